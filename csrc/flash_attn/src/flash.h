@@ -1,0 +1,68 @@
+// The contract between three parties: Python (flashcute/config.py mirrors FwdConfig), the torch binding
+// (flash_api.cpp fills Flash_fwd_params) and the kernels (one shared object per configuration).
+// Plain C++20 without CUDA or torch, so that every one of them, and the host tests, can include it.
+#pragma once
+
+#include <cstdint>
+
+namespace flash {
+
+// Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built against
+// another version is refused at load with a message instead of crashing at launch.
+inline constexpr int32_t kAbiVersion = 1;
+
+enum class DType : int32_t { fp16, bf16 };
+enum class MaskKind : int32_t { none, causal };
+
+// Everything that is decided when a forward kernel is compiled. A structural type, so one value is one
+// template argument and profilers print it in the kernel's name.
+struct FwdConfig {
+    int32_t arch;      // kernel class: 80 (mma.sync + cp.async) or 90 (wgmma + TMA)
+    DType dtype;       // of Q, K, V and O; accumulation is fp32
+    int32_t head_dim;  // instantiated head dimension; any multiple of 8 up to it is accepted
+    MaskKind mask;     // causal is aligned to the bottom-right corner
+    int32_t tile_m;    // query rows per CTA
+    int32_t tile_n;    // keys per main loop step
+    int32_t warps;     // MMA warps per CTA, each owning tile_m / warps rows
+    int32_t stages;    // K/V buffers in shared memory: 1 or 2
+    bool q_in_regs;    // keep Q's fragments in registers instead of re-reading shared memory
+    int32_t min_ctas;  // CTAs per SM that the register budget must allow
+};
+
+// Arguments of one forward launch. Strides count elements. Pointers end in the shape they address.
+struct Flash_fwd_params {
+    const void *q_ptr;       // (b, seqlen_q, h, d)
+    const void *k_ptr;       // (b, seqlen_k, h_k, d)
+    const void *v_ptr;       // (b, seqlen_k, h_k, d)
+    void *o_ptr;             // (b, seqlen_q, h, d)
+    float *softmax_lse_ptr;  // (b, h, seqlen_q), natural log, -inf where a row sees no key
+
+    int64_t q_batch_stride, q_row_stride, q_head_stride;
+    int64_t k_batch_stride, k_row_stride, k_head_stride;
+    int64_t v_batch_stride, v_row_stride, v_head_stride;
+    int64_t o_batch_stride, o_row_stride, o_head_stride;
+
+    int32_t b, seqlen_q, seqlen_k, h, h_k, d;
+    int32_t h_h_k_ratio;  // query heads per key/value head
+
+    float scale_softmax;       // applied to Q K^T
+    float scale_softmax_log2;  // the same times log2(e): the kernels exponentiate in base 2
+};
+
+// What a kernel's shared object says of itself; returned by its one exported symbol, flash_kernel().
+struct Flash_kernel {
+    int32_t abi_version;  // == kAbiVersion
+    int32_t params_size;  // == sizeof(Flash_fwd_params)
+    const char *name;     // the configuration's name, as config.py spells it
+    int32_t threads;      // per CTA
+    int32_t smem_bytes;   // dynamic shared memory per CTA
+    int32_t tile_m;       // query rows per CTA, from which the host derives the grid
+    // Enqueues the kernel on `stream` (a cudaStream_t) of the current device; returns a cudaError_t.
+    int32_t (*launch)(const Flash_fwd_params *params, void *stream);
+    const char *(*error_string)(int32_t error);  // cudaGetErrorString
+};
+
+}  // namespace flash
+
+// The symbol each kernel's shared object exports.
+extern "C" __attribute__((visibility("default"))) const flash::Flash_kernel *flash_kernel();

@@ -1,0 +1,1 @@
+"""FlashAttention for NVIDIA GPUs in CUTLASS/CuTe C++, with a PyTorch interface."""

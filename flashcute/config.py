@@ -1,0 +1,126 @@
+"""What is decided when a kernel is compiled: the Python mirror of ``FwdConfig`` in ``flash.h``.
+
+A :class:`FwdConfig` validates itself, names itself and prints itself as the C++ designated
+initialiser that the generated ``.cu`` files contain, so that Python, the file name and the symbol a
+profiler shows all speak of the same value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+DTYPES = ("fp16", "bf16")
+MASKS = ("none", "causal")
+KERNEL_CLASSES = (80,)
+MAX_HEAD_DIM = HEAD_DIMS[-1]
+
+# Largest dynamic shared memory a CTA may ask for, by compute capability (CUDA C++ Programming
+# Guide, table "Technical Specifications per Compute Capability").
+MAX_SMEM_BYTES = {
+    (8, 0): 163 * 1024,
+    (8, 6): 99 * 1024,
+    (8, 7): 163 * 1024,
+    (8, 9): 99 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (10, 3): 227 * 1024,
+    (12, 0): 99 * 1024,
+    (12, 1): 99 * 1024,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FwdConfig:
+    """One forward kernel. Field names, order and meaning are those of ``flash::FwdConfig``.
+
+    Attributes:
+        arch: Kernel class, 80 for mma.sync + cp.async.
+        dtype: ``"fp16"`` or ``"bf16"``, of Q, K, V and O; accumulation is fp32.
+        head_dim: Instantiated head dimension, one of :data:`HEAD_DIMS`.
+        mask: ``"none"`` or ``"causal"`` (aligned to the bottom-right corner).
+        tile_m: Query rows per CTA.
+        tile_n: Keys per main loop step.
+        warps: MMA warps per CTA.
+        stages: K/V buffers in shared memory, 1 or 2.
+        q_in_regs: Keep Q's fragments in registers.
+        min_ctas: CTAs per SM that the register budget must allow.
+
+    Raises:
+        ValueError: naming the field, its value and what is supported.
+    """
+
+    arch: int
+    dtype: str
+    head_dim: int
+    mask: str
+    tile_m: int
+    tile_n: int
+    warps: int
+    stages: int
+    q_in_regs: bool
+    min_ctas: int
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, field: str, supported: str) -> None:
+            if not ok:
+                value = getattr(self, field)
+                raise ValueError(f"FwdConfig: expected {field} {supported}, got {field}={value!r}")
+
+        require(self.arch in KERNEL_CLASSES, "arch", f"in {KERNEL_CLASSES}")
+        require(self.dtype in DTYPES, "dtype", f"in {DTYPES}")
+        require(self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
+        require(self.mask in MASKS, "mask", f"in {MASKS}")
+        require(self.warps in (4, 8), "warps", "in (4, 8)")
+        rows = 16 * self.warps
+        require(
+            self.tile_m > 0 and self.tile_m % rows == 0, "tile_m", f"to be a multiple of {rows}"
+        )
+        require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
+        require(self.stages in (1, 2), "stages", "in (1, 2)")
+        require(isinstance(self.q_in_regs, bool), "q_in_regs", "to be a bool")
+        require(self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4)")
+
+    @property
+    def name(self) -> str:
+        """The stem of the instantiation file: what it computes, without tile choices."""
+        causal = "_causal" if self.mask == "causal" else ""
+        return f"flash_fwd_hdim{self.head_dim}_{self.dtype}{causal}_sm{self.arch}"
+
+    @property
+    def variant(self) -> str:
+        """The tile choices, which together with :attr:`name` identify the configuration."""
+        q = "_qreg" if self.q_in_regs else ""
+        tile = f"{self.tile_m}x{self.tile_n}"
+        return f"{tile}_w{self.warps}_s{self.stages}{q}_c{self.min_ctas}"
+
+    @property
+    def full_name(self) -> str:
+        """``name`` and ``variant``: unique per configuration; also what ``Flash_kernel.name`` holds."""
+        return f"{self.name}_{self.variant}"
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return 32 * self.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory per CTA in bytes: Q, then ``stages`` buffers each of K and V."""
+        return 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
+
+    def to_cpp(self) -> str:
+        """The C++ designated initialiser, e.g. ``{.arch = 80, .dtype = flash::DType::bf16, ...}``."""
+        fields = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "dtype":
+                text = f"flash::DType::{value}"
+            elif field.name == "mask":
+                text = f"flash::MaskKind::{value}"
+            elif isinstance(value, bool):
+                text = "true" if value else "false"
+            else:
+                text = str(value)
+            fields.append(f".{field.name} = {text}")
+        return "{" + ", ".join(fields) + "}"
