@@ -14,6 +14,8 @@ from pathlib import Path
 # Read by the compilers themselves, so they change what a build produces and belong to its key.
 _COMPILER_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "CPLUS_INCLUDE_PATH")
 
+SYSTEM_CUDA = Path("/usr/local/cuda")  # where the toolkit's installer puts it
+
 NVCC_FLAGS = (
     "-std=c++20",
     "-O3",
@@ -110,7 +112,7 @@ def _cuda_roots() -> list[Path]:
     for scheme in ("purelib", "platlib"):
         wheels = Path(sysconfig.get_path(scheme)) / "nvidia"
         roots += sorted(wheels.glob("cu[0-9]*"), reverse=True)
-    roots.append(Path("/usr/local/cuda"))
+    roots.append(SYSTEM_CUDA)
     return roots
 
 
