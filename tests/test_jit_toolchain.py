@@ -51,6 +51,16 @@ def test_order_is_path_wheels_system(bare, monkeypatch):
     assert found.arguments == (f"-ccbin={bare / 'path' / 'g++'}",)
 
 
+def test_optimiser_of_another_wheel_is_another_compiler(bare):
+    root = bare / "site" / "nvidia" / "cu13"
+    fake(root / "bin" / "nvcc", "wheels")
+    cicc = fake(root / "nvvm" / "bin" / "cicc", "")
+    before = toolchain.find_nvcc().identity()
+    assert toolchain.find_nvcc().identity() == before
+    cicc.write_text(cicc.read_text() + "#")
+    assert toolchain.find_nvcc().identity() != before
+
+
 def test_wrong_cuda_home_is_not_papered_over(bare, monkeypatch):
     fake(bare / "usr" / "cuda" / "bin" / "nvcc", "system")
     monkeypatch.setenv("CUDA_HOME", str(bare / "nowhere"))

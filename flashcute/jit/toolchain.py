@@ -132,8 +132,12 @@ def find_nvcc() -> Compiler:
         # nvcc looks for its libraries in lib64, the wheels install them in lib.
         if (root / "lib" / "libcudart_static.a").is_file() and not (root / "lib64").is_dir():
             arguments.append(f"-L{root / 'lib'}")
-        version = f"{_version(nvcc)}\n{host.version}"
-        return Compiler(nvcc, version, tuple(arguments))
+        parts = [_version(nvcc), host.version]
+        # The optimiser is a wheel of its own, can be newer than nvcc, and does not tell its version.
+        cicc = root / "nvvm" / "bin" / "cicc"
+        if cicc.is_file():
+            parts.append(f"cicc of {cicc.stat().st_size} bytes")
+        return Compiler(nvcc, "\n".join(parts), tuple(arguments))
     raise BuildError(
         f"flashcute: expected nvcc in one of {', '.join(map(str, roots))}, got none; install the "
         "CUDA toolkit, or `pip install flashcute[nvcc]`, or set CUDA_HOME to the toolkit's folder"
