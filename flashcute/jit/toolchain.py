@@ -133,7 +133,7 @@ def find_nvcc() -> Compiler:
         if (root / "lib" / "libcudart_static.a").is_file() and not (root / "lib64").is_dir():
             arguments.append(f"-L{root / 'lib'}")
         parts = [_version(nvcc), host.version]
-        # The optimiser is a wheel of its own, can be newer than nvcc, and does not tell its version.
+        # The optimiser is a wheel of its own that can be newer than nvcc; it states no version.
         cicc = root / "nvvm" / "bin" / "cicc"
         if cicc.is_file():
             parts.append(f"cicc of {cicc.stat().st_size} bytes")
