@@ -1,1 +1,46 @@
 """FlashAttention for NVIDIA GPUs in CUTLASS/CuTe C++, with a PyTorch interface."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .flash_attn_interface import (
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+    )
+    from .support import Support, support_matrix, supports
+
+__version__ = "0.1.0"
+__all__ = [
+    "Support",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "support_matrix",
+    "supports",
+]
+
+_HOMES = {
+    "flash_attn_func": "flash_attn_interface",
+    "flash_attn_kvpacked_func": "flash_attn_interface",
+    "flash_attn_qkvpacked_func": "flash_attn_interface",
+    "Support": "support",
+    "support_matrix": "support",
+    "supports": "support",
+}
+
+
+def __getattr__(name: str) -> object:
+    # Lazy, so that the command line, which may only want to build, starts without importing torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,34 @@
+// The sm80-class forward kernel: one CTA, one tile of queries.
+#pragma once
+
+#include "epilogue_fwd.h"
+#include "flash.h"
+#include "mainloop_fwd_sm80.h"
+#include "seqlen_info.h"
+#include "tile_scheduler.h"
+
+namespace flash {
+
+// Parametrised by the traits type: nvcc 13.0 misspells a namespaced value as a kernel's own argument.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
+    flash_fwd_kernel_sm80(__grid_constant__ Flash_fwd_params const params) {
+    constexpr FwdConfig C = Traits::kConfig;
+    using Mainloop = MainloopFwdSm80<C>;
+    extern __shared__ char smem[];
+    auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
+
+    TileCoord const tile = TileScheduler<C>::coord(params, blockIdx.x);
+    SeqlenInfo const seqlen(params);
+    typename Mainloop::SoftmaxT softmax(params.scale_softmax, params.scale_softmax_log2);
+    Tensor tOrO = partition_fragment_C(
+        typename Traits::TiledMma{},
+        Shape<Int<Traits::kTileM>, Int<Traits::kHeadDim>>{});  // (4, MMA_M, d/8)
+    clear(tOrO);
+
+    Mainloop::run(params, storage, tile, seqlen, tOrO, softmax);
+    auto const lse = softmax.finalize(tOrO);
+    EpilogueFwd<C>::store(params, storage, tile, seqlen, tOrO, lse);
+}
+
+}  // namespace flash

@@ -1,0 +1,179 @@
+// The loop over key blocks on mma.sync, cp.async and ldmatrix: load, S = Q K^T, mask, softmax, O += P V.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "block_info.h"
+#include "kernel_traits.h"
+#include "mask.h"
+#include "seqlen_info.h"
+#include "softmax.h"
+#include "tile_scheduler.h"
+#include "utils.h"
+
+namespace flash {
+
+using namespace cute;
+
+template <FwdConfig C>
+struct MainloopFwdSm80 {
+    using Traits = KernelTraitsSm80<C>;
+    using Element = typename Traits::Element;
+    using TiledMma = typename Traits::TiledMma;
+    using SharedStorage = typename Traits::SharedStorage;
+    static constexpr int kTileM = Traits::kTileM;
+    static constexpr int kTileN = Traits::kTileN;
+    static constexpr int kHeadDim = Traits::kHeadDim;
+    static constexpr int kStages = Traits::kStages;
+    static constexpr int kRowsPerThread = 2 * kTileM / (16 * C.warps);
+
+    using SoftmaxT = Softmax<kRowsPerThread>;
+
+    // One (rows, head_dim) tile from global to shared memory. Rows at or past row_end and columns at or
+    // past d are written as zeros and never read: whatever lies there cannot reach a result.
+    template <class SmemTensor>
+    CUTE_DEVICE static void load_tile(Element const *gmem, int64_t row_stride, SmemTensor &&sX,
+                                      int row_end, int d) {
+        int const thread = threadIdx.x;
+        Tensor gX = make_tensor(make_gmem_ptr(gmem), product_each(shape(sX)),
+                                make_stride(row_stride, _1{}));                     // (rows, d)
+        typename Traits::GmemCopyLoad gmem_copy;
+        auto const gmem_thr = gmem_copy.get_slice(thread);
+        Tensor tXgX = gmem_thr.partition_S(gX);                                     // (8, rows, cols)
+        Tensor tXsX = gmem_thr.partition_D(sX);                                     // (8, rows, cols)
+        CUTE_UNROLL
+        for (int r = 0; r < size<1>(tXsX); ++r) {
+            CUTE_UNROLL
+            for (int c = 0; c < size<2>(tXsX); ++c) {
+                bool const valid =
+                    Traits::gmem_row(thread, r) < row_end && Traits::gmem_col(thread, c) < d;
+                gmem_copy.with(valid).call(tXgX(_, r, c), tXsX(_, r, c));
+            }
+        }
+    }
+
+    // Leaves the tile's unnormalised O in tOrO and its row statistics in softmax.
+    template <class AccO>
+    CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage,
+                                TileCoord const &tile, SeqlenInfo const &seqlen, AccO &tOrO,
+                                SoftmaxT &softmax) {
+        int const thread = threadIdx.x;
+        int const n_end = BlockInfo<C>::n_block_end(seqlen, tile.m_block);
+        int const n_unmasked_end = BlockInfo<C>::n_block_unmasked_end(seqlen, tile.m_block);
+        int const head_k = tile.head / params.h_h_k_ratio;
+        auto const *const gQ = static_cast<Element const *>(params.q_ptr) +
+                               tile.batch * params.q_batch_stride +
+                               tile.head * params.q_head_stride +
+                               tile.m_block * kTileM * params.q_row_stride;
+        auto const *const gK = static_cast<Element const *>(params.k_ptr) +
+                               tile.batch * params.k_batch_stride + head_k * params.k_head_stride;
+        auto const *const gV = static_cast<Element const *>(params.v_ptr) +
+                               tile.batch * params.v_batch_stride + head_k * params.v_head_stride;
+
+        Tensor sQ = make_tensor(make_smem_ptr(storage.q_or_o.data()),
+                                typename Traits::SmemLayoutQ{});                    // (M, d)
+        auto const sK = [&](int stage) {                                            // (N, d)
+            return make_tensor(make_smem_ptr(storage.k[stage].data()),
+                               typename Traits::SmemLayoutKV{});
+        };
+        auto const sV = [&](int stage) {                                            // (N, d)
+            return make_tensor(make_smem_ptr(storage.v[stage].data()),
+                               typename Traits::SmemLayoutKV{});
+        };
+        auto const sVt = [&](int stage) {                                           // (d, N)
+            return make_tensor(make_smem_ptr(storage.v[stage].data()),
+                               typename Traits::SmemLayoutVt{});
+        };
+
+        TiledMma mma;
+        using CopyAtom = typename Traits::SmemCopyAtom;
+        using CopyAtomV = typename Traits::SmemCopyAtomTransposed;
+        auto const copy_q = make_tiled_copy_A(CopyAtom{}, mma);
+        auto const copy_k = make_tiled_copy_B(CopyAtom{}, mma);
+        auto const copy_v = make_tiled_copy_B(CopyAtomV{}, mma);
+        auto const copy_q_thr = copy_q.get_slice(thread);
+        auto const copy_k_thr = copy_k.get_slice(thread);
+        auto const copy_v_thr = copy_v.get_slice(thread);
+        Tensor tSsQ = copy_q_thr.partition_S(sQ);                                   // (8, MMA_M, d/16)
+        Tensor tSrQ = make_tensor<Element>(
+            partition_shape_A(mma, Shape<Int<kTileM>, Int<kHeadDim>>{}));           // (8, MMA_M, d/16)
+        Tensor tSrK = make_tensor<Element>(
+            partition_shape_B(mma, Shape<Int<kTileN>, Int<kHeadDim>>{}));           // (4, N/8, d/16)
+        Tensor tOrVt = make_tensor<Element>(
+            partition_shape_B(mma, Shape<Int<kHeadDim>, Int<kTileN>>{}));           // (4, d/8, N/16)
+
+        Mask<C> const mask{seqlen, tile.m_block};
+        auto const load_k = [&](int n, int stage) {
+            load_tile(gK + n * kTileN * params.k_row_stride, params.k_row_stride, sK(stage),
+                      seqlen.seqlen_k - n * kTileN, params.d);
+        };
+        auto const load_v = [&](int n, int stage) {
+            load_tile(gV + n * kTileN * params.v_row_stride, params.v_row_stride, sV(stage),
+                      seqlen.seqlen_k - n * kTileN, params.d);
+        };
+
+        // Key blocks run right to left, so that the few that need the mask come first.
+        int n = n_end - 1;
+        int stage = 0;
+        load_tile(gQ, params.q_row_stride, sQ, seqlen.seqlen_q - tile.m_block * kTileM, params.d);
+        if (n >= 0) {
+            load_k(n, stage);
+            if constexpr (kStages == 2) { load_v(n, stage); }
+        }
+        cp_async_fence();
+        if constexpr (C.q_in_regs) {
+            cp_async_wait<0>();
+            __syncthreads();
+            copy(copy_q, tSsQ, copy_q_thr.retile_D(tSrQ));
+        }
+
+        auto const step = [&](auto masked) {
+            // This block's K (with two stages its V too) has landed; all warps are done with the
+            // buffers that the next loads overwrite.
+            cp_async_wait<0>();
+            __syncthreads();
+            if constexpr (kStages == 2) {
+                if (n > 0) {
+                    load_k(n - 1, stage ^ 1);
+                    load_v(n - 1, stage ^ 1);
+                }
+            } else {
+                load_v(n, stage);
+            }
+            cp_async_fence();
+
+            Tensor tSrS = partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});  // (4, MMA_M, N/8)
+            Tensor tSsK = copy_k_thr.partition_S(sK(stage));                        // (8, N/16, d/16)
+            clear(tSrS);
+            if constexpr (C.q_in_regs) {
+                gemm_rs(mma, copy_k, tSrS, tSrQ, tSrK, tSsK);
+            } else {
+                gemm_ss(mma, copy_q, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
+            }
+            if constexpr (kStages == 1) {
+                cp_async_wait<0>();
+                __syncthreads();
+                if (n > 0) { load_k(n - 1, stage); }
+                cp_async_fence();
+            }
+            if constexpr (decltype(masked)::value) {
+                mask.template apply<Traits>(tSrS, thread, n);
+            }
+            softmax.rescale(tOrO, softmax.update_max(tSrS));
+            softmax.exponentiate(tSrS);
+            Tensor rP = convert_type<Element>(tSrS);                                // (4, MMA_M, N/8)
+            Tensor tOrP =
+                make_tensor(rP.data(), layout_acc_as_operand_a(rP.layout()));       // (8, MMA_M, N/16)
+            Tensor tOsVt = copy_v_thr.partition_S(sVt(stage));                      // (8, d/16, N/16)
+            gemm_rs(mma, copy_v, tOrO, tOrP, tOrVt, tOsVt);
+            if constexpr (kStages == 2) { stage ^= 1; }
+        };
+        CUTE_NO_UNROLL
+        for (; n >= n_unmasked_end; --n) { step(true_type{}); }
+        CUTE_NO_UNROLL
+        for (; n >= 0; --n) { step(false_type{}); }
+        cp_async_wait<0>();
+    }
+};
+
+}  // namespace flash

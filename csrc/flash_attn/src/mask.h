@@ -1,0 +1,44 @@
+// Mask policies: which scores of a tile are set to -inf before the softmax.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flash.h"
+#include "seqlen_info.h"
+#include "utils.h"
+
+namespace flash {
+
+template <FwdConfig C>
+struct Mask {
+    SeqlenInfo seqlen;
+    int m_block;
+
+    // The first key that query row `row` of this tile does not see.
+    CUTE_HOST_DEVICE int key_end(int row) const {
+        int end = seqlen.seqlen_k;
+        if constexpr (C.mask == MaskKind::causal) {
+            end = cute::min(end, m_block * C.tile_m + row + 1 + seqlen.causal_shift());
+        }
+        return end;
+    }
+
+    // tSrS: scores (4, MMA_M, N/8) of key block n_block.
+    template <class Traits, class Engine, class Layout>
+    CUTE_DEVICE void apply(cute::Tensor<Engine, Layout> &tSrS, int thread, int n_block) const {
+        using namespace cute;
+        Tensor scores = make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout()));  // (rows, cols)
+        // Relative to the thread's first column every column is a compile-time constant.
+        int const first_key = n_block * C.tile_n + Traits::acc_col(thread, 0);
+        CUTE_UNROLL
+        for (int i = 0; i < size<0>(scores); ++i) {
+            int const visible = key_end(Traits::acc_row(thread, i)) - first_key;
+            CUTE_UNROLL
+            for (int j = 0; j < size<1>(scores); ++j) {
+                if (Traits::acc_col(0, j) >= visible) { scores(i, j) = -INFINITY; }
+            }
+        }
+    }
+};
+
+}  // namespace flash

@@ -1,0 +1,95 @@
+// Online softmax over key blocks, in base 2: exp(s * scale - m * scale) = exp2(s * c - m * c) with
+// c = scale * log2(e), one FFMA and one ex2 a score.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "utils.h"
+
+namespace flash {
+
+using namespace cute;
+
+// State of the rows that one thread holds. row_sum is this thread's share until finalize() adds up
+// the four lanes of a row: the running rescale is the same for all of them.
+template <int kRows>
+struct Softmax {
+    using RowTensor = decltype(make_tensor<float>(Shape<Int<kRows>>{}));
+
+    float const scale;
+    float const scale_log2;
+    RowTensor row_max;  // of the raw scores
+    RowTensor row_sum;
+
+    CUTE_DEVICE explicit Softmax(float scale, float scale_log2)
+        : scale(scale), scale_log2(scale_log2) {
+        fill(row_max, -INFINITY);
+        fill(row_sum, 0.f);
+    }
+
+    // A row that has seen no key yet has maximum -inf; 0 in its place keeps (-inf) - (-inf) away.
+    CUTE_DEVICE static float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
+
+    // Takes the block's scores into the running maximum; returns what O must be multiplied by.
+    template <class Engine, class Layout>
+    CUTE_DEVICE RowTensor update_max(Tensor<Engine, Layout> const &tSrS) {
+        Tensor scores = make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout()));  // (rows, cols)
+        static_assert(decltype(size<0>(scores))::value == kRows);
+        RowTensor rescale;
+        CUTE_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+            float const old_max = row_max(i);
+            float max = scores(i, _0{});
+            CUTE_UNROLL
+            for (int j = 1; j < size<1>(scores); ++j) { max = fmaxf(max, scores(i, j)); }
+            row_max(i) = fmaxf(old_max, quad_allreduce(max, [](float a, float b) {
+                return fmaxf(a, b);
+            }));
+            rescale(i) = exp2f((old_max - finite_max(row_max(i))) * scale_log2);
+            row_sum(i) *= rescale(i);
+        }
+        return rescale;
+    }
+
+    // Scores become probabilities relative to the running maximum, which row_sum takes in.
+    template <class Engine, class Layout>
+    CUTE_DEVICE void exponentiate(Tensor<Engine, Layout> &tSrS) {
+        Tensor scores = make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout()));  // (rows, cols)
+        CUTE_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+            float const max_scaled = finite_max(row_max(i)) * scale_log2;
+            CUTE_UNROLL
+            for (int j = 0; j < size<1>(scores); ++j) {
+                scores(i, j) = exp2f(scores(i, j) * scale_log2 - max_scaled);
+                row_sum(i) += scores(i, j);
+            }
+        }
+    }
+
+    template <class Engine, class Layout>
+    CUTE_DEVICE static void rescale(Tensor<Engine, Layout> &tOrO, RowTensor const &factor) {
+        Tensor out = make_tensor(tOrO.data(), layout_acc_rowcol(tOrO.layout()));  // (rows, cols)
+        CUTE_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+            CUTE_UNROLL
+            for (int j = 0; j < size<1>(out); ++j) { out(i, j) *= factor(i); }
+        }
+    }
+
+    // Divides O by the row sums; returns the log-sum-exp of each row. A row without keys: 0 and -inf.
+    template <class Engine, class Layout>
+    CUTE_DEVICE RowTensor finalize(Tensor<Engine, Layout> &tOrO) {
+        RowTensor lse, inv_sum;
+        CUTE_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+            float const sum = quad_allreduce(row_sum(i), [](float a, float b) { return a + b; });
+            bool const empty = sum == 0.f;
+            inv_sum(i) = empty ? 0.f : 1.f / sum;
+            lse(i) = empty ? -INFINITY : row_max(i) * scale + logf(sum);
+        }
+        rescale(tOrO, inv_sum);
+        return lse;
+    }
+};
+
+}  // namespace flash

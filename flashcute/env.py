@@ -1,0 +1,133 @@
+"""Every environment variable that flashcute reads, in one table.
+
+The variables are read when a kernel has to be found or built, never on the hot path. A value that
+cannot be used and a ``FLASHCUTE_*`` name that does not exist are errors: a misspelt variable is
+never silently ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .config import KERNEL_CLASSES
+
+PREFIX = "FLASHCUTE_"
+
+
+def _folder(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_absolute():
+        raise ValueError("an absolute path")
+    return path
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("0 or 1")
+    return text == "1"
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("a whole number of at least 1")
+    return int(text)
+
+
+def _kernel_class(text: str) -> int:
+    if text not in map(str, KERNEL_CLASSES):
+        raise ValueError("one of " + ", ".join(map(str, KERNEL_CLASSES)))
+    return int(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: Full name, beginning with :data:`PREFIX`.
+        field: The attribute of :class:`Settings` that holds its value.
+        default: What happens when it is not set, in words.
+        meaning: One sentence.
+        parse: Text to value; raises ``ValueError`` with the expected form as its message.
+        unset: The value of the field when the variable is not set or empty.
+    """
+
+    name: str
+    field: str
+    default: str
+    meaning: str
+    parse: Callable[[str], Any]
+    unset: Any = None
+
+
+VARIABLES = (
+    Variable(
+        "FLASHCUTE_CACHE_DIR",
+        "cache_dir",
+        "the user's cache folder, e.g. ~/.cache/flashcute",
+        "Folder (absolute) that keeps the shared objects built on first use.",
+        _folder,
+    ),
+    Variable(
+        "FLASHCUTE_NO_BUILD",
+        "no_build",
+        "0",
+        "1 turns a build that would start on first use into an error.",
+        _switch,
+        unset=False,
+    ),
+    Variable(
+        "FLASHCUTE_JOBS",
+        "jobs",
+        "as many as cores and memory allow (5 GB a job)",
+        "How many compilers run at the same time.",
+        _positive,
+    ),
+    Variable(
+        "FLASHCUTE_ARCH",
+        "arch",
+        "the best class the GPU supports",
+        "Kernel class to use instead of the one chosen for the GPU.",
+        _kernel_class,
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The parsed variables; see :data:`VARIABLES` for what each one means."""
+
+    cache_dir: Path | None
+    no_build: bool
+    jobs: int | None
+    arch: int | None
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Parses every variable of the table.
+
+    Raises:
+        ValueError: for a value of the wrong form, and for a ``FLASHCUTE_*`` name not in the table.
+    """
+    known = {variable.name for variable in VARIABLES}
+    unknown = sorted(n for n in environ if n.startswith(PREFIX) and n not in known)
+    if unknown:
+        raise ValueError(
+            f"flashcute: expected only known {PREFIX}* variables in the environment, got "
+            f"{', '.join(unknown)}; unset it, known are {', '.join(sorted(known))}"
+        )
+    values = {}
+    for variable in VARIABLES:
+        text = environ.get(variable.name, "")
+        try:
+            values[variable.field] = variable.parse(text) if text else variable.unset
+        except ValueError as error:
+            raise ValueError(
+                f"flashcute: expected {variable.name} to be {error}, "
+                f"got {variable.name}={text!r}; default when unset: {variable.default}"
+            ) from None
+    return Settings(**values)

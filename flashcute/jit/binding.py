@@ -1,0 +1,85 @@
+"""The torch binding: found or built with the host compiler, then loaded once per process."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+from .. import env
+from . import build, cache, sources, toolchain
+from .toolchain import BuildError
+
+logger = logging.getLogger("flashcute")
+
+
+def binding_unit(namespace: str) -> build.Unit:
+    """The build of the binding against the torch of this process.
+
+    Torch's version is no part of it: the stable ABI lets one binary serve every torch since 2.10.
+    """
+    import torch
+
+    root = Path(torch.__file__).parent
+    return build.Unit(
+        name="flash_api",
+        target="host",
+        source=sources.binding_source().read_text(),
+        suffix=".cpp",
+        flags=(*toolchain.BINDING_FLAGS, f"-DFLASHCUTE_NAMESPACE={namespace}"),
+        libraries=(f"-L{root / 'lib'}", *toolchain.BINDING_LIBRARIES),
+        project_dirs=(sources.kernel_include_dir(),),
+        external_dirs=(root / "include", root / "include" / "torch" / "csrc" / "api" / "include"),
+    )
+
+
+def _find_or_build() -> cache.Artefact:
+    from ..ops import NAMESPACE
+
+    settings = env.read()
+    unit = binding_unit(NAMESPACE)
+    folder = sources.prebuilt_dir() / unit.target
+    artefact = cache.find(folder, unit.name, source_key=unit.source_key())
+    if artefact is not None:
+        return artefact
+    compiler = toolchain.find_host_compiler()
+    artefact = build.find(unit, compiler)
+    if artefact is not None:
+        return artefact
+    if settings.no_build:
+        raise BuildError(
+            f"flashcute: expected the torch binding to be built already, got none in {folder} and "
+            f"{cache.cache_dir()} while FLASHCUTE_NO_BUILD=1; unset it, or run "
+            "`python -m flashcute build` first"
+        )
+    return build.build(unit, compiler).artefact
+
+
+def build_binding() -> build.BuildResult:
+    """Builds the binding into the user's cache; a failure is reported in the result."""
+    from ..ops import NAMESPACE
+
+    return build.build_many([binding_unit(NAMESPACE)], toolchain.find_host_compiler())[0]
+
+
+@functools.lru_cache(maxsize=1)
+def load_binding() -> Path:
+    """Loads the operators' C++ half into torch, building it where it is not there yet.
+
+    Returns:
+        The path of the shared object.
+
+    Raises:
+        BuildError: where it is not there and cannot be built, or torch cannot load it.
+    """
+    import torch
+
+    path = _find_or_build().path
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise BuildError(
+            f"flashcute: torch {torch.__version__} cannot load the binding {path}: {error}; "
+            "flashcute needs torch 2.10 or later"
+        ) from error
+    return path

@@ -1,0 +1,149 @@
+"""Shared objects on disk, each beside a .json file that vouches for it.
+
+The .json holds the SHA-256 of the shared object and is put in place last, so an entry is complete
+or absent: a truncated, mixed or half-written one does not verify and is built again. What is loaded
+is code, so the user's cache must be a real folder of the user's own that nobody else can write to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from .. import env
+from .toolchain import BuildError
+
+logger = logging.getLogger("flashcute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Artefact:
+    """A verified shared object and what was recorded when it was built."""
+
+    path: Path
+    meta: Mapping[str, Any]
+
+
+def cache_dir() -> Path:
+    """``FLASHCUTE_CACHE_DIR`` if set, else the user's cache folder; not created here."""
+    return env.read().cache_dir or Path(platformdirs.user_cache_dir("flashcute", appauthor=False))
+
+
+def check_private(folder: Path) -> None:
+    """Refuses a cache folder in which somebody else could place code.
+
+    Raises:
+        BuildError: naming the folder, what is wrong with it and how to mend it.
+        OSError: where it does not exist or cannot be seen.
+    """
+    status = folder.lstat()
+    uid = os.geteuid()
+    if not stat.S_ISDIR(status.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
+        way_out = "set FLASHCUTE_CACHE_DIR to the real folder"
+    elif status.st_uid != uid:
+        kind = f"owned by user {status.st_uid} while this process is user {uid}"
+        way_out = "set FLASHCUTE_CACHE_DIR to a folder of your own"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        kind = f"writable by others (mode {stat.S_IMODE(status.st_mode):04o})"
+        way_out = f"check who wrote to it, then run `chmod 700 {folder}`, or remove it"
+    else:
+        return
+    raise BuildError(
+        f"flashcute: expected a private folder for compiled kernels, got {folder} which is {kind}; "
+        f"{way_out}"
+    )
+
+
+def writable_cache_dir() -> Path:
+    """The cache folder, created with mode 0700 where it is missing.
+
+    Raises:
+        BuildError: where it cannot be created or is not private.
+    """
+    folder = cache_dir()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        check_private(folder)
+        (folder / "locks").mkdir(mode=0o700, exist_ok=True)
+        # Permissions alone do not tell: a file system can be mounted read-only.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise BuildError(
+            f"flashcute: expected a writable folder for compiled kernels, got {folder}: {error}; "
+            "set FLASHCUTE_CACHE_DIR to a folder of your own"
+        ) from error
+    return folder
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def find(folder: Path, stem: str, **expected: str) -> Artefact | None:
+    """The entry ``stem`` of ``folder`` if it is whole and its record holds ``expected``."""
+    path, record = folder / f"{stem}.so", folder / f"{stem}.json"
+    try:
+        meta = json.loads(record.read_bytes())
+        if not isinstance(meta, dict) or any(meta.get(k) != v for k, v in expected.items()):
+            logger.info("flashcute: %s was built from other sources, not used", path)
+            return None
+        whole = _sha256(path) == meta.get("sha256")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("flashcute: %s cannot be read (%s), not used", record, error)
+        return None
+    if not whole:
+        logger.warning("flashcute: %s is damaged (SHA-256 differs from %s), not used", path, record)
+        return None
+    return Artefact(path, meta)
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Puts ``source`` at ``target`` in one step, its bytes on disk before its name."""
+    with open(source, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(source, target)
+
+
+def publish(built: Path, folder: Path, stem: str, meta: Mapping[str, Any]) -> Artefact:
+    """Makes the finished shared object ``built`` the entry ``stem`` of ``folder``.
+
+    ``built`` must lie on the file system of ``folder`` and is moved. In the cache, call with the
+    entry's lock held.
+    """
+    meta = {**meta, "sha256": _sha256(built)}
+    record = built.with_suffix(".json")
+    record.write_text(json.dumps(meta, indent=1))
+    _replace(built, folder / f"{stem}.so")
+    _replace(record, folder / f"{stem}.json")
+    return Artefact(folder / f"{stem}.so", meta)
+
+
+def copy(artefact: Artefact, folder: Path, stem: str) -> Artefact:
+    """Copies an entry into ``folder``, as atomically as :func:`publish`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
+        built = Path(temporary) / f"{stem}.so"
+        shutil.copyfile(artefact.path, built)
+        built.chmod(0o755)
+        if _sha256(built) != artefact.meta["sha256"]:
+            raise BuildError(f"flashcute: {artefact.path} changed while it was copied; try again")
+        return publish(built, folder, stem, artefact.meta)

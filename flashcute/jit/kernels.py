@@ -1,0 +1,268 @@
+"""From a configuration to a loaded kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .. import env
+from ..config import MAX_SMEM_BYTES, FwdConfig
+from . import build, cache, sources, toolchain
+from .abi import ABI_VERSION, FlashFwdParams, FlashKernel
+from .toolchain import BuildError
+
+logger = logging.getLogger("flashcute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A loaded kernel.
+
+    Attributes:
+        config: What it was compiled for.
+        target: GPU it was asked for, as its sm number, e.g. ``"90"``.
+        path: The shared object.
+        address: Of its ``const flash::Flash_kernel``; valid until the process ends.
+        threads: Per CTA.
+        smem_bytes: Dynamic shared memory per CTA.
+        registers: Per thread, as ptxas reported.
+        spill_bytes: Spill stores and loads per thread in bytes, as ptxas reported.
+    """
+
+    config: FwdConfig
+    target: str
+    path: Path
+    address: int
+    threads: int
+    smem_bytes: int
+    registers: int
+    spill_bytes: int
+
+
+TARGETS = {f"{major}{minor}": (major, minor) for major, minor in MAX_SMEM_BYTES}
+
+
+def capability_of(target: str) -> tuple[int, int]:
+    """The compute capability of a target: ``"90"`` is ``(9, 0)``.
+
+    Raises:
+        ValueError: for a target that flashcute has no kernels for.
+    """
+    if target not in TARGETS:
+        raise ValueError(
+            f"flashcute: expected target to be one of {', '.join(TARGETS)}, got "
+            f"target={target!r}; flashcute has no kernels for other GPUs"
+        )
+    return TARGETS[target]
+
+
+def compatible_targets(target: str) -> list[str]:
+    """Targets whose machine code runs on ``target``, best first.
+
+    Code for X.y runs on X.z with z >= y (CUDA C++ Programming Guide, "Binary Compatibility"), but
+    not between desktop parts and the integrated ones (8.7).
+    """
+    major, minor = capability_of(target)
+    if target == "87":
+        return [target]
+    return [
+        name
+        for name, (other_major, other_minor) in reversed(TARGETS.items())
+        if other_major == major and other_minor <= minor and name != "87"
+    ]
+
+
+def kernel_unit(config: FwdConfig, target: str) -> build.Unit:
+    """The build of one kernel for one target."""
+    capability_of(target)
+    version = sources.cutlass_version()
+    return build.Unit(
+        name=config.full_name,
+        target=f"sm_{target}",
+        source=sources.source_text(config),
+        suffix=".cu",
+        flags=(*toolchain.NVCC_FLAGS, f"-gencode=arch=compute_{target},code=sm_{target}"),
+        project_dirs=(sources.kernel_include_dir(),),
+        external_dirs=(sources.cutlass_include_dir(),),
+        external=(f"cutlass {version}",),
+    )
+
+
+def find_prebuilt(config: FwdConfig, target: str) -> cache.Artefact | None:
+    """The package's own shared object for ``config`` that runs on ``target``, if there is one."""
+    for candidate in compatible_targets(target):
+        unit = kernel_unit(config, candidate)
+        folder = sources.prebuilt_dir() / unit.target
+        if (folder / f"{unit.name}.so").is_file():
+            found = cache.find(folder, unit.name, source_key=unit.source_key())
+            if found is not None:
+                return found
+    return None
+
+
+def _require_cutlass() -> None:
+    if sources.cutlass_version() is None:
+        raise BuildError(
+            f"flashcute: expected CUTLASS's headers in {sources.cutlass_include_dir()}, got none; "
+            "run `python third_party/fetch_cutlass.py` in the checkout"
+        )
+
+
+def _find_or_build(config: FwdConfig, target: str) -> cache.Artefact:
+    settings = env.read()
+    artefact = find_prebuilt(config, target)
+    if artefact is not None:
+        return artefact
+    unit = kernel_unit(config, target)
+    try:
+        compiler = toolchain.find_nvcc()
+    except BuildError as error:
+        raise BuildError(
+            f"flashcute: kernel {unit.name} for {unit.target} is not among the package's prebuilt "
+            f"kernels and cannot be built: {error}"
+        ) from error
+    artefact = build.find(unit, compiler)
+    if artefact is not None:
+        return artefact
+    if settings.no_build:
+        raise BuildError(
+            f"flashcute: expected kernel {unit.name} for {unit.target} to be built already, got "
+            f"none in {sources.prebuilt_dir()} and {cache.cache_dir()} while FLASHCUTE_NO_BUILD=1; "
+            f"unset it, or run `python -m flashcute build {build_arguments(config, target)}` first"
+        )
+    _require_cutlass()
+    logger.warning(
+        "flashcute: building kernel %s for %s, once; later processes load it from %s",
+        unit.name,
+        unit.target,
+        cache.cache_dir(),
+    )
+    return build.build(unit, compiler).artefact
+
+
+def build_arguments(config: FwdConfig, target: str) -> str:
+    """The arguments of ``python -m flashcute build`` that build one kernel."""
+    causal = "yes" if config.mask == "causal" else "no"
+    return (
+        f"--head-dim {config.head_dim} --dtype {config.dtype} --causal {causal} --target {target}"
+    )
+
+
+def load(artefact: cache.Artefact, config: FwdConfig, target: str) -> Kernel:
+    """Loads a kernel's shared object and checks what it says of itself.
+
+    Raises:
+        BuildError: naming the first thing that differs from what this package expects.
+    """
+    path = artefact.path
+    try:
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+        entry = library.flash_kernel
+    except (OSError, AttributeError) as error:
+        raise BuildError(
+            f"flashcute: expected a kernel in {path}, got {error}; remove the file, it is then "
+            "built again"
+        ) from error
+    entry.restype = ctypes.c_void_p
+    address = entry()
+    description = FlashKernel.from_address(address)
+    expected = {
+        "abi_version": ABI_VERSION,
+        "params_size": ctypes.sizeof(FlashFwdParams),
+        "name": config.full_name.encode(),
+        "threads": config.threads,
+        "smem_bytes": config.smem_bytes,
+        "tile_m": config.tile_m,
+    }
+    # In this order: the fields after abi_version mean what they say only if that one agrees.
+    for field, value in expected.items():
+        got = getattr(description, field)
+        if got != value:
+            raise BuildError(
+                f"flashcute: expected {field}={value} in the kernel {path}, got {field}={got}; it "
+                "belongs to another version of flashcute: remove the file, it is then built again"
+            )
+    return Kernel(
+        config=config,
+        target=target,
+        path=path,
+        address=address,
+        threads=description.threads,
+        smem_bytes=description.smem_bytes,
+        registers=artefact.meta["registers"],
+        spill_bytes=artefact.meta["spill_bytes"],
+    )
+
+
+_loaded: dict[tuple[FwdConfig, str], Kernel] = {}
+_loading = threading.Lock()
+
+
+def get_kernel(config: FwdConfig, target: str) -> Kernel:
+    """The kernel of ``config`` for the GPU with sm number ``target``, loaded.
+
+    Looked for in this process, in the package's prebuilt folder and in the user's cache; built
+    where it is in none of them.
+
+    Args:
+        config: The kernel's configuration.
+        target: sm number of the GPU, e.g. ``"90"``.
+
+    Raises:
+        ValueError: for a target that cannot be, and for a wrong ``FLASHCUTE_*`` variable.
+        BuildError: where the kernel is not there and cannot be built, or does not fit this package.
+    """
+    kernel = _loaded.get((config, target))
+    if kernel is not None:
+        return kernel
+    with _loading:
+        kernel = _loaded.get((config, target))
+        if kernel is None:
+            kernel = load(_find_or_build(config, target), config, target)
+            _loaded[config, target] = kernel
+    return kernel
+
+
+def build_kernels(
+    specs: Sequence[tuple[FwdConfig, str]],
+    jobs: int | None = None,
+    progress: Callable[[build.BuildResult], None] | None = None,
+) -> list[build.BuildResult]:
+    """Builds many kernels into the user's cache, several at once, without loading them.
+
+    Args:
+        specs: Pairs of configuration and target as in :func:`get_kernel`.
+        jobs: Compilers at the same time; None: :func:`flashcute.jit.build.default_jobs`.
+        progress: Called with each result as it comes, in the calling thread.
+
+    Returns:
+        One result per spec, in order. A failed build is reported in its result.
+
+    Raises:
+        BuildError: where no build can start at all: no compiler, no CUTLASS headers.
+    """
+    units = [kernel_unit(config, target) for config, target in specs]
+    _require_cutlass()
+    return build.build_many(units, toolchain.find_nvcc(), jobs, progress)
+
+
+def find_built(config: FwdConfig, target: str) -> tuple[str, cache.Artefact | None]:
+    """Where a kernel is, ``"prebuilt"``, ``"cache"`` or ``"not built"``, and its entry there."""
+    artefact = find_prebuilt(config, target)
+    if artefact is not None:
+        return "prebuilt", artefact
+    with contextlib.suppress(BuildError):
+        artefact = build.find(kernel_unit(config, target), toolchain.find_nvcc())
+    return ("not built", None) if artefact is None else ("cache", artefact)
+
+
+def place(results: Sequence[build.BuildResult], folder: Path) -> None:
+    """Copies built shared objects into ``folder``, laid out like the package's prebuilt folder."""
+    for result in results:
+        if result.artefact is not None:
+            cache.copy(result.artefact, folder / result.unit.target, result.unit.name)

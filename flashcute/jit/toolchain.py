@@ -1,0 +1,144 @@
+"""Finding the compilers, and the one place where their flags are written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+# Read by the compilers themselves, so they change what a build produces and belong to its key.
+_COMPILER_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "CPLUS_INCLUDE_PATH")
+
+SYSTEM_CUDA = Path("/usr/local/cuda")  # where the toolkit's installer puts it
+
+NVCC_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-ftz=true",
+    "-lineinfo",
+    "-DNDEBUG",
+    "--expt-relaxed-constexpr",
+    "--expt-extended-lambda",
+    "-Xptxas=-v",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Xlinker=--strip-all",
+    "-cudart=static",
+    "-shared",
+)
+
+# The stable ABI of torch 2.10: the binding then loads into that torch and every later one.
+BINDING_FLAGS = (
+    "-std=c++20",
+    "-O2",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+)
+BINDING_LIBRARIES = ("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10")
+
+
+class BuildError(RuntimeError):
+    """A shared object cannot be built, or found where building is not allowed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """A compiler with the arguments that tell it where its own parts are.
+
+    Attributes:
+        path: The executable.
+        version: All that ``--version`` says, of this compiler and of the host compiler under it.
+        arguments: Passed before everything else.
+    """
+
+    path: Path
+    version: str
+    arguments: tuple[str, ...] = ()
+
+    def identity(self) -> str:
+        """A digest of everything about the compiler that can change its output."""
+        parts = [str(self.path), self.version, *self.arguments]
+        parts += [f"{name}={os.environ.get(name, '')}" for name in _COMPILER_VARIABLES]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@functools.lru_cache
+def _version(path: Path) -> str:
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, check=True, timeout=60
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(
+            f"flashcute: expected a working compiler, got {path}: {error}; reinstall it or "
+            "let CUDA_HOME, CXX and PATH point to another one"
+        ) from error
+    return done.stdout.strip()
+
+
+def find_host_compiler() -> Compiler:
+    """``$CXX`` if set, else g++, else c++.
+
+    Raises:
+        BuildError: where there is none.
+    """
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else ("g++", "c++"):
+        found = shutil.which(name)
+        if found:
+            return Compiler(Path(found), _version(Path(found)))
+    raise BuildError(
+        f"flashcute: expected a C++ compiler, got {'CXX=' + wanted if wanted else 'none on PATH'}; "
+        "install g++ 11 or later, or set CXX to the compiler's path"
+    )
+
+
+def _cuda_roots() -> list[Path]:
+    """Folders that may be a CUDA toolkit, best first."""
+    home = os.environ.get("CUDA_HOME")
+    if home:
+        return [Path(home)]  # an explicit choice that is wrong must not be papered over
+    roots = []
+    on_path = shutil.which("nvcc")
+    if on_path:
+        roots.append(Path(on_path).resolve().parents[1])
+    # The PyPI wheels nvidia-cuda-nvcc, -crt, -runtime, -cccl and nvidia-nvvm share one folder.
+    for scheme in ("purelib", "platlib"):
+        wheels = Path(sysconfig.get_path(scheme)) / "nvidia"
+        roots += sorted(wheels.glob("cu[0-9]*"), reverse=True)
+    roots.append(SYSTEM_CUDA)
+    return roots
+
+
+def find_nvcc() -> Compiler:
+    """nvcc of ``CUDA_HOME`` if set, else of PATH, of the PyPI wheels, of /usr/local/cuda.
+
+    Raises:
+        BuildError: where there is none, or no host compiler for it.
+    """
+    roots = _cuda_roots()
+    for root in roots:
+        nvcc = root / "bin" / "nvcc"
+        if not os.access(nvcc, os.X_OK):
+            continue
+        host = find_host_compiler()
+        arguments = [f"-ccbin={host.path}"]
+        # nvcc looks for its libraries in lib64, the wheels install them in lib.
+        if (root / "lib" / "libcudart_static.a").is_file() and not (root / "lib64").is_dir():
+            arguments.append(f"-L{root / 'lib'}")
+        parts = [_version(nvcc), host.version]
+        # The optimiser is a wheel of its own that can be newer than nvcc; it states no version.
+        cicc = root / "nvvm" / "bin" / "cicc"
+        if cicc.is_file():
+            parts.append(f"cicc of {cicc.stat().st_size} bytes")
+        return Compiler(nvcc, "\n".join(parts), tuple(arguments))
+    raise BuildError(
+        f"flashcute: expected nvcc in one of {', '.join(map(str, roots))}, got none; install the "
+        "CUDA toolkit, or `pip install flashcute[nvcc]`, or set CUDA_HOME to the toolkit's folder"
+    )

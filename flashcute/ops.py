@@ -1,0 +1,167 @@
+"""The torch operators: loading the binding, choosing kernels for it, CPU implementation and fakes.
+
+The operator is defined and implemented for CUDA in ``csrc/flash_attn/flash_api.cpp``. For a problem
+it has not met, the binding calls :func:`_resolve` here, which picks a configuration, has it built
+if need be, and returns the kernel's address; after that the binding remembers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import heuristics, jit
+from .reference import attention_ref
+from .support import CAPABILITIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAMESPACE = "flashcute"  # FLASHCUTE_NAMESPACE in flash_api.cpp
+
+_DTYPES = ("fp16", "bf16")  # flash::DType
+
+
+class _FwdProblem(ctypes.Structure):
+    """``flash::FwdProblem`` of flash_api.cpp."""
+
+    _fields_ = (
+        ("device", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
+        ("b", ctypes.c_int32),
+        ("seqlen_q", ctypes.c_int32),
+        ("seqlen_k", ctypes.c_int32),
+        ("h", ctypes.c_int32),
+        ("h_k", ctypes.c_int32),
+        ("d", ctypes.c_int32),
+    )
+
+
+_Resolver = ctypes.CFUNCTYPE(
+    ctypes.c_void_p, ctypes.POINTER(_FwdProblem), ctypes.c_void_p, ctypes.c_int32
+)
+
+# What the resolver raised in this thread: the binding can only pass a message on, the caller of
+# fwd() gets the exception itself.
+_raised = threading.local()
+_load_lock = threading.Lock()
+_fwd: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+# Registrations live as long as these objects do.
+_keep_alive: list[object] = []
+
+
+def _kernel_address(problem: _FwdProblem) -> int:
+    capability = torch.cuda.get_device_capability(problem.device)
+    if capability not in CAPABILITIES:
+        raise NotImplementedError(
+            f"{NAMESPACE}::fwd: expected a GPU of compute capability in {CAPABILITIES}, "
+            f"got cuda:{problem.device} of {capability}; move the tensors to the CPU"
+        )
+    config = heuristics.choose_fwd(
+        heuristics.FwdProblem(
+            dtype=_DTYPES[problem.dtype],
+            causal=bool(problem.causal),
+            b=problem.b,
+            seqlen_q=problem.seqlen_q,
+            seqlen_k=problem.seqlen_k,
+            h=problem.h,
+            h_k=problem.h_k,
+            d=problem.d,
+        ),
+        capability,
+    )
+    return jit.get_kernel(config, f"{capability[0]}{capability[1]}").address
+
+
+@_Resolver
+def _resolve(problem, error, error_size):
+    # Nothing may leave a ctypes callback, KeyboardInterrupt during a build included.
+    try:
+        return _kernel_address(problem.contents)
+    except BaseException as exception:
+        _raised.exception = exception
+        text = f"{type(exception).__name__}: {exception}".encode()[: error_size - 1]
+        message = text.decode(errors="ignore").encode() + b"\0"
+        ctypes.memmove(error, message, len(message))
+        return None
+
+
+def _fwd_cpu(q, k, v, softmax_scale, causal):
+    with torch.no_grad():
+        upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out, lse, _ = attention_ref(
+            q, k, v, softmax_scale=softmax_scale, causal=causal, upcast=upcast
+        )
+        # The layouts that the CUDA implementation and the fake promise.
+        return torch.empty_like(q).copy_(out), lse.to(torch.float32).contiguous()
+
+
+def _fwd_fake(q, k, v, softmax_scale, causal):
+    b, seqlen_q, h, _ = q.shape
+    return torch.empty_like(q), q.new_empty((b, h, seqlen_q), dtype=torch.float32)
+
+
+def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Loads the binding once and returns the operator ``torch.ops.<NAMESPACE>.fwd.default``.
+
+    Raises:
+        RuntimeError: if the binding is neither shipped nor cached and cannot be built.
+    """
+    global _fwd  # noqa: PLW0603 - guarded by the lock
+    with _load_lock:
+        if _fwd is None:
+            binding = ctypes.CDLL(str(jit.load_binding()))
+            binding.flashcute_set_resolver.argtypes = (_Resolver,)
+            binding.flashcute_set_resolver.restype = None
+            binding.flashcute_set_resolver(_resolve)
+            library = torch.library.Library(NAMESPACE, "IMPL")
+            library.impl("fwd", _fwd_cpu, "CPU")
+            torch.library.register_fake(f"{NAMESPACE}::fwd", _fwd_fake, lib=library)
+            _keep_alive.extend((binding, library))
+            _fwd = getattr(torch.ops, NAMESPACE).fwd.default
+    return _fwd
+
+
+def _load_while_tracing() -> bool:
+    load()
+    return True
+
+
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo, which takes
+# longer than all of this package: dynamo calls the function instead of tracing it.
+_load_while_tracing._dynamo_marked_constant = True
+
+
+def fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q to k and v by the operator. Checks nothing but what memory safety needs.
+
+    Args:
+        q: (b, seqlen_q, h, d), last dimension contiguous.
+        k: (b, seqlen_k, h_k, d), likewise; h is a multiple of h_k.
+        v: As k.
+        softmax_scale: Factor on the scores, > 0.
+        causal: Mask out keys beyond the diagonal that ends in the bottom-right corner.
+
+    Returns:
+        out like q, and the natural log-sum-exp of the scores in float32, (b, h, seqlen_q).
+
+    Raises:
+        RuntimeError: for an input that the operator cannot take.
+        Exception: whatever choosing or building the kernel raised.
+    """
+    if torch.compiler.is_compiling() and _load_while_tracing():
+        return getattr(torch.ops, NAMESPACE).fwd.default(q, k, v, softmax_scale, causal)
+    op = _fwd or load()
+    _raised.exception = None
+    try:
+        return op(q, k, v, softmax_scale, causal)
+    except RuntimeError:
+        if _raised.exception is None:
+            raise
+        raise _raised.exception from None
