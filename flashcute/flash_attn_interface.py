@@ -9,6 +9,7 @@ precise errors live; the binding repeats only what memory safety needs.
 from __future__ import annotations
 
 import math
+import reprlib
 
 import torch
 
@@ -75,8 +76,8 @@ def _check_tensors(fn: str, names: tuple[str, str, str], q, k, v) -> None:
 def _check_rank(fn: str, name: str, tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
-            f"{fn}: expected {name} to be a torch.Tensor, got {name}={tensor!r}; "
-            "convert it with torch.as_tensor"
+            f"{fn}: expected {name} to be a torch.Tensor, got {name} of type "
+            f"{type(tensor).__name__}; convert it with torch.as_tensor"
         )
     if tensor.dim() != 4:
         raise ValueError(
@@ -113,14 +114,16 @@ def _check_scale(fn: str, softmax_scale, head_dim: int) -> float:
 def _check_real(fn: str, name: str, value) -> None:
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat)):
         raise TypeError(
-            f"{fn}: expected {name} to be a float, got {name}={value!r} of type "
+            f"{fn}: expected {name} to be a float, got {name}={reprlib.repr(value)} of type "
             f"{type(value).__name__}; a tensor would have to be read back with .item()"
         )
 
 
 def _check_bool(fn: str, name: str, value) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{fn}: expected {name} to be a bool, got {name}={value!r}; pass bool(...)")
+        raise TypeError(
+            f"{fn}: expected {name} to be a bool, got {name}={reprlib.repr(value)}; pass bool(...)"
+        )
 
 
 def _check_dropout(fn: str, dropout_p) -> None:
@@ -147,7 +150,7 @@ def _check_window(fn: str, window_size) -> tuple[int, int]:
     ):
         raise TypeError(
             f"{fn}: expected window_size to be two ints (left, right), "
-            f"got window_size={window_size!r}; pass (-1, -1) for no window"
+            f"got window_size={reprlib.repr(window_size)}; pass (-1, -1) for no window"
         )
     if min(window_size) < -1:
         raise ValueError(
@@ -160,8 +163,8 @@ def _check_window(fn: str, window_size) -> tuple[int, int]:
 def _check_alibi(fn: str, alibi_slopes, q: torch.Tensor) -> None:
     if not isinstance(alibi_slopes, torch.Tensor):
         raise TypeError(
-            f"{fn}: expected alibi_slopes to be a torch.Tensor, got alibi_slopes={alibi_slopes!r}; "
-            "pass None for none"
+            f"{fn}: expected alibi_slopes to be a torch.Tensor, got alibi_slopes of type "
+            f"{type(alibi_slopes).__name__}; pass None for none"
         )
     b, _, h, _ = q.shape
     if alibi_slopes.dtype != torch.float32:
@@ -469,8 +472,8 @@ def flash_attn_qkvpacked_func(
 def _unpack(fn: str, name: str, packed, count: int) -> tuple[torch.Tensor, ...]:
     if not isinstance(packed, torch.Tensor):
         raise TypeError(
-            f"{fn}: expected {name} to be a torch.Tensor, got {name}={packed!r}; "
-            "convert it with torch.as_tensor"
+            f"{fn}: expected {name} to be a torch.Tensor, got {name} of type "
+            f"{type(packed).__name__}; convert it with torch.as_tensor"
         )
     if packed.dim() != 5 or packed.shape[2] != count:
         raise ValueError(
