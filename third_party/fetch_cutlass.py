@@ -77,7 +77,9 @@ def unpack(wheel: Path, folder: Path) -> None:
         ValueError: where the wheel is not the pinned one.
     """
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != SHA256:
-        raise ValueError(f"fetch_cutlass: expected {wheel} to have SHA-256 {SHA256}; download again")
+        raise ValueError(
+            f"fetch_cutlass: expected {wheel} to have SHA-256 {SHA256}; download again"
+        )
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             target = target_of(member.filename)

@@ -1,0 +1,299 @@
+"""How speed is measured here, so that every figure in the project means the same thing.
+
+One timed call stands alone: a buffer larger than the L2 cache is cleared first, so that inputs come
+from device memory and the host's launch time hides behind the clearing. Contenders take turns
+within each repeat, so that drifting clocks and power meet all of them alike; the figure is the
+median. Compare ratios within one run, never absolute figures of different runs or cards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import math
+import os
+import pathlib
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+REPEATS = 15
+WARMUP = 4
+FLUSH_BYTES = 1 << 30
+TOTAL_TOKENS = 16 * 1024
+MODEL_WIDTH = 2048
+# The launch queue holds about a thousand kernels; below that a host call never waits for the GPU.
+HOST_CALLS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One forward problem: sizes as in ``flash_attn_func``, lengths in tokens."""
+
+    b: int
+    seqlen_q: int
+    seqlen_k: int
+    h: int
+    h_k: int
+    d: int
+    causal: bool
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the forward pass: 4 d for each pair of query and key.
+
+        A causal mask counts half of the square that the diagonal cuts, and nothing is counted for
+        the row sums: the convention of the FlashAttention papers.
+        """
+        pairs = self.seqlen_q * self.seqlen_k
+        if self.causal:  # aligned to the bottom-right corner: at most seqlen_k rows see anything
+            diagonal = min(self.seqlen_q, self.seqlen_k)
+            pairs = diagonal * self.seqlen_k - diagonal * diagonal // 2
+        return 4 * self.b * self.h * pairs * self.d
+
+    def bytes(self, itemsize: int = 2) -> int:
+        """Least device memory traffic in bytes: Q, K, V read once, O and the fp32 LSE written."""
+        rows_q = self.b * self.seqlen_q * self.h
+        rows_k = self.b * self.seqlen_k * self.h_k
+        return itemsize * self.d * (2 * rows_q + 2 * rows_k) + 4 * rows_q
+
+
+def sweep_shape(d: int, seqlen: int, causal: bool, total_tokens: int = TOTAL_TOKENS) -> Shape:
+    """The sweep's shape: 16k tokens in all, heads x head_dim at most 2048 (21 heads for d = 96)."""
+    h = MODEL_WIDTH // d
+    return Shape(max(1, total_tokens // seqlen), seqlen, seqlen, h, h, d, causal)
+
+
+def make_qkv(
+    shape: Shape, dtype: torch.dtype, device: str | torch.device, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Standard normal Q ``(b, seqlen_q, h, d)`` and K, V ``(b, seqlen_k, h_k, d)``.
+
+    Random data on purpose: zeros draw less power and run faster than anything real.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    size_q = (shape.b, shape.seqlen_q, shape.h, shape.d)
+    size_k = (shape.b, shape.seqlen_k, shape.h_k, shape.d)
+    q, k, v = (
+        torch.randn(size, dtype=dtype, device=device, generator=generator)
+        for size in (size_q, size_k, size_k)
+    )
+    return q, k, v
+
+
+def time_interleaved(
+    contenders: Mapping[str, Callable[[], object]],
+    device: str | torch.device = "cuda",
+    repeats: int = REPEATS,
+    warmup: int = WARMUP,
+    flush_bytes: int = FLUSH_BYTES,
+) -> dict[str, list[float]]:
+    """Time each contender ``repeats`` times, taking turns, caches cold.
+
+    Args:
+        contenders: Name to a call without arguments that enqueues the work.
+        device: Where the work runs; on ``"cpu"`` the wall clock is read instead of events.
+        repeats, warmup: Timed and untimed calls of each.
+        flush_bytes: Size of the buffer that is cleared before each timed call.
+
+    Returns:
+        Name to ``repeats`` times in microseconds, in the order they were taken.
+
+    Raises:
+        ValueError: no contender, or ``repeats`` or ``flush_bytes`` is below 1.
+    """
+    if not contenders or repeats < 1 or flush_bytes < 1:
+        raise ValueError(
+            "time_interleaved: expected at least one contender, repeats >= 1 and flush_bytes >= 1, "
+            f"got {len(contenders)} contenders, repeats={repeats}, flush_bytes={flush_bytes}"
+        )
+    device = torch.device(device)
+    flush = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
+    for call in contenders.values():
+        for _ in range(warmup):
+            call()
+    once = _time_on_gpu if device.type == "cuda" else _time_on_cpu
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, call in contenders.items():
+            flush.zero_()
+            times[name].append(once(call))
+    return times
+
+
+def _time_on_gpu(call: Callable[[], object]) -> float:
+    start = torch.cuda.Event(enable_timing=True)
+    stop = torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e3
+
+
+def _time_on_cpu(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def time_sustained(call: Callable[[], object], seconds: float = 1.0) -> float:
+    """Microseconds per call, back to back on the GPU for ``seconds``: under the power cap, L2 warm."""
+    burst = 16
+    times = []
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        times.append(_time_on_gpu(lambda: [call() for _ in range(burst)]) / burst)
+    return statistics.median(times[len(times) // 2 :])  # the first half still runs at burst clocks
+
+
+def host_time(call: Callable[[], object], batches: int = 20) -> float:
+    """Microseconds of host time of one call that enqueues GPU work, the queue never full.
+
+    Source: the protocol of the peers' figures, b = 1, s = 64, h = 4, d = 64.
+    """
+    times = []
+    for _ in range(batches + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / HOST_CALLS)
+        torch.cuda.synchronize()
+    return statistics.median(times[1:])
+
+
+@contextlib.contextmanager
+def gpu_sampler(index: int = 0, interval_ms: int = 100) -> Iterator[dict[str, list[float]]]:
+    """Sample SM clock (MHz), power (W) and temperature (C) with nvidia-smi while the body runs.
+
+    Yields a dict that fills up meanwhile; its lists stay empty where there is no nvidia-smi.
+    """
+    samples: dict[str, list[float]] = {"sm_mhz": [], "power_w": [], "temperature_c": []}
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield samples
+        return
+    query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
+    command = [program, query, "--format=csv,noheader,nounits", f"--id={index}"]
+    process = subprocess.Popen(
+        [*command, f"--loop-ms={interval_ms}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+    def read() -> None:
+        for line in process.stdout or ():
+            for values, field in zip(samples.values(), line.split(","), strict=False):
+                with contextlib.suppress(ValueError):  # "[N/A]" where the board has no sensor
+                    values.append(float(field))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield samples
+    finally:
+        process.terminate()
+        process.wait()
+        reader.join()
+
+
+def summarise_samples(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Least, median and greatest of each sampled quantity."""
+    return {
+        name: {"min": min(values), "median": statistics.median(values), "max": max(values)}
+        for name, values in samples.items()
+        if values
+    }
+
+
+def machine_info() -> dict[str, object]:
+    """What a figure must be read with: machine, versions, commit, date (UTC), command."""
+    info: dict[str, object] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join([pathlib.Path(sys.executable).name, *sys.argv]),
+        "commit": _output(["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"]),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu_cores": len(os.sched_getaffinity(0)),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        info |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "driver": _output(query),
+        }
+    return info
+
+
+def _output(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def geomean(values: Sequence[float]) -> float:
+    """Geometric mean of positive numbers.
+
+    Raises:
+        ValueError: no values, or one that is not positive.
+    """
+    if not values or min(values) <= 0:
+        raise ValueError(f"geomean: expected positive values, got values={list(values)!r}")
+    return math.exp(math.fsum(math.log(x) for x in values) / len(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratios:
+    """Speed of one contender over another across a sweep: above 1 is faster."""
+
+    count: int
+    geomean: float
+    worst: float
+    worst_row: Mapping[str, object]
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping], ours: str, peer: str) -> Ratios | None:
+        """Compare ``row["us"][ours]`` with ``row["us"][peer]``; None where no row has both."""
+        both = [row for row in rows if row["us"].get(ours) and row["us"].get(peer)]
+        if not both:
+            return None
+        ratios = [row["us"][peer] / row["us"][ours] for row in both]
+        worst = min(ratios)
+        return cls(len(both), geomean(ratios), worst, both[ratios.index(worst)])
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A GitHub-flavoured Markdown table that also reads well in a terminal."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in cells
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def write_json(path: pathlib.Path, payload: Mapping[str, object]) -> None:
+    """Write a result file, creating its folder; keys keep their order."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(payload, indent=1) + "\n", encoding="utf-8")
