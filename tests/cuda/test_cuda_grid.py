@@ -82,8 +82,10 @@ def check(case: Case, device: str) -> str | None:
         return f"{case}: out is {out.dtype} {tuple(out.shape)}"
     if lse.dtype != torch.float32 or lse.shape != (case.b, case.h, case.seqlen_q):
         return f"{case}: lse is {lse.dtype} {tuple(lse.shape)}"
+    # With all keys or all values alike every row rounds alike, and nothing averages out.
+    check_drift = "expanded_rows" not in case.styles[1:]
     try:
-        testing.check_forward(out, lse, q, k, v, **options)
+        testing.check_forward(out, lse, q, k, v, check_drift=check_drift, **options)
     except AssertionError as error:
         return f"{case}: {error}"
     return None
