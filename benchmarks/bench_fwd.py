@@ -115,11 +115,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
     parser.add_argument("--seqlens", type=int, nargs="+", default=SEQLENS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
-    parser.add_argument("--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"])
+    parser.add_argument(
+        "--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"]
+    )
     parser.add_argument("--peers", nargs="*", choices=peers.NAMES[1:], default=peers.NAMES[1:])
     parser.add_argument("--repeats", type=int, default=bm.REPEATS)
     parser.add_argument("--warmup", type=int, default=bm.WARMUP)
-    parser.add_argument("--sustained", action="store_true", help="also one second back to back each")
+    parser.add_argument(
+        "--sustained", action="store_true", help="also one second back to back each"
+    )
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds for the sweep")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     return parser.parse_args(argv)
