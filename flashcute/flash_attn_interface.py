@@ -9,6 +9,7 @@ precise errors live; the binding repeats only what memory safety needs.
 from __future__ import annotations
 
 import math
+import reprlib
 
 import torch
 
@@ -25,27 +26,22 @@ _UNLIMITED = (-1, -1)
 
 
 def _check_tensors(fn: str, names: tuple[str, str, str], q, k, v) -> None:
-    """Type, rank, shape, device and dtype: what holds on every device."""
-    for name, tensor in zip(names, (q, k, v), strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{fn}: expected {name} to be a torch.Tensor, got {name}={tensor!r}; "
-                "convert it with torch.as_tensor"
-            )
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{fn}: expected {name} of shape (batch, seqlen, heads, head_dim), "
-                f"got {name}.shape={tuple(tensor.shape)}; reshape it to four dimensions"
-            )
+    """Type, rank, shape, device and dtype: what holds on every device.
+
+    Written flat, and each property read once: this is a fifth of a call's time on the host.
+    """
     q_name, k_name, v_name = names
-    b, _, h, d = q.shape
-    k_shape = k.shape
-    if k_shape[0] != b:
+    _check_rank(fn, q_name, q)
+    _check_rank(fn, k_name, k)
+    _check_rank(fn, v_name, v)
+    b, _, h, d = q_shape = q.shape
+    b_k, _, h_k, d_k = k_shape = k.shape
+    if b_k != b:
         raise ValueError(
             f"{fn}: expected {k_name} of {q_name}'s batch size {b}, "
             f"got {k_name}.shape={tuple(k_shape)}; expand it to the same batch"
         )
-    if k_shape[3] != d:
+    if d_k != d:
         raise ValueError(
             f"{fn}: expected {k_name} of {q_name}'s head_dim {d}, "
             f"got {k_name}.shape={tuple(k_shape)}; pad the smaller one with zeros"
@@ -60,26 +56,47 @@ def _check_tensors(fn: str, names: tuple[str, str, str], q, k, v) -> None:
             f"{fn}: expected {v_name} of {k_name}'s shape {tuple(k_shape)}, "
             f"got {v_name}.shape={tuple(v.shape)}; pass one value per key"
         )
-    h_k = k_shape[2]
     if h < 1 or h_k < 1 or h % h_k:
         raise ValueError(
             f"{fn}: expected the heads of {q_name} to be a positive multiple of those of {k_name}, "
-            f"got {q_name}.shape={tuple(q.shape)} and {k_name}.shape={tuple(k_shape)}; "
+            f"got {q_name}.shape={tuple(q_shape)} and {k_name}.shape={tuple(k_shape)}; "
             "repeat or drop heads"
         )
     if d < 1:
-        raise ValueError(f"{fn}: expected head_dim >= 1, got {q_name}.shape={tuple(q.shape)}")
-    for name, tensor in ((k_name, k), (v_name, v)):
-        if tensor.device != q.device:
-            raise ValueError(
-                f"{fn}: expected {name} on {q.device} as {q_name}, "
-                f"got {name}.device={tensor.device}; move it with .to({str(q.device)!r})"
-            )
-        if tensor.dtype != q.dtype:
-            raise TypeError(
-                f"{fn}: expected {name} of {q_name}'s dtype {q.dtype}, "
-                f"got {name}.dtype={tensor.dtype}; cast one of them"
-            )
+        raise ValueError(
+            f"{fn}: expected head_dim >= 1, got {q_name}.shape={tuple(q_shape)}; "
+            "a score needs at least one element"
+        )
+    dtype = q.dtype
+    device = q.device
+    if k.dtype != dtype or v.dtype != dtype or k.device != device or v.device != device:
+        _raise_mismatch(fn, names, q, k, v)
+
+
+def _check_rank(fn: str, name: str, tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"{fn}: expected {name} to be a torch.Tensor, got {name} of type "
+            f"{type(tensor).__name__}; convert it with torch.as_tensor"
+        )
+    if tensor.dim() != 4:
+        raise ValueError(
+            f"{fn}: expected {name} of shape (batch, seqlen, heads, head_dim), "
+            f"got {name}.shape={tuple(tensor.shape)}; reshape it to four dimensions"
+        )
+
+
+def _raise_mismatch(fn: str, names: tuple[str, str, str], q, k, v) -> None:
+    name, tensor = (names[1], k) if (k.dtype, k.device) != (q.dtype, q.device) else (names[2], v)
+    if tensor.device != q.device:
+        raise ValueError(
+            f"{fn}: expected {name} on {q.device} as {names[0]}, "
+            f"got {name}.device={tensor.device}; move it with .to({str(q.device)!r})"
+        )
+    raise TypeError(
+        f"{fn}: expected {name} of {names[0]}'s dtype {q.dtype}, "
+        f"got {name}.dtype={tensor.dtype}; cast one of them"
+    )
 
 
 def _check_scale(fn: str, softmax_scale, head_dim: int) -> float:
@@ -97,14 +114,16 @@ def _check_scale(fn: str, softmax_scale, head_dim: int) -> float:
 def _check_real(fn: str, name: str, value) -> None:
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat)):
         raise TypeError(
-            f"{fn}: expected {name} to be a float, got {name}={value!r} of type "
+            f"{fn}: expected {name} to be a float, got {name}={reprlib.repr(value)} of type "
             f"{type(value).__name__}; a tensor would have to be read back with .item()"
         )
 
 
 def _check_bool(fn: str, name: str, value) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{fn}: expected {name} to be a bool, got {name}={value!r}; pass bool(...)")
+        raise TypeError(
+            f"{fn}: expected {name} to be a bool, got {name}={reprlib.repr(value)}; pass bool(...)"
+        )
 
 
 def _check_dropout(fn: str, dropout_p) -> None:
@@ -131,7 +150,7 @@ def _check_window(fn: str, window_size) -> tuple[int, int]:
     ):
         raise TypeError(
             f"{fn}: expected window_size to be two ints (left, right), "
-            f"got window_size={window_size!r}; pass (-1, -1) for no window"
+            f"got window_size={reprlib.repr(window_size)}; pass (-1, -1) for no window"
         )
     if min(window_size) < -1:
         raise ValueError(
@@ -144,8 +163,8 @@ def _check_window(fn: str, window_size) -> tuple[int, int]:
 def _check_alibi(fn: str, alibi_slopes, q: torch.Tensor) -> None:
     if not isinstance(alibi_slopes, torch.Tensor):
         raise TypeError(
-            f"{fn}: expected alibi_slopes to be a torch.Tensor, got alibi_slopes={alibi_slopes!r}; "
-            "pass None for none"
+            f"{fn}: expected alibi_slopes to be a torch.Tensor, got alibi_slopes of type "
+            f"{type(alibi_slopes).__name__}; pass None for none"
         )
     b, _, h, _ = q.shape
     if alibi_slopes.dtype != torch.float32:
@@ -453,8 +472,8 @@ def flash_attn_qkvpacked_func(
 def _unpack(fn: str, name: str, packed, count: int) -> tuple[torch.Tensor, ...]:
     if not isinstance(packed, torch.Tensor):
         raise TypeError(
-            f"{fn}: expected {name} to be a torch.Tensor, got {name}={packed!r}; "
-            "convert it with torch.as_tensor"
+            f"{fn}: expected {name} to be a torch.Tensor, got {name} of type "
+            f"{type(packed).__name__}; convert it with torch.as_tensor"
         )
     if packed.dim() != 5 or packed.shape[2] != count:
         raise ValueError(

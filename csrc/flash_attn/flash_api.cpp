@@ -21,6 +21,7 @@
 #include <stdexcept>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 
 #include "flash.h"
 
@@ -217,17 +218,31 @@ void check_shapes(const Layout &q, const Layout &k, const Layout &v) {
     }
 }
 
+template <size_t rank>
+Tensor empty(const int64_t (&sizes)[rank], const int64_t (&strides)[rank], int32_t dtype,
+             int32_t device) {
+    AtenTensorHandle handle = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+        rank, sizes, strides, dtype, aoti_torch_device_type_cuda(), device, &handle));
+    return Tensor(handle);
+}
+
 // Both outputs are fresh: out as empty_like(q), softmax_lse contiguous float32 (b, h, seqlen_q).
-std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &q_layout, int32_t device) {
-    const int64_t sizes[] = {q_layout.b, q_layout.h, q_layout.s};
+std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &ql, int32_t dtype,
+                                        int32_t device) {
     // torch never makes a contiguous stride smaller than 1, even beside a dimension of size 0.
-    const int64_t rows = q_layout.s > 0 ? q_layout.s : 1;
-    const int64_t strides[] = {q_layout.h * rows, rows, 1};
-    AtenTensorHandle lse = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_empty_strided(3, sizes, strides, aoti_torch_dtype_float32(),
-                                 aoti_torch_device_type_cuda(), device, &lse));
-    return {torch::stable::empty_like(q), Tensor(lse)};
+    const int64_t rows = ql.s > 0 ? ql.s : 1;
+    const int64_t lse_sizes[] = {ql.b, ql.h, ql.s};
+    const int64_t lse_strides[] = {ql.h * rows, rows, 1};
+    Tensor lse = empty(lse_sizes, lse_strides, aoti_torch_dtype_float32(), device);
+    if (!q.is_contiguous()) {
+        return {torch::stable::empty_like(q), std::move(lse)};
+    }
+    // The same result without the dispatcher's boxing, which takes 0.4 us more.
+    const int64_t *strides = q.strides().data();
+    const int64_t out_sizes[] = {ql.b, ql.s, ql.h, ql.d};
+    const int64_t out_strides[] = {strides[0], strides[1], strides[2], strides[3]};
+    return {empty(out_sizes, out_strides, dtype, device), std::move(lse)};
 }
 
 void *current_stream(int32_t device) {
@@ -272,7 +287,7 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
 
     const torch::stable::accelerator::DeviceGuard guard(device);
     if (ql.b == 0 || ql.s == 0) {
-        return make_outputs(q, ql, device);
+        return make_outputs(q, ql, dtype, device);
     }
     const FwdProblem problem{
         .device = device,
@@ -292,7 +307,7 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
              tiles, "; split the batch");
     }
 
-    std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, device);
+    std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, dtype, device);
     const Layout ol = read_layout(std::get<0>(outputs), "out");
     params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
     check_vectorised(ol, params.o_ptr, "out");

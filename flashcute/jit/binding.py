@@ -35,7 +35,7 @@ def _find_or_build() -> cache.Artefact:
 
     settings = env.read()
     unit = binding_unit(NAMESPACE)
-    folder = sources.prebuilt_dir()
+    folder = sources.prebuilt_dir() / unit.target
     artefact = cache.find(folder, unit.name, source_key=unit.source_key())
     if artefact is not None:
         return artefact
@@ -50,6 +50,13 @@ def _find_or_build() -> cache.Artefact:
             "`python -m flashcute build` first"
         )
     return build.build(unit, compiler).artefact
+
+
+def build_binding() -> build.BuildResult:
+    """Builds the binding into the user's cache; a failure is reported in the result."""
+    from ..ops import NAMESPACE
+
+    return build.build_many([binding_unit(NAMESPACE)], toolchain.find_host_compiler())[0]
 
 
 @functools.lru_cache(maxsize=1)

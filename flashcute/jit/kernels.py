@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import logging
-import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .. import env
-from ..config import FwdConfig
+from ..config import MAX_SMEM_BYTES, FwdConfig
 from . import build, cache, sources, toolchain
 from .abi import ABI_VERSION, FlashFwdParams, FlashKernel
 from .toolchain import BuildError
@@ -44,18 +44,21 @@ class Kernel:
     spill_bytes: int
 
 
-def check_target(target: str) -> str:
-    """Returns ``target`` if it is an sm number of 8.0 or later.
+TARGETS = {f"{major}{minor}": (major, minor) for major, minor in MAX_SMEM_BYTES}
+
+
+def capability_of(target: str) -> tuple[int, int]:
+    """The compute capability of a target: ``"90"`` is ``(9, 0)``.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: for a target that flashcute has no kernels for.
     """
-    if not re.fullmatch(r"[89]\d|1\d\d", target):
+    if target not in TARGETS:
         raise ValueError(
-            f"flashcute: expected target to be an sm number of at least 80, e.g. '80', '86', '90' "
-            f"or '120', got target={target!r}; flashcute has no kernels for other GPUs"
+            f"flashcute: expected target to be one of {', '.join(TARGETS)}, got "
+            f"target={target!r}; flashcute has no kernels for other GPUs"
         )
-    return target
+    return TARGETS[target]
 
 
 def compatible_targets(target: str) -> list[str]:
@@ -64,21 +67,26 @@ def compatible_targets(target: str) -> list[str]:
     Code for X.y runs on X.z with z >= y (CUDA C++ Programming Guide, "Binary Compatibility"), but
     not between desktop parts and the integrated ones (8.7).
     """
-    major, minor = int(target[:-1]), int(target[-1])
-    minors = [m for m in range(minor, -1, -1) if m == minor or (major, m) != (8, 7)]
-    return [f"{major}{m}" for m in minors] if target != "87" else [target]
+    major, minor = capability_of(target)
+    if target == "87":
+        return [target]
+    return [
+        name
+        for name, (other_major, other_minor) in reversed(TARGETS.items())
+        if other_major == major and other_minor <= minor and name != "87"
+    ]
 
 
 def kernel_unit(config: FwdConfig, target: str) -> build.Unit:
     """The build of one kernel for one target."""
-    sm = check_target(target)
+    capability_of(target)
     version = sources.cutlass_version()
     return build.Unit(
         name=config.full_name,
-        target=f"sm_{sm}",
+        target=f"sm_{target}",
         source=sources.source_text(config),
         suffix=".cu",
-        flags=(*toolchain.NVCC_FLAGS, f"-gencode=arch=compute_{sm},code=sm_{sm}"),
+        flags=(*toolchain.NVCC_FLAGS, f"-gencode=arch=compute_{target},code=sm_{target}"),
         project_dirs=(sources.kernel_include_dir(),),
         external_dirs=(sources.cutlass_include_dir(),),
         external=(f"cutlass {version}",),
@@ -215,7 +223,6 @@ def get_kernel(config: FwdConfig, target: str) -> Kernel:
     with _loading:
         kernel = _loaded.get((config, target))
         if kernel is None:
-            check_target(target)
             kernel = load(_find_or_build(config, target), config, target)
             _loaded[config, target] = kernel
     return kernel
@@ -242,3 +249,20 @@ def build_kernels(
     units = [kernel_unit(config, target) for config, target in specs]
     _require_cutlass()
     return build.build_many(units, toolchain.find_nvcc(), jobs, progress)
+
+
+def find_built(config: FwdConfig, target: str) -> tuple[str, cache.Artefact | None]:
+    """Where a kernel is, ``"prebuilt"``, ``"cache"`` or ``"not built"``, and its entry there."""
+    artefact = find_prebuilt(config, target)
+    if artefact is not None:
+        return "prebuilt", artefact
+    with contextlib.suppress(BuildError):
+        artefact = build.find(kernel_unit(config, target), toolchain.find_nvcc())
+    return ("not built", None) if artefact is None else ("cache", artefact)
+
+
+def place(results: Sequence[build.BuildResult], folder: Path) -> None:
+    """Copies built shared objects into ``folder``, laid out like the package's prebuilt folder."""
+    for result in results:
+        if result.artefact is not None:
+            cache.copy(result.artefact, folder / result.unit.target, result.unit.name)

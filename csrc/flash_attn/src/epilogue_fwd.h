@@ -34,47 +34,42 @@ struct EpilogueFwd {
         int const thread = threadIdx.x;
         int const rows = seqlen.seqlen_q - tile.m_block * kTileM;
 
-        typename Traits::TiledMma mma;
-        Tensor tOcO = mma.get_thread_slice(thread).partition_C(
-            make_identity_tensor(Shape<Int<kTileM>, Int<kHeadDim>>{}));             // (4, MMA_M, d/8)
-        Tensor coords = make_tensor(tOcO.data(), layout_acc_rowcol(tOcO.layout()));  // (rows, cols)
-        float *const lse_ptr = params.softmax_lse_ptr + lse_offset(params, tile);
-        if (get<1>(coords(_0{}, _0{})) == 0) {
+        float *const lse_ptr =
+            params.softmax_lse_ptr + lse_offset(params, tile) + tile.m_block * kTileM;
+        if (Traits::acc_col(thread, 0) == 0) {
             CUTE_UNROLL
             for (int i = 0; i < size(lse); ++i) {
-                int const row = get<0>(coords(i, _0{}));
-                if (row < rows) { lse_ptr[tile.m_block * kTileM + row] = lse(i); }
+                int const row = Traits::acc_row(thread, i);
+                if (row < rows) { lse_ptr[row] = lse(i); }
             }
         }
 
         Tensor sO = make_tensor(make_smem_ptr(storage.q_or_o.data()),
                                 typename Traits::SmemLayoutO{});                    // (M, d)
         Tensor rO = convert_type<Element>(tOrO);                                    // (4, MMA_M, d/8)
-        auto const copy_o = make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, mma);
+        auto const copy_o =
+            make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, typename Traits::TiledMma{});
         auto const copy_o_thr = copy_o.get_slice(thread);
         Tensor tOsO = copy_o_thr.partition_D(sO);                                   // (8, MMA_M, d/16)
         __syncthreads();  // every warp has read Q, whose bytes O takes
         copy(copy_o, copy_o_thr.retile_S(rO), tOsO);
         __syncthreads();
 
-        auto *const base = static_cast<Element *>(params.o_ptr) +
-                           tile.batch * params.o_batch_stride + tile.head * params.o_head_stride;
-        auto const shape = Shape<Int<kTileM>, Int<kHeadDim>>{};
-        Tensor mO = make_tensor(make_gmem_ptr(base), make_shape(seqlen.seqlen_q, Int<kHeadDim>{}),
-                                make_stride(params.o_row_stride, _1{}));            // (seqlen_q, d)
-        Tensor gO = local_tile(mO, shape, make_coord(tile.m_block, 0));             // (M, d)
+        auto *const gmem = static_cast<Element *>(params.o_ptr) +
+                           tile.batch * params.o_batch_stride + tile.head * params.o_head_stride +
+                           tile.m_block * kTileM * params.o_row_stride;
+        Tensor gO = make_tensor(make_gmem_ptr(gmem), product_each(shape(sO)),
+                                make_stride(params.o_row_stride, _1{}));            // (M, d)
         typename Traits::GmemCopyStore gmem_copy;
-        auto const gmem_thr = gmem_copy.get_thread_slice(thread);
+        auto const gmem_thr = gmem_copy.get_slice(thread);
         Tensor tGsO = gmem_thr.partition_S(sO);                                     // (8, rows, cols)
         Tensor tGgO = gmem_thr.partition_D(gO);                                     // (8, rows, cols)
-        Tensor tGcO = gmem_thr.partition_D(make_identity_tensor(shape));            // (8, rows, cols)
         CUTE_UNROLL
         for (int r = 0; r < size<1>(tGgO); ++r) {
-            if (get<0>(tGcO(_0{}, r, _0{})) >= rows) { continue; }
             CUTE_UNROLL
             for (int c = 0; c < size<2>(tGgO); ++c) {
-                if (get<1>(tGcO(_0{}, _0{}, c)) < params.d) {
-                    copy(gmem_copy, tGsO(_, r, c), tGgO(_, r, c));
+                if (Traits::gmem_row(thread, r) < rows && Traits::gmem_col(thread, c) < params.d) {
+                    gmem_copy.call(tGsO(_, r, c), tGgO(_, r, c));
                 }
             }
         }

@@ -45,12 +45,10 @@ struct KernelTraitsSm80 {
         decltype(composition(Swizzle<(kSmemRow == 64 ? 3 : 2), 3, 3>{},
                              Layout<Shape<_8, Int<kSmemRow>>, Stride<Int<kSmemRow>, _1>>{}));
     using SmemLayoutQ = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileM>, Int<kHeadDim>>{}));
-    using SmemLayoutKV = decltype(tile_to_shape(
-        SmemAtom{}, Shape<Int<kTileN>, Int<kHeadDim>, Int<kStages>>{}));  // (N, d, stage)
+    using SmemLayoutKV = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileN>, Int<kHeadDim>>{}));
     // V seen as B operand of P V, (d, N): the same bytes, read through transposing ldmatrix.
     using SmemLayoutVt = decltype(composition(
-        SmemLayoutKV{}, make_layout(Shape<Int<kHeadDim>, Int<kTileN>, Int<kStages>>{},
-                                    Stride<Int<kTileN>, _1, Int<kTileN * kHeadDim>>{})));
+        SmemLayoutKV{}, Layout<Shape<Int<kHeadDim>, Int<kTileN>>, Stride<Int<kTileN>, _1>>{}));
     using SmemLayoutO = SmemLayoutQ;
 
     using SmemCopyAtom = Copy_Atom<SM75_U32x4_LDSM_N, Element>;
@@ -64,21 +62,36 @@ struct KernelTraitsSm80 {
     static constexpr int kRowsPerCopy = kThreads / kThreadsPerRow;
     static_assert(kTileM % kRowsPerCopy == 0 && kTileN % kRowsPerCopy == 0,
                   "a tile must be whole passes of the global memory copy");
-    using GmemThreads = Layout<Shape<Int<kRowsPerCopy>, Int<kThreadsPerRow>>,
-                               Stride<Int<kThreadsPerRow>, _1>>;
-    // cp.async past L1; a false predicate writes zeros and reads nothing.
-    using GmemCopyLoad = decltype(make_tiled_copy(
-        Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>{}, GmemThreads{},
+    template <class Atom>
+    using GmemCopy = decltype(make_tiled_copy(
+        Copy_Atom<Atom, Element>{},
+        Layout<Shape<Int<kRowsPerCopy>, Int<kThreadsPerRow>>, Stride<Int<kThreadsPerRow>, _1>>{},
         Layout<Shape<_1, Int<kGmemVec>>>{}));
-    using GmemCopyStore =
-        decltype(make_tiled_copy(Copy_Atom<UniversalCopy<uint128_t>, Element>{}, GmemThreads{},
-                                 Layout<Shape<_1, Int<kGmemVec>>>{}));
+    // cp.async past L1; a false predicate writes zeros and reads nothing.
+    using GmemCopyLoad = GmemCopy<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>>;
+    using GmemCopyStore = GmemCopy<UniversalCopy<uint128_t>>;
+
+    // Row and column, within a tile, of the first element that a thread copies in pass (r, c).
+    CUTE_HOST_DEVICE static constexpr int gmem_row(int thread, int r) {
+        return thread / kThreadsPerRow + r * kRowsPerCopy;
+    }
+    CUTE_HOST_DEVICE static constexpr int gmem_col(int thread, int c) {
+        return thread % kThreadsPerRow * kGmemVec + c * kSmemRow;
+    }
+
+    // Row and column, within an accumulator tile, of element (i, j) of its (rows, columns) view.
+    CUTE_HOST_DEVICE static constexpr int acc_row(int thread, int i) {
+        return thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8 + i / 2 * (16 * C.warps);
+    }
+    CUTE_HOST_DEVICE static constexpr int acc_col(int thread, int j) {
+        return thread % 4 * 2 + j % 2 + j / 2 * 8;
+    }
 
     struct SharedStorage {
         // O reuses Q's bytes: a tile is stored after its last read of Q.
         alignas(128) cute::array<Element, cosize_v<SmemLayoutQ>> q_or_o;
-        alignas(128) cute::array<Element, cosize_v<SmemLayoutKV>> k;
-        alignas(128) cute::array<Element, cosize_v<SmemLayoutKV>> v;
+        alignas(128) cute::array<Element, cosize_v<SmemLayoutKV>> k[kStages];
+        alignas(128) cute::array<Element, cosize_v<SmemLayoutKV>> v[kStages];
     };
     static constexpr int kSmemBytes = sizeof(SharedStorage);
 };

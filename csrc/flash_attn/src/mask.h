@@ -23,22 +23,19 @@ struct Mask {
         return end;
     }
 
-    // tSrS: scores ((2, 2), MMA_M, MMA_N); tScS: their (row, key) within the tile, same shape.
-    template <class EngineS, class LayoutS, class EngineC, class LayoutC>
-    CUTE_DEVICE void apply(cute::Tensor<EngineS, LayoutS> &tSrS,
-                           cute::Tensor<EngineC, LayoutC> const &tScS, int n_block) const {
+    // tSrS: scores (4, MMA_M, N/8) of key block n_block.
+    template <class Traits, class Engine, class Layout>
+    CUTE_DEVICE void apply(cute::Tensor<Engine, Layout> &tSrS, int thread, int n_block) const {
         using namespace cute;
         Tensor scores = make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout()));  // (rows, cols)
-        Tensor coords = make_tensor(tScS.data(), layout_acc_rowcol(tScS.layout()));  // (rows, cols)
-        int const first_key = n_block * C.tile_n + get<1>(coords(_0{}, _0{}));
+        // Relative to the thread's first column every column is a compile-time constant.
+        int const first_key = n_block * C.tile_n + Traits::acc_col(thread, 0);
         CUTE_UNROLL
         for (int i = 0; i < size<0>(scores); ++i) {
-            int const visible = key_end(get<0>(coords(i, _0{}))) - first_key;
+            int const visible = key_end(Traits::acc_row(thread, i)) - first_key;
             CUTE_UNROLL
             for (int j = 0; j < size<1>(scores); ++j) {
-                // Relative to the thread's first column, the column is a compile-time constant.
-                int const col = get<1>(coords(_0{}, j)) - get<1>(coords(_0{}, _0{}));
-                if (col >= visible) { scores(i, j) = -INFINITY; }
+                if (Traits::acc_col(0, j) >= visible) { scores(i, j) = -INFINITY; }
             }
         }
     }

@@ -1,0 +1,224 @@
+"""Propose tile choices from registers and shared memory, build them all, and measure them on a GPU.
+
+For each head dimension and mask: enumerate the configurations whose accumulators fit the register
+file and whose tiles fit shared memory, build them in parallel, check each against fp32, time them
+beside the one in use and PyTorch's flash backend, contenders taking turns, and write every figure
+to a JSON file. ``heuristics.py`` then takes the winners.
+
+    python tools/config_search.py --head-dim 64 128 --out search.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks import peers
+from flashcute import benchmarking, heuristics, jit, occupancy
+from flashcute.config import HEAD_DIMS, MAX_SMEM_BYTES, FwdConfig
+from flashcute.jit import abi
+
+MAX_REGISTERS = 255
+REGISTER_FILE = 65536
+# Addresses, predicates, row statistics and the K or V fragments in flight, seen in ptxas reports.
+OVERHEAD_REGISTERS = 44
+
+
+def accumulator_registers(config: FwdConfig) -> int:
+    """Registers a thread needs for S, for O and, where it is kept, for Q."""
+    rows = config.tile_m // config.warps
+    scores = rows * config.tile_n // 32
+    out = rows * config.head_dim // 32
+    query = rows * config.head_dim // 64 if config.q_in_regs else 0
+    return scores + out + query
+
+
+def fits(config: FwdConfig, capability: tuple[int, int]) -> bool:
+    """Whether registers and shared memory allow ``config.min_ctas`` CTAs on an SM."""
+    budget = min(MAX_REGISTERS, REGISTER_FILE // (config.threads * config.min_ctas))
+    registers = accumulator_registers(config) + OVERHEAD_REGISTERS
+    smem = MAX_SMEM_BYTES[capability] // config.min_ctas - 1024
+    return registers <= budget and config.smem_bytes <= smem
+
+
+def smem_clocks(config: FwdConfig) -> float:
+    """Clocks of the shared memory port per MMA, at 128 bytes a clock: the roofline of this class.
+
+    An MMA's B fragment is 256 bytes, shared by the m16 tiles of a warp; an A fragment of Q is 512
+    bytes, shared by a warp's n8 tiles and free where Q stays in registers. Half the MMAs are P V.
+    """
+    b = 256 / (config.tile_m // config.warps // 16)
+    a = 0 if config.q_in_regs else 512 / (config.tile_n // 8)
+    return (b + a / 2) / 128
+
+
+def candidates(
+    head_dim: int, causal: bool, capability: tuple[int, int], slack: float = 1.3
+) -> list[FwdConfig]:
+    """The configurations for bf16 that fit and whose shared memory clocks are near the least."""
+    fitting = list(fitting_configs(head_dim, causal, capability))
+    least = min(map(smem_clocks, fitting))
+    return [config for config in fitting if smem_clocks(config) <= slack * least]
+
+
+def fitting_configs(
+    head_dim: int, causal: bool, capability: tuple[int, int]
+) -> Iterator[FwdConfig]:
+    """Every configuration of the sm80 class that keeps 8 warps on an SM without spilling."""
+    options = itertools.product(
+        (64, 128, 256), (32, 48, 64, 80, 96, 128), (4, 8), (1, 2), (False, True), (1, 2, 3)
+    )
+    row = 64 if head_dim % 64 == 0 else 32
+    for tile_m, tile_n, warps, stages, q_in_regs, min_ctas in options:
+        rows_per_copy = 32 * warps // (row // 8)
+        if tile_m % (16 * warps) or tile_m % rows_per_copy or tile_n % rows_per_copy:
+            continue
+        config = FwdConfig(
+            arch=80,
+            dtype="bf16",
+            head_dim=head_dim,
+            mask="causal" if causal else "none",
+            tile_m=tile_m,
+            tile_n=tile_n,
+            warps=warps,
+            stages=stages,
+            q_in_regs=q_in_regs,
+            min_ctas=min_ctas,
+        )
+        # A higher min_ctas of the same tile is another register budget, worth trying where it fits;
+        # fewer than 8 warps an SM leave the tensor cores idle during every softmax.
+        if config.warps * min_ctas >= 8 and fits(config, capability):
+            yield config
+
+
+def launcher(kernel: jit.Kernel, q, k, v, causal: bool):
+    """A call that runs ``kernel`` on q, k, v of (b, s, h, d) and returns (out, lse)."""
+    b, sq, h, d = q.shape
+    out = torch.full_like(q, float("nan"))
+    lse = torch.full((b, h, sq), float("nan"), dtype=torch.float32, device=q.device)
+    scale = 1 / math.sqrt(d)
+    params = abi.FlashFwdParams(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
+        *(x.stride(dim) for x in (q, k, v, out) for dim in (0, 1, 2)),
+        b, sq, k.shape[1], h, k.shape[2], d, h // k.shape[2],
+        scale, scale * math.log2(math.e),
+    )  # fmt: skip
+    entry = abi.FlashKernel.from_address(kernel.address)
+
+    def call():
+        stream = torch.cuda.current_stream().cuda_stream
+        error = entry.launch(ctypes.byref(params), ctypes.c_void_p(stream))
+        if error:
+            raise RuntimeError(f"{kernel.config.full_name}: {entry.error_string(error).decode()}")
+        return out, lse
+
+    return call
+
+
+def relative_error(kernel: jit.Kernel, causal: bool) -> float:
+    """Largest relative error of one head of awkward lengths against fp32 SDPA."""
+    shape = benchmarking.Shape(2, 333, 715, 2, 1, kernel.config.head_dim, causal)
+    q, k, v = benchmarking.make_qkv(shape, torch.bfloat16, "cuda", seed=1)
+    out, _ = launcher(kernel, q, k, v, causal)()
+    mask = torch.ones(333, 715, dtype=torch.bool, device="cuda")
+    mask = mask.tril(715 - 333) if causal else mask
+    qf, kf, vf = (x.float().transpose(1, 2) for x in (q, k, v))
+    ref = torch.nn.functional.scaled_dot_product_attention(
+        qf, kf, vf, attn_mask=mask, enable_gqa=True
+    ).transpose(1, 2)
+    return ((out.float() - ref).norm() / ref.norm()).item()
+
+
+def search(head_dim: int, causal: bool, seqlens: list[int], args) -> list[dict]:
+    capability = torch.cuda.get_device_capability()
+    target = f"{capability[0]}{capability[1]}"
+    configs = list(candidates(head_dim, causal, capability))
+    current = heuristics.fwd_config("bf16", head_dim, causal, capability)
+    if current not in configs:
+        configs.append(current)
+    kernels = {}
+    for config in configs:
+        kernel = jit.get_kernel(config, target)
+        error = relative_error(kernel, causal)
+        if not error < 1e-2:
+            raise RuntimeError(f"{config.full_name}: relative error {error}")
+        kernels[config.full_name] = kernel
+    rows = {
+        name: {
+            "head_dim": head_dim,
+            "causal": causal,
+            "config": name,
+            "current": kernel.config == current,
+            "registers": kernel.registers,
+            "spill_bytes": kernel.spill_bytes,
+            "smem_bytes": kernel.smem_bytes,
+            "tflops": {},
+            "ratio_to_fa2": {},
+        }
+        for name, kernel in kernels.items()
+    }
+    for seqlen in seqlens:
+        shape = benchmarking.sweep_shape(head_dim, seqlen, causal)
+        q, k, v = benchmarking.make_qkv(shape, torch.bfloat16, "cuda")
+        calls = {name: launcher(kernel, q, k, v, causal) for name, kernel in kernels.items()}
+        calls["fa2"] = peers.make(q, k, v, causal, ("fa2",))[0]["fa2"]
+        times = benchmarking.time_interleaved(calls, repeats=args.repeats, warmup=1)
+        fa2 = benchmarking.statistics.median(times.pop("fa2"))
+        for name, samples in times.items():
+            median = benchmarking.statistics.median(samples)
+            rows[name]["tflops"][seqlen] = round(shape.flops / median / 1e6, 1)
+            rows[name]["ratio_to_fa2"][seqlen] = round(fa2 / median, 4)
+    for row in rows.values():
+        ratios = row["ratio_to_fa2"].values()
+        row["geomean"] = round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 4)
+    return sorted(rows.values(), key=lambda row: -row["geomean"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, choices=HEAD_DIMS)
+    parser.add_argument("--seqlen", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--causal", type=int, nargs="+", default=[0, 1], choices=[0, 1])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--top", type=int, default=8, help="rows printed for each search")
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    args = parser.parse_args()
+    capability = torch.cuda.get_device_capability()
+    target = f"{capability[0]}{capability[1]}"
+    specs = {
+        (config, target)
+        for head_dim, causal in itertools.product(args.head_dim, args.causal)
+        for config in (
+            *candidates(head_dim, bool(causal), capability),
+            heuristics.fwd_config("bf16", head_dim, bool(causal), capability),
+        )
+    }
+    jit.build_kernels(sorted(specs, key=lambda spec: spec[0].full_name), jobs=None, progress=None)
+    found = []
+    for head_dim, causal in itertools.product(args.head_dim, args.causal):
+        rows = search(head_dim, bool(causal), args.seqlen, args)
+        found.extend(rows)
+        for row in rows[: args.top]:
+            mark = "*" if row["current"] else " "
+            ratios = " ".join(f"{ratio:.3f}" for ratio in row["ratio_to_fa2"].values())
+            flops = " ".join(f"{value:6.1f}" for value in row["tflops"].values())
+            print(
+                f"{mark} {row['config']:62s} {row['registers']:3d} regs {row['spill_bytes']:4d} "
+                f"spill | {flops} | {ratios} | {row['geomean']:.3f}",
+                flush=True,
+            )
+        args.out.write_text(json.dumps({"rows": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
