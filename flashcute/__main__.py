@@ -147,8 +147,8 @@ def _describe_cache() -> str:
     folder = cache.cache_dir()
     try:
         cache.check_private(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return f"{folder} (not there yet)"
+    except OSError as error:
+        return f"{folder} ({error.strerror})"
     files = list(folder.glob("*.so"))
     size = sum(file.stat().st_size for file in files) / 2**20
     return f"{folder} ({len(files)} shared objects, {size:.1f} MiB)"
