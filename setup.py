@@ -2,12 +2,13 @@
 
 A wheel carries ``csrc/flash_attn`` and CUTLASS's headers with their licence under
 ``flashcute/_src``, so kernels can be built where it is installed. Nothing is compiled while it is
-made, unless ``FLASHCUTE_PREBUILD`` names GPUs: then the shipped kernels are built for each of them
-into ``flashcute/prebuilt`` and the wheel becomes one for this platform.
+made, unless ``FLASHCUTE_PREBUILD`` names GPUs: then the torch binding and the shipped kernels for
+each of them are built into ``flashcute/prebuilt``, and the wheel becomes one for this platform.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ CUTLASS = ROOT / "third_party" / "cutlass"
 # setuptools runs this file with a sys.path that lacks its folder.
 sys.path.insert(0, str(ROOT))
 
-from flashcute import env, heuristics  # noqa: E402 - neither imports torch
+from flashcute import env  # noqa: E402 - imports no torch
 
 
 class BuildPackage(build_py):
@@ -30,10 +31,8 @@ class BuildPackage(build_py):
 
     def run(self) -> None:
         super().run()
-        if not (CUTLASS / "include").is_dir():
-            subprocess.run(
-                [sys.executable, str(ROOT / "third_party" / "fetch_cutlass.py")], check=True
-            )
+        fetch = ROOT / "third_party" / "fetch_cutlass.py"
+        subprocess.run([sys.executable, str(fetch)], check=True)
         targets = env.read().prebuild
         package = ROOT / "flashcute"
         if not self.editable_mode:
@@ -61,27 +60,17 @@ def _copy_sources(folder: Path) -> None:
     shutil.copytree(ROOT / "csrc" / "flash_attn", folder / "csrc" / "flash_attn")
     third_party = folder / "third_party" / "cutlass"
     shutil.copytree(CUTLASS / "include", third_party / "include")
-    licences = list(CUTLASS.glob("LICENSE*"))
-    if not licences:
-        raise SystemExit(
-            f"setup.py: expected CUTLASS's licence in {CUTLASS}, got none; remove that folder and "
-            "run python third_party/fetch_cutlass.py"
-        )
-    for licence in licences:
-        shutil.copy(licence, third_party)
+    shutil.copy(CUTLASS / "LICENSE.txt", third_party)
 
 
 def _prebuild(targets: tuple[str, ...], folder: Path) -> None:
-    from flashcute import jit
-    from flashcute.jit import cache
-
-    specs = [(config, target) for target in targets for config in heuristics.shipped_configs()]
-    results = jit.build_kernels(specs)
-    failed = [result.error for result in results if result.error]
-    if failed:
-        raise SystemExit("\n".join(failed))
-    for (config, target), result in zip(specs, results, strict=True):
-        cache.copy(result.artefact, folder / f"sm_{target}", config.full_name)
+    if importlib.util.find_spec("torch") is None:
+        raise SystemExit(
+            "setup.py: expected torch while FLASHCUTE_PREBUILD is set, found none; the binding is "
+            "built against it: install torch, then pip install --no-build-isolation"
+        )
+    command = [sys.executable, "-m", "flashcute", "build", "--all", "--target", *targets]
+    subprocess.run([*command, "--output", str(folder.resolve())], cwd=ROOT, check=True)
 
 
 setup(cmdclass={"build_py": BuildPackage, "bdist_wheel": BuildWheel})

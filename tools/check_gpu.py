@@ -44,7 +44,7 @@ class Phase:
 
 
 def _build(args: argparse.Namespace, _seconds: float) -> list[str]:
-    return ["-m", "flashcute", "build", *(["--jobs", str(args.jobs)] if args.jobs else [])]
+    return ["-m", "flashcute", "build", "--all", *(["--jobs", str(args.jobs)] if args.jobs else [])]
 
 
 def _tests(args: argparse.Namespace, _seconds: float) -> list[str]:

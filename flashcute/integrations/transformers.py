@@ -44,8 +44,8 @@ def register(name: str = "cute_attn") -> None:
     """
     if not name or "flash" in name:
         raise ValueError(
-            f'register: expected a name without "flash" in it, got name={name!r}; transformers treats '
-            'such names as kernels of its own, use for example name="cute_attn"'
+            f'register: expected a name without "flash" in it, got name={name!r}; transformers '
+            'takes such a name for a kernel of its own, use for example name="cute_attn"'
         )
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
@@ -83,9 +83,9 @@ def attention_mask(
     # one, so what may be left to it is another set of cases than in transformers' sdpa_mask.
     causal = allow_is_causal_skip and bool(q_offset + q_length == kv_offset + kv_length)
     local = local_size is not None and kv_length >= local_size
-    if (causal or allow_is_bidirectional_skip) and not local:
-        if _masks_nothing(attention_mask, kv_offset, kv_length):
-            return None
+    expressible = (causal or allow_is_bidirectional_skip) and not local
+    if expressible and _masks_nothing(attention_mask, kv_offset, kv_length):
+        return None
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
