@@ -12,6 +12,7 @@ import math
 import reprlib
 
 import torch
+from torch._subclasses import FakeTensor
 
 from . import ops
 from .config import MAX_HEAD_DIM
@@ -236,6 +237,10 @@ def _vectorised(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _wants_gradient(q, k, v) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
 def _attend_on_cpu(
     fn, q, k, v, dropout_p, scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
 ):
@@ -243,6 +248,15 @@ def _attend_on_cpu(
         raise TypeError(
             f"{fn}: expected a dtype in {CPU_DTYPES} on cpu, got q.dtype={q.dtype}; cast the inputs"
         )
+    plain = (
+        dropout_p == 0.0 and softcap == 0.0 and window_size == _UNLIMITED and alibi_slopes is None
+    )
+    traced = torch.compiler.is_compiling() or isinstance(q, FakeTensor)
+    if plain and traced and not _wants_gradient(q, k, v):
+        # The reference looks at values, for NaN and Inf in masked keys, which tracers cannot: where
+        # the operator can stand for it, it does.
+        out, lse = ops.fwd(q, k, v, scale, causal)
+        return (out, lse, q.new_empty(0)) if return_attn_probs else out
     keep = None
     if dropout_p > 0.0:
         b, seqlen_q, h, _ = q.shape
@@ -261,7 +275,7 @@ def _attend_on_cpu(
         upcast=torch.float64 if q.dtype == torch.float64 else torch.float32,
         return_probs=return_attn_probs and keep is not None,
     )
-    out = out.to(q.dtype)
+    out = torch.empty_like(q).copy_(out)  # in q's layout and dtype, as the operator returns it
     if not return_attn_probs:
         return out
     if keep is None:
@@ -317,7 +331,7 @@ def _attend(
         raise NotImplementedError(f"{fn}: {not_on_cuda('window_size', window_size)}")
     if alibi_slopes is not None:
         raise NotImplementedError(f"{fn}: {not_on_cuda('alibi_slopes', '(a tensor)')}")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if _wants_gradient(q, k, v):
         raise NotImplementedError(f"{fn}: {not_on_cuda('requires_grad', True)}")
     q = _vectorised(fn, names[0], q)
     k = _vectorised(fn, names[1], k)
