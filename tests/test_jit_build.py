@@ -257,6 +257,7 @@ def test_folder_of_another_user_is_refused(tmp):
 def read_only_cache(tmp):
     """A cache with the unit built, that the child of :func:`run_unprivileged` cannot write to."""
     folder = Path(tempfile.mkdtemp())
+    (folder / "locks").mkdir()
     made = make(tmp).artefact
     for path in (made.path, made.path.with_suffix(".json")):
         shutil.copy(path, folder)
