@@ -55,14 +55,17 @@ clean:
 # A torch of the machine is used where there is one: any from 2.10 on will do.
 HAS_TORCH = -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'
 
+PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check
+
 $(VENV)/.installed: pyproject.toml setup.py
-	python3 -m venv $$(python3 $(HAS_TORCH) && echo --system-site-packages) $(VENV)
-	$(PYTHON) $(HAS_TORCH) || $(PYTHON) -m pip install torch==2.13.0
-	$(PYTHON) -m pip install --editable '.[test,model]'
-	touch $@
+	@echo "setting up $(VENV): an environment with torch, the test tools and a small model"
+	@python3 -m venv $$(python3 $(HAS_TORCH) && echo --system-site-packages) $(VENV)
+	@$(PYTHON) $(HAS_TORCH) || $(PIP_INSTALL) torch==2.13.0
+	@$(PIP_INSTALL) --editable '.[test,model]'
+	@touch $@
 
 # CUDA's compiler from PyPI, where the machine has none.
 $(VENV)/.nvcc: $(INSTALLED)
-	$(PYTHON) -c 'from flashcute.jit.toolchain import find_nvcc; find_nvcc()' || \
-		$(PYTHON) -m pip install --editable '.[nvcc]'
-	touch $@
+	@$(PYTHON) -c 'from flashcute.jit.toolchain import find_nvcc; find_nvcc()' 2>/dev/null || \
+		$(PIP_INSTALL) --editable '.[nvcc]'
+	@touch $@

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import flashcute
 from flashcute import benchmarking as bm
-from flashcute import heuristics, jit
+from flashcute import heuristics, jit, ops
 
 # (least cosine to PyTorch's attention) by the dtype the model runs in.
 COSINE = {torch.float32: 0.99999, torch.float16: 0.999}
@@ -54,6 +54,22 @@ def attention_on_cpu() -> tuple[list[list], bool]:
             name = str(dtype).removeprefix("torch.")
             rows.append([name, "causal" if causal else "full", f"{error:.1e}", f"{bound:.0e}"])
     return rows, good
+
+
+def operator_on_cpu() -> bool:
+    """Build the torch binding where it is not built yet; whether its operator agrees."""
+    start = time.perf_counter()
+    ops.load()
+    seconds = time.perf_counter() - start
+    shape = bm.Shape(b=2, seqlen_q=100, seqlen_k=130, h=4, h_k=2, d=40, causal=True)
+    q, k, v = bm.make_qkv(shape, torch.bfloat16, "cpu")
+    out, lse = ops.fwd(q, k, v, shape.d**-0.5, shape.causal)
+    expected, expected_lse, _ = flashcute.flash_attn_func(
+        q, k, v, causal=True, return_attn_probs=True
+    )
+    same = torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    print(f"torch.ops.flashcute.fwd, ready in {seconds:.1f} s: {'the same' if same else 'DIFFERS'}")
+    return same
 
 
 def build_kernels(capability: tuple[int, int]) -> None:
@@ -135,6 +151,9 @@ def main() -> int:
     rows, good = attention_on_cpu()
     result["cpu"] = rows
     print(bm.format_table(["dtype", "mask", "largest error", "allowed"], rows))
+
+    title("the same as a torch operator")
+    good &= operator_on_cpu()
 
     title("search with all-MiniLM-L6-v2, float32 on the CPU")
     result["model_cpu"], passed = search(folder, "cpu", torch.float32)

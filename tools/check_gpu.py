@@ -99,10 +99,9 @@ def run_phase(command: list[str], log: pathlib.Path, seconds: float) -> tuple[st
 
 
 def _tail(log: pathlib.Path, characters: int) -> str:
+    written = log.read_bytes().decode(errors="replace").rstrip()
     # A progress bar rewrites its line: only what stood there last is worth showing.
-    lines = [
-        line.rpartition("\r")[2] for line in log.read_text(errors="replace").rstrip().split("\n")
-    ]
+    lines = [line.rpartition("\r")[2] for line in written.split("\n")]
     text = "\n".join(lines)
     return text if len(text) <= characters else "[...]" + text[-characters:]
 

@@ -1,7 +1,7 @@
 """Rewrites the generated parts of the documents: `python tools/update_docs.py [--check]`.
 
-A generated part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``. Its text comes from
-the code or from a result file, so a document cannot say what the code does not do.
+A generated part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``. Its text comes
+from the code or from a result file, so a document cannot say what the code does not do.
 """
 
 from __future__ import annotations
