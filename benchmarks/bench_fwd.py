@@ -9,6 +9,7 @@ Every point first compares each contender's output with FA2's, then times all of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import pathlib
 import statistics
@@ -146,10 +147,11 @@ def main(argv: list[str] | None = None) -> int:
     ]
     with torch.no_grad(), bm.gpu_sampler() as samples:
         host_us = measure_host(names)
-        for dtype, shape in points:
-            if time.monotonic() - begin > args.time_limit:
-                break
-            rows.append(measure(shape, dtype, names, args))
+        with contextlib.suppress(KeyboardInterrupt):  # what is measured so far is worth keeping
+            for dtype, shape in points:
+                if time.monotonic() - begin > args.time_limit:
+                    break
+                rows.append(measure(shape, dtype, names, args))
     result = {
         "machine": bm.machine_info(),
         "protocol": {"repeats": args.repeats, "warmup": args.warmup, "flush": bm.FLUSH_BYTES},
