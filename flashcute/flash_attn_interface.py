@@ -227,6 +227,10 @@ def _vectorised(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
         # Strides of dimensions of size 0 or 1 are arbitrary and never used.
         if (n0 > 1 and s0 % 8) or (n1 > 1 and s1 % 8) or (n2 > 1 and s2 % 8):
             return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _check_aligned(fn: str, name: str, tensor: torch.Tensor) -> None:
     # Allocators align storages to more than 16 bytes, so it is the offset that misaligns; unlike
     # data_ptr() it can be asked of fake tensors. The binding checks the address itself.
     if tensor.storage_offset() % 8:
@@ -234,7 +238,6 @@ def _vectorised(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
             f"{fn}: expected {name} to start at a multiple of 16 bytes, "
             f"got {name}.storage_offset()={tensor.storage_offset()} elements; call .clone() on it"
         )
-    return tensor
 
 
 def _wants_gradient(q, k, v) -> bool:
@@ -336,6 +339,10 @@ def _attend(
     q = _vectorised(fn, names[0], q)
     k = _vectorised(fn, names[1], k)
     v = _vectorised(fn, names[2], v)
+    if not torch.compiler.is_compiling():  # which cannot trace storage_offset()
+        _check_aligned(fn, names[0], q)
+        _check_aligned(fn, names[1], k)
+        _check_aligned(fn, names[2], v)
     out, lse = ops.fwd(q, k, v, scale, causal)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 

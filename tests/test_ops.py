@@ -137,6 +137,20 @@ def test_compile_fullgraph(backend: str) -> None:
             assert got.stride() == expected.stride()
 
 
+def test_compile_what_cuda_tensors_run_through() -> None:
+    # On the meta device tracing takes the path of CUDA tensors, with their checks.
+    torch._dynamo.reset()
+    compiled = torch.compile(_attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for seqlen_k, gap in ((11, 0), (14, 0), (14, 4)):
+            q = torch.empty(2, 9, 4, 16, dtype=torch.float16, device="meta")
+            k = torch.empty(2, seqlen_k, 2, 16 + gap, dtype=torch.float16, device="meta")[..., :16]
+            with torch._dynamo.config.patch(error_on_recompile=(seqlen_k, gap) == (14, 0)):
+                out, lse = compiled(q, k, k)
+            assert (out.shape, out.dtype, out.stride()) == (q.shape, q.dtype, q.stride())
+            assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
+
+
 def test_compile_before_the_binding_is_loaded() -> None:
     script = (
         "import torch, flashcute\n"
