@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import pathlib
 import sys
 import time
 
@@ -74,8 +74,8 @@ time.sleep(60)
     assert outcome == "OUT OF TIME"
     assert time.monotonic() - start < 30
     for _ in range(100):
-        state = f"/proc/{note.read_text()}/stat"
-        if not os.path.exists(state) or open(state).read().rpartition(")")[2].split()[0] == "Z":
+        state = pathlib.Path(f"/proc/{note.read_text()}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.05)
     pytest.fail("the child is still running")
