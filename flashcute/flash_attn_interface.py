@@ -264,20 +264,22 @@ def _attend_on_cpu(
     if dropout_p > 0.0:
         b, seqlen_q, h, _ = q.shape
         keep = torch.rand(b, h, seqlen_q, k.shape[1]) >= dropout_p
-    out, lse, probs = attention_ref(
-        q,
-        k,
-        v,
-        softmax_scale=scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        dropout_mask=keep,
-        upcast=torch.float64 if q.dtype == torch.float64 else torch.float32,
-        return_probs=return_attn_probs and keep is not None,
-    )
+    # Autocast would take the reference's matrix products back to 16 bits.
+    with torch.autocast("cpu", enabled=False):
+        out, lse, probs = attention_ref(
+            q,
+            k,
+            v,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            dropout_p=dropout_p,
+            dropout_mask=keep,
+            upcast=torch.float64 if q.dtype == torch.float64 else torch.float32,
+            return_probs=return_attn_probs and keep is not None,
+        )
     out = torch.empty_like(q).copy_(out)  # in q's layout and dtype, as the operator returns it
     if not return_attn_probs:
         return out

@@ -96,7 +96,8 @@ def _empty_outputs(q):
 
 
 def _fwd_cpu(q, k, v, softmax_scale, causal):
-    with torch.no_grad():
+    # Autocast would take the reference's matrix products back to 16 bits.
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
         computed = attention_ref(q, k, v, softmax_scale=softmax_scale, causal=causal, upcast=upcast)
         # Copied into the dtypes and layouts that the CUDA implementation and the fake return.

@@ -13,7 +13,7 @@ import torch
 from bad_input import BAD_INPUTS, BadInput, tensors
 
 import flashcute
-from flashcute import flash_attn_interface
+from flashcute import flash_attn_interface, ops
 from flashcute.reference import attention_ref
 
 
@@ -181,6 +181,14 @@ def test_cpu_tensors_go_to_the_reference(dtype: torch.dtype, options: dict) -> N
     torch.testing.assert_close(out.double(), expected.out, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), expected.lse, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(flashcute.flash_attn_func(q, k, v, **options), out, rtol=0, atol=0)
+
+
+def test_cpu_results_do_not_depend_on_autocast() -> None:
+    q, k, v = _random(torch.float32)
+    expected = flashcute.flash_attn_func(q, k, v), ops.fwd(q, k, v, 0.3, True)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = flashcute.flash_attn_func(q, k, v), ops.fwd(q, k, v, 0.3, True)[0]
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
 @pytest.mark.parametrize("which", range(1, 8))

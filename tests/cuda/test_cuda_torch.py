@@ -186,7 +186,8 @@ def test_fake_promises_what_the_kernel_returns() -> None:
             fake = ops.fwd(*(mode.from_tensor(t) for t in args), 0.125, True)
         for r, f in zip(real, fake, strict=True):
             assert (r.shape, r.dtype, r.device) == (f.shape, f.dtype, f.device)
-            used = [dim for dim in range(r.dim()) if r.shape[dim] > 1]
+            # torch itself gives strides that are never used differently to fake tensors.
+            used = [dim for dim in range(r.dim()) if r.shape[dim] > 1 and r.numel() > 0]
             assert [r.stride(dim) for dim in used] == [f.stride(dim) for dim in used]
 
 
