@@ -7,7 +7,7 @@ VENV := .venv
 OUT ?= build/gpu
 
 ifeq ($(origin PYTHON),command line)
-export PYTHONPATH := $(CURDIR)
+export PYTHONPATH := $(CURDIR)$(addprefix :,$(PYTHONPATH))
 else
 PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
