@@ -1,4 +1,4 @@
-// Runs one forward problem through one kernel's shared object: `runner kernel.so problem result`.
+// Runs one forward problem through one kernel's shared object: `runner kernels.so name problem result`.
 // A process of its own, so that sanitizers can be linked in and a broken kernel harms nobody. The two
 // files are what flashcute/sim/run.py packs and unpacks: 8-byte little-endian words, then raw tensors.
 #include <dlfcn.h>
@@ -122,12 +122,12 @@ class Guarded {
     std::vector<Chunk> storage_;
 };
 
-flash::Flash_kernel const &load(char const *path) {
+flash::Flash_kernel const &load(char const *path, char const *name) {
     void *const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) { throw std::runtime_error(dlerror()); }
     auto *const entry =
-        reinterpret_cast<flash::Flash_kernel const *(*)()>(dlsym(library, "flash_kernel"));
-    if (entry == nullptr) { throw std::runtime_error("flash_kernel() is missing"); }
+        reinterpret_cast<flash::Flash_kernel const *(*)()>(dlsym(library, name));
+    if (entry == nullptr) { throw std::runtime_error(dlerror()); }
     flash::Flash_kernel const &kernel = *entry();
     if (kernel.abi_version != flash::kAbiVersion ||
         kernel.params_size != static_cast<int32_t>(sizeof(flash::Flash_fwd_params))) {
@@ -163,7 +163,7 @@ flash::Flash_fwd_params read_params(Reader &in) {
     return p;
 }
 
-void run(char const *kernel_path, char const *problem_path, char const *result_path) {
+void run(char const *library, char const *name, char const *problem_path, char const *result_path) {
     Reader in(problem_path);
     sim::state().settings = read_settings(in);
     flash::Flash_fwd_params params = read_params(in);
@@ -181,7 +181,7 @@ void run(char const *kernel_path, char const *problem_path, char const *result_p
     params.o_ptr = o.data();
     params.softmax_lse_ptr = reinterpret_cast<float *>(lse.data());
 
-    int const code = load(kernel_path).launch(&params, nullptr);
+    int const code = load(library, name).launch(&params, nullptr);
     std::string damage;
     for (Guarded *tensor : {&q, &k, &v, &o, &lse}) {
         if (damage.empty()) { damage = tensor->damage(); }
@@ -208,12 +208,12 @@ void run(char const *kernel_path, char const *problem_path, char const *result_p
 }  // namespace
 
 int main(int argc, char **argv) {
-    if (argc != 4) {
-        std::fprintf(stderr, "usage: %s kernel.so problem result\n", argv[0]);
+    if (argc != 5) {
+        std::fprintf(stderr, "usage: %s kernels.so name problem result\n", argv[0]);
         return 2;
     }
     try {
-        run(argv[1], argv[2], argv[3]);
+        run(argv[1], argv[2], argv[3], argv[4]);
     } catch (std::exception const &error) {
         std::fprintf(stderr, "%s: %s\n", argv[0], error.what());
         return 2;
