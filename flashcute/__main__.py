@@ -147,8 +147,8 @@ def _describe_cache() -> str:
     folder = cache.cache_dir()
     try:
         cache.check_private(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return f"{folder} (not there yet)"
+    except OSError as error:
+        return f"{folder} ({error.strerror})"
     files = list(folder.glob("*.so"))
     size = sum(file.stat().st_size for file in files) / 2**20
     return f"{folder} ({len(files)} shared objects, {size:.1f} MiB)"
@@ -200,6 +200,12 @@ def _prebuilt() -> list[Path]:
     return list(sources.prebuilt_dir().glob("*/*.so"))
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flashcute", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -214,7 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     make = commands.add_parser("build", parents=[choice], help="build kernels and the binding")
     make.set_defaults(run=run_build)
     make.add_argument("--all", action="store_true", help="every shipped kernel")
-    make.add_argument("--jobs", type=int, help="compilers at the same time (default: by memory)")
+    make.add_argument(
+        "--jobs", type=_positive, help="compilers at the same time (default: by cores and memory)"
+    )
     place = make.add_mutually_exclusive_group()
     place.add_argument("-o", "--output", type=Path, help="also copy the results to this folder")
     place.add_argument(

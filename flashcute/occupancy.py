@@ -10,7 +10,7 @@ import dataclasses
 
 from .config import MAX_SMEM_BYTES
 
-_REGISTERS_PER_SUBPARTITION = 16384
+_REGISTERS = 65536
 _SUBPARTITIONS = 4
 _REGISTER_UNIT = 256  # registers are given to a warp in such units
 _SMEM_UNIT = 128
@@ -59,10 +59,13 @@ def ctas_per_sm(
     max_warps, max_ctas = _WARPS_AND_CTAS[capability]
     warps = -(-threads // 32)
     registers_per_warp = _round_up(registers * 32, _REGISTER_UNIT)
-    resident = _SUBPARTITIONS * (_REGISTERS_PER_SUBPARTITION // registers_per_warp)
+    resident = _SUBPARTITIONS * (_REGISTERS // _SUBPARTITIONS // registers_per_warp)
+    # A launch is refused as if each of its warps' registers were taken in all subpartitions.
+    if registers_per_warp * _round_up(warps, _SUBPARTITIONS) > _REGISTERS:
+        resident = 0
     smem = _round_up(smem_bytes + _SMEM_RESERVED, _SMEM_UNIT)
     counts = {
-        "registers": resident // _round_up(warps, _SUBPARTITIONS),
+        "registers": resident // warps,
         "shared memory": (MAX_SMEM_BYTES[capability] + _SMEM_RESERVED) // smem,
         "warps": max_warps // warps,
         "CTAs": max_ctas,

@@ -14,7 +14,10 @@ logger = logging.getLogger("flashcute")
 
 
 def binding_unit(namespace: str) -> build.Unit:
-    """The build of the binding against the torch of this process."""
+    """The build of the binding against the torch of this process.
+
+    Torch's version is no part of it: the stable ABI lets one binary serve every torch since 2.10.
+    """
     import torch
 
     root = Path(torch.__file__).parent

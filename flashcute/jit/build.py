@@ -117,7 +117,7 @@ def find(unit: Unit, compiler: Compiler) -> cache.Artefact | None:
     folder = cache.cache_dir()
     try:
         cache.check_private(folder)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return None
     key = unit.key(compiler)
     return cache.find(folder, _stem(unit, key), key=key)

@@ -45,7 +45,7 @@ def check_private(folder: Path) -> None:
 
     Raises:
         BuildError: naming the folder, what is wrong with it and how to mend it.
-        FileNotFoundError: where it does not exist.
+        OSError: where it does not exist or cannot be seen.
     """
     status = folder.lstat()
     uid = os.geteuid()

@@ -15,6 +15,8 @@ from pathlib import Path
 # Read by the compilers themselves, so they change what a build produces and belong to its key.
 _COMPILER_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "CPLUS_INCLUDE_PATH")
 
+SYSTEM_CUDA = Path("/usr/local/cuda")  # where the toolkit's installer puts it
+
 NVCC_FLAGS = (
     "-std=c++20",
     "-O3",
@@ -111,7 +113,7 @@ def _cuda_roots() -> list[Path]:
     for scheme in ("purelib", "platlib"):
         wheels = Path(sysconfig.get_path(scheme)) / "nvidia"
         roots += sorted(wheels.glob("cu[0-9]*"), reverse=True)
-    roots.append(Path("/usr/local/cuda"))
+    roots.append(SYSTEM_CUDA)
     return roots
 
 
@@ -131,8 +133,12 @@ def find_nvcc() -> Compiler:
         # nvcc looks for its libraries in lib64, the wheels install them in lib.
         if (root / "lib" / "libcudart_static.a").is_file() and not (root / "lib64").is_dir():
             arguments.append(f"-L{root / 'lib'}")
-        version = f"{_version(nvcc)}\n{host.version}"
-        return Compiler(nvcc, version, tuple(arguments))
+        parts = [_version(nvcc), host.version]
+        # The optimiser is a wheel of its own that can be newer than nvcc; it states no version.
+        cicc = root / "nvvm" / "bin" / "cicc"
+        if cicc.is_file():
+            parts.append(f"cicc of {cicc.stat().st_size} bytes")
+        return Compiler(nvcc, "\n".join(parts), tuple(arguments))
     raise BuildError(
         f"flashcute: expected nvcc in one of {', '.join(map(str, roots))}, got none; install the "
         "CUDA toolkit, or `pip install flashcute[nvcc]`, or set CUDA_HOME to the toolkit's folder"

@@ -1,0 +1,42 @@
+"""The ctypes mirror of flash.h against a C++ compiler's view of it."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+
+from flashcute.jit import sources, toolchain
+from flashcute.jit.abi import ABI_VERSION, FlashFwdParams, FlashKernel
+
+STRUCTS = {"Flash_fwd_params": FlashFwdParams, "Flash_kernel": FlashKernel}
+
+
+def cpp_layout(folder) -> list[str]:
+    """What g++ says of the structs: sizes, then each field's name, offset and size."""
+    lines = ['printf("abi %d\\n", flash::kAbiVersion);']
+    for name, mirror in STRUCTS.items():
+        lines.append(f'printf("{name} %zu\\n", sizeof(flash::{name}));')
+        lines += [
+            f'printf("{name}.{field[0]} %zu %zu\\n", offsetof(flash::{name}, {field[0]}), '
+            f"sizeof(flash::{name}::{field[0]}));"
+            for field in mirror._fields_
+        ]
+    source = folder / "layout.cpp"
+    source.write_text(
+        '#include "flash.h"\n#include <cstddef>\n#include <cstdio>\n'
+        "int main() {\n" + "\n".join(lines) + "\n}\n"
+    )
+    command = [toolchain.find_host_compiler().path, "-std=c++20", source, "-o", folder / "layout"]
+    subprocess.run([*command, f"-I{sources.kernel_include_dir()}"], check=True)
+    done = subprocess.run([folder / "layout"], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_mirror_has_the_layout_of_flash_h(tmp_path):
+    expected = [f"abi {ABI_VERSION}"]
+    for name, mirror in STRUCTS.items():
+        expected.append(f"{name} {ctypes.sizeof(mirror)}")
+        for field, *_ in mirror._fields_:
+            descriptor = getattr(mirror, field)
+            expected.append(f"{name}.{field} {descriptor.offset} {descriptor.size}")
+    assert cpp_layout(tmp_path) == expected

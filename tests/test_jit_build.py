@@ -1,0 +1,405 @@
+"""Hazards of a shared cache, each provoked for real, with a C++ file small enough to build often.
+
+The unit, the compiler and the cache folder are the only things that differ from a kernel's build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from flashcute.jit import build, cache, toolchain
+from flashcute.jit.toolchain import BuildError, Compiler
+
+ROOT = Path(__file__).resolve().parents[1]
+NOBODY = 65534
+
+# Counts its runs in a file; sleeps first where the test says so, with the run already counted.
+_COMPILER = """\
+#!/bin/sh
+[ "$1" = --version ] && exec g++ --version
+echo run >> "$TEST_COUNT"
+sleep "${TEST_SLEEP:-0}"
+exec g++ "$@"
+"""
+
+# What one process does: build the unit, load it, print its path and what its function returns.
+_PROCESS = """\
+import ctypes, os, sys, time
+from pathlib import Path
+from flashcute.jit import build
+sys.path.insert(0, os.environ["TEST_FOLDER"])
+from test_jit_build import tiny_unit, counting_compiler
+if "TEST_GO" in os.environ:
+    while not os.path.exists(os.environ["TEST_GO"]):
+        time.sleep(0.001)
+folder = Path(os.environ["TEST_TMP"])
+path = build.build(tiny_unit(folder), counting_compiler(folder)).artefact.path
+print(path, ctypes.CDLL(str(path)).answer())
+"""
+
+
+def tiny_unit(folder: Path) -> build.Unit:
+    return build.Unit(
+        name="tiny",
+        target="host",
+        source='#include "answer.h"\nextern "C" int answer() { return kAnswer; }\n',
+        suffix=".cpp",
+        flags=("-shared", "-fPIC", "-O1"),
+        project_dirs=(folder / "include",),
+    )
+
+
+def counting_compiler(folder: Path) -> Compiler:
+    return Compiler(folder / "compiler", "counting 1.0")
+
+
+def answer(path: Path) -> int:
+    """Of the file as it is now: a copy is loaded, as dlopen knows a path it has seen."""
+    with tempfile.TemporaryDirectory() as folder:
+        return ctypes.CDLL(shutil.copy(path, folder)).answer()
+
+
+@pytest.fixture
+def tmp(tmp_path, monkeypatch):
+    """A folder with a header, a counting compiler and an empty cache."""
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "answer.h").write_text("constexpr int kAnswer = 42;\n")
+    (tmp_path / "compiler").write_text(_COMPILER)
+    (tmp_path / "compiler").chmod(0o755)
+    monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TEST_COUNT", str(tmp_path / "count"))
+    monkeypatch.setenv("TEST_TMP", str(tmp_path))
+    monkeypatch.setenv("TEST_FOLDER", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def make(tmp: Path) -> build.BuildResult:
+    return build.build(tiny_unit(tmp), counting_compiler(tmp))
+
+
+def runs(tmp: Path) -> int:
+    count = tmp / "count"
+    return len(count.read_text().splitlines()) if count.exists() else 0
+
+
+def start_process(code: str = _PROCESS, **kwargs) -> subprocess.Popen:
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **kwargs)
+
+
+def test_builds_once_then_finds(tmp):
+    first, second = make(tmp), make(tmp)
+    assert first.seconds > 0
+    assert second.seconds == 0
+    assert second.artefact == first.artefact
+    assert runs(tmp) == 1
+    assert answer(first.artefact.path) == 42
+    assert (tmp / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_leaves_only_artefact_record_and_lock(tmp):
+    stem = make(tmp).artefact.path.stem
+    left = {str(p.relative_to(tmp / "cache")) for p in (tmp / "cache").rglob("*")}
+    assert left == {f"{stem}.so", f"{stem}.json", "locks", f"locks/{stem}.lock"}
+
+
+def test_eight_cold_processes_build_once(tmp, monkeypatch):
+    monkeypatch.setenv("TEST_GO", str(tmp / "go"))
+    monkeypatch.setenv("TEST_SLEEP", "1")
+    processes = [start_process() for _ in range(8)]
+    time.sleep(1)  # so that all are past their imports and start together
+    (tmp / "go").touch()
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 8, outputs
+    assert len({out for out, _ in outputs}) == 1
+    assert outputs[0][0].split()[1] == "42"
+    assert runs(tmp) == 1
+
+
+def test_killed_builder_blocks_nobody(tmp, monkeypatch):
+    monkeypatch.setenv("TEST_SLEEP", "60")
+    killed = start_process(start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while runs(tmp) == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert list((tmp / "cache").glob("tmp-*"))
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.wait()
+        monkeypatch.delenv("TEST_SLEEP")
+        result = make(tmp)
+    finally:
+        os.killpg(killed.pid, signal.SIGKILL)  # the compiler that outlived its parent
+        killed.communicate()
+    assert answer(result.artefact.path) == 42
+    assert runs(tmp) == 2
+    assert not list((tmp / "cache").glob("tmp-*"))
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty record", "no record", "no object"])
+def test_damaged_entry_is_built_again(tmp, damage):
+    path = make(tmp).artefact.path
+    record = path.with_suffix(".json")
+    data = path.read_bytes()
+    if damage == "truncate":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "flip":
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif damage == "empty record":
+        record.write_bytes(b"")
+    elif damage == "no record":
+        record.unlink()
+    else:
+        path.unlink()
+    assert build.find(tiny_unit(tmp), counting_compiler(tmp)) is None
+    assert answer(make(tmp).artefact.path) == 42
+    assert path.read_bytes()[:4] == b"\x7fELF"
+    assert runs(tmp) == 2
+
+
+def test_record_of_another_entry_is_refused(tmp):
+    path = make(tmp).artefact.path
+    record = path.with_suffix(".json")
+    record.write_text(json.dumps({**json.loads(record.read_text()), "key": "0" * 64}))
+    assert build.find(tiny_unit(tmp), counting_compiler(tmp)) is None
+
+
+def test_changed_header_with_old_time_is_built_again(tmp):
+    header = tmp / "include" / "answer.h"
+    before = make(tmp)
+    times = header.stat()
+    header.write_text("constexpr int kAnswer = 43;\n")
+    os.utime(header, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = make(tmp)
+    assert answer(after.artefact.path) == 43
+    assert answer(before.artefact.path) == 42
+    assert runs(tmp) == 2
+
+
+def test_header_changed_during_the_build_is_an_error(tmp, monkeypatch):
+    monkeypatch.setenv("TEST_SLEEP", "3")
+    process = start_process()
+    while runs(tmp) == 0:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    (tmp / "include" / "answer.h").write_text("constexpr int kAnswer = 43;\n")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "changed while it was built" in errors
+    assert not list((tmp / "cache").glob("*.so"))
+
+
+@pytest.mark.parametrize("change", ["source", "flags", "version", "variable", "external"])
+def test_key_depends_on(tmp, monkeypatch, change):
+    unit, compiler = tiny_unit(tmp), counting_compiler(tmp)
+    key = unit.key(compiler)
+    assert unit.key(compiler) == key
+    fields = {**unit.__dict__}
+    if change == "source":
+        fields["source"] += "\n"
+    elif change == "flags":
+        fields["flags"] = ("-shared", "-fPIC", "-O2")
+    elif change == "external":
+        fields["external"] = ("cutlass 9.9.9",)
+    elif change == "version":
+        compiler = Compiler(compiler.path, "counting 1.1")
+    else:
+        monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
+    assert build.Unit(**fields).key(compiler) != key
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_folder_writable_by_others_is_refused(tmp, mode):
+    make(tmp)
+    (tmp / "cache").chmod(mode)
+    for use in (make, lambda tmp: build.find(tiny_unit(tmp), counting_compiler(tmp))):
+        with pytest.raises(BuildError, match=f"writable by others \\(mode {mode:04o}\\).*chmod"):
+            use(tmp)
+
+
+def test_symbolic_link_is_refused(tmp):
+    (tmp / "elsewhere").mkdir(mode=0o700)
+    (tmp / "cache").symlink_to(tmp / "elsewhere")
+    with pytest.raises(BuildError, match="symbolic link; set FLASHCUTE_CACHE_DIR"):
+        make(tmp)
+    assert list((tmp / "elsewhere").iterdir()) == []
+
+
+def test_file_in_place_of_the_folder_is_refused(tmp):
+    (tmp / "cache").touch()
+    with pytest.raises(BuildError, match="cache"):
+        make(tmp)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_folder_of_another_user_is_refused(tmp):
+    (tmp / "cache").mkdir(mode=0o700)
+    os.chown(tmp / "cache", NOBODY, NOBODY)
+    with pytest.raises(BuildError, match=f"owned by user {NOBODY} while"):
+        make(tmp)
+
+
+@pytest.fixture
+def read_only_cache(tmp):
+    """A cache with the unit built, that the child of :func:`run_unprivileged` cannot write to."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "locks").mkdir()
+    made = make(tmp).artefact
+    for path in (made.path, made.path.with_suffix(".json")):
+        shutil.copy(path, folder)
+    if os.geteuid() == 0:
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, NOBODY, NOBODY)
+    folder.chmod(0o500)
+    yield folder
+    folder.chmod(0o700)
+    shutil.rmtree(folder)
+
+
+def run_unprivileged(code: str, folder: Path) -> subprocess.CompletedProcess:
+    """Runs ``code`` with ``unit`` and ``compiler`` at hand, after their sources have been read."""
+    head = """
+import os
+from pathlib import Path
+from test_jit_build import NOBODY, build, counting_compiler, tiny_unit
+folder = Path(os.environ["TEST_TMP"])
+unit, compiler = tiny_unit(folder), counting_compiler(folder)
+unit.key(compiler)
+"""
+    return subprocess.run(
+        [sys.executable, "-c", head + code],
+        env={
+            **os.environ,
+            "FLASHCUTE_CACHE_DIR": str(folder),
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# Root ignores permissions.
+_DROP_ROOT = "os.geteuid() == 0 and os.setuid(NOBODY)\n"
+
+
+def test_read_only_cache_still_serves(tmp, read_only_cache):
+    folder = read_only_cache
+    # The key is taken while the sources can still be read.
+    code = (
+        "key = unit.key(compiler)\n" + _DROP_ROOT + "from flashcute.jit import cache\n"
+        "cache.check_private(folder := cache.cache_dir())\n"
+        "print(cache.find(folder, f'tiny-host-{key[:32]}', key=key).path)\n"
+    )
+    done = run_unprivileged(code, folder)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).parent == folder
+
+
+def test_read_only_cache_is_a_clear_error(read_only_cache):
+    folder = read_only_cache
+    code = (
+        "from flashcute.jit import cache\nimport tempfile\n"
+        + _DROP_ROOT
+        + "cache.writable_cache_dir()"
+    )
+    done = run_unprivileged(code, folder)
+    assert done.returncode == 1
+    assert f"expected a writable folder for compiled kernels, got {folder}" in done.stderr
+    assert "set FLASHCUTE_CACHE_DIR" in done.stderr
+
+
+def test_compiler_error_is_quoted_and_leaves_nothing(tmp):
+    unit = build.Unit("bad", "host", "int answer( { }\n", ".cpp", ("-shared",))
+    with pytest.raises(
+        BuildError, match=r"building bad for host failed(.|\n)*error:(.|\n)*bad.cpp"
+    ):
+        build.build(unit, counting_compiler(tmp))
+    assert not [p for p in (tmp / "cache").iterdir() if p.name != "locks"]
+
+
+def test_many_units_report_in_order_and_failures_stop_nobody(tmp):
+    flags = ("-shared", "-fPIC")
+    units = [
+        build.Unit(f"unit{i}", "host", f'extern "C" int answer() {{ return {i}; }}', ".cpp", flags)
+        for i in range(5)
+    ]
+    units[2] = build.Unit("unit2", "host", "not C++", ".cpp", flags)
+    seen = []
+    results = build.build_many(units, counting_compiler(tmp), 2, seen.append)
+    assert [result.unit for result in results] == units
+    assert len(seen) == 5
+    assert [result.artefact is None for result in results] == [False, False, True, False, False]
+    assert "unit2" in results[2].error
+    assert [answer(r.artefact.path) for r in results if r.artefact] == [0, 1, 3, 4]
+
+
+def test_no_shell_sees_the_paths(tmp, monkeypatch):
+    folder = tmp / "a b; touch injected; $(touch injected)"
+    monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(folder))
+    assert answer(make(tmp).artefact.path) == 42
+    assert not list(tmp.rglob("injected")) and not Path("injected").exists()
+
+
+def test_resources_of_a_ptxas_log():
+    log = (
+        "ptxas info    : Function properties for f\n"
+        "    32 bytes stack frame, 28 bytes spill stores, 36 bytes spill loads\n"
+        "ptxas info    : Used 255 registers, used 1 barriers, 32 bytes cumulative stack size\n"
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 40 registers\n"
+    )
+    assert build.resources(log) == {"registers": 255, "spill_bytes": 64}
+    assert build.resources("") == {}
+
+
+def test_jobs(monkeypatch):
+    monkeypatch.setenv("FLASHCUTE_JOBS", "7")
+    assert build.default_jobs() == 7
+    monkeypatch.delenv("FLASHCUTE_JOBS")
+    monkeypatch.setattr(build, "available_memory", lambda: 3 * build.BYTES_PER_JOB - 1)
+    assert build.default_jobs() == min(2, len(os.sched_getaffinity(0)))
+    monkeypatch.setattr(build, "available_memory", lambda: 1)
+    assert build.default_jobs() == 1
+
+
+def test_copy_is_whole_and_findable(tmp):
+    made = make(tmp).artefact
+    copied = cache.copy(made, tmp / "out" / "host", "tiny")
+    assert copied.path == tmp / "out" / "host" / "tiny.so"
+    found = cache.find(tmp / "out" / "host", "tiny", source_key=tiny_unit(tmp).source_key())
+    assert found.meta["sha256"] == made.meta["sha256"]
+    assert sorted(p.name for p in (tmp / "out" / "host").iterdir()) == ["tiny.json", "tiny.so"]
+
+
+def test_nvcc_builds_through_the_same_path(tmp):
+    try:
+        compiler = toolchain.find_nvcc()
+    except BuildError as error:
+        pytest.skip(str(error))
+    unit = build.Unit(
+        name="tiny_cuda",
+        target="sm_80",
+        source="__global__ void scale(float *x) { x[threadIdx.x] *= 2; }\n"
+        'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n',
+        suffix=".cu",
+        flags=(*toolchain.NVCC_FLAGS, "-gencode=arch=compute_80,code=sm_80"),
+    )
+    made = build.build(unit, compiler).artefact
+    assert answer(made.path) == 42
+    assert made.meta["registers"] > 0
+    assert made.meta["spill_bytes"] == 0

@@ -1,0 +1,185 @@
+"""Finding, building and checking kernels. The GPU is not needed: nothing is launched."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+
+import pytest
+
+from flashcute import heuristics
+from flashcute.jit import BuildError, build, cache, get_kernel, kernels, sources, toolchain
+from flashcute.jit.abi import FlashFwdParams, FlashKernel
+
+CONFIG = heuristics.fwd_config("fp16", 32, False, (8, 0))
+
+# A kernel's shared object as far as the loader sees it, compiled with g++; {..} is what it claims.
+_FAKE = """\
+#include "flash.h"
+extern "C" const flash::Flash_kernel *flash_kernel() {{
+    static const flash::Flash_kernel kernel{{
+        {abi_version}, {params_size}, "{name}", {threads}, {smem_bytes}, {tile_m},
+        [](const flash::Flash_fwd_params *, void *) -> int32_t {{ return 7; }},
+        [](int32_t) {{ return "an error"; }},
+    }};
+    return &kernel;
+}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path, monkeypatch):
+    """No prebuilt kernels, an empty cache, nothing loaded."""
+    monkeypatch.setattr(sources, "prebuilt_dir", lambda: tmp_path / "prebuilt")
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FLASHCUTE_NO_BUILD", raising=False)
+
+
+@pytest.fixture
+def no_nvcc(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "no-cuda"))
+
+
+def fake_kernel(config=CONFIG, **claims) -> cache.Artefact:
+    values = {
+        "abi_version": "flash::kAbiVersion",
+        "params_size": "sizeof(flash::Flash_fwd_params)",
+        "name": config.full_name,
+        "threads": config.threads,
+        "smem_bytes": config.smem_bytes,
+        "tile_m": config.tile_m,
+        **claims,
+    }
+    unit = build.Unit(
+        name=config.full_name,
+        target="host",
+        source=_FAKE.format(**values),
+        suffix=".cpp",
+        flags=("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden"),
+        project_dirs=(sources.kernel_include_dir(),),
+    )
+    made = build.build(unit, toolchain.find_host_compiler()).artefact
+    return cache.Artefact(made.path, {**made.meta, "registers": 128, "spill_bytes": 0})
+
+
+def place_prebuilt(target: str, config=CONFIG) -> cache.Artefact:
+    """A fake kernel as the package's prebuilt one for ``target``, with a fitting record."""
+    made = fake_kernel(config)
+    unit = kernels.kernel_unit(config, target)
+    record = {**made.meta, "source_key": unit.source_key()}
+    folder = sources.prebuilt_dir() / unit.target
+    return cache.copy(cache.Artefact(made.path, record), folder, unit.name)
+
+
+def test_load_reads_the_description():
+    made = fake_kernel()
+    kernel = kernels.load(made, CONFIG, "80")
+    assert (kernel.config, kernel.target, kernel.path) == (CONFIG, "80", made.path)
+    assert (kernel.threads, kernel.smem_bytes) == (CONFIG.threads, CONFIG.smem_bytes)
+    assert (kernel.registers, kernel.spill_bytes) == (128, 0)
+    description = FlashKernel.from_address(kernel.address)
+    assert description.name.decode() == CONFIG.full_name
+    assert description.launch(ctypes.byref(FlashFwdParams()), None) == 7
+    assert description.error_string(7) == b"an error"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("abi_version", 999),
+        ("params_size", 8),
+        ("name", "flash_fwd_hdim64_fp16_sm80"),
+        ("threads", 64),
+        ("smem_bytes", 1024),
+        ("tile_m", 16),
+    ],
+)
+def test_a_stale_file_is_a_message(field, value):
+    with pytest.raises(BuildError, match=f"expected {field}=.*got {field}=.*{value}.*remove"):
+        kernels.load(fake_kernel(**{field: value}), CONFIG, "80")
+
+
+def test_a_file_that_is_no_kernel_is_a_message(tmp_path):
+    path = tmp_path / "x.so"
+    path.write_bytes(b"no shared object")
+    with pytest.raises(BuildError, match=r"expected a kernel in .*x\.so"):
+        kernels.load(cache.Artefact(path, {}), CONFIG, "80")
+
+
+def test_prebuilt_needs_no_compiler_and_loads_once(no_nvcc):
+    placed = place_prebuilt("80")
+    kernel = get_kernel(CONFIG, "80")
+    assert kernel.path == placed.path
+    assert get_kernel(CONFIG, "80") is kernel
+
+
+def test_prebuilt_serves_later_gpus_of_its_generation(no_nvcc):
+    placed = place_prebuilt("80")
+    assert get_kernel(CONFIG, "89").path == placed.path
+    for target in ("87", "90"):
+        with pytest.raises(BuildError, match="not among the package's prebuilt kernels"):
+            get_kernel(CONFIG, target)
+
+
+def test_compatible_targets():
+    assert kernels.compatible_targets("80") == ["80"]
+    assert kernels.compatible_targets("89") == ["89", "86", "80"]
+    assert kernels.compatible_targets("87") == ["87"]
+    assert kernels.compatible_targets("90") == ["90"]
+    assert kernels.compatible_targets("121") == ["121", "120"]
+
+
+def test_prebuilt_of_other_sources_is_not_used(no_nvcc):
+    placed = place_prebuilt("80")
+    record = placed.path.with_suffix(".json")
+    record.write_text(json.dumps({**json.loads(record.read_text()), "source_key": "0" * 64}))
+    with pytest.raises(BuildError, match="cannot be built: flashcute: expected nvcc"):
+        get_kernel(CONFIG, "80")
+
+
+@pytest.mark.parametrize("target", ["75", "sm_90", "9.0", "", "90a", "88"])
+def test_unknown_target(target):
+    with pytest.raises(ValueError, match=f"expected target to be one of 80, .*target='{target}'"):
+        get_kernel(CONFIG, target)
+
+
+def test_no_build_turns_a_build_into_an_error(monkeypatch, tmp_path):
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\n[ $1 = --version ] || touch $0.ran\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("FLASHCUTE_NO_BUILD", "1")
+    with pytest.raises(BuildError, match=r"FLASHCUTE_NO_BUILD=1.*build --head-dim 32 --dtype fp16"):
+        get_kernel(CONFIG, "80")
+    assert not nvcc.with_name("nvcc.ran").exists()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_wrong_variable_is_an_error(monkeypatch):
+    monkeypatch.setenv("FLASHCUTE_NOBUILD", "1")
+    with pytest.raises(ValueError, match="got FLASHCUTE_NOBUILD; unset it"):
+        get_kernel(CONFIG, "80")
+
+
+def test_missing_cutlass_names_the_script(monkeypatch, tmp_path):
+    monkeypatch.setattr(sources, "cutlass_include_dir", lambda: tmp_path)
+    with pytest.raises(BuildError, match=r"run `python third_party/fetch_cutlass.py`"):
+        kernels.build_kernels([(CONFIG, "80")])
+
+
+def test_a_real_kernel_builds_loads_and_is_found_again(monkeypatch):
+    """In the user's cache, so that only the first run on changed sources takes its 20 seconds."""
+    monkeypatch.delenv("FLASHCUTE_CACHE_DIR")
+    try:
+        (result,) = kernels.build_kernels([(CONFIG, "80")])
+    except BuildError as error:
+        pytest.skip(str(error))
+    assert result.error is None
+    kernel = get_kernel(CONFIG, "80")
+    assert kernel.path == result.artefact.path
+    assert 0 < kernel.registers <= 255
+    assert kernel.spill_bytes == 0
+    assert kernels.find_built(CONFIG, "80")[0] == "cache"
+    assert kernels.find_built(CONFIG, "89")[0] == "not built"
