@@ -1,0 +1,348 @@
+"""When a result counts as correct.
+
+A fixed tolerance is too loose for one problem and too tight for the next. The rule here compares
+with two references of :mod:`flashcute.reference`: one in float64, taken as the truth, and one in
+the inputs' own dtype, whose error says what that dtype costs for just these inputs
+(FlashAttention-2's tests). With ``round`` for rounding to that dtype,
+
+    max  |out - ref| <= 2   max  |low - ref| + 2 max |(round(ref) + 0.3 - 0.3) - round(ref)|
+    mean |out - ref| <= 1.5 mean |low - ref| + mean |round(ref) - ref|
+    |drift|          <= 2 |drift of low| + mean |round(ref) - ref| / 2 + 6 sigma
+    |lse - ref lse|  <= 1e-4 + 1e-6 |ref lse|
+
+and NaN, Inf, -inf and the zeros of fully masked rows have to be exactly where the truth has them.
+The maximum finds what is grossly wrong somewhere, the mean what is slightly wrong in many places.
+Drift is the mean of (out - ref) sign(ref), growth of the output's magnitude: honest rounding
+averages out, truncation and rounding always to one side do not. Its sigma is the standard error
+over rows.
+
+Works on any device: the references are computed where the tensors are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .reference import attention_ref
+
+# Elements of Q, K and V that are compared at a time; several float64 copies of them are held.
+_MAX_PIECE_ELEMENTS = 2**26
+
+LSE_ATOL = 1e-4
+LSE_RTOL = 1e-6  # eight float32 ulps, for scores too large for an absolute bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A measured error and what was allowed."""
+
+    error: float
+    allowed: float
+
+    @property
+    def ratio(self) -> float:
+        """error / allowed: at most 1 if all is well."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.allowed if self.allowed > 0 else math.inf
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio <= 1  # False for NaN
+
+    def __str__(self) -> str:
+        mark = "" if self.ok else "  <-- FAILED"
+        return f"{self.error:.3e} of {self.allowed:.3e} allowed, ratio {self.ratio:.3f}{mark}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What :func:`compare_forward` found.
+
+    Attributes:
+        max: The largest error of the output.
+        mean: Its mean absolute error.
+        drift: Its mean growth in magnitude, see the module's docstring.
+        lse: The largest error of the log-sum-exp, at the element with the worst ratio.
+        misplaced: Elements of the output that are NaN or Inf where the truth is finite or the other
+            way round, or not 0 in a row that sees no key.
+        lse_misplaced: Elements of the log-sum-exp that are NaN or infinite and should not be, or
+            the other way round.
+        worst: Index (b, seqlen_q, h, d) of a misplaced element if there is any, else of the largest
+            error.
+    """
+
+    max: Bound
+    mean: Bound
+    drift: Bound
+    lse: Bound
+    misplaced: int
+    lse_misplaced: int
+    worst: tuple[int, int, int, int]
+
+    @property
+    def ok(self) -> bool:
+        bounds = (self.max, self.mean, self.drift, self.lse)
+        return self.misplaced == self.lse_misplaced == 0 and all(bound.ok for bound in bounds)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            (
+                f"max error   {self.max}",
+                f"mean error  {self.mean}",
+                f"drift       {self.drift}",
+                f"lse error   {self.lse}",
+                f"misplaced   {self.misplaced} in out, {self.lse_misplaced} in lse",
+                f"worst       out{list(self.worst)}",
+            )
+        )
+
+
+def check_forward(
+    out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Report:
+    """:func:`compare_forward`, but raises AssertionError with the report if a bound is broken."""
+    report = compare_forward(out, lse, q, k, v, **options)
+    if not report.ok:
+        shapes = f"q={tuple(q.shape)} k={tuple(k.shape)} v={tuple(v.shape)} {q.dtype}"
+        raise AssertionError(f"attention is wrong for {shapes} {_brief(options)}\n{report}")
+    return report
+
+
+def compare_forward(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    check_drift: bool = True,
+    **options: Any,
+) -> Report:
+    """Measures a forward result against the rule in the module's docstring.
+
+    Args:
+        out: (b, seqlen_q, h, d_v), in q's dtype.
+        lse: (b, h, seqlen_q), natural logarithm; None where there is none to compare.
+        q: (b, seqlen_q, h, d), the inputs that gave ``out``; k and v likewise.
+        check_drift: Pass False for inputs with few distinct values, where every row rounds alike
+            and nothing averages out.
+        options: Of :func:`flashcute.reference.attention_ref`: softmax_scale, causal, window_size,
+            ...
+
+    Raises:
+        TypeError: dtypes of out and q differ.
+        ValueError: a shape is not as above.
+    """
+    _check_shapes(out, lse, q, v)
+    pieces = []
+    for cut in _pieces(q, k):
+        with torch.no_grad():
+            pieces.append(_measure(cut, out, lse, (q, k, v), options))
+    # The only synchronisation with the device, but for the reference's look for NaN and Inf.
+    stats = [_Stats(*row) for row in torch.stack(pieces).tolist()]
+
+    n = max(out.numel(), 1)
+    total = {field: sum(getattr(s, field) for s in stats) for field in _Stats._fields}
+    largest = {field: max(getattr(s, field) for s in stats) for field in _Stats._fields}
+    mean_rounding = total["sum_rounding"] / n
+    sigma = math.sqrt(total["sum_square_low"] / n / max(_independent_rows(q), 1))
+    drift_allowed = 2 * abs(total["drift_low"]) / n + mean_rounding / 2 + 6 * sigma
+    lse_worst = max(stats, key=lambda s: s.lse_ratio)
+    place = max(range(len(stats)), key=lambda i: (stats[i].misplaced > 0, stats[i].max_error))
+    return Report(
+        max=Bound(largest["max_error"], 2 * largest["max_low"] + 2 * largest["max_ulp"]),
+        mean=Bound(total["sum_error"] / n, 1.5 * total["sum_low"] / n + mean_rounding),
+        drift=Bound(abs(total["drift"]) / n if check_drift else 0.0, drift_allowed),
+        lse=Bound(lse_worst.lse_error, lse_worst.lse_allowed),
+        misplaced=int(total["misplaced"]),
+        lse_misplaced=int(total["lse_misplaced"]),
+        worst=_worst_index(list(_pieces(q, k))[place], int(stats[place].location), out),
+    )
+
+
+class _Stats(NamedTuple):
+    """What one piece contributes; every field is a float64 scalar on the device until the end."""
+
+    max_error: Any
+    sum_error: Any
+    max_low: Any
+    sum_low: Any
+    sum_square_low: Any
+    max_ulp: Any
+    sum_rounding: Any
+    drift: Any
+    drift_low: Any
+    misplaced: Any
+    location: Any
+    lse_ratio: Any
+    lse_error: Any
+    lse_allowed: Any
+    lse_misplaced: Any
+
+
+class _Cut(NamedTuple):
+    """A piece of the problem: some batch entries and some key heads with their query heads."""
+
+    batch: slice
+    kv_heads: slice
+    heads: slice
+
+
+def _pieces(q: Tensor, k: Tensor) -> Iterator[_Cut]:
+    """Pieces that bound the memory for float64 copies; one for all but huge tensors."""
+    b, seqlen_q, h, d = q.shape
+    seqlen_k, h_k = k.shape[1:3]
+    group = h // h_k
+    per_kv_head = max((seqlen_q * group + 2 * seqlen_k) * d, 1)
+    kv_step = min(max(_MAX_PIECE_ELEMENTS // per_kv_head, 1), h_k)
+    batch_step = min(max(_MAX_PIECE_ELEMENTS // (per_kv_head * h_k), 1), max(b, 1))
+    for start in range(0, max(b, 1), batch_step):
+        for head in range(0, h_k, kv_step):
+            stop = min(head + kv_step, h_k)
+            yield _Cut(
+                slice(start, start + batch_step),
+                slice(head, stop),
+                slice(head * group, stop * group),
+            )
+
+
+def _cut_options(options: dict[str, Any], cut: _Cut) -> dict[str, Any]:
+    """The per-head and per-batch tensors among the options, as the piece needs them."""
+    options = dict(options)
+    slopes, sinks = options.get("alibi_slopes"), options.get("sinks")
+    if slopes is not None:
+        options["alibi_slopes"] = (
+            slopes[cut.heads] if slopes.dim() == 1 else slopes[cut.batch, cut.heads]
+        )
+    if sinks is not None:
+        options["sinks"] = sinks[cut.heads]
+    for name in ("attn_bias", "dropout_mask"):
+        x = options.get(name)
+        if x is not None:
+            x = x[(None,) * (4 - x.dim())]
+            x = x if x.shape[0] == 1 else x[cut.batch]
+            options[name] = x if x.shape[1] == 1 else x[:, cut.heads]
+    return options
+
+
+def _measure(
+    cut: _Cut, out: Tensor, lse: Tensor | None, qkv: tuple[Tensor, ...], options: dict[str, Any]
+) -> Tensor:
+    """The statistics of one piece, (len(_Stats._fields),) float64."""
+    q, k, v = (
+        x[cut.batch, :, heads]
+        for x, heads in zip(qkv, (cut.heads, cut.kv_heads, cut.kv_heads), strict=True)
+    )
+    out = out[cut.batch, :, cut.heads].double()
+    options = _cut_options(options, cut)
+    ref, ref_lse, _ = attention_ref(q, k, v, upcast=torch.float64, **options)
+    low = attention_ref(q, k, v, reorder_ops=True, **options).out
+    rounded = ref.to(q.dtype)
+    # Scores beyond float16's range break the baseline, not a kernel, which keeps them in float32.
+    low = torch.where(low.isfinite(), low, rounded).double()
+    ulp = ((rounded + 0.3 - 0.3) - rounded).double()
+    rounded = rounded.double()
+
+    finite = rounded.isfinite()
+    masked = (ref_lse == -torch.inf).transpose(1, 2)[..., None]  # (b, seqlen_q, h, 1)
+    misplaced = (out.isfinite() != finite) | (masked & (out != 0))
+    comparable = finite & out.isfinite()
+    error = torch.where(comparable, out - ref, 0)
+    low_error = torch.where(finite, low - ref, 0)
+    sign = torch.where(finite, ref.sign(), 0)
+    rounding = torch.where(finite, rounded - ref, 0)
+    stats = _Stats(
+        max_error=_max(error.abs()),
+        sum_error=error.abs().sum(),
+        max_low=_max(low_error.abs()),
+        sum_low=low_error.abs().sum(),
+        sum_square_low=low_error.square().sum(),
+        max_ulp=_max(torch.where(finite, ulp, 0).abs()),
+        sum_rounding=rounding.abs().sum(),
+        drift=(error * sign).sum(),
+        drift_low=(low_error * sign).sum(),
+        misplaced=misplaced.sum(),
+        location=_argmax(torch.where(misplaced, torch.inf, error.abs())),
+        **_measure_lse(ref_lse, None if lse is None else lse[cut.batch, cut.heads].double()),
+    )
+    return torch.stack([x.double() for x in stats])
+
+
+def _measure_lse(ref: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
+    """The log-sum-exp's part of the statistics."""
+    if lse is None:
+        names = ("lse_ratio", "lse_error", "lse_allowed", "lse_misplaced")
+        return dict.fromkeys(names, ref.new_zeros(()))
+    finite = ref.isfinite()
+    infinite = torch.where(ref.isnan(), ~lse.isfinite(), lse == ref)
+    misplaced = ~torch.where(finite, lse.isfinite(), infinite)
+    error = torch.where(finite & lse.isfinite(), lse - ref, 0).abs().flatten()
+    allowed = (LSE_ATOL + LSE_RTOL * torch.where(finite, ref, 0).abs()).flatten()
+    worst = _argmax(error / allowed)
+    empty = error.numel() == 0
+    return {
+        "lse_ratio": ref.new_zeros(()) if empty else (error / allowed)[worst],
+        "lse_error": ref.new_zeros(()) if empty else error[worst],
+        "lse_allowed": ref.new_full((), LSE_ATOL) if empty else allowed[worst],
+        "lse_misplaced": misplaced.sum(),
+    }
+
+
+def _max(x: Tensor) -> Tensor:
+    return x.amax() if x.numel() > 0 else x.new_zeros(())
+
+
+def _argmax(x: Tensor) -> Tensor:
+    empty = x.numel() == 0
+    return torch.zeros((), dtype=torch.int64, device=x.device) if empty else x.argmax()
+
+
+def _independent_rows(q: Tensor) -> int:
+    """Rows of Q that round independently: an expanded dimension repeats its rows."""
+    sizes = zip(q.shape[:3], q.stride()[:3], strict=True)
+    return math.prod(1 if stride == 0 else size for size, stride in sizes)
+
+
+def _worst_index(cut: _Cut, location: int, out: Tensor) -> tuple[int, int, int, int]:
+    """The index into ``out`` of a flat index into a piece of it."""
+    if out.numel() == 0:
+        return (0, 0, 0, 0)
+    heads = cut.heads.stop - cut.heads.start
+    location, d = divmod(location, out.shape[3])
+    location, head = divmod(location, heads)
+    b, row = divmod(location, out.shape[1])
+    return (cut.batch.start + b, row, cut.heads.start + head, d)
+
+
+def _check_shapes(out: Tensor, lse: Tensor | None, q: Tensor, v: Tensor) -> None:
+    b, seqlen_q, h, _ = q.shape
+    if out.dtype != q.dtype:
+        raise TypeError(
+            f"check_forward: expected out in q's dtype {q.dtype}, got out.dtype={out.dtype}; "
+            "compare what was computed, uncast"
+        )
+    if tuple(out.shape) != (b, seqlen_q, h, v.shape[3]):
+        raise ValueError(
+            f"check_forward: expected out of shape {(b, seqlen_q, h, v.shape[3])}, "
+            f"got out.shape={tuple(out.shape)}; the layout is (b, seqlen_q, h, d_v)"
+        )
+    if lse is not None and tuple(lse.shape) != (b, h, seqlen_q):
+        raise ValueError(
+            f"check_forward: expected lse of shape {(b, h, seqlen_q)}, "
+            f"got lse.shape={tuple(lse.shape)}; the layout is (b, h, seqlen_q)"
+        )
+
+
+def _brief(options: dict[str, Any]) -> str:
+    """Options in a message: tensors by their shapes."""
+    parts = (
+        f"{name}={tuple(x.shape) if isinstance(x, Tensor) else x}" for name, x in options.items()
+    )
+    return " ".join(parts)
