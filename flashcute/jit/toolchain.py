@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -141,4 +142,40 @@ def find_nvcc() -> Compiler:
     raise BuildError(
         f"flashcute: expected nvcc in one of {', '.join(map(str, roots))}, got none; install the "
         "CUDA toolkit, or `pip install flashcute[nvcc]`, or set CUDA_HOME to the toolkit's folder"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaHeaders:
+    """CUDA's headers, enough to compile a kernel's source with a host compiler.
+
+    Attributes:
+        include: Folder that holds ``cuda_runtime.h``.
+        cccl: Folder that holds ``cuda/std``.
+        version: As ``CUDART_VERSION`` spells it, e.g. ``"13000"``.
+    """
+
+    include: Path
+    cccl: Path
+    version: str
+
+
+def find_cuda_headers() -> CudaHeaders:
+    """The headers of the first CUDA toolkit or set of PyPI wheels that has them; needs no nvcc.
+
+    Raises:
+        BuildError: where there are none.
+    """
+    roots = _cuda_roots()
+    for root in roots:
+        include = root / "include"
+        api = include / "cuda_runtime_api.h"
+        if not api.is_file():
+            continue
+        version = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", api.read_text())
+        cccl = include / "cccl" if (include / "cccl").is_dir() else include
+        return CudaHeaders(include, cccl, version[1] if version else "unknown")
+    raise BuildError(
+        f"flashcute: expected CUDA's headers in one of {', '.join(map(str, roots))}, got none; "
+        "install the CUDA toolkit, or `pip install flashcute[nvcc]`, or set CUDA_HOME"
     )

@@ -1,0 +1,74 @@
+// What a kernel's code calls when it is compiled for the simulator: one function per instruction that
+// CuTe's arch layer or a CUDA built-in would issue. Implemented in csrc/sim/src.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <type_traits>
+
+#pragma GCC visibility push(default)
+
+namespace sim {
+
+// The largest dynamic shared memory any modelled part grants a CTA (compute capability 9.0).
+inline constexpr size_t kMaxSmemBytes = 227 * 1024;
+
+enum class MmaInput { fp16, bf16 };
+enum class Shuffle { index, up, down, exclusive_or };
+
+// Warp-wide: every lane of the warp must arrive. `row` is this lane's 16-byte row address (used from
+// lanes 0 to 8 * matrices - 1), `dst` receives one 32-bit register per 8x8 matrix.
+void ldmatrix(void const *row, uint32_t *dst, int matrices, bool transposed);
+
+// Warp-wide m16n8k(8 * b_registers) MMA: acc (4 registers) += A (2 * b_registers) B (b_registers).
+void mma_m16n8(MmaInput input, int b_registers, float *acc, uint32_t const *a, uint32_t const *b);
+
+// Asynchronous copy of 4, 8 or 16 bytes; writes zeros and reads nothing when !valid.
+void cp_async(void *smem, void const *gmem, int bytes, bool valid);
+void cp_async_commit();
+void cp_async_wait_group(int pending_groups);
+void cp_async_wait_all();
+
+// bar.sync and bar.arrive; threads == 0 means all threads of the block.
+void barrier_sync(int id, int threads);
+void barrier_arrive(int id, int threads);
+
+void warp_sync(uint32_t mask);
+uint32_t shuffle(Shuffle kind, uint32_t mask, uint32_t value, uint32_t argument, int width);
+// Returns the ballot of `predicate` over the lanes of `mask`.
+uint32_t ballot(uint32_t mask, bool predicate);
+
+// Ends the launch with cudaErrorNotSupported: the verdict is "not covered", never a wrong number.
+[[noreturn]] void not_covered(char const *what);
+// Ends the launch as a device-side trap would.
+[[noreturn]] void trap(char const *what);
+
+// Counts and checks one ordinary access of `bytes` bytes that a CuTe copy makes, wherever it points;
+// register fragments (fibre stacks) are recognised and ignored.
+void note_access(void const *address, int bytes, bool write);
+
+struct Dim3 {
+    unsigned x, y, z;
+};
+
+struct Launch {
+    Dim3 grid, block;
+    size_t smem_bytes;
+    void const *kernel;      // identity, for the function attributes
+    void *(*dynamic_smem)();  // this OS thread's array behind `extern __shared__`
+};
+
+// Runs every block of the grid to completion; returns a cudaError_t.
+int launch(Launch const &launch, std::function<void()> const &body);
+int set_max_dynamic_smem(void const *kernel, int bytes);
+// The error of the last failed launch, cleared if `clear`.
+int last_error(bool clear);
+char const *error_text(int error);
+
+}  // namespace sim
+
+#pragma GCC visibility pop
+
+// Defined by the translation unit that defines the dynamic shared memory array (flashcute/sim/build.py).
+extern "C" __attribute__((visibility("hidden"))) void *sim_dynamic_smem();

@@ -1,0 +1,391 @@
+#include "block.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <cstring>
+
+#include "tsan.h"
+
+#if defined(SIM_ASAN)
+#include <sanitizer/asan_interface.h>
+#endif
+
+constinit thread_local sim::Dim3 threadIdx{};
+constinit thread_local sim::Dim3 blockIdx{};
+constinit thread_local sim::Dim3 blockDim{};
+constinit thread_local sim::Dim3 gridDim{};
+
+namespace sim {
+
+namespace {
+
+constinit thread_local Block *current_block = nullptr;
+
+constexpr size_t kStackBytes = 512 * 1024;
+
+char const *name_of(Meeting meeting) {
+    switch (meeting) {
+        case Meeting::ldmatrix: return "ldmatrix";
+        case Meeting::mma: return "mma.sync";
+        case Meeting::shuffle: return "a shuffle";
+        case Meeting::ballot: return "a vote";
+        case Meeting::warp_sync: return "__syncwarp";
+    }
+    return "";
+}
+
+std::string hex(uint32_t mask) {
+    char text[16];
+    std::snprintf(text, sizeof text, "0x%08x", mask);
+    return text;
+}
+
+}  // namespace
+
+Block &Block::current() { return *current_block; }
+
+void lane_entry() {
+    Block &block = *current_block;
+    fiber_entered(block.lane_->fiber);
+    block.entered(*block.lane_);
+    block.body_();
+    block.exit_lane();
+}
+
+Block::Block(Launch const &launch, std::function<void()> const &body, Settings const &settings)
+    : launch_(launch),
+      body_(body),
+      settings_(settings),
+      smem_(static_cast<std::byte *>(launch.dynamic_smem())) {
+    size_t const threads = size_t(launch.block.x) * launch.block.y * launch.block.z;
+    size_t const guard = sysconf(_SC_PAGESIZE);
+    stack_span_ = threads * (kStackBytes + guard);
+    void *const stacks = mmap(nullptr, stack_span_, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stacks == MAP_FAILED) { throw std::bad_alloc(); }
+    stacks_ = static_cast<std::byte *>(stacks);
+    lanes_.resize(threads);
+    warps_.resize((threads + kWarpSize - 1) / kWarpSize);
+    for (size_t i = 0; i < threads; ++i) {
+        Lane &lane = lanes_[i];
+        lane.index = static_cast<int>(i);
+        lane.lane = lane.index % kWarpSize;
+        lane.warp = lane.index / kWarpSize;
+        lane.thread = {unsigned(i % launch.block.x), unsigned(i / launch.block.x % launch.block.y),
+                       unsigned(i / launch.block.x / launch.block.y)};
+        std::byte *const span = stacks_ + i * (kStackBytes + guard);
+        mprotect(span, guard, PROT_NONE);  // an overflowing stack faults instead of corrupting
+        lane.fiber.stack = span + guard;
+        lane.fiber.stack_bytes = kStackBytes;
+        warps_[lane.warp].lanes[lane.lane] = &lane;
+        warps_[lane.warp].full |= 1u << lane.lane;
+    }
+    fiber_adopt_thread(main_);
+#if defined(SIM_ASAN)
+    __asan_poison_memory_region(smem_ + launch_.smem_bytes, kMaxSmemBytes - launch_.smem_bytes);
+#endif
+}
+
+Block::~Block() {
+#if defined(SIM_ASAN)
+    __asan_unpoison_memory_region(smem_, kMaxSmemBytes);
+#endif
+    fiber_release(main_);
+    munmap(stacks_, stack_span_);
+}
+
+uint64_t Block::random() {
+    random_state_ ^= random_state_ << 13;
+    random_state_ ^= random_state_ >> 7;
+    random_state_ ^= random_state_ << 17;
+    return random_state_;
+}
+
+bool Block::run(uint64_t linear_index) {
+    start(linear_index);
+    current_block = this;
+    Lane *const first = pick(&warps_[random() % warps_.size()]);
+    switch_to(main_, *first);
+    current_block = nullptr;
+    finish();
+    return error_code_ == kSuccess;
+}
+
+void Block::start(uint64_t linear_index) {
+    linear_index_ = linear_index;
+    block_ = {unsigned(linear_index % launch_.grid.x),
+              unsigned(linear_index / launch_.grid.x % launch_.grid.y),
+              unsigned(linear_index / launch_.grid.x / launch_.grid.y)};
+    blockIdx = block_;
+    blockDim = launch_.block;
+    gridDim = launch_.grid;
+    // splitmix64 of seed and block: neighbouring blocks must not share a schedule, and xorshift must
+    // not start from 0.
+    uint64_t z = settings_.seed * 0x9E3779B97F4A7C15u + linear_index + 0x632BE59BD9B4E019u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    random_state_ = (z ^ (z >> 31)) | 1;
+    // From warps that leapfrog each other at every instruction to warps that run until they block.
+    constexpr uint64_t kPreemptMasks[] = {1, 15, 255, ~uint64_t(0)};
+    preempt_mask_ = kPreemptMasks[random() % 4];
+    steps_ = 0;
+    alive_ = static_cast<int>(lanes_.size());
+    barriers_ = {};
+    for (size_t i = 0; i + 1 < launch_.smem_bytes; i += 2) {
+        std::memcpy(smem_ + i, &kPoison, sizeof kPoison);
+    }
+    for (Warp &warp : warps_) {
+        warp.alive = warp.ready = warp.full;
+        warp.groups.clear();
+        warp.sync_phase = 0;
+    }
+    for (Lane &lane : lanes_) {
+        lane.waiting = Waiting::nothing;
+        lane.copies.clear();
+        lane.copy_group = lane.copy_groups_done = 0;
+        fiber_prepare(lane.fiber, &lane_entry);
+    }
+    counters_.blocks += 1;
+}
+
+void Block::finish() {
+    // The next block's threads, which this OS thread creates, and the host come after this block.
+    tsan::acquire(&block_end_tag_);
+    // Threads abandoned halfway would make ThreadSanitizer complain of how they ended.
+    if (error_code_ != kSuccess) { return; }
+    for (Lane &lane : lanes_) {
+        fiber_release(lane.fiber);
+        tsan::destroy_agent(lane.copy_agent);
+    }
+}
+
+void Block::entered(Lane &lane) {
+    lane_ = &lane;
+    threadIdx = lane.thread;
+}
+
+void Block::switch_to(Fiber &from, Lane &next) {
+    Lane *const self = lane_;
+    lane_ = &next;
+    fiber_switch(from, next.fiber);
+    if (&from != &main_) { entered(*self); }
+}
+
+Lane *Block::pick(Warp *preferred) {
+    Warp *warp = preferred;
+    if (warp->ready == 0 || (random() & preempt_mask_) == 0) {
+        size_t const offset = random() % warps_.size();
+        warp = nullptr;
+        for (size_t i = 0; i < warps_.size() && warp == nullptr; ++i) {
+            Warp &candidate = warps_[(offset + i) % warps_.size()];
+            if (candidate.ready != 0) { warp = &candidate; }
+        }
+        if (warp == nullptr) { return nullptr; }
+    }
+    int const turn = static_cast<int>(random() >> 32) & (kWarpSize - 1);
+    return warp->lanes[(std::countr_zero(std::rotr(warp->ready, turn)) + turn) % kWarpSize];
+}
+
+void Block::suspend() {
+    if (settings_.copy_mode == CopyMode::random) { land_at_random(); }
+    Lane &self = *lane_;
+    Lane *const next = pick(&warps_[self.warp]);
+    if (next == nullptr) { fail(kLaunchFailure, "deadlock: " + describe_waiting()); }
+    if (next != &self) { switch_to(self.fiber, *next); }
+}
+
+void Block::exit_lane() {
+    Lane &self = *lane_;
+    Fiber *next = &main_;
+    {
+        tsan::Unwatched const unwatched;
+        Warp &warp = warps_[self.warp];
+        self.waiting = Waiting::exited;
+        warp.alive &= ~(1u << self.lane);
+        warp.ready &= ~(1u << self.lane);
+        --alive_;
+        check_nobody_waits_for(self);
+        if (warp.alive == 0) { warp.log.flush(counters_); }
+        if (alive_ > 0) {
+            lane_ = pick(&warp);
+            if (lane_ == nullptr) {
+                lane_ = &self;
+                fail(kLaunchFailure, "deadlock: " + describe_waiting());
+            }
+            next = &lane_->fiber;
+        }
+    }
+    tsan::release(&block_end_tag_);
+    fiber_switch(self.fiber, *next);
+    __builtin_unreachable();
+}
+
+void Block::check_nobody_waits_for(Lane const &lane) {
+    Warp const &warp = warps_[lane.warp];
+    for (Group const &group : warp.groups) {
+        if (group.mask >> lane.lane & 1) {
+            fail(kLaunchFailure, "missing lane: the thread exited while lanes " +
+                                     hex(group.arrived) + " of its warp wait for it at " +
+                                     name_of(group.meeting));
+        }
+    }
+    for (int id = 0; id < kBarriers; ++id) {
+        Barrier const &barrier = barriers_[id];
+        if (barrier.arrived > 0 && barrier.expected == static_cast<int>(lanes_.size())) {
+            fail(kLaunchFailure, "barrier divergence: the thread exited while " +
+                                     std::to_string(barrier.arrived) +
+                                     " threads wait for all of the block at barrier " +
+                                     std::to_string(id));
+        }
+    }
+}
+
+void Block::meet(Meeting meeting, uint32_t mask, void *arguments, Execute execute) {
+    tsan::Unwatched const unwatched;
+    Lane &self = *lane_;
+    Warp &warp = warps_[self.warp];
+    uint32_t const bit = 1u << self.lane;
+    if (!(mask & bit)) {
+        fail(kLaunchFailure, std::string("the lane is not in its own mask ") + hex(mask) + " of " +
+                                 name_of(meeting));
+    }
+    if (uint32_t const missing = mask & ~warp.alive; missing != 0) {
+        fail(kLaunchFailure, std::string("missing lanes ") + hex(missing) + " at " +
+                                 name_of(meeting) + ": they exited or do not exist");
+    }
+    if (++steps_ > settings_.max_steps * kWarpSize) {
+        fail(kLaunchTimeout, "the block exceeds its budget of warp-wide instructions");
+    }
+    auto group = std::find_if(warp.groups.begin(), warp.groups.end(), [&](Group const &g) {
+        return g.meeting == meeting && g.mask == mask;
+    });
+    if (group == warp.groups.end()) {
+        warp.groups.push_back({meeting, mask, 0});
+        group = warp.groups.end() - 1;
+    }
+    group->arrived |= bit;
+    self.arguments = arguments;
+    if (group->arrived != mask) {
+        self.waiting = Waiting::meeting;
+        self.meeting = meeting;
+        warp.ready &= ~bit;
+        suspend();
+        return;
+    }
+    warp.groups.erase(group);
+    if (mask == warp.full) { warp.log.flush(counters_); }
+    execute(*this, warp, mask);
+    warp.ready |= mask;
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+        warp.lanes[std::countr_zero(rest)]->waiting = Waiting::nothing;
+    }
+    // The lane that completes the instruction is not always the first to go on.
+    if ((random() & 7) == 0) { suspend(); }
+}
+
+void Block::barrier_sync(int id, int threads, bool wait) {
+    tsan::Unwatched const unwatched;
+    Lane &self = *lane_;
+    int const expected = threads == 0 ? static_cast<int>(lanes_.size()) : threads;
+    std::string const name = "barrier " + std::to_string(id);
+    if (id < 0 || id >= kBarriers || expected > static_cast<int>(lanes_.size()) ||
+        (threads != 0 && threads % kWarpSize != 0)) {
+        fail(kLaunchFailure, name + " with " + std::to_string(threads) +
+                                 " threads: ids are 0 to 15, counts multiples of 32 up to the block");
+    }
+    Barrier &barrier = barriers_[id];
+    if (barrier.arrived > 0 && barrier.expected != expected) {
+        fail(kLaunchFailure, name + " expects " + std::to_string(barrier.expected) +
+                                 " threads, but one arrives that expects " +
+                                 std::to_string(expected));
+    }
+    if (expected == static_cast<int>(lanes_.size()) && alive_ != expected) {
+        fail(kLaunchFailure, "barrier divergence: " + name + " waits for all threads of the block, " +
+                                 std::to_string(expected - alive_) + " of which have exited");
+    }
+    char *const tag = &barrier.tags[barrier.phase & 1];
+    tsan::release(tag);
+    barrier.expected = expected;
+    if (++barrier.arrived == expected) {
+        ++(threads == 0 ? counters_.block_barriers : counters_.named_barriers);
+        ++barrier.phase;
+        barrier.arrived = 0;
+        for (Lane *const waiter : barrier.waiters) {
+            waiter->waiting = Waiting::nothing;
+            warps_[waiter->warp].ready |= 1u << waiter->lane;
+        }
+        barrier.waiters.clear();
+        flush_logs();
+        if (wait) {
+            tsan::acquire(tag);
+            suspend();
+        }
+    } else if (wait) {
+        self.waiting = Waiting::barrier;
+        self.barrier = id;
+        warps_[self.warp].ready &= ~(1u << self.lane);
+        barrier.waiters.push_back(&self);
+        suspend();
+        tsan::acquire(tag);
+    }
+}
+
+void Block::warp_sync(uint32_t mask) {
+    Warp &warp = warps_[lane_->warp];
+    char *const tag = &warp.sync_tags[warp.sync_phase & 1];
+    tsan::release(tag);
+    meet(Meeting::warp_sync, mask, nullptr, [](Block &block, Warp &w, uint32_t) {
+        ++w.sync_phase;
+        ++block.counters_.warp_barriers;
+    });
+    tsan::acquire(tag);
+}
+
+void Block::flush_logs() {
+    for (Warp &warp : warps_) { warp.log.flush(counters_); }
+}
+
+std::string Block::where(Lane const &lane) const {
+    return "block (" + std::to_string(block_.x) + ", " + std::to_string(block_.y) + ", " +
+           std::to_string(block_.z) + "), warp " + std::to_string(lane.warp) + ", lane " +
+           std::to_string(lane.lane);
+}
+
+std::string Block::describe_waiting() const {
+    std::string text;
+    for (size_t w = 0; w < warps_.size(); ++w) {
+        std::vector<std::pair<std::string, uint32_t>> states;
+        for (uint32_t rest = warps_[w].full; rest != 0; rest &= rest - 1) {
+            Lane const &lane = *warps_[w].lanes[std::countr_zero(rest)];
+            std::string const state =
+                lane.waiting == Waiting::exited    ? std::string("have exited")
+                : lane.waiting == Waiting::barrier ? "wait at barrier " + std::to_string(lane.barrier)
+                                                   : std::string("wait at ") + name_of(lane.meeting);
+            auto const known = std::find_if(states.begin(), states.end(),
+                                            [&](auto const &s) { return s.first == state; });
+            if (known == states.end()) {
+                states.emplace_back(state, 1u << lane.lane);
+            } else {
+                known->second |= 1u << lane.lane;
+            }
+        }
+        for (auto const &[state, lanes] : states) {
+            text += (text.empty() ? "warp " : "; warp ") + std::to_string(w) + " lanes " +
+                    hex(lanes) + " " + state;
+        }
+    }
+    return text;
+}
+
+void Block::fail(int code, std::string const &message) {
+    error_code_ = code;
+    error_ = where(*lane_) + ": " + message;
+    fiber_switch(lane_->fiber, main_);
+    __builtin_unreachable();
+}
+
+}  // namespace sim

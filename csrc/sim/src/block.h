@@ -1,0 +1,171 @@
+// One CUDA block: its threads as fibres, its warps, barriers, shared memory and copies in flight.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "counters.h"
+#include "fiber.h"
+#include "runtime.h"
+#include "simulator.h"
+
+namespace sim {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr int kBarriers = 16;  // hardware's named barriers per block
+// Reads as NaN in fp16, bf16 and, as a pair, in fp32 (where it is signalling).
+inline constexpr uint16_t kPoison = 0x7FBF;
+
+// cudaError_t values, spelled out so that the runtime builds without CUDA's headers.
+inline constexpr int kSuccess = 0;
+inline constexpr int kInvalidValue = 1;
+inline constexpr int kInvalidConfiguration = 9;
+inline constexpr int kIllegalAddress = 700;
+inline constexpr int kLaunchTimeout = 702;
+inline constexpr int kMisalignedAddress = 716;
+inline constexpr int kLaunchFailure = 719;
+inline constexpr int kNotSupported = 801;
+
+enum class Meeting : uint8_t { ldmatrix, mma, shuffle, ballot, warp_sync };
+
+struct AsyncCopy {
+    std::byte *smem;
+    std::byte const *gmem;
+    int bytes;
+    bool valid;
+    uint64_t group;
+};
+
+// What a suspended lane waits for; the deadlock report prints it.
+enum class Waiting : uint8_t { nothing, meeting, barrier, exited };
+
+struct Lane {
+    Fiber fiber;
+    int index;  // within the block
+    int lane;   // within the warp
+    int warp;
+    Dim3 thread;
+    Waiting waiting;
+    Meeting meeting;
+    int barrier;
+    void *arguments;  // of the warp-wide instruction it has arrived at
+    std::vector<AsyncCopy> copies;
+    uint64_t copy_group;        // the group that the next copy joins
+    uint64_t copy_groups_done;  // groups below this have been waited for
+    void *copy_agent;     // ThreadSanitizer's fibre for the copy engine's writes
+    std::array<char, 64> issue_tags, done_tags;  // addresses that carry happens-before, per group
+};
+
+// Lanes that have arrived at one warp-wide instruction with one mask.
+struct Group {
+    Meeting meeting;
+    uint32_t mask, arrived;
+};
+
+struct Warp {
+    std::array<Lane *, kWarpSize> lanes;
+    uint32_t full;   // lanes that exist
+    uint32_t alive;  // have not exited
+    uint32_t ready;  // can run
+    std::vector<Group> groups;
+    AccessLog log;
+    uint64_t sync_phase;
+    std::array<char, 2> sync_tags;
+};
+
+struct Barrier {
+    int expected;  // 0: idle
+    int arrived;
+    uint64_t phase;
+    std::vector<Lane *> waiters;
+    // Two, by parity of the phase: a thread that is already at the next phase must not hand its later
+    // writes to one that has yet to leave this one.
+    std::array<char, 2> tags;
+};
+
+// Runs blocks of one launch, one after another, on the calling OS thread.
+class Block {
+  public:
+    Block(Launch const &launch, std::function<void()> const &body, Settings const &settings);
+    ~Block();
+    Block(Block const &) = delete;
+    Block &operator=(Block const &) = delete;
+
+    // False if the block failed; error() and error_code() then say why.
+    bool run(uint64_t linear_index);
+    std::string const &error() const { return error_; }
+    int error_code() const { return error_code_; }
+    Counters const &counters() const { return counters_; }
+    std::vector<TraceEntry> const &trace() const { return trace_; }
+
+    static Block &current();
+    Lane &lane() { return *lane_; }
+    Warp &warp() { return warps_[lane_->warp]; }
+
+    // Arrives at a warp-wide instruction; the last lane executes it for all. Returns once it is done.
+    using Execute = void (*)(Block &block, Warp &warp, uint32_t mask);
+    void meet(Meeting meeting, uint32_t mask, void *arguments, Execute execute);
+    void barrier_sync(int id, int threads, bool wait);
+    void warp_sync(uint32_t mask);
+
+    void copy_issue(std::byte *smem, std::byte const *gmem, int bytes, bool valid, void const *site);
+    void copy_commit();
+    // Returns once all groups but the newest `pending` have landed.
+    void copy_wait_group(uint64_t pending);
+    void copy_wait_all();
+
+    // Checks and counts one ordinary access; ignores the fibres' own stacks.
+    void note_access(void const *address, int bytes, bool write, void const *site);
+    // The offset of a shared memory address, checked against the block's allocation.
+    uint64_t smem_offset(void const *address, int bytes, int alignment, char const *what);
+
+    [[noreturn]] void fail(int code, std::string const &message);
+    Counters counters_;
+
+  private:
+    friend void lane_entry();
+    void start(uint64_t linear_index);
+    void finish();
+    void suspend();
+    void switch_to(Fiber &from, Lane &next);
+    void entered(Lane &lane);
+    Lane *pick(Warp *preferred);
+    [[noreturn]] void exit_lane();
+    void check_nobody_waits_for(Lane const &lane);
+    void copy_wait_below(uint64_t group);
+    void land(Lane &lane, AsyncCopy const &copy);
+    void land_at_random();
+    void flush_logs();
+    int region_of(void const *address, int bytes) const;
+    std::string describe_waiting() const;
+    std::string where(Lane const &lane) const;
+
+    Launch const &launch_;
+    std::function<void()> const &body_;
+    Settings const &settings_;
+    std::byte *smem_;
+    std::byte *stacks_;
+    size_t stack_span_;
+    std::vector<Lane> lanes_;
+    std::vector<Warp> warps_;
+    std::array<Barrier, kBarriers> barriers_;
+    Fiber main_;
+    Lane *lane_ = nullptr;
+    int alive_ = 0;
+    uint64_t linear_index_ = 0;
+    Dim3 block_{};
+    uint64_t steps_ = 0;
+    uint64_t random_state_ = 0;
+    uint64_t preempt_mask_ = 0;
+    std::vector<TraceEntry> trace_;
+    std::string error_;
+    int error_code_ = 0;
+    char block_end_tag_ = 0;
+
+    uint64_t random();
+};
+
+}  // namespace sim

@@ -1,0 +1,220 @@
+// The warp-wide instructions, executed once for all lanes, and the other calls of runtime.h.
+#include <array>
+#include <bit>
+#include <cstring>
+
+#include "block.h"
+#include "tsan.h"
+
+namespace sim {
+
+namespace {
+
+struct LdmatrixArguments {
+    std::byte const *row;
+    uint64_t offset;
+    uint32_t *dst;
+    int matrices;
+    bool transposed;
+};
+
+struct MmaArguments {
+    MmaInput input;
+    int b_registers;
+    float *acc;
+    uint32_t const *a, *b;
+};
+
+struct ShuffleArguments {
+    Shuffle kind;
+    uint32_t value, argument;
+    int width;
+    uint32_t result;
+};
+
+struct BallotArguments {
+    bool predicate;
+    uint32_t result;
+};
+
+template <class Arguments>
+Arguments &arguments(Warp &warp, int lane) {
+    return *static_cast<Arguments *>(warp.lanes[lane]->arguments);
+}
+
+// Rows of 16 bytes, one per lane; an 8x8 matrix hands lane l the elements 2 (l % 4) and + 1 of row
+// l / 4, or, transposed, of column l / 4 (PTX ISA, ldmatrix).
+void execute_ldmatrix(Block &block, Warp &warp, uint32_t) {
+    auto const &first = arguments<LdmatrixArguments>(warp, 0);
+    std::array<uint64_t, kWarpSize> offsets;
+    for (int m = 0; m < first.matrices; ++m) {
+        uint16_t elements[8][8];
+        for (int r = 0; r < 8; ++r) {
+            auto const &source = arguments<LdmatrixArguments>(warp, 8 * m + r);
+            std::memcpy(elements[r], source.row, sizeof elements[r]);
+            offsets[8 * m + r] = source.offset;
+        }
+        for (int lane = 0; lane < kWarpSize; ++lane) {
+            int const i = lane / 4;
+            int const j = 2 * (lane % 4);
+            uint32_t const low = first.transposed ? elements[j][i] : elements[i][j];
+            uint32_t const high = first.transposed ? elements[j + 1][i] : elements[i][j + 1];
+            arguments<LdmatrixArguments>(warp, lane).dst[m] = low | high << 16;
+        }
+    }
+    uint32_t const lanes = first.matrices == 4 ? ~0u : (1u << 8 * first.matrices) - 1;
+    int const conflicts = bank_conflicts(offsets.data(), lanes, 16);
+    block.counters_.ldmatrix += 1;
+    block.counters_.ldmatrix_wavefronts += first.matrices + conflicts;
+    block.counters_.ldmatrix_conflicts += conflicts;
+}
+
+// Branch-free, so that the compiler vectorises the loops that call it. Scaling by 2^112 rebiases the
+// exponent and normalises subnormals; infinities and NaNs get their exponent back.
+float from_fp16(uint16_t h) {
+    uint32_t const magnitude = uint32_t(h & 0x7fff) << 13;
+    float const scaled = std::bit_cast<float>(magnitude) * std::bit_cast<float>(0x77800000u);
+    uint32_t const special = (h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;
+    return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | special |
+                                uint32_t(h & 0x8000) << 16);
+}
+float from_bf16(uint16_t b) { return std::bit_cast<float>(uint32_t(b) << 16); }
+
+template <float (*convert)(uint16_t), int kK>
+void mma_tile(Warp &warp) {
+    // Fragment layouts of mma.m16n8k16 (PTX ISA): g = lane / 4, t = lane % 4; register r of A holds
+    // row g + 8 (r % 2), columns 2 t + 8 (r / 2) and + 1; of B rows 2 t + 8 r and + 1, column g.
+    uint16_t a16[kK][16], b16[kK][8];
+    float c[16][8];
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+        int const g = lane / 4;
+        int const t = 2 * (lane % 4);
+        auto const &x = arguments<MmaArguments>(warp, lane);
+        for (int r = 0; r < kK / 4; ++r) {
+            a16[t + 8 * (r / 2)][g + 8 * (r % 2)] = static_cast<uint16_t>(x.a[r]);
+            a16[t + 8 * (r / 2) + 1][g + 8 * (r % 2)] = static_cast<uint16_t>(x.a[r] >> 16);
+        }
+        for (int r = 0; r < kK / 8; ++r) {
+            b16[t + 8 * r][g] = static_cast<uint16_t>(x.b[r]);
+            b16[t + 8 * r + 1][g] = static_cast<uint16_t>(x.b[r] >> 16);
+        }
+        for (int r = 0; r < 4; ++r) { c[g + 8 * (r / 2)][t + r % 2] = x.acc[r]; }
+    }
+    float a[kK][16], b[kK][8];
+    for (int i = 0; i < kK * 16; ++i) { (&a[0][0])[i] = convert((&a16[0][0])[i]); }
+    for (int i = 0; i < kK * 8; ++i) { (&b[0][0])[i] = convert((&b16[0][0])[i]); }
+    for (int k = 0; k < kK; ++k) {
+        for (int m = 0; m < 16; ++m) {
+            for (int n = 0; n < 8; ++n) { c[m][n] += a[k][m] * b[k][n]; }
+        }
+    }
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+        float *const acc = arguments<MmaArguments>(warp, lane).acc;
+        int const g = lane / 4;
+        int const t = 2 * (lane % 4);
+        for (int r = 0; r < 4; ++r) { acc[r] = c[g + 8 * (r / 2)][t + r % 2]; }
+    }
+}
+
+void execute_mma(Block &block, Warp &warp, uint32_t) {
+    auto const &first = arguments<MmaArguments>(warp, 0);
+    bool const fp16 = first.input == MmaInput::fp16;
+    if (first.b_registers == 2) {
+        fp16 ? mma_tile<from_fp16, 16>(warp) : mma_tile<from_bf16, 16>(warp);
+    } else {
+        fp16 ? mma_tile<from_fp16, 8>(warp) : mma_tile<from_bf16, 8>(warp);
+    }
+    block.counters_.mma += 1;
+}
+
+int source_lane(ShuffleArguments const &x, int lane) {
+    int const base = lane & ~(x.width - 1);
+    int const within = lane - base;
+    int const argument = static_cast<int>(x.argument);
+    int source = within;
+    switch (x.kind) {
+        case Shuffle::index: source = argument & (x.width - 1); break;
+        case Shuffle::up: source = within - argument; break;
+        case Shuffle::down: source = within + argument; break;
+        case Shuffle::exclusive_or: source = within ^ argument; break;
+    }
+    // Out of the segment: the lane keeps its own value (PTX ISA, shfl.sync).
+    return source < 0 || source >= x.width ? lane : base + source;
+}
+
+void execute_shuffle(Block &block, Warp &warp, uint32_t mask) {
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+        int const lane = std::countr_zero(rest);
+        auto &x = arguments<ShuffleArguments>(warp, lane);
+        int const source = source_lane(x, lane);
+        // A lane outside the mask hands over an undefined value.
+        x.result = mask >> source & 1 ? arguments<ShuffleArguments>(warp, source).value
+                                      : uint32_t(kPoison) << 16 | kPoison;
+    }
+    block.counters_.shuffles += 1;
+}
+
+void execute_ballot(Block &block, Warp &warp, uint32_t mask) {
+    uint32_t result = 0;
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+        int const lane = std::countr_zero(rest);
+        result |= uint32_t(arguments<BallotArguments>(warp, lane).predicate) << lane;
+    }
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+        arguments<BallotArguments>(warp, std::countr_zero(rest)).result = result;
+    }
+    block.counters_.votes += 1;
+}
+
+}  // namespace
+
+void ldmatrix(void const *row, uint32_t *dst, int matrices, bool transposed) {
+    Block &block = Block::current();
+    LdmatrixArguments x{static_cast<std::byte const *>(row), 0, dst, matrices, transposed};
+    if (block.lane().lane < 8 * matrices) {
+        x.offset = block.smem_offset(row, 16, 16, "ldmatrix");
+        tsan::read(row, 16);
+    }
+    block.meet(Meeting::ldmatrix, ~0u, &x, &execute_ldmatrix);
+}
+
+void mma_m16n8(MmaInput input, int b_registers, float *acc, uint32_t const *a, uint32_t const *b) {
+    MmaArguments x{input, b_registers, acc, a, b};
+    Block::current().meet(Meeting::mma, ~0u, &x, &execute_mma);
+}
+
+uint32_t shuffle(Shuffle kind, uint32_t mask, uint32_t value, uint32_t argument, int width) {
+    ShuffleArguments x{kind, value, argument, width, 0};
+    Block::current().meet(Meeting::shuffle, mask, &x, &execute_shuffle);
+    return x.result;
+}
+
+uint32_t ballot(uint32_t mask, bool predicate) {
+    BallotArguments x{predicate, 0};
+    Block::current().meet(Meeting::ballot, mask, &x, &execute_ballot);
+    return x.result;
+}
+
+void warp_sync(uint32_t mask) { Block::current().warp_sync(mask); }
+void barrier_sync(int id, int threads) { Block::current().barrier_sync(id, threads, true); }
+void barrier_arrive(int id, int threads) { Block::current().barrier_sync(id, threads, false); }
+
+void cp_async(void *smem, void const *gmem, int bytes, bool valid) {
+    Block::current().copy_issue(static_cast<std::byte *>(smem),
+                                static_cast<std::byte const *>(gmem), bytes, valid,
+                                __builtin_return_address(0));
+}
+void cp_async_commit() { Block::current().copy_commit(); }
+void cp_async_wait_group(int pending_groups) { Block::current().copy_wait_group(pending_groups); }
+void cp_async_wait_all() { Block::current().copy_wait_all(); }
+
+void note_access(void const *address, int bytes, bool write) {
+    Block::current().note_access(address, bytes, write, __builtin_return_address(0));
+}
+
+void not_covered(char const *what) {
+    Block::current().fail(kNotSupported, std::string("not covered: ") + what);
+}
+void trap(char const *what) { Block::current().fail(kLaunchFailure, what); }
+
+}  // namespace sim

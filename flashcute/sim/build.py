@@ -1,0 +1,211 @@
+"""Compiling kernels for the simulator, through the same builder and cache as for a GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..config import FwdConfig
+from ..heuristics import shipped_configs
+from ..jit import build, cache, sources, toolchain
+from ..jit.build import BuildResult, Unit
+from ..jit.toolchain import BuildError
+
+# What each checker adds to the compiler's command line. UBSan's null and vptr checks cost compile
+# time and say nothing about index arithmetic.
+CHECKERS = {
+    "none": (),
+    "memcheck": ("-fsanitize=address", "-g1"),
+    "racecheck": ("-fsanitize=thread", "-g1"),
+    "ubcheck": ("-fsanitize=undefined", "-fno-sanitize=null,vptr", "-fno-sanitize-recover", "-g1"),
+}
+# The runner brings the sanitizer's library, announces fibres to it, and is not instrumented itself:
+# the simulator's own accesses are not the kernel's.
+_RUNTIME_MACROS = {
+    "none": (),
+    "memcheck": ("-DSIM_ASAN",),
+    "racecheck": ("-DSIM_TSAN",),
+    "ubcheck": (),
+}
+_RUNTIME_LIBRARIES = {
+    "none": (),
+    "memcheck": ("-Wl,--no-as-needed", "-lasan"),
+    "racecheck": ("-Wl,--no-as-needed", "-ltsan"),
+    "ubcheck": ("-Wl,--no-as-needed", "-lubsan"),
+}
+
+_COMMON_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DNDEBUG", "-fno-strict-aliasing", "-pthread")
+# `extern __shared__` arrays are defined without a dynamic initialiser, so none need be called.
+# CuTe's warnings on host compilers are not ours to mend.
+_KERNEL_FLAGS = (*_COMMON_FLAGS, "-shared", "-fvisibility=hidden", "-fno-extern-tls-init", "-w")
+_RUNTIME_SOURCES = ("fiber", "block", "memory", "instructions", "counters", "launch", "runner")
+
+_DYNAMIC_SMEM = re.compile(
+    r"extern\s+__shared__\s+(?:(?:alignas|__align__)\s*\(\d+\)\s*)?([\w:]+)\s+(\w+)\s*\[\s*\]"
+)
+
+
+def simulator_dir() -> Path:
+    return sources.source_root() / "csrc" / "sim"
+
+
+def _simulator_digest() -> str:
+    """Of all the simulator's sources: CuTe includes those that stand in for its own headers, where
+    the search for a unit's headers does not follow."""
+    digest = hashlib.sha256()
+    for path in sorted(simulator_dir().rglob("*")):
+        if path.suffix in (".h", ".hpp", ".cpp"):
+            digest.update(f"{path.relative_to(simulator_dir())}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _machine_flags() -> tuple[str, ...]:
+    """The newest x86-64 level this CPU surely has: fused multiply-add, as on the GPU, and AVX2."""
+    if platform.machine() != "x86_64":
+        return ()
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    v3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
+    return ("-march=x86-64-v3",) if v3 <= flags else ()
+
+
+def dynamic_smem(kernel_dir: Path) -> tuple[str, str]:
+    """Type and name of the array that the kernels under ``kernel_dir`` declare `extern __shared__`.
+
+    Raises:
+        BuildError: unless there is exactly one such array among them all.
+    """
+    found = {
+        match
+        for path in sorted(kernel_dir.glob("*.h"))
+        for match in _DYNAMIC_SMEM.findall(path.read_text())
+    }
+    if len(found) != 1:
+        raise BuildError(
+            "flashcute sim: expected one `extern __shared__ type name[]` that all kernels share, "
+            f"got {sorted(found)}; give the arrays one type and name"
+        )
+    return found.pop()
+
+
+def _definition_of_smem(kernel_dir: Path) -> str:
+    kind, name = dynamic_smem(kernel_dir)
+    return f"""\
+namespace flash {{
+alignas(1024) thread_local {kind} {name}[sim::kMaxSmemBytes / sizeof({kind})];
+}}
+extern "C" void *sim_dynamic_smem() {{ return flash::{name}; }}
+"""
+
+
+def companions(config: FwdConfig) -> tuple[FwdConfig, ...]:
+    """The configurations compiled together with ``config``, itself among them.
+
+    The shipped ones of a head dimension share nearly all of their types, and with them nearly all
+    of the compiler's work: four in one translation unit take 12 s, each alone 11 s.
+    """
+    shipped = tuple(c for c in shipped_configs() if c.head_dim == config.head_dim)
+    return shipped if config in shipped else (config,)
+
+
+def kernel_unit(
+    config: FwdConfig, checker: str = "none", *, kernel_dir: Path | None = None
+) -> Unit:
+    """A shared object for the simulator with ``config`` and its companions.
+
+    It exports a function like ``flash_kernel()`` for each, named as the configuration is.
+
+    Args:
+        config: The configuration.
+        checker: One of :data:`CHECKERS`.
+        kernel_dir: Folder of altered kernel headers; compiles ``config`` alone. The project's own
+            headers by default.
+    """
+    configs = companions(config) if kernel_dir is None else (config,)
+    kernel_dir = kernel_dir or sources.kernel_include_dir()
+    cuda = toolchain.find_cuda_headers()
+    entries = "\n".join(
+        'extern "C" __attribute__((visibility("default"))) const flash::Flash_kernel *\n'
+        f"{c.full_name}() {{ return flash::describe_fwd<flash::FwdConfig{c.to_cpp()}>"
+        f'("{c.full_name}"); }}'
+        for c in configs
+    )
+    text = f"""\
+// Compiled for the simulator {_simulator_digest()}.
+#include "flash_fwd_launch_template.h"
+
+{entries}
+
+{_definition_of_smem(kernel_dir)}"""
+    return Unit(
+        name=config.full_name if len(configs) == 1 else f"flash_fwd_hdim{config.head_dim}",
+        target=f"sim-{checker}",
+        source=text,
+        suffix=".cpp",
+        flags=(*_KERNEL_FLAGS, *_machine_flags(), *CHECKERS[checker]),
+        project_dirs=(kernel_dir,),
+        external_dirs=(
+            *(simulator_dir() / "include", sources.cutlass_include_dir()),
+            *(cuda.include, cuda.cccl),
+        ),
+        external=(f"CUTLASS {sources.cutlass_version()}", f"CUDA {cuda.version}"),
+    )
+
+
+def runner_unit(checker: str = "none", *, extra_flags: Sequence[str] = ()) -> Unit:
+    """The program that loads a kernel's shared object and runs one problem on it."""
+    source_dir = simulator_dir() / "src"
+    includes = "".join(f'#include "{stem}.cpp"\n' for stem in _RUNTIME_SOURCES)
+    return Unit(
+        name="simulator",
+        target=f"sim-{checker}",
+        source=f"// Simulator {_simulator_digest()}.\n{includes}",
+        suffix=".cpp",
+        flags=(
+            *(*_COMMON_FLAGS, "-O2", "-Wall", "-Wextra", "-rdynamic"),
+            *(*_machine_flags(), *_RUNTIME_MACROS[checker], *extra_flags),
+        ),
+        libraries=_RUNTIME_LIBRARIES[checker],
+        project_dirs=(source_dir, simulator_dir() / "include" / "sim"),
+    )
+
+
+def _artefacts(results: Sequence[BuildResult]) -> list[cache.Artefact]:
+    errors = [result.error for result in results if result.artefact is None]
+    if errors:
+        raise BuildError("\n".join(str(error) for error in errors))
+    return [result.artefact for result in results if result.artefact is not None]
+
+
+def build_runners(checkers: Sequence[str] = tuple(CHECKERS), jobs: int | None = None) -> list[Path]:
+    """Builds the runners of ``checkers`` where they are not cached; returns their paths.
+
+    Raises:
+        BuildError: with the compiler's message.
+    """
+    units = [runner_unit(checker) for checker in checkers]
+    compiler = toolchain.find_host_compiler()
+    return [artefact.path for artefact in _artefacts(build.build_many(units, compiler, jobs))]
+
+
+def build_kernels(
+    specs: Sequence[tuple[FwdConfig, str]],
+    *,
+    kernel_dir: Path | None = None,
+    jobs: int | None = None,
+    progress: Callable[[BuildResult], None] | None = None,
+) -> list[Path]:
+    """The shared objects that hold ``(configuration, checker)`` pairs, built where needed.
+
+    Raises:
+        BuildError: with the compiler's messages.
+    """
+    units = [kernel_unit(config, checker, kernel_dir=kernel_dir) for config, checker in specs]
+    distinct = list(dict.fromkeys(units))
+    compiler = toolchain.find_host_compiler()
+    results = build.build_many(distinct, compiler, jobs, progress)
+    paths = dict(zip(distinct, (a.path for a in _artefacts(results)), strict=True))
+    return [paths[unit] for unit in units]

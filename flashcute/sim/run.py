@@ -1,0 +1,256 @@
+"""One forward problem through one kernel in a process of its own, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ..config import FwdConfig
+from . import build
+
+# When asynchronous copies land; the order is that of sim::CopyMode.
+COPY_MODES = ("late", "random", "eager")
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# NaN in fp16 and bf16, and as a pair in fp32: sim::kPoison.
+_POISON = 0x7FBF
+_ERROR_NOT_SUPPORTED = 801
+_SANITIZER_OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0",
+    "TSAN_OPTIONS": "halt_on_error=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+_REPORT_CHARACTERS = 4000
+
+
+@dataclasses.dataclass(frozen=True)
+class SimResult:
+    """What one run came to.
+
+    Attributes:
+        verdict: ``"pass"``: ran to its end and no checker objected, which does not say that the
+            numbers are right; ``"fail"``; ``"not covered"``: the kernel uses what the simulator
+            does not model, so nothing is known.
+        message: Why it did not pass; names block, warp and lane where they are known.
+        out: (b, seqlen_q, h, d), dtype of q; None unless the verdict is ``"pass"``.
+        lse: (b, h, seqlen_q), fp32; None unless the verdict is ``"pass"``.
+        counters: Exact counts, repeatable for the same problem; see ``csrc/sim/src/counters.h``.
+        trace: (n, 3) int64, one row (block, tensor, byte offset) for each asynchronous copy of a
+            lane, tensor 0 to 2 for q, k, v; empty unless asked for.
+    """
+
+    verdict: str
+    message: str
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    counters: Mapping[str, int]
+    trace: torch.Tensor
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def raw(self, size: int) -> bytes:
+        piece = self._data[self._at : self._at + size]
+        if len(piece) != size:
+            raise RuntimeError("flashcute sim: the runner left a result file that is too short")
+        self._at += size
+        return piece
+
+    def word(self) -> int:
+        return struct.unpack("<q", self.raw(8))[0]
+
+    def text(self) -> str:
+        return self.raw(self.word()).decode()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def _span(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements from the tensor's first to its last, gaps between rows included, as a vector."""
+    if tensor.numel() == 0:
+        return tensor.new_empty(0)
+    size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((size,), (1,), tensor.storage_offset())
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Batch, row and head stride; those of size-1 dimensions do not matter and are 0."""
+    return [tensor.stride(i) if tensor.shape[i] > 1 else 0 for i in (0, 1, 2)]
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: FwdConfig) -> None:
+    def require(ok: bool, condition: str, got: str) -> None:
+        if not ok:
+            raise ValueError(f"sim.run_fwd: expected {condition}, got {got}")
+
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype != _DTYPES[config.dtype]:
+            raise TypeError(
+                f"sim.run_fwd: expected {name} of dtype {_DTYPES[config.dtype]}, which the "
+                f"configuration computes, got {name}.dtype={tensor.dtype}"
+            )
+        require(tensor.device.type == "cpu", f"{name} on the CPU", f"{name}.device={tensor.device}")
+        require(
+            tensor.dim() == 4, f"{name} of 4 dimensions", f"{name}.shape={tuple(tensor.shape)}"
+        )
+        aligned = tensor.stride(3) == 1 and all(s % 8 == 0 for s in _strides(tensor))
+        require(
+            aligned or tensor.numel() == 0,
+            f"{name} with last stride 1 and the others multiples of 8 elements",
+            f"{name}.stride()={tensor.stride()}",
+        )
+    b, _, h, d = q.shape
+    require(k.shape == v.shape, "k and v of one shape", f"{tuple(k.shape)} and {tuple(v.shape)}")
+    require(
+        k.shape[0] == b and k.shape[3] == d and h % k.shape[2] == 0,
+        "k with the batch and head dimension of q, and heads that divide those of q",
+        f"q.shape={tuple(q.shape)}, k.shape={tuple(k.shape)}",
+    )
+    require(
+        0 < d <= config.head_dim and d % 8 == 0,
+        f"a head dimension that is a multiple of 8 up to {config.head_dim}",
+        f"{d}",
+    )
+
+
+def _pack(
+    tensors: tuple[torch.Tensor, ...], scale: float, settings: tuple[int, ...]
+) -> list[bytes]:
+    q, k = tensors[0], tensors[1]
+    b, seqlen_q, h, d = q.shape
+    seqlen_k, h_k = k.shape[1], k.shape[2]
+    strides = [stride for tensor in tensors for stride in _strides(tensor)]
+    spans = [_bytes(_span(tensor)) for tensor in tensors]
+    words = [*settings, *strides, b, seqlen_q, seqlen_k, h, h_k, d]
+    return [
+        struct.pack(f"<{len(words)}q", *words),
+        struct.pack("<d", scale),
+        struct.pack("<4q", *map(len, spans)),
+        *spans,
+    ]
+
+
+def _unpack(data: bytes, out: torch.Tensor, lse_shape: tuple[int, ...]) -> SimResult:
+    reader = _Reader(data)
+    code, error, damage = reader.word(), reader.text(), reader.text()
+    counters = {name: 0 for name in reader.text().split()}
+    for name in counters:
+        counters[name] = reader.word()
+    entries = reader.word()
+    trace = torch.frombuffer(bytearray(reader.raw(24 * entries)) or bytearray(24), dtype=torch.int64)
+    trace = trace.view(-1, 3)[:entries]
+    if code != 0 or damage:
+        verdict = "not covered" if code == _ERROR_NOT_SUPPORTED else "fail"
+        return SimResult(verdict, error or damage, None, None, counters, trace)
+    span = _span(out)
+    raw = bytearray(reader.raw(span.numel() * span.element_size()))
+    span.copy_(torch.frombuffer(raw, dtype=out.dtype))
+    raw = bytearray(reader.raw(4 * math.prod(lse_shape)))
+    lse = torch.frombuffer(raw, dtype=torch.float32).view(lse_shape)
+    return SimResult("pass", "", out, lse, counters, trace)
+
+
+def _execute(command: list[str], timeout: float) -> tuple[int, str]:
+    """Exit status and standard error; a run that takes too long is stopped."""
+    options = {
+        name: f"{os.environ[name]}:{value}" if os.environ.get(name) else value
+        for name, value in _SANITIZER_OPTIONS.items()
+    }
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+            env={**os.environ, **options},
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"the kernel did not finish within {timeout:g} s"
+    return done.returncode, done.stderr
+
+
+def run_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    config: FwdConfig,
+    *,
+    softmax_scale: float | None = None,
+    seed: int = 0,
+    copy_mode: str = "late",
+    checker: str = "none",
+    smem_limit: int = 227 * 1024,
+    workers: int = 2,
+    trace: bool = False,
+    out: torch.Tensor | None = None,
+    kernel_dir: Path | None = None,
+    timeout: float = 300.0,
+) -> SimResult:
+    """Runs one configuration's kernel on the CPU.
+
+    Args:
+        q: (b, seqlen_q, h, d), fp16 or bf16 as the configuration says, on the CPU. Any strides
+            that are multiples of 8 elements; what lies in gaps between rows is passed along.
+        k: (b, seqlen_k, h_k, d), likewise; h_k divides h.
+        v: (b, seqlen_k, h_k, d), likewise.
+        config: The kernel; its mask decides on causality.
+        softmax_scale: Of the scores; 1 / sqrt(d) by default.
+        seed: Of the schedule of lanes and warps; same seed, same run.
+        copy_mode: When asynchronous copies land, one of :data:`COPY_MODES`: ``"late"``, as late as
+            their wait allows; ``"random"``, in random order before it; ``"eager"``, at once.
+        checker: One of :data:`~flashcute.sim.CHECKERS`.
+        smem_limit: Dynamic shared memory in bytes that the device grants a CTA.
+        workers: OS threads; each runs whole blocks.
+        trace: Record each asynchronous copy's source.
+        out: Where the output goes, (b, seqlen_q, h, d); a new NaN-filled tensor by default.
+        kernel_dir: Folder of the kernel headers, if not the project's own.
+        timeout: Seconds after which the run counts as hung.
+
+    Raises:
+        ValueError: for shapes, strides or options that no kernel accepts.
+        TypeError: for a dtype other than the configuration's.
+        BuildError: where the kernel does not compile.
+    """
+    _check(q, k, v, config)
+    if copy_mode not in COPY_MODES:
+        raise ValueError(f"sim.run_fwd: expected copy_mode in {COPY_MODES}, got {copy_mode!r}")
+    if checker not in build.CHECKERS:
+        expected = tuple(build.CHECKERS)
+        raise ValueError(f"sim.run_fwd: expected checker in {expected}, got {checker!r}")
+    if out is None:
+        out = torch.full(q.shape, _POISON, dtype=torch.int16).view(q.dtype)
+    (runner,) = build.build_runners([checker])
+    (kernel,) = build.build_kernels([(config, checker)], kernel_dir=kernel_dir)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    settings = (seed, COPY_MODES.index(copy_mode), smem_limit, workers, int(trace), 1 << 32)
+    with tempfile.TemporaryDirectory(prefix="flashcute-sim-") as folder:
+        problem, result = Path(folder) / "problem", Path(folder) / "result"
+        with open(problem, "wb") as file:
+            file.writelines(_pack((q, k, v, out), scale, settings))
+        command = [str(runner), str(kernel), config.full_name, str(problem), str(result)]
+        status, report = _execute(command, timeout)
+        if "unexpected memory mapping" in report and (setarch := shutil.which("setarch")):
+            # ThreadSanitizer of gcc 12 cannot live with more than 28 random address bits.
+            status, report = _execute([setarch, "-R", *command], timeout)
+        if status != 0:
+            nothing = torch.empty(0, 3, dtype=torch.int64)
+            message = report[:_REPORT_CHARACTERS] or f"the runner ended with status {status}"
+            return SimResult("fail", message, None, None, {}, nothing)
+        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+        return _unpack(result.read_bytes(), out, lse_shape)
