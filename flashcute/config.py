@@ -96,7 +96,7 @@ class FwdConfig:
 
     @property
     def full_name(self) -> str:
-        """``name`` and ``variant``: unique per configuration; also what ``Flash_kernel.name`` holds."""
+        """``name`` and ``variant``: unique per configuration; what ``Flash_kernel.name`` holds."""
         return f"{self.name}_{self.variant}"
 
     @property
@@ -110,7 +110,7 @@ class FwdConfig:
         return 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
 
     def to_cpp(self) -> str:
-        """The C++ designated initialiser, e.g. ``{.arch = 80, .dtype = flash::DType::bf16, ...}``."""
+        """The C++ initialiser, e.g. ``{.arch = 80, .dtype = flash::DType::bf16, ...}``."""
         fields = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

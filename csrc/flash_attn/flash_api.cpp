@@ -70,6 +70,13 @@ template <typename... Args>
     throw std::runtime_error(message.str());
 }
 
+// torch's own macro for this has another name in 2.10 and 2.11 than later.
+void check_shim(AOTITorchError error) {
+    if (error != AOTI_TORCH_SUCCESS) {
+        fail("a call into torch failed");
+    }
+}
+
 struct FwdProblemHash {
     size_t operator()(const FwdProblem &problem) const {
         // FNV-1a over the nine words; the high bits are folded back as buckets use the low ones.
@@ -167,7 +174,7 @@ Layout read_layout(const Tensor &tensor, const char *name) {
 
 int32_t dtype_of(const Tensor &tensor) {
     int32_t dtype = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    check_shim(aoti_torch_get_dtype(tensor.get(), &dtype));
     return dtype;
 }
 
@@ -222,7 +229,7 @@ template <size_t rank>
 Tensor empty(const int64_t (&sizes)[rank], const int64_t (&strides)[rank], int32_t dtype,
              int32_t device) {
     AtenTensorHandle handle = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+    check_shim(aoti_torch_empty_strided(
         rank, sizes, strides, dtype, aoti_torch_device_type_cuda(), device, &handle));
     return Tensor(handle);
 }
@@ -250,7 +257,7 @@ void *current_stream(int32_t device) {
         fail("expected a build of torch with CUDA, got one without");
     }
     void *stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+    check_shim(aoti_torch_get_current_cuda_stream(device, &stream));
     return stream;
 }
 

@@ -1,4 +1,5 @@
-// Writes a finished tile: O through shared memory in 16-byte rows, LSE from the lanes that own column 0.
+// Writes a finished tile: O through shared memory in 16-byte rows, LSE from the lanes that own
+// column 0.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -40,18 +41,20 @@ struct EpilogueFwd {
             CUTE_UNROLL
             for (int i = 0; i < size(lse); ++i) {
                 int const row = Traits::acc_row(thread, i);
-                if (row < rows) { lse_ptr[row] = lse(i); }
+                if (row < rows) {
+                    lse_ptr[row] = lse(i);
+                }
             }
         }
 
         Tensor sO = make_tensor(make_smem_ptr(storage.q_or_o.data()),
-                                typename Traits::SmemLayoutO{});                    // (M, d)
-        Tensor rO = convert_type<Element>(tOrO);                                    // (4, MMA_M, d/8)
+                                typename Traits::SmemLayoutO{});  // (M, d)
+        Tensor rO = convert_type<Element>(tOrO);                  // (4, MMA_M, d/8)
         auto const copy_o =
             make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, typename Traits::TiledMma{});
         auto const copy_o_thr = copy_o.get_slice(thread);
-        Tensor tOsO = copy_o_thr.partition_D(sO);                                   // (8, MMA_M, d/16)
-        __syncthreads();  // every warp has read Q, whose bytes O takes
+        Tensor tOsO = copy_o_thr.partition_D(sO);  // (8, MMA_M, d/16)
+        __syncthreads();                           // every warp has read Q, whose bytes O takes
         copy(copy_o, copy_o_thr.retile_S(rO), tOsO);
         __syncthreads();
 
@@ -59,11 +62,11 @@ struct EpilogueFwd {
                            tile.batch * params.o_batch_stride + tile.head * params.o_head_stride +
                            tile.m_block * kTileM * params.o_row_stride;
         Tensor gO = make_tensor(make_gmem_ptr(gmem), product_each(shape(sO)),
-                                make_stride(params.o_row_stride, _1{}));            // (M, d)
+                                make_stride(params.o_row_stride, _1{}));  // (M, d)
         typename Traits::GmemCopyStore gmem_copy;
         auto const gmem_thr = gmem_copy.get_slice(thread);
-        Tensor tGsO = gmem_thr.partition_S(sO);                                     // (8, rows, cols)
-        Tensor tGgO = gmem_thr.partition_D(gO);                                     // (8, rows, cols)
+        Tensor tGsO = gmem_thr.partition_S(sO);  // (8, rows, cols)
+        Tensor tGgO = gmem_thr.partition_D(gO);  // (8, rows, cols)
         CUTE_UNROLL
         for (int r = 0; r < size<1>(tGgO); ++r) {
             CUTE_UNROLL

@@ -1,21 +1,22 @@
-// The contract between three parties: Python (flashcute/config.py mirrors FwdConfig), the torch binding
-// (flash_api.cpp fills Flash_fwd_params) and the kernels (one shared object per configuration).
-// Plain C++20 without CUDA or torch, so that every one of them, and the host tests, can include it.
+// The contract between three parties: Python (flashcute/config.py mirrors FwdConfig), the torch
+// binding (flash_api.cpp fills Flash_fwd_params) and the kernels (one shared object per
+// configuration). Plain C++20 without CUDA or torch, so that every one of them, and the host tests,
+// can include it.
 #pragma once
 
 #include <cstdint>
 
 namespace flash {
 
-// Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built against
-// another version is refused at load with a message instead of crashing at launch.
+// Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
+// against another version is refused at load with a message instead of crashing at launch.
 inline constexpr int32_t kAbiVersion = 1;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal };
 
-// Everything that is decided when a forward kernel is compiled. A structural type, so one value is one
-// template argument and profilers print it in the kernel's name.
+// Everything that is decided when a forward kernel is compiled. A structural type, so one value is
+// one template argument and profilers print it in the kernel's name.
 struct FwdConfig {
     int32_t arch;      // kernel class: 80 (mma.sync + cp.async) or 90 (wgmma + TMA)
     DType dtype;       // of Q, K, V and O; accumulation is fp32
@@ -49,7 +50,8 @@ struct Flash_fwd_params {
     float scale_softmax_log2;  // the same times log2(e): the kernels exponentiate in base 2
 };
 
-// What a kernel's shared object says of itself; returned by its one exported symbol, flash_kernel().
+// What a kernel's shared object says of itself; returned by its one exported symbol,
+// flash_kernel().
 struct Flash_kernel {
     int32_t abi_version;  // == kAbiVersion
     int32_t params_size;  // == sizeof(Flash_fwd_params)
@@ -57,7 +59,8 @@ struct Flash_kernel {
     int32_t threads;      // per CTA
     int32_t smem_bytes;   // dynamic shared memory per CTA
     int32_t tile_m;       // query rows per CTA, from which the host derives the grid
-    // Enqueues the kernel on `stream` (a cudaStream_t) of the current device; returns a cudaError_t.
+    // Enqueues the kernel on `stream` (a cudaStream_t) of the current device; returns a
+    // cudaError_t.
     int32_t (*launch)(const Flash_fwd_params *params, void *stream);
     const char *(*error_string)(int32_t error);  // cudaGetErrorString
 };

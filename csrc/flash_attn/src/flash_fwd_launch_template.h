@@ -17,12 +17,18 @@ template <class Kernel>
 cudaError_t allow_smem(Kernel *kernel, int smem_bytes) {
     static std::atomic<uint64_t> done{0};
     int device = 0;
-    if (cudaError_t const error = cudaGetDevice(&device); error != cudaSuccess) { return error; }
+    if (cudaError_t const error = cudaGetDevice(&device); error != cudaSuccess) {
+        return error;
+    }
     uint64_t const bit = device < 64 ? uint64_t(1) << device : 0;
-    if (done.load(std::memory_order_acquire) & bit) { return cudaSuccess; }
+    if (done.load(std::memory_order_acquire) & bit) {
+        return cudaSuccess;
+    }
     cudaError_t const error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-    if (error == cudaSuccess) { done.fetch_or(bit, std::memory_order_release); }
+    if (error == cudaSuccess) {
+        done.fetch_or(bit, std::memory_order_release);
+    }
     return error;
 }
 
@@ -31,7 +37,9 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     using Traits = KernelTraitsSm80<C>;
     auto *const kernel = &flash_fwd_kernel_sm80<Traits>;
     int64_t const tiles = TileScheduler<C>::num_tiles(*params);
-    if (tiles <= 0 || tiles > INT32_MAX) { return cudaErrorInvalidConfiguration; }
+    if (tiles <= 0 || tiles > INT32_MAX) {
+        return cudaErrorInvalidConfiguration;
+    }
     if (cudaError_t const error = allow_smem(kernel, Traits::kSmemBytes); error != cudaSuccess) {
         return error;
     }
@@ -54,9 +62,8 @@ Flash_kernel const *describe_fwd(char const *name) {
         .smem_bytes = Traits::kSmemBytes,
         .tile_m = Traits::kTileM,
         .launch = &launch_fwd<C>,
-        .error_string = [](int32_t error) {
-            return cudaGetErrorString(static_cast<cudaError_t>(error));
-        },
+        .error_string =
+            [](int32_t error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
     };
     return &kernel;
 }

@@ -1,11 +1,11 @@
 // From a configuration to the types of an sm80-class kernel: MMA, shared memory layouts, copies.
 #pragma once
 
+#include <cutlass/numeric_types.h>
+
 #include <cute/atom/copy_atom.hpp>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
-
-#include <cutlass/numeric_types.h>
 
 #include "flash.h"
 
@@ -21,7 +21,8 @@ struct KernelTraitsSm80 {
     static_assert(C.tile_n % 16 == 0, "P's fragments are k16 steps of the second GEMM");
     static_assert(C.stages == 1 || C.stages == 2);
 
-    using Element = std::conditional_t<C.dtype == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
+    using Element =
+        std::conditional_t<C.dtype == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
 
     static constexpr FwdConfig kConfig = C;
     static constexpr int kTileM = C.tile_m;
@@ -30,16 +31,16 @@ struct KernelTraitsSm80 {
     static constexpr int kStages = C.stages;
     static constexpr int kThreads = 32 * C.warps;
 
-    using MmaAtom = std::conditional_t<C.dtype == DType::fp16,
-                                       MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,
-                                       MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>>;
-    // Warps are stacked along M: a row's scores stay within one warp, so the softmax needs no exchange
-    // between warps. N = 16 lets one ldmatrix.x4 feed two MMAs.
-    using TiledMma = TiledMMA<MmaAtom, Layout<Shape<Int<C.warps>, _1, _1>>,
-                              Tile<Int<16 * C.warps>, _16, _16>>;
+    using MmaAtom =
+        std::conditional_t<C.dtype == DType::fp16, MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,
+                           MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>>;
+    // Warps are stacked along M: a row's scores stay within one warp, so the softmax needs no
+    // exchange between warps. N = 16 lets one ldmatrix.x4 feed two MMAs.
+    using TiledMma =
+        TiledMMA<MmaAtom, Layout<Shape<Int<C.warps>, _1, _1>>, Tile<Int<16 * C.warps>, _16, _16>>;
 
-    // Rows of 64 elements (128 bytes, all banks) where the head dimension allows, else of 32. The XOR
-    // swizzle moves 16-byte chunks so that the 8 rows an ldmatrix reads lie in distinct banks.
+    // Rows of 64 elements (128 bytes, all banks) where the head dimension allows, else of 32. The
+    // XOR swizzle moves 16-byte chunks so that the 8 rows an ldmatrix reads lie in distinct banks.
     static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;
     using SmemAtom =
         decltype(composition(Swizzle<(kSmemRow == 64 ? 3 : 2), 3, 3>{},
@@ -55,8 +56,8 @@ struct KernelTraitsSm80 {
     using SmemCopyAtomTransposed = Copy_Atom<SM75_U16x8_LDSM_T, Element>;
     using SmemCopyAtomO = Copy_Atom<AutoVectorizingCopyWithAssumedAlignment<32>, Element>;
 
-    // 16 bytes a thread; a smem row's threads are neighbours, so a warp reads whole 128-byte (64-byte)
-    // segments and its shared memory writes hit all banks once.
+    // 16 bytes a thread; a smem row's threads are neighbours, so a warp reads whole 128-byte
+    // (64-byte) segments and its shared memory writes hit all banks once.
     static constexpr int kGmemVec = 16 / sizeof(Element);
     static constexpr int kThreadsPerRow = kSmemRow / kGmemVec;
     static constexpr int kRowsPerCopy = kThreads / kThreadsPerRow;

@@ -1,4 +1,5 @@
-// The loop over key blocks on mma.sync, cp.async and ldmatrix: load, S = Q K^T, mask, softmax, O += P V.
+// The loop over key blocks on mma.sync, cp.async and ldmatrix: load, S = Q K^T, mask, softmax, O +=
+// P V.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -29,37 +30,29 @@ struct MainloopFwdSm80 {
 
     using SoftmaxT = Softmax<kRowsPerThread>;
 
-    // One (rows, head_dim) tile from global to shared memory; gmem is where this thread's share of it
-    // begins. Rows at or past row_end and columns at or past d are written as zeros and never read:
-    // whatever lies there cannot reach a result.
+    // One (rows, head_dim) tile, which begins at gmem, from global to shared memory. Rows at or
+    // past row_end and columns at or past d are written as zeros and never read: whatever lies
+    // there cannot reach a result.
     template <class SmemTensor>
     CUTE_DEVICE static void load_tile(Element const *gmem, int64_t row_stride, SmemTensor &&sX,
                                       int row_end, int d) {
         int const thread = threadIdx.x;
         typename Traits::GmemCopyLoad gmem_copy;
-        Tensor tXsX = gmem_copy.get_slice(thread).partition_D(sX);                  // (8, rows, cols)
+        Tensor tXsX = gmem_copy.get_slice(thread).partition_D(sX);  // (8, rows, cols)
+        gmem += Traits::gmem_row(thread, 0) * row_stride + Traits::gmem_col(thread, 0);
         int const rows = row_end - Traits::gmem_row(thread, 0);
         int const cols = d - Traits::gmem_col(thread, 0);
         CUTE_UNROLL
         for (int r = 0; r < size<1>(tXsX); ++r) {
             CUTE_UNROLL
             for (int c = 0; c < size<2>(tXsX); ++c) {
-                bool const valid = Traits::gmem_row(0, r) < rows && Traits::gmem_col(0, c) < cols;
-                Tensor tXgX = make_tensor(
-                    make_gmem_ptr(gmem + Traits::gmem_row(0, r) * row_stride +
-                                  Traits::gmem_col(0, c)),
-                    Layout<Int<Traits::kGmemVec>>{});                               // (8)
-                gmem_copy.with(valid).call(tXgX, tXsX(_, r, c));
+                int const row = Traits::gmem_row(0, r);
+                int const col = Traits::gmem_col(0, c);
+                Tensor tXgX = make_tensor(make_gmem_ptr(gmem + row * row_stride + col),
+                                          Layout<Int<Traits::kGmemVec>>{});  // (8)
+                gmem_copy.with(row < rows && col < cols).call(tXgX, tXsX(_, r, c));
             }
         }
-    }
-
-    // Where a thread's share of the first tile of a (rows, d) matrix begins.
-    CUTE_DEVICE static Element const *thread_begin(void const *ptr, int64_t offset,
-                                                   int64_t row_stride) {
-        int const thread = threadIdx.x;
-        return static_cast<Element const *>(ptr) + offset +
-               Traits::gmem_row(thread, 0) * row_stride + Traits::gmem_col(thread, 0);
     }
 
     // Leaves the tile's unnormalised O in tOrO and its row statistics in softmax.
@@ -71,37 +64,31 @@ struct MainloopFwdSm80 {
         int const n_end = BlockInfo<C>::n_block_end(seqlen, tile.m_block);
         int const n_unmasked_end = BlockInfo<C>::n_block_unmasked_end(seqlen, tile.m_block);
         int const head_k = tile.head / params.h_h_k_ratio;
-        int n = n_end - 1;
+        auto const head_begin = [&](void const *ptr, int64_t batch_stride, int64_t head_stride,
+                                    int head) {
+            return static_cast<Element const *>(ptr) + tile.batch * batch_stride +
+                   head * head_stride;
+        };
         auto const *const gQ =
-            thread_begin(params.q_ptr,
-                         tile.batch * params.q_batch_stride + tile.head * params.q_head_stride +
-                             tile.m_block * kTileM * params.q_row_stride,
-                         params.q_row_stride);
-        // The next blocks to load; they move one block to the left with each load.
-        auto const *gK = thread_begin(params.k_ptr,
-                                      tile.batch * params.k_batch_stride +
-                                          head_k * params.k_head_stride +
-                                          n * kTileN * params.k_row_stride,
-                                      params.k_row_stride);
-        auto const *gV = thread_begin(params.v_ptr,
-                                      tile.batch * params.v_batch_stride +
-                                          head_k * params.v_head_stride +
-                                          n * kTileN * params.v_row_stride,
-                                      params.v_row_stride);
+            head_begin(params.q_ptr, params.q_batch_stride, params.q_head_stride, tile.head) +
+            tile.m_block * kTileM * params.q_row_stride;
+        auto const *const gK =
+            head_begin(params.k_ptr, params.k_batch_stride, params.k_head_stride, head_k);
+        auto const *const gV =
+            head_begin(params.v_ptr, params.v_batch_stride, params.v_head_stride, head_k);
 
         Tensor sQ = make_tensor(make_smem_ptr(storage.q_or_o.data()),
-                                typename Traits::SmemLayoutQ{});                    // (M, d)
-        auto const sK = [&](int stage) {                                            // (N, d)
-            return make_tensor(make_smem_ptr(storage.k[stage].data()),
-                               typename Traits::SmemLayoutKV{});
+                                typename Traits::SmemLayoutQ{});  // (M, d)
+        using LayoutKV = typename Traits::SmemLayoutKV;
+        using LayoutVt = typename Traits::SmemLayoutVt;
+        auto const sK = [&](int stage) {
+            return make_tensor(make_smem_ptr(storage.k[stage].data()), LayoutKV{});  // (N, d)
         };
-        auto const sV = [&](int stage) {                                            // (N, d)
-            return make_tensor(make_smem_ptr(storage.v[stage].data()),
-                               typename Traits::SmemLayoutKV{});
+        auto const sV = [&](int stage) {
+            return make_tensor(make_smem_ptr(storage.v[stage].data()), LayoutKV{});  // (N, d)
         };
-        auto const sVt = [&](int stage) {                                           // (d, N)
-            return make_tensor(make_smem_ptr(storage.v[stage].data()),
-                               typename Traits::SmemLayoutVt{});
+        auto const sVt = [&](int stage) {
+            return make_tensor(make_smem_ptr(storage.v[stage].data()), LayoutVt{});  // (d, N)
         };
 
         TiledMma mma;
@@ -113,30 +100,33 @@ struct MainloopFwdSm80 {
         auto const copy_q_thr = copy_q.get_slice(thread);
         auto const copy_k_thr = copy_k.get_slice(thread);
         auto const copy_v_thr = copy_v.get_slice(thread);
-        Tensor tSsQ = copy_q_thr.partition_S(sQ);                                   // (8, MMA_M, d/16)
+        Tensor tSsQ = copy_q_thr.partition_S(sQ);  // (8, MMA_M, d/16)
         Tensor tSrQ = make_tensor<Element>(
-            partition_shape_A(mma, Shape<Int<kTileM>, Int<kHeadDim>>{}));           // (8, MMA_M, d/16)
+            partition_shape_A(mma, Shape<Int<kTileM>, Int<kHeadDim>>{}));  // (8, MMA_M, d/16)
         Tensor tSrK = make_tensor<Element>(
-            partition_shape_B(mma, Shape<Int<kTileN>, Int<kHeadDim>>{}));           // (4, N/8, d/16)
+            partition_shape_B(mma, Shape<Int<kTileN>, Int<kHeadDim>>{}));  // (4, N/8, d/16)
         Tensor tOrVt = make_tensor<Element>(
-            partition_shape_B(mma, Shape<Int<kHeadDim>, Int<kTileN>>{}));           // (4, d/8, N/16)
+            partition_shape_B(mma, Shape<Int<kHeadDim>, Int<kTileN>>{}));  // (4, d/8, N/16)
 
         Mask<C> const mask{seqlen, tile.m_block};
         auto const load_k = [&](int n, int stage) {
-            load_tile(gK, params.k_row_stride, sK(stage), seqlen.seqlen_k - n * kTileN, params.d);
-            gK -= kTileN * params.k_row_stride;
+            load_tile(gK + n * kTileN * params.k_row_stride, params.k_row_stride, sK(stage),
+                      seqlen.seqlen_k - n * kTileN, params.d);
         };
         auto const load_v = [&](int n, int stage) {
-            load_tile(gV, params.v_row_stride, sV(stage), seqlen.seqlen_k - n * kTileN, params.d);
-            gV -= kTileN * params.v_row_stride;
+            load_tile(gV + n * kTileN * params.v_row_stride, params.v_row_stride, sV(stage),
+                      seqlen.seqlen_k - n * kTileN, params.d);
         };
 
         // Key blocks run right to left, so that the few that need the mask come first.
+        int n = n_end - 1;
         int stage = 0;
         load_tile(gQ, params.q_row_stride, sQ, seqlen.seqlen_q - tile.m_block * kTileM, params.d);
         if (n >= 0) {
             load_k(n, stage);
-            if constexpr (kStages == 2) { load_v(n, stage); }
+            if constexpr (kStages == 2) {
+                load_v(n, stage);
+            }
         }
         cp_async_fence();
         if constexpr (C.q_in_regs) {
@@ -145,7 +135,8 @@ struct MainloopFwdSm80 {
             copy(copy_q, tSsQ, copy_q_thr.retile_D(tSrQ));
         }
 
-        auto const step = [&](auto masked) {
+        CUTE_NO_UNROLL
+        for (; n >= 0; --n) {
             // This block's K (with two stages its V too) has landed; all warps are done with the
             // buffers that the next loads overwrite.
             cp_async_wait<0>();
@@ -160,8 +151,9 @@ struct MainloopFwdSm80 {
             }
             cp_async_fence();
 
-            Tensor tSrS = partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});  // (4, MMA_M, N/8)
-            Tensor tSsK = copy_k_thr.partition_S(sK(stage));                        // (8, N/16, d/16)
+            Tensor tSrS =
+                partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});  // (4, MMA_M, N/8)
+            Tensor tSsK = copy_k_thr.partition_S(sK(stage));                   // (8, N/16, d/16)
             clear(tSrS);
             if constexpr (C.q_in_regs) {
                 gemm_smem(mma, NoCopy{}, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
@@ -171,25 +163,25 @@ struct MainloopFwdSm80 {
             if constexpr (kStages == 1) {
                 cp_async_wait<0>();
                 __syncthreads();
-                if (n > 0) { load_k(n - 1, stage); }
+                if (n > 0) {
+                    load_k(n - 1, stage);
+                }
                 cp_async_fence();
             }
-            if constexpr (decltype(masked)::value) {
+            if (n >= n_unmasked_end) {
                 mask.template apply<Traits>(tSrS, thread, n);
             }
             softmax.update_max(tSrS, tOrO);
             softmax.exponentiate(tSrS);
-            Tensor rP = convert_type<Element>(tSrS);                                // (4, MMA_M, N/8)
+            Tensor rP = convert_type<Element>(tSrS);  // (4, MMA_M, N/8)
             Tensor tOrP =
-                make_tensor(rP.data(), layout_acc_as_operand_a(rP.layout()));       // (8, MMA_M, N/16)
-            Tensor tOsVt = copy_v_thr.partition_S(sVt(stage));                      // (8, d/16, N/16)
+                make_tensor(rP.data(), layout_acc_as_operand_a(rP.layout()));  // (8, MMA_M, N/16)
+            Tensor tOsVt = copy_v_thr.partition_S(sVt(stage));                 // (8, d/16, N/16)
             gemm_smem(mma, NoCopy{}, copy_v, tOrO, tOrP, tOrVt, tOsVt, tOsVt);
-            if constexpr (kStages == 2) { stage ^= 1; }
-        };
-        CUTE_NO_UNROLL
-        for (; n >= n_unmasked_end; --n) { step(true_type{}); }
-        CUTE_NO_UNROLL
-        for (; n >= 0; --n) { step(false_type{}); }
+            if constexpr (kStages == 2) {
+                stage ^= 1;
+            }
+        }
         cp_async_wait<0>();
     }
 };

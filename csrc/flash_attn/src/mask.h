@@ -35,7 +35,9 @@ struct Mask {
             int const visible = key_end(Traits::acc_row(thread, i)) - first_key;
             CUTE_UNROLL
             for (int j = 0; j < size<1>(scores); ++j) {
-                if (Traits::acc_col(0, j) >= visible) { scores(i, j) = -INFINITY; }
+                if (Traits::acc_col(0, j) >= visible) {
+                    scores(i, j) = -INFINITY;
+                }
             }
         }
     }

@@ -31,9 +31,10 @@ struct Softmax {
     // A row that has seen no key yet has maximum -inf; 0 in its place keeps (-inf) - (-inf) away.
     CUTE_DEVICE static float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-    // Takes the block's scores into the running maximum. O and row_sum are rescaled only when some row of
-    // the warp grew by more than kMaxGrowth: until then probabilities stay relative to the older maximum,
-    // at most 2^kMaxGrowth, which fp16 holds as precisely as 1. After the first blocks that is rare.
+    // Takes the block's scores into the running maximum. O and row_sum are rescaled only when some
+    // row of the warp grew by more than kMaxGrowth: until then probabilities stay relative to the
+    // older maximum, at most 2^kMaxGrowth, which fp16 holds as precisely as 1. After the first
+    // blocks that is rare.
     template <class EngineS, class LayoutS, class EngineO, class LayoutO>
     CUTE_DEVICE void update_max(Tensor<EngineS, LayoutS> const &tSrS,
                                 Tensor<EngineO, LayoutO> &tOrO) {
@@ -45,13 +46,16 @@ struct Softmax {
         for (int i = 0; i < kRows; ++i) {
             float max = scores(i, _0{});
             CUTE_UNROLL
-            for (int j = 1; j < size<1>(scores); ++j) { max = fmaxf(max, scores(i, j)); }
-            new_max(i) = fmaxf(row_max(i), quad_allreduce(max, [](float a, float b) {
-                return fmaxf(a, b);
-            }));
+            for (int j = 1; j < size<1>(scores); ++j) {
+                max = fmaxf(max, scores(i, j));
+            }
+            new_max(i) = fmaxf(row_max(i),
+                               quad_allreduce(max, [](float a, float b) { return fmaxf(a, b); }));
             grown |= (new_max(i) - row_max(i)) * scale_log2 > kMaxGrowth;
         }
-        if (!__any_sync(0xffffffffu, grown)) { return; }
+        if (!__any_sync(0xffffffffu, grown)) {
+            return;
+        }
         RowTensor factor;
         CUTE_UNROLL
         for (int i = 0; i < kRows; ++i) {
@@ -83,11 +87,14 @@ struct Softmax {
         CUTE_UNROLL
         for (int i = 0; i < kRows; ++i) {
             CUTE_UNROLL
-            for (int j = 0; j < size<1>(out); ++j) { out(i, j) *= factor(i); }
+            for (int j = 0; j < size<1>(out); ++j) {
+                out(i, j) *= factor(i);
+            }
         }
     }
 
-    // Divides O by the row sums; returns the log-sum-exp of each row. A row without keys: 0 and -inf.
+    // Divides O by the row sums; returns the log-sum-exp of each row. A row without keys: 0 and
+    // -inf.
     template <class Engine, class Layout>
     CUTE_DEVICE RowTensor finalize(Tensor<Engine, Layout> &tOrO) {
         RowTensor lse, inv_sum;

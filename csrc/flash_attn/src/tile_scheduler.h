@@ -1,5 +1,5 @@
-// From the flat CTA index to the tile it computes. Batch and heads never sit on grid.y or grid.z, whose
-// limit is 65,535: the grid is one-dimensional, and grid.x reaches 2^31 - 1.
+// From the flat CTA index to the tile it computes. Batch and heads never sit on grid.y or grid.z,
+// whose limit is 65,535: the grid is one-dimensional, and grid.x reaches 2^31 - 1.
 #pragma once
 
 #include <cute/config.hpp>
@@ -27,8 +27,9 @@ struct TileScheduler {
         return int64_t(params.b) * params.h * num_m_blocks(params);
     }
 
-    // Tiles of one head are neighbours, so the CTAs in flight share its keys and values in L2. Under a
-    // causal mask the tiles with most keys come first: what runs last, while SMs fall idle, is short.
+    // Tiles of one head are neighbours, so the CTAs in flight share its keys and values in L2.
+    // Under a causal mask the tiles with most keys come first: what runs last, while SMs fall idle,
+    // is short.
     CUTE_HOST_DEVICE static TileCoord coord(Flash_fwd_params const &params, int tile) {
         int const m_blocks = num_m_blocks(params);
         int const batch_head = tile / m_blocks;

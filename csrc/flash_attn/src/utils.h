@@ -1,16 +1,16 @@
 // Views and small operations on CuTe tensors that both kernel classes use.
 #pragma once
 
-#include <cute/tensor.hpp>
-
 #include <cutlass/numeric_conversion.h>
+
+#include <cute/tensor.hpp>
 
 namespace flash {
 
 using namespace cute;
 
-// The accumulator of an m16n8 MMA, ((2, 2), MMA_M, MMA_N), seen as (rows, columns) of the score tile:
-// each thread holds two rows and, per n8 step, two neighbouring columns of each.
+// The accumulator of an m16n8 MMA, ((2, 2), MMA_M, MMA_N), seen as (rows, columns) of the score
+// tile: each thread holds two rows and, per n8 step, two neighbouring columns of each.
 template <class Layout>
 CUTE_HOST_DEVICE constexpr auto layout_acc_rowcol(Layout const &acc) {
     static_assert(decltype(size<0>(acc))::value == 4 && decltype(rank(acc))::value == 3);
@@ -18,11 +18,11 @@ CUTE_HOST_DEVICE constexpr auto layout_acc_rowcol(Layout const &acc) {
     return make_layout(make_layout(get<0, 1>(l), get<1>(l)), make_layout(get<0, 0>(l), get<2>(l)));
 }
 
-// The same accumulator seen as A operand of the next m16n8k16 MMA: two n8 steps make one k16 step.
+// The same accumulator as A operand of the next m16n8k16 MMA: two n8 steps make one k16 step.
 template <class Layout>
 CUTE_HOST_DEVICE constexpr auto layout_acc_as_operand_a(Layout const &acc) {
     static_assert(decltype(size<0>(acc))::value == 4 && decltype(rank(acc))::value == 3);
-    auto const l = logical_divide(acc, Shape<Underscore, Underscore, _2>{});  // (4, MMA_M, (2, N/2))
+    auto const l = logical_divide(acc, Shape<Underscore, Underscore, _2>{});  // (4, M, (2, N/2))
     return make_layout(make_layout(get<0>(l), get<2, 0>(l)), get<1>(l), get<2, 1>(l));
 }
 
@@ -48,33 +48,55 @@ CUTE_DEVICE float quad_allreduce(float x, Op op) {
 // Stands for the copy of an A operand that is in registers already.
 struct NoCopy {};
 
-// acc += A B with B, and A unless its copy is NoCopy, read from shared memory. One ldmatrix.x4 brings the
-// B fragments of a k16 x n16 block. ptxas moves the loads ahead of their MMAs as far as registers allow.
+// acc += A B with B, and A unless its copy is NoCopy, read from shared memory. One ldmatrix.x4
+// brings the B fragments of a k16 x n16 block, kAhead blocks before their MMAs. ptxas makes a
+// schedule of its own, but from this order it spills less than from one without distance.
 template <class TiledMma, class CopyA, class CopyB, class Acc, class FragA, class FragB,
           class SmemA, class SmemB>
 CUTE_DEVICE void gemm_smem(TiledMma const &mma, CopyA const &copy_a, CopyB const &copy_b, Acc &acc,
                            FragA &tCrA, FragB &tCrB, SmemA const &tCsA, SmemB const &tCsB) {
+    constexpr int kAhead = 2;
     constexpr int kM = decltype(size<1>(tCrA))::value;
-    constexpr int kBlocks = decltype(size<1>(tCsB))::value;  // n16 blocks
-    constexpr int kPerBlock = decltype(size<1>(tCrB))::value / kBlocks;
+    constexpr int kK = decltype(size<2>(tCrA))::value;
+    constexpr int kN16 = decltype(size<1>(tCsB))::value;
+    constexpr int kBlocks = kN16 * kK;
     auto tCrB_view = copy_b.get_slice(_0{}).retile_D(tCrB);
-    CUTE_UNROLL
-    for (int k = 0; k < size<2>(tCrA); ++k) {
+    auto const load_a = [&](int k) {
         if constexpr (!is_same<CopyA, NoCopy>::value) {
             auto tCrA_view = copy_a.get_slice(_0{}).retile_D(tCrA);
             CUTE_UNROLL
-            for (int m = 0; m < kM; ++m) { copy_a.call(tCsA(_, m, k), tCrA_view(_, m, k)); }
+            for (int m = 0; m < kM; ++m) {
+                copy_a.call(tCsA(_, m, k), tCrA_view(_, m, k));
+            }
+        }
+    };
+    auto const load_b = [&](int block) {
+        int const n = block % kN16;
+        int const k = block / kN16;
+        copy_b.call(tCsB(_, n, k), tCrB_view(_, n, k));
+    };
+    load_a(0);
+    CUTE_UNROLL
+    for (int block = 0; block < kAhead; ++block) {
+        load_b(block);
+    }
+    CUTE_UNROLL
+    for (int block = 0; block < kBlocks; ++block) {
+        int const k = block / kN16;
+        if (block % kN16 == kN16 / 2 && k + 1 < kK) {
+            load_a(k + 1);
+        }
+        if (block + kAhead < kBlocks) {
+            load_b(block + kAhead);
         }
         CUTE_UNROLL
-        for (int block = 0; block < kBlocks; ++block) {
-            copy_b.call(tCsB(_, block, k), tCrB_view(_, block, k));
+        for (int half = 0; half < 2; ++half) {
+            int const n = block % kN16 * 2 + half;
             CUTE_UNROLL
-            for (int n = block * kPerBlock; n < (block + 1) * kPerBlock; ++n) {
-                CUTE_UNROLL
-                for (int m = 0; m < kM; ++m) {
-                    Tensor tCrC = acc(_, m, n);
-                    mma.call(tCrC, tCrA(_, m, k), tCrB(_, n, k), tCrC);
-                }
+            for (int m = 0; m < kM; ++m) {
+                int const row = half ? kM - 1 - m : m;  // back and forth: one operand stays
+                Tensor tCrC = acc(_, row, n);
+                mma.call(tCrC, tCrA(_, row, k), tCrB(_, n, k), tCrC);
             }
         }
     }

@@ -7,12 +7,12 @@ static constexpr flash::FwdConfig kConfig = {
     .head_dim = 128,
     .mask = flash::MaskKind::none,
     .tile_m = 128,
-    .tile_n = 64,
+    .tile_n = 48,
     .warps = 4,
     .stages = 1,
     .q_in_regs = false,
     .min_ctas = 2,
 };
-static constexpr char kName[] = "flash_fwd_hdim128_bf16_sm80_128x64_w4_s1_c2";
+static constexpr char kName[] = "flash_fwd_hdim128_bf16_sm80_128x48_w4_s1_c2";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
