@@ -24,14 +24,14 @@ class FwdProblem:
     d: int
 
 
-# (tile_m, tile_n, warps, stages, q_in_regs, min_ctas) per instantiated head dimension, and apart for
-# the causal mask where it differs.
+# (tile_m, tile_n, warps, stages, q_in_regs, min_ctas) per instantiated head dimension, and apart
+# for the causal mask where it differs.
 #
-# The shared memory port is the tightest roof of this class: an MMA's B fragment costs 2 clocks of it
-# per 16 rows that a warp owns, so warps own 32 rows wherever the accumulators allow it. Two CTAs an
-# SM let one's softmax run under the other's MMAs. Found by tools/config_search.py on an H200 among
-# tiles that do not spill; the figures are geometric means of the speed over FlashAttention-2 in
-# PyTorch, s = 512, 2048 and 8192, full / causal, with the runner-up or what spills.
+# The shared memory port is the tightest roof of this class: an MMA's B fragment costs 2 clocks of
+# it per 16 rows that a warp owns, so warps own 32 rows wherever the accumulators allow it. Two CTAs
+# an SM let one's softmax run under the other's MMAs. Found by tools/config_search.py on an H200
+# among tiles that do not spill; the figures are geometric means of the speed over FlashAttention-2
+# in PyTorch, s = 512, 2048 and 8192, full / causal, with the runner-up or what spills.
 _SM80_TILES = {
     32: (128, 64, 4, 2, True, 2),  # 1.13 / 1.15; 128x128 1.16 / 1.16, but it spills
     64: (128, 64, 4, 2, True, 2),  # 1.15 / 1.17; Q in shared memory 1.12 / 1.15

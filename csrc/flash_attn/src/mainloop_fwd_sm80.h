@@ -92,15 +92,10 @@ struct MainloopFwdSm80 {
         };
 
         TiledMma mma;
-        using CopyAtom = typename Traits::SmemCopyAtom;
-        using CopyAtomV = typename Traits::SmemCopyAtomTransposed;
-        auto const copy_q = make_tiled_copy_A(CopyAtom{}, mma);
-        auto const copy_k = make_tiled_copy_B(CopyAtom{}, mma);
-        auto const copy_v = make_tiled_copy_B(CopyAtomV{}, mma);
-        auto const copy_q_thr = copy_q.get_slice(thread);
-        auto const copy_k_thr = copy_k.get_slice(thread);
-        auto const copy_v_thr = copy_v.get_slice(thread);
-        Tensor tSsQ = copy_q_thr.partition_S(sQ);  // (8, MMA_M, d/16)
+        auto const copy_q = make_tiled_copy_A(typename Traits::SmemCopyAtom{}, mma);
+        auto const copy_k = make_tiled_copy_B(typename Traits::SmemCopyAtom{}, mma);
+        auto const copy_v = make_tiled_copy_B(typename Traits::SmemCopyAtomTransposed{}, mma);
+        Tensor tSsQ = copy_q.get_slice(thread).partition_S(sQ);  // (8, MMA_M, d/16)
         Tensor tSrQ = make_tensor<Element>(
             partition_shape_A(mma, Shape<Int<kTileM>, Int<kHeadDim>>{}));  // (8, MMA_M, d/16)
         Tensor tSrK = make_tensor<Element>(
@@ -122,17 +117,13 @@ struct MainloopFwdSm80 {
         int n = n_end - 1;
         int stage = 0;
         load_tile(gQ, params.q_row_stride, sQ, seqlen.seqlen_q - tile.m_block * kTileM, params.d);
-        if (n >= 0) {
-            load_k(n, stage);
-            if constexpr (kStages == 2) {
-                load_v(n, stage);
-            }
-        }
+        if (n >= 0) load_k(n, stage);
+        if (kStages == 2 && n >= 0) load_v(n, stage);
         cp_async_fence();
         if constexpr (C.q_in_regs) {
             cp_async_wait<0>();
             __syncthreads();
-            copy(copy_q, tSsQ, copy_q_thr.retile_D(tSrQ));
+            copy(copy_q, tSsQ, copy_q.get_slice(thread).retile_D(tSrQ));
         }
 
         CUTE_NO_UNROLL
@@ -153,7 +144,7 @@ struct MainloopFwdSm80 {
 
             Tensor tSrS =
                 partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});  // (4, MMA_M, N/8)
-            Tensor tSsK = copy_k_thr.partition_S(sK(stage));                   // (8, N/16, d/16)
+            Tensor tSsK = copy_k.get_slice(thread).partition_S(sK(stage));     // (8, N/16, d/16)
             clear(tSrS);
             if constexpr (C.q_in_regs) {
                 gemm_smem(mma, NoCopy{}, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
@@ -163,24 +154,18 @@ struct MainloopFwdSm80 {
             if constexpr (kStages == 1) {
                 cp_async_wait<0>();
                 __syncthreads();
-                if (n > 0) {
-                    load_k(n - 1, stage);
-                }
+                if (n > 0) load_k(n - 1, stage);
                 cp_async_fence();
             }
-            if (n >= n_unmasked_end) {
-                mask.template apply<Traits>(tSrS, thread, n);
-            }
+            if (n >= n_unmasked_end) mask.template apply<Traits>(tSrS, thread, n);
             softmax.update_max(tSrS, tOrO);
             softmax.exponentiate(tSrS);
             Tensor rP = convert_type<Element>(tSrS);  // (4, MMA_M, N/8)
             Tensor tOrP =
                 make_tensor(rP.data(), layout_acc_as_operand_a(rP.layout()));  // (8, MMA_M, N/16)
-            Tensor tOsVt = copy_v_thr.partition_S(sVt(stage));                 // (8, d/16, N/16)
+            Tensor tOsVt = copy_v.get_slice(thread).partition_S(sVt(stage));   // (8, d/16, N/16)
             gemm_smem(mma, NoCopy{}, copy_v, tOrO, tOrP, tOrVt, tOsVt, tOsVt);
-            if constexpr (kStages == 2) {
-                stage ^= 1;
-            }
+            if constexpr (kStages == 2) stage ^= 1;
         }
         cp_async_wait<0>();
     }
