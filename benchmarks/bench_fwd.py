@@ -9,6 +9,7 @@ Every point first compares each contender's output with FA2's, then times all of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import pathlib
 import statistics
@@ -115,11 +116,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
     parser.add_argument("--seqlens", type=int, nargs="+", default=SEQLENS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
-    parser.add_argument("--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"])
+    parser.add_argument(
+        "--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"]
+    )
     parser.add_argument("--peers", nargs="*", choices=peers.NAMES[1:], default=peers.NAMES[1:])
     parser.add_argument("--repeats", type=int, default=bm.REPEATS)
     parser.add_argument("--warmup", type=int, default=bm.WARMUP)
-    parser.add_argument("--sustained", action="store_true", help="also one second back to back each")
+    parser.add_argument(
+        "--sustained", action="store_true", help="also one second back to back each"
+    )
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds for the sweep")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     return parser.parse_args(argv)
@@ -142,10 +147,11 @@ def main(argv: list[str] | None = None) -> int:
     ]
     with torch.no_grad(), bm.gpu_sampler() as samples:
         host_us = measure_host(names)
-        for dtype, shape in points:
-            if time.monotonic() - begin > args.time_limit:
-                break
-            rows.append(measure(shape, dtype, names, args))
+        with contextlib.suppress(KeyboardInterrupt):  # what is measured so far is worth keeping
+            for dtype, shape in points:
+                if time.monotonic() - begin > args.time_limit:
+                    break
+                rows.append(measure(shape, dtype, names, args))
     result = {
         "machine": bm.machine_info(),
         "protocol": {"repeats": args.repeats, "warmup": args.warmup, "flush": bm.FLUSH_BYTES},

@@ -147,7 +147,7 @@ def _time_on_cpu(call: Callable[[], object]) -> float:
 
 
 def time_sustained(call: Callable[[], object], seconds: float = 1.0) -> float:
-    """Microseconds per call, back to back on the GPU for ``seconds``: under the power cap, L2 warm."""
+    """Microseconds per call, back to back on the GPU for ``seconds``: power capped, L2 warm."""
     burst = 16
     times = []
     begin = time.perf_counter()

@@ -43,6 +43,13 @@ def _kernel_class(text: str) -> int:
     return int(text)
 
 
+def _targets(text: str) -> tuple[str, ...]:
+    targets = tuple(part.strip() for part in text.split(","))
+    if not all(part.isdecimal() for part in targets):
+        raise ValueError("sm numbers between commas, e.g. 80,90")
+    return targets
+
+
 @dataclasses.dataclass(frozen=True)
 class Variable:
     """One environment variable.
@@ -94,6 +101,14 @@ VARIABLES = (
         "Kernel class to use instead of the one chosen for the GPU.",
         _kernel_class,
     ),
+    Variable(
+        "FLASHCUTE_PREBUILD",
+        "prebuild",
+        "none",
+        "Read by `pip install` from source: GPUs, e.g. 80,90, to build the shipped kernels for.",
+        _targets,
+        unset=(),
+    ),
 )
 
 
@@ -105,6 +120,7 @@ class Settings:
     no_build: bool
     jobs: int | None
     arch: int | None
+    prebuild: tuple[str, ...]
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:

@@ -9,8 +9,10 @@ precise errors live; the binding repeats only what memory safety needs.
 from __future__ import annotations
 
 import math
+import reprlib
 
 import torch
+from torch._subclasses import FakeTensor
 
 from . import ops
 from .config import MAX_HEAD_DIM
@@ -75,8 +77,8 @@ def _check_tensors(fn: str, names: tuple[str, str, str], q, k, v) -> None:
 def _check_rank(fn: str, name: str, tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
-            f"{fn}: expected {name} to be a torch.Tensor, got {name}={tensor!r}; "
-            "convert it with torch.as_tensor"
+            f"{fn}: expected {name} to be a torch.Tensor, got {name} of type "
+            f"{type(tensor).__name__}; convert it with torch.as_tensor"
         )
     if tensor.dim() != 4:
         raise ValueError(
@@ -113,14 +115,16 @@ def _check_scale(fn: str, softmax_scale, head_dim: int) -> float:
 def _check_real(fn: str, name: str, value) -> None:
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat)):
         raise TypeError(
-            f"{fn}: expected {name} to be a float, got {name}={value!r} of type "
+            f"{fn}: expected {name} to be a float, got {name}={reprlib.repr(value)} of type "
             f"{type(value).__name__}; a tensor would have to be read back with .item()"
         )
 
 
 def _check_bool(fn: str, name: str, value) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{fn}: expected {name} to be a bool, got {name}={value!r}; pass bool(...)")
+        raise TypeError(
+            f"{fn}: expected {name} to be a bool, got {name}={reprlib.repr(value)}; pass bool(...)"
+        )
 
 
 def _check_dropout(fn: str, dropout_p) -> None:
@@ -147,7 +151,7 @@ def _check_window(fn: str, window_size) -> tuple[int, int]:
     ):
         raise TypeError(
             f"{fn}: expected window_size to be two ints (left, right), "
-            f"got window_size={window_size!r}; pass (-1, -1) for no window"
+            f"got window_size={reprlib.repr(window_size)}; pass (-1, -1) for no window"
         )
     if min(window_size) < -1:
         raise ValueError(
@@ -160,8 +164,8 @@ def _check_window(fn: str, window_size) -> tuple[int, int]:
 def _check_alibi(fn: str, alibi_slopes, q: torch.Tensor) -> None:
     if not isinstance(alibi_slopes, torch.Tensor):
         raise TypeError(
-            f"{fn}: expected alibi_slopes to be a torch.Tensor, got alibi_slopes={alibi_slopes!r}; "
-            "pass None for none"
+            f"{fn}: expected alibi_slopes to be a torch.Tensor, got alibi_slopes of type "
+            f"{type(alibi_slopes).__name__}; pass None for none"
         )
     b, _, h, _ = q.shape
     if alibi_slopes.dtype != torch.float32:
@@ -223,6 +227,10 @@ def _vectorised(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
         # Strides of dimensions of size 0 or 1 are arbitrary and never used.
         if (n0 > 1 and s0 % 8) or (n1 > 1 and s1 % 8) or (n2 > 1 and s2 % 8):
             return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _check_aligned(fn: str, name: str, tensor: torch.Tensor) -> None:
     # Allocators align storages to more than 16 bytes, so it is the offset that misaligns; unlike
     # data_ptr() it can be asked of fake tensors. The binding checks the address itself.
     if tensor.storage_offset() % 8:
@@ -230,7 +238,10 @@ def _vectorised(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
             f"{fn}: expected {name} to start at a multiple of 16 bytes, "
             f"got {name}.storage_offset()={tensor.storage_offset()} elements; call .clone() on it"
         )
-    return tensor
+
+
+def _wants_gradient(q, k, v) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def _attend_on_cpu(
@@ -240,25 +251,36 @@ def _attend_on_cpu(
         raise TypeError(
             f"{fn}: expected a dtype in {CPU_DTYPES} on cpu, got q.dtype={q.dtype}; cast the inputs"
         )
+    plain = (
+        dropout_p == 0.0 and softcap == 0.0 and window_size == _UNLIMITED and alibi_slopes is None
+    )
+    traced = torch.compiler.is_compiling() or isinstance(q, FakeTensor)
+    if plain and traced and not _wants_gradient(q, k, v):
+        # The reference looks at values, for NaN and Inf in masked keys, which tracers cannot: where
+        # the operator can stand for it, it does.
+        out, lse = ops.fwd(q, k, v, scale, causal)
+        return (out, lse, q.new_empty(0)) if return_attn_probs else out
     keep = None
     if dropout_p > 0.0:
         b, seqlen_q, h, _ = q.shape
         keep = torch.rand(b, h, seqlen_q, k.shape[1]) >= dropout_p
-    out, lse, probs = attention_ref(
-        q,
-        k,
-        v,
-        softmax_scale=scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        dropout_mask=keep,
-        upcast=torch.float64 if q.dtype == torch.float64 else torch.float32,
-        return_probs=return_attn_probs and keep is not None,
-    )
-    out = out.to(q.dtype)
+    # Autocast would take the reference's matrix products back to 16 bits.
+    with torch.autocast("cpu", enabled=False):
+        out, lse, probs = attention_ref(
+            q,
+            k,
+            v,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            dropout_p=dropout_p,
+            dropout_mask=keep,
+            upcast=torch.float64 if q.dtype == torch.float64 else torch.float32,
+            return_probs=return_attn_probs and keep is not None,
+        )
+    out = torch.empty_like(q).copy_(out)  # in q's layout and dtype, as the operator returns it
     if not return_attn_probs:
         return out
     if keep is None:
@@ -314,11 +336,15 @@ def _attend(
         raise NotImplementedError(f"{fn}: {not_on_cuda('window_size', window_size)}")
     if alibi_slopes is not None:
         raise NotImplementedError(f"{fn}: {not_on_cuda('alibi_slopes', '(a tensor)')}")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if _wants_gradient(q, k, v):
         raise NotImplementedError(f"{fn}: {not_on_cuda('requires_grad', True)}")
     q = _vectorised(fn, names[0], q)
     k = _vectorised(fn, names[1], k)
     v = _vectorised(fn, names[2], v)
+    if not torch.compiler.is_compiling():  # which cannot trace storage_offset()
+        _check_aligned(fn, names[0], q)
+        _check_aligned(fn, names[1], k)
+        _check_aligned(fn, names[2], v)
     out, lse = ops.fwd(q, k, v, scale, causal)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
@@ -469,8 +495,8 @@ def flash_attn_qkvpacked_func(
 def _unpack(fn: str, name: str, packed, count: int) -> tuple[torch.Tensor, ...]:
     if not isinstance(packed, torch.Tensor):
         raise TypeError(
-            f"{fn}: expected {name} to be a torch.Tensor, got {name}={packed!r}; "
-            "convert it with torch.as_tensor"
+            f"{fn}: expected {name} to be a torch.Tensor, got {name} of type "
+            f"{type(packed).__name__}; convert it with torch.as_tensor"
         )
     if packed.dim() != 5 or packed.shape[2] != count:
         raise ValueError(

@@ -90,19 +90,23 @@ def _resolve(problem, error, error_size):
         return None
 
 
+def _empty_outputs(q):
+    b, seqlen_q, h, _ = q.shape
+    return torch.empty_like(q), q.new_empty((b, h, seqlen_q), dtype=torch.float32)
+
+
 def _fwd_cpu(q, k, v, softmax_scale, causal):
-    with torch.no_grad():
+    # Autocast would take the reference's matrix products back to 16 bits.
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out, lse, _ = attention_ref(
-            q, k, v, softmax_scale=softmax_scale, causal=causal, upcast=upcast
-        )
-        # The layouts that the CUDA implementation and the fake promise.
-        return torch.empty_like(q).copy_(out), lse.to(torch.float32).contiguous()
+        computed = attention_ref(q, k, v, softmax_scale=softmax_scale, causal=causal, upcast=upcast)
+        # Copied into the dtypes and layouts that the CUDA implementation and the fake return.
+        out, lse = _empty_outputs(q)
+        return out.copy_(computed.out), lse.copy_(computed.lse)
 
 
 def _fwd_fake(q, k, v, softmax_scale, causal):
-    b, seqlen_q, h, _ = q.shape
-    return torch.empty_like(q), q.new_empty((b, h, seqlen_q), dtype=torch.float32)
+    return _empty_outputs(q)
 
 
 def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

@@ -7,7 +7,7 @@ the inputs' own dtype, whose error says what that dtype costs for just these inp
 
     max  |out - ref| <= 2   max  |low - ref| + 2 max |(round(ref) + 0.3 - 0.3) - round(ref)|
     mean |out - ref| <= 1.5 mean |low - ref| + mean |round(ref) - ref|
-    |drift|          <= 2 |drift of low| + mean |round(ref) - ref| / 2 + 6 sigma
+    |drift|          <= 2 |drift of low| + mean |round(ref) - ref| / 4 + 4 sigma
     |lse - ref lse|  <= 1e-4 + 1e-6 |ref lse|
 
 and NaN, Inf, -inf and the zeros of fully masked rows have to be exactly where the truth has them.
@@ -153,7 +153,7 @@ def compare_forward(
     largest = {field: max(getattr(s, field) for s in stats) for field in _Stats._fields}
     mean_rounding = total["sum_rounding"] / n
     sigma = math.sqrt(total["sum_square_low"] / n / max(_independent_rows(q), 1))
-    drift_allowed = 2 * abs(total["drift_low"]) / n + mean_rounding / 2 + 6 * sigma
+    drift_allowed = 2 * abs(total["drift_low"]) / n + mean_rounding / 4 + 4 * sigma
     lse_worst = max(stats, key=lambda s: s.lse_ratio)
     place = max(range(len(stats)), key=lambda i: (stats[i].misplaced > 0, stats[i].max_error))
     return Report(

@@ -403,3 +403,17 @@ def test_nvcc_builds_through_the_same_path(tmp):
     assert answer(made.path) == 42
     assert made.meta["registers"] > 0
     assert made.meta["spill_bytes"] == 0
+
+
+def test_cache_folder_follows_the_variables(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.delenv("FLASHCUTE_CACHE_DIR", raising=False)
+    for xdg, expected in {
+        "": "/somewhere/.cache/flashcute",
+        "relative": "/somewhere/.cache/flashcute",
+        str(tmp_path): f"{tmp_path}/flashcute",
+    }.items():
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+        assert cache.cache_dir() == Path(expected)
+    monkeypatch.setenv("FLASHCUTE_CACHE_DIR", "/chosen")
+    assert cache.cache_dir() == Path("/chosen")

@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks import peers
-from flashcute import benchmarking, heuristics, jit, occupancy
+from flashcute import benchmarking, heuristics, jit
 from flashcute.config import HEAD_DIMS, MAX_SMEM_BYTES, FwdConfig
 from flashcute.jit import abi
 
@@ -139,15 +139,22 @@ def relative_error(kernel: jit.Kernel, causal: bool) -> float:
     return ((out.float() - ref).norm() / ref.norm()).item()
 
 
+def chosen(head_dim: int, causal: bool, capability: tuple[int, int], args) -> list[FwdConfig]:
+    """The candidates, or those of them that ``--variant`` names, and the configuration in use."""
+    slack = float("inf") if args.variant else 1.3
+    configs = candidates(head_dim, causal, capability, slack)
+    if args.variant:
+        configs = [config for config in configs if config.variant in args.variant]
+    current = heuristics.fwd_config("bf16", head_dim, causal, capability)
+    return configs if current in configs else [*configs, current]
+
+
 def search(head_dim: int, causal: bool, seqlens: list[int], args) -> list[dict]:
     capability = torch.cuda.get_device_capability()
     target = f"{capability[0]}{capability[1]}"
-    configs = list(candidates(head_dim, causal, capability))
     current = heuristics.fwd_config("bf16", head_dim, causal, capability)
-    if current not in configs:
-        configs.append(current)
     kernels = {}
-    for config in configs:
+    for config in chosen(head_dim, causal, capability, args):
         kernel = jit.get_kernel(config, target)
         error = relative_error(kernel, causal)
         if not error < 1e-2:
@@ -189,6 +196,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, choices=HEAD_DIMS)
     parser.add_argument("--seqlen", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--causal", type=int, nargs="+", default=[0, 1], choices=[0, 1])
+    parser.add_argument("--variant", nargs="*", help="tile choices as configurations spell them")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--top", type=int, default=8, help="rows printed for each search")
     parser.add_argument("--out", type=pathlib.Path, required=True)
@@ -198,10 +206,7 @@ def main() -> None:
     specs = {
         (config, target)
         for head_dim, causal in itertools.product(args.head_dim, args.causal)
-        for config in (
-            *candidates(head_dim, bool(causal), capability),
-            heuristics.fwd_config("bf16", head_dim, bool(causal), capability),
-        )
+        for config in chosen(head_dim, bool(causal), capability, args)
     }
     jit.build_kernels(sorted(specs, key=lambda spec: spec[0].full_name), jobs=None, progress=None)
     found = []

@@ -261,7 +261,9 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
     if (dtype != aoti_torch_dtype_float16() && dtype != aoti_torch_dtype_bfloat16()) {
         fail("expected q of dtype float16 or bfloat16");
     }
-    check_placement(q, "q", dtype, device);
+    if (!q.is_cuda()) {
+        fail("expected q on cuda, got a tensor elsewhere");
+    }
     check_placement(k, "k", dtype, device);
     check_placement(v, "v", dtype, device);
     const Layout ql = read_layout(q, "q");

@@ -1,1 +1,1 @@
-"""Adapters that put flashcute under other libraries. Each imports its library only when imported."""
+"""Adapters that put flashcute under other libraries, which are imported only with them."""

@@ -44,8 +44,8 @@ def register(name: str = "cute_attn") -> None:
     """
     if not name or "flash" in name:
         raise ValueError(
-            f'register: expected a name without "flash" in it, got name={name!r}; transformers treats '
-            'such names as kernels of its own, use for example name="cute_attn"'
+            f'register: expected a name without "flash" in it, got name={name!r}; transformers '
+            'takes such a name for a kernel of its own, use for example name="cute_attn"'
         )
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
@@ -83,9 +83,9 @@ def attention_mask(
     # one, so what may be left to it is another set of cases than in transformers' sdpa_mask.
     causal = allow_is_causal_skip and bool(q_offset + q_length == kv_offset + kv_length)
     local = local_size is not None and kv_length >= local_size
-    if (causal or allow_is_bidirectional_skip) and not local:
-        if _masks_nothing(attention_mask, kv_offset, kv_length):
-            return None
+    expressible = (causal or allow_is_bidirectional_skip) and not local
+    if expressible and _masks_nothing(attention_mask, kv_offset, kv_length):
+        return None
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -160,6 +160,9 @@ def attention_forward(
         if sliding_window is not None and key.shape[2] > sliding_window:
             options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    v_head_dim = v.shape[-1]
+    if v_head_dim < q.shape[-1]:  # multi-head latent attention; zero columns change nothing else
+        v = torch.nn.functional.pad(v, (0, q.shape[-1] - v_head_dim))
 
     beyond_flash = {
         "attention_mask": attention_mask,
@@ -168,7 +171,7 @@ def attention_forward(
     }
     present = [name for name, tensor in beyond_flash.items() if tensor is not None]
     if not present:
-        return flash_attn_func(q, k, v, dropout_p=dropout, **options), None
+        return flash_attn_func(q, k, v, dropout_p=dropout, **options)[..., :v_head_dim], None
     if query.device.type != "cpu":
         name = present[0]
         shape = tuple(beyond_flash[name].shape)
@@ -180,7 +183,9 @@ def attention_forward(
         keep = torch.rand(q.shape[0], q.shape[2], q.shape[1], k.shape[1]) >= dropout
         options |= {"dropout_p": dropout, "dropout_mask": keep}
     bias = _additive_bias(attention_mask, position_bias)
-    return attention_ref(q, k, v, attn_bias=bias, sinks=s_aux, **options).out, None
+    upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = attention_ref(q, k, v, attn_bias=bias, sinks=s_aux, upcast=upcast, **options).out
+    return out[..., :v_head_dim].to(query.dtype), None
 
 
 def _refuse(kwargs: dict) -> None:

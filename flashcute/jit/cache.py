@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from .. import env
 from .toolchain import BuildError
 
@@ -36,8 +34,13 @@ class Artefact:
 
 
 def cache_dir() -> Path:
-    """``FLASHCUTE_CACHE_DIR`` if set, else the user's cache folder; not created here."""
-    return env.read().cache_dir or Path(platformdirs.user_cache_dir("flashcute", appauthor=False))
+    """``FLASHCUTE_CACHE_DIR`` if set, else ``flashcute`` in the user's cache; not created here."""
+    chosen = env.read().cache_dir
+    if chosen is not None:
+        return chosen
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG Base Directory specification: a relative path is invalid and to be ignored.
+    return (base if base.is_absolute() else Path.home() / ".cache") / "flashcute"
 
 
 def check_private(folder: Path) -> None:

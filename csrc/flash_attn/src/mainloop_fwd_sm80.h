@@ -29,27 +29,37 @@ struct MainloopFwdSm80 {
 
     using SoftmaxT = Softmax<kRowsPerThread>;
 
-    // One (rows, head_dim) tile from global to shared memory. Rows at or past row_end and columns at or
-    // past d are written as zeros and never read: whatever lies there cannot reach a result.
+    // One (rows, head_dim) tile from global to shared memory; gmem is where this thread's share of it
+    // begins. Rows at or past row_end and columns at or past d are written as zeros and never read:
+    // whatever lies there cannot reach a result.
     template <class SmemTensor>
     CUTE_DEVICE static void load_tile(Element const *gmem, int64_t row_stride, SmemTensor &&sX,
                                       int row_end, int d) {
         int const thread = threadIdx.x;
-        Tensor gX = make_tensor(make_gmem_ptr(gmem), product_each(shape(sX)),
-                                make_stride(row_stride, _1{}));                     // (rows, d)
         typename Traits::GmemCopyLoad gmem_copy;
-        auto const gmem_thr = gmem_copy.get_slice(thread);
-        Tensor tXgX = gmem_thr.partition_S(gX);                                     // (8, rows, cols)
-        Tensor tXsX = gmem_thr.partition_D(sX);                                     // (8, rows, cols)
+        Tensor tXsX = gmem_copy.get_slice(thread).partition_D(sX);                  // (8, rows, cols)
+        int const rows = row_end - Traits::gmem_row(thread, 0);
+        int const cols = d - Traits::gmem_col(thread, 0);
         CUTE_UNROLL
         for (int r = 0; r < size<1>(tXsX); ++r) {
             CUTE_UNROLL
             for (int c = 0; c < size<2>(tXsX); ++c) {
-                bool const valid =
-                    Traits::gmem_row(thread, r) < row_end && Traits::gmem_col(thread, c) < d;
-                gmem_copy.with(valid).call(tXgX(_, r, c), tXsX(_, r, c));
+                bool const valid = Traits::gmem_row(0, r) < rows && Traits::gmem_col(0, c) < cols;
+                Tensor tXgX = make_tensor(
+                    make_gmem_ptr(gmem + Traits::gmem_row(0, r) * row_stride +
+                                  Traits::gmem_col(0, c)),
+                    Layout<Int<Traits::kGmemVec>>{});                               // (8)
+                gmem_copy.with(valid).call(tXgX, tXsX(_, r, c));
             }
         }
+    }
+
+    // Where a thread's share of the first tile of a (rows, d) matrix begins.
+    CUTE_DEVICE static Element const *thread_begin(void const *ptr, int64_t offset,
+                                                   int64_t row_stride) {
+        int const thread = threadIdx.x;
+        return static_cast<Element const *>(ptr) + offset +
+               Traits::gmem_row(thread, 0) * row_stride + Traits::gmem_col(thread, 0);
     }
 
     // Leaves the tile's unnormalised O in tOrO and its row statistics in softmax.
@@ -61,14 +71,23 @@ struct MainloopFwdSm80 {
         int const n_end = BlockInfo<C>::n_block_end(seqlen, tile.m_block);
         int const n_unmasked_end = BlockInfo<C>::n_block_unmasked_end(seqlen, tile.m_block);
         int const head_k = tile.head / params.h_h_k_ratio;
-        auto const *const gQ = static_cast<Element const *>(params.q_ptr) +
-                               tile.batch * params.q_batch_stride +
-                               tile.head * params.q_head_stride +
-                               tile.m_block * kTileM * params.q_row_stride;
-        auto const *const gK = static_cast<Element const *>(params.k_ptr) +
-                               tile.batch * params.k_batch_stride + head_k * params.k_head_stride;
-        auto const *const gV = static_cast<Element const *>(params.v_ptr) +
-                               tile.batch * params.v_batch_stride + head_k * params.v_head_stride;
+        int n = n_end - 1;
+        auto const *const gQ =
+            thread_begin(params.q_ptr,
+                         tile.batch * params.q_batch_stride + tile.head * params.q_head_stride +
+                             tile.m_block * kTileM * params.q_row_stride,
+                         params.q_row_stride);
+        // The next blocks to load; they move one block to the left with each load.
+        auto const *gK = thread_begin(params.k_ptr,
+                                      tile.batch * params.k_batch_stride +
+                                          head_k * params.k_head_stride +
+                                          n * kTileN * params.k_row_stride,
+                                      params.k_row_stride);
+        auto const *gV = thread_begin(params.v_ptr,
+                                      tile.batch * params.v_batch_stride +
+                                          head_k * params.v_head_stride +
+                                          n * kTileN * params.v_row_stride,
+                                      params.v_row_stride);
 
         Tensor sQ = make_tensor(make_smem_ptr(storage.q_or_o.data()),
                                 typename Traits::SmemLayoutQ{});                    // (M, d)
@@ -104,16 +123,15 @@ struct MainloopFwdSm80 {
 
         Mask<C> const mask{seqlen, tile.m_block};
         auto const load_k = [&](int n, int stage) {
-            load_tile(gK + n * kTileN * params.k_row_stride, params.k_row_stride, sK(stage),
-                      seqlen.seqlen_k - n * kTileN, params.d);
+            load_tile(gK, params.k_row_stride, sK(stage), seqlen.seqlen_k - n * kTileN, params.d);
+            gK -= kTileN * params.k_row_stride;
         };
         auto const load_v = [&](int n, int stage) {
-            load_tile(gV + n * kTileN * params.v_row_stride, params.v_row_stride, sV(stage),
-                      seqlen.seqlen_k - n * kTileN, params.d);
+            load_tile(gV, params.v_row_stride, sV(stage), seqlen.seqlen_k - n * kTileN, params.d);
+            gV -= kTileN * params.v_row_stride;
         };
 
         // Key blocks run right to left, so that the few that need the mask come first.
-        int n = n_end - 1;
         int stage = 0;
         load_tile(gQ, params.q_row_stride, sQ, seqlen.seqlen_q - tile.m_block * kTileM, params.d);
         if (n >= 0) {
@@ -146,9 +164,9 @@ struct MainloopFwdSm80 {
             Tensor tSsK = copy_k_thr.partition_S(sK(stage));                        // (8, N/16, d/16)
             clear(tSrS);
             if constexpr (C.q_in_regs) {
-                gemm_rs(mma, copy_k, tSrS, tSrQ, tSrK, tSsK);
+                gemm_smem(mma, NoCopy{}, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
             } else {
-                gemm_ss(mma, copy_q, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
+                gemm_smem(mma, copy_q, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
             }
             if constexpr (kStages == 1) {
                 cp_async_wait<0>();
@@ -159,13 +177,13 @@ struct MainloopFwdSm80 {
             if constexpr (decltype(masked)::value) {
                 mask.template apply<Traits>(tSrS, thread, n);
             }
-            softmax.rescale(tOrO, softmax.update_max(tSrS));
+            softmax.update_max(tSrS, tOrO);
             softmax.exponentiate(tSrS);
             Tensor rP = convert_type<Element>(tSrS);                                // (4, MMA_M, N/8)
             Tensor tOrP =
                 make_tensor(rP.data(), layout_acc_as_operand_a(rP.layout()));       // (8, MMA_M, N/16)
             Tensor tOsVt = copy_v_thr.partition_S(sVt(stage));                      // (8, d/16, N/16)
-            gemm_rs(mma, copy_v, tOrO, tOrP, tOrVt, tOsVt);
+            gemm_smem(mma, NoCopy{}, copy_v, tOrO, tOrP, tOrVt, tOsVt, tOsVt);
             if constexpr (kStages == 2) { stage ^= 1; }
         };
         CUTE_NO_UNROLL

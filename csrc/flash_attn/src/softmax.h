@@ -14,6 +14,7 @@ using namespace cute;
 // the four lanes of a row: the running rescale is the same for all of them.
 template <int kRows>
 struct Softmax {
+    static constexpr float kMaxGrowth = 8.f;  // in powers of two
     using RowTensor = decltype(make_tensor<float>(Shape<Int<kRows>>{}));
 
     float const scale;
@@ -30,25 +31,35 @@ struct Softmax {
     // A row that has seen no key yet has maximum -inf; 0 in its place keeps (-inf) - (-inf) away.
     CUTE_DEVICE static float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-    // Takes the block's scores into the running maximum; returns what O must be multiplied by.
-    template <class Engine, class Layout>
-    CUTE_DEVICE RowTensor update_max(Tensor<Engine, Layout> const &tSrS) {
+    // Takes the block's scores into the running maximum. O and row_sum are rescaled only when some row of
+    // the warp grew by more than kMaxGrowth: until then probabilities stay relative to the older maximum,
+    // at most 2^kMaxGrowth, which fp16 holds as precisely as 1. After the first blocks that is rare.
+    template <class EngineS, class LayoutS, class EngineO, class LayoutO>
+    CUTE_DEVICE void update_max(Tensor<EngineS, LayoutS> const &tSrS,
+                                Tensor<EngineO, LayoutO> &tOrO) {
         Tensor scores = make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout()));  // (rows, cols)
         static_assert(decltype(size<0>(scores))::value == kRows);
-        RowTensor rescale;
+        RowTensor new_max;
+        bool grown = false;
         CUTE_UNROLL
         for (int i = 0; i < kRows; ++i) {
-            float const old_max = row_max(i);
             float max = scores(i, _0{});
             CUTE_UNROLL
             for (int j = 1; j < size<1>(scores); ++j) { max = fmaxf(max, scores(i, j)); }
-            row_max(i) = fmaxf(old_max, quad_allreduce(max, [](float a, float b) {
+            new_max(i) = fmaxf(row_max(i), quad_allreduce(max, [](float a, float b) {
                 return fmaxf(a, b);
             }));
-            rescale(i) = exp2f((old_max - finite_max(row_max(i))) * scale_log2);
-            row_sum(i) *= rescale(i);
+            grown |= (new_max(i) - row_max(i)) * scale_log2 > kMaxGrowth;
         }
-        return rescale;
+        if (!__any_sync(0xffffffffu, grown)) { return; }
+        RowTensor factor;
+        CUTE_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+            factor(i) = exp2f((row_max(i) - finite_max(new_max(i))) * scale_log2);
+            row_sum(i) *= factor(i);
+            row_max(i) = new_max(i);
+        }
+        rescale(tOrO, factor);
     }
 
     // Scores become probabilities relative to the running maximum, which row_sum takes in.

@@ -45,37 +45,38 @@ CUTE_DEVICE float quad_allreduce(float x, Op op) {
     return op(x, __shfl_xor_sync(0xffffffffu, x, 1));
 }
 
-// acc += A B with both operands in shared memory; each k step's fragments are fetched one step ahead.
+// Stands for the copy of an A operand that is in registers already.
+struct NoCopy {};
+
+// acc += A B with B, and A unless its copy is NoCopy, read from shared memory. One ldmatrix.x4 brings the
+// B fragments of a k16 x n16 block. ptxas moves the loads ahead of their MMAs as far as registers allow.
 template <class TiledMma, class CopyA, class CopyB, class Acc, class FragA, class FragB,
           class SmemA, class SmemB>
-CUTE_DEVICE void gemm_ss(TiledMma const &mma, CopyA const &copy_a, CopyB const &copy_b, Acc &acc,
-                         FragA &tCrA, FragB &tCrB, SmemA const &tCsA, SmemB const &tCsB) {
-    auto tCrA_view = copy_a.get_slice(_0{}).retile_D(tCrA);
+CUTE_DEVICE void gemm_smem(TiledMma const &mma, CopyA const &copy_a, CopyB const &copy_b, Acc &acc,
+                           FragA &tCrA, FragB &tCrB, SmemA const &tCsA, SmemB const &tCsB) {
+    constexpr int kM = decltype(size<1>(tCrA))::value;
+    constexpr int kBlocks = decltype(size<1>(tCsB))::value;  // n16 blocks
+    constexpr int kPerBlock = decltype(size<1>(tCrB))::value / kBlocks;
     auto tCrB_view = copy_b.get_slice(_0{}).retile_D(tCrB);
-    copy(copy_a, tCsA(_, _, _0{}), tCrA_view(_, _, _0{}));
-    copy(copy_b, tCsB(_, _, _0{}), tCrB_view(_, _, _0{}));
-    constexpr int kSteps = decltype(size<2>(tCrA))::value;
     CUTE_UNROLL
-    for (int k = 0; k < kSteps; ++k) {
-        if (k + 1 < kSteps) {
-            copy(copy_a, tCsA(_, _, k + 1), tCrA_view(_, _, k + 1));
-            copy(copy_b, tCsB(_, _, k + 1), tCrB_view(_, _, k + 1));
+    for (int k = 0; k < size<2>(tCrA); ++k) {
+        if constexpr (!is_same<CopyA, NoCopy>::value) {
+            auto tCrA_view = copy_a.get_slice(_0{}).retile_D(tCrA);
+            CUTE_UNROLL
+            for (int m = 0; m < kM; ++m) { copy_a.call(tCsA(_, m, k), tCrA_view(_, m, k)); }
         }
-        gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
-    }
-}
-
-// acc += A B with A in registers and B in shared memory.
-template <class TiledMma, class CopyB, class Acc, class FragA, class FragB, class SmemB>
-CUTE_DEVICE void gemm_rs(TiledMma const &mma, CopyB const &copy_b, Acc &acc, FragA const &tCrA,
-                         FragB &tCrB, SmemB const &tCsB) {
-    auto tCrB_view = copy_b.get_slice(_0{}).retile_D(tCrB);
-    copy(copy_b, tCsB(_, _, _0{}), tCrB_view(_, _, _0{}));
-    constexpr int kSteps = decltype(size<2>(tCrA))::value;
-    CUTE_UNROLL
-    for (int k = 0; k < kSteps; ++k) {
-        if (k + 1 < kSteps) { copy(copy_b, tCsB(_, _, k + 1), tCrB_view(_, _, k + 1)); }
-        gemm(mma, tCrA(_, _, k), tCrB(_, _, k), acc);
+        CUTE_UNROLL
+        for (int block = 0; block < kBlocks; ++block) {
+            copy_b.call(tCsB(_, block, k), tCrB_view(_, block, k));
+            CUTE_UNROLL
+            for (int n = block * kPerBlock; n < (block + 1) * kPerBlock; ++n) {
+                CUTE_UNROLL
+                for (int m = 0; m < kM; ++m) {
+                    Tensor tCrC = acc(_, m, n);
+                    mma.call(tCrC, tCrA(_, m, k), tCrB(_, n, k), tCrC);
+                }
+            }
+        }
     }
 }
 

@@ -6,13 +6,13 @@ static constexpr flash::FwdConfig kConfig = {
     .dtype = flash::DType::fp16,
     .head_dim = 192,
     .mask = flash::MaskKind::causal,
-    .tile_m = 128,
+    .tile_m = 64,
     .tile_n = 64,
-    .warps = 8,
+    .warps = 4,
     .stages = 1,
-    .q_in_regs = false,
-    .min_ctas = 1,
+    .q_in_regs = true,
+    .min_ctas = 2,
 };
-static constexpr char kName[] = "flash_fwd_hdim192_fp16_causal_sm80_128x64_w8_s1_c1";
+static constexpr char kName[] = "flash_fwd_hdim192_fp16_causal_sm80_64x64_w4_s1_qreg_c2";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

@@ -1,0 +1,183 @@
+"""The main job, on whatever this machine has: attention on real input.
+
+python examples/demo.py                # CPU; with a GPU also kernels, speed and the model there
+
+Exits with 1 when a result is not as exact as promised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+
+import minilm
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import flashcute
+from flashcute import benchmarking as bm
+from flashcute import heuristics, jit, ops
+
+# (least cosine to PyTorch's attention) by the dtype the model runs in.
+COSINE = {torch.float32: 0.99999, torch.float16: 0.999}
+# Greatest error against float64 on normal inputs: a few roundings of O in each dtype.
+CPU_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+GPU_ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+GPU_SEQLEN = 4096
+
+
+def exact_attention(q, k, v, causal):
+    """Softmax(Q K^T / sqrt(d)) V by PyTorch in float64, independent of this package."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def title(text: str) -> None:
+    print(f"\n== {text}\n")
+
+
+def attention_on_cpu() -> tuple[list[list], bool]:
+    """Rows of (dtype, mask, largest error against float64), and whether all are small enough."""
+    shape = bm.Shape(b=2, seqlen_q=384, seqlen_k=384, h=8, h_k=2, d=64, causal=False)
+    rows, good = [], True
+    for dtype, bound in CPU_ERROR.items():
+        q, k, v = bm.make_qkv(shape, dtype, "cpu")
+        for causal in (False, True):
+            out = flashcute.flash_attn_func(q, k, v, causal=causal)
+            error = (out - exact_attention(q, k, v, causal)).abs().max().item()
+            good &= error <= bound
+            name = str(dtype).removeprefix("torch.")
+            rows.append([name, "causal" if causal else "full", f"{error:.1e}", f"{bound:.0e}"])
+    return rows, good
+
+
+def operator_on_cpu() -> bool:
+    """Build the torch binding where it is not built yet; whether its operator agrees."""
+    start = time.perf_counter()
+    ops.load()
+    seconds = time.perf_counter() - start
+    shape = bm.Shape(b=2, seqlen_q=100, seqlen_k=130, h=4, h_k=2, d=40, causal=True)
+    q, k, v = bm.make_qkv(shape, torch.bfloat16, "cpu")
+    out, lse = ops.fwd(q, k, v, shape.d**-0.5, shape.causal)
+    expected, expected_lse, _ = flashcute.flash_attn_func(
+        q, k, v, causal=True, return_attn_probs=True
+    )
+    same = torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    print(f"torch.ops.flashcute.fwd, ready in {seconds:.1f} s: {'the same' if same else 'DIFFERS'}")
+    return same
+
+
+def build_kernels(capability: tuple[int, int]) -> None:
+    """Build what is missing of the shipped kernels for this GPU, with a progress bar."""
+    target = "".join(map(str, capability))
+    specs = [
+        (heuristics.fwd_config(c.dtype, c.head_dim, c.mask == "causal", capability), target)
+        for c in heuristics.shipped_configs()
+    ]
+    with tqdm(total=len(specs), desc="kernels", unit="kernel") as bar:
+        results = jit.build_kernels(specs, progress=lambda _: bar.update())
+    failed = [result.error for result in results if result.error]
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+@torch.no_grad()
+def attention_on_gpu() -> tuple[list[list], bool]:
+    """Rows of (dtype, d, mask, error, microseconds and TFLOP/s of flashcute and SDPA)."""
+    rows, good = [], True
+    for dtype, bound in GPU_ERROR.items():
+        for d in (32, 64, 96, 128, 192, 256):
+            for causal in (False, True):
+                small = bm.Shape(2, 500, 500, 4, 2, d, causal)
+                q, k, v = bm.make_qkv(small, dtype, "cuda")
+                out = flashcute.flash_attn_func(q, k, v, causal=causal)
+                error = (out - exact_attention(q, k, v, causal)).abs().max().item()
+                good &= error <= bound
+
+                shape = bm.sweep_shape(d, GPU_SEQLEN, causal)
+                us = speed_beside_sdpa(shape, dtype)
+                tflops = [f"{shape.flops / us[name] / 1e6:.0f}" for name in ("flashcute", "sdpa")]
+                mask = "causal" if causal else "full"
+                name = str(dtype).removeprefix("torch.")
+                ratio = f"{us['sdpa'] / us['flashcute']:.2f}x"
+                rows.append([name, d, mask, f"{error:.1e}", *tflops, ratio])
+    return rows, good
+
+
+def speed_beside_sdpa(shape: bm.Shape, dtype: torch.dtype) -> dict[str, float]:
+    q, k, v = bm.make_qkv(shape, dtype, "cuda")
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    calls = {
+        "flashcute": lambda: flashcute.flash_attn_func(q, k, v, causal=shape.causal),
+        "sdpa": lambda: F.scaled_dot_product_attention(*heads_first, is_causal=shape.causal),
+    }
+    times = bm.time_interleaved(calls)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def search(folder: pathlib.Path, device: str, dtype: torch.dtype) -> tuple[dict, bool]:
+    """Embed the shipped sentences, compare with PyTorch's attention, answer the queries."""
+    ours, theirs, embedder = minilm.compare(folder, device, dtype)
+    cosine = (ours * theirs).sum(dim=1).min().item()
+    same = torch.equal(minilm.nearest(ours), minilm.nearest(theirs))
+    sentences = minilm.read_sentences()
+    similarity = embedder.embed(minilm.QUERIES) @ ours.T
+    for query, row in zip(minilm.QUERIES, similarity, strict=True):
+        best = row.argmax().item()
+        print(f"  {query!r:36} -> {row[best]:.2f}  {sentences[best]}")
+    print(
+        f"\n{len(sentences)} sentences: least cosine to PyTorch's attention {cosine:.7f} "
+        f"(promised {COSINE[dtype]}), nearest neighbours {'the same' if same else 'DIFFER'}"
+    )
+    result = {"sentences": len(sentences), "least_cosine": cosine, "same_neighbours": same}
+    return result, same and cosine >= COSINE[dtype]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=pathlib.Path, help="folder of all-MiniLM-L6-v2")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
+    args = parser.parse_args()
+    folder = args.model or minilm.model_folder()
+    start = time.perf_counter()
+    result: dict[str, object] = {"machine": bm.machine_info()}
+
+    title("attention on the CPU against float64")
+    rows, good = attention_on_cpu()
+    result["cpu"] = rows
+    print(bm.format_table(["dtype", "mask", "largest error", "allowed"], rows))
+
+    title("the same as a torch operator")
+    good &= operator_on_cpu()
+
+    title("search with all-MiniLM-L6-v2, float32 on the CPU")
+    result["model_cpu"], passed = search(folder, "cpu", torch.float32)
+    good &= passed
+
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        title(f"kernels for {name}")
+        build_kernels(torch.cuda.get_device_capability())
+        title(f"attention on {name}, b x s = 16k, s = {GPU_SEQLEN}, against float64 and SDPA")
+        rows, passed = attention_on_gpu()
+        good &= passed
+        header = ["dtype", "d", "mask", "error", "TFLOP/s", "SDPA TFLOP/s", "speed"]
+        print(bm.format_table(header, rows))
+        result["gpu"] = rows
+        title(f"search with all-MiniLM-L6-v2, float16 on {name}")
+        result["model_gpu"], passed = search(folder, "cuda", torch.float16)
+        good &= passed
+
+    print(f"\n{'passed' if good else 'FAILED'} in {time.perf_counter() - start:.0f} s")
+    if args.out:
+        bm.write_json(args.out, result | {"passed": good})
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

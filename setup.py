@@ -1,0 +1,76 @@
+"""What pyproject.toml cannot say: the sources that travel in the wheel, and kernels built ahead.
+
+A wheel carries ``csrc/flash_attn`` and CUTLASS's headers with their licence under
+``flashcute/_src``, so kernels can be built where it is installed. Nothing is compiled while it is
+made, unless ``FLASHCUTE_PREBUILD`` names GPUs: then the torch binding and the shipped kernels for
+each of them are built into ``flashcute/prebuilt``, and the wheel becomes one for this platform.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+CUTLASS = ROOT / "third_party" / "cutlass"
+# setuptools runs this file with a sys.path that lacks its folder.
+sys.path.insert(0, str(ROOT))
+
+from flashcute import env  # noqa: E402 - imports no torch
+
+
+class BuildPackage(build_py):
+    """build_py, then the sources and the kernels that are asked for."""
+
+    def run(self) -> None:
+        super().run()
+        fetch = ROOT / "third_party" / "fetch_cutlass.py"
+        subprocess.run([sys.executable, str(fetch)], check=True)
+        targets = env.read().prebuild
+        package = ROOT / "flashcute"
+        if not self.editable_mode:
+            package = Path(self.build_lib) / "flashcute"
+            _copy_sources(package / "_src")
+            shutil.rmtree(package / "prebuilt", ignore_errors=True)
+        if targets:
+            _prebuild(targets, package / "prebuilt")
+
+
+class BuildWheel(bdist_wheel):
+    """A wheel for any platform, or with compiled kernels for this one; never tied to a Python."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = not env.read().prebuild
+
+    def get_tag(self) -> tuple[str, str, str]:
+        platform = super().get_tag()[2]
+        return "py3", "none", platform
+
+
+def _copy_sources(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "csrc" / "flash_attn", folder / "csrc" / "flash_attn")
+    third_party = folder / "third_party" / "cutlass"
+    shutil.copytree(CUTLASS / "include", third_party / "include")
+    shutil.copy(CUTLASS / "LICENSE.txt", third_party)
+
+
+def _prebuild(targets: tuple[str, ...], folder: Path) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise SystemExit(
+            "setup.py: expected torch while FLASHCUTE_PREBUILD is set, found none; the binding is "
+            "built against it: install torch, then pip install --no-build-isolation"
+        )
+    command = [sys.executable, "-m", "flashcute", "build", "--all", "--target", *targets]
+    subprocess.run([*command, "--output", str(folder.resolve())], cwd=ROOT, check=True)
+
+
+setup(cmdclass={"build_py": BuildPackage, "bdist_wheel": BuildWheel})

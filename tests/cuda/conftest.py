@@ -1,0 +1,87 @@
+"""GPU tests: deselected, and said so, where there is no GPU; kernels built once; cases counted."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import warnings
+
+import pytest
+import torch
+
+from flashcute import heuristics, jit
+from flashcute.config import DTYPES, HEAD_DIMS
+from flashcute.jit import kernels
+
+HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE.parent))  # bad_input.py
+
+_deselected = pytest.StashKey[int]()
+_cases = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    # Deselected rather than skipped: what did not run is not part of a green result.
+    mine = [item for item in items if item.path.is_relative_to(HERE)]
+    items[:] = [item for item in items if not item.path.is_relative_to(HERE)]
+    config.hook.pytest_deselected(items=mine)
+    config.stash[_deselected] = len(mine)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    if count := config.stash.get(_deselected, 0):
+        terminalreporter.write_line(
+            f"tests/cuda: {count} tests NOT RUN, deselected: torch {torch.__version__} sees no GPU",
+            yellow=True,
+        )
+    if cases := config.stash.get(_cases, {}):
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(cases.items()))
+        device = torch.cuda.get_device_name()
+        terminalreporter.write_line(f"tests/cuda: cases checked on {device}: {counts}")
+
+
+@pytest.fixture
+def count_cases(request: pytest.FixtureRequest):
+    """``count_cases(name, n)``: adds to what the last line of the run reports."""
+    cases = request.config.stash.setdefault(_cases, {})
+
+    def count(name: str, n: int) -> None:
+        cases[name] = cases.get(name, 0) + n
+
+    return count
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built_kernels() -> None:
+    """Builds every kernel that the tests use and that is missing, in parallel."""
+    capability = torch.cuda.get_device_capability()
+    target = "".join(map(str, capability))
+    specs = [
+        (heuristics.fwd_config(dtype, head_dim, causal, capability), target)
+        for head_dim in HEAD_DIMS
+        for dtype in DTYPES
+        for causal in (False, True)
+    ]
+    missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
+    if missing:
+        for result in jit.build_kernels(missing):
+            assert result.artefact is not None, result
+
+
+@pytest.fixture
+def poisoned_outputs():
+    """Fresh tensors hold NaN instead of leftovers, so that an element never written shows."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message=".*deterministic"
+            )  # the reference's operators
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before

@@ -1,0 +1,171 @@
+"""What the binding hands to a kernel, seen by a stand-in that records and computes nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import pytest
+import torch
+
+from flashcute import ops
+from flashcute.jit import abi
+
+
+class StandIn:
+    """A ``flash::Flash_kernel`` made of Python functions."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[dict[str, float], int]] = []
+        self.problems: list[dict[str, int]] = []
+        self.result = 0
+        types = dict(abi.FlashKernel._fields_)
+        self.kernel = abi.FlashKernel(
+            abi_version=abi.ABI_VERSION,
+            params_size=ctypes.sizeof(abi.FlashFwdParams),
+            name=b"stand_in",
+            threads=128,
+            smem_bytes=0,
+            tile_m=64,
+            launch=types["launch"](self._launch),
+            error_string=types["error_string"](lambda error: b"error %d" % error),
+        )
+
+    def _launch(self, params, stream) -> int:
+        fields = [name for name, _ in abi.FlashFwdParams._fields_]
+        values = {name: getattr(params.contents, name) for name in fields}
+        self.launches.append((values, stream or 0))
+        return self.result
+
+    def address(self, problem) -> int:
+        names = [name for name, _ in ops._FwdProblem._fields_]
+        self.problems.append({name: getattr(problem, name) for name in names})
+        return ctypes.addressof(self.kernel)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch):
+    kernel = StandIn()
+    ops.load()
+    set_resolver = ops._keep_alive[0].flashcute_set_resolver
+    monkeypatch.setattr(ops, "_kernel_address", kernel.address)
+    set_resolver(ops._resolve)  # forgets the kernels it knows
+    yield kernel
+    set_resolver(ops._resolve)
+
+
+def _qkv(dtype=torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q = torch.empty(2, 70, 4, 64, device="cuda", dtype=dtype)
+    k = torch.empty(2, 33, 3, 2, 64, device="cuda", dtype=dtype)
+    return q, k[:, :, 0], k[:, :, 1]
+
+
+def test_outputs_are_poisoned_by_the_fixture(stand_in, poisoned_outputs) -> None:
+    # The kernel writes nothing: what the tests with this fixture read is what the kernel wrote.
+    q, k, v = _qkv()
+    for args in ((q, k, v), (q.transpose(1, 2).contiguous().transpose(1, 2), k, v)):
+        out, lse = ops.fwd(*args, 0.125, False)
+        assert out.isnan().all() and lse.isnan().all()
+    assert len(stand_in.launches) == 2
+
+
+def test_parameters(stand_in) -> None:
+    q, k, v = _qkv()
+    out, lse = ops.fwd(q, k, v, 0.125, True)
+    ((params, stream),) = stand_in.launches
+    assert stream == torch.cuda.current_stream().cuda_stream
+    pointers = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "o_ptr": out, "softmax_lse_ptr": lse}
+    for name, tensor in pointers.items():
+        assert params[name] == tensor.data_ptr(), name
+    for name, tensor in {"q": q, "k": k, "v": v, "o": out}.items():
+        got = tuple(params[f"{name}_{dim}_stride"] for dim in ("batch", "row", "head"))
+        assert got == tensor.stride()[:3], name
+    sizes = {"b": 2, "seqlen_q": 70, "seqlen_k": 33, "h": 4, "h_k": 2, "d": 64, "h_h_k_ratio": 2}
+    assert {name: params[name] for name in sizes} == sizes
+    assert params["scale_softmax"] == 0.125
+    assert params["scale_softmax_log2"] == pytest.approx(0.125 * math.log2(math.e), rel=1e-7)
+
+
+def test_current_stream_of_the_device(stand_in) -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        ops.fwd(*_qkv(), 0.125, True)
+    assert stand_in.launches[0][1] == stream.cuda_stream
+
+
+def test_strides_of_size_1_dimensions_are_zero(stand_in) -> None:
+    q = torch.empty(64, device="cuda", dtype=torch.float16).as_strided((1, 1, 1, 64), (3, 5, 7, 1))
+    ops.fwd(q, q, q, 1.0, False)
+    ((params, _),) = stand_in.launches
+    assert not any(params[f"{t}_{dim}_stride"] for t in "qkvo" for dim in ("batch", "row", "head"))
+
+
+def test_python_is_asked_once_per_problem(stand_in) -> None:
+    q, k, v = _qkv()
+    for _ in range(3):
+        ops.fwd(q, k, v, 0.125, True)
+    assert len(stand_in.problems) == 1 and len(stand_in.launches) == 3
+    assert stand_in.problems[0] == {
+        "device": 0,
+        "dtype": 1,
+        "causal": 1,
+        "b": 2,
+        "seqlen_q": 70,
+        "seqlen_k": 33,
+        "h": 4,
+        "h_k": 2,
+        "d": 64,
+    }
+    ops.fwd(q, k, v, 0.125, False)
+    ops.fwd(q[:1], k[:1], v[:1], 0.125, True)
+    ops.fwd(q[:, :69], k, v, 0.125, True)
+    ops.fwd(q, k[:, :32], v[:, :32], 0.125, True)
+    ops.fwd(q[:, :, :2], k, v, 0.125, True)
+    ops.fwd(q, k[:, :, :1], v[:, :, :1], 0.125, True)
+    ops.fwd(*(t[..., :32] for t in (q, k, v)), 0.125, True)
+    ops.fwd(*(t.half() for t in (q, k, v)), 0.125, True)
+    assert len(stand_in.problems) == 9
+
+
+def test_table_of_kernels_is_bounded(stand_in) -> None:
+    one = torch.empty(1, 1, 1, 8, device="cuda", dtype=torch.float16)
+    for seqlen_k in (*range(1, 4098), 1):
+        k = one.expand(1, seqlen_k, 1, 8)
+        ops.fwd(one, k, k, 1.0, False)
+    # Full after 4096, then cleared: the first problem is asked about again.
+    assert len(stand_in.problems) == 4098
+
+
+def test_nothing_to_do_launches_nothing(stand_in) -> None:
+    q, k, v = _qkv()
+    ops.fwd(q[:, :0], k, v, 0.125, True)
+    ops.fwd(q[:0], k[:0], v[:0], 0.125, True)
+    assert not stand_in.launches
+    ops.fwd(q, k[:, :0], v[:, :0], 0.125, True)  # has zeros to write
+    assert len(stand_in.launches) == 1
+
+
+def test_a_failed_launch_is_an_error(stand_in) -> None:
+    stand_in.result = 98
+    with pytest.raises(RuntimeError, match=r"flashcute::fwd: stand_in failed to launch: error 98"):
+        ops.fwd(*_qkv(), 0.125, True)
+
+
+@pytest.mark.parametrize("field", ["abi_version", "params_size"])
+def test_a_kernel_of_another_abi_is_refused(stand_in, field: str) -> None:
+    setattr(stand_in.kernel, field, 77)
+    with pytest.raises(RuntimeError, match=rf"expected a kernel of ABI version {abi.ABI_VERSION}"):
+        ops.fwd(*_qkv(), 0.125, True)
+    assert not stand_in.launches
+
+
+def test_resolver_errors_arrive_as_themselves(stand_in, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(problem):
+        raise NotImplementedError("no kernel for that")
+
+    monkeypatch.setattr(ops, "_kernel_address", fail)
+    with pytest.raises(NotImplementedError, match="no kernel for that"):
+        ops.fwd(*_qkv(), 0.125, True)
+    # Through the operator itself only the message can arrive.
+    with pytest.raises(RuntimeError, match=r"flashcute::fwd: NotImplementedError: no kernel"):
+        ops.load()(*_qkv(), 0.125, True)

@@ -1,0 +1,195 @@
+"""Counting, comparing and timing: what a wrong figure would come from."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import bench_fwd
+import peers
+import pytest
+import torch
+
+from flashcute import benchmarking as bm
+
+
+def visible_pairs(seqlen_q, seqlen_k):
+    """Area under the bottom-right diagonal, the corner cut in half, by summing the rows."""
+    rows = (max(0.0, i + 0.5 + seqlen_k - seqlen_q) for i in range(seqlen_q))
+    return sum(rows)
+
+
+@pytest.mark.parametrize(
+    ("sq", "sk"), [(64, 64), (10, 64), (1, 64), (64, 10), (64, 1), (0, 8), (8, 0)]
+)
+def test_causal_flops_follow_the_bottom_right_diagonal(sq, sk):
+    full = bm.Shape(2, sq, sk, 3, 3, 40, causal=False)
+    causal = bm.Shape(2, sq, sk, 3, 3, 40, causal=True)
+    assert full.flops == 4 * 2 * 3 * sq * sk * 40
+    assert causal.flops == pytest.approx(4 * 2 * 3 * 40 * visible_pairs(sq, sk), abs=4 * 2 * 3 * 40)
+
+
+def test_causal_halves_the_square():
+    assert bm.sweep_shape(64, 4096, True).flops * 2 == bm.sweep_shape(64, 4096, False).flops
+
+
+def test_bytes_count_each_tensor_once():
+    shape = bm.Shape(b=2, seqlen_q=3, seqlen_k=5, h=4, h_k=2, d=8, causal=False)
+    q, k, v = bm.make_qkv(shape, torch.float16, "cpu")
+    moved = 2 * q.nbytes + k.nbytes + v.nbytes + 2 * 4 * 3 * 4
+    assert shape.bytes() == moved
+
+
+@pytest.mark.parametrize(("d", "heads"), [(64, 32), (96, 21), (128, 16), (192, 10), (256, 8)])
+@pytest.mark.parametrize("seqlen", [512, 16384])
+def test_sweep_holds_tokens_and_width(d, heads, seqlen):
+    shape = bm.sweep_shape(d, seqlen, causal=True)
+    assert (shape.h, shape.b * shape.seqlen_q) == (heads, 16384)
+    assert shape.seqlen_q == shape.seqlen_k == seqlen
+
+
+def test_inputs_are_random_and_repeatable():
+    shape = bm.sweep_shape(64, 512, False, total_tokens=512)
+    first, second = (bm.make_qkv(shape, torch.bfloat16, "cpu") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert 0.9 < first[0].float().std() < 1.1
+    assert not torch.equal(first[1], first[2])
+
+
+def test_contenders_take_turns_after_warm_up():
+    order = []
+    contenders = {name: lambda name=name: order.append(name) for name in "ab"}
+    times = bm.time_interleaved(contenders, "cpu", repeats=3, warmup=2, flush_bytes=1)
+    assert order == ["a", "a", "b", "b"] + ["a", "b"] * 3
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+
+
+def test_times_are_microseconds():
+    contenders = {"wait": lambda: time.sleep(0.02)}
+    times = bm.time_interleaved(contenders, "cpu", repeats=3, warmup=0, flush_bytes=1)
+    assert all(20_000 <= t < 500_000 for t in times["wait"])
+
+
+def test_flush_is_not_timed():
+    times = bm.time_interleaved(
+        {"nothing": lambda: None}, "cpu", repeats=5, warmup=1, flush_bytes=1 << 26
+    )
+    assert sorted(times["nothing"])[2] < 1000  # clearing 64 MiB takes far longer
+
+
+@pytest.mark.parametrize(
+    "change", [{"contenders": {}}, {"repeats": 0}, {"flush_bytes": 0}], ids=lambda c: next(iter(c))
+)
+def test_timing_refuses_what_would_measure_nothing(change):
+    arguments = {"contenders": {"a": lambda: None}, "device": "cpu", "flush_bytes": 1}
+    with pytest.raises(ValueError, match="time_interleaved: expected"):
+        bm.time_interleaved(**(arguments | change))
+
+
+def test_geomean():
+    assert bm.geomean([2.0, 8.0]) == pytest.approx(4.0)
+    for values in ([], [1.0, 0.0]):
+        with pytest.raises(ValueError, match="geomean: expected"):
+            bm.geomean(values)
+
+
+def row(d, causal=False, difference=0.0, **us):
+    """A row as bench_fwd writes it."""
+    shape = bm.sweep_shape(d, 512, causal)
+    tflops = {name: shape.flops / t / 1e6 for name, t in us.items()}
+    sizes = {"dtype": "bf16", "d": d, "causal": causal, "seqlen_q": 512}
+    return sizes | {"us": us, "tflops": tflops, "difference": {"flashcute": difference}}
+
+
+ROWS = [row(64, flashcute=100.0, fa2=110.0), row(128, True, flashcute=100.0, fa2=90.0, fa3=50.0)]
+
+
+def test_ratios_compare_only_points_that_both_have():
+    fa2 = bm.Ratios.of(ROWS, "flashcute", "fa2")
+    assert (fa2.count, fa2.worst, fa2.worst_row["d"]) == (2, 0.9, 128)
+    assert fa2.geomean == pytest.approx((1.1 * 0.9) ** 0.5)
+    fa3 = bm.Ratios.of(ROWS, "flashcute", "fa3")
+    assert (fa3.count, fa3.geomean) == (1, pytest.approx(0.5))
+    assert bm.Ratios.of(ROWS, "flashcute", "cudnn") is None
+
+
+def test_summary_names_the_worst_point_and_gaps():
+    result = {
+        "contenders": ("flashcute", "fa2", "cudnn", "fa3"),
+        "rows": ROWS,
+        "host_us": {"flashcute": 20.0},
+        "gpu_samples": {},
+        "stopped_early": True,
+    }
+    text = bench_fwd.summary(result)
+    lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
+    assert ["", "bf16", "fa2", "2", "0.995", "0.900", "d=128 s=512 causal", ""] in lines
+    assert "flashcute 20.0 us" in text
+    assert "STOPPED EARLY" in text
+
+
+@pytest.mark.parametrize("wrong", [1.0, float("nan")])
+def test_a_wrong_result_is_no_result(wrong):
+    assert bench_fwd.disagreements(ROWS) == []
+    assert "d=96" in bench_fwd.disagreements([*ROWS, row(96, difference=wrong, flashcute=1.0)])[0]
+
+
+def test_summarise_samples_leaves_out_what_was_not_measured():
+    samples = {"sm_mhz": [1700.0, 1980.0, 1900.0], "power_w": []}
+    summary = bm.summarise_samples(samples)
+    assert summary == {"sm_mhz": {"min": 1700.0, "median": 1900.0, "max": 1980.0}}
+
+
+def test_gpu_sampler_reads_nvidia_smi(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '1755, 512.25, [N/A]'\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    start = time.monotonic()
+    with bm.gpu_sampler() as samples:
+        while not samples["power_w"] and time.monotonic() - start < 30:
+            time.sleep(0.01)
+    assert samples == {"sm_mhz": [1755.0], "power_w": [512.25], "temperature_c": []}
+    assert time.monotonic() - start < 30
+
+
+def test_gpu_sampler_without_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with bm.gpu_sampler() as samples:
+        pass
+    assert not any(samples.values())
+
+
+def test_machine_info_says_what_a_figure_needs(tmp_path):
+    info = bm.machine_info()
+    assert info["torch"] == torch.__version__
+    assert {"date", "command", "commit", "python", "platform", "cpu_cores"} <= set(info)
+    path = tmp_path / "new" / "result.json"
+    bm.write_json(path, info)
+    assert json.loads(path.read_text()) == info
+
+
+def test_table_lines_have_one_width():
+    table = bm.format_table(["d", "speed"], [[64, "1.10"], [256, "-"]]).splitlines()
+    assert table[1].startswith("|--")
+    assert len({len(line) for line in table}) == 1
+
+
+def test_benchmark_refuses_to_run_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench_fwd.main([]) == 1
+    assert "GPU" in capsys.readouterr().err
+
+
+def test_peers_are_called_with_transposed_views(monkeypatch):
+    shape = bm.Shape(1, 16, 16, 2, 2, 32, causal=True)
+    q, k, v = bm.make_qkv(shape, torch.float32, "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls, missing = peers.make(q, k, v, True, ("flashcute", "cudnn"))
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+    )
+    torch.testing.assert_close(calls["flashcute"](), exact.transpose(1, 2))
+    # Without CUDA cuDNN cannot run: it drops out with its own words.
+    assert "cudnn" in missing
+    assert "cudnn" not in calls

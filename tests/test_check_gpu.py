@@ -1,0 +1,115 @@
+"""The GPU run's bookkeeping: no phase is lost, none runs past its limit, none hides another."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+import time
+
+import check_gpu
+import pytest
+
+
+def script(text):
+    return lambda _args, _seconds: ["-c", text]
+
+
+@pytest.fixture
+def phases(monkeypatch):
+    def use(**commands):
+        made = {name: check_gpu.Phase(20, command, 200) for name, command in commands.items()}
+        monkeypatch.setattr(check_gpu, "PHASES", made)
+
+    return use
+
+
+def outcomes(folder):
+    summary = json.loads((folder / "summary.json").read_text())
+    return {name: result["outcome"] for name, result in summary.items()}
+
+
+def test_phases_go_on_after_a_failure(phases, tmp_path, capsys):
+    phases(
+        first=script("print('one'); raise SystemExit(3)"),
+        second=script("print('x' * 500 + 'the end')"),
+    )
+    assert check_gpu.main(["--out", str(tmp_path)]) == 1
+    assert outcomes(tmp_path) == {"first": "FAILED (3)", "second": "passed"}
+    out = capsys.readouterr().out
+    assert "one" in out
+    assert "the end" in out
+    assert "x" * 300 not in out  # only the end of a log is shown, all of it is kept
+    assert "x" * 500 in (tmp_path / "second.log").read_text()
+    assert out.splitlines()[-1].endswith("passed")
+
+
+def test_success_is_zero(phases, tmp_path):
+    phases(only=script("pass"))
+    assert check_gpu.main(["--out", str(tmp_path)]) == 0
+
+
+def test_a_phase_out_of_time_may_finish_its_report(phases, tmp_path, capsys):
+    waiting = (
+        "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('partial')"
+    )
+    phases(slow=script(waiting), after=script("print('ran')"))
+    assert check_gpu.main(["--out", str(tmp_path), "--limit", "slow=3"]) == 1
+    assert outcomes(tmp_path) == {"slow": "OUT OF TIME", "after": "passed"}
+    assert "partial" in capsys.readouterr().out
+
+
+def test_what_a_phase_started_dies_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_gpu, "GRACE_S", 1)
+    note = tmp_path / "child"
+    text = f"""
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path({str(note)!r}).write_text(str(child.pid))
+time.sleep(60)
+"""
+    start = time.monotonic()
+    outcome, _ = check_gpu.run_phase([sys.executable, "-c", text], tmp_path / "log", 5)
+    assert outcome == "OUT OF TIME"
+    assert time.monotonic() - start < 30
+    for _ in range(100):
+        state = pathlib.Path(f"/proc/{note.read_text()}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("the child is still running")
+
+
+def test_no_phase_starts_without_time(phases, tmp_path):
+    phases(only=script("pass"))
+    assert check_gpu.main(["--out", str(tmp_path), "--total", "20"]) == 1
+
+
+def test_phases_can_be_selected(phases, tmp_path):
+    phases(first=script("raise SystemExit(1)"), second=script("pass"))
+    assert check_gpu.main(["--out", str(tmp_path), "--phases", "second"]) == 0
+    assert outcomes(tmp_path) == {"second": "passed"}
+
+
+@pytest.mark.parametrize("limit", ["tests", "nothing=3", "tests=", "tests=soon"])
+def test_a_wrong_limit_is_refused(limit):
+    with pytest.raises(SystemExit, match="PHASE=SECONDS"):
+        check_gpu.parse(["--limit", limit])
+
+
+def test_every_command_is_one_the_project_has(tmp_path):
+    args = check_gpu.parse(["--out", str(tmp_path), "--model", "folder", "--bench", "--repeats 5"])
+    for phase in check_gpu.PHASES.values():
+        command = phase.command(args, 100.0)
+        module = command[1] if command[0] == "-m" else command[0]
+        if module not in ("flashcute", "pytest"):
+            assert (check_gpu.ROOT / module).is_file()
+    assert check_gpu.PHASES["model"].command(args, 1.0)[-2:] == ["--model", "folder"]
+    assert check_gpu.PHASES["bench"].command(args, 100.0)[-2:] == ["--repeats", "5"]
+
+
+def test_a_progress_bar_shows_as_one_line(tmp_path):
+    log = tmp_path / "log"
+    log.write_bytes(b"10%\r50%\r100%\nend\n")
+    assert check_gpu._tail(log, 100) == "100%\nend"

@@ -1,0 +1,263 @@
+"""The Python interface: what it rejects, and that what it accepts is the reference's attention."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from bad_input import BAD_INPUTS, BadInput, tensors
+
+import flashcute
+from flashcute import flash_attn_interface, ops
+from flashcute.reference import attention_ref
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS, ids=lambda case: case.name)
+def test_bad_input_on_the_meta_device(case: BadInput) -> None:
+    failure = case.failure("meta")
+    assert failure is None, failure
+
+
+def test_bad_input_names_are_unique() -> None:
+    names = [case.name for case in BAD_INPUTS]
+    assert len(names) == len(set(names))
+
+
+def test_bad_input_under_python_O() -> None:
+    # -O strips assert statements, so validation that used them would vanish.
+    script = (
+        "import bad_input\n"
+        "failures = [f for f in (c.failure('meta') for c in bad_input.BAD_INPUTS) if f]\n"
+        "print(*failures, sep='\\n')\n"
+        "print(__debug__, len(bad_input.BAD_INPUTS), len(failures))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-O", "-c", script],
+        cwd=pathlib.Path(__file__).parent,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == f"False {len(BAD_INPUTS)} 0", run.stdout
+
+
+def _environment() -> dict[str, str]:
+    root = str(pathlib.Path(flashcute.__file__).parents[1])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        flashcute.flash_attn_func,
+        lambda q, k, v: flashcute.flash_attn_func(q, k, v, 0, 1, True, [-1, -1], 0),
+        lambda q, k, v: flashcute.flash_attn_func(q, k, v, deterministic=True),
+        lambda q, k, v: flashcute.flash_attn_kvpacked_func(q, torch.stack((k, v), 2)),
+        lambda q, k, v: flashcute.flash_attn_qkvpacked_func(torch.stack((q, q, q), 2)),
+        # strides of size-1 dimensions are arbitrary
+        lambda q, k, v: flashcute.flash_attn_func(
+            q[:, :1].as_strided((2, 1, 4, 64), (2304, 3331333, 64, 1)), k, v
+        ),
+        # strides off the 16-byte grid are copied
+        lambda q, k, v: flashcute.flash_attn_func(
+            q, *(t.new_empty(2, 11, 2, 68)[..., :64] for t in (k, v))
+        ),
+        lambda q, k, v: flashcute.flash_attn_func(q, k[:1].expand(2, -1, -1, -1), v),
+        lambda q, k, v: flashcute.flash_attn_func(q[:, :0], k, v),
+        lambda q, k, v: flashcute.flash_attn_func(q, k[:, :0], v[:, :0]),
+        lambda q, k, v: flashcute.flash_attn_func(q[:0], k[:0], v[:0]),
+    ],
+)
+def test_good_input_on_the_meta_device(call) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = tensors("meta", dtype=dtype)
+        out = call(q, k, v)
+        assert (out.device.type, out.dtype, out.dim(), out.shape[-1]) == ("meta", dtype, 4, 64)
+
+
+def test_a_gradient_is_refused_only_where_one_is_asked_for() -> None:
+    q, k, v = tensors("meta")
+    q.requires_grad_()
+    with torch.no_grad():
+        assert flashcute.flash_attn_func(q, k, v).shape == q.shape
+    with torch.inference_mode():
+        assert flashcute.flash_attn_func(q, k, v).shape == q.shape
+    assert flashcute.flash_attn_func(q.detach(), k, v).shape == q.shape
+    with pytest.raises(NotImplementedError, match="backward"):
+        flashcute.flash_attn_func(q, k, v)
+
+
+@pytest.mark.parametrize("d", range(1, 266))
+def test_every_head_dim_is_right_or_rejected(d: int) -> None:
+    args = tensors("meta", d=d)
+    if d % 8 == 0 and d <= 256:
+        assert flashcute.flash_attn_func(*args).shape == args[0].shape
+        assert flashcute.supports(head_dim=d)
+    else:
+        with pytest.raises((ValueError, NotImplementedError), match=f"got head_dim={d};"):
+            flashcute.flash_attn_func(*args)
+        assert not flashcute.supports(head_dim=d)
+
+
+def test_only_tensors_off_the_16_byte_grid_are_copied() -> None:
+    def vectorised(tensor: torch.Tensor) -> torch.Tensor:
+        return flash_attn_interface._vectorised("f", "q", tensor)
+
+    packed = torch.empty(2, 9, 3, 4, 64)
+    for tensor in (
+        packed[:, :, 1],
+        packed[:, :, 0].transpose(1, 2),
+        packed[:1, :, 2, :1].expand(5, -1, 7, -1),
+        packed.as_strided((1, 9, 1, 64), (3, 64, 5, 1)),
+    ):
+        assert vectorised(tensor) is tensor
+    gap = torch.randn(2, 9, 4, 68)[..., :64]
+    copy = vectorised(gap)
+    assert copy.is_contiguous() and torch.equal(copy, gap)
+    # An empty tensor counts as contiguous whatever its strides, but the binding sees them.
+    empty = vectorised(torch.empty(2, 0, 4, 68)[..., :64])
+    assert all(stride % 8 == 0 for stride in empty.stride()[:3])
+
+
+def test_signatures_are_flash_attns() -> None:
+    options = [
+        ("dropout_p", 0.0),
+        ("softmax_scale", None),
+        ("causal", False),
+        ("window_size", (-1, -1)),
+        ("softcap", 0.0),
+        ("alibi_slopes", None),
+        ("deterministic", False),
+        ("return_attn_probs", False),
+    ]
+    for name, inputs in (
+        ("flash_attn_func", ("q", "k", "v")),
+        ("flash_attn_kvpacked_func", ("q", "kv")),
+        ("flash_attn_qkvpacked_func", ("qkv",)),
+    ):
+        parameters = inspect.signature(getattr(flashcute, name)).parameters.values()
+        required = inspect.Parameter.empty
+        assert [(p.name, p.default) for p in parameters] == [
+            *((name, required) for name in inputs),
+            *options,
+        ]
+        assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+
+def _random(dtype: torch.dtype, h_k: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 9, 4, 20), (2, 11, h_k, 20), (2, 11, h_k, 20))
+    return tuple(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"softmax_scale": -0.3},
+        {"window_size": (3, 1)},
+        {"softcap": 2.5, "causal": True},
+        {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0])},
+    ],
+)
+def test_cpu_tensors_go_to_the_reference(dtype: torch.dtype, options: dict) -> None:
+    q, k, v = _random(dtype)
+    out, lse, dmask = flashcute.flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    expected = attention_ref(q, k, v, upcast=torch.float64, **options)
+    assert (out.dtype, out.shape) == (dtype, q.shape)
+    assert (lse.dtype, lse.shape) == (torch.float32, (2, 4, 9))
+    assert (dmask.dtype, dmask.shape) == (dtype, (0,))
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}.get(dtype, 2e-6)
+    torch.testing.assert_close(out.double(), expected.out, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), expected.lse, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(flashcute.flash_attn_func(q, k, v, **options), out, rtol=0, atol=0)
+
+
+def test_cpu_results_do_not_depend_on_autocast() -> None:
+    q, k, v = _random(torch.float32)
+    expected = flashcute.flash_attn_func(q, k, v), ops.fwd(q, k, v, 0.3, True)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = flashcute.flash_attn_func(q, k, v), ops.fwd(q, k, v, 0.3, True)[0]
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("which", range(1, 8))
+def test_cpu_gradients(which: int) -> None:
+    # Each of the seven ways of asking for one, two or three of the gradients.
+    q, k, v = (t[:1, :4, :2, :4].contiguous() for t in _random(torch.float64))
+    for bit, tensor in enumerate((q, k, v)):
+        tensor.requires_grad_(bool(which >> bit & 1))
+
+    def attend(q, k, v):
+        return flashcute.flash_attn_func(q, k, v, causal=True)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v))
+
+
+def test_cpu_dropout_pattern_is_the_one_used() -> None:
+    q, k, v = _random(torch.float32, h_k=4)
+    torch.manual_seed(1)
+    out, _, dmask = flashcute.flash_attn_func(q, k, v, 0.4, return_attn_probs=True)
+    kept = ~torch.signbit(dmask)
+    weights = torch.where(kept, dmask, 0) / (1 - 0.4)
+    torch.testing.assert_close(out, torch.einsum("bhij,bjhd->bihd", weights, v))
+    torch.testing.assert_close(
+        dmask.abs(), attention_ref(q, k, v, upcast=torch.float32, return_probs=True).probs
+    )
+    assert 0.5 < kept.double().mean() < 0.7
+    torch.manual_seed(1)
+    assert torch.equal(flashcute.flash_attn_func(q, k, v, 0.4), out)
+    assert not torch.equal(flashcute.flash_attn_func(q, k, v, 0.4), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn])
+def test_cpu_dtypes_are_checked(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=rf"^flash_attn_func: .*got q.dtype={dtype}; cast"):
+        flashcute.flash_attn_func(*tensors("cpu", dtype=dtype))
+
+
+def test_packed_functions_read_in_place() -> None:
+    q, k, v = _random(torch.float32, h_k=4)
+    kv = torch.stack((k, v), 2)
+    expected = flashcute.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(flashcute.flash_attn_kvpacked_func(q, kv, causal=True), expected)
+    q = torch.randn_like(k)
+    expected = flashcute.flash_attn_func(q, k, v, softmax_scale=0.7)
+    qkv = torch.stack((q, k, v), 2).requires_grad_()
+    out = flashcute.flash_attn_qkvpacked_func(qkv, softmax_scale=0.7)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert qkv.grad.shape == qkv.shape and qkv.grad.isfinite().all()
+
+
+def test_import_is_lazy() -> None:
+    # The command line imports the package too, and may only want to build.
+    script = (
+        "import sys, flashcute\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "flashcute.flash_attn_func\n"
+        "assert 'torch._dynamo' not in sys.modules, 'torch._dynamo was imported'\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "assert 'flash_api' not in maps, 'the binding was loaded'\n"
+        "assert set(flashcute.__all__) <= set(dir(flashcute))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    with pytest.raises(AttributeError, match="no attribute 'flash_attn'"):
+        flashcute.flash_attn  # noqa: B018

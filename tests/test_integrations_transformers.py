@@ -1,0 +1,276 @@
+"""transformers' models under flashcute's attention, against the same models under PyTorch's."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import minilm
+import pytest
+import torch
+import transformers
+
+from flashcute.integrations import transformers as integration
+
+NAME = "cute_attn"
+integration.register(NAME)
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def pair(model_class, config_class, **changes):
+    """The same randomly initialised model twice: under flashcute and under eager attention."""
+    models = []
+    for implementation in (NAME, "eager"):
+        torch.manual_seed(0)
+        config = config_class(**(TINY | changes), attn_implementation=implementation)
+        models.append(model_class(config).eval())
+    assert models[0].config._attn_implementation == NAME
+    return models
+
+
+def tokens(batch, length):
+    return torch.randint(1, 64, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def assert_same(ours, theirs, rows=slice(None)):
+    torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["flashcute", "my_flash_attn", ""])
+def test_register_refuses_names_that_transformers_would_download(implementation):
+    with pytest.raises(ValueError, match="name="):
+        integration.register(implementation)
+
+
+def test_minilm_embeds_as_with_pytorchs_attention():
+    ours, theirs, embedder = minilm.compare(minilm.model_folder(), "cpu", torch.float32)
+    assert embedder.model.config._attn_implementation == NAME
+    cosine = (ours * theirs).sum(dim=1)
+    assert len(ours) >= 48
+    assert cosine.min() >= 0.99999
+    assert torch.equal(minilm.nearest(ours), minilm.nearest(theirs))
+    sentences = minilm.read_sentences()
+    best = [sentences[i] for i in (embedder.embed(minilm.QUERIES) @ ours.T).argmax(dim=1)]
+    assert best[0] == "The cat slept on the warm windowsill all afternoon."
+    assert best[3] == "The rover found traces of ancient water on Mars."
+
+
+def test_minilm_calls_flash_attn_func_once_a_layer(monkeypatch):
+    calls = []
+    attention = integration.flash_attn_func
+    monkeypatch.setattr(
+        integration,
+        "flash_attn_func",
+        lambda q, *args, **kwargs: calls.append(q.shape) or attention(q, *args, **kwargs),
+    )
+    embedder = minilm.Embedder(minilm.model_folder(), NAME)
+    embedder.embed(["one sentence"])
+    assert calls == [(1, 4, 12, 32)] * 6
+
+
+def test_encoder_with_padding_is_exact_on_cpu():
+    ours, theirs = pair(transformers.BertModel, transformers.BertConfig)
+    ids = tokens(3, 10)
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = 0
+    mask[2, 2:] = 0
+    out = [m(input_ids=ids, attention_mask=mask).last_hidden_state for m in (ours, theirs)]
+    assert_same(*out, rows=mask.bool())
+    # The padding mattered: dropping it, as transformers does without a mask function, would show.
+    unmasked = ours(input_ids=ids).last_hidden_state
+    assert not torch.allclose(unmasked[2, :2], out[0][2, :2], atol=1e-3)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_decoder_is_causal_with_grouped_heads(kv_heads):
+    ours, theirs = pair(
+        transformers.LlamaModel, transformers.LlamaConfig, num_key_value_heads=kv_heads
+    )
+    ids = tokens(2, 12)
+    assert_same(*(m(input_ids=ids).last_hidden_state for m in (ours, theirs)))
+
+
+def test_decoder_takes_key_value_heads_unrepeated(monkeypatch):
+    shapes = []
+    attention = integration.flash_attn_func
+    monkeypatch.setattr(
+        integration,
+        "flash_attn_func",
+        lambda q, k, v, **kw: shapes.append((k.shape, kw["causal"])) or attention(q, k, v, **kw),
+    )
+    ours, _ = pair(transformers.LlamaModel, transformers.LlamaConfig, num_key_value_heads=2)
+    ours(input_ids=tokens(1, 5))
+    assert shapes == [((1, 5, 2, 16), True)] * 2
+
+
+@pytest.mark.parametrize("new", [1, 4])
+def test_tokens_after_a_cache_need_no_mask(monkeypatch, new):
+    ours, theirs = pair(transformers.LlamaModel, transformers.LlamaConfig, num_key_value_heads=2)
+    ids = tokens(2, 12)
+    whole = theirs(input_ids=ids).last_hidden_state
+    cache = ours(input_ids=ids[:, : 12 - new], use_cache=True).past_key_values
+    monkeypatch.delattr(integration, "attention_ref")  # what a mask would go to
+    out = ours(input_ids=ids[:, 12 - new :], past_key_values=cache).last_hidden_state
+    assert_same(out, whole[:, 12 - new :])
+
+
+def test_left_padded_generation_matches():
+    ours, theirs = pair(
+        transformers.LlamaForCausalLM, transformers.LlamaConfig, num_key_value_heads=2
+    )
+    ids = tokens(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    texts = [m.generate(input_ids=ids, attention_mask=mask, **options) for m in (ours, theirs)]
+    assert texts[0].shape == (2, 12)
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 16])
+def test_sliding_window_around_the_window(length):
+    ours, theirs = pair(
+        transformers.MistralModel,
+        transformers.MistralConfig,
+        num_key_value_heads=2,
+        sliding_window=4,
+    )
+    ids = tokens(1, length)
+    assert_same(*(m(input_ids=ids).last_hidden_state for m in (ours, theirs)))
+
+
+def test_softcap_scale_and_window_of_gemma2():
+    ours, theirs = pair(
+        transformers.Gemma2Model,
+        transformers.Gemma2Config,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=7,
+        attn_logit_softcapping=0.5,
+        sliding_window=5,
+    )
+    ids = tokens(2, 11)
+    assert_same(*(m(input_ids=ids).last_hidden_state for m in (ours, theirs)))
+
+
+def test_sinks_of_gpt_oss():
+    ours, theirs = pair(
+        transformers.GptOssModel,
+        transformers.GptOssConfig,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=5,
+    )
+    for model in (ours, theirs):
+        for layer in model.layers:
+            layer.self_attn.sinks.data = torch.tensor([2.0, -1.0, 0.5, 3.0])
+    ids = tokens(1, 11)
+    assert_same(*(m(input_ids=ids).last_hidden_state for m in (ours, theirs)))
+
+
+def test_position_bias_as_t5_passes_it():
+    bias = torch.randn(1, 4, 9, 9, generator=torch.Generator().manual_seed(0))
+    q, k, v = (torch.randn(2, 4, 9, 16) for _ in range(3))
+    out, _ = integration.attention_forward(
+        torch.nn.Module(), q, k, v, None, is_causal=False, position_bias=bias
+    )
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(out, exact.transpose(1, 2))
+
+
+def test_value_heads_may_be_narrower():
+    q, k = torch.randn(1, 2, 5, 24), torch.randn(1, 2, 5, 24)
+    v = torch.randn(1, 2, 5, 16)
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, v, None, is_causal=True)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, exact.transpose(1, 2))
+
+
+def test_training_goes_through_on_cpu():
+    ours, theirs = pair(
+        transformers.BertModel,
+        transformers.BertConfig,
+        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+    )
+    for model in (ours, theirs):
+        model.train()
+        out = model(input_ids=tokens(2, 6)).last_hidden_state
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_masked_dropout_draws_a_new_mask_each_time():
+    q = torch.randn(1, 2, 64, 16)
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
+    outs = [
+        integration.attention_forward(torch.nn.Module(), q, q, q, mask, dropout=0.5)[0]
+        for _ in range(2)
+    ]
+    assert not torch.equal(*outs)
+    dense = integration.attention_forward(torch.nn.Module(), q, q, q, mask)[0]
+    assert abs(outs[0].mean() - dense.mean()) < 0.2
+
+
+MASKS = {
+    "attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool, device="meta"),
+    "s_aux": torch.zeros(2, device="meta"),
+    "position_bias": torch.zeros(1, 2, 4, 4, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_other_devices_refuse_masks_by_name(name):
+    q = torch.empty(1, 2, 4, 16, device="meta", dtype=torch.float16)
+    options = {"attention_mask": None, "is_causal": False, name: MASKS[name]}
+    with pytest.raises(NotImplementedError, match=rf"cute_attn: expected {name}=None .*sdpa"):
+        integration.attention_forward(torch.nn.Module(), q, q, q, **options)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"output_attentions": True},
+        {"cu_seq_lens_q": torch.tensor([0, 4])},
+        {"cu_seq_lens_k": torch.tensor([0, 4])},
+        {"cache": object()},
+    ],
+    ids=lambda argument: next(iter(argument)),
+)
+def test_what_is_missing_is_refused_by_name(argument):
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(NotImplementedError, match=f"cute_attn: .*{next(iter(argument))}"):
+        integration.attention_forward(torch.nn.Module(), q, q, q, None, **argument)
+
+
+@pytest.mark.parametrize(
+    ("changes", "visible"),
+    [
+        ({}, None),
+        ({"attention_mask": torch.ones(2, 6, dtype=torch.bool)}, None),
+        ({"q_length": 2, "q_offset": 4}, None),
+        ({"q_length": 1, "q_offset": 5}, None),
+        ({"q_length": 1, "q_offset": torch.tensor(5)}, None),
+        ({"local_size": 7}, None),
+        ({"q_length": 1, "q_offset": 2}, 2 * 3),  # a static cache whose end is still empty
+        ({"q_length": 2}, 2 * (1 + 2)),  # top-left: not what the kernels' causal flag means
+        ({"attention_mask": torch.tensor([[1] * 6, [1] * 5 + [0]]).bool()}, 21 + 20),
+        ({"attention_mask": torch.ones(2, 4, dtype=torch.bool)}, 2 * (1 + 2 + 3 + 4 + 4 + 4)),
+        ({"allow_is_causal_skip": False}, 2 * 21),
+    ],
+)
+def test_the_mask_is_left_out_exactly_where_the_kernels_express_it(changes, visible):
+    sizes = {"batch_size": 2, "q_length": 6, "kv_length": 6}
+    mask = integration.attention_mask(**(sizes | changes))
+    assert (mask if mask is None else int(mask.sum())) == visible

@@ -1,0 +1,301 @@
+"""The tolerance rule: honest results pass with room to spare, and each planted fault is caught."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashcute import testing
+from flashcute.oracles import Shape, make_qkv, make_sparse_integer_qkv
+from flashcute.reference import attention_ref
+from flashcute.reference_tiled import flash_attention_2
+from flashcute.testing import Bound, check_forward, compare_forward
+
+HALVES = (torch.float16, torch.bfloat16)
+SHAPE = Shape(b=2, seqlen_q=129, seqlen_k=203, h=4, h_k=2, d=64)
+
+
+def exact(q, k, v, **options):
+    """The truth, rounded once: (out, lse)."""
+    out, lse, _ = attention_ref(q, k, v, upcast=torch.float64, **options)
+    return out.to(q.dtype), lse.float()
+
+
+def truncate(x, dtype):
+    """Round towards zero instead of to nearest."""
+    dropped_bits = {torch.float16: 13, torch.bfloat16: 16}[dtype]
+    bits = x.float().contiguous().view(torch.int32)
+    return ((bits >> dropped_bits) << dropped_bits).view(torch.float32).to(dtype)
+
+
+# --- what is right passes ---
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    dtype=st.sampled_from(HALVES),
+    sizes=st.tuples(
+        st.integers(1, 3),
+        st.sampled_from([1, 2, 31, 64, 97, 129]),
+        st.sampled_from([1, 2, 15, 65, 128, 203]),
+    ),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    d=st.sampled_from([8, 40, 64, 72, 128]),
+    causal=st.booleans(),
+    gain=st.sampled_from([1, 4]),
+    seed=st.integers(0, 10**6),
+)
+def test_a_faithful_kernel_passes_with_room(*, dtype, sizes, heads, d, causal, gain, seed):
+    q, k, v = make_qkv(Shape(*sizes, *heads, d), dtype, seed=seed)
+    q = q * gain
+    out, lse = flash_attention_2(q, k, v, causal=causal)
+    report = check_forward(out, lse, q, k, v, causal=causal)
+    # Seen over 6400 random problems: max 0.48, mean 0.53.
+    assert report.max.ratio < 0.7
+    assert report.mean.ratio < 0.7
+    assert report.lse.ratio < 0.5
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
+def test_every_option_reaches_the_reference(dtype):
+    q, k, v = make_qkv(SHAPE, dtype)
+    gen = torch.Generator().manual_seed(1)
+    options = {
+        "softmax_scale": 0.1,
+        "causal": True,
+        "window_size": (50, -1),
+        "softcap": 5.0,
+        "alibi_slopes": torch.rand(2, 4, generator=gen),
+        "sinks": torch.randn(4, generator=gen),
+        "attn_bias": torch.randn(4, 129, 203, generator=gen),
+        "dropout_p": 0.2,
+        "dropout_mask": torch.rand(2, 4, 129, 203, generator=gen) >= 0.2,
+    }
+    out, lse, _ = attention_ref(q, k, v, upcast=torch.float64, **options)
+    lse = lse if dtype == torch.float64 else lse.float()
+    check_forward(out.to(dtype), lse, q, k, v, **options)
+    for name in ("softmax_scale", "window_size", "softcap", "alibi_slopes", "sinks", "attn_bias"):
+        fewer = {key: value for key, value in options.items() if key != name}
+        with pytest.raises(AssertionError, match="FAILED"):
+            check_forward(out.to(dtype), lse, q, k, v, **fewer)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 4), (2, 0, 4), (2, 4, 0), (2, 1, 1), (1, 9, 3)], ids=str)
+def test_empty_and_masked_problems(sizes):
+    q, k, v = make_qkv(Shape(*sizes, h=2, h_k=1, d=8), torch.bfloat16)
+    report = check_forward(*exact(q, k, v, causal=True), q, k, v, causal=True)
+    assert report.ok
+
+
+def test_visible_nan_and_inf_are_expected_where_the_truth_has_them():
+    q, k, v = make_qkv(Shape(1, 8, 8, 2, 2, 8), torch.float16)
+    v[0, 5, 1, 3] = math.inf
+    k[0, 6, 0, 0] = math.nan
+    out, lse = exact(q, k, v, causal=True)
+    assert check_forward(out, lse, q, k, v, causal=True).misplaced == 0
+    clean_out = torch.where(out.isfinite(), out, 0)
+    assert compare_forward(clean_out, lse, q, k, v, causal=True).misplaced == 3 + 2 * 8
+    assert compare_forward(out, lse.nan_to_num(), q, k, v, causal=True).lse_misplaced == 2
+
+
+def test_scores_beyond_float16_do_not_break_the_baseline():
+    q, k, v = make_qkv(Shape(1, 16, 32, 1, 1, 64), torch.float16)
+    q, k = q * 200, k * 200
+    assert not attention_ref(q, k, v, reorder_ops=True).out.isfinite().all()
+    check_forward(*exact(q, k, v), q, k, v)
+
+
+def test_expanded_heads_count_as_one():
+    q, _, _ = make_qkv(Shape(1, 3, 65, 1, 1, 64), torch.bfloat16)
+    assert testing._independent_rows(q) == 3
+    assert testing._independent_rows(q.expand(1, 3, 64, 64)) == 3
+    assert testing._independent_rows(q.repeat(1, 1, 64, 1)) == 192
+
+
+# --- what is wrong does not ---
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_catches_a_dropped_column(dtype, causal):
+    q, k, v = make_qkv(SHAPE, dtype)
+    lse = exact(q, k, v, causal=causal)[1]
+    # Key 7 has no weight, as if it had fallen between two tiles; the lse does not give it away.
+    bias = torch.zeros(203).index_fill(0, torch.tensor(7), -math.inf)
+    out, wrong_lse = exact(q, k, v, causal=causal, attn_bias=bias)
+    report = compare_forward(out, lse, q, k, v, causal=causal)
+    assert report.max.ratio > 2
+    assert report.mean.ratio > 1.5
+    right_out = exact(q, k, v, causal=causal)[0]
+    assert compare_forward(right_out, wrong_lse, q, k, v, causal=causal).lse.ratio > 10
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_catches_an_off_by_one_mask(dtype, shift):
+    q, k, v = make_qkv(SHAPE, dtype)
+    out, wrong_lse = exact(q, k, v, window_size=(40 + shift, 0))
+    right_out, lse = exact(q, k, v, window_size=(40, 0))
+    check_forward(right_out, lse, q, k, v, window_size=(40, 0))
+    with pytest.raises(AssertionError, match=r"max error .*FAILED(.|\n)*mean error .*FAILED"):
+        check_forward(out, lse, q, k, v, window_size=(40, 0))
+    with pytest.raises(AssertionError, match=r"lse error .*FAILED"):
+        check_forward(right_out, wrong_lse, q, k, v, window_size=(40, 0))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_catches_a_causal_mask_aligned_to_the_top_left(dtype):
+    q, k, v = make_qkv(SHAPE, dtype)
+    out, lse = exact(q, k[:, :129], v[:, :129], causal=True)
+    with pytest.raises(AssertionError, match="FAILED"):
+        check_forward(out, lse, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_catches_a_wrong_scale(dtype):
+    q, k, v = make_qkv(SHAPE, dtype)
+    out, wrong_lse = exact(q, k, v, softmax_scale=1.01 / 8)
+    right_out, lse = exact(q, k, v)
+    assert not compare_forward(out, lse, q, k, v).mean.ok
+    assert not compare_forward(right_out, wrong_lse, q, k, v).lse.ok
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("fill", [math.nan, math.inf, 0.0])
+def test_catches_an_unwritten_row(dtype, fill):
+    q, k, v = make_qkv(SHAPE, dtype)
+    out, lse = exact(q, k, v)
+    out[1, 128, 2] = fill
+    with pytest.raises(AssertionError) as caught:
+        check_forward(out, lse, q, k, v)
+    assert "out[1, 128, 2, " in str(caught.value)
+    if fill != 0:
+        assert "misplaced   64 in out" in str(caught.value)
+
+
+@pytest.mark.parametrize("fill", [math.nan, -math.inf, math.inf, 0.0])
+def test_catches_an_unwritten_lse(fill):
+    q, k, v = make_qkv(SHAPE, torch.bfloat16)
+    out, lse = exact(q, k, v)
+    lse[1, 2, 128] = fill
+    report = compare_forward(out, lse, q, k, v)
+    assert not report.ok
+    assert report.lse_misplaced == (fill != 0)
+    assert compare_forward(out, None, q, k, v).ok
+
+
+@pytest.mark.parametrize("value", [1e-4, math.nan])
+def test_catches_a_masked_row_that_is_not_zero(value):
+    q, k, v = make_qkv(Shape(1, 9, 3, 2, 1, 8), torch.bfloat16)
+    out, lse = exact(q, k, v, causal=True)
+    out[0, 2, 1, 5] = value
+    report = compare_forward(out, lse, q, k, v, causal=True)
+    assert report.misplaced == 1
+    assert report.worst == (0, 2, 1, 5)
+    lse[0, 0, 0] = math.inf  # FlashAttention-2's sign for "no key"
+    assert compare_forward(out, lse, q, k, v, causal=True).lse_misplaced == 1
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("where", ["out", "p", "both"])
+def test_catches_rounding_to_one_side(dtype, where):
+    q, k, v = make_qkv(SHAPE, dtype)
+    _, lse, p = attention_ref(q, k, v, upcast=torch.float64, return_probs=True)
+    row_max = p.amax(-1, keepdim=True)
+    p = p / row_max  # what a kernel rounds is exp(s - m)
+    if where != "out":
+        p = truncate(p, dtype).double()
+    out = (p @ v.double().transpose(1, 2).repeat_interleave(2, 1) * row_max).transpose(1, 2)
+    out = out.to(dtype) if where == "p" else truncate(out, dtype)
+    report = compare_forward(out, lse.float(), q, k, v)
+    assert report.max.ok  # a maximum alone would let it through
+    assert report.drift.ratio > 1.5
+    with pytest.raises(AssertionError, match=r"drift .*FAILED"):
+        check_forward(out, lse.float(), q, k, v)
+    assert compare_forward(out, lse.float(), q, k, v, check_drift=False).drift.ok
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_catches_output_that_passed_through_a_coarser_type(dtype):
+    q, k, v = make_qkv(SHAPE, dtype)
+    out, lse = exact(q, k, v)
+    coarse = torch.bfloat16 if dtype == torch.float16 else torch.float8_e4m3fn
+    report = compare_forward(out.to(coarse).to(dtype), lse, q, k, v)
+    assert not report.mean.ok
+
+
+def test_catches_a_swapped_head():
+    q, k, v = make_qkv(SHAPE, torch.bfloat16)
+    out, lse = exact(q, k[:, :, [1, 0]], v[:, :, [1, 0]])
+    with pytest.raises(AssertionError, match="FAILED"):
+        check_forward(out, lse, q, k, v)
+
+
+def test_sparse_integers_show_small_faults():
+    q, k, v = make_sparse_integer_qkv(SHAPE, torch.bfloat16)
+    out, lse = flash_attention_2(q, k, v)
+    check_forward(out, lse, q, k, v, check_drift=False)
+    out, _ = flash_attention_2(q[:, :, :, 1:], k[:, :, :, 1:], v, softmax_scale=1 / 8)
+    with pytest.raises(AssertionError, match="FAILED"):
+        check_forward(out, lse, q, k, v, check_drift=False)
+
+
+# --- the machinery ---
+
+
+@pytest.mark.parametrize("limit", [1, 40_000, 90_000])
+def test_pieces_change_nothing(monkeypatch, limit):
+    q, k, v = make_qkv(SHAPE, torch.bfloat16)
+    gen = torch.Generator().manual_seed(1)
+    options = {
+        "alibi_slopes": torch.rand(2, 4, generator=gen),
+        "sinks": torch.randn(4, generator=gen),
+        "attn_bias": torch.randn(4, 1, 203, generator=gen),
+        "dropout_p": 0.2,
+        "dropout_mask": torch.rand(2, 1, 129, 203, generator=gen) >= 0.2,
+    }
+    out, lse = exact(q, k, v, **options)
+    out[1, 70, 3, 9] += 1
+    whole = compare_forward(out, lse, q, k, v, **options)
+    assert whole.worst == (1, 70, 3, 9)
+    monkeypatch.setattr(testing, "_MAX_PIECE_ELEMENTS", limit)
+    pieces = list(testing._pieces(q, k))
+    assert len(pieces) > 1
+    in_pieces = compare_forward(out, lse, q, k, v, **options)
+    assert in_pieces.worst == whole.worst
+    assert in_pieces.misplaced == whole.misplaced == 0
+    for name in ("max", "mean", "drift", "lse"):
+        a, b = getattr(in_pieces, name), getattr(whole, name)
+        assert (a.error, a.allowed) == pytest.approx((b.error, b.allowed), rel=1e-9, abs=1e-15)
+
+
+def test_bound():
+    assert Bound(0.0, 0.0).ok
+    assert Bound(0.5, 1.0).ratio == 0.5
+    assert Bound(1.0, 1.0).ok
+    assert not Bound(1.0, 0.0).ok
+    assert not Bound(math.nan, 1.0).ok
+    assert "FAILED" in str(Bound(2.0, 1.0))
+    assert "FAILED" not in str(Bound(0.5, 1.0))
+
+
+def test_the_message_names_problem_and_options():
+    q, k, v = make_qkv(Shape(1, 4, 4, 2, 1, 8), torch.float16)
+    out, lse = exact(q, k, v)
+    with pytest.raises(AssertionError, match=r"q=\(1, 4, 2, 8\).*float16 causal=True sinks=\(2,\)"):
+        check_forward(out + 1, lse, q, k, v, causal=True, sinks=torch.zeros(2))
+
+
+def test_rejects_other_shapes_and_dtypes():
+    q, k, v = make_qkv(Shape(1, 4, 4, 2, 1, 8), torch.float16)
+    out, lse = exact(q, k, v)
+    with pytest.raises(TypeError, match=r"q's dtype torch.float16, got out.dtype=torch.float32"):
+        check_forward(out.float(), lse, q, k, v)
+    with pytest.raises(
+        ValueError, match=r"out of shape \(1, 4, 2, 8\), got out.shape=\(1, 2, 4, 8"
+    ):
+        check_forward(out.transpose(1, 2), lse, q, k, v)
+    with pytest.raises(ValueError, match=r"lse of shape \(1, 2, 4\), got lse.shape=\(1, 4, 2\)"):
+        check_forward(out, lse.transpose(1, 2), q, k, v)

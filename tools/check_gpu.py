@@ -1,0 +1,166 @@
+"""Everything that needs a GPU, in one bounded run: build, tests, model, benchmark.
+
+    python tools/check_gpu.py --out build/gpu
+    python tools/check_gpu.py --out build/gpu --phases build bench --limit bench=300
+
+Each phase is a process of its own with a time limit and a log under the output folder. A phase that
+fails or runs out of time does not stop the next one. Short tables are printed last, and the exit
+status is 0 only if every phase passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+GRACE_S = 15  # between asking a phase to stop and killing it
+RESERVE_S = 10  # kept back for the summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One step.
+
+    Attributes:
+        limit: Seconds, unless ``--limit`` says otherwise.
+        command: Arguments after the interpreter, given the options and the seconds it has.
+        shown: How many characters of the log's end the summary shows.
+    """
+
+    limit: float
+    command: Callable[[argparse.Namespace, float], list[str]]
+    shown: int
+
+
+def _build(args: argparse.Namespace, _seconds: float) -> list[str]:
+    return ["-m", "flashcute", "build", "--all", *(["--jobs", str(args.jobs)] if args.jobs else [])]
+
+
+def _tests(args: argparse.Namespace, _seconds: float) -> list[str]:
+    report = f"--junitxml={args.out / 'tests.xml'}"
+    return ["-m", "pytest", "tests/cuda", "-q", report, *shlex.split(args.pytest)]
+
+
+def _model(args: argparse.Namespace, _seconds: float) -> list[str]:
+    model = ["--model", str(args.model)] if args.model else []
+    return ["examples/demo.py", "--out", str(args.out / "demo.json"), *model]
+
+
+def _bench(args: argparse.Namespace, seconds: float) -> list[str]:
+    limit = ["--time-limit", str(round(max(1.0, seconds - 25)))]
+    out = ["--out", str(args.out / "fwd.json")]
+    return ["benchmarks/bench_fwd.py", *out, *limit, *shlex.split(args.bench)]
+
+
+PHASES = {
+    "info": Phase(60, lambda _args, _seconds: ["-m", "flashcute", "info"], 2500),
+    "build": Phase(240, _build, 500),
+    "tests": Phase(300, _tests, 2000),
+    "model": Phase(120, _model, 2800),
+    "bench": Phase(200, _bench, 7000),
+}
+
+
+def run_phase(command: list[str], log: pathlib.Path, seconds: float) -> tuple[str, float]:
+    """Run ``command`` with its output in ``log``; returns how it ended and the seconds it took.
+
+    At the limit it is interrupted first, so that pytest still prints what it found, then killed
+    together with every process it started.
+    """
+    start = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=seconds)
+            outcome = "passed" if code == 0 else f"FAILED ({code})"
+        except subprocess.TimeoutExpired:
+            outcome = "OUT OF TIME"
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=GRACE_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return outcome, time.monotonic() - start
+
+
+def _tail(log: pathlib.Path, characters: int) -> str:
+    written = log.read_bytes().decode(errors="replace").rstrip()
+    # A progress bar rewrites its line: only what stood there last is worth showing.
+    lines = [line.rpartition("\r")[2] for line in written.split("\n")]
+    text = "\n".join(lines)
+    return text if len(text) <= characters else "[...]" + text[-characters:]
+
+
+def _limits(pairs: list[str]) -> dict[str, float]:
+    limits = {}
+    for pair in pairs:
+        name, equals, seconds = pair.partition("=")
+        if name not in PHASES or not equals or not seconds.isdecimal():
+            raise SystemExit(
+                f"check_gpu: expected --limit PHASE=SECONDS with PHASE in {', '.join(PHASES)}, "
+                f"got {pair!r}"
+            )
+        limits[name] = float(seconds)
+    return limits
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "gpu")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--total", type=float, default=560, help="seconds for all phases")
+    parser.add_argument("--limit", nargs="+", default=[], help="PHASE=SECONDS")
+    parser.add_argument("--jobs", type=int, help="compilers at the same time")
+    parser.add_argument("--model", type=pathlib.Path, help="folder of all-MiniLM-L6-v2")
+    parser.add_argument("--pytest", default="", help="more arguments for the tests")
+    parser.add_argument("--bench", default="", help="more arguments for the benchmark")
+    args = parser.parse_args(argv)
+    args.out = args.out.resolve()
+    args.limits = _limits(args.limit)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.total - RESERVE_S
+    results: dict[str, dict] = {}
+    for name in args.phases:
+        phase = PHASES[name]
+        left = end - time.monotonic()
+        seconds = min(args.limits.get(name, phase.limit), left - GRACE_S)
+        if seconds < 1:
+            results[name] = {"outcome": "NOT RUN, no time left", "seconds": 0.0}
+            continue
+        print(f"{name} ...", flush=True)
+        command = [sys.executable, *phase.command(args, seconds)]
+        outcome, took = run_phase(command, args.out / f"{name}.log", seconds)
+        results[name] = {"outcome": outcome, "seconds": round(took, 1), "command": command}
+        (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
+    for name in results:
+        log = args.out / f"{name}.log"
+        if log.is_file():
+            print(f"\n---- {name}\n{_tail(log, PHASES[name].shown)}")
+    print("\n---- summary")
+    for name, result in results.items():
+        print(f"{name:6} {result['seconds']:7.1f} s  {result['outcome']}")
+    return 0 if all(result["outcome"] == "passed" for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
