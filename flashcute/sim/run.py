@@ -113,7 +113,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: FwdConfig)
             f"{name} with last stride 1 and the others multiples of 8 elements",
             f"{name}.stride()={tensor.stride()}",
         )
-    b, _, h, d = q.shape
+    b, seqlen_q, h, d = q.shape
+    require(b * seqlen_q * h > 0, "at least one query: a grid has at least one block", f"{q.shape}")
     require(k.shape == v.shape, "k and v of one shape", f"{tuple(k.shape)} and {tuple(v.shape)}")
     require(
         k.shape[0] == b and k.shape[3] == d and h % k.shape[2] == 0,
@@ -245,10 +246,12 @@ def run_fwd(
     if checker not in build.CHECKERS:
         expected = tuple(build.CHECKERS)
         raise ValueError(f"sim.run_fwd: expected checker in {expected}, got {checker!r}")
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    if not 0 < scale < math.inf:
+        raise ValueError(f"sim.run_fwd: expected a finite softmax_scale > 0, got {scale}")
     if out is None:
         out = torch.full(q.shape, _POISON, dtype=torch.int16).view(q.dtype)
     runner, kernel = _programs(config, checker, kernel_dir)
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, workers, int(trace), 1 << 32)
     with tempfile.TemporaryDirectory(prefix="flashcute-sim-") as folder:
         problem, result = Path(folder) / "problem", Path(folder) / "result"

@@ -13,8 +13,9 @@ from flashcute.jit import build, sources, toolchain
 from flashcute.sim.build import kernel_unit
 from flashcute.testing import compare_forward
 
-# (b, seqlen_q, seqlen_k, h, h_k): more keys than queries, and queries that see no key at all.
-PROBLEMS = ((2, 100, 150, 4, 2), (1, 150, 70, 2, 2))
+# (b, seqlen_q, seqlen_k, h, h_k) and a factor for q: more keys than queries; queries that see no
+# key at all; scores so large that the running maximum grows from block to block.
+PROBLEMS = (((2, 100, 150, 4, 2), 1), ((1, 150, 70, 2, 2), 1), ((1, 70, 200, 1, 1), 16))
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +37,14 @@ def checker(mutant):
     return mutant.finder if mutant.finder in sim.CHECKERS else "none"
 
 
-def problem(config, shape):
+def problem(config, shape, factor):
     b, seqlen_q, seqlen_k, h, h_k = shape
     generator = torch.Generator().manual_seed(7)
     dtype = torch.float16 if config.dtype == "fp16" else torch.bfloat16
     d = config.head_dim - 8  # so that the last columns must be predicated
     sizes = ((b, seqlen_q, h, d), (b, seqlen_k, h_k, d), (b, seqlen_k, h_k, d))
-    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+    q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return q * factor, k, v
 
 
 def wrong_numbers(mutant, result, q, k, v):
@@ -62,8 +64,8 @@ def wrong_counts(mutant, result, shape):
 def test_mutant_is_found(mutant, planted):
     finder, _, copy_mode = mutant.finder.partition("/")
     results = []
-    for shape in PROBLEMS:
-        q, k, v = problem(mutant.config, shape)
+    for shape, factor in PROBLEMS:
+        q, k, v = problem(mutant.config, shape, factor)
         result = sim.run_fwd(
             q,
             k,
@@ -96,8 +98,8 @@ def test_mutant_must_match_once(tmp_path):
 @pytest.mark.parametrize("copy_mode", sim.COPY_MODES)
 def test_unmutated_kernel_passes_the_same_checks(config, copy_mode):
     mutant = mutants.Mutant("none", "", "", "", "numerics", config=config)
-    for shape in PROBLEMS:
-        q, k, v = problem(config, shape)
+    for shape, factor in PROBLEMS:
+        q, k, v = problem(config, shape, factor)
         result = sim.run_fwd(q, k, v, config, copy_mode=copy_mode)
         assert result.verdict == "pass", result.message
         assert not wrong_numbers(mutant, result, q, k, v)

@@ -257,7 +257,9 @@ void Block::check_nobody_waits_for(Lane const &lane) {
         }
     }
     for (int id = 0; id < kBarriers; ++id) {
-        if (barriers_[id].arrived > 0) { check_can_complete(id); }
+        if (barriers_[id].arrived > 0) {
+            check_can_complete(id);
+        }
     }
 }
 

@@ -10,18 +10,18 @@ namespace sim {
 // X(name): one 64-bit counter each. Requests, instructions and wavefronts are per warp; bytes are
 // what the lanes asked for. A conflict is a shared memory wavefront beyond the fewest possible. A
 // sector is 32 bytes of global memory touched by a request.
-#define SIM_COUNTERS(X)                                                                        \
-    X(blocks)                                                                                  \
-    X(mma)                                                                                     \
-    X(ldmatrix)                                                                                \
-    X(ldmatrix_wavefronts) X(ldmatrix_conflicts) X(shared_load_requests) X(shared_load_bytes)  \
-        X(shared_load_conflicts) X(shared_store_requests) X(shared_store_bytes)                \
-            X(shared_store_conflicts) X(cp_async_requests) X(cp_async_bytes)                   \
-                X(cp_async_zero_bytes) X(cp_async_sectors) X(cp_async_conflicts)               \
-                    X(global_load_requests) X(global_load_bytes) X(global_load_sectors)        \
-                        X(global_store_requests) X(global_store_bytes) X(global_store_sectors) \
-                            X(block_barriers) X(named_barriers) X(warp_barriers) X(shuffles)   \
-                                X(votes)
+#define SIM_COUNTERS(X)                                                                         \
+    X(blocks)                                                                                   \
+    X(mma)                                                                                      \
+    X(ldmatrix)                                                                                 \
+    X(ldmatrix_wavefronts)                                                                      \
+    X(ldmatrix_conflicts) X(shared_load_requests) X(shared_load_bytes) X(shared_load_conflicts) \
+        X(shared_store_requests) X(shared_store_bytes) X(shared_store_conflicts)                \
+            X(cp_async_requests) X(cp_async_bytes) X(cp_async_zero_bytes) X(cp_async_sectors)   \
+                X(cp_async_conflicts) X(global_load_requests) X(global_load_bytes)              \
+                    X(global_load_sectors) X(global_store_requests) X(global_store_bytes)       \
+                        X(global_store_sectors) X(block_barriers) X(named_barriers)             \
+                            X(warp_barriers) X(shuffles) X(votes)
 
 struct Counters {
 #define SIM_DECLARE(name) uint64_t name = 0;
