@@ -149,9 +149,7 @@ def _unpack(data: bytes, out: torch.Tensor, lse_shape: tuple[int, ...]) -> SimRe
     reader = _Reader(data)
     code, seconds = reader.word(), reader.word() * 1e-9
     error, damage = reader.text(), reader.text()
-    counters = dict.fromkeys(reader.text().split(), 0)
-    for name in counters:
-        counters[name] = reader.word()
+    counters = {reader.text(): reader.word() for _ in range(reader.word())}
     entries = reader.word()
     trace = torch.frombuffer(
         bytearray(reader.raw(24 * entries)) or bytearray(24), dtype=torch.int64

@@ -350,8 +350,9 @@ int main(int argc, char **argv) {
     sim::state().settings.seed = std::stoull(argv[2]);
     cudaError_t const error = cases.at(argv[1])();
     std::printf("code %d\nerror %s\n", int(error), cudaGetErrorString(error));
-#define SIM_PRINT(name) \
-    std::printf("%s %llu\n", #name, (unsigned long long)sim::state().counters.name);
-    SIM_COUNTERS(SIM_PRINT)
+    for (auto const &[name, value] : sim::kCounterNames) {
+        std::printf("%s %llu\n", name,
+                    static_cast<unsigned long long>(sim::state().counters.*value));
+    }
     return failures != 0;
 }

@@ -1,7 +1,5 @@
 """What `run_fwd` refuses, and how it reports a kernel that does not end or does not compile."""
 
-import dataclasses
-
 import mutants
 import pytest
 import torch
@@ -38,14 +36,16 @@ def test_refuses(inputs, options, error, message):
 
 
 def test_reports_a_kernel_that_never_ends(tmp_path):
+    read_lengths = "    SeqlenInfo const seqlen(params);"
     endless = mutants.Mutant(
-        "endless loop", "mainloop_fwd_sm80.h", "for (; n >= 0; --n)", "for (; n >= 0; n += 0)", ""
+        name="endless loop",
+        file="flash_fwd_kernel_sm80.h",
+        old=read_lengths,
+        new=f"    for (int volatile spin = 0;; spin = 1) {{}}\n{read_lengths}",
+        finder="",
     )
     folder = mutants.plant(endless, sources.kernel_include_dir(), tmp_path / "endless")
-    config = dataclasses.replace(CONFIG, mask="none")
-    q, k, v = tensors()
-    whole_tile = [x.expand(1, 5, 1, 32).repeat(1, 20, 1, 1) for x in (k, v)]
-    result = sim.run_fwd(q, *whole_tile, config, kernel_dir=folder, timeout=2)
+    result = sim.run_fwd(*tensors(), CONFIG, kernel_dir=folder, timeout=2)
     assert result.verdict == "fail"
     assert "did not finish within 2 s" in result.message
 

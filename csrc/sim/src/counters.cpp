@@ -6,9 +6,9 @@
 namespace sim {
 
 Counters &Counters::operator+=(Counters const &other) {
-#define SIM_ADD(name) name += other.name;
-    SIM_COUNTERS(SIM_ADD)
-#undef SIM_ADD
+    for (auto const &[name, value] : kCounterNames) {
+        this->*value += other.*value;
+    }
     return *this;
 }
 

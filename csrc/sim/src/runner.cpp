@@ -213,10 +213,11 @@ void run(char const *library, char const *name, char const *problem_path, char c
     out.word(static_cast<uint64_t>(elapsed.count()));
     out.text(code == 0 ? "" : sim::state().error);
     out.text(damage);
-#define SIM_NAME(name) #name " "
-#define SIM_VALUE(name) out.word(sim::state().counters.name);
-    out.text(SIM_COUNTERS(SIM_NAME));
-    SIM_COUNTERS(SIM_VALUE)
+    out.word(std::size(sim::kCounterNames));
+    for (auto const &[name, value] : sim::kCounterNames) {
+        out.text(name);
+        out.word(sim::state().counters.*value);
+    }
     out.word(sim::state().trace.size());
     for (sim::TraceEntry const &entry : sim::state().trace) {
         out.word(entry.block);
