@@ -1,4 +1,5 @@
-"""``python -m flashcute build`` builds kernels ahead of use, ``info`` shows what is there."""
+"""``python -m flashcute build`` builds kernels ahead of use, ``info`` shows what is there, ``sim``
+runs one on the CPU."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from .config import DTYPES, HEAD_DIMS, FwdConfig
 from .jit import binding, build, cache, kernels, sources, toolchain
 from .jit.toolchain import BuildError
 from .occupancy import ctas_per_sm
+from .sim import cli as sim_cli
 
 
 def targets_at_hand() -> list[str]:
@@ -230,6 +232,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     info = commands.add_parser("info", parents=[choice], help="show set-up and kernels")
     info.set_defaults(run=run_info)
+    simulate = commands.add_parser("sim", help="run one kernel on the CPU and check it")
+    simulate.set_defaults(run=sim_cli.run)
+    sim_cli.add_arguments(simulate)
     return parser
 
 

@@ -1,10 +1,28 @@
-"""Runs and checks the CUDA kernels on the CPU: the same sources, compiled with g++ over ``csrc/sim``.
+"""Runs and checks the CUDA kernels on the CPU: their sources, compiled with g++ over ``csrc/sim``.
 
 :func:`run_fwd` executes one configuration on CPU tensors and returns outputs, exact counters and a
 verdict. ``csrc/sim/README.md`` says what is modelled and what is not.
 """
 
-from .build import CHECKERS, build_kernels, build_runners
-from .run import COPY_MODES, SimResult, run_fwd
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .build import CHECKERS, build_kernels, build_runners
+    from .run import COPY_MODES, SimResult, run_fwd
 
 __all__ = ["CHECKERS", "COPY_MODES", "SimResult", "build_kernels", "build_runners", "run_fwd"]
+
+_HOMES = {
+    **dict.fromkeys(("CHECKERS", "build_kernels", "build_runners"), "build"),
+    **dict.fromkeys(("COPY_MODES", "SimResult", "run_fwd"), "run"),
+}
+
+
+def __getattr__(name: str) -> object:
+    # Lazy, as the package's own: the command line only needs torch once it runs a kernel.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import shutil
@@ -45,6 +46,7 @@ class SimResult:
         counters: Exact counts, repeatable for the same problem; see ``csrc/sim/src/counters.h``.
         trace: (n, 3) int64, one row (block, tensor, byte offset) for each asynchronous copy of a
             lane, tensor 0 to 2 for q, k, v; empty unless asked for.
+        seconds: Wall time of the launch alone.
     """
 
     verdict: str
@@ -53,6 +55,7 @@ class SimResult:
     lse: torch.Tensor | None
     counters: Mapping[str, int]
     trace: torch.Tensor
+    seconds: float
 
 
 class _Reader:
@@ -103,16 +106,15 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: FwdConfig)
                 f"configuration computes, got {name}.dtype={tensor.dtype}"
             )
         require(tensor.device.type == "cpu", f"{name} on the CPU", f"{name}.device={tensor.device}")
-        require(
-            tensor.dim() == 4, f"{name} of 4 dimensions", f"{name}.shape={tuple(tensor.shape)}"
-        )
+        require(tensor.dim() == 4, f"{name} of 4 dimensions", f"{name}.shape={tuple(tensor.shape)}")
         aligned = tensor.stride(3) == 1 and all(s % 8 == 0 for s in _strides(tensor))
         require(
             aligned or tensor.numel() == 0,
             f"{name} with last stride 1 and the others multiples of 8 elements",
             f"{name}.stride()={tensor.stride()}",
         )
-    b, _, h, d = q.shape
+    b, seqlen_q, h, d = q.shape
+    require(b * seqlen_q * h > 0, "at least one query: a grid has at least one block", f"{q.shape}")
     require(k.shape == v.shape, "k and v of one shape", f"{tuple(k.shape)} and {tuple(v.shape)}")
     require(
         k.shape[0] == b and k.shape[3] == d and h % k.shape[2] == 0,
@@ -145,22 +147,23 @@ def _pack(
 
 def _unpack(data: bytes, out: torch.Tensor, lse_shape: tuple[int, ...]) -> SimResult:
     reader = _Reader(data)
-    code, error, damage = reader.word(), reader.text(), reader.text()
-    counters = {name: 0 for name in reader.text().split()}
-    for name in counters:
-        counters[name] = reader.word()
+    code, seconds = reader.word(), reader.word() * 1e-9
+    error, damage = reader.text(), reader.text()
+    counters = {reader.text(): reader.word() for _ in range(reader.word())}
     entries = reader.word()
-    trace = torch.frombuffer(bytearray(reader.raw(24 * entries)) or bytearray(24), dtype=torch.int64)
+    trace = torch.frombuffer(
+        bytearray(reader.raw(24 * entries)) or bytearray(24), dtype=torch.int64
+    )
     trace = trace.view(-1, 3)[:entries]
     if code != 0 or damage:
         verdict = "not covered" if code == _ERROR_NOT_SUPPORTED else "fail"
-        return SimResult(verdict, error or damage, None, None, counters, trace)
+        return SimResult(verdict, error or damage, None, None, counters, trace, seconds)
     span = _span(out)
     raw = bytearray(reader.raw(span.numel() * span.element_size()))
     span.copy_(torch.frombuffer(raw, dtype=out.dtype))
     raw = bytearray(reader.raw(4 * math.prod(lse_shape)))
     lse = torch.frombuffer(raw, dtype=torch.float32).view(lse_shape)
-    return SimResult("pass", "", out, lse, counters, trace)
+    return SimResult("pass", "", out, lse, counters, trace, seconds)
 
 
 def _execute(command: list[str], timeout: float) -> tuple[int, str]:
@@ -183,6 +186,14 @@ def _execute(command: list[str], timeout: float) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         return -1, f"the kernel did not finish within {timeout:g} s"
     return done.returncode, done.stderr
+
+
+@functools.lru_cache
+def _programs(config: FwdConfig, checker: str, kernel_dir: Path | None) -> tuple[Path, Path]:
+    """The runner and the kernel's shared object, looked for once in the life of this process."""
+    (runner,) = build.build_runners([checker])
+    (kernel,) = build.build_kernels([(config, checker)], kernel_dir=kernel_dir)
+    return runner, kernel
 
 
 def run_fwd(
@@ -233,11 +244,12 @@ def run_fwd(
     if checker not in build.CHECKERS:
         expected = tuple(build.CHECKERS)
         raise ValueError(f"sim.run_fwd: expected checker in {expected}, got {checker!r}")
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    if not 0 < scale < math.inf:
+        raise ValueError(f"sim.run_fwd: expected a finite softmax_scale > 0, got {scale}")
     if out is None:
         out = torch.full(q.shape, _POISON, dtype=torch.int16).view(q.dtype)
-    (runner,) = build.build_runners([checker])
-    (kernel,) = build.build_kernels([(config, checker)], kernel_dir=kernel_dir)
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    runner, kernel = _programs(config, checker, kernel_dir)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, workers, int(trace), 1 << 32)
     with tempfile.TemporaryDirectory(prefix="flashcute-sim-") as folder:
         problem, result = Path(folder) / "problem", Path(folder) / "result"
@@ -251,6 +263,6 @@ def run_fwd(
         if status != 0:
             nothing = torch.empty(0, 3, dtype=torch.int64)
             message = report[:_REPORT_CHARACTERS] or f"the runner ended with status {status}"
-            return SimResult("fail", message, None, None, {}, nothing)
+            return SimResult("fail", message, None, None, {}, nothing, 0.0)
         lse_shape = (q.shape[0], q.shape[2], q.shape[1])
         return _unpack(result.read_bytes(), out, lse_shape)

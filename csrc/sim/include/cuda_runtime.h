@@ -31,7 +31,9 @@ inline cudaError_t cudaGetDevice(int *device) {
 
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute attribute, int value) {
-    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) { return cudaErrorNotSupported; }
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) {
+        return cudaErrorNotSupported;
+    }
     return static_cast<cudaError_t>(
         sim::set_max_dynamic_smem(reinterpret_cast<void const *>(kernel), value));
 }
@@ -39,7 +41,9 @@ cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute attribute, in
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const *config, void (*kernel)(Parameters...),
                                Arguments &&...arguments) {
-    if (config->numAttrs != 0) { return cudaErrorNotSupported; }
+    if (config->numAttrs != 0) {
+        return cudaErrorNotSupported;
+    }
     sim::Launch const launch{
         .grid = {config->gridDim.x, config->gridDim.y, config->gridDim.z},
         .block = {config->blockDim.x, config->blockDim.y, config->blockDim.z},

@@ -29,11 +29,16 @@ constexpr size_t kStackBytes = 512 * 1024;
 
 char const *name_of(Meeting meeting) {
     switch (meeting) {
-        case Meeting::ldmatrix: return "ldmatrix";
-        case Meeting::mma: return "mma.sync";
-        case Meeting::shuffle: return "a shuffle";
-        case Meeting::ballot: return "a vote";
-        case Meeting::warp_sync: return "__syncwarp";
+        case Meeting::ldmatrix:
+            return "ldmatrix";
+        case Meeting::mma:
+            return "mma.sync";
+        case Meeting::shuffle:
+            return "a shuffle";
+        case Meeting::ballot:
+            return "a vote";
+        case Meeting::warp_sync:
+            return "__syncwarp";
     }
     return "";
 }
@@ -66,7 +71,9 @@ Block::Block(Launch const &launch, std::function<void()> const &body, Settings c
     stack_span_ = threads * (kStackBytes + guard);
     void *const stacks = mmap(nullptr, stack_span_, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stacks == MAP_FAILED) { throw std::bad_alloc(); }
+    if (stacks == MAP_FAILED) {
+        throw std::bad_alloc();
+    }
     stacks_ = static_cast<std::byte *>(stacks);
     lanes_.resize(threads);
     warps_.resize((threads + kWarpSize - 1) / kWarpSize);
@@ -123,8 +130,8 @@ void Block::start(uint64_t linear_index) {
     blockIdx = block_;
     blockDim = launch_.block;
     gridDim = launch_.grid;
-    // splitmix64 of seed and block: neighbouring blocks must not share a schedule, and xorshift must
-    // not start from 0.
+    // splitmix64 of seed and block: neighbouring blocks must not share a schedule, and xorshift
+    // must not start from 0.
     uint64_t z = settings_.seed * 0x9E3779B97F4A7C15u + linear_index + 0x632BE59BD9B4E019u;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
@@ -156,7 +163,9 @@ void Block::finish() {
     // The next block's threads, which this OS thread creates, and the host come after this block.
     tsan::acquire(&block_end_tag_);
     // Threads abandoned halfway would make ThreadSanitizer complain of how they ended.
-    if (error_code_ != kSuccess) { return; }
+    if (error_code_ != kSuccess) {
+        return;
+    }
     for (Lane &lane : lanes_) {
         fiber_release(lane.fiber);
         tsan::destroy_agent(lane.copy_agent);
@@ -172,7 +181,9 @@ void Block::switch_to(Fiber &from, Lane &next) {
     Lane *const self = lane_;
     lane_ = &next;
     fiber_switch(from, next.fiber);
-    if (&from != &main_) { entered(*self); }
+    if (&from != &main_) {
+        entered(*self);
+    }
 }
 
 Lane *Block::pick(Warp *preferred) {
@@ -182,20 +193,30 @@ Lane *Block::pick(Warp *preferred) {
         warp = nullptr;
         for (size_t i = 0; i < warps_.size() && warp == nullptr; ++i) {
             Warp &candidate = warps_[(offset + i) % warps_.size()];
-            if (candidate.ready != 0) { warp = &candidate; }
+            if (candidate.ready != 0) {
+                warp = &candidate;
+            }
         }
-        if (warp == nullptr) { return nullptr; }
+        if (warp == nullptr) {
+            return nullptr;
+        }
     }
     int const turn = static_cast<int>(random() >> 32) & (kWarpSize - 1);
     return warp->lanes[(std::countr_zero(std::rotr(warp->ready, turn)) + turn) % kWarpSize];
 }
 
 void Block::suspend() {
-    if (settings_.copy_mode == CopyMode::random) { land_at_random(); }
+    if (settings_.copy_mode == CopyMode::random) {
+        land_at_random();
+    }
     Lane &self = *lane_;
     Lane *const next = pick(&warps_[self.warp]);
-    if (next == nullptr) { fail(kLaunchFailure, "deadlock: " + describe_waiting()); }
-    if (next != &self) { switch_to(self.fiber, *next); }
+    if (next == nullptr) {
+        fail(kLaunchFailure, "deadlock: " + describe_waiting());
+    }
+    if (next != &self) {
+        switch_to(self.fiber, *next);
+    }
 }
 
 void Block::exit_lane() {
@@ -209,7 +230,9 @@ void Block::exit_lane() {
         warp.ready &= ~(1u << self.lane);
         --alive_;
         check_nobody_waits_for(self);
-        if (warp.alive == 0) { warp.log.flush(counters_); }
+        if (warp.alive == 0) {
+            warp.log.flush(counters_);
+        }
         if (alive_ > 0) {
             lane_ = pick(&warp);
             if (lane_ == nullptr) {
@@ -234,13 +257,21 @@ void Block::check_nobody_waits_for(Lane const &lane) {
         }
     }
     for (int id = 0; id < kBarriers; ++id) {
-        Barrier const &barrier = barriers_[id];
-        if (barrier.arrived > 0 && barrier.expected == static_cast<int>(lanes_.size())) {
-            fail(kLaunchFailure, "barrier divergence: the thread exited while " +
-                                     std::to_string(barrier.arrived) +
-                                     " threads wait for all of the block at barrier " +
-                                     std::to_string(id));
+        if (barriers_[id].arrived > 0) {
+            check_can_complete(id);
         }
+    }
+}
+
+void Block::check_can_complete(int id) {
+    Barrier const &barrier = barriers_[id];
+    // Threads that have arrived without waiting may go on, and even exit.
+    int const may_come = alive_ - static_cast<int>(barrier.waiters.size());
+    if (may_come < barrier.expected - barrier.arrived) {
+        fail(kLaunchFailure, "barrier divergence: barrier " + std::to_string(id) + " waits for " +
+                                 std::to_string(barrier.expected) + " threads, " +
+                                 std::to_string(barrier.arrived) + " have arrived and " +
+                                 std::to_string(lanes_.size() - alive_) + " have exited");
     }
 }
 
@@ -277,14 +308,18 @@ void Block::meet(Meeting meeting, uint32_t mask, void *arguments, Execute execut
         return;
     }
     warp.groups.erase(group);
-    if (mask == warp.full) { warp.log.flush(counters_); }
+    if (mask == warp.full) {
+        warp.log.flush(counters_);
+    }
     execute(*this, warp, mask);
     warp.ready |= mask;
     for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
         warp.lanes[std::countr_zero(rest)]->waiting = Waiting::nothing;
     }
     // The lane that completes the instruction is not always the first to go on.
-    if ((random() & 7) == 0) { suspend(); }
+    if ((random() & 7) == 0) {
+        suspend();
+    }
 }
 
 void Block::barrier_sync(int id, int threads, bool wait) {
@@ -294,8 +329,9 @@ void Block::barrier_sync(int id, int threads, bool wait) {
     std::string const name = "barrier " + std::to_string(id);
     if (id < 0 || id >= kBarriers || expected > static_cast<int>(lanes_.size()) ||
         (threads != 0 && threads % kWarpSize != 0)) {
-        fail(kLaunchFailure, name + " with " + std::to_string(threads) +
-                                 " threads: ids are 0 to 15, counts multiples of 32 up to the block");
+        fail(kLaunchFailure,
+             name + " with " + std::to_string(threads) +
+                 " threads: ids are 0 to 15, counts multiples of 32 up to the block");
     }
     Barrier &barrier = barriers_[id];
     if (barrier.arrived > 0 && barrier.expected != expected) {
@@ -303,13 +339,10 @@ void Block::barrier_sync(int id, int threads, bool wait) {
                                  " threads, but one arrives that expects " +
                                  std::to_string(expected));
     }
-    if (expected == static_cast<int>(lanes_.size()) && alive_ != expected) {
-        fail(kLaunchFailure, "barrier divergence: " + name + " waits for all threads of the block, " +
-                                 std::to_string(expected - alive_) + " of which have exited");
-    }
+    barrier.expected = expected;
+    check_can_complete(id);
     char *const tag = &barrier.tags[barrier.phase & 1];
     tsan::release(tag);
-    barrier.expected = expected;
     if (++barrier.arrived == expected) {
         ++(threads == 0 ? counters_.block_barriers : counters_.named_barriers);
         ++barrier.phase;
@@ -346,7 +379,9 @@ void Block::warp_sync(uint32_t mask) {
 }
 
 void Block::flush_logs() {
-    for (Warp &warp : warps_) { warp.log.flush(counters_); }
+    for (Warp &warp : warps_) {
+        warp.log.flush(counters_);
+    }
 }
 
 std::string Block::where(Lane const &lane) const {
@@ -361,10 +396,10 @@ std::string Block::describe_waiting() const {
         std::vector<std::pair<std::string, uint32_t>> states;
         for (uint32_t rest = warps_[w].full; rest != 0; rest &= rest - 1) {
             Lane const &lane = *warps_[w].lanes[std::countr_zero(rest)];
-            std::string const state =
-                lane.waiting == Waiting::exited    ? std::string("have exited")
-                : lane.waiting == Waiting::barrier ? "wait at barrier " + std::to_string(lane.barrier)
-                                                   : std::string("wait at ") + name_of(lane.meeting);
+            std::string const state = lane.waiting == Waiting::exited ? std::string("have exited")
+                                      : lane.waiting == Waiting::barrier
+                                          ? "wait at barrier " + std::to_string(lane.barrier)
+                                          : std::string("wait at ") + name_of(lane.meeting);
             auto const known = std::find_if(states.begin(), states.end(),
                                             [&](auto const &s) { return s.first == state; });
             if (known == states.end()) {

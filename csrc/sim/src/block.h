@@ -55,7 +55,7 @@ struct Lane {
     std::vector<AsyncCopy> copies;
     uint64_t copy_group;        // the group that the next copy joins
     uint64_t copy_groups_done;  // groups below this have been waited for
-    void *copy_agent;     // ThreadSanitizer's fibre for the copy engine's writes
+    void *copy_agent;           // ThreadSanitizer's fibre for the copy engine's writes
     std::array<char, 64> issue_tags, done_tags;  // addresses that carry happens-before, per group
 };
 
@@ -81,8 +81,8 @@ struct Barrier {
     int arrived;
     uint64_t phase;
     std::vector<Lane *> waiters;
-    // Two, by parity of the phase: a thread that is already at the next phase must not hand its later
-    // writes to one that has yet to leave this one.
+    // Two, by parity of the phase: a thread that is already at the next phase must not hand its
+    // later writes to one that has yet to leave this one.
     std::array<char, 2> tags;
 };
 
@@ -105,13 +105,15 @@ class Block {
     Lane &lane() { return *lane_; }
     Warp &warp() { return warps_[lane_->warp]; }
 
-    // Arrives at a warp-wide instruction; the last lane executes it for all. Returns once it is done.
+    // Arrives at a warp-wide instruction; the last lane executes it for all. Returns once it is
+    // done.
     using Execute = void (*)(Block &block, Warp &warp, uint32_t mask);
     void meet(Meeting meeting, uint32_t mask, void *arguments, Execute execute);
     void barrier_sync(int id, int threads, bool wait);
     void warp_sync(uint32_t mask);
 
-    void copy_issue(std::byte *smem, std::byte const *gmem, int bytes, bool valid, void const *site);
+    void copy_issue(std::byte *smem, std::byte const *gmem, int bytes, bool valid,
+                    void const *site);
     void copy_commit();
     // Returns once all groups but the newest `pending` have landed.
     void copy_wait_group(uint64_t pending);
@@ -135,6 +137,7 @@ class Block {
     Lane *pick(Warp *preferred);
     [[noreturn]] void exit_lane();
     void check_nobody_waits_for(Lane const &lane);
+    void check_can_complete(int barrier);
     void copy_wait_below(uint64_t group);
     void land(Lane &lane, AsyncCopy const &copy);
     void land_at_random();

@@ -6,9 +6,9 @@
 namespace sim {
 
 Counters &Counters::operator+=(Counters const &other) {
-#define SIM_ADD(name) name += other.name;
-    SIM_COUNTERS(SIM_ADD)
-#undef SIM_ADD
+    for (auto const &[name, value] : kCounterNames) {
+        this->*value += other.*value;
+    }
     return *this;
 }
 
@@ -21,8 +21,11 @@ int bank_conflicts(uint64_t const *offsets, uint32_t lanes, int bytes) {
         std::array<int, 32> count{};
         int deepest = 0;
         for (int lane = first; lane < first + group; ++lane) {
-            if (!(lanes >> lane & 1)) { continue; }
-            for (uint64_t word = offsets[lane] / 4; word <= (offsets[lane] + bytes - 1) / 4; ++word) {
+            if (!(lanes >> lane & 1)) {
+                continue;
+            }
+            for (uint64_t word = offsets[lane] / 4; word <= (offsets[lane] + bytes - 1) / 4;
+                 ++word) {
                 int const bank = word % 32;
                 auto const end = words[bank].begin() + count[bank];
                 if (std::find(words[bank].begin(), end, word) == end) {
@@ -40,7 +43,9 @@ int sectors(uint64_t const *addresses, uint32_t lanes, int bytes) {
     std::array<uint64_t, 64> touched;
     int count = 0;
     for (int lane = 0; lane < 32; ++lane) {
-        if (!(lanes >> lane & 1)) { continue; }
+        if (!(lanes >> lane & 1)) {
+            continue;
+        }
         for (uint64_t s = addresses[lane] / 32; s <= (addresses[lane] + bytes - 1) / 32; ++s) {
             touched[count++] = s;
         }
@@ -59,8 +64,13 @@ void AccessLog::note(AccessKind kind, void const *site, int lane, int bytes, uin
     if (found == requests_.end()) {
         found = std::find_if(requests_.begin(), requests_.begin() + cursor_[lane], joins);
         if (found == requests_.begin() + cursor_[lane]) {
-            requests_.push_back({.kind = kind, .site = site, .bytes = bytes, .lanes = 0,
-                                 .global_lanes = 0, .address = {}, .global_address = {}});
+            requests_.push_back({.kind = kind,
+                                 .site = site,
+                                 .bytes = bytes,
+                                 .lanes = 0,
+                                 .global_lanes = 0,
+                                 .address = {},
+                                 .global_address = {}});
             found = requests_.end() - 1;
         }
     }
@@ -74,7 +84,9 @@ void AccessLog::note(AccessKind kind, void const *site, int lane, int bytes, uin
 }
 
 void AccessLog::flush(Counters &counters) {
-    for (Request const &request : requests_) { tally(request, counters); }
+    for (Request const &request : requests_) {
+        tally(request, counters);
+    }
     requests_.clear();
     cursor_.fill(0);
 }

@@ -3,32 +3,80 @@
 
 #include <array>
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 namespace sim {
 
-// X(name): one 64-bit counter each. Requests, instructions and wavefronts are per warp; bytes are what
-// the lanes asked for. A conflict is a shared memory wavefront beyond the fewest possible. A sector is
-// 32 bytes of global memory touched by a request.
-#define SIM_COUNTERS(X)                                                                        \
-    X(blocks)                                                                                  \
-    X(mma)                                                                                     \
-    X(ldmatrix) X(ldmatrix_wavefronts) X(ldmatrix_conflicts)                                   \
-    X(shared_load_requests) X(shared_load_bytes) X(shared_load_conflicts)                      \
-    X(shared_store_requests) X(shared_store_bytes) X(shared_store_conflicts)                   \
-    X(cp_async_requests) X(cp_async_bytes) X(cp_async_zero_bytes) X(cp_async_sectors)          \
-    X(cp_async_conflicts)                                                                      \
-    X(global_load_requests) X(global_load_bytes) X(global_load_sectors)                        \
-    X(global_store_requests) X(global_store_bytes) X(global_store_sectors)                     \
-    X(block_barriers) X(named_barriers) X(warp_barriers) X(shuffles) X(votes)
-
+// Requests, instructions and wavefronts are per warp; bytes are what the lanes asked for. A
+// conflict is a shared memory wavefront beyond the fewest possible. A sector is 32 bytes of global
+// memory touched by a request.
 struct Counters {
-#define SIM_DECLARE(name) uint64_t name = 0;
-    SIM_COUNTERS(SIM_DECLARE)
-#undef SIM_DECLARE
+    uint64_t blocks = 0;
+    uint64_t mma = 0;
+    uint64_t ldmatrix = 0;
+    uint64_t ldmatrix_wavefronts = 0;
+    uint64_t ldmatrix_conflicts = 0;
+    uint64_t shared_load_requests = 0;
+    uint64_t shared_load_bytes = 0;
+    uint64_t shared_load_conflicts = 0;
+    uint64_t shared_store_requests = 0;
+    uint64_t shared_store_bytes = 0;
+    uint64_t shared_store_conflicts = 0;
+    uint64_t cp_async_requests = 0;
+    uint64_t cp_async_bytes = 0;
+    uint64_t cp_async_zero_bytes = 0;
+    uint64_t cp_async_sectors = 0;
+    uint64_t cp_async_conflicts = 0;
+    uint64_t global_load_requests = 0;
+    uint64_t global_load_bytes = 0;
+    uint64_t global_load_sectors = 0;
+    uint64_t global_store_requests = 0;
+    uint64_t global_store_bytes = 0;
+    uint64_t global_store_sectors = 0;
+    uint64_t block_barriers = 0;
+    uint64_t named_barriers = 0;
+    uint64_t warp_barriers = 0;
+    uint64_t shuffles = 0;
+    uint64_t votes = 0;
 
     Counters &operator+=(Counters const &other);
 };
+
+struct CounterName {
+    char const *name;
+    uint64_t Counters::*value;
+};
+inline constexpr CounterName kCounterNames[] = {
+    {"blocks", &Counters::blocks},
+    {"mma", &Counters::mma},
+    {"ldmatrix", &Counters::ldmatrix},
+    {"ldmatrix_wavefronts", &Counters::ldmatrix_wavefronts},
+    {"ldmatrix_conflicts", &Counters::ldmatrix_conflicts},
+    {"shared_load_requests", &Counters::shared_load_requests},
+    {"shared_load_bytes", &Counters::shared_load_bytes},
+    {"shared_load_conflicts", &Counters::shared_load_conflicts},
+    {"shared_store_requests", &Counters::shared_store_requests},
+    {"shared_store_bytes", &Counters::shared_store_bytes},
+    {"shared_store_conflicts", &Counters::shared_store_conflicts},
+    {"cp_async_requests", &Counters::cp_async_requests},
+    {"cp_async_bytes", &Counters::cp_async_bytes},
+    {"cp_async_zero_bytes", &Counters::cp_async_zero_bytes},
+    {"cp_async_sectors", &Counters::cp_async_sectors},
+    {"cp_async_conflicts", &Counters::cp_async_conflicts},
+    {"global_load_requests", &Counters::global_load_requests},
+    {"global_load_bytes", &Counters::global_load_bytes},
+    {"global_load_sectors", &Counters::global_load_sectors},
+    {"global_store_requests", &Counters::global_store_requests},
+    {"global_store_bytes", &Counters::global_store_bytes},
+    {"global_store_sectors", &Counters::global_store_sectors},
+    {"block_barriers", &Counters::block_barriers},
+    {"named_barriers", &Counters::named_barriers},
+    {"warp_barriers", &Counters::warp_barriers},
+    {"shuffles", &Counters::shuffles},
+    {"votes", &Counters::votes},
+};
+static_assert(sizeof(Counters) == sizeof(uint64_t) * std::size(kCounterNames), "a name for each");
 
 enum class AccessKind : uint8_t { shared_load, shared_store, global_load, global_store, cp_async };
 
@@ -37,8 +85,8 @@ int bank_conflicts(uint64_t const *offsets, uint32_t lanes, int bytes);
 // 32-byte sectors that one global memory request touches.
 int sectors(uint64_t const *addresses, uint32_t lanes, int bytes);
 
-// One warp's accesses since its lanes last met. An instruction is recognised by its return address;
-// the n-th time a lane executes it joins the n-th request of that instruction.
+// One warp's accesses since its lanes last met. An instruction is recognised by its return address,
+// and the n-th time a lane executes it joins the n-th request of that instruction.
 class AccessLog {
   public:
     void note(AccessKind kind, void const *site, int lane, int bytes, uint64_t address,

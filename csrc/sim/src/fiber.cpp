@@ -39,8 +39,8 @@ static void context_release(Fiber &fiber) { delete static_cast<ucontext_t *>(fib
 
 #else
 
-// Saves the callee-saved registers on the stack, exchanges stack pointers, restores. The floating point
-// environment is not saved: kernels do not change it.
+// Saves the callee-saved registers on the stack, exchanges stack pointers, restores. The floating
+// point environment is not saved: kernels do not change it.
 extern "C" void sim_context_switch(void **save_sp, void *load_sp);
 
 #if defined(__x86_64__)
@@ -66,8 +66,8 @@ sim_context_switch:
     ret
 .size sim_context_switch,.-sim_context_switch
 )");
-// Six registers, the entry point that `ret` takes, and the return address slot that entry() expects at
-// a 16-byte boundary plus 8.
+// Six registers, the entry point that `ret` takes, and the return address slot that entry() expects
+// at a 16-byte boundary plus 8.
 static constexpr int kFrameWords = 8;
 static constexpr int kEntryWord = 6;
 #else
@@ -115,7 +115,9 @@ static void context_switch(Fiber &from, Fiber &to) {
 static void context_prepare(Fiber &fiber, void (*entry)()) {
     auto *const top = reinterpret_cast<uintptr_t *>(fiber.stack + fiber.stack_bytes);
     uintptr_t *const frame = top - kFrameWords;
-    for (int i = 0; i < kFrameWords; ++i) { frame[i] = 0; }
+    for (int i = 0; i < kFrameWords; ++i) {
+        frame[i] = 0;
+    }
     frame[kEntryWord] = reinterpret_cast<uintptr_t>(entry);
     fiber.context = frame;
 }
@@ -169,7 +171,9 @@ void fiber_switch(Fiber &from, Fiber &to) {
 void fiber_release(Fiber &fiber) {
     context_release(fiber);
 #if defined(SIM_TSAN)
-    if (!fiber.is_thread) { __tsan_destroy_fiber(fiber.tsan); }
+    if (!fiber.is_thread) {
+        __tsan_destroy_fiber(fiber.tsan);
+    }
 #endif
     fiber.context = fiber.tsan = fiber.asan_fake_stack = nullptr;
 }

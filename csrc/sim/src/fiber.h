@@ -14,7 +14,8 @@ struct Fiber {
     bool is_thread = false;  // stands for an OS thread's own stack
 };
 
-// Makes `fiber`, whose stack is set, start at entry() when it is switched to; entry must not return.
+// Makes `fiber`, whose stack is set, start at entry() when it is switched to; entry must not
+// return.
 void fiber_prepare(Fiber &fiber, void (*entry)());
 // Describes the calling OS thread, so that fibres can switch back to it.
 void fiber_adopt_thread(Fiber &fiber);

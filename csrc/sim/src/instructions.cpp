@@ -69,8 +69,8 @@ void execute_ldmatrix(Block &block, Warp &warp, uint32_t) {
     block.counters_.ldmatrix_conflicts += conflicts;
 }
 
-// Branch-free, so that the compiler vectorises the loops that call it. Scaling by 2^112 rebiases the
-// exponent and normalises subnormals; infinities and NaNs get their exponent back.
+// Branch-free, so that the compiler vectorises the loops that call it. Scaling by 2^112 rebiases
+// the exponent and normalises subnormals; infinities and NaNs get their exponent back.
 float from_fp16(uint16_t h) {
     uint32_t const magnitude = uint32_t(h & 0x7fff) << 13;
     float const scaled = std::bit_cast<float>(magnitude) * std::bit_cast<float>(0x77800000u);
@@ -98,21 +98,31 @@ void mma_tile(Warp &warp) {
             b16[t + 8 * r][g] = static_cast<uint16_t>(x.b[r]);
             b16[t + 8 * r + 1][g] = static_cast<uint16_t>(x.b[r] >> 16);
         }
-        for (int r = 0; r < 4; ++r) { c[g + 8 * (r / 2)][t + r % 2] = x.acc[r]; }
+        for (int r = 0; r < 4; ++r) {
+            c[g + 8 * (r / 2)][t + r % 2] = x.acc[r];
+        }
     }
     float a[kK][16], b[kK][8];
-    for (int i = 0; i < kK * 16; ++i) { (&a[0][0])[i] = convert((&a16[0][0])[i]); }
-    for (int i = 0; i < kK * 8; ++i) { (&b[0][0])[i] = convert((&b16[0][0])[i]); }
+    for (int i = 0; i < kK * 16; ++i) {
+        (&a[0][0])[i] = convert((&a16[0][0])[i]);
+    }
+    for (int i = 0; i < kK * 8; ++i) {
+        (&b[0][0])[i] = convert((&b16[0][0])[i]);
+    }
     for (int k = 0; k < kK; ++k) {
         for (int m = 0; m < 16; ++m) {
-            for (int n = 0; n < 8; ++n) { c[m][n] += a[k][m] * b[k][n]; }
+            for (int n = 0; n < 8; ++n) {
+                c[m][n] += a[k][m] * b[k][n];
+            }
         }
     }
     for (int lane = 0; lane < kWarpSize; ++lane) {
         float *const acc = arguments<MmaArguments>(warp, lane).acc;
         int const g = lane / 4;
         int const t = 2 * (lane % 4);
-        for (int r = 0; r < 4; ++r) { acc[r] = c[g + 8 * (r / 2)][t + r % 2]; }
+        for (int r = 0; r < 4; ++r) {
+            acc[r] = c[g + 8 * (r / 2)][t + r % 2];
+        }
     }
 }
 
@@ -133,10 +143,18 @@ int source_lane(ShuffleArguments const &x, int lane) {
     int const argument = static_cast<int>(x.argument);
     int source = within;
     switch (x.kind) {
-        case Shuffle::index: source = argument & (x.width - 1); break;
-        case Shuffle::up: source = within - argument; break;
-        case Shuffle::down: source = within + argument; break;
-        case Shuffle::exclusive_or: source = within ^ argument; break;
+        case Shuffle::index:
+            source = argument & (x.width - 1);
+            break;
+        case Shuffle::up:
+            source = within - argument;
+            break;
+        case Shuffle::down:
+            source = within + argument;
+            break;
+        case Shuffle::exclusive_or:
+            source = within ^ argument;
+            break;
     }
     // Out of the segment: the lane keeps its own value (PTX ISA, shfl.sync).
     return source < 0 || source >= x.width ? lane : base + source;

@@ -26,7 +26,8 @@ int reject(int code, std::string const &message) {
 // What the blocks of one launch leave behind, gathered from the workers.
 struct Gathered {
     std::atomic<uint64_t> next{0};
-    std::atomic<uint64_t> failed{UINT64_MAX};  // lowest failing block, so that the report is repeatable
+    std::atomic<uint64_t> failed{
+        UINT64_MAX};  // lowest failing block, so that the report is repeatable
     std::mutex mutex;
     int code = kSuccess;
 };
@@ -35,7 +36,9 @@ void work(Launch const &launch, std::function<void()> const &body, uint64_t bloc
     Block block(launch, body, state().settings);
     while (true) {
         uint64_t const index = all.next.fetch_add(1);
-        if (index >= blocks || index > all.failed.load()) { break; }
+        if (index >= blocks || index > all.failed.load()) {
+            break;
+        }
         if (!block.run(index)) {
             std::lock_guard const lock(all.mutex);
             if (index < all.failed.load()) {
@@ -97,22 +100,31 @@ int launch(Launch const &launch, std::function<void()> const &body) {
     Gathered all;
     std::vector<std::thread> threads_of_host;
     for (uint64_t i = 0; i < workers; ++i) {
-        threads_of_host.emplace_back(work, std::cref(launch), std::cref(body), blocks, std::ref(all));
+        threads_of_host.emplace_back(work, std::cref(launch), std::cref(body), blocks,
+                                     std::ref(all));
     }
-    for (std::thread &thread : threads_of_host) { thread.join(); }
-    if (all.code != kSuccess) { sticky_error = all.code; }
+    for (std::thread &thread : threads_of_host) {
+        thread.join();
+    }
+    if (all.code != kSuccess) {
+        sticky_error = all.code;
+    }
     return all.code;
 }
 
 int last_error(bool clear) {
     std::lock_guard const lock(mutex);
     int const error = sticky_error;
-    if (clear) { sticky_error = kSuccess; }
+    if (clear) {
+        sticky_error = kSuccess;
+    }
     return error;
 }
 
 char const *error_text(int error) {
-    if (error == kSuccess) { return "no error"; }
+    if (error == kSuccess) {
+        return "no error";
+    }
     return state().error.empty() ? "unknown error" : state().error.c_str();
 }
 

@@ -7,7 +7,6 @@
 
 namespace sim {
 
-
 uint64_t Block::smem_offset(void const *address, int bytes, int alignment, char const *what) {
     auto const *const first = static_cast<std::byte const *>(address);
     // Through integers: the pointers may belong to different objects.
@@ -15,8 +14,7 @@ uint64_t Block::smem_offset(void const *address, int bytes, int alignment, char 
     if (offset > launch_.smem_bytes || launch_.smem_bytes - offset < static_cast<size_t>(bytes)) {
         fail(kIllegalAddress, std::string(what) + ": " + std::to_string(bytes) +
                                   " bytes at offset " + std::to_string(int64_t(offset)) +
-                                  " lie outside the block's " +
-                                  std::to_string(launch_.smem_bytes) +
+                                  " lie outside the block's " + std::to_string(launch_.smem_bytes) +
                                   " bytes of dynamic shared memory");
     }
     if (offset % alignment != 0) {
@@ -42,7 +40,9 @@ int Block::region_of(void const *address, int bytes) const {
 void Block::note_access(void const *address, int bytes, bool write, void const *site) {
     tsan::Unwatched const unwatched;
     auto const at = reinterpret_cast<uint64_t>(address);
-    if (at - reinterpret_cast<uint64_t>(stacks_) < stack_span_) { return; }
+    if (at - reinterpret_cast<uint64_t>(stacks_) < stack_span_) {
+        return;
+    }
     bool const shared = at - reinterpret_cast<uint64_t>(smem_) < kMaxSmemBytes;
     char const *const what = write ? "store" : "load";
     uint64_t offset = at;
@@ -91,16 +91,22 @@ void Block::copy_issue(std::byte *smem, std::byte const *gmem, int bytes, bool v
         return;
     }
     // From here to the wait the destination may hold anything: whoever still reads it is wrong.
-    for (int i = 0; i < bytes; i += 2) { std::memcpy(smem + i, &kPoison, sizeof kPoison); }
+    for (int i = 0; i < bytes; i += 2) {
+        std::memcpy(smem + i, &kPoison, sizeof kPoison);
+    }
     self.copies.push_back(copy);
-    if (settings_.copy_mode == CopyMode::random) { land_at_random(); }
+    if (settings_.copy_mode == CopyMode::random) {
+        land_at_random();
+    }
 }
 
 void Block::land(Lane &lane, AsyncCopy const &copy) {
     size_t const tag = copy.group % lane.issue_tags.size();
     tsan::as_agent(lane.copy_agent, [&] {
         tsan::acquire(&lane.issue_tags[tag]);
-        if (copy.valid) { tsan::read(copy.gmem, copy.bytes); }
+        if (copy.valid) {
+            tsan::read(copy.gmem, copy.bytes);
+        }
         tsan::write(copy.smem, copy.bytes);
         tsan::release(&lane.done_tags[tag]);
     });
@@ -115,7 +121,9 @@ void Block::land(Lane &lane, AsyncCopy const &copy) {
 void Block::land_at_random() {
     uint64_t const draw = random();
     Lane &lane = lanes_[draw % lanes_.size()];
-    if (lane.copies.empty() || (draw >> 32) % 2 == 0) { return; }
+    if (lane.copies.empty() || (draw >> 32) % 2 == 0) {
+        return;
+    }
     size_t const chosen = (draw >> 40) % lane.copies.size();
     land(lane, lane.copies[chosen]);
     lane.copies.erase(lane.copies.begin() + static_cast<ptrdiff_t>(chosen));
@@ -140,7 +148,9 @@ void Block::copy_wait_below(uint64_t group) {
             std::iter_swap(it, it + static_cast<ptrdiff_t>(random() % uint64_t(rest - it)));
         }
     }
-    for (auto it = self.copies.begin(); it < rest; ++it) { land(self, *it); }
+    for (auto it = self.copies.begin(); it < rest; ++it) {
+        land(self, *it);
+    }
     self.copies.erase(self.copies.begin(), rest);
     for (uint64_t g = self.copy_groups_done; g < group; ++g) {
         tsan::acquire(&self.done_tags[g % self.done_tags.size()]);

@@ -1,8 +1,10 @@
-// Runs one forward problem through one kernel's shared object: `runner kernels.so name problem result`.
-// A process of its own, so that sanitizers can be linked in and a broken kernel harms nobody. The two
-// files are what flashcute/sim/run.py packs and unpacks: 8-byte little-endian words, then raw tensors.
+// Runs one forward problem through one kernel's shared object: `runner kernels.so name problem
+// result`. A process of its own, so that sanitizers can be linked in and a broken kernel harms
+// nobody. The two files are what flashcute/sim/run.py packs and unpacks: 8-byte little-endian
+// words, then raw tensors.
 #include <dlfcn.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -25,11 +27,15 @@ class Reader {
   public:
     explicit Reader(char const *path) {
         std::ifstream file(path, std::ios::binary);
-        if (!file) { throw std::runtime_error(std::string("cannot read ") + path); }
+        if (!file) {
+            throw std::runtime_error(std::string("cannot read ") + path);
+        }
         bytes_.assign(std::istreambuf_iterator<char>(file), {});
     }
     void raw(void *destination, size_t count) {
-        if (bytes_.size() - at_ < count) { throw std::runtime_error("the problem file is short"); }
+        if (bytes_.size() - at_ < count) {
+            throw std::runtime_error("the problem file is short");
+        }
         std::memcpy(destination, bytes_.data() + at_, count);
         at_ += count;
     }
@@ -68,9 +74,9 @@ class Guarded {
   public:
     Guarded(std::string name, size_t bytes) : name_(std::move(name)), bytes_(bytes) {
         // Sized so that the far margin begins right behind the last byte, whatever its alignment.
-        storage_.resize((2 * kMargin + bytes + 31) / 16);
+        storage_.resize((2 * kMargin + bytes) / sizeof(Chunk) + 1);
         auto *const all = reinterpret_cast<char *>(storage_.data());
-        for (size_t i = 0; i < storage_.size() * 16; i += 2) {
+        for (size_t i = 0; i < size(); i += 2) {
             std::memcpy(all + i, &kPoison, sizeof kPoison);
         }
         guard();
@@ -81,15 +87,13 @@ class Guarded {
 
     char *data() { return reinterpret_cast<char *>(storage_.data()) + kMargin; }
     size_t bytes() const { return bytes_; }
-    sim::Region region() {
-        return {name_, reinterpret_cast<std::byte const *>(data()), bytes_};
-    }
+    sim::Region region() { return {name_, reinterpret_cast<std::byte const *>(data()), bytes_}; }
     // Empty, or what was overwritten.
     std::string damage() {
         unguard();
         auto const *const all = reinterpret_cast<char const *>(storage_.data());
         size_t const end = kMargin + bytes_;
-        for (size_t i = 0; i < storage_.size() * 16; i += 2) {
+        for (size_t i = 0; i < size(); i += 2) {
             bool const margin = i + 2 <= kMargin || i >= end + end % 2;
             if (margin && std::memcmp(all + i, &kPoison, sizeof kPoison) != 0) {
                 return "the kernel wrote outside of " + name_ + ", at byte " +
@@ -105,17 +109,19 @@ class Guarded {
 #if defined(SIM_ASAN)
         auto *const all = reinterpret_cast<char *>(storage_.data());
         __asan_poison_memory_region(all, kMargin);
-        __asan_poison_memory_region(data() + bytes_, storage_.size() * 16 - kMargin - bytes_);
+        __asan_poison_memory_region(data() + bytes_, size() - kMargin - bytes_);
 #endif
     }
     void unguard() {
 #if defined(SIM_ASAN)
-        __asan_unpoison_memory_region(storage_.data(), storage_.size() * 16);
+        __asan_unpoison_memory_region(storage_.data(), size());
 #endif
     }
 
-    struct alignas(16) Chunk {
-        std::byte bytes[16];
+    size_t size() const { return storage_.size() * sizeof(Chunk); }
+
+    struct alignas(256) Chunk {  // as cudaMalloc aligns
+        std::byte bytes[256];
     };
     std::string name_;
     size_t bytes_;
@@ -124,10 +130,13 @@ class Guarded {
 
 flash::Flash_kernel const &load(char const *path, char const *name) {
     void *const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) { throw std::runtime_error(dlerror()); }
-    auto *const entry =
-        reinterpret_cast<flash::Flash_kernel const *(*)()>(dlsym(library, name));
-    if (entry == nullptr) { throw std::runtime_error(dlerror()); }
+    if (library == nullptr) {
+        throw std::runtime_error(dlerror());
+    }
+    auto *const entry = reinterpret_cast<flash::Flash_kernel const *(*)()>(dlsym(library, name));
+    if (entry == nullptr) {
+        throw std::runtime_error(dlerror());
+    }
     flash::Flash_kernel const &kernel = *entry();
     if (kernel.abi_version != flash::kAbiVersion ||
         kernel.params_size != static_cast<int32_t>(sizeof(flash::Flash_fwd_params))) {
@@ -155,7 +164,9 @@ flash::Flash_fwd_params read_params(Reader &in) {
           &p.o_row_stride, &p.o_head_stride}) {
         *stride = in.word<int64_t>();
     }
-    for (int32_t *size : {&p.b, &p.seqlen_q, &p.seqlen_k, &p.h, &p.h_k, &p.d}) { *size = in.small(); }
+    for (int32_t *size : {&p.b, &p.seqlen_q, &p.seqlen_k, &p.h, &p.h_k, &p.d}) {
+        *size = in.small();
+    }
     p.h_h_k_ratio = p.h / p.h_k;
     auto const scale = in.word<double>();
     p.scale_softmax = static_cast<float>(scale);
@@ -168,10 +179,14 @@ void run(char const *library, char const *name, char const *problem_path, char c
     sim::state().settings = read_settings(in);
     flash::Flash_fwd_params params = read_params(in);
     size_t sizes[4];
-    for (size_t &size : sizes) { size = in.word<uint64_t>(); }
+    for (size_t &size : sizes) {
+        size = in.word<uint64_t>();
+    }
     Guarded q("q", sizes[0]), k("k", sizes[1]), v("v", sizes[2]), o("out", sizes[3]);
     Guarded lse("softmax_lse", sizeof(float) * params.b * params.h * params.seqlen_q);
-    for (Guarded *tensor : {&q, &k, &v, &o}) { in.raw(tensor->data(), tensor->bytes()); }
+    for (Guarded *tensor : {&q, &k, &v, &o}) {
+        in.raw(tensor->data(), tensor->bytes());
+    }
     for (Guarded *tensor : {&q, &k, &v, &o, &lse}) {
         sim::state().regions.push_back(tensor->region());
     }
@@ -181,20 +196,28 @@ void run(char const *library, char const *name, char const *problem_path, char c
     params.o_ptr = o.data();
     params.softmax_lse_ptr = reinterpret_cast<float *>(lse.data());
 
-    int const code = load(library, name).launch(&params, nullptr);
+    flash::Flash_kernel const &kernel = load(library, name);
+    auto const started = std::chrono::steady_clock::now();
+    int const code = kernel.launch(&params, nullptr);
+    std::chrono::duration<double, std::nano> const elapsed =
+        std::chrono::steady_clock::now() - started;
     std::string damage;
     for (Guarded *tensor : {&q, &k, &v, &o, &lse}) {
-        if (damage.empty()) { damage = tensor->damage(); }
+        if (damage.empty()) {
+            damage = tensor->damage();
+        }
     }
 
     Writer out(result_path);
     out.word(static_cast<uint64_t>(code));
+    out.word(static_cast<uint64_t>(elapsed.count()));
     out.text(code == 0 ? "" : sim::state().error);
     out.text(damage);
-#define SIM_NAME(name) #name " "
-#define SIM_VALUE(name) out.word(sim::state().counters.name);
-    out.text(SIM_COUNTERS(SIM_NAME));
-    SIM_COUNTERS(SIM_VALUE)
+    out.word(std::size(sim::kCounterNames));
+    for (auto const &[name, value] : sim::kCounterNames) {
+        out.text(name);
+        out.word(sim::state().counters.*value);
+    }
     out.word(sim::state().trace.size());
     for (sim::TraceEntry const &entry : sim::state().trace) {
         out.word(entry.block);

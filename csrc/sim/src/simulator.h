@@ -13,8 +13,8 @@
 namespace sim {
 
 // When an asynchronous copy lands. `late`: at the wait that covers it, its destination being poison
-// meanwhile, which is the latest the hardware may. `random`: any time from its issue to that wait, in
-// random order. `eager`: at once.
+// meanwhile, which is the latest the hardware may. `random`: any time from its issue to that wait,
+// in random order. `eager`: at once.
 enum class CopyMode : int { late, random, eager };
 
 struct Settings {

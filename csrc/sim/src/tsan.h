@@ -1,5 +1,6 @@
-// ThreadSanitizer's view of what the runtime does on behalf of CUDA threads. The runtime itself is not
-// instrumented, so its own bookkeeping raises no reports; without SIM_TSAN all of this is empty.
+// ThreadSanitizer's view of what the runtime does on behalf of CUDA threads. The runtime itself is
+// not instrumented, so its own bookkeeping raises no reports; without SIM_TSAN all of this is
+// empty.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +17,8 @@ extern "C" void AnnotateIgnoreWritesEnd(char const *file, int line);
 
 namespace sim::tsan {
 
-// While one lives, the calling fibre's accesses are the runtime's own. ThreadSanitizer would see them
-// where the C library makes them: in memcpy and its like, which are intercepted in any code.
+// While one lives, the calling fibre's accesses are the runtime's own. ThreadSanitizer would see
+// them where the C library makes them: in memcpy and its like, which are intercepted in any code.
 struct Unwatched {
     Unwatched() {
         AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
@@ -41,14 +42,18 @@ inline void write(void *address, size_t size) { __tsan_write_range(address, size
 // Runs `action` as the agent, a thread of its own in the eyes of the race detector.
 template <class Action>
 void as_agent(void *&agent, Action const &action) {
-    if (agent == nullptr) { agent = __tsan_create_fiber(0); }
+    if (agent == nullptr) {
+        agent = __tsan_create_fiber(0);
+    }
     void *const self = __tsan_get_current_fiber();
     __tsan_switch_to_fiber(agent, __tsan_switch_to_fiber_no_sync);
     action();
     __tsan_switch_to_fiber(self, __tsan_switch_to_fiber_no_sync);
 }
 inline void destroy_agent(void *&agent) {
-    if (agent != nullptr) { __tsan_destroy_fiber(agent); }
+    if (agent != nullptr) {
+        __tsan_destroy_fiber(agent);
+    }
     agent = nullptr;
 }
 

@@ -1,5 +1,6 @@
-// Stands before CUTLASS's <cute/config.hpp>: what CuTe calls an invalid control path, an instruction
-// that has no host implementation, becomes the verdict "not covered" instead of an ignored assert.
+// Stands before CUTLASS's <cute/config.hpp>: what CuTe calls an invalid control path, an
+// instruction that has no host implementation, becomes the verdict "not covered" instead of an
+// ignored assert.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,6 +1,7 @@
-// Stands before CUTLASS's <cutlass/numeric_conversion.h>: arrays of fp32 rounded to fp16 or bf16, which
-// the GPU does two at a time with one instruction. CUTLASS's host path stores each half through a
-// 32-bit reference and so reads two bytes past it, which AddressSanitizer rightly reports.
+// Stands before CUTLASS's <cutlass/numeric_conversion.h>: arrays of fp32 rounded to fp16 or bf16,
+// which the GPU does two at a time with one instruction. CUTLASS's host path stores each half
+// through a 32-bit reference and so reads two bytes past it, which AddressSanitizer rightly
+// reports.
 #pragma once
 
 #include_next <cutlass/numeric_conversion.h>
@@ -18,7 +19,9 @@ struct SimArrayConverter {
     static result_type convert(source_type const &source) {
         NumericConverter<To, float> const round;
         To rounded[N];
-        for (int i = 0; i < N; ++i) { rounded[i] = round(source[i]); }
+        for (int i = 0; i < N; ++i) {
+            rounded[i] = round(source[i]);
+        }
         result_type result;
         std::memcpy(&result, rounded, sizeof rounded);
         return result;

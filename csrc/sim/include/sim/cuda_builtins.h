@@ -1,5 +1,8 @@
-// The CUDA C++ built-ins of device code, for g++: index variables, barriers, shuffles, votes, intrinsics.
+// The CUDA C++ built-ins of device code, for g++: index variables, barriers, shuffles, votes,
+// intrinsics.
 #pragma once
+
+#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <bit>
@@ -7,16 +10,14 @@
 #include <cstdint>
 #include <cstring>
 
-#include <cuda_fp16.h>
-
 #include "runtime.h"
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 
 #pragma GCC visibility push(default)
-// Written by the scheduler whenever it resumes a CUDA thread. constinit spares each access the check
-// for a dynamic initialiser.
+// Written by the scheduler whenever it resumes a CUDA thread. constinit spares each access the
+// check for a dynamic initialiser.
 extern constinit thread_local sim::Dim3 threadIdx;
 extern constinit thread_local sim::Dim3 blockIdx;
 extern constinit thread_local sim::Dim3 blockDim;
@@ -47,7 +48,9 @@ T shuffle_words(Shuffle kind, unsigned mask, T value, unsigned argument, int wid
     static_assert(std::is_trivially_copyable_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
     uint32_t words[sizeof(T) / 4];
     std::memcpy(words, &value, sizeof(T));
-    for (uint32_t &word : words) { word = shuffle(kind, mask, word, argument, width); }
+    for (uint32_t &word : words) {
+        word = shuffle(kind, mask, word, argument, width);
+    }
     std::memcpy(&value, words, sizeof(T));
     return value;
 }

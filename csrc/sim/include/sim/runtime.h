@@ -1,5 +1,5 @@
-// What a kernel's code calls when it is compiled for the simulator: one function per instruction that
-// CuTe's arch layer or a CUDA built-in would issue. Implemented in csrc/sim/src.
+// What a kernel's code calls when it is compiled for the simulator: one function per instruction
+// that CuTe's arch layer or a CUDA built-in would issue. Implemented in csrc/sim/src.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ inline constexpr size_t kMaxSmemBytes = 227 * 1024;
 enum class MmaInput { fp16, bf16 };
 enum class Shuffle { index, up, down, exclusive_or };
 
-// Warp-wide: every lane of the warp must arrive. `row` is this lane's 16-byte row address (used from
-// lanes 0 to 8 * matrices - 1), `dst` receives one 32-bit register per 8x8 matrix.
+// Warp-wide: every lane of the warp must arrive. `row` is this lane's 16-byte row address (used
+// from lanes 0 to 8 * matrices - 1), `dst` receives one 32-bit register per 8x8 matrix.
 void ldmatrix(void const *row, uint32_t *dst, int matrices, bool transposed);
 
 // Warp-wide m16n8k(8 * b_registers) MMA: acc (4 registers) += A (2 * b_registers) B (b_registers).
@@ -44,8 +44,8 @@ uint32_t ballot(uint32_t mask, bool predicate);
 // Ends the launch as a device-side trap would.
 [[noreturn]] void trap(char const *what);
 
-// Counts and checks one ordinary access of `bytes` bytes that a CuTe copy makes, wherever it points;
-// register fragments (fibre stacks) are recognised and ignored.
+// Counts and checks one ordinary access of `bytes` bytes that a CuTe copy makes, wherever it
+// points; register fragments (fibre stacks) are recognised and ignored.
 void note_access(void const *address, int bytes, bool write);
 
 struct Dim3 {
@@ -55,7 +55,7 @@ struct Dim3 {
 struct Launch {
     Dim3 grid, block;
     size_t smem_bytes;
-    void const *kernel;      // identity, for the function attributes
+    void const *kernel;       // identity, for the function attributes
     void *(*dynamic_smem)();  // this OS thread's array behind `extern __shared__`
 };
 
@@ -70,5 +70,6 @@ char const *error_text(int error);
 
 #pragma GCC visibility pop
 
-// Defined by the translation unit that defines the dynamic shared memory array (flashcute/sim/build.py).
+// Defined by the translation unit that defines the dynamic shared memory array
+// (flashcute/sim/build.py).
 extern "C" __attribute__((visibility("hidden"))) void *sim_dynamic_smem();

@@ -2,11 +2,9 @@
 // CuTe's vectorised copies go, reporting its accesses to the checks and counters.
 #pragma once
 
-#include <cute/config.hpp>
-
 #include <cute/arch/util.hpp>
+#include <cute/config.hpp>
 #include <cute/numeric/numeric_types.hpp>
-
 #include <type_traits>
 
 namespace cute {

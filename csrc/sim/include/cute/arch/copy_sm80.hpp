@@ -10,7 +10,8 @@ struct SimCpAsync {
     using SRegisters = TS[1];
     using DRegisters = TD[1];
     static_assert(sizeof(TS) == sizeof(TD));
-    static_assert(sizeof(TS) >= kSmallest && (sizeof(TS) == 4 || sizeof(TS) == 8 || sizeof(TS) == 16));
+    static_assert(sizeof(TS) >= kSmallest &&
+                  (sizeof(TS) == 4 || sizeof(TS) == 8 || sizeof(TS) == 16));
 
     static void copy(TS const &gmem_src, TD &smem_dst) {
         sim::cp_async(&smem_dst, &gmem_src, sizeof(TS), true);

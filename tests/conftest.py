@@ -1,0 +1,55 @@
+"""``--backend``: where the forward kernels run that the backend-neutral tests ask for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashcute import heuristics
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--backend",
+        choices=("sim", "cuda"),
+        default="sim",
+        help="run the kernels in the simulator (default) or on a GPU",
+    )
+
+
+def _forward_sim(q, k, v, *, causal, seed):
+    from flashcute import sim
+
+    dtype = {torch.float16: "fp16", torch.bfloat16: "bf16"}[q.dtype]
+    head_dim = heuristics.instantiated_head_dim(q.shape[3])
+    config = heuristics.fwd_config(dtype, head_dim, causal, (9, 0))
+    copy_mode = sim.COPY_MODES[seed % len(sim.COPY_MODES)]
+    result = sim.run_fwd(q, k, v, config, seed=seed, copy_mode=copy_mode)
+    assert result.verdict == "pass", result.message
+    return result.out, result.lse
+
+
+def _forward_cuda(q, k, v, *, causal, seed):
+    from flashcute import flash_attn_func
+
+    # Through the buffer, so that gaps between rows and what lies in them come along.
+    on_gpu = [
+        x._base.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
+        if x._base is not None
+        else x.cuda()
+        for x in (q, k, v)
+    ]
+    out, lse, _ = flash_attn_func(*on_gpu, causal=causal, return_attn_probs=True)
+    return out.cpu(), lse.cpu()
+
+
+@pytest.fixture(scope="session")
+def forward(request):
+    """``forward(q, k, v, *, causal, seed) -> (out, lse)`` of CPU tensors, on the chosen backend."""
+    if request.config.getoption("--backend") == "cuda":
+        return _forward_cuda
+    from flashcute import sim
+
+    sim.build_runners(["none"])
+    sim.build_kernels([(config, "none") for config in heuristics.shipped_configs()])
+    return _forward_sim

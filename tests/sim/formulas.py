@@ -1,0 +1,32 @@
+"""What a forward kernel has to do, counted from the shapes alone."""
+
+from __future__ import annotations
+
+from flashcute.config import FwdConfig
+
+
+def visited_blocks(config: FwdConfig, m_block: int, seqlen_q: int, seqlen_k: int) -> int:
+    """Key blocks that hold a key which some row of query tile ``m_block`` sees."""
+    keys = seqlen_k
+    if config.mask == "causal":
+        last_row = min((m_block + 1) * config.tile_m, seqlen_q) - 1
+        keys = max(min(keys, last_row + 1 + seqlen_k - seqlen_q), 0)
+    return -(-keys // config.tile_n)
+
+
+def mma_count(config: FwdConfig, b: int, seqlen_q: int, seqlen_k: int, h: int) -> int:
+    """m16n8k16 MMAs of all warps: Q K^T and P V over the visited blocks, nothing else."""
+    blocks = sum(
+        visited_blocks(config, m, seqlen_q, seqlen_k) for m in range(-(-seqlen_q // config.tile_m))
+    )
+    per_block = 2 * (config.tile_m // 16) * (config.tile_n // 8) * (config.head_dim // 16)
+    return b * h * blocks * per_block
+
+
+def bytes_read(config: FwdConfig, b: int, seqlen_q: int, seqlen_k: int, h: int, d: int) -> int:
+    """Bytes of Q once, and of K and V once for each query tile that visits them."""
+    rows = seqlen_q
+    for m in range(-(-seqlen_q // config.tile_m)):
+        blocks = visited_blocks(config, m, seqlen_q, seqlen_k)
+        rows += 2 * min(blocks * config.tile_n, seqlen_k)
+    return b * h * rows * d * 2

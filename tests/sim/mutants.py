@@ -1,0 +1,351 @@
+"""Faults planted into the real kernel's sources, each with the checker that has to find it.
+
+A mutant replaces one piece of text, which must occur exactly once: when the kernel changes, the
+mutant is looked at again instead of silently testing nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+from flashcute.config import FwdConfig
+
+# Small tiles compile and run fast. The two kernels take different paths: Q in registers and two
+# stages, or Q in shared memory and one stage.
+TWO_STAGES = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 2, True, 1)
+ONE_STAGE = FwdConfig(80, "bf16", 64, "causal", 64, 32, 4, 1, False, 1)
+# 64 KiB of shared memory: more than a kernel gets without asking.
+LARGE = FwdConfig(80, "fp16", 128, "none", 64, 96, 4, 1, False, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One planted fault.
+
+    Attributes:
+        name: What is wrong.
+        file: The header it is planted in.
+        old: Text that occurs exactly once in it.
+        new: What replaces it.
+        finder: Who must find it: ``"numerics"``, the comparison with the reference, in the copy
+            mode named after a slash; ``"counters"``, an exact count; ``"simulator"``, an error that
+            every run reports; or a checker's name.
+        report: Regular expression that the report must match.
+        config: The kernel.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    finder: str
+    report: str = ""
+    config: FwdConfig = TWO_STAGES
+
+
+_MAINLOOP = "mainloop_fwd_sm80.h"
+_EPILOGUE = "epilogue_fwd.h"
+_KERNEL = "flash_fwd_kernel_sm80.h"
+_STEP = """\
+            cp_async_wait<0>();
+            __syncthreads();
+            if constexpr (kStages == 2) {
+"""
+_Q_IN_REGS = """\
+            cp_async_wait<0>();
+            __syncthreads();
+            copy(copy_q, """
+_V_LANDED = """\
+                cp_async_wait<0>();
+                __syncthreads();
+                if (n > 0) { load_k("""
+_WAIT = "cp_async_wait<0>();"
+_BARRIER = "__syncthreads();"
+_RACE = "data race"
+_OUTSIDE = "outside (every tensor|of )|AddressSanitizer"
+
+MUTANTS = (
+    # A wait removed or too weak: data in flight is read. Late landing makes that visible.
+    Mutant("wait before the step", _MAINLOOP, _STEP, _STEP.replace(_WAIT, ""), "numerics/late"),
+    Mutant(
+        "wait that leaves one group in flight",
+        _MAINLOOP,
+        _STEP,
+        _STEP.replace("<0>", "<1>"),
+        "numerics/late",
+    ),
+    Mutant(
+        "wait before Q is taken into registers",
+        _MAINLOOP,
+        _Q_IN_REGS,
+        _Q_IN_REGS.replace(_WAIT, ""),
+        "numerics/late",
+    ),
+    Mutant(
+        "wait for V",
+        _MAINLOOP,
+        _V_LANDED,
+        _V_LANDED.replace(_WAIT, ""),
+        "numerics/late",
+        "",
+        ONE_STAGE,
+    ),
+    # A barrier removed.
+    Mutant(
+        "barrier before the step, two stages",
+        _MAINLOOP,
+        _STEP,
+        _STEP.replace(_BARRIER, ""),
+        "racecheck",
+        _RACE,
+    ),
+    Mutant(
+        "barrier before the step, one stage",
+        _MAINLOOP,
+        _STEP,
+        _STEP.replace(_BARRIER, ""),
+        "racecheck",
+        _RACE,
+        ONE_STAGE,
+    ),
+    Mutant(
+        "barrier before Q is taken into registers",
+        _MAINLOOP,
+        _Q_IN_REGS,
+        _Q_IN_REGS.replace(_BARRIER, ""),
+        "racecheck",
+        _RACE,
+    ),
+    Mutant(
+        "barrier before K is overwritten",
+        _MAINLOOP,
+        _V_LANDED,
+        _V_LANDED.replace(_BARRIER, ""),
+        "racecheck",
+        _RACE,
+        ONE_STAGE,
+    ),
+    Mutant(
+        "barrier before O takes Q's bytes",
+        _EPILOGUE,
+        "__syncthreads();  // every warp has read Q, whose bytes O takes",
+        "",
+        "racecheck",
+        _RACE,
+        ONE_STAGE,
+    ),
+    Mutant(
+        "barrier between O's halves of the epilogue",
+        _EPILOGUE,
+        "tOsO);\n        __syncthreads();",
+        "tOsO);",
+        "racecheck",
+        _RACE,
+    ),
+    # Barriers and warp-wide instructions that not all threads reach.
+    Mutant(
+        "barrier that half of the block skips",
+        _MAINLOOP,
+        _STEP,
+        _STEP.replace(_BARRIER, "if (thread < 64) { __syncthreads(); }"),
+        "simulator",
+        r"block \(.*warp \d+, lane \d+.*barrier",
+    ),
+    Mutant(
+        "shuffle that every fourth lane skips",
+        "utils.h",
+        "return op(x, __shfl_xor_sync(0xffffffffu, x, 1));",
+        "return (threadIdx.x & 3) == 3 ? x : op(x, __shfl_xor_sync(0xffffffffu, x, 1));",
+        "simulator",
+        r"block \(.*warp \d+, lane \d+.*shuffle",
+    ),
+    Mutant(
+        "thread that leaves early",
+        _KERNEL,
+        "    SeqlenInfo const seqlen(params);",
+        "    if (threadIdx.x == 37) { return; }\n    SeqlenInfo const seqlen(params);",
+        "simulator",
+        r"block \(.*warp 1, lane 5.*(missing lane|exited)",
+    ),
+    # Predicates dropped.
+    Mutant(
+        "row predicate of the loads",
+        _MAINLOOP,
+        "Traits::gmem_row(0, r) < rows && ",
+        "",
+        "simulator",
+        "cp.async reads outside every tensor",
+    ),
+    Mutant(
+        "column predicate of the loads",
+        _MAINLOOP,
+        "&& Traits::gmem_col(0, c) < cols;",
+        ";",
+        "numerics/late",
+    ),
+    Mutant(
+        "row predicate of the output",
+        _EPILOGUE,
+        "Traits::gmem_row(thread, r) < rows && ",
+        "",
+        "memcheck",
+        _OUTSIDE,
+    ),
+    Mutant(
+        "column predicate of the output",
+        _EPILOGUE,
+        " && Traits::gmem_col(thread, c) < params.d",
+        "",
+        "memcheck",
+        _OUTSIDE,
+    ),
+    Mutant(
+        "row predicate of the log-sum-exp",
+        _EPILOGUE,
+        "if (row < rows) { lse_ptr",
+        "{ lse_ptr",
+        "memcheck",
+        "AddressSanitizer",
+    ),
+    # Masks and ranges.
+    Mutant(
+        "causal mask off by one",
+        "mask.h",
+        "row + 1 + seqlen.causal_shift()",
+        "row + 2 + seqlen.causal_shift()",
+        "numerics/late",
+    ),
+    Mutant(
+        "last key column off by one",
+        "mask.h",
+        "int end = seqlen.seqlen_k;",
+        "int end = seqlen.seqlen_k + 1;",
+        "numerics/late",
+        "",
+        dataclasses.replace(ONE_STAGE, mask="none"),
+    ),
+    Mutant(
+        "first unmasked block off by one",
+        "block_info.h",
+        "return cute::max(keys, 0) / kTileN;",
+        "return cute::max(keys, 0) / kTileN + 1;",
+        "numerics/late",
+    ),
+    Mutant(
+        "last block skipped",
+        "block_info.h",
+        "return (cute::max(keys, 0) + kTileN - 1) / kTileN;",
+        "return cute::max(keys, 0) / kTileN;",
+        "numerics/late",
+    ),
+    Mutant(
+        "block visited in vain",
+        "block_info.h",
+        "keys = last_row + 1 + seqlen.causal_shift();",
+        "keys = cute::min(last_row + 1 + seqlen.causal_shift() + kTileN, seqlen.seqlen_k);",
+        "counters",
+    ),
+    Mutant("stage not switched", _MAINLOOP, "stage ^= 1; }", "}", "numerics/late"),
+    Mutant(
+        "key heads not shared",
+        _MAINLOOP,
+        "tile.head / params.h_h_k_ratio",
+        "tile.head",
+        "simulator",
+        "cp.async reads outside every tensor",
+    ),
+    # Softmax.
+    Mutant(
+        "output not rescaled",
+        "softmax.h",
+        "rescale(tOrO, factor);",
+        "",
+        "numerics/late",
+    ),
+    Mutant(
+        "minus infinity minus minus infinity",
+        "softmax.h",
+        "return max == -INFINITY ? 0.f : max;",
+        "return max;",
+        "numerics/late",
+    ),
+    Mutant(
+        "reduction over the wrong lanes",
+        "utils.h",
+        "__shfl_xor_sync(0xffffffffu, x, 1)",
+        "__shfl_xor_sync(0xffffffffu, x, 4)",
+        "numerics/late",
+    ),
+    # Memory that nobody wrote.
+    Mutant(
+        "padding of a tile not zeroed",
+        _MAINLOOP,
+        "gmem_copy.with(valid).call(",
+        "if (valid) gmem_copy.with(valid).call(",
+        "numerics/eager",
+    ),
+    Mutant(
+        "register read that nobody wrote",
+        "softmax.h",
+        "inv_sum(i) = empty ?",
+        "if (i > 0) inv_sum(i) = empty ?",
+        "numerics/late",
+    ),
+    Mutant(
+        "Q's tile not loaded",
+        _MAINLOOP,
+        "load_tile(gQ, params.q_row_stride, sQ, seqlen.seqlen_q - tile.m_block * kTileM",
+        "load_tile(gQ, params.q_row_stride, sQ, 0 * seqlen.seqlen_q",
+        "numerics/late",
+    ),
+    # Addresses and sizes.
+    Mutant(
+        "storage at an odd offset",
+        _KERNEL,
+        "SharedStorage *>(smem)",
+        "SharedStorage *>(smem + 2)",
+        "ubcheck",
+        "misaligned address",
+    ),
+    Mutant(
+        "launch with too little shared memory",
+        "flash_fwd_launch_template.h",
+        "config.dynamicSmemBytes = Traits::kSmemBytes;",
+        "config.dynamicSmemBytes = Traits::kSmemBytes / 2;",
+        "simulator",
+        "outside the block's",
+    ),
+    Mutant(
+        "shared memory not asked for",
+        "flash_fwd_launch_template.h",
+        "cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);",
+        "cudaFuncAttributeMaxDynamicSharedMemorySize, 0 * smem_bytes);",
+        "simulator",
+        "the kernel may use 49152",
+        LARGE,
+    ),
+    # Performance.
+    Mutant(
+        "shared memory not swizzled",
+        "kernel_traits.h",
+        "Swizzle<(kSmemRow == 64 ? 3 : 2), 3, 3>",
+        "Swizzle<0, 3, 3>",
+        "counters",
+    ),
+)
+
+
+def plant(mutant: Mutant, source: Path, target: Path) -> Path:
+    """Copies the headers of ``source`` to ``target`` with the fault in them; returns ``target``."""
+    target.mkdir(parents=True)
+    for header in source.glob("*.h"):
+        shutil.copy(header, target)
+    path = target / mutant.file
+    text = path.read_text()
+    found = text.count(mutant.old)
+    if found != 1:
+        raise ValueError(f"mutant {mutant.name!r}: {mutant.file} holds its text {found} times")
+    path.write_text(text.replace(mutant.old, mutant.new))
+    return target

@@ -1,0 +1,82 @@
+"""All shipped kernels on the CPU: right by the rule used on a GPU, and as busy as planned."""
+
+import pytest
+import torch
+from formulas import bytes_read, mma_count
+
+from flashcute import sim
+from flashcute.heuristics import shipped_configs
+from flashcute.testing import check_forward
+
+# (b, seqlen_q, seqlen_k, h, h_k, d less than the head dimension by)
+SHAPES = {
+    "whole tiles": (1, 128, 128, 1, 1, 0),
+    "one past the tile edges": (1, 129, 193, 2, 1, 8),
+    "fewer queries than keys": (2, 17, 130, 4, 2, 16),
+    "queries that see no key": (1, 200, 63, 1, 1, 0),
+    "no keys": (1, 5, 0, 2, 2, 8),
+}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """Compiles the shipped kernels, several at a time."""
+    sim.build_runners(["none"])
+    return sim.build_kernels([(config, "none") for config in shipped_configs()])
+
+
+def problem(config, shape, seed=0):
+    b, seqlen_q, seqlen_k, h, h_k, less = shape
+    generator = torch.Generator().manual_seed(seed)
+    d = config.head_dim - less
+    sizes = ((b, seqlen_q, h, d), (b, seqlen_k, h_k, d), (b, seqlen_k, h_k, d))
+    return [torch.randn(size, generator=generator).to(DTYPES[config.dtype]) for size in sizes]
+
+
+@pytest.mark.parametrize("config", shipped_configs(), ids=lambda c: c.name)
+def test_work_done_is_the_work_planned(kernels, config):
+    for name, shape in SHAPES.items():
+        b, seqlen_q, seqlen_k, h, _, less = shape
+        q, k, v = problem(config, shape)
+        counters = sim.run_fwd(q, k, v, config).counters
+        assert counters["mma"] == mma_count(config, b, seqlen_q, seqlen_k, h), name
+        read = bytes_read(config, b, seqlen_q, seqlen_k, h, q.shape[3])
+        assert counters["cp_async_bytes"] == read, name
+        assert counters["global_store_bytes"] == q.numel() * 2, name
+        conflicts = {key: n for key, n in counters.items() if key.endswith("_conflicts")}
+        assert not any(conflicts.values()), f"{name}: {conflicts}"
+        if less == 0:  # rows begin at sectors, so no sector holds anything that was not asked for
+            assert counters["cp_async_sectors"] * 32 == read, name
+            assert counters["global_store_sectors"] * 32 == q.numel() * 2, name
+
+
+def test_one_block_takes_milliseconds(kernels):
+    config = next(c for c in shipped_configs() if c.head_dim == 64 and c.mask == "none")
+    q, k, v = problem(config, (1, 128, 128, 1, 1, 0))
+    assert min(sim.run_fwd(q, k, v, config).seconds for _ in range(5)) < 0.02
+
+
+@pytest.mark.parametrize("config", shipped_configs(), ids=lambda c: c.name)
+def test_no_false_alarm_under_many_schedules(kernels, config):
+    q, k, v = problem(config, (1, 20, 100, 1, 1, 0))
+    first = None
+    for seed in range(50):
+        result = sim.run_fwd(q, k, v, config, seed=seed, copy_mode=sim.COPY_MODES[seed % 2])
+        assert result.verdict == "pass", f"seed {seed}: {result.message}"
+        first = first or result
+        # The schedule is free, the arithmetic is not: any order of lanes gives the same bits.
+        assert torch.equal(result.out, first.out), f"seed {seed}"
+        assert torch.equal(result.lse, first.lse), f"seed {seed}"
+        assert result.counters == first.counters, f"seed {seed}"
+
+
+@pytest.mark.parametrize("checker", [c for c in sim.CHECKERS if c != "none"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_checkers_are_silent(checker, head_dim):
+    for config in shipped_configs():
+        if config.head_dim == head_dim:
+            q, k, v = problem(config, (1, 130, 150, 2, 1, 8))
+            result = sim.run_fwd(q, k, v, config, checker=checker, seed=3)
+            assert result.verdict == "pass", result.message
+            check_forward(result.out, result.lse, q, k, v, causal=config.mask == "causal")

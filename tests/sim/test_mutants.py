@@ -1,0 +1,106 @@
+"""Every planted fault is found, and by the checker that is meant for it."""
+
+import re
+
+import mutants
+import pytest
+import torch
+from formulas import mma_count
+from mutants import MUTANTS
+
+from flashcute import sim
+from flashcute.jit import build, sources, toolchain
+from flashcute.sim.build import kernel_unit
+from flashcute.testing import compare_forward
+
+# (b, seqlen_q, seqlen_k, h, h_k) and a factor for q: more keys than queries; queries that see no
+# key at all; scores so large that the running maximum grows from block to block.
+PROBLEMS = (((2, 100, 150, 4, 2), 1), ((1, 150, 70, 2, 2), 1), ((1, 70, 200, 1, 1), 16))
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """The folder of each mutant's headers; all of them are compiled here, in parallel."""
+    folder = tmp_path_factory.mktemp("mutants")
+    dirs = {
+        m.name: mutants.plant(m, sources.kernel_include_dir(), folder / str(i))
+        for i, m in enumerate(MUTANTS)
+    }
+    units = [kernel_unit(m.config, checker(m), kernel_dir=dirs[m.name]) for m in MUTANTS]
+    results = build.build_many(units, toolchain.find_host_compiler())
+    errors = [result.error for result in results if result.error]
+    assert not errors, "\n".join(errors)
+    return dirs
+
+
+def checker(mutant):
+    return mutant.finder if mutant.finder in sim.CHECKERS else "none"
+
+
+def problem(config, shape, factor):
+    b, seqlen_q, seqlen_k, h, h_k = shape
+    generator = torch.Generator().manual_seed(7)
+    dtype = torch.float16 if config.dtype == "fp16" else torch.bfloat16
+    d = config.head_dim - 8  # so that the last columns must be predicated
+    sizes = ((b, seqlen_q, h, d), (b, seqlen_k, h_k, d), (b, seqlen_k, h_k, d))
+    q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return q * factor, k, v
+
+
+def wrong_numbers(mutant, result, q, k, v):
+    if result.verdict != "pass":
+        return True
+    causal = mutant.config.mask == "causal"
+    return not compare_forward(result.out, result.lse, q, k, v, causal=causal).ok
+
+
+def wrong_counts(mutant, result, shape):
+    b, seqlen_q, seqlen_k, h, _ = shape
+    conflicts = sum(n for name, n in result.counters.items() if name.endswith("_conflicts"))
+    return conflicts or result.counters["mma"] != mma_count(mutant.config, b, seqlen_q, seqlen_k, h)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_found(mutant, planted):
+    finder, _, copy_mode = mutant.finder.partition("/")
+    results = []
+    for shape, factor in PROBLEMS:
+        q, k, v = problem(mutant.config, shape, factor)
+        result = sim.run_fwd(
+            q,
+            k,
+            v,
+            mutant.config,
+            checker=checker(mutant),
+            copy_mode=copy_mode or "late",
+            kernel_dir=planted[mutant.name],
+            timeout=120,
+        )
+        results.append(result)
+        if finder == "numerics" and wrong_numbers(mutant, result, q, k, v):
+            return
+        if finder == "counters" and wrong_counts(mutant, result, shape):
+            # A fault that only costs time: the numbers are right, the counts are not.
+            assert not wrong_numbers(mutant, result, q, k, v)
+            return
+        if result.verdict == "fail" and mutant.report and re.search(mutant.report, result.message):
+            return
+    pytest.fail(f"{mutant.name} survived: {[(r.verdict, r.message) for r in results]}")
+
+
+def test_mutant_must_match_once(tmp_path):
+    lost = mutants.Mutant("lost", "mask.h", "no such text", "", "numerics/late")
+    with pytest.raises(ValueError, match="holds its text 0 times"):
+        mutants.plant(lost, sources.kernel_include_dir(), tmp_path / "lost")
+
+
+@pytest.mark.parametrize("config", {m.config for m in MUTANTS}, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("copy_mode", sim.COPY_MODES)
+def test_unmutated_kernel_passes_the_same_checks(config, copy_mode):
+    mutant = mutants.Mutant("none", "", "", "", "numerics", config=config)
+    for shape, factor in PROBLEMS:
+        q, k, v = problem(config, shape, factor)
+        result = sim.run_fwd(q, k, v, config, copy_mode=copy_mode)
+        assert result.verdict == "pass", result.message
+        assert not wrong_numbers(mutant, result, q, k, v)
+        assert not wrong_counts(mutant, result, shape)
