@@ -17,8 +17,8 @@
 #include <limits>
 #include <mutex>
 #include <numbers>
-#include <sstream>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -62,12 +62,18 @@ constexpr int64_t kMaxSeqlen = kMaxInt32 - 1023;
 // Bounds the table for workloads in which every call has another sequence length.
 constexpr size_t kMaxRemembered = 4096;
 
+std::string to_text(const char *text) { return text; }
+template <typename Number>
+std::string to_text(Number number) {
+    return std::to_string(number);
+}
+
+// Without iostreams: their number formatting crashes where torch carries another libstdc++ than the
+// one this file was compiled against (seen with g++ 13 and torch 2.11).
 template <typename... Args>
 [[noreturn]] void fail(const Args &...args) {
-    std::ostringstream message;
-    message << C10_STRINGIZE(FLASHCUTE_NAMESPACE) << "::fwd: ";
-    (message << ... << args);
-    throw std::runtime_error(message.str());
+    throw std::runtime_error(std::string(C10_STRINGIZE(FLASHCUTE_NAMESPACE) "::fwd: ") +
+                             (to_text(args) + ...));
 }
 
 // torch's own macro for this has another name in 2.10 and 2.11 than later.
@@ -229,8 +235,8 @@ template <size_t rank>
 Tensor empty(const int64_t (&sizes)[rank], const int64_t (&strides)[rank], int32_t dtype,
              int32_t device) {
     AtenTensorHandle handle = nullptr;
-    check_shim(aoti_torch_empty_strided(
-        rank, sizes, strides, dtype, aoti_torch_device_type_cuda(), device, &handle));
+    check_shim(aoti_torch_empty_strided(rank, sizes, strides, dtype, aoti_torch_device_type_cuda(),
+                                        device, &handle));
     return Tensor(handle);
 }
 
