@@ -45,6 +45,7 @@ class FwdConfig:
         stages: K/V buffers in shared memory, 1 or 2.
         q_in_regs: Keep Q's fragments in registers.
         min_ctas: CTAs per SM that the register budget must allow.
+        peel_masked: Give the blocks that need the mask a copy of the main loop of their own.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -60,6 +61,7 @@ class FwdConfig:
     stages: int
     q_in_regs: bool
     min_ctas: int
+    peel_masked: bool
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, supported: str) -> None:
@@ -79,6 +81,7 @@ class FwdConfig:
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
         require(self.stages in (1, 2), "stages", "in (1, 2)")
         require(isinstance(self.q_in_regs, bool), "q_in_regs", "to be a bool")
+        require(isinstance(self.peel_masked, bool), "peel_masked", "to be a bool")
         require(self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4)")
 
     @property
@@ -91,8 +94,9 @@ class FwdConfig:
     def variant(self) -> str:
         """The tile choices, which together with :attr:`name` identify the configuration."""
         q = "_qreg" if self.q_in_regs else ""
+        peel = "_peel" if self.peel_masked else ""
         tile = f"{self.tile_m}x{self.tile_n}"
-        return f"{tile}_w{self.warps}_s{self.stages}{q}_c{self.min_ctas}"
+        return f"{tile}_w{self.warps}_s{self.stages}{q}_c{self.min_ctas}{peel}"
 
     @property
     def full_name(self) -> str:

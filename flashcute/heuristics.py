@@ -24,8 +24,8 @@ class FwdProblem:
     d: int
 
 
-# (tile_m, tile_n, warps, stages, q_in_regs, min_ctas) per instantiated head dimension, and apart
-# for the causal mask where it differs.
+# (tile_m, tile_n, warps, stages, q_in_regs, min_ctas, peel_masked) per instantiated head dimension,
+# and apart for the causal mask where it differs.
 #
 # The shared memory port is the tightest roof of this class: an MMA's B fragment costs 2 clocks of
 # it per 16 rows that a warp owns, so warps own 32 rows wherever the accumulators allow it. Two CTAs
@@ -33,26 +33,23 @@ class FwdProblem:
 # among tiles that do not spill; the figures are geometric means of the speed over FlashAttention-2
 # in PyTorch, s = 512, 2048 and 8192, full / causal, with the runner-up or what spills.
 _SM80_TILES = {
-    32: (128, 64, 4, 2, True, 2),  # 1.13 / 1.15; 128x128 1.16 / 1.16, but it spills
-    64: (128, 64, 4, 2, True, 2),  # 1.15 / 1.17; Q in shared memory 1.12 / 1.15
-    96: (128, 64, 4, 2, False, 2),  # 1.08 / 1.06; one stage 1.08 / 1.07, but it spills
-    128: (128, 48, 4, 1, False, 2),  # 1.08; 128x64 1.11, but it spills
-    192: (64, 64, 4, 1, True, 2),  # 1.10 / 1.18; 64x48 of two stages 1.12 / 1.17
-    256: (64, 64, 4, 1, False, 2),  # 1.03 / 1.08; 128x64 of 8 warps 1.01 / 0.99
-}
-_SM80_TILES_CAUSAL = {
-    128: (128, 32, 4, 2, False, 2),  # 1.10; 128x64 of one stage 1.18, but it spills
+    32: (128, 64, 4, 2, True, 2, False),  # 1.10 / 1.13; three CTAs 1.19 / 1.22, but it spills
+    64: (128, 64, 4, 2, True, 2, True),  # 1.13 / 1.17; Q in shared memory 1.11 / 1.13
+    96: (128, 64, 4, 2, False, 2, False),  # 1.08 / 1.06; one stage 1.08 / 1.07, but it spills
+    128: (128, 48, 4, 1, False, 2, True),  # 1.09 / 1.14; 128x64 1.10 / 1.15, but it spills
+    192: (64, 64, 4, 1, True, 2, False),  # 1.12 / 1.19; 64x48 of two stages 1.07 / 1.13
+    256: (64, 64, 4, 1, False, 2, True),  # 1.04 / 1.07; 128x64 of 8 warps 1.01 / 0.99
 }
 
 # 163 KB per SM (8.0, 8.7): two CTAs of the tile above do not fit.
 _SM80_TILES_163KB = {
-    256: (128, 64, 8, 1, False, 1),  # 128 KB; the tile of FlashAttention-2
+    256: (128, 64, 8, 1, False, 1, False),  # 128 KB; the tile of FlashAttention-2
 }
 
 # 99 KB per CTA and 100 KB per SM (8.6, 8.9, 12.x).
 _SM80_TILES_99KB = {
-    192: (64, 64, 4, 1, True, 1),  # 72 KB
-    256: (64, 64, 4, 1, False, 1),  # 96 KB
+    192: (64, 64, 4, 1, True, 1, False),  # 72 KB
+    256: (64, 64, 4, 1, False, 1, True),  # 96 KB
 }
 
 
@@ -64,13 +61,11 @@ def instantiated_head_dim(d: int) -> int:
 def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]) -> FwdConfig:
     """The configuration for one instantiated head dimension on one compute capability."""
     tile = _SM80_TILES[head_dim]
-    if causal:
-        tile = _SM80_TILES_CAUSAL.get(head_dim, tile)
     if MAX_SMEM_BYTES[capability] < 163 * 1024:
         tile = _SM80_TILES_99KB.get(head_dim, tile)
     elif MAX_SMEM_BYTES[capability] < 227 * 1024:
         tile = _SM80_TILES_163KB.get(head_dim, tile)
-    tile_m, tile_n, warps, stages, q_in_regs, min_ctas = tile
+    tile_m, tile_n, warps, stages, q_in_regs, min_ctas, peel_masked = tile
     return FwdConfig(
         arch=80,
         dtype=dtype,
@@ -82,6 +77,7 @@ def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, i
         stages=stages,
         q_in_regs=q_in_regs,
         min_ctas=min_ctas,
+        peel_masked=peel_masked,
     )
 
 

@@ -76,10 +76,16 @@ def fitting_configs(
 ) -> Iterator[FwdConfig]:
     """Every configuration of the sm80 class that keeps 8 warps on an SM without spilling."""
     options = itertools.product(
-        (64, 128, 256), (32, 48, 64, 80, 96, 128), (4, 8), (1, 2), (False, True), (1, 2, 3)
+        (64, 128, 256),
+        (32, 48, 64, 80, 96, 128),
+        (4, 8),
+        (1, 2),
+        (False, True),
+        (1, 2, 3),
+        (False, True),
     )
     row = 64 if head_dim % 64 == 0 else 32
-    for tile_m, tile_n, warps, stages, q_in_regs, min_ctas in options:
+    for tile_m, tile_n, warps, stages, q_in_regs, min_ctas, peel_masked in options:
         rows_per_copy = 32 * warps // (row // 8)
         if tile_m % (16 * warps) or tile_m % rows_per_copy or tile_n % rows_per_copy:
             continue
@@ -94,6 +100,7 @@ def fitting_configs(
             stages=stages,
             q_in_regs=q_in_regs,
             min_ctas=min_ctas,
+            peel_masked=peel_masked,
         )
         # A higher min_ctas of the same tile is another register budget, worth trying where it fits;
         # fewer than 8 warps an SM leave the tensor cores idle during every softmax.

@@ -126,8 +126,9 @@ struct MainloopFwdSm80 {
             copy(copy_q, tSsQ, copy_q.get_slice(thread).retile_D(tSrQ));
         }
 
-        CUTE_NO_UNROLL
-        for (; n >= 0; --n) {
+        // masked is known when the kernel is compiled if its masked blocks have a loop of their
+        // own.
+        auto const step = [&](auto masked) {
             // This block's K (with two stages its V too) has landed; all warps are done with the
             // buffers that the next loads overwrite.
             cp_async_wait<0>();
@@ -157,7 +158,7 @@ struct MainloopFwdSm80 {
                 if (n > 0) load_k(n - 1, stage);
                 cp_async_fence();
             }
-            if (n >= n_unmasked_end) mask.template apply<Traits>(tSrS, thread, n);
+            if (masked) mask.template apply<Traits>(tSrS, thread, n);
             softmax.update_max(tSrS, tOrO);
             softmax.exponentiate(tSrS);
             Tensor rP = convert_type<Element>(tSrS);  // (4, MMA_M, N/8)
@@ -166,6 +167,15 @@ struct MainloopFwdSm80 {
             Tensor tOsVt = copy_v.get_slice(thread).partition_S(sVt(stage));   // (8, d/16, N/16)
             gemm_smem(mma, NoCopy{}, copy_v, tOrO, tOrP, tOrVt, tOsVt, tOsVt);
             if constexpr (kStages == 2) stage ^= 1;
+        };
+        if constexpr (C.peel_masked) {
+            CUTE_NO_UNROLL
+            for (; n >= n_unmasked_end; --n) step(true_type{});
+            CUTE_NO_UNROLL
+            for (; n >= 0; --n) step(false_type{});
+        } else {
+            CUTE_NO_UNROLL
+            for (; n >= 0; --n) step(n >= n_unmasked_end);
         }
         cp_async_wait<0>();
     }

@@ -55,7 +55,7 @@ template <class TiledMma, class CopyA, class CopyB, class Acc, class FragA, clas
           class SmemA, class SmemB>
 CUTE_DEVICE void gemm_smem(TiledMma const &mma, CopyA const &copy_a, CopyB const &copy_b, Acc &acc,
                            FragA &tCrA, FragB &tCrB, SmemA const &tCsA, SmemB const &tCsB) {
-    constexpr int kAhead = 2;
+    constexpr int kAhead = 4;
     constexpr int kM = decltype(size<1>(tCrA))::value;
     constexpr int kK = decltype(size<2>(tCrA))::value;
     constexpr int kN16 = decltype(size<1>(tCsB))::value;

@@ -7,12 +7,13 @@ static constexpr flash::FwdConfig kConfig = {
     .head_dim = 128,
     .mask = flash::MaskKind::causal,
     .tile_m = 128,
-    .tile_n = 32,
+    .tile_n = 48,
     .warps = 4,
-    .stages = 2,
+    .stages = 1,
     .q_in_regs = false,
     .min_ctas = 2,
+    .peel_masked = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim128_bf16_causal_sm80_128x32_w4_s2_c2";
+static constexpr char kName[] = "flash_fwd_hdim128_bf16_causal_sm80_128x48_w4_s1_c2_peel";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

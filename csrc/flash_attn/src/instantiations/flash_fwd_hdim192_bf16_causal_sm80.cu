@@ -12,6 +12,7 @@ static constexpr flash::FwdConfig kConfig = {
     .stages = 1,
     .q_in_regs = true,
     .min_ctas = 2,
+    .peel_masked = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim192_bf16_causal_sm80_64x64_w4_s1_qreg_c2";
 

@@ -12,7 +12,8 @@ static constexpr flash::FwdConfig kConfig = {
     .stages = 1,
     .q_in_regs = false,
     .min_ctas = 2,
+    .peel_masked = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim256_fp16_sm80_64x64_w4_s1_c2";
+static constexpr char kName[] = "flash_fwd_hdim256_fp16_sm80_64x64_w4_s1_c2_peel";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

@@ -12,6 +12,7 @@ static constexpr flash::FwdConfig kConfig = {
     .stages = 2,
     .q_in_regs = true,
     .min_ctas = 2,
+    .peel_masked = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim32_fp16_sm80_128x64_w4_s2_qreg_c2";
 

@@ -12,7 +12,8 @@ static constexpr flash::FwdConfig kConfig = {
     .stages = 2,
     .q_in_regs = true,
     .min_ctas = 2,
+    .peel_masked = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim64_fp16_causal_sm80_128x64_w4_s2_qreg_c2";
+static constexpr char kName[] = "flash_fwd_hdim64_fp16_causal_sm80_128x64_w4_s2_qreg_c2_peel";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
