@@ -217,12 +217,22 @@ def summarise_samples(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[
     }
 
 
+_GIT_COMMIT = [
+    *("git", "-C", str(pathlib.Path(__file__).parent), "rev-parse"),
+    *("--quiet", "--verify", "HEAD"),
+]
+
+
 def machine_info() -> dict[str, object]:
-    """What a figure must be read with: machine, versions, commit, date (UTC), command."""
+    """What a figure must be read with: machine, versions, commit, date (UTC), command.
+
+    The commit is that of the environment variable GIT_COMMIT where the code runs without its
+    repository, as in a container.
+    """
     info: dict[str, object] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join([pathlib.Path(sys.executable).name, *sys.argv]),
-        "commit": _output(["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"]),
+        "commit": os.environ.get("GIT_COMMIT") or _output(_GIT_COMMIT),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
