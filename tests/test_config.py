@@ -20,6 +20,7 @@ GOOD = {
     "stages": 1,
     "q_in_regs": False,
     "min_ctas": 2,
+    "peel_masked": False,
 }
 
 
@@ -28,8 +29,8 @@ def test_names():
     assert c.name == "flash_fwd_hdim128_bf16_causal_sm80"
     assert c.variant == "128x64_w4_s1_c2"
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm80_128x64_w4_s1_c2"
-    other = dataclasses.replace(c, mask="none", q_in_regs=True)
-    assert other.full_name == "flash_fwd_hdim128_bf16_sm80_128x64_w4_s1_qreg_c2"
+    other = dataclasses.replace(c, mask="none", q_in_regs=True, peel_masked=True)
+    assert other.full_name == "flash_fwd_hdim128_bf16_sm80_128x64_w4_s1_qreg_c2_peel"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ def test_names():
         ("stages", 3),
         ("q_in_regs", 1),
         ("min_ctas", 0),
+        ("peel_masked", 1),
     ],
 )
 def test_wrong_field_is_named(field, value):
@@ -70,6 +72,7 @@ def test_every_field_changes_the_full_name():
         "stages": 2,
         "q_in_regs": True,
         "min_ctas": 1,
+        "peel_masked": True,
     }
     assert {*changes, "arch"} == {f.name for f in dataclasses.fields(FwdConfig)}
     names = {dataclasses.replace(c, **{field: value}).full_name for field, value in changes.items()}
@@ -83,7 +86,7 @@ def test_initialiser_is_what_flash_h_understands(tmp_path):
     for field in dataclasses.fields(c):
         value = getattr(c, field.name)
         enums = {"dtype": "flash::DType::", "mask": "flash::MaskKind::"}
-        text = enums.get(field.name, "") + str(value).replace("True", "true")
+        text = enums.get(field.name, "") + str(value).lower()
         checks.append(f"static_assert(kConfig.{field.name} == {text});")
     source = tmp_path / "config.cpp"
     source.write_text(

@@ -104,8 +104,10 @@ def test_info_describes_a_machine_with_nothing(no_gpu, tmp_path, monkeypatch, ca
     assert "expected nvcc in one of" in printed
     assert "got CXX=no-compiler" in printed
     assert str(tmp_path / "cache") in printed
-    for config in heuristics.shipped_configs():
-        for target in ("80", "90"):
+    for target, capability in (("80", (8, 0)), ("90", (9, 0))):
+        for shipped in heuristics.shipped_configs():
+            causal = shipped.mask == "causal"
+            config = heuristics.fwd_config(shipped.dtype, shipped.head_dim, causal, capability)
             row = next(
                 x
                 for x in printed.splitlines()

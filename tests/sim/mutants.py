@@ -12,12 +12,12 @@ from pathlib import Path
 
 from flashcute.config import FwdConfig
 
-# Small tiles compile and run fast. The two kernels take different paths: Q in registers and two
-# stages, or Q in shared memory and one stage.
-TWO_STAGES = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 2, True, 1)
-ONE_STAGE = FwdConfig(80, "bf16", 64, "causal", 64, 32, 4, 1, False, 1)
+# Small tiles compile and run fast. The two kernels take different paths: Q in registers, two stages
+# and one loop, or Q in shared memory, one stage and a loop of their own for masked blocks.
+TWO_STAGES = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 2, True, 1, False)
+ONE_STAGE = FwdConfig(80, "bf16", 64, "causal", 64, 32, 4, 1, False, 1, True)
 # 64 KiB of shared memory: more than a kernel gets without asking.
-LARGE = FwdConfig(80, "fp16", 128, "none", 64, 96, 4, 1, False, 1)
+LARGE = FwdConfig(80, "fp16", 128, "none", 64, 96, 4, 1, False, 1, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ _Q_IN_REGS = """\
 _V_LANDED = """\
                 cp_async_wait<0>();
                 __syncthreads();
-                if (n > 0) { load_k("""
+                if (n > 0) load_k("""
 _WAIT = "cp_async_wait<0>();"
 _BARRIER = "__syncthreads();"
 _RACE = "data race"
@@ -130,8 +130,8 @@ MUTANTS = (
     Mutant(
         "barrier before O takes Q's bytes",
         _EPILOGUE,
-        "__syncthreads();  // every warp has read Q, whose bytes O takes",
-        "",
+        "partition_D(sO);  // (8, MMA_M, d/16)\n        __syncthreads();",
+        "partition_D(sO);",
         "racecheck",
         _RACE,
         ONE_STAGE,
@@ -173,7 +173,7 @@ MUTANTS = (
     Mutant(
         "row predicate of the loads",
         _MAINLOOP,
-        "Traits::gmem_row(0, r) < rows && ",
+        "row < rows && ",
         "",
         "simulator",
         "cp.async reads outside every tensor",
@@ -181,8 +181,8 @@ MUTANTS = (
     Mutant(
         "column predicate of the loads",
         _MAINLOOP,
-        "&& Traits::gmem_col(0, c) < cols;",
-        ";",
+        " && col < cols",
+        "",
         "numerics/late",
     ),
     Mutant(
@@ -204,8 +204,8 @@ MUTANTS = (
     Mutant(
         "row predicate of the log-sum-exp",
         _EPILOGUE,
-        "if (row < rows) { lse_ptr",
-        "{ lse_ptr",
+        "if (row < rows) {",
+        "{",
         "memcheck",
         "AddressSanitizer",
     ),
@@ -247,7 +247,32 @@ MUTANTS = (
         "keys = cute::min(last_row + 1 + seqlen.causal_shift() + kTileN, seqlen.seqlen_k);",
         "counters",
     ),
-    Mutant("stage not switched", _MAINLOOP, "stage ^= 1; }", "}", "numerics/late"),
+    Mutant(
+        "mask forgotten in the one loop",
+        _MAINLOOP,
+        "step(n >= n_unmasked_end);",
+        "step(n > n_unmasked_end);",
+        "numerics/late",
+    ),
+    Mutant(
+        "mask forgotten in the loop of masked blocks",
+        _MAINLOOP,
+        "step(true_type{});",
+        "step(false_type{});",
+        "numerics/late",
+        "",
+        ONE_STAGE,
+    ),
+    Mutant(
+        "loop of masked blocks that ends too early",
+        _MAINLOOP,
+        "for (; n >= n_unmasked_end; --n)",
+        "for (; n > n_unmasked_end; --n)",
+        "numerics/late",
+        "",
+        ONE_STAGE,
+    ),
+    Mutant("stage not switched", _MAINLOOP, "stage ^= 1;", ";", "numerics/late"),
     Mutant(
         "key heads not shared",
         _MAINLOOP,
@@ -282,8 +307,8 @@ MUTANTS = (
     Mutant(
         "padding of a tile not zeroed",
         _MAINLOOP,
-        "gmem_copy.with(valid).call(",
-        "if (valid) gmem_copy.with(valid).call(",
+        "gmem_copy.with(row < rows && col < cols).call(",
+        "if (row < rows && col < cols) gmem_copy.with(true).call(",
         "numerics/eager",
     ),
     Mutant(
