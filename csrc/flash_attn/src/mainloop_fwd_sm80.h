@@ -55,6 +55,11 @@ struct MainloopFwdSm80 {
         }
     }
 
+    CUTE_DEVICE static Element const *head_begin(void const *ptr, int batch, int64_t batch_stride,
+                                                 int head, int64_t head_stride) {
+        return static_cast<Element const *>(ptr) + batch * batch_stride + head * head_stride;
+    }
+
     // Leaves the tile's unnormalised O in tOrO and its row statistics in softmax.
     template <class AccO>
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage,
@@ -64,18 +69,13 @@ struct MainloopFwdSm80 {
         int const n_end = BlockInfo<C>::n_block_end(seqlen, tile.m_block);
         int const n_unmasked_end = BlockInfo<C>::n_block_unmasked_end(seqlen, tile.m_block);
         int const head_k = tile.head / params.h_h_k_ratio;
-        auto const head_begin = [&](void const *ptr, int64_t batch_stride, int64_t head_stride,
-                                    int head) {
-            return static_cast<Element const *>(ptr) + tile.batch * batch_stride +
-                   head * head_stride;
-        };
-        auto const *const gQ =
-            head_begin(params.q_ptr, params.q_batch_stride, params.q_head_stride, tile.head) +
-            tile.m_block * kTileM * params.q_row_stride;
-        auto const *const gK =
-            head_begin(params.k_ptr, params.k_batch_stride, params.k_head_stride, head_k);
-        auto const *const gV =
-            head_begin(params.v_ptr, params.v_batch_stride, params.v_head_stride, head_k);
+        auto const *const gQ = head_begin(params.q_ptr, tile.batch, params.q_batch_stride,
+                                          tile.head, params.q_head_stride) +
+                               tile.m_block * kTileM * params.q_row_stride;
+        auto const *const gK = head_begin(params.k_ptr, tile.batch, params.k_batch_stride, head_k,
+                                          params.k_head_stride);
+        auto const *const gV = head_begin(params.v_ptr, tile.batch, params.v_batch_stride, head_k,
+                                          params.v_head_stride);
 
         Tensor sQ = make_tensor(make_smem_ptr(storage.q_or_o.data()),
                                 typename Traits::SmemLayoutQ{});  // (M, d)
