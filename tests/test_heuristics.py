@@ -25,8 +25,8 @@ def test_every_configuration_fits_the_gpu(dtype, head_dim, causal, capability):
     registers = min(255, 65536 // (config.threads * config.min_ctas))
     accumulators = config.tile_m * (config.tile_n + config.head_dim) // config.threads
     assert accumulators < registers
-    # An SM has 1 KB more than one CTA may ask for, and reserves 1 KB for each CTA. Where it has only
-    # 100 KB, shared memory may allow fewer CTAs than the registers do.
+    # An SM has 1 KB more than one CTA may ask for, and reserves 1 KB for each CTA. Where it has
+    # 100 KB only, shared memory may allow fewer CTAs than the registers do.
     in_sm = MAX_SMEM_BYTES[capability] + 1024
     if in_sm > 100 * 1024:
         assert config.min_ctas * (config.smem_bytes + 1024) <= in_sm
