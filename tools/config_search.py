@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
-import json
 import math
 import pathlib
 import sys
@@ -229,7 +228,8 @@ def main() -> None:
                 f"spill | {flops} | {ratios} | {row['geomean']:.3f}",
                 flush=True,
             )
-        args.out.write_text(json.dumps({"rows": found}, indent=1))
+        payload = {"machine": benchmarking.machine_info(), "rows": found}
+        benchmarking.write_json(args.out, payload)
 
 
 if __name__ == "__main__":

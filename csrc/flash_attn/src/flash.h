@@ -28,7 +28,7 @@ struct FwdConfig {
     int32_t stages;    // K/V buffers in shared memory: 1 or 2
     bool q_in_regs;    // keep Q's fragments in registers instead of re-reading shared memory
     int32_t min_ctas;  // CTAs per SM that the register budget must allow
-    bool peel_masked;  // give blocks that need the mask a copy of the loop without the question
+    bool peel_masked;  // loop over masked and unmasked blocks apart instead of asking each time
 };
 
 // Arguments of one forward launch. Strides count elements. Pointers end in the shape they address.

@@ -55,11 +55,11 @@ template <class TiledMma, class CopyA, class CopyB, class Acc, class FragA, clas
           class SmemA, class SmemB>
 CUTE_DEVICE void gemm_smem(TiledMma const &mma, CopyA const &copy_a, CopyB const &copy_b, Acc &acc,
                            FragA &tCrA, FragB &tCrB, SmemA const &tCsA, SmemB const &tCsB) {
-    constexpr int kAhead = 4;
     constexpr int kM = decltype(size<1>(tCrA))::value;
     constexpr int kK = decltype(size<2>(tCrA))::value;
     constexpr int kN16 = decltype(size<1>(tCsB))::value;
     constexpr int kBlocks = kN16 * kK;
+    constexpr int kAhead = kBlocks < 4 ? kBlocks : 4;
     auto tCrB_view = copy_b.get_slice(_0{}).retile_D(tCrB);
     auto const load_a = [&](int k) {
         if constexpr (!is_same<CopyA, NoCopy>::value) {
