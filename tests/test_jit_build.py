@@ -348,8 +348,87 @@ def test_many_units_report_in_order_and_failures_stop_nobody(tmp):
     assert [answer(r.artefact.path) for r in results if r.artefact] == [0, 1, 3, 4]
 
 
+_MANY = """\
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, os.environ["TEST_FOLDER"])
+from test_jit_build import build, counting_compiler, numbered_unit
+while not os.path.exists(os.environ["TEST_GO"]):
+    time.sleep(0.001)
+units = [numbered_unit(int(i)) for i in sys.argv[1:]]
+results = build.build_many(units, counting_compiler(Path(os.environ["TEST_TMP"])), 2)
+print(*(result.artefact.path.name for result in results))
+"""
+
+
+def numbered_unit(number: int) -> build.Unit:
+    source = f'extern "C" int answer() {{ return {number}; }}'
+    return build.Unit(f"unit{number}", "host", source, ".cpp", ("-shared", "-fPIC"))
+
+
+def test_overlapping_sets_build_each_unit_once(tmp, monkeypatch):
+    monkeypatch.setenv("TEST_GO", str(tmp / "go"))
+    monkeypatch.setenv("TEST_SLEEP", "0.5")
+    sets = ["0 1 2 3", "3 2 1 0", "2 4 0", "4 3 3"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _MANY, *numbers.split()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for numbers in sets
+    ]
+    time.sleep(1)  # so that all are past their imports and start together
+    (tmp / "go").touch()
+    for numbers, process in zip(sets, processes, strict=True):
+        out, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert [name.split("-")[0] for name in out.split()] == [f"unit{n}" for n in numbers.split()]
+    assert runs(tmp) == 5
+    assert not list((tmp / "cache").glob("tmp-*"))
+
+
+def test_one_run_of_ninja_publishes_each_unit_as_it_ends(tmp, monkeypatch):
+    monkeypatch.setenv("TEST_SLEEP", "0.5")
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        build.subprocess, "Popen", lambda *a, **k: started.append(a[0]) or popen(*a, **k)
+    )
+    there = []
+    units = [numbered_unit(i) for i in range(3)]
+    build.build_many(
+        units,
+        counting_compiler(tmp),
+        1,
+        lambda result: there.append(len(list((tmp / "cache").glob("*.json")))),
+    )
+    assert there == [1, 2, 3]
+    assert [Path(command[0]).name for command in started] == ["ninja"]
+
+
+def test_an_interrupted_run_ends_its_compilers_and_leaves_nothing(tmp, monkeypatch):
+    def interrupt(result):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TEST_SLEEP", "1")
+    with pytest.raises(KeyboardInterrupt):
+        build.build_many([numbered_unit(i) for i in range(3)], counting_compiler(tmp), 1, interrupt)
+    time.sleep(1.5)
+    assert runs(tmp) <= 2  # the second may have been started before the first was reported
+    assert len(list((tmp / "cache").glob("*.so"))) == 1
+    assert not list((tmp / "cache").glob("tmp-*"))
+
+
+def test_a_path_ninja_cannot_hold_is_an_error(tmp, monkeypatch):
+    monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp / "a\nb"))
+    with pytest.raises(BuildError, match="without line breaks"):
+        make(tmp)
+
+
 def test_no_shell_sees_the_paths(tmp, monkeypatch):
-    folder = tmp / "a b; touch injected; $(touch injected)"
+    folder = tmp / "a b; touch injected; $(touch injected) $out '|: $"
     monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(folder))
     assert answer(make(tmp).artefact.path) == 42
     assert not list(tmp.rglob("injected")) and not Path("injected").exists()

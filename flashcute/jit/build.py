@@ -1,13 +1,13 @@
 """Building shared objects: one source, one compiler run, one entry of the cache.
 
-Compilers are started directly, never through a shell or a build file, so no path or variable is
-ever parsed as a command. Every entry has a lock of its own that the kernel drops when its holder
-dies: processes that want the same entry build it once, and nobody waits for entries of others.
+What a call needs and the cache lacks is built by one run of ninja, an edge for each compiler run.
+Every word of a command is quoted, so no path or variable is ever parsed as a command. Every entry
+has a lock of its own that the kernel drops when its holder dies: processes that want the same entry
+build it once, and no process waits for another while it holds a lock.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -15,14 +15,15 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import filelock
+import ninja
 
 from .. import env
 from . import cache
@@ -33,6 +34,7 @@ logger = logging.getLogger("flashcute")
 
 BYTES_PER_JOB = 5 << 30  # peak memory of one nvcc on a CuTe attention kernel
 _LOG_LINES = 40  # of a failed compiler run that an error message quotes
+_NINJA_STATUS = "finished: "  # begins the line that ninja prints as an edge ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,49 +129,162 @@ def _stem(unit: Unit, key: str) -> str:
     return f"{unit.name}-{unit.target}-{key[:32]}"
 
 
-def _compile(unit: Unit, compiler: Compiler, folder: Path, stem: str, key: str) -> cache.Artefact:
-    """Builds the unit into ``folder``; the caller holds the entry's lock."""
-    # The lock is ours, so whoever left these behind was killed.
-    for left_over in folder.glob(f"tmp-{stem}-*"):
-        shutil.rmtree(left_over, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f"tmp-{stem}-") as temporary:
-        source = Path(temporary) / f"{unit.name}{unit.suffix}"
-        output = Path(temporary) / f"{unit.name}.so"
-        source.write_text(unit.source)
-        command = unit.command(compiler, source, output)
-        started = time.monotonic()
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Edge:
+    """A unit to build: its entry's lock, held, and the private folder it is built in."""
+
+    unit: Unit
+    compiler: Compiler
+    key: str
+    lock: filelock.FileLock
+    folder: Path
+
+    @property
+    def command(self) -> str:
+        source = self.folder / f"{self.unit.name}{self.unit.suffix}"
+        return shlex.join(self.unit.command(self.compiler, source, self._output))
+
+    @property
+    def _output(self) -> Path:
+        return self.folder / f"{self.unit.name}.so"
+
+    def prepare(self) -> str:
+        """Writes the source and returns what ninja has its shell run."""
+        (self.folder / f"{self.unit.name}{self.unit.suffix}").write_text(self.unit.source)
+        here = shlex.quote(str(self.folder))
         # nvcc puts its own intermediate files where TMPDIR says: keep them in the private folder.
-        done = subprocess.run(
-            command,
-            env={**os.environ, "TMPDIR": temporary},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
+        return (
+            f": > {here}/started; TMPDIR={here} {self.command} > {here}/log 2>&1; "
+            f"status=$?; echo $status > {here}/status; exit $status"
         )
-        seconds = time.monotonic() - started
-        if done.returncode != 0 or not output.is_file():
-            tail = "\n".join(done.stdout.splitlines()[-_LOG_LINES:])
+
+    def publish(
+        self, cache_folder: Path, report: str
+    ) -> tuple[cache.Artefact | None, float, str | None]:
+        """Makes what the finished edge left an entry; ``report`` is what ninja said so far.
+
+        Returns the rest of a :class:`BuildResult`.
+        """
+        try:
+            artefact = self._publish(cache_folder, report)
+            return artefact, artefact.meta["seconds"], None
+        except BuildError as error:
+            return None, 0.0, str(error)
+        finally:
+            self.lock.release()  # before the others': somebody may wait for this one only
+
+    def _publish(self, cache_folder: Path, report: str) -> cache.Artefact:
+        unit = self.unit
+        try:
+            log = (self.folder / "log").read_text(errors="replace")
+            status = (self.folder / "status").read_text().strip()
+        except FileNotFoundError:  # never started, or killed together with its shell
+            log, status = report, "unknown"
+        if status != "0" or not self._output.is_file():
+            tail = "\n".join(log.splitlines()[-_LOG_LINES:])
             raise BuildError(
                 f"flashcute: building {unit.name} for {unit.target} failed with exit status "
-                f"{done.returncode}\n{tail}\ncommand: {' '.join(command)}"
+                f"{status}\n{tail}\ncommand: {self.command}"
             )
-        if unit.key(compiler) != key:
+        if unit.key(self.compiler) != self.key:
             raise BuildError(
                 f"flashcute: the sources of {unit.name} changed while it was built; try again"
             )
+        started, ended = ((self.folder / name).stat().st_mtime for name in ("started", "status"))
         meta = {
             "name": unit.name,
             "target": unit.target,
-            "key": key,
+            "key": self.key,
             "source_key": unit.source_key(),
-            "compiler": compiler.version,
-            "seconds": round(seconds, 2),
-            "log": done.stdout,
-            **resources(done.stdout),
+            "compiler": self.compiler.version,
+            "seconds": round(ended - started, 2),
+            "log": log,
+            **resources(log),
         }
-        return cache.publish(output, folder, stem, meta)
+        return cache.publish(self._output, cache_folder, _stem(unit, self.key), meta)
+
+
+def _lock(folder: Path, stem: str) -> filelock.FileLock:
+    return filelock.FileLock(folder / "locks" / f"{stem}.lock")
+
+
+def _take(
+    unit: Unit, compiler: Compiler, key: str, folder: Path, stack: contextlib.ExitStack
+) -> _Edge | cache.Artefact | None:
+    """The edge that builds the unit, its entry if it is there, None while somebody builds it.
+
+    Never waits, so that no process waits while it holds a lock. ``stack`` ends what the edge holds.
+    """
+    stem = _stem(unit, key)
+    lock = _lock(folder, stem)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        return None
+    stack.callback(lock.release)
+    artefact = cache.find(folder, stem, key=key)
+    if artefact is not None:
+        lock.release()
+        return artefact
+    # The lock is ours, so whoever left these behind was killed.
+    for left_over in folder.glob(f"tmp-{stem}-*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    private = tempfile.TemporaryDirectory(dir=folder, prefix=f"tmp-{stem}-")
+    return _Edge(unit, compiler, key, lock, Path(stack.enter_context(private)))
+
+
+def _ninja() -> str:
+    path = os.path.join(ninja.BIN_DIR, "ninja")
+    if not os.path.isfile(path):
+        raise BuildError(
+            f"flashcute: expected the program of the package ninja, got no file {path!r}; "
+            "reinstall it with `pip install --force-reinstall ninja`"
+        )
+    return path
+
+
+def _run_ninja(edges: Sequence[_Edge], jobs: int) -> Iterator[tuple[_Edge, str]]:
+    """Builds ``edges`` in one run of ninja; yields each as it ends, with ninja's output so far."""
+    # The file lies with the first unit, so that whoever clears up after a killed run finds it.
+    folder = edges[0].folder
+    # Ninja looks for these names in the working folder: nothing there can be called like that.
+    names = {f"{edge.folder.name}.built": edge for edge in edges}
+    # The log of ninja is of no use, but would else be written to the working folder.
+    lines = [f"builddir = {_ninja_value(str(folder))}"]
+    lines += ["rule compile", "  command = $line", "  description = $out"]
+    for name, edge in names.items():
+        lines += [f"build {name}: compile", f"  line = {_ninja_value(edge.prepare())}"]
+    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+    process = subprocess.Popen(
+        [_ninja(), "-f", str(folder / "build.ninja"), "-j", str(jobs), "-k", "0"],
+        env={**os.environ, "NINJA_STATUS": _NINJA_STATUS},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    report = ""
+    try:
+        for line in process.stdout:
+            report += line
+            if line.startswith(_NINJA_STATUS):
+                yield names.pop(line.removeprefix(_NINJA_STATUS).strip()), report
+        process.wait()
+    finally:
+        process.terminate()  # with its compilers; does nothing where it has ended
+        process.stdout.close()
+        process.wait()
+    for edge in names.values():
+        yield edge, f"{report}ninja ended with exit status {process.returncode}"
+
+
+def _ninja_value(text: str) -> str:
+    if "\n" in text:
+        raise BuildError(
+            f"flashcute: expected paths and flags without line breaks, got {text!r}; "
+            "set FLASHCUTE_CACHE_DIR or move the package to another folder"
+        )
+    return text.replace("$", "$$")
 
 
 def build(unit: Unit, compiler: Compiler) -> BuildResult:
@@ -178,26 +293,10 @@ def build(unit: Unit, compiler: Compiler) -> BuildResult:
     Raises:
         BuildError: where the compiler fails or the cache folder cannot be used.
     """
-    artefact = find(unit, compiler)
-    if artefact is not None:
-        return BuildResult(unit, artefact, 0.0)
-    folder = cache.writable_cache_dir()
-    key = unit.key(compiler)
-    stem = _stem(unit, key)
-    lock = filelock.FileLock(folder / "locks" / f"{stem}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        logger.warning("flashcute: another process builds %s, waiting for it", unit.name)
-        lock.acquire()
-    try:
-        artefact = cache.find(folder, stem, key=key)
-        if artefact is not None:
-            return BuildResult(unit, artefact, 0.0)
-        artefact = _compile(unit, compiler, folder, stem, key)
-        return BuildResult(unit, artefact, artefact.meta["seconds"])
-    finally:
-        lock.release()
+    (result,) = build_many([unit], compiler, jobs=1)
+    if result.artefact is None:
+        raise BuildError(result.error)
+    return result
 
 
 def default_jobs() -> int:
@@ -232,21 +331,50 @@ def build_many(
 
     A unit that fails is reported in its result and does not stop the others. ``progress`` is
     called from this thread as each one finishes.
+
+    Raises:
+        BuildError: where the cache folder or ninja cannot be used.
     """
+    results: dict[int, BuildResult] = {}
 
-    def one(unit: Unit) -> BuildResult:
-        try:
-            return build(unit, compiler)
-        except BuildError as error:
-            return BuildResult(unit, None, 0.0, str(error))
+    def finish(index: int, artefact: cache.Artefact | None, seconds=0.0, error=None) -> None:
+        results[index] = BuildResult(units[index], artefact, seconds, error)
+        if progress is not None:
+            progress(results[index])
 
-    with concurrent.futures.ThreadPoolExecutor(jobs or default_jobs()) as pool:
-        futures = [pool.submit(one, unit) for unit in units]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                if progress is not None:
-                    progress(future.result())
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-        return [future.result() for future in futures]
+    missing = []
+    for index, unit in enumerate(units):
+        artefact = find(unit, compiler)
+        if artefact is None:
+            missing.append(index)
+        else:
+            finish(index, artefact)
+    if missing:
+        folder = cache.writable_cache_dir()
+        keys = {index: units[index].key(compiler) for index in missing}
+        # The same order in every process.
+        missing.sort(key=lambda index: _stem(units[index], keys[index]))
+    while missing:
+        with contextlib.ExitStack() as stack:
+            edges: dict[_Edge, int] = {}
+            busy = []
+            for index in missing:
+                taken = _take(units[index], compiler, keys[index], folder, stack)
+                if isinstance(taken, _Edge):
+                    edges[taken] = index
+                elif taken is not None:
+                    finish(index, taken)
+                else:
+                    busy.append(index)
+            if edges:
+                run = _run_ninja(list(edges), jobs or default_jobs())
+                # Closed before the folders go, also where ``progress`` raises.
+                for edge, report in stack.enter_context(contextlib.closing(run)):
+                    finish(edges[edge], *edge.publish(folder, report))
+        if len(busy) == len(missing):
+            unit = units[busy[0]]
+            logger.warning("flashcute: another process builds %s, waiting for it", unit.name)
+            with _lock(folder, _stem(unit, keys[busy[0]])):
+                pass  # looked for like the others, as it may have failed there
+        missing = busy
+    return [results[index] for index in range(len(units))]
