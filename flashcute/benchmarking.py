@@ -217,6 +217,11 @@ def summarise_samples(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[
     }
 
 
+def _from_root(argument: str) -> str:
+    """A path below the project's folder as seen from there: where it lies is nobody's business."""
+    return argument.removeprefix(f"{pathlib.Path(__file__).resolve().parents[1]}{os.sep}")
+
+
 _GIT_COMMIT = [
     *("git", "-C", str(pathlib.Path(__file__).parent), "rev-parse"),
     *("--quiet", "--verify", "HEAD"),
@@ -231,7 +236,7 @@ def machine_info() -> dict[str, object]:
     """
     info: dict[str, object] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([pathlib.Path(sys.executable).name, *sys.argv]),
+        "command": " ".join([pathlib.Path(sys.executable).name, *map(_from_root, sys.argv)]),
         "commit": os.environ.get("GIT_COMMIT") or _output(_GIT_COMMIT),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -7,13 +7,13 @@ static constexpr flash::FwdConfig kConfig = {
     .head_dim = 32,
     .mask = flash::MaskKind::none,
     .tile_m = 128,
-    .tile_n = 64,
+    .tile_n = 32,
     .warps = 4,
     .stages = 2,
-    .q_in_regs = true,
+    .q_in_regs = false,
     .min_ctas = 2,
     .peel_masked = false,
 };
-static constexpr char kName[] = "flash_fwd_hdim32_fp16_sm80_128x64_w4_s2_qreg_c2";
+static constexpr char kName[] = "flash_fwd_hdim32_fp16_sm80_128x32_w4_s2_c2";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
