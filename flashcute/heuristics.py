@@ -31,14 +31,15 @@ class FwdProblem:
 # it per 16 rows that a warp owns, so warps own 32 rows wherever the accumulators allow it. Two CTAs
 # an SM let one's softmax run under the other's MMAs. Found by tools/config_search.py on an H200
 # among tiles that do not spill; the figures are geometric means of the speed over FlashAttention-2
-# in PyTorch, s = 512, 2048 and 8192, full / causal, with the runner-up or what spills.
+# in PyTorch, s = 512, 2048 and 8192, full / causal, with the runner-up or what spills; the data:
+# benchmarks/results/search_sm80_h200.json.
 _SM80_TILES = {
-    32: (128, 32, 4, 2, False, 2, False),  # 1.18 / 1.13; 128x64 of three CTAs 1.22, but it spills
-    64: (128, 64, 4, 2, True, 2, True),  # 1.13 / 1.17; Q in shared memory 1.11 / 1.13
-    96: (128, 64, 4, 2, False, 2, False),  # 1.08 / 1.06; one stage 1.08 / 1.07, but it spills
+    32: (128, 32, 4, 2, False, 2, False),  # 1.18 / 1.22; 128x64 1.10 / 1.27
+    64: (128, 64, 4, 2, True, 2, True),  # 1.13 / 1.18; one loop 1.11 / 1.17
+    96: (128, 64, 4, 2, False, 2, False),  # 1.06 / 1.05; one stage 1.05 / 1.08
     128: (128, 48, 4, 1, False, 2, True),  # 1.09 / 1.14; 128x64 1.10 / 1.15, but it spills
-    192: (64, 64, 4, 1, True, 2, False),  # 1.12 / 1.19; 64x48 of two stages 1.07 / 1.13
-    256: (64, 64, 4, 1, False, 2, True),  # 1.04 / 1.07; 128x64 of 8 warps 1.01 / 0.99
+    192: (64, 64, 4, 1, True, 2, False),  # 1.13 / 1.19; two loops 1.11 / 1.19
+    256: (64, 64, 4, 1, False, 2, True),  # 1.04 / 1.08; one loop 1.04 / 1.06
 }
 
 # 163 KB per SM (8.0, 8.7): two CTAs of the tile above do not fit.
