@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import KERNEL_CLASSES
-
 PREFIX = "FLASHCUTE_"
 
 
@@ -34,12 +32,6 @@ def _switch(text: str) -> bool:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError("a whole number of at least 1")
-    return int(text)
-
-
-def _kernel_class(text: str) -> int:
-    if text not in map(str, KERNEL_CLASSES):
-        raise ValueError("one of " + ", ".join(map(str, KERNEL_CLASSES)))
     return int(text)
 
 
@@ -95,13 +87,6 @@ VARIABLES = (
         _positive,
     ),
     Variable(
-        "FLASHCUTE_ARCH",
-        "arch",
-        "the best class the GPU supports",
-        "Kernel class to use instead of the one chosen for the GPU.",
-        _kernel_class,
-    ),
-    Variable(
         "FLASHCUTE_PREBUILD",
         "prebuild",
         "none",
@@ -119,7 +104,6 @@ class Settings:
     cache_dir: Path | None
     no_build: bool
     jobs: int | None
-    arch: int | None
     prebuild: tuple[str, ...]
 
 

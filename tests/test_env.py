@@ -9,9 +9,7 @@ from flashcute import env
 
 
 def test_defaults():
-    assert env.read({}) == env.Settings(
-        cache_dir=None, no_build=False, jobs=None, arch=None, prebuild=()
-    )
+    assert env.read({}) == env.Settings(cache_dir=None, no_build=False, jobs=None, prebuild=())
     assert env.read({v.name: "" for v in env.VARIABLES}) == env.read({})
 
 
@@ -21,12 +19,11 @@ def test_values():
             "FLASHCUTE_CACHE_DIR": "~/kernels",
             "FLASHCUTE_NO_BUILD": "1",
             "FLASHCUTE_JOBS": "3",
-            "FLASHCUTE_ARCH": "80",
             "FLASHCUTE_PREBUILD": "80, 90",
             "OTHER": "x",
         }
     )
-    assert settings == env.Settings(Path.home() / "kernels", True, 3, 80, ("80", "90"))
+    assert settings == env.Settings(Path.home() / "kernels", True, 3, ("80", "90"))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +34,6 @@ def test_values():
         ("FLASHCUTE_JOBS", "0", "at least 1"),
         ("FLASHCUTE_JOBS", "-2", "at least 1"),
         ("FLASHCUTE_JOBS", "many", "at least 1"),
-        ("FLASHCUTE_ARCH", "75", "one of 80"),
         ("FLASHCUTE_PREBUILD", "90a", "e.g. 80,90"),
         ("FLASHCUTE_PREBUILD", "90,", "e.g. 80,90"),
     ],
