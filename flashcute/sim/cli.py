@@ -29,7 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of inputs and schedule")
     parser.add_argument("--copy-mode", default="late", help="late, random or eager")
     parser.add_argument("--checker", default="none", help="none, memcheck, racecheck or ubcheck")
-    parser.add_argument("--picture", type=Path, help="write an .svg of the tiles visited here")
+    parser.add_argument("--picture", type=_svg, help="write an .svg of the tiles visited here")
+
+
+def _svg(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".svg":
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .svg, got {text!r}")
+    return path
 
 
 def run(args: argparse.Namespace) -> int:

@@ -114,7 +114,8 @@ def write_svg(tiles: TileMap, path: Path, title: str) -> None:
     """Draws the map: query tiles downwards, key tiles to the right, a legend below."""
     rows, columns = len(tiles.states), len(tiles.states[0]) if tiles.states else 0
     legend_top = 2 * _CELL + rows * _CELL + _CELL
-    width = max(_MARGIN + columns * _CELL + _CELL, 420)
+    # A sans-serif letter of 12 px is at most about 8 px wide on average.
+    width = max(_MARGIN + columns * _CELL + _CELL, 8 * len(title) + 16, 420)
     height = legend_top + (len(STATES) + 1) * _CELL
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '

@@ -2,6 +2,7 @@
 
 import xml.etree.ElementTree as ET
 
+import pytest
 import torch
 
 from flashcute import heuristics, sim
@@ -49,3 +50,9 @@ def test_command_line(tmp_path, capsys):
     assert "max error" in printed
     rectangles = ET.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}rect")
     assert sum(1 for _ in rectangles) > len(tiles.STATES)
+
+
+def test_picture_of_another_kind_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--picture", str(tmp_path / "tiles.png")])
+    assert "expected a name that ends in .svg" in capsys.readouterr().err
