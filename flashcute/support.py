@@ -77,6 +77,24 @@ class Support:
         return self.ok
 
 
+def _invalid_options(dropout_p, window_size, softcap, softmax_scale) -> list[str]:
+    """What the functions themselves would say of values that are wrong on every device."""
+    from . import flash_attn_interface as interface
+
+    reasons = []
+    for check, *values in (
+        (interface._check_dropout, dropout_p),
+        (interface._check_window, window_size),
+        (interface._check_softcap, softcap),
+        (interface._check_scale, softmax_scale, 1),
+    ):
+        try:
+            check("supports", *values)
+        except (TypeError, ValueError) as error:
+            reasons.append(str(error))
+    return reasons
+
+
 def supports(
     *,
     device: str | torch.device = "cuda",
@@ -93,6 +111,7 @@ def supports(
     return_attn_probs: bool = False,
     requires_grad: bool = False,
     capability: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
 ) -> Support:
     """Whether :func:`flashcute.flash_attn_func` would compute this, without touching a GPU.
 
@@ -111,6 +130,7 @@ def supports(
         return_attn_probs: Also return the log-sum-exp.
         requires_grad: Whether a gradient is asked for.
         capability: Compute capability of the GPU, e.g. ``(9, 0)``; None does not check it.
+        softmax_scale: Factor on the scores; None for 1/sqrt(head_dim).
 
     Returns:
         A :class:`Support`; ``reasons`` name each argument, its value and what is supported.
@@ -130,8 +150,12 @@ def supports(
         )
     if head_dim < 1:
         reasons.append(f"expected head_dim >= 1, got head_dim={head_dim}")
-    if kind == "cpu":
+    invalid = _invalid_options(dropout_p, window_size, softcap, softmax_scale)
+    reasons += invalid
+    if kind == "cpu" or invalid:
         return Support(not reasons, tuple(reasons))
+    if softmax_scale is not None and softmax_scale <= 0:
+        reasons.append(f"expected softmax_scale > 0 on cuda, got softmax_scale={softmax_scale}")
 
     if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE:
         reasons.append(

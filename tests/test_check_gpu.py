@@ -54,7 +54,7 @@ def test_a_phase_out_of_time_may_finish_its_report(phases, tmp_path, capsys):
         "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('partial')"
     )
     phases(slow=script(waiting), after=script("print('ran')"))
-    assert check_gpu.main(["--out", str(tmp_path), "--limit", "slow=3"]) == 1
+    assert check_gpu.main(["--out", str(tmp_path), "--limit", "slow=20"]) == 1
     assert outcomes(tmp_path) == {"slow": "OUT OF TIME", "after": "passed"}
     assert "partial" in capsys.readouterr().out
 

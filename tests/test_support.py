@@ -98,3 +98,27 @@ def test_matrix_is_a_table_of_every_feature() -> None:
     for feature in support.FEATURES:
         (line,) = (line for line in lines if f" {feature.title} |" in line)
         assert ("not yet" in line) == (not feature.cuda)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("dropout_p", 2.0),
+        ("dropout_p", "0.1"),
+        ("window_size", (-2, 0)),
+        ("window_size", 3),
+        ("softcap", -1.0),
+        ("softmax_scale", float("nan")),
+    ],
+)
+def test_what_is_wrong_everywhere_is_not_supported(device, option, value):
+    answer = flashcute.supports(device=device, **{option: value})
+    assert not answer.ok
+    assert any(option in reason for reason in answer.reasons)
+
+
+def test_scale_that_only_the_reference_takes():
+    assert flashcute.supports(device="cpu", softmax_scale=-1.0).ok
+    answer = flashcute.supports(device="cuda", softmax_scale=-1.0)
+    assert not answer.ok and "softmax_scale" in answer.reasons[0]
