@@ -16,7 +16,7 @@ from layouts import STYLES, nan_surrounded
 import flashcute
 from flashcute import testing
 
-CHUNKS = 64
+CHUNKS = 104
 CASES_PER_CHUNK = 50
 
 DTYPES = (torch.float16, torch.bfloat16)
