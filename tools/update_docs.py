@@ -34,7 +34,9 @@ def speed(path: Path = FORWARD) -> str:
     if not path.is_file():
         return "Not measured yet: `make bench` on a machine with a GPU writes the figures here."
     result = json.loads(path.read_text(encoding="utf-8"))
-    machine, names = result["machine"], result["contenders"]
+    machine = result["machine"]
+    ran = {name for row in result["rows"] for name, time in row["us"].items() if time}
+    names = [name for name in result["contenders"] if name in ran]
     ours, peers = names[0], names[1:]
     rows = []
     for row in result["rows"]:
