@@ -143,7 +143,7 @@ class FwdConfig:
         tiles = 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
         if self.arch == 80:
             return tiles
-        barriers = 8 * (2 * self.warps // 4 + 4 * self.stages + 5)
+        barriers = 8 * (2 * self.warps // 4 + 4 * self.stages + 7)
         return -(-(tiles + barriers) // 1024) * 1024
 
     def to_cpp(self) -> str:

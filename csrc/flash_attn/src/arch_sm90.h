@@ -39,9 +39,16 @@ CUTE_DEVICE void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
 
-CUTE_DEVICE void barrier_arrive(Barrier *barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(smem_address(barrier))
-                 : "memory");
+// Arrives if told to, without a branch.
+CUTE_DEVICE void barrier_arrive(Barrier *barrier, bool arrive = true) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %1, 0;\n"
+        "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+        "}\n" ::"r"(smem_address(barrier)),
+        "r"(uint32_t(arrive))
+        : "memory");
 }
 
 // Arrives and promises `bytes` of copies: the phase ends when they have landed too.

@@ -90,28 +90,41 @@ struct EpilogueFwd {
     CUTE_DEVICE static void store_from_registers(Flash_fwd_params const &params,
                                                  TileCoord const &tile, SeqlenInfo const &seqlen,
                                                  int thread, AccO const &tOrO) {
-        Tensor rO = convert_type<Element>(tOrO);  // (4, 1, d/8)
-        Tensor words = recast<uint32_t>(rO);      // (2, 1, d/8): two columns of two rows
         int const lane = thread % 4;
         int const rows = seqlen.seqlen_q - tile.m_block * kTileM;
         Element *const gmem = tile_begin(params, tile) + lane * 8;
         CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-            int const row = Traits::acc_row(thread, i);
+        for (int col = 0; col < kHeadDim; col += 32) {
+            uint32_t w[2][4];  // two columns of two rows, four times
             CUTE_UNROLL
-            for (int col = 0; col < kHeadDim; col += 32) {
-                uint32_t w[4];
-                CUTE_UNROLL
-                for (int j = 0; j < 4; ++j) {
-                    w[j] = words(i, 0, col / 8 + j);
-                }
-                transpose_quad(w, lane);
+            for (int j = 0; j < 4; ++j) {
+                Tensor four = tOrO(_, 0, col / 8 + j);    // (4)
+                Tensor rO = convert_type<Element>(four);  // (4)
+                Tensor words = recast<uint32_t>(rO);      // (2)
+                w[0][j] = words(0);
+                w[1][j] = words(1);
+            }
+            CUTE_UNROLL
+            for (int i = 0; i < 2; ++i) {
+                int const row = Traits::acc_row(thread, i);
+                transpose_quad(w[i], lane);
                 if (row < rows && col + lane * 8 < params.d) {
                     *reinterpret_cast<uint4 *>(gmem + row * params.o_row_stride + col) =
-                        make_uint4(w[0], w[1], w[2], w[3]);
+                        make_uint4(w[i][0], w[i][1], w[i][2], w[i][3]);
                 }
             }
         }
+    }
+
+    // A tile whose rows see no key.
+    CUTE_DEVICE static void store_empty(Flash_fwd_params const &params, TileCoord const &tile,
+                                        SeqlenInfo const &seqlen, int thread) {
+        Tensor lse = make_tensor<float>(Shape<_2>{});                         // (rows)
+        Tensor out = make_tensor<float>(Shape<_4, _1, Int<kHeadDim / 8>>{});  // (4, 1, d/8)
+        fill(lse, -INFINITY);
+        clear(out);
+        store_lse(params, tile, seqlen, thread, lse);
+        store_from_registers(params, tile, seqlen, thread, out);
     }
 
     // Lane i of a quad holds column i of a 4 x 4 matrix, and afterwards row i.

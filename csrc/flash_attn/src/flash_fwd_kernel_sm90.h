@@ -4,7 +4,6 @@
 
 #include <arch_sm90.h>
 
-#include "epilogue_fwd.h"
 #include "flash.h"
 #include "mainloop_fwd_sm90.h"
 #include "seqlen_info.h"
@@ -40,23 +39,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         }
     } else {
         sm90::registers_raise<Traits::kMmaRegisters>();
-        int const thread = threadIdx.x - 128;
-        typename Mainloop::Consumer consumer{storage, warpgroup - 1, thread};
+        typename Mainloop::Consumer consumer{storage, warpgroup - 1,
+                                             static_cast<int>(threadIdx.x) - 128};
         consumer.first_turn();
-        Tensor tOrO = partition_fragment_C(
-            typename Traits::TiledMmaPV{},
-            Shape<Int<Traits::kTileM>, Int<Traits::kHeadDim>>{});  // ((2, 2, d/8), 1, 1)
-        for (int index = blockIdx.x; index < dealer.tiles; index = consumer.next(dealer, index)) {
-            TileCoord const tile = Mainloop::coord(params, dealer, index);
-            typename Mainloop::SoftmaxT softmax(params.scale_softmax, params.scale_softmax_log2);
-            consumer.run(tile, seqlen, tOrO, softmax);
-            Tensor out = make_tensor(
-                tOrO.data(),
-                Layout<Shape<Shape<_2, _2>, _1, Int<Traits::kHeadDim / 8>>>{});  // (4, 1, d/8)
-            auto const lse = softmax.finalize(out);
-            EpilogueFwd<Traits>::store_lse(params, tile, seqlen, thread, lse);
-            EpilogueFwd<Traits>::store_from_registers(params, tile, seqlen, thread, out);
-        }
+        consumer.run(params, seqlen);
     }
 }
 

@@ -9,6 +9,7 @@
 
 #include "flash.h"
 #include "mma_traits_sm90.h"
+#include "tile_scheduler.h"
 
 namespace flash {
 
@@ -81,7 +82,7 @@ struct KernelTraitsSm90 {
         sm90::Barrier k_full[kStages], k_empty[kStages];
         sm90::Barrier v_full[kStages], v_empty[kStages];
         sm90::Barrier tile_full[2], tile_empty[2];
-        int next_tile[2];
+        TileCoord tile[2];
     };
     static constexpr int kSmemBytes = sizeof(SharedStorage);
 };

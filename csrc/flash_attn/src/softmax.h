@@ -48,10 +48,11 @@ struct Softmax {
         return max;
     }
 
-    // Takes the first block's scores in: nothing is there yet to be rescaled.
+    // Begins with a tile's first block: nothing is there yet to be rescaled.
     template <class Engine, class Layout>
-    CUTE_DEVICE void first_max(Tensor<Engine, Layout> const &tSrS) {
+    CUTE_DEVICE void start(Tensor<Engine, Layout> const &tSrS) {
         row_max = block_max(tSrS);
+        fill(row_sum, 0.f);
     }
 
     // How the maxima grew: whether O has to be rescaled, and each row's factor if so.
