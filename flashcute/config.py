@@ -43,12 +43,13 @@ class FwdConfig:
         tile_m: Query rows per CTA.
         tile_n: Keys per main loop step.
         warps: MMA warps per CTA. The sm90 class adds a warpgroup that loads.
-        stages: K/V buffers in shared memory, 1 or 2; in the sm90 class 2 to 4.
+        stages: K/V buffers in shared memory, 1 or 2; in the sm90 class 2 or 4.
         q_in_regs: Keep Q's fragments in registers.
         min_ctas: CTAs per SM that the register budget must allow.
         peel_masked: Give the blocks that need the mask a copy of the main loop of their own.
         lazy_rescale: Rescale O only when a row's maximum grew by more than a factor of 2^8.
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
+        overlap_tiles: sm90 class: issue a tile's last product together with the next one's first.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -67,6 +68,7 @@ class FwdConfig:
     peel_masked: bool
     lazy_rescale: bool = True
     ping_pong: bool = False
+    overlap_tiles: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, supported: str) -> None:
@@ -79,7 +81,13 @@ class FwdConfig:
         require(self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
         require(self.mask in MASKS, "mask", f"in {MASKS}")
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
-        for field in ("q_in_regs", "peel_masked", "lazy_rescale", "ping_pong"):
+        for field in (
+            "q_in_regs",
+            "peel_masked",
+            "lazy_rescale",
+            "ping_pong",
+            "overlap_tiles",
+        ):
             require(isinstance(getattr(self, field), bool), field, "to be a bool")
         if self.arch == 80:
             self._require_sm80(require)
@@ -96,12 +104,13 @@ class FwdConfig:
         require(self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4)")
         require(self.lazy_rescale, "lazy_rescale", "to be True in the sm80 class")
         require(not self.ping_pong, "ping_pong", "to be False in the sm80 class")
+        require(not self.overlap_tiles, "overlap_tiles", "to be False in the sm80 class")
 
     def _require_sm90(self, require: Callable[[bool, str, str], None]) -> None:
         require(self.warps in (8, 12), "warps", "in (8, 12), two or three warpgroups")
         require(self.tile_m == 16 * self.warps, "tile_m", f"to be {16 * self.warps}")
         require(self.tile_n >= 32, "tile_n", "to be at least 32 in the sm90 class")
-        require(self.stages in (2, 3, 4), "stages", "in (2, 3, 4)")
+        require(self.stages in (2, 4), "stages", "in (2, 4), a power of two")
         require(not self.q_in_regs, "q_in_regs", "to be False in the sm90 class")
         require(self.min_ctas == 1, "min_ctas", "to be 1 in the sm90 class")
         require(self.peel_masked, "peel_masked", "to be True in the sm90 class")
@@ -121,7 +130,8 @@ class FwdConfig:
         if self.arch == 90:
             lazy = "_lazy" if self.lazy_rescale else ""
             turns = "_pp" if self.ping_pong else ""
-            return f"{tile}_s{self.stages}{lazy}{turns}"
+            overlap = "_ov" if self.overlap_tiles else ""
+            return f"{tile}_s{self.stages}{lazy}{turns}{overlap}"
         return f"{tile}_w{self.warps}_s{self.stages}{q}_c{self.min_ctas}{peel}"
 
     @property

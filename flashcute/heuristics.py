@@ -62,26 +62,25 @@ class _Sm90Tile:
 
     tile_n: int
     warpgroups: int
-    lazy_rescale: bool
-    ping_pong: bool
-    stages: int = 2
     max_seqlen: float = math.inf
+    overlap_tiles: bool = True
 
 
-# By head dimension and causal mask, shortest sequences first.
+# By head dimension and causal mask, shortest sequences first. All rescale lazily, take turns, and
+# have two stages.
 _SM90_TILES = {
-    (32, False): (_Sm90Tile(128, 3, True, True),),
-    (32, True): (_Sm90Tile(128, 3, True, True),),
-    (64, False): (_Sm90Tile(128, 3, True, True),),
-    (64, True): (_Sm90Tile(128, 2, False, True, max_seqlen=2048), _Sm90Tile(128, 3, True, True)),
-    (96, False): (_Sm90Tile(176, 2, False, True, max_seqlen=1024), _Sm90Tile(96, 3, True, True)),
-    (96, True): (_Sm90Tile(128, 2, False, True, max_seqlen=4096), _Sm90Tile(192, 2, False, True)),
-    (128, False): (_Sm90Tile(176, 2, False, True),),
-    (128, True): (_Sm90Tile(128, 2, False, True),),
-    (192, False): (_Sm90Tile(112, 2, True, False),),
-    (192, True): (_Sm90Tile(112, 2, True, False),),
-    (256, False): (_Sm90Tile(80, 2, True, False),),
-    (256, True): (_Sm90Tile(80, 2, True, False),),
+    (32, False): (_Sm90Tile(128, 3),),
+    (32, True): (_Sm90Tile(128, 3),),
+    (64, False): (_Sm90Tile(128, 3),),
+    (64, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(128, 3)),
+    (96, False): (_Sm90Tile(128, 2, 1024), _Sm90Tile(96, 3)),
+    (96, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(96, 3)),
+    (128, False): (_Sm90Tile(128, 2, 1024), _Sm90Tile(80, 3)),
+    (128, True): (_Sm90Tile(128, 2, 8192), _Sm90Tile(80, 3)),
+    (192, False): (_Sm90Tile(96, 2),),
+    (192, True): (_Sm90Tile(96, 2),),
+    (256, False): (_Sm90Tile(80, 2, overlap_tiles=False),),
+    (256, True): (_Sm90Tile(80, 2, overlap_tiles=False),),
 }
 
 
@@ -126,12 +125,13 @@ def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[tuple[FwdConfi
                 tile_m=64 * tile.warpgroups,
                 tile_n=tile.tile_n,
                 warps=4 * tile.warpgroups,
-                stages=tile.stages,
+                stages=2,
                 q_in_regs=False,
                 min_ctas=1,
                 peel_masked=True,
-                lazy_rescale=tile.lazy_rescale,
-                ping_pong=tile.ping_pong,
+                lazy_rescale=True,
+                ping_pong=True,
+                overlap_tiles=tile.overlap_tiles,
             ),
             tile.max_seqlen,
         )

@@ -116,8 +116,9 @@ def fitting_sm80(head_dim: int, causal: bool, capability: tuple[int, int]) -> It
 def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
     """Every configuration of the sm90 class whose S, P and O fit the registers and whose tiles fit
     shared memory."""
-    options = itertools.product((8, 12), range(64, 257, 16), (2, 3), (False, True), (False, True))
-    for warps, tile_n, stages, lazy_rescale, ping_pong in options:
+    switches = (False, True)
+    options = itertools.product((8, 12), range(64, 257, 16), (2, 4), switches, switches, switches)
+    for warps, tile_n, stages, lazy_rescale, ping_pong, overlap_tiles in options:
         config = FwdConfig(
             arch=90,
             dtype="bf16",
@@ -132,6 +133,7 @@ def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
             peel_masked=True,
             lazy_rescale=lazy_rescale,
             ping_pong=ping_pong,
+            overlap_tiles=overlap_tiles,
         )
         registers = tile_n // 2 + tile_n // 4 + head_dim // 2
         if (

@@ -339,21 +339,26 @@ struct MainloopFwdSm90 {
                 bool const more = await_tile(params, seqlen);
                 sm90::barrier_wait(&storage.v_full[k.before().stage()], k.before().parity());
                 wait_turn();
-                if (!more) {
+                if (C.overlap_tiles && more) {
+                    issue_pv();
+                    await_first();
+                    issue_qk();
+                    pass_turn();
+                    sm90::wgmma_wait<1>();
+                    take_out();
+                    store(tile);
+                } else {
                     issue_pv();
                     pass_turn();
                     sm90::wgmma_wait<0>();
                     take_out();
                     store(tile);
-                    break;
+                    if (!more) {
+                        break;
+                    }
+                    await_first();
+                    issue_qk();
                 }
-                issue_pv();
-                await_first();
-                issue_qk();
-                pass_turn();
-                sm90::wgmma_wait<1>();
-                take_out();
-                store(tile);
                 sm90::wgmma_wait<0>();
             }
         }

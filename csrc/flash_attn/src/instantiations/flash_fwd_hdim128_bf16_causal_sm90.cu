@@ -6,16 +6,17 @@ static constexpr flash::FwdConfig kConfig = {
     .dtype = flash::DType::bf16,
     .head_dim = 128,
     .mask = flash::MaskKind::causal,
-    .tile_m = 128,
-    .tile_n = 128,
-    .warps = 8,
+    .tile_m = 192,
+    .tile_n = 80,
+    .warps = 12,
     .stages = 2,
     .q_in_regs = false,
     .min_ctas = 1,
     .peel_masked = true,
-    .lazy_rescale = false,
+    .lazy_rescale = true,
     .ping_pong = true,
+    .overlap_tiles = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim128_bf16_causal_sm90_128x128_s2_pp";
+static constexpr char kName[] = "flash_fwd_hdim128_bf16_causal_sm90_192x80_s2_lazy_pp_ov";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

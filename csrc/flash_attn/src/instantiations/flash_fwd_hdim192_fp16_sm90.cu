@@ -7,15 +7,16 @@ static constexpr flash::FwdConfig kConfig = {
     .head_dim = 192,
     .mask = flash::MaskKind::none,
     .tile_m = 128,
-    .tile_n = 112,
+    .tile_n = 96,
     .warps = 8,
     .stages = 2,
     .q_in_regs = false,
     .min_ctas = 1,
     .peel_masked = true,
     .lazy_rescale = true,
-    .ping_pong = false,
+    .ping_pong = true,
+    .overlap_tiles = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim192_fp16_sm90_128x112_s2_lazy";
+static constexpr char kName[] = "flash_fwd_hdim192_fp16_sm90_128x96_s2_lazy_pp_ov";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

@@ -15,7 +15,8 @@ static constexpr flash::FwdConfig kConfig = {
     .peel_masked = true,
     .lazy_rescale = true,
     .ping_pong = true,
+    .overlap_tiles = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim32_bf16_sm90_192x128_s2_lazy_pp";
+static constexpr char kName[] = "flash_fwd_hdim32_bf16_sm90_192x128_s2_lazy_pp_ov";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

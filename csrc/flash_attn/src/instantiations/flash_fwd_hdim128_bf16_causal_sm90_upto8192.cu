@@ -3,8 +3,8 @@
 
 static constexpr flash::FwdConfig kConfig = {
     .arch = 90,
-    .dtype = flash::DType::fp16,
-    .head_dim = 64,
+    .dtype = flash::DType::bf16,
+    .head_dim = 128,
     .mask = flash::MaskKind::causal,
     .tile_m = 128,
     .tile_n = 128,
@@ -13,9 +13,10 @@ static constexpr flash::FwdConfig kConfig = {
     .q_in_regs = false,
     .min_ctas = 1,
     .peel_masked = true,
-    .lazy_rescale = false,
+    .lazy_rescale = true,
     .ping_pong = true,
+    .overlap_tiles = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim64_fp16_causal_sm90_128x128_s2_pp";
+static constexpr char kName[] = "flash_fwd_hdim128_bf16_causal_sm90_128x128_s2_lazy_pp_ov";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
