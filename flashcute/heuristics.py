@@ -70,7 +70,7 @@ class _Sm90Tile:
 # have two stages.
 _SM90_TILES = {
     (32, False): (_Sm90Tile(128, 3),),
-    (32, True): (_Sm90Tile(128, 3),),
+    (32, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(128, 3)),
     (64, False): (_Sm90Tile(128, 3),),
     (64, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(128, 3)),
     (96, False): (_Sm90Tile(128, 2, 1024), _Sm90Tile(96, 3)),
