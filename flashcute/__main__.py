@@ -1,5 +1,5 @@
 """``python -m flashcute build`` builds kernels ahead of use, ``info`` shows what is there, ``sim``
-runs one on the CPU."""
+runs one on the CPU, ``profile`` says what one costs and why."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .config import DTYPES, HEAD_DIMS, FwdConfig
 from .jit import binding, build, cache, kernels, sources, toolchain
 from .jit.toolchain import BuildError
 from .occupancy import ctas_per_sm
+from .profiling import cli as profile_cli
 from .sim import cli as sim_cli
 
 
@@ -235,6 +236,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("sim", help="run one kernel on the CPU and check it")
     simulate.set_defaults(run=sim_cli.run)
     sim_cli.add_arguments(simulate)
+    profile = commands.add_parser("profile", help="what a kernel costs and why")
+    profile.set_defaults(run=profile_cli.run)
+    profile_cli.add_arguments(profile)
     return parser
 
 

@@ -1,0 +1,136 @@
+"""``python -m flashcute profile``: where a kernel's time goes, or with ``--static`` could go."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import benchmarking as bm
+from .. import heuristics
+from ..config import DTYPES, HEAD_DIMS, FwdConfig
+from ..jit import kernels
+from ..jit.toolchain import BuildError
+from . import disassembly, static, text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``profile`` on ``parser``."""
+    parser.add_argument(
+        "--static", action="store_true", help="from the machine code alone: needs no GPU"
+    )
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=128)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--target", help="sm number, e.g. 90 (default: the GPU here, else 90)")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of the configuration that differ from the heuristics' choice",
+    )
+    parser.add_argument(
+        "--file", type=Path, help="with --static: a shared object or cubin instead of a kernel here"
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="each a saved .json profile, or FIELD=VALUE[,FIELD=VALUE...] as in --set, or default",
+    )
+    parser.add_argument("--json", type=Path, help="also write the profile to this file")
+
+
+def _value(field: str, word: str) -> object:
+    if word in ("true", "false"):
+        return word == "true"
+    return int(word) if word.lstrip("-").isdecimal() else word
+
+
+def choose_config(args: argparse.Namespace, changes: Sequence[str]) -> tuple[FwdConfig, str]:
+    """The configuration that the arguments describe, changed as asked, and its target.
+
+    Raises:
+        ValueError: for a field or a value that cannot be.
+    """
+    target = args.target or _target_here()
+    capability = kernels.capability_of(target)
+    config = heuristics.fwd_config(args.dtype, args.head_dim, args.causal, capability)
+    fields = {field.name for field in dataclasses.fields(config)}
+    values = {}
+    for change in changes:
+        field, equals, word = change.partition("=")
+        if field not in fields or not equals:
+            raise ValueError(
+                f"flashcute profile: expected FIELD=VALUE with FIELD in {', '.join(sorted(fields))}"
+                f", got {change!r}"
+            )
+        values[field] = _value(field, word)
+    return dataclasses.replace(config, **values), target
+
+
+def _target_here() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return "{}{}".format(*torch.cuda.get_device_capability())
+    return "90"
+
+
+def _static(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, object]:
+    config, target = choose_config(args, changes)
+    capability = kernels.capability_of(target)
+    if args.file is not None:
+        binary = disassembly.read_binary(args.file)
+        return static.profile(binary, capability, args.head_dim)
+    _, artefact = kernels.find_built(config, target)
+    if artefact is None:
+        print(f"building {config.full_name} for sm_{target}", file=sys.stderr)
+        (result,) = kernels.build_kernels([(config, target)])
+        if result.artefact is None:
+            raise BuildError(result.error)
+        artefact = result.artefact
+    binary = disassembly.read_binary(artefact.path)
+    spills, log = artefact.meta["spill_bytes"], artefact.meta["log"]
+    return static.profile(binary, capability, config.head_dim, config, spills, log)
+
+
+def _load(path: Path) -> dict[str, object]:
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if report["kind"] in ("static", "ncu"):
+            return report
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"flashcute profile: expected a profile saved with --json, got {path}: {error!r}"
+        ) from error
+    raise ValueError(f"flashcute profile: expected a saved profile, got kind={report['kind']!r}")
+
+
+def _one(args: argparse.Namespace, spec: str) -> dict[str, object]:
+    if spec.endswith(".json"):
+        return _load(Path(spec))
+    return _static(args, [*args.set, *(spec.split(",") if spec != "default" else [])])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profiles what the arguments describe; returns 0, or 1 with a message on standard error."""
+    try:
+        if args.compare:
+            reports = [_one(args, spec) for spec in args.compare]
+            print(f"A: {reports[0]['kernel']}\nB: {reports[1]['kernel']}\n")
+            print(text.comparison(reports))
+            payload = {"kind": "comparison", "profiles": reports}
+        else:
+            payload = _static(args, args.set)
+            print(text.static_report(payload))
+    except (disassembly.ToolError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if args.json is not None:
+        bm.write_json(args.json, payload)
+    return 0

@@ -1,0 +1,111 @@
+"""A profile as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..benchmarking import format_table
+
+_WORDS = {
+    "tensor": "tensor cores",
+    "issue": "instruction issue",
+    "mufu": "MUFU (exp2)",
+    "fp32": "fp32 pipe",
+    "alu": "ALU (max, convert)",
+    "smem": "shared memory port",
+}
+
+
+def word(resource: str) -> str:
+    """What a resource is called in tables and pictures."""
+    return _WORDS.get(resource, resource)
+
+
+def dash(value: object) -> object:
+    """The value, or a dash where there is none: missing is never shown as 0."""
+    return "-" if value is None else value
+
+
+def _resource_lines(report: Mapping) -> list[str]:
+    resources = report["resources"]
+    pools = resources["register_pools"]
+    registers = f"{resources['registers']}"
+    if pools:
+        registers += f" at launch, {dash(pools.get('released'))} kept by warps that release some, "
+        registers += f"{dash(pools.get('claimed'))} held by those that claim more"
+    lines = [
+        f"registers           {registers}",
+        f"spilled bytes       {dash(resources['spill_bytes'])}",
+        f"stack bytes         {resources['stack_bytes']}",
+        f"threads per CTA     {dash(resources['threads'])}",
+        f"shared memory       {dash(resources['smem_bytes'])} bytes per CTA",
+    ]
+    if report["occupancy"] is not None:
+        fit = report["occupancy"]
+        lines.append(
+            f"occupancy           {fit['ctas_per_sm']} CTAs and {fit['warps_per_sm']} warps per SM "
+            f"({fit['percent']} %), limited by {fit['limit']}"
+        )
+    return lines
+
+
+def static_report(report: Mapping) -> str:
+    """One static profile: resources, the loop's instructions, the roofs."""
+    head = [
+        f"kernel              {report['kernel']}",
+        f"machine code        {report['target']}, {report['resources']['instructions']} "
+        "instructions",
+    ]
+    parts = ["\n".join([*head, *_resource_lines(report)])]
+    loop, estimate = report["loop"], report["estimate"]
+    if loop is not None:
+        mma = ", ".join(f"{count} {kind}" for kind, count in loop["mma"].items())
+        parts.append(
+            f"main loop at {loop['address']}: {loop['instructions']} instructions an iteration, "
+            f"{loop['instructions_at_most']} if every branch is taken,\nfor "
+            f"{loop['score_elements_per_warp']:g} score elements of a warp; {mma}"
+        )
+        rows = [[name, value] for name, value in loop["mix_per_element"].items() if value >= 0.01]
+        totals = {"all": loop["per_element"], "every branch": loop["per_element_at_most"]}
+        groups = loop["groups_per_element"] | totals
+        parts.append(
+            format_table(["thread-instructions per score element", ""], list(groups.items()))
+        )
+        parts.append(format_table(["by opcode", ""], rows))
+    if estimate is not None:
+        rows = [
+            [
+                word(name),
+                clocks,
+                estimate["clocks_at_most"][name],
+                estimate["percent_of_tensor_peak_time"][name],
+            ]
+            for name, clocks in estimate["clocks"].items()
+        ]
+        header = ["clocks of a subpartition", "always", "every branch", "% of tensor peak time"]
+        parts.append(format_table(header, rows))
+    parts += report["notes"]
+    return "\n\n".join(parts)
+
+
+def _flatten(value: object, path: str = "") -> dict[str, object]:
+    """Nested mappings as one, keys joined by dots; lists are left out."""
+    if isinstance(value, Mapping):
+        found: dict[str, object] = {}
+        for key, inner in value.items():
+            found |= _flatten(inner, f"{path}.{key}" if path else str(key))
+        return found
+    return {} if isinstance(value, Sequence) and not isinstance(value, str) else {path: value}
+
+
+def comparison(reports: Sequence[Mapping]) -> str:
+    """Two profiles side by side: every figure that differs, with the ratio of numbers."""
+    first, second = (_flatten(report) for report in reports)
+    rows = []
+    for key in dict.fromkeys([*first, *second]):
+        a, b = first.get(key), second.get(key)
+        if a == b:
+            continue
+        numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
+        rows.append([key, dash(a), dash(b), f"{b / a:.3f}" if numbers and a else "-"])
+    return format_table(["figure", "A", "B", "B / A"], rows) if rows else "no figure differs"
