@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from .. import heuristics
 from ..config import DTYPES, HEAD_DIMS, FwdConfig
 from ..jit import kernels
 from ..jit.toolchain import BuildError
-from . import disassembly, static, text
+from . import disassembly, explain, ncu, page, static, text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("A", "B"),
         help="each a saved .json profile, or FIELD=VALUE[,FIELD=VALUE...] as in --set, or default",
     )
+    problem = parser.add_argument_group("problem", "ignored by --static")
+    problem.add_argument("-b", "--batch", type=int, help="default: 16k tokens in all")
+    problem.add_argument("--seqlen-q", type=int, default=4096)
+    problem.add_argument("--seqlen-k", type=int, help="default: --seqlen-q")
+    problem.add_argument("--heads", type=int, help="query heads (default: 2048 / head dim)")
+    problem.add_argument("--heads-k", type=int, help="default: --heads")
+    parser.add_argument("--report", type=Path, help="keep ncu's own report in this .ncu-rep file")
     parser.add_argument("--json", type=Path, help="also write the profile to this file")
+    parser.add_argument("--html", type=Path, help="also write a page with pictures to this file")
 
 
 def _value(field: str, word: str) -> object:
@@ -99,6 +108,59 @@ def _static(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, objec
     return static.profile(binary, capability, config.head_dim, config, spills, log)
 
 
+def _shape(args: argparse.Namespace) -> bm.Shape:
+    usual = bm.sweep_shape(args.head_dim, args.seqlen_q, args.causal)
+    heads = args.heads or usual.h
+    shape = bm.Shape(
+        b=args.batch or usual.b,
+        seqlen_q=args.seqlen_q,
+        seqlen_k=args.seqlen_k or args.seqlen_q,
+        h=heads,
+        h_k=args.heads_k or heads,
+        d=args.head_dim,
+        causal=args.causal,
+    )
+    if min(shape.b, shape.seqlen_q, shape.seqlen_k, heads) < 1 or heads % shape.h_k:
+        raise ValueError(
+            "flashcute profile: expected sizes of at least 1 and --heads-k to divide --heads, got "
+            f"{shape}"
+        )
+    return shape
+
+
+def _counters(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, object]:
+    """Profiles with Nsight Compute, and says beside it what the machine code tells."""
+    import torch
+
+    ncu.find_ncu()
+    if not torch.cuda.is_available():
+        raise disassembly.ToolError(
+            "flashcute profile: expected an NVIDIA GPU that torch can use, got none; say --static "
+            "for what the machine code alone can tell"
+        )
+    config, target = choose_config(args, changes)
+    shape = _shape(args)
+    kernels.get_kernel(config, target)  # built here and not under the profiler
+    with tempfile.TemporaryDirectory(prefix="flashcute-profile-") as folder:
+        file = args.report or Path(folder) / "profile.ncu-rep"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        ncu.run(config, shape, file)
+        report = ncu.read(file)
+    result = explain.profile(report, config, shape, kernels.capability_of(target))
+    try:
+        return result | {"static": _static(args, changes)}
+    except disassembly.ToolError as error:
+        result["notes"].append(f"nothing from the machine code: {error}")
+        return result
+
+
+def _profile(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, object]:
+    if args.file is not None and not args.static:
+        raise ValueError("flashcute profile: expected --static with --file, got --file alone")
+    report = _static(args, changes) if args.static else _counters(args, changes)
+    return {"machine": bm.machine_info(), **report}
+
+
 def _load(path: Path) -> dict[str, object]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -114,7 +176,7 @@ def _load(path: Path) -> dict[str, object]:
 def _one(args: argparse.Namespace, spec: str) -> dict[str, object]:
     if spec.endswith(".json"):
         return _load(Path(spec))
-    return _static(args, [*args.set, *(spec.split(",") if spec != "default" else [])])
+    return _profile(args, [*args.set, *(spec.split(",") if spec != "default" else [])])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,11 +188,14 @@ def run(args: argparse.Namespace) -> int:
             print(text.comparison(reports))
             payload = {"kind": "comparison", "profiles": reports}
         else:
-            payload = _static(args, args.set)
-            print(text.static_report(payload))
+            payload = _profile(args, args.set)
+            reports = [payload]
+            print(text.report_text(payload))
     except (disassembly.ToolError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
     if args.json is not None:
         bm.write_json(args.json, payload)
+    if args.html is not None:
+        page.write(args.html, reports)
     return 0

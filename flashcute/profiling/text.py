@@ -13,6 +13,8 @@ _WORDS = {
     "fp32": "fp32 pipe",
     "alu": "ALU (max, convert)",
     "smem": "shared memory port",
+    "l2": "L2 cache",
+    "dram": "device memory",
 }
 
 
@@ -109,3 +111,51 @@ def comparison(reports: Sequence[Mapping]) -> str:
         numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
         rows.append([key, dash(a), dash(b), f"{b / a:.3f}" if numbers and a else "-"])
     return format_table(["figure", "A", "B", "B / A"], rows) if rows else "no figure differs"
+
+
+def _figure(value: object) -> str:
+    if value is None:
+        return "missing"
+    if isinstance(value, float) and (abs(value) >= 1e6 or 0 < abs(value) < 1e-3):
+        return f"{value:.4g}"
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def counters_report(report: Mapping) -> str:
+    """One profile of Nsight Compute: utilisation, roofs, traffic, occupancy, stalls."""
+    shape, quantities = report["shape"], report["quantities"]
+    mask = "causal" if shape["causal"] else "full"
+    sizes = " ".join(f"{name}={shape[name]}" for name in shape if name != "causal")
+    head = [
+        f"kernel              {report['kernel']}",
+        f"problem             {sizes} {mask}",
+        f"under the profiler  {_figure(quantities['seconds'])} s, {_figure(quantities['tflops'])} "
+        f"TFLOP/s, {_figure(quantities['cycles'])} clocks",
+    ]
+    parts = ["\n".join(head)]
+    busy = [[word(k), _figure(v)] for k, v in report["utilisation_percent"].items()]
+    parts.append(format_table(["unit", "% of its peak"], busy))
+    if report["roofs"]:
+        rows = [
+            [name, _figure(roof["least_cycles"]), _figure(roof["percent_reached"])]
+            for name, roof in report["roofs"].items()
+        ]
+        parts.append(format_table(["roof", "least clocks", "% reached"], rows))
+    shown = [[name, _figure(value)] for name, value in quantities.items()]
+    parts.append(format_table(["quantity", "value"], shown))
+    waiting = [
+        [reason, x["warps_per_issue"], dash(x["waits_for"])]
+        for reason, x in report["stalls"].items()
+        if x["warps_per_issue"] >= 0.01
+    ]
+    if waiting:
+        parts.append(format_table(["stall", "warps per issue", "waits for"], waiting))
+    parts += report["notes"]
+    if report.get("static"):
+        parts.append("from its machine code:\n\n" + static_report(report["static"]))
+    return "\n\n".join(parts)
+
+
+def report_text(report: Mapping) -> str:
+    """A profile of either kind."""
+    return static_report(report) if report["kind"] == "static" else counters_report(report)
