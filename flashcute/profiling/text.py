@@ -102,7 +102,9 @@ def _flatten(value: object, path: str = "") -> dict[str, object]:
 
 def comparison(reports: Sequence[Mapping]) -> str:
     """Two profiles side by side: every figure that differs, with the ratio of numbers."""
-    first, second = (_flatten(report) for report in reports)
+    left_out = ("machine", "metrics")  # of every run another, or hundreds of raw counters
+    kept = [{k: v for k, v in report.items() if k not in left_out} for report in reports]
+    first, second = map(_flatten, kept)
     rows = []
     for key in dict.fromkeys([*first, *second]):
         a, b = first.get(key), second.get(key)
