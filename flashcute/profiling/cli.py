@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("A", "B"),
         help="each a saved .json profile, or FIELD=VALUE[,FIELD=VALUE...] as in --set, or default",
     )
-    problem = parser.add_argument_group("problem", "ignored by --static")
+    problem = parser.add_argument_group("problem", "--static takes of it what chooses a kernel")
     problem.add_argument("-b", "--batch", type=int, help="default: 16k tokens in all")
     problem.add_argument("--seqlen-q", type=int, default=4096)
     problem.add_argument("--seqlen-k", type=int, help="default: --seqlen-q")
@@ -68,7 +68,13 @@ def choose_config(args: argparse.Namespace, changes: Sequence[str]) -> tuple[Fwd
     """
     target = args.target or _target_here()
     capability = kernels.capability_of(target)
-    config = heuristics.fwd_config(args.dtype, args.head_dim, args.causal, capability)
+    shape = _shape(args)
+    problem = heuristics.FwdProblem(
+        dtype=args.dtype,
+        causal=args.causal,
+        **{name: getattr(shape, name) for name in ("b", "seqlen_q", "seqlen_k", "h", "h_k", "d")},
+    )
+    config = heuristics.choose_fwd(problem, capability)
     fields = {field.name for field in dataclasses.fields(config)}
     values = {}
     for change in changes:

@@ -160,12 +160,17 @@ def _notes(report: Mapping, log: str) -> list[str]:
         bound = estimate["bound_by"]
         percent = estimate["tensor_peak_percent_at_best"]
         if bound == "tensor":
-            notes.append(f"the tensor cores are the tightest roof: {percent} % of their peak")
+            text = f"the tensor cores are the tightest roof: {percent} % of their peak"
         else:
-            notes.append(
+            text = (
                 f"{bound} is the tightest roof: it holds the tensor cores to {percent} % of their "
                 "peak even if everything overlaps"
             )
+        clocks = estimate["clocks"]
+        near = [x for x in clocks if x != bound and clocks[x] > 0.75 * clocks[bound]]
+        if near:
+            text += f"; close behind, all to be kept busy at once: {', '.join(near)}"
+        notes.append(text)
     return notes
 
 
