@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import env, heuristics
+from .arguments import positive
 from .config import DTYPES, HEAD_DIMS, FwdConfig
 from .jit import binding, build, cache, kernels, sources, toolchain
 from .jit.toolchain import BuildError
@@ -203,12 +204,6 @@ def _prebuilt() -> list[Path]:
     return list(sources.prebuilt_dir().glob("*/*.so"))
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flashcute", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -224,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     make.set_defaults(run=run_build)
     make.add_argument("--all", action="store_true", help="every shipped kernel")
     make.add_argument(
-        "--jobs", type=_positive, help="compilers at the same time (default: by cores and memory)"
+        "--jobs", type=positive, help="compilers at the same time (default: by cores and memory)"
     )
     place = make.add_mutually_exclusive_group()
     place.add_argument("-o", "--output", type=Path, help="also copy the results to this folder")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .. import benchmarking as bm
 from .. import heuristics
+from ..arguments import positive
 from ..config import DTYPES, HEAD_DIMS, FwdConfig
 from ..jit import kernels
 from ..jit.toolchain import BuildError
@@ -44,11 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="each a saved .json profile, or FIELD=VALUE[,FIELD=VALUE...] as in --set, or default",
     )
     problem = parser.add_argument_group("problem", "--static takes of it what chooses a kernel")
-    problem.add_argument("-b", "--batch", type=int, help="default: 16k tokens in all")
-    problem.add_argument("--seqlen-q", type=int, default=4096)
-    problem.add_argument("--seqlen-k", type=int, help="default: --seqlen-q")
-    problem.add_argument("--heads", type=int, help="query heads (default: 2048 / head dim)")
-    problem.add_argument("--heads-k", type=int, help="default: --heads")
+    problem.add_argument("-b", "--batch", type=positive, help="default: 16k tokens in all")
+    problem.add_argument("--seqlen-q", type=positive, default=4096)
+    problem.add_argument("--seqlen-k", type=positive, help="default: --seqlen-q")
+    problem.add_argument("--heads", type=positive, help="query heads (default: 2048 / head dim)")
+    problem.add_argument("--heads-k", type=positive, help="default: --heads")
     parser.add_argument("--report", type=Path, help="keep ncu's own report in this .ncu-rep file")
     parser.add_argument("--json", type=Path, help="also write the profile to this file")
     parser.add_argument("--html", type=Path, help="also write a page with pictures to this file")
@@ -126,10 +127,9 @@ def _shape(args: argparse.Namespace) -> bm.Shape:
         d=args.head_dim,
         causal=args.causal,
     )
-    if min(shape.b, shape.seqlen_q, shape.seqlen_k, heads) < 1 or heads % shape.h_k:
+    if heads % shape.h_k:
         raise ValueError(
-            "flashcute profile: expected sizes of at least 1 and --heads-k to divide --heads, got "
-            f"{shape}"
+            f"flashcute profile: expected --heads-k to divide --heads, got {shape.h_k} and {heads}"
         )
     return shape
 

@@ -234,12 +234,11 @@ def _notes(result: Mapping, warps_per_sm: int) -> list[str]:
         if known[top] < 70:
             text += ": no roof is near, so latency or waiting decides, see the stalls"
         notes.append(text)
-    useful = result["roofs"].get("tensor, useful FLOPs", {}).get("percent_reached")
-    whole = result["roofs"].get("tensor, whole tiles", {}).get("percent_reached")
-    if useful and whole and whole / useful > 1.1:
+    wasted = 1 - result["ideal"]["flops"] / 2 / result["ideal"]["tile_macs"]
+    if wasted > 0.1:
         notes.append(
-            f"{100 - 100 * useful / whole:.0f} % of the MMAs are for masked or padded scores: "
-            "smaller tiles would waste less"
+            f"{100 * wasted:.0f} % of the MMAs are for masked or padded scores: smaller tiles "
+            "would waste less"
         )
     reasons = list(result["stalls"].items())[:3]
     if reasons:

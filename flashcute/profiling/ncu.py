@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.util
+import glob
 import io
 import json
 import os
@@ -24,6 +24,7 @@ from ..config import FwdConfig
 from .disassembly import ToolError
 
 WARM_UP = 2  # launches before the one that is profiled
+USUAL_PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 _KERNEL = "regex:^flash_fwd"
 _SECTIONS = (
     *("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy"),
@@ -78,9 +79,9 @@ def find_ncu() -> Path:
     on_path = shutil.which("ncu")
     if on_path:
         return Path(on_path)
-    roots = [Path(os.environ[name]) for name in ("CUDA_HOME",) if os.environ.get(name)]
-    candidates = [root / "bin" / "ncu" for root in [*roots, Path("/usr/local/cuda")]]
-    candidates += sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
+    home = os.environ.get("CUDA_HOME")
+    candidates = [Path(home) / "bin" / "ncu"] if home else []
+    candidates += [Path(x) for place in USUAL_PLACES for x in sorted(glob.glob(place))[::-1]]
     for candidate in candidates:
         if os.access(candidate, os.X_OK):
             return candidate
@@ -161,14 +162,24 @@ def run(config: FwdConfig, shape: Shape, report: Path, seconds: float = 600) -> 
 
 
 def read(report: Path) -> Report:
-    """The launch in a .ncu-rep file, through NVIDIA's ``ncu_report`` module or ncu's CSV output.
+    """The launch in a .ncu-rep file, through NVIDIA's package ``ncu_report`` or ncu's CSV output.
 
     Raises:
         ToolError: where neither can read it, or it holds no launch of our kernels.
     """
-    module = _report_module()
-    if module is not None:
-        return _read_module(module, report)
+    try:
+        import ncu_report
+    except ImportError:  # not installed, or its library does not load here: ncu can do as much
+        return _read_through_csv(report)
+    try:
+        return _read_module(ncu_report, report)
+    except (RuntimeError, OSError) as error:
+        raise ToolError(
+            f"flashcute profile: expected a report of Nsight Compute in {report}, got: {error}"
+        ) from error
+
+
+def _read_through_csv(report: Path) -> Report:
     line = [str(find_ncu()), "--import", str(report), "--csv", "--page", "raw"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode != 0:
@@ -177,31 +188,6 @@ def read(report: Path) -> Report:
             f"{(done.stderr or done.stdout).strip()[-2000:]}"
         )
     return parse_csv(done.stdout)
-
-
-def _report_module():
-    """NVIDIA's module, which lies beside ncu and not on Python's path; None where it is not."""
-    try:
-        folders = [find_ncu().resolve().parent]
-    except ToolError:
-        return None
-    folders += sorted(Path("/opt/nvidia/nsight-compute").glob("*"), reverse=True)
-    for folder in folders:
-        for place in (folder, *folder.parents[:3]):
-            file = place / "extras" / "python" / "ncu_report.py"
-            if not file.is_file():
-                continue
-            sys.path.insert(0, str(file.parent))  # it imports its compiled half by name
-            try:
-                spec = importlib.util.spec_from_file_location("ncu_report", file)
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-                return module
-            except (ImportError, OSError):  # built for another Python: CSV does as well
-                return None
-            finally:
-                sys.path.remove(str(file.parent))
-    return None
 
 
 def _read_module(module, report: Path) -> Report:

@@ -219,7 +219,7 @@ def _flow_graph(code: Sequence[Instruction]) -> tuple[networkx.DiGraph, dict]:
 
 def _natural_loops(graph: networkx.DiGraph, entry: int) -> dict[int, tuple[set[int], set[int]]]:
     """Header to (body, latches): the blocks from which a back edge is reached within the loop."""
-    parent = networkx.immediate_dominators(graph, entry)
+    parent = _immediate_dominators(graph, entry)
     loops: dict[int, tuple[set[int], set[int]]] = {}
     for source, header in graph.edges:
         if source not in parent or header not in _dominators(parent, source):
@@ -235,10 +235,15 @@ def _natural_loops(graph: networkx.DiGraph, entry: int) -> dict[int, tuple[set[i
     return loops
 
 
-def _dominators(parent: dict[int, int | None], block: int) -> set[int]:
+def _immediate_dominators(graph: networkx.DiGraph, entry: int) -> dict[int, int]:
+    """Of every block that can be reached; the entry is its own, which not every networkx says."""
+    return {**networkx.immediate_dominators(graph, entry), entry: entry}
+
+
+def _dominators(parent: dict[int, int], block: int) -> set[int]:
     """The blocks that every path from the entry to ``block`` passes, itself included."""
     found = {block}
-    while parent.get(block) not in (None, block):
+    while parent[block] != block:
         block = parent[block]
         found.add(block)
     return found
@@ -247,7 +252,7 @@ def _dominators(parent: dict[int, int | None], block: int) -> set[int]:
 def _mma_loops(code: Sequence[Instruction]) -> Iterable[Loop]:
     graph, blocks = _flow_graph(code)
     entry = code[0].address
-    parent = networkx.immediate_dominators(graph, entry)
+    parent = _immediate_dominators(graph, entry)
     with_mma = {start for start, block in blocks.items() if any(x.warp_macs for x in block)}
     loops = {h: loop for h, loop in _natural_loops(graph, entry).items() if loop[0] & with_mma}
     for header, (body, latches) in sorted(loops.items()):
