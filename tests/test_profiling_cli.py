@@ -178,7 +178,7 @@ def no_machine_code(*_):
 
 def test_ncu_profiles_the_configuration_on_the_shape(stand_in, monkeypatch, tmp_path, capsys):
     log = stand_in()
-    monkeypatch.setattr("flashcute.profiling.cli._static", no_machine_code)
+    monkeypatch.setattr("flashcute.profiling.command._static", no_machine_code)
     kept, saved = tmp_path / "new" / "kept.ncu-rep", tmp_path / "a.json"
     shape = ("-b", 2, "--seqlen-q", 300, "--seqlen-k", 500, "--heads", 4, "--heads-k", 2)
     arguments = ("--head-dim", 64, "--causal", "--report", kept, "--json", saved, *shape)
