@@ -1,5 +1,5 @@
 """``python -m flashcute build`` builds kernels ahead of use, ``info`` shows what is there, ``sim``
-runs one on the CPU, ``profile`` says what one costs and why."""
+runs one on the CPU, ``bench`` measures speed, ``profile`` says what a kernel costs and why."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from . import env, heuristics
 from .arguments import positive
+from .bench import cli as bench_cli
 from .config import DTYPES, HEAD_DIMS, FwdConfig
 from .jit import binding, build, cache, kernels, sources, toolchain
 from .jit.toolchain import BuildError
@@ -231,6 +232,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("sim", help="run one kernel on the CPU and check it")
     simulate.set_defaults(run=sim_cli.run)
     sim_cli.add_arguments(simulate)
+    bench = commands.add_parser("bench", help="measure the forward pass beside its peers")
+    bench.set_defaults(run=bench_cli.run)
+    bench_cli.add_arguments(bench)
     profile = commands.add_parser("profile", help="what a kernel costs and why")
     profile.set_defaults(run=profile_cli.run)
     profile_cli.add_arguments(profile)

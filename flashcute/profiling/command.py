@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import sys
 import tempfile
@@ -150,6 +151,11 @@ def _one(args: argparse.Namespace, spec: str) -> dict[str, object]:
 
 def run(args: argparse.Namespace) -> int:
     """Profiles what the arguments describe; returns 0, or 1 with a message on standard error."""
+    if args.html and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "flashcute profile: expected the package matplotlib for --html, found none; "
+            "`pip install flashcute[profile]`"
+        )
     try:
         if args.compare:
             reports = [_one(args, spec) for spec in args.compare]

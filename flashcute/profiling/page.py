@@ -31,8 +31,11 @@ def bars(
 
     names = list(dict.fromkeys(name for values in series.values() for name in values))
     height = 0.8 / len(series)
-    figure = Figure(figsize=(8, 1.3 + 0.42 * len(names) * (0.6 + 0.4 * len(series))))
+    rows = len(names) * (0.6 + 0.4 * len(series)) + 0.6 * len(series)
+    figure = Figure(figsize=(8, 1.2 + 0.42 * rows), layout="constrained")
     axes = figure.add_subplot()
+    if limit is not None:
+        axes.axvline(limit, color="#888", linewidth=1, linestyle="--", zorder=0)
     for number, (label, values) in enumerate(series.items()):
         places = [i + (number - (len(series) - 1) / 2) * height for i in range(len(names))]
         widths = [values.get(name) or 0.0 for name in names]
@@ -40,18 +43,19 @@ def bars(
         for place, name, width in zip(places, names, widths, strict=True):
             value = values.get(name)
             said = "missing" if value is None else f"{value:.4g}"
-            axes.text(width, place, f" {said}", va="center", fontsize=8)
+            ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axes.annotate(
+                *(said, (width, place), (4, 0)),
+                textcoords="offset points",
+                **{"va": "center", "fontsize": 8, "bbox": ground},
+            )
     axes.set_yticks(range(len(names)), [text.word(name) for name in names])
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.12)
-    if limit is not None:
-        axes.axvline(limit, color="#888", linewidth=1, linestyle="--")
-    if len(series) > 1:
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.25 if len(names) < 4 else -0.12))
-    figure.set_layout_engine("constrained")
+    figure.legend(loc="outside lower center", fontsize=9)
     return figure
 
 
