@@ -112,7 +112,9 @@ def test_wrong_arguments(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [("--head-dim", "80"), ("--seqlen-q", "0")])
+@pytest.mark.parametrize(
+    "arguments", [("--head-dim", "80"), ("--seqlen-q", "0"), ("--report", "x")]
+)
 def test_sizes_that_cannot_be(arguments, capsys):
     with pytest.raises(SystemExit):
         profile(*arguments)
@@ -210,6 +212,14 @@ def test_a_failed_run_of_ncu_is_an_error(stand_in, last, message, capsys):
     stand_in(last)
     assert profile("--head-dim", "64") == 1
     assert message in capsys.readouterr().err
+
+
+def test_an_older_report_is_not_taken_for_a_new_one(stand_in, tmp_path, capsys):
+    stand_in('rm -f "$2"; exit 0')
+    older = tmp_path / "older.ncu-rep"
+    older.write_text("")
+    assert profile("--head-dim", "64", "--report", older) == 1
+    assert not older.exists()
 
 
 def test_without_a_gpu_the_way_out_is_named(stand_in, monkeypatch, capsys):

@@ -81,6 +81,20 @@ def test_distance_to_the_roofs():
     )
 
 
+def test_what_the_machine_code_lets_expect():
+    report = profile()
+    whole = report["roofs"]["tensor, whole tiles"]["percent_reached"]
+    static = {"estimate": {"percent_of_tensor_peak_time": {"tensor": 159.0, "mufu": 100.0}}}
+    found = explain.expected(report, static)
+    assert found == {"tensor": pytest.approx(1.59 * whole, abs=0.06), "mufu": whole}
+    rows = text.counters_report(report | {"expected_percent": found}).splitlines()
+    row = next(x for x in rows if x.startswith("| MUFU"))
+    shown = [cell.strip() for cell in row.split("|")]
+    assert shown == ["", "MUFU (exp2)", "22.07", str(whole), ""]
+    assert explain.expected(report, {"estimate": None}) == {}
+    assert explain.expected(report | {"roofs": {}}, static) == {}
+
+
 def test_stalls_are_ordered_and_explained():
     stalls = profile()["stalls"]
     assert list(stalls) == [
@@ -111,7 +125,7 @@ def test_nothing_measured_is_missing_and_not_zero():
         for line in printed.splitlines()
         if line.startswith("| ")
     ]
-    assert ["", "tensor cores", "missing", ""] in cells
+    assert ["", "tensor cores", "missing", "-", ""] in cells
     assert not any(cell in ("0", "0.0") for row in cells for cell in row)
 
 

@@ -40,9 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     problem.add_argument("--seqlen-k", type=positive, help="default: --seqlen-q")
     problem.add_argument("--heads", type=positive, help="query heads (default: 2048 / head dim)")
     problem.add_argument("--heads-k", type=positive, help="default: --heads")
-    parser.add_argument("--report", type=Path, help="keep ncu's own report in this .ncu-rep file")
+    parser.add_argument("--report", type=_report, help="keep ncu's report in this .ncu-rep file")
     parser.add_argument("--json", type=Path, help="also write the profile to this file")
     parser.add_argument("--html", type=Path, help="also write a page with pictures to this file")
+
+
+def _report(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".ncu-rep":  # ncu would add it
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .ncu-rep, got {text!r}")
+    return path
 
 
 def run(args: argparse.Namespace) -> int:

@@ -118,7 +118,9 @@ def _counters(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, obj
         report = ncu.read(file)
     result = explain.profile(report, config, shape, kernels.capability_of(target))
     try:
-        return result | {"static": _static(args, changes)}
+        machine_code = _static(args, changes)
+        wanted = explain.expected(result, machine_code)
+        return result | {"expected_percent": wanted, "static": machine_code}
     except disassembly.ToolError as error:
         result["notes"].append(f"nothing from the machine code: {error}")
         return result

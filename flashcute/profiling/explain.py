@@ -101,7 +101,7 @@ _NOT_STALLED = ("selected", "not_selected")
 
 
 def _pick(metrics: Metrics, names: tuple[str, ...]) -> float | None:
-    return next((float(metrics[name]) for name in names if name in metrics), None)
+    return next((metrics[name] for name in names if name in metrics), None)
 
 
 def stalls(metrics: Metrics) -> dict[str, dict[str, object]]:
@@ -110,7 +110,7 @@ def stalls(metrics: Metrics) -> dict[str, dict[str, object]]:
     for name, value in metrics.items():
         match = _STALL.fullmatch(name)
         if match and not match[1].endswith("_not_issued"):
-            found[match[1]] = float(value)
+            found[match[1]] = value
     return {
         reason: {"warps_per_issue": round(value, 3), "waits_for": _STALLS.get(reason)}
         for reason, value in sorted(found.items(), key=lambda item: -item[1])
@@ -214,6 +214,19 @@ def profile(
     }
     warps = occupancy.warps_per_sm(capability)
     return result | {"notes": _notes(result, warps), "metrics": dict(metrics)}
+
+
+def expected(report: Mapping, static: Mapping) -> dict[str, float]:
+    """How busy each unit would be at the measured speed if the main loop were all there is.
+
+    From the machine code's clocks for a score and the clocks that the launch took. Where a counter
+    shows much more, there is work that the loop's code does not tell: bank conflicts, replays.
+    """
+    whole = report["roofs"].get("tensor, whole tiles", {}).get("percent_reached")
+    if whole is None or static["estimate"] is None:
+        return {}
+    times = static["estimate"]["percent_of_tensor_peak_time"]
+    return {name: round(whole * percent / 100, 1) for name, percent in times.items()}
 
 
 def _percent(part: float | None, whole: float | None) -> float | None:

@@ -11,6 +11,7 @@ import dataclasses
 import glob
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -59,12 +60,12 @@ _SCALES = {
     **{"cycle/second": 1, "cycle/usecond": 1e6, "cycle/nsecond": 1e9, "cycle/s": 1},
     **{"cycle/us": 1e6, "cycle/ns": 1e9},
 }
-Metrics = Mapping[str, float | str]
+Metrics = Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One profiled launch: kernel name and every metric, in bytes, seconds, hertz or percent."""
+    """One profiled launch: kernel name and every number, in bytes, seconds, hertz or percent."""
 
     kernel: str
     metrics: Metrics
@@ -99,7 +100,6 @@ def _known_metrics(ncu: Path, environment: Mapping[str, str]) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
         env=dict(environment),
     )
     names = set(re.findall(r"^(\w+__\w+)", done.stdout, re.MULTILINE))
@@ -137,6 +137,7 @@ def run(config: FwdConfig, shape: Shape, report: Path, seconds: float = 600) -> 
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     line = command(ncu, _known_metrics(ncu, environment), report, workload)
+    report.unlink(missing_ok=True)  # ncu can fail without saying so, and leave an older one
     try:
         done = subprocess.run(
             line, capture_output=True, text=True, check=False, timeout=seconds, env=environment
@@ -202,7 +203,7 @@ def _read_module(module, report: Path) -> Report:
             for name in action.metric_names():
                 metric = action[name]
                 value = metric.value()
-                if value is not None:
+                if isinstance(value, int | float) and math.isfinite(value):
                     metrics[name] = _scaled(value, metric.unit() or "")
             return Report(action.name(), metrics)
     raise _no_launch()
@@ -218,21 +219,19 @@ def _no_launch() -> ToolError:
     )
 
 
-def _scaled(value: float | str, unit: str) -> float | str:
-    if isinstance(value, str):
-        return value
+def _scaled(value: float, unit: str) -> float:
     # A rate is scaled by what is counted: Gbyte/second by Gbyte.
     scale = _SCALES.get(unit, _SCALES.get(unit.partition("/")[0], 1))
     return float(value) * scale
 
 
 def _number(text: str) -> float | None:
-    """A number as ncu prints it, thousands in groups; None for text, "n/a" and nothing."""
-    plain = text.replace(",", "")
+    """A number as ncu prints it, thousands in groups; None for text, "n/a", "nan" and nothing."""
     try:
-        return float(plain)
+        number = float(text.replace(",", ""))
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
 
 
 def parse_csv(text: str) -> Report:
@@ -253,7 +252,7 @@ def parse_csv(text: str) -> Report:
     for launch in launches:
         if len(launch) != len(names) or not _is_ours(launch[place]):
             continue
-        metrics: dict[str, float | str] = {}
+        metrics: dict[str, float] = {}
         for name, unit, value in zip(names, units, launch, strict=True):
             number = _number(value)
             if "__" in name and number is not None:

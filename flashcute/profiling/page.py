@@ -65,6 +65,11 @@ def _charts(report: Mapping) -> dict[str, tuple[str, float | None, Mapping[str, 
         quantities = report["quantities"]
         charts = {
             "How busy each unit is": ("% of its peak", 100, report["utilisation_percent"]),
+            "How busy the main loop alone would keep them": (
+                "% of its peak, from the machine code and the measured speed",
+                100,
+                report.get("expected_percent", {}),
+            ),
             "Distance to each roof": (
                 "% of the least clocks over those it took",
                 100,

@@ -135,8 +135,12 @@ def counters_report(report: Mapping) -> str:
         f"TFLOP/s, {_figure(quantities['cycles'])} clocks",
     ]
     parts = ["\n".join(head)]
-    busy = [[word(k), _figure(v)] for k, v in report["utilisation_percent"].items()]
-    parts.append(format_table(["unit", "% of its peak"], busy))
+    wanted = report.get("expected_percent", {})
+    busy = [
+        [word(name), _figure(value), dash(wanted.get(name))]
+        for name, value in report["utilisation_percent"].items()
+    ]
+    parts.append(format_table(["unit", "% of its peak", "from the machine code"], busy))
     if report["roofs"]:
         rows = [
             [name, _figure(roof["least_cycles"]), _figure(roof["percent_reached"])]
