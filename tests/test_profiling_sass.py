@@ -36,9 +36,11 @@ def test_the_loop_of_an_sm80_kernel():
     assert mix["MUFU"] == 32 * 32 / 32  # one exp2 a score
     assert mix["LDSM"] == 12
     assert next(iter(mix)) == "FMNMX"
-    # Loads of the next block and the rescale of O are under branches.
-    sometimes = {x.name for x in loop.sometimes}
-    assert {"LDGSTS", "FMUL"} <= sometimes
+    # K and V of the next block, 4 KB, by 128 threads of 16 bytes: only the last iteration skips it.
+    assert mix["LDGSTS"] == 2
+    # The rescale of O is under a branch: 32 rows x 32 columns of a warp, and the row sums.
+    sometimes = [x.name for x in loop.sometimes]
+    assert sometimes.count("FMUL") >= 32
     assert "HMMA" not in sometimes
 
 
@@ -117,6 +119,19 @@ def test_a_branch_that_skips_is_not_always_taken():
     )
     (loop,) = function.mma_loops
     assert [x.name for x in loop.sometimes] == ["FMUL"]
+
+
+def test_copies_of_the_next_block_count_although_the_last_iteration_skips_them():
+    function = code(
+        MMA,
+        "@P0 BRA 0x40",
+        "IADD3 R1, R1, 0x80, RZ",
+        "LDGSTS.E.BYPASS.LTC128B.128 [R1], [R2.64]",
+        "@P1 BRA 0x0",
+        "EXIT",
+    )
+    (loop,) = function.mma_loops
+    assert (len(loop.always), loop.sometimes) == (5, ())
 
 
 def test_blocks_out_of_line_belong_to_the_loop():

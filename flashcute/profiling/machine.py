@@ -20,9 +20,10 @@ class Machine:
     """Rates of one SM in a clock.
 
     Attributes:
-        tensor_macs: Multiply-adds of 16-bit operands into fp32, the peak of the chip.
+        tensor_macs: Multiply-adds of 16-bit operands into fp32, the peak of the chip; of the data
+            centre's parts where GeForce has half of it (8.6, 8.9).
         mma_sync: The part of that peak that mma.sync can reach.
-        fp32: Lanes of FADD, FMUL, FFMA.
+        fp32: Lanes of FADD, FMUL, FFMA; IMAD runs on half of them and is counted like those.
         alu: Lanes of comparisons, logic and conversions between 32 and 16 bits.
         mufu: Lanes of exp2, reciprocal and the like.
     """
@@ -37,7 +38,6 @@ class Machine:
 _MACHINES = {
     (8, 0): Machine(tensor_macs=1024, mma_sync=1.0, fp32=64, alu=64, mufu=16),
     (8, 6): Machine(tensor_macs=512, mma_sync=1.0, fp32=128, alu=64, mufu=16),
-    (8, 7): Machine(tensor_macs=1024, mma_sync=1.0, fp32=128, alu=64, mufu=16),
     (8, 9): Machine(tensor_macs=512, mma_sync=1.0, fp32=128, alu=64, mufu=16),
     (9, 0): Machine(tensor_macs=2048, mma_sync=0.63, fp32=128, alu=64, mufu=16),
 }

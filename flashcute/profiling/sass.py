@@ -39,6 +39,11 @@ class Instruction:
         return self.opcode.partition(".")[0]
 
     @property
+    def never_runs(self) -> bool:
+        """Whether its predicate is always false: a filler that takes an issue slot and no more."""
+        return self.guard in ("!PT", "!UPT")
+
+    @property
     def mma_shape(self) -> tuple[int, int, int] | None:
         """(m, n, k) of a matrix instruction, else None."""
         found = _MMA.match(self.opcode)
@@ -86,7 +91,8 @@ class Loop:
     """An innermost loop that holds matrix instructions.
 
     Attributes:
-        always: Instructions that every iteration issues.
+        always: Instructions that every iteration issues; also those that copy the next block
+            (LDGSTS), which the last iteration alone skips.
         sometimes: The others of the loop: blocks under a branch, such as a mask's or a rescale's,
             and the waiting rounds of a barrier.
     """
@@ -259,6 +265,7 @@ def _mma_loops(code: Sequence[Instruction]) -> Iterable[Loop]:
         if any(other != header and inner < body for other, (inner, _) in loops.items()):
             continue
         always = set.intersection(*(_dominators(parent, latch) for latch in latches)) & body
+        always |= {start for start in body if any(x.name == "LDGSTS" for x in blocks[start])}
         issued = [x for start in sorted(always) for x in blocks[start]]
         rest = [x for start in sorted(body - always) for x in blocks[start]]
         if any(x.warp_macs for x in issued):

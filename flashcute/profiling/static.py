@@ -66,6 +66,8 @@ def loop_clocks(code: Iterable[Instruction], rates: machines.Machine) -> dict[st
     names = {"mufu": _MUFU, "fp32": _FP32, "alu": _ALU}
     for x in code:
         clocks["issue"] += 1
+        if x.never_runs:
+            continue
         clocks["smem"] += machines.SUBPARTITIONS * smem_clocks(x)
         peak = rates.tensor_macs / machines.SUBPARTITIONS
         clocks["tensor"] += x.warp_macs / (peak * (1 if x.name == "HGMMA" else rates.mma_sync))
