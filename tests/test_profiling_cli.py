@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,8 @@ def stand_in(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "ncu_report", None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        properties = types.SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
         monkeypatch.setattr("flashcute.benchmarking.machine_info", dict)
         monkeypatch.setattr(kernels, "get_kernel", lambda config, target: None)
         monkeypatch.setattr(static, "profile", lambda *_: {"kind": "static"})

@@ -95,6 +95,15 @@ def test_what_the_machine_code_lets_expect():
     assert explain.expected(report | {"roofs": {}}, static) == {}
 
 
+def test_the_number_of_sms_is_filled_in_where_the_report_lacks_it():
+    metrics = dict(ncu.parse_csv(RAW.read_text()).metrics)
+    del metrics["device__attribute_multiprocessor_count"]
+    bare = ncu.Report("flash_fwd", metrics)
+    assert profile(bare)["roofs"] == {}
+    filled = explain.profile(bare, CONFIG, SHAPE, (9, 0), multiprocessors=132)
+    assert filled["roofs"] == profile()["roofs"]
+
+
 def test_stalls_are_ordered_and_explained():
     stalls = profile()["stalls"]
     assert list(stalls) == [

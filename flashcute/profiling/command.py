@@ -116,7 +116,8 @@ def _counters(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, obj
         file.parent.mkdir(parents=True, exist_ok=True)
         ncu.run(config, shape, file)
         report = ncu.read(file)
-    result = explain.profile(report, config, shape, kernels.capability_of(target))
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    result = explain.profile(report, config, shape, kernels.capability_of(target), sms)
     try:
         machine_code = _static(args, changes)
         wanted = explain.expected(result, machine_code)

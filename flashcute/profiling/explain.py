@@ -177,12 +177,26 @@ def _roofs(
 
 
 def profile(
-    report: Report, config: FwdConfig, shape: Shape, capability: tuple[int, int]
+    report: Report,
+    config: FwdConfig,
+    shape: Shape,
+    capability: tuple[int, int],
+    multiprocessors: int | None = None,
 ) -> dict[str, object]:
-    """Everything a report says about one launch, as a JSON-ready dict."""
+    """Everything a report says about one launch, as a JSON-ready dict.
+
+    Args:
+        report: Of Nsight Compute.
+        config: The kernel's configuration.
+        shape: The problem.
+        capability: Compute capability of the GPU.
+        multiprocessors: SMs of the GPU, for a report that does not say.
+    """
     metrics = report.metrics
     utilisation = {name: _pick(metrics, names) for name, names in _UTILISATION.items()}
     quantities = {name: _pick(metrics, names) for name, names in _QUANTITIES.items()}
+    if quantities["multiprocessors"] is None:
+        quantities["multiprocessors"] = multiprocessors
     wanted = ideal(shape, config)
     reads, writes = quantities["dram_read_bytes"], quantities["dram_write_bytes"]
     moved = None if reads is None or writes is None else reads + writes

@@ -29,7 +29,7 @@ USUAL_PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 _KERNEL = "regex:^flash_fwd"
 _SECTIONS = (
     *("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy"),
-    *("LaunchStats", "SchedulerStats", "WarpStateStats", "InstructionStats"),
+    *("LaunchStats", "SchedulerStats", "WarpStateStats"),
 )
 # Asked for by name, as sections differ between releases; those a release lacks are left out.
 _METRICS = (
@@ -50,6 +50,7 @@ _METRICS = (
     "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
     "sm__cycles_active.avg",
     "sm__cycles_elapsed.max",
+    "smsp__inst_executed.sum",
     "smsp__issue_active.avg.pct_of_peak_sustained_active",
 )
 _SCALES = {
