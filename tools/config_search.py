@@ -23,8 +23,8 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from benchmarks import peers
 from flashcute import benchmarking, heuristics, jit
+from flashcute.bench import peers
 from flashcute.config import HEAD_DIMS, KERNEL_CLASSES, MAX_SMEM_BYTES, FwdConfig
 from flashcute.jit import abi
 
