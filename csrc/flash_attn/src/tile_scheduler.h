@@ -45,7 +45,7 @@ struct TileScheduler {
     // as CTAs with long tiles then compute while others with short ones load.
     CUTE_HOST_DEVICE static int heads_in_group(Flash_fwd_params const &params, int sms) {
         constexpr int64_t kL2Bytes = 32 << 20;  // of the 50 MB an H100 or H200 has
-        constexpr int64_t kWaves = 2;
+        constexpr int64_t kWaves = 3;
         auto const ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
         int64_t const bytes = int64_t(4) * params.seqlen_k * params.d;  // K and V, 16 bits each
         int64_t const tiles = int64_t(params.h_h_k_ratio) * num_m_blocks(params);
