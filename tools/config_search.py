@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--causal", type=int, nargs="+", default=[0, 1], choices=[0, 1])
     parser.add_argument("--variant", nargs="*", help="tile choices as configurations spell them")
-    parser.add_argument("--peers", nargs="+", default=["fa2"], choices=peers.NAMES[1:])
+    parser.add_argument("--peers", nargs="+", default=["fa2"], choices=["fa2", "cudnn", "fa3"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--top", type=int, default=8, help="rows printed for each search")
     parser.add_argument("--out", type=pathlib.Path, required=True)
