@@ -122,7 +122,7 @@ def fitting_sm80(head_dim: int, causal: bool, capability: tuple[int, int]) -> It
 def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
     """The configurations of the sm90 class whose S, P and O fill most of the registers and fit, and
     whose tiles fit shared memory; then those in use with one switch set the other way."""
-    for warps, tile_n, overlap in itertools.product((8, 12), range(48, 257, 16), (False, True)):
+    for warps, tile_n in itertools.product((8, 12), range(48, 257, 16)):
         config = FwdConfig(
             arch=90,
             dtype="bf16",
@@ -137,14 +137,17 @@ def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
             peel_masked=True,
             lazy_rescale=True,
             ping_pong=True,
-            overlap_tiles=overlap,
         )
         # Small tiles read K and V more often from L2 and shared memory, for nothing.
         filled = sm90_registers(config) / SM90_ACCUMULATOR_REGISTERS[warps]
         if 0.7 <= filled <= 1 and config.smem_bytes <= MAX_SMEM_BYTES[9, 0]:
             yield config
     for config, _ in heuristics.sm90_configs("bf16", head_dim, causal):
-        for change in ({"lazy_rescale": False}, {"ping_pong": False}, {"stages": 4}):
+        for change in (
+            {"lazy_rescale": not config.lazy_rescale},
+            {"ping_pong": False},
+            {"stages": 4},
+        ):
             other = dataclasses.replace(config, **change)
             if other.smem_bytes <= MAX_SMEM_BYTES[9, 0]:
                 yield other

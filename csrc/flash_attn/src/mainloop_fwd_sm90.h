@@ -284,23 +284,16 @@ struct MainloopFwdSm90 {
                 sm90::pin(rO);
                 release(&storage.v_empty[v().stage()]);
             };
-            auto const store = [&](TileCoord const &tile) {
-                Epilogue::store(params, tile, seqlen, thread, softmax.finalize(tOrO), tOrO);
-            };
 
-            if (!await_tile(params, seqlen)) {
-                return;
-            }
-            await_first();
-            issue_qk();
-            sm90::wgmma_wait<0>();
             CUTE_NO_UNROLL
-            while (true) {
-                // The scores of the tile's last key block, which comes first, are there.
+            while (await_tile(params, seqlen)) {
                 TileCoord const tile = take_tile();
                 int n = BlockInfo<C>::n_block_end(seqlen, tile.m_block) - 1;
                 int const n_unmasked_end = BlockInfo<C>::n_block_unmasked_end(seqlen, tile.m_block);
                 Mask<C> const mask{seqlen, tile.m_block};
+                await_first();
+                issue_qk();
+                sm90::wgmma_wait<0>();
                 take_scores(n);
                 k.advance();
                 if (n >= n_unmasked_end) {
@@ -335,33 +328,13 @@ struct MainloopFwdSm90 {
                 CUTE_NO_UNROLL
                 for (; n >= 0; --n) step(false_type{});
 
-                // The tile's last P V and the next tile's first Q K^T together, so that the tensor
-                // cores work while O is written. Two bodies: ptxas serialises the products where a
-                // branch lies between them (C7514).
-                bool const more = await_tile(params, seqlen);
                 await_v();
                 wait_turn();
-                if (C.overlap_tiles && more) {
-                    issue_pv();
-                    await_first();
-                    issue_qk();
-                    pass_turn();
-                    sm90::wgmma_wait<1>();
-                    take_out();
-                    store(tile);
-                } else {
-                    issue_pv();
-                    pass_turn();
-                    sm90::wgmma_wait<0>();
-                    take_out();
-                    store(tile);
-                    if (!more) {
-                        break;
-                    }
-                    await_first();
-                    issue_qk();
-                }
+                issue_pv();
+                pass_turn();
                 sm90::wgmma_wait<0>();
+                take_out();
+                Epilogue::store(params, tile, seqlen, thread, softmax.finalize(tOrO), tOrO);
             }
         }
     };
