@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_TIMING = "Shape sweep_shape make_qkv time_interleaved time_sustained host_time gpu_sampler Ratios"
+_TIMING = "Shape time_interleaved time_sustained host_time gpu_sampler Ratios"
 
 # Per page and chapter: where to import from, the file, and the names (all public ones if none).
 Chapter = list[tuple[str, str, str]]
