@@ -40,6 +40,7 @@ format: $(INSTALLED)
 	$(CLANG_FORMAT) -i $(CXX_FILES)
 	$(PYTHON) tools/generate_instantiations.py
 	$(PYTHON) tools/update_docs.py
+	$(PYTHON) tools/make_figures.py
 
 bench: $(INSTALLED) $(NVCC)
 	$(PYTHON) benchmarks/bench_fwd.py --out benchmarks/results/fwd.json

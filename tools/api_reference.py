@@ -132,16 +132,35 @@ def _is_property(node: ast.FunctionDef) -> bool:
     )
 
 
+def _source(node: ast.expr) -> str:
+    return re.sub(r"'([^'\"]*)'", r'"\1"', ast.unparse(node))
+
+
 def _parameters(arguments: ast.arguments) -> list[str]:
-    """The parameters as written, ``ast.unparse`` split at the commas outside all brackets."""
-    text = re.sub(r"'([^'\"]*)'", r'"\1"', ast.unparse(arguments))
-    pieces, depth, start = [], 0, 0
-    for i, letter in enumerate(f"{text},"):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            pieces.append(text[start:i].strip())
-            start = i + 1
-    return [re.sub(r"^([^=]*:[^=]*)=", r"\1 = ", piece) for piece in pieces if piece]
+    """The parameters, each with annotation and default, and the marks ``/`` and ``*``."""
+
+    def parameter(argument: ast.arg, default: ast.expr | None, stars: str = "") -> str:
+        annotation = f": {_source(argument.annotation)}" if argument.annotation else ""
+        equals = " = " if annotation else "="
+        return f"{stars}{argument.arg}{annotation}" + (
+            f"{equals}{_source(default)}" if default else ""
+        )
+
+    positional = [*arguments.posonlyargs, *arguments.args]
+    without = len(positional) - len(arguments.defaults)
+    defaults = [*[None] * without, *arguments.defaults]
+    found = [parameter(*pair) for pair in zip(positional, defaults, strict=True)]
+    if arguments.posonlyargs:
+        found.insert(len(arguments.posonlyargs), "/")
+    if arguments.vararg:
+        found.append(parameter(arguments.vararg, None, "*"))
+    elif arguments.kwonlyargs:
+        found.append("*")
+    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    found += [parameter(*pair) for pair in keywords]
+    if arguments.kwarg:
+        found.append(parameter(arguments.kwarg, None, "**"))
+    return found
 
 
 def signature(node: ast.FunctionDef) -> str:
