@@ -53,8 +53,8 @@ def call() -> Canvas:
     spine(
         424,
         66,
-        ["launch(params, stream)", "b * h * ceil(seqlen_q / tile_m) CTAs, one dimension"],
-        "flash_fwd_launch_template.h",
+        ["launch(params, stream)", "sm80: a CTA for each query tile; sm90: for each SM"],
+        "flash_fwd_launch_template*.h",
         YELLOW,
     )
     for top, bottom in ((106, 140), (206, 240), (288, 424)):
@@ -82,7 +82,7 @@ def call() -> Canvas:
     c.arrow([(right, 411), (465, 411), (465, 320), (mid, 320)])
     c.text(300, 313, "its address", 12)
 
-    c.text(mid + 14, 530, "on the GPU (sm80 class): a CTA for each tile of queries", bold=True)
+    c.text(mid + 14, 530, "on the GPU, for each tile of queries (sm80 class: one a CTA)", bold=True)
     c.rect(x, 542, 840, 296, "#f6f6f6", LINE, 8)
     c.arrow([(mid, 490), (mid, 556)])
     c.box(
@@ -91,7 +91,7 @@ def call() -> Canvas:
         360,
         48,
         ["Q tile -> shared memory"],
-        file="mainloop_fwd_sm80.h: LDGSTS",
+        file="mainloop_fwd_sm*.h: LDGSTS or UTMALDG",
         fill=GREEN,
     )
     c.box(
@@ -105,11 +105,11 @@ def call() -> Canvas:
     )
     c.text(440, 572, "for each block of keys, right to left", bold=True)
     loop = [
-        (580, "K, V -> shared memory", "mainloop_fwd_sm80.h: LDGSTS"),
-        (630, "S = Q K^T", "utils.h: LDSM, HMMA.16816"),
+        (580, "K, V -> shared memory", "mainloop_fwd_sm*.h: LDGSTS or UTMALDG"),
+        (630, "S = Q K^T", "utils.h: HMMA or mma_traits_sm90.h: HGMMA"),
         (680, "mask, where an edge cuts the block", "mask.h: ISETP, FSEL"),
         (730, "row maximum, P = exp2(S - m), row sum", "softmax.h: FMNMX, FFMA, MUFU.EX2"),
-        (780, "O += P V", "utils.h: LDSM.T, HMMA.16816"),
+        (780, "O += P V", "utils.h: HMMA or mma_traits_sm90.h: HGMMA"),
     ]
     for y, text, file in loop:
         c.box(450, y, 380, 44, [text], file=file, fill=GREEN)
@@ -436,6 +436,47 @@ def pipeline() -> Canvas:
     return c
 
 
+def warpgroups() -> Canvas:
+    """The sm90 class: who does what while two warpgroups take turns."""
+    c = Canvas(900, 330, "The sm90 class: one loader, two warpgroups that take turns")
+    left, unit = 150, 73
+
+    def lane(y: float, name: str, bars: list[tuple[float, float, str, str]]) -> None:
+        c.text(left - 10, y + 20, name, anchor="end")
+        c.line([(left, y + 30), (left + 10 * unit, y + 30)], "#dddddd")
+        for start, end, text, fill in bars:
+            c.box(left + start * unit, y, (end - start) * unit - 3, 28, [text], fill=fill, size=12)
+
+    c.text(20, 26, "steps for blocks n and n-1 (schematic, not to scale)", 14, bold=True)
+    for turn in range(5):
+        x = left + turn * 2.5 * unit - 2
+        c.line([(x, 90), (x, 246)], STRONG, stroke_width=1.5, stroke_dasharray="4 3")
+    loads = ["K(n-1)", "V(n)", "K(n-2)", "V(n-1)"]
+    lane(44, "loader, TMA", [(2.5 * i, 2.5 * i + 2.2, x, BLUE) for i, x in enumerate(loads)])
+    first = [("S(n)", 0.0, 1.2), ("P V(n+1)", 1.2, 2.5), ("S(n-1)", 5.0, 6.2), ("P V(n)", 6.2, 7.5)]
+    lane(94, "1: tensor cores", [(a, b, x, GREEN) for x, a, b in first])
+    softmax = [(1.2, 4.4, "softmax(n)", YELLOW), (6.2, 9.4, "softmax(n-1)", YELLOW)]
+    lane(128, "1: FP32, MUFU", softmax)
+    lane(178, "2: tensor cores", [(a + 2.5, b + 2.5, x, GREEN) for x, a, b in first])
+    second = [(3.7, 6.9, "softmax(n)", YELLOW), (8.7, 10.0, "softmax", YELLOW)]
+    lane(212, "2: FP32, MUFU", second)
+    c.line([(20, 274), (44, 274)], STRONG, stroke_width=1.5, stroke_dasharray="4 3")
+    c.text(
+        52,
+        279,
+        "the turn passes (ping_pong); the tensor cores always have the one or the other's work",
+        12,
+    )
+    c.text(
+        52,
+        299,
+        "S(n) and P V(n+1) are issued together; the softmax of n starts when S(n) is done and",
+        12,
+    )
+    c.text(52, 316, "runs under P V(n+1) and under the products of the other warpgroup", 12)
+    return c
+
+
 DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "call.svg": call,
     "traffic.svg": traffic,
@@ -445,6 +486,7 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "rescale.svg": rescale,
     "fragment.svg": fragment,
     "pipeline.svg": pipeline,
+    "warpgroups.svg": warpgroups,
 }
 
 
