@@ -60,6 +60,8 @@ RUNGS = (
     Rung(8, "rung_08_swizzle", "swizzled shared memory", "bank_conflicts"),
     Rung(9, "rung_09_q_registers", "Q in registers", "shared_accesses"),
     Rung(10, "rung_10_cp_async", "cp.async, two buffers", "memory_stalls"),
+    Rung(11, "rung_11_cute", "the same in CuTe", "instructions"),
+    Rung(12, "rung_12_sm80", "the library's sm80 loop, reduced", "shared_accesses"),
 )
 
 
