@@ -42,25 +42,25 @@ struct CuteTypes {
         Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>{},
         Layout<Shape<Int<4 * kWarps>, _8>, Stride<_8, _1>>{}, Layout<Shape<_1, _8>>{}));
 
-    // A tile from global memory into sX; zeros at and beyond row `rows`, which is never read.
+    // A tile from global memory into sX, (rows, d); zeros at and beyond row `rows`, which is never
+    // read. Seen from a thread's first piece all others are multiples of constants away.
     template <class SmemTensor>
     CUTE_DEVICE static void load(Element const *gmem, int64_t row_stride, SmemTensor &&sX,
                                  int rows) {
+        constexpr int kRowsPerPass = 4 * kWarps;
+        int const row = threadIdx.x / 8;
         GmemCopy const gmem_copy;
-        auto const thr_copy = gmem_copy.get_slice(threadIdx.x);
-        auto const tile = product_each(shape(sX));
-        Tensor gX =
-            make_tensor(make_gmem_ptr(gmem), tile, make_stride(row_stride, _1{}));  // (rows, d)
-        Tensor cX = make_identity_tensor(tile);  // (rows, d) -> coordinate
-        Tensor tXgX = thr_copy.partition_S(gX);  // (8, r, c)
-        Tensor tXcX = thr_copy.partition_S(cX);  // (8, r, c)
-        Tensor tXsX = thr_copy.partition_D(sX);  // (8, r, c)
+        Tensor tXsX = gmem_copy.get_slice(threadIdx.x).partition_D(sX);  // (8, r, d/64)
+        gmem += row * row_stride + threadIdx.x % 8 * 8;
         CUTE_UNROLL
-        for (int r = 0; r < size<1>(tXgX); ++r) {
-            bool const inside = get<0>(tXcX(_0{}, r, _0{})) < rows;
+        for (int r = 0; r < size<1>(tXsX); ++r) {
+            bool const inside = r * kRowsPerPass < rows - row;
             CUTE_UNROLL
-            for (int c = 0; c < size<2>(tXgX); ++c) {
-                gmem_copy.with(inside).call(tXgX(_, r, c), tXsX(_, r, c));
+            for (int c = 0; c < size<2>(tXsX); ++c) {
+                Tensor tXgX =
+                    make_tensor(make_gmem_ptr(gmem + r * kRowsPerPass * row_stride + c * 64),
+                                Layout<_8>{});  // (8)
+                gmem_copy.with(inside).call(tXgX, tXsX(_, r, c));
             }
         }
     }

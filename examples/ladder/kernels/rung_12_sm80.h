@@ -57,12 +57,9 @@ struct Rung12 {
         auto const copy_q = make_tiled_copy_A(typename Types::SmemCopy{}, mma);
         auto const copy_k = make_tiled_copy_B(typename Types::SmemCopy{}, mma);
         auto const copy_v = make_tiled_copy_B(typename Types::SmemCopyTransposed{}, mma);
-        Tensor tSsQ = copy_q.get_slice(thread).partition_S(sQ);    // (8, 2, d/16)
-        Tensor tSsK = copy_k.get_slice(thread).partition_S(sK);    // (8, N/16, d/16)
-        Tensor tOsVt = copy_v.get_slice(thread).partition_S(sVt);  // (8, d/16, N/16)
-        Tensor tSrQ = thr_mma.partition_fragment_A(sQ);            // (8, 2, d/16)
-        Tensor tSrK = thr_mma.partition_fragment_B(sK);            // (4, N/8, d/16)
-        Tensor tOrVt = thr_mma.partition_fragment_B(sVt);          // (4, d/8, N/16)
+        Tensor tSrQ = thr_mma.partition_fragment_A(sQ);    // (8, 2, d/16)
+        Tensor tSrK = thr_mma.partition_fragment_B(sK);    // (4, N/8, d/16)
+        Tensor tOrVt = thr_mma.partition_fragment_B(sVt);  // (4, d/8, N/16)
         Tensor tOrO =
             partition_fragment_C(mma, Shape<Int<kTileM>, Int<kHeadDim>>{});  // (4, 2, d/8)
         Tensor tScS = thr_mma.partition_C(
@@ -97,6 +94,8 @@ struct Rung12 {
             Tensor tSrS =
                 partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});  // (4, 2, N/8)
             clear(tSrS);
+            Tensor tSsQ = copy_q.get_slice(thread).partition_S(sQ);  // (8, 2, d/16)
+            Tensor tSsK = copy_k.get_slice(thread).partition_S(sK);  // (8, N/16, d/16)
             flash::gemm_smem(mma, copy_q, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
             cp_async_wait<0>();  // V has landed; all warps are done with K
             __syncthreads();
@@ -108,6 +107,7 @@ struct Rung12 {
             Tensor rP = flash::convert_type<Element>(tSrS);  // (4, 2, N/8)
             Tensor tOrP = make_tensor(rP.data(),
                                       flash::layout_acc_as_operand_a(rP.layout()));  // (8, 2, N/16)
+            Tensor tOsVt = copy_v.get_slice(thread).partition_S(sVt);  // (8, d/16, N/16)
             flash::gemm_smem(mma, flash::NoCopy{}, copy_v, tOrO, tOrP, tOrVt, tOsVt, tOsVt);
         };
         CUTE_NO_UNROLL
