@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ladder import RUNGS, counters, launch, rungs, simulate
+from ladder import RUNGS, counters, launch, report, rungs, simulate
 
 from flashcute import jit, sim, testing
 from flashcute.jit import toolchain
@@ -120,3 +120,41 @@ def test_counters_are_read_from_what_ncu_prints():
     )
     assert counters.parse(text) == {"l2_bytes": 2.0}
     assert counters.parse("==ERROR== no permission") == {}
+
+
+def result_file():
+    """What `python -m examples.ladder` writes, each rung 2 x the one before, the first too slow."""
+    names = [rung.name for rung in RUNGS]
+    rows = []
+    for seqlen, known in ((512, names), (2048, names), (4096, names[1:])):
+        for causal in (False, True):
+            tflops = {name: 0.25 * 2.0 ** names.index(name) for name in known}
+            us = {name: 1e6 / value for name, value in tflops.items()}
+            rows.append({"seqlen_q": seqlen, "causal": causal, "us": us, "tflops": tflops})
+    records = {name: {"errors": [], "counters": {"warps": 1.5}} for name in names}
+    machine = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "date": "2026-01-02T03:04:05"}
+    return {"machine": machine, "rungs": records, "rows": rows}
+
+
+def test_the_table_comes_from_the_result():
+    result = result_file()
+    second = next(line for line in report.table(result).splitlines() if "rung_02" in line)
+    cells = [cell.strip() for cell in second.split("|")[1:-1]]
+    assert cells[3:8] == ["2000", "0.5", "0.051", "10", "2"]
+    assert cells[8] == "% of warp slots busy: 1.5 to 1.5"
+    assert "all are right" in report.text(result)
+    result["rungs"][RUNGS[3].name]["errors"].append("a wrong row")
+    assert f"NOT RIGHT: {RUNGS[3].name}" in report.text(result)
+
+
+def test_the_readme_is_what_the_result_file_says():
+    assert report.main(["--check"]) == 0
+    document = report.README.read_text(encoding="utf-8")
+    assert report.replaced(document, "other") != document
+
+
+def test_the_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    report.draw(result_file(), tmp_path / "ladder.svg")
+    drawn = (tmp_path / "ladder.svg").read_text(encoding="utf-8")
+    assert all(f"<!-- {rung.name.replace('_', ' ')} -->" in drawn for rung in RUNGS)

@@ -1,9 +1,9 @@
 """FlashAttention-2's loop in Python, compiled for the GPU by Numba (``pip install numba``).
 
 The idea of rung 2 with rung 3's statistics, in fp32: a CTA of 16 x 16 threads owns 16 query rows
-and meets the keys 16 at a time; thread (lane, row) computes one score and keeps d / 16 columns of its
-row's output in registers. A row's maximum and sum are trees over its 16 threads, not a loop of one
-of them, and a tile that is cut short by the end of the sequence is filled up with zeros, whose
+and meets the keys 16 at a time; thread (lane, row) computes one score and keeps d / 16 columns of
+its row's output in registers. A row's maximum and sum are trees over its 16 threads, not a loop of
+one of them, and a tile that is cut short by the end of the sequence is filled up with zeros, whose
 scores are masked.
 
 Run it on a GPU, or without one in Numba's CUDA simulator; it compares itself with the reference:

@@ -19,6 +19,8 @@ class Rung:
         stem: Of its file in ``kernels``.
         idea: What is new, in a few words.
         counter: The quantity that is expected to move, a key of :data:`counters.COUNTERS`.
+        predicted: How many times faster than the rung before it was expected to be; README.md says
+            why. Written down before it was measured, and left as it was.
         arch: Least compute capability, e.g. 80.
         fp32: Takes and returns float32.
     """
@@ -27,6 +29,7 @@ class Rung:
     stem: str
     idea: str
     counter: str
+    predicted: float | None
     arch: int = 80
     fp32: bool = False
 
@@ -50,18 +53,18 @@ class Rung:
 
 
 RUNGS = (
-    Rung(1, "rung_01_naive", "FA1's loop order, fp32, one warp per head", "warps", fp32=True),
-    Rung(2, "rung_02_grid", "a CTA per row tile and head, coalesced loads", "dram_bytes"),
-    Rung(3, "rung_03_registers", "online softmax in registers", "shared_accesses"),
-    Rung(4, "rung_04_warp_wmma", "tensor cores: one warp, WMMA", "instructions"),
-    Rung(5, "rung_05_block_wmma", "four warps share tiles of 64 x 64", "l2_bytes"),
-    Rung(6, "rung_06_row_blocks", "each warp keeps 16 whole rows", "shared_accesses"),
-    Rung(7, "rung_07_mma", "mma.sync: S, P and O in registers", "shared_accesses"),
-    Rung(8, "rung_08_swizzle", "swizzled shared memory", "bank_conflicts"),
-    Rung(9, "rung_09_q_registers", "Q in registers", "shared_accesses"),
-    Rung(10, "rung_10_cp_async", "cp.async, two buffers", "memory_stalls"),
-    Rung(11, "rung_11_cute", "the same in CuTe", "instructions"),
-    Rung(12, "rung_12_sm80", "the library's sm80 loop, reduced", "shared_accesses"),
+    Rung(1, "rung_01_naive", "FA1's loop order, fp32, one warp per head", "warps", None, fp32=True),
+    Rung(2, "rung_02_grid", "a CTA per row tile and head, coalesced loads", "warps", 10),
+    Rung(3, "rung_03_registers", "online softmax in registers", "shared_accesses", 5),
+    Rung(4, "rung_04_warp_wmma", "tensor cores: one warp, WMMA", "instructions", 1),
+    Rung(5, "rung_05_block_wmma", "four warps share tiles of 64 x 64", "l2_bytes", 2),
+    Rung(6, "rung_06_row_blocks", "each warp keeps 16 whole rows", "shared_accesses", 1.3),
+    Rung(7, "rung_07_mma", "mma.sync: S, P and O in registers", "shared_accesses", 1.2),
+    Rung(8, "rung_08_swizzle", "swizzled shared memory", "bank_conflicts", 4),
+    Rung(9, "rung_09_q_registers", "Q in registers", "shared_accesses", 1.1),
+    Rung(10, "rung_10_cp_async", "cp.async, two buffers", "memory_stalls", 1.3),
+    Rung(11, "rung_11_cute", "the same in CuTe", "instructions", 1),
+    Rung(12, "rung_12_sm80", "the library's sm80 loop, reduced", "shared_accesses", 1.3),
 )
 
 
