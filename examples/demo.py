@@ -8,6 +8,7 @@ Exits with 1 when a result is not as exact as promised.
 from __future__ import annotations
 
 import argparse
+import itertools
 import pathlib
 import statistics
 import sys
@@ -21,6 +22,7 @@ from tqdm import tqdm
 import flashcute
 from flashcute import benchmarking as bm
 from flashcute import heuristics, jit, ops
+from flashcute.config import DTYPES, HEAD_DIMS
 
 # (least cosine to PyTorch's attention) by the dtype the model runs in.
 COSINE = {torch.float32: 0.99999, torch.float16: 0.999}
@@ -76,8 +78,9 @@ def build_kernels(capability: tuple[int, int]) -> None:
     """Build what is missing of the shipped kernels for this GPU, with a progress bar."""
     target = "".join(map(str, capability))
     specs = [
-        (heuristics.fwd_config(c.dtype, c.head_dim, c.mask == "causal", capability), target)
-        for c in heuristics.shipped_configs()
+        (config, target)
+        for dtype, head_dim, causal in itertools.product(DTYPES, HEAD_DIMS, (False, True))
+        for config in heuristics.configs_in_use(dtype, head_dim, causal, capability)
     ]
     with tqdm(total=len(specs), desc="kernels", unit="kernel") as bar:
         results = jit.build_kernels(specs, progress=lambda _: bar.update())

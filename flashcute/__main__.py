@@ -44,10 +44,11 @@ def _choose_configs(args: argparse.Namespace, target: str) -> list[FwdConfig]:
     causals = {"yes": (True,), "no": (False,), "both": (False, True)}[args.causal or "both"]
     capability = kernels.capability_of(target)
     return [
-        heuristics.fwd_config(dtype, head_dim, causal, capability)
+        config
         for head_dim in args.head_dim or HEAD_DIMS
         for dtype in args.dtype or DTYPES
         for causal in causals
+        for config in heuristics.configs_in_use(dtype, head_dim, causal, capability)
     ]
 
 

@@ -8,11 +8,12 @@ profiler shows all speak of the same value.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 DTYPES = ("fp16", "bf16")
 MASKS = ("none", "causal")
-KERNEL_CLASSES = (80,)
+KERNEL_CLASSES = (80, 90)
 MAX_HEAD_DIM = HEAD_DIMS[-1]
 
 # Largest dynamic shared memory a CTA may ask for, by compute capability (CUDA C++ Programming
@@ -35,17 +36,20 @@ class FwdConfig:
     """One forward kernel. Field names, order and meaning are those of ``flash::FwdConfig``.
 
     Attributes:
-        arch: Kernel class, 80 for mma.sync + cp.async.
+        arch: Kernel class, 80 for mma.sync + cp.async, 90 for wgmma + TMA (compute capability 9.0).
         dtype: ``"fp16"`` or ``"bf16"``, of Q, K, V and O; accumulation is fp32.
         head_dim: Instantiated head dimension, one of :data:`HEAD_DIMS`.
         mask: ``"none"`` or ``"causal"`` (aligned to the bottom-right corner).
         tile_m: Query rows per CTA.
         tile_n: Keys per main loop step.
-        warps: MMA warps per CTA.
-        stages: K/V buffers in shared memory, 1 or 2.
+        warps: MMA warps per CTA. The sm90 class adds a warpgroup that loads.
+        stages: K/V buffers in shared memory, 1 or 2; in the sm90 class 2 or 4.
         q_in_regs: Keep Q's fragments in registers.
         min_ctas: CTAs per SM that the register budget must allow.
         peel_masked: Give the blocks that need the mask a copy of the main loop of their own.
+        lazy_rescale: Rescale O only when a row's maximum grew by more than a factor of 2^8.
+        ping_pong: sm90 class: warpgroups take turns in issuing their products.
+        overlap_tiles: sm90 class: issue a tile's last product together with the next one's first.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -62,6 +66,9 @@ class FwdConfig:
     q_in_regs: bool
     min_ctas: int
     peel_masked: bool
+    lazy_rescale: bool = True
+    ping_pong: bool = False
+    overlap_tiles: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, supported: str) -> None:
@@ -73,16 +80,40 @@ class FwdConfig:
         require(self.dtype in DTYPES, "dtype", f"in {DTYPES}")
         require(self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
         require(self.mask in MASKS, "mask", f"in {MASKS}")
+        require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
+        for field in (
+            "q_in_regs",
+            "peel_masked",
+            "lazy_rescale",
+            "ping_pong",
+            "overlap_tiles",
+        ):
+            require(isinstance(getattr(self, field), bool), field, "to be a bool")
+        if self.arch == 80:
+            self._require_sm80(require)
+        else:
+            self._require_sm90(require)
+
+    def _require_sm80(self, require: Callable[[bool, str, str], None]) -> None:
         require(self.warps in (4, 8), "warps", "in (4, 8)")
         rows = 16 * self.warps
         require(
             self.tile_m > 0 and self.tile_m % rows == 0, "tile_m", f"to be a multiple of {rows}"
         )
-        require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
         require(self.stages in (1, 2), "stages", "in (1, 2)")
-        require(isinstance(self.q_in_regs, bool), "q_in_regs", "to be a bool")
-        require(isinstance(self.peel_masked, bool), "peel_masked", "to be a bool")
         require(self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4)")
+        require(self.lazy_rescale, "lazy_rescale", "to be True in the sm80 class")
+        require(not self.ping_pong, "ping_pong", "to be False in the sm80 class")
+        require(not self.overlap_tiles, "overlap_tiles", "to be False in the sm80 class")
+
+    def _require_sm90(self, require: Callable[[bool, str, str], None]) -> None:
+        require(self.warps in (8, 12), "warps", "in (8, 12), two or three warpgroups")
+        require(self.tile_m == 16 * self.warps, "tile_m", f"to be {16 * self.warps}")
+        require(self.tile_n >= 32, "tile_n", "to be at least 32 in the sm90 class")
+        require(self.stages in (2, 4), "stages", "in (2, 4), a power of two")
+        require(not self.q_in_regs, "q_in_regs", "to be False in the sm90 class")
+        require(self.min_ctas == 1, "min_ctas", "to be 1 in the sm90 class")
+        require(self.peel_masked, "peel_masked", "to be True in the sm90 class")
 
     @property
     def name(self) -> str:
@@ -96,6 +127,11 @@ class FwdConfig:
         q = "_qreg" if self.q_in_regs else ""
         peel = "_peel" if self.peel_masked else ""
         tile = f"{self.tile_m}x{self.tile_n}"
+        if self.arch == 90:
+            lazy = "_lazy" if self.lazy_rescale else ""
+            turns = "_pp" if self.ping_pong else ""
+            overlap = "_ov" if self.overlap_tiles else ""
+            return f"{tile}_s{self.stages}{lazy}{turns}{overlap}"
         return f"{tile}_w{self.warps}_s{self.stages}{q}_c{self.min_ctas}{peel}"
 
     @property
@@ -106,12 +142,19 @@ class FwdConfig:
     @property
     def threads(self) -> int:
         """Threads per CTA."""
-        return 32 * self.warps
+        return 32 * self.warps + (128 if self.arch == 90 else 0)
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory per CTA in bytes: Q, then ``stages`` buffers each of K and V."""
-        return 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
+        """Dynamic shared memory per CTA in bytes: Q, then ``stages`` buffers each of K and V.
+
+        The sm90 class adds its barriers, 8 bytes each, and rounds up to its alignment.
+        """
+        tiles = 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
+        if self.arch == 80:
+            return tiles
+        barriers = 8 * (2 * self.warps // 4 + 4 * self.stages + 7)
+        return -(-(tiles + barriers) // 1024) * 1024
 
     def to_cpp(self) -> str:
         """The C++ initialiser, e.g. ``{.arch = 80, .dtype = flash::DType::bf16, ...}``."""

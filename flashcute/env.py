@@ -35,6 +35,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _kernel_class(text: str) -> int:
+    if text not in ("80", "90"):
+        raise ValueError("80 or 90")
+    return int(text)
+
+
 def _targets(text: str) -> tuple[str, ...]:
     targets = tuple(part.strip() for part in text.split(","))
     if not all(part.isdecimal() for part in targets):
@@ -80,6 +86,13 @@ VARIABLES = (
         unset=False,
     ),
     Variable(
+        "FLASHCUTE_ARCH",
+        "arch",
+        "the newest class that the GPU runs",
+        "Kernel class, 80 (mma.sync) or 90 (wgmma), to compare them; read when a shape is new.",
+        _kernel_class,
+    ),
+    Variable(
         "FLASHCUTE_JOBS",
         "jobs",
         "as many as cores and memory allow (5 GB a job)",
@@ -103,6 +116,7 @@ class Settings:
 
     cache_dir: Path | None
     no_build: bool
+    arch: int | None
     jobs: int | None
     prebuild: tuple[str, ...]
 

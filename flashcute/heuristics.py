@@ -6,7 +6,9 @@ C++ never chooses a tile. Each number below carries the limit it hits or the mea
 from __future__ import annotations
 
 import dataclasses
+import math
 
+from . import env
 from .config import HEAD_DIMS, MAX_SMEM_BYTES, FwdConfig
 
 
@@ -54,13 +56,41 @@ _SM80_TILES_99KB = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sm90Tile:
+    """Tile choices of the sm90 class, which hold for at most ``max_seqlen`` keys."""
+
+    tile_n: int
+    warpgroups: int
+    max_seqlen: float = math.inf
+    overlap_tiles: bool = True
+
+
+# By head dimension and causal mask, shortest sequences first. All rescale lazily, take turns, and
+# have two stages.
+_SM90_TILES = {
+    (32, False): (_Sm90Tile(128, 3),),
+    (32, True): (_Sm90Tile(128, 3),),
+    (64, False): (_Sm90Tile(128, 3),),
+    (64, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(128, 3)),
+    (96, False): (_Sm90Tile(128, 2, 1024), _Sm90Tile(96, 3)),
+    (96, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(96, 3)),
+    (128, False): (_Sm90Tile(128, 2, 1024), _Sm90Tile(80, 3)),
+    (128, True): (_Sm90Tile(128, 2, 8192), _Sm90Tile(80, 3)),
+    (192, False): (_Sm90Tile(96, 2),),
+    (192, True): (_Sm90Tile(96, 2),),
+    (256, False): (_Sm90Tile(80, 2, overlap_tiles=False),),
+    (256, True): (_Sm90Tile(80, 2, overlap_tiles=False),),
+}
+
+
 def instantiated_head_dim(d: int) -> int:
     """The smallest instantiated head dimension that holds ``d``."""
     return next(hd for hd in HEAD_DIMS if hd >= d)
 
 
 def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]) -> FwdConfig:
-    """The configuration for one instantiated head dimension on one compute capability."""
+    """The sm80 class's configuration for one instantiated head dimension on one capability."""
     tile = _SM80_TILES[head_dim]
     if MAX_SMEM_BYTES[capability] < 163 * 1024:
         tile = _SM80_TILES_99KB.get(head_dim, tile)
@@ -82,20 +112,96 @@ def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, i
     )
 
 
+def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[tuple[FwdConfig, float]]:
+    """The sm90 class's configurations for one instantiated head dimension, each with the most keys
+    it is used for, in ascending order of that."""
+    return [
+        (
+            FwdConfig(
+                arch=90,
+                dtype=dtype,
+                head_dim=head_dim,
+                mask="causal" if causal else "none",
+                tile_m=64 * tile.warpgroups,
+                tile_n=tile.tile_n,
+                warps=4 * tile.warpgroups,
+                stages=2,
+                q_in_regs=False,
+                min_ctas=1,
+                peel_masked=True,
+                lazy_rescale=True,
+                ping_pong=True,
+                overlap_tiles=tile.overlap_tiles,
+            ),
+            tile.max_seqlen,
+        )
+        for tile in _SM90_TILES[head_dim, causal]
+    ]
+
+
+def kernel_class(capability: tuple[int, int]) -> int:
+    """The kernel class for a GPU: ``FLASHCUTE_ARCH`` where it is set, else the newest that runs.
+
+    Raises:
+        ValueError: where ``FLASHCUTE_ARCH`` names a class that the GPU does not run.
+    """
+    newest = 90 if capability == (9, 0) else 80
+    wanted = env.read().arch
+    if wanted is None:
+        return newest
+    if wanted > newest:
+        raise ValueError(
+            f"flashcute: expected FLASHCUTE_ARCH=80 on a GPU of compute capability {capability}, "
+            f"got FLASHCUTE_ARCH={wanted}; unset it"
+        )
+    return wanted
+
+
+def configs_in_use(
+    dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
+) -> list[FwdConfig]:
+    """Every configuration that :func:`choose_fwd` may answer with for such problems."""
+    if kernel_class(capability) == 80:
+        return [fwd_config(dtype, head_dim, causal, capability)]
+    return [config for config, _ in sm90_configs(dtype, head_dim, causal)]
+
+
 def choose_fwd(problem: FwdProblem, capability: tuple[int, int]) -> FwdConfig:
     """The configuration for one problem on one compute capability.
 
     A single query row attends to every key under the bottom-right causal mask, so it needs no mask.
     """
     causal = problem.causal and problem.seqlen_q > 1
-    return fwd_config(problem.dtype, instantiated_head_dim(problem.d), causal, capability)
+    head_dim = instantiated_head_dim(problem.d)
+    if kernel_class(capability) == 80:
+        return fwd_config(problem.dtype, head_dim, causal, capability)
+    return next(
+        config
+        for config, max_seqlen in sm90_configs(problem.dtype, head_dim, causal)
+        if problem.seqlen_k <= max_seqlen
+    )
 
 
-def shipped_configs() -> list[FwdConfig]:
-    """The 24 forward configurations that are committed as .cu files and shipped prebuilt."""
-    return [
-        fwd_config(dtype, head_dim, causal, (9, 0))
+def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
+    """The forward configurations that are committed as .cu files and shipped prebuilt, of one
+    kernel class or of all."""
+    choices = [
+        (dtype, head_dim, causal)
         for head_dim in HEAD_DIMS
         for dtype in ("fp16", "bf16")
         for causal in (False, True)
     ]
+    sm80 = [fwd_config(*choice, (9, 0)) for choice in choices]
+    sm90 = [config for choice in choices for config, _ in sm90_configs(*choice)]
+    return {None: sm80 + sm90, 80: sm80, 90: sm90}[arch]
+
+
+def instantiations() -> dict[str, FwdConfig]:
+    """The shipped configurations by the stem of their .cu file: the configuration's name, with the
+    most keys it is used for where that is limited."""
+    found = {config.name: config for config in shipped_configs(80)}
+    for config in shipped_configs(90):
+        limits = dict(sm90_configs(config.dtype, config.head_dim, config.mask == "causal"))
+        limit = limits[config]
+        found[config.name if limit == math.inf else f"{config.name}_upto{limit}"] = config
+    return found

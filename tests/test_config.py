@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import subprocess
+from typing import get_type_hints
 
 import pytest
 
 from flashcute import config
-from flashcute.config import FwdConfig
+from flashcute.config import DTYPES, KERNEL_CLASSES, MASKS, FwdConfig
 from flashcute.jit import sources, toolchain
 
 GOOD = {
@@ -22,6 +25,17 @@ GOOD = {
     "min_ctas": 2,
     "peel_masked": False,
 }
+GOOD_SM90 = {
+    **GOOD,
+    "arch": 90,
+    "tile_n": 128,
+    "warps": 8,
+    "stages": 2,
+    "min_ctas": 1,
+    "peel_masked": True,
+    "lazy_rescale": False,
+    "ping_pong": True,
+}
 
 
 def test_names():
@@ -31,6 +45,14 @@ def test_names():
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm80_128x64_w4_s1_c2"
     other = dataclasses.replace(c, mask="none", q_in_regs=True, peel_masked=True)
     assert other.full_name == "flash_fwd_hdim128_bf16_sm80_128x64_w4_s1_qreg_c2_peel"
+
+
+def test_names_of_the_sm90_class():
+    c = FwdConfig(**GOOD_SM90)
+    assert c.name == "flash_fwd_hdim128_bf16_causal_sm90"
+    assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm90_128x128_s2_pp"
+    other = dataclasses.replace(c, tile_m=192, warps=12, lazy_rescale=True, ping_pong=False)
+    assert other.variant == "192x128_s2_lazy"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +74,8 @@ def test_names():
         ("q_in_regs", 1),
         ("min_ctas", 0),
         ("peel_masked", 1),
+        ("lazy_rescale", False),
+        ("ping_pong", True),
     ],
 )
 def test_wrong_field_is_named(field, value):
@@ -59,29 +83,63 @@ def test_wrong_field_is_named(field, value):
         FwdConfig(**{**GOOD, field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "fp8"),
+        ("head_dim", 160),
+        ("mask", "window"),
+        ("tile_m", 64),
+        ("tile_m", 192),
+        ("tile_n", 16),
+        ("tile_n", 72),
+        ("tile_n", 272),
+        ("warps", 4),
+        ("warps", 16),
+        ("stages", 1),
+        ("stages", 5),
+        ("q_in_regs", True),
+        ("min_ctas", 2),
+        ("peel_masked", False),
+        ("lazy_rescale", 1),
+        ("ping_pong", 0),
+    ],
+)
+def test_wrong_field_of_the_sm90_class_is_named(field, value):
+    FwdConfig(**GOOD_SM90)
+    with pytest.raises(ValueError, match=f"expected {field} .*, got {field}={value!r}"):
+        FwdConfig(**{**GOOD_SM90, field: value})
+
+
 def test_every_field_changes_the_full_name():
     """Two configurations with one name would share a file."""
-    c = FwdConfig(**GOOD)
-    changes = {
-        "dtype": "fp16",
-        "head_dim": 64,
-        "mask": "none",
-        "tile_m": 64,
-        "tile_n": 128,
-        "warps": 8,
-        "stages": 2,
-        "q_in_regs": True,
-        "min_ctas": 1,
-        "peel_masked": True,
+    values = {
+        "arch": KERNEL_CLASSES,
+        "dtype": DTYPES,
+        "head_dim": (32, 64),
+        "mask": MASKS,
+        "tile_m": (64, 128, 192),
+        "tile_n": (32, 48),
+        "warps": (4, 8, 12),
+        "stages": (1, 2, 3),
+        "min_ctas": (1, 2),
     }
-    assert {*changes, "arch"} == {f.name for f in dataclasses.fields(FwdConfig)}
-    names = {dataclasses.replace(c, **{field: value}).full_name for field, value in changes.items()}
-    assert len(names | {c.full_name}) == len(changes) + 1
+    for name, kind in get_type_hints(FwdConfig).items():
+        if kind is bool:
+            values[name] = (False, True)
+    valid = []
+    for choice in itertools.product(*values.values()):
+        with contextlib.suppress(ValueError):
+            valid.append(FwdConfig(**dict(zip(values, choice, strict=True))))
+    assert len({config.full_name for config in valid}) == len(valid)
+    for field in dataclasses.fields(FwdConfig):
+        assert len({getattr(config, field.name) for config in valid}) > 1, field.name
 
 
-def test_initialiser_is_what_flash_h_understands(tmp_path):
+@pytest.mark.parametrize("fields", [{**GOOD, "q_in_regs": True}, GOOD_SM90], ids=["sm80", "sm90"])
+def test_initialiser_is_what_flash_h_understands(tmp_path, fields):
     """g++ reads it back into the same values; -Wreorder and missing fields would fail it."""
-    c = FwdConfig(**{**GOOD, "q_in_regs": True})
+    c = FwdConfig(**fields)
     checks = []
     for field in dataclasses.fields(c):
         value = getattr(c, field.name)
@@ -107,6 +165,18 @@ def test_resources():
     assert c.smem_bytes == 2 * (128 * 128 + 2 * 64 * 128)
     two_stages = dataclasses.replace(c, stages=2)
     assert two_stages.smem_bytes - c.smem_bytes == 2 * 2 * 64 * 128
+
+
+def test_resources_of_the_sm90_class():
+    c = FwdConfig(**GOOD_SM90)
+    assert c.threads == 128 + 2 * 128  # a warpgroup loads, two compute
+    three = dataclasses.replace(c, tile_m=192, warps=12)
+    assert three.threads == 128 + 3 * 128
+    # What the kernel asks for, and what TMA's 128-byte swizzle wants it aligned to.
+    for other in (c, three, dataclasses.replace(c, stages=3, tile_n=64, head_dim=96)):
+        tiles = 2 * other.head_dim * (other.tile_m + 2 * other.stages * other.tile_n)
+        assert other.smem_bytes % 1024 == 0
+        assert 0 < other.smem_bytes - tiles <= 2048
 
 
 def test_max_head_dim():

@@ -9,7 +9,9 @@ from flashcute import env
 
 
 def test_defaults():
-    assert env.read({}) == env.Settings(cache_dir=None, no_build=False, jobs=None, prebuild=())
+    assert env.read({}) == env.Settings(
+        cache_dir=None, no_build=False, arch=None, jobs=None, prebuild=()
+    )
     assert env.read({v.name: "" for v in env.VARIABLES}) == env.read({})
 
 
@@ -18,12 +20,13 @@ def test_values():
         {
             "FLASHCUTE_CACHE_DIR": "~/kernels",
             "FLASHCUTE_NO_BUILD": "1",
+            "FLASHCUTE_ARCH": "80",
             "FLASHCUTE_JOBS": "3",
             "FLASHCUTE_PREBUILD": "80, 90",
             "OTHER": "x",
         }
     )
-    assert settings == env.Settings(Path.home() / "kernels", True, 3, ("80", "90"))
+    assert settings == env.Settings(Path.home() / "kernels", True, 80, 3, ("80", "90"))
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,8 @@ def test_values():
     [
         ("FLASHCUTE_CACHE_DIR", "relative/folder", "an absolute path"),
         ("FLASHCUTE_NO_BUILD", "yes", "0 or 1"),
+        ("FLASHCUTE_ARCH", "100", "80 or 90"),
+        ("FLASHCUTE_ARCH", "90a", "80 or 90"),
         ("FLASHCUTE_JOBS", "0", "at least 1"),
         ("FLASHCUTE_JOBS", "-2", "at least 1"),
         ("FLASHCUTE_JOBS", "many", "at least 1"),

@@ -138,6 +138,28 @@ def test_prebuilt_of_other_sources_is_not_used(no_nvcc):
         get_kernel(CONFIG, "80")
 
 
+OF_HOPPER = heuristics.shipped_configs(90)[0]
+
+
+@pytest.mark.parametrize("target", [target for target in kernels.TARGETS if target != "90"])
+def test_kernel_of_the_sm90_class_is_for_hopper_alone(target):
+    """wgmma is in the code of compute capability 9.0 only, not even in that of 10.0."""
+    for ask in (kernels.kernel_unit, get_kernel, kernels.find_built):
+        with pytest.raises(ValueError, match=f"expected target '90' .*, got target='{target}'"):
+            ask(OF_HOPPER, target)
+
+
+def test_each_class_is_compiled_for_the_code_it_needs():
+    assert "-gencode=arch=compute_90a,code=sm_90a" in kernels.kernel_unit(OF_HOPPER, "90").flags
+    assert "-gencode=arch=compute_90,code=sm_90" in kernels.kernel_unit(CONFIG, "90").flags
+
+
+def test_prebuilt_kernel_of_the_sm90_class_is_found(no_nvcc):
+    place_prebuilt("90", OF_HOPPER)
+    kernel = get_kernel(OF_HOPPER, "90")
+    assert (kernel.threads, kernel.smem_bytes) == (OF_HOPPER.threads, OF_HOPPER.smem_bytes)
+
+
 @pytest.mark.parametrize("target", ["75", "sm_90", "9.0", "", "90a", "88"])
 def test_unknown_target(target):
     with pytest.raises(ValueError, match=f"expected target to be one of 80, .*target='{target}'"):

@@ -1,8 +1,13 @@
-"""Every kernel that ships compiles for an H100/H200, as it is committed, without a spill."""
+"""Every kernel that ships compiles for an H100/H200, as it is committed, without a spill, and a
+Hopper kernel into the instructions that it was written for."""
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
+from machine_code import instructions
 
 from flashcute import heuristics, jit
 from flashcute.config import MAX_SMEM_BYTES
@@ -10,7 +15,8 @@ from flashcute.jit import toolchain
 from flashcute.jit.sources import kernel_include_dir
 
 TARGET = "90"
-CONFIGS = heuristics.shipped_configs()
+SHIPPED = heuristics.instantiations()
+SM90 = [stem for stem, config in SHIPPED.items() if config.arch == 90]
 
 
 @pytest.fixture(scope="module")
@@ -20,17 +26,13 @@ def built():
         toolchain.find_nvcc()
     except jit.BuildError as error:
         pytest.skip(f"no CUDA compiler: {error}")
-    results = jit.build_kernels([(config, TARGET) for config in CONFIGS])
-    return {config.name: result for config, result in zip(CONFIGS, results, strict=True)}
+    results = jit.build_kernels([(config, TARGET) for config in SHIPPED.values()])
+    return dict(zip(SHIPPED, results, strict=True))
 
 
-def test_the_shipped_set():
-    assert len(CONFIGS) == len({config.name for config in CONFIGS}) == 24
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_compiles_without_spills(built, config):
-    result = built[config.name]
+@pytest.mark.parametrize("stem", SHIPPED)
+def test_compiles_without_spills(built, stem):
+    config, result = SHIPPED[stem], built[stem]
     assert result.error is None, result.error
     assert result.artefact.meta["spill_bytes"] == 0
     # What the configuration promises must hold at once: so many CTAs' registers in one SM's file.
@@ -39,7 +41,77 @@ def test_compiles_without_spills(built, config):
     assert config.smem_bytes * config.min_ctas <= MAX_SMEM_BYTES[9, 0]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_the_committed_file_is_what_is_compiled(config):
-    committed = kernel_include_dir() / "instantiations" / f"{config.name}.cu"
-    assert committed.read_text(encoding="utf-8") == jit.source_text(config)
+@pytest.mark.parametrize("stem", SHIPPED)
+def test_says_of_itself_what_the_configuration_says(built, stem):
+    """Threads and shared memory that Python planned are those of the compiled traits."""
+    assert built[stem].error is None, built[stem].error
+    kernel = jit.get_kernel(SHIPPED[stem], TARGET)
+    assert (kernel.threads, kernel.smem_bytes) == (SHIPPED[stem].threads, SHIPPED[stem].smem_bytes)
+
+
+@pytest.mark.parametrize("stem", SHIPPED)
+def test_the_committed_file_is_what_is_compiled(stem):
+    committed = kernel_include_dir() / "instantiations" / f"{stem}.cu"
+    assert committed.read_text(encoding="utf-8") == jit.source_text(SHIPPED[stem])
+
+
+@pytest.fixture(scope="module")
+def code(built):
+    """The machine code of a kernel, disassembled when it is first asked for."""
+    found = {}
+
+    def of(stem):
+        assert built[stem].error is None, built[stem].error
+        if stem not in found:
+            found[stem] = instructions(built[stem].artefact.path)
+        return found[stem]
+
+    return of
+
+
+@pytest.mark.parametrize("stem", SM90)
+def test_ptxas_gives_nothing_up(built, stem):
+    """C75xx is how ptxas says that it serialises wgmma or ignores setmaxnreg."""
+    assert built[stem].error is None, built[stem].error
+    log = built[stem].artefact.meta["log"]
+    assert "Used" in log  # what ptxas printed is there
+    assert not re.findall(r".*(?:\(C7\d{3}\)|wgmma|setmaxnreg|warning).*", log, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("stem", SM90)
+def test_registers_are_dealt_anew(built, code, stem):
+    config = SHIPPED[stem]
+    found = [x for x in code(stem) if x.opcode.startswith("USETMAXREG")]
+    amounts = {x.opcode.split(".")[1]: int(x.operands.split(",")[-1], 16) for x in found}
+    assert len(found) == 2 and amounts.keys() == {"DEALLOC", "TRY_ALLOC"}, found
+    # Given out must not be more than the launch took, or the raise never returns.
+    at_launch = built[stem].artefact.meta["registers"]
+    mma_threads = 32 * config.warps
+    given = amounts["TRY_ALLOC"] * mma_threads
+    given += amounts["DEALLOC"] * (config.threads - mma_threads)
+    assert amounts["DEALLOC"] < at_launch < amounts["TRY_ALLOC"]
+    assert given <= at_launch * config.threads
+
+
+@pytest.mark.parametrize("stem", SM90)
+def test_products_are_those_intended_and_never_serialised(code, stem):
+    config = SHIPPED[stem]
+    # One product: its instructions, each k16 long. S = Q K^T, both from shared memory; O += P V.
+    needed = {
+        ("smem", 64, config.tile_n, 16): config.head_dim // 16,
+        ("registers", 64, config.head_dim, 16): config.tile_n // 16,
+    }
+    # Neighbours without a wait between them.
+    steps = [
+        x.product or "wait"
+        for x in code(stem)
+        if x.product or x.opcode.startswith("WARPGROUP.DEPBAR")
+    ]
+    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(steps) if kind != "wait"]
+    assert {kind for kind, _ in runs} == needed.keys()
+    odd = [(kind, count) for kind, count in runs if count % needed[kind]]
+    assert not odd, f"a product is interrupted: {odd}, expected multiples of {needed}"
+    # A tile's first Q K^T and last P V stand apart from the loop, of which a causal kernel has one
+    # copy with the mask and one without.
+    for kind, need in needed.items():
+        assert sum(count for k, count in runs if k == kind) >= 2 * need

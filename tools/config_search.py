@@ -1,11 +1,11 @@
 """Propose tile choices from registers and shared memory, build them all, and measure them on a GPU.
 
-For each head dimension and mask: enumerate the configurations whose accumulators fit the register
-file and whose tiles fit shared memory, build them in parallel, check each against fp32, time them
-beside the one in use and PyTorch's flash backend, contenders taking turns, and write every figure
-to a JSON file. ``heuristics.py`` then takes the winners.
+For each head dimension and mask: enumerate the configurations of one kernel class whose
+accumulators fit the register file and whose tiles fit shared memory, build them in parallel, check
+each against fp32, time them beside those in use and the peers, contenders taking turns, and write
+every figure to a JSON file. ``heuristics.py`` then takes the winners.
 
-    python tools/config_search.py --head-dim 64 128 --out search.json
+    python tools/config_search.py --arch 90 --head-dim 64 128 --out search.json
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ctypes
 import itertools
 import math
 import pathlib
+import statistics
 import sys
 from collections.abc import Iterator
 
@@ -24,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks import peers
 from flashcute import benchmarking, heuristics, jit
-from flashcute.config import HEAD_DIMS, MAX_SMEM_BYTES, FwdConfig
+from flashcute.config import HEAD_DIMS, KERNEL_CLASSES, MAX_SMEM_BYTES, FwdConfig
 from flashcute.jit import abi
 
 MAX_REGISTERS = 255
@@ -40,6 +41,10 @@ def accumulator_registers(config: FwdConfig) -> int:
     out = rows * config.head_dim // 32
     query = rows * config.head_dim // 64 if config.q_in_regs else 0
     return scores + out + query
+
+
+# What ptxas leaves of the sm90 class's 240 and 160 registers once accumulators and P are placed.
+SM90_ACCUMULATOR_REGISTERS = {8: 200, 12: 132}
 
 
 def fits(config: FwdConfig, capability: tuple[int, int]) -> bool:
@@ -62,17 +67,18 @@ def smem_clocks(config: FwdConfig) -> float:
 
 
 def candidates(
-    head_dim: int, causal: bool, capability: tuple[int, int], slack: float = 1.3
+    arch: int, head_dim: int, causal: bool, capability: tuple[int, int], slack: float = 1.3
 ) -> list[FwdConfig]:
-    """The configurations for bf16 that fit and whose shared memory clocks are near the least."""
-    fitting = list(fitting_configs(head_dim, causal, capability))
+    """The configurations for bf16 that fit; of the sm80 class, whose roof the shared memory port
+    is, those whose clocks there are near the least."""
+    if arch == 90:
+        return list(fitting_sm90(head_dim, causal))
+    fitting = list(fitting_sm80(head_dim, causal, capability))
     least = min(map(smem_clocks, fitting))
     return [config for config in fitting if smem_clocks(config) <= slack * least]
 
 
-def fitting_configs(
-    head_dim: int, causal: bool, capability: tuple[int, int]
-) -> Iterator[FwdConfig]:
+def fitting_sm80(head_dim: int, causal: bool, capability: tuple[int, int]) -> Iterator[FwdConfig]:
     """Every configuration of the sm80 class that keeps 8 warps on an SM without spilling."""
     options = itertools.product(
         (64, 128, 256),
@@ -104,6 +110,36 @@ def fitting_configs(
         # A higher min_ctas of the same tile is another register budget, worth trying where it fits;
         # fewer than 8 warps an SM leave the tensor cores idle during every softmax.
         if config.warps * min_ctas >= 8 and fits(config, capability):
+            yield config
+
+
+def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
+    """Every configuration of the sm90 class whose S, P and O fit the registers and whose tiles fit
+    shared memory."""
+    switches = (False, True)
+    options = itertools.product((8, 12), range(64, 257, 16), (2, 4), switches, switches, switches)
+    for warps, tile_n, stages, lazy_rescale, ping_pong, overlap_tiles in options:
+        config = FwdConfig(
+            arch=90,
+            dtype="bf16",
+            head_dim=head_dim,
+            mask="causal" if causal else "none",
+            tile_m=16 * warps,
+            tile_n=tile_n,
+            warps=warps,
+            stages=stages,
+            q_in_regs=False,
+            min_ctas=1,
+            peel_masked=True,
+            lazy_rescale=lazy_rescale,
+            ping_pong=ping_pong,
+            overlap_tiles=overlap_tiles,
+        )
+        registers = tile_n // 2 + tile_n // 4 + head_dim // 2
+        if (
+            registers <= SM90_ACCUMULATOR_REGISTERS[warps]
+            and config.smem_bytes <= MAX_SMEM_BYTES[9, 0]
+        ):
             yield config
 
 
@@ -145,64 +181,78 @@ def relative_error(kernel: jit.Kernel, causal: bool) -> float:
     return ((out.float() - ref).norm() / ref.norm()).item()
 
 
+def in_use(arch: int, head_dim: int, causal: bool, capability: tuple[int, int]) -> list[FwdConfig]:
+    """The configurations that ``heuristics.py`` chooses among."""
+    if arch == 90:
+        return [config for config, _ in heuristics.sm90_configs("bf16", head_dim, causal)]
+    return [heuristics.fwd_config("bf16", head_dim, causal, capability)]
+
+
 def chosen(head_dim: int, causal: bool, capability: tuple[int, int], args) -> list[FwdConfig]:
-    """The candidates, or those of them that ``--variant`` names, and the configuration in use."""
+    """The candidates, or those of them that ``--variant`` names, and the configurations in use."""
     slack = float("inf") if args.variant else 1.3
-    configs = candidates(head_dim, causal, capability, slack)
+    configs = candidates(args.arch, head_dim, causal, capability, slack)
     if args.variant:
         configs = [config for config in configs if config.variant in args.variant]
-    current = heuristics.fwd_config("bf16", head_dim, causal, capability)
-    return configs if current in configs else [*configs, current]
+    current = in_use(args.arch, head_dim, causal, capability)
+    return [*configs, *(config for config in current if config not in configs)]
 
 
-def search(head_dim: int, causal: bool, seqlens: list[int], args) -> list[dict]:
-    capability = torch.cuda.get_device_capability()
-    target = f"{capability[0]}{capability[1]}"
-    current = heuristics.fwd_config("bf16", head_dim, causal, capability)
+def load(configs: list[FwdConfig], target: str, causal: bool) -> dict[str, jit.Kernel]:
+    """The kernels by name, each checked against fp32."""
     kernels = {}
-    for config in chosen(head_dim, causal, capability, args):
+    for config in configs:
         kernel = jit.get_kernel(config, target)
         error = relative_error(kernel, causal)
         if not error < 1e-2:
             raise RuntimeError(f"{config.full_name}: relative error {error}")
         kernels[config.full_name] = kernel
+    return kernels
+
+
+def search(head_dim: int, causal: bool, args) -> list[dict]:
+    capability = torch.cuda.get_device_capability()
+    target = f"{capability[0]}{capability[1]}"
+    current = in_use(args.arch, head_dim, causal, capability)
+    kernels = load(chosen(head_dim, causal, capability, args), target, causal)
     rows = {
         name: {
             "head_dim": head_dim,
             "causal": causal,
             "config": name,
-            "current": kernel.config == current,
+            "current": kernel.config in current,
             "registers": kernel.registers,
             "spill_bytes": kernel.spill_bytes,
             "smem_bytes": kernel.smem_bytes,
             "tflops": {},
-            "ratio_to_fa2": {},
+            "ratio": {},
         }
         for name, kernel in kernels.items()
     }
-    for seqlen in seqlens:
+    for seqlen in args.seqlen:
         shape = benchmarking.sweep_shape(head_dim, seqlen, causal)
         q, k, v = benchmarking.make_qkv(shape, torch.bfloat16, "cuda")
         calls = {name: launcher(kernel, q, k, v, causal) for name, kernel in kernels.items()}
-        calls["fa2"] = peers.make(q, k, v, causal, ("fa2",))[0]["fa2"]
+        calls |= peers.make(q, k, v, causal, args.peers)[0]
         times = benchmarking.time_interleaved(calls, repeats=args.repeats, warmup=1)
-        fa2 = benchmarking.statistics.median(times.pop("fa2"))
-        for name, samples in times.items():
-            median = benchmarking.statistics.median(samples)
-            rows[name]["tflops"][seqlen] = round(shape.flops / median / 1e6, 1)
-            rows[name]["ratio_to_fa2"][seqlen] = round(fa2 / median, 4)
+        medians = {name: statistics.median(samples) for name, samples in times.items()}
+        best_peer = min(medians[name] for name in medians.keys() & set(args.peers))
+        for name, row in rows.items():
+            row["tflops"][seqlen] = round(shape.flops / medians[name] / 1e6, 1)
+            row["ratio"][seqlen] = round(best_peer / medians[name], 4)
     for row in rows.values():
-        ratios = row["ratio_to_fa2"].values()
-        row["geomean"] = round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 4)
+        row["geomean"] = round(benchmarking.geomean(list(row["ratio"].values())), 4)
     return sorted(rows.values(), key=lambda row: -row["geomean"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, default=90, choices=KERNEL_CLASSES)
     parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, choices=HEAD_DIMS)
     parser.add_argument("--seqlen", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--causal", type=int, nargs="+", default=[0, 1], choices=[0, 1])
     parser.add_argument("--variant", nargs="*", help="tile choices as configurations spell them")
+    parser.add_argument("--peers", nargs="+", default=["fa2"], choices=peers.NAMES[1:])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--top", type=int, default=8, help="rows printed for each search")
     parser.add_argument("--out", type=pathlib.Path, required=True)
@@ -217,18 +267,22 @@ def main() -> None:
     jit.build_kernels(sorted(specs, key=lambda spec: spec[0].full_name), jobs=None, progress=None)
     found = []
     for head_dim, causal in itertools.product(args.head_dim, args.causal):
-        rows = search(head_dim, bool(causal), args.seqlen, args)
+        rows = search(head_dim, bool(causal), args)
         found.extend(rows)
         for row in rows[: args.top]:
             mark = "*" if row["current"] else " "
-            ratios = " ".join(f"{ratio:.3f}" for ratio in row["ratio_to_fa2"].values())
+            ratios = " ".join(f"{ratio:.3f}" for ratio in row["ratio"].values())
             flops = " ".join(f"{value:6.1f}" for value in row["tflops"].values())
             print(
-                f"{mark} {row['config']:62s} {row['registers']:3d} regs {row['spill_bytes']:4d} "
+                f"{mark} {row['config']:52s} {row['registers']:3d} regs {row['spill_bytes']:4d} "
                 f"spill | {flops} | {ratios} | {row['geomean']:.3f}",
                 flush=True,
             )
-        payload = {"machine": benchmarking.machine_info(), "rows": found}
+        payload = {
+            "machine": benchmarking.machine_info(),
+            "ratio_to": f"the better of {', '.join(args.peers)}",
+            "rows": found,
+        }
         benchmarking.write_json(args.out, payload)
 
 

@@ -21,7 +21,7 @@ FOLDER = ROOT / "csrc" / "flash_attn" / "src" / "instantiations"
 
 def wanted_files() -> dict[str, str]:
     """File name to text, for every shipped configuration."""
-    return {f"{c.name}.cu": source_text(c) for c in heuristics.shipped_configs()}
+    return {f"{stem}.cu": source_text(c) for stem, c in heuristics.instantiations().items()}
 
 
 def differences(folder: Path) -> list[str]:

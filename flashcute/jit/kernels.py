@@ -80,13 +80,19 @@ def compatible_targets(target: str) -> list[str]:
 def kernel_unit(config: FwdConfig, target: str) -> build.Unit:
     """The build of one kernel for one target."""
     capability_of(target)
+    # wgmma and setmaxnreg exist for compute capability 9.0 alone, whose code is called 90a.
+    if config.arch == 90 and target != "90":
+        raise ValueError(
+            f"flashcute: expected target '90' for a kernel of the sm90 class, got {target=}"
+        )
+    code = "90a" if config.arch == 90 else target
     version = sources.cutlass_version()
     return build.Unit(
         name=config.full_name,
         target=f"sm_{target}",
         source=sources.source_text(config),
         suffix=".cu",
-        flags=(*toolchain.NVCC_FLAGS, f"-gencode=arch=compute_{target},code=sm_{target}"),
+        flags=(*toolchain.NVCC_FLAGS, f"-gencode=arch=compute_{code},code=sm_{code}"),
         project_dirs=(sources.kernel_include_dir(),),
         external_dirs=(sources.cutlass_include_dir(),),
         external=(f"cutlass {version}",),

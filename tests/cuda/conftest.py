@@ -59,10 +59,11 @@ def _built_kernels() -> None:
     capability = torch.cuda.get_device_capability()
     target = "".join(map(str, capability))
     specs = [
-        (heuristics.fwd_config(dtype, head_dim, causal, capability), target)
+        (config, target)
         for head_dim in HEAD_DIMS
         for dtype in DTYPES
         for causal in (False, True)
+        for config in heuristics.configs_in_use(dtype, head_dim, causal, capability)
     ]
     missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
     if missing:

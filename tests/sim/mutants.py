@@ -284,9 +284,23 @@ MUTANTS = (
     # Softmax.
     Mutant(
         "output not rescaled",
-        "softmax.h",
-        "rescale(tOrO, factor);",
+        _MAINLOOP,
+        "if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);",
         "",
+        "numerics/late",
+    ),
+    Mutant(
+        "row sums not rescaled",
+        "softmax.h",
+        "row_sum(i) *= growth.factor(i);",
+        "",
+        "numerics/late",
+    ),
+    Mutant(
+        "rescaling put off for longer than fp16 holds",
+        "softmax.h",
+        "kMaxGrowth = 8.f;",
+        "kMaxGrowth = 80.f;",
         "numerics/late",
     ),
     Mutant(
@@ -344,7 +358,7 @@ MUTANTS = (
     ),
     Mutant(
         "shared memory not asked for",
-        "flash_fwd_launch_template.h",
+        "kernel_description.h",
         "cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);",
         "cudaFuncAttributeMaxDynamicSharedMemorySize, 0 * smem_bytes);",
         "simulator",

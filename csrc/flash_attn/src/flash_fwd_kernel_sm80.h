@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
 
     Mainloop::run(params, storage, tile, seqlen, tOrO, softmax);
     auto const lse = softmax.finalize(tOrO);
-    EpilogueFwd<C>::store(params, storage, tile, seqlen, tOrO, lse);
+    EpilogueFwd<Traits>::store_lse(params, tile, seqlen, threadIdx.x, lse);
+    EpilogueFwd<Traits>::store_through_smem(params, storage, tile, seqlen, tOrO);
 }
 
 }  // namespace flash

@@ -28,7 +28,7 @@ struct MainloopFwdSm80 {
     static constexpr int kStages = Traits::kStages;
     static constexpr int kRowsPerThread = 2 * kTileM / (16 * C.warps);
 
-    using SoftmaxT = Softmax<kRowsPerThread>;
+    using SoftmaxT = Softmax<kRowsPerThread, C.lazy_rescale>;
 
     // One (rows, head_dim) tile, which begins at gmem, from global to shared memory. Rows at or
     // past row_end and columns at or past d are written as zeros and never read: whatever lies
@@ -159,7 +159,8 @@ struct MainloopFwdSm80 {
                 cp_async_fence();
             }
             if (masked) mask.template apply<Traits>(tSrS, thread, n);
-            softmax.update_max(tSrS, tOrO);
+            auto const growth = softmax.update_max(tSrS);
+            if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);
             softmax.exponentiate(tSrS);
             Tensor rP = convert_type<Element>(tSrS);  // (4, MMA_M, N/8)
             Tensor tOrP =

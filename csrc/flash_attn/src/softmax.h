@@ -12,7 +12,7 @@ using namespace cute;
 
 // State of the rows that one thread holds. row_sum is this thread's share until finalize() adds up
 // the four lanes of a row: the running rescale is the same for all of them.
-template <int kRows>
+template <int kRows, bool kLazy>
 struct Softmax {
     static constexpr float kMaxGrowth = 8.f;  // in powers of two
     using RowTensor = decltype(make_tensor<float>(Shape<Int<kRows>>{}));
@@ -31,39 +31,60 @@ struct Softmax {
     // A row that has seen no key yet has maximum -inf; 0 in its place keeps (-inf) - (-inf) away.
     CUTE_DEVICE static float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-    // Takes the block's scores into the running maximum. O and row_sum are rescaled only when some
-    // row of the warp grew by more than kMaxGrowth: until then probabilities stay relative to the
-    // older maximum, at most 2^kMaxGrowth, which fp16 holds as precisely as 1. After the first
-    // blocks that is rare.
-    template <class EngineS, class LayoutS, class EngineO, class LayoutO>
-    CUTE_DEVICE void update_max(Tensor<EngineS, LayoutS> const &tSrS,
-                                Tensor<EngineO, LayoutO> &tOrO) {
+    template <class Engine, class Layout>
+    CUTE_DEVICE RowTensor block_max(Tensor<Engine, Layout> const &tSrS) const {
         Tensor scores = make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout()));  // (rows, cols)
         static_assert(decltype(size<0>(scores))::value == kRows);
-        RowTensor new_max;
+        RowTensor max;
+        CUTE_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+            max(i) = scores(i, _0{});
+            CUTE_UNROLL
+            for (int j = 1; j < size<1>(scores); ++j) {
+                max(i) = fmaxf(max(i), scores(i, j));
+            }
+            max(i) = quad_allreduce(max(i), [](float a, float b) { return fmaxf(a, b); });
+        }
+        return max;
+    }
+
+    // Begins with a tile's first block: nothing is there yet to be rescaled.
+    template <class Engine, class Layout>
+    CUTE_DEVICE void start(Tensor<Engine, Layout> const &tSrS) {
+        row_max = block_max(tSrS);
+        fill(row_sum, 0.f);
+    }
+
+    // How the maxima grew: whether O has to be rescaled, and each row's factor if so.
+    struct Growth {
+        bool rescale;
+        RowTensor factor;
+    };
+
+    // Takes the block's scores into the running maximum. With kLazy, O and row_sum are rescaled
+    // only when some row of the warp grew by more than kMaxGrowth: until then probabilities stay
+    // relative to the older maximum, at most 2^kMaxGrowth, which fp16 holds as precisely as 1.
+    // After the first blocks that is rare.
+    template <class Engine, class Layout>
+    CUTE_DEVICE Growth update_max(Tensor<Engine, Layout> const &tSrS) {
+        RowTensor new_max = block_max(tSrS);
         bool grown = false;
         CUTE_UNROLL
         for (int i = 0; i < kRows; ++i) {
-            float max = scores(i, _0{});
-            CUTE_UNROLL
-            for (int j = 1; j < size<1>(scores); ++j) {
-                max = fmaxf(max, scores(i, j));
-            }
-            new_max(i) = fmaxf(row_max(i),
-                               quad_allreduce(max, [](float a, float b) { return fmaxf(a, b); }));
+            new_max(i) = fmaxf(row_max(i), new_max(i));
             grown |= (new_max(i) - row_max(i)) * scale_log2 > kMaxGrowth;
         }
-        if (!__any_sync(0xffffffffu, grown)) {
-            return;
+        Growth growth;
+        growth.rescale = !kLazy || __any_sync(0xffffffffu, grown);
+        if (growth.rescale) {
+            CUTE_UNROLL
+            for (int i = 0; i < kRows; ++i) {
+                growth.factor(i) = exp2f((row_max(i) - finite_max(new_max(i))) * scale_log2);
+                row_sum(i) *= growth.factor(i);
+                row_max(i) = new_max(i);
+            }
         }
-        RowTensor factor;
-        CUTE_UNROLL
-        for (int i = 0; i < kRows; ++i) {
-            factor(i) = exp2f((row_max(i) - finite_max(new_max(i))) * scale_log2);
-            row_sum(i) *= factor(i);
-            row_max(i) = new_max(i);
-        }
-        rescale(tOrO, factor);
+        return growth;
     }
 
     // Scores become probabilities relative to the running maximum, which row_sum takes in.

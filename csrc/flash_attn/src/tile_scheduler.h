@@ -1,5 +1,6 @@
-// From the flat CTA index to the tile it computes. Batch and heads never sit on grid.y or grid.z,
-// whose limit is 65,535: the grid is one-dimensional, and grid.x reaches 2^31 - 1.
+// From a flat index to the tile it stands for, and which CTA computes which. Batch and heads never
+// sit on grid.y or grid.z, whose limit is 65,535: the grid is one-dimensional, and grid.x reaches
+// 2^31 - 1.
 #pragma once
 
 #include <cute/config.hpp>
@@ -37,6 +38,49 @@ struct TileScheduler {
         int const batch = batch_head / params.h;
         return {C.mask == MaskKind::causal ? m_blocks - 1 - m : m, batch_head - batch * params.h,
                 batch};
+    }
+
+    // Heads whose keys and values stay in L2 together while their tiles are dealt out.
+    CUTE_HOST_DEVICE static int heads_in_l2(Flash_fwd_params const &params) {
+        constexpr int64_t kBytes = 32 << 20;  // of the 50 MB an H100 or H200 has
+        int64_t const head = int64_t(4) * params.seqlen_k * params.d;  // K and V, 16 bits each
+        int64_t const heads_k = head > 0 ? kBytes / head : kBytes;
+        int64_t const heads = cute::max(heads_k, int64_t(1)) * params.h_h_k_ratio;
+        return static_cast<int>(cute::min(heads, int64_t(params.b) * params.h));
+    }
+
+    // Longest tiles first among `group` heads, one group after the other: what is dealt out last is
+    // short, and a head's keys are read from device memory once.
+    CUTE_HOST_DEVICE static TileCoord coord_in_group(Flash_fwd_params const &params, int group,
+                                                     int tile) {
+        int const m_blocks = num_m_blocks(params);
+        int const first_head = tile / (group * m_blocks) * group;
+        int const heads = cute::min(group, params.b * params.h - first_head);
+        int const within = tile - first_head * m_blocks;
+        int const m = within / heads;
+        int const batch_head = first_head + within - m * heads;
+        int const batch = batch_head / params.h;
+        return {m_blocks - 1 - m, batch_head - batch * params.h, batch};
+    }
+};
+
+// How the tiles of one launch are dealt out to CTAs that stay: CTA i begins with tile i.
+struct TileDealer {
+    int tiles;
+    int group;          // heads, for coord_in_group
+    unsigned *counter;  // tiles dealt out beyond the first of each CTA; null: every gridDim.x-th
+
+    // Whoever is told the last number, which no tile has, sets the counter back: after `tiles`
+    // numbers nobody asks again.
+    CUTE_DEVICE int next(int tile) const {
+        if (counter == nullptr) {
+            return tile + static_cast<int>(gridDim.x);
+        }
+        unsigned const number = atomicAdd(counter, 1u);
+        if (number == static_cast<unsigned>(tiles) - 1) {
+            atomicExch(counter, 0u);
+        }
+        return static_cast<int>(number + gridDim.x);
     }
 };
 

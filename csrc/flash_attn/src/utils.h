@@ -26,15 +26,29 @@ CUTE_HOST_DEVICE constexpr auto layout_acc_as_operand_a(Layout const &acc) {
     return make_layout(make_layout(get<0>(l), get<2, 0>(l)), get<1>(l), get<2, 1>(l));
 }
 
-// Rounds an fp32 tensor to To, in fragments that the conversion instructions take two at a time.
+// Rounds fp32 values to dst's 16-bit type, two at a time as the conversion instructions take them:
+// neighbours of src become neighbours of dst.
+template <class EngineS, class LayoutS, class EngineD, class LayoutD>
+CUTE_DEVICE void convert(Tensor<EngineS, LayoutS> const &src, Tensor<EngineD, LayoutD> &dst) {
+    using From = typename EngineS::value_type;
+    using To = typename EngineD::value_type;
+    constexpr int kSize = decltype(size(src))::value;
+    static_assert(kSize == decltype(size(dst))::value && kSize % 2 == 0);
+    cutlass::NumericArrayConverter<To, From, 2> convert_pair;
+    auto const *const pairs = reinterpret_cast<cutlass::Array<From, 2> const *>(src.data());
+    auto *const words = reinterpret_cast<uint32_t *>(dst.data());
+    CUTE_UNROLL
+    for (int i = 0; i < kSize / 2; ++i) {
+        cutlass::Array<To, 2> const pair = convert_pair(pairs[i]);
+        words[i] = reinterpret_cast<uint32_t const &>(pair);
+    }
+}
+
+// The same into a new tensor of src's layout.
 template <class To, class Engine, class Layout>
 CUTE_DEVICE auto convert_type(Tensor<Engine, Layout> const &src) {
-    using From = typename Engine::value_type;
-    constexpr int kSize = decltype(size(src))::value;
     Tensor dst = make_tensor<To>(src.layout());
-    cutlass::NumericArrayConverter<To, From, kSize> convert;
-    *reinterpret_cast<cutlass::Array<To, kSize> *>(dst.data()) =
-        convert(*reinterpret_cast<cutlass::Array<From, kSize> const *>(src.data()));
+    convert(src, dst);
     return dst;
 }
 

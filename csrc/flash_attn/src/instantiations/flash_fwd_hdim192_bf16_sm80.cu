@@ -13,6 +13,9 @@ static constexpr flash::FwdConfig kConfig = {
     .q_in_regs = true,
     .min_ctas = 2,
     .peel_masked = false,
+    .lazy_rescale = true,
+    .ping_pong = false,
+    .overlap_tiles = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim192_bf16_sm80_64x64_w4_s1_qreg_c2";
 

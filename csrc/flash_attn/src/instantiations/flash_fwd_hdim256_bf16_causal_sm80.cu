@@ -13,6 +13,9 @@ static constexpr flash::FwdConfig kConfig = {
     .q_in_regs = false,
     .min_ctas = 2,
     .peel_masked = true,
+    .lazy_rescale = true,
+    .ping_pong = false,
+    .overlap_tiles = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim256_bf16_causal_sm80_64x64_w4_s1_c2_peel";
 

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -80,6 +81,14 @@ template <class T>
 T __ldg(T const *pointer) {
     sim::note_access(pointer, sizeof(T), false);
     return *pointer;
+}
+
+// Blocks on different OS threads share global memory, so these are atomic on the host as well.
+inline unsigned atomicAdd(unsigned *address, unsigned value) {
+    return std::atomic_ref(*address).fetch_add(value, std::memory_order_relaxed);
+}
+inline unsigned atomicExch(unsigned *address, unsigned value) {
+    return std::atomic_ref(*address).exchange(value, std::memory_order_relaxed);
 }
 
 inline float __expf(float x) { return std::exp(x); }

@@ -1,0 +1,128 @@
+// Hopper's instructions, one function each: mbarriers, named barriers, TMA, register reallocation.
+// With wgmma_sm90.h the only inline PTX of the sm90 class; the simulator has headers of its own in
+// their place. PTX ISA section in brackets.
+#pragma once
+
+#include <cstdint>
+#include <cute/arch/util.hpp>
+#include <cute/config.hpp>
+
+namespace flash::sm90 {
+
+// An mbarrier: arrivals of the current phase and bytes that asynchronous copies still owe it.
+using Barrier = uint64_t;
+
+CUTE_DEVICE uint32_t smem_address(void const *ptr) { return cute::cast_smem_ptr_to_uint(ptr); }
+
+// One lane of a converged warp, the same one every time. [elect.sync]
+CUTE_DEVICE bool elect_one() {
+    uint32_t elected;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(elected));
+    return elected != 0;
+}
+
+// ---- mbarriers [mbarrier] ----
+
+CUTE_DEVICE void barrier_init(Barrier *barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(smem_address(barrier)),
+                 "r"(arrivals));
+}
+
+// Makes initialised barriers visible to the copies of the asynchronous proxy.
+CUTE_DEVICE void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+
+// Arrives if told to, without a branch.
+CUTE_DEVICE void barrier_arrive(Barrier *barrier, bool arrive = true) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %1, 0;\n"
+        "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+        "}\n" ::"r"(smem_address(barrier)),
+        "r"(uint32_t(arrive))
+        : "memory");
+}
+
+// Arrives and promises `bytes` of copies: the phase ends when they have landed too.
+CUTE_DEVICE void barrier_arrive_expect(Barrier *barrier, uint32_t bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(smem_address(barrier)),
+        "r"(bytes)
+        : "memory");
+}
+
+// Waits until the phase of this parity has ended. A fresh barrier counts as having ended phase 1.
+CUTE_DEVICE void barrier_wait(Barrier *barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(smem_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// ---- named barriers [bar] ----
+
+CUTE_DEVICE void named_barrier_sync(uint32_t id, uint32_t threads) {
+    asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+CUTE_DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
+    asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- the warpgroup's share of the register file [setmaxnreg] ----
+
+template <int kRegisters>
+CUTE_DEVICE void registers_raise() {
+    static_assert(kRegisters % 8 == 0 && kRegisters <= 256);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+CUTE_DEVICE void registers_lower() {
+    static_assert(kRegisters % 8 == 0 && kRegisters >= 24);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+// ---- TMA [cp.async.bulk.tensor] ----
+
+// L2 eviction priorities as the 64-bit policies that createpolicy makes of them.
+enum class CacheHint : uint64_t {
+    evict_first = 0x12f0000000000000,
+    evict_last = 0x14f0000000000000,
+};
+
+CUTE_DEVICE void tma_prefetch_descriptor(void const *descriptor) {
+    asm volatile("prefetch.tensormap [%0];\n" ::"l"(descriptor) : "memory");
+}
+
+// Loads the descriptor's box at coordinates (c0, c1, c2, c3), innermost first, into smem. Elements
+// outside the tensor arrive as zeros; either way `barrier` is paid the whole box.
+CUTE_DEVICE void tma_load(void const *descriptor, Barrier *barrier, CacheHint hint, void *smem,
+                          int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(smem_address(smem)),
+        "l"(descriptor), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
+        "l"(static_cast<uint64_t>(hint))
+        : "memory");
+}
+
+// Makes this thread's ordinary shared memory writes visible to wgmma and TMA.
+CUTE_DEVICE void fence_async_proxy() {
+    asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+}  // namespace flash::sm90

@@ -1,0 +1,49 @@
+// The sm90-class forward kernel: as many CTAs as SMs, each walking through its tiles; warpgroup 0
+// loads, the others compute.
+#pragma once
+
+#include <arch_sm90.h>
+
+#include "flash.h"
+#include "mainloop_fwd_sm90.h"
+#include "seqlen_info.h"
+#include "tensor_maps_sm90.h"
+#include "tile_scheduler.h"
+
+namespace flash {
+
+// Parametrised by the traits type: nvcc 13.0 misspells a namespaced value as a kernel's own
+// argument.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    flash_fwd_kernel_sm90(__grid_constant__ Flash_fwd_params const params,
+                          __grid_constant__ TensorMapsSm90 const maps,
+                          __grid_constant__ TileDealer const dealer) {
+    constexpr FwdConfig C = Traits::kConfig;
+    using Mainloop = MainloopFwdSm90<C>;
+    extern __shared__ __align__(1024) char smem[];
+    auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
+
+    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x / 128), 0);
+    if (threadIdx.x == 0) {
+        Mainloop::init_barriers(storage);
+    }
+    __syncthreads();
+
+    SeqlenInfo const seqlen(params);
+    if (warpgroup == 0) {
+        sm90::registers_lower<Traits::kLoadRegisters>();
+        if (threadIdx.x < 32 && sm90::elect_one()) {
+            typename Mainloop::Loader loader{maps, storage};
+            loader.run(params, seqlen, dealer);
+        }
+    } else {
+        sm90::registers_raise<Traits::kMmaRegisters>();
+        typename Mainloop::Consumer consumer{storage, warpgroup - 1,
+                                             static_cast<int>(threadIdx.x) - 128};
+        consumer.first_turn();
+        consumer.run(params, seqlen);
+    }
+}
+
+}  // namespace flash

@@ -1,0 +1,124 @@
+// From a configuration of the sm90 class to the shared object's description and launch function.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+#include "flash.h"
+#include "flash_fwd_kernel_sm90.h"
+#include "kernel_description.h"
+#include "tensor_maps_sm90.h"
+#include "tile_scheduler.h"
+
+namespace flash {
+
+// SMs of the current device, asked once per device.
+inline cudaError_t sm_count(int &count) {
+    static std::atomic<int> known[64];
+    int device = 0;
+    if (cudaError_t const error = cudaGetDevice(&device); error != cudaSuccess) {
+        return error;
+    }
+    count = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
+    if (count > 0) {
+        return cudaSuccess;
+    }
+    cudaError_t const error =
+        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess && device < 64) {
+        known[device].store(count, std::memory_order_relaxed);
+    }
+    return error;
+}
+
+// Counters of dealt tiles, all zero between launches. Launches of one stream follow each other and
+// share one; a captured launch may run beside anything, so each has its own for good.
+inline constexpr int kTileCounters = 4096;
+__device__ unsigned tile_counters[kTileCounters];
+
+// The counter for a launch on `stream` of the current device; null once all are given away.
+inline cudaError_t tile_counter(unsigned *&counter, cudaStream_t stream) {
+    struct Table {
+        unsigned *counters = nullptr;
+        int used = 0;
+        std::unordered_map<unsigned long long, int> of_stream;
+    };
+    static std::map<int, Table> tables;
+    static std::mutex tables_mutex;
+    int device = 0;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaStreamIsCapturing(stream, &capture);
+    if (error == cudaSuccess) error = cudaStreamGetId(stream, &id);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    std::lock_guard const tables_lock(tables_mutex);
+    Table &table = tables[device];
+    if (table.counters == nullptr) {
+        void *symbol = nullptr;
+        if (error = cudaGetSymbolAddress(&symbol, tile_counters); error != cudaSuccess) {
+            return error;
+        }
+        table.counters = static_cast<unsigned *>(symbol);
+    }
+    int slot = table.used;
+    bool fresh = true;
+    if (capture == cudaStreamCaptureStatusNone) {
+        auto const [found, inserted] = table.of_stream.try_emplace(id, slot);
+        slot = found->second;
+        fresh = inserted;
+    }
+    if (fresh && table.used < kTileCounters) ++table.used;
+    counter = slot < kTileCounters ? table.counters + slot : nullptr;
+    return cudaSuccess;
+}
+
+template <FwdConfig C>
+int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
+    using Traits = KernelTraitsSm90<C>;
+    auto *const kernel = &flash_fwd_kernel_sm90<Traits>;
+    int64_t const tiles = TileScheduler<C>::num_tiles(*params);
+    if (tiles <= 0 || tiles > INT32_MAX) {
+        return cudaErrorInvalidConfiguration;
+    }
+    if (cudaError_t const error = allow_smem(kernel, Traits::kSmemBytes); error != cudaSuccess) {
+        return error;
+    }
+    int sms = 0;
+    if (cudaError_t const error = sm_count(sms); error != cudaSuccess) {
+        return error;
+    }
+    TensorMapsSm90 maps;
+    if (cudaError_t const error = make_tensor_maps<Traits>(maps, *params); error != cudaSuccess) {
+        return error;
+    }
+    int64_t const ctas = std::min<int64_t>(tiles, sms);
+    TileDealer dealer{static_cast<int>(tiles), TileScheduler<C>::heads_in_l2(*params), nullptr};
+    if (Traits::kAskForTiles && tiles > ctas) {
+        cudaError_t const error = tile_counter(dealer.counter, static_cast<cudaStream_t>(stream));
+        if (error != cudaSuccess) {
+            return error;
+        }
+    }
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(ctas));
+    config.blockDim = dim3(Traits::kThreads);
+    config.dynamicSmemBytes = Traits::kSmemBytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    return cudaLaunchKernelEx(&config, kernel, *params, maps, dealer);
+}
+
+template <FwdConfig C>
+Flash_kernel const *describe_fwd(char const *name) {
+    return describe<KernelTraitsSm90<C>>(name, &launch_fwd<C>);
+}
+
+}  // namespace flash

@@ -1,0 +1,49 @@
+// What a kernel's shared object says of itself, and what every launch does first.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "flash.h"
+
+namespace flash {
+
+// Raises the kernel's dynamic shared memory limit once per device.
+template <class Kernel>
+cudaError_t allow_smem(Kernel *kernel, int smem_bytes) {
+    static std::atomic<uint64_t> done{0};
+    int device = 0;
+    if (cudaError_t const error = cudaGetDevice(&device); error != cudaSuccess) {
+        return error;
+    }
+    uint64_t const bit = device < 64 ? uint64_t(1) << device : 0;
+    if (done.load(std::memory_order_acquire) & bit) {
+        return cudaSuccess;
+    }
+    cudaError_t const error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    if (error == cudaSuccess) {
+        done.fetch_or(bit, std::memory_order_release);
+    }
+    return error;
+}
+
+template <class Traits>
+Flash_kernel const *describe(char const *name, decltype(Flash_kernel::launch) launch) {
+    static Flash_kernel const kernel{
+        .abi_version = kAbiVersion,
+        .params_size = sizeof(Flash_fwd_params),
+        .name = name,
+        .threads = Traits::kThreads,
+        .smem_bytes = Traits::kSmemBytes,
+        .tile_m = Traits::kTileM,
+        .launch = launch,
+        .error_string =
+            [](int32_t error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
+    };
+    return &kernel;
+}
+
+}  // namespace flash

@@ -1,0 +1,90 @@
+// From a configuration to the types of an sm90-class kernel: MMA, shared memory layouts, barriers.
+#pragma once
+
+#include <arch_sm90.h>
+#include <cutlass/numeric_types.h>
+
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+#include "flash.h"
+#include "mma_traits_sm90.h"
+#include "tile_scheduler.h"
+
+namespace flash {
+
+using namespace cute;
+
+template <FwdConfig C>
+struct KernelTraitsSm90 {
+    static_assert(C.arch == 90);
+    static_assert(C.head_dim % 32 == 0 && C.head_dim <= 256);
+    static_assert(C.tile_m == 16 * C.warps && C.warps % 4 == 0, "64 rows a warpgroup");
+    static_assert(C.warps == 8 || C.warps == 12, "two or three MMA warpgroups");
+    static_assert(C.tile_n % 16 == 0, "P's fragments are k16 steps of the second GEMM");
+    static_assert(C.stages >= 2 && !C.q_in_regs && C.min_ctas == 1 && C.peel_masked);
+
+    using Element =
+        std::conditional_t<C.dtype == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
+
+    static constexpr FwdConfig kConfig = C;
+    static constexpr int kTileM = C.tile_m;
+    static constexpr int kTileN = C.tile_n;
+    static constexpr int kHeadDim = C.head_dim;
+    static constexpr int kStages = C.stages;
+    static constexpr int kMmaWarpgroups = C.warps / 4;
+    static constexpr int kMmaThreads = 32 * C.warps;
+    static constexpr int kThreads = 128 + kMmaThreads;  // warpgroup 0 loads
+    // What the register file holds, 65,536 / kThreads at launch, is dealt anew: the sums must not
+    // exceed the launch's, 3 * 168 and 4 * 128, or the raise never returns.
+    static constexpr int kLoadRegisters = kMmaWarpgroups == 2 ? 24 : 32;
+    static constexpr int kMmaRegisters = kMmaWarpgroups == 2 ? 240 : 160;
+
+    // Under a causal mask tiles differ in length, and CTAs ask for their next one; otherwise CTA i
+    // takes every gridDim.x-th.
+    static constexpr bool kAskForTiles = C.mask == MaskKind::causal;
+
+    // Each warpgroup owns 64 query rows: a row's scores stay within four lanes.
+    using WarpgroupLayout = Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>;
+    using TiledMmaQK =
+        TiledMMA<MMA_Atom<sm90::MmaSS<Element, kTileN, sm90::GMMA::Major::K>>, WarpgroupLayout>;
+    using TiledMmaPV =
+        TiledMMA<MMA_Atom<sm90::MmaRS<Element, kHeadDim, sm90::GMMA::Major::MN>>, WarpgroupLayout>;
+
+    // Pages of 64 columns (128 bytes, all banks) where the head dimension allows, else of 32, each
+    // page all rows of the tile: what one TMA box brings, swizzled as wgmma reads it.
+    static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;
+    static constexpr int kPages = kHeadDim / kSmemRow;
+    using SmemAtom = std::conditional_t<kSmemRow == 64, sm90::GMMA::Layout_K_SW128_Atom<Element>,
+                                        sm90::GMMA::Layout_K_SW64_Atom<Element>>;
+    using SmemAtomVt = std::conditional_t<kSmemRow == 64, sm90::GMMA::Layout_MN_SW128_Atom<Element>,
+                                          sm90::GMMA::Layout_MN_SW64_Atom<Element>>;
+    using SmemLayoutQ = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileM>, Int<kHeadDim>>{}));
+    using SmemLayoutKV = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileN>, Int<kHeadDim>>{}));
+    // V seen as B operand of P V, (d, N): the same bytes.
+    using SmemLayoutVt =
+        decltype(tile_to_shape(SmemAtomVt{}, Shape<Int<kHeadDim>, Int<kTileN>>{}, Step<_2, _1>{}));
+
+    // Row and column, within a tile, of element (i, j) of an accumulator's (rows, columns) view.
+    CUTE_HOST_DEVICE static constexpr int acc_row(int thread, int i) {
+        return thread / 32 * 16 + thread % 32 / 4 + i * 8;
+    }
+    CUTE_HOST_DEVICE static constexpr int acc_col(int thread, int j) {
+        return thread % 4 * 2 + j % 2 + j / 2 * 8;
+    }
+
+    // A buffer is full when its bytes have landed, and empty when all its readers have arrived.
+    struct SharedStorage {
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> q;
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutKV>> k[kStages];
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutKV>> v[kStages];
+        sm90::Barrier q_full[kMmaWarpgroups], q_empty[kMmaWarpgroups];
+        sm90::Barrier k_full[kStages], k_empty[kStages];
+        sm90::Barrier v_full[kStages], v_empty[kStages];
+        sm90::Barrier tile_full[2], tile_empty[2];
+        TileCoord tile[2];
+    };
+    static constexpr int kSmemBytes = sizeof(SharedStorage);
+};
+
+}  // namespace flash

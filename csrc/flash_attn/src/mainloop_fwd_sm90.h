@@ -1,0 +1,368 @@
+// The loop over key blocks on wgmma and TMA. One thread loads; each MMA warpgroup runs S = Q K^T,
+// mask, softmax, O += P V on 64 query rows, with the softmax of one block under the P V of the
+// block before.
+#pragma once
+
+#include <arch_sm90.h>
+
+#include <cute/tensor.hpp>
+
+#include "block_info.h"
+#include "epilogue_fwd.h"
+#include "kernel_traits_sm90.h"
+#include "mask.h"
+#include "mma_traits_sm90.h"
+#include "seqlen_info.h"
+#include "softmax.h"
+#include "tensor_maps_sm90.h"
+#include "tile_scheduler.h"
+#include "utils.h"
+
+namespace flash {
+
+using namespace cute;
+
+// Where a ring of kStages buffers stands: uses so far, from which follow the next buffer and the
+// parity of its current phase.
+template <int kStages>
+struct Ring {
+    static_assert((kStages & (kStages - 1)) == 0);
+    uint32_t uses = 0;
+
+    CUTE_DEVICE int stage() const { return uses % kStages; }
+    CUTE_DEVICE uint32_t parity() const { return uses / kStages % 2; }
+    CUTE_DEVICE Ring before() const { return {uses - 1}; }
+    CUTE_DEVICE void advance() { ++uses; }
+};
+
+template <FwdConfig C>
+struct MainloopFwdSm90 {
+    using Traits = KernelTraitsSm90<C>;
+    using Element = typename Traits::Element;
+    using SharedStorage = typename Traits::SharedStorage;
+    using RingKV = Ring<Traits::kStages>;
+    using RingTiles = Ring<2>;
+    static constexpr int kTileM = Traits::kTileM;
+    static constexpr int kTileN = Traits::kTileN;
+    static constexpr int kHeadDim = Traits::kHeadDim;
+    static constexpr int kWarpgroups = Traits::kMmaWarpgroups;
+
+    using SoftmaxT = Softmax<2, C.lazy_rescale>;
+    using Epilogue = EpilogueFwd<Traits>;
+    // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
+    template <int kColumns>
+    using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
+
+    static constexpr int kBytesQ = 64 * kHeadDim * sizeof(Element);  // of one warpgroup
+    static constexpr int kBytesKV = kTileN * kHeadDim * sizeof(Element);
+
+    CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
+        constexpr int kReleases = 4;  // one arrival a warp
+        for (int i = 0; i < kWarpgroups; ++i) {
+            sm90::barrier_init(&storage.q_full[i], 1);
+            sm90::barrier_init(&storage.q_empty[i], kReleases);
+        }
+        for (int i = 0; i < Traits::kStages; ++i) {
+            sm90::barrier_init(&storage.k_full[i], 1);
+            sm90::barrier_init(&storage.k_empty[i], kReleases * kWarpgroups);
+            sm90::barrier_init(&storage.v_full[i], 1);
+            sm90::barrier_init(&storage.v_empty[i], kReleases * kWarpgroups);
+        }
+        for (int i = 0; i < 2; ++i) {
+            sm90::barrier_init(&storage.tile_full[i], 1);
+            sm90::barrier_init(&storage.tile_empty[i], kReleases * kWarpgroups);
+        }
+        sm90::fence_barrier_init();
+    }
+
+    CUTE_DEVICE static TileCoord coord(Flash_fwd_params const &params, TileDealer const &dealer,
+                                       int tile) {
+        if (tile >= dealer.tiles) {
+            return {-1, 0, 0};
+        }
+        if constexpr (Traits::kAskForTiles) {
+            return TileScheduler<C>::coord_in_group(params, dealer.group, tile);
+        } else {
+            return TileScheduler<C>::coord(params, tile);
+        }
+    }
+
+    // Loads tiles' Q, K and V in the order in which they are used, as far ahead as buffers are
+    // free. Run by one thread.
+    struct Loader {
+        TensorMapsSm90 const &maps;
+        SharedStorage &storage;
+        RingKV k, v;
+        RingTiles tiles;
+        uint32_t q_parity = 0;
+
+        // rows of one (batch, head) from `row` on, as pages of kSmemRow columns page_stride apart
+        CUTE_DEVICE static void load_rows(CUtensorMap const &map, sm90::Barrier *full, int bytes,
+                                          sm90::CacheHint hint, Element *smem, int page_stride,
+                                          int row, int head, int batch) {
+            sm90::barrier_arrive_expect(full, bytes);
+            CUTE_UNROLL
+            for (int page = 0; page < Traits::kPages; ++page) {
+                sm90::tma_load(&map, full, hint, smem + page * page_stride, page * Traits::kSmemRow,
+                               row, head, batch);
+            }
+        }
+
+        CUTE_DEVICE void load_q(TileCoord const &tile) {
+            for (int wg = 0; wg < kWarpgroups; ++wg) {
+                sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);
+                load_rows(maps.q, &storage.q_full[wg], kBytesQ, sm90::CacheHint::evict_first,
+                          storage.q.data() + wg * 64 * Traits::kSmemRow, kTileM * Traits::kSmemRow,
+                          tile.m_block * kTileM + wg * 64, tile.head, tile.batch);
+            }
+            q_parity ^= 1;
+        }
+
+        CUTE_DEVICE static void load_kv(
+            CUtensorMap const &map, sm90::Barrier *full, sm90::Barrier *empty,
+            cute::array<Element, cosize_v<typename Traits::SmemLayoutKV>> *smem, RingKV &ring,
+            int n, int head, int batch) {
+            sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);
+            load_rows(map, &full[ring.stage()], kBytesKV, sm90::CacheHint::evict_last,
+                      smem[ring.stage()].data(), kTileN * Traits::kSmemRow, n * kTileN, head,
+                      batch);
+            ring.advance();
+        }
+
+        // Tells the MMA warpgroups which tile comes next; none: m_block < 0.
+        CUTE_DEVICE void publish(TileCoord const &tile) {
+            sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
+            storage.tile[tiles.stage()] = tile;
+            sm90::barrier_arrive(&storage.tile_full[tiles.stage()]);
+            tiles.advance();
+        }
+
+        CUTE_DEVICE void run(Flash_fwd_params const &params, SeqlenInfo const &seqlen,
+                             TileDealer const &dealer) {
+            int index = blockIdx.x;
+            TileCoord tile = coord(params, dealer, index);
+            publish(tile);
+            while (tile.m_block >= 0) {
+                int const n_end = BlockInfo<C>::n_block_end(seqlen, tile.m_block);
+                int const head = tile.head / params.h_h_k_ratio;
+                int const batch = tile.batch;
+                auto const load_k = [&](int n) {
+                    load_kv(maps.k, storage.k_full, storage.k_empty, storage.k, k, n, head, batch);
+                };
+                auto const load_v = [&](int n) {
+                    load_kv(maps.v, storage.v_full, storage.v_empty, storage.v, v, n, head, batch);
+                };
+                if (n_end > 0) {
+                    load_k(n_end - 1);
+                    load_q(tile);
+                }
+                CUTE_NO_UNROLL
+                for (int n = n_end - 1; n > 0; --n) {
+                    load_k(n - 1);
+                    load_v(n);
+                }
+                index = dealer.next(index);
+                tile = coord(params, dealer, index);
+                publish(tile);
+                if (n_end > 0) {
+                    load_v(0);
+                }
+            }
+        }
+    };
+
+    // One MMA warpgroup's walk through the tiles.
+    struct Consumer {
+        SharedStorage &storage;
+        int const warpgroup;
+        int const thread;  // among all MMA threads
+        RingKV k;  // V's ring is one use behind: P V of a block follows the next block's Q K^T
+        RingTiles tiles;
+        uint32_t q_parity = 0;
+
+        // This warp no longer reads the buffer.
+        CUTE_DEVICE static void release(sm90::Barrier *empty, bool now = true) {
+            sm90::barrier_arrive(empty, now && threadIdx.x % 32 == 0);
+        }
+
+        // Waits until the next tile is known; false: there is none. Tiles without a key are written
+        // here: zeros, and -inf for the log-sum-exp.
+        CUTE_DEVICE bool await_tile(Flash_fwd_params const &params, SeqlenInfo const &seqlen) {
+            CUTE_NO_UNROLL
+            while (true) {
+                sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());
+                int const m_block = storage.tile[tiles.stage()].m_block;
+                if (m_block < 0) {
+                    return false;
+                }
+                if (BlockInfo<C>::n_block_end(seqlen, m_block) > 0) {
+                    return true;
+                }
+                Epilogue::store_empty(params, take_tile(), seqlen, thread);
+            }
+        }
+
+        CUTE_DEVICE TileCoord take_tile() {
+            TileCoord const tile = storage.tile[tiles.stage()];
+            __syncwarp();
+            release(&storage.tile_empty[tiles.stage()]);
+            tiles.advance();
+            return tile;
+        }
+
+        // The warpgroups take turns in issuing their products, so that one's softmax runs under
+        // the other's. Named barrier 0 is __syncthreads().
+        CUTE_DEVICE void wait_turn() const {
+            if constexpr (C.ping_pong) {
+                sm90::named_barrier_sync(1 + warpgroup, 256);
+            }
+        }
+        CUTE_DEVICE void pass_turn() const {
+            if constexpr (C.ping_pong) {
+                int const next = warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1;
+                sm90::named_barrier_arrive(1 + next, 256);
+            }
+        }
+        CUTE_DEVICE void first_turn() const {
+            if (warpgroup == kWarpgroups - 1) {
+                pass_turn();
+            }
+        }
+
+        CUTE_DEVICE void run(Flash_fwd_params const &params, SeqlenInfo const &seqlen) {
+            typename Traits::TiledMmaQK mma_qk;
+            typename Traits::TiledMmaPV mma_pv;
+            auto const thr_qk = mma_qk.get_slice(warpgroup * 128);
+            auto const thr_pv = mma_pv.get_slice(warpgroup * 128);
+            Tensor sQ = make_tensor(make_smem_ptr(storage.q.data()),
+                                    typename Traits::SmemLayoutQ{});       // (M, d)
+            Tensor tSrQ = thr_qk.make_fragment_A(thr_qk.partition_A(sQ));  // (1, 1, d/16)
+            auto const sK = [&] {
+                return make_tensor(make_smem_ptr(storage.k[k.stage()].data()),
+                                   typename Traits::SmemLayoutKV{});  // (N, d)
+            };
+            auto const sVt = [&] {
+                return make_tensor(make_smem_ptr(storage.v[k.before().stage()].data()),
+                                   typename Traits::SmemLayoutVt{});  // (d, N)
+            };
+            Tensor rS = partition_fragment_C(
+                mma_qk, Shape<Int<kTileM>, Int<kTileN>>{});  // ((2, 2, N/8), 1, 1)
+            Tensor rO = partition_fragment_C(
+                mma_pv, Shape<Int<kTileM>, Int<kHeadDim>>{});             // ((2, 2, d/8), 1, 1)
+            Tensor tSrS = make_tensor(rS.data(), AccLayout<kTileN>{});    // (4, 1, N/8)
+            Tensor tOrO = make_tensor(rO.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
+            Tensor tOrP = make_tensor<Element>(
+                Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileN / 16>>>{});  // (8, 1, N/16)
+            SoftmaxT softmax(params.scale_softmax, params.scale_softmax_log2);
+
+            auto const issue_qk = [&] {
+                Tensor tSrK = thr_qk.make_fragment_B(thr_qk.partition_B(sK()));  // (1, 1, d/16)
+                sm90::wgmma_issue<false>(mma_qk, tSrQ, tSrK, rS);
+            };
+            auto const issue_pv = [&] {
+                Tensor tOrV = thr_pv.make_fragment_B(thr_pv.partition_B(sVt()));  // (1, 1, N/16)
+                sm90::wgmma_issue<true>(mma_pv, tOrP, tOrV, rO);
+            };
+            // S of block n is there: its K, and after the tile's last block its Q, may go.
+            auto const take_scores = [&](int n) {
+                sm90::pin(rS);
+                release(&storage.k_empty[k.stage()]);
+                release(&storage.q_empty[warpgroup], n == 0);
+            };
+            auto const take_out = [&] {
+                sm90::pin(rO);
+                release(&storage.v_empty[k.before().stage()]);
+            };
+            auto const store = [&](TileCoord const &tile) {
+                auto const lse = softmax.finalize(tOrO);
+                Epilogue::store_lse(params, tile, seqlen, thread, lse);
+                Epilogue::store_from_registers(params, tile, seqlen, thread, tOrO);
+            };
+
+            // Q and K of the next tile's first block.
+            auto const await_first = [&] {
+                sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);
+                sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
+                q_parity ^= 1;
+            };
+
+            if (!await_tile(params, seqlen)) {
+                return;
+            }
+            await_first();
+            issue_qk();
+            sm90::wgmma_wait<0>();
+            CUTE_NO_UNROLL
+            while (true) {
+                // The scores of the tile's last key block, which comes first, are there.
+                TileCoord const tile = take_tile();
+                int n = BlockInfo<C>::n_block_end(seqlen, tile.m_block) - 1;
+                int const n_unmasked_end = BlockInfo<C>::n_block_unmasked_end(seqlen, tile.m_block);
+                Mask<C> const mask{seqlen, tile.m_block};
+                take_scores(n);
+                k.advance();
+                if (n >= n_unmasked_end) {
+                    mask.template apply<Traits>(tSrS, thread, n);
+                }
+                softmax.start(tSrS);
+                softmax.exponentiate(tSrS);
+                convert(tSrS, tOrP);
+                clear(rO);
+
+                auto const step = [&](auto masked) {
+                    sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
+                    wait_turn();
+                    issue_qk();
+                    sm90::barrier_wait(&storage.v_full[k.before().stage()], k.before().parity());
+                    issue_pv();
+                    pass_turn();
+                    sm90::wgmma_wait<1>();
+                    take_scores(n);
+                    if (masked) mask.template apply<Traits>(tSrS, thread, n);
+                    auto const growth = softmax.update_max(tSrS);
+                    softmax.exponentiate(tSrS);
+                    sm90::wgmma_wait<0>();
+                    take_out();
+                    k.advance();
+                    convert(tSrS, tOrP);
+                    if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);
+                };
+                --n;
+                CUTE_NO_UNROLL
+                for (; n >= n_unmasked_end; --n) step(true_type{});
+                CUTE_NO_UNROLL
+                for (; n >= 0; --n) step(false_type{});
+
+                // The tile's last P V and the next tile's first Q K^T together, so that the tensor
+                // cores work while O is written. Two bodies: ptxas serialises the products where a
+                // branch lies between them (C7514).
+                bool const more = await_tile(params, seqlen);
+                sm90::barrier_wait(&storage.v_full[k.before().stage()], k.before().parity());
+                wait_turn();
+                if (C.overlap_tiles && more) {
+                    issue_pv();
+                    await_first();
+                    issue_qk();
+                    pass_turn();
+                    sm90::wgmma_wait<1>();
+                    take_out();
+                    store(tile);
+                } else {
+                    issue_pv();
+                    pass_turn();
+                    sm90::wgmma_wait<0>();
+                    take_out();
+                    store(tile);
+                    if (!more) {
+                        break;
+                    }
+                    await_first();
+                    issue_qk();
+                }
+                sm90::wgmma_wait<0>();
+            }
+        }
+    };
+};
+
+}  // namespace flash

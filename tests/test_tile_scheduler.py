@@ -1,0 +1,180 @@
+"""Which CTA computes which tile, and when: the scheduler's own code, called on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from flashcute import heuristics
+from flashcute.jit import build, sources, toolchain
+from flashcute.jit.abi import FlashFwdParams
+
+CAUSAL = heuristics.sm90_configs("bf16", 128, True)[0][0]
+CASES = Path(__file__).parent / "tile_scheduler_cases.cpp"
+
+
+class TileCoord(ctypes.Structure):
+    """``flash::TileCoord``."""
+
+    _fields_ = [(name, ctypes.c_int) for name in ("m_block", "head", "batch")]
+
+
+@pytest.fixture(scope="module")
+def lib():
+    cuda = toolchain.find_cuda_headers()
+    plain = dataclasses.replace(CAUSAL, mask="none")
+    configs = "".join(
+        f"static constexpr flash::FwdConfig {name}{config.to_cpp()};\n"
+        for name, config in (("kPlain", plain), ("kCausal", CAUSAL))
+    )
+    unit = build.Unit(
+        name="tile_scheduler_cases",
+        target="host",
+        source=f'#include "flash.h"\n{configs}{CASES.read_text()}',
+        suffix=".cpp",
+        flags=("-std=c++20", "-O1", "-w", "-fPIC", "-shared"),
+        project_dirs=(sources.kernel_include_dir(),),
+        external_dirs=(sources.cutlass_include_dir(), cuda.include, cuda.cccl),
+        external=(f"CUTLASS {sources.cutlass_version()}", f"CUDA {cuda.version}"),
+    )
+    found = ctypes.CDLL(build.build(unit, toolchain.find_host_compiler()).artefact.path)
+    found.num_tiles.restype = ctypes.c_int64
+    found.coord.restype = found.coord_in_group.restype = TileCoord
+    found.coord.argtypes = (ctypes.c_void_p, ctypes.c_bool, ctypes.c_int)
+    return found
+
+
+def problem(b, h, h_k, seqlen_q, seqlen_k=1024, d=128):
+    return FlashFwdParams(
+        b=b, h=h, h_k=h_k, h_h_k_ratio=h // h_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k, d=d
+    )
+
+
+def m_blocks(params):
+    return -(-params.seqlen_q // CAUSAL.tile_m)
+
+
+def every_tile(params):
+    return set(itertools.product(range(m_blocks(params)), range(params.h), range(params.b)))
+
+
+def places(params, answer):
+    """(m_block, head, batch) of every index, in order."""
+    count = params.b * params.h * m_blocks(params)
+    return [(t.m_block, t.head, t.batch) for t in map(answer, range(count))]
+
+
+def batch_head(params, place):
+    return place[2] * params.h + place[1]
+
+
+# One tile; rows of one head; grouped heads; one key head; odd numbers of everything.
+PROBLEMS = [
+    problem(1, 1, 1, 1),
+    problem(1, 1, 1, 9 * CAUSAL.tile_m),
+    problem(2, 8, 2, 3 * CAUSAL.tile_m - 1),
+    problem(3, 4, 1, 2 * CAUSAL.tile_m + 1),
+    problem(3, 7, 7, 5 * CAUSAL.tile_m),
+]
+each_problem = pytest.mark.parametrize(
+    "params", PROBLEMS, ids=lambda p: f"b{p.b}_h{p.h}_hk{p.h_k}_sq{p.seqlen_q}"
+)
+
+
+@each_problem
+def test_every_tile_once(lib, params):
+    assert lib.num_tiles(ctypes.byref(params)) == len(every_tile(params))
+    for causal in (False, True):
+        found = places(params, lambda i, c=causal: lib.coord(ctypes.byref(params), c, i))
+        assert len(found) == len(set(found)) and set(found) == every_tile(params)
+        heads = [batch_head(params, place) for place in found]
+        assert heads == sorted(heads), "tiles of one head are neighbours"
+        for _, tiles in itertools.groupby(found, key=lambda place: place[1:]):
+            rows = [m for m, _, _ in tiles]
+            assert rows == sorted(rows, reverse=causal)
+
+
+@each_problem
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, "all but one", "all"])
+def test_every_tile_once_in_groups(lib, params, group):
+    heads = params.b * params.h
+    group = {"all": heads, "all but one": max(heads - 1, 1)}.get(group, group)
+    group = min(group, heads)  # the last group is smaller where it does not divide the heads
+    found = places(params, lambda i: lib.coord_in_group(ctypes.byref(params), group, i))
+    assert len(found) == len(set(found)) and set(found) == every_tile(params)
+    groups = [batch_head(params, place) // group for place in found]
+    assert groups == sorted(groups), "one group after the other"
+    for _, tiles in itertools.groupby(found, key=lambda place: batch_head(params, place) // group):
+        rows = [m for m, _, _ in tiles]
+        assert rows == sorted(rows, reverse=True), "longest first"
+
+
+def test_indices_near_the_largest_grid(lib):
+    """2^31 - 1 tiles at most: no intermediate product may leave 32 bits."""
+    params = problem(1 << 16, 1 << 5, 1, 1023 * CAUSAL.tile_m)
+    tiles = lib.num_tiles(ctypes.byref(params))
+    assert 2**31 - 2**22 < tiles < 2**31
+    heads = params.b * params.h
+    for group in (1, 5, lib.heads_in_l2(ctypes.byref(params)), heads - 1, heads):
+        for index in (0, 1, tiles // 3, tiles // 2, tiles - 2, tiles - 1):
+            first = index // (group * 1023) * group
+            within = index - first * 1023
+            m, head = divmod(within, min(group, heads - first))
+            found = lib.coord_in_group(ctypes.byref(params), group, index)
+            expected = (1022 - m, *reversed(divmod(first + head, params.h)))
+            assert (found.m_block, found.head, found.batch) == expected
+
+
+@pytest.mark.parametrize("seqlen_k", [0, 1, 512, 4096, 65536, 2**31 - 1024])
+@pytest.mark.parametrize("heads", [(1, 1, 1), (4, 32, 8), (2, 7, 1), (16, 16, 16)])
+@pytest.mark.parametrize("d", [8, 128, 256])
+def test_group_is_what_the_cache_holds(lib, seqlen_k, heads, d):
+    b, h, h_k = heads
+    params = problem(b, h, h_k, 1024, seqlen_k, d)
+    group = lib.heads_in_l2(ctypes.byref(params))
+    assert 1 <= group <= b * h
+    # Whole key heads, so that none is read for two groups.
+    assert group % (h // h_k) == 0 or group == b * h
+    size = 2 * 2 * seqlen_k * d  # K and V of one head
+    l2 = 50 * 10**6
+    assert group * h_k // h * size < l2 or group == h // h_k
+    if group < b * h:  # no larger than need be, but well filled
+        assert group * h_k // h * size > l2 / 4
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 7, 132])
+@pytest.mark.parametrize("tiles", [1, 2, 131, 132, 133, 1000])
+def test_every_tile_is_dealt_once_whoever_asks_first(lib, tiles, ctas):
+    """In launch after launch on one counter, which is never cleared from outside."""
+    ctas = min(ctas, tiles)
+    counter = ctypes.c_uint(0)
+    for seed in range(3):
+        draw = random.Random(seed)
+        at = {cta: cta for cta in range(ctas)}
+        dealt = []
+        while at:
+            cta = draw.choice(list(at))
+            dealt.append(at[cta])
+            at[cta] = lib.next_tile(tiles, ctypes.byref(counter), ctas, at[cta])
+            assert at[cta] > dealt[-1], "a CTA walks forwards"
+            if at[cta] >= tiles:
+                del at[cta]
+        assert sorted(dealt) == list(range(tiles))
+        assert counter.value == 0, "set back for the next launch"
+
+
+@pytest.mark.parametrize("tiles", [1, 131, 132, 1000])
+def test_every_tile_is_dealt_once_without_a_counter(lib, tiles):
+    ctas = min(132, tiles)
+    dealt = []
+    for cta in range(ctas):
+        tile = cta
+        while tile < tiles:
+            dealt.append(tile)
+            tile = lib.next_tile(tiles, None, ctas, tile)
+    assert sorted(dealt) == list(range(tiles))
