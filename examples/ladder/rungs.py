@@ -65,6 +65,7 @@ RUNGS = (
     Rung(10, "rung_10_cp_async", "cp.async, two buffers", "memory_stalls", 1.3),
     Rung(11, "rung_11_cute", "the same in CuTe", "instructions", 1),
     Rung(12, "rung_12_sm80", "the library's sm80 loop, reduced", "shared_accesses", 1.3),
+    Rung(13, "rung_13_sm90", "TMA, WGMMA, warps that only load", "instructions", 1.9, arch=90),
 )
 
 

@@ -13,6 +13,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "flash.h"
 
@@ -104,11 +105,29 @@ __device__ inline TileIndex this_tile(Flash_fwd_params const &params, int tile_m
     return {int(blockIdx.x) / tiles, int(blockIdx.x) % tiles * tile_m};
 }
 
+// Descriptors that a rung's host side makes for its kernel: its type Maps, if it has one.
+struct NoMaps {};
 template <class Rung>
+struct MapsOf {
+    using type = NoMaps;
+};
+template <class Rung>
+    requires requires { typename Rung::Maps; }
+struct MapsOf<Rung> {
+    using type = typename Rung::Maps;
+};
+
+template <class Rung, class Maps>
 __global__ void __launch_bounds__(Rung::kThreads, Rung::kMinCtas)
-    ladder_kernel(__grid_constant__ Flash_fwd_params const params) {
+    ladder_kernel(__grid_constant__ Flash_fwd_params const params,
+                  __grid_constant__ Maps const maps) {
     extern __shared__ __align__(1024) char smem[];
-    Rung::run(params, *reinterpret_cast<typename Rung::SharedStorage *>(smem));
+    auto &storage = *reinterpret_cast<typename Rung::SharedStorage *>(smem);
+    if constexpr (std::is_same_v<Maps, NoMaps>) {
+        Rung::run(params, storage);
+    } else {
+        Rung::run(params, maps, storage);
+    }
 }
 
 template <class Rung>
@@ -117,10 +136,15 @@ int32_t launch(Flash_fwd_params const *params, void *stream) {
     if (ctas <= 0 || ctas > INT32_MAX) {
         return cudaErrorInvalidConfiguration;
     }
-    auto *const kernel = &ladder_kernel<Rung>;
+    using Maps = typename MapsOf<Rung>::type;
+    auto *const kernel = &ladder_kernel<Rung, Maps>;
     int const smem_bytes = sizeof(typename Rung::SharedStorage);
-    cudaError_t const error =
+    cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    Maps maps;
+    if constexpr (!std::is_same_v<Maps, NoMaps>) {
+        error = error == cudaSuccess ? Rung::make_maps(maps, *params) : error;
+    }
     if (error != cudaSuccess) {
         return error;
     }
@@ -129,7 +153,7 @@ int32_t launch(Flash_fwd_params const *params, void *stream) {
     config.blockDim = dim3(Rung::kThreads);
     config.dynamicSmemBytes = smem_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    return cudaLaunchKernelEx(&config, kernel, *params);
+    return cudaLaunchKernelEx(&config, kernel, *params, maps);
 }
 
 template <class Rung>
