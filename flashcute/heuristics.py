@@ -70,13 +70,13 @@ class _Sm90Tile:
 # have two stages.
 _SM90_TILES = {
     (32, False): (_Sm90Tile(128, 3),),
-    (32, True): (_Sm90Tile(128, 3),),
+    (32, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(128, 3)),
     (64, False): (_Sm90Tile(128, 3),),
     (64, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(128, 3)),
     (96, False): (_Sm90Tile(128, 2, 1024), _Sm90Tile(96, 3)),
     (96, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(96, 3)),
     (128, False): (_Sm90Tile(128, 2, 1024), _Sm90Tile(80, 3)),
-    (128, True): (_Sm90Tile(128, 2, 8192), _Sm90Tile(80, 3)),
+    (128, True): (_Sm90Tile(128, 2, 4096), _Sm90Tile(80, 3)),
     (192, False): (_Sm90Tile(96, 2),),
     (192, True): (_Sm90Tile(96, 2),),
     (256, False): (_Sm90Tile(80, 2, overlap_tiles=False),),

@@ -84,7 +84,13 @@ def test_what_a_rung_claims_shows_in_the_counters(built):
     # Rung 10: all of Q, K and V by cp.async.
     assert seen[9]["cp_async_bytes"] == 0
     assert seen[10]["cp_async_bytes"] == blocks * (64 + 2 * 256) * 128 * 2
-    assert len({seen[n]["mma"] for n in range(4, 11)}) == 1
+    # Rung 11: as many instructions of each kind as rung 10.
+    for counter in ("mma", "ldmatrix", "cp_async_bytes", "block_barriers"):
+        assert seen[11][counter] == seen[10][counter], counter
+    assert seen[11]["ldmatrix_conflicts"] == seen[12]["ldmatrix_conflicts"] == 0
+    # 12: K's and V's fragments serve twice the rows; 256 keys are 5 1/3 blocks of 48, so 6 are read.
+    assert seen[12]["ldmatrix"] < 0.65 * seen[11]["ldmatrix"]
+    assert len({seen[n]["mma"] for n in range(4, 12)}) == 1
 
 
 @pytest.fixture(scope="module")

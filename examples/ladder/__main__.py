@@ -69,6 +69,7 @@ def _peers(q, k, v, causal: bool) -> dict[str, Callable[[], torch.Tensor]]:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return {
         "flashcute": lambda: flashcute.flash_attn_func(q, k, v, causal=causal),
+        "flashcute_sm80": launch.prepare_library_sm80(q, k, v, causal),
         "sdpa": lambda: sdpa(*heads_first, is_causal=causal),
     }
 
@@ -94,7 +95,7 @@ def measure(shape: bm.Shape, wanted: list[Rung], skip: set[str]) -> dict:
         if rung.name in skip:
             continue
         # Kept one at a time unless quick: a rung's tensors take memory.
-        call = launch.Call(rung, q, k, v, shape.causal)
+        call = launch.prepare(rung, q, k, v, shape.causal)
         seconds = _estimate(call)
         row["difference"][rung.name] = (call.out.float() - expected).abs().max().item()
         if seconds * (bm.REPEATS + bm.WARMUP) <= POINT_S:
@@ -117,7 +118,7 @@ def _shape(seqlen: int, causal: bool) -> bm.Shape:
 def launch_once(rung: Rung) -> None:
     """One launch on the counters' shape, for a profiler to see."""
     q, k, v = bm.make_qkv(counters.SHAPE, DTYPE, "cuda")
-    launch.Call(rung, q, k, v, counters.SHAPE.causal)()
+    launch.prepare(rung, q, k, v, counters.SHAPE.causal)()
     torch.cuda.synchronize()
 
 

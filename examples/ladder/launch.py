@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from flashcute import heuristics, jit
 from flashcute.jit import abi, build, sources, toolchain
 from flashcute.jit.toolchain import BuildError
 
@@ -173,31 +174,25 @@ def _parameters(
 
 
 class Call:
-    """One rung on one problem, prepared: calling it enqueues the kernel and nothing else.
+    """One kernel on one problem, prepared: calling it enqueues the kernel and nothing else.
 
     Attributes:
-        out: (b, seqlen_q, h, d), in q's dtype; float32 for a rung in fp32.
+        out: (b, seqlen_q, h, d), in the dtype of the tensors given.
         lse: (b, h, seqlen_q), float32, natural logarithm.
     """
 
     def __init__(
         self,
-        rung: Rung,
+        kernel: abi.FlashKernel,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        causal: bool,
         softmax_scale: float | None = None,
     ) -> None:
-        _check(q, k, v)
-        target = "".join(map(str, torch.cuda.get_device_capability(q.device)))
-        variant = Variant(rung, _DTYPES[q.dtype], q.shape[3], causal)
-        if rung.fp32:
-            q, k, v = q.float(), k.float(), v.float()
         self.out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self.lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         self._tensors = (q, k, v, self.out)
-        self._kernel = load(variant, target)
+        self._kernel = kernel
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         self._params = _parameters(self._tensors, self.lse, scale)
 
@@ -216,6 +211,35 @@ class Call:
             message = self._kernel.error_string(error).decode()
             raise RuntimeError(f"ladder: {self._kernel.name.decode()} failed to launch: {message}")
         return self.out
+
+
+def _target(q: torch.Tensor) -> str:
+    return "".join(map(str, torch.cuda.get_device_capability(q.device)))
+
+
+def prepare(
+    rung: Rung,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    softmax_scale: float | None = None,
+) -> Call:
+    """A call of a rung; arguments and errors as of :func:`attention`."""
+    _check(q, k, v)
+    kernel = load(Variant(rung, _DTYPES[q.dtype], q.shape[3], causal), _target(q))
+    if rung.fp32:
+        q, k, v = q.float(), k.float(), v.float()
+    return Call(kernel, q, k, v, softmax_scale)
+
+
+def prepare_library_sm80(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
+    """A call of the library's own sm80 kernel, which on Hopper it would not choose itself."""
+    _check(q, k, v)
+    capability = torch.cuda.get_device_capability(q.device)
+    config = heuristics.fwd_config(_DTYPES[q.dtype], q.shape[3], causal, capability)
+    kernel = jit.get_kernel(config, _target(q))
+    return Call(abi.FlashKernel.from_address(kernel.address), q, k, v)
 
 
 def attention(
@@ -245,5 +269,5 @@ def attention(
         BuildError: where the kernel cannot be built.
         RuntimeError: where CUDA refuses the launch.
     """
-    call = Call(rungs.find(rung), q, k, v, causal, softmax_scale)
+    call = prepare(rungs.find(rung), q, k, v, causal, softmax_scale)
     return call().to(q.dtype), call.lse

@@ -26,7 +26,14 @@ SEQLEN = 2048  # GPT-3's
 
 # Dense 16-bit tensor core TFLOP/s with fp32 accumulation, from NVIDIA's data sheets.
 PEAKS = {"H200": 989.4, "H100 80GB HBM3": 989.4, "A100": 312.0}
-PEERS = {"flashcute": "this library", "sdpa": "PyTorch's SDPA"}
+PEERS = {
+    "flashcute": "this library",
+    "flashcute_sm80": "its sm80 kernel",
+    "sdpa": "PyTorch's SDPA",
+}
+# The rungs that are reduced from a kernel of the library, and that kernel.
+REDUCED = {"12_sm80": "flashcute_sm80", "13_sm90": "flashcute"}
+_PEER_COLOURS = ("black", "tab:blue", "tab:red")
 HEADER = ("rung", "idea", "lines", "ms", "TFLOP/s", "% of roof", "x predicted", "x", "what moved")
 
 
@@ -85,6 +92,18 @@ def table(result: Mapping) -> str:
     return format_table(HEADER, rows)
 
 
+def _reduced(result: Mapping) -> str:
+    """How close the last rungs come to the library."""
+    parts = []
+    for causal, mask in ((False, "without a mask"), (True, "causal")):
+        us = _row(result["rows"], causal).get("us", {})
+        for name, peer in REDUCED.items():
+            if us.get(name) and us.get(peer):
+                speed = 100 * us[peer] / us[name]
+                parts.append(f"{name} {speed:.0f} % of {PEERS[peer]} {mask}")
+    return f"Speed of the reduced kernels: {', '.join(parts)}." if parts else ""
+
+
 def text(result: Mapping) -> str:
     """The generated part of README.md."""
     if not result:
@@ -101,6 +120,8 @@ def text(result: Mapping) -> str:
         + (f"; NOT RIGHT: {', '.join(wrong)}." if wrong else "; all are right."),
         "",
         table(result),
+        "",
+        _reduced(result),
         "",
         "![TFLOP/s over the sequence length](../../benchmarks/results/ladder.svg)",
     ]
@@ -135,7 +156,7 @@ def draw(result: Mapping, path: Path) -> None:
             if points:
                 style = {"color": colours(i / len(RUNGS)), "marker": "o", "markersize": 4}
                 if name in PEERS:
-                    style = {"color": "black" if i == len(RUNGS) else "tab:red", "linestyle": "--"}
+                    style = {"color": _PEER_COLOURS[i - len(RUNGS)], "linestyle": "--"}
                 axis.plot(*zip(*points, strict=True), label=label, **style)
         if roof:
             axis.axhline(roof, color="grey", linewidth=1)
