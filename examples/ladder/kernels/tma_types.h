@@ -49,7 +49,6 @@ struct TmaTypes {
         .peel_masked = true,
         .lazy_rescale = true,
         .ping_pong = true,
-        .overlap_tiles = false,
     };
     using Traits = flash::KernelTraitsSm90<C>;
     using Element = typename Traits::Element;
