@@ -121,11 +121,11 @@ def test_refuses_what_no_rung_takes():
 
 def test_counters_are_read_from_what_ncu_prints():
     metric = counters.COUNTERS["l2_bytes"].metric
-    text = (
-        f'==PROF== Connected\n"ID","Kernel Name","{metric}"\n"","","byte"\n"0","k","201,326,592"\n'
-    )
-    assert counters.parse(text) == {"l2_bytes": 2.0}
-    assert counters.parse("==ERROR== no permission") == {}
+    rows = ['"ID","Kernel Name","' + metric + '"', '"","","byte"', '"0","k","201,326,592"']
+    text = "\n".join(["==PROF== Connected", *rows, '"1","l","n/a"'])
+    assert counters.parse(text, ["a", "b"]) == {"a": {"l2_bytes": 2.0}, "b": {}}
+    assert counters.parse(text, ["a"]) == {}
+    assert counters.parse("==ERROR== no permission", ["a"]) == {}
 
 
 def result_file():

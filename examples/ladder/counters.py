@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
-import io
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from flashcute.benchmarking import Shape
 
@@ -53,40 +54,40 @@ COUNTERS = {
 }
 
 
-def command(rung_name: str) -> list[str] | None:
-    """What reads all counters of one rung; None where there is no ncu."""
+def command(names: Sequence[str]) -> list[str] | None:
+    """What reads all counters of one launch of each rung; None where there is no ncu."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return None
     metrics = ",".join(counter.metric for counter in COUNTERS.values())
     options = ["--csv", "--page=raw", "--print-units=base", "--clock-control=none"]
-    options += ["--kernel-name=regex:ladder_kernel", "--launch-count=1", f"--metrics={metrics}"]
-    return [ncu, *options, sys.executable, "-m", "examples.ladder", "--launch", rung_name]
+    options += ["--kernel-name=regex:ladder_kernel", f"--metrics={metrics}"]
+    return [ncu, *options, sys.executable, "-m", "examples.ladder", "--launch", *names]
 
 
-def parse(text: str) -> dict[str, float]:
-    """Counter to value, per score where it says so, out of ncu's CSV; a metric may be missing."""
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
+def parse(text: str, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Rung to counter to value, per score where it says so, out of ncu's CSV.
+
+    A metric that ncu does not know is left out. Nothing is returned unless there is a row for each
+    of ``names``, which were launched in this order.
+    """
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    rows = [row for row in csv.DictReader(lines) if row.get("ID")]  # the one without is of units
+    if len(rows) != len(names):
         return {}
-    rows = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
-    row = rows[-1]  # the first row after the names holds the units
     scores = SHAPE.b * SHAPE.h * SHAPE.seqlen_q * SHAPE.seqlen_k
-    values = {}
-    for key, counter in COUNTERS.items():
-        cell = (row.get(counter.metric) or "").replace(",", "")
-        try:
-            value = float(cell)
-        except ValueError:  # "n/a", or not there
-            continue
-        values[key] = value / scores if counter.per_score else value
-    return values
+    found: dict[str, dict[str, float]] = {name: {} for name in names}
+    for name, row in zip(names, rows, strict=True):
+        for key, counter in COUNTERS.items():
+            with contextlib.suppress(ValueError):  # "n/a", or not there
+                value = float((row.get(counter.metric) or "").replace(",", ""))
+                found[name][key] = value / scores if counter.per_score else value
+    return found
 
 
-def read(rung_name: str, cwd: str, timeout: float) -> tuple[dict[str, float], str]:
-    """The counters of one rung, and why there are none."""
-    words = command(rung_name)
+def read(names: Sequence[str], cwd: str, timeout: float) -> tuple[dict[str, dict[str, float]], str]:
+    """The counters of rungs, and why there are none."""
+    words = command(names)
     if words is None:
         return {}, "no ncu on PATH"
     try:
@@ -95,6 +96,6 @@ def read(rung_name: str, cwd: str, timeout: float) -> tuple[dict[str, float], st
         )
     except subprocess.TimeoutExpired:
         return {}, f"ncu took more than {timeout:.0f} s"
-    values = parse(done.stdout)
+    values = parse(done.stdout, names)
     said = [line for line in (done.stdout + done.stderr).splitlines() if "==ERROR==" in line]
     return values, "" if values else "; ".join(said)[:300] or f"ncu ended with {done.returncode}"
