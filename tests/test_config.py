@@ -53,6 +53,7 @@ def test_names_of_the_sm90_class():
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm90_128x128_s2_pp"
     other = dataclasses.replace(c, tile_m=192, warps=12, lazy_rescale=True, ping_pong=False)
     assert other.variant == "192x128_s2_lazy"
+    assert dataclasses.replace(c, overlap_tiles=True).variant == "128x128_s2_pp_ov"
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_names_of_the_sm90_class():
         ("peel_masked", 1),
         ("lazy_rescale", False),
         ("ping_pong", True),
+        ("overlap_tiles", True),
     ],
 )
 def test_wrong_field_is_named(field, value):
@@ -97,12 +99,13 @@ def test_wrong_field_is_named(field, value):
         ("warps", 4),
         ("warps", 16),
         ("stages", 1),
-        ("stages", 5),
+        ("stages", 3),
         ("q_in_regs", True),
         ("min_ctas", 2),
         ("peel_masked", False),
         ("lazy_rescale", 1),
         ("ping_pong", 0),
+        ("overlap_tiles", 0),
     ],
 )
 def test_wrong_field_of_the_sm90_class_is_named(field, value):
@@ -173,7 +176,7 @@ def test_resources_of_the_sm90_class():
     three = dataclasses.replace(c, tile_m=192, warps=12)
     assert three.threads == 128 + 3 * 128
     # What the kernel asks for, and what TMA's 128-byte swizzle wants it aligned to.
-    for other in (c, three, dataclasses.replace(c, stages=3, tile_n=64, head_dim=96)):
+    for other in (c, three, dataclasses.replace(c, stages=4, tile_n=32, head_dim=96)):
         tiles = 2 * other.head_dim * (other.tile_m + 2 * other.stages * other.tile_n)
         assert other.smem_bytes % 1024 == 0
         assert 0 < other.smem_bytes - tiles <= 2048
