@@ -42,7 +42,7 @@ format: $(INSTALLED)
 	$(PYTHON) tools/update_docs.py
 
 bench: $(INSTALLED) $(NVCC)
-	$(PYTHON) benchmarks/bench_fwd.py --out benchmarks/results/fwd.json
+	$(PYTHON) -m flashcute bench --json benchmarks/results/fwd.json --plots benchmarks/results
 
 gpu: $(INSTALLED) $(NVCC)
 	$(PYTHON) tools/check_gpu.py --out $(OUT) $(ARGS)

@@ -1,5 +1,5 @@
 """``python -m flashcute build`` builds kernels ahead of use, ``info`` shows what is there, ``sim``
-runs one on the CPU."""
+runs one on the CPU, ``bench`` measures speed, ``profile`` says what a kernel costs and why."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import env, heuristics
+from .arguments import positive
+from .bench import cli as bench_cli
 from .config import DTYPES, HEAD_DIMS, FwdConfig
 from .jit import binding, build, cache, kernels, sources, toolchain
 from .jit.toolchain import BuildError
 from .occupancy import ctas_per_sm
+from .profiling import cli as profile_cli
 from .sim import cli as sim_cli
 
 
@@ -203,12 +206,6 @@ def _prebuilt() -> list[Path]:
     return list(sources.prebuilt_dir().glob("*/*.so"))
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flashcute", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -224,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     make.set_defaults(run=run_build)
     make.add_argument("--all", action="store_true", help="every shipped kernel")
     make.add_argument(
-        "--jobs", type=_positive, help="compilers at the same time (default: by cores and memory)"
+        "--jobs", type=positive, help="compilers at the same time (default: by cores and memory)"
     )
     place = make.add_mutually_exclusive_group()
     place.add_argument("-o", "--output", type=Path, help="also copy the results to this folder")
@@ -236,6 +233,12 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("sim", help="run one kernel on the CPU and check it")
     simulate.set_defaults(run=sim_cli.run)
     sim_cli.add_arguments(simulate)
+    bench = commands.add_parser("bench", help="measure the forward pass beside its peers")
+    bench.set_defaults(run=bench_cli.run)
+    bench_cli.add_arguments(bench)
+    profile = commands.add_parser("profile", help="what a kernel costs and why")
+    profile.set_defaults(run=profile_cli.run)
+    profile_cli.add_arguments(profile)
     return parser
 
 

@@ -49,7 +49,6 @@ class FwdConfig:
         peel_masked: Give the blocks that need the mask a copy of the main loop of their own.
         lazy_rescale: Rescale O only when a row's maximum grew by more than a factor of 2^8.
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
-        overlap_tiles: sm90 class: issue a tile's last product together with the next one's first.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -68,7 +67,6 @@ class FwdConfig:
     peel_masked: bool
     lazy_rescale: bool = True
     ping_pong: bool = False
-    overlap_tiles: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, supported: str) -> None:
@@ -81,13 +79,7 @@ class FwdConfig:
         require(self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
         require(self.mask in MASKS, "mask", f"in {MASKS}")
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
-        for field in (
-            "q_in_regs",
-            "peel_masked",
-            "lazy_rescale",
-            "ping_pong",
-            "overlap_tiles",
-        ):
+        for field in ("q_in_regs", "peel_masked", "lazy_rescale", "ping_pong"):
             require(isinstance(getattr(self, field), bool), field, "to be a bool")
         if self.arch == 80:
             self._require_sm80(require)
@@ -104,7 +96,6 @@ class FwdConfig:
         require(self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4)")
         require(self.lazy_rescale, "lazy_rescale", "to be True in the sm80 class")
         require(not self.ping_pong, "ping_pong", "to be False in the sm80 class")
-        require(not self.overlap_tiles, "overlap_tiles", "to be False in the sm80 class")
 
     def _require_sm90(self, require: Callable[[bool, str, str], None]) -> None:
         require(self.warps in (8, 12), "warps", "in (8, 12), two or three warpgroups")
@@ -130,8 +121,7 @@ class FwdConfig:
         if self.arch == 90:
             lazy = "_lazy" if self.lazy_rescale else ""
             turns = "_pp" if self.ping_pong else ""
-            overlap = "_ov" if self.overlap_tiles else ""
-            return f"{tile}_s{self.stages}{lazy}{turns}{overlap}"
+            return f"{tile}_s{self.stages}{lazy}{turns}"
         return f"{tile}_w{self.warps}_s{self.stages}{q}_c{self.min_ctas}{peel}"
 
     @property

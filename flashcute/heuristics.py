@@ -63,24 +63,23 @@ class _Sm90Tile:
     tile_n: int
     warpgroups: int
     max_seqlen: float = math.inf
-    overlap_tiles: bool = True
+    lazy_rescale: bool = True
 
 
-# By head dimension and causal mask, shortest sequences first. All rescale lazily, take turns, and
-# have two stages.
+# By head dimension and causal mask, shortest sequences first. All take turns and have two stages.
 _SM90_TILES = {
-    (32, False): (_Sm90Tile(128, 3),),
-    (32, True): (_Sm90Tile(128, 3),),
+    (32, False): (_Sm90Tile(128, 3, lazy_rescale=False),),
+    (32, True): (_Sm90Tile(128, 2, 1024, False), _Sm90Tile(128, 3, lazy_rescale=False)),
     (64, False): (_Sm90Tile(128, 3),),
-    (64, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(128, 3)),
-    (96, False): (_Sm90Tile(128, 2, 1024), _Sm90Tile(96, 3)),
-    (96, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(96, 3)),
+    (64, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(128, 3, lazy_rescale=False)),
+    (96, False): (_Sm90Tile(128, 2, 1024), _Sm90Tile(112, 3)),
+    (96, True): (_Sm90Tile(128, 2, 1024), _Sm90Tile(96, 3, 2048), _Sm90Tile(112, 3)),
     (128, False): (_Sm90Tile(128, 2, 1024), _Sm90Tile(80, 3)),
-    (128, True): (_Sm90Tile(128, 2, 8192), _Sm90Tile(80, 3)),
-    (192, False): (_Sm90Tile(96, 2),),
+    (128, True): (_Sm90Tile(128, 2, 4096), _Sm90Tile(80, 3)),
+    (192, False): (_Sm90Tile(80, 2),),
     (192, True): (_Sm90Tile(96, 2),),
-    (256, False): (_Sm90Tile(80, 2, overlap_tiles=False),),
-    (256, True): (_Sm90Tile(80, 2, overlap_tiles=False),),
+    (256, False): (_Sm90Tile(64, 2),),
+    (256, True): (_Sm90Tile(64, 2),),
 }
 
 
@@ -129,9 +128,8 @@ def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[tuple[FwdConfi
                 q_in_regs=False,
                 min_ctas=1,
                 peel_masked=True,
-                lazy_rescale=True,
+                lazy_rescale=tile.lazy_rescale,
                 ping_pong=True,
-                overlap_tiles=tile.overlap_tiles,
             ),
             tile.max_seqlen,
         )

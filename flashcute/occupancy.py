@@ -42,6 +42,11 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+def warps_per_sm(capability: tuple[int, int]) -> int:
+    """Warps that one SM can hold at the same time."""
+    return _WARPS_AND_CTAS[capability][0]
+
+
 def ctas_per_sm(
     threads: int, registers: int, smem_bytes: int, capability: tuple[int, int]
 ) -> Occupancy:

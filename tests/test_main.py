@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -125,6 +127,11 @@ def test_info_names_a_wrong_variable(monkeypatch, capsys):
     monkeypatch.setenv("FLASHCUTE_JOBS", "none")
     assert cli.main(["info"]) == 1
     assert "expected FLASHCUTE_JOBS to be" in capsys.readouterr().err
+
+
+def test_the_command_line_starts_without_torch():
+    line = "import sys, flashcute.__main__; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", line], check=True)
 
 
 def test_table():

@@ -9,7 +9,7 @@ import pytest
 
 from flashcute.config import MAX_SMEM_BYTES
 from flashcute.jit import BuildError, toolchain
-from flashcute.occupancy import ctas_per_sm
+from flashcute.occupancy import ctas_per_sm, warps_per_sm
 
 THREADS = (32, 128, 160, 256, 384, 1024)
 REGISTERS = (16, 40, 64, 128, 168, 200, 254, 255)
@@ -99,3 +99,8 @@ def test_same_as_nvidias_calculator(tmp_path):
 def test_limit(kernel, expected):
     found = ctas_per_sm(*kernel)
     assert (found.ctas, found.limit) == expected
+
+
+@pytest.mark.parametrize(("capability", "warps"), [((8, 0), 64), ((8, 9), 48), ((9, 0), 64)])
+def test_resident_warps_are_2048_or_1536_threads(capability, warps):
+    assert warps_per_sm(capability) == warps

@@ -7,12 +7,12 @@ import itertools
 import re
 
 import pytest
-from machine_code import instructions
 
 from flashcute import heuristics, jit
 from flashcute.config import MAX_SMEM_BYTES
 from flashcute.jit import toolchain
 from flashcute.jit.sources import kernel_include_dir
+from flashcute.profiling.disassembly import read_binary
 
 TARGET = "90"
 SHIPPED = heuristics.instantiations()
@@ -63,7 +63,7 @@ def code(built):
     def of(stem):
         assert built[stem].error is None, built[stem].error
         if stem not in found:
-            found[stem] = instructions(built[stem].artefact.path)
+            found[stem] = read_binary(built[stem].artefact.path).function.instructions
         return found[stem]
 
     return of
@@ -103,9 +103,9 @@ def test_products_are_those_intended_and_never_serialised(code, stem):
     }
     # Neighbours without a wait between them.
     steps = [
-        x.product or "wait"
+        ("smem" if x.reads_a_from_smem else "registers", *x.mma_shape) if x.mma_shape else "wait"
         for x in code(stem)
-        if x.product or x.opcode.startswith("WARPGROUP.DEPBAR")
+        if x.mma_shape or x.opcode.startswith("WARPGROUP.DEPBAR")
     ]
     runs = [(kind, len(list(run))) for kind, run in itertools.groupby(steps) if kind != "wait"]
     assert {kind for kind, _ in runs} == needed.keys()

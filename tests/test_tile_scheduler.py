@@ -120,7 +120,7 @@ def test_indices_near_the_largest_grid(lib):
     tiles = lib.num_tiles(ctypes.byref(params))
     assert 2**31 - 2**22 < tiles < 2**31
     heads = params.b * params.h
-    for group in (1, 5, lib.heads_in_l2(ctypes.byref(params)), heads - 1, heads):
+    for group in (1, 5, lib.heads_in_group(ctypes.byref(params), 132), heads - 1, heads):
         for index in (0, 1, tiles // 3, tiles // 2, tiles - 2, tiles - 1):
             first = index // (group * 1023) * group
             within = index - first * 1023
@@ -133,18 +133,22 @@ def test_indices_near_the_largest_grid(lib):
 @pytest.mark.parametrize("seqlen_k", [0, 1, 512, 4096, 65536, 2**31 - 1024])
 @pytest.mark.parametrize("heads", [(1, 1, 1), (4, 32, 8), (2, 7, 1), (16, 16, 16)])
 @pytest.mark.parametrize("d", [8, 128, 256])
-def test_group_is_what_the_cache_holds(lib, seqlen_k, heads, d):
+def test_groups_fit_the_cache_and_fill_the_last_wave(lib, seqlen_k, heads, d):
     b, h, h_k = heads
     params = problem(b, h, h_k, 1024, seqlen_k, d)
-    group = lib.heads_in_l2(ctypes.byref(params))
+    group = lib.heads_in_group(ctypes.byref(params), 132)
     assert 1 <= group <= b * h
     # Whole key heads, so that none is read for two groups.
-    assert group % (h // h_k) == 0 or group == b * h
+    ratio = h // h_k
+    assert group % ratio == 0
     size = 2 * 2 * seqlen_k * d  # K and V of one head
-    l2 = 50 * 10**6
-    assert group * h_k // h * size < l2 or group == h // h_k
-    if group < b * h:  # no larger than need be, but well filled
-        assert group * h_k // h * size > l2 / 4
+    l2 = 32 * 2**20
+    assert group // ratio * size <= l2 or group == ratio
+    # All groups alike, up to the rounding; and unless the cache is the limit, two waves in each.
+    count = -(-b * h_k // (group // ratio))
+    assert group == -(-b * h_k // count) * ratio
+    tiles = group * -(-params.seqlen_q // CAUSAL.tile_m)
+    assert tiles >= 132 or count == 1 or (group // ratio + 1) * size > l2 / 2
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 7, 132])

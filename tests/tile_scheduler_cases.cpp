@@ -31,7 +31,9 @@ TileCoord coord(Flash_fwd_params const *params, bool causal, int tile) {
     return causal ? Causal::coord(*params, tile) : Plain::coord(*params, tile);
 }
 
-int heads_in_l2(Flash_fwd_params const *params) { return Causal::heads_in_l2(*params); }
+int heads_in_group(Flash_fwd_params const *params, int sms) {
+    return Causal::heads_in_group(*params, sms);
+}
 
 TileCoord coord_in_group(Flash_fwd_params const *params, int group, int tile) {
     return Causal::coord_in_group(*params, group, tile);

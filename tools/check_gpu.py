@@ -59,8 +59,8 @@ def _model(args: argparse.Namespace, _seconds: float) -> list[str]:
 
 def _bench(args: argparse.Namespace, seconds: float) -> list[str]:
     limit = ["--time-limit", str(round(max(1.0, seconds - 25)))]
-    out = ["--out", str(args.out / "fwd.json")]
-    return ["benchmarks/bench_fwd.py", *out, *limit, *shlex.split(args.bench)]
+    out = ["--json", str(args.out / "fwd.json")]
+    return ["-m", "flashcute", "bench", *out, *limit, *shlex.split(args.bench)]
 
 
 PHASES = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import itertools
 import math
 import pathlib
@@ -23,8 +24,8 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from benchmarks import peers
 from flashcute import benchmarking, heuristics, jit
+from flashcute.bench import peers
 from flashcute.config import HEAD_DIMS, KERNEL_CLASSES, MAX_SMEM_BYTES, FwdConfig
 from flashcute.jit import abi
 
@@ -45,6 +46,11 @@ def accumulator_registers(config: FwdConfig) -> int:
 
 # What ptxas leaves of the sm90 class's 240 and 160 registers once accumulators and P are placed.
 SM90_ACCUMULATOR_REGISTERS = {8: 200, 12: 132}
+
+
+def sm90_registers(config: FwdConfig) -> int:
+    """Registers a thread of the sm90 class needs for S, P and O."""
+    return config.tile_n // 2 + config.tile_n // 4 + config.head_dim // 2
 
 
 def fits(config: FwdConfig, capability: tuple[int, int]) -> bool:
@@ -114,11 +120,9 @@ def fitting_sm80(head_dim: int, causal: bool, capability: tuple[int, int]) -> It
 
 
 def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
-    """Every configuration of the sm90 class whose S, P and O fit the registers and whose tiles fit
-    shared memory."""
-    switches = (False, True)
-    options = itertools.product((8, 12), range(64, 257, 16), (2, 4), switches, switches, switches)
-    for warps, tile_n, stages, lazy_rescale, ping_pong, overlap_tiles in options:
+    """The configurations of the sm90 class whose S, P and O fill most of the registers and fit, and
+    whose tiles fit shared memory; then those in use with one switch set the other way."""
+    for warps, tile_n in itertools.product((8, 12), range(48, 257, 16)):
         config = FwdConfig(
             arch=90,
             dtype="bf16",
@@ -127,20 +131,26 @@ def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
             tile_m=16 * warps,
             tile_n=tile_n,
             warps=warps,
-            stages=stages,
+            stages=2,
             q_in_regs=False,
             min_ctas=1,
             peel_masked=True,
-            lazy_rescale=lazy_rescale,
-            ping_pong=ping_pong,
-            overlap_tiles=overlap_tiles,
+            lazy_rescale=True,
+            ping_pong=True,
         )
-        registers = tile_n // 2 + tile_n // 4 + head_dim // 2
-        if (
-            registers <= SM90_ACCUMULATOR_REGISTERS[warps]
-            and config.smem_bytes <= MAX_SMEM_BYTES[9, 0]
-        ):
+        # Small tiles read K and V more often from L2 and shared memory, for nothing.
+        filled = sm90_registers(config) / SM90_ACCUMULATOR_REGISTERS[warps]
+        if 0.7 <= filled <= 1 and config.smem_bytes <= MAX_SMEM_BYTES[9, 0]:
             yield config
+    for config, _ in heuristics.sm90_configs("bf16", head_dim, causal):
+        for change in (
+            {"lazy_rescale": not config.lazy_rescale},
+            {"ping_pong": False},
+            {"stages": 4},
+        ):
+            other = dataclasses.replace(config, **change)
+            if other.smem_bytes <= MAX_SMEM_BYTES[9, 0]:
+                yield other
 
 
 def launcher(kernel: jit.Kernel, q, k, v, causal: bool):
@@ -252,7 +262,7 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--causal", type=int, nargs="+", default=[0, 1], choices=[0, 1])
     parser.add_argument("--variant", nargs="*", help="tile choices as configurations spell them")
-    parser.add_argument("--peers", nargs="+", default=["fa2"], choices=peers.NAMES[1:])
+    parser.add_argument("--peers", nargs="+", default=["fa2"], choices=["fa2", "cudnn", "fa3"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--top", type=int, default=8, help="rows printed for each search")
     parser.add_argument("--out", type=pathlib.Path, required=True)

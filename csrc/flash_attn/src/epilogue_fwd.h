@@ -116,6 +116,14 @@ struct EpilogueFwd {
         }
     }
 
+    template <class RowTensor, class AccO>
+    CUTE_DEVICE static void store(Flash_fwd_params const &params, TileCoord const &tile,
+                                  SeqlenInfo const &seqlen, int thread, RowTensor const &lse,
+                                  AccO const &tOrO) {
+        store_lse(params, tile, seqlen, thread, lse);
+        store_from_registers(params, tile, seqlen, thread, tOrO);
+    }
+
     // A tile whose rows see no key.
     CUTE_DEVICE static void store_empty(Flash_fwd_params const &params, TileCoord const &tile,
                                         SeqlenInfo const &seqlen, int thread) {
@@ -123,8 +131,7 @@ struct EpilogueFwd {
         Tensor out = make_tensor<float>(Shape<_4, _1, Int<kHeadDim / 8>>{});  // (4, 1, d/8)
         fill(lse, -INFINITY);
         clear(out);
-        store_lse(params, tile, seqlen, thread, lse);
-        store_from_registers(params, tile, seqlen, thread, out);
+        store(params, tile, seqlen, thread, lse, out);
     }
 
     // Lane i of a quad holds column i of a 4 x 4 matrix, and afterwards row i.

@@ -18,20 +18,19 @@ enum class MaskKind : int32_t { none, causal };
 // Everything that is decided when a forward kernel is compiled. A structural type, so one value is
 // one template argument and profilers print it in the kernel's name.
 struct FwdConfig {
-    int32_t arch;        // kernel class: 80 (mma.sync + cp.async) or 90 (wgmma + TMA)
-    DType dtype;         // of Q, K, V and O; accumulation is fp32
-    int32_t head_dim;    // instantiated head dimension; any multiple of 8 up to it is accepted
-    MaskKind mask;       // causal is aligned to the bottom-right corner
-    int32_t tile_m;      // query rows per CTA
-    int32_t tile_n;      // keys per main loop step
-    int32_t warps;       // MMA warps per CTA, each owning tile_m / warps rows
-    int32_t stages;      // K/V buffers in shared memory: 1 or 2
-    bool q_in_regs;      // keep Q's fragments in registers instead of re-reading shared memory
-    int32_t min_ctas;    // CTAs per SM that the register budget must allow
-    bool peel_masked;    // loop over masked and unmasked blocks apart instead of asking each time
-    bool lazy_rescale;   // rescale O only when a row's maximum grew by more than a factor of 2^8
-    bool ping_pong;      // sm90: warpgroups take turns in issuing their products
-    bool overlap_tiles;  // sm90: issue a tile's last product together with the next one's first
+    int32_t arch;       // kernel class: 80 (mma.sync + cp.async) or 90 (wgmma + TMA)
+    DType dtype;        // of Q, K, V and O; accumulation is fp32
+    int32_t head_dim;   // instantiated head dimension; any multiple of 8 up to it is accepted
+    MaskKind mask;      // causal is aligned to the bottom-right corner
+    int32_t tile_m;     // query rows per CTA
+    int32_t tile_n;     // keys per main loop step
+    int32_t warps;      // MMA warps per CTA, each owning tile_m / warps rows
+    int32_t stages;     // K/V buffers in shared memory: 1 or 2
+    bool q_in_regs;     // keep Q's fragments in registers instead of re-reading shared memory
+    int32_t min_ctas;   // CTAs per SM that the register budget must allow
+    bool peel_masked;   // loop over masked and unmasked blocks apart instead of asking each time
+    bool lazy_rescale;  // rescale O only when a row's maximum grew by more than a factor of 2^8
+    bool ping_pong;     // sm90: warpgroups take turns in issuing their products
 };
 
 // Arguments of one forward launch. Strides count elements. Pointers end in the shape they address.

@@ -50,17 +50,15 @@ inline cudaError_t tile_counter(unsigned *&counter, cudaStream_t stream) {
         std::unordered_map<unsigned long long, int> of_stream;
     };
     static std::map<int, Table> tables;
-    static std::mutex tables_mutex;
+    static std::mutex mutex;
     int device = 0;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    unsigned long long id = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaStreamIsCapturing(stream, &capture);
-    if (error == cudaSuccess) error = cudaStreamGetId(stream, &id);
     if (error != cudaSuccess) {
         return error;
     }
-    std::lock_guard const tables_lock(tables_mutex);
+    std::lock_guard const lock(mutex);
     Table &table = tables[device];
     if (table.counters == nullptr) {
         void *symbol = nullptr;
@@ -70,13 +68,14 @@ inline cudaError_t tile_counter(unsigned *&counter, cudaStream_t stream) {
         table.counters = static_cast<unsigned *>(symbol);
     }
     int slot = table.used;
-    bool fresh = true;
     if (capture == cudaStreamCaptureStatusNone) {
-        auto const [found, inserted] = table.of_stream.try_emplace(id, slot);
-        slot = found->second;
-        fresh = inserted;
+        unsigned long long id = 0;
+        if (error = cudaStreamGetId(stream, &id); error != cudaSuccess) {
+            return error;
+        }
+        slot = table.of_stream.try_emplace(id, slot).first->second;
     }
-    if (fresh && table.used < kTileCounters) ++table.used;
+    if (slot == table.used && slot < kTileCounters) ++table.used;
     counter = slot < kTileCounters ? table.counters + slot : nullptr;
     return cudaSuccess;
 }
@@ -101,7 +100,8 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
         return error;
     }
     int64_t const ctas = std::min<int64_t>(tiles, sms);
-    TileDealer dealer{static_cast<int>(tiles), TileScheduler<C>::heads_in_l2(*params), nullptr};
+    TileDealer dealer{static_cast<int>(tiles), TileScheduler<C>::heads_in_group(*params, sms),
+                      nullptr};
     if (Traits::kAskForTiles && tiles > ctas) {
         cudaError_t const error = tile_counter(dealer.counter, static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) {

@@ -176,7 +176,7 @@ struct MainloopFwdSm90 {
         SharedStorage &storage;
         int const warpgroup;
         int const thread;  // among all MMA threads
-        RingKV k;  // V's ring is one use behind: P V of a block follows the next block's Q K^T
+        RingKV k;          // V's is one use behind: P V of a block follows the next block's Q K^T
         RingTiles tiles;
         uint32_t q_parity = 0;
 
@@ -210,6 +210,21 @@ struct MainloopFwdSm90 {
             return tile;
         }
 
+        CUTE_DEVICE RingKV v() const { return k.before(); }
+
+        CUTE_DEVICE void await_k() const {
+            sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
+        }
+        CUTE_DEVICE void await_v() const {
+            sm90::barrier_wait(&storage.v_full[v().stage()], v().parity());
+        }
+        // Q and K of a tile's first block.
+        CUTE_DEVICE void await_first() {
+            sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);
+            q_parity ^= 1;
+            await_k();
+        }
+
         // The warpgroups take turns in issuing their products, so that one's softmax runs under
         // the other's. Named barrier 0 is __syncthreads().
         CUTE_DEVICE void wait_turn() const {
@@ -237,14 +252,6 @@ struct MainloopFwdSm90 {
             Tensor sQ = make_tensor(make_smem_ptr(storage.q.data()),
                                     typename Traits::SmemLayoutQ{});       // (M, d)
             Tensor tSrQ = thr_qk.make_fragment_A(thr_qk.partition_A(sQ));  // (1, 1, d/16)
-            auto const sK = [&] {
-                return make_tensor(make_smem_ptr(storage.k[k.stage()].data()),
-                                   typename Traits::SmemLayoutKV{});  // (N, d)
-            };
-            auto const sVt = [&] {
-                return make_tensor(make_smem_ptr(storage.v[k.before().stage()].data()),
-                                   typename Traits::SmemLayoutVt{});  // (d, N)
-            };
             Tensor rS = partition_fragment_C(
                 mma_qk, Shape<Int<kTileM>, Int<kTileN>>{});  // ((2, 2, N/8), 1, 1)
             Tensor rO = partition_fragment_C(
@@ -256,11 +263,15 @@ struct MainloopFwdSm90 {
             SoftmaxT softmax(params.scale_softmax, params.scale_softmax_log2);
 
             auto const issue_qk = [&] {
-                Tensor tSrK = thr_qk.make_fragment_B(thr_qk.partition_B(sK()));  // (1, 1, d/16)
+                Tensor sK = make_tensor(make_smem_ptr(storage.k[k.stage()].data()),
+                                        typename Traits::SmemLayoutKV{});      // (N, d)
+                Tensor tSrK = thr_qk.make_fragment_B(thr_qk.partition_B(sK));  // (1, 1, d/16)
                 sm90::wgmma_issue<false>(mma_qk, tSrQ, tSrK, rS);
             };
             auto const issue_pv = [&] {
-                Tensor tOrV = thr_pv.make_fragment_B(thr_pv.partition_B(sVt()));  // (1, 1, N/16)
+                Tensor sVt = make_tensor(make_smem_ptr(storage.v[v().stage()].data()),
+                                         typename Traits::SmemLayoutVt{});      // (d, N)
+                Tensor tOrV = thr_pv.make_fragment_B(thr_pv.partition_B(sVt));  // (1, 1, N/16)
                 sm90::wgmma_issue<true>(mma_pv, tOrP, tOrV, rO);
             };
             // S of block n is there: its K, and after the tile's last block its Q, may go.
@@ -271,34 +282,18 @@ struct MainloopFwdSm90 {
             };
             auto const take_out = [&] {
                 sm90::pin(rO);
-                release(&storage.v_empty[k.before().stage()]);
-            };
-            auto const store = [&](TileCoord const &tile) {
-                auto const lse = softmax.finalize(tOrO);
-                Epilogue::store_lse(params, tile, seqlen, thread, lse);
-                Epilogue::store_from_registers(params, tile, seqlen, thread, tOrO);
+                release(&storage.v_empty[v().stage()]);
             };
 
-            // Q and K of the next tile's first block.
-            auto const await_first = [&] {
-                sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);
-                sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
-                q_parity ^= 1;
-            };
-
-            if (!await_tile(params, seqlen)) {
-                return;
-            }
-            await_first();
-            issue_qk();
-            sm90::wgmma_wait<0>();
             CUTE_NO_UNROLL
-            while (true) {
-                // The scores of the tile's last key block, which comes first, are there.
+            while (await_tile(params, seqlen)) {
                 TileCoord const tile = take_tile();
                 int n = BlockInfo<C>::n_block_end(seqlen, tile.m_block) - 1;
                 int const n_unmasked_end = BlockInfo<C>::n_block_unmasked_end(seqlen, tile.m_block);
                 Mask<C> const mask{seqlen, tile.m_block};
+                await_first();
+                issue_qk();
+                sm90::wgmma_wait<0>();
                 take_scores(n);
                 k.advance();
                 if (n >= n_unmasked_end) {
@@ -310,10 +305,10 @@ struct MainloopFwdSm90 {
                 clear(rO);
 
                 auto const step = [&](auto masked) {
-                    sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
+                    await_k();
                     wait_turn();
                     issue_qk();
-                    sm90::barrier_wait(&storage.v_full[k.before().stage()], k.before().parity());
+                    await_v();
                     issue_pv();
                     pass_turn();
                     sm90::wgmma_wait<1>();
@@ -333,33 +328,13 @@ struct MainloopFwdSm90 {
                 CUTE_NO_UNROLL
                 for (; n >= 0; --n) step(false_type{});
 
-                // The tile's last P V and the next tile's first Q K^T together, so that the tensor
-                // cores work while O is written. Two bodies: ptxas serialises the products where a
-                // branch lies between them (C7514).
-                bool const more = await_tile(params, seqlen);
-                sm90::barrier_wait(&storage.v_full[k.before().stage()], k.before().parity());
+                await_v();
                 wait_turn();
-                if (C.overlap_tiles && more) {
-                    issue_pv();
-                    await_first();
-                    issue_qk();
-                    pass_turn();
-                    sm90::wgmma_wait<1>();
-                    take_out();
-                    store(tile);
-                } else {
-                    issue_pv();
-                    pass_turn();
-                    sm90::wgmma_wait<0>();
-                    take_out();
-                    store(tile);
-                    if (!more) {
-                        break;
-                    }
-                    await_first();
-                    issue_qk();
-                }
+                issue_pv();
+                pass_turn();
                 sm90::wgmma_wait<0>();
+                take_out();
+                Epilogue::store(params, tile, seqlen, thread, softmax.finalize(tOrO), tOrO);
             }
         }
     };

@@ -40,13 +40,21 @@ struct TileScheduler {
                 batch};
     }
 
-    // Heads whose keys and values stay in L2 together while their tiles are dealt out.
-    CUTE_HOST_DEVICE static int heads_in_l2(Flash_fwd_params const &params) {
-        constexpr int64_t kBytes = 32 << 20;  // of the 50 MB an H100 or H200 has
-        int64_t const head = int64_t(4) * params.seqlen_k * params.d;  // K and V, 16 bits each
-        int64_t const heads_k = head > 0 ? kBytes / head : kBytes;
-        int64_t const heads = cute::max(heads_k, int64_t(1)) * params.h_h_k_ratio;
-        return static_cast<int>(cute::min(heads, int64_t(params.b) * params.h));
+    // Heads whose tiles are dealt out together. Their keys and values must stay in L2, and there
+    // must be enough tiles that the short ones fill up the last wave; beyond that fewer are better,
+    // as CTAs with long tiles then compute while others with short ones load.
+    CUTE_HOST_DEVICE static int heads_in_group(Flash_fwd_params const &params, int sms) {
+        constexpr int64_t kL2Bytes = 32 << 20;  // of the 50 MB an H100 or H200 has
+        constexpr int64_t kWaves = 3;
+        auto const ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+        int64_t const bytes = int64_t(4) * params.seqlen_k * params.d;  // K and V, 16 bits each
+        int64_t const tiles = int64_t(params.h_h_k_ratio) * num_m_blocks(params);
+        int64_t const in_l2 = kL2Bytes / cute::max(bytes, int64_t(1));
+        int64_t const key_heads =
+            cute::max(cute::min(in_l2, ceil_div(kWaves * sms, tiles)), int64_t(1));
+        int64_t const all = int64_t(params.b) * params.h_k;
+        int64_t const groups = ceil_div(all, key_heads);
+        return static_cast<int>(ceil_div(all, groups) * params.h_h_k_ratio);
     }
 
     // Longest tiles first among `group` heads, one group after the other: what is dealt out last is

@@ -15,7 +15,6 @@ static constexpr flash::FwdConfig kConfig = {
     .peel_masked = true,
     .lazy_rescale = true,
     .ping_pong = false,
-    .overlap_tiles = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim128_fp16_sm80_128x48_w4_s1_c2_peel";
 

@@ -7,7 +7,7 @@ static constexpr flash::FwdConfig kConfig = {
     .head_dim = 192,
     .mask = flash::MaskKind::none,
     .tile_m = 128,
-    .tile_n = 96,
+    .tile_n = 80,
     .warps = 8,
     .stages = 2,
     .q_in_regs = false,
@@ -15,8 +15,7 @@ static constexpr flash::FwdConfig kConfig = {
     .peel_masked = true,
     .lazy_rescale = true,
     .ping_pong = true,
-    .overlap_tiles = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim192_bf16_sm90_128x96_s2_lazy_pp_ov";
+static constexpr char kName[] = "flash_fwd_hdim192_bf16_sm90_128x80_s2_lazy_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

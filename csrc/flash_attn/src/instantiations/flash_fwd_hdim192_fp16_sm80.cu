@@ -15,7 +15,6 @@ static constexpr flash::FwdConfig kConfig = {
     .peel_masked = false,
     .lazy_rescale = true,
     .ping_pong = false,
-    .overlap_tiles = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim192_fp16_sm80_64x64_w4_s1_qreg_c2";
 

@@ -15,7 +15,6 @@ static constexpr flash::FwdConfig kConfig = {
     .peel_masked = false,
     .lazy_rescale = true,
     .ping_pong = false,
-    .overlap_tiles = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim96_fp16_causal_sm80_128x64_w4_s2_c2";
 

@@ -7,7 +7,7 @@ static constexpr flash::FwdConfig kConfig = {
     .head_dim = 96,
     .mask = flash::MaskKind::causal,
     .tile_m = 192,
-    .tile_n = 96,
+    .tile_n = 112,
     .warps = 12,
     .stages = 2,
     .q_in_regs = false,
@@ -15,8 +15,7 @@ static constexpr flash::FwdConfig kConfig = {
     .peel_masked = true,
     .lazy_rescale = true,
     .ping_pong = true,
-    .overlap_tiles = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim96_fp16_causal_sm90_192x96_s2_lazy_pp_ov";
+static constexpr char kName[] = "flash_fwd_hdim96_fp16_causal_sm90_192x112_s2_lazy_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

@@ -15,8 +15,7 @@ static constexpr flash::FwdConfig kConfig = {
     .peel_masked = true,
     .lazy_rescale = true,
     .ping_pong = true,
-    .overlap_tiles = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim96_fp16_causal_sm90_128x128_s2_lazy_pp_ov";
+static constexpr char kName[] = "flash_fwd_hdim96_fp16_causal_sm90_128x128_s2_lazy_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

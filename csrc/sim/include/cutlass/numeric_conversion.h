@@ -32,8 +32,7 @@ struct SimArrayConverter {
 };
 
 // CUTLASS's own but for those two.
-template <class To, class From, int N,
-          FloatRoundStyle Round = FloatRoundStyle::round_to_nearest,
+template <class To, class From, int N, FloatRoundStyle Round = FloatRoundStyle::round_to_nearest,
           class Transform = transform::thread::UnaryTransform::Identity>
 struct NumericArrayConverter : CutlassNumericArrayConverter<To, From, N, Round, Transform> {};
 template <int N>

@@ -6,19 +6,21 @@ backend context manager is counted against them.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 
 import torch
 
-import flashcute
+from .. import flash_attn_func
 
-NAMES = ("flashcute", "fa2", "cudnn", "fa3")
 aten = torch.ops.aten
+# FlashAttention-3 as its own build installs it, or as the wheel fa3-fwd does, which is bf16 only.
+_FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 
 
 def _flashcute(q, k, v, causal):
-    return lambda: flashcute.flash_attn_func(q, k, v, causal=causal)
+    return lambda: flash_attn_func(q, k, v, causal=causal)
 
 
 def _fa2(q, k, v, causal):
@@ -36,17 +38,30 @@ def _cudnn(q, k, v, causal):
 
 
 def _fa3(q, k, v, causal):
-    """FlashAttention-3 from the wheel fa3-fwd, which is built for bf16 only."""
-    from fa3_fwd_interface import flash_attn_func
+    name = next(name for name in _FA3_MODULES if importlib.util.find_spec(name) is not None)
+    function = importlib.import_module(name).flash_attn_func
 
-    return lambda: flash_attn_func(q, k, v, causal=causal)
+    def call():
+        out = function(q, k, v, causal=causal)
+        return out[0] if isinstance(out, tuple) else out  # some releases return the LSE, too
+
+    return call
 
 
-_MAKERS = {"flashcute": _flashcute, "fa2": _fa2, "cudnn": _cudnn, "fa3": _fa3}
+def _torch(q, k, v, causal):
+    """PyTorch's SDPA as it chooses its backend: the peer on a machine without a GPU."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    sdpa, grouped = torch.nn.functional.scaled_dot_product_attention, q.shape[1] != k.shape[1]
+    return lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+
+
+_MAKERS = {"flashcute": _flashcute, "fa2": _fa2, "cudnn": _cudnn, "fa3": _fa3, "torch": _torch}
+# On each kind of device: flashcute, then the peer whose output the others are compared with.
+NAMES = {"cuda": ("flashcute", "fa2", "cudnn", "fa3"), "cpu": ("flashcute", "torch")}
 
 
 def make(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, names: tuple[str, ...] = NAMES
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, names: tuple[str, ...]
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, str]]:
     """Calls that return ``(b, s, h, d)`` output, by name, and why a peer is missing, by name.
 
@@ -55,13 +70,14 @@ def make(
     """
     calls, missing = {}, {}
     for name in names:
-        if name == "fa3" and importlib.util.find_spec("fa3_fwd_interface") is None:
-            missing[name] = "fa3_fwd_interface is not importable"
+        if name == "fa3" and not any(importlib.util.find_spec(m) for m in _FA3_MODULES):
+            missing[name] = f"none of {', '.join(_FA3_MODULES)} is importable"
             continue
         call = _MAKERS[name](q, k, v, causal)
         try:
             call()
-            torch.cuda.synchronize()
+            if q.is_cuda:
+                torch.cuda.synchronize()
         except RuntimeError as error:
             if name == "flashcute":
                 raise

@@ -1,0 +1,52 @@
+"""``python -m flashcute bench``: the forward pass over a sweep, beside the peers installed here."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..arguments import positive
+from ..config import DTYPES, HEAD_DIMS
+
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+MASKS = ("full", "causal")
+_PEERS = ("fa2", "cudnn", "fa3", "torch")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``bench`` on ``parser``."""
+    dims = tuple(d for d in HEAD_DIMS if d >= 64)
+    parser.add_argument("--head-dims", type=int, nargs="+", choices=HEAD_DIMS, default=dims)
+    parser.add_argument("--seqlens", type=positive, nargs="+")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
+    parser.add_argument(
+        "--groups", type=positive, nargs="+", default=[1], help="query heads per key head"
+    )
+    parser.add_argument("--tokens", type=positive, help="batch x sequence length of each point")
+    parser.add_argument("--peers", nargs="*", choices=_PEERS, help="default: all that run here")
+    parser.add_argument("--repeats", type=positive)
+    parser.add_argument("--warmup", type=positive)
+    parser.add_argument(
+        "--sustained",
+        type=float,
+        nargs="?",
+        const=1.0,
+        default=0.0,
+        metavar="SECONDS",
+        help="also so long back to back each, with clock and power (1 s unless said)",
+    )
+    parser.add_argument("--time-limit", type=float, default=540.0, help="seconds for the sweep")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
+    parser.add_argument("--json", type=Path, help="file for the result")
+    parser.add_argument("--plots", type=Path, help="folder for pictures")
+    parser.add_argument(
+        "--plot-only", type=Path, metavar="JSON", help="measure nothing, draw this result again"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures or draws what the arguments describe; returns 0 if every output was right."""
+    from . import command  # torch with it, which the other commands start without
+
+    return command.run(args)

@@ -1,0 +1,108 @@
+"""What ``python -m flashcute bench`` does once its arguments are read."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from .. import benchmarking as bm
+from . import peers, plots, sweep, table
+from .cli import SEQLENS
+
+# What a CPU computes in a minute.
+_CPU_SEQLENS = (64, 128, 256)
+_CPU_TOKENS = 256
+_CPU_REPEATS = (5, 1)
+_CPU_FLUSH = 64 << 20  # beyond the caches of most
+
+
+def _options(args: argparse.Namespace) -> sweep.Options:
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "flashcute bench: expected an NVIDIA GPU that torch can use for --device cuda, found "
+            "none; leave it out to measure the CPU's reference path"
+        )
+    usual = peers.NAMES[device]
+    repeats, warmup = (bm.REPEATS, bm.WARMUP) if device == "cuda" else _CPU_REPEATS
+    if args.sustained and device == "cpu":
+        raise ValueError("flashcute bench: expected a GPU for --sustained, found none")
+    return sweep.Options(
+        device=device,
+        names=("flashcute", *(usual[1:] if args.peers is None else args.peers)),
+        repeats=args.repeats or repeats,
+        warmup=args.warmup or warmup,
+        sustained=args.sustained,
+        flush_bytes=bm.FLUSH_BYTES if device == "cuda" else _CPU_FLUSH,
+        time_limit=args.time_limit,
+    )
+
+
+def _measure(args: argparse.Namespace) -> dict:
+    options = _options(args)
+    on_gpu = options.device == "cuda"
+    wanted = sweep.points(
+        args.dtypes,
+        args.head_dims,
+        args.masks,
+        args.groups,
+        args.seqlens or (SEQLENS if on_gpu else _CPU_SEQLENS),
+        args.tokens or (bm.TOTAL_TOKENS if on_gpu else _CPU_TOKENS),
+    )
+    if not on_gpu:
+        print(table.CPU_NOTE, file=sys.stderr)
+    with tqdm(total=len(wanted), desc="bench", unit="point", dynamic_ncols=True) as bar:
+
+        def show(row: dict) -> None:
+            bar.update()
+            bar.set_postfix_str(f"{row['dtype']} {table.describe(row)}")
+
+        return sweep.run(wanted, options, show)
+
+
+def _load(path: Path) -> dict:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result["rows"] and {"us", "tflops"} <= set(result["rows"][0]):
+            return result
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"flashcute bench: expected a result of bench with rows in {path}, got {error!r}"
+        ) from error
+    raise ValueError(f"flashcute bench: expected a result of bench with rows, got none in {path}")
+
+
+def _draw(result: dict, folder: Path, stem: str) -> None:
+    for path in plots.draw(result, folder, stem):
+        print(path)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures or draws what the arguments describe; returns 0 if every output was right.
+
+    Raises:
+        ValueError: for arguments that do not go together, and a file that holds no result.
+    """
+    if (args.plots or args.plot_only) and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "flashcute bench: expected the package matplotlib for pictures, found none; "
+            "`pip install flashcute[plot]`, or leave out --plots"
+        )
+    if args.plot_only:
+        _draw(_load(args.plot_only), args.plots or args.plot_only.parent, args.plot_only.stem)
+        return 0
+    result = _measure(args)
+    if args.json:
+        bm.write_json(args.json, result)
+    print(table.summary(result))
+    if args.plots and result["rows"]:
+        _draw(result, args.plots, args.json.stem if args.json else "bench")
+    wrong = table.disagreements(result)
+    print(*wrong, sep="\n", file=sys.stderr)
+    return 1 if wrong or result["stopped_early"] else 0

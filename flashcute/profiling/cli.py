@@ -1,0 +1,59 @@
+"""``python -m flashcute profile``: where a kernel's time goes, or with ``--static`` could go."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..arguments import positive
+from ..config import DTYPES, HEAD_DIMS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``profile`` on ``parser``."""
+    parser.add_argument(
+        "--static", action="store_true", help="from the machine code alone: needs no GPU"
+    )
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=128)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--target", help="sm number, e.g. 90 (default: the GPU here, else 90)")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of the configuration that differ from the heuristics' choice",
+    )
+    parser.add_argument(
+        "--file", type=Path, help="with --static: a shared object or cubin instead of a kernel here"
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="each a saved .json profile, or FIELD=VALUE[,FIELD=VALUE...] as in --set, or default",
+    )
+    problem = parser.add_argument_group("problem", "--static takes of it what chooses a kernel")
+    problem.add_argument("-b", "--batch", type=positive, help="default: 16k tokens in all")
+    problem.add_argument("--seqlen-q", type=positive, default=4096)
+    problem.add_argument("--seqlen-k", type=positive, help="default: --seqlen-q")
+    problem.add_argument("--heads", type=positive, help="query heads (default: 2048 / head dim)")
+    problem.add_argument("--heads-k", type=positive, help="default: --heads")
+    parser.add_argument("--report", type=_report, help="keep ncu's report in this .ncu-rep file")
+    parser.add_argument("--json", type=Path, help="also write the profile to this file")
+    parser.add_argument("--html", type=Path, help="also write a page with pictures to this file")
+
+
+def _report(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".ncu-rep":  # ncu would add it
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .ncu-rep, got {text!r}")
+    return path
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profiles what the arguments describe; returns 0, or 1 with a message on standard error."""
+    from . import command  # torch with it, which the other commands start without
+
+    return command.run(args)

@@ -1,0 +1,179 @@
+"""What ``python -m flashcute profile`` does once its arguments are read."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import benchmarking as bm
+from .. import heuristics
+from ..config import FwdConfig
+from ..jit import kernels
+from ..jit.toolchain import BuildError
+from . import disassembly, explain, ncu, page, static, text
+
+
+def _value(field: str, word: str) -> object:
+    if word in ("true", "false"):
+        return word == "true"
+    return int(word) if word.lstrip("-").isdecimal() else word
+
+
+def choose_config(args: argparse.Namespace, changes: Sequence[str]) -> tuple[FwdConfig, str]:
+    """The configuration that the arguments describe, changed as asked, and its target.
+
+    Raises:
+        ValueError: for a field or a value that cannot be.
+    """
+    target = args.target or _target_here()
+    capability = kernels.capability_of(target)
+    shape = _shape(args)
+    problem = heuristics.FwdProblem(
+        dtype=args.dtype,
+        causal=args.causal,
+        **{name: getattr(shape, name) for name in ("b", "seqlen_q", "seqlen_k", "h", "h_k", "d")},
+    )
+    config = heuristics.choose_fwd(problem, capability)
+    fields = {field.name for field in dataclasses.fields(config)}
+    values = {}
+    for change in changes:
+        field, equals, word = change.partition("=")
+        if field not in fields or not equals:
+            raise ValueError(
+                f"flashcute profile: expected FIELD=VALUE with FIELD in {', '.join(sorted(fields))}"
+                f", got {change!r}"
+            )
+        values[field] = _value(field, word)
+    return dataclasses.replace(config, **values), target
+
+
+def _target_here() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return "{}{}".format(*torch.cuda.get_device_capability())
+    return "90"
+
+
+def _static(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, object]:
+    config, target = choose_config(args, changes)
+    capability = kernels.capability_of(target)
+    if args.file is not None:
+        binary = disassembly.read_binary(args.file)
+        return static.profile(binary, capability, args.head_dim)
+    _, artefact = kernels.find_built(config, target)
+    if artefact is None:
+        print(f"building {config.full_name} for sm_{target}", file=sys.stderr)
+        (result,) = kernels.build_kernels([(config, target)])
+        if result.artefact is None:
+            raise BuildError(result.error)
+        artefact = result.artefact
+    binary = disassembly.read_binary(artefact.path)
+    spills, log = artefact.meta["spill_bytes"], artefact.meta["log"]
+    return static.profile(binary, capability, config.head_dim, config, spills, log)
+
+
+def _shape(args: argparse.Namespace) -> bm.Shape:
+    usual = bm.sweep_shape(args.head_dim, args.seqlen_q, args.causal)
+    heads = args.heads or usual.h
+    shape = bm.Shape(
+        b=args.batch or usual.b,
+        seqlen_q=args.seqlen_q,
+        seqlen_k=args.seqlen_k or args.seqlen_q,
+        h=heads,
+        h_k=args.heads_k or heads,
+        d=args.head_dim,
+        causal=args.causal,
+    )
+    if heads % shape.h_k:
+        raise ValueError(
+            f"flashcute profile: expected --heads-k to divide --heads, got {shape.h_k} and {heads}"
+        )
+    return shape
+
+
+def _counters(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, object]:
+    """Profiles with Nsight Compute, and says beside it what the machine code tells."""
+    import torch
+
+    ncu.find_ncu()
+    if not torch.cuda.is_available():
+        raise disassembly.ToolError(
+            "flashcute profile: expected an NVIDIA GPU that torch can use, got none; say --static "
+            "for what the machine code alone can tell"
+        )
+    config, target = choose_config(args, changes)
+    shape = _shape(args)
+    kernels.get_kernel(config, target)  # built here and not under the profiler
+    with tempfile.TemporaryDirectory(prefix="flashcute-profile-") as folder:
+        file = args.report or Path(folder) / "profile.ncu-rep"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        ncu.run(config, shape, file)
+        report = ncu.read(file)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    result = explain.profile(report, config, shape, kernels.capability_of(target), sms)
+    try:
+        machine_code = _static(args, changes)
+        wanted = explain.expected(result, machine_code)
+        return result | {"expected_percent": wanted, "static": machine_code}
+    except disassembly.ToolError as error:
+        result["notes"].append(f"nothing from the machine code: {error}")
+        return result
+
+
+def _profile(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, object]:
+    if args.file is not None and not args.static:
+        raise ValueError("flashcute profile: expected --static with --file, got --file alone")
+    report = _static(args, changes) if args.static else _counters(args, changes)
+    return {"machine": bm.machine_info(), **report}
+
+
+def _load(path: Path) -> dict[str, object]:
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if report["kind"] in ("static", "ncu"):
+            return report
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"flashcute profile: expected a profile saved with --json, got {path}: {error!r}"
+        ) from error
+    raise ValueError(f"flashcute profile: expected a saved profile, got kind={report['kind']!r}")
+
+
+def _one(args: argparse.Namespace, spec: str) -> dict[str, object]:
+    if spec.endswith(".json"):
+        return _load(Path(spec))
+    return _profile(args, [*args.set, *(spec.split(",") if spec != "default" else [])])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profiles what the arguments describe; returns 0, or 1 with a message on standard error."""
+    if args.html and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "flashcute profile: expected the package matplotlib for --html, found none; "
+            "`pip install flashcute[profile]`"
+        )
+    try:
+        if args.compare:
+            reports = [_one(args, spec) for spec in args.compare]
+            print(f"A: {reports[0]['kernel']}\nB: {reports[1]['kernel']}\n")
+            print(text.comparison(reports))
+            payload = {"kind": "comparison", "profiles": reports}
+        else:
+            payload = _profile(args, args.set)
+            reports = [payload]
+            print(text.report_text(payload))
+    except (disassembly.ToolError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if args.json is not None:
+        bm.write_json(args.json, payload)
+    if args.html is not None:
+        page.write(args.html, reports)
+    return 0

@@ -1,0 +1,108 @@
+"""Running cuobjdump on a shared object or cubin: machine code and resources of its kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from ..jit.toolchain import SYSTEM_CUDA
+from . import sass
+
+
+class ToolError(RuntimeError):
+    """A program of NVIDIA's that is needed is not there, or fails."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Binary:
+    """One kernel as compiled.
+
+    Attributes:
+        target: GPU of the machine code, e.g. ``"sm_90a"``.
+        function: Its code.
+        registers: Per thread at launch.
+        smem_bytes: Static shared memory, without what the launch adds.
+        stack_bytes: Per thread; more than 0 where arrays or spills live in local memory.
+    """
+
+    target: str
+    function: sass.Function
+    registers: int
+    smem_bytes: int
+    stack_bytes: int
+
+
+def find_cuobjdump() -> Path:
+    """cuobjdump of PATH, ``CUDA_HOME``, the PyPI wheels or the toolkit's usual place.
+
+    Raises:
+        ToolError: where there is none.
+    """
+    folders = [Path(sysconfig.get_path("purelib")) / "nvidia"]
+    wheels = sorted((path for f in folders for path in f.glob("cu[0-9]*")), reverse=True)
+    home = os.environ.get("CUDA_HOME")
+    roots = [*([Path(home)] if home else []), *wheels, SYSTEM_CUDA]
+    on_path = shutil.which("cuobjdump")
+    candidates = [*([Path(on_path)] if on_path else []), *(r / "bin" / "cuobjdump" for r in roots)]
+    for candidate in candidates:
+        if os.access(candidate, os.X_OK):
+            return candidate
+    raise ToolError(
+        "flashcute profile: expected the disassembler cuobjdump, got none on PATH, in CUDA_HOME, "
+        "in the PyPI wheels or in /usr/local/cuda; `pip install flashcute[profile]` brings it"
+    )
+
+
+def _cuobjdump(option: str, path: Path) -> str:
+    command = [str(find_cuobjdump()), option, str(path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=False, timeout=300
+    )
+    if done.returncode != 0:
+        raise ToolError(
+            f"flashcute profile: expected machine code in {path}, got from cuobjdump: "
+            f"{(done.stderr or done.stdout).strip()}"
+        )
+    return done.stdout
+
+
+def parse_resources(text: str) -> dict[str, dict[str, int]]:
+    """Function name to its resources, from ``cuobjdump --dump-resource-usage``."""
+    found = re.findall(r"^\s*Function (\S+):\s*\n\s*(REG:.*)$", text, re.MULTILINE)
+    return {
+        name: {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", line)}
+        for name, line in found
+    }
+
+
+def read_binary(path: Path) -> Binary:
+    """The kernel in a shared object or cubin; where it holds several, the one with most MMAs.
+
+    Raises:
+        ToolError: where cuobjdump is missing or finds no machine code.
+        FileNotFoundError: where there is no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"flashcute profile: expected a file, got {path}")
+    text = _cuobjdump("--dump-sass", path)
+    try:
+        functions = sass.parse(text)
+    except ValueError as error:
+        raise ToolError(
+            f"flashcute profile: expected GPU machine code in {path}, got none"
+        ) from error
+    function = max(functions, key=lambda f: sum(x.warp_macs > 0 for x in f.instructions))
+    target = re.findall(r"^\s*(?:code for|arch =)\s*(sm_\w+)", text, re.MULTILINE)
+    resources = parse_resources(_cuobjdump("--dump-resource-usage", path))[function.name]
+    return Binary(
+        target=target[-1],
+        function=function,
+        registers=resources["REG"],
+        smem_bytes=resources["SHARED"],
+        stack_bytes=resources["STACK"],
+    )

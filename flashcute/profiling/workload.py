@@ -1,0 +1,35 @@
+"""What Nsight Compute runs: one forward problem, a few times. Started by ``profile``, not by hand.
+
+python -m flashcute.profiling.workload '{"config": {...}, "shape": {...}, "launches": 3}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from .. import benchmarking as bm
+from .. import flash_attn_func, heuristics
+from ..config import FwdConfig
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def main(argv: list[str]) -> int:
+    """Runs the problem in the process's first GPU; the configuration replaces every choice."""
+    settings = json.loads(argv[0])
+    config, shape = FwdConfig(**settings["config"]), bm.Shape(**settings["shape"])
+    # This process exists for one configuration: whatever is asked for, it is the answer.
+    heuristics.choose_fwd = lambda problem, capability: config
+    q, k, v = bm.make_qkv(shape, DTYPES[config.dtype], "cuda")
+    with torch.no_grad():
+        for _ in range(settings["launches"]):
+            flash_attn_func(q, k, v, causal=shape.causal)
+    torch.cuda.synchronize()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""Made-up results of the sweep, for tests of tables and pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flashcute import benchmarking as bm
+
+
+def row(d=64, s=512, causal=False, difference=0.0, dtype="bf16", group=1, sustained=False, **us):
+    """A row as the sweep writes it, its speeds from times in microseconds."""
+    shape = bm.sweep_shape(d, s, causal)
+    shape = dataclasses.replace(shape, h_k=shape.h // group)
+    tflops = {name: round(shape.flops / t / 1e6, 1) for name, t in us.items()}
+    found = {
+        "dtype": dtype,
+        **dataclasses.asdict(shape),
+        "us": us,
+        "tflops": tflops,
+        "percent_of_ceiling": {name: round(x / 8, 1) for name, x in tflops.items()},
+        "difference": {"flashcute": difference},
+        "missing": {},
+    }
+    if sustained:
+        found["us_sustained"] = {name: 1.25 * t for name, t in us.items()}
+        found["tflops_sustained"] = {name: x / 1.25 for name, x in tflops.items()}
+        found["percent_of_ceiling_sustained"] = {name: x / 8 for name, x in tflops.items()}
+        found["gpu_sustained"] = {name: {"sm_mhz": 1512.0, "power_w": 655.0} for name in us}
+    return found
+
+
+def result(*rows, **changes):
+    """A result with these rows."""
+    made = {
+        "machine": {"gpu": "GPU X"},
+        "device": "cuda",
+        "contenders": ("flashcute", "fa2", "cudnn", "fa3"),
+        "ceiling": {"tflops": 800.0, "tflops_sustained": 680.0, "bytes_per_second": 4.3e12},
+        "rows": list(rows),
+        "host_us": {"flashcute": 20.0},
+        "gpu_samples": {},
+        "stopped_early": False,
+    }
+    return made | changes

@@ -1,0 +1,119 @@
+"""``python -m flashcute bench``: a small run on the CPU, drawing again, messages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from bench_results import result, row
+
+from flashcute import __main__ as main
+from flashcute import benchmarking as bm
+from flashcute.bench import command, sweep
+
+SMALL = ("--device", "cpu", "--head-dims", 64, "--seqlens", 16, "--tokens", 16, "--repeats", 2)
+
+
+def bench(*arguments):
+    return main.main(["bench", *map(str, arguments)])
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_without_a_gpu_it_measures_the_cpu_and_says_so(no_gpu, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    saved = tmp_path / "new" / "cpu.json"
+    arguments = (*SMALL[2:], "--masks", "causal", "--json", saved, "--plots", tmp_path / "p")
+    assert bench(*arguments) == 0
+    printed = capsys.readouterr()
+    assert "Nothing here says anything of the kernels' speed" in printed.out
+    assert "measured on the CPU" in printed.err  # before the measuring starts, too
+    assert "1/1" in printed.err  # the progress bar
+    made = json.loads(saved.read_text())
+    assert made["device"] == "cpu"
+    (only,) = made["rows"]
+    assert (only["seqlen_q"], only["causal"], set(only["us"])) == (16, True, {"flashcute", "torch"})
+    pictures = sorted(path.name for path in (tmp_path / "p").iterdir())
+    assert pictures == ["cpu_bf16_ratio.png", "cpu_bf16_tflops.png"]
+    for path in pictures:
+        assert path in printed.out
+
+
+def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    seen = {}
+
+    def run(wanted, options, progress):
+        seen.update(points=wanted, options=options)
+        return result(row(64, flashcute=1.0), stopped_early=True)
+
+    monkeypatch.setattr(sweep, "run", run)
+    assert bench() == 1  # stopped early
+    assert len(seen["points"]) == 5 * 2 * 6
+    options = seen["options"]
+    assert (options.device, options.sustained) == ("cuda", 0.0)
+    assert options.names == ("flashcute", "fa2", "cudnn", "fa3")
+    assert (options.repeats, options.flush_bytes) == (bm.REPEATS, bm.FLUSH_BYTES)
+    assert bench("--sustained", "--peers", "cudnn", "--time-limit", "3") == 1
+    options = seen["options"]
+    assert (options.sustained, options.names) == (1.0, ("flashcute", "cudnn"))
+    assert options.time_limit == 3.0
+
+
+def test_a_wrong_output_is_the_exit_status(monkeypatch, capsys):
+    wrong = result(row(64, difference=1.0, flashcute=1.0))
+    monkeypatch.setattr(command, "_measure", lambda args: wrong)
+    assert bench() == 1
+    assert "flashcute differs from fa2 by 1.0" in capsys.readouterr().err
+
+
+def test_a_result_is_drawn_again(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(command, "_measure", None)
+    path = tmp_path / "fwd.json"
+    bm.write_json(path, result(row(64, flashcute=1.0, fa2=2.0)))
+    assert bench("--plot-only", path) == 0
+    assert str(tmp_path / "fwd_bf16_tflops.png") in capsys.readouterr().out
+    assert bench("--plot-only", path, "--plots", tmp_path / "p") == 0
+    assert (tmp_path / "p" / "fwd_bf16_ratio.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": []}', '{"rows": [{"us": {}}]}'])
+def test_drawing_refuses_other_files(tmp_path, capsys, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    assert bench("--plot-only", path) == 1
+    assert "flashcute bench: expected a result of bench" in capsys.readouterr().err
+    assert bench("--plot-only", tmp_path / "none.json") == 1
+    assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "cuda"), "expected an NVIDIA GPU that torch can use for --device cuda"),
+        (("--sustained",), "expected a GPU for --sustained"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused(no_gpu, arguments, message, capsys):
+    assert bench(*arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--head-dims", 80), ("--seqlens", 0), ("--dtypes", "fp32"), ("--peers", "fa9")]
+)
+def test_wrong_arguments(arguments, capsys):
+    with pytest.raises(SystemExit):
+        bench(*arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_pictures_need_matplotlib(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert bench("--plots", tmp_path) == 1
+    assert "expected the package matplotlib" in capsys.readouterr().err

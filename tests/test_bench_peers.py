@@ -1,0 +1,73 @@
+"""Contenders give the same output on the same tensors, and drop out with their own words."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from flashcute import benchmarking as bm
+from flashcute.bench import peers
+
+SHAPE = bm.Shape(1, 16, 16, 4, 2, 32, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_outputs_have_one_layout(causal):
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    calls, missing = peers.make(q, k, v, causal, peers.NAMES["cpu"])
+    assert (set(calls), missing) == ({"flashcute", "torch"}, {})
+    k, v = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal
+    ).transpose(1, 2)
+    for name, call in calls.items():
+        torch.testing.assert_close(call(), exact, msg=name)
+
+
+def test_a_peer_that_cannot_run_drops_out_with_its_own_words():
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    calls, missing = peers.make(q, k, v, True, ("flashcute", "cudnn"))
+    assert "cudnn" in missing  # needs CUDA
+    assert "cudnn" not in calls
+
+
+def test_flashcute_is_never_dropped(monkeypatch):
+    def broken():
+        raise RuntimeError("broken")
+
+    monkeypatch.setitem(peers._MAKERS, "flashcute", lambda *_: broken)
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    with pytest.raises(RuntimeError, match="broken"):
+        peers.make(q, k, v, True, ("flashcute", "torch"))
+
+
+@pytest.mark.parametrize("module", peers._FA3_MODULES)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_flash_attention_3_under_either_name(monkeypatch, module, with_lse):
+    def flash_attn_func(q, k, v, causal):
+        return (q, None) if with_lse else q
+
+    for name in peers._FA3_MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    fake = types.ModuleType(module)
+    fake.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, module, fake)
+    real = peers.importlib.util.find_spec
+    monkeypatch.setattr(
+        peers.importlib.util, "find_spec", lambda name: fake if name == module else real(name)
+    )
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    calls, missing = peers.make(q, k, v, True, ("fa3",))
+    assert calls["fa3"]() is q
+    assert missing == {}
+
+
+def test_flash_attention_3_is_missing_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    calls, missing = peers.make(q, k, v, True, ("fa3",))
+    assert calls == {}
+    assert "flash_attn_interface" in missing["fa3"]

@@ -1,0 +1,112 @@
+"""Pictures: every one that the data allows, the same for the same result, and with its content."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from bench_results import result, row
+
+pytest.importorskip("matplotlib")
+
+from flashcute.bench import plots
+
+
+def sweep(sustained=True, group=1, dtype="bf16"):
+    """Speeds that grow with length, a peer that lacks d = 128."""
+    return [
+        row(
+            *(d, s, causal),
+            dtype=dtype,
+            group=group,
+            sustained=sustained,
+            flashcute=100.0 * s / 512,
+            **({"fa2": 110.0 * s / 512} if d == 64 else {}),
+        )
+        for d, s, causal in itertools.product((64, 128), (512, 1024, 4096), (False, True))
+    ]
+
+
+def test_every_picture_is_drawn_and_repeatable(tmp_path):
+    made = result(*sweep())
+    first = plots.draw(made, tmp_path / "a", "fwd")
+    names = {path.name for path in first}
+    assert names == {
+        f"fwd_bf16_{what}.png"
+        for what in ("tflops", "ratio", "tflops_sustained", "ratio_sustained", "roofline")
+    }
+    second = plots.draw(made, tmp_path / "b", "fwd")
+    for a, b in zip(first, second, strict=True):
+        assert a.read_bytes().startswith(b"\x89PNG")
+        assert a.read_bytes() == b.read_bytes()
+
+
+def test_only_what_there_is_data_for_is_drawn(tmp_path):
+    old = result(*sweep(sustained=False))
+    del old["ceiling"]
+    names = [path.name for path in plots.draw(old, tmp_path, "old")]
+    assert names == ["old_bf16_tflops.png", "old_bf16_ratio.png"]
+    alone = result(row(64, flashcute=1.0), ceiling={})
+    assert [path.name for path in plots.draw(alone, tmp_path, "x")] == ["x_bf16_tflops.png"]
+
+
+def test_dtypes_and_groups_have_pictures_of_their_own(tmp_path):
+    rows = [*sweep(False), *sweep(False, dtype="fp16"), *sweep(False, group=4)]
+    names = {path.name for path in plots.draw(result(*rows), tmp_path, "r")}
+    assert {"r_bf16_tflops.png", "r_fp16_tflops.png", "r_bf16_group4_tflops.png"} <= names
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def test_speed_has_a_panel_for_each_head_dim_and_mask():
+    rows = sweep()
+    figure = plots.speed(result(*rows), rows, "title")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["d = 64, full", "d = 128, full", "d = 64, causal", "d = 128, causal"]
+    first = lines(figure.axes[0])
+    expected = [x["tflops"]["flashcute"] for x in rows if (x["d"], x["causal"]) == (64, False)]
+    assert list(first["flashcute"].get_xdata()) == [512, 1024, 4096]
+    assert list(first["flashcute"].get_ydata()) == expected
+    assert list(first["matmul"].get_ydata()) == [800.0, 800.0]
+    assert "fa2" in first and "fa2" not in lines(figure.axes[1])
+    assert figure.axes[0].get_ylim()[0] == 0
+    assert figure.axes[0].get_ylim()[1] > 800
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["flashcute", "fa2", "matmul"]
+    ticks = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert ticks == ["512", "1k", "4k"]
+
+
+def test_sustained_speed_has_its_own_ceiling():
+    rows = sweep()
+    axes = plots.speed(result(*rows), rows, "title", "_sustained").axes[0]
+    assert list(lines(axes)["matmul"].get_ydata()) == [680.0, 680.0]
+    assert lines(axes)["flashcute"].get_ydata()[0] == rows[0]["tflops_sustained"]["flashcute"]
+
+
+def test_ratio_leaves_out_points_without_a_peer():
+    rows = sweep()
+    axes = plots.ratios(rows, "title").axes[0]
+    drawn = lines(axes)
+    assert list(drawn["d = 64"].get_ydata()) == pytest.approx([1.1] * 3)
+    assert "d = 128" not in drawn
+
+
+def test_roofline_has_both_roofs_and_every_point():
+    rows = sweep()
+    axes = plots.roofline(result(*rows), rows, "title").axes[0]
+    said = [text.get_text() for text in axes.texts]
+    assert said == ["matmul 800 TFLOP/s", "copy 4.30 TB/s"]
+    assert sum(len(points.get_offsets()) for points in axes.collections) == len(rows)
+    knee = axes.get_lines()[0].get_xdata()[1]
+    assert knee == pytest.approx(800 / 4.3)
+
+
+def test_a_cpu_is_drawn_in_gigaflops():
+    rows = [row(64, flashcute=1e9, torch=5e8)]
+    made = result(*rows, machine={}, ceiling={}, contenders=("flashcute", "torch"))
+    figure = plots.speed(made, rows, "title")
+    assert figure.axes[0].get_ylabel() == "GFLOP/s"
+    assert "CPU" in plots._title(made, "Forward", "bf16")

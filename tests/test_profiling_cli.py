@@ -1,0 +1,232 @@
+"""``python -m flashcute profile``: machine code of a real kernel, a stand-in for ncu, messages."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashcute import __main__ as main
+from flashcute import heuristics
+from flashcute.jit import BuildError, kernels, toolchain
+from flashcute.profiling import disassembly, ncu, static
+
+RAW = Path(__file__).parent / "data" / "ncu" / "raw.csv"
+ONE = ("--head-dim", "32", "--dtype", "fp16", "--target", "80")
+CONFIG = heuristics.fwd_config("fp16", 32, False, (8, 0))
+
+
+def profile(*arguments):
+    return main.main(["profile", *map(str, arguments)])
+
+
+@pytest.fixture
+def compiler():
+    try:
+        toolchain.find_nvcc()
+        disassembly.find_cuobjdump()
+    except (BuildError, disassembly.ToolError) as error:
+        pytest.skip(str(error))
+
+
+def test_static_profile_of_a_kernel(compiler, tmp_path, capsys):
+    saved, page = tmp_path / "a.json", tmp_path / "a.html"
+    assert profile("--static", *ONE, "--json", saved, "--html", page) == 0
+    printed = capsys.readouterr().out
+    report = json.loads(saved.read_text())
+    # A warp owns 32 of 128 rows; the counts follow from the algorithm.
+    loop = report["loop"]
+    assert report["kernel"] == CONFIG.full_name
+    assert loop["score_elements_per_warp"] == 32 * CONFIG.tile_n
+    assert loop["mix_per_element"]["MUFU"] == 1.0
+    assert loop["mix_per_element"]["HMMA"] == 32 * 32 / 1024
+    assert report["resources"]["registers"] == report_of_ptxas()["registers"]
+    assert report["resources"]["spill_bytes"] == 0
+    assert report["machine"]["torch"] == torch.__version__
+    assert "HMMA.16816" in printed and "tightest roof" in printed
+    assert "Thread-instructions per score element" in page.read_text()
+
+
+def report_of_ptxas():
+    _, artefact = kernels.find_built(CONFIG, "80")
+    return artefact.meta
+
+
+def test_static_profile_of_a_file(compiler, tmp_path, capsys):
+    assert profile("--static", *ONE) == 0
+    _, artefact = kernels.find_built(CONFIG, "80")
+    capsys.readouterr()
+    assert profile("--static", *ONE, "--file", artefact.path) == 0
+    assert "flash_fwd_kernel_sm80" in capsys.readouterr().out
+    assert profile("--static", "--file", __file__) == 1
+    assert "expected machine code in" in capsys.readouterr().err
+    assert profile("--static", "--file", tmp_path / "none.so") == 1
+    assert "expected a file" in capsys.readouterr().err
+
+
+def saved_static(tmp_path, name, **changes):
+    report = {"kind": "static", "kernel": name, "notes": [], "loop": None, "estimate": None}
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(report | changes))
+    return path
+
+
+def test_comparison_of_saved_profiles(tmp_path, capsys):
+    a = saved_static(tmp_path, "a", resources={"registers": 100})
+    b = saved_static(tmp_path, "b", resources={"registers": 200})
+    assert profile("--compare", a, b, "--json", tmp_path / "both.json") == 0
+    row = next(x for x in capsys.readouterr().out.splitlines() if "registers" in x)
+    assert [x.strip() for x in row.strip("|").split("|")] == [
+        *("resources.registers", "100", "200", "2.000")
+    ]
+    both = json.loads((tmp_path / "both.json").read_text())
+    assert [report["kernel"] for report in both["profiles"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "other"}'])
+def test_comparison_refuses_other_files(tmp_path, capsys, text):
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    assert profile("--compare", path, path) == 1
+    assert "flashcute profile: expected a" in capsys.readouterr().err
+    assert profile("--compare", tmp_path / "none.json", path) == 1
+    assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--static", "--set", "tile=1"), "expected FIELD=VALUE with FIELD in"),
+        (("--static", "--set", "tile_n"), "got 'tile_n'"),
+        (("--static", "--set", "tile_n=65"), "expected tile_n to be a multiple of 16"),
+        (("--static", "--target", "75"), "got target='75'"),
+        (("--file", "x.so"), "expected --static with --file"),
+        (("--static", "--heads", "3", "--heads-k", "2"), "--heads-k to divide --heads"),
+    ],
+)
+def test_wrong_arguments(arguments, message, capsys):
+    assert profile(*arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--head-dim", "80"), ("--seqlen-q", "0"), ("--report", "x")]
+)
+def test_sizes_that_cannot_be(arguments, capsys):
+    with pytest.raises(SystemExit):
+        profile(*arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_without_ncu_the_way_out_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(ncu, "USUAL_PLACES", ())
+    assert profile() == 1
+    error = capsys.readouterr().err
+    assert "expected Nsight Compute's program ncu" in error and "--static" in error
+
+
+def test_without_a_disassembler_the_way_out_is_named(compiler, monkeypatch, tmp_path, capsys):
+    def none():
+        raise disassembly.ToolError("expected the disassembler cuobjdump")
+
+    monkeypatch.setattr(disassembly, "find_cuobjdump", none)
+    assert profile("--static", *ONE) == 1
+    assert "cuobjdump" in capsys.readouterr().err
+
+
+NCU = """#!/bin/sh
+case "$1" in
+--query-metrics)
+    echo "dram__bytes_read          Counter"
+    echo "sm__cycles_elapsed        Counter" ;;
+--import) cat {raw} ;;
+*)
+    printf '%s\\n' "$@" > {log}
+    [ "$1" = --export ] && : > "$2"
+    {last} ;;
+esac
+"""
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """A program in ncu's place that writes down how it was called, and a GPU to believe in."""
+
+    def use(last="exit 0"):
+        log = tmp_path / "log"
+        program = tmp_path / "ncu"
+        program.write_text(NCU.format(raw=RAW, log=log, last=last))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.setitem(sys.modules, "ncu_report", None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        properties = types.SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+        monkeypatch.setattr("flashcute.benchmarking.machine_info", dict)
+        monkeypatch.setattr(kernels, "get_kernel", lambda config, target: None)
+        monkeypatch.setattr(static, "profile", lambda *_: {"kind": "static"})
+        return log
+
+    return use
+
+
+def no_machine_code(*_):
+    raise disassembly.ToolError("no cuobjdump")
+
+
+def test_ncu_profiles_the_configuration_on_the_shape(stand_in, monkeypatch, tmp_path, capsys):
+    log = stand_in()
+    monkeypatch.setattr("flashcute.profiling.command._static", no_machine_code)
+    kept, saved = tmp_path / "new" / "kept.ncu-rep", tmp_path / "a.json"
+    shape = ("-b", 2, "--seqlen-q", 300, "--seqlen-k", 500, "--heads", 4, "--heads-k", 2)
+    arguments = ("--head-dim", 64, "--causal", "--report", kept, "--json", saved, *shape)
+    assert profile(*arguments) == 0
+    called = log.read_text().splitlines()
+    settings = json.loads(called[-1])
+    sizes = {"b": 2, "seqlen_q": 300, "seqlen_k": 500, "h": 4, "h_k": 2, "d": 64, "causal": True}
+    assert settings["shape"] == sizes
+    assert settings["config"]["head_dim"] == 64
+    assert settings["launches"] == ncu.WARM_UP + 1
+    assert called[-4:-1] == [sys.executable, "-m", "flashcute.profiling.workload"]
+    # Only what this ncu knows is asked for.
+    assert called[called.index("--metrics") + 1] == "dram__bytes_read.sum,sm__cycles_elapsed.max"
+    assert kept.is_file()
+    report = json.loads(saved.read_text())
+    assert (report["kind"], report["shape"]) == ("ncu", sizes)
+    assert "nothing from the machine code: no cuobjdump" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ("echo ERR_NVGPUCTRPERM; exit 1", "may not read the GPU's counters"),
+        ("echo out of order; exit 3", "got exit status 3"),
+        ('rm "$2"; exit 0', "got exit status 0"),
+    ],
+)
+def test_a_failed_run_of_ncu_is_an_error(stand_in, last, message, capsys):
+    stand_in(last)
+    assert profile("--head-dim", "64") == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_older_report_is_not_taken_for_a_new_one(stand_in, tmp_path, capsys):
+    stand_in('rm -f "$2"; exit 0')
+    older = tmp_path / "older.ncu-rep"
+    older.write_text("")
+    assert profile("--head-dim", "64", "--report", older) == 1
+    assert not older.exists()
+
+
+def test_without_a_gpu_the_way_out_is_named(stand_in, monkeypatch, capsys):
+    stand_in()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert profile() == 1
+    assert "expected an NVIDIA GPU" in capsys.readouterr().err

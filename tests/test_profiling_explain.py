@@ -1,0 +1,157 @@
+"""From counters to figures with a meaning, against arithmetic done here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashcute import benchmarking as bm
+from flashcute import heuristics
+from flashcute.profiling import explain, ncu, text
+
+RAW = Path(__file__).parent / "data" / "ncu" / "raw.csv"
+CONFIG = heuristics.fwd_config("bf16", 64, True, (9, 0))
+SHAPE = bm.sweep_shape(64, 4096, causal=True)
+
+
+def profile(report=None, config=CONFIG, shape=SHAPE):
+    return explain.profile(report or ncu.parse_csv(RAW.read_text()), config, shape, (9, 0))
+
+
+def tiles_with_anything_visible(shape, config):
+    """By asking every pair of tiles for its best-placed pair of query and key."""
+    count = 0
+    shift = shape.seqlen_k - shape.seqlen_q
+    for m in range(0, shape.seqlen_q, config.tile_m):
+        last_row = min(m + config.tile_m, shape.seqlen_q) - 1
+        for n in range(0, shape.seqlen_k, config.tile_n):
+            count += not shape.causal or n <= last_row + shift
+    return shape.b * shape.h * count
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("sq", "sk"), [(512, 512), (300, 500), (500, 300), (1, 900), (129, 1)])
+def test_visible_tiles(sq, sk, causal):
+    shape = bm.Shape(2, sq, sk, 3, 1, 64, causal)
+    assert explain.visible_tiles(shape, CONFIG) == tiles_with_anything_visible(shape, CONFIG)
+
+
+def test_the_ideal_of_one_tile():
+    shape = bm.Shape(1, CONFIG.tile_m, CONFIG.tile_n, 1, 1, 64, causal=False)
+    q, k, v = bm.make_qkv(shape, bm.torch.bfloat16, "cpu")
+    lse = 4 * shape.seqlen_q
+    wanted = explain.ideal(shape, CONFIG)
+    assert wanted["flops"] == 2 * wanted["tile_macs"]
+    assert wanted["tile_exponentials"] == CONFIG.tile_m * CONFIG.tile_n
+    assert wanted["dram_bytes"] == wanted["l2_bytes"] == 2 * q.nbytes + k.nbytes + v.nbytes + lse
+
+
+def test_figures_of_a_report():
+    report = profile()
+    assert report["utilisation_percent"] == {
+        **{"tensor": 44.03, "issue": 22.91, "mufu": 22.07, "fp32": None, "alu": 24.6},
+        **{"smem": 58.1, "l2": 31.9, "dram": 7.42},
+    }
+    quantities = report["quantities"]
+    assert quantities["tflops"] == pytest.approx(SHAPE.flops / 1482.3e-6 / 1e12, abs=0.06)
+    assert quantities["dram_percent_of_ideal"] == pytest.approx(
+        100 * (201.33e6 + 66.5e6) / SHAPE.bytes(), abs=0.06
+    )
+    assert quantities["bank_conflict_percent"] == pytest.approx(100 * 1310720 / 183500800, abs=0.06)
+    elements = report["ideal"]["tile_exponentials"]
+    assert quantities["instructions_per_score_element"] == pytest.approx(
+        32 * 291504128 / elements, abs=0.001
+    )
+
+
+def test_distance_to_the_roofs():
+    report = profile()
+    cycles, sms = 2534733, 132
+    useful = SHAPE.flops / cycles / sms / 4096  # 4096 FLOPs a clock and SM
+    roofs = report["roofs"]
+    assert roofs["tensor, useful FLOPs"]["percent_reached"] == pytest.approx(100 * useful, abs=0.06)
+    assert roofs["issue"]["percent_reached"] == pytest.approx(
+        100 * 291504128 / 4 / sms / cycles, abs=0.06
+    )
+    exponentials = report["ideal"]["tile_exponentials"] / 16 / sms / cycles
+    assert roofs["mufu"]["percent_reached"] == pytest.approx(100 * exponentials, abs=0.06)
+    assert roofs["dram"]["percent_reached"] == pytest.approx(
+        7.42 * SHAPE.bytes() / (201.33e6 + 66.5e6), abs=0.06
+    )
+
+
+def test_what_the_machine_code_lets_expect():
+    report = profile()
+    whole = report["roofs"]["tensor, whole tiles"]["percent_reached"]
+    static = {"estimate": {"percent_of_tensor_peak_time": {"tensor": 159.0, "mufu": 100.0}}}
+    found = explain.expected(report, static)
+    assert found == {"tensor": pytest.approx(1.59 * whole, abs=0.06), "mufu": whole}
+    rows = text.counters_report(report | {"expected_percent": found}).splitlines()
+    row = next(x for x in rows if x.startswith("| MUFU"))
+    shown = [cell.strip() for cell in row.split("|")]
+    assert shown == ["", "MUFU (exp2)", "22.07", str(whole), ""]
+    assert explain.expected(report, {"estimate": None}) == {}
+    assert explain.expected(report | {"roofs": {}}, static) == {}
+
+
+def test_the_number_of_sms_is_filled_in_where_the_report_lacks_it():
+    metrics = dict(ncu.parse_csv(RAW.read_text()).metrics)
+    del metrics["device__attribute_multiprocessor_count"]
+    bare = ncu.Report("flash_fwd", metrics)
+    assert profile(bare)["roofs"] == {}
+    filled = explain.profile(bare, CONFIG, SHAPE, (9, 0), multiprocessors=132)
+    assert filled["roofs"] == profile()["roofs"]
+
+
+def test_stalls_are_ordered_and_explained():
+    stalls = profile()["stalls"]
+    assert list(stalls) == [
+        *("math_pipe_throttle", "wait", "short_scoreboard", "barrier", "long_scoreboard")
+    ]
+    assert stalls["wait"]["warps_per_issue"] == 0.83
+    assert all(x["waits_for"] for x in stalls.values())
+    said = next(note for note in profile()["notes"] if note.startswith("warps wait"))
+    assert said.index("math_pipe_throttle (0.97)") < said.index("short_scoreboard (0.58)")
+    assert "long_scoreboard" not in said
+
+
+def test_an_unknown_stall_is_kept():
+    name = "smsp__average_warps_issue_stalled_new_thing_per_issue_active.ratio"
+    stalls = explain.stalls({name: 0.5})
+    assert stalls == {"new_thing": {"warps_per_issue": 0.5, "waits_for": None}}
+
+
+def test_nothing_measured_is_missing_and_not_zero():
+    report = profile(ncu.Report("flash_fwd_kernel_sm80", {}))
+    assert set(report["utilisation_percent"].values()) == {None}
+    assert {"seconds", "tensor", "dram_bytes", "tflops"} <= set(report["missing"])
+    assert report["roofs"] == report["stalls"] == {}
+    assert report["notes"] == []
+    printed = text.counters_report(report)
+    cells = [
+        [cell.strip() for cell in line.split("|")]
+        for line in printed.splitlines()
+        if line.startswith("| ")
+    ]
+    assert ["", "tensor cores", "missing", "-", ""] in cells
+    assert not any(cell in ("0", "0.0") for row in cells for cell in row)
+
+
+def test_a_zero_that_was_measured_stays_zero():
+    report = profile(ncu.Report("flash_fwd", {"smsp__issue_active.avg.pct": 0.0}))
+    assert report["utilisation_percent"]["issue"] == 0.0
+    assert "issue" not in report["missing"]
+
+
+def test_wasted_products_are_named():
+    shape = bm.Shape(4, 129, 65, 32, 32, 64, causal=False)  # two tiles each where one would do
+    notes = profile(shape=shape)["notes"]
+    assert any("masked or padded" in note for note in notes)
+    assert not any("masked or padded" in note for note in profile()["notes"])
+
+
+def test_the_text_has_every_part():
+    printed = text.report_text(profile())
+    for part in (CONFIG.full_name, "seqlen_q=4096", "causal", "% reached", "waits for", "44.03"):
+        assert part in printed
