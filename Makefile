@@ -40,6 +40,7 @@ format: $(INSTALLED)
 	$(CLANG_FORMAT) -i $(CXX_FILES)
 	$(PYTHON) tools/generate_instantiations.py
 	$(PYTHON) tools/update_docs.py
+	$(PYTHON) tools/make_figures.py
 
 bench: $(INSTALLED) $(NVCC)
 	$(PYTHON) -m flashcute bench --json benchmarks/results/fwd.json --plots benchmarks/results

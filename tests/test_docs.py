@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,44 +14,81 @@ from pathlib import Path
 import pytest
 import update_docs
 
+from flashcute import __main__ as cli
 from flashcute import benchmarking as bm
 from flashcute import env
 from flashcute.bench.cli import SEQLENS
+from flashcute.config import FwdConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], key=str)
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES, ROOT / "csrc" / "sim" / "README.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # `name.h` or `folder/name.py` in running text names a file of this repository.
 FILE = re.compile(r"`([\w./-]+\.(?:py|cpp|h|cu|md|toml|txt))`")
-PLACES = ("", "csrc", "csrc/flash_attn/src", "flashcute", "flashcute/jit", "examples", "benchmarks")
+PLACES = (
+    *("", "csrc", "csrc/flash_attn/src", "csrc/sim", "flashcute", "flashcute/jit", "flashcute/sim"),
+    *("benchmarks", "examples", "tests", "tools"),
+)
 
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def prose(path: Path) -> str:
+    """A document without its fenced blocks, where a ``#`` begins a comment and no heading."""
+    return re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
 @functools.cache
 def anchors(path: Path) -> set[str]:
-    """GitHub's anchors of a document's headings."""
-    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """GitHub's anchors of a document's headings; a repeated one counts up from -1."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE):
+        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        repeats = sum(other == anchor for other in found)
+        found.append(f"{anchor}-{repeats}" if repeats else anchor)
+    return set(found)
+
+
+def links(path: Path) -> list[Path]:
+    """The files of this repository that a document links to."""
+    targets = (target.partition("#")[0] for target in LINK.findall(prose(path)))
+    return [(path.parent / target).resolve() for target in targets if "://" not in target]
 
 
 def test_the_documents_are_there():
     expected = {"README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"}
-    assert expected | {"docs/architecture.md", "docs/facts.md"} <= set(map(name, DOCUMENTS))
+    pages = ("algorithm", "api", "architecture", "facts", "source-map", "tuning")
+    assert expected | {f"docs/{page}.md" for page in pages} <= set(map(name, DOCUMENTS))
     assert "BSD 3-Clause" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_links_resolve(document):
-    for target in LINK.findall(document.read_text(encoding="utf-8")):
+    for target in LINK.findall(prose(document)):
         if target.startswith("https://"):
             continue
         path, _, anchor = target.partition("#")
         file = (document.parent / path).resolve() if path else document
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
+
+
+def test_the_readme_leads_to_every_page():
+    assert set(PAGES) <= set(links(ROOT / "README.md"))
+
+
+def test_the_causal_mask_is_three_steps_from_the_readme():
+    readme, page, mask = (
+        ROOT / file for file in ("README.md", "docs/source-map.md", "csrc/flash_attn/src/mask.h")
+    )
+    assert page in links(readme)
+    row = next(line for line in prose(page).splitlines() if "the causal mask, applied" in line)
+    target, function = LINK.search(row)[1], re.search(r"`Mask::(\w+)`", row)[1]
+    assert (page.parent / target).resolve() == mask
+    assert f" {function}(" in mask.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
@@ -64,6 +103,137 @@ def test_make_targets_exist(document):
     targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
     used = re.findall(r"(?:`|^)make ([a-z]+)", document.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(used) <= targets
+
+
+def program(document: Path) -> str:
+    """The Python blocks of a page as one program, each line at its line number on the page.
+
+    Where a block ends, the program prints a form feed, so that outputs can be told apart.
+    """
+    lines, inside = [], False
+    for line in document.read_text(encoding="utf-8").splitlines():
+        if inside and line == "```":
+            inside = False
+            lines.append('print("\\f", end="", flush=True)')
+        else:
+            lines.append(line if inside else "")
+            inside = inside or line == "```python"
+    return "\n".join(lines)
+
+
+PROGRAMS = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
+GENERATED = [ROOT / page for page in update_docs.PAGES]
+
+
+def run_program(text: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("page", [p for p in PROGRAMS if p not in GENERATED], ids=name)
+def test_programs_print_what_the_page_shows(page):
+    done = run_program(program(page))
+    assert done.returncode == 0, done.stderr
+    outputs = done.stdout.split("\f")[:-1]
+    blocks = re.findall(
+        r"```python\n.*?\n```\n(?:\n```text\n(.*?)```)?",
+        page.read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
+    assert len(outputs) == len(blocks)
+    assert outputs == blocks
+
+
+def test_programs_are_found():
+    assert {"algorithm.md", "tuning.md", "api.md"} <= {page.name for page in PROGRAMS}
+    failing = run_program("print('a')\nassert False")
+    assert failing.returncode != 0
+
+
+@pytest.mark.parametrize("page", GENERATED, ids=name)
+def test_signatures_are_python(page):
+    for block in python_blocks(page):
+        compile(block, name(page), "exec")
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of every line in the documents' shell blocks."""
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+            assert (
+                subprocess.run(["bash", "-n"], input=block, text=True, check=False).returncode == 0
+            )
+            found += [(name(document), line) for line in block.splitlines() if line]
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_commands_exist(page, command):
+    words = [w for w in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", w)]
+    if words[:3] == ["python", "-m", "flashcute"]:
+        cli._parser().parse_args(words[3:])
+    elif words[:3] == ["python", "-m", "pytest"]:
+        assert all((ROOT / word).exists() for word in words[3:])
+    elif words[0] == "python":
+        source = (ROOT / words[1]).read_text(encoding="utf-8")
+        assert all(f'"{word}"' in source for word in words[2:] if word.startswith("--"))
+    else:
+        assert words[0] in ("make", "pip"), command
+
+
+def table_rows(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the rows below a heading of a page, table heads left out."""
+    section = prose(page).split(f"\n## {heading}")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if LINK.search(" ".join(row))]
+
+
+SOURCE_MAP = ROOT / "docs" / "source-map.md"
+SOURCES = {
+    "Kernels": [p for p in (ROOT / "csrc" / "flash_attn").rglob("*.*") if p.is_file()],
+    "Package": list((ROOT / "flashcute").rglob("*.py")),
+    "Around them": [],
+}
+
+
+@pytest.mark.parametrize("heading", SOURCES)
+def test_the_source_map_is_complete(heading):
+    listed = set()
+    for row in table_rows(SOURCE_MAP, heading):
+        assert len(row) == 4, row
+        assert all(row), row
+        text, target = re.match(r"\[([^\]]*)\]\(([^)]*)\)", row[0]).groups()
+        path = (SOURCE_MAP.parent / target).resolve()
+        text = text.replace("\\_", "_")
+        if "*" in text:
+            files = [file for file in path.glob(Path(text).name) if file.is_file()]
+        else:
+            files = [path] if path.is_file() else []
+            assert str(path).endswith(text), row
+        assert files, f"no file for {row[0]}"
+        listed |= set(files)
+    missing = set(SOURCES[heading]) - listed
+    assert not missing, f"{sorted(map(name, missing))} need a row in docs/source-map.md"
+
+
+def test_names_in_the_source_map_are_in_their_files():
+    rows = table_rows(SOURCE_MAP, "What to read first")
+    assert len(rows) >= 10
+    for _, file, names in rows:
+        source = (SOURCE_MAP.parent / LINK.search(file)[1]).read_text(encoding="utf-8")
+        for found in re.findall(r"`([^`]+)`", names):
+            assert found.split("::")[-1].rstrip(".") in source, found
+
+
+def test_every_field_of_a_configuration_has_its_trade_off():
+    text = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    for field in dataclasses.fields(FwdConfig):
+        assert f"\n| `{field.name}` |" in text, f"{field.name} needs a row in docs/tuning.md"
 
 
 def python_blocks(document: Path) -> list[str]:

@@ -7,6 +7,7 @@ from the code or from a result file, so a document cannot say what the code does
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -14,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from api_reference import PAGES, api_reference  # noqa: E402 - beside this file
 
 from flashcute import benchmarking as bm  # noqa: E402 - from this checkout, installed or not
 from flashcute import env, support_matrix  # noqa: E402
@@ -73,6 +76,7 @@ def speed(path: Path = FORWARD) -> str:
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"support": support_matrix, "speed": speed},
     "SECURITY.md": {"environment": environment},
+    **{page: {"api": functools.partial(api_reference, page)} for page in PAGES},
 }
 
 

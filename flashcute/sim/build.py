@@ -130,7 +130,6 @@ def kernel_unit(
     """
     configs = companions(config) if kernel_dir is None else (config,)
     kernel_dir = kernel_dir or sources.kernel_include_dir()
-    cuda = toolchain.find_cuda_headers()
     entries = "\n".join(
         'extern "C" __attribute__((visibility("default"))) const flash::Flash_kernel *\n'
         f"{c.full_name}() {{ return flash::describe_fwd<flash::FwdConfig{c.to_cpp()}>"
@@ -138,19 +137,34 @@ def kernel_unit(
         for c in configs
     )
     text = f"""\
-// Compiled for the simulator's headers {_include_digest()}.
 #include "flash_fwd_launch_template.h"
 
 {entries}
 
 {_definition_of_smem(kernel_dir)}"""
+    name = config.full_name if len(configs) == 1 else f"flash_fwd_hdim{config.head_dim}"
+    return device_unit(name, text, (kernel_dir,), checker)
+
+
+def device_unit(
+    name: str, source: str, project_dirs: tuple[Path, ...], checker: str = "none"
+) -> Unit:
+    """A shared object of CUDA device code for the simulator.
+
+    Args:
+        name: Stem of the files.
+        source: The code, in which ``sim_dynamic_smem()`` returns the one `extern __shared__` array.
+        project_dirs: Include folders of the project's own headers.
+        checker: One of :data:`CHECKERS`.
+    """
+    cuda = toolchain.find_cuda_headers()
     return Unit(
-        name=config.full_name if len(configs) == 1 else f"flash_fwd_hdim{config.head_dim}",
+        name=name,
         target=f"sim-{checker}",
-        source=text,
+        source=f"// Compiled for the simulator's headers {_include_digest()}.\n{source}",
         suffix=".cpp",
         flags=(*_KERNEL_FLAGS, *_machine_flags(), *CHECKERS[checker]),
-        project_dirs=(kernel_dir,),
+        project_dirs=project_dirs,
         external_dirs=(
             *(simulator_dir() / "include", sources.cutlass_include_dir()),
             *(cuda.include, cuda.cccl),

@@ -251,11 +251,32 @@ def run_fwd(
         out = torch.full(q.shape, _POISON, dtype=torch.int16).view(q.dtype)
     runner, kernel = _programs(config, checker, kernel_dir)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, workers, int(trace), 1 << 32)
+    command = [str(runner), str(kernel), config.full_name]
+    return run_program(command, (q, k, v, out), scale, settings, timeout)
+
+
+def run_program(
+    program: list[str],
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    settings: tuple[int, ...],
+    timeout: float,
+) -> SimResult:
+    """Runs any kernel with the arguments of ``Flash_fwd_params``; nothing is checked.
+
+    Args:
+        program: The runner, a shared object, the name of the kernel's function in it.
+        tensors: q, k, v and out, as in :func:`run_fwd` but for the dtype.
+        scale: Of the scores.
+        settings: Seed, copy mode, shared memory limit, workers, trace, greatest number of steps.
+        timeout: Seconds after which the run counts as hung.
+    """
+    q, out = tensors[0], tensors[3]
     with tempfile.TemporaryDirectory(prefix="flashcute-sim-") as folder:
         problem, result = Path(folder) / "problem", Path(folder) / "result"
         with open(problem, "wb") as file:
-            file.writelines(_pack((q, k, v, out), scale, settings))
-        command = [str(runner), str(kernel), config.full_name, str(problem), str(result)]
+            file.writelines(_pack(tensors, scale, settings))
+        command = [*program, str(problem), str(result)]
         status, report = _execute(command, timeout)
         if "unexpected memory mapping" in report and (setarch := shutil.which("setarch")):
             # ThreadSanitizer of gcc 12 cannot live with more than 28 random address bits.

@@ -1,0 +1,209 @@
+// Rung 13: TMA and WGMMA, warp-specialised: the library's sm90 kernel, reduced to its main loop
+// (mainloop_fwd_sm90.h). Types, shared memory, TMA descriptors and PTX are the library's own.
+//
+//   WGMMA          four warps multiply 64 rows, and read K and V from shared memory without
+//   ldmatrix:
+//                  twice the rate of mma.sync
+//   TMA            one thread brings a tile with a handful of instructions; addresses, swizzle and
+//   the
+//                  zeros beyond the last row are the hardware's business
+//   a warp that    runs ahead as far as buffers are free; barriers in shared memory say which are
+//   full only loads     and which are empty. Its registers go to the warpgroups that compute
+//   overlap        both products are issued before the softmax: P V of the block before runs under
+//                  it, and the warpgroups take turns, so that one's softmax runs under the other's
+//                  products
+//   CTAs that stay one per SM; while a tile's output is written, the next one's Q, K and V arrive
+#pragma once
+
+#include "tma_types.h"
+
+namespace ladder {
+
+template <class CudaElement, int kHeadDim, bool kCausal>
+struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
+    using Types = TmaTypes<CudaElement, kHeadDim, kCausal>;
+    using Traits = typename Types::Traits;
+    using Element = typename Types::Element;
+    using SharedStorage = typename Types::SharedStorage;
+    using Maps = typename Types::Maps;
+    using Blocks = typename Types::Blocks;
+    using Scheduler = typename Types::Scheduler;
+    using Epilogue = flash::EpilogueFwd<Traits>;
+    using SoftmaxT = flash::Softmax<2, true>;
+    static constexpr int kTileM = Traits::kTileM;
+    static constexpr int kTileN = Traits::kTileN;
+    static constexpr int kWarpgroups = Traits::kMmaWarpgroups;
+    // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
+    template <int kColumns>
+    using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
+
+    // The thread that loads: each block's K, and V one block behind, as it is needed later.
+    CUTE_DEVICE static void produce(Flash_fwd_params const &params, Maps const &maps,
+                                    SharedStorage &storage) {
+        Use k, v;
+        uint32_t q_phase = 1;
+        for (int index = blockIdx.x; index < Scheduler::num_tiles(params); index += gridDim.x) {
+            TileCoord const tile = Types::coord(params, index);
+            int const last = Blocks::n_block_end(flash::SeqlenInfo(params), tile.m_block) - 1;
+            auto const load_block = [&](CUtensorMap const &map, auto &full, auto &empty, auto &smem,
+                                        Use &use, int n) {
+                sm90::barrier_wait(&empty[use.stage()], use.parity() ^ 1);
+                Types::load(map, &full[use.stage()], kTileN, smem[use.stage()].data(), kTileN,
+                            n * kTileN, tile.head / params.h_h_k_ratio, tile.batch);
+                ++use.i;
+            };
+            for (int n = last; n >= 0; --n) {
+                load_block(maps.k, storage.k_full, storage.k_empty, storage.k, k, n);
+                if (n < last) {
+                    load_block(maps.v, storage.v_full, storage.v_empty, storage.v, v, n + 1);
+                    continue;
+                }
+                for (int wg = 0; wg < kWarpgroups; ++wg) {
+                    sm90::barrier_wait(&storage.q_empty[wg], q_phase);
+                    Types::load(maps.q, &storage.q_full[wg], 64, storage.q.data() + wg * 64 * 64,
+                                kTileM, tile.m_block * kTileM + wg * 64, tile.head, tile.batch);
+                }
+                q_phase ^= 1;
+            }
+            if (last >= 0) {
+                load_block(maps.v, storage.v_full, storage.v_empty, storage.v, v, 0);
+            }
+        }
+    }
+
+    // This warp no longer reads the buffer.
+    CUTE_DEVICE static void release(sm90::Barrier *empty, bool now = true) {
+        sm90::barrier_arrive(empty, now && threadIdx.x % 32 == 0);
+    }
+
+    // Named barrier 1 + i says that it is warpgroup i's turn to issue products.
+    CUTE_DEVICE static void pass_turn(int warpgroup) {
+        sm90::named_barrier_arrive(1 + (warpgroup + 1) % kWarpgroups, 256);
+    }
+
+    // A warpgroup that computes, on 64 rows of each tile.
+    CUTE_DEVICE static void consume(Flash_fwd_params const &params, SharedStorage &storage,
+                                    int warpgroup, int thread) {
+        flash::SeqlenInfo const seqlen(params);
+        typename Traits::TiledMmaQK mma_qk;
+        typename Traits::TiledMmaPV mma_pv;
+        auto const thr_qk = mma_qk.get_slice(warpgroup * 128);
+        auto const thr_pv = mma_pv.get_slice(warpgroup * 128);
+        Tensor sQ =
+            make_tensor(make_smem_ptr(storage.q.data()), typename Traits::SmemLayoutQ{});  // (M, d)
+        Tensor tSrQ = thr_qk.make_fragment_A(thr_qk.partition_A(sQ));  // (1, 1, d/16)
+        Tensor rS =
+            partition_fragment_C(mma_qk, Shape<Int<kTileM>, Int<kTileN>>{});  // ((2, 2, N/8), 1, 1)
+        Tensor rO = partition_fragment_C(
+            mma_pv, Shape<Int<kTileM>, Int<kHeadDim>>{});             // ((2, 2, d/8), 1, 1)
+        Tensor tSrS = make_tensor(rS.data(), AccLayout<kTileN>{});    // (4, 1, N/8)
+        Tensor tOrO = make_tensor(rO.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
+        Tensor tOrP = make_tensor<Element>(
+            Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileN / 16>>>{});  // (8, 1, N/16)
+        SoftmaxT softmax(params.scale_softmax, params.scale_softmax_log2);
+        Use k, v;
+        uint32_t q_phase = 0;
+
+        auto const issue_qk = [&] {
+            Tensor sK = make_tensor(make_smem_ptr(storage.k[k.stage()].data()),
+                                    typename Traits::SmemLayoutKV{});      // (N, d)
+            Tensor tSrK = thr_qk.make_fragment_B(thr_qk.partition_B(sK));  // (1, 1, d/16)
+            sm90::wgmma_issue<false>(mma_qk, tSrQ, tSrK, rS);
+        };
+        auto const issue_pv = [&] {
+            Tensor sVt = make_tensor(make_smem_ptr(storage.v[v.stage()].data()),
+                                     typename Traits::SmemLayoutVt{});      // (d, N)
+            Tensor tOrV = thr_pv.make_fragment_B(thr_pv.partition_B(sVt));  // (1, 1, N/16)
+            sm90::wgmma_issue<true>(mma_pv, tOrP, tOrV, rO);
+        };
+        auto const take_scores = [&](int n) {  // S of block n is there
+            sm90::pin(rS);
+            release(&storage.k_empty[k.stage()]);
+            release(&storage.q_empty[warpgroup], n == 0);
+            ++k.i;
+        };
+        auto const take_out = [&] {  // O has taken the block in
+            sm90::pin(rO);
+            release(&storage.v_empty[v.stage()]);
+            ++v.i;
+        };
+
+        for (int index = blockIdx.x; index < Scheduler::num_tiles(params); index += gridDim.x) {
+            TileCoord const tile = Types::coord(params, index);
+            int const n_unmasked = Blocks::n_block_unmasked_end(seqlen, tile.m_block);
+            int n = Blocks::n_block_end(seqlen, tile.m_block) - 1;
+            flash::Mask<Types::C> const mask{seqlen, tile.m_block};
+            if (n < 0) {
+                Epilogue::store_empty(params, tile, seqlen, thread);
+                continue;
+            }
+            sm90::barrier_wait(&storage.q_full[warpgroup], q_phase);
+            sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
+            q_phase ^= 1;
+            issue_qk();
+            sm90::wgmma_wait<0>();
+            take_scores(n);
+            if (n >= n_unmasked) mask.template apply<Traits>(tSrS, thread, n);
+            softmax.start(tSrS);
+            softmax.exponentiate(tSrS);
+            flash::convert(tSrS, tOrP);
+            clear(rO);
+
+            // S of this block and O += P V of the one before are under way together; the softmax
+            // begins as soon as S is there.
+            auto const step = [&](auto masked) {
+                sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
+                sm90::named_barrier_sync(1 + warpgroup, 256);
+                issue_qk();
+                sm90::barrier_wait(&storage.v_full[v.stage()], v.parity());
+                issue_pv();
+                pass_turn(warpgroup);
+                sm90::wgmma_wait<1>();
+                take_scores(n);
+                if (masked) mask.template apply<Traits>(tSrS, thread, n);
+                auto const growth = softmax.update_max(tSrS);
+                softmax.exponentiate(tSrS);
+                sm90::wgmma_wait<0>();
+                take_out();
+                flash::convert(tSrS, tOrP);
+                if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);
+            };
+            --n;
+            CUTE_NO_UNROLL
+            for (; n >= n_unmasked; --n) step(true_type{});
+            CUTE_NO_UNROLL
+            for (; n >= 0; --n) step(false_type{});
+
+            sm90::barrier_wait(&storage.v_full[v.stage()], v.parity());
+            issue_pv();
+            sm90::wgmma_wait<0>();
+            take_out();
+            auto const lse = softmax.finalize(tOrO);
+            Epilogue::store_lse(params, tile, seqlen, thread, lse);
+            Epilogue::store_from_registers(params, tile, seqlen, thread, tOrO);
+        }
+    }
+
+    __device__ static void run(Flash_fwd_params const &params, Maps const &maps,
+                               SharedStorage &storage) {
+        int const warpgroup = __shfl_sync(kAllLanes, int(threadIdx.x / 128), 0);
+        if (threadIdx.x == 0) {
+            Types::init_barriers(storage);
+        }
+        __syncthreads();
+        if (warpgroup == 0) {
+            sm90::registers_lower<Traits::kLoadRegisters>();
+            if (threadIdx.x < 32 && sm90::elect_one()) {
+                produce(params, maps, storage);
+            }
+        } else {
+            sm90::registers_raise<Traits::kMmaRegisters>();
+            if (warpgroup == kWarpgroups) {
+                pass_turn(kWarpgroups - 1);  // to the first
+            }
+            consume(params, storage, warpgroup - 1, static_cast<int>(threadIdx.x) - 128);
+        }
+    }
+};
+
+}  // namespace ladder

@@ -1,0 +1,113 @@
+// What rung 13 stands on: the library's types for Hopper, barriers of shared memory, TMA, the order
+// of tiles.
+#pragma once
+
+#include <arch_sm90.h>
+
+#include <algorithm>
+#include <cute/tensor.hpp>
+
+#include "block_info.h"
+#include "epilogue_fwd.h"
+#include "kernel_traits_sm90.h"
+#include "ladder.h"
+#include "mask.h"
+#include "softmax.h"
+#include "tensor_maps_sm90.h"
+#include "tile_scheduler.h"
+#include "utils.h"
+
+namespace ladder {
+
+using namespace cute;
+using flash::TileCoord;
+namespace sm90 = flash::sm90;
+
+// A buffer is full when its bytes have landed, and empty when all who read it have arrived. Which
+// of the two it is alternates, and a barrier waits for one parity of its phase: use i is of buffer
+// i % 2 in phase i / 2 % 2.
+struct Use {
+    uint32_t i = 0;
+    CUTE_DEVICE int stage() const { return i % 2; }
+    CUTE_DEVICE uint32_t parity() const { return i / 2 % 2; }
+};
+
+template <class CudaElement, int kHeadDim, bool kCausal>
+struct TmaTypes {
+    // Under a causal mask a tile of 128 rows wastes less on the diagonal than one of 192.
+    static constexpr flash::FwdConfig C{
+        .arch = 90,
+        .dtype = std::is_same_v<CudaElement, __half> ? flash::DType::fp16 : flash::DType::bf16,
+        .head_dim = kHeadDim,
+        .mask = kCausal ? flash::MaskKind::causal : flash::MaskKind::none,
+        .tile_m = kCausal ? 128 : 192,
+        .tile_n = kCausal || kHeadDim == 64 ? 128 : 80,
+        .warps = kCausal ? 8 : 12,
+        .stages = 2,
+        .q_in_regs = false,
+        .min_ctas = 1,
+        .peel_masked = true,
+        .lazy_rescale = true,
+        .ping_pong = true,
+        .overlap_tiles = false,
+    };
+    using Traits = flash::KernelTraitsSm90<C>;
+    using Element = typename Traits::Element;
+    using SharedStorage = typename Traits::SharedStorage;
+    using Maps = flash::TensorMapsSm90;
+    using Blocks = flash::BlockInfo<C>;
+    using Scheduler = flash::TileScheduler<C>;
+    static constexpr int kThreads = Traits::kThreads;
+    static constexpr int kMinCtas = 1;
+    static constexpr int kTileM = Traits::kTileM;
+    static constexpr int kTileN = Traits::kTileN;
+    static constexpr int kWarpgroups = Traits::kMmaWarpgroups;
+
+    CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
+        constexpr int kReaders = 4 * kWarpgroups;  // one arrival a warp
+        for (int i = 0; i < kWarpgroups; ++i) {
+            sm90::barrier_init(&storage.q_full[i], 1);
+            sm90::barrier_init(&storage.q_empty[i], 4);
+        }
+        for (int i = 0; i < 2; ++i) {
+            sm90::barrier_init(&storage.k_full[i], 1);
+            sm90::barrier_init(&storage.v_full[i], 1);
+            sm90::barrier_init(&storage.k_empty[i], kReaders);
+            sm90::barrier_init(&storage.v_empty[i], kReaders);
+        }
+        sm90::fence_barrier_init();
+    }
+
+    // Under a causal mask the longest tiles of as many heads as L2 holds come first, as CTAs should
+    // end together.
+    CUTE_DEVICE static TileCoord coord(Flash_fwd_params const &params, int index) {
+        int64_t const bytes = int64_t(4) * params.seqlen_k * kHeadDim;  // of a head's K and V
+        int const heads = static_cast<int>(cute::max(int64_t(32 << 20) / (bytes + 1), int64_t(1)));
+        return kCausal ? Scheduler::coord_in_group(params, heads, index)
+                       : Scheduler::coord(params, index);
+    }
+
+    // Rows of one head from `row` on, a box for each 64 columns, page_rows rows apart.
+    CUTE_DEVICE static void load(CUtensorMap const &map, sm90::Barrier *full, int rows,
+                                 Element *smem, int page_rows, int row, int head, int batch) {
+        sm90::barrier_arrive_expect(full, rows * kHeadDim * sizeof(Element));
+        for (int page = 0; page < kHeadDim / 64; ++page) {
+            sm90::tma_load(&map, full, sm90::CacheHint::evict_last, smem + page * page_rows * 64,
+                           page * 64, row, head, batch);
+        }
+    }
+
+    static cudaError_t make_maps(Maps &maps, Flash_fwd_params const &params) {
+        return flash::make_tensor_maps<Traits>(maps, params);
+    }
+
+    // One CTA for each SM.
+    static int64_t ctas(Flash_fwd_params const &params) {
+        int device = 0, sms = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+        return std::min<int64_t>(Scheduler::num_tiles(params), sms);
+    }
+};
+
+}  // namespace ladder

@@ -1,0 +1,273 @@
+"""From a rung to a loaded kernel, and one call of it: ``attention("08_swizzle", q, k, v)``."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from flashcute import heuristics, jit
+from flashcute.jit import abi, build, sources, toolchain
+from flashcute.jit.toolchain import BuildError
+
+from . import rungs
+from .rungs import Rung
+
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One kernel of a rung: everything that its template arguments decide.
+
+    Attributes:
+        rung: The rung.
+        dtype: ``"fp16"`` or ``"bf16"``, of the problem; a rung in fp32 gets it converted.
+        head_dim: 64 or 128.
+        causal: Mask aligned to the bottom-right corner.
+    """
+
+    rung: Rung
+    dtype: str
+    head_dim: int
+    causal: bool
+
+    @property
+    def element(self) -> str:
+        return "float" if self.rung.fp32 else _ELEMENTS[self.dtype]
+
+    @property
+    def name(self) -> str:
+        dtype = "fp32" if self.rung.fp32 else self.dtype
+        mask = "_causal" if self.causal else ""
+        return f"ladder_{self.rung.name}_hdim{self.head_dim}_{dtype}{mask}"
+
+    @property
+    def describe(self) -> str:
+        """The C++ expression for its ``const flash::Flash_kernel *``."""
+        causal = "true" if self.causal else "false"
+        arguments = f"{self.element}, {self.head_dim}, {causal}"
+        kernel = f"ladder::Rung{self.rung.number:02d}<{arguments}>"
+        return f'ladder::describe<{kernel}>("{self.name}")'
+
+
+def variants(rung: Rung) -> list[Variant]:
+    """All kernels of a rung."""
+    dtypes = rungs.DTYPES[:1] if rung.fp32 else rungs.DTYPES
+    return [
+        Variant(rung, dtype, head_dim, causal)
+        for dtype in dtypes
+        for head_dim in rungs.HEAD_DIMS
+        for causal in (False, True)
+    ]
+
+
+def source(rung: Rung) -> str:
+    """A translation unit with all kernels of a rung, each behind a function of its name."""
+    entries = "\n".join(
+        'extern "C" __attribute__((visibility("default"))) const flash::Flash_kernel *\n'
+        f"{variant.name}() {{ return {variant.describe}; }}"
+        for variant in variants(rung)
+    )
+    return f'#include "{rung.stem}.h"\n\n{entries}\n'
+
+
+def unit(rung: Rung, target: str) -> build.Unit:
+    """The shared object of a rung for the GPU with sm number ``target``, e.g. ``"90"``."""
+    # Instructions that only this very architecture has are in sm_90a alone.
+    code = f"{target}a" if rung.arch == 90 else target
+    return build.Unit(
+        name=f"ladder_{rung.name}",
+        target=f"sm_{code}",
+        source=source(rung),
+        suffix=".cu",
+        flags=(*toolchain.NVCC_FLAGS, f"-gencode=arch=compute_{code},code=sm_{code}"),
+        project_dirs=(rungs.KERNELS, rungs.KERNELS / "gpu", sources.kernel_include_dir()),
+        external_dirs=(sources.cutlass_include_dir(),),
+        external=(f"cutlass {sources.cutlass_version()}",),
+    )
+
+
+def build_rungs(
+    wanted: Sequence[Rung], target: str, jobs: int | None = None, progress=None
+) -> dict[Rung, build.BuildResult]:
+    """Builds rungs into the user's cache, several at once; a failed one says so in its result."""
+    units = [unit(rung, target) for rung in wanted]
+    results = build.build_many(units, toolchain.find_nvcc(), jobs, progress)
+    return dict(zip(wanted, results, strict=True))
+
+
+@functools.cache
+def _library(rung: Rung, target: str) -> ctypes.CDLL:
+    result = build_rungs([rung], target)[rung]
+    if result.artefact is None:
+        raise BuildError(result.error)
+    return ctypes.CDLL(str(result.artefact.path))
+
+
+@functools.cache
+def load(variant: Variant, target: str) -> abi.FlashKernel:
+    """The kernel, built if it is not in the user's cache, and loaded for the life of the process.
+
+    Raises:
+        BuildError: where it cannot be built or does not fit this package.
+    """
+    entry = getattr(_library(variant.rung, target), variant.name)
+    entry.restype = ctypes.POINTER(abi.FlashKernel)
+    kernel = entry().contents
+    found = (kernel.abi_version, kernel.params_size, kernel.name)
+    expected = (abi.ABI_VERSION, ctypes.sizeof(abi.FlashFwdParams), variant.name.encode())
+    if found != expected:
+        raise BuildError(f"ladder: expected a kernel that says {expected}, got {found}")
+    return kernel
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def require(ok: bool, condition: str, got: object) -> None:
+        if not ok:
+            raise ValueError(f"ladder.attention: expected {condition}, got {got}")
+
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in _DTYPES or x.dtype != q.dtype:
+            raise TypeError(
+                f"ladder.attention: expected q, k and v all in float16 or all in bfloat16, got "
+                f"{name}.dtype={x.dtype}"
+            )
+        require(x.dim() == 4, f"{name} of shape (b, seqlen, heads, d)", tuple(x.shape))
+        require(x.is_cuda and x.device == q.device, "tensors on one GPU", f"{name} on {x.device}")
+        aligned = x.stride(3) == 1 and all(stride % 8 == 0 for stride in x.stride()[:3])
+        aligned = aligned and x.data_ptr() % 16 == 0
+        require(aligned, f"rows of {name} that begin at 16 bytes", f"{name}.stride()={x.stride()}")
+    b, _, h, d = q.shape
+    require(d in rungs.HEAD_DIMS, f"a head dimension in {rungs.HEAD_DIMS}", d)
+    require(k.shape == v.shape, "k and v of one shape", (tuple(k.shape), tuple(v.shape)))
+    fits = k.shape[0] == b and k.shape[3] == d and k.shape[2] > 0 and h % k.shape[2] == 0
+    require(fits, "k that fits q", (tuple(q.shape), tuple(k.shape)))
+
+
+def _parameters(
+    tensors: Sequence[torch.Tensor], lse: torch.Tensor, scale: float
+) -> abi.FlashFwdParams:
+    q, k = tensors[:2]
+    params = abi.FlashFwdParams(
+        softmax_lse_ptr=lse.data_ptr(),
+        b=q.shape[0],
+        seqlen_q=q.shape[1],
+        seqlen_k=k.shape[1],
+        h=q.shape[2],
+        h_k=k.shape[2],
+        d=q.shape[3],
+        h_h_k_ratio=q.shape[2] // k.shape[2],
+        scale_softmax=scale,
+        scale_softmax_log2=scale * math.log2(math.e),
+    )
+    for name, x in zip("qkvo", tensors, strict=True):
+        setattr(params, f"{name}_ptr", x.data_ptr())
+        for dim, stride in zip(("batch", "row", "head"), x.stride(), strict=False):
+            setattr(params, f"{name}_{dim}_stride", stride)
+    return params
+
+
+class Call:
+    """One kernel on one problem, prepared: calling it enqueues the kernel and nothing else.
+
+    Attributes:
+        out: (b, seqlen_q, h, d), in the dtype of the tensors given.
+        lse: (b, h, seqlen_q), float32, natural logarithm.
+    """
+
+    def __init__(
+        self,
+        kernel: abi.FlashKernel,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+    ) -> None:
+        self.out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        self._tensors = (q, k, v, self.out)
+        self._kernel = kernel
+        scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+        self._params = _parameters(self._tensors, self.lse, scale)
+
+    def __call__(self) -> torch.Tensor:
+        """Enqueues the kernel on the current stream and returns :attr:`out`.
+
+        Raises:
+            RuntimeError: where CUDA refuses the launch.
+        """
+        if self.out.numel() == 0:
+            return self.out
+        with torch.cuda.device(self.out.device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            error = self._kernel.launch(ctypes.byref(self._params), stream)
+        if error:
+            message = self._kernel.error_string(error).decode()
+            raise RuntimeError(f"ladder: {self._kernel.name.decode()} failed to launch: {message}")
+        return self.out
+
+
+def _target(q: torch.Tensor) -> str:
+    return "".join(map(str, torch.cuda.get_device_capability(q.device)))
+
+
+def prepare(
+    rung: Rung,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    softmax_scale: float | None = None,
+) -> Call:
+    """A call of a rung; arguments and errors as of :func:`attention`."""
+    _check(q, k, v)
+    kernel = load(Variant(rung, _DTYPES[q.dtype], q.shape[3], causal), _target(q))
+    if rung.fp32:
+        q, k, v = q.float(), k.float(), v.float()
+    return Call(kernel, q, k, v, softmax_scale)
+
+
+def prepare_library_sm80(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
+    """A call of the library's own sm80 kernel, which on Hopper it would not choose itself."""
+    _check(q, k, v)
+    capability = torch.cuda.get_device_capability(q.device)
+    config = heuristics.fwd_config(_DTYPES[q.dtype], q.shape[3], causal, capability)
+    kernel = jit.get_kernel(config, _target(q))
+    return Call(abi.FlashKernel.from_address(kernel.address), q, k, v)
+
+
+def attention(
+    rung: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by one rung of the ladder, on a GPU.
+
+    Args:
+        rung: Its number or name, e.g. ``"8"`` or ``"08_swizzle"``.
+        q: (b, seqlen_q, h, d), float16 or bfloat16; d is 64 or 128.
+        k: (b, seqlen_k, h_k, d), likewise; h_k divides h.
+        v: (b, seqlen_k, h_k, d), likewise.
+        causal: Mask aligned to the bottom-right corner.
+        softmax_scale: Of the scores; 1 / sqrt(d) by default.
+
+    Returns:
+        The output, (b, seqlen_q, h, d) in q's dtype, and the log-sum-exp, (b, h, seqlen_q), fp32.
+
+    Raises:
+        TypeError, ValueError: for tensors that no rung takes.
+        BuildError: where the kernel cannot be built.
+        RuntimeError: where CUDA refuses the launch.
+    """
+    call = prepare(rungs.find(rung), q, k, v, causal, softmax_scale)
+    return call().to(q.dtype), call.lse

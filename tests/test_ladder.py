@@ -1,0 +1,166 @@
+"""The ladder of examples/ladder: every rung right in the simulator, compiled for a GPU, as told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ladder import RUNGS, counters, launch, report, rungs, simulate
+
+from flashcute import jit, sim, testing
+from flashcute.jit import toolchain
+
+# (seqlen_q, seqlen_k): whole tiles, one past their edges, rows that see no key, no keys.
+LENGTHS = ((64, 128), (65, 129), (17, 200), (100, 33), (1, 1), (5, 0))
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+MODELLED = [rung for rung in RUNGS if rung.arch < 90]
+
+
+def make_qkv(seqlen_q, seqlen_k, d, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((2, seqlen_q, 2, d), (2, seqlen_k, 1, d), (2, seqlen_k, 1, d))
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The rungs for the simulator, compiled side by side."""
+    sim.build_runners(["none"])
+    return simulate.build_rungs(MODELLED)
+
+
+def test_every_file_is_a_rung():
+    files = sorted(path.stem for path in rungs.KERNELS.glob("rung_*.h"))
+    assert files == [rung.stem for rung in RUNGS]
+    assert [rung.number for rung in RUNGS] == list(range(1, len(RUNGS) + 1))
+    assert all(rung.counter in counters.COUNTERS and rung.lines <= 250 for rung in RUNGS)
+
+
+def test_find():
+    assert rungs.find("8") is rungs.find("08_swizzle") is rungs.find("rung_08_swizzle")
+    with pytest.raises(ValueError, match=r"expected a rung, one of 01_naive.*got '99'"):
+        rungs.find("99")
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("d", rungs.HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rung", MODELLED, ids=lambda rung: rung.name)
+def test_right_in_the_simulator(built, rung, dtype, d, causal):
+    for seed, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
+        q, k, v = make_qkv(seqlen_q, seqlen_k, d, DTYPES[dtype], seed)
+        copy_mode = sim.COPY_MODES[seed % len(sim.COPY_MODES)]
+        result = simulate.attention(rung, q, k, v, causal=causal, seed=seed, copy_mode=copy_mode)
+        assert result.verdict == "pass", result.message
+        testing.check_forward(result.out.to(q.dtype), result.lse, q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("checker", ("memcheck", "racecheck"))
+@pytest.mark.parametrize("rung", MODELLED, ids=lambda rung: rung.name)
+def test_no_race_and_no_access_out_of_bounds(rung, checker):
+    for seed, (seqlen_q, seqlen_k) in enumerate(((65, 129), (20, 0))):
+        q, k, v = make_qkv(seqlen_q, seqlen_k, 64, torch.float16)
+        options = {"causal": seed == 0, "seed": seed, "copy_mode": "random", "checker": checker}
+        result = simulate.attention(rung, q, k, v, **options)
+        assert result.verdict == "pass", result.message
+
+
+def test_what_a_rung_claims_shows_in_the_counters(built):
+    q, k, v = make_qkv(128, 256, 128, torch.bfloat16)
+    seen = {
+        rung.number: simulate.attention(rung, q, k, v, causal=False).counters
+        for rung in MODELLED
+        if rung.number >= 4
+    }
+    blocks = 2 * 2 * 128 // 64
+    assert seen[4]["blocks"] == 4 * seen[5]["blocks"] == 4 * blocks
+    # Rung 6: barriers of the block only around K and V, two for each 64 keys, and one at the end.
+    assert seen[6]["block_barriers"] == blocks * (2 * 256 // 64 + 1) < seen[5]["block_barriers"]
+    # Rung 8: seven wavefronts too many for each 8 x 8 matrix, then none.
+    assert seen[7]["ldmatrix_conflicts"] == 7 * 4 * seen[7]["ldmatrix"]
+    assert seen[8]["ldmatrix"] == seen[7]["ldmatrix"] and seen[8]["ldmatrix_conflicts"] == 0
+    # Rung 9: Q's 8 fragments once per warp instead of once per block of keys.
+    once = blocks * 4 * 8
+    assert seen[8]["ldmatrix"] - seen[9]["ldmatrix"] == once * (256 // 64 - 1)
+    # Rung 10: all of Q, K and V by cp.async.
+    assert seen[9]["cp_async_bytes"] == 0
+    assert seen[10]["cp_async_bytes"] == blocks * (64 + 2 * 256) * 128 * 2
+    # Rung 11: as many instructions of each kind as rung 10.
+    for counter in ("mma", "ldmatrix", "cp_async_bytes", "block_barriers"):
+        assert seen[11][counter] == seen[10][counter], counter
+    assert seen[11]["ldmatrix_conflicts"] == seen[12]["ldmatrix_conflicts"] == 0
+    # Rung 12: 64 for 48 keys and 32 rows, Q's 16 among them, where rung 11 has 64 for 64 and 16.
+    assert seen[12]["ldmatrix"] == blocks // 2 * 4 * 64 * -(-256 // 48)
+    assert len({seen[n]["mma"] for n in range(4, 12)}) == 1
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Every kernel of the ladder for an H100/H200, compiled side by side."""
+    try:
+        toolchain.find_nvcc()
+    except jit.BuildError as error:
+        pytest.skip(f"no CUDA compiler: {error}")
+    return launch.build_rungs(RUNGS, "90")
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
+def test_compiles_without_spills(compiled, rung):
+    result = compiled[rung]
+    assert result.error is None, result.error
+    assert result.artefact.meta["spill_bytes"] == 0
+
+
+def test_refuses_what_no_rung_takes():
+    q, k, v = make_qkv(4, 4, 64, torch.float32)
+    with pytest.raises(TypeError, match=r"float16 or all in bfloat16, got q.dtype=torch.float32"):
+        launch.attention("8", q, k, v)
+    q, k, v = make_qkv(4, 4, 64, torch.float16)
+    with pytest.raises(ValueError, match=r"tensors on one GPU, got q on cpu"):
+        launch.attention("8", q, k, v)
+
+
+def test_counters_are_read_from_what_ncu_prints():
+    metric = counters.COUNTERS["l2_bytes"].metric
+    text = (
+        f'==PROF== Connected\n"ID","Kernel Name","{metric}"\n"","","byte"\n"0","k","201,326,592"\n'
+    )
+    assert counters.parse(text) == {"l2_bytes": 2.0}
+    assert counters.parse("==ERROR== no permission") == {}
+
+
+def result_file():
+    """What `python -m examples.ladder` writes, each rung 2 x the one before, the first too slow."""
+    names = [rung.name for rung in RUNGS]
+    rows = []
+    for seqlen, known in ((512, names), (2048, names), (4096, names[1:])):
+        for causal in (False, True):
+            tflops = {name: 0.25 * 2.0 ** names.index(name) for name in known}
+            us = {name: 1e6 / value for name, value in tflops.items()}
+            rows.append({"seqlen_q": seqlen, "causal": causal, "us": us, "tflops": tflops})
+    records = {name: {"errors": [], "counters": {"warps": 1.5}} for name in names}
+    machine = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "date": "2026-01-02T03:04:05"}
+    return {"machine": machine, "rungs": records, "rows": rows}
+
+
+def test_the_table_comes_from_the_result():
+    result = result_file()
+    second = next(line for line in report.table(result).splitlines() if "rung_02" in line)
+    cells = [cell.strip() for cell in second.split("|")[1:-1]]
+    assert cells[3:8] == ["2000", "0.5", "0.051", "10", "2"]
+    assert cells[8] == "% of warp slots busy: 1.5 to 1.5"
+    assert "all are right" in report.text(result)
+    result["rungs"][RUNGS[3].name]["errors"].append("a wrong row")
+    assert f"NOT RIGHT: {RUNGS[3].name}" in report.text(result)
+
+
+def test_the_readme_is_what_the_result_file_says():
+    assert report.main(["--check"]) == 0
+    document = report.README.read_text(encoding="utf-8")
+    assert report.replaced(document, "other") != document
+
+
+def test_the_plot_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    report.draw(result_file(), tmp_path / "ladder.svg")
+    drawn = (tmp_path / "ladder.svg").read_text(encoding="utf-8")
+    assert all(f"<!-- {rung.name.replace('_', ' ')} -->" in drawn for rung in RUNGS)
