@@ -53,7 +53,6 @@ def test_names_of_the_sm90_class():
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm90_128x128_s2_pp"
     other = dataclasses.replace(c, tile_m=192, warps=12, lazy_rescale=True, ping_pong=False)
     assert other.variant == "192x128_s2_lazy"
-    assert dataclasses.replace(c, overlap_tiles=True).variant == "128x128_s2_pp_ov"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,6 @@ def test_names_of_the_sm90_class():
         ("peel_masked", 1),
         ("lazy_rescale", False),
         ("ping_pong", True),
-        ("overlap_tiles", True),
     ],
 )
 def test_wrong_field_is_named(field, value):
@@ -106,7 +104,6 @@ def test_wrong_field_is_named(field, value):
         ("peel_masked", False),
         ("lazy_rescale", 1),
         ("ping_pong", 0),
-        ("overlap_tiles", 0),
     ],
 )
 def test_wrong_field_of_the_sm90_class_is_named(field, value):
