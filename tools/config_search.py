@@ -78,7 +78,7 @@ def candidates(
     """The configurations for bf16 that fit; of the sm80 class, whose roof the shared memory port
     is, those whose clocks there are near the least."""
     if arch == 90:
-        return list(fitting_sm90(head_dim, causal))
+        return list(dict.fromkeys(fitting_sm90(head_dim, causal)))
     fitting = list(fitting_sm80(head_dim, causal, capability))
     least = min(map(smem_clocks, fitting))
     return [config for config in fitting if smem_clocks(config) <= slack * least]
