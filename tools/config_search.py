@@ -145,7 +145,7 @@ def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
     for config, _ in heuristics.sm90_configs("bf16", head_dim, causal):
         for change in (
             {"lazy_rescale": not config.lazy_rescale},
-            {"ping_pong": False},
+            {"ping_pong": not config.ping_pong},
             {"stages": 4},
         ):
             other = dataclasses.replace(config, **change)
