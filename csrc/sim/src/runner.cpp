@@ -232,8 +232,11 @@ void run(char const *library, char const *name, char const *problem_path, char c
         out.word(entry.region);
         out.word(entry.offset);
     }
-    out.raw(o.data(), o.bytes());
-    out.raw(lse.data(), lse.bytes());
+    // What a failed launch left is of no use, and nothing orders this thread behind its stores.
+    if (code == 0) {
+        out.raw(o.data(), o.bytes());
+        out.raw(lse.data(), lse.bytes());
+    }
 }
 
 }  // namespace
