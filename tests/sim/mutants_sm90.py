@@ -19,26 +19,28 @@ _MMA = "mma_traits_sm90.h"
 _MAPS = "tensor_maps_sm90.h"
 _SCHEDULER = "tile_scheduler.h"
 
-_WAIT_K_STEP = "sm90::barrier_wait(&storage.k_full[k.stage], k.parity);\n                wait_turn"
-_RELEASE_K_STEP = """\
-                sm90::wgmma_wait<1>();
-                sm90::pin(rS);
-                release(&storage.k_empty[k.stage]);
+_AWAIT_K_STEP = "await_k();\n                    wait_turn"
+_AWAIT_V_STEP = "await_v();\n                    issue_pv"
+_AWAIT_S_STEP = """\
+                    sm90::wgmma_wait<1>();
+                    take_scores(n);
 """
-_RELEASE_V_STEP = """\
-                sm90::wgmma_wait<0>();
-                sm90::pin(tOrO);
-                release(&storage.v_empty[v.stage]);
+_AWAIT_O_STEP = """\
+                    sm90::wgmma_wait<0>();
+                    take_out();
+                    k.advance();
 """
 _LAST_PV = """\
-            issue_pv();
-            sm90::wgmma_wait<0>();
-"""
-_WAIT_EMPTY = "sm90::barrier_wait(&empty[ring.stage], ring.parity ^ 1);"
-_WAIT_Q_EMPTY = "sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);"
-_WAIT_TILE_EMPTY = """\
-            sm90::barrier_wait(&storage.tile_empty[next_tile.stage], next_tile.parity ^ 1);
-"""
+                sm90::wgmma_wait<0>();
+                take_out();
+                Epilogue"""
+_RELEASE_K = "release(&storage.k_empty[k.stage()]);"
+_RELEASE_V = "release(&storage.v_empty[v().stage()]);"
+_AWAIT_EMPTY = "sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);"
+_AWAIT_Q_EMPTY = "sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);"
+_AWAIT_Q = "sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);"
+_AWAIT_TILE_EMPTY = "sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);"
+_AWAIT_TILE = "sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());"
 _FIRST_TURN = """\
             if (warpgroup == kWarpgroups - 1) {
                 pass_turn();
@@ -50,12 +52,6 @@ _OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgro
 _ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
 _DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier.*bytes due"
 _IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
-
-
-def _swapped(lines: str) -> str:
-    """The release, the last line, moved in front of the wait."""
-    *before, release = lines.splitlines(keepends=True)
-    return release + "".join(before)
 
 
 def _simulator(name: str, file: str, old: str, new: str, report: str) -> Mutant:
@@ -70,29 +66,36 @@ _PHASES = (
     _simulator(
         "ring that never flips its phase",
         _MAINLOOP,
-        "stage = 0;\n            parity ^= 1;",
-        "stage = 0;",
-        f"{_UNAWAITED}|{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+        "return uses / kStages % 2;",
+        "return 0;",
+        f"{_UNAWAITED}|{_OVERWRITTEN}|{_ARRIVES_TWICE}|{_DEADLOCK}",
+    ),
+    _simulator(
+        "ring that flips its phase at each use",
+        _MAINLOOP,
+        "return uses / kStages % 2;",
+        "return uses % 2;",
+        f"{_UNAWAITED}|{_OVERWRITTEN}|{_ARRIVES_TWICE}|{_DEADLOCK}",
     ),
     _simulator(
         "phase of Q not flipped by the consumers",
         _MAINLOOP,
-        "release(&storage.q_empty[warpgroup]);\n            q_parity ^= 1;",
-        "release(&storage.q_empty[warpgroup]);",
-        f"{_UNAWAITED}|{_OVERWRITTEN}",
+        f"{_AWAIT_Q}\n            q_parity ^= 1;",
+        _AWAIT_Q,
+        f"{_UNAWAITED}|{_OVERWRITTEN}|{_DEADLOCK}",
     ),
     _simulator(
         "phase of Q not flipped by the loader",
         _MAINLOOP,
         "            }\n            q_parity ^= 1;\n        }",
         "            }\n        }",
-        f"{_OVERWRITTEN}|{_UNAWAITED}",
+        f"{_OVERWRITTEN}|{_UNAWAITED}|{_DEADLOCK}",
     ),
     _simulator(
         "empty buffers awaited with the parity of full ones",
         _MAINLOOP,
-        _WAIT_EMPTY,
-        _WAIT_EMPTY.replace(" ^ 1", ""),
+        _AWAIT_EMPTY,
+        _AWAIT_EMPTY.replace(" ^ 1", ""),
         _DEADLOCK,
     ),
 )
@@ -156,56 +159,52 @@ _RELEASES = (
     _simulator(
         "K released before its product is waited for",
         _MAINLOOP,
-        _RELEASE_K_STEP,
-        _swapped(_RELEASE_K_STEP),
-        _OVERWRITTEN,
+        _AWAIT_S_STEP,
+        f"{_RELEASE_K}\n{_AWAIT_S_STEP}",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
     ),
     _simulator(
         "V released before its product is waited for",
         _MAINLOOP,
-        _RELEASE_V_STEP,
-        _swapped(_RELEASE_V_STEP),
-        _OVERWRITTEN,
+        _AWAIT_O_STEP,
+        f"{_RELEASE_V}\n{_AWAIT_O_STEP}",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
     ),
+    _simulator("K never released", _MAINLOOP, _RELEASE_K, "", _DEADLOCK),
     _simulator(
-        "V released into the other stage",
+        "Q released with every block",
         _MAINLOOP,
-        _RELEASE_V_STEP,
-        _RELEASE_V_STEP.replace("v_empty[v.stage]", "v_empty[v.stage ^ 1]"),
-        f"{_OVERWRITTEN}|{_DEADLOCK}|{_ARRIVES_TWICE}",
-    ),
-    _simulator(
-        "K never released",
-        _MAINLOOP,
-        _RELEASE_K_STEP,
-        _RELEASE_K_STEP.replace("release(&storage.k_empty[k.stage]);", ""),
-        _DEADLOCK,
+        "release(&storage.q_empty[warpgroup], n == 0);",
+        "release(&storage.q_empty[warpgroup]);",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}|{_UNAWAITED}",
     ),
     _simulator(
         "buffers filled without waiting for them to be empty",
         _MAINLOOP,
-        _WAIT_EMPTY,
+        _AWAIT_EMPTY,
         "",
         f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
     ),
     _simulator(
         "Q loaded without waiting for the last tile's readers",
         _MAINLOOP,
-        _WAIT_Q_EMPTY,
+        _AWAIT_Q_EMPTY,
         "",
-        f"{_OVERWRITTEN}|{_UNAWAITED}",
+        f"{_OVERWRITTEN}|{_UNAWAITED}|{_ARRIVES_TWICE}",
     ),
-    _simulator(
+    Mutant(
         "next tile written over the one not yet read",
         _MAINLOOP,
-        _WAIT_TILE_EMPTY,
+        _AWAIT_TILE_EMPTY,
         "",
-        _DEADLOCK,
+        "racecheck",
+        f"data race|{_DEADLOCK}|{_ARRIVES_TWICE}",
+        ASKING,
     ),
     Mutant(
         "next tile read before it is written",
         _MAINLOOP,
-        "sm90::barrier_wait(&storage.tile_full[next_tile.stage], next_tile.parity);",
+        _AWAIT_TILE,
         "",
         "racecheck",
         "data race",
@@ -214,39 +213,21 @@ _RELEASES = (
 )
 
 _WAITS = (
-    _simulator(
-        "K read without waiting for it",
-        _MAINLOOP,
-        _WAIT_K_STEP,
-        "wait_turn",
-        _UNAWAITED,
-    ),
-    _simulator(
-        "V read without waiting for it",
-        _MAINLOOP,
-        "sm90::barrier_wait(&storage.v_full[v.stage], v.parity);\n                issue_pv",
-        "issue_pv",
-        _UNAWAITED,
-    ),
-    _simulator(
-        "Q read without waiting for it",
-        _MAINLOOP,
-        "sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);",
-        "",
-        _UNAWAITED,
-    ),
+    _simulator("K read without waiting for it", _MAINLOOP, _AWAIT_K_STEP, "wait_turn", _UNAWAITED),
+    _simulator("V read without waiting for it", _MAINLOOP, _AWAIT_V_STEP, "issue_pv", _UNAWAITED),
+    _simulator("Q read without waiting for it", _MAINLOOP, _AWAIT_Q, "", _UNAWAITED),
     _simulator(
         "scores used while their product is in flight",
         _MAINLOOP,
-        _RELEASE_K_STEP,
-        _RELEASE_K_STEP.replace("<1>", "<2>"),
+        _AWAIT_S_STEP,
+        _AWAIT_S_STEP.replace("<1>", "<2>"),
         f"{_IN_FLIGHT}|{_OVERWRITTEN}",
     ),
     _simulator(
         "P overwritten while its product is in flight",
         _MAINLOOP,
-        _RELEASE_V_STEP,
-        _RELEASE_V_STEP.replace("<0>", "<1>"),
+        _AWAIT_O_STEP,
+        _AWAIT_O_STEP.replace("<0>", "<1>"),
         f"{_IN_FLIGHT}|{_OVERWRITTEN}",
     ),
     _simulator(
@@ -311,7 +292,7 @@ _REGISTERS_AND_TURNS = (
     _simulator(
         "turn not passed on",
         _MAINLOOP,
-        "issue_pv();\n                pass_turn();",
+        "issue_pv();\n                    pass_turn();",
         "issue_pv();",
         r"deadlock: .*wait at barrier \d",
     ),
@@ -390,8 +371,8 @@ _OPERANDS = (
     _simulator(
         "page that lands beside its place",
         _MAINLOOP,
-        "smem[ring.stage].data(), kTileN * Traits::kSmemRow,",
-        "smem[ring.stage].data(), kTileM * Traits::kSmemRow,",
+        "smem[ring.stage()].data(), kTileN * Traits::kSmemRow,",
+        "smem[ring.stage()].data(), kTileM * Traits::kSmemRow,",
         f"{_OVERWRITTEN}|copy under way|{_UNAWAITED}",
     ),
     _numerics(
@@ -409,13 +390,13 @@ _OPERANDS = (
     _numerics(
         "output added to that of the last tile",
         _MAINLOOP,
-        "issue_qk();\n            clear(tOrO);",
-        "issue_qk();",
+        "clear(rO);",
+        "",
     ),
     _numerics(
         "output not rescaled, two warpgroups",
         _MAINLOOP,
-        "if (growth.rescale) SoftmaxT::rescale(tOrO_rowcol, growth.factor);",
+        "if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);",
         "",
     ),
 )

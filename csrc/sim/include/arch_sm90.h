@@ -19,7 +19,11 @@ inline void barrier_init(Barrier *barrier, uint32_t arrivals) {
     sim::mbarrier_init(barrier, arrivals);
 }
 inline void fence_barrier_init() { sim::mbarrier_fence_init(); }
-inline void barrier_arrive(Barrier *barrier) { sim::mbarrier_arrive(barrier, 0); }
+inline void barrier_arrive(Barrier *barrier, bool arrive = true) {
+    if (arrive) {
+        sim::mbarrier_arrive(barrier, 0);
+    }
+}
 inline void barrier_arrive_expect(Barrier *barrier, uint32_t bytes) {
     sim::mbarrier_arrive(barrier, bytes);
 }
