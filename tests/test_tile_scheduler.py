@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import itertools
 import random
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,9 @@ def test_indices_near_the_largest_grid(lib):
 
 
 @pytest.mark.parametrize("seqlen_k", [0, 1, 512, 4096, 65536, 2**31 - 1024])
-@pytest.mark.parametrize("heads", [(1, 1, 1), (4, 32, 8), (2, 7, 1), (16, 16, 16)])
+@pytest.mark.parametrize(
+    "heads", [(1, 1, 1), (4, 32, 8), (8, 32, 8), (2, 7, 1), (16, 16, 16), (9, 21, 21)]
+)
 @pytest.mark.parametrize("d", [8, 128, 256])
 def test_groups_fit_the_cache_and_fill_the_last_wave(lib, seqlen_k, heads, d):
     b, h, h_k = heads
@@ -144,11 +147,17 @@ def test_groups_fit_the_cache_and_fill_the_last_wave(lib, seqlen_k, heads, d):
     size = 2 * 2 * seqlen_k * d  # K and V of one head
     l2 = 32 * 2**20
     assert group // ratio * size <= l2 or group == ratio
-    # All groups alike, up to the rounding; and unless the cache is the limit, two waves in each.
-    count = -(-b * h_k // (group // ratio))
-    assert group == -(-b * h_k // count) * ratio
-    tiles = group * -(-params.seqlen_q // CAUSAL.tile_m)
-    assert tiles >= 132 or count == 1 or (group // ratio + 1) * size > l2 / 2
+    # No more than three waves of tiles, as many key heads as that takes; where they are not all, no
+    # smaller group down to half of that would leave the last one fuller.
+    tiles = ratio * -(-params.seqlen_q // CAUSAL.tile_m)  # of one key head
+    most = max(1, min(l2 // max(size, 1), -(-3 * 132 // tiles)))
+    keys = group // ratio
+    if b * h_k <= most:
+        assert keys == b * h_k
+        return
+    assert most / 2 < keys <= most
+    fullest = max(Fraction((b * h_k - 1) % n + 1, n) for n in range(most // 2 + 1, most + 1))
+    assert Fraction((b * h_k - 1) % keys + 1, keys) == fullest
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 7, 132])

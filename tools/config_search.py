@@ -78,7 +78,7 @@ def candidates(
     """The configurations for bf16 that fit; of the sm80 class, whose roof the shared memory port
     is, those whose clocks there are near the least."""
     if arch == 90:
-        return list(fitting_sm90(head_dim, causal))
+        return list(dict.fromkeys(fitting_sm90(head_dim, causal)))
     fitting = list(fitting_sm80(head_dim, causal, capability))
     least = min(map(smem_clocks, fitting))
     return [config for config in fitting if smem_clocks(config) <= slack * least]
@@ -145,7 +145,7 @@ def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
     for config, _ in heuristics.sm90_configs("bf16", head_dim, causal):
         for change in (
             {"lazy_rescale": not config.lazy_rescale},
-            {"ping_pong": False},
+            {"ping_pong": not config.ping_pong},
             {"stages": 4},
         ):
             other = dataclasses.replace(config, **change)

@@ -79,6 +79,6 @@ def attention(
     words = q.element_size() // 2
     out = torch.full((*q.shape[:3], words * q.shape[3]), _POISON, dtype=torch.int16).view(q.dtype)
     runner, kernel = _programs(rung, checker)
-    settings = (seed, sim_run.COPY_MODES.index(copy_mode), SMEM_LIMIT, 2, 0, 1 << 32)
+    settings = (seed, sim_run.COPY_MODES.index(copy_mode), SMEM_LIMIT, 2, 1, 0, 1 << 32)
     program = [str(runner), str(kernel), variant.name]
     return sim_run.run_program(program, (q, k, v, out), q.shape[3] ** -0.5, settings, 300.0)

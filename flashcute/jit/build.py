@@ -50,6 +50,7 @@ class Unit:
         libraries: Linker flags after the source; may hold paths, which are not part of the key.
         project_dirs: Include folders whose headers enter the key with their bytes.
         external_dirs: Include folders known by ``external`` only.
+        overriding_dirs: Likewise, but searched before ``project_dirs``.
         external: Names and versions of what ``external_dirs`` hold.
     """
 
@@ -61,6 +62,7 @@ class Unit:
     libraries: tuple[str, ...] = ()
     project_dirs: tuple[Path, ...] = ()
     external_dirs: tuple[Path, ...] = ()
+    overriding_dirs: tuple[Path, ...] = ()
     external: tuple[str, ...] = ()
 
     def source_key(self) -> str:
@@ -80,7 +82,8 @@ class Unit:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def command(self, compiler: Compiler, source: Path, output: Path) -> list[str]:
-        includes = [f"-I{folder}" for folder in (*self.project_dirs, *self.external_dirs)]
+        folders = (*self.overriding_dirs, *self.project_dirs, *self.external_dirs)
+        includes = [f"-I{folder}" for folder in folders]
         head = [str(compiler.path), *compiler.arguments, *self.flags, *includes]
         return [*head, str(source), "-o", str(output), *self.libraries]
 

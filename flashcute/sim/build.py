@@ -45,7 +45,9 @@ _KERNEL_FLAGS = (
     *(*_COMMON_FLAGS, "-shared", "-fvisibility=hidden", "-w"),
     *("-fno-extern-tls-init", "-ftrivial-auto-var-init=pattern"),
 )
-_RUNTIME_SOURCES = ("fiber", "block", "memory", "instructions", "counters", "launch", "runner")
+RUNTIME_SOURCES = (
+    *("fiber", "block", "memory", "instructions", "counters", "mbarrier", "tma", "wgmma", "launch"),
+)
 
 _DYNAMIC_SMEM = re.compile(
     r"extern\s+__shared__\s+(?:(?:alignas|__align__)\s*\(\d+\)\s*)?([\w:]+)\s+(\w+)\s*\[\s*\]"
@@ -108,10 +110,10 @@ extern "C" void *sim_dynamic_smem() {{ return flash::{name}; }}
 def companions(config: FwdConfig) -> tuple[FwdConfig, ...]:
     """The configurations compiled together with ``config``, itself among them.
 
-    The shipped ones of a head dimension share nearly all of their types, and with them nearly all
-    of the compiler's work: four in one translation unit take 12 s, each alone 11 s.
+    The shipped ones of a class and head dimension share nearly all of their types, and with them
+    nearly all of the compiler's work: four in one translation unit take 12 s, each alone 11 s.
     """
-    shipped = tuple(c for c in shipped_configs(80) if c.head_dim == config.head_dim)
+    shipped = tuple(c for c in shipped_configs(config.arch) if c.head_dim == config.head_dim)
     return shipped if config in shipped else (config,)
 
 
@@ -136,13 +138,15 @@ def kernel_unit(
         f'("{c.full_name}"); }}'
         for c in configs
     )
+    of_class = "_sm90" if config.arch == 90 else ""
     text = f"""\
-#include "flash_fwd_launch_template.h"
+#include "flash_fwd_launch_template{of_class}.h"
 
 {entries}
 
 {_definition_of_smem(kernel_dir)}"""
-    name = config.full_name if len(configs) == 1 else f"flash_fwd_hdim{config.head_dim}"
+    together = f"flash_fwd_hdim{config.head_dim}_sm{config.arch}"
+    name = config.full_name if len(configs) == 1 else together
     return device_unit(name, text, (kernel_dir,), checker)
 
 
@@ -164,11 +168,10 @@ def device_unit(
         source=f"// Compiled for the simulator's headers {_include_digest()}.\n{source}",
         suffix=".cpp",
         flags=(*_KERNEL_FLAGS, *_machine_flags(), *CHECKERS[checker]),
+        # First, as it has headers of the same name as some of the kernels'.
+        overriding_dirs=(simulator_dir() / "include",),
         project_dirs=project_dirs,
-        external_dirs=(
-            *(simulator_dir() / "include", sources.cutlass_include_dir()),
-            *(cuda.include, cuda.cccl),
-        ),
+        external_dirs=(sources.cutlass_include_dir(), cuda.include, cuda.cccl),
         external=(f"CUTLASS {sources.cutlass_version()}", f"CUDA {cuda.version}"),
     )
 
@@ -176,7 +179,7 @@ def device_unit(
 def runner_unit(checker: str = "none", *, extra_flags: Sequence[str] = ()) -> Unit:
     """The program that loads a kernel's shared object and runs one problem on it."""
     source_dir = simulator_dir() / "src"
-    includes = "".join(f'#include "{stem}.cpp"\n' for stem in _RUNTIME_SOURCES)
+    includes = "".join(f'#include "{stem}.cpp"\n' for stem in (*RUNTIME_SOURCES, "runner"))
     return Unit(
         name="simulator",
         target=f"sim-{checker}",

@@ -207,7 +207,8 @@ def run_fwd(
     copy_mode: str = "late",
     checker: str = "none",
     smem_limit: int = 227 * 1024,
-    workers: int = 2,
+    sms: int = 3,
+    launches: int = 1,
     trace: bool = False,
     out: torch.Tensor | None = None,
     kernel_dir: Path | None = None,
@@ -223,11 +224,15 @@ def run_fwd(
         config: The kernel; its mask decides on causality.
         softmax_scale: Of the scores; 1 / sqrt(d) by default.
         seed: Of the schedule of lanes and warps; same seed, same run.
-        copy_mode: When asynchronous copies land, one of :data:`COPY_MODES`: ``"late"``, as late as
-            their wait allows; ``"random"``, in random order before it; ``"eager"``, at once.
+        copy_mode: When asynchronous copies land and wgmmas are executed, one of
+            :data:`COPY_MODES`: ``"late"``, as late as their wait allows; ``"random"``, in random
+            order before it; ``"eager"``, at once.
         checker: One of :data:`~flashcute.sim.CHECKERS`.
         smem_limit: Dynamic shared memory in bytes that the device grants a CTA.
-        workers: OS threads; each runs whole blocks.
+        sms: Multiprocessors of the device, each an OS thread that runs one block at a time; so many
+            blocks the sm90 class launches at most, and each walks through several tiles.
+        launches: How often the kernel is launched, one after the other; the last one's results
+            count.
         trace: Record each asynchronous copy's source.
         out: Where the output goes, (b, seqlen_q, h, d); a new NaN-filled tensor by default.
         kernel_dir: Folder of the kernel headers, if not the project's own.
@@ -250,7 +255,8 @@ def run_fwd(
     if out is None:
         out = torch.full(q.shape, _POISON, dtype=torch.int16).view(q.dtype)
     runner, kernel = _programs(config, checker, kernel_dir)
-    settings = (seed, COPY_MODES.index(copy_mode), smem_limit, workers, int(trace), 1 << 32)
+    settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches)
+    settings += (int(trace), 1 << 32)
     command = [str(runner), str(kernel), config.full_name]
     return run_program(command, (q, k, v, out), scale, settings, timeout)
 
@@ -268,7 +274,8 @@ def run_program(
         program: The runner, a shared object, the name of the kernel's function in it.
         tensors: q, k, v and out, as in :func:`run_fwd` but for the dtype.
         scale: Of the scores.
-        settings: Seed, copy mode, shared memory limit, workers, trace, greatest number of steps.
+        settings: Seed, copy mode, shared memory limit, SMs, launches, trace, greatest number of
+            steps.
         timeout: Seconds after which the run counts as hung.
     """
     q, out = tensors[0], tensors[3]

@@ -9,10 +9,13 @@ import flashcute
 from flashcute import heuristics, testing
 from flashcute.config import DTYPES, HEAD_DIMS
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
-)
 _TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an H100 or H200")
 
 
 def _qkv(b, seqlen_q, seqlen_k, h, h_k, d, dtype=torch.bfloat16, seed=0):

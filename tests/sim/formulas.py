@@ -23,6 +23,32 @@ def mma_count(config: FwdConfig, b: int, seqlen_q: int, seqlen_k: int, h: int) -
     return b * h * blocks * per_block
 
 
+def wgmma_count(config: FwdConfig, b: int, seqlen_q: int, seqlen_k: int, h: int) -> int:
+    """m64nNk16 of all warpgroups: Q K^T in d / 16 and P V in tile_n / 16 steps a visited block."""
+    per_block = config.tile_m // 64 * (config.head_dim // 16 + config.tile_n // 16)
+    blocks = sum(
+        visited_blocks(config, m, seqlen_q, seqlen_k) for m in range(-(-seqlen_q // config.tile_m))
+    )
+    return b * h * blocks * per_block
+
+
+def tma_bytes(
+    config: FwdConfig, b: int, seqlen_q: int, seqlen_k: int, h: int, d: int
+) -> tuple[int, int]:
+    """Bytes of the boxes of Q, K and V, and how many of them lie outside the tensors.
+
+    A query tile that sees no key loads nothing.
+    """
+    boxes, inside = 0, 0
+    for m in range(-(-seqlen_q // config.tile_m)):
+        blocks = visited_blocks(config, m, seqlen_q, seqlen_k)
+        if blocks:
+            rows = min(config.tile_m, seqlen_q - m * config.tile_m)
+            boxes += (config.tile_m + 2 * blocks * config.tile_n) * config.head_dim
+            inside += (rows + 2 * min(blocks * config.tile_n, seqlen_k)) * d
+    return 2 * b * h * boxes, 2 * b * h * (boxes - inside)
+
+
 def bytes_read(config: FwdConfig, b: int, seqlen_q: int, seqlen_k: int, h: int, d: int) -> int:
     """Bytes of Q once, and of K and V once for each query tile that visits them."""
     rows = seqlen_q

@@ -1,22 +1,14 @@
-"""All shipped kernels on the CPU: right by the rule used on a GPU, and as busy as planned."""
+"""All shipped kernels of the sm80 class on the CPU: right by the rule used on a GPU, and as busy as
+planned."""
 
 import pytest
 import torch
 from formulas import bytes_read, mma_count
+from problems import SHAPES, problem
 
 from flashcute import sim
 from flashcute.heuristics import shipped_configs
 from flashcute.testing import check_forward
-
-# (b, seqlen_q, seqlen_k, h, h_k, d less than the head dimension by)
-SHAPES = {
-    "whole tiles": (1, 128, 128, 1, 1, 0),
-    "one past the tile edges": (1, 129, 193, 2, 1, 8),
-    "fewer queries than keys": (2, 17, 130, 4, 2, 16),
-    "queries that see no key": (1, 200, 63, 1, 1, 0),
-    "no keys": (1, 5, 0, 2, 2, 8),
-}
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +16,6 @@ def kernels():
     """Compiles the shipped kernels, several at a time."""
     sim.build_runners(["none"])
     return sim.build_kernels([(config, "none") for config in shipped_configs(80)])
-
-
-def problem(config, shape, seed=0):
-    b, seqlen_q, seqlen_k, h, h_k, less = shape
-    generator = torch.Generator().manual_seed(seed)
-    d = config.head_dim - less
-    sizes = ((b, seqlen_q, h, d), (b, seqlen_k, h_k, d), (b, seqlen_k, h_k, d))
-    return [torch.randn(size, generator=generator).to(DTYPES[config.dtype]) for size in sizes]
 
 
 @pytest.mark.parametrize("config", shipped_configs(80), ids=lambda c: c.name)

@@ -3,19 +3,27 @@
 import re
 
 import mutants
+import mutants_sm90
 import pytest
 import torch
-from formulas import mma_count
-from mutants import MUTANTS
+from formulas import mma_count, tma_bytes, wgmma_count
 
 from flashcute import sim
 from flashcute.jit import build, sources, toolchain
 from flashcute.sim.build import kernel_unit
 from flashcute.testing import compare_forward
 
+MUTANTS = (*mutants.MUTANTS, *mutants_sm90.MUTANTS)
+
 # (b, seqlen_q, seqlen_k, h, h_k) and a factor for q: more keys than queries; queries that see no
-# key at all; scores so large that the running maximum grows from block to block.
-PROBLEMS = (((2, 100, 150, 4, 2), 1), ((1, 150, 70, 2, 2), 1), ((1, 70, 200, 1, 1), 16))
+# key at all; scores so large that the running maximum grows from block to block. In the sm90 class
+# two SMs walk through several tiles each.
+PROBLEMS = {
+    80: (((2, 100, 150, 4, 2), 1), ((1, 150, 70, 2, 2), 1), ((1, 70, 200, 1, 1), 16)),
+    90: (((2, 150, 150, 2, 1), 1), ((1, 300, 130, 2, 2), 1), ((1, 140, 300, 1, 1), 16)),
+}
+# The second launch finds what the first left in the tile counters.
+OPTIONS = {80: {}, 90: {"sms": 2, "launches": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +64,23 @@ def wrong_numbers(mutant, result, q, k, v):
 
 def wrong_counts(mutant, result, shape):
     b, seqlen_q, seqlen_k, h, _ = shape
-    conflicts = sum(n for name, n in result.counters.items() if name.endswith("_conflicts"))
-    return conflicts or result.counters["mma"] != mma_count(mutant.config, b, seqlen_q, seqlen_k, h)
+    config, counters = mutant.config, result.counters
+    conflicts = sum(n for name, n in counters.items() if name.endswith("_conflicts"))
+    if config.arch == 90:
+        found = counters["wgmma"], counters["tma_bytes"], counters["tma_zero_bytes"]
+        d = config.head_dim - 8
+        return found != (
+            wgmma_count(config, b, seqlen_q, seqlen_k, h),
+            *tma_bytes(config, b, seqlen_q, seqlen_k, h, d),
+        )
+    return conflicts or counters["mma"] != mma_count(config, b, seqlen_q, seqlen_k, h)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, planted):
     finder, _, copy_mode = mutant.finder.partition("/")
     results = []
-    for shape, factor in PROBLEMS:
+    for shape, factor in PROBLEMS[mutant.config.arch]:
         q, k, v = problem(mutant.config, shape, factor)
         result = sim.run_fwd(
             q,
@@ -75,6 +91,7 @@ def test_mutant_is_found(mutant, planted):
             copy_mode=copy_mode or "late",
             kernel_dir=planted[mutant.name],
             timeout=120,
+            **OPTIONS[mutant.config.arch],
         )
         results.append(result)
         if finder == "numerics" and wrong_numbers(mutant, result, q, k, v):
@@ -98,9 +115,9 @@ def test_mutant_must_match_once(tmp_path):
 @pytest.mark.parametrize("copy_mode", sim.COPY_MODES)
 def test_unmutated_kernel_passes_the_same_checks(config, copy_mode):
     mutant = mutants.Mutant("none", "", "", "", "numerics", config=config)
-    for shape, factor in PROBLEMS:
+    for shape, factor in PROBLEMS[config.arch]:
         q, k, v = problem(config, shape, factor)
-        result = sim.run_fwd(q, k, v, config, copy_mode=copy_mode)
+        result = sim.run_fwd(q, k, v, config, copy_mode=copy_mode, **OPTIONS[config.arch])
         assert result.verdict == "pass", result.message
         assert not wrong_numbers(mutant, result, q, k, v)
         assert not wrong_counts(mutant, result, shape)

@@ -1,53 +1,15 @@
 """The simulator itself, on small kernels: what it computes, counts, and reports."""
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
-
-from flashcute.jit import build, sources, toolchain
-from flashcute.jit.build import Unit
-from flashcute.sim.build import simulator_dir
-
-RUNTIME = ("fiber", "block", "memory", "instructions", "counters", "launch")
-CASES = Path(__file__).parent / "simulator_cases.cpp"
-
-
-def program(*extra_flags):
-    cuda = toolchain.find_cuda_headers()
-    simulator = simulator_dir()
-    text = "".join(f'#include "{stem}.cpp"\n' for stem in RUNTIME) + CASES.read_text()
-    include = simulator / "include"
-    headers = sorted(p.read_text() for p in include.rglob("*") if p.is_file())
-    unit = Unit(
-        name="simulator_cases",
-        target="sim-test",
-        source=text,
-        suffix=".cpp",
-        flags=("-std=c++20", "-O1", "-w", "-pthread", "-fno-strict-aliasing", *extra_flags),
-        project_dirs=(simulator / "src",),
-        external_dirs=(
-            *(include, include / "sim", sources.cutlass_include_dir()),
-            *(cuda.include, cuda.cccl),
-        ),
-        external=tuple(headers),
-    )
-    result = build.build(unit, toolchain.find_host_compiler())
-    return result.artefact.path
+from programs import program, run
 
 
 @pytest.fixture(scope="module", params=["assembly", "ucontext"])
 def cases(request):
-    return program(*(["-DSIM_UCONTEXT"] if request.param == "ucontext" else []))
-
-
-def run(path, case, seed=0):
-    done = subprocess.run(
-        [path, case, str(seed)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, f"{case}: {done.stdout}{done.stderr}"
-    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    flags = ["-DSIM_UCONTEXT"] if request.param == "ucontext" else []
+    return program("simulator_cases", *flags)
 
 
 @pytest.mark.parametrize(

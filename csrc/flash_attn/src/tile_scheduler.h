@@ -50,11 +50,20 @@ struct TileScheduler {
         int64_t const bytes = int64_t(4) * params.seqlen_k * params.d;  // K and V, 16 bits each
         int64_t const tiles = int64_t(params.h_h_k_ratio) * num_m_blocks(params);
         int64_t const in_l2 = kL2Bytes / cute::max(bytes, int64_t(1));
-        int64_t const key_heads =
-            cute::max(cute::min(in_l2, ceil_div(kWaves * sms, tiles)), int64_t(1));
+        int64_t const most = cute::max(cute::min(in_l2, ceil_div(kWaves * sms, tiles)), int64_t(1));
         int64_t const all = int64_t(params.b) * params.h_k;
-        int64_t const groups = ceil_div(all, key_heads);
-        return static_cast<int>(ceil_div(all, groups) * params.h_h_k_ratio);
+        if (all <= most) {
+            return static_cast<int>(all * params.h_h_k_ratio);
+        }
+        // The last group, with which the launch ends, as full as can be.
+        auto const last = [&](int64_t heads) { return (all - 1) % heads + 1; };
+        int64_t best = most;
+        for (int64_t heads = most - 1; heads > most / 2; --heads) {
+            if (last(heads) * best > last(best) * heads) {
+                best = heads;
+            }
+        }
+        return static_cast<int>(best * params.h_h_k_ratio);
     }
 
     // Longest tiles first among `group` heads, one group after the other: what is dealt out last is

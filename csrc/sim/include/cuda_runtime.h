@@ -9,6 +9,11 @@
 #define cudaGetLastError cuda_runtime_GetLastError
 #define cudaPeekAtLastError cuda_runtime_PeekAtLastError
 #define cudaGetDevice cuda_runtime_GetDevice
+#define cudaDeviceGetAttribute cuda_runtime_DeviceGetAttribute
+#define cudaGetSymbolAddress cuda_runtime_GetSymbolAddress
+#define cudaStreamIsCapturing cuda_runtime_StreamIsCapturing
+#define cudaStreamGetId cuda_runtime_StreamGetId
+#define cudaGetDriverEntryPointByVersion cuda_runtime_GetDriverEntryPointByVersion
 #include_next <cuda_runtime.h>
 #undef cudaLaunchKernelEx
 #undef cudaFuncSetAttribute
@@ -16,8 +21,16 @@
 #undef cudaGetLastError
 #undef cudaPeekAtLastError
 #undef cudaGetDevice
+#undef cudaDeviceGetAttribute
+#undef cudaGetSymbolAddress
+#undef cudaStreamIsCapturing
+#undef cudaStreamGetId
+#undef cudaGetDriverEntryPointByVersion
 
 #include <sim/cuda_builtins.h>
+#include <sim/tensor_map.h>
+
+#include <cstring>
 
 inline char const *cudaGetErrorString(cudaError_t error) { return sim::error_text(error); }
 inline cudaError_t cudaGetLastError() { return static_cast<cudaError_t>(sim::last_error(true)); }
@@ -26,6 +39,36 @@ inline cudaError_t cudaPeekAtLastError() {
 }
 inline cudaError_t cudaGetDevice(int *device) {
     *device = 0;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+    if (attribute != cudaDevAttrMultiProcessorCount) {
+        return cudaErrorNotSupported;
+    }
+    *value = sim::sm_count();
+    return cudaSuccess;
+}
+template <class T>
+cudaError_t cudaGetSymbolAddress(void **address, T const &symbol) {
+    *address = const_cast<std::remove_const_t<T> *>(&symbol);
+    return cudaSuccess;
+}
+// One stream, which nobody captures.
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
+    *status = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamGetId(cudaStream_t, unsigned long long *id) {
+    *id = 1;
+    return cudaSuccess;
+}
+inline cudaError_t cudaGetDriverEntryPointByVersion(char const *name, void **function, unsigned,
+                                                    unsigned long long,
+                                                    cudaDriverEntryPointQueryResult *found) {
+    bool const known = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
+    *function = known ? reinterpret_cast<void *>(&sim::tensor_map_encode_tiled) : nullptr;
+    *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
     return cudaSuccess;
 }
 

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "tsan.h"
+#include "turns.h"
 
 #if defined(SIM_ASAN)
 #include <sanitizer/asan_interface.h>
@@ -39,6 +40,8 @@ char const *name_of(Meeting meeting) {
             return "a vote";
         case Meeting::warp_sync:
             return "__syncwarp";
+        case Meeting::elect:
+            return "elect.sync";
     }
     return "";
 }
@@ -61,10 +64,12 @@ void lane_entry() {
     block.exit_lane();
 }
 
-Block::Block(Launch const &launch, std::function<void()> const &body, Settings const &settings)
+Block::Block(Launch const &launch, std::function<void()> const &body, Settings const &settings,
+             Turns &turns)
     : launch_(launch),
       body_(body),
       settings_(settings),
+      turns_(turns),
       smem_(static_cast<std::byte *>(launch.dynamic_smem())) {
     size_t const threads = size_t(launch.block.x) * launch.block.y * launch.block.z;
     size_t const guard = sysconf(_SC_PAGESIZE);
@@ -154,8 +159,12 @@ void Block::start(uint64_t linear_index) {
         lane.waiting = Waiting::nothing;
         lane.copies.clear();
         lane.copy_group = lane.copy_groups_done = 0;
+        lane.knowledge = {};
+        lane.wgmmas = lane.wgmma_groups = 0;
+        lane.wgmma_fenced = false;
         fiber_prepare(lane.fiber, &lane_entry);
     }
+    sm90_.start();
     counters_.blocks += 1;
 }
 
@@ -205,12 +214,55 @@ Lane *Block::pick(Warp *preferred) {
     return warp->lanes[(std::countr_zero(std::rotr(warp->ready, turn)) + turn) % kWarpSize];
 }
 
+Lane *Block::pick_or_land(Warp *preferred) {
+    Lane *next = pick(preferred);
+    while (next == nullptr && sm90_.land_one()) {
+        next = pick(preferred);
+    }
+    return next;
+}
+
+void Block::park(Waiting waiting) {
+    lane_->waiting = waiting;
+    warps_[lane_->warp].ready &= ~(1u << lane_->lane);
+    suspend();
+}
+
+void Block::wake(Lane &lane) {
+    lane.waiting = Waiting::nothing;
+    warps_[lane.warp].ready |= 1u << lane.lane;
+}
+
+void Block::yield_at_random() {
+    if ((random() & 7) == 0) {
+        suspend();
+    }
+}
+
+void Block::take_turn(std::function<void()> const &atomic) {
+    tsan::Unwatched const unwatched;
+    uint64_t const blocks = uint64_t(launch_.grid.x) * launch_.grid.y * launch_.grid.z;
+    if (blocks > static_cast<uint64_t>(settings_.sms)) {
+        fail(kNotSupported,
+             "not covered: atomics in a grid of more blocks than the device has SMs");
+    }
+    ++counters_.atomics;
+    turns_.take(linear_index_, atomic);
+}
+
+void Block::count_step() {
+    if (++steps_ > settings_.max_steps * kWarpSize) {
+        fail(kLaunchTimeout, "the block exceeds its budget of warp-wide instructions");
+    }
+}
+
 void Block::suspend() {
     if (settings_.copy_mode == CopyMode::random) {
         land_at_random();
+        sm90_.land_at_random();
     }
     Lane &self = *lane_;
-    Lane *const next = pick(&warps_[self.warp]);
+    Lane *const next = pick_or_land(&warps_[self.warp]);
     if (next == nullptr) {
         fail(kLaunchFailure, "deadlock: " + describe_waiting());
     }
@@ -230,15 +282,16 @@ void Block::exit_lane() {
         warp.ready &= ~(1u << self.lane);
         --alive_;
         check_nobody_waits_for(self);
+        sm90_.check_exit(self, alive_ == 0);
         if (warp.alive == 0) {
             warp.log.flush(counters_);
         }
         if (alive_ > 0) {
-            lane_ = pick(&warp);
-            if (lane_ == nullptr) {
-                lane_ = &self;
+            Lane *const other = pick_or_land(&warp);
+            if (other == nullptr) {
                 fail(kLaunchFailure, "deadlock: " + describe_waiting());
             }
+            lane_ = other;
             next = &lane_->fiber;
         }
     }
@@ -257,7 +310,8 @@ void Block::check_nobody_waits_for(Lane const &lane) {
         }
     }
     for (int id = 0; id < kBarriers; ++id) {
-        if (barriers_[id].arrived > 0) {
+        // Arrivals that nobody waits for may be left behind.
+        if (!barriers_[id].waiters.empty()) {
             check_can_complete(id);
         }
     }
@@ -288,9 +342,7 @@ void Block::meet(Meeting meeting, uint32_t mask, void *arguments, Execute execut
         fail(kLaunchFailure, std::string("missing lanes ") + hex(missing) + " at " +
                                  name_of(meeting) + ": they exited or do not exist");
     }
-    if (++steps_ > settings_.max_steps * kWarpSize) {
-        fail(kLaunchTimeout, "the block exceeds its budget of warp-wide instructions");
-    }
+    count_step();
     auto group = std::find_if(warp.groups.begin(), warp.groups.end(), [&](Group const &g) {
         return g.meeting == meeting && g.mask == mask;
     });
@@ -301,10 +353,8 @@ void Block::meet(Meeting meeting, uint32_t mask, void *arguments, Execute execut
     group->arrived |= bit;
     self.arguments = arguments;
     if (group->arrived != mask) {
-        self.waiting = Waiting::meeting;
         self.meeting = meeting;
-        warp.ready &= ~bit;
-        suspend();
+        park(Waiting::meeting);
         return;
     }
     warp.groups.erase(group);
@@ -312,14 +362,11 @@ void Block::meet(Meeting meeting, uint32_t mask, void *arguments, Execute execut
         warp.log.flush(counters_);
     }
     execute(*this, warp, mask);
-    warp.ready |= mask;
     for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-        warp.lanes[std::countr_zero(rest)]->waiting = Waiting::nothing;
+        wake(*warp.lanes[std::countr_zero(rest)]);
     }
     // The lane that completes the instruction is not always the first to go on.
-    if ((random() & 7) == 0) {
-        suspend();
-    }
+    yield_at_random();
 }
 
 void Block::barrier_sync(int id, int threads, bool wait) {
@@ -340,29 +387,36 @@ void Block::barrier_sync(int id, int threads, bool wait) {
                                  std::to_string(expected));
     }
     barrier.expected = expected;
-    check_can_complete(id);
+    if (wait || !barrier.waiters.empty()) {
+        check_can_complete(id);
+    }
     char *const tag = &barrier.tags[barrier.phase & 1];
     tsan::release(tag);
+    if (sm90_.active()) {
+        barrier.knowledge.join(self.knowledge);
+    }
     if (++barrier.arrived == expected) {
         ++(threads == 0 ? counters_.block_barriers : counters_.named_barriers);
         ++barrier.phase;
         barrier.arrived = 0;
         for (Lane *const waiter : barrier.waiters) {
-            waiter->waiting = Waiting::nothing;
-            warps_[waiter->warp].ready |= 1u << waiter->lane;
+            waiter->knowledge.join(barrier.knowledge);
+            wake(*waiter);
         }
         barrier.waiters.clear();
         flush_logs();
+        if (wait) {
+            self.knowledge.join(barrier.knowledge);
+        }
+        barrier.knowledge = {};
         if (wait) {
             tsan::acquire(tag);
             suspend();
         }
     } else if (wait) {
-        self.waiting = Waiting::barrier;
         self.barrier = id;
-        warps_[self.warp].ready &= ~(1u << self.lane);
         barrier.waiters.push_back(&self);
-        suspend();
+        park(Waiting::barrier);
         tsan::acquire(tag);
     }
 }
@@ -371,9 +425,18 @@ void Block::warp_sync(uint32_t mask) {
     Warp &warp = warps_[lane_->warp];
     char *const tag = &warp.sync_tags[warp.sync_phase & 1];
     tsan::release(tag);
-    meet(Meeting::warp_sync, mask, nullptr, [](Block &block, Warp &w, uint32_t) {
+    meet(Meeting::warp_sync, mask, nullptr, [](Block &block, Warp &w, uint32_t lanes) {
         ++w.sync_phase;
         ++block.counters_.warp_barriers;
+        if (block.sm90_.active()) {
+            Knowledge all;
+            for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
+                all.join(w.lanes[std::countr_zero(rest)]->knowledge);
+            }
+            for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
+                w.lanes[std::countr_zero(rest)]->knowledge = all;
+            }
+        }
     });
     tsan::acquire(tag);
 }
@@ -390,16 +453,34 @@ std::string Block::where(Lane const &lane) const {
            std::to_string(lane.lane);
 }
 
+std::string Block::state_of(Lane const &lane) const {
+    switch (lane.waiting) {
+        case Waiting::nothing:
+            return "can go on";
+        case Waiting::meeting:
+            return std::string("wait at ") + name_of(lane.meeting);
+        case Waiting::barrier:
+            return "wait at barrier " + std::to_string(lane.barrier);
+        case Waiting::mbarrier:
+            return "wait for parity " + std::to_string(lane.parity) + " of mbarrier " +
+                   std::to_string(lane.barrier);
+        case Waiting::warpgroup:
+            return "wait for their warpgroup at wgmma.wait_group or setmaxnreg";
+        case Waiting::registers:
+            return "wait for registers at setmaxnreg.inc";
+        case Waiting::exited:
+            return "have exited";
+    }
+    return "";
+}
+
 std::string Block::describe_waiting() const {
     std::string text;
     for (size_t w = 0; w < warps_.size(); ++w) {
         std::vector<std::pair<std::string, uint32_t>> states;
         for (uint32_t rest = warps_[w].full; rest != 0; rest &= rest - 1) {
             Lane const &lane = *warps_[w].lanes[std::countr_zero(rest)];
-            std::string const state = lane.waiting == Waiting::exited ? std::string("have exited")
-                                      : lane.waiting == Waiting::barrier
-                                          ? "wait at barrier " + std::to_string(lane.barrier)
-                                          : std::string("wait at ") + name_of(lane.meeting);
+            std::string const state = state_of(lane);
             auto const known = std::find_if(states.begin(), states.end(),
                                             [&](auto const &s) { return s.first == state; });
             if (known == states.end()) {
@@ -413,7 +494,14 @@ std::string Block::describe_waiting() const {
                     hex(lanes) + " " + state;
         }
     }
-    return text;
+    for (int id = 0; id < kBarriers; ++id) {
+        if (barriers_[id].arrived > 0) {
+            text += "; barrier " + std::to_string(id) + ": " +
+                    std::to_string(barriers_[id].arrived) + " of " +
+                    std::to_string(barriers_[id].expected) + " arrived";
+        }
+    }
+    return text + sm90_.describe();
 }
 
 void Block::fail(int code, std::string const &message) {

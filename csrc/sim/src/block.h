@@ -11,11 +11,15 @@
 #include "fiber.h"
 #include "runtime.h"
 #include "simulator.h"
+#include "sm90.h"
 
 namespace sim {
 
 inline constexpr int kWarpSize = 32;
 inline constexpr int kBarriers = 16;  // hardware's named barriers per block
+// Of each block's shared memory, in front of what a kernel asks for (compute capability 8.0 and
+// up).
+inline constexpr uint64_t kReservedSmem = 1024;
 // Reads as NaN in fp16, bf16 and, as a pair, in fp32 (where it is signalling).
 inline constexpr uint16_t kPoison = 0x7FBF;
 
@@ -29,7 +33,7 @@ inline constexpr int kMisalignedAddress = 716;
 inline constexpr int kLaunchFailure = 719;
 inline constexpr int kNotSupported = 801;
 
-enum class Meeting : uint8_t { ldmatrix, mma, shuffle, ballot, warp_sync };
+enum class Meeting : uint8_t { ldmatrix, mma, shuffle, ballot, warp_sync, elect };
 
 struct AsyncCopy {
     std::byte *smem;
@@ -40,7 +44,9 @@ struct AsyncCopy {
 };
 
 // What a suspended lane waits for; the deadlock report prints it.
-enum class Waiting : uint8_t { nothing, meeting, barrier, exited };
+enum class Waiting : uint8_t { nothing, meeting, barrier, mbarrier, warpgroup, registers, exited };
+
+class Turns;
 
 struct Lane {
     Fiber fiber;
@@ -50,13 +56,17 @@ struct Lane {
     Dim3 thread;
     Waiting waiting;
     Meeting meeting;
-    int barrier;
+    int barrier;  // or mbarrier, and the parity waited for
+    int parity;
     void *arguments;  // of the warp-wide instruction it has arrived at
     std::vector<AsyncCopy> copies;
     uint64_t copy_group;        // the group that the next copy joins
     uint64_t copy_groups_done;  // groups below this have been waited for
     void *copy_agent;           // ThreadSanitizer's fibre for the copy engine's writes
     std::array<char, 64> issue_tags, done_tags;  // addresses that carry happens-before, per group
+    Knowledge knowledge;
+    uint64_t wgmmas, wgmma_groups;  // issued, committed
+    bool wgmma_fenced;              // since the last wait
 };
 
 // Lanes that have arrived at one warp-wide instruction with one mask.
@@ -84,12 +94,14 @@ struct Barrier {
     // Two, by parity of the phase: a thread that is already at the next phase must not hand its
     // later writes to one that has yet to leave this one.
     std::array<char, 2> tags;
+    Knowledge knowledge;  // of those that have arrived
 };
 
 // Runs blocks of one launch, one after another, on the calling OS thread.
 class Block {
   public:
-    Block(Launch const &launch, std::function<void()> const &body, Settings const &settings);
+    Block(Launch const &launch, std::function<void()> const &body, Settings const &settings,
+          Turns &turns);
     ~Block();
     Block(Block const &) = delete;
     Block &operator=(Block const &) = delete;
@@ -124,17 +136,33 @@ class Block {
     // The offset of a shared memory address, checked against the block's allocation.
     uint64_t smem_offset(void const *address, int bytes, int alignment, char const *what);
 
+    // Calls atomic() when it is this block's turn among all of the launch.
+    void take_turn(std::function<void()> const &atomic);
+    // The current lane sleeps until somebody wakes it.
+    void park(Waiting waiting);
+    void wake(Lane &lane);
+    void yield_at_random();
+    // One more instruction at which threads wait for each other; fails beyond the budget.
+    void count_step();
+    int elected_lane(int warp) const {
+        return static_cast<int>((settings_.seed * 7 + linear_index_ * 5 + warp) % kWarpSize);
+    }
+
     [[noreturn]] void fail(int code, std::string const &message);
     Counters counters_;
+    Sm90 sm90_{*this};
 
   private:
     friend void lane_entry();
+    friend class Sm90;
     void start(uint64_t linear_index);
     void finish();
     void suspend();
     void switch_to(Fiber &from, Lane &next);
     void entered(Lane &lane);
     Lane *pick(Warp *preferred);
+    // Likewise, and if none can go on, after a copy under way has landed; null in a deadlock.
+    Lane *pick_or_land(Warp *preferred);
     [[noreturn]] void exit_lane();
     void check_nobody_waits_for(Lane const &lane);
     void check_can_complete(int barrier);
@@ -143,12 +171,14 @@ class Block {
     void land_at_random();
     void flush_logs();
     int region_of(void const *address, int bytes) const;
+    std::string state_of(Lane const &lane) const;
     std::string describe_waiting() const;
     std::string where(Lane const &lane) const;
 
     Launch const &launch_;
     std::function<void()> const &body_;
     Settings const &settings_;
+    Turns &turns_;
     std::byte *smem_;
     std::byte *stacks_;
     size_t stack_span_;

@@ -10,7 +10,8 @@ namespace sim {
 
 // Requests, instructions and wavefronts are per warp; bytes are what the lanes asked for. A
 // conflict is a shared memory wavefront beyond the fewest possible. A sector is 32 bytes of global
-// memory touched by a request.
+// memory touched by a request. A wgmma is one per warpgroup; tma_bytes are those of whole boxes, of
+// which tma_zero_bytes lay outside the tensor.
 struct Counters {
     uint64_t blocks = 0;
     uint64_t mma = 0;
@@ -39,6 +40,12 @@ struct Counters {
     uint64_t warp_barriers = 0;
     uint64_t shuffles = 0;
     uint64_t votes = 0;
+    uint64_t wgmma = 0;
+    uint64_t tma_loads = 0;
+    uint64_t tma_bytes = 0;
+    uint64_t tma_zero_bytes = 0;
+    uint64_t mbarrier_arrivals = 0;
+    uint64_t atomics = 0;
 
     Counters &operator+=(Counters const &other);
 };
@@ -75,6 +82,12 @@ inline constexpr CounterName kCounterNames[] = {
     {"warp_barriers", &Counters::warp_barriers},
     {"shuffles", &Counters::shuffles},
     {"votes", &Counters::votes},
+    {"wgmma", &Counters::wgmma},
+    {"tma_loads", &Counters::tma_loads},
+    {"tma_bytes", &Counters::tma_bytes},
+    {"tma_zero_bytes", &Counters::tma_zero_bytes},
+    {"mbarrier_arrivals", &Counters::mbarrier_arrivals},
+    {"atomics", &Counters::atomics},
 };
 static_assert(sizeof(Counters) == sizeof(uint64_t) * std::size(kCounterNames), "a name for each");
 

@@ -2,8 +2,10 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <utility>
 
 #include "block.h"
+#include "half.h"
 #include "tsan.h"
 
 namespace sim {
@@ -68,17 +70,6 @@ void execute_ldmatrix(Block &block, Warp &warp, uint32_t) {
     block.counters_.ldmatrix_wavefronts += first.matrices + conflicts;
     block.counters_.ldmatrix_conflicts += conflicts;
 }
-
-// Branch-free, so that the compiler vectorises the loops that call it. Scaling by 2^112 rebiases
-// the exponent and normalises subnormals; infinities and NaNs get their exponent back.
-float from_fp16(uint16_t h) {
-    uint32_t const magnitude = uint32_t(h & 0x7fff) << 13;
-    float const scaled = std::bit_cast<float>(magnitude) * std::bit_cast<float>(0x77800000u);
-    uint32_t const special = (h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;
-    return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | special |
-                                uint32_t(h & 0x8000) << 16);
-}
-float from_bf16(uint16_t b) { return std::bit_cast<float>(uint32_t(b) << 16); }
 
 template <float (*convert)(uint16_t), int kK>
 void mma_tile(Warp &warp) {
@@ -172,6 +163,14 @@ void execute_shuffle(Block &block, Warp &warp, uint32_t mask) {
     block.counters_.shuffles += 1;
 }
 
+// Any lane, but for one warp always the same.
+void execute_elect(Block &block, Warp &warp, uint32_t) {
+    int const elected = block.elected_lane(warp.lanes[0]->warp);
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+        arguments<bool>(warp, lane) = lane == elected;
+    }
+}
+
 void execute_ballot(Block &block, Warp &warp, uint32_t mask) {
     uint32_t result = 0;
     for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -228,6 +227,51 @@ void cp_async_wait_all() { Block::current().copy_wait_all(); }
 
 void note_access(void const *address, int bytes, bool write) {
     Block::current().note_access(address, bytes, write, __builtin_return_address(0));
+}
+
+uint32_t smem_address(void const *ptr) {
+    return static_cast<uint32_t>(Block::current().smem_offset(ptr, 0, 1, "address") +
+                                 kReservedSmem);
+}
+bool elect_one() {
+    bool elected = false;
+    Block::current().meet(Meeting::elect, ~0u, &elected, &execute_elect);
+    return elected;
+}
+
+void mbarrier_init(void *barrier, uint32_t arrivals) {
+    Block::current().sm90_.mbarrier_init(barrier, arrivals);
+}
+void mbarrier_fence_init() { Block::current().sm90_.mbarrier_fence_init(); }
+void mbarrier_arrive(void *barrier, uint32_t expected_bytes) {
+    Block::current().sm90_.mbarrier_arrive(barrier, expected_bytes);
+}
+void mbarrier_wait(void *barrier, uint32_t parity) {
+    Block::current().sm90_.mbarrier_wait(barrier, parity);
+}
+void registers_change(int registers, bool raise) {
+    Block::current().sm90_.registers_change(registers, raise);
+}
+void tma_load(void const *descriptor, void *barrier, void *smem, int const *coordinates, int rank) {
+    Block::current().sm90_.tma_load(descriptor, barrier, smem, coordinates, rank);
+}
+void fence_async_proxy() { Block::current().sm90_.fence_async_proxy(); }
+void wgmma(Wgmma const &instruction, float *acc, uint32_t *a) {
+    Block::current().sm90_.wgmma(instruction, acc, a);
+}
+void wgmma_fence() { Block::current().sm90_.wgmma_fence(); }
+void wgmma_commit() { Block::current().sm90_.wgmma_commit(); }
+void wgmma_wait(int pending_groups) { Block::current().sm90_.wgmma_wait(pending_groups); }
+
+uint32_t atomic_add(uint32_t *address, uint32_t value) {
+    uint32_t old = 0;
+    Block::current().take_turn([&] { old = *address, *address += value; });
+    return old;
+}
+uint32_t atomic_exchange(uint32_t *address, uint32_t value) {
+    uint32_t old = 0;
+    Block::current().take_turn([&] { old = std::exchange(*address, value); });
+    return old;
 }
 
 void not_covered(char const *what) {

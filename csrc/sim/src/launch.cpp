@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "block.h"
+#include "turns.h"
 
 namespace sim {
 
@@ -32,21 +33,24 @@ struct Gathered {
     int code = kSuccess;
 };
 
-void work(Launch const &launch, std::function<void()> const &body, uint64_t blocks, Gathered &all) {
-    Block block(launch, body, state().settings);
+void work(Launch const &launch, std::function<void()> const &body, uint64_t blocks, Turns &turns,
+          Gathered &all) {
+    Block block(launch, body, state().settings, turns);
     while (true) {
         uint64_t const index = all.next.fetch_add(1);
-        if (index >= blocks || index > all.failed.load()) {
+        if (index >= blocks) {
             break;
         }
-        if (!block.run(index)) {
+        bool const skipped = index > all.failed.load();
+        bool const failed = !skipped && !block.run(index);
+        turns.leave(index);
+        if (failed) {
             std::lock_guard const lock(all.mutex);
             if (index < all.failed.load()) {
                 all.failed = index;
                 all.code = block.error_code();
                 state().error = block.error();
             }
-            break;
         }
     }
     std::lock_guard const lock(all.mutex);
@@ -96,12 +100,13 @@ int launch(Launch const &launch, std::function<void()> const &body) {
                                          std::to_string(granted));
     }
     uint64_t const blocks = uint64_t(g.x) * g.y * g.z;
-    uint64_t const workers = std::clamp<uint64_t>(state().settings.workers, 1, blocks);
+    uint64_t const sms = std::clamp<uint64_t>(state().settings.sms, 1, blocks);
+    Turns turns(blocks, state().settings.seed);
     Gathered all;
     std::vector<std::thread> threads_of_host;
-    for (uint64_t i = 0; i < workers; ++i) {
+    for (uint64_t i = 0; i < sms; ++i) {
         threads_of_host.emplace_back(work, std::cref(launch), std::cref(body), blocks,
-                                     std::ref(all));
+                                     std::ref(turns), std::ref(all));
     }
     for (std::thread &thread : threads_of_host) {
         thread.join();
@@ -111,6 +116,8 @@ int launch(Launch const &launch, std::function<void()> const &body) {
     }
     return all.code;
 }
+
+int sm_count() { return state().settings.sms; }
 
 int last_error(bool clear) {
     std::lock_guard const lock(mutex);

@@ -150,7 +150,8 @@ sim::Settings read_settings(Reader &in) {
     settings.seed = in.word<uint64_t>();
     settings.copy_mode = static_cast<sim::CopyMode>(in.small());
     settings.smem_limit = in.word<uint64_t>();
-    settings.workers = in.small();
+    settings.sms = in.small();
+    settings.launches = in.small();
     settings.trace = in.small() != 0;
     settings.max_steps = in.word<uint64_t>();
     return settings;
@@ -196,9 +197,16 @@ void run(char const *library, char const *name, char const *problem_path, char c
     params.o_ptr = o.data();
     params.softmax_lse_ptr = reinterpret_cast<float *>(lse.data());
 
+    std::vector<char> const untouched(o.data(), o.data() + o.bytes());
     flash::Flash_kernel const &kernel = load(library, name);
     auto const started = std::chrono::steady_clock::now();
-    int const code = kernel.launch(&params, nullptr);
+    int code = kernel.launch(&params, nullptr);
+    for (int i = 1; i < sim::state().settings.launches && code == 0; ++i) {
+        // What an earlier launch computed must not make up for what this one does not.
+        std::memcpy(o.data(), untouched.data(), untouched.size());
+        std::memset(lse.data(), 0xff, lse.bytes());
+        code = kernel.launch(&params, nullptr);
+    }
     std::chrono::duration<double, std::nano> const elapsed =
         std::chrono::steady_clock::now() - started;
     std::string damage;
@@ -224,8 +232,11 @@ void run(char const *library, char const *name, char const *problem_path, char c
         out.word(entry.region);
         out.word(entry.offset);
     }
-    out.raw(o.data(), o.bytes());
-    out.raw(lse.data(), lse.bytes());
+    // What a failed launch left is of no use, and nothing orders this thread behind its stores.
+    if (code == 0) {
+        out.raw(o.data(), o.bytes());
+        out.raw(lse.data(), lse.bytes());
+    }
 }
 
 }  // namespace

@@ -12,16 +12,20 @@
 
 namespace sim {
 
-// When an asynchronous copy lands. `late`: at the wait that covers it, its destination being poison
-// meanwhile, which is the latest the hardware may. `random`: any time from its issue to that wait,
-// in random order. `eager`: at once.
+// When an asynchronous copy lands and a wgmma is executed. `late`: as late as the hardware may,
+// their destination being poison meanwhile: a cp.async and a wgmma at the wait that covers it, a
+// bulk copy when no thread can go on without it. `random`: any time between the issue and that,
+// copies in random order. `eager`: at once.
 enum class CopyMode : int { late, random, eager };
 
 struct Settings {
     uint64_t seed = 0;
     CopyMode copy_mode = CopyMode::late;
     size_t smem_limit = 227 * 1024;
-    int workers = 2;
+    // Multiprocessors of the device. Each is an OS thread that runs one block at a time.
+    int sms = 3;
+    // How often the runner launches the kernel, one after the other.
+    int launches = 1;
     bool trace = false;
     // Warp-wide instructions one block may execute before it counts as hung.
     uint64_t max_steps = uint64_t(1) << 32;
@@ -34,7 +38,7 @@ struct Region {
     size_t bytes;
 };
 
-// One asynchronous copy of a lane out of a region.
+// One asynchronous copy of a lane, or one row of a bulk copy, out of a region.
 struct TraceEntry {
     uint64_t block;
     uint64_t region;

@@ -4,7 +4,9 @@
 // reports.
 #pragma once
 
+#define NumericArrayConverter CutlassNumericArrayConverter
 #include_next <cutlass/numeric_conversion.h>
+#undef NumericArrayConverter
 
 #include <cstring>
 
@@ -29,7 +31,10 @@ struct SimArrayConverter {
     result_type operator()(source_type const &source) const { return convert(source); }
 };
 
-// More specialised than CUTLASS's partial specialisations for any N and rounding.
+// CUTLASS's own but for those two.
+template <class To, class From, int N, FloatRoundStyle Round = FloatRoundStyle::round_to_nearest,
+          class Transform = transform::thread::UnaryTransform::Identity>
+struct NumericArrayConverter : CutlassNumericArrayConverter<To, From, N, Round, Transform> {};
 template <int N>
 struct NumericArrayConverter<half_t, float, N, FloatRoundStyle::round_to_nearest,
                              transform::thread::UnaryTransform::Identity>

@@ -5,13 +5,12 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "runtime.h"
+#include "runtime_sm90.h"
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
@@ -83,12 +82,11 @@ T __ldg(T const *pointer) {
     return *pointer;
 }
 
-// Blocks on different OS threads share global memory, so these are atomic on the host as well.
 inline unsigned atomicAdd(unsigned *address, unsigned value) {
-    return std::atomic_ref(*address).fetch_add(value, std::memory_order_relaxed);
+    return sim::atomic_add(address, value);
 }
 inline unsigned atomicExch(unsigned *address, unsigned value) {
-    return std::atomic_ref(*address).exchange(value, std::memory_order_relaxed);
+    return sim::atomic_exchange(address, value);
 }
 
 inline float __expf(float x) { return std::exp(x); }

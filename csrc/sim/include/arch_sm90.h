@@ -1,0 +1,62 @@
+// Stands before csrc/flash_attn/src/arch_sm90.h: the same functions, handed to the simulator.
+#pragma once
+
+#include <sim/runtime_sm90.h>
+
+#include <cstdint>
+#include <cute/arch/util.hpp>
+#include <cute/config.hpp>
+
+namespace flash::sm90 {
+
+using Barrier = uint64_t;
+
+inline uint32_t smem_address(void const *ptr) { return sim::smem_address(ptr); }
+
+inline bool elect_one() { return sim::elect_one(); }
+
+inline void barrier_init(Barrier *barrier, uint32_t arrivals) {
+    sim::mbarrier_init(barrier, arrivals);
+}
+inline void fence_barrier_init() { sim::mbarrier_fence_init(); }
+inline void barrier_arrive(Barrier *barrier, bool arrive = true) {
+    if (arrive) {
+        sim::mbarrier_arrive(barrier, 0);
+    }
+}
+inline void barrier_arrive_expect(Barrier *barrier, uint32_t bytes) {
+    sim::mbarrier_arrive(barrier, bytes);
+}
+inline void barrier_wait(Barrier *barrier, uint32_t parity) { sim::mbarrier_wait(barrier, parity); }
+
+inline void named_barrier_sync(uint32_t id, uint32_t threads) {
+    sim::barrier_sync(static_cast<int>(id), static_cast<int>(threads));
+}
+inline void named_barrier_arrive(uint32_t id, uint32_t threads) {
+    sim::barrier_arrive(static_cast<int>(id), static_cast<int>(threads));
+}
+
+template <int kRegisters>
+void registers_raise() {
+    static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+    sim::registers_change(kRegisters, true);
+}
+template <int kRegisters>
+void registers_lower() {
+    static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
+    sim::registers_change(kRegisters, false);
+}
+
+// There is no L2 to give hints to.
+enum class CacheHint : uint64_t { evict_first, evict_last };
+inline void tma_prefetch_descriptor(void const *) {}
+
+inline void tma_load(void const *descriptor, Barrier *barrier, CacheHint, void *smem, int c0,
+                     int c1, int c2, int c3) {
+    int const coordinates[] = {c0, c1, c2, c3};
+    sim::tma_load(descriptor, barrier, smem, coordinates, 4);
+}
+
+inline void fence_async_proxy() { sim::fence_async_proxy(); }
+
+}  // namespace flash::sm90

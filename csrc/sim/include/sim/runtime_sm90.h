@@ -1,0 +1,67 @@
+// The part of runtime.h that only Hopper's instructions call, and the host's making of descriptors.
+#pragma once
+
+#include "runtime.h"
+
+#pragma GCC visibility push(default)
+
+namespace sim {
+
+// What a 32-bit shared memory address would be: the offset in the block's dynamic shared memory,
+// behind the 1 KiB that the system keeps to itself.
+uint32_t smem_address(void const *ptr);
+
+// Warp-wide; true in one lane, the same one each time.
+bool elect_one();
+
+void mbarrier_init(void *barrier, uint32_t arrivals);
+void mbarrier_fence_init();
+void mbarrier_arrive(void *barrier, uint32_t expected_bytes);
+void mbarrier_wait(void *barrier, uint32_t parity);
+
+// setmaxnreg, by all 128 threads of a warpgroup.
+void registers_change(int registers, bool raise);
+
+// One box of the tensor that a descriptor of encode_tensor_map() describes, `coordinates` innermost
+// first.
+void tma_load(void const *descriptor, void *barrier, void *smem, int const *coordinates, int rank);
+void fence_async_proxy();
+
+// One wgmma.mma_async m64 n k16 with fp32 accumulators; A from registers if `a` of wgmma() is not
+// null.
+struct Wgmma {
+    MmaInput input;
+    int n;
+    bool transposed_b;
+    bool accumulate;
+    uint64_t a, b;  // matrix descriptors
+    bool operator==(Wgmma const &) const = default;
+};
+void wgmma(Wgmma const &instruction, float *acc, uint32_t *a);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(int pending_groups);
+
+// The arguments of cuTensorMapEncodeTiled for elements of `element_bytes`; spans in bytes.
+struct TensorMapArguments {
+    int element_bytes;
+    uint32_t rank;
+    uint64_t address;
+    uint64_t const *extents, *strides;
+    uint32_t const *box, *element_strides;
+    int swizzle_span;  // 0 where rows are not swizzled
+};
+// Returns a CUresult; of what is refused, error_text() says why.
+int encode_tensor_map(void *map, TensorMapArguments const &arguments);
+int refuse_tensor_map(int result, char const *why);
+
+// Atomics of blocks that run at the same time take turns, in an order drawn from the seed.
+uint32_t atomic_add(uint32_t *address, uint32_t value);
+uint32_t atomic_exchange(uint32_t *address, uint32_t value);
+
+// Of the simulated device.
+int sm_count();
+
+}  // namespace sim
+
+#pragma GCC visibility pop

@@ -1,0 +1,217 @@
+// mbarriers, and what threads come to know through them.
+#include <cstring>
+
+#include "block.h"
+#include "sm90.h"
+#include "tsan.h"
+
+namespace sim {
+
+namespace {
+
+constexpr uint32_t kMaxArrivals = (1u << 20) - 1;         // of the PTX ISA, as for bytes
+constexpr uint64_t kBarrierMark = 0x7FBF'6D62'6172'7FBF;  // in the place of the hardware's 64 bits
+
+}  // namespace
+
+void Sm90::start() {
+    active_ = false;
+    mbarriers_.clear();
+    copies_.clear();
+    warpgroups_.clear();
+}
+
+void Sm90::activate() {
+    if (active_) {
+        return;
+    }
+    active_ = true;
+    size_t const bytes = block_.launch_.smem_bytes;
+    size_t const granules = bytes / kGranule + 1;
+    barrier_at_.assign(bytes / 8 + 1, -1);
+    writers_.assign(granules, {-1, 0, 0});
+    readers_.assign(granules, {});
+    async_view_.resize(bytes);
+    for (size_t i = 0; i + 1 < bytes; i += sizeof kPoison) {
+        std::memcpy(&async_view_[i], &kPoison, sizeof kPoison);
+    }
+    mbarriers_.reserve(kMbarriers);
+    size_t const threads = block_.lanes_.size();
+    warpgroups_.resize(threads / kWarpgroupSize);
+    // __launch_bounds__(threads, 1): what the register file holds for each, in steps of 8.
+    int const registers = std::min(65536 / static_cast<int>(threads) / 8 * 8, 255);
+    for (size_t i = 0; i < warpgroups_.size(); ++i) {
+        warpgroups_[i].index = static_cast<int>(i);
+        warpgroups_[i].registers = warpgroups_[i].wanted = registers;
+    }
+    free_registers_ = 0;
+}
+
+std::string Sm90::name_of(int barrier) const {
+    return "mbarrier " + std::to_string(barrier) + " (at byte " +
+           std::to_string(mbarriers_[barrier].offset) + ")";
+}
+
+Mbarrier &Sm90::find(void const *barrier, char const *what) {
+    activate();
+    uint64_t const offset = block_.smem_offset(barrier, 8, 8, what);
+    int const index = barrier_at_[offset / 8];
+    if (index < 0) {
+        block_.fail(kLaunchFailure, std::string(what) + ": there is no mbarrier at byte " +
+                                        std::to_string(offset) + " of shared memory");
+    }
+    if (std::memcmp(barrier, &kBarrierMark, sizeof kBarrierMark) != 0) {
+        block_.fail(kLaunchFailure,
+                    std::string(what) + ": " + name_of(index) + " has been overwritten");
+    }
+    if (block_.lane().knowledge.phases[index] == 0) {
+        block_.fail(kLaunchFailure, std::string(what) + ": nothing orders the thread behind the " +
+                                        "initialisation of " + name_of(index));
+    }
+    return mbarriers_[index];
+}
+
+void Sm90::mbarrier_init(void *barrier, uint32_t arrivals) {
+    tsan::Unwatched const unwatched;
+    activate();
+    uint64_t const offset = block_.smem_offset(barrier, 8, 8, "mbarrier.init");
+    if (arrivals == 0 || arrivals > kMaxArrivals) {
+        block_.fail(kLaunchFailure, "mbarrier.init: " + std::to_string(arrivals) +
+                                        " arrivals, the count is 1 to 2^20 - 1");
+    }
+    if (barrier_at_[offset / 8] >= 0) {
+        block_.fail(kLaunchFailure,
+                    "mbarrier.init: " + name_of(barrier_at_[offset / 8]) + " is there already");
+    }
+    if (mbarriers_.size() == kMbarriers) {
+        block_.fail(kNotSupported, "not covered: more than 48 mbarriers in a block");
+    }
+    size_t const index = mbarriers_.size();
+    barrier_at_[offset / 8] = static_cast<int16_t>(index);
+    mbarriers_.push_back({.offset = offset,
+                          .arrivals = static_cast<int>(arrivals),
+                          .pending = static_cast<int>(arrivals),
+                          .due = 0,
+                          .phase = 1,
+                          .under_way = 0,
+                          .creator = &block_.lane(),
+                          .waiters = {},
+                          .incoming = {},
+                          .published = {},
+                          .tags = {}});
+    block_.lane().knowledge.phases[index] = 1;
+    std::memcpy(barrier, &kBarrierMark, sizeof kBarrierMark);
+}
+
+void Sm90::mbarrier_fence_init() {
+    for (Mbarrier &barrier : mbarriers_) {
+        if (barrier.creator == &block_.lane()) {
+            barrier.creator = nullptr;
+        }
+    }
+}
+
+void Sm90::mbarrier_arrive(void *address, uint32_t bytes) {
+    tsan::Unwatched const unwatched;
+    Mbarrier &barrier = find(address, "mbarrier.arrive");
+    auto const index = static_cast<int>(&barrier - &mbarriers_[0]);
+    if (barrier.pending == 0) {
+        block_.fail(kLaunchFailure, "mbarrier.arrive: one arrival more than the " +
+                                        std::to_string(barrier.arrivals) + " of a phase of " +
+                                        name_of(index));
+    }
+    tsan::release(&barrier.tags[barrier.phase & 1]);
+    barrier.incoming.join(block_.lane().knowledge);
+    barrier.due += bytes;
+    if (barrier.due > kMaxArrivals) {
+        block_.fail(kLaunchFailure,
+                    "mbarrier.expect_tx: more than 2^20 - 1 bytes due at " + name_of(index));
+    }
+    --barrier.pending;
+    ++block_.counters_.mbarrier_arrivals;
+    complete(barrier);
+}
+
+void Sm90::complete(Mbarrier &barrier) {
+    if (barrier.pending > 0 || barrier.due > 0) {
+        return;
+    }
+    if (barrier.under_way > 0) {
+        auto const index = static_cast<int>(&barrier - &mbarriers_[0]);
+        block_.fail(kLaunchFailure, "transaction bytes: phase " + std::to_string(barrier.phase) +
+                                        " of " + name_of(index) + " ends while " +
+                                        std::to_string(barrier.under_way) +
+                                        " bytes of its copies are under way");
+    }
+    ++barrier.phase;
+    barrier.pending = barrier.arrivals;
+    barrier.published.join(barrier.incoming);
+    for (Lane *const waiter : barrier.waiters) {
+        block_.wake(*waiter);
+    }
+    barrier.waiters.clear();
+}
+
+void Sm90::mbarrier_wait(void *address, uint32_t parity) {
+    tsan::Unwatched const unwatched;
+    Mbarrier &barrier = find(address, "mbarrier.try_wait");
+    auto const index = static_cast<int>(&barrier - &mbarriers_[0]);
+    Lane &self = block_.lane();
+    block_.count_step();
+    // Asked again when the thread runs again: whoever sleeps through two phases waits for a third.
+    while (((barrier.phase - 1) & 1) == (parity & 1)) {
+        barrier.waiters.push_back(&self);
+        self.barrier = index;
+        self.parity = static_cast<int>(parity & 1);
+        block_.park(Waiting::mbarrier);
+    }
+    tsan::acquire(&barrier.tags[(barrier.phase - 1) & 1]);
+    self.knowledge.join(barrier.published);
+    self.knowledge.phases[index] = std::max(self.knowledge.phases[index], barrier.phase);
+    block_.yield_at_random();
+}
+
+void Sm90::check_exit(Lane const &lane, bool last) {
+    if (!active_) {
+        return;
+    }
+    auto const group = static_cast<size_t>(lane.index) / kWarpgroupSize;
+    if (group < warpgroups_.size() && warpgroups_[group].arrived > 0) {
+        block_.fail(kLaunchFailure, "missing thread: it exited while " +
+                                        std::to_string(warpgroups_[group].arrived) +
+                                        " of warpgroup " + std::to_string(group) + " wait for it");
+    }
+    if (!last) {
+        return;
+    }
+    if (!copies_.empty()) {
+        block_.fail(kLaunchFailure,
+                    "the block ends while copies are under way for " + name_of(copies_[0].barrier));
+    }
+    for (Warpgroup const &wg : warpgroups_) {
+        if (!wg.multiplications.empty()) {
+            block_.fail(kLaunchFailure, "the block ends while wgmmas of warpgroup " +
+                                            std::to_string(wg.index) + " are in flight");
+        }
+    }
+}
+
+std::string Sm90::describe() const {
+    std::string text;
+    for (size_t i = 0; i < mbarriers_.size(); ++i) {
+        Mbarrier const &b = mbarriers_[i];
+        text += "; " + name_of(static_cast<int>(i)) + ": in phase " + std::to_string(b.phase) +
+                ", " + std::to_string(b.arrivals - b.pending) + " of " +
+                std::to_string(b.arrivals) + " arrived, " + std::to_string(b.due) + " bytes due, " +
+                std::to_string(b.waiters.size()) + " threads wait";
+    }
+    for (Warpgroup const &wg : warpgroups_) {
+        text += "; warpgroup " + std::to_string(wg.index) + ": " + std::to_string(wg.registers) +
+                " registers" +
+                (wg.wanted > wg.registers ? ", wants " + std::to_string(wg.wanted) : "") + ", " +
+                std::to_string(wg.multiplications.size()) + " wgmmas in flight";
+    }
+    return text + (active_ ? "; " + std::to_string(free_registers_) + " registers free" : "");
+}
+
+}  // namespace sim

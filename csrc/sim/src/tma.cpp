@@ -1,0 +1,234 @@
+// Tensor maps, bulk copies of their boxes, and the asynchronous proxy's view of shared memory.
+#include <cstring>
+
+#include "block.h"
+#include "sm90.h"
+#include "tsan.h"
+
+namespace sim {
+
+namespace {
+
+constexpr uint64_t kMapMark = 0x7FBF'746D'6170'7FBF;
+
+uint64_t box_bytes(TensorMap const &map) {
+    uint64_t bytes = map.element_bytes;
+    for (int i = 0; i < map.rank; ++i) {
+        bytes *= map.box[i];
+    }
+    return bytes;
+}
+
+}  // namespace
+
+int refuse_tensor_map(int result, char const *why) {
+    state().error = std::string("cuTensorMapEncodeTiled: ") + why;
+    return result;
+}
+
+// The driver's conditions, cuda.h above the declaration of cuTensorMapEncodeTiled.
+int encode_tensor_map(void *destination, TensorMapArguments const &x) {
+    auto const refuse = [](char const *why) { return refuse_tensor_map(kInvalidValue, why); };
+    if (reinterpret_cast<uint64_t>(destination) % 64 != 0) {
+        return refuse("the descriptor is not at a multiple of 64 bytes");
+    }
+    if (x.rank < 1 || x.rank > TensorMap::kMaxRank) {
+        return refuse("the rank is not 1 to 5");
+    }
+    if (x.address % 16 != 0) {
+        return refuse("the tensor's address is no multiple of 16 bytes");
+    }
+    TensorMap map{};
+    map.mark = kMapMark;
+    map.address = x.address;
+    map.rank = static_cast<uint8_t>(x.rank);
+    map.element_bytes = static_cast<uint8_t>(x.element_bytes);
+    map.swizzle_span = static_cast<uint8_t>(x.swizzle_span);
+    for (uint32_t i = 0; i < x.rank; ++i) {
+        if (x.extents[i] == 0 || x.extents[i] > uint64_t(1) << 32) {
+            return refuse("an extent is not 1 to 2^32");
+        }
+        if (x.box[i] == 0 || x.box[i] > 256) {
+            return refuse("an extent of the box is not 1 to 256");
+        }
+        if (x.element_strides[i] == 0 || x.element_strides[i] > 8) {
+            return refuse("an element stride is not 1 to 8");
+        }
+        if (x.element_strides[i] != 1) {
+            return refuse_tensor_map(kNotSupported, "not covered: element strides");
+        }
+        if (i > 0 && (x.strides[i - 1] % 16 != 0 || x.strides[i - 1] >= uint64_t(1) << 40)) {
+            return refuse("a stride is no multiple of 16 bytes below 2^40");
+        }
+        map.extents[i] = x.extents[i];
+        map.box[i] = static_cast<uint16_t>(x.box[i]);
+        if (i > 0) {
+            map.strides[i - 1] = x.strides[i - 1];
+        }
+    }
+    uint64_t const row = uint64_t(map.box[0]) * map.element_bytes;
+    if (row % 16 != 0) {
+        return refuse("the box's rows are no multiple of 16 bytes");
+    }
+    if (x.swizzle_span != 0 && row > static_cast<uint64_t>(x.swizzle_span)) {
+        return refuse("the box's rows are longer than the swizzle's span");
+    }
+    if (x.swizzle_span != 0 && row < static_cast<uint64_t>(x.swizzle_span)) {
+        return refuse_tensor_map(kNotSupported,
+                                 "not covered: rows shorter than the swizzle's span");
+    }
+    std::memcpy(destination, &map, sizeof map);
+    return kSuccess;
+}
+
+void Sm90::tma_load(void const *descriptor, void *address, void *smem, int const *coordinates,
+                    int rank) {
+    tsan::Unwatched const unwatched;
+    Mbarrier &barrier = find(address, "TMA");
+    BulkCopy copy{};
+    copy.barrier = static_cast<int>(&barrier - &mbarriers_[0]);
+    if (barrier.creator != nullptr) {
+        block_.fail(kLaunchFailure, "TMA: no fence.mbarrier_init after the initialisation of " +
+                                        name_of(copy.barrier));
+    }
+    std::memcpy(&copy.map, descriptor, sizeof copy.map);
+    if (copy.map.mark != kMapMark || reinterpret_cast<uint64_t>(descriptor) % 64 != 0) {
+        block_.fail(kLaunchFailure, "TMA: not a descriptor of cuTensorMapEncodeTiled");
+    }
+    if (copy.map.rank != rank) {
+        block_.fail(kLaunchFailure, "TMA: " + std::to_string(rank) + " coordinates for a tensor " +
+                                        "of rank " + std::to_string(copy.map.rank));
+    }
+    std::copy_n(coordinates, rank, copy.coordinates.begin());
+    copy.bytes = box_bytes(copy.map);
+    copy.offset = block_.smem_offset(smem, static_cast<int>(copy.bytes), 128, "TMA");
+    check_free(copy);
+    for (uint64_t g = copy.offset / kGranule; g * kGranule < copy.offset + copy.bytes; ++g) {
+        writers_[g] = {static_cast<int16_t>(copy.barrier), 1, barrier.phase};
+    }
+    barrier.under_way += copy.bytes;
+    ++block_.counters_.tma_loads;
+    block_.counters_.tma_bytes += copy.bytes;
+    copies_.push_back(copy);
+    if (block_.settings_.copy_mode == CopyMode::eager) {
+        land(copies_.size() - 1);
+        return;
+    }
+    for (uint64_t i = copy.offset; i < copy.offset + copy.bytes; i += sizeof kPoison) {
+        std::memcpy(block_.smem_ + i, &kPoison, sizeof kPoison);
+        std::memcpy(&async_view_[i], &kPoison, sizeof kPoison);
+    }
+}
+
+// Nobody may still read what the copy overwrites, as far as the issuing thread knows.
+void Sm90::check_free(BulkCopy const &copy) {
+    Knowledge const &known = block_.lane().knowledge;
+    for (uint64_t g = copy.offset / kGranule; g * kGranule < copy.offset + copy.bytes; ++g) {
+        if (writers_[g].under_way > 0) {
+            block_.fail(kLaunchFailure, "TMA for " + name_of(copy.barrier) + ": byte " +
+                                            std::to_string(g * kGranule) +
+                                            " is the destination of a copy under way for " +
+                                            name_of(writers_[g].barrier));
+        }
+        for (size_t wg = 0; wg < warpgroups_.size(); ++wg) {
+            for (size_t w = 4 * wg; w < 4 * wg + 4; ++w) {
+                if (readers_[g][wg] > known.retired[w]) {
+                    block_.fail(kLaunchFailure,
+                                "overwritten too early: TMA for " + name_of(copy.barrier) +
+                                    " writes byte " + std::to_string(g * kGranule) +
+                                    ", which a wgmma of warpgroup " + std::to_string(wg) +
+                                    " reads; nothing tells that its warp " + std::to_string(w) +
+                                    " has waited for it");
+                }
+            }
+        }
+    }
+}
+
+// Reads global memory as it is now; what lies outside the tensor is 0.
+void Sm90::copy_rows(BulkCopy const &copy) {
+    TensorMap const &map = copy.map;
+    uint64_t const row_bytes = uint64_t(map.box[0]) * map.element_bytes;
+    int64_t const first = std::clamp<int64_t>(-copy.coordinates[0], 0, map.box[0]);
+    int64_t const end = std::clamp<int64_t>(
+        static_cast<int64_t>(map.extents[0]) - copy.coordinates[0], first, map.box[0]);
+    std::byte row[512];
+    for (uint64_t r = 0; r * row_bytes < copy.bytes; ++r) {
+        std::memset(row, 0, sizeof row);
+        uint64_t rest = r;
+        int64_t source = copy.coordinates[0] * map.element_bytes;
+        bool inside = end > first;
+        for (int i = 1; i < map.rank; ++i) {
+            int64_t const at = copy.coordinates[i] + static_cast<int64_t>(rest % map.box[i]);
+            rest /= map.box[i];
+            inside = inside && at >= 0 && at < static_cast<int64_t>(map.extents[i]);
+            source += at * static_cast<int64_t>(map.strides[i - 1]);
+        }
+        uint64_t read = 0;
+        if (inside) {
+            read = static_cast<uint64_t>((end - first) * map.element_bytes);
+            auto const *const from = reinterpret_cast<std::byte const *>(map.address + source +
+                                                                         first * map.element_bytes);
+            int const region = block_.region_of(from, static_cast<int>(read));
+            if (region < 0 && !state().regions.empty()) {
+                block_.fail(kIllegalAddress,
+                            "TMA for " + name_of(copy.barrier) + " reads outside every tensor");
+            }
+            if (block_.settings_.trace && region >= 0) {
+                block_.trace_.push_back(
+                    {block_.linear_index_, static_cast<uint64_t>(region),
+                     static_cast<uint64_t>(from - state().regions[region].first)});
+            }
+            std::memcpy(row + first * map.element_bytes, from, read);
+        }
+        block_.counters_.tma_zero_bytes += row_bytes - read;
+        for (uint64_t i = 0; i < row_bytes; i += 16) {
+            uint64_t const at = swizzled(copy.offset + r * row_bytes + i, map.swizzle_span);
+            std::memcpy(block_.smem_ + at, row + i, 16);
+            std::memcpy(&async_view_[at], row + i, 16);
+        }
+    }
+}
+
+void Sm90::land(size_t index) {
+    tsan::Unwatched const unwatched;
+    BulkCopy const copy = copies_[index];
+    copies_.erase(copies_.begin() + static_cast<ptrdiff_t>(index));
+    copy_rows(copy);
+    for (uint64_t g = copy.offset / kGranule; g * kGranule < copy.offset + copy.bytes; ++g) {
+        writers_[g].under_way = 0;
+    }
+    Mbarrier &barrier = mbarriers_[copy.barrier];
+    barrier.under_way -= copy.bytes;
+    barrier.due -= static_cast<int64_t>(copy.bytes);
+    if (barrier.due < 0) {
+        block_.fail(kLaunchFailure, "transaction bytes: copies bring " +
+                                        std::to_string(-barrier.due) + " bytes more than phase " +
+                                        std::to_string(barrier.phase) + " of " +
+                                        name_of(copy.barrier) + " expects");
+    }
+    complete(barrier);
+}
+
+bool Sm90::land_one() {
+    if (copies_.empty()) {
+        return false;
+    }
+    land(block_.random() % copies_.size());
+    return true;
+}
+
+void Sm90::land_at_random() {
+    uint64_t const draw = block_.random();
+    if (!copies_.empty() && draw % 4 == 0) {
+        land((draw >> 32) % copies_.size());
+    }
+}
+
+void Sm90::fence_async_proxy() {
+    tsan::Unwatched const unwatched;
+    activate();
+    std::copy_n(block_.smem_, async_view_.size(), async_view_.begin());
+}
+
+}  // namespace sim

@@ -1,0 +1,60 @@
+// The order in which the blocks of a launch, which run side by side, execute their atomics.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+namespace sim {
+
+// The blocks are drawn one after the other, from the seed alone; a block that has ended when its
+// turn comes passes. So the order is any, and the same each time, however fast the threads are.
+class Turns {
+  public:
+    Turns(uint64_t blocks, uint64_t seed)
+        : ended_(blocks), random_(seed * 0x9E3779B97F4A7C15u + 0xD1B54A32D192ED03u) {
+        draw();
+    }
+
+    void take(uint64_t block, std::function<void()> const &action) {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return turn_ == block; });
+        action();
+        draw();
+        changed_.notify_all();
+    }
+
+    void leave(uint64_t block) {
+        std::lock_guard const lock(mutex_);
+        ended_[block] = true;
+        ++count_ended_;
+        if (turn_ == block) {
+            draw();
+            changed_.notify_all();
+        }
+    }
+
+  private:
+    void draw() {
+        if (count_ended_ == ended_.size()) {
+            return;
+        }
+        do {
+            random_ ^= random_ << 13;
+            random_ ^= random_ >> 7;
+            random_ ^= random_ << 17;
+            turn_ = random_ % ended_.size();
+        } while (ended_[turn_]);
+    }
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::vector<bool> ended_;
+    size_t count_ended_ = 0;
+    uint64_t random_;
+    uint64_t turn_ = 0;
+};
+
+}  // namespace sim

@@ -1,0 +1,407 @@
+"""Faults planted into the sm90 class, in the form of :mod:`mutants`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mutants import Mutant
+
+from flashcute.config import FwdConfig
+
+# Two warpgroups that take turns and ask for tiles; three that do neither, with narrower pages.
+ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, False, 1, True, False, True)
+STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, False, 1, True, True, False)
+
+_MAINLOOP = "mainloop_fwd_sm90.h"
+_KERNEL = "flash_fwd_kernel_sm90.h"
+_TRAITS = "kernel_traits_sm90.h"
+_MMA = "mma_traits_sm90.h"
+_MAPS = "tensor_maps_sm90.h"
+_SCHEDULER = "tile_scheduler.h"
+
+_AWAIT_K_STEP = "await_k();\n                    wait_turn"
+_AWAIT_V_STEP = "await_v();\n                    issue_pv"
+_AWAIT_S_STEP = """\
+                    sm90::wgmma_wait<1>();
+                    take_scores(n);
+"""
+_AWAIT_O_STEP = """\
+                    sm90::wgmma_wait<0>();
+                    take_out();
+                    k.advance();
+"""
+_LAST_PV = """\
+                sm90::wgmma_wait<0>();
+                take_out();
+                Epilogue"""
+_RELEASE_K = "release(&storage.k_empty[k.stage()]);"
+_RELEASE_V = "release(&storage.v_empty[v().stage()]);"
+_AWAIT_EMPTY = "sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);"
+_AWAIT_Q_EMPTY = "sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);"
+_AWAIT_Q = "sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);"
+_AWAIT_TILE_EMPTY = "sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);"
+_AWAIT_TILE = "sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());"
+_FIRST_TURN = """\
+            if (warpgroup == kWarpgroups - 1) {
+                pass_turn();
+            }
+"""
+
+_UNAWAITED = r"warpgroup \d: a wgmma reads byte \d+ without having waited for phase \d+ of mbarrier"
+_OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgroup \d"
+_ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
+_DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier.*bytes due"
+_IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
+
+
+def _simulator(name: str, file: str, old: str, new: str, report: str) -> Mutant:
+    return Mutant(name, file, old, new, "simulator", report, ASKING)
+
+
+def _numerics(name: str, file: str, old: str, new: str, mode: str = "late") -> Mutant:
+    return Mutant(name, file, old, new, f"numerics/{mode}", "", ASKING)
+
+
+_PHASES = (
+    _simulator(
+        "ring that never flips its phase",
+        _MAINLOOP,
+        "return uses / kStages % 2;",
+        "return 0;",
+        f"{_UNAWAITED}|{_OVERWRITTEN}|{_ARRIVES_TWICE}|{_DEADLOCK}",
+    ),
+    _simulator(
+        "ring that flips its phase at each use",
+        _MAINLOOP,
+        "return uses / kStages % 2;",
+        "return uses % 2;",
+        f"{_UNAWAITED}|{_OVERWRITTEN}|{_ARRIVES_TWICE}|{_DEADLOCK}",
+    ),
+    _simulator(
+        "phase of Q not flipped by the consumers",
+        _MAINLOOP,
+        f"{_AWAIT_Q}\n            q_parity ^= 1;",
+        _AWAIT_Q,
+        f"{_UNAWAITED}|{_OVERWRITTEN}|{_DEADLOCK}",
+    ),
+    _simulator(
+        "phase of Q not flipped by the loader",
+        _MAINLOOP,
+        "            }\n            q_parity ^= 1;\n        }",
+        "            }\n        }",
+        f"{_OVERWRITTEN}|{_UNAWAITED}|{_DEADLOCK}",
+    ),
+    _simulator(
+        "empty buffers awaited with the parity of full ones",
+        _MAINLOOP,
+        _AWAIT_EMPTY,
+        _AWAIT_EMPTY.replace(" ^ 1", ""),
+        _DEADLOCK,
+    ),
+)
+
+_COUNTS = (
+    _simulator(
+        "too few transaction bytes",
+        _MAINLOOP,
+        "kBytesKV = kTileN *",
+        "kBytesKV = kTileN / 2 *",
+        r"transaction bytes: phase \d+ of mbarrier .* bytes of its copies are under way",
+    ),
+    dataclasses.replace(
+        _simulator(
+            "too few transaction bytes, copies landing at once",
+            _MAINLOOP,
+            "kBytesKV = kTileN *",
+            "kBytesKV = kTileN / 2 *",
+            r"transaction bytes: copies bring \d+ bytes more than phase",
+        ),
+        finder="simulator/eager",
+    ),
+    _simulator(
+        "too many transaction bytes",
+        _MAINLOOP,
+        "kBytesQ = 64 *",
+        "kBytesQ = kTileM *",
+        _DEADLOCK,
+    ),
+    _simulator(
+        "too few arrivals before a buffer counts as empty",
+        _MAINLOOP,
+        "kReleases = 4;",
+        "kReleases = 3;",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+    ),
+    _simulator(
+        "more arrivals expected than come",
+        _MAINLOOP,
+        "kReleases = 4;",
+        "kReleases = 5;",
+        _DEADLOCK,
+    ),
+    _simulator(
+        "all lanes load",
+        _KERNEL,
+        "threadIdx.x < 32 && sm90::elect_one()",
+        "threadIdx.x < 32",
+        _ARRIVES_TWICE,
+    ),
+    _simulator(
+        "named barrier with another count on the other side",
+        _MAINLOOP,
+        "named_barrier_sync(1 + warpgroup, 256)",
+        "named_barrier_sync(1 + warpgroup, 128)",
+        r"barrier \d expects \d+ threads, but one arrives that expects",
+    ),
+)
+
+_RELEASES = (
+    _simulator(
+        "K released before its product is waited for",
+        _MAINLOOP,
+        _AWAIT_S_STEP,
+        f"{_RELEASE_K}\n{_AWAIT_S_STEP}",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+    ),
+    _simulator(
+        "V released before its product is waited for",
+        _MAINLOOP,
+        _AWAIT_O_STEP,
+        f"{_RELEASE_V}\n{_AWAIT_O_STEP}",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+    ),
+    _simulator("K never released", _MAINLOOP, _RELEASE_K, "", _DEADLOCK),
+    _simulator(
+        "Q released with every block",
+        _MAINLOOP,
+        "release(&storage.q_empty[warpgroup], n == 0);",
+        "release(&storage.q_empty[warpgroup]);",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}|{_UNAWAITED}",
+    ),
+    _simulator(
+        "buffers filled without waiting for them to be empty",
+        _MAINLOOP,
+        _AWAIT_EMPTY,
+        "",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+    ),
+    _simulator(
+        "Q loaded without waiting for the last tile's readers",
+        _MAINLOOP,
+        _AWAIT_Q_EMPTY,
+        "",
+        f"{_OVERWRITTEN}|{_UNAWAITED}|{_ARRIVES_TWICE}",
+    ),
+    Mutant(
+        "next tile written over the one not yet read",
+        _MAINLOOP,
+        _AWAIT_TILE_EMPTY,
+        "",
+        "racecheck",
+        f"data race|{_DEADLOCK}|{_ARRIVES_TWICE}",
+        ASKING,
+    ),
+    Mutant(
+        "next tile read before it is written",
+        _MAINLOOP,
+        _AWAIT_TILE,
+        "",
+        "racecheck",
+        "data race",
+        ASKING,
+    ),
+)
+
+_WAITS = (
+    _simulator("K read without waiting for it", _MAINLOOP, _AWAIT_K_STEP, "wait_turn", _UNAWAITED),
+    _simulator("V read without waiting for it", _MAINLOOP, _AWAIT_V_STEP, "issue_pv", _UNAWAITED),
+    _simulator("Q read without waiting for it", _MAINLOOP, _AWAIT_Q, "", _UNAWAITED),
+    _simulator(
+        "scores used while their product is in flight",
+        _MAINLOOP,
+        _AWAIT_S_STEP,
+        _AWAIT_S_STEP.replace("<1>", "<2>"),
+        f"{_IN_FLIGHT}|{_OVERWRITTEN}",
+    ),
+    _simulator(
+        "P overwritten while its product is in flight",
+        _MAINLOOP,
+        _AWAIT_O_STEP,
+        _AWAIT_O_STEP.replace("<0>", "<1>"),
+        f"{_IN_FLIGHT}|{_OVERWRITTEN}",
+    ),
+    _simulator(
+        "last product not waited for",
+        _MAINLOOP,
+        _LAST_PV,
+        _LAST_PV.replace("<0>", "<1>"),
+        f"{_IN_FLIGHT}|{_OVERWRITTEN}|in flight",
+    ),
+    _simulator(
+        "wgmmas without a fence",
+        _MMA,
+        "    wgmma_fence();\n",
+        "",
+        "a wgmma without wgmma.fence since the last wait",
+    ),
+    _simulator(
+        "wgmmas in no group",
+        _MMA,
+        "    wgmma_commit();\n",
+        "",
+        f"{_IN_FLIGHT}|{_OVERWRITTEN}|in flight",
+    ),
+    _simulator(
+        "barriers not fenced for the asynchronous proxy",
+        _MAINLOOP,
+        "sm90::fence_barrier_init();",
+        "",
+        "no fence.mbarrier_init after the initialisation of mbarrier",
+    ),
+    _simulator(
+        "barriers used before they are initialised",
+        _KERNEL,
+        "    __syncthreads();\n",
+        "",
+        "there is no mbarrier at byte|nothing orders the thread behind the initialisation",
+    ),
+)
+
+_REGISTERS_AND_TURNS = (
+    _simulator(
+        "register pool overdrawn",
+        _TRAITS,
+        "kLoadRegisters = kMmaWarpgroups == 2 ? 24",
+        "kLoadRegisters = kMmaWarpgroups == 2 ? 40",
+        r"deadlock: .*wait for registers at setmaxnreg.inc.*168 registers, wants 240",
+    ),
+    _simulator(
+        "registers not given up",
+        _KERNEL,
+        "        sm90::registers_lower<Traits::kLoadRegisters>();\n",
+        "",
+        r"deadlock: .*wait for registers at setmaxnreg.inc.*; 0 registers free",
+    ),
+    _simulator(
+        "nobody has the first turn",
+        _MAINLOOP,
+        _FIRST_TURN,
+        "",
+        r"deadlock: .*wait at barrier 1.*barrier 1: \d+ of 256 arrived",
+    ),
+    _simulator(
+        "turn not passed on",
+        _MAINLOOP,
+        "issue_pv();\n                    pass_turn();",
+        "issue_pv();",
+        r"deadlock: .*wait at barrier \d",
+    ),
+)
+
+_TILES = (
+    _numerics("tile counter not set back", _SCHEDULER, "atomicExch(counter, 0u);", ""),
+    dataclasses.replace(
+        _numerics(
+            "tile counter set back too early",
+            _SCHEDULER,
+            "number == static_cast<unsigned>(tiles) - 1",
+            "number == static_cast<unsigned>(tiles) - 2",
+        ),
+        finder="counters",
+    ),
+    _numerics(
+        "tile left out",
+        _SCHEDULER,
+        "static_cast<int>(number + gridDim.x)",
+        "static_cast<int>(number + gridDim.x + 1)",
+    ),
+    dataclasses.replace(
+        _numerics(
+            "tiles dealt with the wrong stride",
+            _SCHEDULER,
+            "return tile + static_cast<int>(gridDim.x);",
+            "return tile + static_cast<int>(gridDim.x) + 1;",
+        ),
+        config=STRIDING,
+    ),
+)
+
+_OPERANDS = (
+    _numerics(
+        "descriptor strides of V for pages in the other order",
+        _TRAITS,
+        "Shape<Int<kHeadDim>, Int<kTileN>>{}, Step<_2, _1>{}",
+        "Shape<Int<kHeadDim>, Int<kTileN>>{}, Step<_1, _2>{}",
+    ),
+    _numerics(
+        "V as if stored transposed",
+        _TRAITS,
+        "sm90::GMMA::Layout_MN_SW128_Atom<Element>",
+        "sm90::GMMA::Layout_MN_INTER_Atom<Element>",
+    ),
+    _numerics(
+        "boxes not swizzled",
+        _MAPS,
+        "Traits::kSmemRow == 64 ? CU_TENSOR_MAP_SWIZZLE_128B",
+        "Traits::kSmemRow == 64 ? CU_TENSOR_MAP_SWIZZLE_NONE",
+    ),
+    dataclasses.replace(
+        _simulator(
+            "swizzle narrower than the box",
+            _MAPS,
+            "CU_TENSOR_MAP_SWIZZLE_64B",
+            "CU_TENSOR_MAP_SWIZZLE_32B",
+            "cuTensorMapEncodeTiled: the box's rows are longer than the swizzle's span",
+        ),
+        config=STRIDING,
+    ),
+    _numerics(
+        "tensor map with the strides of rows and heads exchanged",
+        _MAPS,
+        "{stride(s, row_stride), stride(h, head_stride),",
+        "{stride(s, head_stride), stride(h, row_stride),",
+    ),
+    _simulator(
+        "tensor map of too many rows",
+        _MAPS,
+        "{extent(d), extent(s),",
+        "{extent(d), extent(s) + 64,",
+        r"TMA for mbarrier \d+ .* reads outside every tensor",
+    ),
+    _simulator(
+        "page that lands beside its place",
+        _MAINLOOP,
+        "smem[ring.stage()].data(), kTileN * Traits::kSmemRow,",
+        "smem[ring.stage()].data(), kTileM * Traits::kSmemRow,",
+        f"{_OVERWRITTEN}|copy under way|{_UNAWAITED}",
+    ),
+    _numerics(
+        "rows of the wrong warpgroup",
+        _MAINLOOP,
+        "mma_qk.get_slice(warpgroup * 128)",
+        "mma_qk.get_slice((kWarpgroups - 1 - warpgroup) * 128)",
+    ),
+    _numerics(
+        "scores added to what the registers held",
+        _MMA,
+        "kAccumulate ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero",
+        "GMMA::ScaleOut::One",
+    ),
+    _numerics(
+        "output added to that of the last tile",
+        _MAINLOOP,
+        "clear(rO);",
+        "",
+    ),
+    _numerics(
+        "output not rescaled, two warpgroups",
+        _MAINLOOP,
+        "if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);",
+        "",
+    ),
+)
+
+MUTANTS = (
+    *(*_PHASES, *_COUNTS, *_RELEASES, *_WAITS),
+    *(*_REGISTERS_AND_TURNS, *_TILES, *_OPERANDS),
+)

@@ -1,0 +1,26 @@
+"""The problems that every shipped kernel runs in the simulator."""
+
+from __future__ import annotations
+
+import torch
+
+from flashcute.config import FwdConfig
+
+# (b, seqlen_q, seqlen_k, h, h_k, d less than the head dimension by)
+SHAPES = {
+    "whole tiles": (1, 128, 128, 1, 1, 0),
+    "one past the tile edges": (1, 129, 193, 2, 1, 8),
+    "fewer queries than keys": (2, 17, 130, 4, 2, 16),
+    "queries that see no key": (1, 200, 63, 1, 1, 0),
+    "no keys": (1, 5, 0, 2, 2, 8),
+}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def problem(config: FwdConfig, shape: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+    """q, k and v, normally distributed, of one of :data:`SHAPES`."""
+    b, seqlen_q, seqlen_k, h, h_k, less = shape
+    generator = torch.Generator().manual_seed(seed)
+    d = config.head_dim - less
+    sizes = ((b, seqlen_q, h, d), (b, seqlen_k, h_k, d), (b, seqlen_k, h_k, d))
+    return [torch.randn(size, generator=generator).to(DTYPES[config.dtype]) for size in sizes]

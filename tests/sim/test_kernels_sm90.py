@@ -1,0 +1,77 @@
+"""All shipped kernels of the sm90 class on the CPU: right by the rule used on a GPU, and as busy as
+planned."""
+
+import pytest
+import torch
+from formulas import tma_bytes, wgmma_count
+from problems import SHAPES, problem
+
+from flashcute import sim
+from flashcute.heuristics import shipped_configs
+from flashcute.testing import check_forward
+
+CONFIGS = shipped_configs(90)
+# Two SMs walk through 4 or 6 tiles, some of whose rows see no key, and take turns in asking for
+# them.
+SEVERAL_TILES = (1, 300, 200, 2, 1, 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Compiles the shipped kernels, several at a time."""
+    sim.build_runners(["none"])
+    return sim.build_kernels([(config, "none") for config in CONFIGS])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_results_and_work(config):
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        b, seqlen_q, seqlen_k, h, _, _ = shape
+        q, k, v = problem(config, shape)
+        result = sim.run_fwd(q, k, v, config, seed=i, copy_mode=sim.COPY_MODES[i % 3], sms=2)
+        assert result.verdict == "pass", f"{name}: {result.message}"
+        check_forward(result.out, result.lse, q, k, v, causal=config.mask == "causal")
+        counters = result.counters
+        assert counters["wgmma"] == wgmma_count(config, b, seqlen_q, seqlen_k, h), name
+        found = counters["tma_bytes"], counters["tma_zero_bytes"]
+        assert found == tma_bytes(config, b, seqlen_q, seqlen_k, h, q.shape[3]), name
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_no_false_alarm_under_many_schedules(config):
+    q, k, v = problem(config, SEVERAL_TILES)
+    first = None
+    for seed in range(50):
+        copy_mode = sim.COPY_MODES[seed % 3]
+        result = sim.run_fwd(q, k, v, config, seed=seed, copy_mode=copy_mode, sms=2)
+        assert result.verdict == "pass", f"seed {seed}: {result.message}"
+        first = first or result
+        # The schedule is free, the arithmetic is not: any order of lanes gives the same bits.
+        assert torch.equal(result.out, first.out), f"seed {seed}"
+        assert torch.equal(result.lse, first.lse), f"seed {seed}"
+        assert result.counters == first.counters, f"seed {seed}"
+
+
+def test_blocks_share_tiles_differently_from_seed_to_seed():
+    config = next(c for c in CONFIGS if c.head_dim == 64 and c.mask == "causal")
+    q, k, v = problem(config, SEVERAL_TILES)
+    shares = set()
+    for seed in range(8):
+        runs = [sim.run_fwd(q, k, v, config, seed=seed, sms=2, trace=True) for _ in range(2)]
+        # Rows of Q that each of the two blocks has loaded: the same in every run of one seed.
+        of_q = [run.trace[run.trace[:, 1] == 0] for run in runs]
+        loaded = [tuple(sorted(map(tuple, rows.tolist()))) for rows in of_q]
+        assert loaded[0] == loaded[1]
+        shares.add(loaded[0])
+        assert runs[0].counters["atomics"] > 0
+    assert len(shares) > 1
+
+
+@pytest.mark.parametrize("checker", [c for c in sim.CHECKERS if c != "none"])
+def test_checkers_are_silent(checker):
+    for config in CONFIGS:
+        if config.head_dim == 128:
+            q, k, v = problem(config, (1, 300, 200, 2, 1, 8))
+            result = sim.run_fwd(q, k, v, config, checker=checker, seed=3, sms=2, launches=2)
+            assert result.verdict == "pass", result.message
+            check_forward(result.out, result.lse, q, k, v, causal=config.mask == "causal")
