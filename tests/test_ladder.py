@@ -12,7 +12,6 @@ from flashcute.jit import toolchain
 # (seqlen_q, seqlen_k): whole tiles, one past their edges, rows that see no key, no keys.
 LENGTHS = ((64, 128), (65, 129), (17, 200), (100, 33), (1, 1), (5, 0))
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-MODELLED = [rung for rung in RUNGS if rung.arch < 90]
 
 
 def make_qkv(seqlen_q, seqlen_k, d, dtype, seed=0):
@@ -25,7 +24,7 @@ def make_qkv(seqlen_q, seqlen_k, d, dtype, seed=0):
 def built():
     """The rungs for the simulator, compiled side by side."""
     sim.build_runners(["none"])
-    return simulate.build_rungs(MODELLED)
+    return simulate.build_rungs(RUNGS)
 
 
 def test_every_file_is_a_rung():
@@ -44,7 +43,7 @@ def test_find():
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("d", rungs.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rung", MODELLED, ids=lambda rung: rung.name)
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
 def test_right_in_the_simulator(built, rung, dtype, d, causal):
     for seed, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
         q, k, v = make_qkv(seqlen_q, seqlen_k, d, DTYPES[dtype], seed)
@@ -55,7 +54,7 @@ def test_right_in_the_simulator(built, rung, dtype, d, causal):
 
 
 @pytest.mark.parametrize("checker", ("memcheck", "racecheck"))
-@pytest.mark.parametrize("rung", MODELLED, ids=lambda rung: rung.name)
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
 def test_no_race_and_no_access_out_of_bounds(rung, checker):
     for seed, (seqlen_q, seqlen_k) in enumerate(((65, 129), (20, 0))):
         q, k, v = make_qkv(seqlen_q, seqlen_k, 64, torch.float16)
@@ -68,7 +67,7 @@ def test_what_a_rung_claims_shows_in_the_counters(built):
     q, k, v = make_qkv(128, 256, 128, torch.bfloat16)
     seen = {
         rung.number: simulate.attention(rung, q, k, v, causal=False).counters
-        for rung in MODELLED
+        for rung in RUNGS
         if rung.number >= 4
     }
     blocks = 2 * 2 * 128 // 64
