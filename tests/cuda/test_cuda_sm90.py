@@ -66,7 +66,7 @@ def test_many_tiles_a_cta(head_dim, dtype, causal, poisoned_outputs, count_cases
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_classes_agree(causal, monkeypatch) -> None:
     """FLASHCUTE_ARCH switches the class; another batch size makes the shape new."""
-    for d in (64, 96, 128, 256):
+    for d in (64, 96, 128):  # whose key blocks differ, and with them the order of sums
         q, k, v = _qkv(3, 700, 700, 8, 4, d)
         newer = _attend(q, k, v, causal)
         monkeypatch.setenv("FLASHCUTE_ARCH", "80")
@@ -74,7 +74,7 @@ def test_classes_agree(causal, monkeypatch) -> None:
         monkeypatch.delenv("FLASHCUTE_ARCH")
         torch.testing.assert_close(newer[0][:2], older[0], atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(newer[1][:2], older[1], atol=1e-4, rtol=1e-4)
-        assert not torch.equal(newer[1][:2], older[1])  # another order of sums: another class
+        assert not torch.equal(newer[1][:2], older[1])
 
 
 def test_1000_repeats_are_bitwise_equal_under_memory_pressure() -> None:
