@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import DTYPES, HEAD_DIMS
+from ..config import DTYPES, HEAD_DIMS, FwdConfig
 
 _EXIT_STATUS = {"pass": 0, "fail": 1, "not covered": 2}
 
@@ -39,17 +39,27 @@ def _svg(text: str) -> Path:
     return path
 
 
+def _config(args: argparse.Namespace) -> FwdConfig:
+    """The configuration that the arguments' GPU would use."""
+    from .. import heuristics
+    from ..jit.kernels import capability_of
+
+    capability = capability_of(args.capability)
+    if heuristics.kernel_class(capability) == 80:
+        return heuristics.fwd_config(args.dtype, args.head_dim, args.causal, capability)
+    configs = heuristics.sm90_configs(args.dtype, args.head_dim, args.causal)
+    return next(config for config, most_keys in configs if args.seqlen_k <= most_keys)
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs what the arguments describe; returns 0 for pass, 1 for fail, 2 for not covered."""
     import torch
 
-    from .. import heuristics, sim
-    from ..jit.kernels import capability_of
+    from .. import sim
     from ..testing import compare_forward
     from . import tiles
 
-    capability = capability_of(args.capability)
-    config = heuristics.fwd_config(args.dtype, args.head_dim, args.causal, capability)
+    config = _config(args)
     generator = torch.Generator().manual_seed(args.seed)
     d = args.d or args.head_dim
     sizes = {
@@ -64,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         copy_mode=args.copy_mode,
         checker=args.checker,
+        # The map of tiles takes a block for a tile.
+        sms=args.batch * args.heads * -(-args.seqlen_q // config.tile_m),
         trace=True,
     )
     print(f"kernel        {config.full_name}")

@@ -40,12 +40,13 @@ class SimResult:
         verdict: ``"pass"``: ran to its end and no checker objected, which does not say that the
             numbers are right; ``"fail"``; ``"not covered"``: the kernel uses what the simulator
             does not model, so nothing is known.
-        message: Why it did not pass; names block, warp and lane where they are known.
+        message: Why it did not pass; names block, warp and lane where they are known, and the
+            warpgroup and barrier that an instruction of Hopper concerns.
         out: (b, seqlen_q, h, d), dtype of q; None unless the verdict is ``"pass"``.
         lse: (b, h, seqlen_q), fp32; None unless the verdict is ``"pass"``.
         counters: Exact counts, repeatable for the same problem; see ``csrc/sim/src/counters.h``.
         trace: (n, 3) int64, one row (block, tensor, byte offset) for each asynchronous copy of a
-            lane, tensor 0 to 2 for q, k, v; empty unless asked for.
+            lane and each row of a TMA box, tensor 0 to 2 for q, k, v; empty unless asked for.
         seconds: Wall time of the launch alone.
     """
 

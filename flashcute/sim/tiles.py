@@ -83,7 +83,8 @@ def tile_map(
     """The map of one batch entry and query head.
 
     Args:
-        trace: Of :class:`~flashcute.sim.SimResult`, from a run with ``trace=True``.
+        trace: Of :class:`~flashcute.sim.SimResult`, from a run with ``trace=True`` and, in the sm90
+            class, as many SMs as there are query tiles, so that each block has one.
         q: (b, seqlen_q, h, d), as in that run; rows must not overlap in memory.
         k: (b, seqlen_k, h_k, d), likewise.
         config: As in that run.

@@ -106,12 +106,23 @@ using Registers = Product<T, N, Major::MN, true, SM90::GMMA::Layout_K_SW128_Atom
 struct Misuse {
     using T = half_t;
     using Layout = decltype(tile_to_shape(SM90::GMMA::Layout_K_SW128_Atom<T>{}, Shape<_64, _64>{}));
-    enum Fault { none, proxy_fence, read, write, write_a, fence, commit, divergence, shape };
+    enum Fault {
+        none,
+        proxy_fence,
+        read,
+        write,
+        write_a,
+        fence,
+        commit,
+        divergence,
+        shape,
+        unwritten
+    };
 
     template <Fault kFault>
     static __global__ void kernel(float *seen) {
         Tensor sA = make_tensor(make_smem_ptr(reinterpret_cast<T *>(smem)), Layout{});  // (M, K)
-        for (int i = threadIdx.x; i < size(sA); i += 128) {
+        for (int i = threadIdx.x; i < size(sA) && kFault != unwritten; i += 128) {
             sA(i % 64, i / 64) = T(0);
         }
         if constexpr (kFault != proxy_fence) {
@@ -459,6 +470,7 @@ std::map<std::string, std::function<cudaError_t()>> const cases{
     {"no_wgmma_fence", &Misuse::run<Misuse::fence>},
     {"no_commit", &Misuse::run<Misuse::commit>},
     {"different_wgmmas", &Misuse::run<Misuse::divergence>},
+    {"unwritten", &Misuse::run<Misuse::unwritten>},
     {"overlapping_shapes", &Misuse::run<Misuse::shape>},
     {"boxes", &Boxes::run},
     {"encoding", &run_encoding},

@@ -50,6 +50,7 @@ _AT_BARRIER_0 = r"mbarrier 0 \(at byte 0\)"
         ("no_wgmma_fence", 719, r"warpgroup 0: a wgmma without wgmma.fence since the last wait"),
         ("no_commit", 719, r"the block ends while wgmmas of warpgroup 0 are in flight"),
         ("different_wgmmas", 719, r"warpgroup 0: its threads issue different wgmmas"),
+        ("unwritten", 719, r"warpgroup 0: a wgmma reads byte \d+, which nobody has written"),
         ("overlapping_shapes", 719, r"accumulators overlap those of one of another shape"),
         ("uninitialised", 719, r"mbarrier.arrive: there is no mbarrier at byte 0"),
         ("unsynchronised", 719, r"no mbarrier at byte 0|nothing orders the thread behind"),

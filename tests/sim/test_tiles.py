@@ -1,5 +1,6 @@
 """The picture of visited tiles says what the mask says, and shows where a kernel does not."""
 
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -50,6 +51,18 @@ def test_command_line(tmp_path, capsys):
     assert "max error" in printed
     rectangles = ET.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}rect")
     assert sum(1 for _ in rectangles) > len(tiles.STATES)
+
+
+def test_command_line_of_the_sm90_class(tmp_path, capsys):
+    picture = tmp_path / "tiles.svg"
+    command = ["--capability", "90", "--causal", "--seqlen-q", "300", "--picture", str(picture)]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "_causal_sm90_" in printed
+    assert "verdict       pass" in printed
+    found = {m[2]: int(m[1]) for m in re.finditer(r"(\d+) tiles ([^\n]+)", printed)}
+    assert found[tiles.STATES["full"][1]] > 0 and found[tiles.STATES["masked"][1]] > 0
+    assert found[tiles.STATES["wasted"][1]] == found[tiles.STATES["missed"][1]] == 0
 
 
 def test_picture_of_another_kind_is_refused(tmp_path, capsys):

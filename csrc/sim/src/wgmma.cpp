@@ -1,5 +1,5 @@
 // Warpgroups: asynchronous multiplications, and the registers they may hold.
-#include <bit>
+#include <array>
 #include <cstring>
 
 #include "block.h"
@@ -21,6 +21,12 @@ void poison(Register *registers, int count) {
     for (int i = 0; i < count; ++i) {
         std::memcpy(&registers[i], &kPoisonPair, sizeof kPoisonPair);
     }
+}
+
+bool all_poison(std::byte const *chunk) {
+    std::array<uint16_t, 8> poison;
+    poison.fill(kPoison);
+    return std::memcmp(chunk, poison.data(), sizeof poison) == 0;
 }
 
 // Accumulator register i of a thread of the warpgroup (PTX ISA, wgmma.mma_async, matrix D).
@@ -263,6 +269,9 @@ void Sm90::check_operand(Warpgroup const &wg, Multiplication const &m,
         }
         checked = chunk / kGranule;
         Writer const &writer = writers_[checked];
+        if (writer.barrier < 0 && all_poison(&async_view_[chunk])) {
+            complain(", which nobody has written");
+        }
         if (writer.barrier >= 0 && m.known.phases[writer.barrier] <= writer.phase) {
             complain(" without having waited for phase " + std::to_string(writer.phase) + " of " +
                      name_of(writer.barrier) + ", whose copy writes it");
