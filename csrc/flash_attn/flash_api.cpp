@@ -59,6 +59,8 @@ constexpr int kMaxHeadDim = 256;
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 // Kernels round sequence lengths up to whole tiles in 32-bit arithmetic.
 constexpr int64_t kMaxSeqlen = kMaxInt32 - 1023;
+// Persistent kernels count on beyond the last tile, by a CTA for each SM, in 32-bit arithmetic.
+constexpr int64_t kMaxTiles = kMaxInt32 - 1023;
 // Bounds the table for workloads in which every call has another sequence length.
 constexpr size_t kMaxRemembered = 4096;
 
@@ -317,8 +319,8 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
     const Flash_kernel *kernel = kernel_table().find(problem);
     // The grid is one-dimensional, and its limit is that of a 32-bit int.
     const int64_t tiles = ql.b * ql.h * ((ql.s + kernel->tile_m - 1) / kernel->tile_m);
-    if (tiles > kMaxInt32) {
-        fail("expected at most ", kMaxInt32, " tiles of ", kernel->tile_m, " query rows, got ",
+    if (tiles > kMaxTiles) {
+        fail("expected at most ", kMaxTiles, " tiles of ", kernel->tile_m, " query rows, got ",
              tiles, "; split the batch");
     }
 

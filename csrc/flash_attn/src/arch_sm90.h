@@ -104,10 +104,6 @@ enum class CacheHint : uint64_t {
     evict_last = 0x14f0000000000000,
 };
 
-CUTE_DEVICE void tma_prefetch_descriptor(void const *descriptor) {
-    asm volatile("prefetch.tensormap [%0];\n" ::"l"(descriptor) : "memory");
-}
-
 // Loads the descriptor's box at coordinates (c0, c1, c2, c3), innermost first, into smem. Elements
 // outside the tensor arrive as zeros; either way `barrier` is paid the whole box.
 CUTE_DEVICE void tma_load(void const *descriptor, Barrier *barrier, CacheHint hint, void *smem,

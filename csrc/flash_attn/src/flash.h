@@ -25,7 +25,7 @@ struct FwdConfig {
     int32_t tile_m;     // query rows per CTA
     int32_t tile_n;     // keys per main loop step
     int32_t warps;      // MMA warps per CTA, each owning tile_m / warps rows
-    int32_t stages;     // K/V buffers in shared memory: 1 or 2
+    int32_t stages;     // K/V buffers in shared memory: 1 or 2; sm90: 2 or 4
     bool q_in_regs;     // keep Q's fragments in registers instead of re-reading shared memory
     int32_t min_ctas;   // CTAs per SM that the register budget must allow
     bool peel_masked;   // loop over masked and unmasked blocks apart instead of asking each time

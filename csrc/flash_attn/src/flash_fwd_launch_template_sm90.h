@@ -38,7 +38,8 @@ inline cudaError_t sm_count(int &count) {
 }
 
 // Counters of dealt tiles, all zero between launches. Launches of one stream follow each other and
-// share one; a captured launch may run beside anything, so each has its own for good.
+// share one; a captured launch may run beside anything, so each has its own for good. A graph does
+// not run beside itself, but two executables of one capture could: they must not.
 inline constexpr int kTileCounters = 4096;
 __device__ unsigned tile_counters[kTileCounters];
 
@@ -84,15 +85,15 @@ template <FwdConfig C>
 int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     using Traits = KernelTraitsSm90<C>;
     auto *const kernel = &flash_fwd_kernel_sm90<Traits>;
+    int sms = 0;
+    if (cudaError_t const error = sm_count(sms); error != cudaSuccess) {
+        return error;
+    }
     int64_t const tiles = TileScheduler<C>::num_tiles(*params);
-    if (tiles <= 0 || tiles > INT32_MAX) {
+    if (tiles <= 0 || tiles > INT32_MAX - sms) {  // CTAs count on beyond the last tile
         return cudaErrorInvalidConfiguration;
     }
     if (cudaError_t const error = allow_smem(kernel, Traits::kSmemBytes); error != cudaSuccess) {
-        return error;
-    }
-    int sms = 0;
-    if (cudaError_t const error = sm_count(sms); error != cudaSuccess) {
         return error;
     }
     TensorMapsSm90 maps;

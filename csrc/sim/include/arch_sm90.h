@@ -49,7 +49,6 @@ void registers_lower() {
 
 // There is no L2 to give hints to.
 enum class CacheHint : uint64_t { evict_first, evict_last };
-inline void tma_prefetch_descriptor(void const *) {}
 
 inline void tma_load(void const *descriptor, Barrier *barrier, CacheHint, void *smem, int c0,
                      int c1, int c2, int c3) {
