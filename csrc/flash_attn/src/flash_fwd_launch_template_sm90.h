@@ -41,14 +41,16 @@ inline cudaError_t sm_count(int &count) {
 // share one; a captured launch may run beside anything, so each has its own for good. A graph does
 // not run beside itself, but two executables of one capture could: they must not.
 inline constexpr int kTileCounters = 4096;
+inline constexpr int kStreamCounters = 256;  // of these for streams, the rest for captured launches
 __device__ unsigned tile_counters[kTileCounters];
 
-// The counter for a launch on `stream` of the current device; null once all are given away.
+// The counter for a launch on `stream` of the current device; null once all of its kind are given
+// away.
 inline cudaError_t tile_counter(unsigned *&counter, cudaStream_t stream) {
     struct Table {
         unsigned *counters = nullptr;
-        int used = 0;
         std::unordered_map<unsigned long long, int> of_stream;
+        int captured = kStreamCounters;
     };
     static std::map<int, Table> tables;
     static std::mutex mutex;
@@ -68,16 +70,23 @@ inline cudaError_t tile_counter(unsigned *&counter, cudaStream_t stream) {
         }
         table.counters = static_cast<unsigned *>(symbol);
     }
-    int slot = table.used;
-    if (capture == cudaStreamCaptureStatusNone) {
-        unsigned long long id = 0;
-        if (error = cudaStreamGetId(stream, &id); error != cudaSuccess) {
-            return error;
-        }
-        slot = table.of_stream.try_emplace(id, slot).first->second;
+    counter = nullptr;
+    if (capture != cudaStreamCaptureStatusNone) {
+        if (table.captured < kTileCounters) counter = table.counters + table.captured++;
+        return cudaSuccess;
     }
-    if (slot == table.used && slot < kTileCounters) ++table.used;
-    counter = slot < kTileCounters ? table.counters + slot : nullptr;
+    unsigned long long id = 0;
+    if (error = cudaStreamGetId(stream, &id); error != cudaSuccess) {
+        return error;
+    }
+    auto const known = table.of_stream.find(id);
+    if (known != table.of_stream.end()) {
+        counter = table.counters + known->second;
+    } else if (table.of_stream.size() < kStreamCounters) {
+        int const slot = static_cast<int>(table.of_stream.size());
+        table.of_stream.emplace(id, slot);
+        counter = table.counters + slot;
+    }
     return cudaSuccess;
 }
 
