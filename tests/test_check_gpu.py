@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import signal
 import sys
 import time
 
@@ -49,6 +50,15 @@ def test_success_is_zero(phases, tmp_path):
     assert check_gpu.main(["--out", str(tmp_path)]) == 0
 
 
+@pytest.fixture
+def _in_the_background():
+    """As a shell starts what ends in an ampersand: without SIGINT, for children too."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_in_the_background")
 def test_a_phase_out_of_time_may_finish_its_report(phases, tmp_path, capsys):
     waiting = (
         "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('partial')"

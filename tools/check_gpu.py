@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GRACE_S = 15  # between asking a phase to stop and killing it
@@ -72,6 +72,19 @@ PHASES = {
 }
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A shell starts what it runs in the background with SIGINT ignored, and children inherit that:
+    a phase could not be asked to stop. A handler, unlike that, ends with exec."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def run_phase(command: list[str], log: pathlib.Path, seconds: float) -> tuple[str, float]:
     """Run ``command`` with its output in ``log``; returns how it ended and the seconds it took.
 
@@ -80,9 +93,10 @@ def run_phase(command: list[str], log: pathlib.Path, seconds: float) -> tuple[st
     """
     start = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        with _interruptible():
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
         try:
             code = process.wait(timeout=seconds)
             outcome = "passed" if code == 0 else f"FAILED ({code})"
