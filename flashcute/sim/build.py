@@ -47,7 +47,7 @@ _KERNEL_FLAGS = (
 )
 RUNTIME_SOURCES = (
     *("fiber", "block", "memory", "instructions", "counters", "dependency", "mbarrier", "tma"),
-    *("wgmma", "launch"),
+    *("tma_store", "wgmma", "launch"),
 )
 
 _DYNAMIC_SMEM = re.compile(

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <simulator.h>
 
 #include <cstdio>
 #include <functional>

@@ -32,6 +32,8 @@ char const *name_of(Meeting meeting) {
     switch (meeting) {
         case Meeting::ldmatrix:
             return "ldmatrix";
+        case Meeting::stmatrix:
+            return "stmatrix";
         case Meeting::mma:
             return "mma.sync";
         case Meeting::shuffle:

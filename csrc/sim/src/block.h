@@ -34,7 +34,7 @@ inline constexpr int kMisalignedAddress = 716;
 inline constexpr int kLaunchFailure = 719;
 inline constexpr int kNotSupported = 801;
 
-enum class Meeting : uint8_t { ldmatrix, mma, shuffle, ballot, warp_sync, elect };
+enum class Meeting : uint8_t { ldmatrix, stmatrix, mma, shuffle, ballot, warp_sync, elect };
 
 struct AsyncCopy {
     std::byte *smem;

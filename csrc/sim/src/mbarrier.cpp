@@ -18,6 +18,7 @@ void Sm90::start() {
     active_ = false;
     mbarriers_.clear();
     copies_.clear();
+    queues_.clear();
     warpgroups_.clear();
 }
 
@@ -181,6 +182,7 @@ void Sm90::check_exit(Lane const &lane, bool last) {
                                         std::to_string(warpgroups_[group].arrived) +
                                         " of warpgroup " + std::to_string(group) + " wait for it");
     }
+    check_stores(lane);
     if (!last) {
         return;
     }
@@ -194,6 +196,7 @@ void Sm90::check_exit(Lane const &lane, bool last) {
                                             std::to_string(wg.index) + " are in flight");
         }
     }
+    finish();
 }
 
 std::string Sm90::describe() const {

@@ -21,6 +21,9 @@ enum class Shuffle { index, up, down, exclusive_or };
 // from lanes 0 to 8 * matrices - 1), `dst` receives one 32-bit register per 8x8 matrix.
 void ldmatrix(void const *row, uint32_t *dst, int matrices, bool transposed);
 
+// Warp-wide: likewise from registers to rows; lanes 0 to 8 * matrices - 1 say where.
+void stmatrix(void *row, uint32_t const *src, int matrices, bool transposed);
+
 // Warp-wide m16n8k(8 * b_registers) MMA: acc (4 registers) += A (2 * b_registers) B (b_registers).
 void mma_m16n8(MmaInput input, int b_registers, float *acc, uint32_t const *a, uint32_t const *b);
 

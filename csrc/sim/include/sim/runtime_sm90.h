@@ -25,6 +25,12 @@ void registers_change(int registers, bool raise);
 // One box of the tensor that a descriptor of encode_tensor_map() describes, `coordinates` innermost
 // first.
 void tma_load(void const *descriptor, void *barrier, void *smem, int const *coordinates, int rank);
+// A box of shared memory to the tensor; asynchronous, in groups of the issuing thread. The wait
+// returns once all but the newest `pending_groups` have read their boxes and, unless `read_only`,
+// written them.
+void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank);
+void tma_store_commit();
+void tma_store_wait(int pending_groups, bool read_only);
 void fence_async_proxy();
 
 // One wgmma.mma_async m64 n k16 with fp32 accumulators; A from registers if `a` of wgmma() is not
