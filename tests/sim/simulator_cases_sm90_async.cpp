@@ -15,28 +15,6 @@ namespace {
 
 sm90::Barrier *barrier_at(int i) { return reinterpret_cast<sm90::Barrier *>(smem) + i; }
 
-// A descriptor of a (rows, columns) fp16 tensor of `pitch` columns, with whole boxes (M, N).
-CUtensorMap encode(half_t *data, uint64_t rows, uint64_t columns, uint64_t pitch, uint32_t box_m,
-                   uint32_t box_n, CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE) {
-    alignas(64) CUtensorMap map;
-    cuuint64_t const extents[] = {columns, rows, 1, 1};
-    cuuint64_t const strides[] = {pitch * 2, 16, 16};
-    cuuint32_t const box[] = {box_n, box_m, 1, 1};
-    cuuint32_t const ones[] = {1, 1, 1, 1};
-    auto const result = sim::tensor_map_encode_tiled(
-        &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, data, extents, strides, box, ones,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    expect(result == CUDA_SUCCESS, "encoding");
-    return map;
-}
-
-template <class T>
-void know(char const *name, std::vector<T> &tensor) {
-    sim::state().regions.push_back(
-        {name, reinterpret_cast<std::byte const *>(tensor.data()), tensor.size() * sizeof(T)});
-}
-
 // out = in + 1, by blocks of two warps, behind the kernel that wrote `in`.
 struct Dependent {
     static constexpr int kBlocks = 3, kThreads = 64;

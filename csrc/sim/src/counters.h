@@ -12,7 +12,8 @@ namespace sim {
 // conflict is a shared memory wavefront beyond the fewest possible. A sector is 32 bytes of global
 // memory touched by a request. A wgmma is one per warpgroup; tma_bytes are those of whole boxes, of
 // which tma_zero_bytes lay outside the tensor; likewise of stores, whose part outside is not
-// written.
+// written. A multicast box counts once, and its further destinations as tma_multicast_bytes;
+// cluster_bytes are loads and stores of another block's shared memory.
 struct Counters {
     uint64_t blocks = 0;
     uint64_t mma = 0;
@@ -51,7 +52,10 @@ struct Counters {
     uint64_t tma_stores = 0;
     uint64_t tma_store_bytes = 0;
     uint64_t tma_store_outside_bytes = 0;
+    uint64_t tma_multicast_bytes = 0;
     uint64_t mbarrier_arrivals = 0;
+    uint64_t cluster_barriers = 0;
+    uint64_t cluster_bytes = 0;
     uint64_t atomics = 0;
 
     Counters &operator+=(Counters const &other);
@@ -99,7 +103,10 @@ inline constexpr CounterName kCounterNames[] = {
     {"tma_stores", &Counters::tma_stores},
     {"tma_store_bytes", &Counters::tma_store_bytes},
     {"tma_store_outside_bytes", &Counters::tma_store_outside_bytes},
+    {"tma_multicast_bytes", &Counters::tma_multicast_bytes},
     {"mbarrier_arrivals", &Counters::mbarrier_arrivals},
+    {"cluster_barriers", &Counters::cluster_barriers},
+    {"cluster_bytes", &Counters::cluster_bytes},
     {"atomics", &Counters::atomics},
 };
 static_assert(sizeof(Counters) == sizeof(uint64_t) * std::size(kCounterNames), "a name for each");

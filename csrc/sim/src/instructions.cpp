@@ -294,6 +294,25 @@ void mbarrier_arrive(void *barrier, uint32_t expected_bytes) {
 void mbarrier_wait(void *barrier, uint32_t parity) {
     Block::current().sm90_.mbarrier_wait(barrier, parity);
 }
+bool mbarrier_test(void *barrier, uint32_t parity) {
+    return Block::current().sm90_.mbarrier_test(barrier, parity);
+}
+void mbarrier_transaction(void *barrier, int64_t bytes, uint32_t rank) {
+    Block &block = Block::current();
+    Block &peer = block.peer(rank, "mbarrier");
+    block.cluster().note_access(peer);
+    peer.sm90_.mbarrier_transaction(block.map_to(peer, barrier), bytes);
+}
+void mbarrier_arrive_remote(void *barrier, uint32_t expected_bytes, uint32_t rank) {
+    Block &block = Block::current();
+    Block &peer = block.peer(rank, "mbarrier.arrive");
+    block.cluster().note_access(peer);
+    peer.sm90_.mbarrier_arrive(block.map_to(peer, barrier), expected_bytes);
+}
+void store_async(uint32_t value, uint32_t address, uint32_t barrier, uint32_t rank) {
+    Block &peer = Block::current().peer(rank, "st.async");
+    peer.sm90_.store_async(address - kReservedSmem, value, peer.smem_at(barrier));
+}
 void registers_change(int registers, bool raise) {
     Block::current().sm90_.registers_change(registers, raise);
 }
@@ -301,6 +320,10 @@ void tma_load(void const *descriptor, void *barrier, void *smem, int const *coor
     Block::current().sm90_.tma_load(descriptor, barrier, smem, coordinates, rank);
 }
 void grid_dependency_wait() { Block::current().dependency_wait(); }
+void tma_load_multicast(void const *descriptor, void *barrier, void *smem, int const *coordinates,
+                        int rank, uint16_t mask) {
+    Block::current().sm90_.tma_load_multicast(descriptor, barrier, smem, coordinates, rank, mask);
+}
 void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank) {
     Block::current().sm90_.tma_store(descriptor, smem, coordinates, rank);
 }

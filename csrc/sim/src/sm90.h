@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "knowledge.h"
 #include "runtime_sm90.h"
 
 namespace sim {
@@ -19,48 +20,8 @@ class Block;
 struct Lane;
 
 inline constexpr int kWarpgroupSize = 128;
-inline constexpr int kMbarriers = 48;  // that one block may initialise
-inline constexpr int kWarps = 32;
-inline constexpr int kStoreQueues = 16;  // threads of a block that may issue TMA stores
 // Granularity at which shared memory remembers who wrote and who reads it: a swizzled row.
 inline constexpr uint64_t kGranule = 128;
-
-// What a thread has been told, by barriers of any kind. Phases count from 1, which every thread
-// knows once it knows that the mbarrier was initialised; `retired` counts the wgmmas that a warp
-// has waited for, `stores` the TMA stores of a queue that have read their boxes; `dependency`: that
-// the kernel before has ended.
-struct Knowledge {
-    std::array<uint32_t, kMbarriers> phases{};
-    std::array<uint32_t, kWarps> retired{};
-    std::array<uint32_t, kStoreQueues> stores{};
-    bool dependency = false;
-
-    void join(Knowledge const &other) {
-        for (int i = 0; i < kMbarriers; ++i) {
-            phases[i] = std::max(phases[i], other.phases[i]);
-        }
-        for (int i = 0; i < kWarps; ++i) {
-            retired[i] = std::max(retired[i], other.retired[i]);
-        }
-        for (int i = 0; i < kStoreQueues; ++i) {
-            stores[i] = std::max(stores[i], other.stores[i]);
-        }
-        dependency |= other.dependency;
-    }
-    // Leaves what both know.
-    void meet(Knowledge const &other) {
-        for (int i = 0; i < kMbarriers; ++i) {
-            phases[i] = std::min(phases[i], other.phases[i]);
-        }
-        for (int i = 0; i < kWarps; ++i) {
-            retired[i] = std::min(retired[i], other.retired[i]);
-        }
-        for (int i = 0; i < kStoreQueues; ++i) {
-            stores[i] = std::min(stores[i], other.stores[i]);
-        }
-        dependency &= other.dependency;
-    }
-};
 
 struct Mbarrier {
     uint64_t offset;
@@ -103,6 +64,9 @@ struct BoxRow {
 struct BulkCopy {
     Box box;
     int barrier;
+    bool repeated;  // the box also goes to a block of lower rank
+    bool is_word;   // st.async: 4 bytes, not from a tensor
+    uint32_t word;
 };
 
 // 16 bytes of a box, or what of them lies in the tensor.
@@ -146,8 +110,8 @@ struct OperandA : InFlight<uint32_t> {
 
 struct Multiplication {
     Wgmma instruction;
-    int issued;       // threads that have
-    Knowledge known;  // by all of these when they did
+    int issued;            // threads that have
+    BlockKnowledge known;  // by all of these when they did
     Accumulator *acc;
     OperandA *a;                               // null: from shared memory
     std::vector<uint32_t> chunks_a, chunks_b;  // offsets of 16 bytes each: 8 elements
@@ -183,9 +147,18 @@ class Sm90 {
     void mbarrier_fence_init();
     void mbarrier_arrive(void *barrier, uint32_t bytes);
     void mbarrier_wait(void *barrier, uint32_t parity);
+    // Whether the phase is over; lets others run if not.
+    bool mbarrier_test(void *barrier, uint32_t parity);
+    // Bytes promised or paid without an arrival.
+    void mbarrier_transaction(void *barrier, int64_t bytes);
+    // What the running thread may tell without releasing its other writes: of fenced mbarriers.
+    Knowledge initialisations();
+    void store_async(uint64_t offset, uint32_t word, void *barrier);
 
     void tma_load(void const *descriptor, void *barrier, void *smem, int const *coordinates,
                   int rank);
+    void tma_load_multicast(void const *descriptor, void *barrier, void *smem,
+                            int const *coordinates, int rank, uint16_t mask);
     void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank);
     void tma_store_commit();
     void tma_store_wait(uint64_t pending, bool read_only);
@@ -212,13 +185,17 @@ class Sm90 {
         uint32_t phase;
     };
 
+    // What the running thread, maybe one of another block, knows about this block.
+    BlockKnowledge &known();
     Mbarrier &find(void const *barrier, char const *what);
+    void passed(Mbarrier &barrier);
     std::string name_of(int barrier) const;
     void complete(Mbarrier &barrier);
 
     Box box(void const *descriptor, void const *smem, int const *coordinates, int rank);
     template <class Visit>
     void visit_rows(Box const &box, Visit const &visit);
+    void issue(BulkCopy copy, void const *barrier);
     void check_free(BulkCopy const &copy);
     void copy_rows(BulkCopy const &copy);
     void land(size_t index);

@@ -1,4 +1,5 @@
 // Tensor maps, bulk copies of their boxes, and the asynchronous proxy's view of shared memory.
+#include <bit>
 #include <cstring>
 
 #include "block.h"
@@ -101,22 +102,46 @@ Box Sm90::box(void const *descriptor, void const *smem, int const *coordinates, 
 void Sm90::tma_load(void const *descriptor, void *address, void *smem, int const *coordinates,
                     int rank) {
     tsan::Unwatched const unwatched;
-    Mbarrier &barrier = find(address, "TMA");
     BulkCopy copy{};
+    copy.box = box(descriptor, smem, coordinates, rank);
+    ++block_.counters_.tma_loads;
+    block_.counters_.tma_bytes += copy.box.bytes;
+    issue(copy, address);
+}
+
+// Each block of the mask receives the box where the issuing one would, and its own mbarrier there
+// is paid.
+void Sm90::tma_load_multicast(void const *descriptor, void *address, void *smem,
+                              int const *coordinates, int rank, uint16_t mask) {
+    tsan::Unwatched const unwatched;
+    BulkCopy copy{};
+    copy.box = box(descriptor, smem, coordinates, rank);
+    if (mask == 0) {
+        block_.fail(kLaunchFailure, "TMA multicast: to no block");
+    }
+    ++block_.counters_.tma_loads;
+    block_.counters_.tma_bytes += copy.box.bytes;
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+        Block &peer = block_.peer(static_cast<uint32_t>(std::countr_zero(rest)), "TMA multicast");
+        peer.sm90_.issue(copy, block_.map_to(peer, address));
+        block_.counters_.tma_multicast_bytes += copy.repeated ? copy.box.bytes : 0;
+        copy.repeated = true;
+    }
+}
+
+void Sm90::issue(BulkCopy copy, void const *address) {
+    Mbarrier &barrier = find(address, "TMA");
     copy.barrier = static_cast<int>(&barrier - &mbarriers_[0]);
     if (barrier.creator != nullptr) {
         block_.fail(kLaunchFailure, "TMA: no fence.mbarrier_init after the initialisation of " +
                                         name_of(copy.barrier));
     }
-    copy.box = box(descriptor, smem, coordinates, rank);
     auto const [offset, bytes] = std::pair(copy.box.offset, copy.box.bytes);
     check_free(copy);
     for (uint64_t g = offset / kGranule; g * kGranule < offset + bytes; ++g) {
         writers_[g] = {static_cast<int16_t>(copy.barrier), 1, barrier.phase};
     }
     barrier.under_way += bytes;
-    ++block_.counters_.tma_loads;
-    block_.counters_.tma_bytes += bytes;
     copies_.push_back(copy);
     if (block_.settings_.copy_mode == CopyMode::eager) {
         land(copies_.size() - 1);
@@ -130,7 +155,7 @@ void Sm90::tma_load(void const *descriptor, void *address, void *smem, int const
 
 // Nobody may still read what the copy overwrites, as far as the issuing thread knows.
 void Sm90::check_free(BulkCopy const &copy) {
-    Knowledge const &known = block_.lane().knowledge;
+    BlockKnowledge const &told = known();
     uint64_t const end = copy.box.offset + copy.box.bytes;
     for (uint64_t g = copy.box.offset / kGranule; g * kGranule < end; ++g) {
         auto const complain = [&](std::string const &reader, std::string const &missing) {
@@ -147,14 +172,14 @@ void Sm90::check_free(BulkCopy const &copy) {
         }
         for (size_t wg = 0; wg < warpgroups_.size(); ++wg) {
             for (size_t w = 4 * wg; w < 4 * wg + 4; ++w) {
-                if (readers_[g][wg] > known.retired[w]) {
+                if (readers_[g][wg] > told.retired[w]) {
                     complain("a wgmma of warpgroup " + std::to_string(wg),
                              "its warp " + std::to_string(w) + " has waited for it");
                 }
             }
         }
         for (size_t i = 0; i < queues_.size(); ++i) {
-            if (stored_[g][i] > known.stores[i]) {
+            if (stored_[g][i] > told.stores[i]) {
                 complain(name_of(queues_[i]), "cp.async.bulk.wait_group has waited for it");
             }
         }
@@ -174,14 +199,14 @@ void Sm90::copy_rows(BulkCopy const &copy) {
                 block_.fail(kIllegalAddress,
                             "TMA for " + name_of(copy.barrier) + " reads outside every tensor");
             }
-            if (block_.settings_.trace && region >= 0) {
+            if (block_.settings_.trace && region >= 0 && !copy.repeated) {
                 block_.trace_.push_back(
                     {block_.linear_index_, static_cast<uint64_t>(region),
                      static_cast<uint64_t>(from.gmem - state().regions[region].first)});
             }
             std::memcpy(row + from.first * map.element_bytes, from.gmem, read);
         }
-        block_.counters_.tma_zero_bytes += row_bytes - read;
+        block_.counters_.tma_zero_bytes += copy.repeated ? 0 : row_bytes - read;
         for (uint64_t i = 0; i < row_bytes; i += 16) {
             uint64_t const at = swizzled(from.offset + i, map.swizzle_span);
             std::memcpy(block_.smem_ + at, row + i, 16);
@@ -195,20 +220,38 @@ void Sm90::land(size_t index) {
     BulkCopy const copy = copies_[index];
     auto const [offset, bytes] = std::pair(copy.box.offset, copy.box.bytes);
     copies_.erase(copies_.begin() + static_cast<ptrdiff_t>(index));
-    copy_rows(copy);
-    for (uint64_t g = offset / kGranule; g * kGranule < offset + bytes; ++g) {
-        writers_[g].under_way = 0;
+    if (copy.is_word) {
+        std::memcpy(block_.smem_ + offset, &copy.word, sizeof copy.word);
+        std::memcpy(&async_view_[offset], &copy.word, sizeof copy.word);
+    } else {
+        copy_rows(copy);
+        for (uint64_t g = offset / kGranule; g * kGranule < offset + bytes; ++g) {
+            writers_[g].under_way = 0;
+        }
     }
     Mbarrier &barrier = mbarriers_[copy.barrier];
     barrier.under_way -= bytes;
     barrier.due -= static_cast<int64_t>(bytes);
-    if (barrier.due < 0) {
-        block_.fail(kLaunchFailure, "transaction bytes: copies bring " +
-                                        std::to_string(-barrier.due) + " bytes more than phase " +
-                                        std::to_string(barrier.phase) + " of " +
-                                        name_of(copy.barrier) + " expects");
-    }
     complete(barrier);
+}
+
+void Sm90::store_async(uint64_t offset, uint32_t word, void *address) {
+    tsan::Unwatched const unwatched;
+    Mbarrier &barrier = find(address, "st.async");
+    BulkCopy copy{};
+    copy.is_word = true;
+    copy.word = word;
+    copy.barrier = static_cast<int>(&barrier - &mbarriers_[0]);
+    copy.box.bytes = sizeof word;
+    copy.box.offset = block_.smem_offset(block_.smem_ + offset, sizeof word, 4, "st.async");
+    uint32_t const poison = uint32_t(kPoison) << 16 | kPoison;
+    std::memcpy(block_.smem_ + offset, &poison, sizeof poison);
+    barrier.under_way += sizeof word;
+    Block::current().counters_.cluster_bytes += sizeof word;
+    copies_.push_back(copy);
+    if (block_.settings_.copy_mode == CopyMode::eager) {
+        land(copies_.size() - 1);
+    }
 }
 
 bool Sm90::land_one() {

@@ -99,7 +99,7 @@ void Sm90::check_source(StorePiece const &piece) {
         complain(", stored by a thread without fence.proxy.async behind it");
     }
     Writer const &writer = writers_[piece.at / kGranule];
-    if (writer.barrier >= 0 && block_.lane().knowledge.phases[writer.barrier] <= writer.phase) {
+    if (writer.barrier >= 0 && known().phases[writer.barrier] <= writer.phase) {
         complain(" without having waited for phase " + std::to_string(writer.phase) + " of " +
                  name_of(writer.barrier) + ", whose copy writes it");
     }
@@ -144,7 +144,7 @@ void Sm90::tma_store_wait(uint64_t pending, bool read_only) {
     }
     std::erase_if(queue->stores, [](BulkStore const &s) { return s.waited && s.written; });
     tsan::acquire(&queue->done_tag);
-    block_.lane().knowledge.stores[static_cast<size_t>(queue - &queues_[0])] = queue->waited;
+    known().stores[static_cast<size_t>(queue - &queues_[0])] = queue->waited;
 }
 
 // Until the wait the store may read at any time: what it found when it was issued must still be

@@ -60,12 +60,15 @@ struct Launch {
     size_t smem_bytes;
     void const *kernel;       // identity, for the function attributes
     void *(*dynamic_smem)();  // this OS thread's array behind `extern __shared__`
+    Dim3 cluster{1, 1, 1};    // blocks of one
     bool dependent = false;   // starts before the kernel in front of it has ended
 };
 
 // Runs every block of the grid to completion; returns a cudaError_t.
 int launch(Launch const &launch, std::function<void()> const &body);
 int set_max_dynamic_smem(void const *kernel, int bytes);
+// Of more than 8 blocks, up to 16.
+void allow_large_clusters(void const *kernel, bool allowed);
 // The error of the last failed launch, cleared if `clear`.
 int last_error(bool clear);
 char const *error_text(int error);

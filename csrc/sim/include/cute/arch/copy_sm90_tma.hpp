@@ -70,8 +70,11 @@ struct SimTmaLoad {
 template <int kRank>
 struct SimTmaLoadMulticast {
     template <class... Coordinates>
-    static void copy(void const *, uint64_t *, uint16_t, uint64_t, void *, Coordinates const &...) {
-        sim::not_covered("TMA multicast");
+    static void copy(void const *descriptor, uint64_t *barrier, uint16_t mask, uint64_t, void *smem,
+                     Coordinates const &...coordinates) {
+        static_assert(kRank == 0 || kRank == sizeof...(Coordinates));
+        int const at[] = {coordinates...};
+        sim::tma_load_multicast(descriptor, barrier, smem, at, sizeof...(Coordinates), mask);
     }
 };
 
