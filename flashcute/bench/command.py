@@ -57,7 +57,8 @@ def _measure(args: argparse.Namespace) -> dict:
     )
     if not on_gpu:
         print(table.CPU_NOTE, file=sys.stderr)
-    with tqdm(total=len(wanted), desc="bench", unit="point", dynamic_ncols=True) as bar:
+    rows = sum(map(len, wanted))
+    with tqdm(total=rows, desc="bench", unit="row", dynamic_ncols=True) as bar:
 
         def show(row: dict) -> None:
             bar.update()
