@@ -313,7 +313,7 @@ def geomean(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Ratios:
-    """Speed of one contender over another across a sweep: above 1 is faster."""
+    """Speed over something else across a sweep: above 1 is faster."""
 
     count: int
     geomean: float
@@ -321,14 +321,13 @@ class Ratios:
     worst_row: Mapping[str, object]
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping], ours: str, peer: str) -> Ratios | None:
-        """Compare ``row["us"][ours]`` with ``row["us"][peer]``; None where no row has both."""
-        both = [row for row in rows if row["us"].get(ours) and row["us"].get(peer)]
+    def of(cls, found: Iterable[tuple[Mapping, float | None]]) -> Ratios | None:
+        """Of rows with their ratios, where None stands for a row without; None if all are."""
+        both = [(row, ratio) for row, ratio in found if ratio is not None]
         if not both:
             return None
-        ratios = [row["us"][peer] / row["us"][ours] for row in both]
-        worst = min(ratios)
-        return cls(len(both), geomean(ratios), worst, both[ratios.index(worst)])
+        row, worst = min(both, key=lambda pair: pair[1])
+        return cls(len(both), geomean([ratio for _, ratio in both]), worst, row)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -102,24 +102,11 @@ def test_geomean():
             bm.geomean(values)
 
 
-def row(d, causal=False, difference=0.0, **us):
-    """A row as the sweep writes it."""
-    shape = bm.sweep_shape(d, 512, causal)
-    tflops = {name: shape.flops / t / 1e6 for name, t in us.items()}
-    sizes = {"dtype": "bf16", "d": d, "causal": causal, "seqlen_q": 512}
-    return sizes | {"us": us, "tflops": tflops, "difference": {"flashcute": difference}}
-
-
-ROWS = [row(64, flashcute=100.0, fa2=110.0), row(128, True, flashcute=100.0, fa2=90.0, fa3=50.0)]
-
-
-def test_ratios_compare_only_points_that_both_have():
-    fa2 = bm.Ratios.of(ROWS, "flashcute", "fa2")
-    assert (fa2.count, fa2.worst, fa2.worst_row["d"]) == (2, 0.9, 128)
-    assert fa2.geomean == pytest.approx((1.1 * 0.9) ** 0.5)
-    fa3 = bm.Ratios.of(ROWS, "flashcute", "fa3")
-    assert (fa3.count, fa3.geomean) == (1, pytest.approx(0.5))
-    assert bm.Ratios.of(ROWS, "flashcute", "cudnn") is None
+def test_ratios_take_only_rows_that_have_one():
+    found = bm.Ratios.of([({"d": 64}, 1.1), ({"d": 96}, None), ({"d": 128}, 0.9)])
+    assert (found.count, found.worst, found.worst_row) == (2, 0.9, {"d": 128})
+    assert found.geomean == pytest.approx((1.1 * 0.9) ** 0.5)
+    assert bm.Ratios.of([({"d": 64}, None)]) is None
 
 
 def test_host_time_counts_calls_and_not_the_wait_for_the_gpu(monkeypatch):

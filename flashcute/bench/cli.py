@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="file for the result")
     parser.add_argument("--plots", type=Path, help="folder for pictures")
     parser.add_argument(
-        "--plot-only", type=Path, metavar="JSON", help="measure nothing, draw this result again"
+        "--plot-only",
+        type=Path,
+        metavar="JSON",
+        help="measure nothing: tables and pictures of this result",
     )
 
 

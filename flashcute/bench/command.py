@@ -96,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
             "`pip install flashcute[plot]`, or leave out --plots"
         )
     if args.plot_only:
-        _draw(_load(args.plot_only), args.plots or args.plot_only.parent, args.plot_only.stem)
+        result = _load(args.plot_only)
+        print(table.summary(result))
+        _draw(result, args.plots or args.plot_only.parent, args.plot_only.stem)
         return 0
     result = _measure(args)
     if args.json:
