@@ -174,6 +174,20 @@ def test_a_run_has_every_part():
     assert result["ceiling"] == result["host_us"] == result["host_us_causal"] == {}  # of a GPU
 
 
+def test_host_time_is_taken_of_every_contender_on_each_shape(monkeypatch):
+    monkeypatch.setattr(bm, "host_time", lambda call: 12.34 + 0 * call().sum().item())
+    shape = sweep.HOST_SHAPES["host_us"]
+    assert sweep.measure_host(shape, CPU) == {"flashcute": 12.3, "torch": 12.3}
+    monkeypatch.setattr(sweep, "measure_host", lambda shape, options: {"flashcute": shape.d})
+    monkeypatch.setattr(sweep, "measure_ceiling", lambda options, samples: {"tflops": 1.0})
+    result = sweep.run([], dataclasses.replace(CPU, device="cuda"))
+    assert (result["host_us"], result["host_us_causal"]) == ({"flashcute": 64}, {"flashcute": 128})
+    assert result["ceiling"] == {"tflops": 1.0}
+    large = sweep.HOST_SHAPES["host_us_causal"]
+    assert large.causal and large.h > large.h_k
+    assert large.b * large.h * large.seqlen_q // 192 > 132  # more tiles than an H200 has SMs
+
+
 def test_the_time_limit_and_the_keyboard_keep_what_is_measured(monkeypatch):
     wanted = [[("bf16", SHAPE)]] * 3
     result = sweep.run(wanted, dataclasses.replace(CPU, time_limit=-1.0))
