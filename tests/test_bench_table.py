@@ -69,6 +69,7 @@ def test_dtypes_and_groups_are_compared_at_the_same_points():
         row(128, 1024, dtype="fp16", flashcute=100.0),
         row(128, 2048, dtype="fp16", flashcute=1.0),  # not measured in bf16
         row(128, 512, group=4, flashcute=80.0),
+        row(128, 512, group=4, flashcute=1.0) | {"h": 32, "h_k": 8},  # other FLOPs
         row(128, 512, group=4, dtype="fp16", flashcute=80.0),
     ]
     found = ratios(table.summary(result(*rows)))
