@@ -1,18 +1,19 @@
 // Rung 13: TMA and WGMMA, warp-specialised: the library's sm90 kernel, reduced to its main loop
 // (mainloop_fwd_sm90.h). Types, shared memory, TMA descriptors and PTX are the library's own.
 //
-//   WGMMA          four warps multiply 64 rows, and read K and V from shared memory without
-//   ldmatrix:
-//                  twice the rate of mma.sync
-//   TMA            one thread brings a tile with a handful of instructions; addresses, swizzle and
-//   the
-//                  zeros beyond the last row are the hardware's business
-//   a warp that    runs ahead as far as buffers are free; barriers in shared memory say which are
-//   full only loads     and which are empty. Its registers go to the warpgroups that compute
-//   overlap        both products are issued before the softmax: P V of the block before runs under
-//                  it, and the warpgroups take turns, so that one's softmax runs under the other's
-//                  products
-//   CTAs that stay one per SM; while a tile's output is written, the next one's Q, K and V arrive
+// WGMMA: four warps multiply 64 rows, and read K and V from shared memory without ldmatrix: twice
+// the rate of mma.sync.
+//
+// TMA: one thread brings a tile with a handful of instructions; addresses, swizzle and the zeros
+// beyond the last row are the hardware's business.
+//
+// A warp that only loads runs ahead as far as buffers are free; barriers in shared memory say which
+// are full and which are empty. Its registers go to the warpgroups that compute.
+//
+// Overlap: both products are issued before the softmax, so P V of the block before runs under it,
+// and the warpgroups take turns, so that one's softmax runs under the other's products.
+//
+// CTAs that stay, one per SM: while a tile's output is written, the next one's Q, K and V arrive.
 #pragma once
 
 #include "tma_types.h"
@@ -42,8 +43,8 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
                                     SharedStorage &storage) {
         Use k, v;
         uint32_t q_phase = 1;
-        for (int index = blockIdx.x; index < Scheduler::num_tiles(params); index += gridDim.x) {
-            TileCoord const tile = Types::coord(params, index);
+        for (int turn = 0; Types::index(turn) < Scheduler::num_tiles(params); ++turn) {
+            TileCoord const tile = Types::coord(params, Types::index(turn));
             int const last = Blocks::n_block_end(flash::SeqlenInfo(params), tile.m_block) - 1;
             auto const load_block = [&](CUtensorMap const &map, auto &full, auto &empty, auto &smem,
                                         Use &use, int n) {
@@ -128,8 +129,8 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             ++v.i;
         };
 
-        for (int index = blockIdx.x; index < Scheduler::num_tiles(params); index += gridDim.x) {
-            TileCoord const tile = Types::coord(params, index);
+        for (int turn = 0; Types::index(turn) < Scheduler::num_tiles(params); ++turn) {
+            TileCoord const tile = Types::coord(params, Types::index(turn));
             int const n_unmasked = Blocks::n_block_unmasked_end(seqlen, tile.m_block);
             int n = Blocks::n_block_end(seqlen, tile.m_block) - 1;
             flash::Mask<Types::C> const mask{seqlen, tile.m_block};

@@ -77,6 +77,13 @@ struct TmaTypes {
         sm90::fence_barrier_init();
     }
 
+    // This CTA's tile of turn 0, 1, ...: there and back, so that under a causal mask, where tiles
+    // get shorter, nobody has the longer one of every turn.
+    CUTE_DEVICE static int index(int turn) {
+        int const cta = turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+        return turn * gridDim.x + cta;
+    }
+
     // Under a causal mask the longest tiles of as many heads as L2 holds come first, as CTAs should
     // end together.
     CUTE_DEVICE static TileCoord coord(Flash_fwd_params const &params, int index) {
