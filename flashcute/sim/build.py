@@ -46,7 +46,8 @@ _KERNEL_FLAGS = (
     *("-fno-extern-tls-init", "-ftrivial-auto-var-init=pattern"),
 )
 RUNTIME_SOURCES = (
-    *("fiber", "block", "memory", "instructions", "counters", "mbarrier", "tma", "wgmma", "launch"),
+    *("fiber", "block", "memory", "instructions", "counters", "dependency", "mbarrier", "tma"),
+    *("wgmma", "launch"),
 )
 
 _DYNAMIC_SMEM = re.compile(

@@ -14,7 +14,8 @@ def program(stem: str, *extra_flags: str) -> Path:
     """Compiles ``<stem>.cpp`` of this folder with the simulator."""
     cuda = toolchain.find_cuda_headers()
     simulator = simulator_dir()
-    cases = (Path(__file__).parent / f"{stem}.cpp").read_text()
+    folder = Path(__file__).parent
+    cases = (folder / f"{stem}.cpp").read_text()
     text = "".join(f'#include "{source}.cpp"\n' for source in RUNTIME_SOURCES) + cases
     include = simulator / "include"
     headers = sorted(p.read_text() for p in include.rglob("*") if p.is_file())
@@ -25,7 +26,7 @@ def program(stem: str, *extra_flags: str) -> Path:
         suffix=".cpp",
         flags=("-std=c++20", "-O1", "-w", "-pthread", "-fno-strict-aliasing", *extra_flags),
         overriding_dirs=(include, include / "sim"),
-        project_dirs=(simulator / "src", sources.kernel_include_dir()),
+        project_dirs=(folder, simulator / "src", sources.kernel_include_dir()),
         external_dirs=(sources.cutlass_include_dir(), cuda.include, cuda.cccl),
         external=tuple(headers),
     )

@@ -1,40 +1,16 @@
-// Small kernels that each exercise one thing the simulator promises: `simulator_cases <case>`.
-// Prints `code`, `error` and the counters that are not 0; a wrong result is printed as `wrong`.
-#include <cuda_runtime.h>
+// Small kernels that each exercise one thing the simulator promises.
+#include <cases.h>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/numeric_types.h>
 
 #include <cmath>
-#include <cstdio>
 #include <cute/tensor.hpp>
-#include <functional>
-#include <map>
-#include <string>
-#include <vector>
 
 using namespace cute;
 using cutlass::bfloat16_t;
 using cutlass::half_t;
 
 namespace {
-
-alignas(1024) thread_local char smem[sim::kMaxSmemBytes];
-int failures = 0;
-
-void expect(bool ok, char const *what) {
-    if (!ok) {
-        std::printf("wrong %s\n", what), ++failures;
-    }
-}
-
-template <class Kernel, class... Args>
-cudaError_t launch(Kernel *kernel, dim3 grid, dim3 block, size_t smem_bytes, Args... args) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = block;
-    config.dynamicSmemBytes = smem_bytes;
-    return cudaLaunchKernelEx(&config, kernel, args...);
-}
 
 // C = A B^T on one warp group of 4: cp.async into shared memory, ldmatrix (B transposed where it is
 // stored k-major), MMA.
@@ -312,7 +288,7 @@ std::function<cudaError_t()> plain(Kernel *kernel, int threads, int smem_bytes) 
     return [=] { return launch(kernel, 1, threads, smem_bytes); };
 }
 
-std::map<std::string, std::function<cudaError_t()>> const cases{
+Cases const cases{
     {"gemm_fp16", Gemm<half_t, true>::run},
     {"gemm_bf16", Gemm<bfloat16_t, true>::run},
     {"gemm_conflicts", Gemm<half_t, false>::run},
@@ -341,18 +317,4 @@ std::map<std::string, std::function<cudaError_t()>> const cases{
 
 }  // namespace
 
-extern "C" void *sim_dynamic_smem() { return smem; }
-
-int main(int argc, char **argv) {
-    if (argc != 3 || !cases.contains(argv[1])) {
-        return 2;
-    }
-    sim::state().settings.seed = std::stoull(argv[2]);
-    cudaError_t const error = cases.at(argv[1])();
-    std::printf("code %d\nerror %s\n", int(error), cudaGetErrorString(error));
-    for (auto const &[name, value] : sim::kCounterNames) {
-        std::printf("%s %llu\n", name,
-                    static_cast<unsigned long long>(sim::state().counters.*value));
-    }
-    return failures != 0;
-}
+int main(int argc, char **argv) { return run_case(cases, argc, argv); }

@@ -1,15 +1,10 @@
 // Small kernels of Hopper's instructions, in the manner of simulator_cases.cpp.
 #include <arch_sm90.h>
-#include <cuda_runtime.h>
+#include <cases.h>
 #include <mma_traits_sm90.h>
 
 #include <cmath>
-#include <cstdio>
 #include <cute/tensor.hpp>
-#include <functional>
-#include <map>
-#include <string>
-#include <vector>
 
 using namespace cute;
 using namespace flash;
@@ -18,24 +13,6 @@ using cutlass::half_t;
 using SM90::GMMA::Major;
 
 namespace {
-
-alignas(1024) thread_local char smem[sim::kMaxSmemBytes];
-int failures = 0;
-
-void expect(bool ok, std::string const &what) {
-    if (!ok) {
-        std::printf("wrong %s\n", what.c_str()), ++failures;
-    }
-}
-
-template <class Kernel, class... Args>
-cudaError_t launch(Kernel *kernel, int blocks, int threads, int smem_bytes, Args... args) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = blocks;
-    config.blockDim = threads;
-    config.dynamicSmemBytes = smem_bytes;
-    return cudaLaunchKernelEx(&config, kernel, args...);
-}
 
 // C = A B^T by one warpgroup, with operands that ordinary stores put where CuTe's layouts say.
 template <class Element, int N, Major kMajorB, bool kRegistersA, class AtomA, class AtomB>
@@ -446,7 +423,7 @@ std::function<cudaError_t()> in_mode(sim::CopyMode mode, cudaError_t (*run)()) {
 }
 
 namespace G = SM90::GMMA;
-std::map<std::string, std::function<cudaError_t()>> const cases{
+Cases const cases{
     {"k_128",
      KMajor<half_t, 176, G::Layout_K_SW64_Atom<half_t>, G::Layout_K_SW128_Atom<half_t>>::run},
     {"k_64", KMajor<bfloat16_t, 48, G::Layout_K_SW128_Atom<bfloat16_t>,
@@ -494,18 +471,4 @@ std::map<std::string, std::function<cudaError_t()>> const cases{
 
 }  // namespace
 
-extern "C" void *sim_dynamic_smem() { return smem; }
-
-int main(int argc, char **argv) {
-    if (argc != 3 || !cases.contains(argv[1])) {
-        return 2;
-    }
-    sim::state().settings.seed = std::stoull(argv[2]);
-    cudaError_t const error = cases.at(argv[1])();
-    std::printf("code %d\nerror %s\n", int(error), cudaGetErrorString(error));
-    for (auto const &[name, value] : sim::kCounterNames) {
-        std::printf("%s %llu\n", name,
-                    static_cast<unsigned long long>(sim::state().counters.*value));
-    }
-    return failures != 0;
-}
+int main(int argc, char **argv) { return run_case(cases, argc, argv); }

@@ -84,15 +84,18 @@ cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute attribute, in
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const *config, void (*kernel)(Parameters...),
                                Arguments &&...arguments) {
-    if (config->numAttrs != 0) {
-        return cudaErrorNotSupported;
-    }
-    sim::Launch const launch{
+    sim::Launch launch{
         .grid = {config->gridDim.x, config->gridDim.y, config->gridDim.z},
         .block = {config->blockDim.x, config->blockDim.y, config->blockDim.z},
         .smem_bytes = config->dynamicSmemBytes,
         .kernel = reinterpret_cast<void const *>(kernel),
         .dynamic_smem = &sim_dynamic_smem,
     };
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+        if (config->attrs[i].id != cudaLaunchAttributeProgrammaticStreamSerialization) {
+            return cudaErrorNotSupported;
+        }
+        launch.dependent = config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
+    }
     return static_cast<cudaError_t>(sim::launch(launch, [&] { kernel(arguments...); }));
 }

@@ -65,11 +65,12 @@ void lane_entry() {
 }
 
 Block::Block(Launch const &launch, std::function<void()> const &body, Settings const &settings,
-             Turns &turns)
+             Turns &turns, Dependency &dependency)
     : launch_(launch),
       body_(body),
       settings_(settings),
       turns_(turns),
+      dependency_(dependency),
       smem_(static_cast<std::byte *>(launch.dynamic_smem())) {
     size_t const threads = size_t(launch.block.x) * launch.block.y * launch.block.z;
     size_t const guard = sysconf(_SC_PAGESIZE);
@@ -165,6 +166,9 @@ void Block::start(uint64_t linear_index) {
         fiber_prepare(lane.fiber, &lane_entry);
     }
     sm90_.start();
+    if (dependency_.dependent()) {
+        sm90_.activate();  // so that knowledge travels
+    }
     counters_.blocks += 1;
 }
 
@@ -216,7 +220,7 @@ Lane *Block::pick(Warp *preferred) {
 
 Lane *Block::pick_or_land(Warp *preferred) {
     Lane *next = pick(preferred);
-    while (next == nullptr && sm90_.land_one()) {
+    while (next == nullptr && (sm90_.land_one() || end_dependency())) {
         next = pick(preferred);
     }
     return next;
@@ -239,8 +243,9 @@ void Block::yield_at_random() {
     }
 }
 
-void Block::take_turn(std::function<void()> const &atomic) {
+void Block::take_turn(void const *address, std::function<void()> const &atomic) {
     tsan::Unwatched const unwatched;
+    check_dependency("atomic", address);
     uint64_t const blocks = uint64_t(launch_.grid.x) * launch_.grid.y * launch_.grid.z;
     if (blocks > static_cast<uint64_t>(settings_.sms)) {
         fail(kNotSupported,
@@ -468,6 +473,8 @@ std::string Block::state_of(Lane const &lane) const {
             return "wait for their warpgroup at wgmma.wait_group or setmaxnreg";
         case Waiting::registers:
             return "wait for registers at setmaxnreg.inc";
+        case Waiting::dependency:
+            return "wait for the kernel before at griddepcontrol.wait";
         case Waiting::exited:
             return "have exited";
     }
@@ -505,8 +512,12 @@ std::string Block::describe_waiting() const {
 }
 
 void Block::fail(int code, std::string const &message) {
+    give_up(code, where(*lane_) + ": " + message);
+}
+
+void Block::give_up(int code, std::string const &message) {
     error_code_ = code;
-    error_ = where(*lane_) + ": " + message;
+    error_ = message;
     fiber_switch(lane_->fiber, main_);
     __builtin_unreachable();
 }

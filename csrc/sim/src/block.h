@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "counters.h"
+#include "dependency.h"
 #include "fiber.h"
 #include "runtime.h"
 #include "simulator.h"
@@ -44,7 +45,16 @@ struct AsyncCopy {
 };
 
 // What a suspended lane waits for; the deadlock report prints it.
-enum class Waiting : uint8_t { nothing, meeting, barrier, mbarrier, warpgroup, registers, exited };
+enum class Waiting : uint8_t {
+    nothing,
+    meeting,
+    barrier,
+    mbarrier,
+    warpgroup,
+    registers,
+    dependency,
+    exited
+};
 
 class Turns;
 
@@ -101,7 +111,7 @@ struct Barrier {
 class Block {
   public:
     Block(Launch const &launch, std::function<void()> const &body, Settings const &settings,
-          Turns &turns);
+          Turns &turns, Dependency &dependency);
     ~Block();
     Block(Block const &) = delete;
     Block &operator=(Block const &) = delete;
@@ -137,7 +147,11 @@ class Block {
     uint64_t smem_offset(void const *address, int bytes, int alignment, char const *what);
 
     // Calls atomic() when it is this block's turn among all of the launch.
-    void take_turn(std::function<void()> const &atomic);
+    void take_turn(void const *address, std::function<void()> const &atomic);
+    // Returns once the kernel before has ended, if the launch did not wait for that.
+    void dependency_wait();
+    // Fails where an access to global memory is too early for that.
+    void check_dependency(char const *what, void const *address);
     // The current lane sleeps until somebody wakes it.
     void park(Waiting waiting);
     void wake(Lane &lane);
@@ -149,6 +163,8 @@ class Block {
     }
 
     [[noreturn]] void fail(int code, std::string const &message);
+    // Likewise, without naming the thread.
+    [[noreturn]] void give_up(int code, std::string const &message);
     Counters counters_;
     Sm90 sm90_{*this};
 
@@ -161,9 +177,12 @@ class Block {
     void switch_to(Fiber &from, Lane &next);
     void entered(Lane &lane);
     Lane *pick(Warp *preferred);
-    // Likewise, and if none can go on, after a copy under way has landed; null in a deadlock.
+    // Likewise, and if none can go on, after a copy under way has landed or the kernel before has
+    // ended; null in a deadlock.
     Lane *pick_or_land(Warp *preferred);
     [[noreturn]] void exit_lane();
+    // Wakes those who wait for the end of the kernel before; false if there are none.
+    bool end_dependency();
     void check_nobody_waits_for(Lane const &lane);
     void check_can_complete(int barrier);
     void copy_wait_below(uint64_t group);
@@ -179,6 +198,7 @@ class Block {
     std::function<void()> const &body_;
     Settings const &settings_;
     Turns &turns_;
+    Dependency &dependency_;
     std::byte *smem_;
     std::byte *stacks_;
     size_t stack_span_;

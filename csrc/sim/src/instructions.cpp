@@ -255,6 +255,7 @@ void registers_change(int registers, bool raise) {
 void tma_load(void const *descriptor, void *barrier, void *smem, int const *coordinates, int rank) {
     Block::current().sm90_.tma_load(descriptor, barrier, smem, coordinates, rank);
 }
+void grid_dependency_wait() { Block::current().dependency_wait(); }
 void fence_async_proxy() { Block::current().sm90_.fence_async_proxy(); }
 void wgmma(Wgmma const &instruction, float *acc, uint32_t *a) {
     Block::current().sm90_.wgmma(instruction, acc, a);
@@ -265,12 +266,12 @@ void wgmma_wait(int pending_groups) { Block::current().sm90_.wgmma_wait(pending_
 
 uint32_t atomic_add(uint32_t *address, uint32_t value) {
     uint32_t old = 0;
-    Block::current().take_turn([&] { old = *address, *address += value; });
+    Block::current().take_turn(address, [&] { old = *address, *address += value; });
     return old;
 }
 uint32_t atomic_exchange(uint32_t *address, uint32_t value) {
     uint32_t old = 0;
-    Block::current().take_turn([&] { old = std::exchange(*address, value); });
+    Block::current().take_turn(address, [&] { old = std::exchange(*address, value); });
     return old;
 }
 

@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "block.h"
+#include "dependency.h"
 #include "turns.h"
 
 namespace sim {
@@ -34,8 +35,8 @@ struct Gathered {
 };
 
 void work(Launch const &launch, std::function<void()> const &body, uint64_t blocks, Turns &turns,
-          Gathered &all) {
-    Block block(launch, body, state().settings, turns);
+          Dependency &dependency, Gathered &all) {
+    Block block(launch, body, state().settings, turns, dependency);
     while (true) {
         uint64_t const index = all.next.fetch_add(1);
         if (index >= blocks) {
@@ -44,6 +45,7 @@ void work(Launch const &launch, std::function<void()> const &body, uint64_t bloc
         bool const skipped = index > all.failed.load();
         bool const failed = !skipped && !block.run(index);
         turns.leave(index);
+        dependency.leave(index);
         if (failed) {
             std::lock_guard const lock(all.mutex);
             if (index < all.failed.load()) {
@@ -102,14 +104,21 @@ int launch(Launch const &launch, std::function<void()> const &body) {
     uint64_t const blocks = uint64_t(g.x) * g.y * g.z;
     uint64_t const sms = std::clamp<uint64_t>(state().settings.sms, 1, blocks);
     Turns turns(blocks, state().settings.seed);
+    Dependency dependency(launch.dependent, sms, state().settings.copy_mode);
     Gathered all;
     std::vector<std::thread> threads_of_host;
     for (uint64_t i = 0; i < sms; ++i) {
         threads_of_host.emplace_back(work, std::cref(launch), std::cref(body), blocks,
-                                     std::ref(turns), std::ref(all));
+                                     std::ref(turns), std::ref(dependency), std::ref(all));
     }
     for (std::thread &thread : threads_of_host) {
         thread.join();
+    }
+    if (all.code == kSuccess && launch.dependent && !dependency.awaited) {
+        all.code = kLaunchFailure;
+        state().error =
+            "programmatic dependent launch: no thread executes griddepcontrol.wait, so nothing "
+            "orders the kernel behind the one before";
     }
     if (all.code != kSuccess) {
         sticky_error = all.code;

@@ -57,6 +57,7 @@ void Block::note_access(void const *address, int bytes, bool write, void const *
             fail(kIllegalAddress, std::string(what) + " of " + std::to_string(bytes) +
                                       " bytes outside every tensor");
         }
+        check_dependency(what, address);
     }
     AccessKind const kind = shared ? (write ? AccessKind::shared_store : AccessKind::shared_load)
                                    : (write ? AccessKind::global_store : AccessKind::global_load);
@@ -77,6 +78,7 @@ void Block::copy_issue(std::byte *smem, std::byte const *gmem, int bytes, bool v
         if (region < 0 && !state().regions.empty()) {
             fail(kIllegalAddress, "cp.async reads outside every tensor");
         }
+        check_dependency("cp.async", gmem);
         if (settings_.trace && region >= 0) {
             trace_.push_back({linear_index_, static_cast<uint64_t>(region),
                               source - reinterpret_cast<uint64_t>(state().regions[region].first)});

@@ -26,10 +26,11 @@ inline constexpr uint64_t kGranule = 128;
 
 // What a thread has been told, by barriers of any kind. Phases count from 1, which every thread
 // knows once it knows that the mbarrier was initialised; `retired` counts the wgmmas that a warp
-// has waited for.
+// has waited for; `dependency`: that the kernel before has ended.
 struct Knowledge {
     std::array<uint32_t, kMbarriers> phases{};
     std::array<uint32_t, kWarps> retired{};
+    bool dependency = false;
 
     void join(Knowledge const &other) {
         for (int i = 0; i < kMbarriers; ++i) {
@@ -38,6 +39,7 @@ struct Knowledge {
         for (int i = 0; i < kWarps; ++i) {
             retired[i] = std::max(retired[i], other.retired[i]);
         }
+        dependency |= other.dependency;
     }
     // Leaves what both know.
     void meet(Knowledge const &other) {
@@ -47,6 +49,7 @@ struct Knowledge {
         for (int i = 0; i < kWarps; ++i) {
             retired[i] = std::min(retired[i], other.retired[i]);
         }
+        dependency &= other.dependency;
     }
 };
 

@@ -100,6 +100,7 @@ void Sm90::tma_load(void const *descriptor, void *address, void *smem, int const
                                         "of rank " + std::to_string(copy.map.rank));
     }
     std::copy_n(coordinates, rank, copy.coordinates.begin());
+    block_.check_dependency("TMA", reinterpret_cast<void const *>(copy.map.address));
     copy.bytes = box_bytes(copy.map);
     copy.offset = block_.smem_offset(smem, static_cast<int>(copy.bytes), 128, "TMA");
     check_free(copy);

@@ -89,6 +89,9 @@ inline unsigned atomicExch(unsigned *address, unsigned value) {
     return sim::atomic_exchange(address, value);
 }
 
+inline void cudaGridDependencySynchronize() { sim::grid_dependency_wait(); }
+inline void cudaTriggerProgrammaticLaunchCompletion() { sim::grid_dependency_launch(); }
+
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float x, float y) { return x / y; }

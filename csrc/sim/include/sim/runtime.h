@@ -57,6 +57,7 @@ struct Launch {
     size_t smem_bytes;
     void const *kernel;       // identity, for the function attributes
     void *(*dynamic_smem)();  // this OS thread's array behind `extern __shared__`
+    bool dependent = false;   // starts before the kernel in front of it has ended
 };
 
 // Runs every block of the grid to completion; returns a cudaError_t.

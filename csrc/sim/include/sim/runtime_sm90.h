@@ -55,6 +55,11 @@ struct TensorMapArguments {
 int encode_tensor_map(void *map, TensorMapArguments const &arguments);
 int refuse_tensor_map(int result, char const *why);
 
+// griddepcontrol. Until the wait, global memory belongs to the kernel before if the launch says so.
+void grid_dependency_wait();
+// A hint when to start the next kernel, whose own wait is what orders it.
+inline void grid_dependency_launch() {}
+
 // Atomics of blocks that run at the same time take turns, in an order drawn from the seed.
 uint32_t atomic_add(uint32_t *address, uint32_t value);
 uint32_t atomic_exchange(uint32_t *address, uint32_t value);
