@@ -2,8 +2,9 @@
 
 One timed call stands alone: a buffer larger than the L2 cache is cleared first, so that inputs come
 from device memory and the host's launch time hides behind the clearing. Contenders take turns
-within each repeat, so that drifting clocks and power meet all of them alike; the figure is the
-median. Compare ratios within one run, never absolute figures of different runs or cards.
+within each repeat, in another order each time, so that drifting clocks and power, and whoever ran
+before, meet all of them alike; the figure is the median. Compare ratios within one run, never
+absolute figures of different runs or cards.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import math
 import os
 import pathlib
 import platform
+import random
 import shutil
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -31,8 +34,11 @@ WARMUP = 4
 FLUSH_BYTES = 1 << 30
 TOTAL_TOKENS = 16 * 1024
 MODEL_WIDTH = 2048
-# The launch queue holds about a thousand kernels; below that a host call never waits for the GPU.
-HOST_CALLS = 200
+# The launch queue holds about a thousand kernels, and a call launches a few at most: so many calls
+# without waiting for the GPU never fill it, however long its kernels run.
+HOST_CALLS = 50
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +96,24 @@ def make_qkv(
     return q, k, v
 
 
+def turn(contenders: Iterable[Name], number: int) -> list[Name]:
+    """The order of turn ``number``: shuffled, the same in every run.
+
+    In a fixed order, or one that only rotates, each would always follow the same other, and find
+    the clock and power that this one leaves.
+    """
+    order = list(contenders)
+    random.Random(number).shuffle(order)
+    return order
+
+
 def time_interleaved(
-    contenders: Mapping[str, Callable[[], object]],
+    contenders: Mapping[Name, Callable[[], object]],
     device: str | torch.device = "cuda",
     repeats: int = REPEATS,
     warmup: int = WARMUP,
     flush_bytes: int = FLUSH_BYTES,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Time each contender ``repeats`` times, taking turns, caches cold.
 
     Args:
@@ -122,11 +139,11 @@ def time_interleaved(
         for _ in range(warmup):
             call()
     once = _time_on_gpu if device.type == "cuda" else _time_on_cpu
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(repeats):
-        for name, call in contenders.items():
+    times: dict[Name, list[float]] = {name: [] for name in contenders}
+    for repeat in range(repeats):
+        for name in turn(contenders, repeat):
             flush.zero_()
-            times[name].append(once(call))
+            times[name].append(once(contenders[name]))
     return times
 
 
@@ -156,10 +173,11 @@ def time_sustained(call: Callable[[], object], seconds: float = 1.0) -> float:
     return statistics.median(times[len(times) // 2 :])  # the first half still runs at burst clocks
 
 
-def host_time(call: Callable[[], object], batches: int = 20) -> float:
+def host_time(call: Callable[[], object], batches: int = 40) -> float:
     """Microseconds of host time of one call that enqueues GPU work, the queue never full.
 
-    Source: the protocol of the peers' figures, b = 1, s = 64, h = 4, d = 64.
+    The GPU is waited for between batches of calls, outside the time that is taken, so that the
+    figure is the same for kernels that run longer than the call that enqueues them.
     """
     times = []
     for _ in range(batches + 1):
@@ -172,18 +190,27 @@ def host_time(call: Callable[[], object], batches: int = 20) -> float:
     return statistics.median(times[1:])
 
 
+_SAMPLED = {
+    "sm_mhz": "clocks.sm",
+    # `power.draw` is the mean of a whole second from Ampere on, and so mostly of what ran before.
+    "power_w": "power.draw.instant",
+    "temperature_c": "temperature.gpu",
+}
+
+
 @contextlib.contextmanager
-def gpu_sampler(index: int = 0, interval_ms: int = 100) -> Iterator[dict[str, list[float]]]:
+def gpu_sampler(index: int = 0, interval_ms: int = 100) -> Iterator[list[dict[str, float]]]:
     """Sample SM clock (MHz), power (W) and temperature (C) with nvidia-smi while the body runs.
 
-    Yields a dict that fills up meanwhile; its lists stay empty where there is no nvidia-smi.
+    Yields a list that fills up meanwhile, of readings with ``at``, the time of
+    ``time.perf_counter`` when each came; it stays empty where there is no nvidia-smi.
     """
-    samples: dict[str, list[float]] = {"sm_mhz": [], "power_w": [], "temperature_c": []}
+    samples: list[dict[str, float]] = []
     program = shutil.which("nvidia-smi")
     if program is None:
         yield samples
         return
-    query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
+    query = f"--query-gpu={','.join(_SAMPLED.values())}"
     command = [program, query, "--format=csv,noheader,nounits", f"--id={index}"]
     process = subprocess.Popen(
         [*command, f"--loop-ms={interval_ms}"],
@@ -194,9 +221,11 @@ def gpu_sampler(index: int = 0, interval_ms: int = 100) -> Iterator[dict[str, li
 
     def read() -> None:
         for line in process.stdout or ():
-            for values, field in zip(samples.values(), line.split(","), strict=False):
+            sample = {"at": time.perf_counter()}
+            for name, field in zip(_SAMPLED, line.split(","), strict=False):
                 with contextlib.suppress(ValueError):  # "[N/A]" where the board has no sensor
-                    values.append(float(field))
+                    sample[name] = float(field)
+            samples.append(sample)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -208,11 +237,17 @@ def gpu_sampler(index: int = 0, interval_ms: int = 100) -> Iterator[dict[str, li
         reader.join()
 
 
-def summarise_samples(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Least, median and greatest of each sampled quantity."""
+def summarise_samples(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Number, least, median and greatest of each sampled quantity."""
+    found = {name: [x[name] for x in samples if name in x] for name in _SAMPLED}
     return {
-        name: {"min": min(values), "median": statistics.median(values), "max": max(values)}
-        for name, values in samples.items()
+        name: {
+            "count": len(values),
+            "min": min(values),
+            "median": statistics.median(values),
+            "max": max(values),
+        }
+        for name, values in found.items()
         if values
     }
 
@@ -278,7 +313,7 @@ def geomean(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Ratios:
-    """Speed of one contender over another across a sweep: above 1 is faster."""
+    """Speed over something else across a sweep: above 1 is faster."""
 
     count: int
     geomean: float
@@ -286,14 +321,13 @@ class Ratios:
     worst_row: Mapping[str, object]
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping], ours: str, peer: str) -> Ratios | None:
-        """Compare ``row["us"][ours]`` with ``row["us"][peer]``; None where no row has both."""
-        both = [row for row in rows if row["us"].get(ours) and row["us"].get(peer)]
+    def of(cls, found: Iterable[tuple[Mapping, float | None]]) -> Ratios | None:
+        """Of rows with their ratios, where None stands for a row without; None if all are."""
+        both = [(row, ratio) for row, ratio in found if ratio is not None]
         if not both:
             return None
-        ratios = [row["us"][peer] / row["us"][ours] for row in both]
-        worst = min(ratios)
-        return cls(len(both), geomean(ratios), worst, both[ratios.index(worst)])
+        row, worst = min(both, key=lambda pair: pair[1])
+        return cls(len(both), geomean([ratio for _, ratio in both]), worst, row)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -197,16 +197,18 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int]) -> FwdConfig:
     """The configuration for one problem on one compute capability.
 
     A single query row attends to every key under the bottom-right causal mask, so it needs no mask.
+    Queries that the smallest tile holds take it however many keys there are: what a larger one
+    computes beyond them is lost.
     """
     causal = problem.causal and problem.seqlen_q > 1
     head_dim = instantiated_head_dim(problem.d)
     if kernel_class(capability) == 80:
         return fwd_config(problem.dtype, head_dim, causal, capability)
-    return next(
-        config
-        for config, max_seqlen in sm90_configs(problem.dtype, head_dim, causal)
-        if problem.seqlen_k <= max_seqlen
-    )
+    configs = sm90_configs(problem.dtype, head_dim, causal)
+    smallest = min((config for config, _ in configs), key=lambda config: config.tile_m)
+    if problem.seqlen_q <= smallest.tile_m:
+        return smallest
+    return next(config for config, max_seqlen in configs if problem.seqlen_k <= max_seqlen)
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:

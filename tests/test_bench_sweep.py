@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import types
 
 import pytest
 import torch
@@ -14,29 +16,49 @@ CPU = sweep.Options("cpu", ("flashcute", "torch"), repeats=2, warmup=1, flush_by
 SHAPE = bm.Shape(1, 16, 24, 2, 1, 32, causal=False)
 
 
-def test_points_are_the_product_of_the_choices():
+def measure(shape, dtype="bf16", options=CPU, samples=(), **ceiling):
+    (row,) = sweep.measure([(dtype, shape)], 0, options, samples, ceiling)
+    return row
+
+
+def test_a_point_has_all_that_is_compared_at_it():
     found = sweep.points(["bf16", "fp16"], [64, 96], ["full", "causal"], [1, 4], [512, 1024])
-    assert len(found) == len(set(found)) == 2 * 2 * 2 * 2 * 2
-    for dtype, shape in found:
-        assert dtype in ("bf16", "fp16")
-        assert shape.b * shape.seqlen_q == bm.TOTAL_TOKENS
-        assert shape.seqlen_q == shape.seqlen_k
+    assert len(found) == 2 * 2 * 2
+    variants = [variant for point in found for variant in point]
+    assert len(variants) == len(set(variants)) == len(found) * 2 * 2
+    for point in found:
+        shapes = [shape for _, shape in point]
+        assert len({(shape.d, shape.causal, shape.seqlen_q, shape.flops) for shape in shapes}) == 1
+        assert {(dtype, shape.h // shape.h_k) for dtype, shape in point} == set(
+            itertools.product(("bf16", "fp16"), (1, 4))
+        )
+        for shape in shapes:
+            assert shape.b * shape.seqlen_q == bm.TOTAL_TOKENS
+            assert shape.seqlen_q == shape.seqlen_k
 
 
 @pytest.mark.parametrize(
-    ("d", "group", "heads"),
-    [(64, 1, (32, 32)), (64, 4, (32, 8)), (96, 4, (20, 5)), (96, 1, (21, 21)), (256, 16, (16, 1))],
+    ("d", "groups", "heads"),
+    [
+        (64, [1], [(32, 32)]),
+        (64, [4], [(32, 8)]),
+        (96, [1], [(21, 21)]),
+        (96, [1, 4], [(20, 20), (20, 5)]),
+        (128, [1, 4, 32], [(32, 32), (32, 8), (32, 1)]),
+        (256, [16], [(16, 1)]),
+        (256, [2, 3], [(6, 3), (6, 2)]),
+    ],
 )
-def test_groups_share_key_heads(d, group, heads):
-    ((_, shape),) = sweep.points(["bf16"], [d], ["full"], [group], [512])
-    assert (shape.h, shape.h_k) == heads
+def test_groups_of_a_point_have_the_same_query_heads(d, groups, heads):
+    (point,) = sweep.points(["bf16"], [d], ["full"], groups, [512])
+    assert [(shape.h, shape.h_k) for _, shape in point] == heads
 
 
 @pytest.mark.parametrize("dtype", sweep.DTYPES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_row_compares_and_times(dtype, causal):
     shape = dataclasses.replace(SHAPE, causal=causal, seqlen_k=16)
-    row = sweep.measure(shape, dtype, CPU, {}, {"tflops": 1.0})
+    row = measure(shape, dtype, tflops=1.0)
     assert {name: row[name] for name in dataclasses.asdict(shape)} == dataclasses.asdict(shape)
     assert set(row["us"]) == set(row["tflops"]) == {"flashcute", "torch"}
     assert row["difference"]["torch"] == 0.0
@@ -50,28 +72,76 @@ def test_a_row_compares_and_times(dtype, causal):
 
 def test_a_wrong_contender_shows_in_the_row(monkeypatch):
     monkeypatch.setitem(peers._MAKERS, "flashcute", lambda q, k, v, causal: lambda: q + 1)
-    row = sweep.measure(SHAPE, "bf16", CPU, {}, {})
+    row = measure(SHAPE)
     assert row["difference"]["flashcute"] > sweep.AGREEMENT["bf16"]
     assert row["percent_of_ceiling"] == {}
 
 
+def test_a_point_is_timed_in_one_loop_and_each_row_has_its_own(monkeypatch):
+    grouped = dataclasses.replace(SHAPE, h_k=2)
+    point = [("bf16", SHAPE), ("bf16", grouped), ("fp16", SHAPE)]
+    loops = []
+
+    def timed(contenders, *_):
+        loops.append(contenders)
+        return {key: [10.0 * index + 1, 10.0 * index] for index, key in enumerate(contenders)}
+
+    monkeypatch.setattr(bm, "time_interleaved", timed)
+    rows = sweep.measure(point, 0, CPU, [], {})
+    (loop,) = loops
+    assert len(loop) == 3 * 2
+    assert [(row["dtype"], row["h_k"]) for row in rows] == [("bf16", 1), ("bf16", 2), ("fp16", 1)]
+    assert [row["us"]["flashcute"] for row in rows] == [0.5, 20.5, 40.5]
+    assert [row["us"]["torch"] for row in rows] == [10.5, 30.5, 50.5]
+    assert rows[2]["us_min"]["torch"] == 50.0
+
+
 def test_sustained_runs_take_clock_and_power_of_their_second_half(monkeypatch):
-    samples = {"sm_mhz": [1980.0], "power_w": [], "temperature_c": [30.0]}
+    samples = [{"at": 0.0, "sm_mhz": 1980.0}]
+    clock = iter((0.0, 10.0, 20.0, 30.0, 40.0, 50.0))  # when each of the three runs begins and ends
+    begins = iter((0.0, 20.0, 40.0))
 
     def run(call, seconds):
-        samples["sm_mhz"] += [1900.0, 1800.0, 1500.0, 1500.0, 1510.0]
-        samples["temperature_c"] += [50.0]
+        now = next(begins)
+        samples.extend(
+            {"at": now + x, "sm_mhz": mhz, "temperature_c": 50.0}
+            for x, mhz in ((1, 1900.0), (4, 1800.0), (6, 1500.0), (8, 1490.0), (9, 1510.0))
+        )
         return 123.456
 
+    monkeypatch.setattr(sweep, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(bm, "time_interleaved", lambda calls, *_: {key: [1.0] for key in calls})
     monkeypatch.setattr(bm, "time_sustained", run)
-    row = sweep.measure(
-        SHAPE, "bf16", dataclasses.replace(CPU, sustained=1.0), samples, {"tflops_sustained": 2.0}
-    )
+    steady = dataclasses.replace(CPU, sustained=1.0)
+    row = measure(SHAPE, options=steady, samples=samples, tflops_sustained=2.0)
     assert row["us_sustained"] == {"flashcute": 123.46, "torch": 123.46}
-    assert row["gpu_sustained"]["torch"] == {"sm_mhz": 1500.0, "temperature_c": 50.0}
+    state = {"sm_mhz": 1500.0, "temperature_c": 50.0, "samples": 3}
+    assert row["gpu_sustained"] == {"flashcute": state, "torch": state}
     tflops = row["tflops_sustained"]["flashcute"]
     assert tflops == pytest.approx(SHAPE.flops / 123.46 / 1e6, abs=1e-4)
     assert row["percent_of_ceiling_sustained"]["torch"] == pytest.approx(50 * tflops, abs=0.1)
+
+
+def test_sustained_runs_have_another_order_at_each_point_and_follow_a_run(monkeypatch):
+    ran = []
+
+    def sustained(call, seconds, samples):
+        ran.append(call())
+        return {"us": 1.0}
+
+    for name in CPU.names:
+        output = torch.full((1,), float(CPU.names.index(name)))
+        monkeypatch.setitem(peers._MAKERS, name, lambda *_, output=output: lambda: output)
+    monkeypatch.setattr(sweep, "_sustained", sustained)
+    orders = []
+    for number in range(6):
+        ran.clear()
+        sweep.measure([("bf16", SHAPE)], number, dataclasses.replace(CPU, sustained=1.0), [], {})
+        first, *order = (CPU.names[int(x)] for x in ran)
+        assert first == order[-1]
+        orders.append(order)
+    assert orders == [bm.turn(CPU.names, number) for number in range(6)]
+    assert {order[0] for order in orders} == set(CPU.names)
 
 
 def test_the_ceiling_is_a_product_and_a_copy(monkeypatch):
@@ -81,8 +151,7 @@ def test_the_ceiling_is_a_product_and_a_copy(monkeypatch):
         bm, "time_interleaved", lambda calls, *_: {n: [2.0] for n in calls if c(calls[n])}
     )
     monkeypatch.setattr(bm, "time_sustained", lambda call, seconds: 4.0)
-    samples = {"sm_mhz": [], "power_w": []}
-    ceiling = sweep.measure_ceiling(dataclasses.replace(CPU, sustained=0.1), samples)
+    ceiling = sweep.measure_ceiling(dataclasses.replace(CPU, sustained=0.1), [])
     assert ceiling["tflops"] == pytest.approx(2 * 64**3 / 2.0 / 1e6, abs=0.05)
     assert ceiling["tflops_sustained"] == pytest.approx(2 * 64**3 / 4.0 / 1e6, abs=0.05)
     assert ceiling["bytes_per_second"] == pytest.approx(2 * (1 << 20) / 2e-6)
@@ -95,18 +164,32 @@ def c(call):
 
 def test_a_run_has_every_part():
     seen = []
-    result = sweep.run([("bf16", SHAPE), ("fp16", SHAPE)], CPU, seen.append)
+    result = sweep.run([[("bf16", SHAPE), ("fp16", SHAPE)]], CPU, seen.append)
     assert result["rows"] == seen
     assert [row["dtype"] for row in seen] == ["bf16", "fp16"]
     assert result["device"] == "cpu"
     assert result["contenders"] == CPU.names
     assert result["machine"]["torch"] == torch.__version__
     assert not result["stopped_early"]
-    assert result["ceiling"] == result["host_us"] == {}  # nothing of a GPU
+    assert result["ceiling"] == result["host_us"] == result["host_us_causal"] == {}  # of a GPU
+
+
+def test_host_time_is_taken_of_every_contender_on_each_shape(monkeypatch):
+    monkeypatch.setattr(bm, "host_time", lambda call: 12.34 + 0 * call().sum().item())
+    shape = sweep.HOST_SHAPES["host_us"]
+    assert sweep.measure_host(shape, CPU) == {"flashcute": 12.3, "torch": 12.3}
+    monkeypatch.setattr(sweep, "measure_host", lambda shape, options: {"flashcute": shape.d})
+    monkeypatch.setattr(sweep, "measure_ceiling", lambda options, samples: {"tflops": 1.0})
+    result = sweep.run([], dataclasses.replace(CPU, device="cuda"))
+    assert (result["host_us"], result["host_us_causal"]) == ({"flashcute": 64}, {"flashcute": 128})
+    assert result["ceiling"] == {"tflops": 1.0}
+    large = sweep.HOST_SHAPES["host_us_causal"]
+    assert large.causal and large.h > large.h_k
+    assert large.b * large.h * large.seqlen_q // 192 > 132  # more tiles than an H200 has SMs
 
 
 def test_the_time_limit_and_the_keyboard_keep_what_is_measured(monkeypatch):
-    wanted = [("bf16", SHAPE)] * 3
+    wanted = [[("bf16", SHAPE)]] * 3
     result = sweep.run(wanted, dataclasses.replace(CPU, time_limit=-1.0))
     assert (result["rows"], result["stopped_early"]) == ([], True)
 

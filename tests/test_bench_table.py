@@ -30,16 +30,77 @@ def test_points_are_compared_with_the_best_peer():
 
 def test_summary_names_the_worst_point_and_gaps():
     text = table.summary(result(*ROWS, stopped_early=True))
-    assert ["bf16", "fa2", "2", "0.995", "0.900", "d=128 s=512 causal"] in cells(text)
-    assert "flashcute 20.0 us" in text
+    assert ["flashcute, bf16", "fa2", "2", "0.995", "0.900", "d=128 s=512 causal"] in cells(text)
+    assert "host time per call, d=64 s=64 full: flashcute 20.0 us" in text
     assert "STOPPED EARLY" in text
     assert "STOPPED" not in table.summary(result(*ROWS))
+
+
+def ratios(text):
+    """The lines of the ratios' table: (what, over), then points, geometric mean and worst."""
+    table = text[text.index("Ratios") :].split("\n\n")[1]
+    return {tuple(line[:2]): tuple(line[2:5]) for line in cells(table)[2:]}
+
+
+def test_ratios_to_the_best_peer_and_to_fa3_by_length_and_head_dim():
+    rows = [
+        row(64, 512, flashcute=100.0, fa2=130.0, fa3=120.0),
+        row(64, 4096, flashcute=100.0, fa2=130.0, fa3=90.0),
+        row(128, 4096, flashcute=100.0, fa2=130.0),
+    ]
+    found = ratios(table.summary(result(*rows)))
+    assert found == {
+        ("flashcute, bf16", "best peer"): ("3", "1.120", "0.900"),
+        ("flashcute, bf16, s <= 1024", "best peer"): ("1", "1.200", "1.200"),
+        ("flashcute, bf16, d = 64", "best peer"): ("2", "1.039", "0.900"),
+        ("flashcute, bf16, d = 128", "best peer"): ("1", "1.300", "1.300"),
+        ("flashcute, bf16", "fa2"): ("3", "1.300", "1.300"),
+        ("flashcute, bf16", "fa3"): ("2", "1.039", "0.900"),
+        ("flashcute, bf16, s <= 1024", "fa3"): ("1", "1.200", "1.200"),
+        ("flashcute, bf16, d = 64", "fa3"): ("2", "1.039", "0.900"),
+    }
+
+
+def test_dtypes_and_groups_are_compared_at_the_same_points():
+    rows = [
+        row(128, 512, flashcute=100.0, fa2=200.0),
+        row(128, 1024, flashcute=100.0, fa2=200.0),
+        row(128, 512, dtype="fp16", flashcute=125.0, fa2=200.0),
+        row(128, 1024, dtype="fp16", flashcute=100.0),
+        row(128, 2048, dtype="fp16", flashcute=1.0),  # not measured in bf16
+        row(128, 512, group=4, flashcute=80.0),
+        row(128, 512, group=4, flashcute=1.0) | {"h": 32, "h_k": 8},  # other FLOPs
+        row(128, 512, group=4, dtype="fp16", flashcute=80.0),
+    ]
+    found = ratios(table.summary(result(*rows)))
+    itself = {key: value for key, value in found.items() if key[1].startswith(("bf16", "fp16"))}
+    assert itself == {
+        ("flashcute, fp16", "bf16"): ("2", "0.894", "0.800"),
+        ("fa2, fp16", "bf16"): ("1", "1.000", "1.000"),
+        ("flashcute, bf16, group 4", "bf16"): ("1", "1.250", "1.250"),
+        ("flashcute, fp16, group 4", "bf16, group 4"): ("1", "1.000", "1.000"),
+        ("flashcute, fp16, group 4", "fp16"): ("1", "1.562", "1.562"),
+    }
+
+
+def test_sustained_ratios_come_from_sustained_times():
+    made = row(64, sustained=True, flashcute=100.0, fa2=110.0)
+    made["us_sustained"]["fa2"] = 250.0
+    text = table.summary(result(made))
+    over = ("flashcute, bf16", "best peer")
+    assert ratios(text)[over] == ("1", "1.100", "1.100")
+    assert ratios(text[text.index("Ratios sustained") :])[over] == ("1", "2.000", "2.000")
+
+
+def test_host_time_is_of_both_shapes():
+    text = table.summary(result(*ROWS, host_us_causal={"flashcute": 21.25, "fa3": 60.0}))
+    assert "per call, d=128 s=1024 causal h=16/4: flashcute 21.2 us, fa3 60.0 us" in text
 
 
 def test_sustained_figures_have_clock_and_power():
     rows = [row(64, sustained=True, flashcute=100.0, fa2=110.0)]
     text = table.summary(result(*rows))
-    last = cells(text[text.index("sustained") :])
+    last = cells(text[text.index("TFLOP/s sustained") :])
     assert last[2][-1] == "W"
     assert last[4][-2:] == ["1512.0", "655.0"]
     assert "sustained" not in table.summary(result(row(64, flashcute=1.0))).partition("matmul c")[0]

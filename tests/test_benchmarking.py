@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 
@@ -58,8 +59,18 @@ def test_contenders_take_turns_after_warm_up():
     order = []
     contenders = {name: lambda name=name: order.append(name) for name in "ab"}
     times = bm.time_interleaved(contenders, "cpu", repeats=3, warmup=2, flush_bytes=1)
-    assert order == ["a", "a", "b", "b"] + ["a", "b"] * 3
+    assert order[:4] == ["a", "a", "b", "b"]
+    assert order[4:] == [name for repeat in range(3) for name in bm.turn("ab", repeat)]
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+
+
+def test_nobody_always_comes_first_or_after_the_same_other():
+    turns = [bm.turn("abcd", number) for number in range(bm.REPEATS)]
+    assert turns == [bm.turn("abcd", number) for number in range(bm.REPEATS)]
+    assert all(sorted(turn) == list("abcd") for turn in turns)
+    assert {turn[0] for turn in turns} == set("abcd")
+    before = {(a, b) for turn in turns for a, b in itertools.pairwise(turn)}
+    assert len(before) == 12  # every pair of two
 
 
 def test_times_are_microseconds():
@@ -91,30 +102,31 @@ def test_geomean():
             bm.geomean(values)
 
 
-def row(d, causal=False, difference=0.0, **us):
-    """A row as the sweep writes it."""
-    shape = bm.sweep_shape(d, 512, causal)
-    tflops = {name: shape.flops / t / 1e6 for name, t in us.items()}
-    sizes = {"dtype": "bf16", "d": d, "causal": causal, "seqlen_q": 512}
-    return sizes | {"us": us, "tflops": tflops, "difference": {"flashcute": difference}}
+def test_ratios_take_only_rows_that_have_one():
+    found = bm.Ratios.of([({"d": 64}, 1.1), ({"d": 96}, None), ({"d": 128}, 0.9)])
+    assert (found.count, found.worst, found.worst_row) == (2, 0.9, {"d": 128})
+    assert found.geomean == pytest.approx((1.1 * 0.9) ** 0.5)
+    assert bm.Ratios.of([({"d": 64}, None)]) is None
 
 
-ROWS = [row(64, flashcute=100.0, fa2=110.0), row(128, True, flashcute=100.0, fa2=90.0, fa3=50.0)]
+def test_host_time_counts_calls_and_not_the_wait_for_the_gpu(monkeypatch):
+    queued = []
 
+    def synchronize():
+        assert len(queued) <= bm.HOST_CALLS
+        time.sleep(0.01)
+        queued.clear()
 
-def test_ratios_compare_only_points_that_both_have():
-    fa2 = bm.Ratios.of(ROWS, "flashcute", "fa2")
-    assert (fa2.count, fa2.worst, fa2.worst_row["d"]) == (2, 0.9, 128)
-    assert fa2.geomean == pytest.approx((1.1 * 0.9) ** 0.5)
-    fa3 = bm.Ratios.of(ROWS, "flashcute", "fa3")
-    assert (fa3.count, fa3.geomean) == (1, pytest.approx(0.5))
-    assert bm.Ratios.of(ROWS, "flashcute", "cudnn") is None
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    us = bm.host_time(lambda: queued.append(1), batches=5)
+    assert not queued
+    assert us < 0.01 * 1e6 / bm.HOST_CALLS
 
 
 def test_summarise_samples_leaves_out_what_was_not_measured():
-    samples = {"sm_mhz": [1700.0, 1980.0, 1900.0], "power_w": []}
+    samples = [{"at": 0.1 * i, "sm_mhz": mhz} for i, mhz in enumerate((1700.0, 1980.0, 1900.0))]
     summary = bm.summarise_samples(samples)
-    assert summary == {"sm_mhz": {"min": 1700.0, "median": 1900.0, "max": 1980.0}}
+    assert summary == {"sm_mhz": {"count": 3, "min": 1700.0, "median": 1900.0, "max": 1980.0}}
 
 
 def test_gpu_sampler_reads_nvidia_smi(tmp_path, monkeypatch):
@@ -123,10 +135,13 @@ def test_gpu_sampler_reads_nvidia_smi(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     start = time.monotonic()
+    before = time.perf_counter()
     with bm.gpu_sampler() as samples:
-        while not samples["power_w"] and time.monotonic() - start < 30:
+        while not samples and time.monotonic() - start < 30:
             time.sleep(0.01)
-    assert samples == {"sm_mhz": [1755.0], "power_w": [512.25], "temperature_c": []}
+    (sample,) = samples
+    assert before < sample.pop("at") < time.perf_counter()
+    assert sample == {"sm_mhz": 1755.0, "power_w": 512.25}
     assert time.monotonic() - start < 30
 
 
@@ -134,7 +149,7 @@ def test_gpu_sampler_without_nvidia_smi(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with bm.gpu_sampler() as samples:
         pass
-    assert not any(samples.values())
+    assert samples == []
 
 
 def test_machine_info_says_what_a_figure_needs(tmp_path):

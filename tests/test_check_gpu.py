@@ -19,7 +19,10 @@ def script(text):
 @pytest.fixture
 def phases(monkeypatch):
     def use(**commands):
-        made = {name: check_gpu.Phase(20, command, 200) for name, command in commands.items()}
+        made = {
+            name: check_gpu.Phase(20, command, 200, default=name != "extra")
+            for name, command in commands.items()
+        }
         monkeypatch.setattr(check_gpu, "PHASES", made)
 
     return use
@@ -100,6 +103,13 @@ def test_phases_can_be_selected(phases, tmp_path):
     phases(first=script("raise SystemExit(1)"), second=script("pass"))
     assert check_gpu.main(["--out", str(tmp_path), "--phases", "second"]) == 0
     assert outcomes(tmp_path) == {"second": "passed"}
+
+
+def test_what_is_no_default_runs_when_asked_for(phases, tmp_path):
+    phases(usual=script("pass"), extra=script("raise SystemExit(1)"))
+    assert check_gpu.main(["--out", str(tmp_path)]) == 0
+    assert outcomes(tmp_path) == {"usual": "passed"}
+    assert check_gpu.main(["--out", str(tmp_path), "--phases", "extra"]) == 1
 
 
 @pytest.mark.parametrize("limit", ["tests", "nothing=3", "tests=", "tests=soon"])

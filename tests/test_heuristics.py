@@ -88,6 +88,17 @@ def test_choice_follows_the_number_of_keys(dtype, head_dim, causal):
         shortest = longest + 1
 
 
+def test_queries_that_one_tile_holds_take_the_smallest():
+    found = [
+        heuristics.choose_fwd(dataclasses.replace(PROBLEM, seqlen_q=n, seqlen_k=10**6), (9, 0))
+        for n in (2, 128, 129)
+    ]
+    assert [config.tile_m for config in found] == [128, 128, 192]
+    # Where there is none of 128 rows, as for many keys.
+    one = dataclasses.replace(PROBLEM, d=64, seqlen_q=1)
+    assert heuristics.choose_fwd(one, (9, 0)).tile_m == 192
+
+
 def test_class_is_the_newest_that_the_gpu_runs():
     assert heuristics.kernel_class((9, 0)) == 90
     assert {heuristics.kernel_class(capability) for capability in OTHERS} == {80}

@@ -2,6 +2,7 @@
 
     python tools/check_gpu.py --out build/gpu
     python tools/check_gpu.py --out build/gpu --phases build bench --limit bench=300
+    python tools/check_gpu.py --out build/gpu --phases build sanitize
 
 Each phase is a process of its own with a time limit and a log under the output folder. A phase that
 fails or runs out of time does not stop the next one. Short tables are printed last, and the exit
@@ -36,11 +37,13 @@ class Phase:
         limit: Seconds, unless ``--limit`` says otherwise.
         command: Arguments after the interpreter, given the options and the seconds it has.
         shown: How many characters of the log's end the summary shows.
+        default: Whether it runs unless ``--phases`` says otherwise.
     """
 
     limit: float
     command: Callable[[argparse.Namespace, float], list[str]]
     shown: int
+    default: bool = True
 
 
 def _build(args: argparse.Namespace, _seconds: float) -> list[str]:
@@ -63,12 +66,18 @@ def _bench(args: argparse.Namespace, seconds: float) -> list[str]:
     return ["-m", "flashcute", "bench", *out, *limit, *shlex.split(args.bench)]
 
 
+def _sanitize(args: argparse.Namespace, seconds: float) -> list[str]:
+    return ["tools/sanitize.py", "--out", str(args.out), "--time-limit", str(round(seconds - 5))]
+
+
 PHASES = {
     "info": Phase(60, lambda _args, _seconds: ["-m", "flashcute", "info"], 2500),
     "build": Phase(240, _build, 500),
     "tests": Phase(300, _tests, 2000),
     "model": Phase(120, _model, 2800),
     "bench": Phase(200, _bench, 7000),
+    # Not every machine with a GPU has the tool, or a driver that lets it.
+    "sanitize": Phase(180, _sanitize, 4000, default=False),
 }
 
 
@@ -136,7 +145,8 @@ def _limits(pairs: list[str]) -> dict[str, float]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "gpu")
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    usual = [name for name, phase in PHASES.items() if phase.default]
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=usual)
     parser.add_argument("--total", type=float, default=560, help="seconds for all phases")
     parser.add_argument("--limit", nargs="+", default=[], help="PHASE=SECONDS")
     parser.add_argument("--jobs", type=int, help="compilers at the same time")
@@ -172,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"\n---- {name}\n{_tail(log, PHASES[name].shown)}")
     print("\n---- summary")
     for name, result in results.items():
-        print(f"{name:6} {result['seconds']:7.1f} s  {result['outcome']}")
+        print(f"{name:8} {result['seconds']:7.1f} s  {result['outcome']}")
     return 0 if all(result["outcome"] == "passed" for result in results.values()) else 1
 
 

@@ -11,7 +11,6 @@ every figure to a JSON file. ``heuristics.py`` then takes the winners.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import itertools
 import math
@@ -27,7 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from flashcute import benchmarking, heuristics, jit
 from flashcute.bench import peers
 from flashcute.config import HEAD_DIMS, KERNEL_CLASSES, MAX_SMEM_BYTES, FwdConfig
-from flashcute.jit import abi
+from flashcute.jit import abi, launch
 
 MAX_REGISTERS = 255
 REGISTER_FILE = 65536
@@ -153,35 +152,19 @@ def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
                 yield other
 
 
-def launcher(kernel: jit.Kernel, q, k, v, causal: bool):
-    """A call that runs ``kernel`` on q, k, v of (b, s, h, d) and returns (out, lse)."""
-    b, sq, h, d = q.shape
-    out = torch.full_like(q, float("nan"))
-    lse = torch.full((b, h, sq), float("nan"), dtype=torch.float32, device=q.device)
-    scale = 1 / math.sqrt(d)
-    params = abi.FlashFwdParams(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-        *(x.stride(dim) for x in (q, k, v, out) for dim in (0, 1, 2)),
-        b, sq, k.shape[1], h, k.shape[2], d, h // k.shape[2],
-        scale, scale * math.log2(math.e),
-    )  # fmt: skip
+def launcher(kernel: jit.Kernel, q, k, v) -> launch.Call:
+    """A call that runs ``kernel`` on q, k, v of (b, s, h, d); elements it leaves out stay NaN."""
+    b, seqlen_q, h, _ = q.shape
+    lse = torch.full((b, h, seqlen_q), math.nan, dtype=torch.float32, device=q.device)
     entry = abi.FlashKernel.from_address(kernel.address)
-
-    def call():
-        stream = torch.cuda.current_stream().cuda_stream
-        error = entry.launch(ctypes.byref(params), ctypes.c_void_p(stream))
-        if error:
-            raise RuntimeError(f"{kernel.config.full_name}: {entry.error_string(error).decode()}")
-        return out, lse
-
-    return call
+    return launch.Call(entry, q, k, v, outputs=(torch.full_like(q, math.nan), lse))
 
 
 def relative_error(kernel: jit.Kernel, causal: bool) -> float:
     """Largest relative error of one head of awkward lengths against fp32 SDPA."""
     shape = benchmarking.Shape(2, 333, 715, 2, 1, kernel.config.head_dim, causal)
     q, k, v = benchmarking.make_qkv(shape, torch.bfloat16, "cuda", seed=1)
-    out, _ = launcher(kernel, q, k, v, causal)()
+    out, _ = launcher(kernel, q, k, v)()
     mask = torch.ones(333, 715, dtype=torch.bool, device="cuda")
     mask = mask.tril(715 - 333) if causal else mask
     qf, kf, vf = (x.float().transpose(1, 2) for x in (q, k, v))
@@ -242,7 +225,7 @@ def search(head_dim: int, causal: bool, args) -> list[dict]:
     for seqlen in args.seqlen:
         shape = benchmarking.sweep_shape(head_dim, seqlen, causal)
         q, k, v = benchmarking.make_qkv(shape, torch.bfloat16, "cuda")
-        calls = {name: launcher(kernel, q, k, v, causal) for name, kernel in kernels.items()}
+        calls = {name: launcher(kernel, q, k, v) for name, kernel in kernels.items()}
         calls |= peers.make(q, k, v, causal, args.peers)[0]
         times = benchmarking.time_interleaved(calls, repeats=args.repeats, warmup=1)
         medians = {name: statistics.median(samples) for name, samples in times.items()}

@@ -9,7 +9,9 @@ bit patterns, and the machine that made them.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 import pathlib
 import sys
 
@@ -19,15 +21,24 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import flashcute
-from flashcute import benchmarking, heuristics
+from flashcute import benchmarking
+from flashcute.benchmarking import Shape
+from flashcute.heuristics import FwdProblem, choose_fwd
 
-# (dtype, head dimension of the tensors, causal, b, seqlen_q, seqlen_k, h, h_k): both dtypes, both
-# masks, one and two stages, Q in registers and not, tile edges, GQA and a padded head dimension.
+# Kernel class, dtype and problem.
+# sm80: both dtypes, both masks, one and two stages, Q in registers and not, tile edges, GQA and a
+# padded head dimension. sm90: the same, two and three warpgroups, with and without turns and lazy
+# rescaling.
 RECORDED = (
-    ("bf16", 64, False, 1, 130, 193, 2, 1),
-    ("fp16", 128, True, 1, 129, 200, 2, 2),
-    ("bf16", 88, True, 1, 100, 161, 2, 1),
-    ("fp16", 192, False, 1, 70, 130, 1, 1),
+    (80, "bf16", Shape(1, 130, 193, 2, 1, 64, False)),
+    (80, "fp16", Shape(1, 129, 200, 2, 2, 128, True)),
+    (80, "bf16", Shape(1, 100, 161, 2, 1, 88, True)),
+    (80, "fp16", Shape(1, 70, 130, 1, 1, 192, False)),
+    (90, "bf16", Shape(1, 200, 300, 2, 1, 64, False)),
+    (90, "fp16", Shape(1, 129, 260, 2, 2, 128, True)),
+    (90, "bf16", Shape(1, 100, 1100, 2, 1, 88, True)),
+    (90, "bf16", Shape(1, 70, 1050, 1, 1, 128, False)),
+    (90, "fp16", Shape(1, 130, 200, 1, 1, 256, False)),
 )
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,14 +54,17 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     machine = json.dumps(benchmarking.machine_info())
-    for dtype, d, causal, b, seqlen_q, seqlen_k, h, h_k in RECORDED:
-        shape = benchmarking.Shape(b, seqlen_q, seqlen_k, h, h_k, d, causal)
-        q, k, v = benchmarking.make_qkv(shape, TORCH_DTYPES[dtype], "cuda", seed=d)
-        out, lse, _ = flashcute.flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
-        problem = heuristics.FwdProblem(dtype, causal, b, seqlen_q, seqlen_k, h, h_k, d)
-        config = heuristics.choose_fwd(problem, torch.cuda.get_device_capability())
+    for arch, dtype, shape in RECORDED:
+        os.environ["FLASHCUTE_ARCH"] = str(arch)
+        q, k, v = benchmarking.make_qkv(shape, TORCH_DTYPES[dtype], "cuda", seed=shape.d)
+        out, lse, _ = flashcute.flash_attn_func(
+            q, k, v, causal=shape.causal, return_attn_probs=True
+        )
+        config = choose_fwd(
+            FwdProblem(dtype=dtype, **dataclasses.asdict(shape)), torch.cuda.get_device_capability()
+        )
         np.savez_compressed(
-            args.out / f"{config.name}_d{d}.npz",
+            args.out / f"{config.name}_d{shape.d}.npz",
             q=bits(q),
             k=bits(k),
             v=bits(v),
@@ -59,7 +73,7 @@ def main() -> None:
             config=config.full_name,
             machine=machine,
         )
-        print(f"{config.full_name}: d = {d}, {seqlen_q} x {seqlen_k}")
+        print(f"{config.full_name}: {shape}")
 
 
 if __name__ == "__main__":

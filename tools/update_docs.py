@@ -21,6 +21,7 @@ from api_reference import PAGES, api_reference  # noqa: E402 - beside this file
 
 from flashcute import benchmarking as bm  # noqa: E402 - from this checkout, installed or not
 from flashcute import env, support_matrix  # noqa: E402
+from flashcute.bench import table  # noqa: E402
 
 FORWARD = ROOT / "benchmarks" / "results" / "fwd.json"
 TABLE_SEQLENS = (512, 4096, 16384)
@@ -41,25 +42,26 @@ def speed(path: Path = FORWARD) -> str:
     ran = {name for row in result["rows"] for name, time in row["us"].items() if time}
     names = [name for name in result["contenders"] if name in ran]
     ours, peers = names[0], names[1:]
+    measured = [row for row in result["rows"] if row["h"] == row["h_k"]]
     rows = []
-    for row in result["rows"]:
+    for row in measured:
         if row["dtype"] == "bf16" and row["seqlen_q"] in TABLE_SEQLENS:
             mask = "causal" if row["causal"] else "full"
             tflops = [row["tflops"].get(name) for name in names]
             figures = ["-" if t is None else f"{t:.0f}" for t in tflops]
             rows.append([row["d"], mask, row["seqlen_q"], *figures])
-    table = bm.format_table(["head dim", "mask", "seqlen", *names], rows)
+    speeds = bm.format_table(["head dim", "mask", "seqlen", *names], rows)
     lines = [
         f"Forward, bf16, TFLOP/s, on one {machine['gpu']} (driver {machine['driver']}, torch "
         f"{machine['torch']}), {str(machine['date'])[:10]}: 16k tokens, {ours} beside "
         f"{', '.join(peers)} in the same run, cold caches, medians "
         "([protocol](flashcute/benchmarking.py)). `fa2` and `cudnn` are PyTorch's.",
         "",
-        table,
+        speeds,
         "",
     ]
     for peer in peers:
-        found = bm.Ratios.of(result["rows"], ours, peer)
+        found = bm.Ratios.of((row, table.ratio(row, peer=peer)) for row in measured)
         if found is not None:
             worst = found.worst_row
             mask = "causal" if worst["causal"] else "full"
@@ -68,8 +70,7 @@ def speed(path: Path = FORWARD) -> str:
                 f"points); worst point {found.worst:.2f}x, at d = {worst['d']}, "
                 f"s = {worst['seqlen_q']}, {mask}, {worst['dtype']}"
             )
-    host = ", ".join(f"{name} {us:.0f} us" for name, us in result["host_us"].items())
-    lines.append(f"- host time of one call: {host}")
+    lines += [f"- {line}" for line in table.host_times(result)]
     return "\n".join(lines)
 
 

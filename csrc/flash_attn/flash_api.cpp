@@ -180,6 +180,21 @@ Layout read_layout(const Tensor &tensor, const char *name) {
             .last_stride = stride[3]};
 }
 
+// With one query row a head, the query heads that share a key head can be the rows of one head:
+// (b, 1, h, d) seen as (b, h / h_k, h_k, d), and its log-sum-exp as (b, h_k, h / h_k), the same
+// bytes. One tile then reads the keys that h / h_k tiles would have read.
+Layout heads_as_rows(const Layout &layout, int64_t h_k) {
+    const int64_t rows = layout.h / h_k;
+    return {.b = layout.b,
+            .s = rows,
+            .h = h_k,
+            .d = layout.d,
+            .batch_stride = layout.batch_stride,
+            .row_stride = layout.head_stride,
+            .head_stride = rows * layout.head_stride,
+            .last_stride = layout.last_stride};
+}
+
 int32_t dtype_of(const Tensor &tensor) {
     int32_t dtype = 0;
     check_shim(aoti_torch_get_dtype(tensor.get(), &dtype));
@@ -306,19 +321,22 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
     if (ql.b == 0 || ql.s == 0) {
         return make_outputs(q, ql, dtype, device);
     }
+    // A single row sees every key, also under the causal mask, as that ends in the last column.
+    const bool one_row = ql.s == 1 && ql.h <= kMaxSeqlen;
+    const Layout rows = one_row ? heads_as_rows(ql, kl.h) : ql;
     const FwdProblem problem{
         .device = device,
         .dtype = dtype == aoti_torch_dtype_float16() ? DType::fp16 : DType::bf16,
-        .causal = causal,
-        .b = static_cast<int32_t>(ql.b),
-        .seqlen_q = static_cast<int32_t>(ql.s),
+        .causal = causal && !one_row,
+        .b = static_cast<int32_t>(rows.b),
+        .seqlen_q = static_cast<int32_t>(rows.s),
         .seqlen_k = static_cast<int32_t>(kl.s),
-        .h = static_cast<int32_t>(ql.h),
+        .h = static_cast<int32_t>(rows.h),
         .h_k = static_cast<int32_t>(kl.h),
-        .d = static_cast<int32_t>(ql.d)};
+        .d = static_cast<int32_t>(rows.d)};
     const Flash_kernel *kernel = kernel_table().find(problem);
     // The grid is one-dimensional, and its limit is that of a 32-bit int.
-    const int64_t tiles = ql.b * ql.h * ((ql.s + kernel->tile_m - 1) / kernel->tile_m);
+    const int64_t tiles = rows.b * rows.h * ((rows.s + kernel->tile_m - 1) / kernel->tile_m);
     if (tiles > kMaxTiles) {
         fail("expected at most ", kMaxTiles, " tiles of ", kernel->tile_m, " query rows, got ",
              tiles, "; split the batch");
@@ -328,19 +346,20 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
     const Layout ol = read_layout(std::get<0>(outputs), "out");
     params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
     check_vectorised(ol, params.o_ptr, "out");
+    const Layout out_rows = one_row ? heads_as_rows(ol, kl.h) : ol;
     params.softmax_lse_ptr = static_cast<float *>(std::get<1>(outputs).mutable_data_ptr());
-    params.q_batch_stride = ql.batch_stride;
-    params.q_row_stride = ql.row_stride;
-    params.q_head_stride = ql.head_stride;
+    params.q_batch_stride = rows.batch_stride;
+    params.q_row_stride = rows.row_stride;
+    params.q_head_stride = rows.head_stride;
     params.k_batch_stride = kl.batch_stride;
     params.k_row_stride = kl.row_stride;
     params.k_head_stride = kl.head_stride;
     params.v_batch_stride = vl.batch_stride;
     params.v_row_stride = vl.row_stride;
     params.v_head_stride = vl.head_stride;
-    params.o_batch_stride = ol.batch_stride;
-    params.o_row_stride = ol.row_stride;
-    params.o_head_stride = ol.head_stride;
+    params.o_batch_stride = out_rows.batch_stride;
+    params.o_row_stride = out_rows.row_stride;
+    params.o_head_stride = out_rows.head_stride;
     params.b = problem.b;
     params.seqlen_q = problem.seqlen_q;
     params.seqlen_k = problem.seqlen_k;

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
 
 from flashcute import heuristics, jit
 from flashcute.jit import abi, build, sources, toolchain
+from flashcute.jit.launch import Call
 from flashcute.jit.toolchain import BuildError
 
 from . import rungs
@@ -150,69 +150,6 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     require(fits, "k that fits q", (tuple(q.shape), tuple(k.shape)))
 
 
-def _parameters(
-    tensors: Sequence[torch.Tensor], lse: torch.Tensor, scale: float
-) -> abi.FlashFwdParams:
-    q, k = tensors[:2]
-    params = abi.FlashFwdParams(
-        softmax_lse_ptr=lse.data_ptr(),
-        b=q.shape[0],
-        seqlen_q=q.shape[1],
-        seqlen_k=k.shape[1],
-        h=q.shape[2],
-        h_k=k.shape[2],
-        d=q.shape[3],
-        h_h_k_ratio=q.shape[2] // k.shape[2],
-        scale_softmax=scale,
-        scale_softmax_log2=scale * math.log2(math.e),
-    )
-    for name, x in zip("qkvo", tensors, strict=True):
-        setattr(params, f"{name}_ptr", x.data_ptr())
-        for dim, stride in zip(("batch", "row", "head"), x.stride(), strict=False):
-            setattr(params, f"{name}_{dim}_stride", stride)
-    return params
-
-
-class Call:
-    """One kernel on one problem, prepared: calling it enqueues the kernel and nothing else.
-
-    Attributes:
-        out: (b, seqlen_q, h, d), in the dtype of the tensors given.
-        lse: (b, h, seqlen_q), float32, natural logarithm.
-    """
-
-    def __init__(
-        self,
-        kernel: abi.FlashKernel,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_scale: float | None = None,
-    ) -> None:
-        self.out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self.lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-        self._tensors = (q, k, v, self.out)
-        self._kernel = kernel
-        scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        self._params = _parameters(self._tensors, self.lse, scale)
-
-    def __call__(self) -> torch.Tensor:
-        """Enqueues the kernel on the current stream and returns :attr:`out`.
-
-        Raises:
-            RuntimeError: where CUDA refuses the launch.
-        """
-        if self.out.numel() == 0:
-            return self.out
-        with torch.cuda.device(self.out.device):
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            error = self._kernel.launch(ctypes.byref(self._params), stream)
-        if error:
-            message = self._kernel.error_string(error).decode()
-            raise RuntimeError(f"ladder: {self._kernel.name.decode()} failed to launch: {message}")
-        return self.out
-
-
 def _target(q: torch.Tensor) -> str:
     return "".join(map(str, torch.cuda.get_device_capability(q.device)))
 
@@ -269,5 +206,5 @@ def attention(
         BuildError: where the kernel cannot be built.
         RuntimeError: where CUDA refuses the launch.
     """
-    call = prepare(rungs.find(rung), q, k, v, causal, softmax_scale)
-    return call().to(q.dtype), call.lse
+    out, lse = prepare(rungs.find(rung), q, k, v, causal, softmax_scale)()
+    return out.to(q.dtype), lse

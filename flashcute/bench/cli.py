@@ -21,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument(
-        "--groups", type=positive, nargs="+", default=[1], help="query heads per key head"
+        "--groups",
+        type=positive,
+        nargs="+",
+        default=[1],
+        help="query heads per key head; the number of query heads is the same for all of them",
     )
     parser.add_argument("--tokens", type=positive, help="batch x sequence length of each point")
     parser.add_argument("--peers", nargs="*", choices=_PEERS, help="default: all that run here")
@@ -41,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="file for the result")
     parser.add_argument("--plots", type=Path, help="folder for pictures")
     parser.add_argument(
-        "--plot-only", type=Path, metavar="JSON", help="measure nothing, draw this result again"
+        "--plot-only",
+        type=Path,
+        metavar="JSON",
+        help="measure nothing: tables and pictures of this result",
     )
 
 

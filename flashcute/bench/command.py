@@ -57,7 +57,8 @@ def _measure(args: argparse.Namespace) -> dict:
     )
     if not on_gpu:
         print(table.CPU_NOTE, file=sys.stderr)
-    with tqdm(total=len(wanted), desc="bench", unit="point", dynamic_ncols=True) as bar:
+    rows = sum(map(len, wanted))
+    with tqdm(total=rows, desc="bench", unit="row", dynamic_ncols=True) as bar:
 
         def show(row: dict) -> None:
             bar.update()
@@ -95,7 +96,9 @@ def run(args: argparse.Namespace) -> int:
             "`pip install flashcute[plot]`, or leave out --plots"
         )
     if args.plot_only:
-        _draw(_load(args.plot_only), args.plots or args.plot_only.parent, args.plot_only.stem)
+        result = _load(args.plot_only)
+        print(table.summary(result))
+        _draw(result, args.plots or args.plot_only.parent, args.plot_only.stem)
         return 0
     result = _measure(args)
     if args.json:

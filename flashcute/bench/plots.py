@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import benchmarking as bm
-from .table import ratio, unit_of
+from .table import parts, ratio, unit_of
 
 _COLOURS = {
     **{"flashcute": "#d1495b", "fa2": "#2a6f97", "cudnn": "#6a994e", "fa3": "#8d6a9f"},
     "torch": "#2a6f97",
 }
 _MASKS = {False: "full", True: "causal"}
-
-
-def _parts(rows: Sequence[Mapping]) -> Iterator[tuple[str, list[Mapping]]]:
-    """Rows of one dtype and one number of query heads per key head, with a name for files."""
-    found: dict[str, list[Mapping]] = {}
-    for row in rows:
-        group = row["h"] // row["h_k"]
-        name = row["dtype"] if group == 1 else f"{row['dtype']}_group{group}"
-        found.setdefault(name, []).append(row)
-    yield from found.items()
 
 
 def _seqlens(axes, rows: Sequence[Mapping]) -> None:
@@ -157,7 +147,8 @@ def roofline(result: Mapping, rows: Sequence[Mapping], title: str):
 def draw(result: Mapping, folder: Path, stem: str) -> list[Path]:
     """Writes every picture that the result has data for as PNG; returns the files."""
     figures = {}
-    for part, rows in _parts(result["rows"]):
+    for (dtype, group), rows in parts(result["rows"]).items():
+        part = dtype if group == 1 else f"{dtype}_group{group}"
         figures[f"{part}_tflops"] = speed(result, rows, _title(result, "Forward", part))
         if any(ratio(row) is not None for row in rows):
             figures[f"{part}_ratio"] = ratios(rows, _title(result, "Forward", part))

@@ -1,15 +1,19 @@
 """The sweep: every point checked, then timed in bursts and, if asked for, for a second on end.
 
-``burst``: each call stands alone with cold caches, contenders taking turns
-(:mod:`flashcute.benchmarking`). ``sustained``: one contender back to back for a second, its second
-half evaluated, with the SM clock and power that the card settled at. The card is power capped, so
-the two can disagree; both are figures of interest, and both have a ceiling measured the same way.
+A point is a head dim, a mask and a length. All that is wanted of it, in every dtype and with every
+number of query heads per key head, takes turns in one loop, so that those can be compared, too.
+
+``burst``: each call stands alone with cold caches (:mod:`flashcute.benchmarking`). ``sustained``:
+one contender back to back for a second, its second half evaluated, with the SM clock and power that
+the card settled at. The card is power capped, so the two can disagree; both are figures of
+interest, and both have a ceiling measured the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +24,12 @@ from .. import benchmarking as bm
 from . import peers
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-HOST_SHAPE = bm.Shape(b=1, seqlen_q=64, seqlen_k=64, h=4, h_k=4, d=64, causal=False)
+# The smallest useful shape, which the peers' published host times are of, and one with more tiles
+# than SMs, which under a causal mask are dealt out through a counter, and with grouped heads.
+HOST_SHAPES = {
+    "host_us": bm.Shape(1, 64, 64, 4, 4, 64, causal=False),
+    "host_us_causal": bm.Shape(8, 1024, 1024, 16, 4, 128, causal=True),
+}
 # Two 16-bit kernels differ by roundings of P and O; a wrong mask or tile differs by 0.1 and more.
 AGREEMENT = {"bf16": 4e-2, "fp16": 1e-2}
 CEILING_SIZE = 8192  # of the square matrices whose product is the ceiling
@@ -50,6 +59,9 @@ class Options:
     time_limit: float = 540.0
 
 
+Variant = tuple[str, bm.Shape]  # a dtype and a shape: what a row of the result is about
+
+
 def points(
     dtypes: Sequence[str],
     head_dims: Sequence[int],
@@ -57,33 +69,36 @@ def points(
     groups: Sequence[int],
     seqlens: Sequence[int],
     tokens: int = bm.TOTAL_TOKENS,
-) -> list[tuple[str, bm.Shape]]:
-    """Every (dtype, shape) of a sweep; ``groups``: query heads that share a key and value head."""
+) -> list[list[Variant]]:
+    """The points of a sweep, each as its dtypes and shapes that are measured in turns.
+
+    ``groups``: query heads that share a key and value head. The number of query heads, and so of
+    FLOPs, is the same for all of them: the most that each group divides within the sweep's width,
+    or the least where that is none.
+    """
+    common = math.lcm(*groups)
     found = []
-    for dtype in dtypes:
-        for d in head_dims:
-            for mask in masks:
-                for group in groups:
-                    for seqlen in seqlens:
-                        shape = bm.sweep_shape(d, seqlen, mask == "causal", tokens)
-                        heads = max(group, shape.h - shape.h % group)
-                        grouped = dataclasses.replace(shape, h=heads, h_k=heads // group)
-                        found.append((dtype, grouped))
+    for d in head_dims:
+        for mask in masks:
+            for seqlen in seqlens:
+                shape = bm.sweep_shape(d, seqlen, mask == "causal", tokens)
+                h = max(common, shape.h - shape.h % common)
+                shapes = [dataclasses.replace(shape, h=h, h_k=h // group) for group in groups]
+                found.append([(dtype, grouped) for dtype in dtypes for grouped in shapes])
     return found
 
 
-Samples = Mapping[str, Sequence[float]]
+Samples = Sequence[Mapping[str, float]]
 
 
 def _sustained(call: Callable[[], object], seconds: float, samples: Samples) -> dict[str, float]:
-    """Microseconds per call, and the clock and power of the run's second half."""
-    before = {name: len(values) for name, values in samples.items()}
+    """Microseconds per call; clock, power and number of samples in the run's second half."""
+    begin = time.perf_counter()
     figures = {"us": round(bm.time_sustained(call, seconds), 2)}
-    for name, values in samples.items():
-        taken = values[before[name] :]
-        if taken:
-            figures[name] = statistics.median(taken[len(taken) // 2 :])
-    return figures
+    middle = (begin + time.perf_counter()) / 2
+    taken = bm.summarise_samples([sample for sample in samples if sample["at"] > middle])
+    figures |= {name: values["median"] for name, values in taken.items()}
+    return figures | {"samples": max((values["count"] for values in taken.values()), default=0)}
 
 
 def measure_ceiling(options: Options, samples: Samples) -> dict[str, float]:
@@ -113,46 +128,18 @@ def measure_ceiling(options: Options, samples: Samples) -> dict[str, float]:
     return ceiling | {"bytes_per_second": moved / statistics.median(copies["copy"]) * 1e6}
 
 
-def _percent(tflops: Mapping[str, float], ceiling: float | None) -> dict[str, float]:
-    return {name: round(100 * x / ceiling, 1) for name, x in tflops.items()} if ceiling else {}
-
-
-def measure(
-    shape: bm.Shape, dtype: str, options: Options, samples: Samples, ceiling: Mapping[str, float]
-) -> dict:
-    """One row: times, TFLOP/s, percent of the ceiling and difference of each contender."""
-    q, k, v = bm.make_qkv(shape, DTYPES[dtype], options.device)
-    calls, missing = peers.make(q, k, v, shape.causal, options.names)
-    difference = {}
-    trusted = peers.NAMES[options.device][1]
-    if trusted in calls:
-        reference = calls[trusted]().float()
-        for name, call in calls.items():
-            difference[name] = (call().float() - reference).abs().max().item()
-    times = bm.time_interleaved(
-        calls, options.device, options.repeats, options.warmup, options.flush_bytes
-    )
-    us = {name: round(statistics.median(values), 2) for name, values in times.items()}
-    tflops = {name: _tflops(shape, t) for name, t in us.items()}
-    row = {
-        "dtype": dtype,
-        **dataclasses.asdict(shape),
-        "us": us,
-        "us_min": {name: round(min(values), 2) for name, values in times.items()},
-        "us_max": {name: round(max(values), 2) for name, values in times.items()},
-        "tflops": tflops,
-        "percent_of_ceiling": _percent(tflops, ceiling.get("tflops")),
-        "difference": difference,
-        "missing": missing,
+def _figures(
+    shape: bm.Shape, us: Mapping[str, float], ceiling: Mapping[str, float], suffix: str = ""
+) -> dict[str, dict[str, float]]:
+    """Times, TFLOP/s and percent of the ceiling of each contender, as a row holds them."""
+    tflops = {name: _tflops(shape, time) for name, time in us.items()}
+    most = ceiling.get(f"tflops{suffix}")
+    percent = {name: round(100 * x / most, 1) for name, x in tflops.items()} if most else {}
+    return {
+        f"us{suffix}": dict(us),
+        f"tflops{suffix}": tflops,
+        f"percent_of_ceiling{suffix}": percent,
     }
-    if options.sustained:
-        runs = {name: _sustained(call, options.sustained, samples) for name, call in calls.items()}
-        row["us_sustained"] = {name: run.pop("us") for name, run in runs.items()}
-        steady = {name: _tflops(shape, t) for name, t in row["us_sustained"].items()}
-        row["tflops_sustained"] = steady
-        row["percent_of_ceiling_sustained"] = _percent(steady, ceiling.get("tflops_sustained"))
-        row["gpu_sustained"] = runs
-    return row
 
 
 def _tflops(shape: bm.Shape, us: float) -> float:
@@ -161,15 +148,65 @@ def _tflops(shape: bm.Shape, us: float) -> float:
     return round(value, 1 if value >= 10 else 4)
 
 
-def measure_host(options: Options) -> dict[str, float]:
-    """Host microseconds of one call of each contender on the smallest useful shape."""
-    q, k, v = bm.make_qkv(HOST_SHAPE, torch.bfloat16, options.device)
-    calls, _ = peers.make(q, k, v, HOST_SHAPE.causal, options.names)
+def _differences(calls: Mapping[str, Callable[[], torch.Tensor]], trusted: str) -> dict[str, float]:
+    """Greatest difference of each contender's output from the trusted one's, if that runs."""
+    if trusted not in calls:
+        return {}
+    reference = calls[trusted]().float()
+    return {name: (f().float() - reference).abs().max().item() for name, f in calls.items()}
+
+
+def measure(
+    point: Sequence[Variant],
+    number: int,
+    options: Options,
+    samples: Samples,
+    ceiling: Mapping[str, float],
+) -> list[dict]:
+    """A row for each dtype and shape of a point: times, TFLOP/s, difference of each contender.
+
+    ``number`` is the point's in the sweep; the order of sustained runs depends on it.
+    """
+    rows: list[dict] = []
+    contenders: dict[tuple[int, str], Callable[[], torch.Tensor]] = {}
+    for index, (dtype, shape) in enumerate(point):
+        q, k, v = bm.make_qkv(shape, DTYPES[dtype], options.device)
+        calls, missing = peers.make(q, k, v, shape.causal, options.names)
+        difference = _differences(calls, peers.NAMES[options.device][1])
+        sizes = {"dtype": dtype, **dataclasses.asdict(shape)}
+        rows.append(sizes | {"difference": difference, "missing": missing})
+        contenders |= {(index, name): call for name, call in calls.items()}
+    times = bm.time_interleaved(
+        contenders, options.device, options.repeats, options.warmup, options.flush_bytes
+    )
+    runs = {}
+    if options.sustained:
+        order = bm.turn(contenders, number)
+        # Loading and checking let the card cool: the first, too, follows another's run.
+        for key in [order[-1], *order]:
+            runs[key] = _sustained(contenders[key], options.sustained, samples)
+    for index, (row, (_, shape)) in enumerate(zip(rows, point, strict=True)):
+        taken = {name: values for (i, name), values in times.items() if i == index}
+        us = {name: round(statistics.median(values), 2) for name, values in taken.items()}
+        row.update(_figures(shape, us, ceiling))
+        row["us_min"] = {name: round(min(values), 2) for name, values in taken.items()}
+        row["us_max"] = {name: round(max(values), 2) for name, values in taken.items()}
+        if runs:
+            states = {name: dict(runs[index, name]) for name in taken}
+            us = {name: state.pop("us") for name, state in states.items()}
+            row.update(_figures(shape, us, ceiling, "_sustained"), gpu_sustained=states)
+    return rows
+
+
+def measure_host(shape: bm.Shape, options: Options) -> dict[str, float]:
+    """Host microseconds of one call of each contender."""
+    q, k, v = bm.make_qkv(shape, torch.bfloat16, options.device)
+    calls, _ = peers.make(q, k, v, shape.causal, options.names)
     return {name: round(bm.host_time(call), 1) for name, call in calls.items()}
 
 
 def run(
-    wanted: Sequence[tuple[str, bm.Shape]],
+    wanted: Sequence[Sequence[Variant]],
     options: Options,
     progress: Callable[[dict], None] = lambda row: None,
 ) -> dict:
@@ -180,20 +217,21 @@ def run(
     begin = time.monotonic()
     on_gpu = options.device == "cuda"
     rows: list[dict] = []
-    ceiling, host_us = {}, {}
+    ceiling, host = {}, {name: {} for name in HOST_SHAPES}
     with (
         torch.no_grad(),
         bm.gpu_sampler(interval_ms=SAMPLE_MS) as samples,
         contextlib.suppress(KeyboardInterrupt),
     ):
         if on_gpu:
-            host_us = measure_host(options)
+            host |= {name: measure_host(shape, options) for name, shape in HOST_SHAPES.items()}
             ceiling = measure_ceiling(options, samples)
-        for dtype, shape in wanted:
+        for number, point in enumerate(wanted):
             if time.monotonic() - begin > options.time_limit:
                 break
-            rows.append(measure(shape, dtype, options, samples, ceiling))
-            progress(rows[-1])
+            for row in measure(point, number, options, samples, ceiling):
+                rows.append(row)
+                progress(row)
     return {
         "machine": bm.machine_info(),
         "device": options.device,
@@ -205,8 +243,8 @@ def run(
         },
         "contenders": options.names,
         "ceiling": ceiling,
-        "stopped_early": len(rows) < len(wanted),
+        "stopped_early": len(rows) < sum(map(len, wanted)),
         "gpu_samples": bm.summarise_samples(samples),
-        "host_us": host_us,
+        **host,
         "rows": rows,
     }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .. import benchmarking as bm
 from . import peers
-from .sweep import AGREEMENT
+from .sweep import AGREEMENT, HOST_SHAPES
+
+SHORT = 1024  # tokens: up to there what a kernel does before and after its main loop weighs most
 
 CPU_NOTE = (
     "No GPU: measured on the CPU by the wall clock, flashcute's reference path and PyTorch's own "
@@ -34,10 +37,19 @@ def unit_of(rows: Sequence[Mapping], field: str = "tflops") -> tuple[str, float]
     return ("TFLOP/s", 1.0) if largest >= 10 else ("GFLOP/s", 1e3)
 
 
-def ratio(row: Mapping, field: str = "us") -> float | None:
-    """Speed over the best peer: above 1 is faster."""
-    peer = best_peer(row, field)
-    return None if peer is None else row[field][peer] / row[field]["flashcute"]
+def ratio(row: Mapping, field: str = "us", peer: str | None = None) -> float | None:
+    """Speed over ``peer``, the best one if none is named; None where either did not run."""
+    times = row.get(field, {})
+    ours, other = times.get("flashcute"), times.get(peer or best_peer(row, field))
+    return other / ours if ours and other else None
+
+
+def parts(rows: Iterable[Mapping]) -> dict[tuple[str, int], list[Mapping]]:
+    """Rows by dtype and number of query heads per key head."""
+    found: dict[tuple[str, int], list[Mapping]] = {}
+    for row in rows:
+        found.setdefault((row["dtype"], row["h"] // row["h_k"]), []).append(row)
+    return found
 
 
 def disagreements(result: Mapping) -> list[str]:
@@ -60,7 +72,7 @@ def _points(result: Mapping, suffix: str) -> str:
         over = ratio(row, f"us{suffix}")
         share = row.get(f"percent_of_ceiling{suffix}", {}).get("flashcute", "-")
         cells = [row["dtype"], row["d"], "causal" if row["causal"] else "full", row["seqlen_q"]]
-        cells.append(f"{row['h']}/{row['h_k']}" if "h_k" in row else "-")
+        cells.append(f"{row['h']}/{row['h_k']}")
         speeds = row[f"tflops{suffix}"]
         cells += [f"{factor * speeds[name]:.1f}" if name in speeds else "-" for name in names]
         cells += ["-" if over is None else f"{over:.3f}", share]
@@ -73,36 +85,95 @@ def _points(result: Mapping, suffix: str) -> str:
     return f"{unit} {'sustained' if suffix else 'in bursts'}\n\n{table}"
 
 
-def _ratios(result: Mapping) -> str:
-    names: Sequence[str] = result["contenders"]
-    rows = []
-    for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
-        part = [row for row in result["rows"] if row["dtype"] == dtype]
-        for peer in names[1:]:
-            found = bm.Ratios.of(part, names[0], peer)
+def _subsets(rows: Sequence[Mapping]) -> Iterator[tuple[str, list[Mapping]]]:
+    """All rows, then those that are looked at alone, where they are not all; each with a name."""
+    yield "", list(rows)
+    found = {f", s <= {SHORT}": [row for row in rows if row["seqlen_q"] <= SHORT]}
+    for d in sorted({row["d"] for row in rows}):
+        found[f", d = {d}"] = [row for row in rows if row["d"] == d]
+    yield from ((name, some) for name, some in found.items() if len(some) < len(rows))
+
+
+def _label(dtype: str, group: int) -> str:
+    return dtype if group == 1 else f"{dtype}, group {group}"
+
+
+Compared = Iterator[tuple[str, str, Iterable[tuple[Mapping, float | None]]]]
+
+
+def _over_peers(result: Mapping, field: str) -> Compared:
+    """Ours over each peer: what, over what, and rows with their ratios."""
+    ours, *peers_here = result["contenders"]
+    for key, part in parts(result["rows"]).items():
+        for peer in (None, *peers_here):
+            for name, some in _subsets(part):
+                if name and peer not in (None, "fa3"):
+                    continue
+                pairs = [(row, ratio(row, field, peer)) for row in some]
+                yield f"{ours}, {_label(*key)}{name}", peer or "best peer", pairs
+
+
+def _over_itself(result: Mapping, field: str) -> Compared:
+    """Each contender over itself at the same points in bf16, and with ungrouped heads."""
+    found = parts(result["rows"])
+    for (dtype, group), part in found.items():
+        for name in result["contenders"]:
+            for base in (("bf16", group), (dtype, 1)):
+                if base != (dtype, group):
+                    pairs = _same_points(part, found.get(base, ()), field, name)
+                    yield f"{name}, {_label(dtype, group)}", _label(*base), pairs
+
+
+def _same_points(
+    part: Sequence[Mapping], base: Sequence[Mapping], field: str, name: str
+) -> Iterator[tuple[Mapping, float | None]]:
+    """Rows of ``part`` and a contender's speed there over that at the same points of ``base``."""
+
+    def point(row: Mapping) -> tuple:
+        return tuple(row[size] for size in ("b", "seqlen_q", "seqlen_k", "h", "d", "causal"))
+
+    times = {point(row): row.get(field, {}).get(name) for row in base}
+    for row in part:
+        here, there = row.get(field, {}).get(name), times.get(point(row))
+        yield row, there / here if here and there else None
+
+
+def _ratios(result: Mapping, suffix: str) -> str:
+    lines = []
+    for compared in (_over_peers, _over_itself):
+        for what, over, pairs in compared(result, f"us{suffix}"):
+            found = bm.Ratios.of(pairs)
             if found is not None:
-                figures = [f"{found.geomean:.3f}", f"{found.worst:.3f}"]
-                where = describe(found.worst_row)
-                rows.append([dtype, peer, found.count, *figures, where])
-    return bm.format_table(["dtype", "speed over", "points", "geomean", "worst", "where"], rows)
+                figures = [found.count, f"{found.geomean:.3f}", f"{found.worst:.3f}"]
+                lines.append([what, over, *figures, describe(found.worst_row)])
+    header = ["speed of", "over", "points", "geomean", "worst", "where"]
+    table = bm.format_table(header, lines)
+    return f"Ratios {'sustained' if suffix else 'in bursts'}\n\n{table}"
+
+
+def host_times(result: Mapping) -> Iterator[str]:
+    """A line for each shape that host time was measured on."""
+    for field, shape in HOST_SHAPES.items():
+        if result.get(field):
+            times = ", ".join(f"{name} {us:.1f} us" for name, us in result[field].items())
+            yield f"host time per call, {describe(dataclasses.asdict(shape))}: {times}"
 
 
 def summary(result: Mapping) -> str:
-    """Short tables: each point, then ratios to each peer, the ceiling and the host time."""
-    parts = [CPU_NOTE] if result.get("device") == "cpu" else []
-    parts.append(_points(result, ""))
+    """Short tables: each point, then ratios over all of them, the ceiling and the host time."""
+    suffixes = [""]
     if any("tflops_sustained" in row for row in result["rows"]):
-        parts.append(_points(result, "_sustained"))
-    parts.append(_ratios(result))
+        suffixes.append("_sustained")
+    text = [CPU_NOTE] if result.get("device") == "cpu" else []
+    text += [_points(result, suffix) for suffix in suffixes]
+    text += [_ratios(result, suffix) for suffix in suffixes]
     if result.get("ceiling"):
         values = {name: f"{value:.4g}" for name, value in result["ceiling"].items()}
-        parts.append(f"matmul ceiling: {values}")
-    if result["host_us"]:
-        host = "  ".join(f"{name} {us} us" for name, us in result["host_us"].items())
-        parts.append(f"host time per call: {host}")
+        text.append(f"matmul ceiling: {values}")
+    text += host_times(result)
     missing = {n: why for row in result["rows"] for n, why in row.get("missing", {}).items()}
-    parts += [f"{name} did not run everywhere: {why}" for name, why in missing.items()]
-    parts += [f"{name}: {values}" for name, values in result["gpu_samples"].items()]
+    text += [f"{name} did not run everywhere: {why}" for name, why in missing.items()]
+    text += [f"{name}: {values}" for name, values in result["gpu_samples"].items()]
     if result["stopped_early"]:
-        parts.append("STOPPED EARLY: the time limit was reached, points are missing")
-    return "\n\n".join(parts)
+        text.append("STOPPED EARLY: the time limit was reached, points are missing")
+    return "\n\n".join(text)

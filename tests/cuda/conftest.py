@@ -9,8 +9,8 @@ import warnings
 import pytest
 import torch
 
-from flashcute import heuristics, jit
-from flashcute.config import DTYPES, HEAD_DIMS
+from flashcute import heuristics, jit, support
+from flashcute.config import DTYPES, HEAD_DIMS, FwdConfig
 from flashcute.jit import kernels
 
 HERE = pathlib.Path(__file__).parent
@@ -53,18 +53,29 @@ def count_cases(request: pytest.FixtureRequest):
     return count
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _built_kernels() -> None:
-    """Builds every kernel that the tests use and that is missing, in parallel."""
-    capability = torch.cuda.get_device_capability()
-    target = "".join(map(str, capability))
-    specs = [
-        (config, target)
+def _configs_in_use() -> list[FwdConfig]:
+    """Of this GPU; where there is none that runs them, of Hopper, so that tests are collected."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    capability = capability if capability in support.CAPABILITIES else (9, 0)
+    return [
+        config
         for head_dim in HEAD_DIMS
         for dtype in DTYPES
         for causal in (False, True)
         for config in heuristics.configs_in_use(dtype, head_dim, causal, capability)
     ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "config" in metafunc.fixturenames:
+        metafunc.parametrize("config", _configs_in_use(), ids=lambda config: config.full_name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built_kernels() -> None:
+    """Builds every kernel that the tests use and that is missing, in parallel."""
+    target = "".join(map(str, torch.cuda.get_device_capability()))
+    specs = [(config, target) for config in _configs_in_use()]
     missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
     if missing:
         for result in jit.build_kernels(missing):

@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import pytest
 import torch
+from stand_in import StandIn
 
 from flashcute import ops
 from flashcute.jit import abi
-
-
-class StandIn:
-    """A ``flash::Flash_kernel`` made of Python functions."""
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[dict[str, float], int]] = []
-        self.problems: list[dict[str, int]] = []
-        self.result = 0
-        types = dict(abi.FlashKernel._fields_)
-        self.kernel = abi.FlashKernel(
-            abi_version=abi.ABI_VERSION,
-            params_size=ctypes.sizeof(abi.FlashFwdParams),
-            name=b"stand_in",
-            threads=128,
-            smem_bytes=0,
-            tile_m=64,
-            launch=types["launch"](self._launch),
-            error_string=types["error_string"](lambda error: b"error %d" % error),
-        )
-
-    def _launch(self, params, stream) -> int:
-        fields = [name for name, _ in abi.FlashFwdParams._fields_]
-        values = {name: getattr(params.contents, name) for name in fields}
-        self.launches.append((values, stream or 0))
-        return self.result
-
-    def address(self, problem) -> int:
-        names = [name for name, _ in ops._FwdProblem._fields_]
-        self.problems.append({name: getattr(problem, name) for name in names})
-        return ctypes.addressof(self.kernel)
 
 
 @pytest.fixture

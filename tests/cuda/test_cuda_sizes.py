@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashcute
-from flashcute import ops
+from flashcute import ops, testing
 from flashcute.reference import attention_ref
 
 GIB = 2**30
@@ -139,6 +139,23 @@ def test_empty_and_short(causal: bool, poisoned_outputs, count_cases) -> None:
         if seqlen_k == 0:
             assert not out.any() and (lse == -torch.inf).all(), where
     count_cases("sizes", len(sizes))
+
+
+@pytest.mark.parametrize("d", [8, 64, 128])
+@pytest.mark.parametrize(("h", "h_k"), [(4, 4), (6, 2), (32, 1), (400, 2), (1000, 1)])
+def test_one_query_row(h, h_k, d, poisoned_outputs, count_cases) -> None:
+    """The heads of one key head are the rows of a tile, or of several, whatever their strides."""
+    b, seqlen_k = 3, 333
+    wide = torch.randn(b, 2, h + 3, d + 8, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(b, seqlen_k, h_k, d, device="cuda").bfloat16() for _ in range(2))
+    heads_first = torch.randn(b, h, 1, d, device="cuda").bfloat16().transpose(1, 2)
+    one = torch.randn(b, 1, 1, d, device="cuda").bfloat16()
+    queries = (wide[:, :1, 2 : 2 + h, :d], heads_first, one.expand(b, 1, h, d))
+    for q, causal in itertools.product(queries, (False, True)):
+        with torch.no_grad():
+            out, lse, _ = flashcute.flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+        testing.check_forward(out, lse, q, k, v, causal=causal)
+        count_cases("sizes", 1)
 
 
 def test_too_many_tiles_is_an_error() -> None:

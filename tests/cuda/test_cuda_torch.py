@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from bad_input import BAD_INPUTS, BadInput
@@ -36,10 +39,6 @@ def _assert_equal(got, expected) -> None:
 
 def test_graph_replays_with_changed_inputs() -> None:
     static = _qkv()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        _attend(*static)  # loads the kernel: not allowed while capturing
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = _attend(*static)
@@ -51,6 +50,38 @@ def test_graph_replays_with_changed_inputs() -> None:
             output.fill_(torch.nan)
         graph.replay()
         _assert_equal(captured, _attend(*fresh))
+
+
+FIRST_CALL = """
+import torch
+import flashcute
+
+q, k, v = torch.randn(3, 2, 300, 40, 64, device="cuda", dtype=torch.bfloat16)
+graph = torch.cuda.CUDAGraph()
+with torch.no_grad():
+    with torch.cuda.graph(graph):
+        captured = flashcute.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)[:2]
+    for output in captured:
+        output.fill_(torch.nan)
+    graph.replay()
+    expected = flashcute.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)[:2]
+print([torch.equal(*pair) for pair in zip(captured, expected)])
+"""
+
+
+def test_first_call_of_a_process_may_be_captured(request: pytest.FixtureRequest) -> None:
+    # It loads the kernel and, having more tiles than SMs, asks for the address of its counters.
+    # Drivers load modules while a stream is captured since CUDA 12.3
+    # (https://nvidia.github.io/warp/api_reference/_generated/warp.capture_begin.html).
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL],
+        cwd=request.config.rootpath,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "[True, True]\n", done.stderr
 
 
 def test_runs_on_the_current_stream() -> None:
@@ -100,33 +131,6 @@ def test_second_device() -> None:
         flashcute.flash_attn_func(_qkv()[0], *args[1:])
     with pytest.raises(RuntimeError, match=r"expected v on cuda:1 as q"):
         ops.fwd(*args[:2], _qkv()[2], 1.0, False)
-
-
-def test_repeats_are_bitwise_equal_under_memory_pressure() -> None:
-    # A race would show as a difference once in a while; the neighbours shift timing and addresses.
-    big = torch.empty(64 * 2**20, device="cuda")
-    side = torch.cuda.Stream()
-    differences = torch.zeros((), device="cuda", dtype=torch.int64)
-    for d, causal, dtype in (
-        (64, True, torch.bfloat16),
-        (128, False, torch.float16),
-        (256, True, torch.bfloat16),
-    ):
-        q = _random(8, 300, 4, d, dtype=dtype)
-        k, v = (
-            _random(8, 513, 2, d, seed=1, dtype=dtype),
-            _random(8, 513, 2, d, seed=2, dtype=dtype),
-        )
-        expected = _attend(q, k, v, causal)
-        for repeat in range(300):
-            with torch.cuda.stream(side):
-                big.add_(1)
-            filler = torch.empty(1 + repeat * 4097, device="cuda").fill_(torch.nan)
-            got = _attend(q, k, v, causal)
-            del filler
-            for g, e in zip(got, expected, strict=True):
-                differences += (g != e).any()
-    assert differences.item() == 0
 
 
 def test_in_any_layout_the_result_is_the_same() -> None:

@@ -326,6 +326,16 @@ _TILES = (
     ),
 )
 
+_DEPENDENCY = (
+    _simulator(
+        "kernel before not awaited",
+        _MAINLOOP,
+        "cudaGridDependencySynchronize();",
+        "",
+        "programmatic dependent launch: .* before griddepcontrol.wait",
+    ),
+)
+
 _OPERANDS = (
     _numerics(
         "descriptor strides of V for pages in the other order",
@@ -403,5 +413,5 @@ _OPERANDS = (
 
 MUTANTS = (
     *(*_PHASES, *_COUNTS, *_RELEASES, *_WAITS),
-    *(*_REGISTERS_AND_TURNS, *_TILES, *_OPERANDS),
+    *(*_REGISTERS_AND_TURNS, *_TILES, *_DEPENDENCY, *_OPERANDS),
 )

@@ -8,39 +8,50 @@ import torch
 
 from flashcute import sim
 from flashcute.heuristics import shipped_configs
+from flashcute.reference import attention_ref
 
 FILES = sorted((pathlib.Path(__file__).parent / "data").glob("*.npz"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Tensor cores sum a k16 step in another order and precision than the simulator's fp32, and ex2 is
-# approximate on the chip; both reach the output through its rounding. Measured: docs/facts.md.
-MAX_ULP = 2
-MAX_SHARE_OFF = 0.02
+# approximate on the chip. Both reach the output only where a rounding to 16 bits falls the other
+# way: that of the output itself, and that of a probability. Measured: docs/facts.md.
+MAX_SHARE_OFF = 0.03
 LSE_ATOL = 4e-6
 
 
 def test_there_are_recordings() -> None:
-    assert len(FILES) >= 3
+    for kernel_class in ("sm80", "sm90"):
+        assert sum(kernel_class in path.stem for path in FILES) >= 4
+
+
+def allowed(q, k, v, out, causal) -> torch.Tensor:
+    """One rounding of each output, and one of the probability that weighs most in it."""
+    eps = torch.finfo(out.dtype).eps
+    probs = attention_ref(q, k, v, causal=causal, upcast=torch.float32, return_probs=True).probs
+    values = v.float().abs().repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+    weight = torch.stack(  # row by row: (b, seqlen_q, h, seqlen_k, d) would be large
+        [(row[..., None] * values.transpose(1, 2)).amax(2) for row in probs.unbind(2)], 1
+    )
+    exponent = out.float().abs().clamp_min(torch.finfo(torch.float16).tiny).log2().floor()
+    return eps * (exponent.exp2() + weight)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_simulator_agrees_with_the_gpu(path: pathlib.Path, record_property) -> None:
     data = np.load(path, allow_pickle=False)
-    config = next(c for c in shipped_configs(80) if path.stem.startswith(f"{c.name}_d"))
+    config = next(c for c in shipped_configs() if c.full_name == str(data["config"]))
     dtype = DTYPES[config.dtype]
     q, k, v, out = (torch.from_numpy(data[name]).view(dtype) for name in ("q", "k", "v", "out"))
     result = sim.run_fwd(q, k, v, config)
-    # Neighbouring floats of one sign differ by 1 as integers; small values may differ in sign.
-    off = (result.out.view(torch.int16).int() - out.view(torch.int16).int()).abs()
-    tiny = out.abs() < 2.0**-7
-    off = torch.where(tiny, 0, off)
-    assert (result.out - out)[tiny].abs().max() <= 2.0**-13
+    error = (result.out.float() - out.float()).abs()
+    worst = (error / allowed(q, k, v, out, config.mask == "causal")).max().item()
     lse_error = (result.lse - torch.from_numpy(data["lse"])).abs().max().item()
-    share = (off > 0).float().mean().item()
-    record_property("max_ulp", off.max().item())
+    share = (error > 0).float().mean().item()
+    record_property("worst_of_allowed", worst)
     record_property("share_off", share)
     record_property("lse_error", lse_error)
-    print(f"{path.stem}: at most {off.max().item()} ulp, {share:.4f} off, LSE {lse_error:.1e}")
-    assert off.max() <= MAX_ULP
+    print(f"{path.stem}: {worst:.2f} of allowed, {share:.4f} off, LSE {lse_error:.1e}")
+    assert worst <= 1
     assert share <= MAX_SHARE_OFF
     assert lse_error <= LSE_ATOL

@@ -123,6 +123,12 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     config.blockDim = dim3(Traits::kThreads);
     config.dynamicSmemBytes = Traits::kSmemBytes;
     config.stream = static_cast<cudaStream_t>(stream);
+    // May start while the kernel before is still running, up to its loaders' wait.
+    cudaLaunchAttribute dependent{};
+    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    dependent.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &dependent;
+    config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, *params, maps, dealer);
 }
 

@@ -88,7 +88,8 @@ struct MainloopFwdSm90 {
     }
 
     // Loads tiles' Q, K and V in the order in which they are used, as far ahead as buffers are
-    // free. Run by one thread.
+    // free. Run by one thread, which also keeps the order of kernels: it waits for the one before,
+    // and lets the next one start once nothing is left to be loaded.
     struct Loader {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
@@ -141,6 +142,8 @@ struct MainloopFwdSm90 {
                              TileDealer const &dealer) {
             int index = blockIdx.x;
             TileCoord tile = coord(params, dealer, index);
+            // Nobody touches global memory before: the MMA warpgroups wait for their first tile.
+            cudaGridDependencySynchronize();
             publish(tile);
             while (tile.m_block >= 0) {
                 int const n_end = BlockInfo<C>::n_block_end(seqlen, tile.m_block);
@@ -168,6 +171,7 @@ struct MainloopFwdSm90 {
                     load_v(0);
                 }
             }
+            cudaTriggerProgrammaticLaunchCompletion();
         }
     };
 

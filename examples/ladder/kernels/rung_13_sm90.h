@@ -1,18 +1,20 @@
 // Rung 13: TMA and WGMMA, warp-specialised: the library's sm90 kernel, reduced to its main loop
 // (mainloop_fwd_sm90.h). Types, shared memory, TMA descriptors and PTX are the library's own.
 //
-//   WGMMA          four warps multiply 64 rows, and read K and V from shared memory without
-//   ldmatrix:
-//                  twice the rate of mma.sync
-//   TMA            one thread brings a tile with a handful of instructions; addresses, swizzle and
-//   the
-//                  zeros beyond the last row are the hardware's business
-//   a warp that    runs ahead as far as buffers are free; barriers in shared memory say which are
-//   full only loads     and which are empty. Its registers go to the warpgroups that compute
-//   overlap        both products are issued before the softmax: P V of the block before runs under
-//                  it, and the warpgroups take turns, so that one's softmax runs under the other's
-//                  products
-//   CTAs that stay one per SM; while a tile's output is written, the next one's Q, K and V arrive
+// WGMMA: four warps multiply 64 rows, and read K and V from shared memory without ldmatrix: twice
+// the rate of mma.sync.
+//
+// TMA: one thread brings a tile with a handful of instructions; addresses, swizzle and the zeros
+// beyond the last row are the hardware's business.
+//
+// A warp that only loads runs ahead as far as buffers are free; barriers in shared memory say which
+// are full and which are empty. Its registers go to the warpgroups that compute.
+//
+// Overlap: both products are issued before the softmax, so P V of the block before runs under it,
+// and the warpgroups take turns, so that one's softmax runs under the other's products.
+//
+// CTAs that stay, one per SM: while a tile's output is written, the next one's Q, K and V arrive.
+// Under a causal mask tiles differ in length, and each CTA asks for its next one, longest first.
 #pragma once
 
 #include "tma_types.h"
@@ -27,7 +29,6 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
     using SharedStorage = typename Types::SharedStorage;
     using Maps = typename Types::Maps;
     using Blocks = typename Types::Blocks;
-    using Scheduler = typename Types::Scheduler;
     using Epilogue = flash::EpilogueFwd<Traits>;
     using SoftmaxT = flash::Softmax<2, true>;
     static constexpr int kTileM = Traits::kTileM;
@@ -37,37 +38,46 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
 
-    // The thread that loads: each block's K, and V one block behind, as it is needed later.
+    // The thread that loads: each block's K, and V one block behind, as it is needed later. It also
+    // asks for tiles, and tells the warpgroups which.
     CUTE_DEVICE static void produce(Flash_fwd_params const &params, Maps const &maps,
                                     SharedStorage &storage) {
-        Use k, v;
+        Use k, v, t;
         uint32_t q_phase = 1;
-        for (int index = blockIdx.x; index < Scheduler::num_tiles(params); index += gridDim.x) {
-            TileCoord const tile = Types::coord(params, index);
-            int const last = Blocks::n_block_end(flash::SeqlenInfo(params), tile.m_block) - 1;
+        for (int index = blockIdx.x;; index = maps.dealer.next(index)) {
+            TileCoord const tile = Types::coord(params, maps.dealer, index);
+            sm90::barrier_wait(&storage.tile_empty[t.stage()], t.parity() ^ 1);
+            storage.tile[t.stage()] = tile;
+            sm90::barrier_arrive(&storage.tile_full[t.stage()]);
+            ++t.i;
+            if (tile.m_block < 0) {
+                return;
+            }
+            int n = Blocks::n_block_end(flash::SeqlenInfo(params), tile.m_block) - 1;
+            if (n < 0) {
+                continue;
+            }
+            int const head_k = tile.head / params.h_h_k_ratio;
             auto const load_block = [&](CUtensorMap const &map, auto &full, auto &empty, auto &smem,
-                                        Use &use, int n) {
+                                        Use &use, int block) {
                 sm90::barrier_wait(&empty[use.stage()], use.parity() ^ 1);
                 Types::load(map, &full[use.stage()], kTileN, smem[use.stage()].data(), kTileN,
-                            n * kTileN, tile.head / params.h_h_k_ratio, tile.batch);
+                            block * kTileN, head_k, tile.batch);
                 ++use.i;
             };
-            for (int n = last; n >= 0; --n) {
-                load_block(maps.k, storage.k_full, storage.k_empty, storage.k, k, n);
-                if (n < last) {
-                    load_block(maps.v, storage.v_full, storage.v_empty, storage.v, v, n + 1);
-                    continue;
-                }
-                for (int wg = 0; wg < kWarpgroups; ++wg) {
-                    sm90::barrier_wait(&storage.q_empty[wg], q_phase);
-                    Types::load(maps.q, &storage.q_full[wg], 64, storage.q.data() + wg * 64 * 64,
-                                kTileM, tile.m_block * kTileM + wg * 64, tile.head, tile.batch);
-                }
-                q_phase ^= 1;
+            load_block(maps.k, storage.k_full, storage.k_empty, storage.k, k, n);
+            for (int wg = 0; wg < kWarpgroups; ++wg) {
+                sm90::barrier_wait(&storage.q_empty[wg], q_phase);
+                Types::load(maps.q, &storage.q_full[wg], 64, storage.q.data() + wg * 64 * 64,
+                            kTileM, tile.m_block * kTileM + wg * 64, tile.head, tile.batch);
             }
-            if (last >= 0) {
-                load_block(maps.v, storage.v_full, storage.v_empty, storage.v, v, 0);
+            q_phase ^= 1;
+            CUTE_NO_UNROLL
+            for (; n > 0; --n) {
+                load_block(maps.k, storage.k_full, storage.k_empty, storage.k, k, n - 1);
+                load_block(maps.v, storage.v_full, storage.v_empty, storage.v, v, n);
             }
+            load_block(maps.v, storage.v_full, storage.v_empty, storage.v, v, 0);
         }
     }
 
@@ -101,9 +111,11 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
         Tensor tOrP = make_tensor<Element>(
             Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileN / 16>>>{});  // (8, 1, N/16)
         SoftmaxT softmax(params.scale_softmax, params.scale_softmax_log2);
-        Use k, v;
+        Use k, t;
         uint32_t q_phase = 0;
 
+        // P V of a block follows the next block's Q K^T: V's use is one behind.
+        auto const v = [&] { return Use{k.i - 1}; };
         auto const issue_qk = [&] {
             Tensor sK = make_tensor(make_smem_ptr(storage.k[k.stage()].data()),
                                     typename Traits::SmemLayoutKV{});      // (N, d)
@@ -111,7 +123,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             sm90::wgmma_issue<false>(mma_qk, tSrQ, tSrK, rS);
         };
         auto const issue_pv = [&] {
-            Tensor sVt = make_tensor(make_smem_ptr(storage.v[v.stage()].data()),
+            Tensor sVt = make_tensor(make_smem_ptr(storage.v[v().stage()].data()),
                                      typename Traits::SmemLayoutVt{});      // (d, N)
             Tensor tOrV = thr_pv.make_fragment_B(thr_pv.partition_B(sVt));  // (1, 1, N/16)
             sm90::wgmma_issue<true>(mma_pv, tOrP, tOrV, rO);
@@ -120,16 +132,21 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             sm90::pin(rS);
             release(&storage.k_empty[k.stage()]);
             release(&storage.q_empty[warpgroup], n == 0);
-            ++k.i;
         };
         auto const take_out = [&] {  // O has taken the block in
             sm90::pin(rO);
-            release(&storage.v_empty[v.stage()]);
-            ++v.i;
+            release(&storage.v_empty[v().stage()]);
         };
 
-        for (int index = blockIdx.x; index < Scheduler::num_tiles(params); index += gridDim.x) {
-            TileCoord const tile = Types::coord(params, index);
+        while (true) {
+            sm90::barrier_wait(&storage.tile_full[t.stage()], t.parity());
+            TileCoord const tile = storage.tile[t.stage()];
+            __syncwarp();
+            release(&storage.tile_empty[t.stage()]);
+            ++t.i;
+            if (tile.m_block < 0) {
+                return;
+            }
             int const n_unmasked = Blocks::n_block_unmasked_end(seqlen, tile.m_block);
             int n = Blocks::n_block_end(seqlen, tile.m_block) - 1;
             flash::Mask<Types::C> const mask{seqlen, tile.m_block};
@@ -143,6 +160,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             issue_qk();
             sm90::wgmma_wait<0>();
             take_scores(n);
+            ++k.i;
             if (n >= n_unmasked) mask.template apply<Traits>(tSrS, thread, n);
             softmax.start(tSrS);
             softmax.exponentiate(tSrS);
@@ -155,7 +173,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
                 sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
                 sm90::named_barrier_sync(1 + warpgroup, 256);
                 issue_qk();
-                sm90::barrier_wait(&storage.v_full[v.stage()], v.parity());
+                sm90::barrier_wait(&storage.v_full[v().stage()], v().parity());
                 issue_pv();
                 pass_turn(warpgroup);
                 sm90::wgmma_wait<1>();
@@ -165,6 +183,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
                 softmax.exponentiate(tSrS);
                 sm90::wgmma_wait<0>();
                 take_out();
+                ++k.i;
                 flash::convert(tSrS, tOrP);
                 if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);
             };
@@ -174,7 +193,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             CUTE_NO_UNROLL
             for (; n >= 0; --n) step(false_type{});
 
-            sm90::barrier_wait(&storage.v_full[v.stage()], v.parity());
+            sm90::barrier_wait(&storage.v_full[v().stage()], v().parity());
             issue_pv();
             sm90::wgmma_wait<0>();
             take_out();

@@ -21,6 +21,7 @@ namespace ladder {
 
 using namespace cute;
 using flash::TileCoord;
+using flash::TileDealer;
 namespace sm90 = flash::sm90;
 
 // A buffer is full when its bytes have landed, and empty when all who read it have arrived. Which
@@ -31,6 +32,9 @@ struct Use {
     CUTE_DEVICE int stage() const { return i % 2; }
     CUTE_DEVICE uint32_t parity() const { return i / 2 % 2; }
 };
+
+// Zero between launches, which must follow each other; the library has one for each stream.
+__device__ unsigned tiles_dealt;
 
 template <class CudaElement, int kHeadDim, bool kCausal>
 struct TmaTypes {
@@ -53,7 +57,11 @@ struct TmaTypes {
     using Traits = flash::KernelTraitsSm90<C>;
     using Element = typename Traits::Element;
     using SharedStorage = typename Traits::SharedStorage;
-    using Maps = flash::TensorMapsSm90;
+    // What the host prepares: descriptors, and how tiles are dealt out. Where they differ in
+    // length, under a causal mask, CTAs ask for the next one.
+    struct Maps : flash::TensorMapsSm90 {
+        TileDealer dealer;
+    };
     using Blocks = flash::BlockInfo<C>;
     using Scheduler = flash::TileScheduler<C>;
     static constexpr int kThreads = Traits::kThreads;
@@ -73,16 +81,19 @@ struct TmaTypes {
             sm90::barrier_init(&storage.v_full[i], 1);
             sm90::barrier_init(&storage.k_empty[i], kReaders);
             sm90::barrier_init(&storage.v_empty[i], kReaders);
+            sm90::barrier_init(&storage.tile_full[i], 1);
+            sm90::barrier_init(&storage.tile_empty[i], kReaders);
         }
         sm90::fence_barrier_init();
     }
 
-    // Under a causal mask the longest tiles of as many heads as L2 holds come first, as CTAs should
-    // end together.
-    CUTE_DEVICE static TileCoord coord(Flash_fwd_params const &params, int index) {
-        int64_t const bytes = int64_t(4) * params.seqlen_k * kHeadDim;  // of a head's K and V
-        int const heads = static_cast<int>(cute::max(int64_t(32 << 20) / (bytes + 1), int64_t(1)));
-        return kCausal ? Scheduler::coord_in_group(params, heads, index)
+    // Under a causal mask the longest tiles of a few heads come first; none left: m_block < 0.
+    CUTE_DEVICE static TileCoord coord(Flash_fwd_params const &params, TileDealer const &dealer,
+                                       int index) {
+        if (index >= dealer.tiles) {
+            return {-1, 0, 0};
+        }
+        return kCausal ? Scheduler::coord_in_group(params, dealer.group, index)
                        : Scheduler::coord(params, index);
     }
 
@@ -96,16 +107,28 @@ struct TmaTypes {
         }
     }
 
-    static cudaError_t make_maps(Maps &maps, Flash_fwd_params const &params) {
-        return flash::make_tensor_maps<Traits>(maps, params);
+    static int sms() {
+        int device = 0, count = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+        return count;
     }
 
     // One CTA for each SM.
     static int64_t ctas(Flash_fwd_params const &params) {
-        int device = 0, sms = 0;
-        cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-        return std::min<int64_t>(Scheduler::num_tiles(params), sms);
+        return std::min<int64_t>(Scheduler::num_tiles(params), sms());
+    }
+
+    static cudaError_t make_maps(Maps &maps, Flash_fwd_params const &params) {
+        maps.dealer = {static_cast<int>(Scheduler::num_tiles(params)),
+                       Scheduler::heads_in_group(params, sms()), nullptr};
+        cudaError_t error = flash::make_tensor_maps<Traits>(maps, params);
+        if (error == cudaSuccess && kCausal && maps.dealer.tiles > ctas(params)) {
+            void *counter = nullptr;
+            error = cudaGetSymbolAddress(&counter, tiles_dealt);
+            maps.dealer.counter = static_cast<unsigned *>(counter);
+        }
+        return error;
     }
 };
 

@@ -1,0 +1,69 @@
+"""One call of a given kernel, whatever :mod:`flashcute.heuristics` would choose."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from .abi import FlashFwdParams, FlashKernel
+
+
+class Call:
+    """A kernel on one problem, prepared: calling it enqueues the kernel and nothing else.
+
+    Nothing is checked: tensors that the kernel cannot take are read and written out of bounds.
+
+    Args:
+        kernel: What the kernel's shared object says of itself.
+        q: (b, seqlen_q, h, d) on a GPU, last dimension contiguous, the other strides multiples of
+            16 bytes.
+        k: (b, seqlen_k, h_k, d), likewise; h_k divides h.
+        v: (b, seqlen_k, h_k, d), likewise.
+        softmax_scale: Of the scores; 1 / sqrt(d) by default.
+        outputs: out and lse to be written; new contiguous ones by default.
+
+    Attributes:
+        out: (b, seqlen_q, h, d) in the dtype of q.
+        lse: (b, h, seqlen_q), float32, contiguous, natural logarithm.
+    """
+
+    def __init__(
+        self,
+        kernel: FlashKernel,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+        outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        b, seqlen_q, h, d = q.shape
+        if outputs is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            outputs = out, q.new_empty((b, h, seqlen_q), dtype=torch.float32)
+        self.out, self.lse = outputs
+        self._kernel = kernel
+        self._tensors = (q, k, v, self.out)  # alive as long as their addresses are in use
+        scale = d**-0.5 if softmax_scale is None else softmax_scale
+        self._params = FlashFwdParams(
+            *(x.data_ptr() for x in (*self._tensors, self.lse)),
+            *(stride for x in self._tensors for stride in x.stride()[:3]),
+            *(b, seqlen_q, k.shape[1], h, k.shape[2], d, h // k.shape[2]),
+            *(scale, scale * math.log2(math.e)),
+        )
+
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enqueues the kernel on the current stream; returns :attr:`out` and :attr:`lse`.
+
+        Raises:
+            RuntimeError: where CUDA refuses the launch.
+        """
+        if self.out.numel() > 0:
+            with torch.cuda.device(self.out.device):
+                stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+                error = self._kernel.launch(ctypes.byref(self._params), stream)
+            if error:
+                name, message = self._kernel.name, self._kernel.error_string(error)
+                raise RuntimeError(f"{name.decode()} failed to launch: {message.decode()}")
+        return self.out, self.lse

@@ -1,0 +1,75 @@
+"""What a call prepared by hand gives the kernel. That it computes, the GPU tests show."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import types
+
+import pytest
+import torch
+from stand_in import StandIn
+
+from flashcute.jit.launch import Call
+
+STREAM = 0x5EA
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    stream = types.SimpleNamespace(cuda_stream=STREAM)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return StandIn()
+
+
+def make_qkv():
+    q = torch.empty(2, 70, 4, 64, dtype=torch.float16)
+    k = torch.empty(2, 33, 3, 2, 64, dtype=torch.float16)
+    return q.transpose(1, 2).contiguous().transpose(1, 2), k[:, :, 0], k[:, :, 1]
+
+
+def test_arguments(stand_in):
+    q, k, v = make_qkv()
+    call = Call(stand_in.kernel, q, k, v)
+    out, lse = call()
+    assert out is call.out and lse is call.lse
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+    assert lse.shape == (2, 4, 70) and lse.dtype == torch.float32
+    ((params, stream),) = stand_in.launches
+    assert stream == STREAM
+    tensors = {"q": q, "k": k, "v": v, "o": out}
+    expected = {f"{name}_ptr": x.data_ptr() for name, x in tensors.items()}
+    for name, x in tensors.items():
+        for dim, stride in zip(("batch", "row", "head"), x.stride(), strict=False):
+            expected[f"{name}_{dim}_stride"] = stride
+    expected |= {"b": 2, "seqlen_q": 70, "seqlen_k": 33, "h": 4, "h_k": 2, "d": 64}
+    expected |= {"h_h_k_ratio": 2, "softmax_lse_ptr": lse.data_ptr(), "scale_softmax": 0.125}
+    log2 = params.pop("scale_softmax_log2")
+    assert params == expected
+    assert log2 == pytest.approx(0.125 * math.log2(math.e), rel=1e-7)
+
+
+def test_given_outputs_and_scale(stand_in):
+    q, k, v = make_qkv()
+    outputs = torch.empty(3, 80, 5, 72, dtype=q.dtype)[:2, :70, :4, :64], torch.empty(2, 4, 70)
+    out, lse = Call(stand_in.kernel, q, k, v, 0.5, outputs)()
+    assert out is outputs[0] and lse is outputs[1]
+    ((params, _),) = stand_in.launches
+    assert params["o_ptr"] == out.data_ptr() and params["softmax_lse_ptr"] == lse.data_ptr()
+    assert (params["o_batch_stride"], params["o_row_stride"]) == (80 * 5 * 72, 5 * 72)
+    assert params["scale_softmax"] == 0.5
+
+
+def test_no_query_no_launch(stand_in):
+    q, k, v = make_qkv()
+    out, lse = Call(stand_in.kernel, q[:, :0], k, v)()
+    assert out.shape == (2, 0, 4, 64) and lse.shape == (2, 4, 0)
+    assert not stand_in.launches
+
+
+@pytest.mark.filterwarnings("ignore:memory leak in callback function")  # the message, once
+def test_a_failed_launch_is_an_error(stand_in):
+    stand_in.result = 98
+    with pytest.raises(RuntimeError, match=r"stand_in failed to launch: error 98"):
+        Call(stand_in.kernel, *make_qkv())()

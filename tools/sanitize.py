@@ -1,0 +1,122 @@
+"""Every bf16 kernel in use on this GPU under NVIDIA's compute-sanitizer: memcheck and synccheck.
+
+    python tools/sanitize.py --out build/gpu
+
+Build the kernels beforehand (``python -m flashcute build``). Before all else memcheck has to find a
+planted fault. Its release of CUDA 13.0, 2025.3, sees what threads load and store and what wgmma
+reads; the copies of the TMA unit only releases from 2026.2 on. racecheck can be asked for, but is
+not by default: on kernels with mbarriers and warpgroups it has false alarms up to release 2026.3
+(https://docs.nvidia.com/compute-sanitizer/ReleaseNotes), and of asynchronous copies it claims to
+follow cp.async alone. The simulator looks for races instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import shutil
+import sys
+import time
+
+import check_gpu
+
+sys.path.insert(0, str(check_gpu.ROOT))
+
+SYSTEM = "/usr/local/cuda/bin/compute-sanitizer"
+FOUND = "Invalid __global__ write"
+DONE = "kernels launched, all right"
+
+
+def find_sanitizer() -> str:
+    """compute-sanitizer of PATH, ``CUDA_HOME`` or the toolkit's usual place."""
+    home = os.environ.get("CUDA_HOME")
+    places = ["compute-sanitizer", *([f"{home}/bin/compute-sanitizer"] if home else []), SYSTEM]
+    for place in places:
+        if found := shutil.which(place):
+            return found
+    raise SystemExit(f"sanitize: expected the CUDA toolkit's compute-sanitizer, none in {places}")
+
+
+def command(sanitizer: str, tool: str, planted: bool) -> list[str]:
+    # The count of mbarriers comes from the compiler, which does not see those of inline PTX.
+    return [
+        *(sanitizer, "--tool", tool, "--kernel-name", "kns=flash_fwd"),
+        *("--target-processes", "application-only", "--num-cuda-barriers", "32"),
+        *("--error-exitcode", "3", "--print-limit", "20"),
+        *(sys.executable, __file__, "--launch", *(["--planted"] if planted else [])),
+    ]
+
+
+def launch_all(planted: bool) -> None:
+    """One launch of each kernel, small, but with more tiles than SMs; with ``planted``, of one
+    kernel with no memory for its log-sum-exp."""
+    import torch
+
+    from flashcute import heuristics, jit, oracles, testing
+    from flashcute.config import HEAD_DIMS
+    from flashcute.jit import abi
+    from flashcute.jit.launch import Call
+
+    capability = torch.cuda.get_device_capability()
+    heads = 2 * (torch.cuda.get_device_properties(0).multi_processor_count // 4 + 1)
+    configs = [
+        config
+        for head_dim in HEAD_DIMS
+        for causal in (False, True)
+        for config in heuristics.configs_in_use("bf16", head_dim, causal, capability)
+    ]
+    for config in configs:
+        kernel = jit.get_kernel(config, "".join(map(str, capability)))
+        entry = abi.FlashKernel.from_address(kernel.address)
+        sizes = (1, config.tile_m + 1, 2 * config.tile_n + 1, heads, heads // 2, config.head_dim)
+        # Made and checked on the CPU: kernels of torch need not be loaded and watched.
+        q, k, v = oracles.make_qkv(oracles.Shape(*sizes), torch.bfloat16)
+        inputs = [x.cuda() for x in (q, k, v)]
+        if planted:
+            Call(entry, *inputs, outputs=(torch.empty_like(inputs[0]), torch.empty(1).cuda()))()
+            torch.cuda.synchronize()
+            return
+        out, lse = (x.cpu() for x in Call(entry, *inputs)())
+        last = (out[:, :, -4:], lse[:, -4:], q[:, :, -4:], k[:, :, -2:], v[:, :, -2:])
+        testing.check_forward(*last, causal=config.mask == "causal")
+    print(f"{len(configs)} {DONE}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    tools = ("memcheck", "synccheck", "racecheck")
+    parser.add_argument("--tools", nargs="+", choices=tools, default=tools[:2])
+    parser.add_argument("--out", type=pathlib.Path, default=check_gpu.ROOT / "build" / "gpu")
+    parser.add_argument("--time-limit", type=float, default=180, help="seconds for all tools")
+    parser.add_argument("--launch", action="store_true", help="what runs under the sanitizer")
+    parser.add_argument("--planted", action="store_true", help="with --launch: one with a fault")
+    args = parser.parse_args(argv)
+    if args.launch:
+        launch_all(args.planted)
+        return 0
+    sanitizer = find_sanitizer()
+    args.out.mkdir(parents=True, exist_ok=True)
+    # Otherwise one tensor's end lies inside an allocation of torch's, and nothing is out of bounds.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    end = time.monotonic() + args.time_limit
+    good = True
+    runs = [("memcheck", True), *((tool, False) for tool in args.tools)]
+    for left, (tool, planted) in zip(range(len(runs), 0, -1), runs, strict=True):
+        name = f"{tool}, planted fault" if planted else tool
+        log = args.out.resolve() / f"{tool}{'_planted' if planted else ''}.log"
+        line = command(sanitizer, tool, planted)
+        seconds = max(1.0, (end - time.monotonic()) / left)
+        outcome, took = check_gpu.run_phase(line, log, seconds)
+        text = log.read_text(errors="replace")
+        right = FOUND in text if planted else outcome == "passed" and DONE in text
+        good &= right
+        verdict = "found" if planted else "no error"
+        print(f"{name}: {verdict if right else f'NOT AS IT SHOULD BE: {outcome}'}, {took:.1f} s")
+        if not right:
+            print(text[-3000:])
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
