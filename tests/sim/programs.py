@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from pathlib import Path
 
@@ -9,9 +10,16 @@ from flashcute.jit import build, sources, toolchain
 from flashcute.jit.build import Unit
 from flashcute.sim.build import RUNTIME_SOURCES, simulator_dir
 
+# What :func:`program` can be asked for: the stem of a file in this folder, and flags.
+_PROGRAMS = (
+    ("simulator_cases", ()),
+    ("simulator_cases", ("-DSIM_UCONTEXT",)),
+    ("simulator_cases_sm90", ()),
+    ("simulator_cases_sm90_async", ()),
+)
 
-def program(stem: str, *extra_flags: str) -> Path:
-    """Compiles ``<stem>.cpp`` of this folder with the simulator."""
+
+def _unit(stem: str, extra_flags: tuple[str, ...]) -> Unit:
     cuda = toolchain.find_cuda_headers()
     simulator = simulator_dir()
     folder = Path(__file__).parent
@@ -19,7 +27,7 @@ def program(stem: str, *extra_flags: str) -> Path:
     text = "".join(f'#include "{source}.cpp"\n' for source in RUNTIME_SOURCES) + cases
     include = simulator / "include"
     headers = sorted(p.read_text() for p in include.rglob("*") if p.is_file())
-    unit = Unit(
+    return Unit(
         name=stem,
         target="sim-test",
         source=text,
@@ -30,8 +38,20 @@ def program(stem: str, *extra_flags: str) -> Path:
         external_dirs=(sources.cutlass_include_dir(), cuda.include, cuda.cccl),
         external=tuple(headers),
     )
-    result = build.build(unit, toolchain.find_host_compiler())
-    return result.artefact.path
+
+
+@functools.cache
+def _programs() -> dict[tuple[str, tuple[str, ...]], Path]:
+    units = [_unit(*program) for program in _PROGRAMS]
+    results = build.build_many(units, toolchain.find_host_compiler())
+    errors = [result.error for result in results if result.error]
+    assert not errors, "\n".join(errors)
+    return {name: r.artefact.path for name, r in zip(_PROGRAMS, results, strict=True)}
+
+
+def program(stem: str, *extra_flags: str) -> Path:
+    """``<stem>.cpp`` of this folder with the simulator, compiled side by side with all others."""
+    return _programs()[stem, extra_flags]
 
 
 def run(path: Path, case: str, seed: int = 0) -> dict[str, str]:
