@@ -253,8 +253,13 @@ def summarise_samples(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[
 
 
 def _from_root(argument: str) -> str:
-    """A path below the project's folder as seen from there: where it lies is nobody's business."""
-    return argument.removeprefix(f"{pathlib.Path(__file__).resolve().parents[1]}{os.sep}")
+    """A path below the project's folder as seen from there, of any other its name alone: where
+    things lie on a machine is nobody's business."""
+    path = pathlib.Path(argument)
+    if not path.is_absolute():
+        return argument
+    root = pathlib.Path(__file__).resolve().parents[1]
+    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
 
 
 _GIT_COMMIT = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from bench_results import result, row
 
 from flashcute import __main__ as main
 from flashcute import benchmarking as bm
+from flashcute import heuristics
 from flashcute.bench import command, sweep
+from flashcute.jit import BuildError, kernels
 
 SMALL = ("--device", "cpu", "--head-dims", 64, "--seqlens", 16, "--tokens", 16, "--repeats", 2)
 
@@ -43,14 +46,43 @@ def test_without_a_gpu_it_measures_the_cpu_and_says_so(no_gpu, tmp_path, capsys)
         assert path in printed.out
 
 
+def test_kernels_are_built_before_the_sweep_and_together(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    there = heuristics.sm90_configs("bf16", 64, True)[0][0]
+    monkeypatch.setattr(
+        kernels, "find_built", lambda config, _: ("cache", there if config == there else None)
+    )
+    built = []
+
+    def build_kernels(specs, progress):
+        built.extend(specs)
+        return [SimpleNamespace(error=None) for spec in specs if progress(spec) is None]
+
+    monkeypatch.setattr(kernels, "build_kernels", build_kernels)
+    points = sweep.points(("bf16", "fp16"), (64,), ("causal",), (1,), (512, 1024, 2048))
+    command._build(points)
+    wanted = [c for dtype in ("bf16", "fp16") for c, _ in heuristics.sm90_configs(dtype, 64, True)]
+    assert {config for config, _ in built} == set(wanted) - {there}
+    assert {target for _, target in built} == {"90"} and len(built) == len(wanted) - 1
+    failed = [SimpleNamespace(error="no such type")]
+    monkeypatch.setattr(kernels, "build_kernels", lambda specs, progress: failed)
+    with pytest.raises(BuildError, match="no such type"):
+        command._build(points)
+
+
 def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     seen = {}
 
+    def build(wanted):
+        seen["built"] = wanted
+
     def run(wanted, options, progress):
+        assert seen["built"] is wanted
         seen.update(points=wanted, options=options)
         return result(row(64, flashcute=1.0), stopped_early=True)
 
+    monkeypatch.setattr(command, "_build", build)
     monkeypatch.setattr(sweep, "run", run)
     assert bench() == 1  # stopped early
     assert [len(point) for point in seen["points"]] == [1] * (5 * 2 * 6)

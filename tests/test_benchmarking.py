@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import pathlib
+import sys
 import time
 
 import pytest
 import torch
 
 from flashcute import benchmarking as bm
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def visible_pairs(seqlen_q, seqlen_k):
@@ -159,6 +163,14 @@ def test_machine_info_says_what_a_figure_needs(tmp_path):
     path = tmp_path / "new" / "result.json"
     bm.write_json(path, info)
     assert json.loads(path.read_text()) == info
+
+
+def test_recorded_command_does_not_say_where_things_lie(monkeypatch, tmp_path):
+    inside = ROOT / "benchmarks" / "results" / "fwd.json"
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "tools" / "x.py"), "--out", str(inside), "a/b"])
+    assert bm.machine_info()["command"].endswith(" tools/x.py --out benchmarks/results/fwd.json a/b")
+    monkeypatch.setattr(sys, "argv", ["x.py", str(tmp_path / "out.json")])
+    assert bm.machine_info()["command"].endswith(" x.py out.json")
 
 
 def test_table_lines_have_one_width():

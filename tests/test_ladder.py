@@ -11,6 +11,7 @@ from flashcute.jit import toolchain
 
 # (seqlen_q, seqlen_k): whole tiles, one past their edges, rows that see no key, no keys.
 LENGTHS = ((64, 128), (65, 129), (17, 200), (100, 33), (1, 1), (5, 0))
+CHECKERS = ("memcheck", "racecheck")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -24,7 +25,7 @@ def make_qkv(seqlen_q, seqlen_k, d, dtype, seed=0):
 def built():
     """The rungs for the simulator, compiled side by side."""
     sim.build_runners(["none"])
-    return simulate.build_rungs(RUNGS)
+    return simulate.build_kernels([(launch.variants(rung)[0], "none") for rung in RUNGS])
 
 
 def test_every_file_is_a_rung():
@@ -53,9 +54,17 @@ def test_right_in_the_simulator(built, rung, dtype, d, causal):
         testing.check_forward(result.out.to(q.dtype), result.lse, q, k, v, causal=causal)
 
 
-@pytest.mark.parametrize("checker", ("memcheck", "racecheck"))
+@pytest.fixture(scope="module")
+def checked():
+    """Each rung's kernels for fp16 and d = 64 with both checkers, compiled side by side."""
+    sim.build_runners(CHECKERS)
+    variants = [launch.Variant(rung, "fp16", 64, causal=True) for rung in RUNGS]
+    return simulate.build_kernels([(v, checker) for v in variants for checker in CHECKERS])
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
-def test_no_race_and_no_access_out_of_bounds(rung, checker):
+def test_no_race_and_no_access_out_of_bounds(checked, rung, checker):
     for seed, (seqlen_q, seqlen_k) in enumerate(((65, 129), (20, 0))):
         q, k, v = make_qkv(seqlen_q, seqlen_k, 64, torch.float16)
         options = {"causal": seed == 0, "seed": seed, "copy_mode": "random", "checker": checker}

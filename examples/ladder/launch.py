@@ -67,14 +67,14 @@ def variants(rung: Rung) -> list[Variant]:
     ]
 
 
-def source(rung: Rung) -> str:
-    """A translation unit with all kernels of a rung, each behind a function of its name."""
+def source(wanted: Sequence[Variant]) -> str:
+    """A translation unit with kernels of one rung, each behind a function of its name."""
     entries = "\n".join(
         'extern "C" __attribute__((visibility("default"))) const flash::Flash_kernel *\n'
         f"{variant.name}() {{ return {variant.describe}; }}"
-        for variant in variants(rung)
+        for variant in wanted
     )
-    return f'#include "{rung.stem}.h"\n\n{entries}\n'
+    return f'#include "{wanted[0].rung.stem}.h"\n\n{entries}\n'
 
 
 def unit(rung: Rung, target: str) -> build.Unit:
@@ -84,7 +84,7 @@ def unit(rung: Rung, target: str) -> build.Unit:
     return build.Unit(
         name=f"ladder_{rung.name}",
         target=f"sm_{code}",
-        source=source(rung),
+        source=source(variants(rung)),
         suffix=".cu",
         flags=(*toolchain.NVCC_FLAGS, f"-gencode=arch=compute_{code},code=sm_{code}"),
         project_dirs=(rungs.KERNELS, rungs.KERNELS / "gpu", sources.kernel_include_dir()),

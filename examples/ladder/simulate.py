@@ -15,46 +15,61 @@ from flashcute.sim import run as sim_run
 from flashcute.sim.build import device_unit
 
 from . import rungs
-from .launch import Variant, source
+from .launch import Variant, source, variants
 from .rungs import Rung
 
 SMEM_LIMIT = 227 * 1024
 _POISON = 0x7FBF
 
 
-def unit(rung: Rung, checker: str = "none") -> build.Unit:
-    """A shared object with all kernels of a rung, each behind a function of its name."""
+def companions(variant: Variant, checker: str) -> list[Variant]:
+    """The kernels compiled together with ``variant``, itself among them.
+
+    All of a rung; with a checker, which makes compilers slow, only those of its problem's tensors.
+    """
+    return [
+        other
+        for other in variants(variant.rung)
+        if checker == "none" or (other.dtype, other.head_dim) == (variant.dtype, variant.head_dim)
+    ]
+
+
+def unit(variant: Variant, checker: str = "none") -> build.Unit:
+    """A shared object with a kernel and its companions, each behind a function of its name."""
     # The simulator's cuda_runtime.h replaces functions; that works only ahead of CUDA's headers.
     text = f"""\
 #include <cuda_runtime.h>
-{source(rung)}
+{source(companions(variant, checker))}
 namespace ladder {{
 alignas(1024) thread_local char smem[sim::kMaxSmemBytes];
 }}
 extern "C" void *sim_dynamic_smem() {{ return ladder::smem; }}
 """
     folders = (rungs.KERNELS, rungs.KERNELS / "sim", sources.kernel_include_dir())
-    return device_unit(f"ladder_{rung.name}", text, folders, checker)
+    return device_unit(f"ladder_{variant.rung.name}", text, folders, checker)
 
 
-def build_rungs(wanted: Sequence[Rung], checker: str = "none") -> dict[Rung, Path]:
-    """The shared objects of rungs, built where they are not cached.
+def build_kernels(specs: Sequence[tuple[Variant, str]]) -> list[Path]:
+    """The shared objects that hold ``(kernel, checker)`` pairs, built where they are not cached.
 
     Raises:
         BuildError: with the compiler's messages.
     """
-    compiler = toolchain.find_host_compiler()
-    results = build.build_many([unit(rung, checker) for rung in wanted], compiler)
+    units = [unit(variant, checker) for variant, checker in specs]
+    distinct = list(dict.fromkeys(units))
+    results = build.build_many(distinct, toolchain.find_host_compiler())
     errors = [str(result.error) for result in results if result.artefact is None]
     if errors:
         raise BuildError("\n".join(errors))
-    return {rung: r.artefact.path for rung, r in zip(wanted, results, strict=True) if r.artefact}
+    paths = {result.unit: result.artefact.path for result in results if result.artefact}
+    return [paths[unit] for unit in units]
 
 
 @functools.cache
-def _programs(rung: Rung, checker: str) -> tuple[Path, Path]:
+def _programs(variant: Variant, checker: str) -> tuple[Path, Path]:
     (runner,) = sim.build_runners([checker])
-    return runner, build_rungs([rung], checker)[rung]
+    (kernel,) = build_kernels([(variant, checker)])
+    return runner, kernel
 
 
 def attention(
@@ -78,7 +93,7 @@ def attention(
         q, k, v = q.float(), k.float(), v.float()
     words = q.element_size() // 2
     out = torch.full((*q.shape[:3], words * q.shape[3]), _POISON, dtype=torch.int16).view(q.dtype)
-    runner, kernel = _programs(rung, checker)
+    runner, kernel = _programs(variant, checker)
     settings = (seed, sim_run.COPY_MODES.index(copy_mode), SMEM_LIMIT, 2, 1, 0, 1 << 32)
     program = [str(runner), str(kernel), variant.name]
     return sim_run.run_program(program, (q, k, v, out), q.shape[3] ** -0.5, settings, 300.0)

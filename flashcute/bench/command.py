@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -12,6 +13,8 @@ import torch
 from tqdm import tqdm
 
 from .. import benchmarking as bm
+from ..heuristics import FwdProblem, choose_fwd
+from ..jit import BuildError, kernels
 from . import peers, plots, sweep, table
 from .cli import SEQLENS
 
@@ -44,6 +47,30 @@ def _options(args: argparse.Namespace) -> sweep.Options:
     )
 
 
+def _build(wanted: list[list[sweep.Variant]]) -> None:
+    """Builds the kernels of a sweep side by side; its calls would build them one after the other.
+
+    Raises:
+        BuildError: with the compiler's messages.
+    """
+    capability = torch.cuda.get_device_capability()
+    target = "".join(map(str, capability))
+    problems = [
+        FwdProblem(dtype=dtype, **dataclasses.asdict(shape))
+        for point in wanted
+        for dtype, shape in point
+    ]
+    configs = dict.fromkeys(choose_fwd(problem, capability) for problem in problems)
+    missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
+    if not missing:
+        return
+    with tqdm(total=len(missing), desc="build", unit="kernel", dynamic_ncols=True) as bar:
+        results = kernels.build_kernels(missing, progress=lambda _: bar.update())
+    errors = [result.error for result in results if result.error is not None]
+    if errors:
+        raise BuildError("\n".join(errors))
+
+
 def _measure(args: argparse.Namespace) -> dict:
     options = _options(args)
     on_gpu = options.device == "cuda"
@@ -55,7 +82,9 @@ def _measure(args: argparse.Namespace) -> dict:
         args.seqlens or (SEQLENS if on_gpu else _CPU_SEQLENS),
         args.tokens or (bm.TOTAL_TOKENS if on_gpu else _CPU_TOKENS),
     )
-    if not on_gpu:
+    if on_gpu:
+        _build(wanted)
+    else:
         print(table.CPU_NOTE, file=sys.stderr)
     rows = sum(map(len, wanted))
     with tqdm(total=rows, desc="bench", unit="row", dynamic_ncols=True) as bar:

@@ -189,12 +189,17 @@ def _execute(command: list[str], timeout: float) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+# Both are looked for once in the life of this process.
 @functools.lru_cache
-def _programs(config: FwdConfig, checker: str, kernel_dir: Path | None) -> tuple[Path, Path]:
-    """The runner and the kernel's shared object, looked for once in the life of this process."""
+def _runner(checker: str) -> Path:
     (runner,) = build.build_runners([checker])
-    (kernel,) = build.build_kernels([(config, checker)], kernel_dir=kernel_dir)
-    return runner, kernel
+    return runner
+
+
+@functools.lru_cache
+def _kernel(config: FwdConfig, checker: str) -> tuple[Path, str]:
+    (path,) = build.build_kernels([(config, checker)])
+    return path, config.full_name
 
 
 def run_fwd(
@@ -212,7 +217,7 @@ def run_fwd(
     launches: int = 1,
     trace: bool = False,
     out: torch.Tensor | None = None,
-    kernel_dir: Path | None = None,
+    kernel: tuple[Path, str] | None = None,
     timeout: float = 300.0,
 ) -> SimResult:
     """Runs one configuration's kernel on the CPU.
@@ -236,7 +241,8 @@ def run_fwd(
             count.
         trace: Record each asynchronous copy's source.
         out: Where the output goes, (b, seqlen_q, h, d); a new NaN-filled tensor by default.
-        kernel_dir: Folder of the kernel headers, if not the project's own.
+        kernel: Shared object built for ``checker``, and the function in it that describes the
+            kernel; those of the project's own kernel by default.
         timeout: Seconds after which the run counts as hung.
 
     Raises:
@@ -255,10 +261,10 @@ def run_fwd(
         raise ValueError(f"sim.run_fwd: expected a finite softmax_scale > 0, got {scale}")
     if out is None:
         out = torch.full(q.shape, _POISON, dtype=torch.int16).view(q.dtype)
-    runner, kernel = _programs(config, checker, kernel_dir)
+    path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches)
     settings += (int(trace), 1 << 32)
-    command = [str(runner), str(kernel), config.full_name]
+    command = [str(_runner(checker)), str(path), function]
     return run_program(command, (q, k, v, out), scale, settings, timeout)
 
 

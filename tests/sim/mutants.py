@@ -7,7 +7,6 @@ mutant is looked at again instead of silently testing nothing.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 
 from flashcute.config import FwdConfig
@@ -380,7 +379,8 @@ def plant(mutant: Mutant, source: Path, target: Path) -> Path:
     """Copies the headers of ``source`` to ``target`` with the fault in them; returns ``target``."""
     target.mkdir(parents=True)
     for header in source.glob("*.h"):
-        shutil.copy(header, target)
+        # Two copies of a header must differ, or `#pragma once` lets the compiler read one of them.
+        (target / header.name).write_text(f"{header.read_text()}// {mutant.name}\n")
     path = target / mutant.file
     text = path.read_text()
     found = text.count(mutant.old)

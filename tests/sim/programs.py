@@ -2,50 +2,92 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from flashcute.jit import build, sources, toolchain
 from flashcute.jit.build import Unit
 from flashcute.sim.build import RUNTIME_SOURCES, simulator_dir
 
+# What :func:`program` can be asked for: the stem of a file in this folder, and flags.
+_PROGRAMS = (
+    ("simulator_cases", ()),
+    ("simulator_cases", ("-DSIM_UCONTEXT",)),
+    ("simulator_cases_sm90", ()),
+    ("simulator_cases_sm90_async", ()),
+    ("simulator_cases_sm90_cluster", ()),
+)
+# Likewise for :func:`with_racecheck`.
+_RACECHECKED = ("simulator_cases_sm90_async", "simulator_cases_sm90_cluster")
+
 _FOLDER = Path(__file__).parent
-_FLAGS = ("-std=c++20", "-O1", "-w", "-pthread", "-fno-strict-aliasing")
 _RUNTIME = "".join(f'#include "{source}.cpp"\n' for source in RUNTIME_SOURCES)
 
 
-def _build(name: str, source: str, flags: tuple[str, ...], libraries: tuple[str, ...] = ()) -> Path:
+def _unit(name: str, text: str, flags: tuple[str, ...], libraries: tuple[str, ...] = ()) -> Unit:
     cuda = toolchain.find_cuda_headers()
     simulator = simulator_dir()
     include = simulator / "include"
     headers = sorted(p.read_text() for p in include.rglob("*") if p.is_file())
-    unit = Unit(
+    return Unit(
         name=name,
         target="sim-test",
-        source=source,
+        source=text,
         suffix=".cpp",
-        flags=(*_FLAGS, *flags),
+        flags=("-std=c++20", "-O1", "-w", "-pthread", "-fno-strict-aliasing", *flags),
         libraries=libraries,
         overriding_dirs=(include, include / "sim"),
         project_dirs=(_FOLDER, simulator / "src", sources.kernel_include_dir()),
         external_dirs=(sources.cutlass_include_dir(), cuda.include, cuda.cccl),
         external=tuple(headers),
     )
-    return build.build(unit, toolchain.find_host_compiler()).artefact.path
+
+
+def _build(units: Sequence[Unit]) -> list[Path]:
+    results = build.build_many(units, toolchain.find_host_compiler())
+    errors = [result.error for result in results if result.error]
+    assert not errors, "\n".join(errors)
+    return [result.artefact.path for result in results]
+
+
+def _cases(stem: str) -> str:
+    return (_FOLDER / f"{stem}.cpp").read_text()
+
+
+@functools.cache
+def _programs() -> dict[tuple[str, tuple[str, ...]], Path]:
+    units = [_unit(stem, _RUNTIME + _cases(stem), flags) for stem, flags in _PROGRAMS]
+    return dict(zip(_PROGRAMS, _build(units), strict=True))
 
 
 def program(stem: str, *extra_flags: str) -> Path:
-    """Compiles ``<stem>.cpp`` of this folder with the simulator."""
-    return _build(stem, _RUNTIME + (_FOLDER / f"{stem}.cpp").read_text(), extra_flags)
+    """``<stem>.cpp`` of this folder with the simulator, compiled side by side with all others."""
+    return _programs()[stem, extra_flags]
+
+
+@functools.cache
+def _racechecked() -> dict[str, Path]:
+    # Apart from the kernels: ThreadSanitizer must not see the simulator's own accesses.
+    flags = ("-fPIC", "-shared", "-DSIM_TSAN")
+    (runtime,) = _build([_unit("runtime_tsan", _RUNTIME, flags, ("-Wl,--no-as-needed", "-ltsan"))])
+    units = [
+        _unit(
+            f"{stem}_tsan",
+            f"// {runtime.name}\n{_cases(stem)}",
+            ("-fsanitize=thread", "-g1"),
+            (str(runtime),),
+        )
+        for stem in _RACECHECKED
+    ]
+    return dict(zip(_RACECHECKED, _build(units), strict=True))
 
 
 def with_racecheck(stem: str) -> Path:
-    """Likewise for ThreadSanitizer, which must not see the simulator's own accesses."""
-    shared = ("-fPIC", "-shared", "-DSIM_TSAN")
-    runtime = _build("runtime_tsan", _RUNTIME, shared, ("-Wl,--no-as-needed", "-ltsan"))
-    source = f"// {runtime.name}\n{(_FOLDER / f'{stem}.cpp').read_text()}"
-    return _build(f"{stem}_tsan", source, ("-fsanitize=thread", "-g1"), (str(runtime),))
+    """Like :func:`program`, for :func:`race_of`."""
+    return _racechecked()[stem]
 
 
 def run(path: Path, case: str, seed: int = 0) -> dict[str, str]:

@@ -12,6 +12,8 @@ from flashcute.heuristics import shipped_configs
 from flashcute.testing import check_forward
 
 CONFIGS = shipped_configs(90)
+CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
+CHECKED = (ASKING, STRIDING)
 # Two SMs walk through 3 or 4 tiles, one of which sees no key, and take turns in asking for them.
 SEVERAL_TILES = (1, 400, 200, 1, 1, 0)
 
@@ -21,6 +23,13 @@ def kernels():
     """Compiles the shipped kernels, several at a time."""
     sim.build_runners(["none"])
     return sim.build_kernels([(config, "none") for config in CONFIGS])
+
+
+@pytest.fixture(scope="module")
+def checked_kernels():
+    """Compiles those that :func:`test_checkers_are_silent` runs, likewise."""
+    sim.build_runners(CHECKERS)
+    return sim.build_kernels([(config, checker) for config in CHECKED for checker in CHECKERS])
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
@@ -67,9 +76,9 @@ def test_blocks_share_tiles_differently_from_seed_to_seed():
     assert len(shares) > 1
 
 
-@pytest.mark.parametrize("checker", [c for c in sim.CHECKERS if c != "none"])
-@pytest.mark.parametrize("config", [ASKING, STRIDING], ids=lambda c: c.full_name)
-def test_checkers_are_silent(checker, config):
+@pytest.mark.parametrize("checker", CHECKERS)
+@pytest.mark.parametrize("config", CHECKED, ids=lambda c: c.full_name)
+def test_checkers_are_silent(checker, config, checked_kernels):
     q, k, v = problem(config, (1, 300, 200, 2, 1, 8))
     result = sim.run_fwd(q, k, v, config, checker=checker, seed=3, sms=2, launches=2)
     assert result.verdict == "pass", result.message

@@ -7,10 +7,11 @@ import mutants_sm90
 import pytest
 import torch
 from formulas import mma_count, tma_bytes, wgmma_count
+from planted import build_mutants, checker
 
 from flashcute import sim
-from flashcute.jit import build, sources, toolchain
-from flashcute.sim.build import kernel_unit
+from flashcute.jit import sources
+from flashcute.jit.toolchain import BuildError
 from flashcute.testing import compare_forward
 
 MUTANTS = (*mutants.MUTANTS, *mutants_sm90.MUTANTS)
@@ -26,23 +27,21 @@ PROBLEMS = {
 OPTIONS = {80: {}, 90: {"sms": 2, "launches": 2}}
 
 
+CONFIGS = list(dict.fromkeys(m.config for m in MUTANTS))
+# Planted like a mutant, without a fault.
+FAULTLESS = {
+    config: mutants.Mutant(
+        f"none in {config.full_name}", "flash.h", "#pragma once", "#pragma once", "", "", config
+    )
+    for config in CONFIGS
+}
+
+
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory):
-    """The folder of each mutant's headers; all of them are compiled here, in parallel."""
-    folder = tmp_path_factory.mktemp("mutants")
-    dirs = {
-        m.name: mutants.plant(m, sources.kernel_include_dir(), folder / str(i))
-        for i, m in enumerate(MUTANTS)
-    }
-    units = [kernel_unit(m.config, checker(m), kernel_dir=dirs[m.name]) for m in MUTANTS]
-    results = build.build_many(units, toolchain.find_host_compiler())
-    errors = [result.error for result in results if result.error]
-    assert not errors, "\n".join(errors)
-    return dirs
-
-
-def checker(mutant):
-    return mutant.finder if mutant.finder in sim.CHECKERS else "none"
+def kernels(tmp_path_factory):
+    """The kernels of all mutants by name, compiled side by side."""
+    sim.build_runners()
+    return build_mutants([*MUTANTS, *FAULTLESS.values()], tmp_path_factory.mktemp("mutants"))
 
 
 def problem(config, shape, factor):
@@ -77,7 +76,7 @@ def wrong_counts(mutant, result, shape):
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
-def test_mutant_is_found(mutant, planted):
+def test_mutant_is_found(mutant, kernels):
     finder, _, copy_mode = mutant.finder.partition("/")
     results = []
     for shape, factor in PROBLEMS[mutant.config.arch]:
@@ -89,7 +88,7 @@ def test_mutant_is_found(mutant, planted):
             mutant.config,
             checker=checker(mutant),
             copy_mode=copy_mode or "late",
-            kernel_dir=planted[mutant.name],
+            kernel=kernels[mutant.name],
             timeout=120,
             **OPTIONS[mutant.config.arch],
         )
@@ -111,13 +110,29 @@ def test_mutant_must_match_once(tmp_path):
         mutants.plant(lost, sources.kernel_include_dir(), tmp_path / "lost")
 
 
-@pytest.mark.parametrize("config", {m.config for m in MUTANTS}, ids=lambda c: c.full_name)
+def test_mutant_that_does_not_compile_is_named(tmp_path):
+    broken = mutants.Mutant(
+        "broken", "mask.h", "#pragma once", '#include "broken_on_purpose.h"', "numerics/late"
+    )
+    with pytest.raises(BuildError, match=r"mutant_broken/.*broken_on_purpose\.h: No such file"):
+        build_mutants([MUTANTS[0], broken], tmp_path)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 @pytest.mark.parametrize("copy_mode", sim.COPY_MODES)
-def test_unmutated_kernel_passes_the_same_checks(config, copy_mode):
-    mutant = mutants.Mutant("none", "", "", "", "numerics", config=config)
+def test_unmutated_kernel_passes_the_same_checks(config, copy_mode, kernels):
+    mutant = FAULTLESS[config]
     for shape, factor in PROBLEMS[config.arch]:
         q, k, v = problem(config, shape, factor)
-        result = sim.run_fwd(q, k, v, config, copy_mode=copy_mode, **OPTIONS[config.arch])
+        result = sim.run_fwd(
+            q,
+            k,
+            v,
+            config,
+            copy_mode=copy_mode,
+            kernel=kernels[mutant.name],
+            **OPTIONS[config.arch],
+        )
         assert result.verdict == "pass", result.message
         assert not wrong_numbers(mutant, result, q, k, v)
         assert not wrong_counts(mutant, result, shape)

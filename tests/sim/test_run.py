@@ -45,16 +45,19 @@ def test_reports_a_kernel_that_never_ends(tmp_path):
         finder="",
     )
     folder = mutants.plant(endless, sources.kernel_include_dir(), tmp_path / "endless")
-    result = sim.run_fwd(*tensors(), CONFIG, kernel_dir=folder, timeout=2)
+    (path,) = sim.build_kernels([(CONFIG, "none")], kernel_dir=folder)
+    result = sim.run_fwd(*tensors(), CONFIG, kernel=(path, CONFIG.full_name), timeout=2)
     assert result.verdict == "fail"
     assert "did not finish within 2 s" in result.message
 
 
 def test_reports_what_does_not_compile(tmp_path):
-    broken = mutants.Mutant("broken", "mask.h", "#pragma once", "#error broken on purpose", "")
+    # The compiler goes on after any other error, for seconds.
+    missing = '#include "broken_on_purpose.h"'
+    broken = mutants.Mutant("broken", "flash.h", "#pragma once", missing, "")
     folder = mutants.plant(broken, sources.kernel_include_dir(), tmp_path / "broken")
-    with pytest.raises(BuildError, match="broken on purpose"):
-        sim.run_fwd(*tensors(), CONFIG, kernel_dir=folder)
+    with pytest.raises(BuildError, match=r"broken_on_purpose\.h: No such file"):
+        sim.build_kernels([(CONFIG, "none")], kernel_dir=folder)
 
 
 def test_dynamic_shared_memory_must_be_one_array(tmp_path):

@@ -37,8 +37,8 @@ class Cluster {
     bool enter(Block &block);
     void leave(Block &block, bool failed);
 
-    // By the block whose turn it is: lets another one go on that can, and returns at the next turn;
-    // false if there is none.
+    // By the block whose turn it is: lets another one go on that can, and returns at the next turn.
+    // False if there is none.
     bool pass_turn(Block &block);
     // Likewise, now and then.
     void pass_turn_at_random(Block &block);

@@ -12,7 +12,7 @@ namespace sim {
 // conflict is a shared memory wavefront beyond the fewest possible. A sector is 32 bytes of global
 // memory touched by a request. A wgmma is one per warpgroup; tma_bytes are those of whole boxes, of
 // which tma_zero_bytes lay outside the tensor; likewise of stores, whose part outside is not
-// written. A multicast box counts once, and its further destinations as tma_multicast_bytes;
+// written. A multicast box counts once, and its further destinations as tma_multicast_bytes. The
 // cluster_bytes are loads and stores of another block's shared memory.
 struct Counters {
     uint64_t blocks = 0;

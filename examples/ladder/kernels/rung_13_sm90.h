@@ -138,22 +138,37 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             release(&storage.v_empty[v().stage()]);
         };
 
-        while (true) {
-            sm90::barrier_wait(&storage.tile_full[t.stage()], t.parity());
+        auto const take_tile = [&] {
             TileCoord const tile = storage.tile[t.stage()];
             __syncwarp();
             release(&storage.tile_empty[t.stage()]);
             ++t.i;
-            if (tile.m_block < 0) {
-                return;
+            return tile;
+        };
+        // Is there a tile with keys? Those without are written on the way. Two returns on purpose:
+        // of one with both conditions nvcc no longer knows that all lanes agree, and the main loop
+        // carries the buffers' numbers in every lane's registers, 395 instructions instead of 370.
+        auto const await_tile = [&] {
+            CUTE_NO_UNROLL
+            while (true) {
+                sm90::barrier_wait(&storage.tile_full[t.stage()], t.parity());
+                int const m_block = storage.tile[t.stage()].m_block;
+                if (m_block < 0) {
+                    return false;
+                }
+                if (Blocks::n_block_end(seqlen, m_block) > 0) {
+                    return true;
+                }
+                Epilogue::store_empty(params, take_tile(), seqlen, thread);
             }
+        };
+
+        CUTE_NO_UNROLL
+        while (await_tile()) {
+            TileCoord const tile = take_tile();
             int const n_unmasked = Blocks::n_block_unmasked_end(seqlen, tile.m_block);
             int n = Blocks::n_block_end(seqlen, tile.m_block) - 1;
             flash::Mask<Types::C> const mask{seqlen, tile.m_block};
-            if (n < 0) {
-                Epilogue::store_empty(params, tile, seqlen, thread);
-                continue;
-            }
             sm90::barrier_wait(&storage.q_full[warpgroup], q_phase);
             sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
             q_phase ^= 1;

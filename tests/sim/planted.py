@@ -1,0 +1,100 @@
+"""Mutants compiled by the dozen: nearly all of the compiler's work on one is work on CuTe's
+templates, and those in one translation unit share it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from mutants import Mutant, plant
+
+from flashcute import sim
+from flashcute.jit import build, sources, toolchain
+from flashcute.jit.build import Unit
+from flashcute.jit.toolchain import BuildError
+from flashcute.sim.build import device_unit, dynamic_smem, entry
+
+_AT_MOST = 30  # mutants in one unit: what does not fit is for the other cores
+
+_HEAD = """\
+#include <cuda_runtime.h>
+
+#include <arch_sm90.h>
+#include <wgmma_sm90.h>
+
+extern "C" {{
+alignas(1024) thread_local {kind} {smem}[sim::kMaxSmemBytes / sizeof({kind})];
+void *sim_dynamic_smem() {{ return {smem}; }}
+}}
+"""
+# A namespace of its own for each mutant, in which only what stands for Hopper's instructions and
+# shared memory are everybody's: variables with C's linkage and one name are one variable.
+_MUTANT = """\
+namespace {name} {{
+namespace sm90 {{
+using namespace ::flash::sm90;
+}}
+extern "C" thread_local {kind} {smem}[];
+}}
+#define flash {name}
+#define flash_kernel {name}_kernel
+#include "{name}/flash_fwd_launch_template{of_class}.h"
+{entry}
+#undef flash
+#undef flash_kernel
+"""
+
+
+def checker(mutant: Mutant) -> str:
+    """What the mutant has to be compiled for."""
+    return mutant.finder if mutant.finder in sim.CHECKERS else "none"
+
+
+def _identifier(mutant: Mutant) -> str:
+    return "mutant_" + re.sub(r"\W+", "_", mutant.name)
+
+
+def _unit(name: str, group: Sequence[Mutant], folder: Path) -> Unit:
+    kind, smem = dynamic_smem(sources.kernel_include_dir())
+    texts = [_HEAD.format(kind=kind, smem=smem)]
+    for mutant in group:
+        text = _MUTANT.format(
+            name=_identifier(mutant),
+            kind=kind,
+            smem=smem,
+            of_class="_sm90" if mutant.config.arch == 90 else "",
+            entry=entry(mutant.config, "flash_kernel"),
+        )
+        texts.append(text)
+    return device_unit(name, "\n".join(texts), (folder,), checker(group[0]))
+
+
+def build_mutants(mutants: Sequence[Mutant], folder: Path) -> dict[str, tuple[Path, str]]:
+    """Plants ``mutants`` in ``folder`` and compiles them, where they are not cached.
+
+    Returns:
+        From each mutant's name to its ``kernel`` for :func:`flashcute.sim.run_fwd`.
+
+    Raises:
+        BuildError: with the compiler's messages, in which each mutant has a folder of its name.
+    """
+    alike = defaultdict(list)
+    for mutant in mutants:
+        plant(mutant, sources.kernel_include_dir(), folder / _identifier(mutant))
+        alike[mutant.config.arch, mutant.config.head_dim, checker(mutant)].append(mutant)
+    groups = {}
+    for (arch, head_dim, _), group in alike.items():
+        pieces = -(-len(group) // _AT_MOST)
+        for i in range(pieces):
+            unit = _unit(f"mutants_hdim{head_dim}_sm{arch}_{i}", group[i::pieces], folder)
+            groups[unit] = group[i::pieces]
+    results = build.build_many(list(groups), toolchain.find_host_compiler())
+    kernels = {}
+    for result in results:
+        if result.artefact is None:
+            raise BuildError(result.error)
+        for mutant in groups[result.unit]:
+            kernels[mutant.name] = result.artefact.path, f"{_identifier(mutant)}_kernel"
+    return kernels
