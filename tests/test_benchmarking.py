@@ -168,7 +168,8 @@ def test_machine_info_says_what_a_figure_needs(tmp_path):
 def test_recorded_command_does_not_say_where_things_lie(monkeypatch, tmp_path):
     inside = ROOT / "benchmarks" / "results" / "fwd.json"
     monkeypatch.setattr(sys, "argv", [str(ROOT / "tools" / "x.py"), "--out", str(inside), "a/b"])
-    assert bm.machine_info()["command"].endswith(" tools/x.py --out benchmarks/results/fwd.json a/b")
+    command = bm.machine_info()["command"]
+    assert command.endswith(" tools/x.py --out benchmarks/results/fwd.json a/b")
     monkeypatch.setattr(sys, "argv", ["x.py", str(tmp_path / "out.json")])
     assert bm.machine_info()["command"].endswith(" x.py out.json")
 

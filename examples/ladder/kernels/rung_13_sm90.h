@@ -182,8 +182,6 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             flash::convert(tSrS, tOrP);
             clear(rO);
 
-            // S of this block and O += P V of the one before are under way together; the softmax
-            // begins as soon as S is there.
             auto const step = [&](auto masked) {
                 sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
                 sm90::named_barrier_sync(1 + warpgroup, 256);
@@ -202,9 +200,8 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
                 flash::convert(tSrS, tOrP);
                 if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);
             };
-            --n;
             CUTE_NO_UNROLL
-            for (; n >= n_unmasked; --n) step(true_type{});
+            for (--n; n >= n_unmasked; --n) step(true_type{});
             CUTE_NO_UNROLL
             for (; n >= 0; --n) step(false_type{});
 
@@ -212,9 +209,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             issue_pv();
             sm90::wgmma_wait<0>();
             take_out();
-            auto const lse = softmax.finalize(tOrO);
-            Epilogue::store_lse(params, tile, seqlen, thread, lse);
-            Epilogue::store_from_registers(params, tile, seqlen, thread, tOrO);
+            Epilogue::store(params, tile, seqlen, thread, softmax.finalize(tOrO), tOrO);
         }
     }
 
