@@ -104,11 +104,10 @@ void work(Run &run) {
         if (unit >= run.units) {
             break;
         }
-        if (unit > run.all.failed.load()) {
-            // skipped
-        } else if (!block) {
+        bool const skipped = unit > run.all.failed.load();
+        if (!skipped && !block) {
             run_together(run, unit);
-        } else {
+        } else if (!skipped) {
             alone.start(unit);
             if (!block->run(unit)) {
                 note_failure(*block, unit, run.all);
