@@ -47,8 +47,8 @@ _KERNEL_FLAGS = (
     *("-fno-extern-tls-init", "-ftrivial-auto-var-init=pattern"),
 )
 RUNTIME_SOURCES = (
-    *("fiber", "block", "memory", "instructions", "counters", "dependency", "mbarrier", "tma"),
-    *("wgmma", "launch"),
+    *("fiber", "block", "cluster", "memory", "instructions", "counters", "dependency", "mbarrier"),
+    *("tma", "tma_store", "wgmma", "launch"),
 )
 
 _DYNAMIC_SMEM = re.compile(

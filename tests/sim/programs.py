@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from flashcute.jit import build, sources, toolchain
@@ -16,42 +18,76 @@ _PROGRAMS = (
     ("simulator_cases", ("-DSIM_UCONTEXT",)),
     ("simulator_cases_sm90", ()),
     ("simulator_cases_sm90_async", ()),
+    ("simulator_cases_sm90_cluster", ()),
 )
+# Likewise for :func:`with_racecheck`.
+_RACECHECKED = ("simulator_cases_sm90_async", "simulator_cases_sm90_cluster")
+
+_FOLDER = Path(__file__).parent
+_RUNTIME = "".join(f'#include "{source}.cpp"\n' for source in RUNTIME_SOURCES)
 
 
-def _unit(stem: str, extra_flags: tuple[str, ...]) -> Unit:
+def _unit(name: str, text: str, flags: tuple[str, ...], libraries: tuple[str, ...] = ()) -> Unit:
     cuda = toolchain.find_cuda_headers()
     simulator = simulator_dir()
-    folder = Path(__file__).parent
-    cases = (folder / f"{stem}.cpp").read_text()
-    text = "".join(f'#include "{source}.cpp"\n' for source in RUNTIME_SOURCES) + cases
     include = simulator / "include"
     headers = sorted(p.read_text() for p in include.rglob("*") if p.is_file())
     return Unit(
-        name=stem,
+        name=name,
         target="sim-test",
         source=text,
         suffix=".cpp",
-        flags=("-std=c++20", "-O1", "-w", "-pthread", "-fno-strict-aliasing", *extra_flags),
+        flags=("-std=c++20", "-O1", "-w", "-pthread", "-fno-strict-aliasing", *flags),
+        libraries=libraries,
         overriding_dirs=(include, include / "sim"),
-        project_dirs=(folder, simulator / "src", sources.kernel_include_dir()),
+        project_dirs=(_FOLDER, simulator / "src", sources.kernel_include_dir()),
         external_dirs=(sources.cutlass_include_dir(), cuda.include, cuda.cccl),
         external=tuple(headers),
     )
 
 
-@functools.cache
-def _programs() -> dict[tuple[str, tuple[str, ...]], Path]:
-    units = [_unit(*program) for program in _PROGRAMS]
+def _build(units: Sequence[Unit]) -> list[Path]:
     results = build.build_many(units, toolchain.find_host_compiler())
     errors = [result.error for result in results if result.error]
     assert not errors, "\n".join(errors)
-    return {name: r.artefact.path for name, r in zip(_PROGRAMS, results, strict=True)}
+    return [result.artefact.path for result in results]
+
+
+def _cases(stem: str) -> str:
+    return (_FOLDER / f"{stem}.cpp").read_text()
+
+
+@functools.cache
+def _programs() -> dict[tuple[str, tuple[str, ...]], Path]:
+    units = [_unit(stem, _RUNTIME + _cases(stem), flags) for stem, flags in _PROGRAMS]
+    return dict(zip(_PROGRAMS, _build(units), strict=True))
 
 
 def program(stem: str, *extra_flags: str) -> Path:
     """``<stem>.cpp`` of this folder with the simulator, compiled side by side with all others."""
     return _programs()[stem, extra_flags]
+
+
+@functools.cache
+def _racechecked() -> dict[str, Path]:
+    # Apart from the kernels: ThreadSanitizer must not see the simulator's own accesses.
+    flags = ("-fPIC", "-shared", "-DSIM_TSAN")
+    (runtime,) = _build([_unit("runtime_tsan", _RUNTIME, flags, ("-Wl,--no-as-needed", "-ltsan"))])
+    units = [
+        _unit(
+            f"{stem}_tsan",
+            f"// {runtime.name}\n{_cases(stem)}",
+            ("-fsanitize=thread", "-g1"),
+            (str(runtime),),
+        )
+        for stem in _RACECHECKED
+    ]
+    return dict(zip(_RACECHECKED, _build(units), strict=True))
+
+
+def with_racecheck(stem: str) -> Path:
+    """Like :func:`program`, for :func:`race_of`."""
+    return _racechecked()[stem]
 
 
 def run(path: Path, case: str, seed: int = 0) -> dict[str, str]:
@@ -61,3 +97,12 @@ def run(path: Path, case: str, seed: int = 0) -> dict[str, str]:
     )
     assert done.returncode == 0, f"{case}: {done.stdout}{done.stderr}"
     return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
+def race_of(path: Path, case: str, seed: int = 0) -> str:
+    """ThreadSanitizer's report on a case, empty if there is none."""
+    command = [str(path), case, str(seed)]
+    if setarch := shutil.which("setarch"):  # gcc 12's cannot live with many random address bits
+        command = [setarch, "-R", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.stderr

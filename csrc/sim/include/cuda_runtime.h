@@ -74,6 +74,10 @@ inline cudaError_t cudaGetDriverEntryPointByVersion(char const *name, void **fun
 
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute attribute, int value) {
+    if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) {
+        sim::allow_large_clusters(reinterpret_cast<void const *>(kernel), value != 0);
+        return cudaSuccess;
+    }
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) {
         return cudaErrorNotSupported;
     }
@@ -92,10 +96,15 @@ cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const *config, void (*kernel)(
         .dynamic_smem = &sim_dynamic_smem,
     };
     for (unsigned i = 0; i < config->numAttrs; ++i) {
-        if (config->attrs[i].id != cudaLaunchAttributeProgrammaticStreamSerialization) {
+        cudaLaunchAttribute const &attribute = config->attrs[i];
+        if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+            launch.dependent = attribute.val.programmaticStreamSerializationAllowed != 0;
+        } else if (attribute.id == cudaLaunchAttributeClusterDimension) {
+            auto const &cluster = attribute.val.clusterDim;
+            launch.cluster = {cluster.x, cluster.y, cluster.z};
+        } else {
             return cudaErrorNotSupported;
         }
-        launch.dependent = config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
     }
     return static_cast<cudaError_t>(sim::launch(launch, [&] { kernel(arguments...); }));
 }

@@ -32,6 +32,8 @@ char const *name_of(Meeting meeting) {
     switch (meeting) {
         case Meeting::ldmatrix:
             return "ldmatrix";
+        case Meeting::stmatrix:
+            return "stmatrix";
         case Meeting::mma:
             return "mma.sync";
         case Meeting::shuffle:
@@ -42,6 +44,10 @@ char const *name_of(Meeting meeting) {
             return "__syncwarp";
         case Meeting::elect:
             return "elect.sync";
+        case Meeting::cluster_arrive:
+            return "barrier.cluster.arrive";
+        case Meeting::cluster_wait:
+            return "barrier.cluster.wait";
     }
     return "";
 }
@@ -65,12 +71,14 @@ void lane_entry() {
 }
 
 Block::Block(Launch const &launch, std::function<void()> const &body, Settings const &settings,
-             Turns &turns, Dependency &dependency)
+             Turns &turns, Dependency &dependency, Cluster &cluster, int rank)
     : launch_(launch),
       body_(body),
       settings_(settings),
       turns_(turns),
       dependency_(dependency),
+      cluster_(cluster),
+      rank_(rank),
       smem_(static_cast<std::byte *>(launch.dynamic_smem())) {
     size_t const threads = size_t(launch.block.x) * launch.block.y * launch.block.z;
     size_t const guard = sysconf(_SC_PAGESIZE);
@@ -121,10 +129,15 @@ uint64_t Block::random() {
 bool Block::run(uint64_t linear_index) {
     start(linear_index);
     current_block = this;
-    Lane *const first = pick(&warps_[random() % warps_.size()]);
-    switch_to(main_, *first);
+    if (cluster_.enter(*this)) {
+        Lane *const first = pick(&warps_[random() % warps_.size()]);
+        switch_to(main_, *first);
+    } else {
+        error_code_ = kLaunchFailure;
+    }
     current_block = nullptr;
     finish();
+    cluster_.leave(*this, error_code_ != kSuccess);
     return error_code_ == kSuccess;
 }
 
@@ -163,10 +176,12 @@ void Block::start(uint64_t linear_index) {
         lane.knowledge = {};
         lane.wgmmas = lane.wgmma_groups = 0;
         lane.wgmma_fenced = false;
+        lane.cluster_arrived = false;
+        lane.knowledge.of(rank_).runs = true;
         fiber_prepare(lane.fiber, &lane_entry);
     }
     sm90_.start();
-    if (dependency_.dependent()) {
+    if (dependency_.dependent() || cluster_.size() > 1) {
         sm90_.activate();  // so that knowledge travels
     }
     counters_.blocks += 1;
@@ -219,8 +234,10 @@ Lane *Block::pick(Warp *preferred) {
 }
 
 Lane *Block::pick_or_land(Warp *preferred) {
+    cluster_.pass_turn_at_random(*this);
     Lane *next = pick(preferred);
-    while (next == nullptr && (sm90_.land_one() || end_dependency())) {
+    while (next == nullptr &&
+           (cluster_.pass_turn(*this) || cluster_.land_one() || cluster_.end_dependency())) {
         next = pick(preferred);
     }
     return next;
@@ -247,12 +264,12 @@ void Block::take_turn(void const *address, std::function<void()> const &atomic) 
     tsan::Unwatched const unwatched;
     check_dependency("atomic", address);
     uint64_t const blocks = uint64_t(launch_.grid.x) * launch_.grid.y * launch_.grid.z;
-    if (blocks > static_cast<uint64_t>(settings_.sms)) {
+    if (blocks > static_cast<uint64_t>(std::max(settings_.sms, cluster_.size()))) {
         fail(kNotSupported,
              "not covered: atomics in a grid of more blocks than the device has SMs");
     }
     ++counters_.atomics;
-    turns_.take(linear_index_, atomic);
+    turns_.take(cluster_.unit(), atomic);
 }
 
 void Block::count_step() {
@@ -269,7 +286,7 @@ void Block::suspend() {
     Lane &self = *lane_;
     Lane *const next = pick_or_land(&warps_[self.warp]);
     if (next == nullptr) {
-        fail(kLaunchFailure, "deadlock: " + describe_waiting());
+        fail(kLaunchFailure, "deadlock: " + cluster_.describe());
     }
     if (next != &self) {
         switch_to(self.fiber, *next);
@@ -287,6 +304,7 @@ void Block::exit_lane() {
         warp.ready &= ~(1u << self.lane);
         --alive_;
         check_nobody_waits_for(self);
+        cluster_.exited(*this, self);
         sm90_.check_exit(self, alive_ == 0);
         if (warp.alive == 0) {
             warp.log.flush(counters_);
@@ -294,7 +312,7 @@ void Block::exit_lane() {
         if (alive_ > 0) {
             Lane *const other = pick_or_land(&warp);
             if (other == nullptr) {
-                fail(kLaunchFailure, "deadlock: " + describe_waiting());
+                fail(kLaunchFailure, "deadlock: " + cluster_.describe());
             }
             lane_ = other;
             next = &lane_->fiber;
@@ -473,6 +491,8 @@ std::string Block::state_of(Lane const &lane) const {
             return "wait for their warpgroup at wgmma.wait_group or setmaxnreg";
         case Waiting::registers:
             return "wait for registers at setmaxnreg.inc";
+        case Waiting::cluster:
+            return "wait at barrier.cluster";
         case Waiting::dependency:
             return "wait for the kernel before at griddepcontrol.wait";
         case Waiting::exited:
@@ -512,14 +532,22 @@ std::string Block::describe_waiting() const {
 }
 
 void Block::fail(int code, std::string const &message) {
-    give_up(code, where(*lane_) + ": " + message);
+    Block &running = current();
+    running.give_up(code, running.where(*running.lane_) + ": " + message);
 }
 
 void Block::give_up(int code, std::string const &message) {
-    error_code_ = code;
-    error_ = message;
-    fiber_switch(lane_->fiber, main_);
+    Block &running = current();
+    running.error_code_ = code;
+    running.error_ = message;
+    fiber_switch(running.lane_->fiber, running.main_);
     __builtin_unreachable();
+}
+
+void Block::abandon() { give_up(kLaunchFailure, ""); }
+
+bool Block::can_go_on() const {
+    return std::any_of(warps_.begin(), warps_.end(), [](Warp const &w) { return w.ready != 0; });
 }
 
 }  // namespace sim

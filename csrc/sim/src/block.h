@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cluster.h"
 #include "counters.h"
 #include "dependency.h"
 #include "fiber.h"
@@ -33,8 +34,19 @@ inline constexpr int kLaunchTimeout = 702;
 inline constexpr int kMisalignedAddress = 716;
 inline constexpr int kLaunchFailure = 719;
 inline constexpr int kNotSupported = 801;
+inline constexpr int kInvalidClusterSize = 912;
 
-enum class Meeting : uint8_t { ldmatrix, mma, shuffle, ballot, warp_sync, elect };
+enum class Meeting : uint8_t {
+    ldmatrix,
+    stmatrix,
+    mma,
+    shuffle,
+    ballot,
+    warp_sync,
+    elect,
+    cluster_arrive,
+    cluster_wait
+};
 
 struct AsyncCopy {
     std::byte *smem;
@@ -52,6 +64,7 @@ enum class Waiting : uint8_t {
     mbarrier,
     warpgroup,
     registers,
+    cluster,
     dependency,
     exited
 };
@@ -77,6 +90,8 @@ struct Lane {
     Knowledge knowledge;
     uint64_t wgmmas, wgmma_groups;  // issued, committed
     bool wgmma_fenced;              // since the last wait
+    bool cluster_arrived;           // and has not waited yet, in this phase of the barrier
+    uint64_t cluster_phase;
 };
 
 // Lanes that have arrived at one warp-wide instruction with one mask.
@@ -111,7 +126,7 @@ struct Barrier {
 class Block {
   public:
     Block(Launch const &launch, std::function<void()> const &body, Settings const &settings,
-          Turns &turns, Dependency &dependency);
+          Turns &turns, Dependency &dependency, Cluster &cluster, int rank);
     ~Block();
     Block(Block const &) = delete;
     Block &operator=(Block const &) = delete;
@@ -119,6 +134,7 @@ class Block {
     // False if the block failed; error() and error_code() then say why.
     bool run(uint64_t linear_index);
     std::string const &error() const { return error_; }
+    // Empty of a block that was given up because another one of its cluster failed.
     int error_code() const { return error_code_; }
     Counters const &counters() const { return counters_; }
     std::vector<TraceEntry> const &trace() const { return trace_; }
@@ -156,12 +172,25 @@ class Block {
     void park(Waiting waiting);
     void wake(Lane &lane);
     void yield_at_random();
+    // ---- the other blocks of the cluster
+    int rank() const { return rank_; }
+    Cluster &cluster() { return cluster_; }
+    // Fails unless there is such a block, whose shared memory the running thread may access.
+    Block &peer(uint32_t rank, char const *what);
+    // Where `other` has what lies at an address of this block's shared memory.
+    void *map_to(Block &other, void const *address);
+    void *smem_at(uint32_t address) { return smem_ + (address - kReservedSmem); }
+    // The block whose shared memory the address belongs to; null if none of the cluster's.
+    Block *owner_of(void const *address);
+    void cluster_barrier(Meeting meeting, bool relaxed);
+
     // One more instruction at which threads wait for each other; fails beyond the budget.
     void count_step();
     int elected_lane(int warp) const {
         return static_cast<int>((settings_.seed * 7 + linear_index_ * 5 + warp) % kWarpSize);
     }
 
+    // Ends the running block, which may be another than the one whose state is at fault.
     [[noreturn]] void fail(int code, std::string const &message);
     // Likewise, without naming the thread.
     [[noreturn]] void give_up(int code, std::string const &message);
@@ -171,16 +200,19 @@ class Block {
   private:
     friend void lane_entry();
     friend class Sm90;
+    friend class Cluster;
     void start(uint64_t linear_index);
     void finish();
     void suspend();
     void switch_to(Fiber &from, Lane &next);
     void entered(Lane &lane);
     Lane *pick(Warp *preferred);
-    // Likewise, and if none can go on, after a copy under way has landed or the kernel before has
-    // ended; null in a deadlock.
+    // Likewise, and if none can go on, after other blocks of the cluster have run, a copy under way
+    // has landed or the kernel before has ended; null in a deadlock.
     Lane *pick_or_land(Warp *preferred);
     [[noreturn]] void exit_lane();
+    bool can_go_on() const;
+    [[noreturn]] void abandon();
     // Wakes those who wait for the end of the kernel before; false if there are none.
     bool end_dependency();
     void check_nobody_waits_for(Lane const &lane);
@@ -199,6 +231,8 @@ class Block {
     Settings const &settings_;
     Turns &turns_;
     Dependency &dependency_;
+    Cluster &cluster_;
+    int const rank_;
     std::byte *smem_;
     std::byte *stacks_;
     size_t stack_span_;

@@ -11,10 +11,15 @@ namespace sim {
 // Requests, instructions and wavefronts are per warp; bytes are what the lanes asked for. A
 // conflict is a shared memory wavefront beyond the fewest possible. A sector is 32 bytes of global
 // memory touched by a request. A wgmma is one per warpgroup; tma_bytes are those of whole boxes, of
-// which tma_zero_bytes lay outside the tensor.
+// which tma_zero_bytes lay outside the tensor; likewise of stores, whose part outside is not
+// written. A multicast box counts once, and its further destinations as tma_multicast_bytes. The
+// cluster_bytes are loads and stores of another block's shared memory.
 struct Counters {
     uint64_t blocks = 0;
     uint64_t mma = 0;
+    uint64_t stmatrix = 0;
+    uint64_t stmatrix_wavefronts = 0;
+    uint64_t stmatrix_conflicts = 0;
     uint64_t ldmatrix = 0;
     uint64_t ldmatrix_wavefronts = 0;
     uint64_t ldmatrix_conflicts = 0;
@@ -44,7 +49,13 @@ struct Counters {
     uint64_t tma_loads = 0;
     uint64_t tma_bytes = 0;
     uint64_t tma_zero_bytes = 0;
+    uint64_t tma_stores = 0;
+    uint64_t tma_store_bytes = 0;
+    uint64_t tma_store_outside_bytes = 0;
+    uint64_t tma_multicast_bytes = 0;
     uint64_t mbarrier_arrivals = 0;
+    uint64_t cluster_barriers = 0;
+    uint64_t cluster_bytes = 0;
     uint64_t atomics = 0;
 
     Counters &operator+=(Counters const &other);
@@ -57,6 +68,9 @@ struct CounterName {
 inline constexpr CounterName kCounterNames[] = {
     {"blocks", &Counters::blocks},
     {"mma", &Counters::mma},
+    {"stmatrix", &Counters::stmatrix},
+    {"stmatrix_wavefronts", &Counters::stmatrix_wavefronts},
+    {"stmatrix_conflicts", &Counters::stmatrix_conflicts},
     {"ldmatrix", &Counters::ldmatrix},
     {"ldmatrix_wavefronts", &Counters::ldmatrix_wavefronts},
     {"ldmatrix_conflicts", &Counters::ldmatrix_conflicts},
@@ -86,7 +100,13 @@ inline constexpr CounterName kCounterNames[] = {
     {"tma_loads", &Counters::tma_loads},
     {"tma_bytes", &Counters::tma_bytes},
     {"tma_zero_bytes", &Counters::tma_zero_bytes},
+    {"tma_stores", &Counters::tma_stores},
+    {"tma_store_bytes", &Counters::tma_store_bytes},
+    {"tma_store_outside_bytes", &Counters::tma_store_outside_bytes},
+    {"tma_multicast_bytes", &Counters::tma_multicast_bytes},
     {"mbarrier_arrivals", &Counters::mbarrier_arrivals},
+    {"cluster_barriers", &Counters::cluster_barriers},
+    {"cluster_bytes", &Counters::cluster_bytes},
     {"atomics", &Counters::atomics},
 };
 static_assert(sizeof(Counters) == sizeof(uint64_t) * std::size(kCounterNames), "a name for each");

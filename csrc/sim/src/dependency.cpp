@@ -105,7 +105,7 @@ bool Block::end_dependency() {
     if (std::none_of(lanes_.begin(), lanes_.end(), waits)) {
         return false;
     }
-    dependency_.await(linear_index_);
+    dependency_.await(cluster_.unit());
     if (!dependency_.damage().empty()) {
         // Whichever thread it was, it is not the one that runs now.
         give_up(kLaunchFailure, dependency_.damage());

@@ -20,6 +20,14 @@ struct LdmatrixArguments {
     bool transposed;
 };
 
+struct StmatrixArguments {
+    std::byte *row;
+    uint64_t offset;
+    uint32_t const *src;
+    int matrices;
+    bool transposed;
+};
+
 struct MmaArguments {
     MmaInput input;
     int b_registers;
@@ -69,6 +77,33 @@ void execute_ldmatrix(Block &block, Warp &warp, uint32_t) {
     block.counters_.ldmatrix += 1;
     block.counters_.ldmatrix_wavefronts += first.matrices + conflicts;
     block.counters_.ldmatrix_conflicts += conflicts;
+}
+
+// The other way round, with the same fragments (PTX ISA, stmatrix).
+void execute_stmatrix(Block &block, Warp &warp, uint32_t) {
+    auto const &first = arguments<StmatrixArguments>(warp, 0);
+    std::array<uint64_t, kWarpSize> offsets;
+    for (int m = 0; m < first.matrices; ++m) {
+        uint16_t elements[8][8];
+        for (int lane = 0; lane < kWarpSize; ++lane) {
+            int const i = lane / 4;
+            int const j = 2 * (lane % 4);
+            uint32_t const pair = arguments<StmatrixArguments>(warp, lane).src[m];
+            (first.transposed ? elements[j][i] : elements[i][j]) = static_cast<uint16_t>(pair);
+            (first.transposed ? elements[j + 1][i] : elements[i][j + 1]) =
+                static_cast<uint16_t>(pair >> 16);
+        }
+        for (int r = 0; r < 8; ++r) {
+            auto const &destination = arguments<StmatrixArguments>(warp, 8 * m + r);
+            std::memcpy(destination.row, elements[r], sizeof elements[r]);
+            offsets[8 * m + r] = destination.offset;
+        }
+    }
+    uint32_t const lanes = first.matrices == 4 ? ~0u : (1u << 8 * first.matrices) - 1;
+    int const conflicts = bank_conflicts(offsets.data(), lanes, 16);
+    block.counters_.stmatrix += 1;
+    block.counters_.stmatrix_wavefronts += first.matrices + conflicts;
+    block.counters_.stmatrix_conflicts += conflicts;
 }
 
 template <float (*convert)(uint16_t), int kK>
@@ -195,6 +230,16 @@ void ldmatrix(void const *row, uint32_t *dst, int matrices, bool transposed) {
     block.meet(Meeting::ldmatrix, ~0u, &x, &execute_ldmatrix);
 }
 
+void stmatrix(void *row, uint32_t const *src, int matrices, bool transposed) {
+    Block &block = Block::current();
+    StmatrixArguments x{static_cast<std::byte *>(row), 0, src, matrices, transposed};
+    if (block.lane().lane < 8 * matrices) {
+        x.offset = block.smem_offset(row, 16, 16, "stmatrix");
+        tsan::write(row, 16);
+    }
+    block.meet(Meeting::stmatrix, ~0u, &x, &execute_stmatrix);
+}
+
 void mma_m16n8(MmaInput input, int b_registers, float *acc, uint32_t const *a, uint32_t const *b) {
     MmaArguments x{input, b_registers, acc, a, b};
     Block::current().meet(Meeting::mma, ~0u, &x, &execute_mma);
@@ -249,6 +294,25 @@ void mbarrier_arrive(void *barrier, uint32_t expected_bytes) {
 void mbarrier_wait(void *barrier, uint32_t parity) {
     Block::current().sm90_.mbarrier_wait(barrier, parity);
 }
+bool mbarrier_test(void *barrier, uint32_t parity) {
+    return Block::current().sm90_.mbarrier_test(barrier, parity);
+}
+void mbarrier_transaction(void *barrier, int64_t bytes, uint32_t rank) {
+    Block &block = Block::current();
+    Block &peer = block.peer(rank, "mbarrier");
+    block.cluster().note_access(peer);
+    peer.sm90_.mbarrier_transaction(block.map_to(peer, barrier), bytes);
+}
+void mbarrier_arrive_remote(void *barrier, uint32_t expected_bytes, uint32_t rank) {
+    Block &block = Block::current();
+    Block &peer = block.peer(rank, "mbarrier.arrive");
+    block.cluster().note_access(peer);
+    peer.sm90_.mbarrier_arrive(block.map_to(peer, barrier), expected_bytes);
+}
+void store_async(uint32_t value, uint32_t address, uint32_t barrier, uint32_t rank) {
+    Block &peer = Block::current().peer(rank, "st.async");
+    peer.sm90_.store_async(address - kReservedSmem, value, peer.smem_at(barrier));
+}
 void registers_change(int registers, bool raise) {
     Block::current().sm90_.registers_change(registers, raise);
 }
@@ -256,6 +320,17 @@ void tma_load(void const *descriptor, void *barrier, void *smem, int const *coor
     Block::current().sm90_.tma_load(descriptor, barrier, smem, coordinates, rank);
 }
 void grid_dependency_wait() { Block::current().dependency_wait(); }
+void tma_load_multicast(void const *descriptor, void *barrier, void *smem, int const *coordinates,
+                        int rank, uint16_t mask) {
+    Block::current().sm90_.tma_load_multicast(descriptor, barrier, smem, coordinates, rank, mask);
+}
+void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank) {
+    Block::current().sm90_.tma_store(descriptor, smem, coordinates, rank);
+}
+void tma_store_commit() { Block::current().sm90_.tma_store_commit(); }
+void tma_store_wait(int pending_groups, bool read_only) {
+    Block::current().sm90_.tma_store_wait(static_cast<uint64_t>(pending_groups), read_only);
+}
 void fence_async_proxy() { Block::current().sm90_.fence_async_proxy(); }
 void wgmma(Wgmma const &instruction, float *acc, uint32_t *a) {
     Block::current().sm90_.wgmma(instruction, acc, a);

@@ -2,10 +2,13 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "block.h"
+#include "cluster.h"
 #include "dependency.h"
 #include "turns.h"
 
@@ -17,6 +20,7 @@ constexpr size_t kSmemWithoutOptIn = 48 * 1024;
 
 std::mutex mutex;  // guards what follows
 std::unordered_map<void const *, size_t> max_dynamic_smem;
+std::unordered_set<void const *> large_clusters;
 int sticky_error = kSuccess;
 
 int reject(int code, std::string const &message) {
@@ -25,39 +29,110 @@ int reject(int code, std::string const &message) {
     return code;
 }
 
-// What the blocks of one launch leave behind, gathered from the workers.
+// What the units of one launch, its clusters, leave behind, gathered from the workers.
 struct Gathered {
     std::atomic<uint64_t> next{0};
     std::atomic<uint64_t> failed{
-        UINT64_MAX};  // lowest failing block, so that the report is repeatable
+        UINT64_MAX};  // lowest failing unit, so that the report is repeatable
     std::mutex mutex;
     int code = kSuccess;
 };
 
-void work(Launch const &launch, std::function<void()> const &body, uint64_t blocks, Turns &turns,
-          Dependency &dependency, Gathered &all) {
-    Block block(launch, body, state().settings, turns, dependency);
-    while (true) {
-        uint64_t const index = all.next.fetch_add(1);
-        if (index >= blocks) {
-            break;
-        }
-        bool const skipped = index > all.failed.load();
-        bool const failed = !skipped && !block.run(index);
-        turns.leave(index);
-        dependency.leave(index);
-        if (failed) {
-            std::lock_guard const lock(all.mutex);
-            if (index < all.failed.load()) {
-                all.failed = index;
-                all.code = block.error_code();
-                state().error = block.error();
-            }
-        }
+void note_failure(Block const &block, uint64_t unit, Gathered &all) {
+    std::lock_guard const lock(all.mutex);
+    // Of a cluster's blocks only one has failed, the others were given up.
+    if (unit < all.failed.load() && !block.error().empty()) {
+        all.failed = unit;
+        all.code = block.error_code();
+        state().error = block.error();
     }
+}
+
+void gather(Block const &block, Gathered &all) {
     std::lock_guard const lock(all.mutex);
     state().counters += block.counters();
     state().trace.insert(state().trace.end(), block.trace().begin(), block.trace().end());
+}
+
+// One launch, on its way.
+struct Run {
+    Launch const &launch;
+    std::function<void()> const &body;
+    uint64_t units;
+    Turns turns;
+    Dependency dependency;
+    Gathered all;
+};
+
+// x fastest, of the grid as of the cluster.
+uint64_t block_index(Launch const &launch, uint64_t unit, uint64_t rank) {
+    Dim3 const &g = launch.grid, &c = launch.cluster;
+    uint64_t const x = unit % (g.x / c.x) * c.x + rank % c.x;
+    uint64_t const y = unit / (g.x / c.x) % (g.y / c.y) * c.y + rank / c.x % c.y;
+    uint64_t const z = unit / (g.x / c.x) / (g.y / c.y) * c.z + rank / c.x / c.y;
+    return x + g.x * (y + g.y * z);
+}
+
+// The blocks of one cluster, each on an OS thread of its own.
+void run_together(Run &run, uint64_t unit) {
+    Cluster cluster(run.launch, state().settings);
+    cluster.start(unit);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < cluster.size(); ++rank) {
+        threads.emplace_back([&, rank] {
+            Block block(run.launch, run.body, state().settings, run.turns, run.dependency, cluster,
+                        rank);
+            if (!block.run(block_index(run.launch, unit, static_cast<uint64_t>(rank)))) {
+                note_failure(block, unit, run.all);
+            }
+            gather(block, run.all);
+        });
+    }
+    for (std::thread &thread : threads) {
+        thread.join();
+    }
+}
+
+void work(Run &run) {
+    Cluster alone(run.launch, state().settings);
+    std::optional<Block> block;
+    if (alone.size() == 1) {
+        block.emplace(run.launch, run.body, state().settings, run.turns, run.dependency, alone, 0);
+    }
+    while (true) {
+        uint64_t const unit = run.all.next.fetch_add(1);
+        if (unit >= run.units) {
+            break;
+        }
+        if (unit > run.all.failed.load()) {
+            // skipped
+        } else if (!block) {
+            run_together(run, unit);
+        } else {
+            alone.start(unit);
+            if (!block->run(unit)) {
+                note_failure(*block, unit, run.all);
+            }
+        }
+        run.turns.leave(unit);
+        run.dependency.leave(unit);
+    }
+    if (block) {
+        gather(*block, run.all);
+    }
+}
+
+// Empty, or what is wrong with the launch's clusters.
+std::string wrong_cluster(Launch const &launch, bool large) {
+    Dim3 const &g = launch.grid, &c = launch.cluster;
+    uint64_t const blocks = uint64_t(c.x) * c.y * c.z;
+    int const most = large ? kMaxClusterBlocks : 8;
+    if (blocks == 0 || blocks > static_cast<uint64_t>(most)) {
+        return "a cluster has 1 to 8 blocks, or 16 with "
+               "cudaFuncAttributeNonPortableClusterSizeAllowed";
+    }
+    bool const whole = g.x % c.x == 0 && g.y % c.y == 0 && g.z % c.z == 0;
+    return whole ? "" : "the grid is no multiple of the cluster";
 }
 
 }  // namespace
@@ -77,6 +152,15 @@ int set_max_dynamic_smem(void const *kernel, int bytes) {
     }
     max_dynamic_smem[kernel] = bytes;
     return kSuccess;
+}
+
+void allow_large_clusters(void const *kernel, bool allowed) {
+    std::lock_guard const lock(mutex);
+    if (allowed) {
+        large_clusters.insert(kernel);
+    } else {
+        large_clusters.erase(kernel);
+    }
 }
 
 int launch(Launch const &launch, std::function<void()> const &body) {
@@ -101,29 +185,38 @@ int launch(Launch const &launch, std::function<void()> const &body) {
                                          " bytes of dynamic shared memory, the kernel may use " +
                                          std::to_string(granted));
     }
-    uint64_t const blocks = uint64_t(g.x) * g.y * g.z;
-    uint64_t const sms = std::clamp<uint64_t>(state().settings.sms, 1, blocks);
-    Turns turns(blocks, state().settings.seed);
-    Dependency dependency(launch.dependent, sms, state().settings.copy_mode);
-    Gathered all;
+    std::string const wrong = wrong_cluster(launch, large_clusters.contains(launch.kernel));
+    if (!wrong.empty()) {
+        return reject(kInvalidClusterSize, wrong);
+    }
+    uint64_t const size = uint64_t(launch.cluster.x) * launch.cluster.y * launch.cluster.z;
+    uint64_t const units = uint64_t(g.x) * g.y * g.z / size;
+    auto const &settings = state().settings;
+    uint64_t const workers =
+        std::clamp<uint64_t>(static_cast<uint64_t>(settings.sms) / size, 1, units);
+    Run run{.launch = launch,
+            .body = body,
+            .units = units,
+            .turns = {units, settings.seed},
+            .dependency = {launch.dependent, workers, settings.copy_mode},
+            .all = {}};
     std::vector<std::thread> threads_of_host;
-    for (uint64_t i = 0; i < sms; ++i) {
-        threads_of_host.emplace_back(work, std::cref(launch), std::cref(body), blocks,
-                                     std::ref(turns), std::ref(dependency), std::ref(all));
+    for (uint64_t i = 0; i < workers; ++i) {
+        threads_of_host.emplace_back(work, std::ref(run));
     }
     for (std::thread &thread : threads_of_host) {
         thread.join();
     }
-    if (all.code == kSuccess && launch.dependent && !dependency.awaited) {
-        all.code = kLaunchFailure;
+    if (run.all.code == kSuccess && launch.dependent && !run.dependency.awaited) {
+        run.all.code = kLaunchFailure;
         state().error =
             "programmatic dependent launch: no thread executes griddepcontrol.wait, so nothing "
             "orders the kernel behind the one before";
     }
-    if (all.code != kSuccess) {
-        sticky_error = all.code;
+    if (run.all.code != kSuccess) {
+        sticky_error = run.all.code;
     }
-    return all.code;
+    return run.all.code;
 }
 
 int sm_count() { return state().settings.sms; }

@@ -18,6 +18,7 @@ void Sm90::start() {
     active_ = false;
     mbarriers_.clear();
     copies_.clear();
+    queues_.clear();
     warpgroups_.clear();
 }
 
@@ -49,8 +50,11 @@ void Sm90::activate() {
 
 std::string Sm90::name_of(int barrier) const {
     return "mbarrier " + std::to_string(barrier) + " (at byte " +
-           std::to_string(mbarriers_[barrier].offset) + ")";
+           std::to_string(mbarriers_[barrier].offset) +
+           (block_.cluster_.size() > 1 ? " of rank " + std::to_string(block_.rank_) : "") + ")";
 }
+
+BlockKnowledge &Sm90::known() { return Block::current().lane().knowledge.of(block_.rank_); }
 
 Mbarrier &Sm90::find(void const *barrier, char const *what) {
     activate();
@@ -64,7 +68,7 @@ Mbarrier &Sm90::find(void const *barrier, char const *what) {
         block_.fail(kLaunchFailure,
                     std::string(what) + ": " + name_of(index) + " has been overwritten");
     }
-    if (block_.lane().knowledge.phases[index] == 0) {
+    if (known().phases[index] == 0) {
         block_.fail(kLaunchFailure, std::string(what) + ": nothing orders the thread behind the " +
                                         "initialisation of " + name_of(index));
     }
@@ -99,7 +103,7 @@ void Sm90::mbarrier_init(void *barrier, uint32_t arrivals) {
                           .incoming = {},
                           .published = {},
                           .tags = {}});
-    block_.lane().knowledge.phases[index] = 1;
+    known().phases[index] = 1;
     std::memcpy(barrier, &kBarrierMark, sizeof kBarrierMark);
 }
 
@@ -121,7 +125,7 @@ void Sm90::mbarrier_arrive(void *address, uint32_t bytes) {
                                         name_of(index));
     }
     tsan::release(&barrier.tags[barrier.phase & 1]);
-    barrier.incoming.join(block_.lane().knowledge);
+    barrier.incoming.join(Block::current().lane().knowledge);
     barrier.due += bytes;
     if (barrier.due > kMaxArrivals) {
         block_.fail(kLaunchFailure,
@@ -133,11 +137,19 @@ void Sm90::mbarrier_arrive(void *address, uint32_t bytes) {
 }
 
 void Sm90::complete(Mbarrier &barrier) {
+    auto const index = static_cast<int>(&barrier - &mbarriers_[0]);
+    // The boxes of another block may be faster than the thread here that expects them.
+    bool const may_expect_more = barrier.pending > 0 && block_.cluster_.size() > 1;
+    if (barrier.due < 0 && !may_expect_more) {
+        block_.fail(kLaunchFailure, "transaction bytes: copies bring " +
+                                        std::to_string(-barrier.due) + " bytes more than phase " +
+                                        std::to_string(barrier.phase) + " of " + name_of(index) +
+                                        " expects");
+    }
     if (barrier.pending > 0 || barrier.due > 0) {
         return;
     }
     if (barrier.under_way > 0) {
-        auto const index = static_cast<int>(&barrier - &mbarriers_[0]);
         block_.fail(kLaunchFailure, "transaction bytes: phase " + std::to_string(barrier.phase) +
                                         " of " + name_of(index) + " ends while " +
                                         std::to_string(barrier.under_way) +
@@ -165,10 +177,53 @@ void Sm90::mbarrier_wait(void *address, uint32_t parity) {
         self.parity = static_cast<int>(parity & 1);
         block_.park(Waiting::mbarrier);
     }
-    tsan::acquire(&barrier.tags[(barrier.phase - 1) & 1]);
-    self.knowledge.join(barrier.published);
-    self.knowledge.phases[index] = std::max(self.knowledge.phases[index], barrier.phase);
+    passed(barrier);
     block_.yield_at_random();
+}
+
+void Sm90::passed(Mbarrier &barrier) {
+    tsan::acquire(&barrier.tags[(barrier.phase - 1) & 1]);
+    block_.lane().knowledge.join(barrier.published);
+    uint32_t &phase = known().phases[static_cast<size_t>(&barrier - &mbarriers_[0])];
+    phase = std::max(phase, barrier.phase);
+}
+
+// Who asks again and again must not keep the copies from landing.
+bool Sm90::mbarrier_test(void *address, uint32_t parity) {
+    tsan::Unwatched const unwatched;
+    Mbarrier &barrier = find(address, "mbarrier.test_wait");
+    block_.count_step();
+    auto const waits = [&] { return ((barrier.phase - 1) & 1) == (parity & 1); };
+    if (waits()) {
+        block_.suspend();
+    }
+    if (waits() && block_.random() % 64 == 0) {
+        block_.cluster_.land_one();
+    }
+    if (waits()) {
+        return false;
+    }
+    passed(barrier);
+    return true;
+}
+
+void Sm90::mbarrier_transaction(void *address, int64_t bytes) {
+    tsan::Unwatched const unwatched;
+    Mbarrier &barrier = find(address, bytes > 0 ? "mbarrier.expect_tx" : "mbarrier.complete_tx");
+    barrier.due += bytes;
+    complete(barrier);
+}
+
+Knowledge Sm90::initialisations() {
+    Knowledge told;
+    BlockKnowledge &about = told.of(block_.rank_);
+    about.runs = true;
+    for (size_t i = 0; i < mbarriers_.size(); ++i) {
+        if (mbarriers_[i].creator == nullptr) {
+            about.phases[i] = std::min(known().phases[i], 1u);
+        }
+    }
+    return told;
 }
 
 void Sm90::check_exit(Lane const &lane, bool last) {
@@ -181,6 +236,7 @@ void Sm90::check_exit(Lane const &lane, bool last) {
                                         std::to_string(warpgroups_[group].arrived) +
                                         " of warpgroup " + std::to_string(group) + " wait for it");
     }
+    check_stores(lane);
     if (!last) {
         return;
     }
@@ -194,6 +250,7 @@ void Sm90::check_exit(Lane const &lane, bool last) {
                                             std::to_string(wg.index) + " are in flight");
         }
     }
+    finish();
 }
 
 std::string Sm90::describe() const {

@@ -48,6 +48,12 @@ void Block::note_access(void const *address, int bytes, bool write, void const *
     uint64_t offset = at;
     if (shared) {
         offset = smem_offset(address, bytes, bytes, what);
+    } else if (Block *const owner = cluster_.size() > 1 ? owner_of(address) : nullptr;
+               owner != nullptr) {
+        owner->smem_offset(address, bytes, bytes, what);
+        cluster_.note_access(*owner);
+        counters_.cluster_bytes += static_cast<uint64_t>(bytes);
+        return;
     } else {
         if (at % bytes != 0) {
             fail(kMisalignedAddress, std::string(what) + " of " + std::to_string(bytes) +

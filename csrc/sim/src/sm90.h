@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "knowledge.h"
 #include "runtime_sm90.h"
 
 namespace sim {
@@ -19,39 +20,8 @@ class Block;
 struct Lane;
 
 inline constexpr int kWarpgroupSize = 128;
-inline constexpr int kMbarriers = 48;  // that one block may initialise
-inline constexpr int kWarps = 32;
 // Granularity at which shared memory remembers who wrote and who reads it: a swizzled row.
 inline constexpr uint64_t kGranule = 128;
-
-// What a thread has been told, by barriers of any kind. Phases count from 1, which every thread
-// knows once it knows that the mbarrier was initialised; `retired` counts the wgmmas that a warp
-// has waited for; `dependency`: that the kernel before has ended.
-struct Knowledge {
-    std::array<uint32_t, kMbarriers> phases{};
-    std::array<uint32_t, kWarps> retired{};
-    bool dependency = false;
-
-    void join(Knowledge const &other) {
-        for (int i = 0; i < kMbarriers; ++i) {
-            phases[i] = std::max(phases[i], other.phases[i]);
-        }
-        for (int i = 0; i < kWarps; ++i) {
-            retired[i] = std::max(retired[i], other.retired[i]);
-        }
-        dependency |= other.dependency;
-    }
-    // Leaves what both know.
-    void meet(Knowledge const &other) {
-        for (int i = 0; i < kMbarriers; ++i) {
-            phases[i] = std::min(phases[i], other.phases[i]);
-        }
-        for (int i = 0; i < kWarps; ++i) {
-            retired[i] = std::min(retired[i], other.retired[i]);
-        }
-        dependency &= other.dependency;
-    }
-};
 
 struct Mbarrier {
     uint64_t offset;
@@ -77,11 +47,51 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) <= 128);
 
-struct BulkCopy {
+// A box of a tensor at its coordinates, innermost first, and where it lies in shared memory.
+struct Box {
     TensorMap map;
     std::array<int64_t, TensorMap::kMaxRank> coordinates;
-    int barrier;
     uint64_t offset, bytes;
+};
+
+// The elements [first, end) of a row of a box that lie in the tensor, the first of them at `gmem`.
+struct BoxRow {
+    uint64_t offset;  // of the row in shared memory, before swizzling
+    int64_t first, end;
+    std::byte *gmem;
+};
+
+struct BulkCopy {
+    Box box;
+    int barrier;
+    bool repeated;  // the box also goes to a block of lower rank
+    bool is_word;   // st.async: 4 bytes, not from a tensor
+    uint32_t word;
+};
+
+// 16 bytes of a box, or what of them lies in the tensor.
+struct StorePiece {
+    uint64_t at;  // in shared memory
+    uint64_t skip, bytes;
+    std::byte *gmem;  // of the first byte not skipped
+    std::array<std::byte, 16> source;
+};
+
+struct BulkStore {
+    Box box;
+    uint64_t group;
+    std::vector<StorePiece> pieces;
+    bool waited, written;
+};
+
+// The TMA stores of one thread, oldest first.
+struct StoreQueue {
+    Lane const *owner;
+    std::deque<BulkStore> stores;  // until they are written
+    uint64_t groups;               // committed
+    uint32_t issued, waited;
+    void *agent;  // ThreadSanitizer's fibre for the engine's reads
+    char issue_tag, done_tag;
 };
 
 // Registers that multiplications in flight own: poison for the program until the last is over.
@@ -100,8 +110,8 @@ struct OperandA : InFlight<uint32_t> {
 
 struct Multiplication {
     Wgmma instruction;
-    int issued;       // threads that have
-    Knowledge known;  // by all of these when they did
+    int issued;            // threads that have
+    BlockKnowledge known;  // by all of these when they did
     Accumulator *acc;
     OperandA *a;                               // null: from shared memory
     std::vector<uint32_t> chunks_a, chunks_b;  // offsets of 16 bytes each: 8 elements
@@ -137,10 +147,23 @@ class Sm90 {
     void mbarrier_fence_init();
     void mbarrier_arrive(void *barrier, uint32_t bytes);
     void mbarrier_wait(void *barrier, uint32_t parity);
+    // Whether the phase is over; lets others run if not.
+    bool mbarrier_test(void *barrier, uint32_t parity);
+    // Bytes promised or paid without an arrival.
+    void mbarrier_transaction(void *barrier, int64_t bytes);
+    // What the running thread may tell without releasing its other writes: of fenced mbarriers.
+    Knowledge initialisations();
+    void store_async(uint64_t offset, uint32_t word, void *barrier);
 
     void tma_load(void const *descriptor, void *barrier, void *smem, int const *coordinates,
                   int rank);
+    void tma_load_multicast(void const *descriptor, void *barrier, void *smem,
+                            int const *coordinates, int rank, uint16_t mask);
+    void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank);
+    void tma_store_commit();
+    void tma_store_wait(uint64_t pending, bool read_only);
     void fence_async_proxy();
+    void finish();
     // Lands a copy under way, any of them; false if there is none.
     bool land_one();
     void land_at_random();
@@ -162,13 +185,28 @@ class Sm90 {
         uint32_t phase;
     };
 
+    // What the running thread, maybe one of another block, knows about this block.
+    BlockKnowledge &known();
     Mbarrier &find(void const *barrier, char const *what);
+    void passed(Mbarrier &barrier);
     std::string name_of(int barrier) const;
     void complete(Mbarrier &barrier);
 
+    Box box(void const *descriptor, void const *smem, int const *coordinates, int rank);
+    template <class Visit>
+    void visit_rows(Box const &box, Visit const &visit);
+    void issue(BulkCopy copy, void const *barrier);
     void check_free(BulkCopy const &copy);
     void copy_rows(BulkCopy const &copy);
     void land(size_t index);
+
+    StoreQueue *own_queue();
+    StoreQueue &create_queue();
+    std::string name_of(StoreQueue const &queue) const;
+    void check_source(StorePiece const &piece);
+    void check_read(StoreQueue const &queue, BulkStore const &store);
+    void write(BulkStore &store);
+    void check_stores(Lane const &lane) const;
 
     Warpgroup &warpgroup();
     void create(Warpgroup &wg, Wgmma const &instruction, float *acc, uint32_t *a);
@@ -193,6 +231,8 @@ class Sm90 {
     std::vector<BulkCopy> copies_;     // under way
     std::vector<Writer> writers_;      // by granule
     std::vector<std::array<uint32_t, kWarps / 4>> readers_;  // by granule and warpgroup, the last
+    std::vector<StoreQueue> queues_;
+    std::vector<std::array<uint32_t, kStoreQueues>> stored_;  // by granule, the last that read it
     // What the asynchronous proxy sees of shared memory: ordinary stores enter it with a fence.
     std::vector<std::byte> async_view_;
     std::deque<Warpgroup> warpgroups_;
@@ -203,6 +243,29 @@ class Sm90 {
 inline uint64_t swizzled(uint64_t offset, int span) {
     uint64_t const rows = span == 0 ? 0 : static_cast<uint64_t>(span / 16 - 1);
     return offset ^ (offset >> 7 & rows) << 4;
+}
+
+// Calls visit(BoxRow) for each row of the box, in the order in which they lie in shared memory.
+template <class Visit>
+void Sm90::visit_rows(Box const &box, Visit const &visit) {
+    TensorMap const &map = box.map;
+    uint64_t const row_bytes = uint64_t(map.box[0]) * map.element_bytes;
+    int64_t const first = std::clamp<int64_t>(-box.coordinates[0], 0, map.box[0]);
+    int64_t const end = std::clamp<int64_t>(
+        static_cast<int64_t>(map.extents[0]) - box.coordinates[0], first, map.box[0]);
+    for (uint64_t r = 0; r * row_bytes < box.bytes; ++r) {
+        uint64_t rest = r;
+        int64_t at = (box.coordinates[0] + first) * map.element_bytes;
+        bool inside = end > first;
+        for (int i = 1; i < map.rank; ++i) {
+            int64_t const x = box.coordinates[i] + static_cast<int64_t>(rest % map.box[i]);
+            rest /= map.box[i];
+            inside = inside && x >= 0 && x < static_cast<int64_t>(map.extents[i]);
+            at += x * static_cast<int64_t>(map.strides[i - 1]);
+        }
+        visit(BoxRow{box.offset + r * row_bytes, first, inside ? end : first,
+                     reinterpret_cast<std::byte *>(map.address + at)});
+    }
 }
 
 }  // namespace sim

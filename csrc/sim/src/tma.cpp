@@ -1,4 +1,5 @@
 // Tensor maps, bulk copies of their boxes, and the asynchronous proxy's view of shared memory.
+#include <bit>
 #include <cstring>
 
 #include "block.h"
@@ -81,41 +82,72 @@ int encode_tensor_map(void *destination, TensorMapArguments const &x) {
     return kSuccess;
 }
 
+Box Sm90::box(void const *descriptor, void const *smem, int const *coordinates, int rank) {
+    Box box{};
+    std::memcpy(&box.map, descriptor, sizeof box.map);
+    if (box.map.mark != kMapMark || reinterpret_cast<uint64_t>(descriptor) % 64 != 0) {
+        block_.fail(kLaunchFailure, "TMA: not a descriptor of cuTensorMapEncodeTiled");
+    }
+    if (box.map.rank != rank) {
+        block_.fail(kLaunchFailure, "TMA: " + std::to_string(rank) + " coordinates for a tensor " +
+                                        "of rank " + std::to_string(box.map.rank));
+    }
+    std::copy_n(coordinates, rank, box.coordinates.begin());
+    box.bytes = box_bytes(box.map);
+    box.offset = block_.smem_offset(smem, static_cast<int>(box.bytes), 128, "TMA");
+    block_.check_dependency("TMA", reinterpret_cast<void const *>(box.map.address));
+    return box;
+}
+
 void Sm90::tma_load(void const *descriptor, void *address, void *smem, int const *coordinates,
                     int rank) {
     tsan::Unwatched const unwatched;
-    Mbarrier &barrier = find(address, "TMA");
     BulkCopy copy{};
+    copy.box = box(descriptor, smem, coordinates, rank);
+    ++block_.counters_.tma_loads;
+    block_.counters_.tma_bytes += copy.box.bytes;
+    issue(copy, address);
+}
+
+// Each block of the mask receives the box where the issuing one would, and its own mbarrier there
+// is paid.
+void Sm90::tma_load_multicast(void const *descriptor, void *address, void *smem,
+                              int const *coordinates, int rank, uint16_t mask) {
+    tsan::Unwatched const unwatched;
+    BulkCopy copy{};
+    copy.box = box(descriptor, smem, coordinates, rank);
+    if (mask == 0) {
+        block_.fail(kLaunchFailure, "TMA multicast: to no block");
+    }
+    ++block_.counters_.tma_loads;
+    block_.counters_.tma_bytes += copy.box.bytes;
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+        Block &peer = block_.peer(static_cast<uint32_t>(std::countr_zero(rest)), "TMA multicast");
+        peer.sm90_.issue(copy, block_.map_to(peer, address));
+        block_.counters_.tma_multicast_bytes += copy.repeated ? copy.box.bytes : 0;
+        copy.repeated = true;
+    }
+}
+
+void Sm90::issue(BulkCopy copy, void const *address) {
+    Mbarrier &barrier = find(address, "TMA");
     copy.barrier = static_cast<int>(&barrier - &mbarriers_[0]);
     if (barrier.creator != nullptr) {
         block_.fail(kLaunchFailure, "TMA: no fence.mbarrier_init after the initialisation of " +
                                         name_of(copy.barrier));
     }
-    std::memcpy(&copy.map, descriptor, sizeof copy.map);
-    if (copy.map.mark != kMapMark || reinterpret_cast<uint64_t>(descriptor) % 64 != 0) {
-        block_.fail(kLaunchFailure, "TMA: not a descriptor of cuTensorMapEncodeTiled");
-    }
-    if (copy.map.rank != rank) {
-        block_.fail(kLaunchFailure, "TMA: " + std::to_string(rank) + " coordinates for a tensor " +
-                                        "of rank " + std::to_string(copy.map.rank));
-    }
-    std::copy_n(coordinates, rank, copy.coordinates.begin());
-    block_.check_dependency("TMA", reinterpret_cast<void const *>(copy.map.address));
-    copy.bytes = box_bytes(copy.map);
-    copy.offset = block_.smem_offset(smem, static_cast<int>(copy.bytes), 128, "TMA");
+    auto const [offset, bytes] = std::pair(copy.box.offset, copy.box.bytes);
     check_free(copy);
-    for (uint64_t g = copy.offset / kGranule; g * kGranule < copy.offset + copy.bytes; ++g) {
+    for (uint64_t g = offset / kGranule; g * kGranule < offset + bytes; ++g) {
         writers_[g] = {static_cast<int16_t>(copy.barrier), 1, barrier.phase};
     }
-    barrier.under_way += copy.bytes;
-    ++block_.counters_.tma_loads;
-    block_.counters_.tma_bytes += copy.bytes;
+    barrier.under_way += bytes;
     copies_.push_back(copy);
     if (block_.settings_.copy_mode == CopyMode::eager) {
         land(copies_.size() - 1);
         return;
     }
-    for (uint64_t i = copy.offset; i < copy.offset + copy.bytes; i += sizeof kPoison) {
+    for (uint64_t i = offset; i < offset + bytes; i += sizeof kPoison) {
         std::memcpy(block_.smem_ + i, &kPoison, sizeof kPoison);
         std::memcpy(&async_view_[i], &kPoison, sizeof kPoison);
     }
@@ -123,8 +155,15 @@ void Sm90::tma_load(void const *descriptor, void *address, void *smem, int const
 
 // Nobody may still read what the copy overwrites, as far as the issuing thread knows.
 void Sm90::check_free(BulkCopy const &copy) {
-    Knowledge const &known = block_.lane().knowledge;
-    for (uint64_t g = copy.offset / kGranule; g * kGranule < copy.offset + copy.bytes; ++g) {
+    BlockKnowledge const &told = known();
+    uint64_t const end = copy.box.offset + copy.box.bytes;
+    for (uint64_t g = copy.box.offset / kGranule; g * kGranule < end; ++g) {
+        auto const complain = [&](std::string const &reader, std::string const &missing) {
+            block_.fail(kLaunchFailure, "overwritten too early: TMA for " + name_of(copy.barrier) +
+                                            " writes byte " + std::to_string(g * kGranule) +
+                                            ", which " + reader + " reads; nothing tells that " +
+                                            missing);
+        };
         if (writers_[g].under_way > 0) {
             block_.fail(kLaunchFailure, "TMA for " + name_of(copy.barrier) + ": byte " +
                                             std::to_string(g * kGranule) +
@@ -133,14 +172,15 @@ void Sm90::check_free(BulkCopy const &copy) {
         }
         for (size_t wg = 0; wg < warpgroups_.size(); ++wg) {
             for (size_t w = 4 * wg; w < 4 * wg + 4; ++w) {
-                if (readers_[g][wg] > known.retired[w]) {
-                    block_.fail(kLaunchFailure,
-                                "overwritten too early: TMA for " + name_of(copy.barrier) +
-                                    " writes byte " + std::to_string(g * kGranule) +
-                                    ", which a wgmma of warpgroup " + std::to_string(wg) +
-                                    " reads; nothing tells that its warp " + std::to_string(w) +
-                                    " has waited for it");
+                if (readers_[g][wg] > told.retired[w]) {
+                    complain("a wgmma of warpgroup " + std::to_string(wg),
+                             "its warp " + std::to_string(w) + " has waited for it");
                 }
+            }
+        }
+        for (size_t i = 0; i < queues_.size(); ++i) {
+            if (stored_[g][i] > told.stores[i]) {
+                complain(name_of(queues_[i]), "cp.async.bulk.wait_group has waited for it");
             }
         }
     }
@@ -148,67 +188,70 @@ void Sm90::check_free(BulkCopy const &copy) {
 
 // Reads global memory as it is now; what lies outside the tensor is 0.
 void Sm90::copy_rows(BulkCopy const &copy) {
-    TensorMap const &map = copy.map;
+    TensorMap const &map = copy.box.map;
     uint64_t const row_bytes = uint64_t(map.box[0]) * map.element_bytes;
-    int64_t const first = std::clamp<int64_t>(-copy.coordinates[0], 0, map.box[0]);
-    int64_t const end = std::clamp<int64_t>(
-        static_cast<int64_t>(map.extents[0]) - copy.coordinates[0], first, map.box[0]);
-    std::byte row[512];
-    for (uint64_t r = 0; r * row_bytes < copy.bytes; ++r) {
-        std::memset(row, 0, sizeof row);
-        uint64_t rest = r;
-        int64_t source = copy.coordinates[0] * map.element_bytes;
-        bool inside = end > first;
-        for (int i = 1; i < map.rank; ++i) {
-            int64_t const at = copy.coordinates[i] + static_cast<int64_t>(rest % map.box[i]);
-            rest /= map.box[i];
-            inside = inside && at >= 0 && at < static_cast<int64_t>(map.extents[i]);
-            source += at * static_cast<int64_t>(map.strides[i - 1]);
-        }
-        uint64_t read = 0;
-        if (inside) {
-            read = static_cast<uint64_t>((end - first) * map.element_bytes);
-            auto const *const from = reinterpret_cast<std::byte const *>(map.address + source +
-                                                                         first * map.element_bytes);
-            int const region = block_.region_of(from, static_cast<int>(read));
+    visit_rows(copy.box, [&](BoxRow const &from) {
+        std::byte row[512] = {};
+        auto const read = static_cast<uint64_t>((from.end - from.first) * map.element_bytes);
+        if (read > 0) {
+            int const region = block_.region_of(from.gmem, static_cast<int>(read));
             if (region < 0 && !state().regions.empty()) {
                 block_.fail(kIllegalAddress,
                             "TMA for " + name_of(copy.barrier) + " reads outside every tensor");
             }
-            if (block_.settings_.trace && region >= 0) {
+            if (block_.settings_.trace && region >= 0 && !copy.repeated) {
                 block_.trace_.push_back(
                     {block_.linear_index_, static_cast<uint64_t>(region),
-                     static_cast<uint64_t>(from - state().regions[region].first)});
+                     static_cast<uint64_t>(from.gmem - state().regions[region].first)});
             }
-            std::memcpy(row + first * map.element_bytes, from, read);
+            std::memcpy(row + from.first * map.element_bytes, from.gmem, read);
         }
-        block_.counters_.tma_zero_bytes += row_bytes - read;
+        block_.counters_.tma_zero_bytes += copy.repeated ? 0 : row_bytes - read;
         for (uint64_t i = 0; i < row_bytes; i += 16) {
-            uint64_t const at = swizzled(copy.offset + r * row_bytes + i, map.swizzle_span);
+            uint64_t const at = swizzled(from.offset + i, map.swizzle_span);
             std::memcpy(block_.smem_ + at, row + i, 16);
             std::memcpy(&async_view_[at], row + i, 16);
         }
-    }
+    });
 }
 
 void Sm90::land(size_t index) {
     tsan::Unwatched const unwatched;
     BulkCopy const copy = copies_[index];
+    auto const [offset, bytes] = std::pair(copy.box.offset, copy.box.bytes);
     copies_.erase(copies_.begin() + static_cast<ptrdiff_t>(index));
-    copy_rows(copy);
-    for (uint64_t g = copy.offset / kGranule; g * kGranule < copy.offset + copy.bytes; ++g) {
-        writers_[g].under_way = 0;
+    if (copy.is_word) {
+        std::memcpy(block_.smem_ + offset, &copy.word, sizeof copy.word);
+        std::memcpy(&async_view_[offset], &copy.word, sizeof copy.word);
+    } else {
+        copy_rows(copy);
+        for (uint64_t g = offset / kGranule; g * kGranule < offset + bytes; ++g) {
+            writers_[g].under_way = 0;
+        }
     }
     Mbarrier &barrier = mbarriers_[copy.barrier];
-    barrier.under_way -= copy.bytes;
-    barrier.due -= static_cast<int64_t>(copy.bytes);
-    if (barrier.due < 0) {
-        block_.fail(kLaunchFailure, "transaction bytes: copies bring " +
-                                        std::to_string(-barrier.due) + " bytes more than phase " +
-                                        std::to_string(barrier.phase) + " of " +
-                                        name_of(copy.barrier) + " expects");
-    }
+    barrier.under_way -= bytes;
+    barrier.due -= static_cast<int64_t>(bytes);
     complete(barrier);
+}
+
+void Sm90::store_async(uint64_t offset, uint32_t word, void *address) {
+    tsan::Unwatched const unwatched;
+    Mbarrier &barrier = find(address, "st.async");
+    BulkCopy copy{};
+    copy.is_word = true;
+    copy.word = word;
+    copy.barrier = static_cast<int>(&barrier - &mbarriers_[0]);
+    copy.box.bytes = sizeof word;
+    copy.box.offset = block_.smem_offset(block_.smem_ + offset, sizeof word, 4, "st.async");
+    uint32_t const poison = uint32_t(kPoison) << 16 | kPoison;
+    std::memcpy(block_.smem_ + offset, &poison, sizeof poison);
+    barrier.under_way += sizeof word;
+    Block::current().counters_.cluster_bytes += sizeof word;
+    copies_.push_back(copy);
+    if (block_.settings_.copy_mode == CopyMode::eager) {
+        land(copies_.size() - 1);
+    }
 }
 
 bool Sm90::land_one() {
@@ -223,6 +266,12 @@ void Sm90::land_at_random() {
     uint64_t const draw = block_.random();
     if (!copies_.empty() && draw % 4 == 0) {
         land((draw >> 32) % copies_.size());
+    }
+    if (!queues_.empty() && draw % 4 == 1) {
+        StoreQueue &queue = queues_[(draw >> 32) % queues_.size()];
+        if (!queue.stores.empty()) {
+            write(queue.stores[(draw >> 40) % queue.stores.size()]);
+        }
     }
 }
 

@@ -175,7 +175,7 @@ Held *Sm90::held(std::vector<std::unique_ptr<Held>> &all,
 void Sm90::create(Warpgroup &wg, Wgmma const &instruction, float *acc, uint32_t *a) {
     Multiplication m{.instruction = instruction,
                      .issued = 0,
-                     .known = block_.lane().knowledge,
+                     .known = known(),
                      .acc = held(wg.accumulators, acc, instruction.n / 2, "accumulators"),
                      .a = nullptr,
                      .chunks_a = {},
@@ -213,7 +213,7 @@ void Sm90::wgmma(Wgmma const &instruction, float *acc, uint32_t *a) {
     if (!(m.instruction == instruction) || (m.a == nullptr) != (a == nullptr)) {
         block_.fail(kLaunchFailure, group + ": its threads issue different wgmmas");
     }
-    m.known.meet(self.knowledge);
+    m.known.meet(known());
     int const thread = self.index % kWarpgroupSize;
     if (float *&registers = m.acc->registers[thread]; registers == nullptr) {
         registers = acc;
@@ -388,7 +388,7 @@ void Sm90::wgmma_wait(int pending) {
         }
         for (size_t i = first; i < first + kWarpgroupSize; ++i) {
             Lane &lane = block_.lanes_[i];
-            lane.knowledge.retired[lane.warp] = static_cast<uint32_t>(wg.first);
+            lane.knowledge.of(block_.rank_).retired[lane.warp] = static_cast<uint32_t>(wg.first);
             lane.wgmma_fenced = false;
         }
     });

@@ -92,6 +92,10 @@ inline unsigned atomicExch(unsigned *address, unsigned value) {
 inline void cudaGridDependencySynchronize() { sim::grid_dependency_wait(); }
 inline void cudaTriggerProgrammaticLaunchCompletion() { sim::grid_dependency_launch(); }
 
+inline void *__cluster_map_shared_rank(void const *address, unsigned rank) {
+    return sim::map_shared_rank(address, rank);
+}
+
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float x, float y) { return x / y; }

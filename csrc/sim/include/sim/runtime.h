@@ -21,6 +21,9 @@ enum class Shuffle { index, up, down, exclusive_or };
 // from lanes 0 to 8 * matrices - 1), `dst` receives one 32-bit register per 8x8 matrix.
 void ldmatrix(void const *row, uint32_t *dst, int matrices, bool transposed);
 
+// Warp-wide: likewise from registers to rows; lanes 0 to 8 * matrices - 1 say where.
+void stmatrix(void *row, uint32_t const *src, int matrices, bool transposed);
+
 // Warp-wide m16n8k(8 * b_registers) MMA: acc (4 registers) += A (2 * b_registers) B (b_registers).
 void mma_m16n8(MmaInput input, int b_registers, float *acc, uint32_t const *a, uint32_t const *b);
 
@@ -57,12 +60,15 @@ struct Launch {
     size_t smem_bytes;
     void const *kernel;       // identity, for the function attributes
     void *(*dynamic_smem)();  // this OS thread's array behind `extern __shared__`
+    Dim3 cluster{1, 1, 1};    // blocks of one
     bool dependent = false;   // starts before the kernel in front of it has ended
 };
 
 // Runs every block of the grid to completion; returns a cudaError_t.
 int launch(Launch const &launch, std::function<void()> const &body);
 int set_max_dynamic_smem(void const *kernel, int bytes);
+// Of more than 8 blocks, up to 16.
+void allow_large_clusters(void const *kernel, bool allowed);
 // The error of the last failed launch, cleared if `clear`.
 int last_error(bool clear);
 char const *error_text(int error);

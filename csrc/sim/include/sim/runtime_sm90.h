@@ -18,6 +18,22 @@ void mbarrier_init(void *barrier, uint32_t arrivals);
 void mbarrier_fence_init();
 void mbarrier_arrive(void *barrier, uint32_t expected_bytes);
 void mbarrier_wait(void *barrier, uint32_t parity);
+// Returns whether the phase has ended; may be false although it has.
+bool mbarrier_test(void *barrier, uint32_t parity);
+// Promises (> 0) or pays (< 0) bytes without arriving, at the mbarrier of block `rank`.
+void mbarrier_transaction(void *barrier, int64_t bytes, uint32_t rank);
+// Likewise arrives at the mbarrier that the block of another rank has at this address.
+void mbarrier_arrive_remote(void *barrier, uint32_t expected_bytes, uint32_t rank);
+
+// ---- clusters
+Dim3 cluster_shape();
+void cluster_arrive(bool relaxed);
+void cluster_wait();
+// mapa: of generic addresses, and of 32-bit ones.
+void *map_shared_rank(void const *address, uint32_t rank);
+uint32_t map_smem_address(uint32_t address, uint32_t rank);
+// st.async of 32 bits, to addresses of the block of that rank.
+void store_async(uint32_t value, uint32_t address, uint32_t barrier, uint32_t rank);
 
 // setmaxnreg, by all 128 threads of a warpgroup.
 void registers_change(int registers, bool raise);
@@ -25,6 +41,15 @@ void registers_change(int registers, bool raise);
 // One box of the tensor that a descriptor of encode_tensor_map() describes, `coordinates` innermost
 // first.
 void tma_load(void const *descriptor, void *barrier, void *smem, int const *coordinates, int rank);
+// To the blocks of `mask`, each of whose own mbarriers is paid.
+void tma_load_multicast(void const *descriptor, void *barrier, void *smem, int const *coordinates,
+                        int rank, uint16_t mask);
+// A box of shared memory to the tensor; asynchronous, in groups of the issuing thread. The wait
+// returns once all but the newest `pending_groups` have read their boxes and, unless `read_only`,
+// written them.
+void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank);
+void tma_store_commit();
+void tma_store_wait(int pending_groups, bool read_only);
 void fence_async_proxy();
 
 // One wgmma.mma_async m64 n k16 with fp32 accumulators; A from registers if `a` of wgmma() is not
