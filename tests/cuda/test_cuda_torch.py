@@ -84,6 +84,39 @@ def test_first_call_of_a_process_may_be_captured(request: pytest.FixtureRequest)
     assert done.stdout == "[True, True]\n", done.stderr
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_calls_that_feed_each_other_keep_their_order(causal: bool) -> None:
+    """On Hopper a kernel starts before the one in front has ended: it may neither read that one's
+    output too early nor write over its inputs, whose memory the allocator hands out again."""
+
+    def chain(pause, q, k, v):
+        for i in range(30):
+            q, _ = _attend(q, k, v, causal)
+            pause()
+            if i % 5 == 4:  # somebody else's kernel in between
+                k = k + q[:, :, :2]
+                pause()
+        return q, k
+
+    inputs = [_random(4, 700, h, 64, seed=h) for h in (8, 2, 2)]
+    expected = chain(torch.cuda.synchronize, *inputs)
+    _assert_equal(chain(lambda: None, *inputs), expected)
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        q, k, v = (x + 0 for x in inputs)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            v = v * 1
+        torch.cuda.current_stream().wait_stream(side)  # the first kernel has two in front of it
+        captured = chain(lambda: None, q, k, v)
+    for _ in range(3):
+        for tensor in captured:
+            tensor.fill_(torch.nan)
+        graph.replay()
+        _assert_equal(captured, expected)
+
+
 def test_runs_on_the_current_stream() -> None:
     fresh = _qkv()
     expected = _attend(*fresh)
