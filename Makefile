@@ -43,7 +43,7 @@ format: $(INSTALLED)
 	$(PYTHON) tools/make_figures.py
 
 bench: $(INSTALLED) $(NVCC)
-	$(PYTHON) -m flashcute bench --json benchmarks/results/fwd.json --plots benchmarks/results
+	$(PYTHON) -m flashcute bench --sustained --json benchmarks/results/fwd.json --plots benchmarks/results
 
 gpu: $(INSTALLED) $(NVCC)
 	$(PYTHON) tools/check_gpu.py --out $(OUT) $(ARGS)

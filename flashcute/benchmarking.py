@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import math
 import os
@@ -294,7 +295,15 @@ def machine_info() -> dict[str, object]:
             "cudnn": torch.backends.cudnn.version(),
             "driver": _output(query),
         }
-    return info
+    return info | _fa3_version()
+
+
+def _fa3_version() -> dict[str, str]:
+    """The version of FlashAttention-3, where one of the distributions it comes in is installed."""
+    for distribution in ("flash-attn-3", "fa3-fwd"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return {"fa3": f"{distribution} {importlib.metadata.version(distribution)}"}
+    return {}
 
 
 def _output(command: Sequence[str]) -> str | None:

@@ -104,6 +104,16 @@ def test_roofline_has_both_roofs_and_every_point():
     assert knee == pytest.approx(800 / 4.3)
 
 
+def test_no_point_covers_the_name_of_the_roof():
+    rows = sweep()
+    best = 1.2 * max(row["tflops"]["flashcute"] for row in rows)
+    rows[0]["tflops"]["flashcute"] = best
+    axes = plots.roofline(result(*rows), rows, "title").axes[0]
+    name = axes.texts[0]
+    assert name.get_text().startswith("matmul")
+    assert best < name.get_position()[1] < axes.get_ylim()[1]
+
+
 def test_a_cpu_is_drawn_in_gigaflops():
     rows = [row(64, flashcute=1e9, torch=5e8)]
     made = result(*rows, machine={}, ceiling={}, contenders=("flashcute", "torch"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import pathlib
@@ -163,6 +164,22 @@ def test_machine_info_says_what_a_figure_needs(tmp_path):
     path = tmp_path / "new" / "result.json"
     bm.write_json(path, info)
     assert json.loads(path.read_text()) == info
+
+
+def test_machine_info_has_the_version_of_flashattention_3(monkeypatch):
+    installed = {}
+
+    def version(distribution):
+        if distribution not in installed:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return installed[distribution]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert "fa3" not in bm.machine_info()
+    installed["fa3-fwd"] = "0.0.3"
+    assert bm.machine_info()["fa3"] == "fa3-fwd 0.0.3"
+    installed["flash-attn-3"] = "3.0.0"
+    assert bm.machine_info()["fa3"] == "flash-attn-3 3.0.0"
 
 
 def test_recorded_command_does_not_say_where_things_lie(monkeypatch, tmp_path):

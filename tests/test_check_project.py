@@ -22,6 +22,7 @@ BREACHES = [
     ("a.py", "#" * 101 + "\n", 1, "100 columns"),
     ("a.h", "//" + "x" * 99 + "\n", 1, "100 columns"),
     ("README.md", "see /" + "home/someone/notes\n", 1, "path of one machine"),
+    ("a.sass", "identifier = /" + "root/.cache/a.cu\n", 1, "path of one machine"),
     ("a.py", "import os\nos.system('ls')\n", 2, r"os.system"),
     ("a.py", "import subprocess\nsubprocess.run('ls', shell=True)\n", 2, "shell"),
     ("a.py", "run('ls', shell=flag)\n", 1, "shell"),

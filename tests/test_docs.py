@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import importlib
+import inspect
 import os
 import re
 import shlex
@@ -14,6 +17,7 @@ from pathlib import Path
 import pytest
 import update_docs
 
+from examples.ladder import rungs
 from flashcute import __main__ as cli
 from flashcute import benchmarking as bm
 from flashcute import env
@@ -22,13 +26,14 @@ from flashcute.config import FwdConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES, ROOT / "csrc" / "sim" / "README.md"]
+LADDER = ROOT / "examples" / "ladder" / "README.md"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES, ROOT / "csrc" / "sim" / "README.md", LADDER]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # `name.h` or `folder/name.py` in running text names a file of this repository.
 FILE = re.compile(r"`([\w./-]+\.(?:py|cpp|h|cu|md|toml|txt))`")
 PLACES = (
     *("", "csrc", "csrc/flash_attn/src", "csrc/sim", "flashcute", "flashcute/jit", "flashcute/sim"),
-    *("benchmarks", "examples", "tests", "tools"),
+    *("benchmarks", "examples", "examples/ladder", "examples/ladder/kernels", "tests", "tools"),
 )
 
 
@@ -158,6 +163,19 @@ def test_signatures_are_python(page):
         compile(block, name(page), "exec")
 
 
+def test_the_call_of_the_ladder_is_possible():
+    """Its one block needs a GPU, so it runs up to there: the import, and the call's arguments."""
+    (block,) = python_blocks(LADDER)
+    imported, call = ast.parse(block).body
+    module = importlib.import_module(imported.module)
+    function = getattr(module, imported.names[0].name)
+    rung, *tensors = call.value.args
+    assert call.value.func.id == function.__name__
+    assert rungs.find(rung.value)
+    options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.value.keywords}
+    inspect.signature(function).bind(rung.value, *tensors, **options)
+
+
 def commands() -> list[tuple[str, str]]:
     """(page, command) of every line in the documents' shell blocks."""
     found = []
@@ -171,6 +189,14 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
+def script_file(script: str) -> Path:
+    """The file that ``python script`` or ``python -m script`` runs."""
+    if script.endswith(".py"):
+        return ROOT / script
+    place = ROOT.joinpath(*script.split("."))
+    return place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
+
+
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_commands_exist(page, command):
     words = [w for w in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", w)]
@@ -179,8 +205,9 @@ def test_commands_exist(page, command):
     elif words[:3] == ["python", "-m", "pytest"]:
         assert all((ROOT / word).exists() for word in words[3:])
     elif words[0] == "python":
-        source = (ROOT / words[1]).read_text(encoding="utf-8")
-        assert all(f'"{word}"' in source for word in words[2:] if word.startswith("--"))
+        script, *rest = words[2:] if words[1] == "-m" else words[1:]
+        source = script_file(script).read_text(encoding="utf-8")
+        assert all(f'"{word}"' in source for word in rest if word.startswith("--"))
     else:
         assert words[0] in ("make", "pip"), command
 
@@ -197,7 +224,13 @@ SOURCE_MAP = ROOT / "docs" / "source-map.md"
 SOURCES = {
     "Kernels": [p for p in (ROOT / "csrc" / "flash_attn").rglob("*.*") if p.is_file()],
     "Package": list((ROOT / "flashcute").rglob("*.py")),
-    "Around them": [],
+    "Around them": [
+        *(ROOT / "csrc" / "sim" / "src").iterdir(),
+        *(ROOT / "csrc" / "sim" / "include" / "sim").iterdir(),
+        *(ROOT / "examples").rglob("*.py"),
+        *(ROOT / "examples").rglob("*.h"),
+        *(ROOT / "tools").glob("*.py"),
+    ],
 }
 
 

@@ -73,6 +73,16 @@ def test_two_profiles_share_pictures_and_show_differences(tmp_path):
     assert f"A: {other['kernel']}" in read.words
 
 
+def test_a_profile_alone_is_named_once(tmp_path):
+    report = counters()
+    page.write(tmp_path / "page.html", [report])
+    read = Reader((tmp_path / "page.html").read_text())
+    headings = [tag for tag, _ in read.tags if tag in ("h1", "h2")]
+    assert headings == ["h1", "h2"]  # the kernel, and "Every figure"
+    assert read.words.partition("Every figure")[0].count(report["kernel"]) == 2  # and the title
+    assert "overflow-wrap" in read.words
+
+
 def test_kernel_names_are_escaped(tmp_path):
     page.write(tmp_path / "page.html", [machine_code() | {"kernel": "f<int>"}])
     assert "f&lt;int&gt;" in (tmp_path / "page.html").read_text()

@@ -23,10 +23,11 @@ MAX_COLUMNS = 100
 
 PYTHON = {".py"}
 CPP = {".h", ".hpp", ".cuh", ".c", ".cpp", ".cu", ".inc", ".S"}
+OTHER_TEXT = {".md", ".toml", ".yml", ".yaml", ".cfg", ".sh", ".sass", ""}
 
 Breach = tuple[int, str]  # line number from 1, rule
 
-_MACHINE_PATH = re.compile(r"(?<![\w.~])/(?:work|home|root|Users|mnt)/\w")
+_MACHINE_PATH = re.compile(r"(?<![\w.~])/(?:work|home|root|Users|mnt)/[\w.]")
 _TORCH_INCLUDE = re.compile(r"\s*#\s*include\s*[<\"](?:torch|ATen|c10|pybind11|Python\.h)")
 _SIMULATOR_SWITCH = re.compile(r"\s*#\s*(?:el)?if(?:n?def)?\b.*SIM", re.IGNORECASE)
 _CPP_COMMENT = re.compile(r"^\s*//+\s*(.*?)\s*$")
@@ -162,7 +163,7 @@ def check_kernel_sources(path: Path, text: str) -> Iterator[Breach]:
 
 CHECKS = (
     (check_ceilings, PYTHON | CPP),
-    (check_machine_paths, PYTHON | CPP | {".md", ".toml", ".yml", ".yaml", ".cfg", ".sh", ""}),
+    (check_machine_paths, PYTHON | CPP | OTHER_TEXT),
     (check_python_calls, PYTHON),
     (check_python_functions, PYTHON),
     (check_python_comments, PYTHON),

@@ -116,7 +116,10 @@ def roofline(result: Mapping, rows: Sequence[Mapping], title: str):
     knee = peak / bandwidth
     ends = [min([knee / 4, *intensity]) / 1.5, knee, max([4 * knee, *intensity]) * 1.5]
     axes.plot(ends, [min(peak, bandwidth * x) for x in ends], color="#555", linewidth=1.3)
-    axes.text(ends[2], peak * 1.05, f"matmul {peak:.0f} TFLOP/s", ha="right", fontsize=9)
+    # Above every point, as those at the right lie on the line or over it.
+    speeds = [row["tflops"]["flashcute"] for row in rows]
+    top = max(peak, *speeds) * 1.06
+    axes.text(ends[2], top, f"matmul {peak:.0f} TFLOP/s", ha="right", fontsize=9)
     axes.text(knee / 2.2, peak / 2, f"copy {bandwidth:.2f} TB/s", ha="right", fontsize=9)
     for number, d in enumerate(sorted({row["d"] for row in rows})):
         for mask, marker in ((False, "o"), (True, "^")):
@@ -132,8 +135,7 @@ def roofline(result: Mapping, rows: Sequence[Mapping], title: str):
                 )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    speeds = [row["tflops"]["flashcute"] for row in rows]
-    axes.set_ylim(min([peak / 4, *speeds]) / 1.5, peak * 1.35)
+    axes.set_ylim(min([peak / 4, *speeds]) / 1.5, top * 1.25)
     for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         which(lambda value, _: f"{value:g}")
     axes.set_xlabel("FLOP per byte of device memory that has to move")

@@ -12,6 +12,7 @@ from . import text
 _COLOURS = ("#2a6f97", "#e07a1f")
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
+h1, h2 { overflow-wrap: anywhere }
 table { border-collapse: collapse; margin: 1em 0 }
 td, th { border: 1px solid #ccc; padding: .2em .7em; text-align: left }
 td + td { text-align: right }
@@ -55,7 +56,8 @@ def bars(
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.12)
-    figure.legend(loc="outside lower center", fontsize=9)
+    if len(series) > 1:
+        figure.legend(loc="outside lower center", fontsize=9)
     return figure
 
 
@@ -81,7 +83,7 @@ def _charts(report: Mapping) -> dict[str, tuple[str, float | None, Mapping[str, 
                 {reason: x["warps_per_issue"] for reason, x in list(report["stalls"].items())[:10]},
             ),
             "Bytes moved over bytes asked for": (
-                "%",
+                "% (L2 can be below 100: it merges requests of several SMs for the same line)",
                 100,
                 {
                     "device memory": quantities["dram_percent_of_ideal"],
@@ -141,7 +143,9 @@ def write(path: Path, reports: Sequence[Mapping]) -> None:
     ]
     for report in reports:
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in report["notes"])
-        parts.append(f"<h2>{html.escape(report['kernel'])}</h2><ul>{notes}</ul>")
+        if len(reports) > 1:
+            parts.append(f"<h2>{html.escape(report['kernel'])}</h2>")
+        parts.append(f"<ul>{notes}</ul>")
     for heading, figure in pictures(reports).items():
         parts.append(f"<figure role='img' aria-label='{html.escape(heading)}'>{_svg(figure)}")
         parts.append("</figure>")

@@ -1,5 +1,5 @@
-// Writes a finished tile: O through shared memory in 16-byte rows, LSE from the lanes that own
-// column 0.
+// Writes a finished tile: O in pieces of 16 bytes, through shared memory in the sm80 class and from
+// registers in the sm90 class, LSE from the lanes that own column 0.
 #pragma once
 
 #include <cute/tensor.hpp>
