@@ -182,7 +182,8 @@ MUTANTS = (
         _MAINLOOP,
         " && col < cols",
         "",
-        "numerics/late",
+        "simulator",
+        "cp.async reads outside every tensor",
     ),
     Mutant(
         "row predicate of the output",

@@ -385,11 +385,12 @@ _OPERANDS = (
         "smem[ring.stage()].data(), kTileM * Traits::kSmemRow,",
         f"{_OVERWRITTEN}|copy under way|{_UNAWAITED}",
     ),
-    _numerics(
+    _simulator(
         "rows of the wrong warpgroup",
         _MAINLOOP,
         "mma_qk.get_slice(warpgroup * 128)",
         "mma_qk.get_slice((kWarpgroups - 1 - warpgroup) * 128)",
+        _UNAWAITED,
     ),
     _numerics(
         "scores added to what the registers held",
