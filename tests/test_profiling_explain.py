@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from flashcute import benchmarking as bm
 from flashcute import heuristics
+from flashcute.config import FwdConfig
 from flashcute.profiling import explain, ncu, text
 
 RAW = Path(__file__).parent / "data" / "ncu" / "raw.csv"
@@ -45,6 +47,21 @@ def test_the_ideal_of_one_tile():
     assert wanted["flops"] == 2 * wanted["tile_macs"]
     assert wanted["tile_exponentials"] == CONFIG.tile_m * CONFIG.tile_n
     assert wanted["dram_bytes"] == wanted["l2_bytes"] == 2 * q.nbytes + k.nbytes + v.nbytes + lse
+
+
+def test_a_real_report_says_the_same_as_csv_and_through_nvidias_module():
+    """A launch on an H200: `ncu --import report --csv --page raw`, and the profile that was made of
+    the same report through ncu_report."""
+    saved = json.loads((RAW.parent / "h200_sm90.json").read_text())
+    config, shape = FwdConfig(**saved["config"]), bm.Shape(**saved["shape"])
+    report = ncu.parse_csv((RAW.parent / "h200_sm90.csv").read_text())
+    assert "flash_fwd_kernel_sm90<" in report.kernel
+    made = profile(report, config, shape)
+    for part in ("utilisation_percent", "quantities"):
+        assert made[part] == pytest.approx(saved[part], rel=1e-3), part
+    waits = [{n: s["warps_per_issue"] for n, s in of["stalls"].items()} for of in (made, saved)]
+    assert waits[0] == pytest.approx(waits[1], abs=2e-3)
+    assert made["missing"] == saved["missing"]
 
 
 def test_figures_of_a_report():
