@@ -297,7 +297,10 @@ def run_program(
             status, report = _execute([setarch, "-R", *command], timeout)
         if status != 0:
             nothing = torch.empty(0, 3, dtype=torch.int64)
-            message = report[:_REPORT_CHARACTERS] or f"the runner ended with status {status}"
+            # What the simulator adds to a sanitizer's report stands behind it, and comes first.
+            ours = [line for line in report.splitlines() if line.startswith("block (")]
+            message = "\n".join([*ours, report])[:_REPORT_CHARACTERS]
+            message = message or f"the runner ended with status {status}"
             return SimResult("fail", message, None, None, {}, nothing, 0.0)
         lse_shape = (q.shape[0], q.shape[2], q.shape[1])
         return _unpack(result.read_bytes(), out, lse_shape)

@@ -223,6 +223,15 @@ _WAITS = (
         _AWAIT_S_STEP.replace("<1>", "<2>"),
         f"{_IN_FLIGHT}|{_OVERWRITTEN}",
     ),
+    Mutant(
+        "scores read while the product is under way",
+        _MAINLOOP,
+        "sm90::wgmma_wait<1>();",
+        "",
+        "memcheck",
+        r"block \(.*a register of a wgmma in flight was touched, that of warpgroup \d, thread \d+",
+        ASKING,
+    ),
     _simulator(
         "P overwritten while its product is in flight",
         _MAINLOOP,

@@ -231,6 +231,39 @@ struct Boxes {
     }
 };
 
+// Ordinary reads of what TMA brings, by threads that have not waited for it.
+template <bool kLdmatrix>
+struct Unawaited {
+    static __global__ void kernel(CUtensorMap const map, float *seen) {
+        auto *const barrier = reinterpret_cast<sm90::Barrier *>(smem + 8192);
+        if (threadIdx.x == 0) {
+            sm90::barrier_init(barrier, 1);
+            sm90::fence_barrier_init();
+            sm90::barrier_arrive_expect(barrier, 8 * 8 * 2);
+            sm90::tma_load(&map, barrier, sm90::CacheHint::evict_first, smem, 0, 0, 0, 0);
+        }
+        __syncthreads();
+        char *const row = smem + threadIdx.x % 8 * 16;
+        if constexpr (kLdmatrix) {
+            uint32_t pair;
+            SM75_U32x1_LDSM_N::copy(*reinterpret_cast<uint128_t *>(row), pair);
+            seen[threadIdx.x] = static_cast<float>(pair);
+        } else {
+            Tensor sRow = make_tensor(make_smem_ptr(reinterpret_cast<half_t *>(row)), Layout<_8>{});
+            Tensor rRow = make_fragment_like(sRow);
+            copy(sRow, rRow);
+            seen[threadIdx.x] = float(rRow(0));
+        }
+        sm90::barrier_wait(barrier, 0);
+    }
+
+    static cudaError_t run() {
+        alignas(256) static half_t data[64];
+        float seen[32];
+        return launch(&kernel, 1, 32, 9216, ::encode(data, 8, 8, 8, 8, 8), seen);
+    }
+};
+
 // What the driver refuses, one condition at a time.
 cudaError_t run_encoding() {
     struct Arguments {
@@ -338,6 +371,7 @@ __global__ void arrives_twice() {
     sm90::barrier_arrive_expect(barrier_at(0), 16);
     sm90::barrier_arrive(barrier_at(0));
 }
+template <bool kAsks>
 __global__ void never_completes() {
     if (threadIdx.x == 0) {
         sm90::barrier_init(barrier_at(0), 32);
@@ -348,6 +382,8 @@ __global__ void never_completes() {
     }
     sm90::barrier_wait(barrier_at(0), 0);
     if (threadIdx.x >= 32) {
+        while (kAsks && !sim::mbarrier_test(barrier_at(0), 1)) {
+        }
         sm90::barrier_wait(barrier_at(0), 1);
     }
 }
@@ -450,6 +486,10 @@ Cases const cases{
     {"unwritten", &Misuse::run<Misuse::unwritten>},
     {"overlapping_shapes", &Misuse::run<Misuse::shape>},
     {"boxes", &Boxes::run},
+    {"unawaited_load", &Unawaited<false>::run},
+    {"unawaited_load_eager", in_mode(sim::CopyMode::eager, &Unawaited<false>::run)},
+    {"unawaited_ldmatrix", &Unawaited<true>::run},
+    {"unawaited_ldmatrix_eager", in_mode(sim::CopyMode::eager, &Unawaited<true>::run)},
     {"encoding", &run_encoding},
     {"ring", counting(&ring, 64, 1024)},
     {"elect", counting(&elect, 32, 0)},
@@ -458,7 +498,8 @@ Cases const cases{
     {"initialised_twice", plain(&initialised_twice, 1)},
     {"overwritten", plain(&overwritten, 1)},
     {"arrives_twice", plain(&arrives_twice, 1)},
-    {"never_completes", plain(&never_completes, 64)},
+    {"never_completes", plain(&never_completes<false>, 64)},
+    {"never_completes_asking", plain(&never_completes<true>, 64)},
     {"no_descriptor", plain(&no_descriptor, 1)},
     {"registers_fit", plain(&registers<24, 240>, 384)},
     {"registers_overdrawn", plain(&registers<32, 240>, 384)},

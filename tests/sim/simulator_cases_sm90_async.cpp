@@ -84,7 +84,8 @@ struct Dependent {
         }
     }
 
-    // Warp 1 learns of the end through an mbarrier at which warp 0 arrives.
+    // Warp 1 learns of the end through an mbarrier at which warp 0 arrives, waiting or asking.
+    template <bool kAsks>
     static __global__ void by_mbarrier(Arguments const x) {
         int const i = blockIdx.x * kThreads + threadIdx.x;
         if (threadIdx.x == 0) {
@@ -94,6 +95,9 @@ struct Dependent {
         if (threadIdx.x < 32) {
             cudaGridDependencySynchronize();
             sm90::barrier_arrive(barrier_at(0));
+        } else if constexpr (kAsks) {
+            while (!sim::mbarrier_test(barrier_at(0), 0)) {
+            }
         } else {
             sm90::barrier_wait(barrier_at(0), 0);
         }
@@ -429,7 +433,9 @@ Cases const cases{
     {"dependent_random", D::with<D::none>(true, sim::CopyMode::random)},
     {"dependent_eager", D::with<D::none>(true, sim::CopyMode::eager)},
     {"dependent_by_mbarrier",
-     [] { return D::run(&D::by_mbarrier, true, sim::CopyMode::late, -1); }},
+     [] { return D::run(&D::by_mbarrier<false>, true, sim::CopyMode::late, -1); }},
+    {"dependent_by_asking",
+     [] { return D::run(&D::by_mbarrier<true>, true, sim::CopyMode::late, -1); }},
     {"independent", D::with<D::load>(false)},
     {"independent_never", D::with<D::never>(false)},
     {"early_plain_load", D::with<D::plain_load>()},

@@ -39,6 +39,7 @@ def test_atomics_of_blocks_take_turns_by_seed(cases):
 
 
 _AT_BARRIER_0 = r"mbarrier 0 \(at byte 0\)"
+_UNAWAITED = r"lane \d+: {} at byte \d+ without having waited for phase 1 of mbarrier 0"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,17 @@ _AT_BARRIER_0 = r"mbarrier 0 \(at byte 0\)"
             719,
             r"deadlock: .*warp 1 lanes 0xffffffff wait for parity 1 of mbarrier 0.*"
             rf"{_AT_BARRIER_0}: in phase 2, 0 of 32 arrived, 0 bytes due, 32 threads wait",
+        ),
+        (
+            "never_completes_asking",
+            719,
+            r"deadlock: 65536 times in a row threads only asked for phases; .*"
+            rf"{_AT_BARRIER_0}: in phase 2, 0 of 32 arrived, 0 bytes due",
+        ),
+        *((f"unawaited_load{mode}", 719, _UNAWAITED.format("load")) for mode in ("", "_eager")),
+        *(
+            (f"unawaited_ldmatrix{mode}", 719, _UNAWAITED.format("ldmatrix"))
+            for mode in ("", "_eager")
         ),
         ("no_descriptor", 719, r"TMA: not a descriptor of cuTensorMapEncodeTiled"),
         (

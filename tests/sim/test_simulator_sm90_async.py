@@ -15,6 +15,7 @@ def cases():
     "case",
     [
         *("dependent_late", "dependent_random", "dependent_eager", "dependent_by_mbarrier"),
+        "dependent_by_asking",
         *("independent", "independent_never", "early_plain_load"),
         *("stmatrix", "epilogue", "epilogue_plain", "boxes_out"),
         *("store_late", "store_random", "store_eager", "store_visible", "store_only_read"),

@@ -8,12 +8,9 @@
 #include <cstdio>
 #include <cstring>
 
+#include "asan.h"
 #include "tsan.h"
 #include "turns.h"
-
-#if defined(SIM_ASAN)
-#include <sanitizer/asan_interface.h>
-#endif
 
 constinit thread_local sim::Dim3 threadIdx{};
 constinit thread_local sim::Dim3 blockIdx{};
@@ -62,6 +59,16 @@ std::string hex(uint32_t mask) {
 
 Block &Block::current() { return *current_block; }
 
+void Block::explain_report(char const *) {
+    std::string const owner = current_block == nullptr
+                                  ? ""
+                                  : current_block->sm90_.owner_of_register(asan::report_address());
+    if (!owner.empty()) {
+        std::fprintf(stderr, "%s: a register of a wgmma in flight was touched, that of %s\n",
+                     current_block->where(*current_block->lane_).c_str(), owner.c_str());
+    }
+}
+
 void lane_entry() {
     Block &block = *current_block;
     fiber_entered(block.lane_->fiber);
@@ -106,15 +113,12 @@ Block::Block(Launch const &launch, std::function<void()> const &body, Settings c
         warps_[lane.warp].full |= 1u << lane.lane;
     }
     fiber_adopt_thread(main_);
-#if defined(SIM_ASAN)
-    __asan_poison_memory_region(smem_ + launch_.smem_bytes, kMaxSmemBytes - launch_.smem_bytes);
-#endif
+    asan::on_report(&Block::explain_report);
+    asan::forbid(smem_ + launch_.smem_bytes, kMaxSmemBytes - launch_.smem_bytes);
 }
 
 Block::~Block() {
-#if defined(SIM_ASAN)
-    __asan_unpoison_memory_region(smem_, kMaxSmemBytes);
-#endif
+    asan::allow(smem_, kMaxSmemBytes);
     fiber_release(main_);
     munmap(stacks_, stack_span_);
 }
@@ -278,13 +282,13 @@ void Block::count_step() {
     }
 }
 
-void Block::suspend() {
+void Block::suspend(Warp *preferred) {
     if (settings_.copy_mode == CopyMode::random) {
         land_at_random();
         sm90_.land_at_random();
     }
     Lane &self = *lane_;
-    Lane *const next = pick_or_land(&warps_[self.warp]);
+    Lane *const next = pick_or_land(preferred != nullptr ? preferred : &warps_[self.warp]);
     if (next == nullptr) {
         fail(kLaunchFailure, "deadlock: " + cluster_.describe());
     }

@@ -140,6 +140,8 @@ class Block {
     std::vector<TraceEntry> const &trace() const { return trace_; }
 
     static Block &current();
+    // Says of a report of AddressSanitizer's what it cannot know.
+    static void explain_report(char const *report);
     Lane &lane() { return *lane_; }
     Warp &warp() { return warps_[lane_->warp]; }
 
@@ -203,7 +205,8 @@ class Block {
     friend class Cluster;
     void start(uint64_t linear_index);
     void finish();
-    void suspend();
+    // Lets others run, of the warp `preferred` if there is one, else of the same.
+    void suspend(Warp *preferred = nullptr);
     void switch_to(Fiber &from, Lane &next);
     void entered(Lane &lane);
     Lane *pick(Warp *preferred);

@@ -225,6 +225,7 @@ void ldmatrix(void const *row, uint32_t *dst, int matrices, bool transposed) {
     LdmatrixArguments x{static_cast<std::byte const *>(row), 0, dst, matrices, transposed};
     if (block.lane().lane < 8 * matrices) {
         x.offset = block.smem_offset(row, 16, 16, "ldmatrix");
+        block.sm90_.check_landed(x.offset, 16, "ldmatrix");
         tsan::read(row, 16);
     }
     block.meet(Meeting::ldmatrix, ~0u, &x, &execute_ldmatrix);
@@ -235,6 +236,7 @@ void stmatrix(void *row, uint32_t const *src, int matrices, bool transposed) {
     StmatrixArguments x{static_cast<std::byte *>(row), 0, src, matrices, transposed};
     if (block.lane().lane < 8 * matrices) {
         x.offset = block.smem_offset(row, 16, 16, "stmatrix");
+        block.sm90_.check_landed(x.offset, 16, "stmatrix");
         tsan::write(row, 16);
     }
     block.meet(Meeting::stmatrix, ~0u, &x, &execute_stmatrix);

@@ -20,6 +20,7 @@ void Sm90::start() {
     copies_.clear();
     queues_.clear();
     warpgroups_.clear();
+    questions_ = last_question_ = 0;
 }
 
 void Sm90::activate() {
@@ -193,14 +194,22 @@ bool Sm90::mbarrier_test(void *address, uint32_t parity) {
     tsan::Unwatched const unwatched;
     Mbarrier &barrier = find(address, "mbarrier.test_wait");
     block_.count_step();
+    questions_ = block_.steps_ == last_question_ + 1 ? questions_ + 1 : 1;
+    last_question_ = block_.steps_;
     auto const waits = [&] { return ((barrier.phase - 1) & 1) == (parity & 1); };
-    if (waits()) {
-        block_.suspend();
+    if (waits()) {  // of all warps alike: the one that it waits for must get its turn
+        block_.suspend(&block_.warps_[block_.random() % block_.warps_.size()]);
     }
-    if (waits() && block_.random() % 64 == 0) {
-        block_.cluster_.land_one();
+    if (waits() && block_.random() % 64 == 0 && !block_.cluster_.land_one()) {
+        block_.cluster_.end_dependency();
     }
     if (waits()) {
+        // Peers of a cluster may be what the thread waits for, and their steps are their own.
+        if (questions_ > kQuestions && copies_.empty() && block_.cluster_.size() == 1) {
+            block_.fail(kLaunchFailure, "deadlock: " + std::to_string(kQuestions) +
+                                            " times in a row threads only asked for phases; " +
+                                            block_.cluster_.describe());
+        }
         return false;
     }
     passed(barrier);

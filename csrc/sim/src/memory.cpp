@@ -48,6 +48,7 @@ void Block::note_access(void const *address, int bytes, bool write, void const *
     uint64_t offset = at;
     if (shared) {
         offset = smem_offset(address, bytes, bytes, what);
+        sm90_.check_landed(offset, static_cast<uint64_t>(bytes), what);
     } else if (Block *const owner = cluster_.size() > 1 ? owner_of(address) : nullptr;
                owner != nullptr) {
         owner->smem_offset(address, bytes, bytes, what);

@@ -12,11 +12,8 @@
 #include <stdexcept>
 
 #include "../../flash_attn/src/flash.h"
+#include "asan.h"
 #include "simulator.h"
-
-#if defined(SIM_ASAN)
-#include <sanitizer/asan_interface.h>
-#endif
 
 namespace {
 
@@ -106,17 +103,10 @@ class Guarded {
 
   private:
     void guard() {
-#if defined(SIM_ASAN)
-        auto *const all = reinterpret_cast<char *>(storage_.data());
-        __asan_poison_memory_region(all, kMargin);
-        __asan_poison_memory_region(data() + bytes_, size() - kMargin - bytes_);
-#endif
+        sim::asan::forbid(storage_.data(), kMargin);
+        sim::asan::forbid(data() + bytes_, size() - kMargin - bytes_);
     }
-    void unguard() {
-#if defined(SIM_ASAN)
-        __asan_unpoison_memory_region(storage_.data(), size());
-#endif
-    }
+    void unguard() { sim::asan::allow(storage_.data(), size()); }
 
     size_t size() const { return storage_.size() * sizeof(Chunk); }
 

@@ -142,6 +142,11 @@ class Sm90 {
     // Whether the block has used anything of this: until then nothing need be kept.
     bool active() const { return active_; }
     void activate();
+    // Fails if a copy has written these bytes and the running thread has not waited for it.
+    void check_landed(uint64_t offset, uint64_t bytes, char const *what);
+    // The warpgroup whose multiplication in flight owns the register at `address`, and the thread
+    // whose register it is; empty: none.
+    std::string owner_of_register(void const *address) const;
 
     void mbarrier_init(void *barrier, uint32_t arrivals);
     void mbarrier_fence_init();
@@ -237,6 +242,9 @@ class Sm90 {
     std::vector<std::byte> async_view_;
     std::deque<Warpgroup> warpgroups_;
     int64_t free_registers_ = 0;
+    // mbarrier.try_wait in a row, with no step of another kind by any thread, and the last one's.
+    static constexpr uint64_t kQuestions = 1 << 16;
+    uint64_t questions_ = 0, last_question_ = 0;
 };
 
 // Where bytes of a row swizzled over `span` bytes lie: 16-byte pieces change places by address.

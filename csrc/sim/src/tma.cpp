@@ -235,6 +235,21 @@ void Sm90::land(size_t index) {
     complete(barrier);
 }
 
+void Sm90::check_landed(uint64_t offset, uint64_t bytes, char const *what) {
+    if (!active_) {
+        return;
+    }
+    for (uint64_t g = offset / kGranule; g * kGranule < offset + bytes; ++g) {
+        Writer const &writer = writers_[g];
+        if (writer.barrier >= 0 && known().phases[writer.barrier] <= writer.phase) {
+            block_.fail(kLaunchFailure, std::string(what) + " at byte " + std::to_string(offset) +
+                                            " without having waited for phase " +
+                                            std::to_string(writer.phase) + " of " +
+                                            name_of(writer.barrier) + ", whose copy writes it");
+        }
+    }
+}
+
 void Sm90::store_async(uint64_t offset, uint32_t word, void *address) {
     tsan::Unwatched const unwatched;
     Mbarrier &barrier = find(address, "st.async");

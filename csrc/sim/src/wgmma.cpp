@@ -2,6 +2,7 @@
 #include <array>
 #include <cstring>
 
+#include "asan.h"
 #include "block.h"
 #include "half.h"
 #include "sm90.h"
@@ -221,6 +222,7 @@ void Sm90::wgmma(Wgmma const &instruction, float *acc, uint32_t *a) {
             m.acc->matrix[acc_row(thread, i) * instruction.n + acc_column(thread, i)] = acc[i];
         }
         poison(acc, m.acc->count);
+        asan::forbid(acc, m.acc->count * sizeof *acc);
     } else if (registers != acc) {
         block_.fail(kLaunchFailure, group + ": its threads accumulate in different registers");
     }
@@ -228,6 +230,7 @@ void Sm90::wgmma(Wgmma const &instruction, float *acc, uint32_t *a) {
         m.a->registers[thread] = a;
         std::copy_n(a, 4, m.a->values[thread].begin());
         poison(a, 4);
+        asan::forbid(a, 4 * sizeof *a);
     }
     if (++m.issued == kWarpgroupSize) {
         ++block_.counters_.wgmma;
@@ -311,6 +314,7 @@ template <class Held>
 void Sm90::give_back(Warpgroup const &wg, std::vector<std::unique_ptr<Held>> &all, Held *held) {
     for (int thread = 0; thread < kWarpgroupSize; ++thread) {
         auto *const registers = held->registers[thread];
+        asan::allow(registers, held->count * sizeof *registers);
         for (int i = 0; i < held->count; ++i) {
             if (std::memcmp(&registers[i], &kPoisonPair, sizeof kPoisonPair) != 0) {
                 block_.fail(kLaunchFailure, "warpgroup " + std::to_string(wg.index) + ", thread " +
@@ -326,6 +330,29 @@ void Sm90::give_back(Warpgroup const &wg, std::vector<std::unique_ptr<Held>> &al
         }
     }
     std::erase_if(all, [&](auto const &h) { return h.get() == held; });
+}
+
+std::string Sm90::owner_of_register(void const *address) const {
+    auto const at = reinterpret_cast<uintptr_t>(address);
+    auto const search = [&](Warpgroup const &wg, auto const &all) -> std::string {
+        for (auto const &held : all) {
+            for (int thread = 0; thread < kWarpgroupSize; ++thread) {
+                auto const first = reinterpret_cast<uintptr_t>(held->registers[thread]);
+                if (first != 0 && at >= first && at < first + 4 * held->count) {
+                    return "warpgroup " + std::to_string(wg.index) + ", thread " +
+                           std::to_string(thread);
+                }
+            }
+        }
+        return "";
+    };
+    for (Warpgroup const &wg : warpgroups_) {
+        std::string const owner = search(wg, wg.accumulators) + search(wg, wg.operands);
+        if (!owner.empty()) {
+            return owner;
+        }
+    }
+    return "";
 }
 
 // `action` once all of the warpgroup are there with the same argument.
