@@ -76,5 +76,13 @@ def test_clean_text_passes(name, text):
     assert tool.check(Path(name), text) == []
 
 
+def test_symbolic_link_is_found(monkeypatch, tmp_path, capsys):
+    (tmp_path / "headers").symlink_to(tmp_path)
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool, "project_files", lambda: [Path("headers")])
+    assert tool.main() == 1
+    assert "headers: expected a file, got a symbolic link" in capsys.readouterr().out
+
+
 def test_this_project_passes(capsys):
     assert tool.main() == 0, capsys.readouterr().out
