@@ -1,9 +1,10 @@
-"""Propose tile choices from registers and shared memory, build them all, and measure them on a GPU.
+"""Propose tile choices from registers, shared memory and the roofline, build and measure them.
 
 For each head dimension and mask: enumerate the configurations of one kernel class whose
 accumulators fit the register file and whose tiles fit shared memory, build them in parallel, check
 each against fp32, time them beside those in use and the peers, contenders taking turns, and write
-every figure to a JSON file. ``heuristics.py`` then takes the winners.
+every figure to a JSON file, with the roof that each is under. ``heuristics.py`` then takes the
+winners. It needs a GPU.
 
     python tools/config_search.py --arch 90 --head-dim 64 128 --out search.json
 """
@@ -25,8 +26,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from flashcute import benchmarking, heuristics, jit
 from flashcute.bench import peers
+from flashcute.bench.sweep import DTYPES
 from flashcute.config import HEAD_DIMS, KERNEL_CLASSES, MAX_SMEM_BYTES, FwdConfig
 from flashcute.jit import abi, launch
+from flashcute.profiling import machine as machines
 
 MAX_REGISTERS = 255
 REGISTER_FILE = 65536
@@ -61,29 +64,106 @@ def fits(config: FwdConfig, capability: tuple[int, int]) -> bool:
 
 
 def smem_clocks(config: FwdConfig) -> float:
-    """Clocks of the shared memory port per MMA, at 128 bytes a clock: the roofline of this class.
+    """Clocks of the shared memory port per MMA of the sm80 class, at 128 bytes a clock.
 
     An MMA's B fragment is 256 bytes, shared by the m16 tiles of a warp; an A fragment of Q is 512
     bytes, shared by a warp's n8 tiles and free where Q stays in registers. Half the MMAs are P V.
     """
     b = 256 / (config.tile_m // config.warps // 16)
     a = 0 if config.q_in_regs else 512 / (config.tile_n // 8)
-    return (b + a / 2) / 128
+    return (b + a / 2) / machines.SMEM_BYTES
+
+
+def instructions(config: FwdConfig) -> float:
+    """Instructions that a warp issues for a key block without a mask, an estimate.
+
+    4.5 a score for the softmax; one for each element of O that every block rescales; the MMAs and
+    ``ldmatrix`` of the sm80 class; and what addresses, row maxima and barriers take. Within 6 % of
+    what ``python -m flashcute profile --static`` counts in the kernels in use.
+    """
+    rows = config.tile_m // config.warps
+    scores = 4.5 * rows * config.tile_n / machines.WARP
+    if config.arch == 90:
+        rescale = 0 if config.lazy_rescale else rows * config.head_dim / machines.WARP
+        return scores + rescale + 80 + config.head_dim / 3
+    mmas = 2 * rows * config.tile_n * config.head_dim / 2048
+    fragments = mmas * smem_clocks(config) * machines.SMEM_BYTES / 512
+    return scores + mmas + fragments + 80 + 0.55 * config.head_dim
+
+
+def block_clocks(config: FwdConfig, capability: tuple[int, int]) -> dict[str, float]:
+    """Clocks for which a CTA's key block keeps each unit of an SM busy, by the unit's name in
+    ``flashcute.profiling``; empty where the rates of ``capability`` are not known.
+
+    A wgmma m64nNk16 reads B, 32 N bytes, from shared memory, and for Q K^T also A, 2048 bytes; P is
+    in registers. The TMA's writes are left out, as the port's counter does; ``cp.async`` counts.
+    Where O is rescaled every time, each of a row's four lanes exponentiates the factor. L2 is left
+    out, too: at tensor peak K and V take 4096 / tile_m bytes a clock, whatever else is chosen.
+    """
+    rates = machines.machine(capability)
+    if rates is None:
+        return {}
+    scores = config.tile_m * config.tile_n
+    macs = 2 * scores * config.head_dim
+    if config.arch == 90:
+        tensor = macs / rates.tensor_macs
+        k_steps, v_steps = config.head_dim / 16, config.tile_n / 16
+        read = k_steps * (2048 + 32 * config.tile_n) + v_steps * 32 * config.head_dim
+        smem = config.warps / 4 * read / machines.SMEM_BYTES
+    else:
+        tensor = macs / (rates.tensor_macs * rates.mma_sync)
+        copied = 4 * config.tile_n * config.head_dim
+        smem = macs / 2048 * smem_clocks(config) + copied / machines.SMEM_BYTES
+    factors = 0 if config.lazy_rescale else 4 * config.tile_m
+    return {
+        "tensor": tensor,
+        "smem": smem,
+        "mufu": (scores + factors) / rates.mufu,
+        "issue": config.warps * instructions(config) / machines.SUBPARTITIONS,
+    }
+
+
+def roofline(config: FwdConfig, capability: tuple[int, int]) -> dict[str, object]:
+    """The busiest unit of :func:`block_clocks` and the share of the tensor peak that it leaves, in
+    percent, were it never idle; None for both where rates are not known."""
+    clocks = block_clocks(config, capability)
+    if not clocks:
+        return {"block_clocks": clocks, "roof": None, "tensor_peak_percent": None}
+    roof = max(clocks, key=clocks.__getitem__)
+    macs = 2 * config.tile_m * config.tile_n * config.head_dim
+    least = macs / machines.machine(capability).tensor_macs
+    return {
+        "block_clocks": {unit: round(value, 1) for unit, value in clocks.items()},
+        "roof": roof,
+        "tensor_peak_percent": round(100 * least / clocks[roof], 1),
+    }
 
 
 def candidates(
-    arch: int, head_dim: int, causal: bool, capability: tuple[int, int], slack: float = 1.3
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    causal: bool,
+    capability: tuple[int, int],
+    slack: float = 1.3,
 ) -> list[FwdConfig]:
-    """The configurations for bf16 that fit; of the sm80 class, whose roof the shared memory port
-    is, those whose clocks there are near the least."""
+    """The configurations that fit; of the sm80 class, whose roof the shared memory port is, those
+    whose clocks there are near the least.
+
+    Of the sm90 class all: the roofs of two that compute the same differ by 3 % at most, and those
+    with the lower one are in use at head dimensions 32 and 64, as they rescale O every time. What
+    makes one up to 1.4 times as fast as another is waiting, which no roof shows.
+    """
     if arch == 90:
-        return list(dict.fromkeys(fitting_sm90(head_dim, causal)))
-    fitting = list(fitting_sm80(head_dim, causal, capability))
+        return list(dict.fromkeys(fitting_sm90(dtype, head_dim, causal)))
+    fitting = list(fitting_sm80(dtype, head_dim, causal, capability))
     least = min(map(smem_clocks, fitting))
     return [config for config in fitting if smem_clocks(config) <= slack * least]
 
 
-def fitting_sm80(head_dim: int, causal: bool, capability: tuple[int, int]) -> Iterator[FwdConfig]:
+def fitting_sm80(
+    dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
+) -> Iterator[FwdConfig]:
     """Every configuration of the sm80 class that keeps 8 warps on an SM without spilling."""
     options = itertools.product(
         (64, 128, 256),
@@ -101,7 +181,7 @@ def fitting_sm80(head_dim: int, causal: bool, capability: tuple[int, int]) -> It
             continue
         config = FwdConfig(
             arch=80,
-            dtype="bf16",
+            dtype=dtype,
             head_dim=head_dim,
             mask="causal" if causal else "none",
             tile_m=tile_m,
@@ -118,13 +198,13 @@ def fitting_sm80(head_dim: int, causal: bool, capability: tuple[int, int]) -> It
             yield config
 
 
-def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
+def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]:
     """The configurations of the sm90 class whose S, P and O fill most of the registers and fit, and
     whose tiles fit shared memory; then those in use with one switch set the other way."""
     for warps, tile_n in itertools.product((8, 12), range(48, 257, 16)):
         config = FwdConfig(
             arch=90,
-            dtype="bf16",
+            dtype=dtype,
             head_dim=head_dim,
             mask="causal" if causal else "none",
             tile_m=16 * warps,
@@ -141,7 +221,7 @@ def fitting_sm90(head_dim: int, causal: bool) -> Iterator[FwdConfig]:
         filled = sm90_registers(config) / SM90_ACCUMULATOR_REGISTERS[warps]
         if 0.7 <= filled <= 1 and config.smem_bytes <= MAX_SMEM_BYTES[9, 0]:
             yield config
-    for config, _ in heuristics.sm90_configs("bf16", head_dim, causal):
+    for config, _ in heuristics.sm90_configs(dtype, head_dim, causal):
         for change in (
             {"lazy_rescale": not config.lazy_rescale},
             {"ping_pong": not config.ping_pong},
@@ -163,7 +243,7 @@ def launcher(kernel: jit.Kernel, q, k, v) -> launch.Call:
 def relative_error(kernel: jit.Kernel, causal: bool) -> float:
     """Largest relative error of one head of awkward lengths against fp32 SDPA."""
     shape = benchmarking.Shape(2, 333, 715, 2, 1, kernel.config.head_dim, causal)
-    q, k, v = benchmarking.make_qkv(shape, torch.bfloat16, "cuda", seed=1)
+    q, k, v = benchmarking.make_qkv(shape, DTYPES[kernel.config.dtype], "cuda", seed=1)
     out, _ = launcher(kernel, q, k, v)()
     mask = torch.ones(333, 715, dtype=torch.bool, device="cuda")
     mask = mask.tril(715 - 333) if causal else mask
@@ -174,20 +254,22 @@ def relative_error(kernel: jit.Kernel, causal: bool) -> float:
     return ((out.float() - ref).norm() / ref.norm()).item()
 
 
-def in_use(arch: int, head_dim: int, causal: bool, capability: tuple[int, int]) -> list[FwdConfig]:
+def in_use(
+    arch: int, dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
+) -> list[FwdConfig]:
     """The configurations that ``heuristics.py`` chooses among."""
     if arch == 90:
-        return [config for config, _ in heuristics.sm90_configs("bf16", head_dim, causal)]
-    return [heuristics.fwd_config("bf16", head_dim, causal, capability)]
+        return [config for config, _ in heuristics.sm90_configs(dtype, head_dim, causal)]
+    return [heuristics.fwd_config(dtype, head_dim, causal, capability)]
 
 
 def chosen(head_dim: int, causal: bool, capability: tuple[int, int], args) -> list[FwdConfig]:
     """The candidates, or those of them that ``--variant`` names, and the configurations in use."""
     slack = float("inf") if args.variant else 1.3
-    configs = candidates(args.arch, head_dim, causal, capability, slack)
+    configs = candidates(args.arch, args.dtype, head_dim, causal, capability, slack)
     if args.variant:
         configs = [config for config in configs if config.variant in args.variant]
-    current = in_use(args.arch, head_dim, causal, capability)
+    current = in_use(args.arch, args.dtype, head_dim, causal, capability)
     return [*configs, *(config for config in current if config not in configs)]
 
 
@@ -203,28 +285,47 @@ def load(configs: list[FwdConfig], target: str, causal: bool) -> dict[str, jit.K
     return kernels
 
 
+def describe(kernel: jit.Kernel, current: bool, capability: tuple[int, int]) -> dict[str, object]:
+    """A row of the result as far as it is known before anything is timed."""
+    return {
+        "dtype": kernel.config.dtype,
+        "head_dim": kernel.config.head_dim,
+        "causal": kernel.config.mask == "causal",
+        "config": kernel.config.full_name,
+        "current": current,
+        "registers": kernel.registers,
+        "spill_bytes": kernel.spill_bytes,
+        "smem_bytes": kernel.smem_bytes,
+        **roofline(kernel.config, capability),
+        "tflops": {},
+        "ratio": {},
+    }
+
+
+def line(row: dict) -> str:
+    """A row as it is printed; a star marks what is in use."""
+    mark = "*" if row["current"] else " "
+    ratios = " ".join(f"{ratio:.3f}" for ratio in row["ratio"].values())
+    flops = " ".join(f"{value:6.1f}" for value in row["tflops"].values())
+    roof = "unknown" if row["roof"] is None else f"{row['roof']} {row['tensor_peak_percent']:.0f} %"
+    return (
+        f"{mark} {row['config']:52s} {row['registers']:3d} regs {row['spill_bytes']:4d} spill | "
+        f"roof {roof:12s} | {flops} | {ratios} | {row['geomean']:.3f}"
+    )
+
+
 def search(head_dim: int, causal: bool, args) -> list[dict]:
     capability = torch.cuda.get_device_capability()
     target = f"{capability[0]}{capability[1]}"
-    current = in_use(args.arch, head_dim, causal, capability)
+    current = in_use(args.arch, args.dtype, head_dim, causal, capability)
     kernels = load(chosen(head_dim, causal, capability, args), target, causal)
     rows = {
-        name: {
-            "head_dim": head_dim,
-            "causal": causal,
-            "config": name,
-            "current": kernel.config in current,
-            "registers": kernel.registers,
-            "spill_bytes": kernel.spill_bytes,
-            "smem_bytes": kernel.smem_bytes,
-            "tflops": {},
-            "ratio": {},
-        }
+        name: describe(kernel, kernel.config in current, capability)
         for name, kernel in kernels.items()
     }
     for seqlen in args.seqlen:
         shape = benchmarking.sweep_shape(head_dim, seqlen, causal)
-        q, k, v = benchmarking.make_qkv(shape, torch.bfloat16, "cuda")
+        q, k, v = benchmarking.make_qkv(shape, DTYPES[args.dtype], "cuda")
         calls = {name: launcher(kernel, q, k, v) for name, kernel in kernels.items()}
         calls |= peers.make(q, k, v, causal, args.peers)[0]
         times = benchmarking.time_interleaved(calls, repeats=args.repeats, warmup=1)
@@ -241,6 +342,7 @@ def search(head_dim: int, causal: bool, args) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, default=90, choices=KERNEL_CLASSES)
+    parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES))
     parser.add_argument("--head-dim", type=int, nargs="+", default=HEAD_DIMS, choices=HEAD_DIMS)
     parser.add_argument("--seqlen", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--causal", type=int, nargs="+", default=[0, 1], choices=[0, 1])
@@ -263,14 +365,7 @@ def main() -> None:
         rows = search(head_dim, bool(causal), args)
         found.extend(rows)
         for row in rows[: args.top]:
-            mark = "*" if row["current"] else " "
-            ratios = " ".join(f"{ratio:.3f}" for ratio in row["ratio"].values())
-            flops = " ".join(f"{value:6.1f}" for value in row["tflops"].values())
-            print(
-                f"{mark} {row['config']:52s} {row['registers']:3d} regs {row['spill_bytes']:4d} "
-                f"spill | {flops} | {ratios} | {row['geomean']:.3f}",
-                flush=True,
-            )
+            print(line(row), flush=True)
         payload = {
             "machine": benchmarking.machine_info(),
             "ratio_to": f"the better of {', '.join(args.peers)}",
