@@ -44,7 +44,8 @@ class FwdConfig:
         tile_n: Keys per main loop step.
         warps: MMA warps per CTA. The sm90 class adds a warpgroup that loads.
         stages: K/V buffers in shared memory, 1 or 2; in the sm90 class 2 or 4.
-        q_in_regs: Keep Q's fragments in registers.
+        q_in_regs: k16 steps of Q's fragments kept in registers, up to ``head_dim // 16``; in the
+            sm80 class none or all.
         min_ctas: CTAs per SM that the register budget must allow.
         peel_masked: Give the blocks that need the mask a copy of the main loop of their own.
         lazy_rescale: Rescale O only when a row's maximum grew by more than a factor of 2^8.
@@ -62,7 +63,7 @@ class FwdConfig:
     tile_n: int
     warps: int
     stages: int
-    q_in_regs: bool
+    q_in_regs: int
     min_ctas: int
     peel_masked: bool
     lazy_rescale: bool = True
@@ -79,7 +80,7 @@ class FwdConfig:
         require(self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
         require(self.mask in MASKS, "mask", f"in {MASKS}")
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
-        for field in ("q_in_regs", "peel_masked", "lazy_rescale", "ping_pong"):
+        for field in ("peel_masked", "lazy_rescale", "ping_pong"):
             require(isinstance(getattr(self, field), bool), field, "to be a bool")
         if self.arch == 80:
             self._require_sm80(require)
@@ -93,6 +94,8 @@ class FwdConfig:
             self.tile_m > 0 and self.tile_m % rows == 0, "tile_m", f"to be a multiple of {rows}"
         )
         require(self.stages in (1, 2), "stages", "in (1, 2)")
+        steps = (0, self.head_dim // 16)
+        require(self.q_in_regs in steps, "q_in_regs", f"in {steps}")
         require(self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4)")
         require(self.lazy_rescale, "lazy_rescale", "to be True in the sm80 class")
         require(not self.ping_pong, "ping_pong", "to be False in the sm80 class")
@@ -102,7 +105,8 @@ class FwdConfig:
         require(self.tile_m == 16 * self.warps, "tile_m", f"to be {16 * self.warps}")
         require(self.tile_n >= 32, "tile_n", "to be at least 32 in the sm90 class")
         require(self.stages in (2, 4), "stages", "in (2, 4), a power of two")
-        require(not self.q_in_regs, "q_in_regs", "to be False in the sm90 class")
+        steps = self.head_dim // 16
+        require(self.q_in_regs in range(steps + 1), "q_in_regs", f"in 0 ... {steps}")
         require(self.min_ctas == 1, "min_ctas", "to be 1 in the sm90 class")
         require(self.peel_masked, "peel_masked", "to be True in the sm90 class")
 
@@ -115,13 +119,14 @@ class FwdConfig:
     @property
     def variant(self) -> str:
         """The tile choices, which together with :attr:`name` identify the configuration."""
-        q = "_qreg" if self.q_in_regs else ""
         peel = "_peel" if self.peel_masked else ""
         tile = f"{self.tile_m}x{self.tile_n}"
         if self.arch == 90:
             lazy = "_lazy" if self.lazy_rescale else ""
             turns = "_pp" if self.ping_pong else ""
-            return f"{tile}_s{self.stages}{lazy}{turns}"
+            q = f"_qreg{self.q_in_regs}" if self.q_in_regs else ""
+            return f"{tile}_s{self.stages}{q}{lazy}{turns}"
+        q = "_qreg" if self.q_in_regs else ""
         return f"{tile}_w{self.warps}_s{self.stages}{q}_c{self.min_ctas}{peel}"
 
     @property

@@ -26,8 +26,8 @@ class FwdProblem:
     d: int
 
 
-# (tile_m, tile_n, warps, stages, q_in_regs, min_ctas, peel_masked) per instantiated head dimension,
-# and apart for the causal mask where it differs.
+# (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas, peel_masked) per instantiated
+# head dimension.
 #
 # The shared memory port is the tightest roof of this class: an MMA's B fragment costs 2 clocks of
 # it per 16 rows that a warp owns, so warps own 32 rows wherever the accumulators allow it. Two CTAs
@@ -63,6 +63,7 @@ class _Sm90Tile:
     tile_n: int
     warpgroups: int
     max_seqlen: float = math.inf
+    q_in_regs: int = 0
     lazy_rescale: bool = True
     ping_pong: bool = True
 
@@ -77,7 +78,10 @@ class _Sm90Tile:
 # H200; the figures are geometric means, over the lengths a tile is used for between 512 and 16384,
 # of the speed over the better of FlashAttention-3 and cuDNN, with the best other choice of two
 # stages; two searches differ by 0.01, and nothing was changed for less. The data:
-# benchmarks/results/search_sm90_h200.json.
+# benchmarks/results/search_sm90_h200.json. Steps of Q in registers fill what is left of them; the
+# figures of these tiles, from another run, in which the peers were slower at all lengths:
+# benchmarks/results/search_sm90_q_in_regs_h200.json. At head dimensions 32, 64 and 256 and for
+# 128x128 at 96 they win less than 0.01.
 _SM90_TILES = {
     (32, False): (_Sm90Tile(128, 3, lazy_rescale=False),),  # 1.24; not in turns 1.22
     (32, True): (
@@ -95,19 +99,18 @@ _SM90_TILES = {
     ),
     (96, True): (
         _Sm90Tile(128, 2, 1024),  # 1.24; not in turns 1.23
-        _Sm90Tile(96, 3, 4096),  # 1.12; not in turns 1.12
-        _Sm90Tile(112, 3),  # 1.09; not in turns 1.09
+        _Sm90Tile(96, 3, q_in_regs=3),  # 1.28; 192x112 1.25, 192x96 without Q 1.24
     ),
     (128, False): (
-        _Sm90Tile(128, 2, 1024),  # 1.03; not in turns 1.03
-        _Sm90Tile(80, 3),  # 1.03; 128x128 1.00
+        _Sm90Tile(128, 2, 1024, q_in_regs=8),  # 1.04; not in turns 1.04, without Q 1.03
+        _Sm90Tile(80, 3, q_in_regs=2),  # 1.10; without Q 1.08, 128x128 1.07
     ),
     (128, True): (
-        _Sm90Tile(128, 2, 4096, ping_pong=False),  # 1.01; in turns 1.01, but 0.98 at 4096
-        _Sm90Tile(80, 3),  # 1.02; not in turns 1.02
+        _Sm90Tile(128, 2, 4096, q_in_regs=8, ping_pong=False),  # 1.08; in turns 1.09
+        _Sm90Tile(80, 3, q_in_regs=2),  # 1.20; not in turns 1.20, without Q 1.17
     ),
-    (192, False): (_Sm90Tile(80, 2),),  # 1.05; 128x96 1.05
-    (192, True): (_Sm90Tile(96, 2),),  # 1.05; not in turns 1.05
+    (192, False): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.14; 128x96 with 8 steps 1.13, 128x80 1.12
+    (192, True): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.16; 128x96 1.15
     (256, False): (_Sm90Tile(64, 2),),  # 1.06; 128x80 1.04
     (256, True): (_Sm90Tile(64, 2),),  # 1.06; not in turns 1.05
 }
@@ -125,7 +128,7 @@ def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, i
         tile = _SM80_TILES_99KB.get(head_dim, tile)
     elif MAX_SMEM_BYTES[capability] < 227 * 1024:
         tile = _SM80_TILES_163KB.get(head_dim, tile)
-    tile_m, tile_n, warps, stages, q_in_regs, min_ctas, peel_masked = tile
+    tile_m, tile_n, warps, stages, all_q_in_regs, min_ctas, peel_masked = tile
     return FwdConfig(
         arch=80,
         dtype=dtype,
@@ -135,7 +138,7 @@ def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, i
         tile_n=tile_n,
         warps=warps,
         stages=stages,
-        q_in_regs=q_in_regs,
+        q_in_regs=head_dim // 16 if all_q_in_regs else 0,
         min_ctas=min_ctas,
         peel_masked=peel_masked,
     )
@@ -155,7 +158,7 @@ def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[tuple[FwdConfi
                 tile_n=tile.tile_n,
                 warps=4 * tile.warpgroups,
                 stages=2,
-                q_in_regs=False,
+                q_in_regs=tile.q_in_regs,
                 min_ctas=1,
                 peel_masked=True,
                 lazy_rescale=tile.lazy_rescale,

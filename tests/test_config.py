@@ -21,7 +21,7 @@ GOOD = {
     "tile_n": 64,
     "warps": 4,
     "stages": 1,
-    "q_in_regs": False,
+    "q_in_regs": 0,
     "min_ctas": 2,
     "peel_masked": False,
 }
@@ -43,7 +43,7 @@ def test_names():
     assert c.name == "flash_fwd_hdim128_bf16_causal_sm80"
     assert c.variant == "128x64_w4_s1_c2"
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm80_128x64_w4_s1_c2"
-    other = dataclasses.replace(c, mask="none", q_in_regs=True, peel_masked=True)
+    other = dataclasses.replace(c, mask="none", q_in_regs=8, peel_masked=True)
     assert other.full_name == "flash_fwd_hdim128_bf16_sm80_128x64_w4_s1_qreg_c2_peel"
 
 
@@ -51,8 +51,10 @@ def test_names_of_the_sm90_class():
     c = FwdConfig(**GOOD_SM90)
     assert c.name == "flash_fwd_hdim128_bf16_causal_sm90"
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm90_128x128_s2_pp"
-    other = dataclasses.replace(c, tile_m=192, warps=12, lazy_rescale=True, ping_pong=False)
-    assert other.variant == "192x128_s2_lazy"
+    other = dataclasses.replace(
+        c, tile_m=192, warps=12, q_in_regs=3, lazy_rescale=True, ping_pong=False
+    )
+    assert other.variant == "192x128_s2_qreg3_lazy"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,7 @@ def test_names_of_the_sm90_class():
         ("warps", 6),
         ("stages", 3),
         ("q_in_regs", 1),
+        ("q_in_regs", 16),
         ("min_ctas", 0),
         ("peel_masked", 1),
         ("lazy_rescale", False),
@@ -99,7 +102,8 @@ def test_wrong_field_is_named(field, value):
         ("stages", 1),
         ("stages", 3),
         ("stages", 5),
-        ("q_in_regs", True),
+        ("q_in_regs", -1),
+        ("q_in_regs", 9),
         ("min_ctas", 2),
         ("peel_masked", False),
         ("lazy_rescale", 1),
@@ -123,6 +127,7 @@ def test_every_field_changes_the_full_name():
         "tile_n": (32, 48),
         "warps": (4, 8, 12),
         "stages": (1, 2, 3),
+        "q_in_regs": (0, 1, 2, 4),
         "min_ctas": (1, 2),
     }
     for name, kind in get_type_hints(FwdConfig).items():
@@ -137,7 +142,7 @@ def test_every_field_changes_the_full_name():
         assert len({getattr(config, field.name) for config in valid}) > 1, field.name
 
 
-@pytest.mark.parametrize("fields", [{**GOOD, "q_in_regs": True}, GOOD_SM90], ids=["sm80", "sm90"])
+@pytest.mark.parametrize("fields", [{**GOOD, "q_in_regs": 8}, GOOD_SM90], ids=["sm80", "sm90"])
 def test_initialiser_is_what_flash_h_understands(tmp_path, fields):
     """g++ reads it back into the same values; -Wreorder and missing fields would fail it."""
     c = FwdConfig(**fields)

@@ -38,12 +38,23 @@ def test_candidates_of_the_sm90_class_fit(head_dim, causal, dtype):
         assert (config.arch, config.dtype, config.head_dim) == (90, dtype, head_dim)
         assert config.mask == ("causal" if causal else "none")
         assert config.smem_bytes <= MAX_SMEM_BYTES[HOPPER]
-        # S and O in fp32 and P in 16 bits live at once, 64 rows over 128 threads.
-        registers = config.tile_n // 2 + config.tile_n // 4 + head_dim // 2
+        # S and O in fp32, P and what is kept of Q in 16 bits live at once, 64 rows on 128 threads.
+        registers = config.tile_n // 2 + config.tile_n // 4 + head_dim // 2 + 4 * config.q_in_regs
         assert registers < SM90_REGISTERS[config.warps]
     assert len({config.full_name for config in found}) == len(found)
-    for field in ("tile_n", "lazy_rescale", "ping_pong"):
+    for field in ("tile_n", "q_in_regs", "lazy_rescale", "ping_pong"):
         assert len({getattr(config, field) for config in found}) > 1, field
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile_n", "warps", "steps"),
+    # 4 registers a step, of 200 and 132 less S, P and O; at most all of Q.
+    [(128, 80, 12, 2), (128, 128, 8, 8), (192, 80, 8, 11), (192, 64, 8, 12), (256, 80, 8, 3)],
+)
+def test_as_much_of_q_in_registers_as_they_hold(head_dim, tile_n, warps, steps):
+    found = config_search.candidates(90, "bf16", head_dim, False, HOPPER)
+    tiles = {c for c in found if (c.tile_n, c.warps, c.stages) == (tile_n, warps, 2)}
+    assert {c.q_in_regs for c in tiles if c.lazy_rescale and c.ping_pong} == {0, steps}
 
 
 def test_a_candidate_more_would_not_fit():
@@ -83,8 +94,8 @@ def test_clocks_of_a_key_block_by_hand():
     # Three warpgroups; each 8 steps of m64n80k16 and 5 of m64n128k16, N / 2 clocks.
     assert config_search.block_clocks(SM90, HOPPER) == {
         "tensor": 3 * (8 * 40 + 5 * 64),
-        # 128 bytes a clock: A is 16 clocks, B is N / 4.
-        "smem": 3 * (8 * (16 + 20) + 5 * 32),
+        # 128 bytes a clock: A is 16 clocks, but for two steps in registers; B is N / 4.
+        "smem": 3 * (6 * 16 + 8 * 20 + 5 * 32),
         "mufu": 192 * 80 / 16,
         # 12 warps of 40 scores a thread, four instructions a clock.
         "issue": pytest.approx(12 / 4 * (4.5 * 40 + 80 + 128 / 3)),
@@ -173,12 +184,12 @@ def test_a_row_says_what_was_built_and_its_roof():
         "dtype": "fp16",
         "head_dim": 128,
         "causal": True,
-        "config": "flash_fwd_hdim128_fp16_causal_sm90_192x80_s2_lazy_pp",
+        "config": "flash_fwd_hdim128_fp16_causal_sm90_192x80_s2_qreg2_lazy_pp",
         "current": True,
         "registers": 128,
         "spill_bytes": 24,
         "smem_bytes": fp16.smem_bytes,
-        "block_clocks": {"tensor": 1920.0, "smem": 1344.0, "mufu": 960.0, "issue": 908.0},
+        "block_clocks": {"tensor": 1920.0, "smem": 1248.0, "mufu": 960.0, "issue": 908.0},
         "roof": "tensor",
         "tensor_peak_percent": 100.0,
         "tflops": {},

@@ -51,8 +51,16 @@ SM90_ACCUMULATOR_REGISTERS = {8: 200, 12: 132}
 
 
 def sm90_registers(config: FwdConfig) -> int:
-    """Registers a thread of the sm90 class needs for S, P and O."""
-    return config.tile_n // 2 + config.tile_n // 4 + config.head_dim // 2
+    """Registers a thread of the sm90 class needs for S, P, O and what is kept of Q."""
+    scores = config.tile_n // 2 + config.tile_n // 4
+    return scores + config.head_dim // 2 + 4 * config.q_in_regs
+
+
+def most_q_in_regs(config: FwdConfig) -> int:
+    """How many k16 steps of Q the registers of the sm90 class can hold beside S, P and O."""
+    without = sm90_registers(dataclasses.replace(config, q_in_regs=0))
+    left = SM90_ACCUMULATOR_REGISTERS[config.warps] - without
+    return max(0, min(config.head_dim // 16, left // 4))
 
 
 def fits(config: FwdConfig, capability: tuple[int, int]) -> bool:
@@ -95,10 +103,11 @@ def block_clocks(config: FwdConfig, capability: tuple[int, int]) -> dict[str, fl
     """Clocks for which a CTA's key block keeps each unit of an SM busy, by the unit's name in
     ``flashcute.profiling``; empty where the rates of ``capability`` are not known.
 
-    A wgmma m64nNk16 reads B, 32 N bytes, from shared memory, and for Q K^T also A, 2048 bytes; P is
-    in registers. The TMA's writes are left out, as the port's counter does; ``cp.async`` counts.
-    Where O is rescaled every time, each of a row's four lanes exponentiates the factor. L2 is left
-    out, too: at tensor peak K and V take 4096 / tile_m bytes a clock, whatever else is chosen.
+    A wgmma m64nNk16 reads B, 32 N bytes, from shared memory, and for Q K^T also A, 2048 bytes,
+    where it is not kept in registers as P is. The TMA's writes are left out, as the port's counter
+    does; ``cp.async`` counts. Where O is rescaled every time, each of a row's four lanes
+    exponentiates the factor. L2 is left out, too: at tensor peak K and V take 4096 / tile_m bytes a
+    clock, whatever else is chosen.
     """
     rates = machines.machine(capability)
     if rates is None:
@@ -108,7 +117,8 @@ def block_clocks(config: FwdConfig, capability: tuple[int, int]) -> dict[str, fl
     if config.arch == 90:
         tensor = macs / rates.tensor_macs
         k_steps, v_steps = config.head_dim / 16, config.tile_n / 16
-        read = k_steps * (2048 + 32 * config.tile_n) + v_steps * 32 * config.head_dim
+        read = 32 * (k_steps * config.tile_n + v_steps * config.head_dim)
+        read += 2048 * (k_steps - config.q_in_regs)
         smem = config.warps / 4 * read / machines.SMEM_BYTES
     else:
         tensor = macs / (rates.tensor_macs * rates.mma_sync)
@@ -170,7 +180,7 @@ def fitting_sm80(
         (32, 48, 64, 80, 96, 128),
         (4, 8),
         (1, 2),
-        (False, True),
+        (0, head_dim // 16),
         (1, 2, 3),
         (False, True),
     )
@@ -200,7 +210,8 @@ def fitting_sm80(
 
 def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]:
     """The configurations of the sm90 class whose S, P and O fill most of the registers and fit, and
-    whose tiles fit shared memory; then those in use with one switch set the other way."""
+    whose tiles fit shared memory, with nothing of Q in registers and with as much as they hold;
+    then those in use with one switch set the other way."""
     for warps, tile_n in itertools.product((8, 12), range(48, 257, 16)):
         config = FwdConfig(
             arch=90,
@@ -211,7 +222,7 @@ def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]
             tile_n=tile_n,
             warps=warps,
             stages=2,
-            q_in_regs=False,
+            q_in_regs=0,
             min_ctas=1,
             peel_masked=True,
             lazy_rescale=True,
@@ -221,11 +232,13 @@ def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]
         filled = sm90_registers(config) / SM90_ACCUMULATOR_REGISTERS[warps]
         if 0.7 <= filled <= 1 and config.smem_bytes <= MAX_SMEM_BYTES[9, 0]:
             yield config
+            yield dataclasses.replace(config, q_in_regs=most_q_in_regs(config))
     for config, _ in heuristics.sm90_configs(dtype, head_dim, causal):
         for change in (
             {"lazy_rescale": not config.lazy_rescale},
             {"ping_pong": not config.ping_pong},
             {"stages": 4},
+            {"q_in_regs": 0 if config.q_in_regs else most_q_in_regs(config)},
         ):
             other = dataclasses.replace(config, **change)
             if other.smem_bytes <= MAX_SMEM_BYTES[9, 0]:

@@ -9,8 +9,8 @@ from mutants import Mutant
 from flashcute.config import FwdConfig
 
 # Two warpgroups that take turns and ask for tiles; three that do neither, with narrower pages.
-ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, False, 1, True, False, True)
-STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, False, 1, True, True, False)
+ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True, False, True)
+STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, True, True, False)
 
 _MAINLOOP = "mainloop_fwd_sm90.h"
 _KERNEL = "flash_fwd_kernel_sm90.h"
@@ -39,6 +39,19 @@ _RELEASE_V = "release(&storage.v_empty[v().stage()]);"
 _AWAIT_EMPTY = "sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);"
 _AWAIT_Q_EMPTY = "sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);"
 _AWAIT_Q = "sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);"
+_COPY_Q = """\
+                CUTE_UNROLL
+                for (int k = 0; k < kQRegSteps; ++k) {
+                    copy(copy_q, tSsQ(_, _, k), tXrQ(_, _, k));
+                }
+            }
+"""
+_RELEASE_ALL_Q = """\
+            if constexpr (kQRegSteps == Traits::kQSteps) {
+                __syncwarp();
+                release(&storage.q_empty[warpgroup]);
+            }
+"""
 _AWAIT_TILE_EMPTY = "sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);"
 _AWAIT_TILE = "sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());"
 _FIRST_TURN = """\
@@ -48,6 +61,7 @@ _FIRST_TURN = """\
 """
 
 _UNAWAITED = r"warpgroup \d: a wgmma reads byte \d+ without having waited for phase \d+ of mbarrier"
+_UNAWAITED_Q = rf"{_UNAWAITED}|lane \d+: ldmatrix.* without having waited for phase"
 _OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgroup \d"
 _ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
 _DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier.*bytes due"
@@ -178,6 +192,24 @@ _RELEASES = (
         "release(&storage.q_empty[warpgroup]);",
         f"{_OVERWRITTEN}|{_ARRIVES_TWICE}|{_UNAWAITED}|{_DEADLOCK}",
     ),
+    Mutant(
+        "Q released before its fragments are in registers",
+        _MAINLOOP,
+        _COPY_Q + _RELEASE_ALL_Q,
+        f"release(&storage.q_empty[warpgroup]);\n{_COPY_Q}",
+        "simulator",
+        _OVERWRITTEN,
+        STRIDING,
+    ),
+    Mutant(
+        "Q in registers never released",
+        _MAINLOOP,
+        _RELEASE_ALL_Q,
+        "",
+        "simulator",
+        _DEADLOCK,
+        STRIDING,
+    ),
     _simulator(
         "buffers filled without waiting for them to be empty",
         _MAINLOOP,
@@ -215,7 +247,7 @@ _RELEASES = (
 _WAITS = (
     _simulator("K read without waiting for it", _MAINLOOP, _AWAIT_K_STEP, "wait_turn", _UNAWAITED),
     _simulator("V read without waiting for it", _MAINLOOP, _AWAIT_V_STEP, "issue_pv", _UNAWAITED),
-    _simulator("Q read without waiting for it", _MAINLOOP, _AWAIT_Q, "", _UNAWAITED),
+    _simulator("Q read without waiting for it", _MAINLOOP, _AWAIT_Q, "", _UNAWAITED_Q),
     _simulator(
         "scores used while their product is in flight",
         _MAINLOOP,
@@ -346,6 +378,18 @@ _DEPENDENCY = (
 )
 
 _OPERANDS = (
+    _numerics(
+        "each step's fragments of Q those of the first",
+        _MAINLOOP,
+        "copy(copy_q, tSsQ(_, _, k),",
+        "copy(copy_q, tSsQ(_, _, 0),",
+    ),
+    _numerics(
+        "product of Q in registers lost",
+        _MAINLOOP,
+        "Traits::kQSteps, (kQRegSteps > 0)>",
+        "Traits::kQSteps, false>",
+    ),
     _numerics(
         "descriptor strides of V for pages in the other order",
         _TRAITS,

@@ -26,7 +26,8 @@ struct FwdConfig {
     int32_t tile_n;     // keys per main loop step
     int32_t warps;      // MMA warps per CTA, each owning tile_m / warps rows
     int32_t stages;     // K/V buffers in shared memory: 1 or 2; sm90: 2 or 4
-    bool q_in_regs;     // keep Q's fragments in registers instead of re-reading shared memory
+    int32_t q_in_regs;  // k16 steps of Q's fragments kept in registers instead of re-reading
+                        // shared memory; sm80: none or all
     int32_t min_ctas;   // CTAs per SM that the register budget must allow
     bool peel_masked;   // loop over masked and unmasked blocks apart instead of asking each time
     bool lazy_rescale;  // rescale O only when a row's maximum grew by more than a factor of 2^8

@@ -29,6 +29,7 @@ struct KernelTraitsSm80 {
     static constexpr int kTileN = C.tile_n;
     static constexpr int kHeadDim = C.head_dim;
     static constexpr int kStages = C.stages;
+    static constexpr bool kQInRegs = C.q_in_regs > 0;
     static constexpr int kThreads = 32 * C.warps;
 
     using MmaAtom =

@@ -22,7 +22,8 @@ struct KernelTraitsSm90 {
     static_assert(C.tile_m == 16 * C.warps && C.warps % 4 == 0, "64 rows a warpgroup");
     static_assert(C.warps == 8 || C.warps == 12, "two or three MMA warpgroups");
     static_assert(C.tile_n % 16 == 0, "P's fragments are k16 steps of the second GEMM");
-    static_assert(C.stages >= 2 && !C.q_in_regs && C.min_ctas == 1 && C.peel_masked);
+    static_assert(C.q_in_regs >= 0 && C.q_in_regs <= C.head_dim / 16, "k16 steps of the first");
+    static_assert(C.stages >= 2 && C.min_ctas == 1 && C.peel_masked);
 
     using Element =
         std::conditional_t<C.dtype == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
@@ -44,10 +45,16 @@ struct KernelTraitsSm90 {
     // takes every gridDim.x-th.
     static constexpr bool kAskForTiles = C.mask == MaskKind::causal;
 
-    // Each warpgroup owns 64 query rows: a row's scores stay within four lanes.
+    // Each warpgroup owns 64 query rows: a row's scores stay within four lanes. Q K^T takes Q's
+    // first kQRegSteps k16 steps from registers and the others from shared memory, of which wgmma
+    // otherwise reads Q anew for every key block, as many bytes as 64 keys of K.
     using WarpgroupLayout = Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>;
+    static constexpr int kQSteps = kHeadDim / 16;
+    static constexpr int kQRegSteps = C.q_in_regs;
     using TiledMmaQK =
         TiledMMA<MMA_Atom<sm90::MmaSS<Element, kTileN, sm90::GMMA::Major::K>>, WarpgroupLayout>;
+    using TiledMmaQregK =
+        TiledMMA<MMA_Atom<sm90::MmaRS<Element, kTileN, sm90::GMMA::Major::K>>, WarpgroupLayout>;
     using TiledMmaPV =
         TiledMMA<MMA_Atom<sm90::MmaRS<Element, kHeadDim, sm90::GMMA::Major::MN>>, WarpgroupLayout>;
 

@@ -120,7 +120,7 @@ struct MainloopFwdSm80 {
         if (n >= 0) load_k(n, stage);
         if (kStages == 2 && n >= 0) load_v(n, stage);
         cp_async_fence();
-        if constexpr (C.q_in_regs) {
+        if constexpr (Traits::kQInRegs) {
             cp_async_wait<0>();
             __syncthreads();
             copy(copy_q, tSsQ, copy_q.get_slice(thread).retile_D(tSrQ));
@@ -147,7 +147,7 @@ struct MainloopFwdSm80 {
                 partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});  // (4, MMA_M, N/8)
             Tensor tSsK = copy_k.get_slice(thread).partition_S(sK(stage));     // (8, N/16, d/16)
             clear(tSrS);
-            if constexpr (C.q_in_regs) {
+            if constexpr (Traits::kQInRegs) {
                 gemm_smem(mma, NoCopy{}, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
             } else {
                 gemm_smem(mma, copy_q, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);

@@ -46,6 +46,7 @@ struct MainloopFwdSm90 {
     static constexpr int kTileN = Traits::kTileN;
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kWarpgroups = Traits::kMmaWarpgroups;
+    static constexpr int kQRegSteps = Traits::kQRegSteps;
 
     using SoftmaxT = Softmax<2, C.lazy_rescale>;
     using Epilogue = EpilogueFwd<Traits>;
@@ -222,11 +223,31 @@ struct MainloopFwdSm90 {
         CUTE_DEVICE void await_v() const {
             sm90::barrier_wait(&storage.v_full[v().stage()], v().parity());
         }
-        // Q and K of a tile's first block.
-        CUTE_DEVICE void await_first() {
+        CUTE_DEVICE void await_q() {
             sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);
             q_parity ^= 1;
-            await_k();
+        }
+
+        // What is kept of Q comes to registers; if that is all, its buffer may go.
+        template <class Fragment>
+        CUTE_DEVICE void take_query(Fragment &tSrQreg) const {
+            if constexpr (kQRegSteps > 0) {
+                auto const copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{},
+                                                      typename Traits::TiledMmaQregK{});
+                auto const thr_copy = copy_q.get_slice(thread);
+                Tensor sQ = as_position_independent_swizzle_tensor(make_tensor(
+                    make_smem_ptr(storage.q.data()), typename Traits::SmemLayoutQ{}));  // (M, d)
+                Tensor tSsQ = thr_copy.partition_S(sQ);    // (8, 1, d/16)
+                Tensor tXrQ = thr_copy.retile_D(tSrQreg);  // (8, 1, steps)
+                CUTE_UNROLL
+                for (int k = 0; k < kQRegSteps; ++k) {
+                    copy(copy_q, tSsQ(_, _, k), tXrQ(_, _, k));
+                }
+            }
+            if constexpr (kQRegSteps == Traits::kQSteps) {
+                __syncwarp();
+                release(&storage.q_empty[warpgroup]);
+            }
         }
 
         // The warpgroups take turns in issuing their products, so that one's softmax runs under
@@ -250,12 +271,15 @@ struct MainloopFwdSm90 {
 
         CUTE_DEVICE void run(Flash_fwd_params const &params, SeqlenInfo const &seqlen) {
             typename Traits::TiledMmaQK mma_qk;
+            typename Traits::TiledMmaQregK mma_qreg_k;  // Q's first steps, kept in registers
             typename Traits::TiledMmaPV mma_pv;
             auto const thr_qk = mma_qk.get_slice(warpgroup * 128);
             auto const thr_pv = mma_pv.get_slice(warpgroup * 128);
             Tensor sQ = make_tensor(make_smem_ptr(storage.q.data()),
                                     typename Traits::SmemLayoutQ{});       // (M, d)
             Tensor tSrQ = thr_qk.make_fragment_A(thr_qk.partition_A(sQ));  // (1, 1, d/16)
+            Tensor tSrQreg = make_tensor<Element>(
+                Layout<Shape<Shape<_2, _2, _2>, _1, Int<kQRegSteps>>>{});  // (8, 1, steps)
             Tensor rS = partition_fragment_C(
                 mma_qk, Shape<Int<kTileM>, Int<kTileN>>{});  // ((2, 2, N/8), 1, 1)
             Tensor rO = partition_fragment_C(
@@ -270,7 +294,11 @@ struct MainloopFwdSm90 {
                 Tensor sK = make_tensor(make_smem_ptr(storage.k[k.stage()].data()),
                                         typename Traits::SmemLayoutKV{});      // (N, d)
                 Tensor tSrK = thr_qk.make_fragment_B(thr_qk.partition_B(sK));  // (1, 1, d/16)
-                sm90::wgmma_issue<false>(mma_qk, tSrQ, tSrK, rS);
+                sm90::wgmma_group(rS, [&] {
+                    sm90::wgmma_steps<0, kQRegSteps, false>(mma_qreg_k, tSrQreg, tSrK, rS);
+                    sm90::wgmma_steps<kQRegSteps, Traits::kQSteps, (kQRegSteps > 0)>(mma_qk, tSrQ,
+                                                                                     tSrK, rS);
+                });
             };
             auto const issue_pv = [&] {
                 Tensor sVt = make_tensor(make_smem_ptr(storage.v[v().stage()].data()),
@@ -278,11 +306,13 @@ struct MainloopFwdSm90 {
                 Tensor tOrV = thr_pv.make_fragment_B(thr_pv.partition_B(sVt));  // (1, 1, N/16)
                 sm90::wgmma_issue<true>(mma_pv, tOrP, tOrV, rO);
             };
-            // S of block n is there: its K, and after the tile's last block its Q, may go.
+            // S of block n is there: its K may go, and so may Q after the tile's last block.
             auto const take_scores = [&](int n) {
                 sm90::pin(rS);
                 release(&storage.k_empty[k.stage()]);
-                release(&storage.q_empty[warpgroup], n == 0);
+                if constexpr (kQRegSteps < Traits::kQSteps) {
+                    release(&storage.q_empty[warpgroup], n == 0);
+                }
             };
             auto const take_out = [&] {
                 sm90::pin(rO);
@@ -295,7 +325,9 @@ struct MainloopFwdSm90 {
                 int n = BlockInfo<C>::n_block_end(seqlen, tile.m_block) - 1;
                 int const n_unmasked_end = BlockInfo<C>::n_block_unmasked_end(seqlen, tile.m_block);
                 Mask<C> const mask{seqlen, tile.m_block};
-                await_first();
+                await_q();
+                take_query(tSrQreg);
+                await_k();
                 issue_qk();
                 sm90::wgmma_wait<0>();
                 take_scores(n);

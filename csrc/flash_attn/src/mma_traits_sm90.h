@@ -49,23 +49,36 @@ CUTE_DEVICE void pin(cute::Tensor<Engine, Layout> &fragment) {
     }
 }
 
-// Issues acc = A B or, with kAccumulate, acc += A B as one group and does not wait for it. Until
-// wgmma_wait() has, nobody may touch acc, A's registers or the shared memory of either operand.
-template <bool kAccumulate, class TiledMma, class FragA, class FragB, class Acc>
-CUTE_DEVICE void wgmma_issue(TiledMma mma, FragA const &tCrA, FragB const &tCrB, Acc &acc) {
-    constexpr int kSteps = decltype(cute::size<2>(tCrA))::value;
-    static_assert(decltype(cute::size<2>(tCrB))::value == kSteps);
-    pin(acc);
-    wgmma_fence();
+// Issues the k16 steps [kBegin, kEnd) of acc = A B or, with kAccumulate, of acc += A B.
+template <int kBegin, int kEnd, bool kAccumulate, class TiledMma, class FragA, class FragB,
+          class Acc>
+CUTE_DEVICE void wgmma_steps(TiledMma mma, FragA const &tCrA, FragB const &tCrB, Acc &acc) {
     mma.accumulate_ = kAccumulate ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
     CUTE_UNROLL
-    for (int k = 0; k < kSteps; ++k) {
+    for (int k = kBegin; k < kEnd; ++k) {
         cute::Tensor tCrC = acc(cute::_, 0, 0);
         mma.call(tCrA(cute::_, 0, k), tCrB(cute::_, 0, k), tCrC);
         mma.accumulate_ = GMMA::ScaleOut::One;
     }
+}
+
+// Issues what `steps` does as one group and does not wait for it. Until wgmma_wait() has, nobody
+// may touch acc, A's registers or the shared memory of either operand.
+template <class Acc, class Steps>
+CUTE_DEVICE void wgmma_group(Acc &acc, Steps const &steps) {
+    pin(acc);
+    wgmma_fence();
+    steps();
     wgmma_commit();
     pin(acc);
+}
+
+// acc = A B or, with kAccumulate, acc += A B as one group.
+template <bool kAccumulate, class TiledMma, class FragA, class FragB, class Acc>
+CUTE_DEVICE void wgmma_issue(TiledMma mma, FragA const &tCrA, FragB const &tCrB, Acc &acc) {
+    constexpr int kSteps = decltype(cute::size<2>(tCrA))::value;
+    static_assert(decltype(cute::size<2>(tCrB))::value == kSteps);
+    wgmma_group(acc, [&] { wgmma_steps<0, kSteps, kAccumulate>(mma, tCrA, tCrB, acc); });
 }
 
 }  // namespace flash::sm90

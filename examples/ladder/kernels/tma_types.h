@@ -48,7 +48,7 @@ struct TmaTypes {
         .tile_n = kCausal || kHeadDim == 64 ? 128 : 80,
         .warps = kCausal ? 8 : 12,
         .stages = 2,
-        .q_in_regs = false,
+        .q_in_regs = 0,
         .min_ctas = 1,
         .peel_masked = true,
         .lazy_rescale = true,

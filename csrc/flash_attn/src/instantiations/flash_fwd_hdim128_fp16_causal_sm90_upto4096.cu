@@ -10,12 +10,12 @@ static constexpr flash::FwdConfig kConfig = {
     .tile_n = 128,
     .warps = 8,
     .stages = 2,
-    .q_in_regs = false,
+    .q_in_regs = 8,
     .min_ctas = 1,
     .peel_masked = true,
     .lazy_rescale = true,
     .ping_pong = false,
 };
-static constexpr char kName[] = "flash_fwd_hdim128_fp16_causal_sm90_128x128_s2_lazy";
+static constexpr char kName[] = "flash_fwd_hdim128_fp16_causal_sm90_128x128_s2_qreg8_lazy";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

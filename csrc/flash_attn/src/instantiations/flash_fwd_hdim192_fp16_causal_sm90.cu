@@ -7,15 +7,15 @@ static constexpr flash::FwdConfig kConfig = {
     .head_dim = 192,
     .mask = flash::MaskKind::causal,
     .tile_m = 128,
-    .tile_n = 96,
+    .tile_n = 64,
     .warps = 8,
     .stages = 2,
-    .q_in_regs = false,
+    .q_in_regs = 12,
     .min_ctas = 1,
     .peel_masked = true,
     .lazy_rescale = true,
     .ping_pong = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim192_fp16_causal_sm90_128x96_s2_lazy_pp";
+static constexpr char kName[] = "flash_fwd_hdim192_fp16_causal_sm90_128x64_s2_qreg12_lazy_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
