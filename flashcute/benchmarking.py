@@ -196,15 +196,19 @@ _SAMPLED = {
     # `power.draw` is the mean of a whole second from Ampere on, and so mostly of what ran before.
     "power_w": "power.draw.instant",
     "temperature_c": "temperature.gpu",
+    "power_capped": "clocks_event_reasons.sw_power_cap",
 }
+_FLAGS = {"Active": 1.0, "Not Active": 0.0}
 
 
 @contextlib.contextmanager
 def gpu_sampler(index: int = 0, interval_ms: int = 100) -> Iterator[list[dict[str, float]]]:
-    """Sample SM clock (MHz), power (W) and temperature (C) with nvidia-smi while the body runs.
+    """Sample the GPU's state with nvidia-smi while the body runs.
 
-    Yields a list that fills up meanwhile, of readings with ``at``, the time of
-    ``time.perf_counter`` when each came; it stays empty where there is no nvidia-smi.
+    Yields a list that fills up meanwhile, of readings ``sm_mhz``, ``power_w``, ``temperature_c``
+    and ``power_capped``, 1 where the power limit holds the clock down and else 0, each with ``at``,
+    the time of ``time.perf_counter`` when it came. What the board does not tell is left out; the
+    list stays empty where there is no nvidia-smi.
     """
     samples: list[dict[str, float]] = []
     program = shutil.which("nvidia-smi")
@@ -224,8 +228,9 @@ def gpu_sampler(index: int = 0, interval_ms: int = 100) -> Iterator[list[dict[st
         for line in process.stdout or ():
             sample = {"at": time.perf_counter()}
             for name, field in zip(_SAMPLED, line.split(","), strict=False):
+                text = field.strip()
                 with contextlib.suppress(ValueError):  # "[N/A]" where the board has no sensor
-                    sample[name] = float(field)
+                    sample[name] = _FLAGS[text] if text in _FLAGS else float(text)
             samples.append(sample)
 
     reader = threading.Thread(target=read, daemon=True)
@@ -239,13 +244,14 @@ def gpu_sampler(index: int = 0, interval_ms: int = 100) -> Iterator[list[dict[st
 
 
 def summarise_samples(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Number, least, median and greatest of each sampled quantity."""
+    """Number, least, median, mean and greatest of each: of ``power_capped`` the mean is a share."""
     found = {name: [x[name] for x in samples if name in x] for name in _SAMPLED}
     return {
         name: {
             "count": len(values),
             "min": min(values),
             "median": statistics.median(values),
+            "mean": round(statistics.fmean(values), 4),
             "max": max(values),
         }
         for name, values in found.items()

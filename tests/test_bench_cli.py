@@ -60,14 +60,14 @@ def test_kernels_are_built_before_the_sweep_and_together(monkeypatch):
 
     monkeypatch.setattr(kernels, "build_kernels", build_kernels)
     points = sweep.points(("bf16", "fp16"), (64,), ("causal",), (1,), (512, 1024, 2048))
-    command._build(points)
+    command.build(points)
     wanted = [c for dtype in ("bf16", "fp16") for c, _ in heuristics.sm90_configs(dtype, 64, True)]
     assert {config for config, _ in built} == set(wanted) - {there}
     assert {target for _, target in built} == {"90"} and len(built) == len(wanted) - 1
     failed = [SimpleNamespace(error="no such type")]
     monkeypatch.setattr(kernels, "build_kernels", lambda specs, progress: failed)
     with pytest.raises(BuildError, match="no such type"):
-        command._build(points)
+        command.build(points)
 
 
 def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
@@ -82,7 +82,7 @@ def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
         seen.update(points=wanted, options=options)
         return result(row(64, flashcute=1.0), stopped_early=True)
 
-    monkeypatch.setattr(command, "_build", build)
+    monkeypatch.setattr(command, "build", build)
     monkeypatch.setattr(sweep, "run", run)
     assert bench() == 1  # stopped early
     assert [len(point) for point in seen["points"]] == [1] * (5 * 2 * 6)

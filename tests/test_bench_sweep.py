@@ -104,8 +104,11 @@ def test_sustained_runs_take_clock_and_power_of_their_second_half(monkeypatch):
     def run(call, seconds):
         now = next(begins)
         samples.extend(
-            {"at": now + x, "sm_mhz": mhz, "temperature_c": 50.0}
-            for x, mhz in ((1, 1900.0), (4, 1800.0), (6, 1500.0), (8, 1490.0), (9, 1510.0))
+            {"at": now + x, "sm_mhz": mhz, "temperature_c": 50.0, "power_capped": capped}
+            for x, mhz, capped in (
+                *((1, 1900.0, 0.0), (4, 1800.0, 0.0)),
+                *((6, 1500.0, 1.0), (7, 1490.0, 0.0), (8, 1500.0, 1.0), (9, 1510.0, 1.0)),
+            )
         )
         return 123.456
 
@@ -115,7 +118,7 @@ def test_sustained_runs_take_clock_and_power_of_their_second_half(monkeypatch):
     steady = dataclasses.replace(CPU, sustained=1.0)
     row = measure(SHAPE, options=steady, samples=samples, tflops_sustained=2.0)
     assert row["us_sustained"] == {"flashcute": 123.46, "torch": 123.46}
-    state = {"sm_mhz": 1500.0, "temperature_c": 50.0, "samples": 3}
+    state = {"sm_mhz": 1500.0, "temperature_c": 50.0, "power_capped": 0.75, "samples": 4}
     assert row["gpu_sustained"] == {"flashcute": state, "torch": state}
     tflops = row["tflops_sustained"]["flashcute"]
     assert tflops == pytest.approx(SHAPE.flops / 123.46 / 1e6, abs=1e-4)
@@ -132,7 +135,7 @@ def test_sustained_runs_have_another_order_at_each_point_and_follow_a_run(monkey
     for name in CPU.names:
         output = torch.full((1,), float(CPU.names.index(name)))
         monkeypatch.setitem(peers._MAKERS, name, lambda *_, output=output: lambda: output)
-    monkeypatch.setattr(sweep, "_sustained", sustained)
+    monkeypatch.setattr(sweep, "measure_sustained", sustained)
     orders = []
     for number in range(6):
         ran.clear()

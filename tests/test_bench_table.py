@@ -97,12 +97,15 @@ def test_host_time_is_of_both_shapes():
     assert "per call, d=128 s=1024 causal h=16/4: flashcute 21.2 us, fa3 60.0 us" in text
 
 
-def test_sustained_figures_have_clock_and_power():
+def test_sustained_figures_have_clock_and_power_and_the_share_under_the_limit():
     rows = [row(64, sustained=True, flashcute=100.0, fa2=110.0)]
     text = table.summary(result(*rows))
     last = cells(text[text.index("TFLOP/s sustained") :])
-    assert last[2][-1] == "W"
-    assert last[4][-2:] == ["1512.0", "655.0"]
+    assert last[2][-3:] == ["MHz", "W", "power-capped"]
+    assert last[4][-3:] == ["1512.0", "655.0", "0.9"]
+    del rows[0]["gpu_sustained"]["flashcute"]["power_capped"]  # a board that does not tell
+    text = table.summary(result(*rows))
+    assert cells(text[text.index("TFLOP/s sustained") :])[4][-3:] == ["1512.0", "655.0", "-"]
     assert "sustained" not in table.summary(result(row(64, flashcute=1.0))).partition("matmul c")[0]
 
 

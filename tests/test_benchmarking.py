@@ -131,12 +131,40 @@ def test_host_time_counts_calls_and_not_the_wait_for_the_gpu(monkeypatch):
 def test_summarise_samples_leaves_out_what_was_not_measured():
     samples = [{"at": 0.1 * i, "sm_mhz": mhz} for i, mhz in enumerate((1700.0, 1980.0, 1900.0))]
     summary = bm.summarise_samples(samples)
-    assert summary == {"sm_mhz": {"count": 3, "min": 1700.0, "median": 1900.0, "max": 1980.0}}
+    assert summary == {
+        "sm_mhz": {"count": 3, "min": 1700.0, "median": 1900.0, "mean": 1860.0, "max": 1980.0}
+    }
 
 
-def test_gpu_sampler_reads_nvidia_smi(tmp_path, monkeypatch):
+def test_of_a_flag_the_mean_says_how_often():
+    samples = [{"at": 0.0, "power_capped": flag} for flag in (1.0, 0.0, 1.0, 1.0)]
+    assert bm.summarise_samples(samples)["power_capped"]["mean"] == 0.75
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+--query-gpu=clocks.sm,power.draw.instant,temperature.gpu,clocks_event_reasons.sw_power_cap) ;;
+*) exit 1 ;;
+esac
+echo '{line}'
+exec sleep 60
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("1755, 512.25, [N/A], Active", {"sm_mhz": 1755.0, "power_w": 512.25, "power_capped": 1.0}),
+        (
+            "345, 80.5, 31, Not Active",
+            {"sm_mhz": 345.0, "power_w": 80.5, "temperature_c": 31.0, "power_capped": 0.0},
+        ),
+        ("345, 80.5, 31, [N/A]", {"sm_mhz": 345.0, "power_w": 80.5, "temperature_c": 31.0}),
+    ],
+)
+def test_gpu_sampler_reads_nvidia_smi(line, expected, tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '1755, 512.25, [N/A]'\nexec sleep 60\n")
+    program.write_text(NVIDIA_SMI.format(line=line))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     start = time.monotonic()
@@ -146,7 +174,7 @@ def test_gpu_sampler_reads_nvidia_smi(tmp_path, monkeypatch):
             time.sleep(0.01)
     (sample,) = samples
     assert before < sample.pop("at") < time.perf_counter()
-    assert sample == {"sm_mhz": 1755.0, "power_w": 512.25}
+    assert sample == expected
     assert time.monotonic() - start < 30
 
 

@@ -47,7 +47,7 @@ def _options(args: argparse.Namespace) -> sweep.Options:
     )
 
 
-def _build(wanted: list[list[sweep.Variant]]) -> None:
+def build(wanted: list[list[sweep.Variant]]) -> None:
     """Builds the kernels of a sweep side by side; its calls would build them one after the other.
 
     Raises:
@@ -83,7 +83,7 @@ def _measure(args: argparse.Namespace) -> dict:
         args.tokens or (bm.TOTAL_TOKENS if on_gpu else _CPU_TOKENS),
     )
     if on_gpu:
-        _build(wanted)
+        build(wanted)
     else:
         print(table.CPU_NOTE, file=sys.stderr)
     rows = sum(map(len, wanted))

@@ -91,13 +91,22 @@ def points(
 Samples = Sequence[Mapping[str, float]]
 
 
-def _sustained(call: Callable[[], object], seconds: float, samples: Samples) -> dict[str, float]:
-    """Microseconds per call; clock, power and number of samples in the run's second half."""
+def measure_sustained(
+    call: Callable[[], object], seconds: float, samples: Samples
+) -> dict[str, float]:
+    """Microseconds per call, and of the run's second half what the GPU's state was.
+
+    That is the medians of clock, power and temperature, the share of samples in which the power
+    limit held the clock, and the number of samples.
+    """
     begin = time.perf_counter()
     figures = {"us": round(bm.time_sustained(call, seconds), 2)}
     middle = (begin + time.perf_counter()) / 2
     taken = bm.summarise_samples([sample for sample in samples if sample["at"] > middle])
-    figures |= {name: values["median"] for name, values in taken.items()}
+    figures |= {
+        name: values["mean" if name == "power_capped" else "median"]
+        for name, values in taken.items()
+    }
     return figures | {"samples": max((values["count"] for values in taken.values()), default=0)}
 
 
@@ -118,7 +127,7 @@ def measure_ceiling(options: Options, samples: Samples) -> dict[str, float]:
     times = bm.time_interleaved({"mm": product}, options.device, options.repeats, options.warmup)
     ceiling = {"tflops": round(flops / statistics.median(times["mm"]) / 1e6, 1)}
     if options.sustained:
-        figures = _sustained(product, options.sustained, samples)
+        figures = measure_sustained(product, options.sustained, samples)
         ceiling["tflops_sustained"] = round(flops / figures.pop("us") / 1e6, 1)
         ceiling |= figures
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=options.device)
@@ -184,7 +193,7 @@ def measure(
         order = bm.turn(contenders, number)
         # Loading and checking let the card cool: the first, too, follows another's run.
         for key in [order[-1], *order]:
-            runs[key] = _sustained(contenders[key], options.sustained, samples)
+            runs[key] = measure_sustained(contenders[key], options.sustained, samples)
     for index, (row, (_, shape)) in enumerate(zip(rows, point, strict=True)):
         taken = {name: values for (i, name), values in times.items() if i == index}
         us = {name: round(statistics.median(values), 2) for name, values in taken.items()}

@@ -78,10 +78,10 @@ def _points(result: Mapping, suffix: str) -> str:
         cells += ["-" if over is None else f"{over:.3f}", share]
         if suffix:
             state = row["gpu_sustained"].get("flashcute", {})
-            cells += [state.get("sm_mhz", "-"), state.get("power_w", "-")]
+            cells += [state.get(name, "-") for name in ("sm_mhz", "power_w", "power_capped")]
         rows.append(cells)
     header = ["dtype", "d", "mask", "s", "h/h_k", *names, "x best peer", "% of matmul"]
-    table = bm.format_table([*header, *(["MHz", "W"] if suffix else [])], rows)
+    table = bm.format_table([*header, *(["MHz", "W", "power-capped"] if suffix else [])], rows)
     return f"{unit} {'sustained' if suffix else 'in bursts'}\n\n{table}"
 
 
