@@ -80,6 +80,7 @@ class FwdConfig:
         require(self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
         require(self.mask in MASKS, "mask", f"in {MASKS}")
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
+        require(type(self.q_in_regs) is int, "q_in_regs", "to be an int, of k16 steps")
         for field in ("peel_masked", "lazy_rescale", "ping_pong"):
             require(isinstance(getattr(self, field), bool), field, "to be a bool")
         if self.arch == 80:

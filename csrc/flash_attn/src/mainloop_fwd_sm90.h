@@ -228,7 +228,8 @@ struct MainloopFwdSm90 {
             q_parity ^= 1;
         }
 
-        // What is kept of Q comes to registers; if that is all, its buffer may go.
+        // What is kept of Q comes to registers. TMA, which is another proxy, overwrites its buffer
+        // later: an arrival alone does not keep that behind ordinary loads.
         template <class Fragment>
         CUTE_DEVICE void take_query(Fragment &tSrQreg) const {
             if constexpr (kQRegSteps > 0) {
@@ -243,10 +244,8 @@ struct MainloopFwdSm90 {
                 for (int k = 0; k < kQRegSteps; ++k) {
                     copy(copy_q, tSsQ(_, _, k), tXrQ(_, _, k));
                 }
-            }
-            if constexpr (kQRegSteps == Traits::kQSteps) {
+                sm90::fence_async_proxy();
                 __syncwarp();
-                release(&storage.q_empty[warpgroup]);
             }
         }
 
@@ -306,12 +305,15 @@ struct MainloopFwdSm90 {
                 Tensor tOrV = thr_pv.make_fragment_B(thr_pv.partition_B(sVt));  // (1, 1, N/16)
                 sm90::wgmma_issue<true>(mma_pv, tOrP, tOrV, rO);
             };
-            // S of block n is there: its K may go, and so may Q after the tile's last block.
-            auto const take_scores = [&](int n) {
+            // S of block n is there: its K may go, and so may Q, all of it in registers after the
+            // tile's first block and else after its last.
+            auto const take_scores = [&](int n, auto first) {
                 sm90::pin(rS);
                 release(&storage.k_empty[k.stage()]);
                 if constexpr (kQRegSteps < Traits::kQSteps) {
                     release(&storage.q_empty[warpgroup], n == 0);
+                } else if constexpr (first) {
+                    release(&storage.q_empty[warpgroup]);
                 }
             };
             auto const take_out = [&] {
@@ -330,7 +332,7 @@ struct MainloopFwdSm90 {
                 await_k();
                 issue_qk();
                 sm90::wgmma_wait<0>();
-                take_scores(n);
+                take_scores(n, true_type{});
                 k.advance();
                 if (n >= n_unmasked_end) {
                     mask.template apply<Traits>(tSrS, thread, n);
@@ -348,7 +350,7 @@ struct MainloopFwdSm90 {
                     issue_pv();
                     pass_turn();
                     sm90::wgmma_wait<1>();
-                    take_scores(n);
+                    take_scores(n, false_type{});
                     if (masked) mask.template apply<Traits>(tSrS, thread, n);
                     auto const growth = softmax.update_max(tSrS);
                     softmax.exponentiate(tSrS);
