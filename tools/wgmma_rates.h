@@ -145,6 +145,7 @@ enum class Part {
 // The main loop's `step`, each time with the same keys: O grows by P V, the row sums with it.
 template <flash::FwdConfig C, Part kPart>
 struct Loop {
+    static_assert(C.q_in_regs == 0, "Q is read from shared memory here");
     using Traits = flash::KernelTraitsSm90<C>;
     using Element = typename Traits::Element;
     using Softmax = flash::Softmax<2, kPart != Part::eager>;
@@ -234,8 +235,8 @@ struct Loop {
         if (warpgroup == Traits::kMmaWarpgroups - 1) {
             pass_turn(warpgroup);
         }
-        int i =
-            0;  // of at least one: for none ptxas keeps the first S beside the loop's, and spills
+        // At least one iteration: for none ptxas keeps the first S beside the loop's, and spills.
+        int i = 0;
         CUTE_NO_UNROLL
         do {
             if constexpr (kProducts) {

@@ -4,10 +4,11 @@
 
 The first table is the rate of m64nNk16 with one to three warpgroups on each SM, A in shared memory
 or in registers. The second one runs the sm90 class's main loop (``step`` in
-``mainloop_fwd_sm90.h``) without what surrounds it: no loads, no barriers of buffers, no masks. The
-share of the tensor cores' peak that is left there is what the chip's overlap allows this order of
-instructions; what a kernel of the library reaches below that, it loses to the rest. Clocks are the
-SM's own, so neither power nor temperature changes them. Kernels: ``wgmma_rates.h``.
+``mainloop_fwd_sm90.h``) without what surrounds it: no loads, no barriers of buffers, no masks, and
+nothing of Q in registers. The share of the tensor cores' peak that is left there is what the chip's
+overlap allows this order of instructions; what a kernel of the library reaches below that, it loses
+to the rest. Clocks are the SM's own, so neither power nor temperature changes them. Kernels:
+``wgmma_rates.h``.
 """
 
 from __future__ import annotations

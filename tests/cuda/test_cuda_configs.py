@@ -51,6 +51,11 @@ def _many_tiles(config: FwdConfig):
     return _make_qkv(config, 5, 501, 613, 12, 4, config.head_dim)
 
 
+def _tiles_of_one_block(config: FwdConfig):
+    """As many tiles, of fewer keys than a block: the loader then is furthest ahead."""
+    return _make_qkv(config, 6, 1025, config.tile_n - 8, 8, 1, config.head_dim)
+
+
 def _differs(got, expected) -> torch.Tensor:
     return sum((g != e).any() for g, e in zip(got, expected, strict=True))
 
@@ -104,11 +109,12 @@ def test_tile_edges(config, kernel, poisoned_outputs, count_cases) -> None:
     count_cases("tile edges", len(edges))
 
 
+@pytest.mark.parametrize("make", [_many_tiles, _tiles_of_one_block])
 def test_1000_repeats_are_bitwise_equal_under_memory_pressure(
-    config, kernel, busy_memory, poisoned_outputs, count_cases
+    config, kernel, make, busy_memory, poisoned_outputs, count_cases
 ) -> None:
     """A race would show once in a while: the neighbours shift timing, the fillers addresses."""
-    q, k, v = _many_tiles(config)
+    q, k, v = make(config)
     expected = Call(kernel, q, k, v)()
     testing.check_forward(*expected, q, k, v, causal=config.mask == "causal")
     differences = torch.zeros((), device="cuda", dtype=torch.int64)
