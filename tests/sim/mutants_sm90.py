@@ -23,7 +23,7 @@ _AWAIT_K_STEP = "await_k();\n                    wait_turn"
 _AWAIT_V_STEP = "await_v();\n                    issue_pv"
 _AWAIT_S_STEP = """\
                     sm90::wgmma_wait<1>();
-                    take_scores(n);
+                    take_scores(n, false_type{});
 """
 _AWAIT_O_STEP = """\
                     sm90::wgmma_wait<0>();
@@ -39,19 +39,9 @@ _RELEASE_V = "release(&storage.v_empty[v().stage()]);"
 _AWAIT_EMPTY = "sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);"
 _AWAIT_Q_EMPTY = "sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);"
 _AWAIT_Q = "sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);"
-_COPY_Q = """\
-                CUTE_UNROLL
-                for (int k = 0; k < kQRegSteps; ++k) {
-                    copy(copy_q, tSsQ(_, _, k), tXrQ(_, _, k));
-                }
-            }
-"""
-_RELEASE_ALL_Q = """\
-            if constexpr (kQRegSteps == Traits::kQSteps) {
-                __syncwarp();
-                release(&storage.q_empty[warpgroup]);
-            }
-"""
+_TAKE_Q = "take_query(tSrQreg);"
+_RELEASE_ALL_Q = "release(&storage.q_empty[warpgroup]);"
+_FENCE_Q = "sm90::fence_async_proxy();"
 _AWAIT_TILE_EMPTY = "sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);"
 _AWAIT_TILE = "sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());"
 _FIRST_TURN = """\
@@ -63,6 +53,11 @@ _FIRST_TURN = """\
 _UNAWAITED = r"warpgroup \d: a wgmma reads byte \d+ without having waited for phase \d+ of mbarrier"
 _UNAWAITED_Q = rf"{_UNAWAITED}|lane \d+: ldmatrix.* without having waited for phase"
 _OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgroup \d"
+_LOADED = (
+    r"block \(.*overwritten too early: TMA for mbarrier .* which a load of warpgroup \d, warp \d"
+)
+_UNFENCED = rf"{_LOADED}.*; no fence.proxy.async of that thread stands behind it"
+_UNTOLD = rf"{_LOADED}.*; nothing tells that the thread has executed the fence.proxy.async"
 _ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
 _DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier.*bytes due"
 _IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
@@ -195,10 +190,35 @@ _RELEASES = (
     Mutant(
         "Q released before its fragments are in registers",
         _MAINLOOP,
-        _COPY_Q + _RELEASE_ALL_Q,
-        f"release(&storage.q_empty[warpgroup]);\n{_COPY_Q}",
+        _TAKE_Q,
+        f"{_RELEASE_ALL_Q}\n{_TAKE_Q}",
         "simulator",
-        _OVERWRITTEN,
+        f"{_LOADED}|{_UNAWAITED_Q}|{_ARRIVES_TWICE}",
+        STRIDING,
+    ),
+    Mutant(
+        "Q in registers released without a fence for the asynchronous proxy",
+        _MAINLOOP,
+        _FENCE_Q,
+        "",
+        "simulator",
+        _UNFENCED,
+        STRIDING,
+    ),
+    _simulator(
+        "Q partly in registers released without a fence for the asynchronous proxy",
+        _MAINLOOP,
+        _FENCE_Q,
+        "",
+        _UNFENCED,
+    ),
+    Mutant(
+        "Q in registers released by a lane that knows of no other's fence",
+        _MAINLOOP,
+        f"{_FENCE_Q}\n                __syncwarp();",
+        _FENCE_Q,
+        "simulator",
+        _UNTOLD,
         STRIDING,
     ),
     Mutant(

@@ -428,6 +428,117 @@ struct StoreOut {
 };
 using S = StoreOut;
 
+// Warp 0 loads a box, which thread 32 then lets TMA write over.
+struct LoadedOver {
+    enum Way {
+        ldmatrix,       // lane 0 arrives for the warp
+        each_arrives,   // without __syncwarp
+        by_barrier,     // bar.sync in the place of the mbarrier
+        one_lane,       // loads, fences and arrives
+        unfenced,       // from here on faults
+        unfenced_lane,  // as one_lane
+        fence_before,
+        fence_behind,  // the arrival
+        one_fences,
+        unordered,  // nothing brings the lanes' fences to the one that arrives
+        too_early   // released before the load
+    };
+    static constexpr bool of_one_lane(Way way) { return way == one_lane || way == unfenced_lane; }
+
+    static constexpr bool fences_behind_load(Way way) {
+        return way != unfenced && way != unfenced_lane && way != fence_before &&
+               way != fence_behind;
+    }
+
+    static void load_box(CUtensorMap const &map) {
+        sm90::barrier_arrive_expect(barrier_at(0), 512);
+        sm90::tma_load(&map, barrier_at(0), sm90::CacheHint::evict_first, smem + 1024, 0, 0, 0, 0);
+    }
+
+    template <Way kWay>
+    static void reader(int *wrong) {
+        int const lane = threadIdx.x;
+        sm90::barrier_wait(barrier_at(0), 0);
+        if constexpr (kWay == fence_before) {
+            sm90::fence_async_proxy();
+        }
+        if constexpr (kWay == too_early) {
+            sm90::barrier_arrive(barrier_at(1), lane == 0);
+        }
+        uint32_t found[4] = {};
+        if constexpr (of_one_lane(kWay)) {
+            if (lane == 5) {
+                UniversalCopy<uint32_t>::copy(*reinterpret_cast<uint32_t *>(smem + 1044), found[0]);
+            }
+        } else {
+            SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem + 1024 + 16 * lane),
+                                    found[0], found[1], found[2], found[3]);
+        }
+        if (fences_behind_load(kWay) && (kWay != one_fences || lane == 0)) {
+            sm90::fence_async_proxy();
+        }
+        if constexpr (kWay != each_arrives && kWay != unordered) {
+            __syncwarp();
+        }
+        if constexpr (kWay == by_barrier) {
+            __syncthreads();
+        } else if constexpr (kWay != too_early) {
+            int const arrives = of_one_lane(kWay) ? 5 : 0;
+            sm90::barrier_arrive(barrier_at(1), kWay == each_arrives || lane == arrives);
+        }
+        if constexpr (kWay == fence_behind) {
+            sm90::fence_async_proxy();
+        }
+        for (int m = 0; m < 4; ++m) {
+            *wrong +=
+                !of_one_lane(kWay) && found[m] != pair(64 * m + 2 * lane, 64 * m + 2 * lane + 1);
+        }
+        *wrong += kWay == one_lane && lane == 5 && found[0] != pair(10, 11);
+    }
+
+    template <Way kWay>
+    static __global__ void kernel(CUtensorMap const map, int *wrong) {
+        if (threadIdx.x == 0) {
+            sm90::barrier_init(barrier_at(0), 1);
+            sm90::barrier_init(barrier_at(1), kWay == each_arrives ? 32 : 1);
+            sm90::fence_barrier_init();
+        }
+        __syncthreads();
+        if (threadIdx.x < 32) {
+            reader<kWay>(wrong);
+            return;
+        }
+        if (threadIdx.x == 32) {
+            load_box(map);
+        }
+        if constexpr (kWay == by_barrier) {
+            __syncthreads();
+        }
+        if (threadIdx.x == 32) {
+            if constexpr (kWay != by_barrier) {
+                sm90::barrier_wait(barrier_at(1), 0);
+            }
+            sm90::barrier_wait(barrier_at(0), 0);
+            load_box(map);
+            sm90::barrier_wait(barrier_at(0), 1);
+        }
+    }
+
+    template <Way kWay>
+    static cudaError_t run() {
+        std::vector<half_t> box(256);
+        for (int i = 0; i < 256; ++i) {
+            box[i] = half_t(float(i));
+        }
+        int wrong = 0;
+        auto const error =
+            launch(&kernel<kWay>, 1, 64, 2048, encode(box.data(), 32, 8, 8, 32, 8), &wrong);
+        expect(error != cudaSuccess || wrong == 0, "what was loaded");
+        return error;
+    }
+};
+using L = LoadedOver;
+
 Cases const cases{
     {"dependent_late", D::with<D::none>()},
     {"dependent_random", D::with<D::none>(true, sim::CopyMode::random)},
@@ -472,6 +583,17 @@ Cases const cases{
     {"store_untold", S::with<S::untold>()},
     {"store_of_unawaited_load", S::with<S::unawaited_load>()},
     {"store_outside", &S::run_outside},
+    {"loaded_over", &L::run<L::ldmatrix>},
+    {"loaded_over_each_arrives", &L::run<L::each_arrives>},
+    {"loaded_over_by_barrier", &L::run<L::by_barrier>},
+    {"loaded_over_one_lane", &L::run<L::one_lane>},
+    {"loaded_over_unfenced", &L::run<L::unfenced>},
+    {"loaded_over_unfenced_lane", &L::run<L::unfenced_lane>},
+    {"loaded_over_fence_before", &L::run<L::fence_before>},
+    {"loaded_over_fence_behind", &L::run<L::fence_behind>},
+    {"loaded_over_one_fences", &L::run<L::one_fences>},
+    {"loaded_over_unordered", &L::run<L::unordered>},
+    {"loaded_over_too_early", &L::run<L::too_early>},
     {"idle", [] { return D::run(&D::idle, true, sim::CopyMode::late, -1); }},
 };
 

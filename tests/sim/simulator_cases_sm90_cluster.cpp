@@ -250,7 +250,16 @@ struct Multicast {
     static constexpr int kRounds = 3, kSide = 64, kBytes = kSide * kSide * 2;
     // Threads 0 to 127 multiply, 128 loads.
     static constexpr int kThreads = 160;
-    enum Fault { none, released_early, outside, nowhere, unawaited, unexpected };
+    enum Fault {
+        none,
+        loads,  // not a fault: X is loaded, too
+        loads_unfenced,
+        released_early,
+        outside,
+        nowhere,
+        unawaited,
+        unexpected
+    };
     struct Arguments {
         CUtensorMap map;
         float *out;
@@ -304,6 +313,14 @@ struct Multicast {
                 release<kFault>();
             }
             sm90::wgmma_wait<0>();
+            if constexpr (kFault == loads || kFault == loads_unfenced) {
+                uint32_t found[4];
+                SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem + threadIdx.x * 64),
+                                        found[0], found[1], found[2], found[3]);
+                if constexpr (kFault == loads) {
+                    sm90::fence_async_proxy();
+                }
+            }
             sm90::named_barrier_sync(1, 128);
             if constexpr (kFault != released_early) {
                 release<kFault>();
@@ -417,6 +434,8 @@ Cases const cases{
     {"multicast_eager", M::with<M::none>(2, sim::CopyMode::eager)},
     {"multicast_4", M::with<M::none>(4)},
     {"multicast_released_early", M::with<M::released_early>(2)},
+    {"multicast_loads", M::with<M::loads>(2)},
+    {"multicast_loads_unfenced", M::with<M::loads_unfenced>(2)},
     {"multicast_outside", M::with<M::outside>(2)},
     {"multicast_nowhere", M::with<M::nowhere>(2)},
     {"multicast_unawaited", M::with<M::unawaited>(2)},

@@ -18,10 +18,13 @@ MUTANTS = (*mutants.MUTANTS, *mutants_sm90.MUTANTS)
 
 # (b, seqlen_q, seqlen_k, h, h_k) and a factor for q: more keys than queries; queries that see no
 # key at all; scores so large that the running maximum grows from block to block. In the sm90 class
-# two SMs walk through several tiles each.
+# two SMs walk through several tiles each, and again where each tile has one block of keys.
 PROBLEMS = {
     80: (((2, 100, 150, 4, 2), 1), ((1, 150, 70, 2, 2), 1), ((1, 70, 200, 1, 1), 16)),
-    90: (((2, 150, 150, 2, 1), 1), ((1, 300, 130, 2, 2), 1), ((1, 140, 300, 1, 1), 16)),
+    90: (
+        *(((2, 150, 150, 2, 1), 1), ((1, 300, 130, 2, 2), 1)),
+        *(((1, 140, 300, 1, 1), 16), ((4, 40, 30, 2, 1), 1)),
+    ),
 }
 # The second launch finds what the first left in the tile counters.
 OPTIONS = {80: {}, 90: {"sms": 2, "launches": 2}}

@@ -19,6 +19,8 @@ def cases():
         *("independent", "independent_never", "early_plain_load"),
         *("stmatrix", "epilogue", "epilogue_plain", "boxes_out"),
         *("store_late", "store_random", "store_eager", "store_visible", "store_only_read"),
+        *("loaded_over", "loaded_over_each_arrives", "loaded_over_by_barrier"),
+        "loaded_over_one_lane",
     ],
 )
 def test_result(cases, case):
@@ -43,6 +45,13 @@ def test_counters_of_an_epilogue(cases):
 
 _TOO_EARLY = "overwritten too early:"
 _ITS_STORE = "a TMA store of warp 0, lane 0"
+_LOADED = (
+    rf"^block \(0, 0, 0\), warp 1, lane 0: {_TOO_EARLY} TMA for mbarrier 0 \(at byte 0\) writes "
+    r"byte 1024, which a load of warpgroup 0, warp 0, lane {} reads; {}"
+)
+_UNFENCED = "no fence.proxy.async of that thread stands behind it"
+_UNTOLD = "nothing tells that the thread has executed the fence.proxy.async behind it"
+_ANY = f"({_UNFENCED}|{_UNTOLD})"
 _THREAD_40 = r"block \(\d, 0, 0\), warp 1, lane 8: programmatic dependent launch: "
 
 
@@ -81,6 +90,17 @@ _THREAD_40 = r"block \(\d, 0, 0\), warp 1, lane 8: programmatic dependent launch
         ),
         ("store_of_unawaited_load", 719, r"a TMA store reads byte 0 without having waited for"),
         ("store_outside", 700, r"a TMA store writes outside every tensor"),
+        ("loaded_over_unfenced", 719, _LOADED.format("0", _UNFENCED)),
+        ("loaded_over_unfenced_lane", 719, _LOADED.format("5", _UNFENCED)),
+        ("loaded_over_fence_before", 719, _LOADED.format("0", _UNFENCED)),
+        ("loaded_over_fence_behind", 719, _LOADED.format("0", _ANY)),
+        ("loaded_over_one_fences", 719, _LOADED.format("1", _UNFENCED)),
+        ("loaded_over_unordered", 719, _LOADED.format("1", _ANY)),
+        (
+            "loaded_over_too_early",
+            719,
+            rf"{_LOADED.format('0', _ANY)}|ldmatrix at byte \d+ without having waited for",
+        ),
     ],
 )
 def test_report(cases, case, code, report):

@@ -17,6 +17,7 @@ def cases():
         *("identity", "sizes", "exchange", "send_late", "send_random", "send_eager"),
         *("arrive", "arrive_polled", "arrive_last", "atomics", "dependent"),
         *("multicast_late", "multicast_random", "multicast_eager", "multicast_4"),
+        "multicast_loads",
     ],
 )
 def test_result(cases, case):
@@ -76,6 +77,11 @@ _ENDED = "has ended, and its shared memory with it"
         ),
         ("multicast_released_early", r"overwritten too early: TMA .* of rank \d\) .* a wgmma of"),
         ("dependent_untold", r"block \(1, 0, 0\), .*: load of in before griddepcontrol.wait"),
+        (
+            "multicast_loads_unfenced",
+            r"overwritten too early: TMA .* of rank \d\) .* a load of warpgroup 0, warp \d, lane 0 "
+            r"reads; no fence.proxy.async of that thread",
+        ),
         ("multicast_outside", r"TMA multicast: there is no block of rank 2 in a cluster of 2"),
         ("multicast_nowhere", r"TMA multicast: to no block"),
         ("multicast_unawaited", rf"ends while copies are under way|{_ENDED}"),

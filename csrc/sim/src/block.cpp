@@ -179,7 +179,7 @@ void Block::start(uint64_t linear_index) {
         lane.copy_group = lane.copy_groups_done = 0;
         lane.knowledge = {};
         lane.wgmmas = lane.wgmma_groups = 0;
-        lane.wgmma_fenced = false;
+        lane.wgmma_fenced = lane.unfenced_loads = false;
         lane.cluster_arrived = false;
         lane.knowledge.of(rank_).runs = true;
         fiber_prepare(lane.fiber, &lane_entry);

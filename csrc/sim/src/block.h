@@ -90,6 +90,7 @@ struct Lane {
     Knowledge knowledge;
     uint64_t wgmmas, wgmma_groups;  // issued, committed
     bool wgmma_fenced;              // since the last wait
+    bool unfenced_loads;            // since the last fence for the asynchronous proxy
     bool cluster_arrived;           // and has not waited yet, in this phase of the barrier
     uint64_t cluster_phase;
 };

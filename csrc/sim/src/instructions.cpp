@@ -63,6 +63,7 @@ void execute_ldmatrix(Block &block, Warp &warp, uint32_t) {
             auto const &source = arguments<LdmatrixArguments>(warp, 8 * m + r);
             std::memcpy(elements[r], source.row, sizeof elements[r]);
             offsets[8 * m + r] = source.offset;
+            block.sm90_.note_load(source.offset, sizeof elements[r], ~0u);
         }
         for (int lane = 0; lane < kWarpSize; ++lane) {
             int const i = lane / 4;

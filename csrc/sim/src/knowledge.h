@@ -13,6 +13,15 @@ inline constexpr int kMbarriers = 48;  // that one block may initialise
 inline constexpr int kWarps = 32;
 inline constexpr int kStoreQueues = 16;  // threads of a block that may issue TMA stores
 
+// A copy of the second, as the compiler vectorises only what cannot overlap.
+template <size_t kCount, class Choice>
+void choose(std::array<uint32_t, kCount> &mine, std::array<uint32_t, kCount> theirs,
+            Choice const &choice) {
+    for (size_t i = 0; i < kCount; ++i) {
+        mine[i] = choice(mine[i], theirs[i]);
+    }
+}
+
 // About one block. Phases count from 1, which every thread knows once it knows that the mbarrier
 // was initialised; `retired` counts the wgmmas that a warp has waited for, `stores` the TMA stores
 // of a queue that have read their boxes.
@@ -39,24 +48,20 @@ struct BlockKnowledge {
         choose(retired, other.retired, choice);
         choose(stores, other.stores, choice);
     }
-    // A copy of the second, as the compiler vectorises only what cannot overlap.
-    template <size_t kCount, class Choice>
-    static void choose(std::array<uint32_t, kCount> &mine, std::array<uint32_t, kCount> theirs,
-                       Choice const &choice) {
-        for (size_t i = 0; i < kCount; ++i) {
-            mine[i] = choice(mine[i], theirs[i]);
-        }
-    }
 };
 
 // How many accesses to other blocks' shared memory each warp of a block has made.
 using Accesses = std::array<uint32_t, kWarps>;
+// Of each lane of a warp, a number of fences for the asynchronous proxy; counted are those that
+// stand behind a load.
+using LaneFences = std::array<uint32_t, 32>;
 
 // About the blocks of a cluster, and that the kernel before has ended.
 struct Knowledge {
     BlockKnowledge first;
     std::vector<BlockKnowledge> others;  // of rank 1, 2, ..., as far as anything is known
     std::vector<Accesses> accesses;      // by rank, likewise
+    std::vector<LaneFences> fences;      // by rank and warp, likewise
     bool dependency = false;
 
     BlockKnowledge &of(int rank) {
@@ -74,6 +79,13 @@ struct Knowledge {
         }
         return accesses[rank];
     }
+    LaneFences &fences_of(int rank, int warp) {
+        auto const at = static_cast<size_t>(rank) * kWarps + static_cast<size_t>(warp);
+        if (fences.size() <= at) {
+            fences.resize(at + 1);
+        }
+        return fences[at];
+    }
     void join(Knowledge const &other) {
         first.join(other.first);
         for (size_t i = 0; i < other.others.size(); ++i) {
@@ -84,6 +96,13 @@ struct Knowledge {
             for (int w = 0; w < kWarps; ++w) {
                 mine[w] = std::max(mine[w], other.accesses[i][w]);
             }
+        }
+        if (fences.size() < other.fences.size()) {
+            fences.resize(other.fences.size());
+        }
+        for (size_t i = 0; i < other.fences.size(); ++i) {
+            choose(fences[i], other.fences[i],
+                   [](uint32_t a, uint32_t b) { return a > b ? a : b; });
         }
         dependency |= other.dependency;
     }

@@ -33,6 +33,7 @@ void Sm90::activate() {
     barrier_at_.assign(bytes / 8 + 1, -1);
     writers_.assign(granules, {-1, 0, 0});
     readers_.assign(granules, {});
+    loads_.assign(granules, {});
     async_view_.resize(bytes);
     for (size_t i = 0; i + 1 < bytes; i += sizeof kPoison) {
         std::memcpy(&async_view_[i], &kPoison, sizeof kPoison);

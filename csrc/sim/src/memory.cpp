@@ -49,6 +49,9 @@ void Block::note_access(void const *address, int bytes, bool write, void const *
     if (shared) {
         offset = smem_offset(address, bytes, bytes, what);
         sm90_.check_landed(offset, static_cast<uint64_t>(bytes), what);
+        if (!write) {
+            sm90_.note_load(offset, static_cast<uint64_t>(bytes), 1u << lane_->lane);
+        }
     } else if (Block *const owner = cluster_.size() > 1 ? owner_of(address) : nullptr;
                owner != nullptr) {
         owner->smem_offset(address, bytes, bytes, what);

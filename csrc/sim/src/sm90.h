@@ -117,6 +117,13 @@ struct Multiplication {
     std::vector<uint32_t> chunks_a, chunks_b;  // offsets of 16 bytes each: 8 elements
 };
 
+// The loads of one warp from a granule: of each lane, the fence that is the first behind its last
+// one; 0: it has not loaded.
+struct WarpLoads {
+    int warp;
+    LaneFences fenced_by;
+};
+
 enum class Gathering : uint8_t { wgmma_wait, raise_registers, lower_registers };
 
 struct Warpgroup {
@@ -144,6 +151,8 @@ class Sm90 {
     void activate();
     // Fails if a copy has written these bytes and the running thread has not waited for it.
     void check_landed(uint64_t offset, uint64_t bytes, char const *what);
+    // These lanes of the running warp load bytes in the generic proxy.
+    void note_load(uint64_t offset, uint64_t bytes, uint32_t lanes);
     // The warpgroup whose multiplication in flight owns the register at `address`, and the thread
     // whose register it is; empty: none.
     std::string owner_of_register(void const *address) const;
@@ -202,6 +211,8 @@ class Sm90 {
     void visit_rows(Box const &box, Visit const &visit);
     void issue(BulkCopy copy, void const *barrier);
     void check_free(BulkCopy const &copy);
+    // How many of its fences behind loads the lane has executed.
+    uint32_t &fences_of(Lane &lane);
     void copy_rows(BulkCopy const &copy);
     void land(size_t index);
 
@@ -236,6 +247,7 @@ class Sm90 {
     std::vector<BulkCopy> copies_;     // under way
     std::vector<Writer> writers_;      // by granule
     std::vector<std::array<uint32_t, kWarps / 4>> readers_;  // by granule and warpgroup, the last
+    std::vector<std::vector<WarpLoads>> loads_;              // by granule
     std::vector<StoreQueue> queues_;
     std::vector<std::array<uint32_t, kStoreQueues>> stored_;  // by granule, the last that read it
     // What the asynchronous proxy sees of shared memory: ordinary stores enter it with a fence.

@@ -156,13 +156,13 @@ void Sm90::issue(BulkCopy copy, void const *address) {
 // Nobody may still read what the copy overwrites, as far as the issuing thread knows.
 void Sm90::check_free(BulkCopy const &copy) {
     BlockKnowledge const &told = known();
+    Lane &thread = Block::current().lane();
     uint64_t const end = copy.box.offset + copy.box.bytes;
     for (uint64_t g = copy.box.offset / kGranule; g * kGranule < end; ++g) {
         auto const complain = [&](std::string const &reader, std::string const &missing) {
             block_.fail(kLaunchFailure, "overwritten too early: TMA for " + name_of(copy.barrier) +
                                             " writes byte " + std::to_string(g * kGranule) +
-                                            ", which " + reader + " reads; nothing tells that " +
-                                            missing);
+                                            ", which " + reader + " reads; " + missing);
         };
         if (writers_[g].under_way > 0) {
             block_.fail(kLaunchFailure, "TMA for " + name_of(copy.barrier) + ": byte " +
@@ -173,14 +173,30 @@ void Sm90::check_free(BulkCopy const &copy) {
         for (size_t wg = 0; wg < warpgroups_.size(); ++wg) {
             for (size_t w = 4 * wg; w < 4 * wg + 4; ++w) {
                 if (readers_[g][wg] > told.retired[w]) {
-                    complain("a wgmma of warpgroup " + std::to_string(wg),
-                             "its warp " + std::to_string(w) + " has waited for it");
+                    complain(
+                        "a wgmma of warpgroup " + std::to_string(wg),
+                        "nothing tells that its warp " + std::to_string(w) + " has waited for it");
                 }
             }
         }
         for (size_t i = 0; i < queues_.size(); ++i) {
             if (stored_[g][i] > told.stores[i]) {
-                complain(name_of(queues_[i]), "cp.async.bulk.wait_group has waited for it");
+                complain(name_of(queues_[i]),
+                         "nothing tells that cp.async.bulk.wait_group has waited for it");
+            }
+        }
+        for (WarpLoads const &loads : loads_[g]) {
+            LaneFences const &fences = thread.knowledge.fences_of(block_.rank_, loads.warp);
+            for (int l = 0; l < kWarpSize; ++l) {
+                if (loads.fenced_by[l] > fences[l]) {
+                    Lane &reader = *block_.warps_[loads.warp].lanes[l];
+                    complain("a load of warpgroup " + std::to_string(loads.warp / 4) + ", warp " +
+                                 std::to_string(loads.warp) + ", lane " + std::to_string(l),
+                             loads.fenced_by[l] > fences_of(reader)
+                                 ? "no fence.proxy.async of that thread stands behind it"
+                                 : "nothing tells that the thread has executed the "
+                                   "fence.proxy.async behind it");
+                }
             }
         }
     }
@@ -290,10 +306,41 @@ void Sm90::land_at_random() {
     }
 }
 
+uint32_t &Sm90::fences_of(Lane &lane) {
+    return lane.knowledge.fences_of(block_.rank_, lane.warp)[lane.lane];
+}
+
+// Loads are of the generic proxy. What the asynchronous one writes later overtakes them unless
+// each thread's own fence stands between, and is told to the writer.
+void Sm90::note_load(uint64_t offset, uint64_t bytes, uint32_t lanes) {
+    if (!active_) {
+        return;
+    }
+    Warp &warp = block_.warp();
+    int const index = block_.lane().warp;
+    for (uint64_t g = offset / kGranule; g * kGranule < offset + bytes; ++g) {
+        auto loads = std::find_if(loads_[g].begin(), loads_[g].end(),
+                                  [&](WarpLoads const &of) { return of.warp == index; });
+        if (loads == loads_[g].end()) {
+            loads = loads_[g].insert(loads, {index, {}});
+        }
+        for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
+            Lane &lane = *warp.lanes[std::countr_zero(rest)];
+            loads->fenced_by[lane.lane] = fences_of(lane) + 1;
+            lane.unfenced_loads = true;
+        }
+    }
+}
+
 void Sm90::fence_async_proxy() {
     tsan::Unwatched const unwatched;
     activate();
     std::copy_n(block_.smem_, async_view_.size(), async_view_.begin());
+    Lane &self = block_.lane();
+    if (self.unfenced_loads) {
+        ++fences_of(self);
+        self.unfenced_loads = false;
+    }
 }
 
 }  // namespace sim
