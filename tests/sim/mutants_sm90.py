@@ -35,7 +35,6 @@ _LAST_PV = """\
                 take_out();
                 Epilogue"""
 _RELEASE_K = "release(&storage.k_empty[k.stage()]);"
-_RELEASE_V = "release(&storage.v_empty[v().stage()]);"
 _AWAIT_EMPTY = "sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);"
 _AWAIT_Q_EMPTY = "sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);"
 _AWAIT_Q = "sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);"
@@ -71,6 +70,12 @@ def _numerics(name: str, file: str, old: str, new: str, mode: str = "late") -> M
     return Mutant(name, file, old, new, f"numerics/{mode}", "", ASKING)
 
 
+def _behind_its_use(wait: str) -> str:
+    """The text with its first line, a wait, one line later."""
+    first, second, *rest = wait.splitlines(keepends=True)
+    return "".join((second, first, *rest))
+
+
 _PHASES = (
     _simulator(
         "ring that never flips its phase",
@@ -91,7 +96,7 @@ _PHASES = (
         _MAINLOOP,
         f"{_AWAIT_Q}\n            q_parity ^= 1;",
         _AWAIT_Q,
-        f"{_UNAWAITED}|{_OVERWRITTEN}|{_DEADLOCK}",
+        f"{_UNAWAITED_Q}|{_OVERWRITTEN}|{_DEADLOCK}",
     ),
     _simulator(
         "phase of Q not flipped by the loader",
@@ -169,15 +174,15 @@ _RELEASES = (
         "K released before its product is waited for",
         _MAINLOOP,
         _AWAIT_S_STEP,
-        f"{_RELEASE_K}\n{_AWAIT_S_STEP}",
-        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+        _behind_its_use(_AWAIT_S_STEP),
+        _OVERWRITTEN,
     ),
     _simulator(
         "V released before its product is waited for",
         _MAINLOOP,
         _AWAIT_O_STEP,
-        f"{_RELEASE_V}\n{_AWAIT_O_STEP}",
-        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+        _behind_its_use(_AWAIT_O_STEP),
+        _OVERWRITTEN,
     ),
     _simulator("K never released", _MAINLOOP, _RELEASE_K, "", _DEADLOCK),
     _simulator(
