@@ -446,8 +446,7 @@ struct LoadedOver {
     static constexpr bool of_one_lane(Way way) { return way == one_lane || way == unfenced_lane; }
 
     static constexpr bool fences_behind_load(Way way) {
-        return way != unfenced && way != unfenced_lane && way != fence_before &&
-               way != fence_behind;
+        return way < unfenced || way > fence_behind;
     }
 
     static void load_box(CUtensorMap const &map) {
@@ -466,11 +465,9 @@ struct LoadedOver {
             sm90::barrier_arrive(barrier_at(1), lane == 0);
         }
         uint32_t found[4] = {};
-        if constexpr (of_one_lane(kWay)) {
-            if (lane == 5) {
-                UniversalCopy<uint32_t>::copy(*reinterpret_cast<uint32_t *>(smem + 1044), found[0]);
-            }
-        } else {
+        if (of_one_lane(kWay) && lane == 5) {
+            UniversalCopy<uint32_t>::copy(*reinterpret_cast<uint32_t *>(smem + 1044), found[0]);
+        } else if constexpr (!of_one_lane(kWay)) {
             SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem + 1024 + 16 * lane),
                                     found[0], found[1], found[2], found[3]);
         }
@@ -531,8 +528,8 @@ struct LoadedOver {
             box[i] = half_t(float(i));
         }
         int wrong = 0;
-        auto const error =
-            launch(&kernel<kWay>, 1, 64, 2048, encode(box.data(), 32, 8, 8, 32, 8), &wrong);
+        auto const map = encode(box.data(), 32, 8, 8, 32, 8);
+        auto const error = launch(&kernel<kWay>, 1, 64, 2048, map, &wrong);
         expect(error != cudaSuccess || wrong == 0, "what was loaded");
         return error;
     }
