@@ -52,8 +52,8 @@ def _many_tiles(config: FwdConfig):
 
 
 def _tiles_of_one_block(config: FwdConfig):
-    """As many tiles, of fewer keys than a block: the loader then is furthest ahead."""
-    return _make_qkv(config, 6, 1025, config.tile_n - 8, 8, 1, config.head_dim)
+    """640 tiles of fewer keys than a block: the loader is furthest ahead in these."""
+    return _make_qkv(config, 80, 100, config.tile_n - 8, 8, 1, config.head_dim)
 
 
 def _differs(got, expected) -> torch.Tensor:
