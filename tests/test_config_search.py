@@ -211,3 +211,12 @@ def test_the_line_that_is_printed():
 
 def test_dtypes_are_those_of_configurations():
     assert set(TORCH_DTYPES) == set(DTYPES)
+
+
+def test_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(config_search.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["config_search.py", "--out", "search.json"])
+    with pytest.raises(SystemExit) as refused:
+        config_search.main()
+    assert refused.value.code == 2
+    assert "expected an NVIDIA GPU that torch can use, found none" in capsys.readouterr().err

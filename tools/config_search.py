@@ -365,6 +365,8 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=8, help="rows printed for each search")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("expected an NVIDIA GPU that torch can use, found none; run it there")
     capability = torch.cuda.get_device_capability()
     target = f"{capability[0]}{capability[1]}"
     specs = {
