@@ -25,7 +25,7 @@ def row(d=64, s=512, causal=False, difference=0.0, dtype="bf16", group=1, sustai
         found["us_sustained"] = {name: 1.25 * t for name, t in us.items()}
         found["tflops_sustained"] = {name: x / 1.25 for name, x in tflops.items()}
         found["percent_of_ceiling_sustained"] = {name: x / 8 for name, x in tflops.items()}
-        state = {"sm_mhz": 1512.0, "power_w": 655.0, "power_capped": 0.9}
+        state = {"sm_mhz": 1512.0, "power_w": 654.9700000000001, "power_capped": 0.9}
         found["gpu_sustained"] = {name: dict(state) for name in us}
     return found
 

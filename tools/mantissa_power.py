@@ -69,8 +69,8 @@ def predicted(full: float, bits_qk: int, bits_v: int) -> float:
 
 def over_bf16(us: Mapping[str, float]) -> dict[str, float]:
     """Speed of each over bf16's, from microseconds; nothing where bf16 did not run."""
-    others = {run: time for run, time in us.items() if run != "bf16"}
-    return {run: round(us["bf16"] / time, 4) for run, time in others.items() if "bf16" in us}
+    others = {run: taken for run, taken in us.items() if run != "bf16"}
+    return {run: round(us["bf16"] / taken, 4) for run, taken in others.items() if "bf16" in us}
 
 
 def _in_turns(calls: Mapping[tuple[str, str], Call], samples: sweep.Samples) -> dict[str, dict]:

@@ -78,7 +78,8 @@ def _points(result: Mapping, suffix: str) -> str:
         cells += ["-" if over is None else f"{over:.3f}", share]
         if suffix:
             state = row["gpu_sustained"].get("flashcute", {})
-            cells += [state.get(name, "-") for name in ("sm_mhz", "power_w", "power_capped")]
+            for name, digits in {"sm_mhz": 0, "power_w": 0, "power_capped": 2}.items():
+                cells.append(f"{state[name]:.{digits}f}" if name in state else "-")
         rows.append(cells)
     header = ["dtype", "d", "mask", "s", "h/h_k", *names, "x best peer", "% of matmul"]
     table = bm.format_table([*header, *(["MHz", "W", "power-capped"] if suffix else [])], rows)
