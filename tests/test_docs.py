@@ -331,6 +331,7 @@ def test_the_speed_table_comes_from_the_result_file(tmp_path):
     row = {"dtype": "bf16", **dataclasses.asdict(shape), "us": us}
     row["tflops"] = {peer: shape.flops / t / 1e6 for peer, t in us.items()}
     machine = {"gpu": "GPU X", "driver": "1.2", "torch": "2.11", "date": "2026-11-21T00:00:00"}
+    machine["commit"] = "0123456789abcdef"
     result = {"machine": machine, "contenders": ["flashcute", "fa2", "fa3"]}
     grouped = row | {"h_k": 1, "us": {"flashcute": 1.0, "fa2": 9.0}}
     result["rows"] = [row, grouped]
@@ -342,7 +343,7 @@ def test_the_speed_table_comes_from_the_result_file(tmp_path):
     assert ["", "128", "causal", "4096", ours, fa2, ""] in cells  # fa3 did not run
     assert "1.25x the speed of fa2" in text
     assert "flashcute 21.4 us" in text
-    assert "GPU X" in text
+    assert "GPU X" in text and "2026-11-21, at commit 0123456:" in text
 
 
 def test_facts_have_every_column():

@@ -147,6 +147,7 @@ def result_file():
             rows.append({"seqlen_q": seqlen, "causal": causal, "us": us, "tflops": tflops})
     records = {name: {"errors": [], "counters": {"warps": 1.5}} for name in names}
     machine = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "date": "2026-01-02T03:04:05"}
+    machine["commit"] = "0123456789abcdef"
     return {"machine": machine, "rungs": records, "rows": rows}
 
 
@@ -157,6 +158,7 @@ def test_the_table_comes_from_the_result():
     assert cells[3:8] == ["2000", "0.5", "0.051", "10", "2"]
     assert cells[8] == "% of warp slots busy: 1.5 to 1.5"
     assert "all are right" in report.text(result)
+    assert "2026-01-02, at commit 0123456:" in report.text(result)
     result["rungs"][RUNGS[3].name]["errors"].append("a wrong row")
     assert f"NOT RIGHT: {RUNGS[3].name}" in report.text(result)
 

@@ -53,7 +53,8 @@ def speed(path: Path = FORWARD) -> str:
     speeds = bm.format_table(["head dim", "mask", "seqlen", *names], rows)
     lines = [
         f"Forward, bf16, TFLOP/s, on one {machine['gpu']} (driver {machine['driver']}, torch "
-        f"{machine['torch']}), {str(machine['date'])[:10]}: 16k tokens, {ours} beside "
+        f"{machine['torch']}), {str(machine['date'])[:10]}, at commit "
+        f"{str(machine['commit'])[:7]}: 16k tokens, {ours} beside "
         f"{', '.join(peers)} in the same run, cold caches, medians "
         "([protocol](flashcute/benchmarking.py)). `fa2` and `cudnn` are PyTorch's.",
         "",

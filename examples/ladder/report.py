@@ -115,7 +115,8 @@ def text(result: Mapping) -> str:
     wrong = [name for name, record in result["rungs"].items() if record["errors"]]
     lines = [
         f"Measured on one {machine['gpu']} (driver {machine['driver']}, torch {machine['torch']}), "
-        f"{str(machine['date'])[:10]}: bf16, batch 4, 96 heads, s = {SEQLEN}, d = 128, no mask, "
+        f"{str(machine['date'])[:10]}, at commit {str(machine['commit'])[:7]}: bf16, batch 4, "
+        f"96 heads, s = {SEQLEN}, d = 128, no mask, "
         "cold caches, medians. Each rung was compared with the reference before it was timed"
         + (f"; NOT RIGHT: {', '.join(wrong)}." if wrong else "; all are right."),
         "",
