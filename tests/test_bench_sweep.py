@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import types
@@ -189,6 +190,24 @@ def test_host_time_is_taken_of_every_contender_on_each_shape(monkeypatch):
     large = sweep.HOST_SHAPES["host_us_causal"]
     assert large.causal and large.h > large.h_k
     assert large.b * large.h * large.seqlen_q // 192 > 132  # more tiles than an H200 has SMs
+
+
+def test_host_time_is_taken_before_the_sampler_starts(monkeypatch):
+    """Its queries and calls wait for each other in the driver."""
+    happened = []
+
+    @contextlib.contextmanager
+    def sampler(interval_ms):
+        happened.append("sampler")
+        yield [{"at": 0.0, "sm_mhz": 1980.0}]
+
+    monkeypatch.setattr(bm, "gpu_sampler", sampler)
+    monkeypatch.setattr(sweep, "measure_host", lambda *_: happened.append("host") or {})
+    monkeypatch.setattr(sweep, "measure_ceiling", lambda _, samples: {"samples": len(samples)})
+    result = sweep.run([], dataclasses.replace(CPU, device="cuda"))
+    assert happened == ["host"] * len(sweep.HOST_SHAPES) + ["sampler"]
+    assert result["ceiling"] == {"samples": 1}
+    assert result["gpu_samples"]["sm_mhz"]["max"] == 1980.0
 
 
 def test_the_time_limit_and_the_keyboard_keep_what_is_measured(monkeypatch):

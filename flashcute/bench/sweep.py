@@ -226,14 +226,13 @@ def run(
     begin = time.monotonic()
     on_gpu = options.device == "cuda"
     rows: list[dict] = []
+    samples: list[dict[str, float]] = []
     ceiling, host = {}, {name: {} for name in HOST_SHAPES}
-    with (
-        torch.no_grad(),
-        bm.gpu_sampler(interval_ms=SAMPLE_MS) as samples,
-        contextlib.suppress(KeyboardInterrupt),
-    ):
-        if on_gpu:
+    with torch.no_grad(), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+        if on_gpu:  # before the sampler starts, which calls the driver, too
             host |= {name: measure_host(shape, options) for name, shape in HOST_SHAPES.items()}
+        samples = stack.enter_context(bm.gpu_sampler(interval_ms=SAMPLE_MS))
+        if on_gpu:
             ceiling = measure_ceiling(options, samples)
         for number, point in enumerate(wanted):
             if time.monotonic() - begin > options.time_limit:
