@@ -60,6 +60,9 @@ _V_LANDED = """\
                 cp_async_wait<0>();
                 __syncthreads();
                 if (n > 0) load_k("""
+_DONE_AGAIN = """\
+raise_max(tSrS, tOrO);
+            sum = exponentiate<true>(tSrS, tOrP);"""
 _WAIT = "cp_async_wait<0>();"
 _BARRIER = "__syncthreads();"
 _RACE = "data race"
@@ -282,25 +285,34 @@ MUTANTS = (
         "cp.async reads outside every tensor",
     ),
     # Softmax.
+    Mutant("output not rescaled", "softmax.h", "rescale(tOrO, factor);", "", "numerics/late"),
+    Mutant("row sums not rescaled", "softmax.h", "row_sum(i) *= factor(i);", "", "numerics/late"),
     Mutant(
-        "output not rescaled",
-        _MAINLOOP,
-        "if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);",
-        "",
+        "probabilities larger than fp16 holds",
+        "softmax.h",
+        "kMaxSum = 32768.f;",
+        "kMaxSum = 1e30f;",
         "numerics/late",
     ),
     Mutant(
-        "row sums not rescaled",
+        "block not done again with its maximum",
         "softmax.h",
-        "row_sum(i) *= growth.factor(i);",
-        "",
+        _DONE_AGAIN,
+        _DONE_AGAIN.splitlines()[0],
         "numerics/late",
     ),
     Mutant(
-        "rescaling put off for longer than fp16 holds",
+        "rows whose scores are all masked so far not done again",
         "softmax.h",
-        "kMaxGrowth = 8.f;",
-        "kMaxGrowth = 80.f;",
+        "!(sum(i) <= kMaxSum)",
+        "sum(i) > kMaxSum",
+        "numerics/late",
+    ),
+    Mutant(
+        "masked scores of a first block not kept from minus infinity minus itself",
+        "softmax.h",
+        "row_sum = exponentiate<true>(tSrS, tOrP);",
+        "row_sum = exponentiate<false>(tSrS, tOrP);",
         "numerics/late",
     ),
     Mutant(

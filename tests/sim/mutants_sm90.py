@@ -9,7 +9,7 @@ from mutants import Mutant
 from flashcute.config import FwdConfig
 
 # Two warpgroups that take turns and ask for tiles; three that do neither, with narrower pages.
-ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True, False, True)
+ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True, True, True)
 STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, True, True, False)
 
 _MAINLOOP = "mainloop_fwd_sm90.h"
@@ -484,8 +484,8 @@ _OPERANDS = (
     ),
     _numerics(
         "output not rescaled, two warpgroups",
-        _MAINLOOP,
-        "if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);",
+        "softmax.h",
+        "rescale(tOrO, factor);",
         "",
     ),
 )

@@ -159,10 +159,8 @@ struct MainloopFwdSm80 {
                 cp_async_fence();
             }
             if (masked) mask.template apply<Traits>(tSrS, thread, n);
-            auto const growth = softmax.update_max(tSrS);
-            if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);
-            softmax.exponentiate(tSrS);
-            Tensor rP = convert_type<Element>(tSrS);  // (4, MMA_M, N/8)
+            Tensor rP = make_tensor<Element>(tSrS.layout());  // (4, MMA_M, N/8)
+            softmax.take_block(tSrS, rP, tOrO, masked || n == n_end - 1);
             Tensor tOrP =
                 make_tensor(rP.data(), layout_acc_as_operand_a(rP.layout()));  // (8, MMA_M, N/16)
             Tensor tOsVt = copy_v.get_slice(thread).partition_S(sVt(stage));   // (8, d/16, N/16)

@@ -337,9 +337,7 @@ struct MainloopFwdSm90 {
                 if (n >= n_unmasked_end) {
                     mask.template apply<Traits>(tSrS, thread, n);
                 }
-                softmax.start(tSrS);
-                softmax.exponentiate(tSrS);
-                convert(tSrS, tOrP);
+                softmax.start(tSrS, tOrP);
                 clear(rO);
 
                 auto const step = [&](auto masked) {
@@ -352,13 +350,10 @@ struct MainloopFwdSm90 {
                     sm90::wgmma_wait<1>();
                     take_scores(n, false_type{});
                     if (masked) mask.template apply<Traits>(tSrS, thread, n);
-                    auto const growth = softmax.update_max(tSrS);
-                    softmax.exponentiate(tSrS);
                     sm90::wgmma_wait<0>();
                     take_out();
                     k.advance();
-                    convert(tSrS, tOrP);
-                    if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);
+                    softmax.take_block(tSrS, tOrP, tOrO, masked);
                 };
                 --n;
                 CUTE_NO_UNROLL

@@ -177,9 +177,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             take_scores(n);
             ++k.i;
             if (n >= n_unmasked) mask.template apply<Traits>(tSrS, thread, n);
-            softmax.start(tSrS);
-            softmax.exponentiate(tSrS);
-            flash::convert(tSrS, tOrP);
+            softmax.start(tSrS, tOrP);
             clear(rO);
 
             auto const step = [&](auto masked) {
@@ -192,13 +190,10 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
                 sm90::wgmma_wait<1>();
                 take_scores(n);
                 if (masked) mask.template apply<Traits>(tSrS, thread, n);
-                auto const growth = softmax.update_max(tSrS);
-                softmax.exponentiate(tSrS);
                 sm90::wgmma_wait<0>();
                 take_out();
                 ++k.i;
-                flash::convert(tSrS, tOrP);
-                if (growth.rescale) SoftmaxT::rescale(tOrO, growth.factor);
+                softmax.take_block(tSrS, tOrP, tOrO, masked);
             };
             CUTE_NO_UNROLL
             for (--n; n >= n_unmasked; --n) step(true_type{});
