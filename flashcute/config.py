@@ -48,7 +48,7 @@ class FwdConfig:
             sm80 class none or all.
         min_ctas: CTAs per SM that the register budget must allow.
         peel_masked: Give the blocks that need the mask a copy of the main loop of their own.
-        lazy_rescale: Rescale O only when a row's maximum grew by more than a factor of 2^8.
+        lazy_rescale: Seek a block's maximum, and rescale O, only when sums grow too large without.
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
 
     Raises:

@@ -64,55 +64,52 @@ class _Sm90Tile:
     warpgroups: int
     max_seqlen: float = math.inf
     q_in_regs: int = 0
-    lazy_rescale: bool = True
-    ping_pong: bool = True
 
 
 # By head dimension and causal mask, shortest sequences first; two stages everywhere: four win
-# up to 1 % at head dimension 32, elsewhere nothing, so the loads are not late.
+# up to 1 % at head dimension 32, elsewhere nothing, so the loads are not late. O is rescaled lazily
+# (18 % won at most) and warpgroups take turns (27 %) everywhere.
 #
 # S, P and O of a thread take tile_n / 2 + tile_n / 4 + head_dim / 2 registers, of which about 200
 # are there with two MMA warpgroups and 132 with three. Three bring more softmax under the products
 # and read K and V from shared memory less often for each row; two compute less beyond the end of
-# short sequences, as their tiles are 128 rows and not 192. Found by tools/config_search.py on an
-# H200; the figures are geometric means, over the lengths a tile is used for between 512 and 16384,
-# of the speed over the better of FlashAttention-3 and cuDNN, with the best other choice of two
-# stages; two searches differ by 0.01, and nothing was changed for less. The data:
-# benchmarks/results/search_sm90_h200.json. Steps of Q in registers fill what is left of them; the
-# figures of these tiles are from another run, whose peers were up to 16 % slower at long sequences,
-# so compare them with each other: benchmarks/results/search_sm90_q_in_regs_h200.json. At head
-# dimensions 32, 64 and 256 and for 128x128 at 96 they win about 0.01 at most, or lose.
+# short sequences, as their tiles are 128 rows and not 192. Steps of Q in registers fill what is
+# left of them. Found by tools/config_search.py on an H200, bf16, lengths 512 to 16384; the figures
+# are geometric means, over the lengths a tile is used for, of the speed over the better of
+# FlashAttention-3 and cuDNN, with the best other choice; two searches differ by 0.01, and nothing
+# was changed for less. The data: benchmarks/results/search_sm90_no_max_h200.json. Tiles in fp16,
+# before maxima were sought only when needed: benchmarks/results/search_sm90_fp16_h200.json.
 _SM90_TILES = {
-    (32, False): (_Sm90Tile(128, 3, lazy_rescale=False),),  # 1.24; not in turns 1.22
+    (32, False): (_Sm90Tile(128, 3),),  # 1.32; 192x144 1.28
     (32, True): (
-        _Sm90Tile(128, 2, 1024, lazy_rescale=False),  # 1.20; not in turns 1.21
-        _Sm90Tile(128, 3, lazy_rescale=False),  # 1.20; not in turns 1.19
+        _Sm90Tile(128, 2, 1024),  # 1.19; 192x128 1.07
+        _Sm90Tile(144, 3),  # 1.29; 192x128 1.27
     ),
-    (64, False): (_Sm90Tile(128, 3, lazy_rescale=False),),  # 1.04; lazy 1.03
+    (64, False): (_Sm90Tile(128, 3),),  # 1.17; 192x96 with all of Q and 192x112 1.07
     (64, True): (
-        _Sm90Tile(128, 2, 1024, ping_pong=False),  # 1.02; in turns 1.01
-        _Sm90Tile(128, 3, lazy_rescale=False),  # 1.01; lazy 0.99
+        _Sm90Tile(128, 2, 1024),  # 1.05; 192x128 0.95
+        _Sm90Tile(128, 3),  # 1.19; 192x96 with all of Q 1.14
     ),
     (96, False): (
-        _Sm90Tile(128, 2, 1024),  # 1.17; not in turns 1.16
-        _Sm90Tile(112, 3),  # 1.06; not in turns 1.05
+        _Sm90Tile(128, 2, 1024),  # 1.22; with all of Q 1.23
+        _Sm90Tile(96, 3, q_in_regs=3),  # 1.26; 192x112 1.24
     ),
     (96, True): (
-        _Sm90Tile(128, 2, 1024),  # 1.24; not in turns 1.23
-        _Sm90Tile(96, 3, q_in_regs=3),  # 1.28; 192x112 1.25, 192x96 without Q 1.24
+        _Sm90Tile(128, 2, 1024),  # 1.29; with all of Q 1.27
+        _Sm90Tile(96, 3, q_in_regs=3),  # 1.30; 192x112 1.29
     ),
     (128, False): (
-        _Sm90Tile(128, 2, 1024, q_in_regs=8),  # 1.04; not in turns 1.04, without Q 1.03
-        _Sm90Tile(80, 3, q_in_regs=2),  # 1.10; without Q 1.08, 128x128 1.07
+        _Sm90Tile(128, 2, 1024, q_in_regs=8),  # 1.04; 128x176 1.04
+        _Sm90Tile(80, 3, q_in_regs=2),  # 1.08; 128x176 1.07
     ),
     (128, True): (
-        _Sm90Tile(128, 2, 4096, q_in_regs=8, ping_pong=False),  # 1.08; in turns 1.09
-        _Sm90Tile(80, 3, q_in_regs=2),  # 1.19; not in turns 1.20, without Q 1.17
+        _Sm90Tile(128, 2, 4096, q_in_regs=8),  # 1.05; not in turns 1.05
+        _Sm90Tile(80, 3, q_in_regs=2),  # 1.05; not in turns 1.07, at 8192 1.4 % slower
     ),
-    (192, False): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.14; 128x96 with 8 steps 1.13, 128x80 1.12
-    (192, True): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.16; 128x96 1.15
-    (256, False): (_Sm90Tile(64, 2),),  # 1.06; 128x80 1.04
-    (256, True): (_Sm90Tile(64, 2),),  # 1.06; not in turns 1.05
+    (192, False): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.08; 128x80 with 11 steps 1.06
+    (192, True): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.07; 128x96 with 8 steps 1.05
+    (256, False): (_Sm90Tile(64, 2),),  # 1.06; with 6 steps of Q 1.06
+    (256, True): (_Sm90Tile(64, 2),),  # 1.08; with 6 steps of Q 1.08
 }
 
 
@@ -161,8 +158,8 @@ def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[tuple[FwdConfi
                 q_in_regs=tile.q_in_regs,
                 min_ctas=1,
                 peel_masked=True,
-                lazy_rescale=tile.lazy_rescale,
-                ping_pong=tile.ping_pong,
+                lazy_rescale=True,
+                ping_pong=True,
             ),
             tile.max_seqlen,
         )

@@ -98,9 +98,10 @@ def test_clocks_of_a_key_block_by_hand():
         "smem": 3 * (6 * 16 + 8 * 20 + 5 * 32),
         "mufu": 192 * 80 / 16,
         # 12 warps of 40 scores a thread, four instructions a clock.
-        "issue": pytest.approx(12 / 4 * (4.5 * 40 + 80 + 128 / 3)),
+        "issue": pytest.approx(12 / 4 * (3.5 * 40 + 80 + 128 / 3)),
     }
-    # Rescaling each time: 64 elements of O a thread, and in four lanes a factor for each row.
+    # Rescaling each time: a comparison a score, 64 elements of O a thread, and in four lanes a
+    # factor for each row.
     always = dataclasses.replace(SM90, lazy_rescale=False)
     more = config_search.block_clocks(always, HOPPER)
     assert more["mufu"] == 192 * 84 / 16
@@ -115,7 +116,7 @@ def test_clocks_of_a_key_block_of_the_sm80_class_by_hand():
         "smem": 512 + 2 * 64 * 64 * 2 / 128,
         "mufu": 128 * 64 / 16,
         # A warp: 64 scores a thread, 128 MMAs, 32 ldmatrix of 512 bytes.
-        "issue": pytest.approx(4 / 4 * (4.5 * 64 + 128 + 32 + 80 + 0.55 * 64)),
+        "issue": pytest.approx(4 / 4 * (3.5 * 64 + 128 + 32 + 80 + 0.55 * 64)),
     }
     assert config_search.block_clocks(SM80, (8, 0))["tensor"] == 1024
 
@@ -140,11 +141,11 @@ def test_the_profiles_that_clocks_are_compared_with_are_there():
     ("config", "capability", "roof", "percent"),
     [
         (SM90, HOPPER, "tensor", 100.0),
-        # 66 exponentials a thread of 64 scores: 66 * 8 clocks a warpgroup, its products take 256.
-        (heuristics.sm90_configs("bf16", 32, False)[0][0], HOPPER, "mufu", 48.5),
+        # 64 exponentials a thread: 64 * 8 clocks a warpgroup, its products take 256.
+        (heuristics.sm90_configs("bf16", 32, False)[0][0], HOPPER, "mufu", 50.0),
         (SM80, HOPPER, "tensor", 63.0),
         (heuristics.fwd_config("bf16", 256, False, HOPPER), HOPPER, "smem", 36.4),
-        (heuristics.fwd_config("bf16", 32, False, HOPPER), HOPPER, "issue", 44.8),
+        (heuristics.fwd_config("bf16", 32, False, HOPPER), HOPPER, "mufu", 50.0),
     ],
     ids=lambda value: getattr(value, "full_name", None),
 )
@@ -164,13 +165,15 @@ def test_no_roof_without_rates():
 
 @pytest.mark.parametrize(("head_dim", "causal"), EACH)
 def test_roofs_cannot_tell_sm90_candidates_apart(head_dim, causal):
-    """Why none of them is left out: the one in use may have the lower roof."""
+    """Why none of them is left out: nearly all have the roof of those in use."""
     found = config_search.candidates(90, "bf16", head_dim, causal, HOPPER)
     shares = {c: config_search.roofline(c, HOPPER)["tensor_peak_percent"] for c in found}
-    assert min(shares.values()) > 0.968 * max(shares.values())
     used = config_search.in_use(90, "bf16", head_dim, causal, HOPPER)
-    least = min(config_search.roofline(c, HOPPER)["tensor_peak_percent"] for c in used)
-    assert least == min(shares.values())
+    assert {config_search.roofline(c, HOPPER)["tensor_peak_percent"] for c in used} == {
+        max(shares.values())
+    }
+    assert min(shares.values()) > 0.968 * max(shares.values())
+    assert sum(share == max(shares.values()) for share in shares.values()) > len(found) / 2
 
 
 def kernel(config):
@@ -189,7 +192,7 @@ def test_a_row_says_what_was_built_and_its_roof():
         "registers": 128,
         "spill_bytes": 24,
         "smem_bytes": fp16.smem_bytes,
-        "block_clocks": {"tensor": 1920.0, "smem": 1248.0, "mufu": 960.0, "issue": 908.0},
+        "block_clocks": {"tensor": 1920.0, "smem": 1248.0, "mufu": 960.0, "issue": 788.0},
         "roof": "tensor",
         "tensor_peak_percent": 100.0,
         "tflops": {},

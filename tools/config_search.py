@@ -85,12 +85,13 @@ def smem_clocks(config: FwdConfig) -> float:
 def instructions(config: FwdConfig) -> float:
     """Instructions that a warp issues for a key block without a mask, an estimate.
 
-    4.5 a score for the softmax; one for each element of O that every block rescales; the MMAs and
-    ``ldmatrix`` of the sm80 class; and what addresses, row maxima and barriers take. Within 6 % of
-    what ``python -m flashcute profile --static`` counts in the kernels in use.
+    3.5 a score for the softmax, FFMA, MUFU, FADD and half a conversion, and where O is rescaled
+    every time one more, for the maximum; then one for each element of O; the MMAs and ``ldmatrix``
+    of the sm80 class; and what addresses, row sums and barriers take. Within 6 % of what
+    ``python -m flashcute profile --static`` counts in the kernels in use.
     """
     rows = config.tile_m // config.warps
-    scores = 4.5 * rows * config.tile_n / machines.WARP
+    scores = (3.5 if config.lazy_rescale else 4.5) * rows * config.tile_n / machines.WARP
     if config.arch == 90:
         rescale = 0 if config.lazy_rescale else rows * config.head_dim / machines.WARP
         return scores + rescale + 80 + config.head_dim / 3

@@ -274,9 +274,6 @@ struct MainloopFwdSm90 {
             typename Traits::TiledMmaPV mma_pv;
             auto const thr_qk = mma_qk.get_slice(warpgroup * 128);
             auto const thr_pv = mma_pv.get_slice(warpgroup * 128);
-            Tensor sQ = make_tensor(make_smem_ptr(storage.q.data()),
-                                    typename Traits::SmemLayoutQ{});       // (M, d)
-            Tensor tSrQ = thr_qk.make_fragment_A(thr_qk.partition_A(sQ));  // (1, 1, d/16)
             Tensor tSrQreg = make_tensor<Element>(
                 Layout<Shape<Shape<_2, _2, _2>, _1, Int<kQRegSteps>>>{});  // (8, 1, steps)
             Tensor rS = partition_fragment_C(
@@ -290,6 +287,13 @@ struct MainloopFwdSm90 {
             SoftmaxT softmax(params.scale_softmax, params.scale_softmax_log2);
 
             auto const issue_qk = [&] {
+                // Of many steps ptxas keeps the descriptors in vector registers over the loop. It
+                // does not know that a ring has fewer than 2^31 uses, and that this adds 0.
+                constexpr bool kMany = Traits::kQSteps - kQRegSteps > 8;
+                Element *const q = storage.q.data() + (kMany ? k.uses >> 31 : 0);
+                Tensor sQ =
+                    make_tensor(make_smem_ptr(q), typename Traits::SmemLayoutQ{});  // (M, d)
+                Tensor tSrQ = thr_qk.make_fragment_A(thr_qk.partition_A(sQ));       // (1, 1, d/16)
                 Tensor sK = make_tensor(make_smem_ptr(storage.k[k.stage()].data()),
                                         typename Traits::SmemLayoutKV{});      // (N, d)
                 Tensor tSrK = thr_qk.make_fragment_B(thr_qk.partition_B(sK));  // (1, 1, d/16)

@@ -7,15 +7,15 @@ static constexpr flash::FwdConfig kConfig = {
     .head_dim = 32,
     .mask = flash::MaskKind::causal,
     .tile_m = 192,
-    .tile_n = 128,
+    .tile_n = 144,
     .warps = 12,
     .stages = 2,
     .q_in_regs = 0,
     .min_ctas = 1,
     .peel_masked = true,
-    .lazy_rescale = false,
+    .lazy_rescale = true,
     .ping_pong = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim32_bf16_causal_sm90_192x128_s2_pp";
+static constexpr char kName[] = "flash_fwd_hdim32_bf16_causal_sm90_192x144_s2_lazy_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

@@ -14,8 +14,8 @@ static constexpr flash::FwdConfig kConfig = {
     .min_ctas = 1,
     .peel_masked = true,
     .lazy_rescale = true,
-    .ping_pong = false,
+    .ping_pong = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim64_bf16_causal_sm90_128x128_s2_lazy";
+static constexpr char kName[] = "flash_fwd_hdim64_bf16_causal_sm90_128x128_s2_lazy_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

@@ -7,15 +7,15 @@ static constexpr flash::FwdConfig kConfig = {
     .head_dim = 96,
     .mask = flash::MaskKind::none,
     .tile_m = 192,
-    .tile_n = 112,
+    .tile_n = 96,
     .warps = 12,
     .stages = 2,
-    .q_in_regs = 0,
+    .q_in_regs = 3,
     .min_ctas = 1,
     .peel_masked = true,
     .lazy_rescale = true,
     .ping_pong = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim96_fp16_sm90_192x112_s2_lazy_pp";
+static constexpr char kName[] = "flash_fwd_hdim96_fp16_sm90_192x96_s2_qreg3_lazy_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
