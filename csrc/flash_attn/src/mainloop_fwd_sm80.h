@@ -160,7 +160,7 @@ struct MainloopFwdSm80 {
             }
             if (masked) mask.template apply<Traits>(tSrS, thread, n);
             Tensor rP = make_tensor<Element>(tSrS.layout());  // (4, MMA_M, N/8)
-            softmax.take_block(tSrS, rP, tOrO, masked || n == n_end - 1);
+            softmax.take_block(tSrS, rP, tOrO, masked);
             Tensor tOrP =
                 make_tensor(rP.data(), layout_acc_as_operand_a(rP.layout()));  // (8, MMA_M, N/16)
             Tensor tOsVt = copy_v.get_slice(thread).partition_S(sVt(stage));   // (8, d/16, N/16)
