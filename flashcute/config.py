@@ -48,7 +48,8 @@ class FwdConfig:
             sm80 class none or all.
         min_ctas: CTAs per SM that the register budget must allow.
         peel_masked: Give the blocks that need the mask a copy of the main loop of their own.
-        lazy_rescale: Seek a block's maximum, and rescale O, only when sums grow too large without.
+        lazy_rescale: Seek a block's maximum, and rescale O, only where a thread's share of a row's
+            sum exceeds 2^15 relative to the maximum so far.
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
 
     Raises:

@@ -293,45 +293,45 @@ def tiles() -> Canvas:
     return c
 
 
-# Maxima of successive key blocks for one row, in powers of two, as random scores give them.
+# Maxima of successive key blocks for one row whose scores rise far, in powers of two.
 BLOCK_MAXIMA = (
     3.1,
     5.0,
     4.2,
-    6.8,
+    8.8,
     7.5,
-    6.0,
-    9.9,
-    8.1,
-    10.4,
-    10.0,
-    12.6,
     11.0,
-    13.0,
-    12.2,
-    11.5,
-    14.1,
+    13.9,
+    12.1,
+    16.4,
+    15.0,
+    20.6,
+    18.0,
+    22.0,
+    21.2,
+    19.5,
+    24.1,
 )
-MAX_GROWTH = 8.0  # Softmax::kMaxGrowth in softmax.h
+MAX_SUM = 15.0  # log2 of Softmax::kMaxSum in softmax.h
 
 
 def rescale() -> Canvas:
     """The running maximum, and the one the kernel subtracts, which lags behind it."""
-    c = Canvas(900, 400, "Rescaling every time or only when it matters")
-    left, bottom, dx, dy = 80, 330, 44, 17.5
+    c = Canvas(900, 440, "Rescaling every time or only when it matters")
+    left, bottom, dx, dy = 80, 370, 44, 12
 
     def at(block: float, value: float) -> tuple[float, float]:
         return left + block * dx, bottom - value * dy
 
-    for value in range(0, 17, 4):
+    for value in range(0, 29, 4):
         c.line([at(0, value), at(len(BLOCK_MAXIMA), value)], "#dddddd")
         c.text(left - 8, at(0, value)[1] + 4, str(value), 12, anchor="end")
-    c.text(14, 26, "score * log2(e), in powers of two", 13, bold=True)
+    c.text(14, 20, "score * log2(e), in powers of two", 13, bold=True)
     running, used = [], []
     steps = [0, 0]
     for j, block_max in enumerate(BLOCK_MAXIMA):
         running.append(max([*running[-1:], block_max]))
-        if not used or running[-1] - used[-1] > MAX_GROWTH:
+        if not used or block_max - used[-1] > MAX_SUM:
             used.append(running[-1])
             steps[1] += 1
             c.text(at(j + 0.5, 0)[0], bottom + 38, "rescale", 11, anchor="middle", fill=STRONG)
@@ -339,26 +339,30 @@ def rescale() -> Canvas:
             used.append(used[-1])
         steps[0] += j == 0 or running[-1] > running[-2]
         c.text(at(j + 0.5, 0)[0], bottom + 20, str(j + 1), 12, anchor="middle")
-    c.text(left, bottom + 62, "block of keys, in the order of visits ->", 12)
+    c.text(left, bottom + 60, "block of keys, in the order of visits ->", 12)
 
-    def staircase(values: list[float], stroke: str) -> None:
+    def staircase(values: list[float], stroke: str, **attributes: object) -> None:
         points = [at(j + k, value) for j, value in enumerate(values) for k in (0, 1)]
-        c.line(points, stroke, stroke_width=2.5)
+        c.line(points, stroke, **attributes)
 
-    staircase(running, "#2a7f78")
-    staircase(used, STRONG)
+    staircase(running, "#2a7f78", stroke_width=2.5)
+    staircase(used, STRONG, stroke_width=2.5)
+    first = [value for value in used if value == used[0]]
+    limit = [value + MAX_SUM for value in [*first, first[-1]]]
+    staircase(limit, STRONG, stroke_width=1.5, stroke_dasharray="4 3")
     for j, block_max in enumerate(BLOCK_MAXIMA):
         x, y = at(j + 0.5, block_max)
         c.rect(x - 3.5, y - 3.5, 7, 7, INK, r=3.5)
-    x, y = 560, 236
-    c.rect(x, y, 320, 84, WHITE)
+    x, y = 100, 50
+    c.rect(x, y, 350, 86, WHITE)
     c.rect(x + 11, y + 9, 7, 7, INK, r=3.5)
     c.text(x + 30, y + 17, "maximum of the block", 12)
     c.line([(x + 6, y + 33), (x + 24, y + 33)], "#2a7f78", stroke_width=2.5)
     c.text(x + 30, y + 37, f"running maximum: {steps[0]} rescales", 12)
     c.line([(x + 6, y + 53), (x + 24, y + 53)], STRONG, stroke_width=2.5)
-    c.text(x + 30, y + 57, f"maximum in use: {steps[1]}, one of them of zeros;", 12)
-    c.text(x + 30, y + 74, f"it may lag by up to {MAX_GROWTH:.0f}", 12)
+    c.text(x + 30, y + 57, f"number subtracted: {steps[1]} rescales, one of them of zeros", 12)
+    c.line([(x + 6, y + 72), (x + 24, y + 72)], STRONG, stroke_width=1.5, stroke_dasharray="4 3")
+    c.text(x + 30, y + 76, f"one score above it, and a sum exceeds 2^{MAX_SUM:.0f}", 12)
     return c
 
 
@@ -455,10 +459,10 @@ def warpgroups() -> Canvas:
     lane(44, "loader, TMA", [(2.5 * i, 2.5 * i + 2.2, x, BLUE) for i, x in enumerate(loads)])
     first = [("S(n)", 0.0, 1.2), ("P V(n+1)", 1.2, 2.5), ("S(n-1)", 5.0, 6.2), ("P V(n)", 6.2, 7.5)]
     lane(94, "1: tensor cores", [(a, b, x, GREEN) for x, a, b in first])
-    softmax = [(1.2, 4.4, "softmax(n)", YELLOW), (6.2, 9.4, "softmax(n-1)", YELLOW)]
+    softmax = [(2.5, 4.9, "softmax(n)", YELLOW), (7.5, 9.9, "softmax(n-1)", YELLOW)]
     lane(128, "1: FP32, MUFU", softmax)
     lane(178, "2: tensor cores", [(a + 2.5, b + 2.5, x, GREEN) for x, a, b in first])
-    second = [(3.7, 6.9, "softmax(n)", YELLOW), (8.7, 10.0, "softmax", YELLOW)]
+    second = [(0.0, 2.4, "softmax(n+1)", YELLOW), (5.0, 7.4, "softmax(n)", YELLOW)]
     lane(212, "2: FP32, MUFU", second)
     c.line([(20, 274), (44, 274)], STRONG, stroke_width=1.5, stroke_dasharray="4 3")
     c.text(
@@ -470,10 +474,15 @@ def warpgroups() -> Canvas:
     c.text(
         52,
         299,
-        "S(n) and P V(n+1) are issued together; the softmax of n starts when S(n) is done and",
+        "S(n) and P V(n+1) are issued together; the softmax of n writes P's registers, which",
         12,
     )
-    c.text(52, 316, "runs under P V(n+1) and under the products of the other warpgroup", 12)
+    c.text(
+        52,
+        316,
+        "P V(n+1) reads: it follows that, and runs under the other warpgroup's products",
+        12,
+    )
     return c
 
 

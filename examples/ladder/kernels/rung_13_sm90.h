@@ -10,8 +10,9 @@
 // A warp that only loads runs ahead as far as buffers are free; barriers in shared memory say which
 // are full and which are empty. Its registers go to the warpgroups that compute.
 //
-// Overlap: both products are issued before the softmax, so P V of the block before runs under it,
-// and the warpgroups take turns, so that one's softmax runs under the other's products.
+// Overlap: Q K^T of a block and P V of the block before are issued together, and the warpgroups
+// take turns, so that one's softmax runs under the other's products. It waits for its own P V: that
+// reads P from the registers that the softmax writes.
 //
 // CTAs that stay, one per SM: while a tile's output is written, the next one's Q, K and V arrive.
 // Under a causal mask tiles differ in length, and each CTA asks for its next one, longest first.
