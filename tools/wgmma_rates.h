@@ -29,6 +29,7 @@ struct Problem {
     int32_t warpgroups;
     int32_t iterations;  // at least 1
     float scale;         // of the softmax
+    float scale_log2;    // scale * log2(e); were it computed here, ptxas would spill
 };
 
 template <class Engine, class Layout>
@@ -119,27 +120,12 @@ struct Rate {
     }
 };
 
-// 2^x for x <= 127 without the MUFU unit: the integer part into the exponent, of the rest, in
-// [-1/2, 1/2], the polynomial of degree 4 with the least relative error, 3e-6.
-CUTE_DEVICE float exp2_polynomial(float x) {
-    constexpr float kRound = 12582912.f;  // 1.5 * 2^23: what is added to it is rounded to integers
-    x = fmaxf(x, -126.f);
-    float const shifted = x + kRound;
-    float const rest = x - (shifted - kRound);
-    float y = fmaf(rest, 9.58285e-3f, 5.590643e-2f);
-    y = fmaf(rest, y, 2.4024099e-1f);
-    y = fmaf(rest, y, 6.9312419e-1f);
-    y = fmaf(rest, y, 1.f);
-    return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
-}
-
 enum class Part {
-    products,    // Q K^T and P V alone
-    softmax,     // what lies between them alone
-    both,        // as the main loop orders them
-    turns,       // the same, and warpgroups take turns in issuing products
-    eager,       // the same, and O is rescaled after each block
-    polynomial,  // both, with every fourth exponential on the FMA units
+    products,  // Q K^T and P V alone
+    softmax,   // what lies between them alone
+    both,      // as the main loop orders them
+    turns,     // the same, and warpgroups take turns in issuing products
+    eager,     // the same, and each block's maximum is sought and O rescaled
 };
 
 // The main loop's `step`, each time with the same keys: O grows by P V, the row sums with it.
@@ -163,25 +149,6 @@ struct Loop {
         alignas(1024) cute::array<Element, cosize_v<LayoutKV>> k;
         alignas(1024) cute::array<Element, cosize_v<LayoutKV>> v;
     };
-
-    template <class Scores>
-    CUTE_DEVICE static void exponentiate(Softmax &softmax, Scores &tSrS) {
-        if constexpr (kPart != Part::polynomial) {
-            softmax.exponentiate(tSrS);
-        } else {
-            Tensor scores = make_tensor(tSrS.data(), flash::layout_acc_rowcol(tSrS.layout()));
-            CUTE_UNROLL
-            for (int i = 0; i < size<0>(scores); ++i) {
-                float const max_scaled = softmax.row_max(i) * softmax.scale_log2;
-                CUTE_UNROLL
-                for (int j = 0; j < size<1>(scores); ++j) {
-                    float const x = scores(i, j) * softmax.scale_log2 - max_scaled;
-                    scores(i, j) = j % 4 == 3 ? exp2_polynomial(x) : exp2f(x);
-                    softmax.row_sum(i) += scores(i, j);
-                }
-            }
-        }
-    }
 
     // Named barrier 0 is __syncthreads().
     CUTE_DEVICE static void wait_turn(int warpgroup) {
@@ -221,14 +188,12 @@ struct Loop {
         Tensor tOrO = make_tensor(rO.data(), AccLayout<C.head_dim>{});  // (4, 1, d/8)
         Tensor tOrP = make_tensor<Element>(
             Layout<Shape<Shape<_2, _2, _2>, _1, Int<C.tile_n / 16>>>{});  // (8, 1, N/16)
-        Softmax softmax(problem.scale, problem.scale * float(M_LOG2E));
+        Softmax softmax(problem.scale, problem.scale_log2);
 
         sm90::wgmma_issue<false>(mma_qk, tSrQ, tSrK, rS);
         sm90::wgmma_wait<0>();
         sm90::pin(rS);
-        softmax.start(tSrS);
-        exponentiate(softmax, tSrS);
-        flash::convert(tSrS, tOrP);
+        softmax.start(tSrS, tOrP);
         clear(rO);
 
         int64_t const start = clock_of_all();
@@ -247,26 +212,20 @@ struct Loop {
                 sm90::wgmma_wait<1>();
             }
             sm90::pin(rS);
-            if constexpr (kSoftmax) {
-                auto const growth = softmax.update_max(tSrS);
-                exponentiate(softmax, tSrS);
-                if constexpr (kProducts) {
-                    sm90::wgmma_wait<0>();
-                    sm90::pin(rO);
-                }
-                flash::convert(tSrS, tOrP);
-                sm90::pin(tOrP);
-                if (growth.rescale) Softmax::rescale(tOrO, growth.factor);
-            } else {
+            if constexpr (kProducts) {
                 sm90::wgmma_wait<0>();
                 sm90::pin(rO);
+            }
+            if constexpr (kSoftmax) {
+                softmax.take_block(tSrS, tOrP, tOrO, false);
+                if constexpr (!kProducts) sm90::pin(tOrP);  // nothing else reads it
             }
         } while (++i < problem.iterations);
         int64_t const end = clock_of_all();
         problem.clocks[blockIdx.x] = end - start;
 
         if constexpr (!kSoftmax) {  // ptxas shortens products whose result nobody reads
-            exponentiate(softmax, tSrS);
+            softmax.start(tSrS, tOrP);
         }
         sm90::wgmma_issue<true>(mma_pv, tOrP, tOrV, rO);
         sm90::wgmma_wait<0>();

@@ -42,7 +42,7 @@ OPERANDS = {"ss": WIDTHS, "rs": WIDTHS, "rs_transposed": (64, 128, 192, 256)}
 DEPTH = 64  # of A and B; each iteration multiplies them GROUPS times
 GROUPS = 4
 SHAPES = ((64, 128, 3), (64, 128, 2), (128, 80, 3), (128, 128, 2), (256, 64, 2))
-PARTS = ("products", "softmax", "both", "turns", "eager", "polynomial")
+PARTS = ("products", "softmax", "both", "turns", "eager")
 CLOCKS = 4e6  # that one launch takes at least: a few milliseconds
 LAUNCHES = 3
 
@@ -53,7 +53,7 @@ class Problem(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("a", "b", "v", "out", "clocks")),
         *((name, ctypes.c_int32) for name in ("ctas", "warpgroups", "iterations")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "scale_log2")),
     )
 
 
@@ -132,14 +132,13 @@ class Loop:
     @property
     def mufu_clocks(self) -> float:
         """Least clocks of a block's exponentials on the MUFU units."""
-        share = 3 / 4 if self.part == "polynomial" else 1
-        return share * self.scores / HOPPER.mufu
+        return self.scores / HOPPER.mufu
 
     @property
     def issue_clocks(self) -> float:
-        """Least clocks to issue FFMA, MUFU, FADD, FMNMX a score, a conversion for two, and for
-        every fourth score without MUFU its polynomial's nine instructions instead."""
-        each = 4.5 + (8 / 4 if self.part == "polynomial" else 0)
+        """Least clocks to issue FFMA, MUFU, FADD a score and a conversion for two; where each
+        maximum is sought, FMNMX."""
+        each = 4.5 if self.part == "eager" else 3.5
         return each * self.scores / (WARP * SUBPARTITIONS)
 
     @property
@@ -241,7 +240,7 @@ def launch(
     pointers = [x.data_ptr() for x in operands]
     pointers += [0] * (3 - len(pointers)) + [out.data_ptr(), clocks.data_ptr()]
     scale = 1 / math.sqrt(out.shape[1])  # of the softmax, which is the head dimension's
-    error = entry(Problem(*pointers, ctas, warpgroups, its, scale))
+    error = entry(Problem(*pointers, ctas, warpgroups, its, scale, scale * math.log2(math.e)))
     if error is not None:
         raise RuntimeError(f"wgmma_rates: the launch failed: {error.decode()}")
     return clocks.tolist()
@@ -298,8 +297,8 @@ def measure_loop(kernel: Loop, entry: Callable) -> dict:
     expected = scores.softmax(dim=1) @ v.double()
     if kernel.part == "softmax":  # of what came out of the softmax before: only finite
         expected = out.double()
-    elif kernel.part == "products":  # three times P V, over the row sums of two
-        expected *= 3 / 2
+    elif kernel.part == "products":  # three times P V, over the row sums of one
+        expected *= 3
     require_close(kernel.name, out, expected, 1e-2)
     clocks, spread = clocks_of(run, max(kernel.tensor_clocks, kernel.mufu_clocks))
     return {
