@@ -1,0 +1,134 @@
+"""The online softmax at its edges: when a block's maximum is sought, and what it must not disturb.
+
+A row's scores here are random, plus a level that changes from key block to key block, in powers of
+two. Key blocks are visited from the last to the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from flashcute import sim
+from flashcute.config import FwdConfig
+from flashcute.testing import check_forward
+
+# fp16, whose range is what limits how far a maximum may lag behind.
+SM80 = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 1, 0, 2, True)
+SM90 = FwdConfig(90, "fp16", 32, "causal", 128, 32, 8, 2, 0, 1, True, True, True)
+CONFIGS = (SM80, dataclasses.replace(SM80, peel_masked=False), SM90)
+D, BLOCK = 32, 32
+ROWS = slice(3, None, 5)  # for which a level counts where a case is about some rows only
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Compiles them side by side."""
+    sim.build_runners(["none"])
+    return sim.build_kernels([(config, "none") for config in CONFIGS])
+
+
+def problem(levels, seqlen_q, seqlen_k, *, scale=D**-0.5, rows=slice(None), spread=1.0):
+    """q, k and v; levels: of the key blocks in the order of visits, added for ``rows`` only.
+
+    The first component of q and k makes the level, the others random scores.
+    """
+    generator = torch.Generator().manual_seed(5)
+    sizes = ((1, seqlen_q, 2, D), (1, seqlen_k, 1, D), (1, seqlen_k, 1, D))
+    q, k, v = (torch.randn(size, generator=generator) for size in sizes)
+    q *= spread * D**-0.5 / scale
+    q[..., 0] = 0
+    q[:, rows, :, 0] = 64
+    level = torch.tensor(levels)[-1 - torch.arange(seqlen_k) // BLOCK]
+    k[..., 0] = (level / (64 * scale * math.log2(math.e)))[None, :, None]
+    return q.half(), k.half(), v.half()
+
+
+def run(config, q, k, v, softmax_scale=None, copy_mode="late"):
+    result = sim.run_fwd(
+        q, k, v, config, softmax_scale=softmax_scale, copy_mode=copy_mode, sms=2, seed=1
+    )
+    assert result.verdict == "pass", result.message
+    return result.out, result.lse
+
+
+def all_configs(test):
+    return pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)(test)
+
+
+# 14.9 is within what a thread's share of a sum may reach, 15.5 is not; 15.9 is within fp16.
+@all_configs
+@pytest.mark.parametrize("rows", [slice(None), ROWS], ids=["all rows", "some rows"])
+@pytest.mark.parametrize("rise", [0.0, 4.0, 14.9, 15.5, 15.9, 20.0, 100.0, 300.0, -20.0, -300.0])
+def test_levels_that_rise(config, rise, rows):
+    q, k, v = problem([rise * i for i in range(6)], 70, 192, rows=rows)
+    check_forward(*run(config, q, k, v), q, k, v, causal=True)
+
+
+@all_configs
+def test_one_score_in_a_row_of_equal_ones(config):
+    """All scores of all rows alike, but one in the block visited last, 2^20 above."""
+    q, k, v = problem([0.0] * 5, 64, 160, spread=0.0)
+    k[0, 7, 0, 0] = 20 / (64 * D**-0.5 * math.log2(math.e))
+    check_forward(*run(config, q, k, v), q, k, v, causal=True)
+
+
+@all_configs
+@pytest.mark.parametrize("level", [-2600.0, -40.0, 0.0, 40.0, 2600.0])
+def test_scores_far_from_zero(config, level):
+    """About 1e4 before the scale: relative to 0 they vanish or overflow."""
+    q, k, v = problem([level] * 4, 64, 128, rows=ROWS)
+    check_forward(*run(config, q, k, v), q, k, v, causal=True)
+
+
+@all_configs
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("rise", [0.0, 14.9, 20.0])
+def test_scale_above_one(config, rise, scale):
+    levels = [rise * i for i in range(5)]
+    q, k, v = problem(levels, 64, 160, scale=scale)
+    out, lse = run(config, q, k, v, softmax_scale=scale)
+    check_forward(out, lse, q, k, v, causal=True, softmax_scale=scale)
+
+
+@all_configs
+@pytest.mark.parametrize("level", [-30.0, 0.0, 30.0])
+def test_rows_whose_first_keys_come_in_an_unmasked_block(config, level):
+    """Row 0 sees the first key block, or two, and none of those visited before."""
+    for seqlen_k in (config.tile_m + BLOCK - 1, config.tile_m + 2 * BLOCK - 1):
+        blocks = -(-seqlen_k // BLOCK)
+        q, k, v = problem([0.0] * (blocks - 1) + [level], config.tile_m, seqlen_k, rows=ROWS)
+        check_forward(*run(config, q, k, v), q, k, v, causal=True)
+
+
+@all_configs
+def test_scores_of_minus_infinity(config):
+    """In two unmasked blocks that are visited before any other key."""
+    q, k, v = problem([0.0] * 6, 40, 192)
+    k[0, 2 * BLOCK :, 0, 0] = -math.inf
+    check_forward(*run(config, q, k, v), q, k, v, causal=True)
+
+
+@all_configs
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("fall", [0.0, 200.0])
+def test_a_row_without_a_result_leaves_others_alone(config, fall, value):
+    """Because of it its warp does every block again, whatever its other rows hold."""
+    q, k, v = problem([-fall * i for i in range(6)], 70, 192)
+    q[0, 9, 1, 5] = value
+    out, lse = run(config, q, k, v)
+    assert out[0, 9, 1].isnan().all()
+    check_forward(out, lse, q, k, v, causal=True)
+
+
+@all_configs
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_key_without_a_result_leaves_rows_before_it_alone(config, value):
+    q, k, v = problem([0.0] * 4, 64, 128)
+    k[0, 100, 0, 0] = value
+    out, lse = run(config, q, k, v)
+    assert out[0, 36:].isnan().all()
+    check_forward(out, lse, q, k, v, causal=True)
