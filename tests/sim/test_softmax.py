@@ -21,7 +21,7 @@ SM80 = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 1, 0, 2, True)
 SM90 = FwdConfig(90, "fp16", 32, "causal", 128, 32, 8, 2, 0, 1, True, True, True)
 CONFIGS = (SM80, dataclasses.replace(SM80, peel_masked=False), SM90)
 D, BLOCK = 32, 32
-ROWS = slice(3, None, 5)  # for which a level counts where a case is about some rows only
+ROWS = slice(11, None, 16)  # one a warp, of its second half: the other rows keep their level
 
 
 @pytest.fixture(scope="module", autouse=True)
