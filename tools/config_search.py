@@ -87,17 +87,17 @@ def instructions(config: FwdConfig) -> float:
 
     3.5 a score for the softmax, FFMA, MUFU, FADD and half a conversion, and where O is rescaled
     every time one more, for the maximum; then one for each element of O; the MMAs and ``ldmatrix``
-    of the sm80 class; and what addresses, row sums and barriers take. Within 6 % of what
-    ``python -m flashcute profile --static`` counts in the kernels in use.
+    of the sm80 class; and what descriptors, addresses and barriers take. Within 6 % of what
+    ``python -m flashcute profile --static`` counts in the kernels in use that peel masked blocks.
     """
     rows = config.tile_m // config.warps
     scores = (3.5 if config.lazy_rescale else 4.5) * rows * config.tile_n / machines.WARP
     if config.arch == 90:
-        rescale = 0 if config.lazy_rescale else rows * config.head_dim / machines.WARP
-        return scores + rescale + 80 + config.head_dim / 3
+        rescale = 0 if config.lazy_rescale else rows * config.head_dim / machines.WARP + 20
+        return scores + rescale + 7.6 * (config.head_dim + config.tile_n) / 16
     mmas = 2 * rows * config.tile_n * config.head_dim / 2048
     fragments = mmas * smem_clocks(config) * machines.SMEM_BYTES / 512
-    return scores + mmas + fragments + 80 + 0.55 * config.head_dim
+    return scores + mmas + fragments + 65 + 0.55 * config.head_dim
 
 
 def block_clocks(config: FwdConfig, capability: tuple[int, int]) -> dict[str, float]:

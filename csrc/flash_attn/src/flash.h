@@ -30,7 +30,7 @@ struct FwdConfig {
                         // shared memory; sm80: none or all
     int32_t min_ctas;   // CTAs per SM that the register budget must allow
     bool peel_masked;   // loop over masked and unmasked blocks apart instead of asking each time
-    bool lazy_rescale;  // rescale O only when a row's maximum grew by more than a factor of 2^8
+    bool lazy_rescale;  // seek a maximum and rescale O only when a sum grows too large without
     bool ping_pong;     // sm90: warpgroups take turns in issuing their products
 };
 

@@ -1,6 +1,7 @@
 // The loop over key blocks on wgmma and TMA. One thread loads; each MMA warpgroup runs S = Q K^T,
-// mask, softmax, O += P V on 64 query rows, with the softmax of one block under the P V of the
-// block before.
+// mask, softmax, O += P V on 64 query rows. S of a block and P V of the block before are issued
+// together; the softmax, which writes P where that product reads it, waits for both, and runs under
+// the products of the other warpgroups.
 #pragma once
 
 #include <arch_sm90.h>
