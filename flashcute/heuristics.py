@@ -82,12 +82,12 @@ class _Sm90Tile:
 _SM90_TILES = {
     (32, False): (_Sm90Tile(128, 3),),  # 1.32; 192x144 1.28
     (32, True): (
-        _Sm90Tile(128, 2, 1024),  # 1.19; 192x128 1.07
+        _Sm90Tile(128, 2, 1024),  # 1.19; O rescaled every time 1.14
         _Sm90Tile(144, 3),  # 1.29; 192x128 1.27
     ),
     (64, False): (_Sm90Tile(128, 3),),  # 1.17; 192x96 with all of Q and 192x112 1.07
     (64, True): (
-        _Sm90Tile(128, 2, 1024),  # 1.05; 192x128 0.95
+        _Sm90Tile(128, 2, 1024),  # 1.05; not in turns 0.98
         _Sm90Tile(128, 3),  # 1.19; 192x96 with all of Q 1.14
     ),
     (96, False): (
@@ -104,10 +104,10 @@ _SM90_TILES = {
     ),
     (128, True): (
         _Sm90Tile(128, 2, 4096, q_in_regs=8),  # 1.05; not in turns 1.05
-        _Sm90Tile(80, 3, q_in_regs=2),  # 1.05; not in turns 1.07, at 8192 1.4 % slower
+        _Sm90Tile(80, 3, q_in_regs=2),  # 1.05; not in turns 1.07: 0.99, 1.04 of it
     ),
     (192, False): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.08; 128x80 with 11 steps 1.06
-    (192, True): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.07; 128x96 with 8 steps 1.05
+    (192, True): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.07; not in turns 1.07
     (256, False): (_Sm90Tile(64, 2),),  # 1.06; with 6 steps of Q 1.06
     (256, True): (_Sm90Tile(64, 2),),  # 1.08; with 6 steps of Q 1.08
 }

@@ -173,7 +173,7 @@ def test_roofs_cannot_tell_sm90_candidates_apart(head_dim, causal):
         max(shares.values())
     }
     assert min(shares.values()) > 0.968 * max(shares.values())
-    assert sum(share == max(shares.values()) for share in shares.values()) > len(found) / 2
+    assert sum(share == max(shares.values()) for share in shares.values()) > 0.9 * len(found)
 
 
 def kernel(config):

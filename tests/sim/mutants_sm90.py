@@ -483,6 +483,12 @@ _OPERANDS = (
         "",
     ),
     _numerics(
+        "masked scores of a first block not kept from minus infinity minus itself",
+        "softmax.h",
+        "row_sum = exponentiate<true>(tSrS, tOrP);",
+        "row_sum = exponentiate<false>(tSrS, tOrP);",
+    ),
+    _numerics(
         "output not rescaled, two warpgroups",
         "softmax.h",
         "rescale(tOrO, factor);",
