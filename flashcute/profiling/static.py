@@ -158,6 +158,11 @@ def _notes(report: Mapping, log: str) -> list[str]:
             f"the main loop at {loop['address']} is the leanest of the copies; others, with their "
             f"instructions per score element: {others}"
         )
+    if "MUFU" not in loop["mix_per_element"]:  # as in one loop for blocks with and without a mask
+        notes.append(
+            "every exponential of the main loop is under a branch, so read the figures of every "
+            "branch, which count each attempt at the softmax"
+        )
     if estimate is not None:
         bound = estimate["bound_by"]
         percent = estimate["tensor_peak_percent_at_best"]
