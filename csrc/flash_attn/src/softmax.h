@@ -117,7 +117,7 @@ struct Softmax {
             sum(i) = 0.f;
             CUTE_UNROLL
             for (int j = 0; j < size<1>(scores); ++j) {
-                exps(i, j) = exp2f(fmaf(scores(i, j), scale_log2, -max_scaled));
+                exps(i, j) = exp2f(scores(i, j) * scale_log2 - max_scaled);
                 sum(i) += exps(i, j);
             }
         }
