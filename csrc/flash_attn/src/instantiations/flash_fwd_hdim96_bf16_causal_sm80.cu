@@ -9,13 +9,13 @@ static constexpr flash::FwdConfig kConfig = {
     .tile_m = 128,
     .tile_n = 64,
     .warps = 4,
-    .stages = 2,
+    .stages = 1,
     .q_in_regs = 0,
     .min_ctas = 2,
-    .peel_masked = false,
+    .peel_masked = true,
     .lazy_rescale = true,
     .ping_pong = false,
 };
-static constexpr char kName[] = "flash_fwd_hdim96_bf16_causal_sm80_128x64_w4_s2_c2";
+static constexpr char kName[] = "flash_fwd_hdim96_bf16_causal_sm80_128x64_w4_s1_c2_peel";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
