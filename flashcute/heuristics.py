@@ -104,7 +104,7 @@ _SM90_TILES = {
     ),
     (128, True): (
         _Sm90Tile(128, 2, 4096, q_in_regs=8),  # 1.05; not in turns 1.05
-        _Sm90Tile(80, 3, q_in_regs=2),  # 1.05; not in turns 1.07: 0.99, 1.04 of it
+        _Sm90Tile(80, 3, q_in_regs=2),  # 1.05; not in turns 1.07: 8192 -1 %, 16384 +4 %
     ),
     (192, False): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.08; 128x80 with 11 steps 1.06
     (192, True): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.07; not in turns 1.07
