@@ -21,6 +21,7 @@ Semantics, for the query at row ``i`` and the key at column ``j``:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 # Scores held at a time: 128 MiB in float64, and a few temporaries of the same size.
 _MAX_BLOCK_SCORES = 2**24
+
+# (batch, rows) -> bool (b, h, rows, seqlen_k) of these batch entries and query rows, True keeps.
+DropoutMask = Callable[[slice, slice], Tensor]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -60,7 +64,7 @@ class _Options:
     sinks: Tensor | None  # (h,)
     attn_bias: Tensor | None  # (b, h, seqlen_q, seqlen_k), expanded
     dropout_p: float
-    dropout_mask: Tensor | None  # (b, h, seqlen_q, seqlen_k), expanded, True keeps
+    dropout_mask: DropoutMask | None
     dtype: torch.dtype
     reorder_ops: bool
     return_probs: bool
@@ -79,7 +83,7 @@ def attention_ref(
     sinks: Tensor | None = None,
     attn_bias: Tensor | None = None,
     dropout_p: float = 0.0,
-    dropout_mask: Tensor | None = None,
+    dropout_mask: Tensor | DropoutMask | None = None,
     upcast: torch.dtype | None = None,
     reorder_ops: bool = False,
     return_probs: bool = False,
@@ -102,7 +106,9 @@ def attention_ref(
         dropout_p: Probability of dropping, in [0, 1). The kept probabilities are scaled by
             ``1 / (1 - dropout_p)``.
         dropout_mask: bool, broadcastable to (b, h, seqlen_q, seqlen_k), True where a probability is
-            kept. Needed if ``dropout_p > 0``: this function draws no random numbers.
+            kept. Needed if ``dropout_p > 0``: this function draws no random numbers. Or a function
+            of two slices, of the batch and of the query rows, that returns that part of it; the
+            backward asks for the same parts again.
         upcast: float32 or float64 to compute in; None computes in the inputs' dtype (the softmax's
             statistics never below float32). ``out`` stays in that dtype: cast it if need be.
         reorder_ops: Scale K instead of Q. Together with ``upcast=None`` this is the low precision
@@ -131,12 +137,12 @@ def attention_ref(
         return_probs=return_probs,
     )
 
-    batches, rows = _blocks(q.shape[0], q.shape[1], q.shape[2] * k.shape[1])
+    batches, rows = blocks(q.shape[0], q.shape[1], q.shape[2] * k.shape[1])
     # Autograd would keep every block's probabilities: where there are several, recompute them.
     recompute = torch.is_grad_enabled() and len(batches) * len(rows) > 1
     columns = []
     for batch in batches:
-        blocks = []
+        parts = []
         for row in rows:
             args = (q, k, v, (batch, row), options)
             if recompute:
@@ -145,8 +151,8 @@ def attention_ref(
                 )
             else:
                 block = _attend_block(*args)
-            blocks.append(block)
-        outs, lses, probs = zip(*blocks, strict=True)
+            parts.append(block)
+        outs, lses, probs = zip(*parts, strict=True)
         columns.append((_join(outs, 1), _join(lses, 2), _join(probs, 2)))
     out, lse, probs = (_join(parts, 0) for parts in zip(*columns, strict=True))
     return AttentionOutput(out, lse, probs)
@@ -165,9 +171,7 @@ def visible_keys(
 
     ``rows`` selects query rows, all by default. Definitions are in the module's docstring.
     """
-    left, right = window_size
-    if causal:
-        right = 0
+    left, right = window_bounds(seqlen_q, seqlen_k, causal, window_size)
     place = _places(seqlen_q, seqlen_k, rows, device)  # (rows, 1)
     key = torch.arange(seqlen_k, device=device)  # (seqlen_k)
     visible = torch.ones(place.shape[0], seqlen_k, dtype=torch.bool, device=device)
@@ -178,12 +182,24 @@ def visible_keys(
     return visible
 
 
+def window_bounds(
+    seqlen_q: int, seqlen_k: int, causal: bool, window_size: tuple[int, int]
+) -> tuple[int, int]:
+    """``(left, right)``, -1 for no bound: ``causal`` and ``window_size`` as one window.
+
+    A bound that reaches over all keys from every query is none: what remains is less than the
+    lengths, so that places plus or minus a bound stay within int64.
+    """
+    left, right = window_size[0], 0 if causal else window_size[1]
+    return -1 if left >= seqlen_k - 1 else left, -1 if right >= max(seqlen_q - 1, 0) else right
+
+
 def _places(seqlen_q: int, seqlen_k: int, rows: slice, device) -> Tensor:
     """The places of the query rows among the keys, as a column: (rows, 1)."""
     return torch.arange(seqlen_q, device=device)[rows, None] + (seqlen_k - seqlen_q)
 
 
-def _blocks(b: int, seqlen_q: int, scores_per_row: int) -> tuple[list[slice], list[slice]]:
+def blocks(b: int, seqlen_q: int, scores_per_row: int) -> tuple[list[slice], list[slice]]:
     """Cuts of the batch and of the query rows such that a block stays under the limit above.
 
     There is always a block, if an empty one: so empty tensors take the same path as all others.
@@ -249,7 +265,7 @@ def _attend_block(
     probs = torch.where(visible, probs, 0).to(o.dtype)
     kept = probs
     if o.dropout_mask is not None:
-        kept = torch.where(o.dropout_mask[batch, :, rows], probs / (1 - o.dropout_p), 0)
+        kept = torch.where(o.dropout_mask(batch, rows), probs / (1 - o.dropout_p), 0)
     out = _weighted_values(kept, v, visible, poisoned)
     out = torch.where(sees_a_key, out, 0)  # (b, h, rows, d_v)
     return out.transpose(1, 2).contiguous(), lse, probs if o.return_probs else None
@@ -417,8 +433,8 @@ def _expand_bias(attn_bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | Non
 
 
 def _expand_dropout_mask(
-    dropout_p: float, dropout_mask: Tensor | None, q: Tensor, k: Tensor
-) -> Tensor | None:
+    dropout_p: float, dropout_mask: Tensor | DropoutMask | None, q: Tensor, k: Tensor
+) -> DropoutMask | None:
     if not 0 <= dropout_p < 1:
         _fail(ValueError, "dropout_p in [0, 1)", f"dropout_p={dropout_p}", "use 0 for none")
     if (dropout_p > 0) != (dropout_mask is not None):
@@ -427,9 +443,10 @@ def _expand_dropout_mask(
         )
         way_out = "draw one, e.g. torch.rand(b, h, seqlen_q, seqlen_k) >= dropout_p"
         _fail(ValueError, "dropout_p > 0 and a dropout_mask together", got, way_out)
-    if dropout_mask is None:
-        return None
+    if dropout_mask is None or not isinstance(dropout_mask, Tensor):
+        return dropout_mask
     if dropout_mask.dtype != torch.bool:
         got = f"dropout_mask.dtype={dropout_mask.dtype}"
         _fail(TypeError, "dropout_mask to be bool, True where kept", got, "compare, do not cast")
-    return _expand("dropout_mask", dropout_mask, q, k)
+    expanded = _expand("dropout_mask", dropout_mask, q, k)
+    return lambda batch, rows: expanded[batch, :, rows]

@@ -1,6 +1,7 @@
 """The reference against explicit loops in float64, PyTorch's SDPA and its own stated semantics."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -152,6 +153,61 @@ def test_feature_matches_loops(feature, lengths):
 def test_masks_match_loops(*, lengths, heads, causal, window, softcap, seed):
     q, k, v = make_qkv(b=1, sq=lengths[0], sk=lengths[1], h=heads[0], h_k=heads[1], d=2, seed=seed)
     check_against_loops(q, k, v, causal=causal, window_size=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("size", [2**31, sys.maxsize, 2**70])
+@pytest.mark.parametrize("lengths", [(8, 8), (9, 3), (3, 9), (8, 0), (0, 8)], ids=str)
+def test_a_window_beyond_the_lengths_is_none(lengths, size):
+    # Places plus or minus such a bound do not fit into int64.
+    everything = torch.ones(lengths, dtype=torch.bool)
+    assert torch.equal(visible_keys(*lengths, window_size=(size, size)), everything)
+    assert torch.equal(visible_keys(*lengths, window_size=(size, -1)), everything)
+    assert torch.equal(visible_keys(*lengths, window_size=(-1, size)), everything)
+    causal = visible_keys(*lengths, causal=True)
+    assert torch.equal(visible_keys(*lengths, window_size=(size, 0)), causal)
+    assert torch.equal(visible_keys(*lengths, causal=True, window_size=(size, size)), causal)
+
+
+@pytest.mark.parametrize("lengths", [(5, 7), (7, 5), (1, 4), (4, 1), (0, 3), (3, 0)], ids=str)
+def test_window_bounds_hide_what_the_window_hides(lengths):
+    sq, sk = lengths
+    for left in range(-1, 10):
+        for right in range(-1, 10):
+            for causal in (False, True):
+                bounds = reference.window_bounds(sq, sk, causal, (left, right))
+                assert max(bounds) < max(sq, sk, 1)
+                expected = torch.tensor(
+                    [
+                        [
+                            (left < 0 or j >= i + sk - sq - left)
+                            and (right < 0 or j <= i + sk - sq + right or causal)
+                            and (not causal or j <= i + sk - sq)
+                            for j in range(sk)
+                        ]
+                        for i in range(sq)
+                    ]
+                ).reshape(sq, sk)
+                assert torch.equal(visible_keys(sq, sk, window_size=bounds), expected.bool())
+
+
+@pytest.mark.parametrize("limit", [reference._MAX_BLOCK_SCORES, 60])
+def test_dropout_mask_may_be_a_function_of_the_block(monkeypatch, limit):
+    monkeypatch.setattr(reference, "_MAX_BLOCK_SCORES", limit)
+    q, k, v = (x.requires_grad_() for x in make_qkv())
+    mask = torch.rand(2, 4, 5, 7, generator=torch.Generator().manual_seed(0)) >= 0.4
+    asked = []
+
+    def part(batch, rows):
+        asked.append((batch, rows))
+        return mask[batch, :, rows]
+
+    out = attention_ref(q, k, v, dropout_p=0.4, dropout_mask=part).out
+    expected = attention_ref(q, k, v, dropout_p=0.4, dropout_mask=mask).out
+    assert torch.equal(out, expected)
+    got = torch.autograd.grad(out.square().sum(), (q, k, v))
+    for g, e in zip(got, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
+        assert torch.equal(g, e)
+    assert len(asked) == (1 if limit > 60 else 2 * len(set(map(str, asked))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
@@ -403,9 +459,9 @@ def test_layout_does_not_matter():
 
 def test_long_sequences_do_not_hold_all_scores():
     # 8192^2 float64 scores would be 512 MiB each in several copies; a block holds 128 MiB of them.
-    _, rows = reference._blocks(1, 8192, 8192)
+    _, rows = reference.blocks(1, 8192, 8192)
     assert len(rows) == 4
-    batches, rows = reference._blocks(65537, 1, 1)
+    batches, rows = reference.blocks(65537, 1, 1)
     assert (len(batches), len(rows)) == (1, 1)
 
 
