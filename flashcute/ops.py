@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import heuristics, jit
-from .reference import attention_ref
+from . import cpu, heuristics, jit
+from .config import NAMESPACE
 from .support import CAPABILITIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-NAMESPACE = "flashcute"  # FLASHCUTE_NAMESPACE in flash_api.cpp
 
 _DTYPES = ("fp16", "bf16")  # flash::DType
 
@@ -96,13 +94,8 @@ def _empty_outputs(q):
 
 
 def _fwd_cpu(q, k, v, softmax_scale, causal):
-    # Autocast would take the reference's matrix products back to 16 bits.
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
-        computed = attention_ref(q, k, v, softmax_scale=softmax_scale, causal=causal, upcast=upcast)
-        # Copied into the dtypes and layouts that the CUDA implementation and the fake return.
-        out, lse = _empty_outputs(q)
-        return out.copy_(computed.out), lse.copy_(computed.lse)
+    with torch.no_grad():
+        return cpu.attend(cpu.Tensors(q, k, v), cpu.Options(softmax_scale, causal))[:2]
 
 
 def _fwd_fake(q, k, v, softmax_scale, causal):

@@ -117,7 +117,7 @@ def test_tokens_after_a_cache_need_no_mask(monkeypatch, new):
     ids = tokens(2, 12)
     whole = theirs(input_ids=ids).last_hidden_state
     cache = ours(input_ids=ids[:, : 12 - new], use_cache=True).past_key_values
-    monkeypatch.delattr(integration, "attention_ref")  # what a mask would go to
+    monkeypatch.delattr(integration, "attend")  # what a mask would go to
     out = ours(input_ids=ids[:, 12 - new :], past_key_values=cache).last_hidden_state
     assert_same(out, whole[:, 12 - new :])
 
@@ -221,6 +221,39 @@ def test_masked_dropout_draws_a_new_mask_each_time():
     assert not torch.equal(*outs)
     dense = integration.attention_forward(torch.nn.Module(), q, q, q, mask)[0]
     assert abs(outs[0].mean() - dense.mean()) < 0.2
+
+
+def test_masks_and_dropout_do_not_ask_the_default_device():
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    sinks = torch.zeros(2, requires_grad=True)
+    with torch.device("meta"):
+        for options in ({}, {"dropout": 0.5}, {"dropout": 0.5, "s_aux": sinks}):
+            out, _ = integration.attention_forward(torch.nn.Module(), q, q, q, mask, **options)
+            (grad,) = torch.autograd.grad(out.sum(), q)
+            assert out.is_cpu and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_masked_training_compiles_into_one_graph(dropout):
+    torch._dynamo.reset()
+    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
+    sinks = torch.zeros(4, requires_grad=True)
+    q = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def attend(q, sinks):
+        out, _ = integration.attention_forward(
+            torch.nn.Module(), q, q, q, mask, dropout=dropout, s_aux=sinks, softcap=2.0
+        )
+        return out.square().sum()
+
+    results = []
+    for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(2)
+        loss = function(q, sinks)
+        results.append((loss, *torch.autograd.grad(loss, (q, sinks))))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
 
 
 MASKS = {

@@ -23,8 +23,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from ..cpu_ops import attend
 from ..flash_attn_interface import flash_attn_func
-from ..reference import attention_ref
 
 _WAY_OUT = (
     "run sequences one by one without padding and with a dynamic cache, "
@@ -153,7 +153,8 @@ def attention_forward(
     """
     _refuse(kwargs)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    options = {"softmax_scale": scaling, "softcap": softcap or 0.0}
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout}
     if attention_mask is None:
         options["causal"] = bool(causal)
         # Windows are counted as in flash-attn: the query itself is one of sliding_window keys.
@@ -171,7 +172,7 @@ def attention_forward(
     }
     present = [name for name, tensor in beyond_flash.items() if tensor is not None]
     if not present:
-        return flash_attn_func(q, k, v, dropout_p=dropout, **options)[..., :v_head_dim], None
+        return flash_attn_func(q, k, v, **options)[..., :v_head_dim], None
     if query.device.type != "cpu":
         name = present[0]
         shape = tuple(beyond_flash[name].shape)
@@ -179,13 +180,9 @@ def attention_forward(
             f"cute_attn: expected {name}=None on {query.device.type}, got {name} of shape {shape}; "
             f"{_WAY_OUT}"
         )
-    if dropout > 0.0:
-        keep = torch.rand(q.shape[0], q.shape[2], q.shape[1], k.shape[1]) >= dropout
-        options |= {"dropout_p": dropout, "dropout_mask": keep}
     bias = _additive_bias(attention_mask, position_bias)
-    upcast = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = attention_ref(q, k, v, attn_bias=bias, sinks=s_aux, upcast=upcast, **options).out
-    return out[..., :v_head_dim].to(query.dtype), None
+    out, _, _ = attend(q, k, v, attn_bias=bias, sinks=s_aux, **options)
+    return out[..., :v_head_dim], None
 
 
 def _refuse(kwargs: dict) -> None:
@@ -208,7 +205,7 @@ def _additive_bias(
     mask: torch.Tensor | None, position_bias: torch.Tensor | None
 ) -> torch.Tensor | None:
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+        mask = torch.where(mask, 0.0, float("-inf"))
     if mask is None or position_bias is None:
         return position_bias if mask is None else mask
     return mask + position_bias

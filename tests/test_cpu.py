@@ -1,0 +1,309 @@
+"""CPU tensors, eagerly: PyTorch's flash attention against the reference."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashcute import cpu, flash_attn_func, reference
+from flashcute.reference import attention_ref
+from flashcute.testing import check_forward
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WINDOWS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (3, 1)},
+    "left": {"window_size": (4, -1)},
+    "right": {"window_size": (-1, 2)},
+    "diagonal": {"window_size": (0, 0)},
+    "causal_window": {"window_size": (5, 7), "causal": True},
+    "scale": {"softmax_scale": -0.7},
+}
+LENGTHS = [(9, 9), (9, 14), (14, 9), (1, 7), (7, 1)]
+
+
+def make_qkv(sq, sk, *, h=4, h_k=2, d=8, dtype=torch.float32, b=2):
+    generator = torch.Generator().manual_seed(sq + 100 * sk)
+    shapes = ((b, sq, h, d), (b, sk, h_k, d), (b, sk, h_k, d))
+    return [
+        torch.randn(s, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+        for s in shapes
+    ]
+
+
+@pytest.fixture
+def flash_only(monkeypatch):
+    """Fails where the reference computes instead of PyTorch's kernel."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError("went to the reference")
+
+    monkeypatch.setattr(cpu, "attention_ref", fail)
+
+
+@pytest.fixture
+def reference_only(monkeypatch):
+    monkeypatch.setattr(cpu, "_flash_forward", None)
+
+
+def check_against_reference(q, k, v, **options):
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    if q.dtype != torch.float64:  # which the rule takes as the truth
+        check_forward(out.detach(), lse.detach(), q, k, v, check_drift=False, **options)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    exact, exact_lse, _ = attention_ref(q, k, v, upcast=torch.float64, **options)
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    expected = torch.autograd.grad(exact, (q, k, v), grad.double())
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-5, rtol=1e-6)
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float64: 1e-12}.get(q.dtype, 1e-5)
+    torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
+    for g, e, x in zip(got, expected, (q, k, v), strict=True):
+        assert (g.dtype, g.shape) == (x.dtype, x.shape)
+        torch.testing.assert_close(g, e, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.usefixtures("flash_only")
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_flash_is_the_reference(window, dtype, lengths):
+    check_against_reference(*make_qkv(*lengths, dtype=dtype), **WINDOWS[window])
+
+
+@pytest.mark.usefixtures("flash_only")
+@pytest.mark.parametrize("lengths", [(700, 1300), (1300, 700), (1100, 1100)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"window_size": (40, 0)},
+        {"window_size": (-1, 600)},
+        {"window_size": (0, -1)},
+    ],
+    ids=str,
+)
+def test_flash_in_pieces_is_the_reference(lengths, options):
+    check_against_reference(*make_qkv(*lengths, h=2, h_k=1, b=1), **options)
+
+
+@pytest.mark.usefixtures("flash_only")
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("d", [1, 3, 40, 257])
+def test_flash_with_any_heads(heads, d):
+    check_against_reference(*make_qkv(20, 33, h=heads[0], h_k=heads[1], d=d), causal=True)
+
+
+@pytest.mark.usefixtures("flash_only")
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_with_any_strides(causal):
+    q, k, v = (x.detach() for x in make_qkv(20, 20, h_k=4))
+    packed = torch.stack((q, k, v), 2)
+    for tensors in (
+        packed.unbind(2),
+        [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)],
+        [x.mT.contiguous().mT for x in (q, k, v)],  # the last stride is not 1
+        [x[:1, :, :1].expand(x.shape) for x in (q, k, v)],
+        (q, *(x[:, :1].expand(x.shape) for x in (k, v))),
+        [torch.nn.functional.pad(x, (0, 3))[..., :8] for x in (q, k, v)],
+    ):
+        leaves = [x.requires_grad_() for x in tensors]
+        out = flash_attn_func(*leaves, causal=causal)
+        assert out.stride() == torch.empty_like(tensors[0]).stride()
+        check_against_reference(*leaves, causal=causal)
+
+
+@pytest.mark.parametrize("sizes", [(0, 9, 9), (2, 0, 9), (2, 9, 0), (2, 0, 0)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_empty_tensors(sizes, causal):
+    # PyTorch's kernel divides by these lengths and ends the process.
+    b, sq, sk = sizes
+    q, k, v = make_qkv(sq, sk, b=b)
+    out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    assert torch.equal(out, torch.zeros_like(q))
+    assert torch.equal(lse, torch.full((b, 4, sq), -math.inf))
+    for x, grad in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+        assert torch.equal(grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (2, 1)}], ids=str)
+def test_hidden_nan_and_inf_reach_no_result(options, where, bad):
+    q, k, v = make_qkv(40, 40)
+    rows = slice(0, 20)  # none of which sees key 30
+    clean = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    expected = torch.autograd.grad(clean[0][:, rows].sum(), (q, k, v))
+    with torch.no_grad():
+        (k if where == "k" else v)[:, 30, :, 3] = bad
+    got = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    torch.testing.assert_close(got[0][:, rows], clean[0][:, rows])
+    torch.testing.assert_close(got[1][..., rows], clean[1][..., rows])
+    assert not got[0][:, 30].isfinite().all()
+    if "causal" in options:
+        return  # later rows see the key and all of these
+    for g, e in zip(torch.autograd.grad(got[0][:, rows].sum(), (q, k, v)), expected, strict=True):
+        torch.testing.assert_close(g[:, rows], e[:, rows])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("sq", [20, 7])
+def test_nan_and_inf_that_no_row_sees_reach_no_gradient(sq, bad):
+    q, k, v = make_qkv(sq, 40)
+    options = {"window_size": (3, 0)}  # keys before 40 - sq - 3 are seen by none
+    expected = torch.autograd.grad(flash_attn_func(q, k, v, **options).sum(), (q, k, v))
+    with torch.no_grad():
+        k[:, 5], v[:, 7] = bad, bad
+    got = torch.autograd.grad(flash_attn_func(q, k, v, **options).sum(), (q, k, v))
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_what_is_not_finite_means_what_the_reference_says(where, bad):
+    # PyTorch's exponential makes numbers of some NaNs, and its sums of products overflow.
+    tensors = [x.detach() for x in make_qkv(100, 100)]
+    tensors[where][:, 7, :, 3] = bad
+    out, lse, _ = flash_attn_func(*tensors, return_attn_probs=True)
+    expected = attention_ref(*tensors, upcast=torch.float32)
+    torch.testing.assert_close(out, expected.out, equal_nan=True)
+    torch.testing.assert_close(lse, expected.lse, equal_nan=True)
+
+
+def test_scores_that_overflow_are_the_references():
+    q = torch.full((1, 20, 1, 16), 1e20)
+    k = q.clone()
+    k[..., ::2] *= -1  # inf - inf inside a product
+    for args in ((q, q, q), (q, k, q)):
+        assert torch.equal(
+            flash_attn_func(*args).isnan(), attention_ref(*args, upcast=torch.float32).out.isnan()
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("lengths", [(3, 4), (4, 3)], ids=str)
+def test_derivatives_of_any_order(options, lengths):
+    q, k, v = make_qkv(*lengths, h=2, h_k=1, d=2, b=1, dtype=torch.float64)
+
+    def attend(q, k, v):
+        out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        return out, torch.where(lse.isfinite(), lse, 0)
+
+    # lse is returned in float32, too coarse for differences; its gradient is compared below.
+    assert torch.autograd.gradcheck(lambda *x: attend(*x)[0], (q, k, v), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda *x: attend(*x)[0], (q, k, v))
+    _, lse = attend(q, k, v)
+    exact = attention_ref(q, k, v, **options).lse
+    got = torch.autograd.grad(lse.square().sum(), (q, k))
+    expected = torch.autograd.grad(torch.where(exact.isfinite(), exact, 0).square().sum(), (q, k))
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_window_beyond_the_lengths_is_none(dtype):
+    q, k, v = make_qkv(8, 5, dtype=dtype)
+    for size in (8, sys.maxsize, 2**70):
+        for options in ({}, {"softcap": 1.0}):
+            got = flash_attn_func(q, k, v, window_size=(size, size), **options)
+            assert torch.equal(got, flash_attn_func(q, k, v, **options))
+            got = flash_attn_func(q, k, v, window_size=(size, 0), **options)
+            assert torch.equal(got, flash_attn_func(q, k, v, causal=True, **options))
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_dropout_holds_no_more_than_a_block_of_the_mask(monkeypatch, backward):
+    monkeypatch.setattr(reference, "_MAX_BLOCK_SCORES", 2**12)
+    q, k, v = make_qkv(128, 128, d=4)
+    tensors, options = cpu.Tensors(q, k, v, seed=torch.tensor(3)), cpu.Options(0.5, dropout_p=0.5)
+    with _LargestTensor() as largest, torch.set_grad_enabled(backward):
+        out, _, _ = cpu.attend(tensors, options)
+        if backward:
+            out.sum().backward()
+    assert largest.numel < 2**14  # all scores are 2**17
+
+
+@pytest.mark.parametrize("limit", [2**24, 300])
+def test_dropout_mask_is_the_same_in_every_use(monkeypatch, limit):
+    monkeypatch.setattr(reference, "_MAX_BLOCK_SCORES", limit)
+    q, k, v = make_qkv(12, 10, h_k=4)
+    torch.manual_seed(1)
+    out, _, dmask = flash_attn_func(q, k, v, 0.4, return_attn_probs=True)
+    weights = torch.where(torch.signbit(dmask), 0, dmask) / (1 - 0.4)
+    expected = torch.einsum("bhij,bjhd->bihd", weights, v)
+    torch.testing.assert_close(out, expected)
+    got = torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True)
+    for g, e in zip(got, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(g, e, atol=1e-5, rtol=1e-4)
+    torch.manual_seed(1)
+    assert torch.equal(flash_attn_func(q, k, v, 0.4), out)
+
+
+def test_dropout_drops_as_often_as_asked():
+    q, k, v = make_qkv(200, 200, h_k=4)
+    for default in (torch.float32, torch.bfloat16):  # whose rounding must not change the odds
+        torch.set_default_dtype(default)
+        try:
+            dmask = flash_attn_func(q, k, v, 0.002, return_attn_probs=True)[2]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        dropped = torch.signbit(dmask).double().mean().item()
+        sigma = math.sqrt(0.002 / dmask.numel())
+        assert abs(dropped - 0.002) < 5 * sigma
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "window_size": (3, 0)},
+        {"dropout_p": 0.5},
+        {"softcap": 1.0, "alibi_slopes": torch.rand(4)},
+    ],
+    ids=["plain", "window", "dropout", "alibi"],
+)
+def test_default_device_is_not_asked(options):
+    q, k, v = make_qkv(6, 7)
+    with torch.device("meta"):
+        out, lse, dmask = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(x.is_cpu for x in (out, lse, dmask, *grads))
+
+
+def test_autocast_changes_nothing():
+    q, k, v = make_qkv(9, 9)
+    for options in ({"causal": True}, {"softcap": 1.0}):
+        expected = flash_attn_func(q, k, v, **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(flash_attn_func(q, k, v, **options), expected)
+
+
+@pytest.mark.usefixtures("reference_only")
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 1.0}, {"dropout_p": 0.1}, {"alibi_slopes": torch.rand(4)}],
+    ids=["softcap", "dropout", "alibi"],
+)
+def test_other_options_go_to_the_reference(options):
+    q, k, v = make_qkv(6, 7)
+    assert flash_attn_func(q, k, v, **options).isfinite().all()
