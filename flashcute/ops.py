@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import cpu, heuristics, jit
+from . import cpu, cpu_ops, heuristics, jit
 from .config import NAMESPACE
-from .support import CAPABILITIES
+from .support import CAPABILITIES, not_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ _Resolver = ctypes.CFUNCTYPE(
 # fwd() gets the exception itself.
 _raised = threading.local()
 _load_lock = threading.Lock()
-_fwd: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+_fwd: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None  # the operator fwd_no_grad
 # Registrations live as long as these objects do.
 _keep_alive: list[object] = []
 
@@ -102,6 +102,19 @@ def _fwd_fake(q, k, v, softmax_scale, causal):
     return _empty_outputs(q)
 
 
+def _fwd_autograd(q, k, v, softmax_scale, causal):
+    """``fwd`` where a gradient may be asked for: right on the CPU, an error elsewhere.
+
+    Without it torch would compute the output and lose the gradient, with no more than a warning.
+    """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if not q.is_cpu:
+            raise NotImplementedError(f"{NAMESPACE}::fwd: {not_on_cuda('requires_grad', True)}")
+        return cpu_ops.attend(q, k, v, softmax_scale=softmax_scale, causal=causal)[:2]
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(torch.ops, NAMESPACE).fwd.default(q, k, v, softmax_scale, causal)
+
+
 def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Loads the binding once and returns the operator ``torch.ops.<NAMESPACE>.fwd.default``.
 
@@ -116,11 +129,13 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             binding.flashcute_set_resolver.restype = None
             binding.flashcute_set_resolver(_resolve)
             library = torch.library.Library(NAMESPACE, "IMPL")
-            library.impl("fwd", _fwd_cpu, "CPU")
-            torch.library.register_fake(f"{NAMESPACE}::fwd", _fwd_fake, lib=library)
+            for name in ("fwd", "fwd_no_grad"):
+                library.impl(name, _fwd_cpu, "CPU")
+                torch.library.register_fake(f"{NAMESPACE}::{name}", _fwd_fake, lib=library)
+            library.impl("fwd", _fwd_autograd, "Autograd")
             _keep_alive.extend((binding, library))
-            _fwd = getattr(torch.ops, NAMESPACE).fwd.default
-    return _fwd
+            _fwd = getattr(torch.ops, NAMESPACE).fwd_no_grad.default
+    return getattr(torch.ops, NAMESPACE).fwd.default
 
 
 def _load_while_tracing() -> bool:
@@ -138,6 +153,8 @@ def fwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q to k and v by the operator. Checks nothing but what memory safety needs.
 
+    No gradient: the caller has refused inputs that want one.
+
     Args:
         q: (b, seqlen_q, h, d), last dimension contiguous.
         k: (b, seqlen_k, h_k, d), likewise; h is a multiple of h_k.
@@ -154,7 +171,9 @@ def fwd(
     """
     if torch.compiler.is_compiling() and _load_while_tracing():
         return getattr(torch.ops, NAMESPACE).fwd.default(q, k, v, softmax_scale, causal)
-    op = _fwd or load()
+    # What records a graph records the operator that guards gradients.
+    recorded = torch._C._len_torch_dispatch_stack() > 0
+    op = load() if _fwd is None or recorded else _fwd
     _raised.exception = None
     try:
         return op(q, k, v, softmax_scale, causal)

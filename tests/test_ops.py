@@ -14,6 +14,7 @@ import threading
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashcute
 from flashcute import jit, ops
@@ -106,12 +107,81 @@ def test_opcheck(layout: str) -> None:
     assert len(results) >= 4
 
 
-def test_no_gradient_flows_through_the_operator() -> None:
-    q, k, v = (t.clone().requires_grad_() for t in LAYOUTS["contiguous"])
-    out, _ = ops.fwd(q, k, v, 0.25, False)
-    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
-        out.sum().backward()
-    assert q.grad is None and k.grad is None and v.grad is None
+def test_a_gradient_through_the_operator_is_right_on_the_cpu() -> None:
+    leaves = [t.clone().requires_grad_() for t in LAYOUTS["contiguous"]]
+    out, lse = ops.load()(*leaves, 0.25, True)
+    expected = attention_ref(*leaves, softmax_scale=0.25, causal=True)
+    got = torch.autograd.grad(out.square().sum() + lse.sin().sum(), leaves)
+    expected = torch.autograd.grad(expected.out.square().sum() + expected.lse.sin().sum(), leaves)
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_a_gradient_through_the_operator_is_refused_elsewhere(device: str, which: int) -> None:
+    op = ops.load()
+    with FakeTensorMode():
+        tensors = [torch.empty(2, 9, 4, 64, device=device, dtype=torch.half) for _ in range(3)]
+        tensors[which].requires_grad_()
+        with pytest.raises(NotImplementedError, match=r"flashcute::fwd: .*requires_grad=True"):
+            op(*tensors, 0.25, True)
+        with torch.no_grad():
+            assert op(*tensors, 0.25, True)[0].shape == tensors[0].shape
+        with torch.inference_mode():
+            assert op(*tensors, 0.25, True)[0].shape == tensors[0].shape
+        assert not op(*(t.detach() for t in tensors), 0.25, True)[0].requires_grad
+
+
+def test_a_gradient_is_refused_while_tracing() -> None:
+    torch._dynamo.reset()
+    op = ops.load()
+    q = torch.empty(2, 9, 4, 64, device="meta", dtype=torch.half, requires_grad=True)
+    compiled = torch.compile(lambda q: op(q, q, q, 0.25, True), backend="aot_eager")
+    with pytest.raises(Exception, match=r"flashcute::fwd: .*requires_grad=True"):
+        compiled(q)
+
+
+class _Projected(torch.nn.Module):
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.projection = torch.nn.Linear(64, 64, device=device, dtype=dtype)
+
+    def forward(self, x):
+        q = self.projection(x)
+        return ops.fwd(q, q, q, 0.125, True)[0]
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_an_exported_module_trains_or_refuses_to(decomposed: bool) -> None:
+    # Exported without gradients, then trained: the weights' gradients must not be lost.
+    for device, dtype in (("cpu", torch.float32), ("meta", torch.float16)):
+        x = torch.ones(2, 9, 4, 64, device=device, dtype=dtype)
+        with torch.no_grad():
+            program = torch.export.export(_Projected(device, dtype), (x,))
+        assert f"{ops.NAMESPACE}.fwd.default" in [str(node.target) for node in program.graph.nodes]
+        module = (program.run_decompositions() if decomposed else program).module()
+        if device == "meta":
+            with pytest.raises(NotImplementedError, match=r"flashcute::fwd: .*requires_grad=True"):
+                module(x)
+        else:
+            module(x).square().sum().backward()
+            assert module.projection.weight.grad.abs().sum() > 0
+
+
+def test_the_operator_of_the_hot_path_has_no_python_between_call_and_kernel() -> None:
+    ops.load()
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has_kernel(f"{ops.NAMESPACE}::fwd", "Autograd")
+    assert not has_kernel(f"{ops.NAMESPACE}::fwd_no_grad", "Autograd")
+    assert ops._fwd.name() == f"{ops.NAMESPACE}::fwd_no_grad"
+
+
+def test_recorded_graphs_hold_the_operator_that_guards_gradients() -> None:
+    ops.load()
+    q = torch.empty(2, 9, 4, 64, device="meta", dtype=torch.half)
+    graph = make_fx(lambda q: flashcute.flash_attn_func(q, q, q))(q)
+    assert "flashcute.fwd.default" in graph.code
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:

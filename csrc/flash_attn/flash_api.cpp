@@ -386,10 +386,18 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 // The macros paste their first argument; the detour expands it first.
 #define FLASHCUTE_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 
+// Python gives `fwd` an autograd kernel, which refuses inputs that want a gradient. `fwd_no_grad`
+// is the same without it, for a caller that has looked already: no Python between call and kernel.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
         "(Tensor out, Tensor softmax_lse)");
+    m.def(
+        "fwd_no_grad(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
+        "(Tensor out, Tensor softmax_lse)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) { m.impl("fwd", TORCH_BOX(&flash::fwd)); }
+STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
+    m.impl("fwd", TORCH_BOX(&flash::fwd));
+    m.impl("fwd_no_grad", TORCH_BOX(&flash::fwd));
+}
