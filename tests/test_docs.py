@@ -356,5 +356,20 @@ def test_facts_have_every_column():
         assert all(cells), row
 
 
+@pytest.mark.parametrize("page", [ROOT / "docs" / f"tried_sm{c}.md" for c in (80, 90)], ids=name)
+def test_rows_of_what_was_tried_are_short(page):
+    rows = [row for row in prose(page).splitlines() if row.startswith("|")]
+    assert "| change | expected | measured | kept |" in rows
+    columns = 0
+    for row, after in zip(rows, [*rows[1:], ""], strict=True):
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if after.startswith("|---"):
+            columns = len(cells)
+        assert len(cells) == columns, row
+        for cell in cells:
+            words = LINK.sub("link", cell).split()
+            assert 0 < len(words) <= 40, f"{len(words)} words, expected 1 to 40: {cell}"
+
+
 def test_the_benchmark_of_the_readme_is_the_whole_sweep():
     assert set(update_docs.TABLE_SEQLENS) <= set(SEQLENS)
