@@ -70,14 +70,6 @@ def _sanitize(args: argparse.Namespace, seconds: float) -> list[str]:
     return ["tools/sanitize.py", "--out", str(args.out), "--time-limit", str(round(seconds - 5))]
 
 
-def _rates(args: argparse.Namespace, _seconds: float) -> list[str]:
-    return ["tools/wgmma_rates.py", "--out", str(args.out / "wgmma_rates.json")]
-
-
-def _power(args: argparse.Namespace, _seconds: float) -> list[str]:
-    return ["tools/mantissa_power.py", "--out", str(args.out / "mantissa_power.json")]
-
-
 PHASES = {
     "info": Phase(60, lambda _args, _seconds: ["-m", "flashcute", "info"], 2500),
     "build": Phase(240, _build, 500),
@@ -86,9 +78,6 @@ PHASES = {
     "bench": Phase(200, _bench, 7000),
     # Not every machine with a GPU has the tool, or a driver that lets it.
     "sanitize": Phase(180, _sanitize, 4000, default=False),
-    # What the chip allows changes with the chip only.
-    "rates": Phase(120, _rates, 7000, default=False),
-    "power": Phase(90, _power, 4000, default=False),
 }
 
 
