@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from examples.ladder import rungs
 from flashcute import __main__ as cli
 from flashcute import benchmarking as bm
 from flashcute import env
+from flashcute.bench import table
 from flashcute.bench.cli import SEQLENS
 from flashcute.config import FwdConfig
 
@@ -369,6 +371,64 @@ def test_rows_of_what_was_tried_are_short(page):
         for cell in cells:
             words = LINK.sub("link", cell).split()
             assert 0 < len(words) <= 40, f"{len(words)} words, expected 1 to 40: {cell}"
+
+
+# A measured figure in prose is the text of a link to the page that holds it: [2.1 s](facts.md).
+QUOTE = re.compile(r"\[(\d[^\]]*)\]\(([^)\s]+\.md)\)")
+TIME_OR_SPEED = re.compile(
+    r"\d ?(?:us|ms|s|min|seconds?|minutes?|TFLOP/s)\b|\bin (?:second|minute)s"
+)
+RECORDS = {"CHANGELOG.md", "docs/facts.md", "docs/tried_sm80.md", "docs/tried_sm90.md"}
+WRITTEN = [d for d in DOCUMENTS if name(d) not in RECORDS and d not in {*GENERATED, LADDER}]
+
+
+def unquoted(text: str) -> list[str]:
+    """Paragraphs with a time or a speed that is neither quoted, nor generated, nor NVIDIA's."""
+    text = re.sub(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", "", text, flags=re.DOTALL)
+    paragraphs = QUOTE.sub("", text).split("\n\n")
+    return [p for p in paragraphs if TIME_OR_SPEED.search(p) and "data sheet" not in p]
+
+
+def wrong_quotes(document: Path) -> list[str]:
+    """Figures that are not, word for word, on the page that their link leads to."""
+    quotes = QUOTE.findall(prose(document))
+    pages = {target: (document.parent / target).read_text("utf-8") for _, target in quotes}
+    return [figure for figure, target in quotes if figure not in " ".join(pages[target].split())]
+
+
+@pytest.mark.parametrize("document", WRITTEN, ids=name)
+def test_figures_in_prose_are_quoted(document):
+    assert not wrong_quotes(document)
+    assert not unquoted(prose(document)), "quote it: [2.1 s](docs/facts.md)"
+
+
+def test_stale_figures_are_noticed(tmp_path):
+    (tmp_path / "facts.md").write_text("| host time | 16.8 us |")
+    page = tmp_path / "page.md"
+    page.write_text("[16.8 us](facts.md), not [11 us](facts.md)")
+    assert wrong_quotes(page) == ["11 us"]
+    assert not unquoted(prose(page))
+    stale = ["11 us of host time", "compiled in seconds", "`352` and 394 TFLOP/s", "30 min 15 s"]
+    assert unquoted("\n\n".join(["s = 512, 16 bits", *stale])) == stale
+
+
+def test_facts_quote_the_benchmark():
+    """The rows that name fwd.json have its figures, which the table in README is made of."""
+    result = json.loads(update_docs.FORWARD.read_text(encoding="utf-8"))
+    lines = (ROOT / "docs" / "facts.md").read_text(encoding="utf-8").splitlines()
+    text = " ".join(line for line in lines if "/fwd.json)" in line)
+    times = re.findall(r"flashcute ([\d.]+ us)", " ".join(table.host_times(result)))
+    ratios = bm.Ratios.of((row, table.ratio(row)) for row in result["rows"])
+    assert len(times) == 2
+    for figure in (*times, f"geometric mean {ratios.geomean:.3f}, worst {ratios.worst:.3f}"):
+        assert figure in text, figure
+
+
+def test_the_readme_counts_the_lines_of_a_kernel():
+    files = (ROOT / "csrc" / "flash_attn" / "src" / "instantiations").glob("*.cu")
+    counts = {len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    (said,) = re.findall(r"\.cu file of (\d+) lines", (ROOT / "README.md").read_text("utf-8"))
+    assert counts == {int(said)}
 
 
 def test_the_benchmark_of_the_readme_is_the_whole_sweep():
