@@ -21,7 +21,7 @@ import update_docs
 from examples.ladder import rungs
 from flashcute import __main__ as cli
 from flashcute import benchmarking as bm
-from flashcute import env
+from flashcute import env, heuristics
 from flashcute.bench import table
 from flashcute.bench.cli import SEQLENS
 from flashcute.config import FwdConfig
@@ -427,8 +427,21 @@ def test_facts_quote_the_benchmark():
 def test_the_readme_counts_the_lines_of_a_kernel():
     files = (ROOT / "csrc" / "flash_attn" / "src" / "instantiations").glob("*.cu")
     counts = {len(file.read_text(encoding="utf-8").splitlines()) for file in files}
-    (said,) = re.findall(r"\.cu file of (\d+) lines", (ROOT / "README.md").read_text("utf-8"))
+    (said,) = re.findall(r"\.cu file of (\d+) lines", prose(ROOT / "README.md"))
     assert counts == {int(said)}
+
+
+@pytest.mark.parametrize(
+    ("field", "phrase"),
+    [
+        ("tile_m", r"tiles of (\d+) to (\d+) query rows"),
+        ("tile_n", r"blocks of (\d+) to (\d+) keys"),
+    ],
+)
+def test_the_readme_knows_the_sizes_in_use(field, phrase):
+    sizes = [getattr(config, field) for config in heuristics.shipped_configs()]
+    (said,) = re.findall(phrase, prose(ROOT / "README.md"))
+    assert tuple(map(int, said)) == (min(sizes), max(sizes))
 
 
 def test_the_benchmark_of_the_readme_is_the_whole_sweep():
