@@ -149,8 +149,10 @@ def roofline(result: Mapping, rows: Sequence[Mapping], title: str):
 def draw(result: Mapping, folder: Path, stem: str) -> list[Path]:
     """Writes every picture that the result has data for as PNG; returns the files."""
     figures = {}
-    for (dtype, group), rows in parts(result["rows"]).items():
-        part = dtype if group == 1 else f"{dtype}_group{group}"
+    for key, rows in parts(result["rows"]).items():
+        if key.models:
+            continue
+        part = str(key).replace("group ", "group").replace(", ", "_")
         figures[f"{part}_tflops"] = speed(result, rows, _title(result, "Forward", part))
         if any(ratio(row) is not None for row in rows):
             figures[f"{part}_ratio"] = ratios(rows, _title(result, "Forward", part))
