@@ -56,6 +56,18 @@ def test_a_peer_that_cannot_run_drops_out_with_its_own_words():
     assert "cudnn" not in calls
 
 
+@pytest.mark.parametrize("error", [ImportError("undefined symbol\nmore"), AssertionError()])
+def test_whatever_a_peer_raises_is_its_reason(monkeypatch, error):
+    def broken(*_):
+        raise error
+
+    monkeypatch.setitem(peers._MAKERS, "torch", broken)
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    calls, missing = peers.make(q, k, v, True, peers.NAMES["cpu"])
+    assert set(calls) == {"flashcute"}
+    assert missing["torch"] in ("undefined symbol", "AssertionError()")
+
+
 def test_flashcute_is_never_dropped(monkeypatch):
     def broken():
         raise RuntimeError("broken")
