@@ -21,11 +21,15 @@ CPU_NOTE = (
 
 def describe(row: Mapping) -> str:
     """A point in words, after its model's name and before its inputs unless they are normal."""
-    mask = "causal" if row["causal"] else "full"
     group = f" h={row['h']}/{row['h_k']}" if row.get("h") != row.get("h_k") else ""
     model = f"{row['model']}: " if "model" in row else ""
     inputs = "" if inputs_of(row) == "normal" else f", {row['inputs']}"
-    return f"{model}d={row['d']} s={_seqlens(row)} {mask}{group}{inputs}"
+    return f"{model}d={row['d']} s={seqlens(row)} {mask(row)}{group}{inputs}"
+
+
+def mask(row: Mapping) -> str:
+    """``causal`` or ``full``."""
+    return "causal" if row["causal"] else "full"
 
 
 def inputs_of(row: Mapping) -> str:
@@ -33,7 +37,7 @@ def inputs_of(row: Mapping) -> str:
     return row.get("inputs", "normal")
 
 
-def _seqlens(row: Mapping) -> str:
+def seqlens(row: Mapping) -> str:
     """``4096``, or ``512/8192`` where there are fewer or more queries than keys."""
     seqlen_q, seqlen_k = row["seqlen_q"], row.get("seqlen_k", row["seqlen_q"])
     return str(seqlen_q) if seqlen_q == seqlen_k else f"{seqlen_q}/{seqlen_k}"
@@ -113,7 +117,7 @@ def _points(result: Mapping, suffix: str) -> str:
         share = row.get(f"percent_of_ceiling{suffix}", {}).get("flashcute", "-")
         cells = [row.get("model", "-"), row["b"]] if named else []
         cells += [inputs_of(row)] if distributions else []
-        cells += [row["dtype"], row["d"], "causal" if row["causal"] else "full", _seqlens(row)]
+        cells += [row["dtype"], row["d"], mask(row), seqlens(row)]
         cells.append(f"{row['h']}/{row['h_k']}")
         speeds = row[f"tflops{suffix}"]
         cells += [f"{factor * speeds[name]:.1f}" if name in speeds else "-" for name in names]
