@@ -91,8 +91,8 @@ def _peaked(q, k, shape, generator) -> Pair:
     The match is 20 times a mean of d squares, so within 20 +- 14 at d = 64.
     """
     rows = torch.arange(shape.seqlen_q, device=k.device)
-    last = rows + shape.seqlen_k - shape.seqlen_q if shape.causal else rows * 0 + shape.seqlen_k - 1
-    visible = last.clamp(min=0)[:, None] + 1  # a row that sees nothing takes key 0
+    last = rows + shape.seqlen_k - shape.seqlen_q if shape.causal else rows + shape.seqlen_k
+    visible = (last + 1).clamp(1, shape.seqlen_k)[:, None]  # a row that sees nothing takes key 0
     size = (shape.b, shape.seqlen_q, shape.h)
     chosen = torch.rand(size, device=k.device, generator=generator) * visible
     batch = torch.arange(shape.b, device=k.device)[:, None, None]
