@@ -213,7 +213,7 @@ def inputs(members: Mapping[Part, Sequence[Mapping]], title: str, suffix: str = 
         if any(over is not None for line in lines for _, over in line)
     }
     columns = {name: number for number, name in enumerate(dict.fromkeys(map(_point, every)))}
-    size = (2.2 + 0.46 * len(columns), 1.7 + len(panels) * (0.9 + 0.26 * len(members)))
+    size = (max(5, 2.2 + 0.46 * len(columns)), 1.7 + len(panels) * (0.9 + 0.26 * len(members)))
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(max(1, len(panels)), 1, squeeze=False, sharex=True)[:, 0]
     for axes, (name, lines) in zip(grid, panels.items(), strict=False):
