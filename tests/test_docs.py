@@ -335,17 +335,88 @@ def test_the_speed_table_comes_from_the_result_file(tmp_path):
     machine = {"gpu": "GPU X", "driver": "1.2", "torch": "2.11", "date": "2026-11-21T00:00:00"}
     machine["commit"] = "0123456789abcdef"
     result = {"machine": machine, "contenders": ["flashcute", "fa2", "fa3"]}
-    grouped = row | {"h_k": 1, "us": {"flashcute": 1.0, "fa2": 9.0}}
-    result["rows"] = [row, grouped]
+    odd = {"us": {"flashcute": 1.0, "fa2": 9.0}}
+    others = [row | odd | x for x in ({"h_k": 1}, {"inputs": "ramp"}, {"model": "a"})]
+    result["rows"] = [row, *others]
     path = tmp_path / "fwd.json"
     bm.write_json(path, result | {"host_us": {"flashcute": 21.4}})
     text = update_docs.speed(path)
     cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
     ours, fa2 = (f"{row['tflops'][peer]:.0f}" for peer in us)
     assert ["", "128", "causal", "4096", ours, fa2, ""] in cells  # fa3 did not run
-    assert "1.25x the speed of fa2" in text
+    assert "1.25x the speed of fa2 (geometric mean of 1 points)" in text
+    assert "standard normal inputs" in text
     assert "flashcute 21.4 us" in text
-    assert "GPU X" in text and "2026-11-21, at commit 0123456:" in text
+    assert "GPU X" in text and "2026-11-21, at commit 0123456, in one run" in text
+
+
+MACHINE = {"gpu": "GPU X", "driver": "1.2", "torch": "2.11", "date": "2026-11-21", "commit": "0123"}
+
+
+def made_result(tmp_path, *rows):
+    path = tmp_path / "made.json"
+    contenders = ["flashcute", "fa2", "cudnn", "fa3"]
+    bm.write_json(path, {"machine": MACHINE, "contenders": contenders, "rows": rows})
+    return path
+
+
+def made_row(shape, us, dtype="bf16", **more):
+    tflops = {name: shape.flops / t / 1e6 for name, t in us.items()}
+    return {"dtype": dtype, **dataclasses.asdict(shape), "us": us, "tflops": tflops, **more}
+
+
+def cells_of(text):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+
+
+def test_the_models_table_comes_from_its_result_file(tmp_path):
+    chunk = bm.Shape(4, 512, 8192, 32, 8, 128, causal=True)
+    vit = bm.Shape(64, 257, 257, 16, 16, 80, causal=False)
+    rows = [
+        made_row(vit, {"flashcute": 100.0, "fa2": 150.0, "cudnn": 110.0}, model="vit"),
+        made_row(chunk, {"flashcute": 100.0, "fa2": 90.0}, model="chunk"),
+        made_row(chunk, {"flashcute": 1.0, "fa2": 90.0}, model="chunk", inputs="ramp"),
+        made_row(chunk, {"flashcute": 1.0, "fa2": 90.0}, model="chunk", dtype="fp16"),
+    ]
+    text = update_docs.models(made_result(tmp_path, *rows))
+    cells = cells_of(text)
+    header = ["model", "batch", "seqlen", "heads", "head dim", "mask", "flashcute", "fa2", "cudnn"]
+    assert [*header, "x best peer"] in cells
+    ours, fa2 = (f"{rows[1]['tflops'][name]:.0f}" for name in ("flashcute", "fa2"))
+    chunked = ["chunk", "4", "512/8192", "32/8", "128", "causal", ours, fa2, "-", "0.90"]
+    assert [line for line in cells if line[:1] == ["chunk"]] == [chunked]
+    assert "standard normal inputs" in text and "bf16" in text and "GPU X" in text
+    where = "chunk: d=128 s=512/8192 causal h=32/8, bf16"
+    assert "0.99x the speed of the best peer (geometric mean of 2 points)" in text
+    assert f"worst point 0.90x, at {where}" in text
+
+
+def test_the_inputs_table_has_a_line_for_each_distribution(tmp_path):
+    shapes = [bm.sweep_shape(64, s, causal=False) for s in (1024, 4096)]
+    times = {"normal": 100.0, "ramp": 125.0}
+    rows = [
+        made_row(shape, {"flashcute": t * (1 + (s == 1)), "fa2": 150.0}, dtype, inputs=name)
+        for dtype in ("bf16", "fp16")
+        for s, shape in enumerate(shapes)
+        for name, t in times.items()
+    ]
+    rows[-1]["us"]["flashcute"] = 500.0
+    text = update_docs.inputs(made_result(tmp_path, *rows))
+    cells = cells_of(text)
+    over = ("best peer", "normal inputs")
+    assert ["inputs", *(f"{x}, over {what}" for x in ("bf16", "fp16") for what in over)] in cells
+    assert ["normal", "1.06 (0.75)", "1.00 (1.00)", "1.06 (0.75)", "1.00 (1.00)"] in cells
+    assert ["ramp", "0.85 (0.60)", "0.80 (0.80)", "0.60 (0.30)", "0.57 (0.40)"] in cells
+    assert "d = 64, s = 1024, 4096" in text
+    assert "the worst input: 0.30x the best peer, at d=64 s=4096 full, ramp, fp16" in text
+
+
+def test_what_was_not_measured_is_not_shown(tmp_path):
+    missing = tmp_path / "none.json"
+    sections = {"models": lambda: update_docs.models(missing)}
+    sections["inputs"] = lambda: update_docs.inputs(missing)
+    text = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in sections)
+    assert update_docs.rewrite(text, sections) == text.replace("old\n", "")
 
 
 def test_facts_have_every_column():
