@@ -13,10 +13,10 @@ from flashcute.config import FwdConfig
 
 # Small tiles compile and run fast. The two kernels take different paths: Q in registers, two stages
 # and one loop, or Q in shared memory, one stage and a loop of their own for masked blocks.
-TWO_STAGES = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 2, 2, 1, False)
-ONE_STAGE = FwdConfig(80, "bf16", 64, "causal", 64, 32, 4, 1, 0, 1, True)
+TWO_STAGES = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 2, 2, 1)
+ONE_STAGE = FwdConfig(80, "bf16", 64, "causal", 64, 32, 4, 1, 0, 1)
 # 64 KiB of shared memory: more than a kernel gets without asking.
-LARGE = FwdConfig(80, "fp16", 128, "none", 64, 96, 4, 1, 0, 1, False)
+LARGE = FwdConfig(80, "fp16", 128, "none", 64, 96, 4, 1, 0, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from mutants import Mutant
 from flashcute.config import FwdConfig
 
 # Two warpgroups that take turns and ask for tiles; three that do neither, with narrower pages.
-ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True, True, True)
-STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, True, True, False)
+ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True)
+STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, False)
 
 _MAINLOOP = "mainloop_fwd_sm90.h"
 _KERNEL = "flash_fwd_kernel_sm90.h"

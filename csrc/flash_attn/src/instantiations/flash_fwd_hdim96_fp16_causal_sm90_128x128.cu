@@ -4,18 +4,16 @@
 static constexpr flash::FwdConfig kConfig = {
     .arch = 90,
     .dtype = flash::DType::fp16,
-    .head_dim = 128,
+    .head_dim = 96,
     .mask = flash::MaskKind::causal,
     .tile_m = 128,
     .tile_n = 128,
     .warps = 8,
     .stages = 2,
-    .q_in_regs = 8,
+    .q_in_regs = 0,
     .min_ctas = 1,
-    .peel_masked = true,
-    .lazy_rescale = true,
     .ping_pong = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim128_fp16_causal_sm90_128x128_s2_qreg8_lazy_pp";
+static constexpr char kName[] = "flash_fwd_hdim96_fp16_causal_sm90_128x128_s2_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
