@@ -33,7 +33,7 @@ class BuildPackage(build_py):
         super().run()
         fetch = ROOT / "third_party" / "fetch_cutlass.py"
         subprocess.run([sys.executable, str(fetch)], check=True)
-        targets = env.read().prebuild
+        targets = env.prebuild_targets()
         package = ROOT / "flashcute"
         if not self.editable_mode:
             package = Path(self.build_lib) / "flashcute"
@@ -48,7 +48,7 @@ class BuildWheel(bdist_wheel):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.root_is_pure = not env.read().prebuild
+        self.root_is_pure = not env.prebuild_targets()
 
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
