@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from .. import benchmarking as bm
+from ..extras import install_command
 from ..heuristics import FwdProblem, choose_fwd
 from ..jit import BuildError, kernels
 from . import peers, plots, sweep, table
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.plots or args.plot_only) and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "flashcute bench: expected the package matplotlib for pictures, found none; "
-            "`pip install flashcute[plot]`, or leave out --plots"
+            f"{install_command('plot')}, or leave out --plots"
         )
     if args.plot_only:
         result = _load(args.plot_only)

@@ -14,6 +14,7 @@ from pathlib import Path
 from .. import benchmarking as bm
 from .. import heuristics
 from ..config import FwdConfig
+from ..extras import install_command
 from ..jit import kernels
 from ..jit.toolchain import BuildError
 from . import disassembly, explain, ncu, page, static, text
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "flashcute profile: expected the package matplotlib for --html, found none; "
-            "`pip install flashcute[profile]`"
+            f"{install_command('profile')}"
         )
     try:
         if args.compare:
