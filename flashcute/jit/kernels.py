@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -206,7 +207,10 @@ def load(artefact: cache.Artefact, config: FwdConfig, target: str) -> Kernel:
 
 
 _loaded: dict[tuple[FwdConfig, str], Kernel] = {}
-_loading = threading.Lock()
+# A lock for each kernel: nothing waits for another kernel's compiler.
+_loading: dict[tuple[FwdConfig, str], threading.Lock] = {}
+# The thread that holds a lock during a fork does not exist in the child.
+os.register_at_fork(after_in_child=_loading.clear)
 
 
 def get_kernel(config: FwdConfig, target: str) -> Kernel:
@@ -223,14 +227,15 @@ def get_kernel(config: FwdConfig, target: str) -> Kernel:
         ValueError: for a target that cannot be, and for a wrong ``FLASHCUTE_*`` variable.
         BuildError: where the kernel is not there and cannot be built, or does not fit this package.
     """
-    kernel = _loaded.get((config, target))
+    key = (config, target)
+    kernel = _loaded.get(key)
     if kernel is not None:
         return kernel
-    with _loading:
-        kernel = _loaded.get((config, target))
+    with _loading.setdefault(key, threading.Lock()):
+        kernel = _loaded.get(key)
         if kernel is None:
             kernel = load(_find_or_build(config, target), config, target)
-            _loaded[config, target] = kernel
+            _loaded[key] = kernel
     return kernel
 
 
