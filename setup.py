@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: the sources that travel in the wheel, and kernels built ahead.
 
-A wheel carries ``csrc/flash_attn`` and CUTLASS's headers with their licence under
-``flashcute/_src``, so kernels can be built where it is installed. Nothing is compiled while it is
+A wheel carries ``csrc``, kernels and simulator, and CUTLASS's headers with their licence under
+``flashcute/_src``, so all of it can be built where it is installed. Nothing is compiled while it is
 made, unless ``FLASHCUTE_PREBUILD`` names GPUs: then the torch binding and the shipped kernels for
 each of them are built into ``flashcute/prebuilt``, and the wheel becomes one for this platform.
 """
@@ -57,7 +57,7 @@ class BuildWheel(bdist_wheel):
 
 def _copy_sources(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "csrc" / "flash_attn", folder / "csrc" / "flash_attn")
+    shutil.copytree(ROOT / "csrc", folder / "csrc")  # the kernels, and the simulator that runs them
     third_party = folder / "third_party" / "cutlass"
     shutil.copytree(CUTLASS / "include", third_party / "include")
     shutil.copy(CUTLASS / "LICENSE.txt", third_party)
