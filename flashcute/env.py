@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .config import MAX_SMEM_BYTES
+
 PREFIX = "FLASHCUTE_"
 
 
@@ -47,8 +49,9 @@ def _kernel_class(text: str) -> int:
 
 def _targets(text: str) -> tuple[str, ...]:
     targets = tuple(part.strip() for part in text.split(","))
-    if not all(part.isdecimal() for part in targets):
-        raise ValueError("sm numbers between commas, e.g. 80,90")
+    known = [f"{major}{minor}" for major, minor in MAX_SMEM_BYTES]
+    if not set(targets) <= set(known):
+        raise ValueError(f"sm numbers between commas, e.g. 80,90, of {', '.join(known)}")
     return targets
 
 

@@ -45,6 +45,7 @@ def test_values():
         ("FLASHCUTE_JOBS", "many", "at least 1"),
         ("FLASHCUTE_PREBUILD", "90a", "e.g. 80,90"),
         ("FLASHCUTE_PREBUILD", "90,", "e.g. 80,90"),
+        ("FLASHCUTE_PREBUILD", "75", "of 80, 86,"),
     ],
 )
 def test_wrong_value(name, value, expected):

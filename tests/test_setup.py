@@ -64,6 +64,18 @@ def run(installed, tmp_path):
     return run
 
 
+@pytest.mark.parametrize(("name", "value"), [("PREBUILD", "75"), ("PREBUILD", "x"), ("FOO", "1")])
+def test_a_wrong_variable_ends_the_installation_with_a_message(name, value, tmp_path):
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(tmp_path)]
+    environment = {**os.environ, f"FLASHCUTE_{name}": value}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("setup.py: flashcute: expected")
+    assert f"FLASHCUTE_{name}" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_source_distribution_holds_every_file(tmp_path):
     setup("egg_info", "--egg-base", tmp_path)
     listed = (tmp_path / "flashcute.egg-info" / "SOURCES.txt").read_text().splitlines()
