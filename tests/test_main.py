@@ -155,8 +155,11 @@ def test_info_is_short_unless_asked_and_ends_with_its_summary(tmp_path, monkeypa
     assert chosen.count("flash_fwd") == chosen.count("flash_fwd_hdim64") > 0
 
 
-def test_info_runs_without_torch(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')\n")
+def test_info_runs_without_torch_and_a_build_names_it(tmp_path):
+    """As in a checkout of which nothing is installed."""
+    for name in ("torch", "filelock", "ninja", "tqdm"):
+        text = f"raise ModuleNotFoundError('no {name}', name='{name}')\n"
+        (tmp_path / f"{name}.py").write_text(text)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = run("info", env=environment)
     assert (done.returncode, done.stderr) == (0, "")

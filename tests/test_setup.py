@@ -38,7 +38,9 @@ def installed(tmp_path_factory):
     if not (ROOT / "third_party" / "cutlass").is_dir():
         pytest.skip("CUTLASS's headers are not there: python third_party/fetch_cutlass.py")
     folder = tmp_path_factory.mktemp("wheel")
-    setup("build", "--build-base", folder, "--build-lib", folder / "lib")
+    # All that setuptools writes goes here, its record of the package's metadata included.
+    metadata = ("egg_info", "--egg-base", folder)
+    setup(*metadata, "build", "--build-base", folder, "--build-lib", folder / "lib")
     return folder / "lib"
 
 
@@ -66,7 +68,8 @@ def run(installed, tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("PREBUILD", "75"), ("PREBUILD", "x"), ("FOO", "1")])
 def test_a_wrong_variable_ends_the_installation_with_a_message(name, value, tmp_path):
-    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(tmp_path)]
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    command += ["bdist_wheel", "--dist-dir", str(tmp_path)]
     environment = {**os.environ, f"FLASHCUTE_{name}": value}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -23,13 +23,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import filelock
+from typing import TYPE_CHECKING
 
 from .. import env
 from . import cache
 from .sources import project_headers
 from .toolchain import BuildError, Compiler
+
+if TYPE_CHECKING:
+    import filelock
 
 logger = logging.getLogger("flashcute")
 
@@ -225,7 +227,19 @@ class _Edge:
 
 
 def _lock(folder: Path, stem: str) -> filelock.FileLock:
+    import filelock  # so that what builds nothing runs without it
+
     return filelock.FileLock(folder / "locks" / f"{stem}.lock")
+
+
+def _lock_now(folder: Path, stem: str) -> filelock.FileLock | None:
+    """The lock of an entry, held, or None while somebody else holds it."""
+    lock = _lock(folder, stem)
+    try:
+        lock.acquire(timeout=0)
+    except TimeoutError:
+        return None
+    return lock
 
 
 def _take(
@@ -236,10 +250,8 @@ def _take(
     Never waits, so that no process waits while it holds a lock. ``stack`` ends what the edge holds.
     """
     stem = _stem(unit, key)
-    lock = _lock(folder, stem)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
+    lock = _lock_now(folder, stem)
+    if lock is None:
         return None
     stack.callback(lock.release)
     artefact = cache.find(folder, stem, key=key)
@@ -272,10 +284,8 @@ def clean(older_than: float | None = None) -> tuple[int, int]:
     folder = cache.cache_dir()
     count = size = 0
     for stem, paths in cache.contents(folder).items():
-        lock = _lock(folder, stem)
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
+        lock = _lock_now(folder, stem)
+        if lock is None:
             continue
         try:
             # Records come first: without one, nothing takes the shared object for an entry.
