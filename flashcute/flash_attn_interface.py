@@ -14,7 +14,7 @@ import reprlib
 import torch
 from torch._subclasses import FakeTensor
 
-from . import ops
+from . import env, ops
 from .config import MAX_HEAD_DIM
 from .reference import attention_ref
 from .support import CPU_DTYPES, CUDA_DTYPES, HEAD_DIM_MULTIPLE, not_on_cuda
@@ -24,6 +24,8 @@ _MIN_SCALE = 1.1754944e-38
 _MAX_SCALE = 2.3e38
 
 _UNLIMITED = (-1, -1)
+
+env.read()  # a wrong variable is an error, also where nothing is built
 
 
 def _check_tensors(fn: str, names: tuple[str, str, str], q, k, v) -> None:

@@ -119,7 +119,7 @@ def _clocks(problem: FwdProblem, tile: _Sm90Tile, causal: bool, sms: int) -> flo
     """Time of a call in an arbitrary unit, to compare tiles for one problem.
 
     Each tile takes its key blocks, padded, and an overhead. Without a mask CTAs take tiles in turn,
-    and the time is that of the most that one SM gets. Under a causal mask they are given out longest
+    and the time is that of the most that one SM gets. Under a causal mask CTAs steal them, longest
     first: the mean, and half of the longest for the end.
     """
     rows = 64 * tile.warpgroups

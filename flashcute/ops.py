@@ -7,7 +7,9 @@ if need be, and returns the kernel's address; after that the binding remembers.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -50,6 +52,15 @@ _Resolver = ctypes.CFUNCTYPE(
 _raised = threading.local()
 _load_lock = threading.Lock()
 _fwd: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+def _renew_load_lock() -> None:
+    global _load_lock  # noqa: PLW0603
+    _load_lock = threading.Lock()
+
+
+# The thread that holds the lock during a fork does not exist in the child.
+os.register_at_fork(after_in_child=_renew_load_lock)
 # Registrations live as long as these objects do.
 _keep_alive: list[object] = []
 
@@ -122,6 +133,8 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             binding.flashcute_set_resolver.argtypes = (_Resolver,)
             binding.flashcute_set_resolver.restype = None
             binding.flashcute_set_resolver(_resolve)
+            # A thread of C++ may still call the operator when the interpreter has ended.
+            atexit.register(binding.flashcute_set_resolver, _Resolver())
             library = torch.library.Library(NAMESPACE, "IMPL")
             library.impl("fwd", _fwd_cpu, "CPU")
             torch.library.register_fake(f"{NAMESPACE}::fwd", _fwd_fake, lib=library)

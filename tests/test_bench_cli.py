@@ -48,24 +48,24 @@ def test_without_a_gpu_it_measures_the_cpu_and_says_so(no_gpu, tmp_path, capsys)
 
 def test_kernels_are_built_before_the_sweep_and_together(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    there = heuristics.sm90_configs("bf16", 64, True)[0][0]
+    there = heuristics.sm90_configs("bf16", 64, True)[0]
     monkeypatch.setattr(
         kernels, "find_built", lambda config, _: ("cache", there if config == there else None)
     )
     built = []
 
-    def build_kernels(specs, progress):
+    def build_kernels(specs, jobs, progress, watch):
         built.extend(specs)
-        return [SimpleNamespace(error=None) for spec in specs if progress(spec) is None]
+        return [SimpleNamespace(error=None) for _ in specs]
 
     monkeypatch.setattr(kernels, "build_kernels", build_kernels)
     points = sweep.points(("bf16", "fp16"), (64,), ("causal",), (1,), (512, 1024, 2048))
     command.build(points)
-    wanted = [c for dtype in ("bf16", "fp16") for c, _ in heuristics.sm90_configs(dtype, 64, True)]
+    wanted = [c for dtype in ("bf16", "fp16") for c in heuristics.sm90_configs(dtype, 64, True)]
     assert {config for config, _ in built} == set(wanted) - {there}
     assert {target for _, target in built} == {"90"} and len(built) == len(wanted) - 1
     failed = [SimpleNamespace(error="no such type")]
-    monkeypatch.setattr(kernels, "build_kernels", lambda specs, progress: failed)
+    monkeypatch.setattr(kernels, "build_kernels", lambda *arguments: failed)
     with pytest.raises(BuildError, match="no such type"):
         command.build(points)
 

@@ -48,10 +48,8 @@ def test_names_of_the_sm90_class():
     c = FwdConfig(**GOOD_SM90)
     assert c.name == "flash_fwd_hdim128_bf16_causal_sm90"
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm90_128x128_s2_pp"
-    other = dataclasses.replace(
-        c, tile_m=192, warps=12, q_in_regs=3, lazy_rescale=True, ping_pong=False
-    )
-    assert other.variant == "192x128_s2_qreg3_lazy"
+    other = dataclasses.replace(c, tile_m=192, warps=12, q_in_regs=3, ping_pong=False)
+    assert other.variant == "192x128_s2_qreg3"
 
 
 @pytest.mark.parametrize(

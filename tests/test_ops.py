@@ -215,6 +215,63 @@ def test_load_from_many_threads_registers_once() -> None:
     _run_python(script, ROOT)
 
 
+def test_a_fork_during_a_load_leaves_the_child_free_to_load() -> None:
+    script = (
+        "import os, signal, threading, time\n"
+        "from flashcute import ops\n"
+        "started = threading.Event()\n"
+        "def load_binding():\n"
+        "    if os.getpid() != parent:\n"
+        "        os._exit(7)\n"
+        "    started.set()\n"
+        "    time.sleep(60)\n"
+        "parent, ops.jit.load_binding = os.getpid(), load_binding\n"
+        "threading.Thread(target=ops.load, daemon=True).start()\n"
+        "started.wait()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(30)\n"
+        "    ops.load()\n"
+        "status = os.waitpid(child, 0)[1]\n"
+        "assert os.waitstatus_to_exitcode(status) == 7, status\n"
+        "os._exit(0)\n"
+    )
+    _run_python(script, ROOT)
+
+
+# In place of the binding: asks the resolver once more when the interpreter has ended.
+_LATE_BINDING = """\
+#include <cstdlib>
+using Resolver = const void *(*)(const void *, char *, int);
+static Resolver resolver;
+static void ask() {
+    char error[64];
+    if (resolver != nullptr) {
+        resolver(nullptr, error, sizeof(error));
+    }
+}
+extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(Resolver to) {
+    static const int once = std::atexit(ask);
+    (void)once;
+    resolver = to;
+}
+"""
+
+
+def test_nothing_calls_the_resolver_when_the_interpreter_has_ended() -> None:
+    unit = jit.build.Unit("late_binding", "host", _LATE_BINDING, ".cpp", ("-shared", "-fPIC"))
+    late = jit.build.build(unit, jit.toolchain.find_host_compiler()).artefact.path
+    script = (
+        "import torch\n"
+        "from flashcute import ops\n"
+        "library = torch.library.Library('flashcute', 'DEF')\n"
+        f"library.define({FROZEN_SCHEMA.removeprefix('flashcute::')!r})\n"
+        f"ops.jit.load_binding = lambda: {str(late)!r}\n"
+        "ops.load()\n"
+    )
+    _run_python(script, ROOT)
+
+
 class _Problem:
     """A problem as the binding would hand it to the resolver."""
 

@@ -228,7 +228,7 @@ def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]
         if 0.7 <= filled <= 1 and config.smem_bytes <= MAX_SMEM_BYTES[9, 0]:
             yield config
             yield dataclasses.replace(config, q_in_regs=most_q_in_regs(config))
-    for config, _ in heuristics.sm90_configs(dtype, head_dim, causal):
+    for config in heuristics.sm90_configs(dtype, head_dim, causal):
         for change in (
             {"ping_pong": not config.ping_pong},
             {"stages": 4},
@@ -266,7 +266,7 @@ def in_use(
 ) -> list[FwdConfig]:
     """The configurations that ``heuristics.py`` chooses among."""
     if arch == 90:
-        return [config for config, _ in heuristics.sm90_configs(dtype, head_dim, causal)]
+        return heuristics.sm90_configs(dtype, head_dim, causal)
     return [heuristics.fwd_config(dtype, head_dim, causal, capability)]
 
 

@@ -104,7 +104,9 @@ class KernelTable {
     void set_resolver(Resolver resolver) {
         const std::lock_guard lock(mutex_);
         resolver_ = resolver;
-        kernels_.clear();
+        if (resolver != nullptr) {
+            kernels_.clear();
+        }
     }
 
     const Flash_kernel *find(const FwdProblem &problem) {
@@ -130,7 +132,9 @@ class KernelTable {
   private:
     static const Flash_kernel *resolve(Resolver resolver, const FwdProblem &problem) {
         if (resolver == nullptr) {
-            fail("expected a kernel resolver, got none; import flashcute and call its functions");
+            fail(
+                "expected a kernel resolver, got none; import flashcute and call its functions "
+                "before the interpreter ends");
         }
         char error[4096] = "";
         const Flash_kernel *kernel = resolver(&problem, error, sizeof(error));
@@ -377,7 +381,8 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
 }  // namespace
 }  // namespace flash
 
-// Called once by flashcute/ops.py. Forgets every kernel, so that a new resolver is asked anew.
+// Called by flashcute/ops.py. A new resolver is asked anew for every kernel. Null, passed when the
+// interpreter ends, leaves those that are known: they need no Python.
 extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
     flash::Resolver resolver) {
     flash::kernel_table().set_resolver(resolver);

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..arguments import positive
+from ..arguments import output_file, output_folder, positive, seconds
 from ..config import DTYPES, HEAD_DIMS
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -34,11 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["normal"],
         help="distributions of Q and K, which take turns (flashcute/bench/inputs.py)",
     )
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=["bf16"], help="of the tensors (bf16)"
+    )
     sweep = parser.add_argument_group("the sweep")
-    sweep.add_argument("--head-dims", type=int, nargs="+", choices=HEAD_DIMS)
-    sweep.add_argument("--seqlens", type=positive, nargs="+")
-    sweep.add_argument("--masks", nargs="+", choices=MASKS)
+    sweep.add_argument(
+        "--head-dims", type=int, nargs="+", choices=HEAD_DIMS, help="default: all from 64"
+    )
+    sweep.add_argument(
+        "--seqlens", type=positive, nargs="+", help="tokens of queries and of keys (512 to 16384)"
+    )
+    sweep.add_argument("--masks", nargs="+", choices=MASKS, help="default: both")
     sweep.add_argument(
         "--groups",
         type=positive,
@@ -51,21 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="batch x sequence length of each point; models are made smaller to fit",
     )
     parser.add_argument("--peers", nargs="*", choices=_PEERS, help="default: all that run here")
-    parser.add_argument("--repeats", type=positive)
-    parser.add_argument("--warmup", type=positive)
+    parser.add_argument("--repeats", type=positive, help="timed calls of each contender")
+    parser.add_argument("--warmup", type=positive, help="calls before those")
     parser.add_argument(
         "--sustained",
-        type=float,
+        type=seconds,
         nargs="?",
         const=1.0,
         default=0.0,
         metavar="SECONDS",
         help="also so long back to back each, with clock and power (1 s unless said)",
     )
-    parser.add_argument("--time-limit", type=float, default=540.0, help="seconds for the sweep")
+    parser.add_argument("--time-limit", type=seconds, default=540.0, help="seconds for the sweep")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
-    parser.add_argument("--json", type=Path, help="file for the result")
-    parser.add_argument("--plots", type=Path, help="folder for pictures")
+    parser.add_argument("--json", type=output_file, help="file for the result")
+    parser.add_argument("--plots", type=output_folder, help="folder for pictures")
     parser.add_argument(
         "--plot-only",
         type=Path,

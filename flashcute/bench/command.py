@@ -14,8 +14,10 @@ from tqdm import tqdm
 
 from .. import benchmarking as bm
 from ..config import HEAD_DIMS
+from ..extras import install_command
 from ..heuristics import FwdProblem, choose_fwd
 from ..jit import BuildError, kernels
+from ..jit.progress import Progress
 from . import models, peers, plots, sweep, table
 from .cli import INPUTS, MASKS, SEQLENS
 
@@ -65,8 +67,8 @@ def build(wanted: list[list[sweep.Variant]]) -> None:
     missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
     if not missing:
         return
-    with tqdm(total=len(missing), desc="build", unit="kernel", dynamic_ncols=True) as bar:
-        results = kernels.build_kernels(missing, progress=lambda _: bar.update())
+    with Progress(len(missing)) as shown:
+        results = kernels.build_kernels(missing, None, shown.finished, shown.running)
     errors = [result.error for result in results if result.error is not None]
     if errors:
         raise BuildError("\n".join(errors))
@@ -143,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.plots or args.plot_only) and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "flashcute bench: expected the package matplotlib for pictures, found none; "
-            "`pip install flashcute[plot]`, or leave out --plots"
+            f"{install_command('plot')}, or leave out --plots"
         )
     if args.plot_only:
         result = _load(args.plot_only)
@@ -153,9 +155,10 @@ def run(args: argparse.Namespace) -> int:
     result = _measure(args)
     if args.json:
         bm.write_json(args.json, result)
-    print(table.summary(result))
+    # Before the tables: whoever reads standard output may close it early.
     if args.plots and result["rows"]:
         _draw(result, args.plots, args.json.stem if args.json else "bench")
+    print(table.summary(result))
     wrong = table.disagreements(result)
     print(*wrong, sep="\n", file=sys.stderr)
     return 1 if wrong or result["stopped_early"] else 0
