@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import heuristics, jit
+from . import checks, heuristics, jit
+from .config import NAMESPACE
+from .features import CAPABILITIES, VECTOR
 from .reference import attention_ref
-from .support import CAPABILITIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-NAMESPACE = "flashcute"  # FLASHCUTE_NAMESPACE in flash_api.cpp
 
 _DTYPES = ("fp16", "bf16")  # flash::DType
 
@@ -109,6 +108,27 @@ def _fwd_fake(q, k, v, softmax_scale, causal):
     return _empty_outputs(q)
 
 
+def _checked(implementation: Callable) -> Callable:
+    """``implementation`` behind the checks that the binding makes for CUDA tensors."""
+
+    def fwd(q, k, v, softmax_scale, causal):
+        fn = f"{NAMESPACE}::fwd"
+        d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
+        softmax_scale = checks.check_scale(fn, softmax_scale, d)
+        if q.is_cpu:
+            checks.check_dtype(fn, "q.dtype", q.dtype, q.device)
+        else:
+            checks.check_for_kernels(fn, "q", q, d, softmax_scale)
+            if d % VECTOR:
+                raise ValueError(
+                    f"{fn}: expected head_dim to be a multiple of {VECTOR}, got head_dim={d}; "
+                    "call flash_attn_func, which pads"
+                )
+        return implementation(q, k, v, softmax_scale, causal)
+
+    return fwd
+
+
 def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Loads the binding once and returns the operator ``torch.ops.<NAMESPACE>.fwd.default``.
 
@@ -123,8 +143,8 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             binding.flashcute_set_resolver.restype = None
             binding.flashcute_set_resolver(_resolve)
             library = torch.library.Library(NAMESPACE, "IMPL")
-            library.impl("fwd", _fwd_cpu, "CPU")
-            torch.library.register_fake(f"{NAMESPACE}::fwd", _fwd_fake, lib=library)
+            library.impl("fwd", _checked(_fwd_cpu), "CPU")
+            torch.library.register_fake(f"{NAMESPACE}::fwd", _checked(_fwd_fake), lib=library)
             _keep_alive.extend((binding, library))
             _fwd = getattr(torch.ops, NAMESPACE).fwd.default
     return _fwd

@@ -26,7 +26,7 @@
 #include "flash.h"
 
 #ifndef FLASHCUTE_NAMESPACE
-#define FLASHCUTE_NAMESPACE flashcute  // flashcute.ops.NAMESPACE
+#define FLASHCUTE_NAMESPACE flashcute  // flashcute.config.NAMESPACE
 #endif
 
 // Exported by CUDA builds of torch only. Weak, so that the same binary loads under a CPU build.

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from .. import env
+from ..config import NAMESPACE
 from . import build, cache, sources, toolchain
 from .toolchain import BuildError
 
@@ -34,8 +35,6 @@ def binding_unit(namespace: str) -> build.Unit:
 
 
 def _find_or_build() -> cache.Artefact:
-    from ..ops import NAMESPACE
-
     settings = env.read()
     unit = binding_unit(NAMESPACE)
     folder = sources.prebuilt_dir() / unit.target
@@ -57,8 +56,6 @@ def _find_or_build() -> cache.Artefact:
 
 def build_binding() -> build.BuildResult:
     """Builds the binding into the user's cache; a failure is reported in the result."""
-    from ..ops import NAMESPACE
-
     return build.build_many([binding_unit(NAMESPACE)], toolchain.find_host_compiler())[0]
 
 

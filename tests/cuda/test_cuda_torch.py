@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from bad_input import BAD_INPUTS, BadInput
+from bad_input import CASES, Case
 from torch._subclasses import FakeTensorMode
 
 import flashcute
@@ -284,8 +284,10 @@ def test_nan_in_a_key_reaches_only_the_rows_that_see_it() -> None:
     assert difference.abs().max() < 2e-2
 
 
-@pytest.mark.parametrize("case", BAD_INPUTS, ids=lambda case: case.name)
-def test_bad_input(case: BadInput) -> None:
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "cuda" in case.on], ids=lambda case: case.name
+)
+def test_odd_input(case: Case) -> None:
     failure = case.failure("cuda")
     assert failure is None, failure
     # The context survived.
