@@ -13,7 +13,7 @@ import logging
 import torch
 from torch._subclasses import FakeTensor
 
-from . import ops
+from . import missing, ops
 from .checks import (
     check_alibi,
     check_dropout,
@@ -32,6 +32,10 @@ from .reference import attention_ref
 logger = logging.getLogger("flashcute")
 
 _UNLIMITED = (-1, -1)
+
+
+def __getattr__(name: str) -> object:
+    raise missing.error(__name__, name)
 
 
 def _regular(tensor: torch.Tensor) -> bool:
