@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+NAMESPACE = "flashcute"  # of the torch operators: FLASHCUTE_NAMESPACE in flash_api.cpp
+
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 DTYPES = ("fp16", "bf16")
 MASKS = ("none", "causal")

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import heuristics, jit
+from . import checks, heuristics, jit
+from .config import NAMESPACE
+from .features import CAPABILITIES, VECTOR
 from .reference import attention_ref
-from .support import CAPABILITIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-NAMESPACE = "flashcute"  # FLASHCUTE_NAMESPACE in flash_api.cpp
 
 _DTYPES = ("fp16", "bf16")  # flash::DType
 
@@ -66,7 +65,8 @@ _keep_alive: list[object] = []
 
 
 def _kernel_address(problem: _FwdProblem) -> int:
-    capability = torch.cuda.get_device_capability(problem.device)
+    properties = torch.cuda.get_device_properties(problem.device)
+    capability = properties.major, properties.minor
     if capability not in CAPABILITIES:
         raise NotImplementedError(
             f"{NAMESPACE}::fwd: expected a GPU of compute capability in {CAPABILITIES}, "
@@ -84,6 +84,7 @@ def _kernel_address(problem: _FwdProblem) -> int:
             d=problem.d,
         ),
         capability,
+        properties.multi_processor_count,
     )
     return jit.get_kernel(config, f"{capability[0]}{capability[1]}").address
 
@@ -120,6 +121,27 @@ def _fwd_fake(q, k, v, softmax_scale, causal):
     return _empty_outputs(q)
 
 
+def _checked(implementation: Callable) -> Callable:
+    """``implementation`` behind the checks that the binding makes for CUDA tensors."""
+
+    def fwd(q, k, v, softmax_scale, causal):
+        fn = f"{NAMESPACE}::fwd"
+        d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
+        softmax_scale = checks.check_scale(fn, softmax_scale, d)
+        if q.is_cpu:
+            checks.check_dtype(fn, "q.dtype", q.dtype, q.device)
+        else:
+            checks.check_for_kernels(fn, "q", q, d, softmax_scale)
+            if d % VECTOR:
+                raise ValueError(
+                    f"{fn}: expected head_dim to be a multiple of {VECTOR}, got head_dim={d}; "
+                    "call flash_attn_func, which pads"
+                )
+        return implementation(q, k, v, softmax_scale, causal)
+
+    return fwd
+
+
 def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Loads the binding once and returns the operator ``torch.ops.<NAMESPACE>.fwd.default``.
 
@@ -136,8 +158,8 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             # A thread of C++ may still call the operator when the interpreter has ended.
             atexit.register(binding.flashcute_set_resolver, _Resolver())
             library = torch.library.Library(NAMESPACE, "IMPL")
-            library.impl("fwd", _fwd_cpu, "CPU")
-            torch.library.register_fake(f"{NAMESPACE}::fwd", _fwd_fake, lib=library)
+            library.impl("fwd", _checked(_fwd_cpu), "CPU")
+            torch.library.register_fake(f"{NAMESPACE}::fwd", _checked(_fwd_fake), lib=library)
             _keep_alive.extend((binding, library))
             _fwd = getattr(torch.ops, NAMESPACE).fwd.default
     return _fwd

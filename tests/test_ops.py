@@ -403,6 +403,39 @@ def test_cuda_operator_rejects_what_is_not_cuda() -> None:
         op.redispatch(keys, q.float(), k, v, 0.25, False)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("change", "scale", "error", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v), 0.5, ValueError, "got q.shape="),
+        (lambda q, k, v: (q, k[:1], v), 0.5, ValueError, "q's batch size 2, got k.shape="),
+        (lambda q, k, v: (q, k, v[:, :3]), 0.5, ValueError, "k's shape .*, got v.shape="),
+        (lambda q, k, v: (q, k.bfloat16(), v), 0.5, TypeError, "got k.dtype=torch.bfloat16"),
+        (lambda *x: tuple(t.int() for t in x), 0.5, TypeError, "got q.dtype=torch.int32"),
+        (lambda *x: x, 1e39, ValueError, "got softmax_scale=1e"),
+        (lambda *x: x, float("nan"), ValueError, "got softmax_scale=nan"),
+        (lambda q, k, v: (q[:, :, :3], k, v), 0.5, ValueError, "positive multiple"),
+    ],
+)
+def test_operator_makes_the_same_checks(device, change, scale, error, message) -> None:
+    q = torch.zeros(2, 9, 4, 16, device=device, dtype=torch.float16)
+    k = torch.zeros(2, 11, 2, 16, device=device, dtype=torch.float16)
+    for fwd in (ops.fwd, ops.load()):
+        with pytest.raises(error, match=rf"^flashcute::fwd: expected .*{message}.*; "):
+            fwd(*change(q, k, k.clone()), scale, False)
+
+
+def test_fake_of_the_operator_refuses_what_the_kernels_refuse() -> None:
+    fwd = ops.load()
+    for d, scale, error in ((20, 0.5, ValueError), (264, 0.5, NotImplementedError)):
+        q = torch.zeros(2, 9, 4, d, device="meta", dtype=torch.float16)
+        with pytest.raises(error, match=f"^flashcute::fwd: expected .*, got head_dim={d}; "):
+            fwd(q, q, q, scale, False)
+    q = torch.zeros(2, 9, 4, 64, device="meta", dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="got softmax_scale=-1"):
+        fwd(q, q, q, -1.0, False)
+
+
 def _symbols(*options: str) -> list[str]:
     run = subprocess.run(
         ["nm", "-D", *options, str(jit.load_binding())], capture_output=True, text=True, check=True

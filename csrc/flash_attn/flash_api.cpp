@@ -26,7 +26,7 @@
 #include "flash.h"
 
 #ifndef FLASHCUTE_NAMESPACE
-#define FLASHCUTE_NAMESPACE flashcute  // flashcute.ops.NAMESPACE
+#define FLASHCUTE_NAMESPACE flashcute  // flashcute.config.NAMESPACE
 #endif
 
 // Exported by CUDA builds of torch only. Weak, so that the same binary loads under a CPU build.
@@ -214,6 +214,8 @@ void check_placement(const Tensor &tensor, const char *name, int32_t dtype, int3
     }
 }
 
+bool misaligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 != 0; }
+
 // Kernels load 16 bytes at a time.
 void check_vectorised(const Layout &layout, const void *data, const char *name) {
     if (layout.last_stride != 1) {
@@ -223,10 +225,22 @@ void check_vectorised(const Layout &layout, const void *data, const char *name) 
         fail("expected strides of ", name, " that are multiples of 8 elements, got (",
              layout.batch_stride, ", ", layout.row_stride, ", ", layout.head_stride, ", 1)");
     }
-    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
+    if (misaligned(data)) {
         fail("expected ", name, " aligned to 16 bytes, got data_ptr() % 16 == ",
              reinterpret_cast<uintptr_t>(data) % 16);
     }
+}
+
+// The tensor, or a copy of it: of the same strides where they leave no gaps.
+Tensor aligned(const Tensor &tensor) {
+    if (!misaligned(tensor.const_data_ptr())) {
+        return tensor;
+    }
+    Tensor copy = torch::stable::clone(tensor);
+    if (misaligned(copy.const_data_ptr())) {
+        fail("expected torch to allocate memory at multiples of 16 bytes");
+    }
+    return copy;
 }
 
 void check_shapes(const Layout &q, const Layout &k, const Layout &v) {
@@ -309,6 +323,12 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
     params.q_ptr = q.const_data_ptr();
     params.k_ptr = k.const_data_ptr();
     params.v_ptr = v.const_data_ptr();
+    // A traced program does not know where its inputs start, so this is decided here, on the GPU of
+    // the tensors.
+    if (misaligned(params.q_ptr) || misaligned(params.k_ptr) || misaligned(params.v_ptr)) {
+        const torch::stable::accelerator::DeviceGuard guard(device);
+        return fwd(aligned(q), aligned(k), aligned(v), softmax_scale, causal);
+    }
     check_vectorised(ql, params.q_ptr, "q");
     check_vectorised(kl, params.k_ptr, "k");
     check_vectorised(vl, params.v_ptr, "v");

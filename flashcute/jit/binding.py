@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .. import env
+from ..config import NAMESPACE
 from . import build, cache, sources, toolchain
 from .toolchain import BuildError
 
@@ -35,8 +36,6 @@ def binding_unit(namespace: str) -> build.Unit:
 
 
 def _find_or_build() -> cache.Artefact:
-    from ..ops import NAMESPACE
-
     settings = env.read()
     unit = binding_unit(NAMESPACE)
     folder = sources.prebuilt_dir() / unit.target
@@ -61,8 +60,6 @@ def build_binding(
     watch: Callable[[build.Running], None] | None = None,
 ) -> build.BuildResult:
     """Builds the binding into the user's cache; a failure is reported in the result."""
-    from ..ops import NAMESPACE
-
     units, compiler = [binding_unit(NAMESPACE)], toolchain.find_host_compiler()
     return build.build_many(units, compiler, 1, progress, watch)[0]
 

@@ -20,7 +20,11 @@ _MAPS = "tensor_maps_sm90.h"
 _SCHEDULER = "tile_scheduler.h"
 
 _AWAIT_K_STEP = "await_k();\n                wait_turn"
-_AWAIT_V_STEP = "await_v();\n                issue_pv();\n                pass_turn();\n                sm90::wgmma_wait<1>"
+_AWAIT_V_STEP = """\
+await_v();
+                issue_pv();
+                pass_turn();
+                sm90::wgmma_wait<1>"""
 _AWAIT_S_STEP = """\
                 sm90::wgmma_wait<1>();
                 release_k(false, n == 0);
@@ -271,7 +275,13 @@ _RELEASES = (
 
 _WAITS = (
     _simulator("K read without waiting for it", _MAINLOOP, _AWAIT_K_STEP, "wait_turn", _UNAWAITED),
-    _simulator("V read without waiting for it", _MAINLOOP, _AWAIT_V_STEP, "issue_pv", _UNAWAITED),
+    _simulator(
+        "V read without waiting for it",
+        _MAINLOOP,
+        _AWAIT_V_STEP,
+        _AWAIT_V_STEP.split(maxsplit=1)[1],
+        _UNAWAITED,
+    ),
     _simulator("Q read without waiting for it", _MAINLOOP, _AWAIT_Q, "", _UNAWAITED_Q),
     _simulator(
         "scores used while their product is in flight",

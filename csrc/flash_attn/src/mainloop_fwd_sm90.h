@@ -315,11 +315,8 @@ struct MainloopFwdSm90 {
             auto const release_k = [&](bool first, bool last) {
                 sm90::pin(rS);
                 release(&storage.k_empty[k.stage()]);
-                if constexpr (kQRegSteps < Traits::kQSteps) {
-                    release(&storage.q_empty[warpgroup], last);
-                } else if (first) {
-                    release(&storage.q_empty[warpgroup]);
-                }
+                constexpr bool kAllInRegs = kQRegSteps == Traits::kQSteps;
+                if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);
             };
             auto const release_v = [&] {
                 sm90::pin(rO);
@@ -355,9 +352,7 @@ struct MainloopFwdSm90 {
                 sm90::wgmma_wait<0>();
                 release_k(true, n == 0);
                 k.advance();
-                if (n >= n_unmasked_end) {
-                    mask.template apply<Traits>(tSrS, thread, n);
-                }
+                if (n >= n_unmasked_end) mask.template apply<Traits>(tSrS, thread, n);
                 softmax.start(tSrS, tOrP);
                 clear(rO);
 

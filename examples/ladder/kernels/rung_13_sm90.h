@@ -181,7 +181,8 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             softmax.start(tSrS, tOrP);
             clear(rO);
 
-            auto const compute_scores = [&](int n) {
+            CUTE_NO_UNROLL
+            for (--n; n >= 0; --n) {
                 sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
                 sm90::named_barrier_sync(1 + warpgroup, 256);
                 issue_qk();
@@ -190,31 +191,12 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
                 pass_turn(warpgroup);
                 sm90::wgmma_wait<1>();
                 release_k(n);
-            };
-            auto const finish_pv = [&] {
+                bool const masked = n >= n_unmasked;
+                if (masked) mask.template apply<Traits>(tSrS, thread, n);
                 sm90::wgmma_wait<0>();
                 release_v();
                 ++k.i;
-            };
-            --n;
-            CUTE_NO_UNROLL
-            while (n >= 0) {
-                CUTE_NO_UNROLL
-                for (; n >= 0 && (n >= n_unmasked || softmax.seeks_max()); --n) {
-                    compute_scores(n);
-                    bool const masked = n >= n_unmasked;
-                    if (masked) mask.template apply<Traits>(tSrS, thread, n);
-                    typename SoftmaxT::RowTensor factor;  // (rows)
-                    bool const raised = softmax.raise_ref(tSrS, factor, masked);
-                    finish_pv();
-                    softmax.update_bounded(tSrS, tOrP, tOrO, raised, factor);
-                }
-                CUTE_NO_UNROLL
-                for (; n >= 0 && !softmax.seeks_max(); --n) {
-                    compute_scores(n);
-                    finish_pv();
-                    softmax.update_unbounded(tSrS, tOrP, tOrO);
-                }
+                softmax.update(tSrS, tOrP, tOrO, masked || softmax.seeks_max(), masked);
             }
 
             sm90::barrier_wait(&storage.v_full[v().stage()], v().parity());
