@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: the sources that travel in the wheel, and kernels built ahead.
 
-A wheel carries ``csrc/flash_attn`` and CUTLASS's headers with their licence under
-``flashcute/_src``, so kernels can be built where it is installed. Nothing is compiled while it is
+A wheel carries ``csrc``, kernels and simulator, and CUTLASS's headers with their licence under
+``flashcute/_src``, so all of it can be built where it is installed. Nothing is compiled while it is
 made, unless ``FLASHCUTE_PREBUILD`` names GPUs: then the torch binding and the shipped kernels for
 each of them are built into ``flashcute/prebuilt``, and the wheel becomes one for this platform.
 """
@@ -33,7 +33,7 @@ class BuildPackage(build_py):
         super().run()
         fetch = ROOT / "third_party" / "fetch_cutlass.py"
         subprocess.run([sys.executable, str(fetch)], check=True)
-        targets = env.read().prebuild
+        targets = _targets()
         package = ROOT / "flashcute"
         if not self.editable_mode:
             package = Path(self.build_lib) / "flashcute"
@@ -48,16 +48,24 @@ class BuildWheel(bdist_wheel):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.root_is_pure = not env.read().prebuild
+        self.root_is_pure = not _targets()
 
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
         return "py3", "none", platform
 
 
+def _targets() -> tuple[str, ...]:
+    """The GPUs of ``FLASHCUTE_PREBUILD``; a wrong value ends the installation with a message."""
+    try:
+        return env.prebuild_targets()
+    except ValueError as error:
+        raise SystemExit(f"setup.py: {error}") from None
+
+
 def _copy_sources(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "csrc" / "flash_attn", folder / "csrc" / "flash_attn")
+    shutil.copytree(ROOT / "csrc", folder / "csrc")  # the kernels, and the simulator that runs them
     third_party = folder / "third_party" / "cutlass"
     shutil.copytree(CUTLASS / "include", third_party / "include")
     shutil.copy(CUTLASS / "LICENSE.txt", third_party)
@@ -70,7 +78,9 @@ def _prebuild(targets: tuple[str, ...], folder: Path) -> None:
             "built against it: install torch, then pip install --no-build-isolation"
         )
     command = [sys.executable, "-m", "flashcute", "build", "--all", "--target", *targets]
-    subprocess.run([*command, "--output", str(folder.resolve())], cwd=ROOT, check=True)
+    command += ["--output", str(folder.resolve())]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+        raise SystemExit("setup.py: FLASHCUTE_PREBUILD failed for the reason above")
 
 
 setup(cmdclass={"build_py": BuildPackage, "bdist_wheel": BuildWheel})

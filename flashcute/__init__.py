@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from . import env, missing
+
 if TYPE_CHECKING:
     from .flash_attn_interface import (
         flash_attn_func,
@@ -36,7 +38,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     # Lazy, so that the command line, which may only want to build, starts without importing torch.
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing.error(__name__, name)
+    env.read()  # a wrong variable is an error, also where nothing is built
     value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value

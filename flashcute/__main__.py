@@ -1,25 +1,34 @@
-"""``python -m flashcute build`` builds kernels ahead of use, ``info`` shows what is there, ``sim``
-runs one on the CPU, ``bench`` measures speed, ``profile`` says what a kernel costs and why."""
+"""``python -m flashcute build`` builds kernels ahead of use, ``info`` shows set-up and kernels,
+``cache`` what was built, ``sim`` runs a kernel on the CPU, ``bench`` measures speed, ``profile``
+says what a kernel costs and why."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import contextlib
+import json
 import os
 import platform
+import signal
 import sys
+import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import env, heuristics
-from .arguments import positive
+from . import __version__, env, heuristics
+from .arguments import output_folder, positive
 from .bench import cli as bench_cli
 from .config import DTYPES, HEAD_DIMS, FwdConfig
 from .jit import binding, build, cache, kernels, sources, toolchain
+from .jit.progress import Progress
 from .jit.toolchain import BuildError
 from .occupancy import ctas_per_sm
 from .profiling import cli as profile_cli
 from .sim import cli as sim_cli
+
+_DAY = 24 * 3600.0
 
 
 def targets_at_hand() -> list[str]:
@@ -40,7 +49,7 @@ def _choose_targets(args: argparse.Namespace) -> list[str]:
         )
     for target in targets:
         kernels.capability_of(target)
-    return targets
+    return list(dict.fromkeys(targets))
 
 
 def _choose_configs(args: argparse.Namespace, target: str) -> list[FwdConfig]:
@@ -53,21 +62,6 @@ def _choose_configs(args: argparse.Namespace, target: str) -> list[FwdConfig]:
         for causal in causals
         for config in heuristics.configs_in_use(dtype, head_dim, causal, capability)
     ]
-
-
-def _progress_bar(total: int) -> tuple[Callable[[build.BuildResult], None], Callable[[], None]]:
-    from tqdm import tqdm
-
-    bar = tqdm(total=total, unit="file", desc="build", dynamic_ncols=True)
-
-    def update(result: build.BuildResult) -> None:
-        bar.update()
-        if result.error is not None:
-            bar.write(result.error, file=sys.stderr)
-        else:
-            bar.set_postfix_str(f"{result.unit.name} {result.unit.target}")
-
-    return update, bar.close
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -95,14 +89,16 @@ def run_build(args: argparse.Namespace) -> int:
         )
     targets = _choose_targets(args)
     specs = [(config, target) for target in targets for config in _choose_configs(args, target)]
-    update, close = _progress_bar(len(specs) + 1)
-    try:
-        results = [binding.build_binding()]
-        update(results[0])
-        results += kernels.build_kernels(specs, args.jobs, update)
-    finally:
-        close()
+    # All that is needed, before the first compiler starts.
+    toolchain.find_nvcc()
+    sources.require_cutlass()
     folder = sources.prebuilt_dir() if args.prebuilt else args.output
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    with Progress(len(specs) + 1) as shown:
+        results = [binding.build_binding(shown.finished, shown.running)]
+        results += kernels.build_kernels(specs, args.jobs, shown.finished, shown.running)
     if folder is not None:
         kernels.place(results, folder)
     rows = [
@@ -149,15 +145,19 @@ def _describe_compiler(find: Callable[[], toolchain.Compiler]) -> str:
     return f"{compiler.path}, {release or compiler.version.splitlines()[0]}"
 
 
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
 def _describe_cache() -> str:
     folder = cache.cache_dir()
     try:
-        cache.check_private(folder)
+        found = cache.contents(folder)
     except OSError as error:
         return f"{folder} ({error.strerror})"
-    files = list(folder.glob("*.so"))
-    size = sum(file.stat().st_size for file in files) / 2**20
-    return f"{folder} ({len(files)} shared objects, {size:.1f} MiB)"
+    entries = sum(any(path.suffix == ".so" for path in paths) for paths in found.values())
+    size = sum(cache.bytes_of(path) for paths in found.values() for path in paths)
+    return f"{folder} ({entries} shared objects, {_mib(size)})"
 
 
 _KERNEL_COLUMNS = (
@@ -178,9 +178,19 @@ def _kernel_row(config: FwdConfig, target: str) -> list[object]:
 
 
 def run_info(args: argparse.Namespace) -> int:
-    """Prints GPU, toolchain, folders, environment variables and every shipped kernel."""
+    """Prints set-up, environment variables and how many kernels are built; rows for them if asked.
+
+    The rows come first: what most want to know is at the end, where a terminal shows it.
+    """
+    targets = args.target
+    with contextlib.suppress(ImportError):
+        targets = targets or targets_at_hand()
+    targets = list(dict.fromkeys(targets or ["80", "90"]))
+    rows = {t: [_kernel_row(config, t) for config in _choose_configs(args, t)] for t in targets}
+    if args.all or args.head_dim or args.dtype or args.causal:
+        print(_table(_KERNEL_COLUMNS, [row for of in rows.values() for row in of]) + "\n")
     facts = {
-        "flashcute": lambda: importlib.metadata.version("flashcute"),
+        "flashcute": lambda: __version__,
         "python": platform.python_version,
         "torch": _describe_torch,
         "GPU": _describe_gpus,
@@ -194,11 +204,47 @@ def run_info(args: argparse.Namespace) -> int:
     }
     for name, probe in facts.items():
         print(f"{name + ':':<14}{_or_error(probe)}")
-    rows = [(v.name, os.environ.get(v.name, "-"), v.default, v.meaning) for v in env.VARIABLES]
-    print("\n" + _table(("variable", "value", "default", "meaning"), rows))
-    targets = args.target or targets_at_hand() or ["80", "90"]
-    rows = [_kernel_row(config, t) for t in targets for config in _choose_configs(args, t)]
-    print("\n" + _table(_KERNEL_COLUMNS, rows))
+    table = [(v.name, os.environ.get(v.name, "-"), v.default, v.meaning) for v in env.VARIABLES]
+    print("\n" + _table(("variable", "value", "default", "meaning"), table) + "\n")
+    for target, of in rows.items():
+        where = Counter(row[2] for row in of)
+        counts = ", ".join(f"{where[place]} {place}" for place in kernels.PLACES)
+        print(f"{f'sm_{target}:':<14}{len(of)} kernels: {counts}")
+    return 0
+
+
+def _entry_row(stem: str, paths: Sequence[Path]) -> list[object]:
+    """One line of the table of the cache, whatever state an entry is in."""
+    size = sum(map(cache.bytes_of, paths))
+    built = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(p.stat().st_mtime for p in paths)))
+    try:
+        (record,) = (path for path in paths if path.suffix == ".json")
+        meta = json.loads(record.read_bytes())
+        return [meta["name"], meta["target"], -(-size // 1024), round(meta["seconds"]), built]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [stem, "incomplete", -(-size // 1024), "-", built]
+
+
+def run_cache(args: argparse.Namespace) -> int:
+    """Lists, measures or removes what the user's cache holds."""
+    if args.older_than is not None and args.action != "clean":
+        raise ValueError(
+            f"flashcute cache: expected clean with --older-than, got {args.action}; leave it out"
+        )
+    folder = cache.cache_dir()
+    if not folder.exists():
+        print(f"{folder} does not exist: nothing was built yet")
+        return 0
+    if args.action == "clean":
+        age = None if args.older_than is None else args.older_than * _DAY
+        count, size = build.clean(age)
+        print(f"removed {count} files and unfinished builds, {_mib(size)}, from {folder}")
+        return 0
+    if args.action == "list":
+        rows = [_entry_row(stem, paths) for stem, paths in cache.contents(folder).items()]
+        if rows:
+            print(_table(("name", "target", "KiB", "seconds to build", "built"), rows) + "\n")
+    print(_describe_cache())
     return 0
 
 
@@ -208,15 +254,23 @@ def _prebuilt() -> list[Path]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flashcute", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"flashcute {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    target = argparse.ArgumentParser(add_help=False)
-    target.add_argument(
+    choice = argparse.ArgumentParser(add_help=False)
+    choice.add_argument(
         "--target", nargs="+", metavar="SM", help="sm numbers, e.g. 80 90 (default: the GPUs here)"
     )
-    choice = argparse.ArgumentParser(add_help=False, parents=[target])
-    choice.add_argument("--head-dim", type=int, nargs="+", choices=HEAD_DIMS)
-    choice.add_argument("--dtype", nargs="+", choices=DTYPES)
-    choice.add_argument("--causal", choices=("yes", "no", "both"))
+    choice.add_argument(
+        "--head-dim",
+        type=int,
+        nargs="+",
+        choices=HEAD_DIMS,
+        help="that kernels are compiled for (default: all)",
+    )
+    choice.add_argument("--dtype", nargs="+", choices=DTYPES, help="of the tensors (default: both)")
+    choice.add_argument(
+        "--causal", choices=("yes", "no", "both"), help="kernels with the causal mask (both)"
+    )
     make = commands.add_parser("build", parents=[choice], help="build kernels and the binding")
     make.set_defaults(run=run_build)
     make.add_argument("--all", action="store_true", help="every shipped kernel")
@@ -224,12 +278,29 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=positive, help="compilers at the same time (default: by cores and memory)"
     )
     place = make.add_mutually_exclusive_group()
-    place.add_argument("-o", "--output", type=Path, help="also copy the results to this folder")
+    place.add_argument(
+        *("-o", "--output"), type=output_folder, help="also copy the results to this folder"
+    )
     place.add_argument(
         "--prebuilt", action="store_true", help="also copy them into the package itself"
     )
     info = commands.add_parser("info", parents=[choice], help="show set-up and kernels")
     info.set_defaults(run=run_info)
+    info.add_argument(
+        "--all", action="store_true", help="also a row for each kernel; a choice shows the chosen"
+    )
+    stored = commands.add_parser("cache", help="show or remove what was built on first use")
+    stored.set_defaults(run=run_cache)
+    stored.add_argument(
+        "action",
+        nargs="?",
+        choices=("list", "size", "clean"),
+        default="list",
+        help="entries with their sizes (default), the sum, or remove them; they can be built again",
+    )
+    stored.add_argument(
+        "--older-than", type=positive, metavar="DAYS", help="clean: only what is older"
+    )
     simulate = commands.add_parser("sim", help="run one kernel on the CPU and check it")
     simulate.set_defaults(run=sim_cli.run)
     sim_cli.add_arguments(simulate)
@@ -242,12 +313,59 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch has a type for a GPU's memory only.
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     try:
+        env.read()
         return args.run(args)
+    except BrokenPipeError:
+        raise
     except (BuildError, ValueError) as error:
         print(error, file=sys.stderr)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("flashcute"):
+            raise
+        print(
+            f"flashcute {args.command}: expected the package {error.name}, found none; "
+            f"`pip install {error.name}`",
+            file=sys.stderr,
+        )
+    except OSError as error:
+        print(f"flashcute {args.command}: {error}", file=sys.stderr)
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(
+            f"flashcute {args.command}: expected sizes that fit into memory, got: "
+            f"{str(error).splitlines()[0]}",
+            file=sys.stderr,
+        )
+    return 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; what a user can cause ends in a message and an exit status."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("flashcute: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except OSError as error:
+        # Nobody reads any more, as after `| head -1`, or the disk is full. What is left to be
+        # written at exit would raise once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"flashcute: cannot write the output: {error}", file=sys.stderr)
         return 1
 
 

@@ -49,9 +49,6 @@ class FwdConfig:
         q_in_regs: k16 steps of Q's fragments kept in registers, up to ``head_dim // 16``; in the
             sm80 class none or all.
         min_ctas: CTAs per SM that the register budget must allow.
-        peel_masked: Give the blocks that need the mask a copy of the main loop of their own.
-        lazy_rescale: Seek a block's maximum, and rescale O, only where a thread's share of a row's
-            sum exceeds 2^15 relative to the maximum so far.
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
 
     Raises:
@@ -68,8 +65,6 @@ class FwdConfig:
     stages: int
     q_in_regs: int
     min_ctas: int
-    peel_masked: bool
-    lazy_rescale: bool = True
     ping_pong: bool = False
 
     def __post_init__(self) -> None:
@@ -84,8 +79,7 @@ class FwdConfig:
         require(self.mask in MASKS, "mask", f"in {MASKS}")
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
         require(type(self.q_in_regs) is int, "q_in_regs", "to be an int, of k16 steps")
-        for field in ("peel_masked", "lazy_rescale", "ping_pong"):
-            require(isinstance(getattr(self, field), bool), field, "to be a bool")
+        require(isinstance(self.ping_pong, bool), "ping_pong", "to be a bool")
         if self.arch == 80:
             self._require_sm80(require)
         else:
@@ -101,7 +95,6 @@ class FwdConfig:
         steps = (0, self.head_dim // 16)
         require(self.q_in_regs in steps, "q_in_regs", f"in {steps}")
         require(self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4)")
-        require(self.lazy_rescale, "lazy_rescale", "to be True in the sm80 class")
         require(not self.ping_pong, "ping_pong", "to be False in the sm80 class")
 
     def _require_sm90(self, require: Callable[[bool, str, str], None]) -> None:
@@ -112,7 +105,6 @@ class FwdConfig:
         steps = self.head_dim // 16
         require(self.q_in_regs in range(steps + 1), "q_in_regs", f"in 0 ... {steps}")
         require(self.min_ctas == 1, "min_ctas", "to be 1 in the sm90 class")
-        require(self.peel_masked, "peel_masked", "to be True in the sm90 class")
 
     @property
     def name(self) -> str:
@@ -123,15 +115,13 @@ class FwdConfig:
     @property
     def variant(self) -> str:
         """The tile choices, which together with :attr:`name` identify the configuration."""
-        peel = "_peel" if self.peel_masked else ""
         tile = f"{self.tile_m}x{self.tile_n}"
         if self.arch == 90:
-            lazy = "_lazy" if self.lazy_rescale else ""
             turns = "_pp" if self.ping_pong else ""
             q = f"_qreg{self.q_in_regs}" if self.q_in_regs else ""
-            return f"{tile}_s{self.stages}{q}{lazy}{turns}"
+            return f"{tile}_s{self.stages}{q}{turns}"
         q = "_qreg" if self.q_in_regs else ""
-        return f"{tile}_w{self.warps}_s{self.stages}{q}_c{self.min_ctas}{peel}"
+        return f"{tile}_w{self.warps}_s{self.stages}{q}_c{self.min_ctas}"
 
     @property
     def full_name(self) -> str:

@@ -2,7 +2,8 @@
 
 The variables are read when a kernel has to be found or built, never on the hot path. A value that
 cannot be used and a ``FLASHCUTE_*`` name that does not exist are errors: a misspelt variable is
-never silently ignored.
+never silently ignored. So that this also holds where nothing is built, as on the CPU, they are
+checked once when the functions that users call are imported.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .config import MAX_SMEM_BYTES
+
 PREFIX = "FLASHCUTE_"
 
 
 def _folder(text: str) -> Path:
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:  # ~name of nobody, or ~ without a home
+        path = Path()
     if not path.is_absolute():
         raise ValueError("an absolute path")
     return path
@@ -43,8 +49,9 @@ def _kernel_class(text: str) -> int:
 
 def _targets(text: str) -> tuple[str, ...]:
     targets = tuple(part.strip() for part in text.split(","))
-    if not all(part.isdecimal() for part in targets):
-        raise ValueError("sm numbers between commas, e.g. 80,90")
+    known = [f"{major}{minor}" for major, minor in MAX_SMEM_BYTES]
+    if not set(targets) <= set(known):
+        raise ValueError(f"sm numbers between commas, e.g. 80,90, of {', '.join(known)}")
     return targets
 
 
@@ -54,7 +61,7 @@ class Variable:
 
     Attributes:
         name: Full name, beginning with :data:`PREFIX`.
-        field: The attribute of :class:`Settings` that holds its value.
+        field: The attribute of :class:`Settings` that holds its value; None if only pip reads it.
         default: What happens when it is not set, in words.
         meaning: One sentence.
         parse: Text to value; raises ``ValueError`` with the expected form as its message.
@@ -62,7 +69,7 @@ class Variable:
     """
 
     name: str
-    field: str
+    field: str | None
     default: str
     meaning: str
     parse: Callable[[str], Any]
@@ -101,7 +108,7 @@ VARIABLES = (
     ),
     Variable(
         "FLASHCUTE_PREBUILD",
-        "prebuild",
+        None,
         "none",
         "Read by `pip install` from source: GPUs, e.g. 80,90, to build the shipped kernels for.",
         _targets,
@@ -118,11 +125,21 @@ class Settings:
     no_build: bool
     arch: int | None
     jobs: int | None
-    prebuild: tuple[str, ...]
+
+
+def _value(variable: Variable, environ: Mapping[str, str]) -> Any:
+    text = environ.get(variable.name, "")
+    try:
+        return variable.parse(text) if text else variable.unset
+    except ValueError as error:
+        raise ValueError(
+            f"flashcute: expected {variable.name} to be {error}, "
+            f"got {variable.name}={text!r}; default when unset: {variable.default}"
+        ) from None
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Parses every variable of the table.
+    """Parses every variable of the table that is read at run time.
 
     Raises:
         ValueError: for a value of the wrong form, and for a ``FLASHCUTE_*`` name not in the table.
@@ -134,14 +151,15 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
             f"flashcute: expected only known {PREFIX}* variables in the environment, got "
             f"{', '.join(unknown)}; unset it, known are {', '.join(sorted(known))}"
         )
-    values = {}
-    for variable in VARIABLES:
-        text = environ.get(variable.name, "")
-        try:
-            values[variable.field] = variable.parse(text) if text else variable.unset
-        except ValueError as error:
-            raise ValueError(
-                f"flashcute: expected {variable.name} to be {error}, "
-                f"got {variable.name}={text!r}; default when unset: {variable.default}"
-            ) from None
-    return Settings(**values)
+    return Settings(**{v.field: _value(v, environ) for v in VARIABLES if v.field is not None})
+
+
+def prebuild_targets(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The GPUs of ``FLASHCUTE_PREBUILD``, as sm numbers; for setup.py.
+
+    Raises:
+        ValueError: as :func:`read`.
+    """
+    read(environ)
+    (variable,) = (v for v in VARIABLES if v.name == "FLASHCUTE_PREBUILD")
+    return _value(variable, environ)

@@ -6,7 +6,7 @@ C++ never chooses a tile. Each number below carries the limit it hits or the mea
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 
 from . import env
 from .config import HEAD_DIMS, MAX_SMEM_BYTES, FwdConfig
@@ -26,8 +26,7 @@ class FwdProblem:
     d: int
 
 
-# (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas, peel_masked) per instantiated
-# head dimension.
+# (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
 #
 # The shared memory port is the tightest roof of this class: an MMA's B fragment costs 2 clocks of
 # it per 16 rows that a warp owns, so warps own 32 rows wherever the accumulators allow it. Two CTAs
@@ -36,81 +35,109 @@ class FwdProblem:
 # in PyTorch, s = 512, 2048 and 8192, full / causal, with the runner-up or what spills; the data:
 # benchmarks/results/search_sm80_h200.json, of when a maximum was sought in every block.
 _SM80_TILES = {
-    32: (128, 32, 4, 2, False, 2, False),  # 1.18 / 1.22; 128x64 1.10 / 1.27
-    64: (128, 64, 4, 2, True, 2, True),  # 1.13 / 1.18; one loop 1.11 / 1.17
-    96: (128, 64, 4, 1, False, 2, True),  # 1.05 / 1.07; two stages 1.06 / 1.05 spill now
-    128: (128, 48, 4, 1, False, 2, True),  # 1.09 / 1.14; 128x64 1.10 / 1.15, but it spills
-    192: (64, 64, 4, 1, True, 2, False),  # 1.13 / 1.19; two loops 1.11 / 1.19
-    256: (64, 64, 4, 1, False, 2, True),  # 1.04 / 1.08; one loop 1.04 / 1.06
+    32: (128, 32, 4, 2, False, 2),  # 1.18 / 1.22; 128x64 1.10 / 1.27
+    64: (128, 64, 4, 2, True, 2),  # 1.11 / 1.17
+    96: (128, 64, 4, 1, False, 2),  # 1.05 / 1.07; two stages 1.06 / 1.05
+    128: (128, 48, 4, 1, False, 2),  # 1.09 / 1.14; 128x64 1.10 / 1.15, but it spills
+    192: (64, 64, 4, 1, True, 2),  # 1.13 / 1.19
+    256: (64, 64, 4, 1, False, 2),  # 1.04 / 1.06
 }
 
 # 163 KB per SM (8.0, 8.7): two CTAs of the tile above do not fit.
 _SM80_TILES_163KB = {
-    256: (128, 64, 8, 1, False, 1, False),  # 128 KB; the tile of FlashAttention-2
+    256: (128, 64, 8, 1, False, 1),  # 128 KB; the tile of FlashAttention-2
 }
 
 # 99 KB per CTA and 100 KB per SM (8.6, 8.9, 12.x).
 _SM80_TILES_99KB = {
-    192: (64, 64, 4, 1, True, 1, False),  # 72 KB
-    256: (64, 64, 4, 1, False, 1, True),  # 96 KB
+    192: (64, 64, 4, 1, True, 1),  # 72 KB
+    256: (64, 64, 4, 1, False, 1),  # 96 KB
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sm90Tile:
-    """Tile choices of the sm90 class, which hold for at most ``max_seqlen`` keys."""
+    """A tile of the sm90 class and how fast it is.
+
+    Attributes:
+        tile_n: Keys of a block.
+        warpgroups: Consumers, each with 64 query rows.
+        speed: TFLOP/s over what the tile computes, padding included, in :func:`_clocks`.
+        q_in_regs: k16 steps of Q in registers.
+    """
 
     tile_n: int
     warpgroups: int
-    max_seqlen: float = math.inf
+    speed: int
     q_in_regs: int = 0
 
 
-# By head dimension and causal mask, shortest sequences first; two stages everywhere: four win
-# up to 1 % at head dimension 32, elsewhere nothing, so the loads are not late. O is rescaled lazily
-# (18 % won at most) and warpgroups take turns (27 %) everywhere.
+# By head dimension and causal mask, the one for long sequences first; two stages everywhere: four
+# win up to 1 % at head dimension 32, elsewhere nothing, so the loads are not late. Warpgroups take
+# turns everywhere (27 % won at most).
 #
 # S, P and O of a thread take tile_n / 2 + tile_n / 4 + head_dim / 2 registers, of which about 200
-# are there with two MMA warpgroups and 132 with three. Three bring more softmax under the products
+# are there with two consumers and 132 with three. Three bring more softmax under the products
 # and read K and V from shared memory less often for each row; two compute less beyond the end of
 # short sequences, as their tiles are 128 rows and not 192. Steps of Q in registers fill what is
-# left of them. Found by tools/config_search.py on an H200, bf16, lengths 512 to 16384; the figures
-# are geometric means, over the lengths a tile is used for, of the speed over the better of
-# FlashAttention-3 and cuDNN, with the best other choice; two searches differ by 0.01, and nothing
-# was changed for less. The data: benchmarks/results/search_sm90_no_max_h200.json. Tiles in fp16,
-# before maxima were sought only when needed: benchmarks/results/search_sm90_fp16_h200.json.
+# left of them. Found by tools/config_search.py on an H200, bf16, lengths 512 to 16384
+# (benchmarks/results/search_sm90_no_max_h200.json); each speed is fitted to that search with
+# :func:`_clocks`, which then says its times within 4 %. Those marked + are from models' shapes, in
+# turns with the tiles beside them.
 _SM90_TILES = {
-    (32, False): (_Sm90Tile(128, 3),),  # 1.32; 192x144 1.28
-    (32, True): (
-        _Sm90Tile(128, 2, 1024),  # 1.19; O rescaled every time 1.14
-        _Sm90Tile(144, 3),  # 1.29; 192x128 1.27
+    (32, False): (_Sm90Tile(128, 3, 389), _Sm90Tile(128, 2, 330)),  # +
+    (32, True): (_Sm90Tile(144, 3, 422), _Sm90Tile(128, 2, 335)),
+    (64, False): (
+        _Sm90Tile(128, 3, 670),
+        _Sm90Tile(96, 3, 640),  # + ViT-L (257 keys) 1.14 of 192x128, 77 keys 1.12
+        _Sm90Tile(128, 2, 575),  # + BERT (128 keys) 1.12 of 192x128
+        _Sm90Tile(112, 2, 560),  # + ViT-B (197 keys) 1.06 of 128x128, 1.27 of 192x128
     ),
-    (64, False): (_Sm90Tile(128, 3),),  # 1.17; 192x96 with all of Q and 192x112 1.07
-    (64, True): (
-        _Sm90Tile(128, 2, 1024),  # 1.05; not in turns 0.98
-        _Sm90Tile(128, 3),  # 1.19; 192x96 with all of Q 1.14
-    ),
-    (96, False): (
-        _Sm90Tile(128, 2, 1024),  # 1.22; with all of Q 1.23
-        _Sm90Tile(96, 3, q_in_regs=3),  # 1.26; 192x112 1.24
-    ),
-    (96, True): (
-        _Sm90Tile(128, 2, 1024),  # 1.29; with all of Q 1.27
-        _Sm90Tile(96, 3, q_in_regs=3),  # 1.30; 192x112 1.29
-    ),
+    (64, True): (_Sm90Tile(128, 3, 702), _Sm90Tile(128, 2, 590)),
+    (96, False): (_Sm90Tile(96, 3, 796, q_in_regs=3), _Sm90Tile(128, 2, 690)),
+    (96, True): (_Sm90Tile(96, 3, 844, q_in_regs=3), _Sm90Tile(128, 2, 741)),
     (128, False): (
-        _Sm90Tile(128, 2, 1024, q_in_regs=8),  # 1.04; 128x176 1.04
-        _Sm90Tile(80, 3, q_in_regs=2),  # 1.08; 128x176 1.07
+        _Sm90Tile(80, 3, 835, q_in_regs=2),
+        _Sm90Tile(128, 2, 780, q_in_regs=8),
     ),
     (128, True): (
-        _Sm90Tile(128, 2, 4096, q_in_regs=8),  # 1.05; not in turns 1.05
-        _Sm90Tile(80, 3, q_in_regs=2),  # 1.05; not in turns 1.07: 8192 -1 %, 16384 +4 %
+        _Sm90Tile(80, 3, 915, q_in_regs=2),
+        _Sm90Tile(128, 2, 856, q_in_regs=8),
     ),
-    (192, False): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.08; 128x80 with 11 steps 1.06
-    (192, True): (_Sm90Tile(64, 2, q_in_regs=12),),  # 1.07; not in turns 1.07
-    (256, False): (_Sm90Tile(64, 2),),  # 1.06; with 6 steps of Q 1.06
-    (256, True): (_Sm90Tile(64, 2),),  # 1.08; with 6 steps of Q 1.08
+    (192, False): (_Sm90Tile(64, 2, 840, q_in_regs=12),),  # 128x80 with 11 steps 2 % slower
+    (192, True): (_Sm90Tile(64, 2, 840, q_in_regs=12),),
+    (256, False): (_Sm90Tile(64, 2, 840),),  # with 6 steps of Q the same
+    (256, True): (_Sm90Tile(64, 2, 840),),
 }
+
+# What a tile costs beside its key blocks, in keys: its first loads, its epilogue, and the softmax
+# that no other block's products hide. Fitted as the speeds; a causal tile's work stealing is in it.
+_TILE_OVERHEAD_KEYS = {False: 160, True: 240}
+
+
+def _clocks(problem: FwdProblem, tile: _Sm90Tile, causal: bool, sms: int) -> float:
+    """Time of a call in an arbitrary unit, to compare tiles for one problem.
+
+    Each tile takes its key blocks, padded, and an overhead. Without a mask CTAs take tiles in turn,
+    and the time is that of the most that one SM gets. Under a causal mask CTAs steal them, longest
+    first: the mean, and half of the longest for the end.
+    """
+    rows = 64 * tile.warpgroups
+    m_blocks = -(-problem.seqlen_q // rows)
+    tiles = problem.b * problem.h * m_blocks
+
+    def keys(m_block: int) -> float:
+        last = problem.seqlen_q if not causal else min((m_block + 1) * rows, problem.seqlen_q)
+        visible = max(0, min(problem.seqlen_k, last + problem.seqlen_k - problem.seqlen_q))
+        return -(-visible // tile.tile_n) * tile.tile_n + _TILE_OVERHEAD_KEYS[causal]
+
+    longest = keys(m_blocks - 1)
+    if not causal:
+        clocks = -(-tiles // sms) * longest
+    else:  # the number of visible keys is linear in the block, but for those that see none
+        mean = (keys(0) + longest) / 2
+        clocks = max(longest, tiles * mean / sms + longest / 2)
+    return clocks * rows / tile.speed
 
 
 def instantiated_head_dim(d: int) -> int:
@@ -125,7 +152,7 @@ def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, i
         tile = _SM80_TILES_99KB.get(head_dim, tile)
     elif MAX_SMEM_BYTES[capability] < 227 * 1024:
         tile = _SM80_TILES_163KB.get(head_dim, tile)
-    tile_m, tile_n, warps, stages, all_q_in_regs, min_ctas, peel_masked = tile
+    tile_m, tile_n, warps, stages, all_q_in_regs, min_ctas = tile
     return FwdConfig(
         arch=80,
         dtype=dtype,
@@ -137,34 +164,30 @@ def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, i
         stages=stages,
         q_in_regs=head_dim // 16 if all_q_in_regs else 0,
         min_ctas=min_ctas,
-        peel_masked=peel_masked,
     )
 
 
-def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[tuple[FwdConfig, float]]:
-    """The sm90 class's configurations for one instantiated head dimension, each with the most keys
-    it is used for, in ascending order of that."""
-    return [
-        (
-            FwdConfig(
-                arch=90,
-                dtype=dtype,
-                head_dim=head_dim,
-                mask="causal" if causal else "none",
-                tile_m=64 * tile.warpgroups,
-                tile_n=tile.tile_n,
-                warps=4 * tile.warpgroups,
-                stages=2,
-                q_in_regs=tile.q_in_regs,
-                min_ctas=1,
-                peel_masked=True,
-                lazy_rescale=True,
-                ping_pong=True,
-            ),
-            tile.max_seqlen,
-        )
-        for tile in _SM90_TILES[head_dim, causal]
-    ]
+@functools.cache
+def _sm90_config(dtype: str, head_dim: int, causal: bool, tile: _Sm90Tile) -> FwdConfig:
+    return FwdConfig(
+        arch=90,
+        dtype=dtype,
+        head_dim=head_dim,
+        mask="causal" if causal else "none",
+        tile_m=64 * tile.warpgroups,
+        tile_n=tile.tile_n,
+        warps=4 * tile.warpgroups,
+        stages=2,
+        q_in_regs=tile.q_in_regs,
+        min_ctas=1,
+        ping_pong=True,
+    )
+
+
+def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[FwdConfig]:
+    """The sm90 class's configurations for one instantiated head dimension, the one for long
+    sequences first."""
+    return [_sm90_config(dtype, head_dim, causal, tile) for tile in _SM90_TILES[head_dim, causal]]
 
 
 def kernel_class(capability: tuple[int, int]) -> int:
@@ -191,25 +214,26 @@ def configs_in_use(
     """Every configuration that :func:`choose_fwd` may answer with for such problems."""
     if kernel_class(capability) == 80:
         return [fwd_config(dtype, head_dim, causal, capability)]
-    return [config for config, _ in sm90_configs(dtype, head_dim, causal)]
+    return sm90_configs(dtype, head_dim, causal)
 
 
-def choose_fwd(problem: FwdProblem, capability: tuple[int, int]) -> FwdConfig:
+def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132) -> FwdConfig:
     """The configuration for one problem on one compute capability.
 
     A single query row attends to every key under the bottom-right causal mask, so it needs no mask.
-    Queries that the smallest tile holds take it however many keys there are: what a larger one
-    computes beyond them is lost.
+
+    Args:
+        problem: The call.
+        capability: Of the GPU.
+        sms: Its multiprocessors; an H100's or H200's by default.
     """
     causal = problem.causal and problem.seqlen_q > 1
     head_dim = instantiated_head_dim(problem.d)
     if kernel_class(capability) == 80:
         return fwd_config(problem.dtype, head_dim, causal, capability)
-    configs = sm90_configs(problem.dtype, head_dim, causal)
-    smallest = min((config for config, _ in configs), key=lambda config: config.tile_m)
-    if problem.seqlen_q <= smallest.tile_m:
-        return smallest
-    return next(config for config, max_seqlen in configs if problem.seqlen_k <= max_seqlen)
+    tiles = _SM90_TILES[head_dim, causal]
+    best = min(tiles, key=lambda tile: _clocks(problem, tile, causal, sms))
+    return _sm90_config(problem.dtype, head_dim, causal, best)
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
@@ -222,16 +246,15 @@ def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
         for causal in (False, True)
     ]
     sm80 = [fwd_config(*choice, (9, 0)) for choice in choices]
-    sm90 = [config for choice in choices for config, _ in sm90_configs(*choice)]
+    sm90 = [config for choice in choices for config in sm90_configs(*choice)]
     return {None: sm80 + sm90, 80: sm80, 90: sm90}[arch]
 
 
 def instantiations() -> dict[str, FwdConfig]:
-    """The shipped configurations by the stem of their .cu file: the configuration's name, with the
-    most keys it is used for where that is limited."""
-    found = {config.name: config for config in shipped_configs(80)}
-    for config in shipped_configs(90):
-        limits = dict(sm90_configs(config.dtype, config.head_dim, config.mask == "causal"))
-        limit = limits[config]
-        found[config.name if limit == math.inf else f"{config.name}_upto{limit}"] = config
+    """The shipped configurations by the stem of their .cu file: the configuration's name, and the
+    tile where it is not the one for long sequences."""
+    found: dict[str, FwdConfig] = {}
+    for config in shipped_configs():
+        tile = f"_{config.tile_m}x{config.tile_n}" if config.name in found else ""
+        found[config.name + tile] = config
     return found

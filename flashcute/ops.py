@@ -7,15 +7,17 @@ if need be, and returns the kernel's address; after that the binding remembers.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
 import threading
 from typing import TYPE_CHECKING
 
 import torch
 
-from . import cpu, cpu_ops, heuristics, jit
+from . import checks, cpu, cpu_ops, heuristics, jit
 from .config import NAMESPACE
-from .support import CAPABILITIES, not_on_cuda
+from .features import CAPABILITIES, VECTOR, not_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,12 +50,22 @@ _Resolver = ctypes.CFUNCTYPE(
 _raised = threading.local()
 _load_lock = threading.Lock()
 _fwd: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None  # the operator fwd_no_grad
+
+
+def _renew_load_lock() -> None:
+    global _load_lock  # noqa: PLW0603
+    _load_lock = threading.Lock()
+
+
+# The thread that holds the lock during a fork does not exist in the child.
+os.register_at_fork(after_in_child=_renew_load_lock)
 # Registrations live as long as these objects do.
 _keep_alive: list[object] = []
 
 
 def _kernel_address(problem: _FwdProblem) -> int:
-    capability = torch.cuda.get_device_capability(problem.device)
+    properties = torch.cuda.get_device_properties(problem.device)
+    capability = properties.major, properties.minor
     if capability not in CAPABILITIES:
         raise NotImplementedError(
             f"{NAMESPACE}::fwd: expected a GPU of compute capability in {CAPABILITIES}, "
@@ -71,6 +83,7 @@ def _kernel_address(problem: _FwdProblem) -> int:
             d=problem.d,
         ),
         capability,
+        properties.multi_processor_count,
     )
     return jit.get_kernel(config, f"{capability[0]}{capability[1]}").address
 
@@ -102,6 +115,31 @@ def _fwd_fake(q, k, v, softmax_scale, causal):
     return _empty_outputs(q)
 
 
+def _checked(implementation: Callable) -> Callable:
+    """``implementation`` behind the checks that the binding makes for CUDA tensors."""
+
+    def fwd(q, k, v, softmax_scale, causal):
+        fn = f"{NAMESPACE}::fwd"
+        d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
+        softmax_scale = checks.check_scale(fn, softmax_scale, d)
+        if q.is_cpu:
+            checks.check_dtype(fn, "q.dtype", q.dtype, q.device)
+        else:
+            checks.check_for_kernels(fn, "q", q, d, softmax_scale)
+            if d % VECTOR:
+                raise ValueError(
+                    f"{fn}: expected head_dim to be a multiple of {VECTOR}, got head_dim={d}; "
+                    "call flash_attn_func, which pads"
+                )
+        return implementation(q, k, v, softmax_scale, causal)
+
+    return fwd
+
+
+def _attend_on_cpu(q, k, v, softmax_scale, causal):
+    return cpu_ops.attend(q, k, v, softmax_scale=softmax_scale, causal=causal)[:2]
+
+
 def _fwd_autograd(q, k, v, softmax_scale, causal):
     """``fwd`` where a gradient may be asked for: right on the CPU, an error elsewhere.
 
@@ -110,7 +148,7 @@ def _fwd_autograd(q, k, v, softmax_scale, causal):
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if not q.is_cpu:
             raise NotImplementedError(f"{NAMESPACE}::fwd: {not_on_cuda('requires_grad', True)}")
-        return cpu_ops.attend(q, k, v, softmax_scale=softmax_scale, causal=causal)[:2]
+        return _checked(_attend_on_cpu)(q, k, v, softmax_scale, causal)
     with torch._C._AutoDispatchBelowAutograd():
         return getattr(torch.ops, NAMESPACE).fwd.default(q, k, v, softmax_scale, causal)
 
@@ -128,10 +166,13 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             binding.flashcute_set_resolver.argtypes = (_Resolver,)
             binding.flashcute_set_resolver.restype = None
             binding.flashcute_set_resolver(_resolve)
+            # A thread of C++ may still call the operator when the interpreter has ended.
+            atexit.register(binding.flashcute_set_resolver, _Resolver())
             library = torch.library.Library(NAMESPACE, "IMPL")
             for name in ("fwd", "fwd_no_grad"):
-                library.impl(name, _fwd_cpu, "CPU")
-                torch.library.register_fake(f"{NAMESPACE}::{name}", _fwd_fake, lib=library)
+                library.impl(name, _checked(_fwd_cpu), "CPU")
+                fake = _checked(_fwd_fake)
+                torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
             library.impl("fwd", _fwd_autograd, "Autograd")
             _keep_alive.extend((binding, library))
             _fwd = getattr(torch.ops, NAMESPACE).fwd_no_grad.default

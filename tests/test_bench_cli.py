@@ -12,7 +12,7 @@ from bench_results import result, row
 from flashcute import __main__ as main
 from flashcute import benchmarking as bm
 from flashcute import heuristics
-from flashcute.bench import command, sweep
+from flashcute.bench import cli, command, models, sweep
 from flashcute.jit import BuildError, kernels
 
 SMALL = ("--device", "cpu", "--head-dims", 64, "--seqlens", 16, "--tokens", 16, "--repeats", 2)
@@ -48,24 +48,24 @@ def test_without_a_gpu_it_measures_the_cpu_and_says_so(no_gpu, tmp_path, capsys)
 
 def test_kernels_are_built_before_the_sweep_and_together(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    there = heuristics.sm90_configs("bf16", 64, True)[0][0]
+    there = heuristics.sm90_configs("bf16", 64, True)[0]
     monkeypatch.setattr(
         kernels, "find_built", lambda config, _: ("cache", there if config == there else None)
     )
     built = []
 
-    def build_kernels(specs, progress):
+    def build_kernels(specs, jobs, progress, watch):
         built.extend(specs)
-        return [SimpleNamespace(error=None) for spec in specs if progress(spec) is None]
+        return [SimpleNamespace(error=None) for _ in specs]
 
     monkeypatch.setattr(kernels, "build_kernels", build_kernels)
     points = sweep.points(("bf16", "fp16"), (64,), ("causal",), (1,), (512, 1024, 2048))
     command.build(points)
-    wanted = [c for dtype in ("bf16", "fp16") for c, _ in heuristics.sm90_configs(dtype, 64, True)]
+    wanted = [c for dtype in ("bf16", "fp16") for c in heuristics.sm90_configs(dtype, 64, True)]
     assert {config for config, _ in built} == set(wanted) - {there}
     assert {target for _, target in built} == {"90"} and len(built) == len(wanted) - 1
     failed = [SimpleNamespace(error="no such type")]
-    monkeypatch.setattr(kernels, "build_kernels", lambda specs, progress: failed)
+    monkeypatch.setattr(kernels, "build_kernels", lambda *arguments: failed)
     with pytest.raises(BuildError, match="no such type"):
         command.build(points)
 
@@ -94,6 +94,49 @@ def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     options = seen["options"]
     assert (options.sustained, options.names) == (1.0, ("flashcute", "cudnn"))
     assert options.time_limit == 3.0
+
+
+def test_models_and_inputs_on_the_cpu(no_gpu, tmp_path, capsys):
+    saved = tmp_path / "models.json"
+    chosen = ("--shapes", "chunk-256", "vit-h", "--inputs", "normal", "ramp", "--tokens", 16)
+    assert bench(*chosen, "--repeats", 1, "--json", saved) == 0
+    rows = json.loads(saved.read_text())["rows"]
+    assert [(row["model"], row["inputs"], row["d"], row["seqlen_k"]) for row in rows] == [
+        *(("vit-h-14", "normal", 80, 16), ("vit-h-14", "ramp", 80, 16)),
+        *(("chunk-256-of-4k", "normal", 128, 16), ("chunk-256-of-4k", "ramp", 128, 16)),
+    ]
+    printed = capsys.readouterr().out
+    assert "flashcute, bf16, models" in printed
+    assert "ours, normal inputs" in printed
+
+
+def wanted(*arguments, on_gpu=True):
+    args = main._parser().parse_args(["bench", *map(str, arguments)])
+    return command._points(args, on_gpu)
+
+
+def test_shapes_and_inputs_are_those_asked_for():
+    everything = wanted("--shapes", "models", "--inputs", "all")
+    assert [point[0].shape for point in everything] == list(models.MODELS.values())
+    assert all([x.inputs for x in point] == list(cli.INPUTS) for point in everything)
+    both = wanted("--shapes", "sweep", "gpt2", "--head-dims", 64, "--seqlens", 512)
+    assert [point[0].model for point in both] == [None, None, "gpt2-1k"]
+    small = wanted("--shapes", "models", on_gpu=False)
+    assert all(point[0].shape.seqlen_q <= 256 for point in small)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--head-dims", 64), ("--masks", "full"), ("--groups", 4), ("--seqlens", 512)]
+)
+def test_models_have_their_own_sizes(no_gpu, arguments, capsys):
+    assert bench("--shapes", "models", *arguments) == 1
+    assert "with the sweep only, got --shapes models" in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones(no_gpu, capsys):
+    assert bench("--shapes", "gpt9") == 1
+    printed = capsys.readouterr().err
+    assert "'gpt9'" in printed and "gpt2-1k" in printed
 
 
 def test_a_wrong_output_is_the_exit_status(monkeypatch, capsys):
@@ -139,7 +182,14 @@ def test_what_needs_a_gpu_is_refused(no_gpu, arguments, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--head-dims", 80), ("--seqlens", 0), ("--dtypes", "fp32"), ("--peers", "fa9")]
+    "arguments",
+    [
+        ("--head-dims", 80),
+        ("--seqlens", 0),
+        ("--dtypes", "fp32"),
+        ("--peers", "fa9"),
+        ("--inputs", "x"),
+    ],
 )
 def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit):

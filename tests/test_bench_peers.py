@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 
@@ -27,11 +28,44 @@ def test_outputs_have_one_layout(causal):
         torch.testing.assert_close(call(), exact, msg=name)
 
 
+@pytest.mark.parametrize("name", peers.NAMES["cpu"])
+@pytest.mark.parametrize("seqlen_k", [5, 40])
+def test_the_causal_mask_is_aligned_to_the_bottom_right_corner(name, seqlen_k):
+    q, k, v = bm.make_qkv(dataclasses.replace(SHAPE, seqlen_q=5, h_k=4), torch.float32, "cpu")
+    k, v = (torch.zeros_like(x[:, :1]).repeat(1, seqlen_k, 1, 1) for x in (k, v))
+    v[:, -1] = 1.0  # only the last query sees it, among keys that weigh the same
+    (call,) = peers.make(q, k, v, True, (name,))[0].values()
+    expected = torch.zeros_like(q)
+    expected[:, -1] = 1 / seqlen_k
+    torch.testing.assert_close(call(), expected)
+
+
+def test_cudnn_is_no_peer_where_its_mask_is_another():
+    wider = dataclasses.replace(SHAPE, seqlen_k=24)
+    for shape, reason in ((wider, True), (dataclasses.replace(wider, causal=False), False)):
+        q, k, v = bm.make_qkv(shape, torch.bfloat16, "cpu")
+        calls, missing = peers.make(q, k, v, shape.causal, ("cudnn",))
+        assert calls == {}
+        assert ("top-left corner" in missing["cudnn"]) == reason
+
+
 def test_a_peer_that_cannot_run_drops_out_with_its_own_words():
     q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
     calls, missing = peers.make(q, k, v, True, ("flashcute", "cudnn"))
     assert "cudnn" in missing  # needs CUDA
     assert "cudnn" not in calls
+
+
+@pytest.mark.parametrize("error", [ImportError("undefined symbol\nmore"), AssertionError()])
+def test_whatever_a_peer_raises_is_its_reason(monkeypatch, error):
+    def broken(*_):
+        raise error
+
+    monkeypatch.setitem(peers._MAKERS, "torch", broken)
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    calls, missing = peers.make(q, k, v, True, peers.NAMES["cpu"])
+    assert set(calls) == {"flashcute"}
+    assert missing["torch"] in ("undefined symbol", "AssertionError()")
 
 
 def test_flashcute_is_never_dropped(monkeypatch):

@@ -9,7 +9,7 @@ from bench_results import result, row
 
 pytest.importorskip("matplotlib")
 
-from flashcute.bench import plots
+from flashcute.bench import plots, table
 
 
 def sweep(sustained=True, group=1, dtype="bf16"):
@@ -54,6 +54,82 @@ def test_dtypes_and_groups_have_pictures_of_their_own(tmp_path):
     rows = [*sweep(False), *sweep(False, dtype="fp16"), *sweep(False, group=4)]
     names = {path.name for path in plots.draw(result(*rows), tmp_path, "r")}
     assert {"r_bf16_tflops.png", "r_fp16_tflops.png", "r_bf16_group4_tflops.png"} <= names
+
+
+def models_of(sustained=False):
+    """Three models: faster than every peer, slower than one, and without a peer."""
+    times = {
+        "quick": {"flashcute": 100.0, "fa2": 200.0, "fa3": 120.0},
+        "slow": {"flashcute": 100.0, "fa2": 150.0, "fa3": 80.0},
+        "alone": {"flashcute": 100.0},
+    }
+    return [row(64, sustained=sustained, **us) | {"model": name} for name, us in times.items()]
+
+
+def test_models_have_a_bar_each_over_the_best_peer_and_a_dot_over_each():
+    rows = models_of()
+    axes = plots.models(result(*rows), rows, "title").axes[0]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == [f"{name}: d=64 s=512 full" for name in ("quick", "slow", "alone")]
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    assert ends == pytest.approx([1.2, 0.8, 1.0])
+    assert axes.patches[0].get_facecolor() != axes.patches[1].get_facecolor()
+    dots = {points.get_label(): points.get_offsets().tolist() for points in axes.collections}
+    assert dots == {"over fa2": [[2.0, 0.0], [1.5, 1.0]], "over fa3": [[1.2, 0.0], [0.8, 1.0]]}
+    assert [text.get_text() for text in axes.texts] == ["1.20", "0.80"]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first on top
+
+
+def test_models_have_no_lines_over_length(tmp_path):
+    made = result(*models_of(sustained=True))
+    names = [path.name for path in plots.draw(made, tmp_path, "m")]
+    assert names == ["m_bf16_models_ratio.png", "m_bf16_models_ratio_sustained.png"]
+    alone = result(models_of()[2])
+    assert plots.draw(alone, tmp_path, "x") == []
+    both = plots.draw(result(*models_of(), *sweep(False)), tmp_path, "b")
+    assert {"b_bf16_models_ratio.png", "b_bf16_tflops.png"} <= {path.name for path in both}
+
+
+def distributions(**options):
+    rows = sweep(**options)
+    slower = [x | {"inputs": "ramp", "us": x["us"] | {"flashcute": 200.0}} for x in rows]
+    return [x | {"inputs": "normal"} for x in rows] + slower
+
+
+def test_inputs_are_compared_with_peers_and_with_normal_ones():
+    rows = distributions(sustained=False)
+    figure = plots.inputs(table.parts(rows), "title")
+    over_peer, over_normal = (axes for axes in figure.axes if axes.images)
+    for axes in (over_peer, over_normal):
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["normal", "ramp"]
+    points = [label.get_text() for label in over_normal.get_xticklabels()]
+    assert len(points) == 12 and points[0] == "d=64 s=512 full"
+    # 100 us for 512 tokens and 110 of fa2, which lacks d = 128.
+    assert [text.get_text() for text in over_peer.texts][:7] == ["1.10"] * 6 + ["0.55"]
+    assert len(over_peer.texts) == 12
+    cells = over_normal.images[0].get_array()
+    assert cells[0].tolist() == [1.0] * 12
+    assert cells[1].tolist() == pytest.approx([0.5, 0.5, 1, 1, 4, 4] * 2)
+
+
+def test_several_distributions_have_one_picture_and_the_others_show_normal_inputs(tmp_path):
+    made = result(*distributions())
+    names = {path.name for path in plots.draw(made, tmp_path, "i")}
+    usual = ("tflops", "ratio", "tflops_sustained", "ratio_sustained", "roofline")
+    assert names == {f"i_bf16_{what}.png" for what in (*usual, "inputs", "inputs_sustained")}
+    only = [x for x in distributions(sustained=False) if x["inputs"] == "ramp"]
+    names = [path.name for path in plots.draw(result(*only, ceiling={}), tmp_path, "r")]
+    assert names == ["r_bf16_ramp_tflops.png", "r_bf16_ramp_ratio.png"]
+    unlike = [only[0], only[1] | {"inputs": "sink"}]
+    names = [path.name for path in plots.draw(result(*unlike, ceiling={}), tmp_path, "n")]
+    assert names == ["n_bf16_inputs.png"]  # nothing normal
+
+
+def test_a_title_says_which_inputs():
+    part = table.Part("bf16", group=4)
+    title = plots._title(result(), "Forward", part)
+    assert title == "Forward, bf16, query heads per key head: 4, normal inputs, GPU X"
+    assert "ramp inputs" in plots._title(result(), "Forward", part._replace(inputs="ramp"))
 
 
 def lines(axes):
@@ -119,4 +195,4 @@ def test_a_cpu_is_drawn_in_gigaflops():
     made = result(*rows, machine={}, ceiling={}, contenders=("flashcute", "torch"))
     figure = plots.speed(made, rows, "title")
     assert figure.axes[0].get_ylabel() == "GFLOP/s"
-    assert "CPU" in plots._title(made, "Forward", "bf16")
+    assert "CPU" in plots._title(made, "Forward", table.Part("bf16"))

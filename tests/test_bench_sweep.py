@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from flashcute import benchmarking as bm
-from flashcute.bench import peers, sweep
+from flashcute.bench import inputs, models, peers, sweep
+from flashcute.bench.sweep import Variant
 
 CPU = sweep.Options("cpu", ("flashcute", "torch"), repeats=2, warmup=1, flush_bytes=1 << 20)
 SHAPE = bm.Shape(1, 16, 24, 2, 1, 32, causal=False)
 
 
 def measure(shape, dtype="bf16", options=CPU, samples=(), **ceiling):
-    (row,) = sweep.measure([(dtype, shape)], 0, options, samples, ceiling)
+    (row,) = sweep.measure([Variant(dtype, shape)], 0, options, samples, ceiling)
     return row
 
 
@@ -28,9 +29,10 @@ def test_a_point_has_all_that_is_compared_at_it():
     variants = [variant for point in found for variant in point]
     assert len(variants) == len(set(variants)) == len(found) * 2 * 2
     for point in found:
-        shapes = [shape for _, shape in point]
+        assert {variant.inputs for variant in point} == {"normal"}
+        shapes = [variant.shape for variant in point]
         assert len({(shape.d, shape.causal, shape.seqlen_q, shape.flops) for shape in shapes}) == 1
-        assert {(dtype, shape.h // shape.h_k) for dtype, shape in point} == set(
+        assert {(x.dtype, x.shape.h // x.shape.h_k) for x in point} == set(
             itertools.product(("bf16", "fp16"), (1, 4))
         )
         for shape in shapes:
@@ -52,7 +54,52 @@ def test_a_point_has_all_that_is_compared_at_it():
 )
 def test_groups_of_a_point_have_the_same_query_heads(d, groups, heads):
     (point,) = sweep.points(["bf16"], [d], ["full"], groups, [512])
-    assert [(shape.h, shape.h_k) for _, shape in point] == heads
+    assert [(variant.shape.h, variant.shape.h_k) for variant in point] == heads
+
+
+def test_distributions_of_a_shape_take_turns():
+    names = ("normal", "ramp")
+    (point,) = sweep.points(["bf16", "fp16"], [64], ["full"], [1], [512], inputs=names)
+    assert {(x.dtype, x.inputs) for x in point} == set(itertools.product(("bf16", "fp16"), names))
+    assert len({x.shape for x in point}) == 1
+    chosen = models.select(["llama-3-8b"])
+    points = sweep.model_points(chosen, ["bf16"], names)
+    assert [{variant.model for variant in point} for point in points] == [{x} for x in chosen]
+    for point, shape in zip(points, chosen.values(), strict=True):
+        assert point == [Variant("bf16", shape, x, point[0].model) for x in names]
+
+
+def test_a_row_is_of_the_inputs_that_it_names(monkeypatch):
+    made = []
+
+    def maker(q, k, v, causal):
+        made.append((q, k, v))
+        return lambda: q
+
+    monkeypatch.setitem(peers._MAKERS, "flashcute", maker)
+    point = [Variant("bf16", SHAPE, name, "a-model") for name in ("normal", "ramp")]
+    rows = sweep.measure([*point, Variant("bf16", SHAPE)], 0, CPU, [], {})
+    assert [(row["inputs"], row.get("model")) for row in rows] == [
+        *(("normal", "a-model"), ("ramp", "a-model"), ("normal", None))
+    ]
+    for tensors, name in zip(made, ("normal", "ramp", "normal"), strict=True):
+        expected = inputs.make(name, SHAPE, torch.bfloat16, "cpu")
+        assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", inputs.DISTRIBUTIONS)
+@pytest.mark.parametrize("dtype", sweep.DTYPES)
+def test_contenders_agree_on_every_distribution(name, dtype):
+    shape = bm.Shape(1, 48, 160, 2, 1, 40, causal=True)
+    (row,) = sweep.measure([Variant(dtype, shape, name)], 0, CPU, [], {})
+    assert row["difference"]["flashcute"] <= sweep.AGREEMENT[dtype]
+
+
+def test_outputs_are_compared_with_the_trusted_peer_even_if_it_is_not_timed(monkeypatch):
+    monkeypatch.setitem(peers._MAKERS, "flashcute", lambda q, k, v, causal: lambda: q + 1)
+    row = measure(SHAPE, options=dataclasses.replace(CPU, names=("flashcute",)))
+    assert row["difference"]["flashcute"] > sweep.AGREEMENT["bf16"]
+    assert set(row["us"]) == {"flashcute"}
 
 
 @pytest.mark.parametrize("dtype", sweep.DTYPES)
@@ -80,7 +127,7 @@ def test_a_wrong_contender_shows_in_the_row(monkeypatch):
 
 def test_a_point_is_timed_in_one_loop_and_each_row_has_its_own(monkeypatch):
     grouped = dataclasses.replace(SHAPE, h_k=2)
-    point = [("bf16", SHAPE), ("bf16", grouped), ("fp16", SHAPE)]
+    point = [Variant("bf16", SHAPE), Variant("bf16", grouped), Variant("fp16", SHAPE)]
     loops = []
 
     def timed(contenders, *_):
@@ -137,10 +184,10 @@ def test_sustained_runs_have_another_order_at_each_point_and_follow_a_run(monkey
         output = torch.full((1,), float(CPU.names.index(name)))
         monkeypatch.setitem(peers._MAKERS, name, lambda *_, output=output: lambda: output)
     monkeypatch.setattr(sweep, "measure_sustained", sustained)
-    orders = []
+    orders, steady = [], dataclasses.replace(CPU, sustained=1.0)
     for number in range(6):
         ran.clear()
-        sweep.measure([("bf16", SHAPE)], number, dataclasses.replace(CPU, sustained=1.0), [], {})
+        sweep.measure([Variant("bf16", SHAPE)], number, steady, [], {})
         first, *order = (CPU.names[int(x)] for x in ran)
         assert first == order[-1]
         orders.append(order)
@@ -168,7 +215,7 @@ def c(call):
 
 def test_a_run_has_every_part():
     seen = []
-    result = sweep.run([[("bf16", SHAPE), ("fp16", SHAPE)]], CPU, seen.append)
+    result = sweep.run([[Variant("bf16", SHAPE), Variant("fp16", SHAPE)]], CPU, seen.append)
     assert result["rows"] == seen
     assert [row["dtype"] for row in seen] == ["bf16", "fp16"]
     assert result["device"] == "cpu"
@@ -211,7 +258,7 @@ def test_host_time_is_taken_before_the_sampler_starts(monkeypatch):
 
 
 def test_the_time_limit_and_the_keyboard_keep_what_is_measured(monkeypatch):
-    wanted = [[("bf16", SHAPE)]] * 3
+    wanted = [[Variant("bf16", SHAPE)]] * 3
     result = sweep.run(wanted, dataclasses.replace(CPU, time_limit=-1.0))
     assert (result["rows"], result["stopped_early"]) == ([], True)
 

@@ -133,6 +133,66 @@ def test_a_wrong_result_is_no_result(wrong):
     assert "flashcute differs from fa2" in said and "d=96" in said
 
 
+def test_an_output_compared_with_nothing_is_no_result():
+    unknown = row(96, flashcute=1.0) | {"difference": {}}
+    (said,) = table.disagreements(result(*ROWS, unknown))
+    assert said.startswith("fa2, which outputs are compared with, did not run at d=96")
+
+
+def model(name, d=128, **us):
+    """A row of a model's shape; every group of heads has figures of its own."""
+    return row(d, group=us.pop("group", 4), **us) | {"model": name, "seqlen_k": 2048}
+
+
+def test_models_are_named_and_stand_for_one_figure():
+    rows = [model("a", flashcute=100.0, fa2=130.0), model("b", group=2, flashcute=100.0, fa2=110.0)]
+    text = table.summary(result(*rows))
+    shown = cells(text)
+    assert shown[2][:7] == ["model", "b", "dtype", "d", "mask", "s", "h/h_k"]
+    assert shown[4][:7] == ["a", "32", "bf16", "128", "full", "512/2048", "16/4"]
+    where = "b: d=128 s=512/2048 full h=16/8"
+    assert ["flashcute, bf16, models", "best peer", "2", "1.196", "1.100", where] in shown
+    assert "models, d" not in text
+    # Beside a sweep they are figures of their own.
+    assert ("flashcute, bf16", "fa2") in ratios(table.summary(result(*rows, *ROWS)))
+    assert ("flashcute, bf16, models", "fa2") in ratios(table.summary(result(*rows, *ROWS)))
+
+
+def test_dtypes_of_models_are_compared_by_name():
+    rows = [model("a", flashcute=100.0), model("b", flashcute=50.0)]
+    fp16 = [model("a", dtype="fp16", flashcute=200.0), model("b", dtype="fp16", flashcute=50.0)]
+    found = ratios(table.summary(result(*rows, *fp16)))
+    assert found["flashcute, fp16, models", "bf16, models"] == ("2", "0.707", "0.500")
+
+
+def of(inputs, *arguments, **us):
+    return row(*arguments, **us) | {"inputs": inputs}
+
+
+def test_inputs_have_a_line_each_over_peers_and_over_normal_inputs():
+    rows = [
+        of("normal", 64, 512, flashcute=100.0, fa2=130.0, fa3=120.0),
+        of("normal", 64, 1024, flashcute=100.0, fa2=130.0, fa3=120.0),
+        of("ramp", 64, 512, flashcute=125.0, fa2=130.0, fa3=100.0),
+        of("ramp", 64, 1024, flashcute=200.0, fa2=130.0),
+    ]
+    text = table.summary(result(*rows))
+    shown = {tuple(line[:2]): line[2:] for line in cells(text[text.index("by inputs") :])}
+    header = ["points", "best peer", "fa2", "cudnn", "fa3", "ours, normal inputs"]
+    assert shown["", "inputs"][:6] == header
+    normal = ["2", "1.200, 1.200", "1.300, 1.300", "-", "1.200, 1.200", "1.000, 1.000"]
+    assert shown["bf16", "normal"] == [*normal, "d=64 s=512 full"]
+    ramp = ["2", "0.721, 0.650", "0.822, 0.650", "-", "0.800, 0.800", "0.632, 0.500"]
+    assert shown["bf16", "ramp"] == [*ramp, "d=64 s=1024 full, ramp"]
+    # The table of ratios stays that of normal inputs.
+    assert ratios(text)["flashcute, bf16", "best peer"] == ("2", "1.200", "1.200")
+    assert not any("ramp" in what for what, _ in ratios(text))
+    assert "by inputs" not in table.summary(result(*rows[:2]))
+    only = table.summary(result(*rows[2:]))
+    assert "Ratios" not in only
+    assert "| -                   |" in only  # nothing normal to compare with
+
+
 def test_a_result_of_an_earlier_release_is_read():
     old = result(*({k: v for k, v in x.items() if "percent" not in k} for x in ROWS))
     del old["device"], old["ceiling"]

@@ -11,6 +11,10 @@ import time
 import check_gpu
 import pytest
 
+from flashcute import __main__ as main
+from flashcute.bench import command
+from flashcute.bench.models import MODELS
+
 
 def script(text):
     return lambda _args, _seconds: ["-c", text]
@@ -127,6 +131,24 @@ def test_every_command_is_one_the_project_has(tmp_path):
             assert (check_gpu.ROOT / module).is_file()
     assert check_gpu.PHASES["model"].command(args, 1.0)[-2:] == ["--model", "folder"]
     assert check_gpu.PHASES["bench"].command(args, 100.0)[-2:] == ["--repeats", "5"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "result", "points", "rows"),
+    [
+        ("bench", "fwd.json", 60, 1),
+        ("models", "fwd_models.json", len(MODELS), 1),
+        ("inputs", "fwd_inputs.json", 12, 26),
+    ],
+)
+def test_a_benchmark_measures_what_its_result_is_called(phase, result, points, rows, tmp_path):
+    args = check_gpu.parse(["--out", str(tmp_path), "--bench=--sustained"])
+    made = check_gpu.PHASES[phase].command(args, 100.0)
+    options = main._parser().parse_args(made[2:])  # after -m flashcute
+    wanted = command._points(options, on_gpu=True)
+    assert [len(point) for point in wanted] == [rows] * points
+    assert options.json == tmp_path / result
+    assert (options.sustained, options.time_limit) == (1.0, 75.0)
 
 
 def test_a_progress_bar_shows_as_one_line(tmp_path):

@@ -23,7 +23,6 @@ GOOD = {
     "stages": 1,
     "q_in_regs": 0,
     "min_ctas": 2,
-    "peel_masked": False,
 }
 GOOD_SM90 = {
     **GOOD,
@@ -32,8 +31,6 @@ GOOD_SM90 = {
     "warps": 8,
     "stages": 2,
     "min_ctas": 1,
-    "peel_masked": True,
-    "lazy_rescale": False,
     "ping_pong": True,
 }
 
@@ -43,18 +40,16 @@ def test_names():
     assert c.name == "flash_fwd_hdim128_bf16_causal_sm80"
     assert c.variant == "128x64_w4_s1_c2"
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm80_128x64_w4_s1_c2"
-    other = dataclasses.replace(c, mask="none", q_in_regs=8, peel_masked=True)
-    assert other.full_name == "flash_fwd_hdim128_bf16_sm80_128x64_w4_s1_qreg_c2_peel"
+    other = dataclasses.replace(c, mask="none", q_in_regs=8)
+    assert other.full_name == "flash_fwd_hdim128_bf16_sm80_128x64_w4_s1_qreg_c2"
 
 
 def test_names_of_the_sm90_class():
     c = FwdConfig(**GOOD_SM90)
     assert c.name == "flash_fwd_hdim128_bf16_causal_sm90"
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm90_128x128_s2_pp"
-    other = dataclasses.replace(
-        c, tile_m=192, warps=12, q_in_regs=3, lazy_rescale=True, ping_pong=False
-    )
-    assert other.variant == "192x128_s2_qreg3_lazy"
+    other = dataclasses.replace(c, tile_m=192, warps=12, q_in_regs=3, ping_pong=False)
+    assert other.variant == "192x128_s2_qreg3"
 
 
 @pytest.mark.parametrize(
@@ -78,8 +73,6 @@ def test_names_of_the_sm90_class():
         ("q_in_regs", True),
         ("q_in_regs", 8.0),
         ("min_ctas", 0),
-        ("peel_masked", 1),
-        ("lazy_rescale", False),
         ("ping_pong", True),
     ],
 )
@@ -109,8 +102,6 @@ def test_wrong_field_is_named(field, value):
         ("q_in_regs", True),
         ("q_in_regs", 2.0),
         ("min_ctas", 2),
-        ("peel_masked", False),
-        ("lazy_rescale", 1),
         ("ping_pong", 0),
     ],
 )

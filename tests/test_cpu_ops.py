@@ -95,6 +95,15 @@ def test_compile_fullgraph_with_dynamic_lengths(name: str) -> None:
             assert_same(got, results(module, module, seqlen_k, gradient=gradient))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_compile_with_parameters_as_inputs(device: str) -> None:
+    torch._dynamo.reset()
+    q = torch.nn.Parameter(torch.randn(1, 3, 2, 8, device=device, dtype=torch.half))
+    with torch.no_grad():
+        attend = torch.compile(flashcute.flash_attn_func, backend="eager", fullgraph=True)
+        assert attend(q, q, q).shape == q.shape
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 def test_compile_with_inductor() -> None:
     torch._dynamo.reset()

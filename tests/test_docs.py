@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -20,7 +21,8 @@ import update_docs
 from examples.ladder import rungs
 from flashcute import __main__ as cli
 from flashcute import benchmarking as bm
-from flashcute import env
+from flashcute import env, heuristics
+from flashcute.bench import table
 from flashcute.bench.cli import SEQLENS
 from flashcute.config import FwdConfig
 
@@ -333,17 +335,88 @@ def test_the_speed_table_comes_from_the_result_file(tmp_path):
     machine = {"gpu": "GPU X", "driver": "1.2", "torch": "2.11", "date": "2026-11-21T00:00:00"}
     machine["commit"] = "0123456789abcdef"
     result = {"machine": machine, "contenders": ["flashcute", "fa2", "fa3"]}
-    grouped = row | {"h_k": 1, "us": {"flashcute": 1.0, "fa2": 9.0}}
-    result["rows"] = [row, grouped]
+    odd = {"us": {"flashcute": 1.0, "fa2": 9.0}}
+    others = [row | odd | x for x in ({"h_k": 1}, {"inputs": "ramp"}, {"model": "a"})]
+    result["rows"] = [row, *others]
     path = tmp_path / "fwd.json"
     bm.write_json(path, result | {"host_us": {"flashcute": 21.4}})
     text = update_docs.speed(path)
     cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
     ours, fa2 = (f"{row['tflops'][peer]:.0f}" for peer in us)
     assert ["", "128", "causal", "4096", ours, fa2, ""] in cells  # fa3 did not run
-    assert "1.25x the speed of fa2" in text
+    assert "1.25x the speed of fa2 (geometric mean of 1 points)" in text
+    assert "standard normal inputs" in text
     assert "flashcute 21.4 us" in text
-    assert "GPU X" in text and "2026-11-21, at commit 0123456:" in text
+    assert "GPU X" in text and "2026-11-21, at commit 0123456, in one run" in text
+
+
+MACHINE = {"gpu": "GPU X", "driver": "1.2", "torch": "2.11", "date": "2026-11-21", "commit": "0123"}
+
+
+def made_result(tmp_path, *rows):
+    path = tmp_path / "made.json"
+    contenders = ["flashcute", "fa2", "cudnn", "fa3"]
+    bm.write_json(path, {"machine": MACHINE, "contenders": contenders, "rows": rows})
+    return path
+
+
+def made_row(shape, us, dtype="bf16", **more):
+    tflops = {name: shape.flops / t / 1e6 for name, t in us.items()}
+    return {"dtype": dtype, **dataclasses.asdict(shape), "us": us, "tflops": tflops, **more}
+
+
+def cells_of(text):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+
+
+def test_the_models_table_comes_from_its_result_file(tmp_path):
+    chunk = bm.Shape(4, 512, 8192, 32, 8, 128, causal=True)
+    vit = bm.Shape(64, 257, 257, 16, 16, 80, causal=False)
+    rows = [
+        made_row(vit, {"flashcute": 100.0, "fa2": 150.0, "cudnn": 110.0}, model="vit"),
+        made_row(chunk, {"flashcute": 100.0, "fa2": 90.0}, model="chunk"),
+        made_row(chunk, {"flashcute": 1.0, "fa2": 90.0}, model="chunk", inputs="ramp"),
+        made_row(chunk, {"flashcute": 1.0, "fa2": 90.0}, model="chunk", dtype="fp16"),
+    ]
+    text = update_docs.models(made_result(tmp_path, *rows))
+    cells = cells_of(text)
+    header = ["model", "batch", "seqlen", "heads", "head dim", "mask", "flashcute", "fa2", "cudnn"]
+    assert [*header, "x best peer"] in cells
+    ours, fa2 = (f"{rows[1]['tflops'][name]:.0f}" for name in ("flashcute", "fa2"))
+    chunked = ["chunk", "4", "512/8192", "32/8", "128", "causal", ours, fa2, "-", "0.90"]
+    assert [line for line in cells if line[:1] == ["chunk"]] == [chunked]
+    assert "standard normal inputs" in text and "bf16" in text and "GPU X" in text
+    where = "chunk: d=128 s=512/8192 causal h=32/8, bf16"
+    assert "0.99x the speed of the best peer (geometric mean of 2 points)" in text
+    assert f"worst point 0.90x, at {where}" in text
+
+
+def test_the_inputs_table_has_a_line_for_each_distribution(tmp_path):
+    shapes = [bm.sweep_shape(64, s, causal=False) for s in (1024, 4096)]
+    times = {"normal": 100.0, "ramp": 125.0}
+    rows = [
+        made_row(shape, {"flashcute": t * (1 + (s == 1)), "fa2": 150.0}, dtype, inputs=name)
+        for dtype in ("bf16", "fp16")
+        for s, shape in enumerate(shapes)
+        for name, t in times.items()
+    ]
+    rows[-1]["us"]["flashcute"] = 500.0
+    text = update_docs.inputs(made_result(tmp_path, *rows))
+    cells = cells_of(text)
+    over = ("best peer", "normal inputs")
+    assert ["inputs", *(f"{x}, over {what}" for x in ("bf16", "fp16") for what in over)] in cells
+    assert ["normal", "1.06 (0.75)", "1.00 (1.00)", "1.06 (0.75)", "1.00 (1.00)"] in cells
+    assert ["ramp", "0.85 (0.60)", "0.80 (0.80)", "0.60 (0.30)", "0.57 (0.40)"] in cells
+    assert "d = 64, s = 1024, 4096" in text
+    assert "the worst input: 0.30x the best peer, at d=64 s=4096 full, ramp, fp16" in text
+
+
+def test_what_was_not_measured_is_not_shown(tmp_path):
+    missing = tmp_path / "none.json"
+    sections = {"models": lambda: update_docs.models(missing)}
+    sections["inputs"] = lambda: update_docs.inputs(missing)
+    text = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in sections)
+    assert update_docs.rewrite(text, sections) == text.replace("old\n", "")
 
 
 def test_facts_have_every_column():
@@ -354,6 +427,92 @@ def test_facts_have_every_column():
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         assert len(cells) == 6, row
         assert all(cells), row
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs" / f"tried_sm{c}.md" for c in (80, 90)], ids=name)
+def test_rows_of_what_was_tried_are_short(page):
+    rows = [row for row in prose(page).splitlines() if row.startswith("|")]
+    assert "| change | expected | measured | kept |" in rows
+    columns = 0
+    for row, after in zip(rows, [*rows[1:], ""], strict=True):
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if after.startswith("|---"):
+            columns = len(cells)
+        assert len(cells) == columns, row
+        for cell in cells:
+            words = LINK.sub("link", cell).split()
+            assert 0 < len(words) <= 40, f"{len(words)} words, expected 1 to 40: {cell}"
+
+
+# A measured figure in prose is the text of a link to the page that holds it: [2.1 s](facts.md).
+QUOTE = re.compile(r"\[(\d[^\]]*)\]\(([^)\s]+\.md)\)")
+TIME_OR_SPEED = re.compile(
+    r"\d ?(?:us|ms|s|min|seconds?|minutes?|TFLOP/s)\b|\bin (?:second|minute)s"
+)
+RECORDS = {"CHANGELOG.md", "docs/facts.md", "docs/tried_sm80.md", "docs/tried_sm90.md"}
+WRITTEN = [d for d in DOCUMENTS if name(d) not in RECORDS and d not in {*GENERATED, LADDER}]
+
+
+def unquoted(text: str) -> list[str]:
+    """Paragraphs with a time or a speed that is neither quoted, nor generated, nor NVIDIA's."""
+    text = re.sub(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", "", text, flags=re.DOTALL)
+    paragraphs = QUOTE.sub("", text).split("\n\n")
+    return [p for p in paragraphs if TIME_OR_SPEED.search(p) and "data sheet" not in p]
+
+
+def wrong_quotes(document: Path) -> list[str]:
+    """Figures that are not, word for word, on the page that their link leads to."""
+    quotes = QUOTE.findall(prose(document))
+    pages = {target: (document.parent / target).read_text("utf-8") for _, target in quotes}
+    return [figure for figure, target in quotes if figure not in " ".join(pages[target].split())]
+
+
+@pytest.mark.parametrize("document", WRITTEN, ids=name)
+def test_figures_in_prose_are_quoted(document):
+    assert not wrong_quotes(document)
+    assert not unquoted(prose(document)), "quote it: [2.1 s](docs/facts.md)"
+
+
+def test_stale_figures_are_noticed(tmp_path):
+    (tmp_path / "facts.md").write_text("| host time | 16.8 us |")
+    page = tmp_path / "page.md"
+    page.write_text("[16.8 us](facts.md), not [11 us](facts.md)")
+    assert wrong_quotes(page) == ["11 us"]
+    assert not unquoted(prose(page))
+    stale = ["11 us of host time", "compiled in seconds", "`352` and 394 TFLOP/s", "30 min 15 s"]
+    assert unquoted("\n\n".join(["s = 512, 16 bits", *stale])) == stale
+
+
+def test_facts_quote_the_benchmark():
+    """The rows that name fwd.json have its figures, which the table in README is made of."""
+    result = json.loads(update_docs.FORWARD.read_text(encoding="utf-8"))
+    lines = (ROOT / "docs" / "facts.md").read_text(encoding="utf-8").splitlines()
+    text = " ".join(line for line in lines if "/fwd.json)" in line)
+    times = re.findall(r"flashcute ([\d.]+ us)", " ".join(table.host_times(result)))
+    ratios = bm.Ratios.of((row, table.ratio(row)) for row in result["rows"])
+    assert len(times) == 2
+    for figure in (*times, f"geometric mean {ratios.geomean:.3f}, worst {ratios.worst:.3f}"):
+        assert figure in text, figure
+
+
+def test_the_readme_counts_the_lines_of_a_kernel():
+    files = (ROOT / "csrc" / "flash_attn" / "src" / "instantiations").glob("*.cu")
+    counts = {len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    (said,) = re.findall(r"\.cu file of (\d+) lines", prose(ROOT / "README.md"))
+    assert counts == {int(said)}
+
+
+@pytest.mark.parametrize(
+    ("field", "phrase"),
+    [
+        ("tile_m", r"tiles of (\d+) to (\d+) query rows"),
+        ("tile_n", r"blocks of (\d+) to (\d+) keys"),
+    ],
+)
+def test_the_readme_knows_the_sizes_in_use(field, phrase):
+    sizes = [getattr(config, field) for config in heuristics.shipped_configs()]
+    (said,) = re.findall(phrase, prose(ROOT / "README.md"))
+    assert tuple(map(int, said)) == (min(sizes), max(sizes))
 
 
 def test_the_benchmark_of_the_readme_is_the_whole_sweep():

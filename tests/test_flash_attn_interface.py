@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import pathlib
 import subprocess
@@ -10,31 +11,54 @@ import sys
 
 import pytest
 import torch
-from bad_input import BAD_INPUTS, BadInput, tensors
+from bad_input import CASES, DEVICES, Case, tensors
 
 import flashcute
 from flashcute import flash_attn_interface, ops
 from flashcute.reference import attention_ref
 
 
-@pytest.mark.parametrize("case", BAD_INPUTS, ids=lambda case: case.name)
-def test_bad_input_on_the_meta_device(case: BadInput) -> None:
-    failure = case.failure("meta")
+def _on(device: str) -> list[Case]:
+    return [case for case in CASES if device in case.on]
+
+
+@pytest.mark.parametrize(
+    ("device", "case"),
+    [(device, case) for device in ("cpu", "meta", "fake") for case in _on(device)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_odd_input_is_refused_or_right(device: str, case: Case) -> None:
+    failure = case.failure(device)
     assert failure is None, failure
 
 
-def test_bad_input_names_are_unique() -> None:
-    names = [case.name for case in BAD_INPUTS]
-    assert len(names) == len(set(names))
+def test_odd_inputs_are_many_and_their_names_unique() -> None:
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names)) >= 200
+    assert all(len(_on(device)) >= 200 for device in DEVICES)
 
 
-def test_bad_input_under_python_O() -> None:
+# Dynamo itself prints the arguments of a call, which Python refuses for an int of 5001 digits. A
+# compilation takes half a second, so only a few are tried.
+COMPILED = [case for case in _on("meta") if "digits" not in case.name][::8]
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.name)
+def test_odd_input_to_a_compiled_function(case: Case) -> None:
+    torch._dynamo.reset()
+    failure = case.failure("meta", lambda function: torch.compile(function, backend="eager"))
+    assert failure is None, failure
+
+
+def test_odd_input_under_python_O() -> None:
     # -O strips assert statements, so validation that used them would vanish.
     script = (
         "import bad_input\n"
-        "failures = [f for f in (c.failure('meta') for c in bad_input.BAD_INPUTS) if f]\n"
+        "runs = [(c, d) for c in bad_input.CASES for d in ('cpu', 'meta')"
+        " if d in c.on and c.error_on(d)]\n"
+        "failures = [f for f in (c.failure(d) for c, d in runs) if f]\n"
         "print(*failures, sep='\\n')\n"
-        "print(__debug__, len(bad_input.BAD_INPUTS), len(failures))\n"
+        "print(__debug__, len(runs), len(failures))\n"
     )
     run = subprocess.run(
         [sys.executable, "-O", "-c", script],
@@ -45,7 +69,10 @@ def test_bad_input_under_python_O() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == f"False {len(BAD_INPUTS)} 0", run.stdout
+    runs = sum(
+        case.error_on(device) is not None for device in ("cpu", "meta") for case in _on(device)
+    )
+    assert run.stdout.splitlines()[-1] == f"False {runs} 0", run.stdout
 
 
 def _environment() -> dict[str, str]:
@@ -96,20 +123,85 @@ def test_a_gradient_is_refused_only_where_one_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("d", range(1, 266))
-def test_every_head_dim_is_right_or_rejected(d: int) -> None:
+def test_every_head_dim_is_padded_or_refused(d: int) -> None:
     args = tensors("meta", d=d)
-    if d % 8 == 0 and d <= 256:
-        assert flashcute.flash_attn_func(*args).shape == args[0].shape
+    if d <= 256:
+        out = flashcute.flash_attn_func(*args)
+        assert (out.shape, out.stride()) == (args[0].shape, args[0].stride())
         assert flashcute.supports(head_dim=d)
     else:
-        with pytest.raises((ValueError, NotImplementedError), match=f"got head_dim={d};"):
+        with pytest.raises(NotImplementedError, match=f"got head_dim={d};"):
             flashcute.flash_attn_func(*args)
         assert not flashcute.supports(head_dim=d)
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """The arguments that reach the operator; it computes them as for CPU tensors."""
+    calls = []
+
+    def op(q, k, v, scale, causal):
+        calls.append((q, k, v, scale))
+        return ops._empty_outputs(q)
+
+    monkeypatch.setattr(ops, "_fwd", op)
+    return calls
+
+
+def test_padding_is_zeros_and_keeps_the_scale(launched: list) -> None:
+    q, k, v = tensors("meta", d=20)
+    out, lse, _ = flashcute.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert out.is_contiguous() and out.shape == q.shape and lse.shape == (2, 4, 9)
+    (*padded, scale) = launched[0]
+    assert [t.shape[3] for t in padded] == [24, 24, 24]
+    assert all(t.is_contiguous() for t in padded)
+    assert scale == 20**-0.5
+    flashcute.flash_attn_func(q, k, v, softmax_scale=0.3)
+    assert launched[1][3] == 0.3
+    x = tensors("cpu", d=20)[0]
+    padded = flash_attn_interface._padded("f", "q", x)
+    assert torch.equal(padded[..., :20], x) and not padded[..., 20:].any()
+
+
+def test_what_the_kernels_can_load_is_passed_through(launched: list) -> None:
+    # Identity, not equality: the plain case makes no copy and no view.
+    for q, k, v in (tensors("meta"), [t[..., :64] for t in tensors("meta", d=72)]):
+        flashcute.flash_attn_func(q, k, v)
+        assert all(a is b for a, b in zip(launched.pop()[:3], (q, k, v), strict=True))
+
+
+def test_a_debug_message_names_what_is_copied(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = tensors("meta")
+    packed = torch.empty(2, 9, 3, 4, 20, device="meta", dtype=torch.float16)
+    with caplog.at_level(logging.DEBUG, logger="flashcute"):
+        flashcute.flash_attn_func(q, k, v)
+        flashcute.flash_attn_func(q, k.mT.contiguous().mT, v)
+        flashcute.flash_attn_func(q, k, v.new_empty(v.numel() + 1)[1:].view_as(v))
+        flashcute.flash_attn_qkvpacked_func(packed)
+    starts = [
+        "flash_attn_func: copies k once: got k.stride()=(1408, 128, 1, 2), expected",
+        "flash_attn_func: copies v once: got v.storage_offset()=1, expected",
+        "flash_attn_qkvpacked_func: copies qkv[:, :, 0] once: got head_dim=20, expected",
+        "flash_attn_qkvpacked_func: copies qkv[:, :, 1] once: got head_dim=20, expected",
+        "flash_attn_qkvpacked_func: copies qkv[:, :, 2] once: got head_dim=20, expected",
+    ]
+    assert len(caplog.messages) == len(starts)
+    assert all(map(str.startswith, caplog.messages, starts))
+
+
+def test_a_compiled_function_copies_too() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(flashcute.flash_attn_func, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for d, gap in ((20, 0), (64, 4)):
+            q, k, v = (t[..., :d] for t in tensors("meta", d=d + gap))
+            out = compiled(q, k.mT.contiguous().mT, v)
+            assert (out.shape, out.is_contiguous()) == (q.shape, True)
+
+
 def test_only_tensors_off_the_16_byte_grid_are_copied() -> None:
-    def vectorised(tensor: torch.Tensor) -> torch.Tensor:
-        return flash_attn_interface._vectorised("f", "q", tensor)
+    def loadable(tensor: torch.Tensor) -> torch.Tensor:
+        return flash_attn_interface._loadable("f", "q", tensor)
 
     packed = torch.empty(2, 9, 3, 4, 64)
     for tensor in (
@@ -118,13 +210,35 @@ def test_only_tensors_off_the_16_byte_grid_are_copied() -> None:
         packed[:1, :, 2, :1].expand(5, -1, 7, -1),
         packed.as_strided((1, 9, 1, 64), (3, 64, 5, 1)),
     ):
-        assert vectorised(tensor) is tensor
+        assert loadable(tensor) is tensor
     gap = torch.randn(2, 9, 4, 68)[..., :64]
-    copy = vectorised(gap)
+    copy = loadable(gap)
     assert copy.is_contiguous() and torch.equal(copy, gap)
     # An empty tensor counts as contiguous whatever its strides, but the binding sees them.
-    empty = vectorised(torch.empty(2, 0, 4, 68)[..., :64])
+    empty = loadable(torch.empty(2, 0, 4, 68)[..., :64])
     assert all(stride % 8 == 0 for stride in empty.stride()[:3])
+
+
+def test_the_plain_case_takes_few_bytecodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the host does for one call, counted instead of timed: 508 with Python 3.11.
+    q, k, v = tensors("meta")
+    result = (q, q)
+    monkeypatch.setattr(ops, "_fwd", lambda *args: result)
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        flashcute.flash_attn_func(q, k, v, causal=True)
+    finally:
+        sys.settrace(before)
+    assert 300 < count < 600, count
 
 
 def test_signatures_are_flash_attns() -> None:
@@ -220,12 +334,6 @@ def test_cpu_dropout_pattern_is_the_one_used() -> None:
     assert not torch.equal(flashcute.flash_attn_func(q, k, v, 0.4), out)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn])
-def test_cpu_dtypes_are_checked(dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=rf"^flash_attn_func: .*got q.dtype={dtype}; cast"):
-        flashcute.flash_attn_func(*tensors("cpu", dtype=dtype))
-
-
 def test_packed_functions_read_in_place() -> None:
     q, k, v = _random(torch.float32, h_k=4)
     kv = torch.stack((k, v), 2)
@@ -259,5 +367,3 @@ def test_import_is_lazy() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    with pytest.raises(AttributeError, match="no attribute 'flash_attn'"):
-        flashcute.flash_attn  # noqa: B018

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -23,6 +25,16 @@ TINY = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+
+
+def test_a_missing_transformers_is_named():
+    line = (
+        "import sys; sys.modules['transformers'] = None; import flashcute.integrations.transformers"
+    )
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "expected transformers 5.17 or later, got:" in last and "pip install" in last
 
 
 def pair(model_class, config_class, **changes):

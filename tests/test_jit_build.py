@@ -6,6 +6,7 @@ The unit, the compiler and the cache folder are the only things that differ from
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import shutil
@@ -424,6 +425,61 @@ def test_an_interrupted_run_ends_its_compilers_and_leaves_nothing(tmp, monkeypat
 def test_a_path_ninja_cannot_hold_is_an_error(tmp, monkeypatch):
     monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp / "a\nb"))
     with pytest.raises(BuildError, match="without line breaks"):
+        make(tmp)
+
+
+def test_what_compiles_now_is_shown_with_its_seconds(tmp, monkeypatch):
+    monkeypatch.setenv("TEST_SLEEP", "1.5")
+    seen = []
+    units = [numbered_unit(0), numbered_unit(1)]
+    build.build_many(units, counting_compiler(tmp), 1, watch=seen.append)
+    assert {len(running) for running in seen} <= {0, 1}  # one compiler at a time
+    for unit in units:
+        seconds = [s for running in seen for u, s in running if u == unit]
+        assert seconds == sorted(seconds) and seconds[-1] > seconds[0] >= 0
+
+
+def test_ninja_on_the_path_serves_where_the_package_is_missing(tmp, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ninja", None)  # the import fails
+    monkeypatch.setenv("PATH", str(tmp))
+    with pytest.raises(BuildError, match="expected ninja, got neither"):
+        make(tmp)
+    (tmp / "ninja").touch(0o755)
+    assert build._ninja() == str(tmp / "ninja")
+
+
+_FULL_DISK = """\
+#!/bin/sh
+[ "$1" = --version ] && exec g++ --version
+echo "fatal error: error writing to /tmp/x.s: No space left on device"
+exit 1
+"""
+
+
+def test_a_full_disk_is_said_as_such(tmp):
+    (tmp / "compiler").write_text(_FULL_DISK)
+    with pytest.raises(BuildError, match=r"no space left in \S*cache: .* up to 100 MiB for each"):
+        make(tmp)
+
+
+def test_a_disk_too_full_for_the_compilers_message(tmp, monkeypatch):
+    usage = shutil.disk_usage(tmp)._replace(free=1 << 20)
+    (tmp / "compiler").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(BuildError, match="building tiny for host failed with exit status 1"):
+        make(tmp)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(BuildError, match=r"no space left in \S*cache: 1 MiB are free"):
+        make(tmp)
+
+
+@pytest.mark.parametrize("function", ["_take", "_publish", "prepare"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_between_is_said_as_such(tmp, monkeypatch, function, code):
+    def fail(*arguments):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(build if function == "_take" else build._Edge, function, fail)
+    with pytest.raises(BuildError, match="no space left in"):
         make(tmp)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import signal
+import threading
 
 import pytest
 
@@ -112,6 +115,51 @@ def test_prebuilt_needs_no_compiler_and_loads_once(no_nvcc):
     kernel = get_kernel(CONFIG, "80")
     assert kernel.path == placed.path
     assert get_kernel(CONFIG, "80") is kernel
+
+
+@pytest.fixture
+def loading(monkeypatch):
+    """A thread that is in the middle of building another kernel."""
+    started, go_on = threading.Event(), threading.Event()
+    other = heuristics.fwd_config("bf16", 32, False, (8, 0))
+    find_or_build = kernels._find_or_build
+
+    def slow(config, target):
+        if config != other or threading.current_thread() is not thread:
+            return find_or_build(config, target)
+        started.set()
+        go_on.wait(60)
+        raise BuildError("no compiler here")
+
+    def load():
+        with pytest.raises(BuildError):
+            get_kernel(other, "80")
+
+    monkeypatch.setattr(kernels, "_find_or_build", slow)
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert started.wait(60)
+    yield other
+    go_on.set()
+    thread.join()
+
+
+def test_a_prebuilt_kernel_does_not_wait_for_another_kernels_build(no_nvcc, loading):
+    placed = place_prebuilt("80")
+    found = []
+    thread = threading.Thread(target=lambda: found.append(get_kernel(CONFIG, "80")), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert [kernel.path for kernel in found] == [placed.path]
+
+
+def test_a_fork_during_a_load_leaves_the_child_free_to_load(no_nvcc, loading):
+    placed = place_prebuilt("80", loading)
+    child = os.fork()
+    if child == 0:  # nothing of pytest's may run here
+        signal.alarm(30)
+        os._exit(0 if get_kernel(loading, "80").path == placed.path else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_prebuilt_serves_later_gpus_of_its_generation(no_nvcc):

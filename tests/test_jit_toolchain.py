@@ -14,6 +14,23 @@ def fake(path, version):
     return path
 
 
+HEADERS = ("cuda_runtime_api.h", "cuda_runtime.h", "cuda_fp16.h")
+
+
+def touch(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("#define CUDART_VERSION 13000\n")
+
+
+def wheels(site, name, version="wheels"):
+    """What the PyPI wheels of nvcc and its parts leave in the folder that they share."""
+    root = site / "nvidia" / name
+    touch(root / "include", *HEADERS, "crt/host_config.h", "cccl/cuda/std/utility")
+    fake(root / "nvvm" / "bin" / "cicc", "")
+    return fake(root / "bin" / "nvcc", version)
+
+
 @pytest.fixture
 def bare(tmp_path, monkeypatch):
     """A machine with g++ on PATH and no CUDA."""
@@ -27,19 +44,19 @@ def bare(tmp_path, monkeypatch):
 
 
 def test_nothing_found_names_every_place_and_the_way_out(bare):
-    with pytest.raises(
-        BuildError, match=r"expected nvcc in one of .*pip install flashcute\[nvcc\]"
-    ):
+    with pytest.raises(BuildError, match=r"expected nvcc in one of .*lacks bin/nvcc.*pip install"):
         toolchain.find_nvcc()
+    with pytest.raises(BuildError, match=r"expected CUDA's headers in one of .*pip install"):
+        toolchain.find_cuda_headers()
 
 
 def test_order_is_path_wheels_system(bare, monkeypatch):
     system = fake(bare / "usr" / "cuda" / "bin" / "nvcc", "system")
     assert toolchain.find_nvcc().path == system
-    wheels12 = fake(bare / "site" / "nvidia" / "cu12" / "bin" / "nvcc", "wheels 12")
+    wheels12 = wheels(bare / "site", "cu12", "wheels 12")
     assert toolchain.find_nvcc().path == wheels12
-    wheels = fake(bare / "site" / "nvidia" / "cu13" / "bin" / "nvcc", "wheels")
-    assert toolchain.find_nvcc().path == wheels
+    wheels13 = wheels(bare / "site", "cu13")
+    assert toolchain.find_nvcc().path == wheels13
     on_path = fake(bare / "cuda" / "bin" / "nvcc", "path")
     (bare / "path" / "nvcc").symlink_to(on_path)
     assert toolchain.find_nvcc().path == on_path
@@ -52,9 +69,7 @@ def test_order_is_path_wheels_system(bare, monkeypatch):
 
 
 def test_optimiser_of_another_wheel_is_another_compiler(bare):
-    root = bare / "site" / "nvidia" / "cu13"
-    fake(root / "bin" / "nvcc", "wheels")
-    cicc = fake(root / "nvvm" / "bin" / "cicc", "")
+    cicc = wheels(bare / "site", "cu13").parents[1] / "nvvm" / "bin" / "cicc"
     before = toolchain.find_nvcc().identity()
     assert toolchain.find_nvcc().identity() == before
     cicc.write_text(cicc.read_text() + "#")
@@ -64,18 +79,47 @@ def test_optimiser_of_another_wheel_is_another_compiler(bare):
 def test_wrong_cuda_home_is_not_papered_over(bare, monkeypatch):
     fake(bare / "usr" / "cuda" / "bin" / "nvcc", "system")
     monkeypatch.setenv("CUDA_HOME", str(bare / "nowhere"))
-    with pytest.raises(BuildError, match="nowhere, got none"):
+    with pytest.raises(BuildError, match=r"one of \S*nowhere \(lacks bin/nvcc\), got none"):
         toolchain.find_nvcc()
+    touch(bare / "usr" / "cuda" / "include", *HEADERS, "crt/host_config.h", "cuda/std/utility")
+    with pytest.raises(BuildError, match=r"one of \S*nowhere \(lacks include/cuda_runtime_api"):
+        toolchain.find_cuda_headers()
 
 
 def test_wheels_have_their_libraries_in_lib(bare):
-    root = bare / "site" / "nvidia" / "cu13"
-    fake(root / "bin" / "nvcc", "wheels")
+    root = wheels(bare / "site", "cu13").parents[1]
     (root / "lib").mkdir()
     (root / "lib" / "libcudart_static.a").touch()
     assert f"-L{root / 'lib'}" in toolchain.find_nvcc().arguments
     (root / "lib64").mkdir()
     assert f"-L{root / 'lib'}" not in toolchain.find_nvcc().arguments
+
+
+@pytest.mark.parametrize("part", ["crt/host_config.h", "cccl/cuda/std/utility", "cuda_fp16.h"])
+def test_headers_are_those_of_a_whole_toolkit(bare, part):
+    """``pip install torch`` leaves CUDA's runtime without the compiler's headers."""
+    root = wheels(bare / "site", "cu13").parents[1]
+    (root / "bin" / "nvcc").unlink()
+    assert toolchain.find_cuda_headers().include == root / "include"
+    assert toolchain.find_cuda_headers().cccl == root / "include" / "cccl"
+    (root / "include" / part).unlink()
+    with pytest.raises(BuildError, match=rf"cu13 \(lacks include/{part}\)"):
+        toolchain.find_cuda_headers()
+    system = bare / "usr" / "cuda" / "include"
+    touch(system, *HEADERS, "crt/host_config.h", "cuda/std/utility")
+    found = toolchain.find_cuda_headers()
+    assert (found.include, found.cccl, found.version) == (system, system, "13000")
+
+
+@pytest.mark.parametrize("part", ["nvvm/bin/cicc", "include/crt/host_config.h"])
+def test_wheels_with_a_part_missing_are_passed_over(bare, part):
+    """Other packages install nvcc's wheel for its assembler, without what compiling needs."""
+    root = wheels(bare / "site", "cu13").parents[1]
+    (root / part).unlink()
+    with pytest.raises(BuildError, match=rf"cu13 \(lacks {part}\)"):
+        toolchain.find_nvcc()
+    system = fake(bare / "usr" / "cuda" / "bin" / "nvcc", "system")
+    assert toolchain.find_nvcc().path == system
 
 
 def test_cxx_is_honoured_and_checked(bare, monkeypatch):

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
+import flashcute
 from flashcute import __main__ as cli
 from flashcute import heuristics
-from flashcute.jit import BuildError, kernels, sources, toolchain
+from flashcute.jit import BuildError, binding, build, cache, kernels, sources, toolchain
 
 CONFIG = heuristics.fwd_config("fp16", 32, False, (8, 0))
 ONE = ("--head-dim", "32", "--dtype", "fp16", "--causal", "no", "--target", "80")
 
 
+ROOT = Path(__file__).resolve().parents[1]
+
+
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(cli, "targets_at_hand", list)
+
+
+def run(*arguments, **options):
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "flashcute", *map(str, arguments)]
+    options = {"stdout": subprocess.PIPE, **options}
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **options)
 
 
 def test_build_without_gpu_asks_for_a_target(no_gpu, capsys):
@@ -108,7 +123,7 @@ def test_info_describes_a_machine_with_nothing(no_gpu, tmp_path, monkeypatch, ca
     monkeypatch.setenv("CXX", "no-compiler")
     monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(sources, "prebuilt_dir", lambda: tmp_path / "prebuilt")
-    assert cli.main(["info"]) == 0
+    assert cli.main(["info", "--all"]) == 0
     printed = capsys.readouterr().out
     assert "expected nvcc in one of" in printed
     assert "got CXX=no-compiler" in printed
@@ -121,6 +136,214 @@ def test_info_describes_a_machine_with_nothing(no_gpu, tmp_path, monkeypatch, ca
                 if f"{config.full_name} " in f"{x} " and f" sm_{target} " in x
             )
             assert "not built" in row and str(config.smem_bytes) in row
+
+
+def test_info_is_short_unless_asked_and_ends_with_its_summary(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sources, "prebuilt_dir", lambda: tmp_path / "prebuilt")
+    assert cli.main(["info", "--target", "90"]) == 0
+    short = capsys.readouterr().out
+    shipped = len(heuristics.shipped_configs(90))
+    last = f"{shipped} kernels: 0 prebuilt, 0 cache, {shipped} not built"
+    assert short.splitlines()[-1].endswith(last)
+    assert "flash_fwd" not in short
+    assert cli.main(["info", "--target", "90", "--all"]) == 0
+    whole = capsys.readouterr().out
+    assert whole.endswith(short) and whole.count("flash_fwd") == shipped
+    assert cli.main(["info", "--target", "90", "--head-dim", "64"]) == 0
+    chosen = capsys.readouterr().out
+    assert chosen.count("flash_fwd") == chosen.count("flash_fwd_hdim64") > 0
+
+
+def test_info_runs_without_torch_and_a_build_names_it(tmp_path):
+    """As in a checkout of which nothing is installed."""
+    for name in ("torch", "filelock", "ninja", "tqdm"):
+        text = f"raise ModuleNotFoundError('no {name}', name='{name}')\n"
+        (tmp_path / f"{name}.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = run("info", env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "torch:        no torch" in done.stdout
+    done = run("build", "--all", env=environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith("flashcute build: expected the package torch, found none;")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"flashcute {flashcute.__version__}\n"
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nversion = "{flashcute.__version__}"\n' in text
+
+
+def parsers():
+    (commands,) = (
+        action
+        for action in cli._parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return commands.choices
+
+
+@pytest.mark.parametrize("command", parsers())
+def test_every_option_has_a_help_text(command):
+    without = [a.option_strings or a.dest for a in parsers()[command]._actions if not a.help]
+    assert without == []
+
+
+@pytest.mark.parametrize("arguments", [["info", "--all"], ["--help"], ["cache", "--help"]])
+def test_a_reader_that_has_read_enough_ends_the_command_quietly(arguments):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        done = run(*arguments, stdout=pipe)
+    # argparse of Python 3.12 and later ignores that its help cannot be written.
+    assert done.returncode == 141 or (done.returncode == 0 and "--help" in arguments)
+    assert done.stderr == ""
+
+
+def test_a_full_disk_behind_standard_output_is_a_message():
+    with open("/dev/full", "w") as full:
+        done = run("info", stdout=full)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_interrupting_is_a_message(monkeypatch, capsys):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_info", interrupt)
+    assert cli.main(["info"]) == 130
+    assert capsys.readouterr().err == "flashcute: interrupted\n"
+
+
+def test_a_size_beyond_memory_is_a_message(monkeypatch, capsys):
+    def allocate(args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 1 byte\nframe 0")
+
+    monkeypatch.setattr(cli, "run_info", allocate)
+    assert cli.main(["info"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("flashcute info: expected sizes that fit into memory, got: Default")
+    assert "frame" not in printed
+
+
+def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):
+    def fail(args):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cli, "run_info", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["info"])
+
+
+def test_a_missing_nvcc_is_said_before_a_compiler_starts(tmp_path, monkeypatch, capsys):
+    def build_binding(*arguments):
+        raise AssertionError("the binding is built")
+
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(binding, "build_binding", build_binding)
+    assert cli.main(["build", *ONE]) == 1
+    assert "expected nvcc in one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["build -o", "bench --plots", "bench --json", "profile --html"])
+def test_a_place_for_results_that_cannot_be_is_said_before_the_work(command, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    name, option = command.split()
+    below = str(tmp_path / "file" / "x")
+    with pytest.raises(SystemExit):
+        cli.main([name, option, below])
+    assert f"got '{below}': {tmp_path / 'file'} is no folder" in capsys.readouterr().err
+
+
+def test_a_folder_that_refuses_results_is_said_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(binding, "build_binding", None)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
+    assert cli.main(["build", *ONE, "-o", "/proc/results"]) == 1
+    assert "flashcute build: [Errno" in capsys.readouterr().err
+
+
+STEM = "flash_fwd_x-sm_80-" + "0" * 32
+
+
+@pytest.fixture
+def filled_cache(tmp_path, monkeypatch):
+    """An entry, half an entry, what a killed build left, and what is not ours."""
+    folder = tmp_path / "cache"
+    (folder / "locks").mkdir(parents=True)
+    folder.chmod(0o700)
+    (folder / f"{STEM}.so").write_bytes(b"x" * 2048)
+    record = {"name": "flash_fwd_x", "target": "sm_80", "seconds": 12.3}
+    (folder / f"{STEM}.json").write_text(json.dumps(record))
+    (folder / f"half-host-{'1' * 32}.so").write_bytes(b"x")
+    left = folder / f"tmp-{STEM}-abcdefgh"
+    left.mkdir()
+    (left / "x.cubin").write_bytes(b"x" * 1024)
+    (folder / "mine.json").write_text("{}")
+    (folder / "tmp-mine").mkdir()
+    monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(folder))
+    return folder
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"locks"}
+
+
+def test_cache_lists_what_is_there(filled_cache, capsys):
+    assert cli.main(["cache"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["name", "target", "KiB"]
+    assert [line.split()[:2] for line in lines[1:3]] == [
+        ["flash_fwd_x", "sm_80"],
+        [f"half-host-{'1' * 32}", "incomplete"],
+    ]
+    assert cli.main(["cache", "size"]) == 0
+    assert capsys.readouterr().out.startswith(f"{filled_cache} (2 shared objects, 0.0 MiB)")
+
+
+def test_cache_clean_removes_what_is_ours(filled_cache, capsys):
+    assert cli.main(["cache", "clean"]) == 0
+    assert capsys.readouterr().out.startswith("removed 4 files and unfinished builds, 0.0 MiB")
+    assert names(filled_cache) == {"mine.json", "tmp-mine"}
+
+
+def test_cache_clean_leaves_what_is_young_or_being_built(filled_cache, capsys):
+    old = time.time() - 3 * 24 * 3600
+    os.utime(filled_cache / f"half-host-{'1' * 32}.so", (old, old))
+    with build._lock(filled_cache, STEM):
+        assert cli.main(["cache", "clean", "--older-than", "2"]) == 0
+        assert f"{STEM}.so" in names(filled_cache)
+        assert cli.main(["cache", "clean"]) == 0
+    assert names(filled_cache) == {
+        *(f"{STEM}.so", f"{STEM}.json", f"tmp-{STEM}-abcdefgh"),
+        *("mine.json", "tmp-mine"),
+    }
+
+
+def test_cache_that_cannot_be_is_a_message(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp_path / "none"))
+    assert cli.main(["cache"]) == 0
+    assert "does not exist: nothing was built yet" in capsys.readouterr().out
+    (tmp_path / "none").symlink_to(tmp_path)
+    assert cli.main(["cache", "clean"]) == 1
+    assert "which is a symbolic link" in capsys.readouterr().err
+    assert cli.main(["cache", "size", "--older-than", "3"]) == 1
+    assert "expected clean with --older-than" in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(cache.Path, "home", home)
+    for name in ("FLASHCUTE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(BuildError, match=r"a home folder .* set FLASHCUTE_CACHE_DIR"):
+        cache.cache_dir()
 
 
 def test_info_names_a_wrong_variable(monkeypatch, capsys):

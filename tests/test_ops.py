@@ -292,6 +292,64 @@ def test_load_from_many_threads_registers_once() -> None:
     _run_python(script, ROOT)
 
 
+def test_a_fork_during_a_load_leaves_the_child_free_to_load() -> None:
+    script = (
+        "import os, signal, threading, time\n"
+        "from flashcute import ops\n"
+        "started = threading.Event()\n"
+        "def load_binding():\n"
+        "    if os.getpid() != parent:\n"
+        "        os._exit(7)\n"
+        "    started.set()\n"
+        "    time.sleep(60)\n"
+        "parent, ops.jit.load_binding = os.getpid(), load_binding\n"
+        "threading.Thread(target=ops.load, daemon=True).start()\n"
+        "started.wait()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(30)\n"
+        "    ops.load()\n"
+        "status = os.waitpid(child, 0)[1]\n"
+        "assert os.waitstatus_to_exitcode(status) == 7, status\n"
+        "os._exit(0)\n"
+    )
+    _run_python(script, ROOT)
+
+
+# In place of the binding: asks the resolver once more when the interpreter has ended.
+_LATE_BINDING = """\
+#include <cstdlib>
+using Resolver = const void *(*)(const void *, char *, int);
+static Resolver resolver;
+static void ask() {
+    char error[64];
+    if (resolver != nullptr) {
+        resolver(nullptr, error, sizeof(error));
+    }
+}
+extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(Resolver to) {
+    static const int once = std::atexit(ask);
+    (void)once;
+    resolver = to;
+}
+"""
+
+
+def test_nothing_calls_the_resolver_when_the_interpreter_has_ended() -> None:
+    unit = jit.build.Unit("late_binding", "host", _LATE_BINDING, ".cpp", ("-shared", "-fPIC"))
+    late = jit.build.build(unit, jit.toolchain.find_host_compiler()).artefact.path
+    script = (
+        "import torch\n"
+        "from flashcute import ops\n"
+        "library = torch.library.Library('flashcute', 'DEF')\n"
+        f"library.define({FROZEN_SCHEMA.removeprefix('flashcute::')!r})\n"
+        "library.define('fwd_no_grad(Tensor q) -> Tensor')\n"
+        f"ops.jit.load_binding = lambda: {str(late)!r}\n"
+        "ops.load()\n"
+    )
+    _run_python(script, ROOT)
+
+
 class _Problem:
     """A problem as the binding would hand it to the resolver."""
 
@@ -421,6 +479,39 @@ def test_cuda_operator_rejects_what_is_not_cuda() -> None:
         op.redispatch(keys, q, k, v, 0.25, False)
     with pytest.raises(RuntimeError, match=r"expected q of dtype float16 or bfloat16"):
         op.redispatch(keys, q.float(), k, v, 0.25, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("change", "scale", "error", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v), 0.5, ValueError, "got q.shape="),
+        (lambda q, k, v: (q, k[:1], v), 0.5, ValueError, "q's batch size 2, got k.shape="),
+        (lambda q, k, v: (q, k, v[:, :3]), 0.5, ValueError, "k's shape .*, got v.shape="),
+        (lambda q, k, v: (q, k.bfloat16(), v), 0.5, TypeError, "got k.dtype=torch.bfloat16"),
+        (lambda *x: tuple(t.int() for t in x), 0.5, TypeError, "got q.dtype=torch.int32"),
+        (lambda *x: x, 1e39, ValueError, "got softmax_scale=1e"),
+        (lambda *x: x, float("nan"), ValueError, "got softmax_scale=nan"),
+        (lambda q, k, v: (q[:, :, :3], k, v), 0.5, ValueError, "positive multiple"),
+    ],
+)
+def test_operator_makes_the_same_checks(device, change, scale, error, message) -> None:
+    q = torch.zeros(2, 9, 4, 16, device=device, dtype=torch.float16)
+    k = torch.zeros(2, 11, 2, 16, device=device, dtype=torch.float16)
+    for fwd in (ops.fwd, ops.load()):
+        with pytest.raises(error, match=rf"^flashcute::fwd: expected .*{message}.*; "):
+            fwd(*change(q, k, k.clone()), scale, False)
+
+
+def test_fake_of_the_operator_refuses_what_the_kernels_refuse() -> None:
+    fwd = ops.load()
+    for d, scale, error in ((20, 0.5, ValueError), (264, 0.5, NotImplementedError)):
+        q = torch.zeros(2, 9, 4, d, device="meta", dtype=torch.float16)
+        with pytest.raises(error, match=f"^flashcute::fwd: expected .*, got head_dim={d}; "):
+            fwd(q, q, q, scale, False)
+    q = torch.zeros(2, 9, 4, 64, device="meta", dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="got softmax_scale=-1"):
+        fwd(q, q, q, -1.0, False)
 
 
 def _symbols(*options: str) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 import torch
-from bad_input import tensors
+from bad_input import CASES, Case, tensors
 
 import flashcute
 from flashcute import support
@@ -100,22 +103,70 @@ def test_matrix_is_a_table_of_every_feature() -> None:
         assert ("not yet" in line) == (not feature.cuda)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+ASKED = [(case, case.asked_of_supports()) for case in CASES]
+ASKED = [(case, asked) for case, asked in ASKED if asked is not None]
+
+
+@pytest.mark.parametrize(("case", "asked"), ASKED, ids=lambda value: getattr(value, "name", ""))
+def test_agrees_with_the_call_and_says_the_same(case: Case, asked: dict) -> None:
+    for device, same_checks in (("cpu", "cpu"), ("cuda", "meta")):
+        answer = flashcute.supports(device=device, **asked)
+        assert bool(answer) == (case.error_on(same_checks) is None), answer
+        if answer or case.sizes:  # where the call's error is of tensors, not of numbers
+            continue
+        function, args, options = case.arguments(same_checks)
+        with pytest.raises(case.error_on(same_checks)) as raised:
+            function(*args, **options)
+        assert f"flash_attn_func: {answer.reasons[0]}" == str(raised.value)
+
+
+# What only supports() is asked with; the call takes it from its tensors.
+WRONG = [
+    *(("head_dim", value) for value in (64.5, "64", None, True, 0, -8, 2**63, 10**5000, [64])),
+    *(("num_heads", value) for value in (None, 0, -1, 2.0, "8", torch.tensor(8), 2**70)),
+    *(("num_heads_k", value) for value in (0, 3, 16, "2", 2.0, False)),
+    *(("device", value) for value in ("foo", "", None, 3.5, "cuda:x", "meta", "mps", -1, object())),
+    *(("device", value) for value in (["cuda"], torch.device("meta"), torch.zeros(1), 2**70)),
+    *(("dtype", value) for value in ("float16", None, np.float16, torch.int8, torch.complex64)),
+    *(("dtype", value) for value in (np.zeros(2), float, torch.quint8)),
+    *(("capability", value) for value in (9, 9.0, "90", (9,), (9, 0, 0), (7, 5), ("9", "0"))),
+    *(("requires_grad", value) for value in (1, None, "no", torch.tensor(True))),
+    *(("alibi_slopes", value) for value in ([0.5], 1, "yes", False, np.zeros(4))),
+    ("alibi_slopes", torch.zeros(4).to_sparse()),
+]
+
+
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("dropout_p", 2.0),
-        ("dropout_p", "0.1"),
-        ("window_size", (-2, 0)),
-        ("window_size", 3),
-        ("softcap", -1.0),
-        ("softmax_scale", float("nan")),
-    ],
+    ("name", "value"), WRONG, ids=[f"{n}-{i}" for i, (n, _) in enumerate(WRONG)]
 )
-def test_what_is_wrong_everywhere_is_not_supported(device, option, value):
-    answer = flashcute.supports(device=device, **{option: value})
-    assert not answer.ok
-    assert any(option in reason for reason in answer.reasons)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_wrong_value_is_a_reason_and_none_an_exception(device, name, value) -> None:
+    asked = {"device": device, "num_heads": 8, name: value}
+    answer = flashcute.supports(**asked)
+    assert not answer
+    reason = answer.reasons[0]
+    assert re.match(rf"expected .*{name}.*, got .*{name}.*; .+", reason), reason
+    assert "\n" not in reason and len(reason) < 400
+
+
+def test_numpy_scalars_count_as_pythons() -> None:
+    sizes = {"head_dim": np.int64(64), "num_heads": np.int32(8), "num_heads_k": np.uint8(2)}
+    options = {
+        "causal": np.True_,
+        "softmax_scale": np.float32(0.5),
+        "window_size": (np.int8(-1),) * 2,
+    }
+    assert flashcute.supports(**sizes, **options, capability=(np.int64(9), 0))
+    assert flashcute.supports(device="cpu", dropout_p=np.float16(0.5), requires_grad=np.True_)
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    answer = flashcute.supports(
+        device="foo", dtype=None, head_dim=0, num_heads=None, causal=1, softcap=1e39, window_size=3
+    )
+    named = ("device", "head_dim", "num_heads", "causal", "softcap", "window_size")
+    assert len(answer.reasons) == len(named)
+    assert all(f"got {name}=" in reason for name, reason in zip(named, answer.reasons, strict=True))
 
 
 def test_scale_that_only_the_reference_takes():

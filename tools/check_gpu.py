@@ -1,7 +1,9 @@
-"""Everything that needs a GPU, in one bounded run: build, tests, model, benchmark.
+"""Everything that needs a GPU, in one bounded run: build, tests, model, benchmarks.
 
     python tools/check_gpu.py --out build/gpu
     python tools/check_gpu.py --out build/gpu --phases build bench --limit bench=300
+    python tools/check_gpu.py --out build/gpu --phases build models inputs
+    python tools/check_gpu.py --out build/gpu --phases build models --bench=--sustained
     python tools/check_gpu.py --out build/gpu --phases build sanitize
 
 Each phase is a process of its own with a time limit and a log under the output folder. A phase that
@@ -60,35 +62,36 @@ def _model(args: argparse.Namespace, _seconds: float) -> list[str]:
     return ["examples/demo.py", "--out", str(args.out / "demo.json"), *model]
 
 
-def _bench(args: argparse.Namespace, seconds: float) -> list[str]:
-    limit = ["--time-limit", str(round(max(1.0, seconds - 25)))]
-    out = ["--json", str(args.out / "fwd.json")]
-    return ["-m", "flashcute", "bench", *out, *limit, *shlex.split(args.bench)]
+def _bench(name: str, *arguments: str) -> Callable[[argparse.Namespace, float], list[str]]:
+    """A benchmark whose result is the file ``name``."""
+
+    def command(args: argparse.Namespace, seconds: float) -> list[str]:
+        limit = ["--time-limit", str(round(max(1.0, seconds - 25)))]
+        out = ["--json", str(args.out / name)]
+        return ["-m", "flashcute", "bench", *arguments, *out, *limit, *shlex.split(args.bench)]
+
+    return command
 
 
 def _sanitize(args: argparse.Namespace, seconds: float) -> list[str]:
     return ["tools/sanitize.py", "--out", str(args.out), "--time-limit", str(round(seconds - 5))]
 
 
-def _rates(args: argparse.Namespace, _seconds: float) -> list[str]:
-    return ["tools/wgmma_rates.py", "--out", str(args.out / "wgmma_rates.json")]
-
-
-def _power(args: argparse.Namespace, _seconds: float) -> list[str]:
-    return ["tools/mantissa_power.py", "--out", str(args.out / "mantissa_power.json")]
-
-
+_INPUTS = (
+    *("--inputs", "all", "--dtypes", "bf16", "fp16"),
+    *("--head-dims", "64", "128", "256", "--seqlens", "1024", "4096"),
+)
 PHASES = {
     "info": Phase(60, lambda _args, _seconds: ["-m", "flashcute", "info"], 2500),
     "build": Phase(240, _build, 500),
     "tests": Phase(300, _tests, 2000),
     "model": Phase(120, _model, 2800),
-    "bench": Phase(200, _bench, 7000),
+    "bench": Phase(200, _bench("fwd.json"), 7000),
+    # Some 45 shapes; 12 points of 13 distributions in two dtypes. Sustained needs a larger --limit.
+    "models": Phase(150, _bench("fwd_models.json", "--shapes", "models"), 12000, default=False),
+    "inputs": Phase(200, _bench("fwd_inputs.json", *_INPUTS), 12000, default=False),
     # Not every machine with a GPU has the tool, or a driver that lets it.
     "sanitize": Phase(180, _sanitize, 4000, default=False),
-    # What the chip allows changes with the chip only.
-    "rates": Phase(120, _rates, 7000, default=False),
-    "power": Phase(90, _power, 4000, default=False),
 }
 
 
@@ -163,7 +166,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, help="compilers at the same time")
     parser.add_argument("--model", type=pathlib.Path, help="folder of all-MiniLM-L6-v2")
     parser.add_argument("--pytest", default="", help="more arguments for the tests")
-    parser.add_argument("--bench", default="", help="more arguments for the benchmark")
+    parser.add_argument("--bench", default="", help="more arguments for every benchmark")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     args.limits = _limits(args.limit)

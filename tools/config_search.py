@@ -88,13 +88,12 @@ def instructions(config: FwdConfig) -> float:
     3.5 a score for the softmax, FFMA, MUFU, FADD and half a conversion, and where O is rescaled
     every time one more, for the maximum; then one for each element of O; the MMAs and ``ldmatrix``
     of the sm80 class; and what descriptors, addresses and barriers take. Within 6 % of what
-    ``python -m flashcute profile --static`` counts in the kernels in use that peel masked blocks.
+    ``python -m flashcute profile --static`` counts in the kernels in use.
     """
     rows = config.tile_m // config.warps
-    scores = (3.5 if config.lazy_rescale else 4.5) * rows * config.tile_n / machines.WARP
+    scores = 3.5 * rows * config.tile_n / machines.WARP
     if config.arch == 90:
-        rescale = 0 if config.lazy_rescale else rows * config.head_dim / machines.WARP + 20
-        return scores + rescale + 7.6 * (config.head_dim + config.tile_n) / 16
+        return scores + 7.6 * (config.head_dim + config.tile_n) / 16
     mmas = 2 * rows * config.tile_n * config.head_dim / 2048
     fragments = mmas * smem_clocks(config) * machines.SMEM_BYTES / 512
     return scores + mmas + fragments + 65 + 0.55 * config.head_dim
@@ -125,11 +124,10 @@ def block_clocks(config: FwdConfig, capability: tuple[int, int]) -> dict[str, fl
         tensor = macs / (rates.tensor_macs * rates.mma_sync)
         copied = 4 * config.tile_n * config.head_dim
         smem = macs / 2048 * smem_clocks(config) + copied / machines.SMEM_BYTES
-    factors = 0 if config.lazy_rescale else 4 * config.tile_m
     return {
         "tensor": tensor,
         "smem": smem,
-        "mufu": (scores + factors) / rates.mufu,
+        "mufu": scores / rates.mufu,
         "issue": config.warps * instructions(config) / machines.SUBPARTITIONS,
     }
 
@@ -183,10 +181,9 @@ def fitting_sm80(
         (1, 2),
         (0, head_dim // 16),
         (1, 2, 3),
-        (False, True),
     )
     row = 64 if head_dim % 64 == 0 else 32
-    for tile_m, tile_n, warps, stages, q_in_regs, min_ctas, peel_masked in options:
+    for tile_m, tile_n, warps, stages, q_in_regs, min_ctas in options:
         rows_per_copy = 32 * warps // (row // 8)
         if tile_m % (16 * warps) or tile_m % rows_per_copy or tile_n % rows_per_copy:
             continue
@@ -201,7 +198,6 @@ def fitting_sm80(
             stages=stages,
             q_in_regs=q_in_regs,
             min_ctas=min_ctas,
-            peel_masked=peel_masked,
         )
         # A higher min_ctas of the same tile is another register budget, worth trying where it fits;
         # fewer than 8 warps an SM leave the tensor cores idle during every softmax.
@@ -225,8 +221,6 @@ def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]
             stages=2,
             q_in_regs=0,
             min_ctas=1,
-            peel_masked=True,
-            lazy_rescale=True,
             ping_pong=True,
         )
         # Small tiles read K and V more often from L2 and shared memory, for nothing.
@@ -234,9 +228,8 @@ def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]
         if 0.7 <= filled <= 1 and config.smem_bytes <= MAX_SMEM_BYTES[9, 0]:
             yield config
             yield dataclasses.replace(config, q_in_regs=most_q_in_regs(config))
-    for config, _ in heuristics.sm90_configs(dtype, head_dim, causal):
+    for config in heuristics.sm90_configs(dtype, head_dim, causal):
         for change in (
-            {"lazy_rescale": not config.lazy_rescale},
             {"ping_pong": not config.ping_pong},
             {"stages": 4},
             {"q_in_regs": 0 if config.q_in_regs else most_q_in_regs(config)},
@@ -273,7 +266,7 @@ def in_use(
 ) -> list[FwdConfig]:
     """The configurations that ``heuristics.py`` chooses among."""
     if arch == 90:
-        return [config for config, _ in heuristics.sm90_configs(dtype, head_dim, causal)]
+        return heuristics.sm90_configs(dtype, head_dim, causal)
     return [heuristics.fwd_config(dtype, head_dim, causal, capability)]
 
 

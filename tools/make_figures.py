@@ -59,7 +59,7 @@ def call() -> Canvas:
     )
     for top, bottom in ((106, 140), (206, 240), (288, 424)):
         c.arrow([(mid, top), (mid, bottom)])
-    c.text(mid + 10, 360, "known: straight on, no Python")
+    c.text(mid + 10, 360, "known problem: no Python runs")
     c.text(right, 28, "CPU tensors, tracing", bold=True)
     c.box(
         right, 40, rw, 48, ["CPU: the reference; fake, meta: shapes"], file="reference.py, ops.py"
@@ -82,7 +82,12 @@ def call() -> Canvas:
     c.arrow([(right, 411), (465, 411), (465, 320), (mid, 320)])
     c.text(300, 313, "its address", 12)
 
-    c.text(mid + 14, 530, "on the GPU, for each tile of queries (sm80 class: one a CTA)", bold=True)
+    c.text(
+        mid + 14,
+        530,
+        "on the GPU, for each tile of queries (sm80 class: a tile is a CTA)",
+        bold=True,
+    )
     c.rect(x, 542, 840, 296, "#f6f6f6", LINE, 8)
     c.arrow([(mid, 490), (mid, 556)])
     c.box(
@@ -107,7 +112,7 @@ def call() -> Canvas:
     loop = [
         (580, "K, V -> shared memory", "mainloop_fwd_sm*.h: LDGSTS or UTMALDG"),
         (630, "S = Q K^T", "utils.h: HMMA or mma_traits_sm90.h: HGMMA"),
-        (680, "mask, where an edge cuts the block", "mask.h: ISETP, FSEL"),
+        (680, "mask, in blocks that an edge cuts", "mask.h: ISETP, FSEL"),
         (730, "row maximum, P = exp2(S - m), row sum", "softmax.h: FMNMX, FFMA, MUFU.EX2"),
         (780, "O += P V", "utils.h: HMMA or mma_traits_sm90.h: HGMMA"),
     ]
@@ -441,8 +446,8 @@ def pipeline() -> Canvas:
 
 
 def warpgroups() -> Canvas:
-    """The sm90 class: who does what while two warpgroups take turns."""
-    c = Canvas(900, 330, "The sm90 class: one loader, two warpgroups that take turns")
+    """The sm90 class: a producer, and two consumers that take turns in issuing products."""
+    c = Canvas(900, 330, "The sm90 class: one producer, two consumers that take turns")
     left, unit = 150, 73
 
     def lane(y: float, name: str, bars: list[tuple[float, float, str, str]]) -> None:
@@ -456,31 +461,31 @@ def warpgroups() -> Canvas:
         x = left + turn * 2.5 * unit - 2
         c.line([(x, 90), (x, 246)], STRONG, stroke_width=1.5, stroke_dasharray="4 3")
     loads = ["K(n-1)", "V(n)", "K(n-2)", "V(n-1)"]
-    lane(44, "loader, TMA", [(2.5 * i, 2.5 * i + 2.2, x, BLUE) for i, x in enumerate(loads)])
+    lane(44, "producer, TMA", [(2.5 * i, 2.5 * i + 2.2, x, BLUE) for i, x in enumerate(loads)])
     first = [("S(n)", 0.0, 1.2), ("P V(n+1)", 1.2, 2.5), ("S(n-1)", 5.0, 6.2), ("P V(n)", 6.2, 7.5)]
-    lane(94, "1: tensor cores", [(a, b, x, GREEN) for x, a, b in first])
+    lane(94, "consumer 1: MMA", [(a, b, x, GREEN) for x, a, b in first])
     softmax = [(2.5, 4.9, "softmax(n)", YELLOW), (7.5, 9.9, "softmax(n-1)", YELLOW)]
-    lane(128, "1: FP32, MUFU", softmax)
-    lane(178, "2: tensor cores", [(a + 2.5, b + 2.5, x, GREEN) for x, a, b in first])
+    lane(128, "FP32, MUFU", softmax)
+    lane(178, "consumer 2: MMA", [(a + 2.5, b + 2.5, x, GREEN) for x, a, b in first])
     second = [(0.0, 2.4, "softmax(n+1)", YELLOW), (5.0, 7.4, "softmax(n)", YELLOW)]
-    lane(212, "2: FP32, MUFU", second)
+    lane(212, "FP32, MUFU", second)
     c.line([(20, 274), (44, 274)], STRONG, stroke_width=1.5, stroke_dasharray="4 3")
     c.text(
         52,
         279,
-        "the turn passes (ping_pong); the tensor cores always have the one or the other's work",
+        "ping_pong: the other consumer issues its products; the tensor cores are always busy",
         12,
     )
     c.text(
         52,
         299,
-        "S(n) and P V(n+1) are issued together; the softmax of n writes P's registers, which",
+        "S(n) and P V(n+1) are issued together; the softmax of n overwrites P, the operand of",
         12,
     )
     c.text(
         52,
         316,
-        "P V(n+1) reads: it follows that, and runs under the other warpgroup's products",
+        "P V(n+1), so it waits for it; it overlaps with the products of the other consumer",
         12,
     )
     return c

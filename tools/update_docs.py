@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +23,8 @@ from flashcute import benchmarking as bm  # noqa: E402 - from this checkout, ins
 from flashcute import env, support_matrix  # noqa: E402
 from flashcute.bench import table  # noqa: E402
 
-FORWARD = ROOT / "benchmarks" / "results" / "fwd.json"
+RESULTS = ROOT / "benchmarks" / "results"
+FORWARD, MODELS, INPUTS = (RESULTS / f"{n}.json" for n in ("fwd", "fwd_models", "fwd_inputs"))
 TABLE_SEQLENS = (512, 4096, 16384)
 
 
@@ -33,50 +34,128 @@ def environment() -> str:
     return bm.format_table(("variable", "default", "meaning"), rows)
 
 
+def _contenders(rows: Sequence[Mapping], result: Mapping) -> list[str]:
+    """Those that ran at one of ``rows`` at least, flashcute first."""
+    ran = {name for row in rows for name, time in row["us"].items() if time}
+    return [name for name in result["contenders"] if name in ran]
+
+
+def _measured(result: Mapping) -> str:
+    """Where and how a result was measured, from "on one" to the protocol."""
+    machine = result["machine"]
+    return (
+        f"on one {machine['gpu']} (driver {machine['driver']}, torch {machine['torch']}), "
+        f"{str(machine['date'])[:10]}, at commit {str(machine['commit'])[:7]}, in one run, cold "
+        "caches, medians ([protocol](flashcute/benchmarking.py)). `fa2` and `cudnn` are PyTorch's"
+    )
+
+
+def _over(rows: Sequence[Mapping], peers: Sequence[str | None]) -> list[str]:
+    """A line for each peer, None for the best of each point: mean and worst of the ratios."""
+    lines = []
+    for peer in peers:
+        found = bm.Ratios.of((row, table.ratio(row, peer=peer)) for row in rows)
+        if found is not None:
+            worst = f"{table.describe(found.worst_row)}, {found.worst_row['dtype']}"
+            lines.append(
+                f"- {found.geomean:.2f}x the speed of {peer or 'the best peer'} (geometric mean of "
+                f"{found.count} points); worst point {found.worst:.2f}x, at {worst}"
+            )
+    return lines
+
+
 def speed(path: Path = FORWARD) -> str:
     """README's table of forward speed, from the benchmark's result file."""
     if not path.is_file():
         return "Not measured yet: `make bench` on a machine with a GPU writes the figures here."
     result = json.loads(path.read_text(encoding="utf-8"))
-    machine = result["machine"]
-    ran = {name for row in result["rows"] for name, time in row["us"].items() if time}
-    names = [name for name in result["contenders"] if name in ran]
-    ours, peers = names[0], names[1:]
-    measured = [row for row in result["rows"] if row["h"] == row["h_k"]]
+    measured = table.parts(result["rows"]).get(table.Part("bf16"), [])
+    names = _contenders(measured, result)
     rows = []
     for row in measured:
-        if row["dtype"] == "bf16" and row["seqlen_q"] in TABLE_SEQLENS:
-            mask = "causal" if row["causal"] else "full"
+        if row["seqlen_q"] in TABLE_SEQLENS:
             tflops = [row["tflops"].get(name) for name in names]
             figures = ["-" if t is None else f"{t:.0f}" for t in tflops]
-            rows.append([row["d"], mask, row["seqlen_q"], *figures])
-    speeds = bm.format_table(["head dim", "mask", "seqlen", *names], rows)
+            rows.append([row["d"], table.mask(row), row["seqlen_q"], *figures])
     lines = [
-        f"Forward, bf16, TFLOP/s, on one {machine['gpu']} (driver {machine['driver']}, torch "
-        f"{machine['torch']}), {str(machine['date'])[:10]}, at commit "
-        f"{str(machine['commit'])[:7]}: 16k tokens, {ours} beside "
-        f"{', '.join(peers)} in the same run, cold caches, medians "
-        "([protocol](flashcute/benchmarking.py)). `fa2` and `cudnn` are PyTorch's.",
+        f"The sweep: forward, bf16, standard normal inputs, 16k tokens, TFLOP/s, "
+        f"{_measured(result)}.",
         "",
-        speeds,
+        bm.format_table(["head dim", "mask", "seqlen", *names], rows),
         "",
+        *_over(measured, names[1:]),
+        *(f"- {line}" for line in table.host_times(result)),
     ]
-    for peer in peers:
-        found = bm.Ratios.of((row, table.ratio(row, peer=peer)) for row in measured)
-        if found is not None:
-            worst = found.worst_row
-            mask = "causal" if worst["causal"] else "full"
-            lines.append(
-                f"- {found.geomean:.2f}x the speed of {peer} (geometric mean of {found.count} "
-                f"points); worst point {found.worst:.2f}x, at d = {worst['d']}, "
-                f"s = {worst['seqlen_q']}, {mask}, {worst['dtype']}"
-            )
-    lines += [f"- {line}" for line in table.host_times(result)]
     return "\n".join(lines)
 
 
+def models(path: Path = MODELS) -> str:
+    """README's table of models' shapes, or nothing where they were not measured."""
+    if not path.is_file():
+        return ""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    measured = table.parts(result["rows"]).get(table.Part("bf16", models=True), [])
+    names = _contenders(measured, result)
+    rows = []
+    for row in measured:
+        sizes = [row["model"], row["b"], table.seqlens(row), f"{row['h']}/{row['h_k']}", row["d"]]
+        tflops = [row["tflops"].get(name) for name in names]
+        over = table.ratio(row)
+        figures = ["-" if t is None else f"{t:.0f}" for t in tflops]
+        rows.append([*sizes, table.mask(row), *figures, "-" if over is None else f"{over:.2f}"])
+    header = ["model", "batch", "seqlen", "heads", "head dim", "mask", *names, "x best peer"]
+    lines = [
+        "[Shapes of public models](flashcute/bench/models.py): forward, bf16, standard normal "
+        f"inputs, TFLOP/s, {_measured(result)}, whose cuDNN has no causal mask that is aligned to "
+        "the bottom-right corner.",
+        "",
+        bm.format_table(header, rows),
+        "",
+        *_over(measured, [None, *names[1:]]),
+    ]
+    return "\n".join(lines)
+
+
+def _mean_and_least(pairs: Sequence[tuple[Mapping, float | None]]) -> str:
+    found = bm.Ratios.of(pairs)
+    return "-" if found is None else f"{found.geomean:.2f} ({found.worst:.2f})"
+
+
+def inputs(path: Path = INPUTS) -> str:
+    """README's table of distributions of inputs, or nothing where they were not measured."""
+    if not path.is_file():
+        return ""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    measured = [row for row in result["rows"] if row["h"] == row["h_k"] and "model" not in row]
+    dtypes = list(dict.fromkeys(row["dtype"] for row in measured))
+    lines: dict[str, list[str]] = {}
+    for dtype in dtypes:
+        some = [row for row in measured if row["dtype"] == dtype]
+        for part, rows in table.parts(some).items():
+            over_normal = table.over_normal(some, part, "us")
+            both = [[(row, table.ratio(row)) for row in rows], over_normal]
+            lines.setdefault(part.inputs, []).extend(map(_mean_and_least, both))
+    over = ("best peer", "normal inputs")
+    header = ["inputs", *(f"{dtype}, over {what}" for dtype in dtypes for what in over)]
+    dims, lengths = (
+        ", ".join(map(str, sorted({row[size] for row in measured}))) for size in ("d", "seqlen_q")
+    )
+    text = [
+        "[Distributions of Q and K](flashcute/bench/inputs.py): speed over the best peer on the "
+        "same inputs, and over our own on standard normal inputs; geometric mean (least); forward, "
+        f"d = {dims}, s = {lengths}, {_measured(result)}.",
+        "",
+        bm.format_table(header, [[name, *cells] for name, cells in lines.items()]),
+    ]
+    worst = bm.Ratios.of((row, table.ratio(row)) for row in measured)
+    if worst is not None:
+        where = f"{table.describe(worst.worst_row)}, {worst.worst_row['dtype']}"
+        text += ["", f"- the worst input: {worst.worst:.2f}x the best peer, at {where}"]
+    return "\n".join(text)
+
+
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"support": support_matrix, "speed": speed},
+    "README.md": {"support": support_matrix, "speed": speed, "models": models, "inputs": inputs},
     "SECURITY.md": {"environment": environment},
     **{page: {"api": functools.partial(api_reference, page)} for page in PAGES},
 }
@@ -93,7 +172,8 @@ def rewrite(text: str, sections: dict[str, Callable[[], str]]) -> str:
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         if len(pattern.findall(text)) != 1:
             raise ValueError(f"update_docs: expected {begin} ... {end} exactly once, got another")
-        body = f"{begin}\n\n{make()}\n\n{end}"
+        made = make()
+        body = f"{begin}\n\n{made}\n\n{end}" if made else f"{begin}\n{end}"
         text = pattern.sub(lambda _, body=body: body, text)
     return text
 

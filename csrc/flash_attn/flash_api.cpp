@@ -104,7 +104,9 @@ class KernelTable {
     void set_resolver(Resolver resolver) {
         const std::lock_guard lock(mutex_);
         resolver_ = resolver;
-        kernels_.clear();
+        if (resolver != nullptr) {
+            kernels_.clear();
+        }
     }
 
     const Flash_kernel *find(const FwdProblem &problem) {
@@ -130,7 +132,9 @@ class KernelTable {
   private:
     static const Flash_kernel *resolve(Resolver resolver, const FwdProblem &problem) {
         if (resolver == nullptr) {
-            fail("expected a kernel resolver, got none; import flashcute and call its functions");
+            fail(
+                "expected a kernel resolver, got none; import flashcute and call its functions "
+                "before the interpreter ends");
         }
         char error[4096] = "";
         const Flash_kernel *kernel = resolver(&problem, error, sizeof(error));
@@ -210,6 +214,8 @@ void check_placement(const Tensor &tensor, const char *name, int32_t dtype, int3
     }
 }
 
+bool misaligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 != 0; }
+
 // Kernels load 16 bytes at a time.
 void check_vectorised(const Layout &layout, const void *data, const char *name) {
     if (layout.last_stride != 1) {
@@ -219,10 +225,22 @@ void check_vectorised(const Layout &layout, const void *data, const char *name) 
         fail("expected strides of ", name, " that are multiples of 8 elements, got (",
              layout.batch_stride, ", ", layout.row_stride, ", ", layout.head_stride, ", 1)");
     }
-    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
+    if (misaligned(data)) {
         fail("expected ", name, " aligned to 16 bytes, got data_ptr() % 16 == ",
              reinterpret_cast<uintptr_t>(data) % 16);
     }
+}
+
+// The tensor, or a copy of it: of the same strides where they leave no gaps.
+Tensor aligned(const Tensor &tensor) {
+    if (!misaligned(tensor.const_data_ptr())) {
+        return tensor;
+    }
+    Tensor copy = torch::stable::clone(tensor);
+    if (misaligned(copy.const_data_ptr())) {
+        fail("expected torch to allocate memory at multiples of 16 bytes");
+    }
+    return copy;
 }
 
 void check_shapes(const Layout &q, const Layout &k, const Layout &v) {
@@ -305,6 +323,12 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
     params.q_ptr = q.const_data_ptr();
     params.k_ptr = k.const_data_ptr();
     params.v_ptr = v.const_data_ptr();
+    // A traced program does not know where its inputs start, so this is decided here, on the GPU of
+    // the tensors.
+    if (misaligned(params.q_ptr) || misaligned(params.k_ptr) || misaligned(params.v_ptr)) {
+        const torch::stable::accelerator::DeviceGuard guard(device);
+        return fwd(aligned(q), aligned(k), aligned(v), softmax_scale, causal);
+    }
     check_vectorised(ql, params.q_ptr, "q");
     check_vectorised(kl, params.k_ptr, "k");
     check_vectorised(vl, params.v_ptr, "v");
@@ -377,7 +401,8 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
 }  // namespace
 }  // namespace flash
 
-// Called once by flashcute/ops.py. Forgets every kernel, so that a new resolver is asked anew.
+// Called by flashcute/ops.py. A new resolver is asked anew for every kernel. Null, passed when the
+// interpreter ends, leaves those that are known: they need no Python.
 extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
     flash::Resolver resolver) {
     flash::kernel_table().set_resolver(resolver);

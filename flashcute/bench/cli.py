@@ -1,49 +1,77 @@
-"""``python -m flashcute bench``: the forward pass over a sweep, beside the peers installed here."""
+"""``python -m flashcute bench``: the forward pass over a sweep or the shapes of public models, on
+inputs of named distributions, beside the peers installed here."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from ..arguments import positive
+from ..arguments import output_file, output_folder, positive, seconds
 from ..config import DTYPES, HEAD_DIMS
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 MASKS = ("full", "causal")
+INPUTS = (
+    *("normal", "scaled4", "scaled16", "scaled64", "ramp", "steep_ramp", "ramp_up", "sink"),
+    *("constant", "outliers", "peaked", "heavy_tailed", "positive"),
+)
 _PEERS = ("fa2", "cudnn", "fa3", "torch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``bench`` on ``parser``."""
-    dims = tuple(d for d in HEAD_DIMS if d >= 64)
-    parser.add_argument("--head-dims", type=int, nargs="+", choices=HEAD_DIMS, default=dims)
-    parser.add_argument("--seqlens", type=positive, nargs="+")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
-    parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["sweep"],
+        metavar="sweep|models|NAME",
+        help="the sweep, all shapes of public models, or those with NAME in theirs",
+    )
+    parser.add_argument(
+        "--inputs",
+        nargs="+",
+        choices=(*INPUTS, "all"),
+        default=["normal"],
+        help="distributions of Q and K, which take turns (flashcute/bench/inputs.py)",
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=["bf16"], help="of the tensors (bf16)"
+    )
+    sweep = parser.add_argument_group("the sweep")
+    sweep.add_argument(
+        "--head-dims", type=int, nargs="+", choices=HEAD_DIMS, help="default: all from 64"
+    )
+    sweep.add_argument(
+        "--seqlens", type=positive, nargs="+", help="tokens of queries and of keys (512 to 16384)"
+    )
+    sweep.add_argument("--masks", nargs="+", choices=MASKS, help="default: both")
+    sweep.add_argument(
         "--groups",
         type=positive,
         nargs="+",
-        default=[1],
         help="query heads per key head; the number of query heads is the same for all of them",
     )
-    parser.add_argument("--tokens", type=positive, help="batch x sequence length of each point")
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        help="batch x sequence length of each point; models are made smaller to fit",
+    )
     parser.add_argument("--peers", nargs="*", choices=_PEERS, help="default: all that run here")
-    parser.add_argument("--repeats", type=positive)
-    parser.add_argument("--warmup", type=positive)
+    parser.add_argument("--repeats", type=positive, help="timed calls of each contender")
+    parser.add_argument("--warmup", type=positive, help="calls before those")
     parser.add_argument(
         "--sustained",
-        type=float,
+        type=seconds,
         nargs="?",
         const=1.0,
         default=0.0,
         metavar="SECONDS",
         help="also so long back to back each, with clock and power (1 s unless said)",
     )
-    parser.add_argument("--time-limit", type=float, default=540.0, help="seconds for the sweep")
+    parser.add_argument("--time-limit", type=seconds, default=540.0, help="seconds for the sweep")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
-    parser.add_argument("--json", type=Path, help="file for the result")
-    parser.add_argument("--plots", type=Path, help="folder for pictures")
+    parser.add_argument("--json", type=output_file, help="file for the result")
+    parser.add_argument("--plots", type=output_folder, help="folder for pictures")
     parser.add_argument(
         "--plot-only",
         type=Path,

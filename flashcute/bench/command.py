@@ -13,10 +13,13 @@ import torch
 from tqdm import tqdm
 
 from .. import benchmarking as bm
+from ..config import HEAD_DIMS
+from ..extras import install_command
 from ..heuristics import FwdProblem, choose_fwd
 from ..jit import BuildError, kernels
-from . import peers, plots, sweep, table
-from .cli import SEQLENS
+from ..jit.progress import Progress
+from . import models, peers, plots, sweep, table
+from .cli import INPUTS, MASKS, SEQLENS
 
 # What a CPU computes in a minute.
 _CPU_SEQLENS = (64, 128, 256)
@@ -58,30 +61,50 @@ def build(wanted: list[list[sweep.Variant]]) -> None:
     problems = [
         FwdProblem(dtype=dtype, **dataclasses.asdict(shape))
         for point in wanted
-        for dtype, shape in point
+        for dtype, shape, *_ in point
     ]
     configs = dict.fromkeys(choose_fwd(problem, capability) for problem in problems)
     missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
     if not missing:
         return
-    with tqdm(total=len(missing), desc="build", unit="kernel", dynamic_ncols=True) as bar:
-        results = kernels.build_kernels(missing, progress=lambda _: bar.update())
+    with Progress(len(missing)) as shown:
+        results = kernels.build_kernels(missing, None, shown.finished, shown.running)
     errors = [result.error for result in results if result.error is not None]
     if errors:
         raise BuildError("\n".join(errors))
 
 
+def _points(args: argparse.Namespace, on_gpu: bool) -> list[list[sweep.Variant]]:
+    """What is to be measured: the points of the sweep, then the models, as far as asked for."""
+    inputs = list(INPUTS) if "all" in args.inputs else list(dict.fromkeys(args.inputs))
+    found = []
+    if "sweep" in args.shapes:
+        found += sweep.points(
+            args.dtypes,
+            args.head_dims or [d for d in HEAD_DIMS if d >= 64],
+            args.masks or MASKS,
+            args.groups or [1],
+            args.seqlens or (SEQLENS if on_gpu else _CPU_SEQLENS),
+            args.tokens or (bm.TOTAL_TOKENS if on_gpu else _CPU_TOKENS),
+            inputs,
+        )
+    elif args.head_dims or args.masks or args.groups or args.seqlens:
+        raise ValueError(
+            "flashcute bench: expected --head-dims, --masks, --groups and --seqlens with the sweep "
+            f"only, got --shapes {' '.join(args.shapes)}; add sweep to it, or name the models "
+            "wanted, as in --shapes llama"
+        )
+    chosen = models.select([name for name in args.shapes if name != "sweep"])
+    if args.tokens or not on_gpu:
+        tokens = args.tokens or _CPU_TOKENS
+        chosen = {name: models.shrink(shape, tokens) for name, shape in chosen.items()}
+    return found + sweep.model_points(chosen, args.dtypes, inputs)
+
+
 def _measure(args: argparse.Namespace) -> dict:
     options = _options(args)
     on_gpu = options.device == "cuda"
-    wanted = sweep.points(
-        args.dtypes,
-        args.head_dims,
-        args.masks,
-        args.groups,
-        args.seqlens or (SEQLENS if on_gpu else _CPU_SEQLENS),
-        args.tokens or (bm.TOTAL_TOKENS if on_gpu else _CPU_TOKENS),
-    )
+    wanted = _points(args, on_gpu)
     if on_gpu:
         build(wanted)
     else:
@@ -122,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.plots or args.plot_only) and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "flashcute bench: expected the package matplotlib for pictures, found none; "
-            "`pip install flashcute[plot]`, or leave out --plots"
+            f"{install_command('plot')}, or leave out --plots"
         )
     if args.plot_only:
         result = _load(args.plot_only)
@@ -132,9 +155,10 @@ def run(args: argparse.Namespace) -> int:
     result = _measure(args)
     if args.json:
         bm.write_json(args.json, result)
-    print(table.summary(result))
+    # Before the tables: whoever reads standard output may close it early.
     if args.plots and result["rows"]:
         _draw(result, args.plots, args.json.stem if args.json else "bench")
+    print(table.summary(result))
     wrong = table.disagreements(result)
     print(*wrong, sep="\n", file=sys.stderr)
     return 1 if wrong or result["stopped_early"] else 0

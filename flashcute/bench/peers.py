@@ -24,7 +24,11 @@ def _flashcute(q, k, v, causal):
 
 
 def _fa2(q, k, v, causal):
-    """FlashAttention-2 as PyTorch ships it: the flash backend of SDPA, (b, h, s, d) views."""
+    """FlashAttention-2 as PyTorch ships it: the flash backend of SDPA, (b, h, s, d) views.
+
+    Unlike SDPA itself, the op aligns its causal mask to the bottom-right corner; for that
+    torch.nn.attention.bias calls it, too.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     op = aten._scaled_dot_product_flash_attention.default
     return lambda: op(q, k, v, 0.0, causal)[0].transpose(1, 2)
@@ -32,6 +36,11 @@ def _fa2(q, k, v, causal):
 
 def _cudnn(q, k, v, causal):
     """cuDNN as PyTorch ships it, without the log-sum-exp, as SDPA calls it for inference."""
+    if causal and q.shape[1] != k.shape[1]:
+        raise NotImplementedError(
+            "PyTorch's cuDNN op aligns the causal mask to the top-left corner: with seqlen_q != "
+            "seqlen_k that is another problem"
+        )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     op = aten._scaled_dot_product_cudnn_attention.default
     return lambda: op(q, k, v, None, False, 0.0, causal)[0].transpose(1, 2)
@@ -52,7 +61,12 @@ def _torch(q, k, v, causal):
     """PyTorch's SDPA as it chooses its backend: the peer on a machine without a GPU."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     sdpa, grouped = torch.nn.functional.scaled_dot_product_attention, q.shape[1] != k.shape[1]
-    return lambda: sdpa(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+    options = {"is_causal": causal, "enable_gqa": grouped}
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    if causal and seqlen_q != seqlen_k:  # is_causal means the top-left corner
+        mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
+        options |= {"is_causal": False, "attn_mask": mask.tril(seqlen_k - seqlen_q)}
+    return lambda: sdpa(q, k, v, **options).transpose(1, 2)
 
 
 _MAKERS = {"flashcute": _flashcute, "fa2": _fa2, "cudnn": _cudnn, "fa3": _fa3, "torch": _torch}
@@ -73,15 +87,15 @@ def make(
         if name == "fa3" and not any(importlib.util.find_spec(m) for m in _FA3_MODULES):
             missing[name] = f"none of {', '.join(_FA3_MODULES)} is importable"
             continue
-        call = _MAKERS[name](q, k, v, causal)
         try:
+            call = _MAKERS[name](q, k, v, causal)
             call()
             if q.is_cuda:
                 torch.cuda.synchronize()
-        except RuntimeError as error:
+        except Exception as error:  # of a peer's own code: anything, also while it is imported
             if name == "flashcute":
                 raise
-            missing[name] = str(error).splitlines()[0]
+            missing[name] = (str(error) or repr(error)).splitlines()[0]
             continue
         calls[name] = call
     return calls, missing

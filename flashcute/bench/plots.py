@@ -1,12 +1,14 @@
-"""Pictures of a result: speed over sequence length, ratio to the best peer, roofline."""
+"""Pictures of a result: speed over sequence length, ratio to the best peer, roofline; the ratio for
+each model's shape and each distribution of inputs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import benchmarking as bm
-from .table import parts, ratio, unit_of
+from .table import Part, describe, over_normal, parts, ratio, unit_of
 
 _COLOURS = {
     **{"flashcute": "#d1495b", "fa2": "#2a6f97", "cudnn": "#6a994e", "fa3": "#8d6a9f"},
@@ -24,9 +26,11 @@ def _seqlens(axes, rows: Sequence[Mapping]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _title(result: Mapping, what: str, part: str) -> str:
+def _title(result: Mapping, what: str, part: Part, inputs: str | None = None) -> str:
+    """What is shown, of what, on what: nobody should have to guess the inputs of a figure."""
     where = result["machine"].get("gpu") or "CPU"
-    return f"{what}, {part.replace('_group', ', query heads per key head: ')}, {where}"
+    group = [f"query heads per key head: {part.group}"] * (part.group != 1)
+    return ", ".join([what, part.dtype, *group, inputs or f"{part.inputs} inputs", where])
 
 
 def speed(result: Mapping, rows: Sequence[Mapping], title: str, suffix: str = ""):
@@ -146,22 +150,147 @@ def roofline(result: Mapping, rows: Sequence[Mapping], title: str):
     return figure
 
 
-def draw(result: Mapping, folder: Path, stem: str) -> list[Path]:
-    """Writes every picture that the result has data for as PNG; returns the files."""
+def models(result: Mapping, rows: Sequence[Mapping], title: str, suffix: str = ""):
+    """Speed over the best peer as a bar for each model's shape, over each peer as a dot."""
+    from matplotlib.figure import Figure
+
+    field = f"us{suffix}"
+    best = [ratio(row, field) for row in rows]
+    figure = Figure(figsize=(8, 1.6 + 0.21 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    lines = range(len(rows))
+    # Bars begin at 1: to the right is faster than every peer, to the left slower than one.
+    widths = [0.0 if x is None else x - 1 for x in best]
+    colours = [_COLOURS["flashcute"] if width >= 0 else "#888" for width in widths]
+    axes.barh(lines, widths, left=1, height=0.6, color=colours, alpha=0.55)
+    for peer in result["contenders"][1:]:
+        have = [(x, y) for y in lines if (x := ratio(rows[y], field, peer)) is not None]
+        if have:
+            axes.scatter(*zip(*have, strict=True), s=16, color=_COLOURS[peer], label=f"over {peer}")
+    for y, x in zip(lines, best, strict=True):
+        if x is not None:
+            place = axes.get_yaxis_transform()
+            axes.text(1.01, y, f"{x:.2f}", transform=place, va="center", fontsize=8)
+    axes.axvline(1, color="#555", linewidth=1)
+    axes.set_yticks(lines, [describe(row) for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.grid(alpha=0.3, axis="x")
+    axes.set_xscale("log")
+    seen = [x for row in rows for p in result["contenders"][1:] if (x := ratio(row, field, p))]
+    low, high = min([1, *seen]) / 1.05, max([1, *seen]) * 1.05
+    axes.set_xlim(low, high)
+    ticks = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5, 10, 20)
+    ticks = [x for x in ticks if low <= x <= high]
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("speed over the best peer (bars and figures) and over each (dots)")
+    if axes.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside lower center", ncols=4)
+    figure.suptitle(title)
+    return figure
+
+
+def inputs(members: Mapping[Part, Sequence[Mapping]], title: str, suffix: str = ""):
+    """A line for each distribution, a column for each point: speed over the best peer, and over
+    that on normal inputs where those were measured.
+
+    Args:
+        members: Parts that differ in the distribution only, with their rows.
+    """
+    from matplotlib.figure import Figure
+
+    field = f"us{suffix}"
+    every = [row for rows in members.values() for row in rows]
+    panels = {
+        "speed over the best peer": [
+            [(row, ratio(row, field)) for row in rows] for rows in members.values()
+        ],
+        "speed over that on normal inputs": [over_normal(every, part, field) for part in members],
+    }
+    panels = {
+        name: lines
+        for name, lines in panels.items()
+        if any(over is not None for line in lines for _, over in line)
+    }
+    columns = {name: number for number, name in enumerate(dict.fromkeys(map(_point, every)))}
+    size = (max(5, 2.2 + 0.46 * len(columns)), 1.7 + len(panels) * (0.9 + 0.26 * len(members)))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(max(1, len(panels)), 1, squeeze=False, sharex=True)[:, 0]
+    for axes, (name, lines) in zip(grid, panels.items(), strict=False):
+        cells = [[math.nan] * len(columns) for _ in lines]
+        for y, line in enumerate(lines):
+            for row, over in line:
+                if over is None:
+                    continue
+                x = columns[_point(row)]
+                cells[y][x] = over
+                colour = "white" if abs(over - 1) > 0.2 else "black"
+                style = {"ha": "center", "va": "center", "fontsize": 7, "color": colour}
+                axes.text(x, y, f"{over:.2f}", **style)
+        image = axes.imshow(cells, cmap="RdBu", vmin=0.7, vmax=1.3, aspect="auto")
+        axes.set_yticks(range(len(lines)), [part.inputs for part in members], fontsize=8)
+        axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=8)
+        axes.set_title(name, fontsize=10)
+        figure.colorbar(image, ax=axes, extend="both")
+    figure.suptitle(title)
+    return figure
+
+
+def _point(row: Mapping) -> str:
+    return describe({**row, "inputs": "normal"})
+
+
+def _suffixes(rows: Sequence[Mapping]) -> dict[str, str]:
+    """The ends of the fields that rows have in common, with what a title calls them."""
+    sustained = {"_sustained": ", sustained"}
+    return {"": ""} | (sustained if all("us_sustained" in row for row in rows) else {})
+
+
+def _of_part(result: Mapping, part: Part, rows: Sequence[Mapping]) -> dict:
+    """The pictures of rows that differ in their shapes only, by the end of their names."""
     figures = {}
-    for (dtype, group), rows in parts(result["rows"]).items():
-        part = dtype if group == 1 else f"{dtype}_group{group}"
-        figures[f"{part}_tflops"] = speed(result, rows, _title(result, "Forward", part))
-        if any(ratio(row) is not None for row in rows):
-            figures[f"{part}_ratio"] = ratios(rows, _title(result, "Forward", part))
-        if all("tflops_sustained" in row for row in rows):
-            title = _title(result, "Forward, sustained", part)
-            figures[f"{part}_tflops_sustained"] = speed(result, rows, title, "_sustained")
-            if any(ratio(row) is not None for row in rows):
-                figures[f"{part}_ratio_sustained"] = ratios(rows, title, "_sustained")
-        if result.get("ceiling"):
-            title = _title(result, "Roofline", part)
-            figures[f"{part}_roofline"] = roofline(result, rows, title)
+    compared = any(ratio(row) is not None for row in rows)
+    for suffix, how in _suffixes(rows).items():
+        title = _title(result, f"Forward{how}", part)
+        if not part.models:
+            figures[f"tflops{suffix}"] = speed(result, rows, title, suffix)
+        if compared:
+            figures[f"ratio{suffix}"] = (
+                models(result, rows, title, suffix) if part.models else ratios(rows, title, suffix)
+            )
+    if result.get("ceiling") and not part.models:
+        figures["roofline"] = roofline(result, rows, _title(result, "Roofline", part))
+    return figures
+
+
+def _of_inputs(result: Mapping, family: Part, members: Mapping[Part, Sequence[Mapping]]) -> dict:
+    """The pictures of rows that differ in their distributions, too, by the end of their names."""
+    figures = {}
+    for suffix, how in _suffixes([row for rows in members.values() for row in rows]).items():
+        title = _title(result, f"Forward{how}", family, "by inputs")
+        figures[f"inputs{suffix}"] = inputs(members, title, suffix)
+    return figures
+
+
+def draw(result: Mapping, folder: Path, stem: str) -> list[Path]:
+    """Writes every picture that the result has data for as PNG; returns the files.
+
+    Where points were measured on several distributions of inputs, one picture shows them all, and
+    the others are of normal inputs.
+    """
+    families: dict[Part, dict[Part, list[Mapping]]] = {}
+    for part, rows in parts(result["rows"]).items():
+        families.setdefault(part._replace(inputs="normal"), {})[part] = rows
+    figures = {}
+    for family, members in families.items():
+        several = len(members) > 1
+        for part, rows in members.items():
+            if part == family or not several:
+                made = _of_part(result, part, rows)
+                figures |= {f"{_stem(part)}_{what}": figure for what, figure in made.items()}
+        if several:
+            made = _of_inputs(result, family, members)
+            figures |= {f"{_stem(family)}_{what}": figure for what, figure in made.items()}
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in figures.items():
@@ -169,3 +298,7 @@ def draw(result: Mapping, folder: Path, stem: str) -> list[Path]:
         # Without the software's version the same result gives the same bytes.
         figure.savefig(paths[-1], dpi=110, metadata={"Software": None})
     return paths
+
+
+def _stem(part: Part) -> str:
+    return str(part).replace("group ", "group").replace(", ", "_")

@@ -1,7 +1,8 @@
 """The sweep: every point checked, then timed in bursts and, if asked for, for a second on end.
 
-A point is a head dim, a mask and a length. All that is wanted of it, in every dtype and with every
-number of query heads per key head, takes turns in one loop, so that those can be compared, too.
+A point is a head dim, a mask and a length, or a model's shape. All that is wanted of it, in every
+dtype, of every distribution of inputs and with every number of query heads per key head, takes
+turns in one loop, so that those can be compared, too.
 
 ``burst``: each call stands alone with cold caches (:mod:`flashcute.benchmarking`). ``sustained``:
 one contender back to back for a second, its second half evaluated, with the SM clock and power that
@@ -17,10 +18,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from .. import benchmarking as bm
+from . import inputs as distributions
 from . import peers
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +62,13 @@ class Options:
     time_limit: float = 540.0
 
 
-Variant = tuple[str, bm.Shape]  # a dtype and a shape: what a row of the result is about
+class Variant(NamedTuple):
+    """What a row of the result is about: ``model`` is its name where the shape is a model's."""
+
+    dtype: str
+    shape: bm.Shape
+    inputs: str = "normal"
+    model: str | None = None
 
 
 def points(
@@ -69,8 +78,9 @@ def points(
     groups: Sequence[int],
     seqlens: Sequence[int],
     tokens: int = bm.TOTAL_TOKENS,
+    inputs: Sequence[str] = ("normal",),
 ) -> list[list[Variant]]:
-    """The points of a sweep, each as its dtypes and shapes that are measured in turns.
+    """The points of a sweep, each as its dtypes, inputs and shapes that are measured in turns.
 
     ``groups``: query heads that share a key and value head. The number of query heads, and so of
     FLOPs, is the same for all of them: the most that each group divides within the sweep's width,
@@ -84,8 +94,25 @@ def points(
                 shape = bm.sweep_shape(d, seqlen, mask == "causal", tokens)
                 h = max(common, shape.h - shape.h % common)
                 shapes = [dataclasses.replace(shape, h=h, h_k=h // group) for group in groups]
-                found.append([(dtype, grouped) for dtype in dtypes for grouped in shapes])
+                found.append(
+                    [
+                        Variant(dtype, grouped, name)
+                        for dtype in dtypes
+                        for grouped in shapes
+                        for name in inputs
+                    ]
+                )
     return found
+
+
+def model_points(
+    models: Mapping[str, bm.Shape], dtypes: Sequence[str], inputs: Sequence[str] = ("normal",)
+) -> list[list[Variant]]:
+    """A point for each named shape, as its dtypes and inputs that are measured in turns."""
+    return [
+        [Variant(dtype, shape, name, model) for dtype in dtypes for name in inputs]
+        for model, shape in models.items()
+    ]
 
 
 Samples = Sequence[Mapping[str, float]]
@@ -172,18 +199,23 @@ def measure(
     samples: Samples,
     ceiling: Mapping[str, float],
 ) -> list[dict]:
-    """A row for each dtype and shape of a point: times, TFLOP/s, difference of each contender.
+    """A row for each variant of a point: times, TFLOP/s, difference of each contender.
 
     ``number`` is the point's in the sweep; the order of sustained runs depends on it.
     """
     rows: list[dict] = []
     contenders: dict[tuple[int, str], Callable[[], torch.Tensor]] = {}
-    for index, (dtype, shape) in enumerate(point):
-        q, k, v = bm.make_qkv(shape, DTYPES[dtype], options.device)
+    for index, (dtype, shape, inputs, model) in enumerate(point):
+        q, k, v = distributions.make(inputs, shape, DTYPES[dtype], options.device)
         calls, missing = peers.make(q, k, v, shape.causal, options.names)
-        difference = _differences(calls, peers.NAMES[options.device][1])
-        sizes = {"dtype": dtype, **dataclasses.asdict(shape)}
-        rows.append(sizes | {"difference": difference, "missing": missing})
+        trusted = peers.NAMES[options.device][1]
+        known = calls
+        if trusted not in options.names:  # compared with and not timed
+            known = peers.make(q, k, v, shape.causal, (trusted,))[0] | calls
+        difference = _differences(known, trusted)
+        about = {"dtype": dtype, **dataclasses.asdict(shape), "inputs": inputs}
+        about |= {"model": model} if model else {}
+        rows.append(about | {"difference": difference, "missing": missing})
         contenders |= {(index, name): call for name, call in calls.items()}
     times = bm.time_interleaved(
         contenders, options.device, options.repeats, options.warmup, options.flush_bytes
@@ -194,7 +226,8 @@ def measure(
         # Loading and checking let the card cool: the first, too, follows another's run.
         for key in [order[-1], *order]:
             runs[key] = measure_sustained(contenders[key], options.sustained, samples)
-    for index, (row, (_, shape)) in enumerate(zip(rows, point, strict=True)):
+    for index, (row, variant) in enumerate(zip(rows, point, strict=True)):
+        shape = variant.shape
         taken = {name: values for (i, name), values in times.items() if i == index}
         us = {name: round(statistics.median(values), 2) for name, values in taken.items()}
         row.update(_figures(shape, us, ceiling))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from .. import benchmarking as bm
 from . import peers
@@ -19,10 +20,27 @@ CPU_NOTE = (
 
 
 def describe(row: Mapping) -> str:
-    """A point in words."""
-    mask = "causal" if row["causal"] else "full"
+    """A point in words, after its model's name and before its inputs unless they are normal."""
     group = f" h={row['h']}/{row['h_k']}" if row.get("h") != row.get("h_k") else ""
-    return f"d={row['d']} s={row['seqlen_q']} {mask}{group}"
+    model = f"{row['model']}: " if "model" in row else ""
+    inputs = "" if inputs_of(row) == "normal" else f", {row['inputs']}"
+    return f"{model}d={row['d']} s={seqlens(row)} {mask(row)}{group}{inputs}"
+
+
+def mask(row: Mapping) -> str:
+    """``causal`` or ``full``."""
+    return "causal" if row["causal"] else "full"
+
+
+def inputs_of(row: Mapping) -> str:
+    """The distribution of a row's inputs; before they had names it was the normal one."""
+    return row.get("inputs", "normal")
+
+
+def seqlens(row: Mapping) -> str:
+    """``4096``, or ``512/8192`` where there are fewer or more queries than keys."""
+    seqlen_q, seqlen_k = row["seqlen_q"], row.get("seqlen_k", row["seqlen_q"])
+    return str(seqlen_q) if seqlen_q == seqlen_k else f"{seqlen_q}/{seqlen_k}"
 
 
 def best_peer(row: Mapping, field: str = "us") -> str | None:
@@ -44,18 +62,42 @@ def ratio(row: Mapping, field: str = "us", peer: str | None = None) -> float | N
     return other / ours if ours and other else None
 
 
-def parts(rows: Iterable[Mapping]) -> dict[tuple[str, int], list[Mapping]]:
-    """Rows by dtype and number of query heads per key head."""
-    found: dict[tuple[str, int], list[Mapping]] = {}
+class Part(NamedTuple):
+    """What rows have in common that one figure stands for."""
+
+    dtype: str
+    models: bool = False
+    group: int = 1  # query heads per key head; models have their own, which is not looked at
+    inputs: str = "normal"
+
+    def __str__(self) -> str:
+        group = f"group {self.group}" if self.group != 1 else ""
+        inputs = self.inputs if self.inputs != "normal" else ""
+        return ", ".join(filter(None, (self.dtype, "models" * self.models, group, inputs)))
+
+
+def parts(rows: Iterable[Mapping]) -> dict[Part, list[Mapping]]:
+    """Rows by dtype, distribution of inputs, and models or the sweep's query heads per key head."""
+    found: dict[Part, list[Mapping]] = {}
     for row in rows:
-        found.setdefault((row["dtype"], row["h"] // row["h_k"]), []).append(row)
+        models = "model" in row
+        group = 1 if models else row["h"] // row["h_k"]
+        part = Part(row["dtype"], models, group, inputs_of(row))
+        found.setdefault(part, []).append(row)
     return found
 
 
 def disagreements(result: Mapping) -> list[str]:
-    """Points where an output is not the trusted peer's: a wrong result's time is worth nothing."""
+    """Points where an output is not the trusted peer's: a wrong result's time is worth nothing.
+
+    Neither is one that was compared with nothing.
+    """
     trusted = peers.NAMES[result.get("device", "cuda")][1]
     return [
+        f"{trusted}, which outputs are compared with, did not run at {describe(row)} {row['dtype']}"
+        for row in result["rows"]
+        if not row["difference"]
+    ] + [
         f"{name} differs from {trusted} by {value} at {describe(row)} {row['dtype']}"
         for row in result["rows"]
         for name, value in row["difference"].items()
@@ -67,11 +109,15 @@ def _points(result: Mapping, suffix: str) -> str:
     """TFLOP/s of each contender at each point, our speed over the best peer, percent of ceiling."""
     names = result["contenders"]
     unit, factor = unit_of(result["rows"])
+    named = any("model" in row for row in result["rows"])
+    distributions = any(inputs_of(row) != "normal" for row in result["rows"])
     rows = []
     for row in result["rows"]:
         over = ratio(row, f"us{suffix}")
         share = row.get(f"percent_of_ceiling{suffix}", {}).get("flashcute", "-")
-        cells = [row["dtype"], row["d"], "causal" if row["causal"] else "full", row["seqlen_q"]]
+        cells = [row.get("model", "-"), row["b"]] if named else []
+        cells += [inputs_of(row)] if distributions else []
+        cells += [row["dtype"], row["d"], mask(row), seqlens(row)]
         cells.append(f"{row['h']}/{row['h_k']}")
         speeds = row[f"tflops{suffix}"]
         cells += [f"{factor * speeds[name]:.1f}" if name in speeds else "-" for name in names]
@@ -81,7 +127,8 @@ def _points(result: Mapping, suffix: str) -> str:
             for name, digits in {"sm_mhz": 0, "power_w": 0, "power_capped": 2}.items():
                 cells.append(f"{state[name]:.{digits}f}" if name in state else "-")
         rows.append(cells)
-    header = ["dtype", "d", "mask", "s", "h/h_k", *names, "x best peer", "% of matmul"]
+    header = [*(["model", "b"] if named else []), *(["inputs"] if distributions else [])]
+    header += ["dtype", "d", "mask", "s", "h/h_k", *names, "x best peer", "% of matmul"]
     table = bm.format_table([*header, *(["MHz", "W", "power-capped"] if suffix else [])], rows)
     return f"{unit} {'sustained' if suffix else 'in bursts'}\n\n{table}"
 
@@ -95,34 +142,41 @@ def _subsets(rows: Sequence[Mapping]) -> Iterator[tuple[str, list[Mapping]]]:
     yield from ((name, some) for name, some in found.items() if len(some) < len(rows))
 
 
-def _label(dtype: str, group: int) -> str:
-    return dtype if group == 1 else f"{dtype}, group {group}"
-
-
-Compared = Iterator[tuple[str, str, Iterable[tuple[Mapping, float | None]]]]
+Pairs = list[tuple[Mapping, float | None]]
+Compared = Iterator[tuple[str, str, Pairs]]
 
 
 def _over_peers(result: Mapping, field: str) -> Compared:
-    """Ours over each peer: what, over what, and rows with their ratios."""
+    """Ours over each peer: what, over what, and rows with their ratios.
+
+    Of other inputs than the normal ones :func:`_inputs` shows these.
+    """
     ours, *peers_here = result["contenders"]
-    for key, part in parts(result["rows"]).items():
-        for peer in (None, *peers_here):
-            for name, some in _subsets(part):
-                if name and peer not in (None, "fa3"):
+    for part, rows in parts(result["rows"]).items():
+        for peer in (None, *peers_here) if part.inputs == "normal" else ():
+            for name, some in _subsets(rows):
+                if name and (part.models or peer not in (None, "fa3")):
                     continue
                 pairs = [(row, ratio(row, field, peer)) for row in some]
-                yield f"{ours}, {_label(*key)}{name}", peer or "best peer", pairs
+                yield f"{ours}, {part}{name}", peer or "best peer", pairs
 
 
 def _over_itself(result: Mapping, field: str) -> Compared:
     """Each contender over itself at the same points in bf16, and with ungrouped heads."""
     found = parts(result["rows"])
-    for (dtype, group), part in found.items():
+    for part, rows in found.items():
         for name in result["contenders"]:
-            for base in (("bf16", group), (dtype, 1)):
-                if base != (dtype, group):
-                    pairs = _same_points(part, found.get(base, ()), field, name)
-                    yield f"{name}, {_label(dtype, group)}", _label(*base), pairs
+            for base in (part._replace(dtype="bf16"), part._replace(group=1)):
+                if base != part and part.inputs == "normal":
+                    pairs = _same_points(rows, found.get(base, ()), field, name)
+                    yield f"{name}, {part}", str(base), pairs
+
+
+def over_normal(rows: Sequence[Mapping], part: Part, field: str, name: str = "flashcute") -> Pairs:
+    """Rows of ``part`` and a contender's speed there over that on normal inputs, from ``rows``."""
+    found = parts(rows)
+    base = found.get(part._replace(inputs="normal"), ())
+    return list(_same_points(found[part], base, field, name))
 
 
 def _same_points(
@@ -131,7 +185,8 @@ def _same_points(
     """Rows of ``part`` and a contender's speed there over that at the same points of ``base``."""
 
     def point(row: Mapping) -> tuple:
-        return tuple(row[size] for size in ("b", "seqlen_q", "seqlen_k", "h", "d", "causal"))
+        sizes = (row[size] for size in ("b", "seqlen_q", "seqlen_k", "h", "d", "causal"))
+        return row.get("model"), *sizes
 
     times = {point(row): row.get(field, {}).get(name) for row in base}
     for row in part:
@@ -152,6 +207,30 @@ def _ratios(result: Mapping, suffix: str) -> str:
     return f"Ratios {'sustained' if suffix else 'in bursts'}\n\n{table}"
 
 
+def _range(pairs: Pairs) -> str:
+    found = bm.Ratios.of(pairs)
+    return "-" if found is None else f"{found.geomean:.3f}, {found.worst:.3f}"
+
+
+def _inputs(result: Mapping, suffix: str) -> str:
+    """Ours over each peer, and over ours on normal inputs: a line for each distribution."""
+    field = f"us{suffix}"
+    _, *peers_here = result["contenders"]
+    lines = []
+    for part, rows in parts(result["rows"]).items():
+        best = [(row, ratio(row, field)) for row in rows]
+        cells = [_range([(row, ratio(row, field, peer)) for row in rows]) for peer in peers_here]
+        cells.append(_range(over_normal(result["rows"], part, field)))
+        worst = bm.Ratios.of(best)
+        where = describe(worst.worst_row) if worst else "-"
+        label = str(part._replace(inputs="normal"))
+        lines.append([label, part.inputs, len(rows), _range(best), *cells, where])
+    header = ["", "inputs", "points", "best peer", *peers_here, "ours, normal inputs"]
+    table = bm.format_table([*header, "worst over the best peer"], lines)
+    title = f"Speed of flashcute {'sustained' if suffix else 'in bursts'} over, by inputs"
+    return f"{title}: geometric mean, least\n\n{table}"
+
+
 def host_times(result: Mapping) -> Iterator[str]:
     """A line for each shape that host time was measured on."""
     for field, shape in HOST_SHAPES.items():
@@ -167,7 +246,10 @@ def summary(result: Mapping) -> str:
         suffixes.append("_sustained")
     text = [CPU_NOTE] if result.get("device") == "cpu" else []
     text += [_points(result, suffix) for suffix in suffixes]
-    text += [_ratios(result, suffix) for suffix in suffixes]
+    if any(inputs_of(row) == "normal" for row in result["rows"]):
+        text += [_ratios(result, suffix) for suffix in suffixes]
+    if any(inputs_of(row) != "normal" for row in result["rows"]):
+        text += [_inputs(result, suffix) for suffix in suffixes]
     if result.get("ceiling"):
         values = {name: f"{value:.4g}" for name, value in result["ceiling"].items()}
         text.append(f"matmul ceiling: {values}")

@@ -20,8 +20,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+except ImportError as error:
+    raise ImportError(
+        f"flashcute.integrations.transformers: expected transformers 5.17 or later, got: {error}; "
+        "`pip install 'transformers>=5.17'`",
+        name=error.name,
+    ) from error
 
 from ..cpu_ops import attend
 from ..flash_attn_interface import flash_attn_func

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-ABI_VERSION = 1  # flash::kAbiVersion
+ABI_VERSION = 2  # flash::kAbiVersion
 
 _STRIDES = [
     (f"{tensor}_{dim}_stride", ctypes.c_int64)

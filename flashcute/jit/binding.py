@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from .. import env
+from ..config import NAMESPACE
 from . import build, cache, sources, toolchain
 from .toolchain import BuildError
 
@@ -34,8 +36,6 @@ def binding_unit(namespace: str) -> build.Unit:
 
 
 def _find_or_build() -> cache.Artefact:
-    from ..ops import NAMESPACE
-
     settings = env.read()
     unit = binding_unit(NAMESPACE)
     folder = sources.prebuilt_dir() / unit.target
@@ -55,11 +55,13 @@ def _find_or_build() -> cache.Artefact:
     return build.build(unit, compiler).artefact
 
 
-def build_binding() -> build.BuildResult:
+def build_binding(
+    progress: Callable[[build.BuildResult], None] | None = None,
+    watch: Callable[[build.Running], None] | None = None,
+) -> build.BuildResult:
     """Builds the binding into the user's cache; a failure is reported in the result."""
-    from ..ops import NAMESPACE
-
-    return build.build_many([binding_unit(NAMESPACE)], toolchain.find_host_compiler())[0]
+    units, compiler = [binding_unit(NAMESPACE)], toolchain.find_host_compiler()
+    return build.build_many(units, compiler, 1, progress, watch)[0]
 
 
 @functools.lru_cache(maxsize=1)

@@ -15,26 +15,33 @@ import json
 import logging
 import os
 import re
+import select
 import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import filelock
-import ninja
+from typing import TYPE_CHECKING
 
 from .. import env
 from . import cache
 from .sources import project_headers
 from .toolchain import BuildError, Compiler
 
+if TYPE_CHECKING:
+    import filelock
+
 logger = logging.getLogger("flashcute")
 
 BYTES_PER_JOB = 5 << 30  # peak memory of one nvcc on a CuTe attention kernel
 _LOG_LINES = 40  # of a failed compiler run that an error message quotes
 _NINJA_STATUS = "finished: "  # begins the line that ninja prints as an edge ends
+_TICK = 0.5  # seconds between looks at what is being compiled
+
+# Units that are being compiled, and for how many seconds each.
+Running = Sequence[tuple["Unit", float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +158,13 @@ class _Edge:
     def _output(self) -> Path:
         return self.folder / f"{self.unit.name}.so"
 
+    def seconds(self) -> float | None:
+        """How long its compiler has been running; None before it starts and once it has ended."""
+        with contextlib.suppress(FileNotFoundError):
+            if not (self.folder / "status").exists():
+                return max(0.0, time.time() - (self.folder / "started").stat().st_mtime)
+        return None
+
     def prepare(self) -> str:
         """Writes the source and returns what ninja has its shell run."""
         (self.folder / f"{self.unit.name}{self.unit.suffix}").write_text(self.unit.source)
@@ -169,7 +183,8 @@ class _Edge:
         Returns the rest of a :class:`BuildResult`.
         """
         try:
-            artefact = self._publish(cache_folder, report)
+            with cache.writing(cache_folder):
+                artefact = self._publish(cache_folder, report)
             return artefact, artefact.meta["seconds"], None
         except BuildError as error:
             return None, 0.0, str(error)
@@ -184,6 +199,10 @@ class _Edge:
         except FileNotFoundError:  # never started, or killed together with its shell
             log, status = report, "unknown"
         if status != "0" or not self._output.is_file():
+            # On a full disk there may be no space for the log that would say so.
+            free = shutil.disk_usage(cache_folder).free
+            if cache.is_full(log) or (not log and free < cache.BYTES_PER_BUILD):
+                raise cache.no_space(cache_folder)
             tail = "\n".join(log.splitlines()[-_LOG_LINES:])
             raise BuildError(
                 f"flashcute: building {unit.name} for {unit.target} failed with exit status "
@@ -208,7 +227,19 @@ class _Edge:
 
 
 def _lock(folder: Path, stem: str) -> filelock.FileLock:
+    import filelock  # so that what builds nothing runs without it
+
     return filelock.FileLock(folder / "locks" / f"{stem}.lock")
+
+
+def _lock_now(folder: Path, stem: str) -> filelock.FileLock | None:
+    """The lock of an entry, held, or None while somebody else holds it."""
+    lock = _lock(folder, stem)
+    try:
+        lock.acquire(timeout=0)
+    except TimeoutError:
+        return None
+    return lock
 
 
 def _take(
@@ -219,10 +250,8 @@ def _take(
     Never waits, so that no process waits while it holds a lock. ``stack`` ends what the edge holds.
     """
     stem = _stem(unit, key)
-    lock = _lock(folder, stem)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
+    lock = _lock_now(folder, stem)
+    if lock is None:
         return None
     stack.callback(lock.release)
     artefact = cache.find(folder, stem, key=key)
@@ -236,17 +265,78 @@ def _take(
     return _Edge(unit, compiler, key, lock, Path(stack.enter_context(private)))
 
 
+def clean(older_than: float | None = None) -> tuple[int, int]:
+    """Removes entries of the user's cache, and what killed builds left there.
+
+    What is being built at the moment stays. So do the locks, empty files: without its name a lock
+    keeps nobody out. A process that has loaded an entry keeps what it loaded.
+
+    Args:
+        older_than: Only what was built more than so many seconds ago.
+
+    Returns:
+        How many files and folders of how many bytes are gone.
+
+    Raises:
+        BuildError: where the folder is not the user's own.
+        OSError: where it does not exist.
+    """
+    folder = cache.cache_dir()
+    count = size = 0
+    for stem, paths in cache.contents(folder).items():
+        lock = _lock_now(folder, stem)
+        if lock is None:
+            continue
+        try:
+            # Records come first: without one, nothing takes the shared object for an entry.
+            for path in paths:
+                if older_than is None or time.time() - path.stat().st_mtime > older_than:
+                    size += cache.bytes_of(path)
+                    count += 1
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        finally:
+            lock.release()
+    return count, size
+
+
 def _ninja() -> str:
-    path = os.path.join(ninja.BIN_DIR, "ninja")
-    if not os.path.isfile(path):
+    """The program of the package ninja, else the one on PATH."""
+    with contextlib.suppress(ImportError):
+        import ninja
+
+        path = os.path.join(ninja.BIN_DIR, "ninja")
+        if os.path.isfile(path):
+            return path
+    path = shutil.which("ninja")
+    if path is None:
         raise BuildError(
-            f"flashcute: expected the program of the package ninja, got no file {path!r}; "
-            "reinstall it with `pip install --force-reinstall ninja`"
+            "flashcute: expected ninja, got neither the program of the Python package nor one on "
+            "PATH; `pip install --force-reinstall ninja`"
         )
     return path
 
 
-def _run_ninja(edges: Sequence[_Edge], jobs: int) -> Iterator[tuple[_Edge, str]]:
+def _lines(process: subprocess.Popen, every: float) -> Iterator[str | None]:
+    """The lines that ``process`` prints, and None whenever ``every`` seconds bring none."""
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    rest = b""
+    while True:
+        if not poll.poll(1000 * every):
+            yield None
+            continue
+        data = os.read(process.stdout.fileno(), 1 << 16)
+        if not data:
+            break
+        *lines, rest = (rest + data).split(b"\n")
+        yield from (line.decode(errors="replace") + "\n" for line in lines)
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _run_ninja(
+    edges: Sequence[_Edge], jobs: int, watch: Callable[[Running], None]
+) -> Iterator[tuple[_Edge, str]]:
     """Builds ``edges`` in one run of ninja; yields each as it ends, with ninja's output so far."""
     # The file lies with the first unit, so that whoever clears up after a killed run finds it.
     folder = edges[0].folder
@@ -255,20 +345,24 @@ def _run_ninja(edges: Sequence[_Edge], jobs: int) -> Iterator[tuple[_Edge, str]]
     # The log of ninja is of no use, but would else be written to the working folder.
     lines = [f"builddir = {_ninja_value(str(folder))}"]
     lines += ["rule compile", "  command = $line", "  description = $out"]
-    for name, edge in names.items():
-        lines += [f"build {name}: compile", f"  line = {_ninja_value(edge.prepare())}"]
-    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+    with cache.writing(folder.parent):
+        for name, edge in names.items():
+            lines += [f"build {name}: compile", f"  line = {_ninja_value(edge.prepare())}"]
+        (folder / "build.ninja").write_text("\n".join(lines) + "\n")
     process = subprocess.Popen(
         [_ninja(), "-f", str(folder / "build.ninja"), "-j", str(jobs), "-k", "0"],
-        env={**os.environ, "NINJA_STATUS": _NINJA_STATUS},
+        # English messages: they are searched for that of a full disk.
+        env={**os.environ, "NINJA_STATUS": _NINJA_STATUS, "LC_ALL": "C"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
     )
     report = ""
     try:
-        for line in process.stdout:
+        for line in _lines(process, _TICK):
+            if line is None:
+                seconds = ((edge.unit, edge.seconds()) for edge in names.values())
+                watch([(unit, s) for unit, s in seconds if s is not None])
+                continue
             report += line
             if line.startswith(_NINJA_STATUS):
                 yield names.pop(line.removeprefix(_NINJA_STATUS).strip()), report
@@ -329,11 +423,13 @@ def build_many(
     compiler: Compiler,
     jobs: int | None = None,
     progress: Callable[[BuildResult], None] | None = None,
+    watch: Callable[[Running], None] | None = None,
 ) -> list[BuildResult]:
     """Builds ``units``, up to ``jobs`` at once, and returns a result for each, in their order.
 
     A unit that fails is reported in its result and does not stop the others. ``progress`` is
-    called from this thread as each one finishes.
+    called from this thread as each one finishes, ``watch`` about twice a second with what is being
+    compiled; :class:`flashcute.jit.progress.Progress` has both.
 
     Raises:
         BuildError: where the cache folder or ninja cannot be used.
@@ -362,7 +458,8 @@ def build_many(
             edges: dict[_Edge, int] = {}
             busy = []
             for index in missing:
-                taken = _take(units[index], compiler, keys[index], folder, stack)
+                with cache.writing(folder):
+                    taken = _take(units[index], compiler, keys[index], folder, stack)
                 if isinstance(taken, _Edge):
                     edges[taken] = index
                 elif taken is not None:
@@ -370,7 +467,7 @@ def build_many(
                 else:
                     busy.append(index)
             if edges:
-                run = _run_ninja(list(edges), jobs or default_jobs())
+                run = _run_ninja(list(edges), jobs or default_jobs(), watch or (lambda _: None))
                 # Closed before the folders go, also where ``progress`` raises.
                 for edge, report in stack.enter_context(contextlib.closing(run)):
                     finish(edges[edge], *edge.publish(folder, report))

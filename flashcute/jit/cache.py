@@ -7,15 +7,18 @@ is code, so the user's cache must be a real folder of the user's own that nobody
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,14 @@ from .. import env
 from .toolchain import BuildError
 
 logger = logging.getLogger("flashcute")
+
+# Of disk, for the intermediate files of one compiler; nvcc took 70 MB at d = 256.
+BYTES_PER_BUILD = 100 << 20
+# Stems end in half of a key; mkdtemp adds eight letters.
+_OURS = re.compile(
+    r"(?P<entry>.+-[0-9a-f]{32})\.(?:json|so)|tmp-(?P<unfinished>.+-[0-9a-f]{32})-\w{8}"
+)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +51,44 @@ def cache_dir() -> Path:
         return chosen
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # The XDG Base Directory specification: a relative path is invalid and to be ignored.
-    return (base if base.is_absolute() else Path.home() / ".cache") / "flashcute"
+    if base.is_absolute():
+        return base / "flashcute"
+    try:
+        return Path.home() / ".cache" / "flashcute"
+    except RuntimeError as error:
+        raise BuildError(
+            "flashcute: expected a user with a home folder for compiled kernels, got none; set "
+            "FLASHCUTE_CACHE_DIR to a folder of your own"
+        ) from error
+
+
+def is_full(text: str) -> bool:
+    """Whether a program's messages say that a disk or a quota is full."""
+    return any(os.strerror(code) in text for code in _FULL)
+
+
+def no_space(folder: Path) -> BuildError:
+    """The error for a build that found no space on the disk of ``folder``."""
+    free = shutil.disk_usage(folder).free / 2**20
+    return BuildError(
+        f"flashcute: no space left in {folder}: {free:.0f} MiB are free, and a build takes up to "
+        f"{BYTES_PER_BUILD >> 20} MiB for each compiler that runs; free some, or set "
+        "FLASHCUTE_CACHE_DIR to a folder on another disk"
+    )
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns an error of the operating system while ``folder`` is written into a BuildError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise no_space(folder) from error
+        raise BuildError(
+            f"flashcute: expected a writable folder for compiled kernels, got {folder}: {error}; "
+            "set FLASHCUTE_CACHE_DIR to a folder of your own"
+        ) from error
 
 
 def check_private(folder: Path) -> None:
@@ -76,18 +124,13 @@ def writable_cache_dir() -> Path:
         BuildError: where it cannot be created or is not private.
     """
     folder = cache_dir()
-    try:
+    with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         check_private(folder)
         (folder / "locks").mkdir(mode=0o700, exist_ok=True)
         # Permissions alone do not tell: a file system can be mounted read-only.
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise BuildError(
-            f"flashcute: expected a writable folder for compiled kernels, got {folder}: {error}; "
-            "set FLASHCUTE_CACHE_DIR to a folder of your own"
-        ) from error
     return folder
 
 
@@ -124,6 +167,34 @@ def _replace(source: Path, target: Path) -> None:
     with open(source, "rb") as file:
         os.fsync(file.fileno())
     os.replace(source, target)
+
+
+def contents(folder: Path) -> dict[str, list[Path]]:
+    """What is ours in the cache: stem of an entry to its record, shared object, unfinished builds.
+
+    Only names that flashcute gives, as the folder may be one that holds other things.
+
+    Raises:
+        BuildError: where the folder is not the user's own.
+        OSError: where it does not exist.
+    """
+    check_private(folder)
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        match = _OURS.fullmatch(path.name)
+        if match:
+            found.setdefault(match["entry"] or match["unfinished"], []).append(path)
+    return found
+
+
+def bytes_of(path: Path) -> int:
+    """Size of a file, or of all files in a folder."""
+    files = [path, *(Path(at) / name for at, _, names in os.walk(path) for name in names)]
+    size = 0
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # of a build that runs
+            size += file.lstat().st_size
+    return size
 
 
 def publish(built: Path, folder: Path, stem: str, meta: Mapping[str, Any]) -> Artefact:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,14 +112,6 @@ def find_prebuilt(config: FwdConfig, target: str) -> cache.Artefact | None:
     return None
 
 
-def _require_cutlass() -> None:
-    if sources.cutlass_version() is None:
-        raise BuildError(
-            f"flashcute: expected CUTLASS's headers in {sources.cutlass_include_dir()}, got none; "
-            "run `python third_party/fetch_cutlass.py` in the checkout"
-        )
-
-
 def _find_or_build(config: FwdConfig, target: str) -> cache.Artefact:
     settings = env.read()
     artefact = find_prebuilt(config, target)
@@ -141,7 +134,7 @@ def _find_or_build(config: FwdConfig, target: str) -> cache.Artefact:
             f"none in {sources.prebuilt_dir()} and {cache.cache_dir()} while FLASHCUTE_NO_BUILD=1; "
             f"unset it, or run `python -m flashcute build {build_arguments(config, target)}` first"
         )
-    _require_cutlass()
+    sources.require_cutlass()
     logger.warning(
         "flashcute: building kernel %s for %s, once; later processes load it from %s",
         unit.name,
@@ -206,7 +199,10 @@ def load(artefact: cache.Artefact, config: FwdConfig, target: str) -> Kernel:
 
 
 _loaded: dict[tuple[FwdConfig, str], Kernel] = {}
-_loading = threading.Lock()
+# A lock for each kernel: nothing waits for another kernel's compiler.
+_loading: dict[tuple[FwdConfig, str], threading.Lock] = {}
+# The thread that holds a lock during a fork does not exist in the child.
+os.register_at_fork(after_in_child=_loading.clear)
 
 
 def get_kernel(config: FwdConfig, target: str) -> Kernel:
@@ -223,14 +219,15 @@ def get_kernel(config: FwdConfig, target: str) -> Kernel:
         ValueError: for a target that cannot be, and for a wrong ``FLASHCUTE_*`` variable.
         BuildError: where the kernel is not there and cannot be built, or does not fit this package.
     """
-    kernel = _loaded.get((config, target))
+    key = (config, target)
+    kernel = _loaded.get(key)
     if kernel is not None:
         return kernel
-    with _loading:
-        kernel = _loaded.get((config, target))
+    with _loading.setdefault(key, threading.Lock()):
+        kernel = _loaded.get(key)
         if kernel is None:
             kernel = load(_find_or_build(config, target), config, target)
-            _loaded[config, target] = kernel
+            _loaded[key] = kernel
     return kernel
 
 
@@ -238,6 +235,7 @@ def build_kernels(
     specs: Sequence[tuple[FwdConfig, str]],
     jobs: int | None = None,
     progress: Callable[[build.BuildResult], None] | None = None,
+    watch: Callable[[build.Running], None] | None = None,
 ) -> list[build.BuildResult]:
     """Builds many kernels into the user's cache, several at once, without loading them.
 
@@ -245,6 +243,7 @@ def build_kernels(
         specs: Pairs of configuration and target as in :func:`get_kernel`.
         jobs: Compilers at the same time; None: :func:`flashcute.jit.build.default_jobs`.
         progress: Called with each result as it comes, in the calling thread.
+        watch: Called with what is being compiled, as by :func:`flashcute.jit.build.build_many`.
 
     Returns:
         One result per spec, in order. A failed build is reported in its result.
@@ -253,12 +252,15 @@ def build_kernels(
         BuildError: where no build can start at all: no compiler, no CUTLASS headers.
     """
     units = [kernel_unit(config, target) for config, target in specs]
-    _require_cutlass()
-    return build.build_many(units, toolchain.find_nvcc(), jobs, progress)
+    sources.require_cutlass()
+    return build.build_many(units, toolchain.find_nvcc(), jobs, progress, watch)
+
+
+PLACES = ("prebuilt", "cache", "not built")
 
 
 def find_built(config: FwdConfig, target: str) -> tuple[str, cache.Artefact | None]:
-    """Where a kernel is, ``"prebuilt"``, ``"cache"`` or ``"not built"``, and its entry there."""
+    """Where a kernel is, one of :data:`PLACES`, and its entry there."""
     artefact = find_prebuilt(config, target)
     if artefact is not None:
         return "prebuilt", artefact

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..config import FwdConfig
+from .toolchain import BuildError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -43,6 +44,19 @@ def cutlass_version() -> str | None:
         return None
     found = re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", header.read_text())
     return ".".join(found)
+
+
+def require_cutlass() -> None:
+    """Raises a :class:`BuildError` where CUTLASS's headers are missing."""
+    if cutlass_version() is None:
+        way_out = (
+            "run `python third_party/fetch_cutlass.py` in the checkout"
+            if source_root() == PACKAGE.parent
+            else "install flashcute again, they are part of its wheel"
+        )
+        raise BuildError(
+            f"flashcute: expected CUTLASS's headers in {cutlass_include_dir()}, got none; {way_out}"
+        )
 
 
 def source_text(config: FwdConfig) -> str:

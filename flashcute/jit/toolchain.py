@@ -10,12 +10,21 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
+
+from ..extras import install_command
 
 # Read by the compilers themselves, so they change what a build produces and belong to its key.
 _COMPILER_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "CPLUS_INCLUDE_PATH")
 
 SYSTEM_CUDA = Path("/usr/local/cuda")  # where the toolkit's installer puts it
+
+# A file of each PyPI wheel that a build takes part of: nvidia-nvvm, -cuda-crt, -cuda-runtime.
+_NVCC_PARTS = ("nvvm/bin/cicc", "include/crt/host_config.h", "include/cuda_runtime.h")
+# `pip install torch` brings CUDA's runtime and leaves out the compiler's headers.
+_CUDA_HEADERS = ("include/cuda_runtime_api.h", "include/crt/host_config.h", "include/cuda_fp16.h")
+_CCCL_HEADER = "cuda/std/utility"
 
 NVCC_FLAGS = (
     "-std=c++20",
@@ -117,16 +126,29 @@ def _cuda_roots() -> list[Path]:
     return roots
 
 
+def _lacking(root: Path, files: Sequence[str]) -> str | None:
+    """Says which of ``files`` a CUDA toolkit does not have; None where it is whole."""
+    missing = [name for name in files if not (root / name).exists()]
+    return f"{root} (lacks {', '.join(missing)})" if missing else None
+
+
 def find_nvcc() -> Compiler:
     """nvcc of ``CUDA_HOME`` if set, else of PATH, of the PyPI wheels, of /usr/local/cuda.
+
+    Wheels are passed over where only some of nvcc's parts are installed, as other packages do that
+    want its assembler alone.
 
     Raises:
         BuildError: where there is none, or no host compiler for it.
     """
-    roots = _cuda_roots()
-    for root in roots:
+    rejected = []
+    for root in _cuda_roots():
         nvcc = root / "bin" / "nvcc"
         if not os.access(nvcc, os.X_OK):
+            rejected.append(f"{root} (lacks bin/nvcc)")
+            continue
+        if root.parent.name == "nvidia" and (lacking := _lacking(root, _NVCC_PARTS)):
+            rejected.append(lacking)
             continue
         host = find_host_compiler()
         arguments = [f"-ccbin={host.path}"]
@@ -140,8 +162,8 @@ def find_nvcc() -> Compiler:
             parts.append(f"cicc of {cicc.stat().st_size} bytes")
         return Compiler(nvcc, "\n".join(parts), tuple(arguments))
     raise BuildError(
-        f"flashcute: expected nvcc in one of {', '.join(map(str, roots))}, got none; install the "
-        "CUDA toolkit, or `pip install flashcute[nvcc]`, or set CUDA_HOME to the toolkit's folder"
+        f"flashcute: expected nvcc in one of {', '.join(rejected)}, got none; install the CUDA "
+        f"toolkit, or {install_command('nvcc')}, or set CUDA_HOME to the toolkit's folder"
     )
 
 
@@ -161,21 +183,23 @@ class CudaHeaders:
 
 
 def find_cuda_headers() -> CudaHeaders:
-    """The headers of the first CUDA toolkit or set of PyPI wheels that has them; needs no nvcc.
+    """The headers of the first CUDA toolkit or set of PyPI wheels that has them all; needs no nvcc.
 
     Raises:
         BuildError: where there are none.
     """
-    roots = _cuda_roots()
-    for root in roots:
+    rejected = []
+    for root in _cuda_roots():
         include = root / "include"
-        api = include / "cuda_runtime_api.h"
-        if not api.is_file():
-            continue
-        version = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", api.read_text())
         cccl = include / "cccl" if (include / "cccl").is_dir() else include
+        needed = [*_CUDA_HEADERS, f"{(cccl / _CCCL_HEADER).relative_to(root)}"]
+        if lacking := _lacking(root, needed):
+            rejected.append(lacking)
+            continue
+        text = (include / "cuda_runtime_api.h").read_text(errors="replace")
+        version = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
         return CudaHeaders(include, cccl, version[1] if version else "unknown")
     raise BuildError(
-        f"flashcute: expected CUDA's headers in one of {', '.join(map(str, roots))}, got none; "
-        "install the CUDA toolkit, or `pip install flashcute[nvcc]`, or set CUDA_HOME"
+        f"flashcute: expected CUDA's headers in one of {', '.join(rejected)}, got none; install "
+        f"the CUDA toolkit, or {install_command('nvcc')}, or set CUDA_HOME to the toolkit's folder"
     )

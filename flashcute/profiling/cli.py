@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..arguments import positive
+from ..arguments import output_file, positive
 from ..config import DTYPES, HEAD_DIMS
 
 
@@ -14,9 +14,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--static", action="store_true", help="from the machine code alone: needs no GPU"
     )
-    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=128)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--causal", action="store_true")
+    parser.add_argument(
+        "--head-dim", type=int, choices=HEAD_DIMS, default=128, help="of the kernel (128)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the tensors (bf16)")
+    parser.add_argument("--causal", action="store_true", help="with the causal mask")
     parser.add_argument("--target", help="sm number, e.g. 90 (default: the GPU here, else 90)")
     parser.add_argument(
         "--set",
@@ -36,20 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     problem = parser.add_argument_group("problem", "--static takes of it what chooses a kernel")
     problem.add_argument("-b", "--batch", type=positive, help="default: 16k tokens in all")
-    problem.add_argument("--seqlen-q", type=positive, default=4096)
-    problem.add_argument("--seqlen-k", type=positive, help="default: --seqlen-q")
+    problem.add_argument("--seqlen-q", type=positive, default=4096, help="query tokens (4096)")
+    problem.add_argument("--seqlen-k", type=positive, help="key tokens (default: --seqlen-q)")
     problem.add_argument("--heads", type=positive, help="query heads (default: 2048 / head dim)")
-    problem.add_argument("--heads-k", type=positive, help="default: --heads")
+    problem.add_argument("--heads-k", type=positive, help="key and value heads (default: --heads)")
     parser.add_argument("--report", type=_report, help="keep ncu's report in this .ncu-rep file")
-    parser.add_argument("--json", type=Path, help="also write the profile to this file")
-    parser.add_argument("--html", type=Path, help="also write a page with pictures to this file")
+    parser.add_argument("--json", type=output_file, help="also write the profile to this file")
+    parser.add_argument("--html", type=output_file, help="also write a page to this file")
 
 
 def _report(text: str) -> Path:
-    path = Path(text)
-    if path.suffix != ".ncu-rep":  # ncu would add it
+    if not text.endswith(".ncu-rep"):  # ncu would add it
         raise argparse.ArgumentTypeError(f"expected a name that ends in .ncu-rep, got {text!r}")
-    return path
+    return output_file(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,9 @@ from pathlib import Path
 from .. import benchmarking as bm
 from .. import heuristics
 from ..config import FwdConfig
-from ..jit import kernels
+from ..extras import install_command
+from ..jit import cache, kernels
+from ..jit.progress import Progress
 from ..jit.toolchain import BuildError
 from . import disassembly, explain, ncu, page, static, text
 
@@ -67,16 +69,23 @@ def _static(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, objec
     if args.file is not None:
         binary = disassembly.read_binary(args.file)
         return static.profile(binary, capability, args.head_dim)
-    _, artefact = kernels.find_built(config, target)
-    if artefact is None:
-        print(f"building {config.full_name} for sm_{target}", file=sys.stderr)
-        (result,) = kernels.build_kernels([(config, target)])
-        if result.artefact is None:
-            raise BuildError(result.error)
-        artefact = result.artefact
+    disassembly.find_cuobjdump()  # before a compiler starts for nothing
+    artefact = _built(config, target)
     binary = disassembly.read_binary(artefact.path)
     spills, log = artefact.meta["spill_bytes"], artefact.meta["log"]
     return static.profile(binary, capability, config.head_dim, config, spills, log)
+
+
+def _built(config: FwdConfig, target: str) -> cache.Artefact:
+    """The kernel's entry, built with a display if need be."""
+    _, artefact = kernels.find_built(config, target)
+    if artefact is not None:
+        return artefact
+    with Progress(1) as shown:
+        (result,) = kernels.build_kernels([(config, target)], 1, shown.finished, shown.running)
+    if result.artefact is None:
+        raise BuildError(result.error)
+    return result.artefact
 
 
 def _shape(args: argparse.Namespace) -> bm.Shape:
@@ -110,7 +119,7 @@ def _counters(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, obj
         )
     config, target = choose_config(args, changes)
     shape = _shape(args)
-    kernels.get_kernel(config, target)  # built here and not under the profiler
+    _built(config, target)  # here and not under the profiler
     with tempfile.TemporaryDirectory(prefix="flashcute-profile-") as folder:
         file = args.report or Path(folder) / "profile.ncu-rep"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -157,23 +166,26 @@ def run(args: argparse.Namespace) -> int:
     if args.html and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             "flashcute profile: expected the package matplotlib for --html, found none; "
-            "`pip install flashcute[profile]`"
+            f"{install_command('profile')}"
         )
     try:
         if args.compare:
             reports = [_one(args, spec) for spec in args.compare]
-            print(f"A: {reports[0]['kernel']}\nB: {reports[1]['kernel']}\n")
-            print(text.comparison(reports))
             payload = {"kind": "comparison", "profiles": reports}
         else:
             payload = _profile(args, args.set)
             reports = [payload]
-            print(text.report_text(payload))
     except (disassembly.ToolError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
+    # Files first: whoever reads standard output may close it early.
     if args.json is not None:
         bm.write_json(args.json, payload)
     if args.html is not None:
         page.write(args.html, reports)
+    if args.compare:
+        print(f"A: {reports[0]['kernel']}\nB: {reports[1]['kernel']}\n")
+        print(text.comparison(reports))
+    else:
+        print(text.report_text(payload))
     return 0

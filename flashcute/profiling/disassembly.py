@@ -10,6 +10,7 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
+from ..extras import install_command
 from ..jit.toolchain import SYSTEM_CUDA
 from . import sass
 
@@ -54,7 +55,7 @@ def find_cuobjdump() -> Path:
             return candidate
     raise ToolError(
         "flashcute profile: expected the disassembler cuobjdump, got none on PATH, in CUDA_HOME, "
-        "in the PyPI wheels or in /usr/local/cuda; `pip install flashcute[profile]` brings it"
+        f"in the PyPI wheels or in /usr/local/cuda; {install_command('profile')} brings it"
     )
 
 

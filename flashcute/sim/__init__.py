@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .build import CHECKERS, build_kernels, build_runners
-    from .run import COPY_MODES, SimResult, run_fwd
+    from .run import SimResult, run_fwd
 
 __all__ = ["CHECKERS", "COPY_MODES", "SimResult", "build_kernels", "build_runners", "run_fwd"]
 
+# When asynchronous copies land; the order is that of sim::CopyMode.
+COPY_MODES = ("late", "random", "eager")
+
 _HOMES = {
     **dict.fromkeys(("CHECKERS", "build_kernels", "build_runners"), "build"),
-    **dict.fromkeys(("COPY_MODES", "SimResult", "run_fwd"), "run"),
+    **dict.fromkeys(("SimResult", "run_fwd"), "run"),
 }
 
 

@@ -41,9 +41,12 @@ _RUNTIME_LIBRARIES = {
 _COMMON_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DNDEBUG", "-fno-strict-aliasing", "-pthread")
 # `extern __shared__` arrays are defined without a dynamic initialiser, so none need be called.
 # CuTe's warnings on host compilers are not ours to mend.
+# As nvcc does, a product and a sum become one fused multiply-add where the host has it: roundings
+# are then those of the GPU. At -O1 the pass that fuses runs only when it is asked for.
 # Registers that nobody wrote hold a pattern that is a NaN in fp16 and -1.7e38 in bf16 and fp32.
 _KERNEL_FLAGS = (
     *(*_COMMON_FLAGS, "-shared", "-fvisibility=hidden", "-w"),
+    *("-ffp-contract=fast", "-fexpensive-optimizations"),
     *("-fno-extern-tls-init", "-ftrivial-auto-var-init=pattern"),
 )
 RUNTIME_SOURCES = (
@@ -57,7 +60,18 @@ _DYNAMIC_SMEM = re.compile(
 
 
 def simulator_dir() -> Path:
-    return sources.source_root() / "csrc" / "sim"
+    """The simulator's sources.
+
+    Raises:
+        BuildError: where they are missing.
+    """
+    folder = sources.source_root() / "csrc" / "sim"
+    if not (folder / "src" / "runner.cpp").is_file():
+        raise BuildError(
+            f"flashcute sim: expected the simulator's sources in {folder}, got none; install "
+            "flashcute again, they are part of its wheel"
+        )
+    return folder
 
 
 def _include_digest() -> str:
@@ -167,6 +181,7 @@ def device_unit(
         project_dirs: Include folders of the project's own headers.
         checker: One of :data:`CHECKERS`.
     """
+    sources.require_cutlass()
     cuda = toolchain.find_cuda_headers()
     return Unit(
         name=name,
@@ -207,7 +222,12 @@ def _artefacts(results: Sequence[BuildResult]) -> list[cache.Artefact]:
     return [result.artefact for result in results if result.artefact is not None]
 
 
-def build_runners(checkers: Sequence[str] = tuple(CHECKERS), jobs: int | None = None) -> list[Path]:
+def build_runners(
+    checkers: Sequence[str] = tuple(CHECKERS),
+    jobs: int | None = None,
+    progress: Callable[[BuildResult], None] | None = None,
+    watch: Callable[[build.Running], None] | None = None,
+) -> list[Path]:
     """Builds the runners of ``checkers`` where they are not cached; returns their paths.
 
     Raises:
@@ -215,7 +235,8 @@ def build_runners(checkers: Sequence[str] = tuple(CHECKERS), jobs: int | None = 
     """
     units = [runner_unit(checker) for checker in checkers]
     compiler = toolchain.find_host_compiler()
-    return [artefact.path for artefact in _artefacts(build.build_many(units, compiler, jobs))]
+    results = build.build_many(units, compiler, jobs, progress, watch)
+    return [artefact.path for artefact in _artefacts(results)]
 
 
 def build_kernels(
@@ -224,6 +245,7 @@ def build_kernels(
     kernel_dir: Path | None = None,
     jobs: int | None = None,
     progress: Callable[[BuildResult], None] | None = None,
+    watch: Callable[[build.Running], None] | None = None,
 ) -> list[Path]:
     """The shared objects that hold ``(configuration, checker)`` pairs, built where needed.
 
@@ -233,6 +255,6 @@ def build_kernels(
     units = [kernel_unit(config, checker, kernel_dir=kernel_dir) for config, checker in specs]
     distinct = list(dict.fromkeys(units))
     compiler = toolchain.find_host_compiler()
-    results = build.build_many(distinct, compiler, jobs, progress)
+    results = build.build_many(distinct, compiler, jobs, progress, watch)
     paths = dict(zip(distinct, (a.path for a in _artefacts(results)), strict=True))
     return [paths[unit] for unit in units]

@@ -3,40 +3,77 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
+from ..arguments import MAX_INT32, natural, output_file, positive
 from ..config import DTYPES, HEAD_DIMS, FwdConfig
+from . import COPY_MODES
+from .build import CHECKERS
 
 _EXIT_STATUS = {"pass": 0, "fail": 1, "not covered": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``sim`` on ``parser``."""
-    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=64)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("-b", "--batch", type=int, default=1)
-    parser.add_argument("--seqlen-q", type=int, default=300)
-    parser.add_argument("--seqlen-k", type=int, default=500)
-    parser.add_argument("--heads", type=int, default=2, help="query heads")
-    parser.add_argument("--heads-k", type=int, default=1, help="key and value heads")
-    parser.add_argument("-d", type=int, help="head dimension of the tensors (default: --head-dim)")
     parser.add_argument(
-        "--capability", default="80", help="sm number that the tiles are chosen for"
+        "--head-dim", type=int, choices=HEAD_DIMS, default=64, help="of the kernel (64)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of inputs and schedule")
-    parser.add_argument("--copy-mode", default="late", help="late, random or eager")
-    parser.add_argument("--checker", default="none", help="none, memcheck, racecheck or ubcheck")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16", help="of the tensors (fp16)")
+    parser.add_argument("--causal", action="store_true", help="with the causal mask")
+    parser.add_argument("-b", "--batch", type=positive, default=1, help="batch entries (1)")
+    parser.add_argument("--seqlen-q", type=positive, default=300, help="query tokens (300)")
+    parser.add_argument("--seqlen-k", type=natural, default=500, help="key tokens (500)")
+    parser.add_argument("--heads", type=positive, default=2, help="query heads (2)")
+    parser.add_argument("--heads-k", type=positive, default=1, help="key and value heads (1)")
+    parser.add_argument(
+        "-d", type=positive, help="head dimension of the tensors (default: --head-dim)"
+    )
+    parser.add_argument(
+        "--capability", default="80", help="sm number that the tiles are chosen for (80)"
+    )
+    parser.add_argument("--seed", type=natural, default=0, help="of inputs and schedule (0)")
+    parser.add_argument(
+        "--copy-mode", choices=COPY_MODES, default="late", help="when copies land (late)"
+    )
+    parser.add_argument(
+        "--checker", choices=CHECKERS, default="none", help="sanitizer to run under (none)"
+    )
     parser.add_argument("--picture", type=_svg, help="write an .svg of the tiles visited here")
 
 
 def _svg(text: str) -> Path:
-    path = Path(text)
-    if path.suffix != ".svg":
+    if not text.endswith(".svg"):
         raise argparse.ArgumentTypeError(f"expected a name that ends in .svg, got {text!r}")
-    return path
+    return output_file(text)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.d is not None and (args.d % 8 or args.d > args.head_dim):
+        raise ValueError(
+            f"flashcute sim: expected -d to be a multiple of 8 up to {args.head_dim}, which the "
+            f"kernel is compiled for, got -d {args.d}; choose another kernel with --head-dim"
+        )
+    if args.heads % args.heads_k:
+        raise ValueError(
+            "flashcute sim: expected --heads to be a multiple of --heads-k, got "
+            f"--heads {args.heads} and --heads-k {args.heads_k}"
+        )
+    elements = args.batch * max(args.seqlen_q, args.seqlen_k) * args.heads * args.head_dim
+    if elements > MAX_INT32:
+        raise ValueError(
+            f"flashcute sim: expected tensors of at most {MAX_INT32} elements, got {elements}; the "
+            "simulator runs a few thousand queries and keys in minutes"
+        )
+
+
+def _build(config: FwdConfig, checker: str) -> None:
+    """Both halves of the simulator, with a display; the run then finds them in the cache."""
+    from ..jit.progress import Progress
+    from . import build
+
+    with Progress(2) as shown:
+        build.build_kernels([(config, checker)], progress=shown.finished, watch=shown.running)
+        build.build_runners([checker], progress=shown.finished, watch=shown.running)
 
 
 def _config(args: argparse.Namespace) -> FwdConfig:
@@ -44,22 +81,30 @@ def _config(args: argparse.Namespace) -> FwdConfig:
     from .. import heuristics
     from ..jit.kernels import capability_of
 
-    capability = capability_of(args.capability)
-    if heuristics.kernel_class(capability) == 80:
-        return heuristics.fwd_config(args.dtype, args.head_dim, args.causal, capability)
-    configs = heuristics.sm90_configs(args.dtype, args.head_dim, args.causal)
-    return next(config for config, most_keys in configs if args.seqlen_k <= most_keys)
+    problem = heuristics.FwdProblem(
+        dtype=args.dtype,
+        causal=args.causal,
+        b=args.batch,
+        seqlen_q=args.seqlen_q,
+        seqlen_k=args.seqlen_k,
+        h=args.heads,
+        h_k=args.heads_k,
+        d=args.head_dim,
+    )
+    return heuristics.choose_fwd(problem, capability_of(args.capability))
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs what the arguments describe; returns 0 for pass, 1 for fail, 2 for not covered."""
-    import torch
+    import torch  # which the other commands start without
 
     from .. import sim
     from ..testing import compare_forward
     from . import tiles
 
+    _check(args)
     config = _config(args)
+    _build(config, args.checker)
     generator = torch.Generator().manual_seed(args.seed)
     d = args.d or args.head_dim
     sizes = {
@@ -97,13 +142,3 @@ def run(args: argparse.Namespace) -> int:
         if args.picture is not None:
             tiles.write_svg(found, args.picture, f"{config.full_name}, batch 0, head 0")
     return _EXIT_STATUS[verdict]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flashcute sim", description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import math
@@ -16,10 +17,8 @@ from pathlib import Path
 import torch
 
 from ..config import FwdConfig
-from . import build
+from . import COPY_MODES, build
 
-# When asynchronous copies land; the order is that of sim::CopyMode.
-COPY_MODES = ("late", "random", "eager")
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # NaN in fp16 and bf16, and as a pair in fp32: sim::kPoison.
 _POISON = 0x7FBF
@@ -79,7 +78,9 @@ class _Reader:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    # Not through numpy, which torch runs without.
+    whole = tensor.contiguous()
+    return ctypes.string_at(whole.data_ptr(), whole.numel() * whole.element_size())
 
 
 def _span(tensor: torch.Tensor) -> torch.Tensor:
@@ -288,8 +289,15 @@ def run_program(
     q, out = tensors[0], tensors[3]
     with tempfile.TemporaryDirectory(prefix="flashcute-sim-") as folder:
         problem, result = Path(folder) / "problem", Path(folder) / "result"
-        with open(problem, "wb") as file:
-            file.writelines(_pack(tensors, scale, settings))
+        pieces = _pack(tensors, scale, settings)
+        try:
+            with open(problem, "wb") as file:
+                file.writelines(pieces)
+        except OSError as error:
+            raise OSError(
+                f"flashcute sim: expected space for {sum(map(len, pieces))} bytes of inputs in "
+                f"{folder}, got: {error.strerror}; free some, or set TMPDIR to another folder"
+            ) from error
         command = [*program, str(problem), str(result)]
         status, report = _execute(command, timeout)
         if "unexpected memory mapping" in report and (setarch := shutil.which("setarch")):

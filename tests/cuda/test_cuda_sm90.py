@@ -34,9 +34,22 @@ def _differs(got, expected) -> torch.Tensor:
 
 
 def _lengths(dtype: str, head_dim: int, causal: bool) -> list[int]:
-    """One length for every configuration in use: where it gives way to the next, or beyond."""
-    limits = [limit for _, limit in heuristics.sm90_configs(dtype, head_dim, causal)]
-    return [min(limit, 1111) if i == 0 else limits[i - 1] + 77 for i, limit in enumerate(limits)]
+    """Lengths of which each configuration in use is chosen for one at least."""
+    left = set(heuristics.sm90_configs(dtype, head_dim, causal))
+    lengths = []
+    for seqlen in (1111, 197, 257, 4173, 9000, 128, 512, 333):
+        b, h = _sizes(seqlen)
+        problem = heuristics.FwdProblem(dtype, causal, b, seqlen - 13, seqlen, h, h // 3, head_dim)
+        config = heuristics.choose_fwd(problem, (9, 0))
+        if config in left:
+            left.remove(config)
+            lengths.append(seqlen)
+    assert not left, "a configuration that none of these lengths takes"
+    return lengths
+
+
+def _sizes(seqlen: int) -> tuple[int, int]:
+    return (3, 21) if seqlen < 2000 else (1, 9)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -45,7 +58,7 @@ def _lengths(dtype: str, head_dim: int, causal: bool) -> list[int]:
 def test_many_tiles_a_cta(head_dim, dtype, causal, poisoned_outputs, count_cases) -> None:
     """Every CTA walks through several tiles of several heads; the last wave is not full."""
     for seqlen in _lengths(dtype, head_dim, causal):
-        b, h = (3, 21) if seqlen < 2000 else (1, 9)
+        b, h = _sizes(seqlen)
         q, k, v = _qkv(b, seqlen - 13, seqlen, h, h // 3, head_dim, _TORCH[dtype])
         out, lse = _attend(q, k, v, causal)
         for batch in range(b):  # float64 scores of all heads at once would not fit

@@ -13,10 +13,10 @@ from flashcute.config import FwdConfig
 
 # Small tiles compile and run fast. The two kernels take different paths: Q in registers, two stages
 # and one loop, or Q in shared memory, one stage and a loop of their own for masked blocks.
-TWO_STAGES = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 2, 2, 1, False)
-ONE_STAGE = FwdConfig(80, "bf16", 64, "causal", 64, 32, 4, 1, 0, 1, True)
+TWO_STAGES = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 2, 2, 1)
+ONE_STAGE = FwdConfig(80, "bf16", 64, "causal", 64, 32, 4, 1, 0, 1)
 # 64 KiB of shared memory: more than a kernel gets without asking.
-LARGE = FwdConfig(80, "fp16", 128, "none", 64, 96, 4, 1, 0, 1, False)
+LARGE = FwdConfig(80, "fp16", 128, "none", 64, 96, 4, 1, 0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +60,6 @@ _V_LANDED = """\
                 cp_async_wait<0>();
                 __syncthreads();
                 if (n > 0) load_k("""
-_DONE_AGAIN = """\
-raise_max(tSrS, tOrO);
-            sum = exponentiate<true>(tSrS, tOrP);"""
 _WAIT = "cp_async_wait<0>();"
 _BARRIER = "__syncthreads();"
 _RACE = "data race"
@@ -285,36 +282,63 @@ MUTANTS = (
         "cp.async reads outside every tensor",
     ),
     # Softmax.
-    Mutant("output not rescaled", "softmax.h", "rescale(tOrO, factor);", "", "numerics/late"),
+    Mutant(
+        "output not rescaled",
+        "softmax.h",
+        "if (raise_ref(tSrS, factor, masked)) {",
+        "if (raise_ref(tSrS, factor, masked) && false) {",
+        "numerics/late",
+    ),
     Mutant("row sums not rescaled", "softmax.h", "row_sum(i) *= factor(i);", "", "numerics/late"),
     Mutant(
         "probabilities larger than fp16 holds",
         "softmax.h",
-        "kMaxSum = 32768.f;",
-        "kMaxSum = 1e30f;",
+        "kAbove = 15;",
+        "kAbove = 30;",
         "numerics/late",
     ),
     Mutant(
-        "block not done again with its maximum",
+        "block not computed again with its maximum",
         "softmax.h",
-        _DONE_AGAIN,
-        _DONE_AGAIN.splitlines()[0],
+        "if (bounded || !exceeds_range(sum)) {",
+        "if (true) {",
         "numerics/late",
     ),
-    Mutant("maximum not kept", "softmax.h", "row_max(i) = new_max;", "", "numerics/late"),
+    Mutant("reference not kept", "softmax.h", "row_ref(i) = new_ref;", "", "numerics/late"),
     Mutant(
-        "lanes of a warp disagree whether a block is done again",
+        "product of a huge score fused with the subtraction",
         "softmax.h",
-        "exceeds = __any_sync(0xffffffffu, exceeds);",
+        "__fmul_rn(scores(i, j), c) - finite_ref(row_ref(i));",
+        "scores(i, j) * c - finite_ref(row_ref(i));",
+        "numerics/late",
+    ),
+    Mutant(
+        "huge references not seen",
+        "softmax.h",
+        "seek = any_lane(huge) ? kAlways",
+        "seek = false ? kAlways",
+        "numerics/late",
+    ),
+    Mutant(
+        "reference of a huge row subtracted twice",
+        "softmax.h",
+        "                offset(i) = kBelow;\n",
         "",
+        "numerics/late",
+    ),
+    Mutant(
+        "lanes of a warp disagree whether a block is computed again",
+        "softmax.h",
+        "return any_lane(exceeds);",
+        "return exceeds;",
         "simulator",
         r"block \(.*warp \d+, lane \d+.*shuffle",
     ),
     Mutant(
         "minus infinity minus minus infinity",
         "softmax.h",
-        "return max == -INFINITY ? 0.f : max;",
-        "return max;",
+        "return ref == -INFINITY ? 0.f : ref;",
+        "return ref;",
         "numerics/late",
     ),
     Mutant(

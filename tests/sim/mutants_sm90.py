@@ -9,8 +9,8 @@ from mutants import Mutant
 from flashcute.config import FwdConfig
 
 # Two warpgroups that take turns and ask for tiles; three that do neither, with narrower pages.
-ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True, True, True)
-STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, True, True, False)
+ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True)
+STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, False)
 
 _MAINLOOP = "mainloop_fwd_sm90.h"
 _KERNEL = "flash_fwd_kernel_sm90.h"
@@ -19,26 +19,30 @@ _MMA = "mma_traits_sm90.h"
 _MAPS = "tensor_maps_sm90.h"
 _SCHEDULER = "tile_scheduler.h"
 
-_AWAIT_K_STEP = "await_k();\n                    wait_turn"
-_AWAIT_V_STEP = "await_v();\n                    issue_pv"
+_AWAIT_K_STEP = "await_k();\n                wait_turn"
+_AWAIT_V_STEP = """\
+await_v();
+                issue_pv();
+                pass_turn();
+                sm90::wgmma_wait<1>"""
 _AWAIT_S_STEP = """\
-                    sm90::wgmma_wait<1>();
-                    take_scores(n, false_type{});
+                sm90::wgmma_wait<1>();
+                release_k(false, n == 0);
 """
 _AWAIT_O_STEP = """\
-                    sm90::wgmma_wait<0>();
-                    take_out();
-                    k.advance();
+                sm90::wgmma_wait<0>();
+                release_v();
+                k.advance();
 """
 _LAST_PV = """\
                 sm90::wgmma_wait<0>();
-                take_out();
+                release_v();
                 Epilogue"""
 _RELEASE_K = "release(&storage.k_empty[k.stage()]);"
 _AWAIT_EMPTY = "sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);"
 _AWAIT_Q_EMPTY = "sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);"
 _AWAIT_Q = "sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);"
-_TAKE_Q = "take_query(tSrQreg);"
+_TAKE_Q = "load_q_fragments(tSrQreg);"
 _RELEASE_ALL_Q = "release(&storage.q_empty[warpgroup]);"
 _FENCE_Q = "sm90::fence_async_proxy();"
 _AWAIT_TILE_EMPTY = "sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);"
@@ -271,7 +275,13 @@ _RELEASES = (
 
 _WAITS = (
     _simulator("K read without waiting for it", _MAINLOOP, _AWAIT_K_STEP, "wait_turn", _UNAWAITED),
-    _simulator("V read without waiting for it", _MAINLOOP, _AWAIT_V_STEP, "issue_pv", _UNAWAITED),
+    _simulator(
+        "V read without waiting for it",
+        _MAINLOOP,
+        _AWAIT_V_STEP,
+        _AWAIT_V_STEP.split(maxsplit=1)[1],
+        _UNAWAITED,
+    ),
     _simulator("Q read without waiting for it", _MAINLOOP, _AWAIT_Q, "", _UNAWAITED_Q),
     _simulator(
         "scores used while their product is in flight",
@@ -485,14 +495,26 @@ _OPERANDS = (
     _numerics(
         "masked scores of a first block not kept from minus infinity minus itself",
         "softmax.h",
-        "row_sum = exponentiate<true>(tSrS, tOrP);",
-        "row_sum = exponentiate<false>(tSrS, tOrP);",
+        "bounded_offset(tSrS, c);\n        row_sum",
+        "unbounded_offset();\n        row_sum",
     ),
     _numerics(
         "output not rescaled, two warpgroups",
         "softmax.h",
-        "rescale(tOrO, factor);",
-        "",
+        "if (raised) {",
+        "if (raised && false) {",
+    ),
+    _numerics(
+        "block not computed again with its maximum, two warpgroups",
+        "softmax.h",
+        "        if (exceeds_range(sum)) {\n            RowTensor factor;",
+        "        if (false) {\n            RowTensor factor;",
+    ),
+    _numerics(
+        "loop left before the last block",
+        _MAINLOOP,
+        "while (n >= 0) {",
+        "while (n >= 1) {",
     ),
 )
 

@@ -17,13 +17,18 @@ from flashcute.testing import compare_forward
 MUTANTS = (*mutants.MUTANTS, *mutants_sm90.MUTANTS)
 
 # (b, seqlen_q, seqlen_k, h, h_k) and a factor for q: more keys than queries; queries that see no
-# key at all; scores so large that the running maximum grows from block to block. In the sm90 class
-# two SMs walk through several tiles each, and again where each tile has one block of keys.
+# key at all; scores so large that the running maximum grows from block to block; q and k constant,
+# HUGE. In the sm90 class two SMs walk through several tiles each, and again where each tile has one
+# block of keys.
+HUGE = 30000
 PROBLEMS = {
-    80: (((2, 100, 150, 4, 2), 1), ((1, 150, 70, 2, 2), 1), ((1, 70, 200, 1, 1), 16)),
+    80: (
+        *(((2, 100, 150, 4, 2), 1), ((1, 150, 70, 2, 2), 1)),
+        *(((1, 70, 200, 1, 1), 16), ((1, 70, 100, 1, 1), HUGE)),
+    ),
     90: (
         *(((2, 150, 150, 2, 1), 1), ((1, 300, 130, 2, 2), 1)),
-        *(((1, 140, 300, 1, 1), 16), ((4, 40, 30, 2, 1), 1)),
+        *(((1, 140, 300, 1, 1), 16), ((4, 40, 30, 2, 1), 1), ((1, 140, 100, 1, 1), HUGE)),
     ),
 }
 # The second launch finds what the first left in the tile counters.
@@ -54,6 +59,8 @@ def problem(config, shape, factor):
     d = config.head_dim - 8  # so that the last columns must be predicated
     sizes = ((b, seqlen_q, h, d), (b, seqlen_k, h_k, d), (b, seqlen_k, h_k, d))
     q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    if factor == HUGE:
+        return torch.full_like(q, HUGE), torch.full_like(k, HUGE), v
     return q * factor, k, v
 
 

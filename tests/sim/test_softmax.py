@@ -17,9 +17,10 @@ from flashcute.config import FwdConfig
 from flashcute.testing import check_forward
 
 # fp16, whose range is what limits how far a maximum may lag behind.
-SM80 = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 1, 0, 2, True)
-SM90 = FwdConfig(90, "fp16", 32, "causal", 128, 32, 8, 2, 0, 1, True, True, True)
-CONFIGS = (SM80, dataclasses.replace(SM80, peel_masked=False), SM90)
+SM80 = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 1, 0, 2)
+SM90 = FwdConfig(90, "fp16", 32, "causal", 128, 32, 8, 2, 0, 1, True)
+CONFIGS = (SM80, SM90)
+BF16 = tuple(dataclasses.replace(config, dtype="bf16") for config in CONFIGS)
 D, BLOCK = 32, 32
 ROWS = slice(11, None, 16)  # one a warp, of its second half: the other rows keep their level
 
@@ -28,7 +29,7 @@ ROWS = slice(11, None, 16)  # one a warp, of its second half: the other rows kee
 def kernels():
     """Compiles them side by side."""
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in CONFIGS])
+    return sim.build_kernels([(config, "none") for config in (*CONFIGS, *BF16)])
 
 
 def problem(levels, seqlen_q, seqlen_k, *, scale=D**-0.5, rows=slice(None), spread=1.0):
@@ -59,11 +60,13 @@ def all_configs(test):
     return pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)(test)
 
 
-# Where some rows rise, 14.9 is within what a thread's share of a sum may reach, and 15.5 is not;
-# fp16 holds up to 15.9.
+# Where some rows rise, 20.9 is within what a thread's share of a sum may reach beside a maximum of
+# 2^-6, and 21.5 is not; fp16 holds up to 2^15.9.
 @all_configs
 @pytest.mark.parametrize("rows", [slice(None), ROWS], ids=["all rows", "some rows"])
-@pytest.mark.parametrize("rise", [0.0, 4.0, 14.9, 15.5, 15.9, 20.0, 100.0, 300.0, -20.0, -300.0])
+@pytest.mark.parametrize(
+    "rise", [0.0, 4.0, 14.9, 20.9, 21.5, 21.9, 24.0, 100.0, 300.0, -20.0, -300.0]
+)
 def test_levels_that_rise(config, rise, rows):
     q, k, v = problem([rise * i for i in range(6)], 70, 192, rows=rows)
     check_forward(*run(config, q, k, v), q, k, v, causal=True)
@@ -87,7 +90,7 @@ def test_scores_far_from_zero(config, level):
 
 @all_configs
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-@pytest.mark.parametrize("rise", [0.0, 14.9, 20.0])
+@pytest.mark.parametrize("rise", [0.0, 20.9, 24.0])
 def test_scale_above_one(config, rise, scale):
     levels = [rise * i for i in range(5)]
     q, k, v = problem(levels, 64, 160, scale=scale)
@@ -132,4 +135,54 @@ def test_a_key_without_a_result_leaves_rows_before_it_alone(config, value):
     k[0, 100, 0, 0] = value
     out, lse = run(config, q, k, v)
     assert out[0, 36:].isnan().all()
+    check_forward(out, lse, q, k, v, causal=True)
+
+
+EXTREMES = [
+    *((config, value) for config in CONFIGS for value in (8192.0, 3e4)),
+    *((config, value) for config in BF16 for value in (3e4, 5e4, 1e8, 1e15, 1e18)),
+]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("config", "value"), EXTREMES, ids=lambda x: getattr(x, "full_name", x))
+def test_equal_scores_of_any_magnitude(config, value, sign):
+    """The exponent of the maximum is 0, and not what rounding m * c left over: with one FFMA for
+    both the output was NaN, or 0 with a log-sum-exp of minus infinity."""
+    dtype = torch.float16 if config.dtype == "fp16" else torch.bfloat16
+    q = torch.full((1, 40, 2, D), value, dtype=dtype)
+    k = torch.full((1, 160, 1, D), sign * value, dtype=dtype)
+    v = torch.randn(1, 160, 1, D, generator=torch.Generator().manual_seed(2)).to(dtype)
+    out, lse = run(config, q, k, v)
+    check_forward(out, lse, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_huge_scores_that_differ_in_one_element(config):
+    """Rows around 8192: the exact scores differ by more than their rounding, so one key wins."""
+    q = torch.full((1, 40, 1, D), 8192.0, dtype=torch.float16)
+    k = torch.full((1, 160, 1, D), 8192.0, dtype=torch.float16)
+    k[0, :, 0, 3] += 8.0 * (torch.arange(160) % 9)
+    v = torch.randn(1, 160, 1, D, generator=torch.Generator().manual_seed(3)).half()
+    check_forward(*run(config, q, k, v), q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_rows_of_a_warp_of_which_some_are_huge(config):
+    q, k, v = problem([0.0] * 5, 64, 160, rows=ROWS)
+    q[0, 5] = 3e4
+    k[0, :, 0, 1] = 3e4
+    check_forward(*run(config, q, k, v), q, k, v, causal=True)
+
+
+# Values of bf16 that stay exact whatever the scores do; see SECURITY.md.
+@pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e26])
+@pytest.mark.parametrize("rise", [0.0, 20.0, 80.0, 90.0, -80.0])
+@pytest.mark.parametrize("config", BF16, ids=lambda c: c.full_name)
+def test_the_range_of_values(config, rise, magnitude):
+    q, k, v = (x.bfloat16() for x in problem([rise * i for i in range(5)], 64, 160))
+    v *= magnitude
+    out, lse = run(config, q, k, v)
+    scaled = (x.float() / magnitude for x in (out, v))  # tolerances are absolute
+    out, v = (x.bfloat16() for x in scaled)
     check_forward(out, lse, q, k, v, causal=True)

@@ -6,8 +6,9 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
+from flashcute import __main__ as cli
 from flashcute import heuristics, sim
-from flashcute.sim import cli, tiles
+from flashcute.sim import tiles
 
 
 def traced(causal, seqlen_q=300, seqlen_k=200):
@@ -44,7 +45,7 @@ def test_faults_are_shown():
 
 def test_command_line(tmp_path, capsys):
     picture = tmp_path / "tiles.svg"
-    assert cli.main(["--causal", "--seqlen-q", "150", "--picture", str(picture)]) == 0
+    assert cli.main(["sim", "--causal", "--seqlen-q", "150", "--picture", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "verdict       pass" in printed
     assert "ldmatrix_conflicts" in printed
@@ -56,7 +57,7 @@ def test_command_line(tmp_path, capsys):
 def test_command_line_of_the_sm90_class(tmp_path, capsys):
     picture = tmp_path / "tiles.svg"
     command = ["--capability", "90", "--causal", "--seqlen-q", "300", "--picture", str(picture)]
-    assert cli.main(command) == 0
+    assert cli.main(["sim", *command]) == 0
     printed = capsys.readouterr().out
     assert "_causal_sm90_" in printed
     assert "verdict       pass" in printed
@@ -67,5 +68,5 @@ def test_command_line_of_the_sm90_class(tmp_path, capsys):
 
 def test_picture_of_another_kind_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["--picture", str(tmp_path / "tiles.png")])
+        cli.main(["sim", "--picture", str(tmp_path / "tiles.png")])
     assert "expected a name that ends in .svg" in capsys.readouterr().err

@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 1;
+inline constexpr int32_t kAbiVersion = 2;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal };
@@ -29,8 +29,6 @@ struct FwdConfig {
     int32_t q_in_regs;  // k16 steps of Q's fragments kept in registers instead of re-reading
                         // shared memory; sm80: none or all
     int32_t min_ctas;   // CTAs per SM that the register budget must allow
-    bool peel_masked;   // loop over masked and unmasked blocks apart instead of asking each time
-    bool lazy_rescale;  // seek a maximum and rescale O only when a sum grows too large without
     bool ping_pong;     // sm90: warpgroups take turns in issuing their products
 };
 

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
 
     TileCoord const tile = TileScheduler<C>::coord(params, blockIdx.x);
     SeqlenInfo const seqlen(params);
-    typename Mainloop::SoftmaxT softmax(params.scale_softmax, params.scale_softmax_log2);
+    typename Mainloop::SoftmaxT softmax(params.scale_softmax_log2);
     Tensor tOrO = partition_fragment_C(
         typename Traits::TiledMma{},
         Shape<Int<Traits::kTileM>, Int<Traits::kHeadDim>>{});  // (4, MMA_M, d/8)

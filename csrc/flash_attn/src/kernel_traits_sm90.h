@@ -23,7 +23,7 @@ struct KernelTraitsSm90 {
     static_assert(C.warps == 8 || C.warps == 12, "two or three MMA warpgroups");
     static_assert(C.tile_n % 16 == 0, "P's fragments are k16 steps of the second GEMM");
     static_assert(C.q_in_regs >= 0 && C.q_in_regs <= C.head_dim / 16, "k16 steps of the first");
-    static_assert(C.stages >= 2 && C.min_ctas == 1 && C.peel_masked);
+    static_assert(C.stages >= 2 && C.min_ctas == 1);
 
     using Element =
         std::conditional_t<C.dtype == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;

@@ -28,7 +28,7 @@ struct MainloopFwdSm80 {
     static constexpr int kStages = Traits::kStages;
     static constexpr int kRowsPerThread = 2 * kTileM / (16 * C.warps);
 
-    using SoftmaxT = Softmax<kRowsPerThread, C.lazy_rescale>;
+    using SoftmaxT = Softmax<kRowsPerThread, C.dtype>;
 
     // One (rows, head_dim) tile, which begins at gmem, from global to shared memory. Rows at or
     // past row_end and columns at or past d are written as zeros and never read: whatever lies
@@ -126,9 +126,11 @@ struct MainloopFwdSm80 {
             copy(copy_q, tSsQ, copy_q.get_slice(thread).retile_D(tSrQ));
         }
 
-        // masked is known when the kernel is compiled if its masked blocks have a loop of their
-        // own.
-        auto const step = [&](auto masked) {
+        // Blocks that need the mask or are likely to need their maximum compute it first: bounded.
+        CUTE_NO_UNROLL
+        for (; n >= 0; --n) {
+            bool const masked = n >= n_unmasked_end;
+            bool const bounded = masked || softmax.seeks_max();
             // This block's K (with two stages its V too) has landed; all warps are done with the
             // buffers that the next loads overwrite.
             cp_async_wait<0>();
@@ -158,23 +160,14 @@ struct MainloopFwdSm80 {
                 if (n > 0) load_k(n - 1, stage);
                 cp_async_fence();
             }
-            if (masked) mask.template apply<Traits>(tSrS, thread, n);
             Tensor rP = make_tensor<Element>(tSrS.layout());  // (4, MMA_M, N/8)
-            softmax.take_block(tSrS, rP, tOrO, masked);
+            if (masked) mask.template apply<Traits>(tSrS, thread, n);
+            softmax.update(tSrS, rP, tOrO, bounded, masked);
             Tensor tOrP =
                 make_tensor(rP.data(), layout_acc_as_operand_a(rP.layout()));  // (8, MMA_M, N/16)
             Tensor tOsVt = copy_v.get_slice(thread).partition_S(sVt(stage));   // (8, d/16, N/16)
             gemm_smem(mma, NoCopy{}, copy_v, tOrO, tOrP, tOrVt, tOsVt, tOsVt);
             if constexpr (kStages == 2) stage ^= 1;
-        };
-        if constexpr (C.peel_masked) {
-            CUTE_NO_UNROLL
-            for (; n >= n_unmasked_end; --n) step(true_type{});
-            CUTE_NO_UNROLL
-            for (; n >= 0; --n) step(false_type{});
-        } else {
-            CUTE_NO_UNROLL
-            for (; n >= 0; --n) step(n >= n_unmasked_end);
         }
         cp_async_wait<0>();
     }

@@ -49,7 +49,7 @@ struct MainloopFwdSm90 {
     static constexpr int kWarpgroups = Traits::kMmaWarpgroups;
     static constexpr int kQRegSteps = Traits::kQRegSteps;
 
-    using SoftmaxT = Softmax<2, C.lazy_rescale>;
+    using SoftmaxT = Softmax<2, C.dtype>;
     using Epilogue = EpilogueFwd<Traits>;
     // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
     template <int kColumns>
@@ -204,11 +204,11 @@ struct MainloopFwdSm90 {
                 if (BlockInfo<C>::n_block_end(seqlen, m_block) > 0) {
                     return true;
                 }
-                Epilogue::store_empty(params, take_tile(), seqlen, thread);
+                Epilogue::store_empty(params, pop_tile(), seqlen, thread);
             }
         }
 
-        CUTE_DEVICE TileCoord take_tile() {
+        CUTE_DEVICE TileCoord pop_tile() {
             TileCoord const tile = storage.tile[tiles.stage()];
             __syncwarp();
             release(&storage.tile_empty[tiles.stage()]);
@@ -232,7 +232,7 @@ struct MainloopFwdSm90 {
         // What is kept of Q comes to registers. TMA, which is another proxy, overwrites its buffer
         // later: an arrival alone does not keep that behind ordinary loads.
         template <class Fragment>
-        CUTE_DEVICE void take_query(Fragment &tSrQreg) const {
+        CUTE_DEVICE void load_q_fragments(Fragment &tSrQreg) const {
             if constexpr (kQRegSteps > 0) {
                 auto const copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{},
                                                       typename Traits::TiledMmaQregK{});
@@ -285,7 +285,7 @@ struct MainloopFwdSm90 {
             Tensor tOrO = make_tensor(rO.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
             Tensor tOrP = make_tensor<Element>(
                 Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileN / 16>>>{});  // (8, 1, N/16)
-            SoftmaxT softmax(params.scale_softmax, params.scale_softmax_log2);
+            SoftmaxT softmax(params.scale_softmax_log2);
 
             auto const issue_qk = [&] {
                 // Of many steps ptxas keeps the descriptors in vector registers over the loop. It
@@ -310,68 +310,81 @@ struct MainloopFwdSm90 {
                 Tensor tOrV = thr_pv.make_fragment_B(thr_pv.partition_B(sVt));  // (1, 1, N/16)
                 sm90::wgmma_issue<true>(mma_pv, tOrP, tOrV, rO);
             };
-            // S of block n is there: its K may go, and so may Q, all of it in registers after the
-            // tile's first block and else after its last.
-            auto const take_scores = [&](int n, auto first) {
+            // S is complete: releases K's stage, and Q, after the tile's first block if all of it
+            // is in registers, else after the last.
+            auto const release_k = [&](bool first, bool last) {
                 sm90::pin(rS);
                 release(&storage.k_empty[k.stage()]);
-                if constexpr (kQRegSteps < Traits::kQSteps) {
-                    release(&storage.q_empty[warpgroup], n == 0);
-                } else if constexpr (first) {
-                    release(&storage.q_empty[warpgroup]);
-                }
+                constexpr bool kAllInRegs = kQRegSteps == Traits::kQSteps;
+                if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);
             };
-            auto const take_out = [&] {
+            auto const release_v = [&] {
                 sm90::pin(rO);
                 release(&storage.v_empty[v().stage()]);
+            };
+            // Issues S = Q K^T of block n and O += P V of block n + 1 together; waits for S.
+            auto const compute_scores = [&](int n) {
+                await_k();
+                wait_turn();
+                issue_qk();
+                await_v();
+                issue_pv();
+                pass_turn();
+                sm90::wgmma_wait<1>();
+                release_k(false, n == 0);
+            };
+            auto const finish_pv = [&] {
+                sm90::wgmma_wait<0>();
+                release_v();
+                k.advance();
             };
 
             CUTE_NO_UNROLL
             while (await_tile(params, seqlen)) {
-                TileCoord const tile = take_tile();
+                TileCoord const tile = pop_tile();
                 int n = BlockInfo<C>::n_block_end(seqlen, tile.m_block) - 1;
                 int const n_unmasked_end = BlockInfo<C>::n_block_unmasked_end(seqlen, tile.m_block);
                 Mask<C> const mask{seqlen, tile.m_block};
                 await_q();
-                take_query(tSrQreg);
+                load_q_fragments(tSrQreg);
                 await_k();
                 issue_qk();
                 sm90::wgmma_wait<0>();
-                take_scores(n, true_type{});
+                release_k(true, n == 0);
                 k.advance();
-                if (n >= n_unmasked_end) {
-                    mask.template apply<Traits>(tSrS, thread, n);
-                }
+                if (n >= n_unmasked_end) mask.template apply<Traits>(tSrS, thread, n);
                 softmax.start(tSrS, tOrP);
                 clear(rO);
 
-                auto const step = [&](auto masked) {
-                    await_k();
-                    wait_turn();
-                    issue_qk();
-                    await_v();
-                    issue_pv();
-                    pass_turn();
-                    sm90::wgmma_wait<1>();
-                    take_scores(n, false_type{});
-                    if (masked) mask.template apply<Traits>(tSrS, thread, n);
-                    sm90::wgmma_wait<0>();
-                    take_out();
-                    k.advance();
-                    softmax.take_block(tSrS, tOrP, tOrO, masked);
-                };
                 --n;
                 CUTE_NO_UNROLL
-                for (; n >= n_unmasked_end; --n) step(true_type{});
-                CUTE_NO_UNROLL
-                for (; n >= 0; --n) step(false_type{});
+                while (n >= 0) {
+                    // Blocks that need the mask or are likely to need their maximum, which is then
+                    // computed under the product of the block before.
+                    CUTE_NO_UNROLL
+                    for (; n >= 0 && (n >= n_unmasked_end || softmax.seeks_max()); --n) {
+                        compute_scores(n);
+                        bool const masked = n >= n_unmasked_end;
+                        if (masked) mask.template apply<Traits>(tSrS, thread, n);
+                        typename SoftmaxT::RowTensor factor;  // (rows)
+                        bool const raised = softmax.raise_ref(tSrS, factor, masked);
+                        finish_pv();
+                        softmax.update_bounded(tSrS, tOrP, tOrO, raised, factor);
+                    }
+                    CUTE_NO_UNROLL
+                    for (; n >= 0 && !softmax.seeks_max(); --n) {
+                        compute_scores(n);
+                        finish_pv();
+                        softmax.update_unbounded(tSrS, tOrP, tOrO);
+                    }
+                }
 
                 await_v();
                 wait_turn();
                 issue_pv();
                 pass_turn();
                 sm90::wgmma_wait<0>();
-                take_out();
+                release_v();
                 Epilogue::store(params, tile, seqlen, thread, softmax.finalize(tOrO), tOrO);
             }
         }

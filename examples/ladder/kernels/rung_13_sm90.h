@@ -31,7 +31,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
     using Maps = typename Types::Maps;
     using Blocks = typename Types::Blocks;
     using Epilogue = flash::EpilogueFwd<Traits>;
-    using SoftmaxT = flash::Softmax<2, true>;
+    using SoftmaxT = flash::Softmax<2, Types::C.dtype>;
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kTileN = Traits::kTileN;
     static constexpr int kWarpgroups = Traits::kMmaWarpgroups;
@@ -111,7 +111,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
         Tensor tOrO = make_tensor(rO.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
         Tensor tOrP = make_tensor<Element>(
             Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileN / 16>>>{});  // (8, 1, N/16)
-        SoftmaxT softmax(params.scale_softmax, params.scale_softmax_log2);
+        SoftmaxT softmax(params.scale_softmax_log2);
         Use k, t;
         uint32_t q_phase = 0;
 
@@ -129,17 +129,17 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             Tensor tOrV = thr_pv.make_fragment_B(thr_pv.partition_B(sVt));  // (1, 1, N/16)
             sm90::wgmma_issue<true>(mma_pv, tOrP, tOrV, rO);
         };
-        auto const take_scores = [&](int n) {  // S of block n is there
+        auto const release_k = [&](int n) {  // S of block n is complete
             sm90::pin(rS);
             release(&storage.k_empty[k.stage()]);
             release(&storage.q_empty[warpgroup], n == 0);
         };
-        auto const take_out = [&] {  // O has taken the block in
+        auto const release_v = [&] {  // P V is complete
             sm90::pin(rO);
             release(&storage.v_empty[v().stage()]);
         };
 
-        auto const take_tile = [&] {
+        auto const pop_tile = [&] {
             TileCoord const tile = storage.tile[t.stage()];
             __syncwarp();
             release(&storage.tile_empty[t.stage()]);
@@ -160,13 +160,13 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
                 if (Blocks::n_block_end(seqlen, m_block) > 0) {
                     return true;
                 }
-                Epilogue::store_empty(params, take_tile(), seqlen, thread);
+                Epilogue::store_empty(params, pop_tile(), seqlen, thread);
             }
         };
 
         CUTE_NO_UNROLL
         while (await_tile()) {
-            TileCoord const tile = take_tile();
+            TileCoord const tile = pop_tile();
             int const n_unmasked = Blocks::n_block_unmasked_end(seqlen, tile.m_block);
             int n = Blocks::n_block_end(seqlen, tile.m_block) - 1;
             flash::Mask<Types::C> const mask{seqlen, tile.m_block};
@@ -175,13 +175,14 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             q_phase ^= 1;
             issue_qk();
             sm90::wgmma_wait<0>();
-            take_scores(n);
+            release_k(n);
             ++k.i;
             if (n >= n_unmasked) mask.template apply<Traits>(tSrS, thread, n);
             softmax.start(tSrS, tOrP);
             clear(rO);
 
-            auto const step = [&](auto masked) {
+            CUTE_NO_UNROLL
+            for (--n; n >= 0; --n) {
                 sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
                 sm90::named_barrier_sync(1 + warpgroup, 256);
                 issue_qk();
@@ -189,22 +190,19 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
                 issue_pv();
                 pass_turn(warpgroup);
                 sm90::wgmma_wait<1>();
-                take_scores(n);
+                release_k(n);
+                bool const masked = n >= n_unmasked;
                 if (masked) mask.template apply<Traits>(tSrS, thread, n);
                 sm90::wgmma_wait<0>();
-                take_out();
+                release_v();
                 ++k.i;
-                softmax.take_block(tSrS, tOrP, tOrO, masked);
-            };
-            CUTE_NO_UNROLL
-            for (--n; n >= n_unmasked; --n) step(true_type{});
-            CUTE_NO_UNROLL
-            for (; n >= 0; --n) step(false_type{});
+                softmax.update(tSrS, tOrP, tOrO, masked || softmax.seeks_max(), masked);
+            }
 
             sm90::barrier_wait(&storage.v_full[v().stage()], v().parity());
             issue_pv();
             sm90::wgmma_wait<0>();
-            take_out();
+            release_v();
             Epilogue::store(params, tile, seqlen, thread, softmax.finalize(tOrO), tOrO);
         }
     }

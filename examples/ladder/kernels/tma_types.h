@@ -50,8 +50,6 @@ struct TmaTypes {
         .stages = 2,
         .q_in_regs = 0,
         .min_ctas = 1,
-        .peel_masked = true,
-        .lazy_rescale = true,
         .ping_pong = true,
     };
     using Traits = flash::KernelTraitsSm90<C>;

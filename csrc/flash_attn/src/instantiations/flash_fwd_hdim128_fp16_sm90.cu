@@ -12,10 +12,8 @@ static constexpr flash::FwdConfig kConfig = {
     .stages = 2,
     .q_in_regs = 2,
     .min_ctas = 1,
-    .peel_masked = true,
-    .lazy_rescale = true,
     .ping_pong = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim128_fp16_sm90_192x80_s2_qreg2_lazy_pp";
+static constexpr char kName[] = "flash_fwd_hdim128_fp16_sm90_192x80_s2_qreg2_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

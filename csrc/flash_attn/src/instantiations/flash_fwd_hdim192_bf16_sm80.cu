@@ -12,8 +12,6 @@ static constexpr flash::FwdConfig kConfig = {
     .stages = 1,
     .q_in_regs = 12,
     .min_ctas = 2,
-    .peel_masked = false,
-    .lazy_rescale = true,
     .ping_pong = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim192_bf16_sm80_64x64_w4_s1_qreg_c2";

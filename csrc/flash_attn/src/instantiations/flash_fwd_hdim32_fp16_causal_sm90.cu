@@ -12,10 +12,8 @@ static constexpr flash::FwdConfig kConfig = {
     .stages = 2,
     .q_in_regs = 0,
     .min_ctas = 1,
-    .peel_masked = true,
-    .lazy_rescale = true,
     .ping_pong = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim32_fp16_causal_sm90_192x144_s2_lazy_pp";
+static constexpr char kName[] = "flash_fwd_hdim32_fp16_causal_sm90_192x144_s2_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

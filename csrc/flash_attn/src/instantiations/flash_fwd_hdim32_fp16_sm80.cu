@@ -12,8 +12,6 @@ static constexpr flash::FwdConfig kConfig = {
     .stages = 2,
     .q_in_regs = 0,
     .min_ctas = 2,
-    .peel_masked = false,
-    .lazy_rescale = true,
     .ping_pong = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim32_fp16_sm80_128x32_w4_s2_c2";

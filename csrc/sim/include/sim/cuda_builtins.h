@@ -100,6 +100,12 @@ inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.f / x; }
+// Rounded here: through memory, so that the compiler cannot fuse it with a later addition.
+inline float __fmul_rn(float x, float y) {
+    float product = x * y;
+    asm("" : "+m"(product));
+    return product;
+}
 inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }

@@ -1,0 +1,403 @@
+"""The checks of arguments: one set for the functions users call, ``supports()`` and the operator.
+
+A check takes the name of the function that was called, for its message, and raises TypeError,
+ValueError or NotImplementedError; a message names function, argument, value, what is expected and a
+way out. A check of an option returns its value as plain Python: a numpy scalar counts as the Python
+number it holds.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import sys
+
+import torch
+
+from .config import MAX_HEAD_DIM
+from .features import CPU_DTYPES, CUDA_DTYPES
+
+# Normal float32 range of x and x * log2(e), where x is softmax_scale or softcap. Beyond it scores
+# become inf * 0 or 0 / 0, NaN, whatever q and k hold.
+_MIN_FLOAT = 1.1754944e-38
+_MAX_FLOAT = 2.3e38
+
+_MAX_INT64 = 2**63 - 1
+
+_KINDS = {"b": bool, "i": int, "u": int, "f": float}  # of numpy's dtypes
+_STRIDED = torch.strided
+_QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+# Subclasses without a rule for this operator, which would fail somewhere inside torch.
+_DISTRIBUTED = ("torch.distributed.tensor", "torch.distributed._shard")
+
+
+def check_tensors(fn: str, names: tuple[str, str, str], q, k, v) -> int:
+    """What holds for q, k and v on every device: kind, rank, shape, one device and one dtype.
+
+    Written flat, and each property read once: this is a fifth of a call's time on the host.
+
+    Returns:
+        The head dimension.
+    """
+    q_name, k_name, v_name = names
+    if type(q) is not torch.Tensor:
+        check_kind(fn, q_name, q)
+    if type(k) is not torch.Tensor:
+        check_kind(fn, k_name, k)
+    if type(v) is not torch.Tensor:
+        check_kind(fn, v_name, v)
+    if q.layout is not _STRIDED or k.layout is not _STRIDED or v.layout is not _STRIDED:
+        _check_kinds(fn, names, q, k, v)
+    try:
+        q_shape = q.shape
+        k_shape = k.shape
+        v_shape = v.shape
+    except RuntimeError:  # of a nested tensor
+        _check_kinds(fn, names, q, k, v)
+        raise
+    if len(q_shape) != 4 or len(k_shape) != 4:
+        check_rank(fn, q_name, q, "(batch, seqlen, heads, head_dim)")
+        check_rank(fn, k_name, k, "(batch, seqlen, heads, head_dim)")
+    b, _, h, d = q_shape
+    b_k, _, h_k, d_k = k_shape
+    if b_k != b:
+        raise ValueError(
+            f"{fn}: expected {k_name} of {q_name}'s batch size {b}, "
+            f"got {k_name}.shape={tuple(k_shape)}; expand it to the same batch"
+        )
+    if d_k != d:
+        raise ValueError(
+            f"{fn}: expected {k_name} of {q_name}'s head_dim {d}, "
+            f"got {k_name}.shape={tuple(k_shape)}; pad the smaller one with zeros"
+        )
+    if v_shape != k_shape:
+        _raise_values(fn, names, k, v)
+    if h < 1 or h_k < 1 or h % h_k:
+        raise ValueError(
+            f"{fn}: expected the heads of {q_name} to be a positive multiple of those of {k_name}, "
+            f"got {q_name}.shape={tuple(q_shape)} and {k_name}.shape={tuple(k_shape)}; "
+            "repeat or drop heads"
+        )
+    if d < 1:
+        raise ValueError(
+            f"{fn}: expected head_dim >= 1, got {q_name}.shape={tuple(q_shape)}; "
+            "a score needs at least one element"
+        )
+    dtype = q.dtype
+    device = q.device
+    if k.dtype != dtype or v.dtype != dtype or k.device != device or v.device != device:
+        _raise_mismatch(fn, names, q, k, v)
+    return d
+
+
+def _check_kinds(fn: str, names: tuple[str, str, str], q, k, v) -> None:
+    for name, tensor in zip(names, (q, k, v), strict=True):
+        check_kind(fn, name, tensor)
+
+
+def check_kind(fn: str, name: str, tensor) -> None:
+    """A dense tensor with storage, strides and a shape of its own."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"{fn}: expected {name} to be a torch.Tensor, got {name} of type "
+            f"{type(tensor).__name__}; convert it with torch.as_tensor"
+        )
+    kind, way_out = _foreign_kind(tensor)
+    if kind is not None:
+        raise TypeError(
+            f"{fn}: expected {name} to be a dense torch.Tensor, got {name} as {kind}; {way_out}"
+        )
+
+
+def _foreign_kind(tensor: torch.Tensor) -> tuple[str | None, str]:
+    """What ``tensor`` is where it is no dense tensor, and how to get one."""
+    cls = type(tensor)
+    # By class first: torch.compile cannot trace __module__ of a Parameter's.
+    if cls is not torch.Tensor and cls is not torch.nn.Parameter:
+        if cls.__module__.startswith(_DISTRIBUTED):
+            return f"a {cls.__name__}", "call it on the local shards, e.g. those of .to_local()"
+        if cls.__module__.startswith("torch.masked"):
+            return f"a {cls.__name__}", "pass its .get_data() and leave masked keys out"
+        if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+            return f"an {cls.__name__}", "run the lazy module once, or call .materialize(shape)"
+    if tensor.is_nested:
+        return "a nested tensor", "call it once for each sequence of .unbind()"
+    if tensor.layout is not _STRIDED:
+        return f"a tensor of layout {tensor.layout}", "convert it with .to_dense()"
+    return None, ""
+
+
+def check_rank(fn: str, name: str, tensor: torch.Tensor, shape: str) -> None:
+    """As many dimensions as ``shape``, e.g. ``"(batch, seqlen)"``, names."""
+    rank = shape.count(",") + 1
+    if tensor.dim() != rank:
+        raise ValueError(
+            f"{fn}: expected {name} of shape {shape}, got {name}.shape={tuple(tensor.shape)}; "
+            f"reshape it to {rank} dimensions"
+        )
+
+
+def _raise_values(fn: str, names: tuple[str, str, str], k, v) -> None:
+    _, k_name, v_name = names
+    check_rank(fn, v_name, v, "(batch, seqlen, heads, head_dim)")
+    if v.shape[:3] == k.shape[:3]:
+        raise NotImplementedError(
+            f"{fn}: expected {v_name} of {k_name}'s head_dim {k.shape[3]}, "
+            f"got {v_name}.shape={tuple(v.shape)}; pad the smaller one with zeros"
+        )
+    raise ValueError(
+        f"{fn}: expected {v_name} of {k_name}'s shape {tuple(k.shape)}, "
+        f"got {v_name}.shape={tuple(v.shape)}; pass one value per key"
+    )
+
+
+def _raise_mismatch(fn: str, names: tuple[str, str, str], q, k, v) -> None:
+    name, tensor = (names[1], k) if (k.dtype, k.device) != (q.dtype, q.device) else (names[2], v)
+    if tensor.device != q.device:
+        raise ValueError(
+            f"{fn}: expected {name} on {q.device} as {names[0]}, "
+            f"got {name}.device={tensor.device}; move it with .to({str(q.device)!r})"
+        )
+    raise TypeError(
+        f"{fn}: expected {name} of {names[0]}'s dtype {q.dtype}, "
+        f"got {name}.dtype={tensor.dtype}; cast one of them"
+    )
+
+
+def check_packed(fn: str, name: str, packed, count: int) -> None:
+    """A dense tensor of shape (batch, seqlen, count, heads, head_dim)."""
+    check_kind(fn, name, packed)
+    if packed.dim() != 5 or packed.shape[2] != count:
+        raise ValueError(
+            f"{fn}: expected {name} of shape (batch, seqlen, {count}, heads, head_dim), "
+            f"got {name}.shape={tuple(packed.shape)}; stack the tensors with torch.stack(dim=2)"
+        )
+
+
+def check_scale(fn: str, softmax_scale, head_dim: int) -> float:
+    """softmax_scale, or its default."""
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if type(softmax_scale) is float and -_MAX_FLOAT <= softmax_scale <= _MAX_FLOAT:
+        return softmax_scale  # the quick way through
+    value = _real(fn, "softmax_scale", softmax_scale)
+    if not -_MAX_FLOAT <= value <= _MAX_FLOAT:
+        raise ValueError(
+            f"{fn}: expected a finite softmax_scale within float32's range, at most {_MAX_FLOAT} "
+            f"in magnitude, got softmax_scale={_show(value)}; pass None for 1/sqrt(head_dim)"
+        )
+    return float(value)
+
+
+def check_dropout(fn: str, dropout_p) -> float:
+    """dropout_p, a probability below 1."""
+    value = _real(fn, "dropout_p", dropout_p)
+    if not 0.0 <= value < 1.0:
+        raise ValueError(
+            f"{fn}: expected 0 <= dropout_p < 1, got dropout_p={_show(value)}; pass 0.0 for none"
+        )
+    return float(value)
+
+
+def check_softcap(fn: str, softcap) -> float:
+    """softcap, which scores are divided by, or 0 for none."""
+    value = _real(fn, "softcap", softcap)
+    if not (value == 0.0 or _MIN_FLOAT <= value <= _MAX_FLOAT):
+        raise ValueError(
+            f"{fn}: expected a finite softcap >= 0 within float32's range, 0 or {_MIN_FLOAT} to "
+            f"{_MAX_FLOAT}, got softcap={_show(value)}; pass 0.0 for none"
+        )
+    return float(value)
+
+
+def check_window(fn: str, window_size) -> tuple[int, int]:
+    """window_size, two ints from -1 on."""
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if type(left) is int and type(right) is int and left >= -1 and right >= -1:
+            return window_size  # the quick way through
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    sides = tuple(_plain(side) for side in window_size) if pair else ()
+    if not pair or not all(_is_int(side) for side in sides):
+        raise TypeError(
+            f"{fn}: expected window_size to be two ints (left, right), "
+            f"got window_size={_show(window_size)}; pass (-1, -1) for no window"
+        )
+    if min(sides) < -1:
+        raise ValueError(
+            f"{fn}: expected window_size of two ints >= -1, "
+            f"got window_size={_show(sides)}; -1 stands for unlimited"
+        )
+    return sides
+
+
+def check_flag(fn: str, name: str, value) -> bool:
+    """A bool; not what merely counts as true or false."""
+    value = _plain(value)
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise TypeError(
+            f"{fn}: expected {name} to be a bool, got {name}={_show(value)}; pass bool(...)"
+        )
+    return bool(value)
+
+
+def check_alibi(fn: str, alibi_slopes, q: torch.Tensor) -> None:
+    """One float32 slope for each query head, or for each of a batch entry."""
+    name = "alibi_slopes"
+    check_kind(fn, name, alibi_slopes)
+    b, _, h, _ = q.shape
+    if alibi_slopes.dtype != torch.float32:
+        raise TypeError(
+            f"{fn}: expected {name} of dtype torch.float32, "
+            f"got {name}.dtype={alibi_slopes.dtype}; cast it with .float()"
+        )
+    # Not "in", which torch.compile misreads where sizes are symbolic.
+    if (h,) != alibi_slopes.shape != (b, h):
+        raise ValueError(
+            f"{fn}: expected {name} of shape ({h},) or ({b}, {h}), "
+            f"got {name}.shape={tuple(alibi_slopes.shape)}; pass one slope per query head"
+        )
+    if alibi_slopes.device != q.device:
+        raise ValueError(
+            f"{fn}: expected {name} on {q.device}, "
+            f"got {name}.device={alibi_slopes.device}; move it there"
+        )
+
+
+def check_dtype(fn: str, name: str, dtype, device) -> None:
+    """A dtype that is computed on ``device``, a torch.device; ``name`` e.g. ``"q.dtype"``."""
+    dtypes = CPU_DTYPES if device.type == "cpu" else CUDA_DTYPES
+    if not isinstance(dtype, torch.dtype) or dtype not in dtypes:
+        *most, last = map(str, dtypes)
+        raise TypeError(
+            f"{fn}: expected {name} {', '.join(most)} or {last} on {device}, "
+            f"got {name}={_show(dtype)}; {_dtype_way_out(dtype)}"
+        )
+
+
+def _dtype_way_out(dtype) -> str:
+    if not isinstance(dtype, torch.dtype):
+        return "pass a torch.dtype, e.g. torch.bfloat16"
+    if dtype.is_complex:
+        return "there is no complex attention: pass real tensors, e.g. those of .real and .imag"
+    if dtype in _QUANTIZED:
+        return "call .dequantize() on the inputs"
+    return "cast the inputs, e.g. with .to(torch.bfloat16)"
+
+
+def check_for_kernels(fn: str, q_name: str, q: torch.Tensor, head_dim: int, scale: float) -> None:
+    """What the kernels, but not the reference, ask of q's device, dtype, shape and scale."""
+    if not (q.is_cuda or q.is_meta):
+        raise NotImplementedError(
+            f"{fn}: expected {q_name} on cuda or cpu, got {q_name}.device={q.device}; "
+            "move the tensors there"
+        )
+    if q.dtype not in CUDA_DTYPES:
+        check_dtype(fn, f"{q_name}.dtype", q.dtype, q.device)
+    if head_dim > MAX_HEAD_DIM:
+        check_kernel_head_dim(fn, head_dim)
+    if not _MIN_FLOAT <= scale <= _MAX_FLOAT:
+        check_kernel_scale(fn, scale)
+
+
+def check_kernel_head_dim(fn: str, head_dim: int) -> None:
+    """A head dimension that the kernels compute, once it is padded."""
+    if head_dim > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"{fn}: expected head_dim <= {MAX_HEAD_DIM} on CUDA, got head_dim={head_dim}; "
+            "CPU tensors support it"
+        )
+
+
+def check_kernel_scale(fn: str, scale: float) -> None:
+    """A scale that the kernels compute with: they take maxima before they multiply by it."""
+    if not _MIN_FLOAT <= scale <= _MAX_FLOAT:
+        raise NotImplementedError(
+            f"{fn}: expected softmax_scale > 0 within float32's range, {_MIN_FLOAT} to "
+            f"{_MAX_FLOAT}, on CUDA, got softmax_scale={scale}; scale q instead"
+        )
+
+
+def check_size(fn: str, name: str, value) -> int:
+    """A number of heads or elements: a positive int."""
+    size = _plain(value)
+    if not _is_int(size):
+        raise TypeError(
+            f"{fn}: expected {name} to be an int, got {name}={_show(value)}; pass int(...)"
+        )
+    if not 1 <= size <= _MAX_INT64:
+        raise ValueError(
+            f"{fn}: expected 1 <= {name} < 2**63, got {name}={_show(size)}; pass a tensor's size"
+        )
+    return size
+
+
+def check_device(fn: str, device) -> torch.device:
+    """``device`` as the device it names, of a kind that is computed on."""
+    try:
+        found = torch.device(device)
+    except (
+        TypeError,
+        RuntimeError,
+        ValueError,
+        OverflowError,
+    ):  # torch's words for its own strings
+        found = None
+    if found is None or found.type not in ("cuda", "cpu"):
+        shown = str(found) if found is not None else device
+        raise ValueError(
+            f"{fn}: expected device 'cuda' or 'cpu', got device={_show(shown)}; pass one of them"
+        )
+    return found
+
+
+def check_capability(fn: str, capability, supported: tuple[tuple[int, int], ...]) -> None:
+    """A compute capability as two ints, one of those supported."""
+    pair = isinstance(capability, (tuple, list)) and len(capability) == 2
+    if not pair or not all(_is_int(_plain(part)) for part in capability):
+        raise TypeError(
+            f"{fn}: expected capability to be two ints (major, minor), "
+            f"got capability={_show(capability)}; pass torch.cuda.get_device_capability()"
+        )
+    if tuple(capability) not in supported:
+        raise NotImplementedError(
+            f"{fn}: expected capability in {supported}, got capability={_show(capability)}; "
+            "use the CPU there"
+        )
+
+
+def _plain(value):
+    """``value``, or the Python number that a numpy scalar holds."""
+    numpy = sys.modules.get("numpy")  # where it was never imported, nothing is of its types
+    if numpy is None:
+        return value
+    if torch.compiler.is_compiling() and isinstance(value, numpy.ndarray):
+        # Dynamo shows numpy's scalars as arrays. It calls what raises while it traces untraced.
+        raise TypeError("flashcute: expected no numpy scalar in a traced call; pass float(...)")
+    if not isinstance(value, numpy.generic):
+        return value
+    kind = _KINDS.get(value.dtype.kind)
+    return value if kind is None else kind(value)
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _real(fn: str, name: str, value):
+    number = _plain(value)
+    if not isinstance(number, (float, torch.SymFloat)) and not _is_int(number):
+        raise TypeError(
+            f"{fn}: expected {name} to be a float, got {name}={_show(value)} of type "
+            f"{type(value).__name__}; a tensor would have to be read back with .item()"
+        )
+    return number
+
+
+def _show(value) -> str:
+    """``value`` in a message: on one short line, whatever it is."""
+    try:
+        text = reprlib.repr(value)
+    except ValueError:  # Python converts ints of up to 4300 digits
+        text = f"<{type(value).__name__} with too many digits to print>"
+    return " ".join(text.split())

@@ -1,0 +1,67 @@
+"""What works where, as data: behind :func:`flashcute.supports`, the errors and README's matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from .config import MAX_SMEM_BYTES
+
+CUDA_DTYPES = (torch.float16, torch.bfloat16)
+CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# mma.sync on bfloat16 and cp.async came with compute capability 8.0.
+CAPABILITIES = tuple(sorted(MAX_SMEM_BYTES))
+
+# A kernel takes 16 bytes at a time, 8 elements of the two supported dtypes. Head dimensions are
+# padded to it, and tensors with other strides than multiples of it are copied.
+VECTOR = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """One optional part of the interface.
+
+    Attributes:
+        argument: The argument, or property of an argument, that asks for it.
+        title: The row's name in README's matrix.
+        cuda: Whether the kernels do it.
+        way_out: What to do where the kernels do not.
+    """
+
+    argument: str
+    title: str
+    cuda: bool
+    way_out: str = ""
+
+
+_CPU_ONLY = "CPU tensors support it"
+
+# CPU tensors, computed by the reference, support every row.
+FEATURES = (
+    Feature("causal", "causal mask (bottom-right)", True),
+    Feature("num_heads_k", "grouped and multi-query attention", True),
+    Feature("return_attn_probs", "log-sum-exp output", True),
+    Feature("deterministic", "deterministic forward", True),
+    Feature(
+        "requires_grad",
+        "backward",
+        False,
+        f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}",
+    ),
+    Feature("dropout_p", "dropout", False, f"pass dropout_p=0.0; {_CPU_ONLY}"),
+    Feature("window_size", "sliding window", False, f"pass window_size=(-1, -1); {_CPU_ONLY}"),
+    Feature("softcap", "softcap", False, f"pass softcap=0.0; {_CPU_ONLY}"),
+    Feature("alibi_slopes", "ALiBi", False, f"pass alibi_slopes=None; {_CPU_ONLY}"),
+)
+_FEATURE_OF = {feature.argument: feature for feature in FEATURES}
+
+
+def not_on_cuda(argument: str, value: object) -> str:
+    """The reason and way out for an ``argument`` that asks the kernels for what they do not do."""
+    feature = _FEATURE_OF[argument]
+    return (
+        f"expected no {feature.title} on CUDA, where it is not supported yet, "
+        f"got {argument}={value}; {feature.way_out}"
+    )

@@ -1,0 +1,52 @@
+"""Names of flash-attn 2 that are not here yet: what an access to them says."""
+
+from __future__ import annotations
+
+import sys
+from opcode import opmap
+
+_PADDING = (
+    "select the tokens of a mask with x[mask], put them back with y[mask] = x, and call "
+    "flash_attn_func once for each sequence"
+)
+_VARLEN = (
+    "call {function} once for each sequence, on q[start:end][None] and alike with start and end "
+    "from cu_seqlens"
+)
+
+# name: what to use instead
+INSTEAD = {
+    "flash_attn_varlen_func": _VARLEN.format(function="flash_attn_func"),
+    "flash_attn_varlen_kvpacked_func": _VARLEN.format(function="flash_attn_kvpacked_func"),
+    "flash_attn_varlen_qkvpacked_func": _VARLEN.format(function="flash_attn_qkvpacked_func"),
+    "flash_attn_with_kvcache": "write the new keys and values into the cache with an assignment, "
+    "then call flash_attn_func(q, k_cache[:, :n], v_cache[:, :n], causal=True)",
+    "bert_padding": _PADDING,
+    "index_first_axis": "index with x[indices]",
+    "index_put_first_axis": "assign with y[indices] = x",
+    "pad_input": _PADDING,
+    "unpad_input": _PADDING,
+    "unpad_input_for_concatenated_sequences": _PADDING,
+}
+
+
+def message(module: str, name: str) -> str:
+    """What is said of a ``name`` of :data:`INSTEAD` that was asked of ``module``."""
+    return (
+        f"{module}: expected a name of flashcute, got {name}, which flash-attn 2 has and flashcute "
+        f"does not have yet; {INSTEAD[name]}"
+    )
+
+
+def error(module: str, name: str) -> ImportError | AttributeError:
+    """What a module's ``__getattr__`` raises for a ``name`` that the module does not have.
+
+    An AttributeError, so that hasattr() and getattr() with a default work. ``from module import
+    name`` would replace it by an ImportError without its words, and so gets an ImportError at once.
+    """
+    if name not in INSTEAD:
+        return AttributeError(f"module {module!r} has no attribute {name!r}")
+    caller = sys._getframe(2)  # of __getattr__
+    if caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
+        return ImportError(message(module, name), name=module)
+    return AttributeError(message(module, name))
