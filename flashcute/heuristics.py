@@ -89,7 +89,7 @@ _SM90_TILES = {
     (32, True): (_Sm90Tile(144, 3, 422), _Sm90Tile(128, 2, 335)),
     (64, False): (
         _Sm90Tile(128, 3, 670),
-        _Sm90Tile(96, 3, 640),  # + ViT-L (257 keys) 1.14 of 192x128, 77 keys 1.12
+        _Sm90Tile(96, 3, 640, q_in_regs=4),  # + ViT-L (257 keys) 1.14 of 192x128, 77 keys 1.12
         _Sm90Tile(128, 2, 575),  # + BERT (128 keys) 1.12 of 192x128
         _Sm90Tile(112, 2, 560),  # + ViT-B (197 keys) 1.06 of 128x128, 1.27 of 192x128
     ),

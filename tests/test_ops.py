@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import pathlib
 import re
@@ -373,6 +374,15 @@ def test_resolver_mirrors_the_bindings_struct() -> None:
     assert fields == [name for name, _ in ops._FwdProblem._fields_]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Gpu:
+    """Of torch's device properties what the resolver asks for."""
+
+    major: int
+    minor: int
+    multi_processor_count: int = 132
+
+
 def test_resolver_asks_heuristics_and_the_jit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
@@ -383,7 +393,7 @@ def test_resolver_asks_heuristics_and_the_jit(monkeypatch: pytest.MonkeyPatch) -
         asked.update(config=config, target=target)
         return Kernel
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Gpu(9, 0))
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     assert _Problem(256).resolve() == 4096
     assert asked["target"] == "90"
@@ -392,7 +402,7 @@ def test_resolver_asks_heuristics_and_the_jit(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_resolver_refuses_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Gpu(7, 5))
     problem = _Problem(256)
     assert problem.resolve() is None
     assert b"NotImplementedError: " in problem.error.value

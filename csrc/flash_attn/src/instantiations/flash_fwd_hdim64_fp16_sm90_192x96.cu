@@ -10,10 +10,10 @@ static constexpr flash::FwdConfig kConfig = {
     .tile_n = 96,
     .warps = 12,
     .stages = 2,
-    .q_in_regs = 0,
+    .q_in_regs = 4,
     .min_ctas = 1,
     .ping_pong = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim64_fp16_sm90_192x96_s2_pp";
+static constexpr char kName[] = "flash_fwd_hdim64_fp16_sm90_192x96_s2_qreg4_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
