@@ -33,8 +33,8 @@ struct RangeOfP<DType::fp16> {  // normal from 2^-14, with fewer bits from 2^-24
 //
 // P is relative to a row's reference and not to its running maximum. While sums stay within the
 // range of P, no maximum is computed and O is not rescaled (lazy softmax). A block whose sums leave
-// it is computed again with its maximum. Data that does so once is likely to do so again: the next
-// kSeekBlocks blocks, in this tile and the following ones, compute their maximum first.
+// it is computed again with its maximum. Data that does so once is likely to do so again: the
+// tile's next kSeekBlocks blocks compute their maximum first.
 template <int kRows, DType kType>
 struct Softmax {
     static constexpr int kSeekBlocks = 16;
@@ -71,6 +71,7 @@ struct Softmax {
     template <class TensorS, class TensorP>
     CUTE_DEVICE void start(TensorS &tSrS, TensorP &tOrP) {
         row_ref = quad_max(thread_max(tSrS));
+        seek = 0;  // results must not depend on the tiles that this CTA had before
         seek_while_huge();
         float c = scale_log2;
         RowTensor const offset = bounded_offset(tSrS, c);
