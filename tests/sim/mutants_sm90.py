@@ -43,6 +43,7 @@ _AWAIT_EMPTY = "sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);"
 _AWAIT_Q_EMPTY = "sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);"
 _AWAIT_Q = "sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);"
 _TAKE_Q = "load_q_fragments(tSrQreg);"
+_RELEASE_Q = "if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);"
 _RELEASE_ALL_Q = "release(&storage.q_empty[warpgroup]);"
 _FENCE_Q = "sm90::fence_async_proxy();"
 _AWAIT_TILE_EMPTY = "sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);"
@@ -192,8 +193,8 @@ _RELEASES = (
     _simulator(
         "Q released with every block",
         _MAINLOOP,
-        "release(&storage.q_empty[warpgroup], n == 0);",
-        "release(&storage.q_empty[warpgroup]);",
+        "kAllInRegs || last);",
+        "true);",
         f"{_OVERWRITTEN}|{_ARRIVES_TWICE}|{_UNAWAITED}|{_DEADLOCK}",
     ),
     Mutant(
@@ -233,7 +234,7 @@ _RELEASES = (
     Mutant(
         "Q in registers never released",
         _MAINLOOP,
-        _RELEASE_ALL_Q,
+        _RELEASE_Q,
         "",
         "simulator",
         _DEADLOCK,
@@ -368,8 +369,8 @@ _REGISTERS_AND_TURNS = (
     _simulator(
         "turn not passed on",
         _MAINLOOP,
-        "issue_pv();\n                    pass_turn();",
-        "issue_pv();",
+        "pass_turn();\n                sm90::wgmma_wait<1>",
+        "sm90::wgmma_wait<1>",
         r"deadlock: .*wait at barrier \d",
     ),
 )
@@ -511,10 +512,10 @@ _OPERANDS = (
         "        if (false) {\n            RowTensor factor;",
     ),
     _numerics(
-        "loop left before the last block",
+        "mask forgotten in the last block that needs it, two warpgroups",
         _MAINLOOP,
-        "while (n >= 0) {",
-        "while (n >= 1) {",
+        "bool const masked = n >= n_unmasked_end;",
+        "bool const masked = n > n_unmasked_end;",
     ),
 )
 

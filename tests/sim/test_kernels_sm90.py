@@ -62,7 +62,7 @@ def test_no_false_alarm_under_many_schedules(config):
 
 
 def test_blocks_share_tiles_differently_from_seed_to_seed():
-    config = next(c for c in CONFIGS if c.head_dim == 64 and c.mask == "causal")
+    config = next(c for c in CONFIGS if c.variant.startswith("128x128") and c.mask == "causal")
     q, k, v = problem(config, SEVERAL_TILES)
     shares = set()
     for seed in range(8):

@@ -186,3 +186,20 @@ def test_the_range_of_values(config, rise, magnitude):
     scaled = (x.float() / magnitude for x in (out, v))  # tolerances are absolute
     out, v = (x.bfloat16() for x in scaled)
     check_forward(out, lse, q, k, v, causal=True)
+
+
+def test_results_do_not_depend_on_the_ctas_earlier_tiles():
+    """Rows of the first head need their maxima in every block. Those of the second have one block
+    in which the maximum stays within the range of P and sums do not: it is computed again, also
+    where the CTA computed maxima first in the tile before."""
+    q, k, v = problem([40.0 * i for i in range(6)], 300, 192, spread=0.1)
+    k, v = k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)
+    second = problem([0.0, 20.6, 20.6, 20.6, 20.6, 20.6], 300, 192, spread=0.1)[1]
+    k[:, :, 1] = second[:, :, 0]
+    runs = [
+        sim.run_fwd(q, k, v, SM90, sms=sms, seed=seed) for sms, seed in ((1, 0), (2, 1), (6, 2))
+    ]
+    assert all(run.verdict == "pass" for run in runs)
+    for run_ in runs[1:]:
+        assert torch.equal(run_.out, runs[0].out)
+        assert torch.equal(run_.lse, runs[0].lse)

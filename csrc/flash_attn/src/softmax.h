@@ -33,14 +33,17 @@ struct RangeOfP<DType::fp16> {  // normal from 2^-14, with fewer bits from 2^-24
 //
 // P is relative to a row's reference and not to its running maximum. While sums stay within the
 // range of P, no maximum is computed and O is not rescaled (lazy softmax). A block whose sums leave
-// it is computed again with its maximum. Data that does so once is likely to do so again: the
-// tile's next kSeekBlocks blocks compute their maximum first.
+// it is computed again with its maximum. Data that does so once is likely to do so again: the next
+// kSeekBlocks blocks, in this tile and those that follow, compute their maximum first. Results do
+// not depend on it: a reference is raised where a maximum exceeds it by more than kRoom, and sums
+// above 2^kAbove only tell that this is possible.
 template <int kRows, DType kType>
 struct Softmax {
     static constexpr int kSeekBlocks = 16;
     static constexpr int kAlways = 1 << 30;
     static constexpr float kBelow = RangeOfP<kType>::kBelow;
-    static constexpr float kRoom = RangeOfP<kType>::kBelow + RangeOfP<kType>::kAbove;
+    // The last part keeps a maximum that exceeds it from hiding in a sum that, rounded, does not.
+    static constexpr float kRoom = RangeOfP<kType>::kBelow + RangeOfP<kType>::kAbove + 0.01f;
     static constexpr float kMaxSum = 1u << RangeOfP<kType>::kAbove;
     static constexpr float kInverseBelow = uint64_t(1) << RangeOfP<kType>::kBelow;
     // From here on the rounding of s * c, fused with the subtraction on one side only, would be
@@ -71,7 +74,6 @@ struct Softmax {
     template <class TensorS, class TensorP>
     CUTE_DEVICE void start(TensorS &tSrS, TensorP &tOrP) {
         row_ref = quad_max(thread_max(tSrS));
-        seek = 0;  // results must not depend on the tiles that this CTA had before
         seek_while_huge();
         float c = scale_log2;
         RowTensor const offset = bounded_offset(tSrS, c);
