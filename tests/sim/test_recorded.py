@@ -18,6 +18,13 @@ D96_SM80 = instantiations()["flash_fwd_hdim96_bf16_causal_sm80"]
 FORMER = dataclasses.replace(D96_SM80, stages=2)
 KERNELS = {config.full_name: (config,) for config in shipped_configs()}
 KERNELS[FORMER.full_name] = (FORMER, D96_SM80)
+# Recorded while P was relative to the maximum of each masked block. Its roundings are others now,
+# under a mask with every probability: these have to be recorded anew on a GPU.
+OUTDATED = {
+    "flash_fwd_hdim128_fp16_causal_sm80_d128",
+    "flash_fwd_hdim96_bf16_causal_sm80_d88",
+    "flash_fwd_hdim96_bf16_causal_sm90_d88",
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Tensor cores sum a k16 step in another order and precision than the simulator's fp32, and ex2 is
@@ -51,7 +58,13 @@ def allowed(q, k, v, out, causal) -> torch.Tensor:
     return eps * (exponent.exp2() + weight)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def marked(path: pathlib.Path):
+    reason = "recorded with the former softmax; run tools/record_gpu_outputs.py on a GPU"
+    marks = [pytest.mark.xfail(reason=reason, strict=True)] if path.stem in OUTDATED else []
+    return pytest.param(path, id=path.stem, marks=marks)
+
+
+@pytest.mark.parametrize("path", map(marked, FILES))
 def test_simulator_agrees_with_the_gpu(path: pathlib.Path, record_property) -> None:
     data = np.load(path, allow_pickle=False)
     for config in KERNELS[config_name(path)]:
