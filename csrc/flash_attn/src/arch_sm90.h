@@ -104,7 +104,7 @@ enum class CacheHint : uint64_t {
     evict_last = 0x14f0000000000000,
 };
 
-// Loads the descriptor's box at coordinates (c0, c1, c2, c3), innermost first, into smem. Elements
+// Loads the descriptor's box at coordinates (c0, c1, ...), innermost first, into smem. Elements
 // outside the tensor arrive as zeros; either way `barrier` is paid the whole box.
 CUTE_DEVICE void tma_load(void const *descriptor, Barrier *barrier, CacheHint hint, void *smem,
                           int c0, int c1, int c2, int c3) {
@@ -112,6 +112,15 @@ CUTE_DEVICE void tma_load(void const *descriptor, Barrier *barrier, CacheHint hi
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(smem_address(smem)),
         "l"(descriptor), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
+        "l"(static_cast<uint64_t>(hint))
+        : "memory");
+}
+CUTE_DEVICE void tma_load(void const *descriptor, Barrier *barrier, CacheHint hint, void *smem,
+                          int c0, int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;\n" ::"r"(smem_address(smem)),
+        "l"(descriptor), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4),
         "l"(static_cast<uint64_t>(hint))
         : "memory");
 }

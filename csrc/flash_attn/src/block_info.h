@@ -5,7 +5,7 @@
 #include <cute/numeric/math.hpp>
 
 #include "flash.h"
-#include "seqlen_info.h"
+#include "work_tile.h"
 
 namespace flash {
 
@@ -14,24 +14,24 @@ struct BlockInfo {
     static constexpr int kTileM = C.tile_m;
     static constexpr int kTileN = C.tile_n;
 
-    // Key blocks [0, n_block_end) hold every key that some row of the tile sees.
-    CUTE_HOST_DEVICE static int n_block_end(SeqlenInfo const &seqlen, int m_block) {
-        int keys = seqlen.seqlen_k;
-        if constexpr (C.mask == MaskKind::causal) {
-            int const last_row = cute::min((m_block + 1) * kTileM, seqlen.seqlen_q) - 1;
-            keys = last_row + 1 + seqlen.causal_shift();
-        }
-        return (cute::max(keys, 0) + kTileN - 1) / kTileN;
+    // Keys [0, n) that the query at a position sees, before they are limited to the sequence's.
+    // The causal mask is aligned to the bottom-right corner.
+    CUTE_HOST_DEVICE static int visible_keys(WorkTile const &tile, int position) {
+        return C.mask == MaskKind::causal ? position + 1 + tile.seqlen_k - tile.seqlen_q
+                                          : tile.seqlen_k;
     }
 
-    // Key blocks [0, n_block_unmasked_end) are seen whole by every row of the tile.
-    CUTE_HOST_DEVICE static int n_block_unmasked_end(SeqlenInfo const &seqlen, int m_block) {
-        int keys = seqlen.seqlen_k;
-        if constexpr (C.mask == MaskKind::causal) {
-            int const first_row = m_block * kTileM;
-            keys = cute::min(keys, first_row + 1 + seqlen.causal_shift());
-        }
-        return cute::max(keys, 0) / kTileN;
+    // Visit n is to key block n. The blocks that hold every key that some row sees, and among them
+    // those that every row sees whole.
+    CUTE_HOST_DEVICE static BlockRange block_range(Flash_fwd_params const &params,
+                                                   WorkTile const &tile) {
+        int const first_row = tile.m_block * kTileM;
+        int const last_row =
+            cute::min(first_row + kTileM, num_rows(params, tile.seqlen_q)) - 1;
+        int const most = visible_keys(tile, row_position(params, last_row));
+        int const least = visible_keys(tile, row_position(params, first_row));
+        return {(cute::max(most, 0) + kTileN - 1) / kTileN,
+                cute::max(cute::min(least, tile.seqlen_k), 0) / kTileN};
     }
 };
 

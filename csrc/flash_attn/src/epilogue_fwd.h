@@ -5,9 +5,8 @@
 #include <cute/tensor.hpp>
 
 #include "flash.h"
-#include "seqlen_info.h"
-#include "tile_scheduler.h"
 #include "utils.h"
+#include "work_tile.h"
 
 namespace flash {
 
@@ -16,46 +15,40 @@ using namespace cute;
 template <class Traits>
 struct EpilogueFwd {
     using Element = typename Traits::Element;
+    using HeadOutput = flash::HeadOutput<Element>;
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kHeadDim = Traits::kHeadDim;
 
-    // Element offset of the first row of a (batch, head) in the LSE, shape (b, h, seqlen_q).
-    CUTE_HOST_DEVICE static int64_t lse_offset(Flash_fwd_params const &params,
-                                               TileCoord const &tile) {
-        return (int64_t(tile.batch) * params.h + tile.head) * params.seqlen_q;
+    // Of the tile's first head, from position 0 on.
+    CUTE_HOST_DEVICE static HeadOutput head_output(Flash_fwd_params const &params,
+                                                   WorkTile const &tile) {
+        return {static_cast<Element *>(params.o_ptr) + tile.batch * params.o_batch_stride +
+                    tile.head_q * params.o_head_stride,
+                params.softmax_lse_ptr + tile.batch * params.softmax_lse_batch_stride +
+                    tile.head_q * params.softmax_lse_head_stride};
     }
 
     // lse: of the rows that this thread holds.
     template <class RowTensor>
-    CUTE_DEVICE static void store_lse(Flash_fwd_params const &params, TileCoord const &tile,
-                                      SeqlenInfo const &seqlen, int thread, RowTensor const &lse) {
-        int const rows = seqlen.seqlen_q - tile.m_block * kTileM;
-        float *const lse_ptr =
-            params.softmax_lse_ptr + lse_offset(params, tile) + tile.m_block * kTileM;
+    CUTE_DEVICE static void store_lse(Flash_fwd_params const &params, WorkTile const &tile,
+                                      float *begin, int thread, RowTensor const &lse) {
         if (Traits::acc_col(thread, 0) == 0) {
             CUTE_UNROLL
             for (int i = 0; i < size(lse); ++i) {
-                int const row = Traits::acc_row(thread, i);
-                if (row < rows) {
-                    lse_ptr[row] = lse(i);
+                TileRow const row(params, tile, kTileM, Traits::acc_row(thread, i));
+                if (row.exists) {
+                    begin[row.offset(1, params.softmax_lse_head_stride)] = lse(i);
                 }
             }
         }
-    }
-
-    CUTE_DEVICE static Element *tile_begin(Flash_fwd_params const &params, TileCoord const &tile) {
-        return static_cast<Element *>(params.o_ptr) + tile.batch * params.o_batch_stride +
-               tile.head * params.o_head_stride + tile.m_block * kTileM * params.o_row_stride;
     }
 
     // Through shared memory, so that a warp stores whole rows of 16-byte pieces.
     template <class AccO>
     CUTE_DEVICE static void store_through_smem(Flash_fwd_params const &params,
                                                typename Traits::SharedStorage &storage,
-                                               TileCoord const &tile, SeqlenInfo const &seqlen,
-                                               AccO const &tOrO) {
+                                               WorkTile const &tile, AccO const &tOrO) {
         int const thread = threadIdx.x;
-        int const rows = seqlen.seqlen_q - tile.m_block * kTileM;
         Tensor sO = make_tensor(make_smem_ptr(storage.q_or_o.data()),
                                 typename Traits::SmemLayoutO{});  // (M, d)
         Tensor rO = convert_type<Element>(tOrO);                  // (4, MMA_M, d/8)
@@ -67,18 +60,20 @@ struct EpilogueFwd {
         copy(copy_o, copy_o_thr.retile_S(rO), tOsO);
         __syncthreads();
 
-        Tensor gO = make_tensor(make_gmem_ptr(tile_begin(params, tile)), product_each(shape(sO)),
-                                make_stride(params.o_row_stride, _1{}));  // (M, d)
         typename Traits::GmemCopyStore gmem_copy;
-        auto const gmem_thr = gmem_copy.get_slice(thread);
-        Tensor tGsO = gmem_thr.partition_S(sO);  // (8, rows, cols)
-        Tensor tGgO = gmem_thr.partition_D(gO);  // (8, rows, cols)
+        Tensor tGsO = gmem_copy.get_slice(thread).partition_S(sO);  // (8, rows, cols)
+        Element *const gmem = head_output(params, tile).o;
         CUTE_UNROLL
-        for (int r = 0; r < size<1>(tGgO); ++r) {
+        for (int r = 0; r < size<1>(tGsO); ++r) {
+            TileRow const row(params, tile, kTileM, Traits::gmem_row(thread, r));
+            int64_t const offset = row.offset(params.o_row_stride, params.o_head_stride);
             CUTE_UNROLL
-            for (int c = 0; c < size<2>(tGgO); ++c) {
-                if (Traits::gmem_row(thread, r) < rows && Traits::gmem_col(thread, c) < params.d) {
-                    gmem_copy.call(tGsO(_, r, c), tGgO(_, r, c));
+            for (int c = 0; c < size<2>(tGsO); ++c) {
+                int const col = Traits::gmem_col(thread, c);
+                Tensor tGgO = make_tensor(make_gmem_ptr(gmem + offset + col),
+                                          Layout<Int<Traits::kGmemVec>>{});  // (8)
+                if (row.exists && col < params.d) {
+                    gmem_copy.call(tGsO(_, r, c), tGgO);
                 }
             }
         }
@@ -88,11 +83,17 @@ struct EpilogueFwd {
     // so that each has 8 neighbouring ones to store. tOrO: (4, 1, d/8).
     template <class AccO>
     CUTE_DEVICE static void store_from_registers(Flash_fwd_params const &params,
-                                                 TileCoord const &tile, SeqlenInfo const &seqlen,
-                                                 int thread, AccO const &tOrO) {
+                                                 WorkTile const &tile, Element *begin, int thread,
+                                                 AccO const &tOrO) {
         int const lane = thread % 4;
-        int const rows = seqlen.seqlen_q - tile.m_block * kTileM;
-        Element *const gmem = tile_begin(params, tile) + lane * 8;
+        Element *out[2];  // of the thread's two rows
+        bool exists[2];
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            TileRow const row(params, tile, kTileM, Traits::acc_row(thread, i));
+            out[i] = begin + lane * 8 + row.offset(params.o_row_stride, params.o_head_stride);
+            exists[i] = row.exists;
+        }
         CUTE_UNROLL
         for (int col = 0; col < kHeadDim; col += 32) {
             uint32_t w[2][4];  // two columns of two rows, four times
@@ -106,10 +107,9 @@ struct EpilogueFwd {
             }
             CUTE_UNROLL
             for (int i = 0; i < 2; ++i) {
-                int const row = Traits::acc_row(thread, i);
                 transpose_quad(w[i], lane);
-                if (row < rows && col + lane * 8 < params.d) {
-                    *reinterpret_cast<uint4 *>(gmem + row * params.o_row_stride + col) =
+                if (exists[i] && col + lane * 8 < params.d) {
+                    *reinterpret_cast<uint4 *>(out[i] + col) =
                         make_uint4(w[i][0], w[i][1], w[i][2], w[i][3]);
                 }
             }
@@ -117,21 +117,22 @@ struct EpilogueFwd {
     }
 
     template <class RowTensor, class AccO>
-    CUTE_DEVICE static void store(Flash_fwd_params const &params, TileCoord const &tile,
-                                  SeqlenInfo const &seqlen, int thread, RowTensor const &lse,
+    CUTE_DEVICE static void store(Flash_fwd_params const &params, WorkTile const &tile,
+                                  HeadOutput const &output, int thread, RowTensor const &lse,
                                   AccO const &tOrO) {
-        store_lse(params, tile, seqlen, thread, lse);
-        store_from_registers(params, tile, seqlen, thread, tOrO);
+        Element *const o = output.o;
+        store_lse(params, tile, output.lse, thread, lse);
+        store_from_registers(params, tile, o, thread, tOrO);
     }
 
     // A tile whose rows see no key.
-    CUTE_DEVICE static void store_empty(Flash_fwd_params const &params, TileCoord const &tile,
-                                        SeqlenInfo const &seqlen, int thread) {
+    CUTE_DEVICE static void store_empty(Flash_fwd_params const &params, WorkTile const &tile,
+                                        HeadOutput const &output, int thread) {
         Tensor lse = make_tensor<float>(Shape<_2>{});                         // (rows)
         Tensor out = make_tensor<float>(Shape<_4, _1, Int<kHeadDim / 8>>{});  // (4, 1, d/8)
         fill(lse, -INFINITY);
         clear(out);
-        store(params, tile, seqlen, thread, lse, out);
+        store(params, tile, output, thread, lse, out);
     }
 
     // Lane i of a quad holds column i of a 4 x 4 matrix, and afterwards row i.

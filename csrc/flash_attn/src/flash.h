@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 2;
+inline constexpr int32_t kAbiVersion = 3;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal };
@@ -44,9 +44,13 @@ struct Flash_fwd_params {
     int64_t k_batch_stride, k_row_stride, k_head_stride;
     int64_t v_batch_stride, v_row_stride, v_head_stride;
     int64_t o_batch_stride, o_row_stride, o_head_stride;
+    int64_t softmax_lse_batch_stride, softmax_lse_head_stride;
 
     int32_t b, seqlen_q, seqlen_k, h, h_k, d;
     int32_t h_h_k_ratio;  // query heads per key/value head
+    // Where a key head's query heads are packed into the rows of one tile, log2 of the rows for
+    // each query position, at least h_h_k_ratio; else 0.
+    int32_t pack_shift;
 
     float scale_softmax;       // applied to Q K^T
     float scale_softmax_log2;  // the same times log2(e): the kernels exponentiate in base 2

@@ -4,7 +4,6 @@
 #include "epilogue_fwd.h"
 #include "flash.h"
 #include "mainloop_fwd_sm80.h"
-#include "seqlen_info.h"
 #include "tile_scheduler.h"
 
 namespace flash {
@@ -19,18 +18,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     extern __shared__ char smem[];
     auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
 
-    TileCoord const tile = TileScheduler<C>::coord(params, blockIdx.x);
-    SeqlenInfo const seqlen(params);
+    WorkTile const tile = TileScheduler<C>::tile(params, blockIdx.x);
     typename Mainloop::SoftmaxT softmax(params.scale_softmax_log2);
     Tensor tOrO = partition_fragment_C(
         typename Traits::TiledMma{},
         Shape<Int<Traits::kTileM>, Int<Traits::kHeadDim>>{});  // (4, MMA_M, d/8)
     clear(tOrO);
 
-    Mainloop::run(params, storage, tile, seqlen, tOrO, softmax);
+    Mainloop::run(params, storage, tile, tOrO, softmax);
     auto const lse = softmax.finalize(tOrO);
-    EpilogueFwd<Traits>::store_lse(params, tile, seqlen, threadIdx.x, lse);
-    EpilogueFwd<Traits>::store_through_smem(params, storage, tile, seqlen, tOrO);
+    using Epilogue = EpilogueFwd<Traits>;
+    Epilogue::store_lse(params, tile, Epilogue::head_output(params, tile).lse, threadIdx.x, lse);
+    Epilogue::store_through_smem(params, storage, tile, tOrO);
 }
 
 }  // namespace flash

@@ -1,12 +1,11 @@
-// The sm90-class forward kernel: as many CTAs as SMs, each walking through its tiles; warpgroup 0
-// loads, the others compute.
+// The sm90-class forward kernel: as many CTAs as SMs, each computing several tiles; warpgroup 0 is
+// the producer, the others are consumers.
 #pragma once
 
 #include <arch_sm90.h>
 
 #include "flash.h"
 #include "mainloop_fwd_sm90.h"
-#include "seqlen_info.h"
 #include "tensor_maps_sm90.h"
 #include "tile_scheduler.h"
 
@@ -18,7 +17,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     flash_fwd_kernel_sm90(__grid_constant__ Flash_fwd_params const params,
                           __grid_constant__ TensorMapsSm90 const maps,
-                          __grid_constant__ TileDealer const dealer) {
+                          __grid_constant__ TileQueue const queue) {
     constexpr FwdConfig C = Traits::kConfig;
     using Mainloop = MainloopFwdSm90<C>;
     extern __shared__ __align__(1024) char smem[];
@@ -30,19 +29,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     __syncthreads();
 
-    SeqlenInfo const seqlen(params);
     if (warpgroup == 0) {
         sm90::registers_lower<Traits::kLoadRegisters>();
         if (threadIdx.x < 32 && sm90::elect_one()) {
-            typename Mainloop::Loader loader{maps, storage};
-            loader.run(params, seqlen, dealer);
+            typename Mainloop::Producer producer{maps, storage};
+            producer.run(params, queue);
         }
     } else {
         sm90::registers_raise<Traits::kMmaRegisters>();
         typename Mainloop::Consumer consumer{storage, warpgroup - 1,
                                              static_cast<int>(threadIdx.x) - 128};
         consumer.first_turn();
-        consumer.run(params, seqlen);
+        consumer.run(params);
     }
 }
 

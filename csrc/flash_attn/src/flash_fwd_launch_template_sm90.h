@@ -37,15 +37,15 @@ inline cudaError_t sm_count(int &count) {
     return error;
 }
 
-// Counters of dealt tiles, all zero between launches. Launches of one stream follow each other and
-// share one; a captured launch may run beside anything, so each has its own for good. A graph does
-// not run beside itself, but two executables of one capture could: they must not.
+// Counters of work stealing, all zero between launches. Launches of one stream follow each other
+// and share one; a captured launch may run beside any other, so each has one of its own that is
+// never given back. A graph does not run beside itself; two executables of one capture could, which
+// is not supported.
 inline constexpr int kTileCounters = 4096;
 inline constexpr int kStreamCounters = 256;  // of these for streams, the rest for captured launches
 __device__ unsigned tile_counters[kTileCounters];
 
-// The counter for a launch on `stream` of the current device; null once all of its kind are given
-// away.
+// The counter for a launch on `stream` of the current device; null once all of its kind are in use.
 inline cudaError_t tile_counter(unsigned *&counter, cudaStream_t stream) {
     struct Table {
         unsigned *counters = nullptr;
@@ -110,12 +110,14 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
         return error;
     }
     int64_t const ctas = std::min<int64_t>(tiles, sms);
-    TileDealer dealer{static_cast<int>(tiles), TileScheduler<C>::heads_in_group(*params, sms),
-                      nullptr};
-    if (Traits::kAskForTiles && tiles > ctas) {
-        cudaError_t const error = tile_counter(dealer.counter, static_cast<cudaStream_t>(stream));
-        if (error != cudaSuccess) {
-            return error;
+    TileQueue queue{static_cast<int>(tiles), 1, nullptr};
+    if constexpr (Traits::kWorkStealing) {
+        queue.group = TileScheduler<C>::heads_in_group(*params, sms);
+        if (tiles > ctas) {
+            auto const error = tile_counter(queue.counter, static_cast<cudaStream_t>(stream));
+            if (error != cudaSuccess) {
+                return error;
+            }
         }
     }
     cudaLaunchConfig_t config{};
@@ -123,13 +125,13 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     config.blockDim = dim3(Traits::kThreads);
     config.dynamicSmemBytes = Traits::kSmemBytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    // May start while the kernel before is still running, up to its loaders' wait.
+    // May start while the kernel before is still running, up to its producers' wait.
     cudaLaunchAttribute dependent{};
     dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     dependent.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &dependent;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, *params, maps, dealer);
+    return cudaLaunchKernelEx(&config, kernel, *params, maps, queue);
 }
 
 template <FwdConfig C>

@@ -9,7 +9,7 @@
 
 #include "flash.h"
 #include "mma_traits_sm90.h"
-#include "tile_scheduler.h"
+#include "work_tile.h"
 
 namespace flash {
 
@@ -41,9 +41,9 @@ struct KernelTraitsSm90 {
     static constexpr int kLoadRegisters = kMmaWarpgroups == 2 ? 24 : 32;
     static constexpr int kMmaRegisters = kMmaWarpgroups == 2 ? 240 : 160;
 
-    // Under a causal mask tiles differ in length, and CTAs ask for their next one; otherwise CTA i
-    // takes every gridDim.x-th.
-    static constexpr bool kAskForTiles = C.mask == MaskKind::causal;
+    // Under a causal mask tiles differ in length, and CTAs steal work; otherwise CTA i takes every
+    // gridDim.x-th tile.
+    static constexpr bool kWorkStealing = C.mask == MaskKind::causal;
 
     // Each warpgroup owns 64 query rows: a row's scores stay within four lanes. Q K^T takes Q's
     // first kQRegSteps k16 steps from registers and the others from shared memory, of which wgmma
@@ -80,6 +80,11 @@ struct KernelTraitsSm90 {
         return thread % 4 * 2 + j % 2 + j / 2 * 8;
     }
 
+    // Consumers hold a tile's description to the end of its epilogue. The producer is ahead of them
+    // by as many tiles as the K/V ring has stages, where tiles have one block; with a slot more than
+    // that and the one in use it never waits for one.
+    static constexpr int kTileSlots = 2 * kStages;
+
     // A buffer is full when its bytes have landed, and empty when all its readers have arrived.
     struct SharedStorage {
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> q;
@@ -88,8 +93,9 @@ struct KernelTraitsSm90 {
         sm90::Barrier q_full[kMmaWarpgroups], q_empty[kMmaWarpgroups];
         sm90::Barrier k_full[kStages], k_empty[kStages];
         sm90::Barrier v_full[kStages], v_empty[kStages];
-        sm90::Barrier tile_full[2], tile_empty[2];
-        TileCoord tile[2];
+        sm90::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
+        WorkTile tile[kTileSlots];
+        HeadOutput<Element> output[kTileSlots];  // of these tiles
     };
     static constexpr int kSmemBytes = sizeof(SharedStorage);
 };

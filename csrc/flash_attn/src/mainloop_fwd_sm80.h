@@ -7,10 +7,9 @@
 #include "block_info.h"
 #include "kernel_traits.h"
 #include "mask.h"
-#include "seqlen_info.h"
 #include "softmax.h"
-#include "tile_scheduler.h"
 #include "utils.h"
+#include "work_tile.h"
 
 namespace flash {
 
@@ -30,29 +29,57 @@ struct MainloopFwdSm80 {
 
     using SoftmaxT = Softmax<kRowsPerThread, C.dtype>;
 
-    // One (rows, head_dim) tile, which begins at gmem, from global to shared memory. Rows at or
-    // past row_end and columns at or past d are written as zeros and never read: whatever lies
-    // there cannot reach a result.
-    template <class SmemTensor>
-    CUTE_DEVICE static void load_tile(Element const *gmem, int64_t row_stride, SmemTensor &&sX,
-                                      int row_end, int d) {
+    // A (rows, head_dim) tile from global to shared memory. Rows that do not exist and columns at
+    // or past d are written as zeros and never read: whatever lies there cannot reach a result.
+    // row_at(r): where the row that this thread copies in pass r begins, and whether it exists.
+    template <class SmemTensor, class RowAt>
+    CUTE_DEVICE static void load_rows(SmemTensor &&sX, int d, RowAt const &row_at) {
         int const thread = threadIdx.x;
         typename Traits::GmemCopyLoad gmem_copy;
         Tensor tXsX = gmem_copy.get_slice(thread).partition_D(sX);  // (8, rows, cols)
-        gmem += Traits::gmem_row(thread, 0) * row_stride + Traits::gmem_col(thread, 0);
-        int const rows = row_end - Traits::gmem_row(thread, 0);
         int const cols = d - Traits::gmem_col(thread, 0);
         CUTE_UNROLL
         for (int r = 0; r < size<1>(tXsX); ++r) {
+            auto const [gmem, exists] = row_at(r);
             CUTE_UNROLL
             for (int c = 0; c < size<2>(tXsX); ++c) {
-                int const row = Traits::gmem_row(0, r);
                 int const col = Traits::gmem_col(0, c);
-                Tensor tXgX = make_tensor(make_gmem_ptr(gmem + row * row_stride + col),
-                                          Layout<Int<Traits::kGmemVec>>{});  // (8)
-                gmem_copy.with(row < rows && col < cols).call(tXgX, tXsX(_, r, c));
+                Tensor tXgX =
+                    make_tensor(make_gmem_ptr(gmem + Traits::gmem_col(thread, 0) + col),
+                                Layout<Int<Traits::kGmemVec>>{});  // (8)
+                gmem_copy.with(exists && col < cols).call(tXgX, tXsX(_, r, c));
             }
         }
+    }
+
+    struct Row {
+        Element const *gmem;
+        bool exists;
+    };
+
+    // Key block n of one head, which begins at gmem.
+    template <class SmemTensor>
+    CUTE_DEVICE static void load_keys(Element const *gmem, int64_t row_stride, SmemTensor &&sX,
+                                      int n, int seqlen_k, int d) {
+        int const first = Traits::gmem_row(threadIdx.x, 0);
+        gmem += (n * kTileN + first) * row_stride;
+        int const rows = seqlen_k - n * kTileN - first;
+        load_rows(sX, d, [&](int r) -> Row {
+            int const row = Traits::gmem_row(0, r);
+            return {gmem + row * row_stride, row < rows};
+        });
+    }
+
+    template <class SmemTensor>
+    CUTE_DEVICE static void load_q(Flash_fwd_params const &params, WorkTile const &tile,
+                                   SmemTensor &&sQ) {
+        Element const *const gmem =
+            head_begin(params.q_ptr, tile.batch, params.q_batch_stride, tile.head_q,
+                       params.q_head_stride);
+        load_rows(sQ, params.d, [&](int r) -> Row {
+            TileRow const row(params, tile, kTileM, Traits::gmem_row(threadIdx.x, r));
+            return {gmem + row.offset(params.q_row_stride, params.q_head_stride), row.exists};
+        });
     }
 
     CUTE_DEVICE static Element const *head_begin(void const *ptr, int batch, int64_t batch_stride,
@@ -63,19 +90,12 @@ struct MainloopFwdSm80 {
     // Leaves the tile's unnormalised O in tOrO and its row statistics in softmax.
     template <class AccO>
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage,
-                                TileCoord const &tile, SeqlenInfo const &seqlen, AccO &tOrO,
-                                SoftmaxT &softmax) {
+                                WorkTile const &tile, AccO &tOrO, SoftmaxT &softmax) {
         int const thread = threadIdx.x;
-        int const n_end = BlockInfo<C>::n_block_end(seqlen, tile.m_block);
-        int const n_unmasked_end = BlockInfo<C>::n_block_unmasked_end(seqlen, tile.m_block);
-        int const head_k = tile.head / params.h_h_k_ratio;
-        auto const *const gQ = head_begin(params.q_ptr, tile.batch, params.q_batch_stride,
-                                          tile.head, params.q_head_stride) +
-                               tile.m_block * kTileM * params.q_row_stride;
-        auto const *const gK = head_begin(params.k_ptr, tile.batch, params.k_batch_stride, head_k,
-                                          params.k_head_stride);
-        auto const *const gV = head_begin(params.v_ptr, tile.batch, params.v_batch_stride, head_k,
-                                          params.v_head_stride);
+        auto const *const gK = head_begin(params.k_ptr, tile.batch, params.k_batch_stride,
+                                          tile.head_k, params.k_head_stride);
+        auto const *const gV = head_begin(params.v_ptr, tile.batch, params.v_batch_stride,
+                                          tile.head_k, params.v_head_stride);
 
         Tensor sQ = make_tensor(make_smem_ptr(storage.q_or_o.data()),
                                 typename Traits::SmemLayoutQ{});  // (M, d)
@@ -103,20 +123,17 @@ struct MainloopFwdSm80 {
         Tensor tOrVt = make_tensor<Element>(
             partition_shape_B(mma, Shape<Int<kHeadDim>, Int<kTileN>>{}));  // (4, d/8, N/16)
 
-        Mask<C> const mask{seqlen, tile.m_block};
+        Mask<C> const mask{params, tile};
         auto const load_k = [&](int n, int stage) {
-            load_tile(gK + n * kTileN * params.k_row_stride, params.k_row_stride, sK(stage),
-                      seqlen.seqlen_k - n * kTileN, params.d);
+            load_keys(gK, params.k_row_stride, sK(stage), n, tile.seqlen_k, params.d);
         };
         auto const load_v = [&](int n, int stage) {
-            load_tile(gV + n * kTileN * params.v_row_stride, params.v_row_stride, sV(stage),
-                      seqlen.seqlen_k - n * kTileN, params.d);
+            load_keys(gV, params.v_row_stride, sV(stage), n, tile.seqlen_k, params.d);
         };
 
-        // Key blocks run right to left, so that the few that need the mask come first.
-        int n = n_end - 1;
+        int n = tile.blocks.count - 1;  // visits left after this one
         int stage = 0;
-        load_tile(gQ, params.q_row_stride, sQ, seqlen.seqlen_q - tile.m_block * kTileM, params.d);
+        load_q(params, tile, sQ);
         if (n >= 0) load_k(n, stage);
         if (kStages == 2 && n >= 0) load_v(n, stage);
         cp_async_fence();
@@ -129,7 +146,7 @@ struct MainloopFwdSm80 {
         // Blocks that need the mask or are likely to need their maximum compute it first: bounded.
         CUTE_NO_UNROLL
         for (; n >= 0; --n) {
-            bool const masked = n >= n_unmasked_end;
+            bool const masked = n >= tile.blocks.unmasked;
             bool const bounded = masked || softmax.seeks_max();
             // This block's K (with two stages its V too) has landed; all warps are done with the
             // buffers that the next loads overwrite.

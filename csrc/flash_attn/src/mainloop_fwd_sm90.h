@@ -13,11 +13,11 @@
 #include "kernel_traits_sm90.h"
 #include "mask.h"
 #include "mma_traits_sm90.h"
-#include "seqlen_info.h"
 #include "softmax.h"
 #include "tensor_maps_sm90.h"
 #include "tile_scheduler.h"
 #include "utils.h"
+#include "work_tile.h"
 
 namespace flash {
 
@@ -42,7 +42,7 @@ struct MainloopFwdSm90 {
     using Element = typename Traits::Element;
     using SharedStorage = typename Traits::SharedStorage;
     using RingKV = Ring<Traits::kStages>;
-    using RingTiles = Ring<2>;
+    using RingTiles = Ring<Traits::kTileSlots>;
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kTileN = Traits::kTileN;
     static constexpr int kHeadDim = Traits::kHeadDim;
@@ -70,53 +70,57 @@ struct MainloopFwdSm90 {
             sm90::barrier_init(&storage.v_full[i], 1);
             sm90::barrier_init(&storage.v_empty[i], kReleases * kWarpgroups);
         }
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < Traits::kTileSlots; ++i) {
             sm90::barrier_init(&storage.tile_full[i], 1);
             sm90::barrier_init(&storage.tile_empty[i], kReleases * kWarpgroups);
         }
         sm90::fence_barrier_init();
     }
 
-    CUTE_DEVICE static TileCoord coord(Flash_fwd_params const &params, TileDealer const &dealer,
-                                       int tile) {
-        if (tile >= dealer.tiles) {
-            return {-1, 0, 0};
+    // No tile is left: m_block < 0.
+    CUTE_DEVICE static WorkTile get_tile(Flash_fwd_params const &params, TileQueue const &queue,
+                                         int index) {
+        if (index >= queue.tiles) {
+            return {.m_block = -1};
         }
-        if constexpr (Traits::kAskForTiles) {
-            return TileScheduler<C>::coord_in_group(params, dealer.group, tile);
+        if constexpr (Traits::kWorkStealing) {
+            return TileScheduler<C>::tile_in_group(params, queue.group, index);
         } else {
-            return TileScheduler<C>::coord(params, tile);
+            return TileScheduler<C>::tile(params, index);
         }
     }
 
     // Loads tiles' Q, K and V in the order in which they are used, as far ahead as buffers are
     // free. Run by one thread, which also keeps the order of kernels: it waits for the one before,
     // and lets the next one start once nothing is left to be loaded.
-    struct Loader {
+    struct Producer {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
         RingKV k, v;
         RingTiles tiles;
         uint32_t q_parity = 0;
 
-        // rows of one (batch, head) from `row` on, as pages of kSmemRow columns page_stride apart
-        CUTE_DEVICE static void load_rows(CUtensorMap const &map, sm90::Barrier *full, int bytes,
-                                          sm90::CacheHint hint, Element *smem, int page_stride,
-                                          int row, int head, int batch) {
+        // A box of rows at the given coordinates, as pages of kSmemRow columns page_stride apart.
+        template <class... Coordinates>
+        CUTE_DEVICE static void load_box(CUtensorMap const &map, sm90::Barrier *full, int bytes,
+                                         sm90::CacheHint hint, Element *smem, int page_stride,
+                                         Coordinates... coordinates) {
             sm90::barrier_arrive_expect(full, bytes);
             CUTE_UNROLL
             for (int page = 0; page < Traits::kPages; ++page) {
                 sm90::tma_load(&map, full, hint, smem + page * page_stride, page * Traits::kSmemRow,
-                               row, head, batch);
+                               coordinates...);
             }
         }
 
-        CUTE_DEVICE void load_q(TileCoord const &tile) {
+        // The 64 rows of a warpgroup: of one head, or of all packed heads of some positions.
+        CUTE_DEVICE void load_q(Flash_fwd_params const &params, WorkTile const &tile) {
             for (int wg = 0; wg < kWarpgroups; ++wg) {
+                int const row = tile.m_block * kTileM + wg * 64;
                 sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);
-                load_rows(maps.q, &storage.q_full[wg], kBytesQ, sm90::CacheHint::evict_first,
-                          storage.q.data() + wg * 64 * Traits::kSmemRow, kTileM * Traits::kSmemRow,
-                          tile.m_block * kTileM + wg * 64, tile.head, tile.batch);
+                load_box(maps.q, &storage.q_full[wg], kBytesQ, sm90::CacheHint::evict_first,
+                         storage.q.data() + wg * 64 * Traits::kSmemRow, kTileM * Traits::kSmemRow,
+                         row_head(params, row), row_position(params, row), tile.head, tile.batch);
             }
             q_parity ^= 1;
         }
@@ -126,30 +130,29 @@ struct MainloopFwdSm90 {
             cute::array<Element, cosize_v<typename Traits::SmemLayoutKV>> *smem, RingKV &ring,
             int n, int head, int batch) {
             sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);
-            load_rows(map, &full[ring.stage()], kBytesKV, sm90::CacheHint::evict_last,
-                      smem[ring.stage()].data(), kTileN * Traits::kSmemRow, n * kTileN, head,
-                      batch);
+            load_box(map, &full[ring.stage()], kBytesKV, sm90::CacheHint::evict_last,
+                     smem[ring.stage()].data(), kTileN * Traits::kSmemRow, n * kTileN, head, batch);
             ring.advance();
         }
 
-        // Tells the MMA warpgroups which tile comes next; none: m_block < 0.
-        CUTE_DEVICE void publish(TileCoord const &tile) {
+        // Hands a tile to the consumers.
+        CUTE_DEVICE void publish(Flash_fwd_params const &params, WorkTile const &tile) {
             sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
             storage.tile[tiles.stage()] = tile;
+            storage.output[tiles.stage()] = Epilogue::head_output(params, tile);
             sm90::barrier_arrive(&storage.tile_full[tiles.stage()]);
             tiles.advance();
         }
 
-        CUTE_DEVICE void run(Flash_fwd_params const &params, SeqlenInfo const &seqlen,
-                             TileDealer const &dealer) {
+        CUTE_DEVICE void run(Flash_fwd_params const &params, TileQueue const &queue) {
             int index = blockIdx.x;
-            TileCoord tile = coord(params, dealer, index);
-            // Nobody touches global memory before: the MMA warpgroups wait for their first tile.
+            WorkTile tile = get_tile(params, queue, index);
+            // No thread touches global memory before: the consumers wait for their first tile.
             cudaGridDependencySynchronize();
-            publish(tile);
+            publish(params, tile);
             while (tile.m_block >= 0) {
-                int const n_end = BlockInfo<C>::n_block_end(seqlen, tile.m_block);
-                int const head = tile.head / params.h_h_k_ratio;
+                int const count = tile.blocks.count;
+                int const head = tile.head_k;
                 int const batch = tile.batch;
                 auto const load_k = [&](int n) {
                     load_kv(maps.k, storage.k_full, storage.k_empty, storage.k, k, n, head, batch);
@@ -157,19 +160,19 @@ struct MainloopFwdSm90 {
                 auto const load_v = [&](int n) {
                     load_kv(maps.v, storage.v_full, storage.v_empty, storage.v, v, n, head, batch);
                 };
-                if (n_end > 0) {
-                    load_k(n_end - 1);
-                    load_q(tile);
+                if (count > 0) {
+                    load_k(count - 1);
+                    load_q(params, tile);
                 }
                 CUTE_NO_UNROLL
-                for (int n = n_end - 1; n > 0; --n) {
+                for (int n = count - 1; n > 0; --n) {
                     load_k(n - 1);
                     load_v(n);
                 }
-                index = dealer.next(index);
-                tile = coord(params, dealer, index);
-                publish(tile);
-                if (n_end > 0) {
+                index = queue.next(index);
+                tile = get_tile(params, queue, index);
+                publish(params, tile);
+                if (count > 0) {
                     load_v(0);
                 }
             }
@@ -177,7 +180,7 @@ struct MainloopFwdSm90 {
         }
     };
 
-    // One MMA warpgroup's walk through the tiles.
+    // One MMA warpgroup, which computes 64 rows of every tile.
     struct Consumer {
         SharedStorage &storage;
         int const warpgroup;
@@ -191,29 +194,32 @@ struct MainloopFwdSm90 {
             sm90::barrier_arrive(empty, now && threadIdx.x % 32 == 0);
         }
 
-        // Waits until the next tile is known; false: there is none. Tiles without a key are written
-        // here: zeros, and -inf for the log-sum-exp.
-        CUTE_DEVICE bool await_tile(Flash_fwd_params const &params, SeqlenInfo const &seqlen) {
-            CUTE_NO_UNROLL
-            while (true) {
-                sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());
-                int const m_block = storage.tile[tiles.stage()].m_block;
-                if (m_block < 0) {
-                    return false;
-                }
-                if (BlockInfo<C>::n_block_end(seqlen, m_block) > 0) {
-                    return true;
-                }
-                Epilogue::store_empty(params, pop_tile(), seqlen, thread);
-            }
-        }
+        // The tile in work. It is read again from shared memory wherever it is needed, as registers
+        // are scarce.
+        CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
+        CUTE_DEVICE auto const &output() const { return storage.output[tiles.stage()]; }
 
-        CUTE_DEVICE TileCoord pop_tile() {
-            TileCoord const tile = storage.tile[tiles.stage()];
+        CUTE_DEVICE void release_tile() {
             __syncwarp();
             release(&storage.tile_empty[tiles.stage()]);
             tiles.advance();
-            return tile;
+        }
+
+        // Waits for the next tile; false: there is none. The output of tiles without a key, zeros
+        // and a log-sum-exp of -inf, is written here.
+        CUTE_DEVICE bool await_tile(Flash_fwd_params const &params) {
+            CUTE_NO_UNROLL
+            while (true) {
+                sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());
+                if (tile().m_block < 0) {
+                    return false;
+                }
+                if (tile().blocks.count > 0) {
+                    return true;
+                }
+                Epilogue::store_empty(params, tile(), output(), thread);
+                release_tile();
+            }
         }
 
         CUTE_DEVICE RingKV v() const { return k.before(); }
@@ -269,7 +275,7 @@ struct MainloopFwdSm90 {
             }
         }
 
-        CUTE_DEVICE void run(Flash_fwd_params const &params, SeqlenInfo const &seqlen) {
+        CUTE_DEVICE void run(Flash_fwd_params const &params) {
             typename Traits::TiledMmaQK mma_qk;
             typename Traits::TiledMmaQregK mma_qreg_k;  // Q's first steps, kept in registers
             typename Traits::TiledMmaPV mma_pv;
@@ -340,11 +346,10 @@ struct MainloopFwdSm90 {
             };
 
             CUTE_NO_UNROLL
-            while (await_tile(params, seqlen)) {
-                TileCoord const tile = pop_tile();
-                int n = BlockInfo<C>::n_block_end(seqlen, tile.m_block) - 1;
-                int const n_unmasked_end = BlockInfo<C>::n_block_unmasked_end(seqlen, tile.m_block);
-                Mask<C> const mask{seqlen, tile.m_block};
+            while (await_tile(params)) {
+                int n = tile().blocks.count - 1;  // visits left after this one
+                int const unmasked = tile().blocks.unmasked;
+                Mask<C> const mask{params, tile()};
                 await_q();
                 load_q_fragments(tSrQreg);
                 await_k();
@@ -352,7 +357,7 @@ struct MainloopFwdSm90 {
                 sm90::wgmma_wait<0>();
                 release_k(true, n == 0);
                 k.advance();
-                if (n >= n_unmasked_end) mask.template apply<Traits>(tSrS, thread, n);
+                if (n >= unmasked) mask.template apply<Traits>(tSrS, thread, n);
                 softmax.start(tSrS, tOrP);
                 clear(rO);
 
@@ -362,9 +367,9 @@ struct MainloopFwdSm90 {
                     // Blocks that need the mask or are likely to need their maximum, which is then
                     // computed under the product of the block before.
                     CUTE_NO_UNROLL
-                    for (; n >= 0 && (n >= n_unmasked_end || softmax.seeks_max()); --n) {
+                    for (; n >= 0 && (n >= unmasked || softmax.seeks_max()); --n) {
                         compute_scores(n);
-                        bool const masked = n >= n_unmasked_end;
+                        bool const masked = n >= unmasked;
                         if (masked) mask.template apply<Traits>(tSrS, thread, n);
                         typename SoftmaxT::RowTensor factor;  // (rows)
                         bool const raised = softmax.raise_ref(tSrS, factor, masked);
@@ -385,7 +390,8 @@ struct MainloopFwdSm90 {
                 pass_turn();
                 sm90::wgmma_wait<0>();
                 release_v();
-                Epilogue::store(params, tile, seqlen, thread, softmax.finalize(tOrO), tOrO);
+                Epilogue::store(params, tile(), output(), thread, softmax.finalize(tOrO), tOrO);
+                release_tile();
             }
         }
     };

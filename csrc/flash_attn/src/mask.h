@@ -3,24 +3,22 @@
 
 #include <cute/tensor.hpp>
 
+#include "block_info.h"
 #include "flash.h"
-#include "seqlen_info.h"
 #include "utils.h"
+#include "work_tile.h"
 
 namespace flash {
 
 template <FwdConfig C>
 struct Mask {
-    SeqlenInfo seqlen;
-    int m_block;
+    Flash_fwd_params const &params;
+    WorkTile const &tile;
 
     // The first key that query row `row` of this tile does not see.
     CUTE_HOST_DEVICE int key_end(int row) const {
-        int end = seqlen.seqlen_k;
-        if constexpr (C.mask == MaskKind::causal) {
-            end = cute::min(end, m_block * C.tile_m + row + 1 + seqlen.causal_shift());
-        }
-        return end;
+        int const position = row_position(params, tile.m_block * C.tile_m + row);
+        return cute::min(tile.seqlen_k, BlockInfo<C>::visible_keys(tile, position));
     }
 
     // tSrS: scores (4, MMA_M, N/8) of key block n_block.

@@ -8,6 +8,7 @@
 
 #include "flash.h"
 #include "kernel_traits_sm90.h"
+#include "work_tile.h"
 
 namespace flash {
 
@@ -28,52 +29,71 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
     return encoder;
 }
 
-// Describes a (b, s, h, d) tensor to be loaded in boxes of `rows` rows and kSmemRow columns of one
-// head. Strides count elements; where a dimension has size 1 its stride is never used and may be 0.
-template <class Traits>
-cudaError_t make_tensor_map(CUtensorMap &map, void const *ptr, int64_t b, int64_t s, int64_t h,
-                            int64_t d, int64_t batch_stride, int64_t row_stride,
-                            int64_t head_stride, uint32_t rows) {
+// Describes a tensor of `rank` dimensions, innermost first, to be loaded in boxes. The innermost
+// dimension is contiguous, the strides of the others count elements; where one has size 1 its
+// stride is never used and may be 0.
+template <class Traits, size_t kRank>
+cudaError_t make_tensor_map(CUtensorMap &map, void const *ptr, int64_t const (&sizes)[kRank],
+                            int64_t const (&strides)[kRank - 1], cuuint32_t const (&box)[kRank]) {
     auto const encode = tensor_map_encoder();
     if (encode == nullptr) {
         return cudaErrorCallRequiresNewerDriver;
     }
-    constexpr cuuint64_t kBytes = sizeof(typename Traits::Element);
-    auto const stride = [](int64_t size, int64_t elements) {
-        return size > 1 ? static_cast<cuuint64_t>(elements) * kBytes : 16;
-    };
-    // No extent may be 0; of an empty tensor no box is ever loaded.
-    auto const extent = [](int64_t size) { return static_cast<cuuint64_t>(size > 0 ? size : 1); };
-    cuuint64_t const extents[] = {extent(d), extent(s), extent(h), extent(b)};
-    cuuint64_t const strides[] = {stride(s, row_stride), stride(h, head_stride),
-                                  stride(b, batch_stride)};
-    cuuint32_t const box[] = {Traits::kSmemRow, rows, 1, 1};
-    cuuint32_t const element_strides[] = {1, 1, 1, 1};
+    cuuint64_t extents[kRank], bytes[kRank - 1];
+    cuuint32_t element_strides[kRank];
+    for (size_t i = 0; i < kRank; ++i) {
+        // No extent may be 0; of an empty tensor no box is ever loaded.
+        extents[i] = static_cast<cuuint64_t>(sizes[i] > 0 ? sizes[i] : 1);
+        element_strides[i] = 1;
+        if (i > 0) {
+            int64_t const size = sizeof(typename Traits::Element) * strides[i - 1];
+            bytes[i - 1] = sizes[i] > 1 ? static_cast<cuuint64_t>(size) : 16;
+        }
+    }
     CUresult const result =
         encode(&map,
                Traits::kConfig.dtype == DType::fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-               4, const_cast<void *>(ptr), extents, strides, box, element_strides,
+               kRank, const_cast<void *>(ptr), extents, bytes, box, element_strides,
                CU_TENSOR_MAP_INTERLEAVE_NONE,
                Traits::kSmemRow == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// Q as (d, packed heads, seqlen_q, grid heads, b), in boxes of a warpgroup's 64 rows: heads first,
+// as rows are numbered. Heads up to the next power of two are padding, outside the tensor.
+template <class Traits>
+cudaError_t make_tensor_map_q(CUtensorMap &map, Flash_fwd_params const &params) {
+    int64_t const packed = params.pack_shift > 0 ? params.h_h_k_ratio : 1;
+    cuuint32_t const heads = params.pack_shift < 6 ? 1u << params.pack_shift : 64;
+    return make_tensor_map<Traits, 5>(
+        map, params.q_ptr,
+        {params.d, packed, params.seqlen_q, num_grid_heads(params), params.b},
+        {params.q_head_stride, params.q_row_stride, packed * params.q_head_stride,
+         params.q_batch_stride},
+        {Traits::kSmemRow, heads, 64 / heads, 1, 1});
+}
+
+// K or V as (d, seqlen_k, h_k, b), in boxes of a key block's rows.
+template <class Traits>
+cudaError_t make_tensor_map_kv(CUtensorMap &map, Flash_fwd_params const &params, void const *ptr,
+                               int64_t batch_stride, int64_t row_stride, int64_t head_stride) {
+    return make_tensor_map<Traits, 4>(map, ptr, {params.d, params.seqlen_k, params.h_k, params.b},
+                                      {row_stride, head_stride, batch_stride},
+                                      {Traits::kSmemRow, Traits::kTileN, 1, 1});
+}
+
 template <class Traits>
 cudaError_t make_tensor_maps(TensorMapsSm90 &maps, Flash_fwd_params const &params) {
-    cudaError_t error = make_tensor_map<Traits>(maps.q, params.q_ptr, params.b, params.seqlen_q,
-                                                params.h, params.d, params.q_batch_stride,
-                                                params.q_row_stride, params.q_head_stride, 64);
+    cudaError_t error = make_tensor_map_q<Traits>(maps.q, params);
     if (error == cudaSuccess) {
-        error = make_tensor_map<Traits>(maps.k, params.k_ptr, params.b, params.seqlen_k, params.h_k,
-                                        params.d, params.k_batch_stride, params.k_row_stride,
-                                        params.k_head_stride, Traits::kTileN);
+        error = make_tensor_map_kv<Traits>(maps.k, params, params.k_ptr, params.k_batch_stride,
+                                           params.k_row_stride, params.k_head_stride);
     }
     if (error == cudaSuccess) {
-        error = make_tensor_map<Traits>(maps.v, params.v_ptr, params.b, params.seqlen_k, params.h_k,
-                                        params.d, params.v_batch_stride, params.v_row_stride,
-                                        params.v_head_stride, Traits::kTileN);
+        error = make_tensor_map_kv<Traits>(maps.v, params, params.v_ptr, params.v_batch_stride,
+                                           params.v_row_stride, params.v_head_stride);
     }
     return error;
 }

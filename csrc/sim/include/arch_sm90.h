@@ -50,10 +50,11 @@ void registers_lower() {
 // There is no L2 to give hints to.
 enum class CacheHint : uint64_t { evict_first, evict_last };
 
-inline void tma_load(void const *descriptor, Barrier *barrier, CacheHint, void *smem, int c0,
-                     int c1, int c2, int c3) {
-    int const coordinates[] = {c0, c1, c2, c3};
-    sim::tma_load(descriptor, barrier, smem, coordinates, 4);
+template <class... Coordinates>
+void tma_load(void const *descriptor, Barrier *barrier, CacheHint, void *smem,
+              Coordinates... coordinates) {
+    int const at[] = {coordinates...};
+    sim::tma_load(descriptor, barrier, smem, at, sizeof...(Coordinates));
 }
 
 inline void fence_async_proxy() { sim::fence_async_proxy(); }

@@ -1,0 +1,72 @@
+// One tile of query rows: where it is, how long its sequences are, which key blocks it visits.
+// Every other header asks this one.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include "flash.h"
+
+namespace flash {
+
+// The visits of a tile to its key blocks, counted down to 0: the main loop's counter is the number
+// of visits that are left. Those that need the mask come first.
+struct BlockRange {
+    int count;     // of all visits
+    int unmasked;  // of the last ones, whose keys every row sees: visits [0, unmasked)
+};
+
+struct WorkTile {
+    int m_block;  // of the rows of this (batch, head); < 0: no tile is left
+    int head;     // in the tile grid: a query head, or a key head whose query heads are packed
+    int batch;
+    int head_q;    // the query head, or the first of the packed ones
+    int head_k;    // the key head
+    int seqlen_q;  // query positions
+    int seqlen_k;  // keys
+    BlockRange blocks;
+};
+
+// A tile's rows are the positions of one query head or, where the query heads of a key head are
+// packed (pack-GQA), 2^pack_shift rows for each position, of which the first h_h_k_ratio are heads
+// and the others padding. A power of two, as it takes a shift and no division to find a row.
+CUTE_HOST_DEVICE int row_position(Flash_fwd_params const &params, int row) {
+    return row >> params.pack_shift;
+}
+CUTE_HOST_DEVICE int row_head(Flash_fwd_params const &params, int row) {
+    return row & ((1 << params.pack_shift) - 1);
+}
+// Rows of a (batch, head) of the tile grid.
+CUTE_HOST_DEVICE int num_rows(Flash_fwd_params const &params, int seqlen_q) {
+    return seqlen_q << params.pack_shift;
+}
+// Heads of the tile grid in one batch entry.
+CUTE_HOST_DEVICE int num_grid_heads(Flash_fwd_params const &params) {
+    return params.pack_shift > 0 ? params.h_k : params.h;
+}
+
+// One row of a tile, as loads and stores need it.
+struct TileRow {
+    int position;  // in the sequence
+    int head;      // among the packed heads; 0 where none are packed
+    bool exists;   // in the tensors of the queries
+
+    CUTE_HOST_DEVICE TileRow(Flash_fwd_params const &params, WorkTile const &tile, int tile_m,
+                             int row)
+        : position(row_position(params, tile.m_block * tile_m + row)),
+          head(row_head(params, tile.m_block * tile_m + row)),
+          exists(position < tile.seqlen_q && head < params.h_h_k_ratio) {}
+
+    // From the tile's first head, in elements.
+    CUTE_HOST_DEVICE int64_t offset(int64_t row_stride, int64_t head_stride) const {
+        return position * row_stride + head * head_stride;
+    }
+};
+
+// Where the output of a tile's first head begins.
+template <class Element>
+struct HeadOutput {
+    Element *o;
+    float *lse;
+};
+
+}  // namespace flash
