@@ -93,4 +93,5 @@ def attention(
     runner, kernel = _programs(variant, checker)
     settings = (seed, sim_run.COPY_MODES.index(copy_mode), SMEM_LIMIT, 2, 1, 0, 1 << 32)
     program = [str(runner), str(kernel), variant.name]
-    return sim_run.run_fwd_program(program, (q, k, v), q.shape[3] ** -0.5, settings, 300.0)
+    inputs = {"q": q, "k": k, "v": v}
+    return sim_run.run_fwd_program(program, inputs, q.shape[3] ** -0.5, settings, 300.0)

@@ -11,7 +11,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,8 +21,6 @@ from ..jit import abi
 from . import COPY_MODES, build
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-# NaN in fp16 and bf16, and as a pair in fp32: sim::kPoison.
-_POISON = 0x7FBF
 _ERROR_NOT_SUPPORTED = 801
 _SANITIZER_OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0",
@@ -30,7 +28,7 @@ _SANITIZER_OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
 _REPORT_CHARACTERS = 4000
-# Of tensors, in messages, where it is not that of the pointer.
+# Names of tensors in messages, where they differ from those of the pointers.
 _SHOWN_NAMES = {"o": "out"}
 
 
@@ -103,11 +101,6 @@ def _span(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((size,), (1,), tensor.storage_offset())
 
 
-def _strides(tensor: torch.Tensor) -> list[int]:
-    """Batch, row and head stride; those of size-1 dimensions do not matter and are 0."""
-    return [tensor.stride(i) if tensor.shape[i] > 1 else 0 for i in (0, 1, 2)]
-
-
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: FwdConfig) -> None:
     def require(ok: bool, condition: str, got: str) -> None:
         if not ok:
@@ -121,7 +114,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: FwdConfig)
             )
         require(tensor.device.type == "cpu", f"{name} on the CPU", f"{name}.device={tensor.device}")
         require(tensor.dim() == 4, f"{name} of 4 dimensions", f"{name}.shape={tuple(tensor.shape)}")
-        aligned = tensor.stride(3) == 1 and all(s % 8 == 0 for s in _strides(tensor))
+        strides = [tensor.stride(i) for i in (0, 1, 2) if tensor.shape[i] > 1]
+        aligned = tensor.stride(3) == 1 and all(stride % 8 == 0 for stride in strides)
         require(
             aligned or tensor.numel() == 0,
             f"{name} with last stride 1 and the others multiples of 8 elements",
@@ -148,19 +142,19 @@ def _words(*values: int) -> bytes:
 
 def _pack(
     params: ctypes.Structure,
-    tensors: Mapping[str, torch.Tensor],
-    outputs: Collection[str],
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
     settings: tuple[int, ...],
 ) -> list[bytes]:
     """The problem file: settings, the struct, and each tensor with the place of its pointer."""
-    pieces = [_words(*settings), _words(ctypes.sizeof(params)), bytes(params)]
-    pieces.append(_words(len(tensors)))
-    for name, tensor in tensors.items():
+    pieces = [_words(*settings, ctypes.sizeof(params)), bytes(params)]
+    pieces.append(_words(len(inputs) + len(outputs)))
+    for name, tensor in (*inputs.items(), *outputs.items()):
         shown = _SHOWN_NAMES.get(name, name).encode()
         offset = getattr(type(params), f"{name}_ptr").offset
         contents = _bytes(_span(tensor))
-        pieces += [_words(len(shown)), shown, _words(offset, name in outputs, len(contents))]
-        pieces.append(contents)
+        place = _words(offset, name in outputs, len(contents))
+        pieces += [_words(len(shown)), shown, place, contents]
     return pieces
 
 
@@ -282,48 +276,34 @@ def run_fwd(
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches)
     settings += (int(trace), 1 << 32)
     command = [str(_runner(checker)), str(path), function]
-    return run_fwd_program(command, (q, k, v), scale, settings, timeout, out)
-
-
-def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    words = dtype.itemsize // 2
-    return torch.full((*shape[:-1], words * shape[-1]), _POISON, dtype=torch.int16).view(dtype)
+    inputs = {"q": q, "k": k, "v": v}
+    return run_fwd_program(command, inputs, scale, settings, timeout, out)
 
 
 def run_fwd_program(
     program: list[str],
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
     scale: float,
     settings: tuple[int, ...],
     timeout: float,
     out: torch.Tensor | None = None,
 ) -> SimResult:
-    """Runs any kernel with the arguments of ``Flash_fwd_params``; nothing is checked.
-
-    Args:
-        program: As in :func:`run_program`.
-        qkv: q, k and v, as in :func:`run_fwd` but for the dtype.
-        scale: Of the scores.
-        settings: As in :func:`run_program`.
-        timeout: Seconds after which the run counts as hung.
-        out: Where the output goes; a new NaN-filled tensor by default.
-    """
-    q, k, v = qkv
+    """:func:`run_program` with ``Flash_fwd_params``, filled from q, k, v of any dtype."""
+    q = inputs["q"]
     b, seqlen_q, h, _ = q.shape
     outputs = {
-        "o": _poisoned(q.shape, q.dtype) if out is None else out,
-        "softmax_lse": _poisoned((b, h, seqlen_q), torch.float32),
+        "o": q.new_full(q.shape, math.nan) if out is None else out,
+        "softmax_lse": q.new_full((b, h, seqlen_q), math.nan, dtype=torch.float32),
     }
-    tensors = {"q": q, "k": k, "v": v, **outputs}
-    params = abi.fwd_params(tensors, scale)
-    return run_program(program, params, tensors, outputs, settings, timeout)
+    params = abi.fwd_params({**inputs, **outputs}, scale)
+    return run_program(program, params, inputs, outputs, settings, timeout)
 
 
 def run_program(
     program: list[str],
     params: ctypes.Structure,
-    tensors: Mapping[str, torch.Tensor],
-    outputs: Collection[str],
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
     settings: tuple[int, ...],
     timeout: float,
 ) -> SimResult:
@@ -331,19 +311,20 @@ def run_program(
 
     Args:
         program: The runner, a shared object, the name of the kernel's function in it.
-        params: What the kernel is launched with, but for the pointers to ``tensors``.
-        tensors: By the names of their pointers in ``params`` without ``_ptr``, on the CPU. Each is
-            copied to memory of its own, with what lies in gaps between its rows, and begins there
-            at a multiple of 256 bytes, as in memory from cudaMalloc.
-        outputs: Names of the tensors that the kernel writes. They have their first contents again
-            before each further launch, and receive the last launch's results.
+        params: What the kernel is launched with, but for the pointers to ``inputs`` and
+            ``outputs``.
+        inputs: Tensors on the CPU that the kernel reads, by the names of their pointers in
+            ``params`` without ``_ptr``. What lies in gaps between rows is passed along. In the
+            runner each begins at a multiple of 256 bytes, as memory from cudaMalloc does.
+        outputs: Likewise, those that the kernel writes. Each launch finds the contents they have
+            now; they receive the results of the last one if the verdict is ``"pass"``.
         settings: Seed, copy mode, shared memory limit, SMs, launches, trace, greatest number of
             steps.
         timeout: Seconds after which the run counts as hung.
     """
     with tempfile.TemporaryDirectory(prefix="flashcute-sim-") as folder:
         problem, result = Path(folder) / "problem", Path(folder) / "result"
-        pieces = _pack(params, tensors, outputs, settings)
+        pieces = _pack(params, inputs, outputs, settings)
         try:
             with open(problem, "wb") as file:
                 file.writelines(pieces)
@@ -364,5 +345,4 @@ def run_program(
             message = "\n".join([*ours, report])[:_REPORT_CHARACTERS]
             message = message or f"the runner ended with status {status}"
             return SimResult("fail", message, {}, {}, nothing, 0.0)
-        written = {name: tensor for name, tensor in tensors.items() if name in outputs}
-        return _unpack(result.read_bytes(), written)
+        return _unpack(result.read_bytes(), outputs)

@@ -134,12 +134,10 @@ def run_sum():
     (runner,) = sim.build_runners(["none"])
 
     def run(params):
-        tensors = {
-            "total": torch.full((1,), 10, dtype=torch.int32),
-            "terms": torch.arange(1, 4, dtype=torch.int32),
-        }
+        inputs = {"terms": torch.arange(1, 4, dtype=torch.int32)}
+        outputs = {"total": torch.full((1,), 10, dtype=torch.int32)}
         program, settings = [str(runner), str(path), "sum"], (0, 0, 0, 1, 2, 0, 1)
-        return sim_run.run_program(program, params, tensors, ["total"], settings, 60.0)
+        return sim_run.run_program(program, params, inputs, outputs, settings, 60.0)
 
     return run
 
