@@ -1,12 +1,15 @@
-"""The ctypes mirror of flash.h against a C++ compiler's view of it."""
+"""The ctypes mirror of flash.h against a C++ compiler's view of it, and how tensors fill it."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
 
+import pytest
+import torch
+
 from flashcute.jit import sources, toolchain
-from flashcute.jit.abi import ABI_VERSION, FlashFwdParams, FlashKernel
+from flashcute.jit.abi import ABI_VERSION, FlashFwdParams, FlashKernel, fwd_params
 
 STRUCTS = {"Flash_fwd_params": FlashFwdParams, "Flash_kernel": FlashKernel}
 
@@ -40,3 +43,19 @@ def test_mirror_has_the_layout_of_flash_h(tmp_path):
             descriptor = getattr(mirror, field)
             expected.append(f"{name}.{field} {descriptor.offset} {descriptor.size}")
     assert cpp_layout(tmp_path) == expected
+
+
+# tests/test_jit_launch.py compares every field.
+def test_dimensions_of_size_1_have_no_stride():
+    q = torch.empty(8).as_strided((1, 1, 1, 8), (3, 5, 7, 1))
+    k = torch.empty(64).as_strided((1, 2, 1, 8), (3, 16, 7, 1))
+    params = fwd_params({"q": q, "k": k}, 1.0)
+    assert [getattr(params, f"q_{dim}_stride") for dim in ("batch", "row", "head")] == [0, 0, 0]
+    assert [getattr(params, f"k_{dim}_stride") for dim in ("batch", "row", "head")] == [0, 16, 0]
+    assert params.k_ptr == k.data_ptr() and params.v_ptr is None
+
+
+def test_a_tensor_that_no_pointer_takes_is_refused():
+    q = torch.empty(1, 1, 1, 8)
+    with pytest.raises(AttributeError, match="out_ptr"):
+        fwd_params({"q": q, "k": q, "out": q}, 1.0)

@@ -1,4 +1,4 @@
-"""The C structs of ``flash.h`` as ctypes sees them, to check a kernel's shared object against.
+"""The C structs of ``flash.h`` as ctypes sees them, and how they are filled from tensors.
 
 ``tests/test_jit_abi.py`` compares sizes and offsets with those of a C++ compiler.
 """
@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 ABI_VERSION = 2  # flash::kAbiVersion
 
-_STRIDES = [
-    (f"{tensor}_{dim}_stride", ctypes.c_int64)
-    for tensor in "qkvo"
-    for dim in ("batch", "row", "head")
-]
+# Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
+_STRIDES = dict.fromkeys("qkvo", ("batch", "row", "head"))
 _SIZES = [
     (name, ctypes.c_int32) for name in ("b", "seqlen_q", "seqlen_k", "h", "h_k", "d", "h_h_k_ratio")
 ]
@@ -22,13 +25,18 @@ _SIZES = [
 class FlashFwdParams(ctypes.Structure):
     """``flash::Flash_fwd_params``."""
 
+    __slots__ = ()  # a misspelt field is an error
     _fields_ = [
         ("q_ptr", ctypes.c_void_p),
         ("k_ptr", ctypes.c_void_p),
         ("v_ptr", ctypes.c_void_p),
         ("o_ptr", ctypes.c_void_p),
         ("softmax_lse_ptr", ctypes.c_void_p),
-        *_STRIDES,
+        *(
+            (f"{tensor}_{dim}_stride", ctypes.c_int64)
+            for tensor, dims in _STRIDES.items()
+            for dim in dims
+        ),
         *_SIZES,
         ("scale_softmax", ctypes.c_float),
         ("scale_softmax_log2", ctypes.c_float),
@@ -51,3 +59,34 @@ class FlashKernel(ctypes.Structure):
         ),
         ("error_string", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int32)),
     ]
+
+
+def fwd_params(tensors: Mapping[str, torch.Tensor], softmax_scale: float) -> FlashFwdParams:
+    """The arguments of a forward launch; nothing is checked.
+
+    Args:
+        tensors: By the names of their pointers without ``_ptr``, on a GPU or the CPU, with the
+            shapes that ``flash.h`` gives: q, k, v, o, softmax_lse. A pointer without a tensor is
+            null. The struct holds addresses only: the tensors have to outlive it.
+        softmax_scale: Of the scores.
+    """
+    b, seqlen_q, h, d = tensors["q"].shape
+    seqlen_k, h_k = tensors["k"].shape[1:3]
+    params = FlashFwdParams(
+        b=b,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        h=h,
+        h_k=h_k,
+        d=d,
+        h_h_k_ratio=h // h_k,
+        scale_softmax=softmax_scale,
+        scale_softmax_log2=softmax_scale * math.log2(math.e),
+    )
+    for name, tensor in tensors.items():
+        setattr(params, f"{name}_ptr", tensor.data_ptr())
+        for i, dim in enumerate(_STRIDES.get(name, ())):
+            # The kernels never use the stride of a dimension of size 1, which may be any number.
+            stride = tensor.stride(i) if tensor.shape[i] > 1 else 0
+            setattr(params, f"{name}_{dim}_stride", stride)
+    return params

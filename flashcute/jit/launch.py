@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 
-from .abi import FlashFwdParams, FlashKernel
+from .abi import FlashKernel, fwd_params
 
 
 class Call:
@@ -44,14 +43,10 @@ class Call:
             outputs = out, q.new_empty((b, h, seqlen_q), dtype=torch.float32)
         self.out, self.lse = outputs
         self._kernel = kernel
-        self._tensors = (q, k, v, self.out)  # alive as long as their addresses are in use
+        # Kept, as the parameters hold their addresses.
+        self._tensors = {"q": q, "k": k, "v": v, "o": self.out, "softmax_lse": self.lse}
         scale = d**-0.5 if softmax_scale is None else softmax_scale
-        self._params = FlashFwdParams(
-            *(x.data_ptr() for x in (*self._tensors, self.lse)),
-            *(stride for x in self._tensors for stride in x.stride()[:3]),
-            *(b, seqlen_q, k.shape[1], h, k.shape[2], d, h // k.shape[2]),
-            *(scale, scale * math.log2(math.e)),
-        )
+        self._params = fwd_params(self._tensors, scale)
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueues the kernel on the current stream; returns :attr:`out` and :attr:`lse`.

@@ -17,11 +17,10 @@ from pathlib import Path
 import torch
 
 from ..config import FwdConfig
+from ..jit import abi
 from . import COPY_MODES, build
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-# NaN in fp16 and bf16, and as a pair in fp32: sim::kPoison.
-_POISON = 0x7FBF
 _ERROR_NOT_SUPPORTED = 801
 _SANITIZER_OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0",
@@ -29,6 +28,8 @@ _SANITIZER_OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
 _REPORT_CHARACTERS = 4000
+# Names of tensors in messages, where they differ from those of the pointers.
+_SHOWN_NAMES = {"o": "out"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,8 @@ class SimResult:
             does not model, so nothing is known.
         message: Why it did not pass; names block, warp and lane where they are known, and the
             warpgroup and barrier that an instruction of Hopper concerns.
-        out: (b, seqlen_q, h, d), dtype of q; None unless the verdict is ``"pass"``.
-        lse: (b, h, seqlen_q), fp32; None unless the verdict is ``"pass"``.
+        outputs: What the kernel wrote, by the names of its pointers in ``flash.h`` without
+            ``_ptr``; empty unless the verdict is ``"pass"``.
         counters: Exact counts, repeatable for the same problem; see ``csrc/sim/src/counters.h``.
         trace: (n, 3) int64, one row (block, tensor, byte offset) for each asynchronous copy of a
             lane and each row of a TMA box, tensor 0 to 2 for q, k, v; empty unless asked for.
@@ -51,11 +52,20 @@ class SimResult:
 
     verdict: str
     message: str
-    out: torch.Tensor | None
-    lse: torch.Tensor | None
+    outputs: Mapping[str, torch.Tensor]
     counters: Mapping[str, int]
     trace: torch.Tensor
     seconds: float
+
+    @property
+    def out(self) -> torch.Tensor | None:
+        """(b, seqlen_q, h, d), dtype of q; None unless the verdict is ``"pass"``."""
+        return self.outputs.get("o")
+
+    @property
+    def lse(self) -> torch.Tensor | None:
+        """(b, h, seqlen_q), fp32; None unless the verdict is ``"pass"``."""
+        return self.outputs.get("softmax_lse")
 
 
 class _Reader:
@@ -91,11 +101,6 @@ def _span(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((size,), (1,), tensor.storage_offset())
 
 
-def _strides(tensor: torch.Tensor) -> list[int]:
-    """Batch, row and head stride; those of size-1 dimensions do not matter and are 0."""
-    return [tensor.stride(i) if tensor.shape[i] > 1 else 0 for i in (0, 1, 2)]
-
-
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: FwdConfig) -> None:
     def require(ok: bool, condition: str, got: str) -> None:
         if not ok:
@@ -109,7 +114,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: FwdConfig)
             )
         require(tensor.device.type == "cpu", f"{name} on the CPU", f"{name}.device={tensor.device}")
         require(tensor.dim() == 4, f"{name} of 4 dimensions", f"{name}.shape={tuple(tensor.shape)}")
-        aligned = tensor.stride(3) == 1 and all(s % 8 == 0 for s in _strides(tensor))
+        strides = [tensor.stride(i) for i in (0, 1, 2) if tensor.shape[i] > 1]
+        aligned = tensor.stride(3) == 1 and all(stride % 8 == 0 for stride in strides)
         require(
             aligned or tensor.numel() == 0,
             f"{name} with last stride 1 and the others multiples of 8 elements",
@@ -130,24 +136,30 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: FwdConfig)
     )
 
 
+def _words(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}q", *values)
+
+
 def _pack(
-    tensors: tuple[torch.Tensor, ...], scale: float, settings: tuple[int, ...]
+    params: ctypes.Structure,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    settings: tuple[int, ...],
 ) -> list[bytes]:
-    q, k = tensors[0], tensors[1]
-    b, seqlen_q, h, d = q.shape
-    seqlen_k, h_k = k.shape[1], k.shape[2]
-    strides = [stride for tensor in tensors for stride in _strides(tensor)]
-    spans = [_bytes(_span(tensor)) for tensor in tensors]
-    words = [*settings, *strides, b, seqlen_q, seqlen_k, h, h_k, d]
-    return [
-        struct.pack(f"<{len(words)}q", *words),
-        struct.pack("<d", scale),
-        struct.pack("<4q", *map(len, spans)),
-        *spans,
-    ]
+    """The problem file: settings, the struct, and each tensor with the place of its pointer."""
+    pieces = [_words(*settings, ctypes.sizeof(params)), bytes(params)]
+    pieces.append(_words(len(inputs) + len(outputs)))
+    for name, tensor in (*inputs.items(), *outputs.items()):
+        shown = _SHOWN_NAMES.get(name, name).encode()
+        offset = getattr(type(params), f"{name}_ptr").offset
+        contents = _bytes(_span(tensor))
+        place = _words(offset, name in outputs, len(contents))
+        pieces += [_words(len(shown)), shown, place, contents]
+    return pieces
 
 
-def _unpack(data: bytes, out: torch.Tensor, lse_shape: tuple[int, ...]) -> SimResult:
+def _unpack(data: bytes, outputs: Mapping[str, torch.Tensor]) -> SimResult:
+    """What the result file says; ``outputs`` receive what the kernel wrote, if it passed."""
     reader = _Reader(data)
     code, seconds = reader.word(), reader.word() * 1e-9
     error, damage = reader.text(), reader.text()
@@ -159,13 +171,13 @@ def _unpack(data: bytes, out: torch.Tensor, lse_shape: tuple[int, ...]) -> SimRe
     trace = trace.view(-1, 3)[:entries]
     if code != 0 or damage:
         verdict = "not covered" if code == _ERROR_NOT_SUPPORTED else "fail"
-        return SimResult(verdict, error or damage, None, None, counters, trace, seconds)
-    span = _span(out)
-    raw = bytearray(reader.raw(span.numel() * span.element_size()))
-    span.copy_(torch.frombuffer(raw, dtype=out.dtype))
-    raw = bytearray(reader.raw(4 * math.prod(lse_shape)))
-    lse = torch.frombuffer(raw, dtype=torch.float32).view(lse_shape)
-    return SimResult("pass", "", out, lse, counters, trace, seconds)
+        return SimResult(verdict, error or damage, {}, counters, trace, seconds)
+    for tensor in outputs.values():
+        span = _span(tensor)
+        raw = reader.raw(span.numel() * span.element_size())
+        if raw:
+            span.copy_(torch.frombuffer(bytearray(raw), dtype=tensor.dtype))
+    return SimResult("pass", "", outputs, counters, trace, seconds)
 
 
 def _execute(command: list[str], timeout: float) -> tuple[int, str]:
@@ -260,36 +272,59 @@ def run_fwd(
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if not 0 < scale < math.inf:
         raise ValueError(f"sim.run_fwd: expected a finite softmax_scale > 0, got {scale}")
-    if out is None:
-        out = torch.full(q.shape, _POISON, dtype=torch.int16).view(q.dtype)
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches)
     settings += (int(trace), 1 << 32)
     command = [str(_runner(checker)), str(path), function]
-    return run_program(command, (q, k, v, out), scale, settings, timeout)
+    inputs = {"q": q, "k": k, "v": v}
+    return run_fwd_program(command, inputs, scale, settings, timeout, out)
+
+
+def run_fwd_program(
+    program: list[str],
+    inputs: Mapping[str, torch.Tensor],
+    scale: float,
+    settings: tuple[int, ...],
+    timeout: float,
+    out: torch.Tensor | None = None,
+) -> SimResult:
+    """:func:`run_program` with ``Flash_fwd_params``, filled from q, k, v of any dtype."""
+    q = inputs["q"]
+    b, seqlen_q, h, _ = q.shape
+    outputs = {
+        "o": q.new_full(q.shape, math.nan) if out is None else out,
+        "softmax_lse": q.new_full((b, h, seqlen_q), math.nan, dtype=torch.float32),
+    }
+    params = abi.fwd_params({**inputs, **outputs}, scale)
+    return run_program(program, params, inputs, outputs, settings, timeout)
 
 
 def run_program(
     program: list[str],
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    scale: float,
+    params: ctypes.Structure,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
     settings: tuple[int, ...],
     timeout: float,
 ) -> SimResult:
-    """Runs any kernel with the arguments of ``Flash_fwd_params``; nothing is checked.
+    """Runs any kernel on any parameter struct; nothing is checked.
 
     Args:
         program: The runner, a shared object, the name of the kernel's function in it.
-        tensors: q, k, v and out, as in :func:`run_fwd` but for the dtype.
-        scale: Of the scores.
+        params: What the kernel is launched with, but for the pointers to ``inputs`` and
+            ``outputs``.
+        inputs: Tensors on the CPU that the kernel reads, by the names of their pointers in
+            ``params`` without ``_ptr``. What lies in gaps between rows is passed along. In the
+            runner each begins at a multiple of 256 bytes, as memory from cudaMalloc does.
+        outputs: Likewise, those that the kernel writes. Each launch finds the contents they have
+            now; they receive the results of the last one if the verdict is ``"pass"``.
         settings: Seed, copy mode, shared memory limit, SMs, launches, trace, greatest number of
             steps.
         timeout: Seconds after which the run counts as hung.
     """
-    q, out = tensors[0], tensors[3]
     with tempfile.TemporaryDirectory(prefix="flashcute-sim-") as folder:
         problem, result = Path(folder) / "problem", Path(folder) / "result"
-        pieces = _pack(tensors, scale, settings)
+        pieces = _pack(params, inputs, outputs, settings)
         try:
             with open(problem, "wb") as file:
                 file.writelines(pieces)
@@ -309,6 +344,5 @@ def run_program(
             ours = [line for line in report.splitlines() if line.startswith("block (")]
             message = "\n".join([*ours, report])[:_REPORT_CHARACTERS]
             message = message or f"the runner ended with status {status}"
-            return SimResult("fail", message, None, None, {}, nothing, 0.0)
-        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-        return _unpack(result.read_bytes(), out, lse_shape)
+            return SimResult("fail", message, {}, {}, nothing, 0.0)
+        return _unpack(result.read_bytes(), outputs)

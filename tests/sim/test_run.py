@@ -1,12 +1,15 @@
-"""What `run_fwd` refuses, and how it reports a kernel that does not end or does not compile."""
+"""What `run_fwd` refuses, what it reports of broken kernels, and kernels with other parameters."""
+
+import ctypes
 
 import mutants
 import pytest
 import torch
 
 from flashcute import sim
-from flashcute.jit import sources
+from flashcute.jit import build, sources, toolchain
 from flashcute.jit.toolchain import BuildError
+from flashcute.sim import run as sim_run
 from flashcute.sim.build import companions, dynamic_smem
 
 CONFIG = mutants.TWO_STAGES
@@ -76,3 +79,83 @@ def test_companions_share_a_head_dimension():
         assert config in together and len(together) >= 4
         assert {(c.arch, c.head_dim) for c in together} == {(config.arch, config.head_dim)}
     assert companions(CONFIG) == (CONFIG,)
+
+
+class SumParams(ctypes.Structure):
+    """``Params`` of :data:`SUM`."""
+
+    _fields_ = [
+        ("n", ctypes.c_int64),
+        ("terms_ptr", ctypes.c_void_p),
+        ("unused_ptr", ctypes.c_void_p),
+        ("total_ptr", ctypes.c_void_p),
+        ("at", ctypes.c_int64),
+    ]
+
+
+class LongerParams(ctypes.Structure):
+    _fields_ = [*SumParams._fields_, ("more", ctypes.c_int64)]
+
+
+# Adds `terms` to total[at]. Ends with an error where a pointer is not as expected.
+SUM = """
+#include "flash.h"
+struct Params { int64_t n; int32_t *terms, *unused, *total; int64_t at; };
+int32_t add(flash::Flash_fwd_params const *raw, void *) {
+    auto const &p = *reinterpret_cast<Params const *>(raw);
+    if (p.unused || !p.terms || uint64_t(p.terms) % 256 || uint64_t(p.total) % 256) {
+        return 1;
+    }
+    for (int64_t i = 0; i < p.n; ++i) {
+        p.total[p.at] += p.terms[i];
+    }
+    return 0;
+}
+extern "C" flash::Flash_kernel const *sum() {
+    static flash::Flash_kernel const kernel{
+        .abi_version = flash::kAbiVersion, .params_size = sizeof(Params), .launch = add};
+    return &kernel;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def run_sum():
+    """Runs :data:`SUM` twice on 1 + 2 + 3 and a total of 10."""
+    unit = build.Unit(
+        name="sum",
+        target="sim-test",
+        source=SUM,
+        suffix=".cpp",
+        flags=("-std=c++20", "-fPIC", "-shared"),
+        project_dirs=(sources.kernel_include_dir(),),
+    )
+    path = build.build(unit, toolchain.find_host_compiler()).artefact.path
+    (runner,) = sim.build_runners(["none"])
+
+    def run(params):
+        inputs = {"terms": torch.arange(1, 4, dtype=torch.int32)}
+        outputs = {"total": torch.full((1,), 10, dtype=torch.int32)}
+        program, settings = [str(runner), str(path), "sum"], (0, 0, 0, 1, 2, 0, 1)
+        return sim_run.run_program(program, params, inputs, outputs, settings, 60.0)
+
+    return run
+
+
+def test_a_kernel_with_parameters_of_its_own(run_sum):
+    result = run_sum(SumParams(n=3))
+    assert result.verdict == "pass", result.message
+    assert {name: x.tolist() for name, x in result.outputs.items()} == {"total": [16]}
+    assert result.out is None and result.lse is None
+
+
+def test_a_write_outside_of_any_buffer_names_it(run_sum):
+    result = run_sum(SumParams(n=3, at=1))
+    assert result.verdict == "fail" and not result.outputs
+    assert result.message == "the kernel wrote outside of total, at byte 4 of 4"
+
+
+def test_parameters_of_another_size_are_refused(run_sum):
+    result = run_sum(LongerParams(n=3))
+    assert result.verdict == "fail"
+    assert "the kernel was built against another flash.h" in result.message

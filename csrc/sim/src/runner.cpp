@@ -1,12 +1,15 @@
-// Runs one forward problem through one kernel's shared object: `runner kernels.so name problem
-// result`. A process of its own, so that sanitizers can be linked in and a broken kernel harms
-// nobody. The two files are what flashcute/sim/run.py packs and unpacks: 8-byte little-endian
-// words, then raw tensors.
+// Runs one problem through one kernel's shared object: `runner kernels.so name problem result`. A
+// process of its own, so that sanitizers can be linked in and a broken kernel harms nobody. The two
+// files are what flashcute/sim/run.py packs and unpacks: 8-byte little-endian words and, each with
+// its length before it, bytes. Of the kernel's parameters this program knows only their bytes and
+// where in them the pointers are.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <fstream>
 #include <iterator>
 #include <stdexcept>
@@ -22,32 +25,33 @@ constexpr uint16_t kPoison = 0x7FBF;
 
 class Reader {
   public:
-    explicit Reader(char const *path) {
-        std::ifstream file(path, std::ios::binary);
-        if (!file) {
+    explicit Reader(char const *path) : file_(path, std::ios::binary) {
+        if (!file_) {
             throw std::runtime_error(std::string("cannot read ") + path);
         }
-        bytes_.assign(std::istreambuf_iterator<char>(file), {});
-    }
-    void raw(void *destination, size_t count) {
-        if (bytes_.size() - at_ < count) {
-            throw std::runtime_error("the problem file is short");
-        }
-        std::memcpy(destination, bytes_.data() + at_, count);
-        at_ += count;
     }
     template <class T>
     T word() {
         static_assert(sizeof(T) == 8);
         T value;
-        raw(&value, sizeof value);
+        raw(reinterpret_cast<char *>(&value), sizeof value);
         return value;
     }
     int32_t small() { return static_cast<int32_t>(word<int64_t>()); }
+    std::string bytes() {
+        std::string value(word<uint64_t>(), '\0');
+        raw(value.data(), value.size());
+        return value;
+    }
 
   private:
-    std::vector<char> bytes_;
-    size_t at_ = 0;
+    void raw(char *destination, size_t count) {
+        if (!file_.read(destination, static_cast<std::streamsize>(count))) {
+            throw std::runtime_error("the problem file is short");
+        }
+    }
+
+    std::ifstream file_;
 };
 
 class Writer {
@@ -118,7 +122,26 @@ class Guarded {
     std::vector<Chunk> storage_;
 };
 
-flash::Flash_kernel const &load(char const *path, char const *name) {
+// What a pointer of the kernel's parameters points to.
+struct Buffer {
+    std::string name;     // in messages
+    uint64_t pointer;     // its byte offset in the parameters
+    bool output;          // whether the kernel writes it
+    std::string initial;  // what it holds before the first launch; an output, before each
+    Guarded memory;
+
+    explicit Buffer(Reader &in)
+        : name(in.bytes()),
+          pointer(in.word<uint64_t>()),
+          output(in.small() != 0),
+          initial(in.bytes()),
+          memory(name, initial.size()) {
+        reset();
+    }
+    void reset() { std::copy(initial.begin(), initial.end(), memory.data()); }
+};
+
+flash::Flash_kernel const &load(char const *path, char const *name, size_t params_size) {
     void *const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
         throw std::runtime_error(dlerror());
@@ -129,7 +152,7 @@ flash::Flash_kernel const &load(char const *path, char const *name) {
     }
     flash::Flash_kernel const &kernel = *entry();
     if (kernel.abi_version != flash::kAbiVersion ||
-        kernel.params_size != static_cast<int32_t>(sizeof(flash::Flash_fwd_params))) {
+        static_cast<size_t>(kernel.params_size) != params_size) {
         throw std::runtime_error("the kernel was built against another flash.h");
     }
     return kernel;
@@ -147,62 +170,37 @@ sim::Settings read_settings(Reader &in) {
     return settings;
 }
 
-flash::Flash_fwd_params read_params(Reader &in) {
-    flash::Flash_fwd_params p{};
-    for (int64_t *stride :
-         {&p.q_batch_stride, &p.q_row_stride, &p.q_head_stride, &p.k_batch_stride, &p.k_row_stride,
-          &p.k_head_stride, &p.v_batch_stride, &p.v_row_stride, &p.v_head_stride, &p.o_batch_stride,
-          &p.o_row_stride, &p.o_head_stride}) {
-        *stride = in.word<int64_t>();
-    }
-    for (int32_t *size : {&p.b, &p.seqlen_q, &p.seqlen_k, &p.h, &p.h_k, &p.d}) {
-        *size = in.small();
-    }
-    p.h_h_k_ratio = p.h / p.h_k;
-    auto const scale = in.word<double>();
-    p.scale_softmax = static_cast<float>(scale);
-    p.scale_softmax_log2 = static_cast<float>(scale * 1.4426950408889634);
-    return p;
-}
-
 void run(char const *library, char const *name, char const *problem_path, char const *result_path) {
     Reader in(problem_path);
     sim::state().settings = read_settings(in);
-    flash::Flash_fwd_params params = read_params(in);
-    size_t sizes[4];
-    for (size_t &size : sizes) {
-        size = in.word<uint64_t>();
+    std::string params = in.bytes();
+    std::deque<Buffer> buffers;
+    for (auto left = in.word<uint64_t>(); left > 0; --left) {
+        Buffer &buffer = buffers.emplace_back(in);
+        char *const address = buffer.memory.data();
+        std::memcpy(params.data() + buffer.pointer, &address, sizeof address);
+        sim::state().regions.push_back(buffer.memory.region());
     }
-    Guarded q("q", sizes[0]), k("k", sizes[1]), v("v", sizes[2]), o("out", sizes[3]);
-    Guarded lse("softmax_lse", sizeof(float) * params.b * params.h * params.seqlen_q);
-    for (Guarded *tensor : {&q, &k, &v, &o}) {
-        in.raw(tensor->data(), tensor->bytes());
-    }
-    for (Guarded *tensor : {&q, &k, &v, &o, &lse}) {
-        sim::state().regions.push_back(tensor->region());
-    }
-    params.q_ptr = q.data();
-    params.k_ptr = k.data();
-    params.v_ptr = v.data();
-    params.o_ptr = o.data();
-    params.softmax_lse_ptr = reinterpret_cast<float *>(lse.data());
 
-    std::vector<char> const untouched(o.data(), o.data() + o.bytes());
-    flash::Flash_kernel const &kernel = load(library, name);
+    flash::Flash_kernel const &kernel = load(library, name, params.size());
+    auto const *const arguments = reinterpret_cast<flash::Flash_fwd_params const *>(params.data());
     auto const started = std::chrono::steady_clock::now();
-    int code = kernel.launch(&params, nullptr);
+    int code = kernel.launch(arguments, nullptr);
     for (int i = 1; i < sim::state().settings.launches && code == 0; ++i) {
         // What an earlier launch computed must not make up for what this one does not.
-        std::memcpy(o.data(), untouched.data(), untouched.size());
-        std::memset(lse.data(), 0xff, lse.bytes());
-        code = kernel.launch(&params, nullptr);
+        for (Buffer &buffer : buffers) {
+            if (buffer.output) {
+                buffer.reset();
+            }
+        }
+        code = kernel.launch(arguments, nullptr);
     }
     std::chrono::duration<double, std::nano> const elapsed =
         std::chrono::steady_clock::now() - started;
     std::string damage;
-    for (Guarded *tensor : {&q, &k, &v, &o, &lse}) {
+    for (Buffer &buffer : buffers) {
         if (damage.empty()) {
-            damage = tensor->damage();
+            damage = buffer.memory.damage();
         }
     }
 
@@ -223,9 +221,10 @@ void run(char const *library, char const *name, char const *problem_path, char c
         out.word(entry.offset);
     }
     // What a failed launch left is of no use, and nothing orders this thread behind its stores.
-    if (code == 0) {
-        out.raw(o.data(), o.bytes());
-        out.raw(lse.data(), lse.bytes());
+    for (Buffer &buffer : buffers) {
+        if (code == 0 && buffer.output) {
+            out.raw(buffer.memory.data(), buffer.memory.bytes());
+        }
     }
 }
 
