@@ -41,8 +41,18 @@ class _FwdProblem(ctypes.Structure):
     )
 
 
+class _FwdChoice(ctypes.Structure):
+    """``flash::FwdChoice`` of flash_api.cpp."""
+
+    _fields_ = (("kernel", ctypes.c_void_p), ("pack_heads", ctypes.c_int32))
+
+
 _Resolver = ctypes.CFUNCTYPE(
-    ctypes.c_void_p, ctypes.POINTER(_FwdProblem), ctypes.c_void_p, ctypes.c_int32
+    ctypes.c_int32,
+    ctypes.POINTER(_FwdProblem),
+    ctypes.POINTER(_FwdChoice),
+    ctypes.c_void_p,
+    ctypes.c_int32,
 )
 
 # What the resolver raised in this thread: the binding can only pass a message on, the caller of
@@ -63,7 +73,7 @@ os.register_at_fork(after_in_child=_renew_load_lock)
 _keep_alive: list[object] = []
 
 
-def _kernel_address(problem: _FwdProblem) -> int:
+def _choose(problem: _FwdProblem) -> _FwdChoice:
     properties = torch.cuda.get_device_properties(problem.device)
     capability = properties.major, properties.minor
     if capability not in CAPABILITIES:
@@ -71,34 +81,33 @@ def _kernel_address(problem: _FwdProblem) -> int:
             f"{NAMESPACE}::fwd: expected a GPU of compute capability in {CAPABILITIES}, "
             f"got cuda:{problem.device} of {capability}; move the tensors to the CPU"
         )
-    config = heuristics.choose_fwd(
-        heuristics.FwdProblem(
-            dtype=_DTYPES[problem.dtype],
-            causal=bool(problem.causal),
-            b=problem.b,
-            seqlen_q=problem.seqlen_q,
-            seqlen_k=problem.seqlen_k,
-            h=problem.h,
-            h_k=problem.h_k,
-            d=problem.d,
-        ),
-        capability,
-        properties.multi_processor_count,
+    call = heuristics.FwdProblem(
+        dtype=_DTYPES[problem.dtype],
+        causal=bool(problem.causal),
+        b=problem.b,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        h=problem.h,
+        h_k=problem.h_k,
+        d=problem.d,
     )
-    return jit.get_kernel(config, f"{capability[0]}{capability[1]}").address
+    config = heuristics.choose_fwd(call, capability, properties.multi_processor_count)
+    kernel = jit.get_kernel(config, f"{capability[0]}{capability[1]}")
+    return _FwdChoice(kernel.address, heuristics.packs_heads(call, config.tile_m))
 
 
 @_Resolver
-def _resolve(problem, error, error_size):
+def _resolve(problem, choice, error, error_size):
     # Nothing may leave a ctypes callback, KeyboardInterrupt during a build included.
     try:
-        return _kernel_address(problem.contents)
+        choice[0] = _choose(problem.contents)
+        return 0
     except BaseException as exception:
         _raised.exception = exception
         text = f"{type(exception).__name__}: {exception}".encode()[: error_size - 1]
         message = text.decode(errors="ignore").encode() + b"\0"
         ctypes.memmove(error, message, len(message))
-        return None
+        return 1
 
 
 def _empty_outputs(q):

@@ -147,7 +147,7 @@ def test_configurations_in_use_are_those_that_are_chosen(capability):
     """What is built ahead is what a call then asks for."""
     lengths = sorted({2**i + extra for i in range(1, 15) for extra in (0, 1)} | {77, 197})
     for dtype, head_dim, causal in OF_HOPPER:
-        problem = dataclasses.replace(PROBLEM, dtype=dtype, causal=causal, d=head_dim, b=64)
+        problem = dataclasses.replace(PROBLEM, dtype=dtype, causal=causal, d=head_dim, b=64, h_k=8)
         chosen = {
             heuristics.choose_fwd(dataclasses.replace(problem, seqlen_q=n, seqlen_k=m), capability)
             for n in lengths
@@ -161,6 +161,29 @@ def test_one_query_row_needs_no_mask():
     assert heuristics.choose_fwd(one, (8, 0)).mask == "none"
     two = dataclasses.replace(PROBLEM, seqlen_q=2)
     assert heuristics.choose_fwd(two, (8, 0)).mask == "causal"
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "h", "h_k", "packed"),
+    [
+        (1, 32, 8, True),
+        (1, 71, 1, True),
+        (1, 8, 8, False),  # no heads to share
+        (4, 32, 8, True),
+        (8, 40, 8, True),  # five heads take eight rows: 64 rows of 128
+        (32, 40, 8, True),  # two tiles for five
+        (32, 6, 2, True),
+        (96, 32, 8, True),  # three tiles of packed rows for four of a head each
+        (128, 32, 8, False),
+        (128, 40, 8, False),  # padding would add tiles
+        (129, 32, 8, True),  # 5 tiles for 8
+        (4096, 32, 8, False),
+        (0, 32, 8, True),
+    ],
+)
+def test_heads_are_packed_where_it_saves_a_quarter_of_the_tiles(seqlen_q, h, h_k, packed):
+    problem = dataclasses.replace(PROBLEM, seqlen_q=seqlen_q, h=h, h_k=h_k)
+    assert heuristics.packs_heads(problem, 128) is packed
 
 
 def test_shipped_configurations_have_names_of_their_own():

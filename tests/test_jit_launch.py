@@ -44,10 +44,21 @@ def test_arguments(stand_in):
         for dim, stride in zip(("batch", "row", "head"), x.stride(), strict=False):
             expected[f"{name}_{dim}_stride"] = stride
     expected |= {"b": 2, "seqlen_q": 70, "seqlen_k": 33, "h": 4, "h_k": 2, "d": 64}
-    expected |= {"h_h_k_ratio": 2, "softmax_lse_ptr": lse.data_ptr(), "scale_softmax": 0.125}
+    expected |= {"softmax_lse_batch_stride": 280, "softmax_lse_head_stride": 70}
+    expected |= {"softmax_lse_ptr": lse.data_ptr(), "pack_shift": 0}
+    expected |= {"h_h_k_ratio": 2, "scale_softmax": 0.125}
     log2 = params.pop("scale_softmax_log2")
     assert params == expected
     assert log2 == pytest.approx(0.125 * math.log2(math.e), rel=1e-7)
+
+
+@pytest.mark.parametrize(("h", "shift"), [(2, 0), (4, 1), (6, 2), (8, 2), (10, 3), (142, 7)])
+def test_packed_heads(stand_in, h, shift):
+    q = torch.empty(2, 3, h, 64, dtype=torch.float16)
+    k = torch.empty(2, 33, 2, 64, dtype=torch.float16)
+    Call(stand_in.kernel, q, k, k, pack_heads=True)()
+    ((params, _),) = stand_in.launches
+    assert (params["h_h_k_ratio"], params["pack_shift"]) == (h // 2, shift)
 
 
 def test_given_outputs_and_scale(stand_in):

@@ -19,10 +19,16 @@ CAUSAL = heuristics.sm90_configs("bf16", 128, True)[1]
 CASES = Path(__file__).parent / "tile_scheduler_cases.cpp"
 
 
-class TileCoord(ctypes.Structure):
-    """``flash::TileCoord``."""
+class WorkTile(ctypes.Structure):
+    """``flash::WorkTile``."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("m_block", "head", "batch")]
+    _fields_ = [
+        (name, ctypes.c_int)
+        for name in (
+            *("m_block", "head", "batch", "head_q", "head_k", "seqlen_q", "seqlen_k"),
+            *("blocks_count", "blocks_unmasked"),
+        )
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -45,33 +51,46 @@ def lib():
     )
     found = ctypes.CDLL(build.build(unit, toolchain.find_host_compiler()).artefact.path)
     found.num_tiles.restype = ctypes.c_int64
-    found.coord.restype = found.coord_in_group.restype = TileCoord
-    found.coord.argtypes = (ctypes.c_void_p, ctypes.c_bool, ctypes.c_int)
+    found.tile.restype = found.tile_in_group.restype = WorkTile
+    found.tile.argtypes = (ctypes.c_void_p, ctypes.c_bool, ctypes.c_int)
     return found
 
 
-def problem(b, h, h_k, seqlen_q, seqlen_k=1024, d=128):
+def problem(b, h, h_k, seqlen_q, seqlen_k=1024, d=128, *, packed=False):
+    ratio = h // h_k
     return FlashFwdParams(
-        b=b, h=h, h_k=h_k, h_h_k_ratio=h // h_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k, d=d
+        b=b,
+        h=h,
+        h_k=h_k,
+        h_h_k_ratio=ratio,
+        pack_shift=(ratio - 1).bit_length() if packed else 0,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        d=d,
     )
 
 
 def m_blocks(params):
-    return -(-params.seqlen_q // CAUSAL.tile_m)
+    return -(-(params.seqlen_q << params.pack_shift) // CAUSAL.tile_m)
+
+
+def grid_heads(params):
+    return params.h_k if params.pack_shift else params.h
 
 
 def every_tile(params):
-    return set(itertools.product(range(m_blocks(params)), range(params.h), range(params.b)))
+    sizes = m_blocks(params), grid_heads(params), params.b
+    return set(itertools.product(*map(range, sizes)))
 
 
 def places(params, answer):
     """(m_block, head, batch) of every index, in order."""
-    count = params.b * params.h * m_blocks(params)
+    count = params.b * grid_heads(params) * m_blocks(params)
     return [(t.m_block, t.head, t.batch) for t in map(answer, range(count))]
 
 
 def batch_head(params, place):
-    return place[2] * params.h + place[1]
+    return place[2] * grid_heads(params) + place[1]
 
 
 # One tile; rows of one head; grouped heads; one key head; odd numbers of everything.
@@ -81,9 +100,10 @@ PROBLEMS = [
     problem(2, 8, 2, 3 * CAUSAL.tile_m - 1),
     problem(3, 4, 1, 2 * CAUSAL.tile_m + 1),
     problem(3, 7, 7, 5 * CAUSAL.tile_m),
+    problem(3, 10, 2, CAUSAL.tile_m // 8 + 1, packed=True),
 ]
 each_problem = pytest.mark.parametrize(
-    "params", PROBLEMS, ids=lambda p: f"b{p.b}_h{p.h}_hk{p.h_k}_sq{p.seqlen_q}"
+    "params", PROBLEMS, ids=lambda p: f"b{p.b}_h{p.h}_hk{p.h_k}_sq{p.seqlen_q}_pack{p.pack_shift}"
 )
 
 
@@ -91,7 +111,7 @@ each_problem = pytest.mark.parametrize(
 def test_every_tile_once(lib, params):
     assert lib.num_tiles(ctypes.byref(params)) == len(every_tile(params))
     for causal in (False, True):
-        found = places(params, lambda i, c=causal: lib.coord(ctypes.byref(params), c, i))
+        found = places(params, lambda i, c=causal: lib.tile(ctypes.byref(params), c, i))
         assert len(found) == len(set(found)) and set(found) == every_tile(params)
         heads = [batch_head(params, place) for place in found]
         assert heads == sorted(heads), "tiles of one head are neighbours"
@@ -103,16 +123,40 @@ def test_every_tile_once(lib, params):
 @each_problem
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8, "all but one", "all"])
 def test_every_tile_once_in_groups(lib, params, group):
-    heads = params.b * params.h
+    heads = params.b * grid_heads(params)
     group = {"all": heads, "all but one": max(heads - 1, 1)}.get(group, group)
     group = min(group, heads)  # the last group is smaller where it does not divide the heads
-    found = places(params, lambda i: lib.coord_in_group(ctypes.byref(params), group, i))
+    found = places(params, lambda i: lib.tile_in_group(ctypes.byref(params), group, i))
     assert len(found) == len(set(found)) and set(found) == every_tile(params)
     groups = [batch_head(params, place) // group for place in found]
     assert groups == sorted(groups), "one group after the other"
     for _, tiles in itertools.groupby(found, key=lambda place: batch_head(params, place) // group):
         rows = [m for m, _, _ in tiles]
         assert rows == sorted(rows, reverse=True), "longest first"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=("full", "causal"))
+@pytest.mark.parametrize("lengths", [(1, 5), (300, 300), (129, 700), (700, 129), (64, 0), (40, 1)])
+@pytest.mark.parametrize("heads", [(4, 4, False), (6, 2, False), (8, 2, True), (10, 2, True)])
+def test_a_tile_visits_every_key_that_a_row_sees(lib, causal, lengths, heads):
+    """Against visibility written out: the reference counts positions, not tiles."""
+    h, h_k, packed = heads
+    params = problem(2, h, h_k, *lengths, packed=packed)
+    ratio, (seqlen_q, seqlen_k) = h // h_k, lengths
+    for index in range(lib.num_tiles(ctypes.byref(params))):
+        tile = lib.tile(ctypes.byref(params), causal, index)
+        assert (tile.seqlen_q, tile.seqlen_k) == lengths
+        assert tile.head_k == tile.head_q // ratio
+        assert tile.head_q == (tile.head * ratio if packed else tile.head)
+        rows = range(tile.m_block * CAUSAL.tile_m, (tile.m_block + 1) * CAUSAL.tile_m)
+        positions = {row >> params.pack_shift for row in rows}
+        seen = [
+            min(max(p + 1 + seqlen_k - seqlen_q, 0), seqlen_k) if causal else seqlen_k
+            for p in positions
+            if p < seqlen_q
+        ]
+        assert tile.blocks_count == -(-max(seen) // CAUSAL.tile_n)
+        assert tile.blocks_unmasked == min(seen) // CAUSAL.tile_n
 
 
 def test_indices_near_the_largest_grid(lib):
@@ -126,7 +170,7 @@ def test_indices_near_the_largest_grid(lib):
             first = index // (group * 1023) * group
             within = index - first * 1023
             m, head = divmod(within, min(group, heads - first))
-            found = lib.coord_in_group(ctypes.byref(params), group, index)
+            found = lib.tile_in_group(ctypes.byref(params), group, index)
             expected = (1022 - m, *reversed(divmod(first + head, params.h)))
             assert (found.m_block, found.head, found.batch) == expected
 
@@ -162,32 +206,32 @@ def test_groups_fit_the_cache_and_fill_the_last_wave(lib, seqlen_k, heads, d):
 
 @pytest.mark.parametrize("ctas", [1, 2, 7, 132])
 @pytest.mark.parametrize("tiles", [1, 2, 131, 132, 133, 1000])
-def test_every_tile_is_dealt_once_whoever_asks_first(lib, tiles, ctas):
+def test_every_tile_is_taken_once_in_any_order(lib, tiles, ctas):
     """In launch after launch on one counter, which is never cleared from outside."""
     ctas = min(ctas, tiles)
     counter = ctypes.c_uint(0)
     for seed in range(3):
         draw = random.Random(seed)
         at = {cta: cta for cta in range(ctas)}
-        dealt = []
+        taken = []
         while at:
             cta = draw.choice(list(at))
-            dealt.append(at[cta])
+            taken.append(at[cta])
             at[cta] = lib.next_tile(tiles, ctypes.byref(counter), ctas, at[cta])
-            assert at[cta] > dealt[-1], "a CTA walks forwards"
+            assert at[cta] > taken[-1], "a CTA goes forwards"
             if at[cta] >= tiles:
                 del at[cta]
-        assert sorted(dealt) == list(range(tiles))
-        assert counter.value == 0, "set back for the next launch"
+        assert sorted(taken) == list(range(tiles))
+        assert counter.value == 0, "reset for the next launch"
 
 
 @pytest.mark.parametrize("tiles", [1, 131, 132, 1000])
-def test_every_tile_is_dealt_once_without_a_counter(lib, tiles):
+def test_every_tile_is_taken_once_without_a_counter(lib, tiles):
     ctas = min(132, tiles)
-    dealt = []
+    taken = []
     for cta in range(ctas):
         tile = cta
         while tile < tiles:
-            dealt.append(tile)
+            taken.append(tile)
             tile = lib.next_tile(tiles, None, ctas, tile)
-    assert sorted(dealt) == list(range(tiles))
+    assert sorted(taken) == list(range(tiles))

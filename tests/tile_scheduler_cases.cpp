@@ -1,4 +1,4 @@
-// The tile scheduler's functions for ctypes. What runs on a GPU only, the dealer's atomics and
+// The tile scheduler's functions for ctypes. What runs on a GPU only, the queue's atomics and
 // grid, has stand-ins here.
 #include <cstdint>
 #include <cute/numeric/math.hpp>
@@ -17,7 +17,7 @@ static unsigned atomicAdd(unsigned *address, unsigned value) {
 #include "tile_scheduler.h"
 
 using flash::Flash_fwd_params;
-using flash::TileCoord;
+using flash::WorkTile;
 
 // kPlain and kCausal, two configurations, precede this text.
 using Plain = flash::TileScheduler<kPlain>;
@@ -27,21 +27,21 @@ extern "C" {
 
 int64_t num_tiles(Flash_fwd_params const *params) { return Plain::num_tiles(*params); }
 
-TileCoord coord(Flash_fwd_params const *params, bool causal, int tile) {
-    return causal ? Causal::coord(*params, tile) : Plain::coord(*params, tile);
+WorkTile tile(Flash_fwd_params const *params, bool causal, int index) {
+    return causal ? Causal::tile(*params, index) : Plain::tile(*params, index);
 }
 
 int heads_in_group(Flash_fwd_params const *params, int sms) {
     return Causal::heads_in_group(*params, sms);
 }
 
-TileCoord coord_in_group(Flash_fwd_params const *params, int group, int tile) {
-    return Causal::coord_in_group(*params, group, tile);
+WorkTile tile_in_group(Flash_fwd_params const *params, int group, int index) {
+    return Causal::tile_in_group(*params, group, index);
 }
 
-// What CTA `tile` came from computes next, in a grid of `ctas`.
+// The tile that follows `tile` on one CTA of a grid of `ctas`.
 int next_tile(int tiles, unsigned *counter, int ctas, int tile) {
     gridDim.x = ctas;
-    return flash::TileDealer{.tiles = tiles, .group = 1, .counter = counter}.next(tile);
+    return flash::TileQueue{.tiles = tiles, .group = 1, .counter = counter}.next(tile);
 }
 }

@@ -10,6 +10,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -46,10 +47,16 @@ struct FwdProblem {
     bool operator==(const FwdProblem &) const = default;
 };
 
-// Returns the kernel for a problem, or null after writing a message of at most `error_size` bytes,
-// terminating zero included, into `error`.
-using Resolver = const Flash_kernel *(*)(const FwdProblem *problem, char *error,
-                                         int32_t error_size);
+// How a problem is computed; flashcute/ops.py mirrors the layout.
+struct FwdChoice {
+    const Flash_kernel *kernel;
+    int32_t pack_heads;  // the query heads of a key head share tiles
+};
+
+// Fills in the choice for a problem and returns 0, or writes a message of at most `error_size`
+// bytes, terminating zero included, into `error` and returns another number.
+using Resolver = int32_t (*)(const FwdProblem *problem, FwdChoice *choice, char *error,
+                             int32_t error_size);
 
 namespace {
 
@@ -105,42 +112,43 @@ class KernelTable {
         const std::lock_guard lock(mutex_);
         resolver_ = resolver;
         if (resolver != nullptr) {
-            kernels_.clear();
+            choices_.clear();
         }
     }
 
-    const Flash_kernel *find(const FwdProblem &problem) {
+    FwdChoice find(const FwdProblem &problem) {
         Resolver resolver = nullptr;
         {
             const std::lock_guard lock(mutex_);
-            const auto found = kernels_.find(problem);
-            if (found != kernels_.end()) {
+            const auto found = choices_.find(problem);
+            if (found != choices_.end()) {
                 return found->second;
             }
             resolver = resolver_;
         }
         // Unlocked: the resolver takes the interpreter lock and may spend minutes in a compiler.
-        const Flash_kernel *kernel = resolve(resolver, problem);
+        const FwdChoice choice = resolve(resolver, problem);
         const std::lock_guard lock(mutex_);
-        if (kernels_.size() >= kMaxRemembered) {
-            kernels_.clear();
+        if (choices_.size() >= kMaxRemembered) {
+            choices_.clear();
         }
-        kernels_.insert_or_assign(problem, kernel);
-        return kernel;
+        choices_.insert_or_assign(problem, choice);
+        return choice;
     }
 
   private:
-    static const Flash_kernel *resolve(Resolver resolver, const FwdProblem &problem) {
+    static FwdChoice resolve(Resolver resolver, const FwdProblem &problem) {
         if (resolver == nullptr) {
             fail(
                 "expected a kernel resolver, got none; import flashcute and call its functions "
                 "before the interpreter ends");
         }
         char error[4096] = "";
-        const Flash_kernel *kernel = resolver(&problem, error, sizeof(error));
-        if (kernel == nullptr) {
+        FwdChoice choice{};
+        if (resolver(&problem, &choice, error, sizeof(error)) != 0) {
             fail(error);
         }
+        const Flash_kernel *kernel = choice.kernel;
         if (kernel->abi_version != kAbiVersion ||
             kernel->params_size != static_cast<int32_t>(sizeof(Flash_fwd_params))) {
             fail("expected a kernel of ABI version ", kAbiVersion, " with ",
@@ -148,12 +156,12 @@ class KernelTable {
                  kernel->abi_version, " with ", kernel->params_size,
                  " bytes; remove the stale kernel from the cache");
         }
-        return kernel;
+        return choice;
     }
 
     std::mutex mutex_;
     Resolver resolver_ = nullptr;
-    std::unordered_map<FwdProblem, const Flash_kernel *, FwdProblemHash> kernels_;
+    std::unordered_map<FwdProblem, FwdChoice, FwdProblemHash> choices_;
 };
 
 KernelTable &kernel_table() {
@@ -182,21 +190,6 @@ Layout read_layout(const Tensor &tensor, const char *name) {
             .row_stride = size[1] <= 1 ? 0 : stride[1],
             .head_stride = size[2] <= 1 ? 0 : stride[2],
             .last_stride = stride[3]};
-}
-
-// With one query row a head, the query heads that share a key head can be the rows of one head:
-// (b, 1, h, d) seen as (b, h / h_k, h_k, d), and its log-sum-exp as (b, h_k, h / h_k), the same
-// bytes. One tile then reads the keys that h / h_k tiles would have read.
-Layout heads_as_rows(const Layout &layout, int64_t h_k) {
-    const int64_t rows = layout.h / h_k;
-    return {.b = layout.b,
-            .s = rows,
-            .h = h_k,
-            .d = layout.d,
-            .batch_stride = layout.batch_stride,
-            .row_stride = layout.head_stride,
-            .head_stride = rows * layout.head_stride,
-            .last_stride = layout.last_stride};
 }
 
 int32_t dtype_of(const Tensor &tensor) {
@@ -345,23 +338,25 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
     if (ql.b == 0 || ql.s == 0) {
         return make_outputs(q, ql, dtype, device);
     }
-    // A single row sees every key, also under the causal mask, as that ends in the last column.
-    const bool one_row = ql.s == 1 && ql.h <= kMaxSeqlen;
-    const Layout rows = one_row ? heads_as_rows(ql, kl.h) : ql;
     const FwdProblem problem{
         .device = device,
         .dtype = dtype == aoti_torch_dtype_float16() ? DType::fp16 : DType::bf16,
-        .causal = causal && !one_row,
-        .b = static_cast<int32_t>(rows.b),
-        .seqlen_q = static_cast<int32_t>(rows.s),
+        .causal = causal,
+        .b = static_cast<int32_t>(ql.b),
+        .seqlen_q = static_cast<int32_t>(ql.s),
         .seqlen_k = static_cast<int32_t>(kl.s),
-        .h = static_cast<int32_t>(rows.h),
+        .h = static_cast<int32_t>(ql.h),
         .h_k = static_cast<int32_t>(kl.h),
-        .d = static_cast<int32_t>(rows.d)};
-    const Flash_kernel *kernel = kernel_table().find(problem);
-    // The grid is one-dimensional, and its limit is that of a 32-bit int.
-    const int64_t tiles = rows.b * rows.h * ((rows.s + kernel->tile_m - 1) / kernel->tile_m);
-    if (tiles > kMaxTiles) {
+        .d = static_cast<int32_t>(ql.d)};
+    const auto [kernel, pack_heads] = kernel_table().find(problem);
+    params.h_h_k_ratio = problem.h / problem.h_k;
+    params.pack_shift =
+        pack_heads != 0 ? std::bit_width(static_cast<uint32_t>(params.h_h_k_ratio) - 1) : 0;
+    const int64_t rows = ql.s << params.pack_shift;
+    const int64_t grid_heads = ql.b * (params.pack_shift > 0 ? kl.h : ql.h);
+    // The grid is one-dimensional, and its limit is that of a 32-bit int, as is that of a row.
+    const int64_t tiles = grid_heads * ((rows + kernel->tile_m - 1) / kernel->tile_m);
+    if (rows > kMaxSeqlen || tiles > kMaxTiles) {
         fail("expected at most ", kMaxTiles, " tiles of ", kernel->tile_m, " query rows, got ",
              tiles, "; split the batch");
     }
@@ -370,27 +365,27 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
     const Layout ol = read_layout(std::get<0>(outputs), "out");
     params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
     check_vectorised(ol, params.o_ptr, "out");
-    const Layout out_rows = one_row ? heads_as_rows(ol, kl.h) : ol;
     params.softmax_lse_ptr = static_cast<float *>(std::get<1>(outputs).mutable_data_ptr());
-    params.q_batch_stride = rows.batch_stride;
-    params.q_row_stride = rows.row_stride;
-    params.q_head_stride = rows.head_stride;
+    params.q_batch_stride = ql.batch_stride;
+    params.q_row_stride = ql.row_stride;
+    params.q_head_stride = ql.head_stride;
     params.k_batch_stride = kl.batch_stride;
     params.k_row_stride = kl.row_stride;
     params.k_head_stride = kl.head_stride;
     params.v_batch_stride = vl.batch_stride;
     params.v_row_stride = vl.row_stride;
     params.v_head_stride = vl.head_stride;
-    params.o_batch_stride = out_rows.batch_stride;
-    params.o_row_stride = out_rows.row_stride;
-    params.o_head_stride = out_rows.head_stride;
+    params.o_batch_stride = ol.batch_stride;
+    params.o_row_stride = ol.row_stride;
+    params.o_head_stride = ol.head_stride;
+    params.softmax_lse_batch_stride = ql.h * ql.s;
+    params.softmax_lse_head_stride = ql.s;
     params.b = problem.b;
     params.seqlen_q = problem.seqlen_q;
     params.seqlen_k = problem.seqlen_k;
     params.h = problem.h;
     params.h_k = problem.h_k;
     params.d = problem.d;
-    params.h_h_k_ratio = problem.h / problem.h_k;
 
     if (const int32_t error = kernel->launch(&params, current_stream(device)); error != 0) {
         fail(kernel->name, " failed to launch: ", kernel->error_string(error));

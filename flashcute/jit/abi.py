@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 2  # flash::kAbiVersion
+ABI_VERSION = 3  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
-_STRIDES = dict.fromkeys("qkvo", ("batch", "row", "head"))
+_STRIDES = {
+    **dict.fromkeys("qkvo", ("batch", "row", "head")),
+    "softmax_lse": ("batch", "head"),
+}
 _SIZES = [
-    (name, ctypes.c_int32) for name in ("b", "seqlen_q", "seqlen_k", "h", "h_k", "d", "h_h_k_ratio")
+    (name, ctypes.c_int32)
+    for name in ("b", "seqlen_q", "seqlen_k", "h", "h_k", "d", "h_h_k_ratio", "pack_shift")
 ]
 
 
@@ -61,7 +65,9 @@ class FlashKernel(ctypes.Structure):
     ]
 
 
-def fwd_params(tensors: Mapping[str, torch.Tensor], softmax_scale: float) -> FlashFwdParams:
+def fwd_params(
+    tensors: Mapping[str, torch.Tensor], softmax_scale: float, pack_heads: bool = False
+) -> FlashFwdParams:
     """The arguments of a forward launch; nothing is checked.
 
     Args:
@@ -69,6 +75,7 @@ def fwd_params(tensors: Mapping[str, torch.Tensor], softmax_scale: float) -> Fla
             shapes that ``flash.h`` gives: q, k, v, o, softmax_lse. A pointer without a tensor is
             null. The struct holds addresses only: the tensors have to outlive it.
         softmax_scale: Of the scores.
+        pack_heads: The query heads of a key head share tiles.
     """
     b, seqlen_q, h, d = tensors["q"].shape
     seqlen_k, h_k = tensors["k"].shape[1:3]
@@ -80,6 +87,7 @@ def fwd_params(tensors: Mapping[str, torch.Tensor], softmax_scale: float) -> Fla
         h_k=h_k,
         d=d,
         h_h_k_ratio=h // h_k,
+        pack_shift=(h // h_k - 1).bit_length() if pack_heads else 0,
         scale_softmax=softmax_scale,
         scale_softmax_log2=softmax_scale * math.log2(math.e),
     )

@@ -22,6 +22,7 @@ class Call:
         v: (b, seqlen_k, h_k, d), likewise.
         softmax_scale: Of the scores; 1 / sqrt(d) by default.
         outputs: out and lse to be written; new contiguous ones by default.
+        pack_heads: The query heads of a key head share tiles.
 
     Attributes:
         out: (b, seqlen_q, h, d) in the dtype of q.
@@ -36,6 +37,8 @@ class Call:
         v: torch.Tensor,
         softmax_scale: float | None = None,
         outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        pack_heads: bool = False,
     ) -> None:
         b, seqlen_q, h, d = q.shape
         if outputs is None:
@@ -46,7 +49,7 @@ class Call:
         # Kept, as the parameters hold their addresses.
         self._tensors = {"q": q, "k": k, "v": v, "o": self.out, "softmax_lse": self.lse}
         scale = d**-0.5 if softmax_scale is None else softmax_scale
-        self._params = fwd_params(self._tensors, scale)
+        self._params = fwd_params(self._tensors, scale, pack_heads)
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueues the kernel on the current stream; returns :attr:`out` and :attr:`lse`.

@@ -222,6 +222,7 @@ def run_fwd(
     config: FwdConfig,
     *,
     softmax_scale: float | None = None,
+    pack_heads: bool = False,
     seed: int = 0,
     copy_mode: str = "late",
     checker: str = "none",
@@ -242,6 +243,7 @@ def run_fwd(
         v: (b, seqlen_k, h_k, d), likewise.
         config: The kernel; its mask decides on causality.
         softmax_scale: Of the scores; 1 / sqrt(d) by default.
+        pack_heads: The query heads of a key head share tiles.
         seed: Of the schedule of lanes and warps; same seed, same run.
         copy_mode: When asynchronous copies land and wgmmas are executed, one of
             :data:`COPY_MODES`: ``"late"``, as late as their wait allows; ``"random"``, in random
@@ -277,7 +279,7 @@ def run_fwd(
     settings += (int(trace), 1 << 32)
     command = [str(_runner(checker)), str(path), function]
     inputs = {"q": q, "k": k, "v": v}
-    return run_fwd_program(command, inputs, scale, settings, timeout, out)
+    return run_fwd_program(command, inputs, scale, settings, timeout, out, pack_heads)
 
 
 def run_fwd_program(
@@ -287,6 +289,7 @@ def run_fwd_program(
     settings: tuple[int, ...],
     timeout: float,
     out: torch.Tensor | None = None,
+    pack_heads: bool = False,
 ) -> SimResult:
     """:func:`run_program` with ``Flash_fwd_params``, filled from q, k, v of any dtype."""
     q = inputs["q"]
@@ -295,7 +298,7 @@ def run_fwd_program(
         "o": q.new_full(q.shape, math.nan) if out is None else out,
         "softmax_lse": q.new_full((b, h, seqlen_q), math.nan, dtype=torch.float32),
     }
-    params = abi.fwd_params({**inputs, **outputs}, scale)
+    params = abi.fwd_params({**inputs, **outputs}, scale, pack_heads)
     return run_program(program, params, inputs, outputs, settings, timeout)
 
 

@@ -396,8 +396,8 @@ _TILES = (
         _numerics(
             "tiles dealt with the wrong stride",
             _SCHEDULER,
-            "return tile + static_cast<int>(gridDim.x);",
-            "return tile + static_cast<int>(gridDim.x) + 1;",
+            "return index + static_cast<int>(gridDim.x);",
+            "return index + static_cast<int>(gridDim.x) + 1;",
         ),
         config=STRIDING,
     ),
@@ -457,15 +457,34 @@ _OPERANDS = (
     _numerics(
         "tensor map with the strides of rows and heads exchanged",
         _MAPS,
-        "{stride(s, row_stride), stride(h, head_stride),",
-        "{stride(s, head_stride), stride(h, row_stride),",
+        "{row_stride, head_stride, batch_stride}",
+        "{head_stride, row_stride, batch_stride}",
     ),
     _simulator(
         "tensor map of too many rows",
         _MAPS,
-        "{extent(d), extent(s),",
-        "{extent(d), extent(s) + 64,",
+        "{params.d, params.seqlen_k, params.h_k,",
+        "{params.d, params.seqlen_k + 64, params.h_k,",
         r"TMA for mbarrier \d+ .* reads outside every tensor",
+    ),
+    _numerics(
+        "packed heads laid out behind each other",
+        _MAPS,
+        "{Traits::kSmemRow, heads, 64 / heads, 1, 1}",
+        "{Traits::kSmemRow, 1, 64, 1, 1}",
+    ),
+    _simulator(
+        "padding of packed heads inside the tensor map",
+        _MAPS,
+        "{params.d, packed, params.seqlen_q,",
+        "{params.d, packed + 1, params.seqlen_q,",
+        r"TMA for mbarrier \d+ .* reads outside every tensor",
+    ),
+    _numerics(
+        "rows of another head in a packed tile",
+        _MAINLOOP,
+        "row_head(params, row), row_position(params, row), tile.head,",
+        "row_head(params, row), row_position(params, row), tile.head_q,",
     ),
     _simulator(
         "page that lands beside its place",
@@ -514,8 +533,8 @@ _OPERANDS = (
     _numerics(
         "mask forgotten in the last block that needs it, two warpgroups",
         _MAINLOOP,
-        "bool const masked = n >= n_unmasked_end;",
-        "bool const masked = n > n_unmasked_end;",
+        "bool const masked = n >= unmasked;",
+        "bool const masked = n > unmasked;",
     ),
 )
 

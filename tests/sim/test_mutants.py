@@ -18,8 +18,8 @@ MUTANTS = (*mutants.MUTANTS, *mutants_sm90.MUTANTS)
 
 # (b, seqlen_q, seqlen_k, h, h_k) and a factor for q: more keys than queries; queries that see no
 # key at all; scores so large that the running maximum grows from block to block; q and k constant,
-# HUGE. In the sm90 class two SMs walk through several tiles each, and again where each tile has one
-# block of keys.
+# HUGE. In the sm90 class two SMs compute several tiles each, and again where each tile has one
+# block of keys, and where none has any.
 HUGE = 30000
 PROBLEMS = {
     80: (
@@ -29,8 +29,11 @@ PROBLEMS = {
     90: (
         *(((2, 150, 150, 2, 1), 1), ((1, 300, 130, 2, 2), 1)),
         *(((1, 140, 300, 1, 1), 16), ((4, 40, 30, 2, 1), 1), ((1, 140, 100, 1, 1), HUGE)),
+        ((1, 2000, 0, 1, 1), 1),
     ),
 }
+# Three heads, which take four rows, and a tile's edge among the rows of one key head.
+PACKED = ((2, 50, 150, 6, 2), 1)
 # The second launch finds what the first left in the tile counters.
 OPTIONS = {80: {}, 90: {"sms": 2, "launches": 2}}
 
@@ -74,6 +77,8 @@ def wrong_numbers(mutant, result, q, k, v):
 
 
 def wrong_counts(mutant, result, shape):
+    if shape == PACKED[0]:  # the formulas count tiles of a head each
+        return False
     b, seqlen_q, seqlen_k, h, _ = shape
     config, counters = mutant.config, result.counters
     conflicts = sum(n for name, n in counters.items() if name.endswith("_conflicts"))
@@ -91,7 +96,7 @@ def wrong_counts(mutant, result, shape):
 def test_mutant_is_found(mutant, kernels):
     finder, _, copy_mode = mutant.finder.partition("/")
     results = []
-    for shape, factor in PROBLEMS[mutant.config.arch]:
+    for shape, factor in (*PROBLEMS[mutant.config.arch], PACKED):
         q, k, v = problem(mutant.config, shape, factor)
         result = sim.run_fwd(
             q,
@@ -101,6 +106,7 @@ def test_mutant_is_found(mutant, kernels):
             checker=checker(mutant),
             copy_mode=copy_mode or "late",
             kernel=kernels[mutant.name],
+            pack_heads=(shape, factor) == PACKED,
             timeout=120,
             **OPTIONS[mutant.config.arch],
         )
@@ -134,7 +140,7 @@ def test_mutant_that_does_not_compile_is_named(tmp_path):
 @pytest.mark.parametrize("copy_mode", sim.COPY_MODES)
 def test_unmutated_kernel_passes_the_same_checks(config, copy_mode, kernels):
     mutant = FAULTLESS[config]
-    for shape, factor in PROBLEMS[config.arch]:
+    for shape, factor in (*PROBLEMS[config.arch], PACKED):
         q, k, v = problem(config, shape, factor)
         result = sim.run_fwd(
             q,
@@ -143,6 +149,7 @@ def test_unmutated_kernel_passes_the_same_checks(config, copy_mode, kernels):
             config,
             copy_mode=copy_mode,
             kernel=kernels[mutant.name],
+            pack_heads=(shape, factor) == PACKED,
             **OPTIONS[config.arch],
         )
         assert result.verdict == "pass", result.message

@@ -26,8 +26,7 @@ struct BlockInfo {
     CUTE_HOST_DEVICE static BlockRange block_range(Flash_fwd_params const &params,
                                                    WorkTile const &tile) {
         int const first_row = tile.m_block * kTileM;
-        int const last_row =
-            cute::min(first_row + kTileM, num_rows(params, tile.seqlen_q)) - 1;
+        int const last_row = cute::min(first_row + kTileM, num_rows(params, tile.seqlen_q)) - 1;
         int const most = visible_keys(tile, row_position(params, last_row));
         int const least = visible_keys(tile, row_position(params, first_row));
         return {(cute::max(most, 0) + kTileN - 1) / kTileN,

@@ -44,9 +44,8 @@ struct MainloopFwdSm80 {
             CUTE_UNROLL
             for (int c = 0; c < size<2>(tXsX); ++c) {
                 int const col = Traits::gmem_col(0, c);
-                Tensor tXgX =
-                    make_tensor(make_gmem_ptr(gmem + Traits::gmem_col(thread, 0) + col),
-                                Layout<Int<Traits::kGmemVec>>{});  // (8)
+                Tensor tXgX = make_tensor(make_gmem_ptr(gmem + Traits::gmem_col(thread, 0) + col),
+                                          Layout<Int<Traits::kGmemVec>>{});  // (8)
                 gmem_copy.with(exists && col < cols).call(tXgX, tXsX(_, r, c));
             }
         }
@@ -73,9 +72,8 @@ struct MainloopFwdSm80 {
     template <class SmemTensor>
     CUTE_DEVICE static void load_q(Flash_fwd_params const &params, WorkTile const &tile,
                                    SmemTensor &&sQ) {
-        Element const *const gmem =
-            head_begin(params.q_ptr, tile.batch, params.q_batch_stride, tile.head_q,
-                       params.q_head_stride);
+        Element const *const gmem = head_begin(params.q_ptr, tile.batch, params.q_batch_stride,
+                                               tile.head_q, params.q_head_stride);
         load_rows(sQ, params.d, [&](int r) -> Row {
             TileRow const row(params, tile, kTileM, Traits::gmem_row(threadIdx.x, r));
             return {gmem + row.offset(params.q_row_stride, params.q_head_stride), row.exists};

@@ -68,8 +68,7 @@ cudaError_t make_tensor_map_q(CUtensorMap &map, Flash_fwd_params const &params) 
     int64_t const packed = params.pack_shift > 0 ? params.h_h_k_ratio : 1;
     cuuint32_t const heads = params.pack_shift < 6 ? 1u << params.pack_shift : 64;
     return make_tensor_map<Traits, 5>(
-        map, params.q_ptr,
-        {params.d, packed, params.seqlen_q, num_grid_heads(params), params.b},
+        map, params.q_ptr, {params.d, packed, params.seqlen_q, num_grid_heads(params), params.b},
         {params.q_head_stride, params.q_row_stride, packed * params.q_head_stride,
          params.q_batch_stride},
         {Traits::kSmemRow, heads, 64 / heads, 1, 1});

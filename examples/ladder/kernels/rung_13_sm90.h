@@ -29,7 +29,6 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
     using Element = typename Types::Element;
     using SharedStorage = typename Types::SharedStorage;
     using Maps = typename Types::Maps;
-    using Blocks = typename Types::Blocks;
     using Epilogue = flash::EpilogueFwd<Traits>;
     using SoftmaxT = flash::Softmax<2, Types::C.dtype>;
     static constexpr int kTileM = Traits::kTileM;
@@ -39,38 +38,38 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
 
-    // The thread that loads: each block's K, and V one block behind, as it is needed later. It also
-    // asks for tiles, and tells the warpgroups which.
+    // The producer, one thread: loads each block's K, and V one block behind, as it is needed
+    // later. It also takes the tiles from the queue and publishes them to the consumers.
     CUTE_DEVICE static void produce(Flash_fwd_params const &params, Maps const &maps,
                                     SharedStorage &storage) {
         Use k, v, t;
         uint32_t q_phase = 1;
-        for (int index = blockIdx.x;; index = maps.dealer.next(index)) {
-            TileCoord const tile = Types::coord(params, maps.dealer, index);
+        for (int index = blockIdx.x;; index = maps.queue.next(index)) {
+            WorkTile const tile = Types::get_tile(params, maps.queue, index);
             sm90::barrier_wait(&storage.tile_empty[t.stage()], t.parity() ^ 1);
             storage.tile[t.stage()] = tile;
+            storage.output[t.stage()] = Epilogue::head_output(params, tile);
             sm90::barrier_arrive(&storage.tile_full[t.stage()]);
             ++t.i;
             if (tile.m_block < 0) {
                 return;
             }
-            int n = Blocks::n_block_end(flash::SeqlenInfo(params), tile.m_block) - 1;
+            int n = tile.blocks.count - 1;
             if (n < 0) {
                 continue;
             }
-            int const head_k = tile.head / params.h_h_k_ratio;
             auto const load_block = [&](CUtensorMap const &map, auto &full, auto &empty, auto &smem,
                                         Use &use, int block) {
                 sm90::barrier_wait(&empty[use.stage()], use.parity() ^ 1);
                 Types::load(map, &full[use.stage()], kTileN, smem[use.stage()].data(), kTileN,
-                            block * kTileN, head_k, tile.batch);
+                            block * kTileN, tile.head_k, tile.batch);
                 ++use.i;
             };
             load_block(maps.k, storage.k_full, storage.k_empty, storage.k, k, n);
             for (int wg = 0; wg < kWarpgroups; ++wg) {
                 sm90::barrier_wait(&storage.q_empty[wg], q_phase);
                 Types::load(maps.q, &storage.q_full[wg], 64, storage.q.data() + wg * 64 * 64,
-                            kTileM, tile.m_block * kTileM + wg * 64, tile.head, tile.batch);
+                            kTileM, 0, tile.m_block * kTileM + wg * 64, tile.head, tile.batch);
             }
             q_phase ^= 1;
             CUTE_NO_UNROLL
@@ -95,7 +94,6 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
     // A warpgroup that computes, on 64 rows of each tile.
     CUTE_DEVICE static void consume(Flash_fwd_params const &params, SharedStorage &storage,
                                     int warpgroup, int thread) {
-        flash::SeqlenInfo const seqlen(params);
         typename Traits::TiledMmaQK mma_qk;
         typename Traits::TiledMmaPV mma_pv;
         auto const thr_qk = mma_qk.get_slice(warpgroup * 128);
@@ -139,37 +137,36 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             release(&storage.v_empty[v().stage()]);
         };
 
-        auto const pop_tile = [&] {
-            TileCoord const tile = storage.tile[t.stage()];
+        auto const tile = [&]() -> WorkTile const & { return storage.tile[t.stage()]; };
+        auto const release_tile = [&] {
             __syncwarp();
             release(&storage.tile_empty[t.stage()]);
             ++t.i;
-            return tile;
         };
-        // Is there a tile with keys? Those without are written on the way. Two returns on purpose:
-        // of one with both conditions nvcc no longer knows that all lanes agree, and the main loop
-        // carries the buffers' numbers in every lane's registers, 395 instructions instead of 370.
+        // Is there a tile with keys? The output of those without is written here. Two returns on
+        // purpose: of one with both conditions nvcc no longer knows that all lanes agree, and the
+        // main loop carries the buffers' numbers in every lane's registers, 395 instructions
+        // instead of 370.
         auto const await_tile = [&] {
             CUTE_NO_UNROLL
             while (true) {
                 sm90::barrier_wait(&storage.tile_full[t.stage()], t.parity());
-                int const m_block = storage.tile[t.stage()].m_block;
-                if (m_block < 0) {
+                if (tile().m_block < 0) {
                     return false;
                 }
-                if (Blocks::n_block_end(seqlen, m_block) > 0) {
+                if (tile().blocks.count > 0) {
                     return true;
                 }
-                Epilogue::store_empty(params, pop_tile(), seqlen, thread);
+                Epilogue::store_empty(params, tile(), storage.output[t.stage()], thread);
+                release_tile();
             }
         };
 
         CUTE_NO_UNROLL
         while (await_tile()) {
-            TileCoord const tile = pop_tile();
-            int const n_unmasked = Blocks::n_block_unmasked_end(seqlen, tile.m_block);
-            int n = Blocks::n_block_end(seqlen, tile.m_block) - 1;
-            flash::Mask<Types::C> const mask{seqlen, tile.m_block};
+            int n = tile().blocks.count - 1;
+            int const n_unmasked = tile().blocks.unmasked;
+            flash::Mask<Types::C> const mask{params, tile()};
             sm90::barrier_wait(&storage.q_full[warpgroup], q_phase);
             sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
             q_phase ^= 1;
@@ -203,7 +200,9 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             issue_pv();
             sm90::wgmma_wait<0>();
             release_v();
-            Epilogue::store(params, tile, seqlen, thread, softmax.finalize(tOrO), tOrO);
+            Epilogue::store(params, tile(), storage.output[t.stage()], thread,
+                            softmax.finalize(tOrO), tOrO);
+            release_tile();
         }
     }
 

@@ -20,13 +20,13 @@
 namespace ladder {
 
 using namespace cute;
-using flash::TileCoord;
-using flash::TileDealer;
+using flash::TileQueue;
+using flash::WorkTile;
 namespace sm90 = flash::sm90;
 
-// A buffer is full when its bytes have landed, and empty when all who read it have arrived. Which
-// of the two it is alternates, and a barrier waits for one parity of its phase: use i is of buffer
-// i % 2 in phase i / 2 % 2.
+// A buffer is full when its bytes have landed, and empty when all its readers have arrived. The two
+// states alternate, and a barrier waits for one parity of its phase: use i is of buffer i % 2 in
+// phase i / 2 % 2.
 struct Use {
     uint32_t i = 0;
     CUTE_DEVICE int stage() const { return i % 2; }
@@ -34,7 +34,7 @@ struct Use {
 };
 
 // Zero between launches, which must follow each other; the library has one for each stream.
-__device__ unsigned tiles_dealt;
+__device__ unsigned tiles_taken;
 
 template <class CudaElement, int kHeadDim, bool kCausal>
 struct TmaTypes {
@@ -55,12 +55,11 @@ struct TmaTypes {
     using Traits = flash::KernelTraitsSm90<C>;
     using Element = typename Traits::Element;
     using SharedStorage = typename Traits::SharedStorage;
-    // What the host prepares: descriptors, and how tiles are dealt out. Where they differ in
-    // length, under a causal mask, CTAs ask for the next one.
+    // What the host prepares: descriptors and the queue of tiles. Where tiles differ in length,
+    // under a causal mask, CTAs steal work.
     struct Maps : flash::TensorMapsSm90 {
-        TileDealer dealer;
+        TileQueue queue;
     };
-    using Blocks = flash::BlockInfo<C>;
     using Scheduler = flash::TileScheduler<C>;
     static constexpr int kThreads = Traits::kThreads;
     static constexpr int kMinCtas = 1;
@@ -86,22 +85,24 @@ struct TmaTypes {
     }
 
     // Under a causal mask the longest tiles of a few heads come first; none left: m_block < 0.
-    CUTE_DEVICE static TileCoord coord(Flash_fwd_params const &params, TileDealer const &dealer,
-                                       int index) {
-        if (index >= dealer.tiles) {
-            return {-1, 0, 0};
+    CUTE_DEVICE static WorkTile get_tile(Flash_fwd_params const &params, TileQueue const &queue,
+                                         int index) {
+        if (index >= queue.tiles) {
+            return {.m_block = -1};
         }
-        return kCausal ? Scheduler::coord_in_group(params, dealer.group, index)
-                       : Scheduler::coord(params, index);
+        return kCausal ? Scheduler::tile_in_group(params, queue.group, index)
+                       : Scheduler::tile(params, index);
     }
 
-    // Rows of one head from `row` on, a box for each 64 columns, page_rows rows apart.
+    // Rows of one head, a box for each 64 columns, page_rows rows apart. Q's coordinates have one
+    // more, 0: its place among packed heads.
+    template <class... Coordinates>
     CUTE_DEVICE static void load(CUtensorMap const &map, sm90::Barrier *full, int rows,
-                                 Element *smem, int page_rows, int row, int head, int batch) {
+                                 Element *smem, int page_rows, Coordinates... coordinates) {
         sm90::barrier_arrive_expect(full, rows * kHeadDim * sizeof(Element));
         for (int page = 0; page < kHeadDim / 64; ++page) {
             sm90::tma_load(&map, full, sm90::CacheHint::evict_last, smem + page * page_rows * 64,
-                           page * 64, row, head, batch);
+                           page * 64, coordinates...);
         }
     }
 
@@ -118,13 +119,13 @@ struct TmaTypes {
     }
 
     static cudaError_t make_maps(Maps &maps, Flash_fwd_params const &params) {
-        maps.dealer = {static_cast<int>(Scheduler::num_tiles(params)),
-                       Scheduler::heads_in_group(params, sms()), nullptr};
+        maps.queue = {static_cast<int>(Scheduler::num_tiles(params)),
+                      Scheduler::heads_in_group(params, sms()), nullptr};
         cudaError_t error = flash::make_tensor_maps<Traits>(maps, params);
-        if (error == cudaSuccess && kCausal && maps.dealer.tiles > ctas(params)) {
+        if (error == cudaSuccess && kCausal && maps.queue.tiles > ctas(params)) {
             void *counter = nullptr;
-            error = cudaGetSymbolAddress(&counter, tiles_dealt);
-            maps.dealer.counter = static_cast<unsigned *>(counter);
+            error = cudaGetSymbolAddress(&counter, tiles_taken);
+            maps.queue.counter = static_cast<unsigned *>(counter);
         }
         return error;
     }
