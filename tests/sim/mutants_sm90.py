@@ -260,7 +260,7 @@ _RELEASES = (
         _AWAIT_TILE_EMPTY,
         "",
         "racecheck",
-        f"data race|{_DEADLOCK}|{_ARRIVES_TWICE}",
+        f"data race|{_DEADLOCK}|{_ARRIVES_TWICE}|ends while copies are under way",
         ASKING,
     ),
     Mutant(
