@@ -60,8 +60,8 @@ _OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgro
 _LOADED = (
     r"block \(.*overwritten too early: TMA for mbarrier .* which a load of warpgroup \d, warp \d"
 )
-_UNFENCED = rf"{_LOADED}.*; no fence.proxy.async of that thread stands behind it"
-_UNTOLD = rf"{_LOADED}.*; nothing tells that the thread has executed the fence.proxy.async"
+_UNFENCED = rf"{_LOADED}.*; no fence.proxy.async follows it in that thread"
+_UNORDERED = rf"{_LOADED}.*; its thread is not ordered after the fence.proxy.async"
 _ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
 _DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier.*bytes due"
 _IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
@@ -228,7 +228,7 @@ _RELEASES = (
         f"{_FENCE_Q}\n                __syncwarp();",
         _FENCE_Q,
         "simulator",
-        _UNTOLD,
+        _UNORDERED,
         STRIDING,
     ),
     Mutant(
@@ -340,7 +340,7 @@ _WAITS = (
         _KERNEL,
         "    __syncthreads();\n",
         "",
-        "there is no mbarrier at byte|nothing orders the thread behind the initialisation",
+        "there is no mbarrier at byte|the thread is not ordered after the initialisation",
     ),
 )
 

@@ -1,7 +1,7 @@
-// Runs one forward problem through one kernel's shared object: `runner kernels.so name problem
-// result`. A process of its own, so that sanitizers can be linked in and a broken kernel harms
-// nobody. The two files are what flashcute/sim/run.py packs and unpacks: 8-byte little-endian
-// words, then raw tensors.
+// Runs one forward problem with one kernel of a shared object: `runner kernels.so name problem
+// result`. It is a separate process, so that sanitizers can be linked in and a crash of the kernel
+// does not end the caller. flashcute/sim/run.py writes the problem file and reads the result file:
+// 8-byte little-endian words, then raw tensors.
 #include <dlfcn.h>
 
 #include <chrono>
@@ -66,11 +66,11 @@ class Writer {
     std::ofstream file_;
 };
 
-// Bytes between two margins that no kernel may touch.
+// A tensor's bytes between two margins that the kernel must not access.
 class Guarded {
   public:
     Guarded(std::string name, size_t bytes) : name_(std::move(name)), bytes_(bytes) {
-        // Sized so that the far margin begins right behind the last byte, whatever its alignment.
+        // The second margin begins right after the last byte, whatever its alignment.
         storage_.resize((2 * kMargin + bytes) / sizeof(Chunk) + 1);
         auto *const all = reinterpret_cast<char *>(storage_.data());
         for (size_t i = 0; i < size(); i += 2) {
@@ -85,7 +85,7 @@ class Guarded {
     char *data() { return reinterpret_cast<char *>(storage_.data()) + kMargin; }
     size_t bytes() const { return bytes_; }
     sim::Region region() { return {name_, reinterpret_cast<std::byte const *>(data()), bytes_}; }
-    // Empty, or what was overwritten.
+    // A report of the first byte of the margins that was overwritten, or empty.
     std::string damage() {
         unguard();
         auto const *const all = reinterpret_cast<char const *>(storage_.data());
@@ -192,7 +192,7 @@ void run(char const *library, char const *name, char const *problem_path, char c
     auto const started = std::chrono::steady_clock::now();
     int code = kernel.launch(&params, nullptr);
     for (int i = 1; i < sim::state().settings.launches && code == 0; ++i) {
-        // What an earlier launch computed must not make up for what this one does not.
+        // So that an earlier launch's results cannot hide elements that this one does not write.
         std::memcpy(o.data(), untouched.data(), untouched.size());
         std::memset(lse.data(), 0xff, lse.bytes());
         code = kernel.launch(&params, nullptr);
@@ -222,7 +222,7 @@ void run(char const *library, char const *name, char const *problem_path, char c
         out.word(entry.region);
         out.word(entry.offset);
     }
-    // What a failed launch left is of no use, and nothing orders this thread behind its stores.
+    // Not after a failed launch: this thread is not ordered after its stores.
     if (code == 0) {
         out.raw(o.data(), o.bytes());
         out.raw(lse.data(), lse.bytes());
