@@ -1,4 +1,4 @@
-"""The C structs of ``flash.h`` as ctypes sees them, to check a kernel's shared object against.
+"""The C structs of ``flash.h`` in ctypes. A kernel's shared object is checked against them.
 
 ``tests/test_jit_abi.py`` compares sizes and offsets with those of a C++ compiler.
 """

@@ -1,4 +1,4 @@
-"""One call of a given kernel, whatever :mod:`flashcute.heuristics` would choose."""
+"""One call of a given kernel, without the choice by :mod:`flashcute.heuristics`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .abi import FlashFwdParams, FlashKernel
 
 
 class Call:
-    """A kernel on one problem, prepared: calling it enqueues the kernel and nothing else.
+    """A kernel with the arguments of one problem: calling it only enqueues the kernel.
 
-    Nothing is checked: tensors that the kernel cannot take are read and written out of bounds.
+    Nothing is checked: with tensors that do not fit, the kernel accesses memory out of bounds.
 
     Args:
-        kernel: What the kernel's shared object says of itself.
+        kernel: The description in the kernel's shared object.
         q: (b, seqlen_q, h, d) on a GPU, last dimension contiguous, the other strides multiples of
             16 bytes.
         k: (b, seqlen_k, h_k, d), likewise; h_k divides h.
         v: (b, seqlen_k, h_k, d), likewise.
         softmax_scale: Of the scores; 1 / sqrt(d) by default.
-        outputs: out and lse to be written; new contiguous ones by default.
+        outputs: out and lse; new contiguous tensors by default.
 
     Attributes:
         out: (b, seqlen_q, h, d) in the dtype of q.
@@ -44,7 +44,7 @@ class Call:
             outputs = out, q.new_empty((b, h, seqlen_q), dtype=torch.float32)
         self.out, self.lse = outputs
         self._kernel = kernel
-        self._tensors = (q, k, v, self.out)  # alive as long as their addresses are in use
+        self._tensors = (q, k, v, self.out)  # keeps the memory alive
         scale = d**-0.5 if softmax_scale is None else softmax_scale
         self._params = FlashFwdParams(
             *(x.data_ptr() for x in (*self._tensors, self.lse)),
@@ -57,7 +57,7 @@ class Call:
         """Enqueues the kernel on the current stream; returns :attr:`out` and :attr:`lse`.
 
         Raises:
-            RuntimeError: where CUDA refuses the launch.
+            RuntimeError: if the launch fails.
         """
         if self.out.numel() > 0:
             with torch.cuda.device(self.out.device):
