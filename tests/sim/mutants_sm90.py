@@ -8,7 +8,8 @@ from mutants import Mutant
 
 from flashcute.config import FwdConfig
 
-# Two warpgroups that take turns and ask for tiles; three that do neither, with narrower pages.
+# Two consumers with the ping-pong schedule and work stealing; three consumers without either, and
+# with narrower swizzled pages.
 ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True)
 STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, False)
 
@@ -76,7 +77,7 @@ def _numerics(name: str, file: str, old: str, new: str, mode: str = "late") -> M
 
 
 def _behind_its_use(wait: str) -> str:
-    """The text with its first line, a wait, one line later."""
+    """The text with its first line, a wait, moved after its second."""
     first, second, *rest = wait.splitlines(keepends=True)
     return "".join((second, first, *rest))
 
@@ -269,7 +270,7 @@ _RELEASES = (
         _AWAIT_TILE,
         "",
         "racecheck",
-        "data race|SEGV on unknown address",  # of an index that nobody wrote
+        "data race|SEGV on unknown address",  # from an uninitialised index
         ASKING,
     ),
 )

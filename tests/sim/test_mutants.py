@@ -1,4 +1,4 @@
-"""Every planted fault is found, and by the checker that is meant for it."""
+"""Every planted fault is found by the checker that is meant for it."""
 
 import re
 
@@ -18,8 +18,7 @@ MUTANTS = (*mutants.MUTANTS, *mutants_sm90.MUTANTS)
 
 # (b, seqlen_q, seqlen_k, h, h_k) and a factor for q: more keys than queries; queries that see no
 # key at all; scores so large that the running maximum grows from block to block; q and k constant,
-# HUGE. In the sm90 class two SMs walk through several tiles each, and again where each tile has one
-# block of keys.
+# HUGE. In the sm90 class two CTAs compute several tiles each; also tiles with one block of keys.
 HUGE = 30000
 PROBLEMS = {
     80: (
@@ -31,7 +30,7 @@ PROBLEMS = {
         *(((1, 140, 300, 1, 1), 16), ((4, 40, 30, 2, 1), 1), ((1, 140, 100, 1, 1), HUGE)),
     ),
 }
-# The second launch finds what the first left in the tile counters.
+# The second launch finds a fault in the first one's reset of the tile counter.
 OPTIONS = {80: {}, 90: {"sms": 2, "launches": 2}}
 
 
@@ -65,8 +64,8 @@ def problem(config, shape, factor):
 
 
 def wrong_numbers(mutant, result, q, k, v):
-    """Whether the kernel ran to its end and its results are not attention's. A run that ended in
-    any other way says nothing of numbers: a mutant that does must name its report."""
+    """Whether the kernel ran to its end with wrong results. A run with another verdict does not
+    count: a mutant that gives one must name its report."""
     if result.verdict != "pass":
         return False
     causal = mutant.config.mask == "causal"
@@ -108,7 +107,7 @@ def test_mutant_is_found(mutant, kernels):
         if finder == "numerics" and wrong_numbers(mutant, result, q, k, v):
             return
         if finder == "counters" and wrong_counts(mutant, result, shape):
-            # A fault that only costs time: the numbers are right, the counts are not.
+            # A fault that only costs time: correct numbers, wrong counts.
             assert result.verdict == "pass" and not wrong_numbers(mutant, result, q, k, v)
             return
         if result.verdict == "fail" and mutant.report and re.search(mutant.report, result.message):

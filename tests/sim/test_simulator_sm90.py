@@ -1,4 +1,4 @@
-"""Hopper's instructions in the simulator, on small kernels: what they compute, count and report."""
+"""Hopper's instructions in the simulator, on small kernels: results, counters and reports."""
 
 import re
 

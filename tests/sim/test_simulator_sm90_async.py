@@ -1,4 +1,4 @@
-"""Hopper's asynchronous instructions in the simulator: what they do, count and report."""
+"""Hopper's asynchronous instructions in the simulator: results, counters and reports."""
 
 import re
 

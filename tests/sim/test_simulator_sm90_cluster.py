@@ -1,4 +1,4 @@
-"""Clusters in the simulator: their barrier, each other's shared memory, multicast."""
+"""Clusters in the simulator: barrier.cluster, other blocks' shared memory, multicast."""
 
 import re
 
