@@ -1,4 +1,4 @@
-// What rung 13 stands on: the library's types for Hopper, barriers of shared memory, TMA, the order
+// Types of rung 13: the library's types for Hopper, mbarriers of the K and V stages, TMA, the order
 // of tiles.
 #pragma once
 
@@ -24,17 +24,17 @@ using flash::TileCoord;
 using flash::TileDealer;
 namespace sm90 = flash::sm90;
 
-// A buffer is full when its bytes have landed, and empty when all who read it have arrived. Which
-// of the two it is alternates, and a barrier waits for one parity of its phase: use i is of buffer
-// i % 2 in phase i / 2 % 2.
+// The full barrier of a stage completes when its transaction bytes have arrived, the empty barrier
+// when all consumer warps have arrived. Use i is of stage i % 2, with phase parity i / 2 % 2.
 struct Use {
     uint32_t i = 0;
     CUTE_DEVICE int stage() const { return i % 2; }
     CUTE_DEVICE uint32_t parity() const { return i / 2 % 2; }
 };
 
-// Zero between launches, which must follow each other; the library has one for each stream.
-__device__ unsigned tiles_dealt;
+// The self-resetting tile counter: 0 between launches, which must not overlap. The library has one
+// for each stream.
+__device__ unsigned tile_counter;
 
 template <class CudaElement, int kHeadDim, bool kCausal>
 struct TmaTypes {
@@ -55,8 +55,8 @@ struct TmaTypes {
     using Traits = flash::KernelTraitsSm90<C>;
     using Element = typename Traits::Element;
     using SharedStorage = typename Traits::SharedStorage;
-    // What the host prepares: descriptors, and how tiles are dealt out. Where they differ in
-    // length, under a causal mask, CTAs ask for the next one.
+    // Made by the host: TMA descriptors and the distribution of tiles. Under a causal mask, where
+    // tiles differ in length, it is work stealing.
     struct Maps : flash::TensorMapsSm90 {
         TileDealer dealer;
     };
@@ -123,7 +123,7 @@ struct TmaTypes {
         cudaError_t error = flash::make_tensor_maps<Traits>(maps, params);
         if (error == cudaSuccess && kCausal && maps.dealer.tiles > ctas(params)) {
             void *counter = nullptr;
-            error = cudaGetSymbolAddress(&counter, tiles_dealt);
+            error = cudaGetSymbolAddress(&counter, tile_counter);
             maps.dealer.counter = static_cast<unsigned *>(counter);
         }
         return error;
