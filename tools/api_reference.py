@@ -1,7 +1,7 @@
 """Markdown from the docstrings of public functions and classes, for tools/update_docs.py.
 
-Read from the sources and not from imported modules, so that signatures are printed as written and
-no optional package has to be there.
+The sources are parsed, not imported, so that signatures are printed as written and no optional
+package is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 _TIMING = "Shape time_interleaved time_sustained host_time gpu_sampler Ratios"
 
-# Per page and chapter: where to import from, the file, and the names (all public ones if none).
+# Per page and chapter: the module to import from, the file, and the names ("" for all public ones).
 Chapter = list[tuple[str, str, str]]
 PAGES: dict[str, dict[str, Chapter]] = {
     "docs/api.md": {
@@ -61,7 +61,7 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 def _inline(text: str) -> str:
-    """reStructuredText's inline marks as Markdown's."""
+    """Inline markup of reStructuredText as Markdown."""
     text = re.sub(r":\w+:`~?([^`]+)`", lambda m: f"`{m[1].rsplit('.', 1)[-1]}`", text)
     return text.replace("``", "`")
 
@@ -77,7 +77,7 @@ def _paragraphs(lines: list[str]) -> Iterator[list[str]]:
 
 
 def _prose(lines: list[str]) -> Iterator[str]:
-    """Paragraphs in one line each, lists and code as they are."""
+    """Paragraphs in one line each; lists and code unchanged."""
     for block in _paragraphs(lines):
         if block[0].startswith(("    ", ">>>")):
             code = textwrap.dedent("\n".join(block)).replace(">>> ", "")
@@ -164,7 +164,7 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 
 
 def signature(node: ast.FunctionDef) -> str:
-    """A function's head as a stub, one parameter a line where it would be too long."""
+    """A function's signature as a stub, with one parameter per line if it is too long."""
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     parameters = _parameters(node.args)
     line = f"def {node.name}({', '.join(parameters)}){result}: ..."

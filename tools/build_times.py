@@ -1,7 +1,7 @@
 """CPU time that each shipped kernel takes to compile: `python tools/build_times.py --limit 45`.
 
-Kernels are compiled one after the other into an empty cache. CPU time, of all the compiler's
-processes, is what one core alone would need, whatever else the machine does.
+Kernels are compiled one after the other into an empty cache. The time is the CPU time of all the
+compiler's processes, so it does not depend on the machine's load.
 """
 
 from __future__ import annotations

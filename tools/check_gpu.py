@@ -27,8 +27,8 @@ import time
 from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-GRACE_S = 15  # between asking a phase to stop and killing it
-RESERVE_S = 10  # kept back for the summary
+GRACE_S = 15  # between SIGINT and SIGKILL to a phase
+RESERVE_S = 10  # for the summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Phase:
 
     Attributes:
         limit: Seconds, unless ``--limit`` says otherwise.
-        command: Arguments after the interpreter, given the options and the seconds it has.
-        shown: How many characters of the log's end the summary shows.
+        command: Returns the arguments after the interpreter for the options and the time limit.
+        shown: Number of characters of the log's end that the summary shows.
         default: Whether it runs unless ``--phases`` says otherwise.
     """
 
@@ -90,15 +90,15 @@ PHASES = {
     # Some 45 shapes; 12 points of 13 distributions in two dtypes. Sustained needs a larger --limit.
     "models": Phase(150, _bench("fwd_models.json", "--shapes", "models"), 12000, default=False),
     "inputs": Phase(200, _bench("fwd_inputs.json", *_INPUTS), 12000, default=False),
-    # Not every machine with a GPU has the tool, or a driver that lets it.
+    # Not by default: the tool may be missing, or the driver may not permit it.
     "sanitize": Phase(180, _sanitize, 4000, default=False),
 }
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """A shell starts what it runs in the background with SIGINT ignored, and children inherit that:
-    a phase could not be asked to stop. A handler, unlike that, ends with exec."""
+    """Lets phases receive SIGINT. A shell starts background jobs with SIGINT ignored, and children
+    inherit that. A handler is not inherited through exec, so one is installed meanwhile."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -109,10 +109,10 @@ def _interruptible() -> Iterator[None]:
 
 
 def run_phase(command: list[str], log: pathlib.Path, seconds: float) -> tuple[str, float]:
-    """Run ``command`` with its output in ``log``; returns how it ended and the seconds it took.
+    """Runs ``command`` with its output in ``log``; returns its outcome and its seconds.
 
-    At the limit it is interrupted first, so that pytest still prints what it found, then killed
-    together with every process it started.
+    At the limit it gets SIGINT first, so that pytest still prints its report. Then its process
+    group is killed.
     """
     start = time.monotonic()
     with log.open("wb") as output:
@@ -137,7 +137,7 @@ def run_phase(command: list[str], log: pathlib.Path, seconds: float) -> tuple[st
 
 def _tail(log: pathlib.Path, characters: int) -> str:
     written = log.read_bytes().decode(errors="replace").rstrip()
-    # A progress bar rewrites its line: only what stood there last is worth showing.
+    # A progress bar rewrites its line: keep only its last state.
     lines = [line.rpartition("\r")[2] for line in written.split("\n")]
     text = "\n".join(lines)
     return text if len(text) <= characters else "[...]" + text[-characters:]

@@ -1,7 +1,7 @@
-"""Rules of this project that no linter knows: `python tools/check_project.py`.
+"""Rules of this project that are in no linter: `python tools/check_project.py`.
 
-Prints `file:line: rule` for each breach in the files that git tracks or would track, and exits 1 if
-there is one.
+Prints `file:line: rule` for each breach in the files that git tracks or would track. The exit
+status is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_ceilings(path: Path, text: str) -> Iterator[Breach]:
 
 
 def check_machine_paths(path: Path, text: str) -> Iterator[Breach]:
-    """No path of the machine that a file was written on."""
+    """No absolute path of one machine."""
     for number, line in enumerate(text.splitlines(), 1):
         if found := _MACHINE_PATH.search(line):
             yield number, f"path of one machine: {found[0]}..."
@@ -91,7 +91,7 @@ def _too_long(name: str, lines: int) -> str:
 
 
 def _is_python_code(comment: str) -> bool:
-    """Whether the words of a comment are a statement; a mere name or number is not."""
+    """Whether a comment parses as a statement; a mere name or number does not count."""
     try:
         body = ast.parse(comment).body
     except SyntaxError:
@@ -152,7 +152,7 @@ def check_cpp_functions(path: Path, text: str) -> Iterator[Breach]:
 
 
 def check_kernel_sources(path: Path, text: str) -> Iterator[Breach]:
-    """Kernels know neither torch nor the simulator; the binding does not know the simulator."""
+    """Kernels depend on neither torch nor the simulator; the binding not on the simulator."""
     framework_free = path.is_relative_to("csrc/flash_attn/src")
     for number, line in enumerate(text.splitlines(), 1):
         if framework_free and _TORCH_INCLUDE.match(line):
@@ -196,7 +196,7 @@ def main() -> int:
     suffixes = set().union(*(suffixes for _, suffixes in CHECKS))
     found = []
     for path in project_files():
-        if (ROOT / path).is_symlink():  # it names a place of the machine that it was made on
+        if (ROOT / path).is_symlink():  # its target may exist on one machine only
             found.append(f"{path}: expected a file, got a symbolic link")
         elif path.suffix in suffixes:
             found += check(path, (ROOT / path).read_text(encoding="utf-8"))

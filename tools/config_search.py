@@ -1,10 +1,10 @@
-"""Propose tile choices from registers, shared memory and the roofline, build and measure them.
+"""Proposes tile sizes from registers, shared memory and the roofline, builds and measures them.
 
-For each head dimension and mask: enumerate the configurations of one kernel class whose
-accumulators fit the register file and whose tiles fit shared memory, build them in parallel, check
-each against fp32, time them beside those in use and the peers, contenders taking turns, and write
-every figure to a JSON file, with the roof that each is under. ``heuristics.py`` then takes the
-winners. It needs a GPU.
+For each head dimension and mask it enumerates the configurations of one kernel class whose
+accumulators fit the register file and whose tiles fit shared memory. It builds them in parallel,
+checks each against fp32, and times them in turns with those in use and the peers. The JSON file
+holds every figure and the roof of each configuration. The winners then go into ``heuristics.py``.
+It needs a GPU.
 
     python tools/config_search.py --arch 90 --head-dim 64 128 --out search.json
 """
@@ -33,7 +33,7 @@ from flashcute.profiling import machine as machines
 
 MAX_REGISTERS = 255
 REGISTER_FILE = 65536
-# Addresses, predicates, row statistics and the K or V fragments in flight, seen in ptxas reports.
+# Addresses, predicates, row statistics and the K or V fragments in flight, from ptxas reports.
 OVERHEAD_REGISTERS = 44
 
 
@@ -46,7 +46,7 @@ def accumulator_registers(config: FwdConfig) -> int:
     return scores + out + query
 
 
-# What ptxas leaves of the sm90 class's 240 and 160 registers once accumulators and P are placed.
+# Registers for S, P, O and Q, out of the 240 and 160 of the sm90 class's consumers.
 SM90_ACCUMULATOR_REGISTERS = {8: 200, 12: 132}
 
 
@@ -85,10 +85,9 @@ def smem_clocks(config: FwdConfig) -> float:
 def instructions(config: FwdConfig) -> float:
     """Instructions that a warp issues for a key block without a mask, an estimate.
 
-    3.5 a score for the softmax, FFMA, MUFU, FADD and half a conversion, and where O is rescaled
-    every time one more, for the maximum; then one for each element of O; the MMAs and ``ldmatrix``
-    of the sm80 class; and what descriptors, addresses and barriers take. Within 6 % of what
-    ``python -m flashcute profile --static`` counts in the kernels in use.
+    The sum of: 3.5 a score for the softmax (FFMA, MUFU, FADD and half a conversion); the MMAs and
+    ``ldmatrix`` of the sm80 class; descriptors, addresses and barriers. Within 6 % of the counts of
+    ``python -m flashcute profile --static`` in the kernels in use.
     """
     rows = config.tile_m // config.warps
     scores = 3.5 * rows * config.tile_n / machines.WARP
@@ -103,11 +102,10 @@ def block_clocks(config: FwdConfig, capability: tuple[int, int]) -> dict[str, fl
     """Clocks for which a CTA's key block keeps each unit of an SM busy, by the unit's name in
     ``flashcute.profiling``; empty where the rates of ``capability`` are not known.
 
-    A wgmma m64nNk16 reads B, 32 N bytes, from shared memory, and for Q K^T also A, 2048 bytes,
-    where it is not kept in registers as P is. The TMA's writes are left out, as the port's counter
-    does; ``cp.async`` counts. Where O is rescaled every time, each of a row's four lanes
-    exponentiates the factor. L2 is left out, too: at tensor peak K and V take 4096 / tile_m bytes a
-    clock, whatever else is chosen.
+    A wgmma m64nNk16 reads B, 32 N bytes, from shared memory. For Q K^T it also reads A, 2048 bytes,
+    unless that step of Q is in registers. TMA's writes are left out, as in the port's hardware
+    counter; ``cp.async`` counts. L2 is left out, too: at tensor peak K and V take 4096 / tile_m
+    bytes a clock, which depends on tile_m only.
     """
     rates = machines.machine(capability)
     if rates is None:
@@ -156,12 +154,11 @@ def candidates(
     capability: tuple[int, int],
     slack: float = 1.3,
 ) -> list[FwdConfig]:
-    """The configurations that fit; of the sm80 class, whose roof the shared memory port is, those
-    whose clocks there are near the least.
+    """The configurations that fit; of the sm80 class only those whose shared memory clocks, its
+    tightest roof, are near the least.
 
-    Of the sm90 class all: the roofs of two that compute the same differ by 3 % at most, and those
-    with the lower one are in use at head dimensions 32 and 64, as they rescale O every time. What
-    makes one up to 1.4 times as fast as another is waiting, which no roof shows.
+    Of the sm90 class all: their roofs differ by 3 % at most. One is up to 1.4 times as fast as
+    another because of latency and waiting, which a roof does not show.
     """
     if arch == 90:
         return list(dict.fromkeys(fitting_sm90(dtype, head_dim, causal)))
@@ -199,16 +196,16 @@ def fitting_sm80(
             q_in_regs=q_in_regs,
             min_ctas=min_ctas,
         )
-        # A higher min_ctas of the same tile is another register budget, worth trying where it fits;
-        # fewer than 8 warps an SM leave the tensor cores idle during every softmax.
+        # A higher min_ctas of the same tile is another register budget, worth trying if it fits.
+        # With fewer than 8 warps an SM the tensor cores idle during every softmax.
         if config.warps * min_ctas >= 8 and fits(config, capability):
             yield config
 
 
 def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]:
-    """The configurations of the sm90 class whose S, P and O fill most of the registers and fit, and
-    whose tiles fit shared memory, with nothing of Q in registers and with as much as they hold;
-    then those in use with one switch set the other way."""
+    """The configurations of the sm90 class whose S, P and O fit the registers, fill most of them,
+    and whose tiles fit shared memory: without Q in registers, and with as many steps of Q as fit.
+    Then the configurations in use, with one field changed."""
     for warps, tile_n in itertools.product((8, 12), range(48, 257, 16)):
         config = FwdConfig(
             arch=90,
@@ -223,7 +220,7 @@ def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]
             min_ctas=1,
             ping_pong=True,
         )
-        # Small tiles read K and V more often from L2 and shared memory, for nothing.
+        # Smaller tiles only read K and V more often from L2 and shared memory.
         filled = sm90_registers(config) / SM90_ACCUMULATOR_REGISTERS[warps]
         if 0.7 <= filled <= 1 and config.smem_bytes <= MAX_SMEM_BYTES[9, 0]:
             yield config
@@ -271,7 +268,7 @@ def in_use(
 
 
 def chosen(head_dim: int, causal: bool, capability: tuple[int, int], args) -> list[FwdConfig]:
-    """The candidates, or those of them that ``--variant`` names, and the configurations in use."""
+    """The candidates, or those that ``--variant`` names, and the configurations in use."""
     slack = float("inf") if args.variant else 1.3
     configs = candidates(args.arch, args.dtype, head_dim, causal, capability, slack)
     if args.variant:
@@ -293,7 +290,7 @@ def load(configs: list[FwdConfig], target: str, causal: bool) -> dict[str, jit.K
 
 
 def describe(kernel: jit.Kernel, current: bool, capability: tuple[int, int]) -> dict[str, object]:
-    """A row of the result as far as it is known before anything is timed."""
+    """A row of the result, without the times."""
     return {
         "dtype": kernel.config.dtype,
         "head_dim": kernel.config.head_dim,
@@ -310,7 +307,7 @@ def describe(kernel: jit.Kernel, current: bool, capability: tuple[int, int]) -> 
 
 
 def line(row: dict) -> str:
-    """A row as it is printed; a star marks what is in use."""
+    """A row as printed text; a star marks configurations in use."""
     mark = "*" if row["current"] else " "
     ratios = " ".join(f"{ratio:.3f}" for ratio in row["ratio"].values())
     flops = " ".join(f"{value:6.1f}" for value in row["tflops"].values())

@@ -1,7 +1,7 @@
 """Draws the pictures of the documents: `python tools/make_figures.py [--check]`.
 
-What can be computed is: masks and tiles come from the reference's own mask, lanes from the layout
-that the kernel uses, traffic from the shapes. The files are text and the same on every machine.
+Masks and tiles are computed from the reference's mask, lanes from the kernel's layout, traffic from
+the shapes. The files are text and the same on every machine.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def masks() -> Canvas:
 
 
 def tiles() -> Canvas:
-    """Which tiles a causal kernel visits, which of them need the mask, and in which order."""
+    """The tiles that a causal kernel visits, their order, and which of them need the mask."""
     seqlen_q, seqlen_k, tile_m, tile_n = 500, 610, 128, 64
     scale, left, top = 1.1, 130, 66
     c = Canvas(900, 720, "Tiles of a causal problem")
@@ -321,7 +321,7 @@ MAX_SUM = 15.0  # log2 of Softmax::kMaxSum in softmax.h
 
 
 def rescale() -> Canvas:
-    """The running maximum, and the one the kernel subtracts, which lags behind it."""
+    """The running maximum, and the reference that the kernel subtracts, which is updated rarely."""
     c = Canvas(900, 440, "Rescaling every time or only when it matters")
     left, bottom, dx, dy = 80, 370, 44, 12
 
@@ -372,7 +372,7 @@ def rescale() -> Canvas:
 
 
 def fragment() -> Canvas:
-    """Who holds which score, and why P needs no move to become the next operand."""
+    """The lane that holds each score, and why P is already in place as the next operand."""
     c = Canvas(900, 560, "Accumulator and operand of m16n8k16")
     cell_w, cell_h, top = 22, 26, 84
     quads = (GREEN, BLUE, YELLOW, RED)
@@ -446,8 +446,8 @@ def pipeline() -> Canvas:
 
 
 def warpgroups() -> Canvas:
-    """The sm90 class: a producer, and two consumers that take turns in issuing products."""
-    c = Canvas(900, 330, "The sm90 class: one producer, two consumers that take turns")
+    """The sm90 class: a producer, and two consumers with the ping-pong schedule."""
+    c = Canvas(900, 330, "The sm90 class: one producer, two consumers, ping-pong schedule")
     left, unit = 150, 73
 
     def lane(y: float, name: str, bars: list[tuple[float, float, str, str]]) -> None:

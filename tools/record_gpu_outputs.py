@@ -1,4 +1,4 @@
-"""Record what a GPU computes, so that the simulator can be compared with it where there is none.
+"""Records outputs of a GPU, with which tests compare the simulator on machines without one.
 
     python tools/record_gpu_outputs.py --out tests/sim/data
 
@@ -26,9 +26,9 @@ from flashcute.benchmarking import Shape
 from flashcute.heuristics import FwdProblem, choose_fwd
 
 # Kernel class, dtype and problem.
-# sm80: both dtypes, both masks, one and two stages, Q in registers and not, tile edges, GQA and a
-# padded head dimension. sm90: the same, two and three warpgroups, nothing, some and all of Q in
-# registers, with and without turns and lazy rescaling.
+# sm80: both dtypes, both masks, one and two stages, with and without Q in registers, tile edges,
+# GQA and a padded head dimension. sm90: the same, two and three consumers, none, some and all steps
+# of Q in registers, with and without ping-pong.
 RECORDED = (
     (80, "bf16", Shape(1, 130, 193, 2, 1, 64, False)),
     (80, "fp16", Shape(1, 129, 200, 2, 2, 128, True)),
@@ -44,7 +44,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def bits(x: torch.Tensor) -> np.ndarray:
-    """The 16-bit patterns of a tensor, which NumPy has no bfloat16 for."""
+    """The 16-bit patterns of a tensor, as NumPy has no bfloat16."""
     return x.contiguous().cpu().view(torch.int16).numpy()
 
 

@@ -2,12 +2,12 @@
 
     python tools/sanitize.py --out build/gpu
 
-Build the kernels beforehand (``python -m flashcute build``). Before all else memcheck has to find a
-planted fault. Its release of CUDA 13.0, 2025.3, sees what threads load and store and what wgmma
-reads; the copies of the TMA unit only releases from 2026.2 on. racecheck can be asked for, but is
-not by default: on kernels with mbarriers and warpgroups it has false alarms up to release 2026.3
-(https://docs.nvidia.com/compute-sanitizer/ReleaseNotes), and of asynchronous copies it claims to
-follow cp.async alone. The simulator looks for races instead.
+Build the kernels beforehand (``python -m flashcute build``). First memcheck has to find a planted
+fault. Release 2025.3, of CUDA 13.0, checks loads and stores of threads and reads of wgmma; TMA's
+copies are checked from release 2026.2 on. racecheck is optional: on kernels with mbarriers and
+warpgroups it has false positives up to release 2026.3
+(https://docs.nvidia.com/compute-sanitizer/ReleaseNotes), and of the asynchronous copies it supports
+cp.async only. The simulator checks for races instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_sanitizer() -> str:
 
 
 def command(sanitizer: str, tool: str, planted: bool) -> list[str]:
-    # The count of mbarriers comes from the compiler, which does not see those of inline PTX.
+    # The compiler reports the number of mbarriers to the tool, without those of inline PTX.
     return [
         *(sanitizer, "--tool", tool, "--kernel-name", "kns=flash_fwd"),
         *("--target-processes", "application-only", "--num-cuda-barriers", "32"),
@@ -70,7 +70,7 @@ def launch_all(planted: bool) -> None:
         kernel = jit.get_kernel(config, "".join(map(str, capability)))
         entry = abi.FlashKernel.from_address(kernel.address)
         sizes = (1, config.tile_m + 1, 2 * config.tile_n + 1, heads, heads // 2, config.head_dim)
-        # Made and checked on the CPU: kernels of torch need not be loaded and watched.
+        # Inputs and checks on the CPU, so that no kernels of torch run under the sanitizer.
         q, k, v = oracles.make_qkv(oracles.Shape(*sizes), torch.bfloat16)
         inputs = [x.cuda() for x in (q, k, v)]
         if planted:
@@ -97,7 +97,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     sanitizer = find_sanitizer()
     args.out.mkdir(parents=True, exist_ok=True)
-    # Otherwise one tensor's end lies inside an allocation of torch's, and nothing is out of bounds.
+    # With torch's caching allocator the end of a tensor is not that of an allocation, so memcheck
+    # would miss accesses beyond it.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     end = time.monotonic() + args.time_limit
     good = True

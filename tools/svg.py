@@ -1,7 +1,7 @@
-"""A few SVG shapes whose text is known to fit: what tools/make_figures.py draws with.
+"""The SVG shapes of tools/make_figures.py, with a check that text fits.
 
-Written out by hand and not by a plotting library, so that the same script gives the same bytes on
-every machine and a test can compare them with the committed pictures.
+There is no plotting library, so that the script gives the same bytes on every machine and a test
+can compare them with the committed pictures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rewrites the generated parts of the documents: `python tools/update_docs.py [--check]`.
 
-A generated part stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``. Its text comes
-from the code or from a result file, so a document cannot say what the code does not do.
+A generated part is between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``. Its text comes from
+the code or from a result file, so it agrees with them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def environment() -> str:
 
 
 def _contenders(rows: Sequence[Mapping], result: Mapping) -> list[str]:
-    """Those that ran at one of ``rows`` at least, flashcute first."""
+    """The contenders that ran at one of ``rows`` at least, flashcute first."""
     ran = {name for row in rows for name, time in row["us"].items() if time}
     return [name for name in result["contenders"] if name in ran]
 
 
 def _measured(result: Mapping) -> str:
-    """Where and how a result was measured, from "on one" to the protocol."""
+    """Text on where and how a result was measured."""
     machine = result["machine"]
     return (
         f"on one {machine['gpu']} (driver {machine['driver']}, torch {machine['torch']}), "

@@ -1,4 +1,4 @@
-"""From a naive attention kernel to the production one, an idea a step: see README.md."""
+"""From a naive attention kernel to the production one, one idea per rung: see README.md."""
 
 from .launch import attention
 from .rungs import RUNGS, Rung, find

@@ -2,7 +2,7 @@
 
 Each rung is first compared with the reference (flashcute/testing.py) on small and odd problems,
 then timed on GPT-3's shape and over the sequence length, beside the library's kernel and PyTorch's.
-The result file is written after every step, so that a run which is cut short leaves what it has.
+The result file is written after every step, so that an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ BATCH, HEADS, HEAD_DIM = 4, 96, 128  # GPT-3 175B (arXiv 2005.14165, table 2.1)
 GPT3_SEQLEN = 2048
 SEQLENS = (256, 512, 1024, 2048, 4096, 8192)
 SLOWEST_S = 4.0  # a point expected to take longer is left out of the sweep
-COUNTERS_S = 0 if shutil.which("ncu") is None else 90  # kept back for the counters
+COUNTERS_S = 0 if shutil.which("ncu") is None else 90  # reserved for the counters
 POINT_S = 1.5  # time for the repeats of one point
-# Largest difference from the library's output that two roundings of P and O explain; a wrong mask
-# or tile differs by 0.1 and more.
+# Largest difference from the library's output by roundings of P and O; a wrong mask or tile gives
+# 0.1 and more.
 AGREEMENT = 4e-2
 
 CHECKED_LENGTHS = (
@@ -51,7 +51,7 @@ CHECKED_LENGTHS = (
 
 
 def check(rung: Rung) -> list[str]:
-    """What is wrong with a rung on small problems; empty if nothing is."""
+    """The failures of a rung on small problems."""
     failures = []
     for seqlen_q, seqlen_k in CHECKED_LENGTHS:
         for d in rungs.HEAD_DIMS:
@@ -96,7 +96,7 @@ def measure(shape: bm.Shape, wanted: list[Rung], skip: set[str]) -> dict:
     for rung in wanted:
         if rung.name in skip:
             continue
-        # Kept one at a time unless quick: a rung's tensors take memory.
+        # Slow rungs are timed one by one, to hold the tensors of only one in memory.
         call = launch.prepare(rung, q, k, v, shape.causal)
         seconds = _estimate(call)
         row["difference"][rung.name] = (call.out.float() - expected).abs().max().item()
@@ -118,7 +118,7 @@ def _shape(seqlen: int, causal: bool) -> bm.Shape:
 
 
 def launch_once(wanted: list[Rung]) -> None:
-    """One launch of each rung on the counters' shape, for a profiler to see."""
+    """One launch of each rung on the counters' shape, for the profiler."""
     q, k, v = bm.make_qkv(counters.SHAPE, DTYPE, "cuda")
     for rung in wanted:
         launch.prepare(rung, q, k, v, counters.SHAPE.causal)()
@@ -126,7 +126,7 @@ def launch_once(wanted: list[Rung]) -> None:
 
 
 def build(wanted: list[Rung], result: dict) -> list[Rung]:
-    """Builds the rungs side by side; returns those that could be built."""
+    """Builds the rungs in parallel; returns those that could be built."""
     target = "".join(map(str, torch.cuda.get_device_capability()))
     for rung, outcome in launch.build_rungs(wanted, target).items():
         record = result["rungs"][rung.name]
@@ -158,7 +158,7 @@ def time_all(wanted: list[Rung], seqlens: list[int], end: float, save: Callable,
 
 
 def wrong_points(result: dict) -> list[str]:
-    """Where an output is not the library's: a time of a wrong result is worth nothing."""
+    """Points whose output differs from the library's; their times are not valid."""
     return [
         f"{name} differs from the library by {value} at s={row['seqlen_q']} causal={row['causal']}"
         for row in result["rows"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from flashcute.benchmarking import Shape
 
-# Small enough that ncu's passes over the slowest rung take seconds, large enough to fill the GPU.
+# Small enough that ncu's replays of the slowest rung take seconds, large enough to fill the GPU.
 SHAPE = Shape(b=1, seqlen_q=1024, seqlen_k=1024, h=96, h_k=96, d=128, causal=False)
 
 
@@ -55,7 +55,7 @@ COUNTERS = {
 
 
 def command(names: Sequence[str]) -> list[str] | None:
-    """What reads all counters of one launch of each rung; None where there is no ncu."""
+    """The command that reads all counters of one launch of each rung; None without ncu."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return None
@@ -66,27 +66,27 @@ def command(names: Sequence[str]) -> list[str] | None:
 
 
 def parse(text: str, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Rung to counter to value, per score where it says so, out of ncu's CSV.
+    """Rung to counter to value from ncu's CSV, divided by the scores where ``per_score`` is set.
 
-    A metric that ncu does not know is left out. Nothing is returned unless there is a row for each
-    of ``names``, which were launched in this order.
+    Metrics unknown to ncu are left out. The result is empty unless there is a row for each of
+    ``names``, which were launched in this order.
     """
     lines = [line for line in text.splitlines() if line.startswith('"')]
-    rows = [row for row in csv.DictReader(lines) if row.get("ID")]  # the one without is of units
+    rows = [row for row in csv.DictReader(lines) if row.get("ID")]  # the row of units has no ID
     if len(rows) != len(names):
         return {}
     scores = SHAPE.b * SHAPE.h * SHAPE.seqlen_q * SHAPE.seqlen_k
     found: dict[str, dict[str, float]] = {name: {} for name in names}
     for name, row in zip(names, rows, strict=True):
         for key, counter in COUNTERS.items():
-            with contextlib.suppress(ValueError):  # "n/a", or not there
+            with contextlib.suppress(ValueError):  # "n/a", or missing
                 value = float((row.get(counter.metric) or "").replace(",", ""))
                 found[name][key] = value / scores if counter.per_score else value
     return found
 
 
 def read(names: Sequence[str], cwd: str, timeout: float) -> tuple[dict[str, dict[str, float]], str]:
-    """The counters of rungs, and why there are none."""
+    """The counters of rungs, and an error message if there are none."""
     words = command(names)
     if words is None:
         return {}, "no ncu on PATH"

@@ -1,4 +1,4 @@
-"""From a rung to a loaded kernel, and one call of it: ``attention("08_swizzle", q, k, v)``."""
+"""Builds, loads and calls the kernel of a rung: ``attention("08_swizzle", q, k, v)``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _ELEMENTS = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One kernel of a rung: everything that its template arguments decide.
+    """One kernel of a rung, by its template arguments.
 
     Attributes:
         rung: The rung.
-        dtype: ``"fp16"`` or ``"bf16"``, of the problem; a rung in fp32 gets it converted.
+        dtype: ``"fp16"`` or ``"bf16"``, of the problem; for a rung in fp32 inputs are converted.
         head_dim: 64 or 128.
         causal: Mask aligned to the bottom-right corner.
     """
@@ -68,7 +68,7 @@ def variants(rung: Rung) -> list[Variant]:
 
 
 def source(wanted: Sequence[Variant]) -> str:
-    """A translation unit with kernels of one rung, each behind a function of its name."""
+    """A translation unit with kernels of one rung, each exported by a function of its name."""
     entries = "\n".join(
         'extern "C" __attribute__((visibility("default"))) const flash::Flash_kernel *\n'
         f"{variant.name}() {{ return {variant.describe}; }}"
@@ -79,7 +79,7 @@ def source(wanted: Sequence[Variant]) -> str:
 
 def unit(rung: Rung, target: str) -> build.Unit:
     """The shared object of a rung for the GPU with sm number ``target``, e.g. ``"90"``."""
-    # Instructions that only this very architecture has are in sm_90a alone.
+    # wgmma and setmaxnreg need the target sm_90a.
     code = f"{target}a" if rung.arch == 90 else target
     return build.Unit(
         name=f"ladder_{rung.name}",
@@ -96,7 +96,7 @@ def unit(rung: Rung, target: str) -> build.Unit:
 def build_rungs(
     wanted: Sequence[Rung], target: str, jobs: int | None = None, progress=None
 ) -> dict[Rung, build.BuildResult]:
-    """Builds rungs into the user's cache, several at once; a failed one says so in its result."""
+    """Builds rungs into the user's cache, in parallel; a failure is reported in its result."""
     units = [unit(rung, target) for rung in wanted]
     results = build.build_many(units, toolchain.find_nvcc(), jobs, progress)
     return dict(zip(wanted, results, strict=True))
@@ -171,7 +171,7 @@ def prepare(
 
 
 def prepare_library_sm80(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
-    """A call of the library's own sm80 kernel, which on Hopper it would not choose itself."""
+    """A call of the library's sm80 kernel, which the heuristics do not choose on Hopper."""
     _check(q, k, v)
     capability = torch.cuda.get_device_capability(q.device)
     config = heuristics.fwd_config(_DTYPES[q.dtype], q.shape[3], causal, capability)
@@ -204,7 +204,7 @@ def attention(
     Raises:
         TypeError, ValueError: for tensors that no rung takes.
         BuildError: where the kernel cannot be built.
-        RuntimeError: where CUDA refuses the launch.
+        RuntimeError: if the launch fails.
     """
     out, lse = prepare(rungs.find(rung), q, k, v, causal, softmax_scale)()
     return out.to(q.dtype), lse

@@ -1,10 +1,9 @@
 """FlashAttention-2's loop in Python, compiled for the GPU by Numba (``pip install numba``).
 
-The idea of rung 2 with rung 3's statistics, in fp32: a CTA of 16 x 16 threads owns 16 query rows
-and meets the keys 16 at a time; thread (lane, row) computes one score and keeps d / 16 columns of
-its row's output in registers. A row's maximum and sum are trees over its 16 threads, not a loop of
-one of them, and a tile that is cut short by the end of the sequence is filled up with zeros, whose
-scores are masked.
+The idea of rung 2 with rung 3's statistics, in fp32. A CTA of 16 x 16 threads computes 16 query
+rows and reads 16 keys at a time. Thread (lane, row) computes one score and keeps d / 16 columns of
+its row's output in registers. A row's maximum and sum are tree reductions over its 16 threads. A
+tile at the end of the sequence is padded with zeros, whose scores are masked.
 
 Run it on a GPU, or without one in Numba's CUDA simulator; it compares itself with the reference:
 
@@ -32,7 +31,7 @@ PROBLEMS = ((16, 32, False), (21, 37, True), (19, 7, True), (3, 0, False))
 
 @functools.cache
 def make_kernel(d: int, causal: bool):
-    """The kernel for one head dimension; what is fixed here is a constant to the compiler."""
+    """The kernel for one head dimension and mask, which are compile-time constants."""
     columns = d // TILE  # of a thread
 
     @cuda.jit
@@ -44,7 +43,7 @@ def make_kernel(d: int, causal: bool):
         batch, head = batch_head // q.shape[2], batch_head % q.shape[2]
         head_k = head // (q.shape[2] // k.shape[2])
         query = tile * TILE + row
-        # Rows see keys up to here; the mask's diagonal ends in the bottom-right corner.
+        # The ends of the visible keys; the mask's diagonal ends in the bottom-right corner.
         key_end, tile_key_end = seqlen_k, seqlen_k
         if causal:
             key_end = min(seqlen_k, query + 1 + seqlen_k - seqlen_q)

@@ -1,7 +1,6 @@
-"""Fills README.md's table and draws the plot: ``python -m examples.ladder.report``.
+"""Writes README.md's table and draws the plot: ``python -m examples.ladder.report``.
 
-Both come from the result file of ``python -m examples.ladder``; nothing in the generated part of
-README.md is written by hand. ``--check`` only compares.
+Both come from the result file of ``python -m examples.ladder``. ``--check`` only compares.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ PEERS = {
     "flashcute_sm80": "its sm80 kernel",
     "sdpa": "PyTorch's SDPA",
 }
-# The rungs that are reduced from a kernel of the library, and that kernel.
+# The rungs that are reduced kernels of the library, and the kernel of each.
 REDUCED = {"12_sm80": "flashcute_sm80", "13_sm90": "flashcute"}
 _PEER_COLOURS = ("black", "tab:blue", "tab:red")
 HEADER = ("rung", "idea", "lines", "ms", "TFLOP/s", "% of roof", "x predicted", "x", "what moved")
 
 
 def peak(gpu: str) -> float | None:
-    """The tensor cores' roof of a GPU in TFLOP/s, by its name; None where it is not known."""
+    """The tensor cores' roof of a GPU in TFLOP/s, by its name; None if unknown."""
     return next((value for name, value in PEAKS.items() if name in gpu), None)
 
 

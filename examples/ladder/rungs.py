@@ -1,4 +1,4 @@
-"""The rungs of the ladder, from the seed to production."""
+"""The rungs of the ladder, from the naive kernel to the library's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Rung:
         stem: Of its file in ``kernels``.
         idea: What is new, in a few words.
         counter: The quantity that is expected to move, a key of :data:`counters.COUNTERS`.
-        predicted: How many times faster than the rung before it was expected to be; README.md says
-            why. Written down before it was measured, and left as it was.
+        predicted: The expected speed over the rung before, written down before the measurement and
+            not changed since; README.md has the reasons.
         arch: Least compute capability, e.g. 80.
         fp32: Takes and returns float32.
     """
@@ -43,7 +43,7 @@ class Rung:
 
     def runs_on(self, capability: int) -> bool:
         """Whether a GPU of this compute capability, e.g. 90, runs the rung."""
-        # Instructions of sm_90a are those of Hopper alone.
+        # Code for sm_90a runs on Hopper only.
         return capability // 10 == 9 if self.arch == 90 else capability >= self.arch
 
     @property
@@ -65,7 +65,7 @@ RUNGS = (
     Rung(10, "rung_10_cp_async", "cp.async, two buffers", "memory_stalls", 1.3),
     Rung(11, "rung_11_cute", "the same in CuTe", "instructions", 1),
     Rung(12, "rung_12_sm80", "the library's sm80 loop, reduced", "shared_accesses", 1.3),
-    Rung(13, "rung_13_sm90", "TMA, WGMMA, warps that only load", "instructions", 1.9, arch=90),
+    Rung(13, "rung_13_sm90", "TMA, WGMMA, warp specialisation", "instructions", 1.9, arch=90),
 )
 
 

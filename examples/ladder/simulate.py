@@ -1,4 +1,4 @@
-"""The rungs in the simulator: the same headers, with what stands for their instructions."""
+"""The rungs in the simulator: the same headers, with the simulator's instructions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SMEM_LIMIT = 227 * 1024
 def companions(variant: Variant, checker: str) -> list[Variant]:
     """The kernels compiled together with ``variant``, itself among them.
 
-    All of a rung; with a checker, which makes compilers slow, only those of its problem's tensors.
+    All of a rung; with a checker, which makes compilation slow, only those of the same dtype and
+    head dimension.
     """
     return [
         other
@@ -34,8 +35,8 @@ def companions(variant: Variant, checker: str) -> list[Variant]:
 
 
 def unit(variant: Variant, checker: str = "none") -> build.Unit:
-    """A shared object with a kernel and its companions, each behind a function of its name."""
-    # The simulator's cuda_runtime.h replaces functions; that works only ahead of CUDA's headers.
+    """A shared object with a kernel and its companions, each exported by a function of its name."""
+    # First, as the simulator's cuda_runtime.h has to precede CUDA's headers to replace functions.
     text = f"""\
 #include <cuda_runtime.h>
 {source(companions(variant, checker))}

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=(*INPUTS, "all"),
         default=["normal"],
-        help="distributions of Q and K, which take turns (flashcute/bench/inputs.py)",
+        help="distributions of Q and K, timed in turns (flashcute/bench/inputs.py)",
     )
     parser.add_argument(
         "--dtypes", nargs="+", choices=DTYPES, default=["bf16"], help="of the tensors (bf16)"
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=1.0,
         default=0.0,
         metavar="SECONDS",
-        help="also so long back to back each, with clock and power (1 s unless said)",
+        help="also time each back to back for so long, with clock and power (1 s by default)",
     )
     parser.add_argument("--time-limit", type=seconds, default=540.0, help="seconds for the sweep")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
@@ -82,6 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures or draws what the arguments describe; returns 0 if every output was right."""
-    from . import command  # torch with it, which the other commands start without
+    from . import command  # here, as it imports torch, which the other commands do not need
 
     return command.run(args)

@@ -1,4 +1,4 @@
-"""What ``python -m flashcute bench`` does once its arguments are read."""
+"""Implements ``python -m flashcute bench``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..jit.progress import Progress
 from . import models, peers, plots, sweep, table
 from .cli import INPUTS, MASKS, SEQLENS
 
-# What a CPU computes in a minute.
+# Sizes for about a minute on a CPU.
 _CPU_SEQLENS = (64, 128, 256)
 _CPU_TOKENS = 256
 _CPU_REPEATS = (5, 1)
-_CPU_FLUSH = 64 << 20  # beyond the caches of most
+_CPU_FLUSH = 64 << 20  # larger than most CPUs' caches
 
 
 def _options(args: argparse.Namespace) -> sweep.Options:
@@ -51,7 +51,7 @@ def _options(args: argparse.Namespace) -> sweep.Options:
 
 
 def build(wanted: list[list[sweep.Variant]]) -> None:
-    """Builds the kernels of a sweep side by side; its calls would build them one after the other.
+    """Builds the kernels of a sweep in parallel; otherwise its calls would build them one by one.
 
     Raises:
         BuildError: with the compiler's messages.
@@ -75,7 +75,7 @@ def build(wanted: list[list[sweep.Variant]]) -> None:
 
 
 def _points(args: argparse.Namespace, on_gpu: bool) -> list[list[sweep.Variant]]:
-    """What is to be measured: the points of the sweep, then the models, as far as asked for."""
+    """The points to measure: those of the sweep, then the models, as the arguments say."""
     inputs = list(INPUTS) if "all" in args.inputs else list(dict.fromkeys(args.inputs))
     found = []
     if "sweep" in args.shapes:
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     result = _measure(args)
     if args.json:
         bm.write_json(args.json, result)
-    # Before the tables: whoever reads standard output may close it early.
+    # Before the tables: the reader of standard output may close it early.
     if args.plots and result["rows"]:
         _draw(result, args.plots, args.json.stem if args.json else "bench")
     print(table.summary(result))

@@ -1,10 +1,10 @@
-"""Named distributions of Q and K: what a softmax meets beyond standard normal inputs.
+"""Named distributions of Q and K, beside standard normal inputs.
 
-A kernel's speed may hang on its scores: on how large they are, and on whether a block of keys
-exceeds the maximum so far, as O is rescaled then. Kernels visit key blocks from the last to the
-first. V is standard normal in all of them, as no kernel looks at it, so that one tolerance holds.
+A kernel's speed may depend on its scores: on their size, and on whether a block of keys exceeds the
+running maximum, because O is rescaled then. Kernels visit key blocks from the last to the first. V
+is standard normal in all of them: no kernel's speed depends on it, and one tolerance holds.
 
-Scores are given in nats: q . k / sqrt(d), the exponent of a weight before the maximum is taken off.
+Scores are in nats: q . k / sqrt(d), the exponent of a weight before the maximum is subtracted.
 ``N(0, x)`` has standard deviation x.
 """
 
@@ -17,9 +17,9 @@ import torch
 
 from .. import benchmarking as bm
 
-BLOCK = 128  # keys that a ramp's slope is given for, about what a kernel visits at once
+BLOCK = 128  # keys per unit of a ramp's slope, about a kernel's key block
 SINKS = 4
-_CUT = 1024.0  # of heavy tails: far out, and its product with itself fits every accumulator
+_CUT = 1024.0  # limit of heavy tails; products of such values fit every accumulator
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -62,7 +62,7 @@ def _ramp(nats: float, towards_first: bool):
 
 
 def _sink(q, k, shape, generator) -> Pair:
-    """The first 4 keys 15 above the rest, as attention sinks are: scores N(0, 1) and N(15, 1)."""
+    """Attention sinks: the first 4 keys are 15 above the rest, scores N(0, 1) and N(15, 1)."""
     q[..., 0] = 15 * math.sqrt(shape.d)
     k[..., 0] = 0
     k[:, :SINKS, :, 0] = 1
@@ -92,7 +92,7 @@ def _peaked(q, k, shape, generator) -> Pair:
     """
     rows = torch.arange(shape.seqlen_q, device=k.device)
     last = rows + shape.seqlen_k - shape.seqlen_q if shape.causal else rows + shape.seqlen_k
-    visible = (last + 1).clamp(1, shape.seqlen_k)[:, None]  # a row that sees nothing takes key 0
+    visible = (last + 1).clamp(1, shape.seqlen_k)[:, None]  # a row without keys takes key 0
     size = (shape.b, shape.seqlen_q, shape.h)
     chosen = torch.rand(size, device=k.device, generator=generator) * visible
     batch = torch.arange(shape.b, device=k.device)[:, None, None]
@@ -141,8 +141,8 @@ def make(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q ``(b, seqlen_q, h, d)`` and K, V ``(b, seqlen_k, h_k, d)`` of the distribution ``name``.
 
-    The same tensors for the same arguments; ``normal`` is :func:`flashcute.benchmarking.make_qkv`.
+    Equal arguments give equal tensors; ``normal`` is :func:`flashcute.benchmarking.make_qkv`.
     """
     q, k, v = bm.make_qkv(shape, dtype, device, seed)
-    generator = torch.Generator(device=device).manual_seed(seed + 1)  # not what drew Q and K
+    generator = torch.Generator(device=device).manual_seed(seed + 1)  # independent of Q and K's
     return *DISTRIBUTIONS[name](q, k, shape, generator), v

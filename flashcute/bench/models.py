@@ -1,8 +1,8 @@
 """Attention shapes of public models, without decoding one token at a time.
 
-Sizes are those of the configuration that each line names. The batch is what serving uses, or makes
-a call about 16k query tokens. Only the shape is a model's: softcap, windows, sinks and biases that
-some of them have are left out.
+Sizes are those of the configuration that each line names. The batch is a usual one for serving, or
+gives about 16k query tokens. Only the shape is the model's: softcap, windows, sinks and biases are
+left out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MODELS: dict[str, Shape] = {
     "gpt-oss-20b-4k": _causal(4, 4096, 64, 8, 64),  # openai/gpt-oss-20b, its full layers
     "stablelm-2-1.6b-4k": _causal(4, 4096, 32, 32, 64),  # stabilityai/stablelm-2-1_6b
     "stablelm-3b-4k": _causal(4, 4096, 32, 32, 80),  # stabilityai/stablelm-3b-4e1t
-    # Chunked prefill: 2048 tokens a step, as serving engines do, of prompts that are further along.
+    # Chunked prefill, 2048 tokens a step, as serving engines do, in the middle of a prompt.
     "chunk-256-of-4k": Shape(8, 256, 4096, 32, 8, 128, causal=True),  # Llama-3-8B's heads
     "chunk-512-of-8k": Shape(4, 512, 8192, 32, 8, 128, causal=True),
     "chunk-2k-of-32k": Shape(1, 2048, 32768, 32, 8, 128, causal=True),
@@ -80,7 +80,7 @@ def select(names: list[str]) -> dict[str, Shape]:
     """The models whose names contain one of ``names``; of ``"models"`` all.
 
     Raises:
-        ValueError: one of ``names`` is in no model's.
+        ValueError: if one of ``names`` is part of no model's name.
     """
     names = ["" if name == "models" else name for name in names]
     for name in names:
@@ -93,9 +93,9 @@ def select(names: list[str]) -> dict[str, Shape]:
 
 
 def shrink(shape: Shape, tokens: int) -> Shape:
-    """The shape with lengths of at most ``tokens`` and as many query tokens in all, for a CPU.
+    """The shape with lengths and total query tokens of at most ``tokens``, for a CPU.
 
-    Heads, their dimension, the mask and, as far as that goes, the ratio of the lengths stay.
+    Heads, head dimension, mask and, where possible, the ratio of the lengths stay.
     """
     part = min(1.0, tokens / max(shape.seqlen_q, shape.seqlen_k))
     seqlen_q = max(min(4, shape.seqlen_q), int(part * shape.seqlen_q))

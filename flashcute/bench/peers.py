@@ -1,7 +1,7 @@
-"""The contenders: flashcute and what it is compared with, each as one call on the same tensors.
+"""The contenders: flashcute and its peers, each as one call on the same tensors.
 
-Peers are called through their ops with views made beforehand, so that neither a transpose nor a
-backend context manager is counted against them.
+Peers are called through their ops, with views made beforehand. So their times include neither a
+transpose nor a backend's context manager.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from .. import flash_attn_func
 
 aten = torch.ops.aten
-# FlashAttention-3 as its own build installs it, or as the wheel fa3-fwd does, which is bf16 only.
+# FlashAttention-3's own module, and that of the wheel fa3-fwd, which is bf16 only.
 _FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 
 
@@ -26,8 +26,8 @@ def _flashcute(q, k, v, causal):
 def _fa2(q, k, v, causal):
     """FlashAttention-2 as PyTorch ships it: the flash backend of SDPA, (b, h, s, d) views.
 
-    Unlike SDPA itself, the op aligns its causal mask to the bottom-right corner; for that
-    torch.nn.attention.bias calls it, too.
+    Unlike SDPA itself, the op aligns its causal mask to the bottom-right corner, which
+    torch.nn.attention.bias relies on.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     op = aten._scaled_dot_product_flash_attention.default
@@ -58,7 +58,7 @@ def _fa3(q, k, v, causal):
 
 
 def _torch(q, k, v, causal):
-    """PyTorch's SDPA as it chooses its backend: the peer on a machine without a GPU."""
+    """PyTorch's SDPA with its own choice of backend: the peer on a machine without a GPU."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     sdpa, grouped = torch.nn.functional.scaled_dot_product_attention, q.shape[1] != k.shape[1]
     options = {"is_causal": causal, "enable_gqa": grouped}
@@ -77,10 +77,10 @@ NAMES = {"cuda": ("flashcute", "fa2", "cudnn", "fa3"), "cpu": ("flashcute", "tor
 def make(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, names: tuple[str, ...]
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, str]]:
-    """Calls that return ``(b, s, h, d)`` output, by name, and why a peer is missing, by name.
+    """Calls that return ``(b, s, h, d)`` output, by name, and the reason for each missing peer.
 
-    Each call is tried once, so that a peer without this head dim, dtype or GPU drops out with its
-    own words instead of ending the sweep. flashcute itself is never dropped.
+    Each call is tried once. A peer that does not support the head dimension, dtype or GPU is left
+    out, with its error message as the reason. An error of flashcute itself is raised.
     """
     calls, missing = {}, {}
     for name in names:
@@ -92,7 +92,7 @@ def make(
             call()
             if q.is_cuda:
                 torch.cuda.synchronize()
-        except Exception as error:  # of a peer's own code: anything, also while it is imported
+        except Exception as error:  # a peer's code may raise anything, also at its import
             if name == "flashcute":
                 raise
             missing[name] = (str(error) or repr(error)).splitlines()[0]

@@ -27,7 +27,7 @@ def _seqlens(axes, rows: Sequence[Mapping]) -> None:
 
 
 def _title(result: Mapping, what: str, part: Part, inputs: str | None = None) -> str:
-    """What is shown, of what, on what: nobody should have to guess the inputs of a figure."""
+    """The title: what is shown, dtype, inputs and device."""
     where = result["machine"].get("gpu") or "CPU"
     group = [f"query heads per key head: {part.group}"] * (part.group != 1)
     return ", ".join([what, part.dtype, *group, inputs or f"{part.inputs} inputs", where])
@@ -66,7 +66,7 @@ def speed(result: Mapping, rows: Sequence[Mapping], title: str, suffix: str = ""
             _seqlens(axes, rows)
             axes.set_title(f"d = {d}, {_MASKS[mask]}", fontsize=10)
         line[0].set_ylabel(unit)
-    grid[0][0].set_ylim(bottom=0)  # of all: the axis is shared, and its top known only now
+    grid[0][0].set_ylim(bottom=0)  # the axis is shared; after plotting, so that the top fits
     for axes in grid[-1]:
         axes.set_xlabel("sequence length")
     handles = {}
@@ -120,7 +120,7 @@ def roofline(result: Mapping, rows: Sequence[Mapping], title: str):
     knee = peak / bandwidth
     ends = [min([knee / 4, *intensity]) / 1.5, knee, max([4 * knee, *intensity]) * 1.5]
     axes.plot(ends, [min(peak, bandwidth * x) for x in ends], color="#555", linewidth=1.3)
-    # Above every point, as those at the right lie on the line or over it.
+    # The label is above every point, as points at the right may lie on or above the line.
     speeds = [row["tflops"]["flashcute"] for row in rows]
     top = max(peak, *speeds) * 1.06
     axes.text(ends[2], top, f"matmul {peak:.0f} TFLOP/s", ha="right", fontsize=9)
@@ -241,13 +241,13 @@ def _point(row: Mapping) -> str:
 
 
 def _suffixes(rows: Sequence[Mapping]) -> dict[str, str]:
-    """The ends of the fields that rows have in common, with what a title calls them."""
+    """The suffixes of the fields that all rows have, with their words for a title."""
     sustained = {"_sustained": ", sustained"}
     return {"": ""} | (sustained if all("us_sustained" in row for row in rows) else {})
 
 
 def _of_part(result: Mapping, part: Part, rows: Sequence[Mapping]) -> dict:
-    """The pictures of rows that differ in their shapes only, by the end of their names."""
+    """The pictures of rows that differ in their shapes only, by suffix of the file name."""
     figures = {}
     compared = any(ratio(row) is not None for row in rows)
     for suffix, how in _suffixes(rows).items():
@@ -264,7 +264,7 @@ def _of_part(result: Mapping, part: Part, rows: Sequence[Mapping]) -> dict:
 
 
 def _of_inputs(result: Mapping, family: Part, members: Mapping[Part, Sequence[Mapping]]) -> dict:
-    """The pictures of rows that differ in their distributions, too, by the end of their names."""
+    """The pictures of rows that differ in their distributions, too, by suffix of the file name."""
     figures = {}
     for suffix, how in _suffixes([row for rows in members.values() for row in rows]).items():
         title = _title(result, f"Forward{how}", family, "by inputs")
@@ -275,8 +275,8 @@ def _of_inputs(result: Mapping, family: Part, members: Mapping[Part, Sequence[Ma
 def draw(result: Mapping, folder: Path, stem: str) -> list[Path]:
     """Writes every picture that the result has data for as PNG; returns the files.
 
-    Where points were measured on several distributions of inputs, one picture shows them all, and
-    the others are of normal inputs.
+    If points were measured on several distributions of inputs, one picture shows them all; the
+    others are of normal inputs.
     """
     families: dict[Part, dict[Part, list[Mapping]]] = {}
     for part, rows in parts(result["rows"]).items():

@@ -1,13 +1,12 @@
-"""The sweep: every point checked, then timed in bursts and, if asked for, for a second on end.
+"""The sweep: checks every point, then times it in bursts and optionally for a second back to back.
 
-A point is a head dim, a mask and a length, or a model's shape. All that is wanted of it, in every
-dtype, of every distribution of inputs and with every number of query heads per key head, takes
-turns in one loop, so that those can be compared, too.
+A point is a head dim, a mask and a length, or a model's shape. Its variants (dtype, distribution of
+inputs, query heads per key head) are timed in turns in one loop, so that they can be compared, too.
 
-``burst``: each call stands alone with cold caches (:mod:`flashcute.benchmarking`). ``sustained``:
-one contender back to back for a second, its second half evaluated, with the SM clock and power that
-the card settled at. The card is power capped, so the two can disagree; both are figures of
-interest, and both have a ceiling measured the same way.
+``burst``: each call is timed alone with cold caches (:mod:`flashcute.benchmarking`). ``sustained``:
+one contender runs back to back for a second; the second half is evaluated, with its SM clock and
+power. The power limit lowers the clock of sustained runs, so the two can disagree. Both have a
+ceiling measured in the same way.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from . import inputs as distributions
 from . import peers
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# The smallest useful shape, which the peers' published host times are of, and one with more tiles
-# than SMs, which under a causal mask are dealt out through a counter, and with grouped heads.
+# The smallest useful shape, for which peers publish host times; and one with grouped heads and more
+# tiles than SMs, which a causal kernel distributes by work stealing.
 HOST_SHAPES = {
     "host_us": bm.Shape(1, 64, 64, 4, 4, 64, causal=False),
     "host_us_causal": bm.Shape(8, 1024, 1024, 16, 4, 128, causal=True),
 }
-# Two 16-bit kernels differ by roundings of P and O; a wrong mask or tile differs by 0.1 and more.
+# Two 16-bit kernels differ by roundings of P and O; a wrong mask or tile gives 0.1 and more.
 AGREEMENT = {"bf16": 4e-2, "fp16": 1e-2}
-CEILING_SIZE = 8192  # of the square matrices whose product is the ceiling
+CEILING_SIZE = 8192  # rows and columns of the matrices whose product is the ceiling
 COPY_BYTES = 2 << 30
 SAMPLE_MS = 50
 
@@ -63,7 +62,7 @@ class Options:
 
 
 class Variant(NamedTuple):
-    """What a row of the result is about: ``model`` is its name where the shape is a model's."""
+    """The subject of one row of the result; ``model`` is the name of the model with this shape."""
 
     dtype: str
     shape: bm.Shape
@@ -80,11 +79,11 @@ def points(
     tokens: int = bm.TOTAL_TOKENS,
     inputs: Sequence[str] = ("normal",),
 ) -> list[list[Variant]]:
-    """The points of a sweep, each as its dtypes, inputs and shapes that are measured in turns.
+    """The points of a sweep, each as the list of its variants, which are measured in turns.
 
     ``groups``: query heads that share a key and value head. The number of query heads, and so of
-    FLOPs, is the same for all of them: the most that each group divides within the sweep's width,
-    or the least where that is none.
+    FLOPs, is the same for all groups: the largest common multiple within the sweep's width, or else
+    the least common multiple.
     """
     common = math.lcm(*groups)
     found = []
@@ -108,7 +107,7 @@ def points(
 def model_points(
     models: Mapping[str, bm.Shape], dtypes: Sequence[str], inputs: Sequence[str] = ("normal",)
 ) -> list[list[Variant]]:
-    """A point for each named shape, as its dtypes and inputs that are measured in turns."""
+    """A point for each named shape, as the list of its variants, which are measured in turns."""
     return [
         [Variant(dtype, shape, name, model) for dtype in dtypes for name in inputs]
         for model, shape in models.items()
@@ -121,10 +120,10 @@ Samples = Sequence[Mapping[str, float]]
 def measure_sustained(
     call: Callable[[], object], seconds: float, samples: Samples
 ) -> dict[str, float]:
-    """Microseconds per call, and of the run's second half what the GPU's state was.
+    """Microseconds per call, and the GPU's state in the second half of the run.
 
-    That is the medians of clock, power and temperature, the share of samples in which the power
-    limit held the clock, and the number of samples.
+    The state is the medians of clock, power and temperature, the share of samples in which the
+    power limit lowered the clock, and the number of samples.
     """
     begin = time.perf_counter()
     figures = {"us": round(bm.time_sustained(call, seconds), 2)}
@@ -138,7 +137,7 @@ def measure_sustained(
 
 
 def measure_ceiling(options: Options, samples: Samples) -> dict[str, float]:
-    """What this card reaches in the same two protocols: a large matrix product, and a copy."""
+    """The ceilings of this GPU by the same two protocols: a large matrix product, and a copy."""
     generator = torch.Generator(options.device).manual_seed(0)
     size = (CEILING_SIZE, CEILING_SIZE)
     a, b = (
@@ -179,13 +178,13 @@ def _figures(
 
 
 def _tflops(shape: bm.Shape, us: float) -> float:
-    # A digit after the point for a GPU, four for a CPU.
+    # One decimal for a GPU's values, four for a CPU's.
     value = shape.flops / us / 1e6
     return round(value, 1 if value >= 10 else 4)
 
 
 def _differences(calls: Mapping[str, Callable[[], torch.Tensor]], trusted: str) -> dict[str, float]:
-    """Greatest difference of each contender's output from the trusted one's, if that runs."""
+    """Largest difference of each contender's output from the trusted peer's, if that runs."""
     if trusted not in calls:
         return {}
     reference = calls[trusted]().float()
@@ -210,7 +209,7 @@ def measure(
         calls, missing = peers.make(q, k, v, shape.causal, options.names)
         trusted = peers.NAMES[options.device][1]
         known = calls
-        if trusted not in options.names:  # compared with and not timed
+        if trusted not in options.names:  # only compared with, not timed
             known = peers.make(q, k, v, shape.causal, (trusted,))[0] | calls
         difference = _differences(known, trusted)
         about = {"dtype": dtype, **dataclasses.asdict(shape), "inputs": inputs}
@@ -223,7 +222,7 @@ def measure(
     runs = {}
     if options.sustained:
         order = bm.turn(contenders, number)
-        # Loading and checking let the card cool: the first, too, follows another's run.
+        # The GPU cools during set-up. So one run more comes first, and is overwritten below.
         for key in [order[-1], *order]:
             runs[key] = measure_sustained(contenders[key], options.sustained, samples)
     for index, (row, variant) in enumerate(zip(rows, point, strict=True)):
@@ -252,9 +251,9 @@ def run(
     options: Options,
     progress: Callable[[dict], None] = lambda row: None,
 ) -> dict:
-    """Measures every point, as far as time allows, and returns the JSON-ready result.
+    """Measures every point within the time limit and returns the JSON-ready result.
 
-    Interrupted from the keyboard, it returns what is measured so far.
+    After a keyboard interrupt it returns the rows measured so far.
     """
     begin = time.monotonic()
     on_gpu = options.device == "cuda"
@@ -262,7 +261,7 @@ def run(
     samples: list[dict[str, float]] = []
     ceiling, host = {}, {name: {} for name in HOST_SHAPES}
     with torch.no_grad(), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
-        if on_gpu:  # before the sampler starts, which calls the driver, too
+        if on_gpu:  # before the sampler starts: its driver calls would add to host time
             host |= {name: measure_host(shape, options) for name, shape in HOST_SHAPES.items()}
         samples = stack.enter_context(bm.gpu_sampler(interval_ms=SAMPLE_MS))
         if on_gpu:

@@ -1,4 +1,4 @@
-"""A result as tables for a terminal, and the points that are wrong."""
+"""A result as tables for a terminal, and the points with wrong outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .. import benchmarking as bm
 from . import peers
 from .sweep import AGREEMENT, HOST_SHAPES
 
-SHORT = 1024  # tokens: up to there what a kernel does before and after its main loop weighs most
+SHORT = 1024  # tokens; up to here the prologue and epilogue of a kernel weigh most
 
 CPU_NOTE = (
     "No GPU: measured on the CPU by the wall clock, flashcute's reference path and PyTorch's own "
@@ -20,7 +20,7 @@ CPU_NOTE = (
 
 
 def describe(row: Mapping) -> str:
-    """A point in words, after its model's name and before its inputs unless they are normal."""
+    """A point as text: its model, its shape, and its inputs unless they are normal."""
     group = f" h={row['h']}/{row['h_k']}" if row.get("h") != row.get("h_k") else ""
     model = f"{row['model']}: " if "model" in row else ""
     inputs = "" if inputs_of(row) == "normal" else f", {row['inputs']}"
@@ -33,7 +33,7 @@ def mask(row: Mapping) -> str:
 
 
 def inputs_of(row: Mapping) -> str:
-    """The distribution of a row's inputs; before they had names it was the normal one."""
+    """The distribution of a row's inputs; older results lack the field and are of normal inputs."""
     return row.get("inputs", "normal")
 
 
@@ -50,24 +50,24 @@ def best_peer(row: Mapping, field: str = "us") -> str | None:
 
 
 def unit_of(rows: Sequence[Mapping], field: str = "tflops") -> tuple[str, float]:
-    """The unit that suits the values, and its factor: a CPU's are a thousandth of a GPU's."""
+    """TFLOP/s, or GFLOP/s for a CPU's values, and the factor to convert them."""
     largest = max((value for row in rows for value in row[field].values()), default=10)
     return ("TFLOP/s", 1.0) if largest >= 10 else ("GFLOP/s", 1e3)
 
 
 def ratio(row: Mapping, field: str = "us", peer: str | None = None) -> float | None:
-    """Speed over ``peer``, the best one if none is named; None where either did not run."""
+    """Speed over ``peer``, by default the best one; None if either did not run."""
     times = row.get(field, {})
     ours, other = times.get("flashcute"), times.get(peer or best_peer(row, field))
     return other / ours if ours and other else None
 
 
 class Part(NamedTuple):
-    """What rows have in common that one figure stands for."""
+    """The fields that all rows of one figure share."""
 
     dtype: str
     models: bool = False
-    group: int = 1  # query heads per key head; models have their own, which is not looked at
+    group: int = 1  # query heads per key head; 1 for all models
     inputs: str = "normal"
 
     def __str__(self) -> str:
@@ -88,9 +88,9 @@ def parts(rows: Iterable[Mapping]) -> dict[Part, list[Mapping]]:
 
 
 def disagreements(result: Mapping) -> list[str]:
-    """Points where an output is not the trusted peer's: a wrong result's time is worth nothing.
+    """Points where an output differs from the trusted peer's, or could not be compared.
 
-    Neither is one that was compared with nothing.
+    The times of such points are not valid.
     """
     trusted = peers.NAMES[result.get("device", "cuda")][1]
     return [
@@ -134,7 +134,7 @@ def _points(result: Mapping, suffix: str) -> str:
 
 
 def _subsets(rows: Sequence[Mapping]) -> Iterator[tuple[str, list[Mapping]]]:
-    """All rows, then those that are looked at alone, where they are not all; each with a name."""
+    """All rows, then subsets by length and head dimension unless they are all rows; with names."""
     yield "", list(rows)
     found = {f", s <= {SHORT}": [row for row in rows if row["seqlen_q"] <= SHORT]}
     for d in sorted({row["d"] for row in rows}):
@@ -149,7 +149,7 @@ Compared = Iterator[tuple[str, str, Pairs]]
 def _over_peers(result: Mapping, field: str) -> Compared:
     """Ours over each peer: what, over what, and rows with their ratios.
 
-    Of other inputs than the normal ones :func:`_inputs` shows these.
+    Normal inputs only; :func:`_inputs` shows the others.
     """
     ours, *peers_here = result["contenders"]
     for part, rows in parts(result["rows"]).items():

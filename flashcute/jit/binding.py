@@ -18,7 +18,8 @@ logger = logging.getLogger("flashcute")
 def binding_unit(namespace: str) -> build.Unit:
     """The build of the binding against the torch of this process.
 
-    Torch's version is no part of it: the stable ABI lets one binary serve every torch since 2.10.
+    Torch's version is not part of the key: with the stable ABI one binary works with every torch
+    since 2.10.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""Building shared objects: one source, one compiler run, one entry of the cache.
+"""Builds shared objects: one source, one compiler run, one entry of the cache.
 
-What a call needs and the cache lacks is built by one run of ninja, an edge for each compiler run.
-Every word of a command is quoted, so no path or variable is ever parsed as a command. Every entry
-has a lock of its own that the kernel drops when its holder dies: processes that want the same entry
-build it once, and no process waits for another while it holds a lock.
+All entries missing for a call are built by one run of ninja, with an edge for each compiler run.
+Every word of a command is quoted, so no path or variable is parsed as a command. Every entry has a
+file lock, which the operating system releases when its holder dies. Processes that need the same
+entry build it once. No process waits for a lock while it holds another, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Running = Sequence[tuple["Unit", float]]
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """One shared object to be: everything that decides its content, but the compiler.
+    """One shared object to build: everything that determines its content, except the compiler.
 
     Attributes:
         name: Stem of the files.
@@ -56,8 +56,8 @@ class Unit:
         flags: Compiler flags before the source.
         libraries: Linker flags after the source; may hold paths, which are not part of the key.
         project_dirs: Include folders whose headers enter the key with their bytes.
-        external_dirs: Include folders known by ``external`` only.
-        overriding_dirs: Likewise, but searched before ``project_dirs``.
+        external_dirs: Include folders that enter the key through ``external`` only.
+        overriding_dirs: Likewise, searched before ``project_dirs``.
         external: Names and versions of what ``external_dirs`` hold.
     """
 
@@ -84,7 +84,7 @@ class Unit:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def key(self, compiler: Compiler) -> str:
-        """Digest of everything that decides the shared object's content."""
+        """Digest of everything that determines the shared object's content."""
         text = f"{self.source_key()} {compiler.identity()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -97,13 +97,13 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class BuildResult:
-    """What became of one unit.
+    """The result of building one unit.
 
     Attributes:
         unit: The unit.
         artefact: The entry, or None if it could not be built.
-        seconds: Of the compiler run; 0.0 where the entry was there already.
-        error: The whole message where ``artefact`` is None.
+        seconds: Of the compiler run; 0.0 where the entry was in the cache.
+        error: The message where ``artefact`` is None.
     """
 
     unit: Unit
@@ -125,7 +125,7 @@ def resources(log: str) -> dict[str, int]:
 
 
 def find(unit: Unit, compiler: Compiler) -> cache.Artefact | None:
-    """The unit's entry in the user's cache, if it is there and whole. Writes nothing."""
+    """The unit's entry in the user's cache, if it exists and is intact. Writes nothing."""
     folder = cache.cache_dir()
     try:
         cache.check_private(folder)
@@ -141,7 +141,7 @@ def _stem(unit: Unit, key: str) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Edge:
-    """A unit to build: its entry's lock, held, and the private folder it is built in."""
+    """A unit to build, with its entry's lock, which is held, and its private build folder."""
 
     unit: Unit
     compiler: Compiler
@@ -166,10 +166,10 @@ class _Edge:
         return None
 
     def prepare(self) -> str:
-        """Writes the source and returns what ninja has its shell run."""
+        """Writes the source and returns the shell command for ninja."""
         (self.folder / f"{self.unit.name}{self.unit.suffix}").write_text(self.unit.source)
         here = shlex.quote(str(self.folder))
-        # nvcc puts its own intermediate files where TMPDIR says: keep them in the private folder.
+        # TMPDIR: nvcc's intermediate files go to the private folder.
         return (
             f": > {here}/started; TMPDIR={here} {self.command} > {here}/log 2>&1; "
             f"status=$?; echo $status > {here}/status; exit $status"
@@ -178,9 +178,9 @@ class _Edge:
     def publish(
         self, cache_folder: Path, report: str
     ) -> tuple[cache.Artefact | None, float, str | None]:
-        """Makes what the finished edge left an entry; ``report`` is what ninja said so far.
+        """Publishes the finished edge's output as an entry; ``report`` is ninja's output so far.
 
-        Returns the rest of a :class:`BuildResult`.
+        Returns the fields of :class:`BuildResult` after ``unit``.
         """
         try:
             with cache.writing(cache_folder):
@@ -189,7 +189,7 @@ class _Edge:
         except BuildError as error:
             return None, 0.0, str(error)
         finally:
-            self.lock.release()  # before the others': somebody may wait for this one only
+            self.lock.release()  # at once: another process may wait for this entry only
 
     def _publish(self, cache_folder: Path, report: str) -> cache.Artefact:
         unit = self.unit
@@ -227,13 +227,13 @@ class _Edge:
 
 
 def _lock(folder: Path, stem: str) -> filelock.FileLock:
-    import filelock  # so that what builds nothing runs without it
+    import filelock  # here, as it is not needed where nothing is built
 
     return filelock.FileLock(folder / "locks" / f"{stem}.lock")
 
 
 def _lock_now(folder: Path, stem: str) -> filelock.FileLock | None:
-    """The lock of an entry, held, or None while somebody else holds it."""
+    """The lock of an entry, acquired, or None if another process holds it."""
     lock = _lock(folder, stem)
     try:
         lock.acquire(timeout=0)
@@ -245,9 +245,10 @@ def _lock_now(folder: Path, stem: str) -> filelock.FileLock | None:
 def _take(
     unit: Unit, compiler: Compiler, key: str, folder: Path, stack: contextlib.ExitStack
 ) -> _Edge | cache.Artefact | None:
-    """The edge that builds the unit, its entry if it is there, None while somebody builds it.
+    """The edge that builds the unit, its entry if it exists, None if another process builds it.
 
-    Never waits, so that no process waits while it holds a lock. ``stack`` ends what the edge holds.
+    Never waits, so that no process waits while it holds a lock. ``stack`` releases the edge's lock
+    and folder.
     """
     stem = _stem(unit, key)
     lock = _lock_now(folder, stem)
@@ -258,7 +259,7 @@ def _take(
     if artefact is not None:
         lock.release()
         return artefact
-    # The lock is ours, so whoever left these behind was killed.
+    # This process holds the lock, so these folders are of builds that were killed.
     for left_over in folder.glob(f"tmp-{stem}-*"):
         shutil.rmtree(left_over, ignore_errors=True)
     private = tempfile.TemporaryDirectory(dir=folder, prefix=f"tmp-{stem}-")
@@ -266,16 +267,16 @@ def _take(
 
 
 def clean(older_than: float | None = None) -> tuple[int, int]:
-    """Removes entries of the user's cache, and what killed builds left there.
+    """Removes entries of the user's cache, and the folders of builds that were killed.
 
-    What is being built at the moment stays. So do the locks, empty files: without its name a lock
-    keeps nobody out. A process that has loaded an entry keeps what it loaded.
+    Entries being built stay. So do the lock files, which are empty: removing a lock file would let
+    two processes hold the same lock. A process that has loaded an entry is not affected.
 
     Args:
-        older_than: Only what was built more than so many seconds ago.
+        older_than: Only entries built more than this many seconds ago.
 
     Returns:
-        How many files and folders of how many bytes are gone.
+        The number of files and folders removed, and their bytes.
 
     Raises:
         BuildError: where the folder is not the user's own.
@@ -288,7 +289,7 @@ def clean(older_than: float | None = None) -> tuple[int, int]:
         if lock is None:
             continue
         try:
-            # Records come first: without one, nothing takes the shared object for an entry.
+            # Records first: a shared object without a record is not an entry.
             for path in paths:
                 if older_than is None or time.time() - path.stat().st_mtime > older_than:
                     size += cache.bytes_of(path)
@@ -317,7 +318,7 @@ def _ninja() -> str:
 
 
 def _lines(process: subprocess.Popen, every: float) -> Iterator[str | None]:
-    """The lines that ``process`` prints, and None whenever ``every`` seconds bring none."""
+    """The lines that ``process`` prints, and None after each ``every`` seconds without output."""
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
     rest = b""
@@ -338,11 +339,11 @@ def _run_ninja(
     edges: Sequence[_Edge], jobs: int, watch: Callable[[Running], None]
 ) -> Iterator[tuple[_Edge, str]]:
     """Builds ``edges`` in one run of ninja; yields each as it ends, with ninja's output so far."""
-    # The file lies with the first unit, so that whoever clears up after a killed run finds it.
+    # build.ninja is in the first unit's folder, so that it is removed with it after a killed run.
     folder = edges[0].folder
-    # Ninja looks for these names in the working folder: nothing there can be called like that.
+    # Ninja looks for these names in the working folder, where no such file can exist.
     names = {f"{edge.folder.name}.built": edge for edge in edges}
-    # The log of ninja is of no use, but would else be written to the working folder.
+    # builddir: otherwise ninja writes its log to the working folder.
     lines = [f"builddir = {_ninja_value(str(folder))}"]
     lines += ["rule compile", "  command = $line", "  description = $out"]
     with cache.writing(folder.parent):
@@ -351,7 +352,7 @@ def _run_ninja(
         (folder / "build.ninja").write_text("\n".join(lines) + "\n")
     process = subprocess.Popen(
         [_ninja(), "-f", str(folder / "build.ninja"), "-j", str(jobs), "-k", "0"],
-        # English messages: they are searched for that of a full disk.
+        # English messages, as cache.is_full() searches them.
         env={**os.environ, "NINJA_STATUS": _NINJA_STATUS, "LC_ALL": "C"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -368,7 +369,7 @@ def _run_ninja(
                 yield names.pop(line.removeprefix(_NINJA_STATUS).strip()), report
         process.wait()
     finally:
-        process.terminate()  # with its compilers; does nothing where it has ended
+        process.terminate()  # and its compilers; no effect if it has ended
         process.stdout.close()
         process.wait()
     for edge in names.values():
@@ -385,7 +386,7 @@ def _ninja_value(text: str) -> str:
 
 
 def build(unit: Unit, compiler: Compiler) -> BuildResult:
-    """The unit's entry in the user's cache, built if it is not there.
+    """The unit's entry in the user's cache, built if it is missing.
 
     Raises:
         BuildError: where the compiler fails or the cache folder cannot be used.
@@ -397,7 +398,7 @@ def build(unit: Unit, compiler: Compiler) -> BuildResult:
 
 
 def default_jobs() -> int:
-    """``FLASHCUTE_JOBS`` if set, else one per core as far as memory reaches."""
+    """``FLASHCUTE_JOBS`` if set, else one per core, fewer if memory is short."""
     jobs = env.read().jobs
     if jobs is not None:
         return jobs
@@ -405,7 +406,7 @@ def default_jobs() -> int:
 
 
 def available_memory() -> int:
-    """Bytes this process may still use: of the machine, and of its control group."""
+    """Free bytes: the least of the machine's and the control group's."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     with contextlib.suppress(OSError):
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -468,13 +469,13 @@ def build_many(
                     busy.append(index)
             if edges:
                 run = _run_ninja(list(edges), jobs or default_jobs(), watch or (lambda _: None))
-                # Closed before the folders go, also where ``progress`` raises.
+                # Closed before the folders are removed, also if ``progress`` raises.
                 for edge, report in stack.enter_context(contextlib.closing(run)):
                     finish(edges[edge], *edge.publish(folder, report))
         if len(busy) == len(missing):
             unit = units[busy[0]]
             logger.warning("flashcute: another process builds %s, waiting for it", unit.name)
             with _lock(folder, _stem(unit, keys[busy[0]])):
-                pass  # looked for like the others, as it may have failed there
+                pass  # the next round looks for the entry: the other build may have failed
         missing = busy
     return [results[index] for index in range(len(units))]

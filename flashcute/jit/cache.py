@@ -1,8 +1,8 @@
-"""Shared objects on disk, each beside a .json file that vouches for it.
+"""Shared objects on disk, each with a .json record.
 
-The .json holds the SHA-256 of the shared object and is put in place last, so an entry is complete
-or absent: a truncated, mixed or half-written one does not verify and is built again. What is loaded
-is code, so the user's cache must be a real folder of the user's own that nobody else can write to.
+The record holds the SHA-256 of the shared object and is written last, so an entry is complete or
+absent. A truncated or half-written entry fails the check and is built again. Entries are loaded as
+code, so the cache must be a real folder that belongs to the user and that no other user can write.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .toolchain import BuildError
 
 logger = logging.getLogger("flashcute")
 
-# Of disk, for the intermediate files of one compiler; nvcc took 70 MB at d = 256.
+# Disk space for the intermediate files of one compiler; nvcc took 70 MB at d = 256.
 BYTES_PER_BUILD = 100 << 20
 # Stems end in half of a key; mkdtemp adds eight letters.
 _OURS = re.compile(
@@ -92,10 +92,10 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def check_private(folder: Path) -> None:
-    """Refuses a cache folder in which somebody else could place code.
+    """Rejects a cache folder in which another user could place code.
 
     Raises:
-        BuildError: naming the folder, what is wrong with it and how to mend it.
+        BuildError: names the folder, what is wrong with it and how to correct it.
         OSError: where it does not exist or cannot be seen.
     """
     status = folder.lstat()
@@ -129,7 +129,7 @@ def writable_cache_dir() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         check_private(folder)
         (folder / "locks").mkdir(mode=0o700, exist_ok=True)
-        # Permissions alone do not tell: a file system can be mounted read-only.
+        # Permissions are not enough: the file system can be mounted read-only.
         tempfile.TemporaryFile(dir=folder).close()
     return folder
 
@@ -143,7 +143,7 @@ def _sha256(path: Path) -> str:
 
 
 def find(folder: Path, stem: str, **expected: str) -> Artefact | None:
-    """The entry ``stem`` of ``folder`` if it is whole and its record holds ``expected``."""
+    """The entry ``stem`` of ``folder`` if it is intact and its record holds ``expected``."""
     path, record = folder / f"{stem}.so", folder / f"{stem}.json"
     try:
         meta = json.loads(record.read_bytes())
@@ -163,16 +163,16 @@ def find(folder: Path, stem: str, **expected: str) -> Artefact | None:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Puts ``source`` at ``target`` in one step, its bytes on disk before its name."""
+    """Renames ``source`` to ``target`` atomically, after its bytes are on disk."""
     with open(source, "rb") as file:
         os.fsync(file.fileno())
     os.replace(source, target)
 
 
 def contents(folder: Path) -> dict[str, list[Path]]:
-    """What is ours in the cache: stem of an entry to its record, shared object, unfinished builds.
+    """Stem of each entry in the cache to its record, shared object and unfinished builds.
 
-    Only names that flashcute gives, as the folder may be one that holds other things.
+    Only names that flashcute gives: the folder may hold other files.
 
     Raises:
         BuildError: where the folder is not the user's own.
@@ -198,10 +198,10 @@ def bytes_of(path: Path) -> int:
 
 
 def publish(built: Path, folder: Path, stem: str, meta: Mapping[str, Any]) -> Artefact:
-    """Makes the finished shared object ``built`` the entry ``stem`` of ``folder``.
+    """Publishes the shared object ``built`` as the entry ``stem`` of ``folder``.
 
-    ``built`` must lie on the file system of ``folder`` and is moved. In the cache, call with the
-    entry's lock held.
+    ``built`` must be on the file system of ``folder`` and is moved. In the cache, the caller must
+    hold the entry's lock.
     """
     meta = {**meta, "sha256": _sha256(built)}
     record = built.with_suffix(".json")

@@ -1,4 +1,4 @@
-"""From a configuration to a loaded kernel."""
+"""Finds, builds and loads the kernel of a configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Kernel:
 
     Attributes:
         config: What it was compiled for.
-        target: GPU it was asked for, as its sm number, e.g. ``"90"``.
+        target: sm number of the GPU, e.g. ``"90"``.
         path: The shared object.
         address: Of its ``const flash::Flash_kernel``; valid until the process ends.
         threads: Per CTA.
@@ -66,7 +66,7 @@ def compatible_targets(target: str) -> list[str]:
     """Targets whose machine code runs on ``target``, best first.
 
     Code for X.y runs on X.z with z >= y (CUDA C++ Programming Guide, "Binary Compatibility"), but
-    not between desktop parts and the integrated ones (8.7).
+    not between discrete and integrated GPUs (8.7).
     """
     major, minor = capability_of(target)
     if target == "87":
@@ -81,7 +81,7 @@ def compatible_targets(target: str) -> list[str]:
 def kernel_unit(config: FwdConfig, target: str) -> build.Unit:
     """The build of one kernel for one target."""
     capability_of(target)
-    # wgmma and setmaxnreg exist for compute capability 9.0 alone, whose code is called 90a.
+    # wgmma and setmaxnreg need sm_90a, which runs on compute capability 9.0 only.
     if config.arch == 90 and target != "90":
         raise ValueError(
             f"flashcute: expected target '90' for a kernel of the sm90 class, got {target=}"
@@ -153,10 +153,10 @@ def build_arguments(config: FwdConfig, target: str) -> str:
 
 
 def load(artefact: cache.Artefact, config: FwdConfig, target: str) -> Kernel:
-    """Loads a kernel's shared object and checks what it says of itself.
+    """Loads a kernel's shared object and checks its description.
 
     Raises:
-        BuildError: naming the first thing that differs from what this package expects.
+        BuildError: names the first field that differs from what this package expects.
     """
     path = artefact.path
     try:
@@ -178,7 +178,7 @@ def load(artefact: cache.Artefact, config: FwdConfig, target: str) -> Kernel:
         "smem_bytes": config.smem_bytes,
         "tile_m": config.tile_m,
     }
-    # In this order: the fields after abi_version mean what they say only if that one agrees.
+    # abi_version first: the other fields are valid only if it agrees.
     for field, value in expected.items():
         got = getattr(description, field)
         if got != value:
@@ -199,7 +199,7 @@ def load(artefact: cache.Artefact, config: FwdConfig, target: str) -> Kernel:
 
 
 _loaded: dict[tuple[FwdConfig, str], Kernel] = {}
-# A lock for each kernel: nothing waits for another kernel's compiler.
+# A lock for each kernel, so that threads wait only for the build of their own kernel.
 _loading: dict[tuple[FwdConfig, str], threading.Lock] = {}
 # The thread that holds a lock during a fork does not exist in the child.
 os.register_at_fork(after_in_child=_loading.clear)
@@ -208,16 +208,16 @@ os.register_at_fork(after_in_child=_loading.clear)
 def get_kernel(config: FwdConfig, target: str) -> Kernel:
     """The kernel of ``config`` for the GPU with sm number ``target``, loaded.
 
-    Looked for in this process, in the package's prebuilt folder and in the user's cache; built
-    where it is in none of them.
+    Searched in this process, in the package's prebuilt folder and in the user's cache; built if it
+    is in none of them.
 
     Args:
         config: The kernel's configuration.
         target: sm number of the GPU, e.g. ``"90"``.
 
     Raises:
-        ValueError: for a target that cannot be, and for a wrong ``FLASHCUTE_*`` variable.
-        BuildError: where the kernel is not there and cannot be built, or does not fit this package.
+        ValueError: for a target without kernels, and for a wrong ``FLASHCUTE_*`` variable.
+        BuildError: where the kernel is missing and cannot be built, or does not fit this package.
     """
     key = (config, target)
     kernel = _loaded.get(key)

@@ -1,4 +1,4 @@
-"""One call of a given kernel, whatever :mod:`flashcute.heuristics` would choose."""
+"""One call of a given kernel, without the choice by :mod:`flashcute.heuristics`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .abi import FlashKernel, fwd_params
 
 
 class Call:
-    """A kernel on one problem, prepared: calling it enqueues the kernel and nothing else.
+    """A kernel with the arguments of one problem: calling it only enqueues the kernel.
 
-    Nothing is checked: tensors that the kernel cannot take are read and written out of bounds.
+    Nothing is checked: with tensors that do not fit, the kernel accesses memory out of bounds.
 
     Args:
-        kernel: What the kernel's shared object says of itself.
+        kernel: The description in the kernel's shared object.
         q: (b, seqlen_q, h, d) on a GPU, last dimension contiguous, the other strides multiples of
             16 bytes.
         k: (b, seqlen_k, h_k, d), likewise; h_k divides h.
@@ -55,7 +55,7 @@ class Call:
         """Enqueues the kernel on the current stream; returns :attr:`out` and :attr:`lse`.
 
         Raises:
-            RuntimeError: where CUDA refuses the launch.
+            RuntimeError: if the launch fails.
         """
         if self.out.numel() > 0:
             with torch.cuda.device(self.out.device):

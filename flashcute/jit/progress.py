@@ -1,4 +1,4 @@
-"""Shows builds while they run: a bar on a terminal, lines of text elsewhere."""
+"""Shows the progress of builds: a bar on a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from .build import BuildResult, Unit
 
-_STILL = 30  # seconds between lines that say what is still being compiled
+_REPEAT = 30  # seconds between lines about a unit that is still being compiled
 
 
 def _describe(unit: Unit) -> str:
@@ -21,8 +21,8 @@ class Progress:
     ``with Progress(total) as shown:`` pass ``shown.finished`` and ``shown.running``.
 
     Args:
-        total: How many units are built.
-        terminal: Whether to draw a bar; None finds out.
+        total: Number of units to build.
+        terminal: Whether to draw a bar; by default if standard error is a terminal.
         now: The clock, in seconds.
     """
 
@@ -36,14 +36,14 @@ class Progress:
         self._now = now
         self._done = 0
         self._bar = None
-        # When each compiler that runs was last written of, by its unit.
-        self._told: dict[Unit, float] = {}
+        # Time of the last line about each unit being compiled.
+        self._last_line: dict[Unit, float] = {}
         if terminal is None:
             terminal = sys.stderr is not None and sys.stderr.isatty()
         if terminal:
             from tqdm import tqdm
 
-            # No estimate of the time that is left: a dozen files tell too little.
+            # No estimate of the remaining time: a dozen units are too few for one.
             form = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
             self._bar = tqdm(total=total, desc="build", bar_format=form, dynamic_ncols=True)
 
@@ -54,35 +54,35 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"build {self._done}/{self._total}: {text}", file=sys.stderr, flush=True)
 
     def finished(self, result: BuildResult) -> None:
-        """One unit is built, cannot be built, or was there, which no line is written of."""
+        """Counts a unit that was built, failed, or was in the cache; the last prints no line."""
         self._done += 1
-        self._told.pop(result.unit, None)
+        self._last_line.pop(result.unit, None)
         if self._bar is not None:
             if result.error is not None:
                 self._bar.write(result.error, file=sys.stderr)
             self._bar.set_postfix_str("", refresh=False)
             self._bar.update()
         elif result.error is not None:
-            self._say(f"failed: {result.error}")
+            self._print(f"failed: {result.error}")
         elif result.seconds > 0:
-            self._say(f"{_describe(result.unit)}, {result.seconds:.0f} s")
+            self._print(f"{_describe(result.unit)}, {result.seconds:.0f} s")
 
     def running(self, compiling: Sequence[tuple[Unit, float]]) -> None:
-        """What is being compiled now, and for how many seconds each."""
+        """Shows the units being compiled, with the seconds of each."""
         if self._bar is not None:
             parts = [f"{_describe(unit)} {seconds:.0f} s" for unit, seconds in compiling]
             self._bar.set_postfix_str("; ".join(parts))
             return
         for unit, seconds in compiling:
-            told = self._told.get(unit)
-            if told is None:
-                self._say(f"compiling {_describe(unit)}")
-            elif self._now() - told >= _STILL:
-                self._say(f"still compiling {_describe(unit)}, {seconds:.0f} s")
+            last = self._last_line.get(unit)
+            if last is None:
+                self._print(f"compiling {_describe(unit)}")
+            elif self._now() - last >= _REPEAT:
+                self._print(f"still compiling {_describe(unit)}, {seconds:.0f} s")
             else:
                 continue
-            self._told[unit] = self._now()
+            self._last_line[unit] = self._now()

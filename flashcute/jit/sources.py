@@ -1,4 +1,4 @@
-"""Where the C++ sources are, what a kernel's .cu file says, and which headers a source includes."""
+"""Paths of the C++ sources, the text of a kernel's .cu file, and the headers a source includes."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ extern "C" const flash::Flash_kernel *flash_kernel() {{ {body} }}
 def project_headers(source: bytes, folders: Iterable[Path]) -> dict[str, bytes]:
     """Every header under ``folders`` that ``source`` includes, directly or not, with its bytes.
 
-    Conditions around an ``#include`` are not evaluated, so the result may hold too much, never too
-    little. Headers outside ``folders`` belong to the toolchain and are known by its version.
+    Conditions around an ``#include`` are not evaluated, so the result may hold headers that are not
+    used, but none is missing. The toolchain's version stands for headers outside ``folders``.
 
     Raises:
-        ValueError: for an ``#include`` of a macro, which this search cannot follow.
+        ValueError: for an ``#include`` of a macro, which is not expanded.
     """
     folders = tuple(folders)
     headers: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""Finding the compilers, and the one place where their flags are written down."""
+"""Finds the compilers, and defines their flags."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from ..extras import install_command
 
-# Read by the compilers themselves, so they change what a build produces and belong to its key.
+# The compilers read these variables, so they are part of the cache key.
 _COMPILER_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "CPLUS_INCLUDE_PATH")
 
 SYSTEM_CUDA = Path("/usr/local/cuda")  # where the toolkit's installer puts it
 
-# A file of each PyPI wheel that a build takes part of: nvidia-nvvm, -cuda-crt, -cuda-runtime.
+# A file of each PyPI wheel that a build needs: nvidia-nvvm, -cuda-crt, -cuda-runtime.
 _NVCC_PARTS = ("nvvm/bin/cicc", "include/crt/host_config.h", "include/cuda_runtime.h")
-# `pip install torch` brings CUDA's runtime and leaves out the compiler's headers.
+# `pip install torch` installs CUDA's runtime without the compiler's headers.
 _CUDA_HEADERS = ("include/cuda_runtime_api.h", "include/crt/host_config.h", "include/cuda_fp16.h")
 _CCCL_HEADER = "cuda/std/utility"
 
@@ -54,16 +54,16 @@ BINDING_LIBRARIES = ("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10")
 
 
 class BuildError(RuntimeError):
-    """A shared object cannot be built, or found where building is not allowed."""
+    """A shared object cannot be built, or is missing where builds are not allowed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """A compiler with the arguments that tell it where its own parts are.
+    """A compiler with the arguments for the paths of its own parts.
 
     Attributes:
         path: The executable.
-        version: All that ``--version`` says, of this compiler and of the host compiler under it.
+        version: The output of ``--version``, of this compiler and of its host compiler.
         arguments: Passed before everything else.
     """
 
@@ -113,7 +113,7 @@ def _cuda_roots() -> list[Path]:
     """Folders that may be a CUDA toolkit, best first."""
     home = os.environ.get("CUDA_HOME")
     if home:
-        return [Path(home)]  # an explicit choice that is wrong must not be papered over
+        return [Path(home)]  # no fallback: a wrong CUDA_HOME must be an error
     roots = []
     on_path = shutil.which("nvcc")
     if on_path:
@@ -127,7 +127,7 @@ def _cuda_roots() -> list[Path]:
 
 
 def _lacking(root: Path, files: Sequence[str]) -> str | None:
-    """Says which of ``files`` a CUDA toolkit does not have; None where it is whole."""
+    """A text with the ``files`` that a CUDA toolkit lacks; None if it has all."""
     missing = [name for name in files if not (root / name).exists()]
     return f"{root} (lacks {', '.join(missing)})" if missing else None
 
@@ -135,8 +135,8 @@ def _lacking(root: Path, files: Sequence[str]) -> str | None:
 def find_nvcc() -> Compiler:
     """nvcc of ``CUDA_HOME`` if set, else of PATH, of the PyPI wheels, of /usr/local/cuda.
 
-    Wheels are passed over where only some of nvcc's parts are installed, as other packages do that
-    want its assembler alone.
+    Wheels are skipped if some of nvcc's parts are missing: other packages install only its
+    assembler.
 
     Raises:
         BuildError: where there is none, or no host compiler for it.
@@ -156,7 +156,7 @@ def find_nvcc() -> Compiler:
         if (root / "lib" / "libcudart_static.a").is_file() and not (root / "lib64").is_dir():
             arguments.append(f"-L{root / 'lib'}")
         parts = [_version(nvcc), host.version]
-        # The optimiser is a wheel of its own that can be newer than nvcc; it states no version.
+        # cicc is in a separate wheel, which can be newer than nvcc, and prints no version.
         cicc = root / "nvvm" / "bin" / "cicc"
         if cicc.is_file():
             parts.append(f"cicc of {cicc.stat().st_size} bytes")

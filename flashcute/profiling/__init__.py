@@ -1,1 +1,1 @@
-"""What a kernel costs and why: from its machine code alone, or from Nsight Compute's counters."""
+"""Profiles of a kernel: from its machine code alone, or from Nsight Compute's counters."""

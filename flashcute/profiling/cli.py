@@ -1,4 +1,4 @@
-"""``python -m flashcute profile``: where a kernel's time goes, or with ``--static`` could go."""
+"""``python -m flashcute profile``: a kernel's bottlenecks, measured, or from its machine code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("A", "B"),
         help="each a saved .json profile, or FIELD=VALUE[,FIELD=VALUE...] as in --set, or default",
     )
-    problem = parser.add_argument_group("problem", "--static takes of it what chooses a kernel")
+    problem = parser.add_argument_group("problem", "with --static it only selects the kernel")
     problem.add_argument("-b", "--batch", type=positive, help="default: 16k tokens in all")
     problem.add_argument("--seqlen-q", type=positive, default=4096, help="query tokens (4096)")
     problem.add_argument("--seqlen-k", type=positive, help="key tokens (default: --seqlen-q)")
@@ -48,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(text: str) -> Path:
-    if not text.endswith(".ncu-rep"):  # ncu would add it
+    if not text.endswith(".ncu-rep"):  # ncu would append it
         raise argparse.ArgumentTypeError(f"expected a name that ends in .ncu-rep, got {text!r}")
     return output_file(text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Profiles what the arguments describe; returns 0, or 1 with a message on standard error."""
-    from . import command  # torch with it, which the other commands start without
+    from . import command  # here, as it imports torch, which the other commands do not need
 
     return command.run(args)

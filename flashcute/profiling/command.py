@@ -1,4 +1,4 @@
-"""What ``python -m flashcute profile`` does once its arguments are read."""
+"""Implements ``python -m flashcute profile``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def choose_config(args: argparse.Namespace, changes: Sequence[str]) -> tuple[Fwd
     """The configuration that the arguments describe, changed as asked, and its target.
 
     Raises:
-        ValueError: for a field or a value that cannot be.
+        ValueError: for an unknown field or an invalid value.
     """
     target = args.target or _target_here()
     capability = kernels.capability_of(target)
@@ -69,7 +69,7 @@ def _static(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, objec
     if args.file is not None:
         binary = disassembly.read_binary(args.file)
         return static.profile(binary, capability, args.head_dim)
-    disassembly.find_cuobjdump()  # before a compiler starts for nothing
+    disassembly.find_cuobjdump()  # fails before a build if it is missing
     artefact = _built(config, target)
     binary = disassembly.read_binary(artefact.path)
     spills, log = artefact.meta["spill_bytes"], artefact.meta["log"]
@@ -77,7 +77,7 @@ def _static(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, objec
 
 
 def _built(config: FwdConfig, target: str) -> cache.Artefact:
-    """The kernel's entry, built with a display if need be."""
+    """The kernel's entry, built with a progress display if it is missing."""
     _, artefact = kernels.find_built(config, target)
     if artefact is not None:
         return artefact
@@ -108,7 +108,7 @@ def _shape(args: argparse.Namespace) -> bm.Shape:
 
 
 def _counters(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, object]:
-    """Profiles with Nsight Compute, and says beside it what the machine code tells."""
+    """Profiles with Nsight Compute, and adds the static profile of the machine code."""
     import torch
 
     ncu.find_ncu()
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     except (disassembly.ToolError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 1
-    # Files first: whoever reads standard output may close it early.
+    # Files before standard output, which the reader may close early.
     if args.json is not None:
         bm.write_json(args.json, payload)
     if args.html is not None:

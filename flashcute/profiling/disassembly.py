@@ -1,4 +1,4 @@
-"""Running cuobjdump on a shared object or cubin: machine code and resources of its kernels."""
+"""Runs cuobjdump on a shared object or cubin: machine code and resources of its kernels."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from . import sass
 
 
 class ToolError(RuntimeError):
-    """A program of NVIDIA's that is needed is not there, or fails."""
+    """A required program of NVIDIA's is missing or fails."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Binary:
-    """One kernel as compiled.
+    """One compiled kernel.
 
     Attributes:
         target: GPU of the machine code, e.g. ``"sm_90a"``.
         function: Its code.
         registers: Per thread at launch.
-        smem_bytes: Static shared memory, without what the launch adds.
+        smem_bytes: Static shared memory, without the launch's dynamic shared memory.
         stack_bytes: Per thread; more than 0 where arrays or spills live in local memory.
     """
 

@@ -1,7 +1,7 @@
-"""A report of Nsight Compute as figures with a meaning: utilisation, traffic, stalls, roofs.
+"""A report of Nsight Compute as utilisation, traffic, stalls and roofs.
 
 Metric names change with the GPU and the release, so each quantity has a list of names, best first.
-What none of them answers is None, in every output.
+A quantity for which no metric is found is None in every output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .ncu import Metrics, Report
 _ACTIVE = ".avg.pct_of_peak_sustained_active"
 _ELAPSED = ".avg.pct_of_peak_sustained_elapsed"
 
-# Percent of the peak of each unit, while the SMs had work.
+# Percent of the peak of each unit, while the SMs were active.
 _UTILISATION = {
     "tensor": (
         f"sm__pipe_tensor_cycles_active{_ACTIVE}",
@@ -73,24 +73,24 @@ _QUANTITIES = {
     "waves": ("launch__waves_per_multiprocessor",),
 }
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-# What a warp waits for, and what that says of this kind of kernel; the reasons are those of the
+# What a warp waits for, with the usual cause in attention kernels. The reasons are those of the
 # Nsight Compute documentation, "Warp Scheduler States".
 _STALLS = {
-    "barrier": "another warp at a CTA or named barrier: the hand-over between warpgroups",
+    "barrier": "another warp at a CTA or named barrier: the ping-pong between warpgroups",
     "branch_resolving": "a branch's target",
     "dispatch_stall": "the dispatcher, held back by register ports or a busy pipe",
-    "drain": "stores to leave before the warp ends: the epilogue",
+    "drain": "outstanding stores before the warp exits: the epilogue",
     "gmma": "the tensor cores to finish a warpgroup's MMA: the softmax cannot start earlier",
     "imc_miss": "a constant: a cold constant cache",
     "lg_throttle": "the queue of global memory instructions",
     "long_scoreboard": "global memory or a TMA barrier: loads are not far enough ahead",
-    "math_pipe_throttle": "a math pipe that is busy: the good reason to wait",
+    "math_pipe_throttle": "a busy math pipe: the unit is saturated",
     "membar": "a memory fence",
     "mio_throttle": "the queue of shared memory and MUFU instructions: the port is oversubscribed",
-    "misc": "something else",
+    "misc": "other reasons",
     "no_instruction": "an instruction: code larger than the instruction cache, or a jump",
-    "not_selected": "its turn: another warp issued, nothing is lost",
-    "selected": "nothing: it issues",
+    "not_selected": "the scheduler, which issued another eligible warp: no loss",
+    "selected": "nothing: the warp issued",
     "short_scoreboard": "shared memory or MUFU results: latency of exp2, ldmatrix, shuffles",
     "sleeping": "the end of a sleep",
     "tex_throttle": "the texture queue",
@@ -119,7 +119,7 @@ def stalls(metrics: Metrics) -> dict[str, dict[str, object]]:
 
 
 def visible_tiles(shape: Shape, config: FwdConfig) -> int:
-    """Pairs of query tile and key tile with anything to see, of all heads and batches."""
+    """Pairs of query tile and key tile with an unmasked score, of all heads and batches."""
     count = 0
     tiles_k = -(-shape.seqlen_k // config.tile_n)
     for first in range(0, shape.seqlen_q, config.tile_m):
@@ -130,11 +130,11 @@ def visible_tiles(shape: Shape, config: FwdConfig) -> int:
 
 
 def ideal(shape: Shape, config: FwdConfig) -> dict[str, float]:
-    """What the problem and its tiles ask for, whatever the kernel does.
+    """The least work for the problem and its tiles, independent of the kernel.
 
     ``tile_macs`` and ``tile_exponentials`` count whole tiles, as a kernel computes them; ``flops``
-    and ``dram_bytes`` are the problem's own. ``l2_bytes``: Q and O once, K and V once per tile
-    that sees them; a cluster with multicast can ask for less.
+    and ``dram_bytes`` are those of the problem. ``l2_bytes``: Q and O once, K and V once for each
+    query tile that needs them; with multicast in a cluster it can be less.
     """
     pairs = visible_tiles(shape, config)
     scores = pairs * config.tile_m * config.tile_n
@@ -151,7 +151,7 @@ def ideal(shape: Shape, config: FwdConfig) -> dict[str, float]:
 def _roofs(
     quantities: Mapping, wanted: Mapping, utilisation: Mapping, capability: tuple[int, int]
 ) -> dict[str, dict[str, float | None]]:
-    """Each roof's least clocks and how near the kernel comes: measured clocks over them."""
+    """The least clocks for each roof, and their share of the measured clocks in percent."""
     rates = machines.machine(capability)
     cycles, sms = quantities["cycles"], quantities["multiprocessors"]
     if rates is None or not cycles or not sms:
@@ -165,7 +165,7 @@ def _roofs(
     }
     dram = quantities["dram_percent_of_ideal"], utilisation["dram"]
     if None not in dram and dram[0]:
-        # The measured share of the peak, had only the ideal bytes been moved.
+        # The measured share of the peak, scaled to the ideal bytes.
         floors["dram"] = cycles * dram[1] / 100 * 100 / dram[0]
     return {
         name: {
@@ -183,14 +183,14 @@ def profile(
     capability: tuple[int, int],
     multiprocessors: int | None = None,
 ) -> dict[str, object]:
-    """Everything a report says about one launch, as a JSON-ready dict.
+    """The profile of one launch, as a JSON-ready dict.
 
     Args:
         report: Of Nsight Compute.
         config: The kernel's configuration.
         shape: The problem.
         capability: Compute capability of the GPU.
-        multiprocessors: SMs of the GPU, for a report that does not say.
+        multiprocessors: SMs of the GPU, for a report without that metric.
     """
     metrics = report.metrics
     utilisation = {name: _pick(metrics, names) for name, names in _UTILISATION.items()}
@@ -231,10 +231,10 @@ def profile(
 
 
 def expected(report: Mapping, static: Mapping) -> dict[str, float]:
-    """How busy each unit would be at the measured speed if the main loop were all there is.
+    """Utilisation of each unit in percent at the measured speed, from the main loop alone.
 
-    From the machine code's clocks for a score and the clocks that the launch took. Where a counter
-    shows much more, there is work that the loop's code does not tell: bank conflicts, replays.
+    Computed from the machine code's clocks per score and the clocks of the launch. A counter that
+    is much higher shows work that is not in the loop's code: bank conflicts, replays.
     """
     whole = report["roofs"].get("tensor, whole tiles", {}).get("percent_reached")
     if whole is None or static["estimate"] is None:
@@ -251,7 +251,7 @@ _PIPES = ("tensor", "issue", "mufu", "fp32", "alu", "smem", "l2", "dram")
 
 
 def _notes(result: Mapping, warps_per_sm: int) -> list[str]:
-    """What a reader should look at first, in words; nothing is said about what is missing."""
+    """The main findings as text; missing quantities are left out."""
     utilisation, quantities = result["utilisation_percent"], result["quantities"]
     notes = []
     known = {name: utilisation[name] for name in _PIPES if utilisation[name] is not None}

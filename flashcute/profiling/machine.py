@@ -1,4 +1,4 @@
-"""What one SM can do in a clock, by compute capability: the roofs a kernel is held against.
+"""Rates of one SM per clock, by compute capability: the roofs for a kernel.
 
 Sources: CUDA C++ Programming Guide, table "Throughput of Native Arithmetic Instructions" (results
 per clock and SM); NVIDIA's architecture white papers for the tensor cores. That mma.sync reaches
@@ -20,10 +20,10 @@ class Machine:
     """Rates of one SM in a clock.
 
     Attributes:
-        tensor_macs: Multiply-adds of 16-bit operands into fp32, the peak of the chip; of the data
-            centre's parts where GeForce has half of it (8.6, 8.9).
+        tensor_macs: Multiply-adds of 16-bit operands into fp32, at peak; on 8.6 and 8.9 that of the
+            data centre GPUs, GeForce has half of it.
         mma_sync: The part of that peak that mma.sync can reach.
-        fp32: Lanes of FADD, FMUL, FFMA; IMAD runs on half of them and is counted like those.
+        fp32: Lanes of FADD, FMUL, FFMA; IMAD runs on half of them but is counted as FFMA.
         alu: Lanes of comparisons, logic and conversions between 32 and 16 bits.
         mufu: Lanes of exp2, reciprocal and the like.
     """

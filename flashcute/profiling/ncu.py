@@ -1,7 +1,7 @@
-"""Nsight Compute: running it on one of our kernels, and reading the report it leaves.
+"""Runs Nsight Compute on one of our kernels and reads its report.
 
-Clocks are left alone, so that a profile speaks of the card as users have it; figures in clocks or
-percent of a peak are independent of the clock anyway.
+Clocks are not locked, so that a profile shows the GPU as users run it. Figures in clocks or percent
+of a peak do not depend on the clock rate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SECTIONS = (
     *("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy"),
     *("LaunchStats", "SchedulerStats", "WarpStateStats"),
 )
-# Asked for by name, as sections differ between releases; those a release lacks are left out.
+# Requested by name, as sections differ between releases; metrics that a release lacks are left out.
 _METRICS = (
     "dram__bytes_read.sum",
     "dram__bytes_write.sum",
@@ -122,7 +122,7 @@ def command(ncu: Path, metrics: list[str], report: Path, workload: list[str]) ->
 
 
 def run(config: FwdConfig, shape: Shape, report: Path, seconds: float = 600) -> None:
-    """Profiles one launch of ``config`` on ``shape`` and leaves ``report`` (.ncu-rep).
+    """Profiles one launch of ``config`` on ``shape`` and writes ``report`` (.ncu-rep).
 
     Raises:
         ToolError: where ncu is missing, may not read the counters, or profiled nothing.
@@ -138,7 +138,7 @@ def run(config: FwdConfig, shape: Shape, report: Path, seconds: float = 600) -> 
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     line = command(ncu, _known_metrics(ncu, environment), report, workload)
-    report.unlink(missing_ok=True)  # ncu can fail without saying so, and leave an older one
+    report.unlink(missing_ok=True)  # ncu can fail with exit status 0 and keep an older report
     try:
         done = subprocess.run(
             line, capture_output=True, text=True, check=False, timeout=seconds, env=environment
@@ -171,7 +171,7 @@ def read(report: Path) -> Report:
     """
     try:
         import ncu_report
-    except ImportError:  # not installed, or its library does not load here: ncu can do as much
+    except ImportError:  # not installed, or its library does not load here
         return _read_through_csv(report)
     try:
         return _read_module(ncu_report, report)
@@ -221,7 +221,7 @@ def _no_launch() -> ToolError:
 
 
 def _scaled(value: float, unit: str) -> float:
-    # A rate is scaled by what is counted: Gbyte/second by Gbyte.
+    # A rate is scaled by its numerator: Gbyte/second by Gbyte.
     scale = _SCALES.get(unit, _SCALES.get(unit.partition("/")[0], 1))
     return float(value) * scale
 
@@ -238,8 +238,8 @@ def _number(text: str) -> float | None:
 def parse_csv(text: str) -> Report:
     """The first launch of our kernels in the output of ``ncu --csv --page raw``.
 
-    A line with names, one with units, one for each launch; ncu's own messages may stand before.
-    What ncu could not measure is left out: missing is not 0.
+    A line with names, one with units, one for each launch; ncu's own messages may precede them.
+    Metrics that ncu could not measure are left out: missing is not 0.
 
     Raises:
         ToolError: where there is no such launch.

@@ -1,4 +1,4 @@
-"""A profile, or two beside each other, as one HTML page that needs no other file."""
+"""A profile, or a comparison of two, as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bars(
 ):
     """Horizontal bars, a group for each name and a bar in it for each series, as a figure.
 
-    A value that is missing leaves its place empty, with the word beside it. ``limit`` draws a line.
+    A missing value has no bar and the label "missing". ``limit`` draws a line.
     """
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
-"""Machine code as ``cuobjdump --dump-sass`` prints it: instructions, loops, the loops with MMAs.
+"""Parses the output of ``cuobjdump --dump-sass``: instructions, loops, the loops with MMAs.
 
-Only the text is read, so a recorded excerpt is as good as a kernel. Both generations of matrix
-instructions are known: HMMA (mma.sync, a warp each) and HGMMA (wgmma, four warps together).
+The input is text, so recorded excerpts work, too. Both kinds of matrix instructions are known: HMMA
+(mma.sync, one warp) and HGMMA (wgmma, four warps).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Instruction:
 
     @property
     def never_runs(self) -> bool:
-        """Whether its predicate is always false: a filler that takes an issue slot and no more."""
+        """Whether its predicate is always false: padding that only takes an issue slot."""
         return self.guard in ("!PT", "!UPT")
 
     @property
@@ -56,7 +56,7 @@ class Instruction:
 
     @property
     def warp_macs(self) -> int:
-        """Multiply-adds that one warp's issue of this instruction stands for; 0 if it is no MMA."""
+        """Multiply-adds of one warp's issue of this instruction; 0 if it is no MMA."""
         if self.mma_shape is None:
             return 0
         m, n, k = self.mma_shape
@@ -69,7 +69,7 @@ class Instruction:
 
     @property
     def branch_target(self) -> int | None:
-        """Address a branch goes to, if it names one."""
+        """Target address of a direct branch, else None."""
         if self.name not in ("BRA", "WARPSYNC", "BSSY", "JMP"):
             return None
         last = self.operands.split(",")[-1].strip()
@@ -77,7 +77,7 @@ class Instruction:
 
     @property
     def falls_through(self) -> bool:
-        """Whether the next instruction may follow."""
+        """Whether execution may continue at the next instruction."""
         if self.guard and self.guard not in ("PT", "UPT"):
             return True
         if self.name in ("BRA", "JMP"):
@@ -88,13 +88,13 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """An innermost loop that holds matrix instructions.
+    """An innermost loop with matrix instructions.
 
     Attributes:
-        always: Instructions that every iteration issues; also those that copy the next block
-            (LDGSTS), which the last iteration alone skips.
-        sometimes: The others of the loop: blocks under a branch, such as a mask's or a rescale's,
-            and the waiting rounds of a barrier.
+        always: Instructions that every iteration issues; also the copies of the next block
+            (LDGSTS), which only the last iteration skips.
+        sometimes: The other instructions of the loop: basic blocks under a branch, such as those of
+            the mask or the rescaling, and the polling loops of barriers.
     """
 
     always: tuple[Instruction, ...]
@@ -102,7 +102,7 @@ class Loop:
 
     @property
     def address(self) -> int:
-        """Of the loop's first instruction that every iteration issues."""
+        """Address of the first instruction that every iteration issues."""
         return self.always[0].address
 
     @property
@@ -116,7 +116,7 @@ class Loop:
         return dict(names.most_common())
 
     def mma_shapes(self) -> dict[str, int]:
-        """How often each kind of matrix instruction occurs, operands' places included."""
+        """How often each kind of matrix instruction occurs, by opcode and place of operand A."""
         kinds = collections.Counter(
             x.opcode + {True: " A in smem", False: " A in registers"}[x.reads_a_from_smem]
             if x.name == "HGMMA"
@@ -140,15 +140,15 @@ class Function:
         return tuple(_mma_loops(self.instructions))
 
     def main_loop(self) -> Loop | None:
-        """The loop that long sequences spend their time in; None where no loop holds an MMA.
+        """The loop over unmasked key blocks; None if no loop holds an MMA.
 
-        Kernels that peel have several copies of the loop. The one for unmasked blocks runs most
-        and has the least to do, so it is the one with the fewest instructions per multiply-add.
+        Kernels that peel have several copies of the loop. The copy for unmasked blocks has the
+        fewest instructions per multiply-add, and long sequences spend most of their time in it.
         """
         return min(self.mma_loops, key=lambda loop: len(loop.always) / loop.warp_macs, default=None)
 
     def register_pools(self) -> dict[str, int]:
-        """Registers per thread that warps keep after setmaxnreg, ``"released"``, ``"claimed"``."""
+        """Registers per thread after setmaxnreg.dec, ``"released"``, and .inc, ``"claimed"``."""
         pools = {}
         for x in self.instructions:
             if x.name == "USETMAXREG":
@@ -202,19 +202,19 @@ def _blocks(code: Sequence[Instruction]) -> dict[int, list[Instruction]]:
 
 
 def _flow_graph(code: Sequence[Instruction]) -> tuple[networkx.DiGraph, dict]:
-    """Control flow between basic blocks; a called function counts as part of its call."""
+    """Control flow between basic blocks; calls are not followed."""
     blocks = _blocks(code)
     starts = list(blocks)
     graph = networkx.DiGraph()
     graph.add_nodes_from(starts)
-    meeting_point: dict[str, int] = {}  # of each convergence barrier, where BSYNC goes on
+    reconvergence: dict[str, int] = {}  # target of BSYNC by convergence barrier
     for start, following in zip(starts, [*starts[1:], None], strict=True):
         for x in blocks[start]:
             if x.name == "BSSY" and x.branch_target is not None:
-                meeting_point[x.operands.split(",")[0]] = x.branch_target
+                reconvergence[x.operands.split(",")[0]] = x.branch_target
         last = blocks[start][-1]
-        if last.name == "BSYNC" and last.operands in meeting_point:
-            graph.add_edge(start, meeting_point[last.operands])
+        if last.name == "BSYNC" and last.operands in reconvergence:
+            graph.add_edge(start, reconvergence[last.operands])
             continue
         if last.branch_target in blocks:
             graph.add_edge(start, last.branch_target)
@@ -242,7 +242,7 @@ def _natural_loops(graph: networkx.DiGraph, entry: int) -> dict[int, tuple[set[i
 
 
 def _immediate_dominators(graph: networkx.DiGraph, entry: int) -> dict[int, int]:
-    """Of every block that can be reached; the entry is its own, which not every networkx says."""
+    """Immediate dominator of each reachable block. The entry's is itself, in every networkx."""
     return {**networkx.immediate_dominators(graph, entry), entry: entry}
 
 

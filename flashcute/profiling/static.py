@@ -1,8 +1,8 @@
-"""What a kernel's machine code says without a GPU: resources, the main loop, its tightest roof.
+"""The static profile of a kernel's machine code: resources, the main loop, its tightest roof.
 
-The estimate is a bound, not a prediction: it counts the clocks that one iteration of the main loop
-keeps each unit of an SM busy, as if all of them overlapped perfectly. What is left between it and a
-measured figure is latency, waiting, and the work outside the loop.
+The estimate is a bound, not a prediction. It counts the clocks for which one iteration of the main
+loop keeps each unit of an SM busy, and assumes perfect overlap. The difference to a measurement is
+latency, waiting, and the work outside the loop.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _RESOURCES = ("tensor", "issue", "mufu", "fp32", "alu", "smem")
 def smem_clocks(instruction: Instruction) -> float:
     """Clocks of the SM's shared memory port for one warp's issue, without bank conflicts.
 
-    An HGMMA's four warps share its reads: B's n x k, and A's 64 x k unless registers hold it.
-    Copies by the TMA engine are left out; the port's counter does not show them either.
+    An HGMMA's four warps share its reads: B's n x k, and A's 64 x k unless it is in registers.
+    Copies by TMA are left out, as in the port's hardware counter.
     """
     if instruction.name == "HGMMA":
         m, n, k = instruction.mma_shape
@@ -58,8 +58,8 @@ def smem_clocks(instruction: Instruction) -> float:
 def loop_clocks(code: Iterable[Instruction], rates: machines.Machine) -> dict[str, float]:
     """Clocks that each unit of an SM subpartition is busy with one warp's issue of ``code``.
 
-    A unit shared by the subpartitions, such as the shared memory port, counts four times: the
-    other three have the same to do.
+    A unit that the subpartitions share, such as the shared memory port, counts four times: once for
+    the same work of each subpartition.
     """
     clocks = dict.fromkeys(_RESOURCES, 0.0)
     lanes = {"mufu": rates.mufu, "fp32": rates.fp32, "alu": rates.alu}
@@ -138,7 +138,7 @@ def _occupancy(config: FwdConfig, registers: int, capability: tuple[int, int]) -
 
 
 def _notes(report: Mapping, log: str) -> list[str]:
-    """What a reader should look at first, in words."""
+    """The main findings as text."""
     notes = []
     resources, loop, estimate = report["resources"], report["loop"], report["estimate"]
     if resources["stack_bytes"] or resources["spill_bytes"]:
@@ -147,7 +147,7 @@ def _notes(report: Mapping, log: str) -> list[str]:
             f"{resources['spill_bytes'] or 0} bytes of spills per thread"
         )
     for line in log.splitlines():
-        if "wgmma" in line:  # ptxas tells here that it serialised them
+        if "wgmma" in line:  # ptxas reports here that it serialised wgmmas
             notes.append(line.strip())
     if loop is None:
         notes.append("no loop holds a matrix instruction")
@@ -189,15 +189,15 @@ def profile(
     spill_bytes: int | None = None,
     log: str = "",
 ) -> dict[str, object]:
-    """Everything the machine code tells, as a JSON-ready dict.
+    """The static profile, as a JSON-ready dict.
 
     Args:
         binary: The kernel.
         capability: Compute capability of the GPU that it is meant for.
         head_dim: Of the kernel; turns multiply-adds into score elements.
-        config: Its configuration where that is known; without it there is no occupancy.
-        spill_bytes: As ptxas reported, None where its report is not at hand.
-        log: What the compiler printed.
+        config: Its configuration if known; without it there is no occupancy.
+        spill_bytes: As ptxas reported; None without its report.
+        log: The compiler's output.
     """
     main = binary.function.main_loop()
     others = [loop for loop in binary.function.mma_loops if loop is not main]

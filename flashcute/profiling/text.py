@@ -19,12 +19,12 @@ _WORDS = {
 
 
 def word(resource: str) -> str:
-    """What a resource is called in tables and pictures."""
+    """The name of a resource in tables and pictures."""
     return _WORDS.get(resource, resource)
 
 
 def dash(value: object) -> object:
-    """The value, or a dash where there is none: missing is never shown as 0."""
+    """The value, or a dash for None: a missing value is never shown as 0."""
     return "-" if value is None else value
 
 
@@ -102,7 +102,7 @@ def _flatten(value: object, path: str = "") -> dict[str, object]:
 
 def comparison(reports: Sequence[Mapping]) -> str:
     """Two profiles side by side: every figure that differs, with the ratio of numbers."""
-    left_out = ("machine", "metrics")  # of every run another, or hundreds of raw counters
+    left_out = ("machine", "metrics")  # differs in every run; hundreds of raw counters
     kept = [{k: v for k, v in report.items() if k not in left_out} for report in reports]
     first, second = map(_flatten, kept)
     rows = []

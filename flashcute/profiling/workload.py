@@ -1,4 +1,4 @@
-"""What Nsight Compute runs: one forward problem, a few times. Started by ``profile``, not by hand.
+"""The program that Nsight Compute profiles: a few launches of one problem. Started by ``profile``.
 
 python -m flashcute.profiling.workload '{"config": {...}, "shape": {...}, "launches": 3}'
 """
@@ -18,10 +18,10 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def main(argv: list[str]) -> int:
-    """Runs the problem in the process's first GPU; the configuration replaces every choice."""
+    """Runs the problem on the process's first GPU with the given configuration."""
     settings = json.loads(argv[0])
     config, shape = FwdConfig(**settings["config"]), bm.Shape(**settings["shape"])
-    # This process exists for one configuration: whatever is asked for, it is the answer.
+    # This process runs one configuration only, so it replaces the heuristics' choice.
     heuristics.choose_fwd = lambda problem, capability: config
     q, k, v = bm.make_qkv(shape, DTYPES[config.dtype], "cuda")
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Runs and checks the CUDA kernels on the CPU: their sources, compiled with g++ over ``csrc/sim``.
 
 :func:`run_fwd` executes one configuration on CPU tensors and returns outputs, exact counters and a
-verdict. ``csrc/sim/README.md`` says what is modelled and what is not.
+verdict. ``csrc/sim/README.md`` lists what is modelled and what is not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECKERS", "COPY_MODES", "SimResult", "build_kernels", "build_runners", "run_fwd"]
 
-# When asynchronous copies land; the order is that of sim::CopyMode.
+# When asynchronous copies complete; the order is that of sim::CopyMode.
 COPY_MODES = ("late", "random", "eager")
 
 _HOMES = {
@@ -25,7 +25,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # Lazy, as the package's own: the command line only needs torch once it runs a kernel.
+    # Lazy, so that the command line imports torch only when it runs a kernel.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

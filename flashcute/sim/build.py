@@ -1,4 +1,4 @@
-"""Compiling kernels for the simulator, through the same builder and cache as for a GPU."""
+"""Compiles kernels for the simulator, with the same builder and cache as for a GPU."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..jit import build, cache, sources, toolchain
 from ..jit.build import BuildResult, Unit
 from ..jit.toolchain import BuildError
 
-# What each checker adds to the compiler's command line. UBSan's null and vptr checks cost compile
-# time and say nothing about index arithmetic. With AddressSanitizer, -Og compiles in about half the
-# time of -O1 and what it compiles runs as fast; the others gain nothing by it.
+# Compiler flags of each checker. UBSan's null and vptr checks cost compile time and do not check
+# index arithmetic. With AddressSanitizer, -Og compiles in about half the time of -O1, and the code
+# is as fast; with the other sanitizers it brings nothing.
 CHECKERS = {
     "none": (),
     "memcheck": ("-fsanitize=address", "-Og", "-g1"),
     "racecheck": ("-fsanitize=thread", "-g1"),
     "ubcheck": ("-fsanitize=undefined", "-fno-sanitize=null,vptr", "-fno-sanitize-recover", "-g1"),
 }
-# The runner brings the sanitizer's library, announces fibres to it, and is not instrumented itself:
-# the simulator's own accesses are not the kernel's.
+# The runner links the sanitizer's library and annotates fibre switches for it. It is not
+# instrumented itself: the simulator's own accesses are not the kernel's.
 _RUNTIME_MACROS = {
     "none": (),
     "memcheck": ("-DSIM_ASAN",),
@@ -39,11 +39,11 @@ _RUNTIME_LIBRARIES = {
 }
 
 _COMMON_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DNDEBUG", "-fno-strict-aliasing", "-pthread")
-# `extern __shared__` arrays are defined without a dynamic initialiser, so none need be called.
-# CuTe's warnings on host compilers are not ours to mend.
-# As nvcc does, a product and a sum become one fused multiply-add where the host has it: roundings
-# are then those of the GPU. At -O1 the pass that fuses runs only when it is asked for.
-# Registers that nobody wrote hold a pattern that is a NaN in fp16 and -1.7e38 in bf16 and fp32.
+# -fno-extern-tls-init: `extern __shared__` arrays have no dynamic initialiser.
+# -w: CuTe gives warnings with host compilers.
+# -ffp-contract=fast: as with nvcc, a product and a sum become one FMA where the host has it, so the
+# roundings are those of the GPU. At -O1 that pass needs -fexpensive-optimizations.
+# -ftrivial-auto-var-init: uninitialised registers are NaN in fp16 and -1.7e38 in bf16 and fp32.
 _KERNEL_FLAGS = (
     *(*_COMMON_FLAGS, "-shared", "-fvisibility=hidden", "-w"),
     *("-ffp-contract=fast", "-fexpensive-optimizations"),
@@ -75,8 +75,8 @@ def simulator_dir() -> Path:
 
 
 def _include_digest() -> str:
-    """Of the headers that stand in for CuTe's and CUDA's: CuTe includes some of them itself, where
-    the search for a unit's headers does not follow."""
+    """Digest of the headers that replace CuTe's and CUDA's: CuTe includes some of them itself, and
+    the search for a unit's headers does not look there."""
     digest = hashlib.sha256()
     folder = simulator_dir() / "include"
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -86,7 +86,7 @@ def _include_digest() -> str:
 
 
 def _machine_flags() -> tuple[str, ...]:
-    """The newest x86-64 level this CPU surely has: fused multiply-add, as on the GPU, and AVX2."""
+    """x86-64-v3 where this CPU supports it: FMA, as on the GPU, and AVX2."""
     if platform.machine() != "x86_64":
         return ()
     flags = set(Path("/proc/cpuinfo").read_text().split())
@@ -98,7 +98,7 @@ def dynamic_smem(kernel_dir: Path) -> tuple[str, str]:
     """Type and name of the array that the kernels under ``kernel_dir`` declare `extern __shared__`.
 
     Raises:
-        BuildError: unless there is exactly one such array among them all.
+        BuildError: unless all headers together declare exactly one such array.
     """
     found = {
         match
@@ -126,8 +126,8 @@ extern "C" void *sim_dynamic_smem() {{ return flash::{name}; }}
 def companions(config: FwdConfig) -> tuple[FwdConfig, ...]:
     """The configurations compiled together with ``config``, itself among them.
 
-    The shipped ones of a class and head dimension share nearly all of their types, and with them
-    nearly all of the compiler's work: four in one translation unit take 12 s, each alone 11 s.
+    The shipped configurations of a class and head dimension share nearly all of their types, so
+    nearly all of the compile time: four in one translation unit take 12 s, each alone 11 s.
     """
     shipped = tuple(c for c in shipped_configs(config.arch) if c.head_dim == config.head_dim)
     return shipped if config in shipped else (config,)
@@ -147,7 +147,7 @@ def kernel_unit(
 ) -> Unit:
     """A shared object for the simulator with ``config`` and its companions.
 
-    It exports a function like ``flash_kernel()`` for each, named as the configuration is.
+    It exports a function like ``flash_kernel()`` for each, with the configuration's name.
 
     Args:
         config: The configuration.
@@ -189,7 +189,7 @@ def device_unit(
         source=f"// Compiled for the simulator's headers {_include_digest()}.\n{source}",
         suffix=".cpp",
         flags=(*_KERNEL_FLAGS, *_machine_flags(), *CHECKERS[checker]),
-        # First, as it has headers of the same name as some of the kernels'.
+        # First on the include path: it replaces some of the kernels' headers.
         overriding_dirs=(simulator_dir() / "include",),
         project_dirs=project_dirs,
         external_dirs=(sources.cutlass_include_dir(), cuda.include, cuda.cccl),

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=natural, default=0, help="of inputs and schedule (0)")
     parser.add_argument(
-        "--copy-mode", choices=COPY_MODES, default="late", help="when copies land (late)"
+        "--copy-mode", choices=COPY_MODES, default="late", help="when copies complete (late)"
     )
     parser.add_argument(
         "--checker", choices=CHECKERS, default="none", help="sanitizer to run under (none)"
@@ -67,7 +67,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _build(config: FwdConfig, checker: str) -> None:
-    """Both halves of the simulator, with a display; the run then finds them in the cache."""
+    """Builds kernel and runner with a progress display; the run then finds them in the cache."""
     from ..jit.progress import Progress
     from . import build
 
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         copy_mode=args.copy_mode,
         checker=args.checker,
-        # The map of tiles takes a block for a tile.
+        # tile_map() needs one CTA for each tile.
         sms=args.batch * args.heads * -(-args.seqlen_q // config.tile_m),
         trace=True,
     )

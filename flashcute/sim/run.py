@@ -1,4 +1,4 @@
-"""One forward problem through one kernel in a process of its own, and what came of it."""
+"""Runs one forward problem with one kernel in a separate process, and returns its result."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _SHOWN_NAMES = {"o": "out"}
 
 @dataclasses.dataclass(frozen=True)
 class SimResult:
-    """What one run came to.
+    """The result of one run.
 
     Attributes:
-        verdict: ``"pass"``: ran to its end and no checker objected, which does not say that the
-            numbers are right; ``"fail"``; ``"not covered"``: the kernel uses what the simulator
-            does not model, so nothing is known.
+        verdict: ``"pass"``: ran to its end and no checker reported an error; the numbers are not
+            checked. ``"fail"``. ``"not covered"``: the kernel uses an instruction that the
+            simulator does not model.
         message: Why it did not pass; names block, warp and lane where they are known, and the
             warpgroup and barrier that an instruction of Hopper concerns.
         outputs: What the kernel wrote, by the names of its pointers in ``flash.h`` without
@@ -94,7 +94,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _span(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements from the tensor's first to its last, gaps between rows included, as a vector."""
+    """A vector of all elements from the tensor's first to its last, with gaps between rows."""
     if tensor.numel() == 0:
         return tensor.new_empty(0)
     size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -202,7 +202,7 @@ def _execute(command: list[str], timeout: float) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-# Both are looked for once in the life of this process.
+# The cache on disk is searched once per process.
 @functools.lru_cache
 def _runner(checker: str) -> Path:
     (runner,) = build.build_runners([checker])
@@ -238,22 +238,21 @@ def run_fwd(
 
     Args:
         q: (b, seqlen_q, h, d), fp16 or bf16 as the configuration says, on the CPU. Any strides
-            that are multiples of 8 elements; what lies in gaps between rows is passed along.
+            that are multiples of 8 elements; gaps between rows are copied, too.
         k: (b, seqlen_k, h_k, d), likewise; h_k divides h.
         v: (b, seqlen_k, h_k, d), likewise.
         config: The kernel; its mask decides on causality.
         softmax_scale: Of the scores; 1 / sqrt(d) by default.
         pack_heads: The query heads of a key head share tiles.
         seed: Of the schedule of lanes and warps; same seed, same run.
-        copy_mode: When asynchronous copies land and wgmmas are executed, one of
+        copy_mode: When asynchronous copies and wgmmas complete, one of
             :data:`COPY_MODES`: ``"late"``, as late as their wait allows; ``"random"``, in random
             order before it; ``"eager"``, at once.
         checker: One of :data:`~flashcute.sim.CHECKERS`.
         smem_limit: Dynamic shared memory in bytes that the device grants a CTA.
-        sms: Multiprocessors of the device, each an OS thread that runs one block at a time; so many
-            blocks the sm90 class launches at most, and each walks through several tiles.
-        launches: How often the kernel is launched, one after the other; the last one's results
-            count.
+        sms: Multiprocessors of the device, each an OS thread that runs one block at a time. The
+            sm90 class launches at most this many persistent blocks.
+        launches: Number of launches, one after the other; the last one's results are returned.
         trace: Record each asynchronous copy's source.
         out: Where the output goes, (b, seqlen_q, h, d); a new NaN-filled tensor by default.
         kernel: Shared object built for ``checker``, and the function in it that describes the
@@ -339,11 +338,11 @@ def run_program(
         command = [*program, str(problem), str(result)]
         status, report = _execute(command, timeout)
         if "unexpected memory mapping" in report and (setarch := shutil.which("setarch")):
-            # ThreadSanitizer of gcc 12 cannot live with more than 28 random address bits.
+            # ThreadSanitizer of gcc 12 fails with more than 28 bits of address randomisation.
             status, report = _execute([setarch, "-R", *command], timeout)
         if status != 0:
             nothing = torch.empty(0, 3, dtype=torch.int64)
-            # What the simulator adds to a sanitizer's report stands behind it, and comes first.
+            # The simulator's lines follow the sanitizer's report; the message starts with them.
             ours = [line for line in report.splitlines() if line.startswith("block (")]
             message = "\n".join([*ours, report])[:_REPORT_CHARACTERS]
             message = message or f"the runner ended with status {status}"

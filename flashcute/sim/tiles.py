@@ -10,13 +10,13 @@ import torch
 
 from ..config import FwdConfig
 
-# State of a tile -> its colour and what the legend says of it. The last two are faults.
+# State of a tile -> its colour and its text in the legend. The last two are faults.
 STATES = {
-    "full": ("#2a9d8f", "visited, every score counts"),
+    "full": ("#2a9d8f", "visited, no score masked"),
     "masked": ("#e9c46a", "visited, some scores masked"),
-    "skipped": ("#e8e8e8", "skipped, nothing to see"),
-    "wasted": ("#9b5de5", "visited in vain: nothing to see"),
-    "missed": ("#d62828", "skipped, although something is visible"),
+    "skipped": ("#e8e8e8", "skipped, all scores masked"),
+    "wasted": ("#9b5de5", "visited, although all scores are masked"),
+    "missed": ("#d62828", "skipped, although some scores are not masked"),
 }
 _CELL = 22  # pixels
 _MARGIN = 70

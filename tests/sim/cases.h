@@ -1,5 +1,5 @@
-// What the programs of small kernels share. `program case seed` prints `code`, `error` and all
-// counters; a wrong result is printed as `wrong`, and is the exit status.
+// The common part of the programs of small kernels. `program case seed` prints `code`, `error` and
+// all counters. A wrong result is printed as `wrong` and gives a nonzero exit status.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -57,7 +57,7 @@ CUtensorMap encode(cutlass::half_t *data, uint64_t rows, uint64_t columns, uint6
     return map;
 }
 
-// From here on an access outside the known tensors is an error.
+// Registers a tensor. From then on an access outside all registered tensors is an error.
 template <class T>
 void know(char const *name, std::vector<T> &tensor) {
     sim::state().regions.push_back(

@@ -1,4 +1,4 @@
-"""What a forward kernel has to do, counted from the shapes alone."""
+"""The work of a forward kernel, counted from the shapes alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from flashcute.config import FwdConfig
 
 
 def visited_blocks(config: FwdConfig, m_block: int, seqlen_q: int, seqlen_k: int) -> int:
-    """Key blocks that hold a key which some row of query tile ``m_block`` sees."""
+    """Key blocks with a key that is visible to some row of query tile ``m_block``."""
     keys = seqlen_k
     if config.mask == "causal":
         last_row = min((m_block + 1) * config.tile_m, seqlen_q) - 1

@@ -1,7 +1,7 @@
-"""Faults planted into the real kernel's sources, each with the checker that has to find it.
+"""Faults planted into the kernels' sources, each with the checker that has to find it.
 
-A mutant replaces one piece of text, which must occur exactly once: when the kernel changes, the
-mutant is looked at again instead of silently testing nothing.
+A mutant replaces one piece of text, which must occur exactly once. So a change of the kernel's text
+gives an error instead of a mutant without effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flashcute.config import FwdConfig
 # and one loop, or Q in shared memory, one stage and a loop of their own for masked blocks.
 TWO_STAGES = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 2, 2, 1)
 ONE_STAGE = FwdConfig(80, "bf16", 64, "causal", 64, 32, 4, 1, 0, 1)
-# 64 KiB of shared memory: more than a kernel gets without asking.
+# 64 KiB of shared memory: more than the default limit of a kernel.
 LARGE = FwdConfig(80, "fp16", 128, "none", 64, 96, 4, 1, 0, 1)
 
 
@@ -28,7 +28,7 @@ class Mutant:
         file: The header it is planted in.
         old: Text that occurs exactly once in it.
         new: What replaces it.
-        finder: Who must find it: ``"numerics"``, the comparison with the reference, in the copy
+        finder: What must find it: ``"numerics"``, the comparison with the reference, in the copy
             mode named after a slash; ``"counters"``, an exact count; ``"simulator"``, an error that
             every run reports; or a checker's name.
         report: Regular expression that the report must match.
@@ -66,7 +66,7 @@ _RACE = "data race"
 _OUTSIDE = "outside (every tensor|of )|AddressSanitizer"
 
 MUTANTS = (
-    # A wait removed or too weak: data in flight is read. Late landing makes that visible.
+    # A wait removed or too weak: data in flight is read. Copy mode `late` makes that visible.
     Mutant("wait before the step", _MAINLOOP, _STEP, _STEP.replace(_WAIT, ""), "numerics/late"),
     Mutant(
         "wait that leaves one group in flight",
@@ -339,7 +339,7 @@ MUTANTS = (
         "__shfl_xor_sync(0xffffffffu, x, 4)",
         "numerics/late",
     ),
-    # Memory that nobody wrote.
+    # Uninitialised memory.
     Mutant(
         "padding of a tile not zeroed",
         _MAINLOOP,

@@ -8,7 +8,8 @@ from mutants import Mutant
 
 from flashcute.config import FwdConfig
 
-# Two warpgroups that take turns and ask for tiles; three that do neither, with narrower pages.
+# Two consumers with the ping-pong schedule and work stealing; three consumers without either, and
+# with narrower swizzled pages.
 ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True)
 STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, False)
 
@@ -60,8 +61,8 @@ _OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgro
 _LOADED = (
     r"block \(.*overwritten too early: TMA for mbarrier .* which a load of warpgroup \d, warp \d"
 )
-_UNFENCED = rf"{_LOADED}.*; no fence.proxy.async of that thread stands behind it"
-_UNTOLD = rf"{_LOADED}.*; nothing tells that the thread has executed the fence.proxy.async"
+_UNFENCED = rf"{_LOADED}.*; no fence.proxy.async follows it in that thread"
+_UNORDERED = rf"{_LOADED}.*; its thread is not ordered after the fence.proxy.async"
 _ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
 _DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier.*bytes due"
 _IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
@@ -76,7 +77,7 @@ def _numerics(name: str, file: str, old: str, new: str, mode: str = "late") -> M
 
 
 def _behind_its_use(wait: str) -> str:
-    """The text with its first line, a wait, one line later."""
+    """The text with its first line, a wait, moved after its second."""
     first, second, *rest = wait.splitlines(keepends=True)
     return "".join((second, first, *rest))
 
@@ -228,7 +229,7 @@ _RELEASES = (
         f"{_FENCE_Q}\n                __syncwarp();",
         _FENCE_Q,
         "simulator",
-        _UNTOLD,
+        _UNORDERED,
         STRIDING,
     ),
     Mutant(
@@ -269,7 +270,7 @@ _RELEASES = (
         _AWAIT_TILE,
         "",
         "racecheck",
-        "data race|SEGV on unknown address",  # of an index that nobody wrote
+        "data race|SEGV on unknown address",  # from an uninitialised index
         ASKING,
     ),
 )
@@ -340,7 +341,7 @@ _WAITS = (
         _KERNEL,
         "    __syncthreads();\n",
         "",
-        "there is no mbarrier at byte|nothing orders the thread behind the initialisation",
+        "there is no mbarrier at byte|the thread is not ordered after the initialisation",
     ),
 )
 

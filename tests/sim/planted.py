@@ -1,5 +1,5 @@
-"""Mutants compiled by the dozen: nearly all of the compiler's work on one is work on CuTe's
-templates, and those in one translation unit share it."""
+"""Compiles many mutants in one translation unit, because they share the instantiation of CuTe's
+templates, which is nearly all of the compile time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashcute.jit.build import Unit
 from flashcute.jit.toolchain import BuildError
 from flashcute.sim.build import device_unit, dynamic_smem, entry
 
-_AT_MOST = 30  # mutants in one unit: what does not fit is for the other cores
+_AT_MOST = 30  # mutants in one unit; several units compile in parallel
 
 _HEAD = """\
 #include <cuda_runtime.h>
@@ -29,8 +29,8 @@ alignas(1024) thread_local {kind} {smem}[sim::kMaxSmemBytes / sizeof({kind})];
 void *sim_dynamic_smem() {{ return {smem}; }}
 }}
 """
-# A namespace of its own for each mutant, in which only what stands for Hopper's instructions and
-# shared memory are everybody's: variables with C's linkage and one name are one variable.
+# Each mutant has its own namespace. They share only the replacements of Hopper's instructions and
+# the shared memory array: variables of one name with C linkage are one variable.
 _MUTANT = """\
 namespace {name} {{
 namespace sm90 {{
@@ -48,7 +48,7 @@ extern "C" thread_local {kind} {smem}[];
 
 
 def checker(mutant: Mutant) -> str:
-    """What the mutant has to be compiled for."""
+    """The checker that the mutant has to be compiled for."""
     return mutant.finder if mutant.finder in sim.CHECKERS else "none"
 
 

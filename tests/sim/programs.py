@@ -12,7 +12,7 @@ from flashcute.jit import build, sources, toolchain
 from flashcute.jit.build import Unit
 from flashcute.sim.build import RUNTIME_SOURCES, simulator_dir
 
-# What :func:`program` can be asked for: the stem of a file in this folder, and flags.
+# The programs of :func:`program`: the stem of a file in this folder, and flags.
 _PROGRAMS = (
     ("simulator_cases", ()),
     ("simulator_cases", ("-DSIM_UCONTEXT",)),
@@ -70,7 +70,8 @@ def program(stem: str, *extra_flags: str) -> Path:
 
 @functools.cache
 def _racechecked() -> dict[str, Path]:
-    # Apart from the kernels: ThreadSanitizer must not see the simulator's own accesses.
+    # The runtime is a separate shared object without instrumentation: ThreadSanitizer must not see
+    # the simulator's own accesses.
     flags = ("-fPIC", "-shared", "-DSIM_TSAN")
     (runtime,) = _build([_unit("runtime_tsan", _RUNTIME, flags, ("-Wl,--no-as-needed", "-ltsan"))])
     units = [
@@ -91,7 +92,7 @@ def with_racecheck(stem: str) -> Path:
 
 
 def run(path: Path, case: str, seed: int = 0) -> dict[str, str]:
-    """What the case printed: code, error and counters; fails where a result was wrong."""
+    """The output of the case: code, error and counters. Fails if a result was wrong."""
     done = subprocess.run(
         [path, case, str(seed)], capture_output=True, text=True, timeout=60, check=False
     )
@@ -102,7 +103,7 @@ def run(path: Path, case: str, seed: int = 0) -> dict[str, str]:
 def race_of(path: Path, case: str, seed: int = 0) -> str:
     """ThreadSanitizer's report on a case, empty if there is none."""
     command = [str(path), case, str(seed)]
-    if setarch := shutil.which("setarch"):  # gcc 12's cannot live with many random address bits
+    if setarch := shutil.which("setarch"):  # gcc 12's fails with many bits of address randomisation
         command = [setarch, "-R", *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.stderr

@@ -1,4 +1,4 @@
-// Small kernels that each exercise one thing the simulator promises.
+// Small kernels, each for one property of the simulator.
 #include <cases.h>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/numeric_types.h>
@@ -112,7 +112,7 @@ __global__ void shuffles(int *wrong) {
     check(__any_sync(~0u, lane == 31) && !__all_sync(~0u, lane != 31));
 }
 
-// Warp 0 produces, warp 1 consumes, over two named barriers and two rounds.
+// A producer warp and a consumer warp with two named barriers, for two rounds.
 __global__ void produce_consume(int *wrong) {
     auto *const box = reinterpret_cast<int volatile *>(smem);
     for (int round = 0; round < 2; ++round) {
@@ -176,7 +176,7 @@ __global__ void unmodelled() {
     SM80_16x8x16_F16F16F16F16_TN::fma(d[0], d[1], a[0], a[1], a[2], a[3], b[0], b[1], d[0], d[1]);
 }
 
-// What a thread sees of its own two copies: before any wait, after waiting for the first, for both.
+// A thread's view of its own two copies: before any wait, after the wait for the first, for both.
 __global__ void copies(float const *source, float *seen) {
     auto *const box = reinterpret_cast<float volatile *>(smem);
     auto const copy = [&](int i, bool valid) {

@@ -1,4 +1,4 @@
-// Small kernels of Hopper's instructions, in the manner of simulator_cases.cpp.
+// Small kernels for Hopper's instructions, like simulator_cases.cpp.
 #include <arch_sm90.h>
 #include <cases.h>
 #include <mma_traits_sm90.h>
@@ -14,7 +14,7 @@ using SM90::GMMA::Major;
 
 namespace {
 
-// C = A B^T by one warpgroup, with operands that ordinary stores put where CuTe's layouts say.
+// C = A B^T by one warpgroup, with operands written by ordinary stores in CuTe's layouts.
 template <class Element, int N, Major kMajorB, bool kRegistersA, class AtomA, class AtomB>
 struct Product {
     static constexpr int kK = 64;
@@ -79,7 +79,7 @@ using MnMajor = Product<T, N, Major::MN, false, SM90::GMMA::Layout_K_SW128_Atom<
 template <class T, int N, class AtomB>
 using Registers = Product<T, N, Major::MN, true, SM90::GMMA::Layout_K_SW128_Atom<T>, AtomB>;
 
-// One product of zeros whose parts can be left out, by one warpgroup, and what is done meanwhile.
+// One product of zeros by one warpgroup, in which each step can be left out or misused.
 struct Misuse {
     using T = half_t;
     using Layout = decltype(tile_to_shape(SM90::GMMA::Layout_K_SW128_Atom<T>{}, Shape<_64, _64>{}));
@@ -231,7 +231,7 @@ struct Boxes {
     }
 };
 
-// Ordinary reads of what TMA brings, by threads that have not waited for it.
+// Ordinary loads of a TMA load's destination, by threads that have not waited for it.
 template <bool kLdmatrix>
 struct Unawaited {
     static __global__ void kernel(CUtensorMap const map, float *seen) {
@@ -264,7 +264,7 @@ struct Unawaited {
     }
 };
 
-// What the driver refuses, one condition at a time.
+// Tensor maps that the driver rejects, one condition each.
 cudaError_t run_encoding() {
     struct Arguments {
         CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
@@ -313,7 +313,7 @@ cudaError_t run_encoding() {
 
 sm90::Barrier *barrier_at(int i) { return reinterpret_cast<sm90::Barrier *>(smem) + i; }
 
-// Warp 0 fills a ring of two boxes, warp 1 reads it, over mbarriers alone.
+// A producer warp fills a ring of two boxes, a consumer warp reads it. Only mbarriers order them.
 __global__ void ring(int *wrong) {
     auto *const box = reinterpret_cast<int volatile *>(smem + 64);
     if (threadIdx.x == 0) {
@@ -409,7 +409,7 @@ __global__ void half_a_warpgroup() {
     }
 }
 
-// Blocks number themselves by an atomic, twice.
+// Each block takes two numbers from a counter.
 __global__ void numbers(unsigned *counter, int *owner) {
     for (int i = 0; i < 2; ++i) {
         if (threadIdx.x == 0) {

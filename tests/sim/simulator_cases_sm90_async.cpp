@@ -15,7 +15,7 @@ namespace {
 
 sm90::Barrier *barrier_at(int i) { return reinterpret_cast<sm90::Barrier *>(smem) + i; }
 
-// out = in + 1, by blocks of two warps, behind the kernel that wrote `in`.
+// out = in + 1 by blocks of two warps, in a dependent launch after the kernel that wrote `in`.
 struct Dependent {
     static constexpr int kBlocks = 3, kThreads = 64;
     enum Fault {
@@ -36,7 +36,7 @@ struct Dependent {
         unsigned *counter;
     };
 
-    // What thread 40 does while thread 0 waits for the kernel before.
+    // The fault of thread 40, while thread 0 waits for the previous kernel.
     template <Fault kFault>
     static float meanwhile(Arguments const &x, int i) {
         float value = 0;
@@ -84,7 +84,8 @@ struct Dependent {
         }
     }
 
-    // Warp 1 learns of the end through an mbarrier at which warp 0 arrives, waiting or asking.
+    // An mbarrier at which warp 0 arrives orders warp 1 after the previous kernel's end. kAsks:
+    // warp 1 polls with test_wait.
     template <bool kAsks>
     static __global__ void by_mbarrier(Arguments const x) {
         int const i = blockIdx.x * kThreads + threadIdx.x;
@@ -212,7 +213,7 @@ struct Stmatrix {
 };
 
 // The accumulators of a 64 x 64 product, element (i, j) being 8 i + j, through stmatrix and a TMA
-// store to a tensor; without kOrdered nothing orders the store behind the other warps' stmatrix.
+// store to a tensor. Without kOrdered the store is not ordered after the other warps' stmatrix.
 template <bool kSwizzled, bool kOrdered = true>
 struct Epilogue {
     using Mma = TiledMMA<MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>, Layout<Shape<_4, _1, _1>>,
@@ -312,7 +313,7 @@ struct BoxesOut {
     }
 };
 
-// Two boxes of 8 x 8 from shared memory to a tensor, by thread 0 of two warps, and its misuses.
+// Two boxes of 8 x 8 from shared memory to a tensor, by thread 0 of two warps, and misuses of it.
 struct StoreOut {
     enum Fault {
         none,
@@ -417,7 +418,7 @@ struct StoreOut {
     static std::function<cudaError_t()> with() {
         return in_mode<kFault>(sim::CopyMode::late);
     }
-    // A box of a tensor of which the simulator knows half.
+    // A box of a tensor of which only half is registered as a region.
     static cudaError_t run_outside() {
         std::vector<half_t> known(64);
         know("known", known);
@@ -428,7 +429,7 @@ struct StoreOut {
 };
 using S = StoreOut;
 
-// Warp 0 loads a box, which thread 32 then lets TMA write over.
+// Warp 0 loads from a box. Thread 32 then issues a TMA load that overwrites it.
 struct LoadedOver {
     enum Way {
         ldmatrix,       // lane 0 arrives for the warp

@@ -1,4 +1,4 @@
-// Small kernels of clusters: their barrier, each other's shared memory, multicast.
+// Small kernels for clusters: barrier.cluster, access to other blocks' shared memory, multicast.
 #include <arch_sm90.h>
 #include <cases.h>
 #include <cutlass/arch/barrier.h>
@@ -26,7 +26,7 @@ cudaError_t launch_clusters(void (*kernel)(Args...), dim3 cluster, dim3 grid, in
 
 uint64_t *word_at(int i) { return reinterpret_cast<uint64_t *>(smem) + i; }
 
-// ---- who is where
+// ---- ranks and cluster dimensions
 
 __global__ void identity(int *wrong) {
     dim3 const id = block_id_in_cluster(), cluster = cluster_id_in_grid();
@@ -62,7 +62,7 @@ cudaError_t run_sizes() {
     return cudaSuccess;
 }
 
-// ---- each other's shared memory: every block reads what its neighbour wrote
+// ---- other blocks' shared memory: every block reads its neighbour's
 
 enum class Exchange { right, not_begun, ended, outside, unordered };
 
@@ -178,7 +178,7 @@ cudaError_t run_arrive() {
     return error;
 }
 
-// ---- with atomics, and behind a kernel that has not ended
+// ---- with atomics, and in a dependent launch
 
 __global__ void count(unsigned *counter) {
     if (threadIdx.x == 0) {
@@ -223,7 +223,7 @@ cudaError_t run_dependent() {
     return error;
 }
 
-// ---- the cluster's barrier, misused
+// ---- misuses of barrier.cluster
 
 enum class Misuse { twice, unarrived, missing_lane, elsewhere };
 

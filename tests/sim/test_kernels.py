@@ -1,5 +1,5 @@
-"""All shipped kernels of the sm80 class on the CPU: right by the rule used on a GPU, and as busy as
-planned."""
+"""All shipped kernels of the sm80 class on the CPU: correct by the rule used on a GPU, with exactly
+the expected work."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CHECKED_HEAD_DIMS = (64, 128)
 
 @pytest.fixture(scope="module")
 def kernels():
-    """Compiles the shipped kernels, several at a time."""
+    """Compiles the shipped kernels in parallel."""
     sim.build_runners(["none"])
     return sim.build_kernels([(config, "none") for config in shipped_configs(80)])
 
@@ -41,7 +41,7 @@ def test_work_done_is_the_work_planned(kernels, config):
         assert counters["global_store_bytes"] == q.numel() * 2, name
         conflicts = {key: n for key, n in counters.items() if key.endswith("_conflicts")}
         assert not any(conflicts.values()), f"{name}: {conflicts}"
-        if less == 0:  # rows begin at sectors, so no sector holds anything that was not asked for
+        if less == 0:  # rows begin at sector boundaries, so every byte of a sector is used
             assert counters["cp_async_sectors"] * 32 == read, name
             assert counters["global_store_sectors"] * 32 == q.numel() * 2, name
 
@@ -54,7 +54,7 @@ def test_no_false_alarm_under_many_schedules(kernels, config):
         result = sim.run_fwd(q, k, v, config, seed=seed, copy_mode=sim.COPY_MODES[seed % 2])
         assert result.verdict == "pass", f"seed {seed}: {result.message}"
         first = first or result
-        # The schedule is free, the arithmetic is not: any order of lanes gives the same bits.
+        # The schedule must not change the arithmetic: any order of lanes gives the same bits.
         assert torch.equal(result.out, first.out), f"seed {seed}"
         assert torch.equal(result.lse, first.lse), f"seed {seed}"
         assert result.counters == first.counters, f"seed {seed}"

@@ -1,5 +1,5 @@
-"""All shipped kernels of the sm90 class on the CPU: right by the rule used on a GPU, and as busy as
-planned."""
+"""All shipped kernels of the sm90 class on the CPU: correct by the rule used on a GPU, with exactly
+the expected work."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from flashcute.testing import check_forward
 CONFIGS = shipped_configs(90)
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 CHECKED = (ASKING, STRIDING)
-# Two SMs walk through 3 or 4 tiles, one of which sees no key, and take turns in asking for them.
+# Two persistent CTAs compute 3 or 4 tiles, one of them without keys.
 SEVERAL_TILES = (1, 400, 200, 1, 1, 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Compiles the shipped kernels, several at a time."""
+    """Compiles the shipped kernels in parallel."""
     sim.build_runners(["none"])
     return sim.build_kernels([(config, "none") for config in CONFIGS])
 
@@ -55,7 +55,7 @@ def test_no_false_alarm_under_many_schedules(config):
         result = sim.run_fwd(q, k, v, config, seed=seed, copy_mode=copy_mode, sms=2)
         assert result.verdict == "pass", f"seed {seed}: {result.message}"
         first = first or result
-        # The schedule is free, the arithmetic is not: any order of lanes gives the same bits.
+        # The schedule must not change the arithmetic: any order of lanes gives the same bits.
         assert torch.equal(result.out, first.out), f"seed {seed}"
         assert torch.equal(result.lse, first.lse), f"seed {seed}"
         assert result.counters == first.counters, f"seed {seed}"

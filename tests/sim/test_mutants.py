@@ -1,4 +1,4 @@
-"""Every planted fault is found, and by the checker that is meant for it."""
+"""Every planted fault is found by the checker that is meant for it."""
 
 import re
 
@@ -68,8 +68,8 @@ def problem(config, shape, factor):
 
 
 def wrong_numbers(mutant, result, q, k, v):
-    """Whether the kernel ran to its end and its results are not attention's. A run that ended in
-    any other way says nothing of numbers: a mutant that does must name its report."""
+    """Whether the kernel ran to its end with wrong results. A run with another verdict does not
+    count: a mutant that gives one must name its report."""
     if result.verdict != "pass":
         return False
     causal = mutant.config.mask == "causal"
@@ -114,7 +114,7 @@ def test_mutant_is_found(mutant, kernels):
         if finder == "numerics" and wrong_numbers(mutant, result, q, k, v):
             return
         if finder == "counters" and wrong_counts(mutant, result, shape):
-            # A fault that only costs time: the numbers are right, the counts are not.
+            # A fault that only costs time: correct numbers, wrong counts.
             assert result.verdict == "pass" and not wrong_numbers(mutant, result, q, k, v)
             return
         if result.verdict == "fail" and mutant.report and re.search(mutant.report, result.message):

@@ -1,4 +1,4 @@
-"""The simulator beside a GPU: outputs that an H200 computed from the same bits."""
+"""The simulator's outputs beside those of an H200 for the same inputs."""
 
 import dataclasses
 import pathlib
@@ -13,13 +13,13 @@ from flashcute.reference import attention_ref
 
 FILES = sorted((pathlib.Path(__file__).parent / "data").glob("*.npz"))
 D96_SM80 = instantiations()["flash_fwd_hdim96_bf16_causal_sm80"]
-# A kernel that shipped when it was recorded. The one in its place loads in another order, and
-# computes in the same.
+# A kernel that is no longer shipped. Its successor loads in another order, but computes in the same
+# order.
 FORMER = dataclasses.replace(D96_SM80, stages=2)
 KERNELS = {config.full_name: (config,) for config in shipped_configs()}
 KERNELS[FORMER.full_name] = (FORMER, D96_SM80)
-# Recorded while P was relative to the maximum of each masked block. Its roundings are others now,
-# under a mask with every probability: these have to be recorded anew on a GPU.
+# Recorded while P was relative to the maximum of each masked block. Since then P is rounded
+# differently under a mask, so these have to be recorded again on a GPU.
 OUTDATED = {
     "flash_fwd_hdim128_fp16_causal_sm80_d128",
     "flash_fwd_hdim96_bf16_causal_sm80_d88",
@@ -28,8 +28,8 @@ OUTDATED = {
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Tensor cores sum a k16 step in another order and precision than the simulator's fp32, and ex2 is
-# approximate on the chip. Both reach the output only where a rounding to 16 bits falls the other
-# way: that of the output itself, and that of a probability. Measured: docs/facts.md.
+# approximate on the chip. Both change the output only where a rounding to 16 bits, of the output or
+# of a probability, gives the other neighbour. Measured: docs/facts.md.
 MAX_SHARE_OFF = 0.03
 LSE_ATOL = 4e-6
 
@@ -42,7 +42,7 @@ def test_there_are_recordings() -> None:
 
 def config_name(path: pathlib.Path) -> str:
     with np.load(path, allow_pickle=False) as data:
-        # Choices that there are no more are left out of the name.
+        # Removes fields that configurations no longer have.
         return str(data["config"]).replace("_lazy", "").removesuffix("_peel")
 
 

@@ -55,7 +55,7 @@ def test_reports_a_kernel_that_never_ends(tmp_path):
 
 
 def test_reports_what_does_not_compile(tmp_path):
-    # The compiler goes on after any other error, for seconds.
+    # A missing header stops the compiler at once; after other errors it continues for seconds.
     missing = '#include "broken_on_purpose.h"'
     broken = mutants.Mutant("broken", "flash.h", "#pragma once", missing, "")
     folder = mutants.plant(broken, sources.kernel_include_dir(), tmp_path / "broken")

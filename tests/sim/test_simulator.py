@@ -1,4 +1,4 @@
-"""The simulator itself, on small kernels: what it computes, counts, and reports."""
+"""The simulator on small kernels: results, counters and reports."""
 
 import re
 

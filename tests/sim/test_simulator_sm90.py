@@ -1,4 +1,4 @@
-"""Hopper's instructions in the simulator, on small kernels: what they compute, count and report."""
+"""Hopper's instructions in the simulator, on small kernels: results, counters and reports."""
 
 import re
 
@@ -51,10 +51,10 @@ _UNAWAITED = r"lane \d+: {} at byte \d+ without having waited for phase 1 of mba
         ("no_wgmma_fence", 719, r"warpgroup 0: a wgmma without wgmma.fence since the last wait"),
         ("no_commit", 719, r"the block ends while wgmmas of warpgroup 0 are in flight"),
         ("different_wgmmas", 719, r"warpgroup 0: its threads issue different wgmmas"),
-        ("unwritten", 719, r"warpgroup 0: a wgmma reads byte \d+, which nobody has written"),
+        ("unwritten", 719, r"warpgroup 0: a wgmma reads byte \d+, which has not been written"),
         ("overlapping_shapes", 719, r"accumulators overlap those of one of another shape"),
         ("uninitialised", 719, r"mbarrier.arrive: there is no mbarrier at byte 0"),
-        ("unsynchronised", 719, r"no mbarrier at byte 0|nothing orders the thread behind"),
+        ("unsynchronised", 719, r"no mbarrier at byte 0|the thread is not ordered after"),
         ("initialised_twice", 719, rf"mbarrier.init: {_AT_BARRIER_0} is there already"),
         ("overwritten", 719, rf"{_AT_BARRIER_0} has been overwritten"),
         ("arrives_twice", 719, rf"one arrival more than the 1 of a phase of {_AT_BARRIER_0}"),
@@ -67,7 +67,7 @@ _UNAWAITED = r"lane \d+: {} at byte \d+ without having waited for phase 1 of mba
         (
             "never_completes_asking",
             719,
-            r"deadlock: 65536 times in a row threads only asked for phases; .*"
+            r"deadlock: 65536 tests of mbarriers in a row without progress; .*"
             rf"{_AT_BARRIER_0}: in phase 2, 0 of 32 arrived, 0 bytes due",
         ),
         *((f"unawaited_load{mode}", 719, _UNAWAITED.format("load")) for mode in ("", "_eager")),

@@ -1,4 +1,4 @@
-"""Hopper's asynchronous instructions in the simulator: what they do, count and report."""
+"""Hopper's asynchronous instructions in the simulator: results, counters and reports."""
 
 import re
 
@@ -49,9 +49,9 @@ _LOADED = (
     rf"^block \(0, 0, 0\), warp 1, lane 0: {_TOO_EARLY} TMA for mbarrier 0 \(at byte 0\) writes "
     r"byte 1024, which a load of warpgroup 0, warp 0, lane {} reads; {}"
 )
-_UNFENCED = "no fence.proxy.async of that thread stands behind it"
-_UNTOLD = "nothing tells that the thread has executed the fence.proxy.async behind it"
-_ANY = f"({_UNFENCED}|{_UNTOLD})"
+_UNFENCED = "no fence.proxy.async follows it in that thread"
+_UNORDERED = "its thread is not ordered after the fence.proxy.async that follows the load"
+_ANY = f"({_UNFENCED}|{_UNORDERED})"
 _THREAD_40 = r"block \(\d, 0, 0\), warp 1, lane 8: programmatic dependent launch: "
 
 
@@ -72,7 +72,7 @@ _THREAD_40 = r"block \(\d, 0, 0\), warp 1, lane 8: programmatic dependent launch
         ("stmatrix_misaligned", 716, r"stmatrix: shared memory offset \d+ is not a multiple of 16"),
         ("stmatrix_missing_lane", 719, r"missing lane.*stmatrix"),
         ("store_without_fence", 719, r"a TMA store reads byte 0, stored by .* without fence"),
-        ("store_unwritten", 719, r"a TMA store reads byte 0, which nobody has written"),
+        ("store_unwritten", 719, r"a TMA store reads byte 0, which has not been written"),
         ("store_unawaited", 719, r"exits while a TMA store .* no cp.async.bulk.wait_group"),
         ("store_uncommitted", 719, r"exits while a TMA store .* no cp.async.bulk.commit_group"),
         ("store_weakly_awaited", 719, r"exits while a TMA store .* no cp.async.bulk.wait_group"),
@@ -113,5 +113,5 @@ def test_report(cases, case, code, report):
 def test_races_are_found():
     cases = with_racecheck("simulator_cases_sm90_async")
     assert race_of(cases, "epilogue") == ""
-    # Whether or not the store came first this time.
+    # In any order of the two accesses.
     assert "data race" in race_of(cases, "epilogue_unordered", seed=3)

@@ -1,4 +1,4 @@
-"""Clusters in the simulator: their barrier, each other's shared memory, multicast."""
+"""Clusters in the simulator: barrier.cluster, other blocks' shared memory, multicast."""
 
 import re
 
@@ -31,7 +31,7 @@ def test_counters_of_a_multicast(cases, case, blocks):
     clusters, rounds, tile = 2, 3, 64 * 64 * 2
     counters = run(cases, case)
     assert counters["tma_loads"] == str(clusters * rounds * blocks)
-    # Each cluster reads a tile once a round, and its blocks receive it.
+    # Each cluster reads a tile once a round; all of its blocks receive it.
     assert counters["tma_bytes"] == str(clusters * rounds * tile)
     assert counters["tma_multicast_bytes"] == str(clusters * rounds * tile * (blocks - 1))
     assert counters["wgmma"] == str(clusters * rounds * blocks * 64 // 16)
@@ -53,19 +53,19 @@ _ENDED = "has ended, and its shared memory with it"
 @pytest.mark.parametrize(
     ("case", "report"),
     [
-        ("exchange_not_begun", r"mapa: nothing tells the thread that the block of rank \d runs"),
+        ("exchange_not_begun", r"mapa: the thread is not ordered after the start of the block"),
         ("exchange_ended", rf"block \((0|8), 0, 0\), .*: the block of rank 1 {_ENDED}"),
         ("exchange_outside", r"mapa: there is no block of rank 8 in a cluster of 8"),
         ("send_too_many_bytes", r"transaction bytes: .* mbarrier 0 \(at byte 0 of rank 1\)"),
         ("send_to_nobody", r"st.async: there is no block of rank 2 in a cluster of 2"),
         (
             "arrive_unawaited",
-            rf"rank 0 {_ENDED}|nothing tells that warp 0 of the block of rank \d has done",
+            rf"rank 0 {_ENDED}|not ordered after the accesses .* by warp 0 of the block of rank \d",
         ),
         ("arrive_outside", r"mbarrier.arrive: there is no block of rank 4 in a cluster of 4"),
         (
             "arrive_unfenced",
-            r"mbarrier.(arrive|try_wait): nothing orders the thread behind the init",
+            r"mbarrier.(arrive|try_wait): the thread is not ordered after the init",
         ),
         ("barrier_twice", r"barrier.cluster: the thread arrives twice without waiting"),
         ("barrier_unarrived", r"barrier.cluster: the thread waits without having arrived"),
@@ -80,7 +80,7 @@ _ENDED = "has ended, and its shared memory with it"
         (
             "multicast_loads_unfenced",
             r"overwritten too early: TMA .* of rank \d\) .* a load of warpgroup 0, warp \d, lane 0 "
-            r"reads; no fence.proxy.async of that thread",
+            r"reads; no fence.proxy.async follows it in that thread",
         ),
         ("multicast_outside", r"TMA multicast: there is no block of rank 2 in a cluster of 2"),
         ("multicast_nowhere", r"TMA multicast: to no block"),

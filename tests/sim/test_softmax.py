@@ -1,7 +1,8 @@
-"""The online softmax at its edges: when a block's maximum is sought, and what it must not disturb.
+"""Edge cases of the online softmax: when a block's maximum is computed, and that other rows do not
+change.
 
-A row's scores here are random, plus a level that changes from key block to key block, in powers of
-two. Key blocks are visited from the last to the first.
+A row's scores here are random, plus a level per key block, in powers of two. Key blocks are visited
+from the last to the first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flashcute import sim
 from flashcute.config import FwdConfig
 from flashcute.testing import check_forward
 
-# fp16, whose range is what limits how far a maximum may lag behind.
+# fp16, whose range limits how far scores may exceed the reference.
 SM80 = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 1, 0, 2)
 SM90 = FwdConfig(90, "fp16", 32, "causal", 128, 32, 8, 2, 0, 1, True)
 CONFIGS = (SM80, SM90)
@@ -120,7 +121,7 @@ def test_scores_of_minus_infinity(config):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("fall", [0.0, 200.0])
 def test_a_row_without_a_result_leaves_others_alone(config, fall, value):
-    """Because of it its warp does every block again, whatever its other rows hold."""
+    """Because of that row its warp computes every block again."""
     q, k, v = problem([-fall * i for i in range(6)], 70, 192)
     q[0, 9, 1, 5] = value
     out, lse = run(config, q, k, v)

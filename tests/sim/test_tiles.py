@@ -1,4 +1,4 @@
-"""The picture of visited tiles says what the mask says, and shows where a kernel does not."""
+"""The picture of visited tiles agrees with the mask, and shows where a kernel does not."""
 
 import re
 import xml.etree.ElementTree as ET

@@ -1,4 +1,4 @@
-// Stands before csrc/flash_attn/src/arch_sm90.h: the same functions, handed to the simulator.
+// Replaces csrc/flash_attn/src/arch_sm90.h: the same functions, implemented by the simulator.
 #pragma once
 
 #include <sim/runtime_sm90.h>
@@ -47,7 +47,7 @@ void registers_lower() {
     sim::registers_change(kRegisters, false);
 }
 
-// There is no L2 to give hints to.
+// L2 cache hints have no effect here: no cache is modelled.
 enum class CacheHint : uint64_t { evict_first, evict_last };
 
 template <class... Coordinates>

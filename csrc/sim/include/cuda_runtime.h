@@ -1,6 +1,6 @@
-// Stands before CUDA's own <cuda_runtime.h>: the same types and declarations, with the calls that a
-// kernel's launch code makes answered by the simulator. CUDA's versions are renamed out of the way
-// rather than overloaded, so that no call can reach a CUDA runtime that happens to be loaded.
+// Wraps CUDA's own <cuda_runtime.h>: the same types and declarations. The simulator implements the
+// calls that a kernel's launch code makes. CUDA's versions are renamed rather than overloaded, so
+// that no call can reach a CUDA runtime that happens to be loaded.
 #pragma once
 
 #define cudaLaunchKernelEx cuda_runtime_LaunchKernelEx
@@ -54,7 +54,7 @@ cudaError_t cudaGetSymbolAddress(void **address, T const &symbol) {
     *address = const_cast<std::remove_const_t<T> *>(&symbol);
     return cudaSuccess;
 }
-// One stream, which nobody captures.
+// There is one stream, and no graph capture.
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;

@@ -1,4 +1,4 @@
-// Stands before csrc/flash_attn/src/wgmma_sm90.h: the same functions, handed to the simulator.
+// Replaces csrc/flash_attn/src/wgmma_sm90.h: the same functions, implemented by the simulator.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -18,8 +18,8 @@ void wgmma_wait() {
     sim::wgmma_wait(kPending);
 }
 
-// Binds nvcc only: here the runtime keeps the addresses of the registers in flight, so that no
-// compiler can hold their values elsewhere.
+// Needed for nvcc only. Here the runtime holds the addresses of the registers in flight, so the
+// host compiler cannot cache their values.
 inline void pin_register(float &) {}
 inline void pin_register(uint32_t &) {}
 
@@ -34,7 +34,8 @@ struct Wgmma {
     static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
         sim::wgmma({kInput, N, kTransposeB, accumulate, a, b}, d, nullptr);
     }
-    // A's registers hold NaN until the multiplication is over, const or not.
+    // The simulator writes NaN into A's registers until the wgmma is complete, hence the
+    // const_cast.
     static void rs(float (&d)[N / 2], uint32_t const (&a)[4], uint64_t b, bool accumulate) {
         sim::wgmma({kInput, N, kTransposeB, accumulate, 0, b}, d, const_cast<uint32_t *>(a));
     }

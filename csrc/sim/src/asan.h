@@ -1,5 +1,4 @@
-// Memory that the program may not touch for now, in AddressSanitizer's eyes; without SIM_ASAN all
-// of this is empty.
+// Manual poisoning of memory for AddressSanitizer. Without SIM_ASAN all functions are empty.
 #pragma once
 
 #include <cstddef>

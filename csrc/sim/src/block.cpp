@@ -25,25 +25,25 @@ constinit thread_local Block *current_block = nullptr;
 
 constexpr size_t kStackBytes = 512 * 1024;
 
-char const *name_of(Meeting meeting) {
-    switch (meeting) {
-        case Meeting::ldmatrix:
+char const *name_of(WarpInstruction instruction) {
+    switch (instruction) {
+        case WarpInstruction::ldmatrix:
             return "ldmatrix";
-        case Meeting::stmatrix:
+        case WarpInstruction::stmatrix:
             return "stmatrix";
-        case Meeting::mma:
+        case WarpInstruction::mma:
             return "mma.sync";
-        case Meeting::shuffle:
+        case WarpInstruction::shuffle:
             return "a shuffle";
-        case Meeting::ballot:
+        case WarpInstruction::ballot:
             return "a vote";
-        case Meeting::warp_sync:
+        case WarpInstruction::warp_sync:
             return "__syncwarp";
-        case Meeting::elect:
+        case WarpInstruction::elect:
             return "elect.sync";
-        case Meeting::cluster_arrive:
+        case WarpInstruction::cluster_arrive:
             return "barrier.cluster.arrive";
-        case Meeting::cluster_wait:
+        case WarpInstruction::cluster_wait:
             return "barrier.cluster.wait";
     }
     return "";
@@ -159,7 +159,7 @@ void Block::start(uint64_t linear_index) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
     random_state_ = (z ^ (z >> 31)) | 1;
-    // From warps that leapfrog each other at every instruction to warps that run until they block.
+    // From a switch of warps at every instruction to warps that run until they block.
     constexpr uint64_t kPreemptMasks[] = {1, 15, 255, ~uint64_t(0)};
     preempt_mask_ = kPreemptMasks[random() % 4];
     steps_ = 0;
@@ -186,15 +186,16 @@ void Block::start(uint64_t linear_index) {
     }
     sm90_.start();
     if (dependency_.dependent() || cluster_.size() > 1) {
-        sm90_.activate();  // so that knowledge travels
+        sm90_.activate();  // barriers join knowledge only in an active block
     }
     counters_.blocks += 1;
 }
 
 void Block::finish() {
-    // The next block's threads, which this OS thread creates, and the host come after this block.
+    // Orders this block's accesses before those of the host and of the next block on this OS
+    // thread.
     tsan::acquire(&block_end_tag_);
-    // Threads abandoned halfway would make ThreadSanitizer complain of how they ended.
+    // Unfinished fibres are not released: ThreadSanitizer reports fibres that end halfway.
     if (error_code_ != kSuccess) {
         return;
     }
@@ -264,7 +265,7 @@ void Block::yield_at_random() {
     }
 }
 
-void Block::take_turn(void const *address, std::function<void()> const &atomic) {
+void Block::execute_atomic(void const *address, std::function<void()> const &atomic) {
     tsan::Unwatched const unwatched;
     check_dependency("atomic", address);
     uint64_t const blocks = uint64_t(launch_.grid.x) * launch_.grid.y * launch_.grid.z;
@@ -307,7 +308,7 @@ void Block::exit_lane() {
         warp.alive &= ~(1u << self.lane);
         warp.ready &= ~(1u << self.lane);
         --alive_;
-        check_nobody_waits_for(self);
+        check_not_awaited(self);
         cluster_.exited(*this, self);
         sm90_.check_exit(self, alive_ == 0);
         if (warp.alive == 0) {
@@ -327,17 +328,17 @@ void Block::exit_lane() {
     __builtin_unreachable();
 }
 
-void Block::check_nobody_waits_for(Lane const &lane) {
+void Block::check_not_awaited(Lane const &lane) {
     Warp const &warp = warps_[lane.warp];
     for (Group const &group : warp.groups) {
         if (group.mask >> lane.lane & 1) {
             fail(kLaunchFailure, "missing lane: the thread exited while lanes " +
                                      hex(group.arrived) + " of its warp wait for it at " +
-                                     name_of(group.meeting));
+                                     name_of(group.instruction));
         }
     }
     for (int id = 0; id < kBarriers; ++id) {
-        // Arrivals that nobody waits for may be left behind.
+        // A barrier with arrivals but without waiters may stay incomplete.
         if (!barriers_[id].waiters.empty()) {
             check_can_complete(id);
         }
@@ -346,9 +347,9 @@ void Block::check_nobody_waits_for(Lane const &lane) {
 
 void Block::check_can_complete(int id) {
     Barrier const &barrier = barriers_[id];
-    // Threads that have arrived without waiting may go on, and even exit.
-    int const may_come = alive_ - static_cast<int>(barrier.waiters.size());
-    if (may_come < barrier.expected - barrier.arrived) {
+    // Threads that have arrived without waiting may arrive again, or exit.
+    int const can_still_arrive = alive_ - static_cast<int>(barrier.waiters.size());
+    if (can_still_arrive < barrier.expected - barrier.arrived) {
         fail(kLaunchFailure, "barrier divergence: barrier " + std::to_string(id) + " waits for " +
                                  std::to_string(barrier.expected) + " threads, " +
                                  std::to_string(barrier.arrived) + " have arrived and " +
@@ -356,32 +357,32 @@ void Block::check_can_complete(int id) {
     }
 }
 
-void Block::meet(Meeting meeting, uint32_t mask, void *arguments, Execute execute) {
+void Block::converge(WarpInstruction instruction, uint32_t mask, void *arguments, Execute execute) {
     tsan::Unwatched const unwatched;
     Lane &self = *lane_;
     Warp &warp = warps_[self.warp];
     uint32_t const bit = 1u << self.lane;
     if (!(mask & bit)) {
         fail(kLaunchFailure, std::string("the lane is not in its own mask ") + hex(mask) + " of " +
-                                 name_of(meeting));
+                                 name_of(instruction));
     }
     if (uint32_t const missing = mask & ~warp.alive; missing != 0) {
         fail(kLaunchFailure, std::string("missing lanes ") + hex(missing) + " at " +
-                                 name_of(meeting) + ": they exited or do not exist");
+                                 name_of(instruction) + ": they exited or do not exist");
     }
     count_step();
     auto group = std::find_if(warp.groups.begin(), warp.groups.end(), [&](Group const &g) {
-        return g.meeting == meeting && g.mask == mask;
+        return g.instruction == instruction && g.mask == mask;
     });
     if (group == warp.groups.end()) {
-        warp.groups.push_back({meeting, mask, 0});
+        warp.groups.push_back({instruction, mask, 0});
         group = warp.groups.end() - 1;
     }
     group->arrived |= bit;
     self.arguments = arguments;
     if (group->arrived != mask) {
-        self.meeting = meeting;
-        park(Waiting::meeting);
+        self.instruction = instruction;
+        park(Waiting::warp_instruction);
         return;
     }
     warp.groups.erase(group);
@@ -392,7 +393,7 @@ void Block::meet(Meeting meeting, uint32_t mask, void *arguments, Execute execut
     for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
         wake(*warp.lanes[std::countr_zero(rest)]);
     }
-    // The lane that completes the instruction is not always the first to go on.
+    // So that the lane that completes the instruction is not always the first to continue.
     yield_at_random();
 }
 
@@ -452,7 +453,7 @@ void Block::warp_sync(uint32_t mask) {
     Warp &warp = warps_[lane_->warp];
     char *const tag = &warp.sync_tags[warp.sync_phase & 1];
     tsan::release(tag);
-    meet(Meeting::warp_sync, mask, nullptr, [](Block &block, Warp &w, uint32_t lanes) {
+    converge(WarpInstruction::warp_sync, mask, nullptr, [](Block &block, Warp &w, uint32_t lanes) {
         ++w.sync_phase;
         ++block.counters_.warp_barriers;
         if (block.sm90_.active()) {
@@ -484,8 +485,8 @@ std::string Block::state_of(Lane const &lane) const {
     switch (lane.waiting) {
         case Waiting::nothing:
             return "can go on";
-        case Waiting::meeting:
-            return std::string("wait at ") + name_of(lane.meeting);
+        case Waiting::warp_instruction:
+            return std::string("wait at ") + name_of(lane.instruction);
         case Waiting::barrier:
             return "wait at barrier " + std::to_string(lane.barrier);
         case Waiting::mbarrier:
@@ -498,7 +499,7 @@ std::string Block::state_of(Lane const &lane) const {
         case Waiting::cluster:
             return "wait at barrier.cluster";
         case Waiting::dependency:
-            return "wait for the kernel before at griddepcontrol.wait";
+            return "wait for the previous kernel at griddepcontrol.wait";
         case Waiting::exited:
             return "have exited";
     }

@@ -19,13 +19,13 @@ namespace sim {
 
 inline constexpr int kWarpSize = 32;
 inline constexpr int kBarriers = 16;  // hardware's named barriers per block
-// Of each block's shared memory, in front of what a kernel asks for (compute capability 8.0 and
-// up).
+// Bytes that the system reserves at the start of each block's shared memory (compute capability 8.0
+// and up).
 inline constexpr uint64_t kReservedSmem = 1024;
-// Reads as NaN in fp16, bf16 and, as a pair, in fp32 (where it is signalling).
+// NaN in fp16, in bf16 and, as a pair, in fp32 (a signalling NaN).
 inline constexpr uint16_t kPoison = 0x7FBF;
 
-// cudaError_t values, spelled out so that the runtime builds without CUDA's headers.
+// cudaError_t values, repeated here so that the runtime builds without CUDA's headers.
 inline constexpr int kSuccess = 0;
 inline constexpr int kInvalidValue = 1;
 inline constexpr int kInvalidConfiguration = 9;
@@ -36,7 +36,7 @@ inline constexpr int kLaunchFailure = 719;
 inline constexpr int kNotSupported = 801;
 inline constexpr int kInvalidClusterSize = 912;
 
-enum class Meeting : uint8_t {
+enum class WarpInstruction : uint8_t {
     ldmatrix,
     stmatrix,
     mma,
@@ -59,7 +59,7 @@ struct AsyncCopy {
 // What a suspended lane waits for; the deadlock report prints it.
 enum class Waiting : uint8_t {
     nothing,
-    meeting,
+    warp_instruction,
     barrier,
     mbarrier,
     warpgroup,
@@ -78,9 +78,9 @@ struct Lane {
     int warp;
     Dim3 thread;
     Waiting waiting;
-    Meeting meeting;
-    int barrier;  // or mbarrier, and the parity waited for
-    int parity;
+    WarpInstruction instruction;
+    int barrier;      // the barrier or mbarrier waited for
+    int parity;       // of the mbarrier phase waited for
     void *arguments;  // of the warp-wide instruction it has arrived at
     std::vector<AsyncCopy> copies;
     uint64_t copy_group;        // the group that the next copy joins
@@ -89,23 +89,23 @@ struct Lane {
     std::array<char, 64> issue_tags, done_tags;  // addresses that carry happens-before, per group
     Knowledge knowledge;
     uint64_t wgmmas, wgmma_groups;  // issued, committed
-    bool wgmma_fenced;              // since the last wait
-    bool unfenced_loads;            // since the last fence for the asynchronous proxy
-    bool cluster_arrived;           // and has not waited yet, in this phase of the barrier
+    bool wgmma_fenced;              // wgmma.fence executed since the last wgmma.wait_group
+    bool unfenced_loads;            // shared memory read since the last fence.proxy.async
+    bool cluster_arrived;           // at barrier.cluster, without a wait yet
     uint64_t cluster_phase;
 };
 
 // Lanes that have arrived at one warp-wide instruction with one mask.
 struct Group {
-    Meeting meeting;
+    WarpInstruction instruction;
     uint32_t mask, arrived;
 };
 
 struct Warp {
     std::array<Lane *, kWarpSize> lanes;
     uint32_t full;   // lanes that exist
-    uint32_t alive;  // have not exited
-    uint32_t ready;  // can run
+    uint32_t alive;  // lanes that have not exited
+    uint32_t ready;  // lanes that can run
     std::vector<Group> groups;
     AccessLog log;
     uint64_t sync_phase;
@@ -117,10 +117,11 @@ struct Barrier {
     int arrived;
     uint64_t phase;
     std::vector<Lane *> waiters;
-    // Two, by parity of the phase: a thread that is already at the next phase must not hand its
-    // later writes to one that has yet to leave this one.
+    // ThreadSanitizer's synchronisation objects, by parity of the phase. With one tag, an arrival
+    // at the next phase would also order its writes before a thread that has yet to leave this
+    // phase.
     std::array<char, 2> tags;
-    Knowledge knowledge;  // of those that have arrived
+    Knowledge knowledge;  // joined over the threads that have arrived
 };
 
 // Runs blocks of one launch, one after another, on the calling OS thread.
@@ -132,31 +133,31 @@ class Block {
     Block(Block const &) = delete;
     Block &operator=(Block const &) = delete;
 
-    // False if the block failed; error() and error_code() then say why.
+    // False if the block failed; see error() and error_code().
     bool run(uint64_t linear_index);
+    // Empty if the block was aborted because another block of its cluster failed.
     std::string const &error() const { return error_; }
-    // Empty of a block that was given up because another one of its cluster failed.
     int error_code() const { return error_code_; }
     Counters const &counters() const { return counters_; }
     std::vector<TraceEntry> const &trace() const { return trace_; }
 
     static Block &current();
-    // Says of a report of AddressSanitizer's what it cannot know.
+    // Adds to a report of AddressSanitizer which wgmma in flight owns the register accessed.
     static void explain_report(char const *report);
     Lane &lane() { return *lane_; }
     Warp &warp() { return warps_[lane_->warp]; }
 
-    // Arrives at a warp-wide instruction; the last lane executes it for all. Returns once it is
-    // done.
+    // Arrives at a warp-wide instruction. The last lane to arrive executes it for all. Returns
+    // after that.
     using Execute = void (*)(Block &block, Warp &warp, uint32_t mask);
-    void meet(Meeting meeting, uint32_t mask, void *arguments, Execute execute);
+    void converge(WarpInstruction instruction, uint32_t mask, void *arguments, Execute execute);
     void barrier_sync(int id, int threads, bool wait);
     void warp_sync(uint32_t mask);
 
     void copy_issue(std::byte *smem, std::byte const *gmem, int bytes, bool valid,
                     void const *site);
     void copy_commit();
-    // Returns once all groups but the newest `pending` have landed.
+    // Completes all groups but the newest `pending`.
     void copy_wait_group(uint64_t pending);
     void copy_wait_all();
 
@@ -165,37 +166,38 @@ class Block {
     // The offset of a shared memory address, checked against the block's allocation.
     uint64_t smem_offset(void const *address, int bytes, int alignment, char const *what);
 
-    // Calls atomic() when it is this block's turn among all of the launch.
-    void take_turn(void const *address, std::function<void()> const &atomic);
-    // Returns once the kernel before has ended, if the launch did not wait for that.
+    // Calls atomic() when this block is next in the launch's order of atomics.
+    void execute_atomic(void const *address, std::function<void()> const &atomic);
+    // griddepcontrol.wait: returns once the previous kernel has ended.
     void dependency_wait();
-    // Fails where an access to global memory is too early for that.
+    // Fails if the running thread accesses global memory before its wait for the previous kernel.
     void check_dependency(char const *what, void const *address);
-    // The current lane sleeps until somebody wakes it.
+    // Suspends the running lane until wake().
     void park(Waiting waiting);
     void wake(Lane &lane);
     void yield_at_random();
     // ---- the other blocks of the cluster
     int rank() const { return rank_; }
     Cluster &cluster() { return cluster_; }
-    // Fails unless there is such a block, whose shared memory the running thread may access.
+    // The block of that rank. Fails if the running thread may not access its shared memory.
     Block &peer(uint32_t rank, char const *what);
-    // Where `other` has what lies at an address of this block's shared memory.
+    // mapa: the address in the shared memory of `other` at the same offset.
     void *map_to(Block &other, void const *address);
     void *smem_at(uint32_t address) { return smem_ + (address - kReservedSmem); }
-    // The block whose shared memory the address belongs to; null if none of the cluster's.
+    // The block of the cluster whose shared memory holds the address; null if there is none.
     Block *owner_of(void const *address);
-    void cluster_barrier(Meeting meeting, bool relaxed);
+    void cluster_barrier(WarpInstruction instruction, bool relaxed);
 
-    // One more instruction at which threads wait for each other; fails beyond the budget.
+    // Counts an instruction at which threads synchronise; fails beyond the budget.
     void count_step();
     int elected_lane(int warp) const {
         return static_cast<int>((settings_.seed * 7 + linear_index_ * 5 + warp) % kWarpSize);
     }
 
-    // Ends the running block, which may be another than the one whose state is at fault.
+    // Ends the running block, which in a cluster may differ from *this. The message names the
+    // running thread.
     [[noreturn]] void fail(int code, std::string const &message);
-    // Likewise, without naming the thread.
+    // The same, without naming the thread.
     [[noreturn]] void give_up(int code, std::string const &message);
     Counters counters_;
     Sm90 sm90_{*this};
@@ -206,20 +208,20 @@ class Block {
     friend class Cluster;
     void start(uint64_t linear_index);
     void finish();
-    // Lets others run, of the warp `preferred` if there is one, else of the same.
+    // Switches to another ready lane: of warp `preferred` if given, else of the running warp.
     void suspend(Warp *preferred = nullptr);
     void switch_to(Fiber &from, Lane &next);
     void entered(Lane &lane);
     Lane *pick(Warp *preferred);
-    // Likewise, and if none can go on, after other blocks of the cluster have run, a copy under way
-    // has landed or the kernel before has ended; null in a deadlock.
+    // Like pick(). If no lane is ready, runs another block of the cluster, completes a copy in
+    // flight or ends the previous kernel, and tries again. Null in a deadlock.
     Lane *pick_or_land(Warp *preferred);
     [[noreturn]] void exit_lane();
     bool can_go_on() const;
     [[noreturn]] void abandon();
-    // Wakes those who wait for the end of the kernel before; false if there are none.
+    // Ends the previous kernel and wakes the lanes that wait for it; false if there are none.
     bool end_dependency();
-    void check_nobody_waits_for(Lane const &lane);
+    void check_not_awaited(Lane const &lane);
     void check_can_complete(int barrier);
     void copy_wait_below(uint64_t group);
     void land(Lane &lane, AsyncCopy const &copy);

@@ -186,7 +186,8 @@ void Cluster::note_access(Block &peer) {
     lane.knowledge.accesses_of(block.rank())[lane.warp] = number;
 }
 
-// Those who have exited are not waited for; the last one of a block takes its shared memory along.
+// barrier.cluster does not wait for exited threads. With its last thread a block's shared memory is
+// gone, so all accesses of other blocks must happen before that.
 void Cluster::exited(Block &block, Lane &lane) {
     if (size() > 1) {
         Knowledge &known = last_known_[block.rank()];
@@ -195,10 +196,10 @@ void Cluster::exited(Block &block, Lane &lane) {
             for (int warp = 0; warp < kWarps; ++warp) {
                 if (last_access_[block.rank()][rank][warp] > known.accesses_of(rank)[warp]) {
                     block.fail(kLaunchFailure,
-                               "the block ends, and its shared memory with it: nothing tells that "
-                               "warp " +
+                               "the block ends, and its shared memory with it: its threads are not "
+                               "ordered after the accesses to that memory by warp " +
                                    std::to_string(warp) + " of the block of rank " +
-                                   std::to_string(rank) + " has done with that");
+                                   std::to_string(rank));
                 }
             }
         }
@@ -223,7 +224,7 @@ std::string Cluster::describe() const {
            std::to_string(alive_) + " threads arrived";
 }
 
-// ---- what a block does with the others of its cluster
+// ---- access to the other blocks of the cluster
 
 Block &Block::peer(uint32_t rank, char const *what) {
     if (rank >= static_cast<uint32_t>(cluster_.size())) {
@@ -238,9 +239,9 @@ Block &Block::peer(uint32_t rank, char const *what) {
     }
     if (!lane_->knowledge.of(other.rank()).runs) {
         fail(kLaunchFailure, std::string(what) +
-                                 ": nothing tells the thread that the block of "
+                                 ": the thread is not ordered after the start of the block of "
                                  "rank " +
-                                 std::to_string(rank) + " runs");
+                                 std::to_string(rank));
     }
     return other;
 }
@@ -259,10 +260,10 @@ Block *Block::owner_of(void const *address) {
     return nullptr;
 }
 
-void Block::cluster_barrier(Meeting meeting, bool relaxed) {
+void Block::cluster_barrier(WarpInstruction instruction, bool relaxed) {
     tsan::Unwatched const unwatched;
-    meet(meeting, warp().alive, nullptr, [](Block &, Warp &, uint32_t) {});
-    if (meeting == Meeting::cluster_arrive) {
+    converge(instruction, warp().alive, nullptr, [](Block &, Warp &, uint32_t) {});
+    if (instruction == WarpInstruction::cluster_arrive) {
         cluster_.arrive(relaxed);
     } else {
         cluster_.wait();
@@ -271,9 +272,9 @@ void Block::cluster_barrier(Meeting meeting, bool relaxed) {
 
 Dim3 cluster_shape() { return Block::current().cluster().shape(); }
 void cluster_arrive(bool relaxed) {
-    Block::current().cluster_barrier(Meeting::cluster_arrive, relaxed);
+    Block::current().cluster_barrier(WarpInstruction::cluster_arrive, relaxed);
 }
-void cluster_wait() { Block::current().cluster_barrier(Meeting::cluster_wait, false); }
+void cluster_wait() { Block::current().cluster_barrier(WarpInstruction::cluster_wait, false); }
 
 void *map_shared_rank(void const *address, uint32_t rank) {
     Block &block = Block::current();
@@ -282,7 +283,7 @@ void *map_shared_rank(void const *address, uint32_t rank) {
 uint32_t map_smem_address(uint32_t address, uint32_t rank) {
     Block &block = Block::current();
     block.peer(rank, "mapa");
-    // Behind the addresses that a block's own shared memory can have.
+    // Beyond the addresses of a block's own shared memory.
     return (address & 0xFFFFFF) | (rank + 1) << 24;
 }
 

@@ -1,5 +1,5 @@
-// The blocks of one cluster. Each has an OS thread, for the sake of its thread-local variables, but
-// only one of them runs at a time: they hand on the turn, in an order drawn from the seed.
+// The blocks of one cluster. Each has an OS thread, because __shared__ variables are thread-local.
+// Only one of them runs at a time; the seed determines the order.
 #pragma once
 
 #include <array>
@@ -26,32 +26,32 @@ class Cluster {
 
     int size() const { return static_cast<int>(blocks_.size()); }
     Dim3 shape() const { return shape_; }
-    // Before the blocks of the next unit run.
+    // Resets the cluster for the next unit, before its blocks run.
     void start(uint64_t unit);
     uint64_t unit() const { return unit_; }
     Block &block(int rank) const { return *blocks_[rank]; }
     bool ended(int rank) const { return ended_[rank]; }
 
-    // By the OS thread of each block. The first returns once it is the block's turn, or false if
-    // another one has failed; the second once all of them have left.
+    // Called by the OS thread of each block. enter() returns when the block is scheduled, false if
+    // another block has failed. leave() returns when all blocks have called it.
     bool enter(Block &block);
     void leave(Block &block, bool failed);
 
-    // By the block whose turn it is: lets another one go on that can, and returns at the next turn.
-    // False if there is none.
+    // Called by the running block: switches to another block with a ready lane, and returns when
+    // `block` is scheduled again. False if no other block has a ready lane.
     bool pass_turn(Block &block);
-    // Likewise, now and then.
+    // The same with probability 1/16.
     void pass_turn_at_random(Block &block);
     bool abandoned() const { return abandoned_; }
-    // A copy under way to any of the blocks lands; false if there is none.
+    // Completes one copy in flight to any of the blocks; false if there is none.
     bool land_one();
-    // The kernel before ends, if any thread waits for that.
+    // Ends the previous kernel; false if no thread waits for that.
     bool end_dependency();
 
     void arrive(bool relaxed);
     void wait();
     void exited(Block &block, Lane &lane);
-    // The running thread accesses the block's shared memory, at once.
+    // Records an access of the running thread to the shared memory of `peer`.
     void note_access(Block &peer);
     std::string describe() const;
 
@@ -68,8 +68,8 @@ class Cluster {
     std::vector<bool> ended_;
     uint64_t unit_ = 0;
     uint64_t random_state_ = 0;
-    // Waited for and notified without the C library, whose synchronisation ThreadSanitizer would
-    // take for the kernel's.
+    // std::atomic's wait and notify: ThreadSanitizer intercepts the C library's synchronisation and
+    // would take it for the kernel's.
     std::atomic<int> entered_{0}, left_{0}, turn_{-1};
     std::atomic<bool> abandoned_{false};
     // barrier.cluster
@@ -78,10 +78,11 @@ class Cluster {
     std::vector<std::pair<Block *, Lane *>> waiters_;
     Knowledge incoming_, published_;
     std::array<char, 2> tags_{};
-    // By rank: how often each warp has accessed other blocks, and what the block's threads knew of
-    // that when they exited. By rank and rank of the accessing block: its last accesses.
+    // By rank: the number of accesses of each warp to other blocks.
     std::vector<Accesses> accesses_;
+    // By rank: the knowledge of the block's threads that have exited, joined.
     std::vector<Knowledge> last_known_;
+    // By rank and rank of the accessing block: the number of each warp's last access.
     std::vector<std::vector<Accesses>> last_access_;
 };
 

@@ -13,11 +13,12 @@ Counters &Counters::operator+=(Counters const &other) {
 }
 
 int bank_conflicts(uint64_t const *offsets, uint32_t lanes, int bytes) {
-    // 32 banks of 4 bytes deliver 128 bytes a wavefront, so wide accesses go by groups of lanes.
+    // 32 banks of 4 bytes deliver 128 bytes per wavefront, so wide accesses are split into groups
+    // of lanes.
     int const group = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
     int conflicts = 0;
     for (int first = 0; first < 32; first += group) {
-        std::array<std::array<uint64_t, 32>, 32> words;  // per bank, the distinct words asked for
+        std::array<std::array<uint64_t, 32>, 32> words;  // per bank, the distinct words accessed
         std::array<int, 32> count{};
         int deepest = 0;
         for (int lane = first; lane < first + group; ++lane) {

@@ -1,4 +1,4 @@
-// Exact counts of what a launch did, and the grouping of single lanes' accesses into warp requests.
+// Exact counters of a launch, and the grouping of the accesses of lanes into warp requests.
 #pragma once
 
 #include <array>
@@ -8,12 +8,13 @@
 
 namespace sim {
 
-// Requests, instructions and wavefronts are per warp; bytes are what the lanes asked for. A
+// Requests, instructions and wavefronts are per warp. Bytes are those that the lanes access. A
 // conflict is a shared memory wavefront beyond the fewest possible. A sector is 32 bytes of global
-// memory touched by a request. A wgmma is one per warpgroup; tma_bytes are those of whole boxes, of
-// which tma_zero_bytes lay outside the tensor; likewise of stores, whose part outside is not
-// written. A multicast box counts once, and its further destinations as tma_multicast_bytes. The
-// cluster_bytes are loads and stores of another block's shared memory.
+// memory touched by a request. wgmma counts once per warpgroup. tma_bytes counts whole boxes, and
+// tma_zero_bytes their part outside the tensor. tma_store_bytes and tma_store_outside_bytes are the
+// same for stores, where the part outside is not written. A multicast box counts once in tma_bytes,
+// and its further destinations as tma_multicast_bytes. cluster_bytes are loads and stores of
+// another block's shared memory.
 struct Counters {
     uint64_t blocks = 0;
     uint64_t mma = 0;
@@ -118,8 +119,8 @@ int bank_conflicts(uint64_t const *offsets, uint32_t lanes, int bytes);
 // 32-byte sectors that one global memory request touches.
 int sectors(uint64_t const *addresses, uint32_t lanes, int bytes);
 
-// One warp's accesses since its lanes last met. An instruction is recognised by its return address,
-// and the n-th time a lane executes it joins the n-th request of that instruction.
+// One warp's accesses since its lanes last converged. The return address identifies an instruction.
+// A lane's n-th execution of it belongs to the n-th request of that instruction.
 class AccessLog {
   public:
     void note(AccessKind kind, void const *site, int lane, int bytes, uint64_t address,

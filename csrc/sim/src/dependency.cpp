@@ -54,7 +54,7 @@ void Dependency::arrive(uint64_t unit) {
     }
 }
 
-// The tensors receive what the kernel before has left in them.
+// Restores the contents of the tensors, after a check for early writes.
 void Dependency::end() {
     if (over()) {
         return;
@@ -62,12 +62,13 @@ void Dependency::end() {
     tsan::Unwatched const unwatched;
     for (size_t r = 0; r < contents_.size(); ++r) {
         Region const &region = state().regions[r];
-        for (size_t i = 0; i < region.bytes && damage_.empty(); ++i) {
+        for (size_t i = 0; i < region.bytes && early_write_.empty(); ++i) {
             if (region.first[i] != poison_at(i)) {
-                damage_ = "programmatic dependent launch: byte " + std::to_string(i) + " of " +
-                          region.name +
-                          " was written before griddepcontrol.wait, while it belongs to the "
-                          "kernel before";
+                early_write_ =
+                    "programmatic dependent launch: byte " + std::to_string(i) + " of " +
+                    region.name +
+                    " was written before griddepcontrol.wait, while the previous kernel may "
+                    "use it";
             }
         }
         std::copy(contents_[r].begin(), contents_[r].end(), bytes_of(region));
@@ -96,8 +97,8 @@ void Block::check_dependency(char const *what, void const *address) {
     fail(kLaunchFailure,
          std::string("programmatic dependent launch: ") + what + " of " +
              (region < 0 ? "global memory" : state().regions[region].name) +
-             " before griddepcontrol.wait: nothing tells the thread that the kernel before, to "
-             "which it belongs, has ended");
+             " before griddepcontrol.wait: the thread is not ordered after the end of the previous "
+             "kernel");
 }
 
 bool Block::end_dependency() {
@@ -106,9 +107,9 @@ bool Block::end_dependency() {
         return false;
     }
     dependency_.await(cluster_.unit());
-    if (!dependency_.damage().empty()) {
-        // Whichever thread it was, it is not the one that runs now.
-        give_up(kLaunchFailure, dependency_.damage());
+    if (!dependency_.early_write().empty()) {
+        // The writing thread is unknown, and is not the running one.
+        give_up(kLaunchFailure, dependency_.early_write());
     }
     for (Lane &lane : lanes_) {
         if (waits(lane)) {

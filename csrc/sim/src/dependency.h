@@ -1,4 +1,4 @@
-// Programmatic dependent launch: a kernel that starts before the one in front of it has ended.
+// Programmatic dependent launch: a kernel that starts before the previous kernel has ended.
 #pragma once
 
 #include <atomic>
@@ -13,12 +13,12 @@
 
 namespace sim {
 
-// The kernel before ends as late as it may: once no block of the first wave, units 0 to `wave` - 1,
-// can go on without that, unless copies are to land at once. Until then every tensor holds poison,
-// so that a load that comes too early brings NaN, and a store that does shows.
+// The previous kernel ends as late as possible: once every block of the first wave, units 0 to
+// `wave` - 1, waits for it or has ended. In copy mode `eager` it ends at once. Until then every
+// tensor holds poison, so that an early load reads NaN and an early store is detected.
 class Dependency {
   public:
-    // `dependent`: the launch does not wait for the kernel before.
+    // `dependent`: the launch may overlap the previous kernel.
     Dependency(bool dependent, uint64_t wave, CopyMode mode);
     ~Dependency();
     Dependency(Dependency const &) = delete;
@@ -26,15 +26,15 @@ class Dependency {
 
     bool dependent() const { return dependent_; }
     bool over() const { return over_.load(); }
-    // Whether any thread has asked.
+    // Whether any thread has executed griddepcontrol.wait.
     std::atomic<bool> awaited{false};
 
-    // The unit cannot go on; returns once the kernel before has ended.
+    // Called when no thread of the unit is ready; returns once the previous kernel has ended.
     void await(uint64_t unit);
-    // The unit is not running any more.
+    // Called when the unit has ended.
     void leave(uint64_t unit);
-    // Empty, or what was written meanwhile; once it is over.
-    std::string const &damage() const { return damage_; }
+    // After the end: a report of the first byte written too early, or empty.
+    std::string const &early_write() const { return early_write_; }
 
   private:
     void arrive(uint64_t unit);
@@ -44,10 +44,10 @@ class Dependency {
     std::atomic<bool> over_{true};
     std::mutex mutex_;  // guards what follows
     std::condition_variable changed_;
-    std::vector<bool> running_;  // units of the first wave that may go on
+    std::vector<bool> running_;  // units of the first wave that neither wait nor have ended
     uint64_t count_running_ = 0;
-    std::vector<std::vector<std::byte>> contents_;  // of each region, while it holds poison
-    std::string damage_;
+    std::vector<std::vector<std::byte>> contents_;  // of each region, saved while it holds poison
+    std::string early_write_;
 };
 
 }  // namespace sim

@@ -66,8 +66,8 @@ sim_context_switch:
     ret
 .size sim_context_switch,.-sim_context_switch
 )");
-// Six registers, the entry point that `ret` takes, and the return address slot that entry() expects
-// at a 16-byte boundary plus 8.
+// Six registers, the entry point that `ret` pops, and a return address slot: at entry() the stack
+// pointer must be a multiple of 16 plus 8.
 static constexpr int kFrameWords = 8;
 static constexpr int kEntryWord = 6;
 #else
@@ -104,7 +104,7 @@ sim_context_switch:
     ret
 .size sim_context_switch,.-sim_context_switch
 )");
-// x19 to x30 and d8 to d15; the entry point goes where x30 is restored from.
+// x19 to x30 and d8 to d15. The entry point is in the slot of x30.
 static constexpr int kFrameWords = 20;
 static constexpr int kEntryWord = 11;
 #endif
@@ -129,7 +129,7 @@ static void context_release(Fiber &) {}
 void fiber_prepare(Fiber &fiber, void (*entry)()) {
     context_prepare(fiber, entry);
 #if defined(SIM_ASAN)
-    // Frames of a fibre that was abandoned leave their red zones behind.
+    // An aborted fibre leaves the red zones of its frames poisoned.
     __asan_unpoison_memory_region(fiber.stack, fiber.stack_bytes);
 #endif
 #if defined(SIM_TSAN)

@@ -1,4 +1,4 @@
-// The warp-wide instructions, executed once for all lanes, and the other calls of runtime.h.
+// The warp-wide instructions, executed once for all lanes, and the other functions of runtime.h.
 #include <array>
 #include <bit>
 #include <cstring>
@@ -52,8 +52,8 @@ Arguments &arguments(Warp &warp, int lane) {
     return *static_cast<Arguments *>(warp.lanes[lane]->arguments);
 }
 
-// Rows of 16 bytes, one per lane; an 8x8 matrix hands lane l the elements 2 (l % 4) and + 1 of row
-// l / 4, or, transposed, of column l / 4 (PTX ISA, ldmatrix).
+// Rows of 16 bytes, one per lane. Of each 8x8 matrix lane l receives the elements 2 (l % 4) and + 1
+// of row l / 4 or, transposed, of column l / 4 (PTX ISA, ldmatrix).
 void execute_ldmatrix(Block &block, Warp &warp, uint32_t) {
     auto const &first = arguments<LdmatrixArguments>(warp, 0);
     std::array<uint64_t, kWarpSize> offsets;
@@ -80,7 +80,7 @@ void execute_ldmatrix(Block &block, Warp &warp, uint32_t) {
     block.counters_.ldmatrix_conflicts += conflicts;
 }
 
-// The other way round, with the same fragments (PTX ISA, stmatrix).
+// The inverse, with the same fragments (PTX ISA, stmatrix).
 void execute_stmatrix(Block &block, Warp &warp, uint32_t) {
     auto const &first = arguments<StmatrixArguments>(warp, 0);
     std::array<uint64_t, kWarpSize> offsets;
@@ -192,14 +192,14 @@ void execute_shuffle(Block &block, Warp &warp, uint32_t mask) {
         int const lane = std::countr_zero(rest);
         auto &x = arguments<ShuffleArguments>(warp, lane);
         int const source = source_lane(x, lane);
-        // A lane outside the mask hands over an undefined value.
+        // The value of a lane outside the mask is undefined.
         x.result = mask >> source & 1 ? arguments<ShuffleArguments>(warp, source).value
                                       : uint32_t(kPoison) << 16 | kPoison;
     }
     block.counters_.shuffles += 1;
 }
 
-// Any lane, but for one warp always the same.
+// elect.sync: any lane, but always the same one of a warp.
 void execute_elect(Block &block, Warp &warp, uint32_t) {
     int const elected = block.elected_lane(warp.lanes[0]->warp);
     for (int lane = 0; lane < kWarpSize; ++lane) {
@@ -229,7 +229,7 @@ void ldmatrix(void const *row, uint32_t *dst, int matrices, bool transposed) {
         block.sm90_.check_landed(x.offset, 16, "ldmatrix");
         tsan::read(row, 16);
     }
-    block.meet(Meeting::ldmatrix, ~0u, &x, &execute_ldmatrix);
+    block.converge(WarpInstruction::ldmatrix, ~0u, &x, &execute_ldmatrix);
 }
 
 void stmatrix(void *row, uint32_t const *src, int matrices, bool transposed) {
@@ -240,23 +240,23 @@ void stmatrix(void *row, uint32_t const *src, int matrices, bool transposed) {
         block.sm90_.check_landed(x.offset, 16, "stmatrix");
         tsan::write(row, 16);
     }
-    block.meet(Meeting::stmatrix, ~0u, &x, &execute_stmatrix);
+    block.converge(WarpInstruction::stmatrix, ~0u, &x, &execute_stmatrix);
 }
 
 void mma_m16n8(MmaInput input, int b_registers, float *acc, uint32_t const *a, uint32_t const *b) {
     MmaArguments x{input, b_registers, acc, a, b};
-    Block::current().meet(Meeting::mma, ~0u, &x, &execute_mma);
+    Block::current().converge(WarpInstruction::mma, ~0u, &x, &execute_mma);
 }
 
 uint32_t shuffle(Shuffle kind, uint32_t mask, uint32_t value, uint32_t argument, int width) {
     ShuffleArguments x{kind, value, argument, width, 0};
-    Block::current().meet(Meeting::shuffle, mask, &x, &execute_shuffle);
+    Block::current().converge(WarpInstruction::shuffle, mask, &x, &execute_shuffle);
     return x.result;
 }
 
 uint32_t ballot(uint32_t mask, bool predicate) {
     BallotArguments x{predicate, 0};
-    Block::current().meet(Meeting::ballot, mask, &x, &execute_ballot);
+    Block::current().converge(WarpInstruction::ballot, mask, &x, &execute_ballot);
     return x.result;
 }
 
@@ -283,7 +283,7 @@ uint32_t smem_address(void const *ptr) {
 }
 bool elect_one() {
     bool elected = false;
-    Block::current().meet(Meeting::elect, ~0u, &elected, &execute_elect);
+    Block::current().converge(WarpInstruction::elect, ~0u, &elected, &execute_elect);
     return elected;
 }
 
@@ -344,12 +344,12 @@ void wgmma_wait(int pending_groups) { Block::current().sm90_.wgmma_wait(pending_
 
 uint32_t atomic_add(uint32_t *address, uint32_t value) {
     uint32_t old = 0;
-    Block::current().take_turn(address, [&] { old = *address, *address += value; });
+    Block::current().execute_atomic(address, [&] { old = *address, *address += value; });
     return old;
 }
 uint32_t atomic_exchange(uint32_t *address, uint32_t value) {
     uint32_t old = 0;
-    Block::current().take_turn(address, [&] { old = std::exchange(*address, value); });
+    Block::current().execute_atomic(address, [&] { old = std::exchange(*address, value); });
     return old;
 }
 

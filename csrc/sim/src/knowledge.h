@@ -1,4 +1,5 @@
-// What a CUDA thread has been told, by barriers of any kind.
+// Vector clocks: which events happen before the next instruction of a CUDA thread. Arrivals and
+// waits at barriers of any kind join them.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +10,11 @@
 
 namespace sim {
 
-inline constexpr int kMbarriers = 48;  // that one block may initialise
+inline constexpr int kMbarriers = 48;  // per block
 inline constexpr int kWarps = 32;
 inline constexpr int kStoreQueues = 16;  // threads of a block that may issue TMA stores
 
-// A copy of the second, as the compiler vectorises only what cannot overlap.
+// `theirs` is a copy, because the compiler vectorises only arrays that cannot overlap.
 template <size_t kCount, class Choice>
 void choose(std::array<uint32_t, kCount> &mine, std::array<uint32_t, kCount> theirs,
             Choice const &choice) {
@@ -22,20 +23,21 @@ void choose(std::array<uint32_t, kCount> &mine, std::array<uint32_t, kCount> the
     }
 }
 
-// About one block. Phases count from 1, which every thread knows once it knows that the mbarrier
-// was initialised; `retired` counts the wgmmas that a warp has waited for, `stores` the TMA stores
-// of a queue that have read their boxes.
+// The clock of events in one block, each a count from 0:
+// - phases: the current phase of each mbarrier. Phase 1 begins with the initialisation.
+// - retired: the wgmmas that each warp has waited for.
+// - stores: the TMA stores of each queue that have read their boxes.
 struct BlockKnowledge {
     std::array<uint32_t, kMbarriers> phases{};
     std::array<uint32_t, kWarps> retired{};
     std::array<uint32_t, kStoreQueues> stores{};
-    bool runs = false;  // that it has begun; asked of the other blocks of a cluster
+    bool runs = false;  // the block has started; checked for the other blocks of a cluster
 
     void join(BlockKnowledge const &other) {
         combine(other, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
         runs |= other.runs;
     }
-    // Leaves what both know.
+    // The minimum: the events known to both.
     void meet(BlockKnowledge const &other) {
         combine(other, [](uint32_t a, uint32_t b) { return a < b ? a : b; });
         runs &= other.runs;
@@ -50,19 +52,19 @@ struct BlockKnowledge {
     }
 };
 
-// How many accesses to other blocks' shared memory each warp of a block has made.
+// The number of accesses of each warp of a block to other blocks' shared memory.
 using Accesses = std::array<uint32_t, kWarps>;
-// Of each lane of a warp, a number of fences for the asynchronous proxy; counted are those that
-// stand behind a load.
+// For each lane of a warp, the number of its fence.proxy.async that follow a load.
 using LaneFences = std::array<uint32_t, 32>;
 
-// About the blocks of a cluster, and that the kernel before has ended.
+// A thread's clock: the events in the blocks of its cluster, and the end of the previous kernel.
+// The vectors grow on demand; a missing element is 0.
 struct Knowledge {
-    BlockKnowledge first;
-    std::vector<BlockKnowledge> others;  // of rank 1, 2, ..., as far as anything is known
-    std::vector<Accesses> accesses;      // by rank, likewise
-    std::vector<LaneFences> fences;      // by rank and warp, likewise
-    bool dependency = false;
+    BlockKnowledge first;                // rank 0
+    std::vector<BlockKnowledge> others;  // rank 1, 2, ...
+    std::vector<Accesses> accesses;      // by rank
+    std::vector<LaneFences> fences;      // by rank and warp
+    bool dependency = false;             // the previous kernel has ended
 
     BlockKnowledge &of(int rank) {
         if (rank == 0) {

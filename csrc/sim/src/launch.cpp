@@ -1,4 +1,4 @@
-// Launches: checks what the CUDA runtime checks, then spreads the grid over the worker threads.
+// Kernel launches: the checks of the CUDA runtime, then the grid over the worker threads.
 #include <algorithm>
 #include <atomic>
 #include <mutex>
@@ -29,18 +29,17 @@ int reject(int code, std::string const &message) {
     return code;
 }
 
-// What the units of one launch, its clusters, leave behind, gathered from the workers.
+// The merged results of a launch. A unit is one cluster; `next` is the next unit to run.
 struct Gathered {
     std::atomic<uint64_t> next{0};
-    std::atomic<uint64_t> failed{
-        UINT64_MAX};  // lowest failing unit, so that the report is repeatable
+    std::atomic<uint64_t> failed{UINT64_MAX};  // the lowest failing unit: a repeatable report
     std::mutex mutex;
     int code = kSuccess;
 };
 
 void note_failure(Block const &block, uint64_t unit, Gathered &all) {
     std::lock_guard const lock(all.mutex);
-    // Of a cluster's blocks only one has failed, the others were given up.
+    // Only one block of a cluster fails. The others are aborted, without a message.
     if (unit < all.failed.load() && !block.error().empty()) {
         all.failed = unit;
         all.code = block.error_code();
@@ -54,7 +53,7 @@ void gather(Block const &block, Gathered &all) {
     state().trace.insert(state().trace.end(), block.trace().begin(), block.trace().end());
 }
 
-// One launch, on its way.
+// The state of a launch in progress.
 struct Run {
     Launch const &launch;
     std::function<void()> const &body;
@@ -64,7 +63,7 @@ struct Run {
     Gathered all;
 };
 
-// x fastest, of the grid as of the cluster.
+// The linear index of a block in the grid. x is fastest, in the grid and in the cluster.
 uint64_t block_index(Launch const &launch, uint64_t unit, uint64_t rank) {
     Dim3 const &g = launch.grid, &c = launch.cluster;
     uint64_t const x = unit % (g.x / c.x) * c.x + rank % c.x;
@@ -121,7 +120,7 @@ void work(Run &run) {
     }
 }
 
-// Empty, or what is wrong with the launch's clusters.
+// An error in the launch's cluster shape, or empty.
 std::string wrong_cluster(Launch const &launch, bool large) {
     Dim3 const &g = launch.grid, &c = launch.cluster;
     uint64_t const blocks = uint64_t(c.x) * c.y * c.z;
@@ -209,8 +208,8 @@ int launch(Launch const &launch, std::function<void()> const &body) {
     if (run.all.code == kSuccess && launch.dependent && !run.dependency.awaited) {
         run.all.code = kLaunchFailure;
         state().error =
-            "programmatic dependent launch: no thread executes griddepcontrol.wait, so nothing "
-            "orders the kernel behind the one before";
+            "programmatic dependent launch: no thread executes griddepcontrol.wait, so the kernel "
+            "is not ordered after the previous one";
     }
     if (run.all.code != kSuccess) {
         sticky_error = run.all.code;

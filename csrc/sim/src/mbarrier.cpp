@@ -1,4 +1,4 @@
-// mbarriers, and what threads come to know through them.
+// mbarriers: phases, arrivals, transaction bytes, and the happens-before edges that they create.
 #include <cstring>
 
 #include "block.h"
@@ -9,8 +9,8 @@ namespace sim {
 
 namespace {
 
-constexpr uint32_t kMaxArrivals = (1u << 20) - 1;         // of the PTX ISA, as for bytes
-constexpr uint64_t kBarrierMark = 0x7FBF'6D62'6172'7FBF;  // in the place of the hardware's 64 bits
+constexpr uint32_t kMaxArrivals = (1u << 20) - 1;         // PTX ISA; the limit of the tx-count, too
+constexpr uint64_t kBarrierMark = 0x7FBF'6D62'6172'7FBF;  // stored instead of the hardware's state
 
 }  // namespace
 
@@ -20,7 +20,7 @@ void Sm90::start() {
     copies_.clear();
     queues_.clear();
     warpgroups_.clear();
-    questions_ = last_question_ = 0;
+    polls_ = last_poll_step_ = 0;
 }
 
 void Sm90::activate() {
@@ -41,7 +41,8 @@ void Sm90::activate() {
     mbarriers_.reserve(kMbarriers);
     size_t const threads = block_.lanes_.size();
     warpgroups_.resize(threads / kWarpgroupSize);
-    // __launch_bounds__(threads, 1): what the register file holds for each, in steps of 8.
+    // Registers per thread with __launch_bounds__(threads, 1): the register file of 65536, in steps
+    // of 8.
     int const registers = std::min(65536 / static_cast<int>(threads) / 8 * 8, 255);
     for (size_t i = 0; i < warpgroups_.size(); ++i) {
         warpgroups_[i].index = static_cast<int>(i);
@@ -71,7 +72,7 @@ Mbarrier &Sm90::find(void const *barrier, char const *what) {
                     std::string(what) + ": " + name_of(index) + " has been overwritten");
     }
     if (known().phases[index] == 0) {
-        block_.fail(kLaunchFailure, std::string(what) + ": nothing orders the thread behind the " +
+        block_.fail(kLaunchFailure, std::string(what) + ": the thread is not ordered after the " +
                                         "initialisation of " + name_of(index));
     }
     return mbarriers_[index];
@@ -97,7 +98,7 @@ void Sm90::mbarrier_init(void *barrier, uint32_t arrivals) {
     mbarriers_.push_back({.offset = offset,
                           .arrivals = static_cast<int>(arrivals),
                           .pending = static_cast<int>(arrivals),
-                          .due = 0,
+                          .tx_count = 0,
                           .phase = 1,
                           .under_way = 0,
                           .creator = &block_.lane(),
@@ -128,8 +129,8 @@ void Sm90::mbarrier_arrive(void *address, uint32_t bytes) {
     }
     tsan::release(&barrier.tags[barrier.phase & 1]);
     barrier.incoming.join(Block::current().lane().knowledge);
-    barrier.due += bytes;
-    if (barrier.due > kMaxArrivals) {
+    barrier.tx_count += bytes;
+    if (barrier.tx_count > kMaxArrivals) {
         block_.fail(kLaunchFailure,
                     "mbarrier.expect_tx: more than 2^20 - 1 bytes due at " + name_of(index));
     }
@@ -140,15 +141,15 @@ void Sm90::mbarrier_arrive(void *address, uint32_t bytes) {
 
 void Sm90::complete(Mbarrier &barrier) {
     auto const index = static_cast<int>(&barrier - &mbarriers_[0]);
-    // The boxes of another block may be faster than the thread here that expects them.
+    // In a cluster, bytes of another block may complete before this block's expect_tx.
     bool const may_expect_more = barrier.pending > 0 && block_.cluster_.size() > 1;
-    if (barrier.due < 0 && !may_expect_more) {
+    if (barrier.tx_count < 0 && !may_expect_more) {
         block_.fail(kLaunchFailure, "transaction bytes: copies bring " +
-                                        std::to_string(-barrier.due) + " bytes more than phase " +
-                                        std::to_string(barrier.phase) + " of " + name_of(index) +
-                                        " expects");
+                                        std::to_string(-barrier.tx_count) +
+                                        " bytes more than phase " + std::to_string(barrier.phase) +
+                                        " of " + name_of(index) + " expects");
     }
-    if (barrier.pending > 0 || barrier.due > 0) {
+    if (barrier.pending > 0 || barrier.tx_count > 0) {
         return;
     }
     if (barrier.under_way > 0) {
@@ -172,68 +173,69 @@ void Sm90::mbarrier_wait(void *address, uint32_t parity) {
     auto const index = static_cast<int>(&barrier - &mbarriers_[0]);
     Lane &self = block_.lane();
     block_.count_step();
-    // Asked again when the thread runs again: whoever sleeps through two phases waits for a third.
+    // The parity is tested again each time the thread is scheduled. A thread that is not scheduled
+    // while two phases complete waits for a third, as on the chip.
     while (((barrier.phase - 1) & 1) == (parity & 1)) {
         barrier.waiters.push_back(&self);
         self.barrier = index;
         self.parity = static_cast<int>(parity & 1);
         block_.park(Waiting::mbarrier);
     }
-    passed(barrier);
+    acquire_phase(barrier);
     block_.yield_at_random();
 }
 
-void Sm90::passed(Mbarrier &barrier) {
+void Sm90::acquire_phase(Mbarrier &barrier) {
     tsan::acquire(&barrier.tags[(barrier.phase - 1) & 1]);
     block_.lane().knowledge.join(barrier.published);
     uint32_t &phase = known().phases[static_cast<size_t>(&barrier - &mbarriers_[0])];
     phase = std::max(phase, barrier.phase);
 }
 
-// Who asks again and again must not keep the copies from landing.
+// A polling thread must not starve the copies and the other warps.
 bool Sm90::mbarrier_test(void *address, uint32_t parity) {
     tsan::Unwatched const unwatched;
     Mbarrier &barrier = find(address, "mbarrier.test_wait");
     block_.count_step();
-    questions_ = block_.steps_ == last_question_ + 1 ? questions_ + 1 : 1;
-    last_question_ = block_.steps_;
+    polls_ = block_.steps_ == last_poll_step_ + 1 ? polls_ + 1 : 1;
+    last_poll_step_ = block_.steps_;
     auto const waits = [&] { return ((barrier.phase - 1) & 1) == (parity & 1); };
-    if (waits()) {  // of all warps alike: the one that it waits for must get its turn
+    if (waits()) {  // any warp, so that the one that has to arrive is scheduled
         block_.suspend(&block_.warps_[block_.random() % block_.warps_.size()]);
     }
     if (waits() && block_.random() % 64 == 0 && !block_.cluster_.land_one()) {
         block_.cluster_.end_dependency();
     }
     if (waits()) {
-        // Peers of a cluster may be what the thread waits for, and their steps are their own.
-        if (questions_ > kQuestions && copies_.empty() && block_.cluster_.size() == 1) {
-            block_.fail(kLaunchFailure, "deadlock: " + std::to_string(kQuestions) +
-                                            " times in a row threads only asked for phases; " +
+        // In a cluster the thread may wait for another block, whose steps are counted apart.
+        if (polls_ > kMaxPolls && copies_.empty() && block_.cluster_.size() == 1) {
+            block_.fail(kLaunchFailure, "deadlock: " + std::to_string(kMaxPolls) +
+                                            " tests of mbarriers in a row without progress; " +
                                             block_.cluster_.describe());
         }
         return false;
     }
-    passed(barrier);
+    acquire_phase(barrier);
     return true;
 }
 
 void Sm90::mbarrier_transaction(void *address, int64_t bytes) {
     tsan::Unwatched const unwatched;
     Mbarrier &barrier = find(address, bytes > 0 ? "mbarrier.expect_tx" : "mbarrier.complete_tx");
-    barrier.due += bytes;
+    barrier.tx_count += bytes;
     complete(barrier);
 }
 
 Knowledge Sm90::initialisations() {
-    Knowledge told;
-    BlockKnowledge &about = told.of(block_.rank_);
-    about.runs = true;
+    Knowledge released;
+    BlockKnowledge &own = released.of(block_.rank_);
+    own.runs = true;
     for (size_t i = 0; i < mbarriers_.size(); ++i) {
         if (mbarriers_[i].creator == nullptr) {
-            about.phases[i] = std::min(known().phases[i], 1u);
+            own.phases[i] = std::min(known().phases[i], 1u);
         }
     }
-    return told;
+    return released;
 }
 
 void Sm90::check_exit(Lane const &lane, bool last) {
@@ -269,8 +271,8 @@ std::string Sm90::describe() const {
         Mbarrier const &b = mbarriers_[i];
         text += "; " + name_of(static_cast<int>(i)) + ": in phase " + std::to_string(b.phase) +
                 ", " + std::to_string(b.arrivals - b.pending) + " of " +
-                std::to_string(b.arrivals) + " arrived, " + std::to_string(b.due) + " bytes due, " +
-                std::to_string(b.waiters.size()) + " threads wait";
+                std::to_string(b.arrivals) + " arrived, " + std::to_string(b.tx_count) +
+                " bytes due, " + std::to_string(b.waiters.size()) + " threads wait";
     }
     for (Warpgroup const &wg : warpgroups_) {
         text += "; warpgroup " + std::to_string(wg.index) + ": " + std::to_string(wg.registers) +

@@ -9,7 +9,7 @@ namespace sim {
 
 uint64_t Block::smem_offset(void const *address, int bytes, int alignment, char const *what) {
     auto const *const first = static_cast<std::byte const *>(address);
-    // Through integers: the pointers may belong to different objects.
+    // As integers: the difference of pointers into different objects is undefined.
     uint64_t const offset = reinterpret_cast<uint64_t>(first) - reinterpret_cast<uint64_t>(smem_);
     if (offset > launch_.smem_bytes || launch_.smem_bytes - offset < static_cast<size_t>(bytes)) {
         fail(kIllegalAddress, std::string(what) + ": " + std::to_string(bytes) +
@@ -102,7 +102,7 @@ void Block::copy_issue(std::byte *smem, std::byte const *gmem, int bytes, bool v
         land(self, copy);
         return;
     }
-    // From here to the wait the destination may hold anything: whoever still reads it is wrong.
+    // Until the wait the contents of the destination are undefined.
     for (int i = 0; i < bytes; i += 2) {
         std::memcpy(smem + i, &kPoison, sizeof kPoison);
     }
@@ -167,7 +167,7 @@ void Block::copy_wait_below(uint64_t group) {
     for (uint64_t g = self.copy_groups_done; g < group; ++g) {
         tsan::acquire(&self.done_tags[g % self.done_tags.size()]);
     }
-    // The group still open may take more copies, so it is not done for good.
+    // The open group may get more copies, so it does not count as waited for.
     self.copy_groups_done = std::max(self.copy_groups_done, std::min(group, self.copy_group));
 }
 

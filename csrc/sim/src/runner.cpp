@@ -70,11 +70,11 @@ class Writer {
     std::ofstream file_;
 };
 
-// Bytes between two margins that no kernel may touch.
+// A tensor's bytes between two margins that the kernel must not access.
 class Guarded {
   public:
     Guarded(std::string name, size_t bytes) : name_(std::move(name)), bytes_(bytes) {
-        // Sized so that the far margin begins right behind the last byte, whatever its alignment.
+        // The second margin begins right after the last byte, whatever its alignment.
         storage_.resize((2 * kMargin + bytes) / sizeof(Chunk) + 1);
         auto *const all = reinterpret_cast<char *>(storage_.data());
         for (size_t i = 0; i < size(); i += 2) {
@@ -89,7 +89,7 @@ class Guarded {
     char *data() { return reinterpret_cast<char *>(storage_.data()) + kMargin; }
     size_t bytes() const { return bytes_; }
     sim::Region region() { return {name_, reinterpret_cast<std::byte const *>(data()), bytes_}; }
-    // Empty, or what was overwritten.
+    // A report of the first byte of the margins that was overwritten, or empty.
     std::string damage() {
         unguard();
         auto const *const all = reinterpret_cast<char const *>(storage_.data());

@@ -1,4 +1,4 @@
-// What the host side of the simulator (the runner, a test through ctypes) sets and reads.
+// The simulator's interface for host code (the runner, tests): settings, regions and results.
 #pragma once
 
 #include <cstddef>
@@ -12,10 +12,12 @@
 
 namespace sim {
 
-// When an asynchronous copy lands and a wgmma is executed. `late`: as late as the hardware may,
-// their destination being poison meanwhile: a cp.async and a wgmma at the wait that covers it, a
-// bulk copy when no thread can go on without it. `random`: any time between the issue and that,
-// copies in random order. `eager`: at once.
+// When an asynchronous copy or a wgmma completes. Until then its destination holds poison.
+// - late: as late as possible: a cp.async or a wgmma at the wait that covers it, a bulk copy when
+// no
+//   thread is ready.
+// - random: any time between the issue and that, copies in random order.
+// - eager: at once.
 enum class CopyMode : int { late, random, eager };
 
 struct Settings {
@@ -24,21 +26,21 @@ struct Settings {
     size_t smem_limit = 227 * 1024;
     // Multiprocessors of the device. Each is an OS thread that runs one block at a time.
     int sms = 3;
-    // How often the runner launches the kernel, one after the other.
+    // Number of launches, one after the other.
     int launches = 1;
     bool trace = false;
-    // Warp-wide instructions one block may execute before it counts as hung.
+    // Warp-wide instructions that a block may execute before it is reported as hung.
     uint64_t max_steps = uint64_t(1) << 32;
 };
 
-// A tensor's bytes. Once any is known, an access outside all of them is an error.
+// A tensor's bytes. If there is any region, an access outside all regions is an error.
 struct Region {
     std::string name;
     std::byte const *first;
     size_t bytes;
 };
 
-// One asynchronous copy of a lane, or one row of a bulk copy, out of a region.
+// The source of one cp.async of a lane, or of one row of a bulk copy.
 struct TraceEntry {
     uint64_t block;
     uint64_t region;

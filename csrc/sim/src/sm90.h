@@ -1,5 +1,5 @@
-// What Hopper adds to a block: mbarriers, bulk copies, warpgroups with their multiplications in
-// flight and their share of the registers.
+// A block's Hopper state: mbarriers, bulk copies, and warpgroups with their wgmmas in flight and
+// their registers.
 #pragma once
 
 #include <algorithm>
@@ -20,22 +20,23 @@ class Block;
 struct Lane;
 
 inline constexpr int kWarpgroupSize = 128;
-// Granularity at which shared memory remembers who wrote and who reads it: a swizzled row.
+// Granularity in bytes at which writers and readers of shared memory are recorded: a swizzled row.
 inline constexpr uint64_t kGranule = 128;
 
 struct Mbarrier {
     uint64_t offset;
-    int arrivals, pending;
-    int64_t due;          // bytes promised and not landed
-    uint32_t phase;       // the current one
-    uint64_t under_way;   // bytes of copies of this phase that have been issued and not landed
-    Lane const *creator;  // while the initialisation is not fenced
+    int arrivals, pending;  // arrivals per phase, and those missing in the current one
+    int64_t tx_count;       // pending transaction bytes: expected and not completed
+    uint32_t phase;         // the current one
+    uint64_t under_way;     // bytes of this phase's copies that are in flight
+    Lane const *creator;    // until fence.mbarrier_init; then null
     std::vector<Lane *> waiters;
-    Knowledge incoming, published;  // of the threads that arrived: so far, by the last phase's end
-    std::array<char, 2> tags;       // for the race detector, by parity of the phase
+    Knowledge incoming;        // joined over all arrivals
+    Knowledge published;       // joined over the arrivals of completed phases
+    std::array<char, 2> tags;  // for the race detector, by parity of the phase
 };
 
-// What encode_tensor_map() writes into the 128 bytes of a descriptor.
+// The contents of a CUtensorMap that encode_tensor_map() writes.
 struct TensorMap {
     static constexpr int kMaxRank = 5;
     uint64_t mark;
@@ -47,7 +48,7 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) <= 128);
 
-// A box of a tensor at its coordinates, innermost first, and where it lies in shared memory.
+// A box of a tensor: its coordinates, innermost first, and its place in shared memory.
 struct Box {
     TensorMap map;
     std::array<int64_t, TensorMap::kMaxRank> coordinates;
@@ -64,16 +65,16 @@ struct BoxRow {
 struct BulkCopy {
     Box box;
     int barrier;
-    bool repeated;  // the box also goes to a block of lower rank
+    bool repeated;  // multicast, and not to the first block of the mask
     bool is_word;   // st.async: 4 bytes, not from a tensor
     uint32_t word;
 };
 
-// 16 bytes of a box, or what of them lies in the tensor.
+// 16 bytes of a box, of which `bytes` after the first `skip` are in the tensor.
 struct StorePiece {
-    uint64_t at;  // in shared memory
+    uint64_t at;  // offset in shared memory
     uint64_t skip, bytes;
-    std::byte *gmem;  // of the first byte not skipped
+    std::byte *gmem;  // destination of the first byte after `skip`
     std::array<std::byte, 16> source;
 };
 
@@ -94,12 +95,12 @@ struct StoreQueue {
     char issue_tag, done_tag;
 };
 
-// Registers that multiplications in flight own: poison for the program until the last is over.
+// Registers used by wgmmas in flight. They hold poison until the last of these is complete.
 template <class Register>
 struct InFlight {
     std::array<Register *, kWarpgroupSize> registers{};
     int count;  // per thread
-    int uses;   // multiplications not executed yet
+    int uses;   // wgmmas not executed yet
 };
 struct Accumulator : InFlight<float> {
     std::vector<float> matrix;  // (64, 2 * count)
@@ -108,64 +109,65 @@ struct OperandA : InFlight<uint32_t> {
     std::array<std::array<uint32_t, 4>, kWarpgroupSize> values;
 };
 
+// A wgmma that some thread has issued.
 struct Multiplication {
     Wgmma instruction;
-    int issued;            // threads that have
-    BlockKnowledge known;  // by all of these when they did
+    int issued;            // number of threads that have issued it
+    BlockKnowledge known;  // the events that happen before it in all of these threads
     Accumulator *acc;
     OperandA *a;                               // null: from shared memory
     std::vector<uint32_t> chunks_a, chunks_b;  // offsets of 16 bytes each: 8 elements
 };
 
-// The loads of one warp from a granule: of each lane, the fence that is the first behind its last
-// one; 0: it has not loaded.
+// The loads of one warp from a granule: for each lane the number of the first fence.proxy.async
+// after its last load; 0 if it has not loaded.
 struct WarpLoads {
     int warp;
     LaneFences fenced_by;
 };
 
-enum class Gathering : uint8_t { wgmma_wait, raise_registers, lower_registers };
+enum class WarpgroupOp : uint8_t { wgmma_wait, raise_registers, lower_registers };
 
 struct Warpgroup {
     int index;
-    std::deque<Multiplication> multiplications;  // issued by some thread and not retired
+    std::deque<Multiplication> multiplications;  // issued and not waited for
     uint64_t first;                              // number of the oldest of them
-    uint64_t executed;                           // those below this number are
-    std::deque<uint64_t> groups;                 // number of the first multiplication behind each
+    uint64_t executed;                           // all below this number have been executed
+    std::deque<uint64_t> groups;                 // the number of the first wgmma after each
     uint64_t first_group;
     std::vector<std::unique_ptr<Accumulator>> accumulators;  // in flight
     std::vector<std::unique_ptr<OperandA>> operands;
-    // An instruction that the whole warpgroup executes, while threads arrive at it.
-    Gathering gathering;
+    // The warpgroup-wide instruction at which threads are arriving.
+    WarpgroupOp op;
     int argument;
     int arrived;
-    int registers, wanted;  // per thread
+    int registers, wanted;  // per thread: held, and asked for by setmaxnreg
 };
 
 class Sm90 {
   public:
     explicit Sm90(Block &block) : block_(block) {}
     void start();
-    // Whether the block has used anything of this: until then nothing need be kept.
+    // Whether the block has used a Hopper instruction. Until then no state is recorded.
     bool active() const { return active_; }
     void activate();
-    // Fails if a copy has written these bytes and the running thread has not waited for it.
+    // Fails if a copy writes these bytes and the running thread is not ordered after its
+    // completion.
     void check_landed(uint64_t offset, uint64_t bytes, char const *what);
-    // These lanes of the running warp load bytes in the generic proxy.
+    // Records a load of these lanes of the running warp through the generic proxy.
     void note_load(uint64_t offset, uint64_t bytes, uint32_t lanes);
-    // The warpgroup whose multiplication in flight owns the register at `address`, and the thread
-    // whose register it is; empty: none.
+    // The warpgroup and thread whose wgmma in flight uses the register at `address`; empty if none.
     std::string owner_of_register(void const *address) const;
 
     void mbarrier_init(void *barrier, uint32_t arrivals);
     void mbarrier_fence_init();
     void mbarrier_arrive(void *barrier, uint32_t bytes);
     void mbarrier_wait(void *barrier, uint32_t parity);
-    // Whether the phase is over; lets others run if not.
+    // Whether the phase is complete. If not, other lanes run before it returns.
     bool mbarrier_test(void *barrier, uint32_t parity);
-    // Bytes promised or paid without an arrival.
+    // expect_tx (bytes > 0) or complete_tx (bytes < 0), without an arrival.
     void mbarrier_transaction(void *barrier, int64_t bytes);
-    // What the running thread may tell without releasing its other writes: of fenced mbarriers.
+    // What a relaxed arrival at barrier.cluster publishes: the fenced initialisations of mbarriers.
     Knowledge initialisations();
     void store_async(uint64_t offset, uint32_t word, void *barrier);
 
@@ -178,7 +180,7 @@ class Sm90 {
     void tma_store_wait(uint64_t pending, bool read_only);
     void fence_async_proxy();
     void finish();
-    // Lands a copy under way, any of them; false if there is none.
+    // Completes a random copy in flight; false if there is none.
     bool land_one();
     void land_at_random();
 
@@ -188,21 +190,22 @@ class Sm90 {
     void wgmma_wait(int pending);
     void registers_change(int registers, bool raise);
 
-    // Fails if a thread exits that its warpgroup waits for, or the last one leaves work behind.
+    // Fails if the exiting thread's warpgroup waits for it, or if the last thread exits with work
+    // in flight.
     void check_exit(Lane const &lane, bool last);
     std::string describe() const;
 
   private:
     struct Writer {
-        int16_t barrier;  // -1: no copy has
+        int16_t barrier;  // of the last copy; -1 if there was none
         uint16_t under_way;
         uint32_t phase;
     };
 
-    // What the running thread, maybe one of another block, knows about this block.
+    // The running thread's clock for this block. The thread may belong to another block.
     BlockKnowledge &known();
     Mbarrier &find(void const *barrier, char const *what);
-    void passed(Mbarrier &barrier);
+    void acquire_phase(Mbarrier &barrier);
     std::string name_of(int barrier) const;
     void complete(Mbarrier &barrier);
 
@@ -211,7 +214,7 @@ class Sm90 {
     void visit_rows(Box const &box, Visit const &visit);
     void issue(BulkCopy copy, void const *barrier);
     void check_free(BulkCopy const &copy);
-    // How many of its fences behind loads the lane has executed.
+    // The number of the lane's fence.proxy.async that follow a load.
     uint32_t &fences_of(Lane &lane);
     void copy_rows(BulkCopy const &copy);
     void land(size_t index);
@@ -227,39 +230,41 @@ class Sm90 {
     Warpgroup &warpgroup();
     void create(Warpgroup &wg, Wgmma const &instruction, float *acc, uint32_t *a);
     template <class Held>
-    Held *held(std::vector<std::unique_ptr<Held>> &all, decltype(Held::registers)::value_type first,
-               int count, char const *what);
+    Held *find_or_add(std::vector<std::unique_ptr<Held>> &all,
+                      decltype(Held::registers)::value_type first, int count, char const *what);
     std::vector<uint32_t> chunks(uint64_t descriptor, int extent, bool transposed);
     void check_operand(Warpgroup const &wg, Multiplication const &m,
                        std::vector<uint32_t> const &chunks);
     void execute_until(Warpgroup &wg, uint64_t number);
     void execute(Warpgroup &wg, Multiplication &m);
     template <class Held>
-    void give_back(Warpgroup const &wg, std::vector<std::unique_ptr<Held>> &all, Held *held);
+    void write_back(Warpgroup const &wg, std::vector<std::unique_ptr<Held>> &all, Held *held);
     template <class Action>
-    void gather(Gathering what, int argument, Action const &action);
+    void converge_warpgroup(WarpgroupOp op, int argument, Action const &action);
     void grant_registers();
 
     Block &block_;
     bool active_ = false;
-    std::vector<Mbarrier> mbarriers_;  // never moves: room for all is reserved
+    std::vector<Mbarrier> mbarriers_;  // reserved, so that addresses stay valid
     std::vector<int16_t> barrier_at_;  // by offset / 8; -1: none
-    std::vector<BulkCopy> copies_;     // under way
+    std::vector<BulkCopy> copies_;     // in flight
     std::vector<Writer> writers_;      // by granule
-    std::vector<std::array<uint32_t, kWarps / 4>> readers_;  // by granule and warpgroup, the last
-    std::vector<std::vector<WarpLoads>> loads_;              // by granule
+    // By granule and warpgroup: the number of the last wgmma that reads it.
+    std::vector<std::array<uint32_t, kWarps / 4>> readers_;
+    std::vector<std::vector<WarpLoads>> loads_;  // by granule
     std::vector<StoreQueue> queues_;
-    std::vector<std::array<uint32_t, kStoreQueues>> stored_;  // by granule, the last that read it
-    // What the asynchronous proxy sees of shared memory: ordinary stores enter it with a fence.
+    // By granule and queue: the number of the last TMA store that reads it.
+    std::vector<std::array<uint32_t, kStoreQueues>> stored_;
+    // Shared memory as the asynchronous proxy sees it. Ordinary stores become visible at a fence.
     std::vector<std::byte> async_view_;
     std::deque<Warpgroup> warpgroups_;
     int64_t free_registers_ = 0;
-    // mbarrier.try_wait in a row, with no step of another kind by any thread, and the last one's.
-    static constexpr uint64_t kQuestions = 1 << 16;
-    uint64_t questions_ = 0, last_question_ = 0;
+    // The number of mbarrier tests in a row without any other step, and the step of the last one.
+    static constexpr uint64_t kMaxPolls = 1 << 16;
+    uint64_t polls_ = 0, last_poll_step_ = 0;
 };
 
-// Where bytes of a row swizzled over `span` bytes lie: 16-byte pieces change places by address.
+// The offset after swizzling over `span` bytes: permutes the 16-byte pieces by address bits.
 inline uint64_t swizzled(uint64_t offset, int span) {
     uint64_t const rows = span == 0 ? 0 : static_cast<uint64_t>(span / 16 - 1);
     return offset ^ (offset >> 7 & rows) << 4;

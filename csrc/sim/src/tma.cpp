@@ -1,4 +1,4 @@
-// Tensor maps, bulk copies of their boxes, and the asynchronous proxy's view of shared memory.
+// Tensor maps, TMA loads, and the asynchronous proxy's view of shared memory.
 #include <bit>
 #include <cstring>
 
@@ -27,7 +27,7 @@ int refuse_tensor_map(int result, char const *why) {
     return result;
 }
 
-// The driver's conditions, cuda.h above the declaration of cuTensorMapEncodeTiled.
+// Checks the conditions documented in cuda.h at cuTensorMapEncodeTiled.
 int encode_tensor_map(void *destination, TensorMapArguments const &x) {
     auto const refuse = [](char const *why) { return refuse_tensor_map(kInvalidValue, why); };
     if (reinterpret_cast<uint64_t>(destination) % 64 != 0) {
@@ -109,8 +109,8 @@ void Sm90::tma_load(void const *descriptor, void *address, void *smem, int const
     issue(copy, address);
 }
 
-// Each block of the mask receives the box where the issuing one would, and its own mbarrier there
-// is paid.
+// Each block of the mask receives the box at the same offset and completes the bytes at its own
+// mbarrier.
 void Sm90::tma_load_multicast(void const *descriptor, void *address, void *smem,
                               int const *coordinates, int rank, uint16_t mask) {
     tsan::Unwatched const unwatched;
@@ -153,13 +153,13 @@ void Sm90::issue(BulkCopy copy, void const *address) {
     }
 }
 
-// Nobody may still read what the copy overwrites, as far as the issuing thread knows.
+// All reads of the bytes that the copy overwrites must happen before its issue.
 void Sm90::check_free(BulkCopy const &copy) {
-    BlockKnowledge const &told = known();
+    BlockKnowledge const &clock = known();
     Lane &thread = Block::current().lane();
     uint64_t const end = copy.box.offset + copy.box.bytes;
     for (uint64_t g = copy.box.offset / kGranule; g * kGranule < end; ++g) {
-        auto const complain = [&](std::string const &reader, std::string const &missing) {
+        auto const report = [&](std::string const &reader, std::string const &missing) {
             block_.fail(kLaunchFailure, "overwritten too early: TMA for " + name_of(copy.barrier) +
                                             " writes byte " + std::to_string(g * kGranule) +
                                             ", which " + reader + " reads; " + missing);
@@ -172,17 +172,17 @@ void Sm90::check_free(BulkCopy const &copy) {
         }
         for (size_t wg = 0; wg < warpgroups_.size(); ++wg) {
             for (size_t w = 4 * wg; w < 4 * wg + 4; ++w) {
-                if (readers_[g][wg] > told.retired[w]) {
-                    complain(
-                        "a wgmma of warpgroup " + std::to_string(wg),
-                        "nothing tells that its warp " + std::to_string(w) + " has waited for it");
+                if (readers_[g][wg] > clock.retired[w]) {
+                    report("a wgmma of warpgroup " + std::to_string(wg),
+                           "its thread is not ordered after wgmma.wait_group of warp " +
+                               std::to_string(w));
                 }
             }
         }
         for (size_t i = 0; i < queues_.size(); ++i) {
-            if (stored_[g][i] > told.stores[i]) {
-                complain(name_of(queues_[i]),
-                         "nothing tells that cp.async.bulk.wait_group has waited for it");
+            if (stored_[g][i] > clock.stores[i]) {
+                report(name_of(queues_[i]),
+                       "its thread is not ordered after that store's cp.async.bulk.wait_group");
             }
         }
         for (WarpLoads const &loads : loads_[g]) {
@@ -190,19 +190,19 @@ void Sm90::check_free(BulkCopy const &copy) {
             for (int l = 0; l < kWarpSize; ++l) {
                 if (loads.fenced_by[l] > fences[l]) {
                     Lane &reader = *block_.warps_[loads.warp].lanes[l];
-                    complain("a load of warpgroup " + std::to_string(loads.warp / 4) + ", warp " +
-                                 std::to_string(loads.warp) + ", lane " + std::to_string(l),
-                             loads.fenced_by[l] > fences_of(reader)
-                                 ? "no fence.proxy.async of that thread stands behind it"
-                                 : "nothing tells that the thread has executed the "
-                                   "fence.proxy.async behind it");
+                    report("a load of warpgroup " + std::to_string(loads.warp / 4) + ", warp " +
+                               std::to_string(loads.warp) + ", lane " + std::to_string(l),
+                           loads.fenced_by[l] > fences_of(reader)
+                               ? "no fence.proxy.async follows it in that thread"
+                               : "its thread is not ordered after the fence.proxy.async that "
+                                 "follows the load");
                 }
             }
         }
     }
 }
 
-// Reads global memory as it is now; what lies outside the tensor is 0.
+// Copies the box row by row; elements outside the tensor are 0.
 void Sm90::copy_rows(BulkCopy const &copy) {
     TensorMap const &map = copy.box.map;
     uint64_t const row_bytes = uint64_t(map.box[0]) * map.element_bytes;
@@ -247,7 +247,7 @@ void Sm90::land(size_t index) {
     }
     Mbarrier &barrier = mbarriers_[copy.barrier];
     barrier.under_way -= bytes;
-    barrier.due -= static_cast<int64_t>(bytes);
+    barrier.tx_count -= static_cast<int64_t>(bytes);
     complete(barrier);
 }
 
@@ -310,8 +310,8 @@ uint32_t &Sm90::fences_of(Lane &lane) {
     return lane.knowledge.fences_of(block_.rank_, lane.warp)[lane.lane];
 }
 
-// Loads are of the generic proxy. What the asynchronous one writes later overtakes them unless
-// each thread's own fence stands between, and is told to the writer.
+// A later write of the asynchronous proxy is ordered after a generic-proxy load only if the loading
+// thread executes fence.proxy.async after the load, and that fence happens before the write.
 void Sm90::note_load(uint64_t offset, uint64_t bytes, uint32_t lanes) {
     if (!active_) {
         return;

@@ -1,5 +1,4 @@
-// TMA stores: boxes of shared memory on their way to a tensor, in groups of the thread that issues
-// them.
+// TMA stores: boxes of shared memory written to a tensor, in bulk groups of the issuing thread.
 #include <cstring>
 
 #include "block.h"
@@ -20,7 +19,7 @@ StoreQueue *Sm90::own_queue() {
 StoreQueue &Sm90::create_queue() {
     if (queues_.empty()) {
         stored_.assign(writers_.size(), {});
-        queues_.reserve(kStoreQueues);  // so that their tags keep their addresses
+        queues_.reserve(kStoreQueues);  // the addresses of the tags must stay valid
     }
     if (queues_.size() == kStoreQueues) {
         block_.fail(kNotSupported, "not covered: TMA stores by more than " +
@@ -89,26 +88,26 @@ void Sm90::tma_store(void const *descriptor, void const *smem, int const *coordi
     }
 }
 
-// What the store reads must be there: written, and in the asynchronous proxy's view.
+// The bytes that the store reads must have been written and be visible to the asynchronous proxy.
 void Sm90::check_source(StorePiece const &piece) {
-    auto const complain = [&](std::string const &what) {
+    auto const report = [&](std::string const &what) {
         block_.fail(kLaunchFailure, "a TMA store reads byte " + std::to_string(piece.at) + what);
     };
     std::byte const *const seen = &async_view_[piece.at];
     if (std::memcmp(block_.smem_ + piece.at, seen, 16) != 0) {
-        complain(", stored by a thread without fence.proxy.async behind it");
+        report(", stored by a thread without fence.proxy.async after it");
     }
     Writer const &writer = writers_[piece.at / kGranule];
     if (writer.barrier >= 0 && known().phases[writer.barrier] <= writer.phase) {
-        complain(" without having waited for phase " + std::to_string(writer.phase) + " of " +
-                 name_of(writer.barrier) + ", whose copy writes it");
+        report(" without having waited for phase " + std::to_string(writer.phase) + " of " +
+               name_of(writer.barrier) + ", whose copy writes it");
     }
     for (uint64_t i = 0; i + 1 < piece.bytes; i += sizeof kPoison) {
         if (std::memcmp(seen + piece.skip + i, &kPoison, sizeof kPoison) != 0) {
             return;
         }
     }
-    complain(", which nobody has written");
+    report(", which has not been written");
 }
 
 void Sm90::tma_store_commit() {
@@ -147,8 +146,8 @@ void Sm90::tma_store_wait(uint64_t pending, bool read_only) {
     known().stores[static_cast<size_t>(queue - &queues_[0])] = queue->waited;
 }
 
-// Until the wait the store may read at any time: what it found when it was issued must still be
-// there.
+// The store may read its box at any time between its issue and the wait, so the bytes must not have
+// changed since the issue.
 void Sm90::check_read(StoreQueue const &queue, BulkStore const &store) {
     for (StorePiece const &piece : store.pieces) {
         if (std::memcmp(block_.smem_ + piece.at, piece.source.data(), 16) != 0) {

@@ -1,6 +1,6 @@
-// ThreadSanitizer's view of what the runtime does on behalf of CUDA threads. The runtime itself is
-// not instrumented, so its own bookkeeping raises no reports; without SIM_TSAN all of this is
-// empty.
+// ThreadSanitizer annotations for what the runtime does on behalf of CUDA threads. The runtime
+// itself is not instrumented, so its own bookkeeping gives no reports. Without SIM_TSAN all of this
+// is empty.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ extern "C" void AnnotateIgnoreWritesEnd(char const *file, int line);
 
 namespace sim::tsan {
 
-// While one lives, the calling fibre's accesses are the runtime's own. ThreadSanitizer would see
-// them where the C library makes them: in memcpy and its like, which are intercepted in any code.
+// A scope in which ThreadSanitizer ignores the calling fibre's accesses. Needed around the
+// runtime's own memcpy and memset, which are intercepted even in code that is not instrumented.
 struct Unwatched {
     Unwatched() {
         AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
@@ -39,7 +39,7 @@ inline void read(void const *address, size_t size) {
 }
 inline void write(void *address, size_t size) { __tsan_write_range(address, size); }
 
-// Runs `action` as the agent, a thread of its own in the eyes of the race detector.
+// Runs `action` as the agent, which is a separate thread for the race detector.
 template <class Action>
 void as_agent(void *&agent, Action const &action) {
     if (agent == nullptr) {

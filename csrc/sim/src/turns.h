@@ -1,4 +1,4 @@
-// The order in which the blocks of a launch, which run side by side, execute their atomics.
+// The order in which the concurrent blocks of a launch execute their atomics.
 #pragma once
 
 #include <condition_variable>
@@ -9,8 +9,8 @@
 
 namespace sim {
 
-// The blocks are drawn one after the other, from the seed alone; a block that has ended when its
-// turn comes passes. So the order is any, and the same each time, however fast the threads are.
+// The seed alone determines the sequence of blocks; blocks that have ended are skipped. So the
+// order does not depend on the speed of the OS threads, and another seed gives another order.
 class Turns {
   public:
     Turns(uint64_t blocks, uint64_t seed)

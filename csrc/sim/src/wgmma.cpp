@@ -1,4 +1,4 @@
-// Warpgroups: asynchronous multiplications, and the registers they may hold.
+// Warpgroups: wgmma, and setmaxnreg.
 #include <array>
 #include <cstring>
 
@@ -30,7 +30,7 @@ bool all_poison(std::byte const *chunk) {
     return std::memcmp(chunk, poison.data(), sizeof poison) == 0;
 }
 
-// Accumulator register i of a thread of the warpgroup (PTX ISA, wgmma.mma_async, matrix D).
+// Row and column of accumulator register i of a thread (PTX ISA, wgmma.mma_async, matrix D).
 int acc_row(int thread, int i) { return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8; }
 int acc_column(int thread, int i) { return thread % 4 * 2 + i % 2 + i / 4 * 8; }
 
@@ -39,9 +39,9 @@ struct Operands {
     alignas(32) float b[kDepth][256];
 };
 
-// c (64, n) += a b, products exact and added in fp32, k ascending.
+// c (64, n) += a b. Products are exact and added in fp32, k ascending.
 void multiply(Operands const &x, float *c, int n) {
-    constexpr int kBlock = 4;  // rows whose sums stay in registers
+    constexpr int kBlock = 4;  // register blocking: rows
     for (int m = 0; m < kRows; m += kBlock) {
         for (int j = 0; j < n; j += kLanes) {
             Vector sum[kBlock];
@@ -115,9 +115,9 @@ Warpgroup &Sm90::warpgroup() {
     return warpgroups_[index];
 }
 
-// The 16-byte pieces of a K16 slice in the order of its matrix descriptor (PTX ISA, "matrix
-// descriptor"; the strides count 16 bytes). K-major: for each of `extent` rows two pieces.
-// Transposed, that is MN-major: for each 8 of `extent` the pieces of the 16 k.
+// Offsets of the 16-byte pieces of a K16 slice that a matrix descriptor gives (PTX ISA, "matrix
+// descriptor"; strides in units of 16 bytes). K-major: two pieces for each of `extent` rows.
+// MN-major (`transposed`): 16 pieces, one per k, for each 8 of `extent`.
 std::vector<uint32_t> Sm90::chunks(uint64_t descriptor, int extent, bool transposed) {
     uint64_t const start = (descriptor & 0x3FFF) << 4;
     uint64_t const leading = (descriptor >> 16 & 0x3FFF) << 4;
@@ -153,10 +153,11 @@ std::vector<uint32_t> Sm90::chunks(uint64_t descriptor, int extent, bool transpo
     return found;
 }
 
-// The registers in flight that begin at the calling thread's `first`; new ones if there are none.
+// The entry of `all` whose registers begin at the running thread's `first`; adds one if there is
+// none.
 template <class Held>
-Held *Sm90::held(std::vector<std::unique_ptr<Held>> &all,
-                 decltype(Held::registers)::value_type first, int count, char const *what) {
+Held *Sm90::find_or_add(std::vector<std::unique_ptr<Held>> &all,
+                        decltype(Held::registers)::value_type first, int count, char const *what) {
     int const thread = block_.lane().index % kWarpgroupSize;
     for (auto const &h : all) {
         auto *const there = h->registers[thread];
@@ -177,7 +178,7 @@ void Sm90::create(Warpgroup &wg, Wgmma const &instruction, float *acc, uint32_t 
     Multiplication m{.instruction = instruction,
                      .issued = 0,
                      .known = known(),
-                     .acc = held(wg.accumulators, acc, instruction.n / 2, "accumulators"),
+                     .acc = find_or_add(wg.accumulators, acc, instruction.n / 2, "accumulators"),
                      .a = nullptr,
                      .chunks_a = {},
                      .chunks_b = chunks(instruction.b, instruction.n, instruction.transposed_b)};
@@ -186,7 +187,7 @@ void Sm90::create(Warpgroup &wg, Wgmma const &instruction, float *acc, uint32_t 
     if (a == nullptr) {
         m.chunks_a = chunks(instruction.a, kRows, false);
     } else {
-        m.a = held(wg.operands, a, 4, "fragments of A");
+        m.a = find_or_add(wg.operands, a, 4, "fragments of A");
         ++m.a->uses;
     }
     auto const number = static_cast<uint32_t>(wg.first + wg.multiplications.size() + 1);
@@ -260,12 +261,12 @@ void Sm90::check_operand(Warpgroup const &wg, Multiplication const &m,
                          std::vector<uint32_t> const &chunks_of) {
     uint64_t checked = UINT64_MAX;
     for (uint32_t const chunk : chunks_of) {
-        auto const complain = [&](std::string const &what) {
+        auto const report = [&](std::string const &what) {
             block_.fail(kLaunchFailure, "warpgroup " + std::to_string(wg.index) +
                                             ": a wgmma reads byte " + std::to_string(chunk) + what);
         };
         if (std::memcmp(block_.smem_ + chunk, &async_view_[chunk], 16) != 0) {
-            complain(", stored by a thread without fence.proxy.async behind it");
+            report(", stored by a thread without fence.proxy.async after it");
         }
         if (chunk / kGranule == checked) {
             continue;
@@ -273,11 +274,11 @@ void Sm90::check_operand(Warpgroup const &wg, Multiplication const &m,
         checked = chunk / kGranule;
         Writer const &writer = writers_[checked];
         if (writer.barrier < 0 && all_poison(&async_view_[chunk])) {
-            complain(", which nobody has written");
+            report(", which has not been written");
         }
         if (writer.barrier >= 0 && m.known.phases[writer.barrier] <= writer.phase) {
-            complain(" without having waited for phase " + std::to_string(writer.phase) + " of " +
-                     name_of(writer.barrier) + ", whose copy writes it");
+            report(" without having waited for phase " + std::to_string(writer.phase) + " of " +
+                   name_of(writer.barrier) + ", whose copy writes it");
         }
     }
 }
@@ -302,16 +303,17 @@ void Sm90::execute(Warpgroup &wg, Multiplication &m) {
     }
     multiply(x, m.acc->matrix.data(), m.instruction.n);
     if (m.a != nullptr && --m.a->uses == 0) {
-        give_back(wg, wg.operands, m.a);
+        write_back(wg, wg.operands, m.a);
     }
     if (--m.acc->uses == 0) {
-        give_back(wg, wg.accumulators, m.acc);
+        write_back(wg, wg.accumulators, m.acc);
     }
 }
 
-// The registers hold values again; that they still held poison shows that nobody wrote them.
+// Writes the values back to the registers. They must still hold poison: otherwise the program wrote
+// them while the wgmma was in flight.
 template <class Held>
-void Sm90::give_back(Warpgroup const &wg, std::vector<std::unique_ptr<Held>> &all, Held *held) {
+void Sm90::write_back(Warpgroup const &wg, std::vector<std::unique_ptr<Held>> &all, Held *held) {
     for (int thread = 0; thread < kWarpgroupSize; ++thread) {
         auto *const registers = held->registers[thread];
         asan::allow(registers, held->count * sizeof *registers);
@@ -355,17 +357,17 @@ std::string Sm90::owner_of_register(void const *address) const {
     return "";
 }
 
-// `action` once all of the warpgroup are there with the same argument.
+// Executes `action` once all threads of the warpgroup have arrived with the same argument.
 template <class Action>
-void Sm90::gather(Gathering what, int argument, Action const &action) {
+void Sm90::converge_warpgroup(WarpgroupOp op, int argument, Action const &action) {
     Warpgroup &wg = warpgroup();
     Lane &self = block_.lane();
     block_.count_step();
     if (wg.arrived == 0) {
-        wg.gathering = what;
+        wg.op = op;
         wg.argument = argument;
     }
-    if (wg.gathering != what || wg.argument != argument) {
+    if (wg.op != op || wg.argument != argument) {
         block_.fail(kLaunchFailure, "warpgroup " + std::to_string(wg.index) +
                                         " diverges: threads at different wgmma.wait_group or "
                                         "setmaxnreg");
@@ -393,7 +395,7 @@ void Sm90::gather(Gathering what, int argument, Action const &action) {
 
 void Sm90::wgmma_wait(int pending) {
     tsan::Unwatched const unwatched;
-    gather(Gathering::wgmma_wait, pending, [&](Warpgroup &wg) {
+    converge_warpgroup(WarpgroupOp::wgmma_wait, pending, [&](Warpgroup &wg) {
         size_t const first = static_cast<size_t>(wg.index) * kWarpgroupSize;
         Lane const &leader = block_.lanes_[first];
         for (size_t i = first; i < first + kWarpgroupSize; ++i) {
@@ -421,10 +423,10 @@ void Sm90::wgmma_wait(int pending) {
     });
 }
 
-// What a warpgroup gives up goes to the block's pool; a raise waits until the pool can pay it.
+// setmaxnreg.dec releases registers to the block's pool; .inc waits until the pool has enough.
 void Sm90::registers_change(int registers, bool raise) {
-    auto const what = raise ? Gathering::raise_registers : Gathering::lower_registers;
-    gather(what, registers, [&](Warpgroup &wg) {
+    auto const op = raise ? WarpgroupOp::raise_registers : WarpgroupOp::lower_registers;
+    converge_warpgroup(op, registers, [&](Warpgroup &wg) {
         if (raise ? registers < wg.registers : registers > wg.registers) {
             block_.fail(kLaunchFailure, std::string("setmaxnreg.") + (raise ? "inc" : "dec") +
                                             " to " + std::to_string(registers) + ": warpgroup " +

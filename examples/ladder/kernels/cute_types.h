@@ -1,5 +1,5 @@
-// What rungs 11 and 12 share: tiles, copies and the softmax in CuTe's terms (CUTLASS,
-// "CuTe documentation"; csrc/flash_attn/src/kernel_traits.h is production's page of the kind).
+// Shared by rungs 11 and 12: tiles, copies and the softmax in CuTe (CUTLASS, "CuTe documentation").
+// The library's counterpart is csrc/flash_attn/src/kernel_traits.h.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -19,14 +19,14 @@ struct CuteTypes {
     static constexpr bool kHalf = std::is_same_v<CudaElement, __half>;
     using Element = std::conditional_t<kHalf, cutlass::half_t, cutlass::bfloat16_t>;
 
-    // Warps one below the other: a row's scores stay within one warp.
+    // Warps are stacked along M, so a row's scores stay within one warp.
     using MmaAtom = MMA_Atom<
         std::conditional_t<kHalf, SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>>;
     using TiledMma =
         TiledMMA<MmaAtom, Layout<Shape<Int<kWarps>, _1, _1>>, Tile<Int<16 * kWarps>, _16, _16>>;
 
-    // Rung 8's swizzle as a layout: in 8 rows of 64 elements, 16-byte pieces are exclusive-ored
-    // with the row; a tile is made of such atoms.
+    // Rung 8's swizzle as a layout: in 8 rows of 64 elements, the index of a 16-byte piece is XORed
+    // with the row. A tile is made of such atoms.
     using SmemAtom =
         decltype(composition(Swizzle<3, 3, 3>{}, Layout<Shape<_8, _64>, Stride<_64, _1>>{}));
     using SmemQ = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileM>, Int<kHeadDim>>{}));
@@ -37,13 +37,13 @@ struct CuteTypes {
 
     using SmemCopy = Copy_Atom<SM75_U32x4_LDSM_N, Element>;
     using SmemCopyTransposed = Copy_Atom<SM75_U16x8_LDSM_T, Element>;
-    // 8 threads side by side bring the 128 bytes of a row, 16 bytes each.
+    // 8 consecutive threads copy the 128 bytes of a row, 16 bytes each.
     using GmemCopy = decltype(make_tiled_copy(
         Copy_Atom<SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>, Element>{},
         Layout<Shape<Int<4 * kWarps>, _8>, Stride<_8, _1>>{}, Layout<Shape<_1, _8>>{}));
 
-    // A tile from global memory into sX, (rows, d); zeros at and beyond row `rows`, which is never
-    // read. Seen from a thread's first piece all others are multiples of constants away.
+    // Copies a tile from global memory into sX, (rows, d). Rows from `rows` on are not read and
+    // become zeros. A thread's pieces are at constant strides from its first.
     template <class SmemTensor>
     CUTE_DEVICE static void load(Element const *gmem, int64_t row_stride, SmemTensor &&sX,
                                  int rows) {
@@ -66,8 +66,8 @@ struct CuteTypes {
     }
 };
 
-// Online softmax of the kRows rows that a thread holds of an accumulator, in base 2. kLazy: O and
-// the sums are only brought to a new maximum when it exceeds the one in use by a factor of 2^8.
+// Online softmax of the kRows accumulator rows of a thread, in base 2. kLazy: O and the sums are
+// rescaled only when the new maximum exceeds the one in use by a factor of 2^8.
 template <int kRows, bool kLazy>
 struct CuteSoftmax {
     using Row = decltype(make_tensor<float>(Shape<Int<kRows>>{}));
@@ -79,7 +79,7 @@ struct CuteSoftmax {
         fill(row_sum, 0.f);
     }
 
-    // While a row has seen no key its maximum is -inf; 0 in its place avoids (-inf) - (-inf).
+    // A row without keys so far has maximum -inf; 0 instead avoids (-inf) - (-inf).
     CUTE_DEVICE static float finite(float max) { return max == -INFINITY ? 0.f : max; }
 
     template <class Engine, class Layout>
@@ -94,7 +94,7 @@ struct CuteSoftmax {
         }
     }
 
-    // Scores become probabilities; what was summed up before is brought to the same base.
+    // Turns scores into probabilities, and rescales O and the sums to the same maximum.
     template <class EngineS, class LayoutS, class EngineO, class LayoutO>
     CUTE_DEVICE void step(Tensor<EngineS, LayoutS> &tSrS, Tensor<EngineO, LayoutO> &tOrO,
                           float scale_log2) {
@@ -150,7 +150,7 @@ struct CuteSoftmax {
     }
 };
 
-// Sets scores of keys that their row does not see to -inf. tScS: where in the tile each score is.
+// Sets masked scores to -inf. tScS: the coordinates of each score in the tile.
 template <class Head, class EngineS, class LayoutS, class EngineC, class LayoutC>
 CUTE_DEVICE void mask_scores(Tensor<EngineS, LayoutS> &tSrS, Tensor<EngineC, LayoutC> const &tScS,
                              Head const &head, int first_row, int first_key) {
@@ -168,7 +168,8 @@ CUTE_DEVICE void mask_scores(Tensor<EngineS, LayoutS> &tSrS, Tensor<EngineC, Lay
     }
 }
 
-// Writes the tile's O, rounded, and log-sum-exps. tOcO: where in the tile each element is.
+// Writes the tile's O, rounded, and log-sum-exps. tOcO: the coordinates of each element in the
+// tile.
 template <class Element, class Head, class Row, class EngineO, class LayoutO, class EngineC,
           class LayoutC>
 CUTE_DEVICE void store_tile(Tensor<EngineO, LayoutO> const &tOrO,

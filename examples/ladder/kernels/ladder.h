@@ -1,11 +1,11 @@
-// What every rung stands on: the C entry of its shared object, and the view of one head's tensors.
+// Shared by all rungs: the C entry of a rung's shared object, and the tensors of one head.
 //
 // Rung NN is `template <class Element, int kHeadDim, bool kCausal> struct RungNN` with
 //     kThreads, kMinCtas     launch bounds
 //     kTileM                 query rows of a CTA
 //     SharedStorage          the CTA's dynamic shared memory
 //     ctas(params)           size of the grid
-//     run(params, storage)   what one thread does
+//     run(params, storage)   the code of one thread
 #pragma once
 
 #include <cuda_bf16.h>
@@ -43,7 +43,7 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
-// The tensors of one query head. Rows are `*_stride` elements apart, columns are neighbours.
+// The tensors of one query head. Rows are `*_stride` elements apart, columns are contiguous.
 template <class Element, bool kCausal>
 struct Head {
     Element const *q;  // (seqlen_q, d)
@@ -82,15 +82,15 @@ struct Head {
         return max(0, min(end, seqlen_k));
     }
 
-    // The keys that some row of the tile of `rows` rows from `first_row` on sees.
+    // The end of the keys visible to some row of the tile of `rows` rows from `first_row` on.
     __device__ int tile_key_end(int first_row, int rows) const {
         return key_end(min(first_row + rows, seqlen_q) - 1);
     }
 };
 
-// From rung 2 on a CTA owns a tile of query rows. Neighbouring CTAs own tiles of one head, so that
-// those in flight share its keys and values in the L2 cache. The grid is flat: grid.x alone reaches
-// 2^31 - 1.
+// From rung 2 on a CTA computes a tile of query rows. Consecutive CTAs compute tiles of one head,
+// so that concurrent CTAs share its keys and values in the L2 cache. The grid is one-dimensional,
+// because only grid.x reaches 2^31 - 1.
 struct TileIndex {
     int batch_head;
     int first_row;
@@ -105,7 +105,7 @@ __device__ inline TileIndex this_tile(Flash_fwd_params const &params, int tile_m
     return {int(blockIdx.x) / tiles, int(blockIdx.x) % tiles * tile_m};
 }
 
-// Descriptors that a rung's host side makes for its kernel: its type Maps, if it has one.
+// TMA descriptors that the host makes for a rung's kernel: its type Maps, if it has one.
 struct NoMaps {};
 template <class Rung>
 struct MapsOf {

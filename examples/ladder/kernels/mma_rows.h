@@ -1,9 +1,9 @@
-// What rungs 7 to 10 share: a warp's 16 query rows on mma.sync, m16n8k16.
+// Shared by rungs 7 to 10: a warp's 16 query rows with mma.sync, m16n8k16.
 //
-// PTX says which lane holds what, and that is what makes the difference to WMMA. Lane l holds, of
-// each 16 x 8 accumulator, elements (l / 4, 2 (l % 4)), the next in that row, and the two 8 rows
-// below. So a row lies in four neighbouring lanes, and two accumulators side by side are, rounded,
-// an A operand of the next product: S, P and O never leave registers.
+// Unlike for WMMA, PTX defines which lane holds which element. Lane l holds, of each 16 x 8
+// accumulator, elements (l / 4, 2 (l % 4)), the next in that row, and the two 8 rows below. So a
+// row is in four consecutive lanes. Two adjacent accumulators, rounded, are an A operand of the
+// next product: S, P and O never leave registers.
 #pragma once
 
 #include <ladder_ptx.h>
@@ -27,7 +27,7 @@ __device__ inline float quad_reduce(float x, Op op) {
     return op(x, __shfl_xor_sync(kAllLanes, x, 2));
 }
 
-// Layout says where an element of a shared memory tile lies (tile.h).
+// Layout maps an element of a shared memory tile to its offset (tile.h).
 template <class Element, int kHeadDim, int kKeys, class Layout>
 struct MmaRows {
     static constexpr int kRows = 16;
@@ -74,7 +74,7 @@ struct MmaRows {
         }
     }
 
-    // visible[i]: how many of the block's keys row l / 4 + 8 i sees.
+    // visible[i]: the number of the block's keys visible to row l / 4 + 8 i.
     __device__ void mask(int const (&visible)[2]) {
 #pragma unroll
         for (int j = 0; j < kKeys / 8; ++j) {
@@ -87,8 +87,8 @@ struct MmaRows {
         }
     }
 
-    // Online softmax: scores become probabilities relative to the greatest score so far, O and the
-    // row sums are brought to the same base.
+    // Online softmax: scores become probabilities relative to the running maximum; O and the row
+    // sums are rescaled to it.
     __device__ void softmax(float scale_log2) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -98,8 +98,7 @@ struct MmaRows {
                 new_max = fmaxf(new_max, fmaxf(s[j][2 * i], s[j][2 * i + 1]));
             }
             new_max = quad_reduce(new_max, [](float a, float b) { return fmaxf(a, b); });
-            // While a row has seen no key its maximum is -inf; 0 in its place avoids
-            // (-inf) - (-inf).
+            // A row without keys so far has maximum -inf; 0 instead avoids (-inf) - (-inf).
             float const base = new_max == -INFINITY ? 0.f : new_max * scale_log2;
             float const factor = exp2f(row_max[i] * scale_log2 - base);
             row_max[i] = new_max;
@@ -120,7 +119,7 @@ struct MmaRows {
         }
     }
 
-    // O += P V. V is stored key by key, the B operand wants it transposed: so does ldmatrix.
+    // O += P V. V is stored row by row; ldmatrix transposes it for the B operand.
     __device__ void accumulate(Element const *v) {
 #pragma unroll
         for (int j = 0; j < kKeys / 16; ++j) {
@@ -165,7 +164,7 @@ struct MmaRows {
         }
     }
 
-    // Masks where the block is not seen whole by all of the warp's rows.
+    // Masks the block unless it is wholly visible to all of the warp's rows.
     template <bool kCausal>
     __device__ void mask_block(Head<Element, kCausal> const &head, int first_row, int first_key) {
         if (head.key_end(first_row) < first_key + kKeys) {

@@ -1,11 +1,11 @@
 // Rung 1: FlashAttention-1's loop order (arXiv 2205.14135, algorithm 1), as first written down.
 //
-// One warp per (batch, head). The outer loop holds a block of keys and values in shared memory, the
-// inner loop takes every block of queries past it; thread t owns query row t of the block. What a
-// row has gathered so far lives in global memory and is read and written once for every block of
-// keys: O, normalised, and the log-sum-exp L of the scores seen, from which both of algorithm 1's
+// One warp per (batch, head). The outer loop loads a block of keys and values to shared memory. The
+// inner loop is over all blocks of queries; thread t computes query row t of the block. The running
+// results of a row are in global memory, read and written once for every block of keys: O,
+// normalised, and the log-sum-exp L of the scores so far, from which both of algorithm 1's
 // statistics follow (diag(l) e^m = e^L). Inputs and output are fp32: O in 16 bits would be rounded
-// at each of these visits.
+// in each of these steps.
 #pragma once
 
 #include "ladder.h"
@@ -40,8 +40,8 @@ struct Rung01 {
             head.lse[row] = -INFINITY;
         }
         for (int first_key = 0; first_key < head.seqlen_k; first_key += kKeys) {
-            // Each thread fetches a whole row by itself: neighbours in a warp read addresses that
-            // are a row apart.
+            // Each thread loads a whole row by itself: the loads of a warp are not coalesced, with
+            // the stride of a row.
             int const key = first_key + thread;
             for (int x = 0; x < kHeadDim && key < head.seqlen_k; ++x) {
                 storage.k[thread][x] = head.k[key * head.k_stride + x];
@@ -49,7 +49,7 @@ struct Rung01 {
             }
             __syncthreads();
             for (int row = thread; row < head.seqlen_q; row += kRows) {
-                int const keys = min(head.key_end(row) - first_key, kKeys);  // that the row sees
+                int const keys = min(head.key_end(row) - first_key, kKeys);  // visible to the row
                 if (keys > 0) {
                     visit(head, storage, row, keys, params.scale_softmax);
                 }
@@ -58,7 +58,7 @@ struct Rung01 {
         }
     }
 
-    // Row `row` meets the first `keys` keys of the block in shared memory.
+    // Updates row `row` with the first `keys` keys of the block in shared memory.
     __device__ static void visit(Head<Element, kCausal> const &head, SharedStorage &storage,
                                  int row, int keys, float scale) {
         float *const q = storage.q[threadIdx.x];  // (d)
@@ -80,7 +80,7 @@ struct Rung01 {
             s[j] = expf(s[j] - block_max);
             block_sum += s[j];
         }
-        // log(e^old + e^block), the greater one taken out of the logarithm.
+        // log(e^old + e^block), with the larger exponent factored out.
         float const lse_old = head.lse[row];
         float const lse_block = block_max + logf(block_sum);
         float const lse_max = fmaxf(lse_old, lse_block);

@@ -1,10 +1,10 @@
-// Rung 2: a grid over (row tile, head), and loads in which neighbours read neighbours.
+// Rung 2: a grid over (row tile, head), and coalesced loads.
 //
-// A CTA owns 32 query rows and runs over the keys by itself: row tiles are independent, so the GPU
-// gets seqlen_q / 32 times as many CTAs, O and the statistics never leave the SM, and the division
-// by the row sum happens once. The 256 threads form an 8 x 32 grid: 32 lanes side by side along
-// keys, or along columns where data moves, so that a warp's global loads fall into one line. From
-// here on inputs and output have 16 bits; this rung computes in fp32.
+// A CTA computes 32 query rows and loops over the keys. Row tiles are independent, so the GPU gets
+// seqlen_q / 32 times as many CTAs. O and the statistics never leave the SM, and the division by
+// the row sum happens once. The 256 threads form an 8 x 32 grid: 32 consecutive lanes along the
+// keys, or along the columns in copies, so that a warp's global loads fall into one line. From here
+// on inputs and output have 16 bits; this rung computes in fp32.
 #pragma once
 
 #include "ladder.h"
@@ -19,8 +19,8 @@ struct Rung02 {
     static constexpr int kMinCtas = 1;
     static constexpr int kTileM = kRows;
     static constexpr int kWarps = kThreads / kWarp;
-    // One column more than needed: without it the 32 lanes that read one column of K, each in a row
-    // of its own, would all want the same bank.
+    // Padded by one column: otherwise the 32 lanes that read one column of K, each in another row,
+    // would access the same bank.
     static constexpr int kPitch = kHeadDim + 1;
 
     struct SharedStorage {
@@ -34,7 +34,7 @@ struct Rung02 {
 
     static int64_t ctas(Flash_fwd_params const &params) { return count_tiles(params, kTileM); }
 
-    // (rows, d) from global memory into shared memory; zeros beyond the last row.
+    // Copies (rows, d) from global to shared memory; zeros beyond the last row.
     __device__ static void load(float (*tile)[kPitch], Element const *gmem, int64_t stride,
                                 int rows) {
         for (int i = threadIdx.x; i < kRows * kHeadDim; i += kThreads) {
@@ -107,8 +107,8 @@ struct Rung02 {
         }
     }
 
-    // Turns row `row` of the scores into probabilities relative to the greatest score so far, and
-    // leaves in `factor` what the older ones have to be multiplied with to be so too.
+    // Turns row `row` of the scores into probabilities relative to the running maximum, and writes
+    // the factor that rescales O and the sum to it to `factor`.
     __device__ static void softmax(SharedStorage &storage, int row) {
         float *const s = storage.s[row];  // (kKeys)
         float const old_max = storage.row_max[row];
@@ -116,7 +116,7 @@ struct Rung02 {
         for (int j = 0; j < kKeys; ++j) {
             new_max = fmaxf(new_max, s[j]);
         }
-        // While a row has seen no key its maximum is -inf; 0 in its place avoids (-inf) - (-inf).
+        // A row without keys so far has maximum -inf; 0 instead avoids (-inf) - (-inf).
         float const base = new_max == -INFINITY ? 0.f : new_max;
         float sum = storage.row_sum[row] * expf(old_max - base);
         for (int j = 0; j < kKeys; ++j) {

@@ -1,11 +1,11 @@
 // Rung 3: online softmax in registers.
 //
-// A warp owns 8 query rows, a lane one key of the block: a thread's 8 scores stay in its registers,
-// the maximum is taken by shuffles between the lanes, and so O, with a lane per column, and the
-// statistics are registers too. The trips of S, P and O through shared memory are gone, and with
-// them two of four barriers and the time in which one thread of eight does the softmax. Each value
-// of K or V read from shared memory now serves 8 rows. Exponentials are in base 2, the hardware's
-// own: e^(x scale) = 2^(x scale log2 e).
+// A warp computes 8 query rows, a lane one key of the block: a thread's 8 scores stay in registers,
+// the maximum is taken by shuffles, and O, with a lane per column, and the statistics are in
+// registers, too. S, P and O no longer pass through shared memory, which saves two of four
+// barriers. All threads do the softmax instead of one in eight. Each value of K or V read from
+// shared memory is used for 8 rows. Exponentials are in base 2, as in hardware:
+// e^(x scale) = 2^(x scale log2 e).
 #pragma once
 
 #include "ladder.h"
@@ -31,7 +31,7 @@ struct Rung03 {
 
     static int64_t ctas(Flash_fwd_params const &params) { return count_tiles(params, kTileM); }
 
-    // (kRows, d) from global memory into shared memory; zeros beyond the last row.
+    // Copies (kRows, d) from global to shared memory; zeros beyond the last row.
     template <int kRows, int kTilePitch>
     __device__ static void load(float (&tile)[kRows][kTilePitch], Element const *gmem,
                                 int64_t stride, int rows) {

@@ -3,7 +3,7 @@
 //
 // A CTA is one warp with a tile of 16 rows. S = Q K^T and O += P V are 16 x 16 x 16 WMMAs, each 128
 // FMAs per lane in place of 128 instructions. S, P and O pass through shared memory between them:
-// fragments do not tell which elements they hold.
+// WMMA does not define which elements a fragment holds.
 #pragma once
 
 #include "wmma_rows.h"

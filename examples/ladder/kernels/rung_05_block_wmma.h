@@ -1,9 +1,9 @@
 // Rung 5: four warps share the tiles.
 //
-// A CTA owns 64 rows and 64 keys at a time, so that each K and V it fetches serves four times as
-// many rows. The warps divide a product by columns: each takes 16 keys of S and d / 4 columns of O,
-// and loads a B fragment once for all four 16-row fragments of A. For the softmax they divide the
-// tile by rows, which is why a barrier stands between the phases.
+// A CTA computes 64 rows with 64 keys at a time, so each K and V that it loads is used for four
+// times as many rows. The warps divide a product by columns: each computes 16 keys of S and d / 4
+// columns of O, and loads a B fragment once for all four 16-row fragments of A. For the softmax
+// they divide the tile by rows, so a barrier is needed between the phases.
 #pragma once
 
 #include "wmma_rows.h"

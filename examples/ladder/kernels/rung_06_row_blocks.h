@@ -1,10 +1,10 @@
 // Rung 6: each warp keeps 16 whole rows.
 //
 // The work is divided by rows throughout: a warp computes S, softmax and O of its own 16 rows
-// against all 64 keys. Warps only meet where K and V are exchanged, and O stays in accumulator
-// fragments for the whole loop. The riddle of rescaling a fragment whose elements are unknown has
-// an answer: a fragment loaded from a 16 x 16 matrix whose row i is factor[i] throughout has
-// factor[i] wherever O's fragment has row i.
+// against all 64 keys. Warps synchronise only where K and V are overwritten. O stays in accumulator
+// fragments for the whole loop. To rescale a fragment whose layout is unknown, the factors are
+// loaded as a fragment, too: from a 16 x 16 matrix whose row i holds factor[i] in all columns, so
+// that it has factor[i] wherever O's fragment has row i.
 #pragma once
 
 #include "wmma_rows.h"
@@ -67,7 +67,7 @@ struct Rung06 {
             __syncthreads();
         }
 
-        __syncthreads();  // every warp is done with the bytes that O takes
+        __syncthreads();  // every warp has read the bytes that O overwrites
         for (int x = 0; x < kFragments; ++x) {
             wmma::store_matrix_sync(&storage.o[warp_row][x * kFrag], o[x], kHeadDim,
                                     wmma::mem_row_major);

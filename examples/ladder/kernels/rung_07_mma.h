@@ -1,15 +1,15 @@
 // Rung 7: mma.sync and ldmatrix in place of WMMA.
 //
 // The same tiles and the same division by rows as rung 6, but S, P and O stay in registers from the
-// first key to the last (mma_rows.h says why they can): a strip of 16 x 64 scores no longer makes
-// two trips through shared memory.
+// first key to the last (the reason is in mma_rows.h). A strip of 16 x 64 scores no longer passes
+// through shared memory twice.
 #pragma once
 
 #include "mma_rows.h"
 
 namespace ladder {
 
-// Layout: of Q, K and V in shared memory; rung 8 is this one with another.
+// Layout: of Q, K and V in shared memory; rung 8 is this rung with another layout.
 template <class Element, int kHeadDim, bool kCausal, class Layout = RowMajor>
 struct Rung07 {
     static constexpr int kKeys = 64;

@@ -1,10 +1,10 @@
 // Rung 8: shared memory without bank conflicts.
 //
-// Nothing but the layout changes. A row of 128 elements is 256 bytes, twice all banks, so in rung 7
-// the eight 16-byte rows that ldmatrix reads at a time began in the same four banks: eight trips
-// for one. Exclusive-or of the piece's number with the row's last three bits gives each of eight
-// neighbouring rows banks of its own, without the memory that padding (skew) costs, and writes of
-// whole rows stay as free of conflicts as they were.
+// Only the layout changes. A row of 128 elements is 256 bytes, twice the width of all banks. So in
+// rung 7 the eight 16-byte rows that ldmatrix reads at a time are in the same four banks: eight
+// wavefronts instead of one. The XOR of the piece's index with the row's last three bits puts eight
+// consecutive rows into different banks, without the memory that padding needs. Writes of whole
+// rows still have no conflicts.
 #pragma once
 
 #include "rung_07_mma.h"

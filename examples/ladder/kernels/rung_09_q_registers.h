@@ -1,8 +1,8 @@
 // Rung 9: Q in registers.
 //
-// Since rung 2 a CTA has kept its queries and walked along the keys, FlashAttention-2's order
-// (arXiv 2307.08691): Q never changes. So each warp loads the fragments of its 16 rows once, 32
-// registers at d = 128, instead of once per block of keys, and Q's shared memory becomes K's.
+// Since rung 2 the loop of a CTA is over the keys, FlashAttention-2's order (arXiv 2307.08691), and
+// Q does not change in it. So each warp loads the fragments of its 16 rows once, 32 registers at
+// d = 128, instead of once per block of keys. Q's shared memory is then used for K.
 #pragma once
 
 #include "mma_rows.h"

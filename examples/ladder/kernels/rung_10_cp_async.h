@@ -1,8 +1,8 @@
 // Rung 10: cp.async and two buffers.
 //
-// Until here every block of keys began with a wait of the whole CTA for memory. cp.async writes to
-// shared memory without passing through registers and without stopping the thread: the next block's
-// K and V are under way into a second pair of buffers while this one's are computed with.
+// Up to rung 9 the whole CTA waits for memory at every block of keys. cp.async writes to shared
+// memory without registers and without blocking the thread: the next block's K and V are copied to
+// a second pair of buffers while this block is computed.
 #pragma once
 
 #include "mma_rows.h"
@@ -28,8 +28,8 @@ struct Rung10 {
 
     static int64_t ctas(Flash_fwd_params const &params) { return count_tiles(params, kTileM); }
 
-    // (kKeys, d) from global into shared memory, landing some time before cp_async_wait_all()
-    // returns; zeros at and beyond row `rows`.
+    // Copies (kKeys, d) from global to shared memory; complete when cp_async_wait_all() returns.
+    // Zeros from row `rows` on.
     __device__ static void load_async(Element *smem, Element const *gmem, int64_t stride,
                                       int rows) {
         constexpr int kPieces = kHeadDim / kVec;  // per row
@@ -69,8 +69,8 @@ struct Rung10 {
         int const key_end = head.tile_key_end(tile.first_row, kTileM);
         int stage = 0;
         for (int first_key = 0; first_key < key_end; first_key += kKeys, stage ^= 1) {
-            // This block has landed, and every warp is done with the buffers that the next one
-            // takes.
+            // This block's copies are complete, and every warp has read the buffers that the next
+            // copies overwrite.
             cp_async_wait_all();
             __syncthreads();
             if (first_key + kKeys < key_end) {

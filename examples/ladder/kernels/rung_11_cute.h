@@ -1,10 +1,10 @@
 // Rung 11: the same kernel in CuTe.
 //
-// Rung 10's tiles, buffers and instructions, but no index is computed by hand: layouts say where an
-// element of a tile lies, tiled copies and the tiled MMA say which thread holds which part of it,
-// and partitioning one by the other gives every address. The machine code should be as good as rung
-// 10's; what is won is that a tile, a data type or an instruction is now a type, to be exchanged in
-// one place.
+// Rung 10's tiles, buffers and instructions, but no index is computed by hand. Layouts map elements
+// of a tile to offsets. Tiled copies and the tiled MMA map them to threads. Partitioning the first
+// by the second gives every address. The machine code should be as good as rung 10's. The gain is
+// that a tile, a data type or an instruction is now a C++ type, which can be exchanged in one
+// place.
 #pragma once
 
 #include "cute_types.h"
@@ -84,8 +84,8 @@ struct Rung11 {
         int const key_end = head.tile_key_end(tile.first_row, kTileM);
         int stage = 0;
         for (int first_key = 0; first_key < key_end; first_key += kTileN, stage ^= 1) {
-            // This block has landed, and every warp is done with the buffers that the next one
-            // takes.
+            // This block's copies are complete, and every warp has read the buffers that the next
+            // copies overwrite.
             cp_async_wait<0>();
             __syncthreads();
             if (first_key + kTileN < key_end) {
@@ -109,7 +109,7 @@ struct Rung11 {
         store_tile<Element>(tOrO, tOcO, lse, head, tile.first_row);
     }
 
-    // acc += A B^T; A is in registers, sB (n, k) comes through tCrB, a slice along k at a time.
+    // acc += A B^T; A is in registers, sB (n, k) is loaded to tCrB, one slice along k at a time.
     template <class Mma, class CopyB, class Acc, class FragA, class FragB, class SmemB>
     __device__ static void multiply(Mma const &mma, CopyB const &copy_b, Acc &acc,
                                     FragA const &tCrA, FragB &tCrB, SmemB const &sB) {

@@ -1,15 +1,15 @@
 // Rung 12: the library's sm80 kernel, reduced to its main loop (mainloop_fwd_sm80.h).
 //
-// What tuning changed, each with the reason it pays:
-//   32 rows a warp        a B fragment read from shared memory serves two MMAs, not one: at 16 rows
-//                         the shared memory port is busier than the tensor cores
-//   one buffer each       K is fetched under softmax and P V, V under Q K^T: no second pair, so
-//   that of K and V, 48 keys   two CTAs of 128 rows fit an SM and one's softmax runs under the
-//   other's MMAs right to left         the one or two blocks that need the mask come first and have
-//   a loop of
-//                         their own; all others test nothing
-//   lazy rescaling        O is multiplied only when a maximum grew by more than 2^8
-//   longest tiles first   under a causal mask, so that what runs last is short
+// The changes made by tuning, and why each is faster:
+// - 32 rows a warp: a B fragment read from shared memory is used for two MMAs. With 16 rows the
+//   shared memory port is busier than the tensor cores.
+// - One buffer each for K and V, 48 keys: K is copied during softmax and P V, V during Q K^T. Two
+//   CTAs of 128 rows fit an SM, so the softmax of one overlaps with the MMAs of the other.
+// - Key blocks from right to left: the one or two blocks that need the mask come first, in a
+//   separate loop. The main loop has no mask code.
+// - Lazy rescaling: O is rescaled only when a maximum has grown by more than 2^8.
+// - Longest tiles first under a causal mask.
+//   The last tiles to run are then short.
 #pragma once
 
 #include "cute_types.h"
@@ -80,7 +80,7 @@ struct Rung12 {
             cp_async_fence();
         };
 
-        // Blocks [0, n_unmasked) are seen whole by every row of the tile.
+        // Blocks [0, n_unmasked) are wholly visible to every row of the tile.
         int const n_unmasked = head.key_end(tile.first_row) / kTileN;
         int n = (head.tile_key_end(tile.first_row, kTileM) + kTileN - 1) / kTileN - 1;
         Types::load(head.q + tile.first_row * head.q_stride, head.q_stride, sQ,
@@ -88,7 +88,7 @@ struct Rung12 {
         if (n >= 0) load_k(n);
 
         auto const step = [&](auto masked) {
-            cp_async_wait<0>();  // K, and at first Q, have landed; all warps are done with V
+            cp_async_wait<0>();  // K, and at first Q, are complete; all warps have read V
             __syncthreads();
             load_v(n);
             Tensor tSrS =
@@ -97,7 +97,7 @@ struct Rung12 {
             Tensor tSsQ = copy_q.get_slice(thread).partition_S(sQ);  // (8, 2, d/16)
             Tensor tSsK = copy_k.get_slice(thread).partition_S(sK);  // (8, N/16, d/16)
             flash::gemm_smem(mma, copy_q, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
-            cp_async_wait<0>();  // V has landed; all warps are done with K
+            cp_async_wait<0>();  // V is complete; all warps have read K
             __syncthreads();
             if (n > 0) load_k(n - 1);
             if constexpr (masked) {

@@ -4,18 +4,18 @@
 // WGMMA: four warps multiply 64 rows, and read K and V from shared memory without ldmatrix: twice
 // the rate of mma.sync.
 //
-// TMA: one thread brings a tile with a handful of instructions; addresses, swizzle and the zeros
-// beyond the last row are the hardware's business.
+// TMA: one thread copies a tile with a few instructions. The hardware computes addresses and
+// swizzle, and writes zeros beyond the last row.
 //
-// A warp that only loads runs ahead as far as buffers are free; barriers in shared memory say which
-// are full and which are empty. Its registers go to the warpgroups that compute.
+// The producer loads ahead as far as stages are free. Full and empty mbarriers of each stage
+// synchronise it with the consumer warpgroups, which get its registers.
 //
-// Overlap: Q K^T of a block and P V of the block before are issued together, and the warpgroups
-// take turns, so that one's softmax runs under the other's products. It waits for its own P V: that
-// reads P from the registers that the softmax writes.
+// Overlap: Q K^T of a block and P V of the block before are issued together. With the ping-pong
+// schedule the softmax of one consumer overlaps with the products of another. A softmax waits for
+// its own P V, because it writes P to the registers that P V reads.
 //
-// CTAs that stay, one per SM: while a tile's output is written, the next one's Q, K and V arrive.
-// Under a causal mask tiles differ in length, and each CTA asks for its next one, longest first.
+// Persistent CTAs, one per SM: while a tile's output is written, the next one's Q, K and V arrive.
+// Under a causal mask tiles differ in length, and CTAs use work stealing, longest tiles first.
 #pragma once
 
 #include "tma_types.h"
@@ -81,17 +81,17 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
         }
     }
 
-    // This warp no longer reads the buffer.
+    // This warp's arrival at the empty barrier of a stage.
     CUTE_DEVICE static void release(sm90::Barrier *empty, bool now = true) {
         sm90::barrier_arrive(empty, now && threadIdx.x % 32 == 0);
     }
 
-    // Named barrier 1 + i says that it is warpgroup i's turn to issue products.
+    // Ping-pong: warpgroup i waits at named barrier 1 + i before it issues products.
     CUTE_DEVICE static void pass_turn(int warpgroup) {
         sm90::named_barrier_arrive(1 + (warpgroup + 1) % kWarpgroups, 256);
     }
 
-    // A warpgroup that computes, on 64 rows of each tile.
+    // A consumer warpgroup, which computes 64 rows of each tile.
     CUTE_DEVICE static void consume(Flash_fwd_params const &params, SharedStorage &storage,
                                     int warpgroup, int thread) {
         typename Traits::TiledMmaQK mma_qk;
@@ -113,7 +113,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
         Use k, t;
         uint32_t q_phase = 0;
 
-        // P V of a block follows the next block's Q K^T: V's use is one behind.
+        // P V of a block follows the next block's Q K^T, so V's stage index is one behind K's.
         auto const v = [&] { return Use{k.i - 1}; };
         auto const issue_qk = [&] {
             Tensor sK = make_tensor(make_smem_ptr(storage.k[k.stage()].data()),

@@ -1,4 +1,4 @@
-// Moving tiles of 16-bit elements in pieces of 16 bytes, for rungs 4 to 10.
+// Copies of tiles of 16-bit elements in pieces of 16 bytes, for rungs 4 to 10.
 #pragma once
 
 #include "ladder.h"
@@ -7,7 +7,7 @@ namespace ladder {
 
 inline constexpr int kVec = 8;  // elements in 16 bytes
 
-// Where element (row, col) of a tile with kCols columns lies: row by row, nothing between.
+// The offset of element (row, col) of a tile with kCols columns: row-major, without padding.
 struct RowMajor {
     template <int kCols>
     __device__ static constexpr int offset(int row, int col) {
@@ -15,9 +15,9 @@ struct RowMajor {
     }
 };
 
-// (kRows, kCols) from global memory through registers into shared memory; zeros at and beyond row
-// `rows`, which is never read. All kThreads threads of the CTA take part; consecutive threads
-// move consecutive pieces.
+// Copies (kRows, kCols) from global memory through registers into shared memory. Rows from `rows`
+// on are not read and become zeros. All kThreads threads of the CTA take part; consecutive threads
+// copy consecutive pieces.
 template <int kRows, int kCols, int kThreads, class Layout = RowMajor, class Element>
 __device__ inline void load_tile(Element *smem, Element const *gmem, int64_t stride, int rows) {
     constexpr int kPieces = kCols / kVec;  // per row

@@ -1,4 +1,4 @@
-// What rung 13 stands on: the library's types for Hopper, barriers of shared memory, TMA, the order
+// Types of rung 13: the library's types for Hopper, mbarriers of the K and V stages, TMA, the order
 // of tiles.
 #pragma once
 

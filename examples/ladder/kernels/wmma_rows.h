@@ -1,7 +1,7 @@
-// What rungs 4 to 6 share: the softmax of 16 rows of scores that WMMA left in shared memory.
+// Shared by rungs 4 to 6: the softmax of 16 rows of scores in shared memory.
 //
-// Which element of a matrix a thread's fragment holds is WMMA's secret, so scores go through shared
-// memory to be reduced row by row, and probabilities go back there to become an operand.
+// WMMA does not define which elements a thread's fragment holds. So scores go through shared memory
+// to be reduced row by row, and probabilities are written back there to be loaded as an operand.
 #pragma once
 
 #include <mma.h>
@@ -16,7 +16,7 @@ inline constexpr int kFrag = 16;  // fragments are 16 x 16, 16 deep
 
 template <class Element>
 using FragmentA = wmma::fragment<wmma::matrix_a, kFrag, kFrag, kFrag, Element, wmma::row_major>;
-// K and V are stored row by row: as B operand V is what it is, K is its transpose.
+// K and V are row-major: as B operand V is used as stored, K transposed.
 template <class Element>
 using FragmentK = wmma::fragment<wmma::matrix_b, kFrag, kFrag, kFrag, Element, wmma::col_major>;
 template <class Element>
@@ -31,7 +31,7 @@ __device__ inline float warp_reduce(float x, Op op) {
     return x;
 }
 
-// Online softmax of a warp's 16 rows, lanes side by side along kKeys keys.
+// Online softmax of a warp's 16 rows; the lanes divide the kKeys keys of a row.
 template <int kKeys>
 struct StripSoftmax {
     static constexpr int kPerLane = kKeys / kWarp;
@@ -40,7 +40,7 @@ struct StripSoftmax {
     float row_sum = 0.f;
 
     // One row: its scores s (kPerLane), of keys lane + 32 c, become probabilities relative to the
-    // greatest score so far. Returns what everything summed up before has to be multiplied with.
+    // running maximum. Returns the factor that rescales O and the sum.
     __device__ float step(int i, float (&s)[kPerLane], float scale_log2) {
         float block_max = s[0];
         for (int c = 1; c < kPerLane; ++c) {
@@ -49,7 +49,7 @@ struct StripSoftmax {
         block_max = warp_reduce(block_max, [](float a, float b) { return fmaxf(a, b); });
         float const old_max = __shfl_sync(kAllLanes, row_max, i);
         float const new_max = fmaxf(old_max, block_max);
-        // While a row has seen no key its maximum is -inf; 0 in its place avoids (-inf) - (-inf).
+        // A row without keys so far has maximum -inf; 0 instead avoids (-inf) - (-inf).
         float const base = new_max == -INFINITY ? 0.f : new_max * scale_log2;
         float const factor = exp2f(old_max * scale_log2 - base);
         float block_sum = 0.f;

@@ -1,6 +1,5 @@
-// Stands before CUTLASS's <cute/config.hpp>: what CuTe calls an invalid control path, an
-// instruction that has no host implementation, becomes the verdict "not covered" instead of an
-// ignored assert.
+// Wraps CUTLASS's <cute/config.hpp>. CUTE_INVALID_CONTROL_PATH, which is reached by an instruction
+// without a host implementation, gives the verdict "not covered" instead of an ignored assert.
 #pragma once
 
 #include <cuda_runtime.h>

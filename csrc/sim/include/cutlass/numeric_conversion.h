@@ -1,7 +1,6 @@
-// Stands before CUTLASS's <cutlass/numeric_conversion.h>: arrays of fp32 rounded to fp16 or bf16,
-// which the GPU does two at a time with one instruction. CUTLASS's host path stores each half
-// through a 32-bit reference and so reads two bytes past it, which AddressSanitizer rightly
-// reports.
+// Wraps CUTLASS's <cutlass/numeric_conversion.h>: arrays of fp32 rounded to fp16 or bf16, for which
+// the GPU has an instruction on pairs. CUTLASS's host path stores each half through a 32-bit
+// reference and so reads two bytes past it, an error for AddressSanitizer.
 #pragma once
 
 #define NumericArrayConverter CutlassNumericArrayConverter
@@ -31,7 +30,7 @@ struct SimArrayConverter {
     result_type operator()(source_type const &source) const { return convert(source); }
 };
 
-// CUTLASS's own but for those two.
+// CUTLASS's own, except for the two specialisations below.
 template <class To, class From, int N, FloatRoundStyle Round = FloatRoundStyle::round_to_nearest,
           class Transform = transform::thread::UnaryTransform::Identity>
 struct NumericArrayConverter : CutlassNumericArrayConverter<To, From, N, Round, Transform> {};

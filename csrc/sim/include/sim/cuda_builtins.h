@@ -26,7 +26,8 @@ extern constinit thread_local sim::Dim3 gridDim;
 
 inline constexpr int warpSize = 32;
 
-// All CUDA threads of a block are fibres of one OS thread, so what they share is what it owns.
+// All CUDA threads of a block are fibres of one OS thread, so its thread-local variables are shared
+// by the block.
 #undef __shared__
 #define __shared__ thread_local
 
@@ -100,7 +101,7 @@ inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.f / x; }
-// Rounded here: through memory, so that the compiler cannot fuse it with a later addition.
+// The value goes through memory, so that the compiler cannot fuse it with a later addition.
 inline float __fmul_rn(float x, float y) {
     float product = x * y;
     asm("" : "+m"(product));

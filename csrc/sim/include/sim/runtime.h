@@ -1,5 +1,5 @@
-// What a kernel's code calls when it is compiled for the simulator: one function per instruction
-// that CuTe's arch layer or a CUDA built-in would issue. Implemented in csrc/sim/src.
+// The functions that a kernel compiled for the simulator calls: one per instruction that CuTe's
+// arch layer or a CUDA built-in would issue. Implemented in csrc/sim/src.
 #pragma once
 
 #include <cstddef>
@@ -11,17 +11,17 @@
 
 namespace sim {
 
-// The largest dynamic shared memory any modelled part grants a CTA (compute capability 9.0).
+// The largest dynamic shared memory of a CTA on any modelled GPU (compute capability 9.0).
 inline constexpr size_t kMaxSmemBytes = 227 * 1024;
 
 enum class MmaInput { fp16, bf16 };
 enum class Shuffle { index, up, down, exclusive_or };
 
-// Warp-wide: every lane of the warp must arrive. `row` is this lane's 16-byte row address (used
-// from lanes 0 to 8 * matrices - 1), `dst` receives one 32-bit register per 8x8 matrix.
+// Warp-wide: every lane of the warp must execute it. `row` is this lane's 16-byte row address (used
+// of lanes 0 to 8 * matrices - 1). `dst` receives one 32-bit register per 8x8 matrix.
 void ldmatrix(void const *row, uint32_t *dst, int matrices, bool transposed);
 
-// Warp-wide: likewise from registers to rows; lanes 0 to 8 * matrices - 1 say where.
+// Warp-wide: the same from registers to rows; lanes 0 to 8 * matrices - 1 give the row addresses.
 void stmatrix(void *row, uint32_t const *src, int matrices, bool transposed);
 
 // Warp-wide m16n8k(8 * b_registers) MMA: acc (4 registers) += A (2 * b_registers) B (b_registers).
@@ -42,13 +42,13 @@ uint32_t shuffle(Shuffle kind, uint32_t mask, uint32_t value, uint32_t argument,
 // Returns the ballot of `predicate` over the lanes of `mask`.
 uint32_t ballot(uint32_t mask, bool predicate);
 
-// Ends the launch with cudaErrorNotSupported: the verdict is "not covered", never a wrong number.
+// Ends the launch with cudaErrorNotSupported: the verdict is "not covered".
 [[noreturn]] void not_covered(char const *what);
 // Ends the launch as a device-side trap would.
 [[noreturn]] void trap(char const *what);
 
-// Counts and checks one ordinary access of `bytes` bytes that a CuTe copy makes, wherever it
-// points; register fragments (fibre stacks) are recognised and ignored.
+// Counts and checks one ordinary access of `bytes` bytes by a CuTe copy, to shared or global
+// memory. Accesses to register fragments (fibre stacks) are recognised and ignored.
 void note_access(void const *address, int bytes, bool write);
 
 struct Dim3 {
@@ -58,16 +58,16 @@ struct Dim3 {
 struct Launch {
     Dim3 grid, block;
     size_t smem_bytes;
-    void const *kernel;       // identity, for the function attributes
+    void const *kernel;       // identifies the kernel whose function attributes apply
     void *(*dynamic_smem)();  // this OS thread's array behind `extern __shared__`
-    Dim3 cluster{1, 1, 1};    // blocks of one
-    bool dependent = false;   // starts before the kernel in front of it has ended
+    Dim3 cluster{1, 1, 1};    // in blocks
+    bool dependent = false;   // programmatic dependent launch: may overlap the previous kernel
 };
 
 // Runs every block of the grid to completion; returns a cudaError_t.
 int launch(Launch const &launch, std::function<void()> const &body);
 int set_max_dynamic_smem(void const *kernel, int bytes);
-// Of more than 8 blocks, up to 16.
+// Clusters of more than 8 blocks, up to 16.
 void allow_large_clusters(void const *kernel, bool allowed);
 // The error of the last failed launch, cleared if `clear`.
 int last_error(bool clear);

@@ -1,4 +1,4 @@
-// The part of runtime.h that only Hopper's instructions call, and the host's making of descriptors.
+// The part of runtime.h for Hopper's instructions, and the encoding of tensor maps on the host.
 #pragma once
 
 #include "runtime.h"
@@ -7,22 +7,23 @@
 
 namespace sim {
 
-// What a 32-bit shared memory address would be: the offset in the block's dynamic shared memory,
-// behind the 1 KiB that the system keeps to itself.
+// The 32-bit shared memory address: the offset in the block's dynamic shared memory, plus the 1 KiB
+// that the system reserves.
 uint32_t smem_address(void const *ptr);
 
-// Warp-wide; true in one lane, the same one each time.
+// Warp-wide; true in one lane, which is fixed for a warp.
 bool elect_one();
 
 void mbarrier_init(void *barrier, uint32_t arrivals);
 void mbarrier_fence_init();
 void mbarrier_arrive(void *barrier, uint32_t expected_bytes);
 void mbarrier_wait(void *barrier, uint32_t parity);
-// Returns whether the phase has ended; may be false although it has.
+// Returns whether the phase is complete; may return false although it is, as try_wait may.
 bool mbarrier_test(void *barrier, uint32_t parity);
-// Promises (> 0) or pays (< 0) bytes without arriving, at the mbarrier of block `rank`.
+// expect_tx (bytes > 0) or complete_tx (bytes < 0) at the mbarrier of block `rank`, without an
+// arrival.
 void mbarrier_transaction(void *barrier, int64_t bytes, uint32_t rank);
-// Likewise arrives at the mbarrier that the block of another rank has at this address.
+// Arrives at the mbarrier that block `rank` has at this address.
 void mbarrier_arrive_remote(void *barrier, uint32_t expected_bytes, uint32_t rank);
 
 // ---- clusters
@@ -32,7 +33,7 @@ void cluster_wait();
 // mapa: of generic addresses, and of 32-bit ones.
 void *map_shared_rank(void const *address, uint32_t rank);
 uint32_t map_smem_address(uint32_t address, uint32_t rank);
-// st.async of 32 bits, to addresses of the block of that rank.
+// st.async of 32 bits to addresses of block `rank`.
 void store_async(uint32_t value, uint32_t address, uint32_t barrier, uint32_t rank);
 
 // setmaxnreg, by all 128 threads of a warpgroup.
@@ -41,12 +42,12 @@ void registers_change(int registers, bool raise);
 // One box of the tensor that a descriptor of encode_tensor_map() describes, `coordinates` innermost
 // first.
 void tma_load(void const *descriptor, void *barrier, void *smem, int const *coordinates, int rank);
-// To the blocks of `mask`, each of whose own mbarriers is paid.
+// To the blocks of `mask`; completes transaction bytes at each block's own mbarrier.
 void tma_load_multicast(void const *descriptor, void *barrier, void *smem, int const *coordinates,
                         int rank, uint16_t mask);
-// A box of shared memory to the tensor; asynchronous, in groups of the issuing thread. The wait
-// returns once all but the newest `pending_groups` have read their boxes and, unless `read_only`,
-// written them.
+// A box of shared memory to the tensor; asynchronous, in bulk groups of the issuing thread. The
+// wait returns once all but the newest `pending_groups` have read shared memory and, unless
+// `read_only`, written the tensor.
 void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank);
 void tma_store_commit();
 void tma_store_wait(int pending_groups, bool read_only);
@@ -76,20 +77,20 @@ struct TensorMapArguments {
     uint32_t const *box, *element_strides;
     int swizzle_span;  // 0 where rows are not swizzled
 };
-// Returns a CUresult; of what is refused, error_text() says why.
+// Returns a CUresult; after a failure error_text() gives the reason.
 int encode_tensor_map(void *map, TensorMapArguments const &arguments);
 int refuse_tensor_map(int result, char const *why);
 
-// griddepcontrol. Until the wait, global memory belongs to the kernel before if the launch says so.
+// griddepcontrol.wait. In a dependent launch no access to global memory is allowed before it.
 void grid_dependency_wait();
-// A hint when to start the next kernel, whose own wait is what orders it.
+// griddepcontrol.launch_dependents. A no-op: only the next kernel's own wait orders memory
+// accesses.
 inline void grid_dependency_launch() {}
 
-// Atomics of blocks that run at the same time take turns, in an order drawn from the seed.
+// Concurrent blocks execute their atomics in an order drawn from the seed.
 uint32_t atomic_add(uint32_t *address, uint32_t value);
 uint32_t atomic_exchange(uint32_t *address, uint32_t value);
 
-// Of the simulated device.
 int sm_count();
 
 }  // namespace sim

@@ -1,5 +1,5 @@
-// cuTensorMapEncodeTiled, which a launch finds through the CUDA runtime: the driver's checks
-// (documented in cuda.h) and a descriptor that only the simulator reads.
+// cuTensorMapEncodeTiled, which launch code looks up through the CUDA runtime: the driver's checks
+// (documented in cuda.h) and a tensor map in the simulator's own format.
 #pragma once
 
 #include <cuda.h>

@@ -51,8 +51,8 @@ __device__ inline void mma_m16n8k16<__nv_bfloat16>(float (&c)[4], uint32_t const
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 16 bytes from global to shared memory, past registers and L1; zeros, and nothing is read, where
-// !valid.
+// Copies 16 bytes from global to shared memory, without registers and L1. If !valid, writes zeros
+// and reads nothing.
 __device__ inline void cp_async(void *smem, void const *gmem, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :
@@ -60,7 +60,7 @@ __device__ inline void cp_async(void *smem, void const *gmem, bool valid) {
                  : "memory");
 }
 
-// Waits until all copies that this thread issued have landed.
+// Waits for the completion of all copies that this thread has issued.
 __device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;" : : : "memory"); }
 
 }  // namespace ladder

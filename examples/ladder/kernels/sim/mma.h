@@ -1,6 +1,6 @@
-// nvcuda::wmma for the simulator: what rungs 4 to 6 use of it, on two m16n8k16 MMAs for each
-// 16 x 16 x 16 one. The programming guide leaves open which elements a lane holds; here it is what
-// those MMAs want, and no rung may depend on that.
+// nvcuda::wmma for the simulator: the part that rungs 4 to 6 use, as two m16n8k16 MMAs for each
+// 16 x 16 x 16 one. The programming guide does not define which elements a lane holds. Here it is
+// the layout of those MMAs, and no rung may depend on it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,8 +28,7 @@ struct fragment {
 };
 
 // Row and column of a lane's element i of an A operand or accumulator: 8 x 8 blocks from top to
-// bottom, then from left to right. Of a B operand, seen as columns of K, the same with rows and
-// columns exchanged.
+// bottom, then from left to right. For a B operand, rows and columns are exchanged.
 inline void sim_place(int i, int &row, int &col) {
     int const lane = threadIdx.x % 32;
     row = lane / 4 + 8 * (i / 2 % 2);

@@ -1,12 +1,13 @@
-// Stands before CUTLASS's <cute/algorithm/copy.hpp>: vectorised copies that CuTe writes as plain
-// assignments, without going through UniversalCopy, report their accesses too.
+// Wraps CUTLASS's <cute/algorithm/copy.hpp>: vectorised copies that CuTe writes as plain
+// assignments, without UniversalCopy, report their accesses too.
 #pragma once
 
 #include_next <cute/algorithm/copy.hpp>
 
 namespace cute {
 
-// More specialised than CUTLASS's copy_if, so chosen wherever the predicate is constantly true.
+// More specialised than CUTLASS's copy_if, so overload resolution chooses it wherever the predicate
+// is constantly true.
 template <class SrcEngine, class SrcLayout, class DstEngine, class DstLayout>
 void copy_if(constant_fn<true_type> const &, Tensor<SrcEngine, SrcLayout> const &src,
              Tensor<DstEngine, DstLayout> &dst) {

@@ -1,5 +1,5 @@
-// Stands in for CUTLASS's <cute/arch/cluster_sm90.hpp>: where a block is in its cluster, the
-// cluster's barrier, and addresses in the other blocks.
+// Replaces CUTLASS's <cute/arch/cluster_sm90.hpp>: a block's place in its cluster, barrier.cluster,
+// and addresses in the shared memory of the other blocks.
 #pragma once
 
 #include <cute/config.hpp>

@@ -1,5 +1,5 @@
-// Stands in for CUTLASS's <cute/arch/copy.hpp>: the same names, with UniversalCopy, through which
-// CuTe's vectorised copies go, reporting its accesses to the checks and counters.
+// Replaces CUTLASS's <cute/arch/copy.hpp>: the same names. UniversalCopy, which CuTe's vectorised
+// copies use, reports its accesses to the checks and counters.
 #pragma once
 
 #include <cute/arch/util.hpp>
@@ -33,7 +33,7 @@ using DefaultCopy = AutoVectorizingCopyWithAssumedAlignment<8>;
 
 struct AutoCopyAsync {};
 
-// A hint to the cache, which has no effect on results.
+// A cache hint: no effect on results.
 inline void prefetch(void const *) {}
 
 }  // namespace cute

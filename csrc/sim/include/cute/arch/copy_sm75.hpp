@@ -1,4 +1,4 @@
-// Stands in for CUTLASS's <cute/arch/copy_sm75.hpp>: ldmatrix, with and without transposition.
+// Replaces CUTLASS's <cute/arch/copy_sm75.hpp>: ldmatrix, with and without transposition.
 #pragma once
 
 #include <cute/arch/copy.hpp>

@@ -1,4 +1,4 @@
-// Stands in for CUTLASS's <cute/arch/copy_sm80.hpp>: cp.async with its groups.
+// Replaces CUTLASS's <cute/arch/copy_sm80.hpp>: cp.async with its groups.
 #pragma once
 
 #include <cute/arch/copy.hpp>

@@ -1,4 +1,4 @@
-// Stands before CUTLASS's <cute/arch/copy_sm90.hpp>: stmatrix, with and without transposition.
+// Wraps CUTLASS's <cute/arch/copy_sm90.hpp>: stmatrix, with and without transposition.
 #pragma once
 
 #define SM90_U32x1_STSM_N Cutlass_SM90_U32x1_STSM_N

@@ -1,6 +1,6 @@
-// Stands before CUTLASS's <cute/arch/copy_sm90_tma.hpp>: the boxes that TMA loads and stores get
-// host bodies; im2col, reductions and bulk copies without a tensor keep CUTLASS's, which end in
-// "not covered".
+// Wraps CUTLASS's <cute/arch/copy_sm90_tma.hpp>: TMA loads and stores of boxes get host bodies.
+// im2col, reductions and bulk copies without a tensor map keep CUTLASS's, which end in "not
+// covered".
 #pragma once
 
 #define SM90_TMA_LOAD_1D Cutlass_SM90_TMA_LOAD_1D
@@ -51,7 +51,7 @@
 
 namespace cute {
 
-// kRank 0: as many coordinates as there are arguments. A prefetch has no effect on results.
+// kRank 0: the number of arguments gives the rank. A prefetch has no effect on results.
 template <int kRank>
 struct SimTmaLoad {
     template <class... Coordinates>

@@ -1,5 +1,5 @@
-// Stands before CUTLASS's <cute/arch/mma_sm80.hpp>: the MMAs with fp32 accumulators get host
-// bodies; the others keep CUTLASS's, which end in "not covered".
+// Wraps CUTLASS's <cute/arch/mma_sm80.hpp>: the MMAs with fp32 accumulators get host bodies. The
+// others keep CUTLASS's, which end in "not covered".
 #pragma once
 
 #define SM80_16x8x8_F32F16F16F32_TN Cutlass_16x8x8_F32F16F16F32_TN

@@ -1,5 +1,4 @@
-// Stands before CUTLASS's <cute/arch/util.hpp>: shared memory has 32-bit addresses here too, which
-// matrix descriptors hold.
+// Wraps CUTLASS's <cute/arch/util.hpp>: 32-bit shared memory addresses, as matrix descriptors hold.
 #pragma once
 
 #define cast_smem_ptr_to_uint cutlass_cast_smem_ptr_to_uint

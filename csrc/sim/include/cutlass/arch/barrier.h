@@ -1,4 +1,4 @@
-// Stands before CUTLASS's <cutlass/arch/barrier.h>: named barriers and mbarriers reach the
+// Wraps CUTLASS's <cutlass/arch/barrier.h>: named barriers and mbarriers, implemented by the
 // simulator.
 #pragma once
 
@@ -98,7 +98,7 @@ struct ClusterBarrier {
     ValueType barrier_;
 };
 
-// Likewise, with bytes that copies pay.
+// An mbarrier that also counts transaction bytes.
 struct ClusterTransactionBarrier : ClusterBarrier {
     ClusterTransactionBarrier() = delete;
 

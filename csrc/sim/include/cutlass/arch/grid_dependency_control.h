@@ -1,4 +1,4 @@
-// Stands in for CUTLASS's <cutlass/arch/grid_dependency_control.h>: griddepcontrol.
+// Replaces CUTLASS's <cutlass/arch/grid_dependency_control.h>: griddepcontrol.
 #pragma once
 
 #include <sim/runtime_sm90.h>
