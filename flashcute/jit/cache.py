@@ -108,7 +108,9 @@ def check_private(folder: Path) -> None:
         way_out = "set FLASHCUTE_CACHE_DIR to a folder of your own"
     elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         kind = f"writable by others (mode {stat.S_IMODE(status.st_mode):04o})"
-        way_out = f"check who wrote to it, then run `chmod 700 {folder}`, or remove it"
+        way_out = "set FLASHCUTE_CACHE_DIR to a folder of your own"
+        if not status.st_mode & stat.S_ISVTX:  # nobody should close /tmp
+            way_out = f"check who wrote to it, then run `chmod 700 {folder}`, or {way_out}"
     else:
         return
     raise BuildError(
