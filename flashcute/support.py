@@ -101,7 +101,7 @@ def supports(
     if capability is not None:
         passes(checks.check_capability, capability, CAPABILITIES)
     if alibi_slopes is not None and alibi_slopes is not True:
-        passes(checks.check_kind, "alibi_slopes", alibi_slopes)
+        passes(checks.check_slopes, alibi_slopes)
     if place is None or place.type == "cpu":
         return Support(not reasons, tuple(reasons))
 
