@@ -128,7 +128,7 @@ def support_matrix() -> str:
 
     major, minor = CAPABILITIES[0]
     rows = [
-        ("", "CUDA", "CPU (reference)"),
+        ("", "CUDA", "CPU"),
         ("---", "---", "---"),
         ("dtypes", names(CUDA_DTYPES), names(CPU_DTYPES)),
         ("head dimension", f"up to {MAX_HEAD_DIM} (padded to a multiple of {VECTOR})", "any"),
