@@ -29,10 +29,9 @@ logger = logging.getLogger("flashcute")
 
 # Of disk, for the intermediate files of one compiler; nvcc took 70 MB at d = 256.
 BYTES_PER_BUILD = 100 << 20
-# Stems end in half of a key; mkdtemp adds eight letters.
-_OURS = re.compile(
-    r"(?P<entry>.+-[0-9a-f]{32})\.(?:json|so)|tmp-(?P<unfinished>.+-[0-9a-f]{32})-\w{8}"
-)
+# A unit's name and target, then half of its key; mkdtemp adds eight letters.
+_STEM = r"\w+-(?:host|sm_\w+|sim-\w+)-[0-9a-f]{32}"
+_OURS = re.compile(rf"(?P<entry>{_STEM})\.(?:json|so)|tmp-(?P<unfinished>{_STEM})-\w{{8}}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
