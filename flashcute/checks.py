@@ -241,16 +241,22 @@ def check_flag(fn: str, name: str, value) -> bool:
     return bool(value)
 
 
-def check_alibi(fn: str, alibi_slopes, q: torch.Tensor) -> None:
-    """One float32 slope for each query head, or for each of a batch entry."""
+def check_slopes(fn: str, alibi_slopes) -> None:
+    """A dense tensor of float32."""
     name = "alibi_slopes"
     check_kind(fn, name, alibi_slopes)
-    b, _, h, _ = q.shape
     if alibi_slopes.dtype != torch.float32:
         raise TypeError(
             f"{fn}: expected {name} of dtype torch.float32, "
             f"got {name}.dtype={alibi_slopes.dtype}; cast it with .float()"
         )
+
+
+def check_alibi(fn: str, alibi_slopes, q: torch.Tensor) -> None:
+    """One float32 slope for each query head, or for each of a batch entry."""
+    name = "alibi_slopes"
+    check_slopes(fn, alibi_slopes)
+    b, _, h, _ = q.shape
     # Not "in", which torch.compile misreads where sizes are symbolic.
     if (h,) != alibi_slopes.shape != (b, h):
         raise ValueError(

@@ -22,6 +22,7 @@ _ROWS_PER_MASK = 512
 
 _NO_WINDOW = (-1, -1)
 _CAUSAL = (-1, 0)
+_MIN_CAUSAL_SCALE = torch.finfo(torch.float32).tiny
 
 _forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -205,9 +206,13 @@ class _Piece(NamedTuple):
     mask: Tensor  # (rows, keys), 0 where seen, else -inf
 
 
-def _is_one_call(q: Tensor, k: Tensor, window: tuple[int, int]) -> bool:
-    """Whether the kernel needs no mask; its own causal one is aligned to the top-left corner."""
-    return window == _NO_WINDOW or (window == _CAUSAL and q.shape[2] == k.shape[2])
+def _is_one_call(q: Tensor, k: Tensor, scale: float, window: tuple[int, int]) -> bool:
+    """Whether the kernel needs no mask. Its own causal one is aligned to the top-left corner, and
+    multiplied by the scale as a float32: -inf turns into +inf or NaN where that is not positive.
+    """
+    if window == _CAUSAL and q.shape[2] == k.shape[2]:
+        return scale >= _MIN_CAUSAL_SCALE
+    return window == _NO_WINDOW
 
 
 def _pieces(q: Tensor, k: Tensor, window: tuple[int, int]) -> Iterator[_Piece]:
@@ -227,7 +232,7 @@ def _pieces(q: Tensor, k: Tensor, window: tuple[int, int]) -> Iterator[_Piece]:
 
 def _flash_forward(q, k, v, scale: float, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """q (b, h, seqlen_q, d), k and v (b, h_k, seqlen_k, d) -> out like q, lse (b, h, seqlen_q)."""
-    if _is_one_call(q, k, window):
+    if _is_one_call(q, k, scale, window):
         out, lse = _forward_op(q, k, v, 0.0, window == _CAUSAL, scale=scale)
         return out, lse.contiguous()
     outs, lses = [], []
@@ -242,7 +247,7 @@ def _flash_forward(q, k, v, scale: float, window: tuple[int, int]) -> tuple[Tens
 
 def _flash_backward(grad, q, k, v, out, lse, scale: float, window: tuple[int, int]):
     """The gradients of q, k and v, (b, heads, seqlen, d), given that of out."""
-    if _is_one_call(q, k, window):
+    if _is_one_call(q, k, scale, window):
         return _backward_op(grad, q, k, v, out, lse, 0.0, window == _CAUSAL, scale=scale)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys, mask in _pieces(q, k, window):

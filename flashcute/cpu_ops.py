@@ -58,7 +58,7 @@ def attend(
     The arguments are those of :func:`flashcute.reference.attention_ref`, and checked by the caller,
     but for dropout: the mask is drawn here, from torch's default generator.
     """
-    seed = cpu.draw_seed() if dropout_p > 0.0 else None
+    seed = _draw_seed(q) if dropout_p > 0.0 else None
     tensors = cpu.Tensors(q, k, v, alibi_slopes, sinks, attn_bias, seed)
     left, right = (min(int(side), _MAX_WINDOW) for side in window_size)
     options = cpu.Options(
@@ -69,6 +69,14 @@ def attend(
     if torch._C._are_functorch_transforms_active() and not cpu.has_tangent(q, k, v):
         return _Attend.apply(*tensors, *options)
     return cpu.attend(tensors, options)
+
+
+def _draw_seed(q: Tensor) -> Tensor:
+    """A seed of q's kind: fake tensors can also be used outside the mode that made them."""
+    if not torch.compiler.is_compiling() and isinstance(q, FakeTensor):
+        with q.fake_mode:
+            return cpu.draw_seed()
+    return cpu.draw_seed()
 
 
 def _is_traced(q: Tensor) -> bool:

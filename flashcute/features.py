@@ -38,7 +38,7 @@ class Feature:
 
 _CPU_ONLY = "CPU tensors support it"
 
-# CPU tensors, computed by the reference, support every row.
+# CPU tensors support every row.
 FEATURES = (
     Feature("causal", "causal mask (bottom-right)", True),
     Feature("num_heads_k", "grouped and multi-query attention", True),

@@ -101,7 +101,7 @@ def supports(
     if capability is not None:
         passes(checks.check_capability, capability, CAPABILITIES)
     if alibi_slopes is not None and alibi_slopes is not True:
-        passes(checks.check_kind, "alibi_slopes", alibi_slopes)
+        passes(checks.check_slopes, alibi_slopes)
     if place is None or place.type == "cpu":
         return Support(not reasons, tuple(reasons))
 
@@ -128,7 +128,7 @@ def support_matrix() -> str:
 
     major, minor = CAPABILITIES[0]
     rows = [
-        ("", "CUDA", "CPU (reference)"),
+        ("", "CUDA", "CPU"),
         ("---", "---", "---"),
         ("dtypes", names(CUDA_DTYPES), names(CPU_DTYPES)),
         ("head dimension", f"up to {MAX_HEAD_DIM} (padded to a multiple of {VECTOR})", "any"),

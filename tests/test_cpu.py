@@ -77,6 +77,15 @@ def test_flash_is_the_reference(window, dtype, lengths):
 
 
 @pytest.mark.usefixtures("flash_only")
+@pytest.mark.parametrize("lengths", [(9, 9), (14, 9)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [-0.7, -0.0, 0.0, 1e-50, 1e-40])
+def test_causal_with_a_scale_that_is_not_positive(scale, dtype, lengths):
+    # PyTorch's kernel multiplies its causal mask, -inf, by the scale as a float32.
+    check_against_reference(*make_qkv(*lengths, dtype=dtype), causal=True, softmax_scale=scale)
+
+
+@pytest.mark.usefixtures("flash_only")
 @pytest.mark.parametrize("lengths", [(700, 1300), (1300, 700), (1100, 1100)], ids=str)
 @pytest.mark.parametrize(
     "options",

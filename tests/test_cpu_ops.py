@@ -243,6 +243,17 @@ def test_fake_tensors(name: str) -> None:
 
 
 @each_option
+def test_fake_tensors_outside_their_mode(name: str) -> None:
+    mode = FakeTensorMode()
+    with mode:
+        module = Attention(name)
+        tensors = inputs()
+    out = module(*tensors)
+    grads = torch.autograd.grad(out.square().sum(), tensors)
+    assert [x.shape for x in (out, *grads)] == [x.shape for x in (tensors[0], *tensors)]
+
+
+@each_option
 def test_opcheck(name: str) -> None:
     options = dict(OPTIONS[name])
     shape = options.get("alibi_slopes")

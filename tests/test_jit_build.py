@@ -232,6 +232,14 @@ def test_folder_writable_by_others_is_refused(tmp, mode):
             use(tmp)
 
 
+def test_nobody_is_advised_to_close_a_folder_for_all(tmp):
+    make(tmp)
+    (tmp / "cache").chmod(0o1777)  # as /tmp
+    with pytest.raises(BuildError, match=r"mode 1777.*FLASHCUTE_CACHE_DIR") as raised:
+        make(tmp)
+    assert "chmod" not in str(raised.value) and "remove" not in str(raised.value)
+
+
 def test_symbolic_link_is_refused(tmp):
     (tmp / "elsewhere").mkdir(mode=0o700)
     (tmp / "cache").symlink_to(tmp / "elsewhere")

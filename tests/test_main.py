@@ -268,6 +268,7 @@ def test_a_folder_that_refuses_results_is_said_before_the_work(tmp_path, monkeyp
 
 
 STEM = "flash_fwd_x-sm_80-" + "0" * 32
+MINE = f"dataset-{'2' * 32}.json"  # as many programs name a file by an MD5
 
 
 @pytest.fixture
@@ -284,6 +285,7 @@ def filled_cache(tmp_path, monkeypatch):
     left.mkdir()
     (left / "x.cubin").write_bytes(b"x" * 1024)
     (folder / "mine.json").write_text("{}")
+    (folder / MINE).write_text("{}")
     (folder / "tmp-mine").mkdir()
     monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(folder))
     return folder
@@ -308,7 +310,7 @@ def test_cache_lists_what_is_there(filled_cache, capsys):
 def test_cache_clean_removes_what_is_ours(filled_cache, capsys):
     assert cli.main(["cache", "clean"]) == 0
     assert capsys.readouterr().out.startswith("removed 4 files and unfinished builds, 0.0 MiB")
-    assert names(filled_cache) == {"mine.json", "tmp-mine"}
+    assert names(filled_cache) == {"mine.json", MINE, "tmp-mine"}
 
 
 def test_cache_clean_leaves_what_is_young_or_being_built(filled_cache, capsys):
@@ -320,7 +322,7 @@ def test_cache_clean_leaves_what_is_young_or_being_built(filled_cache, capsys):
         assert cli.main(["cache", "clean"]) == 0
     assert names(filled_cache) == {
         *(f"{STEM}.so", f"{STEM}.json", f"tmp-{STEM}-abcdefgh"),
-        *("mine.json", "tmp-mine"),
+        *("mine.json", MINE, "tmp-mine"),
     }
 
 

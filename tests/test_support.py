@@ -133,6 +133,7 @@ WRONG = [
     *(("requires_grad", value) for value in (1, None, "no", torch.tensor(True))),
     *(("alibi_slopes", value) for value in ([0.5], 1, "yes", False, np.zeros(4))),
     ("alibi_slopes", torch.zeros(4).to_sparse()),
+    *(("alibi_slopes", torch.zeros(8).to(dtype)) for dtype in (torch.float64, torch.bfloat16)),
 ]
 
 

@@ -33,7 +33,7 @@ def _options(args: argparse.Namespace) -> sweep.Options:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "flashcute bench: expected an NVIDIA GPU that torch can use for --device cuda, found "
-            "none; leave it out to measure the CPU's reference path"
+            "none; leave it out to measure the CPU path"
         )
     usual = peers.NAMES[device]
     repeats, warmup = (bm.REPEATS, bm.WARMUP) if device == "cuda" else _CPU_REPEATS

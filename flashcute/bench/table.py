@@ -13,7 +13,7 @@ from .sweep import AGREEMENT, HOST_SHAPES
 SHORT = 1024  # tokens; up to here the prologue and epilogue of a kernel weigh most
 
 CPU_NOTE = (
-    "No GPU: measured on the CPU by the wall clock, flashcute's reference path and PyTorch's own "
+    "No GPU: measured on the CPU by the wall clock, flashcute's CPU path and PyTorch's own "
     "attention.\nNothing here says anything of the kernels' speed; `python -m flashcute profile "
     "--static` and `sim` do without a GPU."
 )

@@ -29,10 +29,9 @@ logger = logging.getLogger("flashcute")
 
 # Disk space for the intermediate files of one compiler; nvcc took 70 MB at d = 256.
 BYTES_PER_BUILD = 100 << 20
-# Stems end in half of a key; mkdtemp adds eight letters.
-_OURS = re.compile(
-    r"(?P<entry>.+-[0-9a-f]{32})\.(?:json|so)|tmp-(?P<unfinished>.+-[0-9a-f]{32})-\w{8}"
-)
+# A unit's name and target, then half of its key; mkdtemp adds eight letters.
+_STEM = r"\w+-(?:host|sm_\w+|sim-\w+)-[0-9a-f]{32}"
+_OURS = re.compile(rf"(?P<entry>{_STEM})\.(?:json|so)|tmp-(?P<unfinished>{_STEM})-\w{{8}}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -108,7 +107,9 @@ def check_private(folder: Path) -> None:
         way_out = "set FLASHCUTE_CACHE_DIR to a folder of your own"
     elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         kind = f"writable by others (mode {stat.S_IMODE(status.st_mode):04o})"
-        way_out = f"check who wrote to it, then run `chmod 700 {folder}`, or remove it"
+        way_out = "set FLASHCUTE_CACHE_DIR to a folder of your own"
+        if not status.st_mode & stat.S_ISVTX:  # nobody should close /tmp
+            way_out = f"check who wrote to it, then run `chmod 700 {folder}`, or {way_out}"
     else:
         return
     raise BuildError(
