@@ -14,7 +14,7 @@ NAMESPACE = "flashcute"  # of the torch operators: FLASHCUTE_NAMESPACE in flash_
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 DTYPES = ("fp16", "bf16")
-MASKS = ("none", "causal")
+MASKS = ("none", "causal", "local")
 KERNEL_CLASSES = (80, 90)
 MAX_HEAD_DIM = HEAD_DIMS[-1]
 
@@ -41,7 +41,8 @@ class FwdConfig:
         arch: Kernel class, 80 for mma.sync + cp.async, 90 for wgmma + TMA (compute capability 9.0).
         dtype: ``"fp16"`` or ``"bf16"``, of Q, K, V and O; accumulation is fp32.
         head_dim: Instantiated head dimension, one of :data:`HEAD_DIMS`.
-        mask: ``"none"`` or ``"causal"`` (aligned to the bottom-right corner).
+        mask: ``"none"``, ``"causal"`` or ``"local"``, a window around the diagonal; both aligned to
+            the bottom-right corner.
         tile_m: Query rows per CTA.
         tile_n: Keys per main loop step.
         warps: MMA warps per CTA. The sm90 class adds a warpgroup that loads.
@@ -109,8 +110,8 @@ class FwdConfig:
     @property
     def name(self) -> str:
         """The stem of the instantiation file: what it computes, without tile choices."""
-        causal = "_causal" if self.mask == "causal" else ""
-        return f"flash_fwd_hdim{self.head_dim}_{self.dtype}{causal}_sm{self.arch}"
+        mask = "" if self.mask == "none" else f"_{self.mask}"
+        return f"flash_fwd_hdim{self.head_dim}_{self.dtype}{mask}_sm{self.arch}"
 
     @property
     def variant(self) -> str:
@@ -137,13 +138,15 @@ class FwdConfig:
     def smem_bytes(self) -> int:
         """Dynamic shared memory per CTA in bytes: Q, then ``stages`` buffers each of K and V.
 
-        The sm90 class adds its barriers, 8 bytes each, and rounds up to its alignment.
+        The sm90 class adds its barriers, 8 bytes each, and the descriptions of tiles, 60 bytes each,
+        and rounds up to its alignment.
         """
         tiles = 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
         if self.arch == 80:
             return tiles
-        barriers = 8 * (2 * self.warps // 4 + 4 * self.stages + 7)
-        return -(-(tiles + barriers) // 1024) * 1024
+        slots = 2 * self.stages
+        barriers = 2 * self.warps // 4 + 4 * self.stages + 2 * slots
+        return -(-(tiles + 8 * barriers + 60 * slots) // 1024) * 1024
 
     def to_cpp(self) -> str:
         """The C++ initialiser, e.g. ``{.arch = 80, .dtype = flash::DType::bf16, ...}``."""

@@ -26,7 +26,7 @@ class WorkTile(ctypes.Structure):
         (name, ctypes.c_int)
         for name in (
             *("m_block", "head", "batch", "head_q", "head_k", "seqlen_q", "seqlen_k"),
-            *("blocks_count", "blocks_unmasked"),
+            *("blocks_count", "blocks_unmasked", "blocks_begin", "blocks_left"),
         )
     ]
 

@@ -22,7 +22,10 @@ _STRIDES = {
 }
 _SIZES = [
     (name, ctypes.c_int32)
-    for name in ("b", "seqlen_q", "seqlen_k", "h", "h_k", "d", "h_h_k_ratio", "pack_shift")
+    for name in (
+        *("b", "seqlen_q", "seqlen_k", "h", "h_k", "d", "h_h_k_ratio", "pack_shift"),
+        *("window_left", "window_right"),
+    )
 ]
 
 
@@ -66,7 +69,10 @@ class FlashKernel(ctypes.Structure):
 
 
 def fwd_params(
-    tensors: Mapping[str, torch.Tensor], softmax_scale: float, pack_heads: bool = False
+    tensors: Mapping[str, torch.Tensor],
+    softmax_scale: float,
+    pack_heads: bool = False,
+    window_size: tuple[int, int] = (0, 0),
 ) -> FlashFwdParams:
     """The arguments of a forward launch; nothing is checked.
 
@@ -76,6 +82,7 @@ def fwd_params(
             null. The struct holds addresses only: the tensors have to outlive it.
         softmax_scale: Of the scores.
         pack_heads: The query heads of a key head share tiles.
+        window_size: (left, right) of a kernel with the mask ``"local"``, both >= 0.
     """
     b, seqlen_q, h, d = tensors["q"].shape
     seqlen_k, h_k = tensors["k"].shape[1:3]
@@ -88,6 +95,8 @@ def fwd_params(
         d=d,
         h_h_k_ratio=h // h_k,
         pack_shift=(h // h_k - 1).bit_length() if pack_heads else 0,
+        window_left=window_size[0],
+        window_right=window_size[1],
         scale_softmax=softmax_scale,
         scale_softmax_log2=softmax_scale * math.log2(math.e),
     )

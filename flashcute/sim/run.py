@@ -223,6 +223,7 @@ def run_fwd(
     *,
     softmax_scale: float | None = None,
     pack_heads: bool = False,
+    window_size: tuple[int, int] = (0, 0),
     seed: int = 0,
     copy_mode: str = "late",
     checker: str = "none",
@@ -244,6 +245,7 @@ def run_fwd(
         config: The kernel; its mask decides on causality.
         softmax_scale: Of the scores; 1 / sqrt(d) by default.
         pack_heads: The query heads of a key head share tiles.
+        window_size: (left, right), both >= 0, where the configuration's mask is ``"local"``.
         seed: Of the schedule of lanes and warps; same seed, same run.
         copy_mode: When asynchronous copies and wgmmas complete, one of
             :data:`COPY_MODES`: ``"late"``, as late as their wait allows; ``"random"``, in random
@@ -278,7 +280,7 @@ def run_fwd(
     settings += (int(trace), 1 << 32)
     command = [str(_runner(checker)), str(path), function]
     inputs = {"q": q, "k": k, "v": v}
-    return run_fwd_program(command, inputs, scale, settings, timeout, out, pack_heads)
+    return run_fwd_program(command, inputs, scale, settings, timeout, out, pack_heads, window_size)
 
 
 def run_fwd_program(
@@ -289,6 +291,7 @@ def run_fwd_program(
     timeout: float,
     out: torch.Tensor | None = None,
     pack_heads: bool = False,
+    window_size: tuple[int, int] = (0, 0),
 ) -> SimResult:
     """:func:`run_program` with ``Flash_fwd_params``, filled from q, k, v of any dtype."""
     q = inputs["q"]
@@ -297,7 +300,7 @@ def run_fwd_program(
         "o": q.new_full(q.shape, math.nan) if out is None else out,
         "softmax_lse": q.new_full((b, h, seqlen_q), math.nan, dtype=torch.float32),
     }
-    params = abi.fwd_params({**inputs, **outputs}, scale, pack_heads)
+    params = abi.fwd_params({**inputs, **outputs}, scale, pack_heads, window_size)
     return run_program(program, params, inputs, outputs, settings, timeout)
 
 

@@ -13,7 +13,7 @@ namespace flash {
 inline constexpr int32_t kAbiVersion = 3;
 
 enum class DType : int32_t { fp16, bf16 };
-enum class MaskKind : int32_t { none, causal };
+enum class MaskKind : int32_t { none, causal, local };
 
 // Everything that is decided when a forward kernel is compiled. A structural type, so one value is
 // one template argument and profilers print it in the kernel's name.
@@ -21,7 +21,7 @@ struct FwdConfig {
     int32_t arch;       // kernel class: 80 (mma.sync + cp.async) or 90 (wgmma + TMA)
     DType dtype;        // of Q, K, V and O; accumulation is fp32
     int32_t head_dim;   // instantiated head dimension; any multiple of 8 up to it is accepted
-    MaskKind mask;      // causal is aligned to the bottom-right corner
+    MaskKind mask;      // aligned to the bottom-right corner; local: a window around the diagonal
     int32_t tile_m;     // query rows per CTA
     int32_t tile_n;     // keys per main loop step
     int32_t warps;      // MMA warps per CTA, each owning tile_m / warps rows
@@ -51,6 +51,11 @@ struct Flash_fwd_params {
     // Where a key head's query heads are packed into the rows of one tile, log2 of the rows for
     // each query position, at least h_h_k_ratio; else 0.
     int32_t pack_shift;
+
+    // MaskKind::local: query i sees keys [i + seqlen_k - seqlen_q - window_left,
+    // i + seqlen_k - seqlen_q + window_right]. Both >= 0; the sum of the two and of both lengths is
+    // less than 2^31.
+    int32_t window_left, window_right;
 
     float scale_softmax;       // applied to Q K^T
     float scale_softmax_log2;  // the same times log2(e): the kernels exponentiate in base 2

@@ -122,11 +122,12 @@ struct MainloopFwdSm80 {
             partition_shape_B(mma, Shape<Int<kHeadDim>, Int<kTileN>>{}));  // (4, d/8, N/16)
 
         Mask<C> const mask{params, tile};
+        auto const block = [&](int n) { return tile.blocks.template block<C.mask>(n); };
         auto const load_k = [&](int n, int stage) {
-            load_keys(gK, params.k_row_stride, sK(stage), n, tile.seqlen_k, params.d);
+            load_keys(gK, params.k_row_stride, sK(stage), block(n), tile.seqlen_k, params.d);
         };
         auto const load_v = [&](int n, int stage) {
-            load_keys(gV, params.v_row_stride, sV(stage), n, tile.seqlen_k, params.d);
+            load_keys(gV, params.v_row_stride, sV(stage), block(n), tile.seqlen_k, params.d);
         };
 
         int n = tile.blocks.count - 1;  // visits left after this one
@@ -176,7 +177,7 @@ struct MainloopFwdSm80 {
                 cp_async_fence();
             }
             Tensor rP = make_tensor<Element>(tSrS.layout());  // (4, MMA_M, N/8)
-            if (masked) mask.template apply<Traits>(tSrS, thread, n);
+            if (masked) mask.template apply<Traits>(tSrS, thread, block(n));
             softmax.update(tSrS, rP, tOrO, bounded, masked);
             Tensor tOrP =
                 make_tensor(rP.data(), layout_acc_as_operand_a(rP.layout()));  // (8, MMA_M, N/16)

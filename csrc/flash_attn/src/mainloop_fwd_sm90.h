@@ -151,28 +151,30 @@ struct MainloopFwdSm90 {
             cudaGridDependencySynchronize();
             publish(params, tile);
             while (tile.m_block >= 0) {
-                int const count = tile.blocks.count;
                 int const head = tile.head_k;
                 int const batch = tile.batch;
+                BlockRange const blocks = tile.blocks;
                 auto const load_k = [&](int n) {
-                    load_kv(maps.k, storage.k_full, storage.k_empty, storage.k, k, n, head, batch);
+                    load_kv(maps.k, storage.k_full, storage.k_empty, storage.k, k,
+                            blocks.template block<C.mask>(n), head, batch);
                 };
                 auto const load_v = [&](int n) {
-                    load_kv(maps.v, storage.v_full, storage.v_empty, storage.v, v, n, head, batch);
+                    load_kv(maps.v, storage.v_full, storage.v_empty, storage.v, v,
+                            blocks.template block<C.mask>(n), head, batch);
                 };
-                if (count > 0) {
-                    load_k(count - 1);
+                if (blocks.count > 0) {
+                    load_k(blocks.count - 1);
                     load_q(params, tile);
                 }
                 CUTE_NO_UNROLL
-                for (int n = count - 1; n > 0; --n) {
+                for (int n = blocks.count - 1; n > 0; --n) {
                     load_k(n - 1);
                     load_v(n);
                 }
                 index = queue.next(index);
                 tile = get_tile(params, queue, index);
                 publish(params, tile);
-                if (count > 0) {
+                if (blocks.count > 0) {
                     load_v(0);
                 }
             }
@@ -349,7 +351,10 @@ struct MainloopFwdSm90 {
             while (await_tile(params)) {
                 int n = tile().blocks.count - 1;  // visits left after this one
                 int const unmasked = tile().blocks.unmasked;
-                Mask<C> const mask{params, tile()};
+                auto const apply_mask = [&](int n) {
+                    Mask<C>{params, tile()}.template apply<Traits>(
+                        tSrS, thread, tile().blocks.template block<C.mask>(n));
+                };
                 await_q();
                 load_q_fragments(tSrQreg);
                 await_k();
@@ -357,7 +362,7 @@ struct MainloopFwdSm90 {
                 sm90::wgmma_wait<0>();
                 release_k(true, n == 0);
                 k.advance();
-                if (n >= unmasked) mask.template apply<Traits>(tSrS, thread, n);
+                if (n >= unmasked) apply_mask(n);
                 softmax.start(tSrS, tOrP);
                 clear(rO);
 
@@ -370,7 +375,7 @@ struct MainloopFwdSm90 {
                     for (; n >= 0 && (n >= unmasked || softmax.seeks_max()); --n) {
                         compute_scores(n);
                         bool const masked = n >= unmasked;
-                        if (masked) mask.template apply<Traits>(tSrS, thread, n);
+                        if (masked) apply_mask(n);
                         typename SoftmaxT::RowTensor factor;  // (rows)
                         bool const raised = softmax.raise_ref(tSrS, factor, masked);
                         finish_pv();

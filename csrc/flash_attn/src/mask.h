@@ -15,12 +15,6 @@ struct Mask {
     Flash_fwd_params const &params;
     WorkTile const &tile;
 
-    // The first key that query row `row` of this tile does not see.
-    CUTE_HOST_DEVICE int key_end(int row) const {
-        int const position = row_position(params, tile.m_block * C.tile_m + row);
-        return cute::min(tile.seqlen_k, BlockInfo<C>::visible_keys(tile, position));
-    }
-
     // tSrS: scores (4, MMA_M, N/8) of key block n_block.
     template <class Traits, class Engine, class Layout>
     CUTE_DEVICE void apply(cute::Tensor<Engine, Layout> &tSrS, int thread, int n_block) const {
@@ -30,10 +24,15 @@ struct Mask {
         int const first_key = n_block * C.tile_n + Traits::acc_col(thread, 0);
         CUTE_UNROLL
         for (int i = 0; i < size<0>(scores); ++i) {
-            int const visible = key_end(Traits::acc_row(thread, i)) - first_key;
+            int const row = tile.m_block * C.tile_m + Traits::acc_row(thread, i);
+            auto const visible =
+                BlockInfo<C>::visible_keys(params, tile, row_position(params, row));
             CUTE_UNROLL
             for (int j = 0; j < size<1>(scores); ++j) {
-                if (Traits::acc_col(0, j) >= visible) {
+                int const key = Traits::acc_col(0, j);
+                bool const before =
+                    C.mask == MaskKind::local && key < visible.begin - first_key;
+                if (before || key >= visible.end - first_key) {
                     scores(i, j) = -INFINITY;
                 }
             }

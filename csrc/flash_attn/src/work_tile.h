@@ -9,10 +9,22 @@
 namespace flash {
 
 // The visits of a tile to its key blocks, counted down to 0: the main loop's counter is the number
-// of visits that are left. Those that need the mask come first.
+// of visits that are left. First come the blocks that need the mask, those cut on the right before
+// those cut on the left, then the whole ones, each from right to left.
 struct BlockRange {
     int count;     // of all visits
-    int unmasked;  // of the last ones, whose keys every row sees: visits [0, unmasked)
+    int unmasked;  // of the last ones, to blocks that every row sees whole
+    int begin;     // the leftmost block; 0 but for MaskKind::local
+    int left;      // blocks cut on the left, where there are whole ones; 0 but for MaskKind::local
+
+    template <MaskKind kMask>
+    CUTE_HOST_DEVICE int block(int visit) const {
+        if constexpr (kMask != MaskKind::local) {
+            return visit;
+        }
+        int const shift = visit >= unmasked + left ? 0 : visit >= unmasked ? -unmasked : left;
+        return begin + visit + shift;
+    }
 };
 
 struct WorkTile {
