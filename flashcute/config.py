@@ -138,8 +138,8 @@ class FwdConfig:
     def smem_bytes(self) -> int:
         """Dynamic shared memory per CTA in bytes: Q, then ``stages`` buffers each of K and V.
 
-        The sm90 class adds its barriers, 8 bytes each, and the descriptions of tiles, 60 bytes each,
-        and rounds up to its alignment.
+        The sm90 class adds its barriers, 8 bytes each, and the descriptions of tiles, 60 bytes
+        each, and rounds up to its alignment.
         """
         tiles = 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
         if self.arch == 80:

@@ -39,6 +39,7 @@ class FlashFwdParams(ctypes.Structure):
         ("v_ptr", ctypes.c_void_p),
         ("o_ptr", ctypes.c_void_p),
         ("softmax_lse_ptr", ctypes.c_void_p),
+        ("sinks_ptr", ctypes.c_void_p),
         *(
             (f"{tensor}_{dim}_stride", ctypes.c_int64)
             for tensor, dims in _STRIDES.items()
@@ -78,8 +79,8 @@ def fwd_params(
 
     Args:
         tensors: By the names of their pointers without ``_ptr``, on a GPU or the CPU, with the
-            shapes that ``flash.h`` gives: q, k, v, o, softmax_lse. A pointer without a tensor is
-            null. The struct holds addresses only: the tensors have to outlive it.
+            shapes that ``flash.h`` gives: q, k, v, o, softmax_lse, sinks. A pointer without a
+            tensor is null. The struct holds addresses only: the tensors have to outlive it.
         softmax_scale: Of the scores.
         pack_heads: The query heads of a key head share tiles.
         window_size: (left, right) of a kernel with the mask ``"local"``, both >= 0.

@@ -224,6 +224,7 @@ def run_fwd(
     softmax_scale: float | None = None,
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
+    sinks: torch.Tensor | None = None,
     seed: int = 0,
     copy_mode: str = "late",
     checker: str = "none",
@@ -246,6 +247,7 @@ def run_fwd(
         softmax_scale: Of the scores; 1 / sqrt(d) by default.
         pack_heads: The query heads of a key head share tiles.
         window_size: (left, right), both >= 0, where the configuration's mask is ``"local"``.
+        sinks: (h,) float32, logits of a further column of the softmax.
         seed: Of the schedule of lanes and warps; same seed, same run.
         copy_mode: When asynchronous copies and wgmmas complete, one of
             :data:`COPY_MODES`: ``"late"``, as late as their wait allows; ``"random"``, in random
@@ -280,6 +282,8 @@ def run_fwd(
     settings += (int(trace), 1 << 32)
     command = [str(_runner(checker)), str(path), function]
     inputs = {"q": q, "k": k, "v": v}
+    if sinks is not None:
+        inputs["sinks"] = sinks
     return run_fwd_program(command, inputs, scale, settings, timeout, out, pack_heads, window_size)
 
 

@@ -28,6 +28,24 @@ struct EpilogueFwd {
                     tile.head_q * params.softmax_lse_head_stride};
     }
 
+    // Sinks of the kRows rows that this thread holds.
+    template <int kRows>
+    CUTE_DEVICE static auto load_sinks(Flash_fwd_params const &params, WorkTile const &tile,
+                                       int thread) {
+        Tensor sinks = make_tensor<float>(Shape<Int<kRows>>{});  // (rows)
+        fill(sinks, -INFINITY);
+        if (params.sinks_ptr != nullptr) {
+            CUTE_UNROLL
+            for (int i = 0; i < kRows; ++i) {
+                TileRow const row(params, tile, kTileM, Traits::acc_row(thread, i));
+                if (row.exists) {
+                    sinks(i) = params.sinks_ptr[tile.head_q + row.head];
+                }
+            }
+        }
+        return sinks;
+    }
+
     // lse: of the rows that this thread holds.
     template <class RowTensor>
     CUTE_DEVICE static void store_lse(Flash_fwd_params const &params, WorkTile const &tile,
@@ -125,14 +143,12 @@ struct EpilogueFwd {
         store_from_registers(params, tile, o, thread, tOrO);
     }
 
-    // A tile whose rows see no key.
+    // A tile whose rows see no key: zeros, and the rows' sinks.
     CUTE_DEVICE static void store_empty(Flash_fwd_params const &params, WorkTile const &tile,
                                         HeadOutput const &output, int thread) {
-        Tensor lse = make_tensor<float>(Shape<_2>{});                         // (rows)
         Tensor out = make_tensor<float>(Shape<_4, _1, Int<kHeadDim / 8>>{});  // (4, 1, d/8)
-        fill(lse, -INFINITY);
         clear(out);
-        store(params, tile, output, thread, lse, out);
+        store(params, tile, output, thread, load_sinks<2>(params, tile, thread), out);
     }
 
     // Lane i of a quad holds column i of a 4 x 4 matrix, and afterwards row i.

@@ -39,6 +39,9 @@ struct Flash_fwd_params {
     const void *v_ptr;       // (b, seqlen_k, h_k, d)
     void *o_ptr;             // (b, seqlen_q, h, d)
     float *softmax_lse_ptr;  // (b, h, seqlen_q), natural log, -inf where a row sees no key
+    // (h), logits of a further column of the softmax that has no value; null: there is none. The
+    // log-sum-exp includes it.
+    const float *sinks_ptr;
 
     int64_t q_batch_stride, q_row_stride, q_head_stride;
     int64_t k_batch_stride, k_row_stride, k_head_stride;

@@ -26,8 +26,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     clear(tOrO);
 
     Mainloop::run(params, storage, tile, tOrO, softmax);
-    auto const lse = softmax.finalize(tOrO);
     using Epilogue = EpilogueFwd<Traits>;
+    auto const sinks =
+        Epilogue::template load_sinks<Mainloop::kRowsPerThread>(params, tile, threadIdx.x);
+    auto const lse = softmax.finalize(tOrO, sinks);
     Epilogue::store_lse(params, tile, Epilogue::head_output(params, tile).lse, threadIdx.x, lse);
     Epilogue::store_through_smem(params, storage, tile, tOrO);
 }

@@ -207,8 +207,8 @@ struct MainloopFwdSm90 {
             tiles.advance();
         }
 
-        // Waits for the next tile; false: there is none. The output of tiles without a key, zeros
-        // and a log-sum-exp of -inf, is written here.
+        // Waits for the next tile; false: there is none. The output of tiles without a key is
+        // written here.
         CUTE_DEVICE bool await_tile(Flash_fwd_params const &params) {
             CUTE_NO_UNROLL
             while (true) {
@@ -395,7 +395,9 @@ struct MainloopFwdSm90 {
                 pass_turn();
                 sm90::wgmma_wait<0>();
                 release_v();
-                Epilogue::store(params, tile(), output(), thread, softmax.finalize(tOrO), tOrO);
+                auto const sinks = Epilogue::template load_sinks<2>(params, tile(), thread);
+                Epilogue::store(params, tile(), output(), thread, softmax.finalize(tOrO, sinks),
+                                tOrO);
                 release_tile();
             }
         }

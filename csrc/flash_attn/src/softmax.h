@@ -50,6 +50,7 @@ struct Softmax {
     // larger than that of P.
     static constexpr float kHuge = 16384.f;
     static constexpr float kLn2 = 0.693147180559945309f;
+    static constexpr float kLog2e = 1.44269504088896341f;
     using RowTensor = decltype(make_tensor<float>(Shape<Int<kRows>>{}));
 
     float const scale_log2;
@@ -162,17 +163,22 @@ struct Softmax {
         return exceeds;
     }
 
-    // Divides O by the row sums; returns the log-sum-exp of each row. A row without keys: 0 and
-    // -inf.
+    // Divides O by the row sums; returns the log-sum-exp of each row. sink: the logit of a column
+    // without a value that the sums include, -inf for none. A row without keys: 0 and its sink.
     template <class Engine, class Layout>
-    CUTE_DEVICE RowTensor finalize(Tensor<Engine, Layout> &tOrO) {
+    CUTE_DEVICE RowTensor finalize(Tensor<Engine, Layout> &tOrO, RowTensor const &sink) {
         RowTensor lse, inv_sum;
         CUTE_UNROLL
         for (int i = 0; i < kRows; ++i) {
-            float const sum = quad_allreduce(row_sum(i), [](float a, float b) { return a + b; });
+            float const ref = finite_ref(row_ref(i));
+            float sum = quad_allreduce(row_sum(i), [](float a, float b) { return a + b; });
             bool const empty = sum == 0.f;
+            sum += exp2f(sink(i) * kLog2e - ref - kBelow);
             inv_sum(i) = empty ? 0.f : 1.f / sum;
-            lse(i) = empty ? -INFINITY : row_ref(i) * kLn2 + logf(sum * kInverseBelow);
+            // Where a sink makes the scaled sum infinite, the keys' part of it rounds to nothing.
+            float const scaled = sum * kInverseBelow;
+            bool const only_sink = empty || scaled == INFINITY;
+            lse(i) = only_sink ? sink(i) : ref * kLn2 + logf(scaled);
         }
         rescale(tOrO, inv_sum);
         return lse;

@@ -110,6 +110,8 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
         Tensor tOrP = make_tensor<Element>(
             Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileN / 16>>>{});  // (8, 1, N/16)
         SoftmaxT softmax(params.scale_softmax_log2);
+        typename SoftmaxT::RowTensor no_sinks;
+        fill(no_sinks, -INFINITY);
         Use k, t;
         uint32_t q_phase = 0;
 
@@ -201,7 +203,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             sm90::wgmma_wait<0>();
             release_v();
             Epilogue::store(params, tile(), storage.output[t.stage()], thread,
-                            softmax.finalize(tOrO), tOrO);
+                            softmax.finalize(tOrO, no_sinks), tOrO);
             release_tile();
         }
     }
