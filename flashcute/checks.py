@@ -241,11 +241,11 @@ def check_flag(fn: str, name: str, value) -> bool:
     return bool(value)
 
 
-def check_alibi(fn: str, alibi_slopes, q: torch.Tensor) -> None:
-    """One float32 slope for each query head, or for each of a batch entry."""
+def check_alibi(fn: str, alibi_slopes, q: torch.Tensor, b: int) -> None:
+    """One float32 slope for each query head of q (..., h, head_dim), or for each of b entries."""
     name = "alibi_slopes"
     check_kind(fn, name, alibi_slopes)
-    b, _, h, _ = q.shape
+    h = q.shape[-2]
     if alibi_slopes.dtype != torch.float32:
         raise TypeError(
             f"{fn}: expected {name} of dtype torch.float32, "
@@ -261,6 +261,27 @@ def check_alibi(fn: str, alibi_slopes, q: torch.Tensor) -> None:
         raise ValueError(
             f"{fn}: expected {name} on {q.device}, "
             f"got {name}.device={alibi_slopes.device}; move it there"
+        )
+
+
+def check_sinks(fn: str, sinks, q: torch.Tensor) -> None:
+    """One logit for each query head of q (..., h, head_dim), of float32 or q's dtype."""
+    check_kind(fn, "sinks", sinks)
+    if sinks.dtype not in (torch.float32, q.dtype):
+        dtypes = " or ".join(dict.fromkeys((str(torch.float32), str(q.dtype))))
+        raise TypeError(
+            f"{fn}: expected sinks of dtype {dtypes}, got sinks.dtype={sinks.dtype}; "
+            "cast it with .float()"
+        )
+    h = q.shape[-2]
+    if sinks.shape != (h,):
+        raise ValueError(
+            f"{fn}: expected sinks of shape ({h},), got sinks.shape={tuple(sinks.shape)}; "
+            "pass one logit per query head"
+        )
+    if sinks.device != q.device:
+        raise ValueError(
+            f"{fn}: expected sinks on {q.device}, got sinks.device={sinks.device}; move it there"
         )
 
 

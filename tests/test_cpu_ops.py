@@ -27,6 +27,7 @@ OPTIONS = {
     "endless_window": {"window_size": (2**70, sys.maxsize)},
     "softcap": {"softcap": 2.0},
     "alibi": {"alibi_slopes": (4,)},  # stands for slopes of this shape
+    "sinks": {"sinks": (4,), "causal": True},
     "dropout": {"dropout_p": 0.3},
     "all": {
         "dropout_p": 0.2,
@@ -34,6 +35,7 @@ OPTIONS = {
         "window_size": (5, 0),
         "softcap": 1.5,
         "alibi_slopes": (2, 4),
+        "sinks": (4,),
         "return_attn_probs": True,
     },
 }
@@ -48,13 +50,13 @@ class Attention(torch.nn.Module):
         self.options = dict(OPTIONS[name])
         torch.manual_seed(0)
         self.projection = torch.nn.Linear(16, 16)
-        shape = self.options.pop("alibi_slopes", None)
-        self.slopes = None if shape is None else torch.nn.Parameter(torch.rand(shape))
+        for argument in ("alibi_slopes", "sinks"):
+            shape = self.options.pop(argument, None)
+            parameter = None if shape is None else torch.nn.Parameter(torch.rand(shape))
+            self.register_parameter(argument, parameter)
 
     def forward(self, q, k, v):
-        options = self.options
-        if self.slopes is not None:
-            options = {**options, "alibi_slopes": self.slopes}
+        options = {**self.options, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
         result = flashcute.flash_attn_func(self.projection(q), k, v, **options)
         if isinstance(result, torch.Tensor):
             return result
@@ -245,7 +247,7 @@ def test_fake_tensors(name: str) -> None:
 @each_option
 def test_opcheck(name: str) -> None:
     options = dict(OPTIONS[name])
-    shape = options.get("alibi_slopes")
+    extra = [options.get(name) for name in ("alibi_slopes", "sinks")]
     window = [min(side, 2**40) for side in options.get("window_size", (-1, -1))]
     dropout_p = options.get("dropout_p", 0.0)
     for seqlen_k in (11, 0):
@@ -253,8 +255,7 @@ def test_opcheck(name: str) -> None:
             tensors = [x.requires_grad_(differentiable) for x in inputs(seqlen_k)]
             args = (
                 *tensors,
-                None if shape is None else torch.rand(shape),
-                None,
+                *(None if shape is None else torch.rand(shape) for shape in extra),
                 None,
                 torch.tensor(7) if dropout_p else None,
                 options.get("softmax_scale", 0.25),

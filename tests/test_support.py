@@ -22,6 +22,7 @@ ASKING = {
     "window_size": (2, 0),
     "softcap": 15.0,
     "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
+    "sinks": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
     "num_heads_k": 2,
 }
 
@@ -34,7 +35,7 @@ def _call(device: str, argument: str) -> object:
     if argument == "num_heads_k":
         assert (q.shape[2], k.shape[2]) == (4, value)
         return flashcute.flash_attn_func(q, k, v)
-    if argument == "alibi_slopes":
+    if argument in ("alibi_slopes", "sinks"):
         value = value.to(device)
     return flashcute.flash_attn_func(q, k, v, **{argument: value})
 
@@ -132,7 +133,8 @@ WRONG = [
     *(("capability", value) for value in (9, 9.0, "90", (9,), (9, 0, 0), (7, 5), ("9", "0"))),
     *(("requires_grad", value) for value in (1, None, "no", torch.tensor(True))),
     *(("alibi_slopes", value) for value in ([0.5], 1, "yes", False, np.zeros(4))),
-    ("alibi_slopes", torch.zeros(4).to_sparse()),
+    *((name, torch.zeros(4).to_sparse()) for name in ("alibi_slopes", "sinks")),
+    *(("sinks", value) for value in ([0.5], 1, "yes", False, np.zeros(4))),
 ]
 
 
