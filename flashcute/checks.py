@@ -353,6 +353,22 @@ def check_size(fn: str, name: str, value) -> int:
     return size
 
 
+def check_length(fn: str, name: str, value) -> int:
+    """A number of tokens: an int from 0 on. What runs a traced call learns and checks its value."""
+    length = _plain(value)
+    if not _is_int(length):
+        raise TypeError(
+            f"{fn}: expected {name} to be an int, got {name}={_show(value)}; "
+            "pass int(...), which reads a tensor back"
+        )
+    traced = torch.compiler.is_compiling() or isinstance(length, torch.SymInt)
+    if not traced and not 0 <= length <= _MAX_INT64:
+        raise ValueError(
+            f"{fn}: expected 0 <= {name} < 2**63, got {name}={_show(length)}; pass a tensor's size"
+        )
+    return length
+
+
 def check_device(fn: str, device) -> torch.device:
     """``device`` as the device it names, of a kind that is computed on."""
     try:

@@ -22,6 +22,7 @@ PAGES: dict[str, dict[str, Chapter]] = {
     "docs/api.md": {
         "Attention": [
             ("flashcute", "flash_attn_interface.py", ""),
+            ("flashcute.bert_padding", "bert_padding.py", ""),
             ("flashcute", "support.py", "supports Support support_matrix"),
             ("flashcute.integrations.transformers", "integrations/transformers.py", "register"),
         ],
