@@ -86,7 +86,7 @@ def check_tensors(fn: str, names: tuple[str, str, str], q, k, v) -> int:
     dtype = q.dtype
     device = q.device
     if k.dtype != dtype or v.dtype != dtype or k.device != device or v.device != device:
-        _raise_mismatch(fn, names, q, k, v)
+        raise_mismatch(fn, names, q, k, v)
     return d
 
 
@@ -121,7 +121,10 @@ def _foreign_kind(tensor: torch.Tensor) -> tuple[str | None, str]:
         if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
             return f"an {cls.__name__}", "run the lazy module once, or call .materialize(shape)"
     if tensor.is_nested:
-        return "a nested tensor", "call it once for each sequence of .unbind()"
+        return "a nested tensor", (
+            "call it once for each sequence of .unbind(), or flash_attn_varlen_func with .values() "
+            "and .offsets() of layout torch.jagged"
+        )
     if tensor.layout is not _STRIDED:
         return f"a tensor of layout {tensor.layout}", "convert it with .to_dense()"
     return None, ""
@@ -151,7 +154,8 @@ def _raise_values(fn: str, names: tuple[str, str, str], k, v) -> None:
     )
 
 
-def _raise_mismatch(fn: str, names: tuple[str, str, str], q, k, v) -> None:
+def raise_mismatch(fn: str, names: tuple[str, str, str], q, k, v) -> None:
+    """The error for k or v of another dtype or device than q's."""
     name, tensor = (names[1], k) if (k.dtype, k.device) != (q.dtype, q.device) else (names[2], v)
     if tensor.device != q.device:
         raise ValueError(

@@ -27,6 +27,11 @@ from .checks import (
     check_window,
 )
 from .features import VECTOR, not_on_cuda
+from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 logger = logging.getLogger("flashcute")
 

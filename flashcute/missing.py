@@ -5,16 +5,8 @@ from __future__ import annotations
 import sys
 from opcode import opmap
 
-_VARLEN = (
-    "call {function} once for each sequence, on q[start:end][None] and alike with start and end "
-    "from cu_seqlens"
-)
-
 # name: what to use instead
 INSTEAD = {
-    "flash_attn_varlen_func": _VARLEN.format(function="flash_attn_func"),
-    "flash_attn_varlen_kvpacked_func": _VARLEN.format(function="flash_attn_kvpacked_func"),
-    "flash_attn_varlen_qkvpacked_func": _VARLEN.format(function="flash_attn_qkvpacked_func"),
     "flash_attn_with_kvcache": "write the new keys and values into the cache with an assignment, "
     "then call flash_attn_func(q, k_cache[:, :n], v_cache[:, :n], causal=True)",
 }

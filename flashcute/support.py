@@ -41,6 +41,7 @@ def supports(
     capability: tuple[int, int] | None = None,
     softmax_scale: float | None = None,
     sinks: object = None,
+    cu_seqlens: object = None,
 ) -> Support:
     """Whether :func:`flashcute.flash_attn_func` would compute this, without touching a GPU.
 
@@ -61,6 +62,7 @@ def supports(
         capability: Compute capability of the GPU, e.g. ``(9, 0)``; None does not check it.
         softmax_scale: Factor on the scores; None for 1/sqrt(head_dim).
         sinks: A tensor or True asks for attention sinks.
+        cu_seqlens: A tensor or True asks about :func:`flashcute.flash_attn_varlen_func`.
 
     Returns:
         A :class:`Support`; ``reasons`` name each argument, its value and what is supported, in
@@ -102,7 +104,7 @@ def supports(
     scale = passes(checks.check_scale, softmax_scale, 1)
     if capability is not None:
         passes(checks.check_capability, capability, CAPABILITIES)
-    asked_tensors = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    asked_tensors = {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens": cu_seqlens}
     for name, tensor in asked_tensors.items():
         if tensor is not None and tensor is not True:
             passes(checks.check_kind, name, tensor)
