@@ -222,6 +222,20 @@ def test_forward_mode_derivative() -> None:
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_forward_mode_derivative_of_one_option(name: str) -> None:
+    q, k, v = (x.detach().double() for x in inputs())
+    x = torch.rand(4)
+
+    def attend(function, x):
+        out = function(q, k, v, **{name: x})
+        return out if isinstance(out, torch.Tensor) else out.out
+
+    _, got = torch.func.jvp(lambda x: attend(flashcute.flash_attn_func, x), (x,), (x + 1,))
+    _, expected = torch.func.jvp(lambda x: attend(attention_ref, x), (x,), (x + 1,))
+    torch.testing.assert_close(got, expected)
+
+
 def test_second_derivative_of_a_traced_call_is_refused() -> None:
     def loss(q):
         return flashcute.flash_attn_func(q, q, q).square().sum()
@@ -265,7 +279,7 @@ def test_opcheck(name: str) -> None:
                 dropout_p,
                 options.get("return_attn_probs", False),
             )
-            checks = torch.library.opcheck(cpu_ops._forward_op, args)
+            checks = torch.library.opcheck(cpu_ops._operator.op, args)
             assert set(checks.values()) == {"SUCCESS"}
 
 
@@ -316,7 +330,7 @@ def test_tensors_of_the_adapter_are_differentiable_when_compiled(name: str) -> N
 
 
 def test_eager_calls_do_not_go_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_ops, "_forward_op", None)
+    monkeypatch.setattr(cpu_ops._operator, "op", None)
     q, k, v = inputs()
     assert flashcute.flash_attn_func(q, k, v, softcap=1.0).requires_grad
     assert cpu.draw_seed().is_cpu

@@ -220,6 +220,8 @@ def test_forward_mode_derivative() -> None:
             for sign in (1, -1)
         ]
         torch.testing.assert_close(got, (ends[0] - ends[1]) / (2 * step), atol=1e-7, rtol=1e-5)
+    _, alone = torch.func.jvp(lambda sinks: attend(*primals, sinks), (sinks,), (sinks + 1,))
+    torch.testing.assert_close(alone, got)
 
 
 def test_second_derivative_of_a_traced_call_is_refused() -> None:
