@@ -13,6 +13,11 @@ if TYPE_CHECKING:
         flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,
     )
+    from .flash_attn_varlen import (
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
     from .support import Support, support_matrix, supports
 
 __version__ = "0.1.0"
@@ -21,6 +26,9 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "support_matrix",
     "supports",
 ]
@@ -29,6 +37,9 @@ _HOMES = {
     "flash_attn_func": "flash_attn_interface",
     "flash_attn_kvpacked_func": "flash_attn_interface",
     "flash_attn_qkvpacked_func": "flash_attn_interface",
+    "flash_attn_varlen_func": "flash_attn_varlen",
+    "flash_attn_varlen_kvpacked_func": "flash_attn_varlen",
+    "flash_attn_varlen_qkvpacked_func": "flash_attn_varlen",
     "Support": "support",
     "support_matrix": "support",
     "supports": "support",

@@ -86,7 +86,7 @@ def check_tensors(fn: str, names: tuple[str, str, str], q, k, v) -> int:
     dtype = q.dtype
     device = q.device
     if k.dtype != dtype or v.dtype != dtype or k.device != device or v.device != device:
-        _raise_mismatch(fn, names, q, k, v)
+        raise_mismatch(fn, names, q, k, v)
     return d
 
 
@@ -121,7 +121,10 @@ def _foreign_kind(tensor: torch.Tensor) -> tuple[str | None, str]:
         if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
             return f"an {cls.__name__}", "run the lazy module once, or call .materialize(shape)"
     if tensor.is_nested:
-        return "a nested tensor", "call it once for each sequence of .unbind()"
+        return "a nested tensor", (
+            "call it once for each sequence of .unbind(), or flash_attn_varlen_func with .values() "
+            "and .offsets() of layout torch.jagged"
+        )
     if tensor.layout is not _STRIDED:
         return f"a tensor of layout {tensor.layout}", "convert it with .to_dense()"
     return None, ""
@@ -151,7 +154,8 @@ def _raise_values(fn: str, names: tuple[str, str, str], k, v) -> None:
     )
 
 
-def _raise_mismatch(fn: str, names: tuple[str, str, str], q, k, v) -> None:
+def raise_mismatch(fn: str, names: tuple[str, str, str], q, k, v) -> None:
+    """The error for k or v of another dtype or device than q's."""
     name, tensor = (names[1], k) if (k.dtype, k.device) != (q.dtype, q.device) else (names[2], v)
     if tensor.device != q.device:
         raise ValueError(
@@ -252,11 +256,11 @@ def check_slopes(fn: str, alibi_slopes) -> None:
         )
 
 
-def check_alibi(fn: str, alibi_slopes, q: torch.Tensor) -> None:
-    """One float32 slope for each query head, or for each of a batch entry."""
+def check_alibi(fn: str, alibi_slopes, q: torch.Tensor, b: int) -> None:
+    """One float32 slope for each query head of q (..., h, head_dim), or for each of b entries."""
     name = "alibi_slopes"
     check_slopes(fn, alibi_slopes)
-    b, _, h, _ = q.shape
+    h = q.shape[-2]
     # Not "in", which torch.compile misreads where sizes are symbolic.
     if (h,) != alibi_slopes.shape != (b, h):
         raise ValueError(
@@ -267,6 +271,27 @@ def check_alibi(fn: str, alibi_slopes, q: torch.Tensor) -> None:
         raise ValueError(
             f"{fn}: expected {name} on {q.device}, "
             f"got {name}.device={alibi_slopes.device}; move it there"
+        )
+
+
+def check_sinks(fn: str, sinks, q: torch.Tensor) -> None:
+    """One logit for each query head of q (..., h, head_dim), of float32 or q's dtype."""
+    check_kind(fn, "sinks", sinks)
+    if sinks.dtype not in (torch.float32, q.dtype):
+        dtypes = " or ".join(dict.fromkeys((str(torch.float32), str(q.dtype))))
+        raise TypeError(
+            f"{fn}: expected sinks of dtype {dtypes}, got sinks.dtype={sinks.dtype}; "
+            "cast it with .float()"
+        )
+    h = q.shape[-2]
+    if sinks.shape != (h,):
+        raise ValueError(
+            f"{fn}: expected sinks of shape ({h},), got sinks.shape={tuple(sinks.shape)}; "
+            "pass one logit per query head"
+        )
+    if sinks.device != q.device:
+        raise ValueError(
+            f"{fn}: expected sinks on {q.device}, got sinks.device={sinks.device}; move it there"
         )
 
 
@@ -336,6 +361,22 @@ def check_size(fn: str, name: str, value) -> int:
             f"{fn}: expected 1 <= {name} < 2**63, got {name}={_show(size)}; pass a tensor's size"
         )
     return size
+
+
+def check_length(fn: str, name: str, value) -> int:
+    """A number of tokens: an int from 0 on. What runs a traced call learns and checks its value."""
+    length = _plain(value)
+    if not _is_int(length):
+        raise TypeError(
+            f"{fn}: expected {name} to be an int, got {name}={_show(value)}; "
+            "pass int(...), which reads a tensor back"
+        )
+    traced = torch.compiler.is_compiling() or isinstance(length, torch.SymInt)
+    if not traced and not 0 <= length <= _MAX_INT64:
+        raise ValueError(
+            f"{fn}: expected 0 <= {name} < 2**63, got {name}={_show(length)}; pass a tensor's size"
+        )
+    return length
 
 
 def check_device(fn: str, device) -> torch.device:

@@ -2,8 +2,9 @@
 
 The reference (:mod:`flashcute.reference`) defines the result and takes every option. PyTorch's
 kernel takes a tenth of its time and no memory for scores, and serves the calls of which it computes
-the same: a scale and a window (causal is one), and inputs that are finite and not huge. Everything
-here is differentiable to any order. What tracers call instead is in :mod:`flashcute.cpu_ops`.
+the same: a scale, a window (causal is one) and sinks, and inputs that are finite and not huge.
+Everything here is differentiable to any order. What tracers call instead is in
+:mod:`flashcute.cpu_ops`.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast("cpu", enabled=False):  # which would take products back to 16 bits
         if _is_for_flash(tensors, options):
             window = window_bounds(q.shape[1], k.shape[1], options.causal, options[2:4])
+            sinks = None if tensors.sinks is None else tensors.sinks.to(dtype)
             flash = _attend_by_flash(
-                *(x.to(dtype) for x in (q, k, v)), options.softmax_scale, window
+                *(x.to(dtype) for x in (q, k, v)), sinks, options.softmax_scale, window
             )
             if flash is not None:
                 out, lse = flash
@@ -143,13 +145,14 @@ def _whole(keep: DropoutMask, tensors: Tensors) -> Tensor:
 
 def _is_for_flash(tensors: Tensors, options: Options) -> bool:
     """Whether the kernel knows these options and can be differentiated as is asked for."""
-    q, k, v, *others = tensors
-    if options.softcap != 0.0 or any(x is not None for x in others):
+    q, k, v, slopes, sinks, *others = tensors
+    if options.softcap != 0.0 or any(x is not None for x in (slopes, *others)):
         return False
     if v.shape[3] != q.shape[3] or q.numel() == 0 or k.numel() == 0:
         return False
     # Forward-mode derivatives are left to the reference.
-    return not (torch._C._are_functorch_transforms_active() or has_tangent(q, k, v))
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    return not (torch._C._are_functorch_transforms_active() or has_tangent(*inputs))
 
 
 def has_tangent(*tensors: Tensor) -> bool:
@@ -157,10 +160,10 @@ def has_tangent(*tensors: Tensor) -> bool:
 
 
 def _attend_by_flash(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int]
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: tuple[int, int]
 ) -> tuple[Tensor, Tensor] | None:
     """out (b, seqlen_q, h, d) and the log-sum-exp (b, h, seqlen_q); None if out of range."""
-    if not _in_range(q, k, v, scale):
+    if not _in_range(q, k, v, scale) or (sinks is not None and not (sinks < torch.inf).all()):
         return None
     # Leading rows that see no key, of which the kernel's log-sum-exp would be 0.
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
@@ -170,14 +173,16 @@ def _attend_by_flash(
         x.transpose(1, 2) if x.stride(3) == 1 else x.contiguous().transpose(1, 2)
         for x in (q[:, empty:], k, v)
     )
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = _Flash.apply(q, k, v, scale, window)
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        out, lse = _Flash.apply(q, k, v, sinks, scale, window)
     else:
-        out, lse = _flash_forward(q, k, v, scale, window)
+        out, lse = _join_sinks(*_flash_forward(q, k, v, scale, window), sinks)
     out = out.transpose(1, 2)
     if empty:
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, empty, 0))
-        lse = torch.nn.functional.pad(lse, (empty, 0), value=-torch.inf)
+        nothing = lse.new_tensor(-torch.inf) if sinks is None else sinks[:, None]
+        lse = torch.cat((nothing.expand(*lse.shape[:2], empty), lse), 2)
     return out, lse
 
 
@@ -261,41 +266,58 @@ def _flash_backward(grad, q, k, v, out, lse, scale: float, window: tuple[int, in
     return grad_q, grad_k, grad_v
 
 
+def _join_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out (b, h, seqlen_q, d) and lse (b, h, seqlen_q) with sinks (h,) in the denominator."""
+    if sinks is None:
+        return out, lse
+    sinks = sinks[:, None]
+    return out * torch.sigmoid(lse - sinks)[..., None], torch.logaddexp(lse, sinks)
+
+
 class _Flash(torch.autograd.Function):
     """PyTorch's kernel with the derivatives that its own autograd lacks: of the log-sum-exp, and
-    of the gradient. The reference computes those."""
+    of the gradient. The reference computes those. Sinks are joined behind the kernel; its backward
+    needs no more than the joined output and log-sum-exp."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, window):
-        out, lse = _flash_forward(q, k, v, scale, window)
+    def forward(ctx, q, k, v, sinks, scale, window):
+        out, lse = _join_sinks(*_flash_forward(q, k, v, scale, window), sinks)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.options = scale, window
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         if grad_out is None and grad_lse is None:
-            return None, None, None, None, None
-        q, k, v, out, lse = ctx.saved_tensors
+            return None, None, None, None, None, None
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         if grad_lse is None and not torch.is_grad_enabled():
             if grad_out.stride(3) != 1:
                 grad_out = grad_out.contiguous()
-            return *_flash_backward(grad_out, q, k, v, out, lse, *ctx.options), None, None
+            grad_sinks = None
+            if ctx.needs_input_grad[3]:
+                weight = torch.exp(sinks[:, None] - lse)  # of the sink in each row
+                grad_sinks = -(weight * (grad_out * out).sum(-1)).sum((0, 2))
+            grads = _flash_backward(grad_out, q, k, v, out, lse, *ctx.options)
+            return *grads, grad_sinks, None, None
         scale, window = ctx.options
         with torch.enable_grad():
             out, lse, _ = attention_ref(
-                *(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, window_size=window
+                *(x.transpose(1, 2) for x in (q, k, v)),
+                softmax_scale=scale,
+                window_size=window,
+                sinks=sinks,
             )
             pairs = [(out.transpose(1, 2), grad_out), (lse, grad_lse)]
             results, grads = zip(*(pair for pair in pairs if pair[1] is not None), strict=True)
-        wanted = [n for n in range(3) if ctx.needs_input_grad[n]]
+        wanted = [n for n in range(4) if ctx.needs_input_grad[n]]
         found = torch.autograd.grad(
             results,
-            [(q, k, v)[n] for n in wanted],
+            [(q, k, v, sinks)[n] for n in wanted],
             grads,
             create_graph=torch.is_grad_enabled(),
             allow_unused=True,  # the log-sum-exp does not depend on v
         )
         gradients = dict(zip(wanted, found, strict=True))
-        return gradients.get(0), gradients.get(1), gradients.get(2), None, None
+        return *(gradients.get(n) for n in range(4)), None, None

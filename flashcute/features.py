@@ -54,6 +54,13 @@ FEATURES = (
     Feature("window_size", "sliding window", False, f"pass window_size=(-1, -1); {_CPU_ONLY}"),
     Feature("softcap", "softcap", False, f"pass softcap=0.0; {_CPU_ONLY}"),
     Feature("alibi_slopes", "ALiBi", False, f"pass alibi_slopes=None; {_CPU_ONLY}"),
+    Feature("sinks", "attention sinks", False, f"pass sinks=None; {_CPU_ONLY}"),
+    Feature(
+        "cu_seqlens",
+        "sequences of different lengths (varlen)",
+        False,
+        f"call the function without varlen in its name once for each sequence; {_CPU_ONLY}",
+    ),
 )
 _FEATURE_OF = {feature.argument: feature for feature in FEATURES}
 

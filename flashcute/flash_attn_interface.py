@@ -21,11 +21,17 @@ from .checks import (
     check_for_kernels,
     check_packed,
     check_scale,
+    check_sinks,
     check_softcap,
     check_tensors,
     check_window,
 )
 from .features import VECTOR, not_on_cuda
+from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 logger = logging.getLogger("flashcute")
 
@@ -111,6 +117,7 @@ def _attend(
     alibi_slopes,
     deterministic,
     return_attn_probs,
+    sinks,
 ):
     d = check_tensors(fn, names, q, k, v)
     scale = check_scale(fn, softmax_scale, d)
@@ -128,7 +135,9 @@ def _attend(
     if window_size is not _UNLIMITED:
         window_size = check_window(fn, window_size)
     if alibi_slopes is not None:
-        check_alibi(fn, alibi_slopes, q)
+        check_alibi(fn, alibi_slopes, q, q.shape[0])
+    if sinks is not None:
+        check_sinks(fn, sinks, q)
 
     if q.is_cpu:
         check_dtype(fn, f"{names[0]}.dtype", q.dtype, q.device)
@@ -136,7 +145,8 @@ def _attend(
             q = q.contiguous()  # for out, which is laid out as q, to be what it is on CUDA
         outputs = cpu_ops.attend(
             q, k, v, softmax_scale=scale, causal=causal, window_size=window_size, softcap=softcap,
-            alibi_slopes=alibi_slopes, dropout_p=dropout_p, return_dmask=return_attn_probs,
+            alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,
+            return_dmask=return_attn_probs,
         )  # fmt: skip
         return outputs if return_attn_probs else outputs[0]
 
@@ -149,6 +159,8 @@ def _attend(
         raise NotImplementedError(f"{fn}: {not_on_cuda('window_size', window_size)}")
     if alibi_slopes is not None:
         raise NotImplementedError(f"{fn}: {not_on_cuda('alibi_slopes', '(a tensor)')}")
+    if sinks is not None:
+        raise NotImplementedError(f"{fn}: {not_on_cuda('sinks', '(a tensor)')}")
     if _wants_gradient(q, k, v):
         raise NotImplementedError(f"{fn}: {not_on_cuda('requires_grad', True)}")
     if d % VECTOR:
@@ -174,6 +186,8 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Exact attention, softmax(q k^T * softmax_scale) v, without storing the score matrix.
 
@@ -183,8 +197,8 @@ def flash_attn_func(
 
     On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256, no gradient yet. On the
     CPU: in float32 (float64 for float64 inputs), every argument, differentiable; by PyTorch's flash
-    attention where there is no more than a scale and a window, else by a plain PyTorch reference,
-    at a tenth of its speed.
+    attention where there is no more than a scale, a window and sinks, else by a plain PyTorch
+    reference, at a tenth of its speed.
 
     Any strides are right. The kernels read in place what has a head_dim that is a multiple of 8, a
     last stride of 1, other strides that are multiples of 8 elements, and a start at a multiple of
@@ -206,6 +220,11 @@ def flash_attn_func(
         alibi_slopes: float32 (h,) or (b, h): adds -slope * |i + seqlen_k - seqlen_q - j|.
         deterministic: Ask for bitwise repeatable results, which the forward always gives.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
+        sinks: float32 or of q's dtype, (h,): for each query head one more logit, in units of the
+            scaled scores, that joins the softmax's denominator and has no value; learnable. With L
+            the log-sum-exp of a row's scores, its output is that without a sink times
+            exp(L) / (exp(L) + exp(sink)), and its log-sum-exp is log(exp(L) + exp(sink)). A row
+            that sees no key has output 0 and log-sum-exp sink; a sink of -inf is none.
 
     Returns:
         out: Like q; contiguous where q's head_dim or strides make the kernels copy it, on every
@@ -234,6 +253,7 @@ def flash_attn_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        sinks,
     )
 
 
@@ -248,6 +268,8 @@ def flash_attn_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_func` of k and v stored together; they are read in place, without a copy.
 
@@ -273,6 +295,7 @@ def flash_attn_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        sinks,
     )
 
 
@@ -286,6 +309,8 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_func` of q, k and v stored together, read in place, without a copy.
 
@@ -310,6 +335,7 @@ def flash_attn_qkvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
+        sinks,
     )
 
 

@@ -5,28 +5,10 @@ from __future__ import annotations
 import sys
 from opcode import opmap
 
-_PADDING = (
-    "select the tokens of a mask with x[mask], put them back with y[mask] = x, and call "
-    "flash_attn_func once for each sequence"
-)
-_VARLEN = (
-    "call {function} once for each sequence, on q[start:end][None] and alike with start and end "
-    "from cu_seqlens"
-)
-
 # name: what to use instead
 INSTEAD = {
-    "flash_attn_varlen_func": _VARLEN.format(function="flash_attn_func"),
-    "flash_attn_varlen_kvpacked_func": _VARLEN.format(function="flash_attn_kvpacked_func"),
-    "flash_attn_varlen_qkvpacked_func": _VARLEN.format(function="flash_attn_qkvpacked_func"),
     "flash_attn_with_kvcache": "write the new keys and values into the cache with an assignment, "
     "then call flash_attn_func(q, k_cache[:, :n], v_cache[:, :n], causal=True)",
-    "bert_padding": _PADDING,
-    "index_first_axis": "index with x[indices]",
-    "index_put_first_axis": "assign with y[indices] = x",
-    "pad_input": _PADDING,
-    "unpad_input": _PADDING,
-    "unpad_input_for_concatenated_sequences": _PADDING,
 }
 
 

@@ -40,6 +40,8 @@ def supports(
     requires_grad: bool = False,
     capability: tuple[int, int] | None = None,
     softmax_scale: float | None = None,
+    sinks: object = None,
+    cu_seqlens: object = None,
 ) -> Support:
     """Whether :func:`flashcute.flash_attn_func` would compute this, without touching a GPU.
 
@@ -59,6 +61,8 @@ def supports(
         requires_grad: Whether a gradient is asked for.
         capability: Compute capability of the GPU, e.g. ``(9, 0)``; None does not check it.
         softmax_scale: Factor on the scores; None for 1/sqrt(head_dim).
+        sinks: A tensor or True asks for attention sinks.
+        cu_seqlens: A tensor or True asks about :func:`flashcute.flash_attn_varlen_func`.
 
     Returns:
         A :class:`Support`; ``reasons`` name each argument, its value and what is supported, in
@@ -100,8 +104,14 @@ def supports(
     scale = passes(checks.check_scale, softmax_scale, 1)
     if capability is not None:
         passes(checks.check_capability, capability, CAPABILITIES)
-    if alibi_slopes is not None and alibi_slopes is not True:
-        passes(checks.check_slopes, alibi_slopes)
+    asked_tensors = {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens": cu_seqlens}
+    for name, tensor in asked_tensors.items():
+        if tensor is None or tensor is True:
+            continue
+        if name == "alibi_slopes":
+            passes(checks.check_slopes, tensor)
+        else:
+            passes(checks.check_kind, name, tensor)
     if place is None or place.type == "cpu":
         return Support(not reasons, tuple(reasons))
 
@@ -112,7 +122,8 @@ def supports(
     asked["dropout_p"] = dropout_p
     asked["softcap"] = softcap
     asked["window_size"] = window_size not in (None, (-1, -1)) and window_size
-    asked["alibi_slopes"] = alibi_slopes is not None and "(a tensor)"
+    for name, tensor in asked_tensors.items():
+        asked[name] = tensor is not None and "(a tensor)"
     for feature in FEATURES:
         value = asked[feature.argument]
         if value and not feature.cuda:

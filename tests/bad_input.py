@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import decimal
 import fractions
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ DEVICES = ("cpu", "meta", "fake", "cuda")
 _FAKE = "cuda" if torch.cuda.is_available() else "meta"
 _KERNELS = ("meta", "fake", "cuda")
 _REAL = ("cpu", "cuda")
+_PER_HEAD = ("alibi_slopes", "sinks")  # tensors: a function of the device makes them
 
 _FORM = r"^flash_attn_\w*func: expected .*, got .*; .+"
 
@@ -70,7 +72,7 @@ class Case:
             index, change = self.change
             args[index] = change(args[index])
         options = {
-            name: value(device) if name == "alibi_slopes" and callable(value) else value
+            name: value(device) if name in _PER_HEAD and callable(value) else value
             for name, value in self.options.items()
         }
         return getattr(flashcute, function), args, options
@@ -110,7 +112,7 @@ class Case:
                 return f"{self.name}: expected strides {strides} as on cpu, got {out.stride()}"
         if device not in _REAL or options.get("dropout_p"):
             return None
-        known = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
+        known = ("softmax_scale", "causal", "window_size", "softcap", *_PER_HEAD)
         known = {name: _plain(value) for name, value in options.items() if name in known}
         q, k, v = (t.detach().double() for t in (q, k, v))
         expected = attention_ref(q, k, v, **known).out
@@ -120,7 +122,7 @@ class Case:
 
     def asked_of_supports(self) -> dict[str, object] | None:
         """The call as arguments of supports(); None for one that only tensors can express."""
-        if self.change or self.call or callable(self.options.get("alibi_slopes")):
+        if self.change or self.call or any(callable(self.options.get(name)) for name in _PER_HEAD):
             return None
         names = {"d": "head_dim", "h": "num_heads", "h_k": "num_heads_k", "dtype": "dtype"}
         if not set(self.sizes) <= set(names):
@@ -196,8 +198,12 @@ def _packed(name: str, error, pattern: str, function: str, shape, *, change=None
     return Case(name, error, f"^{full}: .*{pattern}", call=(full, args))
 
 
-def _slopes(name: str, error, pattern: str, make: Callable, **kwargs) -> Case:
-    return Case(f"alibi_{name}", error, pattern, options={"alibi_slopes": make}, **kwargs)
+def _per_head(argument: str, name: str, error, pattern: str, make: Callable, **kwargs) -> Case:
+    return Case(f"{argument}_{name}", error, pattern, options={argument: make}, **kwargs)
+
+
+_slopes = functools.partial(_per_head, "alibi_slopes")
+_sinks = functools.partial(_per_head, "sinks")
 
 
 def _shifted(elements: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -502,6 +508,22 @@ def _slopes_and_gradients() -> Iterator[Case]:
         pattern = r"no ALiBi on CUDA.*got alibi_slopes="
         name = f"right of shape {shape}"
         yield _slopes(name, NotImplementedError, pattern, zeros(*shape), right_on_cpu=True)
+
+    kind, sparse = (text.replace("alibi_slopes", "sinks") for text in (kind, sparse))
+    yield _sinks("list", TypeError, kind + "list", [0.5] * 4)
+    yield _sinks("sparse", TypeError, sparse, lambda d: zeros(4)(d).to_sparse(), on=_REAL)
+    for dtype in (torch.bfloat16, torch.float64, torch.int32):
+        pattern = rf"sinks of dtype torch.float32 or torch.float16, got sinks.dtype={dtype}; cast"
+        yield _sinks(str(dtype), TypeError, pattern, zeros(4, dtype=dtype))
+    for shape in ((2,), (), (2, 4), (4, 1)):
+        pattern = rf"sinks of shape \(4,\), got sinks.shape={re.escape(str(shape))}"
+        yield _sinks(f"of shape {shape}", ValueError, pattern, zeros(*shape))
+    pattern = r"sinks on \w+(:0)?, got sinks.device=cpu"
+    yield _sinks("on cpu", ValueError, pattern, cpu, on=_KERNELS)
+    for dtype in (torch.float32, torch.float16):
+        pattern = r"no attention sinks on CUDA.*got sinks="
+        make = zeros(4, dtype=dtype)
+        yield _sinks(f"right {dtype}", NotImplementedError, pattern, make, right_on_cpu=True)
 
     pattern = r"no backward on CUDA.*requires_grad=True; call it under torch.no_grad"
     grad = torch.Tensor.requires_grad_

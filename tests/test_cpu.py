@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashcute import cpu, flash_attn_func, reference
@@ -24,6 +25,8 @@ WINDOWS = {
     "diagonal": {"window_size": (0, 0)},
     "causal_window": {"window_size": (5, 7), "causal": True},
     "scale": {"softmax_scale": -0.7},
+    "sinks": {"sinks": torch.tensor([0.5, -3.0, 9.0, -math.inf])},
+    "causal_sinks": {"sinks": torch.tensor([-0.5, 0.0, 2.0, 20.0]), "causal": True},
 }
 LENGTHS = [(9, 9), (9, 14), (14, 9), (1, 7), (7, 1)]
 
@@ -227,6 +230,106 @@ def test_a_window_beyond_the_lengths_is_none(dtype):
             assert torch.equal(got, flash_attn_func(q, k, v, **options))
             got = flash_attn_func(q, k, v, window_size=(size, 0), **options)
             assert torch.equal(got, flash_attn_func(q, k, v, causal=True, **options))
+
+
+SINK_OPTIONS = (
+    {},
+    {"causal": True},
+    {"window_size": (4, 1)},
+    {"softcap": 1.5},
+    {"alibi_slopes": torch.tensor([0.5, 0.25])},
+)
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (9, 14), (14, 9), (9, 0), (0, 9)], ids=str)
+@pytest.mark.parametrize("options", SINK_OPTIONS, ids=str)
+def test_a_sink_of_minus_infinity_is_none(options, lengths):
+    for dtype in DTYPES:
+        q, k, v = make_qkv(*lengths, h=2, h_k=1, dtype=dtype)
+        sinks = torch.full((2,), -math.inf)
+        got = flash_attn_func(q, k, v, return_attn_probs=True, sinks=sinks, **options)
+        expected = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("options", SINK_OPTIONS, ids=str)
+@pytest.mark.parametrize("lengths", [(9, 14), (14, 9)], ids=str)
+def test_a_sink_is_a_key_without_a_value(options, lengths):
+    # P = exp(s - lse) with lse = logaddexp(lse of the scores, sink)
+    q, k, v = make_qkv(*lengths, h=2, h_k=1, dtype=torch.float64)
+    sinks = torch.tensor([0.5, 9.0], dtype=torch.float64)
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, sinks=sinks, **options)
+    plain, scores_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    scores_lse = scores_lse.double()
+    expected = torch.logaddexp(scores_lse, sinks[:, None])
+    torch.testing.assert_close(lse.double(), expected, atol=1e-5, rtol=1e-5)
+    weight = torch.exp(scores_lse - expected).transpose(1, 2)[..., None]
+    torch.testing.assert_close(out, plain * weight, atol=1e-5, rtol=1e-5)
+    empty = scores_lse.isinf()
+    masked = not {"causal", "window_size"}.isdisjoint(options)
+    assert empty.any() == (lengths == (14, 9) and masked)
+    assert torch.equal(lse[empty], sinks[None, :, None].expand(lse.shape)[empty].float())
+    assert not out.transpose(1, 2)[empty].any()
+
+
+@pytest.mark.parametrize("options", SINK_OPTIONS, ids=str)
+@pytest.mark.parametrize("lengths", [(3, 4), (4, 3)], ids=str)
+def test_gradient_of_sinks(options, lengths):
+    q, k, v = make_qkv(*lengths, h=2, h_k=1, d=2, b=1, dtype=torch.float64)
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+
+    def attend(q, k, v, sinks):
+        return flash_attn_func(q, k, v, sinks=sinks, **options)
+
+    inputs = (q, k, v, sinks)
+    assert torch.autograd.gradcheck(attend, inputs, check_forward_ad=True)
+    alone = (q.detach(), k.detach(), v.detach(), sinks)
+    assert torch.autograd.gradcheck(attend, alone)
+    assert torch.autograd.gradgradcheck(attend, inputs)
+    # lse comes in float32, too coarse for differences
+    _, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, sinks=sinks, **options)
+    exact = attention_ref(q, k, v, sinks=sinks, **options).lse
+    got = torch.autograd.grad(lse.square().sum(), (q, k, sinks))
+    expected = torch.autograd.grad(exact.square().sum(), (q, k, sinks))
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e, atol=1e-5, rtol=1e-5)
+
+
+def test_forward_mode_derivative_by_sinks_that_want_a_gradient():
+    q, k, v = (x.detach() for x in make_qkv(3, 4, dtype=torch.float64))
+    sinks = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(sinks, torch.ones_like(sinks))
+        tangent = forward_ad.unpack_dual(flash_attn_func(q, k, v, sinks=dual)).tangent
+    step = 1e-6
+    ends = [flash_attn_func(q, k, v, sinks=sinks + sign * step) for sign in (1, -1)]
+    torch.testing.assert_close(tangent, (ends[0] - ends[1]) / (2 * step), atol=1e-8, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("flash_only")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(600, 700), (30, 20)], ids=str)
+def test_gradient_of_sinks_through_the_kernel(lengths, dtype):
+    q, k, v = make_qkv(*lengths, dtype=dtype)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
+    out = flash_attn_func(q, k, v, causal=True, sinks=sinks)
+    exact, _, _ = attention_ref(q, k, v, causal=True, sinks=sinks, upcast=torch.float64)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = torch.autograd.grad(out, (q, k, v, sinks), grad)
+    expected = torch.autograd.grad(exact, (q, k, v, sinks), grad.double())
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype, 2e-5)
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_sinks_that_are_not_finite_mean_what_the_reference_says(bad):
+    q, k, v = (x.detach() for x in make_qkv(9, 9))
+    sinks = torch.tensor([0.5, bad, 2.0, 0.0])
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, sinks=sinks)
+    expected = attention_ref(q, k, v, sinks=sinks)
+    torch.testing.assert_close(out, expected.out, equal_nan=True)
+    torch.testing.assert_close(lse, expected.lse, equal_nan=True)
 
 
 class _LargestTensor(TorchDispatchMode):

@@ -27,6 +27,7 @@ OPTIONS = {
     "endless_window": {"window_size": (2**70, sys.maxsize)},
     "softcap": {"softcap": 2.0},
     "alibi": {"alibi_slopes": (4,)},  # stands for slopes of this shape
+    "sinks": {"sinks": (4,), "causal": True},
     "dropout": {"dropout_p": 0.3},
     "all": {
         "dropout_p": 0.2,
@@ -34,6 +35,7 @@ OPTIONS = {
         "window_size": (5, 0),
         "softcap": 1.5,
         "alibi_slopes": (2, 4),
+        "sinks": (4,),
         "return_attn_probs": True,
     },
 }
@@ -48,13 +50,13 @@ class Attention(torch.nn.Module):
         self.options = dict(OPTIONS[name])
         torch.manual_seed(0)
         self.projection = torch.nn.Linear(16, 16)
-        shape = self.options.pop("alibi_slopes", None)
-        self.slopes = None if shape is None else torch.nn.Parameter(torch.rand(shape))
+        for argument in ("alibi_slopes", "sinks"):
+            shape = self.options.pop(argument, None)
+            parameter = None if shape is None else torch.nn.Parameter(torch.rand(shape))
+            self.register_parameter(argument, parameter)
 
     def forward(self, q, k, v):
-        options = self.options
-        if self.slopes is not None:
-            options = {**options, "alibi_slopes": self.slopes}
+        options = {**self.options, "alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
         result = flashcute.flash_attn_func(self.projection(q), k, v, **options)
         if isinstance(result, torch.Tensor):
             return result
@@ -220,6 +222,20 @@ def test_forward_mode_derivative() -> None:
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_forward_mode_derivative_of_one_option(name: str) -> None:
+    q, k, v = (x.detach().double() for x in inputs())
+    x = torch.rand(4)
+
+    def attend(function, x):
+        out = function(q, k, v, **{name: x})
+        return out if isinstance(out, torch.Tensor) else out.out
+
+    _, got = torch.func.jvp(lambda x: attend(flashcute.flash_attn_func, x), (x,), (x + 1,))
+    _, expected = torch.func.jvp(lambda x: attend(attention_ref, x), (x,), (x + 1,))
+    torch.testing.assert_close(got, expected)
+
+
 def test_second_derivative_of_a_traced_call_is_refused() -> None:
     def loss(q):
         return flashcute.flash_attn_func(q, q, q).square().sum()
@@ -256,7 +272,7 @@ def test_fake_tensors_outside_their_mode(name: str) -> None:
 @each_option
 def test_opcheck(name: str) -> None:
     options = dict(OPTIONS[name])
-    shape = options.get("alibi_slopes")
+    extra = [options.get(name) for name in ("alibi_slopes", "sinks")]
     window = [min(side, 2**40) for side in options.get("window_size", (-1, -1))]
     dropout_p = options.get("dropout_p", 0.0)
     for seqlen_k in (11, 0):
@@ -264,8 +280,7 @@ def test_opcheck(name: str) -> None:
             tensors = [x.requires_grad_(differentiable) for x in inputs(seqlen_k)]
             args = (
                 *tensors,
-                None if shape is None else torch.rand(shape),
-                None,
+                *(None if shape is None else torch.rand(shape) for shape in extra),
                 None,
                 torch.tensor(7) if dropout_p else None,
                 options.get("softmax_scale", 0.25),
@@ -275,7 +290,7 @@ def test_opcheck(name: str) -> None:
                 dropout_p,
                 options.get("return_attn_probs", False),
             )
-            checks = torch.library.opcheck(cpu_ops._forward_op, args)
+            checks = torch.library.opcheck(cpu_ops._operator.op, args)
             assert set(checks.values()) == {"SUCCESS"}
 
 
@@ -326,7 +341,7 @@ def test_tensors_of_the_adapter_are_differentiable_when_compiled(name: str) -> N
 
 
 def test_eager_calls_do_not_go_through_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_ops, "_forward_op", None)
+    monkeypatch.setattr(cpu_ops._operator, "op", None)
     q, k, v = inputs()
     assert flashcute.flash_attn_func(q, k, v, softcap=1.0).requires_grad
     assert cpu.draw_seed().is_cpu

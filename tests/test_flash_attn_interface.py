@@ -262,8 +262,11 @@ def test_signatures_are_flash_attns() -> None:
         assert [(p.name, p.default) for p in parameters] == [
             *((name, required) for name in inputs),
             *options,
+            ("sinks", None),
         ]
-        assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        *flash_attns, own = (p.kind for p in parameters)
+        assert set(flash_attns) == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        assert own is inspect.Parameter.KEYWORD_ONLY
 
 
 def _random(dtype: torch.dtype, h_k: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -282,6 +285,7 @@ def _random(dtype: torch.dtype, h_k: int = 2) -> tuple[torch.Tensor, torch.Tenso
         {"window_size": (3, 1)},
         {"softcap": 2.5, "causal": True},
         {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0])},
+        {"sinks": torch.tensor([0.5, -1.0, 3.0, -torch.inf]), "causal": True},
     ],
 )
 def test_cpu_tensors_go_to_the_reference(dtype: torch.dtype, options: dict) -> None:
@@ -345,6 +349,11 @@ def test_packed_functions_read_in_place() -> None:
     out = flashcute.flash_attn_qkvpacked_func(qkv, softmax_scale=0.7)
     assert torch.equal(out, expected)
     out.sum().backward()
+    sinks = torch.zeros(4)
+    got = flashcute.flash_attn_qkvpacked_func(qkv, softmax_scale=0.7, sinks=sinks)
+    assert torch.equal(got, flashcute.flash_attn_func(q, k, v, softmax_scale=0.7, sinks=sinks))
+    got = flashcute.flash_attn_kvpacked_func(q, qkv[:, :, 1:], softmax_scale=0.7, sinks=sinks)
+    assert torch.equal(got, flashcute.flash_attn_func(q, k, v, softmax_scale=0.7, sinks=sinks))
     assert qkv.grad.shape == qkv.shape and qkv.grad.isfinite().all()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import numpy as np
 import pytest
 import torch
 from bad_input import CASES, Case, tensors
+from bad_input_varlen import VARLEN, arguments
+from torch._subclasses import FakeTensorMode
 
 import flashcute
 from flashcute import support
@@ -22,21 +25,33 @@ ASKING = {
     "window_size": (2, 0),
     "softcap": 15.0,
     "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
+    "sinks": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
     "num_heads_k": 2,
+    "cu_seqlens": True,
 }
 
 
 def _call(device: str, argument: str) -> object:
     q, k, v = tensors(device)
     value = ASKING[argument]
+    if argument == "cu_seqlens":
+        return _call_varlen(device)
     if argument == "requires_grad":
         return flashcute.flash_attn_func(q.requires_grad_(), k, v)
     if argument == "num_heads_k":
         assert (q.shape[2], k.shape[2]) == (4, value)
         return flashcute.flash_attn_func(q, k, v)
-    if argument == "alibi_slopes":
+    if argument in ("alibi_slopes", "sinks"):
         value = value.to(device)
     return flashcute.flash_attn_func(q, k, v, **{argument: value})
+
+
+def _call_varlen(device: str) -> object:
+    # Meta tensors have shapes without a kernel, so a fake one stands for CUDA.
+    cuda = device == "meta"
+    with FakeTensorMode() if cuda else contextlib.nullcontext():
+        given = arguments(VARLEN, "cuda" if cuda else device)
+        return flashcute.flash_attn_varlen_func(**given)
 
 
 @pytest.mark.parametrize("feature", support.FEATURES, ids=lambda feature: feature.argument)
@@ -52,7 +67,8 @@ def test_each_feature_works_or_is_refused_as_the_table_says(feature: support.Fea
     with pytest.raises(NotImplementedError) as raised:
         _call("meta", feature.argument)
     # The same words in both places.
-    assert str(raised.value) == f"flash_attn_func: {answer.reasons[0]}"
+    function = "flash_attn_varlen_func" if feature.argument == "cu_seqlens" else "flash_attn_func"
+    assert str(raised.value) == f"{function}: {answer.reasons[0]}"
 
 
 def test_every_option_of_the_interface_has_a_row() -> None:
@@ -132,8 +148,10 @@ WRONG = [
     *(("capability", value) for value in (9, 9.0, "90", (9,), (9, 0, 0), (7, 5), ("9", "0"))),
     *(("requires_grad", value) for value in (1, None, "no", torch.tensor(True))),
     *(("alibi_slopes", value) for value in ([0.5], 1, "yes", False, np.zeros(4))),
-    ("alibi_slopes", torch.zeros(4).to_sparse()),
     *(("alibi_slopes", torch.zeros(8).to(dtype)) for dtype in (torch.float64, torch.bfloat16)),
+    *((name, torch.zeros(4).to_sparse()) for name in ("alibi_slopes", "sinks")),
+    *(("cu_seqlens", value) for value in ([0, 1], 1, "yes", False)),
+    *(("sinks", value) for value in ([0.5], 1, "yes", False, np.zeros(4))),
 ]
 
 

@@ -22,6 +22,8 @@ PAGES: dict[str, dict[str, Chapter]] = {
     "docs/api.md": {
         "Attention": [
             ("flashcute", "flash_attn_interface.py", ""),
+            ("flashcute", "flash_attn_varlen.py", ""),
+            ("flashcute.bert_padding", "bert_padding.py", ""),
             ("flashcute", "support.py", "supports Support support_matrix"),
             ("flashcute.integrations.transformers", "integrations/transformers.py", "register"),
         ],
@@ -39,6 +41,7 @@ PAGES: dict[str, dict[str, Chapter]] = {
     "docs/api_testing.md": {
         "Reference": [
             ("flashcute.reference", "reference.py", ""),
+            ("flashcute.reference_varlen", "reference_varlen.py", ""),
             ("flashcute.reference_tiled", "reference_tiled.py", ""),
         ],
         "Correctness": [

@@ -1,0 +1,200 @@
+"""Opaque operators of CPU tensors: what tracers, vmap and fake tensors call instead of a function.
+
+Attention of CPU tensors looks at values and cuts its work by lengths, neither of which can be
+traced. Behind an operator it may: torch.compile and torch.export record a single node,
+FakeTensorMode runs the fake, vmap a loop. The gradient is a second operator, which computes the
+forward again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from . import cpu
+from .config import NAMESPACE
+
+# Registrations live as long as these objects do.
+_libraries: list[torch.library.Library] = []
+
+
+class Operator:
+    """An eager function as ``flashcute::<name>`` and ``flashcute::<name>_backward``.
+
+    Attributes:
+        op: The operator, ``torch.ops.flashcute.<name>.default``.
+        backward_op: The operator of its gradient.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: tuple[str, ...],
+        options: tuple[str, ...],
+        n_differentiable: int,
+        function: Callable[..., tuple[Tensor, ...]],
+        fake: Callable[..., tuple[Tensor, ...]],
+    ):
+        """Defines and registers both.
+
+        Args:
+            name: In flashcute's namespace.
+            tensors: The arguments that are tensors, as schemas, differentiable ones first.
+            options: The others, which follow.
+            n_differentiable: How many tensors have a gradient.
+            function: Of all arguments; returns out, softmax_lse and dmask. Differentiable.
+            fake: The same for fake tensors.
+        """
+        self._n_tensors, self._n_options = len(tensors), len(options)
+        self._n_differentiable = n_differentiable
+        self._function = function
+        arguments = ", ".join((*tensors, *options))
+        library = torch.library.Library(NAMESPACE, "FRAGMENT")
+        library.define(f"{name}({arguments}) -> (Tensor out, Tensor softmax_lse, Tensor dmask)")
+        library.define(
+            f"{name}_backward(Tensor? grad_out, Tensor? grad_lse, Tensor? grad_dmask, int wanted,"
+            f" {arguments}) -> ({', '.join(['Tensor'] * n_differentiable)})"
+        )
+        namespace = getattr(torch.ops, NAMESPACE)
+        self.op = getattr(namespace, name).default
+        self.backward_op = getattr(namespace, f"{name}_backward").default
+        self.apply, apply_backward = _autograd(self, f"{NAMESPACE}::{name}")
+        for op, implementation, op_fake, apply in (
+            (self.op, self._forward, fake, self.apply),
+            (self.backward_op, self._backward, self._backward_fake, apply_backward),
+        ):
+            op_name = op._schema.name
+            library.impl(op_name, implementation, "CPU")
+            library.impl(op_name, apply, "Autograd")
+            torch.library.register_fake(op_name, op_fake, lib=library)
+            torch.library.register_vmap(op_name, _vmap_by_a_loop(op), lib=library)
+        _libraries.append(library)
+
+    def __call__(self, eager: Callable[[], tuple[Tensor, ...]], *args: object):
+        """The outputs for these arguments: of ``eager`` where nothing needs the operator."""
+        tensors = [x for x in args[: self._n_tensors] if x is not None]
+        if torch.compiler.is_compiling() or tensors[0].is_meta or is_traced(tensors[0]):
+            return self.op(*args)
+        # Forward-mode derivatives are left to the function's own.
+        if torch._C._are_functorch_transforms_active() and not cpu.has_tangent(*tensors):
+            return self.apply(*args)
+        return eager()
+
+    def _forward(self, *args):
+        with torch.no_grad():
+            return self._function(*args)
+
+    def _backward(self, grad_out, grad_lse, grad_dmask, wanted, *args):
+        """The gradients, recomputing the forward; bit n of ``wanted`` asks for that of tensor n."""
+        grads = (grad_out, grad_lse, grad_dmask)
+        n = self._n_tensors
+        tensors = [x if x is None else x.detach() for x in args[:n]]
+        leaves = [x.requires_grad_() for i, x in enumerate(tensors) if wanted >> i & 1]
+        # An operator's implementation runs with autograd switched off.
+        exclude = torch._C._SetExcludeDispatchKeyGuard
+        with (
+            exclude(torch._C.DispatchKey.AutogradFunctionality, False),
+            exclude(torch._C.DispatchKey.ADInplaceOrView, False),
+            torch.enable_grad(),
+        ):
+            results = self._function(*tensors, *args[n:])
+            pairs = [
+                (x, g)
+                for x, g in zip(results, grads, strict=True)
+                if x.requires_grad and g is not None
+            ]
+            outputs, grad_outputs = zip(*pairs, strict=True) if pairs else ((), ())
+            found = iter(torch.autograd.grad(outputs, leaves, grad_outputs, materialize_grads=True))
+        return self._gradients(tensors, wanted, lambda x: cpu.like(x, next(found)))
+
+    def _backward_fake(self, grad_out, grad_lse, grad_dmask, wanted, *args):
+        return self._gradients(args, wanted, torch.empty_like)
+
+    def _gradients(self, tensors, wanted, gradient):
+        """``gradient`` of each tensor, or where it is not wanted a tensor of shape (0,)."""
+        return tuple(
+            gradient(tensors[i]) if wanted >> i & 1 else tensors[0].new_empty(0)
+            for i in range(self._n_differentiable)
+        )
+
+
+def draw_seed(x: Tensor) -> Tensor:
+    """A dropout seed of x's kind: fake tensors can also be used outside the mode they are from."""
+    if not torch.compiler.is_compiling() and isinstance(x, FakeTensor):
+        with x.fake_mode:
+            return cpu.draw_seed()
+    return cpu.draw_seed()
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether a call with ``x`` is recorded or runs on fake tensors."""
+    return (
+        isinstance(x, FakeTensor)
+        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode
+        or torch.jit.is_tracing()
+    )
+
+
+def _autograd(operator: Operator, name: str) -> tuple[Callable, Callable]:
+    """Both operators as functions that autograd and vmap know."""
+    n_tensors, n_differentiable = operator._n_tensors, operator._n_differentiable
+    n_others = n_tensors + operator._n_options - n_differentiable
+
+    class Attend(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args):
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator.op(*args)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*inputs[:n_tensors])
+            ctx.options = inputs[n_tensors:]
+
+        @staticmethod
+        def backward(ctx, *grads):
+            needs = ctx.needs_input_grad[:n_differentiable]
+            wanted = sum(need << i for i, need in enumerate(needs))
+            found = AttendBackward.apply(*grads, wanted, *ctx.saved_tensors, *ctx.options)
+            gradients = [grad if need else None for grad, need in zip(found, needs, strict=True)]
+            return *gradients, *[None] * n_others
+
+    class AttendBackward(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args):
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator.backward_op(*args)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise NotImplementedError(
+                f"{name}: expected one derivative under torch.compile, torch.export and "
+                "torch.func, got a derivative of its gradient; take it with torch.autograd, eagerly"
+            )
+
+    return Attend.apply, AttendBackward.apply
+
+
+def _vmap_by_a_loop(op):
+    def sample(i, pairs):
+        return [x if dim is None else x.select(dim, i) for x, dim in pairs]
+
+    def rule(info, in_dims, *args):
+        pairs = list(zip(args, in_dims, strict=True))
+        results = [op(*sample(i, pairs)) for i in range(info.batch_size)]
+        stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    return rule

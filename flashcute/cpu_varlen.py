@@ -1,0 +1,168 @@
+"""Attention of sequences of different lengths in CPU tensors: a loop over :mod:`flashcute.cpu`.
+
+Each sequence is a dense call of batch size 1, so it gets PyTorch's flash attention where a dense
+call does, and its result does not depend on its neighbours. Tracers see one operator,
+``flashcute::attend_varlen_cpu``: the lengths are data to them, and a graph holds for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import cpu
+from .checks_varlen import Lengths, Names, read_lengths
+from .config import NAMESPACE
+from .cpu_operator import Operator, draw_seed
+
+# Longer windows than this are none; it keeps the operator's int arguments within 64 bits.
+_MAX_WINDOW = 2**62
+
+
+class Tensors(NamedTuple):
+    """The tensors of :func:`attend`, checked by the caller but for the values of lengths.
+
+    Attributes:
+        q: (total_q, h, d), float16, bfloat16, float32 or float64.
+        k: (total_k, h_k, d), v likewise.
+        alibi_slopes: (h,) or (b, h).
+        sinks: (h,).
+        cu_seqlens_q: (b + 1,), int32 or int64; cu_seqlens_k likewise.
+        seqused_q: (b,), int32; seqused_k likewise.
+        seed: int64 scalar that the dropout masks are drawn from; None without dropout.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    seed: Tensor | None
+
+
+class Options(NamedTuple):
+    """The options of :func:`attend` that are no tensors."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    return_dmask: bool = False
+
+
+_N_TENSORS = len(Tensors._fields)
+_OPERATOR_NAMES = Names(f"{NAMESPACE}::attend_varlen_cpu")
+
+
+def attend(
+    tensors: Tensors, options: Options, names: Names = _OPERATOR_NAMES
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of each sequence, in float32, or in float64 for float64 inputs; differentiable.
+
+    Returns:
+        out, contiguous, in q's shape and dtype; the log-sum-exp in float32 (h, total_q); and dmask
+        (b, h, max_seqlen_q, max_seqlen_k) as in ``cpu.attend``, zero beyond each sequence, or of
+        shape (0,). Rows of no sequence have out 0 and log-sum-exp -inf.
+
+    Raises:
+        ValueError: for lengths that do not fit the tokens or max_seqlen_q and max_seqlen_k.
+    """
+    q, k, v, slopes = tensors[:4]
+    b, total_q, h = tensors.cu_seqlens_q.shape[0] - 1, *q.shape[:2]
+    lengths = read_lengths(names, (total_q, k.shape[0]), tensors[5:7], tensors[7:9], options[:2])
+    if b == 0:  # one without tokens, to compute something that has gradients
+        lengths, slopes = Lengths([0], [0], [0], [0]), None
+    gaps, rows = _cut(total_q, lengths.start_q, lengths.used_q)
+    keys = _cut(k.shape[0], lengths.start_k, lengths.used_k)
+    sequences = zip(
+        _used(q, gaps, rows), _used(k, *keys), _used(v, *keys), lengths.start_q, strict=True
+    )
+    returns_dmask = options.return_dmask and tensors.seed is not None
+    outs, lses, dmasks = [], [], []
+    for i, (q_i, k_i, v_i, start) in enumerate(sequences):
+        part = cpu.Tensors(
+            q_i[None],
+            k_i[None],
+            v_i[None],
+            alibi_slopes=slopes[i : i + 1] if slopes is not None and slopes.dim() == 2 else slopes,
+            sinks=tensors.sinks,
+            seed=None if tensors.seed is None else tensors.seed + start,
+        )
+        out, lse, dmask = cpu.attend(part, cpu.Options(*options[2:]))
+        outs += [q.new_zeros((gaps[i], *q.shape[1:])), out[0]]
+        lses += [lse.new_full((h, gaps[i]), -torch.inf), lse[0]]
+        if returns_dmask:
+            beyond = (0, options[1] - k_i.shape[0], 0, options[0] - q_i.shape[0])
+            dmasks.append(torch.nn.functional.pad(dmask, beyond))
+    outs.append(q.new_zeros((gaps[-1], *q.shape[1:])))
+    lses.append(lses[0].new_full((h, gaps[-1]), -torch.inf))
+    dmask = torch.cat(dmasks)[:b] if returns_dmask else q.new_empty(0)
+    return torch.cat(outs), torch.cat(lses, 1), dmask
+
+
+def _cut(total: int, starts: list[int], used: list[int]) -> tuple[list[int], list[int]]:
+    """Rows of no sequence before each one and at the end, and rows of each."""
+    ends = [0, *(start + n for start, n in zip(starts, used, strict=True))]
+    return [start - end for start, end in zip([*starts, total], ends, strict=True)], used
+
+
+def _used(x: Tensor, gaps: list[int], rows: list[int]) -> tuple[Tensor, ...]:
+    """The rows of each sequence, by one split: the gradient of a slice is as large as x."""
+    sizes = [*itertools.chain(*zip(gaps, rows, strict=False)), gaps[-1]]
+    return x.split(sizes)[1::2]
+
+
+def _attend(*args):
+    return attend(Tensors(*args[:_N_TENSORS]), Options(*args[_N_TENSORS:]))
+
+
+def _fake(*args):
+    tensors, options = Tensors(*args[:_N_TENSORS]), Options(*args[_N_TENSORS:])
+    q, b = tensors.q, tensors.cu_seqlens_q.shape[0] - 1
+    total_q, h, _ = q.shape
+    returns_dmask = options.return_dmask and options.dropout_p > 0.0
+    dmask = q.new_empty((b, h, *options[:2]) if returns_dmask else 0)
+    return q.new_empty(q.shape), q.new_empty((h, total_q), dtype=torch.float32), dmask
+
+
+_operator = Operator(
+    "attend_varlen_cpu",
+    (
+        *("Tensor q", "Tensor k", "Tensor v", "Tensor? alibi_slopes", "Tensor? sinks"),
+        *("Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "Tensor? seqused_q", "Tensor? seqused_k"),
+        "Tensor? seed",
+    ),
+    (
+        *("SymInt max_seqlen_q", "SymInt max_seqlen_k", "float softmax_scale", "bool causal"),
+        *("int window_left", "int window_right", "float softcap", "float dropout_p"),
+        "bool return_dmask",
+    ),
+    5,
+    _attend,
+    _fake,
+)
+
+
+def attend_or_trace(
+    names: Names, tensors: Tensors, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`attend` of CPU tensors, eager or traced, and its shapes for meta tensors.
+
+    ``names`` are for messages. The seed is drawn here, from torch's default generator.
+    """
+    if options.dropout_p > 0.0:
+        tensors = tensors._replace(seed=draw_seed(tensors.q).to(tensors.q.device))
+    left, right = (min(int(side), _MAX_WINDOW) for side in options[4:6])
+    options = options._replace(window_left=left, window_right=right)
+    return _operator(lambda: attend(tensors, options, names), *tensors, *options)

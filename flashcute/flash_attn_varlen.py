@@ -1,0 +1,294 @@
+"""flash-attn 2's functions for sequences of different lengths, packed without padding.
+
+CPU tensors go to :mod:`flashcute.cpu_varlen`, which takes every argument and is differentiable;
+meta tensors get shapes. There are no kernels for them yet: a CUDA tensor is an error.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .checks import (
+    check_alibi,
+    check_dropout,
+    check_dtype,
+    check_flag,
+    check_for_kernels,
+    check_scale,
+    check_sinks,
+    check_softcap,
+    check_window,
+)
+from .checks_varlen import (
+    Names,
+    check_bounds,
+    check_lengths,
+    check_packed_together,
+    check_packed_tokens,
+)
+from .cpu_varlen import Options, Tensors, attend_or_trace
+from .features import not_on_cuda
+
+_UNLIMITED = (-1, -1)
+
+
+def _attend(
+    names: Names,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    return_attn_probs,
+    seqused_q,
+    seqused_k,
+    sinks,
+):
+    fn = names.fn
+    d = check_packed_tokens(names, q, k, v)
+    b = check_lengths(names, q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    max_seqlen_q, max_seqlen_k = check_bounds(names, max_seqlen_q, max_seqlen_k)
+    scale = check_scale(fn, softmax_scale, d)
+    causal = check_flag(fn, "causal", causal)
+    check_flag(fn, "deterministic", deterministic)
+    return_attn_probs = check_flag(fn, "return_attn_probs", return_attn_probs)
+    dropout_p = check_dropout(fn, dropout_p)
+    softcap = check_softcap(fn, softcap)
+    left, right = check_window(fn, window_size)
+    if alibi_slopes is not None:
+        check_alibi(fn, alibi_slopes, q, b)
+    if sinks is not None:
+        check_sinks(fn, sinks, q)
+    if q.is_cpu:
+        check_dtype(fn, f"{names.q}.dtype", q.dtype, q.device)
+    else:
+        check_for_kernels(fn, names.q, q, d, scale)
+        if not q.is_meta:
+            raise NotImplementedError(f"{fn}: {not_on_cuda('cu_seqlens', '(a tensor)')}")
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    tensors = Tensors(q, k, v, alibi_slopes, sinks, *lengths, None)
+    bounds = (max_seqlen_q, max_seqlen_k)
+    options = Options(*bounds, scale, causal, left, right, softcap, dropout_p, return_attn_probs)
+    outputs = attend_or_trace(names, tensors, options)
+    return outputs if return_attn_probs else outputs[0]
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`flash_attn_func` of each of b sequences of different lengths, packed without padding.
+
+    Tokens of all sequences stand one after the other; sequence i has queries
+    ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and keys ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``. Masks,
+    windows and ALiBi are aligned to the bottom-right corner of each. A sequence's result does not
+    depend on the others. Sequences may be empty, on either side.
+
+    ``torch.nested`` tensors of layout jagged, (b, j, h, head_dim), are packed this way already:
+    pass ``q.values()`` and ``q.offsets()``, of ``q.contiguous()`` where ``q.lengths()`` says that
+    there are holes; ``torch.nested.nested_tensor_from_jagged`` wraps the result. A padded batch is
+    packed by ``flashcute.bert_padding.unpad_input``.
+
+    On the CPU, of any option and differentiable; meta tensors give shapes. On CUDA: not yet.
+
+    Args:
+        q: (total_q, h, head_dim).
+        k: (total_k, h_k, head_dim), of q's dtype and device; h is a multiple of h_k.
+        v: As k.
+        cu_seqlens_q: int32 or int64 (b + 1,), on q's device: where each sequence of queries starts,
+            and where the last one ends. From 0 on, non-decreasing, at most total_q. Rows from the
+            last value on are in no sequence: their output is 0, their log-sum-exp -inf.
+        cu_seqlens_k: int32 or int64 (b + 1,): the same for keys and values.
+        max_seqlen_q: The longest sequence of queries, or more, which costs nothing but time. If a
+            sequence is longer, a CPU tensor raises an error; a kernel, for which the lengths stay
+            on the device, gives its rows from max_seqlen_q on output 0 and log-sum-exp -inf.
+        max_seqlen_k: The same for the keys. A kernel reads all keys of a sequence whatever it is.
+        dropout_p: As in :func:`flash_attn_func`, and so for the arguments that follow.
+        softmax_scale: Factor on the scores; None for 1 / sqrt(head_dim).
+        causal: Whether to mask keys after the query.
+        window_size: (left, right), -1 for unlimited.
+        softcap: 0.0 for none.
+        alibi_slopes: float32 (h,) or (b, h).
+        deterministic: Ask for bitwise repeatable results, which the forward always gives.
+        return_attn_probs: Also return the log-sum-exp and the dropout pattern.
+        block_table: Of a paged cache: None, others are not supported yet.
+        seqused_q: int32 (b,): how many queries of each sequence are computed, from its first one
+            on; it is aligned as if it ended there. The other rows have output 0 and log-sum-exp
+            -inf. Then max_seqlen_q bounds these. None for all.
+        seqused_k: int32 (b,): how many keys of each sequence are there, likewise.
+        sinks: As in :func:`flash_attn_func`; rows of a sequence without keys have log-sum-exp sink.
+
+    Returns:
+        out: In q's shape and dtype, contiguous. With ``return_attn_probs`` also ``softmax_lse``,
+        float32 (h, total_q), and ``S_dmask``: the attention weights with a minus sign where
+        dropped, (b, h, max_seqlen_q, max_seqlen_k), zero beyond each sequence, or of shape (0,)
+        without dropout.
+
+    Raises:
+        TypeError: for a wrong type or dtype, and for a tensor that is not dense.
+        ValueError: for a wrong value, shape or device; for values of CPU tensors of lengths that
+            are out of order or range. A compiled function raises it when it runs.
+        NotImplementedError: for what is not supported on the tensors' device yet.
+    """
+    fn = "flash_attn_varlen_func"
+    if block_table is not None:
+        raise NotImplementedError(
+            f"{fn}: expected block_table=None, got block_table of type "
+            f"{type(block_table).__name__}; paged keys are not supported yet: gather the pages of "
+            "each sequence into k and v"
+        )
+    return _attend(
+        Names(fn),
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        seqused_q,
+        seqused_k,
+        sinks,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`flash_attn_varlen_func` of k and v stored together, read in place, without a copy.
+
+    Args:
+        q: (total_q, h, head_dim).
+        kv: (total_k, 2, h_k, head_dim), k first.
+
+    The other arguments, the result and the errors are those of :func:`flash_attn_varlen_func`.
+    """
+    fn = "flash_attn_varlen_kvpacked_func"
+    check_packed_together(fn, "kv", kv, 2)
+    k, v = kv.unbind(1)
+    return _attend(
+        Names(fn, k="kv[:, 0]", v="kv[:, 1]"),
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        seqused_q,
+        seqused_k,
+        sinks,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _UNLIMITED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`flash_attn_varlen_func` of q, k and v stored together, read in place, without a copy.
+
+    Args:
+        qkv: (total, 3, h, head_dim), in the order q, k, v.
+        cu_seqlens: int32 or int64 (b + 1,): cu_seqlens_q and cu_seqlens_k.
+        max_seqlen: max_seqlen_q and max_seqlen_k.
+
+    The other arguments, the result and the errors are those of :func:`flash_attn_varlen_func`.
+    """
+    fn = "flash_attn_varlen_qkvpacked_func"
+    check_packed_together(fn, "qkv", qkv, 3)
+    q, k, v = qkv.unbind(1)
+    lengths = ("cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen")
+    return _attend(
+        Names(fn, "qkv[:, 0]", "qkv[:, 1]", "qkv[:, 2]", *lengths),
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        seqused_q,
+        seqused_k,
+        sinks,
+    )
