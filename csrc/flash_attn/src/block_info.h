@@ -1,4 +1,5 @@
-// Which keys a query sees, and which key blocks its tile visits: the only place with that arithmetic.
+// Which keys a query sees, and which key blocks its tile visits: the only place with that
+// arithmetic.
 #pragma once
 
 #include <cute/config.hpp>

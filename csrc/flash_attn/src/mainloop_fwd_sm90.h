@@ -258,6 +258,13 @@ struct MainloopFwdSm90 {
             }
         }
 
+        // tSrS: scores (4, 1, N/8) of the block that visit n is to.
+        template <class Scores>
+        CUTE_DEVICE void apply_mask(Flash_fwd_params const &params, Scores &tSrS, int n) const {
+            int const block = tile().blocks.template block<C.mask>(n);
+            Mask<C>{params, tile()}.template apply<Traits>(tSrS, thread, block);
+        }
+
         // The warpgroups take turns in issuing their products, so that one's softmax runs under
         // the other's. Named barrier 0 is __syncthreads().
         CUTE_DEVICE void wait_turn() const {
@@ -351,10 +358,6 @@ struct MainloopFwdSm90 {
             while (await_tile(params)) {
                 int n = tile().blocks.count - 1;  // visits left after this one
                 int const unmasked = tile().blocks.unmasked;
-                auto const apply_mask = [&](int n) {
-                    Mask<C>{params, tile()}.template apply<Traits>(
-                        tSrS, thread, tile().blocks.template block<C.mask>(n));
-                };
                 await_q();
                 load_q_fragments(tSrQreg);
                 await_k();
@@ -362,7 +365,7 @@ struct MainloopFwdSm90 {
                 sm90::wgmma_wait<0>();
                 release_k(true, n == 0);
                 k.advance();
-                if (n >= unmasked) apply_mask(n);
+                if (n >= unmasked) apply_mask(params, tSrS, n);
                 softmax.start(tSrS, tOrP);
                 clear(rO);
 
@@ -375,7 +378,7 @@ struct MainloopFwdSm90 {
                     for (; n >= 0 && (n >= unmasked || softmax.seeks_max()); --n) {
                         compute_scores(n);
                         bool const masked = n >= unmasked;
-                        if (masked) apply_mask(n);
+                        if (masked) apply_mask(params, tSrS, n);
                         typename SoftmaxT::RowTensor factor;  // (rows)
                         bool const raised = softmax.raise_ref(tSrS, factor, masked);
                         finish_pv();

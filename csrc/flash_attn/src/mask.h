@@ -30,8 +30,7 @@ struct Mask {
             CUTE_UNROLL
             for (int j = 0; j < size<1>(scores); ++j) {
                 int const key = Traits::acc_col(0, j);
-                bool const before =
-                    C.mask == MaskKind::local && key < visible.begin - first_key;
+                bool const before = C.mask == MaskKind::local && key < visible.begin - first_key;
                 if (before || key >= visible.end - first_key) {
                     scores(i, j) = -INFINITY;
                 }
