@@ -14,7 +14,12 @@ from .config import HEAD_DIMS, MAX_SMEM_BYTES, FwdConfig
 
 @dataclasses.dataclass(frozen=True)
 class FwdProblem:
-    """One forward call as far as the choice of a kernel depends on it."""
+    """One forward call as far as the choice of a kernel depends on it.
+
+    Attributes:
+        window: (left, right), where neither a causal mask nor none says the same; then ``causal``
+            is False.
+    """
 
     dtype: str
     causal: bool
@@ -24,6 +29,7 @@ class FwdProblem:
     h: int
     h_k: int
     d: int
+    window: tuple[int, int] | None = None
 
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
@@ -146,6 +152,9 @@ def _clocks(problem: FwdProblem, tile: _Sm90Tile, causal: bool, sms: int) -> flo
     tiles = problem.b * (problem.h_k if packed else problem.h) * m_blocks
 
     def keys(m_block: int) -> float:
+        if problem.window is not None:
+            visible = min((rows >> shift) + sum(problem.window), problem.seqlen_k)
+            return (visible // tile.tile_n + 1) * tile.tile_n + _TILE_OVERHEAD_KEYS[causal]
         positions = ((m_block + 1) * rows) >> shift
         last = min(positions, problem.seqlen_q) if causal else problem.seqlen_q
         visible = max(0, min(problem.seqlen_k, last + problem.seqlen_k - problem.seqlen_q))
@@ -250,10 +259,13 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     causal = problem.causal and problem.seqlen_q > 1
     head_dim = instantiated_head_dim(problem.d)
     if kernel_class(capability) == 80:
-        return fwd_config(problem.dtype, head_dim, causal, capability)
-    tiles = _SM90_TILES[head_dim, causal]
-    best = min(tiles, key=lambda tile: _clocks(problem, tile, causal, sms))
-    return _sm90_config(problem.dtype, head_dim, causal, best)
+        config = fwd_config(problem.dtype, head_dim, causal, capability)
+    else:
+        tiles = _SM90_TILES[head_dim, causal]
+        best = min(tiles, key=lambda tile: _clocks(problem, tile, causal, sms))
+        config = _sm90_config(problem.dtype, head_dim, causal, best)
+    # A window's tiles are of one length, as those without a mask, and so are its tile sizes.
+    return config if problem.window is None else dataclasses.replace(config, mask="local")
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import checks, cpu, cpu_ops, heuristics, jit
-from .config import NAMESPACE
+from .config import DTYPES, MASKS, NAMESPACE
 from .features import CAPABILITIES, VECTOR, not_on_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_DTYPES = ("fp16", "bf16")  # flash::DType
 
 
 class _FwdProblem(ctypes.Structure):
@@ -31,13 +29,15 @@ class _FwdProblem(ctypes.Structure):
     _fields_ = (
         ("device", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
-        ("causal", ctypes.c_int32),
+        ("mask", ctypes.c_int32),
         ("b", ctypes.c_int32),
         ("seqlen_q", ctypes.c_int32),
         ("seqlen_k", ctypes.c_int32),
         ("h", ctypes.c_int32),
         ("h_k", ctypes.c_int32),
         ("d", ctypes.c_int32),
+        ("window_left", ctypes.c_int32),
+        ("window_right", ctypes.c_int32),
     )
 
 
@@ -81,15 +81,18 @@ def _choose(problem: _FwdProblem) -> _FwdChoice:
             f"{NAMESPACE}::fwd: expected a GPU of compute capability in {CAPABILITIES}, "
             f"got cuda:{problem.device} of {capability}; move the tensors to the CPU"
         )
+    mask = MASKS[problem.mask]
+    window = problem.window_left, problem.window_right
     call = heuristics.FwdProblem(
-        dtype=_DTYPES[problem.dtype],
-        causal=bool(problem.causal),
+        dtype=DTYPES[problem.dtype],
+        causal=mask == "causal",
         b=problem.b,
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         h=problem.h,
         h_k=problem.h_k,
         d=problem.d,
+        window=window if mask == "local" else None,
     )
     config = heuristics.choose_fwd(call, capability, properties.multi_processor_count)
     kernel = jit.get_kernel(config, f"{capability[0]}{capability[1]}")
@@ -115,22 +118,40 @@ def _empty_outputs(q):
     return torch.empty_like(q), q.new_empty((b, h, seqlen_q), dtype=torch.float32)
 
 
-def _fwd_cpu(q, k, v, softmax_scale, causal):
+def _cpu(q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None):
     with torch.no_grad():
-        return cpu.attend(cpu.Tensors(q, k, v), cpu.Options(softmax_scale, causal))[:2]
+        options = cpu.Options(softmax_scale, causal, window_left, window_right)
+        return cpu.attend(cpu.Tensors(q, k, v, sinks=sinks), options)[:2]
 
 
-def _fwd_fake(q, k, v, softmax_scale, causal):
+def _fake(q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None):
     return _empty_outputs(q)
 
 
-def _checked(implementation: Callable) -> Callable:
-    """``implementation`` behind the checks that the binding makes for CUDA tensors."""
+def _differentiable_on_cpu(
+    q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None
+):
+    window_size = window_left, window_right
+    return cpu_ops.attend(
+        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, sinks=sinks
+    )[:2]
 
-    def fwd(q, k, v, softmax_scale, causal):
-        fn = f"{NAMESPACE}::fwd"
+
+def _checked(name: str, implementation: Callable) -> Callable:
+    """``implementation`` of an operator behind the checks that the binding makes for CUDA tensors.
+
+    Options that ``fwd`` does not have follow ``causal``.
+    """
+    fn = f"{NAMESPACE}::{name}"
+
+    def checked(q, k, v, softmax_scale, causal, *options):
         d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
         softmax_scale = checks.check_scale(fn, softmax_scale, d)
+        if options:
+            *window_size, sinks = options
+            checks.check_window(fn, tuple(window_size))
+            if sinks is not None:
+                checks.check_sinks(fn, sinks, q)
         if q.is_cpu:
             checks.check_dtype(fn, "q.dtype", q.dtype, q.device)
         else:
@@ -140,26 +161,30 @@ def _checked(implementation: Callable) -> Callable:
                     f"{fn}: expected head_dim to be a multiple of {VECTOR}, got head_dim={d}; "
                     "call flash_attn_func, which pads"
                 )
-        return implementation(q, k, v, softmax_scale, causal)
+        return implementation(q, k, v, softmax_scale, causal, *options)
 
-    return fwd
-
-
-def _attend_on_cpu(q, k, v, softmax_scale, causal):
-    return cpu_ops.attend(q, k, v, softmax_scale=softmax_scale, causal=causal)[:2]
+    return checked
 
 
-def _fwd_autograd(q, k, v, softmax_scale, causal):
-    """``fwd`` where a gradient may be asked for: right on the CPU, an error elsewhere.
+def _autograd(name: str) -> Callable:
+    """An operator where a gradient may be asked for: right on the CPU, an error elsewhere.
 
     Without it torch would compute the output and lose the gradient, with no more than a warning.
     """
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        if not q.is_cpu:
-            raise NotImplementedError(f"{NAMESPACE}::fwd: {not_on_cuda('requires_grad', True)}")
-        return _checked(_attend_on_cpu)(q, k, v, softmax_scale, causal)
-    with torch._C._AutoDispatchBelowAutograd():
-        return getattr(torch.ops, NAMESPACE).fwd.default(q, k, v, softmax_scale, causal)
+    on_cpu = _checked(name, _differentiable_on_cpu)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def autograd(*args):
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            if not tensors[0].is_cpu:
+                unsupported = not_on_cuda("requires_grad", True)
+                raise NotImplementedError(f"{NAMESPACE}::{name}: {unsupported}")
+            return on_cpu(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return autograd
 
 
 def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -178,11 +203,13 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             # A thread of C++ may still call the operator when the interpreter has ended.
             atexit.register(binding.flashcute_set_resolver, _Resolver())
             library = torch.library.Library(NAMESPACE, "IMPL")
-            for name in ("fwd", "fwd_no_grad"):
-                library.impl(name, _checked(_fwd_cpu), "CPU")
-                fake = _checked(_fwd_fake)
+            for name in ("fwd", "fwd_no_grad", "attend"):
+                public = name.removesuffix("_no_grad")
+                library.impl(name, _checked(public, _cpu), "CPU")
+                fake = _checked(public, _fake)
                 torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-            library.impl("fwd", _fwd_autograd, "Autograd")
+                if name != "fwd_no_grad":
+                    library.impl(name, _autograd(name), "Autograd")
             _keep_alive.extend((binding, library))
             _fwd = getattr(torch.ops, NAMESPACE).fwd_no_grad.default
     return getattr(torch.ops, NAMESPACE).fwd.default
@@ -224,9 +251,37 @@ def fwd(
     # What records a graph records the operator that guards gradients.
     recorded = torch._C._len_torch_dispatch_stack() > 0
     op = load() if _fwd is None or recorded else _fwd
+    return _raising(op, q, k, v, softmax_scale, causal)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`fwd` with everything optional.
+
+    Args:
+        window_size: (left, right) of the diagonal that ends in the bottom-right corner; -1 for
+            unlimited.
+        sinks: (h,), contiguous, float32 on CUDA: a further logit for each query head.
+    """
+    if not (torch.compiler.is_compiling() and _load_while_tracing()):
+        load()
+    op = getattr(torch.ops, NAMESPACE).attend.default
+    args = q, k, v, softmax_scale, causal, *window_size, sinks
+    return op(*args) if torch.compiler.is_compiling() else _raising(op, *args)
+
+
+def _raising(op: Callable, *args) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator's results; what choosing or building the kernel raised is raised itself."""
     _raised.exception = None
     try:
-        return op(q, k, v, softmax_scale, causal)
+        return op(*args)
     except RuntimeError:
         if _raised.exception is None:
             raise

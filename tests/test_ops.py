@@ -320,12 +320,12 @@ def test_a_fork_during_a_load_leaves_the_child_free_to_load() -> None:
 # In place of the binding: asks the resolver once more when the interpreter has ended.
 _LATE_BINDING = """\
 #include <cstdlib>
-using Resolver = const void *(*)(const void *, char *, int);
+using Resolver = int (*)(const void *, void *, char *, int);
 static Resolver resolver;
 static void ask() {
     char error[64];
     if (resolver != nullptr) {
-        resolver(nullptr, error, sizeof(error));
+        resolver(nullptr, nullptr, error, sizeof(error));
     }
 }
 extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(Resolver to) {
@@ -345,6 +345,7 @@ def test_nothing_calls_the_resolver_when_the_interpreter_has_ended() -> None:
         "library = torch.library.Library('flashcute', 'DEF')\n"
         f"library.define({FROZEN_SCHEMA.removeprefix('flashcute::')!r})\n"
         "library.define('fwd_no_grad(Tensor q) -> Tensor')\n"
+        "library.define('attend(Tensor q) -> Tensor')\n"
         f"ops.jit.load_binding = lambda: {str(late)!r}\n"
         "ops.load()\n"
     )
@@ -355,23 +356,25 @@ class _Problem:
     """A problem as the binding would hand it to the resolver."""
 
     def __init__(self, error_size: int) -> None:
-        self.problem = ops._FwdProblem(0, 1, 1, 2, 3, 4, 8, 2, 64)
+        self.problem = ops._FwdProblem(0, 1, 1, 2, 3, 4, 8, 2, 64)  # causal
+        self.choice = ops._FwdChoice()
         self.error = ctypes.create_string_buffer(b"x" * error_size, error_size)
         self.error_size = error_size
 
-    def resolve(self) -> int | None:
-        return ops._resolve(
-            ctypes.byref(self.problem), ctypes.addressof(self.error), self.error_size
-        )
+    def resolve(self) -> int:
+        error = ctypes.addressof(self.error)
+        problem, choice = ctypes.byref(self.problem), ctypes.byref(self.choice)
+        return ops._resolve(problem, choice, error, self.error_size)
 
 
-def test_resolver_mirrors_the_bindings_struct() -> None:
-    # The binding asserts 36 bytes at compile time; the fields' order is read off its source.
-    assert ctypes.sizeof(ops._FwdProblem) == 36
+@pytest.mark.parametrize(("struct", "end"), [("FwdProblem", "bool operator"), ("FwdChoice", "};")])
+def test_resolver_mirrors_the_bindings_structs(struct: str, end: str) -> None:
+    # The binding asserts 44 bytes at compile time; the fields' order is read off its source.
+    assert ctypes.sizeof(ops._FwdProblem) == 44
     source = (ROOT / "csrc" / "flash_attn" / "flash_api.cpp").read_text()
-    body = re.search(r"struct FwdProblem \{(.*?)bool operator", source, re.DOTALL).group(1)
+    body = re.search(rf"struct {struct} \{{(.*?){end}", source, re.DOTALL).group(1)
     fields = re.findall(r"\b(\w+)\s*[,;]", re.sub(r"//.*", "", body))
-    assert fields == [name for name, _ in ops._FwdProblem._fields_]
+    assert fields == [name for name, _ in getattr(ops, f"_{struct}")._fields_]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,16 +398,22 @@ def test_resolver_asks_heuristics_and_the_jit(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Gpu(9, 0))
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
-    assert _Problem(256).resolve() == 4096
+    problem = _Problem(256)
+    assert problem.resolve() == 0
+    # Three positions of four heads each: a tile for each of the two key heads and not for eight.
+    assert (problem.choice.kernel, problem.choice.pack_heads) == (4096, 1)
     assert asked["target"] == "90"
     config = asked["config"]
     assert (config.dtype, config.mask, config.head_dim) == ("bf16", "causal", 64)
+    problem.problem.mask, problem.problem.window_left = 2, 5
+    assert problem.resolve() == 0
+    assert asked["config"].mask == "local"
 
 
 def test_resolver_refuses_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Gpu(7, 5))
     problem = _Problem(256)
-    assert problem.resolve() is None
+    assert problem.resolve() != 0
     assert b"NotImplementedError: " in problem.error.value
     assert b"(7, 5)" in problem.error.value
 
@@ -416,9 +425,9 @@ def test_resolver_never_writes_past_the_message_buffer(
     def fail(problem):
         raise ValueError("\N{GREEK SMALL LETTER ALPHA}" * 4096)
 
-    monkeypatch.setattr(ops, "_kernel_address", fail)
+    monkeypatch.setattr(ops, "_choose", fail)
     problem = _Problem(error_size)
-    assert problem.resolve() is None
+    assert problem.resolve() != 0
     text = problem.error.value.decode()  # valid UTF-8, cut between characters
     assert "ValueError: \N{GREEK SMALL LETTER ALPHA}".startswith(text[:13])
     assert error_size - 3 < len(problem.error.value) + 1 <= error_size
@@ -432,10 +441,10 @@ def test_caller_gets_the_resolvers_exception(
         raise error
 
     def op(*args):
-        assert _Problem(256).resolve() is None
+        assert _Problem(256).resolve() != 0
         raise RuntimeError("what the binding makes of the message")
 
-    monkeypatch.setattr(ops, "_kernel_address", fail)
+    monkeypatch.setattr(ops, "_choose", fail)
     monkeypatch.setattr(ops, "_fwd", op)
     q = torch.empty(1)
     with pytest.raises(type(error)) as raised:
@@ -469,7 +478,7 @@ def test_exceptions_of_other_threads_are_not_mixed_up(monkeypatch: pytest.Monkey
         except ValueError as error:
             seen[threading.get_ident()] = error
 
-    monkeypatch.setattr(ops, "_kernel_address", fail)
+    monkeypatch.setattr(ops, "_choose", fail)
     monkeypatch.setattr(ops, "_fwd", op)
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:

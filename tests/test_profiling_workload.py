@@ -18,7 +18,7 @@ def test_every_launch_has_the_configuration_and_the_shape(monkeypatch):
 
     def attention(q, k, v, causal):
         problem = heuristics.FwdProblem("bf16", False, 9, 9, 9, 9, 9, 256)
-        calls.append((q, k, v, causal, heuristics.choose_fwd(problem, (9, 0))))
+        calls.append((q, k, v, causal, heuristics.choose_fwd(problem, (9, 0), 132)))
 
     monkeypatch.setattr(heuristics, "choose_fwd", heuristics.choose_fwd)  # put back afterwards
     monkeypatch.setattr(workload, "flash_attn_func", attention)

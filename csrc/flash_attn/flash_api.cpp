@@ -18,6 +18,7 @@
 #include <limits>
 #include <mutex>
 #include <numbers>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -41,8 +42,9 @@ namespace flash {
 struct FwdProblem {
     int32_t device;  // CUDA device index
     DType dtype;
-    int32_t causal;
+    MaskKind mask;
     int32_t b, seqlen_q, seqlen_k, h, h_k, d;
+    int32_t window_left, window_right;  // MaskKind::local; else 0
 
     bool operator==(const FwdProblem &) const = default;
 };
@@ -94,9 +96,9 @@ void check_shim(AOTITorchError error) {
 
 struct FwdProblemHash {
     size_t operator()(const FwdProblem &problem) const {
-        // FNV-1a over the nine words; the high bits are folded back as buckets use the low ones.
-        static_assert(sizeof(FwdProblem) == 9 * sizeof(uint32_t), "no padding may enter the hash");
-        uint32_t words[9];
+        // FNV-1a over the words; the high bits are folded back as buckets use the low ones.
+        static_assert(sizeof(FwdProblem) == 11 * sizeof(uint32_t), "no padding may enter the hash");
+        uint32_t words[11];
         std::memcpy(words, &problem, sizeof(words));
         uint64_t hash = 0xcbf29ce484222325;
         for (const uint32_t word : words) {
@@ -295,8 +297,94 @@ void *current_stream(int32_t device) {
     return stream;
 }
 
-std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v,
-                               double softmax_scale, bool causal) {
+// What a call may ask for beside q, k, v and the scale. A window's side is -1 where it is unlimited.
+struct Options {
+    bool causal = false;
+    int64_t window_left = -1;
+    int64_t window_right = -1;
+    std::optional<Tensor> sinks;
+};
+
+// The mask with the least work that says the same, and the window of MaskKind::local.
+void set_mask(FwdProblem &problem, const Options &options) {
+    const int64_t seqlen_q = problem.seqlen_q, seqlen_k = problem.seqlen_k;
+    const int64_t left = options.window_left;
+    const int64_t right = options.causal ? 0 : options.window_right;
+    const bool all_left = left < 0 || left >= seqlen_k - 1;
+    const bool all_right = right < 0 || right >= seqlen_q - 1;
+    if (all_left && (all_right || right == 0)) {
+        problem.mask = all_right ? MaskKind::none : MaskKind::causal;
+        return;
+    }
+    if (2 * (seqlen_q + seqlen_k) > kMaxInt32) {
+        fail("expected seqlen_q + seqlen_k <= ", kMaxInt32 / 2, " with a window, got ", seqlen_q,
+             " and ", seqlen_k);
+    }
+    problem.mask = MaskKind::local;
+    problem.window_left = static_cast<int32_t>(all_left ? seqlen_k : left);
+    problem.window_right = static_cast<int32_t>(all_right ? seqlen_q : right);
+}
+
+const float *read_sinks(const Options &options, const Layout &q, int32_t device) {
+    if (!options.sinks.has_value()) {
+        return nullptr;
+    }
+    const Tensor &sinks = *options.sinks;
+    if (!sinks.is_cuda() || sinks.get_device_index() != device) {
+        fail("expected sinks on cuda:", device, " as q");
+    }
+    if (dtype_of(sinks) != aoti_torch_dtype_float32() || sinks.dim() != 1 ||
+        sinks.sizes()[0] != q.h || !sinks.is_contiguous()) {
+        fail("expected contiguous sinks of dtype float32 and shape (", q.h, ")");
+    }
+    return static_cast<const float *>(sinks.const_data_ptr());
+}
+
+// The scale, the shape and what the choice for them says.
+void set_problem(Flash_fwd_params &params, const FwdProblem &problem, const FwdChoice &choice) {
+    params.b = problem.b;
+    params.seqlen_q = problem.seqlen_q;
+    params.seqlen_k = problem.seqlen_k;
+    params.h = problem.h;
+    params.h_k = problem.h_k;
+    params.d = problem.d;
+    params.window_left = problem.window_left;
+    params.window_right = problem.window_right;
+    params.h_h_k_ratio = problem.h / problem.h_k;
+    params.pack_shift =
+        choice.pack_heads != 0 ? std::bit_width(static_cast<uint32_t>(params.h_h_k_ratio) - 1) : 0;
+    const int tile_m = choice.kernel->tile_m;
+    const int64_t rows = int64_t(problem.seqlen_q) << params.pack_shift;
+    const int64_t grid_heads =
+        int64_t(problem.b) * (params.pack_shift > 0 ? problem.h_k : problem.h);
+    // The grid is one-dimensional, and its limit is that of a 32-bit int, as is that of a row.
+    const int64_t tiles = grid_heads * ((rows + tile_m - 1) / tile_m);
+    if (rows > kMaxSeqlen || tiles > kMaxTiles) {
+        fail("expected at most ", kMaxTiles, " tiles of ", tile_m, " query rows, got ", tiles,
+             "; split the batch");
+    }
+}
+
+void set_strides(Flash_fwd_params &params, const Layout &q, const Layout &k, const Layout &v,
+                 const Layout &o) {
+    params.q_batch_stride = q.batch_stride;
+    params.q_row_stride = q.row_stride;
+    params.q_head_stride = q.head_stride;
+    params.k_batch_stride = k.batch_stride;
+    params.k_row_stride = k.row_stride;
+    params.k_head_stride = k.head_stride;
+    params.v_batch_stride = v.batch_stride;
+    params.v_row_stride = v.row_stride;
+    params.v_head_stride = v.head_stride;
+    params.o_batch_stride = o.batch_stride;
+    params.o_row_stride = o.row_stride;
+    params.o_head_stride = o.head_stride;
+    params.softmax_lse_batch_stride = q.h * q.s;
+    params.softmax_lse_head_stride = q.s;
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v,
+                                   double softmax_scale, const Options &options) {
     const int32_t dtype = dtype_of(q);
     const int32_t device = q.get_device_index();
     if (dtype != aoti_torch_dtype_float16() && dtype != aoti_torch_dtype_bfloat16()) {
@@ -316,11 +404,12 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
     params.q_ptr = q.const_data_ptr();
     params.k_ptr = k.const_data_ptr();
     params.v_ptr = v.const_data_ptr();
+    params.sinks_ptr = read_sinks(options, ql, device);
     // A traced program does not know where its inputs start, so this is decided here, on the GPU of
     // the tensors.
     if (misaligned(params.q_ptr) || misaligned(params.k_ptr) || misaligned(params.v_ptr)) {
         const torch::stable::accelerator::DeviceGuard guard(device);
-        return fwd(aligned(q), aligned(k), aligned(v), softmax_scale, causal);
+        return forward(aligned(q), aligned(k), aligned(v), softmax_scale, options);
     }
     check_vectorised(ql, params.q_ptr, "q");
     check_vectorised(kl, params.k_ptr, "k");
@@ -338,59 +427,46 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
     if (ql.b == 0 || ql.s == 0) {
         return make_outputs(q, ql, dtype, device);
     }
-    const FwdProblem problem{
+    FwdProblem problem{
         .device = device,
         .dtype = dtype == aoti_torch_dtype_float16() ? DType::fp16 : DType::bf16,
-        .causal = causal,
         .b = static_cast<int32_t>(ql.b),
         .seqlen_q = static_cast<int32_t>(ql.s),
         .seqlen_k = static_cast<int32_t>(kl.s),
         .h = static_cast<int32_t>(ql.h),
         .h_k = static_cast<int32_t>(kl.h),
         .d = static_cast<int32_t>(ql.d)};
-    const auto [kernel, pack_heads] = kernel_table().find(problem);
-    params.h_h_k_ratio = problem.h / problem.h_k;
-    params.pack_shift =
-        pack_heads != 0 ? std::bit_width(static_cast<uint32_t>(params.h_h_k_ratio) - 1) : 0;
-    const int64_t rows = ql.s << params.pack_shift;
-    const int64_t grid_heads = ql.b * (params.pack_shift > 0 ? kl.h : ql.h);
-    // The grid is one-dimensional, and its limit is that of a 32-bit int, as is that of a row.
-    const int64_t tiles = grid_heads * ((rows + kernel->tile_m - 1) / kernel->tile_m);
-    if (rows > kMaxSeqlen || tiles > kMaxTiles) {
-        fail("expected at most ", kMaxTiles, " tiles of ", kernel->tile_m, " query rows, got ",
-             tiles, "; split the batch");
-    }
+    set_mask(problem, options);
+    const FwdChoice choice = kernel_table().find(problem);
+    set_problem(params, problem, choice);
 
     std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, dtype, device);
     const Layout ol = read_layout(std::get<0>(outputs), "out");
     params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
     check_vectorised(ol, params.o_ptr, "out");
     params.softmax_lse_ptr = static_cast<float *>(std::get<1>(outputs).mutable_data_ptr());
-    params.q_batch_stride = ql.batch_stride;
-    params.q_row_stride = ql.row_stride;
-    params.q_head_stride = ql.head_stride;
-    params.k_batch_stride = kl.batch_stride;
-    params.k_row_stride = kl.row_stride;
-    params.k_head_stride = kl.head_stride;
-    params.v_batch_stride = vl.batch_stride;
-    params.v_row_stride = vl.row_stride;
-    params.v_head_stride = vl.head_stride;
-    params.o_batch_stride = ol.batch_stride;
-    params.o_row_stride = ol.row_stride;
-    params.o_head_stride = ol.head_stride;
-    params.softmax_lse_batch_stride = ql.h * ql.s;
-    params.softmax_lse_head_stride = ql.s;
-    params.b = problem.b;
-    params.seqlen_q = problem.seqlen_q;
-    params.seqlen_k = problem.seqlen_k;
-    params.h = problem.h;
-    params.h_k = problem.h_k;
-    params.d = problem.d;
+    set_strides(params, ql, kl, vl, ol);
 
+    const Flash_kernel *kernel = choice.kernel;
     if (const int32_t error = kernel->launch(&params, current_stream(device)); error != 0) {
         fail(kernel->name, " failed to launch: ", kernel->error_string(error));
     }
     return outputs;
+}
+
+std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v,
+                               double softmax_scale, bool causal) {
+    return forward(q, k, v, softmax_scale, {.causal = causal});
+}
+
+std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &k, const Tensor &v,
+                                  double softmax_scale, bool causal, int64_t window_left,
+                                  int64_t window_right, std::optional<Tensor> sinks) {
+    return forward(q, k, v, softmax_scale,
+                   {.causal = causal,
+                    .window_left = window_left,
+                    .window_right = window_right,
+                    .sinks = std::move(sinks)});
 }
 
 }  // namespace
@@ -406,8 +482,9 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 // The macros paste their first argument; the detour expands it first.
 #define FLASHCUTE_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 
-// Python gives `fwd` an autograd kernel, which refuses inputs that want a gradient. `fwd_no_grad`
-// is the same without it, for a caller that has looked already: no Python between call and kernel.
+// Python gives `fwd` and `attend` an autograd kernel, which refuses inputs that want a gradient.
+// `fwd_no_grad` is `fwd` without it, for a caller that has looked already: no Python between call
+// and kernel. `attend` takes everything optional; a window's side of -1 is unlimited.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
@@ -415,9 +492,13 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd_no_grad(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
         "(Tensor out, Tensor softmax_lse)");
+    m.def(
+        "attend(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, int window_left, "
+        "int window_right, Tensor? sinks) -> (Tensor out, Tensor softmax_lse)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
     m.impl("fwd", TORCH_BOX(&flash::fwd));
     m.impl("fwd_no_grad", TORCH_BOX(&flash::fwd));
+    m.impl("attend", TORCH_BOX(&flash::attend));
 }

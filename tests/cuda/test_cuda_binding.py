@@ -9,6 +9,7 @@ import torch
 from stand_in import StandIn
 
 from flashcute import ops
+from flashcute.config import MASKS
 from flashcute.jit import abi
 
 
@@ -17,7 +18,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
     kernel = StandIn()
     ops.load()
     set_resolver = ops._keep_alive[0].flashcute_set_resolver
-    monkeypatch.setattr(ops, "_kernel_address", kernel.address)
+    monkeypatch.setattr(ops, "_choose", kernel.choose)
     set_resolver(ops._resolve)  # forgets the kernels it knows
     yield kernel
     set_resolver(ops._resolve)
@@ -51,8 +52,67 @@ def test_parameters(stand_in) -> None:
         assert got == tensor.stride()[:3], name
     sizes = {"b": 2, "seqlen_q": 70, "seqlen_k": 33, "h": 4, "h_k": 2, "d": 64, "h_h_k_ratio": 2}
     assert {name: params[name] for name in sizes} == sizes
+    assert (params["softmax_lse_batch_stride"], params["softmax_lse_head_stride"]) == (280, 70)
+    unused = "sinks_ptr", "pack_shift", "window_left", "window_right"
+    assert not any(params[name] for name in unused)
     assert params["scale_softmax"] == 0.125
     assert params["scale_softmax_log2"] == pytest.approx(0.125 * math.log2(math.e), rel=1e-7)
+
+
+@pytest.mark.parametrize(("h", "shift"), [(2, 0), (4, 1), (6, 2), (10, 3)])
+def test_packed_heads(stand_in, h: int, shift: int) -> None:
+    stand_in.pack_heads = True
+    q, k, v = _qkv()
+    ops.fwd(q[:, :, :1].expand(-1, -1, h, -1), k, v, 0.125, True)
+    ((params, _),) = stand_in.launches
+    assert (params["h_h_k_ratio"], params["pack_shift"]) == (h // 2, shift)
+
+
+# seqlen_q = 70, seqlen_k = 33: which mask does the least work and says the same.
+@pytest.mark.parametrize(
+    ("causal", "window", "mask", "sides"),
+    [
+        (False, (-1, -1), "none", (0, 0)),
+        (True, (-1, -1), "causal", (0, 0)),
+        (False, (-1, 0), "causal", (0, 0)),
+        (True, (-1, 5), "causal", (0, 0)),
+        (True, (32, 100), "causal", (0, 0)),
+        (False, (32, 69), "none", (0, 0)),
+        (False, (2**40, 2**40), "none", (0, 0)),
+        (False, (31, 69), "local", (31, 70)),
+        (False, (32, 68), "local", (33, 68)),
+        (True, (31, 5), "local", (31, 0)),
+        (False, (0, 0), "local", (0, 0)),
+    ],
+)
+def test_masks(stand_in, causal: bool, window, mask: str, sides) -> None:
+    ops.attend(*_qkv(), 0.125, causal, window, None)
+    ((params, _),) = stand_in.launches
+    (problem,) = stand_in.problems
+    assert MASKS[problem["mask"]] == mask
+    assert (problem["window_left"], problem["window_right"]) == sides
+    assert (params["window_left"], params["window_right"]) == sides
+
+
+def test_sinks(stand_in) -> None:
+    sinks = torch.zeros(4, device="cuda")
+    ops.attend(*_qkv(), 0.125, True, (-1, -1), sinks)
+    ((params, _),) = stand_in.launches
+    assert params["sinks_ptr"] == sinks.data_ptr()
+
+
+@pytest.mark.parametrize("wrong", ["device", "dtype", "size", "stride"])
+def test_sinks_that_kernels_cannot_read_are_refused(stand_in, wrong: str) -> None:
+    """By the binding itself, below the checks in Python."""
+    sinks = {
+        "device": torch.zeros(4),
+        "dtype": torch.zeros(4, device="cuda", dtype=torch.bfloat16),
+        "size": torch.zeros(3, device="cuda"),
+        "stride": torch.zeros(8, device="cuda")[::2],
+    }[wrong]
+    with torch.no_grad(), pytest.raises(RuntimeError, match="flashcute::fwd: expected.* sinks"):
+        torch.ops.flashcute.attend(*_qkv(), 0.125, True, -1, -1, sinks)
+    assert not stand_in.launches
 
 
 def test_current_stream_of_the_device(stand_in) -> None:
@@ -77,13 +137,15 @@ def test_python_is_asked_once_per_problem(stand_in) -> None:
     assert stand_in.problems[0] == {
         "device": 0,
         "dtype": 1,
-        "causal": 1,
+        "mask": MASKS.index("causal"),
         "b": 2,
         "seqlen_q": 70,
         "seqlen_k": 33,
         "h": 4,
         "h_k": 2,
         "d": 64,
+        "window_left": 0,
+        "window_right": 0,
     }
     ops.fwd(q, k, v, 0.125, False)
     ops.fwd(q[:1], k[:1], v[:1], 0.125, True)
@@ -132,7 +194,7 @@ def test_resolver_errors_arrive_as_themselves(stand_in, monkeypatch: pytest.Monk
     def fail(problem):
         raise NotImplementedError("no kernel for that")
 
-    monkeypatch.setattr(ops, "_kernel_address", fail)
+    monkeypatch.setattr(ops, "_choose", fail)
     with pytest.raises(NotImplementedError, match="no kernel for that"):
         ops.fwd(*_qkv(), 0.125, True)
     # Through the operator itself only the message can arrive.

@@ -1,0 +1,110 @@
+"""The operator with everything optional: schema, fake, CPU implementation and gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from flashcute import ops
+from flashcute.reference import attention_ref
+
+# Never edit an old entry: a saved program or a caller may hold to it. New arguments go to the end,
+# with defaults.
+FROZEN_SCHEMA = (
+    "flashcute::attend(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal,"
+    " int window_left, int window_right, Tensor? sinks) -> (Tensor out, Tensor softmax_lse)"
+)
+# (causal, (left, right), with sinks)
+OPTIONS = (
+    (False, (-1, -1), False),
+    (True, (-1, -1), True),
+    (True, (3, 0), False),
+    (False, (2, 4), True),
+    (False, (-1, 1), False),
+)
+options = pytest.mark.parametrize(("causal", "window", "with_sinks"), OPTIONS)
+
+
+def _inputs(with_sinks: bool) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 16)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    return (q, k, v), torch.randn(4, generator=generator) if with_sinks else None
+
+
+def _op():
+    ops.load()
+    return torch.ops.flashcute.attend.default
+
+
+def test_schema_is_the_frozen_one() -> None:
+    frozen = torch._C.parse_schema(FROZEN_SCHEMA)
+    assert _op()._schema.is_backward_compatible_with(frozen)
+    assert str(_op()._schema) == str(frozen), "compatible, but add the new schema to the frozen"
+
+
+@options
+def test_cpu_implementation(causal, window, with_sinks) -> None:
+    qkv, sinks = _inputs(with_sinks)
+    out, lse = ops.attend(*qkv, 0.3, causal, window, sinks)
+    expected = attention_ref(
+        *qkv, softmax_scale=0.3, causal=causal, window_size=window, sinks=sinks
+    )
+    torch.testing.assert_close(out, expected.out)
+    torch.testing.assert_close(lse, expected.lse)
+
+
+@options
+def test_opcheck(causal, window, with_sinks) -> None:
+    qkv, sinks = _inputs(with_sinks)
+    results = torch.library.opcheck(_op(), (*qkv, 0.25, causal, *window, sinks))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@options
+def test_gradient_on_the_cpu(causal, window, with_sinks) -> None:
+    qkv, sinks = _inputs(with_sinks)
+    leaves = [t.requires_grad_() for t in (*qkv, sinks) if t is not None]
+    out, lse = _op()(*qkv, 0.25, causal, *window, sinks)
+    expected = attention_ref(
+        *qkv, softmax_scale=0.25, causal=causal, window_size=window, sinks=sinks
+    )
+    got = torch.autograd.grad(out.square().sum() + lse.sin().sum(), leaves)
+    wanted = torch.autograd.grad(expected.out.square().sum() + expected.lse.sin().sum(), leaves)
+    for g, w in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_gradient_is_refused_elsewhere(device: str, which: int) -> None:
+    op = _op()
+    with FakeTensorMode():
+        shapes = *((2, 9, 4, 64),) * 3, (4,)
+        dtypes = *(torch.half,) * 3, torch.float32
+        *qkv, sinks = (
+            torch.empty(shape, device=device, dtype=dtype)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+        (*qkv, sinks)[which].requires_grad_()
+        with pytest.raises(NotImplementedError, match=r"flashcute::attend: .*requires_grad=True"):
+            op(*qkv, 0.25, True, -1, -1, sinks)
+        with torch.no_grad():
+            out, lse = op(*qkv, 0.25, True, -1, -1, sinks)
+        assert out.shape == (2, 9, 4, 64) and lse.shape == (2, 4, 9)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "pattern"),
+    [
+        ({"window_left": -2}, ValueError, r"flashcute::attend: expected window_size .*\(-2, 0\)"),
+        ({"sinks": torch.zeros(3)}, ValueError, r"flashcute::attend: expected sinks of shape"),
+        ({"sinks": torch.zeros(4).double()}, TypeError, r"flashcute::attend: expected sinks of dt"),
+    ],
+)
+def test_wrong_options_are_refused(change, error, pattern) -> None:
+    qkv, _ = _inputs(False)
+    arguments = {"window_left": -1, "window_right": 0, "sinks": None} | change
+    with pytest.raises(error, match=pattern):
+        _op()(*qkv, 0.25, False, **arguments)
