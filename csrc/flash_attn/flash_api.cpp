@@ -297,7 +297,8 @@ void *current_stream(int32_t device) {
     return stream;
 }
 
-// What a call may ask for beside q, k, v and the scale. A window's side is -1 where it is unlimited.
+// What a call may ask for beside q, k, v and the scale. A window's side is -1 where it is
+// unlimited.
 struct Options {
     bool causal = false;
     int64_t window_left = -1;
@@ -427,15 +428,14 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
     if (ql.b == 0 || ql.s == 0) {
         return make_outputs(q, ql, dtype, device);
     }
-    FwdProblem problem{
-        .device = device,
-        .dtype = dtype == aoti_torch_dtype_float16() ? DType::fp16 : DType::bf16,
-        .b = static_cast<int32_t>(ql.b),
-        .seqlen_q = static_cast<int32_t>(ql.s),
-        .seqlen_k = static_cast<int32_t>(kl.s),
-        .h = static_cast<int32_t>(ql.h),
-        .h_k = static_cast<int32_t>(kl.h),
-        .d = static_cast<int32_t>(ql.d)};
+    FwdProblem problem{.device = device,
+                       .dtype = dtype == aoti_torch_dtype_float16() ? DType::fp16 : DType::bf16,
+                       .b = static_cast<int32_t>(ql.b),
+                       .seqlen_q = static_cast<int32_t>(ql.s),
+                       .seqlen_k = static_cast<int32_t>(kl.s),
+                       .h = static_cast<int32_t>(ql.h),
+                       .h_k = static_cast<int32_t>(kl.h),
+                       .d = static_cast<int32_t>(ql.d)};
     set_mask(problem, options);
     const FwdChoice choice = kernel_table().find(problem);
     set_problem(params, problem, choice);

@@ -110,7 +110,7 @@ def test_sinks_that_kernels_cannot_read_are_refused(stand_in, wrong: str) -> Non
         "size": torch.zeros(3, device="cuda"),
         "stride": torch.zeros(8, device="cuda")[::2],
     }[wrong]
-    with torch.no_grad(), pytest.raises(RuntimeError, match="flashcute::fwd: expected.* sinks"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"flashcute::fwd: expected.* sinks"):
         torch.ops.flashcute.attend(*_qkv(), 0.125, True, -1, -1, sinks)
     assert not stand_in.launches
 

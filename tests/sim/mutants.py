@@ -15,6 +15,7 @@ from flashcute.config import FwdConfig
 # and one loop, or Q in shared memory, one stage and a loop of their own for masked blocks.
 TWO_STAGES = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 2, 2, 1)
 ONE_STAGE = FwdConfig(80, "bf16", 64, "causal", 64, 32, 4, 1, 0, 1)
+WINDOW = dataclasses.replace(TWO_STAGES, mask="local")
 # 64 KiB of shared memory: more than the default limit of a kernel.
 LARGE = FwdConfig(80, "fp16", 128, "none", 64, 96, 4, 1, 0, 1)
 
@@ -360,6 +361,77 @@ MUTANTS = (
         "params.q_head_stride), row.exists}",
         "params.q_head_stride), false}",
         "numerics/late",
+    ),
+    # Sinks.
+    Mutant(
+        "sink of the first of the packed heads",
+        _EPILOGUE,
+        "params.sinks_ptr[tile.head_q + row.head]",
+        "params.sinks_ptr[tile.head_q]",
+        "numerics/late",
+    ),
+    Mutant(
+        "sink beside scores in another unit",
+        "softmax.h",
+        "sink(i) * kLog2e - ref",
+        "sink(i) - ref",
+        "numerics/late",
+    ),
+    Mutant(
+        "row without a key without its sink",
+        "softmax.h",
+        "only_sink ? sink(i)",
+        "only_sink ? -INFINITY",
+        "numerics/late",
+    ),
+    # Windows.
+    Mutant(
+        "window one key too wide on the left",
+        "block_info.h",
+        "diagonal - params.window_left, 0)",
+        "diagonal - params.window_left - 1, 0)",
+        "numerics/late",
+        config=WINDOW,
+    ),
+    Mutant(
+        "window one key too wide on the right",
+        "block_info.h",
+        "diagonal + params.window_right + 1,",
+        "diagonal + params.window_right + 2,",
+        "numerics/late",
+        config=WINDOW,
+    ),
+    Mutant(
+        "keys before the window not masked",
+        "mask.h",
+        "key < visible.begin - first_key",
+        "false",
+        "numerics/late",
+        config=WINDOW,
+    ),
+    Mutant(
+        "first block of the window skipped",
+        "block_info.h",
+        "first.begin / kTileN",
+        "first.begin / kTileN + 1",
+        "numerics/late",
+        config=WINDOW,
+    ),
+    Mutant(
+        "block cut on the left taken for a whole one",
+        "block_info.h",
+        "(last.begin + kTileN - 1) / kTileN",
+        "last.begin / kTileN",
+        "numerics/late",
+        config=WINDOW,
+    ),
+    Mutant(
+        "blocks cut on the left visited twice",
+        "work_tile.h",
+        "visit >= unmasked ? -unmasked : left",
+        "visit >= unmasked ? -unmasked : 0",
+        "numerics/late",
+        config=WINDOW,
     ),
     # Packed heads.
     Mutant(

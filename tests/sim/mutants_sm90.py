@@ -11,6 +11,7 @@ from flashcute.config import FwdConfig
 # Two consumers with the ping-pong schedule and work stealing; three consumers without either, and
 # with narrower swizzled pages.
 ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True)
+WINDOW = dataclasses.replace(ASKING, mask="local")
 STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, False)
 
 _MAINLOOP = "mainloop_fwd_sm90.h"
@@ -467,6 +468,30 @@ _OPERANDS = (
         "{params.d, params.seqlen_k, params.h_k,",
         "{params.d, params.seqlen_k + 64, params.h_k,",
         r"TMA for mbarrier \d+ .* reads outside every tensor",
+    ),
+    dataclasses.replace(
+        _numerics(
+            "keys and values of different blocks in a window",
+            _MAINLOOP,
+            "storage.v, v,\n                            blocks.template block<C.mask>(n),",
+            "storage.v, v,\n                            blocks.begin + n,",
+        ),
+        config=WINDOW,
+    ),
+    dataclasses.replace(
+        _numerics(
+            "mask of another block in a window",
+            _MAINLOOP,
+            "tile().blocks.template block<C.mask>(n)",
+            "tile().blocks.begin + n",
+        ),
+        config=WINDOW,
+    ),
+    _numerics(
+        "tile without a key without its sinks",
+        "epilogue_fwd.h",
+        "load_sinks<2>(params, tile, thread), out);",
+        "[] { Tensor x = make_tensor<float>(Shape<_2>{}); fill(x, -INFINITY); return x; }(), out);",
     ),
     _numerics(
         "packed heads laid out behind each other",

@@ -32,8 +32,10 @@ PROBLEMS = {
         ((1, 2000, 40, 1, 1), 1),
     ),
 }
-# Three heads, which take four rows, and a tile's edge among the rows of one key head.
-PACKED = ((2, 50, 150, 6, 2), 1)
+# Three heads, which take four rows, and a tile's edge among the rows of one key head; rows that see
+# no key. Each head has a sink of its own.
+PACKED = ((2, 80, 65, 6, 2), 1)
+SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
 # The second launch finds what the first left in the tile counters.
 OPTIONS = {80: {}, 90: {"sms": 2, "launches": 2}}
 
@@ -67,17 +69,26 @@ def problem(config, shape, factor):
     return q * factor, k, v
 
 
-def wrong_numbers(mutant, result, q, k, v):
+def options(config, shape):
+    """What a kernel is asked for beside q, k and v: of the reference, and of the simulator."""
+    asked = {"window_size": (40, 10)} if config.mask == "local" else {}
+    if shape == PACKED[0]:
+        asked["sinks"] = SINKS
+    causal = config.mask == "causal"
+    return {"causal": causal, **asked}, {"pack_heads": shape == PACKED[0], **asked}
+
+
+def wrong_numbers(mutant, result, shape, q, k, v):
     """Whether the kernel ran to its end with wrong results. A run with another verdict does not
     count: a mutant that gives one must name its report."""
     if result.verdict != "pass":
         return False
-    causal = mutant.config.mask == "causal"
-    return not compare_forward(result.out, result.lse, q, k, v, causal=causal).ok
+    of_reference, _ = options(mutant.config, shape)
+    return not compare_forward(result.out, result.lse, q, k, v, **of_reference).ok
 
 
 def wrong_counts(mutant, result, shape):
-    if shape == PACKED[0]:  # the formulas count tiles of a head each
+    if shape == PACKED[0] or mutant.config.mask == "local":  # which the formulas do not count
         return False
     b, seqlen_q, seqlen_k, h, _ = shape
     config, counters = mutant.config, result.counters
@@ -106,16 +117,16 @@ def test_mutant_is_found(mutant, kernels):
             checker=checker(mutant),
             copy_mode=copy_mode or "late",
             kernel=kernels[mutant.name],
-            pack_heads=(shape, factor) == PACKED,
             timeout=120,
+            **options(mutant.config, shape)[1],
             **OPTIONS[mutant.config.arch],
         )
         results.append(result)
-        if finder == "numerics" and wrong_numbers(mutant, result, q, k, v):
+        if finder == "numerics" and wrong_numbers(mutant, result, shape, q, k, v):
             return
         if finder == "counters" and wrong_counts(mutant, result, shape):
             # A fault that only costs time: correct numbers, wrong counts.
-            assert result.verdict == "pass" and not wrong_numbers(mutant, result, q, k, v)
+            assert result.verdict == "pass" and not wrong_numbers(mutant, result, shape, q, k, v)
             return
         if result.verdict == "fail" and mutant.report and re.search(mutant.report, result.message):
             return
@@ -149,9 +160,9 @@ def test_unmutated_kernel_passes_the_same_checks(config, copy_mode, kernels):
             config,
             copy_mode=copy_mode,
             kernel=kernels[mutant.name],
-            pack_heads=(shape, factor) == PACKED,
+            **options(config, shape)[1],
             **OPTIONS[config.arch],
         )
         assert result.verdict == "pass", result.message
-        assert not wrong_numbers(mutant, result, q, k, v)
+        assert not wrong_numbers(mutant, result, shape, q, k, v)
         assert not wrong_counts(mutant, result, shape)
