@@ -64,18 +64,19 @@ def attend(
     options = cpu.Options(
         float(softmax_scale), causal, left, right, float(softcap), float(dropout_p), return_dmask
     )
-    if torch.compiler.is_compiling() or _is_traced(q):
+    if is_traced(q):
         return _forward_op(*tensors, *options)
     if torch._C._are_functorch_transforms_active() and not cpu.has_tangent(q, k, v):
         return _Attend.apply(*tensors, *options)
     return cpu.attend(tensors, options)
 
 
-def _is_traced(q: Tensor) -> bool:
+def is_traced(q: Tensor) -> bool:
     return (
-        isinstance(q, FakeTensor)
+        torch.compiler.is_compiling()
+        or isinstance(q, FakeTensor)
         or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode
-        or torch.jit.is_tracing()
+        or torch._C._is_tracing()
     )
 
 
