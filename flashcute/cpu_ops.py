@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import FakeTensor
 
 from . import cpu
@@ -64,10 +65,10 @@ def attend(
     options = cpu.Options(
         float(softmax_scale), causal, left, right, float(softcap), float(dropout_p), return_dmask
     )
-    if is_traced(q):
+    if is_traced(q) or (
+        torch._C._are_functorch_transforms_active() and not cpu.has_tangent(q, k, v)
+    ):
         return _forward_op(*tensors, *options)
-    if torch._C._are_functorch_transforms_active() and not cpu.has_tangent(q, k, v):
-        return _Attend.apply(*tensors, *options)
     return cpu.attend(tensors, options)
 
 
@@ -126,13 +127,24 @@ def _gradients(tensors, wanted, gradient):
     )
 
 
-class _Attend(torch.autograd.Function):
-    generate_vmap_rule = True
+def _below_autograd(op, args):
+    # A Function's forward runs without gradients, but an outer transform may want one of this call.
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
 
+
+def _refuse_forward_mode(ctx, *tangents):
+    raise NotImplementedError(
+        f"{NAMESPACE}::attend_cpu: expected derivatives in reverse mode (grad, vjp, jacrev), got "
+        "one in forward mode (jvp, jacfwd) of a traced call or of a gradient; take it eagerly, of "
+        "the output"
+    )
+
+
+class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(*args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return _forward_op(*args)
+        return _below_autograd(_forward_op, args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -144,18 +156,17 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, *grads):
         needs = ctx.needs_input_grad[:_DIFFERENTIABLE]
         wanted = sum(need << n for n, need in enumerate(needs))
-        found = _AttendBackward.apply(*grads, wanted, *ctx.saved_tensors, *ctx.options)
+        found = _backward_op(*grads, wanted, *ctx.saved_tensors, *ctx.options)
         gradients = [grad if need else None for grad, need in zip(found, needs, strict=True)]
         return *gradients, *[None] * (_N_ARGUMENTS - _DIFFERENTIABLE)
 
+    jvp = staticmethod(_refuse_forward_mode)
+
 
 class _AttendBackward(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(*args):
-        with torch._C._AutoDispatchBelowAutograd():
-            return _backward_op(*args)
+        return _below_autograd(_backward_op, args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -167,6 +178,24 @@ class _AttendBackward(torch.autograd.Function):
             f"{NAMESPACE}::attend_cpu: expected one derivative under torch.compile, torch.export "
             "and torch.func, got a derivative of its gradient; take it with torch.autograd, eagerly"
         )
+
+    jvp = staticmethod(_refuse_forward_mode)
+
+
+def _autograd(function):
+    """The operator's kernel for autograd: ``function.apply``, also inside torch.func's transforms.
+
+    There the dispatcher calls it for one transform at a time, innermost first, and the operator
+    below it goes on to the next. ``function.apply`` would start again with all of them.
+    """
+
+    def kernel(*args):
+        if not torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        with enable_single_level_autograd_function():
+            return super(torch.autograd.Function, function).apply(*args)
+
+    return kernel
 
 
 def _vmap_by_a_loop(op):
@@ -188,6 +217,6 @@ for _op, _implementation, _fake, _function in (
 ):
     _name = _op._schema.name
     _library.impl(_name, _implementation, "CPU")
-    _library.impl(_name, _function.apply, "Autograd")
+    _library.impl(_name, _autograd(_function), "Autograd")
     torch.library.register_fake(_name, _fake, lib=_library)
     torch.library.register_vmap(_name, _vmap_by_a_loop(_op), lib=_library)
