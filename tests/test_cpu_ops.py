@@ -133,6 +133,7 @@ def test_compile_needs_neither_a_compiler_nor_a_cache(tmp_path: pathlib.Path) ->
 
 
 @each_option
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # torch's own use
 @pytest.mark.parametrize("gradient", [False, True])
 def test_export_and_train(name: str, gradient: bool, tmp_path: pathlib.Path) -> None:
     # A gradient flows through the program even if it was exported without one.
@@ -342,6 +343,7 @@ def test_opcheck(name: str) -> None:
             assert set(checks.values()) == {"SUCCESS"}
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_recorded_graph_holds_for_other_values(mode: str) -> None:
     # Eager code looks for NaN; a graph of what it did for these values would be wrong for others.
@@ -351,7 +353,8 @@ def test_recorded_graph_holds_for_other_values(mode: str) -> None:
         return flashcute.flash_attn_func(q, k, v, causal=True)
 
     graph = make_fx(attend, tracing_mode=mode)(q, k, v)
-    traced = torch.jit.trace(attend, (q, k, v), check_trace=False)
+    with pytest.warns(torch.jit.TracerWarning):  # the checks hold for these shapes, which it fixes
+        traced = torch.jit.trace(attend, (q, k, v), check_trace=False)
     v[:, -1] = torch.nan
     expected = attend(q, k, v)
     assert expected[:, :-1].isfinite().all()

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from bad_input import CASES, DEVICES, Case, tensors
+from bad_input import CASES, DEVICES, WARNINGS, Case, tensors
 
 import flashcute
 from flashcute import flash_attn_interface, ops
@@ -22,6 +22,7 @@ def _on(device: str) -> list[Case]:
     return [case for case in CASES if device in case.on]
 
 
+@pytest.mark.filterwarnings(*WARNINGS)
 @pytest.mark.parametrize(
     ("device", "case"),
     [(device, case) for device in ("cpu", "meta", "fake") for case in _on(device)],
