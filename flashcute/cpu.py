@@ -9,6 +9,7 @@ Everything here is differentiable to any order. What tracers call instead is in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -21,12 +22,19 @@ from .reference import DropoutMask, attention_ref, blocks, visible_keys, window_
 # Query rows that share a mask; rows of other windows than full and square causal need one.
 _ROWS_PER_MASK = 512
 
+# What no score or sum may reach, by the dtype of the computation.
+_LIMITS = {dtype: torch.finfo(dtype).max / 4 for dtype in (torch.float32, torch.float64)}
+
+# Elements from which on BLAS's dot product, by all threads, is worth it: it takes half the time of
+# torch's norm, by one thread, but on a busy machine waiting for threads takes longer than adding.
+_MIN_FOR_BLAS = 2**18
+
 _NO_WINDOW = (-1, -1)
 _CAUSAL = (-1, 0)
 _MIN_CAUSAL_SCALE = torch.finfo(torch.float32).tiny
 
-_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Options(NamedTuple):
@@ -70,18 +78,14 @@ def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
         (b, h, seqlen_q, seqlen_k) in q's dtype with a minus sign where dropped, or, where
         ``return_dmask`` does not ask for them or nothing is dropped, a tensor of shape (0,).
     """
-    q, k, v = tensors[:3]
+    q, k, v, slopes, sinks, *others = tensors
+    if options.softcap == 0.0 and all(x is None for x in (slopes, *others)):
+        flash = attend_by_flash(q, k, v, options.softmax_scale, options.causal, options[2:4], sinks)
+        if flash is not None:
+            out, lse = flash
+            return out, lse.float().contiguous(), q.new_empty(0)
     dtype = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast("cpu", enabled=False):  # which would take products back to 16 bits
-        if _is_for_flash(tensors, options):
-            window = window_bounds(q.shape[1], k.shape[1], options.causal, options[2:4])
-            sinks = None if tensors.sinks is None else tensors.sinks.to(dtype)
-            flash = _attend_by_flash(
-                *(x.to(dtype) for x in (q, k, v)), sinks, options.softmax_scale, window
-            )
-            if flash is not None:
-                out, lse = flash
-                return like(q, out), lse.float(), q.new_empty(0)
         keep = None if tensors.seed is None else _dropout_mask(tensors, options.dropout_p)
         out, lse, probs = attention_ref(
             q,
@@ -91,8 +95,8 @@ def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
             causal=options.causal,
             window_size=options[2:4],
             softcap=options.softcap,
-            alibi_slopes=tensors.alibi_slopes,
-            sinks=tensors.sinks,
+            alibi_slopes=slopes,
+            sinks=sinks,
             attn_bias=tensors.attn_bias,
             dropout_p=options.dropout_p,
             dropout_mask=keep,
@@ -106,10 +110,11 @@ def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def like(x: Tensor, value: Tensor) -> Tensor:
-    """``value`` in the dtype and with the strides of ``torch.empty_like(x)``."""
-    model = torch.empty_like(x, device="meta")
-    if value.dtype == model.dtype and value.stride() == model.stride():
-        return value
+    """``value``, which is dense, in the dtype and with the strides of ``torch.empty_like(x)``."""
+    if value.stride() == x.stride():  # then x is dense, too
+        return value.to(x.dtype)
+    if value.stride() == torch.empty_like(x, device="meta").stride():
+        return value.to(x.dtype)
     return torch.empty_like(x).copy_(value)
 
 
@@ -143,64 +148,90 @@ def _whole(keep: DropoutMask, tensors: Tensors) -> Tensor:
 # --- PyTorch's flash attention ---
 
 
-def _is_for_flash(tensors: Tensors, options: Options) -> bool:
-    """Whether the kernel knows these options and can be differentiated as is asked for."""
-    q, k, v, slopes, sinks, *others = tensors
-    if options.softcap != 0.0 or any(x is not None for x in (slopes, *others)):
-        return False
-    if v.shape[3] != q.shape[3] or q.numel() == 0 or k.numel() == 0:
-        return False
-    # Forward-mode derivatives are left to the reference.
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    return not (torch._C._are_functorch_transforms_active() or has_tangent(*inputs))
-
-
-def has_tangent(*tensors: Tensor) -> bool:
-    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-
-
-def _attend_by_flash(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: tuple[int, int]
+def attend_by_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """out (b, seqlen_q, h, d) and the log-sum-exp (b, h, seqlen_q); None if out of range."""
-    if not _in_range(q, k, v, scale) or (sinks is not None and not (sinks < torch.inf).all()):
+    """Attention without other options by the kernel, or None where it is not the reference's.
+
+    The shortest way from a call to the kernel, whose own time for short sequences is less than a
+    dozen calls of torch: each that is saved counts.
+
+    Returns:
+        out like q, and the log-sum-exp (b, h, seqlen_q), in any strides, of the dtype of the
+        computation.
+    """
+    if v.shape[3] != q.shape[3] or q.numel() == 0 or k.numel() == 0:
         return None
-    # Leading rows that see no key, of which the kernel's log-sum-exp would be 0.
+    # Forward-mode derivatives are left to the reference.
+    if torch._C._are_functorch_transforms_active() or has_tangent(q, k, v, sinks):
+        return None
+    x = q
+    if q.dtype not in _LIMITS:
+        x, k, v = q.float(), k.float(), v.float()
+    if not _in_range(x, k, v, scale):
+        return None
+    if sinks is not None:
+        sinks = sinks.to(x.dtype)
+        if not (sinks < torch.inf).all():
+            return None
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    window = window_bounds(seqlen_q, seqlen_k, causal, window_size)
+    # Leading rows that see no key, of which the kernel's log-sum-exp would be 0.
     empty = max(seqlen_q - seqlen_k - window[1], 0) if window[1] >= 0 else 0
-    # The kernel is told no stride of the last dimension.
-    q, k, v = (
-        x.transpose(1, 2) if x.stride(3) == 1 else x.contiguous().transpose(1, 2)
-        for x in (q[:, empty:], k, v)
+    if empty:
+        x = x[:, empty:]
+    wants_gradient = torch.is_grad_enabled() and (
+        x.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
     )
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        out, lse = _Flash.apply(q, k, v, sinks, scale, window)
-    else:
-        out, lse = _join_sinks(*_flash_forward(q, k, v, scale, window), sinks)
-    out = out.transpose(1, 2)
+    attend = _Flash.apply if wants_gradient else _flash_forward
+    out, lse = attend(x, k, v, sinks, scale, window)
     if empty:
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, empty, 0))
         nothing = lse.new_tensor(-torch.inf) if sinks is None else sinks[:, None]
         lse = torch.cat((nothing.expand(*lse.shape[:2], empty), lse), 2)
-    return out, lse
+    return like(q, out), lse
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    if forward_ad._current_level < 0:  # outside of any dual_level()
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """(b, heads, seqlen, d). The kernel is told no stride of the last dimension."""
+    return (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
 
 
 def _in_range(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Whether all is finite and no score or sum can overflow.
+    """Whether all is finite and no score or sum can overflow: an upper bound, by the norms.
 
     The kernel hides a key by adding to its score, which a NaN or Inf survives, and 0 times a hidden
     NaN is NaN; and its exponential makes a number of some NaNs.
     """
-    q_max, k_max, v_max = (_magnitude(x.detach()) for x in (q, k, v))
-    limit = torch.finfo(q.dtype).max / 4
-    score = q_max * k_max * q.shape[3] * max(abs(scale), 1)
-    return score < limit and v_max * k.shape[1] < limit
+    limit = _LIMITS[q.dtype]
+    # Comparing a NaN is false. |q k| <= |q| |k|, also for the sum of magnitudes.
+    score = _norm(q) * _norm(k) * max(abs(scale), 1.0)
+    return score < limit and _norm(v) * k.shape[1] < limit
 
 
-def _magnitude(x: Tensor) -> float:
-    low, high = torch.aminmax(x)  # both NaN if there is one, which compares as false
-    return max(-low.item(), high.item())
+def _norm(x: Tensor) -> float:
+    """The Euclidean norm of all elements; Inf or NaN if one of them is, or if squares overflow."""
+    if x.requires_grad:
+        x = x.detach()
+    if x.numel() >= _MIN_FOR_BLAS and x.is_contiguous():
+        x = x.view(-1)
+        return math.sqrt(torch.dot(x, x).item())
+    return torch.linalg.vector_norm(x).item()
 
 
 class _Piece(NamedTuple):
@@ -215,13 +246,13 @@ def _is_one_call(q: Tensor, k: Tensor, scale: float, window: tuple[int, int]) ->
     """Whether the kernel needs no mask. Its own causal one is aligned to the top-left corner, and
     multiplied by the scale as a float32: -inf turns into +inf or NaN where that is not positive.
     """
-    if window == _CAUSAL and q.shape[2] == k.shape[2]:
+    if window == _CAUSAL and q.shape[1] == k.shape[1]:
         return scale >= _MIN_CAUSAL_SCALE
     return window == _NO_WINDOW
 
 
 def _pieces(q: Tensor, k: Tensor, window: tuple[int, int]) -> Iterator[_Piece]:
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     left, right = window
     for start in range(0, seqlen_q, _ROWS_PER_MASK):
         rows = slice(start, min(start + _ROWS_PER_MASK, seqlen_q))
@@ -235,27 +266,41 @@ def _pieces(q: Tensor, k: Tensor, window: tuple[int, int]) -> Iterator[_Piece]:
         yield _Piece(rows, keys, mask.masked_fill_(~seen[:, keys], -torch.inf))
 
 
-def _flash_forward(q, k, v, scale: float, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """q (b, h, seqlen_q, d), k and v (b, h_k, seqlen_k, d) -> out like q, lse (b, h, seqlen_q)."""
-    if _is_one_call(q, k, scale, window):
+def _flash_forward(q, k, v, sinks, scale: float, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """q (b, seqlen_q, h, d), k and v (b, seqlen_k, h_k, d) -> out like q, lse (b, h, seqlen_q)."""
+    one_call = _is_one_call(q, k, scale, window)
+    pieces = () if one_call else _pieces(q, k, window)
+    q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
+    if one_call:
         out, lse = _forward_op(q, k, v, 0.0, window == _CAUSAL, scale=scale)
-        return out, lse.contiguous()
-    outs, lses = [], []
-    for rows, keys, mask in _pieces(q, k, window):
-        out, lse = _forward_op(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, False, attn_mask=mask, scale=scale
-        )
-        outs.append(out.transpose(1, 2))
-        lses.append(lse)
-    return torch.cat(outs, 1).transpose(1, 2), torch.cat(lses, 2).contiguous()
+        out = out.transpose(1, 2)
+    else:
+        parts = [
+            _forward_op(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, False, attn_mask=mask, scale=scale
+            )
+            for rows, keys, mask in pieces
+        ]
+        out = torch.cat([part.transpose(1, 2) for part, _ in parts], 1)
+        lse = torch.cat([part for _, part in parts], 2)
+    if sinks is None:
+        return out, lse
+    # A sink joins the denominator, which the log-sum-exp holds: out needs no more than a factor.
+    sinks = sinks[:, None]
+    seen = torch.sigmoid(lse - sinks).transpose(1, 2)[..., None]
+    return out * seen, torch.logaddexp(lse, sinks)
 
 
 def _flash_backward(grad, q, k, v, out, lse, scale: float, window: tuple[int, int]):
-    """The gradients of q, k and v, (b, heads, seqlen, d), given that of out."""
-    if _is_one_call(q, k, scale, window):
-        return _backward_op(grad, q, k, v, out, lse, 0.0, window == _CAUSAL, scale=scale)
+    """The gradients of q, k and v, (b, seqlen, heads, d), given that of out."""
+    one_call = _is_one_call(q, k, scale, window)
+    pieces = () if one_call else _pieces(q, k, window)
+    grad, q, k, v, out = map(_heads_first, (grad, q, k, v, out))
+    if one_call:
+        grads = _backward_op(grad, q, k, v, out, lse, 0.0, window == _CAUSAL, scale=scale)
+        return [x.transpose(1, 2) for x in grads]
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows, keys, mask in _pieces(q, k, window):
+    for rows, keys, mask in pieces:
         part_q, part_k, part_v = _backward_op(
             grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows],
             lse[:, :, rows], 0.0, False, attn_mask=mask, scale=scale,
@@ -263,25 +308,17 @@ def _flash_backward(grad, q, k, v, out, lse, scale: float, window: tuple[int, in
         grad_q[:, :, rows] = part_q
         grad_k[:, :, keys] += part_k
         grad_v[:, :, keys] += part_v
-    return grad_q, grad_k, grad_v
-
-
-def _join_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out (b, h, seqlen_q, d) and lse (b, h, seqlen_q) with sinks (h,) in the denominator."""
-    if sinks is None:
-        return out, lse
-    sinks = sinks[:, None]
-    return out * torch.sigmoid(lse - sinks)[..., None], torch.logaddexp(lse, sinks)
+    return [x.transpose(1, 2) for x in (grad_q, grad_k, grad_v)]
 
 
 class _Flash(torch.autograd.Function):
     """PyTorch's kernel with the derivatives that its own autograd lacks: of the log-sum-exp, and
-    of the gradient. The reference computes those. Sinks are joined behind the kernel; its backward
-    needs no more than the joined output and log-sum-exp."""
+    of the gradient. The reference computes those. Of sinks the kernel's backward needs no more than
+    the output and the log-sum-exp tell it, which count them."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, scale, window):
-        out, lse = _join_sinks(*_flash_forward(q, k, v, scale, window), sinks)
+        out, lse = _flash_forward(q, k, v, sinks, scale, window)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.options = scale, window
@@ -293,23 +330,19 @@ class _Flash(torch.autograd.Function):
             return None, None, None, None, None, None
         q, k, v, sinks, out, lse = ctx.saved_tensors
         if grad_lse is None and not torch.is_grad_enabled():
-            if grad_out.stride(3) != 1:
-                grad_out = grad_out.contiguous()
             grad_sinks = None
             if ctx.needs_input_grad[3]:
                 weight = torch.exp(sinks[:, None] - lse)  # of the sink in each row
-                grad_sinks = -(weight * (grad_out * out).sum(-1)).sum((0, 2))
+                dot = (grad_out * out).sum(-1).transpose(1, 2)
+                grad_sinks = -(weight * dot).sum((0, 2))
             grads = _flash_backward(grad_out, q, k, v, out, lse, *ctx.options)
             return *grads, grad_sinks, None, None
         scale, window = ctx.options
         with torch.enable_grad():
             out, lse, _ = attention_ref(
-                *(x.transpose(1, 2) for x in (q, k, v)),
-                softmax_scale=scale,
-                window_size=window,
-                sinks=sinks,
+                q, k, v, softmax_scale=scale, window_size=window, sinks=sinks
             )
-            pairs = [(out.transpose(1, 2), grad_out), (lse, grad_lse)]
+            pairs = [(out, grad_out), (lse, grad_lse)]
             results, grads = zip(*(pair for pair in pairs if pair[1] is not None), strict=True)
         wanted = [n for n in range(4) if ctx.needs_input_grad[n]]
         found = torch.autograd.grad(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import FakeTensor
 
 from . import cpu
@@ -61,26 +62,28 @@ class Operator:
         namespace = getattr(torch.ops, NAMESPACE)
         self.op = getattr(namespace, name).default
         self.backward_op = getattr(namespace, f"{name}_backward").default
-        self.apply, apply_backward = _autograd(self, f"{NAMESPACE}::{name}")
-        for op, implementation, op_fake, apply in (
-            (self.op, self._forward, fake, self.apply),
-            (self.backward_op, self._backward, self._backward_fake, apply_backward),
+        forward, backward = _functions(self, f"{NAMESPACE}::{name}")
+        for op, implementation, op_fake, recorded in (
+            (self.op, self._forward, fake, forward),
+            (self.backward_op, self._backward, self._backward_fake, backward),
         ):
             op_name = op._schema.name
             library.impl(op_name, implementation, "CPU")
-            library.impl(op_name, apply, "Autograd")
+            library.impl(op_name, _autograd(recorded), "Autograd")
             torch.library.register_fake(op_name, op_fake, lib=library)
             torch.library.register_vmap(op_name, _vmap_by_a_loop(op), lib=library)
         _libraries.append(library)
 
     def __call__(self, eager: Callable[[], tuple[Tensor, ...]], *args: object):
         """The outputs for these arguments: of ``eager`` where nothing needs the operator."""
-        tensors = [x for x in args[: self._n_tensors] if x is not None]
-        if torch.compiler.is_compiling() or tensors[0].is_meta or is_traced(tensors[0]):
+        tensors = args[: self._n_tensors]
+        if (
+            is_traced(tensors[0])
+            or tensors[0].is_meta
+            # Forward-mode derivatives are left to the function's own.
+            or (torch._C._are_functorch_transforms_active() and not cpu.has_tangent(*tensors))
+        ):
             return self.op(*args)
-        # Forward-mode derivatives are left to the function's own.
-        if torch._C._are_functorch_transforms_active() and not cpu.has_tangent(*tensors):
-            return self.apply(*args)
         return eager()
 
     def _forward(self, *args):
@@ -132,24 +135,28 @@ def draw_seed(x: Tensor) -> Tensor:
 def is_traced(x: Tensor) -> bool:
     """Whether a call with ``x`` is recorded or runs on fake tensors."""
     return (
-        isinstance(x, FakeTensor)
+        torch.compiler.is_compiling()
+        or isinstance(x, FakeTensor)
         or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode
-        or torch.jit.is_tracing()
+        or torch._C._is_tracing()
     )
 
 
-def _autograd(operator: Operator, name: str) -> tuple[Callable, Callable]:
-    """Both operators as functions that autograd and vmap know."""
+def _functions(operator: Operator, name: str) -> tuple[type, type]:
+    """Both operators as functions that autograd knows."""
     n_tensors, n_differentiable = operator._n_tensors, operator._n_differentiable
     n_others = n_tensors + operator._n_options - n_differentiable
 
-    class Attend(torch.autograd.Function):
-        generate_vmap_rule = True
+    def refuse_forward_mode(ctx, *tangents):
+        raise NotImplementedError(
+            f"{name}: expected derivatives in reverse mode (grad, vjp, jacrev), got one in forward "
+            "mode (jvp, jacfwd) of a traced call or of a gradient; take it eagerly, of the output"
+        )
 
+    class Attend(torch.autograd.Function):
         @staticmethod
         def forward(*args):
-            with torch._C._AutoDispatchBelowAutograd():
-                return operator.op(*args)
+            return _below_autograd(operator.op, args)
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -161,17 +168,16 @@ def _autograd(operator: Operator, name: str) -> tuple[Callable, Callable]:
         def backward(ctx, *grads):
             needs = ctx.needs_input_grad[:n_differentiable]
             wanted = sum(need << i for i, need in enumerate(needs))
-            found = AttendBackward.apply(*grads, wanted, *ctx.saved_tensors, *ctx.options)
+            found = operator.backward_op(*grads, wanted, *ctx.saved_tensors, *ctx.options)
             gradients = [grad if need else None for grad, need in zip(found, needs, strict=True)]
             return *gradients, *[None] * n_others
 
-    class AttendBackward(torch.autograd.Function):
-        generate_vmap_rule = True
+        jvp = staticmethod(refuse_forward_mode)
 
+    class AttendBackward(torch.autograd.Function):
         @staticmethod
         def forward(*args):
-            with torch._C._AutoDispatchBelowAutograd():
-                return operator.backward_op(*args)
+            return _below_autograd(operator.backward_op, args)
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -181,10 +187,35 @@ def _autograd(operator: Operator, name: str) -> tuple[Callable, Callable]:
         def backward(ctx, *grads):
             raise NotImplementedError(
                 f"{name}: expected one derivative under torch.compile, torch.export and "
-                "torch.func, got a derivative of its gradient; take it with torch.autograd, eagerly"
+                "torch.func, got a derivative of its gradient; take it with torch.autograd, "
+                "eagerly, or detach() parameters that a compiled torch.func.grad is not asked for"
             )
 
-    return Attend.apply, AttendBackward.apply
+        jvp = staticmethod(refuse_forward_mode)
+
+    return Attend, AttendBackward
+
+
+def _below_autograd(op, args):
+    # A Function's forward runs without gradients, but an outer transform may want one of this call.
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def _autograd(function):
+    """The operator's kernel for autograd: ``function.apply``, also inside torch.func's transforms.
+
+    There the dispatcher calls it for one transform at a time, innermost first, and the operator
+    below it goes on to the next. ``function.apply`` would start again with all of them.
+    """
+
+    def kernel(*args):
+        if not torch._C._are_functorch_transforms_active():
+            return function.apply(*args)
+        with enable_single_level_autograd_function():
+            return super(torch.autograd.Function, function).apply(*args)
+
+    return kernel
 
 
 def _vmap_by_a_loop(op):

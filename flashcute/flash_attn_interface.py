@@ -12,7 +12,7 @@ import logging
 
 import torch
 
-from . import cpu_ops, env, missing, ops
+from . import cpu, cpu_operator, cpu_ops, env, missing, ops
 from .checks import (
     check_alibi,
     check_dropout,
@@ -26,7 +26,7 @@ from .checks import (
     check_tensors,
     check_window,
 )
-from .features import VECTOR, not_on_cuda
+from .features import CPU_DTYPES, VECTOR, not_on_cuda
 from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -140,9 +140,19 @@ def _attend(
         check_sinks(fn, sinks, q)
 
     if q.is_cpu:
-        check_dtype(fn, f"{names[0]}.dtype", q.dtype, q.device)
-        if d % VECTOR or not _regular(q):
+        if q.dtype not in CPU_DTYPES:
+            check_dtype(fn, f"{names[0]}.dtype", q.dtype, q.device)
+        if not q.is_contiguous() and (d % VECTOR or not _regular(q)):
             q = q.contiguous()  # for out, which is laid out as q, to be what it is on CUDA
+        if (
+            dropout_p == softcap == 0.0
+            and alibi_slopes is None
+            and return_attn_probs is False
+            and not cpu_operator.is_traced(q)
+        ):
+            flash = cpu.attend_by_flash(q, k, v, scale, causal, window_size, sinks)
+            if flash is not None:
+                return flash[0]
         outputs = cpu_ops.attend(
             q, k, v, softmax_scale=scale, causal=causal, window_size=window_size, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,

@@ -22,6 +22,14 @@ from torch._subclasses import FakeTensorMode
 import flashcute
 from flashcute.reference import attention_ref
 
+# What torch says of the kinds of tensors that cases are made of.
+WARNINGS = (
+    "ignore:The PyTorch API of (nested tensors|MaskedTensors) is in prototype stage:UserWarning",
+    "ignore:Sparse CSR tensor support is in beta state:UserWarning",
+    "ignore:torch.quantize_per_tensor, .* are deprecated:UserWarning",
+    "ignore:ComplexHalf support is experimental:UserWarning",
+)
+
 DEVICES = ("cpu", "meta", "fake", "cuda")
 # A torch without CUDA can make FakeTensors of a cuda device, but not slice them.
 _FAKE = "cuda" if torch.cuda.is_available() else "meta"

@@ -359,6 +359,27 @@ def test_dropout_holds_no_more_than_a_block_of_the_mask(monkeypatch, backward):
     assert largest.numel < 2**14  # all scores are 2**17
 
 
+@pytest.mark.parametrize("seqlen", [16, 256])  # norms by torch, and by BLAS
+def test_the_plain_case_calls_little_but_the_kernel(seqlen):
+    # Each call of torch costs a few microseconds, the kernel less than 50 for a short sequence.
+    q, k, v = (x.detach() for x in make_qkv(seqlen, seqlen, h=8, h_k=8, d=64))
+    calls = []
+
+    def record(frame, event, argument):
+        if event == "c_call" and type(argument.__self__).__module__ == "torch":
+            calls.append(argument.__name__)  # a method of a tensor
+
+    before = sys.getprofile()
+    sys.setprofile(record)
+    try:
+        flash_attn_func(q, k, v, causal=True)
+    finally:
+        sys.setprofile(before)
+    made = [name for name in calls if name in ("aminmax", "contiguous", "copy_", "new_empty")]
+    assert made == []
+    assert calls.count("transpose") == 4 and calls.count("item") == 3
+
+
 @pytest.mark.parametrize("limit", [2**24, 300])
 def test_dropout_mask_is_the_same_in_every_use(monkeypatch, limit):
     monkeypatch.setattr(reference, "_MAX_BLOCK_SCORES", limit)

@@ -139,6 +139,7 @@ def test_number_of_sequences_may_change() -> None:
             assert_same(results(compiled, module, lengths), results(module, module, lengths))
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # torch's own use
 @pytest.mark.parametrize(
     ("name", "gradient"), [*((name, False) for name in OPTIONS), ("plain", True), ("all", True)]
 )
@@ -184,8 +185,11 @@ def test_exported_program_loads_in_a_process_that_only_imports_the_function(
 
 
 @pytest.mark.parametrize("name", ["causal", "all"])
-def test_gradients_of_each_sample(name: str) -> None:
-    module = Attention(name)
+@pytest.mark.parametrize("outer", ["vmap", "grad"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_each_sample(name: str, outer: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    module = Attention(name).requires_grad_(False)
     tensors, cu_seqlens = inputs()
 
     def loss(q, k, v, *cu):
@@ -195,8 +199,14 @@ def test_gradients_of_each_sample(name: str) -> None:
     others = [torch.tensor([0, 2, 7, 9]).int(), torch.tensor([0, 1, 3, 11]).int()]
     lengths = [torch.stack(pair) for pair in zip(cu_seqlens, others, strict=True)]
     torch.manual_seed(5)
-    gradient = torch.func.grad(loss, argnums=(0, 1, 2))
-    got = torch.vmap(gradient, randomness="same")(*stacked, *lengths)
+    if outer == "vmap":
+        gradient = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), randomness="same")
+    else:
+        losses = torch.vmap(loss, randomness="same")
+        gradient = torch.func.grad(lambda *args: losses(*args).sum(), argnums=(0, 1, 2))
+    if compiled:
+        gradient = torch.compile(gradient, backend="aot_eager", fullgraph=True)
+    got = gradient(*stacked, *lengths)
     for i in range(2):
         leaves = [x[i].clone().requires_grad_() for x in stacked]
         torch.manual_seed(5)
@@ -224,14 +234,17 @@ def test_forward_mode_derivative() -> None:
     torch.testing.assert_close(alone, got)
 
 
-def test_second_derivative_of_a_traced_call_is_refused() -> None:
+def test_derivatives_that_are_not_there_are_refused() -> None:
     cu = torch.tensor([0, 2])
+    q = torch.randn(2, 1, 2)
 
     def loss(q):
         return flashcute.flash_attn_varlen_func(q, q, q, cu, cu, 2, 2).square().sum()
 
     with pytest.raises(NotImplementedError, match=r"attend_varlen_cpu: expected one derivative"):
-        torch.func.jacrev(torch.func.jacrev(loss))(torch.randn(2, 1, 2))
+        torch.func.jacrev(torch.func.jacrev(loss))(q)
+    with pytest.raises(NotImplementedError, match=r"attend_varlen_cpu: .* in forward mode"):
+        torch.func.hessian(loss)(q)
 
 
 @each_option

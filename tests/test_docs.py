@@ -502,6 +502,16 @@ def test_the_readme_counts_the_lines_of_a_kernel():
     assert counts == {int(said)}
 
 
+def test_the_readme_says_what_the_cache_command_takes():
+    text = " ".join(prose(ROOT / "README.md").split())
+    part = text[text.index("`pip install .` works") : text.index("## Use")]
+    commands = re.findall(r"`(?:python -m flashcute )?(cache[^`]*)`", part)
+    actions = [cli._parser().parse_args(shlex.split(command)).action for command in commands]
+    assert sorted(actions) == ["clean", "list", "size"]
+    (days,) = re.findall(r"`--older-than (\d+)`", part)
+    assert f"older than {days} days" in part
+
+
 @pytest.mark.parametrize(
     ("field", "phrase"),
     [

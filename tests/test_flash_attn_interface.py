@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from bad_input import CASES, DEVICES, Case, tensors
+from bad_input import CASES, DEVICES, WARNINGS, Case, tensors
 
 import flashcute
 from flashcute import flash_attn_interface, ops
@@ -22,6 +22,7 @@ def _on(device: str) -> list[Case]:
     return [case for case in CASES if device in case.on]
 
 
+@pytest.mark.filterwarnings(*WARNINGS)
 @pytest.mark.parametrize(
     ("device", "case"),
     [(device, case) for device in ("cpu", "meta", "fake") for case in _on(device)],
@@ -219,11 +220,13 @@ def test_only_tensors_off_the_16_byte_grid_are_copied() -> None:
     assert all(stride % 8 == 0 for stride in empty.stride()[:3])
 
 
-def test_the_plain_case_takes_few_bytecodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the host does for one call, counted instead of timed: 508 with Python 3.11.
-    q, k, v = tensors("meta")
+# What the host does for one call, counted instead of timed: with Python 3.11 it is 508 on the meta
+# device, which is what the host does for CUDA, and 743 on the CPU.
+@pytest.mark.parametrize(("device", "most"), [("meta", 600), ("cpu", 900)])
+def test_the_plain_case_takes_few_bytecodes(device: str, most: int) -> None:
+    q, _, _ = tensors(device)
+    k = v = q  # of one length, so that one call of PyTorch's kernel does it
     result = (q, q)
-    monkeypatch.setattr(ops, "_fwd", lambda *args: result)
     count = 0
 
     def trace(frame, event, argument):
@@ -232,13 +235,15 @@ def test_the_plain_case_takes_few_bytecodes(monkeypatch: pytest.MonkeyPatch) -> 
         count += event == "opcode"
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        flashcute.flash_attn_func(q, k, v, causal=True)
-    finally:
-        sys.settrace(before)
-    assert 300 < count < 600, count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_fwd", lambda *args: result)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            flashcute.flash_attn_func(q, k, v, causal=True)
+        finally:
+            sys.settrace(before)
+    assert 300 < count < most, count
 
 
 def test_signatures_are_flash_attns() -> None:

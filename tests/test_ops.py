@@ -153,6 +153,7 @@ class _Projected(torch.nn.Module):
         return ops.fwd(q, q, q, 0.125, True)[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # torch's own use
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_an_exported_module_trains_or_refuses_to(decomposed: bool) -> None:
     # Exported without gradients, then trained: the weights' gradients must not be lost.
