@@ -22,6 +22,7 @@ from tqdm import tqdm
 import flashcute
 from flashcute import benchmarking as bm
 from flashcute import heuristics, jit, ops
+from flashcute.arguments import output_file
 from flashcute.config import DTYPES, HEAD_DIMS
 
 # (least cosine to PyTorch's attention) by the dtype the model runs in.
@@ -144,7 +145,7 @@ def search(folder: pathlib.Path, device: str, dtype: torch.dtype) -> tuple[dict,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=pathlib.Path, help="folder of all-MiniLM-L6-v2")
-    parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
+    parser.add_argument("--out", type=output_file, help="JSON file to write")
     args = parser.parse_args()
     folder = args.model or minilm.model_folder()
     start = time.perf_counter()

@@ -1,16 +1,23 @@
 """Types of command line arguments that several commands take: what is wrong is said at once.
 
-A file or folder for results is tried before the work, not after it.
+A file or folder for results is tried before the work, not after it. What happens to it meanwhile,
+as when the disk gets full, is reported after the results were shown.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 MAX_INT32 = 2**31 - 1  # the kernels' sizes
+
+_SMALL_RESULT = 2**16  # bytes
 
 
 def _whole(text: str, least: int) -> int:
@@ -42,36 +49,86 @@ def seconds(text: str) -> float:
     return value
 
 
-def _place(text: str, kind: str) -> Path:
-    """``text`` as a path below the nearest folder that is there, which must be writable."""
-    path = Path(text)
-    above = path.absolute()
-    while not os.path.exists(above) and above != above.parent:
-        above = above.parent
-    if not text or (above != path.absolute() and not os.path.isdir(above)):
-        reason = f"{above} is no folder" if text else "the name is empty"
-    elif not os.access(above, os.W_OK):
-        reason = f"{above} cannot be written"
-    else:
-        return path
+def _refuse(text: str, kind: str, reason: str) -> None:
     raise argparse.ArgumentTypeError(f"expected a {kind} for results, got {text!r}: {reason}")
+
+
+def _try(text: str, kind: str, write: Callable[[Path], None]) -> Path:
+    """``text`` as a path after trying to write there; what was not there before is removed again.
+
+    Trying is the only way to know: root may write everywhere by permission, but not to /proc or to
+    a file system that is mounted read-only or full.
+    """
+    path = Path(text)
+    if not text:
+        _refuse(text, kind, "the name is empty")
+    missing = []
+    for above in (path, *path.parents) if kind == "folder" else path.parents:
+        if os.path.exists(above):
+            if not os.path.isdir(above):
+                _refuse(text, kind, f"{above.absolute()} is no folder")
+            break
+        missing.append(above)
+    made = []
+    try:
+        for folder in reversed(missing):
+            folder.mkdir()
+            made.append(folder)
+        write(path)
+    except OSError as error:
+        _refuse(text, kind, f"it cannot be written ({error.strerror})")
+    finally:
+        for folder in reversed(made):
+            folder.rmdir()
+    return path
 
 
 def output_folder(text: str) -> Path:
     """A folder that is there, or can be made, and be written to, for ``argparse``."""
-    path = _place(text, "folder")
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise argparse.ArgumentTypeError(
-            f"expected a folder for results, got {text!r}: it is a file"
-        )
-    return path
+    return _try(text, "folder", lambda path: _fill(tempfile.TemporaryFile(dir=path)))
 
 
 def output_file(text: str) -> Path:
     """A file that can be written, in a folder that can be made, for ``argparse``."""
-    path = _place(text, "file")
-    if os.path.isdir(path):
-        raise argparse.ArgumentTypeError(
-            f"expected a file for results, got {text!r}: it is a folder"
-        )
-    return path
+
+    def write(path: Path) -> None:
+        if path.is_file():
+            path.open("ab").close()  # which changes nothing
+        elif os.path.lexists(path):  # e.g. a pipe, whose reader would take closing it for the end
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        else:
+            file = path.open("xb")
+            try:
+                _fill(file)
+            finally:
+                path.unlink()
+
+    if os.path.isdir(text):
+        _refuse(text, "file", "it is a folder")
+    return _try(text, "file", write)
+
+
+def _fill(file: IO[bytes]) -> None:
+    """Writes as much as a small result takes: a full disk still has room for empty files."""
+    with file:
+        file.write(bytes(_SMALL_RESULT))
+
+
+def failures(command: str, *writes: tuple[Path, Callable[[], object]]) -> list[str]:
+    """Calls each function that writes results to a path; returns a message for each that cannot.
+
+    The caller shows the results first. They may have taken hours.
+    """
+    messages = []
+    for path, write in writes:
+        try:
+            write()
+        except BrokenPipeError:  # of standard output, which nobody reads any more
+            raise
+        except OSError as error:
+            messages.append(
+                f"flashcute {command}: expected to write {path}, got: {error.strerror or error}; "
+                "make room there, or name another place"
+            )
+    return messages

@@ -363,6 +363,15 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 
 def write_json(path: pathlib.Path, payload: Mapping[str, object]) -> None:
-    """Write a result file, creating its folder; keys keep their order."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(payload, indent=1) + "\n", encoding="utf-8")
+    """Write a result file, creating its folder; keys keep their order.
+
+    Raises:
+        OSError: naming the file and the KiB that it takes.
+    """
+    text = json.dumps(payload, indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        size = -(-len(text) // 1024)
+        raise OSError(error.errno, f"{error.strerror} (it takes {size} KiB)", str(path)) from error

@@ -200,4 +200,30 @@ def test_wrong_arguments(arguments, capsys):
 def test_pictures_need_matplotlib(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert bench("--plots", tmp_path) == 1
-    assert "expected the package matplotlib" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "expected the package matplotlib for --plots" in printed
+    assert "leave out --plots" in printed
+    assert bench("--plot-only", tmp_path / "fwd.json") == 1
+    printed = capsys.readouterr().err
+    assert "expected the package matplotlib for --plot-only" in printed
+    assert "--plots" not in printed
+
+
+def test_a_result_that_cannot_be_written_is_shown(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "_measure", lambda args: result(row(64, flashcute=1.0)))
+    drawn = []
+    monkeypatch.setattr(command, "_draw", lambda *args: drawn.append(args))
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: True)
+    assert bench("--json", "/dev/full", "--plots", tmp_path) == 1
+    printed = capsys.readouterr()
+    assert "Ratios in bursts" in printed.out or "flashcute, bf16" in printed.out
+    assert "flashcute bench: expected to write /dev/full, got: No space left" in printed.err
+    assert "it takes 1 KiB" in printed.err
+    assert len(drawn) == 1
+
+
+def test_a_place_that_cannot_be_written_is_said_before_the_measurement(monkeypatch, capsys):
+    monkeypatch.setattr(command, "_measure", None)
+    with pytest.raises(SystemExit):
+        bench("--json", "/proc/x.json")
+    assert "argument --json: expected a file for results" in capsys.readouterr().err

@@ -263,8 +263,12 @@ def test_a_place_for_results_that_cannot_be_is_said_before_the_work(command, tmp
 def test_a_folder_that_refuses_results_is_said_before_the_work(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(binding, "build_binding", None)
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
-    assert cli.main(["build", *ONE, "-o", "/proc/results"]) == 1
+    monkeypatch.setattr(sources, "prebuilt_dir", lambda: Path("/proc/results"))
+    assert cli.main(["build", *ONE, "--prebuilt"]) == 1
     assert "flashcute build: [Errno" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["build", *ONE, "-o", "/proc/results"])
+    assert "got '/proc/results': it cannot be written" in capsys.readouterr().err
 
 
 STEM = "flash_fwd_x-sm_80-" + "0" * 32

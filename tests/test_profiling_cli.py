@@ -89,6 +89,14 @@ def test_comparison_of_saved_profiles(tmp_path, capsys):
     assert [report["kernel"] for report in both["profiles"]] == ["a", "b"]
 
 
+def test_a_profile_that_cannot_be_written_is_shown(tmp_path, capsys):
+    saved = [saved_static(tmp_path, name) for name in "ab"]
+    assert profile("--compare", *saved, "--json", "/dev/full") == 1
+    printed = capsys.readouterr()
+    assert "kernel | a | b" in printed.out
+    assert "flashcute profile: expected to write /dev/full, got: No space left" in printed.err
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "other"}'])
 def test_comparison_refuses_other_files(tmp_path, capsys, text):
     path = tmp_path / "wrong.json"

@@ -8,7 +8,7 @@ import pytest
 
 from flashcute import __main__ as main
 from flashcute.jit import sources
-from flashcute.sim import build, cli
+from flashcute.sim import build, cli, tiles
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,12 @@ def test_arguments_that_do_not_go_together(arguments, message, capsys):
     printed = capsys.readouterr().err
     assert len(printed.splitlines()) == 1
     assert re.search(message, printed)
+
+
+def test_picture_in_a_new_folder(tmp_path):
+    picture = cli._svg(str(tmp_path / "new" / "tiles.svg"))
+    tiles.write_svg(tiles.TileMap((("full", "masked"),), 64, 64), picture, "title")
+    assert picture.read_text().startswith("<svg")
 
 
 def test_missing_sources_are_named(tmp_path, monkeypatch):

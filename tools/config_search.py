@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from flashcute import benchmarking, heuristics, jit
+from flashcute.arguments import output_file
 from flashcute.bench import peers
 from flashcute.bench.sweep import DTYPES
 from flashcute.config import HEAD_DIMS, KERNEL_CLASSES, MAX_SMEM_BYTES, FwdConfig
@@ -354,7 +355,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=["fa2"], choices=["fa2", "cudnn", "fa3"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--top", type=int, default=8, help="rows printed for each search")
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=output_file, required=True)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("expected an NVIDIA GPU that torch can use, found none; run it there")

@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from .. import benchmarking as bm
+from ..arguments import failures
 from ..config import HEAD_DIMS
 from ..extras import install_command
 from ..heuristics import FwdProblem, choose_fwd
@@ -143,9 +144,10 @@ def run(args: argparse.Namespace) -> int:
         ValueError: for arguments that do not go together, and a file that holds no result.
     """
     if (args.plots or args.plot_only) and importlib.util.find_spec("matplotlib") is None:
+        option = "--plot-only" if args.plot_only else "--plots"
         raise ValueError(
-            "flashcute bench: expected the package matplotlib for pictures, found none; "
-            f"{install_command('plot')}, or leave out --plots"
+            f"flashcute bench: expected the package matplotlib for {option}, found none; "
+            f"{install_command('plot')}" + ("" if args.plot_only else ", or leave out --plots")
         )
     if args.plot_only:
         result = _load(args.plot_only)
@@ -153,12 +155,15 @@ def run(args: argparse.Namespace) -> int:
         _draw(result, args.plots or args.plot_only.parent, args.plot_only.stem)
         return 0
     result = _measure(args)
+    writes = []
     if args.json:
-        bm.write_json(args.json, result)
-    # Before the tables: the reader of standard output may close it early.
+        writes.append((args.json, lambda: bm.write_json(args.json, result)))
     if args.plots and result["rows"]:
-        _draw(result, args.plots, args.json.stem if args.json else "bench")
+        stem = args.json.stem if args.json else "bench"
+        writes.append((args.plots, lambda: _draw(result, args.plots, stem)))
+    # Before the tables: the reader of standard output may close it early.
+    unwritten = failures("bench", *writes)
     print(table.summary(result))
     wrong = table.disagreements(result)
-    print(*wrong, sep="\n", file=sys.stderr)
-    return 1 if wrong or result["stopped_early"] else 0
+    print(*wrong, *unwritten, sep="\n", file=sys.stderr)
+    return 1 if wrong or unwritten or result["stopped_early"] else 0

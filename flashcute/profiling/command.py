@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .. import benchmarking as bm
 from .. import heuristics
+from ..arguments import failures
 from ..config import FwdConfig
 from ..extras import install_command
 from ..jit import cache, kernels
@@ -179,13 +180,16 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     # Files before standard output, which the reader may close early.
+    writes = []
     if args.json is not None:
-        bm.write_json(args.json, payload)
+        writes.append((args.json, lambda: bm.write_json(args.json, payload)))
     if args.html is not None:
-        page.write(args.html, reports)
+        writes.append((args.html, lambda: page.write(args.html, reports)))
+    unwritten = failures("profile", *writes)
     if args.compare:
         print(f"A: {reports[0]['kernel']}\nB: {reports[1]['kernel']}\n")
         print(text.comparison(reports))
     else:
         print(text.report_text(payload))
-    return 0
+    print(*unwritten, sep="\n", end="\n" if unwritten else "", file=sys.stderr)
+    return 1 if unwritten else 0

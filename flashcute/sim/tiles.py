@@ -137,4 +137,5 @@ def write_svg(tiles: TileMap, path: Path, title: str) -> None:
         y = legend_top + i * _CELL
         parts.append(f'<rect x="8" y="{y}" width="14" height="14" fill="{colour}"/>')
         parts.append(f'<text x="30" y="{y + 12}">{tiles.count(state)} tiles {meaning}</text>')
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*parts, "</svg>", ""]))
