@@ -113,6 +113,7 @@ def attention_ref(
             statistics never below float32). ``out`` stays in that dtype: cast it if need be.
         reorder_ops: Scale K instead of Q. Together with ``upcast=None`` this is the low precision
             baseline that errors of a kernel are compared with, as in FlashAttention-2's tests.
+            Without effect where a scale above 1 makes the scores be scaled, in float64.
         return_probs: Return the (b, h, seqlen_q, seqlen_k) probabilities as well.
 
     Raises:
@@ -239,16 +240,20 @@ def _attend_block(
 
     # A row without keys may hold anything: as a factor of dK = dS^T Q it must not.
     q = torch.where(sees_a_key, q, 0)
-    if o.reorder_ops:
-        k = k * o.scale
+    # What is multiplied by more than 1 may leave float32, where Inf - Inf would be NaN.
+    in_double = abs(o.scale) > 1 and o.dtype.itemsize >= 4
+    if in_double:
+        scores = _scores(q, k, visible, poisoned).double() * o.scale
+    elif o.reorder_ops:
+        scores = _scores(q, k * o.scale, visible, poisoned)
     else:
-        q = q * o.scale
-    scores = _scores(q, k, visible, poisoned)  # (b, h, rows, seqlen_k)
+        scores = _scores(q * o.scale, k, visible, poisoned)  # (b, h, rows, seqlen_k)
     if o.softcap > 0:
         scores = o.softcap * torch.tanh(scores / o.softcap)
 
     # The statistics of the softmax are never kept below float32, as in any kernel.
-    scores = scores.to(torch.promote_types(o.dtype, torch.float32))
+    statistics = torch.promote_types(o.dtype, torch.float32)
+    scores = scores.to(torch.promote_types(scores.dtype, statistics))
     if o.alibi_slopes is not None:
         distance = _places(seqlen_q, seqlen_k, rows, q.device) - torch.arange(
             seqlen_k, device=q.device
@@ -261,6 +266,7 @@ def _attend_block(
     scores = torch.where(visible, scores, -torch.inf)
 
     probs, lse = _softmax(scores, o.sinks)
+    lse = lse.to(statistics)
     # A row that saw a NaN is NaN from end to end: its hidden keys must not take that into dV.
     probs = torch.where(visible, probs, 0).to(o.dtype)
     kept = probs

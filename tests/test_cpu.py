@@ -201,6 +201,31 @@ def test_scores_that_overflow_are_the_references():
         )
 
 
+@pytest.mark.parametrize(
+    ("size", "scale"), [(1, 1e38), (1, -2.3e38), (1, 3.0), (1e18, 100.0), (1e-30, 1e38)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (3, 1)}, {"softcap": 5.0}, {"alibi_slopes": (4,)}],
+    ids=str,
+)
+def test_scores_that_only_their_scale_takes_beyond_float32(options, dtype, size, scale):
+    q, k, v = make_qkv(9, 11, dtype=dtype)
+    q, k = ((x.detach() * size).requires_grad_() for x in (q, k))
+    if "alibi_slopes" in options:
+        options = {"alibi_slopes": torch.rand(4, generator=torch.Generator().manual_seed(0))}
+    out, lse, _ = flash_attn_func(q, k, v, softmax_scale=scale, return_attn_probs=True, **options)
+    exact = attention_ref(q, k, v, softmax_scale=scale, upcast=torch.float64, **options)
+    torch.testing.assert_close(lse, exact.lse.float(), rtol=1e-4, atol=1e-4)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(out.double(), exact.out, rtol=tolerance, atol=tolerance)
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    expected = torch.autograd.grad(exact.out.sum(), (q, k, v))
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("lengths", [(3, 4), (4, 3)], ids=str)
 def test_derivatives_of_any_order(options, lengths):
