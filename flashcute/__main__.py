@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 from . import __version__, env, heuristics
 from .arguments import output_folder, positive
@@ -151,6 +152,8 @@ def _mib(size: int) -> str:
 
 def _describe_cache() -> str:
     folder = cache.cache_dir()
+    if not folder.exists():
+        return f"{folder} does not exist: nothing was built yet"
     try:
         found = cache.contents(folder)
     except OSError as error:
@@ -233,7 +236,7 @@ def run_cache(args: argparse.Namespace) -> int:
         )
     folder = cache.cache_dir()
     if not folder.exists():
-        print(f"{folder} does not exist: nothing was built yet")
+        print(_describe_cache())
         return 0
     if args.action == "clean":
         age = None if args.older_than is None else args.older_than * _DAY
@@ -252,8 +255,16 @@ def _prebuilt() -> list[Path]:
     return list(sources.prebuilt_dir().glob("*/*.so"))
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose --help and --version fail where they cannot be written."""
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        # argparse ignores an OSError here.
+        (file or sys.stderr).write(message or "")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m flashcute", description=__doc__)
+    parser = _Parser(prog="python -m flashcute", description=__doc__)
     parser.add_argument("--version", action="version", version=f"flashcute {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     choice = argparse.ArgumentParser(add_help=False)
