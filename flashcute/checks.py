@@ -245,8 +245,8 @@ def check_flag(fn: str, name: str, value) -> bool:
     return bool(value)
 
 
-def check_slopes(fn: str, alibi_slopes) -> None:
-    """A dense tensor of float32."""
+def check_slopes(fn: str, alibi_slopes, h: int, b: int | None = None) -> None:
+    """A dense tensor of one float32 slope for each query head, or for each of a batch entry."""
     name = "alibi_slopes"
     check_kind(fn, name, alibi_slopes)
     if alibi_slopes.dtype != torch.float32:
@@ -254,19 +254,20 @@ def check_slopes(fn: str, alibi_slopes) -> None:
             f"{fn}: expected {name} of dtype torch.float32, "
             f"got {name}.dtype={alibi_slopes.dtype}; cast it with .float()"
         )
+    shape = alibi_slopes.shape
+    batch = shape[0] if b is None and len(shape) == 2 else b
+    # Not "in", which torch.compile misreads where sizes are symbolic.
+    if (h,) != shape != (batch, h):
+        raise ValueError(
+            f"{fn}: expected {name} of shape ({h},) or ({'batch' if b is None else b}, {h}), "
+            f"got {name}.shape={tuple(alibi_slopes.shape)}; pass one slope per query head"
+        )
 
 
 def check_alibi(fn: str, alibi_slopes, q: torch.Tensor, b: int) -> None:
-    """One float32 slope for each query head of q (..., h, head_dim), or for each of b entries."""
+    """The slopes of query heads of q (..., h, head_dim) and of b entries, on q's device."""
     name = "alibi_slopes"
-    check_slopes(fn, alibi_slopes)
-    h = q.shape[-2]
-    # Not "in", which torch.compile misreads where sizes are symbolic.
-    if (h,) != alibi_slopes.shape != (b, h):
-        raise ValueError(
-            f"{fn}: expected {name} of shape ({h},) or ({b}, {h}), "
-            f"got {name}.shape={tuple(alibi_slopes.shape)}; pass one slope per query head"
-        )
+    check_slopes(fn, alibi_slopes, q.shape[-2], b)
     if alibi_slopes.device != q.device:
         raise ValueError(
             f"{fn}: expected {name} on {q.device}, "
@@ -345,8 +346,17 @@ def check_kernel_scale(fn: str, scale: float) -> None:
     if not _MIN_FLOAT <= scale <= _MAX_FLOAT:
         raise NotImplementedError(
             f"{fn}: expected softmax_scale > 0 within float32's range, {_MIN_FLOAT} to "
-            f"{_MAX_FLOAT}, on CUDA, got softmax_scale={scale}; scale q instead"
+            f"{_MAX_FLOAT}, on CUDA, got softmax_scale={scale}; {_scale_way_out(scale)}, or use "
+            "CPU tensors, which support it"
         )
+
+
+def _scale_way_out(scale: float) -> str:
+    if scale == 0.0:
+        return "pass torch.zeros_like(q) and softmax_scale=1.0"
+    if scale <= -_MIN_FLOAT:
+        return f"pass -q and softmax_scale={-scale}"
+    return f"pass {scale} * q and softmax_scale=1.0"
 
 
 def check_size(fn: str, name: str, value) -> int:

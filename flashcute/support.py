@@ -55,7 +55,8 @@ def supports(
         dropout_p: Probability.
         window_size: (left, right), -1 for unlimited.
         softcap: 0.0 for none.
-        alibi_slopes: A tensor or True asks for ALiBi.
+        alibi_slopes: A tensor of shape (num_heads,) or (batch, num_heads), or True for any, asks
+            for ALiBi.
         deterministic: Bitwise repeatable results.
         return_attn_probs: Also return the log-sum-exp.
         requires_grad: Whether a gradient is asked for.
@@ -104,14 +105,14 @@ def supports(
     scale = passes(checks.check_scale, softmax_scale, 1)
     if capability is not None:
         passes(checks.check_capability, capability, CAPABILITIES)
-    asked_tensors = {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens": cu_seqlens}
-    for name, tensor in asked_tensors.items():
-        if tensor is None or tensor is True:
-            continue
-        if name == "alibi_slopes":
-            passes(checks.check_slopes, tensor)
-        else:
-            passes(checks.check_kind, name, tensor)
+    for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks), ("cu_seqlens", cu_seqlens)):
+        wrong = len(reasons)
+        if tensor is not None and tensor is not True:
+            if name != "alibi_slopes":
+                passes(checks.check_kind, name, tensor)
+            elif h is not None:
+                passes(checks.check_slopes, tensor, h)
+        asked[name] = tensor is not None and len(reasons) == wrong and "(a tensor)"
     if place is None or place.type == "cpu":
         return Support(not reasons, tuple(reasons))
 
@@ -122,8 +123,6 @@ def supports(
     asked["dropout_p"] = dropout_p
     asked["softcap"] = softcap
     asked["window_size"] = window_size not in (None, (-1, -1)) and window_size
-    for name, tensor in asked_tensors.items():
-        asked[name] = tensor is not None and "(a tensor)"
     for feature in FEATURES:
         value = asked[feature.argument]
         if value and not feature.cuda:

@@ -179,6 +179,23 @@ def test_numpy_scalars_count_as_pythons() -> None:
     assert flashcute.supports(device="cpu", dropout_p=np.float16(0.5), requires_grad=np.True_)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("shape", [(3,), (), (4, 8), (2, 3), (2, 4, 1)], ids=str)
+def test_slopes_of_other_shapes(device, shape) -> None:
+    answer = flashcute.supports(device=device, num_heads=4, alibi_slopes=torch.zeros(shape))
+    assert answer.reasons == (
+        f"expected alibi_slopes of shape (4,) or (batch, 4), got alibi_slopes.shape={shape}; "
+        "pass one slope per query head",
+    )
+    assert flashcute.supports(device="cpu", num_heads=4, alibi_slopes=torch.zeros(7, 4))
+
+
+def test_wrong_slopes_are_one_reason() -> None:
+    for value in ("x", torch.zeros(3), torch.zeros(8, dtype=torch.float64)):
+        answer = flashcute.supports(device="cuda", num_heads=8, alibi_slopes=value)
+        assert len(answer.reasons) == 1 and "(a tensor)" not in answer.reasons[0]
+
+
 def test_all_reasons_are_given_at_once() -> None:
     answer = flashcute.supports(
         device="foo", dtype=None, head_dim=0, num_heads=None, causal=1, softcap=1e39, window_size=3
@@ -190,5 +207,12 @@ def test_all_reasons_are_given_at_once() -> None:
 
 def test_scale_that_only_the_reference_takes():
     assert flashcute.supports(device="cpu", softmax_scale=-1.0).ok
-    answer = flashcute.supports(device="cuda", softmax_scale=-1.0)
-    assert not answer.ok and "softmax_scale" in answer.reasons[0]
+    ways_out = {
+        0.0: "pass torch.zeros_like(q) and softmax_scale=1.0, ",
+        -0.5: "pass -q and softmax_scale=0.5, ",
+        1e-40: "pass 1e-40 * q and softmax_scale=1.0, ",
+        -1e-40: "pass -1e-40 * q and softmax_scale=1.0, ",
+    }
+    for scale, way_out in ways_out.items():
+        answer = flashcute.supports(device="cuda", softmax_scale=scale)
+        assert not answer.ok and f"got softmax_scale={scale}; {way_out}" in answer.reasons[0]
