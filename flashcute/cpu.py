@@ -88,9 +88,7 @@ def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast("cpu", enabled=False):  # which would take products back to 16 bits
         keep = None if tensors.seed is None else _dropout_mask(tensors, options.dropout_p)
         out, lse, probs = attention_ref(
-            q,
-            k,
-            v,
+            *map(_with_gradient_like_it, (q, k, v)),
             softmax_scale=options.softmax_scale,
             causal=options.causal,
             window_size=options[2:4],
@@ -116,6 +114,22 @@ def like(x: Tensor, value: Tensor) -> Tensor:
     if value.stride() == torch.empty_like(x, device="meta").stride():
         return value.to(x.dtype)
     return torch.empty_like(x).copy_(value)
+
+
+def _with_gradient_like_it(x: Tensor) -> Tensor:
+    """``x``, whose gradient will have the strides that fake tensors promise, not a product's."""
+
+    def lay_out(grad: Tensor | None) -> Tensor | None:
+        # Under vmap, strides are those of a larger tensor.
+        if grad is None or torch._C._are_functorch_transforms_active():
+            return grad
+        return like(x, grad)
+
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    view = x.view_as(x)
+    view.register_hook(lay_out)
+    return view
 
 
 def draw_seed() -> Tensor:

@@ -201,6 +201,29 @@ def test_scores_that_overflow_are_the_references():
         )
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"softcap": 2.0}, {"alibi_slopes": torch.rand(4)}, {"dropout_p": 0.3}],
+    ids=["plain", "causal", "softcap", "alibi", "dropout"],
+)
+@pytest.mark.parametrize("limit", [2**24, 100])
+def test_gradients_are_laid_out_as_inputs(monkeypatch, limit, options, dtype, heads):
+    monkeypatch.setattr(reference, "_MAX_BLOCK_SCORES", limit)
+    tensors = [x.detach() for x in make_qkv(9, 11, h=heads[0], h_k=heads[1], dtype=dtype)]
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    expanded = [x[:1].expand(x.shape) for x in tensors]
+    plain = not options or "causal" in options  # PyTorch's kernel always returns contiguous ones
+    for leaves in [tensors] if plain else (tensors, heads_first, expanded):
+        for x in leaves:
+            x.requires_grad_()
+        out = flash_attn_func(*leaves, **options)
+        found = torch.autograd.grad(out.square().sum(), leaves)
+        strides = [torch.empty_like(x).stride() for x in leaves]
+        assert [x.stride() for x in found] == strides
+
+
 @pytest.mark.parametrize(
     ("size", "scale"), [(1, 1e38), (1, -2.3e38), (1, 3.0), (1e18, 100.0), (1e-30, 1e38)]
 )
