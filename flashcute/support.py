@@ -105,7 +105,8 @@ def supports(
     scale = passes(checks.check_scale, softmax_scale, 1)
     if capability is not None:
         passes(checks.check_capability, capability, CAPABILITIES)
-    for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks), ("cu_seqlens", cu_seqlens)):
+    given = {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens": cu_seqlens}
+    for name, tensor in given.items():
         wrong = len(reasons)
         if tensor is not None and tensor is not True:
             if name != "alibi_slopes":

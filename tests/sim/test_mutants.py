@@ -34,7 +34,7 @@ PROBLEMS = {
 }
 # Three heads, which take four rows, and a tile's edge among the rows of one key head; rows that see
 # no key. Each head has a sink of its own.
-PACKED = ((2, 80, 65, 6, 2), 1)
+PACKED = ((2, 120, 65, 6, 2), 1)
 SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
 # The second launch finds what the first left in the tile counters.
 OPTIONS = {80: {}, 90: {"sms": 2, "launches": 2}}
