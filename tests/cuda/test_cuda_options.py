@@ -1,0 +1,122 @@
+"""Windows, sinks and packed heads on a GPU: seeded cases of both kernel classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from layouts import STYLES, nan_surrounded
+
+from flashcute import ops, testing
+
+CHUNKS = 10
+CASES_PER_CHUNK = 100
+
+SEQLENS = (1, 2, 7, 16, 33, 64, 65, 127, 128, 129, 200, 257, 384, 500, 777, 1024)
+SIDES = (-1, 0, 1, 31, 64, 100, 127, 128, 300, 5000)
+HEADS = ((1, 1), (4, 4), (4, 2), (6, 2), (10, 2), (8, 1), (71, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    seed: int
+    dtype: torch.dtype
+    b: int
+    seqlen_q: int
+    seqlen_k: int
+    h: int
+    h_k: int
+    d: int
+    causal: bool
+    window_size: tuple[int, int]
+    sinks: bool
+    styles: tuple[str, str, str]
+
+
+def make_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    h, h_k = rng.choice(HEADS)
+    return Case(
+        seed=seed,
+        dtype=(torch.float16, torch.bfloat16)[seed % 2],
+        b=rng.choice((1, 1, 2, 3)),
+        seqlen_q=rng.choice(SEQLENS),
+        seqlen_k=rng.choice((0, *SEQLENS)),
+        h=h,
+        h_k=h_k,
+        d=rng.choice((16, 32, 64, 96, 128, 200, 256)),
+        causal=rng.random() < 0.3,
+        window_size=(rng.choice(SIDES), rng.choice(SIDES)),
+        sinks=rng.random() < 0.5,
+        styles=tuple(rng.choice(list(STYLES)) for _ in range(3)),
+    )
+
+
+def check(case: Case) -> str | None:
+    """What is wrong with this case; None if nothing is."""
+    rng = random.Random(case.seed)
+    generator = torch.Generator("cuda").manual_seed(case.seed)
+    q_shape = (case.b, case.seqlen_q, case.h, case.d)
+    k_shape = (case.b, case.seqlen_k, case.h_k, case.d)
+    q, k, v = (
+        nan_surrounded(shape, style, case.dtype, generator, rng)
+        for shape, style in zip((q_shape, k_shape, k_shape), case.styles, strict=True)
+    )
+    sinks = None
+    if case.sinks:
+        sinks = 3 * torch.randn(case.h, device="cuda", generator=generator)
+    options = {"causal": case.causal, "window_size": case.window_size, "sinks": sinks}
+    out, lse = ops.attend(q, k, v, case.d**-0.5, *options.values())
+    check_drift = "expanded_rows" not in case.styles[1:]
+    try:
+        testing.check_forward(out, lse, q, k, v, check_drift=check_drift, **options)
+    except AssertionError as error:
+        return f"{case}: {error}"
+    return None
+
+
+@pytest.fixture(params=["80", "90"])
+def kernel_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Runs a test on each class; the binding forgets what it chose for the other."""
+    if request.param == "90" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of compute capability 9.0")
+    ops.load()
+    set_resolver = ops._keep_alive[0].flashcute_set_resolver
+    monkeypatch.setenv("FLASHCUTE_ARCH", request.param)
+    set_resolver(ops._resolve)
+    yield request.param
+    set_resolver(ops._resolve)
+
+
+def test_sampling_covers_the_options() -> None:
+    cases = [make_case(seed) for seed in range(CHUNKS * CASES_PER_CHUNK)]
+    for field, values in (("window_size", None), ("h", {h for h, _ in HEADS}), ("d", {64, 128})):
+        seen = [getattr(case, field) for case in cases]
+        assert values is None or min(seen.count(value) for value in values) >= 50
+    assert len({case.window_size for case in cases}) == len(SIDES) ** 2
+    packed = [case for case in cases if case.h > case.h_k and case.seqlen_q * case.h < 128]
+    assert len(packed) >= 20 and sum(case.sinks for case in packed) >= 10
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_options(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
+    seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
+    with torch.no_grad():
+        failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
+    count_cases(f"options of class {kernel_class}", CASES_PER_CHUNK)
+    assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
+
+
+@pytest.mark.parametrize("side", [(-1, -1), (-1, 0), (100, 0), (60, 60)])
+def test_window_wider_than_the_keys_equals_none(kernel_class: str, side) -> None:
+    """Bit for bit, and a sink of -inf equals none."""
+    q = torch.randn(2, 90, 4, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(2, 50, 2, 128, device="cuda", dtype=torch.bfloat16)
+    causal = side[1] == 0
+    wide = tuple(1000 if x not in (0, -1) else x for x in side)
+    sinks = torch.full((4,), -torch.inf, device="cuda")
+    plain = ops.fwd(q, k, k, 0.1, causal)
+    for found in (ops.attend(q, k, k, 0.1, causal, wide, s) for s in (None, sinks)):
+        assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
