@@ -16,13 +16,16 @@ endif
 GPU_NVCC := $(if $(shell command -v nvidia-smi),$(NVCC))
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test check format bench gpu clean
+.PHONY: demo test test-all check format bench gpu clean
 
 demo: $(INSTALLED) $(GPU_NVCC)
 	$(PYTHON) examples/demo.py
 
 test: check $(NVCC)
 	$(PYTHON) -m pytest
+
+test-all: check $(NVCC)
+	$(PYTHON) -m pytest --all
 
 CXX_FILES = $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 CLANG_FORMAT = $(PYTHON) -c 'from clang_format import clang_format; clang_format()'

@@ -1,8 +1,10 @@
-"""``--backend``: where the forward kernels run that the backend-neutral tests ask for."""
+"""``--backend``: where the forward kernels run that the backend-neutral tests ask for. ``--all``:
+every shipped kernel."""
 
 from __future__ import annotations
 
 import pytest
+import tiers
 import torch
 
 from flashcute import heuristics
@@ -15,6 +17,25 @@ def pytest_addoption(parser):
         default="sim",
         help="run the kernels in the simulator (default) or on a GPU",
     )
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="cover every shipped kernel, and not only all of bf16 and some of fp16",
+    )
+
+
+def pytest_configure(config):
+    tiers.everything = config.getoption("--all")
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not tiers.everything:
+        configs = heuristics.shipped_configs()
+        left = len(configs) - len(tiers.shipped_configs())
+        terminalreporter.write_line(
+            f"{left} of {len(configs)} shipped kernels, of fp16, NOT COVERED: `make test-all` does",
+            yellow=True,
+        )
 
 
 def _forward_sim(q, k, v, *, causal, seed):

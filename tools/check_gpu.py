@@ -5,6 +5,7 @@
     python tools/check_gpu.py --out build/gpu --phases build models inputs
     python tools/check_gpu.py --out build/gpu --phases build models --bench=--sustained
     python tools/check_gpu.py --out build/gpu --phases build sanitize
+    python tools/check_gpu.py --out build/gpu --phases test-all
 
 Each phase is a process of its own with a time limit and a log under the output folder. A phase that
 fails or runs out of time does not stop the next one. Short tables are printed last, and the exit
@@ -57,6 +58,11 @@ def _tests(args: argparse.Namespace, _seconds: float) -> list[str]:
     return ["-m", "pytest", "tests/cuda", "-q", report, *shlex.split(args.pytest)]
 
 
+def _test_all(args: argparse.Namespace, _seconds: float) -> list[str]:
+    kernels = ("tests/test_shipped_kernels.py", "tests/sim/test_kernels.py")
+    return ["-m", "pytest", "--all", "-q", *kernels, "tests/sim/test_kernels_sm90.py"]
+
+
 def _model(args: argparse.Namespace, _seconds: float) -> list[str]:
     model = ["--model", str(args.model)] if args.model else []
     return ["examples/demo.py", "--out", str(args.out / "demo.json"), *model]
@@ -90,6 +96,8 @@ PHASES = {
     # Some 45 shapes; 12 points of 13 distributions in two dtypes. Sustained needs a larger --limit.
     "models": Phase(150, _bench("fwd_models.json", "--shapes", "models"), 12000, default=False),
     "inputs": Phase(200, _bench("fwd_inputs.json", *_INPUTS), 12000, default=False),
+    # What `make test` leaves out, where there are processors enough: every kernel that ships.
+    "test-all": Phase(500, _test_all, 1000, default=False),
     # Not by default: the tool may be missing, or the driver may not permit it.
     "sanitize": Phase(180, _sanitize, 4000, default=False),
 }

@@ -5,9 +5,9 @@ import pytest
 import torch
 from formulas import bytes_read, mma_count
 from problems import SHAPES, problem
+from tiers import shipped_configs
 
 from flashcute import sim
-from flashcute.heuristics import shipped_configs
 from flashcute.testing import check_forward
 
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]

@@ -6,9 +6,9 @@ import torch
 from formulas import tma_bytes, wgmma_count
 from mutants_sm90 import ASKING, STRIDING
 from problems import SHAPES, problem
+from tiers import shipped_configs
 
 from flashcute import sim
-from flashcute.heuristics import shipped_configs
 from flashcute.testing import check_forward
 
 CONFIGS = shipped_configs(90)

@@ -1,0 +1,36 @@
+"""What a run without ``--all`` leaves out is covered by what it keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import tiers
+
+from flashcute import heuristics
+from flashcute.config import FwdConfig
+
+
+@pytest.fixture(autouse=True)
+def usual(monkeypatch):
+    monkeypatch.setattr(tiers, "everything", False)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_every_value_of_every_field_is_covered(arch):
+    configs, covered = heuristics.shipped_configs(arch), tiers.shipped_configs(arch)
+    for field in dataclasses.fields(FwdConfig):
+        wanted, found = ({getattr(c, field.name) for c in group} for group in (configs, covered))
+        assert found == wanted, field.name
+    assert {(c.dtype, c.mask) for c in covered} == {(c.dtype, c.mask) for c in configs}
+
+
+def test_what_is_left_out_is_covered_in_bf16():
+    covered = set(tiers.shipped_configs())
+    left = set(heuristics.shipped_configs()) - covered
+    assert left and all(dataclasses.replace(c, dtype="bf16") in covered for c in left)
+
+
+def test_all_is_all(monkeypatch):
+    monkeypatch.setattr(tiers, "everything", True)
+    assert tiers.shipped_configs() == heuristics.shipped_configs()

@@ -1,0 +1,25 @@
+"""Which of the shipped kernels a run of the tests covers: all with ``--all``, else enough of them.
+
+A kernel of fp16 differs from that of bf16 in its conversions and in the range of P, which no tile
+size changes. So every kernel of bf16 is covered, and of fp16 those of two head dimensions, one with
+a causal mask and one without, in each kernel class.
+"""
+
+from __future__ import annotations
+
+from flashcute import heuristics
+from flashcute.config import FwdConfig
+
+everything = False  # set by conftest.py before tests are collected
+
+_FP16 = {(64, "causal"), (128, "none")}
+
+
+def covers(config: FwdConfig) -> bool:
+    """Whether this run covers a shipped kernel."""
+    return everything or config.dtype == "bf16" or (config.head_dim, config.mask) in _FP16
+
+
+def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
+    """Those of :func:`flashcute.heuristics.shipped_configs` that this run covers."""
+    return [config for config in heuristics.shipped_configs(arch) if covers(config)]
