@@ -39,12 +39,12 @@ def test_refuses(inputs, options, error, message):
 
 
 def test_reports_a_kernel_that_never_ends(tmp_path):
-    read_lengths = "    SeqlenInfo const seqlen(params);"
+    first_step = "    typename Mainloop::SoftmaxT softmax("
     endless = mutants.Mutant(
         name="endless loop",
         file="flash_fwd_kernel_sm80.h",
-        old=read_lengths,
-        new=f"    for (int volatile spin = 0;; spin = 1) {{}}\n{read_lengths}",
+        old=first_step,
+        new=f"    for (int volatile spin = 0;; spin = 1) {{}}\n{first_step}",
         finder="",
     )
     folder = mutants.plant(endless, sources.kernel_include_dir(), tmp_path / "endless")
