@@ -45,7 +45,8 @@ def test_arguments(stand_in):
             expected[f"{name}_{dim}_stride"] = stride
     expected |= {"b": 2, "seqlen_q": 70, "seqlen_k": 33, "h": 4, "h_k": 2, "d": 64}
     expected |= {"softmax_lse_batch_stride": 280, "softmax_lse_head_stride": 70}
-    expected |= {"softmax_lse_ptr": lse.data_ptr(), "pack_shift": 0}
+    expected |= {"softmax_lse_ptr": lse.data_ptr(), "sinks_ptr": None, "pack_shift": 0}
+    expected |= {"window_left": 0, "window_right": 0}
     expected |= {"h_h_k_ratio": 2, "scale_softmax": 0.125}
     log2 = params.pop("scale_softmax_log2")
     assert params == expected
