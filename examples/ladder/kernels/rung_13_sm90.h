@@ -216,12 +216,12 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
         }
         __syncthreads();
         if (warpgroup == 0) {
-            sm90::registers_lower<Traits::kLoadRegisters>();
+            sm90::registers_lower<Types::kLoadRegisters>();
             if (threadIdx.x < 32 && sm90::elect_one()) {
                 produce(params, maps, storage);
             }
         } else {
-            sm90::registers_raise<Traits::kMmaRegisters>();
+            sm90::registers_raise<Types::kMmaRegisters>();
             if (warpgroup == kWarpgroups) {
                 pass_turn(kWarpgroups - 1);  // to the first
             }

@@ -66,6 +66,9 @@ struct TmaTypes {
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kTileN = Traits::kTileN;
     static constexpr int kWarpgroups = Traits::kMmaWarpgroups;
+    // Their sums over the warpgroups are the launch's, 3 * 168 and 4 * 128.
+    static constexpr int kLoadRegisters = kWarpgroups == 2 ? 40 : 32;
+    static constexpr int kMmaRegisters = kWarpgroups == 2 ? 232 : 160;
 
     CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
         constexpr int kReaders = 4 * kWarpgroups;  // one arrival a warp
