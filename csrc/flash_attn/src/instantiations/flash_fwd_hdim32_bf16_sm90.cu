@@ -7,13 +7,13 @@ static constexpr flash::FwdConfig kConfig = {
     .head_dim = 32,
     .mask = flash::MaskKind::none,
     .tile_m = 192,
-    .tile_n = 128,
+    .tile_n = 112,
     .warps = 12,
     .stages = 2,
     .q_in_regs = 0,
     .min_ctas = 1,
     .ping_pong = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim32_bf16_sm90_192x128_s2_pp";
+static constexpr char kName[] = "flash_fwd_hdim32_bf16_sm90_192x112_s2_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
