@@ -6,6 +6,7 @@ import pytest
 import torch
 from mutants import ONE_STAGE, TWO_STAGES
 from mutants_sm90 import ASKING, STRIDING
+from problems import problem
 
 from flashcute import sim
 from flashcute.testing import check_forward
@@ -16,7 +17,6 @@ CONFIGS = tuple(
 )
 CHECKED = CONFIGS[0], CONFIGS[2]  # one of each class
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # ((b, seqlen_q, seqlen_k, h, h_k), (left, right)): the diagonal alone; windows narrower and wider
 # than a block, to one side and both; more queries than keys, so that rows see nothing; more keys
 # than queries; a window that ends before the keys begin; wider than everything.
@@ -43,11 +43,7 @@ def kernels():
 
 
 def make_qkv(config, shape, seed=0):
-    b, seqlen_q, seqlen_k, h, h_k = shape
-    generator = torch.Generator().manual_seed(seed)
-    d = config.head_dim - 8
-    sizes = ((b, seqlen_q, h, d), (b, seqlen_k, h_k, d), (b, seqlen_k, h_k, d))
-    return [torch.randn(size, generator=generator).to(DTYPES[config.dtype]) for size in sizes]
+    return problem(config, (*shape, 8), seed)  # the last columns have to be predicated
 
 
 @pytest.mark.parametrize(("shape", "window"), PROBLEMS, ids=lambda x: "-".join(map(str, x)))
