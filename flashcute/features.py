@@ -51,10 +51,10 @@ FEATURES = (
         f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}",
     ),
     Feature("dropout_p", "dropout", False, f"pass dropout_p=0.0; {_CPU_ONLY}"),
-    Feature("window_size", "sliding window", False, f"pass window_size=(-1, -1); {_CPU_ONLY}"),
+    Feature("window_size", "sliding window", True),
     Feature("softcap", "softcap", False, f"pass softcap=0.0; {_CPU_ONLY}"),
     Feature("alibi_slopes", "ALiBi", False, f"pass alibi_slopes=None; {_CPU_ONLY}"),
-    Feature("sinks", "attention sinks", False, f"pass sinks=None; {_CPU_ONLY}"),
+    Feature("sinks", "attention sinks", True),
     Feature(
         "cu_seqlens",
         "sequences of different lengths (varlen)",

@@ -36,6 +36,7 @@ from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
 logger = logging.getLogger("flashcute")
 
 _UNLIMITED = (-1, -1)
+_NO_LONGER_SEQUENCE = 2**31
 
 env.read()  # a wrong variable is an error, also where nothing is built
 
@@ -99,8 +100,24 @@ def _log_copy(fn: str, name: str, why: str) -> None:
         logger.debug("%s: copies %s once: got %s", fn, name, why)
 
 
-def _wants_gradient(q, k, v) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def _wants_gradient(q, k, v, sinks) -> bool:
+    return torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+    )
+
+
+def _launch(q, k, v, scale, causal, window_size, sinks) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and log-sum-exp of tensors that the kernels can read."""
+    if sinks is None and window_size == _UNLIMITED:
+        return ops.fwd(q, k, v, scale, causal)
+    # A side may be any number; the operator takes those of 64 bits.
+    left, right = (min(side, _NO_LONGER_SEQUENCE) for side in window_size)
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    return ops.attend(q, k, v, scale, causal, (left, right), sinks)
 
 
 def _attend(
@@ -165,22 +182,18 @@ def _attend(
         raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
     if softcap != 0.0:
         raise NotImplementedError(f"{fn}: {not_on_cuda('softcap', softcap)}")
-    if window_size != _UNLIMITED:
-        raise NotImplementedError(f"{fn}: {not_on_cuda('window_size', window_size)}")
     if alibi_slopes is not None:
         raise NotImplementedError(f"{fn}: {not_on_cuda('alibi_slopes', '(a tensor)')}")
-    if sinks is not None:
-        raise NotImplementedError(f"{fn}: {not_on_cuda('sinks', '(a tensor)')}")
-    if _wants_gradient(q, k, v):
+    if _wants_gradient(q, k, v, sinks):
         raise NotImplementedError(f"{fn}: {not_on_cuda('requires_grad', True)}")
     if d % VECTOR:
         q, k, v = (_padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = ops.fwd(q, k, v, scale, causal)
+        out, lse = _launch(q, k, v, scale, causal, window_size, sinks)
         out = out[..., :d].clone(memory_format=torch.contiguous_format)
     else:
         if not (_regular(q) and _regular(k) and _regular(v) and _aligned(q, k, v)):
             q, k, v = (_loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = ops.fwd(q, k, v, scale, causal)
+        out, lse = _launch(q, k, v, scale, causal, window_size, sinks)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from layouts import STYLES, nan_surrounded
 
-from flashcute import ops, testing
+from flashcute import flash_attn_func, heuristics, jit, ops, testing
+from flashcute.config import DTYPES, HEAD_DIMS
 
 CHUNKS = 10
 CASES_PER_CHUNK = 100
@@ -68,13 +69,32 @@ def check(case: Case) -> str | None:
     if case.sinks:
         sinks = 3 * torch.randn(case.h, device="cuda", generator=generator)
     options = {"causal": case.causal, "window_size": case.window_size, "sinks": sinks}
-    out, lse = ops.attend(q, k, v, case.d**-0.5, *options.values())
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
     check_drift = "expanded_rows" not in case.styles[1:]
     try:
         testing.check_forward(out, lse, q, k, v, check_drift=check_drift, **options)
     except AssertionError as error:
         return f"{case}: {error}"
     return None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built_window_kernels() -> None:
+    """In parallel: they are not shipped, and each would be compiled where it is first needed."""
+    capability = torch.cuda.get_device_capability()
+    tiles = [
+        config
+        for dtype in DTYPES
+        for head_dim in HEAD_DIMS
+        for config in (
+            heuristics.fwd_config(dtype, head_dim, False, capability),
+            *(heuristics.sm90_configs(dtype, head_dim, False) if capability == (9, 0) else ()),
+        )
+    ]
+    target = "".join(map(str, capability))
+    specs = [(dataclasses.replace(config, mask="local"), target) for config in tiles]
+    for result in jit.build_kernels(specs):
+        assert result.artefact is not None, result
 
 
 @pytest.fixture(params=["80", "90"])
@@ -117,6 +137,9 @@ def test_window_wider_than_the_keys_equals_none(kernel_class: str, side) -> None
     causal = side[1] == 0
     wide = tuple(1000 if x not in (0, -1) else x for x in side)
     sinks = torch.full((4,), -torch.inf, device="cuda")
-    plain = ops.fwd(q, k, k, 0.1, causal)
-    for found in (ops.attend(q, k, k, 0.1, causal, wide, s) for s in (None, sinks)):
+    plain = flash_attn_func(q, k, k, causal=causal, return_attn_probs=True)
+    for s in (None, sinks):
+        found = flash_attn_func(
+            q, k, k, causal=causal, window_size=wide, sinks=s, return_attn_probs=True
+        )
         assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))

@@ -205,7 +205,7 @@ MUTANTS = (
     Mutant(
         "row predicate of the log-sum-exp",
         _EPILOGUE,
-        "if (row.exists) {\n                    begin[",
+        "if (rows[i].exists) {\n                    begin[",
         "{\n                    begin[",
         "memcheck",
         "AddressSanitizer",
@@ -296,7 +296,7 @@ MUTANTS = (
         "if (true) {",
         "numerics/late",
     ),
-    Mutant("reference not kept", "softmax.h", "row_ref(i) = new_ref;", "", "numerics/late"),
+    Mutant("reference not kept", "softmax.h", "set_ref(max);", "", "numerics/late"),
     Mutant(
         "product of a huge score fused with the subtraction",
         "softmax.h",
@@ -366,8 +366,8 @@ MUTANTS = (
     Mutant(
         "sink of the first of the packed heads",
         _EPILOGUE,
-        "params.sinks_ptr[tile.head_q + row.head]",
-        "params.sinks_ptr[tile.head_q]",
+        "params.sinks_ptr[head_q + rows[i].head]",
+        "params.sinks_ptr[head_q]",
         "numerics/late",
     ),
     Mutant(

@@ -39,7 +39,7 @@ _AWAIT_O_STEP = """\
 _LAST_PV = """\
                 sm90::wgmma_wait<0>();
                 release_v();
-                auto const sinks"""
+                auto const rows"""
 _RELEASE_K = "release(&storage.k_empty[k.stage()]);"
 _AWAIT_EMPTY = "sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);"
 _AWAIT_Q_EMPTY = "sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);"
@@ -482,15 +482,15 @@ _OPERANDS = (
         _numerics(
             "mask of another block in a window",
             _MAINLOOP,
-            "tile().blocks.template block<C.mask>(n)",
-            "tile().blocks.begin + n",
+            "tile.blocks.template block<C.mask>(visit)",
+            "tile.blocks.begin + visit",
         ),
         config=WINDOW,
     ),
     _numerics(
         "tile without a key without its sinks",
         "epilogue_fwd.h",
-        "load_sinks<2>(params, tile, thread), out);",
+        "load_sinks(params, tile.head_q, rows), out);",
         "[] { Tensor x = make_tensor<float>(Shape<_2>{}); fill(x, -INFINITY); return x; }(), out);",
     ),
     _numerics(
@@ -542,7 +542,7 @@ _OPERANDS = (
         "masked scores of a first block not kept from minus infinity minus itself",
         "softmax.h",
         "bounded_offset(tSrS, c);\n        row_sum",
-        "unbounded_offset();\n        row_sum",
+        "row_offset;\n        row_sum",
     ),
     _numerics(
         "output not rescaled, two warpgroups",

@@ -15,47 +15,58 @@ using namespace cute;
 template <class Traits>
 struct EpilogueFwd {
     using Element = typename Traits::Element;
-    using HeadOutput = flash::HeadOutput<Element>;
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kHeadDim = Traits::kHeadDim;
 
-    // Of the tile's first head, from position 0 on.
-    CUTE_HOST_DEVICE static HeadOutput head_output(Flash_fwd_params const &params,
-                                                   WorkTile const &tile) {
-        return {static_cast<Element *>(params.o_ptr) + tile.batch * params.o_batch_stride +
-                    tile.head_q * params.o_head_stride,
-                params.softmax_lse_ptr + tile.batch * params.softmax_lse_batch_stride +
-                    tile.head_q * params.softmax_lse_head_stride};
+    CUTE_HOST_DEVICE static OutputOffset output_offset(Flash_fwd_params const &params,
+                                                       WorkTile const &tile) {
+        return {
+            tile.batch * params.o_batch_stride + tile.head_q * params.o_head_stride,
+            tile.batch * params.softmax_lse_batch_stride +
+                tile.head_q * params.softmax_lse_head_stride,
+        };
     }
 
-    // Sinks of the kRows rows that this thread holds.
+    // The rows that this thread holds.
     template <int kRows>
-    CUTE_DEVICE static auto load_sinks(Flash_fwd_params const &params, WorkTile const &tile,
-                                       int thread) {
+    CUTE_DEVICE static auto thread_rows(Flash_fwd_params const &params, WorkTile const &tile,
+                                        int thread) {
+        cute::array<TileRow, kRows> rows;
+        CUTE_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+            rows[i] = tile_row(params, tile, kTileM, Traits::acc_row(thread, i));
+        }
+        return rows;
+    }
+
+    // head_q: the tile's first.
+    template <size_t kRows>
+    CUTE_DEVICE static auto load_sinks(Flash_fwd_params const &params, int head_q,
+                                       cute::array<TileRow, kRows> const &rows) {
         Tensor sinks = make_tensor<float>(Shape<Int<kRows>>{});  // (rows)
         fill(sinks, -INFINITY);
         if (params.sinks_ptr != nullptr) {
             CUTE_UNROLL
-            for (int i = 0; i < kRows; ++i) {
-                TileRow const row(params, tile, kTileM, Traits::acc_row(thread, i));
-                if (row.exists) {
-                    sinks(i) = params.sinks_ptr[tile.head_q + row.head];
+            for (int i = 0; i < int(kRows); ++i) {
+                if (rows[i].exists) {
+                    sinks(i) = params.sinks_ptr[head_q + rows[i].head];
                 }
             }
         }
         return sinks;
     }
 
-    // lse: of the rows that this thread holds.
-    template <class RowTensor>
-    CUTE_DEVICE static void store_lse(Flash_fwd_params const &params, WorkTile const &tile,
-                                      float *begin, int thread, RowTensor const &lse) {
+    // lse: of the thread's rows.
+    template <size_t kRows, class RowTensor>
+    CUTE_DEVICE static void store_lse(Flash_fwd_params const &params, int64_t offset,
+                                      cute::array<TileRow, kRows> const &rows, int thread,
+                                      RowTensor const &lse) {
+        float *const begin = params.softmax_lse_ptr + offset;
         if (Traits::acc_col(thread, 0) == 0) {
             CUTE_UNROLL
-            for (int i = 0; i < size(lse); ++i) {
-                TileRow const row(params, tile, kTileM, Traits::acc_row(thread, i));
-                if (row.exists) {
-                    begin[row.offset(1, params.softmax_lse_head_stride)] = lse(i);
+            for (int i = 0; i < int(kRows); ++i) {
+                if (rows[i].exists) {
+                    begin[rows[i].offset(1, params.softmax_lse_head_stride)] = lse(i);
                 }
             }
         }
@@ -65,7 +76,8 @@ struct EpilogueFwd {
     template <class AccO>
     CUTE_DEVICE static void store_through_smem(Flash_fwd_params const &params,
                                                typename Traits::SharedStorage &storage,
-                                               WorkTile const &tile, AccO const &tOrO) {
+                                               WorkTile const &tile, int64_t offset,
+                                               AccO const &tOrO) {
         int const thread = threadIdx.x;
         Tensor sO = make_tensor(make_smem_ptr(storage.q_or_o.data()),
                                 typename Traits::SmemLayoutO{});  // (M, d)
@@ -80,16 +92,16 @@ struct EpilogueFwd {
 
         typename Traits::GmemCopyStore gmem_copy;
         Tensor tGsO = gmem_copy.get_slice(thread).partition_S(sO);  // (8, rows, cols)
-        Element *const gmem = head_output(params, tile).o;
+        Element *const begin = static_cast<Element *>(params.o_ptr) + offset;
         CUTE_UNROLL
         for (int r = 0; r < size<1>(tGsO); ++r) {
-            TileRow const row(params, tile, kTileM, Traits::gmem_row(thread, r));
-            int64_t const offset = row.offset(params.o_row_stride, params.o_head_stride);
+            TileRow const row = tile_row(params, tile, kTileM, Traits::gmem_row(thread, r));
+            Element *const out = begin + row.offset(params.o_row_stride, params.o_head_stride);
             CUTE_UNROLL
             for (int c = 0; c < size<2>(tGsO); ++c) {
                 int const col = Traits::gmem_col(thread, c);
-                Tensor tGgO = make_tensor(make_gmem_ptr(gmem + offset + col),
-                                          Layout<Int<Traits::kGmemVec>>{});  // (8)
+                Tensor tGgO =
+                    make_tensor(make_gmem_ptr(out + col), Layout<Int<Traits::kGmemVec>>{});  // (8)
                 if (row.exists && col < params.d) {
                     gmem_copy.call(tGsO(_, r, c), tGgO);
                 }
@@ -100,18 +112,15 @@ struct EpilogueFwd {
     // From registers: the four lanes of a row exchange what they hold of 32 columns, two at a time,
     // so that each has 8 neighbouring ones to store. tOrO: (4, 1, d/8).
     template <class AccO>
-    CUTE_DEVICE static void store_from_registers(Flash_fwd_params const &params,
-                                                 WorkTile const &tile, Element *begin, int thread,
+    CUTE_DEVICE static void store_from_registers(Flash_fwd_params const &params, int64_t offset,
+                                                 cute::array<TileRow, 2> const &rows, int thread,
                                                  AccO const &tOrO) {
         int const lane = thread % 4;
-        Element *out[2];  // of the thread's two rows
-        bool exists[2];
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-            TileRow const row(params, tile, kTileM, Traits::acc_row(thread, i));
-            out[i] = begin + lane * 8 + row.offset(params.o_row_stride, params.o_head_stride);
-            exists[i] = row.exists;
-        }
+        Element *const begin = static_cast<Element *>(params.o_ptr) + offset + lane * 8;
+        Element *const out[2] = {
+            begin + rows[0].offset(params.o_row_stride, params.o_head_stride),
+            begin + rows[1].offset(params.o_row_stride, params.o_head_stride),
+        };
         CUTE_UNROLL
         for (int col = 0; col < kHeadDim; col += 32) {
             uint32_t w[2][4];  // two columns of two rows, four times
@@ -126,7 +135,7 @@ struct EpilogueFwd {
             CUTE_UNROLL
             for (int i = 0; i < 2; ++i) {
                 transpose_quad(w[i], lane);
-                if (exists[i] && col + lane * 8 < params.d) {
+                if (rows[i].exists && col + lane * 8 < params.d) {
                     *reinterpret_cast<uint4 *>(out[i] + col) =
                         make_uint4(w[i][0], w[i][1], w[i][2], w[i][3]);
                 }
@@ -135,20 +144,20 @@ struct EpilogueFwd {
     }
 
     template <class RowTensor, class AccO>
-    CUTE_DEVICE static void store(Flash_fwd_params const &params, WorkTile const &tile,
-                                  HeadOutput const &output, int thread, RowTensor const &lse,
-                                  AccO const &tOrO) {
-        Element *const o = output.o;
-        store_lse(params, tile, output.lse, thread, lse);
-        store_from_registers(params, tile, o, thread, tOrO);
+    CUTE_DEVICE static void store(Flash_fwd_params const &params, OutputOffset const &offset,
+                                  cute::array<TileRow, 2> const &rows, int thread,
+                                  RowTensor const &lse, AccO const &tOrO) {
+        store_lse(params, offset.lse, rows, thread, lse);
+        store_from_registers(params, offset.o, rows, thread, tOrO);
     }
 
     // A tile whose rows see no key: zeros, and the rows' sinks.
     CUTE_DEVICE static void store_empty(Flash_fwd_params const &params, WorkTile const &tile,
-                                        HeadOutput const &output, int thread) {
+                                        OutputOffset const &offset, int thread) {
+        auto const rows = thread_rows<2>(params, tile, thread);
         Tensor out = make_tensor<float>(Shape<_4, _1, Int<kHeadDim / 8>>{});  // (4, 1, d/8)
         clear(out);
-        store(params, tile, output, thread, load_sinks<2>(params, tile, thread), out);
+        store(params, offset, rows, thread, load_sinks(params, tile.head_q, rows), out);
     }
 
     // Lane i of a quad holds column i of a 4 x 4 matrix, and afterwards row i.

@@ -27,11 +27,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
 
     Mainloop::run(params, storage, tile, tOrO, softmax);
     using Epilogue = EpilogueFwd<Traits>;
-    auto const sinks =
-        Epilogue::template load_sinks<Mainloop::kRowsPerThread>(params, tile, threadIdx.x);
-    auto const lse = softmax.finalize(tOrO, sinks);
-    Epilogue::store_lse(params, tile, Epilogue::head_output(params, tile).lse, threadIdx.x, lse);
-    Epilogue::store_through_smem(params, storage, tile, tOrO);
+    auto const rows =
+        Epilogue::template thread_rows<Mainloop::kRowsPerThread>(params, tile, threadIdx.x);
+    auto const lse = softmax.finalize(tOrO, Epilogue::load_sinks(params, tile.head_q, rows));
+    OutputOffset const offset = Epilogue::output_offset(params, tile);
+    Epilogue::store_lse(params, offset.lse, rows, threadIdx.x, lse);
+    Epilogue::store_through_smem(params, storage, tile, offset.o, tOrO);
 }
 
 }  // namespace flash

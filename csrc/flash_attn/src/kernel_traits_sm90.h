@@ -95,7 +95,7 @@ struct KernelTraitsSm90 {
         sm90::Barrier v_full[kStages], v_empty[kStages];
         sm90::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
         WorkTile tile[kTileSlots];
-        HeadOutput<Element> output[kTileSlots];  // of these tiles
+        OutputOffset output[kTileSlots];  // of these tiles
     };
     static constexpr int kSmemBytes = sizeof(SharedStorage);
 };

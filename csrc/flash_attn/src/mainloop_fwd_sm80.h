@@ -75,7 +75,7 @@ struct MainloopFwdSm80 {
         Element const *const gmem = head_begin(params.q_ptr, tile.batch, params.q_batch_stride,
                                                tile.head_q, params.q_head_stride);
         load_rows(sQ, params.d, [&](int r) -> Row {
-            TileRow const row(params, tile, kTileM, Traits::gmem_row(threadIdx.x, r));
+            TileRow const row = tile_row(params, tile, kTileM, Traits::gmem_row(threadIdx.x, r));
             return {gmem + row.offset(params.q_row_stride, params.q_head_stride), row.exists};
         });
     }

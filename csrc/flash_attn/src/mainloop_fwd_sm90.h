@@ -139,7 +139,7 @@ struct MainloopFwdSm90 {
         CUTE_DEVICE void publish(Flash_fwd_params const &params, WorkTile const &tile) {
             sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
             storage.tile[tiles.stage()] = tile;
-            storage.output[tiles.stage()] = Epilogue::head_output(params, tile);
+            storage.output[tiles.stage()] = Epilogue::output_offset(params, tile);
             sm90::barrier_arrive(&storage.tile_full[tiles.stage()]);
             tiles.advance();
         }
@@ -196,10 +196,9 @@ struct MainloopFwdSm90 {
             sm90::barrier_arrive(empty, now && threadIdx.x % 32 == 0);
         }
 
-        // The tile in work. It is read again from shared memory wherever it is needed, as registers
-        // are scarce.
+        // The tile in work.
         CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
-        CUTE_DEVICE auto const &output() const { return storage.output[tiles.stage()]; }
+        CUTE_DEVICE OutputOffset const &output() const { return storage.output[tiles.stage()]; }
 
         CUTE_DEVICE void release_tile() {
             __syncwarp();
@@ -256,13 +255,6 @@ struct MainloopFwdSm90 {
                 sm90::fence_async_proxy();
                 __syncwarp();
             }
-        }
-
-        // tSrS: scores (4, 1, N/8) of the block that visit n is to.
-        template <class Scores>
-        CUTE_DEVICE void apply_mask(Flash_fwd_params const &params, Scores &tSrS, int n) const {
-            int const block = tile().blocks.template block<C.mask>(n);
-            Mask<C>{params, tile()}.template apply<Traits>(tSrS, thread, block);
         }
 
         // The warpgroups take turns in issuing their products, so that one's softmax runs under
@@ -356,8 +348,14 @@ struct MainloopFwdSm90 {
 
             CUTE_NO_UNROLL
             while (await_tile(params)) {
-                int n = tile().blocks.count - 1;  // visits left after this one
-                int const unmasked = tile().blocks.unmasked;
+                WorkTile const tile = this->tile();
+                int n = tile.blocks.count - 1;  // visits left after this one
+                int const unmasked = tile.blocks.unmasked;
+                Mask<C> const mask{params, tile};
+                auto const apply_mask = [&](int visit) {
+                    int const block = tile.blocks.template block<C.mask>(visit);
+                    mask.template apply<Traits>(tSrS, thread, block);
+                };
                 await_q();
                 load_q_fragments(tSrQreg);
                 await_k();
@@ -365,7 +363,7 @@ struct MainloopFwdSm90 {
                 sm90::wgmma_wait<0>();
                 release_k(true, n == 0);
                 k.advance();
-                if (n >= unmasked) apply_mask(params, tSrS, n);
+                if (n >= unmasked) apply_mask(n);
                 softmax.start(tSrS, tOrP);
                 clear(rO);
 
@@ -378,7 +376,7 @@ struct MainloopFwdSm90 {
                     for (; n >= 0 && (n >= unmasked || softmax.seeks_max()); --n) {
                         compute_scores(n);
                         bool const masked = n >= unmasked;
-                        if (masked) apply_mask(params, tSrS, n);
+                        if (masked) apply_mask(n);
                         typename SoftmaxT::RowTensor factor;  // (rows)
                         bool const raised = softmax.raise_ref(tSrS, factor, masked);
                         finish_pv();
@@ -398,8 +396,9 @@ struct MainloopFwdSm90 {
                 pass_turn();
                 sm90::wgmma_wait<0>();
                 release_v();
-                auto const sinks = Epilogue::template load_sinks<2>(params, tile(), thread);
-                Epilogue::store(params, tile(), output(), thread, softmax.finalize(tOrO, sinks),
+                auto const rows = Epilogue::template thread_rows<2>(params, tile, thread);
+                auto const sinks = Epilogue::load_sinks(params, tile.head_q, rows);
+                Epilogue::store(params, output(), rows, thread, softmax.finalize(tOrO, sinks),
                                 tOrO);
                 release_tile();
             }

@@ -54,7 +54,8 @@ struct Softmax {
     using RowTensor = decltype(make_tensor<float>(Shape<Int<kRows>>{}));
 
     float const scale_log2;
-    RowTensor row_ref;  // reference, in powers of two: a largest score times c; -inf: no key yet
+    RowTensor row_ref;     // reference, in powers of two: a largest score times c; -inf: no key yet
+    RowTensor row_offset;  // row_ref + kBelow: an addition less in the loop
     RowTensor row_sum;
     int seek = 0;  // blocks that still compute their maximum first; the same in the whole warp
 
@@ -62,6 +63,7 @@ struct Softmax {
 
     CUTE_DEVICE void reset() {
         fill(row_ref, -INFINITY);
+        fill(row_offset, -INFINITY);
         fill(row_sum, 0.f);
     }
 
@@ -74,7 +76,7 @@ struct Softmax {
     // A tile's first block: there is no O to be rescaled.
     template <class TensorS, class TensorP>
     CUTE_DEVICE void start(TensorS &tSrS, TensorP &tOrP) {
-        row_ref = quad_max(thread_max(tSrS));
+        set_ref(quad_max(thread_max(tSrS)));
         seek_while_huge();
         float c = scale_log2;
         RowTensor const offset = bounded_offset(tSrS, c);
@@ -89,7 +91,7 @@ struct Softmax {
     CUTE_DEVICE void update(TensorS &tSrS, TensorP &tOrP, TensorO &tOrO, bool bounded,
                             bool masked) {
         float c = scale_log2;
-        RowTensor offset = unbounded_offset();
+        RowTensor offset = row_offset;
         RowTensor sum;
         CUTE_NO_UNROLL
         while (true) {
@@ -113,7 +115,7 @@ struct Softmax {
     // that is not bounded.
     template <class TensorS, class TensorP, class TensorO>
     CUTE_DEVICE void update_unbounded(TensorS &tSrS, TensorP &tOrP, TensorO &tOrO) {
-        RowTensor const sum = exponentiate(tSrS, tOrP, scale_log2, unbounded_offset());
+        RowTensor const sum = exponentiate(tSrS, tOrP, scale_log2, row_offset);
         if (exceeds_range(sum)) {
             RowTensor factor;
             bool const raised = raise_ref(tSrS, factor, false);
@@ -151,11 +153,11 @@ struct Softmax {
             max = quad_max(max);
             CUTE_UNROLL
             for (int i = 0; i < kRows; ++i) {
-                float const new_ref = fmaxf(row_ref(i), max(i));
-                factor(i) = exp2f(row_ref(i) - finite_ref(new_ref));
+                max(i) = fmaxf(row_ref(i), max(i));
+                factor(i) = exp2f(row_ref(i) - finite_ref(max(i)));
                 row_sum(i) *= factor(i);
-                row_ref(i) = new_ref;
             }
+            set_ref(max);
             // Under a mask rows see their first keys: that says nothing about other blocks.
             seek = masked ? seek : kSeekBlocks;
             seek_while_huge();
@@ -174,11 +176,11 @@ struct Softmax {
             float sum = quad_allreduce(row_sum(i), [](float a, float b) { return a + b; });
             bool const empty = sum == 0.f;
             sum += exp2f(sink(i) * kLog2e - ref - kBelow);
-            inv_sum(i) = empty ? 0.f : 1.f / sum;
+            inv_sum(i) = empty ? 0.f : __fdividef(1.f, sum);
             // Where a sink makes the scaled sum infinite, the keys' part of it rounds to nothing.
             float const scaled = sum * kInverseBelow;
             bool const only_sink = empty || scaled == INFINITY;
-            lse(i) = only_sink ? sink(i) : ref * kLn2 + logf(scaled);
+            lse(i) = only_sink ? sink(i) : ref * kLn2 + __logf(scaled);
         }
         rescale(tOrO, inv_sum);
         return lse;
@@ -229,13 +231,12 @@ struct Softmax {
         seek = any_lane(huge) ? kAlways : seek > kSeekBlocks ? 0 : seek;
     }
 
-    CUTE_DEVICE RowTensor unbounded_offset() const {
-        RowTensor offset;
+    CUTE_DEVICE void set_ref(RowTensor const &ref) {
+        row_ref = ref;
         CUTE_UNROLL
         for (int i = 0; i < kRows; ++i) {
-            offset(i) = row_ref(i) + kBelow;
+            row_offset(i) = ref(i) + kBelow;
         }
-        return offset;
     }
 
     CUTE_DEVICE static bool exceeds_range(RowTensor const &sum) {
@@ -274,7 +275,8 @@ struct Softmax {
         return offset;
     }
 
-    // exp2(s * c - offset), rounded to P; this thread's share of each row's sum.
+    // exp2(s * c - offset), rounded to P; this thread's share of each row's sum, as the sum of two,
+    // which halves the chain of additions.
     template <class TensorS, class TensorP>
     CUTE_DEVICE static RowTensor exponentiate(TensorS const &tSrS, TensorP &tOrP, float c,
                                               RowTensor const &offset) {
@@ -284,12 +286,15 @@ struct Softmax {
         RowTensor sum;
         CUTE_UNROLL
         for (int i = 0; i < kRows; ++i) {
-            sum(i) = 0.f;
+            float even = 0.f, odd = 0.f;
             CUTE_UNROLL
-            for (int j = 0; j < size<1>(scores); ++j) {
+            for (int j = 0; j < size<1>(scores); j += 2) {
                 exps(i, j) = exp2f(scores(i, j) * c - offset(i));
-                sum(i) += exps(i, j);
+                exps(i, j + 1) = exp2f(scores(i, j + 1) * c - offset(i));
+                even += exps(i, j);
+                odd += exps(i, j + 1);
             }
+            sum(i) = even + odd;
         }
         convert(tSrE, tOrP);
         return sum;

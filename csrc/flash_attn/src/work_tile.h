@@ -62,23 +62,24 @@ struct TileRow {
     int head;      // among the packed heads; 0 where none are packed
     bool exists;   // in the tensors of the queries
 
-    CUTE_HOST_DEVICE TileRow(Flash_fwd_params const &params, WorkTile const &tile, int tile_m,
-                             int row)
-        : position(row_position(params, tile.m_block * tile_m + row)),
-          head(row_head(params, tile.m_block * tile_m + row)),
-          exists(position < tile.seqlen_q && head < params.h_h_k_ratio) {}
-
     // From the tile's first head, in elements.
     CUTE_HOST_DEVICE int64_t offset(int64_t row_stride, int64_t head_stride) const {
         return position * row_stride + head * head_stride;
     }
 };
+CUTE_HOST_DEVICE TileRow tile_row(Flash_fwd_params const &params, WorkTile const &tile, int tile_m,
+                                  int row) {
+    int const in_grid = tile.m_block * tile_m + row;
+    int const position = row_position(params, in_grid);
+    int const head = row_head(params, in_grid);
+    return {position, head, position < tile.seqlen_q && head < params.h_h_k_ratio};
+}
 
-// Where the output of a tile's first head begins.
-template <class Element>
-struct HeadOutput {
-    Element *o;
-    float *lse;
+// Where a tile's first head begins in the outputs, in elements. No pointers: of a pointer that is
+// read from shared memory nvcc does not know that it is to global memory.
+struct OutputOffset {
+    int64_t o;
+    int64_t lse;
 };
 
 }  // namespace flash

@@ -48,7 +48,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             WorkTile const tile = Types::get_tile(params, maps.queue, index);
             sm90::barrier_wait(&storage.tile_empty[t.stage()], t.parity() ^ 1);
             storage.tile[t.stage()] = tile;
-            storage.output[t.stage()] = Epilogue::head_output(params, tile);
+            storage.output[t.stage()] = Epilogue::output_offset(params, tile);
             sm90::barrier_arrive(&storage.tile_full[t.stage()]);
             ++t.i;
             if (tile.m_block < 0) {
@@ -202,7 +202,8 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             issue_pv();
             sm90::wgmma_wait<0>();
             release_v();
-            Epilogue::store(params, tile(), storage.output[t.stage()], thread,
+            auto const rows = Epilogue::template thread_rows<2>(params, tile(), thread);
+            Epilogue::store(params, storage.output[t.stage()], rows, thread,
                             softmax.finalize(tOrO, no_sinks), tOrO);
             release_tile();
         }
