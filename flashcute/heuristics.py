@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 
 from . import env
 from .config import HEAD_DIMS, MAX_SMEM_BYTES, FwdConfig
@@ -121,6 +122,33 @@ _SM90_TILES = {
 _TILE_OVERHEAD_KEYS = {False: 160, True: 240}
 
 
+def rounded_length(length: int) -> int:
+    """``length`` rounded up: exact up to 16, then to steps of 16, from 256 on to 16 an octave."""
+    if length <= 16:
+        return length
+    step = max(16, 1 << (length - 1).bit_length() >> 5)
+    return -(-length // step) * step
+
+
+def rounded(problem: FwdProblem) -> FwdProblem:
+    """``problem`` with rounded lengths, for which its kernel is chosen.
+
+    The binding remembers choices by them (``rounded()`` of flash_api.cpp, which rounds alike), so
+    a call with another length rarely enters Python.
+    """
+    window = problem.window
+    if window is not None:
+        left, right = window
+        left, right = min(left, problem.seqlen_k), min(right, problem.seqlen_q)
+        window = rounded_length(left), rounded_length(right)
+    return dataclasses.replace(
+        problem,
+        seqlen_q=rounded_length(problem.seqlen_q),
+        seqlen_k=rounded_length(problem.seqlen_k),
+        window=window,
+    )
+
+
 def _pack_shift(problem: FwdProblem) -> int:
     """log2 of the rows for each query position where heads are packed, padding included."""
     return (problem.h // problem.h_k - 1).bit_length()
@@ -133,6 +161,10 @@ def packs_heads(problem: FwdProblem, tile_m: int) -> bool:
     tiles. It has to save a quarter of the tiles: rows of a packed tile are loaded and stored in
     smaller pieces.
     """
+    return _packs_heads(rounded(problem), tile_m)
+
+
+def _packs_heads(problem: FwdProblem, tile_m: int) -> bool:
     plain = problem.h * -(-problem.seqlen_q // tile_m)
     packed = problem.h_k * -(-(problem.seqlen_q << _pack_shift(problem)) // tile_m)
     return 4 * packed <= 3 * plain
@@ -146,7 +178,7 @@ def _clocks(problem: FwdProblem, tile: _Sm90Tile, causal: bool, sms: int) -> flo
     first: the mean, and half of the longest for the end.
     """
     rows = 64 * tile.warpgroups
-    packed = packs_heads(problem, rows)
+    packed = _packs_heads(problem, rows)
     shift = _pack_shift(problem) if packed else 0
     m_blocks = -(-(problem.seqlen_q << shift) // rows)
     tiles = problem.b * (problem.h_k if packed else problem.h) * m_blocks
@@ -226,7 +258,8 @@ def kernel_class(capability: tuple[int, int]) -> int:
         ValueError: where ``FLASHCUTE_ARCH`` names a class that the GPU does not run.
     """
     newest = 90 if capability == (9, 0) else 80
-    wanted = env.read().arch
+    # Of the environment only what is asked for: reading all of it takes as long as the choice.
+    wanted = env.read().arch if "FLASHCUTE_ARCH" in os.environ else None
     if wanted is None:
         return newest
     if wanted > newest:
@@ -250,12 +283,14 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     """The configuration for one problem on one compute capability.
 
     A single query row attends to every key under the bottom-right causal mask, so it needs no mask.
+    Lengths count rounded up: :func:`rounded`.
 
     Args:
         problem: The call.
         capability: Of the GPU.
         sms: Its multiprocessors; an H100's or H200's by default.
     """
+    problem = rounded(problem)
     causal = problem.causal and problem.seqlen_q > 1
     head_dim = instantiated_head_dim(problem.d)
     if kernel_class(capability) == 80:

@@ -222,3 +222,25 @@ def test_committed_files_are_the_generated_text():
     folder = sources.kernel_include_dir() / "instantiations"
     wanted = {f"{stem}.cu": source_text(c) for stem, c in heuristics.instantiations().items()}
     assert {path.name: path.read_text() for path in folder.iterdir()} == wanted
+
+
+def test_lengths_are_rounded_up_a_little_to_few() -> None:
+    lengths = range(10_000)
+    found = [heuristics.rounded_length(length) for length in lengths]
+    assert found == sorted(found) == [heuristics.rounded_length(length) for length in found]
+    assert all(x <= y <= max(x + 15, 1.0625 * x) for x, y in zip(lengths, found, strict=True))
+    assert len(set(found)) < 130
+    assert found[:17] == list(range(17))
+
+
+def test_kernels_are_chosen_for_rounded_lengths() -> None:
+    exact = dataclasses.replace(PROBLEM, causal=False, seqlen_q=1001, window=(130, 5000))
+    problem = heuristics.rounded(exact)
+    assert (problem.seqlen_q, problem.seqlen_k, problem.window) == (1024, 512, (144, 1024))
+    for d, h_k in itertools.product((32, 64, 128, 256), (1, 2, 8)):
+        one, other = (dataclasses.replace(x, d=d, h_k=h_k) for x in (exact, problem))
+        config = heuristics.choose_fwd(one, (9, 0))
+        assert config == heuristics.choose_fwd(other, (9, 0))
+        assert heuristics.packs_heads(one, config.tile_m) is heuristics.packs_heads(
+            other, config.tile_m
+        )

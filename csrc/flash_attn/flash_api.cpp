@@ -10,6 +10,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstddef>
@@ -326,6 +327,26 @@ void set_mask(FwdProblem &problem, const Options &options) {
     problem.window_right = static_cast<int32_t>(all_right ? seqlen_q : right);
 }
 
+// Choices are remembered by lengths rounded up, so that a call with another length rarely enters
+// Python: exact up to 16, then in steps of 16, from 256 on in 16 steps an octave.
+// heuristics.rounded_length() is the same.
+int32_t rounded_length(int32_t length) {
+    if (length <= 16) {
+        return length;
+    }
+    const int64_t step =
+        std::max<int64_t>(16, std::bit_floor(static_cast<uint32_t>(length - 1)) / 16);
+    return static_cast<int32_t>(std::min((length + step - 1) / step * step, kMaxSeqlen));
+}
+
+FwdProblem rounded(FwdProblem problem) {
+    problem.window_left = rounded_length(std::min(problem.window_left, problem.seqlen_k));
+    problem.window_right = rounded_length(std::min(problem.window_right, problem.seqlen_q));
+    problem.seqlen_q = rounded_length(problem.seqlen_q);
+    problem.seqlen_k = rounded_length(problem.seqlen_k);
+    return problem;
+}
+
 const float *read_sinks(const Options &options, const Layout &q, int32_t device) {
     if (!options.sinks.has_value()) {
         return nullptr;
@@ -437,7 +458,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
                        .h_k = static_cast<int32_t>(kl.h),
                        .d = static_cast<int32_t>(ql.d)};
     set_mask(problem, options);
-    const FwdChoice choice = kernel_table().find(problem);
+    const FwdChoice choice = kernel_table().find(rounded(problem));
     set_problem(params, problem, choice);
 
     std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, dtype, device);

@@ -8,7 +8,7 @@ import pytest
 import torch
 from stand_in import StandIn
 
-from flashcute import ops
+from flashcute import heuristics, ops
 from flashcute.config import MASKS
 from flashcute.jit import abi
 
@@ -139,8 +139,8 @@ def test_python_is_asked_once_per_problem(stand_in) -> None:
         "dtype": 1,
         "mask": MASKS.index("causal"),
         "b": 2,
-        "seqlen_q": 70,
-        "seqlen_k": 33,
+        "seqlen_q": 80,
+        "seqlen_k": 48,
         "h": 4,
         "h_k": 2,
         "d": 64,
@@ -149,7 +149,7 @@ def test_python_is_asked_once_per_problem(stand_in) -> None:
     }
     ops.fwd(q, k, v, 0.125, False)
     ops.fwd(q[:1], k[:1], v[:1], 0.125, True)
-    ops.fwd(q[:, :69], k, v, 0.125, True)
+    ops.fwd(q[:, :64], k, v, 0.125, True)
     ops.fwd(q, k[:, :32], v[:, :32], 0.125, True)
     ops.fwd(q[:, :, :2], k, v, 0.125, True)
     ops.fwd(q, k[:, :, :1], v[:, :, :1], 0.125, True)
@@ -158,11 +158,34 @@ def test_python_is_asked_once_per_problem(stand_in) -> None:
     assert len(stand_in.problems) == 9
 
 
+def test_lengths_are_rounded_as_in_heuristics(stand_in) -> None:
+    one = torch.empty(1, 1, 1, 8, device="cuda", dtype=torch.float16)
+    lengths = *range(1, 2001), 4095, 4096, 4097, 100_000, 2**30 + 1
+    for seqlen in lengths:
+        q = one.expand(1, seqlen, 1, 8)
+        ops.fwd(one, q, q, 1.0, False)
+        ((params, _),) = stand_in.launches
+        stand_in.launches.clear()
+        assert params["seqlen_k"] == seqlen
+    asked = [problem["seqlen_k"] for problem in stand_in.problems]
+    assert asked == list(dict.fromkeys(map(heuristics.rounded_length, lengths)))
+    assert len(asked) < 0.05 * len(lengths)
+
+    q = one.expand(1, 1001, 1, 8)
+    ops.attend(q, q, q, 1.0, False, (130, 17), None)
+    last = stand_in.problems[-1]
+    problem = heuristics.FwdProblem("fp16", False, 1, 1001, 1001, 1, 1, 8, window=(130, 17))
+    assert (last["window_left"], last["window_right"]) == heuristics.rounded(problem).window
+    assert last["seqlen_q"] == heuristics.rounded_length(1001)
+    ((params, _),) = stand_in.launches
+    assert (params["window_left"], params["window_right"]) == (130, 17)
+
+
 def test_table_of_kernels_is_bounded(stand_in) -> None:
     one = torch.empty(1, 1, 1, 8, device="cuda", dtype=torch.float16)
-    for seqlen_k in (*range(1, 4098), 1):
-        k = one.expand(1, seqlen_k, 1, 8)
-        ops.fwd(one, k, k, 1.0, False)
+    for b in (*range(1, 4098), 1):
+        q = one.expand(b, 1, 1, 8)
+        ops.fwd(q, q, q, 1.0, False)
     # Full after 4096, then cleared: the first problem is asked about again.
     assert len(stand_in.problems) == 4098
 

@@ -55,7 +55,7 @@ struct Softmax {
 
     float const scale_log2;
     RowTensor row_ref;     // reference, in powers of two: a largest score times c; -inf: no key yet
-    RowTensor row_offset;  // row_ref + kBelow: an addition less in the loop
+    RowTensor row_offset;  // offset_of(row_ref); kept by update_unbounded() only
     RowTensor row_sum;
     int seek = 0;  // blocks that still compute their maximum first; the same in the whole warp
 
@@ -91,7 +91,7 @@ struct Softmax {
     CUTE_DEVICE void update(TensorS &tSrS, TensorP &tOrP, TensorO &tOrO, bool bounded,
                             bool masked) {
         float c = scale_log2;
-        RowTensor offset = row_offset;
+        RowTensor offset = offset_of(row_ref);
         RowTensor sum;
         CUTE_NO_UNROLL
         while (true) {
@@ -233,10 +233,16 @@ struct Softmax {
 
     CUTE_DEVICE void set_ref(RowTensor const &ref) {
         row_ref = ref;
+        row_offset = offset_of(ref);
+    }
+
+    CUTE_DEVICE static RowTensor offset_of(RowTensor const &ref) {
+        RowTensor offset;
         CUTE_UNROLL
         for (int i = 0; i < kRows; ++i) {
-            row_offset(i) = ref(i) + kBelow;
+            offset(i) = ref(i) + kBelow;
         }
+        return offset;
     }
 
     CUTE_DEVICE static bool exceeds_range(RowTensor const &sum) {
