@@ -1,6 +1,5 @@
 """The simulator's outputs beside those of an H200 for the same inputs."""
 
-import dataclasses
 import pathlib
 
 import numpy as np
@@ -8,23 +7,11 @@ import pytest
 import torch
 
 from flashcute import sim
-from flashcute.heuristics import instantiations, shipped_configs
+from flashcute.heuristics import shipped_configs
 from flashcute.reference import attention_ref
 
 FILES = sorted((pathlib.Path(__file__).parent / "data").glob("*.npz"))
-D96_SM80 = instantiations()["flash_fwd_hdim96_bf16_causal_sm80"]
-# A kernel that is no longer shipped. Its successor loads in another order, but computes in the same
-# order.
-FORMER = dataclasses.replace(D96_SM80, stages=2)
-KERNELS = {config.full_name: (config,) for config in shipped_configs()}
-KERNELS[FORMER.full_name] = (FORMER, D96_SM80)
-# Recorded while P was relative to the maximum of each masked block. Since then P is rounded
-# differently under a mask, so these have to be recorded again on a GPU.
-OUTDATED = {
-    "flash_fwd_hdim128_fp16_causal_sm80_d128",
-    "flash_fwd_hdim96_bf16_causal_sm80_d88",
-    "flash_fwd_hdim96_bf16_causal_sm90_d88",
-}
+KERNELS = {config.full_name: config for config in shipped_configs()}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Tensor cores sum a k16 step in another order and precision than the simulator's fp32, and ex2 is
@@ -37,13 +24,6 @@ LSE_ATOL = 4e-6
 def test_there_are_recordings() -> None:
     for kernel_class in ("sm80", "sm90"):
         assert sum(kernel_class in path.stem for path in FILES) >= 4
-    assert any(config_name(path) == FORMER.full_name for path in FILES)
-
-
-def config_name(path: pathlib.Path) -> str:
-    with np.load(path, allow_pickle=False) as data:
-        # Removes fields that configurations no longer have.
-        return str(data["config"]).replace("_lazy", "").removesuffix("_peel")
 
 
 def allowed(q, k, v, out, causal) -> torch.Tensor:
@@ -58,27 +38,21 @@ def allowed(q, k, v, out, causal) -> torch.Tensor:
     return eps * (exponent.exp2() + weight)
 
 
-def marked(path: pathlib.Path):
-    reason = "recorded with the former softmax; run tools/record_gpu_outputs.py on a GPU"
-    marks = [pytest.mark.xfail(reason=reason, strict=True)] if path.stem in OUTDATED else []
-    return pytest.param(path, id=path.stem, marks=marks)
-
-
-@pytest.mark.parametrize("path", map(marked, FILES))
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_simulator_agrees_with_the_gpu(path: pathlib.Path, record_property) -> None:
     data = np.load(path, allow_pickle=False)
-    for config in KERNELS[config_name(path)]:
-        dtype = DTYPES[config.dtype]
-        q, k, v, out = (torch.from_numpy(data[name]).view(dtype) for name in ("q", "k", "v", "out"))
-        result = sim.run_fwd(q, k, v, config)
-        error = (result.out.float() - out.float()).abs()
-        worst = (error / allowed(q, k, v, out, config.mask == "causal")).max().item()
-        lse_error = (result.lse - torch.from_numpy(data["lse"])).abs().max().item()
-        share = (error > 0).float().mean().item()
-        record_property("worst_of_allowed", worst)
-        record_property("share_off", share)
-        record_property("lse_error", lse_error)
-        print(f"{config.full_name}: {worst:.2f} of allowed, {share:.4f} off, LSE {lse_error:.1e}")
-        assert worst <= 1
-        assert share <= MAX_SHARE_OFF
-        assert lse_error <= LSE_ATOL
+    config = KERNELS[str(data["config"])]
+    dtype = DTYPES[config.dtype]
+    q, k, v, out = (torch.from_numpy(data[name]).view(dtype) for name in ("q", "k", "v", "out"))
+    result = sim.run_fwd(q, k, v, config)
+    error = (result.out.float() - out.float()).abs()
+    worst = (error / allowed(q, k, v, out, config.mask == "causal")).max().item()
+    lse_error = (result.lse - torch.from_numpy(data["lse"])).abs().max().item()
+    share = (error > 0).float().mean().item()
+    record_property("worst_of_allowed", worst)
+    record_property("share_off", share)
+    record_property("lse_error", lse_error)
+    print(f"{config.full_name}: {worst:.2f} of allowed, {share:.4f} off, LSE {lse_error:.1e}")
+    assert worst <= 1
+    assert share <= MAX_SHARE_OFF
+    assert lse_error <= LSE_ATOL
