@@ -257,6 +257,23 @@ struct MainloopFwdSm90 {
             }
         }
 
+        // tSrS: scores (4, 1, N/8) of the block that the visit is to.
+        template <class Scores>
+        CUTE_DEVICE void apply_mask(Flash_fwd_params const &params, WorkTile const &tile,
+                                    Scores &tSrS, int visit) const {
+            int const block = tile.blocks.template block<C.mask>(visit);
+            Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block);
+        }
+
+        // tOrO: (4, 1, d/8), not yet divided by the row sums.
+        template <class AccO>
+        CUTE_DEVICE void store(Flash_fwd_params const &params, WorkTile const &tile,
+                               SoftmaxT &softmax, AccO &tOrO) const {
+            auto const rows = Epilogue::template thread_rows<2>(params, tile, thread);
+            auto const sinks = Epilogue::load_sinks(params, tile.head_q, rows);
+            Epilogue::store(params, output(), rows, thread, softmax.finalize(tOrO, sinks), tOrO);
+        }
+
         // The warpgroups take turns in issuing their products, so that one's softmax runs under
         // the other's. Named barrier 0 is __syncthreads().
         CUTE_DEVICE void wait_turn() const {
@@ -351,11 +368,6 @@ struct MainloopFwdSm90 {
                 WorkTile const tile = this->tile();
                 int n = tile.blocks.count - 1;  // visits left after this one
                 int const unmasked = tile.blocks.unmasked;
-                Mask<C> const mask{params, tile};
-                auto const apply_mask = [&](int visit) {
-                    int const block = tile.blocks.template block<C.mask>(visit);
-                    mask.template apply<Traits>(tSrS, thread, block);
-                };
                 await_q();
                 load_q_fragments(tSrQreg);
                 await_k();
@@ -363,7 +375,7 @@ struct MainloopFwdSm90 {
                 sm90::wgmma_wait<0>();
                 release_k(true, n == 0);
                 k.advance();
-                if (n >= unmasked) apply_mask(n);
+                if (n >= unmasked) apply_mask(params, tile, tSrS, n);
                 softmax.start(tSrS, tOrP);
                 clear(rO);
 
@@ -376,7 +388,7 @@ struct MainloopFwdSm90 {
                     for (; n >= 0 && (n >= unmasked || softmax.seeks_max()); --n) {
                         compute_scores(n);
                         bool const masked = n >= unmasked;
-                        if (masked) apply_mask(n);
+                        if (masked) apply_mask(params, tile, tSrS, n);
                         typename SoftmaxT::RowTensor factor;  // (rows)
                         bool const raised = softmax.raise_ref(tSrS, factor, masked);
                         finish_pv();
@@ -396,10 +408,7 @@ struct MainloopFwdSm90 {
                 pass_turn();
                 sm90::wgmma_wait<0>();
                 release_v();
-                auto const rows = Epilogue::template thread_rows<2>(params, tile, thread);
-                auto const sinks = Epilogue::load_sinks(params, tile.head_q, rows);
-                Epilogue::store(params, output(), rows, thread, softmax.finalize(tOrO, sinks),
-                                tOrO);
+                store(params, tile, softmax, tOrO);
                 release_tile();
             }
         }
