@@ -243,38 +243,70 @@ def masks() -> Canvas:
     return c
 
 
-def tiles() -> Canvas:
-    """The tiles that a causal kernel visits, their order, and which of them need the mask."""
-    seqlen_q, seqlen_k, tile_m, tile_n = 500, 610, 128, 64
-    scale, left, top = 1.1, 130, 66
-    c = Canvas(900, 720, "Tiles of a causal problem")
-    c.text(
-        20,
-        28,
-        f"seqlen_q = {seqlen_q}, seqlen_k = {seqlen_k}, tiles of {tile_m} queries x {tile_n} keys",
-        14,
-        bold=True,
+def _visits(seqlen_q: int, seqlen_k: int, window: tuple[int, int], m: int) -> list[int]:
+    """The key blocks of row block m in the order of their visits: BlockRange of work_tile.h."""
+    left, right = window
+    shift = seqlen_k - seqlen_q
+    first, last = m * TILE_M + shift, min((m + 1) * TILE_M, seqlen_q) - 1 + shift
+    begin, end = max(first - left, 0) // TILE_N, -(-min(last + right + 1, seqlen_k) // TILE_N)
+    whole = range(
+        -(-max(last - left, 0) // TILE_N), max(min(first + right + 1, seqlen_k), 0) // TILE_N
     )
-    visible = visible_keys(seqlen_q, seqlen_k, causal=True)
-    m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    order = (range(whole.stop, end), range(begin, whole.start), whole) if whole else None
+    return [n for part in order or (range(begin, end),) for n in reversed(part)]
+
+
+TILE_M, TILE_N = 128, 64
+
+
+def _tile_map(c: Canvas, top: float, lengths: tuple[int, int], window: tuple[int, int]) -> float:
+    """The tiles of a problem, the order in which each row of them is visited, and which of them
+    need the mask; returns where the drawing ends."""
+    seqlen_q, seqlen_k = lengths
+    scale, left = 1.1, 130
+    visible = visible_keys(seqlen_q, seqlen_k, window_size=window)
+    m_blocks, n_blocks = -(-seqlen_q // TILE_M), -(-seqlen_k // TILE_N)
     count = {GREEN: 0, YELLOW: 0, GREY: 0}
     for m in range(m_blocks):
-        y = top + m * tile_m * scale
-        rows = visible[m * tile_m : (m + 1) * tile_m]
+        y = top + m * TILE_M * scale
+        rows = visible[m * TILE_M : (m + 1) * TILE_M]
         c.text(left - 12, y + 66, f"m_block {m}", anchor="end", bold=True)
-        last = min((m + 1) * tile_m, seqlen_q) - 1
-        c.text(left - 12, y + 86, f"rows {m * tile_m}..{last}", 11, anchor="end")
-        visited = [rows[:, n * tile_n : (n + 1) * tile_n].any().item() for n in range(n_blocks)]
-        n_end = sum(visited)
+        last = min((m + 1) * TILE_M, seqlen_q) - 1
+        c.text(left - 12, y + 86, f"rows {m * TILE_M}..{last}", 11, anchor="end")
+        visits = _visits(seqlen_q, seqlen_k, window, m)
         for n in range(n_blocks):
-            tile = rows[:, n * tile_n : (n + 1) * tile_n]
-            whole = tile.all().item() and (n + 1) * tile_n <= seqlen_k
-            fill = GREEN if whole else YELLOW if visited[n] else GREY
+            tile = rows[:, n * TILE_N : (n + 1) * TILE_N]
+            if tile.any().item() != (n in visits):
+                raise ValueError(f"block {n} of row block {m} is visited in vain or left out")
+            whole = tile.all().item() and (n + 1) * TILE_N <= seqlen_k
+            fill = GREEN if whole else YELLOW if n in visits else GREY
             count[fill] += 1
-            x = left + n * tile_n * scale
-            c.rect(x, y, tile_n * scale - 3, tile_m * scale - 3, fill)
-            if visited[n]:
-                c.text(x + 20, y + 76, str(n_end - n), 16, anchor="middle")
+            x = left + n * TILE_N * scale
+            c.rect(x, y, TILE_N * scale - 3, TILE_M * scale - 3, fill)
+            if n in visits:
+                c.text(x + 20, y + 76, str(visits.index(n) + 1), 16, anchor="middle")
+    y = top + m_blocks * TILE_M * scale + 22
+    for fill, meaning in (
+        (GREEN, "whole: no mask code runs"),
+        (YELLOW, "cut by the mask or by the end of the keys: masked"),
+        (GREY, "hidden from every row: never loaded"),
+    ):
+        c.rect(left, y - 12, 14, 14, fill)
+        c.text(left + 22, y, f"{count[fill]} tiles {meaning}")
+        y += 21
+    c.text(left + 500, y - 42, "numbers: order of visits", 13)
+    return y
+
+
+def tiles() -> Canvas:
+    """The tiles that a causal kernel visits, their order, and which of them need the mask."""
+    seqlen_q, seqlen_k, scale, left, top = 500, 610, 1.1, 130, 66
+    c = Canvas(900, 720, "Tiles of a causal problem")
+    title = (
+        f"seqlen_q = {seqlen_q}, seqlen_k = {seqlen_k}, tiles of {TILE_M} queries x {TILE_N} keys"
+    )
+    c.text(20, 28, title, 14, bold=True)
+    _tile_map(c, top, (seqlen_q, seqlen_k), (seqlen_k, 0))
     corner = (left + seqlen_k * scale, top + seqlen_q * scale)
     c.line([(left + (seqlen_k - seqlen_q) * scale, top), corner], STRONG, stroke_width=2)
     c.line(
@@ -285,16 +317,19 @@ def tiles() -> Canvas:
     )
     c.text(left, 56, "keys ->", 12)
     c.text(corner[0] - 6, corner[1] + 20, "the bottom-right corner", 12, anchor="end", fill=STRONG)
-    y = top + m_blocks * tile_m * scale + 22
-    for fill, meaning in (
-        (GREEN, "whole: no mask code runs"),
-        (YELLOW, "cut by the diagonal or by the end of the keys: masked"),
-        (GREY, "hidden from every row: never loaded"),
-    ):
-        c.rect(left, y - 12, 14, 14, fill)
-        c.text(left + 22, y, f"{count[fill]} tiles {meaning}")
-        y += 21
-    c.text(left + 500, y - 42, "numbers: order of visits", 13)
+    return c
+
+
+def windows() -> Canvas:
+    """The same of a sliding window."""
+    seqlen, window = 610, (280, 0)
+    c = Canvas(900, 860, "Tiles of a sliding window")
+    title = (
+        f"seqlen_q = seqlen_k = {seqlen}, window_size = {window}, tiles of 128 queries x 64 keys"
+    )
+    c.text(20, 28, title, 14, bold=True)
+    c.text(130, 56, "keys ->", 12)
+    _tile_map(c, 66, (seqlen, seqlen), window)
     return c
 
 
@@ -497,6 +532,7 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "loops.svg": loops,
     "masks.svg": masks,
     "tiles.svg": tiles,
+    "windows.svg": windows,
     "rescale.svg": rescale,
     "fragment.svg": fragment,
     "pipeline.svg": pipeline,
