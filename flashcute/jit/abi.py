@@ -118,16 +118,13 @@ def fwd_params(
     return params
 
 
-def plan_capacity(
-    total_q: int, b: int, h: int, h_k: int, tile_m: int, *, pack_heads: bool = False
-) -> int:
-    """Tiles of a head that a ragged batch has at most, tiles of rows in no sequence included."""
-    shift = (h // h_k - 1).bit_length() if pack_heads else 0
-    return (total_q << shift) // tile_m + 2 * b + 1
+def plan_capacity(total_rows: int, b: int, tile_m: int) -> int:
+    """``flash::plan_capacity()``."""
+    return total_rows // tile_m + 2 * b + 1
 
 
 def plan_words(capacity: int, b: int) -> int:
-    """Size of ``flash::WorkPlan`` and its work space, in int32."""
+    """``flash::plan_words()``."""
     return 4 + 9 * capacity + 2 * b + 2
 
 

@@ -348,7 +348,8 @@ def run_varlen(
     _check(q[None], k[None], v[None], config)
     total_q, h, d = q.shape
     b = cu_seqlens_q.shape[0] - 1
-    capacity = abi.plan_capacity(total_q, b, h, k.shape[1], config.tile_m, pack_heads=pack_heads)
+    shift = (h // k.shape[1] - 1).bit_length() if pack_heads else 0
+    capacity = abi.plan_capacity(total_q << shift, b, config.tile_m)
     optional = {"seqused_q": seqused_q, "seqused_k": seqused_k, "sinks": sinks}
     inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     inputs |= {name: x for name, x in optional.items() if x is not None}

@@ -76,6 +76,16 @@ struct Flash_fwd_params {
     float scale_softmax_log2;  // the same times log2(e): the kernels exponentiate in base 2
 };
 
+// Tiles of a grid head that a ragged batch has at most, whatever its lengths: those of b sequences,
+// of the rows between them and of the rows at the end. total_rows: total_q << pack_shift.
+inline constexpr int64_t plan_capacity(int64_t total_rows, int64_t b, int64_t tile_m) {
+    return total_rows / tile_m + 2 * b + 1;
+}
+// Size of what plan_ptr points to, in words of 32 bits.
+inline constexpr int64_t plan_words(int64_t capacity, int64_t b) {
+    return 4 + 9 * capacity + 2 * b + 2;
+}
+
 // What a kernel's shared object says of itself; returned by its one exported symbol,
 // flash_kernel().
 struct Flash_kernel {

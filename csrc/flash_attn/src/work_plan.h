@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cute/config.hpp>
 #include <cute/numeric/math.hpp>
 
@@ -27,6 +28,8 @@ struct WorkPlan {
     int unused[3];
     PlanTile tiles[1];
 };
+static_assert(sizeof(PlanTile) == 9 * sizeof(int) && offsetof(WorkPlan, tiles) == 4 * sizeof(int),
+              "plan_words()");
 
 // The grid heads of one key head are neighbours, then come its tiles, longest first, then the next
 // key head: the keys and values of few heads are in use at a time and stay in L2.
