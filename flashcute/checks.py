@@ -317,6 +317,12 @@ def _dtype_way_out(dtype) -> str:
     return "cast the inputs, e.g. with .to(torch.bfloat16)"
 
 
+def bounded_window(window_size: tuple[int, int]) -> tuple[int, int]:
+    """The same window within 64 bits, which is what operators take: no sequence is longer."""
+    left, right = (min(int(side), 2**31) for side in window_size)
+    return left, right
+
+
 def check_for_kernels(fn: str, q_name: str, q: torch.Tensor, head_dim: int, scale: float) -> None:
     """What the kernels, but not the reference, ask of q's device, dtype, shape and scale."""
     if not (q.is_cuda or q.is_meta):

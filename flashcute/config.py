@@ -138,7 +138,7 @@ class FwdConfig:
     def smem_bytes(self) -> int:
         """Dynamic shared memory per CTA in bytes: Q, then ``stages`` buffers each of K and V.
 
-        The sm90 class adds its barriers, 8 bytes each, and the descriptions of tiles, 60 bytes
+        The sm90 class adds its barriers, 8 bytes each, and the descriptions of tiles, 68 bytes
         each, and rounds up to its alignment.
         """
         tiles = 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
@@ -146,7 +146,7 @@ class FwdConfig:
             return tiles
         slots = 2 * self.stages
         barriers = 2 * self.warps // 4 + 4 * self.stages + 2 * slots
-        return -(-(tiles + 8 * barriers + 60 * slots) // 1024) * 1024
+        return -(-(tiles + 8 * barriers + 68 * slots) // 1024) * 1024
 
     def to_cpp(self) -> str:
         """The C++ initialiser, e.g. ``{.arch = 80, .dtype = flash::DType::bf16, ...}``."""

@@ -55,12 +55,7 @@ FEATURES = (
     Feature("softcap", "softcap", False, f"pass softcap=0.0; {_CPU_ONLY}"),
     Feature("alibi_slopes", "ALiBi", False, f"pass alibi_slopes=None; {_CPU_ONLY}"),
     Feature("sinks", "attention sinks", True),
-    Feature(
-        "cu_seqlens",
-        "sequences of different lengths (varlen)",
-        False,
-        f"call the function without varlen in its name once for each sequence; {_CPU_ONLY}",
-    ),
+    Feature("cu_seqlens", "sequences of different lengths (varlen)", True),
 )
 _FEATURE_OF = {feature.argument: feature for feature in FEATURES}
 

@@ -8,12 +8,11 @@ those of :mod:`flashcute.checks`; the binding repeats only what memory safety ne
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from . import cpu, cpu_operator, cpu_ops, env, missing, ops
 from .checks import (
+    bounded_window,
     check_alibi,
     check_dropout,
     check_dtype,
@@ -32,72 +31,15 @@ from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-
-logger = logging.getLogger("flashcute")
+from .loading import aligned, loadable, padded, regular
 
 _UNLIMITED = (-1, -1)
-_NO_LONGER_SEQUENCE = 2**31
 
 env.read()  # a wrong variable is an error, also where nothing is built
 
 
 def __getattr__(name: str) -> object:
     raise missing.error(__name__, name)
-
-
-def _regular(tensor: torch.Tensor) -> bool:
-    """Whether each row can be loaded 16 bytes at a time, as far as strides tell."""
-    s0, s1, s2, s3 = tensor.stride()
-    if s3 != 1:
-        return False
-    if s0 % VECTOR or s1 % VECTOR or s2 % VECTOR:
-        n0, n1, n2, _ = tensor.shape
-        # Strides of dimensions of size 0 or 1 are arbitrary and never used.
-        return not (
-            (n0 > 1 and s0 % VECTOR) or (n1 > 1 and s1 % VECTOR) or (n2 > 1 and s2 % VECTOR)
-        )
-    return True
-
-
-def _aligned(*tensors: torch.Tensor) -> bool:
-    """Whether each starts at a multiple of 16 bytes.
-
-    Allocators align storages to more than that, so it is the offset that misaligns; unlike
-    data_ptr() it can be asked of fake tensors. A traced program learns of it when it runs: the
-    binding looks at the address itself.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    for tensor in tensors:  # noqa: SIM110 - any() takes three times as long
-        if tensor.storage_offset() % VECTOR:
-            return False
-    return True
-
-
-def _loadable(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy that the kernels can load."""
-    if not _regular(tensor):
-        strides = tensor.stride()
-        _log_copy(fn, name, f"{name}.stride()={strides}, expected 1 after multiples of {VECTOR}")
-        return tensor.clone(memory_format=torch.contiguous_format)
-    if not _aligned(tensor):
-        offset = tensor.storage_offset()
-        _log_copy(fn, name, f"{name}.storage_offset()={offset}, expected a multiple of {VECTOR}")
-        return tensor.clone()
-    return tensor
-
-
-def _padded(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy with zeros up to the next multiple of VECTOR in the last dimension."""
-    d = tensor.shape[3]
-    _log_copy(fn, name, f"head_dim={d}, expected a multiple of {VECTOR}: pads it with zeros")
-    # pad() keeps the order of a channels_last tensor, in which the sequence is innermost.
-    return torch.nn.functional.pad(tensor, (0, -d % VECTOR)).contiguous()
-
-
-def _log_copy(fn: str, name: str, why: str) -> None:
-    if not torch.compiler.is_compiling():  # which cannot trace a logger
-        logger.debug("%s: copies %s once: got %s", fn, name, why)
 
 
 def _wants_gradient(q, k, v, sinks) -> bool:
@@ -113,8 +55,7 @@ def _launch(q, k, v, scale, causal, window_size, sinks) -> tuple[torch.Tensor, t
     """out and log-sum-exp of tensors that the kernels can read."""
     if sinks is None and window_size == _UNLIMITED:
         return ops.fwd(q, k, v, scale, causal)
-    # A side may be any number; the operator takes those of 64 bits.
-    left, right = (min(side, _NO_LONGER_SEQUENCE) for side in window_size)
+    left, right = bounded_window(window_size)
     if sinks is not None:
         sinks = sinks.float().contiguous()
     return ops.attend(q, k, v, scale, causal, (left, right), sinks)
@@ -159,7 +100,7 @@ def _attend(
     if q.is_cpu:
         if q.dtype not in CPU_DTYPES:
             check_dtype(fn, f"{names[0]}.dtype", q.dtype, q.device)
-        if not q.is_contiguous() and (d % VECTOR or not _regular(q)):
+        if not q.is_contiguous() and (d % VECTOR or not regular(q)):
             q = q.contiguous()  # for out, which is laid out as q, to be what it is on CUDA
         if (
             dropout_p == softcap == 0.0
@@ -187,12 +128,12 @@ def _attend(
     if _wants_gradient(q, k, v, sinks):
         raise NotImplementedError(f"{fn}: {not_on_cuda('requires_grad', True)}")
     if d % VECTOR:
-        q, k, v = (_padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
+        q, k, v = (padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
         out, lse = _launch(q, k, v, scale, causal, window_size, sinks)
         out = out[..., :d].clone(memory_format=torch.contiguous_format)
     else:
-        if not (_regular(q) and _regular(k) and _regular(v) and _aligned(q, k, v)):
-            q, k, v = (_loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
+        if not (regular(q) and regular(k) and regular(v) and aligned(q, k, v)):
+            q, k, v = (loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
         out, lse = _launch(q, k, v, scale, causal, window_size, sinks)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 

@@ -1,14 +1,16 @@
 """flash-attn 2's functions for sequences of different lengths, packed without padding.
 
-CPU tensors go to :mod:`flashcute.cpu_varlen`, which takes every argument and is differentiable;
-meta tensors get shapes. There are no kernels for them yet: a CUDA tensor is an error.
+CUDA tensors go to the kernels, CPU tensors to :mod:`flashcute.cpu_varlen`, which takes every
+argument and is differentiable; meta tensors get shapes.
 """
 
 from __future__ import annotations
 
 import torch
 
+from . import loading, ops
 from .checks import (
+    bounded_window,
     check_alibi,
     check_dropout,
     check_dtype,
@@ -27,9 +29,23 @@ from .checks_varlen import (
     check_packed_tokens,
 )
 from .cpu_varlen import Options, Tensors, attend_or_trace
-from .features import not_on_cuda
+from .features import VECTOR, not_on_cuda
 
 _UNLIMITED = (-1, -1)
+
+
+def _launch(names: Names, q, k, v, lengths, bounds, scale, causal, window_size, sinks):
+    """out and log-sum-exp of CUDA tensors, by the kernels."""
+    d, names_of_qkv = q.shape[2], names[1:4]
+    prepare = loading.padded if d % VECTOR else loading.loadable
+    q, k, v = (prepare(names.fn, *x) for x in zip(names_of_qkv, (q, k, v), strict=True))
+    lengths = [x if x is None else x.int().contiguous() for x in lengths]
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    out, lse = ops.attend_varlen(q, k, v, lengths, bounds, scale, causal, window_size, sinks)
+    if d % VECTOR:
+        out = out.narrow(2, 0, d).clone(memory_format=torch.contiguous_format)
+    return out, lse
 
 
 def _attend(
@@ -72,9 +88,21 @@ def _attend(
         check_dtype(fn, f"{names.q}.dtype", q.dtype, q.device)
     else:
         check_for_kernels(fn, names.q, q, d, scale)
-        if not q.is_meta:
-            raise NotImplementedError(f"{fn}: {not_on_cuda('cu_seqlens', '(a tensor)')}")
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if not (q.is_cpu or q.is_meta):
+        asked = {"dropout_p": dropout_p, "softcap": softcap}
+        if alibi_slopes is not None:
+            asked["alibi_slopes"] = "(a tensor)"
+        if torch.is_grad_enabled():
+            asked["requires_grad"] = any(x.requires_grad for x in (q, k, v))
+            asked["requires_grad"] |= sinks is not None and sinks.requires_grad
+        for argument, value in asked.items():
+            if value:
+                raise NotImplementedError(f"{fn}: {not_on_cuda(argument, value)}")
+        window_size = bounded_window((left, right))
+        bounds = (max_seqlen_q, max_seqlen_k)
+        out, lse = _launch(names, q, k, v, lengths, bounds, scale, causal, window_size, sinks)
+        return (out, lse, q.new_empty(0)) if return_attn_probs else out
     tensors = Tensors(q, k, v, alibi_slopes, sinks, *lengths, None)
     bounds = (max_seqlen_q, max_seqlen_k)
     options = Options(*bounds, scale, causal, left, right, softcap, dropout_p, return_attn_probs)
@@ -116,19 +144,22 @@ def flash_attn_varlen_func(
     there are holes; ``torch.nested.nested_tensor_from_jagged`` wraps the result. A padded batch is
     packed by ``flashcute.bert_padding.unpad_input``.
 
-    On the CPU, of any option and differentiable; meta tensors give shapes. On CUDA: not yet.
+    On CUDA as :func:`flash_attn_func`, without a wait for the device. On the CPU of any option and
+    differentiable. Meta tensors give shapes.
 
     Args:
         q: (total_q, h, head_dim).
         k: (total_k, h_k, head_dim), of q's dtype and device; h is a multiple of h_k.
         v: As k.
         cu_seqlens_q: int32 or int64 (b + 1,), on q's device: where each sequence of queries starts,
-            and where the last one ends. From 0 on, non-decreasing, at most total_q. Rows from the
-            last value on are in no sequence: their output is 0, their log-sum-exp -inf.
+            and where the last one ends. From 0 on, non-decreasing, at most total_q; on CUDA, where
+            it is not read ahead, the results of other values are not defined, but nothing outside
+            the tensors is read or written. Rows from the last value on are in no sequence: their
+            output is 0, their log-sum-exp -inf.
         cu_seqlens_k: int32 or int64 (b + 1,): the same for keys and values.
         max_seqlen_q: The longest sequence of queries, or more, which costs nothing but time. If a
             sequence is longer, a CPU tensor raises an error; a kernel, for which the lengths stay
-            on the device, gives its rows from max_seqlen_q on output 0 and log-sum-exp -inf.
+            on the device, computes its first max_seqlen_q rows, as with seqused_q.
         max_seqlen_k: The same for the keys. A kernel reads all keys of a sequence whatever it is.
         dropout_p: As in :func:`flash_attn_func`, and so for the arguments that follow.
         softmax_scale: Factor on the scores; None for 1 / sqrt(head_dim).

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import checks, cpu, cpu_ops, heuristics, jit
+from . import checks, cpu, cpu_ops, cpu_varlen, heuristics, jit
+from .checks_varlen import Names, check_bounds, check_lengths, check_packed_tokens
 from .config import DTYPES, MASKS, NAMESPACE
 from .features import CAPABILITIES, VECTOR, not_on_cuda
 
@@ -152,26 +153,72 @@ def _checked(name: str, implementation: Callable) -> Callable:
             checks.check_window(fn, tuple(window_size))
             if sinks is not None:
                 checks.check_sinks(fn, sinks, q)
-        if q.is_cpu:
-            checks.check_dtype(fn, "q.dtype", q.dtype, q.device)
-        else:
-            checks.check_for_kernels(fn, "q", q, d, softmax_scale)
-            if d % VECTOR:
-                raise ValueError(
-                    f"{fn}: expected head_dim to be a multiple of {VECTOR}, got head_dim={d}; "
-                    "call flash_attn_func, which pads"
-                )
+        _check_for_device(fn, q, d, softmax_scale, "flash_attn_func")
         return implementation(q, k, v, softmax_scale, causal, *options)
 
     return checked
 
 
-def _autograd(name: str) -> Callable:
+def _check_for_device(fn: str, q, d: int, softmax_scale: float, padding: str) -> None:
+    if q.is_cpu:
+        checks.check_dtype(fn, "q.dtype", q.dtype, q.device)
+        return
+    checks.check_for_kernels(fn, "q", q, d, softmax_scale)
+    if d % VECTOR:
+        raise ValueError(
+            f"{fn}: expected head_dim to be a multiple of {VECTOR}, got head_dim={d}; "
+            f"call {padding}, which pads"
+        )
+
+
+def _varlen_parts(args: tuple) -> tuple[cpu_varlen.Tensors, cpu_varlen.Options]:
+    """The arguments of ``attend_varlen``, in the order of its schema."""
+    q, k, v, *lengths, max_q, max_k, scale, causal, left, right, sinks = args
+    tensors = cpu_varlen.Tensors(q, k, v, None, sinks, *lengths, None)
+    return tensors, cpu_varlen.Options(max_q, max_k, scale, causal, left, right)
+
+
+def _varlen_on_cpu(*args):
+    with torch.no_grad():
+        return cpu_varlen.attend(*_varlen_parts(args), _VARLEN_NAMES)[:2]
+
+
+def _varlen_fake(q, *args):
+    total_q, h, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((h, total_q), dtype=torch.float32)
+
+
+def _differentiable_varlen_on_cpu(*args):
+    return cpu_varlen.attend_or_trace(_VARLEN_NAMES, *_varlen_parts(args))[:2]
+
+
+_VARLEN_NAMES = Names(f"{NAMESPACE}::attend_varlen")
+
+
+def _checked_varlen(name: str, implementation: Callable) -> Callable:
+    """:func:`_checked` of ``attend_varlen``."""
+
+    def checked(*args):
+        tensors, options = _varlen_parts(args)
+        fn, q = _VARLEN_NAMES.fn, tensors.q
+        d = check_packed_tokens(_VARLEN_NAMES, q, tensors.k, tensors.v)
+        check_lengths(_VARLEN_NAMES, q, *tensors[5:9])
+        check_bounds(_VARLEN_NAMES, *options[:2])
+        scale = checks.check_scale(fn, options.softmax_scale, d)
+        checks.check_window(fn, options[4:6])
+        if tensors.sinks is not None:
+            checks.check_sinks(fn, tensors.sinks, q)
+        _check_for_device(fn, q, d, scale, "flash_attn_varlen_func")
+        return implementation(*args)
+
+    return checked
+
+
+def _autograd(name: str, on_cpu: Callable) -> Callable:
     """An operator where a gradient may be asked for: right on the CPU, an error elsewhere.
 
     Without it torch would compute the output and lose the gradient, with no more than a warning.
     """
-    on_cpu = _checked(name, _differentiable_on_cpu)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def autograd(*args):
@@ -203,13 +250,16 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             # A thread of C++ may still call the operator when the interpreter has ended.
             atexit.register(binding.flashcute_set_resolver, _Resolver())
             library = torch.library.Library(NAMESPACE, "IMPL")
-            for name in ("fwd", "fwd_no_grad", "attend"):
+            dense = _checked, _cpu, _fake, _differentiable_on_cpu
+            ragged = _checked_varlen, _varlen_on_cpu, _varlen_fake, _differentiable_varlen_on_cpu
+            kinds = {"fwd": dense, "fwd_no_grad": dense, "attend": dense, "attend_varlen": ragged}
+            for name, (checked, on_cpu, fake, differentiable) in kinds.items():
                 public = name.removesuffix("_no_grad")
-                library.impl(name, _checked(public, _cpu), "CPU")
-                fake = _checked(public, _fake)
-                torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+                library.impl(name, checked(public, on_cpu), "CPU")
+                shapes = checked(public, fake)
+                torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=library)
                 if name != "fwd_no_grad":
-                    library.impl(name, _autograd(name), "Autograd")
+                    library.impl(name, _autograd(name, checked(name, differentiable)), "Autograd")
             _keep_alive.extend((binding, library))
             _fwd = getattr(torch.ops, NAMESPACE).fwd_no_grad.default
     return getattr(torch.ops, NAMESPACE).fwd.default
@@ -274,6 +324,37 @@ def attend(
         load()
     op = getattr(torch.ops, NAMESPACE).attend.default
     args = q, k, v, softmax_scale, causal, *window_size, sinks
+    return op(*args) if torch.compiler.is_compiling() else _raising(op, *args)
+
+
+def attend_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: tuple[torch.Tensor | None, ...],
+    max_seqlens: tuple[int, int],
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`attend` of a ragged batch; nothing waits for the device.
+
+    Args:
+        q: (total_q, h, d), last dimension contiguous.
+        k: (total_k, h_k, d), v likewise.
+        lengths: cu_seqlens_q and cu_seqlens_k, (b + 1,), seqused_q and seqused_k, (b,) or None;
+            contiguous and int32 on CUDA. Whatever they hold, nothing outside the tensors is read or
+            written.
+        max_seqlens: max_seqlen_q and max_seqlen_k.
+
+    Returns:
+        out (total_q, h, d), contiguous, and the log-sum-exp in float32, (h, total_q).
+    """
+    if not (torch.compiler.is_compiling() and _load_while_tracing()):
+        load()
+    op = getattr(torch.ops, NAMESPACE).attend_varlen.default
+    args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *window_size, sinks
     return op(*args) if torch.compiler.is_compiling() else _raising(op, *args)
 
 

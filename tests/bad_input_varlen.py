@@ -147,10 +147,21 @@ def _tensors() -> Iterator[Case]:
     cpu = lambda x, _: torch.zeros(x.shape, dtype=x.dtype)  # noqa: E731
     pattern = r"k on meta as q, got k.device=cpu; move"
     yield _case("k on the cpu", ValueError, pattern, on=("meta",), k=cpu)
-    pattern = "expected no sequences of different lengths .* on CUDA.*got cu_seqlens=.*; call the"
-    for function in (VARLEN, KV, QKV):
+    slopes = {"alibi_slopes": lambda _, device: torch.zeros(4, device=device)}
+    for function, name, change in (
+        (VARLEN, "dropout", {"dropout_p": 0.1}),
+        (KV, "softcap", {"softcap": 2.0}),
+        (QKV, "ALiBi", slopes),
+        (VARLEN, "backward", {"q": lambda x, _: x.requires_grad_()}),
+        (QKV, "backward", {"qkv": lambda x, _: x.requires_grad_()}),
+    ):
+        pattern = f"expected no {name} on CUDA, where it is not supported yet"
         yield _case(
-            f"{function} on CUDA", NotImplementedError, pattern, function=function, on=_CUDA
+            f"{name} of {function} on CUDA",
+            *(NotImplementedError, pattern),
+            function=function,
+            on=_CUDA,
+            **change,
         )
     for name, shape in ((KV, r"\(total, 2, heads, head_dim\)"), (QKV, r"\(total, 3, heads,")):
         n = "kv" if name == KV else "qkv"

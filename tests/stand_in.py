@@ -12,6 +12,7 @@ class StandIn:
     """A ``flash::Flash_kernel`` made of Python functions."""
 
     def __init__(self) -> None:
+        self.plans: list[tuple[dict[str, float], int]] = []
         self.launches: list[tuple[dict[str, float], int]] = []
         self.problems: list[dict[str, int]] = []
         self.result = 0
@@ -24,14 +25,15 @@ class StandIn:
             threads=128,
             smem_bytes=0,
             tile_m=64,
-            launch=types["launch"](self._launch),
+            launch=types["launch"](lambda *args: self._record(self.launches, *args)),
+            plan=types["plan"](lambda *args: self._record(self.plans, *args)),
             error_string=types["error_string"](lambda error: b"error %d" % error),
         )
 
-    def _launch(self, params, stream) -> int:
+    def _record(self, calls, params, stream) -> int:
         fields = [name for name, _ in abi.FlashFwdParams._fields_]
         values = {name: getattr(params.contents, name) for name in fields}
-        self.launches.append((values, stream or 0))
+        calls.append((values, stream or 0))
         return self.result
 
     def choose(self, problem) -> ops._FwdChoice:

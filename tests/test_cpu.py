@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashcute import cpu, flash_attn_func, reference
-from flashcute.flash_attn_interface import _regular
+from flashcute.loading import regular
 from flashcute.reference import attention_ref
 from flashcute.testing import check_forward
 
@@ -126,7 +126,7 @@ def test_flash_with_any_strides(causal):
     ):
         leaves = [x.requires_grad_() for x in tensors]
         out = flash_attn_func(*leaves, causal=causal)
-        if _regular(tensors[0]):  # else out is contiguous, as on CUDA
+        if regular(tensors[0]):  # else out is contiguous, as on CUDA
             assert out.stride() == torch.empty_like(tensors[0]).stride()
         else:
             assert out.is_contiguous()

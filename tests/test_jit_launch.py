@@ -47,6 +47,9 @@ def test_arguments(stand_in):
     expected |= {"softmax_lse_batch_stride": 280, "softmax_lse_head_stride": 70}
     expected |= {"softmax_lse_ptr": lse.data_ptr(), "sinks_ptr": None, "pack_shift": 0}
     expected |= {"window_left": 0, "window_right": 0}
+    lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "plan")
+    expected |= {f"{name}_ptr": None for name in lengths}
+    expected |= {"total_q": 0, "total_k": 0, "plan_capacity": 0}
     expected |= {"h_h_k_ratio": 2, "scale_softmax": 0.125}
     log2 = params.pop("scale_softmax_log2")
     assert params == expected

@@ -13,80 +13,27 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <limits>
-#include <mutex>
 #include <numbers>
 #include <optional>
-#include <stdexcept>
-#include <string>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 
 #include "flash.h"
-
-#ifndef FLASHCUTE_NAMESPACE
-#define FLASHCUTE_NAMESPACE flashcute  // flashcute.config.NAMESPACE
-#endif
+#include "kernel_table.h"
 
 // Exported by CUDA builds of torch only. Weak, so that the same binary loads under a CPU build.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device,
                                                                                    void **stream);
 
 namespace flash {
-
-// One forward call as far as the choice of a kernel depends on it; flashcute/ops.py mirrors the
-// layout.
-struct FwdProblem {
-    int32_t device;  // CUDA device index
-    DType dtype;
-    MaskKind mask;
-    int32_t b, seqlen_q, seqlen_k, h, h_k, d;
-    int32_t window_left, window_right;  // MaskKind::local; else 0
-
-    bool operator==(const FwdProblem &) const = default;
-};
-
-// How a problem is computed; flashcute/ops.py mirrors the layout.
-struct FwdChoice {
-    const Flash_kernel *kernel;
-    int32_t pack_heads;  // the query heads of a key head share tiles
-};
-
-// Fills in the choice for a problem and returns 0, or writes a message of at most `error_size`
-// bytes, terminating zero included, into `error` and returns another number.
-using Resolver = int32_t (*)(const FwdProblem *problem, FwdChoice *choice, char *error,
-                             int32_t error_size);
-
 namespace {
 
 using torch::stable::Tensor;
 
 constexpr int kMaxHeadDim = 256;
-constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-// Kernels round sequence lengths up to whole tiles in 32-bit arithmetic.
-constexpr int64_t kMaxSeqlen = kMaxInt32 - 1023;
 // Persistent kernels count on beyond the last tile, by a CTA for each SM, in 32-bit arithmetic.
 constexpr int64_t kMaxTiles = kMaxInt32 - 1023;
-// Bounds the table for workloads in which every call has another sequence length.
-constexpr size_t kMaxRemembered = 4096;
-
-std::string to_text(const char *text) { return text; }
-template <typename Number>
-std::string to_text(Number number) {
-    return std::to_string(number);
-}
-
-// Without iostreams: their number formatting crashes where torch carries another libstdc++ than the
-// one this file was compiled against (seen with g++ 13 and torch 2.11).
-template <typename... Args>
-[[noreturn]] void fail(const Args &...args) {
-    throw std::runtime_error(std::string(C10_STRINGIZE(FLASHCUTE_NAMESPACE) "::fwd: ") +
-                             (to_text(args) + ...));
-}
 
 // torch's own macro for this has another name in 2.10 and 2.11 than later.
 void check_shim(AOTITorchError error) {
@@ -95,104 +42,29 @@ void check_shim(AOTITorchError error) {
     }
 }
 
-struct FwdProblemHash {
-    size_t operator()(const FwdProblem &problem) const {
-        // FNV-1a over the words; the high bits are folded back as buckets use the low ones.
-        static_assert(sizeof(FwdProblem) == 11 * sizeof(uint32_t), "no padding may enter the hash");
-        uint32_t words[11];
-        std::memcpy(words, &problem, sizeof(words));
-        uint64_t hash = 0xcbf29ce484222325;
-        for (const uint32_t word : words) {
-            hash = (hash ^ word) * 0x100000001b3;
-        }
-        return hash ^ (hash >> 32);
-    }
-};
-
-class KernelTable {
-  public:
-    void set_resolver(Resolver resolver) {
-        const std::lock_guard lock(mutex_);
-        resolver_ = resolver;
-        if (resolver != nullptr) {
-            choices_.clear();
-        }
-    }
-
-    FwdChoice find(const FwdProblem &problem) {
-        Resolver resolver = nullptr;
-        {
-            const std::lock_guard lock(mutex_);
-            const auto found = choices_.find(problem);
-            if (found != choices_.end()) {
-                return found->second;
-            }
-            resolver = resolver_;
-        }
-        // Unlocked: the resolver takes the interpreter lock and may spend minutes in a compiler.
-        const FwdChoice choice = resolve(resolver, problem);
-        const std::lock_guard lock(mutex_);
-        if (choices_.size() >= kMaxRemembered) {
-            choices_.clear();
-        }
-        choices_.insert_or_assign(problem, choice);
-        return choice;
-    }
-
-  private:
-    static FwdChoice resolve(Resolver resolver, const FwdProblem &problem) {
-        if (resolver == nullptr) {
-            fail(
-                "expected a kernel resolver, got none; import flashcute and call its functions "
-                "before the interpreter ends");
-        }
-        char error[4096] = "";
-        FwdChoice choice{};
-        if (resolver(&problem, &choice, error, sizeof(error)) != 0) {
-            fail(error);
-        }
-        const Flash_kernel *kernel = choice.kernel;
-        if (kernel->abi_version != kAbiVersion ||
-            kernel->params_size != static_cast<int32_t>(sizeof(Flash_fwd_params))) {
-            fail("expected a kernel of ABI version ", kAbiVersion, " with ",
-                 sizeof(Flash_fwd_params), " bytes of parameters, got version ",
-                 kernel->abi_version, " with ", kernel->params_size,
-                 " bytes; remove the stale kernel from the cache");
-        }
-        return choice;
-    }
-
-    std::mutex mutex_;
-    Resolver resolver_ = nullptr;
-    std::unordered_map<FwdProblem, FwdChoice, FwdProblemHash> choices_;
-};
-
-KernelTable &kernel_table() {
-    static KernelTable table;
-    return table;
-}
-
-// Sizes and strides of a (b, s, h, d) tensor, read once. Strides of dimensions of size 0 or 1 are
-// never used to move, and torch allows any value there, so they count as 0.
+// Sizes and strides of a (b, s, h, d) tensor, or of a (total, h, d) one as of a batch of one, read
+// once. Strides of dimensions of size 0 or 1 are never used to move, and torch allows any value
+// there, so they count as 0.
 struct Layout {
     int64_t b, s, h, d;
     int64_t batch_stride, row_stride, head_stride, last_stride;
 };
 
-Layout read_layout(const Tensor &tensor, const char *name) {
-    if (const int64_t rank = tensor.dim(); rank != 4) {
-        fail("expected ", name, " of rank 4, got rank ", rank);
+Layout read_layout(const Tensor &tensor, const char *name, int64_t rank) {
+    if (tensor.dim() != rank) {
+        fail("expected ", name, " of rank ", rank, ", got rank ", tensor.dim());
     }
-    const int64_t *size = tensor.sizes().data();
-    const int64_t *stride = tensor.strides().data();
-    return {.b = size[0],
-            .s = size[1],
-            .h = size[2],
-            .d = size[3],
-            .batch_stride = size[0] <= 1 ? 0 : stride[0],
-            .row_stride = size[1] <= 1 ? 0 : stride[1],
-            .head_stride = size[2] <= 1 ? 0 : stride[2],
-            .last_stride = stride[3]};
+    const int64_t *size = tensor.sizes().data() + (rank - 3);
+    const int64_t *stride = tensor.strides().data() + (rank - 3);
+    const bool dense = rank == 4;
+    return {.b = dense ? size[-1] : 1,
+            .s = size[0],
+            .h = size[1],
+            .d = size[2],
+            .batch_stride = dense && size[-1] > 1 ? stride[-1] : 0,
+            .row_stride = size[0] <= 1 ? 0 : stride[0],
+            .head_stride = size[1] <= 1 ? 0 : stride[1],
+            .last_stride = stride[2]};
 }
 
 int32_t dtype_of(const Tensor &tensor) {
@@ -262,7 +134,7 @@ void check_shapes(const Layout &q, const Layout &k, const Layout &v) {
     }
 }
 
-template <size_t rank>
+template <int64_t rank>
 Tensor empty(const int64_t (&sizes)[rank], const int64_t (&strides)[rank], int32_t dtype,
              int32_t device) {
     AtenTensorHandle handle = nullptr;
@@ -271,11 +143,18 @@ Tensor empty(const int64_t (&sizes)[rank], const int64_t (&strides)[rank], int32
     return Tensor(handle);
 }
 
-// Both outputs are fresh: out as empty_like(q), softmax_lse contiguous float32 (b, h, seqlen_q).
+// Both outputs are fresh: out as empty_like(q), softmax_lse contiguous float32 (b, h, seqlen_q); of
+// a ragged batch out is contiguous, and softmax_lse (h, total_q).
 std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &ql, int32_t dtype,
                                         int32_t device) {
     // torch never makes a contiguous stride smaller than 1, even beside a dimension of size 0.
     const int64_t rows = ql.s > 0 ? ql.s : 1;
+    if (q.dim() == 3) {
+        const int64_t lse_sizes[] = {ql.h, ql.s}, lse_strides[] = {rows, 1};
+        const int64_t out_sizes[] = {ql.s, ql.h, ql.d}, out_strides[] = {ql.h * ql.d, ql.d, 1};
+        return {empty(out_sizes, out_strides, dtype, device),
+                empty(lse_sizes, lse_strides, aoti_torch_dtype_float32(), device)};
+    }
     const int64_t lse_sizes[] = {ql.b, ql.h, ql.s};
     const int64_t lse_strides[] = {ql.h * rows, rows, 1};
     Tensor lse = empty(lse_sizes, lse_strides, aoti_torch_dtype_float32(), device);
@@ -307,6 +186,48 @@ struct Options {
     std::optional<Tensor> sinks;
 };
 
+// What a ragged batch has instead of two lengths.
+struct Lengths {
+    const Tensor &cu_seqlens_q, &cu_seqlens_k;
+    const std::optional<Tensor> &seqused_q, &seqused_k;
+    int64_t max_seqlen_q, max_seqlen_k;
+};
+
+const int32_t *read_lengths(const Tensor &lengths, const char *name, int64_t size, int32_t device) {
+    if (!lengths.is_cuda() || lengths.get_device_index() != device) {
+        fail("expected ", name, " on cuda:", device, " as q");
+    }
+    if (dtype_of(lengths) != aoti_torch_dtype_int32() || lengths.dim() != 1 ||
+        lengths.sizes()[0] != size || !lengths.is_contiguous()) {
+        fail("expected contiguous ", name, " of dtype int32 and shape (", size, ")");
+    }
+    return static_cast<const int32_t *>(lengths.const_data_ptr());
+}
+
+// Returns the number of sequences.
+int64_t set_lengths(Flash_fwd_params &params, const Lengths &lengths, int32_t device) {
+    if (lengths.cu_seqlens_q.dim() != 1 || lengths.cu_seqlens_q.sizes()[0] < 1) {
+        fail("expected cu_seqlens_q of shape (b + 1)");
+    }
+    if (lengths.max_seqlen_q < 0 || lengths.max_seqlen_k < 0) {
+        fail("expected max_seqlen_q and max_seqlen_k >= 0, got ", lengths.max_seqlen_q, " and ",
+             lengths.max_seqlen_k);
+    }
+    const int64_t b = lengths.cu_seqlens_q.sizes()[0] - 1;
+    if (b > kMaxInt32 / 4) {
+        fail("expected at most ", kMaxInt32 / 4, " sequences, got ", b);
+    }
+    params.cu_seqlens_q_ptr = read_lengths(lengths.cu_seqlens_q, "cu_seqlens_q", b + 1, device);
+    params.cu_seqlens_k_ptr = read_lengths(lengths.cu_seqlens_k, "cu_seqlens_k", b + 1, device);
+    if (lengths.seqused_q.has_value()) {
+        params.seqused_q_ptr = read_lengths(*lengths.seqused_q, "seqused_q", b, device);
+    }
+    if (lengths.seqused_k.has_value()) {
+        params.seqused_k_ptr = read_lengths(*lengths.seqused_k, "seqused_k", b, device);
+    }
+    return b;
+}
+
 // The mask with the least work that says the same, and the window of MaskKind::local.
 void set_mask(FwdProblem &problem, const Options &options) {
     const int64_t seqlen_q = problem.seqlen_q, seqlen_k = problem.seqlen_k;
@@ -327,26 +248,6 @@ void set_mask(FwdProblem &problem, const Options &options) {
     problem.window_right = static_cast<int32_t>(all_right ? seqlen_q : right);
 }
 
-// Choices are remembered by lengths rounded up, so that a call with another length rarely enters
-// Python: exact up to 16, then in steps of 16, from 256 on in 16 steps an octave.
-// heuristics.rounded_length() is the same.
-int32_t rounded_length(int32_t length) {
-    if (length <= 16) {
-        return length;
-    }
-    const int64_t step =
-        std::max<int64_t>(16, std::bit_floor(static_cast<uint32_t>(length - 1)) / 16);
-    return static_cast<int32_t>(std::min((length + step - 1) / step * step, kMaxSeqlen));
-}
-
-FwdProblem rounded(FwdProblem problem) {
-    problem.window_left = rounded_length(std::min(problem.window_left, problem.seqlen_k));
-    problem.window_right = rounded_length(std::min(problem.window_right, problem.seqlen_q));
-    problem.seqlen_q = rounded_length(problem.seqlen_q);
-    problem.seqlen_k = rounded_length(problem.seqlen_k);
-    return problem;
-}
-
 const float *read_sinks(const Options &options, const Layout &q, int32_t device) {
     if (!options.sinks.has_value()) {
         return nullptr;
@@ -362,8 +263,9 @@ const float *read_sinks(const Options &options, const Layout &q, int32_t device)
     return static_cast<const float *>(sinks.const_data_ptr());
 }
 
-// The scale, the shape and what the choice for them says.
-void set_problem(Flash_fwd_params &params, const FwdProblem &problem, const FwdChoice &choice) {
+// The shape and what the choice for it says. total_q: of a ragged batch.
+void set_problem(Flash_fwd_params &params, const FwdProblem &problem, const FwdChoice &choice,
+                 const int64_t *total_q) {
     params.b = problem.b;
     params.seqlen_q = problem.seqlen_q;
     params.seqlen_k = problem.seqlen_k;
@@ -376,14 +278,19 @@ void set_problem(Flash_fwd_params &params, const FwdProblem &problem, const FwdC
     params.pack_shift =
         choice.pack_heads != 0 ? std::bit_width(static_cast<uint32_t>(params.h_h_k_ratio) - 1) : 0;
     const int tile_m = choice.kernel->tile_m;
-    const int64_t rows = int64_t(problem.seqlen_q) << params.pack_shift;
-    const int64_t grid_heads =
-        int64_t(problem.b) * (params.pack_shift > 0 ? problem.h_k : problem.h);
+    const int64_t rows = (total_q != nullptr ? *total_q : problem.seqlen_q) << params.pack_shift;
+    const int64_t of_a_head = total_q != nullptr ? plan_capacity(rows, problem.b, tile_m)
+                                                 : problem.b * ((rows + tile_m - 1) / tile_m);
     // The grid is one-dimensional, and its limit is that of a 32-bit int, as is that of a row.
-    const int64_t tiles = grid_heads * ((rows + tile_m - 1) / tile_m);
+    const int64_t tiles = of_a_head * (params.pack_shift > 0 ? problem.h_k : problem.h);
     if (rows > kMaxSeqlen || tiles > kMaxTiles) {
         fail("expected at most ", kMaxTiles, " tiles of ", tile_m, " query rows, got ", tiles,
              "; split the batch");
+    }
+    if (total_q != nullptr) {
+        params.total_q = static_cast<int32_t>(*total_q);
+        params.total_k = problem.seqlen_k;
+        params.plan_capacity = static_cast<int32_t>(of_a_head);
     }
 }
 
@@ -405,8 +312,10 @@ void set_strides(Flash_fwd_params &params, const Layout &q, const Layout &k, con
     params.softmax_lse_head_stride = q.s;
 }
 
+// lengths: of a ragged batch, whose q, k and v are packed to (total, heads, d).
 std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v,
-                                   double softmax_scale, const Options &options) {
+                                   double softmax_scale, const Options &options,
+                                   const Lengths *lengths = nullptr) {
     const int32_t dtype = dtype_of(q);
     const int32_t device = q.get_device_index();
     if (dtype != aoti_torch_dtype_float16() && dtype != aoti_torch_dtype_bfloat16()) {
@@ -417,9 +326,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
     }
     check_placement(k, "k", dtype, device);
     check_placement(v, "v", dtype, device);
-    const Layout ql = read_layout(q, "q");
-    const Layout kl = read_layout(k, "k");
-    const Layout vl = read_layout(v, "v");
+    const int64_t rank = lengths != nullptr ? 3 : 4;
+    const Layout ql = read_layout(q, "q", rank);
+    const Layout kl = read_layout(k, "k", rank);
+    const Layout vl = read_layout(v, "v", rank);
     check_shapes(ql, kl, vl);
 
     Flash_fwd_params params{};
@@ -431,7 +341,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
     // the tensors.
     if (misaligned(params.q_ptr) || misaligned(params.k_ptr) || misaligned(params.v_ptr)) {
         const torch::stable::accelerator::DeviceGuard guard(device);
-        return forward(aligned(q), aligned(k), aligned(v), softmax_scale, options);
+        return forward(aligned(q), aligned(k), aligned(v), softmax_scale, options, lengths);
     }
     check_vectorised(ql, params.q_ptr, "q");
     check_vectorised(kl, params.k_ptr, "k");
@@ -445,31 +355,54 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
         fail("expected a finite softmax_scale > 0, got ", softmax_scale);
     }
 
+    const int64_t b = lengths != nullptr ? set_lengths(params, *lengths, device) : ql.b;
     const torch::stable::accelerator::DeviceGuard guard(device);
     if (ql.b == 0 || ql.s == 0) {
         return make_outputs(q, ql, dtype, device);
     }
     FwdProblem problem{.device = device,
                        .dtype = dtype == aoti_torch_dtype_float16() ? DType::fp16 : DType::bf16,
-                       .b = static_cast<int32_t>(ql.b),
+                       .b = static_cast<int32_t>(b),
                        .seqlen_q = static_cast<int32_t>(ql.s),
                        .seqlen_k = static_cast<int32_t>(kl.s),
                        .h = static_cast<int32_t>(ql.h),
                        .h_k = static_cast<int32_t>(kl.h),
                        .d = static_cast<int32_t>(ql.d)};
+    if (lengths != nullptr) {
+        // Rows from max_seqlen_q on count as none, but max_seqlen_k is no more than a hint.
+        problem.seqlen_q = static_cast<int32_t>(std::min(lengths->max_seqlen_q, ql.s));
+    }
     set_mask(problem, options);
-    const FwdChoice choice = kernel_table().find(rounded(problem));
-    set_problem(params, problem, choice);
+    FwdProblem asked = problem;  // of the heuristics
+    if (lengths != nullptr) {
+        asked.b = rounded_length(problem.b);
+        asked.seqlen_q = std::max(problem.seqlen_q, 1);
+        asked.seqlen_k = static_cast<int32_t>(std::min(lengths->max_seqlen_k, kl.s));
+    }
+    const FwdChoice choice = kernel_table().find(rounded(asked));
+    set_problem(params, problem, choice, lengths != nullptr ? &ql.s : nullptr);
 
     std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, dtype, device);
-    const Layout ol = read_layout(std::get<0>(outputs), "out");
+    const Layout ol = read_layout(std::get<0>(outputs), "out", rank);
     params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
     check_vectorised(ol, params.o_ptr, "out");
     params.softmax_lse_ptr = static_cast<float *>(std::get<1>(outputs).mutable_data_ptr());
     set_strides(params, ql, kl, vl, ol);
 
     const Flash_kernel *kernel = choice.kernel;
-    if (const int32_t error = kernel->launch(&params, current_stream(device)); error != 0) {
+    void *const stream = current_stream(device);
+    std::optional<Tensor> plan;  // given back to the stream's memory once both are enqueued
+    int32_t error = 0;
+    if (lengths != nullptr) {
+        const int64_t words[] = {plan_words(params.plan_capacity, b)}, strides[] = {1};
+        plan = empty(words, strides, aoti_torch_dtype_int32(), device);
+        params.plan_ptr = plan->mutable_data_ptr();
+        error = kernel->plan(&params, stream);
+    }
+    if (error == 0) {
+        error = kernel->launch(&params, stream);
+    }
+    if (error != 0) {
         fail(kernel->name, " failed to launch: ", kernel->error_string(error));
     }
     return outputs;
@@ -490,6 +423,23 @@ std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &k, const Tensor
                     .sinks = std::move(sinks)});
 }
 
+std::tuple<Tensor, Tensor> attend_varlen(const Tensor &q, const Tensor &k, const Tensor &v,
+                                         const Tensor &cu_seqlens_q, const Tensor &cu_seqlens_k,
+                                         std::optional<Tensor> seqused_q,
+                                         std::optional<Tensor> seqused_k, int64_t max_seqlen_q,
+                                         int64_t max_seqlen_k, double softmax_scale, bool causal,
+                                         int64_t window_left, int64_t window_right,
+                                         std::optional<Tensor> sinks) {
+    const Lengths lengths{cu_seqlens_q, cu_seqlens_k, seqused_q,
+                          seqused_k,    max_seqlen_q, max_seqlen_k};
+    return forward(q, k, v, softmax_scale,
+                   {.causal = causal,
+                    .window_left = window_left,
+                    .window_right = window_right,
+                    .sinks = std::move(sinks)},
+                   &lengths);
+}
+
 }  // namespace
 }  // namespace flash
 
@@ -506,6 +456,7 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 // Python gives `fwd` and `attend` an autograd kernel, which refuses inputs that want a gradient.
 // `fwd_no_grad` is `fwd` without it, for a caller that has looked already: no Python between call
 // and kernel. `attend` takes everything optional; a window's side of -1 is unlimited.
+// `attend_varlen` is that of a ragged batch.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
@@ -516,10 +467,16 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "attend(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, int window_left, "
         "int window_right, Tensor? sinks) -> (Tensor out, Tensor softmax_lse)");
+    m.def(
+        "attend_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+        "Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+        "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks) -> "
+        "(Tensor out, Tensor softmax_lse)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
     m.impl("fwd", TORCH_BOX(&flash::fwd));
     m.impl("fwd_no_grad", TORCH_BOX(&flash::fwd));
     m.impl("attend", TORCH_BOX(&flash::attend));
+    m.impl("attend_varlen", TORCH_BOX(&flash::attend_varlen));
 }

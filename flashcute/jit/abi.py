@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 3  # flash::kAbiVersion
+ABI_VERSION = 4  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
@@ -24,7 +24,7 @@ _SIZES = [
     (name, ctypes.c_int32)
     for name in (
         *("b", "seqlen_q", "seqlen_k", "h", "h_k", "d", "h_h_k_ratio", "pack_shift"),
-        *("window_left", "window_right"),
+        *("total_q", "total_k", "plan_capacity", "window_left", "window_right"),
     )
 ]
 
@@ -40,6 +40,11 @@ class FlashFwdParams(ctypes.Structure):
         ("o_ptr", ctypes.c_void_p),
         ("softmax_lse_ptr", ctypes.c_void_p),
         ("sinks_ptr", ctypes.c_void_p),
+        ("cu_seqlens_q_ptr", ctypes.c_void_p),
+        ("cu_seqlens_k_ptr", ctypes.c_void_p),
+        ("seqused_q_ptr", ctypes.c_void_p),
+        ("seqused_k_ptr", ctypes.c_void_p),
+        ("plan_ptr", ctypes.c_void_p),
         *(
             (f"{tensor}_{dim}_stride", ctypes.c_int64)
             for tensor, dims in _STRIDES.items()
@@ -61,9 +66,12 @@ class FlashKernel(ctypes.Structure):
         ("threads", ctypes.c_int32),
         ("smem_bytes", ctypes.c_int32),
         ("tile_m", ctypes.c_int32),
-        (
-            "launch",
-            ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(FlashFwdParams), ctypes.c_void_p),
+        *(
+            (
+                name,
+                ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(FlashFwdParams), ctypes.c_void_p),
+            )
+            for name in ("launch", "plan")
         ),
         ("error_string", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int32)),
     ]
@@ -107,4 +115,39 @@ def fwd_params(
             # The kernels never use the stride of a dimension of size 1, which may be any number.
             stride = tensor.stride(i) if tensor.shape[i] > 1 else 0
             setattr(params, f"{name}_{dim}_stride", stride)
+    return params
+
+
+def plan_capacity(total_rows: int, b: int, tile_m: int) -> int:
+    """``flash::plan_capacity()``."""
+    return total_rows // tile_m + 2 * b + 1
+
+
+def plan_words(capacity: int, b: int) -> int:
+    """``flash::plan_words()``."""
+    return 4 + 9 * capacity + 2 * b + 2
+
+
+def varlen_params(
+    tensors: Mapping[str, torch.Tensor],
+    softmax_scale: float,
+    max_seqlen_q: int,
+    capacity: int,
+    pack_heads: bool = False,
+    window_size: tuple[int, int] = (0, 0),
+) -> FlashFwdParams:
+    """:func:`fwd_params` of a ragged batch.
+
+    Args:
+        tensors: q (total_q, h, d), k and v (total_k, h_k, d), o as q, softmax_lse (h, total_q),
+            cu_seqlens_q and cu_seqlens_k (b + 1,), plan; sinks, seqused_q and seqused_k (b,).
+        max_seqlen_q: Rows of a sequence from there on count as rows of no sequence.
+        capacity: Of the plan.
+    """
+    rows = ("q", "k", "v", "o")
+    dense = {name: x[None] if name in (*rows, "softmax_lse") else x for name, x in tensors.items()}
+    params = fwd_params(dense, softmax_scale, pack_heads, window_size)
+    params.b = tensors["cu_seqlens_q"].shape[0] - 1
+    params.total_q, params.total_k = params.seqlen_q, params.seqlen_k
+    params.seqlen_q, params.plan_capacity = max_seqlen_q, capacity
     return params

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .build import CHECKERS, build_kernels, build_runners
-    from .run import SimResult, run_fwd
+    from .run import SimResult, run_fwd, run_varlen
 
 __all__ = ["CHECKERS", "COPY_MODES", "SimResult", "build_kernels", "build_runners", "run_fwd"]
+__all__ += ["run_varlen"]
 
 # When asynchronous copies complete; the order is that of sim::CopyMode.
 COPY_MODES = ("late", "random", "eager")
 
 _HOMES = {
     **dict.fromkeys(("CHECKERS", "build_kernels", "build_runners"), "build"),
-    **dict.fromkeys(("SimResult", "run_fwd"), "run"),
+    **dict.fromkeys(("SimResult", "run_fwd", "run_varlen"), "run"),
 }
 
 

@@ -279,7 +279,7 @@ def run_fwd(
         raise ValueError(f"sim.run_fwd: expected a finite softmax_scale > 0, got {scale}")
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches)
-    settings += (int(trace), 1 << 32)
+    settings += (int(trace), 1 << 32, 0)
     command = [str(_runner(checker)), str(path), function]
     inputs = {"q": q, "k": k, "v": v}
     if sinks is not None:
@@ -308,6 +308,66 @@ def run_fwd_program(
     return run_program(program, params, inputs, outputs, settings, timeout)
 
 
+def run_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    config: FwdConfig,
+    *,
+    max_seqlen_q: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    pack_heads: bool = False,
+    window_size: tuple[int, int] = (0, 0),
+    seed: int = 0,
+    copy_mode: str = "late",
+    checker: str = "none",
+    sms: int = 3,
+    launches: int = 1,
+    kernel: tuple[Path, str] | None = None,
+    timeout: float = 300.0,
+) -> SimResult:
+    """:func:`run_fwd` of a ragged batch: its plan, then the kernel.
+
+    Args:
+        q: (total_q, h, d), on the CPU, as in :func:`run_fwd` but for the batch.
+        k: (total_k, h_k, d), v likewise.
+        cu_seqlens_q: (b + 1,) int32: where sequences begin, and the last one's end; any values.
+        cu_seqlens_k: (b + 1,) int32, likewise.
+        config: The kernel.
+        max_seqlen_q: Rows of a sequence from there on count as rows of no sequence.
+        seqused_q: (b,) int32: how many rows of each sequence count; all by default.
+        seqused_k: (b,) int32, likewise.
+
+    The other arguments are those of :func:`run_fwd`. The log-sum-exp is (h, total_q).
+    """
+    _check(q[None], k[None], v[None], config)
+    total_q, h, d = q.shape
+    b = cu_seqlens_q.shape[0] - 1
+    shift = (h // k.shape[1] - 1).bit_length() if pack_heads else 0
+    capacity = abi.plan_capacity(total_q << shift, b, config.tile_m)
+    optional = {"seqused_q": seqused_q, "seqused_k": seqused_k, "sinks": sinks}
+    inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    inputs |= {name: x for name, x in optional.items() if x is not None}
+    outputs = {
+        "o": q.new_full(q.shape, math.nan),
+        "softmax_lse": q.new_full((h, total_q), math.nan, dtype=torch.float32),
+        "plan": torch.full((abi.plan_words(capacity, b),), -1, dtype=torch.int32),
+    }
+    scale = d**-0.5 if softmax_scale is None else softmax_scale
+    params = abi.varlen_params(
+        {**inputs, **outputs}, scale, max_seqlen_q, capacity, pack_heads, window_size
+    )
+    path, function = kernel or _kernel(config, checker)
+    settings = (seed, COPY_MODES.index(copy_mode), 227 * 1024, sms, launches, 0, 1 << 32, 1)
+    program = [str(_runner(checker)), str(path), function]
+    return run_program(program, params, inputs, outputs, settings, timeout)
+
+
 def run_program(
     program: list[str],
     params: ctypes.Structure,
@@ -328,7 +388,7 @@ def run_program(
         outputs: Likewise, those that the kernel writes. Each launch finds the contents they have
             now; they receive the results of the last one if the verdict is ``"pass"``.
         settings: Seed, copy mode, shared memory limit, SMs, launches, trace, greatest number of
-            steps.
+            steps, whether a plan is made before each launch.
         timeout: Seconds after which the run counts as hung.
     """
     with tempfile.TemporaryDirectory(prefix="flashcute-sim-") as folder:

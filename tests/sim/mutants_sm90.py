@@ -39,7 +39,7 @@ _AWAIT_O_STEP = """\
 _LAST_PV = """\
                 sm90::wgmma_wait<0>();
                 release_v();
-                store("""
+                Epilogue::finish"""
 _RELEASE_K = "release(&storage.k_empty[k.stage()]);"
 _AWAIT_EMPTY = "sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);"
 _AWAIT_Q_EMPTY = "sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);"

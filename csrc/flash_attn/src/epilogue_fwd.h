@@ -18,12 +18,14 @@ struct EpilogueFwd {
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kHeadDim = Traits::kHeadDim;
 
+    // From position 0 of the tile's sequence on.
     CUTE_HOST_DEVICE static OutputOffset output_offset(Flash_fwd_params const &params,
                                                        WorkTile const &tile) {
         return {
-            tile.batch * params.o_batch_stride + tile.head_q * params.o_head_stride,
+            tile.batch * params.o_batch_stride + tile.row_q * params.o_row_stride +
+                tile.head_q * params.o_head_stride,
             tile.batch * params.softmax_lse_batch_stride +
-                tile.head_q * params.softmax_lse_head_stride,
+                tile.head_q * params.softmax_lse_head_stride + tile.row_q,
         };
     }
 
@@ -39,13 +41,14 @@ struct EpilogueFwd {
         return rows;
     }
 
-    // head_q: the tile's first.
+    // head_q: the tile's first. in_sequence: else there are no sinks either.
     template <size_t kRows>
     CUTE_DEVICE static auto load_sinks(Flash_fwd_params const &params, int head_q,
-                                       cute::array<TileRow, kRows> const &rows) {
+                                       cute::array<TileRow, kRows> const &rows,
+                                       bool in_sequence = true) {
         Tensor sinks = make_tensor<float>(Shape<Int<kRows>>{});  // (rows)
         fill(sinks, -INFINITY);
-        if (params.sinks_ptr != nullptr) {
+        if (params.sinks_ptr != nullptr && in_sequence) {
             CUTE_UNROLL
             for (int i = 0; i < int(kRows); ++i) {
                 if (rows[i].exists) {
@@ -151,13 +154,24 @@ struct EpilogueFwd {
         store_from_registers(params, offset.o, rows, thread, tOrO);
     }
 
+    // A tile with its unnormalised O and its row statistics.
+    template <class SoftmaxT, class AccO>
+    CUTE_DEVICE static void finish(Flash_fwd_params const &params, WorkTile const &tile,
+                                   OutputOffset const &offset, int thread, SoftmaxT &softmax,
+                                   AccO &tOrO) {
+        auto const rows = thread_rows<2>(params, tile, thread);
+        auto const sinks = load_sinks(params, tile.head_q, rows);
+        store(params, offset, rows, thread, softmax.finalize(tOrO, sinks), tOrO);
+    }
+
     // A tile whose rows see no key: zeros, and the rows' sinks.
     CUTE_DEVICE static void store_empty(Flash_fwd_params const &params, WorkTile const &tile,
                                         OutputOffset const &offset, int thread) {
         auto const rows = thread_rows<2>(params, tile, thread);
         Tensor out = make_tensor<float>(Shape<_4, _1, Int<kHeadDim / 8>>{});  // (4, 1, d/8)
         clear(out);
-        store(params, offset, rows, thread, load_sinks(params, tile.head_q, rows), out);
+        auto const sinks = load_sinks(params, tile.head_q, rows, tile.in_sequence());
+        store(params, offset, rows, thread, sinks, out);
     }
 
     // Lane i of a quad holds column i of a 4 x 4 matrix, and afterwards row i.

@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 3;
+inline constexpr int32_t kAbiVersion = 4;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -43,6 +43,16 @@ struct Flash_fwd_params {
     // log-sum-exp includes it.
     const float *sinks_ptr;
 
+    // A ragged batch (varlen): sequence i has rows [cu_seqlens[i], cu_seqlens[i + 1]) of q and o,
+    // (total_q, h, d), or of k and v, (total_k, h_k, d), of which the first seqused[i] count. The
+    // log-sum-exp is (h, total_q). Batch strides are 0; seqlen_q is the longest sequence that is
+    // computed, rows beyond it are as rows of no sequence: zeros and -inf.
+    const int32_t *cu_seqlens_q_ptr;  // (b + 1)
+    const int32_t *cu_seqlens_k_ptr;  // (b + 1)
+    const int32_t *seqused_q_ptr;     // (b); null: all
+    const int32_t *seqused_k_ptr;     // (b); null: all
+    void *plan_ptr;  // flash::WorkPlan, written by Flash_kernel::plan; null: a dense batch
+
     int64_t q_batch_stride, q_row_stride, q_head_stride;
     int64_t k_batch_stride, k_row_stride, k_head_stride;
     int64_t v_batch_stride, v_row_stride, v_head_stride;
@@ -54,6 +64,8 @@ struct Flash_fwd_params {
     // Where a key head's query heads are packed into the rows of one tile, log2 of the rows for
     // each query position, at least h_h_k_ratio; else 0.
     int32_t pack_shift;
+    int32_t total_q, total_k;  // rows of a ragged batch
+    int32_t plan_capacity;     // tiles that plan_ptr has room for
 
     // MaskKind::local: query i sees keys [i + seqlen_k - seqlen_q - window_left,
     // i + seqlen_k - seqlen_q + window_right]. Both >= 0; the sum of the two and of both lengths is
@@ -63,6 +75,16 @@ struct Flash_fwd_params {
     float scale_softmax;       // applied to Q K^T
     float scale_softmax_log2;  // the same times log2(e): the kernels exponentiate in base 2
 };
+
+// Tiles of a grid head that a ragged batch has at most, whatever its lengths: those of b sequences,
+// of the rows between them and of the rows at the end. total_rows: total_q << pack_shift.
+inline constexpr int64_t plan_capacity(int64_t total_rows, int64_t b, int64_t tile_m) {
+    return total_rows / tile_m + 2 * b + 1;
+}
+// Size of what plan_ptr points to, in words of 32 bits.
+inline constexpr int64_t plan_words(int64_t capacity, int64_t b) {
+    return 4 + 9 * capacity + 2 * b + 2;
+}
 
 // What a kernel's shared object says of itself; returned by its one exported symbol,
 // flash_kernel().
@@ -76,6 +98,8 @@ struct Flash_kernel {
     // Enqueues the kernel on `stream` (a cudaStream_t) of the current device; returns a
     // cudaError_t.
     int32_t (*launch)(const Flash_fwd_params *params, void *stream);
+    // Likewise, the kernel that writes the plan of a ragged batch, which launch then reads.
+    int32_t (*plan)(const Flash_fwd_params *params, void *stream);
     const char *(*error_string)(int32_t error);  // cudaGetErrorString
 };
 

@@ -18,7 +18,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     extern __shared__ char smem[];
     auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
 
-    WorkTile const tile = TileScheduler<C>::tile(params, blockIdx.x);
+    auto const *const plan = static_cast<WorkPlan const *>(params.plan_ptr);
+    int const index = blockIdx.x;
+    if (plan != nullptr && index >= plan->count * num_grid_heads(params)) {
+        return;
+    }
+    WorkTile const tile =
+        plan != nullptr ? plan_tile(params, *plan, index) : TileScheduler<C>::tile(params, index);
     typename Mainloop::SoftmaxT softmax(params.scale_softmax_log2);
     Tensor tOrO = partition_fragment_C(
         typename Traits::TiledMma{},
@@ -29,7 +35,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     using Epilogue = EpilogueFwd<Traits>;
     auto const rows =
         Epilogue::template thread_rows<Mainloop::kRowsPerThread>(params, tile, threadIdx.x);
-    auto const lse = softmax.finalize(tOrO, Epilogue::load_sinks(params, tile.head_q, rows));
+    auto const sinks = Epilogue::load_sinks(params, tile.head_q, rows, tile.in_sequence());
+    auto const lse = softmax.finalize(tOrO, sinks);
     OutputOffset const offset = Epilogue::output_offset(params, tile);
     Epilogue::store_lse(params, offset.lse, rows, threadIdx.x, lse);
     Epilogue::store_through_smem(params, storage, tile, offset.o, tOrO);

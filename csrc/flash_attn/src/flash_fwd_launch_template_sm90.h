@@ -111,13 +111,13 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     }
     int64_t const ctas = std::min<int64_t>(tiles, sms);
     TileQueue queue{static_cast<int>(tiles), 1, nullptr};
-    if constexpr (Traits::kWorkStealing) {
+    if (Traits::kWorkStealing && params->plan_ptr == nullptr) {
         queue.group = TileScheduler<C>::heads_in_group(*params, sms);
-        if (tiles > ctas) {
-            auto const error = tile_counter(queue.counter, static_cast<cudaStream_t>(stream));
-            if (error != cudaSuccess) {
-                return error;
-            }
+    }
+    if ((Traits::kWorkStealing || params->plan_ptr != nullptr) && tiles > ctas) {
+        cudaError_t const error = tile_counter(queue.counter, static_cast<cudaStream_t>(stream));
+        if (error != cudaSuccess) {
+            return error;
         }
     }
     cudaLaunchConfig_t config{};

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "flash.h"
+#include "work_plan.h"
 
 namespace flash {
 
@@ -40,6 +41,7 @@ Flash_kernel const *describe(char const *name, decltype(Flash_kernel::launch) la
         .smem_bytes = Traits::kSmemBytes,
         .tile_m = Traits::kTileM,
         .launch = launch,
+        .plan = &launch_plan<Traits>,
         .error_string =
             [](int32_t error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
     };

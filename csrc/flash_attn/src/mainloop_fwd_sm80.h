@@ -73,7 +73,8 @@ struct MainloopFwdSm80 {
     CUTE_DEVICE static void load_q(Flash_fwd_params const &params, WorkTile const &tile,
                                    SmemTensor &&sQ) {
         Element const *const gmem = head_begin(params.q_ptr, tile.batch, params.q_batch_stride,
-                                               tile.head_q, params.q_head_stride);
+                                               tile.head_q, params.q_head_stride) +
+                                    tile.row_q * params.q_row_stride;
         load_rows(sQ, params.d, [&](int r) -> Row {
             TileRow const row = tile_row(params, tile, kTileM, Traits::gmem_row(threadIdx.x, r));
             return {gmem + row.offset(params.q_row_stride, params.q_head_stride), row.exists};
@@ -91,9 +92,11 @@ struct MainloopFwdSm80 {
                                 WorkTile const &tile, AccO &tOrO, SoftmaxT &softmax) {
         int const thread = threadIdx.x;
         auto const *const gK = head_begin(params.k_ptr, tile.batch, params.k_batch_stride,
-                                          tile.head_k, params.k_head_stride);
+                                          tile.head_k, params.k_head_stride) +
+                               tile.row_k * params.k_row_stride;
         auto const *const gV = head_begin(params.v_ptr, tile.batch, params.v_batch_stride,
-                                          tile.head_k, params.v_head_stride);
+                                          tile.head_k, params.v_head_stride) +
+                               tile.row_k * params.v_row_stride;
 
         Tensor sQ = make_tensor(make_smem_ptr(storage.q_or_o.data()),
                                 typename Traits::SmemLayoutQ{});  // (M, d)

@@ -83,6 +83,9 @@ struct MainloopFwdSm90 {
         if (index >= queue.tiles) {
             return {.m_block = -1};
         }
+        if (params.plan_ptr != nullptr) {
+            return plan_tile(params, *static_cast<WorkPlan const *>(params.plan_ptr), index);
+        }
         if constexpr (Traits::kWorkStealing) {
             return TileScheduler<C>::tile_in_group(params, queue.group, index);
         } else {
@@ -120,7 +123,8 @@ struct MainloopFwdSm90 {
                 sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);
                 load_box(maps.q, &storage.q_full[wg], kBytesQ, sm90::CacheHint::evict_first,
                          storage.q.data() + wg * 64 * Traits::kSmemRow, kTileM * Traits::kSmemRow,
-                         row_head(params, row), row_position(params, row), tile.head, tile.batch);
+                         row_head(params, row), tile.row_q + row_position(params, row), tile.head,
+                         tile.batch);
             }
             q_parity ^= 1;
         }
@@ -128,10 +132,10 @@ struct MainloopFwdSm90 {
         CUTE_DEVICE static void load_kv(
             CUtensorMap const &map, sm90::Barrier *full, sm90::Barrier *empty,
             cute::array<Element, cosize_v<typename Traits::SmemLayoutKV>> *smem, RingKV &ring,
-            int n, int head, int batch) {
+            int row, int head, int batch) {
             sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);
             load_box(map, &full[ring.stage()], kBytesKV, sm90::CacheHint::evict_last,
-                     smem[ring.stage()].data(), kTileN * Traits::kSmemRow, n * kTileN, head, batch);
+                     smem[ring.stage()].data(), kTileN * Traits::kSmemRow, row, head, batch);
             ring.advance();
         }
 
@@ -144,23 +148,33 @@ struct MainloopFwdSm90 {
             tiles.advance();
         }
 
-        CUTE_DEVICE void run(Flash_fwd_params const &params, TileQueue const &queue) {
+        CUTE_DEVICE void run(Flash_fwd_params const &params, TileQueue queue) {
             int index = blockIdx.x;
-            WorkTile tile = get_tile(params, queue, index);
+            WorkTile tile;
+            if (params.plan_ptr == nullptr) tile = get_tile(params, queue, index);
             // No thread touches global memory before: the consumers wait for their first tile.
             cudaGridDependencySynchronize();
+            if (params.plan_ptr != nullptr) {
+                auto const &plan = *static_cast<WorkPlan const *>(params.plan_ptr);
+                queue.tiles = plan.count * num_grid_heads(params);
+                tile = get_tile(params, queue, index);
+            }
             publish(params, tile);
             while (tile.m_block >= 0) {
                 int const head = tile.head_k;
                 int const batch = tile.batch;
                 BlockRange const blocks = tile.blocks;
+                int const row_k = tile.row_k;
+                auto const row = [&](int n) {
+                    return row_k + blocks.template block<C.mask>(n) * kTileN;
+                };
                 auto const load_k = [&](int n) {
-                    load_kv(maps.k, storage.k_full, storage.k_empty, storage.k, k,
-                            blocks.template block<C.mask>(n), head, batch);
+                    load_kv(maps.k, storage.k_full, storage.k_empty, storage.k, k, row(n), head,
+                            batch);
                 };
                 auto const load_v = [&](int n) {
-                    load_kv(maps.v, storage.v_full, storage.v_empty, storage.v, v,
-                            blocks.template block<C.mask>(n), head, batch);
+                    load_kv(maps.v, storage.v_full, storage.v_empty, storage.v, v, row(n), head,
+                            batch);
                 };
                 if (blocks.count > 0) {
                     load_k(blocks.count - 1);
@@ -257,7 +271,7 @@ struct MainloopFwdSm90 {
             }
         }
 
-        // tSrS: scores (4, 1, N/8) of the block that the visit is to.
+        // Masks the scores of the block that a visit is to.
         template <class Scores>
         CUTE_DEVICE void apply_mask(Flash_fwd_params const &params, WorkTile const &tile,
                                     Scores &tSrS, int visit) const {
@@ -265,13 +279,45 @@ struct MainloopFwdSm90 {
             Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block);
         }
 
-        // tOrO: (4, 1, d/8), not yet divided by the row sums.
-        template <class AccO>
-        CUTE_DEVICE void store(Flash_fwd_params const &params, WorkTile const &tile,
-                               SoftmaxT &softmax, AccO &tOrO) const {
-            auto const rows = Epilogue::template thread_rows<2>(params, tile, thread);
-            auto const sinks = Epilogue::load_sinks(params, tile.head_q, rows);
-            Epilogue::store(params, output(), rows, thread, softmax.finalize(tOrO, sinks), tOrO);
+        // Zeros in rows [begin, end) of a buffer, for wgmma to read after a barrier of `threads`
+        // threads, of which this one is `index`.
+        template <class SmemLayout>
+        CUTE_DEVICE static void zero_rows(Element *smem, SmemLayout const &layout, int begin,
+                                          int end, int index, int threads) {
+            Tensor sX = as_position_independent_swizzle_tensor(
+                make_tensor(make_smem_ptr(smem), layout));  // (rows, d)
+            constexpr int kPieces = kHeadDim / 8;           // of 16 bytes
+            CUTE_NO_UNROLL
+            for (int i = begin * kPieces + index; i < end * kPieces; i += threads) {
+                *reinterpret_cast<uint4 *>(&sX(i / kPieces, i % kPieces * 8)) = uint4{};
+            }
+            sm90::fence_async_proxy();
+        }
+
+        // In a ragged batch the box of a sequence's last rows goes on with those of the next one,
+        // where a dense batch has zeros. Queries behind the last one would have a say in when their
+        // warp raises its references; results must not depend on other sequences.
+        CUTE_DEVICE void zero_rows_behind_queries(Flash_fwd_params const &params,
+                                                  WorkTile const &tile) {
+            int const rows = num_rows(params, tile.seqlen_q) - tile.m_block * kTileM;
+            if (params.plan_ptr != nullptr && rows < (warpgroup + 1) * 64) {
+                zero_rows(storage.q.data(), typename Traits::SmemLayoutQ{},
+                          cute::max(rows, warpgroup * 64), (warpgroup + 1) * 64, thread % 128, 128);
+                sm90::named_barrier_sync(2 + kWarpgroups + warpgroup, 128);
+            }
+        }
+
+        // The scores of keys behind the last one are masked, but P = 0 times a value there may be
+        // NaN. visit: the tile's first one; no other block is cut by the end of the keys.
+        CUTE_DEVICE void zero_rows_behind_keys(Flash_fwd_params const &params, WorkTile const &tile,
+                                               int visit) {
+            int const rows = tile.seqlen_k - tile.blocks.template block<C.mask>(visit) * kTileN;
+            if (params.plan_ptr != nullptr && rows < kTileN) {
+                await_v();
+                zero_rows(storage.v[v().stage()].data(), typename Traits::SmemLayoutKV{}, rows,
+                          kTileN, thread, Traits::kMmaThreads);
+                sm90::named_barrier_sync(1 + kWarpgroups, Traits::kMmaThreads);
+            }
         }
 
         // The warpgroups take turns in issuing their products, so that one's softmax runs under
@@ -369,6 +415,7 @@ struct MainloopFwdSm90 {
                 int n = tile.blocks.count - 1;  // visits left after this one
                 int const unmasked = tile.blocks.unmasked;
                 await_q();
+                zero_rows_behind_queries(params, tile);
                 load_q_fragments(tSrQreg);
                 await_k();
                 issue_qk();
@@ -378,8 +425,8 @@ struct MainloopFwdSm90 {
                 if (n >= unmasked) apply_mask(params, tile, tSrS, n);
                 softmax.start(tSrS, tOrP);
                 clear(rO);
+                zero_rows_behind_keys(params, tile, n--);
 
-                --n;
                 CUTE_NO_UNROLL
                 while (n >= 0) {
                     // Blocks that need the mask or are likely to need their maximum, which is then
@@ -408,7 +455,7 @@ struct MainloopFwdSm90 {
                 pass_turn();
                 sm90::wgmma_wait<0>();
                 release_v();
-                store(params, tile, softmax, tOrO);
+                Epilogue::finish(params, tile, output(), thread, softmax, tOrO);
                 release_tile();
             }
         }

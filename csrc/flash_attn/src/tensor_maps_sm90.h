@@ -61,6 +61,14 @@ cudaError_t make_tensor_map(CUtensorMap &map, void const *ptr, int64_t const (&s
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// A ragged batch is one sequence to TMA.
+inline int64_t rows_of_map(Flash_fwd_params const &params, int seqlen, int total) {
+    return params.plan_ptr != nullptr ? total : seqlen;
+}
+inline int64_t batch_of_map(Flash_fwd_params const &params) {
+    return params.plan_ptr != nullptr ? 1 : params.b;
+}
+
 // Q as (d, packed heads, seqlen_q, grid heads, b), in boxes of a warpgroup's 64 rows: heads first,
 // as rows are numbered. Heads up to the next power of two are padding, outside the tensor.
 template <class Traits>
@@ -68,7 +76,9 @@ cudaError_t make_tensor_map_q(CUtensorMap &map, Flash_fwd_params const &params) 
     int64_t const packed = params.pack_shift > 0 ? params.h_h_k_ratio : 1;
     cuuint32_t const heads = params.pack_shift < 6 ? 1u << params.pack_shift : 64;
     return make_tensor_map<Traits, 5>(
-        map, params.q_ptr, {params.d, packed, params.seqlen_q, num_grid_heads(params), params.b},
+        map, params.q_ptr,
+        {params.d, packed, rows_of_map(params, params.seqlen_q, params.total_q),
+         num_grid_heads(params), batch_of_map(params)},
         {params.q_head_stride, params.q_row_stride, packed * params.q_head_stride,
          params.q_batch_stride},
         {Traits::kSmemRow, heads, 64 / heads, 1, 1});
@@ -78,9 +88,11 @@ cudaError_t make_tensor_map_q(CUtensorMap &map, Flash_fwd_params const &params) 
 template <class Traits>
 cudaError_t make_tensor_map_kv(CUtensorMap &map, Flash_fwd_params const &params, void const *ptr,
                                int64_t batch_stride, int64_t row_stride, int64_t head_stride) {
-    return make_tensor_map<Traits, 4>(map, ptr, {params.d, params.seqlen_k, params.h_k, params.b},
-                                      {row_stride, head_stride, batch_stride},
-                                      {Traits::kSmemRow, Traits::kTileN, 1, 1});
+    return make_tensor_map<Traits, 4>(
+        map, ptr,
+        {params.d, rows_of_map(params, params.seqlen_k, params.total_k), params.h_k,
+         batch_of_map(params)},
+        {row_stride, head_stride, batch_stride}, {Traits::kSmemRow, Traits::kTileN, 1, 1});
 }
 
 template <class Traits>

@@ -7,6 +7,7 @@
 
 #include "block_info.h"
 #include "flash.h"
+#include "work_plan.h"
 #include "work_tile.h"
 
 namespace flash {
@@ -19,9 +20,13 @@ struct TileScheduler {
         return (num_rows(params, params.seqlen_q) + kTileM - 1) / kTileM;
     }
 
-    // May exceed what a grid holds; the host checks before it launches.
+    // Of a ragged batch the upper bound. May exceed what a grid holds; the host checks before it
+    // launches.
     CUTE_HOST_DEVICE static int64_t num_tiles(Flash_fwd_params const &params) {
-        return int64_t(params.b) * num_grid_heads(params) * num_m_blocks(params);
+        int64_t const of_a_head = params.plan_ptr != nullptr
+                                      ? int64_t(params.plan_capacity)
+                                      : int64_t(params.b) * num_m_blocks(params);
+        return of_a_head * num_grid_heads(params);
     }
 
     // batch_head: batch * grid heads + head.

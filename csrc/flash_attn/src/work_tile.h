@@ -28,14 +28,18 @@ struct BlockRange {
 };
 
 struct WorkTile {
-    int m_block;  // of the rows of this (batch, head); < 0: no tile is left
-    int head;     // in the tile grid: a query head, or a key head whose query heads are packed
-    int batch;
+    int m_block;   // of the rows of this (batch, head); < 0: no tile is left
+    int head;      // in the tile grid: a query head, or a key head whose query heads are packed
+    int batch;     // 0 in a ragged batch
     int head_q;    // the query head, or the first of the packed ones
     int head_k;    // the key head
+    int row_q;     // of q and o, and
+    int row_k;     // of k and v: where the sequence begins; 0 in a dense batch
     int seqlen_q;  // query positions
-    int seqlen_k;  // keys
+    int seqlen_k;  // keys; -1: the rows are of no sequence
     BlockRange blocks;
+
+    CUTE_HOST_DEVICE bool in_sequence() const { return seqlen_k >= 0; }
 };
 
 // A tile's rows are the positions of one query head or, where the query heads of a key head are

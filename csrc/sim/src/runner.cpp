@@ -167,6 +167,7 @@ sim::Settings read_settings(Reader &in) {
     settings.launches = in.small();
     settings.trace = in.small() != 0;
     settings.max_steps = in.word<uint64_t>();
+    settings.plan = in.small() != 0;
     return settings;
 }
 
@@ -184,8 +185,12 @@ void run(char const *library, char const *name, char const *problem_path, char c
 
     flash::Flash_kernel const &kernel = load(library, name, params.size());
     auto const *const arguments = reinterpret_cast<flash::Flash_fwd_params const *>(params.data());
+    auto const launch = [&] {
+        int const code = sim::state().settings.plan ? kernel.plan(arguments, nullptr) : 0;
+        return code == 0 ? kernel.launch(arguments, nullptr) : code;
+    };
     auto const started = std::chrono::steady_clock::now();
-    int code = kernel.launch(arguments, nullptr);
+    int code = launch();
     for (int i = 1; i < sim::state().settings.launches && code == 0; ++i) {
         // What an earlier launch computed must not make up for what this one does not.
         for (Buffer &buffer : buffers) {
@@ -193,7 +198,7 @@ void run(char const *library, char const *name, char const *problem_path, char c
                 buffer.reset();
             }
         }
-        code = kernel.launch(arguments, nullptr);
+        code = launch();
     }
     std::chrono::duration<double, std::nano> const elapsed =
         std::chrono::steady_clock::now() - started;

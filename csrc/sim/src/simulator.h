@@ -31,6 +31,7 @@ struct Settings {
     bool trace = false;
     // Warp-wide instructions that a block may execute before it is reported as hung.
     uint64_t max_steps = uint64_t(1) << 32;
+    bool plan = false;  // Flash_kernel::plan before each launch
 };
 
 // A tensor's bytes. If there is any region, an access outside all regions is an error.

@@ -1,0 +1,166 @@
+// The kernel for each problem: C++ asks, Python decides, C++ remembers. The binding's own, without
+// torch.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+#include "flash.h"
+
+#ifndef FLASHCUTE_NAMESPACE
+#define FLASHCUTE_NAMESPACE flashcute  // flashcute.config.NAMESPACE
+#endif
+#define FLASHCUTE_STRING_OF(x) #x
+#define FLASHCUTE_STRING(x) FLASHCUTE_STRING_OF(x)  // of what the macro x stands for
+
+namespace flash {
+
+// One forward call as far as the choice of a kernel depends on it; flashcute/ops.py mirrors the
+// layout.
+struct FwdProblem {
+    int32_t device;  // CUDA device index
+    DType dtype;
+    MaskKind mask;
+    int32_t b, seqlen_q, seqlen_k, h, h_k, d;
+    int32_t window_left, window_right;  // MaskKind::local; else 0
+
+    bool operator==(const FwdProblem &) const = default;
+};
+
+// How a problem is computed; flashcute/ops.py mirrors the layout.
+struct FwdChoice {
+    const Flash_kernel *kernel;
+    int32_t pack_heads;  // the query heads of a key head share tiles
+};
+
+// Fills in the choice for a problem and returns 0, or writes a message of at most `error_size`
+// bytes, terminating zero included, into `error` and returns another number.
+using Resolver = int32_t (*)(const FwdProblem *problem, FwdChoice *choice, char *error,
+                             int32_t error_size);
+
+inline constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+// Kernels round sequence lengths up to whole tiles in 32-bit arithmetic.
+inline constexpr int64_t kMaxSeqlen = kMaxInt32 - 1023;
+// Bounds the table for workloads in which every call has another sequence length.
+inline constexpr size_t kMaxRemembered = 4096;
+
+inline std::string to_text(const char *text) { return text; }
+template <typename Number>
+std::string to_text(Number number) {
+    return std::to_string(number);
+}
+
+// Without iostreams: their number formatting crashes where torch carries another libstdc++ than the
+// one this file was compiled against (seen with g++ 13 and torch 2.11).
+template <typename... Args>
+[[noreturn]] void fail(const Args &...args) {
+    throw std::runtime_error(std::string(FLASHCUTE_STRING(FLASHCUTE_NAMESPACE) "::fwd: ") +
+                             (to_text(args) + ...));
+}
+
+// Choices are remembered by lengths rounded up, so that a call with another length rarely enters
+// Python: exact up to 16, then in steps of 16, from 256 on in 16 steps an octave.
+// heuristics.rounded_length() is the same.
+inline int32_t rounded_length(int32_t length) {
+    if (length <= 16) {
+        return length;
+    }
+    const int64_t step =
+        std::max<int64_t>(16, std::bit_floor(static_cast<uint32_t>(length - 1)) / 16);
+    return static_cast<int32_t>(std::min((length + step - 1) / step * step, kMaxSeqlen));
+}
+
+inline FwdProblem rounded(FwdProblem problem) {
+    problem.window_left = rounded_length(std::min(problem.window_left, problem.seqlen_k));
+    problem.window_right = rounded_length(std::min(problem.window_right, problem.seqlen_q));
+    problem.seqlen_q = rounded_length(problem.seqlen_q);
+    problem.seqlen_k = rounded_length(problem.seqlen_k);
+    return problem;
+}
+
+struct FwdProblemHash {
+    size_t operator()(const FwdProblem &problem) const {
+        // FNV-1a over the words; the high bits are folded back as buckets use the low ones.
+        static_assert(sizeof(FwdProblem) == 11 * sizeof(uint32_t), "no padding may enter the hash");
+        uint32_t words[11];
+        std::memcpy(words, &problem, sizeof(words));
+        uint64_t hash = 0xcbf29ce484222325;
+        for (const uint32_t word : words) {
+            hash = (hash ^ word) * 0x100000001b3;
+        }
+        return hash ^ (hash >> 32);
+    }
+};
+
+class KernelTable {
+  public:
+    void set_resolver(Resolver resolver) {
+        const std::lock_guard lock(mutex_);
+        resolver_ = resolver;
+        if (resolver != nullptr) {
+            choices_.clear();
+        }
+    }
+
+    FwdChoice find(const FwdProblem &problem) {
+        Resolver resolver = nullptr;
+        {
+            const std::lock_guard lock(mutex_);
+            const auto found = choices_.find(problem);
+            if (found != choices_.end()) {
+                return found->second;
+            }
+            resolver = resolver_;
+        }
+        // Unlocked: the resolver takes the interpreter lock and may spend minutes in a compiler.
+        const FwdChoice choice = resolve(resolver, problem);
+        const std::lock_guard lock(mutex_);
+        if (choices_.size() >= kMaxRemembered) {
+            choices_.clear();
+        }
+        choices_.insert_or_assign(problem, choice);
+        return choice;
+    }
+
+  private:
+    static FwdChoice resolve(Resolver resolver, const FwdProblem &problem) {
+        if (resolver == nullptr) {
+            fail(
+                "expected a kernel resolver, got none; import flashcute and call its functions "
+                "before the interpreter ends");
+        }
+        char error[4096] = "";
+        FwdChoice choice{};
+        if (resolver(&problem, &choice, error, sizeof(error)) != 0) {
+            fail(error);
+        }
+        const Flash_kernel *kernel = choice.kernel;
+        if (kernel->abi_version != kAbiVersion ||
+            kernel->params_size != static_cast<int32_t>(sizeof(Flash_fwd_params))) {
+            fail("expected a kernel of ABI version ", kAbiVersion, " with ",
+                 sizeof(Flash_fwd_params), " bytes of parameters, got version ",
+                 kernel->abi_version, " with ", kernel->params_size,
+                 " bytes; remove the stale kernel from the cache");
+        }
+        return choice;
+    }
+
+    std::mutex mutex_;
+    Resolver resolver_ = nullptr;
+    std::unordered_map<FwdProblem, FwdChoice, FwdProblemHash> choices_;
+};
+
+inline KernelTable &kernel_table() {
+    static KernelTable table;
+    return table;
+}
+
+}  // namespace flash

@@ -1,0 +1,271 @@
+"""Sequences of different lengths on a GPU: seeded cases of both kernel classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from layouts import STYLES, nan_surrounded
+
+import flashcute
+from flashcute import flash_attn_varlen_func, heuristics, jit, ops, testing
+from flashcute.config import DTYPES
+
+CHUNKS = 10
+CASES_PER_CHUNK = 50
+
+LENGTHS = (0, 0, 1, 2, 7, 16, 33, 64, 65, 127, 128, 129, 200, 257, 500, 777)
+SIDES = (-1, -1, 0, 31, 100, 128, 5000)
+HEADS = ((1, 1), (4, 4), (4, 2), (6, 2), (8, 1))
+HEAD_DIMS = (32, 64, 128, 256)  # instantiated
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    seed: int
+    dtype: torch.dtype
+    index: torch.dtype
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    used_q: tuple[int, ...] | None
+    used_k: tuple[int, ...] | None
+    behind: tuple[int, int]
+    slack: int
+    h: int
+    h_k: int
+    d: int
+    causal: bool
+    window_size: tuple[int, int]
+    sinks: bool
+    styles: tuple[str, str, str]
+
+
+def make_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    h, h_k = rng.choice(HEADS)
+    b = rng.choice((0, 1, 1, 2, 3, 5, 8))
+    longest = rng.choice((1, 16, 200, 1000))
+    lengths = [tuple(min(longest, rng.choice(LENGTHS)) for _ in range(b)) for _ in "qk"]
+    if rng.random() < 0.3:
+        lengths[1] = lengths[0]
+    used = [
+        tuple(rng.randint(0, n) for n in side) if rng.random() < 0.25 else None for side in lengths
+    ]
+    return Case(
+        seed=seed,
+        dtype=(torch.float16, torch.bfloat16)[seed % 2],
+        index=rng.choice((torch.int32, torch.int64)),
+        lengths_q=lengths[0],
+        lengths_k=lengths[1],
+        used_q=used[0],
+        used_k=used[1],
+        behind=(rng.choice((0, 0, 1, 70)), rng.choice((0, 0, 1, 70))),
+        slack=rng.choice((0, 0, 3, 10_000)),
+        h=h,
+        h_k=h_k,
+        d=rng.choice((20, 32, 64, 128, 200)),
+        causal=rng.random() < 0.4,
+        window_size=(rng.choice(SIDES), rng.choice(SIDES)),
+        sinks=rng.random() < 0.4,
+        styles=tuple(rng.choice([s for s in STYLES if "expanded" not in s]) for _ in range(3)),
+    )
+
+
+def starts(lengths, dtype=torch.int32) -> torch.Tensor:
+    return torch.tensor([*itertools.accumulate(lengths, initial=0)], dtype=dtype, device="cuda")
+
+
+def rows_in_use(lengths, used) -> list[slice]:
+    begins = itertools.accumulate(lengths, initial=0)
+    return [slice(i, i + n) for i, n in zip(begins, used or lengths, strict=False)]
+
+
+def make_qkv(case: Case) -> list[torch.Tensor]:
+    """Normal numbers in the rows that count, and NaN everywhere else."""
+    rng = random.Random(case.seed)
+    generator = torch.Generator("cuda").manual_seed(case.seed)
+    tensors = []
+    queries = case.lengths_q, case.used_q, case.behind[0], case.h
+    keys = case.lengths_k, case.used_k, case.behind[1], case.h_k
+    for side, style in zip((queries, keys, keys), case.styles, strict=True):
+        lengths, used, behind, heads = side
+        shape = (1, sum(lengths) + behind, heads, case.d)
+        x = nan_surrounded(shape, style, case.dtype, generator, rng)[0]
+        unused = torch.ones(x.shape[0], dtype=torch.bool, device="cuda")
+        for rows in rows_in_use(lengths, used):
+            unused[rows] = False
+        x[unused] = torch.nan
+        tensors.append(x)
+    return tensors
+
+
+def check(case: Case) -> str | None:
+    """What is wrong with this case; None if nothing is."""
+    q, k, v = make_qkv(case)
+    generator = torch.Generator("cuda").manual_seed(case.seed)
+    sinks = None
+    if case.sinks:
+        sinks = 3 * torch.randn(case.h, device="cuda", generator=generator)
+    options = {"causal": case.causal, "window_size": case.window_size, "sinks": sinks}
+    used = {
+        name: None if x is None else torch.tensor(x, dtype=torch.int32, device="cuda")
+        for name, x in (("seqused_q", case.used_q), ("seqused_k", case.used_k))
+    }
+    cu_q, cu_k = (starts(x, case.index) for x in (case.lengths_q, case.lengths_k))
+    bounds = [
+        max(x, default=0) + case.slack
+        for x in (case.used_q or case.lengths_q, case.used_k or case.lengths_k)
+    ]
+    out, lse, _ = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, *bounds, return_attn_probs=True, **used, **options
+    )
+    of_no_sequence = torch.ones(q.shape[0], dtype=torch.bool, device="cuda")
+    pairs = zip(
+        rows_in_use(case.lengths_q, case.used_q),
+        rows_in_use(case.lengths_k, case.used_k),
+        strict=True,
+    )
+    for rows, keys in pairs:
+        of_no_sequence[rows] = False
+        if rows.stop == rows.start:
+            continue
+        one = q[None, rows], k[None, keys], v[None, keys]
+        try:
+            testing.check_forward(out[None, rows], lse[None, :, rows], *one, **options)
+        except AssertionError as error:
+            return f"{case}: rows {rows}, keys {keys}: {error}"
+    rest = out[of_no_sequence], lse[:, of_no_sequence]
+    if (rest[0] != 0).any() or (rest[1] != -torch.inf).any():
+        return f"{case}: rows of no sequence are not 0 and -inf"
+    return None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built_kernels_of_both_classes() -> None:
+    """In parallel; each that is not built yet would be compiled where it is first needed."""
+    capability = torch.cuda.get_device_capability()
+    configs = [
+        config
+        for dtype in DTYPES
+        for head_dim in HEAD_DIMS
+        for causal in (False, True)
+        for config in (
+            heuristics.fwd_config(dtype, head_dim, causal, capability),
+            *(heuristics.sm90_configs(dtype, head_dim, causal) if capability == (9, 0) else ()),
+        )
+    ]
+    windowed = [dataclasses.replace(c, mask="local") for c in configs if c.mask == "none"]
+    target = "".join(map(str, capability))
+    for result in jit.build_kernels([(config, target) for config in (*configs, *windowed)]):
+        assert result.artefact is not None, result
+
+
+@pytest.fixture(params=["80", "90"])
+def kernel_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Runs a test on each class; the binding forgets what it chose for the other."""
+    if request.param == "90" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of compute capability 9.0")
+    ops.load()
+    set_resolver = ops._keep_alive[0].flashcute_set_resolver
+    monkeypatch.setenv("FLASHCUTE_ARCH", request.param)
+    set_resolver(ops._resolve)
+    yield request.param
+    set_resolver(ops._resolve)
+
+
+def test_sampling_covers_the_options() -> None:
+    cases = [make_case(seed) for seed in range(CHUNKS * CASES_PER_CHUNK)]
+    for seen in (
+        sum(0 in case.lengths_q for case in cases),
+        sum(0 in case.lengths_k for case in cases),
+        sum(case.used_k is not None for case in cases),
+        sum(case.behind[1] > 0 for case in cases),
+        sum(case.sinks for case in cases),
+        sum(case.h > case.h_k and max(case.lengths_q, default=0) == 1 for case in cases),
+    ):
+        assert seen >= 30
+    assert any(sum(case.lengths_k) + case.behind[1] == 0 < sum(case.lengths_q) for case in cases)
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_varlen(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
+    seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
+    with torch.no_grad():
+        failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
+    count_cases(f"ragged batches of class {kernel_class}", CASES_PER_CHUNK)
+    assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal_lengths_equal_a_dense_batch(kernel_class: str, causal: bool) -> None:
+    """Bit for bit, and so do the packed forms."""
+    qkv = torch.randn(3, 150, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    dense, dense_lse, _ = flashcute.flash_attn_qkvpacked_func(
+        qkv, causal=causal, return_attn_probs=True
+    )
+    tokens, cu = qkv.flatten(0, 1), starts((150,) * 3)
+    out, lse, _ = flashcute.flash_attn_varlen_qkvpacked_func(
+        tokens, cu, 150, causal=causal, return_attn_probs=True
+    )
+    assert torch.equal(out.view_as(dense), dense)
+    assert torch.equal(lse.view(4, 3, 150).transpose(0, 1), dense_lse)
+    q, kv = tokens[:, 0], tokens[:, 1:]
+    again = flashcute.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 150, 150, causal=causal)
+    assert torch.equal(again, out)
+
+
+def test_many_short_sequences_and_one_long(kernel_class: str) -> None:
+    """More than the planner has threads; launched twice, as tile counters must be reset."""
+    lengths = (*(i % 5 for i in range(3000)), 4000)
+    total, generator = sum(lengths), torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(total, 2, 64, device="cuda", dtype=torch.float16, generator=generator)
+        for _ in range(3)
+    )
+    cu = starts(lengths)
+    first, again = (
+        flash_attn_varlen_func(q, k, v, cu, cu, 4000, 4000, causal=True) for _ in range(2)
+    )
+    assert torch.equal(first, again)
+    long = [x[None, -4000:] for x in (q, k, v)]
+    testing.check_forward(first[None, -4000:], None, *long, causal=True)
+    expected = torch.cat([v[i : i + 1] for i in cu[:-1][cu.diff() > 0].tolist()])
+    assert torch.equal(first[cu[:-1][cu.diff() > 0].long()], expected)  # one key: its value
+
+
+def test_nothing_waits_for_the_device(kernel_class: str) -> None:
+    """A captured graph replays with lengths that are written after its capture."""
+    q = torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16)
+    cu, other = starts((100, 50, 150)), starts((7, 200, 93))
+    expected = flash_attn_varlen_func(q, q, q, other, other, 300, 300, causal=True)
+    flash_attn_varlen_func(q, q, q, cu, cu, 300, 300, causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_varlen_func(q, q, q, cu, cu, 300, 300, causal=True)
+    cu.copy_(other)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+LARGE, SMALL = 2**31 - 1, -(2**31)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(0, 150, 30, 90), (-7, -3, 60, 90), (0, 150, 400, LARGE), (SMALL, LARGE, SMALL, LARGE)],
+    ids=str,
+)
+def test_no_lengths_reach_beyond_the_tensors(kernel_class: str, lengths) -> None:
+    """Results mean nothing then, but the device goes on, and what lies around is as before."""
+    block = torch.full((3, 400, 4, 64), 7.0, device="cuda", dtype=torch.float16)
+    q, k, v = (x[100:300] for x in block)
+    cu = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    for causal in (False, True):
+        flash_attn_varlen_func(q, k, v, cu, cu, 300, 300, causal=causal)
+        flash_attn_varlen_func(q, k, v, cu, cu.flip(0), 300, 300, causal=causal)
+    torch.cuda.synchronize()
+    assert (block == 7).all()

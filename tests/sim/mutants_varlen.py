@@ -1,0 +1,88 @@
+"""Faults planted into what ragged batches add, in the form of :mod:`mutants`."""
+
+from __future__ import annotations
+
+from mutants import Mutant
+from mutants_sm90 import ASKING
+
+_MAINLOOP = "mainloop_fwd_sm90.h"
+_PLAN = "work_plan.h"
+_OUTSIDE = "outside (every tensor|of )"
+_KEYS = "zero_rows_behind_keys(params, tile, n--);"
+
+MUTANTS = (
+    Mutant("V behind a sequence not zeroed", _MAINLOOP, _KEYS, "n--;", "numerics", "", ASKING),
+    Mutant(
+        "zeros in V not fenced",
+        _MAINLOOP,
+        "            sm90::fence_async_proxy();\n        }\n\n        // In a ragged batch",
+        "        }\n\n        // In a ragged batch",
+        "simulator",
+        "fence",
+        ASKING,
+    ),
+    Mutant(
+        "zeros in V not awaited by the other warpgroup",
+        _MAINLOOP,
+        "sm90::named_barrier_sync(1 + kWarpgroups, Traits::kMmaThreads);",
+        "",
+        "numerics",
+        "",
+        ASKING,
+    ),
+    Mutant(
+        "keys of the next sequence",
+        _PLAN,
+        "params.seqused_k_ptr, i, params.total_k",
+        "params.seqused_k_ptr, cute::min(i + 1, params.b - 1), params.total_k",
+        "numerics",
+    ),
+    Mutant(
+        "tile beyond the count computed",
+        "flash_fwd_kernel_sm80.h",
+        "index >= plan->count * num_grid_heads(params)",
+        "index > plan->count * num_grid_heads(params)",
+        "simulator",
+        _OUTSIDE,
+    ),
+    Mutant(
+        "tile beyond the count computed, persistent CTAs",
+        _MAINLOOP,
+        "queue.tiles = plan.count * num_grid_heads(params);",
+        "queue.tiles = plan.count * num_grid_heads(params) + 1;",
+        "simulator",
+        _OUTSIDE,
+        ASKING,
+    ),
+    Mutant(
+        "queries' offset for the keys",
+        "mainloop_fwd_sm80.h",
+        "tile.row_k * params.k_row_stride",
+        "tile.row_q * params.k_row_stride",
+        "numerics",
+    ),
+    Mutant(
+        "keys' offset for the output",
+        "epilogue_fwd.h",
+        "tile.row_q * params.o_row_stride",
+        "tile.row_k * params.o_row_stride",
+        "simulator",
+        _OUTSIDE,
+    ),
+    Mutant(
+        "queries' offset for the keys, TMA",
+        _MAINLOOP,
+        "int const row_k = tile.row_k;",
+        "int const row_k = tile.row_q;",
+        "numerics",
+        "",
+        ASKING,
+    ),
+    Mutant(
+        "keys up to the end of the last sequence",
+        _PLAN,
+        "length = clamp(cu_seqlens[i + 1], begin, total) - begin;",
+        "length = total - begin;",
+        "numerics",
+    ),
+)

@@ -1,0 +1,266 @@
+"""Ragged batches in both kernel classes: the plan, and the kernels that follow it."""
+
+import dataclasses
+import itertools
+import re
+
+import mutants_varlen
+import pytest
+import torch
+from mutants import ONE_STAGE, TWO_STAGES
+from mutants_sm90 import ASKING, STRIDING
+from planted import build_mutants
+from problems import DTYPES
+
+from flashcute import sim
+from flashcute.testing import check_forward
+
+CONFIGS = (TWO_STAGES, ONE_STAGE, ASKING, STRIDING)
+CHECKED = CONFIGS[0], CONFIGS[2]  # one of each class
+WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CHECKED)
+CHECKERS = [x for x in sim.CHECKERS if x != "none"]
+# Lengths of queries and keys: one of each; sequences without queries, without keys, without both;
+# nothing at all; one row; a tile's edge; many short ones.
+BATCHES = (
+    ((100,), (100,)),
+    ((130, 1, 0, 64, 200), (130, 77, 50, 0, 33)),
+    ((0, 0), (0, 0)),
+    ((3, 0, 128, 129), (300, 0, 128, 20)),
+    ((7,) * 12, (31,) * 12),
+    ((), ()),
+)
+SOME = BATCHES[1]
+each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+each_checked = pytest.mark.parametrize("config", CHECKED, ids=lambda c: c.full_name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    sim.build_runners(sim.CHECKERS)
+    wanted = [(c, "none") for c in (*CONFIGS, *WINDOWED)]
+    return sim.build_kernels([*wanted, *((c, x) for c in CHECKED for x in CHECKERS)])
+
+
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory):
+    return build_mutants(mutants_varlen.MUTANTS, tmp_path_factory.mktemp("mutants"))
+
+
+def starts(lengths):
+    return torch.tensor([*itertools.accumulate(lengths, initial=0)], dtype=torch.int32)
+
+
+def make_qkv(config, batch, h=4, h_k=2, more=5, seed=0):
+    """Tokens of all sequences, and ``more`` behind them that are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    d = config.head_dim - 8
+    tensors = []
+    for lengths, heads in ((batch[0], h), (batch[1], h_k), (batch[1], h_k)):
+        x = torch.randn((sum(lengths) + more, heads, d), generator=generator)
+        x[sum(lengths) :] = torch.nan
+        tensors.append(x.to(DTYPES[config.dtype]))
+    return tensors
+
+
+def run(config, qkv, batch, **options):
+    """``run_varlen`` of sequences of these lengths; ``max_seqlen_q`` is the longest by default."""
+    options = {"max_seqlen_q": max(batch[0], default=0), "sms": 2} | options
+    return sim.run_varlen(*qkv, starts(batch[0]), starts(batch[1]), config, **options)
+
+
+def check(result, config, qkv, batch, used=None, **options):
+    """Each sequence against the reference, and all other rows against zeros and -inf.
+
+    ``used``: rows of each sequence that count; all by default.
+    """
+    assert result.verdict == "pass", result.message
+    q, k, v = qkv
+    of_no_sequence = torch.ones(q.shape[0], dtype=torch.bool)
+    begins = (starts(lengths).tolist() for lengths in batch)
+    for i, j, n, m in zip(*begins, *(used or batch), strict=False):
+        rows, keys = slice(i, i + n), slice(j, j + m)
+        of_no_sequence[rows] = False
+        if n > 0:
+            out, lse = result.out[rows][None], result.lse[:, rows][None]
+            one = q[rows][None], k[keys][None], v[keys][None]
+            check_forward(out, lse, *one, causal=config.mask == "causal", **options)
+    assert (result.out[of_no_sequence] == 0).all()
+    assert (result.lse[:, of_no_sequence] == -torch.inf).all()
+
+
+def equal(result, other):
+    assert result.verdict == other.verdict == "pass", result.message + other.message
+    return torch.equal(result.out, other.out) and torch.equal(result.lse, other.lse)
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda b: "-".join(map(str, b[0])) or "none")
+@each_config
+def test_results(config, batch):
+    """NaN behind the sequences, and sequences of others beside them, reach no result."""
+    for seed, copy_mode in enumerate(sim.COPY_MODES):
+        qkv = make_qkv(config, batch, seed=seed)
+        result = run(config, qkv, batch, seed=seed, copy_mode=copy_mode)
+        check(result, config, qkv, batch)
+
+
+@each_config
+def test_packed_heads_and_sinks(config):
+    """Three heads, which take four rows; a sink is for rows without keys, not for no sequence."""
+    sinks = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
+    qkv = make_qkv(config, SOME, h=6)
+    result = run(config, qkv, SOME, pack_heads=True, sinks=sinks)
+    check(result, config, qkv, SOME, sinks=sinks)
+
+
+@pytest.mark.parametrize("window", [(40, 10), (0, 0), (300, 300)], ids=str)
+@pytest.mark.parametrize("config", WINDOWED, ids=lambda c: c.full_name)
+def test_windows(config, window):
+    qkv = make_qkv(config, SOME)
+    result = run(config, qkv, SOME, window_size=window)
+    check(result, config, qkv, SOME, window_size=window)
+
+
+@each_config
+def test_rows_that_are_not_used(config):
+    """They are NaN, in q, k and v, as what lies behind the sequences."""
+    used = (64, 1, 0, 0, 129), (130, 20, 3, 0, 0)
+    qkv = make_qkv(config, SOME)
+    for x, lengths, counts in zip(qkv, (*SOME, SOME[1]), (*used, used[1]), strict=True):
+        for (begin, end), n in zip(itertools.pairwise(starts(lengths)), counts, strict=True):
+            x[begin + n : end] = torch.nan
+    seqused = [torch.tensor(counts, dtype=torch.int32) for counts in used]
+    result = run(config, qkv, SOME, max_seqlen_q=129, seqused_q=seqused[0], seqused_k=seqused[1])
+    check(result, config, qkv, SOME, used)
+
+
+@each_checked
+def test_bound_below_a_length(config):
+    """Rows from max_seqlen_q on are as those that are not used."""
+    qkv = make_qkv(config, SOME)
+    used = tuple(min(n, 100) for n in SOME[0]), SOME[1]
+    check(run(config, qkv, SOME, max_seqlen_q=100), config, qkv, SOME, used)
+    assert equal(run(config, qkv, SOME, max_seqlen_q=10**9), run(config, qkv, SOME))
+
+
+@each_config
+def test_equal_lengths_equal_a_dense_batch(config):
+    """Bit for bit."""
+    for n, m in ((100, 70), (70, 150)):
+        batch = (n,) * 3, (m,) * 3
+        q, k, v = make_qkv(config, batch, more=0)
+        dense = (q.view(3, n, *q.shape[1:]), *(x.view(3, m, *x.shape[1:]) for x in (k, v)))
+        expected = sim.run_fwd(*dense, config, sms=2)
+        result = run(config, (q, k, v), batch)
+        assert torch.equal(result.out.view_as(dense[0]), expected.out)
+        assert torch.equal(result.lse.view(-1, 3, n).transpose(0, 1), expected.lse)
+
+
+@each_config
+def test_neighbours_do_not_matter(config):
+    """Not in one bit: a sequence among others of NaN is as alone."""
+    batch = (40, 150, 60), (50, 170, 90)
+    begins = [starts(lengths) for lengths in (batch[0], batch[1], batch[1])]
+    qkv = [4 * x for x in make_qkv(config, batch)]
+    for i in range(3):
+        alone = [x[s[i] : s[i + 1]] for x, s in zip(qkv, begins, strict=True)]
+        expected = run(config, alone, ((batch[0][i],), (batch[1][i],)))
+        among = [torch.full_like(x, torch.nan) for x in qkv]
+        rows = slice(begins[0][i], begins[0][i + 1])
+        for x, part, s in zip(among, alone, begins, strict=True):
+            x[s[i] : s[i + 1]] = part
+        result = run(config, among, batch, seed=i)
+        assert result.verdict == "pass", result.message
+        assert torch.equal(result.out[rows], expected.out)
+        assert torch.equal(result.lse[:, rows], expected.lse)
+
+
+@each_checked
+def test_order_of_sequences_does_not_matter(config):
+    """Bit for bit; launched twice, the second finds what the first left in the tile counters."""
+    order = (3, 0, 4, 1, 2)
+    qkv = [4 * x for x in make_qkv(config, SOME)]
+    sides = SOME[0], SOME[1], SOME[1]
+    rows = [torch.cat([torch.arange(starts(n)[i], starts(n)[i + 1]) for i in order]) for n in sides]
+    permuted = [x[r] for x, r in zip(qkv, rows, strict=True)]
+    lengths = tuple(tuple(side[i] for i in order) for side in SOME)
+    expected = run(config, qkv, SOME)
+    result = run(config, permuted, lengths, launches=2)
+    assert torch.equal(result.out, expected.out[rows[0]])
+    assert torch.equal(result.lse, expected.lse[:, rows[0]])
+
+
+@each_config
+def test_plan(config):
+    """Each tile of a head once, those with most key blocks first."""
+    result = run(config, make_qkv(config, SOME), SOME)
+    plan = result.outputs["plan"]
+    count, m = int(plan[0]), config.tile_m
+    tiles = plan[4 : 4 + 9 * count].view(count, 9).tolist()
+    begins = starts(SOME[0]).tolist()
+    segments = [*zip(begins, SOME[0], strict=False), (begins[-1], 5)]  # 5 rows of no sequence
+    assert sorted((row, block) for block, row, *_ in tiles) == sorted(
+        (row, block) for row, n in segments for block in range(-(-n // m))
+    )
+    blocks = [tile[5] for tile in tiles]
+    assert blocks == sorted(blocks, reverse=True)  # few enough for exact order
+    assert max(blocks) > min(blocks) == 0
+
+
+def test_more_sequences_than_the_planner_has_threads():
+    batch = tuple(i % 3 // 2 for i in range(600)), tuple(i % 7 for i in range(600))
+    qkv = make_qkv(TWO_STAGES, batch, h=1, h_k=1)
+    check(run(TWO_STAGES, qkv, batch, max_seqlen_q=1), TWO_STAGES, qkv, batch)
+
+
+@pytest.mark.parametrize("which", CHECKERS)
+@each_checked
+def test_checkers_are_silent(config, which):
+    batch = (70, 0, 130), (100, 50, 40)
+    qkv = make_qkv(config, batch, h=2, h_k=1)
+    result = run(config, qkv, batch, checker=which, seed=3)
+    assert result.verdict == "pass", result.message
+
+
+LARGE, SMALL = 2**31 - 1, -(2**31)
+# Values that are no lengths: of cu_seqlens_q and cu_seqlens_k, seqused_q and seqused_k.
+HOSTILE = {
+    "decreasing": ((0, 150, 30, 90), (200, 100, 0, 50)),
+    "overlapping": ((0, 200, 0, 200, 0, 200, 0, 200), (0, 200) * 4),
+    "negative": ((-7, -3, 60, 90), (-200, 40, -1, 70)),
+    "beyond the tokens": ((0, 150, 400, LARGE), (150, 250, LARGE, 7)),
+    "extreme": ((SMALL, LARGE, SMALL, LARGE), (LARGE, SMALL, LARGE, SMALL)),
+    "used": ((0, 50, 200), (0, 100, 200), (LARGE, -5), (-1, LARGE)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "which"), [*((name, "memcheck") for name in HOSTILE), ("extreme", "ubcheck")]
+)
+@each_checked
+def test_no_lengths_reach_beyond_the_tensors(config, name, which):
+    """Results mean nothing then, but each access stays inside."""
+    qkv = make_qkv(config, ((200,), (200,)), h=2, h_k=1, more=0)
+    lengths = [torch.tensor(x, dtype=torch.int32) for x in HOSTILE[name]]
+    options = dict(zip(("seqused_q", "seqused_k"), lengths[2:], strict=False))
+    options |= {"max_seqlen_q": LARGE, "checker": which, "sms": 2}
+    result = sim.run_varlen(*qkv, *lengths[:2], config, **options)
+    assert result.verdict == "pass", result.message
+
+
+@pytest.mark.parametrize("mutant", mutants_varlen.MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_found(mutant, mutants):
+    """By a report, or by a comparison with the reference in some order of the warps."""
+    config = mutant.config
+    batch = (100, 30, 1, 200), (150, 70, 40, 33)
+    qkv = make_qkv(config, batch)
+    for seed in range(5):
+        result = run(config, qkv, batch, seed=seed, kernel=mutants[mutant.name], timeout=120)
+        if mutant.report:
+            assert re.search(mutant.report, result.message), result
+            return
+        assert result.verdict == "pass", result.message
+        try:
+            check(result, config, qkv, batch)
+        except AssertionError:
+            return
+    pytest.fail(f"{mutant.name} survived")

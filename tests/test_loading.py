@@ -1,0 +1,45 @@
+"""Which tensors the kernels read in place, and what copies of the others hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashcute import loading
+
+
+def test_only_tensors_off_the_16_byte_grid_are_copied() -> None:
+    def loadable(tensor: torch.Tensor) -> torch.Tensor:
+        return loading.loadable("f", "q", tensor)
+
+    packed = torch.empty(2, 9, 3, 4, 64)
+    for tensor in (
+        packed[:, :, 1],
+        packed[:, :, 0].transpose(1, 2),
+        packed[:1, :, 2, :1].expand(5, -1, 7, -1),
+        packed.as_strided((1, 9, 1, 64), (3, 64, 5, 1)),
+    ):
+        assert loadable(tensor) is tensor
+    gap = torch.randn(2, 9, 4, 68)[..., :64]
+    copy = loadable(gap)
+    assert copy.is_contiguous() and torch.equal(copy, gap)
+    # An empty tensor counts as contiguous whatever its strides, but the binding sees them.
+    empty = loadable(torch.empty(2, 0, 4, 68)[..., :64])
+    assert all(stride % 8 == 0 for stride in empty.stride()[:3])
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 4, 20), (9, 4, 20)])
+def test_padded(shape) -> None:
+    x = torch.randn(shape)
+    padded = loading.padded("f", "q", x)
+    assert padded.shape == (*shape[:-1], 24) and padded.is_contiguous()
+    assert torch.equal(padded[..., :20], x) and not padded[..., 20:].any()
+
+
+def test_packed_tokens() -> None:
+    """As a batch of one."""
+    qkv = torch.randn(9, 3, 4, 64)
+    assert all(loading.loadable("f", "q", x) is x for x in qkv.unbind(1))
+    gap = torch.randn(9, 4, 68)[..., :64]
+    copy = loading.loadable("f", "q", gap)
+    assert copy is not gap and loading.regular(copy) and torch.equal(copy, gap)
