@@ -47,7 +47,7 @@ _AWAIT_Q = "sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);"
 _TAKE_Q = "load_q_fragments(tSrQreg);"
 _RELEASE_Q = "if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);"
 _RELEASE_ALL_Q = "release(&storage.q_empty[warpgroup]);"
-_FENCE_Q = "sm90::fence_async_proxy();"
+_FENCE_Q = "sm90::fence_async_proxy();\n                __syncwarp();"
 _AWAIT_TILE_EMPTY = "sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);"
 _AWAIT_TILE = "sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());"
 _FIRST_TURN = """\
@@ -212,7 +212,7 @@ _RELEASES = (
         "Q in registers released without a fence for the asynchronous proxy",
         _MAINLOOP,
         _FENCE_Q,
-        "",
+        "__syncwarp();",
         "simulator",
         _UNFENCED,
         STRIDING,
@@ -221,14 +221,14 @@ _RELEASES = (
         "Q partly in registers released without a fence for the asynchronous proxy",
         _MAINLOOP,
         _FENCE_Q,
-        "",
+        "__syncwarp();",
         _UNFENCED,
     ),
     Mutant(
         "Q in registers released by a lane that knows of no other's fence",
         _MAINLOOP,
-        f"{_FENCE_Q}\n                __syncwarp();",
         _FENCE_Q,
+        "sm90::fence_async_proxy();",
         "simulator",
         _UNORDERED,
         STRIDING,
@@ -465,16 +465,16 @@ _OPERANDS = (
     _simulator(
         "tensor map of too many rows",
         _MAPS,
-        "{params.d, params.seqlen_k, params.h_k,",
-        "{params.d, params.seqlen_k + 64, params.h_k,",
+        "rows_of_map(params, params.seqlen_k, params.total_k),",
+        "rows_of_map(params, params.seqlen_k, params.total_k) + 64,",
         r"TMA for mbarrier \d+ .* reads outside every tensor",
     ),
     dataclasses.replace(
         _numerics(
             "keys and values of different blocks in a window",
             _MAINLOOP,
-            "storage.v, v,\n                            blocks.template block<C.mask>(n),",
-            "storage.v, v,\n                            blocks.begin + n,",
+            "storage.v, v, row(n), head,",
+            "storage.v, v, (blocks.begin + n) * kTileN, head,",
         ),
         config=WINDOW,
     ),
@@ -482,16 +482,16 @@ _OPERANDS = (
         _numerics(
             "mask of another block in a window",
             _MAINLOOP,
-            "tile.blocks.template block<C.mask>(visit)",
-            "tile.blocks.begin + visit",
+            "int const block = tile.blocks.template block<C.mask>(visit)",
+            "int const block = tile.blocks.begin + visit",
         ),
         config=WINDOW,
     ),
     _numerics(
         "tile without a key without its sinks",
         "epilogue_fwd.h",
-        "load_sinks(params, tile.head_q, rows), out);",
-        "[] { Tensor x = make_tensor<float>(Shape<_2>{}); fill(x, -INFINITY); return x; }(), out);",
+        "load_sinks(params, tile.head_q, rows, tile.in_sequence());",
+        "[] { Tensor x = make_tensor<float>(Shape<_2>{}); fill(x, -INFINITY); return x; }();",
     ),
     _numerics(
         "packed heads laid out behind each other",
@@ -502,15 +502,15 @@ _OPERANDS = (
     _simulator(
         "padding of packed heads inside the tensor map",
         _MAPS,
-        "{params.d, packed, params.seqlen_q,",
-        "{params.d, packed + 1, params.seqlen_q,",
+        "{params.d, packed, rows_of_map(",
+        "{params.d, packed + 1, rows_of_map(",
         r"TMA for mbarrier \d+ .* reads outside every tensor",
     ),
     _numerics(
         "rows of another head in a packed tile",
         _MAINLOOP,
-        "row_head(params, row), row_position(params, row), tile.head,",
-        "row_head(params, row), row_position(params, row), tile.head_q,",
+        "tile.row_q + row_position(params, row), tile.head,",
+        "tile.row_q + row_position(params, row), tile.head_q,",
     ),
     _simulator(
         "page that lands beside its place",
