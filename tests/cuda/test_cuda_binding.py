@@ -226,3 +226,83 @@ def test_resolver_errors_arrive_as_themselves(stand_in, monkeypatch: pytest.Monk
     # Through the operator itself only the message can arrive.
     with pytest.raises(RuntimeError, match=r"flashcute::fwd: NotImplementedError: no kernel"):
         ops.load()(*_qkv(), 0.125, True)
+
+
+def _lengths(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device="cuda", dtype=torch.int32)
+
+
+def _varlen(**change) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = (x[0] for x in _qkv())
+    given = {
+        "lengths": (_lengths(0, 30, 70), _lengths(0, 3, 33), None, _lengths(2, 20)),
+        "bounds": (40, 30),
+        "scale": 0.125,
+        "causal": False,
+        "window": (-1, -1),
+        "sinks": None,
+    } | change
+    return ops.attend_varlen(q, k, v, *given.values())
+
+
+def test_parameters_of_a_ragged_batch(stand_in) -> None:
+    q, k, v = (x[0] for x in _qkv())
+    lengths = (_lengths(0, 30, 70), _lengths(0, 3, 33), None, _lengths(2, 20))
+    out, lse = ops.attend_varlen(q, k, v, lengths, (40, 10), 0.125, True, (-1, -1), None)
+    assert out.shape == (70, 4, 64) and out.is_contiguous() and lse.shape == (4, 70)
+    ((planned, _),), ((params, stream),) = stand_in.plans, stand_in.launches
+    assert planned == params and stream == torch.cuda.current_stream().cuda_stream
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    for name, x in zip(names, lengths, strict=True):
+        assert params[f"{name}_ptr"] == (None if x is None else x.data_ptr()), name
+    for name, x in {"q": q, "k": k, "v": v, "o": out}.items():
+        assert params[f"{name}_ptr"] == x.data_ptr()
+        got = tuple(params[f"{name}_{dim}_stride"] for dim in ("batch", "row", "head"))
+        assert got == (0, *x.stride()[:2]), name
+    capacity = abi.plan_capacity(70, 2, stand_in.kernel.tile_m)
+    sizes = {"b": 2, "seqlen_q": 40, "total_q": 70, "total_k": 33, "plan_capacity": capacity}
+    assert {name: params[name] for name in sizes} == sizes
+    assert params["plan_ptr"] and params["softmax_lse_head_stride"] == 70
+    (problem,) = stand_in.problems
+    assert (problem["b"], problem["seqlen_q"], problem["seqlen_k"]) == (2, 48, 10)
+
+
+def test_windows_of_a_ragged_batch_are_of_all_keys(stand_in) -> None:
+    """max_seqlen_k is a hint: a sequence may be longer, and the window must not be lost."""
+    _varlen(bounds=(40, 3), window=(10, 50))
+    ((params, _),) = stand_in.launches
+    assert (params["window_left"], params["window_right"]) == (10, 40)
+    assert MASKS[stand_in.problems[0]["mask"]] == "local"
+
+
+def test_packed_heads_of_a_ragged_batch(stand_in) -> None:
+    stand_in.pack_heads = True
+    _varlen()
+    ((params, _),) = stand_in.launches
+    assert params["pack_shift"] == 1
+    assert params["plan_capacity"] == abi.plan_capacity(140, 2, stand_in.kernel.tile_m)
+
+
+@pytest.mark.parametrize("wrong", ["dtype", "stride"])
+def test_lengths_that_kernels_cannot_read_are_refused(stand_in, wrong: str) -> None:
+    """By the binding itself: the checks in Python take both, and the functions convert them."""
+    cu = _lengths(0, 30, 70)
+    given = {"dtype": cu.long(), "stride": cu.repeat_interleave(2)[::2]}[wrong]
+    q, k, v = (x[0] for x in _qkv())
+    op = torch.ops.flashcute.attend_varlen
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="contiguous cu_seqlens_k of dtype int32"),
+    ):
+        op(q, k, v, cu, given, None, None, 40, 30, 0.125, False, -1, -1, None)
+    assert not stand_in.launches
+
+
+def test_a_ragged_batch_without_queries_launches_nothing(stand_in) -> None:
+    q, k, v = (x[0] for x in _qkv())
+    none = _lengths(0, 0)
+    lengths = none, _lengths(0, 33), None, None
+    out, lse = ops.attend_varlen(q[:0], k, v, lengths, (0, 33), 0.125, False, (-1, -1), None)
+    assert out.shape == (0, 4, 64) and lse.shape == (4, 0) and not stand_in.launches
+    ops.attend_varlen(q, k[:0], v[:0], (none, none, None, None), (0, 0), 1.0, True, (3, 3), None)
+    assert len(stand_in.launches) == len(stand_in.plans) == 1  # has zeros to write
