@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..config import FwdConfig
+from ..config import BwdConfig, FwdConfig
 from ..heuristics import shipped_configs
 from ..jit import build, cache, sources, toolchain
 from ..jit.build import BuildResult, Unit
+from ..jit.sources import kernel_type
 from ..jit.toolchain import BuildError
 
 # Compiler flags of each checker. UBSan's null and vptr checks cost compile time and do not check
@@ -123,7 +124,7 @@ extern "C" void *sim_dynamic_smem() {{ return flash::{name}; }}
 """
 
 
-def companions(config: FwdConfig) -> tuple[FwdConfig, ...]:
+def companions(config: FwdConfig | BwdConfig) -> tuple[FwdConfig | BwdConfig, ...]:
     """The configurations compiled together with ``config``, itself among them.
 
     The shipped configurations of a class and head dimension share nearly all of their types, so
@@ -133,17 +134,19 @@ def companions(config: FwdConfig) -> tuple[FwdConfig, ...]:
     return shipped if config in shipped else (config,)
 
 
-def entry(config: FwdConfig, function: str) -> str:
+def entry(config: FwdConfig | BwdConfig, function: str) -> str:
     """Code of an exported function like ``flash_kernel()``, for ``config``."""
     return (
-        'extern "C" __attribute__((visibility("default"))) const flash::Flash_kernel *\n'
-        f"{function}() {{ return flash::describe_fwd<flash::FwdConfig{config.to_cpp()}>"
+        'extern "C" __attribute__((visibility("default"))) '
+        f"const flash::{kernel_type(config)} *\n"
+        f"{function}() {{ return flash::describe_{config.kind}"
+        f"<flash::{type(config).__name__}{config.to_cpp()}>"
         f'("{config.full_name}"); }}'
     )
 
 
 def kernel_unit(
-    config: FwdConfig, checker: str = "none", *, kernel_dir: Path | None = None
+    config: FwdConfig | BwdConfig, checker: str = "none", *, kernel_dir: Path | None = None
 ) -> Unit:
     """A shared object for the simulator with ``config`` and its companions.
 
@@ -160,7 +163,7 @@ def kernel_unit(
     entries = "\n".join(entry(c, c.full_name) for c in configs)
     of_class = "_sm90" if config.arch == 90 else ""
     text = f"""\
-#include "flash_fwd_launch_template{of_class}.h"
+#include "flash_{config.kind}_launch_template{of_class}.h"
 
 {entries}
 
@@ -240,7 +243,7 @@ def build_runners(
 
 
 def build_kernels(
-    specs: Sequence[tuple[FwdConfig, str]],
+    specs: Sequence[tuple[FwdConfig | BwdConfig, str]],
     *,
     kernel_dir: Path | None = None,
     jobs: int | None = None,

@@ -15,12 +15,12 @@ namespace flash {
 template <FwdConfig C>
 int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     using Traits = KernelTraitsSm80<C>;
-    auto *const kernel = &flash_fwd_kernel_sm80<Traits>;
+    constexpr auto *kernel = &flash_fwd_kernel_sm80<Traits>;
     int64_t const tiles = TileScheduler<C>::num_tiles(*params);
     if (tiles <= 0 || tiles > INT32_MAX) {
         return cudaErrorInvalidConfiguration;
     }
-    if (cudaError_t const error = allow_smem(kernel, Traits::kSmemBytes); error != cudaSuccess) {
+    if (cudaError_t const error = allow_smem<kernel>(Traits::kSmemBytes); error != cudaSuccess) {
         return error;
     }
     cudaLaunchConfig_t config{};

@@ -187,6 +187,9 @@ void run(char const *library, char const *name, char const *problem_path, char c
     auto const started = std::chrono::steady_clock::now();
     int code = kernel.launch(arguments, nullptr);
     for (int i = 1; i < sim::state().settings.launches && code == 0; ++i) {
+        // A launch of several kernels adds up what they count.
+        sim::state().counters = {};
+        sim::state().trace.clear();
         // What an earlier launch computed must not make up for what this one does not.
         for (Buffer &buffer : buffers) {
             if (buffer.output) {
