@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import platform
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..config import BwdConfig, FwdConfig
+from ..config import MASKS, BwdConfig, FwdConfig
 from ..heuristics import shipped_configs
 from ..jit import build, cache, sources, toolchain
 from ..jit.build import BuildResult, Unit
@@ -128,8 +129,11 @@ def companions(config: FwdConfig | BwdConfig) -> tuple[FwdConfig | BwdConfig, ..
     """The configurations compiled together with ``config``, itself among them.
 
     The shipped configurations of a class and head dimension share nearly all of their types, so
-    nearly all of the compile time: four in one translation unit take 12 s, each alone 11 s.
+    nearly all of the compile time: four in one translation unit take 12 s, each alone 11 s. So do
+    those of a backward with every mask.
     """
+    if isinstance(config, BwdConfig):
+        return tuple(dataclasses.replace(config, mask=mask) for mask in MASKS)
     shipped = tuple(c for c in shipped_configs(config.arch) if c.head_dim == config.head_dim)
     return shipped if config in shipped else (config,)
 
@@ -168,7 +172,7 @@ def kernel_unit(
 {entries}
 
 {_definition_of_smem(kernel_dir)}"""
-    together = f"flash_fwd_hdim{config.head_dim}_sm{config.arch}"
+    together = f"flash_{config.kind}_hdim{config.head_dim}_sm{config.arch}"
     name = config.full_name if len(configs) == 1 else together
     return device_unit(name, text, (kernel_dir,), checker)
 

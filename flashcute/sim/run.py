@@ -115,7 +115,8 @@ def _check(
         if not ok:
             raise ValueError(f"{function}: expected {condition}, got {got}")
 
-    for name, tensor in tensors.items():
+    for pointer, tensor in tensors.items():
+        name = _SHOWN_NAMES.get(pointer, pointer)
         if tensor.dtype != _DTYPES[config.dtype]:
             raise TypeError(
                 f"{function}: expected {name} of dtype {_DTYPES[config.dtype]}, which the "
