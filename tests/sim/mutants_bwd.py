@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backward import SPLIT, TOGETHER, with_mask
+from backward import TOGETHER, with_mask
 from mutants import Mutant
 
 _MAINLOOP = "mainloop_bwd_sm80.h"
@@ -82,7 +82,7 @@ MUTANTS = (
         "row < seqlen}",
         "true}",
         "simulator",
-        "the kernel wrote outside of",
+        "store of 16 bytes outside every tensor",
     ),
     _mutant(
         "first unmasked query block too early",
@@ -107,12 +107,5 @@ MUTANTS = (
         "(cute::max(last.end, 0) + 2 * kTileM - 1)",
         "counters",
         config=_WINDOW,
-    ),
-    _mutant(
-        "dV from the probabilities of the step before",
-        _MAINLOOP,
-        "accumulate(dY, tSrS, step_y);",
-        "accumulate(dY, tSrS, storage.step_y[stage ^ 1]);",
-        config=SPLIT,
     ),
 )
