@@ -131,10 +131,14 @@ def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
     if artefact is not None:
         return artefact
     if settings.no_build:
+        command = ""
+        if isinstance(config, FwdConfig):
+            arguments = build_arguments(config, target)
+            command = f", or run `python -m flashcute build {arguments}` first"
         raise BuildError(
             f"flashcute: expected kernel {unit.name} for {unit.target} to be built already, got "
             f"none in {sources.prebuilt_dir()} and {cache.cache_dir()} while FLASHCUTE_NO_BUILD=1; "
-            f"unset it, or run `python -m flashcute build {build_arguments(config, target)}` first"
+            f"unset it{command}"
         )
     sources.require_cutlass()
     logger.warning(
@@ -146,7 +150,7 @@ def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
     return build.build(unit, compiler).artefact
 
 
-def build_arguments(config: AnyConfig, target: str) -> str:
+def build_arguments(config: FwdConfig, target: str) -> str:
     """The arguments of ``python -m flashcute build`` that build one kernel."""
     causal = "yes" if config.mask == "causal" else "no"
     return (
