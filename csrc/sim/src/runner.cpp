@@ -141,6 +141,7 @@ struct Buffer {
     void reset() { std::copy(initial.begin(), initial.end(), memory.data()); }
 };
 
+// A backward's description differs in the type of the parameters alone.
 flash::Flash_kernel const &load(char const *path, char const *name, size_t params_size) {
     void *const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
