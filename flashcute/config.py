@@ -1,6 +1,6 @@
-"""What is decided when a kernel is compiled: the Python mirror of ``FwdConfig`` in ``flash.h``.
+"""What is decided when a kernel is compiled: ``FwdConfig`` and ``BwdConfig`` of ``flash.h``.
 
-A :class:`FwdConfig` validates itself, names itself and prints itself as the C++ designated
+A configuration validates itself, names itself and prints itself as the C++ designated
 initialiser that the generated ``.cu`` files contain, so that Python, the file name and the symbol a
 profiler shows all speak of the same value.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 NAMESPACE = "flashcute"  # of the torch operators: FLASHCUTE_NAMESPACE in flash_api.cpp
 
@@ -31,6 +32,24 @@ MAX_SMEM_BYTES = {
     (12, 0): 99 * 1024,
     (12, 1): 99 * 1024,
 }
+
+
+def _cpp(value: Any) -> str:
+    """A configuration's value as C++ spells it."""
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return "{" + ", ".join(f".{f.name} = {_cpp(getattr(value, f.name))}" for f in fields) + "}"
+    if value in DTYPES:
+        return f"flash::DType::{value}"
+    if value in MASKS:
+        return f"flash::MaskKind::{value}"
+    return str(value).lower()
+
+
+def _require(config: Any, ok: bool, field: str, supported: str) -> None:
+    if not ok:
+        name, value = type(config).__name__, getattr(config, field)
+        raise ValueError(f"{name}: expected {field} {supported}, got {field}={value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +75,8 @@ class FwdConfig:
         ValueError: naming the field, its value and what is supported.
     """
 
+    kind: ClassVar[str] = "fwd"
+
     arch: int
     dtype: str
     head_dim: int
@@ -70,9 +91,7 @@ class FwdConfig:
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, supported: str) -> None:
-            if not ok:
-                value = getattr(self, field)
-                raise ValueError(f"FwdConfig: expected {field} {supported}, got {field}={value!r}")
+            _require(self, ok, field, supported)
 
         require(self.arch in KERNEL_CLASSES, "arch", f"in {KERNEL_CLASSES}")
         require(self.dtype in DTYPES, "dtype", f"in {DTYPES}")
@@ -150,16 +169,125 @@ class FwdConfig:
 
     def to_cpp(self) -> str:
         """The C++ initialiser, e.g. ``{.arch = 80, .dtype = flash::DType::bf16, ...}``."""
-        fields = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "dtype":
-                text = f"flash::DType::{value}"
-            elif field.name == "mask":
-                text = f"flash::MaskKind::{value}"
-            elif isinstance(value, bool):
-                text = "true" if value else "false"
-            else:
-                text = str(value)
-            fields.append(f".{field.name} = {text}")
-        return "{" + ", ".join(fields) + "}"
+        return _cpp(self)
+
+
+# Queries of a backward kernel's tile divide this: kRowStatsMultiple of flash.h.
+ROW_STATS_MULTIPLE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdTile:
+    """The tile of one backward kernel, which owns rows of one side and visits those of the other.
+
+    Attributes:
+        rows: That a CTA owns: queries for dQ, keys for dK and dV.
+        step: Rows of the other side per main loop step.
+        warps: MMA warps per CTA.
+        stages: Buffers in shared memory of what a step loads, 1 or 2.
+        min_ctas: CTAs per SM that the register budget must allow.
+
+    Raises:
+        ValueError: naming the field, its value and what is supported.
+    """
+
+    rows: int
+    step: int
+    warps: int
+    stages: int
+    min_ctas: int
+
+    def __post_init__(self) -> None:
+        _require(self, self.warps in (4, 8), "warps", "in (4, 8)")
+        rows = 16 * self.warps
+        _require(self, self.rows in (rows, 2 * rows), "rows", f"in {(rows, 2 * rows)}")
+        _require(self, self.step in range(16, 129, 16), "step", "to be a multiple of 16 up to 128")
+        _require(self, self.stages in (1, 2), "stages", "in (1, 2)")
+        _require(self, self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4)")
+
+    @property
+    def variant(self) -> str:
+        return f"{self.rows}x{self.step}_w{self.warps}_s{self.stages}_c{self.min_ctas}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdConfig:
+    """The kernels of one backward. Fields, order and meaning are those of ``flash::BwdConfig``.
+
+    Attributes:
+        arch: Kernel class, 80.
+        dtype: ``"fp16"`` or ``"bf16"``; accumulation is fp32.
+        head_dim: Instantiated head dimension, one of :data:`HEAD_DIMS`.
+        mask: As in :class:`FwdConfig`.
+        dq: Tile of the kernel of dQ.
+        dkv: Tile of the kernel of dK and dV, or of both where they are split.
+        split_dkv: dK and dV by a kernel each: together they exceed the registers.
+
+    Raises:
+        ValueError: naming the field, its value and what is supported.
+    """
+
+    kind: ClassVar[str] = "bwd"
+
+    arch: int
+    dtype: str
+    head_dim: int
+    mask: str
+    dq: BwdTile
+    dkv: BwdTile
+    split_dkv: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self, self.arch == 80, "arch", "to be 80")
+        _require(self, self.dtype in DTYPES, "dtype", f"in {DTYPES}")
+        _require(self, self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
+        _require(self, self.mask in MASKS, "mask", f"in {MASKS}")
+        multiple = ROW_STATS_MULTIPLE
+        _require(self, multiple % self.dq.rows == 0, "dq", f"with rows that divide {multiple}")
+        _require(self, multiple % self.dkv.step == 0, "dkv", f"with a step that divides {multiple}")
+        _require(self, isinstance(self.split_dkv, bool), "split_dkv", "to be a bool")
+
+    @property
+    def name(self) -> str:
+        """What is computed, without tile choices."""
+        mask = "" if self.mask == "none" else f"_{self.mask}"
+        return f"flash_bwd_hdim{self.head_dim}_{self.dtype}{mask}_sm{self.arch}"
+
+    @property
+    def variant(self) -> str:
+        """The tile choices."""
+        split = "_split" if self.split_dkv else ""
+        return f"dq{self.dq.variant}_dkv{self.dkv.variant}{split}"
+
+    @property
+    def full_name(self) -> str:
+        """``name`` and ``variant``: unique per configuration."""
+        return f"{self.name}_{self.variant}"
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA of the kernel with most; that of the row statistics has 256."""
+        return max(256, 32 * self.dq.warps, 32 * self.dkv.warps)
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows per CTA of the kernel of dQ."""
+        return self.dq.rows
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory in bytes per CTA of the kernel that asks for most.
+
+        Each has the two tiles that it owns and ``stages`` buffers of the two that it visits; that
+        of dK and dV has the statistics of the visited rows, too, 8 bytes each.
+        """
+
+        def tiles(tile: BwdTile) -> int:
+            return 4 * self.head_dim * (tile.rows + tile.stages * tile.step)
+
+        stats = 8 * self.dkv.stages * self.dkv.step
+        return max(tiles(self.dq), tiles(self.dkv) + stats)
+
+    def to_cpp(self) -> str:
+        """The C++ initialiser, as of :class:`FwdConfig`."""
+        return _cpp(self)

@@ -10,7 +10,7 @@ import functools
 import os
 
 from . import env
-from .config import HEAD_DIMS, MAX_SMEM_BYTES, FwdConfig
+from .config import HEAD_DIMS, MAX_SMEM_BYTES, BwdConfig, BwdTile, FwdConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +226,27 @@ def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, i
         q_in_regs=head_dim // 16 if all_q_in_regs else 0,
         min_ctas=min_ctas,
     )
+
+
+# Tiles (rows, step, warps, stages, min_ctas) of dQ, and of dK and dV, per instantiated head
+# dimension. Beside the fragments a thread holds rows * (d + 2 * step) / threads registers for dQ
+# and rows * (2 d + 2 * step) / threads for dK and dV: from d = 192 on these are two kernels. Each
+# fits into 99 KB of shared memory, and two CTAs into 227 KB. Not measured: chosen so that nothing
+# spills.
+_SM80_BWD_TILES = {
+    32: ((128, 64, 4, 2, 2), (128, 64, 4, 2, 2)),
+    64: ((128, 32, 4, 2, 2), (64, 64, 4, 2, 2)),  # dK and dV with 128x32 spill
+    96: ((128, 32, 4, 1, 2), (64, 32, 4, 2, 2)),
+    128: ((128, 32, 4, 1, 2), (64, 32, 4, 2, 2)),
+    192: ((64, 64, 4, 1, 2), (64, 64, 4, 1, 2)),
+    256: ((64, 32, 4, 1, 2), (64, 32, 4, 1, 2)),
+}
+
+
+def bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
+    """The sm80 class's backward for one instantiated head dimension, on every GPU the same."""
+    dq, dkv = (BwdTile(*tile) for tile in _SM80_BWD_TILES[head_dim])
+    return BwdConfig(80, dtype, head_dim, mask, dq, dkv, split_dkv=head_dim > 128)
 
 
 @functools.cache

@@ -20,6 +20,11 @@ Drift is the mean of (out - ref) sign(ref), growth of the output's magnitude: ho
 averages out, truncation and rounding always to one side do not. Its sigma is the standard error
 over rows.
 
+The gradients of q, k and v have the bounds of max and mean above, each against autograd of the two
+references, and are exactly 0 for queries that see no key and keys that no query sees. The gradient
+of a sink is a sum over all rows in fp32, to which each row brings the rounding of its output. It is
+allowed four times the standard deviation of that.
+
 Works on any device: the references are computed where the tensors are.
 """
 
@@ -27,13 +32,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .reference import attention_ref
+from .reference import attention_ref, visible_keys
 
 # Elements of Q, K and V that are compared at a time; several float64 copies of them are held.
 _MAX_PIECE_ELEMENTS = 2**26
@@ -169,6 +174,130 @@ def compare_forward(
         lse_misplaced=int(total["lse_misplaced"]),
         worst=_worst_index(list(_pieces(q, k))[place], int(stats[place].location), out),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientReport:
+    """What :func:`compare_backward` found of one gradient.
+
+    Attributes:
+        max: The largest error; of the sinks' gradient at the head with the worst ratio.
+        mean: The mean absolute error; 0 for the sinks.
+        misplaced: Elements that are NaN or Inf where the truth is finite or the other way round, or
+            not 0 for a query that sees no key or a key that no query sees.
+    """
+
+    max: Bound
+    mean: Bound
+    misplaced: int
+
+    @property
+    def ok(self) -> bool:
+        return self.misplaced == 0 and self.max.ok and self.mean.ok
+
+    def __str__(self) -> str:
+        return f"max error {self.max}\nmean error {self.mean}\nmisplaced {self.misplaced}"
+
+
+def check_backward(
+    gradients: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any
+) -> dict[str, GradientReport]:
+    """:func:`compare_backward`, but raises AssertionError with the reports that are not ok."""
+    reports = compare_backward(gradients, q, k, v, dout, **options)
+    wrong = [f"{name}: {report}" for name, report in reports.items() if not report.ok]
+    if wrong:
+        shapes = f"q={tuple(q.shape)} k={tuple(k.shape)} v={tuple(v.shape)} {q.dtype}"
+        text = "\n".join(wrong)
+        raise AssertionError(f"gradients are wrong for {shapes} {_brief(options)}\n{text}")
+    return reports
+
+
+def compare_backward(
+    gradients: Mapping[str, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    **options: Any,
+) -> dict[str, GradientReport]:
+    """Measures gradients against the rule in the module's docstring, all heads at once.
+
+    Args:
+        gradients: ``"dq"``, ``"dk"``, ``"dv"`` in the shapes and dtype of q, k and v; with
+            ``sinks`` among the options ``"dsinks"``, (h,) float32. Others are ignored.
+        q: (b, seqlen_q, h, d), the inputs of the forward; k and v likewise.
+        dout: (b, seqlen_q, h, d_v), the gradient of the output.
+        dlse: (b, h, seqlen_q), float32, that of the log-sum-exp; zeros by default. Without effect
+            where the log-sum-exp is -inf.
+        options: Of :func:`flashcute.reference.attention_ref`: softmax_scale, causal, window_size,
+            sinks, ...
+    """
+    truth, out, lse = _gradients(q, k, v, dout, dlse, options, torch.float64)
+    low, *_ = _gradients(q, k, v, dout, dlse, options, None)
+    visible = visible_keys(
+        q.shape[1],
+        k.shape[1],
+        options.get("causal", False),
+        options.get("window_size", (-1, -1)),
+        device=q.device,
+    )
+    hidden = {"dq": ~visible.any(1), "dk": ~visible.any(0), "dv": ~visible.any(0)}
+    reports = {}
+    for name in ("dq", "dk", "dv"):
+        got, ref = gradients[name].double(), truth[name]
+        rounded = ref.to(q.dtype)
+        spacing = _spacing(rounded.double(), q.dtype)
+        floor = torch.maximum(((rounded + 0.3 - 0.3) - rounded).double().abs(), spacing / 2)
+        nonzero = hidden[name][None, :, None, None] & (got != 0)
+        error = torch.where(got.isfinite(), got - ref, 0).abs()
+        low_error = (low[name].double() - ref).abs()
+        n = max(error.numel(), 1)
+        reports[name] = GradientReport(
+            Bound(float(_max(error)), 2 * float(_max(low_error) + _max(floor))),
+            Bound(float(error.sum() / n), float(1.5 * low_error.sum() + spacing.sum() / 4) / n),
+            int(((got.isfinite() != rounded.isfinite()) | nonzero).sum()),
+        )
+    if options.get("sinks") is not None:
+        got, ref = gradients["dsinks"].double(), truth["dsinks"]
+        share = torch.exp(options["sinks"].double()[:, None] - lse)  # (b, h, seqlen_q)
+        share = torch.where(lse == -torch.inf, 0, share)
+        variance = (share.transpose(1, 2)[..., None] * dout.double() * out).square()
+        sigma = torch.finfo(q.dtype).eps / math.sqrt(12) * variance.sum((0, 1, 3)).sqrt()  # (h)
+        error, allowed = (got - ref).abs(), 4 * sigma + 1e-5 * ref.abs() + 1e-6
+        worst = int((error / allowed).nan_to_num(math.inf).argmax())
+        bound = Bound(float(error[worst]), float(allowed[worst]))
+        reports["dsinks"] = GradientReport(bound, Bound(0.0, 0.0), int((~got.isfinite()).sum()))
+    return reports
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    options: dict[str, Any],
+    upcast: torch.dtype | None,
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Autograd of the reference: gradients by name, output and log-sum-exp."""
+    inputs = {f"d{name}": x.detach().clone() for name, x in (("q", q), ("k", k), ("v", v))}
+    if options.get("sinks") is not None:
+        inputs["dsinks"] = options["sinks"].detach().clone()
+    if upcast is not None:
+        inputs = {name: x.to(upcast) for name, x in inputs.items()}
+    for x in inputs.values():
+        x.requires_grad_()
+    options = {**options, "sinks": inputs.get("dsinks")}
+    qkv = inputs["dq"], inputs["dk"], inputs["dv"]
+    out, lse, _ = attention_ref(*qkv, upcast=upcast, reorder_ops=upcast is None, **options)
+    outputs, given = [out], [dout.to(out.dtype)]
+    if dlse is not None:
+        outputs.append(torch.where(lse.isfinite(), lse, 0))
+        given.append(torch.where(lse.isfinite(), dlse, 0).to(lse.dtype))
+    found = torch.autograd.grad(outputs, list(inputs.values()), given)
+    return dict(zip(inputs, found, strict=True)), out.detach(), lse.detach()
 
 
 class _Stats(NamedTuple):

@@ -9,7 +9,7 @@ from typing import get_type_hints
 import pytest
 
 from flashcute import config
-from flashcute.config import DTYPES, KERNEL_CLASSES, MASKS, FwdConfig
+from flashcute.config import DTYPES, KERNEL_CLASSES, MASKS, BwdConfig, BwdTile, FwdConfig
 from flashcute.jit import sources, toolchain
 
 GOOD = {
@@ -32,6 +32,15 @@ GOOD_SM90 = {
     "stages": 2,
     "min_ctas": 1,
     "ping_pong": True,
+}
+
+GOOD_BWD = {
+    "arch": 80,
+    "dtype": "bf16",
+    "head_dim": 128,
+    "mask": "causal",
+    "dq": BwdTile(128, 32, 4, 1, 2),
+    "dkv": BwdTile(64, 64, 4, 2, 1),
 }
 
 
@@ -137,21 +146,32 @@ def test_every_field_changes_the_full_name():
         assert len({getattr(config, field.name) for config in valid}) > 1, field.name
 
 
-@pytest.mark.parametrize("fields", [{**GOOD, "q_in_regs": 8}, GOOD_SM90], ids=["sm80", "sm90"])
-def test_initialiser_is_what_flash_h_understands(tmp_path, fields):
+@pytest.mark.parametrize(
+    "c",
+    [FwdConfig(**{**GOOD, "q_in_regs": 8}), FwdConfig(**GOOD_SM90), BwdConfig(**GOOD_BWD)],
+    ids=["sm80", "sm90", "bwd"],
+)
+def test_initialiser_is_what_flash_h_understands(tmp_path, c):
     """g++ reads it back into the same values; -Wreorder and missing fields would fail it."""
-    c = FwdConfig(**fields)
     checks = []
-    for field in dataclasses.fields(c):
-        value = getattr(c, field.name)
-        enums = {"dtype": "flash::DType::", "mask": "flash::MaskKind::"}
-        text = enums.get(field.name, "") + str(value).lower()
-        checks.append(f"static_assert(kConfig.{field.name} == {text});")
+
+    def compare(value, place):
+        for field in dataclasses.fields(value):
+            inner = getattr(value, field.name)
+            if dataclasses.is_dataclass(inner):
+                compare(inner, f"{place}.{field.name}")
+                continue
+            enums = {"dtype": "flash::DType::", "mask": "flash::MaskKind::"}
+            text = enums.get(field.name, "") + str(inner).lower()
+            checks.append(f"static_assert({place}.{field.name} == {text});")
+
+    compare(c, "kConfig")
+    kind = type(c).__name__
     source = tmp_path / "config.cpp"
     source.write_text(
         '#include "flash.h"\n'
-        f"constexpr flash::FwdConfig kConfig{c.to_cpp()};\n"
-        "template <flash::FwdConfig C> struct Kernel {};\n"
+        f"constexpr flash::{kind} kConfig{c.to_cpp()};\n"
+        f"template <flash::{kind} C> struct Kernel {{}};\n"
         "Kernel<kConfig> kernel;\n" + "\n".join(checks) + "\n"
     )
     flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
@@ -160,12 +180,55 @@ def test_initialiser_is_what_flash_h_understands(tmp_path, fields):
     subprocess.run([compiler, *flags, include, source], check=True)
 
 
+def test_names_of_a_backward():
+    c = BwdConfig(**GOOD_BWD)
+    assert c.name == "flash_bwd_hdim128_bf16_causal_sm80"
+    assert c.full_name == f"{c.name}_dq128x32_w4_s1_c2_dkv64x64_w4_s2_c1"
+    assert dataclasses.replace(c, split_dkv=True).full_name == f"{c.full_name}_split"
+    for field in ("dq", "dkv"):
+        for change in ({"rows": 64}, {"step": 16}, {"stages": 1}, {"stages": 2}, {"min_ctas": 3}):
+            tile = dataclasses.replace(getattr(c, field), **change)
+            other = dataclasses.replace(c, **{field: tile})
+            assert (other.full_name == c.full_name) == (other == c)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("arch", 90), ("dtype", "fp32"), ("head_dim", 80), ("mask", "window")),
+        *(("split_dkv", 1), ("dkv", BwdTile(64, 48, 4, 1, 1))),
+    ],
+    ids=str,
+)
+def test_wrong_field_of_a_backward_is_named(field, value):
+    with pytest.raises(ValueError, match=f"BwdConfig: expected {field} "):
+        BwdConfig(**{**GOOD_BWD, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rows", 32), ("rows", 192), ("step", 24), ("step", 144), ("warps", 2), ("stages", 3)],
+)
+def test_wrong_field_of_a_tile_is_named(field, value):
+    with pytest.raises(ValueError, match=f"BwdTile: expected {field} .*, got {field}={value}"):
+        dataclasses.replace(GOOD_BWD["dq"], **{field: value})
+
+
 def test_resources():
     c = FwdConfig(**GOOD)
     assert c.threads == 128
     assert c.smem_bytes == 2 * (128 * 128 + 2 * 64 * 128)
     two_stages = dataclasses.replace(c, stages=2)
     assert two_stages.smem_bytes - c.smem_bytes == 2 * 2 * 64 * 128
+
+
+def test_resources_of_a_backward():
+    c = BwdConfig(**GOOD_BWD)
+    assert c.threads == 256
+    of_dkv = 2 * 128 * (2 * 64 + 2 * 2 * 64) + 2 * 64 * 8  # K, V; two stages of Q, dO, statistics
+    assert c.smem_bytes == of_dkv
+    large = dataclasses.replace(c, dq=BwdTile(128, 128, 8, 2, 1))
+    assert large.smem_bytes == 2 * 128 * (2 * 128 + 2 * 2 * 128)
 
 
 def test_resources_of_the_sm90_class():

@@ -213,6 +213,13 @@ def test_smaller_shared_memory_gets_a_tile_of_its_own():
     assert heuristics.fwd_config("bf16", 256, True, (8, 7)) == found[1]
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_backward_fits_every_gpu(head_dim):
+    config = heuristics.bwd_config("bf16", head_dim, "local")
+    assert (config.head_dim, config.mask) == (head_dim, "local")
+    assert config.smem_bytes <= min(MAX_SMEM_BYTES.values())
+
+
 def test_names_are_unique_over_all_gpus():
     configs = {heuristics.fwd_config(*choice) for choice in ALL} | set(heuristics.shipped_configs())
     assert len({config.full_name for config in configs}) == len(configs)

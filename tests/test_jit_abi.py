@@ -9,9 +9,21 @@ import pytest
 import torch
 
 from flashcute.jit import sources, toolchain
-from flashcute.jit.abi import ABI_VERSION, FlashFwdParams, FlashKernel, fwd_params
+from flashcute.jit.abi import (
+    ABI_VERSION,
+    FlashBwdParams,
+    FlashFwdParams,
+    FlashKernel,
+    bwd_params,
+    fwd_params,
+)
 
-STRUCTS = {"Flash_fwd_params": FlashFwdParams, "Flash_kernel": FlashKernel}
+STRUCTS = {
+    "Flash_fwd_params": FlashFwdParams,
+    "Flash_bwd_params": FlashBwdParams,
+    "Flash_kernel": FlashKernel,
+    "Flash_bwd_kernel": FlashKernel,
+}
 
 
 def cpp_layout(folder) -> list[str]:
@@ -53,6 +65,20 @@ def test_dimensions_of_size_1_have_no_stride():
     assert [getattr(params, f"q_{dim}_stride") for dim in ("batch", "row", "head")] == [0, 0, 0]
     assert [getattr(params, f"k_{dim}_stride") for dim in ("batch", "row", "head")] == [0, 16, 0]
     assert params.k_ptr == k.data_ptr() and params.v_ptr is None
+
+
+def test_backward_has_the_arguments_of_the_forward_and_its_own():
+    q, k = torch.empty(2, 3, 4, 8), torch.empty(2, 5, 2, 8)
+    tensors = {"q": q, "k": k, "do": q.mT.contiguous().mT, "dk": k, "dlse": torch.empty(2, 4, 3)}
+    params = bwd_params({**tensors, "row_stats": torch.empty(2, 4, 128, 2)}, 0.5, (7, 9))
+    forward = fwd_params({"q": q, "k": k}, 0.5, window_size=(7, 9))
+    for name, *_ in FlashFwdParams._fields_:
+        assert getattr(params, name) == getattr(forward, name), name
+    assert params.seqlen_q_rounded == 128 and params.pack_shift == 0
+    assert params.do_ptr == tensors["do"].data_ptr() and params.dv_ptr is None
+    strides = [getattr(params, f"do_{dim}_stride") for dim in ("batch", "row", "head")]
+    assert strides == list(tensors["do"].stride()[:3])
+    assert [params.dlse_batch_stride, params.dlse_head_stride] == [12, 3]
 
 
 def test_a_tensor_that_no_pointer_takes_is_refused():

@@ -12,17 +12,18 @@ import pytest
 
 from flashcute import heuristics
 from flashcute.jit import BuildError, build, cache, get_kernel, kernels, sources, toolchain
-from flashcute.jit.abi import FlashFwdParams, FlashKernel
+from flashcute.jit.abi import FlashBwdParams, FlashFwdParams, FlashKernel
 
 CONFIG = heuristics.fwd_config("fp16", 32, False, (8, 0))
+BACKWARD = heuristics.bwd_config("fp16", 32)
 
 # A kernel's shared object as far as the loader sees it, compiled with g++; {..} is what it claims.
 _FAKE = """\
 #include "flash.h"
-extern "C" const flash::Flash_kernel *flash_kernel() {{
-    static const flash::Flash_kernel kernel{{
+extern "C" const flash::{kernel_type} *{entry_point}() {{
+    static const flash::{kernel_type} kernel{{
         {abi_version}, {params_size}, "{name}", {threads}, {smem_bytes}, {tile_m},
-        [](const flash::Flash_fwd_params *, void *) -> int32_t {{ return 7; }},
+        [](const flash::{params} *, void *) -> int32_t {{ return 7; }},
         [](int32_t) {{ return "an error"; }},
     }};
     return &kernel;
@@ -45,9 +46,13 @@ def no_nvcc(tmp_path, monkeypatch):
 
 
 def fake_kernel(config=CONFIG, **claims) -> cache.Artefact:
+    params = f"Flash_{config.kind}_params"
     values = {
+        "kernel_type": sources.kernel_type(config),
+        "entry_point": sources.entry_point(config),
+        "params": params,
         "abi_version": "flash::kAbiVersion",
-        "params_size": "sizeof(flash::Flash_fwd_params)",
+        "params_size": f"sizeof(flash::{params})",
         "name": config.full_name,
         "threads": config.threads,
         "smem_bytes": config.smem_bytes,
@@ -85,6 +90,23 @@ def test_load_reads_the_description():
     assert description.name.decode() == CONFIG.full_name
     assert description.launch(ctypes.byref(FlashFwdParams()), None) == 7
     assert description.error_string(7) == b"an error"
+
+
+def test_load_of_a_backward():
+    kernel = kernels.load(fake_kernel(BACKWARD), BACKWARD, "80")
+    assert (kernel.threads, kernel.smem_bytes) == (BACKWARD.threads, BACKWARD.smem_bytes)
+    description = FlashKernel.from_address(kernel.address)
+    assert description.params_size == ctypes.sizeof(FlashBwdParams)
+    with pytest.raises(BuildError, match="undefined symbol: flash_bwd_kernel"):
+        kernels.load(fake_kernel(), BACKWARD, "80")
+
+
+def test_missing_backward_says_a_way_out(monkeypatch):
+    monkeypatch.setenv("FLASHCUTE_NO_BUILD", "1")
+    with pytest.raises(
+        BuildError, match=f"{BACKWARD.full_name} .*while FLASHCUTE_NO_BUILD=1; unset it$"
+    ):
+        get_kernel(BACKWARD, "80")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,16 @@ def test_source_text_spells_the_configuration_and_its_name():
     assert "{" + ", ".join(fields) + "}" == CONFIG.to_cpp()
 
 
+def test_source_text_of_a_backward():
+    config = heuristics.bwd_config("fp16", 256, "local")
+    text = source_text(config)
+    assert f'"{config.full_name}"' in text and "*flash_bwd_kernel()" in text
+    assert max(map(len, text.splitlines())) <= 100
+    fields = re.findall(r"^    (\..*),$", text, re.MULTILINE)
+    assert len(fields) == 7
+    assert "{" + ", ".join(fields) + "}" == config.to_cpp()
+
+
 def test_headers_are_followed_through_headers_and_once(tmp_path):
     folder = write(
         tmp_path / "a",

@@ -11,7 +11,13 @@ from flashcute import testing
 from flashcute.oracles import Shape, make_qkv, make_sparse_integer_qkv
 from flashcute.reference import attention_ref
 from flashcute.reference_tiled import flash_attention_2
-from flashcute.testing import Bound, check_forward, compare_forward
+from flashcute.testing import (
+    Bound,
+    check_backward,
+    check_forward,
+    compare_backward,
+    compare_forward,
+)
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPE = Shape(b=2, seqlen_q=129, seqlen_k=203, h=4, h_k=2, d=64)
@@ -331,3 +337,59 @@ def test_one_ulp_is_allowed_where_the_baseline_is_exact() -> None:
     out[0, 0, 0, 25] -= 4 * 2.0**-9
     with pytest.raises(AssertionError, match=r"max error.*FAILED"):
         check_forward(out, lse, q, k, v, softmax_scale=0.5, check_drift=False)
+
+
+# --- gradients ---
+
+
+def backward_problem(dtype, **options):
+    """q, k, v, dout, options, and the exact gradients rounded once."""
+    q, k, v = make_qkv(SHAPE, dtype)
+    gen = torch.Generator().manual_seed(1)
+    dout = torch.randn(SHAPE.q, generator=gen).to(dtype)
+    dlse = torch.randn(SHAPE.b, SHAPE.h, SHAPE.seqlen_q, generator=gen)
+    options = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), **options}
+    inputs = [x.double().requires_grad_() for x in (q, k, v, options["sinks"])]
+    out, lse, _ = attention_ref(
+        *inputs[:3], **{**options, "sinks": inputs[3]}, upcast=torch.float64
+    )
+    found = torch.autograd.grad([out, lse], inputs, [dout.double(), dlse.double()])
+    gradients = {n: x.to(dtype) for n, x in zip(("dq", "dk", "dv"), found[:3], strict=True)}
+    return (q, k, v, dout), {"dlse": dlse, **options}, {**gradients, "dsinks": found[3].float()}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (30, 5)}], ids=str)
+def test_exact_gradients_pass_with_room(dtype, options):
+    tensors, options, gradients = backward_problem(dtype, **options)
+    for report in check_backward(gradients, *tensors, **options).values():
+        assert report.max.ratio < 0.5 and report.mean.ratio < 0.5
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv", "dsinks"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda x: x * 1.02,
+        lambda x: x.roll(1, 0),
+        lambda x: torch.where(x == x.flatten()[0], math.nan, x),
+    ],
+    ids=("grown", "shifted", "nan"),
+)
+def test_wrong_gradient_is_found_and_named(name, fault):
+    tensors, options, gradients = backward_problem(torch.float16, causal=True)
+    wrong = {**gradients, name: fault(gradients[name])}
+    reports = compare_backward(wrong, *tensors, **options)
+    assert [n for n, report in reports.items() if not report.ok] == [name]
+    with pytest.raises(AssertionError, match=f"gradients are wrong for .*\n{name}: max error"):
+        check_backward(wrong, *tensors, **options)
+
+
+def test_gradients_of_what_is_hidden_are_exactly_zero():
+    tensors, options, gradients = backward_problem(torch.bfloat16, window_size=(10, 0))
+    assert not gradients["dk"][:, :60].any()  # 203 - 129 keys come before the first query
+    for name in ("dk", "dv"):
+        wrong = gradients[name].clone()
+        wrong[0, 0, 0, 0] = 1e-30
+        report = compare_backward({**gradients, name: wrong}, *tensors, **options)[name]
+        assert report.misplaced == 1 and not report.ok

@@ -20,6 +20,11 @@ _STRIDES = {
     **dict.fromkeys("qkvo", ("batch", "row", "head")),
     "softmax_lse": ("batch", "head"),
 }
+_BWD_STRIDES = {
+    "do": ("batch", "row", "head"),
+    "dlse": ("batch", "head"),
+    **dict.fromkeys(("dq", "dk", "dv"), ("batch", "row", "head")),
+}
 _SIZES = [
     (name, ctypes.c_int32)
     for name in (
@@ -56,8 +61,26 @@ class FlashFwdParams(ctypes.Structure):
     ]
 
 
+class FlashBwdParams(FlashFwdParams):
+    """``flash::Flash_bwd_params``."""
+
+    __slots__ = ()
+    _fields_ = [
+        *(
+            (f"{name}_ptr", ctypes.c_void_p)
+            for name in ("do", "dlse", "dq", "dk", "dv", "dsinks", "row_stats")
+        ),
+        *(
+            (f"{tensor}_{dim}_stride", ctypes.c_int64)
+            for tensor, dims in _BWD_STRIDES.items()
+            for dim in dims
+        ),
+        ("seqlen_q_rounded", ctypes.c_int32),
+    ]
+
+
 class FlashKernel(ctypes.Structure):
-    """``flash::Flash_kernel``."""
+    """``flash::Flash_kernel``, and ``flash::Flash_bwd_kernel``, whose parameters differ."""
 
     _fields_ = [
         ("abi_version", ctypes.c_int32),
@@ -93,29 +116,61 @@ def fwd_params(
         pack_heads: The query heads of a key head share tiles.
         window_size: (left, right) of a kernel with the mask ``"local"``, both >= 0.
     """
+    params = FlashFwdParams()
+    _fill(params, tensors, softmax_scale, window_size)
+    if pack_heads:
+        params.pack_shift = (params.h_h_k_ratio - 1).bit_length()
+    return params
+
+
+def bwd_params(
+    tensors: Mapping[str, torch.Tensor],
+    softmax_scale: float,
+    window_size: tuple[int, int] = (0, 0),
+) -> FlashBwdParams:
+    """The arguments of a backward launch; nothing is checked.
+
+    Args:
+        tensors: As in :func:`fwd_params`, and do, dlse, dq, dk, dv, dsinks, row_stats; the last
+            one's third dimension is the rounded length of the queries.
+        softmax_scale: Of the scores.
+        window_size: (left, right) of kernels with the mask ``"local"``, both >= 0.
+    """
+    params = FlashBwdParams(seqlen_q_rounded=tensors["row_stats"].shape[2])
+    _fill(params, tensors, softmax_scale, window_size)
+    return params
+
+
+def _fill(
+    params: FlashFwdParams,
+    tensors: Mapping[str, torch.Tensor],
+    softmax_scale: float,
+    window_size: tuple[int, int],
+) -> None:
     b, seqlen_q, h, d = tensors["q"].shape
     seqlen_k, h_k = tensors["k"].shape[1:3]
-    params = FlashFwdParams(
-        b=b,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        h=h,
-        h_k=h_k,
-        d=d,
-        h_h_k_ratio=h // h_k,
-        pack_shift=(h // h_k - 1).bit_length() if pack_heads else 0,
-        window_left=window_size[0],
-        window_right=window_size[1],
-        scale_softmax=softmax_scale,
-        scale_softmax_log2=softmax_scale * math.log2(math.e),
-    )
+    values = {
+        "b": b,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "h": h,
+        "h_k": h_k,
+        "d": d,
+        "h_h_k_ratio": h // h_k,
+        "window_left": window_size[0],
+        "window_right": window_size[1],
+        "scale_softmax": softmax_scale,
+        "scale_softmax_log2": softmax_scale * math.log2(math.e),
+    }
+    for name, value in values.items():
+        setattr(params, name, value)
+    strides = {**_STRIDES, **_BWD_STRIDES}
     for name, tensor in tensors.items():
         setattr(params, f"{name}_ptr", tensor.data_ptr())
-        for i, dim in enumerate(_STRIDES.get(name, ())):
+        for i, dim in enumerate(strides.get(name, ())):
             # The kernels never use the stride of a dimension of size 1, which may be any number.
             stride = tensor.stride(i) if tensor.shape[i] > 1 else 0
             setattr(params, f"{name}_{dim}_stride", stride)
-    return params
 
 
 def plan_capacity(total_rows: int, b: int, tile_m: int) -> int:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .. import env
-from ..config import MAX_SMEM_BYTES, FwdConfig
+from ..config import MAX_SMEM_BYTES, BwdConfig, FwdConfig
 from . import build, cache, sources, toolchain
-from .abi import ABI_VERSION, FlashFwdParams, FlashKernel
+from .abi import ABI_VERSION, FlashBwdParams, FlashFwdParams, FlashKernel
 from .toolchain import BuildError
 
 logger = logging.getLogger("flashcute")
+
+AnyConfig = FwdConfig | BwdConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Kernel:
         spill_bytes: Spill stores and loads per thread in bytes, as ptxas reported.
     """
 
-    config: FwdConfig
+    config: AnyConfig
     target: str
     path: Path
     address: int
@@ -78,7 +80,7 @@ def compatible_targets(target: str) -> list[str]:
     ]
 
 
-def kernel_unit(config: FwdConfig, target: str) -> build.Unit:
+def kernel_unit(config: AnyConfig, target: str) -> build.Unit:
     """The build of one kernel for one target."""
     capability_of(target)
     # wgmma and setmaxnreg need sm_90a, which runs on compute capability 9.0 only.
@@ -100,7 +102,7 @@ def kernel_unit(config: FwdConfig, target: str) -> build.Unit:
     )
 
 
-def find_prebuilt(config: FwdConfig, target: str) -> cache.Artefact | None:
+def find_prebuilt(config: AnyConfig, target: str) -> cache.Artefact | None:
     """The package's own shared object for ``config`` that runs on ``target``, if there is one."""
     for candidate in compatible_targets(target):
         unit = kernel_unit(config, candidate)
@@ -112,7 +114,7 @@ def find_prebuilt(config: FwdConfig, target: str) -> cache.Artefact | None:
     return None
 
 
-def _find_or_build(config: FwdConfig, target: str) -> cache.Artefact:
+def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
     settings = env.read()
     artefact = find_prebuilt(config, target)
     if artefact is not None:
@@ -129,10 +131,14 @@ def _find_or_build(config: FwdConfig, target: str) -> cache.Artefact:
     if artefact is not None:
         return artefact
     if settings.no_build:
+        command = ""
+        if isinstance(config, FwdConfig):
+            arguments = build_arguments(config, target)
+            command = f", or run `python -m flashcute build {arguments}` first"
         raise BuildError(
             f"flashcute: expected kernel {unit.name} for {unit.target} to be built already, got "
             f"none in {sources.prebuilt_dir()} and {cache.cache_dir()} while FLASHCUTE_NO_BUILD=1; "
-            f"unset it, or run `python -m flashcute build {build_arguments(config, target)}` first"
+            f"unset it{command}"
         )
     sources.require_cutlass()
     logger.warning(
@@ -152,7 +158,7 @@ def build_arguments(config: FwdConfig, target: str) -> str:
     )
 
 
-def load(artefact: cache.Artefact, config: FwdConfig, target: str) -> Kernel:
+def load(artefact: cache.Artefact, config: AnyConfig, target: str) -> Kernel:
     """Loads a kernel's shared object and checks its description.
 
     Raises:
@@ -161,7 +167,7 @@ def load(artefact: cache.Artefact, config: FwdConfig, target: str) -> Kernel:
     path = artefact.path
     try:
         library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
-        entry = library.flash_kernel
+        entry = getattr(library, sources.entry_point(config))
     except (OSError, AttributeError) as error:
         raise BuildError(
             f"flashcute: expected a kernel in {path}, got {error}; remove the file, it is then "
@@ -170,9 +176,10 @@ def load(artefact: cache.Artefact, config: FwdConfig, target: str) -> Kernel:
     entry.restype = ctypes.c_void_p
     address = entry()
     description = FlashKernel.from_address(address)
+    params = FlashBwdParams if config.kind == "bwd" else FlashFwdParams
     expected = {
         "abi_version": ABI_VERSION,
-        "params_size": ctypes.sizeof(FlashFwdParams),
+        "params_size": ctypes.sizeof(params),
         "name": config.full_name.encode(),
         "threads": config.threads,
         "smem_bytes": config.smem_bytes,
@@ -198,14 +205,14 @@ def load(artefact: cache.Artefact, config: FwdConfig, target: str) -> Kernel:
     )
 
 
-_loaded: dict[tuple[FwdConfig, str], Kernel] = {}
+_loaded: dict[tuple[AnyConfig, str], Kernel] = {}
 # A lock for each kernel, so that threads wait only for the build of their own kernel.
-_loading: dict[tuple[FwdConfig, str], threading.Lock] = {}
+_loading: dict[tuple[AnyConfig, str], threading.Lock] = {}
 # The thread that holds a lock during a fork does not exist in the child.
 os.register_at_fork(after_in_child=_loading.clear)
 
 
-def get_kernel(config: FwdConfig, target: str) -> Kernel:
+def get_kernel(config: AnyConfig, target: str) -> Kernel:
     """The kernel of ``config`` for the GPU with sm number ``target``, loaded.
 
     Searched in this process, in the package's prebuilt folder and in the user's cache; built if it
@@ -232,7 +239,7 @@ def get_kernel(config: FwdConfig, target: str) -> Kernel:
 
 
 def build_kernels(
-    specs: Sequence[tuple[FwdConfig, str]],
+    specs: Sequence[tuple[AnyConfig, str]],
     jobs: int | None = None,
     progress: Callable[[build.BuildResult], None] | None = None,
     watch: Callable[[build.Running], None] | None = None,
@@ -259,7 +266,7 @@ def build_kernels(
 PLACES = ("prebuilt", "cache", "not built")
 
 
-def find_built(config: FwdConfig, target: str) -> tuple[str, cache.Artefact | None]:
+def find_built(config: AnyConfig, target: str) -> tuple[str, cache.Artefact | None]:
     """Where a kernel is, one of :data:`PLACES`, and its entry there."""
     artefact = find_prebuilt(config, target)
     if artefact is not None:

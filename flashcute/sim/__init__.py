@@ -1,7 +1,8 @@
 """Runs and checks the CUDA kernels on the CPU: their sources, compiled with g++ over ``csrc/sim``.
 
 :func:`run_fwd` executes one configuration on CPU tensors and returns outputs, exact counters and a
-verdict. ``csrc/sim/README.md`` lists what is modelled and what is not.
+verdict; :func:`run_bwd` does so with the kernels of a backward. ``csrc/sim/README.md`` lists what
+is modelled and what is not.
 """
 
 from __future__ import annotations
@@ -11,17 +12,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .build import CHECKERS, build_kernels, build_runners
-    from .run import SimResult, run_fwd, run_varlen
+    from .run import SimResult, run_bwd, run_fwd, run_varlen
 
-__all__ = ["CHECKERS", "COPY_MODES", "SimResult", "build_kernels", "build_runners", "run_fwd"]
-__all__ += ["run_varlen"]
+__all__ = [
+    "CHECKERS",
+    "COPY_MODES",
+    "SimResult",
+    "build_kernels",
+    "build_runners",
+    "run_bwd",
+    "run_fwd",
+    "run_varlen",
+]
 
 # When asynchronous copies complete; the order is that of sim::CopyMode.
 COPY_MODES = ("late", "random", "eager")
 
 _HOMES = {
     **dict.fromkeys(("CHECKERS", "build_kernels", "build_runners"), "build"),
-    **dict.fromkeys(("SimResult", "run_fwd", "run_varlen"), "run"),
+    **dict.fromkeys(("SimResult", "run_bwd", "run_fwd", "run_varlen"), "run"),
 }
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import platform
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..config import FwdConfig
+from ..config import MASKS, BwdConfig, FwdConfig
 from ..heuristics import shipped_configs
 from ..jit import build, cache, sources, toolchain
 from ..jit.build import BuildResult, Unit
+from ..jit.sources import kernel_type
 from ..jit.toolchain import BuildError
 
 # Compiler flags of each checker. UBSan's null and vptr checks cost compile time and do not check
@@ -123,27 +125,32 @@ extern "C" void *sim_dynamic_smem() {{ return flash::{name}; }}
 """
 
 
-def companions(config: FwdConfig) -> tuple[FwdConfig, ...]:
+def companions(config: FwdConfig | BwdConfig) -> tuple[FwdConfig | BwdConfig, ...]:
     """The configurations compiled together with ``config``, itself among them.
 
     The shipped configurations of a class and head dimension share nearly all of their types, so
-    nearly all of the compile time: four in one translation unit take 12 s, each alone 11 s.
+    nearly all of the compile time: four in one translation unit take 12 s, each alone 11 s. So do
+    those of a backward with every mask.
     """
+    if isinstance(config, BwdConfig):
+        return tuple(dataclasses.replace(config, mask=mask) for mask in MASKS)
     shipped = tuple(c for c in shipped_configs(config.arch) if c.head_dim == config.head_dim)
     return shipped if config in shipped else (config,)
 
 
-def entry(config: FwdConfig, function: str) -> str:
+def entry(config: FwdConfig | BwdConfig, function: str) -> str:
     """Code of an exported function like ``flash_kernel()``, for ``config``."""
     return (
-        'extern "C" __attribute__((visibility("default"))) const flash::Flash_kernel *\n'
-        f"{function}() {{ return flash::describe_fwd<flash::FwdConfig{config.to_cpp()}>"
+        'extern "C" __attribute__((visibility("default"))) '
+        f"const flash::{kernel_type(config)} *\n"
+        f"{function}() {{ return flash::describe_{config.kind}"
+        f"<flash::{type(config).__name__}{config.to_cpp()}>"
         f'("{config.full_name}"); }}'
     )
 
 
 def kernel_unit(
-    config: FwdConfig, checker: str = "none", *, kernel_dir: Path | None = None
+    config: FwdConfig | BwdConfig, checker: str = "none", *, kernel_dir: Path | None = None
 ) -> Unit:
     """A shared object for the simulator with ``config`` and its companions.
 
@@ -160,12 +167,12 @@ def kernel_unit(
     entries = "\n".join(entry(c, c.full_name) for c in configs)
     of_class = "_sm90" if config.arch == 90 else ""
     text = f"""\
-#include "flash_fwd_launch_template{of_class}.h"
+#include "flash_{config.kind}_launch_template{of_class}.h"
 
 {entries}
 
 {_definition_of_smem(kernel_dir)}"""
-    together = f"flash_fwd_hdim{config.head_dim}_sm{config.arch}"
+    together = f"flash_{config.kind}_hdim{config.head_dim}_sm{config.arch}"
     name = config.full_name if len(configs) == 1 else together
     return device_unit(name, text, (kernel_dir,), checker)
 
@@ -240,7 +247,7 @@ def build_runners(
 
 
 def build_kernels(
-    specs: Sequence[tuple[FwdConfig, str]],
+    specs: Sequence[tuple[FwdConfig | BwdConfig, str]],
     *,
     kernel_dir: Path | None = None,
     jobs: int | None = None,

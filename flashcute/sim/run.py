@@ -1,4 +1,4 @@
-"""Runs one forward problem with one kernel in a separate process, and returns its result."""
+"""Runs one problem with one kernel in a separate process, and returns its result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import FwdConfig
+from ..config import ROW_STATS_MULTIPLE, BwdConfig, FwdConfig
 from ..jit import abi
 from . import COPY_MODES, build
 
@@ -29,7 +29,7 @@ _SANITIZER_OPTIONS = {
 }
 _REPORT_CHARACTERS = 4000
 # Names of tensors in messages, where they differ from those of the pointers.
-_SHOWN_NAMES = {"o": "out"}
+_SHOWN_NAMES = {"o": "out", "do": "dout"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +101,25 @@ def _span(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((size,), (1,), tensor.storage_offset())
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: FwdConfig) -> None:
+def _check(
+    tensors: Mapping[str, torch.Tensor],
+    config: FwdConfig | BwdConfig,
+    softmax_scale: float,
+    copy_mode: str,
+    checker: str,
+) -> None:
+    """Checks q, k, v and what else has their dtype and alignment, and the options of all runs."""
+    function = f"sim.run_{config.kind}"
+
     def require(ok: bool, condition: str, got: str) -> None:
         if not ok:
-            raise ValueError(f"sim.run_fwd: expected {condition}, got {got}")
+            raise ValueError(f"{function}: expected {condition}, got {got}")
 
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    for pointer, tensor in tensors.items():
+        name = _SHOWN_NAMES.get(pointer, pointer)
         if tensor.dtype != _DTYPES[config.dtype]:
             raise TypeError(
-                f"sim.run_fwd: expected {name} of dtype {_DTYPES[config.dtype]}, which the "
+                f"{function}: expected {name} of dtype {_DTYPES[config.dtype]}, which the "
                 f"configuration computes, got {name}.dtype={tensor.dtype}"
             )
         require(tensor.device.type == "cpu", f"{name} on the CPU", f"{name}.device={tensor.device}")
@@ -121,6 +131,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: FwdConfig)
             f"{name} with last stride 1 and the others multiples of 8 elements",
             f"{name}.stride()={tensor.stride()}",
         )
+    q, k, v = (tensors[name] for name in "qkv")
     b, seqlen_q, h, d = q.shape
     require(b * seqlen_q * h > 0, "at least one query: a grid has at least one block", f"{q.shape}")
     require(k.shape == v.shape, "k and v of one shape", f"{tuple(k.shape)} and {tuple(v.shape)}")
@@ -134,6 +145,9 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: FwdConfig)
         f"a head dimension that is a multiple of 8 up to {config.head_dim}",
         f"{d}",
     )
+    require(copy_mode in COPY_MODES, f"copy_mode in {COPY_MODES}", repr(copy_mode))
+    require(checker in build.CHECKERS, f"checker in {tuple(build.CHECKERS)}", repr(checker))
+    require(0 < softmax_scale < math.inf, "a finite softmax_scale > 0", f"{softmax_scale}")
 
 
 def _words(*values: int) -> bytes:
@@ -210,7 +224,7 @@ def _runner(checker: str) -> Path:
 
 
 @functools.lru_cache
-def _kernel(config: FwdConfig, checker: str) -> tuple[Path, str]:
+def _kernel(config: FwdConfig | BwdConfig, checker: str) -> tuple[Path, str]:
     (path,) = build.build_kernels([(config, checker)])
     return path, config.full_name
 
@@ -268,15 +282,8 @@ def run_fwd(
         TypeError: for a dtype other than the configuration's.
         BuildError: where the kernel does not compile.
     """
-    _check(q, k, v, config)
-    if copy_mode not in COPY_MODES:
-        raise ValueError(f"sim.run_fwd: expected copy_mode in {COPY_MODES}, got {copy_mode!r}")
-    if checker not in build.CHECKERS:
-        expected = tuple(build.CHECKERS)
-        raise ValueError(f"sim.run_fwd: expected checker in {expected}, got {checker!r}")
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    if not 0 < scale < math.inf:
-        raise ValueError(f"sim.run_fwd: expected a finite softmax_scale > 0, got {scale}")
+    _check({"q": q, "k": k, "v": v}, config, scale, copy_mode, checker)
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches)
     settings += (int(trace), 1 << 32, 0)
@@ -345,8 +352,9 @@ def run_varlen(
 
     The other arguments are those of :func:`run_fwd`. The log-sum-exp is (h, total_q).
     """
-    _check(q[None], k[None], v[None], config)
-    total_q, h, d = q.shape
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    _check({"q": q[None], "k": k[None], "v": v[None]}, config, scale, copy_mode, checker)
+    total_q, h, _ = q.shape
     b = cu_seqlens_q.shape[0] - 1
     shift = (h // k.shape[1] - 1).bit_length() if pack_heads else 0
     capacity = abi.plan_capacity(total_q << shift, b, config.tile_m)
@@ -358,7 +366,6 @@ def run_varlen(
         "softmax_lse": q.new_full((h, total_q), math.nan, dtype=torch.float32),
         "plan": torch.full((abi.plan_words(capacity, b),), -1, dtype=torch.int32),
     }
-    scale = d**-0.5 if softmax_scale is None else softmax_scale
     params = abi.varlen_params(
         {**inputs, **outputs}, scale, max_seqlen_q, capacity, pack_heads, window_size
     )
@@ -366,6 +373,80 @@ def run_varlen(
     settings = (seed, COPY_MODES.index(copy_mode), 227 * 1024, sms, launches, 0, 1 << 32, 1)
     program = [str(_runner(checker)), str(path), function]
     return run_program(program, params, inputs, outputs, settings, timeout)
+
+
+def run_bwd(
+    config: BwdConfig,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    dlse: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (0, 0),
+    sinks: torch.Tensor | None = None,
+    seed: int = 0,
+    copy_mode: str = "late",
+    checker: str = "none",
+    smem_limit: int = 227 * 1024,
+    sms: int = 3,
+    launches: int = 1,
+    gradients: Mapping[str, torch.Tensor] | None = None,
+    kernel: tuple[Path, str] | None = None,
+    timeout: float = 300.0,
+) -> SimResult:
+    """Runs one configuration's backward kernels on the CPU, one after the other.
+
+    Args:
+        config: The kernels; their mask decides on causality.
+        q, k, v: As in :func:`run_fwd`.
+        out: (b, seqlen_q, h, d), what the forward returned; dtype and strides like q.
+        lse: (b, h, seqlen_q), float32, likewise.
+        dout: (b, seqlen_q, h, d), gradient of out; dtype and strides like q.
+        dlse: (b, h, seqlen_q), float32, gradient of lse; zeros by default.
+        softmax_scale, window_size, sinks: As in the forward.
+        seed, copy_mode, checker, smem_limit, sms, launches, kernel, timeout: As in
+            :func:`run_fwd`.
+        gradients: Where the gradients go, by ``"dq"``, ``"dk"`` and ``"dv"``, with the shapes of q,
+            k and v; new NaN-filled tensors by default.
+
+    Returns:
+        A result whose outputs are dq, dk, dv, with sinks ``dsinks`` (h,) in float32, and
+        ``row_stats``, the workspace; its counters are those of all kernels together.
+
+    Raises:
+        ValueError, TypeError, BuildError: as :func:`run_fwd`.
+    """
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    inputs = {"q": q, "k": k, "v": v, "o": out, "do": dout}
+    outputs = {
+        f"d{name}": x.new_full(x.shape, math.nan) for name, x in (("q", q), ("k", k), ("v", v))
+    }
+    outputs |= gradients or {}
+    _check({**inputs, **outputs}, config, scale, copy_mode, checker)
+    b, seqlen_q, h, _ = q.shape
+    for name, x, like in (("out", out, q), ("dout", dout, q), ("dq", outputs["dq"], q)):
+        if x.shape != like.shape:
+            raise ValueError(
+                f"sim.run_bwd: expected {name} of the shape of q, {tuple(like.shape)}, got "
+                f"{name}.shape={tuple(x.shape)}"
+            )
+    inputs["softmax_lse"] = lse
+    if dlse is not None:
+        inputs["dlse"] = dlse
+    rounded = -(-seqlen_q // ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
+    outputs["row_stats"] = q.new_full((b, h, rounded, 2), math.nan, dtype=torch.float32)
+    if sinks is not None:
+        inputs["sinks"] = sinks
+        outputs["dsinks"] = q.new_full((h,), math.nan, dtype=torch.float32)
+    path, function = kernel or _kernel(config, checker)
+    settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches, 0, 1 << 32, 0)
+    params = abi.bwd_params({**inputs, **outputs}, scale, window_size)
+    command = [str(_runner(checker)), str(path), function]
+    return run_program(command, params, inputs, outputs, settings, timeout)
 
 
 def run_program(

@@ -32,6 +32,8 @@ cudaError_t launch_with(std::vector<cudaLaunchAttribute> attributes, Kernel *ker
     config.dynamicSmemBytes = smem_bytes;
     config.attrs = attributes.data();
     config.numAttrs = static_cast<unsigned>(attributes.size());
+    sim::state().counters = {};  // which add up over launches
+    sim::state().trace.clear();
     return cudaLaunchKernelEx(&config, kernel, args...);
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from flashcute.config import FwdConfig
+from flashcute.config import BwdConfig, FwdConfig
 
 # Small tiles compile and run fast. The two kernels take different paths: Q in registers, two stages
 # and one loop, or Q in shared memory, one stage and a loop of their own for masked blocks.
@@ -42,11 +42,12 @@ class Mutant:
     new: str
     finder: str
     report: str = ""
-    config: FwdConfig = TWO_STAGES
+    config: FwdConfig | BwdConfig = TWO_STAGES
 
 
 _MAINLOOP = "mainloop_fwd_sm80.h"
 _EPILOGUE = "epilogue_fwd.h"
+_COPY = "tile_copy_sm80.h"
 _KERNEL = "flash_fwd_kernel_sm80.h"
 _STEP = """\
             cp_async_wait<0>();
@@ -130,16 +131,16 @@ MUTANTS = (
     Mutant(
         "barrier before O takes Q's bytes",
         _EPILOGUE,
-        "partition_D(sO);  // (8, MMA_M, d/16)\n        __syncthreads();",
-        "partition_D(sO);",
+        "__syncthreads();  // every warp has read Q",
+        "// every warp has read Q",
         "racecheck",
         _RACE,
         ONE_STAGE,
     ),
     Mutant(
         "barrier between O's halves of the epilogue",
-        _EPILOGUE,
-        "tOsO);\n        __syncthreads();",
+        _COPY,
+        "tOsO);\n    __syncthreads();",
         "tOsO);",
         "racecheck",
         _RACE,
@@ -172,7 +173,7 @@ MUTANTS = (
     # Predicates dropped.
     Mutant(
         "row predicate of the loads",
-        _MAINLOOP,
+        _COPY,
         "row < rows}",
         "true}",
         "simulator",
@@ -180,7 +181,7 @@ MUTANTS = (
     ),
     Mutant(
         "column predicate of the loads",
-        _MAINLOOP,
+        _COPY,
         " && col < cols",
         "",
         "simulator",
@@ -188,17 +189,17 @@ MUTANTS = (
     ),
     Mutant(
         "row predicate of the output",
-        _EPILOGUE,
-        "row.exists && col",
-        "col",
+        _COPY,
+        "exists && col < d)",
+        "col < d)",
         "memcheck",
         _OUTSIDE,
     ),
     Mutant(
         "column predicate of the output",
-        _EPILOGUE,
-        "row.exists && col < params.d",
-        "row.exists",
+        _COPY,
+        "exists && col < d)",
+        "exists)",
         "memcheck",
         _OUTSIDE,
     ),
@@ -244,8 +245,8 @@ MUTANTS = (
     Mutant(
         "block visited in vain",
         "block_info.h",
-        "int const end = (cute::max(last.end, 0)",
-        "int const end = (cute::max(cute::min(last.end + kTileN, tile.seqlen_k), 0)",
+        "int const end = (cute::max(last.end, 0) + kTileN",
+        "int const end = (cute::max(cute::min(last.end + kTileN, tile.seqlen_k), 0) + kTileN",
         "counters",
     ),
     Mutant(
@@ -343,7 +344,7 @@ MUTANTS = (
     # Uninitialised memory.
     Mutant(
         "padding of a tile not zeroed",
-        _MAINLOOP,
+        _COPY,
         "gmem_copy.with(exists && col < cols).call(",
         "if (exists && col < cols) gmem_copy.with(true).call(",
         "numerics/eager",

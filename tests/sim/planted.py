@@ -39,11 +39,13 @@ using namespace ::flash::sm90;
 extern "C" thread_local {kind} {smem}[];
 }}
 #define flash {name}
-#define flash_kernel {name}_kernel
-#include "{name}/flash_fwd_launch_template{of_class}.h"
+#define flash_kernel {name}_fwd
+#define flash_bwd_kernel {name}_bwd
+#include "{name}/flash_{pass_}_launch_template{of_class}.h"
 {entry}
 #undef flash
 #undef flash_kernel
+#undef flash_bwd_kernel
 """
 
 
@@ -64,8 +66,9 @@ def _unit(name: str, group: Sequence[Mutant], folder: Path) -> Unit:
             name=_identifier(mutant),
             kind=kind,
             smem=smem,
+            pass_=mutant.config.kind,
             of_class="_sm90" if mutant.config.arch == 90 else "",
-            entry=entry(mutant.config, "flash_kernel"),
+            entry=entry(mutant.config, sources.entry_point(mutant.config)),
         )
         texts.append(text)
     return device_unit(name, "\n".join(texts), (folder,), checker(group[0]))
@@ -83,12 +86,13 @@ def build_mutants(mutants: Sequence[Mutant], folder: Path) -> dict[str, tuple[Pa
     alike = defaultdict(list)
     for mutant in mutants:
         plant(mutant, sources.kernel_include_dir(), folder / _identifier(mutant))
-        alike[mutant.config.arch, mutant.config.head_dim, checker(mutant)].append(mutant)
+        config = mutant.config
+        alike[config.kind, config.arch, config.head_dim, checker(mutant)].append(mutant)
     groups = {}
-    for (arch, head_dim, _), group in alike.items():
+    for (kind, arch, head_dim, _), group in alike.items():
         pieces = -(-len(group) // _AT_MOST)
         for i in range(pieces):
-            unit = _unit(f"mutants_hdim{head_dim}_sm{arch}_{i}", group[i::pieces], folder)
+            unit = _unit(f"mutants_{kind}_hdim{head_dim}_sm{arch}_{i}", group[i::pieces], folder)
             groups[unit] = group[i::pieces]
     results = build.build_many(list(groups), toolchain.find_host_compiler())
     kernels = {}
@@ -96,5 +100,8 @@ def build_mutants(mutants: Sequence[Mutant], folder: Path) -> dict[str, tuple[Pa
         if result.artefact is None:
             raise BuildError(result.error)
         for mutant in groups[result.unit]:
-            kernels[mutant.name] = result.artefact.path, f"{_identifier(mutant)}_kernel"
+            kernels[mutant.name] = (
+                result.artefact.path,
+                f"{_identifier(mutant)}_{mutant.config.kind}",
+            )
     return kernels

@@ -1,5 +1,4 @@
-// Which keys a query sees, and which key blocks its tile visits: the only place with that
-// arithmetic.
+// Which keys a query sees, and which blocks a tile visits: the only place with that arithmetic.
 #pragma once
 
 #include <cute/config.hpp>
@@ -10,43 +9,72 @@
 
 namespace flash {
 
-template <FwdConfig C>
-struct BlockInfo {
-    static constexpr int kTileM = C.tile_m;
-    static constexpr int kTileN = C.tile_n;
+struct Range {
+    int begin, end;  // [begin, end)
+};
 
-    struct Keys {
-        int begin, end;  // [begin, end)
-    };
-
-    // What the query at a position sees; end <= begin: nothing. Masks are aligned to the
-    // bottom-right corner.
-    CUTE_HOST_DEVICE static Keys visible_keys(Flash_fwd_params const &params, WorkTile const &tile,
-                                              int position) {
-        int const diagonal = position + tile.seqlen_k - tile.seqlen_q;
-        if constexpr (C.mask == MaskKind::local) {
-            return {cute::max(diagonal - params.window_left, 0),
-                    cute::min(diagonal + params.window_right + 1, tile.seqlen_k)};
-        }
-        int const end = C.mask == MaskKind::causal ? diagonal + 1 : tile.seqlen_k;
-        return {0, cute::min(end, tile.seqlen_k)};
+// The keys that the query at a position sees; end <= begin: none. Masks are aligned to the
+// bottom-right corner.
+template <MaskKind kMask>
+CUTE_HOST_DEVICE Range visible_keys(Flash_fwd_params const &params, WorkTile const &tile,
+                                    int position) {
+    int const diagonal = position + tile.seqlen_k - tile.seqlen_q;
+    if constexpr (kMask == MaskKind::local) {
+        return {cute::max(diagonal - params.window_left, 0),
+                cute::min(diagonal + params.window_right + 1, tile.seqlen_k)};
     }
+    int const end = kMask == MaskKind::causal ? diagonal + 1 : tile.seqlen_k;
+    return {0, cute::min(end, tile.seqlen_k)};
+}
 
+// The inverse: the positions of the queries that see a key.
+template <MaskKind kMask>
+CUTE_HOST_DEVICE Range seeing_queries(Flash_fwd_params const &params, WorkTile const &tile,
+                                      int key) {
+    int const diagonal = key - (tile.seqlen_k - tile.seqlen_q);
+    if constexpr (kMask == MaskKind::local) {
+        return {cute::max(diagonal - params.window_right, 0),
+                cute::min(diagonal + params.window_left + 1, tile.seqlen_q)};
+    }
+    return {kMask == MaskKind::causal ? cute::max(diagonal, 0) : 0, tile.seqlen_q};
+}
+
+template <MaskKind kMask, int kTileM, int kTileN>
+struct BlockInfo {
     // The blocks that hold every key that some row sees, and among them those that every row sees
     // whole. From row to row both ends move to the right, or not at all.
     CUTE_HOST_DEVICE static BlockRange block_range(Flash_fwd_params const &params,
                                                    WorkTile const &tile) {
         int const first_row = tile.m_block * kTileM;
         int const last_row = cute::min(first_row + kTileM, num_rows(params, tile.seqlen_q)) - 1;
-        Keys const first = visible_keys(params, tile, row_position(params, first_row));
-        Keys const last = visible_keys(params, tile, row_position(params, last_row));
+        Range const first = visible_keys<kMask>(params, tile, row_position(params, first_row));
+        Range const last = visible_keys<kMask>(params, tile, row_position(params, last_row));
         int const end = (cute::max(last.end, 0) + kTileN - 1) / kTileN;
         int const unmasked_end = cute::max(first.end, 0) / kTileN;
-        if constexpr (C.mask != MaskKind::local) {
+        if constexpr (kMask != MaskKind::local) {
             return {end, unmasked_end, 0, 0};
         }
         int const begin = first.begin / kTileN;
         int const unmasked_begin = (last.begin + kTileN - 1) / kTileN;
+        int const unmasked = cute::max(unmasked_end - unmasked_begin, 0);
+        return {cute::max(end - begin, 0), unmasked, begin,
+                unmasked > 0 ? unmasked_begin - begin : 0};
+    }
+
+    // The same for a block of keys: the query blocks that hold every query that sees one of them,
+    // and those of which every query sees all. Queries past the end count as seeing all: their P is
+    // 0. Under any mask the blocks are visited as those of a window (MaskKind::local).
+    CUTE_HOST_DEVICE static BlockRange query_block_range(Flash_fwd_params const &params,
+                                                         WorkTile const &tile, int n_block) {
+        int const first_key = n_block * kTileN;
+        int const last_key = cute::min(first_key + kTileN, tile.seqlen_k) - 1;
+        Range const first = seeing_queries<kMask>(params, tile, first_key);
+        Range const last = seeing_queries<kMask>(params, tile, last_key);
+        int const begin = first.begin / kTileM;
+        int const end = (cute::max(last.end, 0) + kTileM - 1) / kTileM;
+        int const unmasked_begin = (last.begin + kTileM - 1) / kTileM;
+        int const unmasked_end =
+            first.end == tile.seqlen_q ? end : cute::max(first.end, 0) / kTileM;
         int const unmasked = cute::max(unmasked_end - unmasked_begin, 0);
         return {cute::max(end - begin, 0), unmasked, begin,
                 unmasked > 0 ? unmasked_begin - begin : 0};

@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "flash.h"
+#include "tile_copy_sm80.h"
 #include "utils.h"
 #include "work_tile.h"
 
@@ -75,41 +76,19 @@ struct EpilogueFwd {
         }
     }
 
-    // Through shared memory, so that a warp stores whole rows of 16-byte pieces.
     template <class AccO>
     CUTE_DEVICE static void store_through_smem(Flash_fwd_params const &params,
                                                typename Traits::SharedStorage &storage,
                                                WorkTile const &tile, int64_t offset,
                                                AccO const &tOrO) {
-        int const thread = threadIdx.x;
         Tensor sO = make_tensor(make_smem_ptr(storage.q_or_o.data()),
-                                typename Traits::SmemLayoutO{});  // (M, d)
-        Tensor rO = convert_type<Element>(tOrO);                  // (4, MMA_M, d/8)
-        auto const copy_o =
-            make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, typename Traits::TiledMma{});
-        auto const copy_o_thr = copy_o.get_slice(thread);
-        Tensor tOsO = copy_o_thr.partition_D(sO);  // (8, MMA_M, d/16)
-        __syncthreads();                           // every warp has read Q, whose bytes O takes
-        copy(copy_o, copy_o_thr.retile_S(rO), tOsO);
-        __syncthreads();
-
-        typename Traits::GmemCopyStore gmem_copy;
-        Tensor tGsO = gmem_copy.get_slice(thread).partition_S(sO);  // (8, rows, cols)
+                                typename Traits::SmemLayoutQ{});  // (M, d)
         Element *const begin = static_cast<Element *>(params.o_ptr) + offset;
-        CUTE_UNROLL
-        for (int r = 0; r < size<1>(tGsO); ++r) {
-            TileRow const row = tile_row(params, tile, kTileM, Traits::gmem_row(thread, r));
-            Element *const out = begin + row.offset(params.o_row_stride, params.o_head_stride);
-            CUTE_UNROLL
-            for (int c = 0; c < size<2>(tGsO); ++c) {
-                int const col = Traits::gmem_col(thread, c);
-                Tensor tGgO =
-                    make_tensor(make_gmem_ptr(out + col), Layout<Int<Traits::kGmemVec>>{});  // (8)
-                if (row.exists && col < params.d) {
-                    gmem_copy.call(tGsO(_, r, c), tGgO);
-                }
-            }
-        }
+        __syncthreads();  // every warp has read Q, whose bytes O takes
+        store_rows<Traits>(sO, tOrO, params.d, [&](int r) -> GmemRow<Element> {
+            TileRow const row = tile_row(params, tile, kTileM, Traits::gmem_row(threadIdx.x, r));
+            return {begin + row.offset(params.o_row_stride, params.o_head_stride), row.exists};
+        });
     }
 
     // From registers: the four lanes of a row exchange what they hold of 32 columns, two at a time,

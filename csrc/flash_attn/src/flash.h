@@ -32,6 +32,30 @@ struct FwdConfig {
     bool ping_pong;     // sm90: warpgroups take turns in issuing their products
 };
 
+// The tile of one backward kernel, whose CTA owns rows of one side and visits blocks of the other:
+// for dQ it owns queries and visits keys, for dK and dV the other way round.
+struct BwdTile {
+    int32_t rows;      // that a CTA owns
+    int32_t step;      // rows of the other side per main loop step
+    int32_t warps;     // MMA warps per CTA, each owning rows / warps rows
+    int32_t stages;    // buffers in shared memory of what a step loads: 1 or 2
+    int32_t min_ctas;  // CTAs per SM that the register budget must allow
+};
+
+// Everything that is decided when the kernels of a backward are compiled.
+struct BwdConfig {
+    int32_t arch;      // kernel class: 80
+    DType dtype;       // of all tensors but the LSE and sinks; accumulation is fp32
+    int32_t head_dim;  // as in FwdConfig
+    MaskKind mask;
+    BwdTile dq;
+    BwdTile dkv;
+    bool split_dkv;  // dK and dV by a kernel each: together they exceed the registers
+};
+
+// The row statistics of a head are padded to a multiple of this, which every tile divides.
+inline constexpr int32_t kRowStatsMultiple = 128;
+
 // Arguments of one forward launch. Strides count elements. Pointers end in the shape they address.
 struct Flash_fwd_params {
     const void *q_ptr;       // (b, seqlen_q, h, d)
@@ -86,24 +110,51 @@ inline constexpr int64_t plan_words(int64_t capacity, int64_t b) {
     return 4 + 9 * capacity + 2 * b + 2;
 }
 
+// Arguments of one backward launch: those of the forward, whose O and LSE are read, with
+// pack_shift 0, and the gradients.
+struct Flash_bwd_params : Flash_fwd_params {
+    const void *do_ptr;     // (b, seqlen_q, h, d)
+    const float *dlse_ptr;  // (b, h, seqlen_q), gradient of the LSE; null: zeros
+    void *dq_ptr;           // (b, seqlen_q, h, d)
+    void *dk_ptr;           // (b, seqlen_k, h_k, d)
+    void *dv_ptr;           // (b, seqlen_k, h_k, d)
+    float *dsinks_ptr;      // (h); null: not wanted
+    // Workspace, aligned to 16 bytes: (b, h, seqlen_q_rounded, 2), of each row LSE * log2(e), or
+    // +inf where P is 0, and rowsum(dO * O) - dLSE.
+    float *row_stats_ptr;
+
+    int64_t do_batch_stride, do_row_stride, do_head_stride;
+    int64_t dlse_batch_stride, dlse_head_stride;
+    int64_t dq_batch_stride, dq_row_stride, dq_head_stride;
+    int64_t dk_batch_stride, dk_row_stride, dk_head_stride;
+    int64_t dv_batch_stride, dv_row_stride, dv_head_stride;
+
+    int32_t seqlen_q_rounded;  // seqlen_q rounded up to a multiple of kRowStatsMultiple
+};
+
 // What a kernel's shared object says of itself; returned by its one exported symbol,
-// flash_kernel().
-struct Flash_kernel {
+// flash_kernel() or flash_bwd_kernel(). A backward is several kernels: their largest numbers.
+template <class Params>
+struct Kernel_description {
     int32_t abi_version;  // == kAbiVersion
-    int32_t params_size;  // == sizeof(Flash_fwd_params)
+    int32_t params_size;  // == sizeof(Params)
     const char *name;     // the configuration's name, as config.py spells it
     int32_t threads;      // per CTA
     int32_t smem_bytes;   // dynamic shared memory per CTA
     int32_t tile_m;       // query rows per CTA, from which the host derives the grid
-    // Enqueues the kernel on `stream` (a cudaStream_t) of the current device; returns a
-    // cudaError_t.
-    int32_t (*launch)(const Flash_fwd_params *params, void *stream);
-    // Likewise, the kernel that writes the plan of a ragged batch, which launch then reads.
-    int32_t (*plan)(const Flash_fwd_params *params, void *stream);
+    // Enqueues the kernel, or the kernels of a backward, on `stream` (a cudaStream_t) of the
+    // current device; returns a cudaError_t.
+    int32_t (*launch)(const Params *params, void *stream);
+    // Likewise, the kernel that writes the plan of a ragged batch, which launch then reads; null in
+    // a backward.
+    int32_t (*plan)(const Params *params, void *stream);
     const char *(*error_string)(int32_t error);  // cudaGetErrorString
 };
+using Flash_kernel = Kernel_description<Flash_fwd_params>;
+using Flash_bwd_kernel = Kernel_description<Flash_bwd_params>;
 
 }  // namespace flash
 
-// The symbol each kernel's shared object exports.
+// The symbols that shared objects export, each one of them.
 extern "C" __attribute__((visibility("default"))) const flash::Flash_kernel *flash_kernel();
+extern "C" __attribute__((visibility("default"))) const flash::Flash_bwd_kernel *flash_bwd_kernel();

@@ -9,18 +9,19 @@
 #include "flash_fwd_kernel_sm80.h"
 #include "kernel_description.h"
 #include "tile_scheduler.h"
+#include "work_plan.h"
 
 namespace flash {
 
 template <FwdConfig C>
 int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     using Traits = KernelTraitsSm80<C>;
-    auto *const kernel = &flash_fwd_kernel_sm80<Traits>;
+    constexpr auto *kernel = &flash_fwd_kernel_sm80<Traits>;
     int64_t const tiles = TileScheduler<C>::num_tiles(*params);
     if (tiles <= 0 || tiles > INT32_MAX) {
         return cudaErrorInvalidConfiguration;
     }
-    if (cudaError_t const error = allow_smem(kernel, Traits::kSmemBytes); error != cudaSuccess) {
+    if (cudaError_t const error = allow_smem<kernel>(Traits::kSmemBytes); error != cudaSuccess) {
         return error;
     }
     cudaLaunchConfig_t config{};
@@ -33,7 +34,8 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
 
 template <FwdConfig C>
 Flash_kernel const *describe_fwd(char const *name) {
-    return describe<KernelTraitsSm80<C>>(name, &launch_fwd<C>);
+    using Traits = KernelTraitsSm80<C>;
+    return describe<Traits>(name, &launch_fwd<C>, &launch_plan<Traits>);
 }
 
 }  // namespace flash

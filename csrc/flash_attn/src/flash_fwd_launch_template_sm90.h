@@ -15,6 +15,7 @@
 #include "kernel_description.h"
 #include "tensor_maps_sm90.h"
 #include "tile_scheduler.h"
+#include "work_plan.h"
 
 namespace flash {
 
@@ -93,7 +94,7 @@ inline cudaError_t tile_counter(unsigned *&counter, cudaStream_t stream) {
 template <FwdConfig C>
 int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     using Traits = KernelTraitsSm90<C>;
-    auto *const kernel = &flash_fwd_kernel_sm90<Traits>;
+    constexpr auto *kernel = &flash_fwd_kernel_sm90<Traits>;
     int sms = 0;
     if (cudaError_t const error = sm_count(sms); error != cudaSuccess) {
         return error;
@@ -102,7 +103,7 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     if (tiles <= 0 || tiles > INT32_MAX - sms) {  // CTAs count on beyond the last tile
         return cudaErrorInvalidConfiguration;
     }
-    if (cudaError_t const error = allow_smem(kernel, Traits::kSmemBytes); error != cudaSuccess) {
+    if (cudaError_t const error = allow_smem<kernel>(Traits::kSmemBytes); error != cudaSuccess) {
         return error;
     }
     TensorMapsSm90 maps;
@@ -136,7 +137,8 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
 
 template <FwdConfig C>
 Flash_kernel const *describe_fwd(char const *name) {
-    return describe<KernelTraitsSm90<C>>(name, &launch_fwd<C>);
+    using Traits = KernelTraitsSm90<C>;
+    return describe<Traits>(name, &launch_fwd<C>, &launch_plan<Traits>);
 }
 
 }  // namespace flash

@@ -7,13 +7,12 @@
 #include <cstdint>
 
 #include "flash.h"
-#include "work_plan.h"
 
 namespace flash {
 
 // Raises the kernel's dynamic shared memory limit once per device.
-template <class Kernel>
-cudaError_t allow_smem(Kernel *kernel, int smem_bytes) {
+template <auto *kKernel>
+cudaError_t allow_smem(int smem_bytes) {
     static std::atomic<uint64_t> done{0};
     int device = 0;
     if (cudaError_t const error = cudaGetDevice(&device); error != cudaSuccess) {
@@ -24,24 +23,27 @@ cudaError_t allow_smem(Kernel *kernel, int smem_bytes) {
         return cudaSuccess;
     }
     cudaError_t const error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
     if (error == cudaSuccess) {
         done.fetch_or(bit, std::memory_order_release);
     }
     return error;
 }
 
-template <class Traits>
-Flash_kernel const *describe(char const *name, decltype(Flash_kernel::launch) launch) {
-    static Flash_kernel const kernel{
+// plan: null in a backward.
+template <class Traits, class Params>
+Kernel_description<Params> const *describe(char const *name,
+                                           int32_t (*launch)(Params const *, void *),
+                                           int32_t (*plan)(Params const *, void *)) {
+    static Kernel_description<Params> const kernel{
         .abi_version = kAbiVersion,
-        .params_size = sizeof(Flash_fwd_params),
+        .params_size = sizeof(Params),
         .name = name,
         .threads = Traits::kThreads,
         .smem_bytes = Traits::kSmemBytes,
         .tile_m = Traits::kTileM,
         .launch = launch,
-        .plan = &launch_plan<Traits>,
+        .plan = plan,
         .error_string =
             [](int32_t error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
     };

@@ -13,32 +13,27 @@ namespace flash {
 
 using namespace cute;
 
-template <FwdConfig C>
-struct KernelTraitsSm80 {
-    static_assert(C.arch == 80);
-    static_assert(C.head_dim % 32 == 0 && C.head_dim <= 256);
-    static_assert(C.tile_m % (16 * C.warps) == 0, "each warp owns whole 16-row MMA tiles");
-    static_assert(C.tile_n % 16 == 0, "P's fragments are k16 steps of the second GEMM");
-    static_assert(C.stages == 1 || C.stages == 2);
+// What all kernels of the class share. A CTA owns kTileM_ rows, and each step brings kTileN_
+// others.
+template <DType kType, int kHeadDim_, int kTileM_, int kTileN_, int kWarps>
+struct TileTraitsSm80 {
+    static_assert(kHeadDim_ % 32 == 0 && kHeadDim_ <= 256);
+    static_assert(kTileM_ % (16 * kWarps) == 0, "each warp owns whole 16-row MMA tiles");
+    static_assert(kTileN_ % 16 == 0, "P's fragments are k16 steps of the second GEMM");
 
-    using Element =
-        std::conditional_t<C.dtype == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
+    using Element = std::conditional_t<kType == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
 
-    static constexpr FwdConfig kConfig = C;
-    static constexpr int kTileM = C.tile_m;
-    static constexpr int kTileN = C.tile_n;
-    static constexpr int kHeadDim = C.head_dim;
-    static constexpr int kStages = C.stages;
-    static constexpr bool kQInRegs = C.q_in_regs > 0;
-    static constexpr int kThreads = 32 * C.warps;
+    static constexpr int kTileM = kTileM_;
+    static constexpr int kTileN = kTileN_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kThreads = 32 * kWarps;
 
-    using MmaAtom =
-        std::conditional_t<C.dtype == DType::fp16, MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,
-                           MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>>;
+    using MmaAtom = std::conditional_t<kType == DType::fp16, MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,
+                                       MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>>;
     // Warps are stacked along M: a row's scores stay within one warp, so the softmax needs no
     // exchange between warps. N = 16 lets one ldmatrix.x4 feed two MMAs.
     using TiledMma =
-        TiledMMA<MmaAtom, Layout<Shape<Int<C.warps>, _1, _1>>, Tile<Int<16 * C.warps>, _16, _16>>;
+        TiledMMA<MmaAtom, Layout<Shape<Int<kWarps>, _1, _1>>, Tile<Int<16 * kWarps>, _16, _16>>;
 
     // Rows of 64 elements (128 bytes, all banks) where the head dimension allows, else of 32. The
     // XOR swizzle moves 16-byte chunks so that the 8 rows an ldmatrix reads lie in distinct banks.
@@ -46,12 +41,11 @@ struct KernelTraitsSm80 {
     using SmemAtom =
         decltype(composition(Swizzle<(kSmemRow == 64 ? 3 : 2), 3, 3>{},
                              Layout<Shape<_8, Int<kSmemRow>>, Stride<Int<kSmemRow>, _1>>{}));
-    using SmemLayoutQ = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileM>, Int<kHeadDim>>{}));
-    using SmemLayoutKV = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileN>, Int<kHeadDim>>{}));
-    // V seen as B operand of P V, (d, N): the same bytes, read through transposing ldmatrix.
-    using SmemLayoutVt = decltype(composition(
-        SmemLayoutKV{}, Layout<Shape<Int<kHeadDim>, Int<kTileN>>, Stride<Int<kTileN>, _1>>{}));
-    using SmemLayoutO = SmemLayoutQ;
+    using SmemLayoutM = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileM>, Int<kHeadDim>>{}));
+    using SmemLayoutN = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileN>, Int<kHeadDim>>{}));
+    // Seen as B operand of P V, (d, N): the same bytes, read through transposing ldmatrix.
+    using SmemLayoutNt = decltype(composition(
+        SmemLayoutN{}, Layout<Shape<Int<kHeadDim>, Int<kTileN>>, Stride<Int<kTileN>, _1>>{}));
 
     using SmemCopyAtom = Copy_Atom<SM75_U32x4_LDSM_N, Element>;
     using SmemCopyAtomTransposed = Copy_Atom<SM75_U16x8_LDSM_T, Element>;
@@ -83,11 +77,27 @@ struct KernelTraitsSm80 {
 
     // Row and column, within an accumulator tile, of element (i, j) of its (rows, columns) view.
     CUTE_HOST_DEVICE static constexpr int acc_row(int thread, int i) {
-        return thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8 + i / 2 * (16 * C.warps);
+        return thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8 + i / 2 * (16 * kWarps);
     }
     CUTE_HOST_DEVICE static constexpr int acc_col(int thread, int j) {
         return thread % 4 * 2 + j % 2 + j / 2 * 8;
     }
+};
+
+template <FwdConfig C>
+struct KernelTraitsSm80 : TileTraitsSm80<C.dtype, C.head_dim, C.tile_m, C.tile_n, C.warps> {
+    static_assert(C.arch == 80);
+    static_assert(C.stages == 1 || C.stages == 2);
+
+    using Base = TileTraitsSm80<C.dtype, C.head_dim, C.tile_m, C.tile_n, C.warps>;
+    using typename Base::Element;
+    using SmemLayoutQ = typename Base::SmemLayoutM;
+    using SmemLayoutKV = typename Base::SmemLayoutN;
+    using SmemLayoutVt = typename Base::SmemLayoutNt;
+
+    static constexpr FwdConfig kConfig = C;
+    static constexpr int kStages = C.stages;
+    static constexpr bool kQInRegs = C.q_in_regs > 0;
 
     struct SharedStorage {
         // O reuses Q's bytes: a tile is stored after its last read of Q.

@@ -8,6 +8,7 @@
 #include "kernel_traits.h"
 #include "mask.h"
 #include "softmax.h"
+#include "tile_copy_sm80.h"
 #include "utils.h"
 #include "work_tile.h"
 
@@ -29,61 +30,17 @@ struct MainloopFwdSm80 {
 
     using SoftmaxT = Softmax<kRowsPerThread, C.dtype>;
 
-    // A (rows, head_dim) tile from global to shared memory. Rows that do not exist and columns at
-    // or past d are written as zeros and never read: whatever lies there cannot reach a result.
-    // row_at(r): where the row that this thread copies in pass r begins, and whether it exists.
-    template <class SmemTensor, class RowAt>
-    CUTE_DEVICE static void load_rows(SmemTensor &&sX, int d, RowAt const &row_at) {
-        int const thread = threadIdx.x;
-        typename Traits::GmemCopyLoad gmem_copy;
-        Tensor tXsX = gmem_copy.get_slice(thread).partition_D(sX);  // (8, rows, cols)
-        int const cols = d - Traits::gmem_col(thread, 0);
-        CUTE_UNROLL
-        for (int r = 0; r < size<1>(tXsX); ++r) {
-            auto const [gmem, exists] = row_at(r);
-            CUTE_UNROLL
-            for (int c = 0; c < size<2>(tXsX); ++c) {
-                int const col = Traits::gmem_col(0, c);
-                Tensor tXgX = make_tensor(make_gmem_ptr(gmem + Traits::gmem_col(thread, 0) + col),
-                                          Layout<Int<Traits::kGmemVec>>{});  // (8)
-                gmem_copy.with(exists && col < cols).call(tXgX, tXsX(_, r, c));
-            }
-        }
-    }
-
-    struct Row {
-        Element const *gmem;
-        bool exists;
-    };
-
-    // Key block n of one head, which begins at gmem.
-    template <class SmemTensor>
-    CUTE_DEVICE static void load_keys(Element const *gmem, int64_t row_stride, SmemTensor &&sX,
-                                      int n, int seqlen_k, int d) {
-        int const first = Traits::gmem_row(threadIdx.x, 0);
-        gmem += (n * kTileN + first) * row_stride;
-        int const rows = seqlen_k - n * kTileN - first;
-        load_rows(sX, d, [&](int r) -> Row {
-            int const row = Traits::gmem_row(0, r);
-            return {gmem + row * row_stride, row < rows};
-        });
-    }
-
     template <class SmemTensor>
     CUTE_DEVICE static void load_q(Flash_fwd_params const &params, WorkTile const &tile,
                                    SmemTensor &&sQ) {
-        Element const *const gmem = head_begin(params.q_ptr, tile.batch, params.q_batch_stride,
-                                               tile.head_q, params.q_head_stride) +
-                                    tile.row_q * params.q_row_stride;
-        load_rows(sQ, params.d, [&](int r) -> Row {
+        Element const *const gmem =
+            head_begin<Element const>(params.q_ptr, tile.batch, params.q_batch_stride, tile.head_q,
+                                      params.q_head_stride) +
+            tile.row_q * params.q_row_stride;
+        load_rows<Traits>(sQ, params.d, [&](int r) -> GmemRow<Element const> {
             TileRow const row = tile_row(params, tile, kTileM, Traits::gmem_row(threadIdx.x, r));
             return {gmem + row.offset(params.q_row_stride, params.q_head_stride), row.exists};
         });
-    }
-
-    CUTE_DEVICE static Element const *head_begin(void const *ptr, int batch, int64_t batch_stride,
-                                                 int head, int64_t head_stride) {
-        return static_cast<Element const *>(ptr) + batch * batch_stride + head * head_stride;
     }
 
     // Leaves the tile's unnormalised O in tOrO and its row statistics in softmax.
@@ -91,12 +48,14 @@ struct MainloopFwdSm80 {
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage,
                                 WorkTile const &tile, AccO &tOrO, SoftmaxT &softmax) {
         int const thread = threadIdx.x;
-        auto const *const gK = head_begin(params.k_ptr, tile.batch, params.k_batch_stride,
-                                          tile.head_k, params.k_head_stride) +
-                               tile.row_k * params.k_row_stride;
-        auto const *const gV = head_begin(params.v_ptr, tile.batch, params.v_batch_stride,
-                                          tile.head_k, params.v_head_stride) +
-                               tile.row_k * params.v_row_stride;
+        auto const *const gK =
+            head_begin<Element const>(params.k_ptr, tile.batch, params.k_batch_stride, tile.head_k,
+                                      params.k_head_stride) +
+            tile.row_k * params.k_row_stride;
+        auto const *const gV =
+            head_begin<Element const>(params.v_ptr, tile.batch, params.v_batch_stride, tile.head_k,
+                                      params.v_head_stride) +
+            tile.row_k * params.v_row_stride;
 
         Tensor sQ = make_tensor(make_smem_ptr(storage.q_or_o.data()),
                                 typename Traits::SmemLayoutQ{});  // (M, d)
@@ -127,10 +86,12 @@ struct MainloopFwdSm80 {
         Mask<C> const mask{params, tile};
         auto const block = [&](int n) { return tile.blocks.template block<C.mask>(n); };
         auto const load_k = [&](int n, int stage) {
-            load_keys(gK, params.k_row_stride, sK(stage), block(n), tile.seqlen_k, params.d);
+            load_block<Traits, kTileN>(gK, params.k_row_stride, sK(stage), block(n), tile.seqlen_k,
+                                       params.d);
         };
         auto const load_v = [&](int n, int stage) {
-            load_keys(gV, params.v_row_stride, sV(stage), block(n), tile.seqlen_k, params.d);
+            load_block<Traits, kTileN>(gV, params.v_row_stride, sV(stage), block(n), tile.seqlen_k,
+                                       params.d);
         };
 
         int n = tile.blocks.count - 1;  // visits left after this one

@@ -163,8 +163,6 @@ void allow_large_clusters(void const *kernel, bool allowed) {
 
 int launch(Launch const &launch, std::function<void()> const &body) {
     std::lock_guard const lock(mutex);
-    state().counters = {};
-    state().trace.clear();
     state().error.clear();
     Dim3 const &g = launch.grid;
     Dim3 const &b = launch.block;

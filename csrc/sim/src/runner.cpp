@@ -141,6 +141,7 @@ struct Buffer {
     void reset() { std::copy(initial.begin(), initial.end(), memory.data()); }
 };
 
+// A backward's description differs in the type of the parameters alone.
 flash::Flash_kernel const &load(char const *path, char const *name, size_t params_size) {
     void *const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
@@ -192,6 +193,9 @@ void run(char const *library, char const *name, char const *problem_path, char c
     auto const started = std::chrono::steady_clock::now();
     int code = launch();
     for (int i = 1; i < sim::state().settings.launches && code == 0; ++i) {
+        // A launch of several kernels adds up what they count.
+        sim::state().counters = {};
+        sim::state().trace.clear();
         // What an earlier launch computed must not make up for what this one does not.
         for (Buffer &buffer : buffers) {
             if (buffer.output) {

@@ -1,0 +1,103 @@
+// The sm80-class backward kernels: one CTA, one tile of the rows whose gradient it computes.
+#pragma once
+
+#include "flash.h"
+#include "mainloop_bwd_sm80.h"
+#include "tile_scheduler.h"
+
+namespace flash {
+
+// Tiles of queries or of keys.
+template <class Traits>
+struct TileSchedulerBwd {
+    using Info = BlockInfo<Traits::kMask, Traits::kQueries, Traits::kKeys>;
+
+    CUTE_HOST_DEVICE static int num_blocks(Flash_bwd_params const &params) {
+        int const rows = Traits::kOwnsQueries ? params.seqlen_q : params.seqlen_k;
+        return (rows + Traits::kTileM - 1) / Traits::kTileM;
+    }
+    CUTE_HOST_DEVICE static int num_heads(Flash_bwd_params const &params) {
+        return Traits::kOwnsQueries ? params.h : params.h_k;
+    }
+    CUTE_HOST_DEVICE static int64_t num_tiles(Flash_bwd_params const &params) {
+        return int64_t(params.b) * num_heads(params) * num_blocks(params);
+    }
+
+    // Tiles of one head are neighbours, so the CTAs in flight share in L2 what they visit. Under a
+    // causal mask the tiles with most visits come first: the last queries, the first keys.
+    CUTE_HOST_DEVICE static WorkTile tile(Flash_bwd_params const &params, int index) {
+        int const blocks = num_blocks(params);
+        int const heads = num_heads(params);
+        int const batch_head = index / blocks;
+        int const m = index - batch_head * blocks;
+        bool const reversed = Traits::kOwnsQueries && Traits::kMask == MaskKind::causal;
+        WorkTile tile{.m_block = reversed ? blocks - 1 - m : m, .batch = batch_head / heads};
+        tile.head = batch_head - tile.batch * heads;
+        tile.head_q = Traits::kOwnsQueries ? tile.head : tile.head * params.h_h_k_ratio;
+        tile.head_k = Traits::kOwnsQueries ? tile.head / params.h_h_k_ratio : tile.head;
+        tile.seqlen_q = params.seqlen_q;
+        tile.seqlen_k = params.seqlen_k;
+        tile.blocks = Traits::kOwnsQueries ? Info::block_range(params, tile)
+                                           : Info::query_block_range(params, tile, tile.m_block);
+        return tile;
+    }
+};
+
+// Stores a gradient of the tile's rows, times scale. gmem: the first row of their head.
+template <class Traits, class Acc>
+CUTE_DEVICE void store_gradient(typename Traits::SharedStorage &storage, WorkTile const &tile,
+                                typename Traits::Element *gmem, int64_t row_stride, int d, Acc &acc,
+                                float scale) {
+    using Element = typename Traits::Element;
+    CUTE_UNROLL
+    for (int i = 0; i < size(acc); ++i) {
+        acc(i) *= scale;
+    }
+    int const seqlen = Traits::kOwnsQueries ? tile.seqlen_q : tile.seqlen_k;
+    __syncthreads();  // every warp is done with the tile whose bytes the gradient takes
+    store_rows<Traits>(
+        MainloopBwdSm80<Traits>::own(storage, 0), acc, d, [&](int r) -> GmemRow<Element> {
+            int const row = tile.m_block * Traits::kTileM + Traits::gmem_row(threadIdx.x, r);
+            return {gmem + row * row_stride, row < seqlen};
+        });
+}
+
+// Parametrised by the traits type, as the forward kernel.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
+    flash_bwd_kernel_sm80(__grid_constant__ Flash_bwd_params const params) {
+    using Element = typename Traits::Element;
+    extern __shared__ char smem[];
+    auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
+
+    WorkTile const tile = TileSchedulerBwd<Traits>::tile(params, blockIdx.x);
+    using Shape = Shape<Int<Traits::kTileM>, Int<Traits::kHeadDim>>;
+    Tensor dX = partition_fragment_C(typename Traits::TiledMma{}, Shape{});  // (4, MMA_M, d/8)
+    Tensor dY = partition_fragment_C(typename Traits::TiledMma{}, Shape{});  // (4, MMA_M, d/8)
+    clear(dX);
+    clear(dY);
+    MainloopBwdSm80<Traits>::run(params, storage, tile, dX, dY);
+
+    if constexpr (Traits::kOwnsQueries) {
+        store_gradient<Traits>(
+            storage, tile,
+            head_begin<Element>(params.dq_ptr, tile.batch, params.dq_batch_stride, tile.head_q,
+                                params.dq_head_stride),
+            params.dq_row_stride, params.d, dX, params.scale_softmax);
+    } else if constexpr (Traits::kNeedsDs) {
+        store_gradient<Traits>(
+            storage, tile,
+            head_begin<Element>(params.dk_ptr, tile.batch, params.dk_batch_stride, tile.head_k,
+                                params.dk_head_stride),
+            params.dk_row_stride, params.d, dX, params.scale_softmax);
+    }
+    if constexpr (Traits::kNeedsDv) {
+        store_gradient<Traits>(
+            storage, tile,
+            head_begin<Element>(params.dv_ptr, tile.batch, params.dv_batch_stride, tile.head_k,
+                                params.dv_head_stride),
+            params.dv_row_stride, params.d, dY, 1.f);
+    }
+}
+
+}  // namespace flash

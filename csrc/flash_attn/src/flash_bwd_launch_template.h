@@ -1,0 +1,86 @@
+// From a backward configuration of the sm80 class to the shared object's description and launch
+// function, which enqueues the kernels one after the other.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "flash.h"
+#include "flash_bwd_kernel_sm80.h"
+#include "flash_bwd_preprocess_kernel.h"
+#include "kernel_description.h"
+
+namespace flash {
+
+// A grid without CTAs is nothing to do.
+template <auto *kKernel>
+cudaError_t enqueue_bwd(Flash_bwd_params const &params, int64_t ctas, int threads, int smem_bytes,
+                        void *stream) {
+    if (ctas == 0) {
+        return cudaSuccess;
+    }
+    if (ctas < 0 || ctas > INT32_MAX) {
+        return cudaErrorInvalidConfiguration;
+    }
+    if (cudaError_t const error = allow_smem<kKernel>(smem_bytes); error != cudaSuccess) {
+        return error;
+    }
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(ctas));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    return cudaLaunchKernelEx(&config, kKernel, params);
+}
+
+template <BwdConfig C, BwdPass kPass>
+cudaError_t enqueue_pass(Flash_bwd_params const &params, void *stream) {
+    using Traits = KernelTraitsBwdSm80<C, kPass>;
+    return enqueue_bwd<&flash_bwd_kernel_sm80<Traits>>(
+        params, TileSchedulerBwd<Traits>::num_tiles(params), Traits::kThreads, Traits::kSmemBytes,
+        stream);
+}
+
+template <BwdConfig C>
+int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
+    using Stats = RowStats<C>;
+    cudaError_t error = enqueue_bwd<&flash_bwd_row_stats_kernel<Stats>>(
+        *params, Stats::num_ctas(*params), Stats::kThreads, 0, stream);
+    if (error == cudaSuccess && params->dsinks_ptr != nullptr) {
+        error = enqueue_bwd<&flash_bwd_sinks_kernel<Stats>>(*params, params->h, Stats::kThreads, 0,
+                                                            stream);
+    }
+    if (error == cudaSuccess) {
+        error = enqueue_pass<C, BwdPass::dq>(*params, stream);
+    }
+    if constexpr (C.split_dkv) {
+        if (error == cudaSuccess) {
+            error = enqueue_pass<C, BwdPass::dk>(*params, stream);
+        }
+        if (error == cudaSuccess) {
+            error = enqueue_pass<C, BwdPass::dv>(*params, stream);
+        }
+    } else if (error == cudaSuccess) {
+        error = enqueue_pass<C, BwdPass::dkv>(*params, stream);
+    }
+    return error;
+}
+
+// The largest of the kernels' demands: the dV pass alone asks for less than that of dK.
+template <BwdConfig C>
+struct BwdDemands {
+    using Dq = KernelTraitsBwdSm80<C, BwdPass::dq>;
+    using Dkv = KernelTraitsBwdSm80<C, C.split_dkv ? BwdPass::dk : BwdPass::dkv>;
+    static constexpr int kThreads = std::max({Dq::kThreads, Dkv::kThreads, RowStats<C>::kThreads});
+    static constexpr int kSmemBytes = std::max(Dq::kSmemBytes, Dkv::kSmemBytes);
+    static constexpr int kTileM = Dq::kTileM;
+};
+
+template <BwdConfig C>
+Flash_bwd_kernel const *describe_bwd(char const *name) {
+    return describe<BwdDemands<C>>(name, &launch_bwd<C>, nullptr);
+}
+
+}  // namespace flash

@@ -1,0 +1,128 @@
+// What the backward needs of each row before its main kernels, and the gradient of the sinks, which
+// needs nothing else.
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include <cute/config.hpp>
+
+#include "flash.h"
+
+namespace flash {
+
+template <BwdConfig C>
+struct RowStats {
+    using Element =
+        std::conditional_t<C.dtype == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
+    static constexpr float kLog2e = 1.44269504088896341f;
+    static constexpr int kThreads = 256;
+    static constexpr int kVec = 16 / sizeof(Element);
+    // Of one row, each with kVec columns; a power of two for the shuffles.
+    static constexpr int kLanes = C.head_dim <= 32    ? 4
+                                  : C.head_dim <= 64  ? 8
+                                  : C.head_dim <= 128 ? 16
+                                                      : 32;
+    static constexpr int kRows = kThreads / kLanes;  // of a CTA
+    static_assert(kLanes * kVec >= C.head_dim && kRowStatsMultiple % kRows == 0);
+
+    CUTE_HOST_DEVICE static int64_t num_ctas(Flash_bwd_params const &params) {
+        return int64_t(params.b) * params.h * (params.seqlen_q_rounded / kRows);
+    }
+
+    struct alignas(16) Piece {
+        Element x[kVec];
+    };
+    // The exponentials of the sinks and of the scores take the LSE in base 2.
+    CUTE_DEVICE static float exponential(float logit, float lse_log2) {
+        return exp2f(logit * kLog2e - lse_log2);
+    }
+};
+
+// D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row. A row that sees no key has LSE = -inf
+// and P = 0: +inf in its place makes exp2(S - LSE) 0 and not NaN. Likewise for rows past the end.
+template <class Stats>
+__global__ void __launch_bounds__(Stats::kThreads)
+    flash_bwd_row_stats_kernel(__grid_constant__ Flash_bwd_params const params) {
+    using Piece = typename Stats::Piece;
+    int const thread = threadIdx.x;
+    int const blocks = params.seqlen_q_rounded / Stats::kRows;
+    int const batch_head = blockIdx.x / blocks;
+    int const block = blockIdx.x - batch_head * blocks;
+    int const batch = batch_head / params.h;
+    int const head = batch_head - batch * params.h;
+    int const row = block * Stats::kRows + thread / Stats::kLanes;
+    int const col = thread % Stats::kLanes * Stats::kVec;
+
+    float sum = 0.f;
+    if (row < params.seqlen_q && col < params.d) {
+        using Element = typename Stats::Element;
+        auto const *const o = static_cast<Element const *>(params.o_ptr) +
+                              batch * params.o_batch_stride + head * params.o_head_stride +
+                              row * params.o_row_stride + col;
+        auto const *const d_o = static_cast<Element const *>(params.do_ptr) +
+                                batch * params.do_batch_stride + head * params.do_head_stride +
+                                row * params.do_row_stride + col;
+        Piece const x = *reinterpret_cast<Piece const *>(o);
+        Piece const y = *reinterpret_cast<Piece const *>(d_o);
+        CUTE_UNROLL
+        for (int i = 0; i < Stats::kVec; ++i) {
+            sum += float(x.x[i]) * float(y.x[i]);
+        }
+    }
+    CUTE_UNROLL
+    for (int lane = Stats::kLanes / 2; lane > 0; lane /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+    }
+    if (col == 0) {
+        float lse_log2 = INFINITY;
+        if (row < params.seqlen_q) {
+            float const lse = params.softmax_lse_ptr[batch * params.softmax_lse_batch_stride +
+                                                     head * params.softmax_lse_head_stride + row];
+            lse_log2 = lse == -INFINITY ? INFINITY : lse * Stats::kLog2e;
+            if (lse == -INFINITY) {
+                sum = 0.f;  // whatever dO and dLSE are
+            } else if (params.dlse_ptr != nullptr) {
+                sum -= params.dlse_ptr[batch * params.dlse_batch_stride +
+                                       head * params.dlse_head_stride + row];
+            }
+        }
+        auto *const stats = reinterpret_cast<float2 *>(params.row_stats_ptr);
+        stats[int64_t(batch_head) * params.seqlen_q_rounded + row] = make_float2(lse_log2, sum);
+    }
+}
+
+// A sink's column has no value, so its dP is 0: dsink = -sum over rows of exp(sink - LSE) * D. One
+// CTA a head, always in the same order.
+template <class Stats>
+__global__ void __launch_bounds__(Stats::kThreads)
+    flash_bwd_sinks_kernel(__grid_constant__ Flash_bwd_params const params) {
+    constexpr int kWarps = Stats::kThreads / 32;
+    __shared__ float sums[kWarps];
+    int const thread = threadIdx.x;
+    int const head = blockIdx.x;
+    float const sink = params.sinks_ptr[head];
+    float sum = 0.f;
+    for (int batch = 0; batch < params.b; ++batch) {
+        auto const *const stats = reinterpret_cast<float2 const *>(params.row_stats_ptr) +
+                                  (int64_t(batch) * params.h + head) * params.seqlen_q_rounded;
+        for (int row = thread; row < params.seqlen_q; row += Stats::kThreads) {
+            sum -= Stats::exponential(sink, stats[row].x) * stats[row].y;
+        }
+    }
+    CUTE_UNROLL
+    for (int lane = 16; lane > 0; lane /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+    }
+    if (thread % 32 == 0) {
+        sums[thread / 32] = sum;
+    }
+    __syncthreads();
+    if (thread == 0) {
+        for (int warp = 1; warp < kWarps; ++warp) {
+            sum += sums[warp];
+        }
+        params.dsinks_ptr[head] = sum;
+    }
+}
+
+}  // namespace flash

@@ -1,0 +1,284 @@
+// The loop of the backward kernels on mma.sync, cp.async and ldmatrix. A CTA owns rows of one side
+// and visits blocks of the other:
+//
+//   dQ:        owns Q and dO,  visits K and V:  S   = Q K^T, dP   = dO V^T, dQ += dS K
+//   dK and dV: owns K and V,   visits Q and dO: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO,
+//                                               dK += dS^T Q
+//
+// with P = exp(S - LSE) and dS = P * (dP - D), D of preprocess. X is what S is made of, Y what dP
+// is made of. P and dS stay in registers: as accumulators their rows are those that the warp owns,
+// which makes them A operands of the products that follow. No sum crosses CTAs.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "block_info.h"
+#include "kernel_traits_bwd_sm80.h"
+#include "mask.h"
+#include "tile_copy_sm80.h"
+#include "utils.h"
+#include "work_tile.h"
+
+namespace flash {
+
+using namespace cute;
+
+template <class Traits>
+struct MainloopBwdSm80 {
+    using Element = typename Traits::Element;
+    using TiledMma = typename Traits::TiledMma;
+    using SharedStorage = typename Traits::SharedStorage;
+    static constexpr int kTileM = Traits::kTileM;
+    static constexpr int kTileN = Traits::kTileN;
+    static constexpr int kHeadDim = Traits::kHeadDim;
+    static constexpr int kStages = Traits::kStages;
+    static constexpr bool kOwnsQueries = Traits::kOwnsQueries;
+    static constexpr int kRowsPerThread = 2 * kTileM / (16 * Traits::kTile.warps);
+    // Visits of keys in the order of the forward; those of queries as under a window.
+    static constexpr MaskKind kOrder = kOwnsQueries ? Traits::kMask : MaskKind::local;
+
+    // Rows of one head of a tensor of queries or keys.
+    struct Rows {
+        Element const *gmem;
+        int64_t row_stride;
+    };
+    CUTE_DEVICE static Rows rows_of_q(Flash_bwd_params const &params, int batch, int head) {
+        return {head_begin<Element const>(params.q_ptr, batch, params.q_batch_stride, head,
+                                          params.q_head_stride),
+                params.q_row_stride};
+    }
+    CUTE_DEVICE static Rows rows_of_do(Flash_bwd_params const &params, int batch, int head) {
+        return {head_begin<Element const>(params.do_ptr, batch, params.do_batch_stride, head,
+                                          params.do_head_stride),
+                params.do_row_stride};
+    }
+    CUTE_DEVICE static Rows rows_of_k(Flash_bwd_params const &params, int batch, int head) {
+        return {head_begin<Element const>(params.k_ptr, batch, params.k_batch_stride, head,
+                                          params.k_head_stride),
+                params.k_row_stride};
+    }
+    CUTE_DEVICE static Rows rows_of_v(Flash_bwd_params const &params, int batch, int head) {
+        return {head_begin<Element const>(params.v_ptr, batch, params.v_batch_stride, head,
+                                          params.v_head_stride),
+                params.v_row_stride};
+    }
+    // Of block n of kQueries rows.
+    CUTE_DEVICE static float2 const *stats_of(Flash_bwd_params const &params, int batch, int head,
+                                              int n) {
+        int64_t const row = (int64_t(batch) * params.h + head) * params.seqlen_q_rounded;
+        return reinterpret_cast<float2 const *>(params.row_stats_ptr) + row + n * Traits::kQueries;
+    }
+
+    CUTE_DEVICE static void load_own(Flash_bwd_params const &params, SharedStorage &storage,
+                                     WorkTile const &tile) {
+        Rows const x = kOwnsQueries ? rows_of_q(params, tile.batch, tile.head_q)
+                                    : rows_of_k(params, tile.batch, tile.head_k);
+        Rows const y = kOwnsQueries ? rows_of_do(params, tile.batch, tile.head_q)
+                                    : rows_of_v(params, tile.batch, tile.head_k);
+        int const seqlen = kOwnsQueries ? tile.seqlen_q : tile.seqlen_k;
+        load_block<Traits, kTileM>(x.gmem, x.row_stride, own(storage, 0), tile.m_block, seqlen,
+                                   params.d);
+        if constexpr (Traits::kNeedsDs) {
+            load_block<Traits, kTileM>(y.gmem, y.row_stride, own(storage, 1), tile.m_block, seqlen,
+                                       params.d);
+        }
+    }
+
+    // Block n of the visited side; head: the query head.
+    CUTE_DEVICE static void load_step(Flash_bwd_params const &params, SharedStorage &storage,
+                                      WorkTile const &tile, int head, int n, int stage) {
+        Rows const x = kOwnsQueries ? rows_of_k(params, tile.batch, tile.head_k)
+                                    : rows_of_q(params, tile.batch, head);
+        Rows const y = kOwnsQueries ? rows_of_v(params, tile.batch, tile.head_k)
+                                    : rows_of_do(params, tile.batch, head);
+        int const seqlen = kOwnsQueries ? tile.seqlen_k : tile.seqlen_q;
+        using Layout = typename Traits::SmemLayoutN;
+        load_block<Traits, kTileN>(
+            x.gmem, x.row_stride,
+            make_tensor(make_smem_ptr(storage.step_x[stage].data()), Layout{}), n, seqlen,
+            params.d);
+        load_block<Traits, kTileN>(
+            y.gmem, y.row_stride,
+            make_tensor(make_smem_ptr(storage.step_y[stage].data()), Layout{}), n, seqlen,
+            params.d);
+        if constexpr (!kOwnsQueries) {
+            using Piece = uint128_t;
+            constexpr int kPieces = kTileN * sizeof(float2) / sizeof(Piece);
+            static_assert(kPieces <= Traits::kThreads);
+            int const thread = threadIdx.x;
+            if (thread < kPieces) {
+                auto const *from =
+                    reinterpret_cast<Piece const *>(stats_of(params, tile.batch, head, n));
+                auto *to = reinterpret_cast<Piece *>(storage.stats[stage]);
+                SM80_CP_ASYNC_CACHEGLOBAL<Piece>::copy(from[thread], to[thread]);
+            }
+        }
+    }
+
+    CUTE_DEVICE static auto own(SharedStorage &storage, int i) {
+        return make_tensor(make_smem_ptr(storage.own[i].data()),
+                           typename Traits::SmemLayoutM{});  // (M, d)
+    }
+
+    // acc = own step^T, both from shared memory.
+    template <class Acc, class Array>
+    CUTE_DEVICE static void scores(Acc &acc, SharedStorage &storage, int i, Array &step) {
+        int const thread = threadIdx.x;
+        TiledMma mma;
+        auto const copy_a = make_tiled_copy_A(typename Traits::SmemCopyAtom{}, mma);
+        auto const copy_b = make_tiled_copy_B(typename Traits::SmemCopyAtom{}, mma);
+        Tensor sB =
+            make_tensor(make_smem_ptr(step.data()), typename Traits::SmemLayoutN{});  // (N, d)
+        Tensor tSrA = make_tensor<Element>(
+            partition_shape_A(mma, Shape<Int<kTileM>, Int<kHeadDim>>{}));  // (8, MMA_M, d/16)
+        Tensor tSrB = make_tensor<Element>(
+            partition_shape_B(mma, Shape<Int<kTileN>, Int<kHeadDim>>{}));  // (4, N/8, d/16)
+        clear(acc);
+        gemm_smem(mma, copy_a, copy_b, acc, tSrA, tSrB,
+                  copy_a.get_slice(thread).partition_S(own(storage, i)),
+                  copy_b.get_slice(thread).partition_S(sB));
+    }
+
+    // acc += scores step, with the scores rounded.
+    template <class Acc, class Scores, class Array>
+    CUTE_DEVICE static void accumulate(Acc &acc, Scores const &tSrS, Array &step) {
+        int const thread = threadIdx.x;
+        TiledMma mma;
+        auto const copy_b = make_tiled_copy_B(typename Traits::SmemCopyAtomTransposed{}, mma);
+        Tensor sBt =
+            make_tensor(make_smem_ptr(step.data()), typename Traits::SmemLayoutNt{});  // (d, N)
+        Tensor rS = convert_type<Element>(tSrS);  // (4, MMA_M, N/8)
+        Tensor tOrS =
+            make_tensor(rS.data(), layout_acc_as_operand_a(rS.layout()));  // (8, MMA_M, N/16)
+        Tensor tOrBt = make_tensor<Element>(
+            partition_shape_B(mma, Shape<Int<kHeadDim>, Int<kTileN>>{}));  // (4, d/8, N/16)
+        Tensor tOsBt = copy_b.get_slice(thread).partition_S(sBt);          // (8, d/16, N/16)
+        gemm_smem(mma, NoCopy{}, copy_b, acc, tOrS, tOrBt, tOsBt, tOsBt);
+    }
+
+    // The accumulator of a score tile seen as (queries, keys).
+    template <class Acc>
+    CUTE_DEVICE static auto queries_by_keys(Acc &acc) {
+        auto const rowcol = layout_acc_rowcol(acc.layout());
+        if constexpr (kOwnsQueries) {
+            return make_tensor(acc.data(), rowcol);
+        } else {
+            return make_tensor(acc.data(), select<1, 0>(rowcol));
+        }
+    }
+    // Query i and key j of a thread's (queries, keys), within the tile.
+    CUTE_HOST_DEVICE static constexpr int query_of(int thread, int i) {
+        return kOwnsQueries ? Traits::acc_row(thread, i) : Traits::acc_col(thread, i);
+    }
+    CUTE_HOST_DEVICE static constexpr int key_of(int thread, int j) {
+        return kOwnsQueries ? Traits::acc_col(thread, j) : Traits::acc_row(thread, j);
+    }
+
+    template <class Acc>
+    CUTE_DEVICE static void mask(Flash_bwd_params const &params, WorkTile const &tile, Acc &tSrS,
+                                 int n) {
+        int const thread = threadIdx.x;
+        int const first_query = (kOwnsQueries ? tile.m_block : n) * Traits::kQueries;
+        int const first_key = (kOwnsQueries ? n : tile.m_block) * Traits::kKeys;
+        mask_scores<Traits::kMask>(
+            params, tile, queries_by_keys(tSrS),
+            [&](int i) { return first_query + query_of(thread, i); }, first_key + key_of(thread, 0),
+            [](int j) { return key_of(0, j); });
+    }
+
+    // dX and dY are the accumulators (4, MMA_M, d/8) of dQ or dK, not yet scaled, and of dV.
+    template <class AccX, class AccY>
+    CUTE_DEVICE static void run(Flash_bwd_params const &params, SharedStorage &storage,
+                                WorkTile const &tile, AccX &dX, AccY &dY) {
+        int const thread = threadIdx.x;
+        TiledMma mma;
+        auto const block = [&](int n) { return tile.blocks.template block<kOrder>(n); };
+
+        // The statistics of owned rows; those of visited rows come with them.
+        cute::array<float2, kOwnsQueries ? kRowsPerThread : 1> own_stats;
+        if constexpr (kOwnsQueries) {
+            float2 const *const stats = stats_of(params, tile.batch, tile.head_q, tile.m_block);
+            CUTE_UNROLL
+            for (int i = 0; i < kRowsPerThread; ++i) {
+                own_stats[i] = stats[Traits::acc_row(thread, i)];
+            }
+        }
+
+        int const count = tile.blocks.count;
+        int left = kOwnsQueries ? count : count * params.h_h_k_ratio;  // visits
+        int n = count - 1;                                             // visits left of this head
+        int head = tile.head_q;
+        int stage = 0;
+        load_own(params, storage, tile);
+        if (left > 0) load_step(params, storage, tile, head, block(n), stage);
+        cp_async_fence();
+
+        CUTE_NO_UNROLL
+        for (; left > 0; --left) {
+            int const next = n > 0 ? n - 1 : count - 1;
+            int const next_head = n > 0 ? head : head + 1;
+            // This step's tiles have landed; all warps are done with the other stage.
+            cp_async_wait<0>();
+            __syncthreads();
+            if constexpr (kStages == 2) {
+                if (left > 1) {
+                    load_step(params, storage, tile, next_head, block(next), stage ^ 1);
+                }
+                cp_async_fence();
+            }
+
+            auto &step_x = storage.step_x[stage];
+            auto &step_y = storage.step_y[stage];
+            Tensor tSrS =
+                partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});  // (4, MMA_M, N/8)
+            scores(tSrS, storage, 0, step_x);
+            if (n >= tile.blocks.unmasked) mask(params, tile, tSrS, block(n));
+            Tensor p = queries_by_keys(tSrS);
+            auto const stats_at = [&](int i) {
+                if constexpr (kOwnsQueries) {
+                    return own_stats[i];
+                } else {
+                    return storage.stats[stage][query_of(thread, i)];
+                }
+            };
+            CUTE_UNROLL
+            for (int i = 0; i < size<0>(p); ++i) {
+                float const lse_log2 = stats_at(i).x;
+                CUTE_UNROLL
+                for (int j = 0; j < size<1>(p); ++j) {
+                    p(i, j) = exp2f(p(i, j) * params.scale_softmax_log2 - lse_log2);
+                }
+            }
+            if constexpr (Traits::kNeedsDv) {
+                accumulate(dY, tSrS, step_y);
+            }
+            if constexpr (Traits::kNeedsDs) {
+                Tensor tSrDp = make_fragment_like(tSrS);  // (4, MMA_M, N/8)
+                scores(tSrDp, storage, 1, step_y);
+                Tensor ds = queries_by_keys(tSrDp);
+                CUTE_UNROLL
+                for (int i = 0; i < size<0>(p); ++i) {
+                    float const d = stats_at(i).y;
+                    CUTE_UNROLL
+                    for (int j = 0; j < size<1>(p); ++j) {
+                        ds(i, j) = p(i, j) * (ds(i, j) - d);
+                    }
+                }
+                accumulate(dX, tSrDp, step_x);
+            }
+
+            if constexpr (kStages == 2) {
+                stage ^= 1;
+            } else if (left > 1) {
+                __syncthreads();  // every warp has read this step's tiles
+                load_step(params, storage, tile, next_head, block(next), stage);
+                cp_async_fence();
+            }
+            n = next;
+            head = next_head;
+        }
+        cp_async_wait<0>();
+    }
+};
+
+}  // namespace flash

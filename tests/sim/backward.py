@@ -1,0 +1,89 @@
+"""Backward problems and the configurations that run them in the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from problems import DTYPES
+from torch import Tensor
+
+from flashcute import sim
+from flashcute.config import BwdConfig, BwdTile
+from flashcute.reference import attention_ref
+
+# Small tiles compile and run fast. The two take different paths: two stages for dQ and one for dK
+# and dV, which are one kernel; or the other way round, 32 rows a warp for dQ, dK and dV apart.
+TOGETHER = BwdConfig(80, "fp16", 32, "causal", BwdTile(64, 32, 4, 2, 1), BwdTile(64, 32, 4, 1, 1))
+SPLIT = BwdConfig(
+    80, "bf16", 64, "causal", BwdTile(128, 32, 4, 1, 1), BwdTile(64, 16, 4, 2, 1), split_dkv=True
+)
+# (left, right) of the mask "local".
+WINDOW = (40, 10)
+
+
+def with_mask(config: BwdConfig, mask: str) -> BwdConfig:
+    return dataclasses.replace(config, mask=mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a backward is given.
+
+    Attributes:
+        q, k, v: The inputs of the forward, in the dtype of the configuration.
+        dout: (b, seqlen_q, h, d).
+        dlse: (b, h, seqlen_q), float32, or None.
+        options: Of the reference: causal, window_size, sinks.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    options: Mapping[str, Any]
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """out, in q's dtype, and lse in float32, both from float64."""
+        out, lse, _ = attention_ref(self.q, self.k, self.v, upcast=torch.float64, **self.options)
+        return out.to(self.q.dtype), lse.float()
+
+    def run(self, config: BwdConfig, **options: Any) -> sim.SimResult:
+        """The kernels' result; the options are those of :func:`flashcute.sim.run_bwd`."""
+        window = {"window_size": self.options["window_size"]} if config.mask == "local" else {}
+        given = {"dlse": self.dlse, "sinks": self.options["sinks"], **window, **options}
+        return sim.run_bwd(config, self.q, self.k, self.v, *self.forward(), self.dout, **given)
+
+
+def make_problem(
+    config: BwdConfig,
+    shape: tuple[int, int, int, int, int],
+    *,
+    window: tuple[int, int] = WINDOW,
+    extras: bool = False,
+    seed: int = 0,
+) -> Problem:
+    """Standard normal tensors of (b, seqlen_q, seqlen_k, h, h_k), head dimension 8 below the
+    configuration's, so that columns have to be predicated. extras: sinks and a gradient of the
+    log-sum-exp."""
+    b, seqlen_q, seqlen_k, h, h_k = shape
+    generator = torch.Generator().manual_seed(seed)
+    d = config.head_dim - 8
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    sizes = ((b, seqlen_q, h, d), (b, seqlen_k, h_k, d), (b, seqlen_k, h_k, d), (b, seqlen_q, h, d))
+    q, k, v, dout = (draw(*size).to(DTYPES[config.dtype]) for size in sizes)
+    return Problem(
+        *(q, k, v, dout),
+        draw(b, h, seqlen_q) if extras else None,
+        {
+            "causal": config.mask == "causal",
+            "window_size": window if config.mask == "local" else (-1, -1),
+            "sinks": draw(h) if extras else None,
+        },
+    )
