@@ -179,7 +179,7 @@ struct Planner {
         if (tile.seqlen_k >= 0) {
             WorkTile const work{
                 .m_block = tile.m_block, .seqlen_q = tile.seqlen_q, .seqlen_k = tile.seqlen_k};
-            tile.blocks = BlockInfo<C>::block_range(params, work);
+            tile.blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, work);
         }
         return tile;
     }
