@@ -153,7 +153,6 @@ def _tensors() -> Iterator[Case]:
         (KV, "softcap", {"softcap": 2.0}),
         (QKV, "ALiBi", slopes),
         (VARLEN, "backward", {"q": lambda x, _: x.requires_grad_()}),
-        (QKV, "backward", {"qkv": lambda x, _: x.requires_grad_()}),
     ):
         pattern = f"expected no {name} on CUDA, where it is not supported yet"
         yield _case(

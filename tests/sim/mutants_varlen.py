@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mutants import Mutant
-from mutants_sm90 import ASKING
+from mutants_sm90 import ASKING, STRIDING
 
 _MAINLOOP = "mainloop_fwd_sm90.h"
 _PLAN = "work_plan.h"
@@ -28,7 +28,7 @@ MUTANTS = (
         "",
         "numerics",
         "",
-        ASKING,
+        STRIDING,  # where no turns order the warpgroups
     ),
     Mutant(
         "keys of the next sequence",
