@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 #include "flash.h"
 
@@ -34,7 +35,8 @@ cudaError_t allow_smem(int smem_bytes) {
 template <class Traits, class Params>
 Kernel_description<Params> const *describe(char const *name,
                                            int32_t (*launch)(Params const *, void *),
-                                           int32_t (*plan)(Params const *, void *)) {
+                                           int32_t (*plan)(std::type_identity_t<Params> const *,
+                                                           void *)) {
     static Kernel_description<Params> const kernel{
         .abi_version = kAbiVersion,
         .params_size = sizeof(Params),
