@@ -23,7 +23,7 @@ _FAKE = """\
 extern "C" const flash::{kernel_type} *{entry_point}() {{
     static const flash::{kernel_type} kernel{{
         {abi_version}, {params_size}, "{name}", {threads}, {smem_bytes}, {tile_m},
-        [](const flash::{params} *, void *) -> int32_t {{ return 7; }},
+        [](const flash::{params} *, void *) -> int32_t {{ return 7; }}, nullptr,
         [](int32_t) {{ return "an error"; }},
     }};
     return &kernel;

@@ -25,7 +25,8 @@ class WorkTile(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int)
         for name in (
-            *("m_block", "head", "batch", "head_q", "head_k", "seqlen_q", "seqlen_k"),
+            *("m_block", "head", "batch", "head_q", "head_k", "row_q", "row_k"),
+            *("seqlen_q", "seqlen_k"),
             *("blocks_count", "blocks_unmasked", "blocks_begin", "blocks_left"),
         )
     ]

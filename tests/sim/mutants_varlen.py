@@ -6,7 +6,7 @@ from mutants import Mutant
 from mutants_sm90 import ASKING, STRIDING
 
 _MAINLOOP = "mainloop_fwd_sm90.h"
-_PLAN = "work_plan.h"
+_PLAN = "flash_plan_kernel.h"
 _OUTSIDE = "outside (every tensor|of )"
 _KEYS = "zero_rows_behind_keys(params, tile, n--);"
 

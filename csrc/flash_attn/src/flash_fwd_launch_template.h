@@ -7,9 +7,9 @@
 
 #include "flash.h"
 #include "flash_fwd_kernel_sm80.h"
+#include "flash_plan_kernel.h"
 #include "kernel_description.h"
 #include "tile_scheduler.h"
-#include "work_plan.h"
 
 namespace flash {
 

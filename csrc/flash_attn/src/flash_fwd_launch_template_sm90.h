@@ -12,10 +12,10 @@
 
 #include "flash.h"
 #include "flash_fwd_kernel_sm90.h"
+#include "flash_plan_kernel.h"
 #include "kernel_description.h"
 #include "tensor_maps_sm90.h"
 #include "tile_scheduler.h"
-#include "work_plan.h"
 
 namespace flash {
 

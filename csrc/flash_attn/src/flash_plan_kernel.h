@@ -1,0 +1,199 @@
+// Lays out the tiles of a ragged batch (varlen) on the device, as the lengths of its sequences are
+// known there only. The host knows only an upper bound of the number of tiles.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cute/config.hpp>
+#include <cute/numeric/math.hpp>
+
+#include "block_info.h"
+#include "flash.h"
+#include "work_plan.h"
+#include "work_tile.h"
+
+namespace flash {
+
+// Segments of the rows of q: sequence i is segment 2 i + 1, and rows of no sequence before it, or
+// behind the last one, are segments 2 i. Whatever cu_seqlens and seqused hold, no segment leaves
+// the tensors.
+struct Segments {
+    Flash_fwd_params const &params;
+
+    CUTE_DEVICE int count() const { return 2 * params.b + 1; }
+
+    CUTE_DEVICE static int clamp(int x, int low, int high) {
+        return cute::min(cute::max(x, low), high);
+    }
+
+    // Where the rows of sequence i that count begin, and their number; of q or of k.
+    CUTE_DEVICE static void read(int const *cu_seqlens, int const *seqused, int i, int total,
+                                 int most, int &begin, int &length) {
+        begin = clamp(cu_seqlens[i], 0, total);
+        length = clamp(cu_seqlens[i + 1], begin, total) - begin;
+        if (seqused != nullptr) {
+            length = clamp(seqused[i], 0, length);
+        }
+        length = cute::min(length, most);
+    }
+
+    CUTE_DEVICE PlanTile operator[](int segment) const {
+        PlanTile tile{};
+        int const i = segment / 2;
+        if (segment % 2 == 1) {
+            read(params.cu_seqlens_q_ptr, params.seqused_q_ptr, i, params.total_q, params.seqlen_q,
+                 tile.row_q, tile.seqlen_q);
+            read(params.cu_seqlens_k_ptr, params.seqused_k_ptr, i, params.total_k, INT32_MAX,
+                 tile.row_k, tile.seqlen_k);
+            return tile;
+        }
+        tile.seqlen_k = -1;
+        if (i > 0) {
+            int begin, length;
+            read(params.cu_seqlens_q_ptr, params.seqused_q_ptr, i - 1, params.total_q,
+                 params.seqlen_q, begin, length);
+            tile.row_q = begin + length;
+        }
+        int const end =
+            i < params.b ? clamp(params.cu_seqlens_q_ptr[i], 0, params.total_q) : params.total_q;
+        tile.seqlen_q = cute::max(end - tile.row_q, 0);
+        return tile;
+    }
+};
+
+// One CTA. Counts the segments' tiles, then sorts them by their key blocks (a counting sort in
+// logarithmic buckets, so that the order among equals is free).
+template <FwdConfig C>
+struct Planner {
+    static constexpr int kThreads = 1024;
+    static constexpr int kBuckets = 256;
+
+    struct SharedStorage {
+        int64_t scan[kThreads];
+        unsigned bucket[kBuckets];  // tiles in it; then where its next one goes
+        int64_t carry;
+    };
+
+    CUTE_DEVICE static int num_m_blocks(Flash_fwd_params const &params, PlanTile const &segment) {
+        return (num_rows(params, segment.seqlen_q) + C.tile_m - 1) / C.tile_m;
+    }
+
+    // The exponent and three bits of the mantissa of the number of blocks, most first.
+    CUTE_DEVICE static int bucket_of(int blocks) {
+        int const bits = __float_as_int(static_cast<float>(blocks)) >> 20;
+        return blocks > 0 ? kBuckets - 2 - (bits - (127 << 3)) : kBuckets - 1;
+    }
+
+    // This thread's sum of all values up to its own.
+    CUTE_DEVICE static int64_t inclusive_scan(int64_t *scan, int64_t value) {
+        int const thread = threadIdx.x;
+        scan[thread] = value;
+        __syncthreads();
+        CUTE_NO_UNROLL
+        for (int distance = 1; distance < kThreads; distance *= 2) {
+            int64_t const before = thread >= distance ? scan[thread - distance] : 0;
+            __syncthreads();
+            scan[thread] += before;
+            __syncthreads();
+        }
+        return scan[thread];
+    }
+
+    // first[i]: tiles of the segments before i.
+    CUTE_DEVICE static void count_tiles(Flash_fwd_params const &params, SharedStorage &storage,
+                                        int *first) {
+        Segments const segments{params};
+        if (threadIdx.x == 0) {
+            storage.carry = 0;
+            first[0] = 0;
+        }
+        __syncthreads();
+        CUTE_NO_UNROLL
+        for (int begin = 0; begin < segments.count(); begin += kThreads) {
+            int const i = begin + static_cast<int>(threadIdx.x);
+            int const tiles = i < segments.count() ? num_m_blocks(params, segments[i]) : 0;
+            // Values that are no lengths may ask for more tiles than there is room for.
+            int64_t const sum = storage.carry + inclusive_scan(storage.scan, tiles);
+            int64_t const up_to = cute::min(sum, int64_t(params.plan_capacity));
+            if (i < segments.count()) {
+                first[i + 1] = static_cast<int>(up_to);
+            }
+            __syncthreads();
+            if (threadIdx.x == kThreads - 1) {
+                storage.carry = up_to;
+            }
+            __syncthreads();
+        }
+    }
+
+    // Tile `index` in the order of the segments.
+    CUTE_DEVICE static PlanTile find_tile(Flash_fwd_params const &params, int const *first,
+                                          int index) {
+        Segments const segments{params};
+        int low = 0, high = segments.count();  // first[low] <= index < first[high]
+        while (high - low > 1) {
+            int const middle = (low + high) / 2;
+            (first[middle] <= index ? low : high) = middle;
+        }
+        PlanTile tile = segments[low];
+        tile.m_block = index - first[low];
+        if (tile.seqlen_k >= 0) {
+            WorkTile const work{
+                .m_block = tile.m_block, .seqlen_q = tile.seqlen_q, .seqlen_k = tile.seqlen_k};
+            tile.blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, work);
+        }
+        return tile;
+    }
+
+    CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage) {
+        auto &plan = *static_cast<WorkPlan *>(params.plan_ptr);
+        int *const first = reinterpret_cast<int *>(plan.tiles + params.plan_capacity);
+        int const thread = threadIdx.x;
+        if (thread < kBuckets) {
+            storage.bucket[thread] = 0;
+        }
+        count_tiles(params, storage, first);
+        int const count = first[2 * params.b + 1];
+        for (int i = thread; i < count; i += kThreads) {
+            atomicAdd(&storage.bucket[bucket_of(find_tile(params, first, i).blocks.count)], 1u);
+        }
+        __syncthreads();
+        int64_t const size = thread < kBuckets ? storage.bucket[thread] : 0;
+        int64_t const end = inclusive_scan(storage.scan, size);
+        if (thread < kBuckets) {
+            storage.bucket[thread] = static_cast<unsigned>(end - size);
+        }
+        __syncthreads();
+        for (int i = thread; i < count; i += kThreads) {
+            PlanTile const tile = find_tile(params, first, i);
+            plan.tiles[atomicAdd(&storage.bucket[bucket_of(tile.blocks.count)], 1u)] = tile;
+        }
+        if (thread == 0) {
+            plan.count = count;
+        }
+    }
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(Planner<Traits::kConfig>::kThreads)
+    flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
+    using Plan = Planner<Traits::kConfig>;
+    extern __shared__ __align__(1024) char smem[];
+    Plan::run(params, *reinterpret_cast<typename Plan::SharedStorage *>(smem));
+}
+
+// Enqueues the plan of params->plan_ptr; not needed again while lengths and shapes stay the same.
+template <class Traits>
+int32_t launch_plan(Flash_fwd_params const *params, void *stream) {
+    using Plan = Planner<Traits::kConfig>;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(1);
+    config.blockDim = dim3(Plan::kThreads);
+    config.dynamicSmemBytes = sizeof(typename Plan::SharedStorage);
+    config.stream = static_cast<cudaStream_t>(stream);
+    return cudaLaunchKernelEx(&config, &flash_plan_kernel<Traits>, *params);
+}
+
+}  // namespace flash
