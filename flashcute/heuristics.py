@@ -92,7 +92,8 @@ class _Sm90Tile:
 # :func:`_clocks`, which then says its times within 4 %. Those marked + are from models' shapes, in
 # turns with the tiles beside them.
 _SM90_TILES = {
-    (32, False): (_Sm90Tile(112, 3, 385), _Sm90Tile(128, 2, 330)),  # + (the second); 192x128 spills
+    # 192x128, measured at 389, spills; 385 is an estimate, not timed. The second: +
+    (32, False): (_Sm90Tile(112, 3, 385), _Sm90Tile(128, 2, 330)),
     (32, True): (_Sm90Tile(144, 3, 422), _Sm90Tile(128, 2, 335)),
     (64, False): (
         _Sm90Tile(128, 3, 670),

@@ -55,7 +55,7 @@ struct Softmax {
 
     float const scale_log2;
     RowTensor row_ref;     // reference, in powers of two: a largest score times c; -inf: no key yet
-    RowTensor row_offset;  // offset_of(row_ref); kept by update_unbounded() only
+    RowTensor row_offset;  // offset_of(row_ref), which update_unbounded() alone reads
     RowTensor row_sum;
     int seek = 0;  // blocks that still compute their maximum first; the same in the whole warp
 
