@@ -175,6 +175,10 @@ class FwdConfig:
 # Queries of a backward kernel's tile divide this: kRowStatsMultiple of flash.h.
 ROW_STATS_MULTIPLE = 128
 
+# Queries of a step of the sm90 class's backward, by head dimension. With 64 each warpgroup computes
+# half of dQ's columns, in whole pages of shared memory; with 128 half of its rows.
+SM90_BWD_STEPS = {32: (128,), 64: (128,), 128: (64,)}
+
 
 @dataclasses.dataclass(frozen=True)
 class BwdTile:
@@ -215,7 +219,8 @@ class BwdConfig:
     """The kernels of one backward. Fields, order and meaning are those of ``flash::BwdConfig``.
 
     Attributes:
-        arch: Kernel class, 80.
+        arch: Kernel class, 80 or 90. The sm90 class has one main kernel, whose CTAs own keys: its
+            tile is both ``dq`` and ``dkv``.
         dtype: ``"fp16"`` or ``"bf16"``; accumulation is fp32.
         head_dim: Instantiated head dimension, one of :data:`HEAD_DIMS`.
         mask: As in :class:`FwdConfig`.
@@ -238,14 +243,26 @@ class BwdConfig:
     split_dkv: bool = False
 
     def __post_init__(self) -> None:
-        _require(self, self.arch == 80, "arch", "to be 80")
+        _require(self, self.arch in KERNEL_CLASSES, "arch", f"in {KERNEL_CLASSES}")
         _require(self, self.dtype in DTYPES, "dtype", f"in {DTYPES}")
         _require(self, self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
         _require(self, self.mask in MASKS, "mask", f"in {MASKS}")
+        _require(self, isinstance(self.split_dkv, bool), "split_dkv", "to be a bool")
+        if self.arch == 90:
+            self._require_sm90()
+            return
         multiple = ROW_STATS_MULTIPLE
         _require(self, multiple % self.dq.rows == 0, "dq", f"with rows that divide {multiple}")
         _require(self, multiple % self.dkv.step == 0, "dkv", f"with a step that divides {multiple}")
-        _require(self, isinstance(self.split_dkv, bool), "split_dkv", "to be a bool")
+
+    def _require_sm90(self) -> None:
+        head_dims = tuple(SM90_BWD_STEPS)
+        _require(self, self.head_dim in head_dims, "head_dim", f"in {head_dims}")
+        steps = SM90_BWD_STEPS[self.head_dim]
+        tiles = [BwdTile(128, step, 8, 2, 1) for step in steps]
+        _require(self, self.dkv in tiles, "dkv", f"in {tiles}")
+        _require(self, self.dq == self.dkv, "dq", "to be dkv in the sm90 class")
+        _require(self, not self.split_dkv, "split_dkv", "to be False in the sm90 class")
 
     @property
     def name(self) -> str:
@@ -256,6 +273,8 @@ class BwdConfig:
     @property
     def variant(self) -> str:
         """The tile choices."""
+        if self.arch == 90:
+            return f"{self.dkv.rows}x{self.dkv.step}_s{self.dkv.stages}"
         split = "_split" if self.split_dkv else ""
         return f"dq{self.dq.variant}_dkv{self.dkv.variant}{split}"
 
@@ -267,25 +286,33 @@ class BwdConfig:
     @property
     def threads(self) -> int:
         """Threads per CTA of the kernel with most; that of the row statistics has 256."""
+        if self.arch == 90:
+            return 128 + 32 * self.dkv.warps
         return max(256, 32 * self.dq.warps, 32 * self.dkv.warps)
 
     @property
     def tile_m(self) -> int:
-        """Query rows per CTA of the kernel of dQ."""
-        return self.dq.rows
+        """Query rows per CTA of the kernel of dQ; in the sm90 class of a step."""
+        return self.dkv.step if self.arch == 90 else self.dq.rows
 
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory in bytes per CTA of the kernel that asks for most.
 
         Each has the two tiles that it owns and ``stages`` buffers of the two that it visits; that
-        of dK and dV has the statistics of the visited rows, too, 8 bytes each.
+        of dK and dV has the statistics of the visited rows, too, 8 bytes each. The sm90 class adds
+        two buffers of dS, its barriers and the descriptions of tiles, and rounds up.
         """
 
         def tiles(tile: BwdTile) -> int:
             return 4 * self.head_dim * (tile.rows + tile.stages * tile.step)
 
         stats = 8 * self.dkv.stages * self.dkv.step
+        if self.arch == 90:
+            ds = 2 * 2 * self.dkv.rows * self.dkv.step
+            barriers = 4 + 4 * self.dkv.stages + 2 + 4
+            total = tiles(self.dkv) + stats + ds + 8 * barriers + 68 * 2
+            return -(-total // 1024) * 1024
         return max(tiles(self.dq), tiles(self.dkv) + stats)
 
     def to_cpp(self) -> str:

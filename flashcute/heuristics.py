@@ -10,7 +10,14 @@ import functools
 import os
 
 from . import env
-from .config import HEAD_DIMS, MAX_SMEM_BYTES, BwdConfig, BwdTile, FwdConfig
+from .config import (
+    HEAD_DIMS,
+    MAX_SMEM_BYTES,
+    SM90_BWD_STEPS,
+    BwdConfig,
+    BwdTile,
+    FwdConfig,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +255,17 @@ def bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
     """The sm80 class's backward for one instantiated head dimension, on every GPU the same."""
     dq, dkv = (BwdTile(*tile) for tile in _SM80_BWD_TILES[head_dim])
     return BwdConfig(80, dtype, head_dim, mask, dq, dkv, split_dkv=head_dim > 128)
+
+
+def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
+    """The sm90 class's backward. dQ is summed up in an order that varies from run to run: a
+    deterministic backward is that of the sm80 class.
+
+    Raises:
+        ValueError: for a head dimension that the class has no backward for.
+    """
+    tile = BwdTile(128, SM90_BWD_STEPS.get(head_dim, (64,))[0], 8, 2, 1)
+    return BwdConfig(90, dtype, head_dim, mask, tile, tile)
 
 
 @functools.cache

@@ -42,6 +42,12 @@ GOOD_BWD = {
     "dq": BwdTile(128, 32, 4, 1, 2),
     "dkv": BwdTile(64, 64, 4, 2, 1),
 }
+GOOD_BWD_SM90 = {
+    **GOOD_BWD,
+    "arch": 90,
+    "dq": BwdTile(128, 64, 8, 2, 1),
+    "dkv": BwdTile(128, 64, 8, 2, 1),
+}
 
 
 def test_names():
@@ -148,8 +154,13 @@ def test_every_field_changes_the_full_name():
 
 @pytest.mark.parametrize(
     "c",
-    [FwdConfig(**{**GOOD, "q_in_regs": 8}), FwdConfig(**GOOD_SM90), BwdConfig(**GOOD_BWD)],
-    ids=["sm80", "sm90", "bwd"],
+    [
+        FwdConfig(**{**GOOD, "q_in_regs": 8}),
+        FwdConfig(**GOOD_SM90),
+        BwdConfig(**GOOD_BWD),
+        BwdConfig(**GOOD_BWD_SM90),
+    ],
+    ids=["sm80", "sm90", "bwd", "bwd-sm90"],
 )
 def test_initialiser_is_what_flash_h_understands(tmp_path, c):
     """g++ reads it back into the same values; -Wreorder and missing fields would fail it."""
@@ -195,7 +206,7 @@ def test_names_of_a_backward():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("arch", 90), ("dtype", "fp32"), ("head_dim", 80), ("mask", "window")),
+        *(("arch", 70), ("dtype", "fp32"), ("head_dim", 80), ("mask", "window")),
         *(("split_dkv", 1), ("dkv", BwdTile(64, 48, 4, 1, 1))),
     ],
     ids=str,
@@ -203,6 +214,19 @@ def test_names_of_a_backward():
 def test_wrong_field_of_a_backward_is_named(field, value):
     with pytest.raises(ValueError, match=f"BwdConfig: expected {field} "):
         BwdConfig(**{**GOOD_BWD, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("head_dim", 80), ("mask", "window"), ("split_dkv", True)),
+        *(("dq", BwdTile(128, 128, 8, 2, 1)), ("dkv", BwdTile(128, 128, 8, 2, 1))),
+    ],
+    ids=str,
+)
+def test_wrong_field_of_a_backward_of_the_sm90_class_is_named(field, value):
+    with pytest.raises(ValueError, match=f"BwdConfig: expected {field} "):
+        BwdConfig(**{**GOOD_BWD_SM90, field: value})
 
 
 @pytest.mark.parametrize(
@@ -229,6 +253,15 @@ def test_resources_of_a_backward():
     assert c.smem_bytes == of_dkv
     large = dataclasses.replace(c, dq=BwdTile(128, 128, 8, 2, 1))
     assert large.smem_bytes == 2 * 128 * (2 * 128 + 2 * 2 * 128)
+
+
+def test_resources_of_a_backward_of_the_sm90_class():
+    c = BwdConfig(**GOOD_BWD_SM90)
+    assert c.full_name == "flash_bwd_hdim128_bf16_causal_sm90_128x64_s2"
+    assert (c.threads, c.tile_m) == (128 + 2 * 128, 64)
+    # K, V; two stages of Q, dO and statistics; two buffers of dS.
+    tiles = 2 * 128 * (2 * 128 + 2 * 2 * 64) + 2 * 64 * 8 + 2 * 2 * 64 * 128
+    assert tiles < c.smem_bytes <= tiles + 1024
 
 
 def test_resources_of_the_sm90_class():

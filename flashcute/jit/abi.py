@@ -68,7 +68,7 @@ class FlashBwdParams(FlashFwdParams):
     _fields_ = [
         *(
             (f"{name}_ptr", ctypes.c_void_p)
-            for name in ("do", "dlse", "dq", "dk", "dv", "dsinks", "row_stats")
+            for name in ("do", "dlse", "dq", "dk", "dv", "dsinks", "row_stats", "dq_accum")
         ),
         *(
             (f"{tensor}_{dim}_stride", ctypes.c_int64)
@@ -131,8 +131,8 @@ def bwd_params(
     """The arguments of a backward launch; nothing is checked.
 
     Args:
-        tensors: As in :func:`fwd_params`, and do, dlse, dq, dk, dv, dsinks, row_stats; the last
-            one's third dimension is the rounded length of the queries.
+        tensors: As in :func:`fwd_params`, and do, dlse, dq, dk, dv, dsinks, row_stats, whose third
+            dimension is the rounded length of the queries, and dq_accum.
         softmax_scale: Of the scores.
         window_size: (left, right) of kernels with the mask ``"local"``, both >= 0.
     """

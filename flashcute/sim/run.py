@@ -414,8 +414,9 @@ def run_bwd(
             k and v; new NaN-filled tensors by default.
 
     Returns:
-        A result whose outputs are dq, dk, dv, with sinks ``dsinks`` (h,) in float32, and
-        ``row_stats``, the workspace; its counters are those of all kernels together.
+        A result whose outputs are dq, dk, dv, with sinks ``dsinks`` (h,) in float32, and the
+        workspaces ``row_stats`` and, in the sm90 class, ``dq_accum``; its counters are those of all
+        kernels together.
 
     Raises:
         ValueError, TypeError, BuildError: as :func:`run_fwd`.
@@ -439,6 +440,9 @@ def run_bwd(
         inputs["dlse"] = dlse
     rounded = -(-seqlen_q // ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
     outputs["row_stats"] = q.new_full((b, h, rounded, 2), math.nan, dtype=torch.float32)
+    if config.arch == 90:
+        shape = (b, h, rounded, config.head_dim)
+        outputs["dq_accum"] = q.new_full(shape, math.nan, dtype=torch.float32)
     if sinks is not None:
         inputs["sinks"] = sinks
         outputs["dsinks"] = q.new_full((h,), math.nan, dtype=torch.float32)

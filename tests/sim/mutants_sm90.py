@@ -15,6 +15,7 @@ WINDOW = dataclasses.replace(ASKING, mask="local")
 STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, False)
 
 _MAINLOOP = "mainloop_fwd_sm90.h"
+_PIPELINE = "pipeline_sm90.h"
 _KERNEL = "flash_fwd_kernel_sm90.h"
 _TRAITS = "kernel_traits_sm90.h"
 _MMA = "mma_traits_sm90.h"
@@ -86,14 +87,14 @@ def _behind_its_use(wait: str) -> str:
 _PHASES = (
     _simulator(
         "ring that never flips its phase",
-        _MAINLOOP,
+        _PIPELINE,
         "return uses / kStages % 2;",
         "return 0;",
         f"{_UNAWAITED}|{_OVERWRITTEN}|{_ARRIVES_TWICE}|{_DEADLOCK}",
     ),
     _simulator(
         "ring that flips its phase at each use",
-        _MAINLOOP,
+        _PIPELINE,
         "return uses / kStages % 2;",
         "return uses % 2;",
         f"{_UNAWAITED}|{_OVERWRITTEN}|{_ARRIVES_TWICE}|{_DEADLOCK}",

@@ -1,4 +1,5 @@
-// Hopper's instructions, one function each: mbarriers, named barriers, TMA, register reallocation.
+// Hopper's instructions, one function each: mbarriers, named barriers, TMA, register reallocation,
+// reductions.
 // With wgmma_sm90.h the only inline PTX of the sm90 class; the simulator has headers of its own in
 // their place. PTX ISA section in brackets.
 #pragma once
@@ -128,6 +129,15 @@ CUTE_DEVICE void tma_load(void const *descriptor, Barrier *barrier, CacheHint hi
 // Makes this thread's ordinary shared memory writes visible to wgmma and TMA.
 CUTE_DEVICE void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
+// ---- sums in global memory [red] ----
+
+// Adds four neighbouring floats, at a multiple of 16 bytes, each in one piece.
+CUTE_DEVICE void reduce_add(float *gmem, float a, float b, float c, float d) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(gmem), "f"(a),
+                 "f"(b), "f"(c), "f"(d)
+                 : "memory");
 }
 
 }  // namespace flash::sm90

@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "flash.h"
+#include "store_accumulator.h"
 #include "tile_copy_sm80.h"
 #include "utils.h"
 #include "work_tile.h"
@@ -91,38 +92,16 @@ struct EpilogueFwd {
         });
     }
 
-    // From registers: the four lanes of a row exchange what they hold of 32 columns, two at a time,
-    // so that each has 8 neighbouring ones to store. tOrO: (4, 1, d/8).
+    // tOrO: (4, 1, d/8).
     template <class AccO>
     CUTE_DEVICE static void store_from_registers(Flash_fwd_params const &params, int64_t offset,
                                                  cute::array<TileRow, 2> const &rows, int thread,
                                                  AccO const &tOrO) {
-        int const lane = thread % 4;
-        Element *const begin = static_cast<Element *>(params.o_ptr) + offset + lane * 8;
-        Element *const out[2] = {
-            begin + rows[0].offset(params.o_row_stride, params.o_head_stride),
-            begin + rows[1].offset(params.o_row_stride, params.o_head_stride),
-        };
-        CUTE_UNROLL
-        for (int col = 0; col < kHeadDim; col += 32) {
-            uint32_t w[2][4];  // two columns of two rows, four times
-            CUTE_UNROLL
-            for (int j = 0; j < 4; ++j) {
-                Tensor four = tOrO(_, 0, col / 8 + j);    // (4)
-                Tensor rO = convert_type<Element>(four);  // (4)
-                Tensor words = recast<uint32_t>(rO);      // (2)
-                w[0][j] = words(0);
-                w[1][j] = words(1);
-            }
-            CUTE_UNROLL
-            for (int i = 0; i < 2; ++i) {
-                transpose_quad(w[i], lane);
-                if (rows[i].exists && col + lane * 8 < params.d) {
-                    *reinterpret_cast<uint4 *>(out[i] + col) =
-                        make_uint4(w[i][0], w[i][1], w[i][2], w[i][3]);
-                }
-            }
-        }
+        Element *const begin = static_cast<Element *>(params.o_ptr) + offset;
+        store_accumulator<kHeadDim>(tOrO, thread, params.d, [&](int i) -> GmemRow<Element> {
+            return {begin + rows[i].offset(params.o_row_stride, params.o_head_stride),
+                    rows[i].exists};
+        });
     }
 
     template <class RowTensor, class AccO>
@@ -151,23 +130,6 @@ struct EpilogueFwd {
         clear(out);
         auto const sinks = load_sinks(params, tile.head_q, rows, tile.in_sequence());
         store(params, offset, rows, thread, sinks, out);
-    }
-
-    // Lane i of a quad holds column i of a 4 x 4 matrix, and afterwards row i.
-    CUTE_DEVICE static void transpose_quad(uint32_t (&w)[4], int lane) {
-        CUTE_UNROLL
-        for (int bit = 1; bit <= 2; bit *= 2) {
-            bool const upper = lane & bit;
-            CUTE_UNROLL
-            for (int j = 0; j < 4; ++j) {
-                if (!(j & bit)) {
-                    uint32_t &low = w[j];
-                    uint32_t &high = w[j | bit];
-                    uint32_t const got = __shfl_xor_sync(0xffffffffu, upper ? low : high, bit);
-                    (upper ? low : high) = got;
-                }
-            }
-        }
     }
 };
 

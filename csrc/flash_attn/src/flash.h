@@ -42,9 +42,10 @@ struct BwdTile {
     int32_t min_ctas;  // CTAs per SM that the register budget must allow
 };
 
-// Everything that is decided when the kernels of a backward are compiled.
+// Everything that is decided when the kernels of a backward are compiled. The sm90 class has one
+// main kernel, whose CTA owns keys: its tile is both dq and dkv.
 struct BwdConfig {
-    int32_t arch;      // kernel class: 80
+    int32_t arch;      // kernel class: 80 or 90
     DType dtype;       // of all tensors but the LSE and sinks; accumulation is fp32
     int32_t head_dim;  // as in FwdConfig
     MaskKind mask;
@@ -122,6 +123,9 @@ struct Flash_bwd_params : Flash_fwd_params {
     // Workspace, aligned to 16 bytes: (b, h, seqlen_q_rounded, 2), of each row LSE * log2(e), or
     // +inf where P is 0, and rowsum(dO * O) - dLSE.
     float *row_stats_ptr;
+    // Workspace of the sm90 class, aligned to 16 bytes: (b, h, seqlen_q_rounded, head_dim) for the
+    // instantiated head dimension, sums of dQ.
+    float *dq_accum_ptr;
 
     int64_t do_batch_stride, do_row_stride, do_head_stride;
     int64_t dlse_batch_stride, dlse_head_stride;

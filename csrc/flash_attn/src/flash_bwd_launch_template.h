@@ -8,50 +8,23 @@
 #include <cstdint>
 
 #include "flash.h"
+#include "flash_bwd_enqueue.h"
 #include "flash_bwd_kernel_sm80.h"
-#include "flash_bwd_preprocess_kernel.h"
 #include "kernel_description.h"
 
 namespace flash {
 
-// A grid without CTAs is nothing to do.
-template <auto *kKernel>
-cudaError_t enqueue_bwd(Flash_bwd_params const &params, int64_t ctas, int threads, int smem_bytes,
-                        void *stream) {
-    if (ctas == 0) {
-        return cudaSuccess;
-    }
-    if (ctas < 0 || ctas > INT32_MAX) {
-        return cudaErrorInvalidConfiguration;
-    }
-    if (cudaError_t const error = allow_smem<kKernel>(smem_bytes); error != cudaSuccess) {
-        return error;
-    }
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(ctas));
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = smem_bytes;
-    config.stream = static_cast<cudaStream_t>(stream);
-    return cudaLaunchKernelEx(&config, kKernel, params);
-}
-
 template <BwdConfig C, BwdPass kPass>
 cudaError_t enqueue_pass(Flash_bwd_params const &params, void *stream) {
     using Traits = KernelTraitsBwdSm80<C, kPass>;
-    return enqueue_bwd<&flash_bwd_kernel_sm80<Traits>>(
-        params, TileSchedulerBwd<Traits>::num_tiles(params), Traits::kThreads, Traits::kSmemBytes,
-        stream);
+    return enqueue_bwd<&flash_bwd_kernel_sm80<Traits>>(TileSchedulerBwd<Traits>::num_tiles(params),
+                                                       Traits::kThreads, Traits::kSmemBytes, stream,
+                                                       params);
 }
 
 template <BwdConfig C>
 int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
-    using Stats = RowStats<C>;
-    cudaError_t error = enqueue_bwd<&flash_bwd_row_stats_kernel<Stats>>(
-        *params, Stats::num_ctas(*params), Stats::kThreads, 0, stream);
-    if (error == cudaSuccess && params->dsinks_ptr != nullptr) {
-        error = enqueue_bwd<&flash_bwd_sinks_kernel<Stats>>(*params, params->h, Stats::kThreads, 0,
-                                                            stream);
-    }
+    cudaError_t error = enqueue_preprocess<C>(*params, stream);
     if (error == cudaSuccess) {
         error = enqueue_pass<C, BwdPass::dq>(*params, stream);
     }

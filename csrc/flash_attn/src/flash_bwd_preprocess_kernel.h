@@ -23,6 +23,8 @@ struct RowStats {
                                   : C.head_dim <= 128 ? 16
                                                       : 32;
     static constexpr int kRows = kThreads / kLanes;  // of a CTA
+    static constexpr int kHeadDim = C.head_dim;
+    static constexpr bool kZerosDq = C.arch == 90;
     static_assert(kLanes * kVec >= C.head_dim && kRowStatsMultiple % kRows == 0);
 
     CUTE_HOST_DEVICE static int64_t num_ctas(Flash_bwd_params const &params) {
@@ -38,8 +40,9 @@ struct RowStats {
     }
 };
 
-// D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row. A row that sees no key has LSE = -inf
-// and P = 0: +inf in its place makes exp2(S - LSE) 0 and not NaN. Likewise for rows past the end.
+// D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row, and in the sm90 class zeros where the
+// main kernel sums up dQ. A row that sees no key has LSE = -inf and P = 0: +inf in its place makes
+// exp2(S - LSE) 0 and not NaN. Likewise for rows past the end.
 template <class Stats>
 __global__ void __launch_bounds__(Stats::kThreads)
     flash_bwd_row_stats_kernel(__grid_constant__ Flash_bwd_params const params) {
@@ -52,6 +55,17 @@ __global__ void __launch_bounds__(Stats::kThreads)
     int const head = batch_head - batch * params.h;
     int const row = block * Stats::kRows + thread / Stats::kLanes;
     int const col = thread % Stats::kLanes * Stats::kVec;
+
+    if constexpr (Stats::kZerosDq) {
+        cudaTriggerProgrammaticLaunchCompletion();
+        constexpr int kPieces = Stats::kRows * Stats::kHeadDim / 4;  // of 16 bytes
+        auto *const zeros =
+            reinterpret_cast<float4 *>(params.dq_accum_ptr) + int64_t(blockIdx.x) * kPieces;
+        CUTE_UNROLL
+        for (int i = thread; i < kPieces; i += Stats::kThreads) {
+            zeros[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+    }
 
     float sum = 0.f;
     if (row < params.seqlen_q && col < params.d) {

@@ -13,6 +13,7 @@
 #include "kernel_traits_sm90.h"
 #include "mask.h"
 #include "mma_traits_sm90.h"
+#include "pipeline_sm90.h"
 #include "softmax.h"
 #include "tensor_maps_sm90.h"
 #include "tile_scheduler.h"
@@ -22,19 +23,6 @@
 namespace flash {
 
 using namespace cute;
-
-// Where a ring of kStages buffers stands: uses so far, from which follow the next buffer and the
-// parity of its current phase.
-template <int kStages>
-struct Ring {
-    static_assert((kStages & (kStages - 1)) == 0);
-    uint32_t uses = 0;
-
-    CUTE_DEVICE int stage() const { return uses % kStages; }
-    CUTE_DEVICE uint32_t parity() const { return uses / kStages % 2; }
-    CUTE_DEVICE Ring before() const { return {uses - 1}; }
-    CUTE_DEVICE void advance() { ++uses; }
-};
 
 template <FwdConfig C>
 struct MainloopFwdSm90 {
@@ -103,28 +91,15 @@ struct MainloopFwdSm90 {
         RingTiles tiles;
         uint32_t q_parity = 0;
 
-        // A box of rows at the given coordinates, as pages of kSmemRow columns page_stride apart.
-        template <class... Coordinates>
-        CUTE_DEVICE static void load_box(CUtensorMap const &map, sm90::Barrier *full, int bytes,
-                                         sm90::CacheHint hint, Element *smem, int page_stride,
-                                         Coordinates... coordinates) {
-            sm90::barrier_arrive_expect(full, bytes);
-            CUTE_UNROLL
-            for (int page = 0; page < Traits::kPages; ++page) {
-                sm90::tma_load(&map, full, hint, smem + page * page_stride, page * Traits::kSmemRow,
-                               coordinates...);
-            }
-        }
-
         // The 64 rows of a warpgroup: of one head, or of all packed heads of some positions.
         CUTE_DEVICE void load_q(Flash_fwd_params const &params, WorkTile const &tile) {
             for (int wg = 0; wg < kWarpgroups; ++wg) {
                 int const row = tile.m_block * kTileM + wg * 64;
                 sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);
-                load_box(maps.q, &storage.q_full[wg], kBytesQ, sm90::CacheHint::evict_first,
-                         storage.q.data() + wg * 64 * Traits::kSmemRow, kTileM * Traits::kSmemRow,
-                         row_head(params, row), tile.row_q + row_position(params, row), tile.head,
-                         tile.batch);
+                load_box<Traits>(maps.q, &storage.q_full[wg], kBytesQ, sm90::CacheHint::evict_first,
+                                 storage.q.data() + wg * 64 * Traits::kSmemRow,
+                                 kTileM * Traits::kSmemRow, row_head(params, row),
+                                 tile.row_q + row_position(params, row), tile.head, tile.batch);
             }
             q_parity ^= 1;
         }
@@ -134,8 +109,9 @@ struct MainloopFwdSm90 {
             cute::array<Element, cosize_v<typename Traits::SmemLayoutKV>> *smem, RingKV &ring,
             int row, int head, int batch) {
             sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);
-            load_box(map, &full[ring.stage()], kBytesKV, sm90::CacheHint::evict_last,
-                     smem[ring.stage()].data(), kTileN * Traits::kSmemRow, row, head, batch);
+            load_box<Traits>(map, &full[ring.stage()], kBytesKV, sm90::CacheHint::evict_last,
+                             smem[ring.stage()].data(), kTileN * Traits::kSmemRow, row, head,
+                             batch);
             ring.advance();
         }
 

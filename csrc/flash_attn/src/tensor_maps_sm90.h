@@ -29,12 +29,20 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
     return encoder;
 }
 
-// Describes a tensor of `rank` dimensions, innermost first, to be loaded in boxes. The innermost
+// How a tensor's elements are stored, and how boxes of them lie in shared memory.
+struct BoxFormat {
+    CUtensorMapDataType type;
+    int bytes;  // of an element
+    CUtensorMapSwizzle swizzle;
+};
+
+// Describes a tensor of kRank dimensions, innermost first, to be loaded in boxes. The innermost
 // dimension is contiguous, the strides of the others count elements; where one has size 1 its
 // stride is never used and may be 0.
-template <class Traits, size_t kRank>
-cudaError_t make_tensor_map(CUtensorMap &map, void const *ptr, int64_t const (&sizes)[kRank],
-                            int64_t const (&strides)[kRank - 1], cuuint32_t const (&box)[kRank]) {
+template <size_t kRank>
+cudaError_t make_tensor_map(CUtensorMap &map, BoxFormat format, void const *ptr,
+                            int64_t const (&sizes)[kRank], int64_t const (&strides)[kRank - 1],
+                            cuuint32_t const (&box)[kRank]) {
     auto const encode = tensor_map_encoder();
     if (encode == nullptr) {
         return cudaErrorCallRequiresNewerDriver;
@@ -46,19 +54,24 @@ cudaError_t make_tensor_map(CUtensorMap &map, void const *ptr, int64_t const (&s
         extents[i] = static_cast<cuuint64_t>(sizes[i] > 0 ? sizes[i] : 1);
         element_strides[i] = 1;
         if (i > 0) {
-            int64_t const size = sizeof(typename Traits::Element) * strides[i - 1];
+            int64_t const size = format.bytes * strides[i - 1];
             bytes[i - 1] = sizes[i] > 1 ? static_cast<cuuint64_t>(size) : 16;
         }
     }
     CUresult const result =
-        encode(&map,
-               Traits::kConfig.dtype == DType::fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-               kRank, const_cast<void *>(ptr), extents, bytes, box, element_strides,
-               CU_TENSOR_MAP_INTERLEAVE_NONE,
-               Traits::kSmemRow == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+        encode(&map, format.type, kRank, const_cast<void *>(ptr), extents, bytes, box,
+               element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, format.swizzle,
                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Of Q, K, V and dO, in pages of kSmemRow columns.
+template <class Traits>
+constexpr BoxFormat box_format() {
+    return {Traits::kConfig.dtype == DType::fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            sizeof(typename Traits::Element),
+            Traits::kSmemRow == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B};
 }
 
 // A ragged batch is one sequence to TMA.
@@ -75,8 +88,8 @@ template <class Traits>
 cudaError_t make_tensor_map_q(CUtensorMap &map, Flash_fwd_params const &params) {
     int64_t const packed = params.pack_shift > 0 ? params.h_h_k_ratio : 1;
     cuuint32_t const heads = params.pack_shift < 6 ? 1u << params.pack_shift : 64;
-    return make_tensor_map<Traits, 5>(
-        map, params.q_ptr,
+    return make_tensor_map<5>(
+        map, box_format<Traits>(), params.q_ptr,
         {params.d, packed, rows_of_map(params, params.seqlen_q, params.total_q),
          num_grid_heads(params), batch_of_map(params)},
         {params.q_head_stride, params.q_row_stride, packed * params.q_head_stride,
@@ -88,11 +101,11 @@ cudaError_t make_tensor_map_q(CUtensorMap &map, Flash_fwd_params const &params) 
 template <class Traits>
 cudaError_t make_tensor_map_kv(CUtensorMap &map, Flash_fwd_params const &params, void const *ptr,
                                int64_t batch_stride, int64_t row_stride, int64_t head_stride) {
-    return make_tensor_map<Traits, 4>(
-        map, ptr,
-        {params.d, rows_of_map(params, params.seqlen_k, params.total_k), params.h_k,
-         batch_of_map(params)},
-        {row_stride, head_stride, batch_stride}, {Traits::kSmemRow, Traits::kTileN, 1, 1});
+    return make_tensor_map<4>(map, box_format<Traits>(), ptr,
+                              {params.d, rows_of_map(params, params.seqlen_k, params.total_k),
+                               params.h_k, batch_of_map(params)},
+                              {row_stride, head_stride, batch_stride},
+                              {Traits::kSmemRow, Traits::kTileN, 1, 1});
 }
 
 template <class Traits>

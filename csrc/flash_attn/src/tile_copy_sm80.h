@@ -9,19 +9,6 @@ namespace flash {
 
 using namespace cute;
 
-// Where a row begins, and whether it exists.
-template <class Element>
-struct GmemRow {
-    Element *gmem;
-    bool exists;
-};
-
-template <class Element, class Pointer>
-CUTE_DEVICE Element *head_begin(Pointer *ptr, int batch, int64_t batch_stride, int head,
-                                int64_t head_stride) {
-    return static_cast<Element *>(ptr) + batch * batch_stride + head * head_stride;
-}
-
 // A (rows, head_dim) tile from global to shared memory. Rows that do not exist and columns at or
 // past d are written as zeros and never read: whatever lies there cannot reach a result.
 // row_at(r): the GmemRow that this thread copies in pass r.

@@ -9,6 +9,19 @@ namespace flash {
 
 using namespace cute;
 
+// Where a row begins, and whether it exists.
+template <class Element>
+struct GmemRow {
+    Element *gmem;
+    bool exists;
+};
+
+template <class Element, class Pointer>
+CUTE_DEVICE Element *head_begin(Pointer *ptr, int batch, int64_t batch_stride, int head,
+                                int64_t head_stride) {
+    return static_cast<Element *>(ptr) + batch * batch_stride + head * head_stride;
+}
+
 // The accumulator of an m16n8 MMA, ((2, 2), MMA_M, MMA_N), seen as (rows, columns) of the score
 // tile: each thread holds two rows and, per n8 step, two neighbouring columns of each.
 template <class Layout>

@@ -59,4 +59,9 @@ void tma_load(void const *descriptor, Barrier *barrier, CacheHint, void *smem,
 
 inline void fence_async_proxy() { sim::fence_async_proxy(); }
 
+inline void reduce_add(float *gmem, float a, float b, float c, float d) {
+    float const values[] = {a, b, c, d};
+    sim::reduce_add(gmem, values, 4);
+}
+
 }  // namespace flash::sm90

@@ -277,6 +277,23 @@ void Block::execute_atomic(void const *address, std::function<void()> const &ato
     turns_.take(cluster_.unit(), atomic);
 }
 
+void Block::reduce_add(float *address, float const *values, int count) {
+    int const bytes = count * static_cast<int>(sizeof *values);
+    if (reinterpret_cast<uint64_t>(address) % static_cast<uint64_t>(bytes) != 0) {
+        fail(kMisalignedAddress, "red of " + std::to_string(bytes) +
+                                     " bytes at a global address that is no multiple of it");
+    }
+    if (!state().regions.empty() && region_of(address, bytes) < 0) {
+        fail(kIllegalAddress, "red outside every tensor");
+    }
+    execute_atomic(address, [&] {
+        for (int i = 0; i < count; ++i) {
+            address[i] += values[i];
+        }
+    });
+    counters_.reduction_bytes += static_cast<uint64_t>(bytes);
+}
+
 void Block::count_step() {
     if (++steps_ > settings_.max_steps * kWarpSize) {
         fail(kLaunchTimeout, "the block exceeds its budget of warp-wide instructions");

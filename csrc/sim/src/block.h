@@ -168,6 +168,7 @@ class Block {
 
     // Calls atomic() when this block is next in the launch's order of atomics.
     void execute_atomic(void const *address, std::function<void()> const &atomic);
+    void reduce_add(float *address, float const *values, int count);
     // griddepcontrol.wait: returns once the previous kernel has ended.
     void dependency_wait();
     // Fails if the running thread accesses global memory before its wait for the previous kernel.

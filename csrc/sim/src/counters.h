@@ -58,6 +58,7 @@ struct Counters {
     uint64_t cluster_barriers = 0;
     uint64_t cluster_bytes = 0;
     uint64_t atomics = 0;
+    uint64_t reduction_bytes = 0;
 
     Counters &operator+=(Counters const &other);
 };
@@ -109,6 +110,7 @@ inline constexpr CounterName kCounterNames[] = {
     {"cluster_barriers", &Counters::cluster_barriers},
     {"cluster_bytes", &Counters::cluster_bytes},
     {"atomics", &Counters::atomics},
+    {"reduction_bytes", &Counters::reduction_bytes},
 };
 static_assert(sizeof(Counters) == sizeof(uint64_t) * std::size(kCounterNames), "a name for each");
 

@@ -352,6 +352,9 @@ uint32_t atomic_exchange(uint32_t *address, uint32_t value) {
     Block::current().execute_atomic(address, [&] { old = std::exchange(*address, value); });
     return old;
 }
+void reduce_add(float *address, float const *values, int count) {
+    Block::current().reduce_add(address, values, count);
+}
 
 void not_covered(char const *what) {
     Block::current().fail(kNotSupported, std::string("not covered: ") + what);

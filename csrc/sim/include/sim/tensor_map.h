@@ -30,16 +30,17 @@ inline CUresult CUDAAPI tensor_map_encode_tiled(
     CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
     bool const half =
         type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    bool const single = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     bool const plain = interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
                        fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE && swizzle_span(swizzle) >= 0;
-    if (!half || !plain) {
+    if (!(half || single) || !plain) {
         return static_cast<CUresult>(
             refuse_tensor_map(CUDA_ERROR_NOT_SUPPORTED,
                               "not covered: elements, interleaving, fill or swizzle of this kind"));
     }
     static_assert(sizeof(cuuint64_t) == sizeof(uint64_t));
     return static_cast<CUresult>(
-        encode_tensor_map(map, {.element_bytes = 2,
+        encode_tensor_map(map, {.element_bytes = half ? 2 : 4,
                                 .rank = rank,
                                 .address = reinterpret_cast<uint64_t>(address),
                                 .extents = reinterpret_cast<uint64_t const *>(extents),

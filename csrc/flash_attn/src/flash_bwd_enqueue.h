@@ -1,0 +1,55 @@
+// The kernels of a backward that both kernel classes launch, and how a kernel is launched.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "flash.h"
+#include "flash_bwd_preprocess_kernel.h"
+#include "kernel_description.h"
+
+namespace flash {
+
+// A grid without CTAs is nothing to do. kDependent: the kernel may start while the one before it
+// still runs, up to its cudaGridDependencySynchronize().
+template <auto *kKernel, bool kDependent = false, class... Arguments>
+cudaError_t enqueue_bwd(int64_t ctas, int threads, int smem_bytes, void *stream,
+                        Arguments const &...arguments) {
+    if (ctas == 0) {
+        return cudaSuccess;
+    }
+    if (ctas < 0 || ctas > INT32_MAX) {
+        return cudaErrorInvalidConfiguration;
+    }
+    if (cudaError_t const error = allow_smem<kKernel>(smem_bytes); error != cudaSuccess) {
+        return error;
+    }
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(ctas));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute dependent{};
+    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    dependent.val.programmaticStreamSerializationAllowed = 1;
+    if (kDependent) {
+        config.attrs = &dependent;
+        config.numAttrs = 1;
+    }
+    return cudaLaunchKernelEx(&config, kKernel, arguments...);
+}
+
+template <BwdConfig C>
+cudaError_t enqueue_preprocess(Flash_bwd_params const &params, void *stream) {
+    using Stats = RowStats<C>;
+    cudaError_t error = enqueue_bwd<&flash_bwd_row_stats_kernel<Stats>>(
+        Stats::num_ctas(params), Stats::kThreads, 0, stream, params);
+    if (error == cudaSuccess && params.dsinks_ptr != nullptr) {
+        error = enqueue_bwd<&flash_bwd_sinks_kernel<Stats>>(params.h, Stats::kThreads, 0, stream,
+                                                            params);
+    }
+    return error;
+}
+
+}  // namespace flash

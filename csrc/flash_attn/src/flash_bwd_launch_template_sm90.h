@@ -1,0 +1,68 @@
+// From a backward configuration of the sm90 class to the shared object's description and launch
+// function: row statistics and zeros, the main kernel, the rounding of dQ.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "flash.h"
+#include "flash_bwd_enqueue.h"
+#include "flash_bwd_kernel_sm90.h"
+#include "kernel_description.h"
+#include "persistent_launch.h"
+
+namespace flash {
+
+template <class Traits>
+cudaError_t enqueue_main_sm90(Flash_bwd_params const &params, void *stream) {
+    using Scheduler = TileSchedulerBwdSm90<Traits>;
+    int sms = 0;
+    if (cudaError_t const error = sm_count(sms); error != cudaSuccess) {
+        return error;
+    }
+    int64_t const tiles = Scheduler::num_tiles(params);
+    if (tiles > INT32_MAX - sms) {  // CTAs count on beyond the last tile
+        return cudaErrorInvalidConfiguration;
+    }
+    TensorMapsBwdSm90 maps;
+    if (cudaError_t const error = make_tensor_maps<Traits>(maps, params); error != cudaSuccess) {
+        return error;
+    }
+    int64_t const ctas = std::min<int64_t>(tiles, sms);
+    TileQueue queue{static_cast<int>(tiles), 1, nullptr};
+    if (Traits::kWorkStealing) {
+        queue.group = Scheduler::heads_in_group(params, sms);
+    }
+    if (Traits::kWorkStealing && tiles > ctas) {
+        cudaError_t const error = tile_counter(queue.counter, static_cast<cudaStream_t>(stream));
+        if (error != cudaSuccess) {
+            return error;
+        }
+    }
+    return enqueue_bwd<&flash_bwd_kernel_sm90<Traits>, true>(
+        ctas, Traits::kThreads, Traits::kSmemBytes, stream, params, maps, queue);
+}
+
+template <BwdConfig C>
+int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
+    using Traits = KernelTraitsBwdSm90<C>;
+    using Post = PostprocessBwdSm90<Traits>;
+    cudaError_t error = enqueue_preprocess<C>(*params, stream);
+    if (error == cudaSuccess) {
+        error = enqueue_main_sm90<Traits>(*params, stream);
+    }
+    if (error == cudaSuccess) {
+        error = enqueue_bwd<&flash_bwd_postprocess_kernel_sm90<Traits>, true>(
+            Post::num_ctas(*params), Post::kThreads, 0, stream, *params);
+    }
+    return error;
+}
+
+template <BwdConfig C>
+Flash_bwd_kernel const *describe_bwd(char const *name) {
+    return describe<KernelTraitsBwdSm90<C>>(name, &launch_bwd<C>, nullptr);
+}
+
+}  // namespace flash

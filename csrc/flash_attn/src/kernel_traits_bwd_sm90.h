@@ -1,0 +1,110 @@
+// From a configuration to the types of the sm90 class's backward kernel.
+#pragma once
+
+#include <arch_sm90.h>
+#include <cutlass/numeric_types.h>
+
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+#include "flash.h"
+#include "mma_traits_sm90.h"
+#include "work_tile.h"
+
+namespace flash {
+
+using namespace cute;
+
+template <BwdConfig C>
+struct KernelTraitsBwdSm90 {
+    static_assert(C.arch == 90);
+    static_assert(C.dkv.rows == 128 && C.dkv.warps == 8, "two warpgroups of 64 keys each");
+    static_assert(C.dkv.step == 64 || C.dkv.step == 128);
+    static_assert(C.dkv.stages == 2 && C.dkv.min_ctas == 1);
+
+    using Element =
+        std::conditional_t<C.dtype == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
+
+    static constexpr BwdConfig kConfig = C;
+    static constexpr MaskKind kMask = C.mask;
+    static constexpr int kTileN = C.dkv.rows;  // keys of a CTA
+    static constexpr int kTileM = C.dkv.step;  // queries of a step
+    static constexpr int kHeadDim = C.head_dim;
+    static constexpr int kStages = C.dkv.stages;
+    static constexpr int kWarpgroups = 2;
+    static constexpr int kMmaThreads = 128 * kWarpgroups;
+    static constexpr int kThreads = 128 + kMmaThreads;  // warpgroup 0 loads
+    // The launch's 3 * 168, dealt anew.
+    static constexpr int kLoadRegisters = 24;
+    static constexpr int kMmaRegisters = 240;
+
+    // Under a mask tiles differ in length, and CTAs steal work.
+    static constexpr bool kWorkStealing = C.mask != MaskKind::none;
+
+    // Pages of 64 columns (128 bytes) where the head dimension allows, else of 32, as in the
+    // forward.
+    static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;
+    static constexpr int kPages = kHeadDim / kSmemRow;
+
+    // S^T = K Q^T and dP^T = V dO^T: a warpgroup computes its 64 keys, and its accumulators are A
+    // operands of dV += P^T dO and dK += dS^T Q.
+    using WarpgroupLayout = Layout<Shape<Int<kWarpgroups>, _1, _1>>;
+    using TiledMmaS =
+        TiledMMA<MMA_Atom<sm90::MmaSS<Element, kTileM, sm90::GMMA::Major::K>>, WarpgroupLayout>;
+    using TiledMmaDkv =
+        TiledMMA<MMA_Atom<sm90::MmaRS<Element, kHeadDim, sm90::GMMA::Major::MN>>, WarpgroupLayout>;
+    // dQ = dS K, a sum over all keys of the CTA: each warpgroup computes 64 queries or, where a
+    // step has no more, half of the columns.
+    static constexpr bool kDqByRows = kTileM == 128;
+    static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / 2;
+    static_assert(kDqColumns % kSmemRow == 0, "whole pages of K");
+    using TiledMmaDq = TiledMMA<
+        MMA_Atom<sm90::MmaSS<Element, kDqColumns, sm90::GMMA::Major::MN>>,
+        std::conditional_t<kDqByRows, Layout<Shape<_2, _1, _1>>, Layout<Shape<_1, _2, _1>>>>;
+
+    using SmemAtom = std::conditional_t<kSmemRow == 64, sm90::GMMA::Layout_K_SW128_Atom<Element>,
+                                        sm90::GMMA::Layout_K_SW64_Atom<Element>>;
+    using SmemAtomT = std::conditional_t<kSmemRow == 64, sm90::GMMA::Layout_MN_SW128_Atom<Element>,
+                                         sm90::GMMA::Layout_MN_SW64_Atom<Element>>;
+    using SmemLayoutQ = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileM>, Int<kHeadDim>>{}));
+    using SmemLayoutK = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileN>, Int<kHeadDim>>{}));
+    // The same bytes seen as B operands of the products that sum over rows, (d, rows).
+    using SmemLayoutQt =
+        decltype(tile_to_shape(SmemAtomT{}, Shape<Int<kHeadDim>, Int<kTileM>>{}, Step<_2, _1>{}));
+    using SmemLayoutKt =
+        decltype(tile_to_shape(SmemAtomT{}, Shape<Int<kHeadDim>, Int<kTileN>>{}, Step<_2, _1>{}));
+    // dS, A operand of dQ: a page for the 64 keys of each warpgroup.
+    using SmemLayoutDs = decltype(tile_to_shape(sm90::GMMA::Layout_K_SW128_Atom<Element>{},
+                                                Shape<Int<kTileM>, Int<kTileN>>{}));
+
+    // Row and column, within a tile, of element (i, j) of an accumulator's (rows, columns) view.
+    CUTE_HOST_DEVICE static constexpr int acc_row(int thread, int i) {
+        return thread / 32 * 16 + thread % 32 / 4 + i * 8;
+    }
+    CUTE_HOST_DEVICE static constexpr int acc_col(int thread, int j) {
+        return thread % 4 * 2 + j % 2 + j / 2 * 8;
+    }
+
+    static constexpr int kTileSlots = 2;
+    // A buffer of dS is written again two steps later, when both warpgroups have read it.
+    static constexpr int kDsStages = 2;
+
+    // A buffer is full when its bytes have landed, and empty when all its readers have arrived.
+    struct SharedStorage {
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutK>> k;
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutK>> v;
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> q[kStages];
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> dout[kStages];
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutDs>> ds[kDsStages];
+        alignas(128) float2 stats[kStages][kTileM];  // of Q's rows: LSE * log2(e) and D
+        sm90::Barrier k_full, k_empty, v_full, v_empty;
+        sm90::Barrier q_full[kStages], q_empty[kStages];  // with the statistics
+        sm90::Barrier dout_full[kStages], dout_empty[kStages];
+        sm90::Barrier ds_full[kDsStages];
+        sm90::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
+        WorkTile tile[kTileSlots];
+    };
+    static constexpr int kSmemBytes = sizeof(SharedStorage);
+};
+
+}  // namespace flash

@@ -1,0 +1,447 @@
+// The loop of the backward on wgmma and TMA. A CTA owns keys and visits blocks of queries, of all
+// query heads of its key head; each MMA warpgroup owns 64 of the keys:
+//
+//   S^T = K Q^T, dP^T = V dO^T, P = exp(S - LSE), dS = P * (dP - D), D of preprocess
+//   dV += P^T dO, dK += dS^T Q      per warpgroup, in registers
+//   dQ += dS K                      over all keys of the CTA, summed up in global memory
+//
+// P^T and dS^T are A operands as they come out. dS goes through shared memory too, where both
+// warpgroups read the other's. dQ of a step is issued behind S of the next one: it waits for the
+// other warpgroup, and the exponentials run under it.
+#pragma once
+
+#include <arch_sm90.h>
+
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/tensor.hpp>
+
+#include "block_info.h"
+#include "kernel_traits_bwd_sm90.h"
+#include "mask.h"
+#include "mma_traits_sm90.h"
+#include "pipeline_sm90.h"
+#include "store_accumulator.h"
+#include "tensor_maps_bwd_sm90.h"
+#include "tile_scheduler_bwd_sm90.h"
+#include "utils.h"
+#include "work_tile.h"
+
+namespace flash {
+
+using namespace cute;
+
+template <class Traits>
+struct MainloopBwdSm90 {
+    using Element = typename Traits::Element;
+    using SharedStorage = typename Traits::SharedStorage;
+    using Scheduler = TileSchedulerBwdSm90<Traits>;
+    using RingSteps = Ring<Traits::kStages>;
+    using RingTiles = Ring<Traits::kTileSlots>;
+    using RingDs = Ring<Traits::kDsStages>;
+    static constexpr int kTileM = Traits::kTileM;
+    static constexpr int kTileN = Traits::kTileN;
+    static constexpr int kHeadDim = Traits::kHeadDim;
+    static constexpr int kDqColumns = Traits::kDqColumns;
+    static constexpr int kDqFloats = 64 * kDqColumns;  // of a warpgroup
+    // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
+    template <int kColumns>
+    using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
+
+    static constexpr int kBytesStep = kTileM * kHeadDim * sizeof(Element);
+    static constexpr int kBytesStats = kTileM * sizeof(float2);
+    static constexpr int kBytesOwn = kTileN * kHeadDim * sizeof(Element);
+
+    CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
+        constexpr int kReaders = 4 * Traits::kWarpgroups;  // one arrival a warp
+        auto const init = [&](sm90::Barrier *full, int writers, sm90::Barrier *empty) {
+            sm90::barrier_init(full, writers);
+            if (empty != nullptr) sm90::barrier_init(empty, kReaders);
+        };
+        init(&storage.k_full, 1, &storage.k_empty);
+        init(&storage.v_full, 1, &storage.v_empty);
+        for (int i = 0; i < Traits::kStages; ++i) {
+            init(&storage.q_full[i], 1, &storage.q_empty[i]);
+            init(&storage.dout_full[i], 1, &storage.dout_empty[i]);
+        }
+        for (int i = 0; i < Traits::kDsStages; ++i) {
+            init(&storage.ds_full[i], kReaders, nullptr);
+        }
+        for (int i = 0; i < Traits::kTileSlots; ++i) {
+            init(&storage.tile_full[i], 1, &storage.tile_empty[i]);
+        }
+        sm90::fence_barrier_init();
+    }
+
+    // Loads in the order of use, as far ahead as buffers are free. Run by one thread, which also
+    // keeps the order of kernels, as in the forward.
+    struct Producer {
+        TensorMapsBwdSm90 const &maps;
+        SharedStorage &storage;
+        RingSteps q, dout;
+        RingTiles tiles;
+        uint32_t own_parity = 0;  // of K and V
+
+        CUTE_DEVICE void load_own(CUtensorMap const &map, sm90::Barrier *full, sm90::Barrier *empty,
+                                  Element *smem, WorkTile const &tile) {
+            sm90::barrier_wait(empty, own_parity ^ 1);
+            load_box<Traits>(map, full, kBytesOwn, sm90::CacheHint::evict_first, smem,
+                             kTileN * Traits::kSmemRow, tile.m_block * kTileN, tile.head_k,
+                             tile.batch);
+        }
+
+        CUTE_DEVICE void load_q(WorkTile const &tile, int head, int block) {
+            sm90::Barrier *const full = &storage.q_full[q.stage()];
+            sm90::barrier_wait(&storage.q_empty[q.stage()], q.parity() ^ 1);
+            load_box<Traits>(maps.q, full, kBytesStep + kBytesStats, sm90::CacheHint::evict_last,
+                             storage.q[q.stage()].data(), kTileM * Traits::kSmemRow, block * kTileM,
+                             head, tile.batch);
+            sm90::tma_load(&maps.stats, full, sm90::CacheHint::evict_last, storage.stats[q.stage()],
+                           0, block * (kTileM / kStatsRow), head, tile.batch);
+            q.advance();
+        }
+
+        CUTE_DEVICE void load_dout(WorkTile const &tile, int head, int block) {
+            sm90::barrier_wait(&storage.dout_empty[dout.stage()], dout.parity() ^ 1);
+            load_box<Traits>(maps.dout, &storage.dout_full[dout.stage()], kBytesStep,
+                             sm90::CacheHint::evict_last, storage.dout[dout.stage()].data(),
+                             kTileM * Traits::kSmemRow, block * kTileM, head, tile.batch);
+            dout.advance();
+        }
+
+        // Hands a tile to the consumers.
+        CUTE_DEVICE void publish(WorkTile const &tile) {
+            sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
+            storage.tile[tiles.stage()] = tile;
+            sm90::barrier_arrive(&storage.tile_full[tiles.stage()]);
+            tiles.advance();
+        }
+
+        CUTE_DEVICE void run(Flash_bwd_params const &params, TileQueue const &queue) {
+            int index = blockIdx.x;
+            WorkTile tile = Scheduler::get_tile(params, queue, index);
+            // No thread touches global memory before: the consumers wait for their first tile.
+            cudaGridDependencySynchronize();
+            publish(tile);
+            CUTE_NO_UNROLL
+            while (tile.m_block >= 0) {
+                index = queue.next(index);
+                int const count = tile.blocks.count;
+                int head = tile.head_q;
+                int n = count - 1;
+                CUTE_NO_UNROLL
+                for (int left = count * params.h_h_k_ratio; left > 0; --left) {
+                    int const block = tile.blocks.template block<MaskKind::local>(n);
+                    load_q(tile, head, block);
+                    if (left == count * params.h_h_k_ratio) {
+                        load_own(maps.k, &storage.k_full, &storage.k_empty, storage.k.data(), tile);
+                        load_own(maps.v, &storage.v_full, &storage.v_empty, storage.v.data(), tile);
+                        own_parity ^= 1;
+                    }
+                    load_dout(tile, head, block);
+                    if (--n < 0) {
+                        n = count - 1;
+                        ++head;
+                    }
+                }
+                tile = Scheduler::get_tile(params, queue, index);
+                publish(tile);
+            }
+            cudaTriggerProgrammaticLaunchCompletion();
+        }
+    };
+
+    // One MMA warpgroup, which owns 64 keys of every tile.
+    struct Consumer {
+        SharedStorage &storage;
+        int const warpgroup;
+        int const thread;  // among all MMA threads
+        RingSteps step;    // of Q and of dO
+        RingDs ds;
+        RingTiles tiles;
+        uint32_t own_parity = 0;
+
+        // This warp no longer reads the buffer.
+        CUTE_DEVICE static void release(sm90::Barrier *empty) {
+            sm90::barrier_arrive(empty, threadIdx.x % 32 == 0);
+        }
+
+        // The tile in work.
+        CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
+        CUTE_DEVICE int block(int visit) const {
+            return tile().blocks.template block<MaskKind::local>(visit);
+        }
+
+        CUTE_DEVICE void release_step(RingSteps const &ring) const {
+            release(&storage.q_empty[ring.stage()]);
+            release(&storage.dout_empty[ring.stage()]);
+        }
+
+        // The statistics (LSE, D) of two neighbouring queries: element (., j) of an accumulator.
+        CUTE_DEVICE float4 stats(int j) const {
+            return reinterpret_cast<float4 const *>(
+                storage.stats[step.stage()])[thread % 4 + 4 * j];
+        }
+
+        template <class Scores>
+        CUTE_DEVICE void apply_mask(Flash_bwd_params const &params, Scores &tSrS, int visit) const {
+            WorkTile const tile = this->tile();
+            int const first_query = block(visit) * kTileM;
+            mask_scores<Traits::kMask>(
+                params, tile,
+                make_tensor(tSrS.data(),
+                            select<1, 0>(layout_acc_rowcol(tSrS.layout()))),  // (queries, keys)
+                [&](int i) { return first_query + Traits::acc_col(thread, i); },
+                tile.m_block * kTileN + Traits::acc_row(thread, 0),
+                [](int j) { return Traits::acc_row(0, j); });
+        }
+
+        // tSrS: S^T (4, 1, M/8), afterwards P^T.
+        template <class Scores>
+        CUTE_DEVICE void exponentiate(Flash_bwd_params const &params, Scores &tSrS) const {
+            float const scale = params.scale_softmax_log2;
+            CUTE_UNROLL
+            for (int j = 0; j < kTileM / 8; ++j) {
+                float4 const of_two = stats(j);
+                CUTE_UNROLL
+                for (int i = 0; i < 4; ++i) {
+                    float const lse_log2 = i % 2 == 0 ? of_two.x : of_two.z;
+                    tSrS(i, 0, j) = exp2f(tSrS(i, 0, j) * scale - lse_log2);
+                }
+            }
+        }
+
+        // tSrDp: dP^T (4, 1, M/8), afterwards dS^T.
+        template <class Scores>
+        CUTE_DEVICE void differentiate(Scores const &tSrP, Scores &tSrDp) const {
+            CUTE_UNROLL
+            for (int j = 0; j < kTileM / 8; ++j) {
+                float4 const of_two = stats(j);
+                CUTE_UNROLL
+                for (int i = 0; i < 4; ++i) {
+                    float const d = i % 2 == 0 ? of_two.y : of_two.w;
+                    tSrDp(i, 0, j) = tSrP(i, 0, j) * (tSrDp(i, 0, j) - d);
+                }
+            }
+        }
+
+        // tSrDs: dS^T as A operand, (8, 1, M/16). To the warpgroup's page, transposed: each of a
+        // warp's stores writes 16 queries of 16 keys.
+        template <class Fragment>
+        CUTE_DEVICE void store_ds(Fragment const &tSrDs) const {
+            int const query = thread % 32 / 16 * 8 + thread % 8;
+            int const key = thread / 32 * 16 + thread / 8 % 2 * 8;
+            auto const layout =
+                as_position_independent_swizzle_layout(typename Traits::SmemLayoutDs{});  // (M, N)
+            Element *const begin = storage.ds[ds.stage()].data() + layout(query, key);
+            Tensor words = recast<uint32_t>(tSrDs);  // (4, 1, M/16)
+            CUTE_UNROLL
+            for (int j = 0; j < kTileM / 16; ++j) {
+                SM90_U16x8_STSM_T::copy(words(0, 0, j), words(1, 0, j), words(2, 0, j),
+                                        words(3, 0, j),
+                                        *reinterpret_cast<uint128_t *>(begin + j * 16 * 64));
+            }
+            sm90::fence_async_proxy();
+            __syncwarp();
+            release(&storage.ds_full[ds.stage()]);
+        }
+
+        // Adds dQ of a block to the sums, which lie in the order of the accumulators.
+        template <class Acc>
+        CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
+                                Acc const &rDq) const {
+            int64_t const head_index = int64_t(tile().batch) * params.h + head;
+            int64_t const row = head_index * params.seqlen_q_rounded + block * kTileM;
+            float *const sums =
+                params.dq_accum_ptr + row * kHeadDim + warpgroup * kDqFloats + thread % 128 * 4;
+            CUTE_UNROLL
+            for (int i = 0; i < kDqColumns / 8; ++i) {
+                sm90::reduce_add(sums + i * 512, rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2),
+                                 rDq(4 * i + 3));
+            }
+        }
+
+        // Stores the gradient of the tile's keys, times scale. tKrX: (4, 1, d/8); gmem: the first
+        // key of the head.
+        template <class Acc>
+        CUTE_DEVICE void store_gradient(Element *gmem, int64_t row_stride, int d, float scale,
+                                        Acc &tKrX) const {
+            CUTE_UNROLL
+            for (int i = 0; i < size(tKrX); ++i) {
+                tKrX(i) *= scale;
+            }
+            store_accumulator<kHeadDim>(tKrX, thread, d, [&](int i) -> GmemRow<Element> {
+                int const row = tile().m_block * kTileN + Traits::acc_row(thread, i);
+                return {gmem + row * row_stride, row < tile().seqlen_k};
+            });
+        }
+
+        template <class AccK, class AccV>
+        CUTE_DEVICE void store_gradients(Flash_bwd_params const &params, AccK &tKrDk,
+                                         AccV &tKrDv) const {
+            int const batch = tile().batch, head = tile().head_k;
+            store_gradient(head_begin<Element>(params.dv_ptr, batch, params.dv_batch_stride, head,
+                                               params.dv_head_stride),
+                           params.dv_row_stride, params.d, 1.f, tKrDv);
+            store_gradient(head_begin<Element>(params.dk_ptr, batch, params.dk_batch_stride, head,
+                                               params.dk_head_stride),
+                           params.dk_row_stride, params.d, params.scale_softmax, tKrDk);
+        }
+
+        // acc = own visited^T, of K and Q or of V and dO.
+        template <class Own, class Visited, class Acc>
+        CUTE_DEVICE void issue_scores(Own &own, Visited &visited, Acc &acc) const {
+            typename Traits::TiledMmaS mma;
+            auto const thr_mma = mma.get_slice(warpgroup * 128);
+            // Over the loop ptxas would keep the descriptors in vector registers. It does not know
+            // that a ring has fewer than 2^31 uses, and that this adds 0.
+            Tensor sA = make_tensor(make_smem_ptr(own.data() + (step.uses >> 31)),
+                                    typename Traits::SmemLayoutK{});  // (N, d)
+            Tensor sB = make_tensor(make_smem_ptr(visited.data()),
+                                    typename Traits::SmemLayoutQ{});         // (M, d)
+            Tensor tSrA = thr_mma.make_fragment_A(thr_mma.partition_A(sA));  // (1, 1, d/16)
+            Tensor tSrB = thr_mma.make_fragment_B(thr_mma.partition_B(sB));  // (1, 1, d/16)
+            sm90::wgmma_issue<false>(mma, tSrA, tSrB, acc);
+        }
+
+        // acc += tKrX visited, of P^T and dO or of dS^T and Q.
+        template <class Fragment, class Visited, class Acc>
+        CUTE_DEVICE void issue_gradient(Fragment const &tKrX, Visited &visited, Acc &acc) const {
+            typename Traits::TiledMmaDkv mma;
+            auto const thr_mma = mma.get_slice(warpgroup * 128);
+            Tensor sBt = make_tensor(make_smem_ptr(visited.data()),
+                                     typename Traits::SmemLayoutQt{});        // (d, M)
+            Tensor tKrB = thr_mma.make_fragment_B(thr_mma.partition_B(sBt));  // (1, 1, M/16)
+            sm90::wgmma_issue<true>(mma, tKrX, tKrB, acc);
+        }
+
+        // rDq = dS K, once both warpgroups have written dS.
+        template <class Acc>
+        CUTE_DEVICE void issue_dq(Acc &rDq) {
+            typename Traits::TiledMmaDq mma;
+            auto const thr_mma = mma.get_slice(warpgroup * 128);
+            sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
+            Tensor sDs = make_tensor(make_smem_ptr(storage.ds[ds.stage()].data()),
+                                     typename Traits::SmemLayoutDs{});  // (M, N)
+            Tensor sKt = make_tensor(make_smem_ptr(storage.k.data() + (ds.uses >> 31)),
+                                     typename Traits::SmemLayoutKt{});         // (d, N)
+            Tensor tQrDs = thr_mma.make_fragment_A(thr_mma.partition_A(sDs));  // (1, 1, N/16)
+            Tensor tQrK = thr_mma.make_fragment_B(thr_mma.partition_B(sKt));   // (1, 1, N/16)
+            sm90::wgmma_issue<false>(mma, tQrDs, tQrK, rDq);
+            ds.advance();
+        }
+
+        // Waits for the next tile; false: there is none.
+        CUTE_DEVICE bool await_tile() const {
+            sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());
+            return tile().m_block >= 0;
+        }
+
+        CUTE_DEVICE void release_tile() {
+            __syncwarp();
+            release(&storage.tile_empty[tiles.stage()]);
+            tiles.advance();
+        }
+
+        CUTE_DEVICE void run(Flash_bwd_params const &params) {
+            typename Traits::TiledMmaS mma_s;
+            typename Traits::TiledMmaDkv mma_dkv;
+            typename Traits::TiledMmaDq mma_dq;
+            using Scores = Shape<Int<kTileN>, Int<kTileM>>;
+            using Gradient = Shape<Int<kTileN>, Int<kHeadDim>>;
+            Tensor rS = partition_fragment_C(mma_s, Scores{});       // ((2, 2, M/8), 1, 1)
+            Tensor rDp = partition_fragment_C(mma_s, Scores{});      // ((2, 2, M/8), 1, 1)
+            Tensor rDk = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
+            Tensor rDv = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
+            Tensor rDq = partition_fragment_C(
+                mma_dq, Shape<Int<kTileM>, Int<kHeadDim>>{});               // ((2, 2, N/8), 1, 1)
+            Tensor tSrS = make_tensor(rS.data(), AccLayout<kTileM>{});      // (4, 1, M/8)
+            Tensor tSrDp = make_tensor(rDp.data(), AccLayout<kTileM>{});    // (4, 1, M/8)
+            Tensor tKrDk = make_tensor(rDk.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
+            Tensor tKrDv = make_tensor(rDv.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
+            using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileM / 16>>>;
+            Tensor tKrP = make_tensor<Element>(Operand{});   // (8, 1, M/16)
+            Tensor tKrDs = make_tensor<Element>(Operand{});  // (8, 1, M/16)
+
+            auto const issue_s = [&] {
+                sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());
+                issue_scores(storage.k, storage.q[step.stage()], rS);
+            };
+            // P of a visit, once S is complete.
+            auto const compute_p = [&](int visit) {
+                sm90::pin(rS);
+                if (visit >= tile().blocks.unmasked) apply_mask(params, tSrS, visit);
+                exponentiate(params, tSrS);
+            };
+            // dS, dV += P^T dO and dK += dS^T Q of a step, of which the last two are under way
+            // afterwards.
+            auto const issue_gradients = [&] {
+                auto &q = storage.q[step.stage()];
+                auto &dout = storage.dout[step.stage()];
+                sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
+                issue_scores(storage.v, dout, rDp);
+                sm90::wgmma_wait<0>();
+                sm90::pin(rDp);
+                differentiate(tSrS, tSrDp);
+                convert(tSrS, tKrP);
+                convert(tSrDp, tKrDs);
+                issue_gradient(tKrP, dout, rDv);
+                store_ds(tKrDs);
+                issue_gradient(tKrDs, q, rDk);
+            };
+            auto const finish_dq = [&](int visit, int head) {
+                sm90::wgmma_wait<0>();
+                sm90::pin(rDq);
+                add_dq(params, head, block(visit), rDq);
+            };
+
+            CUTE_NO_UNROLL
+            while (await_tile()) {
+                clear(rDk);
+                clear(rDv);
+                int const count = tile().blocks.count;
+                int left = count * params.h_h_k_ratio;  // steps
+                if (left > 0) {
+                    sm90::barrier_wait(&storage.k_full, own_parity);
+                    issue_s();
+                    sm90::wgmma_wait<0>();
+                    int n = count - 1;  // visits left of this head after this one
+                    int head = tile().head_q;
+                    compute_p(n);
+                    sm90::barrier_wait(&storage.v_full, own_parity);
+                    own_parity ^= 1;
+
+                    CUTE_NO_UNROLL
+                    for (; left > 1; --left) {
+                        issue_gradients();
+                        int const visited = n, visited_head = head;
+                        bool const next_head = --n < 0;
+                        n = next_head ? count - 1 : n;
+                        head += next_head;
+                        RingSteps const used = step;
+                        step.advance();
+                        issue_s();
+                        sm90::wgmma_wait<1>();
+                        release_step(used);
+                        issue_dq(rDq);
+                        sm90::wgmma_wait<1>();
+                        compute_p(n);
+                        finish_dq(visited, visited_head);
+                    }
+                    issue_gradients();
+                    issue_dq(rDq);
+                    finish_dq(n, head);
+                    sm90::pin(rDk);
+                    sm90::pin(rDv);
+                    release_step(step);
+                    step.advance();
+                    release(&storage.k_empty);
+                    release(&storage.v_empty);
+                }
+                store_gradients(params, tKrDk, tKrDv);
+                release_tile();
+            }
+        }
+    };
+};
+
+}  // namespace flash

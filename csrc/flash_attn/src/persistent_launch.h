@@ -1,0 +1,85 @@
+// What the launch of a persistent kernel asks of the device: its SMs, and a counter of tiles.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+namespace flash {
+
+// SMs of the current device, asked once per device.
+inline cudaError_t sm_count(int &count) {
+    static std::atomic<int> known[64];
+    int device = 0;
+    if (cudaError_t const error = cudaGetDevice(&device); error != cudaSuccess) {
+        return error;
+    }
+    count = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
+    if (count > 0) {
+        return cudaSuccess;
+    }
+    cudaError_t const error =
+        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess && device < 64) {
+        known[device].store(count, std::memory_order_relaxed);
+    }
+    return error;
+}
+
+// Counters of work stealing, all zero between launches. Launches of one stream follow each other
+// and share one; a captured launch may run beside any other, so each has one of its own that is
+// never given back. A graph does not run beside itself; two executables of one capture could, which
+// is not supported.
+inline constexpr int kTileCounters = 4096;
+inline constexpr int kStreamCounters = 256;  // of these for streams, the rest for captured launches
+__device__ unsigned tile_counters[kTileCounters];
+
+// The counter for a launch on `stream` of the current device; null once all of its kind are in use.
+inline cudaError_t tile_counter(unsigned *&counter, cudaStream_t stream) {
+    struct Table {
+        unsigned *counters = nullptr;
+        std::unordered_map<unsigned long long, int> of_stream;
+        int captured = kStreamCounters;
+    };
+    static std::map<int, Table> tables;
+    static std::mutex mutex;
+    int device = 0;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaStreamIsCapturing(stream, &capture);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    std::lock_guard const lock(mutex);
+    Table &table = tables[device];
+    if (table.counters == nullptr) {
+        void *symbol = nullptr;
+        if (error = cudaGetSymbolAddress(&symbol, tile_counters); error != cudaSuccess) {
+            return error;
+        }
+        table.counters = static_cast<unsigned *>(symbol);
+    }
+    counter = nullptr;
+    if (capture != cudaStreamCaptureStatusNone) {
+        if (table.captured < kTileCounters) counter = table.counters + table.captured++;
+        return cudaSuccess;
+    }
+    unsigned long long id = 0;
+    if (error = cudaStreamGetId(stream, &id); error != cudaSuccess) {
+        return error;
+    }
+    auto const known = table.of_stream.find(id);
+    if (known != table.of_stream.end()) {
+        counter = table.counters + known->second;
+    } else if (table.of_stream.size() < kStreamCounters) {
+        int const slot = static_cast<int>(table.of_stream.size());
+        table.of_stream.emplace(id, slot);
+        counter = table.counters + slot;
+    }
+    return cudaSuccess;
+}
+
+}  // namespace flash

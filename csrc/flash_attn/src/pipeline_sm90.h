@@ -1,0 +1,39 @@
+// What the producer and the consumers of the sm90 class's kernels share: rings of buffers, and the
+// loads that fill them.
+#pragma once
+
+#include <arch_sm90.h>
+#include <cuda.h>
+
+#include <cstdint>
+#include <cute/config.hpp>
+
+namespace flash {
+
+// Where a ring of kStages buffers stands: uses so far, from which follow the next buffer and the
+// parity of its current phase.
+template <int kStages>
+struct Ring {
+    static_assert((kStages & (kStages - 1)) == 0);
+    uint32_t uses = 0;
+
+    CUTE_DEVICE int stage() const { return uses % kStages; }
+    CUTE_DEVICE uint32_t parity() const { return uses / kStages % 2; }
+    CUTE_DEVICE Ring before() const { return {uses - 1}; }
+    CUTE_DEVICE void advance() { ++uses; }
+};
+
+// Loads a box of rows at the given coordinates, as pages of kSmemRow columns page_stride apart.
+template <class Traits, class... Coordinates>
+CUTE_DEVICE void load_box(CUtensorMap const &map, sm90::Barrier *full, int bytes,
+                          sm90::CacheHint hint, typename Traits::Element *smem, int page_stride,
+                          Coordinates... coordinates) {
+    sm90::barrier_arrive_expect(full, bytes);
+    CUTE_UNROLL
+    for (int page = 0; page < Traits::kPages; ++page) {
+        sm90::tma_load(&map, full, hint, smem + page * page_stride, page * Traits::kSmemRow,
+                       coordinates...);
+    }
+}
+
+}  // namespace flash

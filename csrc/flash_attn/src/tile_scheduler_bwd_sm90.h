@@ -1,0 +1,68 @@
+// From a flat index to a tile of keys, for the persistent CTAs of the sm90 class's backward.
+#pragma once
+
+#include <cute/config.hpp>
+#include <cute/numeric/math.hpp>
+
+#include "block_info.h"
+#include "flash.h"
+#include "tile_scheduler.h"
+#include "work_tile.h"
+
+namespace flash {
+
+template <class Traits>
+struct TileSchedulerBwdSm90 {
+    static constexpr int kTileN = Traits::kTileN;
+    using Info = BlockInfo<Traits::kMask, Traits::kTileM, Traits::kTileN>;
+
+    CUTE_HOST_DEVICE static int num_n_blocks(Flash_bwd_params const &params) {
+        return (params.seqlen_k + kTileN - 1) / kTileN;
+    }
+    CUTE_HOST_DEVICE static int64_t num_tiles(Flash_bwd_params const &params) {
+        return int64_t(params.b) * params.h_k * num_n_blocks(params);
+    }
+
+    // Key heads whose tiles are scheduled together, so that under a causal mask the launch ends
+    // with short ones. What their query heads read and add up must stay in L2.
+    CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int sms) {
+        constexpr int64_t kL2Bytes = 32 << 20;  // of the 50 MB an H100 or H200 has
+        constexpr int64_t kWaves = 3;
+        int64_t const bytes =  // Q and dO, 16 bits each, and the sums of dQ
+            int64_t(params.h_h_k_ratio) * params.seqlen_q * (4 * params.d + 4 * Traits::kHeadDim);
+        int64_t const tiles = cute::max(num_n_blocks(params), 1);
+        int64_t const wanted = (kWaves * sms + tiles - 1) / tiles;
+        int64_t const in_l2 = kL2Bytes / cute::max(bytes, int64_t(1));
+        int64_t const all = int64_t(params.b) * params.h_k;
+        return static_cast<int>(cute::max(cute::min(cute::min(wanted, in_l2), all), int64_t(1)));
+    }
+
+    // No tile is left: m_block < 0.
+    CUTE_HOST_DEVICE static WorkTile get_tile(Flash_bwd_params const &params,
+                                              TileQueue const &queue, int index) {
+        if (index >= queue.tiles) {
+            return {.m_block = -1};
+        }
+        // The first keys of a causal mask are seen by most queries.
+        int const n_blocks = num_n_blocks(params);
+        int const first_head = index / (queue.group * n_blocks) * queue.group;
+        int const heads = cute::min(queue.group, params.b * params.h_k - first_head);
+        int const within = index - first_head * n_blocks;
+        int const n = within / heads;
+        int const batch_head = first_head + within - n * heads;
+        WorkTile tile{.m_block = n, .batch = batch_head / params.h_k};
+        tile.head = batch_head - tile.batch * params.h_k;
+        tile.head_q = tile.head * params.h_h_k_ratio;
+        tile.head_k = tile.head;
+        tile.seqlen_q = params.seqlen_q;
+        tile.seqlen_k = params.seqlen_k;
+        tile.blocks = Info::query_block_range(params, tile, n);
+        // Behind the last key P may be infinite, and 0 times it NaN: such a tile masks every step.
+        if ((n + 1) * kTileN > params.seqlen_k) {
+            tile.blocks.unmasked = tile.blocks.left = 0;
+        }
+        return tile;
+    }
+};
+
+}  // namespace flash
