@@ -371,6 +371,7 @@ struct MainloopBwdSm90 {
                 sm90::pin(rS);
                 if (visit >= tile().blocks.unmasked) apply_mask(params, tSrS, visit);
                 exponentiate(params, tSrS);
+                sm90::pin(rS);  // under the products in flight, not behind the next wait
             };
             // dS, dV += P^T dO and dK += dS^T Q of a step, of which the last two are under way
             // afterwards.
