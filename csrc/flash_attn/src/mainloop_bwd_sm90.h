@@ -382,10 +382,12 @@ struct MainloopBwdSm90 {
                 issue_scores(storage.v, dout, rDp);
                 sm90::wgmma_wait<0>();
                 sm90::pin(rDp);
-                differentiate(tSrS, tSrDp);
                 convert(tSrS, tKrP);
+                // dV runs under dS where the registers suffice.
+                if constexpr (kTileM == 64) issue_gradient(tKrP, dout, rDv);
+                differentiate(tSrS, tSrDp);
                 convert(tSrDp, tKrDs);
-                issue_gradient(tKrP, dout, rDv);
+                if constexpr (kTileM > 64) issue_gradient(tKrP, dout, rDv);
                 store_ds(tKrDs);
                 issue_gradient(tKrDs, q, rDk);
             };
