@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from flashcute import sim
 from flashcute.config import BwdConfig, BwdTile
 from flashcute.reference import attention_ref
+from flashcute.testing import check_backward, compare_backward
 
 # Small tiles compile and run fast. The two take different paths: two stages for dQ and one for dK
 # and dV, which are one kernel; or the other way round, 32 rows a warp for dQ, dK and dV apart.
@@ -22,6 +23,14 @@ SPLIT = BwdConfig(
 )
 # (left, right) of the mask "local".
 WINDOW = (40, 10)
+# (b, seqlen_q, seqlen_k, h, h_k): whole tiles; more keys than queries in groups of two heads; one
+# past the tiles' edges, one key head; queries that see no key; keys that no query of a window sees;
+# a single query; no keys at all.
+SHAPES = (
+    *((1, 128, 128, 1, 1), (2, 100, 150, 4, 2), (1, 129, 129, 3, 1), (1, 150, 70, 2, 2)),
+    *((1, 20, 200, 1, 1), (1, 1, 65, 2, 1), (1, 5, 0, 2, 1)),
+)
+GRADIENTS = ("dq", "dk", "dv")
 
 
 def with_mask(config: BwdConfig, mask: str) -> BwdConfig:
@@ -87,3 +96,21 @@ def make_problem(
             "sinks": draw(h) if extras else None,
         },
     )
+
+
+def passed(result: sim.SimResult) -> sim.SimResult:
+    assert result.verdict == "pass", result.message
+    return result
+
+
+def compare(problem: Problem, result: sim.SimResult, function: Any = compare_backward) -> Any:
+    x = problem
+    return function(passed(result).outputs, x.q, x.k, x.v, x.dout, dlse=x.dlse, **x.options)
+
+
+def check(problem: Problem, result: sim.SimResult) -> None:
+    compare(problem, result, check_backward)
+
+
+def same(a: sim.SimResult, b: sim.SimResult, names: Sequence[str] = GRADIENTS) -> bool:
+    return all(torch.equal(a.outputs[name], b.outputs[name]) for name in names)

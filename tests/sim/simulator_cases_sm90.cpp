@@ -305,7 +305,7 @@ cudaError_t run_encoding() {
     refused("step 0", [](auto &x) { x.steps[1] = 0; });
     refused("step", [](auto &x) { x.steps[1] = 9; });
     CUresult const uncovered = CUDA_ERROR_NOT_SUPPORTED;
-    refused("type", [](auto &x) { x.type = CU_TENSOR_MAP_DATA_TYPE_FLOAT32; }, uncovered);
+    refused("type", [](auto &x) { x.type = CU_TENSOR_MAP_DATA_TYPE_FLOAT64; }, uncovered);
     refused("steps", [](auto &x) { x.steps[1] = 2; }, uncovered);
     refused("short rows", [](auto &x) { x.box[0] = 32; }, uncovered);
     return cudaSuccess;
@@ -437,6 +437,63 @@ cudaError_t run_too_many_blocks() {
     return launch(&numbers, 4, 32, 0, &counter, owner.data());
 }
 
+// Each block adds to two groups of four floats; the rounding of a sum shows its order.
+__global__ void sums(float *sum) {
+    if (threadIdx.x < 2) {
+        constexpr float kLarge = 1 << 24;
+        float const x = blockIdx.x == 0 ? kLarge : blockIdx.x == 3 ? -kLarge : 1.f;
+        sm90::reduce_add(sum + 4 * threadIdx.x, x, 1.f, 2.f, x);
+    }
+}
+cudaError_t run_sums() {
+    alignas(16) float sum[8] = {};
+    sim::state().settings.sms = 4;
+    auto const error = launch(&sums, 4, 32, 0, &sum[0]);
+    expect(sum[1] == 4 && sum[2] == 8 && sum[6] == 8 && sum[0] == sum[3], "sums");
+    expect(sim::state().counters.reduction_bytes == 4 * 2 * 16, "bytes");
+    std::printf("order %g%g\n", sum[0], sum[4]);
+    return error;
+}
+cudaError_t run_sums_misaligned() {
+    alignas(16) float sum[12] = {};
+    sim::state().settings.sms = 4;
+    return launch(&sums, 4, 32, 0, &sum[2]);
+}
+
+// Statistics as TMA loads them: rows of 512 bytes of floats, of which the last is outside.
+__global__ void floats(__grid_constant__ CUtensorMap const map, int *wrong) {
+    sm90::Barrier *const barrier = reinterpret_cast<sm90::Barrier *>(smem + 2048);
+    if (threadIdx.x == 0) {
+        sm90::barrier_init(barrier, 1);
+        sm90::fence_barrier_init();
+        sm90::barrier_arrive_expect(barrier, 1024);
+        sm90::tma_load(&map, barrier, sm90::CacheHint::evict_last, smem, 0, 2, 0, 0);
+    }
+    __syncthreads();
+    sm90::barrier_wait(barrier, 0);
+    for (int i = threadIdx.x; i < 256; i += 32) {
+        *wrong += reinterpret_cast<float *>(smem)[i] != (i < 128 ? 256.f + i : 0.f);
+    }
+}
+cudaError_t run_floats() {
+    alignas(16) float data[3 * 128];
+    for (int i = 0; i < 3 * 128; ++i) {
+        data[i] = static_cast<float>(i);
+    }
+    alignas(64) CUtensorMap map;
+    cuuint64_t const extents[] = {128, 3, 1, 1}, strides[] = {512, 16, 16};
+    cuuint32_t const box[] = {128, 2, 1, 1}, ones[] = {1, 1, 1, 1};
+    auto const result = sim::tensor_map_encode_tiled(
+        &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, data, extents, strides, box, ones,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    expect(result == CUDA_SUCCESS, "encoding");
+    int wrong = 0;
+    auto const error = launch(&floats, 1, 32, 4096, map, &wrong);
+    expect(wrong == 0, "values");
+    return error;
+}
+
 template <class Kernel>
 std::function<cudaError_t()> counting(Kernel *kernel, int threads, int smem_bytes) {
     return [=] {
@@ -508,6 +565,9 @@ Cases const cases{
     {"half_a_warpgroup", plain(&half_a_warpgroup, 384)},
     {"numbers", &run_numbers},
     {"too_many_blocks", &run_too_many_blocks},
+    {"sums", &run_sums},
+    {"sums_misaligned", &run_sums_misaligned},
+    {"floats", &run_floats},
 };
 
 }  // namespace

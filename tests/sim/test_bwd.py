@@ -7,7 +7,18 @@ import re
 import pytest
 import tiers
 import torch
-from backward import SPLIT, TOGETHER, make_problem, with_mask
+from backward import (
+    GRADIENTS,
+    SHAPES,
+    SPLIT,
+    TOGETHER,
+    check,
+    compare,
+    make_problem,
+    passed,
+    same,
+    with_mask,
+)
 from mutants import Mutant
 from mutants_bwd import MUTANTS
 from planted import build_mutants, checker
@@ -16,18 +27,9 @@ from flashcute import heuristics, sim
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS
 from flashcute.oracles import embed_in_nan
 from flashcute.reference import attention_ref, visible_keys
-from flashcute.testing import check_backward, compare_backward
 
 PAIR = (TOGETHER, SPLIT)
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS]
-# (b, seqlen_q, seqlen_k, h, h_k): whole tiles; more keys than queries in groups of two heads; one
-# past the tiles' edges, one key head; queries that see no key; keys that no query of a window sees;
-# a single query; no keys at all.
-SHAPES = (
-    *((1, 128, 128, 1, 1), (2, 100, 150, 4, 2), (1, 129, 129, 3, 1), (1, 150, 70, 2, 2)),
-    *((1, 20, 200, 1, 1), (1, 1, 65, 2, 1), (1, 5, 0, 2, 1)),
-)
-GRADIENTS = ("dq", "dk", "dv")
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 
 
@@ -35,24 +37,6 @@ CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 def kernels():
     sim.build_runners(["none"])
     return sim.build_kernels([(config, "none") for config in CONFIGS])
-
-
-def passed(result):
-    assert result.verdict == "pass", result.message
-    return result
-
-
-def compare(problem, result, function=compare_backward):
-    x = problem
-    return function(passed(result).outputs, x.q, x.k, x.v, x.dout, dlse=x.dlse, **x.options)
-
-
-def check(problem, result):
-    compare(problem, result, check_backward)
-
-
-def same(a, b, names=GRADIENTS):
-    return all(torch.equal(a.outputs[name], b.outputs[name]) for name in names)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))

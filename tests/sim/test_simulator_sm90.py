@@ -20,6 +20,7 @@ def cases():
         *("k_128", "k_64", "k_32", "k_none", "mn_128", "mn_64", "mn_32", "mn_none"),
         *("registers_256", "registers_32", "product_eager", "product_late", "read_in_flight"),
         *("boxes", "encoding", "ring", "elect", "registers_fit", "numbers"),
+        *("sums", "floats"),
     ],
 )
 def test_result(cases, case):
@@ -35,6 +36,12 @@ def test_atomics_of_blocks_take_turns_by_seed(cases):
     orders = [[run(cases, "numbers", seed)["order"] for _ in range(3)] for seed in range(6)]
     assert all(len(set(of_one_seed)) == 1 for of_one_seed in orders)
     assert all(sorted(order) == list("00112233") for order, *_ in orders)
+    assert len({order for order, *_ in orders}) > 1
+
+
+def test_sums_of_blocks_are_added_up_in_the_order_of_the_seed(cases):
+    orders = [[run(cases, "sums", seed)["order"] for _ in range(3)] for seed in range(8)]
+    assert all(len(set(of_one_seed)) == 1 for of_one_seed in orders)
     assert len({order for order, *_ in orders}) > 1
 
 
@@ -85,6 +92,7 @@ _UNAWAITED = r"lane \d+: {} at byte \d+ without having waited for phase 1 of mba
         ("registers_raised_to_less", 719, r"setmaxnreg.inc to 160: warpgroup \d has 168"),
         ("registers_lowered_to_more", 719, r"setmaxnreg.dec to 176: warpgroup 0 has 168"),
         ("half_a_warpgroup", 719, r"missing threads?: .*warpgroup \d"),
+        ("sums_misaligned", 716, r"red of 16 bytes at a global address that is no multiple"),
         ("too_many_blocks", 801, r"not covered: atomics in a grid of more blocks"),
     ],
 )

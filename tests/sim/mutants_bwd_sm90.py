@@ -1,0 +1,190 @@
+"""Faults planted into the sm90 class's backward, as in ``mutants.py``."""
+
+from __future__ import annotations
+
+from backward import with_mask
+from mutants import Mutant
+
+from flashcute import heuristics
+
+# dQ of a step by rows for each warpgroup, and by columns.
+ROWS = heuristics.sm90_bwd_config("bf16", 64, "causal")
+COLUMNS = heuristics.sm90_bwd_config("fp16", 128, "causal")
+_FULL = with_mask(ROWS, "none")
+
+_MAINLOOP = "mainloop_bwd_sm90.h"
+_KERNEL = "flash_bwd_kernel_sm90.h"
+_PREPROCESS = "flash_bwd_preprocess_kernel.h"
+_SCHEDULER = "tile_scheduler_bwd_sm90.h"
+
+_UNAWAITED = r"warpgroup \d: a wgmma reads byte \d+ without having waited for phase \d+ of mbarrier"
+_OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgroup \d"
+_UNWRITTEN = r"a wgmma reads byte \d+, (stored .* without fence|which has not been written)"
+_IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
+_DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier"
+_ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
+_EARLY = r"before griddepcontrol.wait"
+
+
+def _simulator(name, file, old, new, report, config=ROWS) -> Mutant:
+    return Mutant(name, file, old, new, "simulator", report, config)
+
+
+def _numerics(name, file, old, new, config=ROWS) -> Mutant:
+    return Mutant(name, file, old, new, "numerics/late", "", config)
+
+
+MUTANTS = (
+    _simulator(
+        "K read without waiting for it",
+        _MAINLOOP,
+        "sm90::barrier_wait(&storage.k_full, own_parity);",
+        "",
+        _UNAWAITED,
+    ),
+    _simulator(
+        "V read without waiting for it",
+        _MAINLOOP,
+        "sm90::barrier_wait(&storage.v_full, own_parity);",
+        "",
+        _UNAWAITED,
+    ),
+    _simulator(
+        "Q read without waiting for it",
+        _MAINLOOP,
+        "sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());",
+        "",
+        _UNAWAITED,
+    ),
+    _simulator(
+        "dO read without waiting for it",
+        _MAINLOOP,
+        "sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());",
+        "",
+        _UNAWAITED,
+    ),
+    _simulator(
+        "dS of the other warpgroup read without waiting for it",
+        _MAINLOOP,
+        "sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());",
+        "",
+        _UNWRITTEN,
+    ),
+    _simulator(
+        "dS without a fence",
+        _MAINLOOP,
+        "sm90::fence_async_proxy();\n            __syncwarp();",
+        "__syncwarp();",
+        _UNWRITTEN,
+    ),
+    _simulator(
+        "stages released before their products are complete",
+        _MAINLOOP,
+        "sm90::wgmma_wait<1>();\n                        release_step(used);",
+        "release_step(used);\n                        sm90::wgmma_wait<1>();",
+        _OVERWRITTEN,
+    ),
+    _simulator(
+        "K released before the last product",
+        _MAINLOOP,
+        "issue_dq(rDq);\n                    finish_dq(n, head);",
+        "release(&storage.k_empty);\n                    issue_dq(rDq);\n"
+        "                    finish_dq(n, head);",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+    ),
+    _simulator(
+        "own buffers overwritten without waiting",
+        _MAINLOOP,
+        "sm90::barrier_wait(empty, own_parity ^ 1);",
+        "",
+        _OVERWRITTEN,
+    ),
+    _simulator(
+        "stage of Q overwritten without waiting",
+        _MAINLOOP,
+        "sm90::barrier_wait(&storage.q_empty[q.stage()], q.parity() ^ 1);",
+        "",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+    ),
+    _simulator(
+        "phase of K and V not flipped",
+        _MAINLOOP,
+        "own_parity ^= 1;\n\n",
+        "\n",
+        f"{_UNAWAITED}|{_DEADLOCK}|{_OVERWRITTEN}",
+    ),
+    _simulator(
+        "tile never released",
+        _MAINLOOP,
+        "release(&storage.tile_empty[tiles.stage()]);",
+        "",
+        _DEADLOCK,
+    ),
+    _simulator(
+        "dS computed before dP is complete",
+        _MAINLOOP,
+        "sm90::wgmma_wait<0>();\n                sm90::pin(rDp);",
+        "sm90::pin(rDp);",
+        _IN_FLIGHT,
+    ),
+    _simulator(
+        "loads before the kernel before has ended",
+        _MAINLOOP,
+        "cudaGridDependencySynchronize();",
+        "",
+        _EARLY,
+    ),
+    _simulator(
+        "rounding before the sums are complete",
+        _KERNEL,
+        "cudaGridDependencySynchronize();",
+        "",
+        "no thread executes griddepcontrol.wait",
+    ),
+    _numerics("sums of dQ begin anywhere", _PREPROCESS, "= make_float4(0.f, 0.f, 0.f, 0.f)", ""),
+    _numerics(
+        "mask forgotten", _MAINLOOP, "if (visit >= tile().blocks.unmasked) apply", "if (0) apply"
+    ),
+    _numerics(
+        "mask off by one",
+        _MAINLOOP,
+        "first_query + Traits::acc_col(thread, i)",
+        "first_query + 1 + Traits::acc_col(thread, i)",
+    ),
+    _numerics("dP without D", _MAINLOOP, "(tSrDp(i, 0, j) - d)", "tSrDp(i, 0, j)"),
+    _numerics("head of the group not advanced", _MAINLOOP, "head += next_head;", ""),
+    _numerics(
+        "dQ added to the next block",
+        _MAINLOOP,
+        "finish_dq(visited, visited_head);",
+        "finish_dq(n, visited_head);",
+        COLUMNS,
+    ),
+    _numerics(
+        "dQ added to the next head",
+        _MAINLOOP,
+        "finish_dq(visited, visited_head);",
+        "finish_dq(visited, head);",
+    ),
+    _numerics(
+        "columns of dQ in one warpgroup's place",
+        _KERNEL,
+        "Traits::kDqByRows ? 0 : warpgroup * kColumns",
+        "0",
+        COLUMNS,
+    ),
+    _numerics("dQ not scaled", _KERNEL, "four.z * params.scale_softmax", "four.z"),
+    _numerics(
+        "dK not scaled",
+        _MAINLOOP,
+        "params.dk_row_stride, params.d, params.scale_softmax, tKrDk",
+        "params.dk_row_stride, params.d, 1.f, tKrDk",
+    ),
+    _numerics(
+        "infinite P behind the last key",
+        _SCHEDULER,
+        "(n + 1) * kTileN > params.seqlen_k",
+        "false",
+        _FULL,
+    ),
+)

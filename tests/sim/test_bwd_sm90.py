@@ -1,0 +1,198 @@
+"""The backward kernels of the sm90 class in the simulator."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+from backward import (
+    SHAPES,
+    check,
+    compare,
+    make_problem,
+    passed,
+    same,
+    with_mask,
+)
+from mutants import Mutant
+from mutants_bwd_sm90 import COLUMNS, MUTANTS, ROWS
+from planted import build_mutants, checker
+
+from flashcute import sim
+from flashcute.config import MASKS
+from flashcute.oracles import embed_in_nan
+from flashcute.reference import visible_keys
+
+PAIR = (ROWS, COLUMNS)
+CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS]
+# And several tiles for a CTA, whose keys are cut by the end.
+LONG = (1, 300, 700, 2, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    sim.build_runners(["none"])
+    return sim.build_kernels([(config, "none") for config in CONFIGS])
+
+
+@pytest.mark.parametrize("shape", (*SHAPES, LONG), ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_gradients(config, shape):
+    problem = make_problem(config, shape, extras=True)
+    check(problem, problem.run(config, copy_mode="random"))
+
+
+@pytest.mark.parametrize("order", ["bshd", "bhsd", "sbhd"])
+def test_strides_and_surroundings(order):
+    """NaN around every input and output: neither read nor overwritten."""
+    problem = make_problem(ROWS, (2, 70, 200, 2, 1))
+    names = ("q", "k", "v", "dout")
+    inputs = {name: embed_in_nan(getattr(problem, name), order).view for name in names}
+    out, lse = problem.forward()
+    shapes = {"dq": problem.q, "dk": problem.k, "dv": problem.v}
+    outputs = {
+        name: embed_in_nan(torch.full_like(x, math.nan), order) for name, x in shapes.items()
+    }
+    result = sim.run_bwd(
+        ROWS,
+        *(inputs[name] for name in "qkv"),
+        embed_in_nan(out, order).view,
+        lse,
+        inputs["dout"],
+        gradients={name: x.view for name, x in outputs.items()},
+    )
+    check(problem, result)
+    assert all(x.untouched() for x in outputs.values())
+
+
+@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+def test_only_the_sums_of_dq_depend_on_the_schedule(config):
+    problem = make_problem(config, (1, 70, 500, 2, 1), extras=True)
+    first = passed(problem.run(config))
+    assert same(first, problem.run(config))
+    equal = []
+    for seed, copy_mode in enumerate(2 * sim.COPY_MODES):
+        again = problem.run(config, seed=seed, copy_mode=copy_mode, sms=3)
+        check(problem, again)
+        assert same(first, again, ("dk", "dv", "dsinks"))
+        assert first.counters == again.counters
+        equal.append(same(first, again, ("dq_accum",)))
+    assert not all(equal)
+
+
+def visits(config, problem):
+    """Pairs of a tile of keys and a block of queries that share a visible pair, of one head."""
+    seqlen_q, seqlen_k = problem.q.shape[1], problem.k.shape[1]
+    options = problem.options
+    visible = visible_keys(seqlen_q, seqlen_k, options["causal"], options["window_size"])
+    return sum(
+        bool(block.any())
+        for rows in visible.split(config.dkv.step, 0)
+        for block in rows.split(config.dkv.rows, 1)
+    )
+
+
+def instructions(config):
+    """wgmmas of a visit: two warpgroups, k16 steps of S, dP, dV, dK, dQ."""
+    d, keys, queries = config.head_dim, config.dkv.rows, config.dkv.step
+    return 2 * (2 * d // 16 + 2 * queries // 16 + keys // 16)
+
+
+def wrong_counts(config, problem, result):
+    counters = result.counters
+    b, _, h, _ = problem.q.shape
+    of_all_heads = b * h * visits(config, problem)
+    dq_bytes = 4 * config.dkv.step * config.head_dim
+    return (
+        any(n for name, n in counters.items() if name.endswith("_conflicts"))
+        or counters["wgmma"] != of_all_heads * instructions(config)
+        or counters["reduction_bytes"] != of_all_heads * dq_bytes
+    )
+
+
+@pytest.mark.parametrize("shape", (*SHAPES[1:5], LONG), ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_work_done_is_the_work_planned(config, shape):
+    """And shared memory is read and written without bank conflicts."""
+    problem = make_problem(config, shape)
+    assert not wrong_counts(config, problem, passed(problem.run(config)))
+
+
+def infinite_behind_the_keys(config):
+    """All scores far below 0, so that exp(0 - LSE), of a row of zeros, is infinite."""
+    problem = make_problem(config, (1, 100, 150, 2, 1))
+    ones = torch.ones_like(problem.q)
+    return dataclasses.replace(problem, q=5 * ones + problem.q / 8, k=problem.k / 8 - 5)
+
+
+@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+def test_keys_behind_the_last_one_do_not_count(config):
+    config = with_mask(config, "none")
+    problem = infinite_behind_the_keys(config)
+    check(problem, problem.run(config))
+
+
+@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+def test_rows_without_keys(config):
+    problem = make_problem(config, (1, 150, 70, 2, 2), extras=True)
+    problem.options["sinks"] = None
+    result = problem.run(config)
+    check(problem, result)
+    assert not result.outputs["dq"][:, : 150 - 70].any()
+
+
+# A window with unseen keys; queries that see no key; more keys than queries, in groups; several
+# tiles for a CTA.
+MUTANT_SHAPES = ((1, 70, 200, 1, 1), (1, 150, 70, 2, 2), (2, 100, 150, 4, 2), LONG)
+_NOTHING = ("flash.h", "#pragma once", "#pragma once")
+FAULTLESS = [
+    Mutant(f"none in {c.full_name}", *_NOTHING, "", "", c)
+    for c in dict.fromkeys(m.config for m in MUTANTS)
+]
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """The kernels of all mutants by name."""
+    return build_mutants([*MUTANTS, *FAULTLESS], tmp_path_factory.mktemp("mutants"))
+
+
+def problems(config):
+    for shape in MUTANT_SHAPES:
+        problem = make_problem(config, shape, extras=True)
+        if shape[1] > shape[2]:
+            problem.options["sinks"] = None  # so that the LSE of empty rows is -inf
+        yield problem
+    yield infinite_behind_the_keys(config)
+
+
+def wrong_numbers(problem, result):
+    return not all(r.ok for r in compare(problem, result).values())
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_found(mutant, planted):
+    config, (finder, _, copy_mode) = mutant.config, mutant.finder.partition("/")
+    results = []
+    for problem in problems(config):
+        options = {"checker": checker(mutant), "copy_mode": copy_mode or "late"}
+        result = problem.run(config, kernel=planted[mutant.name], timeout=120, **options)
+        results.append(result)
+        if result.verdict == "fail" and mutant.report and re.search(mutant.report, result.message):
+            return
+        if result.verdict == "pass":
+            if finder == "numerics" and wrong_numbers(problem, result):
+                return
+            if finder == "counters" and wrong_counts(config, problem, result):
+                assert not wrong_numbers(problem, result)
+                return
+    pytest.fail(f"{mutant.name} survived: {[(r.verdict, r.message) for r in results]}")
+
+
+@pytest.mark.parametrize("faultless", FAULTLESS, ids=lambda m: m.name)
+def test_unmutated_kernels_pass_the_same_checks(faultless, planted):
+    config = faultless.config
+    for problem in problems(config):
+        result = passed(problem.run(config, kernel=planted[faultless.name]))
+        assert not wrong_numbers(problem, result) and not wrong_counts(config, problem, result)
