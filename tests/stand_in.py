@@ -36,8 +36,8 @@ class StandIn:
         calls.append((values, stream or 0))
         return self.result
 
-    def choose(self, problem) -> ops._FwdChoice:
+    def choose(self, problem) -> ops._Choice:
         """In place of ``ops._choose``."""
-        names = [name for name, _ in ops._FwdProblem._fields_]
+        names = [name for name, _ in ops._Problem._fields_]
         self.problems.append({name: getattr(problem, name) for name in names})
-        return ops._FwdChoice(ctypes.addressof(self.kernel), self.pack_heads)
+        return ops._Choice(ctypes.addressof(self.kernel), self.pack_heads)
