@@ -318,8 +318,8 @@ def test_nothing_calls_the_resolver_when_the_interpreter_has_ended() -> None:
         "from flashcute import ops\n"
         "library = torch.library.Library('flashcute', 'DEF')\n"
         f"library.define({FROZEN_SCHEMA.removeprefix('flashcute::')!r})\n"
-        "library.define('fwd_no_grad(Tensor q) -> Tensor')\n"
-        "library.define('attend(Tensor q) -> Tensor')\n"
+        "for name in ('fwd_no_grad', 'attend', 'attend_varlen', 'bwd'):\n"
+        "    library.define(f'{name}(Tensor q) -> Tensor')\n"
         f"ops.jit.load_binding = lambda: {str(late)!r}\n"
         "ops.load()\n"
     )
