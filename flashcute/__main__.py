@@ -329,7 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("sim", help="run one kernel on the CPU and check it")
     simulate.set_defaults(run=sim_cli.run)
     sim_cli.add_arguments(simulate)
-    bench = commands.add_parser("bench", help="measure the forward pass beside its peers")
+    bench = commands.add_parser("bench", help="measure forward and backward beside their peers")
     bench.set_defaults(run=bench_cli.run)
     bench_cli.add_arguments(bench)
     profile = commands.add_parser("profile", help="what a kernel costs and why")
