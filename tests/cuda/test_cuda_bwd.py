@@ -6,16 +6,17 @@ import ctypes
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 from layouts import STYLES, nan_surrounded
 
 from flashcute import flash_attn_func, heuristics, jit, ops, oracles, testing
-from flashcute.config import DTYPES, HEAD_DIMS, MASKS, ROW_STATS_MULTIPLE, BwdConfig
-from flashcute.jit import abi, kernels
+from flashcute.config import DTYPES, HEAD_DIMS, MASKS, ROW_STATS_MULTIPLE
+from flashcute.jit import abi
 from flashcute.reference import visible_keys
+
+pytestmark = pytest.mark.usefixtures("backward_kernels")
 
 CHUNKS = 10
 CASES_PER_CHUNK = 100
@@ -29,41 +30,6 @@ D = (8, 20, 32, 40, 64, 72, 96, 100, 128, 136, 192, 200, 256)
 # does not round the output in between, has fewer.
 KEY_STYLES = tuple(style for style in STYLES if style != "expanded_rows")
 DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def target() -> str:
-    return "".join(map(str, torch.cuda.get_device_capability()))
-
-
-def configs() -> Iterator[BwdConfig]:
-    """Every backward that :func:`flashcute.heuristics.choose_bwd` may answer with here."""
-    capability = torch.cuda.get_device_capability()
-    for head_dim in HEAD_DIMS:
-        for dtype in DTYPES:
-            for config in heuristics.bwd_configs_in_use(dtype, head_dim, False, capability):
-                for mask in MASKS:
-                    yield dataclasses.replace(config, mask=mask)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _built_kernels() -> None:
-    """In parallel: each would be compiled where it is first needed. Those with windows, of the
-    forward too, are not shipped."""
-    capability = torch.cuda.get_device_capability()
-    forward = [
-        dataclasses.replace(config, mask="local")
-        for head_dim in HEAD_DIMS
-        for dtype in DTYPES
-        for config in (
-            heuristics.fwd_config(dtype, head_dim, False, capability),
-            *(heuristics.sm90_configs(dtype, head_dim, False) if capability == (9, 0) else ()),
-        )
-    ]
-    specs = [(config, target()) for config in (*configs(), *forward)]
-    missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
-    for result in jit.build_kernels(missing) if missing else ():
-        assert result.artefact is not None, result
-        assert result.artefact.meta["spill_bytes"] == 0, result.unit.name
 
 
 @pytest.fixture(params=["80", "90"])
@@ -257,7 +223,8 @@ def test_rows_and_keys_without_partners_have_zero_gradients(
 def test_nothing_else_is_written(head_dim: int, mask: str) -> None:
     """The kernels themselves, on gradients and a workspace surrounded by NaN."""
     config = heuristics.bwd_config("bf16", head_dim, mask)
-    kernel = abi.FlashKernel.from_address(jit.get_kernel(config, target()).address)
+    target = "".join(map(str, torch.cuda.get_device_capability()))
+    kernel = abi.FlashKernel.from_address(jit.get_kernel(config, target).address)
     b, seqlen_q, seqlen_k, h, h_k, d = 2, 133, 150, 4, 2, head_dim - 8
     inputs, dout = _problem((b, seqlen_q, seqlen_k, h, h_k, d), torch.bfloat16)
     q, k, v = (x.detach() for x in inputs)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import flashcute
 from flashcute import ops, testing
 
+pytestmark = pytest.mark.usefixtures("backward_kernels")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -64,9 +65,9 @@ def test_a_training_step_is_captured_and_replays_with_changed_inputs() -> None:
 def test_runs_on_the_stream_of_the_forward() -> None:
     inputs = _inputs()
     expected = _gradients(inputs)
+    late = [torch.full_like(x, torch.nan).requires_grad_() for x in inputs]
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
-    late = [torch.full_like(x, torch.nan).requires_grad_() for x in inputs]
     with torch.cuda.stream(side):
         _gradients(inputs)  # leaves this stream memory to reuse: cudaMalloc would wait for the GPU
         torch.cuda._sleep(100_000_000)
