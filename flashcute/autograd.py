@@ -25,13 +25,14 @@ def refuse_forward_mode(ctx, *tangents):
     )
 
 
-def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether a gradient of one of these may be asked for."""
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if x is not None and x.requires_grad:
-                return True
-    return False
+def wants_gradient(q, k, v, sinks=None) -> bool:
+    """Whether a gradient of one of these tensors may be asked for."""
+    return torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+    )
 
 
 def _op(name: str) -> Callable:

@@ -272,7 +272,8 @@ def _autograd(name: str, on_cpu: Callable, elsewhere: Callable | None = None) ->
 
     def kernel(*args):
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if autograd.wants_gradient(*tensors) or cpu.has_tangent(*tensors):
+        wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if wants_gradient or cpu.has_tangent(*tensors):
             if tensors[0].is_cpu:
                 return on_cpu(*args)
             if elsewhere is None:
