@@ -436,6 +436,7 @@ def test_caller_gets_the_resolvers_exception(
 
 def test_exceptions_of_other_threads_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     barrier = threading.Barrier(4)
+    q = torch.empty(1)
     seen: dict[int, BaseException] = {}
 
     def fail(problem):
@@ -448,7 +449,7 @@ def test_exceptions_of_other_threads_are_not_mixed_up(monkeypatch: pytest.Monkey
 
     def call():
         try:
-            ops.fwd(None, None, None, 1.0, False)
+            ops.fwd(q, q, q, 1.0, False)
         except ValueError as error:
             seen[threading.get_ident()] = error
 
