@@ -37,27 +37,34 @@ class Feature:
 
 
 _CPU_ONLY = "CPU tensors support it"
+_VARLEN_GRADIENT = "cu_seqlens with requires_grad"
 
 # CPU tensors support every row.
 FEATURES = (
     Feature("causal", "causal mask (bottom-right)", True),
     Feature("num_heads_k", "grouped and multi-query attention", True),
     Feature("return_attn_probs", "log-sum-exp output", True),
-    Feature("deterministic", "deterministic forward", True),
-    Feature(
-        "requires_grad",
-        "backward",
-        False,
-        f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}",
-    ),
+    Feature("deterministic", "deterministic results", True),
+    Feature("requires_grad", "backward", True),
     Feature("dropout_p", "dropout", False, f"pass dropout_p=0.0; {_CPU_ONLY}"),
     Feature("window_size", "sliding window", True),
     Feature("softcap", "softcap", False, f"pass softcap=0.0; {_CPU_ONLY}"),
     Feature("alibi_slopes", "ALiBi", False, f"pass alibi_slopes=None; {_CPU_ONLY}"),
     Feature("sinks", "attention sinks", True),
     Feature("cu_seqlens", "sequences of different lengths (varlen)", True),
+    Feature(
+        _VARLEN_GRADIENT,
+        "backward of varlen",
+        False,
+        f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}",
+    ),
 )
 _FEATURE_OF = {feature.argument: feature for feature in FEATURES}
+
+
+def no_varlen_gradient() -> str:
+    """:func:`not_on_cuda` of the gradient of a ragged batch."""
+    return not_on_cuda(_VARLEN_GRADIENT, True)
 
 
 def not_on_cuda(argument: str, value: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import loading, ops
+from .autograd import wants_gradient
 from .checks import (
     bounded_window,
     check_alibi,
@@ -29,7 +30,7 @@ from .checks_varlen import (
     check_packed_tokens,
 )
 from .cpu_varlen import Options, Tensors, attend_or_trace
-from .features import VECTOR, not_on_cuda
+from .features import VECTOR, no_varlen_gradient, not_on_cuda
 
 _UNLIMITED = (-1, -1)
 
@@ -93,12 +94,11 @@ def _attend(
         asked = {"dropout_p": dropout_p, "softcap": softcap}
         if alibi_slopes is not None:
             asked["alibi_slopes"] = "(a tensor)"
-        if torch.is_grad_enabled():
-            asked["requires_grad"] = any(x.requires_grad for x in (q, k, v))
-            asked["requires_grad"] |= sinks is not None and sinks.requires_grad
         for argument, value in asked.items():
             if value:
                 raise NotImplementedError(f"{fn}: {not_on_cuda(argument, value)}")
+        if wants_gradient(q, k, v, sinks):
+            raise NotImplementedError(f"{fn}: {no_varlen_gradient()}")
         window_size = bounded_window((left, right))
         bounds = (max_seqlen_q, max_seqlen_k)
         out, lse = _launch(names, q, k, v, lengths, bounds, scale, causal, window_size, sinks)

@@ -99,6 +99,7 @@ def supports(
     }
     asked = {name: passes(checks.check_flag, name, value) for name, value in flags.items()}
     asked["num_heads_k"] = h_k != h
+    asked["cu_seqlens with requires_grad"] = cu_seqlens is not None and asked["requires_grad"]
     dropout_p = passes(checks.check_dropout, dropout_p)
     softcap = passes(checks.check_softcap, softcap)
     window_size = passes(checks.check_window, window_size)

@@ -152,7 +152,7 @@ def _tensors() -> Iterator[Case]:
         (VARLEN, "dropout", {"dropout_p": 0.1}),
         (KV, "softcap", {"softcap": 2.0}),
         (QKV, "ALiBi", slopes),
-        (VARLEN, "backward", {"q": lambda x, _: x.requires_grad_()}),
+        (VARLEN, "backward of varlen", {"q": lambda x, _: x.requires_grad_()}),
     ):
         pattern = f"expected no {name} on CUDA, where it is not supported yet"
         yield _case(

@@ -134,7 +134,7 @@ def _call(**change) -> object:
         ({"alibi_slopes": lambda: torch.zeros(4, device="cuda")}, r"got alibi_slopes=\(a tensor\)"),
         (
             {"sinks": lambda: torch.zeros(4, device="cuda", requires_grad=True)},
-            r"got requires_grad=True",
+            r"got cu_seqlens with requires_grad=True",
         ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

@@ -89,13 +89,14 @@ _INPUTS = (
 )
 PHASES = {
     "info": Phase(60, lambda _args, _seconds: ["-m", "flashcute", "info"], 2500),
-    "build": Phase(240, _build, 500),
+    "build": Phase(300, _build, 500),
     "tests": Phase(300, _tests, 2000),
     "model": Phase(120, _model, 2800),
     "bench": Phase(200, _bench("fwd.json"), 7000),
     # Some 45 shapes; 12 points of 13 distributions in two dtypes. Sustained needs a larger --limit.
     "models": Phase(150, _bench("fwd_models.json", "--shapes", "models"), 12000, default=False),
     "inputs": Phase(200, _bench("fwd_inputs.json", *_INPUTS), 12000, default=False),
+    "backward": Phase(200, _bench("bwd.json", "--pass", "bwd"), 7000, default=False),
     # What `make test` leaves out, where there are processors enough: every kernel that ships.
     "test-all": Phase(500, _test_all, 1000, default=False),
     # Not by default: the tool may be missing, or the driver may not permit it.

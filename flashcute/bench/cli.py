@@ -1,5 +1,5 @@
-"""``python -m flashcute bench``: the forward pass over a sweep or the shapes of public models, on
-inputs of named distributions, beside the peers installed here."""
+"""``python -m flashcute bench``: forward, backward or both over a sweep or the shapes of public
+models, on inputs of named distributions, beside the peers installed here."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["sweep"],
         metavar="sweep|models|NAME",
         help="the sweep, all shapes of public models, or those with NAME in theirs",
+    )
+    parser.add_argument(
+        "--pass",
+        dest="what",
+        choices=("fwd", "bwd", "fwd+bwd"),
+        default="fwd",
+        help="what is timed (fwd); a backward counts 2.5 times the FLOPs of a forward",
     )
     parser.add_argument(
         "--inputs",

@@ -16,7 +16,7 @@ from .. import benchmarking as bm
 from ..arguments import failures
 from ..config import HEAD_DIMS
 from ..extras import install_command
-from ..heuristics import FwdProblem, choose_fwd
+from ..heuristics import FwdProblem, choose_bwd, choose_fwd
 from ..jit import BuildError, kernels
 from ..jit.progress import Progress
 from . import models, peers, plots, sweep, table
@@ -48,11 +48,14 @@ def _options(args: argparse.Namespace) -> sweep.Options:
         sustained=args.sustained,
         flush_bytes=bm.FLUSH_BYTES if device == "cuda" else _CPU_FLUSH,
         time_limit=args.time_limit,
+        what=args.what,
     )
 
 
-def build(wanted: list[list[sweep.Variant]]) -> None:
+def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
     """Builds the kernels of a sweep in parallel; otherwise its calls would build them one by one.
+
+    A backward needs those of its forward, too.
 
     Raises:
         BuildError: with the compiler's messages.
@@ -64,7 +67,8 @@ def build(wanted: list[list[sweep.Variant]]) -> None:
         for point in wanted
         for dtype, shape, *_ in point
     ]
-    configs = dict.fromkeys(choose_fwd(problem, capability) for problem in problems)
+    choices = (choose_fwd,) if what == "fwd" else (choose_fwd, choose_bwd)
+    configs = dict.fromkeys(choose(x, capability) for choose in choices for x in problems)
     missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
     if not missing:
         return
@@ -107,7 +111,7 @@ def _measure(args: argparse.Namespace) -> dict:
     on_gpu = options.device == "cuda"
     wanted = _points(args, on_gpu)
     if on_gpu:
-        build(wanted)
+        build(wanted, options.what)
     else:
         print(table.CPU_NOTE, file=sys.stderr)
     rows = sum(map(len, wanted))

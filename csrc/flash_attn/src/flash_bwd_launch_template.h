@@ -25,17 +25,18 @@ cudaError_t enqueue_pass(Flash_bwd_params const &params, void *stream) {
 template <BwdConfig C>
 int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
     cudaError_t error = enqueue_preprocess<C>(*params, stream);
-    if (error == cudaSuccess) {
+    if (error == cudaSuccess && params->dq_ptr != nullptr) {
         error = enqueue_pass<C, BwdPass::dq>(*params, stream);
     }
+    bool const wants_dkv = params->dk_ptr != nullptr;
     if constexpr (C.split_dkv) {
-        if (error == cudaSuccess) {
+        if (error == cudaSuccess && wants_dkv) {
             error = enqueue_pass<C, BwdPass::dk>(*params, stream);
         }
-        if (error == cudaSuccess) {
+        if (error == cudaSuccess && wants_dkv) {
             error = enqueue_pass<C, BwdPass::dv>(*params, stream);
         }
-    } else if (error == cudaSuccess) {
+    } else if (error == cudaSuccess && wants_dkv) {
         error = enqueue_pass<C, BwdPass::dkv>(*params, stream);
     }
     return error;

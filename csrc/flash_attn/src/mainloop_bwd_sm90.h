@@ -440,7 +440,7 @@ struct MainloopBwdSm90 {
                     release(&storage.k_empty);
                     release(&storage.v_empty);
                 }
-                store_gradients(params, tKrDk, tKrDv);
+                if (params.dk_ptr != nullptr) store_gradients(params, tKrDk, tKrDv);
                 release_tile();
             }
         }
