@@ -43,28 +43,33 @@ class Attend(torch.autograd.Function):
     """``attend``, or ``fwd`` where it does the same."""
 
     @staticmethod
-    def forward(q, k, v, softmax_scale, causal, window_left, window_right, sinks):
+    def forward(
+        q, k, v, softmax_scale, causal, window_left, window_right, sinks, deterministic=False
+    ):
         if sinks is None and window_left == window_right == -1:
             return below_autograd(_op("fwd"), (q, k, v, softmax_scale, causal))
-        args = q, k, v, softmax_scale, causal, window_left, window_right, sinks
+        args = q, k, v, softmax_scale, causal, window_left, window_right, sinks, deterministic
         return below_autograd(_op("attend"), args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, *ctx.options, sinks = inputs
+        # The dispatcher leaves out a last argument that is the default.
+        q, k, v, *ctx.options, sinks = inputs[:8]
+        ctx.deterministic = any(inputs[8:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, *output, sinks)
 
     @staticmethod
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 8
+            return (None,) * 9
         q, k, v, out, lse, sinks = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else loading.loadable(_FN, "dout", dout)
         if dlse is not None:
             dlse = dlse.contiguous()  # often a number that is expanded
         needs = *ctx.needs_input_grad[:3], ctx.needs_input_grad[7]
-        wanted = sum(need << bit for bit, need in enumerate(needs))
+        deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
+        wanted = sum(bit << i for i, bit in enumerate((*needs, deterministic)))
         args = dout, q, k, v, out, lse, dlse, *ctx.options, sinks, wanted
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             found = resolver_errors.call(_op("bwd"), *args)
@@ -72,7 +77,7 @@ class Attend(torch.autograd.Function):
             with torch._C._AutoDispatchBelowAutograd():
                 found = resolver_errors.call(_op("bwd"), *args)
         dq, dk, dv, dsinks = (x if need else None for x, need in zip(found, needs, strict=True))
-        return dq, dk, dv, None, None, None, None, dsinks
+        return dq, dk, dv, None, None, None, None, dsinks, None
 
     jvp = staticmethod(refuse_forward_mode)
 

@@ -76,6 +76,7 @@ class FwdConfig:
     """
 
     kind: ClassVar[str] = "fwd"
+    dq_accum: ClassVar[int] = 0  # as of a backward
 
     arch: int
     dtype: str
@@ -294,6 +295,11 @@ class BwdConfig:
     def tile_m(self) -> int:
         """Query rows per CTA of the kernel of dQ; in the sm90 class of a step."""
         return self.dkv.step if self.arch == 90 else self.dq.rows
+
+    @property
+    def dq_accum(self) -> int:
+        """Floats of the workspace in which dQ is summed up, for each row of queries."""
+        return self.head_dim if self.arch == 90 else 0
 
     @property
     def smem_bytes(self) -> int:

@@ -42,14 +42,14 @@ def __getattr__(name: str) -> object:
     raise missing.error(__name__, name)
 
 
-def _launch(q, k, v, scale, causal, window_size, sinks) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch(q, k, v, scale, causal, window_size, sinks, deterministic):
     """out and log-sum-exp of tensors that the kernels can read."""
-    if sinks is None and window_size == _UNLIMITED:
+    if sinks is None and window_size == _UNLIMITED and not deterministic:
         return ops.fwd(q, k, v, scale, causal)
     left, right = bounded_window(window_size)
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    return ops.attend(q, k, v, scale, causal, (left, right), sinks)
+    return ops.attend(q, k, v, scale, causal, (left, right), sinks, deterministic)
 
 
 def _attend(
@@ -74,7 +74,7 @@ def _attend(
     if causal is not False and causal is not True:
         causal = check_flag(fn, "causal", causal)
     if deterministic is not False:
-        check_flag(fn, "deterministic", deterministic)
+        deterministic = check_flag(fn, "deterministic", deterministic)
     if return_attn_probs is not False:
         return_attn_probs = check_flag(fn, "return_attn_probs", return_attn_probs)
     if type(dropout_p) is not float or dropout_p != 0.0:
@@ -118,12 +118,12 @@ def _attend(
         raise NotImplementedError(f"{fn}: {not_on_cuda('alibi_slopes', '(a tensor)')}")
     if d % VECTOR:
         q, k, v = (padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = _launch(q, k, v, scale, causal, window_size, sinks)
+        out, lse = _launch(q, k, v, scale, causal, window_size, sinks, deterministic)
         out = out[..., :d].clone(memory_format=torch.contiguous_format)
     else:
         if not (regular(q) and regular(k) and regular(v) and aligned(q, k, v)):
             q, k, v = (loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = _launch(q, k, v, scale, causal, window_size, sinks)
+        out, lse = _launch(q, k, v, scale, causal, window_size, sinks, deterministic)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
@@ -172,8 +172,9 @@ def flash_attn_func(
             i + seqlen_k - seqlen_q + right]; -1 for unlimited.
         softcap: Scores become softcap * tanh(scores / softcap); 0.0 for none.
         alibi_slopes: float32 (h,) or (b, h): adds -slope * |i + seqlen_k - seqlen_q - j|.
-        deterministic: Ask for bitwise repeatable results, which forward and backward always give:
-            no sum depends on the order in which parts of it come.
+        deterministic: Ask for bitwise repeatable gradients, as
+            ``torch.use_deterministic_algorithms(True)`` does, too; results always are. Without it,
+            kernels of the sm90 class sum up dq in an order that varies.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
         sinks: float32 or of q's dtype, (h,): for each query head one more logit, in units of the
             scaled scores, that joins the softmax's denominator and has no value; learnable. With L

@@ -347,18 +347,32 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
 def bwd_configs_in_use(
     dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
 ) -> list[BwdConfig]:
-    """Every configuration that :func:`choose_bwd` may answer with for such problems."""
-    # One class, which runs on every GPU; this refuses an FLASHCUTE_ARCH that the GPU does not run.
-    kernel_class(capability)
-    return [bwd_config(dtype, head_dim, "causal" if causal else "none")]
+    """Every configuration that :func:`choose_bwd` may answer with for such problems, the one for a
+    deterministic backward last."""
+    mask = "causal" if causal else "none"
+    deterministic = bwd_config(dtype, head_dim, mask)
+    if kernel_class(capability) == 80 or head_dim not in SM90_BWD_STEPS:
+        return [deterministic]
+    return [sm90_bwd_config(dtype, head_dim, mask), deterministic]
 
 
-def choose_bwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132) -> BwdConfig:
-    """The backward's configuration for one problem; arguments as in :func:`choose_fwd`."""
+def choose_bwd(
+    problem: FwdProblem,
+    capability: tuple[int, int],
+    sms: int = 132,
+    *,
+    deterministic: bool = False,
+) -> BwdConfig:
+    """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
+
+    Args:
+        deterministic: Bitwise repeatable gradients.
+    """
     problem = rounded(problem)
     causal = problem.causal and problem.seqlen_q > 1
     head_dim = instantiated_head_dim(problem.d)
-    (config,) = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
+    configs = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
+    config = configs[-1 if deterministic else 0]
     return config if problem.window is None else dataclasses.replace(config, mask="local")
 
 
@@ -381,9 +395,10 @@ def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
     return {None: sm80 + sm90, 80: sm80, 90: sm90}[arch]
 
 
-def shipped_bwd_configs() -> list[BwdConfig]:
+def shipped_bwd_configs(arch: int | None = None) -> list[BwdConfig]:
     """Likewise, those of the backward."""
-    return [config for choice in _choices() for config in bwd_configs_in_use(*choice, (9, 0))]
+    configs = [config for choice in _choices() for config in bwd_configs_in_use(*choice, (9, 0))]
+    return [config for config in configs if arch in (None, config.arch)]
 
 
 def instantiations() -> dict[str, FwdConfig | BwdConfig]:

@@ -95,8 +95,11 @@ def _choose(problem: _Problem) -> _Choice:
         d=problem.d,
         window=window if mask == "local" else None,
     )
-    choose = heuristics.choose_bwd if problem.backward else heuristics.choose_fwd
-    config = choose(call, capability, properties.multi_processor_count)
+    machine = capability, properties.multi_processor_count
+    if problem.backward:
+        config = heuristics.choose_bwd(call, *machine, deterministic=problem.backward == 2)
+    else:
+        config = heuristics.choose_fwd(call, *machine)
     kernel = jit.get_kernel(config, f"{capability[0]}{capability[1]}")
     packs = not problem.backward and heuristics.packs_heads(call, config.tile_m)
     return _Choice(kernel.address, packs)
@@ -121,18 +124,20 @@ def _empty_outputs(q):
     return torch.empty_like(q), q.new_empty((b, h, seqlen_q), dtype=torch.float32)
 
 
-def _cpu(q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None):
+def _cpu(
+    q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None, deterministic=False
+):
     with torch.no_grad():
         options = cpu.Options(softmax_scale, causal, window_left, window_right)
         return cpu.attend(cpu.Tensors(q, k, v, sinks=sinks), options)[:2]
 
 
-def _fake(q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None):
+def _fake(q, k, v, softmax_scale, causal, *options):
     return _empty_outputs(q)
 
 
 def _differentiable_on_cpu(
-    q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None
+    q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None, deterministic=False
 ):
     window_size = window_left, window_right
     return cpu_ops.attend(
@@ -175,10 +180,10 @@ def _checked_bwd(name: str, implementation: Callable) -> Callable:
         for key, x in (("softmax_lse", softmax_lse), ("dlse", dlse)):
             if x is not None:
                 checks.check_gradient(fn, key, x, (b, h, seqlen_q), torch.float32, q.device)
-        if not 0 <= wanted < (8 if sinks is None else 16):
+        if not 0 <= wanted < 32 or (sinks is None and wanted & 8):
             raise ValueError(
-                f"{fn}: expected wanted in 0 ... 15, bit 3 only with sinks, got wanted={wanted}; "
-                "its bits ask for dq, dk, dv and dsinks"
+                f"{fn}: expected wanted in 0 ... 31, bit 3 only with sinks, got wanted={wanted}; "
+                "its bits ask for dq, dk, dv and dsinks, the last one for bitwise repeatable ones"
             )
         _check_for_device(fn, q, d, scale, "flash_attn_func")
         return implementation(dout, q, k, v, out, softmax_lse, dlse, *args)
@@ -197,7 +202,7 @@ def _checked(name: str, implementation: Callable) -> Callable:
         d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
         softmax_scale = checks.check_scale(fn, softmax_scale, d)
         if options:
-            *window_size, sinks = options
+            *window_size, sinks = options[:3]
             checks.check_window(fn, tuple(window_size))
             if sinks is not None:
                 checks.check_sinks(fn, sinks, q)
@@ -383,6 +388,7 @@ def attend(
     causal: bool,
     window_size: tuple[int, int],
     sinks: torch.Tensor | None,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`fwd` with everything optional.
 
@@ -390,11 +396,12 @@ def attend(
         window_size: (left, right) of the diagonal that ends in the bottom-right corner; -1 for
             unlimited.
         sinks: (h,), contiguous, float32 on CUDA: a further logit for each query head.
+        deterministic: Bitwise repeatable gradients.
     """
     if not (torch.compiler.is_compiling() and _load_while_tracing()):
         load()
     op = getattr(torch.ops, NAMESPACE).attend.default
-    args = q, k, v, softmax_scale, causal, *window_size, sinks
+    args = q, k, v, softmax_scale, causal, *window_size, sinks, deterministic
     if not (torch.compiler.is_compiling() or _is_seen()) and autograd.wants_gradient(
         q, k, v, sinks
     ):

@@ -101,6 +101,27 @@ def test_only_what_is_asked_for_is_computed(which: int, monkeypatch: pytest.Monk
             assert x.grad is None
 
 
+@pytest.mark.parametrize("how", ["argument", "torch"])
+def test_repeatable_gradients_are_asked_for(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, sinks = _inputs()
+    out, _ = autograd.attend(q, k, v, 0.3, True, -1, -1, sinks, how == "argument")
+    torch.use_deterministic_algorithms(how == "torch")
+    try:
+        assert _wanted_by(monkeypatch, out.sum().backward) == [31]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_is_passed_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(ops, "attend", lambda *args: (seen.append(args[-1]), ops.fwd(*args[:5]))[1])
+    q, k, v, _ = _meta()
+    for deterministic in (False, True):
+        flashcute.flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
+        flashcute.flash_attn_func(q, k, v, window_size=(3, 0), deterministic=deterministic)
+    assert seen == [False, True, True]
+
+
 def test_nothing_runs_backward_where_no_output_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = _inputs()
     unused = autograd.Attend.backward

@@ -228,10 +228,16 @@ def test_backward_fits_every_gpu(head_dim):
 def test_backward_in_use_is_what_is_chosen(capability):
     for dtype, head_dim, causal in OF_HOPPER:
         problem = dataclasses.replace(PROBLEM, dtype=dtype, causal=causal, d=head_dim - 8)
-        chosen = heuristics.choose_bwd(problem, capability)
-        assert [chosen] == heuristics.bwd_configs_in_use(dtype, head_dim, causal, capability)
-        assert (chosen.dtype, chosen.head_dim) == (dtype, head_dim)
-        assert chosen.mask == ("causal" if causal else "none")
+        fastest = heuristics.choose_bwd(problem, capability)
+        repeatable = heuristics.choose_bwd(problem, capability, deterministic=True)
+        chosen = list(dict.fromkeys([fastest, repeatable]))
+        assert chosen == heuristics.bwd_configs_in_use(dtype, head_dim, causal, capability)
+        for config in chosen:
+            assert (config.dtype, config.head_dim) == (dtype, head_dim)
+            assert config.mask == ("causal" if causal else "none")
+        assert repeatable.arch == 80
+        of_hopper = capability == (9, 0) and head_dim in (32, 64, 128)
+        assert fastest.arch == (90 if of_hopper else 80)
 
 
 def test_mask_of_the_backward_is_that_of_the_forward():
@@ -245,14 +251,19 @@ def test_backward_refuses_the_class_that_the_forward_refuses(monkeypatch):
     monkeypatch.setenv("FLASHCUTE_ARCH", "90")
     with pytest.raises(ValueError, match="expected FLASHCUTE_ARCH=80"):
         heuristics.choose_bwd(PROBLEM, (8, 0))
+    assert heuristics.choose_bwd(PROBLEM, (9, 0)).arch == 90
+    monkeypatch.setenv("FLASHCUTE_ARCH", "80")
     assert heuristics.choose_bwd(PROBLEM, (9, 0)).arch == 80
 
 
 def test_shipped_backwards_have_names_of_their_own():
-    configs = heuristics.shipped_bwd_configs()
+    configs = heuristics.shipped_bwd_configs(80)
     names = {config.name.replace("bwd", "fwd") for config in configs}
     assert names == {config.name for config in heuristics.shipped_configs(80)}
     assert len(configs) == len(names) == 24
+    of_hopper = heuristics.shipped_bwd_configs(90)
+    assert len({config.name for config in of_hopper}) == len(of_hopper) == 3 * 2 * 2
+    assert sorted(configs + of_hopper, key=str) == sorted(heuristics.shipped_bwd_configs(), key=str)
 
 
 def test_names_are_unique_over_all_gpus():

@@ -97,14 +97,15 @@ def test_class_asked_for_is_the_class_built(monkeypatch):
     """The comparison of the classes needs the older one's kernels built for the newer GPU."""
     args = cli._parser().parse_args(["build", "--all"])
     monkeypatch.setenv("FLASHCUTE_ARCH", "80")
-    forward, backward = heuristics.shipped_configs(80), heuristics.shipped_bwd_configs()
+    forward, backward = heuristics.shipped_configs(80), heuristics.shipped_bwd_configs(80)
     assert cli._choose_configs(args, "90") == forward + backward
 
 
 def test_a_pass_is_a_choice_of_kernels():
     args = cli._parser().parse_args(["build", "--pass", "bwd"])
     assert cli._chooses(args) and not cli._chooses(cli._parser().parse_args(["build"]))
-    assert cli._choose_configs(args, "80") == heuristics.shipped_bwd_configs()
+    assert cli._choose_configs(args, "80") == heuristics.shipped_bwd_configs(80)
+    assert cli._choose_configs(args, "90") == heuristics.shipped_bwd_configs()
 
 
 @pytest.mark.parametrize("config", [CONFIG, heuristics.bwd_config("bf16", 192, "causal")])

@@ -12,7 +12,8 @@ from flashcute.reference import attention_ref
 # with defaults.
 FROZEN_SCHEMA = (
     "flashcute::attend(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal,"
-    " int window_left, int window_right, Tensor? sinks) -> (Tensor out, Tensor softmax_lse)"
+    " int window_left, int window_right, Tensor? sinks, bool deterministic=False) ->"
+    " (Tensor out, Tensor softmax_lse)"
 )
 # (causal, (left, right), with sinks)
 OPTIONS = (

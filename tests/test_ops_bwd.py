@@ -44,7 +44,7 @@ def test_schema_is_the_frozen_one() -> None:
     assert str(_op()._schema) == str(frozen), "compatible, but add the new schema to the frozen"
 
 
-@pytest.mark.parametrize("wanted", range(16))
+@pytest.mark.parametrize("wanted", range(32))
 def test_cpu_implementation(wanted: int) -> None:
     given = _arguments(wanted=wanted)
     leaves = [given[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks")]
@@ -92,7 +92,7 @@ def test_fake_has_the_strides_of_the_inputs() -> None:
         ({"dlse": torch.zeros(2, 4, 9).half()}, ValueError, r"dlse of .*got .*torch.float16"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks of shape"),
         ({"sinks": None}, ValueError, "bit 3 only with sinks, got wanted=15"),
-        ({"wanted": 16}, ValueError, "got wanted=16"),
+        ({"wanted": 32}, ValueError, "got wanted=32"),
         ({"wanted": -1}, ValueError, "got wanted=-1"),
         ({"window_left": -2}, ValueError, r"window_size .*\(-2, -1\)"),
         ({"softmax_scale": float("nan")}, ValueError, "got softmax_scale=nan"),
@@ -131,10 +131,12 @@ def test_resolver_chooses_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHCUTE_ARCH", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
-    problem = ops._Problem(0, 1, 1, 2, 3, 4, 8, 2, 64, 0, 0, 1)  # causal, few rows, four heads each
-    choice = ops._choose(problem)
-    assert asked == {"config": heuristics.bwd_config("bf16", 64, "causal"), "target": "90"}
-    assert (choice.kernel, choice.pack_heads) == (4096, 0)
+    for backward, config in ((1, heuristics.sm90_bwd_config), (2, heuristics.bwd_config)):
+        # Causal, few rows, four heads each.
+        problem = ops._Problem(0, 1, 1, 2, 3, 4, 8, 2, 64, 0, 0, backward)
+        choice = ops._choose(problem)
+        assert asked == {"config": config("bf16", 64, "causal"), "target": "90"}
+        assert (choice.kernel, choice.pack_heads) == (4096, 0)
     gpu.major = 7
     with pytest.raises(NotImplementedError, match=r"^flashcute::bwd: expected a GPU of compute"):
         ops._choose(problem)

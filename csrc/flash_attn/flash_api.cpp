@@ -183,7 +183,7 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
 
 std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &k, const Tensor &v,
                                   double softmax_scale, bool causal, int64_t window_left,
-                                  int64_t window_right, std::optional<Tensor> sinks) {
+                                  int64_t window_right, std::optional<Tensor> sinks, bool) {
     const Options options{.causal = causal,
                           .window_left = window_left,
                           .window_right = window_right,
@@ -236,9 +236,10 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 // Python gives all but `fwd_no_grad` an autograd kernel: for `fwd` and `attend` one that calls
 // `bwd` for the gradients, for the others one that refuses inputs that want a gradient.
 // `fwd_no_grad` is `fwd` without it, for a caller that has looked already: no Python between call
-// and kernel. `attend` takes everything optional; a window's side of -1 is unlimited.
-// `attend_varlen` is that of a ragged batch. Of `bwd` bits 0 to 3 of `wanted` ask for its results
-// in their order; one that is not wanted has shape (0).
+// and kernel. `attend` takes everything optional; a window's side of -1 is unlimited, and
+// `deterministic` is of its gradients. `attend_varlen` is that of a ragged batch. Of `bwd` bits 0
+// to 3 of `wanted` ask for its results in their order; one that is not wanted has shape (0). Bit 4
+// asks for bitwise repeatable ones.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
@@ -248,7 +249,8 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "(Tensor out, Tensor softmax_lse)");
     m.def(
         "attend(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, int window_left, "
-        "int window_right, Tensor? sinks) -> (Tensor out, Tensor softmax_lse)");
+        "int window_right, Tensor? sinks, bool deterministic=False) -> "
+        "(Tensor out, Tensor softmax_lse)");
     m.def(
         "attend_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
         "Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "

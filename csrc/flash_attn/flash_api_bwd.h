@@ -56,7 +56,13 @@ inline Layout read_like_q(const Tensor &tensor, const char *name, const Inputs &
 }
 
 // Bits of what is wanted.
-enum Wanted : int64_t { kWantsDq = 1, kWantsDk = 2, kWantsDv = 4, kWantsDsinks = 8 };
+enum Wanted : int64_t {
+    kWantsDq = 1,
+    kWantsDk = 2,
+    kWantsDv = 4,
+    kWantsDsinks = 8,
+    kDeterministic = 16,  // all of them bitwise repeatable
+};
 
 // The gradients, of shape (0) where they are not wanted.
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -124,9 +130,9 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         params.dlse_batch_stride = dlse.batch_stride;
         params.dlse_head_stride = dlse.head_stride;
     }
-    if (wanted < 0 || wanted >= 16 ||
+    if (wanted < 0 || wanted >= 32 ||
         ((wanted & kWantsDsinks) != 0 && params.sinks_ptr == nullptr)) {
-        fail("expected wanted in 0 ... 15, and with bit 3 sinks, got ", wanted);
+        fail("expected wanted in 0 ... 31, and with bit 3 sinks, got ", wanted);
     }
 
     const torch::stable::accelerator::DeviceGuard guard(device);
@@ -151,10 +157,10 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
                 torch::stable::zero_(**gradient);
             }
         }
-    } else if (wanted != 0) {
+    } else if (wanted % kDeterministic != 0) {
         Problem problem = make_problem(inputs);
         set_mask(problem, options);
-        problem.backward = 1;
+        problem.backward = (wanted & kDeterministic) != 0 ? 2 : 1;
         const Choice choice = kernel_table().find(rounded(problem));
         set_sizes(params, problem);
         set_strides(params, q, k, v, out);
@@ -167,6 +173,13 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         params.row_stats_ptr = static_cast<float *>(row_stats.mutable_data_ptr());
 
         const auto *kernel = static_cast<const Flash_bwd_kernel *>(choice.kernel);
+        std::optional<Tensor> dq_accum;
+        if (kernel->dq_accum > 0) {
+            const int64_t shape[] = {sizes[0], kernel->dq_accum};
+            const int64_t row_major[] = {kernel->dq_accum, 1};
+            dq_accum = empty(shape, row_major, aoti_torch_dtype_float32(), device);
+            params.dq_accum_ptr = static_cast<float *>(dq_accum->mutable_data_ptr());
+        }
         const int32_t error = kernel->launch(&params, current_stream(device));
         if (error != 0) {
             fail(kernel->name, " failed to launch: ", kernel->error_string(error));

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 5  # flash::kAbiVersion
+ABI_VERSION = 6  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
@@ -89,6 +89,7 @@ class FlashKernel(ctypes.Structure):
         ("threads", ctypes.c_int32),
         ("smem_bytes", ctypes.c_int32),
         ("tile_m", ctypes.c_int32),
+        ("dq_accum", ctypes.c_int32),
         *(
             (
                 name,

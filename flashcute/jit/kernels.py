@@ -185,6 +185,7 @@ def load(artefact: cache.Artefact, config: AnyConfig, target: str) -> Kernel:
         "threads": config.threads,
         "smem_bytes": config.smem_bytes,
         "tile_m": config.tile_m,
+        "dq_accum": config.dq_accum,
     }
     # abi_version first: the other fields are valid only if it agrees.
     for field, value in expected.items():

@@ -443,8 +443,8 @@ def run_bwd(
     rounded = -(-seqlen_q // ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
     outputs = {name: x for name, x in outputs.items() if name in wanted}
     outputs["row_stats"] = q.new_full((b, h, rounded, 2), math.nan, dtype=torch.float32)
-    if config.arch == 90:
-        shape = (b, h, rounded, config.head_dim)
+    if config.dq_accum:
+        shape = (b, h, rounded, config.dq_accum)
         outputs["dq_accum"] = q.new_full(shape, math.nan, dtype=torch.float32)
     if sinks is not None:
         inputs["sinks"] = sinks

@@ -12,7 +12,7 @@ import torch
 from layouts import STYLES, nan_surrounded
 
 from flashcute import flash_attn_func, heuristics, jit, ops, oracles, testing
-from flashcute.config import DTYPES, HEAD_DIMS, MASKS, ROW_STATS_MULTIPLE
+from flashcute.config import DTYPES, HEAD_DIMS, MASKS, ROW_STATS_MULTIPLE, BwdConfig
 from flashcute.jit import abi
 from flashcute.reference import visible_keys
 
@@ -134,7 +134,9 @@ def check(case: Case) -> str | None:
     except AssertionError as error:
         return f"{case}: {error}"
     again = gradients(inputs, dout, dlse, causal=case.causal, window_size=case.window_size)
-    differing = [name for name, x in found.items() if not torch.equal(x, again[name])]
+    # Where more than two tiles of keys add to dQ, the order of the sum varies.
+    repeat = [name for name in found if name != "dq" or case.seqlen_k <= 256]
+    differing = [name for name in repeat if not torch.equal(found[name], again[name])]
     return f"{case}: {differing} differ when repeated" if differing else None
 
 
@@ -170,14 +172,19 @@ def _problem(
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_tiles(dtype: str, head_dim: int, causal: bool, kernel_class, poisoned_outputs):
-    """More CTAs than the GPU holds at once, in groups of heads; the same bits ten times."""
+    """More CTAs than the GPU holds at once, in groups of heads; asked to be deterministic, the
+    same bits ten times."""
     inputs, dout = _problem((4, 1100, 1030, 16, 4, head_dim), DTYPE_OF[dtype])
     found = gradients(inputs, dout, None, causal=causal)
     some = [x.detach()[:1] for x in inputs]
     first = {name: x[:1] for name, x in found.items()}
     testing.check_backward(first, *some, dout[:1], causal=causal)
-    for _ in range(10):
+    for _ in range(5):
         again = gradients(inputs, dout, None, causal=causal)
+        assert all(torch.equal(found[name], again[name]) for name in ("dk", "dv"))
+    found = gradients(inputs, dout, None, causal=causal, deterministic=True)
+    for _ in range(10):
+        again = gradients(inputs, dout, None, causal=causal, deterministic=True)
         assert all(torch.equal(x, again[name]) for name, x in found.items())
 
 
@@ -222,7 +229,13 @@ def test_rows_and_keys_without_partners_have_zero_gradients(
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_nothing_else_is_written(head_dim: int, mask: str) -> None:
     """The kernels themselves, on gradients and a workspace surrounded by NaN."""
-    config = heuristics.bwd_config("bf16", head_dim, mask)
+    capability = torch.cuda.get_device_capability()
+    for config in heuristics.bwd_configs_in_use("bf16", head_dim, False, capability):
+        _check_that_nothing_else_is_written(dataclasses.replace(config, mask=mask))
+
+
+def _check_that_nothing_else_is_written(config: BwdConfig) -> None:
+    head_dim, mask = config.head_dim, config.mask
     target = "".join(map(str, torch.cuda.get_device_capability()))
     kernel = abi.FlashKernel.from_address(jit.get_kernel(config, target).address)
     b, seqlen_q, seqlen_k, h, h_k, d = 2, 133, 150, 4, 2, head_dim - 8
@@ -243,12 +256,16 @@ def test_nothing_else_is_written(head_dim: int, mask: str) -> None:
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": dout, "softmax_lse": lse, "sinks": sinks}
     tensors |= {name: x.view for name, x in written.items()}
     tensors |= {"row_stats": margin[1].view(b, h, rounded, 2), "dsinks": small[1, :h]}
+    sums = torch.full((3, b * h * rounded * config.dq_accum), math.nan, device="cuda")
+    if config.dq_accum:
+        tensors["dq_accum"] = sums[1].view(b, h, rounded, config.dq_accum)
     params = abi.bwd_params(tensors, d**-0.5, options.get("window_size", (0, 0)))
     launch = ctypes.cast(ctypes.byref(params), ctypes.POINTER(abi.FlashFwdParams))
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     assert kernel.launch(launch, stream) == 0
     torch.cuda.synchronize()
     assert all(x.untouched() for x in written.values())
+    assert sums[::2].isnan().all()
     assert margin[::2].isnan().all() and small[::2].isnan().all() and small[1, h:].isnan().all()
     found = {name: x.view for name, x in written.items()} | {"dsinks": small[1, :h]}
     testing.check_backward(found, q, k, v, dout, sinks=sinks, **options)

@@ -75,6 +75,20 @@ def test_parameters(stand_in) -> None:
     assert dsinks.shape == (4,) and dsinks.dtype == torch.float32
 
 
+@pytest.mark.parametrize("columns", [0, 64])
+def test_sums_of_dq_have_the_room_that_the_kernel_asks_for(stand_in, columns: int) -> None:
+    stand_in.backward.dq_accum = columns
+    _bwd()
+    ((params, _),) = stand_in.backwards
+    assert bool(params["dq_accum_ptr"]) == bool(columns) and params["dq_accum_ptr"] % 16 == 0
+
+
+@pytest.mark.parametrize("wanted", [15, 31])
+def test_repeatable_gradients_are_a_problem_of_their_own(stand_in, wanted: int) -> None:
+    _bwd(wanted=wanted)
+    assert [problem["backward"] for problem in stand_in.problems] == [1 + (wanted >> 4)]
+
+
 @pytest.mark.parametrize("wanted", range(16))
 def test_what_is_not_wanted_has_no_address(stand_in, wanted: int) -> None:
     found = _bwd(wanted=wanted)

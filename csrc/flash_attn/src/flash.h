@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 5;
+inline constexpr int32_t kAbiVersion = 6;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -146,6 +146,7 @@ struct Kernel_description {
     int32_t threads;      // per CTA
     int32_t smem_bytes;   // dynamic shared memory per CTA
     int32_t tile_m;       // query rows per CTA, from which the host derives the grid
+    int32_t dq_accum;     // floats of dq_accum_ptr for each row of queries; 0: not used
     // Enqueues the kernel, or the kernels of a backward, on `stream` (a cudaStream_t) of the
     // current device; returns a cudaError_t.
     int32_t (*launch)(const Params *params, void *stream);

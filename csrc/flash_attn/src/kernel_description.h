@@ -31,6 +31,15 @@ cudaError_t allow_smem(int smem_bytes) {
     return error;
 }
 
+// What Traits says of the workspace for dQ.
+template <class Traits>
+constexpr int32_t dq_accum_columns() {
+    if constexpr (requires { Traits::kDqAccumColumns; }) {
+        return Traits::kDqAccumColumns;
+    }
+    return 0;
+}
+
 // plan: null in a backward.
 template <class Traits, class Params>
 Kernel_description<Params> const *describe(char const *name,
@@ -44,6 +53,7 @@ Kernel_description<Params> const *describe(char const *name,
         .threads = Traits::kThreads,
         .smem_bytes = Traits::kSmemBytes,
         .tile_m = Traits::kTileM,
+        .dq_accum = dq_accum_columns<Traits>(),
         .launch = launch,
         .plan = plan,
         .error_string =

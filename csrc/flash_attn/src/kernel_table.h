@@ -30,7 +30,8 @@ struct Problem {
     MaskKind mask;
     int32_t b, seqlen_q, seqlen_k, h, h_k, d;
     int32_t window_left, window_right;  // MaskKind::local; else 0
-    int32_t backward;                   // 1: asks for the kernels of its gradients
+    // 1: asks for the kernels of its gradients; 2: for those whose results repeat bitwise
+    int32_t backward;
 
     bool operator==(const Problem &) const = default;
 };

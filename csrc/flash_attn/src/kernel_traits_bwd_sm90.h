@@ -30,6 +30,7 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kTileN = C.dkv.rows;  // keys of a CTA
     static constexpr int kTileM = C.dkv.step;  // queries of a step
     static constexpr int kHeadDim = C.head_dim;
+    static constexpr int kDqAccumColumns = kHeadDim;
     static constexpr int kStages = C.dkv.stages;
     static constexpr int kWarpgroups = 2;
     static constexpr int kMmaThreads = 128 * kWarpgroups;
