@@ -84,7 +84,7 @@ def test_kernels_are_built_before_the_sweep_and_together(monkeypatch):
     assert {target for _, target in built} == {"90"} and len(built) == len(wanted) - 1
     built.clear()
     command.build(points, "bwd")
-    backward = {heuristics.bwd_config(dtype, 64, "causal") for dtype in ("bf16", "fp16")}
+    backward = {heuristics.sm90_bwd_config(dtype, 64, "causal") for dtype in ("bf16", "fp16")}
     assert {config for config, _ in built} == set(wanted) - {there} | backward
     failed = [SimpleNamespace(error="no such type")]
     monkeypatch.setattr(kernels, "build_kernels", lambda *arguments: failed)

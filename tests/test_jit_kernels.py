@@ -23,7 +23,7 @@ _FAKE = """\
 #include "flash.h"
 extern "C" const flash::{kernel_type} *{entry_point}() {{
     static const flash::{kernel_type} kernel{{
-        {abi_version}, {params_size}, "{name}", {threads}, {smem_bytes}, {tile_m},
+        {abi_version}, {params_size}, "{name}", {threads}, {smem_bytes}, {tile_m}, {dq_accum},
         [](const flash::{params} *, void *) -> int32_t {{ return 7; }}, nullptr,
         [](int32_t) {{ return "an error"; }},
     }};
@@ -58,6 +58,7 @@ def fake_kernel(config=CONFIG, **claims) -> cache.Artefact:
         "threads": config.threads,
         "smem_bytes": config.smem_bytes,
         "tile_m": config.tile_m,
+        "dq_accum": config.dq_accum,
         **claims,
     }
     unit = build.Unit(
@@ -122,6 +123,7 @@ def test_missing_backward_says_a_way_out(monkeypatch):
         ("threads", 64),
         ("smem_bytes", 1024),
         ("tile_m", 16),
+        ("dq_accum", 64),
     ],
 )
 def test_a_stale_file_is_a_message(field, value):
