@@ -81,6 +81,16 @@ def test_only_the_sums_of_dq_depend_on_the_schedule(config):
     assert not all(equal)
 
 
+@pytest.mark.parametrize("wanted", [(), ("dq",), ("dk", "dv")], ids="-".join)
+def test_only_gradients_that_are_wanted_are_written(wanted):
+    problem = make_problem(ROWS, (2, 100, 150, 4, 2), extras=True)
+    every = passed(problem.run(ROWS))
+    some = passed(problem.run(ROWS, wanted=wanted))
+    assert some.outputs.keys() == {*wanted, "dsinks", "row_stats", "dq_accum"}
+    assert same(some, every, (*wanted, "dsinks"))
+    assert bool(some.counters["wgmma"]) == bool(wanted)
+
+
 def visits(config, problem):
     """Pairs of a tile of keys and a block of queries that share a visible pair, of one head."""
     seqlen_q, seqlen_k = problem.q.shape[1], problem.k.shape[1]
