@@ -35,7 +35,7 @@ def test_models_are_selected_by_part_of_their_names():
         *("gpt2-1k", "llama-3-8b-2k", "llama-3-8b-8k")
     ]
     assert models.select([]) == {}
-    with pytest.raises(ValueError, match="part of a model's name, got 'lama4'"):
+    with pytest.raises(ValueError, match="part of the name of one of these, got 'lama4'"):
         models.select(["llama", "lama4"])
 
 
