@@ -98,7 +98,7 @@ PHASES = {
     "inputs": Phase(200, _bench("fwd_inputs.json", *_INPUTS), 12000, default=False),
     # Windows, sinks, packed sequences, softcap, ALiBi: kernels for windows and FlexAttention's are
     # compiled first.
-    "options": Phase(300, _bench("fwd_options.json", "--shapes", "options"), 14000, default=False),
+    "options": Phase(400, _bench("fwd_options.json", "--shapes", "options"), 14000, default=False),
     # What `make test` leaves out, where there are processors enough: every kernel that ships.
     "test-all": Phase(500, _test_all, 1000, default=False),
     # Not by default: the tool may be missing, or the driver may not permit it.

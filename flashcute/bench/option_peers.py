@@ -127,6 +127,7 @@ def _fa3(x: _Problem):
 
 def _flex(x: _Problem):
     """PyTorch's FlexAttention, compiled for this shape; its block mask is made beforehand."""
+    from torch._dynamo import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     shape, softcap, slopes = x.shape, x.shape.softcap, x.slopes
@@ -146,7 +147,7 @@ def _flex(x: _Problem):
         return value if slopes is None else value - slopes[h] * (i - j).abs()
 
     # A compiled function for each shape: beyond the usual 8 it would run uncompiled.
-    torch._dynamo.config.recompile_limit = 1024
+    config.recompile_limit = 1024
     attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     mask = create_block_mask(visible, None, None, shape.seqlen_q, shape.seqlen_k, x.q.device)
     q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))

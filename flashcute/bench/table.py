@@ -46,7 +46,7 @@ def seqlens(row: Mapping) -> str:
     Of packed sequences the longest, and the tokens of all.
     """
     if row.get("lengths"):
-        return f"{row['seqlen_q']}, {sum(row['lengths'])} tokens in {row['b']}"
+        return f"up to {row['seqlen_q']} ({sum(row['lengths'])} tokens)"
     seqlen_q, seqlen_k = row["seqlen_q"], row.get("seqlen_k", row["seqlen_q"])
     return str(seqlen_q) if seqlen_q == seqlen_k else f"{seqlen_q}/{seqlen_k}"
 
