@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         type=positive,
-        help="batch x sequence length of each point; models are made smaller to fit",
+        help="batch x sequence length of each point; named shapes are made smaller to fit",
     )
     parser.add_argument(
         "--peers",
