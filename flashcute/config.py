@@ -118,13 +118,13 @@ class FwdConfig:
         require(not self.ping_pong, "ping_pong", "to be False in the sm80 class")
 
     def _require_sm90(self, require: Callable[[bool, str, str], None]) -> None:
-        require(self.warps in (8, 12), "warps", "in (8, 12), two or three warpgroups")
+        require(self.warps in (4, 8, 12), "warps", "in (4, 8, 12), one to three warpgroups")
         require(self.tile_m == 16 * self.warps, "tile_m", f"to be {16 * self.warps}")
         require(self.tile_n >= 32, "tile_n", "to be at least 32 in the sm90 class")
         require(self.stages in (2, 4), "stages", "in (2, 4), a power of two")
         steps = self.head_dim // 16
         require(self.q_in_regs in range(steps + 1), "q_in_regs", f"in 0 ... {steps}")
-        require(self.min_ctas == 1, "min_ctas", "to be 1 in the sm90 class")
+        require(self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4) in the sm90 class")
 
     @property
     def name(self) -> str:
@@ -139,7 +139,8 @@ class FwdConfig:
         if self.arch == 90:
             turns = "_pp" if self.ping_pong else ""
             q = f"_qreg{self.q_in_regs}" if self.q_in_regs else ""
-            return f"{tile}_s{self.stages}{q}{turns}"
+            ctas = f"_c{self.min_ctas}" if self.min_ctas > 1 else ""
+            return f"{tile}_s{self.stages}{q}{turns}{ctas}"
         q = "_qreg" if self.q_in_regs else ""
         return f"{tile}_w{self.warps}_s{self.stages}{q}_c{self.min_ctas}"
 

@@ -95,9 +95,10 @@ def _choose(problem: _FwdProblem) -> _FwdChoice:
         d=problem.d,
         window=window if mask == "local" else None,
     )
-    config = heuristics.choose_fwd(call, capability, properties.multi_processor_count)
+    sms = properties.multi_processor_count
+    config = heuristics.choose_fwd(call, capability, sms)
     kernel = jit.get_kernel(config, f"{capability[0]}{capability[1]}")
-    return _FwdChoice(kernel.address, heuristics.packs_heads(call, config.tile_m))
+    return _FwdChoice(kernel.address, heuristics.packs_heads(call, config, sms))
 
 
 @_Resolver

@@ -248,6 +248,14 @@ void set_mask(FwdProblem &problem, const Options &options) {
     problem.window_right = static_cast<int32_t>(all_right ? seqlen_q : right);
 }
 
+// Between the mean and the longest: of what the host knows of a ragged batch, the length whose tiles
+// suit most of the work.
+int32_t typical_length(int64_t total, int64_t b, int64_t longest) {
+    const double most = static_cast<double>(std::min(longest, total));
+    const double mean = std::min(static_cast<double>(total) / static_cast<double>(b), most);
+    return std::max(static_cast<int32_t>(std::sqrt(mean * most)), 1);
+}
+
 const float *read_sinks(const Options &options, const Layout &q, int32_t device) {
     if (!options.sinks.has_value()) {
         return nullptr;
@@ -376,8 +384,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
     FwdProblem asked = problem;  // of the heuristics
     if (lengths != nullptr) {
         asked.b = rounded_length(problem.b);
-        asked.seqlen_q = std::max(problem.seqlen_q, 1);
-        asked.seqlen_k = static_cast<int32_t>(std::min(lengths->max_seqlen_k, kl.s));
+        asked.seqlen_q = typical_length(ql.s, b, lengths->max_seqlen_q);
+        asked.seqlen_k = typical_length(kl.s, b, lengths->max_seqlen_k);
     }
     const FwdChoice choice = kernel_table().find(rounded(asked));
     set_problem(params, problem, choice, lengths != nullptr ? &ql.s : nullptr);
