@@ -68,7 +68,8 @@ class FwdConfig:
         stages: K/V buffers in shared memory, 1 or 2; in the sm90 class 2 or 4.
         q_in_regs: k16 steps of Q's fragments kept in registers, up to ``head_dim // 16``; in the
             sm80 class none or all.
-        min_ctas: CTAs per SM that the register budget must allow.
+        min_ctas: CTAs per SM that the register budget must allow; in the sm90 class more than one
+            of 4 warps only.
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
 
     Raises:
@@ -124,7 +125,10 @@ class FwdConfig:
         require(self.stages in (2, 4), "stages", "in (2, 4), a power of two")
         steps = self.head_dim // 16
         require(self.q_in_regs in range(steps + 1), "q_in_regs", f"in 0 ... {steps}")
-        require(self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4) in the sm90 class")
+        # CTAs of one warpgroup run independently, those of more take turns.
+        several = (1, 2, 3, 4) if self.warps == 4 else (1,)
+        require(self.min_ctas in several, "min_ctas", f"in {several} with {self.warps} warps")
+        require(not self.ping_pong or self.warps > 4, "ping_pong", "to be False with 4 warps")
 
     @property
     def name(self) -> str:

@@ -170,7 +170,8 @@ def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
     """Whether the query heads of a key head share tiles (pack-GQA).
 
     A few query positions then fill a tile that one head leaves empty, and under a mask a tile spans
-    fewer positions, so that less of what it computes is masked.
+    fewer positions, so that less of what it computes is masked. Where all tiles run at once, fewer
+    of them read the keys less often.
     """
     problem = rounded(problem)
     if problem.h == problem.h_k:
@@ -209,8 +210,9 @@ def _tile_lengths(problem: FwdProblem, config: FwdConfig, m_blocks: int, shift: 
     return lengths
 
 
-def _work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> float:
-    """What a call computes on the SM that it takes longest, in rows times keys, to compare kernels.
+def _work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> tuple[float, int]:
+    """What a call computes on the SM that it takes longest, in rows times keys, to compare kernels;
+    and its tiles.
 
     Without a mask, the CTAs of an SM with one CTA take tiles in turn, and the time is that of the
     most that one gets. Else CTAs steal them, longest first: the mean, and the end.
@@ -225,7 +227,7 @@ def _work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> flo
         keys = -(-tiles // ctas) * longest
     else:
         keys = max(longest, tiles * sum(lengths) / len(lengths) / ctas + _TAIL * longest)
-    return keys * config.min_ctas * config.tile_m
+    return keys * config.min_ctas * config.tile_m, tiles
 
 
 def instantiated_head_dim(d: int) -> int:
@@ -350,7 +352,7 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     def clocks(tile: _Sm90Tile) -> float:
         config = _sm90_config(problem.dtype, head_dim, mask, tile)
         ways = (False, True) if problem.h > problem.h_k else (False,)
-        return min(_work(problem, config, packed, sms) for packed in ways) / tile.speed
+        return min(_work(problem, config, packed, sms)[0] for packed in ways) / tile.speed
 
     best = min(_SM90_TILES[head_dim, causal], key=clocks)
     return _sm90_config(problem.dtype, head_dim, mask, best)

@@ -101,7 +101,7 @@ def test_wrong_field_is_named(field, value):
         ("tile_n", 16),
         ("tile_n", 72),
         ("tile_n", 272),
-        ("warps", 4),
+        ("warps", 2),
         ("warps", 16),
         ("stages", 1),
         ("stages", 3),
