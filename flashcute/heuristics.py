@@ -69,7 +69,7 @@ class _Sm90Tile:
     Attributes:
         tile_n: Keys of a block.
         warpgroups: Consumers, each with 64 query rows.
-        speed: TFLOP/s over what the tile computes, padding included, in :func:`_work`.
+        speed: TFLOP/s over what the tile computes, padding included, in :func:`work`.
         q_in_regs: k16 steps of Q in registers.
         min_ctas: CTAs per SM.
     """
@@ -176,7 +176,7 @@ def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
     problem = rounded(problem)
     if problem.h == problem.h_k:
         return False
-    return _work(problem, config, True, sms) < _work(problem, config, False, sms)
+    return work(problem, config, True, sms) < work(problem, config, False, sms)
 
 
 # A tile's length is taken from as many of a head's tiles.
@@ -210,7 +210,7 @@ def _tile_lengths(problem: FwdProblem, config: FwdConfig, m_blocks: int, shift: 
     return lengths
 
 
-def _work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> tuple[float, int]:
+def work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> tuple[float, int]:
     """What a call computes on the SM that it takes longest, in rows times keys, to compare kernels;
     and its tiles.
 
@@ -352,7 +352,7 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     def clocks(tile: _Sm90Tile) -> float:
         config = _sm90_config(problem.dtype, head_dim, mask, tile)
         ways = (False, True) if problem.h > problem.h_k else (False,)
-        return min(_work(problem, config, packed, sms)[0] for packed in ways) / tile.speed
+        return min(work(problem, config, packed, sms)[0] for packed in ways) / tile.speed
 
     best = min(_SM90_TILES[head_dim, causal], key=clocks)
     return _sm90_config(problem.dtype, head_dim, mask, best)

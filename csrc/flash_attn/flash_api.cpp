@@ -248,11 +248,12 @@ void set_mask(FwdProblem &problem, const Options &options) {
     problem.window_right = static_cast<int32_t>(all_right ? seqlen_q : right);
 }
 
-// Between the mean and the longest: of what the host knows of a ragged batch, the length whose tiles
-// suit most of the work.
+// Between the mean and the longest: of what the host knows of a ragged batch, the length whose
+// tiles suit most of the work.
 int32_t typical_length(int64_t total, int64_t b, int64_t longest) {
     const double most = static_cast<double>(std::min(longest, total));
-    const double of_each = static_cast<double>(total) / static_cast<double>(std::max(b, int64_t(1)));
+    const double of_each =
+        static_cast<double>(total) / static_cast<double>(std::max(b, int64_t(1)));
     const double mean = std::min(of_each, most);
     return std::max(static_cast<int32_t>(std::sqrt(mean * most)), 1);
 }
