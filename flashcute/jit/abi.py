@@ -180,7 +180,7 @@ def plan_capacity(total_rows: int, b: int, tile_m: int) -> int:
 
 def plan_words(capacity: int, b: int) -> int:
     """``flash::plan_words()``."""
-    return 4 + 9 * capacity + 2 * b + 2
+    return 4 + 8 * capacity + 2 * b + 2
 
 
 def varlen_params(

@@ -195,13 +195,20 @@ def test_plan(config):
     result = run(config, make_qkv(config, SOME), SOME)
     plan = result.outputs["plan"]
     count, m = int(plan[0]), config.tile_m
-    tiles = plan[4 : 4 + 9 * count].view(count, 9).tolist()
+    tiles = plan[4 : 4 + 8 * count].view(count, 8).tolist()
     begins = starts(SOME[0]).tolist()
     segments = [*zip(begins, SOME[0], strict=False), (begins[-1], 5)]  # 5 rows of no sequence
     assert sorted((row, block) for block, row, *_ in tiles) == sorted(
         (row, block) for row, n in segments for block in range(-(-n // m))
     )
-    blocks = [tile[5] for tile in tiles]
+
+    def key_blocks(block, _row_q, _row_k, seqlen_q, seqlen_k, *_):
+        last = min((block + 1) * m, seqlen_q) - 1
+        end = min(last + seqlen_k - seqlen_q + 1, seqlen_k) if causal else seqlen_k
+        return -(-max(end, 0) // config.tile_n)
+
+    causal = config.mask == "causal"
+    blocks = [key_blocks(*tile) for tile in tiles]
     assert blocks == sorted(blocks, reverse=True)  # few enough for exact order
     assert max(blocks) > min(blocks) == 0
 

@@ -107,7 +107,7 @@ inline constexpr int64_t plan_capacity(int64_t total_rows, int64_t b, int64_t ti
 }
 // Size of what plan_ptr points to, in words of 32 bits.
 inline constexpr int64_t plan_words(int64_t capacity, int64_t b) {
-    return 4 + 9 * capacity + 2 * b + 2;
+    return 4 + 8 * capacity + 2 * b + 2;
 }
 
 // Arguments of one backward launch: those of the forward, whose O and LSE are read, with

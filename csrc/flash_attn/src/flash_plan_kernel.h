@@ -152,12 +152,16 @@ struct Planner {
         }
         PlanTile tile = segments[low];
         tile.m_block = index - first[low];
-        if (tile.seqlen_k >= 0) {
-            WorkTile const work{
-                .m_block = tile.m_block, .seqlen_q = tile.seqlen_q, .seqlen_k = tile.seqlen_k};
-            tile.blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, work);
-        }
         return tile;
+    }
+
+    // The bucket of a tile.
+    CUTE_DEVICE static unsigned &bucket(Flash_fwd_params const &params, SharedStorage &storage,
+                                        PlanTile const &tile) {
+        WorkTile const work{
+            .m_block = tile.m_block, .seqlen_q = tile.seqlen_q, .seqlen_k = tile.seqlen_k};
+        using Blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>;
+        return storage.bucket[bucket_of(Blocks::block_range(params, work).count)];
     }
 
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage) {
@@ -170,7 +174,7 @@ struct Planner {
         count_tiles(params, storage, first);
         int const count = first[2 * params.b + 1];
         for (int i = thread; i < count; i += kThreads) {
-            atomicAdd(&storage.bucket[bucket_of(find_tile(params, first, i).blocks.count)], 1u);
+            atomicAdd(&bucket(params, storage, find_tile(params, first, i)), 1u);
         }
         __syncthreads();
         int64_t const size = storage.bucket[thread];
@@ -179,7 +183,7 @@ struct Planner {
         __syncthreads();
         for (int i = thread; i < count; i += kThreads) {
             PlanTile const tile = find_tile(params, first, i);
-            plan.tiles[atomicAdd(&storage.bucket[bucket_of(tile.blocks.count)], 1u)] = tile;
+            plan.tiles[atomicAdd(&bucket(params, storage, tile), 1u)] = tile;
         }
         if (thread == 0) {
             plan.count = count;

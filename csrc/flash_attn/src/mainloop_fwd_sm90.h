@@ -84,7 +84,7 @@ struct MainloopFwdSm90 {
             return {.m_block = -1};
         }
         if (params.plan_ptr != nullptr) {
-            return plan_tile(params, *static_cast<WorkPlan const *>(params.plan_ptr), index);
+            return plan_tile<C>(params, *static_cast<WorkPlan const *>(params.plan_ptr), index);
         }
         if constexpr (Traits::kWorkStealing) {
             return TileScheduler<C>::tile_in_group(params, queue.group, index);
