@@ -20,6 +20,8 @@ class FwdProblem:
     Attributes:
         window: (left, right), where neither a causal mask nor none says the same; then ``causal``
             is False.
+        softcap: Whether there is one.
+        alibi: Likewise.
     """
 
     dtype: str
@@ -31,6 +33,8 @@ class FwdProblem:
     h_k: int
     d: int
     window: tuple[int, int] | None = None
+    softcap: bool = False
+    alibi: bool = False
 
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
@@ -322,7 +326,8 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
         best = min(tiles, key=lambda tile: _clocks(problem, tile, causal, sms))
         config = _sm90_config(problem.dtype, head_dim, causal, best)
     # A window's tiles are of one length, as those without a mask, and so are its tile sizes.
-    return config if problem.window is None else dataclasses.replace(config, mask="local")
+    mask = config.mask if problem.window is None else "local"
+    return dataclasses.replace(config, mask=mask, softcap=problem.softcap, alibi=problem.alibi)
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
