@@ -277,6 +277,18 @@ def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[FwdConfig]:
     return [_sm90_config(dtype, head_dim, causal, tile) for tile in _SM90_TILES[head_dim, causal]]
 
 
+def with_score_options(config: FwdConfig, softcap: bool, alibi: bool) -> FwdConfig:
+    """``config`` with a softcap, ALiBi, both or none.
+
+    Their operands take registers. Three consumers have no more of them: with both and a window
+    192x80 spills 116 bytes at head dimension 128, and nothing without Q's steps in registers.
+    """
+    if not (softcap or alibi):
+        return config
+    q_in_regs = 0 if config.arch == 90 and config.warps == 12 else config.q_in_regs
+    return dataclasses.replace(config, softcap=softcap, alibi=alibi, q_in_regs=q_in_regs)
+
+
 def kernel_class(capability: tuple[int, int]) -> int:
     """The kernel class for a GPU: ``FLASHCUTE_ARCH`` where it is set, else the newest that runs.
 
@@ -326,8 +338,9 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
         best = min(tiles, key=lambda tile: _clocks(problem, tile, causal, sms))
         config = _sm90_config(problem.dtype, head_dim, causal, best)
     # A window's tiles are of one length, as those without a mask, and so are its tile sizes.
-    mask = config.mask if problem.window is None else "local"
-    return dataclasses.replace(config, mask=mask, softcap=problem.softcap, alibi=problem.alibi)
+    if problem.window is not None:
+        config = dataclasses.replace(config, mask="local")
+    return with_score_options(config, problem.softcap, problem.alibi)
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:

@@ -27,7 +27,7 @@ def _numerics(name: str, file: str, old: str, new: str, config=SM80) -> Mutant:
     return Mutant(name, file, old, new, "numerics", "", config)
 
 
-MUTANTS = (
+OF_SM80 = (
     _numerics("slope of the first packed head", _SCORES, "slopes[row.head]", "slopes[0]"),
     _numerics(
         "distance from the top-left corner",
@@ -48,19 +48,13 @@ MUTANTS = (
         "[middle] <= tile.row_q",
         "[middle] < tile.row_q",
     ),
-    Mutant(
-        "slopes of no sequence",
-        _SCORES,
-        "any && row.exists",
-        "row.exists",
-        "simulator",
-        "outside (every tensor|of )",
-        SM80,
-    ),
     _numerics("small scores lost in tanh", _SCORES, "square < 1.f / 64 ? small : large", "large"),
     _numerics(
         "masked before modified", _SM80, _MODIFY_SM80 + _MASK_SM80, _MASK_SM80 + _MODIFY_SM80
     ),
+)
+MUTANTS = (
+    *OF_SM80,
     _numerics(
         "masked before modified, sm90",
         _SM90,

@@ -430,7 +430,6 @@ struct MainloopFwdSm90 {
                 softmax.start(tSrS, tOrP);
                 clear(rO);
                 zero_rows_behind_keys(params, tile, n--);
-
                 CUTE_NO_UNROLL
                 while (n >= 0) {
                     // Blocks that need the mask or are likely to need their maximum, which is then
@@ -453,7 +452,6 @@ struct MainloopFwdSm90 {
                         softmax.update_unbounded(tSrS, tOrP, tOrO);
                     }
                 }
-
                 await_v();
                 wait_turn();
                 issue_pv();
