@@ -22,6 +22,10 @@ from .features import CPU_DTYPES, CUDA_DTYPES
 _MIN_FLOAT = 1.1754944e-38
 _MAX_FLOAT = 2.3e38
 
+# The kernels add ALiBi in the unit of the scores, the softmax_scale or the softcap: beyond these
+# slopes divided by it may leave float32.
+_MIN_UNIT, _MAX_UNIT = 2.0**-64, 2.0**64
+
 _MAX_INT64 = 2**63 - 1
 
 _KINDS = {"b": bool, "i": int, "u": int, "f": float}  # of numpy's dtypes
@@ -354,6 +358,23 @@ def check_kernel_scale(fn: str, scale: float) -> None:
             f"{fn}: expected softmax_scale > 0 within float32's range, {_MIN_FLOAT} to "
             f"{_MAX_FLOAT}, on CUDA, got softmax_scale={scale}; {_scale_way_out(scale)}, or use "
             "CPU tensors, which support it"
+        )
+
+
+def check_kernel_scores(fn: str, scale: float, softcap: float, alibi: bool) -> None:
+    """A softcap, and a unit of ALiBi's slopes, that the kernels compute with."""
+    if softcap != 0.0 and not _MIN_FLOAT <= scale / softcap <= _MAX_FLOAT:
+        raise NotImplementedError(
+            f"{fn}: expected softmax_scale / softcap within float32's range, {_MIN_FLOAT} to "
+            f"{_MAX_FLOAT}, on CUDA, got softcap={softcap} with softmax_scale={scale}; pass "
+            "softcap=0.0 for none, or use CPU tensors, which support it"
+        )
+    unit = softcap or scale
+    if alibi and not _MIN_UNIT <= unit <= _MAX_UNIT:
+        name = "softcap" if softcap else "softmax_scale"
+        raise NotImplementedError(
+            f"{fn}: expected {name} from 2**-64 to 2**64 with alibi_slopes on CUDA, got "
+            f"{name}={unit}; use CPU tensors, which support it"
         )
 
 

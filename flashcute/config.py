@@ -71,6 +71,8 @@ class FwdConfig:
         min_ctas: CTAs per SM that the register budget must allow; in the sm90 class more than one
             of 4 warps only.
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
+        softcap: Scores become softcap * tanh(score / softcap).
+        alibi: Then the distance of query and key lowers them.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -89,6 +91,8 @@ class FwdConfig:
     q_in_regs: int
     min_ctas: int
     ping_pong: bool = False
+    softcap: bool = False
+    alibi: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, supported: str) -> None:
@@ -100,7 +104,8 @@ class FwdConfig:
         require(self.mask in MASKS, "mask", f"in {MASKS}")
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
         require(type(self.q_in_regs) is int, "q_in_regs", "to be an int, of k16 steps")
-        require(isinstance(self.ping_pong, bool), "ping_pong", "to be a bool")
+        for flag in ("ping_pong", "softcap", "alibi"):
+            require(isinstance(getattr(self, flag), bool), flag, "to be a bool")
         if self.arch == 80:
             self._require_sm80(require)
         else:
@@ -133,8 +138,9 @@ class FwdConfig:
     @property
     def name(self) -> str:
         """The stem of the instantiation file: what it computes, without tile choices."""
-        mask = "" if self.mask == "none" else f"_{self.mask}"
-        return f"flash_fwd_hdim{self.head_dim}_{self.dtype}{mask}_sm{self.arch}"
+        options = "" if self.mask == "none" else f"_{self.mask}"
+        options += "_softcap" * self.softcap + "_alibi" * self.alibi
+        return f"flash_fwd_hdim{self.head_dim}_{self.dtype}{options}_sm{self.arch}"
 
     @property
     def variant(self) -> str:

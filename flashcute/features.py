@@ -52,8 +52,8 @@ FEATURES = (
     ),
     Feature("dropout_p", "dropout", False, f"pass dropout_p=0.0; {_CPU_ONLY}"),
     Feature("window_size", "sliding window", True),
-    Feature("softcap", "softcap", False, f"pass softcap=0.0; {_CPU_ONLY}"),
-    Feature("alibi_slopes", "ALiBi", False, f"pass alibi_slopes=None; {_CPU_ONLY}"),
+    Feature("softcap", "softcap", True),
+    Feature("alibi_slopes", "ALiBi", True),
     Feature("sinks", "attention sinks", True),
     Feature("cu_seqlens", "sequences of different lengths (varlen)", True),
 )

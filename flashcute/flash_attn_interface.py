@@ -18,6 +18,7 @@ from .checks import (
     check_dtype,
     check_flag,
     check_for_kernels,
+    check_kernel_scores,
     check_packed,
     check_scale,
     check_sinks,
@@ -42,23 +43,29 @@ def __getattr__(name: str) -> object:
     raise missing.error(__name__, name)
 
 
-def _wants_gradient(q, k, v, sinks) -> bool:
+def _wants_gradient(q, k, v, sinks, alibi_slopes) -> bool:
     return torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (sinks is not None and sinks.requires_grad)
+        or (alibi_slopes is not None and alibi_slopes.requires_grad)
     )
 
 
-def _launch(q, k, v, scale, causal, window_size, sinks) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch(
+    q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and log-sum-exp of tensors that the kernels can read."""
-    if sinks is None and window_size == _UNLIMITED:
+    plain = sinks is None and alibi_slopes is None and softcap == 0.0
+    if plain and window_size == _UNLIMITED:
         return ops.fwd(q, k, v, scale, causal)
-    left, right = bounded_window(window_size)
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    return ops.attend(q, k, v, scale, causal, (left, right), sinks)
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.contiguous()
+    window_size = bounded_window(window_size)
+    return ops.attend(q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes)
 
 
 def _attend(
@@ -121,20 +128,18 @@ def _attend(
     check_for_kernels(fn, names[0], q, d, scale)
     if dropout_p != 0.0:
         raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
-    if softcap != 0.0:
-        raise NotImplementedError(f"{fn}: {not_on_cuda('softcap', softcap)}")
-    if alibi_slopes is not None:
-        raise NotImplementedError(f"{fn}: {not_on_cuda('alibi_slopes', '(a tensor)')}")
-    if _wants_gradient(q, k, v, sinks):
+    if softcap != 0.0 or alibi_slopes is not None:
+        check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
+    if _wants_gradient(q, k, v, sinks, alibi_slopes):
         raise NotImplementedError(f"{fn}: {not_on_cuda('requires_grad', True)}")
     if d % VECTOR:
         q, k, v = (padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = _launch(q, k, v, scale, causal, window_size, sinks)
+        out, lse = _launch(q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes)
         out = out[..., :d].clone(memory_format=torch.contiguous_format)
     else:
         if not (regular(q) and regular(k) and regular(v) and aligned(q, k, v)):
             q, k, v = (loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = _launch(q, k, v, scale, causal, window_size, sinks)
+        out, lse = _launch(q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 

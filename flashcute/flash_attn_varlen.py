@@ -16,6 +16,7 @@ from .checks import (
     check_dtype,
     check_flag,
     check_for_kernels,
+    check_kernel_scores,
     check_scale,
     check_sinks,
     check_softcap,
@@ -34,15 +35,22 @@ from .features import VECTOR, not_on_cuda
 _UNLIMITED = (-1, -1)
 
 
-def _launch(names: Names, q, k, v, lengths, bounds, scale, causal, window_size, sinks):
+def _launch(names: Names, tensors: Tensors, options: Options):
     """out and log-sum-exp of CUDA tensors, by the kernels."""
+    q, k, v, alibi_slopes, sinks, *lengths, _ = tensors
     d, names_of_qkv = q.shape[2], names[1:4]
     prepare = loading.padded if d % VECTOR else loading.loadable
     q, k, v = (prepare(names.fn, *x) for x in zip(names_of_qkv, (q, k, v), strict=True))
     lengths = [x if x is None else x.int().contiguous() for x in lengths]
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    out, lse = ops.attend_varlen(q, k, v, lengths, bounds, scale, causal, window_size, sinks)
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.contiguous()
+    window_size = bounded_window((options.window_left, options.window_right))
+    out, lse = ops.attend_varlen(
+        q, k, v, lengths, options[:2], options.softmax_scale, options.causal, window_size, sinks,
+        options.softcap, alibi_slopes,
+    )  # fmt: skip
     if d % VECTOR:
         out = out.narrow(2, 0, d).clone(memory_format=torch.contiguous_format)
     return out, lse
@@ -89,23 +97,18 @@ def _attend(
     else:
         check_for_kernels(fn, names.q, q, d, scale)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if not (q.is_cpu or q.is_meta):
-        asked = {"dropout_p": dropout_p, "softcap": softcap}
-        if alibi_slopes is not None:
-            asked["alibi_slopes"] = "(a tensor)"
-        if torch.is_grad_enabled():
-            asked["requires_grad"] = any(x.requires_grad for x in (q, k, v))
-            asked["requires_grad"] |= sinks is not None and sinks.requires_grad
-        for argument, value in asked.items():
-            if value:
-                raise NotImplementedError(f"{fn}: {not_on_cuda(argument, value)}")
-        window_size = bounded_window((left, right))
-        bounds = (max_seqlen_q, max_seqlen_k)
-        out, lse = _launch(names, q, k, v, lengths, bounds, scale, causal, window_size, sinks)
-        return (out, lse, q.new_empty(0)) if return_attn_probs else out
     tensors = Tensors(q, k, v, alibi_slopes, sinks, *lengths, None)
     bounds = (max_seqlen_q, max_seqlen_k)
     options = Options(*bounds, scale, causal, left, right, softcap, dropout_p, return_attn_probs)
+    if not (q.is_cpu or q.is_meta):
+        check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
+        learned = [x for x in tensors[:5] if x is not None and x.requires_grad]
+        asked = {"dropout_p": dropout_p, "requires_grad": torch.is_grad_enabled() and bool(learned)}
+        for argument, value in asked.items():
+            if value:
+                raise NotImplementedError(f"{fn}: {not_on_cuda(argument, value)}")
+        out, lse = _launch(names, tensors, options)
+        return (out, lse, q.new_empty(0)) if return_attn_probs else out
     outputs = attend_or_trace(names, tensors, options)
     return outputs if return_attn_probs else outputs[0]
 

@@ -20,6 +20,8 @@ class FwdProblem:
     Attributes:
         window: (left, right), where neither a causal mask nor none says the same; then ``causal``
             is False.
+        softcap: Whether there is one.
+        alibi: Likewise.
     """
 
     dtype: str
@@ -31,6 +33,8 @@ class FwdProblem:
     h_k: int
     d: int
     window: tuple[int, int] | None = None
+    softcap: bool = False
+    alibi: bool = False
 
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
@@ -306,6 +310,18 @@ def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[FwdConfig]:
     return [_sm90_config(dtype, head_dim, mask, tile) for tile in _SM90_TILES[head_dim, causal]]
 
 
+def with_score_options(config: FwdConfig, softcap: bool, alibi: bool) -> FwdConfig:
+    """``config`` with a softcap, ALiBi, both or none.
+
+    Their operands take registers. Three consumers have no more of them: with both and a window
+    192x80 spills 116 bytes at head dimension 128, and nothing without Q's steps in registers.
+    """
+    if not (softcap or alibi):
+        return config
+    q_in_regs = 0 if config.arch == 90 and config.warps == 12 else config.q_in_regs
+    return dataclasses.replace(config, softcap=softcap, alibi=alibi, q_in_regs=q_in_regs)
+
+
 def kernel_class(capability: tuple[int, int]) -> int:
     """The kernel class for a GPU: ``FLASHCUTE_ARCH`` where it is set, else the newest that runs.
 
@@ -351,7 +367,8 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     mask = "local" if problem.window is not None else "causal" if causal else "none"
     if kernel_class(capability) == 80:
         config = fwd_config(problem.dtype, head_dim, causal, capability)
-        return dataclasses.replace(config, mask=mask)
+        config = dataclasses.replace(config, mask=mask)
+        return with_score_options(config, problem.softcap, problem.alibi)
 
     def clocks(tile: _Sm90Tile) -> float:
         config = _sm90_config(problem.dtype, head_dim, mask, tile)
@@ -359,7 +376,8 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
         return min(work(problem, config, packed, sms)[0] for packed in ways) / tile.speed
 
     best = min(_SM90_TILES[head_dim, causal], key=clocks)
-    return _sm90_config(problem.dtype, head_dim, mask, best)
+    config = _sm90_config(problem.dtype, head_dim, mask, best)
+    return with_score_options(config, problem.softcap, problem.alibi)
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:

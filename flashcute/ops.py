@@ -11,7 +11,7 @@ import atexit
 import ctypes
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _FwdProblem(ctypes.Structure):
-    """``flash::FwdProblem`` of flash_api.cpp."""
+    """``flash::FwdProblem`` of kernel_table.h."""
 
     _fields_ = (
         ("device", ctypes.c_int32),
@@ -39,11 +39,13 @@ class _FwdProblem(ctypes.Structure):
         ("d", ctypes.c_int32),
         ("window_left", ctypes.c_int32),
         ("window_right", ctypes.c_int32),
+        ("softcap", ctypes.c_int32),
+        ("alibi", ctypes.c_int32),
     )
 
 
 class _FwdChoice(ctypes.Structure):
-    """``flash::FwdChoice`` of flash_api.cpp."""
+    """``flash::FwdChoice`` of kernel_table.h."""
 
     _fields_ = (("kernel", ctypes.c_void_p), ("pack_heads", ctypes.c_int32))
 
@@ -94,6 +96,8 @@ def _choose(problem: _FwdProblem) -> _FwdChoice:
         h_k=problem.h_k,
         d=problem.d,
         window=window if mask == "local" else None,
+        softcap=bool(problem.softcap),
+        alibi=bool(problem.alibi),
     )
     sms = properties.multi_processor_count
     config = heuristics.choose_fwd(call, capability, sms)
@@ -120,44 +124,61 @@ def _empty_outputs(q):
     return torch.empty_like(q), q.new_empty((b, h, seqlen_q), dtype=torch.float32)
 
 
-def _cpu(q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None):
+class _Options(NamedTuple):
+    """What ``attend`` takes after ``causal``. torch leaves out trailing defaults."""
+
+    window_left: int = -1
+    window_right: int = -1
+    sinks: torch.Tensor | None = None
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+
+
+def _cpu(q, k, v, softmax_scale, causal, o: _Options):
+    tensors = cpu.Tensors(q, k, v, o.alibi_slopes, o.sinks)
+    options = cpu.Options(softmax_scale, causal, o.window_left, o.window_right, o.softcap)
     with torch.no_grad():
-        options = cpu.Options(softmax_scale, causal, window_left, window_right)
-        return cpu.attend(cpu.Tensors(q, k, v, sinks=sinks), options)[:2]
+        return cpu.attend(tensors, options)[:2]
 
 
-def _fake(q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None):
+def _fake(q, k, v, softmax_scale, causal, o: _Options):
     return _empty_outputs(q)
 
 
-def _differentiable_on_cpu(
-    q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None
-):
-    window_size = window_left, window_right
+def _differentiable_on_cpu(q, k, v, softmax_scale, causal, o: _Options):
     return cpu_ops.attend(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, sinks=sinks
-    )[:2]
+        q, k, v, softmax_scale=softmax_scale, causal=causal,
+        window_size=(o.window_left, o.window_right), softcap=o.softcap,
+        alibi_slopes=o.alibi_slopes, sinks=o.sinks,
+    )[:2]  # fmt: skip
 
 
 def _checked(name: str, implementation: Callable) -> Callable:
     """``implementation`` of an operator behind the checks that the binding makes for CUDA tensors.
 
-    Options that ``fwd`` does not have follow ``causal``.
+    What ``fwd`` does not have follows ``causal``.
     """
     fn = f"{NAMESPACE}::{name}"
 
     def checked(q, k, v, softmax_scale, causal, *options):
+        o = _Options(*options)
         d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
         softmax_scale = checks.check_scale(fn, softmax_scale, d)
-        if options:
-            *window_size, sinks = options
-            checks.check_window(fn, tuple(window_size))
-            if sinks is not None:
-                checks.check_sinks(fn, sinks, q)
+        _check_options(fn, q, q.shape[0], o)
         _check_for_device(fn, q, d, softmax_scale, "flash_attn_func")
-        return implementation(q, k, v, softmax_scale, causal, *options)
+        return implementation(q, k, v, softmax_scale, causal, o)
 
     return checked
+
+
+def _check_options(fn: str, q, b: int, o) -> None:
+    """What :class:`_Options` has; ``b``: entries or sequences."""
+    checks.check_window(fn, (o.window_left, o.window_right))
+    checks.check_softcap(fn, o.softcap)
+    if o.sinks is not None:
+        checks.check_sinks(fn, o.sinks, q)
+    if o.alibi_slopes is not None:
+        checks.check_alibi(fn, o.alibi_slopes, q, b)
 
 
 def _check_for_device(fn: str, q, d: int, softmax_scale: float, padding: str) -> None:
@@ -174,9 +195,11 @@ def _check_for_device(fn: str, q, d: int, softmax_scale: float, padding: str) ->
 
 def _varlen_parts(args: tuple) -> tuple[cpu_varlen.Tensors, cpu_varlen.Options]:
     """The arguments of ``attend_varlen``, in the order of its schema."""
-    q, k, v, *lengths, max_q, max_k, scale, causal, left, right, sinks = args
-    tensors = cpu_varlen.Tensors(q, k, v, None, sinks, *lengths, None)
-    return tensors, cpu_varlen.Options(max_q, max_k, scale, causal, left, right)
+    q, k, v, *lengths, max_q, max_k, scale, causal = args[:11]
+    o = _Options(*args[11:])
+    tensors = cpu_varlen.Tensors(q, k, v, o.alibi_slopes, o.sinks, *lengths, None)
+    window = o.window_left, o.window_right
+    return tensors, cpu_varlen.Options(max_q, max_k, scale, causal, *window, o.softcap)
 
 
 def _varlen_on_cpu(*args):
@@ -203,12 +226,10 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
         tensors, options = _varlen_parts(args)
         fn, q = _VARLEN_NAMES.fn, tensors.q
         d = check_packed_tokens(_VARLEN_NAMES, q, tensors.k, tensors.v)
-        check_lengths(_VARLEN_NAMES, q, *tensors[5:9])
+        b = check_lengths(_VARLEN_NAMES, q, *tensors[5:9])
         check_bounds(_VARLEN_NAMES, *options[:2])
         scale = checks.check_scale(fn, options.softmax_scale, d)
-        checks.check_window(fn, options[4:6])
-        if tensors.sinks is not None:
-            checks.check_sinks(fn, tensors.sinks, q)
+        _check_options(fn, q, b, _Options(*args[11:]))
         _check_for_device(fn, q, d, scale, "flash_attn_varlen_func")
         return implementation(*args)
 
@@ -313,6 +334,8 @@ def attend(
     causal: bool,
     window_size: tuple[int, int],
     sinks: torch.Tensor | None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`fwd` with everything optional.
 
@@ -320,11 +343,13 @@ def attend(
         window_size: (left, right) of the diagonal that ends in the bottom-right corner; -1 for
             unlimited.
         sinks: (h,), contiguous, float32 on CUDA: a further logit for each query head.
+        softcap: 0.0 for none.
+        alibi_slopes: (h,) or (b, h), contiguous, float32.
     """
     if not (torch.compiler.is_compiling() and _load_while_tracing()):
         load()
     op = getattr(torch.ops, NAMESPACE).attend.default
-    args = q, k, v, softmax_scale, causal, *window_size, sinks
+    args = q, k, v, softmax_scale, causal, *window_size, sinks, softcap, alibi_slopes
     return op(*args) if torch.compiler.is_compiling() else _raising(op, *args)
 
 
@@ -338,6 +363,8 @@ def attend_varlen(
     causal: bool,
     window_size: tuple[int, int],
     sinks: torch.Tensor | None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attend` of a ragged batch; nothing waits for the device.
 
@@ -348,6 +375,7 @@ def attend_varlen(
             contiguous and int32 on CUDA. Whatever they hold, nothing outside the tensors is read or
             written.
         max_seqlens: max_seqlen_q and max_seqlen_k.
+        alibi_slopes: (h,) or (b, h) of b sequences, contiguous, float32.
 
     Returns:
         out (total_q, h, d), contiguous, and the log-sum-exp in float32, (h, total_q).
@@ -355,7 +383,8 @@ def attend_varlen(
     if not (torch.compiler.is_compiling() and _load_while_tracing()):
         load()
     op = getattr(torch.ops, NAMESPACE).attend_varlen.default
-    args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *window_size, sinks
+    options = _Options(*window_size, sinks, softcap, alibi_slopes)
+    args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *options
     return op(*args) if torch.compiler.is_compiling() else _raising(op, *args)
 
 

@@ -102,7 +102,7 @@ def supports(
     dropout_p = passes(checks.check_dropout, dropout_p)
     softcap = passes(checks.check_softcap, softcap)
     window_size = passes(checks.check_window, window_size)
-    scale = passes(checks.check_scale, softmax_scale, 1)
+    scale = passes(checks.check_scale, softmax_scale, d or 1)
     if capability is not None:
         passes(checks.check_capability, capability, CAPABILITIES)
     given = {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens": cu_seqlens}
@@ -121,6 +121,8 @@ def supports(
         passes(checks.check_kernel_head_dim, d)
     if scale is not None:
         passes(checks.check_kernel_scale, scale)
+        if softcap is not None:
+            passes(checks.check_kernel_scores, scale, softcap, asked["alibi_slopes"])
     asked["dropout_p"] = dropout_p
     asked["softcap"] = softcap
     asked["window_size"] = window_size not in (None, (-1, -1)) and window_size

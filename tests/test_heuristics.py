@@ -130,6 +130,27 @@ def test_configurations_in_use_are_those_that_are_chosen(capability):
         assert chosen == set(heuristics.configs_in_use(dtype, head_dim, causal, capability))
 
 
+@pytest.mark.parametrize("window", [None, (100, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_softcap_and_alibi_are_kernels_of_their_own(capability, window):
+    problem = dataclasses.replace(PROBLEM, causal=window is None, window=window)
+    plain = heuristics.choose_fwd(problem, capability)
+    assert not plain.softcap and not plain.alibi
+    for softcap, alibi in ((True, False), (False, True), (True, True)):
+        asked = dataclasses.replace(problem, softcap=softcap, alibi=alibi)
+        config = heuristics.choose_fwd(asked, capability)
+        assert (config.softcap, config.alibi) == (softcap, alibi)
+        assert dataclasses.replace(config, softcap=False, alibi=False) == plain
+
+
+def test_three_consumers_have_no_registers_for_q_beside_score_options():
+    three, two = heuristics.sm90_configs("bf16", 128, False)
+    assert three.q_in_regs > 0 and two.q_in_regs > 0
+    assert heuristics.with_score_options(three, True, False).q_in_regs == 0
+    assert heuristics.with_score_options(two, False, True).q_in_regs == two.q_in_regs
+    assert heuristics.with_score_options(three, False, False) is three
+
+
 def test_one_query_row_needs_no_mask():
     one = dataclasses.replace(PROBLEM, seqlen_q=1)
     assert heuristics.choose_fwd(one, (8, 0)).mask == "none"

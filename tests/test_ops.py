@@ -345,8 +345,8 @@ def test_nothing_calls_the_resolver_when_the_interpreter_has_ended() -> None:
         "from flashcute import ops\n"
         "library = torch.library.Library('flashcute', 'DEF')\n"
         f"library.define({FROZEN_SCHEMA.removeprefix('flashcute::')!r})\n"
-        "library.define('fwd_no_grad(Tensor q) -> Tensor')\n"
-        "library.define('attend(Tensor q) -> Tensor')\n"
+        "for name in ('fwd_no_grad', 'attend', 'attend_varlen'):\n"
+        "    library.define(f'{name}(Tensor q) -> Tensor')\n"
         f"ops.jit.load_binding = lambda: {str(late)!r}\n"
         "ops.load()\n"
     )
@@ -370,9 +370,9 @@ class _Problem:
 
 @pytest.mark.parametrize(("struct", "end"), [("FwdProblem", "bool operator"), ("FwdChoice", "};")])
 def test_resolver_mirrors_the_bindings_structs(struct: str, end: str) -> None:
-    # The binding asserts 44 bytes at compile time; the fields' order is read off its source.
-    assert ctypes.sizeof(ops._FwdProblem) == 44
-    source = (ROOT / "csrc" / "flash_attn" / "flash_api.cpp").read_text()
+    # The binding asserts 52 bytes at compile time; the fields' order is read off its source.
+    assert ctypes.sizeof(ops._FwdProblem) == 52
+    source = (ROOT / "csrc" / "flash_attn" / "src" / "kernel_table.h").read_text()
     body = re.search(rf"struct {struct} \{{(.*?){end}", source, re.DOTALL).group(1)
     fields = re.findall(r"\b(\w+)\s*[,;]", re.sub(r"//.*", "", body))
     assert fields == [name for name, _ in getattr(ops, f"_{struct}")._fields_]
@@ -406,9 +406,13 @@ def test_resolver_asks_heuristics_and_the_jit(monkeypatch: pytest.MonkeyPatch) -
     assert asked["target"] == "90"
     config = asked["config"]
     assert (config.dtype, config.mask, config.head_dim) == ("bf16", "causal", 64)
+    assert not config.softcap and not config.alibi
     problem.problem.mask, problem.problem.window_left = 2, 5
     assert problem.resolve() == 0
     assert asked["config"].mask == "local"
+    problem.problem.alibi = 1
+    assert problem.resolve() == 0
+    assert (asked["config"].softcap, asked["config"].alibi) == (False, True)
 
 
 def test_resolver_refuses_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,14 +88,14 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_reasons_name_argument_and_value() -> None:
     answer = flashcute.supports(
-        dtype=torch.float32, head_dim=300, num_heads=3, num_heads_k=2, softcap=1.5, dropout_p=0.1
+        dtype=torch.float32, head_dim=300, num_heads=3, num_heads_k=2, softcap=1e38, dropout_p=0.1
     )
     text = " | ".join(answer.reasons)
     for part in (
         "got dtype=torch.float32",
         "got head_dim=300",
         "got num_heads=3 and num_heads_k=2",
-        "got softcap=1.5",
+        "got softcap=1e+38 with softmax_scale=",
         "got dropout_p=0.1",
     ):
         assert part in text

@@ -184,6 +184,8 @@ struct Options {
     int64_t window_left = -1;
     int64_t window_right = -1;
     std::optional<Tensor> sinks;
+    double softcap = 0;  // 0: none
+    std::optional<Tensor> alibi_slopes;
 };
 
 // What a ragged batch has instead of two lengths.
@@ -273,6 +275,48 @@ const float *read_sinks(const Options &options, const Layout &q, int32_t device)
     return static_cast<const float *>(sinks.const_data_ptr());
 }
 
+// b: entries, or sequences of a ragged batch.
+void set_slopes(Flash_fwd_params &params, const Options &options, int64_t b, int64_t h,
+                int32_t device) {
+    if (!options.alibi_slopes.has_value()) {
+        return;
+    }
+    const Tensor &slopes = *options.alibi_slopes;
+    if (!slopes.is_cuda() || slopes.get_device_index() != device) {
+        fail("expected alibi_slopes on cuda:", device, " as q");
+    }
+    const int64_t rank = slopes.dim();
+    const bool has_shape =
+        (rank == 1 || (rank == 2 && slopes.sizes()[0] == b)) && slopes.sizes()[rank - 1] == h;
+    if (dtype_of(slopes) != aoti_torch_dtype_float32() || !has_shape || !slopes.is_contiguous()) {
+        fail("expected contiguous alibi_slopes of dtype float32 and shape (", h, ") or (", b, ", ",
+             h, ")");
+    }
+    params.alibi_slopes_ptr = static_cast<const float *>(slopes.const_data_ptr());
+    params.alibi_slopes_batch_stride = rank == 2 ? h : 0;
+}
+
+// Kernels multiply masked scores, -inf, by the scale after taking the maximum: with zero or less
+// that is NaN or the wrong maximum. What is not normal is 0 to them.
+void set_scales(Flash_fwd_params &params, double softmax_scale, double softcap) {
+    const double unit = softcap > 0 ? softcap : softmax_scale;  // of the scores
+    params.scale_softmax = static_cast<float>(softmax_scale);
+    params.scale_softmax_log2 = static_cast<float>(unit * std::numbers::log2e);
+    params.scale_softcap = static_cast<float>(softmax_scale / unit);
+    params.alibi_scale = static_cast<float>(1 / unit);
+    if (!(softmax_scale > 0) || !std::isnormal(params.scale_softmax) ||
+        !std::isnormal(static_cast<float>(softmax_scale * std::numbers::log2e))) {
+        fail("expected a finite softmax_scale > 0, got ", softmax_scale);
+    }
+    if (!(softcap >= 0) || !std::isnormal(params.scale_softmax_log2) ||
+        !std::isnormal(params.scale_softcap)) {
+        fail(
+            "expected softcap 0, or > 0 with softmax_scale / softcap within the range of float32, "
+            "got ",
+            softcap);
+    }
+}
+
 // The shape and what the choice for it says. total_q: of a ragged batch.
 void set_problem(Flash_fwd_params &params, const FwdProblem &problem, const FwdChoice &choice,
                  const int64_t *total_q) {
@@ -356,16 +400,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
     check_vectorised(ql, params.q_ptr, "q");
     check_vectorised(kl, params.k_ptr, "k");
     check_vectorised(vl, params.v_ptr, "v");
-    params.scale_softmax = static_cast<float>(softmax_scale);
-    params.scale_softmax_log2 = static_cast<float>(softmax_scale * std::numbers::log2e);
-    // Kernels multiply masked scores, -inf, by the scale after taking the maximum: with zero or
-    // less that is NaN or the wrong maximum.
-    if (!(params.scale_softmax > 0) || !std::isnormal(params.scale_softmax) ||
-        !std::isnormal(params.scale_softmax_log2)) {
-        fail("expected a finite softmax_scale > 0, got ", softmax_scale);
-    }
+    set_scales(params, softmax_scale, options.softcap);
 
     const int64_t b = lengths != nullptr ? set_lengths(params, *lengths, device) : ql.b;
+    set_slopes(params, options, b, ql.h, device);
     const torch::stable::accelerator::DeviceGuard guard(device);
     if (ql.b == 0 || ql.s == 0) {
         return make_outputs(q, ql, dtype, device);
@@ -377,7 +415,9 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
                        .seqlen_k = static_cast<int32_t>(kl.s),
                        .h = static_cast<int32_t>(ql.h),
                        .h_k = static_cast<int32_t>(kl.h),
-                       .d = static_cast<int32_t>(ql.d)};
+                       .d = static_cast<int32_t>(ql.d),
+                       .softcap = options.softcap > 0,
+                       .alibi = options.alibi_slopes.has_value()};
     if (lengths != nullptr) {
         // Rows from max_seqlen_q on count as none, but max_seqlen_k is no more than a hint.
         problem.seqlen_q = static_cast<int32_t>(std::min(lengths->max_seqlen_q, ql.s));
@@ -425,12 +465,15 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
 
 std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &k, const Tensor &v,
                                   double softmax_scale, bool causal, int64_t window_left,
-                                  int64_t window_right, std::optional<Tensor> sinks) {
+                                  int64_t window_right, std::optional<Tensor> sinks, double softcap,
+                                  std::optional<Tensor> alibi_slopes) {
     return forward(q, k, v, softmax_scale,
                    {.causal = causal,
                     .window_left = window_left,
                     .window_right = window_right,
-                    .sinks = std::move(sinks)});
+                    .sinks = std::move(sinks),
+                    .softcap = softcap,
+                    .alibi_slopes = std::move(alibi_slopes)});
 }
 
 std::tuple<Tensor, Tensor> attend_varlen(const Tensor &q, const Tensor &k, const Tensor &v,
@@ -439,14 +482,17 @@ std::tuple<Tensor, Tensor> attend_varlen(const Tensor &q, const Tensor &k, const
                                          std::optional<Tensor> seqused_k, int64_t max_seqlen_q,
                                          int64_t max_seqlen_k, double softmax_scale, bool causal,
                                          int64_t window_left, int64_t window_right,
-                                         std::optional<Tensor> sinks) {
+                                         std::optional<Tensor> sinks, double softcap,
+                                         std::optional<Tensor> alibi_slopes) {
     const Lengths lengths{cu_seqlens_q, cu_seqlens_k, seqused_q,
                           seqused_k,    max_seqlen_q, max_seqlen_k};
     return forward(q, k, v, softmax_scale,
                    {.causal = causal,
                     .window_left = window_left,
                     .window_right = window_right,
-                    .sinks = std::move(sinks)},
+                    .sinks = std::move(sinks),
+                    .softcap = softcap,
+                    .alibi_slopes = std::move(alibi_slopes)},
                    &lengths);
 }
 
@@ -476,12 +522,13 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "(Tensor out, Tensor softmax_lse)");
     m.def(
         "attend(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, int window_left, "
-        "int window_right, Tensor? sinks) -> (Tensor out, Tensor softmax_lse)");
+        "int window_right, Tensor? sinks, float softcap=0., Tensor? alibi_slopes=None) -> "
+        "(Tensor out, Tensor softmax_lse)");
     m.def(
         "attend_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
         "Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-        "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks) -> "
-        "(Tensor out, Tensor softmax_lse)");
+        "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
+        "float softcap=0., Tensor? alibi_slopes=None) -> (Tensor out, Tensor softmax_lse)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {

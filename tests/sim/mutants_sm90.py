@@ -482,8 +482,8 @@ _OPERANDS = (
         _numerics(
             "mask of another block in a window",
             _MAINLOOP,
-            "int const block = tile.blocks.template block<C.mask>(visit)",
-            "int const block = tile.blocks.begin + visit",
+            "return tile.blocks.template block<C.mask>(visit);",
+            "return tile.blocks.begin + visit;",
         ),
         config=WINDOW,
     ),
