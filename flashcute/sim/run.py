@@ -301,7 +301,7 @@ def run_fwd(
     _check_scores(config, softcap, alibi_slopes)
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches)
-    settings += (int(trace), 1 << 32, 0)
+    settings += (int(trace), 1 << 32, 0, config.min_ctas)
     command = [str(_runner(checker)), str(path), function]
     optional = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     inputs = {"q": q, "k": k, "v": v}
@@ -393,6 +393,7 @@ def run_varlen(
     )
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), 227 * 1024, sms, launches, 0, 1 << 32, 1)
+    settings += (config.min_ctas,)
     program = [str(_runner(checker)), str(path), function]
     return run_program(program, params, inputs, outputs, settings, timeout)
 
@@ -465,7 +466,7 @@ def run_bwd(
         inputs["sinks"] = sinks
         outputs["dsinks"] = q.new_full((h,), math.nan, dtype=torch.float32)
     path, function = kernel or _kernel(config, checker)
-    settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches, 0, 1 << 32, 0)
+    settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches, 0, 1 << 32, 0, 1)
     params = abi.bwd_params({**inputs, **outputs}, scale, window_size)
     command = [str(_runner(checker)), str(path), function]
     return run_program(command, params, inputs, outputs, settings, timeout)
@@ -491,7 +492,7 @@ def run_program(
         outputs: Likewise, those that the kernel writes. Each launch finds the contents they have
             now; they receive the results of the last one if the verdict is ``"pass"``.
         settings: Seed, copy mode, shared memory limit, SMs, launches, trace, greatest number of
-            steps, whether a plan is made before each launch.
+            steps, whether a plan is made before each launch, CTAs that share an SM's registers.
         timeout: Seconds after which the run counts as hung.
     """
     with tempfile.TemporaryDirectory(prefix="flashcute-sim-") as folder:

@@ -101,6 +101,8 @@ struct KernelTraitsSm90 {
         OutputOffset output[kTileSlots];  // of these tiles
     };
     static constexpr int kSmemBytes = sizeof(SharedStorage);
+    // Of which an SM has 228 KB, and keeps 1 KB for each CTA.
+    static_assert(kMinCtas * (kSmemBytes + 1024) <= 228 * 1024);
 };
 
 }  // namespace flash
