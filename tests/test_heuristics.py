@@ -140,10 +140,13 @@ def test_softcap_and_alibi_are_kernels_of_their_own(capability, window):
         asked = dataclasses.replace(problem, softcap=softcap, alibi=alibi)
         config = heuristics.choose_fwd(asked, capability)
         assert (config.softcap, config.alibi) == (softcap, alibi)
-        assert dataclasses.replace(config, softcap=False, alibi=False) == plain
+        assert config == heuristics.with_score_options(plain, softcap, alibi)
+        assert config.tile_m == plain.tile_m and config.mask == plain.mask
 
 
-def test_three_consumers_have_no_registers_for_q_beside_score_options():
+def test_tiles_that_would_spill_with_score_options_are_others():
+    eighty = heuristics.fwd_config("bf16", 128, False, (9, 0))
+    assert heuristics.with_score_options(eighty, True, True).tile_n < eighty.tile_n
     three, two = heuristics.sm90_configs("bf16", 128, False)
     assert three.q_in_regs > 0 and two.q_in_regs > 0
     assert heuristics.with_score_options(three, True, False).q_in_regs == 0

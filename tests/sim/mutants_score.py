@@ -32,8 +32,8 @@ OF_SM80 = (
     _numerics(
         "distance from the top-left corner",
         _SCORES,
-        "row.position + tile.seqlen_k - tile.seqlen_q",
-        "row.position",
+        "row_position(params, row) + tile.seqlen_k - tile.seqlen_q",
+        "row_position(params, row)",
     ),
     _numerics("distance with a sign", _SCORES, _DISTANCE, _DISTANCE.removeprefix("fabsf")),
     _numerics(

@@ -42,11 +42,11 @@ struct ScoreMod {
     static constexpr FwdConfig C = Traits::kConfig;
 
     Flash_fwd_params const &params;
-    float slope[kRows];   // of each row of this thread, negated, in that unit
-    int diagonal[kRows];  // the key at distance 0
+    WorkTile const &tile;
+    float slope[kRows];  // of each row of this thread, negated, in that unit
 
     CUTE_DEVICE ScoreMod(Flash_fwd_params const &params, WorkTile const &tile, int thread)
-        : params(params) {
+        : params(params), tile(tile) {
         if constexpr (C.alibi) {
             // Tiles without keys may be of no sequence.
             bool const any = tile.blocks.count > 0;
@@ -60,7 +60,6 @@ struct ScoreMod {
             for (int i = 0; i < kRows; ++i) {
                 TileRow const row = tile_row(params, tile, C.tile_m, Traits::acc_row(thread, i));
                 slope[i] = any && row.exists ? -slopes[row.head] * params.alibi_scale : 0.f;
-                diagonal[i] = row.position + tile.seqlen_k - tile.seqlen_q;
             }
         }
     }
@@ -81,7 +80,10 @@ struct ScoreMod {
             int const first_key = n_block * C.tile_n + Traits::acc_col(thread, 0);
             CUTE_UNROLL
             for (int i = 0; i < kRows; ++i) {
-                float const first = static_cast<float>(diagonal[i] - first_key);
+                // Found anew in each block: kept, it would take a register a row.
+                int const row = tile.m_block * C.tile_m + Traits::acc_row(thread, i);
+                int const diagonal = row_position(params, row) + tile.seqlen_k - tile.seqlen_q;
+                float const first = static_cast<float>(diagonal - first_key);
                 CUTE_UNROLL
                 for (int j = 0; j < size<1>(scores); ++j) {
                     float const distance = fabsf(first - static_cast<float>(Traits::acc_col(0, j)));
