@@ -21,7 +21,7 @@ from typing import IO
 from . import __version__, env, heuristics
 from .arguments import output_folder, positive
 from .bench import cli as bench_cli
-from .config import DTYPES, HEAD_DIMS, FwdConfig
+from .config import DTYPES, HEAD_DIMS
 from .jit import binding, build, cache, kernels, sources, toolchain
 from .jit.progress import Progress
 from .jit.toolchain import BuildError
@@ -53,16 +53,23 @@ def _choose_targets(args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(targets))
 
 
-def _choose_configs(args: argparse.Namespace, target: str) -> list[FwdConfig]:
+def _choose_configs(args: argparse.Namespace, target: str) -> list[kernels.AnyConfig]:
     causals = {"yes": (True,), "no": (False,), "both": (False, True)}[args.causal or "both"]
+    in_use = {"fwd": heuristics.configs_in_use, "bwd": heuristics.bwd_configs_in_use}
     capability = kernels.capability_of(target)
     return [
         config
+        for name in args.passes or in_use
         for head_dim in args.head_dim or HEAD_DIMS
         for dtype in args.dtype or DTYPES
         for causal in causals
-        for config in heuristics.configs_in_use(dtype, head_dim, causal, capability)
+        for config in in_use[name](dtype, head_dim, causal, capability)
     ]
+
+
+def _chooses(args: argparse.Namespace) -> bool:
+    """Whether the arguments choose kernels."""
+    return bool(args.all or args.passes or args.head_dim or args.dtype or args.causal)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -83,10 +90,10 @@ def _resources(artefact: cache.Artefact) -> tuple[int, int]:
 
 def run_build(args: argparse.Namespace) -> int:
     """Builds what the arguments select; returns 1 if anything failed."""
-    if not (args.all or args.head_dim or args.dtype or args.causal):
+    if not _chooses(args):
         raise ValueError(
             "flashcute build: expected a choice of kernels, got none; say --all, or choose with "
-            "--head-dim, --dtype and --causal"
+            "--pass, --head-dim, --dtype and --causal"
         )
     targets = _choose_targets(args)
     specs = [(config, target) for target in targets for config in _choose_configs(args, target)]
@@ -169,7 +176,7 @@ _KERNEL_COLUMNS = (
 )
 
 
-def _kernel_row(config: FwdConfig, target: str) -> list[object]:
+def _kernel_row(config: kernels.AnyConfig, target: str) -> list[object]:
     """One line of the kernel table; a kernel that is not built has its planned resources only."""
     where, artefact = kernels.find_built(config, target)
     head = [config.full_name, f"sm_{target}", where, config.threads, config.smem_bytes]
@@ -190,7 +197,7 @@ def run_info(args: argparse.Namespace) -> int:
         targets = targets or targets_at_hand()
     targets = list(dict.fromkeys(targets or ["80", "90"]))
     rows = {t: [_kernel_row(config, t) for config in _choose_configs(args, t)] for t in targets}
-    if args.all or args.head_dim or args.dtype or args.causal:
+    if _chooses(args):
         print(_table(_KERNEL_COLUMNS, [row for of in rows.values() for row in of]) + "\n")
     facts = {
         "flashcute": lambda: __version__,
@@ -272,6 +279,13 @@ def _parser() -> argparse.ArgumentParser:
         "--target", nargs="+", metavar="SM", help="sm numbers, e.g. 80 90 (default: the GPUs here)"
     )
     choice.add_argument(
+        "--pass",
+        dest="passes",
+        nargs="+",
+        choices=("fwd", "bwd"),
+        help="forward or backward (default: both)",
+    )
+    choice.add_argument(
         "--head-dim",
         type=int,
         nargs="+",
@@ -315,7 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("sim", help="run one kernel on the CPU and check it")
     simulate.set_defaults(run=sim_cli.run)
     sim_cli.add_arguments(simulate)
-    bench = commands.add_parser("bench", help="measure the forward pass beside its peers")
+    bench = commands.add_parser("bench", help="measure forward and backward beside their peers")
     bench.set_defaults(run=bench_cli.run)
     bench_cli.add_arguments(bench)
     profile = commands.add_parser("profile", help="what a kernel costs and why")

@@ -300,6 +300,17 @@ def check_sinks(fn: str, sinks, q: torch.Tensor) -> None:
         )
 
 
+def check_gradient(fn: str, name: str, tensor, shape, dtype, device) -> None:
+    """A tensor that a gradient is made of, all of whose properties follow from q."""
+    check_kind(fn, name, tensor)
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+        raise ValueError(
+            f"{fn}: expected {name} of shape {tuple(shape)} and {dtype} on {device}, got "
+            f"{name}.shape={tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; pass what the "
+            "forward returned, and gradients of it"
+        )
+
+
 def check_dtype(fn: str, name: str, dtype, device) -> None:
     """A dtype that is computed on ``device``, a torch.device; ``name`` e.g. ``"q.dtype"``."""
     dtypes = CPU_DTYPES if device.type == "cpu" else CUDA_DTYPES

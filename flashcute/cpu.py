@@ -356,8 +356,15 @@ class _Flash(torch.autograd.Function):
             out, lse, _ = attention_ref(
                 q, k, v, softmax_scale=scale, window_size=window, sinks=sinks
             )
-            pairs = [(out, grad_out), (lse, grad_lse)]
-            results, grads = zip(*(pair for pair in pairs if pair[1] is not None), strict=True)
+            # The log-sum-exp does not depend on v: it has no gradient where that alone wants one.
+            pairs = [
+                (x, g)
+                for x, g in ((out, grad_out), (lse, grad_lse))
+                if g is not None and x.requires_grad
+            ]
+        if not pairs:
+            return None, None, None, None, None, None
+        results, grads = zip(*pairs, strict=True)
         wanted = [n for n in range(4) if ctx.needs_input_grad[n]]
         found = torch.autograd.grad(
             results,

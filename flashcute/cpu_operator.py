@@ -69,7 +69,7 @@ class Operator:
         ):
             op_name = op._schema.name
             library.impl(op_name, implementation, "CPU")
-            library.impl(op_name, _autograd(recorded), "Autograd")
+            library.impl(op_name, autograd_kernel(recorded), "Autograd")
             torch.library.register_fake(op_name, op_fake, lib=library)
             torch.library.register_vmap(op_name, _vmap_by_a_loop(op), lib=library)
         _libraries.append(library)
@@ -110,7 +110,11 @@ class Operator:
                 if x.requires_grad and g is not None
             ]
             outputs, grad_outputs = zip(*pairs, strict=True) if pairs else ((), ())
-            found = iter(torch.autograd.grad(outputs, leaves, grad_outputs, materialize_grads=True))
+            found = iter(
+                torch.autograd.grad(outputs, leaves, grad_outputs, materialize_grads=True)
+                if outputs
+                else map(torch.zeros_like, leaves)
+            )
         return self._gradients(tensors, wanted, lambda x: cpu.like(x, next(found)))
 
     def _backward_fake(self, grad_out, grad_lse, grad_dmask, wanted, *args):
@@ -156,7 +160,7 @@ def _functions(operator: Operator, name: str) -> tuple[type, type]:
     class Attend(torch.autograd.Function):
         @staticmethod
         def forward(*args):
-            return _below_autograd(operator.op, args)
+            return below_autograd(operator.op, args)
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -177,7 +181,7 @@ def _functions(operator: Operator, name: str) -> tuple[type, type]:
     class AttendBackward(torch.autograd.Function):
         @staticmethod
         def forward(*args):
-            return _below_autograd(operator.backward_op, args)
+            return below_autograd(operator.backward_op, args)
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -196,13 +200,13 @@ def _functions(operator: Operator, name: str) -> tuple[type, type]:
     return Attend, AttendBackward
 
 
-def _below_autograd(op, args):
+def below_autograd(op, args):
     # A Function's forward runs without gradients, but an outer transform may want one of this call.
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
 
-def _autograd(function):
+def autograd_kernel(function):
     """The operator's kernel for autograd: ``function.apply``, also inside torch.func's transforms.
 
     There the dispatcher calls it for one transform at a time, innermost first, and the operator

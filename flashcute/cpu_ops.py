@@ -48,6 +48,12 @@ def attend(
     return _operator(lambda: cpu.attend(tensors, options), *tensors, *options)
 
 
+def backward(dout, dlse, ddmask, wanted: int, tensors: cpu.Tensors, options: cpu.Options):
+    """The gradients of the first six of ``tensors``; bit n of ``wanted`` asks for that of tensor n,
+    and what is not wanted has shape (0,)."""
+    return _operator.backward_op(dout, dlse, ddmask, wanted, *tensors, *options)
+
+
 def _attend(*args):
     return cpu.attend(cpu.Tensors(*args[:_N_TENSORS]), cpu.Options(*args[_N_TENSORS:]))
 

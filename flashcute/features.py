@@ -37,27 +37,31 @@ class Feature:
 
 
 _CPU_ONLY = "CPU tensors support it"
+_NO_GRADIENT = f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}"
 
 # CPU tensors support every row.
 FEATURES = (
     Feature("causal", "causal mask (bottom-right)", True),
     Feature("num_heads_k", "grouped and multi-query attention", True),
     Feature("return_attn_probs", "log-sum-exp output", True),
-    Feature("deterministic", "deterministic forward", True),
-    Feature(
-        "requires_grad",
-        "backward",
-        False,
-        f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}",
-    ),
+    Feature("deterministic", "deterministic results", True),
+    Feature("requires_grad", "backward", True),
     Feature("dropout_p", "dropout", False, f"pass dropout_p=0.0; {_CPU_ONLY}"),
     Feature("window_size", "sliding window", True),
     Feature("softcap", "softcap", True),
     Feature("alibi_slopes", "ALiBi", True),
     Feature("sinks", "attention sinks", True),
     Feature("cu_seqlens", "sequences of different lengths (varlen)", True),
+    Feature("cu_seqlens with requires_grad", "backward of varlen", False, _NO_GRADIENT),
+    Feature("softcap with requires_grad", "backward of softcap", False, _NO_GRADIENT),
+    Feature("alibi_slopes with requires_grad", "backward of ALiBi", False, _NO_GRADIENT),
 )
 _FEATURE_OF = {feature.argument: feature for feature in FEATURES}
+
+
+def no_gradient(argument: str) -> str:
+    """:func:`not_on_cuda` of a gradient beside an ``argument`` that is right without one."""
+    return not_on_cuda(f"{argument} with requires_grad", True)
 
 
 def not_on_cuda(argument: str, value: object) -> str:

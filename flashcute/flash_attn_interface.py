@@ -1,7 +1,7 @@
 """FlashAttention's Python interface, with flash-attn 2's names, signatures and layouts.
 
 CUDA tensors go to the kernels, meta and fake tensors to the operator's fake, CPU tensors to
-:mod:`flashcute.cpu`, which takes every argument and is differentiable. Whatever is not supported
+:mod:`flashcute.cpu`, which takes every argument. All are differentiable. Whatever is not supported
 raises an error that names the argument, its value, what is supported and a way out: the checks are
 those of :mod:`flashcute.checks`; the binding repeats only what memory safety needs.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from . import cpu, cpu_operator, cpu_ops, env, missing, ops
+from .autograd import wants_gradient
 from .checks import (
     bounded_window,
     check_alibi,
@@ -26,7 +27,7 @@ from .checks import (
     check_tensors,
     check_window,
 )
-from .features import CPU_DTYPES, VECTOR, not_on_cuda
+from .features import CPU_DTYPES, VECTOR, no_gradient, not_on_cuda
 from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -41,16 +42,6 @@ env.read()  # a wrong variable is an error, also where nothing is built
 
 def __getattr__(name: str) -> object:
     raise missing.error(__name__, name)
-
-
-def _wants_gradient(q, k, v, sinks, alibi_slopes) -> bool:
-    return torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-        or (alibi_slopes is not None and alibi_slopes.requires_grad)
-    )
 
 
 def _launch(
@@ -130,8 +121,9 @@ def _attend(
         raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
     if softcap != 0.0 or alibi_slopes is not None:
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
-    if _wants_gradient(q, k, v, sinks, alibi_slopes):
-        raise NotImplementedError(f"{fn}: {not_on_cuda('requires_grad', True)}")
+        if wants_gradient(q, k, v, sinks, alibi_slopes):
+            option = "softcap" if softcap != 0.0 else "alibi_slopes"
+            raise NotImplementedError(f"{fn}: {no_gradient(option)}")
     if d % VECTOR:
         q, k, v = (padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
         out, lse = _launch(q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes)
@@ -164,10 +156,11 @@ def flash_attn_func(
     aligned to the bottom-right corner: query i sees key j if j <= i + seqlen_k - seqlen_q. A row
     that sees no key has output 0 and log-sum-exp -inf.
 
-    On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256, no gradient yet. On the
-    CPU: in float32 (float64 for float64 inputs), every argument, differentiable; by PyTorch's flash
-    attention where there is no more than a scale, a window and sinks, else by a plain PyTorch
-    reference, at a tenth of its speed.
+    On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256; first derivatives of out
+    and of the log-sum-exp, always bitwise repeatable. On the CPU: in float32 (float64 for float64
+    inputs), every argument, differentiable to any order; by PyTorch's flash attention where there
+    is no more than a scale, a window and sinks, else by a plain PyTorch reference, at a tenth of
+    its speed.
 
     Any strides are right. The kernels read in place what has a head_dim that is a multiple of 8, a
     last stride of 1, other strides that are multiples of 8 elements, and a start at a multiple of
@@ -187,7 +180,8 @@ def flash_attn_func(
             i + seqlen_k - seqlen_q + right]; -1 for unlimited.
         softcap: Scores become softcap * tanh(scores / softcap); 0.0 for none.
         alibi_slopes: float32 (h,) or (b, h): adds -slope * |i + seqlen_k - seqlen_q - j|.
-        deterministic: Ask for bitwise repeatable results, which the forward always gives.
+        deterministic: Ask for bitwise repeatable results, which forward and backward always give:
+            no sum depends on the order in which parts of it come.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
         sinks: float32 or of q's dtype, (h,): for each query head one more logit, in units of the
             scaled scores, that joins the softmax's denominator and has no value; learnable. With L

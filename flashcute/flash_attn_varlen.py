@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import loading, ops
+from .autograd import wants_gradient
 from .checks import (
     bounded_window,
     check_alibi,
@@ -30,7 +31,7 @@ from .checks_varlen import (
     check_packed_tokens,
 )
 from .cpu_varlen import Options, Tensors, attend_or_trace
-from .features import VECTOR, not_on_cuda
+from .features import VECTOR, no_gradient, not_on_cuda
 
 _UNLIMITED = (-1, -1)
 
@@ -102,11 +103,10 @@ def _attend(
     options = Options(*bounds, scale, causal, left, right, softcap, dropout_p, return_attn_probs)
     if not (q.is_cpu or q.is_meta):
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
-        learned = [x for x in tensors[:5] if x is not None and x.requires_grad]
-        asked = {"dropout_p": dropout_p, "requires_grad": torch.is_grad_enabled() and bool(learned)}
-        for argument, value in asked.items():
-            if value:
-                raise NotImplementedError(f"{fn}: {not_on_cuda(argument, value)}")
+        if dropout_p:
+            raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
+        if wants_gradient(q, k, v, sinks, alibi_slopes):
+            raise NotImplementedError(f"{fn}: {no_gradient('cu_seqlens')}")
         out, lse = _launch(names, tensors, options)
         return (out, lse, q.new_empty(0)) if return_attn_probs else out
     outputs = attend_or_trace(names, tensors, options)

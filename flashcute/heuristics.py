@@ -10,12 +10,12 @@ import functools
 import os
 
 from . import env
-from .config import HEAD_DIMS, MAX_SMEM_BYTES, BwdConfig, BwdTile, FwdConfig
+from .config import DTYPES, HEAD_DIMS, MAX_SMEM_BYTES, BwdConfig, BwdTile, FwdConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class FwdProblem:
-    """One forward call as far as the choice of a kernel depends on it.
+    """One call, or its backward, as far as the choice of a kernel depends on it.
 
     Attributes:
         window: (left, right), where neither a causal mask nor none says the same; then ``causal``
@@ -385,25 +385,53 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     return with_score_options(config, problem.softcap, problem.alibi)
 
 
+def bwd_configs_in_use(
+    dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
+) -> list[BwdConfig]:
+    """Every configuration that :func:`choose_bwd` may answer with for such problems."""
+    # One class, which runs on every GPU; this refuses an FLASHCUTE_ARCH that the GPU does not run.
+    kernel_class(capability)
+    return [bwd_config(dtype, head_dim, "causal" if causal else "none")]
+
+
+def choose_bwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132) -> BwdConfig:
+    """The backward's configuration for one problem; arguments as in :func:`choose_fwd`."""
+    problem = rounded(problem)
+    causal = problem.causal and problem.seqlen_q > 1
+    head_dim = instantiated_head_dim(problem.d)
+    (config,) = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
+    return config if problem.window is None else dataclasses.replace(config, mask="local")
+
+
+def _choices() -> list[tuple[str, int, bool]]:
+    """(dtype, head_dim, causal) of everything that is shipped."""
+    return [
+        (dtype, head_dim, causal)
+        for head_dim in HEAD_DIMS
+        for dtype in DTYPES
+        for causal in (False, True)
+    ]
+
+
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
     """The forward configurations that are committed as .cu files and shipped prebuilt, of one
     kernel class or of all."""
-    choices = [
-        (dtype, head_dim, causal)
-        for head_dim in HEAD_DIMS
-        for dtype in ("fp16", "bf16")
-        for causal in (False, True)
-    ]
+    choices = _choices()
     sm80 = [fwd_config(*choice, (9, 0)) for choice in choices]
     sm90 = [config for choice in choices for config in sm90_configs(*choice)]
     return {None: sm80 + sm90, 80: sm80, 90: sm90}[arch]
 
 
-def instantiations() -> dict[str, FwdConfig]:
+def shipped_bwd_configs() -> list[BwdConfig]:
+    """Likewise, those of the backward."""
+    return [config for choice in _choices() for config in bwd_configs_in_use(*choice, (9, 0))]
+
+
+def instantiations() -> dict[str, FwdConfig | BwdConfig]:
     """The shipped configurations by the stem of their .cu file: the configuration's name, and the
     tile where it is not the one for long sequences."""
-    found: dict[str, FwdConfig] = {}
+    found: dict[str, FwdConfig | BwdConfig] = {}
     for config in shipped_configs():
         tile = f"_{config.tile_m}x{config.tile_n}" if config.name in found else ""
         found[config.name + tile] = config
-    return found
+    return found | {config.name: config for config in shipped_bwd_configs()}

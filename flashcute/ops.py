@@ -14,18 +14,19 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
-from . import checks, cpu, cpu_ops, cpu_varlen, heuristics, jit
+from . import autograd, checks, cpu, cpu_ops, cpu_varlen, heuristics, jit, resolver_errors
 from .checks_varlen import Names, check_bounds, check_lengths, check_packed_tokens
 from .config import DTYPES, MASKS, NAMESPACE
-from .features import CAPABILITIES, VECTOR, not_on_cuda
+from .features import CAPABILITIES, VECTOR, no_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class _FwdProblem(ctypes.Structure):
-    """``flash::FwdProblem`` of kernel_table.h."""
+class _Problem(ctypes.Structure):
+    """``flash::Problem`` of kernel_table.h."""
 
     _fields_ = (
         ("device", ctypes.c_int32),
@@ -41,26 +42,24 @@ class _FwdProblem(ctypes.Structure):
         ("window_right", ctypes.c_int32),
         ("softcap", ctypes.c_int32),
         ("alibi", ctypes.c_int32),
+        ("backward", ctypes.c_int32),
     )
 
 
-class _FwdChoice(ctypes.Structure):
-    """``flash::FwdChoice`` of kernel_table.h."""
+class _Choice(ctypes.Structure):
+    """``flash::Choice`` of kernel_table.h."""
 
     _fields_ = (("kernel", ctypes.c_void_p), ("pack_heads", ctypes.c_int32))
 
 
 _Resolver = ctypes.CFUNCTYPE(
     ctypes.c_int32,
-    ctypes.POINTER(_FwdProblem),
-    ctypes.POINTER(_FwdChoice),
+    ctypes.POINTER(_Problem),
+    ctypes.POINTER(_Choice),
     ctypes.c_void_p,
     ctypes.c_int32,
 )
 
-# What the resolver raised in this thread: the binding can only pass a message on, the caller of
-# fwd() gets the exception itself.
-_raised = threading.local()
 _load_lock = threading.Lock()
 _fwd: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None  # the operator fwd_no_grad
 
@@ -76,12 +75,13 @@ os.register_at_fork(after_in_child=_renew_load_lock)
 _keep_alive: list[object] = []
 
 
-def _choose(problem: _FwdProblem) -> _FwdChoice:
+def _choose(problem: _Problem) -> _Choice:
     properties = torch.cuda.get_device_properties(problem.device)
     capability = properties.major, properties.minor
     if capability not in CAPABILITIES:
+        name = "bwd" if problem.backward else "fwd"
         raise NotImplementedError(
-            f"{NAMESPACE}::fwd: expected a GPU of compute capability in {CAPABILITIES}, "
+            f"{NAMESPACE}::{name}: expected a GPU of compute capability in {CAPABILITIES}, "
             f"got cuda:{problem.device} of {capability}; move the tensors to the CPU"
         )
     mask = MASKS[problem.mask]
@@ -100,9 +100,11 @@ def _choose(problem: _FwdProblem) -> _FwdChoice:
         alibi=bool(problem.alibi),
     )
     sms = properties.multi_processor_count
-    config = heuristics.choose_fwd(call, capability, sms)
+    choose = heuristics.choose_bwd if problem.backward else heuristics.choose_fwd
+    config = choose(call, capability, sms)
     kernel = jit.get_kernel(config, f"{capability[0]}{capability[1]}")
-    return _FwdChoice(kernel.address, heuristics.packs_heads(call, config, sms))
+    packs = not problem.backward and heuristics.packs_heads(call, config, sms)
+    return _Choice(kernel.address, packs)
 
 
 @_Resolver
@@ -112,7 +114,7 @@ def _resolve(problem, choice, error, error_size):
         choice[0] = _choose(problem.contents)
         return 0
     except BaseException as exception:
-        _raised.exception = exception
+        resolver_errors.remember(exception)
         text = f"{type(exception).__name__}: {exception}".encode()[: error_size - 1]
         message = text.decode(errors="ignore").encode() + b"\0"
         ctypes.memmove(error, message, len(message))
@@ -151,6 +153,52 @@ def _differentiable_on_cpu(q, k, v, softmax_scale, causal, o: _Options):
         window_size=(o.window_left, o.window_right), softcap=o.softcap,
         alibi_slopes=o.alibi_slopes, sinks=o.sinks,
     )[:2]  # fmt: skip
+
+
+def _bwd_on_cpu(
+    dout, q, k, v, out, softmax_lse, dlse, scale, causal, window_left, window_right, sinks, wanted
+):
+    tensors = cpu.Tensors(q, k, v, sinks=sinks)
+    options = cpu.Options(scale, causal, window_left, window_right)
+    bits = wanted & 7 | (wanted & 8) << 1  # sinks are the fifth tensor
+    found = cpu_ops.backward(dout, dlse, None, bits, tensors, options)
+    return *found[:3], found[4]
+
+
+def _bwd_fake(dout, q, k, v, out, softmax_lse, dlse, *args):
+    *_, sinks, wanted = args
+    return tuple(
+        torch.empty_like(x) if wanted >> bit & 1 else q.new_empty(0)
+        for bit, x in enumerate((q, k, v, sinks))
+    )
+
+
+def _checked_bwd(name: str, implementation: Callable) -> Callable:
+    """:func:`_checked` of ``bwd``."""
+    fn = f"{NAMESPACE}::{name}"
+
+    def checked(dout, q, k, v, out, softmax_lse, dlse, *args):
+        scale, _, *window_size, sinks, wanted = args
+        d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
+        scale = checks.check_scale(fn, scale, d)
+        checks.check_window(fn, tuple(window_size))
+        if sinks is not None:
+            checks.check_sinks(fn, sinks, q)
+        checks.check_gradient(fn, "dout", dout, q.shape, q.dtype, q.device)
+        checks.check_gradient(fn, "out", out, q.shape, q.dtype, q.device)
+        b, seqlen_q, h, _ = q.shape
+        for key, x in (("softmax_lse", softmax_lse), ("dlse", dlse)):
+            if x is not None:
+                checks.check_gradient(fn, key, x, (b, h, seqlen_q), torch.float32, q.device)
+        if not 0 <= wanted < (8 if sinks is None else 16):
+            raise ValueError(
+                f"{fn}: expected wanted in 0 ... 15, bit 3 only with sinks, got wanted={wanted}; "
+                "its bits ask for dq, dk, dv and dsinks"
+            )
+        _check_for_device(fn, q, d, scale, "flash_attn_func")
+        return implementation(dout, q, k, v, out, softmax_lse, dlse, *args)
+
+    return checked
 
 
 def _checked(name: str, implementation: Callable) -> Callable:
@@ -236,24 +284,35 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
     return checked
 
 
-def _autograd(name: str, on_cpu: Callable) -> Callable:
-    """An operator where a gradient may be asked for: right on the CPU, an error elsewhere.
+def _autograd(name: str, on_cpu: Callable, elsewhere: Callable | None = None) -> Callable:
+    """An operator where a gradient may be asked for: by ``on_cpu`` of CPU tensors, else by
+    ``elsewhere``, which is None of a ragged batch: there is an error.
 
     Without it torch would compute the output and lose the gradient, with no more than a warning.
     """
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
 
-    def autograd(*args):
+    def kernel(*args):
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            if not tensors[0].is_cpu:
-                unsupported = not_on_cuda("requires_grad", True)
-                raise NotImplementedError(f"{NAMESPACE}::{name}: {unsupported}")
-            return on_cpu(*args)
+        wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if wants_gradient or cpu.has_tangent(*tensors):
+            if tensors[0].is_cpu:
+                return on_cpu(*args)
+            if elsewhere is None:
+                raise NotImplementedError(f"{NAMESPACE}::{name}: {no_gradient('cu_seqlens')}")
+            return elsewhere(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
-    return autograd
+    return kernel
+
+
+def _attend_with_gradient(q, k, v, softmax_scale, causal, *options):
+    o = _Options(*options)
+    if o.softcap != 0.0 or o.alibi_slopes is not None:
+        option = "softcap" if o.softcap != 0.0 else "alibi_slopes"
+        raise NotImplementedError(f"{NAMESPACE}::attend: {no_gradient(option)}")
+    return autograd.attend(q, k, v, softmax_scale, causal, *o[:3])
 
 
 def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -274,14 +333,21 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             library = torch.library.Library(NAMESPACE, "IMPL")
             dense = _checked, _cpu, _fake, _differentiable_on_cpu
             ragged = _checked_varlen, _varlen_on_cpu, _varlen_fake, _differentiable_varlen_on_cpu
-            kinds = {"fwd": dense, "fwd_no_grad": dense, "attend": dense, "attend_varlen": ragged}
-            for name, (checked, on_cpu, fake, differentiable) in kinds.items():
+            kinds = {
+                "fwd": (*dense, _attend_with_gradient),
+                "fwd_no_grad": (*dense, None),
+                "attend": (*dense, _attend_with_gradient),
+                "attend_varlen": (*ragged, None),
+                "bwd": (_checked_bwd, _bwd_on_cpu, _bwd_fake, autograd.backward, autograd.backward),
+            }
+            for name, (checked, on_cpu, fake, differentiable, elsewhere) in kinds.items():
                 public = name.removesuffix("_no_grad")
                 library.impl(name, checked(public, on_cpu), "CPU")
                 shapes = checked(public, fake)
                 torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=library)
                 if name != "fwd_no_grad":
-                    library.impl(name, _autograd(name, checked(name, differentiable)), "Autograd")
+                    kernel = _autograd(name, checked(name, differentiable), elsewhere)
+                    library.impl(name, kernel, "Autograd")
             _keep_alive.extend((binding, library))
             _fwd = getattr(torch.ops, NAMESPACE).fwd_no_grad.default
     return getattr(torch.ops, NAMESPACE).fwd.default
@@ -302,8 +368,6 @@ def fwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q to k and v by the operator. Checks nothing but what memory safety needs.
 
-    No gradient: the caller has refused inputs that want one.
-
     Args:
         q: (b, seqlen_q, h, d), last dimension contiguous.
         k: (b, seqlen_k, h_k, d), likewise; h is a multiple of h_k.
@@ -320,10 +384,21 @@ def fwd(
     """
     if torch.compiler.is_compiling() and _load_while_tracing():
         return getattr(torch.ops, NAMESPACE).fwd.default(q, k, v, softmax_scale, causal)
-    # What records a graph records the operator that guards gradients.
-    recorded = torch._C._len_torch_dispatch_stack() > 0
-    op = load() if _fwd is None or recorded else _fwd
-    return _raising(op, q, k, v, softmax_scale, causal)
+    # What records or transforms a call sees the operator that has the gradient.
+    if _fwd is None or _is_seen():
+        return resolver_errors.call(load(), q, k, v, softmax_scale, causal)
+    if autograd.wants_gradient(q, k, v):
+        args = q, k, v, softmax_scale, causal, -1, -1, None
+        return resolver_errors.call(autograd.attend_eagerly, *args)
+    return resolver_errors.call(_fwd, q, k, v, softmax_scale, causal)
+
+
+def _is_seen() -> bool:
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
 
 
 def attend(
@@ -349,8 +424,13 @@ def attend(
     if not (torch.compiler.is_compiling() and _load_while_tracing()):
         load()
     op = getattr(torch.ops, NAMESPACE).attend.default
-    args = q, k, v, softmax_scale, causal, *window_size, sinks, softcap, alibi_slopes
-    return op(*args) if torch.compiler.is_compiling() else _raising(op, *args)
+    args = q, k, v, softmax_scale, causal, *window_size, sinks
+    if torch.compiler.is_compiling():
+        return op(*args, softcap, alibi_slopes)
+    has_gradient = softcap == 0.0 and alibi_slopes is None
+    if has_gradient and not _is_seen() and autograd.wants_gradient(q, k, v, sinks):
+        return resolver_errors.call(autograd.attend_eagerly, *args)
+    return resolver_errors.call(op, *args, softcap, alibi_slopes)
 
 
 def attend_varlen(
@@ -385,15 +465,4 @@ def attend_varlen(
     op = getattr(torch.ops, NAMESPACE).attend_varlen.default
     options = _Options(*window_size, sinks, softcap, alibi_slopes)
     args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *options
-    return op(*args) if torch.compiler.is_compiling() else _raising(op, *args)
-
-
-def _raising(op: Callable, *args) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator's results; what choosing or building the kernel raised is raised itself."""
-    _raised.exception = None
-    try:
-        return op(*args)
-    except RuntimeError:
-        if _raised.exception is None:
-            raise
-        raise _raised.exception from None
+    return op(*args) if torch.compiler.is_compiling() else resolver_errors.call(op, *args)

@@ -539,17 +539,6 @@ def _slopes_and_gradients() -> Iterator[Case]:
     for dtype in (torch.float32, torch.float16):
         yield _sinks(f"right {dtype}", None, "", zeros(4, dtype=dtype))
 
-    pattern = r"no backward on CUDA.*requires_grad=True; call it under torch.no_grad"
-    grad = torch.Tensor.requires_grad_
-    yield from _changed("wants a gradient", NotImplementedError, pattern, grad, right_on_cpu=True)
-    yield from _changed(
-        "is a Parameter that wants a gradient",
-        NotImplementedError,
-        pattern,
-        torch.nn.Parameter,
-        right_on_cpu=True,
-    )
-
 
 def _packed_inputs() -> Iterator[Case]:
     qkv, kv = "qkvpacked", "kvpacked"

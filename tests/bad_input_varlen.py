@@ -150,8 +150,8 @@ def _tensors() -> Iterator[Case]:
     learned = lambda _, device: torch.zeros(4, device=device, requires_grad=True)  # noqa: E731
     for function, name, change in (
         (VARLEN, "dropout", {"dropout_p": 0.1}),
-        (VARLEN, "backward", {"q": lambda x, _: x.requires_grad_()}),
-        (QKV, "backward", {"alibi_slopes": learned}),
+        (VARLEN, "backward of varlen", {"q": lambda x, _: x.requires_grad_()}),
+        (QKV, "backward of varlen", {"alibi_slopes": learned}),
     ):
         pattern = f"expected no {name} on CUDA, where it is not supported yet"
         yield _case(

@@ -46,6 +46,24 @@ def test_without_a_gpu_it_measures_the_cpu_and_says_so(no_gpu, tmp_path, capsys)
         assert path in printed.out
 
 
+@pytest.mark.parametrize(("what", "factor"), [("bwd", 2.5), ("fwd+bwd", 3.5)])
+def test_backward_on_the_cpu(no_gpu, tmp_path, capsys, what, factor):
+    pytest.importorskip("matplotlib")
+    saved = tmp_path / "made.json"
+    arguments = (*SMALL[2:], "--masks", "causal", "--json", saved, "--plots", tmp_path)
+    assert bench(*arguments, "--pass", what) == 0
+    made = json.loads(saved.read_text())
+    (only,) = made["rows"]
+    assert made["pass"] == what and set(only["us"]) == {"flashcute", "torch"}
+    assert 0 < only["difference"]["flashcute"] < sweep.AGREEMENT["bf16"]
+    flops = factor * bm.sweep_shape(64, 16, True, 16).flops
+    for name, us in only["us"].items():
+        assert only["tflops"][name] == pytest.approx(flops / us / 1e6, abs=1e-4)
+    printed = capsys.readouterr().out
+    assert ("GFLOP/s in bursts, backward" in printed) == (what == "bwd")
+    assert bench("--plot-only", saved) == 0
+
+
 def test_kernels_are_built_before_the_sweep_and_together(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     there = heuristics.sm90_configs("bf16", 64, True)[0]
@@ -64,6 +82,10 @@ def test_kernels_are_built_before_the_sweep_and_together(monkeypatch):
     wanted = [c for dtype in ("bf16", "fp16") for c in heuristics.sm90_configs(dtype, 64, True)]
     assert {config for config, _ in built} == set(wanted) - {there}
     assert {target for _, target in built} == {"90"} and len(built) == len(wanted) - 1
+    built.clear()
+    command.build(points, "bwd")
+    backward = {heuristics.bwd_config(dtype, 64, "causal") for dtype in ("bf16", "fp16")}
+    assert {config for config, _ in built} == set(wanted) - {there} | backward
     failed = [SimpleNamespace(error="no such type")]
     monkeypatch.setattr(kernels, "build_kernels", lambda *arguments: failed)
     with pytest.raises(BuildError, match="no such type"):
@@ -74,7 +96,8 @@ def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     seen = {}
 
-    def build(wanted):
+    def build(wanted, what):
+        assert what == "fwd"
         seen["built"] = wanted
 
     def run(wanted, options, progress):

@@ -28,6 +28,19 @@ def test_outputs_have_one_layout(causal):
         torch.testing.assert_close(call(), exact, msg=name)
 
 
+@pytest.mark.parametrize("what", ["bwd", "fwd+bwd"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_are_those_of_the_same_problem(causal, what):
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    with torch.no_grad():  # as in a sweep
+        calls, missing = peers.make(q, k, v, causal, peers.NAMES["cpu"], what)
+        assert (set(calls), missing) == ({"flashcute", "torch"}, {})
+        for found in zip(calls["flashcute"](), calls["torch"](), (q, k, v), strict=True):
+            torch.testing.assert_close(*found[:2])
+            assert found[0].shape == found[2].shape
+    assert not q.requires_grad
+
+
 @pytest.mark.parametrize("name", peers.NAMES["cpu"])
 @pytest.mark.parametrize("seqlen_k", [5, 40])
 def test_the_causal_mask_is_aligned_to_the_bottom_right_corner(name, seqlen_k):

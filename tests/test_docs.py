@@ -498,8 +498,8 @@ def test_facts_quote_the_benchmark():
 def test_the_readme_counts_the_lines_of_a_kernel():
     files = (ROOT / "csrc" / "flash_attn" / "src" / "instantiations").glob("*.cu")
     counts = {len(file.read_text(encoding="utf-8").splitlines()) for file in files}
-    (said,) = re.findall(r"\.cu file of (\d+) lines", prose(ROOT / "README.md"))
-    assert counts == {int(said)}
+    (said,) = re.findall(r"\.cu file of at most (\d+) lines", prose(ROOT / "README.md"))
+    assert max(counts) == int(said)
 
 
 def test_the_readme_says_what_the_cache_command_takes():

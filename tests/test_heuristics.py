@@ -202,8 +202,12 @@ def test_shipped_configurations_have_names_of_their_own():
 
 def test_instantiations_are_the_shipped_configurations():
     found = heuristics.instantiations()
-    assert sorted(found.values(), key=str) == sorted(heuristics.shipped_configs(), key=str)
+    shipped = [*heuristics.shipped_configs(), *heuristics.shipped_bwd_configs()]
+    assert sorted(found.values(), key=str) == sorted(shipped, key=str)
     for stem, config in found.items():
+        if config.kind == "bwd":
+            assert stem == config.name
+            continue
         tile = f"_{config.tile_m}x{config.tile_n}"
         assert stem in (config.name, config.name + tile)
         if config.arch == 90:
@@ -223,6 +227,37 @@ def test_backward_fits_every_gpu(head_dim):
     config = heuristics.bwd_config("bf16", head_dim, "local")
     assert (config.head_dim, config.mask) == (head_dim, "local")
     assert config.smem_bytes <= min(MAX_SMEM_BYTES.values())
+
+
+@pytest.mark.parametrize("capability", MAX_SMEM_BYTES)
+def test_backward_in_use_is_what_is_chosen(capability):
+    for dtype, head_dim, causal in OF_HOPPER:
+        problem = dataclasses.replace(PROBLEM, dtype=dtype, causal=causal, d=head_dim - 8)
+        chosen = heuristics.choose_bwd(problem, capability)
+        assert [chosen] == heuristics.bwd_configs_in_use(dtype, head_dim, causal, capability)
+        assert (chosen.dtype, chosen.head_dim) == (dtype, head_dim)
+        assert chosen.mask == ("causal" if causal else "none")
+
+
+def test_mask_of_the_backward_is_that_of_the_forward():
+    for change in ({}, {"causal": False}, {"seqlen_q": 1}, {"causal": False, "window": (5, 9)}):
+        problem = dataclasses.replace(PROBLEM, **change)
+        forward = heuristics.choose_fwd(problem, (8, 0))
+        assert heuristics.choose_bwd(problem, (8, 0)).mask == forward.mask
+
+
+def test_backward_refuses_the_class_that_the_forward_refuses(monkeypatch):
+    monkeypatch.setenv("FLASHCUTE_ARCH", "90")
+    with pytest.raises(ValueError, match="expected FLASHCUTE_ARCH=80"):
+        heuristics.choose_bwd(PROBLEM, (8, 0))
+    assert heuristics.choose_bwd(PROBLEM, (9, 0)).arch == 80
+
+
+def test_shipped_backwards_have_names_of_their_own():
+    configs = heuristics.shipped_bwd_configs()
+    names = {config.name.replace("bwd", "fwd") for config in configs}
+    assert names == {config.name for config in heuristics.shipped_configs(80)}
+    assert len(configs) == len(names) == 24
 
 
 def test_names_are_unique_over_all_gpus():

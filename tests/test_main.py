@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,17 @@ from flashcute import heuristics
 from flashcute.jit import BuildError, binding, build, cache, kernels, sources, toolchain
 
 CONFIG = heuristics.fwd_config("fp16", 32, False, (8, 0))
-ONE = ("--head-dim", "32", "--dtype", "fp16", "--causal", "no", "--target", "80")
+ONE = (
+    *("--pass", "fwd"),
+    "--head-dim",
+    "32",
+    "--dtype",
+    "fp16",
+    "--causal",
+    "no",
+    "--target",
+    "80",
+)
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +72,9 @@ def test_wrong_argument(arguments, capsys):
 
 
 def test_selection_is_the_product_of_the_choices():
-    args = cli._parser().parse_args(["build", "--head-dim", "64", "128", "--causal", "yes"])
+    args = cli._parser().parse_args(
+        ["build", "--pass", "fwd", "--head-dim", "64", "128", "--causal", "yes"]
+    )
     configs = cli._choose_configs(args, "86")
     assert [(c.head_dim, c.dtype, c.mask) for c in configs] == [
         (64, "fp16", "causal"),
@@ -69,25 +82,35 @@ def test_selection_is_the_product_of_the_choices():
         (128, "fp16", "causal"),
         (128, "bf16", "causal"),
     ]
+    assert {c.kind for c in configs} == {"fwd"}
 
 
 def test_all_is_what_ships_with_the_tiles_of_the_target():
     args = cli._parser().parse_args(["build", "--all"])
-    assert cli._choose_configs(args, "90") == heuristics.shipped_configs(90)
-    small = {c for c in cli._choose_configs(args, "86") if c.head_dim == 256}
-    assert small.isdisjoint(heuristics.shipped_configs())
+    forward, backward = heuristics.shipped_configs(90), heuristics.shipped_bwd_configs()
+    assert cli._choose_configs(args, "90") == forward + backward
+    small = {c for c in cli._choose_configs(args, "86") if c.head_dim == 256 and c.kind == "fwd"}
+    assert small and small.isdisjoint(heuristics.shipped_configs())
 
 
 def test_class_asked_for_is_the_class_built(monkeypatch):
     """The comparison of the classes needs the older one's kernels built for the newer GPU."""
     args = cli._parser().parse_args(["build", "--all"])
     monkeypatch.setenv("FLASHCUTE_ARCH", "80")
-    assert cli._choose_configs(args, "90") == heuristics.shipped_configs(80)
+    forward, backward = heuristics.shipped_configs(80), heuristics.shipped_bwd_configs()
+    assert cli._choose_configs(args, "90") == forward + backward
 
 
-def test_message_of_a_missing_kernel_is_a_command_that_builds_it():
-    args = cli._parser().parse_args(["build", *kernels.build_arguments(CONFIG, "80").split()])
-    assert cli._choose_configs(args, *args.target) == [CONFIG]
+def test_a_pass_is_a_choice_of_kernels():
+    args = cli._parser().parse_args(["build", "--pass", "bwd"])
+    assert cli._chooses(args) and not cli._chooses(cli._parser().parse_args(["build"]))
+    assert cli._choose_configs(args, "80") == heuristics.shipped_bwd_configs()
+
+
+@pytest.mark.parametrize("config", [CONFIG, heuristics.bwd_config("bf16", 192, "causal")])
+def test_message_of_a_missing_kernel_is_a_command_that_builds_it(config):
+    args = cli._parser().parse_args(["build", *kernels.build_arguments(config, "80").split()])
+    assert cli._choose_configs(args, *args.target) == [config]
 
 
 def test_build_places_kernels_that_are_found_as_prebuilt(tmp_path, monkeypatch, capsys):
@@ -143,16 +166,17 @@ def test_info_is_short_unless_asked_and_ends_with_its_summary(tmp_path, monkeypa
     monkeypatch.setattr(sources, "prebuilt_dir", lambda: tmp_path / "prebuilt")
     assert cli.main(["info", "--target", "90"]) == 0
     short = capsys.readouterr().out
-    shipped = len(heuristics.shipped_configs(90))
+    shipped = len(heuristics.shipped_configs(90)) + len(heuristics.shipped_bwd_configs())
     last = f"{shipped} kernels: 0 prebuilt, 0 cache, {shipped} not built"
     assert short.splitlines()[-1].endswith(last)
-    assert "flash_fwd" not in short
+    assert "flash_" not in short
     assert cli.main(["info", "--target", "90", "--all"]) == 0
     whole = capsys.readouterr().out
-    assert whole.endswith(short) and whole.count("flash_fwd") == shipped
+    assert whole.endswith(short) and len(re.findall("flash_(?:fwd|bwd)", whole)) == shipped
     assert cli.main(["info", "--target", "90", "--head-dim", "64"]) == 0
     chosen = capsys.readouterr().out
-    assert chosen.count("flash_fwd") == chosen.count("flash_fwd_hdim64") > 0
+    kernels_of = re.findall(r"flash_(?:fwd|bwd)_hdim(\d+)", chosen)
+    assert kernels_of and set(kernels_of) == {"64"}
 
 
 def test_info_runs_without_torch_and_a_build_names_it(tmp_path):

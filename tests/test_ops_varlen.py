@@ -148,7 +148,7 @@ def _call(**change) -> object:
         ),
         (
             {"sinks": lambda: torch.zeros(4, device="cuda", requires_grad=True)},
-            r"got requires_grad=True",
+            r"got cu_seqlens with requires_grad=True",
         ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

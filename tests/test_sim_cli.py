@@ -40,6 +40,7 @@ def test_wrong_argument(arguments, capsys):
         ("-d 999", "expected -d to be a multiple of 8 up to 64, .*got -d 999; .*--head-dim"),
         ("-d 12", "got -d 12"),
         ("-d 72", "got -d 72"),
+        ("--pass bwd --picture x.svg", "expected --pass fwd with --picture, got --picture x.svg"),
         ("--heads 3 --heads-k 2", "expected --heads to be a multiple of --heads-k, got"),
         ("--seqlen-q 2147483647 -b 99", "expected tensors of at most 2147483647 elements"),
         ("--capability 75", "expected target to be one of"),

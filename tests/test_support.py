@@ -28,14 +28,15 @@ ASKING = {
     "sinks": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
     "num_heads_k": 2,
     "cu_seqlens": True,
+    "cu_seqlens with requires_grad": True,
 }
 
 
 def _call(device: str, argument: str) -> object:
     q, k, v = tensors(device)
     value = ASKING[argument]
-    if argument == "cu_seqlens":
-        return _call_varlen(device)
+    if argument.startswith("cu_seqlens"):
+        return _call_varlen(device, argument.endswith("requires_grad"))
     if argument == "requires_grad":
         return flashcute.flash_attn_func(q.requires_grad_(), k, v)
     if argument == "num_heads_k":
@@ -46,17 +47,19 @@ def _call(device: str, argument: str) -> object:
     return flashcute.flash_attn_func(q, k, v, **{argument: value})
 
 
-def _call_varlen(device: str) -> object:
+def _call_varlen(device: str, with_gradient: bool = False) -> object:
     # Meta tensors have shapes without a kernel, so a fake one stands for CUDA.
     cuda = device == "meta"
     with FakeTensorMode() if cuda else contextlib.nullcontext():
         given = arguments(VARLEN, "cuda" if cuda else device)
+        given["q"].requires_grad_(with_gradient)
         return flashcute.flash_attn_varlen_func(**given)
 
 
 @pytest.mark.parametrize("feature", support.FEATURES, ids=lambda feature: feature.argument)
 def test_each_feature_works_or_is_refused_as_the_table_says(feature: support.Feature) -> None:
-    asked = {"num_heads": 4, feature.argument: ASKING[feature.argument]}
+    arguments_of = feature.argument.split(" with ")
+    asked = {"num_heads": 4} | {name: ASKING[name] for name in arguments_of}
     assert flashcute.supports(device="cpu", **asked)
     _call("cpu", feature.argument)
     answer = flashcute.supports(device="cuda", **asked)
@@ -67,7 +70,7 @@ def test_each_feature_works_or_is_refused_as_the_table_says(feature: support.Fea
     with pytest.raises(NotImplementedError) as raised:
         _call("meta", feature.argument)
     # The same words in both places.
-    function = "flash_attn_varlen_func" if feature.argument == "cu_seqlens" else "flash_attn_func"
+    function = "flash_attn_varlen_func" if "cu_seqlens" in arguments_of else "flash_attn_func"
     assert str(raised.value) == f"{function}: {answer.reasons[0]}"
 
 

@@ -385,6 +385,31 @@ def test_wrong_gradient_is_found_and_named(name, fault):
         check_backward(wrong, *tensors, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_key_leaves_the_float32_rounding_of_ds(dtype):
+    """P = 1 and dS = dP - D: 0 but for the order of two float32 sums, and no rounding of D."""
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(2, 300, 8, 128, generator=generator).to(dtype) for _ in range(2))
+    k, v = (torch.randn(2, 1, 2, 128, generator=generator).to(dtype) for _ in range(2))
+    scale = 128**-0.5
+    heads = [x.float().repeat_interleave(4, 2) for x in (k, v)]
+    product = dout.float() * heads[1]
+
+    def gradients(d):
+        ds = product.sum(-1) - d
+        dq = ds[..., None] * heads[0] * scale
+        dk = (ds[..., None] * q.float() * scale).sum(1, keepdim=True).unflatten(2, (2, 4)).sum(3)
+        dv = dout.double().sum(1, keepdim=True).unflatten(2, (2, 4)).sum(3)
+        return {"dq": dq.to(dtype), "dk": dk.to(dtype), "dv": dv.to(dtype)}
+
+    reordered = product.flip(-1).unflatten(-1, (16, 8)).sum(-1).sum(-1)
+    found = gradients(reordered)
+    assert found["dq"].any() and found["dk"].any()
+    check_backward(found, q, k, v, dout)
+    reports = compare_backward(gradients(reordered.to(dtype).float()), q, k, v, dout)
+    assert [name for name, report in reports.items() if report.ok] == ["dv"]
+
+
 def test_gradients_of_what_is_hidden_are_exactly_zero():
     tensors, options, gradients = backward_problem(torch.bfloat16, window_size=(10, 0))
     assert not gradients["dk"][:, :60].any()  # 203 - 129 keys come before the first query

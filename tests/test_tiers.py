@@ -34,3 +34,13 @@ def test_what_is_left_out_is_covered_in_bf16():
 def test_all_is_all(monkeypatch):
     monkeypatch.setattr(tiers, "everything", True)
     assert tiers.shipped_configs() == heuristics.shipped_configs()
+    assert all(map(tiers.covers, heuristics.shipped_bwd_configs()))
+
+
+def test_backwards_covered_differ_in_all_but_the_head_dimension():
+    shipped = heuristics.shipped_bwd_configs()
+    covered = [config for config in shipped if tiers.covers(config)]
+    assert 0 < len(covered) <= 3
+    for field in ("dtype", "mask", "split_dkv"):
+        wanted, found = ({getattr(c, field) for c in group} for group in (shipped, covered))
+        assert found == wanted, field

@@ -2,21 +2,27 @@
 
 A kernel of fp16 differs from that of bf16 in its conversions and in the range of P, which no tile
 size changes. So every kernel of bf16 is covered, and of fp16 those of two head dimensions, one with
-a causal mask and one without, in each kernel class.
+a causal mask and one without, in each kernel class. A backward is several kernels, which compile
+for a minute: two of bf16 are covered, dK and dV in one kernel and apart, and one of fp16.
 """
 
 from __future__ import annotations
 
 from flashcute import heuristics
-from flashcute.config import FwdConfig
+from flashcute.config import BwdConfig, FwdConfig
 
 everything = False  # set by conftest.py before tests are collected
 
 _FP16 = {(64, "causal"), (128, "none")}
 
 
-def covers(config: FwdConfig) -> bool:
+_BACKWARD = {("bf16", 128, "causal"), ("bf16", 192, "none"), ("fp16", 64, "causal")}
+
+
+def covers(config: FwdConfig | BwdConfig) -> bool:
     """Whether this run covers a shipped kernel."""
+    if config.kind == "bwd":
+        return everything or (config.dtype, config.head_dim, config.mask) in _BACKWARD
     return everything or config.dtype == "bf16" or (config.head_dim, config.mask) in _FP16
 
 

@@ -89,7 +89,7 @@ _INPUTS = (
 )
 PHASES = {
     "info": Phase(60, lambda _args, _seconds: ["-m", "flashcute", "info"], 2500),
-    "build": Phase(240, _build, 500),
+    "build": Phase(300, _build, 500),
     "tests": Phase(300, _tests, 2000),
     "model": Phase(120, _model, 2800),
     "bench": Phase(200, _bench("fwd.json"), 7000),
@@ -99,6 +99,7 @@ PHASES = {
     # Windows, sinks, packed sequences, softcap, ALiBi: kernels for windows and FlexAttention's are
     # compiled first.
     "options": Phase(400, _bench("fwd_options.json", "--shapes", "options"), 14000, default=False),
+    "backward": Phase(200, _bench("bwd.json", "--pass", "bwd"), 7000, default=False),
     # What `make test` leaves out, where there are processors enough: every kernel that ships.
     "test-all": Phase(500, _test_all, 1000, default=False),
     # Not by default: the tool may be missing, or the driver may not permit it.

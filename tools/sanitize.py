@@ -41,7 +41,7 @@ def find_sanitizer() -> str:
 def command(sanitizer: str, tool: str, planted: bool) -> list[str]:
     # The compiler reports the number of mbarriers to the tool, without those of inline PTX.
     return [
-        *(sanitizer, "--tool", tool, "--kernel-name", "kns=flash_fwd"),
+        *(sanitizer, "--tool", tool, "--kernel-name", "kns=flash_"),
         *("--target-processes", "application-only", "--num-cuda-barriers", "32"),
         *("--error-exitcode", "3", "--print-limit", "20"),
         *(sys.executable, __file__, "--launch", *(["--planted"] if planted else [])),
@@ -80,7 +80,39 @@ def launch_all(planted: bool) -> None:
         out, lse = (x.cpu() for x in Call(entry, *inputs)())
         last = (out[:, :, -4:], lse[:, -4:], q[:, :, -4:], k[:, :, -2:], v[:, :, -2:])
         testing.check_forward(*last, causal=config.mask == "causal")
-    print(f"{len(configs)} {DONE}")
+    backward = [
+        config
+        for head_dim in HEAD_DIMS
+        for causal in (False, True)
+        for config in heuristics.bwd_configs_in_use("bf16", head_dim, causal, capability)
+    ]
+    for config in backward:
+        launch_backward(config)
+    print(f"{len(configs) + len(backward)} {DONE}")
+
+
+def launch_backward(config) -> None:
+    """One call, with tiles of which a single row or key is left, sinks and a gradient of the LSE.
+
+    By the operator: it takes the workspace from the allocator as every call does."""
+    import torch
+
+    from flashcute import ops, oracles, testing
+    from flashcute.reference import attention_ref
+
+    b, seqlen_q, seqlen_k, h, d = 1, config.dq.rows + 1, config.dkv.rows + 1, 4, config.head_dim
+    causal = config.mask == "causal"
+    shape = oracles.Shape(b, seqlen_q, seqlen_k, h, h // 2, d)
+    q, k, v = oracles.make_qkv(shape, torch.bfloat16)
+    dout = oracles.make_qkv(shape, torch.bfloat16, seed=1)[0]
+    sinks, dlse = torch.ones(h), torch.ones(b, h, seqlen_q)
+    out, lse, _ = attention_ref(q, k, v, causal=causal, sinks=sinks, upcast=torch.float64)
+    tensors = (x.cuda() for x in (dout, q, k, v, out.to(q.dtype), lse.float(), dlse))
+    ops.load()
+    options = d**-0.5, causal, -1, -1, sinks.cuda(), 15
+    found = torch.ops.flashcute.bwd.default(*tensors, *options)
+    gradients = {n: x.cpu() for n, x in zip(("dq", "dk", "dv", "dsinks"), found, strict=True)}
+    testing.check_backward(gradients, q, k, v, dout, dlse=dlse, causal=causal, sinks=sinks)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,5 +1,6 @@
-"""``python -m flashcute bench``: the forward pass over a sweep, the shapes of public models or its
-options, on inputs of named distributions, beside the peers installed here."""
+"""``python -m flashcute bench``: forward, backward or both over a sweep or the shapes of public
+models, the forward with its options, on inputs of named distributions, beside the peers installed
+here."""
 
 from __future__ import annotations
 
@@ -27,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="sweep|models|options|NAME",
         help="the sweep, all shapes of public models, all options of the forward (windows, sinks, "
         "packed sequences, softcap, ALiBi), or the models and options with NAME in theirs",
+    )
+    parser.add_argument(
+        "--pass",
+        dest="what",
+        choices=("fwd", "bwd", "fwd+bwd"),
+        default="fwd",
+        help="what is timed (fwd); a backward counts 2.5 times the FLOPs of a forward",
     )
     parser.add_argument(
         "--inputs",

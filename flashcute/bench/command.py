@@ -16,7 +16,7 @@ from .. import benchmarking as bm
 from ..arguments import failures
 from ..config import HEAD_DIMS
 from ..extras import install_command
-from ..heuristics import FwdProblem, choose_fwd, rounded_length
+from ..heuristics import FwdProblem, choose_bwd, choose_fwd, rounded_length
 from ..jit import BuildError, kernels
 from ..jit.progress import Progress
 from . import models, option_peers, peers, plots, sweep, table
@@ -48,6 +48,7 @@ def _options(args: argparse.Namespace) -> sweep.Options:
         sustained=args.sustained,
         flush_bytes=bm.FLUSH_BYTES if device == "cuda" else _CPU_FLUSH,
         time_limit=args.time_limit,
+        what=args.what,
     )
 
 
@@ -64,8 +65,10 @@ def _problem(variant: sweep.Variant) -> FwdProblem:
     return dataclasses.replace(problem, b=b, window=None if window == (-1, -1) else window)
 
 
-def build(wanted: list[list[sweep.Variant]]) -> None:
+def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
     """Builds the kernels of a sweep in parallel; otherwise its calls would build them one by one.
+
+    A backward needs those of its forward, too.
 
     Raises:
         BuildError: with the compiler's messages.
@@ -73,7 +76,8 @@ def build(wanted: list[list[sweep.Variant]]) -> None:
     capability = torch.cuda.get_device_capability()
     target = "".join(map(str, capability))
     problems = [_problem(variant) for point in wanted for variant in point]
-    configs = dict.fromkeys(choose_fwd(problem, capability) for problem in problems)
+    choices = (choose_fwd,) if what == "fwd" else (choose_fwd, choose_bwd)
+    configs = dict.fromkeys(choose(x, capability) for choose in choices for x in problems)
     missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
     if not missing:
         return
@@ -123,10 +127,14 @@ def _measure(args: argparse.Namespace) -> dict:
     options = _options(args)
     on_gpu = options.device == "cuda"
     wanted = _points(args, on_gpu)
+    if args.what != "fwd" and any(isinstance(v.shape, Option) for point in wanted for v in point):
+        raise ValueError(
+            f"flashcute bench: expected --pass fwd with --shapes options, got --pass {args.what}"
+        )
     if args.peers is None:
         options = dataclasses.replace(options, names=_usual(wanted, options.device))
     if on_gpu:
-        build(wanted)
+        build(wanted, options.what)
     else:
         print(table.CPU_NOTE, file=sys.stderr)
     rows = sum(map(len, wanted))

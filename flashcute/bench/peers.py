@@ -1,7 +1,8 @@
 """The contenders: flashcute and its peers, each as one call on the same tensors.
 
 Peers are called through their ops, with views made beforehand. So their times include neither a
-transpose nor a backend's context manager.
+transpose nor a backend's context manager. Backwards run through autograd, those of peers' ops too;
+its time on the host hides behind the clearing of the caches.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def _fa2(q, k, v, causal):
 
 
 def _cudnn(q, k, v, causal):
-    """cuDNN as PyTorch ships it, without the log-sum-exp, as SDPA calls it for inference."""
+    """cuDNN as PyTorch ships it, without the log-sum-exp for inference, as SDPA calls it."""
+    compute_log_sumexp = q.requires_grad
     if causal and q.shape[1] != k.shape[1]:
         raise NotImplementedError(
             "PyTorch's cuDNN op aligns the causal mask to the top-left corner: with seqlen_q != "
@@ -44,7 +46,7 @@ def _cudnn(q, k, v, causal):
         )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     op = aten._scaled_dot_product_cudnn_attention.default
-    return lambda: op(q, k, v, None, False, 0.0, causal)[0].transpose(1, 2)
+    return lambda: op(q, k, v, None, compute_log_sumexp, 0.0, causal)[0].transpose(1, 2)
 
 
 def fa3_module():
@@ -82,19 +84,50 @@ def _torch(q, k, v, causal):
 
 
 _MAKERS = {"flashcute": _flashcute, "fa2": _fa2, "cudnn": _cudnn, "fa3": _fa3, "torch": _torch}
+# What is timed, and its FLOPs over those of the forward: five products of a pair of tiles over two.
+PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
+Result = torch.Tensor | tuple[torch.Tensor, ...]
 # On each kind of device: flashcute, then the peer whose output the others are compared with.
 NAMES = {"cuda": ("flashcute", "fa2", "cudnn", "fa3"), "cpu": ("flashcute", "torch")}
 
 
+def _call(maker: Callable, q, k, v, causal: bool, what: str) -> Callable[[], Result]:
+    """The contender's pass ``what``, one of :data:`PASSES`."""
+    if what == "fwd":
+        return maker(q, k, v, causal)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    generator = torch.Generator(q.device).manual_seed(2)
+    dout = torch.randn(q.shape, dtype=q.dtype, device=q.device, generator=generator)
+    with torch.enable_grad():
+        forward = maker(*inputs, causal)
+        out = forward()
+
+    def both() -> Result:
+        with torch.enable_grad():
+            return torch.autograd.grad(forward(), inputs, dout)
+
+    def backward() -> Result:
+        return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    return backward if what == "bwd" else both
+
+
 def make(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, names: tuple[str, ...]
-) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, str]]:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    names: tuple[str, ...],
+    what: str = "fwd",
+) -> tuple[dict[str, Callable[[], Result]], dict[str, str]]:
     """Calls that return ``(b, s, h, d)`` output, by name, and the reason for each missing peer.
+
+    With a backward in ``what``, one of :data:`PASSES`, they return the gradients of q, k and v.
 
     Each call is tried once. A peer that does not support the head dimension, dtype or GPU is left
     out, with its error message as the reason. An error of flashcute itself is raised.
     """
-    makers = {name: partial(maker, q, k, v, causal) for name, maker in _MAKERS.items()}
+    makers = {name: partial(_call, maker, q, k, v, causal, what) for name, maker in _MAKERS.items()}
     return attempt(makers, names, q.is_cuda)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import benchmarking as bm
-from .table import Part, describe, over_normal, parts, ratio, unit_of
+from .table import Part, describe, over_normal, parts, pass_of, ratio, unit_of
 
 _COLOURS = {
     **{"flashcute": "#d1495b", "fa2": "#2a6f97", "cudnn": "#6a994e", "fa3": "#8d6a9f"},
@@ -251,14 +251,15 @@ def _of_part(result: Mapping, part: Part, rows: Sequence[Mapping]) -> dict:
     figures = {}
     compared = any(ratio(row) is not None for row in rows)
     for suffix, how in _suffixes(rows).items():
-        title = _title(result, f"Forward{how}", part)
+        title = _title(result, f"{pass_of(result).capitalize()}{how}", part)
         if not part.named:
             figures[f"tflops{suffix}"] = speed(result, rows, title, suffix)
         if compared:
             figures[f"ratio{suffix}"] = (
                 models(result, rows, title, suffix) if part.named else ratios(rows, title, suffix)
             )
-    if result.get("ceiling") and not part.named:
+    # What a backward moves at least is another figure.
+    if result.get("ceiling") and not part.named and pass_of(result) == "forward":
         figures["roofline"] = roofline(result, rows, _title(result, "Roofline", part))
     return figures
 
@@ -267,7 +268,7 @@ def _of_inputs(result: Mapping, family: Part, members: Mapping[Part, Sequence[Ma
     """The pictures of rows that differ in their distributions, too, by suffix of the file name."""
     figures = {}
     for suffix, how in _suffixes([row for rows in members.values() for row in rows]).items():
-        title = _title(result, f"Forward{how}", family, "by inputs")
+        title = _title(result, f"{pass_of(result).capitalize()}{how}", family, "by inputs")
         figures[f"inputs{suffix}"] = inputs(members, title, suffix)
     return figures
 

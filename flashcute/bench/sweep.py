@@ -52,6 +52,7 @@ class Options:
         sustained: Seconds back to back of each, 0 for none.
         flush_bytes: Cleared before each call of a burst.
         time_limit: Seconds after which no further point is begun.
+        what: The pass, one of ``peers.PASSES``.
     """
 
     device: str
@@ -61,6 +62,7 @@ class Options:
     sustained: float = 0.0
     flush_bytes: int = bm.FLUSH_BYTES
     time_limit: float = 540.0
+    what: str = "fwd"
 
 
 class Variant(NamedTuple):
@@ -166,10 +168,10 @@ def measure_ceiling(options: Options, samples: Samples) -> dict[str, float]:
 
 
 def _figures(
-    shape: bm.Shape, us: Mapping[str, float], ceiling: Mapping[str, float], suffix: str = ""
+    flops: float, us: Mapping[str, float], ceiling: Mapping[str, float], suffix: str = ""
 ) -> dict[str, dict[str, float]]:
     """Times, TFLOP/s and percent of the ceiling of each contender, as a row holds them."""
-    tflops = {name: _tflops(shape, time) for name, time in us.items()}
+    tflops = {name: _tflops(flops, time) for name, time in us.items()}
     most = ceiling.get(f"tflops{suffix}")
     percent = {name: round(100 * x / most, 1) for name, x in tflops.items()} if most else {}
     return {
@@ -179,38 +181,45 @@ def _figures(
     }
 
 
-def _tflops(shape: bm.Shape, us: float) -> float:
+def _tflops(flops: float, us: float) -> float:
     # One decimal for a GPU's values, four for a CPU's.
-    value = shape.flops / us / 1e6
+    value = flops / us / 1e6
     return round(value, 1 if value >= 10 else 4)
 
 
-def _differences(calls: Mapping[str, Callable[[], torch.Tensor]], trusted: str) -> dict[str, float]:
-    """Largest difference of each contender's output from the trusted peer's, if that runs.
+def _difference(result: peers.Result, reference: peers.Result) -> float:
+    """The largest difference; of gradients in units of the largest element of each."""
+    if isinstance(result, torch.Tensor):
+        return (result.float() - reference.float()).abs().max().item()
+    pairs = zip(result, reference, strict=True)
+    found = [((x.float() - y.float()).abs().max() / y.float().abs().max()) for x, y in pairs]
+    return torch.stack(found).max().item()
+
+
+def _differences(calls: Mapping[str, Callable[[], peers.Result]], trusted: str) -> dict[str, float]:
+    """Difference of each contender's result from the trusted peer's, if that runs.
 
     flashcute without the option has another output, and is left out.
     """
     if trusted not in calls:
         return {}
-    reference = calls[trusted]().float()
+    reference = calls[trusted]()
     return {
-        name: (f().float() - reference).abs().max().item()
-        for name, f in calls.items()
-        if name != option_peers.PLAIN
+        name: _difference(f(), reference) for name, f in calls.items() if name != option_peers.PLAIN
     }
 
 
 def _make(
     variant: Variant, options: Options
-) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, str], dict[str, float]]:
-    """The calls of a variant's contenders, why others are missing, differences of outputs."""
+) -> tuple[dict[str, Callable[[], peers.Result]], dict[str, str], dict[str, float]]:
+    """The calls of a variant's contenders, why others are missing, differences of results."""
     shape, device = variant.shape, options.device
     if isinstance(shape, Option):
         trusted, sizes = option_peers.TRUSTED, shape.tensors
         make = functools.partial(option_peers.make, shape=shape)
     else:
         trusted, sizes = peers.NAMES[device][1], shape
-        make = functools.partial(peers.make, causal=shape.causal)
+        make = functools.partial(peers.make, causal=shape.causal, what=options.what)
     q, k, v = distributions.make(variant.inputs, sizes, DTYPES[variant.dtype], device)
     calls, missing = make(q, k, v, names=options.names)
     known = calls
@@ -232,7 +241,7 @@ def measure(
     ``number`` is the point's in the sweep; the order of sustained runs depends on it.
     """
     rows: list[dict] = []
-    contenders: dict[tuple[int, str], Callable[[], torch.Tensor]] = {}
+    contenders: dict[tuple[int, str], Callable[[], peers.Result]] = {}
     for index, variant in enumerate(point):
         calls, missing, difference = _make(variant, options)
         about = {"dtype": variant.dtype, **dataclasses.asdict(variant.shape)}
@@ -250,23 +259,23 @@ def measure(
         for key in [order[-1], *order]:
             runs[key] = measure_sustained(contenders[key], options.sustained, samples)
     for index, (row, variant) in enumerate(zip(rows, point, strict=True)):
-        shape = variant.shape
+        flops = variant.shape.flops * peers.PASSES[options.what]
         taken = {name: values for (i, name), values in times.items() if i == index}
         us = {name: round(statistics.median(values), 2) for name, values in taken.items()}
-        row.update(_figures(shape, us, ceiling))
+        row.update(_figures(flops, us, ceiling))
         row["us_min"] = {name: round(min(values), 2) for name, values in taken.items()}
         row["us_max"] = {name: round(max(values), 2) for name, values in taken.items()}
         if runs:
             states = {name: dict(runs[index, name]) for name in taken}
             us = {name: state.pop("us") for name, state in states.items()}
-            row.update(_figures(shape, us, ceiling, "_sustained"), gpu_sustained=states)
+            row.update(_figures(flops, us, ceiling, "_sustained"), gpu_sustained=states)
     return rows
 
 
 def measure_host(shape: bm.Shape, options: Options) -> dict[str, float]:
     """Host microseconds of one call of each contender."""
     q, k, v = bm.make_qkv(shape, torch.bfloat16, options.device)
-    calls, _ = peers.make(q, k, v, shape.causal, options.names)
+    calls, _ = peers.make(q, k, v, shape.causal, options.names, options.what)
     return {name: round(bm.host_time(call), 1) for name, call in calls.items()}
 
 
@@ -299,6 +308,7 @@ def run(
     return {
         "machine": bm.machine_info(),
         "device": options.device,
+        "pass": options.what,
         "protocol": {
             "repeats": options.repeats,
             "warmup": options.warmup,

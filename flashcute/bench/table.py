@@ -35,6 +35,12 @@ def mask(row: Mapping) -> str:
     return "causal" if row["causal"] else "full"
 
 
+def pass_of(result: Mapping) -> str:
+    """What was timed; older results lack the field and are of the forward."""
+    names = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
+    return names[result.get("pass", "fwd")]
+
+
 def inputs_of(row: Mapping) -> str:
     """The distribution of a row's inputs; older results lack the field and are of normal inputs."""
     return row.get("inputs", "normal")
@@ -151,7 +157,8 @@ def _points(result: Mapping, suffix: str) -> str:
     header += ["dtype", "d", "mask", "s", "h/h_k", *names, "x best peer"]
     header += [*(["x plain"] if plain else []), "% of matmul"]
     table = bm.format_table([*header, *(["MHz", "W", "power-capped"] if suffix else [])], rows)
-    return f"{unit} {'sustained' if suffix else 'in bursts'}\n\n{table}"
+    what = f", {pass_of(result)}" if pass_of(result) != "forward" else ""
+    return f"{unit} {'sustained' if suffix else 'in bursts'}{what}\n\n{table}"
 
 
 def _subsets(rows: Sequence[Mapping]) -> Iterator[tuple[str, list[Mapping]]]:

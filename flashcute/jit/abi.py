@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 6  # flash::kAbiVersion
+ABI_VERSION = 7  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {

@@ -31,7 +31,7 @@ def binding_unit(namespace: str) -> build.Unit:
         suffix=".cpp",
         flags=(*toolchain.BINDING_FLAGS, f"-DFLASHCUTE_NAMESPACE={namespace}"),
         libraries=(f"-L{root / 'lib'}", *toolchain.BINDING_LIBRARIES),
-        project_dirs=(sources.kernel_include_dir(),),
+        project_dirs=(sources.binding_source().parent, sources.kernel_include_dir()),
         external_dirs=(root / "include", root / "include" / "torch" / "csrc" / "api" / "include"),
     )
 

@@ -132,7 +132,7 @@ def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
         return artefact
     if settings.no_build:
         command = ""
-        if isinstance(config, FwdConfig):
+        if config.mask != "local":  # those are built on first use only
             arguments = build_arguments(config, target)
             command = f", or run `python -m flashcute build {arguments}` first"
         raise BuildError(
@@ -150,11 +150,12 @@ def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
     return build.build(unit, compiler).artefact
 
 
-def build_arguments(config: FwdConfig, target: str) -> str:
-    """The arguments of ``python -m flashcute build`` that build one kernel."""
+def build_arguments(config: AnyConfig, target: str) -> str:
+    """The arguments of ``python -m flashcute build`` that build one kernel without a window."""
     causal = "yes" if config.mask == "causal" else "no"
     return (
-        f"--head-dim {config.head_dim} --dtype {config.dtype} --causal {causal} --target {target}"
+        f"--pass {config.kind} --head-dim {config.head_dim} --dtype {config.dtype} "
+        f"--causal {causal} --target {target}"
     )
 
 

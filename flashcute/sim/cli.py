@@ -1,4 +1,5 @@
-"""``python -m flashcute sim``: one configuration on one shape, its error, counters and tiles."""
+"""``python -m flashcute sim``: one configuration on one shape, its error and counters, and of a
+forward the tiles."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from ..arguments import MAX_INT32, natural, output_file, positive
-from ..config import DTYPES, HEAD_DIMS, FwdConfig
+from ..config import DTYPES, HEAD_DIMS, BwdConfig, FwdConfig
 from . import COPY_MODES
 from .build import CHECKERS
 
@@ -15,6 +16,13 @@ _EXIT_STATUS = {"pass": 0, "fail": 1, "not covered": 2}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``sim`` on ``parser``."""
+    parser.add_argument(
+        "--pass",
+        dest="direction",
+        choices=("fwd", "bwd"),
+        default="fwd",
+        help="forward or backward (fwd)",
+    )
     parser.add_argument(
         "--head-dim", type=int, choices=HEAD_DIMS, default=64, help="of the kernel (64)"
     )
@@ -53,6 +61,11 @@ def _check(args: argparse.Namespace) -> None:
             f"flashcute sim: expected -d to be a multiple of 8 up to {args.head_dim}, which the "
             f"kernel is compiled for, got -d {args.d}; choose another kernel with --head-dim"
         )
+    if args.picture is not None and args.direction == "bwd":
+        raise ValueError(
+            f"flashcute sim: expected --pass fwd with --picture, got --picture {args.picture}; "
+            "there is no picture of a backward: leave it out"
+        )
     if args.heads % args.heads_k:
         raise ValueError(
             "flashcute sim: expected --heads to be a multiple of --heads-k, got "
@@ -66,7 +79,7 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _build(config: FwdConfig, checker: str) -> None:
+def _build(config: FwdConfig | BwdConfig, checker: str) -> None:
     """Builds kernel and runner with a progress display; the run then finds them in the cache."""
     from ..jit.progress import Progress
     from . import build
@@ -76,7 +89,7 @@ def _build(config: FwdConfig, checker: str) -> None:
         build.build_runners([checker], progress=shown.finished, watch=shown.running)
 
 
-def _config(args: argparse.Namespace) -> FwdConfig:
+def _config(args: argparse.Namespace) -> FwdConfig | BwdConfig:
     """The configuration that the arguments' GPU would use."""
     from .. import heuristics
     from ..jit.kernels import capability_of
@@ -91,15 +104,49 @@ def _config(args: argparse.Namespace) -> FwdConfig:
         h_k=args.heads_k,
         d=args.head_dim,
     )
-    return heuristics.choose_fwd(problem, capability_of(args.capability))
+    choose = {"fwd": heuristics.choose_fwd, "bwd": heuristics.choose_bwd}[args.direction]
+    return choose(problem, capability_of(args.capability))
+
+
+def _run_fwd(config: FwdConfig, qkv, args: argparse.Namespace, **options):
+    """The result and reports by the names of what they are of, None without a result."""
+    from .. import sim
+    from ..testing import compare_forward
+
+    result = sim.run_fwd(
+        *qkv,
+        config,
+        # tile_map() needs one CTA for each tile.
+        sms=args.batch * args.heads * -(-args.seqlen_q // config.tile_m),
+        trace=True,
+        **options,
+    )
+    if result.verdict != "pass":
+        return result, None
+    return result, {"": compare_forward(result.out, result.lse, *qkv, causal=args.causal)}
+
+
+def _run_bwd(config: BwdConfig, qkv, args: argparse.Namespace, **options):
+    """Likewise, with a report for each gradient."""
+    import torch
+
+    from .. import sim
+    from ..reference import attention_ref
+    from ..testing import compare_backward
+
+    q = qkv[0]
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(args.seed + 1)).to(q.dtype)
+    out, lse, _ = attention_ref(*qkv, causal=args.causal, upcast=torch.float64)
+    result = sim.run_bwd(config, *qkv, out.to(q.dtype), lse.float(), dout, **options)
+    if result.verdict != "pass":
+        return result, None
+    return result, compare_backward(result.outputs, *qkv, dout, causal=args.causal)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs what the arguments describe; returns 0 for pass, 1 for fail, 2 for not covered."""
     import torch  # which the other commands start without
 
-    from .. import sim
-    from ..testing import compare_forward
     from . import tiles
 
     _check(args)
@@ -114,28 +161,20 @@ def run(args: argparse.Namespace) -> int:
     }
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[args.dtype]
     q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in sizes.values())
-    result = sim.run_fwd(
-        *(q, k, v, config),
-        seed=args.seed,
-        copy_mode=args.copy_mode,
-        checker=args.checker,
-        # tile_map() needs one CTA for each tile.
-        sms=args.batch * args.heads * -(-args.seqlen_q // config.tile_m),
-        trace=True,
-    )
+    options = {"seed": args.seed, "copy_mode": args.copy_mode, "checker": args.checker}
+    go = {"fwd": _run_fwd, "bwd": _run_bwd}[args.direction]
+    result, found = go(config, (q, k, v), args, **options)
+    reports = found or {}
     print(f"kernel        {config.full_name}")
     verdict, message = result.verdict, result.message
-    report = None
-    if result.verdict == "pass":
-        report = compare_forward(result.out, result.lse, q, k, v, causal=args.causal)
-        if not report.ok:
-            verdict, message = "fail", "the result is wrong"
+    if not all(report.ok for report in reports.values()):
+        verdict, message = "fail", "the result is wrong"
     print(f"verdict       {verdict}{': ' + message if message else ''}")
-    if report is not None:
-        print(report)
+    for name, report in reports.items():
+        print(f"{name}\n{report}" if name else report)
     for name, count in result.counters.items():
         print(f"{name:<24}{count:>14,}")
-    if result.verdict == "pass" and q.numel():
+    if args.direction == "fwd" and result.verdict == "pass" and q.numel():
         found = tiles.tile_map(result.trace, q, k, config)
         for state, (_, meaning) in tiles.STATES.items():
             print(f"{found.count(state):>6} tiles {meaning}")

@@ -11,7 +11,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -418,6 +418,7 @@ def run_bwd(
     sms: int = 3,
     launches: int = 1,
     gradients: Mapping[str, torch.Tensor] | None = None,
+    wanted: Sequence[str] = ("dq", "dk", "dv"),
     kernel: tuple[Path, str] | None = None,
     timeout: float = 300.0,
 ) -> SimResult:
@@ -435,9 +436,10 @@ def run_bwd(
             :func:`run_fwd`.
         gradients: Where the gradients go, by ``"dq"``, ``"dk"`` and ``"dv"``, with the shapes of q,
             k and v; new NaN-filled tensors by default.
+        wanted: Which of them are computed; dk and dv both or neither.
 
     Returns:
-        A result whose outputs are dq, dk, dv, with sinks ``dsinks`` (h,) in float32, and
+        A result whose outputs are those wanted, with sinks ``dsinks`` (h,) in float32, and
         ``row_stats``, the workspace; its counters are those of all kernels together.
 
     Raises:
@@ -461,6 +463,7 @@ def run_bwd(
     if dlse is not None:
         inputs["dlse"] = dlse
     rounded = -(-seqlen_q // ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
+    outputs = {name: x for name, x in outputs.items() if name in wanted}
     outputs["row_stats"] = q.new_full((b, h, rounded, 2), math.nan, dtype=torch.float32)
     if sinks is not None:
         inputs["sinks"] = sinks

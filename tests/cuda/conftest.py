@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import sys
 import warnings
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from flashcute import heuristics, jit, support
-from flashcute.config import DTYPES, HEAD_DIMS, FwdConfig
+from flashcute.config import DTYPES, HEAD_DIMS, MASKS, FwdConfig
 from flashcute.jit import kernels
 
 HERE = pathlib.Path(__file__).parent
@@ -80,6 +81,32 @@ def _built_kernels() -> None:
     if missing:
         for result in jit.build_kernels(missing):
             assert result.artefact is not None, result
+
+
+@pytest.fixture(scope="session")
+def backward_kernels() -> None:
+    """Builds every backward that may be asked for here, in parallel, and the forwards of both
+    classes and all masks that come before it."""
+    capability = torch.cuda.get_device_capability()
+    target = "".join(map(str, capability))
+    configs = []
+    for head_dim in HEAD_DIMS:
+        for dtype in DTYPES:
+            plain = [
+                *heuristics.bwd_configs_in_use(dtype, head_dim, False, capability),
+                heuristics.fwd_config(dtype, head_dim, False, capability),
+            ]
+            configs += [dataclasses.replace(c, mask=mask) for c in plain for mask in MASKS]
+            if capability == (9, 0):
+                sm90 = heuristics.sm90_configs(dtype, head_dim, False)
+                configs += [dataclasses.replace(config, mask="local") for config in sm90]
+    specs = [(config, target) for config in configs]
+    missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
+    for result in jit.build_kernels(missing) if missing else ():
+        assert result.artefact is not None, result
+    for config in configs:
+        if config.kind == "bwd":
+            assert jit.get_kernel(config, target).spill_bytes == 0, config.full_name
 
 
 @pytest.fixture

@@ -153,6 +153,19 @@ def test_work_done_is_the_work_planned(config, shape):
     assert counters["global_store_bytes"] == 2 * gradients
 
 
+@pytest.mark.parametrize("wanted", [(), ("dq",), ("dk", "dv")], ids="-".join)
+@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+def test_only_gradients_that_are_wanted_are_computed(config, wanted):
+    problem = make_problem(config, (2, 100, 150, 4, 2), extras=True)
+    every = passed(problem.run(config))
+    some = passed(problem.run(config, wanted=wanted))
+    assert some.outputs.keys() == {*wanted, "dsinks", "row_stats"}
+    assert same(some, every, (*wanted, "dsinks"))
+    parts = [passed(problem.run(config, wanted=x)).counters["mma"] for x in (("dq",), ("dk", "dv"))]
+    assert min(parts) > 0 and sum(parts) == every.counters["mma"]
+    assert some.counters["mma"] == {0: 0, 1: parts[0], 2: parts[1]}[len(wanted)]
+
+
 def test_linear_in_the_gradient_of_the_output():
     """Twice dO and dLSE: exactly twice every gradient. In bf16, whose range nothing leaves."""
     problem = make_problem(SPLIT, (1, 100, 150, 2, 1), extras=True)

@@ -66,6 +66,16 @@ def test_command_line_of_the_sm90_class(tmp_path, capsys):
     assert found[tiles.STATES["wasted"][1]] == found[tiles.STATES["missed"][1]] == 0
 
 
+def test_command_line_of_the_backward(capsys):
+    small = ["--head-dim", "32", "--seqlen-q", "70", "--seqlen-k", "90", "--causal"]
+    assert cli.main(["sim", "--pass", "bwd", *small]) == 0
+    printed = capsys.readouterr().out
+    assert "kernel        flash_bwd_hdim32_fp16_causal_sm80" in printed
+    assert "verdict       pass" in printed
+    for name in ("dq", "dk", "dv"):
+        assert f"\n{name}\nmax error " in printed
+
+
 def test_picture_of_another_kind_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["sim", "--picture", str(tmp_path / "tiles.png")])

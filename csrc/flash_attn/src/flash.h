@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 6;
+inline constexpr int32_t kAbiVersion = 7;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -125,9 +125,9 @@ inline constexpr int64_t plan_words(int64_t capacity, int64_t b) {
 struct Flash_bwd_params : Flash_fwd_params {
     const void *do_ptr;     // (b, seqlen_q, h, d)
     const float *dlse_ptr;  // (b, h, seqlen_q), gradient of the LSE; null: zeros
-    void *dq_ptr;           // (b, seqlen_q, h, d)
-    void *dk_ptr;           // (b, seqlen_k, h_k, d)
-    void *dv_ptr;           // (b, seqlen_k, h_k, d)
+    void *dq_ptr;           // (b, seqlen_q, h, d); null: not wanted
+    void *dk_ptr;           // (b, seqlen_k, h_k, d); null: neither dK nor dV is wanted
+    void *dv_ptr;           // (b, seqlen_k, h_k, d); null as dk_ptr
     float *dsinks_ptr;      // (h); null: not wanted
     // Workspace, aligned to 16 bytes: (b, h, seqlen_q_rounded, 2), of each row LSE * log2(e), or
     // +inf where P is 0, and rowsum(dO * O) - dLSE.

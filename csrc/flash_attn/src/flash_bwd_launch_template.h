@@ -52,17 +52,18 @@ int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
         error = enqueue_bwd<&flash_bwd_sinks_kernel<Stats>>(*params, params->h, Stats::kThreads, 0,
                                                             stream);
     }
-    if (error == cudaSuccess) {
+    if (error == cudaSuccess && params->dq_ptr != nullptr) {
         error = enqueue_pass<C, BwdPass::dq>(*params, stream);
     }
+    bool const wants_dkv = params->dk_ptr != nullptr;
     if constexpr (C.split_dkv) {
-        if (error == cudaSuccess) {
+        if (error == cudaSuccess && wants_dkv) {
             error = enqueue_pass<C, BwdPass::dk>(*params, stream);
         }
-        if (error == cudaSuccess) {
+        if (error == cudaSuccess && wants_dkv) {
             error = enqueue_pass<C, BwdPass::dv>(*params, stream);
         }
-    } else if (error == cudaSuccess) {
+    } else if (error == cudaSuccess && wants_dkv) {
         error = enqueue_pass<C, BwdPass::dkv>(*params, stream);
     }
     return error;

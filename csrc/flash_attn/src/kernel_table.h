@@ -23,28 +23,28 @@
 
 namespace flash {
 
-// One forward call as far as the choice of a kernel depends on it; flashcute/ops.py mirrors the
-// layout.
-struct FwdProblem {
+// One call as far as the choice of a kernel depends on it; flashcute/ops.py mirrors the layout.
+struct Problem {
     int32_t device;  // CUDA device index
     DType dtype;
     MaskKind mask;
     int32_t b, seqlen_q, seqlen_k, h, h_k, d;
     int32_t window_left, window_right;  // MaskKind::local; else 0
     int32_t softcap, alibi;             // 1: there is one
+    int32_t backward;                   // 1: asks for the kernels of its gradients
 
-    bool operator==(const FwdProblem &) const = default;
+    bool operator==(const Problem &) const = default;
 };
 
 // How a problem is computed; flashcute/ops.py mirrors the layout.
-struct FwdChoice {
-    const Flash_kernel *kernel;
+struct Choice {
+    const void *kernel;  // Flash_kernel; of a backward Flash_bwd_kernel
     int32_t pack_heads;  // the query heads of a key head share tiles
 };
 
 // Fills in the choice for a problem and returns 0, or writes a message of at most `error_size`
 // bytes, terminating zero included, into `error` and returns another number.
-using Resolver = int32_t (*)(const FwdProblem *problem, FwdChoice *choice, char *error,
+using Resolver = int32_t (*)(const Problem *problem, Choice *choice, char *error,
                              int32_t error_size);
 
 inline constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
@@ -59,12 +59,27 @@ std::string to_text(Number number) {
     return std::to_string(number);
 }
 
+// What the binding finds wrong; the operator's name is put before it where it leaves the operator.
+struct Failure : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 // Without iostreams: their number formatting crashes where torch carries another libstdc++ than the
 // one this file was compiled against (seen with g++ 13 and torch 2.11).
 template <typename... Args>
 [[noreturn]] void fail(const Args &...args) {
-    throw std::runtime_error(std::string(FLASHCUTE_STRING(FLASHCUTE_NAMESPACE) "::fwd: ") +
-                             (to_text(args) + ...));
+    throw Failure((to_text(args) + ...));
+}
+
+// What f() returns, with the operator's name in the message where it fails.
+template <typename Function>
+auto named(const char *op, Function f) {
+    try {
+        return f();
+    } catch (const Failure &failure) {
+        const std::string prefix = FLASHCUTE_STRING(FLASHCUTE_NAMESPACE) "::";
+        throw std::runtime_error(prefix + op + ": " + failure.what());
+    }
 }
 
 // Choices are remembered by lengths rounded up, so that a call with another length rarely enters
@@ -79,7 +94,7 @@ inline int32_t rounded_length(int32_t length) {
     return static_cast<int32_t>(std::min((length + step - 1) / step * step, kMaxSeqlen));
 }
 
-inline FwdProblem rounded(FwdProblem problem) {
+inline Problem rounded(Problem problem) {
     problem.window_left = rounded_length(std::min(problem.window_left, problem.seqlen_k));
     problem.window_right = rounded_length(std::min(problem.window_right, problem.seqlen_q));
     problem.seqlen_q = rounded_length(problem.seqlen_q);
@@ -87,11 +102,11 @@ inline FwdProblem rounded(FwdProblem problem) {
     return problem;
 }
 
-struct FwdProblemHash {
-    size_t operator()(const FwdProblem &problem) const {
+struct ProblemHash {
+    size_t operator()(const Problem &problem) const {
         // FNV-1a over the words; the high bits are folded back as buckets use the low ones.
-        static_assert(sizeof(FwdProblem) == 13 * sizeof(uint32_t), "no padding may enter the hash");
-        uint32_t words[13];
+        static_assert(sizeof(Problem) == 14 * sizeof(uint32_t), "no padding may enter the hash");
+        uint32_t words[14];
         std::memcpy(words, &problem, sizeof(words));
         uint64_t hash = 0xcbf29ce484222325;
         for (const uint32_t word : words) {
@@ -111,7 +126,7 @@ class KernelTable {
         }
     }
 
-    FwdChoice find(const FwdProblem &problem) {
+    Choice find(const Problem &problem) {
         Resolver resolver = nullptr;
         {
             const std::lock_guard lock(mutex_);
@@ -122,7 +137,7 @@ class KernelTable {
             resolver = resolver_;
         }
         // Unlocked: the resolver takes the interpreter lock and may spend minutes in a compiler.
-        const FwdChoice choice = resolve(resolver, problem);
+        const Choice choice = resolve(resolver, problem);
         const std::lock_guard lock(mutex_);
         if (choices_.size() >= kMaxRemembered) {
             choices_.clear();
@@ -132,31 +147,38 @@ class KernelTable {
     }
 
   private:
-    static FwdChoice resolve(Resolver resolver, const FwdProblem &problem) {
+    static Choice resolve(Resolver resolver, const Problem &problem) {
         if (resolver == nullptr) {
             fail(
                 "expected a kernel resolver, got none; import flashcute and call its functions "
                 "before the interpreter ends");
         }
         char error[4096] = "";
-        FwdChoice choice{};
+        Choice choice{};
         if (resolver(&problem, &choice, error, sizeof(error)) != 0) {
             fail(error);
         }
-        const Flash_kernel *kernel = choice.kernel;
-        if (kernel->abi_version != kAbiVersion ||
-            kernel->params_size != static_cast<int32_t>(sizeof(Flash_fwd_params))) {
-            fail("expected a kernel of ABI version ", kAbiVersion, " with ",
-                 sizeof(Flash_fwd_params), " bytes of parameters, got version ",
-                 kernel->abi_version, " with ", kernel->params_size,
-                 " bytes; remove the stale kernel from the cache");
+        if (problem.backward != 0) {
+            check(*static_cast<const Flash_bwd_kernel *>(choice.kernel));
+        } else {
+            check(*static_cast<const Flash_kernel *>(choice.kernel));
         }
         return choice;
     }
 
+    template <typename Params>
+    static void check(const Kernel_description<Params> &kernel) {
+        if (kernel.abi_version != kAbiVersion ||
+            kernel.params_size != static_cast<int32_t>(sizeof(Params))) {
+            fail("expected a kernel of ABI version ", kAbiVersion, " with ", sizeof(Params),
+                 " bytes of parameters, got version ", kernel.abi_version, " with ",
+                 kernel.params_size, " bytes; remove the stale kernel from the cache");
+        }
+    }
+
     std::mutex mutex_;
     Resolver resolver_ = nullptr;
-    std::unordered_map<FwdProblem, FwdChoice, FwdProblemHash> choices_;
+    std::unordered_map<Problem, Choice, ProblemHash> choices_;
 };
 
 inline KernelTable &kernel_table() {

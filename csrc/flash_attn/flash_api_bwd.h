@@ -1,0 +1,185 @@
+// The binding of the backward; its checks are as strict as those of the forward.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "flash.h"
+#include "flash_api_tensors.h"
+#include "kernel_table.h"
+
+namespace flash {
+
+// The tensors of a backward but for the sinks.
+struct BwdTensors {
+    const Tensor &dout, &q, &k, &v, &out, &softmax_lse;
+    const std::optional<Tensor> &dlse;  // none: zeros
+};
+
+// A float32 tensor of the shape of the log-sum-exp, (b, h, seqlen_q).
+struct RowValues {
+    const float *data;
+    int64_t batch_stride, head_stride;
+};
+
+inline RowValues read_row_values(const Tensor &tensor, const char *name, const Layout &q,
+                                 int32_t device) {
+    if (!tensor.is_cuda() || tensor.get_device_index() != device) {
+        fail("expected ", name, " on cuda:", device, " as q");
+    }
+    if (dtype_of(tensor) != aoti_torch_dtype_float32() || tensor.dim() != 3) {
+        fail("expected ", name, " of dtype float32 and rank 3, got rank ", tensor.dim());
+    }
+    const int64_t *size = tensor.sizes().data(), *stride = tensor.strides().data();
+    if (size[0] != q.b || size[1] != q.h || size[2] != q.s) {
+        fail("expected ", name, " of shape (", q.b, ", ", q.h, ", ", q.s, "), got (", size[0], ", ",
+             size[1], ", ", size[2], ")");
+    }
+    if (q.s > 1 && stride[2] != 1) {
+        fail("expected ", name, ".stride(-1) == 1, got ", stride[2]);
+    }
+    return {.data = static_cast<const float *>(tensor.const_data_ptr()),
+            .batch_stride = size[0] > 1 ? stride[0] : 0,
+            .head_stride = size[1] > 1 ? stride[1] : 0};
+}
+
+// out or dout: laid out as it likes, but of the shape, dtype and device of q.
+inline Layout read_like_q(const Tensor &tensor, const char *name, const Inputs &inputs) {
+    check_placement(tensor, name, inputs.dtype, inputs.device);
+    const Layout layout = read_layout(tensor, name, 4), &q = inputs.q;
+    if (layout.b != q.b || layout.s != q.s || layout.h != q.h || layout.d != q.d) {
+        fail("expected ", name, " of the shape of q");
+    }
+    return layout;
+}
+
+// Bits of what is wanted.
+enum Wanted : int64_t { kWantsDq = 1, kWantsDk = 2, kWantsDv = 4, kWantsDsinks = 8 };
+
+// The gradients, of shape (0) where they are not wanted.
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+inline void set_bwd_strides(Flash_bwd_params &params, const Layout &dout, const Layout &dq,
+                            const Layout &dk, const Layout &dv) {
+    params.do_batch_stride = dout.batch_stride;
+    params.do_row_stride = dout.row_stride;
+    params.do_head_stride = dout.head_stride;
+    params.dq_batch_stride = dq.batch_stride;
+    params.dq_row_stride = dq.row_stride;
+    params.dq_head_stride = dq.head_stride;
+    params.dk_batch_stride = dk.batch_stride;
+    params.dk_row_stride = dk.row_stride;
+    params.dk_head_stride = dk.head_stride;
+    params.dv_batch_stride = dv.batch_stride;
+    params.dv_row_stride = dv.row_stride;
+    params.dv_head_stride = dv.head_stride;
+}
+
+// A gradient that the kernels write: its layout goes to `layout`, its address to `pointer`.
+inline Tensor make_gradient(const Tensor &like, const char *name, const Inputs &inputs,
+                            Layout &layout, void *&pointer) {
+    Tensor gradient = empty_like(like, inputs.dtype, inputs.device);
+    layout = read_layout(gradient, name, 4);
+    pointer = gradient.mutable_data_ptr();
+    check_vectorised(layout, pointer, name);
+    return gradient;
+}
+
+inline Gradients backward(const BwdTensors &x, double softmax_scale, const Options &options,
+                          int64_t wanted) {
+    const Inputs inputs = read_inputs(x.q, x.k, x.v, 4);
+    const auto &[dtype, device, q, k, v] = inputs;
+    const Layout out = read_like_q(x.out, "out", inputs);
+    const Layout dout = read_like_q(x.dout, "dout", inputs);
+    const RowValues lse = read_row_values(x.softmax_lse, "softmax_lse", q, device);
+
+    Flash_bwd_params params{};
+    params.q_ptr = x.q.const_data_ptr();
+    params.k_ptr = x.k.const_data_ptr();
+    params.v_ptr = x.v.const_data_ptr();
+    params.o_ptr = const_cast<void *>(x.out.const_data_ptr());  // a backward only reads it
+    params.do_ptr = x.dout.const_data_ptr();
+    params.sinks_ptr = read_sinks(options, q, device);
+    if (misaligned(params.q_ptr) || misaligned(params.k_ptr) || misaligned(params.v_ptr) ||
+        misaligned(params.o_ptr) || misaligned(params.do_ptr)) {
+        const torch::stable::accelerator::DeviceGuard guard(device);
+        return backward({aligned(x.dout), aligned(x.q), aligned(x.k), aligned(x.v), aligned(x.out),
+                         x.softmax_lse, x.dlse},
+                        softmax_scale, options, wanted);
+    }
+    check_vectorised(q, params.q_ptr, "q");
+    check_vectorised(k, params.k_ptr, "k");
+    check_vectorised(v, params.v_ptr, "v");
+    check_vectorised(out, params.o_ptr, "out");
+    check_vectorised(dout, params.do_ptr, "dout");
+    set_scales(params, softmax_scale, 0);
+    params.softmax_lse_ptr = const_cast<float *>(lse.data);
+    params.softmax_lse_batch_stride = lse.batch_stride;
+    params.softmax_lse_head_stride = lse.head_stride;
+    if (x.dlse.has_value()) {
+        const RowValues dlse = read_row_values(*x.dlse, "dlse", q, device);
+        params.dlse_ptr = dlse.data;
+        params.dlse_batch_stride = dlse.batch_stride;
+        params.dlse_head_stride = dlse.head_stride;
+    }
+    if (wanted < 0 || wanted >= 16 ||
+        ((wanted & kWantsDsinks) != 0 && params.sinks_ptr == nullptr)) {
+        fail("expected wanted in 0 ... 15, and with bit 3 sinks, got ", wanted);
+    }
+
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    std::optional<Tensor> dq, dk, dv, dsinks;
+    Layout dq_layout{}, dk_layout{}, dv_layout{};
+    if ((wanted & kWantsDq) != 0) {
+        dq = make_gradient(x.q, "dq", inputs, dq_layout, params.dq_ptr);
+    }
+    // One kernel computes both.
+    if ((wanted & (kWantsDk | kWantsDv)) != 0) {
+        dk = make_gradient(x.k, "dk", inputs, dk_layout, params.dk_ptr);
+        dv = make_gradient(x.v, "dv", inputs, dv_layout, params.dv_ptr);
+    }
+    if ((wanted & kWantsDsinks) != 0) {
+        const int64_t sizes[] = {q.h}, strides[] = {1};
+        dsinks = empty(sizes, strides, aoti_torch_dtype_float32(), device);
+        params.dsinks_ptr = static_cast<float *>(dsinks->mutable_data_ptr());
+    }
+    if (q.b == 0 || q.s == 0) {  // there is no query
+        for (std::optional<Tensor> *gradient : {&dq, &dk, &dv, &dsinks}) {
+            if (gradient->has_value()) {
+                torch::stable::zero_(**gradient);
+            }
+        }
+    } else if (wanted != 0) {
+        Problem problem = make_problem(inputs);
+        set_mask(problem, options);
+        problem.backward = 1;
+        const Choice choice = kernel_table().find(rounded(problem));
+        set_sizes(params, problem);
+        set_strides(params, q, k, v, out);
+        set_bwd_strides(params, dout, dq_layout, dk_layout, dv_layout);
+        params.seqlen_q_rounded = static_cast<int32_t>((q.s + kRowStatsMultiple - 1) /
+                                                       kRowStatsMultiple * kRowStatsMultiple);
+        // Given back to the stream's memory once all kernels are enqueued.
+        const int64_t sizes[] = {q.b * q.h * params.seqlen_q_rounded, 2}, strides[] = {2, 1};
+        Tensor row_stats = empty(sizes, strides, aoti_torch_dtype_float32(), device);
+        params.row_stats_ptr = static_cast<float *>(row_stats.mutable_data_ptr());
+
+        const auto *kernel = static_cast<const Flash_bwd_kernel *>(choice.kernel);
+        const int32_t error = kernel->launch(&params, current_stream(device));
+        if (error != 0) {
+            fail(kernel->name, " failed to launch: ", kernel->error_string(error));
+        }
+    }
+    // Each result is a tensor of its own.
+    const auto result = [&](std::optional<Tensor> &gradient, int64_t bit) {
+        const int64_t sizes[] = {0}, strides[] = {1};
+        return (wanted & bit) != 0 ? std::move(*gradient)
+                                   : empty(sizes, strides, inputs.dtype, inputs.device);
+    };
+    return {result(dq, kWantsDq), result(dk, kWantsDk), result(dv, kWantsDv),
+            result(dsinks, kWantsDsinks)};
+}
+
+}  // namespace flash

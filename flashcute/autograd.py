@@ -1,0 +1,109 @@
+"""The gradient of the operators of CUDA tensors: one function that autograd knows.
+
+It is the autograd kernel of the operators, so that whoever calls or traces one gets the gradient:
+torch.compile and make_fx record the operators ``fwd`` or ``attend`` and ``bwd``, and torch.func's
+transforms pass through. Eager calls go to the function directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from . import loading, resolver_errors
+from .config import NAMESPACE
+from .cpu_operator import autograd_kernel, below_autograd
+
+_FN = f"{NAMESPACE}::bwd"
+
+
+def refuse_forward_mode(ctx, *tangents):
+    raise NotImplementedError(
+        f"{_FN}: expected derivatives in reverse mode (backward, grad, vjp, jacrev), got one in "
+        "forward mode (jvp, jacfwd); CPU tensors support it"
+    )
+
+
+def wants_gradient(q, k, v, sinks=None, alibi_slopes=None) -> bool:
+    """Whether a gradient of one of these tensors may be asked for."""
+    return torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+        or (alibi_slopes is not None and alibi_slopes.requires_grad)
+    )
+
+
+def _op(name: str) -> Callable:
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+class Attend(torch.autograd.Function):
+    """``attend``, or ``fwd`` where it does the same."""
+
+    @staticmethod
+    def forward(q, k, v, softmax_scale, causal, window_left, window_right, sinks):
+        if sinks is None and window_left == window_right == -1:
+            return below_autograd(_op("fwd"), (q, k, v, softmax_scale, causal))
+        args = q, k, v, softmax_scale, causal, window_left, window_right, sinks
+        return below_autograd(_op("attend"), args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, *ctx.options, sinks = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, *output, sinks)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * 8
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else loading.loadable(_FN, "dout", dout)
+        if dlse is not None:
+            dlse = dlse.contiguous()  # often a number that is expanded
+        needs = *ctx.needs_input_grad[:3], ctx.needs_input_grad[7]
+        wanted = sum(need << bit for bit, need in enumerate(needs))
+        args = dout, q, k, v, out, lse, dlse, *ctx.options, sinks, wanted
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            found = resolver_errors.call(_op("bwd"), *args)
+        else:  # without the autograd kernel of `bwd`, which is in Python
+            with torch._C._AutoDispatchBelowAutograd():
+                found = resolver_errors.call(_op("bwd"), *args)
+        dq, dk, dv, dsinks = (x if need else None for x, need in zip(found, needs, strict=True))
+        return dq, dk, dv, None, None, None, None, dsinks
+
+    jvp = staticmethod(refuse_forward_mode)
+
+
+class Backward(torch.autograd.Function):
+    """``bwd``, which has no gradient of its own."""
+
+    @staticmethod
+    def forward(*args):
+        return below_autograd(_op("bwd"), args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            f"{_FN}: expected first derivatives of attention on CUDA, got a derivative of its "
+            "gradient (create_graph=True and another backward); CPU tensors support it"
+        )
+
+    jvp = staticmethod(refuse_forward_mode)
+
+
+def attend_eagerly(*args):
+    """``Attend.apply`` outside of torch.func's transforms, without the Python around it, which
+    takes longer than all of the rest."""
+    return super(torch.autograd.Function, Attend).apply(*args)
+
+
+attend = autograd_kernel(Attend)
+backward = autograd_kernel(Backward)

@@ -1,0 +1,238 @@
+"""What the binding hands to the kernels of a backward, seen by a stand-in that computes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from stand_in import StandIn
+
+import flashcute
+from flashcute import ops
+from flashcute.config import MASKS, ROW_STATS_MULTIPLE
+from flashcute.jit import abi
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch):
+    kernels = StandIn()
+    ops.load()
+    set_resolver = ops._keep_alive[0].flashcute_set_resolver
+    monkeypatch.setattr(ops, "_choose", kernels.choose)
+    set_resolver(ops._resolve)  # forgets the kernels it knows
+    yield kernels
+    set_resolver(ops._resolve)
+
+
+def _given(**change) -> dict:
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, device="cuda", dtype=dtype)
+
+    kv = empty(2, 33, 3, 2, 64)
+    given = {
+        **{"dout": empty(2, 4, 70, 64).transpose(1, 2), "q": empty(2, 70, 4, 64)},
+        **{"k": kv[:, :, 0], "v": kv[:, :, 1], "out": empty(2, 70, 4, 64)},
+        "softmax_lse": empty(2, 4, 70, dtype=torch.float32),
+        "dlse": empty(4, 2, 70, dtype=torch.float32).transpose(0, 1),
+        **{"softmax_scale": 0.125, "causal": True, "window_left": -1, "window_right": -1},
+        **{"sinks": empty(4, dtype=torch.float32), "wanted": 15},
+    }
+    return given | change
+
+
+def _bwd(**change) -> tuple[torch.Tensor, ...]:
+    return torch.ops.flashcute.bwd.default(**_given(**change))
+
+
+def test_gradients_are_poisoned_by_the_fixture(stand_in, poisoned_outputs) -> None:
+    # The kernels write nothing: what the tests with this fixture read is what a kernel wrote.
+    assert all(x.isnan().all() for x in _bwd())
+
+
+def test_parameters(stand_in) -> None:
+    given = _given()
+    dq, dk, dv, dsinks = torch.ops.flashcute.bwd.default(**given)
+    ((params, stream),) = stand_in.backwards
+    assert stream == torch.cuda.current_stream().cuda_stream
+    tensors = {
+        **{name: given[name] for name in ("q", "k", "v", "softmax_lse", "dlse", "sinks")},
+        **{"o": given["out"], "do": given["dout"]},
+        **{"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks},
+    }
+    for name, x in tensors.items():
+        assert params[f"{name}_ptr"] == x.data_ptr(), name
+    for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv"):
+        got = tuple(params[f"{name}_{dim}_stride"] for dim in ("batch", "row", "head"))
+        assert got == tensors[name].stride()[:3], name
+    for name in ("softmax_lse", "dlse"):
+        got = tuple(params[f"{name}_{dim}_stride"] for dim in ("batch", "head"))
+        assert got == tensors[name].stride()[:2], name
+    sizes = {"b": 2, "seqlen_q": 70, "seqlen_k": 33, "h": 4, "h_k": 2, "d": 64, "h_h_k_ratio": 2}
+    sizes |= {"pack_shift": 0, "seqlen_q_rounded": ROW_STATS_MULTIPLE}
+    assert {name: params[name] for name in sizes} == sizes
+    assert params["row_stats_ptr"] % 16 == 0 and params["row_stats_ptr"]
+    assert params["scale_softmax"] == 0.125
+    assert [x.shape for x in (dq, dk, dv)] == [given[name].shape for name in "qkv"]
+    assert dsinks.shape == (4,) and dsinks.dtype == torch.float32
+
+
+@pytest.mark.parametrize("wanted", range(16))
+def test_what_is_not_wanted_has_no_address(stand_in, wanted: int) -> None:
+    found = _bwd(wanted=wanted)
+    assert [x.shape == (0,) for x in found] == [not wanted >> bit & 1 for bit in range(4)]
+    assert len(stand_in.backwards) == (wanted != 0)
+    for params, _ in stand_in.backwards:
+        assert bool(params["dq_ptr"]) == bool(wanted & 1)
+        assert bool(params["dk_ptr"]) == bool(params["dv_ptr"]) == bool(wanted & 6)
+        assert bool(params["dsinks_ptr"]) == bool(wanted & 8)
+
+
+def test_optional_tensors(stand_in) -> None:
+    _bwd(dlse=None, sinks=None, wanted=7)
+    ((params, _),) = stand_in.backwards
+    assert not any(params[name] for name in ("dlse_ptr", "sinks_ptr", "dsinks_ptr"))
+
+
+@pytest.mark.parametrize(
+    ("change", "mask", "sides"),
+    [
+        ({}, "causal", (0, 0)),
+        ({"causal": False}, "none", (0, 0)),
+        ({"window_left": 5}, "local", (5, 0)),
+        ({"causal": False, "window_left": 5, "window_right": 200}, "local", (5, 70)),
+    ],
+)
+def test_masks(stand_in, change, mask: str, sides) -> None:
+    _bwd(**change)
+    ((params, _),) = stand_in.backwards
+    (problem,) = stand_in.problems
+    assert (MASKS[problem["mask"]], problem["backward"]) == (mask, 1)
+    assert (params["window_left"], params["window_right"]) == sides
+
+
+def test_python_is_asked_once_per_problem_and_apart_from_the_forward(stand_in) -> None:
+    given = _given()
+    for _ in range(3):
+        ops.fwd(given["q"], given["k"], given["v"], 0.125, True)
+        torch.ops.flashcute.bwd.default(**given)
+    assert [problem["backward"] for problem in stand_in.problems] == [0, 1]
+    assert len(stand_in.launches) == len(stand_in.backwards) == 3
+
+
+def test_no_queries_give_zeros_without_a_launch(stand_in) -> None:
+    given = _given()
+    for part in (slice(0), slice(None)):
+        some = {n: given[n][part] for n in ("q", "k", "v", "out", "dout", "softmax_lse", "dlse")}
+        if part == slice(None):
+            some |= {n: some[n][:, :0] for n in ("q", "out", "dout")}
+            some |= {n: some[n][:, :, :0] for n in ("softmax_lse", "dlse")}
+        dq, dk, dv, dsinks = _bwd(**some)
+        assert dq.numel() == 0 and not any(x.any() for x in (dk, dv, dsinks))
+    assert not stand_in.backwards
+    _bwd(k=given["k"][:, :0], v=given["v"][:, :0])  # a sink still has a gradient
+    assert len(stand_in.backwards) == 1
+
+
+def test_current_stream_and_device_of_the_tensors(stand_in) -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        _bwd()
+    assert stand_in.backwards[0][1] == stream.cuda_stream
+
+
+def test_autograd_asks_for_what_is_wanted(stand_in) -> None:
+    given = _given()
+    q, k, v = (given[name] for name in "qkv")
+    q.requires_grad_()
+    out = flashcute.flash_attn_func(q, k, v, causal=True)
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    ((params, _),) = stand_in.backwards
+    assert params["dq_ptr"] == dq.data_ptr() and not params["dk_ptr"]
+    assert not params["dlse_ptr"] and params["o_ptr"] == out.data_ptr()
+    # Expanded ones are copied, and the copy can be read in place.
+    assert params["do_row_stride"] % 8 == 0 and params["do_row_stride"] > 0
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "dout"])
+def test_a_misaligned_start_is_copied(stand_in, name: str) -> None:
+    given = _given()
+    x = given[name]
+    storage = x.new_zeros(x.numel() + 1)
+    torch.ops.flashcute.bwd.default(**given | {name: storage[1:].view(x.shape)})
+    ((params, _),) = stand_in.backwards
+    pointer = {"out": "o", "dout": "do"}.get(name, name)
+    assert params[f"{pointer}_ptr"] % 16 == 0
+
+
+WRONG = {
+    "dout_dtype": ({"dout": lambda x: x.half()}, "expected dout of the dtype of q"),
+    "dout_device": ({"dout": lambda x: x.cpu()}, "expected dout on cuda:0"),
+    "dout_shape": ({"dout": lambda x: x[:, :69]}, "expected dout of the shape of q"),
+    "dout_rank": ({"dout": lambda x: x[0]}, "expected dout of rank 4, got rank 3"),
+    "dout_grid": (
+        {"dout": lambda x: torch.cat((x, x), -1)[..., :68].contiguous()[..., :64]},
+        "strides of dout that are multiples of 8",
+    ),
+    "dout_last": ({"dout": lambda x: x.mT.contiguous().mT}, r"dout.stride\(-1\) == 1"),
+    "out_shape": ({"out": lambda x: x[:, :, :2]}, "expected out of the shape of q"),
+    "out_device": ({"out": lambda x: x.cpu()}, "expected out on cuda:0"),
+    "lse_dtype": ({"softmax_lse": lambda x: x.half()}, "softmax_lse of dtype float32 and rank 3"),
+    "lse_rank": ({"softmax_lse": lambda x: x[0]}, "softmax_lse of dtype float32 and rank 3"),
+    "lse_shape": (
+        {"softmax_lse": lambda x: x.mT.contiguous()},
+        r"softmax_lse of shape \(2, 4, 70\), got \(2, 70, 4\)",
+    ),
+    "lse_device": ({"softmax_lse": lambda x: x.cpu()}, "expected softmax_lse on cuda:0"),
+    "lse_stride": (
+        {"softmax_lse": lambda x: x.repeat_interleave(2, -1)[..., ::2]},
+        r"softmax_lse.stride\(-1\) == 1, got 2",
+    ),
+    "dlse_shape": ({"dlse": lambda x: x[:, :, :69]}, r"dlse of shape \(2, 4, 70\)"),
+    "dlse_device": ({"dlse": lambda x: x.cpu()}, "expected dlse on cuda:0"),
+    "k_dtype": ({"k": lambda x: x.half()}, "expected k of the dtype of q"),
+    "v_shape": ({"v": lambda x: x[:, :9]}, "expected v of the shape of k"),
+    "sinks_size": ({"sinks": lambda x: x[:3]}, "contiguous sinks of dtype float32"),
+    "no_sinks": ({"sinks": lambda x: None}, "expected wanted in 0 ... 15, and with bit 3 sinks"),
+    "wanted": ({"wanted": lambda x: 16}, "expected wanted in 0 ... 15, .* got 16"),
+    "scale": ({"softmax_scale": lambda x: 0.0}, "expected a finite softmax_scale > 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_kernels_cannot_read_is_refused(stand_in, name: str) -> None:
+    """By the binding itself, below the checks in Python."""
+    change, message = WRONG[name]
+    given = _given()
+    given |= {argument: f(given[argument]) for argument, f in change.items()}
+    with pytest.raises(RuntimeError, match=rf"flashcute::bwd: .*{message}"):
+        torch.ops.flashcute.bwd.default(**given)
+    assert not stand_in.backwards
+
+
+def test_a_failed_launch_is_an_error(stand_in) -> None:
+    stand_in.result = 98
+    with pytest.raises(RuntimeError, match=r"flashcute::bwd: stand_in failed to launch: error 98"):
+        _bwd()
+
+
+@pytest.mark.parametrize("field", ["abi_version", "params_size"])
+def test_a_kernel_of_another_abi_is_refused(stand_in, field: str) -> None:
+    setattr(stand_in.backward, field, 77)
+    with pytest.raises(RuntimeError, match=rf"expected a kernel of ABI version {abi.ABI_VERSION}"):
+        _bwd()
+    assert not stand_in.backwards
+
+
+def test_resolver_errors_arrive_as_themselves(stand_in, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through autograd, whose engine runs the backward in a thread of its own."""
+    given = _given()
+    q, k, v = (given[name] for name in "qkv")
+    out = flashcute.flash_attn_func(q.requires_grad_(), k, v)
+
+    def fail(problem):
+        raise KeyError("no kernel for that")
+
+    monkeypatch.setattr(ops, "_choose", fail)
+    with pytest.raises(KeyError, match="no kernel for that"):
+        out.sum().backward()
+    with pytest.raises(RuntimeError, match=r"flashcute::bwd: KeyError: 'no kernel for that'"):
+        _bwd(causal=False)

@@ -1,0 +1,268 @@
+"""The gradient of the operators: on CPU tensors its values, on meta tensors the way of CUDA's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+import flashcute
+from flashcute import autograd, ops
+from flashcute.reference import attention_ref
+
+# (causal, (left, right), with sinks)
+OPTIONS = ((False, (-1, -1), False), (True, (-1, -1), True), (False, (2, 4), True))
+options = pytest.mark.parametrize(("causal", "window", "with_sinks"), OPTIONS)
+Tensors = list[torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _loaded() -> None:
+    ops.load()
+    torch._dynamo.reset()
+
+
+def _inputs(with_sinks: bool = True, seed: int = 0) -> Tensors:
+    """q, k, v and sinks, which want gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 16), (4,)][: 3 + with_sinks]
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def _meta(d: int = 64, dtype: torch.dtype = torch.half) -> Tensors:
+    shapes = (2, 9, 4, d), (2, 11, 2, d), (2, 11, 2, d), (4,)
+    dtypes = dtype, dtype, dtype, torch.float32
+    return [
+        torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+
+
+def _by_function(tensors: Tensors, causal: bool, window: tuple[int, int], eager: bool = False):
+    q, k, v, *sinks = tensors
+    attend = autograd.attend_eagerly if eager else autograd.attend
+    return attend(q, k, v, 0.3, causal, *window, sinks[0] if sinks else None)
+
+
+def _by_reference(tensors: Tensors, causal: bool, window: tuple[int, int]):
+    q, k, v, *sinks = tensors
+    given = {"softmax_scale": 0.3, "causal": causal, "window_size": window}
+    return attention_ref(q, k, v, sinks=sinks[0] if sinks else None, **given)[:2]
+
+
+def _losses(out: torch.Tensor, lse: torch.Tensor) -> dict[str, torch.Tensor]:
+    losses = {"out": out.square().sum(), "lse": lse.sin().sum()}
+    return losses | {"both": losses["out"] + losses["lse"]}
+
+
+@options
+@pytest.mark.parametrize("of", ["out", "lse", "both"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_gradients(eager: bool, of: str, causal: bool, window, with_sinks: bool) -> None:
+    tensors = _inputs(with_sinks)
+    got = _losses(*_by_function(tensors, causal, window, eager))[of]
+    expected = _losses(*_by_reference(tensors, causal, window))[of]
+    torch.testing.assert_close(got, expected)
+    found = torch.autograd.grad(got, tensors)
+    wanted = torch.autograd.grad(expected, tensors, materialize_grads=True)
+    for g, w in zip(found, wanted, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def _wanted_by(monkeypatch: pytest.MonkeyPatch, call) -> list[int]:
+    """The argument ``wanted`` of each call of ``bwd`` meanwhile."""
+    seen: list[int] = []
+    original = autograd._op
+
+    def op(name: str):
+        found = original(name)
+        if name != "bwd":
+            return found
+        return lambda *args: (seen.append(args[-1]), found(*args))[1]
+
+    monkeypatch.setattr(autograd, "_op", op)
+    call()
+    return seen
+
+
+@pytest.mark.parametrize("which", range(1, 16))
+def test_only_what_is_asked_for_is_computed(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = _inputs()
+    expected = torch.autograd.grad(_losses(*_by_reference(tensors, True, (3, -1)))["both"], tensors)
+    tensors = [x.detach().requires_grad_(bool(which >> i & 1)) for i, x in enumerate(tensors)]
+    loss = _losses(*_by_function(tensors, True, (3, -1)))["both"]
+    assert _wanted_by(monkeypatch, loss.backward) == [which]
+    for i, (x, e) in enumerate(zip(tensors, expected, strict=True)):
+        if which >> i & 1:
+            torch.testing.assert_close(x.grad, e)
+        else:
+            assert x.grad is None
+
+
+def test_nothing_runs_backward_where_no_output_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = _inputs()
+    unused = autograd.Attend.backward
+    ctx = type("Context", (), {"needs_input_grad": (True,) * 8})()
+    assert _wanted_by(monkeypatch, lambda: unused(ctx, None, None)) == []
+    out, _ = _by_function(tensors, True, (-1, -1))
+    assert _wanted_by(monkeypatch, (out.sum() * 0).backward) == [15]
+
+
+def test_second_derivatives_are_refused_when_they_are_asked_for() -> None:
+    tensors = _inputs()
+    out, _ = _by_function(tensors, False, (-1, -1))
+    (dq,) = torch.autograd.grad(out.square().sum(), tensors[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"^flashcute::bwd: expected first derivatives"):
+        torch.autograd.grad(dq.sum(), tensors[:1])
+
+
+def test_forward_mode_is_refused() -> None:
+    q, k, v, sinks = (x.detach() for x in _meta())
+
+    def attend(q):
+        return flashcute.flash_attn_func(q, k, v, sinks=sinks)
+
+    with pytest.raises(NotImplementedError, match=r"^flashcute::bwd: expected .* reverse mode"):
+        torch.func.jvp(attend, (q,), (q,))
+    with forward_ad.dual_level():
+        assert attend(q).shape == q.shape
+        with pytest.raises(NotImplementedError, match=r"^flashcute::bwd: expected .* reverse mode"):
+            attend(forward_ad.make_dual(q, q))
+
+
+def _loss(q, k, v, sinks, causal: bool = True) -> torch.Tensor:
+    out, lse, _ = flashcute.flash_attn_func(
+        q, k, v, causal=causal, return_attn_probs=True, sinks=sinks
+    )
+    return out.float().square().sum() + lse.sin().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d", [1, 20, 64, 256])
+def test_gradients_have_the_dtypes_and_shapes_of_the_inputs(dtype: torch.dtype, d: int) -> None:
+    tensors = _meta(d, dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = _loss(*tensors)
+    loss.backward()
+    for x in tensors:
+        assert (x.grad.shape, x.grad.dtype, x.grad.device) == (x.shape, x.dtype, x.device)
+
+
+def test_strided_inputs_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels get a gradient of the output that they can read, however it comes."""
+    calls: list[tuple] = []
+    original = autograd._op
+
+    def op(name: str):
+        found = original(name)
+        return lambda *args: (calls.append((name, args)), found(*args))[1]
+
+    monkeypatch.setattr(autograd, "_op", op)
+    q, k, v, _ = _meta()
+    out, lse, _ = flashcute.flash_attn_func(q, k, v, return_attn_probs=True)
+    # Expanded numbers; heads before rows, which is read in place; every second column.
+    torch.autograd.grad((out.sum() + lse.sum()), (q,), retain_graph=True)
+    torch.autograd.grad(out.transpose(1, 2).contiguous().square().sum(), (q,), retain_graph=True)
+    torch.autograd.grad(out, (q,), q.detach().repeat(1, 1, 1, 2)[..., ::2])
+    (expanded, transposed, strided) = [args for name, args in calls if name == "bwd"]
+    for args in (expanded, transposed, strided):
+        assert args[0].stride()[3] == 1 and all(s % 8 == 0 for s in args[0].stride()[:3])
+    assert expanded[6].is_contiguous() and transposed[6] is None
+    assert not transposed[0].is_contiguous()
+
+
+@pytest.mark.parametrize("packed", ["qkv", "kv"])
+def test_packed_functions(packed: str) -> None:
+    q, *_ = _meta()
+    count = 3 if packed == "qkv" else 2
+    x = torch.empty(2, 9, count, 4, 64, device="meta", dtype=torch.half, requires_grad=True)
+    if packed == "qkv":
+        flashcute.flash_attn_qkvpacked_func(x, causal=True).sum().backward()
+    else:
+        flashcute.flash_attn_kvpacked_func(q, x, window_size=(3, 3)).sum().backward()
+        assert q.grad.shape == q.shape
+    assert x.grad.shape == x.shape and x.grad.dtype == x.dtype
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    tensors = _meta()
+    checkpoint(_loss, *tensors, use_reentrant=reentrant).backward()
+    assert all(x.grad.shape == x.shape for x in tensors)
+
+
+def test_torch_func() -> None:
+    tensors = [x.detach() for x in _meta()]
+    found = torch.func.grad(_loss, argnums=(0, 1, 2, 3))(*tensors)
+    assert [x.shape for x in found] == [x.shape for x in tensors]
+    _, pull = torch.func.vjp(_loss, *tensors)
+    found = pull(torch.empty((), device="meta"))
+    assert [x.dtype for x in found] == [x.dtype for x in tensors]
+
+
+def test_torch_func_of_a_gradient_of_another_tensor() -> None:
+    """An outer gradient reaches what an inner one does not use, and is refused where it does."""
+    q, k, v, sinks = (x.detach() for x in _meta())
+
+    def inner(q, scale):
+        return torch.func.grad(lambda x: _loss(x, k, v, sinks))(q).float().sum() * scale
+
+    assert torch.func.grad(inner, argnums=1)(q, torch.ones((), device="meta")).shape == ()
+    with pytest.raises(NotImplementedError, match="first derivatives"):
+        torch.func.grad(inner)(q, 1.0)
+
+
+# Inductor cannot take symbolic shapes of meta tensors.
+@pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", True), ("inductor", False)])
+def test_compile_fullgraph_forward_and_backward(backend: str, dynamic: bool) -> None:
+    compiled = torch.compile(_loss, backend=backend, fullgraph=True, dynamic=dynamic)
+    for seqlen in (9, 14) if dynamic else (9,):
+        tensors = _meta()
+        tensors[0] = torch.empty(
+            2, seqlen, 4, 64, device="meta", dtype=torch.half, requires_grad=True
+        )
+        with torch._dynamo.config.patch(error_on_recompile=seqlen != 9):
+            compiled(*tensors).backward()
+        assert all(x.grad.shape == x.shape and x.grad.dtype == x.dtype for x in tensors)
+
+
+def test_a_compiled_backward_has_the_values_of_an_eager_one() -> None:
+    """The path of CUDA tensors, with operators that compute."""
+
+    def loss(*tensors):
+        return _losses(*autograd.attend(*tensors[:3], 0.3, True, -1, -1, tensors[3]))["both"]
+
+    tensors = _inputs()
+    expected = torch.autograd.grad(loss(*tensors), tensors)
+    graph = make_fx(lambda *x: torch.autograd.grad(loss(*x), x))(*tensors)
+    for name in ("attend", "bwd"):
+        assert f"flashcute.{name}.default" in graph.code
+    for g, e in zip(graph(*tensors), expected, strict=True):
+        torch.testing.assert_close(g, e)
+
+
+def test_recorded_graphs_hold_forward_and_backward() -> None:
+    def gradient(q, k, v):
+        out = flashcute.flash_attn_func(q, k, v)
+        return torch.autograd.grad(out.sum(), (q, k, v))
+
+    code = make_fx(gradient)(*_meta()[:3]).code
+    assert "flashcute.fwd.default" in code and "flashcute.bwd.default" in code
+
+
+def test_what_choosing_a_kernel_raised_arrives_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashcute import resolver_errors
+
+    tensors = _inputs()
+    out, _ = _by_function(tensors, True, (-1, -1))
+    original = autograd._op
+
+    def fail(*args):
+        resolver_errors.remember(KeyError("no kernel"))
+        raise RuntimeError("what the binding makes of it")
+
+    monkeypatch.setattr(autograd, "_op", lambda name: fail if name == "bwd" else original(name))
+    with pytest.raises(KeyError, match="no kernel"):
+        out.sum().backward()

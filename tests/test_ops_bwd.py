@@ -1,0 +1,140 @@
+"""The operator of the gradients: schema, fake, CPU implementation, checks; a backward is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashcute import ops
+from flashcute.reference import attention_ref
+
+# Never edit an old entry: a saved program or a caller may hold to it. New arguments go to the end,
+# with defaults.
+FROZEN_SCHEMA = (
+    "flashcute::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,"
+    " Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right,"
+    " Tensor? sinks, int wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+)
+
+
+def _op():
+    ops.load()
+    return torch.ops.flashcute.bwd.default
+
+
+def _arguments(**change) -> dict:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    q, k, v, sinks = draw(2, 9, 4, 16), draw(2, 11, 2, 16), draw(2, 11, 2, 16), draw(4)
+    out, lse, _ = attention_ref(q, k, v, softmax_scale=0.25, causal=True, sinks=sinks)
+    given = {
+        **{"dout": draw(2, 9, 4, 16), "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse},
+        **{"dlse": draw(2, 4, 9), "softmax_scale": 0.25, "causal": True, "window_left": -1},
+        **{"window_right": -1, "sinks": sinks, "wanted": 15},
+    }
+    return given | change
+
+
+def test_schema_is_the_frozen_one() -> None:
+    frozen = torch._C.parse_schema(FROZEN_SCHEMA)
+    assert _op()._schema.is_backward_compatible_with(frozen)
+    assert str(_op()._schema) == str(frozen), "compatible, but add the new schema to the frozen"
+
+
+@pytest.mark.parametrize("wanted", range(16))
+def test_cpu_implementation(wanted: int) -> None:
+    given = _arguments(wanted=wanted)
+    leaves = [given[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks")]
+    out, lse, _ = attention_ref(*leaves[:3], softmax_scale=0.25, causal=True, sinks=leaves[3])
+    expected = torch.autograd.grad((out, lse), leaves, (given["dout"], given["dlse"]))
+    for bit, (got, e) in enumerate(zip(_op()(**given), expected, strict=True)):
+        if wanted >> bit & 1:
+            torch.testing.assert_close(got, e)
+        else:
+            assert got.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"wanted": 5},
+        {"sinks": None, "wanted": 7, "dlse": None},
+        {"causal": False, "window_left": 3, "window_right": 2},
+        {"dout": torch.randn(2, 4, 9, 16).transpose(1, 2)},
+    ],
+)
+def test_opcheck(change) -> None:
+    results = torch.library.opcheck(_op(), tuple(_arguments(**change).values()))
+    assert set(results.values()) == {"SUCCESS"} and len(results) >= 4
+
+
+def test_fake_has_the_strides_of_the_inputs() -> None:
+    given = _arguments()
+    given = {n: x.half().to("meta") if getattr(x, "dim", None) else x for n, x in given.items()}
+    given |= {n: given[n].float() for n in ("softmax_lse", "dlse", "sinks")}
+    given["k"] = given["k"].transpose(1, 2).contiguous().transpose(1, 2)
+    for x, grad in zip((given[n] for n in ("q", "k", "v", "sinks")), _op()(**given), strict=True):
+        assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
+        assert grad.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "pattern"),
+    [
+        ({"dout": torch.zeros(2, 9, 4, 8)}, ValueError, r"dout of shape \(2, 9, 4, 16\)"),
+        ({"dout": torch.zeros(2, 9, 4, 16).half()}, ValueError, r"dout of .*torch.float32"),
+        ({"out": torch.zeros(2, 11, 4, 16)}, ValueError, "out of shape"),
+        ({"softmax_lse": torch.zeros(2, 9, 4)}, ValueError, r"softmax_lse of shape \(2, 4, 9\)"),
+        ({"dlse": torch.zeros(2, 4, 9).half()}, ValueError, r"dlse of .*got .*torch.float16"),
+        ({"sinks": torch.zeros(3)}, ValueError, "sinks of shape"),
+        ({"sinks": None}, ValueError, "bit 3 only with sinks, got wanted=15"),
+        ({"wanted": 16}, ValueError, "got wanted=16"),
+        ({"wanted": -1}, ValueError, "got wanted=-1"),
+        ({"window_left": -2}, ValueError, r"window_size .*\(-2, -1\)"),
+        ({"softmax_scale": float("nan")}, ValueError, "got softmax_scale=nan"),
+        ({"v": torch.zeros(2, 3, 2, 16)}, ValueError, "v of k's shape"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, error, pattern) -> None:
+    with pytest.raises(error, match=rf"^flashcute::bwd: expected .*{pattern}"):
+        _op()(**_arguments(**change))
+
+
+def test_cuda_operator_rejects_what_is_not_cuda() -> None:
+    # The CUDA kernel of the operator, reached through its key, as a mixed call would reach it.
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    given = _arguments()
+    with pytest.raises(RuntimeError, match=r"^flashcute::bwd: expected q of dtype float16"):
+        _op().redispatch(keys, **given)
+    given |= {name: given[name].half() for name in ("dout", "q", "k", "v", "out")}
+    with pytest.raises(RuntimeError, match=r"^flashcute::bwd: expected q on cuda"):
+        _op().redispatch(keys, **given)
+
+
+def test_resolver_chooses_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashcute import heuristics, jit
+
+    asked = {}
+
+    class Kernel:
+        address = 4096
+
+    def get_kernel(config, target):
+        asked.update(config=config, target=target)
+        return Kernel
+
+    gpu = type("Gpu", (), {"major": 9, "minor": 0, "multi_processor_count": 132})
+    monkeypatch.delenv("FLASHCUTE_ARCH", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(jit, "get_kernel", get_kernel)
+    problem = ops._Problem(0, 1, 1, 2, 3, 4, 8, 2, 64, 0, 0, 1)  # causal, few rows, four heads each
+    choice = ops._choose(problem)
+    assert asked == {"config": heuristics.bwd_config("bf16", 64, "causal"), "target": "90"}
+    assert (choice.kernel, choice.pack_heads) == (4096, 0)
+    gpu.major = 7
+    with pytest.raises(NotImplementedError, match=r"^flashcute::bwd: expected a GPU of compute"):
+        ops._choose(problem)
