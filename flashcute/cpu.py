@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from .checks import has_tangent
 from .reference import DropoutMask, attention_ref, blocks, visible_keys, window_bounds
 
 # Query rows that share a mask; rows of other windows than full and square causal need one.
@@ -213,12 +213,6 @@ def attend_by_flash(
         nothing = lse.new_tensor(-torch.inf) if sinks is None else sinks[:, None]
         lse = torch.cat((nothing.expand(*lse.shape[:2], empty), lse), 2)
     return like(q, out), lse
-
-
-def has_tangent(*tensors: Tensor | None) -> bool:
-    if forward_ad._current_level < 0:  # outside of any dual_level()
-        return False
-    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _heads_first(x: Tensor) -> Tensor:

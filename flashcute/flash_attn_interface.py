@@ -18,6 +18,7 @@ from .checks import (
     check_dtype,
     check_flag,
     check_for_kernels,
+    check_no_derivative,
     check_packed,
     check_scale,
     check_sinks,
@@ -40,15 +41,6 @@ env.read()  # a wrong variable is an error, also where nothing is built
 
 def __getattr__(name: str) -> object:
     raise missing.error(__name__, name)
-
-
-def _wants_gradient(q, k, v, sinks) -> bool:
-    return torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-    )
 
 
 def _launch(q, k, v, scale, causal, window_size, sinks) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,8 +117,7 @@ def _attend(
         raise NotImplementedError(f"{fn}: {not_on_cuda('softcap', softcap)}")
     if alibi_slopes is not None:
         raise NotImplementedError(f"{fn}: {not_on_cuda('alibi_slopes', '(a tensor)')}")
-    if _wants_gradient(q, k, v, sinks):
-        raise NotImplementedError(f"{fn}: {not_on_cuda('requires_grad', True)}")
+    check_no_derivative(fn, (*names, "sinks"), q, k, v, sinks)
     if d % VECTOR:
         q, k, v = (padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
         out, lse = _launch(q, k, v, scale, causal, window_size, sinks)

@@ -16,6 +16,7 @@ from .checks import (
     check_dtype,
     check_flag,
     check_for_kernels,
+    check_no_derivative,
     check_scale,
     check_sinks,
     check_softcap,
@@ -93,12 +94,10 @@ def _attend(
         asked = {"dropout_p": dropout_p, "softcap": softcap}
         if alibi_slopes is not None:
             asked["alibi_slopes"] = "(a tensor)"
-        if torch.is_grad_enabled():
-            asked["requires_grad"] = any(x.requires_grad for x in (q, k, v))
-            asked["requires_grad"] |= sinks is not None and sinks.requires_grad
         for argument, value in asked.items():
             if value:
                 raise NotImplementedError(f"{fn}: {not_on_cuda(argument, value)}")
+        check_no_derivative(fn, (names.q, names.k, names.v, "sinks"), q, k, v, sinks)
         window_size = bounded_window((left, right))
         bounds = (max_seqlen_q, max_seqlen_k)
         out, lse = _launch(names, q, k, v, lengths, bounds, scale, causal, window_size, sinks)

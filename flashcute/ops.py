@@ -18,7 +18,7 @@ import torch
 from . import checks, cpu, cpu_ops, cpu_varlen, heuristics, jit
 from .checks_varlen import Names, check_bounds, check_lengths, check_packed_tokens
 from .config import DTYPES, MASKS, NAMESPACE
-from .features import CAPABILITIES, VECTOR, not_on_cuda
+from .features import CAPABILITIES, VECTOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -215,18 +215,29 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
 
 
 def _autograd(name: str, on_cpu: Callable) -> Callable:
-    """An operator where a gradient may be asked for: right on the CPU, an error elsewhere.
+    """An operator where a derivative may be asked for: right on the CPU, an error elsewhere.
 
-    Without it torch would compute the output and lose the gradient, with no more than a warning.
+    Without it torch would compute the output and lose the gradient, with no more than a warning,
+    or the tangent.
     """
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    arguments = [argument.name for argument in op._schema.arguments]
+    function = "flash_attn_varlen_func" if "cu_seqlens_q" in arguments else "flash_attn_func"
 
     def autograd(*args):
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            if not tensors[0].is_cpu:
-                unsupported = not_on_cuda("requires_grad", True)
-                raise NotImplementedError(f"{NAMESPACE}::{name}: {unsupported}")
+        # Without the defaults at their end, which are no tensors.
+        given = zip(arguments, args, strict=False)
+        names, tensors = zip(*(x for x in given if isinstance(x[1], torch.Tensor)), strict=True)
+        if not tensors[0].is_cpu:
+            checks.check_no_derivative(f"{NAMESPACE}::{name}", names, *tensors)
+        elif checks.has_tangent(*tensors):
+            if torch._C._are_functorch_transforms_active():
+                raise NotImplementedError(
+                    f"{NAMESPACE}::{name}: expected no derivative in forward mode of torch.func "
+                    f"(jvp, jacfwd) of the operator, got one; call {function}, which has it on CPU"
+                )
+            return on_cpu(*args)
+        elif torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return on_cpu(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
