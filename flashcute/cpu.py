@@ -85,22 +85,21 @@ def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
             out, lse = flash
             return out, lse.float().contiguous(), q.new_empty(0)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast("cpu", enabled=False):  # which would take products back to 16 bits
-        keep = None if tensors.seed is None else _dropout_mask(tensors, options.dropout_p)
-        out, lse, probs = attention_ref(
-            *map(_with_gradient_like_it, (q, k, v)),
-            softmax_scale=options.softmax_scale,
-            causal=options.causal,
-            window_size=options[2:4],
-            softcap=options.softcap,
-            alibi_slopes=slopes,
-            sinks=sinks,
-            attn_bias=tensors.attn_bias,
-            dropout_p=options.dropout_p,
-            dropout_mask=keep,
-            upcast=dtype,
-            return_probs=options.return_dmask and keep is not None,
-        )
+    keep = None if tensors.seed is None else _dropout_mask(tensors, options.dropout_p)
+    out, lse, probs = attention_ref(
+        *map(_with_gradient_like_it, (q, k, v)),
+        softmax_scale=options.softmax_scale,
+        causal=options.causal,
+        window_size=options[2:4],
+        softcap=options.softcap,
+        alibi_slopes=slopes,
+        sinks=sinks,
+        attn_bias=tensors.attn_bias,
+        dropout_p=options.dropout_p,
+        dropout_mask=keep,
+        upcast=dtype,
+        return_probs=options.return_dmask and keep is not None,
+    )
     dmask = q.new_empty(0)
     if probs is not None:
         dmask = torch.where(_whole(keep, tensors), probs, -probs).to(q.dtype)
