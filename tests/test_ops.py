@@ -346,6 +346,7 @@ def test_nothing_calls_the_resolver_when_the_interpreter_has_ended() -> None:
         "library = torch.library.Library('flashcute', 'DEF')\n"
         f"library.define({FROZEN_SCHEMA.removeprefix('flashcute::')!r})\n"
         "library.define('fwd_no_grad(Tensor q) -> Tensor')\n"
+        "library.define('attend_varlen(Tensor q) -> Tensor')\n"
         "library.define('attend(Tensor q) -> Tensor')\n"
         f"ops.jit.load_binding = lambda: {str(late)!r}\n"
         "ops.load()\n"
