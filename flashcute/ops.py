@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _FwdProblem(ctypes.Structure):
-    """``flash::FwdProblem`` of flash_api.cpp."""
+    """``flash::FwdProblem`` of kernel_table.h."""
 
     _fields_ = (
         ("device", ctypes.c_int32),
@@ -43,7 +43,7 @@ class _FwdProblem(ctypes.Structure):
 
 
 class _FwdChoice(ctypes.Structure):
-    """``flash::FwdChoice`` of flash_api.cpp."""
+    """``flash::FwdChoice`` of kernel_table.h."""
 
     _fields_ = (("kernel", ctypes.c_void_p), ("pack_heads", ctypes.c_int32))
 

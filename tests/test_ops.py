@@ -373,7 +373,7 @@ class _Problem:
 def test_resolver_mirrors_the_bindings_structs(struct: str, end: str) -> None:
     # The binding asserts 44 bytes at compile time; the fields' order is read off its source.
     assert ctypes.sizeof(ops._FwdProblem) == 44
-    source = (ROOT / "csrc" / "flash_attn" / "flash_api.cpp").read_text()
+    source = (ROOT / "csrc" / "flash_attn" / "src" / "kernel_table.h").read_text()
     body = re.search(rf"struct {struct} \{{(.*?){end}", source, re.DOTALL).group(1)
     fields = re.findall(r"\b(\w+)\s*[,;]", re.sub(r"//.*", "", body))
     assert fields == [name for name, _ in getattr(ops, f"_{struct}")._fields_]
