@@ -25,9 +25,12 @@ def refuse_forward_mode(ctx, *tangents):
     )
 
 
+_is_grad_enabled = torch.is_grad_enabled  # bound here as every call asks it
+
+
 def wants_gradient(q, k, v, sinks=None, alibi_slopes=None) -> bool:
     """Whether a gradient of one of these tensors may be asked for."""
-    return torch.is_grad_enabled() and (
+    return _is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad

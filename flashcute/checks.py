@@ -13,6 +13,7 @@ import reprlib
 import sys
 
 import torch
+from torch.autograd import forward_ad
 
 from .config import MAX_HEAD_DIM
 from .features import CPU_DTYPES, CUDA_DTYPES
@@ -30,6 +31,7 @@ _MAX_INT64 = 2**63 - 1
 
 _KINDS = {"b": bool, "i": int, "u": int, "f": float}  # of numpy's dtypes
 _STRIDED = torch.strided
+_below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 # Subclasses without a rule for this operator, which would fail somewhere inside torch.
 _DISTRIBUTED = ("torch.distributed.tensor", "torch.distributed._shard")
@@ -351,6 +353,28 @@ def check_for_kernels(fn: str, q_name: str, q: torch.Tensor, head_dim: int, scal
         check_kernel_head_dim(fn, head_dim)
     if not _MIN_FLOAT <= scale <= _MAX_FLOAT:
         check_kernel_scale(fn, scale)
+
+
+def check_no_tangent(fn: str, names: tuple[str, ...], *tensors: torch.Tensor | None) -> None:
+    """That no derivative in forward mode is asked for: torch would lose it without an error."""
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in zip(names, tensors, strict=True):
+        if has_tangent(tensor):
+            raise NotImplementedError(
+                f"{fn}: expected no derivative in forward mode (jvp, jacfwd, dual tensors) on "
+                f"CUDA, where it is not supported yet, got {name} with a tangent; detach it, or "
+                "use CPU tensors, which support it"
+            )
+
+
+def has_tangent(*tensors: torch.Tensor | None) -> bool:
+    """Whether one of them is a dual tensor of forward-mode differentiation."""
+    if forward_ad._current_level < 0:  # outside of any dual_level()
+        return False
+    if _below_autograd(torch._C.DispatchKey.AutogradFunctionality):
+        return False  # an operator's implementation, where torch fails to unpack any tensor
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def check_kernel_head_dim(fn: str, head_dim: int) -> None:

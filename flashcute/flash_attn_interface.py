@@ -9,6 +9,7 @@ those of :mod:`flashcute.checks`; the binding repeats only what memory safety ne
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from . import cpu, cpu_operator, cpu_ops, env, missing, ops
 from .autograd import wants_gradient
@@ -20,6 +21,7 @@ from .checks import (
     check_flag,
     check_for_kernels,
     check_kernel_scores,
+    check_no_tangent,
     check_packed,
     check_scale,
     check_sinks,
@@ -119,6 +121,8 @@ def _attend(
     check_for_kernels(fn, names[0], q, d, scale)
     if dropout_p != 0.0:
         raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
+    if forward_ad._current_level >= 0:
+        check_no_tangent(fn, (*names, "sinks", "alibi_slopes"), q, k, v, sinks, alibi_slopes)
     if softcap != 0.0 or alibi_slopes is not None:
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
         if wants_gradient(q, k, v, sinks, alibi_slopes):

@@ -18,6 +18,7 @@ from .checks import (
     check_flag,
     check_for_kernels,
     check_kernel_scores,
+    check_no_tangent,
     check_scale,
     check_sinks,
     check_softcap,
@@ -105,6 +106,8 @@ def _attend(
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
         if dropout_p:
             raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
+        named = (*names[1:4], "sinks", "alibi_slopes")
+        check_no_tangent(fn, named, q, k, v, sinks, alibi_slopes)
         if wants_gradient(q, k, v, sinks, alibi_slopes):
             raise NotImplementedError(f"{fn}: {no_gradient('cu_seqlens')}")
         out, lse = _launch(names, tensors, options)

@@ -285,22 +285,36 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
 
 
 def _autograd(name: str, on_cpu: Callable, elsewhere: Callable | None = None) -> Callable:
-    """An operator where a gradient may be asked for: by ``on_cpu`` of CPU tensors, else by
+    """An operator where a derivative may be asked for: by ``on_cpu`` of CPU tensors, else by
     ``elsewhere``, which is None of a ragged batch: there is an error.
 
-    Without it torch would compute the output and lose the gradient, with no more than a warning.
+    Without it torch would compute the output and lose the gradient, with no more than a warning,
+    or the tangent.
     """
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    arguments = [argument.name for argument in op._schema.arguments]
+    function = "flash_attn_varlen_func" if "cu_seqlens_q" in arguments else "flash_attn_func"
 
     def kernel(*args):
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        # Without the defaults at their end, which are no tensors.
+        given = zip(arguments, args, strict=False)
+        names, tensors = zip(*(x for x in given if isinstance(x[1], torch.Tensor)), strict=True)
         wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if wants_gradient or cpu.has_tangent(*tensors):
-            if tensors[0].is_cpu:
-                return on_cpu(*args)
-            if elsewhere is None:
+        if not tensors[0].is_cpu:
+            checks.check_no_tangent(f"{NAMESPACE}::{name}", names, *tensors)
+            if wants_gradient and elsewhere is None:
                 raise NotImplementedError(f"{NAMESPACE}::{name}: {no_gradient('cu_seqlens')}")
-            return elsewhere(*args)
+            if wants_gradient:
+                return elsewhere(*args)
+        elif checks.has_tangent(*tensors):
+            if torch._C._are_functorch_transforms_active():
+                raise NotImplementedError(
+                    f"{NAMESPACE}::{name}: expected no derivative in forward mode of torch.func "
+                    f"(jvp, jacfwd) of the operator, got one; call {function}, which has it on CPU"
+                )
+            return on_cpu(*args)
+        elif wants_gradient:
+            return on_cpu(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
@@ -393,12 +407,13 @@ def fwd(
     return resolver_errors.call(_fwd, q, k, v, softmax_scale, causal)
 
 
+# Bound here as every call asks them.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_has_transforms = torch._C._are_functorch_transforms_active
+
+
 def _is_seen() -> bool:
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
+    return _dispatch_modes() > 0 or _has_transforms() or forward_ad._current_level >= 0
 
 
 def attend(

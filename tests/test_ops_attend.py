@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from flashcute import ops
 from flashcute.reference import attention_ref
@@ -107,3 +108,51 @@ def test_wrong_options_are_refused(change, error, pattern) -> None:
     arguments = {"window_left": -1, "window_right": 0, "sinks": None} | change
     with pytest.raises(error, match=pattern):
         _op()(*qkv, 0.25, False, **arguments)
+
+
+def _of_q(name: str, device: str):
+    """An operator as a function of q alone, and a q."""
+    ops.load()
+    op = getattr(getattr(torch.ops, ops.NAMESPACE), name)
+    dtype = torch.float64 if device == "cpu" else torch.half
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 5, 2, 8, dtype=dtype, generator=generator).to(device) for _ in range(3)
+    )
+    cu = torch.tensor([0, 5], dtype=torch.int32, device=device)
+    lengths = cu, cu, None, None, 5, 5
+    return {
+        "fwd": lambda q: op(q, k, v, 0.3, False),
+        "attend": lambda q: op(q, k, v, 0.3, False, 2, 1, None),
+        "attend_varlen": lambda q: op(q[0], k[0], v[0], *lengths, 0.3, False, -1, -1, None),
+    }[name], q
+
+
+operators = pytest.mark.parametrize("name", ["fwd", "attend", "attend_varlen"])
+
+
+@operators
+def test_forward_mode_derivative_on_the_cpu(name) -> None:
+    function, q = _of_q(name, "cpu")
+    direction = torch.ones_like(q)
+    with forward_ad.dual_level():
+        outputs = function(forward_ad.make_dual(q, direction))
+        tangents = [forward_ad.unpack_dual(x).tangent for x in outputs]
+    step = 1e-6
+    ends = [function(q + sign * step * direction)[0] for sign in (1, -1)]
+    torch.testing.assert_close(tangents[0], (ends[0] - ends[1]) / (2 * step), atol=1e-8, rtol=1e-6)
+    assert tangents[1].abs().max() > 0.01
+    with pytest.raises(NotImplementedError, match=f"::{name}: expected no .* call flash_attn_"):
+        torch.func.jvp(function, (q,), (direction,))
+
+
+@operators
+def test_forward_mode_derivative_is_refused_elsewhere(name) -> None:
+    function, q = _of_q(name, "meta")
+    message = f"flashcute::{name}: expected no derivative in forward mode .* got q with a tangent"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(function, (q,), (q,))
+    with torch.no_grad(), forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match=message):
+            function(forward_ad.make_dual(q, q))
+        assert function(q)[0].device.type == "meta"

@@ -131,7 +131,8 @@ def test_resolver_chooses_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHCUTE_ARCH", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
-    problem = ops._Problem(0, 1, 1, 2, 3, 4, 8, 2, 64, 0, 0, 1)  # causal, few rows, four heads each
+    # Causal, few rows, four heads each.
+    problem = ops._Problem(0, 1, 1, 2, 3, 4, 8, 2, 64, 0, 0, 0, 0, 1)
     choice = ops._choose(problem)
     assert asked == {"config": heuristics.bwd_config("bf16", 64, "causal"), "target": "90"}
     assert (choice.kernel, choice.pack_heads) == (4096, 0)

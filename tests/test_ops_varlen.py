@@ -144,7 +144,7 @@ def _call(**change) -> object:
         ({"softcap": 1e38}, r"got softcap=1e\+38 with softmax_scale=0\.25; pass softcap=0"),
         (
             {"alibi_slopes": lambda: torch.zeros(4, device="cuda", requires_grad=True)},
-            r"got requires_grad=True",
+            r"got cu_seqlens with requires_grad=True",
         ),
         (
             {"sinks": lambda: torch.zeros(4, device="cuda", requires_grad=True)},

@@ -29,6 +29,8 @@ ASKING = {
     "num_heads_k": 2,
     "cu_seqlens": True,
     "cu_seqlens with requires_grad": True,
+    "softcap with requires_grad": True,
+    "alibi_slopes with requires_grad": True,
 }
 
 
@@ -37,6 +39,10 @@ def _call(device: str, argument: str) -> object:
     value = ASKING[argument]
     if argument.startswith("cu_seqlens"):
         return _call_varlen(device, argument.endswith("requires_grad"))
+    if argument.endswith(" with requires_grad"):
+        argument = argument.removesuffix(" with requires_grad")
+        value = ASKING[argument]
+        q.requires_grad_()
     if argument == "requires_grad":
         return flashcute.flash_attn_func(q.requires_grad_(), k, v)
     if argument == "num_heads_k":
@@ -118,7 +124,7 @@ def test_matrix_is_a_table_of_every_feature() -> None:
     lines = flashcute.support_matrix().splitlines()
     assert all(line.count("|") == 4 for line in lines)
     for feature in support.FEATURES:
-        (line,) = (line for line in lines if f" {feature.title} |" in line)
+        (line,) = (line for line in lines if line.startswith(f"| {feature.title} |"))
         assert ("not yet" in line) == (not feature.cuda)
 
 
