@@ -319,9 +319,12 @@ def with_score_options(config: FwdConfig, softcap: bool, alibi: bool) -> FwdConf
     if not (softcap or alibi):
         return config
     config = dataclasses.replace(config, softcap=softcap, alibi=alibi)
-    if config.arch == 90 and config.warps == 12:
-        # At head dimension 128 with a window 192x80 and two steps of Q spill 116 bytes.
-        return dataclasses.replace(config, q_in_regs=0)
+    if config.arch == 90:
+        # With a window 192x80 and two steps of Q spill 116 bytes at head dimension 128; 192x128
+        # spills 12 and 128x128 96 at 64.
+        q_in_regs = 0 if config.warps == 12 else config.q_in_regs
+        tile_n = min(config.tile_n, 112) if config.mask == "local" else config.tile_n
+        return dataclasses.replace(config, q_in_regs=q_in_regs, tile_n=tile_n)
     if config.arch == 80 and config.head_dim == 128:
         return dataclasses.replace(config, tile_n=32)  # 128x48 spills 24 bytes
     return config

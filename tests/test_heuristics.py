@@ -147,6 +147,8 @@ def test_softcap_and_alibi_are_kernels_of_their_own(capability, window):
 def test_tiles_that_would_spill_with_score_options_are_others():
     eighty = heuristics.fwd_config("bf16", 128, False, (9, 0))
     assert heuristics.with_score_options(eighty, True, True).tile_n < eighty.tile_n
+    wide = dataclasses.replace(heuristics.sm90_configs("bf16", 64, False)[0], mask="local")
+    assert heuristics.with_score_options(wide, True, False).tile_n < wide.tile_n
     three, two = heuristics.sm90_configs("bf16", 128, False)
     assert three.q_in_regs > 0 and two.q_in_regs > 0
     assert heuristics.with_score_options(three, True, False).q_in_regs == 0
