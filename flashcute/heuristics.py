@@ -383,7 +383,10 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
         ways = (False, True) if problem.h > problem.h_k else (False,)
         return min(work(problem, config, packed, sms)[0] for packed in ways) / tile.speed
 
-    best = min(_SM90_TILES[head_dim, causal], key=clocks)
+    tiles = _SM90_TILES[head_dim, causal]
+    if problem.softcap or problem.alibi:  # several CTAs an SM have no registers left for them
+        tiles = tuple(tile for tile in tiles if tile.min_ctas == 1)
+    best = min(tiles, key=clocks)
     config = _sm90_config(problem.dtype, head_dim, mask, best)
     return with_score_options(config, problem.softcap, problem.alibi)
 
