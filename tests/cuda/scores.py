@@ -73,9 +73,9 @@ def kernels(capability: tuple[int, int]) -> list[FwdConfig]:
                 for config in (
                     heuristics.fwd_config(name, head_dim, causal, capability),
                     *(
-                        heuristics.sm90_configs(name, head_dim, causal)
-                        if capability == (9, 0)
-                        else ()
+                        config
+                        for config in heuristics.sm90_configs(name, head_dim, causal)
+                        if capability == (9, 0) and config.min_ctas == 1
                     ),
                 )
             ]
