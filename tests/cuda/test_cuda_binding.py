@@ -189,6 +189,8 @@ def test_python_is_asked_once_per_problem(stand_in) -> None:
         "d": 64,
         "window_left": 0,
         "window_right": 0,
+        "softcap": 0,
+        "alibi": 0,
         "backward": 0,
     }
     ops.fwd(q, k, v, 0.125, False)
