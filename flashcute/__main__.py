@@ -263,7 +263,17 @@ def _prebuilt() -> list[Path]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose --help and --version fail where they cannot be written."""
+    """A parser whose --help and --version fail where they cannot be written.
+
+    It refuses unknown arguments itself: argparse would have the parser of all commands do it, which
+    shows their list, not the options of the command.
+    """
+
+    def parse_known_args(self, args=None, namespace=None):
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
         # argparse ignores an OSError here.

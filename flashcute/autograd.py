@@ -25,13 +25,17 @@ def refuse_forward_mode(ctx, *tangents):
     )
 
 
-def wants_gradient(q, k, v, sinks=None) -> bool:
+_is_grad_enabled = torch.is_grad_enabled  # bound here as every call asks it
+
+
+def wants_gradient(q, k, v, sinks=None, alibi_slopes=None) -> bool:
     """Whether a gradient of one of these tensors may be asked for."""
-    return torch.is_grad_enabled() and (
+    return _is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (sinks is not None and sinks.requires_grad)
+        or (alibi_slopes is not None and alibi_slopes.requires_grad)
     )
 
 
@@ -48,7 +52,8 @@ class Attend(torch.autograd.Function):
     ):
         if sinks is None and window_left == window_right == -1:
             return below_autograd(_op("fwd"), (q, k, v, softmax_scale, causal))
-        args = q, k, v, softmax_scale, causal, window_left, window_right, sinks, deterministic
+        window = window_left, window_right
+        args = q, k, v, softmax_scale, causal, *window, sinks, 0.0, None, deterministic
         return below_autograd(_op("attend"), args)
 
     @staticmethod

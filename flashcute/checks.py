@@ -13,6 +13,7 @@ import reprlib
 import sys
 
 import torch
+from torch.autograd import forward_ad
 
 from .config import MAX_HEAD_DIM
 from .features import CPU_DTYPES, CUDA_DTYPES
@@ -22,10 +23,15 @@ from .features import CPU_DTYPES, CUDA_DTYPES
 _MIN_FLOAT = 1.1754944e-38
 _MAX_FLOAT = 2.3e38
 
+# The kernels add ALiBi in the unit of the scores, the softmax_scale or the softcap: beyond these
+# slopes divided by it may leave float32.
+_MIN_UNIT, _MAX_UNIT = 2.0**-64, 2.0**64
+
 _MAX_INT64 = 2**63 - 1
 
 _KINDS = {"b": bool, "i": int, "u": int, "f": float}  # of numpy's dtypes
 _STRIDED = torch.strided
+_below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 # Subclasses without a rule for this operator, which would fail somewhere inside torch.
 _DISTRIBUTED = ("torch.distributed.tensor", "torch.distributed._shard")
@@ -349,6 +355,28 @@ def check_for_kernels(fn: str, q_name: str, q: torch.Tensor, head_dim: int, scal
         check_kernel_scale(fn, scale)
 
 
+def check_no_tangent(fn: str, names: tuple[str, ...], *tensors: torch.Tensor | None) -> None:
+    """That no derivative in forward mode is asked for: torch would lose it without an error."""
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in zip(names, tensors, strict=True):
+        if has_tangent(tensor):
+            raise NotImplementedError(
+                f"{fn}: expected no derivative in forward mode (jvp, jacfwd, dual tensors) on "
+                f"CUDA, where it is not supported yet, got {name} with a tangent; detach it, or "
+                "use CPU tensors, which support it"
+            )
+
+
+def has_tangent(*tensors: torch.Tensor | None) -> bool:
+    """Whether one of them is a dual tensor of forward-mode differentiation."""
+    if forward_ad._current_level < 0:  # outside of any dual_level()
+        return False
+    if _below_autograd(torch._C.DispatchKey.AutogradFunctionality):
+        return False  # an operator's implementation, where torch fails to unpack any tensor
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
 def check_kernel_head_dim(fn: str, head_dim: int) -> None:
     """A head dimension that the kernels compute, once it is padded."""
     if head_dim > MAX_HEAD_DIM:
@@ -365,6 +393,23 @@ def check_kernel_scale(fn: str, scale: float) -> None:
             f"{fn}: expected softmax_scale > 0 within float32's range, {_MIN_FLOAT} to "
             f"{_MAX_FLOAT}, on CUDA, got softmax_scale={scale}; {_scale_way_out(scale)}, or use "
             "CPU tensors, which support it"
+        )
+
+
+def check_kernel_scores(fn: str, scale: float, softcap: float, alibi: bool) -> None:
+    """A softcap, and a unit of ALiBi's slopes, that the kernels compute with."""
+    if softcap != 0.0 and not _MIN_FLOAT <= scale / softcap <= _MAX_FLOAT:
+        raise NotImplementedError(
+            f"{fn}: expected softmax_scale / softcap within float32's range, {_MIN_FLOAT} to "
+            f"{_MAX_FLOAT}, on CUDA, got softcap={softcap} with softmax_scale={scale}; pass "
+            "softcap=0.0 for none, or use CPU tensors, which support it"
+        )
+    unit = softcap or scale
+    if alibi and not _MIN_UNIT <= unit <= _MAX_UNIT:
+        name = "softcap" if softcap else "softmax_scale"
+        raise NotImplementedError(
+            f"{fn}: expected {name} from 2**-64 to 2**64 with alibi_slopes on CUDA, got "
+            f"{name}={unit}; use CPU tensors, which support it"
         )
 
 

@@ -68,8 +68,11 @@ class FwdConfig:
         stages: K/V buffers in shared memory, 1 or 2; in the sm90 class 2 or 4.
         q_in_regs: k16 steps of Q's fragments kept in registers, up to ``head_dim // 16``; in the
             sm80 class none or all.
-        min_ctas: CTAs per SM that the register budget must allow.
+        min_ctas: CTAs per SM that the register budget must allow; in the sm90 class more than one
+            of 4 warps only.
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
+        softcap: Scores become softcap * tanh(score / softcap).
+        alibi: Then the distance of query and key lowers them.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -89,6 +92,8 @@ class FwdConfig:
     q_in_regs: int
     min_ctas: int
     ping_pong: bool = False
+    softcap: bool = False
+    alibi: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, supported: str) -> None:
@@ -100,7 +105,8 @@ class FwdConfig:
         require(self.mask in MASKS, "mask", f"in {MASKS}")
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
         require(type(self.q_in_regs) is int, "q_in_regs", "to be an int, of k16 steps")
-        require(isinstance(self.ping_pong, bool), "ping_pong", "to be a bool")
+        for flag in ("ping_pong", "softcap", "alibi"):
+            require(isinstance(getattr(self, flag), bool), flag, "to be a bool")
         if self.arch == 80:
             self._require_sm80(require)
         else:
@@ -119,19 +125,23 @@ class FwdConfig:
         require(not self.ping_pong, "ping_pong", "to be False in the sm80 class")
 
     def _require_sm90(self, require: Callable[[bool, str, str], None]) -> None:
-        require(self.warps in (8, 12), "warps", "in (8, 12), two or three warpgroups")
+        require(self.warps in (4, 8, 12), "warps", "in (4, 8, 12), one to three warpgroups")
         require(self.tile_m == 16 * self.warps, "tile_m", f"to be {16 * self.warps}")
         require(self.tile_n >= 32, "tile_n", "to be at least 32 in the sm90 class")
         require(self.stages in (2, 4), "stages", "in (2, 4), a power of two")
         steps = self.head_dim // 16
         require(self.q_in_regs in range(steps + 1), "q_in_regs", f"in 0 ... {steps}")
-        require(self.min_ctas == 1, "min_ctas", "to be 1 in the sm90 class")
+        # CTAs of one warpgroup run independently, those of more take turns.
+        several = (1, 2, 3, 4) if self.warps == 4 else (1,)
+        require(self.min_ctas in several, "min_ctas", f"in {several} with {self.warps} warps")
+        require(not self.ping_pong or self.warps > 4, "ping_pong", "to be False with 4 warps")
 
     @property
     def name(self) -> str:
         """The stem of the instantiation file: what it computes, without tile choices."""
-        mask = "" if self.mask == "none" else f"_{self.mask}"
-        return f"flash_fwd_hdim{self.head_dim}_{self.dtype}{mask}_sm{self.arch}"
+        options = "" if self.mask == "none" else f"_{self.mask}"
+        options += "_softcap" * self.softcap + "_alibi" * self.alibi
+        return f"flash_fwd_hdim{self.head_dim}_{self.dtype}{options}_sm{self.arch}"
 
     @property
     def variant(self) -> str:
@@ -140,7 +150,8 @@ class FwdConfig:
         if self.arch == 90:
             turns = "_pp" if self.ping_pong else ""
             q = f"_qreg{self.q_in_regs}" if self.q_in_regs else ""
-            return f"{tile}_s{self.stages}{q}{turns}"
+            ctas = f"_c{self.min_ctas}" if self.min_ctas > 1 else ""
+            return f"{tile}_s{self.stages}{q}{turns}{ctas}"
         q = "_qreg" if self.q_in_regs else ""
         return f"{tile}_w{self.warps}_s{self.stages}{q}_c{self.min_ctas}"
 

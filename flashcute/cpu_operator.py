@@ -16,6 +16,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import FakeTensor
 
 from . import cpu
+from .checks import has_tangent
 from .config import NAMESPACE
 
 # Registrations live as long as these objects do.
@@ -81,7 +82,7 @@ class Operator:
             is_traced(tensors[0])
             or tensors[0].is_meta
             # Forward-mode derivatives are left to the function's own.
-            or (torch._C._are_functorch_transforms_active() and not cpu.has_tangent(*tensors))
+            or (torch._C._are_functorch_transforms_active() and not has_tangent(*tensors))
         ):
             return self.op(*args)
         return eager()

@@ -37,7 +37,7 @@ class Feature:
 
 
 _CPU_ONLY = "CPU tensors support it"
-_VARLEN_GRADIENT = "cu_seqlens with requires_grad"
+_NO_GRADIENT = f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}"
 
 # CPU tensors support every row.
 FEATURES = (
@@ -48,23 +48,20 @@ FEATURES = (
     Feature("requires_grad", "backward", True),
     Feature("dropout_p", "dropout", False, f"pass dropout_p=0.0; {_CPU_ONLY}"),
     Feature("window_size", "sliding window", True),
-    Feature("softcap", "softcap", False, f"pass softcap=0.0; {_CPU_ONLY}"),
-    Feature("alibi_slopes", "ALiBi", False, f"pass alibi_slopes=None; {_CPU_ONLY}"),
+    Feature("softcap", "softcap", True),
+    Feature("alibi_slopes", "ALiBi", True),
     Feature("sinks", "attention sinks", True),
     Feature("cu_seqlens", "sequences of different lengths (varlen)", True),
-    Feature(
-        _VARLEN_GRADIENT,
-        "backward of varlen",
-        False,
-        f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}",
-    ),
+    Feature("cu_seqlens with requires_grad", "backward of varlen", False, _NO_GRADIENT),
+    Feature("softcap with requires_grad", "backward of softcap", False, _NO_GRADIENT),
+    Feature("alibi_slopes with requires_grad", "backward of ALiBi", False, _NO_GRADIENT),
 )
 _FEATURE_OF = {feature.argument: feature for feature in FEATURES}
 
 
-def no_varlen_gradient() -> str:
-    """:func:`not_on_cuda` of the gradient of a ragged batch."""
-    return not_on_cuda(_VARLEN_GRADIENT, True)
+def no_gradient(argument: str) -> str:
+    """:func:`not_on_cuda` of a gradient beside an ``argument`` that is right without one."""
+    return not_on_cuda(f"{argument} with requires_grad", True)
 
 
 def not_on_cuda(argument: str, value: object) -> str:

@@ -9,8 +9,10 @@ those of :mod:`flashcute.checks`; the binding repeats only what memory safety ne
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from . import cpu, cpu_operator, cpu_ops, env, missing, ops
+from .autograd import wants_gradient
 from .checks import (
     bounded_window,
     check_alibi,
@@ -18,6 +20,8 @@ from .checks import (
     check_dtype,
     check_flag,
     check_for_kernels,
+    check_kernel_scores,
+    check_no_tangent,
     check_packed,
     check_scale,
     check_sinks,
@@ -25,7 +29,7 @@ from .checks import (
     check_tensors,
     check_window,
 )
-from .features import CPU_DTYPES, VECTOR, not_on_cuda
+from .features import CPU_DTYPES, VECTOR, no_gradient, not_on_cuda
 from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -42,14 +46,19 @@ def __getattr__(name: str) -> object:
     raise missing.error(__name__, name)
 
 
-def _launch(q, k, v, scale, causal, window_size, sinks, deterministic):
+def _launch(
+    q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes, deterministic
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and log-sum-exp of tensors that the kernels can read."""
-    if sinks is None and window_size == _UNLIMITED and not deterministic:
+    plain = sinks is None and alibi_slopes is None and softcap == 0.0 and not deterministic
+    if plain and window_size == _UNLIMITED:
         return ops.fwd(q, k, v, scale, causal)
-    left, right = bounded_window(window_size)
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    return ops.attend(q, k, v, scale, causal, (left, right), sinks, deterministic)
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.contiguous()
+    options = bounded_window(window_size), sinks, softcap, alibi_slopes, deterministic
+    return ops.attend(q, k, v, scale, causal, *options)
 
 
 def _attend(
@@ -112,18 +121,23 @@ def _attend(
     check_for_kernels(fn, names[0], q, d, scale)
     if dropout_p != 0.0:
         raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
-    if softcap != 0.0:
-        raise NotImplementedError(f"{fn}: {not_on_cuda('softcap', softcap)}")
-    if alibi_slopes is not None:
-        raise NotImplementedError(f"{fn}: {not_on_cuda('alibi_slopes', '(a tensor)')}")
+    if forward_ad._current_level >= 0:
+        check_no_tangent(fn, (*names, "sinks", "alibi_slopes"), q, k, v, sinks, alibi_slopes)
+    if softcap != 0.0 or alibi_slopes is not None:
+        check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
+        if wants_gradient(q, k, v, sinks, alibi_slopes):
+            option = "softcap" if softcap != 0.0 else "alibi_slopes"
+            raise NotImplementedError(f"{fn}: {no_gradient(option)}")
     if d % VECTOR:
         q, k, v = (padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = _launch(q, k, v, scale, causal, window_size, sinks, deterministic)
+        options = window_size, sinks, softcap, alibi_slopes, deterministic
+        out, lse = _launch(q, k, v, scale, causal, *options)
         out = out[..., :d].clone(memory_format=torch.contiguous_format)
     else:
         if not (regular(q) and regular(k) and regular(v) and aligned(q, k, v)):
             q, k, v = (loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = _launch(q, k, v, scale, causal, window_size, sinks, deterministic)
+        options = window_size, sinks, softcap, alibi_slopes, deterministic
+        out, lse = _launch(q, k, v, scale, causal, *options)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 

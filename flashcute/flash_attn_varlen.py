@@ -17,6 +17,8 @@ from .checks import (
     check_dtype,
     check_flag,
     check_for_kernels,
+    check_kernel_scores,
+    check_no_tangent,
     check_scale,
     check_sinks,
     check_softcap,
@@ -30,20 +32,27 @@ from .checks_varlen import (
     check_packed_tokens,
 )
 from .cpu_varlen import Options, Tensors, attend_or_trace
-from .features import VECTOR, no_varlen_gradient, not_on_cuda
+from .features import VECTOR, no_gradient, not_on_cuda
 
 _UNLIMITED = (-1, -1)
 
 
-def _launch(names: Names, q, k, v, lengths, bounds, scale, causal, window_size, sinks):
+def _launch(names: Names, tensors: Tensors, options: Options):
     """out and log-sum-exp of CUDA tensors, by the kernels."""
+    q, k, v, alibi_slopes, sinks, *lengths, _ = tensors
     d, names_of_qkv = q.shape[2], names[1:4]
     prepare = loading.padded if d % VECTOR else loading.loadable
     q, k, v = (prepare(names.fn, *x) for x in zip(names_of_qkv, (q, k, v), strict=True))
     lengths = [x if x is None else x.int().contiguous() for x in lengths]
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    out, lse = ops.attend_varlen(q, k, v, lengths, bounds, scale, causal, window_size, sinks)
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.contiguous()
+    window_size = bounded_window((options.window_left, options.window_right))
+    out, lse = ops.attend_varlen(
+        q, k, v, lengths, options[:2], options.softmax_scale, options.causal, window_size, sinks,
+        options.softcap, alibi_slopes,
+    )  # fmt: skip
     if d % VECTOR:
         out = out.narrow(2, 0, d).clone(memory_format=torch.contiguous_format)
     return out, lse
@@ -90,22 +99,19 @@ def _attend(
     else:
         check_for_kernels(fn, names.q, q, d, scale)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if not (q.is_cpu or q.is_meta):
-        asked = {"dropout_p": dropout_p, "softcap": softcap}
-        if alibi_slopes is not None:
-            asked["alibi_slopes"] = "(a tensor)"
-        for argument, value in asked.items():
-            if value:
-                raise NotImplementedError(f"{fn}: {not_on_cuda(argument, value)}")
-        if wants_gradient(q, k, v, sinks):
-            raise NotImplementedError(f"{fn}: {no_varlen_gradient()}")
-        window_size = bounded_window((left, right))
-        bounds = (max_seqlen_q, max_seqlen_k)
-        out, lse = _launch(names, q, k, v, lengths, bounds, scale, causal, window_size, sinks)
-        return (out, lse, q.new_empty(0)) if return_attn_probs else out
     tensors = Tensors(q, k, v, alibi_slopes, sinks, *lengths, None)
     bounds = (max_seqlen_q, max_seqlen_k)
     options = Options(*bounds, scale, causal, left, right, softcap, dropout_p, return_attn_probs)
+    if not (q.is_cpu or q.is_meta):
+        check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
+        if dropout_p:
+            raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
+        named = (*names[1:4], "sinks", "alibi_slopes")
+        check_no_tangent(fn, named, q, k, v, sinks, alibi_slopes)
+        if wants_gradient(q, k, v, sinks, alibi_slopes):
+            raise NotImplementedError(f"{fn}: {no_gradient('cu_seqlens')}")
+        out, lse = _launch(names, tensors, options)
+        return (out, lse, q.new_empty(0)) if return_attn_probs else out
     outputs = attend_or_trace(names, tensors, options)
     return outputs if return_attn_probs else outputs[0]
 

@@ -28,6 +28,8 @@ class FwdProblem:
     Attributes:
         window: (left, right), where neither a causal mask nor none says the same; then ``causal``
             is False.
+        softcap: Whether there is one.
+        alibi: Likewise.
     """
 
     dtype: str
@@ -39,6 +41,8 @@ class FwdProblem:
     h_k: int
     d: int
     window: tuple[int, int] | None = None
+    softcap: bool = False
+    alibi: bool = False
 
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
@@ -77,58 +81,70 @@ class _Sm90Tile:
     Attributes:
         tile_n: Keys of a block.
         warpgroups: Consumers, each with 64 query rows.
-        speed: TFLOP/s over what the tile computes, padding included, in :func:`_clocks`.
+        speed: TFLOP/s over what the tile computes, padding included, in :func:`work`.
         q_in_regs: k16 steps of Q in registers.
+        min_ctas: CTAs per SM.
     """
 
     tile_n: int
     warpgroups: int
     speed: int
     q_in_regs: int = 0
+    min_ctas: int = 1
 
 
-# By head dimension and causal mask, the one for long sequences first; two stages everywhere: four
-# win up to 1 % at head dimension 32, elsewhere nothing, so the loads are not late. Warpgroups take
-# turns everywhere (27 % won at most).
+# By head dimension and causal mask, the one for long sequences first; a window takes those without
+# a mask. Two stages everywhere: four win up to 1 % at head dimension 32, elsewhere nothing, so the
+# loads are not late. Warpgroups of a CTA take turns everywhere (27 % won at most).
 #
 # S, P and O of a thread take tile_n / 2 + tile_n / 4 + head_dim / 2 registers, of which about 200
 # are there with two consumers and 132 with three. Three bring more softmax under the products
 # and read K and V from shared memory less often for each row; two compute less beyond the end of
 # short sequences, as their tiles are 128 rows and not 192. Steps of Q in registers fill what is
 # left of them. Found by tools/config_search.py on an H200, bf16, lengths 512 to 16384
-# (benchmarks/results/search_sm90_no_max_h200.json); each speed is fitted to that search with
-# :func:`_clocks`, which then says its times within 4 %. Those marked + are from models' shapes, in
-# turns with the tiles beside them.
+# (benchmarks/results/search_sm90_no_max_h200.json).
+#
+# CTAs of one consumer, three or four an SM, have tiles of 64 rows and run independently: where
+# tiles have few key blocks, one's loads, first products and epilogue run under the others'. At
+# head dimension 64 that wins 5 to 20 % up to 512 keys, at 128 it loses (64 registers of O a thread
+# leave room for two CTAs of 64x64 only).
+#
+# Speeds are fitted by tools/tile_times.py to shapes of all kinds, each timed with every tile, with
+# packed heads and without (benchmarks/results/tiles_sm90_h200.json): what is chosen then reaches
+# 99.9 % of the best.
 _SM90_TILES = {
-    # 192x128, measured at 389, spills; 385 is an estimate, not timed. The second: +
-    (32, False): (_Sm90Tile(112, 3, 385), _Sm90Tile(128, 2, 330)),
-    (32, True): (_Sm90Tile(144, 3, 422), _Sm90Tile(128, 2, 335)),
+    (32, False): (_Sm90Tile(112, 3, 388), _Sm90Tile(64, 1, 353, min_ctas=4)),
+    (32, True): (_Sm90Tile(144, 3, 404), _Sm90Tile(64, 1, 379, min_ctas=4)),
     (64, False): (
-        _Sm90Tile(128, 3, 670),
-        _Sm90Tile(96, 3, 640, q_in_regs=4),  # + ViT-L (257 keys) 1.14 of 192x128, 77 keys 1.12
-        _Sm90Tile(128, 2, 575),  # + BERT (128 keys) 1.12 of 192x128
-        _Sm90Tile(112, 2, 560),  # + ViT-B (197 keys) 1.06 of 128x128, 1.27 of 192x128
+        _Sm90Tile(128, 3, 634),
+        _Sm90Tile(96, 1, 562, min_ctas=3),
+        _Sm90Tile(80, 1, 559, min_ctas=3),
+        _Sm90Tile(64, 1, 536, min_ctas=3),
     ),
-    (64, True): (_Sm90Tile(128, 3, 702), _Sm90Tile(128, 2, 590)),
-    (96, False): (_Sm90Tile(96, 3, 796, q_in_regs=3), _Sm90Tile(128, 2, 690)),
-    (96, True): (_Sm90Tile(96, 3, 844, q_in_regs=3), _Sm90Tile(128, 2, 741)),
+    (64, True): (_Sm90Tile(128, 3, 681), _Sm90Tile(64, 1, 583, min_ctas=3)),
+    (96, False): (_Sm90Tile(96, 3, 750, q_in_regs=3), _Sm90Tile(128, 2, 645)),
+    (96, True): (_Sm90Tile(96, 3, 825, q_in_regs=3), _Sm90Tile(128, 2, 718)),
     (128, False): (
-        _Sm90Tile(80, 3, 835, q_in_regs=2),
-        _Sm90Tile(128, 2, 780, q_in_regs=8),
+        _Sm90Tile(80, 3, 842, q_in_regs=2),
+        _Sm90Tile(128, 2, 769, q_in_regs=8),
     ),
     (128, True): (
-        _Sm90Tile(80, 3, 915, q_in_regs=2),
-        _Sm90Tile(128, 2, 856, q_in_regs=8),
+        _Sm90Tile(80, 3, 895, q_in_regs=2),
+        _Sm90Tile(128, 2, 818, q_in_regs=8),
     ),
-    (192, False): (_Sm90Tile(64, 2, 840, q_in_regs=12),),  # 128x80 with 11 steps 2 % slower
-    (192, True): (_Sm90Tile(64, 2, 840, q_in_regs=12),),
-    (256, False): (_Sm90Tile(64, 2, 840),),  # with 6 steps of Q the same
-    (256, True): (_Sm90Tile(64, 2, 840),),
+    (192, False): (_Sm90Tile(64, 2, 760, q_in_regs=12),),  # 128x80 with 11 steps 2 % slower
+    (192, True): (_Sm90Tile(64, 2, 768, q_in_regs=12),),
+    (256, False): (_Sm90Tile(64, 2, 832),),  # with 6 steps of Q the same
+    (256, True): (_Sm90Tile(64, 2, 892),),
 }
 
 # What a tile costs beside its key blocks, in keys: its first loads, its epilogue, and the softmax
-# that no other block's products hide. Fitted as the speeds; a causal tile's work stealing is in it.
-_TILE_OVERHEAD_KEYS = {False: 160, True: 240}
+# that no other block's products hide. What a block costs more that the mask cuts. And how much of
+# the longest tile's time goes by, where CTAs steal work, while SMs fall idle. Fitted with the
+# speeds.
+_TILE_OVERHEAD_KEYS = 170
+_MASKED_BLOCK = 0.4
+_TAIL = 0.2
 
 
 def rounded_length(length: int) -> int:
@@ -163,51 +179,71 @@ def _pack_shift(problem: FwdProblem) -> int:
     return (problem.h // problem.h_k - 1).bit_length()
 
 
-def packs_heads(problem: FwdProblem, tile_m: int) -> bool:
+def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
     """Whether the query heads of a key head share tiles (pack-GQA).
 
-    A few query positions then fill a tile that one head leaves empty, and keys are read for fewer
-    tiles. It has to save a quarter of the tiles: rows of a packed tile are loaded and stored in
-    smaller pieces.
+    A few query positions then fill a tile that one head leaves empty, and under a mask a tile spans
+    fewer positions, so that less of what it computes is masked. Where all tiles run at once, fewer
+    of them read the keys less often.
     """
-    return _packs_heads(rounded(problem), tile_m)
+    problem = rounded(problem)
+    if problem.h == problem.h_k:
+        return False
+    return work(problem, config, True, sms) < work(problem, config, False, sms)
 
 
-def _packs_heads(problem: FwdProblem, tile_m: int) -> bool:
-    plain = problem.h * -(-problem.seqlen_q // tile_m)
-    packed = problem.h_k * -(-(problem.seqlen_q << _pack_shift(problem)) // tile_m)
-    return 4 * packed <= 3 * plain
+# A tile's length is taken from as many of a head's tiles.
+_SAMPLES = 8
 
 
-def _clocks(problem: FwdProblem, tile: _Sm90Tile, causal: bool, sms: int) -> float:
-    """Time of a call in an arbitrary unit, to compare tiles for one problem.
+def _tile_lengths(problem: FwdProblem, config: FwdConfig, m_blocks: int, shift: int) -> list[float]:
+    """What tiles of one head cost, in keys: some of them, evenly spaced, the last one included."""
+    rows, step = config.tile_m, config.tile_n
+    everything = max(problem.seqlen_q, problem.seqlen_k)
+    sides = (everything, 0) if config.mask == "causal" else (everything, everything)
+    left, right = problem.window or sides
+    diagonal = problem.seqlen_k - problem.seqlen_q
+    last = m_blocks - 1
+    samples = (
+        range(m_blocks)
+        if last < _SAMPLES
+        else (last * i // (_SAMPLES - 1) for i in range(_SAMPLES))
+    )
+    lengths = []
+    for m in samples:
+        first_row = (m * rows >> shift) + diagonal
+        last_row = min((m + 1) * rows - 1 >> shift, problem.seqlen_q - 1) + diagonal
+        begin = max(first_row - left, 0) // step
+        end = -(-max(min(last_row + right + 1, problem.seqlen_k), 0) // step)
+        blocks = max(end - begin, 0)
+        whole_begin = -(-max(last_row - left, 0) // step)
+        whole_end = max(min(first_row + right + 1, problem.seqlen_k), 0) // step
+        masked = 0 if config.mask == "none" else blocks - max(whole_end - whole_begin, 0)
+        lengths.append((blocks + _MASKED_BLOCK * masked) * step + _TILE_OVERHEAD_KEYS)
+    return lengths
 
-    Each tile takes its key blocks, padded, and an overhead. Without a mask CTAs take tiles in turn,
-    and the time is that of the most that one SM gets. Under a causal mask CTAs steal them, longest
-    first: the mean, and half of the longest for the end.
+
+def work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> tuple[float, int]:
+    """What a call computes on the SM that it takes longest, in rows times keys, to compare kernels;
+    and its tiles.
+
+    Without a mask, the CTAs of an SM with one CTA take tiles in turn, and the time is that of the
+    most that one gets. Else CTAs steal them, longest first: the mean, and the end.
     """
-    rows = 64 * tile.warpgroups
-    packed = _packs_heads(problem, rows)
     shift = _pack_shift(problem) if packed else 0
-    m_blocks = -(-(problem.seqlen_q << shift) // rows)
+    m_blocks = max(-(-(problem.seqlen_q << shift) // config.tile_m), 1)
     tiles = problem.b * (problem.h_k if packed else problem.h) * m_blocks
-
-    def keys(m_block: int) -> float:
-        if problem.window is not None:
-            visible = min((rows >> shift) + sum(problem.window), problem.seqlen_k)
-            return (visible // tile.tile_n + 1) * tile.tile_n + _TILE_OVERHEAD_KEYS[causal]
-        positions = ((m_block + 1) * rows) >> shift
-        last = min(positions, problem.seqlen_q) if causal else problem.seqlen_q
-        visible = max(0, min(problem.seqlen_k, last + problem.seqlen_k - problem.seqlen_q))
-        return -(-visible // tile.tile_n) * tile.tile_n + _TILE_OVERHEAD_KEYS[causal]
-
-    longest = keys(m_blocks - 1)
-    if not causal:
-        clocks = -(-tiles // sms) * longest
-    else:  # the number of visible keys is linear in the block, but for those that see none
-        mean = (keys(0) + longest) / 2
-        clocks = max(longest, tiles * mean / sms + longest / 2)
-    return clocks * rows / tile.speed
+    lengths = _tile_lengths(problem, config, m_blocks, shift)
+    longest = max(lengths)
+    ctas = sms * config.min_ctas
+    if config.mask == "none" and config.min_ctas == 1:
+        keys = -(-tiles // ctas) * longest
+    else:
+        mean = sum(lengths) / len(lengths)
+        # Of the last round, where few tiles of like length are left for many CTAs.
+        idle = -tiles % ctas / ctas * min(lengths) if config.min_ctas == 1 else 0
+        keys = max(longest, tiles * mean / ctas + max(_TAIL * longest, idle))
+    return keys * config.min_ctas * config.tile_m, tiles
 
 
 def instantiated_head_dim(d: int) -> int:
@@ -270,26 +306,47 @@ def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
 
 
 @functools.cache
-def _sm90_config(dtype: str, head_dim: int, causal: bool, tile: _Sm90Tile) -> FwdConfig:
+def _sm90_config(dtype: str, head_dim: int, mask: str, tile: _Sm90Tile) -> FwdConfig:
     return FwdConfig(
         arch=90,
         dtype=dtype,
         head_dim=head_dim,
-        mask="causal" if causal else "none",
+        mask=mask,
         tile_m=64 * tile.warpgroups,
         tile_n=tile.tile_n,
         warps=4 * tile.warpgroups,
         stages=2,
         q_in_regs=tile.q_in_regs,
-        min_ctas=1,
-        ping_pong=True,
+        min_ctas=tile.min_ctas,
+        ping_pong=tile.warpgroups > 1,
     )
 
 
 def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[FwdConfig]:
     """The sm90 class's configurations for one instantiated head dimension, the one for long
     sequences first."""
-    return [_sm90_config(dtype, head_dim, causal, tile) for tile in _SM90_TILES[head_dim, causal]]
+    mask = "causal" if causal else "none"
+    return [_sm90_config(dtype, head_dim, mask, tile) for tile in _SM90_TILES[head_dim, causal]]
+
+
+def with_score_options(config: FwdConfig, softcap: bool, alibi: bool) -> FwdConfig:
+    """``config`` with a softcap, ALiBi, both or none.
+
+    Their operands take registers, and tiles that have no more of them get others. Not measured:
+    chosen so that nothing spills.
+    """
+    if not (softcap or alibi):
+        return config
+    config = dataclasses.replace(config, softcap=softcap, alibi=alibi)
+    if config.arch == 90:
+        # With a window 192x80 and two steps of Q spill 116 bytes at head dimension 128; 192x128
+        # spills 12 and 128x128 96 at 64.
+        q_in_regs = 0 if config.warps == 12 else config.q_in_regs
+        tile_n = min(config.tile_n, 112) if config.mask == "local" else config.tile_n
+        return dataclasses.replace(config, q_in_regs=q_in_regs, tile_n=tile_n)
+    if config.arch == 80 and config.head_dim == 128:
+        return dataclasses.replace(config, tile_n=32)  # 128x48 spills 24 bytes
+    return config
 
 
 def kernel_class(capability: tuple[int, int]) -> int:
@@ -334,14 +391,23 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     problem = rounded(problem)
     causal = problem.causal and problem.seqlen_q > 1
     head_dim = instantiated_head_dim(problem.d)
+    mask = "local" if problem.window is not None else "causal" if causal else "none"
     if kernel_class(capability) == 80:
         config = fwd_config(problem.dtype, head_dim, causal, capability)
-    else:
-        tiles = _SM90_TILES[head_dim, causal]
-        best = min(tiles, key=lambda tile: _clocks(problem, tile, causal, sms))
-        config = _sm90_config(problem.dtype, head_dim, causal, best)
-    # A window's tiles are of one length, as those without a mask, and so are its tile sizes.
-    return config if problem.window is None else dataclasses.replace(config, mask="local")
+        config = dataclasses.replace(config, mask=mask)
+        return with_score_options(config, problem.softcap, problem.alibi)
+
+    def clocks(tile: _Sm90Tile) -> float:
+        config = _sm90_config(problem.dtype, head_dim, mask, tile)
+        ways = (False, True) if problem.h > problem.h_k else (False,)
+        return min(work(problem, config, packed, sms)[0] for packed in ways) / tile.speed
+
+    tiles = _SM90_TILES[head_dim, causal]
+    if problem.softcap or problem.alibi:  # several CTAs an SM have no registers left for them
+        tiles = tuple(tile for tile in tiles if tile.min_ctas == 1)
+    best = min(tiles, key=clocks)
+    config = _sm90_config(problem.dtype, head_dim, mask, best)
+    return with_score_options(config, problem.softcap, problem.alibi)
 
 
 def bwd_configs_in_use(

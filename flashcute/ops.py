@@ -11,7 +11,7 @@ import atexit
 import ctypes
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from . import autograd, checks, cpu, cpu_ops, cpu_varlen, heuristics, jit, resolver_errors
 from .checks_varlen import Names, check_bounds, check_lengths, check_packed_tokens
 from .config import DTYPES, MASKS, NAMESPACE
-from .features import CAPABILITIES, VECTOR, no_varlen_gradient
+from .features import CAPABILITIES, VECTOR, no_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +40,8 @@ class _Problem(ctypes.Structure):
         ("d", ctypes.c_int32),
         ("window_left", ctypes.c_int32),
         ("window_right", ctypes.c_int32),
+        ("softcap", ctypes.c_int32),
+        ("alibi", ctypes.c_int32),
         ("backward", ctypes.c_int32),
     )
 
@@ -94,14 +96,16 @@ def _choose(problem: _Problem) -> _Choice:
         h_k=problem.h_k,
         d=problem.d,
         window=window if mask == "local" else None,
+        softcap=bool(problem.softcap),
+        alibi=bool(problem.alibi),
     )
-    machine = capability, properties.multi_processor_count
+    sms = properties.multi_processor_count
     if problem.backward:
-        config = heuristics.choose_bwd(call, *machine, deterministic=problem.backward == 2)
+        config = heuristics.choose_bwd(call, capability, sms, deterministic=problem.backward == 2)
     else:
-        config = heuristics.choose_fwd(call, *machine)
+        config = heuristics.choose_fwd(call, capability, sms)
     kernel = jit.get_kernel(config, f"{capability[0]}{capability[1]}")
-    packs = not problem.backward and heuristics.packs_heads(call, config.tile_m)
+    packs = not problem.backward and heuristics.packs_heads(call, config, sms)
     return _Choice(kernel.address, packs)
 
 
@@ -124,25 +128,34 @@ def _empty_outputs(q):
     return torch.empty_like(q), q.new_empty((b, h, seqlen_q), dtype=torch.float32)
 
 
-def _cpu(
-    q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None, deterministic=False
-):
+class _Options(NamedTuple):
+    """What ``attend`` takes after ``causal``. torch leaves out trailing defaults."""
+
+    window_left: int = -1
+    window_right: int = -1
+    sinks: torch.Tensor | None = None
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    deterministic: bool = False
+
+
+def _cpu(q, k, v, softmax_scale, causal, o: _Options):
+    tensors = cpu.Tensors(q, k, v, o.alibi_slopes, o.sinks)
+    options = cpu.Options(softmax_scale, causal, o.window_left, o.window_right, o.softcap)
     with torch.no_grad():
-        options = cpu.Options(softmax_scale, causal, window_left, window_right)
-        return cpu.attend(cpu.Tensors(q, k, v, sinks=sinks), options)[:2]
+        return cpu.attend(tensors, options)[:2]
 
 
-def _fake(q, k, v, softmax_scale, causal, *options):
+def _fake(q, k, v, softmax_scale, causal, o: _Options):
     return _empty_outputs(q)
 
 
-def _differentiable_on_cpu(
-    q, k, v, softmax_scale, causal, window_left=-1, window_right=-1, sinks=None, deterministic=False
-):
-    window_size = window_left, window_right
+def _differentiable_on_cpu(q, k, v, softmax_scale, causal, o: _Options):
     return cpu_ops.attend(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, sinks=sinks
-    )[:2]
+        q, k, v, softmax_scale=softmax_scale, causal=causal,
+        window_size=(o.window_left, o.window_right), softcap=o.softcap,
+        alibi_slopes=o.alibi_slopes, sinks=o.sinks,
+    )[:2]  # fmt: skip
 
 
 def _bwd_on_cpu(
@@ -194,22 +207,29 @@ def _checked_bwd(name: str, implementation: Callable) -> Callable:
 def _checked(name: str, implementation: Callable) -> Callable:
     """``implementation`` of an operator behind the checks that the binding makes for CUDA tensors.
 
-    Options that ``fwd`` does not have follow ``causal``.
+    What ``fwd`` does not have follows ``causal``.
     """
     fn = f"{NAMESPACE}::{name}"
 
     def checked(q, k, v, softmax_scale, causal, *options):
+        o = _Options(*options)
         d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
         softmax_scale = checks.check_scale(fn, softmax_scale, d)
-        if options:
-            *window_size, sinks = options[:3]
-            checks.check_window(fn, tuple(window_size))
-            if sinks is not None:
-                checks.check_sinks(fn, sinks, q)
+        _check_options(fn, q, q.shape[0], o)
         _check_for_device(fn, q, d, softmax_scale, "flash_attn_func")
-        return implementation(q, k, v, softmax_scale, causal, *options)
+        return implementation(q, k, v, softmax_scale, causal, o)
 
     return checked
+
+
+def _check_options(fn: str, q, b: int, o) -> None:
+    """What :class:`_Options` has; ``b``: entries or sequences."""
+    checks.check_window(fn, (o.window_left, o.window_right))
+    checks.check_softcap(fn, o.softcap)
+    if o.sinks is not None:
+        checks.check_sinks(fn, o.sinks, q)
+    if o.alibi_slopes is not None:
+        checks.check_alibi(fn, o.alibi_slopes, q, b)
 
 
 def _check_for_device(fn: str, q, d: int, softmax_scale: float, padding: str) -> None:
@@ -226,9 +246,11 @@ def _check_for_device(fn: str, q, d: int, softmax_scale: float, padding: str) ->
 
 def _varlen_parts(args: tuple) -> tuple[cpu_varlen.Tensors, cpu_varlen.Options]:
     """The arguments of ``attend_varlen``, in the order of its schema."""
-    q, k, v, *lengths, max_q, max_k, scale, causal, left, right, sinks = args
-    tensors = cpu_varlen.Tensors(q, k, v, None, sinks, *lengths, None)
-    return tensors, cpu_varlen.Options(max_q, max_k, scale, causal, left, right)
+    q, k, v, *lengths, max_q, max_k, scale, causal = args[:11]
+    o = _Options(*args[11:])
+    tensors = cpu_varlen.Tensors(q, k, v, o.alibi_slopes, o.sinks, *lengths, None)
+    window = o.window_left, o.window_right
+    return tensors, cpu_varlen.Options(max_q, max_k, scale, causal, *window, o.softcap)
 
 
 def _varlen_on_cpu(*args):
@@ -255,12 +277,10 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
         tensors, options = _varlen_parts(args)
         fn, q = _VARLEN_NAMES.fn, tensors.q
         d = check_packed_tokens(_VARLEN_NAMES, q, tensors.k, tensors.v)
-        check_lengths(_VARLEN_NAMES, q, *tensors[5:9])
+        b = check_lengths(_VARLEN_NAMES, q, *tensors[5:9])
         check_bounds(_VARLEN_NAMES, *options[:2])
         scale = checks.check_scale(fn, options.softmax_scale, d)
-        checks.check_window(fn, options[4:6])
-        if tensors.sinks is not None:
-            checks.check_sinks(fn, tensors.sinks, q)
+        _check_options(fn, q, b, _Options(*args[11:]))
         _check_for_device(fn, q, d, scale, "flash_attn_varlen_func")
         return implementation(*args)
 
@@ -268,30 +288,48 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
 
 
 def _autograd(name: str, on_cpu: Callable, elsewhere: Callable | None = None) -> Callable:
-    """An operator where a gradient may be asked for: by ``on_cpu`` of CPU tensors, else by
+    """An operator where a derivative may be asked for: by ``on_cpu`` of CPU tensors, else by
     ``elsewhere``, which is None of a ragged batch: there is an error.
 
-    Without it torch would compute the output and lose the gradient, with no more than a warning.
+    Without it torch would compute the output and lose the gradient, with no more than a warning,
+    or the tangent.
     """
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    arguments = [argument.name for argument in op._schema.arguments]
+    function = "flash_attn_varlen_func" if "cu_seqlens_q" in arguments else "flash_attn_func"
 
     def kernel(*args):
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        # Without the defaults at their end, which are no tensors.
+        given = zip(arguments, args, strict=False)
+        names, tensors = zip(*(x for x in given if isinstance(x[1], torch.Tensor)), strict=True)
         wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if wants_gradient or cpu.has_tangent(*tensors):
-            if tensors[0].is_cpu:
-                return on_cpu(*args)
-            if elsewhere is None:
-                raise NotImplementedError(f"{NAMESPACE}::{name}: {no_varlen_gradient()}")
-            return elsewhere(*args)
+        if not tensors[0].is_cpu:
+            checks.check_no_tangent(f"{NAMESPACE}::{name}", names, *tensors)
+            if wants_gradient and elsewhere is None:
+                raise NotImplementedError(f"{NAMESPACE}::{name}: {no_gradient('cu_seqlens')}")
+            if wants_gradient:
+                return elsewhere(*args)
+        elif checks.has_tangent(*tensors):
+            if torch._C._are_functorch_transforms_active():
+                raise NotImplementedError(
+                    f"{NAMESPACE}::{name}: expected no derivative in forward mode of torch.func "
+                    f"(jvp, jacfwd) of the operator, got one; call {function}, which has it on CPU"
+                )
+            return on_cpu(*args)
+        elif wants_gradient:
+            return on_cpu(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
     return kernel
 
 
-def _attend_plainly(q, k, v, softmax_scale, causal):
-    return autograd.attend(q, k, v, softmax_scale, causal, -1, -1, None)
+def _attend_with_gradient(q, k, v, softmax_scale, causal, *options):
+    o = _Options(*options)
+    if o.softcap != 0.0 or o.alibi_slopes is not None:
+        option = "softcap" if o.softcap != 0.0 else "alibi_slopes"
+        raise NotImplementedError(f"{NAMESPACE}::attend: {no_gradient(option)}")
+    return autograd.attend(q, k, v, softmax_scale, causal, *o[:3], o.deterministic)
 
 
 def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -313,9 +351,9 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             dense = _checked, _cpu, _fake, _differentiable_on_cpu
             ragged = _checked_varlen, _varlen_on_cpu, _varlen_fake, _differentiable_varlen_on_cpu
             kinds = {
-                "fwd": (*dense, _attend_plainly),
+                "fwd": (*dense, _attend_with_gradient),
                 "fwd_no_grad": (*dense, None),
-                "attend": (*dense, autograd.attend),
+                "attend": (*dense, _attend_with_gradient),
                 "attend_varlen": (*ragged, None),
                 "bwd": (_checked_bwd, _bwd_on_cpu, _bwd_fake, autograd.backward, autograd.backward),
             }
@@ -372,12 +410,13 @@ def fwd(
     return resolver_errors.call(_fwd, q, k, v, softmax_scale, causal)
 
 
+# Bound here as every call asks them.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_has_transforms = torch._C._are_functorch_transforms_active
+
+
 def _is_seen() -> bool:
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
+    return _dispatch_modes() > 0 or _has_transforms() or forward_ad._current_level >= 0
 
 
 def attend(
@@ -388,6 +427,8 @@ def attend(
     causal: bool,
     window_size: tuple[int, int],
     sinks: torch.Tensor | None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`fwd` with everything optional.
@@ -396,17 +437,20 @@ def attend(
         window_size: (left, right) of the diagonal that ends in the bottom-right corner; -1 for
             unlimited.
         sinks: (h,), contiguous, float32 on CUDA: a further logit for each query head.
+        softcap: 0.0 for none.
+        alibi_slopes: (h,) or (b, h), contiguous, float32.
         deterministic: Bitwise repeatable gradients.
     """
     if not (torch.compiler.is_compiling() and _load_while_tracing()):
         load()
     op = getattr(torch.ops, NAMESPACE).attend.default
-    args = q, k, v, softmax_scale, causal, *window_size, sinks, deterministic
-    if not (torch.compiler.is_compiling() or _is_seen()) and autograd.wants_gradient(
-        q, k, v, sinks
-    ):
-        op = autograd.attend_eagerly
-    return op(*args) if torch.compiler.is_compiling() else resolver_errors.call(op, *args)
+    args = q, k, v, softmax_scale, causal, *window_size, sinks
+    if torch.compiler.is_compiling():
+        return op(*args, softcap, alibi_slopes, deterministic)
+    has_gradient = softcap == 0.0 and alibi_slopes is None
+    if has_gradient and not _is_seen() and autograd.wants_gradient(q, k, v, sinks):
+        return resolver_errors.call(autograd.attend_eagerly, *args, deterministic)
+    return resolver_errors.call(op, *args, softcap, alibi_slopes, deterministic)
 
 
 def attend_varlen(
@@ -419,6 +463,8 @@ def attend_varlen(
     causal: bool,
     window_size: tuple[int, int],
     sinks: torch.Tensor | None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attend` of a ragged batch; nothing waits for the device.
 
@@ -429,6 +475,7 @@ def attend_varlen(
             contiguous and int32 on CUDA. Whatever they hold, nothing outside the tensors is read or
             written.
         max_seqlens: max_seqlen_q and max_seqlen_k.
+        alibi_slopes: (h,) or (b, h) of b sequences, contiguous, float32.
 
     Returns:
         out (total_q, h, d), contiguous, and the log-sum-exp in float32, (h, total_q).
@@ -436,5 +483,6 @@ def attend_varlen(
     if not (torch.compiler.is_compiling() and _load_while_tracing()):
         load()
     op = getattr(torch.ops, NAMESPACE).attend_varlen.default
-    args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *window_size, sinks
+    options = _Options(*window_size, sinks, softcap, alibi_slopes)
+    args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *options
     return op(*args) if torch.compiler.is_compiling() else resolver_errors.call(op, *args)

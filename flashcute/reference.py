@@ -20,6 +20,7 @@ Semantics, for the query at row ``i`` and the key at column ``j``:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
@@ -325,7 +326,7 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor, poisoned: Tensor | None) -> T
     h_k, n = k.shape[1:3]
     clean = k if poisoned is None else k.index_fill(2, poisoned, 0)
     # The query heads of a group are more rows for the same keys: K is never repeated.
-    scores = q.reshape(b, h_k, h // h_k * rows, d) @ clean.mT
+    scores = _Product.apply(q.reshape(b, h_k, h // h_k * rows, d), clean.mT)
     scores = scores.reshape(b, h, rows, n)
     if poisoned is None:
         return scores
@@ -338,12 +339,50 @@ def _weighted_values(p: Tensor, v: Tensor, visible: Tensor, poisoned: Tensor | N
     b, h, rows, n = p.shape
     h_k, d = v.shape[1], v.shape[3]
     clean = v if poisoned is None else v.index_fill(2, poisoned, 0)
-    out = p.reshape(b, h_k, h // h_k * rows, n) @ clean
+    out = _Product.apply(p.reshape(b, h_k, h // h_k * rows, n), clean)
     out = out.reshape(b, h, rows, d)
     if poisoned is not None:
         for key in poisoned:
             out = out + p[..., key, None] * _what_is_seen(v, key, visible, h)
     return out
+
+
+class _Product(torch.autograd.Function):
+    """``a @ b`` of equal batch dimensions, which autocast does not take to 16 bits, nor do the
+    products that are its derivatives, whether the forward or only they run under it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a, b):
+        device = a.device.type
+        known = torch.amp.is_autocast_available(device)  # to meta tensors there is no autocast
+        with torch.autocast(device, enabled=False) if known else contextlib.nullcontext():
+            return a @ b
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return (
+            _Product.apply(grad, b.mT) if ctx.needs_input_grad[0] else None,
+            _Product.apply(a.mT, grad) if ctx.needs_input_grad[1] else None,
+        )
+
+    @staticmethod
+    def jvp(ctx, tangent_a, tangent_b):
+        a, b = ctx.saved_tensors
+        parts = []
+        if tangent_a is not None:
+            parts.append(_Product.apply(tangent_a, b))
+        if tangent_b is not None:
+            parts.append(_Product.apply(a, tangent_b))
+        return sum(parts)
 
 
 def _fail(error: type[Exception], expected: str, got: str, way_out: str) -> None:

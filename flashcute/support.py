@@ -99,11 +99,10 @@ def supports(
     }
     asked = {name: passes(checks.check_flag, name, value) for name, value in flags.items()}
     asked["num_heads_k"] = h_k != h
-    asked["cu_seqlens with requires_grad"] = cu_seqlens is not None and asked["requires_grad"]
     dropout_p = passes(checks.check_dropout, dropout_p)
     softcap = passes(checks.check_softcap, softcap)
     window_size = passes(checks.check_window, window_size)
-    scale = passes(checks.check_scale, softmax_scale, 1)
+    scale = passes(checks.check_scale, softmax_scale, d or 1)
     if capability is not None:
         passes(checks.check_capability, capability, CAPABILITIES)
     given = {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens": cu_seqlens}
@@ -122,9 +121,13 @@ def supports(
         passes(checks.check_kernel_head_dim, d)
     if scale is not None:
         passes(checks.check_kernel_scale, scale)
+        if softcap is not None:
+            passes(checks.check_kernel_scores, scale, softcap, asked["alibi_slopes"])
     asked["dropout_p"] = dropout_p
     asked["softcap"] = softcap
     asked["window_size"] = window_size not in (None, (-1, -1)) and window_size
+    for name in ("cu_seqlens", "softcap", "alibi_slopes"):
+        asked[f"{name} with requires_grad"] = bool(asked[name]) and asked["requires_grad"]
     for feature in FEATURES:
         value = asked[feature.argument]
         if value and not feature.cuda:

@@ -21,10 +21,12 @@ averages out, truncation and rounding always to one side do not. Its sigma is th
 over rows.
 
 The gradients of q, k and v have the bounds of max and mean above, each against autograd of the two
-references, and are exactly 0 for queries that see no key and keys that no query sees. The gradient
-of a sink is a sum over all rows in fp32, to which each row brings the rounding of its output. It is
-allowed four times the standard deviation of that. Where no query sees more than one key, dS is 0
-and both references are exact, so the gradients of q and k are allowed the fp32 rounding of dP - D.
+references, the low one with D = rowsum(dO * O) of the rounded output, which is what a backward
+finds that keeps O and not P. They are exactly 0 for queries that see no key and keys that no query
+sees. The gradient of a sink is a sum over all rows in fp32, to which each row brings the rounding
+of its output. It is allowed four times the standard deviation of that. Where no query sees more
+than one key, dS is 0 and both references are exact, so the gradients of q and k are allowed the
+fp32 rounding of dP - D.
 
 Works on any device: the references are computed where the tensors are.
 """
@@ -236,7 +238,11 @@ def compare_backward(
             sinks, ...
     """
     truth, out, lse = _gradients(q, k, v, dout, dlse, options, torch.float64)
-    low, *_ = _gradients(q, k, v, dout, dlse, options, None)
+    # A backward that keeps O instead of P reads it rounded: D = rowsum(dO * O) is then off by this,
+    # which has the effect of a gradient of the log-sum-exp.
+    rounding = ((out.to(q.dtype).double() - out) * dout.double()).sum(-1).transpose(1, 2)
+    given = -rounding if dlse is None else dlse - rounding  # (b, h, seqlen_q)
+    low, *_ = _gradients(q, k, v, dout, given, options, None)
     visible = visible_keys(
         q.shape[1],
         k.shape[1],

@@ -458,9 +458,11 @@ def _options() -> Iterator[Case]:
     yield from _option("softcap", TypeError, {**_NO_FLOATS, "None": None})
     tiny = {"1e-50": 1e-50, "1e-40": 1e-40, "1e-45": np.float64(1e-45), "-1.0": -1.0}
     yield from _option("softcap", ValueError, {**_BEYOND, **tiny, "2.4e+38": 2.4e38})
-    some = {"30.0": 30.0, "2.5": np.float32(2.5), "1e+38": 1e38}
-    yield from _option("softcap", NotImplementedError, some, right_on_cpu=True)
-    yield from _option("softcap", None, {"0": 0, "-0.0": -0.0, "np.int64(0)": np.int64(0)})
+    large = {"1e+38": 1e38}  # softmax_scale / softcap is 0 in float32
+    yield from _option("softcap", NotImplementedError, large, right_on_cpu=True)
+    right = {"30.0": 30.0, "2.5": np.float32(2.5), "1e-30": 1e-30, "1e+30": 1e30}
+    right |= {"0": 0, "-0.0": -0.0, "np.int64(0)": np.int64(0)}
+    yield from _option("softcap", None, right)
 
     for flag in ("causal", "deterministic", "return_attn_probs"):
         yield from _option(flag, TypeError, _NO_BOOLS)
@@ -513,9 +515,15 @@ def _slopes_and_gradients() -> Iterator[Case]:
     pattern = r"alibi_slopes on \w+(:0)?, got alibi_slopes.device=cpu"
     yield _slopes("on cpu", ValueError, pattern, cpu, on=_KERNELS)
     for shape in ((4,), (2, 4)):
-        pattern = r"no ALiBi on CUDA.*got alibi_slopes="
-        name = f"right of shape {shape}"
-        yield _slopes(name, NotImplementedError, pattern, zeros(*shape), right_on_cpu=True)
+        yield _slopes(f"right of shape {shape}", None, "", zeros(*shape))
+    strided = lambda device: torch.linspace(0, 1, 8, device=device).view(4, 2).mT  # noqa: E731
+    yield _slopes("right, strided", None, "", strided)
+    for name in ("softmax_scale", "softcap"):
+        pattern = (
+            rf"{name} from 2\*\*-64 to 2\*\*64 with alibi_slopes on CUDA, got {name}=1e-20; use"
+        )
+        case = _slopes(f"with {name}=1e-20", NotImplementedError, pattern, zeros(4))
+        yield dataclasses.replace(case, options=case.options | {name: 1e-20}, right_on_cpu=True)
 
     kind, sparse = (text.replace("alibi_slopes", "sinks") for text in (kind, sparse))
     yield _sinks("list", TypeError, kind + "list", [0.5] * 4)

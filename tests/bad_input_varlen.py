@@ -147,12 +147,11 @@ def _tensors() -> Iterator[Case]:
     cpu = lambda x, _: torch.zeros(x.shape, dtype=x.dtype)  # noqa: E731
     pattern = r"k on meta as q, got k.device=cpu; move"
     yield _case("k on the cpu", ValueError, pattern, on=("meta",), k=cpu)
-    slopes = {"alibi_slopes": lambda _, device: torch.zeros(4, device=device)}
+    learned = lambda _, device: torch.zeros(4, device=device, requires_grad=True)  # noqa: E731
     for function, name, change in (
         (VARLEN, "dropout", {"dropout_p": 0.1}),
-        (KV, "softcap", {"softcap": 2.0}),
-        (QKV, "ALiBi", slopes),
         (VARLEN, "backward of varlen", {"q": lambda x, _: x.requires_grad_()}),
+        (QKV, "backward of varlen", {"alibi_slopes": learned}),
     ):
         pattern = f"expected no {name} on CUDA, where it is not supported yet"
         yield _case(
@@ -162,6 +161,12 @@ def _tensors() -> Iterator[Case]:
             on=_CUDA,
             **change,
         )
+    pattern = (
+        r"softmax_scale / softcap within float32's range.*, got softcap=1e\+38 with softmax_sc"
+    )
+    yield _case(
+        "softcap of KV on CUDA", NotImplementedError, pattern, function=KV, on=_CUDA, softcap=1e38
+    )
     for name, shape in ((KV, r"\(total, 2, heads, head_dim\)"), (QKV, r"\(total, 3, heads,")):
         n = "kv" if name == KV else "qkv"
         swapped = {n: lambda x, _: x.transpose(1, 2)}

@@ -30,6 +30,18 @@ def row(d=64, s=512, causal=False, difference=0.0, dtype="bf16", group=1, sustai
     return found
 
 
+def option_row(name, difference=0.0, lengths=(), **options_and_times):
+    """A row of the shape with options ``name``."""
+    options = {
+        option: options_and_times.pop(option, usual)
+        for option, usual in {"window": (-1, -1), "sinks": False, "softcap": 0.0}.items()
+    }
+    made = row(64, difference=difference, **options_and_times)
+    if lengths:
+        made |= {"b": len(lengths), "seqlen_q": max(lengths), "seqlen_k": max(lengths)}
+    return made | options | {"alibi": False, "lengths": lengths, "model": name}
+
+
 def result(*rows, **changes):
     """A result with these rows."""
     made = {

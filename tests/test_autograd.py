@@ -145,11 +145,12 @@ def test_forward_mode_is_refused() -> None:
     def attend(q):
         return flashcute.flash_attn_func(q, k, v, sinks=sinks)
 
-    with pytest.raises(NotImplementedError, match=r"^flashcute::bwd: expected .* reverse mode"):
+    refused = pytest.raises(NotImplementedError, match=r"^flash_attn_func: .* got q with a tangent")
+    with refused:
         torch.func.jvp(attend, (q,), (q,))
     with forward_ad.dual_level():
         assert attend(q).shape == q.shape
-        with pytest.raises(NotImplementedError, match=r"^flashcute::bwd: expected .* reverse mode"):
+        with refused:
             attend(forward_ad.make_dual(q, q))
 
 

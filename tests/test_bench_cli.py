@@ -12,7 +12,7 @@ from bench_results import result, row
 from flashcute import __main__ as main
 from flashcute import benchmarking as bm
 from flashcute import heuristics
-from flashcute.bench import cli, command, models, sweep
+from flashcute.bench import cli, command, models, options, sweep
 from flashcute.jit import BuildError, kernels
 
 SMALL = ("--device", "cpu", "--head-dims", 64, "--seqlens", 16, "--tokens", 16, "--repeats", 2)
@@ -131,6 +131,56 @@ def test_models_and_inputs_on_the_cpu(no_gpu, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "flashcute, bf16, models" in printed
     assert "ours, normal inputs" in printed
+
+
+def test_options_on_the_cpu(no_gpu, tmp_path, capsys):
+    saved = tmp_path / "options.json"
+    chosen = ("--shapes", "window-127", "sinks-d64", "16-of-1024-d64", "--tokens", 16)
+    assert bench(*chosen, "--repeats", 1, "--json", saved) == 0
+    made = json.loads(saved.read_text())
+    assert made["contenders"] == ["flashcute", "torch", "plain"]
+    rows = {row["model"]: row for row in made["rows"]}
+    assert list(rows) == [
+        *("window-127-d64-8k", "sinks-d64", "sinks-d64-grouped", "ragged-16-of-1024-d64-full")
+    ]
+    assert all(set(row["difference"]) == {"flashcute", "torch"} for row in rows.values())
+    assert rows["window-127-d64-8k"]["window"] == [1, 0]
+    assert rows["ragged-16-of-1024-d64-full"]["lengths"] == [2] * 8
+    assert set(rows["sinks-d64"]["us"]) == {"flashcute", "torch", "plain"}
+    printed = capsys.readouterr().out
+    assert "flashcute, bf16, options: sinks" in printed
+    assert "plain did not run everywhere: without its window it is more work (window-127" in printed
+
+
+@pytest.mark.parametrize(
+    ("shapes", "names"),
+    [
+        (["options"], ("flashcute", "fa2", "fa3", "flex", "plain")),
+        (["models"], ("flashcute", "fa2", "cudnn", "fa3")),
+        (["gpt2", "sinks"], ("flashcute", "fa2", "cudnn", "fa3", "flex", "plain")),
+    ],
+)
+def test_the_usual_contenders_are_those_of_the_shapes(shapes, names):
+    assert command._usual(wanted("--shapes", *shapes), "cuda") == names
+
+
+def test_kernels_of_options_are_built_for_their_windows_and_lengths(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(kernels, "find_built", lambda *_: ("cache", None))
+    built = []
+
+    def build_kernels(specs, jobs, progress, watch):
+        built.extend(config for config, _ in specs)
+        return []
+
+    monkeypatch.setattr(kernels, "build_kernels", build_kernels)
+    command.build(wanted("--shapes", "window-127", "sinks-d128", "512-short-d64"))
+    assert [(config.head_dim, config.mask) for config in built] == [
+        *((64, "local"), (128, "causal"), (64, "none"))
+    ]
+    short = options.OPTIONS["ragged-512-short-d64-full"]
+    problem = command._problem(sweep.Variant("bf16", short))
+    assert (problem.b, problem.seqlen_q, problem.seqlen_k) == (512, 256, 256)
 
 
 def wanted(*arguments, on_gpu=True):

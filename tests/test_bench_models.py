@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashcute import heuristics
-from flashcute.bench import models
+from flashcute.bench import models, options
 
 
 @pytest.mark.parametrize("name", models.MODELS)
@@ -35,7 +35,11 @@ def test_models_are_selected_by_part_of_their_names():
         *("gpt2-1k", "llama-3-8b-2k", "llama-3-8b-8k")
     ]
     assert models.select([]) == {}
-    with pytest.raises(ValueError, match="part of a model's name, got 'lama4'"):
+    assert models.select(["options"]) == options.OPTIONS
+    assert list(models.select(["sinks-d64", "gpt2"])) == [
+        *("gpt2-1k", "sinks-d64", "sinks-d64-grouped")
+    ]
+    with pytest.raises(ValueError, match="part of the name of one of these, got 'lama4'"):
         models.select(["llama", "lama4"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from bench_results import result, row
+from bench_results import option_row, result, row
 
 pytest.importorskip("matplotlib")
 
@@ -78,6 +78,24 @@ def test_models_have_a_bar_each_over_the_best_peer_and_a_dot_over_each():
     assert dots == {"over fa2": [[2.0, 0.0], [1.5, 1.0]], "over fa3": [[1.2, 0.0], [0.8, 1.0]]}
     assert [text.get_text() for text in axes.texts] == ["1.20", "0.80"]
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first on top
+
+
+def test_options_have_bars_over_peers_and_dots_over_plain(tmp_path):
+    contenders = ("flashcute", "fa2", "fa3", "flex", "plain")
+    rows = [
+        option_row("window-a", window=[7, 0], flashcute=100.0, fa2=150.0, fa3=130.0, flex=120.0),
+        option_row("sinks-a", sinks=True, flashcute=100.0, plain=95.0),
+        option_row("softcap-a", softcap=50.0, plain=95.0, fa3=80.0),
+    ]
+    made = result(*rows, contenders=contenders)
+    axes = plots.models(made, rows, "title").axes[0]
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    assert ends == pytest.approx([1.2, 1.0, 1.0])
+    dots = {points.get_label(): points.get_offsets().tolist() for points in axes.collections}
+    assert dots["over plain"] == [[0.95, 1.0]]
+    assert list(dots) == [f"over {name}" for name in contenders[1:]]
+    names = [path.name for path in plots.draw(made, tmp_path, "o")]
+    assert names == ["o_bf16_options_ratio.png"]
 
 
 def test_models_have_no_lines_over_length(tmp_path):

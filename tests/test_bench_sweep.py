@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import types
 
 import pytest
 import torch
 
 from flashcute import benchmarking as bm
-from flashcute.bench import inputs, models, peers, sweep
+from flashcute.bench import inputs, models, option_peers, options, peers, sweep
 from flashcute.bench.sweep import Variant
 
 CPU = sweep.Options("cpu", ("flashcute", "torch"), repeats=2, warmup=1, flush_bytes=1 << 20)
@@ -100,6 +101,35 @@ def test_outputs_are_compared_with_the_trusted_peer_even_if_it_is_not_timed(monk
     row = measure(SHAPE, options=dataclasses.replace(CPU, names=("flashcute",)))
     assert row["difference"]["flashcute"] > sweep.AGREEMENT["bf16"]
     assert set(row["us"]) == {"flashcute"}
+
+
+@pytest.mark.parametrize("name", ["window-1023-d64-8k", "ragged-8-of-4k-d64-full", "sinks-d64"])
+@pytest.mark.parametrize("wrong", [0.0, 1.0, math.nan])
+def test_options_are_compared_with_their_trusted_peer(name, wrong, monkeypatch):
+    right = option_peers._MAKERS["flashcute"]
+    monkeypatch.setitem(option_peers._MAKERS, "flashcute", lambda x: lambda: right(x)() + wrong)
+    shape = dataclasses.replace(options.shrink(options.OPTIONS[name], 32), h=4, h_k=2, d=16)
+    chosen = dataclasses.replace(CPU, names=("flashcute", "plain"))
+    (row,) = sweep.measure([Variant("bf16", shape, model=name)], 0, chosen, [], {})
+    assert {x: row[x] for x in dataclasses.asdict(shape)} == dataclasses.asdict(shape)
+    assert row["model"] == name
+    assert set(row["difference"]) == {"flashcute", "torch"}  # plain has another output
+    assert (row["difference"]["flashcute"] <= sweep.AGREEMENT["bf16"]) == (wrong == 0.0)
+    timed = {"flashcute", "plain"} - row["missing"].keys()
+    assert set(row["us"]) == timed and "flashcute" in timed
+    for contender, us in row["us"].items():
+        assert row["tflops"][contender] == pytest.approx(shape.flops / us / 1e6, abs=1e-4)
+
+
+def test_without_its_trusted_peer_a_row_says_why(monkeypatch):
+    def broken(_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(option_peers._MAKERS, "torch", broken)
+    shape = options.shrink(options.OPTIONS["sinks-d64"], 16)
+    chosen = dataclasses.replace(CPU, names=("flashcute",))
+    row = measure(shape, options=chosen)
+    assert (row["difference"], row["missing"]) == ({}, {"torch": "out of memory"})
 
 
 @pytest.mark.parametrize("dtype", sweep.DTYPES)

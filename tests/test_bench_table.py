@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bench_results import result, row
+from bench_results import option_row, result, row
 
 from flashcute.bench import table
 
@@ -115,6 +115,72 @@ def test_groups_and_missing_peers_are_named():
     assert "32/8" in text
     assert "cudnn did not run everywhere: no such head dim" in text
     assert table.describe(grouped) == "d=64 s=512 full h=32/8"
+
+
+OPTIONS = [
+    option_row("window-a", window=(7, 0), flashcute=100.0, fa2=150.0, flex=120.0),
+    option_row("window-b", window=[7, 3], flashcute=100.0, fa2=90.0),  # as JSON has it
+    option_row("sinks-a", sinks=True, flashcute=100.0, plain=95.0),
+    option_row("ragged-a", lengths=(500, 20, 7), flashcute=100.0, fa2=200.0, plain=110.0),
+    option_row("softcap-a", softcap=50.0, plain=95.0, fa3=80.0),
+]
+CONTENDERS = ("flashcute", "fa2", "fa3", "flex", "plain")
+
+
+def test_options_are_compared_by_family_and_with_plain_beside_the_peers():
+    text = table.summary(result(*OPTIONS, contenders=CONTENDERS))
+    of = "flashcute, bf16, options"
+    assert ratios(text) == {
+        (of, "best peer"): ("3", "1.293", "0.900"),
+        (f"{of}: window", "best peer"): ("2", "1.039", "0.900"),
+        (f"{of}: ragged", "best peer"): ("1", "2.000", "2.000"),
+        (of, "fa2"): ("3", "1.392", "0.900"),
+        (f"{of}: window", "fa2"): ("2", "1.162", "0.900"),
+        (f"{of}: ragged", "fa2"): ("1", "2.000", "2.000"),
+        (of, "flex"): ("1", "1.200", "1.200"),
+        (f"{of}: window", "flex"): ("1", "1.200", "1.200"),
+        (of, "plain"): ("2", "1.022", "0.950"),
+        (f"{of}: sinks", "plain"): ("1", "0.950", "0.950"),
+        (f"{of}: ragged", "plain"): ("1", "1.100", "1.100"),
+    }
+    lines = {line[0]: line for line in cells(text) if len(line) > 10}
+    assert lines["model"][-3:] == ["x best peer", "x plain", "% of matmul"]
+    assert lines["window-a"][-3:-1] == ["1.200", "-"]
+    assert lines["sinks-a"][-3:-1] == ["-", "0.950"]
+    assert lines["softcap-a"][-3:] == ["-", "-", "-"]
+    assert lines["window-b"][4] == "window 7,3"
+    assert lines["ragged-a"][5] == "up to 500 (527 tokens)"
+
+
+def test_options_are_described():
+    found = [table.describe(x) for x in OPTIONS]
+    assert found[1] == "window-b: d=64 s=512 window 7,3"
+    assert found[2] == "sinks-a: d=64 s=512 full"
+    assert found[3] == "ragged-a: d=64 s=up to 500 (527 tokens) full"
+
+
+def test_each_reason_is_named_with_its_shapes():
+    reasons = ("no sinks", "no sinks", "no ALiBi")
+    rows = [
+        option_row(name, flashcute=1.0) | {"missing": {"fa3": why}}
+        for name, why in zip(("sinks-a", "sinks-b", "alibi-a"), reasons, strict=True)
+    ]
+    lines = table.summary(result(*rows)).split("\n\n")
+    assert "fa3 did not run everywhere: no sinks (sinks-a, sinks-b)" in lines
+    assert "fa3 did not run everywhere: no ALiBi (alibi-a)" in lines
+
+
+def test_options_disagree_with_their_own_trusted_peer():
+    rows = [
+        option_row("sinks-a", flashcute=1.0),
+        option_row("sinks-b", difference=1.0, flashcute=1.0),
+        option_row("sinks-c", flashcute=1.0) | {"difference": {}},
+    ]
+    lines = table.disagreements(result(*rows))
+    assert [line.partition(" at ")[0] for line in lines] == [
+        "torch, which outputs are compared with, did not run",
+        "flashcute differs from torch by 1.0",
+    ]
 
 
 def test_a_cpu_result_says_what_it_is():

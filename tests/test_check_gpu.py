@@ -14,6 +14,7 @@ import pytest
 from flashcute import __main__ as main
 from flashcute.bench import command
 from flashcute.bench.models import MODELS
+from flashcute.bench.options import OPTIONS
 
 
 def script(text):
@@ -139,6 +140,7 @@ def test_every_command_is_one_the_project_has(tmp_path):
         ("bench", "fwd.json", 60, 1),
         ("models", "fwd_models.json", len(MODELS), 1),
         ("inputs", "fwd_inputs.json", 12, 26),
+        ("options", "fwd_options.json", len(OPTIONS), 1),
     ],
 )
 def test_a_benchmark_measures_what_its_result_is_called(phase, result, points, rows, tmp_path):

@@ -57,6 +57,8 @@ def test_names():
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm80_128x64_w4_s1_c2"
     other = dataclasses.replace(c, mask="none", q_in_regs=8)
     assert other.full_name == "flash_fwd_hdim128_bf16_sm80_128x64_w4_s1_qreg_c2"
+    other = dataclasses.replace(c, softcap=True, alibi=True)
+    assert other.name == "flash_fwd_hdim128_bf16_causal_softcap_alibi_sm80"
 
 
 def test_names_of_the_sm90_class():
@@ -89,6 +91,8 @@ def test_names_of_the_sm90_class():
         ("q_in_regs", 8.0),
         ("min_ctas", 0),
         ("ping_pong", True),
+        ("softcap", 30.0),
+        ("alibi", 1),
     ],
 )
 def test_wrong_field_is_named(field, value):
@@ -107,7 +111,7 @@ def test_wrong_field_is_named(field, value):
         ("tile_n", 16),
         ("tile_n", 72),
         ("tile_n", 272),
-        ("warps", 4),
+        ("warps", 2),
         ("warps", 16),
         ("stages", 1),
         ("stages", 3),

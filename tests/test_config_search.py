@@ -21,8 +21,9 @@ EACH = list(itertools.product(HEAD_DIMS, (False, True)))
 (SM90,) = [c for c in heuristics.sm90_configs("bf16", 128, False) if c.tile_n == 80]
 SM80 = heuristics.fwd_config("bf16", 64, False, HOPPER)
 PROFILES = sorted((Path(__file__).parents[1] / "benchmarks/results/profile").glob("*.json"))
-# Of a thread in an MMA warp, once the loading warpgroup has given up its own (setmaxnreg).
-SM90_REGISTERS = {8: 240, 12: 160}
+# Of a thread in an MMA warp, once the loading warpgroup has given up its own (setmaxnreg), by warps
+# and CTAs an SM.
+SM90_REGISTERS = {(8, 1): 240, (12, 1): 160, (4, 2): 232, (4, 3): 136, (4, 4): 104}
 
 
 def chosen(arch, head_dim, causal, variant=None, dtype="bf16"):
@@ -40,7 +41,7 @@ def test_candidates_of_the_sm90_class_fit(head_dim, causal, dtype):
         assert config.smem_bytes <= MAX_SMEM_BYTES[HOPPER]
         # S and O in fp32, P and what is kept of Q in 16 bits live at once, 64 rows on 128 threads.
         registers = config.tile_n // 2 + config.tile_n // 4 + head_dim // 2 + 4 * config.q_in_regs
-        assert registers < SM90_REGISTERS[config.warps]
+        assert registers < SM90_REGISTERS[config.warps, config.min_ctas]
     assert len({config.full_name for config in found}) == len(found)
     for field in ("tile_n", "q_in_regs", "ping_pong"):
         assert len({getattr(config, field) for config in found}) > 1, field

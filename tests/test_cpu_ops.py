@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashcute
@@ -317,6 +318,10 @@ def test_forward_mode_derivative_that_is_not_there_is_refused() -> None:
     compiled = torch.compile(torch.func.jacfwd(_square), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match=message):  # of dynamo's own kind
         compiled(x)
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.linearize(_square, x)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+        torch.compile(_square, backend="aot_eager")(forward_ad.make_dual(x, x))
 
 
 @each_option
@@ -386,6 +391,19 @@ def test_recorded_graph_holds_for_other_values(mode: str) -> None:
     assert expected[:, :-1].isfinite().all()
     torch.testing.assert_close(graph(q, k, v), expected, equal_nan=True)
     torch.testing.assert_close(traced(q, k, v), expected, equal_nan=True)
+
+
+def test_autocast_changes_no_gradient_of_a_compiled_call() -> None:
+    torch._dynamo.reset()
+    q, k, v = inputs()
+    compiled = torch.compile(flashcute.flash_attn_func, backend="aot_eager")
+    found = []
+    for enabled in (False, True):
+        out = compiled(q, k, v, softcap=1.0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for outside, inside in zip(*found, strict=True):
+        assert torch.equal(outside, inside)
 
 
 def test_hidden_nan_stays_hidden_in_a_compiled_call() -> None:

@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from bad_input import CASES, DEVICES, WARNINGS, Case, tensors
+from torch.autograd import forward_ad
 
 import flashcute
 from flashcute import ops
@@ -120,6 +121,26 @@ def test_a_gradient_is_there_only_where_one_is_asked_for() -> None:
         assert not flashcute.flash_attn_func(q, k, v).requires_grad
     assert not flashcute.flash_attn_func(q.detach(), k, v).requires_grad
     assert flashcute.flash_attn_func(q, k, v).requires_grad
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("options", [{}, {"window_size": (3, 1)}], ids=str)
+def test_a_tangent_is_refused_where_it_would_be_lost(options, which: int) -> None:
+    given = [*tensors("meta"), torch.empty(4, device="meta")]
+
+    def call(x):
+        *qkv, sinks = *given[:which], x, *given[which + 1 :]
+        return flashcute.flash_attn_func(*qkv, sinks=sinks, **options)
+
+    x = given[which]
+    name = ("q", "k", "v", "sinks")[which]
+    message = f"flash_attn_func: expected no derivative in forward mode .* got {name} with a tang"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(call, (x,), (x,))
+    with torch.no_grad(), forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match=message):
+            call(forward_ad.make_dual(x, x))
+        assert call(x).shape == given[0].shape
 
 
 @pytest.mark.parametrize("d", range(1, 266))

@@ -64,38 +64,12 @@ def test_every_configuration_of_the_sm90_class_fits_the_gpu(dtype, head_dim, cau
         assert (config.arch, config.dtype, config.head_dim) == (90, dtype, head_dim)
         assert config.mask == ("causal" if causal else "none")
         assert config.smem_bytes <= MAX_SMEM_BYTES[9, 0]
-        # O, S and P as 16-bit words live at once in a thread of the MMA warps, of which at most 240
-        # or 160 registers are its own.
-        registers = {8: 240, 12: 160}[config.warps]
+        # O, S and P as 16-bit words live at once in a thread of the MMA warps.
+        registers = {(4, 4): 104, (4, 3): 136, (8, 1): 240, (12, 1): 160}[
+            config.warps, config.min_ctas
+        ]
         assert config.head_dim // 2 + config.tile_n // 2 + config.tile_n // 4 < registers
     assert len(set(found)) == len(found)
-
-
-# Problems of public models, and the tile that was the fastest in a run beside the others.
-@pytest.mark.parametrize(
-    ("b", "seqlen_q", "seqlen_k", "h", "d", "causal", "tile"),
-    [
-        (83, 197, 197, 12, 64, False, (128, 112)),
-        (64, 257, 257, 16, 64, False, (192, 96)),
-        (128, 128, 128, 12, 64, False, (128, 128)),
-        (64, 256, 256, 12, 64, False, (128, 128)),
-        (32, 512, 512, 12, 64, False, (192, 128)),
-        (4, 4096, 77, 10, 64, False, (192, 96)),
-        (4, 4096, 4096, 10, 64, False, (192, 128)),
-        (16, 1024, 1024, 12, 64, True, (128, 128)),
-        (128, 128, 128, 12, 32, False, (128, 128)),
-        (64, 257, 257, 16, 80, False, (192, 96)),
-        (22, 729, 729, 16, 72, False, (192, 96)),
-        (1, 512, 8192, 32, 128, True, (128, 128)),
-        (1, 2048, 32768, 32, 128, True, (128, 128)),
-        (8, 2048, 2048, 32, 128, True, (128, 128)),
-        (2, 8192, 8192, 32, 128, True, (192, 80)),
-    ],
-)
-def test_the_tile_that_was_measured_fastest_is_chosen(b, seqlen_q, seqlen_k, h, d, causal, tile):
-    problem = FwdProblem("bf16", causal, b, seqlen_q, seqlen_k, h, h, d)
-    config = heuristics.choose_fwd(problem, (9, 0))
-    assert (config.tile_m, config.tile_n) == tile
 
 
 def test_few_tiles_are_spread_over_the_sms():
@@ -156,6 +130,32 @@ def test_configurations_in_use_are_those_that_are_chosen(capability):
         assert chosen == set(heuristics.configs_in_use(dtype, head_dim, causal, capability))
 
 
+@pytest.mark.parametrize("window", [None, (100, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_softcap_and_alibi_are_kernels_of_their_own(capability, window):
+    problem = dataclasses.replace(PROBLEM, causal=window is None, window=window)
+    plain = heuristics.choose_fwd(problem, capability)
+    assert not plain.softcap and not plain.alibi
+    for softcap, alibi in ((True, False), (False, True), (True, True)):
+        asked = dataclasses.replace(problem, softcap=softcap, alibi=alibi)
+        config = heuristics.choose_fwd(asked, capability)
+        assert (config.softcap, config.alibi) == (softcap, alibi)
+        assert config == heuristics.with_score_options(plain, softcap, alibi)
+        assert config.tile_m == plain.tile_m and config.mask == plain.mask
+
+
+def test_tiles_that_would_spill_with_score_options_are_others():
+    eighty = heuristics.fwd_config("bf16", 128, False, (9, 0))
+    assert heuristics.with_score_options(eighty, True, True).tile_n < eighty.tile_n
+    wide = dataclasses.replace(heuristics.sm90_configs("bf16", 64, False)[0], mask="local")
+    assert heuristics.with_score_options(wide, True, False).tile_n < wide.tile_n
+    three, two = heuristics.sm90_configs("bf16", 128, False)
+    assert three.q_in_regs > 0 and two.q_in_regs > 0
+    assert heuristics.with_score_options(three, True, False).q_in_regs == 0
+    assert heuristics.with_score_options(two, False, True).q_in_regs == two.q_in_regs
+    assert heuristics.with_score_options(three, False, False) is three
+
+
 def test_one_query_row_needs_no_mask():
     one = dataclasses.replace(PROBLEM, seqlen_q=1)
     assert heuristics.choose_fwd(one, (8, 0)).mask == "none"
@@ -174,16 +174,23 @@ def test_one_query_row_needs_no_mask():
         (32, 40, 8, True),  # two tiles for five
         (32, 6, 2, True),
         (96, 32, 8, True),  # three tiles of packed rows for four of a head each
-        (128, 32, 8, False),
-        (128, 40, 8, False),  # padding would add tiles
+        (128, 32, 8, True),  # as many tiles, of which each spans fewer keys
         (129, 32, 8, True),  # 5 tiles for 8
-        (4096, 32, 8, False),
-        (0, 32, 8, True),
+        (4096, 32, 8, True),
+        (4096, 28, 4, False),  # an eighth of the rows would be padding
+        (4096, 40, 8, False),  # three eighths
     ],
 )
-def test_heads_are_packed_where_it_saves_a_quarter_of_the_tiles(seqlen_q, h, h_k, packed):
+def test_heads_are_packed_where_tiles_then_compute_less(seqlen_q, h, h_k, packed):
     problem = dataclasses.replace(PROBLEM, seqlen_q=seqlen_q, h=h, h_k=h_k)
-    assert heuristics.packs_heads(problem, 128) is packed
+    config = heuristics.fwd_config("bf16", 128, True, (9, 0))
+    assert heuristics.packs_heads(problem, config) is packed
+
+
+def test_heads_are_not_packed_where_that_saves_nothing():
+    problem = dataclasses.replace(PROBLEM, causal=False, seqlen_q=3072, seqlen_k=3072, h=32, h_k=8)
+    config = heuristics.choose_fwd(problem, (9, 0))
+    assert not heuristics.packs_heads(problem, config)
 
 
 def test_shipped_configurations_have_names_of_their_own():
@@ -294,6 +301,5 @@ def test_kernels_are_chosen_for_rounded_lengths() -> None:
         one, other = (dataclasses.replace(x, d=d, h_k=h_k) for x in (exact, problem))
         config = heuristics.choose_fwd(one, (9, 0))
         assert config == heuristics.choose_fwd(other, (9, 0))
-        assert heuristics.packs_heads(one, config.tile_m) is heuristics.packs_heads(
-            other, config.tile_m
-        )
+        packs = [heuristics.packs_heads(problem, config) for problem in (one, other)]
+        assert packs[0] is packs[1]

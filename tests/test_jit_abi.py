@@ -67,6 +67,18 @@ def test_dimensions_of_size_1_have_no_stride():
     assert params.k_ptr == k.data_ptr() and params.v_ptr is None
 
 
+def test_scores_have_the_softcap_as_their_unit():
+    q, slopes = torch.empty(2, 1, 4, 8), torch.empty(2, 6)[:, :4]
+    tensors = {"q": q, "k": q, "alibi_slopes": slopes}
+    plain, capped = (fwd_params(tensors, 0.25, softcap=softcap) for softcap in (0.0, 32.0))
+    names = "scale_softmax", "scale_softcap", "alibi_scale", "alibi_slopes_batch_stride"
+    assert [getattr(plain, name) for name in names] == [0.25, 1.0, 4.0, 6]
+    assert [getattr(capped, name) for name in names] == [0.25, 2**-7, 2**-5, 6]
+    assert capped.scale_softmax_log2 == 128 * plain.scale_softmax_log2
+    shared = fwd_params(tensors | {"alibi_slopes": slopes[0].expand(2, 4)}, 0.25)
+    assert shared.alibi_slopes_batch_stride == 0
+
+
 def test_backward_has_the_arguments_of_the_forward_and_its_own():
     q, k = torch.empty(2, 3, 4, 8), torch.empty(2, 5, 2, 8)
     tensors = {"q": q, "k": k, "do": q.mT.contiguous().mT, "dk": k, "dlse": torch.empty(2, 4, 3)}

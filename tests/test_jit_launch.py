@@ -47,10 +47,11 @@ def test_arguments(stand_in):
     expected |= {"softmax_lse_batch_stride": 280, "softmax_lse_head_stride": 70}
     expected |= {"softmax_lse_ptr": lse.data_ptr(), "sinks_ptr": None, "pack_shift": 0}
     expected |= {"window_left": 0, "window_right": 0}
+    expected |= {"alibi_slopes_ptr": None, "alibi_slopes_batch_stride": 0}
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "plan")
     expected |= {f"{name}_ptr": None for name in lengths}
     expected |= {"total_q": 0, "total_k": 0, "plan_capacity": 0}
-    expected |= {"h_h_k_ratio": 2, "scale_softmax": 0.125}
+    expected |= {"h_h_k_ratio": 2, "scale_softmax": 0.125, "scale_softcap": 1.0, "alibi_scale": 8.0}
     log2 = params.pop("scale_softmax_log2")
     assert params == expected
     assert log2 == pytest.approx(0.125 * math.log2(math.e), rel=1e-7)

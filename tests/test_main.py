@@ -71,6 +71,18 @@ def test_wrong_argument(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments", [["profile", "--fast"], ["cache", "clean", "all"], ["info", "--al", "--prebuilt"]]
+)
+def test_an_unknown_argument_is_said_with_the_options_of_the_command(arguments, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(arguments)
+    assert error.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"usage: python -m flashcute {arguments[0]} ")
+    assert f"flashcute {arguments[0]}: error: unrecognized arguments: {arguments[-1]}" in message
+
+
 def test_selection_is_the_product_of_the_choices():
     args = cli._parser().parse_args(
         ["build", "--pass", "fwd", "--head-dim", "64", "128", "--causal", "yes"]

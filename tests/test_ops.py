@@ -343,8 +343,8 @@ class _Problem:
 
 @pytest.mark.parametrize(("struct", "end"), [("Problem", "bool operator"), ("Choice", "};")])
 def test_resolver_mirrors_the_bindings_structs(struct: str, end: str) -> None:
-    # The binding asserts 48 bytes at compile time; the fields' order is read off its source.
-    assert ctypes.sizeof(ops._Problem) == 48
+    # The binding asserts 56 bytes at compile time; the fields' order is read off its source.
+    assert ctypes.sizeof(ops._Problem) == 56
     source = (ROOT / "csrc" / "flash_attn" / "src" / "kernel_table.h").read_text()
     body = re.search(rf"struct {struct} \{{(.*?){end}", source, re.DOTALL).group(1)
     fields = re.findall(r"\b(\w+)\s*[,;]", re.sub(r"//.*", "", body))
@@ -379,9 +379,13 @@ def test_resolver_asks_heuristics_and_the_jit(monkeypatch: pytest.MonkeyPatch) -
     assert asked["target"] == "90"
     config = asked["config"]
     assert (config.dtype, config.mask, config.head_dim) == ("bf16", "causal", 64)
+    assert not config.softcap and not config.alibi
     problem.problem.mask, problem.problem.window_left = 2, 5
     assert problem.resolve() == 0
     assert asked["config"].mask == "local"
+    problem.problem.alibi = 1
+    assert problem.resolve() == 0
+    assert (asked["config"].softcap, asked["config"].alibi) == (False, True)
 
 
 def test_resolver_refuses_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

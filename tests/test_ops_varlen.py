@@ -12,11 +12,16 @@ from flashcute.reference_varlen import attention_varlen_ref
 
 # Never edit an old entry: a saved program or a caller may hold to it. New arguments go to the end,
 # with defaults.
-FROZEN_SCHEMA = (
+FROZEN_SCHEMAS = (
     "flashcute::attend_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,"
     " Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q,"
     " SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right,"
-    " Tensor? sinks) -> (Tensor out, Tensor softmax_lse)"
+    " Tensor? sinks) -> (Tensor out, Tensor softmax_lse)",
+    "flashcute::attend_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,"
+    " Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q,"
+    " SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right,"
+    " Tensor? sinks, float softcap=0., Tensor? alibi_slopes=None) ->"
+    " (Tensor out, Tensor softmax_lse)",
 )
 CU_Q, CU_K = [0, 4, 4, 7], [0, 5, 7, 7]
 
@@ -45,6 +50,8 @@ def _arguments(dtype=torch.float32, device="cpu", d=16, index=torch.int32, **cha
         "window_left": 3,
         "window_right": -1,
         "sinks": random(4).float(),
+        "softcap": 1.5,
+        "alibi_slopes": random(3, 4).float(),
     }
     return given | change
 
@@ -57,12 +64,14 @@ def _expected(given: dict):
         causal=given["causal"],
         window_size=(given["window_left"], given["window_right"]),
         sinks=given["sinks"],
+        softcap=given["softcap"],
+        alibi_slopes=given["alibi_slopes"],
     )
 
 
 def test_schema_is_the_frozen_one() -> None:
-    frozen = torch._C.parse_schema(FROZEN_SCHEMA)
-    assert _op()._schema.is_backward_compatible_with(frozen)
+    for frozen in map(torch._C.parse_schema, FROZEN_SCHEMAS):
+        assert _op()._schema.is_backward_compatible_with(frozen)
     assert str(_op()._schema) == str(frozen), "compatible, but add the new schema to the frozen"
 
 
@@ -81,7 +90,7 @@ def test_opcheck() -> None:
 
 def test_gradient_on_the_cpu() -> None:
     given = _arguments()
-    leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "sinks")]
+    leaves = [given[name].requires_grad_() for name in ("q", "k", "v", "sinks", "alibi_slopes")]
     out, lse = _op()(**given)
     expected = _expected(given)
     wanted = torch.autograd.grad(
@@ -92,7 +101,7 @@ def test_gradient_on_the_cpu() -> None:
         torch.testing.assert_close(g, w)
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v", "sinks"])
+@pytest.mark.parametrize("which", ["q", "k", "v", "sinks", "alibi_slopes"])
 def test_gradient_is_refused_on_cuda(which: str) -> None:
     op = _op()
     with FakeTensorMode():
@@ -110,6 +119,8 @@ def test_gradient_is_refused_on_cuda(which: str) -> None:
     [
         ({"window_left": -2}, ValueError, r"expected window_size .*\(-2, -1\)"),
         ({"sinks": torch.zeros(3)}, ValueError, r"expected sinks of shape"),
+        ({"softcap": -1.0}, ValueError, r"expected a finite softcap"),
+        ({"alibi_slopes": torch.zeros(2, 4)}, ValueError, r"expected alibi_slopes of shape"),
         ({"max_seqlen_q": -1}, ValueError, r"expected 0 <= max_seqlen_q"),
         ({"cu_seqlens_q": torch.zeros(3)}, TypeError, r"expected cu_seqlens_q of dtype"),
         ({"v": torch.zeros(8, 3, 16)}, ValueError, r"expected v of k's shape"),
@@ -130,8 +141,11 @@ def _call(**change) -> object:
     ("change", "pattern"),
     [
         ({"dropout_p": 0.1}, r"got dropout_p=0\.1; pass dropout_p=0"),
-        ({"softcap": 2.0}, r"got softcap=2\.0; pass softcap=0"),
-        ({"alibi_slopes": lambda: torch.zeros(4, device="cuda")}, r"got alibi_slopes=\(a tensor\)"),
+        ({"softcap": 1e38}, r"got softcap=1e\+38 with softmax_scale=0\.25; pass softcap=0"),
+        (
+            {"alibi_slopes": lambda: torch.zeros(4, device="cuda", requires_grad=True)},
+            r"got cu_seqlens with requires_grad=True",
+        ),
         (
             {"sinks": lambda: torch.zeros(4, device="cuda", requires_grad=True)},
             r"got cu_seqlens with requires_grad=True",
@@ -157,6 +171,7 @@ def test_what_the_function_hands_to_the_operator(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ops, "attend_varlen", attend_varlen)
     with FakeTensorMode(), torch.no_grad():
         sinks = torch.zeros(4, device="cuda", dtype=torch.half)
+        slopes = torch.zeros(3, 4, device="cuda")
         for d in (16, 20):
             given = _arguments(torch.half, "cuda", d, torch.int64)
             out, lse, dmask = flashcute.flash_attn_varlen_func(
@@ -165,6 +180,8 @@ def test_what_the_function_hands_to_the_operator(monkeypatch: pytest.MonkeyPatch
                 5,
                 window_size=(10**30, 3),
                 sinks=sinks,
+                softcap=30,
+                alibi_slopes=slopes,
                 seqused_k=torch.zeros(3, device="cuda", dtype=torch.int32),
                 return_attn_probs=True,
             )
@@ -175,7 +192,7 @@ def test_what_the_function_hands_to_the_operator(monkeypatch: pytest.MonkeyPatch
             torch.zeros(3, device="cuda", dtype=torch.int32),
             4,
         )
-    for q, k, v, lengths, bounds, scale, _, window, given_sinks in calls[:2]:
+    for q, k, v, lengths, bounds, scale, _, window, given_sinks, cap, given_slopes in calls[:2]:
         assert q.shape[2] == k.shape[2] == v.shape[2] in (16, 24)
         assert [None if x is None else x.dtype for x in lengths] == [
             *(torch.int32, torch.int32),
@@ -183,5 +200,6 @@ def test_what_the_function_hands_to_the_operator(monkeypatch: pytest.MonkeyPatch
         ]
         assert bounds == (2**62, 5) and window == (2**31, 3)
         assert given_sinks.dtype == torch.float32
+        assert cap == 30.0 and given_slopes.shape == (3, 4)
         assert scale in (16**-0.5, 20**-0.5)
     assert calls[2][0].stride() == (384, 64, 1)  # in place

@@ -29,6 +29,8 @@ ASKING = {
     "num_heads_k": 2,
     "cu_seqlens": True,
     "cu_seqlens with requires_grad": True,
+    "softcap with requires_grad": True,
+    "alibi_slopes with requires_grad": True,
 }
 
 
@@ -37,6 +39,10 @@ def _call(device: str, argument: str) -> object:
     value = ASKING[argument]
     if argument.startswith("cu_seqlens"):
         return _call_varlen(device, argument.endswith("requires_grad"))
+    if argument.endswith(" with requires_grad"):
+        argument = argument.removesuffix(" with requires_grad")
+        value = ASKING[argument]
+        q.requires_grad_()
     if argument == "requires_grad":
         return flashcute.flash_attn_func(q.requires_grad_(), k, v)
     if argument == "num_heads_k":
@@ -91,14 +97,14 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_reasons_name_argument_and_value() -> None:
     answer = flashcute.supports(
-        dtype=torch.float32, head_dim=300, num_heads=3, num_heads_k=2, softcap=1.5, dropout_p=0.1
+        dtype=torch.float32, head_dim=300, num_heads=3, num_heads_k=2, softcap=1e38, dropout_p=0.1
     )
     text = " | ".join(answer.reasons)
     for part in (
         "got dtype=torch.float32",
         "got head_dim=300",
         "got num_heads=3 and num_heads_k=2",
-        "got softcap=1.5",
+        "got softcap=1e+38 with softmax_scale=",
         "got dropout_p=0.1",
     ):
         assert part in text
@@ -118,7 +124,7 @@ def test_matrix_is_a_table_of_every_feature() -> None:
     lines = flashcute.support_matrix().splitlines()
     assert all(line.count("|") == 4 for line in lines)
     for feature in support.FEATURES:
-        (line,) = (line for line in lines if f" {feature.title} |" in line)
+        (line,) = (line for line in lines if line.startswith(f"| {feature.title} |"))
         assert ("not yet" in line) == (not feature.cuda)
 
 

@@ -2,7 +2,7 @@
 
     python tools/check_gpu.py --out build/gpu
     python tools/check_gpu.py --out build/gpu --phases build bench --limit bench=300
-    python tools/check_gpu.py --out build/gpu --phases build models inputs
+    python tools/check_gpu.py --out build/gpu --phases build models inputs options
     python tools/check_gpu.py --out build/gpu --phases build models --bench=--sustained
     python tools/check_gpu.py --out build/gpu --phases build sanitize
     python tools/check_gpu.py --out build/gpu --phases test-all
@@ -96,6 +96,9 @@ PHASES = {
     # Some 45 shapes; 12 points of 13 distributions in two dtypes. Sustained needs a larger --limit.
     "models": Phase(150, _bench("fwd_models.json", "--shapes", "models"), 12000, default=False),
     "inputs": Phase(200, _bench("fwd_inputs.json", *_INPUTS), 12000, default=False),
+    # Windows, sinks, packed sequences, softcap, ALiBi: kernels for windows and FlexAttention's are
+    # compiled first.
+    "options": Phase(400, _bench("fwd_options.json", "--shapes", "options"), 14000, default=False),
     "backward": Phase(200, _bench("bwd.json", "--pass", "bwd"), 7000, default=False),
     # What `make test` leaves out, where there are processors enough: every kernel that ships.
     "test-all": Phase(500, _test_all, 1000, default=False),

@@ -47,8 +47,9 @@ def accumulator_registers(config: FwdConfig) -> int:
     return scores + out + query
 
 
-# Registers for S, P, O and Q, out of the 240 and 160 of the sm90 class's consumers.
-SM90_ACCUMULATOR_REGISTERS = {8: 200, 12: 132}
+# Registers for S, P, O and Q, out of those of the sm90 class's consumers, by warps and CTAs an SM:
+# 240, 160, and 232, 136, 104 where CTAs have one consumer.
+SM90_ACCUMULATOR_REGISTERS = {(8, 1): 200, (12, 1): 132, (4, 2): 200, (4, 3): 108, (4, 4): 80}
 
 
 def sm90_registers(config: FwdConfig) -> int:
@@ -60,7 +61,7 @@ def sm90_registers(config: FwdConfig) -> int:
 def most_q_in_regs(config: FwdConfig) -> int:
     """How many k16 steps of Q the registers of the sm90 class can hold beside S, P and O."""
     without = sm90_registers(dataclasses.replace(config, q_in_regs=0))
-    left = SM90_ACCUMULATOR_REGISTERS[config.warps] - without
+    left = SM90_ACCUMULATOR_REGISTERS[config.warps, config.min_ctas] - without
     return max(0, min(config.head_dim // 16, left // 4))
 
 
@@ -207,7 +208,12 @@ def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]
     """The configurations of the sm90 class whose S, P and O fit the registers, fill most of them,
     and whose tiles fit shared memory: without Q in registers, and with as many steps of Q as fit.
     Then the configurations in use, with one field changed."""
-    for warps, tile_n in itertools.product((8, 12), range(48, 257, 16)):
+
+    def fits_smem(config: FwdConfig) -> bool:
+        return config.min_ctas * (config.smem_bytes + 1024) <= MAX_SMEM_BYTES[9, 0] + 1024
+
+    sizes = itertools.product(SM90_ACCUMULATOR_REGISTERS, range(48, 257, 16))
+    for (warps, min_ctas), tile_n in sizes:
         config = FwdConfig(
             arch=90,
             dtype=dtype,
@@ -218,22 +224,22 @@ def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]
             warps=warps,
             stages=2,
             q_in_regs=0,
-            min_ctas=1,
-            ping_pong=True,
+            min_ctas=min_ctas,
+            ping_pong=warps > 4,
         )
         # Smaller tiles only read K and V more often from L2 and shared memory.
-        filled = sm90_registers(config) / SM90_ACCUMULATOR_REGISTERS[warps]
-        if 0.7 <= filled <= 1 and config.smem_bytes <= MAX_SMEM_BYTES[9, 0]:
+        filled = sm90_registers(config) / SM90_ACCUMULATOR_REGISTERS[warps, min_ctas]
+        if 0.7 <= filled <= 1 and fits_smem(config):
             yield config
             yield dataclasses.replace(config, q_in_regs=most_q_in_regs(config))
     for config in heuristics.sm90_configs(dtype, head_dim, causal):
         for change in (
-            {"ping_pong": not config.ping_pong},
+            {"ping_pong": not config.ping_pong and config.warps > 4},
             {"stages": 4},
             {"q_in_regs": 0 if config.q_in_regs else most_q_in_regs(config)},
         ):
             other = dataclasses.replace(config, **change)
-            if other.smem_bytes <= MAX_SMEM_BYTES[9, 0]:
+            if fits_smem(other):
                 yield other
 
 

@@ -94,7 +94,7 @@ def models(path: Path = MODELS) -> str:
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
-    measured = table.parts(result["rows"]).get(table.Part("bf16", models=True), [])
+    measured = table.parts(result["rows"]).get(table.Part("bf16", named="models"), [])
     names = _contenders(measured, result)
     rows = []
     for row in measured:

@@ -8,6 +8,7 @@
 // operator directly; the precise, typed errors are raised by flash_attn_interface.py.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -81,6 +82,37 @@ int64_t set_lengths(Flash_fwd_params &params, const Lengths &lengths, int32_t de
     return b;
 }
 
+// Between the mean and the longest: of what the host knows of a ragged batch, the length whose
+// tiles suit most of the work.
+int32_t typical_length(int64_t total, int64_t b, int64_t longest) {
+    const double most = static_cast<double>(std::min(longest, total));
+    const double of_each =
+        static_cast<double>(total) / static_cast<double>(std::max(b, int64_t(1)));
+    const double mean = std::min(of_each, most);
+    return std::max(static_cast<int32_t>(std::sqrt(mean * most)), 1);
+}
+
+// b: entries, or sequences of a ragged batch.
+void set_slopes(Flash_fwd_params &params, const Options &options, int64_t b, int64_t h,
+                int32_t device) {
+    if (!options.alibi_slopes.has_value()) {
+        return;
+    }
+    const Tensor &slopes = *options.alibi_slopes;
+    if (!slopes.is_cuda() || slopes.get_device_index() != device) {
+        fail("expected alibi_slopes on cuda:", device, " as q");
+    }
+    const int64_t rank = slopes.dim();
+    const bool has_shape =
+        (rank == 1 || (rank == 2 && slopes.sizes()[0] == b)) && slopes.sizes()[rank - 1] == h;
+    if (dtype_of(slopes) != aoti_torch_dtype_float32() || !has_shape || !slopes.is_contiguous()) {
+        fail("expected contiguous alibi_slopes of dtype float32 and shape (", h, ") or (", b, ", ",
+             h, ")");
+    }
+    params.alibi_slopes_ptr = static_cast<const float *>(slopes.const_data_ptr());
+    params.alibi_slopes_batch_stride = rank == 2 ? h : 0;
+}
+
 // The shape and what the choice for it says. total_q: of a ragged batch.
 void set_problem(Flash_fwd_params &params, const Problem &problem, const Choice &choice,
                  const int64_t *total_q) {
@@ -125,15 +157,18 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
     check_vectorised(ql, params.q_ptr, "q");
     check_vectorised(kl, params.k_ptr, "k");
     check_vectorised(vl, params.v_ptr, "v");
-    set_scale(params, softmax_scale);
+    set_scales(params, softmax_scale, options.softcap);
 
     const int64_t b = lengths != nullptr ? set_lengths(params, *lengths, device) : ql.b;
+    set_slopes(params, options, b, ql.h, device);
     const torch::stable::accelerator::DeviceGuard guard(device);
     if (ql.b == 0 || ql.s == 0) {
         return make_outputs(q, ql, dtype, device);
     }
     Problem problem = make_problem(inputs);
     problem.b = static_cast<int32_t>(b);
+    problem.softcap = options.softcap > 0;
+    problem.alibi = options.alibi_slopes.has_value();
     if (lengths != nullptr) {
         // Rows from max_seqlen_q on count as none, but max_seqlen_k is no more than a hint.
         problem.seqlen_q = static_cast<int32_t>(std::min(lengths->max_seqlen_q, ql.s));
@@ -142,8 +177,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
     Problem asked = problem;  // of the heuristics
     if (lengths != nullptr) {
         asked.b = rounded_length(problem.b);
-        asked.seqlen_q = std::max(problem.seqlen_q, 1);
-        asked.seqlen_k = static_cast<int32_t>(std::min(lengths->max_seqlen_k, kl.s));
+        asked.seqlen_q = typical_length(ql.s, b, lengths->max_seqlen_q);
+        asked.seqlen_k = typical_length(kl.s, b, lengths->max_seqlen_k);
     }
     const Choice choice = kernel_table().find(rounded(asked));
     set_problem(params, problem, choice, lengths != nullptr ? &ql.s : nullptr);
@@ -183,11 +218,14 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
 
 std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &k, const Tensor &v,
                                   double softmax_scale, bool causal, int64_t window_left,
-                                  int64_t window_right, std::optional<Tensor> sinks, bool) {
+                                  int64_t window_right, std::optional<Tensor> sinks, double softcap,
+                                  std::optional<Tensor> alibi_slopes, bool) {
     const Options options{.causal = causal,
                           .window_left = window_left,
                           .window_right = window_right,
-                          .sinks = std::move(sinks)};
+                          .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes)};
     return named("fwd", [&] { return forward(q, k, v, softmax_scale, options); });
 }
 
@@ -197,13 +235,16 @@ std::tuple<Tensor, Tensor> attend_varlen(const Tensor &q, const Tensor &k, const
                                          std::optional<Tensor> seqused_k, int64_t max_seqlen_q,
                                          int64_t max_seqlen_k, double softmax_scale, bool causal,
                                          int64_t window_left, int64_t window_right,
-                                         std::optional<Tensor> sinks) {
+                                         std::optional<Tensor> sinks, double softcap,
+                                         std::optional<Tensor> alibi_slopes) {
     const Lengths lengths{cu_seqlens_q, cu_seqlens_k, seqused_q,
                           seqused_k,    max_seqlen_q, max_seqlen_k};
     const Options options{.causal = causal,
                           .window_left = window_left,
                           .window_right = window_right,
-                          .sinks = std::move(sinks)};
+                          .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes)};
     return named("fwd", [&] { return forward(q, k, v, softmax_scale, options, &lengths); });
 }
 
@@ -249,13 +290,14 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "(Tensor out, Tensor softmax_lse)");
     m.def(
         "attend(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, int window_left, "
-        "int window_right, Tensor? sinks, bool deterministic=False) -> "
+        "int window_right, Tensor? sinks, float softcap=0., Tensor? alibi_slopes=None, "
+        "bool deterministic=False) -> "
         "(Tensor out, Tensor softmax_lse)");
     m.def(
         "attend_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
         "Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-        "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks) -> "
-        "(Tensor out, Tensor softmax_lse)");
+        "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
+        "float softcap=0., Tensor? alibi_slopes=None) -> (Tensor out, Tensor softmax_lse)");
     m.def(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
         "Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right, "

@@ -120,7 +120,7 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
     check_vectorised(v, params.v_ptr, "v");
     check_vectorised(out, params.o_ptr, "out");
     check_vectorised(dout, params.do_ptr, "dout");
-    set_scale(params, softmax_scale);
+    set_scales(params, softmax_scale, 0);
     params.softmax_lse_ptr = const_cast<float *>(lse.data);
     params.softmax_lse_batch_stride = lse.batch_stride;
     params.softmax_lse_head_stride = lse.head_stride;

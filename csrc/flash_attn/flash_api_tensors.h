@@ -188,6 +188,8 @@ struct Options {
     int64_t window_left = -1;
     int64_t window_right = -1;
     std::optional<Tensor> sinks;
+    double softcap = 0;  // 0: none
+    std::optional<Tensor> alibi_slopes;
 };
 
 // Of a dense batch, without its mask.
@@ -238,14 +240,24 @@ inline const float *read_sinks(const Options &options, const Layout &q, int32_t 
     return static_cast<const float *>(sinks.const_data_ptr());
 }
 
-inline void set_scale(Flash_fwd_params &params, double softmax_scale) {
+// Kernels multiply masked scores, -inf, by the scale after taking the maximum: with zero or less
+// that is NaN or the wrong maximum. What is not normal is 0 to them.
+inline void set_scales(Flash_fwd_params &params, double softmax_scale, double softcap) {
+    const double unit = softcap > 0 ? softcap : softmax_scale;  // of the scores
     params.scale_softmax = static_cast<float>(softmax_scale);
-    params.scale_softmax_log2 = static_cast<float>(softmax_scale * std::numbers::log2e);
-    // Kernels multiply masked scores, -inf, by the scale after taking the maximum: with zero or
-    // less that is NaN or the wrong maximum.
-    if (!(params.scale_softmax > 0) || !std::isnormal(params.scale_softmax) ||
-        !std::isnormal(params.scale_softmax_log2)) {
+    params.scale_softmax_log2 = static_cast<float>(unit * std::numbers::log2e);
+    params.scale_softcap = static_cast<float>(softmax_scale / unit);
+    params.alibi_scale = static_cast<float>(1 / unit);
+    if (!(softmax_scale > 0) || !std::isnormal(params.scale_softmax) ||
+        !std::isnormal(static_cast<float>(softmax_scale * std::numbers::log2e))) {
         fail("expected a finite softmax_scale > 0, got ", softmax_scale);
+    }
+    if (!(softcap >= 0) || !std::isnormal(params.scale_softmax_log2) ||
+        !std::isnormal(params.scale_softcap)) {
+        fail(
+            "expected softcap 0, or > 0 with softmax_scale / softcap within the range of float32, "
+            "got ",
+            softcap);
     }
 }
 

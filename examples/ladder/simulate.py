@@ -92,7 +92,7 @@ def attention(
         variant = Variant(rung, rungs.DTYPES[0], q.shape[3], causal)
         q, k, v = q.float(), k.float(), v.float()
     runner, kernel = _programs(variant, checker)
-    settings = (seed, sim_run.COPY_MODES.index(copy_mode), SMEM_LIMIT, 2, 1, 0, 1 << 32, 0)
+    settings = (seed, sim_run.COPY_MODES.index(copy_mode), SMEM_LIMIT, 2, 1, 0, 1 << 32, 0, 1)
     program = [str(runner), str(kernel), variant.name]
     inputs = {"q": q, "k": k, "v": v}
     return sim_run.run_fwd_program(program, inputs, q.shape[3] ** -0.5, settings, 300.0)

@@ -1,1 +1,1 @@
-"""Speed of the forward pass beside the installed peers, over a sweep of shapes."""
+"""Speed of the forward pass beside the installed peers, over a sweep and named shapes."""

@@ -1,5 +1,6 @@
 """``python -m flashcute bench``: forward, backward or both over a sweep or the shapes of public
-models, on inputs of named distributions, beside the peers installed here."""
+models, the forward with its options, on inputs of named distributions, beside the peers installed
+here."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ INPUTS = (
     *("normal", "scaled4", "scaled16", "scaled64", "ramp", "steep_ramp", "ramp_up", "sink"),
     *("constant", "outliers", "peaked", "heavy_tailed", "positive"),
 )
-_PEERS = ("fa2", "cudnn", "fa3", "torch")
+_PEERS = ("fa2", "cudnn", "fa3", "flex", "torch", "plain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shapes",
         nargs="+",
         default=["sweep"],
-        metavar="sweep|models|NAME",
-        help="the sweep, all shapes of public models, or those with NAME in theirs",
+        metavar="sweep|models|options|NAME",
+        help="the sweep, all shapes of public models, all options of the forward (windows, sinks, "
+        "packed sequences, softcap, ALiBi), or the models and options with NAME in theirs",
     )
     parser.add_argument(
         "--pass",
@@ -61,9 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         type=positive,
-        help="batch x sequence length of each point; models are made smaller to fit",
+        help="batch x sequence length of each point; named shapes are made smaller to fit",
     )
-    parser.add_argument("--peers", nargs="*", choices=_PEERS, help="default: all that run here")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=_PEERS,
+        help="default: all that run here; plain: without the option",
+    )
     parser.add_argument("--repeats", type=positive, help="timed calls of each contender")
     parser.add_argument("--warmup", type=positive, help="calls before those")
     parser.add_argument(

@@ -16,11 +16,12 @@ from .. import benchmarking as bm
 from ..arguments import failures
 from ..config import HEAD_DIMS
 from ..extras import install_command
-from ..heuristics import FwdProblem, choose_bwd, choose_fwd
+from ..heuristics import FwdProblem, choose_bwd, choose_fwd, rounded_length
 from ..jit import BuildError, kernels
 from ..jit.progress import Progress
-from . import models, peers, plots, sweep, table
+from . import models, option_peers, peers, plots, sweep, table
 from .cli import INPUTS, MASKS, SEQLENS
+from .options import Option
 
 # Sizes for about a minute on a CPU.
 _CPU_SEQLENS = (64, 128, 256)
@@ -36,13 +37,12 @@ def _options(args: argparse.Namespace) -> sweep.Options:
             "flashcute bench: expected an NVIDIA GPU that torch can use for --device cuda, found "
             "none; leave it out to measure the CPU path"
         )
-    usual = peers.NAMES[device]
     repeats, warmup = (bm.REPEATS, bm.WARMUP) if device == "cuda" else _CPU_REPEATS
     if args.sustained and device == "cpu":
         raise ValueError("flashcute bench: expected a GPU for --sustained, found none")
     return sweep.Options(
         device=device,
-        names=("flashcute", *(usual[1:] if args.peers is None else args.peers)),
+        names=("flashcute", *(args.peers or ())),
         repeats=args.repeats or repeats,
         warmup=args.warmup or warmup,
         sustained=args.sustained,
@@ -50,6 +50,19 @@ def _options(args: argparse.Namespace) -> sweep.Options:
         time_limit=args.time_limit,
         what=args.what,
     )
+
+
+def _problem(variant: sweep.Variant) -> FwdProblem:
+    """The call as the choice of a kernel sees it."""
+    sizes = {
+        field.name: getattr(variant.shape, field.name) for field in dataclasses.fields(bm.Shape)
+    }
+    problem = FwdProblem(dtype=variant.dtype, **sizes)
+    if not isinstance(variant.shape, Option):
+        return problem
+    window = variant.shape.window
+    b = rounded_length(problem.b) if variant.shape.lengths else problem.b
+    return dataclasses.replace(problem, b=b, window=None if window == (-1, -1) else window)
 
 
 def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
@@ -62,11 +75,7 @@ def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
     """
     capability = torch.cuda.get_device_capability()
     target = "".join(map(str, capability))
-    problems = [
-        FwdProblem(dtype=dtype, **dataclasses.asdict(shape))
-        for point in wanted
-        for dtype, shape, *_ in point
-    ]
+    problems = [_problem(variant) for point in wanted for variant in point]
     choices = (choose_fwd,) if what == "fwd" else (choose_fwd, choose_bwd)
     configs = dict.fromkeys(choose(x, capability) for choose in choices for x in problems)
     missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
@@ -80,7 +89,7 @@ def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
 
 
 def _points(args: argparse.Namespace, on_gpu: bool) -> list[list[sweep.Variant]]:
-    """The points to measure: those of the sweep, then the models, as the arguments say."""
+    """The points to measure: those of the sweep, then the named shapes, as the arguments say."""
     inputs = list(INPUTS) if "all" in args.inputs else list(dict.fromkeys(args.inputs))
     found = []
     if "sweep" in args.shapes:
@@ -106,10 +115,24 @@ def _points(args: argparse.Namespace, on_gpu: bool) -> list[list[sweep.Variant]]
     return found + sweep.model_points(chosen, args.dtypes, inputs)
 
 
+def _usual(wanted: list[list[sweep.Variant]], device: str) -> tuple[str, ...]:
+    """The contenders on these points, without those asked for."""
+    kinds = [isinstance(variant.shape, Option) for point in wanted for variant in point]
+    lists = [(peers.NAMES, False), (option_peers.NAMES, True)]
+    found = [name for names, kind in lists if kind in kinds for name in names[device]]
+    return tuple(dict.fromkeys(found))
+
+
 def _measure(args: argparse.Namespace) -> dict:
     options = _options(args)
     on_gpu = options.device == "cuda"
     wanted = _points(args, on_gpu)
+    if args.what != "fwd" and any(isinstance(v.shape, Option) for point in wanted for v in point):
+        raise ValueError(
+            f"flashcute bench: expected --pass fwd with --shapes options, got --pass {args.what}"
+        )
+    if args.peers is None:
+        options = dataclasses.replace(options, names=_usual(wanted, options.device))
     if on_gpu:
         build(wanted, options.what)
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..benchmarking import Shape
+from . import options
 
 
 def _full(b: int, s: int, h: int, d: int) -> Shape:
@@ -77,19 +78,25 @@ MODELS: dict[str, Shape] = {
 
 
 def select(names: list[str]) -> dict[str, Shape]:
-    """The models whose names contain one of ``names``; of ``"models"`` all.
+    """The models and options whose names contain one of ``names``; of ``"models"`` and
+    ``"options"`` all.
 
     Raises:
-        ValueError: if one of ``names`` is part of no model's name.
+        ValueError: if one of ``names`` is part of no name.
     """
-    names = ["" if name == "models" else name for name in names]
-    for name in names:
-        if not any(name in model for model in MODELS):
+    every, groups = MODELS | options.OPTIONS, {"models": MODELS, "options": options.OPTIONS}
+    chosen = {
+        name: [x for x in groups.get(name, every) if name in groups or name in x] for name in names
+    }
+    for name, found in chosen.items():
+        if not found:
             raise ValueError(
-                f"flashcute bench: expected --shapes sweep, models or part of a model's name, got "
-                f"{name!r}; the models are {', '.join(MODELS)}"
+                "flashcute bench: expected --shapes sweep, models, options or part of the name of "
+                f"one of these, got {name!r}; the models are {', '.join(MODELS)}; the options are "
+                f"{', '.join(options.OPTIONS)}"
             )
-    return {model: x for model, x in MODELS.items() if any(name in model for name in names)}
+    wanted = {x for found in chosen.values() for x in found}
+    return {name: shape for name, shape in every.items() if name in wanted}
 
 
 def shrink(shape: Shape, tokens: int) -> Shape:
@@ -97,6 +104,8 @@ def shrink(shape: Shape, tokens: int) -> Shape:
 
     Heads, head dimension, mask and, where possible, the ratio of the lengths stay.
     """
+    if isinstance(shape, options.Option):
+        return options.shrink(shape, tokens)
     part = min(1.0, tokens / max(shape.seqlen_q, shape.seqlen_k))
     seqlen_q = max(min(4, shape.seqlen_q), int(part * shape.seqlen_q))
     seqlen_k = max(min(4, shape.seqlen_k), int(part * shape.seqlen_k))

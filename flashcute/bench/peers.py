@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -48,9 +49,20 @@ def _cudnn(q, k, v, causal):
     return lambda: op(q, k, v, None, compute_log_sumexp, 0.0, causal)[0].transpose(1, 2)
 
 
+def fa3_module():
+    """FlashAttention-3's Python module.
+
+    Raises:
+        ImportError: where it is not installed.
+    """
+    for name in _FA3_MODULES:
+        if importlib.util.find_spec(name) is not None:
+            return importlib.import_module(name)
+    raise ImportError(f"none of {', '.join(_FA3_MODULES)} is importable")
+
+
 def _fa3(q, k, v, causal):
-    name = next(name for name in _FA3_MODULES if importlib.util.find_spec(name) is not None)
-    function = importlib.import_module(name).flash_attn_func
+    function = fa3_module().flash_attn_func
 
     def call():
         out = function(q, k, v, causal=causal)
@@ -115,15 +127,25 @@ def make(
     Each call is tried once. A peer that does not support the head dimension, dtype or GPU is left
     out, with its error message as the reason. An error of flashcute itself is raised.
     """
+    makers = {name: partial(_call, maker, q, k, v, causal, what) for name, maker in _MAKERS.items()}
+    return attempt(makers, names, q.is_cuda)
+
+
+def attempt(
+    makers: Mapping[str, Callable[[], Callable[[], torch.Tensor]]],
+    names: tuple[str, ...],
+    on_gpu: bool,
+) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, str]]:
+    """The calls that ``makers`` make and that run, by name, and why the others do not."""
     calls, missing = {}, {}
     for name in names:
-        if name == "fa3" and not any(importlib.util.find_spec(m) for m in _FA3_MODULES):
-            missing[name] = f"none of {', '.join(_FA3_MODULES)} is importable"
+        if name not in makers:
+            missing[name] = "it is a contender on shapes with options only"
             continue
         try:
-            call = _call(_MAKERS[name], q, k, v, causal, what)
+            call = makers[name]()
             call()
-            if q.is_cuda:
+            if on_gpu:
                 torch.cuda.synchronize()
         except Exception as error:  # a peer's code may raise anything, also at its import
             if name == "flashcute":

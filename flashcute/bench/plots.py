@@ -1,5 +1,5 @@
 """Pictures of a result: speed over sequence length, ratio to the best peer, roofline; the ratio for
-each model's shape and each distribution of inputs."""
+each named shape and each distribution of inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .table import Part, describe, over_normal, parts, pass_of, ratio, unit_of
 
 _COLOURS = {
     **{"flashcute": "#d1495b", "fa2": "#2a6f97", "cudnn": "#6a994e", "fa3": "#8d6a9f"},
-    "torch": "#2a6f97",
+    **{"torch": "#2a6f97", "flex": "#bc8034", "plain": "#e7a1ab"},
 }
 _MASKS = {False: "full", True: "causal"}
 
@@ -151,7 +151,7 @@ def roofline(result: Mapping, rows: Sequence[Mapping], title: str):
 
 
 def models(result: Mapping, rows: Sequence[Mapping], title: str, suffix: str = ""):
-    """Speed over the best peer as a bar for each model's shape, over each peer as a dot."""
+    """Speed over the best peer as a bar for each named shape, over each contender as a dot."""
     from matplotlib.figure import Figure
 
     field = f"us{suffix}"
@@ -252,14 +252,14 @@ def _of_part(result: Mapping, part: Part, rows: Sequence[Mapping]) -> dict:
     compared = any(ratio(row) is not None for row in rows)
     for suffix, how in _suffixes(rows).items():
         title = _title(result, f"{pass_of(result).capitalize()}{how}", part)
-        if not part.models:
+        if not part.named:
             figures[f"tflops{suffix}"] = speed(result, rows, title, suffix)
         if compared:
             figures[f"ratio{suffix}"] = (
-                models(result, rows, title, suffix) if part.models else ratios(rows, title, suffix)
+                models(result, rows, title, suffix) if part.named else ratios(rows, title, suffix)
             )
     # What a backward moves at least is another figure.
-    if result.get("ceiling") and not part.models and pass_of(result) == "forward":
+    if result.get("ceiling") and not part.named and pass_of(result) == "forward":
         figures["roofline"] = roofline(result, rows, _title(result, "Roofline", part))
     return figures
 

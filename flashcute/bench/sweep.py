@@ -1,6 +1,6 @@
 """The sweep: checks every point, then times it in bursts and optionally for a second back to back.
 
-A point is a head dim, a mask and a length, or a model's shape. Its variants (dtype, distribution of
+A point is a head dim, a mask and a length, or a named shape. Its variants (dtype, distribution of
 inputs, query heads per key head) are timed in turns in one loop, so that they can be compared, too.
 
 ``burst``: each call is timed alone with cold caches (:mod:`flashcute.benchmarking`). ``sustained``:
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -23,7 +24,8 @@ import torch
 
 from .. import benchmarking as bm
 from . import inputs as distributions
-from . import peers
+from . import option_peers, peers
+from .options import Option
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # The smallest useful shape, for which peers publish host times; and one with grouped heads and more
@@ -64,7 +66,7 @@ class Options:
 
 
 class Variant(NamedTuple):
-    """The subject of one row of the result; ``model`` is the name of the model with this shape."""
+    """The subject of one row of the result; ``model`` names a model's shape or an option's."""
 
     dtype: str
     shape: bm.Shape
@@ -195,11 +197,36 @@ def _difference(result: peers.Result, reference: peers.Result) -> float:
 
 
 def _differences(calls: Mapping[str, Callable[[], peers.Result]], trusted: str) -> dict[str, float]:
-    """Difference of each contender's result from the trusted peer's, if that runs."""
+    """Difference of each contender's result from the trusted peer's, if that runs.
+
+    flashcute without the option has another output, and is left out.
+    """
     if trusted not in calls:
         return {}
     reference = calls[trusted]()
-    return {name: _difference(f(), reference) for name, f in calls.items()}
+    return {
+        name: _difference(f(), reference) for name, f in calls.items() if name != option_peers.PLAIN
+    }
+
+
+def _make(
+    variant: Variant, options: Options
+) -> tuple[dict[str, Callable[[], peers.Result]], dict[str, str], dict[str, float]]:
+    """The calls of a variant's contenders, why others are missing, differences of results."""
+    shape, device = variant.shape, options.device
+    if isinstance(shape, Option):
+        trusted, sizes = option_peers.TRUSTED, shape.tensors
+        make = functools.partial(option_peers.make, shape=shape)
+    else:
+        trusted, sizes = peers.NAMES[device][1], shape
+        make = functools.partial(peers.make, causal=shape.causal, what=options.what)
+    q, k, v = distributions.make(variant.inputs, sizes, DTYPES[variant.dtype], device)
+    calls, missing = make(q, k, v, names=options.names)
+    known = calls
+    if trusted not in options.names:  # only compared with, not timed
+        compared, why = make(q, k, v, names=(trusted,))
+        known, missing = compared | calls, missing | why
+    return calls, missing, _differences(known, trusted)
 
 
 def measure(
@@ -215,16 +242,11 @@ def measure(
     """
     rows: list[dict] = []
     contenders: dict[tuple[int, str], Callable[[], peers.Result]] = {}
-    for index, (dtype, shape, inputs, model) in enumerate(point):
-        q, k, v = distributions.make(inputs, shape, DTYPES[dtype], options.device)
-        calls, missing = peers.make(q, k, v, shape.causal, options.names, options.what)
-        trusted = peers.NAMES[options.device][1]
-        known = calls
-        if trusted not in options.names:  # only compared with, not timed
-            known = peers.make(q, k, v, shape.causal, (trusted,), options.what)[0] | calls
-        difference = _differences(known, trusted)
-        about = {"dtype": dtype, **dataclasses.asdict(shape), "inputs": inputs}
-        about |= {"model": model} if model else {}
+    for index, variant in enumerate(point):
+        calls, missing, difference = _make(variant, options)
+        about = {"dtype": variant.dtype, **dataclasses.asdict(variant.shape)}
+        about |= {"inputs": variant.inputs}
+        about |= {"model": variant.model} if variant.model else {}
         rows.append(about | {"difference": difference, "missing": missing})
         contenders |= {(index, name): call for name, call in calls.items()}
     times = bm.time_interleaved(

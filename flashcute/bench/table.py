@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .. import benchmarking as bm
-from . import peers
+from . import option_peers, peers
 from .sweep import AGREEMENT, HOST_SHAPES
 
 SHORT = 1024  # tokens; up to here the prologue and epilogue of a kernel weigh most
@@ -28,7 +28,10 @@ def describe(row: Mapping) -> str:
 
 
 def mask(row: Mapping) -> str:
-    """``causal`` or ``full``."""
+    """``causal`` or ``full``, or of a window ``1023,0``."""
+    left, right = row.get("window", (-1, -1))
+    if (left, right) != (-1, -1):
+        return f"window {left},{right}"
     return "causal" if row["causal"] else "full"
 
 
@@ -44,14 +47,20 @@ def inputs_of(row: Mapping) -> str:
 
 
 def seqlens(row: Mapping) -> str:
-    """``4096``, or ``512/8192`` where there are fewer or more queries than keys."""
+    """``4096``, or ``512/8192`` where there are fewer or more queries than keys.
+
+    Of packed sequences the longest, and the tokens of all.
+    """
+    if row.get("lengths"):
+        return f"up to {row['seqlen_q']} ({sum(row['lengths'])} tokens)"
     seqlen_q, seqlen_k = row["seqlen_q"], row.get("seqlen_k", row["seqlen_q"])
     return str(seqlen_q) if seqlen_q == seqlen_k else f"{seqlen_q}/{seqlen_k}"
 
 
 def best_peer(row: Mapping, field: str = "us") -> str | None:
-    """The fastest contender beside flashcute, None where there is none."""
-    others = {name: us for name, us in row.get(field, {}).items() if name != "flashcute"}
+    """The fastest contender beside flashcute with and without options, None where there is none."""
+    ours = ("flashcute", option_peers.PLAIN)
+    others = {name: us for name, us in row.get(field, {}).items() if name not in ours}
     return min(others, key=others.__getitem__, default=None)
 
 
@@ -72,23 +81,24 @@ class Part(NamedTuple):
     """The fields that all rows of one figure share."""
 
     dtype: str
-    models: bool = False
-    group: int = 1  # query heads per key head; 1 for all models
+    named: str = ""  # "models", "options", or of the sweep
+    group: int = 1  # query heads per key head; 1 for all named shapes
     inputs: str = "normal"
 
     def __str__(self) -> str:
         group = f"group {self.group}" if self.group != 1 else ""
         inputs = self.inputs if self.inputs != "normal" else ""
-        return ", ".join(filter(None, (self.dtype, "models" * self.models, group, inputs)))
+        return ", ".join(filter(None, (self.dtype, self.named, group, inputs)))
 
 
 def parts(rows: Iterable[Mapping]) -> dict[Part, list[Mapping]]:
-    """Rows by dtype, distribution of inputs, and models or the sweep's query heads per key head."""
+    """Rows by dtype, distribution of inputs, and kind of named shape or the sweep's query heads per
+    key head."""
     found: dict[Part, list[Mapping]] = {}
     for row in rows:
-        models = "model" in row
-        group = 1 if models else row["h"] // row["h_k"]
-        part = Part(row["dtype"], models, group, inputs_of(row))
+        named = "options" if "window" in row else "models" if "model" in row else ""
+        group = 1 if named else row["h"] // row["h_k"]
+        part = Part(row["dtype"], named, group, inputs_of(row))
         found.setdefault(part, []).append(row)
     return found
 
@@ -98,13 +108,18 @@ def disagreements(result: Mapping) -> list[str]:
 
     The times of such points are not valid.
     """
-    trusted = peers.NAMES[result.get("device", "cuda")][1]
+
+    def trusted(row: Mapping) -> str:
+        return option_peers.TRUSTED if "window" in row else usual
+
+    usual = peers.NAMES[result.get("device", "cuda")][1]
     return [
-        f"{trusted}, which outputs are compared with, did not run at {describe(row)} {row['dtype']}"
+        f"{trusted(row)}, which outputs are compared with, did not run at {describe(row)} "
+        f"{row['dtype']}"
         for row in result["rows"]
         if not row["difference"]
     ] + [
-        f"{name} differs from {trusted} by {value} at {describe(row)} {row['dtype']}"
+        f"{name} differs from {trusted(row)} by {value} at {describe(row)} {row['dtype']}"
         for row in result["rows"]
         for name, value in row["difference"].items()
         if not value <= AGREEMENT[row["dtype"]]  # NaN too
@@ -117,6 +132,7 @@ def _points(result: Mapping, suffix: str) -> str:
     unit, factor = unit_of(result["rows"])
     named = any("model" in row for row in result["rows"])
     distributions = any(inputs_of(row) != "normal" for row in result["rows"])
+    plain = option_peers.PLAIN in names
     rows = []
     for row in result["rows"]:
         over = ratio(row, f"us{suffix}")
@@ -127,22 +143,36 @@ def _points(result: Mapping, suffix: str) -> str:
         cells.append(f"{row['h']}/{row['h_k']}")
         speeds = row[f"tflops{suffix}"]
         cells += [f"{factor * speeds[name]:.1f}" if name in speeds else "-" for name in names]
-        cells += ["-" if over is None else f"{over:.3f}", share]
+        cells.append("-" if over is None else f"{over:.3f}")
+        if plain:
+            over = ratio(row, f"us{suffix}", option_peers.PLAIN)
+            cells.append("-" if over is None else f"{over:.3f}")
+        cells.append(share)
         if suffix:
             state = row["gpu_sustained"].get("flashcute", {})
             for name, digits in {"sm_mhz": 0, "power_w": 0, "power_capped": 2}.items():
                 cells.append(f"{state[name]:.{digits}f}" if name in state else "-")
         rows.append(cells)
     header = [*(["model", "b"] if named else []), *(["inputs"] if distributions else [])]
-    header += ["dtype", "d", "mask", "s", "h/h_k", *names, "x best peer", "% of matmul"]
+    header += ["dtype", "d", "mask", "s", "h/h_k", *names, "x best peer"]
+    header += [*(["x plain"] if plain else []), "% of matmul"]
     table = bm.format_table([*header, *(["MHz", "W", "power-capped"] if suffix else [])], rows)
     what = f", {pass_of(result)}" if pass_of(result) != "forward" else ""
     return f"{unit} {'sustained' if suffix else 'in bursts'}{what}\n\n{table}"
 
 
 def _subsets(rows: Sequence[Mapping]) -> Iterator[tuple[str, list[Mapping]]]:
-    """All rows, then subsets by length and head dimension unless they are all rows; with names."""
+    """All rows, then subsets by length and head dimension unless they are all rows; with names.
+
+    Options have subsets by their families.
+    """
     yield "", list(rows)
+    found: dict[str, list[Mapping]] = {}
+    if "window" in rows[0]:
+        for row in rows:
+            found.setdefault(f": {row['model'].partition('-')[0]}", []).append(row)
+        yield from found.items()
+        return
     found = {f", s <= {SHORT}": [row for row in rows if row["seqlen_q"] <= SHORT]}
     for d in sorted({row["d"] for row in rows}):
         found[f", d = {d}"] = [row for row in rows if row["d"] == d]
@@ -162,7 +192,7 @@ def _over_peers(result: Mapping, field: str) -> Compared:
     for part, rows in parts(result["rows"]).items():
         for peer in (None, *peers_here) if part.inputs == "normal" else ():
             for name, some in _subsets(rows):
-                if name and (part.models or peer not in (None, "fa3")):
+                if name and part.named != "options" and (part.named or peer not in (None, "fa3")):
                     continue
                 pairs = [(row, ratio(row, field, peer)) for row in some]
                 yield f"{ours}, {part}{name}", peer or "best peer", pairs
@@ -246,6 +276,20 @@ def host_times(result: Mapping) -> Iterator[str]:
             yield f"host time per call, {describe(dataclasses.asdict(shape))}: {times}"
 
 
+def _missing(rows: Sequence[Mapping]) -> Iterator[str]:
+    """A line for each contender and reason, with the named shapes where it did not run."""
+    where: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        for name, why in row.get("missing", {}).items():
+            places = where.setdefault((name, why), {})
+            if "model" in row:
+                places[row["model"]] = None
+    for (name, why), places in where.items():
+        yield f"{name} did not run everywhere: {why}" + (
+            f" ({', '.join(places)})" if places else ""
+        )
+
+
 def summary(result: Mapping) -> str:
     """Short tables: each point, then ratios over all of them, the ceiling and the host time."""
     suffixes = [""]
@@ -261,8 +305,7 @@ def summary(result: Mapping) -> str:
         values = {name: f"{value:.4g}" for name, value in result["ceiling"].items()}
         text.append(f"matmul ceiling: {values}")
     text += host_times(result)
-    missing = {n: why for row in result["rows"] for n, why in row.get("missing", {}).items()}
-    text += [f"{name} did not run everywhere: {why}" for name, why in missing.items()]
+    text += _missing(result["rows"])
     text += [f"{name}: {values}" for name, values in result["gpu_samples"].items()]
     if result["stopped_early"]:
         text.append("STOPPED EARLY: the time limit was reached, points are missing")

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 6  # flash::kAbiVersion
+ABI_VERSION = 8  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
     **dict.fromkeys("qkvo", ("batch", "row", "head")),
     "softmax_lse": ("batch", "head"),
+    "alibi_slopes": ("batch",),
 }
 _BWD_STRIDES = {
     "do": ("batch", "row", "head"),
@@ -45,6 +46,7 @@ class FlashFwdParams(ctypes.Structure):
         ("o_ptr", ctypes.c_void_p),
         ("softmax_lse_ptr", ctypes.c_void_p),
         ("sinks_ptr", ctypes.c_void_p),
+        ("alibi_slopes_ptr", ctypes.c_void_p),
         ("cu_seqlens_q_ptr", ctypes.c_void_p),
         ("cu_seqlens_k_ptr", ctypes.c_void_p),
         ("seqused_q_ptr", ctypes.c_void_p),
@@ -58,6 +60,8 @@ class FlashFwdParams(ctypes.Structure):
         *_SIZES,
         ("scale_softmax", ctypes.c_float),
         ("scale_softmax_log2", ctypes.c_float),
+        ("scale_softcap", ctypes.c_float),
+        ("alibi_scale", ctypes.c_float),
     ]
 
 
@@ -106,19 +110,22 @@ def fwd_params(
     softmax_scale: float,
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
+    softcap: float = 0.0,
 ) -> FlashFwdParams:
     """The arguments of a forward launch; nothing is checked.
 
     Args:
         tensors: By the names of their pointers without ``_ptr``, on a GPU or the CPU, with the
-            shapes that ``flash.h`` gives: q, k, v, o, softmax_lse, sinks. A pointer without a
-            tensor is null. The struct holds addresses only: the tensors have to outlive it.
+            shapes that ``flash.h`` gives: q, k, v, o, softmax_lse, sinks, alibi_slopes. A pointer
+            without a tensor is null. The struct holds addresses only: the tensors have to outlive
+            it.
         softmax_scale: Of the scores.
         pack_heads: The query heads of a key head share tiles.
         window_size: (left, right) of a kernel with the mask ``"local"``, both >= 0.
+        softcap: Of a kernel with softcap, > 0.
     """
     params = FlashFwdParams()
-    _fill(params, tensors, softmax_scale, window_size)
+    _fill(params, tensors, softmax_scale, window_size, softcap)
     if pack_heads:
         params.pack_shift = (params.h_h_k_ratio - 1).bit_length()
     return params
@@ -147,9 +154,11 @@ def _fill(
     tensors: Mapping[str, torch.Tensor],
     softmax_scale: float,
     window_size: tuple[int, int],
+    softcap: float = 0.0,
 ) -> None:
     b, seqlen_q, h, d = tensors["q"].shape
     seqlen_k, h_k = tensors["k"].shape[1:3]
+    unit = softcap or softmax_scale  # of the scores
     values = {
         "b": b,
         "seqlen_q": seqlen_q,
@@ -161,7 +170,9 @@ def _fill(
         "window_left": window_size[0],
         "window_right": window_size[1],
         "scale_softmax": softmax_scale,
-        "scale_softmax_log2": softmax_scale * math.log2(math.e),
+        "scale_softmax_log2": unit * math.log2(math.e),
+        "scale_softcap": softmax_scale / unit,
+        "alibi_scale": 1 / unit,
     }
     for name, value in values.items():
         setattr(params, name, value)
@@ -181,7 +192,7 @@ def plan_capacity(total_rows: int, b: int, tile_m: int) -> int:
 
 def plan_words(capacity: int, b: int) -> int:
     """``flash::plan_words()``."""
-    return 4 + 9 * capacity + 2 * b + 2
+    return 4 + 8 * capacity + 2 * b + 2
 
 
 def varlen_params(
@@ -191,6 +202,7 @@ def varlen_params(
     capacity: int,
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
+    softcap: float = 0.0,
 ) -> FlashFwdParams:
     """:func:`fwd_params` of a ragged batch.
 
@@ -202,7 +214,7 @@ def varlen_params(
     """
     rows = ("q", "k", "v", "o")
     dense = {name: x[None] if name in (*rows, "softmax_lse") else x for name, x in tensors.items()}
-    params = fwd_params(dense, softmax_scale, pack_heads, window_size)
+    params = fwd_params(dense, softmax_scale, pack_heads, window_size, softcap)
     params.b = tensors["cu_seqlens_q"].shape[0] - 1
     params.total_q, params.total_k = params.seqlen_q, params.seqlen_k
     params.seqlen_q, params.plan_capacity = max_seqlen_q, capacity

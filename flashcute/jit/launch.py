@@ -23,6 +23,7 @@ class Call:
         softmax_scale: Of the scores; 1 / sqrt(d) by default.
         outputs: out and lse to be written; new contiguous ones by default.
         pack_heads: The query heads of a key head share tiles.
+        window_size: (left, right) of a kernel with the mask ``"local"``, both >= 0.
 
     Attributes:
         out: (b, seqlen_q, h, d) in the dtype of q.
@@ -39,6 +40,7 @@ class Call:
         outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
         *,
         pack_heads: bool = False,
+        window_size: tuple[int, int] = (0, 0),
     ) -> None:
         b, seqlen_q, h, d = q.shape
         if outputs is None:
@@ -49,7 +51,7 @@ class Call:
         # Kept, as the parameters hold their addresses.
         self._tensors = {"q": q, "k": k, "v": v, "o": self.out, "softmax_lse": self.lse}
         scale = d**-0.5 if softmax_scale is None else softmax_scale
-        self._params = fwd_params(self._tensors, scale, pack_heads)
+        self._params = fwd_params(self._tensors, scale, pack_heads, window_size)
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueues the kernel on the current stream; returns :attr:`out` and :attr:`lse`.

@@ -229,6 +229,16 @@ def _kernel(config: FwdConfig | BwdConfig, checker: str) -> tuple[Path, str]:
     return path, config.full_name
 
 
+def _check_scores(config: FwdConfig, softcap: float, alibi_slopes: torch.Tensor | None) -> None:
+    shown = None if alibi_slopes is None else tuple(alibi_slopes.shape)
+    if (config.softcap, config.alibi) != (softcap > 0, shown is not None):
+        raise ValueError(
+            f"sim.run_{config.kind}: expected softcap and alibi_slopes where the kernel computes "
+            f"them, got softcap={softcap} and alibi_slopes of shape {shown} for a kernel with "
+            f"softcap={config.softcap}, alibi={config.alibi}; pass what it was compiled for"
+        )
+
+
 def run_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -239,6 +249,8 @@ def run_fwd(
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
     seed: int = 0,
     copy_mode: str = "late",
     checker: str = "none",
@@ -262,6 +274,8 @@ def run_fwd(
         pack_heads: The query heads of a key head share tiles.
         window_size: (left, right), both >= 0, where the configuration's mask is ``"local"``.
         sinks: (h,) float32, logits of a further column of the softmax.
+        softcap: > 0 where the configuration has one, else 0.
+        alibi_slopes: (b, h) float32, where the configuration has them; any batch stride.
         seed: Of the schedule of lanes and warps; same seed, same run.
         copy_mode: When asynchronous copies and wgmmas complete, one of
             :data:`COPY_MODES`: ``"late"``, as late as their wait allows; ``"random"``, in random
@@ -284,14 +298,17 @@ def run_fwd(
     """
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     _check({"q": q, "k": k, "v": v}, config, scale, copy_mode, checker)
+    _check_scores(config, softcap, alibi_slopes)
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches)
-    settings += (int(trace), 1 << 32, 0)
+    settings += (int(trace), 1 << 32, 0, config.min_ctas)
     command = [str(_runner(checker)), str(path), function]
+    optional = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     inputs = {"q": q, "k": k, "v": v}
-    if sinks is not None:
-        inputs["sinks"] = sinks
-    return run_fwd_program(command, inputs, scale, settings, timeout, out, pack_heads, window_size)
+    inputs |= {name: x for name, x in optional.items() if x is not None}
+    return run_fwd_program(
+        command, inputs, scale, settings, timeout, out, pack_heads, window_size, softcap
+    )
 
 
 def run_fwd_program(
@@ -303,6 +320,7 @@ def run_fwd_program(
     out: torch.Tensor | None = None,
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
+    softcap: float = 0.0,
 ) -> SimResult:
     """:func:`run_program` with ``Flash_fwd_params``, filled from q, k, v of any dtype."""
     q = inputs["q"]
@@ -311,7 +329,7 @@ def run_fwd_program(
         "o": q.new_full(q.shape, math.nan) if out is None else out,
         "softmax_lse": q.new_full((b, h, seqlen_q), math.nan, dtype=torch.float32),
     }
-    params = abi.fwd_params({**inputs, **outputs}, scale, pack_heads, window_size)
+    params = abi.fwd_params({**inputs, **outputs}, scale, pack_heads, window_size, softcap)
     return run_program(program, params, inputs, outputs, settings, timeout)
 
 
@@ -327,6 +345,8 @@ def run_varlen(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
@@ -354,11 +374,13 @@ def run_varlen(
     """
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     _check({"q": q[None], "k": k[None], "v": v[None]}, config, scale, copy_mode, checker)
+    _check_scores(config, softcap, alibi_slopes)
     total_q, h, _ = q.shape
     b = cu_seqlens_q.shape[0] - 1
     shift = (h // k.shape[1] - 1).bit_length() if pack_heads else 0
     capacity = abi.plan_capacity(total_q << shift, b, config.tile_m)
-    optional = {"seqused_q": seqused_q, "seqused_k": seqused_k, "sinks": sinks}
+    optional = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    optional |= {"sinks": sinks, "alibi_slopes": alibi_slopes}
     inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     inputs |= {name: x for name, x in optional.items() if x is not None}
     outputs = {
@@ -367,10 +389,11 @@ def run_varlen(
         "plan": torch.full((abi.plan_words(capacity, b),), -1, dtype=torch.int32),
     }
     params = abi.varlen_params(
-        {**inputs, **outputs}, scale, max_seqlen_q, capacity, pack_heads, window_size
+        {**inputs, **outputs}, scale, max_seqlen_q, capacity, pack_heads, window_size, softcap
     )
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), 227 * 1024, sms, launches, 0, 1 << 32, 1)
+    settings += (config.min_ctas,)
     program = [str(_runner(checker)), str(path), function]
     return run_program(program, params, inputs, outputs, settings, timeout)
 
@@ -450,7 +473,7 @@ def run_bwd(
         inputs["sinks"] = sinks
         outputs["dsinks"] = q.new_full((h,), math.nan, dtype=torch.float32)
     path, function = kernel or _kernel(config, checker)
-    settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches, 0, 1 << 32, 0)
+    settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches, 0, 1 << 32, 0, 1)
     params = abi.bwd_params({**inputs, **outputs}, scale, window_size)
     command = [str(_runner(checker)), str(path), function]
     return run_program(command, params, inputs, outputs, settings, timeout)
@@ -476,7 +499,7 @@ def run_program(
         outputs: Likewise, those that the kernel writes. Each launch finds the contents they have
             now; they receive the results of the last one if the verdict is ``"pass"``.
         settings: Seed, copy mode, shared memory limit, SMs, launches, trace, greatest number of
-            steps, whether a plan is made before each launch.
+            steps, whether a plan is made before each launch, CTAs that share an SM's registers.
         timeout: Seconds after which the run counts as hung.
     """
     with tempfile.TemporaryDirectory(prefix="flashcute-sim-") as folder:

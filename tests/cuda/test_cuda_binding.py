@@ -118,6 +118,46 @@ def test_sinks_that_kernels_cannot_read_are_refused(stand_in, wrong: str) -> Non
     assert not stand_in.launches
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=str)
+def test_softcap_and_slopes(stand_in, shape) -> None:
+    slopes = torch.rand(shape, device="cuda")
+    for softcap, alibi_slopes in ((0.0, slopes), (32.0, None), (32.0, slopes)):
+        ops.attend(*_qkv(), 0.125, True, (-1, -1), None, softcap, alibi_slopes)
+        params, problem = stand_in.launches[-1][0], stand_in.problems[-1]
+        given = alibi_slopes is not None
+        assert (problem["softcap"], problem["alibi"]) == (softcap > 0, given)
+        assert params["alibi_slopes_ptr"] == (slopes.data_ptr() if given else None)
+        assert params["alibi_slopes_batch_stride"] == (4 if given and len(shape) == 2 else 0)
+        unit = softcap or 0.125
+        assert (params["scale_softmax"], params["alibi_scale"]) == (0.125, 1 / unit)
+        assert params["scale_softcap"] == 0.125 / unit
+        assert params["scale_softmax_log2"] == pytest.approx(unit * math.log2(math.e), rel=1e-7)
+    assert len(stand_in.problems) == 3
+
+
+@pytest.mark.parametrize("wrong", ["device", "dtype", "size", "batch", "rank", "stride"])
+def test_slopes_that_kernels_cannot_read_are_refused(stand_in, wrong: str) -> None:
+    """By the binding itself, below the checks in Python."""
+    slopes = {
+        "device": torch.zeros(4),
+        "dtype": torch.zeros(4, device="cuda", dtype=torch.bfloat16),
+        "size": torch.zeros(3, device="cuda"),
+        "batch": torch.zeros(3, 4, device="cuda"),
+        "rank": torch.zeros((), device="cuda"),
+        "stride": torch.zeros(4, 2, device="cuda").mT,
+    }[wrong]
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"flashcute::fwd: expected.* alibi_sl"):
+        torch.ops.flashcute.attend(*_qkv(), 0.125, True, -1, -1, None, 0.0, slopes)
+    assert not stand_in.launches
+
+
+@pytest.mark.parametrize("softcap", [-1.0, math.inf, math.nan, 1e38])
+def test_softcap_that_kernels_cannot_apply_is_refused(stand_in, softcap: float) -> None:
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"flashcute::fwd: expected softcap 0"):
+        torch.ops.flashcute.attend(*_qkv(), 0.125, True, -1, -1, None, softcap)
+    assert not stand_in.launches
+
+
 def test_current_stream_of_the_device(stand_in) -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -149,6 +189,8 @@ def test_python_is_asked_once_per_problem(stand_in) -> None:
         "d": 64,
         "window_left": 0,
         "window_right": 0,
+        "softcap": 0,
+        "alibi": 0,
         "backward": 0,
     }
     ops.fwd(q, k, v, 0.125, False)

@@ -1,4 +1,4 @@
-"""Windows, sinks and packed heads on a GPU: seeded cases of both kernel classes."""
+"""Windows, sinks, softcap, ALiBi and packed heads on a GPU: seeded cases of both kernel classes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 import pytest
+import scores
 import torch
 from layouts import STYLES, nan_surrounded
 
@@ -33,24 +34,31 @@ class Case:
     causal: bool
     window_size: tuple[int, int]
     sinks: bool
+    scores: scores.Scores
     styles: tuple[str, str, str]
 
 
 def make_case(seed: int) -> Case:
     rng = random.Random(seed)
     h, h_k = rng.choice(HEADS)
+    dtype = (torch.float16, torch.bfloat16)[seed % 2]
+    asked = scores.draw(rng, dtype)
+    head_dims = (16, 32, 64, 96, 128, 200, 256)
+    if asked.any:
+        head_dims = (40, *scores.HEAD_DIMS[dtype])
     return Case(
         seed=seed,
-        dtype=(torch.float16, torch.bfloat16)[seed % 2],
+        dtype=dtype,
         b=rng.choice((1, 1, 2, 3)),
         seqlen_q=rng.choice(SEQLENS),
         seqlen_k=rng.choice((0, *SEQLENS)),
         h=h,
         h_k=h_k,
-        d=rng.choice((16, 32, 64, 96, 128, 200, 256)),
+        d=rng.choice(head_dims),
         causal=rng.random() < 0.3,
         window_size=(rng.choice(SIDES), rng.choice(SIDES)),
         sinks=rng.random() < 0.5,
+        scores=asked,
         styles=tuple(rng.choice(list(STYLES)) for _ in range(3)),
     )
 
@@ -69,6 +77,7 @@ def check(case: Case) -> str | None:
     if case.sinks:
         sinks = 3 * torch.randn(case.h, device="cuda", generator=generator)
     options = {"causal": case.causal, "window_size": case.window_size, "sinks": sinks}
+    options |= case.scores.options(case.b, case.h, case.d, generator)
     out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
     check_drift = "expanded_rows" not in case.styles[1:]
     try:
@@ -92,8 +101,9 @@ def _built_window_kernels() -> None:
         )
     ]
     target = "".join(map(str, capability))
-    specs = [(dataclasses.replace(config, mask="local"), target) for config in tiles]
-    for result in jit.build_kernels(specs):
+    windowed = [dataclasses.replace(config, mask="local") for config in tiles]
+    wanted = (*windowed, *scores.kernels(capability))
+    for result in jit.build_kernels([(config, target) for config in wanted]):
         assert result.artefact is not None, result
 
 
@@ -118,6 +128,14 @@ def test_sampling_covers_the_options() -> None:
     assert len({case.window_size for case in cases}) == len(SIDES) ** 2
     packed = [case for case in cases if case.h > case.h_k and case.seqlen_q * case.h < 128]
     assert len(packed) >= 20 and sum(case.sinks for case in packed) >= 10
+    for dtype, asked in ((torch.float16, (True, True)), (torch.bfloat16, (True, False))):
+        for pair in {asked, asked[::-1]}:
+            wanted = [(c.scores.softcap > 0, c.scores.slopes > 0) == pair for c in cases]
+            of_dtype = [c for c, x in zip(cases, wanted, strict=True) if x and c.dtype == dtype]
+            assert len(of_dtype) >= 100 and len({c.d for c in of_dtype}) >= 3
+            assert sum(c in packed for c in of_dtype) >= 3
+    unlimited = [case for case in cases if set(case.window_size) <= {-1, 5000}]
+    assert sum(case.scores.any for case in unlimited) >= 15
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -127,6 +145,21 @@ def test_options(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -
         failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
     count_cases(f"options of class {kernel_class}", CASES_PER_CHUNK)
     assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_slopes_of_zero_and_a_cap_beyond_all_scores_equal_none(kernel_class: str, causal) -> None:
+    """Slopes bit for bit, in any memory layout; the cap within rounding."""
+    q = torch.randn(2, 150, 4, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 170, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    plain = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    for slopes in (torch.zeros(4), torch.zeros(2, 4), torch.zeros(8, 2)[::2].mT):
+        found = flash_attn_func(
+            q, k, v, causal=causal, alibi_slopes=slopes.cuda(), return_attn_probs=True
+        )
+        assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
+    out, lse, _ = flash_attn_func(q, k, v, causal=causal, softcap=1e6, return_attn_probs=True)
+    testing.check_forward(out, lse, q, k, v, causal=causal)
 
 
 @pytest.mark.parametrize("side", [(-1, -1), (-1, 0), (100, 0), (60, 60)])

@@ -7,6 +7,7 @@ import itertools
 import random
 
 import pytest
+import scores
 import torch
 from layouts import STYLES, nan_surrounded
 
@@ -40,6 +41,7 @@ class Case:
     causal: bool
     window_size: tuple[int, int]
     sinks: bool
+    scores: scores.Scores
     styles: tuple[str, str, str]
 
 
@@ -54,9 +56,11 @@ def make_case(seed: int) -> Case:
     used = [
         tuple(rng.randint(0, n) for n in side) if rng.random() < 0.25 else None for side in lengths
     ]
+    dtype = (torch.float16, torch.bfloat16)[seed % 2]
+    asked = scores.draw(rng, dtype)
     return Case(
         seed=seed,
-        dtype=(torch.float16, torch.bfloat16)[seed % 2],
+        dtype=dtype,
         index=rng.choice((torch.int32, torch.int64)),
         lengths_q=lengths[0],
         lengths_k=lengths[1],
@@ -66,10 +70,11 @@ def make_case(seed: int) -> Case:
         slack=rng.choice((0, 0, 3, 10_000)),
         h=h,
         h_k=h_k,
-        d=rng.choice((20, 32, 64, 128, 200)),
+        d=rng.choice((40, *scores.HEAD_DIMS[dtype]) if asked.any else (20, 32, 64, 128, 200)),
         causal=rng.random() < 0.4,
         window_size=(rng.choice(SIDES), rng.choice(SIDES)),
         sinks=rng.random() < 0.4,
+        scores=asked,
         styles=tuple(rng.choice([s for s in STYLES if "expanded" not in s]) for _ in range(3)),
     )
 
@@ -110,6 +115,7 @@ def check(case: Case) -> str | None:
     if case.sinks:
         sinks = 3 * torch.randn(case.h, device="cuda", generator=generator)
     options = {"causal": case.causal, "window_size": case.window_size, "sinks": sinks}
+    options |= case.scores.options(len(case.lengths_q), case.h, case.d, generator)
     used = {
         name: None if x is None else torch.tensor(x, dtype=torch.int32, device="cuda")
         for name, x in (("seqused_q", case.used_q), ("seqused_k", case.used_k))
@@ -128,11 +134,14 @@ def check(case: Case) -> str | None:
         rows_in_use(case.lengths_k, case.used_k),
         strict=True,
     )
-    for rows, keys in pairs:
+    slopes = options["alibi_slopes"]
+    for i, (rows, keys) in enumerate(pairs):
         of_no_sequence[rows] = False
         if rows.stop == rows.start:
             continue
         one = q[None, rows], k[None, keys], v[None, keys]
+        if slopes is not None and case.scores.of_each:
+            options["alibi_slopes"] = slopes[i]
         try:
             testing.check_forward(out[None, rows], lse[None, :, rows], *one, **options)
         except AssertionError as error:
@@ -159,7 +168,8 @@ def _built_kernels_of_both_classes() -> None:
     ]
     windowed = [dataclasses.replace(c, mask="local") for c in configs if c.mask == "none"]
     target = "".join(map(str, capability))
-    for result in jit.build_kernels([(config, target) for config in (*configs, *windowed)]):
+    wanted = (*configs, *windowed, *scores.kernels(capability))
+    for result in jit.build_kernels([(config, target) for config in wanted]):
         assert result.artefact is not None, result
 
 
@@ -184,6 +194,9 @@ def test_sampling_covers_the_options() -> None:
         sum(case.used_k is not None for case in cases),
         sum(case.behind[1] > 0 for case in cases),
         sum(case.sinks for case in cases),
+        sum(case.scores.softcap > 0 for case in cases),
+        sum(case.scores.slopes > 0 and not case.scores.of_each for case in cases),
+        sum(case.scores.slopes > 0 and len(case.lengths_q) > 1 for case in cases),
         sum(case.h > case.h_k and max(case.lengths_q, default=0) == 1 for case in cases),
     ):
         assert seen >= 30

@@ -351,9 +351,9 @@ _REGISTERS_AND_TURNS = (
     _simulator(
         "register pool overdrawn",
         _TRAITS,
-        "kLoadRegisters = kMmaWarpgroups == 2 ? 24",
-        "kLoadRegisters = kMmaWarpgroups == 2 ? 40",
-        r"deadlock: .*wait for registers at setmaxnreg.inc.*168 registers, wants 240",
+        " / kMmaWarpgroups / 8 * 8, 240);",
+        " / kMmaWarpgroups / 8 * 8, 240) + 8;",
+        r"deadlock: .*wait for registers at setmaxnreg.inc.*168 registers, wants 248",
     ),
     _simulator(
         "registers not given up",
@@ -483,8 +483,8 @@ _OPERANDS = (
         _numerics(
             "mask of another block in a window",
             _MAINLOOP,
-            "int const block = tile.blocks.template block<C.mask>(visit)",
-            "int const block = tile.blocks.begin + visit",
+            "return tile.blocks.template block<C.mask>(visit);",
+            "return tile.blocks.begin + visit;",
         ),
         config=WINDOW,
     ),

@@ -136,7 +136,7 @@ def run_sum():
     def run(params):
         inputs = {"terms": torch.arange(1, 4, dtype=torch.int32)}
         outputs = {"total": torch.full((1,), 10, dtype=torch.int32)}
-        program, settings = [str(runner), str(path), "sum"], (0, 0, 0, 1, 2, 0, 1, 0)
+        program, settings = [str(runner), str(path), "sum"], (0, 0, 0, 1, 2, 0, 1, 0, 1)
         return sim_run.run_program(program, params, inputs, outputs, settings, 60.0)
 
     return run

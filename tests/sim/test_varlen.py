@@ -10,10 +10,9 @@ import torch
 from mutants import ONE_STAGE, TWO_STAGES
 from mutants_sm90 import ASKING, STRIDING
 from planted import build_mutants
-from problems import DTYPES
+from ragged import check, equal, make_qkv, run, starts
 
 from flashcute import sim
-from flashcute.testing import check_forward
 
 CONFIGS = (TWO_STAGES, ONE_STAGE, ASKING, STRIDING)
 CHECKED = CONFIGS[0], CONFIGS[2]  # one of each class
@@ -44,53 +43,6 @@ def kernels():
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory):
     return build_mutants(mutants_varlen.MUTANTS, tmp_path_factory.mktemp("mutants"))
-
-
-def starts(lengths):
-    return torch.tensor([*itertools.accumulate(lengths, initial=0)], dtype=torch.int32)
-
-
-def make_qkv(config, batch, h=4, h_k=2, more=5, seed=0):
-    """Tokens of all sequences, and ``more`` behind them that are NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    d = config.head_dim - 8
-    tensors = []
-    for lengths, heads in ((batch[0], h), (batch[1], h_k), (batch[1], h_k)):
-        x = torch.randn((sum(lengths) + more, heads, d), generator=generator)
-        x[sum(lengths) :] = torch.nan
-        tensors.append(x.to(DTYPES[config.dtype]))
-    return tensors
-
-
-def run(config, qkv, batch, **options):
-    """``run_varlen`` of sequences of these lengths; ``max_seqlen_q`` is the longest by default."""
-    options = {"max_seqlen_q": max(batch[0], default=0), "sms": 2} | options
-    return sim.run_varlen(*qkv, starts(batch[0]), starts(batch[1]), config, **options)
-
-
-def check(result, config, qkv, batch, used=None, **options):
-    """Each sequence against the reference, and all other rows against zeros and -inf.
-
-    ``used``: rows of each sequence that count; all by default.
-    """
-    assert result.verdict == "pass", result.message
-    q, k, v = qkv
-    of_no_sequence = torch.ones(q.shape[0], dtype=torch.bool)
-    begins = (starts(lengths).tolist() for lengths in batch)
-    for i, j, n, m in zip(*begins, *(used or batch), strict=False):
-        rows, keys = slice(i, i + n), slice(j, j + m)
-        of_no_sequence[rows] = False
-        if n > 0:
-            out, lse = result.out[rows][None], result.lse[:, rows][None]
-            one = q[rows][None], k[keys][None], v[keys][None]
-            check_forward(out, lse, *one, causal=config.mask == "causal", **options)
-    assert (result.out[of_no_sequence] == 0).all()
-    assert (result.lse[:, of_no_sequence] == -torch.inf).all()
-
-
-def equal(result, other):
-    assert result.verdict == other.verdict == "pass", result.message + other.message
-    return torch.equal(result.out, other.out) and torch.equal(result.lse, other.lse)
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: "-".join(map(str, b[0])) or "none")
@@ -195,13 +147,20 @@ def test_plan(config):
     result = run(config, make_qkv(config, SOME), SOME)
     plan = result.outputs["plan"]
     count, m = int(plan[0]), config.tile_m
-    tiles = plan[4 : 4 + 9 * count].view(count, 9).tolist()
+    tiles = plan[4 : 4 + 8 * count].view(count, 8).tolist()
     begins = starts(SOME[0]).tolist()
     segments = [*zip(begins, SOME[0], strict=False), (begins[-1], 5)]  # 5 rows of no sequence
     assert sorted((row, block) for block, row, *_ in tiles) == sorted(
         (row, block) for row, n in segments for block in range(-(-n // m))
     )
-    blocks = [tile[5] for tile in tiles]
+
+    def key_blocks(block, _row_q, _row_k, seqlen_q, seqlen_k, *_):
+        last = min((block + 1) * m, seqlen_q) - 1
+        end = min(last + seqlen_k - seqlen_q + 1, seqlen_k) if causal else seqlen_k
+        return -(-max(end, 0) // config.tile_n)
+
+    causal = config.mask == "causal"
+    blocks = [key_blocks(*tile) for tile in tiles]
     assert blocks == sorted(blocks, reverse=True)  # few enough for exact order
     assert max(blocks) > min(blocks) == 0
 

@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 6;
+inline constexpr int32_t kAbiVersion = 8;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -30,6 +30,8 @@ struct FwdConfig {
                         // shared memory; sm80: none or all
     int32_t min_ctas;   // CTAs per SM that the register budget must allow
     bool ping_pong;     // sm90: warpgroups take turns in issuing their products
+    bool softcap;       // scores become softcap * tanh(score / softcap)
+    bool alibi;         // then the distance of query and key lowers them
 };
 
 // The tile of one backward kernel, whose CTA owns rows of one side and visits blocks of the other:
@@ -67,6 +69,9 @@ struct Flash_fwd_params {
     // (h), logits of a further column of the softmax that has no value; null: there is none. The
     // log-sum-exp includes it.
     const float *sinks_ptr;
+    // (b, h), of FwdConfig::alibi: -slope * |i + seqlen_k - seqlen_q - j| is added to the score of
+    // query i and key j. The batch stride is 0 where all entries, or sequences, share their slopes.
+    const float *alibi_slopes_ptr;
 
     // A ragged batch (varlen): sequence i has rows [cu_seqlens[i], cu_seqlens[i + 1]) of q and o,
     // (total_q, h, d), or of k and v, (total_k, h_k, d), of which the first seqused[i] count. The
@@ -83,6 +88,7 @@ struct Flash_fwd_params {
     int64_t v_batch_stride, v_row_stride, v_head_stride;
     int64_t o_batch_stride, o_row_stride, o_head_stride;
     int64_t softmax_lse_batch_stride, softmax_lse_head_stride;
+    int64_t alibi_slopes_batch_stride;
 
     int32_t b, seqlen_q, seqlen_k, h, h_k, d;
     int32_t h_h_k_ratio;  // query heads per key/value head
@@ -97,8 +103,12 @@ struct Flash_fwd_params {
     // less than 2^31.
     int32_t window_left, window_right;
 
-    float scale_softmax;       // applied to Q K^T
-    float scale_softmax_log2;  // the same times log2(e): the kernels exponentiate in base 2
+    float scale_softmax;  // applied to Q K^T
+    // The kernels exponentiate in base 2: scale_softmax times log2(e); with FwdConfig::softcap,
+    // whose kernels compute tanh(scale_softcap * Q K^T), softcap times log2(e).
+    float scale_softmax_log2;
+    float scale_softcap;  // scale_softmax / softcap; without one 1
+    float alibi_scale;    // 1 / scale_softmax; with FwdConfig::softcap 1 / softcap
 };
 
 // Tiles of a grid head that a ragged batch has at most, whatever its lengths: those of b sequences,
@@ -108,7 +118,7 @@ inline constexpr int64_t plan_capacity(int64_t total_rows, int64_t b, int64_t ti
 }
 // Size of what plan_ptr points to, in words of 32 bits.
 inline constexpr int64_t plan_words(int64_t capacity, int64_t b) {
-    return 4 + 9 * capacity + 2 * b + 2;
+    return 4 + 8 * capacity + 2 * b + 2;
 }
 
 // Arguments of one backward launch: those of the forward, whose O and LSE are read, with

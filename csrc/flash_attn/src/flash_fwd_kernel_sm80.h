@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     if (plan != nullptr && index >= plan->count * num_grid_heads(params)) {
         return;
     }
-    WorkTile const tile =
-        plan != nullptr ? plan_tile(params, *plan, index) : TileScheduler<C>::tile(params, index);
+    WorkTile const tile = plan != nullptr ? plan_tile<C>(params, *plan, index)
+                                          : TileScheduler<C>::tile(params, index);
     typename Mainloop::SoftmaxT softmax(params.scale_softmax_log2);
     Tensor tOrO = partition_fragment_C(
         typename Traits::TiledMma{},

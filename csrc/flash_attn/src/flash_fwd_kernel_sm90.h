@@ -14,7 +14,7 @@ namespace flash {
 // Parametrised by the traits type: nvcc 13.0 misspells a namespaced value as a kernel's own
 // argument.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     flash_fwd_kernel_sm90(__grid_constant__ Flash_fwd_params const params,
                           __grid_constant__ TensorMapsSm90 const maps,
                           __grid_constant__ TileQueue const queue) {

@@ -25,7 +25,8 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
         return error;
     }
     int64_t const tiles = TileScheduler<C>::num_tiles(*params);
-    if (tiles <= 0 || tiles > INT32_MAX - sms) {  // CTAs count on beyond the last tile
+    int64_t const most = int64_t(sms) * Traits::kMinCtas;
+    if (tiles <= 0 || tiles > INT32_MAX - most) {  // CTAs count on beyond the last tile
         return cudaErrorInvalidConfiguration;
     }
     if (cudaError_t const error = allow_smem<kernel>(Traits::kSmemBytes); error != cudaSuccess) {
@@ -35,7 +36,7 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     if (cudaError_t const error = make_tensor_maps<Traits>(maps, *params); error != cudaSuccess) {
         return error;
     }
-    int64_t const ctas = std::min<int64_t>(tiles, sms);
+    int64_t const ctas = std::min<int64_t>(tiles, most);
     TileQueue queue{static_cast<int>(tiles), 1, nullptr};
     if (Traits::kWorkStealing && params->plan_ptr == nullptr) {
         queue.group = TileScheduler<C>::heads_in_group(*params, sms);

@@ -68,37 +68,50 @@ struct Segments {
 template <FwdConfig C>
 struct Planner {
     static constexpr int kThreads = 1024;
-    static constexpr int kBuckets = 256;
+    static constexpr int kBuckets = 128;
+    static constexpr int kCopies = 8;  // of each bucket, as atomics on one address are serialised
+    static constexpr int kMaxFirst = 10240;  // within the 48 KB that any launch may have
+    static_assert(kThreads == 32 * 32 && kBuckets * kCopies == kThreads);
 
     struct SharedStorage {
-        int64_t scan[kThreads];
-        unsigned bucket[kBuckets];  // tiles in it; then where its next one goes
+        int64_t warp_sums[kThreads / 32];
+        unsigned bucket[kThreads];  // tiles in it; then where its next one goes
         int64_t carry;
+        int first[kMaxFirst];  // if as many suffice; else they are in global memory
     };
 
     CUTE_DEVICE static int num_m_blocks(Flash_fwd_params const &params, PlanTile const &segment) {
         return (num_rows(params, segment.seqlen_q) + C.tile_m - 1) / C.tile_m;
     }
 
-    // The exponent and three bits of the mantissa of the number of blocks, most first.
+    // By the exponent and three bits of the mantissa of the number of blocks, most first; from
+    // 2^15.75 on all are in one.
     CUTE_DEVICE static int bucket_of(int blocks) {
-        int const bits = __float_as_int(static_cast<float>(blocks)) >> 20;
-        return blocks > 0 ? kBuckets - 2 - (bits - (127 << 3)) : kBuckets - 1;
+        int const bits = (__float_as_int(static_cast<float>(blocks)) >> 20) - (127 << 3);
+        int const bucket = blocks > 0 ? kBuckets - 2 - cute::min(bits, kBuckets - 2) : kBuckets - 1;
+        return bucket * kCopies + threadIdx.x % kCopies;
     }
 
     // This thread's sum of all values up to its own.
-    CUTE_DEVICE static int64_t inclusive_scan(int64_t *scan, int64_t value) {
-        int const thread = threadIdx.x;
-        scan[thread] = value;
-        __syncthreads();
-        CUTE_NO_UNROLL
-        for (int distance = 1; distance < kThreads; distance *= 2) {
-            int64_t const before = thread >= distance ? scan[thread - distance] : 0;
-            __syncthreads();
-            scan[thread] += before;
-            __syncthreads();
+    CUTE_DEVICE static int64_t inclusive_scan(int64_t *warp_sums, int64_t value) {
+        int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        int64_t const sum = warp_scan(value, lane);
+        if (lane == 31) {
+            warp_sums[warp] = sum;
         }
-        return scan[thread];
+        __syncthreads();
+        int64_t const warps = warp_scan(warp_sums[lane], lane);
+        int64_t const before = __shfl_sync(0xffffffffu, warps, cute::max(warp - 1, 0));
+        __syncthreads();
+        return warp == 0 ? sum : before + sum;
+    }
+    CUTE_DEVICE static int64_t warp_scan(int64_t value, int lane) {
+        CUTE_UNROLL
+        for (int distance = 1; distance < 32; distance *= 2) {
+            int64_t const before = __shfl_up_sync(0xffffffffu, value, distance);
+            value += lane >= distance ? before : 0;
+        }
+        return value;
     }
 
     // first[i]: tiles of the segments before i.
@@ -115,7 +128,7 @@ struct Planner {
             int const i = begin + static_cast<int>(threadIdx.x);
             int const tiles = i < segments.count() ? num_m_blocks(params, segments[i]) : 0;
             // Values that are no lengths may ask for more tiles than there is room for.
-            int64_t const sum = storage.carry + inclusive_scan(storage.scan, tiles);
+            int64_t const sum = storage.carry + inclusive_scan(storage.warp_sums, tiles);
             int64_t const up_to = cute::min(sum, int64_t(params.plan_capacity));
             if (i < segments.count()) {
                 first[i + 1] = static_cast<int>(up_to);
@@ -139,36 +152,38 @@ struct Planner {
         }
         PlanTile tile = segments[low];
         tile.m_block = index - first[low];
-        if (tile.seqlen_k >= 0) {
-            WorkTile const work{
-                .m_block = tile.m_block, .seqlen_q = tile.seqlen_q, .seqlen_k = tile.seqlen_k};
-            tile.blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, work);
-        }
         return tile;
+    }
+
+    // The bucket of a tile.
+    CUTE_DEVICE static unsigned &bucket(Flash_fwd_params const &params, SharedStorage &storage,
+                                        PlanTile const &tile) {
+        WorkTile const work{
+            .m_block = tile.m_block, .seqlen_q = tile.seqlen_q, .seqlen_k = tile.seqlen_k};
+        using Blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>;
+        return storage.bucket[bucket_of(Blocks::block_range(params, work).count)];
     }
 
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage) {
         auto &plan = *static_cast<WorkPlan *>(params.plan_ptr);
-        int *const first = reinterpret_cast<int *>(plan.tiles + params.plan_capacity);
+        int *const first = 2 * params.b + 2 <= kMaxFirst
+                               ? storage.first
+                               : reinterpret_cast<int *>(plan.tiles + params.plan_capacity);
         int const thread = threadIdx.x;
-        if (thread < kBuckets) {
-            storage.bucket[thread] = 0;
-        }
+        storage.bucket[thread] = 0;
         count_tiles(params, storage, first);
         int const count = first[2 * params.b + 1];
         for (int i = thread; i < count; i += kThreads) {
-            atomicAdd(&storage.bucket[bucket_of(find_tile(params, first, i).blocks.count)], 1u);
+            atomicAdd(&bucket(params, storage, find_tile(params, first, i)), 1u);
         }
         __syncthreads();
-        int64_t const size = thread < kBuckets ? storage.bucket[thread] : 0;
-        int64_t const end = inclusive_scan(storage.scan, size);
-        if (thread < kBuckets) {
-            storage.bucket[thread] = static_cast<unsigned>(end - size);
-        }
+        int64_t const size = storage.bucket[thread];
+        int64_t const end = inclusive_scan(storage.warp_sums, size);
+        storage.bucket[thread] = static_cast<unsigned>(end - size);
         __syncthreads();
         for (int i = thread; i < count; i += kThreads) {
             PlanTile const tile = find_tile(params, first, i);
-            plan.tiles[atomicAdd(&storage.bucket[bucket_of(tile.blocks.count)], 1u)] = tile;
+            plan.tiles[atomicAdd(&bucket(params, storage, tile), 1u)] = tile;
         }
         if (thread == 0) {
             plan.count = count;
@@ -180,6 +195,8 @@ template <class Traits>
 __global__ void __launch_bounds__(Planner<Traits::kConfig>::kThreads)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Plan = Planner<Traits::kConfig>;
+    // An attention kernel of the sm90 class may be launched already; it waits for this one's end.
+    if constexpr (Traits::kConfig.arch == 90) cudaTriggerProgrammaticLaunchCompletion();
     extern __shared__ __align__(1024) char smem[];
     Plan::run(params, *reinterpret_cast<typename Plan::SharedStorage *>(smem));
 }

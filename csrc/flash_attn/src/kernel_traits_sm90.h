@@ -20,10 +20,10 @@ struct KernelTraitsSm90 {
     static_assert(C.arch == 90);
     static_assert(C.head_dim % 32 == 0 && C.head_dim <= 256);
     static_assert(C.tile_m == 16 * C.warps && C.warps % 4 == 0, "64 rows a warpgroup");
-    static_assert(C.warps == 8 || C.warps == 12, "two or three MMA warpgroups");
+    static_assert(C.warps <= 12, "one to three MMA warpgroups");
     static_assert(C.tile_n % 16 == 0, "P's fragments are k16 steps of the second GEMM");
     static_assert(C.q_in_regs >= 0 && C.q_in_regs <= C.head_dim / 16, "k16 steps of the first");
-    static_assert(C.stages >= 2 && C.min_ctas == 1);
+    static_assert(C.stages >= 2 && C.min_ctas >= 1);
 
     using Element =
         std::conditional_t<C.dtype == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
@@ -36,14 +36,17 @@ struct KernelTraitsSm90 {
     static constexpr int kMmaWarpgroups = C.warps / 4;
     static constexpr int kMmaThreads = 32 * C.warps;
     static constexpr int kThreads = 128 + kMmaThreads;  // warpgroup 0 loads
-    // What the register file holds, 65,536 / kThreads at launch, is dealt anew: the sums must not
-    // exceed the launch's, 3 * 168 and 4 * 128, or the raise never returns.
-    static constexpr int kLoadRegisters = kMmaWarpgroups == 2 ? 24 : 32;
-    static constexpr int kMmaRegisters = kMmaWarpgroups == 2 ? 240 : 160;
+    static constexpr int kMinCtas = C.min_ctas;
+    // What the register file holds for each thread at launch, in steps of 8, is dealt anew. The sum
+    // over a CTA's warpgroups must not exceed that of the launch, or the raise never returns.
+    static constexpr int kLaunchRegisters = 65536 / (kThreads * kMinCtas) / 8 * 8;
+    static constexpr int kLoadRegisters = kMmaWarpgroups == 3 ? 32 : 24;
+    static constexpr int kMmaRegisters = cute::min(
+        (kLaunchRegisters * (1 + kMmaWarpgroups) - kLoadRegisters) / kMmaWarpgroups / 8 * 8, 240);
 
-    // Under a causal mask tiles differ in length, and CTAs steal work; otherwise CTA i takes every
+    // Under a mask tiles differ in length, and CTAs steal work; otherwise CTA i takes every
     // gridDim.x-th tile.
-    static constexpr bool kWorkStealing = C.mask == MaskKind::causal;
+    static constexpr bool kWorkStealing = C.mask != MaskKind::none;
 
     // Each warpgroup owns 64 query rows: a row's scores stay within four lanes. Q K^T takes Q's
     // first kQRegSteps k16 steps from registers and the others from shared memory, of which wgmma
@@ -98,6 +101,8 @@ struct KernelTraitsSm90 {
         OutputOffset output[kTileSlots];  // of these tiles
     };
     static constexpr int kSmemBytes = sizeof(SharedStorage);
+    // Of which an SM has 228 KB, and keeps 1 KB for each CTA.
+    static_assert(kMinCtas * (kSmemBytes + 1024) <= 228 * 1024);
 };
 
 }  // namespace flash

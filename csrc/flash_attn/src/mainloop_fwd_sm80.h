@@ -7,6 +7,7 @@
 #include "block_info.h"
 #include "kernel_traits.h"
 #include "mask.h"
+#include "score_mod.h"
 #include "softmax.h"
 #include "tile_copy_sm80.h"
 #include "utils.h"
@@ -84,6 +85,7 @@ struct MainloopFwdSm80 {
             partition_shape_B(mma, Shape<Int<kHeadDim>, Int<kTileN>>{}));  // (4, d/8, N/16)
 
         Mask<C> const mask{params, tile};
+        ScoreMod<Traits, kRowsPerThread> const score_mod(params, tile, thread);
         auto const block = [&](int n) { return tile.blocks.template block<C.mask>(n); };
         auto const load_k = [&](int n, int stage) {
             load_block<Traits, kTileN>(gK, params.k_row_stride, sK(stage), block(n), tile.seqlen_k,
@@ -141,6 +143,7 @@ struct MainloopFwdSm80 {
                 cp_async_fence();
             }
             Tensor rP = make_tensor<Element>(tSrS.layout());  // (4, MMA_M, N/8)
+            score_mod.apply(tSrS, thread, block(n));
             if (masked) mask.template apply<Traits>(tSrS, thread, block(n));
             softmax.update(tSrS, rP, tOrO, bounded, masked);
             Tensor tOrP =

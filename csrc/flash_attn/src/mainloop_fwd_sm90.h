@@ -14,6 +14,7 @@
 #include "mask.h"
 #include "mma_traits_sm90.h"
 #include "pipeline_sm90.h"
+#include "score_mod.h"
 #include "softmax.h"
 #include "tensor_maps_sm90.h"
 #include "tile_scheduler.h"
@@ -72,7 +73,7 @@ struct MainloopFwdSm90 {
             return {.m_block = -1};
         }
         if (params.plan_ptr != nullptr) {
-            return plan_tile(params, *static_cast<WorkPlan const *>(params.plan_ptr), index);
+            return plan_tile<C>(params, *static_cast<WorkPlan const *>(params.plan_ptr), index);
         }
         if constexpr (Traits::kWorkStealing) {
             return TileScheduler<C>::tile_in_group(params, queue.group, index);
@@ -247,12 +248,14 @@ struct MainloopFwdSm90 {
             }
         }
 
-        // Masks the scores of the block that a visit is to.
+        // Modifies and masks the scores of the block that a visit is to.
         template <class Scores>
-        CUTE_DEVICE void apply_mask(Flash_fwd_params const &params, WorkTile const &tile,
-                                    Scores &tSrS, int visit) const {
-            int const block = tile.blocks.template block<C.mask>(visit);
-            Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block);
+        CUTE_DEVICE void finish_scores(Flash_fwd_params const &params, WorkTile const &tile,
+                                       ScoreMod<Traits, 2> const &score_mod, Scores &tSrS,
+                                       int visit, bool masked) const {
+            auto const block = [&] { return tile.blocks.template block<C.mask>(visit); };
+            score_mod.apply(tSrS, thread, block());
+            if (masked) Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block());
         }
 
         // Zeros in rows [begin, end) of a buffer, for wgmma to read after a barrier of `threads`
@@ -390,6 +393,7 @@ struct MainloopFwdSm90 {
                 WorkTile const tile = this->tile();
                 int n = tile.blocks.count - 1;  // visits left after this one
                 int const unmasked = tile.blocks.unmasked;
+                ScoreMod<Traits, 2> const score_mod(params, tile, thread);
                 await_q();
                 zero_rows_behind_queries(params, tile);
                 load_q_fragments(tSrQreg);
@@ -398,11 +402,10 @@ struct MainloopFwdSm90 {
                 sm90::wgmma_wait<0>();
                 release_k(true, n == 0);
                 k.advance();
-                if (n >= unmasked) apply_mask(params, tile, tSrS, n);
+                finish_scores(params, tile, score_mod, tSrS, n, n >= unmasked);
                 softmax.start(tSrS, tOrP);
                 clear(rO);
                 zero_rows_behind_keys(params, tile, n--);
-
                 CUTE_NO_UNROLL
                 while (n >= 0) {
                     // Blocks that need the mask or are likely to need their maximum, which is then
@@ -411,7 +414,7 @@ struct MainloopFwdSm90 {
                     for (; n >= 0 && (n >= unmasked || softmax.seeks_max()); --n) {
                         compute_scores(n);
                         bool const masked = n >= unmasked;
-                        if (masked) apply_mask(params, tile, tSrS, n);
+                        finish_scores(params, tile, score_mod, tSrS, n, masked);
                         typename SoftmaxT::RowTensor factor;  // (rows)
                         bool const raised = softmax.raise_ref(tSrS, factor, masked);
                         finish_pv();
@@ -420,11 +423,11 @@ struct MainloopFwdSm90 {
                     CUTE_NO_UNROLL
                     for (; n >= 0 && !softmax.seeks_max(); --n) {
                         compute_scores(n);
+                        finish_scores(params, tile, score_mod, tSrS, n, false);
                         finish_pv();
                         softmax.update_unbounded(tSrS, tOrP, tOrO);
                     }
                 }
-
                 await_v();
                 wait_turn();
                 issue_pv();

@@ -189,7 +189,7 @@ int launch(Launch const &launch, std::function<void()> const &body) {
     uint64_t const units = uint64_t(g.x) * g.y * g.z / size;
     auto const &settings = state().settings;
     uint64_t const workers =
-        std::clamp<uint64_t>(static_cast<uint64_t>(settings.sms) / size, 1, units);
+        std::clamp<uint64_t>(static_cast<uint64_t>(settings.resident_blocks()) / size, 1, units);
     Run run{.launch = launch,
             .body = body,
             .units = units,

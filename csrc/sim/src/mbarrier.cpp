@@ -41,9 +41,9 @@ void Sm90::activate() {
     mbarriers_.reserve(kMbarriers);
     size_t const threads = block_.lanes_.size();
     warpgroups_.resize(threads / kWarpgroupSize);
-    // Registers per thread with __launch_bounds__(threads, 1): the register file of 65536, in steps
-    // of 8.
-    int const registers = std::min(65536 / static_cast<int>(threads) / 8 * 8, 255);
+    // Registers per thread: a share of the register file of 65536, in steps of 8.
+    int const sharing = static_cast<int>(threads) * state().settings.min_ctas;
+    int const registers = std::min(65536 / sharing / 8 * 8, 255);
     for (size_t i = 0; i < warpgroups_.size(); ++i) {
         warpgroups_[i].index = static_cast<int>(i);
         warpgroups_[i].registers = warpgroups_[i].wanted = registers;

@@ -169,6 +169,7 @@ sim::Settings read_settings(Reader &in) {
     settings.trace = in.small() != 0;
     settings.max_steps = in.word<uint64_t>();
     settings.plan = in.small() != 0;
+    settings.min_ctas = in.small();
     return settings;
 }
 

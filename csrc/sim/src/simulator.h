@@ -24,14 +24,18 @@ struct Settings {
     uint64_t seed = 0;
     CopyMode copy_mode = CopyMode::late;
     size_t smem_limit = 227 * 1024;
-    // Multiprocessors of the device. Each is an OS thread that runs one block at a time.
-    int sms = 3;
+    int sms = 3;  // multiprocessors of the device
     // Number of launches, one after the other.
     int launches = 1;
     bool trace = false;
     // Warp-wide instructions that a block may execute before it is reported as hung.
     uint64_t max_steps = uint64_t(1) << 32;
     bool plan = false;  // Flash_kernel::plan before each launch
+    // The second argument of __launch_bounds__: blocks that share an SM's registers.
+    int min_ctas = 1;
+
+    // Blocks at a time, each in an OS thread.
+    int resident_blocks() const { return sms * min_ctas; }
 };
 
 // A tensor's bytes. If there is any region, an access outside all regions is an error.

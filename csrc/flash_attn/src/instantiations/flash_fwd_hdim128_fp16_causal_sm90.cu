@@ -13,6 +13,8 @@ static constexpr flash::FwdConfig kConfig = {
     .q_in_regs = 2,
     .min_ctas = 1,
     .ping_pong = true,
+    .softcap = false,
+    .alibi = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim128_fp16_causal_sm90_192x80_s2_qreg2_pp";
 

@@ -13,6 +13,8 @@ static constexpr flash::FwdConfig kConfig = {
     .q_in_regs = 12,
     .min_ctas = 2,
     .ping_pong = false,
+    .softcap = false,
+    .alibi = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim192_bf16_causal_sm80_64x64_w4_s1_qreg_c2";
 

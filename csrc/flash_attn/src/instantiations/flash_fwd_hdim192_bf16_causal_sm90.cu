@@ -13,6 +13,8 @@ static constexpr flash::FwdConfig kConfig = {
     .q_in_regs = 12,
     .min_ctas = 1,
     .ping_pong = true,
+    .softcap = false,
+    .alibi = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim192_bf16_causal_sm90_128x64_s2_qreg12_pp";
 

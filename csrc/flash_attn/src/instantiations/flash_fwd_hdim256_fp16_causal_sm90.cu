@@ -13,6 +13,8 @@ static constexpr flash::FwdConfig kConfig = {
     .q_in_regs = 0,
     .min_ctas = 1,
     .ping_pong = true,
+    .softcap = false,
+    .alibi = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim256_fp16_causal_sm90_128x64_s2_pp";
 

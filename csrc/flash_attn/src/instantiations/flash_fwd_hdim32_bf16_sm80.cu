@@ -13,6 +13,8 @@ static constexpr flash::FwdConfig kConfig = {
     .q_in_regs = 0,
     .min_ctas = 2,
     .ping_pong = false,
+    .softcap = false,
+    .alibi = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim32_bf16_sm80_128x32_w4_s2_c2";
 

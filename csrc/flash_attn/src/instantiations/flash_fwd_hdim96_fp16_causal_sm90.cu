@@ -13,6 +13,8 @@ static constexpr flash::FwdConfig kConfig = {
     .q_in_regs = 3,
     .min_ctas = 1,
     .ping_pong = true,
+    .softcap = false,
+    .alibi = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim96_fp16_causal_sm90_192x96_s2_qreg3_pp";
 

@@ -6,14 +6,16 @@ static constexpr flash::FwdConfig kConfig = {
     .dtype = flash::DType::fp16,
     .head_dim = 64,
     .mask = flash::MaskKind::none,
-    .tile_m = 128,
-    .tile_n = 128,
-    .warps = 8,
+    .tile_m = 64,
+    .tile_n = 96,
+    .warps = 4,
     .stages = 2,
     .q_in_regs = 0,
-    .min_ctas = 1,
-    .ping_pong = true,
+    .min_ctas = 3,
+    .ping_pong = false,
+    .softcap = false,
+    .alibi = false,
 };
-static constexpr char kName[] = "flash_fwd_hdim64_fp16_sm90_128x128_s2_pp";
+static constexpr char kName[] = "flash_fwd_hdim64_fp16_sm90_64x96_s2_c3";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

@@ -3,17 +3,19 @@
 
 static constexpr flash::FwdConfig kConfig = {
     .arch = 90,
-    .dtype = flash::DType::bf16,
-    .head_dim = 64,
-    .mask = flash::MaskKind::none,
-    .tile_m = 128,
-    .tile_n = 128,
-    .warps = 8,
+    .dtype = flash::DType::fp16,
+    .head_dim = 32,
+    .mask = flash::MaskKind::causal,
+    .tile_m = 64,
+    .tile_n = 64,
+    .warps = 4,
     .stages = 2,
     .q_in_regs = 0,
-    .min_ctas = 1,
-    .ping_pong = true,
+    .min_ctas = 4,
+    .ping_pong = false,
+    .softcap = false,
+    .alibi = false,
 };
-static constexpr char kName[] = "flash_fwd_hdim64_bf16_sm90_128x128_s2_pp";
+static constexpr char kName[] = "flash_fwd_hdim32_fp16_causal_sm90_64x64_s2_c4";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

@@ -5,15 +5,17 @@ static constexpr flash::FwdConfig kConfig = {
     .arch = 90,
     .dtype = flash::DType::bf16,
     .head_dim = 64,
-    .mask = flash::MaskKind::none,
-    .tile_m = 192,
-    .tile_n = 96,
-    .warps = 12,
+    .mask = flash::MaskKind::causal,
+    .tile_m = 64,
+    .tile_n = 64,
+    .warps = 4,
     .stages = 2,
-    .q_in_regs = 4,
-    .min_ctas = 1,
-    .ping_pong = true,
+    .q_in_regs = 0,
+    .min_ctas = 3,
+    .ping_pong = false,
+    .softcap = false,
+    .alibi = false,
 };
-static constexpr char kName[] = "flash_fwd_hdim64_bf16_sm90_192x96_s2_qreg4_pp";
+static constexpr char kName[] = "flash_fwd_hdim64_bf16_causal_sm90_64x64_s2_c3";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

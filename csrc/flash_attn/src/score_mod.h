@@ -1,0 +1,97 @@
+// Softcap and ALiBi: what becomes of a score between Q K^T and the mask.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "flash.h"
+#include "utils.h"
+#include "work_tile.h"
+
+namespace flash {
+
+using namespace cute;
+
+// tanh.approx.f32 has a relative error of 2^-11: times a softcap of 50, the log-sum-exp is off by
+// 100 times what the tests allow. The form in exp2 loses the bits of a small result, which are all
+// that is left of a score under a large softcap: two terms of the series behind x keep the relative
+// error below 3e-6 everywhere.
+CUTE_DEVICE float fast_tanh(float x) {
+    constexpr float kTwoLog2e = 2.88539008177792681f;
+    float const square = x * x;
+    float const small = fmaf(x * square, fmaf(square, 2.f / 15, -1.f / 3), x);
+    float const large = fmaf(-2.f, __fdividef(1.f, 1.f + exp2f(x * kTwoLog2e)), 1.f);
+    return square < 1.f / 64 ? small : large;
+}
+
+// The sequence of a ragged batch that a tile's rows are of: the last one that begins where they do,
+// as others that begin there are empty. Whatever cu_seqlens holds, the result is in [0, b).
+CUTE_DEVICE int sequence_of(Flash_fwd_params const &params, WorkTile const &tile) {
+    int low = 0, high = params.b;
+    CUTE_NO_UNROLL
+    while (high - low > 1) {
+        int const middle = (low + high) / 2;
+        (params.cu_seqlens_q_ptr[middle] <= tile.row_q ? low : high) = middle;
+    }
+    return low;
+}
+
+// The modified scores are in a unit of which scale_softmax_log2 makes exponents: that of Q K^T, or
+// the softcap where there is one.
+template <class Traits, int kRows>
+struct ScoreMod {
+    static constexpr FwdConfig C = Traits::kConfig;
+
+    Flash_fwd_params const &params;
+    WorkTile const &tile;
+    float slope[kRows];  // of each row of this thread, negated, in that unit
+
+    CUTE_DEVICE ScoreMod(Flash_fwd_params const &params, WorkTile const &tile, int thread)
+        : params(params), tile(tile) {
+        if constexpr (C.alibi) {
+            // Tiles without keys may be of no sequence.
+            bool const any = tile.blocks.count > 0;
+            float const *slopes = params.alibi_slopes_ptr + tile.head_q;
+            if (any && params.alibi_slopes_batch_stride != 0) {
+                int const entry =
+                    params.plan_ptr != nullptr ? sequence_of(params, tile) : tile.batch;
+                slopes += entry * params.alibi_slopes_batch_stride;
+            }
+            CUTE_UNROLL
+            for (int i = 0; i < kRows; ++i) {
+                TileRow const row = tile_row(params, tile, C.tile_m, Traits::acc_row(thread, i));
+                slope[i] = any && row.exists ? -slopes[row.head] * params.alibi_scale : 0.f;
+            }
+        }
+    }
+
+    // tSrS: products (4, MMA_M, N/8) of key block n_block.
+    template <class Engine, class Layout>
+    CUTE_DEVICE void apply(Tensor<Engine, Layout> &tSrS, int thread, int n_block) const {
+        if constexpr (C.softcap) {
+            CUTE_UNROLL
+            for (int i = 0; i < size(tSrS); ++i) {
+                tSrS(i) = fast_tanh(tSrS(i) * params.scale_softcap);
+            }
+        }
+        if constexpr (C.alibi) {
+            Tensor scores =
+                make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout()));  // (rows, cols)
+            // Relative to the thread's first column every column is a compile-time constant.
+            int const first_key = n_block * C.tile_n + Traits::acc_col(thread, 0);
+            CUTE_UNROLL
+            for (int i = 0; i < kRows; ++i) {
+                // Found anew in each block: kept, it would take a register a row.
+                int const row = tile.m_block * C.tile_m + Traits::acc_row(thread, i);
+                int const diagonal = row_position(params, row) + tile.seqlen_k - tile.seqlen_q;
+                float const first = static_cast<float>(diagonal - first_key);
+                CUTE_UNROLL
+                for (int j = 0; j < size<1>(scores); ++j) {
+                    float const distance = fabsf(first - static_cast<float>(Traits::acc_col(0, j)));
+                    scores(i, j) = fmaf(slope[i], distance, scores(i, j));
+                }
+            }
+        }
+    }
+};
+
+}  // namespace flash

@@ -1,0 +1,236 @@
+"""The contenders on shapes with options, each as one call on the same tensors.
+
+Beside the peers there is ``plain``: flashcute without the option, on the same tensors. cuDNN is
+none of them: PyTorch's op for dense tensors takes no option.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from .. import flash_attn_func, flash_attn_varlen_func
+from ..support import supports
+from . import peers
+from .options import Option
+
+TRUSTED = "torch"  # outputs are compared with its; on a GPU it is not timed
+PLAIN = "plain"
+# On each kind of device: flashcute, its peers, and flashcute without the option.
+NAMES = {"cuda": ("flashcute", "fa2", "fa3", "flex", PLAIN), "cpu": ("flashcute", TRUSTED, PLAIN)}
+_CHUNK = 1 << 26  # scores at a time of the trusted peer
+
+
+class _Problem(NamedTuple):
+    """q ``(b, s, h, d)`` or packed ``(tokens, h, d)``, k and v alike, and what the options need."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    shape: Option
+    sinks: torch.Tensor | None
+    slopes: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+
+
+def _problem(q, k, v, shape: Option) -> _Problem:
+    """Of tensors with the sizes ``shape.tensors``."""
+    sinks = slopes = cu_seqlens = None
+    like = {"dtype": torch.float32, "device": q.device}
+    if shape.sinks:  # about as large as the log-sum-exp of a row, so that a wrong sink shows
+        generator = torch.Generator(q.device).manual_seed(0)
+        sinks = torch.randn(shape.h, generator=generator, **like) + math.log(shape.seqlen_k)
+    if shape.alibi:  # from 2^-(8 / h) down to 2^-8, as the paper has it
+        slopes = torch.exp2(-8 / shape.h * torch.arange(1, shape.h + 1, **like))
+    if shape.lengths:
+        ends = torch.tensor((0, *shape.lengths)).cumsum(0)
+        cu_seqlens = ends.to(torch.int32).to(q.device)
+        q, k, v = q[0], k[0], v[0]
+    return _Problem(q, k, v, shape, sinks, slopes, cu_seqlens)
+
+
+def _flashcute(x: _Problem):
+    shape = x.shape
+    options = {
+        "window_size": shape.window if shape.window != (-1, -1) else None,
+        "softcap": shape.softcap or None,
+        "alibi_slopes": x.slopes,
+        "sinks": x.sinks,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    call = partial(flash_attn_func, x.q, x.k, x.v, causal=shape.causal, **options)
+    if x.cu_seqlens is not None:
+        lengths = (x.cu_seqlens, x.cu_seqlens, shape.seqlen_q, shape.seqlen_k)
+        call = partial(
+            flash_attn_varlen_func, x.q, x.k, x.v, *lengths, causal=shape.causal, **options
+        )
+    return call
+
+
+def _plain(x: _Problem):
+    """flashcute without the option: packed sequences of one length as a dense batch."""
+    q, k, v, shape = *x[:3], x.shape
+    if shape.window != (-1, -1):
+        raise NotImplementedError("without its window it is more work")
+    if len(set(shape.lengths)) > 1:
+        raise NotImplementedError("a dense batch has sequences of one length")
+    if shape.lengths:
+        q, k, v = (y.unflatten(0, (shape.b, shape.seqlen_q)) for y in (q, k, v))
+        return lambda: flash_attn_func(q, k, v, causal=shape.causal).flatten(0, 1)
+    return partial(flash_attn_func, q, k, v, causal=shape.causal)
+
+
+def _fa2(x: _Problem):
+    """FlashAttention-2 as PyTorch ships it; with sinks, its output times what they leave."""
+    shape = x.shape
+    if shape.softcap:
+        raise NotImplementedError("PyTorch's op has no softcap")
+    sides = zip(("window_size_left", "window_size_right"), shape.window, strict=True)
+    options = dict(sides) if shape.window != (-1, -1) else {}
+    options |= {} if x.slopes is None else {"alibi_slopes": x.slopes}
+    lengths = (x.cu_seqlens, x.cu_seqlens, shape.seqlen_q, shape.seqlen_k)
+    op = torch.ops.aten._flash_attention_forward.default
+    forward = partial(op, x.q, x.k, x.v, *lengths, 0.0, shape.causal, False, **options)
+    if x.sinks is None:
+        return lambda: forward()[0]
+    sinks = x.sinks[:, None]
+
+    def call():
+        out, lse = forward()[:2]  # (b, s, h, d), (b, h, s)
+        return out.mul_((lse - sinks).sigmoid_().transpose(-2, -1).unsqueeze(-1))
+
+    return call
+
+
+def _fa3(x: _Problem):
+    shape = x.shape
+    for option, given in {"sinks": x.sinks, "ALiBi": x.slopes}.items():
+        if given is not None:
+            raise NotImplementedError(f"FlashAttention-3 has no {option}")
+    options = {"causal": shape.causal, "window_size": shape.window, "softcap": shape.softcap}
+    module = peers.fa3_module()
+    call = partial(module.flash_attn_func, x.q, x.k, x.v, **options)
+    if x.cu_seqlens is not None:
+        lengths = (x.cu_seqlens, x.cu_seqlens, shape.seqlen_q, shape.seqlen_k)
+        call = partial(module.flash_attn_varlen_func, x.q, x.k, x.v, *lengths, **options)
+
+    def first():
+        out = call()
+        return out[0] if isinstance(out, tuple) else out  # some releases return the LSE, too
+
+    return first
+
+
+def _flex(x: _Problem):
+    """PyTorch's FlexAttention, compiled for this shape; its block mask is made beforehand."""
+    from torch._dynamo import config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    shape, softcap, slopes = x.shape, x.shape.softcap, x.slopes
+    if x.sinks is not None or x.cu_seqlens is not None:
+        what = "sinks" if x.cu_seqlens is None else "packed sequences"
+        raise NotImplementedError(f"FlexAttention has no argument for {what}")
+    left, right = shape.sides
+    left = left if left >= 0 else shape.seqlen_k
+    right = right if right >= 0 else shape.seqlen_q
+
+    def visible(b, h, i, j):
+        return (i - j <= left) & (j - i <= right)
+
+    def score(value, b, h, i, j):
+        if softcap:
+            value = softcap * torch.tanh(value / softcap)
+        return value if slopes is None else value - slopes[h] * (i - j).abs()
+
+    # A compiled function for each shape: beyond the usual 8 it would run uncompiled.
+    config.recompile_limit = 1024
+    attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    mask = create_block_mask(visible, None, None, shape.seqlen_q, shape.seqlen_k, x.q.device)
+    q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))
+    changed = score if softcap or slopes is not None else None
+    grouped = shape.h != shape.h_k
+    return lambda: attend(q, k, v, changed, mask, enable_gqa=grouped).transpose(1, 2)
+
+
+def _cudnn(x: _Problem):
+    raise NotImplementedError("PyTorch's cuDNN op for dense tensors takes no option")
+
+
+def _torch(x: _Problem):
+    """The definition in PyTorch, some rows at a time, in fp32: what outputs are compared with."""
+    lengths = list(x.shape.lengths)
+
+    def call():
+        q, k, v = (y.split(lengths) if lengths else y.unbind() for y in x[:3])
+        out = torch.empty_like(x.q)
+        outs = out.split(lengths) if lengths else out.unbind()
+        for one in zip(q, k, v, outs, strict=True):
+            _attend(x, *one)
+        return out
+
+    return call
+
+
+def _attend(x: _Problem, q, k, v, out) -> None:
+    """Writes the output of one sequence, all of ``(s, h, d)``."""
+    shape, (s, h, d) = x.shape, q.shape
+    k, v = (y.float().repeat_interleave(h // shape.h_k, dim=1) for y in (k, v))
+    keys = torch.arange(s, device=q.device)
+    left, right = shape.sides
+    rows = max(1, _CHUNK // (h * s))
+    for first in range(0, s, rows):
+        part = slice(first, first + rows)
+        scores = torch.einsum("qhd,khd->hqk", q[part].float(), k) / math.sqrt(d)
+        if shape.softcap:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        back = keys[part, None] - keys
+        if x.slopes is not None:
+            scores -= x.slopes[:, None, None] * back.abs()
+        if left >= 0:
+            scores.masked_fill_(back > left, -math.inf)
+        if right >= 0:
+            scores.masked_fill_(-back > right, -math.inf)
+        if x.sinks is not None:
+            sinks = x.sinks[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1)[..., :s]
+        out[part] = torch.einsum("hqk,khd->qhd", weights, v)
+
+
+_MAKERS: dict[str, Callable[[_Problem], Callable[[], torch.Tensor]]] = {
+    **{"flashcute": _flashcute, PLAIN: _plain, "fa2": _fa2, "fa3": _fa3, "flex": _flex},
+    **{"cudnn": _cudnn, "torch": _torch},
+}
+
+
+def make(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Option, names: tuple[str, ...]
+) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, str]]:
+    """:func:`flashcute.bench.peers.make` of a shape with options, of the sizes ``shape.tensors``.
+
+    flashcute, too, is missing where :func:`flashcute.supports` says no, with its reasons. Packed
+    outputs are ``(tokens, h, d)``.
+    """
+    problem = _problem(q, k, v, shape)
+    answer = supports(
+        device=q.device,
+        dtype=q.dtype,
+        head_dim=shape.d,
+        num_heads=shape.h,
+        num_heads_k=shape.h_k,
+        causal=shape.causal,
+        window_size=shape.window,
+        softcap=shape.softcap,
+        alibi_slopes=problem.slopes,
+        sinks=problem.sinks,
+        cu_seqlens=problem.cu_seqlens,
+    )
+    refused = {} if answer or "flashcute" not in names else {"flashcute": "; ".join(answer.reasons)}
+    makers = {name: partial(maker, problem) for name, maker in _MAKERS.items()}
+    wanted = tuple(name for name in names if name not in refused)
+    calls, missing = peers.attempt(makers, wanted, q.is_cuda)
+    return calls, refused | missing

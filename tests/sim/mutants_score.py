@@ -1,0 +1,80 @@
+"""Faults planted into softcap and ALiBi, in the form of :mod:`mutants`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mutants import TWO_STAGES, Mutant
+from mutants_sm90 import ASKING
+
+BOTH = {"mask": "local", "softcap": True, "alibi": True}
+SM80 = dataclasses.replace(TWO_STAGES, **BOTH)
+SM90 = dataclasses.replace(ASKING, **BOTH)
+
+_SCORES = "score_mod.h"
+_SM80 = "mainloop_fwd_sm80.h"
+_SM90 = "mainloop_fwd_sm90.h"
+_DISTANCE = "fabsf(first - static_cast<float>(Traits::acc_col(0, j)))"
+_MODIFY_SM80 = "            score_mod.apply(tSrS, thread, block(n));\n"
+_MASK_SM80 = "            if (masked) mask.template apply<Traits>(tSrS, thread, block(n));\n"
+_MODIFY_SM90 = "            score_mod.apply(tSrS, thread, block());\n"
+_MASK_SM90 = (
+    "            if (masked) Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block());\n"
+)
+
+
+def _numerics(name: str, file: str, old: str, new: str, config=SM80) -> Mutant:
+    return Mutant(name, file, old, new, "numerics", "", config)
+
+
+OF_SM80 = (
+    _numerics("slope of the first packed head", _SCORES, "slopes[row.head]", "slopes[0]"),
+    _numerics(
+        "distance from the top-left corner",
+        _SCORES,
+        "row_position(params, row) + tile.seqlen_k - tile.seqlen_q",
+        "row_position(params, row)",
+    ),
+    _numerics("distance with a sign", _SCORES, _DISTANCE, _DISTANCE.removeprefix("fabsf")),
+    _numerics(
+        "slopes of the first entry",
+        _SCORES,
+        "slopes += entry * params.alibi_slopes_batch_stride;",
+        "",
+    ),
+    _numerics(
+        "slopes of the sequence before",
+        _SCORES,
+        "[middle] <= tile.row_q",
+        "[middle] < tile.row_q",
+    ),
+    _numerics("small scores lost in tanh", _SCORES, "square < 1.f / 64 ? small : large", "large"),
+    _numerics(
+        "masked before modified", _SM80, _MODIFY_SM80 + _MASK_SM80, _MASK_SM80 + _MODIFY_SM80
+    ),
+)
+MUTANTS = (
+    *OF_SM80,
+    _numerics(
+        "masked before modified, sm90",
+        _SM90,
+        _MODIFY_SM90 + _MASK_SM90,
+        _MASK_SM90 + _MODIFY_SM90,
+        SM90,
+    ),
+    _numerics(
+        "first block not modified",
+        _SM90,
+        "finish_scores(params, tile, score_mod, tSrS, n, n >= unmasked);",
+        "if (n >= unmasked) Mask<C>{params, tile}.template apply<Traits>(\n"
+        "    tSrS, thread, tile.blocks.template block<C.mask>(n));",
+        SM90,
+    ),
+    _numerics(
+        "blocks without a maximum not modified",
+        _SM90,
+        "finish_scores(params, tile, score_mod, tSrS, n, false);",
+        "",
+        SM90,
+    ),
+)

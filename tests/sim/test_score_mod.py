@@ -1,0 +1,232 @@
+"""Softcap and ALiBi in both kernel classes, dense and ragged."""
+
+import dataclasses
+import re
+
+import mutants_score
+import pytest
+import ragged
+import tiers
+import torch
+from mutants import ONE_STAGE, TWO_STAGES
+from mutants_score import SM80, SM90
+from mutants_sm90 import ASKING, STRIDING
+from planted import build_mutants
+from problems import DTYPES
+
+from flashcute import sim
+from flashcute.config import FwdConfig
+from flashcute.testing import check_forward
+
+replace = dataclasses.replace
+UNMASKED = replace(STRIDING, softcap=True, alibi=True)
+SLOPED = (replace(ONE_STAGE, alibi=True), replace(ASKING, alibi=True))
+CONFIGS = (SM80, SM90, UNMASKED, *SLOPED)
+if tiers.everything:  # each is compiled for these tests alone
+    CONFIGS += (replace(TWO_STAGES, softcap=True), replace(STRIDING, softcap=True))
+    CONFIGS += (replace(ONE_STAGE, mask="none", softcap=True, alibi=True),)
+MUTANTS = mutants_score.MUTANTS if tiers.everything else mutants_score.OF_SM80
+CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
+WINDOW = (150, 60)
+# (b, seqlen_q, seqlen_k, h, h_k): several tiles and blocks; distances that are all large, or rows
+# that see no key; one query.
+SHAPES = ((2, 150, 200, 4, 2), (1, 200, 63, 2, 2), (1, 1, 300, 2, 1))
+BATCH = ((130, 1, 0, 64, 200), (130, 77, 50, 0, 33))
+
+
+def ids(config):
+    return config.full_name
+
+
+both = pytest.mark.parametrize("config", (SM80, SM90), ids=ids)
+capped = pytest.mark.parametrize("config", (SM80, UNMASKED), ids=ids)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    sim.build_runners(["none"])
+    return sim.build_kernels([(config, "none") for config in (*CONFIGS, ONE_STAGE, ASKING)])
+
+
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory):
+    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+
+
+def options_of(config: FwdConfig, b: int, h: int) -> dict[str, object]:
+    """Scores reach beyond the cap; each entry and head has its slope."""
+    options: dict[str, object] = {}
+    if config.softcap:
+        options["softcap"] = 1.5
+    if config.alibi:
+        options["alibi_slopes"] = torch.arange(1, b * h + 1).view(b, h) / 16
+    if config.mask == "local":
+        options["window_size"] = WINDOW
+    return options
+
+
+def make_qkv(config, shape, factor=1.0):
+    b, seqlen_q, seqlen_k, h, h_k = shape
+    generator = torch.Generator().manual_seed(0)
+    d = config.head_dim - 8
+    sizes = ((b, seqlen_q, h, d), (b, seqlen_k, h_k, d), (b, seqlen_k, h_k, d))
+    q, k, v = (torch.randn(size, generator=generator) for size in sizes)
+    return [x.to(DTYPES[config.dtype]) for x in (factor * q, k, v)]
+
+
+def check(config, qkv, simulator=None, check_drift=True, **options):
+    """Runs a dense batch, and compares it with the reference."""
+    result = sim.run_fwd(*qkv, config, sms=2, **options, **simulator or {})
+    assert result.verdict == "pass", result.message
+    causal = config.mask == "causal"
+    check_forward(result.out, result.lse, *qkv, causal=causal, check_drift=check_drift, **options)
+    return result
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=("", "packed"))
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize("config", CONFIGS, ids=ids)
+def test_results(config, shape, packed):
+    options = options_of(config, shape[0], shape[3])
+    check(config, make_qkv(config, shape), {"pack_heads": packed}, **options)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=ids)
+def test_ragged_batches(config):
+    """Slopes of each sequence; NaN behind the sequences."""
+    qkv = ragged.make_qkv(config, BATCH)
+    options = options_of(config, len(BATCH[0]), 4)
+    ragged.check(ragged.run(config, qkv, BATCH, **options), config, qkv, BATCH, **options)
+
+
+@both
+def test_ragged_batches_of_packed_heads_with_sinks(config):
+    """Three heads, which take four rows. Sinks are neither capped nor lowered."""
+    qkv = ragged.make_qkv(config, BATCH, h=6)
+    options = options_of(config, len(BATCH[0]), 6)
+    options["sinks"] = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
+    result = ragged.run(config, qkv, BATCH, pack_heads=True, **options)
+    ragged.check(result, config, qkv, BATCH, **options)
+
+
+@pytest.mark.parametrize("base", [ONE_STAGE, ASKING], ids=ids)
+def test_slopes_of_zero_equal_none(base):
+    """Bit for bit."""
+    qkv = make_qkv(base, (1, 200, 150, 2, 1), 4)
+    plain = sim.run_fwd(*qkv, base, sms=2)
+    slopes = torch.zeros(1, 2)
+    result = sim.run_fwd(*qkv, replace(base, alibi=True), alibi_slopes=slopes, sms=2)
+    assert torch.equal(result.out, plain.out) and torch.equal(result.lse, plain.lse)
+
+
+@pytest.mark.parametrize("cap", [1e6, 1e15])
+@capped
+def test_a_cap_far_beyond_the_scores_equals_none(config, cap):
+    qkv = make_qkv(config, (1, 200, 150, 2, 1))
+    options = options_of(config, 1, 2) | {"softcap": cap}
+    result = sim.run_fwd(*qkv, config, sms=2, **options)
+    assert result.verdict == "pass", result.message
+    check_forward(result.out, result.lse, *qkv, **options | {"softcap": 0.0})
+
+
+@pytest.mark.parametrize("cap", [1e-30, 0.01, 50.0, 1000.0])
+@capped
+def test_scores_far_beyond_the_cap(config, cap):
+    """Most are the cap or its negative, but for the largest cap; no slopes."""
+    options = options_of(config, 1, 2) | {"softcap": cap, "alibi_slopes": torch.zeros(1, 2)}
+    check(config, make_qkv(config, (1, 200, 150, 2, 1), 300), **options)
+
+
+def test_infinite_products_are_capped():
+    _, _, v = make_qkv(UNMASKED, (1, 130, 150, 2, 1))
+    q = torch.full((1, 130, 2, v.shape[3]), 1e30, dtype=v.dtype)
+    k = torch.full_like(v, 1e30) * torch.where(torch.arange(150) % 3 == 0, -1, 1)[:, None, None]
+    options = {"softcap": 2.0, "alibi_slopes": torch.zeros(1, 2)}
+    check(UNMASKED, (q, k, v), check_drift=False, **options)
+
+
+@pytest.mark.parametrize("slope", [3.0, 100.0, 1e6])
+@pytest.mark.parametrize("shape", [(1, 140, 300, 2, 1), (1, 260, 70, 2, 1)], ids=str)
+@pytest.mark.parametrize("config", (*SLOPED, UNMASKED), ids=ids)
+def test_steep_slopes(config, shape, slope):
+    """References rise from block to block. In the second shape a row's best score is far from 0."""
+    options = options_of(config, 1, 2) | {"alibi_slopes": torch.tensor([[slope, -slope / 100]])}
+    check(config, make_qkv(config, shape), **options)
+
+
+@pytest.mark.parametrize("config", SLOPED, ids=ids)
+def test_slopes_that_all_entries_share(config):
+    """A batch stride of 0, dense and ragged, bit for bit as slopes of each."""
+    slopes = torch.tensor([0.5, 0.25]).expand(3, 2)
+    batch = (70,) * 3, (90,) * 3
+    q, k, v = ragged.make_qkv(config, batch, h=2, h_k=1, more=0)
+    dense = q.view(3, 70, 2, -1), k.view(3, 90, 1, -1), v.view(3, 90, 1, -1)
+    expected = sim.run_fwd(*dense, config, alibi_slopes=slopes.contiguous(), sms=2)
+    shared = sim.run_fwd(*dense, config, alibi_slopes=slopes, sms=2)
+    assert torch.equal(shared.out, expected.out) and torch.equal(shared.lse, expected.lse)
+    for x in (slopes, slopes.contiguous()):
+        result = ragged.run(config, (q, k, v), batch, alibi_slopes=x)
+        assert torch.equal(result.out.view_as(expected.out), expected.out)
+        assert torch.equal(result.lse.view(2, 3, 70).transpose(0, 1), expected.lse)
+
+
+@both
+def test_no_lengths_reach_beyond_the_slopes(config):
+    """Of no sequence at all, and of lengths that mean nothing."""
+    large, small = 2**31 - 1, -(2**31)
+    for lengths in ((0,), (0, 150, 30, 90), (small, large, small, large), (5, -5, large, 7)):
+        qkv = ragged.make_qkv(config, ((200,), (200,)), h=2, h_k=1, more=0)
+        cu = torch.tensor(lengths, dtype=torch.int32)
+        options = options_of(config, len(lengths) - 1, 2)
+        result = sim.run_varlen(*qkv, cu, cu.flip(0), config, max_seqlen_q=large, **options)
+        assert result.verdict == "pass", result.message
+
+
+@pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
+@pytest.mark.parametrize("checker", CHECKERS)
+@both
+def test_checkers_are_silent(config, checker):
+    options = options_of(config, 1, 3)
+    simulator = {"checker": checker, "pack_heads": True}
+    check(config, make_qkv(config, (1, 130, 150, 3, 1)), simulator, **options)
+    qkv = ragged.make_qkv(config, BATCH, h=3, h_k=1)
+    options = options_of(config, len(BATCH[0]), 3)
+    result = ragged.run(config, qkv, BATCH, checker=checker, **options)
+    ragged.check(result, config, qkv, BATCH, **options)
+
+
+@pytest.mark.parametrize("config", (SM80, SLOPED[0]), ids=ids)
+def test_options_must_be_those_of_the_kernel(config):
+    qkv = make_qkv(config, (1, 8, 8, 1, 1))
+    with pytest.raises(ValueError, match=f"a kernel with softcap={config.softcap}, alibi=True"):
+        sim.run_fwd(*qkv, config)
+
+
+def find_fault(config, kernel):
+    """The report of a run, or "numerics" where results are wrong; None: neither."""
+    simulator = {"kernel": kernel, "timeout": 120}
+    shape = SHAPES[0]
+    options = options_of(config, shape[0], shape[3])
+    cases = [(options, packed) for packed in (False, True)] + [(options | {"softcap": 1e6}, False)]
+    try:
+        for asked, packed in cases:
+            check(config, make_qkv(config, shape), simulator | {"pack_heads": packed}, **asked)
+        qkv = ragged.make_qkv(config, BATCH)
+        options = options_of(config, len(BATCH[0]), 4)
+        result = ragged.run(config, qkv, BATCH, **simulator, **options)
+        ragged.check(result, config, qkv, BATCH, **options)
+    except AssertionError:
+        return "numerics"
+    result = ragged.run(config, qkv, ((), ()), **simulator, **options_of(config, 0, 4))
+    return result.message or None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_found(mutant, mutants):
+    found = find_fault(mutant.config, mutants[mutant.name])
+    assert found and re.search(mutant.report or "^numerics$", found), f"{mutant.name}: {found}"
+
+
+@both
+def test_unmutated_kernels_pass_the_same_checks(config):
+    assert find_fault(config, None) is None

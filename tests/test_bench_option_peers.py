@@ -1,0 +1,224 @@
+"""Contenders with options: one output on the same tensors, and a reason where there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+import torch
+import torch._dynamo.config as dynamo
+
+import flashcute
+from flashcute import benchmarking as bm
+from flashcute.bench import inputs, option_peers, options, peers
+from flashcute.bench.options import OPTIONS
+from flashcute.support import Support
+
+SMALL = {
+    name: dataclasses.replace(options.shrink(shape, 48), h=8, h_k=4, d=16)
+    for name, shape in OPTIONS.items()
+    if not (name.startswith("ragged") and "d64" in name)
+}
+BY_FAMILY = {name.partition("-")[0]: shape for name, shape in SMALL.items()}
+
+
+def make(shape, *names, dtype=torch.float32):
+    q, k, v = inputs.make("normal", shape.tensors, dtype, "cpu")
+    # Scores beyond the softcap; sinks and slopes still count beside them.
+    return option_peers.make(q.mul_(10) if shape.softcap else q, k, v, shape, names)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_contenders_agree(name):
+    calls, missing = make(SMALL[name], "flashcute", "torch")
+    assert missing == {}
+    torch.testing.assert_close(calls["flashcute"](), calls["torch"](), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_definition_takes_rows_in_pieces(name, monkeypatch):
+    calls, _ = make(SMALL[name], "torch")
+    whole = calls["torch"]()
+    monkeypatch.setattr(option_peers, "_CHUNK", 1000)
+    torch.testing.assert_close(calls["torch"](), whole)
+
+
+@pytest.mark.parametrize("family", ["sinks", "softcap", "alibi"])
+def test_plain_is_without_the_option(family):
+    shape = BY_FAMILY[family]
+    calls, _ = make(shape, "flashcute", "plain", "torch")
+    bare = dataclasses.replace(shape, sinks=False, softcap=0.0, alibi=False)
+    q, k, v = inputs.make("normal", shape.tensors, torch.float32, "cpu")
+    q = q.mul_(10) if shape.softcap else q
+    exact = option_peers.make(q, k, v, bare, ("torch",))[0]["torch"]()
+    torch.testing.assert_close(calls["plain"](), exact, rtol=1e-4, atol=1e-4)
+    # The option shows in the output, so that comparing outputs finds one that is forgotten.
+    assert (calls["plain"]() - calls["torch"]()).abs().max() > 0.1
+
+
+def test_plain_of_one_length_is_a_dense_batch():
+    shape = SMALL["ragged-16-of-1024-d128-causal"]
+    calls, missing = make(shape, "plain", "torch")
+    assert missing == {}
+    torch.testing.assert_close(calls["plain"](), calls["torch"]())
+    for name, reason in {
+        "ragged-8-of-4k-d128-causal": "sequences of one length",
+        "window-1023-d64-8k": "without its window",
+    }.items():
+        uneven = SMALL[name]
+        if uneven.lengths:
+            lengths = (*uneven.lengths[:-1], uneven.lengths[-1] + 1)
+            uneven = dataclasses.replace(uneven, lengths=lengths, seqlen_q=max(lengths))
+        assert reason in make(uneven, "plain")[1]["plain"]
+
+
+@pytest.mark.parametrize("family", ["window", "ragged", "softcap"])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_flash_attention_3_gets_the_options(family, with_lse, monkeypatch):
+    asked = []
+
+    def noting(function):
+        def attend(*tensors, **arguments):
+            asked.append(arguments)
+            out = function(*tensors, **arguments)
+            return (out, None) if with_lse else out
+
+        return attend
+
+    module = types.SimpleNamespace(
+        flash_attn_func=noting(flashcute.flash_attn_func),
+        flash_attn_varlen_func=noting(flashcute.flash_attn_varlen_func),
+    )
+    monkeypatch.setattr(peers, "fa3_module", lambda: module)
+    shape = BY_FAMILY[family]
+    calls, missing = make(shape, "fa3", "torch")
+    assert missing == {}
+    torch.testing.assert_close(calls["fa3"](), calls["torch"](), rtol=1e-4, atol=1e-4)
+    names = ("causal", "window_size", "softcap")
+    expected = dict(zip(names, (shape.causal, shape.window, shape.softcap), strict=True))
+    assert all(call == expected for call in asked)
+
+
+@pytest.fixture
+def fa2_on_cpu():
+    """PyTorch's op, which only GPUs have, on CPU tensors: its real schema, flashcute's results."""
+
+    def attend(q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, debug, **keywords):
+        sides = (keywords.get("window_size_left"), keywords.get("window_size_right"))
+        options = {
+            "causal": is_causal,
+            "window_size": tuple(-1 if x is None else x for x in sides),
+            "alibi_slopes": keywords.get("alibi_slopes"),
+            "return_attn_probs": True,
+        }
+        if cum_q is None:
+            assert (max_q, max_k) == (q.shape[1], k.shape[1])
+            out, lse, _ = flashcute.flash_attn_func(q, k, v, **options)
+        else:
+            lengths = (cum_q, cum_k, max_q, max_k)
+            out, lse, _ = flashcute.flash_attn_varlen_func(q, k, v, *lengths, **options)
+        return out, lse, *(q.new_empty(0) for _ in range(3))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", attend, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("fa2_on_cpu")
+@pytest.mark.parametrize("family", ["window", "sinks", "ragged", "alibi"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flash_attention_2_gets_the_options(family, dtype):
+    calls, missing = make(BY_FAMILY[family], "fa2", "torch", dtype=dtype)
+    assert missing == {}
+    out, exact = calls["fa2"](), calls["torch"]()
+    assert out.dtype == dtype
+    # Beside the 16-bit contenders' own roundings: the least that a wrong mask gives is 0.1.
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(out, exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    "name", ["window-1023-d64-8k", "window-512-512-d128-8k", "softcap-d128", "alibi-d128"]
+)
+def test_flex_attention_gets_the_options(name, monkeypatch):
+    compiled = []
+
+    def compile(function, **how):
+        compiled.append(how)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    with dynamo.patch(recompile_limit=8):
+        calls, missing = make(SMALL[name], "flex", "torch")
+        assert dynamo.recompile_limit > len(OPTIONS) * 2  # of two dtypes
+    assert missing == {}
+    assert compiled[0] == {"dynamic": False, "fullgraph": True}
+    torch.testing.assert_close(calls["flex"](), calls["torch"](), rtol=1e-4, atol=1e-4)
+
+
+def test_a_peer_without_the_option_names_it():
+    reasons = {
+        ("fa2", "softcap"): "no softcap",
+        ("fa3", "sinks"): "no sinks",
+        ("fa3", "alibi"): "no ALiBi",
+        ("flex", "sinks"): "no argument for sinks",
+        ("flex", "ragged"): "no argument for packed sequences",
+        ("cudnn", "window"): "takes no option",
+    }
+    for (peer, family), reason in reasons.items():
+        calls, missing = make(BY_FAMILY[family], peer)
+        assert calls == {} and reason in missing[peer]
+
+
+def test_what_flashcute_does_not_support_is_missing_with_its_reason(monkeypatch):
+    shape, asked = BY_FAMILY["softcap"], []
+
+    def supports(**arguments):
+        asked.append(arguments)
+        return Support(False, ("expected no softcap on CUDA", "nor ALiBi"))
+
+    monkeypatch.setattr(option_peers, "supports", supports)
+    calls, missing = make(shape, "flashcute", "plain", "torch")
+    assert set(calls) == {"plain", "torch"}
+    assert missing == {"flashcute": "expected no softcap on CUDA; nor ALiBi"}
+    (arguments,) = asked
+    assert (arguments["softcap"], arguments["causal"]) == (50.0, True)
+    assert make(shape, "torch")[1] == {}
+
+
+@pytest.mark.parametrize("family", BY_FAMILY)
+def test_support_is_asked_about_each_option(family, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(
+        option_peers, "supports", lambda **arguments: asked.update(arguments) or Support(True, ())
+    )
+    shape = BY_FAMILY[family]
+    make(shape, "torch")
+    given = {
+        "window": asked["window_size"] != (-1, -1),
+        "sinks": asked["sinks"] is not None,
+        "softcap": asked["softcap"] != 0.0,
+        "alibi": asked["alibi_slopes"] is not None,
+        "ragged": asked["cu_seqlens"] is not None,
+    }
+    assert [name for name, is_given in given.items() if is_given] == [family]
+    assert (asked["head_dim"], asked["num_heads"], asked["num_heads_k"]) == (16, 8, 4)
+
+
+def test_an_error_of_flashcute_is_raised(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(option_peers, "flash_attn_func", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        make(BY_FAMILY["sinks"], "flashcute")
+
+
+def test_the_sweep_has_no_peers_of_options():
+    q, k, v = bm.make_qkv(bm.Shape(1, 8, 8, 2, 2, 16, True), torch.float32, "cpu")
+    calls, missing = peers.make(q, k, v, True, ("plain", "flex"))
+    assert calls == {}
+    assert all("with options only" in reason for reason in missing.values())
