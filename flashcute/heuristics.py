@@ -158,7 +158,7 @@ def rounded_length(length: int) -> int:
 def rounded(problem: FwdProblem) -> FwdProblem:
     """``problem`` with rounded lengths, for which its kernel is chosen.
 
-    The binding remembers choices by them (``rounded()`` of flash_api.cpp, which rounds alike), so
+    The binding remembers choices by them (``rounded()`` of kernel_table.h, which rounds alike), so
     a call with another length rarely enters Python.
     """
     window = problem.window

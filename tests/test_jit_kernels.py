@@ -114,6 +114,14 @@ def test_missing_backward_says_a_way_out(monkeypatch):
         get_kernel(dataclasses.replace(BACKWARD, mask="local"), "80")
 
 
+@pytest.mark.parametrize("option", ["softcap", "alibi"])
+def test_no_command_builds_a_kernel_with_score_options(monkeypatch, option):
+    monkeypatch.setenv("FLASHCUTE_NO_BUILD", "1")
+    config = dataclasses.replace(heuristics.shipped_configs(80)[0], **{option: True})
+    with pytest.raises(BuildError, match=r"while FLASHCUTE_NO_BUILD=1; unset it$"):
+        get_kernel(config, "80")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

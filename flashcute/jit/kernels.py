@@ -131,8 +131,9 @@ def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
     if artefact is not None:
         return artefact
     if settings.no_build:
+        options = getattr(config, "softcap", False) or getattr(config, "alibi", False)
         command = ""
-        if config.mask != "local":  # those are built on first use only
+        if config.mask != "local" and not options:  # those are built on first use only
             arguments = build_arguments(config, target)
             command = f", or run `python -m flashcute build {arguments}` first"
         raise BuildError(

@@ -166,6 +166,7 @@ flash::Flash_kernel const *describe(char const *name) {
         .smem_bytes = sizeof(typename Rung::SharedStorage),
         .tile_m = Rung::kTileM,
         .launch = &launch<Rung>,
+        .plan = nullptr,
         .error_string =
             [](int32_t error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
     };

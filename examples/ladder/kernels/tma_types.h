@@ -51,6 +51,8 @@ struct TmaTypes {
         .q_in_regs = 0,
         .min_ctas = 1,
         .ping_pong = true,
+        .softcap = false,
+        .alibi = false,
     };
     using Traits = flash::KernelTraitsSm90<C>;
     using Element = typename Traits::Element;
