@@ -73,6 +73,7 @@ class FwdConfig:
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
         softcap: Scores become softcap * tanh(score / softcap).
         alibi: Then the distance of query and key lowers them.
+        paged: Keys and values lie in pages, which a block table lists.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -94,6 +95,7 @@ class FwdConfig:
     ping_pong: bool = False
     softcap: bool = False
     alibi: bool = False
+    paged: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, supported: str) -> None:
@@ -105,7 +107,7 @@ class FwdConfig:
         require(self.mask in MASKS, "mask", f"in {MASKS}")
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
         require(type(self.q_in_regs) is int, "q_in_regs", "to be an int, of k16 steps")
-        for flag in ("ping_pong", "softcap", "alibi"):
+        for flag in ("ping_pong", "softcap", "alibi", "paged"):
             require(isinstance(getattr(self, flag), bool), flag, "to be a bool")
         if self.arch == 80:
             self._require_sm80(require)
@@ -140,7 +142,7 @@ class FwdConfig:
     def name(self) -> str:
         """The stem of the instantiation file: what it computes, without tile choices."""
         options = "" if self.mask == "none" else f"_{self.mask}"
-        options += "_softcap" * self.softcap + "_alibi" * self.alibi
+        options += "_softcap" * self.softcap + "_alibi" * self.alibi + "_paged" * self.paged
         return f"flash_fwd_hdim{self.head_dim}_{self.dtype}{options}_sm{self.arch}"
 
     @property
@@ -169,7 +171,7 @@ class FwdConfig:
     def smem_bytes(self) -> int:
         """Dynamic shared memory per CTA in bytes: Q, then ``stages`` buffers each of K and V.
 
-        The sm90 class adds its barriers, 8 bytes each, and the descriptions of tiles, 68 bytes
+        The sm90 class adds its barriers, 8 bytes each, and the descriptions of tiles, 76 bytes
         each, and rounds up to its alignment.
         """
         tiles = 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
@@ -177,7 +179,7 @@ class FwdConfig:
             return tiles
         slots = 2 * self.stages
         barriers = 2 * self.warps // 4 + 4 * self.stages + 2 * slots
-        return -(-(tiles + 8 * barriers + 68 * slots) // 1024) * 1024
+        return -(-(tiles + 8 * barriers + 76 * slots) // 1024) * 1024
 
     def to_cpp(self) -> str:
         """The C++ initialiser, e.g. ``{.arch = 80, .dtype = flash::DType::bf16, ...}``."""

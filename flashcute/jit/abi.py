@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 8  # flash::kAbiVersion
+ABI_VERSION = 9  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
     **dict.fromkeys("qkvo", ("batch", "row", "head")),
     "softmax_lse": ("batch", "head"),
     "alibi_slopes": ("batch",),
+    "block_table": ("batch",),
 }
 _BWD_STRIDES = {
     "do": ("batch", "row", "head"),
@@ -30,7 +32,8 @@ _SIZES = [
     (name, ctypes.c_int32)
     for name in (
         *("b", "seqlen_q", "seqlen_k", "h", "h_k", "d", "h_h_k_ratio", "pack_shift"),
-        *("total_q", "total_k", "plan_capacity", "window_left", "window_right"),
+        *("total_q", "total_k", "plan_capacity", "b_k", "num_pages", "page_size", "partial_rows"),
+        *("num_splits", "split_blocks", "split_parts", "window_left", "window_right"),
     )
 ]
 
@@ -52,6 +55,11 @@ class FlashFwdParams(ctypes.Structure):
         ("seqused_q_ptr", ctypes.c_void_p),
         ("seqused_k_ptr", ctypes.c_void_p),
         ("plan_ptr", ctypes.c_void_p),
+        ("cache_batch_idx_ptr", ctypes.c_void_p),
+        ("leftpad_k_ptr", ctypes.c_void_p),
+        ("block_table_ptr", ctypes.c_void_p),
+        ("o_partial_ptr", ctypes.c_void_p),
+        ("lse_partial_ptr", ctypes.c_void_p),
         *(
             (f"{tensor}_{dim}_stride", ctypes.c_int64)
             for tensor, dims in _STRIDES.items()
@@ -185,14 +193,46 @@ def _fill(
             setattr(params, f"{name}_{dim}_stride", stride)
 
 
-def plan_capacity(total_rows: int, b: int, tile_m: int) -> int:
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """How the keys of a ragged batch's tiles are split, as ``flash.h`` says.
+
+    Attributes:
+        num_splits: Parts of a tile at most, 1 to 256.
+        blocks: Key blocks of a part at least.
+        parts: About as many all tiles have together, of all heads; 0: as ``num_splits`` and
+            ``blocks`` say, so that a sequence is split the same in any batch.
+    """
+
+    num_splits: int = 1
+    blocks: int = 1
+    parts: int = 0
+
+
+NOT_SPLIT = Splits()
+
+
+def plan_capacity(
+    total_rows: int, b: int, tile_m: int, splits: Splits = NOT_SPLIT, grid_heads: int = 1
+) -> int:
     """``flash::plan_capacity()``."""
-    return total_rows // tile_m + 2 * b + 1
+    more = (splits.num_splits - 1) * (total_rows // tile_m + b)
+    if splits.parts > 0:
+        more = min(more, splits.parts // grid_heads + 1)
+    return total_rows // tile_m + 2 * b + 1 + more
 
 
-def plan_words(capacity: int, b: int) -> int:
+def plan_words(capacity: int, b: int, total_q: int = 0, num_splits: int = 1) -> int:
     """``flash::plan_words()``."""
-    return 4 + 8 * capacity + 2 * b + 2
+    return 4 + 8 * capacity + 4 * b + 4 + (4 * total_q if num_splits > 1 else 0)
+
+
+def partial_rows(total_rows: int, tile_m: int, splits: Splits, grid_heads: int) -> int:
+    """``flash::partial_rows()``."""
+    most = splits.num_splits * total_rows if splits.num_splits > 1 else 0
+    if splits.parts > 0:
+        return min(most, total_rows + tile_m * (splits.parts // grid_heads + 1))
+    return most
 
 
 def varlen_params(
@@ -218,4 +258,49 @@ def varlen_params(
     params.b = tensors["cu_seqlens_q"].shape[0] - 1
     params.total_q, params.total_k = params.seqlen_q, params.seqlen_k
     params.seqlen_q, params.plan_capacity = max_seqlen_q, capacity
+    params.num_splits = params.split_blocks = 1
+    return params
+
+
+def serving_params(
+    tensors: Mapping[str, torch.Tensor],
+    softmax_scale: float,
+    max_seqlen_q: int,
+    tile_m: int,
+    splits: Splits = NOT_SPLIT,
+    pack_heads: bool = False,
+    window_size: tuple[int, int] = (0, 0),
+    softcap: float = 0.0,
+) -> FlashFwdParams:
+    """:func:`fwd_params` of a ragged batch over a cache, without pointers to workspace.
+
+    Args:
+        tensors: q (total_q, h, d), o as q, softmax_lse (h, total_q); k and v
+            (num_pages, page_size, h_k, d), seqused_k (b,); cu_seqlens_q (b + 1,), where sequences
+            have different lengths, else each has ``max_seqlen_q`` rows; sinks, alibi_slopes,
+            seqused_q, cache_batch_idx, leftpad_k (b,); block_table (b_k, columns) of a paged cache.
+        max_seqlen_q: As in :func:`varlen_params`.
+        tile_m: Of the kernel.
+
+    Returns:
+        With the sizes that ``plan_words()`` and the workspace take: ``plan_capacity`` and
+        ``partial_rows``.
+    """
+    cache, table = tensors["k"], tensors.get("block_table")
+    dense = dict(tensors)
+    for name in ("q", "o", "softmax_lse"):
+        if name in dense:
+            dense[name] = dense[name][None]
+    params = fwd_params(dense, softmax_scale, pack_heads, window_size, softcap)
+    params.b = tensors["seqused_k"].shape[0]
+    params.total_q, params.seqlen_q = params.seqlen_q, max_seqlen_q
+    params.num_pages, params.page_size = cache.shape[:2]
+    params.b_k = params.num_pages if table is None else table.shape[0]
+    params.seqlen_k = params.page_size * (1 if table is None else table.shape[1])
+    params.num_splits, params.split_blocks = splits.num_splits, splits.blocks
+    params.split_parts = splits.parts
+    heads = params.h_k if pack_heads and params.h > params.h_k else params.h
+    rows = params.total_q << params.pack_shift
+    params.plan_capacity = plan_capacity(rows, params.b, tile_m, splits, heads)
+    params.partial_rows = partial_rows(rows, tile_m, splits, heads)
     return params

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .build import CHECKERS, build_kernels, build_runners
     from .run import SimResult, run_bwd, run_fwd, run_varlen
+    from .serving import run_serving
 
 __all__ = [
     "CHECKERS",
@@ -22,6 +23,7 @@ __all__ = [
     "build_runners",
     "run_bwd",
     "run_fwd",
+    "run_serving",
     "run_varlen",
 ]
 
@@ -31,6 +33,7 @@ COPY_MODES = ("late", "random", "eager")
 _HOMES = {
     **dict.fromkeys(("CHECKERS", "build_kernels", "build_runners"), "build"),
     **dict.fromkeys(("SimResult", "run_bwd", "run_fwd", "run_varlen"), "run"),
+    "run_serving": "serving",
 }
 
 

@@ -164,7 +164,7 @@ _COUNTS = (
     _simulator(
         "all lanes load",
         _KERNEL,
-        "threadIdx.x < 32 && sm90::elect_one()",
+        "threadIdx.x < 32 && (C.paged || sm90::elect_one())",
         "threadIdx.x < 32",
         _ARRIVES_TWICE,
     ),
@@ -466,16 +466,16 @@ _OPERANDS = (
     _simulator(
         "tensor map of too many rows",
         _MAPS,
-        "rows_of_map(params, params.seqlen_k, params.total_k),",
-        "rows_of_map(params, params.seqlen_k, params.total_k) + 64,",
+        "{params.d, sizes.rows, params.h_k, sizes.batch}",
+        "{params.d, sizes.rows + 64, params.h_k, sizes.batch}",
         r"TMA for mbarrier \d+ .* reads outside every tensor",
     ),
     dataclasses.replace(
         _numerics(
             "keys and values of different blocks in a window",
             _MAINLOOP,
-            "storage.v, v, row(n), head,",
-            "storage.v, v, (blocks.begin + n) * kTileN, head,",
+            "storage.v, v, n);",
+            "storage.v, v, blocks.count - 1 - n);",
         ),
         config=WINDOW,
     ),
@@ -491,7 +491,7 @@ _OPERANDS = (
     _numerics(
         "tile without a key without its sinks",
         "epilogue_fwd.h",
-        "load_sinks(params, tile.head_q, rows, tile.in_sequence());",
+        "load_sinks(params, tile.head_q, rows, tile.in_sequence() && !tile.is_part());",
         "[] { Tensor x = make_tensor<float>(Shape<_2>{}); fill(x, -INFINITY); return x; }();",
     ),
     _numerics(
@@ -503,8 +503,8 @@ _OPERANDS = (
     _simulator(
         "padding of packed heads inside the tensor map",
         _MAPS,
-        "{params.d, packed, rows_of_map(",
-        "{params.d, packed + 1, rows_of_map(",
+        "{params.d, packed, sizes.rows,",
+        "{params.d, packed + 1, sizes.rows,",
         r"TMA for mbarrier \d+ .* reads outside every tensor",
     ),
     _numerics(

@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         "queries' offset for the keys",
         "mainloop_fwd_sm80.h",
-        "tile.row_k * params.k_row_stride",
-        "tile.row_q * params.k_row_stride",
+        "int const row_k = C.paged ? 0 : tile.row_k;",
+        "int const row_k = C.paged ? 0 : tile.row_q;",
         "numerics",
     ),
     Mutant(

@@ -1,5 +1,6 @@
 // Writes a finished tile: O in pieces of 16 bytes, through shared memory in the sm80 class and from
-// registers in the sm90 class, LSE from the lanes that own column 0.
+// registers in the sm90 class, LSE from the lanes that own column 0. A part of a split tile goes to
+// the workspace as it is, in float32.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -20,9 +21,13 @@ struct EpilogueFwd {
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kHeadDim = Traits::kHeadDim;
 
-    // From position 0 of the tile's sequence on.
+    // From position 0 of the tile's sequence on; of a part, in the workspace.
     CUTE_HOST_DEVICE static OutputOffset output_offset(Flash_fwd_params const &params,
                                                        WorkTile const &tile) {
+        if (tile.is_part()) {
+            int64_t const row = int64_t(tile.head) * params.partial_rows + tile.partial_row;
+            return {row * params.d, row};
+        }
         return {
             tile.batch * params.o_batch_stride + tile.row_q * params.o_row_stride +
                 tile.head_q * params.o_head_stride,
@@ -43,14 +48,14 @@ struct EpilogueFwd {
         return rows;
     }
 
-    // head_q: the tile's first. in_sequence: else there are no sinks either.
+    // head_q: the tile's first. wanted: rows of no sequence have no sinks, and to the parts of a
+    // split tile they are added once, at the end.
     template <size_t kRows>
     CUTE_DEVICE static auto load_sinks(Flash_fwd_params const &params, int head_q,
-                                       cute::array<TileRow, kRows> const &rows,
-                                       bool in_sequence = true) {
+                                       cute::array<TileRow, kRows> const &rows, bool wanted) {
         Tensor sinks = make_tensor<float>(Shape<Int<kRows>>{});  // (rows)
         fill(sinks, -INFINITY);
-        if (params.sinks_ptr != nullptr && in_sequence) {
+        if (params.sinks_ptr != nullptr && wanted) {
             CUTE_UNROLL
             for (int i = 0; i < int(kRows); ++i) {
                 if (rows[i].exists) {
@@ -72,6 +77,35 @@ struct EpilogueFwd {
             for (int i = 0; i < int(kRows); ++i) {
                 if (rows[i].exists) {
                     begin[rows[i].offset(1, params.softmax_lse_head_stride)] = lse(i);
+                }
+            }
+        }
+    }
+
+    // A part. tOrO: (4, MMA_M, d/8).
+    template <size_t kRows, class RowTensor, class AccO>
+    CUTE_DEVICE static void store_part(Flash_fwd_params const &params, OutputOffset const &offset,
+                                       cute::array<TileRow, kRows> const &rows, int thread,
+                                       RowTensor const &lse, AccO const &tOrO) {
+        Tensor out = make_tensor(tOrO.data(), layout_acc_rowcol(tOrO.layout()));  // (rows, cols)
+        int const first = Traits::acc_col(thread, 0);
+        int64_t const shift = params.pack_shift;
+        float *const o = params.o_partial_ptr + offset.o + first;
+        float *const stats = params.lse_partial_ptr + offset.lse;
+        CUTE_UNROLL
+        for (int i = 0; i < int(kRows); ++i) {
+            if (rows[i].exists) {
+                float *const row = o + rows[i].offset(int64_t(params.d) << shift, params.d);
+                CUTE_UNROLL
+                for (int j = 0; j < size<1>(out); j += 2) {
+                    int const col = Traits::acc_col(0, j);
+                    if (first + col < params.d) {
+                        *reinterpret_cast<float2 *>(row + col) =
+                            make_float2(out(i, j), out(i, j + 1));
+                    }
+                }
+                if (first == 0) {
+                    stats[rows[i].offset(int64_t(1) << shift, 1)] = lse(i);
                 }
             }
         }
@@ -105,9 +139,13 @@ struct EpilogueFwd {
     }
 
     template <class RowTensor, class AccO>
-    CUTE_DEVICE static void store(Flash_fwd_params const &params, OutputOffset const &offset,
-                                  cute::array<TileRow, 2> const &rows, int thread,
-                                  RowTensor const &lse, AccO const &tOrO) {
+    CUTE_DEVICE static void store(Flash_fwd_params const &params, bool part,
+                                  OutputOffset const &offset, cute::array<TileRow, 2> const &rows,
+                                  int thread, RowTensor const &lse, AccO const &tOrO) {
+        if (part) {
+            store_part(params, offset, rows, thread, lse, tOrO);
+            return;
+        }
         store_lse(params, offset.lse, rows, thread, lse);
         store_from_registers(params, offset.o, rows, thread, tOrO);
     }
@@ -118,8 +156,8 @@ struct EpilogueFwd {
                                    OutputOffset const &offset, int thread, SoftmaxT &softmax,
                                    AccO &tOrO) {
         auto const rows = thread_rows<2>(params, tile, thread);
-        auto const sinks = load_sinks(params, tile.head_q, rows);
-        store(params, offset, rows, thread, softmax.finalize(tOrO, sinks), tOrO);
+        auto const sinks = load_sinks(params, tile.head_q, rows, !tile.is_part());
+        store(params, tile.is_part(), offset, rows, thread, softmax.finalize(tOrO, sinks), tOrO);
     }
 
     // A tile whose rows see no key: zeros, and the rows' sinks.
@@ -128,8 +166,9 @@ struct EpilogueFwd {
         auto const rows = thread_rows<2>(params, tile, thread);
         Tensor out = make_tensor<float>(Shape<_4, _1, Int<kHeadDim / 8>>{});  // (4, 1, d/8)
         clear(out);
-        auto const sinks = load_sinks(params, tile.head_q, rows, tile.in_sequence());
-        store(params, offset, rows, thread, sinks, out);
+        auto const sinks =
+            load_sinks(params, tile.head_q, rows, tile.in_sequence() && !tile.is_part());
+        store(params, tile.is_part(), offset, rows, thread, sinks, out);
     }
 };
 

@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 8;
+inline constexpr int32_t kAbiVersion = 9;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -32,6 +32,7 @@ struct FwdConfig {
     bool ping_pong;     // sm90: warpgroups take turns in issuing their products
     bool softcap;       // scores become softcap * tanh(score / softcap)
     bool alibi;         // then the distance of query and key lowers them
+    bool paged;         // keys and values lie in pages, which a block table lists
 };
 
 // The tile of one backward kernel, whose CTA owns rows of one side and visits blocks of the other:
@@ -77,11 +78,26 @@ struct Flash_fwd_params {
     // (total_q, h, d), or of k and v, (total_k, h_k, d), of which the first seqused[i] count. The
     // log-sum-exp is (h, total_q). Batch strides are 0; seqlen_q is the longest sequence that is
     // computed, rows beyond it are as rows of no sequence: zeros and -inf.
-    const int32_t *cu_seqlens_q_ptr;  // (b + 1)
-    const int32_t *cu_seqlens_k_ptr;  // (b + 1)
+    const int32_t *cu_seqlens_q_ptr;  // (b + 1); null: sequence i begins at row i * seqlen_q
+    const int32_t *cu_seqlens_k_ptr;  // (b + 1); null: keys and values are a cache
     const int32_t *seqused_q_ptr;     // (b); null: all
-    const int32_t *seqused_k_ptr;     // (b); null: all
+    const int32_t *seqused_k_ptr;     // (b); null: all. A cache needs it.
     void *plan_ptr;  // flash::WorkPlan, written by Flash_kernel::plan; null: a dense batch
+
+    // A cache, of a ragged batch without cu_seqlens_k: k and v are (num_pages, seqlen_k, h_k, d),
+    // and sequence i has rows [leftpad_k[i], seqused_k[i]) of entry cache_batch_idx[i]. With
+    // FwdConfig::paged they are (num_pages, page_size, h_k, d), and row j of sequence i is row
+    // j % page_size of page block_table[cache_batch_idx[i], j / page_size]; seqlen_k is page_size
+    // times the columns of the table. Any values are safe: an entry or a page that does not exist
+    // has no keys or zeros, and of the table's columns those behind the last key are not read.
+    const int32_t *cache_batch_idx_ptr;  // (b), of [0, b_k); null: i
+    const int32_t *leftpad_k_ptr;        // (b); null, and with FwdConfig::paged always: zeros
+    const int32_t *block_table_ptr;      // (b_k, columns)
+
+    // Workspace of tiles whose keys are split: each part writes float32 rows of its own, which a
+    // further kernel merges. Aligned to 16 bytes; null with num_splits 1.
+    float *o_partial_ptr;    // (grid heads, partial_rows, d)
+    float *lse_partial_ptr;  // (grid heads, partial_rows)
 
     int64_t q_batch_stride, q_row_stride, q_head_stride;
     int64_t k_batch_stride, k_row_stride, k_head_stride;
@@ -89,6 +105,7 @@ struct Flash_fwd_params {
     int64_t o_batch_stride, o_row_stride, o_head_stride;
     int64_t softmax_lse_batch_stride, softmax_lse_head_stride;
     int64_t alibi_slopes_batch_stride;
+    int64_t block_table_batch_stride;
 
     int32_t b, seqlen_q, seqlen_k, h, h_k, d;
     int32_t h_h_k_ratio;  // query heads per key/value head
@@ -97,6 +114,15 @@ struct Flash_fwd_params {
     int32_t pack_shift;
     int32_t total_q, total_k;  // rows of a ragged batch
     int32_t plan_capacity;     // tiles that plan_ptr has room for
+    int32_t b_k;               // rows of the block table; without one num_pages
+    int32_t num_pages, page_size;
+    int32_t partial_rows;  // that the workspace has room for
+
+    // A ragged batch's tiles are split along the keys into at most num_splits parts, 1 to
+    // kMaxSplits, of split_blocks key blocks at least. How a sequence is split then depends on its
+    // own lengths alone. split_parts > 0: into fewer, longer parts, so that all tiles of the batch
+    // and its heads have about as many parts together.
+    int32_t num_splits, split_blocks, split_parts;
 
     // MaskKind::local: query i sees keys [i + seqlen_k - seqlen_q - window_left,
     // i + seqlen_k - seqlen_q + window_right]. Both >= 0; the sum of the two and of both lengths is
@@ -111,14 +137,33 @@ struct Flash_fwd_params {
     float alibi_scale;    // 1 / scale_softmax; with FwdConfig::softcap 1 / softcap
 };
 
+inline constexpr int32_t kMaxSplits = 256;
+
+// Parts of a grid head's tiles in all that split_parts asks for, rounded up; a bound of how many
+// more tiles they make.
+inline constexpr int64_t parts_of_head(int64_t split_parts, int64_t grid_heads) {
+    return split_parts / grid_heads + 1;
+}
 // Tiles of a grid head that a ragged batch has at most, whatever its lengths: those of b sequences,
 // of the rows between them and of the rows at the end. total_rows: total_q << pack_shift.
-inline constexpr int64_t plan_capacity(int64_t total_rows, int64_t b, int64_t tile_m) {
-    return total_rows / tile_m + 2 * b + 1;
+inline constexpr int64_t plan_capacity(int64_t total_rows, int64_t b, int64_t tile_m,
+                                       int64_t num_splits = 1, int64_t split_parts = 0,
+                                       int64_t grid_heads = 1) {
+    int64_t const more = (num_splits - 1) * (total_rows / tile_m + b);
+    int64_t const wanted = parts_of_head(split_parts, grid_heads);
+    return total_rows / tile_m + 2 * b + 1 + (split_parts > 0 && wanted < more ? wanted : more);
 }
 // Size of what plan_ptr points to, in words of 32 bits.
-inline constexpr int64_t plan_words(int64_t capacity, int64_t b) {
-    return 4 + 8 * capacity + 2 * b + 2;
+inline constexpr int64_t plan_words(int64_t capacity, int64_t b, int64_t total_q = 0,
+                                    int64_t num_splits = 1) {
+    return 4 + 8 * capacity + 4 * b + 4 + (num_splits > 1 ? 4 * total_q : 0);
+}
+// Rows of a grid head that the workspace of split tiles needs.
+inline constexpr int64_t partial_rows(int64_t total_rows, int64_t tile_m, int64_t num_splits,
+                                      int64_t split_parts, int64_t grid_heads) {
+    int64_t const most = num_splits > 1 ? num_splits * total_rows : 0;
+    int64_t const wanted = total_rows + tile_m * parts_of_head(split_parts, grid_heads);
+    return split_parts > 0 && wanted < most ? wanted : most;
 }
 
 // Arguments of one backward launch: those of the forward, whose O and LSE are read, with

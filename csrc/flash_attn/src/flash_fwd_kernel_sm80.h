@@ -35,9 +35,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     using Epilogue = EpilogueFwd<Traits>;
     auto const rows =
         Epilogue::template thread_rows<Mainloop::kRowsPerThread>(params, tile, threadIdx.x);
-    auto const sinks = Epilogue::load_sinks(params, tile.head_q, rows, tile.in_sequence());
+    auto const sinks =
+        Epilogue::load_sinks(params, tile.head_q, rows, tile.in_sequence() && !tile.is_part());
     auto const lse = softmax.finalize(tOrO, sinks);
     OutputOffset const offset = Epilogue::output_offset(params, tile);
+    if (tile.is_part()) {
+        Epilogue::store_part(params, offset, rows, threadIdx.x, lse, tOrO);
+        return;
+    }
     Epilogue::store_lse(params, offset.lse, rows, threadIdx.x, lse);
     Epilogue::store_through_smem(params, storage, tile, offset.o, tOrO);
 }

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
 
     if (warpgroup == 0) {
         sm90::registers_lower<Traits::kLoadRegisters>();
-        if (threadIdx.x < 32 && sm90::elect_one()) {
+        if (threadIdx.x < 32 && (C.paged || sm90::elect_one())) {
             typename Mainloop::Producer producer{maps, storage};
             producer.run(params, queue);
         }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "flash.h"
+#include "flash_fwd_combine_kernel.h"
 #include "flash_fwd_kernel_sm80.h"
 #include "flash_plan_kernel.h"
 #include "kernel_description.h"
@@ -29,7 +30,8 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     config.blockDim = dim3(Traits::kThreads);
     config.dynamicSmemBytes = Traits::kSmemBytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    return cudaLaunchKernelEx(&config, kernel, *params);
+    cudaError_t const error = cudaLaunchKernelEx(&config, kernel, *params);
+    return error == cudaSuccess ? enqueue_combine<Traits>(*params, stream) : error;
 }
 
 template <FwdConfig C>

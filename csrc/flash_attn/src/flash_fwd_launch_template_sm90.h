@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "flash.h"
+#include "flash_fwd_combine_kernel.h"
 #include "flash_fwd_kernel_sm90.h"
 #include "flash_plan_kernel.h"
 #include "kernel_description.h"
@@ -58,7 +59,8 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     dependent.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &dependent;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, *params, maps, queue);
+    cudaError_t const error = cudaLaunchKernelEx(&config, kernel, *params, maps, queue);
+    return error == cudaSuccess ? enqueue_combine<Traits>(*params, stream) : error;
 }
 
 template <FwdConfig C>

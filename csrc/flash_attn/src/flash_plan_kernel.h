@@ -30,54 +30,99 @@ struct Segments {
 
     // Where the rows of sequence i that count begin, and their number; of q or of k.
     CUTE_DEVICE static void read(int const *cu_seqlens, int const *seqused, int i, int total,
-                                 int most, int &begin, int &length) {
+                                 int &begin, int &length) {
         begin = clamp(cu_seqlens[i], 0, total);
         length = clamp(cu_seqlens[i + 1], begin, total) - begin;
         if (seqused != nullptr) {
             length = clamp(seqused[i], 0, length);
         }
-        length = cute::min(length, most);
+    }
+
+    // Likewise, of q; length: of the sequence with the rows that do not count.
+    CUTE_DEVICE void read_q(int i, int &begin, int &length) const {
+        if (params.cu_seqlens_q_ptr == nullptr) {
+            int64_t const first = int64_t(i) * params.seqlen_q;
+            begin = static_cast<int>(cute::min(first, int64_t(params.total_q)));
+            length = cute::min(params.seqlen_q, params.total_q - begin);
+            if (params.seqused_q_ptr != nullptr) {
+                length = clamp(params.seqused_q_ptr[i], 0, length);
+            }
+            return;
+        }
+        read(params.cu_seqlens_q_ptr, params.seqused_q_ptr, i, params.total_q, begin, length);
+        length = cute::min(length, params.seqlen_q);
+    }
+
+    // Likewise, of a cache, and the entry that holds them.
+    CUTE_DEVICE void read_cache(int i, PlanTile &tile) const {
+        int const *const entries = params.cache_batch_idx_ptr;
+        int const entry = entries != nullptr ? entries[i] : i;
+        if (entry < 0 || entry >= params.b_k) {
+            return;  // no keys
+        }
+        int const *const leftpad = params.leftpad_k_ptr;
+        tile.batch_k = entry;
+        tile.row_k = leftpad != nullptr ? clamp(leftpad[i], 0, params.seqlen_k) : 0;
+        tile.seqlen_k = clamp(params.seqused_k_ptr[i], tile.row_k, params.seqlen_k) - tile.row_k;
     }
 
     CUTE_DEVICE PlanTile operator[](int segment) const {
-        PlanTile tile{};
+        PlanTile tile{.partial_row = -1};
         int const i = segment / 2;
         if (segment % 2 == 1) {
-            read(params.cu_seqlens_q_ptr, params.seqused_q_ptr, i, params.total_q, params.seqlen_q,
-                 tile.row_q, tile.seqlen_q);
-            read(params.cu_seqlens_k_ptr, params.seqused_k_ptr, i, params.total_k, INT32_MAX,
-                 tile.row_k, tile.seqlen_k);
+            read_q(i, tile.row_q, tile.seqlen_q);
+            if (params.cu_seqlens_k_ptr == nullptr) {
+                read_cache(i, tile);
+            } else {
+                read(params.cu_seqlens_k_ptr, params.seqused_k_ptr, i, params.total_k, tile.row_k,
+                     tile.seqlen_k);
+            }
             return tile;
         }
         tile.seqlen_k = -1;
         if (i > 0) {
             int begin, length;
-            read(params.cu_seqlens_q_ptr, params.seqused_q_ptr, i - 1, params.total_q,
-                 params.seqlen_q, begin, length);
+            read_q(i - 1, begin, length);
             tile.row_q = begin + length;
         }
-        int const end =
-            i < params.b ? clamp(params.cu_seqlens_q_ptr[i], 0, params.total_q) : params.total_q;
+        int end = params.total_q;
+        if (i < params.b) {
+            end = params.cu_seqlens_q_ptr != nullptr
+                      ? clamp(params.cu_seqlens_q_ptr[i], 0, params.total_q)
+                      : static_cast<int>(
+                            cute::min(int64_t(i) * params.seqlen_q, int64_t(params.total_q)));
+        }
         tile.seqlen_q = cute::max(end - tile.row_q, 0);
         return tile;
     }
 };
 
-// One CTA. Counts the segments' tiles, then sorts them by their key blocks (a counting sort in
-// logarithmic buckets, so that the order among equals is free).
+// One CTA. Decides into how many parts the tiles of each segment are split and counts them, then
+// sorts them by their key blocks (a counting sort in logarithmic buckets, so that the order among
+// equals is free).
 template <FwdConfig C>
 struct Planner {
     static constexpr int kThreads = 1024;
     static constexpr int kBuckets = 128;
     static constexpr int kCopies = 8;  // of each bucket, as atomics on one address are serialised
-    static constexpr int kMaxFirst = 10240;  // within the 48 KB that any launch may have
+    static constexpr int kMaxFirst = 5120;  // within the 48 KB that any launch may have
     static_assert(kThreads == 32 * 32 && kBuckets * kCopies == kThreads);
+
+    using Blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>;
+
+    // Of the segments before one.
+    struct Before {
+        int tiles;
+        int partial_rows;
+    };
 
     struct SharedStorage {
         int64_t warp_sums[kThreads / 32];
         unsigned bucket[kThreads];  // tiles in it; then where its next one goes
-        int64_t carry;
-        int first[kMaxFirst];  // if as many suffice; else they are in global memory
+        int64_t tiles, partial_rows;
+        int part_blocks;  // key blocks of a part at least
+        unsigned split_positions;
+        Before first[kMaxFirst];  // if as many suffice; else they are in global memory
     };
 
     CUTE_DEVICE static int num_m_blocks(Flash_fwd_params const &params, PlanTile const &segment) {
@@ -114,45 +159,130 @@ struct Planner {
         return value;
     }
 
-    // first[i]: tiles of the segments before i.
+    // Of the segment's last tile, which sees most keys, or about as many as the others.
+    CUTE_DEVICE static int key_blocks(Flash_fwd_params const &params, PlanTile const &segment) {
+        WorkTile const work{.m_block = num_m_blocks(params, segment) - 1,
+                            .seqlen_q = segment.seqlen_q,
+                            .seqlen_k = segment.seqlen_k};
+        return work.m_block < 0 || !work.in_sequence() ? 0
+                                                       : Blocks::block_range(params, work).count;
+    }
+    // Of each tile of the segment. All have the same number: a part may be empty.
+    CUTE_DEVICE static int num_parts(Flash_fwd_params const &params, SharedStorage const &storage,
+                                     PlanTile const &segment) {
+        if (params.num_splits <= 1) {
+            return 1;
+        }
+        int const blocks = key_blocks(params, segment);
+        int const parts = (blocks + storage.part_blocks - 1) / storage.part_blocks;
+        return cute::min(cute::max(parts, 1), params.num_splits);
+    }
+
+    CUTE_DEVICE static void choose_part_blocks(Flash_fwd_params const &params,
+                                               SharedStorage &storage) {
+        Segments const segments{params};
+        int64_t blocks = 0;
+        if (params.num_splits > 1 && params.split_parts > 0) {
+            for (int i = threadIdx.x; i < segments.count(); i += kThreads) {
+                PlanTile const segment = segments[i];
+                blocks += int64_t(num_m_blocks(params, segment)) * key_blocks(params, segment);
+            }
+        }
+        int64_t const sum = inclusive_scan(storage.warp_sums, blocks);
+        if (threadIdx.x == kThreads - 1) {
+            int64_t least = cute::max(params.split_blocks, 1);
+            if (params.split_parts > 0) {
+                int64_t const all = sum * num_grid_heads(params);
+                least = cute::max(least, (all + params.split_parts - 1) / params.split_parts);
+            }
+            storage.part_blocks = static_cast<int>(cute::min(least, int64_t(1) << 30));
+        }
+        __syncthreads();
+    }
+
     CUTE_DEVICE static void count_tiles(Flash_fwd_params const &params, SharedStorage &storage,
-                                        int *first) {
+                                        Before *first) {
         Segments const segments{params};
         if (threadIdx.x == 0) {
-            storage.carry = 0;
-            first[0] = 0;
+            storage.tiles = storage.partial_rows = 0;
+            storage.split_positions = 0;
+            first[0] = {0, 0};
         }
         __syncthreads();
         CUTE_NO_UNROLL
         for (int begin = 0; begin < segments.count(); begin += kThreads) {
             int const i = begin + static_cast<int>(threadIdx.x);
-            int const tiles = i < segments.count() ? num_m_blocks(params, segments[i]) : 0;
-            // Values that are no lengths may ask for more tiles than there is room for.
-            int64_t const sum = storage.carry + inclusive_scan(storage.warp_sums, tiles);
-            int64_t const up_to = cute::min(sum, int64_t(params.plan_capacity));
+            int64_t tiles = 0, rows = 0;
             if (i < segments.count()) {
-                first[i + 1] = static_cast<int>(up_to);
+                PlanTile const segment = segments[i];
+                int const parts = num_parts(params, storage, segment);
+                tiles = int64_t(num_m_blocks(params, segment)) * parts;
+                rows = parts > 1 ? int64_t(num_rows(params, segment.seqlen_q)) * parts : 0;
+            }
+            // Values that are no lengths may ask for more than there is room for.
+            auto const up_to = [&](int64_t before, int64_t value, int most) {
+                int64_t const sum = before + inclusive_scan(storage.warp_sums, value);
+                return cute::min(sum, int64_t(most));
+            };
+            tiles = up_to(storage.tiles, tiles, params.plan_capacity);
+            rows = up_to(storage.partial_rows, rows, params.partial_rows);
+            if (i < segments.count()) {
+                first[i + 1] = {static_cast<int>(tiles), static_cast<int>(rows)};
             }
             __syncthreads();
             if (threadIdx.x == kThreads - 1) {
-                storage.carry = up_to;
+                storage.tiles = tiles;
+                storage.partial_rows = rows;
             }
             __syncthreads();
         }
     }
 
     // Tile `index` in the order of the segments.
-    CUTE_DEVICE static PlanTile find_tile(Flash_fwd_params const &params, int const *first,
+    CUTE_DEVICE static PlanTile find_tile(Flash_fwd_params const &params,
+                                          SharedStorage const &storage, Before const *first,
                                           int index) {
         Segments const segments{params};
         int low = 0, high = segments.count();  // first[low] <= index < first[high]
         while (high - low > 1) {
             int const middle = (low + high) / 2;
-            (first[middle] <= index ? low : high) = middle;
+            (first[middle].tiles <= index ? low : high) = middle;
         }
         PlanTile tile = segments[low];
-        tile.m_block = index - first[low];
+        int const parts = num_parts(params, storage, tile);
+        int const within = index - first[low].tiles;
+        int const part = within % parts;
+        tile.m_block = within / parts;
+        tile.part = PlanTile::kParts * part + parts;
+        if (parts > 1) {
+            int const rows = num_rows(params, tile.seqlen_q);
+            // Where there is no room, parts share it.
+            int const begin =
+                cute::min(first[low].partial_rows, params.partial_rows - rows * parts);
+            tile.partial_row = begin < 0 ? -1 : begin + part * rows;
+        }
         return tile;
+    }
+
+    // Lists the positions whose first row is in a split tile.
+    CUTE_DEVICE static void list_positions(Flash_fwd_params const &params, SharedStorage &storage,
+                                           SplitPosition *positions, PlanTile const &tile) {
+        int const parts = tile.part % PlanTile::kParts;
+        if (parts == 1 || tile.part >= PlanTile::kParts || tile.partial_row < 0) {
+            return;
+        }
+        int const one = (1 << params.pack_shift) - 1;
+        int const begin = (tile.m_block * C.tile_m + one) >> params.pack_shift;
+        int const end =
+            cute::min(((tile.m_block + 1) * C.tile_m + one) >> params.pack_shift, tile.seqlen_q);
+        unsigned const at = atomicAdd(&storage.split_positions, cute::max(end - begin, 0));
+        for (int i = begin; i < end; ++i) {
+            int64_t const index = int64_t(at) + i - begin;
+            if (index < params.total_q) {
+                positions[index] = {tile.row_q + i, tile.partial_row + (i << params.pack_shift),
+                                    num_rows(params, tile.seqlen_q), parts};
+            }
+        }
     }
 
     // The bucket of a tile.
@@ -160,21 +290,23 @@ struct Planner {
                                         PlanTile const &tile) {
         WorkTile const work{
             .m_block = tile.m_block, .seqlen_q = tile.seqlen_q, .seqlen_k = tile.seqlen_k};
-        using Blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>;
-        return storage.bucket[bucket_of(Blocks::block_range(params, work).count)];
+        int const parts = tile.part % PlanTile::kParts;
+        return storage.bucket[bucket_of(Blocks::block_range(params, work).count / parts)];
     }
 
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage) {
         auto &plan = *static_cast<WorkPlan *>(params.plan_ptr);
-        int *const first = 2 * params.b + 2 <= kMaxFirst
-                               ? storage.first
-                               : reinterpret_cast<int *>(plan.tiles + params.plan_capacity);
+        Before *const first = 2 * params.b + 2 <= kMaxFirst
+                                  ? storage.first
+                                  : reinterpret_cast<Before *>(plan.tiles + params.plan_capacity);
+        auto *const positions = const_cast<SplitPosition *>(plan.positions(params));
         int const thread = threadIdx.x;
         storage.bucket[thread] = 0;
+        choose_part_blocks(params, storage);
         count_tiles(params, storage, first);
-        int const count = first[2 * params.b + 1];
+        int const count = first[2 * params.b + 1].tiles;
         for (int i = thread; i < count; i += kThreads) {
-            atomicAdd(&bucket(params, storage, find_tile(params, first, i)), 1u);
+            atomicAdd(&bucket(params, storage, find_tile(params, storage, first, i)), 1u);
         }
         __syncthreads();
         int64_t const size = storage.bucket[thread];
@@ -182,11 +314,15 @@ struct Planner {
         storage.bucket[thread] = static_cast<unsigned>(end - size);
         __syncthreads();
         for (int i = thread; i < count; i += kThreads) {
-            PlanTile const tile = find_tile(params, first, i);
+            PlanTile const tile = find_tile(params, storage, first, i);
             plan.tiles[atomicAdd(&bucket(params, storage, tile), 1u)] = tile;
+            list_positions(params, storage, positions, tile);
         }
+        __syncthreads();
         if (thread == 0) {
             plan.count = count;
+            plan.split_positions =
+                static_cast<int>(cute::min(storage.split_positions, unsigned(params.total_q)));
         }
     }
 };

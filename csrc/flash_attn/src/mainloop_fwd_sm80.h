@@ -44,19 +44,43 @@ struct MainloopFwdSm80 {
         });
     }
 
+    // Block n of a sequence's keys or values, each row looked up in the block table; rows of a page
+    // that does not exist are zeros. gmem: row 0 of page 0.
+    template <class SmemTensor>
+    CUTE_DEVICE static void load_pages(Flash_fwd_params const &params, WorkTile const &tile,
+                                       Element const *gmem, int64_t row_stride, int64_t page_stride,
+                                       SmemTensor &&sX, int n) {
+        int const *const table =
+            params.block_table_ptr + tile.batch_k * params.block_table_batch_stride;
+        load_rows<Traits>(sX, params.d, [&](int r) -> GmemRow<Element const> {
+            int const key = n * kTileN + Traits::gmem_row(threadIdx.x, r);
+            if (key >= tile.seqlen_k) {
+                return {gmem, false};
+            }
+            int const row = tile.row_k + key;
+            int const column = row / params.page_size;
+            int const page = table[column];
+            bool const exists =
+                static_cast<unsigned>(page) < static_cast<unsigned>(params.num_pages);
+            int64_t const offset = exists ? page * page_stride : 0;
+            return {gmem + offset + (row - column * params.page_size) * row_stride, exists};
+        });
+    }
+
     // Leaves the tile's unnormalised O in tOrO and its row statistics in softmax.
     template <class AccO>
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage,
                                 WorkTile const &tile, AccO &tOrO, SoftmaxT &softmax) {
         int const thread = threadIdx.x;
-        auto const *const gK =
-            head_begin<Element const>(params.k_ptr, tile.batch, params.k_batch_stride, tile.head_k,
-                                      params.k_head_stride) +
-            tile.row_k * params.k_row_stride;
-        auto const *const gV =
-            head_begin<Element const>(params.v_ptr, tile.batch, params.v_batch_stride, tile.head_k,
-                                      params.v_head_stride) +
-            tile.row_k * params.v_row_stride;
+        // With pages, of the first row of page 0.
+        int const entry = C.paged ? 0 : tile.batch_k;
+        int const row_k = C.paged ? 0 : tile.row_k;
+        auto const *const gK = head_begin<Element const>(params.k_ptr, entry, params.k_batch_stride,
+                                                         tile.head_k, params.k_head_stride) +
+                               row_k * params.k_row_stride;
+        auto const *const gV = head_begin<Element const>(params.v_ptr, entry, params.v_batch_stride,
+                                                         tile.head_k, params.v_head_stride) +
+                               row_k * params.v_row_stride;
 
         Tensor sQ = make_tensor(make_smem_ptr(storage.q_or_o.data()),
                                 typename Traits::SmemLayoutQ{});  // (M, d)
@@ -87,13 +111,20 @@ struct MainloopFwdSm80 {
         Mask<C> const mask{params, tile};
         ScoreMod<Traits, kRowsPerThread> const score_mod(params, tile, thread);
         auto const block = [&](int n) { return tile.blocks.template block<C.mask>(n); };
+        auto const load = [&](Element const *gmem, int64_t row_stride, int64_t batch_stride,
+                              auto &&smem, int n) {
+            if constexpr (C.paged) {
+                load_pages(params, tile, gmem, row_stride, batch_stride, smem, block(n));
+            } else {
+                load_block<Traits, kTileN>(gmem, row_stride, smem, block(n), tile.seqlen_k,
+                                           params.d);
+            }
+        };
         auto const load_k = [&](int n, int stage) {
-            load_block<Traits, kTileN>(gK, params.k_row_stride, sK(stage), block(n), tile.seqlen_k,
-                                       params.d);
+            load(gK, params.k_row_stride, params.k_batch_stride, sK(stage), n);
         };
         auto const load_v = [&](int n, int stage) {
-            load_block<Traits, kTileN>(gV, params.v_row_stride, sV(stage), block(n), tile.seqlen_k,
-                                       params.d);
+            load(gV, params.v_row_stride, params.v_batch_stride, sV(stage), n);
         };
 
         int n = tile.blocks.count - 1;  // visits left after this one

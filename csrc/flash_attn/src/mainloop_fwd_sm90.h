@@ -84,7 +84,8 @@ struct MainloopFwdSm90 {
 
     // Loads tiles' Q, K and V in the order in which they are used, as far ahead as buffers are
     // free. Run by one thread, which also keeps the order of kernels: it waits for the one before,
-    // and lets the next one start once nothing is left to be loaded.
+    // and lets the next one start once nothing is left to be loaded. Of a paged cache by one warp,
+    // whose first thread does all but the loads of keys and values.
     struct Producer {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
@@ -92,8 +93,11 @@ struct MainloopFwdSm90 {
         RingTiles tiles;
         uint32_t q_parity = 0;
 
+        CUTE_DEVICE static bool leads() { return !C.paged || threadIdx.x == 0; }
+
         // The 64 rows of a warpgroup: of one head, or of all packed heads of some positions.
         CUTE_DEVICE void load_q(Flash_fwd_params const &params, WorkTile const &tile) {
+            if (!leads()) return;
             for (int wg = 0; wg < kWarpgroups; ++wg) {
                 int const row = tile.m_block * kTileM + wg * 64;
                 sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);
@@ -116,8 +120,64 @@ struct MainloopFwdSm90 {
             ring.advance();
         }
 
+        // The pages of a block's keys, each in boxes of box_rows rows, all of them one after the
+        // other in the buffer. Lane i loads boxes i, i + 32 and so on. row: of the sequence, the
+        // block's first; keys: of the sequence from there on. Boxes behind them are not loaded,
+        // nor are their pages looked up.
+        CUTE_DEVICE void load_pages(
+            Flash_fwd_params const &params, CUtensorMap const &map, sm90::Barrier *full,
+            sm90::Barrier *empty,
+            cute::array<Element, cosize_v<typename Traits::SmemLayoutKV>> *smem, RingKV &ring,
+            int row, int keys, int head, int batch) {
+            int const rows = maps.box_rows;
+            int const boxes = (cute::min(keys, kTileN) + rows - 1) / rows;
+            int const *const table =
+                params.block_table_ptr + batch * params.block_table_batch_stride;
+            int box = threadIdx.x;
+            // The first page is looked up while the buffer is awaited.
+            int page = 0, in_page = 0;
+            auto const look_up = [&] {
+                if (box < boxes) {
+                    int const column = (row + box * rows) / params.page_size;
+                    in_page = row + box * rows - column * params.page_size;
+                    // Pages that do not exist are all one outside of the tensor: zeros.
+                    page = static_cast<int>(cute::min(static_cast<unsigned>(table[column]),
+                                                      static_cast<unsigned>(params.num_pages)));
+                }
+            };
+            look_up();
+            int const stage = ring.stage();
+            sm90::barrier_wait(&empty[stage], ring.parity() ^ 1);
+            if (leads()) {
+                sm90::barrier_arrive_expect(&full[stage], boxes * rows * kBytesKV / kTileN);
+            }
+            __syncwarp();
+            CUTE_NO_UNROLL
+            while (box < boxes) {
+                Element *const to = smem[stage].data() + box * rows * Traits::kSmemRow;
+                CUTE_UNROLL
+                for (int columns = 0; columns < Traits::kPages; ++columns) {
+                    sm90::tma_load(&map, &full[stage], sm90::CacheHint::evict_last,
+                                   to + columns * kTileN * Traits::kSmemRow,
+                                   columns * Traits::kSmemRow, in_page, head, page);
+                }
+                box += 32;
+                look_up();
+            }
+            ring.advance();
+        }
+
+        // The number of the CTA's next tile.
+        CUTE_DEVICE static int next(TileQueue const &queue, int index) {
+            if constexpr (C.paged) {
+                return __shfl_sync(0xffffffffu, leads() ? queue.next(index) : 0, 0);
+            }
+            return queue.next(index);
+        }
+
         // Hands a tile to the consumers.
         CUTE_DEVICE void publish(Flash_fwd_params const &params, WorkTile const &tile) {
+            if (!leads()) return;
             sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
             storage.tile[tiles.stage()] = tile;
             storage.output[tiles.stage()] = Epilogue::output_offset(params, tile);
@@ -139,19 +199,25 @@ struct MainloopFwdSm90 {
             publish(params, tile);
             while (tile.m_block >= 0) {
                 int const head = tile.head_k;
-                int const batch = tile.batch;
+                int const batch = tile.batch_k;
                 BlockRange const blocks = tile.blocks;
                 int const row_k = tile.row_k;
-                auto const row = [&](int n) {
-                    return row_k + blocks.template block<C.mask>(n) * kTileN;
+                int const seqlen_k = tile.seqlen_k;
+                auto const load = [&](CUtensorMap const &map, auto *full, auto *empty, auto *smem,
+                                      RingKV &ring, int n) {
+                    int const row = blocks.template block<C.mask>(n) * kTileN;
+                    if constexpr (C.paged) {
+                        load_pages(params, map, full, empty, smem, ring, row_k + row,
+                                   seqlen_k - row, head, batch);
+                    } else {
+                        load_kv(map, full, empty, smem, ring, row_k + row, head, batch);
+                    }
                 };
                 auto const load_k = [&](int n) {
-                    load_kv(maps.k, storage.k_full, storage.k_empty, storage.k, k, row(n), head,
-                            batch);
+                    load(maps.k, storage.k_full, storage.k_empty, storage.k, k, n);
                 };
                 auto const load_v = [&](int n) {
-                    load_kv(maps.v, storage.v_full, storage.v_empty, storage.v, v, row(n), head,
-                            batch);
+                    load(maps.v, storage.v_full, storage.v_empty, storage.v, v, n);
                 };
                 if (blocks.count > 0) {
                     load_k(blocks.count - 1);
@@ -162,7 +228,7 @@ struct MainloopFwdSm90 {
                     load_k(n - 1);
                     load_v(n);
                 }
-                index = queue.next(index);
+                index = next(queue, index);
                 tile = get_tile(params, queue, index);
                 publish(params, tile);
                 if (blocks.count > 0) {

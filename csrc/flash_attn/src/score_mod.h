@@ -26,6 +26,9 @@ CUTE_DEVICE float fast_tanh(float x) {
 // The sequence of a ragged batch that a tile's rows are of: the last one that begins where they do,
 // as others that begin there are empty. Whatever cu_seqlens holds, the result is in [0, b).
 CUTE_DEVICE int sequence_of(Flash_fwd_params const &params, WorkTile const &tile) {
+    if (params.cu_seqlens_q_ptr == nullptr) {
+        return tile.row_q / params.seqlen_q;
+    }
     int low = 0, high = params.b;
     CUTE_NO_UNROLL
     while (high - low > 1) {

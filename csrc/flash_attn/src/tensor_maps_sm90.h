@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <numeric>
 
 #include "flash.h"
 #include "kernel_traits_sm90.h"
@@ -14,6 +15,7 @@ namespace flash {
 
 struct TensorMapsSm90 {
     CUtensorMap q, k, v;
+    int box_rows;  // of k and v: a box lies in one page and in one key block
 };
 
 // cuTensorMapEncodeTiled of the driver, found once; null where the driver has none.
@@ -74,12 +76,24 @@ constexpr BoxFormat box_format() {
             Traits::kSmemRow == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B};
 }
 
-// A ragged batch is one sequence to TMA.
-inline int64_t rows_of_map(Flash_fwd_params const &params, int seqlen, int total) {
-    return params.plan_ptr != nullptr ? total : seqlen;
+// To TMA the queries of a ragged batch are one sequence, and so are the keys if they are no cache.
+// Rows of a batch entry, and entries.
+struct MapSizes {
+    int64_t rows, batch;
+};
+inline MapSizes q_sizes(Flash_fwd_params const &params) {
+    bool const ragged = params.plan_ptr != nullptr;
+    return ragged ? MapSizes{params.total_q, 1} : MapSizes{params.seqlen_q, params.b};
 }
-inline int64_t batch_of_map(Flash_fwd_params const &params) {
-    return params.plan_ptr != nullptr ? 1 : params.b;
+template <class Traits>
+MapSizes kv_sizes(Flash_fwd_params const &params) {
+    if (params.plan_ptr == nullptr) {
+        return {params.seqlen_k, params.b};
+    }
+    if (params.cu_seqlens_k_ptr != nullptr) {
+        return {params.total_k, 1};
+    }
+    return {Traits::kConfig.paged ? params.page_size : params.seqlen_k, params.num_pages};
 }
 
 // Q as (d, packed heads, seqlen_q, grid heads, b), in boxes of a warpgroup's 64 rows: heads first,
@@ -88,36 +102,46 @@ template <class Traits>
 cudaError_t make_tensor_map_q(CUtensorMap &map, Flash_fwd_params const &params) {
     int64_t const packed = params.pack_shift > 0 ? params.h_h_k_ratio : 1;
     cuuint32_t const heads = params.pack_shift < 6 ? 1u << params.pack_shift : 64;
-    return make_tensor_map<5>(
-        map, box_format<Traits>(), params.q_ptr,
-        {params.d, packed, rows_of_map(params, params.seqlen_q, params.total_q),
-         num_grid_heads(params), batch_of_map(params)},
-        {params.q_head_stride, params.q_row_stride, packed * params.q_head_stride,
-         params.q_batch_stride},
-        {Traits::kSmemRow, heads, 64 / heads, 1, 1});
+    MapSizes const sizes = q_sizes(params);
+    return make_tensor_map<5>(map, box_format<Traits>(), params.q_ptr,
+                              {params.d, packed, sizes.rows, num_grid_heads(params), sizes.batch},
+                              {params.q_head_stride, params.q_row_stride,
+                               packed * params.q_head_stride, params.q_batch_stride},
+                              {Traits::kSmemRow, heads, 64 / heads, 1, 1});
 }
 
-// K or V as (d, seqlen_k, h_k, b), in boxes of a key block's rows.
+// K or V as (d, seqlen_k, h_k, b), in boxes of `rows` rows.
 template <class Traits>
 cudaError_t make_tensor_map_kv(CUtensorMap &map, Flash_fwd_params const &params, void const *ptr,
-                               int64_t batch_stride, int64_t row_stride, int64_t head_stride) {
+                               int64_t batch_stride, int64_t row_stride, int64_t head_stride,
+                               int rows) {
+    MapSizes const sizes = kv_sizes<Traits>(params);
     return make_tensor_map<4>(map, box_format<Traits>(), ptr,
-                              {params.d, rows_of_map(params, params.seqlen_k, params.total_k),
-                               params.h_k, batch_of_map(params)},
+                              {params.d, sizes.rows, params.h_k, sizes.batch},
                               {row_stride, head_stride, batch_stride},
-                              {Traits::kSmemRow, Traits::kTileN, 1, 1});
+                              {Traits::kSmemRow, static_cast<cuuint32_t>(rows), 1, 1});
 }
 
 template <class Traits>
 cudaError_t make_tensor_maps(TensorMapsSm90 &maps, Flash_fwd_params const &params) {
+    maps.box_rows = Traits::kTileN;
+    if constexpr (Traits::kConfig.paged) {
+        maps.box_rows = std::gcd(params.page_size, Traits::kTileN);
+        // TMA writes to multiples of 128 bytes.
+        if (params.page_size < 1 || maps.box_rows * Traits::kSmemRow % 64 != 0) {
+            return cudaErrorInvalidValue;
+        }
+    }
     cudaError_t error = make_tensor_map_q<Traits>(maps.q, params);
     if (error == cudaSuccess) {
-        error = make_tensor_map_kv<Traits>(maps.k, params, params.k_ptr, params.k_batch_stride,
-                                           params.k_row_stride, params.k_head_stride);
+        error =
+            make_tensor_map_kv<Traits>(maps.k, params, params.k_ptr, params.k_batch_stride,
+                                       params.k_row_stride, params.k_head_stride, maps.box_rows);
     }
     if (error == cudaSuccess) {
-        error = make_tensor_map_kv<Traits>(maps.v, params, params.v_ptr, params.v_batch_stride,
-                                           params.v_row_stride, params.v_head_stride);
+        error =
+            make_tensor_map_kv<Traits>(maps.v, params, params.v_ptr, params.v_batch_stride,
+                                       params.v_row_stride, params.v_head_stride, maps.box_rows);
     }
     return error;
 }

@@ -40,6 +40,7 @@ struct TileScheduler {
         tile.head_k = packed ? tile.head : tile.head / params.h_h_k_ratio;
         tile.seqlen_q = params.seqlen_q;
         tile.seqlen_k = params.seqlen_k;
+        tile.batch_k = tile.batch;
         tile.blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, tile);
         return tile;
     }

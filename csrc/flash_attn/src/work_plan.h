@@ -17,14 +17,36 @@ struct alignas(16) PlanTile {
     int m_block;
     int row_q, row_k;        // where the sequence begins
     int seqlen_q, seqlen_k;  // seqlen_k: -1 for rows of no sequence
-    int unused[3];
+    int batch_k;             // as in WorkTile
+    int part;                // of its key blocks: kParts * part + parts
+    int partial_row;         // as in WorkTile
+
+    static constexpr int kParts = 1 << 16;
 };
 
-// What plan_ptr points to; behind `capacity` tiles follow 2 b + 2 ints of work space.
+// Where a query position's partial results are, for the kernel that merges them.
+struct alignas(16) SplitPosition {
+    int row_q;        // of q and o
+    int partial_row;  // of the first part, and of the first of the packed heads
+    int stride;       // from part to part
+    int parts;
+};
+
+// What plan_ptr points to; behind `capacity` tiles follow 4 b + 4 ints of work space, then, where
+// tiles may be split, the positions of those that are.
 struct WorkPlan {
-    int count;  // of tiles, those with most key blocks first
-    int unused[3];
+    int count;            // of tiles, those with most key blocks first
+    int split_positions;  // in any order
+    int unused[2];
     PlanTile tiles[1];
+
+    CUTE_HOST_DEVICE static int64_t position_offset(Flash_fwd_params const &params) {
+        return plan_words(params.plan_capacity, params.b) * int64_t(sizeof(int));
+    }
+    CUTE_HOST_DEVICE SplitPosition const *positions(Flash_fwd_params const &params) const {
+        return reinterpret_cast<SplitPosition const *>(reinterpret_cast<char const *>(this) +
+                                                       position_offset(params));
+    }
 };
 static_assert(sizeof(PlanTile) == 8 * sizeof(int) && offsetof(WorkPlan, tiles) == 4 * sizeof(int),
               "plan_words()");
@@ -48,8 +70,13 @@ CUTE_HOST_DEVICE WorkTile plan_tile(Flash_fwd_params const &params, WorkPlan con
                   .row_q = planned.row_q,
                   .row_k = planned.row_k,
                   .seqlen_q = planned.seqlen_q,
-                  .seqlen_k = planned.seqlen_k};
+                  .seqlen_k = planned.seqlen_k,
+                  .batch_k = planned.batch_k,
+                  .partial_row = planned.partial_row};
     tile.blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, tile);
+    if (tile.is_part()) {
+        take_part(tile, C.tile_n, planned.part / PlanTile::kParts, planned.part % PlanTile::kParts);
+    }
     return tile;
 }
 

@@ -37,10 +37,29 @@ struct WorkTile {
     int row_k;     // of k and v: where the sequence begins; 0 in a dense batch
     int seqlen_q;  // query positions
     int seqlen_k;  // keys; -1: the rows are of no sequence
+    int batch_k;   // of k and v: an entry of the cache, or a row of the block table
     BlockRange blocks;
+    // Of the workspace, where the tile is a part of a split one: its sequence's first row there.
+    int partial_row = -1;
 
     CUTE_HOST_DEVICE bool in_sequence() const { return seqlen_k >= 0; }
+    CUTE_HOST_DEVICE bool is_part() const { return partial_row >= 0; }
 };
+
+// Makes a tile one of `parts` parts with equally many neighbouring key blocks. The keys before them
+// are taken off the sequence: masks, and distances of queries and keys, count from its end.
+CUTE_HOST_DEVICE void take_part(WorkTile &tile, int tile_n, int part, int parts) {
+    BlockRange &blocks = tile.blocks;
+    int const first = int(int64_t(blocks.count) * part / parts);
+    int const end = int(int64_t(blocks.count) * (part + 1) / parts);
+    auto const within = [&](int n) { return (n < first ? first : n > end ? end : n) - first; };
+    int const whole = within(blocks.left);
+    blocks.unmasked = within(blocks.left + blocks.unmasked) - whole;
+    blocks.left = blocks.unmasked > 0 ? whole : 0;
+    blocks.count = end - first;
+    tile.row_k += first * tile_n;
+    tile.seqlen_k -= first * tile_n;
+}
 
 // A tile's rows are the positions of one query head or, where the query heads of a key head are
 // packed (pack-GQA), 2^pack_shift rows for each position, of which the first h_h_k_ratio are heads
