@@ -246,6 +246,59 @@ def work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> tupl
     return keys * config.min_ctas * config.tile_m, tiles
 
 
+# In key blocks: what a part costs beside its own, its first loads and its epilogue, and what the
+# merge costs, for its launch and for each part that it reads. Not measured.
+_PART_OVERHEAD = 1.0
+_MERGE = 1.5
+_MERGE_OF_PART = 0.03
+MAX_SPLITS = 256  # kMaxSplits of flash.h
+
+
+def num_splits(tiles: int, blocks: int, ctas: int) -> int:
+    """Into how many parts to split the keys of each tile, for the shortest time.
+
+    Few tiles leave CTAs idle, and a last round of few tiles does, too. Parts of equal length run in
+    rounds of ``ctas``, each as long as a part's key blocks and its overhead; then the merge reads
+    what each part wrote. All CTAs of a round share the memory's speed, so a block takes the same
+    time in each; a round that is not full is counted as a full one.
+
+    Args:
+        tiles: Of all heads and sequences, each with as many key blocks.
+        blocks: Key blocks of a tile.
+        ctas: CTAs that run at once: SMs times CTAs per SM.
+
+    Returns:
+        1 to :data:`MAX_SPLITS`, the least of those that take the shortest time.
+    """
+
+    def time(parts: int) -> float:
+        rounds = -(-tiles * parts // ctas)
+        merge = 0.0 if parts == 1 else _MERGE + _MERGE_OF_PART * parts
+        return rounds * (-(-blocks // parts) + _PART_OVERHEAD) + merge
+
+    return min(range(1, max(min(blocks, MAX_SPLITS), 1) + 1), key=time)
+
+
+# Of all tiles together, per CTA that runs at once: the end of the launch, when CTAs fall idle, is
+# one part long. And the least key blocks of one. Not measured.
+_PARTS_OF_CTA = 3
+_LEAST_BLOCKS = 2
+
+
+def splits_of_lengths_unknown(blocks: int, ctas: int) -> tuple[int, int, int]:
+    """``num_splits``, ``split_blocks`` and ``split_parts`` of ``flash.h`` for a ragged batch whose
+    lengths are known on the device only.
+
+    The plan then makes parts of about equal length, whatever sequence they are of, and as many of
+    them as keep all CTAs busy.
+
+    Args:
+        blocks: Key blocks of the longest sequence that the cache has room for.
+        ctas: CTAs that run at once.
+    """
+    return max(min(blocks // _LEAST_BLOCKS, MAX_SPLITS), 1), _LEAST_BLOCKS, _PARTS_OF_CTA * ctas
+
+
 def instantiated_head_dim(d: int) -> int:
     """The smallest instantiated head dimension that holds ``d``."""
     return next(hd for hd in HEAD_DIMS if hd >= d)

@@ -120,48 +120,44 @@ struct MainloopFwdSm90 {
             ring.advance();
         }
 
-        // The pages of a block's keys, each in boxes of box_rows rows, all of them one after the
+        // A block of keys from its pages, in boxes of box_rows rows, all of them one after the
         // other in the buffer. Lane i loads boxes i, i + 32 and so on. row: of the sequence, the
-        // block's first; keys: of the sequence from there on. Boxes behind them are not loaded,
-        // nor are their pages looked up.
+        // block's first; keys: of the sequence from there on.
         CUTE_DEVICE void load_pages(
             Flash_fwd_params const &params, CUtensorMap const &map, sm90::Barrier *full,
             sm90::Barrier *empty,
             cute::array<Element, cosize_v<typename Traits::SmemLayoutKV>> *smem, RingKV &ring,
             int row, int keys, int head, int batch) {
-            int const rows = maps.box_rows;
-            int const boxes = (cute::min(keys, kTileN) + rows - 1) / rows;
             int const *const table =
                 params.block_table_ptr + batch * params.block_table_batch_stride;
-            int box = threadIdx.x;
-            // The first page is looked up while the buffer is awaited.
+            int const rows = maps.box_rows;
+            int first = threadIdx.x * rows;  // of the box, in the block
             int page = 0, in_page = 0;
             auto const look_up = [&] {
-                if (box < boxes) {
-                    int const column = (row + box * rows) / params.page_size;
-                    in_page = row + box * rows - column * params.page_size;
-                    // Pages that do not exist are all one outside of the tensor: zeros.
+                int const column = (row + first) / params.page_size;
+                in_page = row + first - column * params.page_size;
+                // Behind the keys, and for pages that do not exist, the one behind the last: zeros.
+                page = params.num_pages;
+                if (first < keys && first < kTileN) {
                     page = static_cast<int>(cute::min(static_cast<unsigned>(table[column]),
-                                                      static_cast<unsigned>(params.num_pages)));
+                                                      static_cast<unsigned>(page)));
                 }
             };
-            look_up();
+            look_up();  // while the buffer is awaited
             int const stage = ring.stage();
             sm90::barrier_wait(&empty[stage], ring.parity() ^ 1);
-            if (leads()) {
-                sm90::barrier_arrive_expect(&full[stage], boxes * rows * kBytesKV / kTileN);
-            }
+            if (leads()) sm90::barrier_arrive_expect(&full[stage], kBytesKV);
             __syncwarp();
             CUTE_NO_UNROLL
-            while (box < boxes) {
-                Element *const to = smem[stage].data() + box * rows * Traits::kSmemRow;
+            while (first < kTileN) {
+                Element *const to = smem[stage].data() + first * Traits::kSmemRow;
                 CUTE_UNROLL
                 for (int columns = 0; columns < Traits::kPages; ++columns) {
                     sm90::tma_load(&map, &full[stage], sm90::CacheHint::evict_last,
                                    to + columns * kTileN * Traits::kSmemRow,
                                    columns * Traits::kSmemRow, in_page, head, page);
                 }
-                box += 32;
+                first += 32 * rows;
                 look_up();
             }
             ring.advance();

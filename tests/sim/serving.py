@@ -1,0 +1,115 @@
+"""Queries over a cache in the simulator: the cache, a run, and a check of all rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+from problems import DTYPES
+from ragged import starts
+
+from flashcute import sim
+from flashcute.jit.abi import NOT_SPLIT
+from flashcute.testing import check_forward
+
+MAX_INT = 2**31 - 1
+
+
+@dataclasses.dataclass
+class Problem:
+    """Queries, and a cache in which all that is no key of a sequence is NaN.
+
+    Attributes:
+        tensors: What ``run_serving`` takes by name.
+        keys, values: (n, h_k, d) of each sequence.
+        lengths: Of the queries.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    lengths: tuple[int, ...]
+
+    @property
+    def q(self) -> torch.Tensor:
+        return self.tensors["q"]
+
+
+def _tokens(config, lengths, h, h_k, seed, scale):
+    generator = torch.Generator().manual_seed(seed)
+    d = config.head_dim - 8
+    sizes = [(sum(lengths[0]), h, d), *((n, h_k, d) for n in lengths[1] for _ in "kv")]
+    q, *rest = (torch.randn(x, generator=generator).to(DTYPES[config.dtype]) for x in sizes)
+    return generator, scale * q, rest[::2], rest[1::2]
+
+
+def _problem(config, lengths, q, keys, values, cache, used, **more):
+    tensors = {"q": q, **dict(zip("kv", cache, strict=True)), "cu_seqlens_q": starts(lengths[0])}
+    tensors["seqused_k"] = torch.tensor(used, dtype=torch.int32)
+    return Problem(tensors | more, keys, values, lengths[0])
+
+
+def paged(config, lengths, page_size, h=4, h_k=2, seed=0, scale=1.0, columns=2, heads_first=False):
+    """A cache in pages, in any order. Table entries behind the last page, ``columns`` more, are any
+    numbers. ``heads_first``: pages are laid out as (h_k, page_size, d)."""
+    generator, q, keys, values = _tokens(config, lengths, h, h_k, seed, scale)
+    used = [-(-n // page_size) for n in lengths[1]]
+    shape = sum(used) + 2, page_size, h_k, q.shape[2]
+    if heads_first:
+        shape = shape[0], h_k, page_size, shape[3]
+    cache = [q.new_full(shape, torch.nan) for _ in "kv"]
+    if heads_first:
+        cache = [x.transpose(1, 2) for x in cache]
+    numbers = iter(torch.randperm(shape[0], generator=generator).tolist())
+    size = len(used), max(used) + columns
+    table = torch.randint(-MAX_INT - 1, MAX_INT, size, generator=generator, dtype=torch.int32)
+    for i, j in ((i, j) for i, n in enumerate(used) for j in range(n)):
+        table[i, j] = page = next(numbers)
+        for x, tokens in zip(cache, (keys[i], values[i]), strict=True):
+            piece = tokens[j * page_size : (j + 1) * page_size]
+            x[page, : len(piece)] = piece
+    return _problem(config, lengths, q, keys, values, cache, lengths[1], block_table=table)
+
+
+def contiguous(config, lengths, h=4, h_k=2, seed=0, scale=1.0, leftpad=None):
+    """A cache with entries of no sequence, those of the sequences in another order."""
+    _, q, keys, values = _tokens(config, lengths, h, h_k, seed, scale)
+    b = len(keys)
+    pads = leftpad or (0,) * b
+    used = [pad + n for pad, n in zip(pads, lengths[1], strict=True)]
+    cache = [q.new_full((b + 2, max(used) + 7, h_k, q.shape[2]), torch.nan) for _ in "kv"]
+    entries = torch.tensor([b + 1 - i for i in range(b)], dtype=torch.int32)
+    for i, entry in enumerate(entries):
+        for x, tokens in zip(cache, (keys[i], values[i]), strict=True):
+            x[entry, pads[i] : used[i]] = tokens
+    more = {"cache_batch_idx": entries}
+    if leftpad is not None:
+        more["leftpad_k"] = torch.tensor(leftpad, dtype=torch.int32)
+    return _problem(config, lengths, q, keys, values, cache, used, **more)
+
+
+def run(config, problem, splits=NOT_SPLIT, **options):
+    options = {"max_seqlen_q": max(problem.lengths), "sms": 2} | options
+    return sim.run_serving(config=config, splits=splits, **problem.tensors, **options)
+
+
+def check(result, config, problem, **options):
+    """Each sequence against the reference. ``alibi_slopes``: (b, h)."""
+    assert result.verdict == "pass", result.message
+    slopes = options.pop("alibi_slopes", None)
+    bounds = itertools.pairwise(starts(problem.lengths).tolist())
+    for i, (begin, end) in enumerate(bounds):
+        if end > begin:
+            of_one = options if slopes is None else options | {"alibi_slopes": slopes[i]}
+            out, lse = result.out[begin:end][None], result.lse[:, begin:end][None]
+            one = problem.q[begin:end][None], problem.keys[i][None], problem.values[i][None]
+            check_forward(out, lse, *one, causal=config.mask == "causal", **of_one)
+
+
+def planned(result):
+    """(block, row_q, row_k, seqlen_q, seqlen_k, entry, part, parts, partial row) of each tile, and
+    the number of positions that are split."""
+    plan = result.outputs["plan"]
+    tiles = plan[4 : 4 + 8 * int(plan[0])].view(-1, 8).tolist()
+    return [(*t[:6], t[6] // 2**16, t[6] % 2**16, t[7]) for t in tiles], int(plan[1])

@@ -1,0 +1,243 @@
+"""Queries over a cache in both kernel classes: pages, splits, and the merge of split tiles."""
+
+import collections
+import dataclasses
+import re
+
+import mutants_serving
+import pytest
+import torch
+from mutants import ONE_STAGE, TWO_STAGES
+from mutants_sm90 import ASKING, STRIDING
+from planted import build_mutants
+from ragged import equal
+from serving import MAX_INT, check, contiguous, paged, planned, run
+
+from flashcute import sim
+from flashcute.jit.abi import Splits
+
+CONFIGS = (TWO_STAGES, ONE_STAGE, ASKING, STRIDING)
+CHECKED = TWO_STAGES, ASKING
+PAGED = tuple(dataclasses.replace(config, paged=True) for config in (*CHECKED, STRIDING))
+WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CHECKED)
+# Lengths of queries and keys: a prefill chunk, decoding, speculative tokens, no queries, no keys,
+# fewer keys than queries.
+MIXED = (130, 1, 3, 0, 2, 70), (200, 77, 10, 150, 0, 50)
+DECODE = (1,) * 4, (300, 64, 1, 129)
+SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
+
+
+def each(configs):
+    return pytest.mark.parametrize("config", configs, ids=lambda c: c.full_name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    sim.build_runners()
+    return sim.build_kernels([(c, "none") for c in (*CONFIGS, *PAGED, *WINDOWED)])
+
+
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory):
+    return build_mutants(mutants_serving.MUTANTS, tmp_path_factory.mktemp("mutants"))
+
+
+@pytest.mark.parametrize("splits", [1, 3, 200])
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64, 256])
+@each(PAGED)
+def test_pages(config, page_size, splits):
+    if config.head_dim == 96 and page_size == 1:
+        page_size = 2  # its rows of shared memory are half of what TMA writes
+    for seed, copy_mode in enumerate(("late", "random")):
+        problem = paged(config, MIXED, page_size, seed=seed, heads_first=seed > 0)
+        result = run(config, problem, Splits(splits), seed=seed, copy_mode=copy_mode)
+        check(result, config, problem)
+
+
+def test_pages_of_odd_size_where_tma_cannot_write_them():
+    result = run(PAGED[2], paged(PAGED[2], DECODE, 3))
+    assert result.verdict == "fail"
+
+
+@pytest.mark.parametrize("splits", [1, 3, 200])
+@each(CONFIGS)
+def test_contiguous_cache(config, splits):
+    for seed, leftpad in enumerate((None, (33, 0, 7, 5, 0, 90))):
+        problem = contiguous(config, MIXED, seed=seed, leftpad=leftpad)
+        check(run(config, problem, Splits(splits), seed=seed), config, problem)
+
+
+@each((*CHECKED, PAGED[0], PAGED[1]))
+def test_packed_heads_and_sinks(config):
+    """Three heads, which take four rows. A sink counts once, also where no part sees a key."""
+    for lengths in (MIXED, DECODE):
+        cache = (
+            paged(config, lengths, 16, h=6) if config.paged else contiguous(config, lengths, h=6)
+        )
+        for splits in (1, 3):
+            result = run(config, cache, Splits(splits), pack_heads=True, sinks=SINKS, launches=2)
+            check(result, config, cache, sinks=SINKS)
+
+
+@pytest.mark.parametrize("window", [(40, 10), (0, 0), (100, 0), (300, 300)], ids=str)
+@each(WINDOWED)
+def test_windows(config, window):
+    problem = contiguous(config, MIXED)
+    for splits in (2, 5, 200):
+        result = run(config, problem, Splits(splits), window_size=window)
+        check(result, config, problem, window_size=window)
+
+
+@each(CHECKED)
+def test_parts_are_equal_and_cover_a_tile(config):
+    result = run(config, contiguous(config, MIXED), Splits(3))
+    tiles, positions = planned(result)
+    parts = collections.defaultdict(list)
+    for block, row_q, _, seqlen_q, seqlen_k, _, part, of, row in tiles:
+        if of > 1:
+            parts[row_q, block].append(part)
+            assert row >= 0 and of == min(3, -(-seqlen_k // config.tile_n)) and seqlen_q > 0
+        else:
+            assert row == -1
+    assert all(sorted(x) == [*range(len(x))] for x in parts.values())
+    split = [n for n, m in zip(*MIXED, strict=True) if m > config.tile_n]
+    assert positions == sum(split) > 0
+
+
+@each((*CHECKED, *PAGED[:2]))
+def test_neighbours_do_not_matter(config):
+    """Not in one bit, if the number of splits is given: not their lengths, nor their values."""
+    make = (lambda *x, **o: paged(*x, 16, **o)) if config.paged else contiguous
+    alone = make(config, ((3,), (170,)), scale=4.0)
+    among = make(config, ((9, 3, 70), (40, 170, 250)), scale=4.0, seed=1)
+    among.q[9:12] = alone.q
+    for name, of_alone in (("k", alone.keys), ("v", alone.values)):
+        cache = among.tensors[name]
+        if config.paged:
+            for j, page in enumerate(among.tensors["block_table"][1, : -(-170 // 16)]):
+                piece = of_alone[0][16 * j : 16 * (j + 1)]
+                cache[page, : len(piece)] = piece
+        else:
+            cache[among.tensors["cache_batch_idx"][1], :170] = of_alone[0]
+    expected = run(config, alone, Splits(4), pack_heads=True)
+    result = run(config, among, Splits(4), pack_heads=True, seed=3)
+    assert expected.verdict == result.verdict == "pass"
+    assert torch.equal(result.out[9:12], expected.out)
+    assert torch.equal(result.lse[:, 9:12], expected.lse)
+
+
+@each(CHECKED)
+def test_number_of_parts_of_all_tiles(config):
+    """As many as asked for, or a few more: the longest sequence has most of them."""
+    wanted, heads = 24, 2
+    problem = contiguous(config, DECODE)
+    result = run(config, problem, Splits(16, 1, wanted), pack_heads=True)
+    check(result, config, problem)
+    tiles, _ = planned(result)
+    assert wanted // 2 <= len(tiles) * heads <= wanted + 4 * heads
+    of_longest = max(tile[7] for tile in tiles if tile[4] == 300)
+    assert of_longest > max(tile[7] for tile in tiles if tile[4] < 300)
+    longer = run(config, problem, Splits(16, 4, wanted), pack_heads=True)
+    assert max(tile[7] for tile in planned(longer)[0]) <= -(-300 // (4 * config.tile_n))
+    check(longer, config, problem)
+
+
+@each(CHECKED)
+def test_queries_of_one_length_need_no_offsets(config):
+    lengths = (3,) * 4, (100, 0, 33, 170)
+    problem = contiguous(config, lengths)
+    expected = run(config, problem, Splits(3))
+    del problem.tensors["cu_seqlens_q"]
+    assert equal(run(config, problem, Splits(3)), expected)
+
+
+@each(CHECKED)
+def test_tiles_with_few_blocks_are_not_split(config):
+    problem = contiguous(config, MIXED)
+    expected = run(config, problem)
+    result = run(config, problem, Splits(3, 1000))
+    assert equal(result, expected) and planned(result)[1] == 0
+
+
+def garbage(shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-MAX_INT - 1, MAX_INT, shape, generator=generator, dtype=torch.int32)
+    x.view(-1)[::3] %= 9
+    x.view(-1)[1::7] = MAX_INT
+    return x
+
+
+@pytest.mark.parametrize("seed", range(3))
+@each((*CHECKED, *PAGED[:2]))
+def test_no_values_reach_beyond_the_tensors(config, seed):
+    """Of any tensor of integers. Results mean nothing then, but each access stays inside."""
+    make = (lambda *x: paged(*x, 16)) if config.paged else contiguous
+    problem = make(config, ((9, 1, 70), (40, 170, 250)))
+    names = "seqused_k", "cu_seqlens_q", "block_table", "cache_batch_idx", "leftpad_k"
+    shapes = {name: x.shape for name, x in problem.tensors.items() if name in names}
+    if not config.paged:
+        shapes["leftpad_k"] = (3,)
+    hostile = {name: garbage(shape, seed + i) for i, (name, shape) in enumerate(shapes.items())}
+    problem.tensors |= hostile
+    for splits in (Splits(3), Splits(64, 1, 12)):
+        result = run(config, problem, splits, checker="memcheck", max_seqlen_q=MAX_INT)
+        assert result.verdict == "pass", result.message
+
+
+@each(PAGED[:2])
+def test_columns_behind_the_last_key_are_not_read(config):
+    """The table ends where the last sequence's pages do."""
+    problem = paged(config, ((1, 1), (64, 65)), 16, columns=0)
+    result = run(config, problem, Splits(2), checker="memcheck")
+    check(result, config, problem)
+
+
+@each(PAGED[:2])
+def test_a_page_that_does_not_exist_is_zeros(config):
+    problem = paged(config, ((1,), (40,)), 16)
+    for page in (-1, problem.tensors["k"].shape[0], -MAX_INT - 1, MAX_INT):
+        problem.tensors["block_table"][0, 1] = page
+        for tokens in (problem.keys[0], problem.values[0]):
+            tokens[16:32] = 0
+        check(run(config, problem, Splits(3)), config, problem)
+
+
+@each(CHECKED)
+def test_an_entry_that_does_not_exist_has_no_keys(config):
+    problem = contiguous(config, ((1, 1, 1), (40, 50, 60)))
+    problem.tensors["cache_batch_idx"][:2] = torch.tensor([-1, problem.tensors["k"].shape[0]])
+    problem.keys[:2] = problem.values[:2] = [problem.keys[0][:0]] * 2
+    check(run(config, problem, Splits(3)), config, problem)
+
+
+@each(CHECKED)
+def test_no_races(config):
+    problem = contiguous(config, ((9, 1), (100, 70)), h=2, h_k=1)
+    result = run(config, problem, Splits(3), checker="racecheck", copy_mode="random", seed=3)
+    check(result, config, problem)
+
+
+@pytest.mark.parametrize("mutant", mutants_serving.MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_found(mutant, mutants):
+    """By a report, or by a comparison with the reference in some order of the warps."""
+    config = mutant.config
+    lengths = (100, 3, 1, 2, 1), (150, 100, 129, 0, 40)
+    leftpad = (33, 0, 7, 5, 0)
+    for seed in range(4):
+        packs = seed % 2 == 1
+        options = {"h": 6, "seed": seed}
+        if config.paged:
+            problem = paged(config, lengths, 48, **options)
+        else:
+            problem = contiguous(config, lengths, leftpad=leftpad, **options)
+        more = {"pack_heads": packs, "sinks": SINKS, "timeout": 120, "seed": seed}
+        result = run(config, problem, Splits(3), kernel=mutants[mutant.name], **more)
+        if mutant.report:
+            assert re.search(mutant.report, result.message), result
+            return
+        assert result.verdict == "pass", result.message
+        try:
+            check(result, config, problem, sinks=SINKS)
+        except AssertionError:
+            return
+    pytest.fail(f"{mutant.name} survived")
