@@ -14,8 +14,13 @@ from flashcute.jit.abi import (
     FlashBwdParams,
     FlashFwdParams,
     FlashKernel,
+    Splits,
     bwd_params,
     fwd_params,
+    partial_rows,
+    plan_capacity,
+    plan_words,
+    serving_params,
 )
 
 STRUCTS = {
@@ -97,3 +102,59 @@ def test_a_tensor_that_no_pointer_takes_is_refused():
     q = torch.empty(1, 1, 1, 8)
     with pytest.raises(AttributeError, match="out_ptr"):
         fwd_params({"q": q, "k": q, "out": q}, 1.0)
+
+
+# total_rows, b, tile_m, num_splits, blocks, parts, grid_heads
+SIZES = (
+    (0, 0, 64, 1, 1, 0, 1),
+    (64, 64, 64, 1, 1, 0, 8),
+    (64, 64, 64, 8, 1, 0, 8),
+    (4000, 10, 128, 256, 2, 792, 8),
+    (16, 4, 64, 256, 2, 792, 8),
+    (100_000, 3, 192, 2, 2, 10**6, 1),
+)
+
+
+def test_sizes_of_the_workspaces_are_those_of_flash_h(tmp_path):
+    lines = []
+    expected = []
+    for rows, b, m, most, blocks, parts, heads in SIZES:
+        splits = Splits(most, blocks, parts)
+        capacity = plan_capacity(rows, b, m, splits, heads)
+        expected.append(
+            [capacity, plan_words(capacity, b, rows, most), partial_rows(rows, m, splits, heads)]
+        )
+        lines += [
+            f"auto c = flash::plan_capacity({rows}, {b}, {m}, {most}, {parts}, {heads});",
+            f"auto w = flash::plan_words(c, {b}, {rows}, {most});",
+            f"auto p = flash::partial_rows({rows}, {m}, {most}, {parts}, {heads});",
+        ]
+        lines[-3:] = [
+            "{",
+            *lines[-3:],
+            'std::printf("%ld %ld %ld\\n", long(c), long(w), long(p));',
+            "}",
+        ]
+    source = tmp_path / "sizes.cpp"
+    body = "\n".join(lines)
+    source.write_text(f'#include "flash.h"\n#include <cstdio>\nint main() {{\n{body}\n}}\n')
+    command = [toolchain.find_host_compiler().path, "-std=c++20", source, "-o", tmp_path / "sizes"]
+    subprocess.run([*command, f"-I{sources.kernel_include_dir()}"], check=True)
+    done = subprocess.run([tmp_path / "sizes"], capture_output=True, text=True, check=True)
+    assert [[int(x) for x in line.split()] for line in done.stdout.splitlines()] == expected
+
+
+def test_a_cache_in_pages():
+    q = torch.empty(7, 6, 64)
+    k = torch.empty(30, 2, 16, 64).transpose(1, 2)
+    tensors = {"q": q, "k": k, "v": k, "seqused_k": torch.empty(5, dtype=torch.int32)}
+    tensors["block_table"] = torch.empty(8, 12, dtype=torch.int32)[:, :9]
+    params = serving_params(tensors, 1.0, 3, 64, Splits(4, 2, 100), pack_heads=True)
+    assert (params.b, params.total_q, params.seqlen_q, params.pack_shift) == (5, 7, 3, 2)
+    assert (params.b_k, params.num_pages, params.page_size, params.seqlen_k) == (8, 30, 16, 144)
+    assert (params.k_batch_stride, params.k_row_stride, params.k_head_stride) == (2048, 64, 1024)
+    assert params.block_table_batch_stride == 12 and params.cu_seqlens_q_ptr is None
+    assert (params.num_splits, params.split_blocks, params.split_parts) == (4, 2, 100)
+    del tensors["block_table"]
+    params = serving_params(tensors, 1.0, 3, 64)
+    assert (params.b_k, params.seqlen_k, params.num_splits, params.partial_rows) == (30, 16, 1, 0)
