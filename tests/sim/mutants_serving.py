@@ -17,16 +17,21 @@ _SM80 = "mainloop_fwd_sm80.h"
 _SM90 = "mainloop_fwd_sm90.h"
 
 
+_OUTSIDE = "outside (every tensor|of )"
+
+
 def _numerics(name, file, old, new, config=TWO_STAGES):
     return Mutant(name, file, old, new, "numerics", "", config)
 
 
 MUTANTS = (
-    _numerics(
+    Mutant(
         "a page too far",
         _SM80,
         "int const column = row / params.page_size;",
         "int const column = row / params.page_size + 1;",
+        "simulator",
+        _OUTSIDE,
         _PAGED_80,
     ),
     _numerics(
@@ -65,7 +70,7 @@ MUTANTS = (
         "return __shfl_sync(0xffffffffu, leads() ? queue.next(index) : 0, 0);",
         "return queue.next(index);",
         "simulator",
-        "deadlock",
+        "missing lane",
         _PAGED_90,
     ),
     _numerics("a split lost", _COMBINE, "position.parts, head,", "position.parts - 1, head,"),
@@ -102,14 +107,16 @@ MUTANTS = (
         "if constexpr (Traits::kConfig.arch == 90) cudaGridDependencySynchronize();",
         "",
         "simulator",
-        "no thread executes griddepcontrol.wait",
+        "griddepcontrol.wait|status -11",  # it follows a plan of NaN
         ASKING,
     ),
-    _numerics(
+    Mutant(
         "part masked from the sequence's begin",
         _TILE,
         "tile.seqlen_k -= first * tile_n;",
         "",
+        "simulator",
+        _OUTSIDE,
     ),
     _numerics("every part of the first keys", _TILE, "tile.row_k += first * tile_n;", ""),
     _numerics(
@@ -131,8 +138,13 @@ MUTANTS = (
         "tile.part >= PlanTile::kParts",
         "tile.part >= 2 * PlanTile::kParts",
     ),
-    _numerics(
-        "leftpad counted as keys", _PLAN, "params.seqlen_k) - tile.row_k;", "params.seqlen_k);"
+    Mutant(
+        "leftpad counted as keys",
+        _PLAN,
+        "params.seqlen_k) - tile.row_k;",
+        "params.seqlen_k);",
+        "simulator",
+        _OUTSIDE,
     ),
     _numerics(
         "entry of another sequence",

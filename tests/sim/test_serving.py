@@ -221,7 +221,7 @@ def test_no_races(config):
 def test_mutant_is_found(mutant, mutants):
     """By a report, or by a comparison with the reference in some order of the warps."""
     config = mutant.config
-    lengths = (100, 3, 1, 2, 1), (150, 100, 129, 0, 40)
+    lengths = (100, 3, 1, 2, 70), (150, 100, 129, 0, 40)
     leftpad = (33, 0, 7, 5, 0)
     for seed in range(4):
         packs = seed % 2 == 1
@@ -230,14 +230,15 @@ def test_mutant_is_found(mutant, mutants):
             problem = paged(config, lengths, 48, **options)
         else:
             problem = contiguous(config, lengths, leftpad=leftpad, **options)
-        more = {"pack_heads": packs, "sinks": SINKS, "timeout": 120, "seed": seed}
+        sinks = {"sinks": SINKS} if seed < 2 else {}
+        more = {"pack_heads": packs, "timeout": 120, "seed": seed} | sinks
         result = run(config, problem, Splits(3), kernel=mutants[mutant.name], **more)
         if mutant.report:
             assert re.search(mutant.report, result.message), result
             return
         assert result.verdict == "pass", result.message
         try:
-            check(result, config, problem, sinks=SINKS)
+            check(result, config, problem, **sinks)
         except AssertionError:
             return
     pytest.fail(f"{mutant.name} survived")
