@@ -304,8 +304,9 @@ def lengths_of(fn: str, cache_seqlens, q) -> Tensor | None:
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
-def check_room(fn: str, t: Tensors, length: int) -> None:
-    """That a number of tokens for all sequences, and those appended, fit; known on every device."""
+def check_room(fn: str, t: Tensors, cache_seqlens) -> None:
+    """That an int cache_seqlens and the new tokens fit, which is known on every device."""
+    length = check_length(fn, "cache_seqlens", cache_seqlens)
     if torch.compiler.is_compiling() or isinstance(length, torch.SymInt):
         return  # the operator checks CPU tensors when it runs
     if length + t.n_new > t.capacity:

@@ -73,6 +73,6 @@ def attend(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
 
 def tokens(cache: Tensor, pages: Tensor, start: int, end: int) -> Tensor:
     """The tokens ``start`` to ``end`` of a sequence with these pages, (end - start, h_k, d)."""
-    if pages.shape[0] == 1:
+    if pages.shape[0] == 1 and start < end:  # else the page may be none of the cache's
         return cache[int(pages[0]), start:end]
     return cache[rows(pages, cache.shape[1], start, end)]

@@ -4,6 +4,13 @@ Tracers see one opaque node, and which tensors it writes to: ``attend_kvcache`` 
 ``append_attend_kvcache`` declares that it changes k_cache and v_cache. They are defined here, in
 Python, with an implementation for CPU tensors and fakes for all devices; they need no binding. They
 are registered when this module is imported.
+
+:mod:`flashcute.reference_kvcache` defines the results. Values of lengths and pages that do not fit
+the cache raise an error where they can be read, on the CPU. Elsewhere nobody waits for them, and an
+implementation holds to this, for any values: nothing outside the tensors is read or written; new
+tokens beyond a sequence's pages, or in a page outside the cache, are dropped; keys there are not
+seen; queries and keys at positions beyond the rotary tables are not rotated; and other sequences'
+results do not change.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -392,6 +393,29 @@ def test_nothing_to_see_or_to_compute() -> None:
     assert (call(given | {"block_table": table})[1] == -math.inf).all()
     no_pages = {n: random(0, 4, H_K, D) for n in ("k_cache", "v_cache")}
     assert not call(given | no_pages | {"block_table": table})[0].any()
+
+
+def test_garbage_in_a_table_of_one_page() -> None:
+    pages = random(3, CAPACITY, H_K, D)
+    lengths = torch.tensor([0, 4, 0, 24, 0]).int()
+    table = torch.tensor([[2**31 - 1], [2], [-(2**31)], [0], [3]]).int()
+    given = {"q": random(B, 2, H, D, seed=1), "k_cache": pages, "v_cache": pages}
+    out, lse = call(given, cache_seqlens=lengths, block_table=table)
+    assert not out[::2].any() and (lse[::2] == -math.inf).all()
+    wide = torch.cat((table, table), 1)
+    assert torch.equal(call(given, cache_seqlens=lengths, block_table=wide)[0], out)
+    packed = given["q"].flatten(0, 1), pages, pages, 2 * torch.arange(B + 1), None, 2, 24
+    ragged = flash_attn_varlen_func(*packed, block_table=table, seqused_k=lengths)
+    assert torch.equal(ragged.view(out.shape), out)
+
+
+def test_numpy_scalars_count_as_pythons() -> None:
+    given = {n: x.nan_to_num() for n, x in make(2).items()}
+    expected = call(copied(given) | {"cache_seqlens": 7}, num_splits=2)
+    got = call(copied(given) | {"cache_seqlens": np.int32(7)}, num_splits=np.int8(2))
+    assert all(map(torch.equal, got, expected))
+    with pytest.raises(ValueError, match="got cache_seqlens=127 with 2 tokens to append"):
+        call(given | {"cache_seqlens": np.int8(127)})
 
 
 def test_nothing_is_written_where_an_argument_is_wrong() -> None:
