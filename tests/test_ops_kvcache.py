@@ -244,7 +244,10 @@ def test_fake_and_meta_tensors(n_new: int, device: str) -> None:
     expected = flash_attn_with_kvcache(**real, return_softmax_lse=True)
     if device == "meta":
         shapes = {n: x.to("meta") for n, x in real.items()}
+        before = shapes["k_cache"]._version
         got = flash_attn_with_kvcache(**shapes, return_softmax_lse=True)
+        # Nothing was written to, but autograd is told as of tensors of any device.
+        assert shapes["k_cache"]._version - before == (1 if n_new else 0)
     else:
         with FakeTensorMode() as mode:
             shapes = {n: mode.from_tensor(x) for n, x in real.items()}
