@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from . import cpu, cpu_operator, cpu_ops, env, missing, ops
+from . import cpu, cpu_operator, cpu_ops, env, ops
 from .autograd import wants_gradient
 from .checks import (
     bounded_window,
@@ -30,6 +30,7 @@ from .checks import (
     check_window,
 )
 from .features import CPU_DTYPES, VECTOR, no_gradient, not_on_cuda
+from .flash_attn_kvcache import flash_attn_with_kvcache  # noqa: F401 - flash-attn has it here
 from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -40,10 +41,6 @@ from .loading import aligned, loadable, padded, regular
 _UNLIMITED = (-1, -1)
 
 env.read()  # a wrong variable is an error, also where nothing is built
-
-
-def __getattr__(name: str) -> object:
-    raise missing.error(__name__, name)
 
 
 def _launch(

@@ -483,6 +483,6 @@ def attend_varlen(
     if not (torch.compiler.is_compiling() and _load_while_tracing()):
         load()
     op = getattr(torch.ops, NAMESPACE).attend_varlen.default
-    options = _Options(*window_size, sinks, softcap, alibi_slopes)
+    options = *window_size, sinks, softcap, alibi_slopes
     args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *options
     return op(*args) if torch.compiler.is_compiling() else resolver_errors.call(op, *args)

@@ -277,9 +277,6 @@ def _bounds_and_options() -> Iterator[Case]:
     for function in (VARLEN, KV, QKV):
         for name, (error, value, pattern) in wrong.items():
             yield _case(f"{function} {name}", error, pattern, function=function, **{name: value})
-    table = {"block_table": _zeros(3, 2, dtype=torch.int32)}
-    pattern = "block_table=None, got block_table of type .*Tensor; paged keys .*: gather"
-    yield _case("block_table", NotImplementedError, pattern, **table)
     for shape in ((3,), (2, 4), (3, 2)):
         pattern = rf"\(4,\) or \(3, 4\), got alibi_slopes.shape={re.escape(str(shape))}"
         change = {"alibi_slopes": _zeros(*shape)}

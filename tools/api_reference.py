@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
+_KVCACHE = "KVCacheOutput attention_kvcache_ref"
 _TIMING = "Shape time_interleaved time_sustained host_time gpu_sampler Ratios"
 
 # Per page and chapter: the module to import from, the file, and the names ("" for all public ones).
@@ -23,6 +24,8 @@ PAGES: dict[str, dict[str, Chapter]] = {
         "Attention": [
             ("flashcute", "flash_attn_interface.py", ""),
             ("flashcute", "flash_attn_varlen.py", ""),
+            ("flashcute", "flash_attn_kvcache.py", ""),
+            ("flashcute.rotary", "rotary.py", "apply_rotary_emb"),
             ("flashcute.bert_padding", "bert_padding.py", ""),
             ("flashcute", "support.py", "supports Support support_matrix"),
             ("flashcute.integrations.transformers", "integrations/transformers.py", "register"),
@@ -42,6 +45,7 @@ PAGES: dict[str, dict[str, Chapter]] = {
         "Reference": [
             ("flashcute.reference", "reference.py", ""),
             ("flashcute.reference_varlen", "reference_varlen.py", ""),
+            ("flashcute.reference_kvcache", "reference_kvcache.py", _KVCACHE),
             ("flashcute.reference_tiled", "reference_tiled.py", ""),
         ],
         "Correctness": [
