@@ -12,17 +12,11 @@ from collections.abc import Callable
 import torch
 
 from . import loading, resolver_errors
+from .checks import check_no_tangent
 from .config import NAMESPACE
 from .cpu_operator import autograd_kernel, below_autograd
 
 _FN = f"{NAMESPACE}::bwd"
-
-
-def refuse_forward_mode(ctx, *tangents):
-    raise NotImplementedError(
-        f"{_FN}: expected derivatives in reverse mode (backward, grad, vjp, jacrev), got one in "
-        "forward mode (jvp, jacfwd); CPU tensors support it"
-    )
 
 
 _is_grad_enabled = torch.is_grad_enabled  # bound here as every call asks it
@@ -68,6 +62,7 @@ class Attend(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return (None,) * 9
+        check_no_tangent(_FN, ("dout", "dlse"), dout, dlse)
         q, k, v, out, lse, sinks = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else loading.loadable(_FN, "dout", dout)
         if dlse is not None:
@@ -83,8 +78,6 @@ class Attend(torch.autograd.Function):
                 found = resolver_errors.call(_op("bwd"), *args)
         dq, dk, dv, dsinks = (x if need else None for x, need in zip(found, needs, strict=True))
         return dq, dk, dv, None, None, None, None, dsinks, None
-
-    jvp = staticmethod(refuse_forward_mode)
 
 
 class Backward(torch.autograd.Function):
@@ -104,8 +97,6 @@ class Backward(torch.autograd.Function):
             f"{_FN}: expected first derivatives of attention on CUDA, got a derivative of its "
             "gradient (create_graph=True and another backward); CPU tensors support it"
         )
-
-    jvp = staticmethod(refuse_forward_mode)
 
 
 def attend_eagerly(*args):

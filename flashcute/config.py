@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-NAMESPACE = "flashcute"  # of the torch operators: FLASHCUTE_NAMESPACE in flash_api.cpp
+NAMESPACE = "flashcute"  # of the torch operators: FLASHCUTE_NAMESPACE in kernel_table.h
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 DTYPES = ("fp16", "bf16")

@@ -25,8 +25,8 @@ _ROWS_PER_MASK = 512
 # What no score or sum may reach, by the dtype of the computation.
 _LIMITS = {dtype: torch.finfo(dtype).max / 4 for dtype in (torch.float32, torch.float64)}
 
-# Elements from which on BLAS's dot product, by all threads, is worth it: it takes half the time of
-# torch's norm, by one thread, but on a busy machine waiting for threads takes longer than adding.
+# Elements from which on BLAS's dot product is worth it where it uses several threads: it takes half
+# the time of torch's norm, but on a busy machine waiting for threads takes longer than adding.
 _MIN_FOR_BLAS = 2**18
 
 _NO_WINDOW = (-1, -1)
@@ -35,6 +35,7 @@ _MIN_CAUSAL_SCALE = torch.finfo(torch.float32).tiny
 
 # This binding takes a tenth less of a short call's time than torch.ops; the backward has none.
 _forward_op = torch._scaled_dot_product_flash_attention_for_cpu
+_num_threads = torch.get_num_threads
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -180,7 +181,9 @@ def attend_by_flash(
         out like q, and the log-sum-exp (b, h, seqlen_q), in any strides, of the dtype of the
         computation.
     """
-    if v.shape[3] != q.shape[3] or q.numel() == 0 or k.numel() == 0:
+    _, seqlen_q, _, d = q.shape
+    _, seqlen_k, _, d_v = v.shape
+    if d_v != d or q.numel() == 0 or k.numel() == 0:
         return None
     # Forward-mode derivatives are left to the reference.
     if torch._C._are_functorch_transforms_active() or has_tangent(q, k, v, sinks):
@@ -192,7 +195,6 @@ def attend_by_flash(
         sinks = sinks.to(x.dtype)
         if not (sinks < torch.inf).all():
             return None
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     window = window_bounds(seqlen_q, seqlen_k, causal, window_size)
     # Leading rows that see no key, of which the kernel's log-sum-exp would be 0.
     empty = max(seqlen_q - seqlen_k - window[1], 0) if window[1] >= 0 else 0
@@ -204,7 +206,7 @@ def attend_by_flash(
         or v.requires_grad
         or (sinks is not None and sinks.requires_grad)
     )
-    attend = _Flash.apply if wants_gradient else _flash_forward
+    attend = _with_gradient if wants_gradient else _flash_forward
     out, lse = attend(x, k, v, sinks, scale, window)
     if out is None:
         return None
@@ -220,21 +222,26 @@ def _heads_first(x: Tensor) -> Tensor:
     return (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
 
 
-def _in_range(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Whether all is finite and no score or sum can overflow: an upper bound, by the norms.
+def _scores_in_range(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether q and k are finite and no score or sum can overflow: an upper bound, by the norms.
 
-    The kernel hides a key by adding to its score, which a NaN or Inf survives, and 0 times a hidden
-    NaN is NaN; and its exponential makes a number of some NaNs.
+    The kernel hides a key by adding to its score, which a NaN or Inf survives, and its exponential
+    makes a number of some NaNs: neither the output nor the log-sum-exp would tell.
     """
-    limit = _LIMITS[q.dtype]
     # Comparing a NaN is false. |q k| <= |q| |k|, also for the sum of magnitudes.
-    score = _norm(q) * _norm(k) * max(abs(scale), 1.0)
-    return score < limit and _norm(v) * k.shape[1] < limit
+    return _norm(q) * _norm(k) * max(abs(scale), 1.0) < _LIMITS[q.dtype]
+
+
+def _is_finite(out: Tensor) -> bool:
+    """Whether v was finite and no sum overflowed, where the scores are in range: a NaN or Inf in v
+    reaches the output of all rows that multiply it, even by the 0 of a hidden key.
+    """
+    return math.isfinite(out.sum().item())
 
 
 def _norm(x: Tensor) -> float:
     """The Euclidean norm of all elements; Inf or NaN if one of them is, or if squares overflow."""
-    if x.numel() >= _MIN_FOR_BLAS and x.is_contiguous():
+    if (_num_threads() == 1 or x.numel() >= _MIN_FOR_BLAS) and x.is_contiguous():
         x = x.view(-1)
         return math.sqrt(torch.dot(x, x).item())
     return torch.linalg.vector_norm(x).item()
@@ -279,7 +286,7 @@ def _flash_forward(
 
     Both are None where they would not be the reference's. No input is recorded by autograd.
     """
-    if not _in_range(q, k, v, scale):
+    if not _scores_in_range(q, k, scale):
         return None, None
     one_call = _is_one_call(q, k, scale, window)
     pieces = () if one_call else _pieces(q, k, window)
@@ -296,6 +303,8 @@ def _flash_forward(
         ]
         out = torch.cat([part.transpose(1, 2) for part, _ in parts], 1)
         lse = torch.cat([part for _, part in parts], 2)
+    if not _is_finite(out):
+        return None, None
     if sinks is None:
         return out, lse
     # A sink joins the denominator, which the log-sum-exp holds: out needs no more than a factor.
@@ -331,6 +340,9 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, scale, window):
+        # Gradients multiply v by numbers that the output does not bound.
+        if not _norm(v) * k.shape[1] < _LIMITS[v.dtype]:
+            return None, None
         out, lse = _flash_forward(q, k, v, sinks, scale, window)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -342,7 +354,7 @@ class _Flash(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return None, None, None, None, None, None
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        if grad_lse is None and not torch.is_grad_enabled():
+        if grad_lse is None and not torch.is_grad_enabled() and not has_tangent(grad_out):
             grad_sinks = None
             if ctx.needs_input_grad[3]:
                 weight = torch.exp(sinks[:, None] - lse)  # of the sink in each row
@@ -374,3 +386,8 @@ class _Flash(torch.autograd.Function):
         )
         gradients = dict(zip(wanted, found, strict=True))
         return *(gradients.get(n) for n in range(4)), None, None
+
+
+def _with_gradient(*args):
+    """``_Flash.apply`` outside of torch.func's transforms, without the Python around it."""
+    return super(torch.autograd.Function, _Flash).apply(*args)

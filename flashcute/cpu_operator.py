@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 
 from . import cpu
 from .checks import has_tangent
@@ -202,8 +203,13 @@ def _functions(operator: Operator, name: str) -> tuple[type, type]:
 
 
 def below_autograd(op, args):
-    # A Function's forward runs without gradients, but an outer transform may want one of this call.
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+    # A Function's forward runs without gradients of either mode, but an outer transform may want
+    # one of this call.
+    with (
+        torch.enable_grad(),
+        forward_ad._set_fwd_grad_enabled(True),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
         return op(*args)
 
 

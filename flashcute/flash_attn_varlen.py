@@ -108,12 +108,7 @@ def _attend(
         check_dtype(fn, f"{names.q}.dtype", q.dtype, q.device)
     else:
         check_for_kernels(fn, names.q, q, d, scale)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    tensors = Tensors(q, k, v, alibi_slopes, sinks, *lengths, None, block_table)
-    bounds = (max_seqlen_q, max_seqlen_k)
-    options = Options(*bounds, scale, causal, left, right, softcap, dropout_p, return_attn_probs)
-    if not (q.is_cpu or q.is_meta):
-        if block_table is not None:
+        if block_table is not None and not q.is_meta:
             raise NotImplementedError(f"{fn}: {not_on_cuda('block_table', '(a tensor)')}")
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
         if dropout_p:
@@ -122,6 +117,11 @@ def _attend(
         check_no_tangent(fn, named, q, k, v, sinks, alibi_slopes)
         if wants_gradient(q, k, v, sinks, alibi_slopes):
             raise NotImplementedError(f"{fn}: {no_gradient('cu_seqlens')}")
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    tensors = Tensors(q, k, v, alibi_slopes, sinks, *lengths, None, block_table)
+    bounds = (max_seqlen_q, max_seqlen_k)
+    options = Options(*bounds, scale, causal, left, right, softcap, dropout_p, return_attn_probs)
+    if not (q.is_cpu or q.is_meta):
         out, lse = _launch(names, tensors, options)
         return (out, lse, q.new_empty(0)) if return_attn_probs else out
     outputs = attend_or_trace(names, tensors, options)

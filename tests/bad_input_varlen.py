@@ -26,8 +26,8 @@ TOTAL_Q, TOTAL_K = 8, 8
 # Values of lengths can be read on the CPU only.
 _READABLE = ("cpu",)
 _ANY = ("cpu", "meta", "fake")
-# CUDA tensors without a GPU: fake ones.
-_CUDA = ("fake_cuda",)
+# CUDA tensors without a GPU: fake ones, and meta ones, which stand for them.
+_CUDA = ("meta", "fake_cuda")
 
 _FORM = r"^flash_attn_varlen_\w*func: expected .*, got .*; .+"
 

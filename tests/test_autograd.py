@@ -154,6 +154,26 @@ def test_forward_mode_is_refused() -> None:
             attend(forward_ad.make_dual(q, q))
 
 
+@pytest.mark.parametrize("window_size", [(-1, -1), (3, 1)])
+def test_forward_mode_of_a_gradient_is_refused(window_size) -> None:
+    q, k, v = (x.detach() for x in _meta()[:3])
+
+    def attend(q):
+        return flashcute.flash_attn_func(q, k, v, window_size=window_size).sum()
+
+    gradient = torch.func.grad(attend)
+    expected = r"^flashcute::\w+: expected no derivative in forward mode .*, got \w+ with a tangent"
+    for function, x in ((gradient, q), (torch.vmap(gradient), torch.stack((q, q)))):
+        with pytest.raises(NotImplementedError, match=expected):
+            torch.func.jvp(function, (x,), (x,))
+    leaf = q.requires_grad_()
+    with forward_ad.dual_level():
+        dout = forward_ad.make_dual(leaf.new_ones(()), leaf.new_ones(()))
+        for graph in (False, True):
+            with pytest.raises(NotImplementedError, match=expected):
+                torch.autograd.grad(attend(leaf), leaf, dout, create_graph=graph)
+
+
 def _loss(q, k, v, sinks, causal: bool = True) -> torch.Tensor:
     out, lse, _ = flashcute.flash_attn_func(
         q, k, v, causal=causal, return_attn_probs=True, sinks=sinks

@@ -451,3 +451,13 @@ def _run_python(script: str, environment: dict[str, str] | None = None) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
+
+
+@each_option
+def test_forward_mode_of_a_gradient_is_refused(name):
+    q, *others = (x.detach() for x in inputs())
+    attention = Attention(name)
+    gradient = torch.func.grad(lambda q: attention(q, *others).square().sum())
+    for function, x in ((gradient, q), (torch.vmap(gradient, randomness="same"), q[None])):
+        with pytest.raises(NotImplementedError, match=r"attend_cpu: .* in forward mode"):
+            torch.func.jvp(function, (x,), (x,))

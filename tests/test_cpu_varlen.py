@@ -265,21 +265,24 @@ def test_fake_and_meta_tensors(name: str) -> None:
 
 @each_option
 @pytest.mark.parametrize("gradient", [False, True])
-def test_meta_tensors(name: str, gradient: bool) -> None:
+def test_meta_tensors_are_refused_what_cuda_tensors_are(name: str, gradient: bool) -> None:
     module = Attention(name).half()
     for option in ("alibi_slopes", "sinks"):
         if getattr(module, option) is not None:
             setattr(module, option, torch.nn.Parameter(getattr(module, option).float()))
     tensors, cu_seqlens = inputs()
-    leaves = [x.detach().half().to("meta").requires_grad_(gradient) for x in tensors]
+    leaves = [x.detach().half().to("meta") for x in tensors]
     module.options = {
         n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in module.options.items()
     }
-    out = module.to("meta")(*leaves, *(x.to("meta") for x in cu_seqlens))
+    module.to("meta").requires_grad_(gradient)
+    args = *leaves, *(x.to("meta") for x in cu_seqlens)
+    if gradient or module.options.get("dropout_p"):
+        with pytest.raises(NotImplementedError, match="on CUDA, where it is not supported yet"):
+            module(*args)
+        return
+    out = module(*args)
     assert (out.shape, out.device.type) == (tensors[0].shape, "meta")
-    if gradient:
-        grads = torch.autograd.grad(out.sum(), [*leaves, *module.parameters()])
-        assert [g.shape for g in grads[:3]] == [x.shape for x in leaves]
 
 
 @each_option

@@ -49,7 +49,7 @@ def call() -> Canvas:
         "csrc/flash_attn/flash_api.cpp",
         YELLOW,
     )
-    spine(240, 48, ["table: problem -> kernel"], "KernelTable in flash_api.cpp", YELLOW)
+    spine(240, 48, ["table: problem -> kernel"], "KernelTable in kernel_table.h", YELLOW)
     spine(
         424,
         66,

@@ -229,7 +229,10 @@ def _kernel(config: FwdConfig | BwdConfig, checker: str) -> tuple[Path, str]:
     return path, config.full_name
 
 
-def _check_scores(config: FwdConfig, softcap: float, alibi_slopes: torch.Tensor | None) -> None:
+def _check_scores(
+    config: FwdConfig, softcap: float, alibi_slopes: torch.Tensor | None, shape: tuple[int, int]
+) -> torch.Tensor | None:
+    """The slopes as the kernels take them, of ``shape`` (b, h)."""
     shown = None if alibi_slopes is None else tuple(alibi_slopes.shape)
     if (config.softcap, config.alibi) != (softcap > 0, shown is not None):
         raise ValueError(
@@ -237,6 +240,12 @@ def _check_scores(config: FwdConfig, softcap: float, alibi_slopes: torch.Tensor 
             f"them, got softcap={softcap} and alibi_slopes of shape {shown} for a kernel with "
             f"softcap={config.softcap}, alibi={config.alibi}; pass what it was compiled for"
         )
+    if shown not in (None, shape, shape[1:]) or (shown and alibi_slopes.dtype != torch.float32):
+        raise ValueError(
+            f"sim.run_{config.kind}: expected alibi_slopes of float32 and of shape {shape[1:]} or "
+            f"{shape}, got {alibi_slopes.dtype} and shape {shown}; pass one slope per query head"
+        )
+    return None if alibi_slopes is None else alibi_slopes.expand(shape)
 
 
 def run_fwd(
@@ -275,7 +284,7 @@ def run_fwd(
         window_size: (left, right), both >= 0, where the configuration's mask is ``"local"``.
         sinks: (h,) float32, logits of a further column of the softmax.
         softcap: > 0 where the configuration has one, else 0.
-        alibi_slopes: (b, h) float32, where the configuration has them; any batch stride.
+        alibi_slopes: (h,) or (b, h) float32, where the configuration has them; any batch stride.
         seed: Of the schedule of lanes and warps; same seed, same run.
         copy_mode: When asynchronous copies and wgmmas complete, one of
             :data:`COPY_MODES`: ``"late"``, as late as their wait allows; ``"random"``, in random
@@ -298,7 +307,7 @@ def run_fwd(
     """
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     _check({"q": q, "k": k, "v": v}, config, scale, copy_mode, checker)
-    _check_scores(config, softcap, alibi_slopes)
+    alibi_slopes = _check_scores(config, softcap, alibi_slopes, (q.shape[0], q.shape[2]))
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches)
     settings += (int(trace), 1 << 32, 0, config.min_ctas)
@@ -374,9 +383,9 @@ def run_varlen(
     """
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     _check({"q": q[None], "k": k[None], "v": v[None]}, config, scale, copy_mode, checker)
-    _check_scores(config, softcap, alibi_slopes)
     total_q, h, _ = q.shape
     b = cu_seqlens_q.shape[0] - 1
+    alibi_slopes = _check_scores(config, softcap, alibi_slopes, (b, h))
     shift = (h // k.shape[1] - 1).bit_length() if pack_heads else 0
     capacity = abi.plan_capacity(total_q << shift, b, config.tile_m)
     optional = {"seqused_q": seqused_q, "seqused_k": seqused_k}
