@@ -128,6 +128,41 @@ def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     assert options.time_limit == 3.0
 
 
+PEER = """
+def forward(q, k, v, causal):
+    from flashcute import flash_attn_func
+    return lambda: flash_attn_func(q, k, v, causal=causal)
+"""
+
+
+@pytest.mark.parametrize("what", ["fwd", "bwd"])
+def test_a_file_is_a_contender(no_gpu, tmp_path, capsys, what):
+    pytest.importorskip("matplotlib")
+    file, saved = tmp_path / "other.py", tmp_path / "made.json"
+    file.write_text(PEER)
+    arguments = (*SMALL[2:], "--json", saved, "--plots", tmp_path, "--pass", what)
+    assert bench(*arguments, "--peer-module", f"other={file}") == 0
+    made = json.loads(saved.read_text())
+    assert made["contenders"] == ["flashcute", "torch", "other"]
+    assert all(set(row["us"]) == {"flashcute", "torch", "other"} for row in made["rows"])
+    assert "| flashcute, bf16 | other " in capsys.readouterr().out
+
+
+def test_a_file_can_stand_in_for_a_contender(no_gpu, tmp_path, capsys):
+    file, saved = tmp_path / "other.py", tmp_path / "made.json"
+    file.write_text(PEER.replace("causal=causal)", "causal=causal) + 1"))
+    assert bench(*SMALL, "--json", saved, "--peer-module", f"fa3={file}") == 1  # is compared, too
+    assert json.loads(saved.read_text())["contenders"] == ["flashcute", "torch", "fa3"]
+    assert "fa3 differs from torch by 1.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["x", "flashcute=x.py", "a-b=x.py", "fa3=/none/x.py", "=x.py"])
+def test_what_names_no_file_is_refused(value, capsys):
+    with pytest.raises(SystemExit):
+        bench("--peer-module", value)
+    assert "argument --peer-module: expected" in capsys.readouterr().err
+
+
 def test_models_and_inputs_on_the_cpu(no_gpu, tmp_path, capsys):
     saved = tmp_path / "models.json"
     chosen = ("--shapes", "chunk-256", "vit-h", "--inputs", "normal", "ramp", "--tokens", 16)

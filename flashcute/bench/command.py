@@ -147,6 +147,9 @@ def _measure(args: argparse.Namespace) -> dict:
         )
     if args.peers is None:
         options = dataclasses.replace(options, names=_usual(wanted, options.device))
+    modules = {name: peers.load_module(name, path) for name, path in args.peer_module}
+    names = tuple(dict.fromkeys([*options.names, *modules]))
+    options = dataclasses.replace(options, names=names, modules=modules)
     if on_gpu:
         build(wanted, options.what)
     else:
