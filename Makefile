@@ -20,6 +20,7 @@ GPU_NVCC := $(if $(shell command -v nvidia-smi),$(NVCC))
 
 demo: $(INSTALLED) $(GPU_NVCC)
 	$(PYTHON) examples/demo.py
+	OMP_NUM_THREADS=1 $(PYTHON) examples/train_gpt.py --device cpu --check
 
 test: check $(NVCC)
 	$(PYTHON) -m pytest

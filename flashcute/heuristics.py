@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 
 from . import env
@@ -153,6 +154,22 @@ def rounded_length(length: int) -> int:
         return length
     step = max(16, 1 << (length - 1).bit_length() >> 5)
     return -(-length // step) * step
+
+
+def typical_length(total: int, b: int, longest: int) -> int:
+    """The length that the kernel of a ragged batch is chosen for: between the mean and the longest.
+
+    The binding computes it alike (``typical_length()`` of kernel_table.h). The number of sequences
+    counts rounded up there: :func:`rounded_length`.
+
+    Args:
+        total: Tokens of all sequences.
+        b: Sequences.
+        longest: ``max_seqlen_q`` or ``max_seqlen_k`` of the call.
+    """
+    most = min(longest, total)
+    mean = min(total / max(b, 1), most)
+    return max(int(math.sqrt(mean * most)), 1)
 
 
 def rounded(problem: FwdProblem) -> FwdProblem:

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from svg import INK, LINE, Canvas
+import figures_backward
+from svg import BLUE, GREEN, GREY, INK, LINE, RED, STRONG, WHITE, YELLOW, Canvas
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -19,10 +20,6 @@ sys.path.insert(0, str(ROOT))
 from flashcute.reference import visible_keys  # noqa: E402 - from this checkout, installed or not
 
 FIGURES = ROOT / "docs" / "figures"
-
-GREEN, YELLOW, GREY = "#8fd0c8", "#f2d58a", "#e8e8e8"
-BLUE, RED, WHITE = "#bcd6ee", "#f0b6ae", "#ffffff"
-STRONG = "#b3261e"
 
 
 def call() -> Canvas:
@@ -537,6 +534,7 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "fragment.svg": fragment,
     "pipeline.svg": pipeline,
     "warpgroups.svg": warpgroups,
+    **figures_backward.DRAWINGS,
 }
 
 

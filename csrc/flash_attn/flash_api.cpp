@@ -8,7 +8,6 @@
 // operator directly; the precise, typed errors are raised by flash_attn_interface.py.
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -80,16 +79,6 @@ int64_t set_lengths(Flash_fwd_params &params, const Lengths &lengths, int32_t de
         params.seqused_k_ptr = read_lengths(*lengths.seqused_k, "seqused_k", b, device);
     }
     return b;
-}
-
-// Between the mean and the longest: of what the host knows of a ragged batch, the length whose
-// tiles suit most of the work.
-int32_t typical_length(int64_t total, int64_t b, int64_t longest) {
-    const double most = static_cast<double>(std::min(longest, total));
-    const double of_each =
-        static_cast<double>(total) / static_cast<double>(std::max(b, int64_t(1)));
-    const double mean = std::min(of_each, most);
-    return std::max(static_cast<int32_t>(std::sqrt(mean * most)), 1);
 }
 
 // b: entries, or sequences of a ragged batch.

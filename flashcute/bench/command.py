@@ -16,7 +16,7 @@ from .. import benchmarking as bm
 from ..arguments import failures
 from ..config import HEAD_DIMS
 from ..extras import install_command
-from ..heuristics import FwdProblem, choose_bwd, choose_fwd, rounded_length
+from ..heuristics import FwdProblem, choose_bwd, choose_fwd, rounded_length, typical_length
 from ..jit import BuildError, kernels
 from ..jit.progress import Progress
 from . import models, option_peers, peers, plots, sweep, table
@@ -60,9 +60,22 @@ def _problem(variant: sweep.Variant) -> FwdProblem:
     problem = FwdProblem(dtype=variant.dtype, **sizes)
     if not isinstance(variant.shape, Option):
         return problem
-    window = variant.shape.window
-    b = rounded_length(problem.b) if variant.shape.lengths else problem.b
-    return dataclasses.replace(problem, b=b, window=None if window == (-1, -1) else window)
+    option = variant.shape
+    problem = dataclasses.replace(
+        problem,
+        window=None if option.window == (-1, -1) else option.window,
+        softcap=option.softcap > 0,
+        alibi=option.alibi,
+    )
+    if not option.lengths:
+        return problem
+    total = sum(option.lengths)
+    return dataclasses.replace(
+        problem,
+        b=rounded_length(option.b),
+        seqlen_q=typical_length(total, option.b, option.seqlen_q),
+        seqlen_k=typical_length(total, option.b, option.seqlen_k),
+    )
 
 
 def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
@@ -74,10 +87,11 @@ def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
         BuildError: with the compiler's messages.
     """
     capability = torch.cuda.get_device_capability()
+    sms = torch.cuda.get_device_properties().multi_processor_count
     target = "".join(map(str, capability))
     problems = [_problem(variant) for point in wanted for variant in point]
     choices = (choose_fwd,) if what == "fwd" else (choose_fwd, choose_bwd)
-    configs = dict.fromkeys(choose(x, capability) for choose in choices for x in problems)
+    configs = dict.fromkeys(choose(x, capability, sms) for choose in choices for x in problems)
     missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
     if not missing:
         return
@@ -133,6 +147,9 @@ def _measure(args: argparse.Namespace) -> dict:
         )
     if args.peers is None:
         options = dataclasses.replace(options, names=_usual(wanted, options.device))
+    modules = {name: peers.load_module(name, path) for name, path in args.peer_module}
+    names = tuple(dict.fromkeys([*options.names, *modules]))
+    options = dataclasses.replace(options, names=names, modules=modules)
     if on_gpu:
         build(wanted, options.what)
     else:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -93,6 +94,16 @@ inline int32_t rounded_length(int32_t length) {
     const int64_t step =
         std::max<int64_t>(16, std::bit_floor(static_cast<uint32_t>(length - 1)) / 16);
     return static_cast<int32_t>(std::min((length + step - 1) / step * step, kMaxSeqlen));
+}
+
+// Between the mean and the longest: of what the host knows of a ragged batch, the length whose
+// tiles suit most of the work. heuristics.typical_length() is the same.
+inline int32_t typical_length(int64_t total, int64_t b, int64_t longest) {
+    const double most = static_cast<double>(std::min(longest, total));
+    const double of_each =
+        static_cast<double>(total) / static_cast<double>(std::max(b, int64_t(1)));
+    const double mean = std::min(of_each, most);
+    return std::max(static_cast<int32_t>(std::sqrt(mean * most)), 1);
 }
 
 inline Problem rounded(Problem problem) {
