@@ -14,6 +14,7 @@ from ..features import VECTOR
 from . import allgather, ring
 from .communication import Communicator
 from .ring import Job
+from .watch import watch
 from .zigzag import ORDERS, Layout
 
 _UNLIMITED = (-1, -1)
@@ -30,6 +31,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scheme, job):
         out, lse = _SCHEMES[scheme].forward(job, q, k, v)
+        if q.is_cuda:
+            watch(job.comm.fn, job.comm.group)
         ctx.scheme, ctx.job = scheme, job
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -45,7 +48,10 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         # Where neither has a gradient, the other ranks still wait for this one.
         dout = torch.zeros_like(out) if dout is None else dout
-        return *_SCHEMES[ctx.scheme].backward(ctx.job, dout, q, k, v, out, lse, dlse), None, None
+        found = _SCHEMES[ctx.scheme].backward(ctx.job, dout, q, k, v, out, lse, dlse)
+        if q.is_cuda:
+            watch(ctx.job.comm.fn, ctx.job.comm.group)
+        return *found, None, None
 
 
 def _check_order(fn: str, order) -> None:
@@ -219,7 +225,8 @@ def ring_flash_attn_func(
             call, as that waits for the device.
         RuntimeError: where a rank has ended or is behind for longer than the group's timeout, with
             its number; the group cannot be used any more. On CUDA, where the host does not wait for
-            transfers, it is NCCL's watchdog that ends the process.
+            transfers, NCCL's watchdog ends the process instead; before it does, the logger
+            ``flashcute`` names the rank.
         NotImplementedError: for what is not supported on the tensors' device.
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889; zigzag order after Brandon et al., Striped

@@ -39,10 +39,16 @@ class Result:
         b, seqlen, h, _ = q.shape
         self.out = q.new_zeros(q.shape, dtype=accumulator_dtype(q))
         self.lse = q.new_full((b, h, seqlen), -torch.inf, dtype=torch.float32)
+        self._empty = True
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merges the attention of these rows to keys that they have not seen yet."""
         old_out, old_lse = self.out[:, rows], self.lse[:, :, rows]
+        if self._empty:
+            self._empty = False
+            old_out.copy_(out)
+            old_lse.copy_(lse)
+            return
         # 0 where neither has seen a key.
         weight = torch.sigmoid(lse - old_lse).nan_to_num_(0.0)
         weight = weight.transpose(1, 2)[..., None].to(old_out.dtype)
