@@ -16,6 +16,8 @@ from svg import INK, LINE, Canvas
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import figures_distributed  # noqa: E402 - which imports flashcute, too
+
 from flashcute.reference import visible_keys  # noqa: E402 - from this checkout, installed or not
 
 FIGURES = ROOT / "docs" / "figures"
@@ -537,6 +539,7 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "fragment.svg": fragment,
     "pipeline.svg": pipeline,
     "warpgroups.svg": warpgroups,
+    "zigzag.svg": figures_distributed.zigzag,
 }
 
 

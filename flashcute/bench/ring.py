@@ -30,7 +30,9 @@ from .. import flash_attn_func
 from ..distributed.communication import Communicator
 from .sweep import AGREEMENT, DTYPES, Variant
 
-NAMES = {"cuda": ("ring", "allgather", "one", "torch"), "cpu": ("ring", "allgather", "one")}
+# PyTorch's two ways to pass keys on; the second one is its default.
+_TORCH = {"torch_ring": "alltoall", "torch_gather": "allgather"}
+NAMES = {"cuda": ("ring", "allgather", "one", *_TORCH), "cpu": ("ring", "allgather", "one")}
 SEQLENS = (16384, 131072)
 PASSES = ("fwd", "fwd+bwd")
 _OURS = {"ring": fd.ring_flash_attn_func, "allgather": fd.allgather_flash_attn_func}
@@ -221,15 +223,16 @@ def _contenders(point: Point, names, rank: int, world: int, device) -> dict[str,
 
             found[name] = _Contender(_step(whole, q, k, v, dout, backward), rank == 0)
         else:
-            from torch.distributed.tensor.experimental import context_parallel
+            from torch.distributed.tensor.experimental import _attention as experimental
 
             mesh = dist.device_mesh.init_device_mesh("cuda", (world,))
             call = _step(_torch_function(shape), *parts, backward)
 
             # Its order is the zigzag order, and it needs a buffer to split.
-            def context(mesh=mesh):
+            def context(mesh=mesh, method=_TORCH[name]):
+                experimental.set_rotate_method(method)
                 positions = torch.zeros(1, 1, shape.seqlen_q, 1, device=device)
-                return context_parallel(mesh, buffers=[positions], buffer_seq_dims=[2])
+                return experimental.context_parallel(mesh, buffers=[positions], buffer_seq_dims=[2])
 
             found[name] = _Contender(call, True, context)
     return found
@@ -247,7 +250,7 @@ def measure(point: Point, options: Setup, rank: int, device: torch.device) -> di
                 for _ in range(options.warmup):
                     outs[name] = x.call() if x.here else None
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as caught:
-            if name != "torch":
+            if name not in _TORCH:
                 raise
             error = f"{type(caught).__name__}: {str(caught).splitlines()[0]}"
         failed = torch.tensor(bool(error), dtype=torch.int32, device=device)
@@ -258,7 +261,7 @@ def measure(point: Point, options: Setup, rank: int, device: torch.device) -> di
     difference = {}
     if rank == 0 and outs.get("one") is not None:
         expected = fd.zigzag_split(outs["one"], 0, world).float()
-        for name in ("ring", "allgather", "torch"):
+        for name in (*_OURS, *_TORCH):
             if name in contenders:
                 difference[name] = float((outs[name].float() - expected).abs().max())
     outs.clear()
@@ -422,8 +425,9 @@ def summary(result: Mapping) -> str:
         cells += [row["seqlen_q"], f"{row['h']}/{row['h_k']}"]
         cells += [f"{speeds[name] / 1e3:.1f}" if name in speeds else "-" for name in names]
         best = max(speeds[name] for name in _OURS)
-        for other in ("one", "torch"):
-            cells.append(f"{best / speeds[other]:.3f}" if other in speeds else "-")
+        for others in (("one",), _TORCH):
+            found = [speeds[name] for name in others if name in speeds]
+            cells.append(f"{best / max(found):.3f}" if found else "-")
         cells += [f"{100 * row['not_hidden'][name]:.1f}" for name in _OURS]
         rows.append(cells)
     header = ["pass", "dtype", "d", "mask", "s", "h/h_k", *names, "x one", "x torch"]

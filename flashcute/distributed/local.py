@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops, resolver_errors
+from ..config import NAMESPACE
 from ..flash_attn_interface import flash_attn_func
 from ..loading import loadable
 from ..reference import visible_keys
@@ -106,17 +107,35 @@ class Gradient:
         q, out, dout = (x[:, piece.rows] for x in self._rows)
         lse, dlse = (None if x is None else x[:, :, piece.rows] for x in self._stats)
         k, v = k[:, piece.keys], v[:, piece.keys]
-        if q.is_cuda:
-            ops.load()
-            bwd = getattr(torch.ops, ops.NAMESPACE).bwd.default
-            args = dout, q, k, v, out, lse, dlse, self._scale, piece.causal, *piece.window, None
-            with torch._C._AutoDispatchBelowAutograd():
-                found = resolver_errors.call(bwd, *args, self._wanted)
-        else:
-            found = backward_on_cpu(piece, dout, q, k, v, out, lse, dlse, self._scale)
+        args = piece, dout, q, k, v, out, lse, dlse, self._scale
+        found = backward_by_operator(*args, self._wanted) if q.is_cuda else backward_on_cpu(*args)
         self.dq[:, piece.rows] += found[0]
         dk[:, piece.keys] += found[1]
         dv[:, piece.keys] += found[2]
+
+
+def backward_by_operator(
+    piece: Piece,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+    wanted: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`backward_on_cpu` by the operator ``bwd``, in the dtype of the tensors.
+
+    ``wanted`` are its bits. Of CPU tensors it computes the forward again, so there it is right only
+    for rows that see no keys outside of the piece.
+    """
+    ops.load()
+    bwd = getattr(torch.ops, NAMESPACE).bwd.default
+    args = dout, q, k, v, out, lse, dlse, scale, piece.causal, *piece.window, None, wanted
+    with torch._C._AutoDispatchBelowAutograd():
+        return resolver_errors.call(bwd, *args)[:3]
 
 
 def backward_on_cpu(
