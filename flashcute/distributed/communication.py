@@ -136,7 +136,7 @@ class Communicator:
         has ended or hangs.
         """
         try:
-            store = self.group.get_group_store()
+            store = group_store(self.group)
             store.set(f"{_KEY}/{self.rank}", str(peer))
             until = time.monotonic() + _GRACE
             while True:
@@ -205,6 +205,13 @@ def _decode(number: int, like: float | str) -> object:
     if isinstance(like, str):
         return number.to_bytes(8, "little").rstrip(b"\0").decode(errors="replace")
     return type(like)(number)
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The store of a group, which has a name for it only in newer versions of torch."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_process_group_store(group)
 
 
 def _process_group(fn: str, group) -> dist.ProcessGroup:

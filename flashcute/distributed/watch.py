@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from .communication import group_store
+
 logger = logging.getLogger("flashcute")
 
 _KEY = "flashcute/calls"
@@ -102,7 +104,7 @@ def watch(fn: str, group: dist.ProcessGroup) -> None:
         return
     found = _watches.get(group)
     if found is None:
-        found = Watch(group.get_group_store(), group.rank(), group.size(), _timeout(group))
+        found = Watch(group_store(group), group.rank(), group.size(), _timeout(group))
         _watches[group] = found
         thread = threading.Thread(
             target=_poll, args=(weakref.ref(found),), name="flashcute watch", daemon=True

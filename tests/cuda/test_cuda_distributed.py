@@ -123,6 +123,35 @@ def test_deterministic_gradients_repeat_bit_for_bit(tmp_path, backward_kernels):
     mp.spawn(_check_repeats, (str(tmp_path / "store"),), WORLD)
 
 
+def _check_packed(rank: int, store: str) -> None:
+    """Packed sequences are what each of them is alone, bit for bit: the same calls."""
+    device = _start(rank, store)
+    lengths = (512, 1024)
+    ends = [0, lengths[0] // WORLD, sum(lengths) // WORLD]
+    for scheme in SCHEMES:
+        alone = []
+        for i, s in enumerate(lengths):
+            case = (s, 4, 2, 64, True, (-1, -1), "zigzag")
+            tensors = [x[i : i + 1] for x in _inputs(case, device)]
+            alone.append((tensors, _compute(scheme, case, rank, tensors, True)))
+        parts = [[_part(x, rank, "zigzag")[0] for x in tensors] for tensors, _ in alone]
+        q, k, v, dout, dlse = (torch.cat(x) for x in zip(*parts, strict=True))
+        for x in (q, k, v):
+            x.requires_grad_()
+        out, lse = getattr(fd, f"{scheme}_flash_attn_varlen_func")(
+            q, k, v, ends, causal=True, deterministic=True, return_lse=True
+        )
+        gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse.T))
+        for whole, *each in zip((out, lse.T, *gradients), *(x for _, x in alone), strict=True):
+            assert torch.equal(whole, torch.cat([x[0] for x in each])), scheme
+    dist.destroy_process_group()
+
+
+@needs_two_gpus
+def test_packed_sequences(tmp_path, backward_kernels):
+    mp.spawn(_check_packed, (str(tmp_path / "store"),), WORLD)
+
+
 def _check_memory(rank: int, store: str) -> None:
     """Both schemes with 32k tokens: the scores of a head alone would be 2 GiB in bf16."""
     device = _start(rank, store)
