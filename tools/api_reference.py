@@ -41,6 +41,16 @@ PAGES: dict[str, dict[str, Chapter]] = {
             ("flashcute.env", "env.py", ""),
         ],
     },
+    "docs/api_distributed.md": {
+        "Functions": [
+            ("flashcute.distributed", "distributed/functions.py", ""),
+            (
+                "flashcute.distributed",
+                "distributed/zigzag.py",
+                "zigzag_split zigzag_merge zigzag_positions",
+            ),
+        ],
+    },
     "docs/api_testing.md": {
         "Reference": [
             ("flashcute.reference", "reference.py", ""),

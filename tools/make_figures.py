@@ -17,6 +17,8 @@ from svg import BLUE, GREEN, GREY, INK, LINE, RED, STRONG, WHITE, YELLOW, Canvas
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import figures_distributed  # noqa: E402 - which imports flashcute, too
+
 from flashcute.reference import visible_keys  # noqa: E402 - from this checkout, installed or not
 
 FIGURES = ROOT / "docs" / "figures"
@@ -535,6 +537,7 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "pipeline.svg": pipeline,
     "warpgroups.svg": warpgroups,
     **figures_backward.DRAWINGS,
+    "zigzag.svg": figures_distributed.zigzag,
 }
 
 

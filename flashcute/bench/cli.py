@@ -46,9 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pass",
         dest="what",
-        choices=("fwd", "bwd", "fwd+bwd"),
+        choices=("fwd", "bwd", "fwd+bwd", "ring"),
         default="fwd",
-        help="what is timed (fwd); a backward counts 2.5 times the FLOPs of a forward",
+        help="what is timed (fwd); a backward counts 2.5 times the FLOPs of a forward; ring: "
+        "sequences split over several GPUs, forward alone and with the backward",
+    )
+    parser.add_argument(
+        "--nproc", type=positive, help="--pass ring: processes (all GPUs; 2 without one)"
     )
     parser.add_argument(
         "--inputs",

@@ -181,12 +181,33 @@ def _draw(result: dict, folder: Path, stem: str) -> None:
         print(path)
 
 
+def _run_ring(args: argparse.Namespace) -> int:
+    """:func:`run` of sequences that are split over processes."""
+    from . import ring  # here, as torch.distributed and dynamo take a second to import
+
+    with tqdm(desc="bench", unit="row", dynamic_ncols=True) as bar:
+        result = ring.run(args, lambda row: bar.update())
+    unwritten = []
+    if args.json:
+        unwritten = failures("bench", (args.json, lambda: bm.write_json(args.json, result)))
+    if result["device"] == "cpu":
+        print(table.CPU_NOTE + "\n")
+    print(ring.summary(result))
+    wrong = ring.disagreements(result)
+    print(*wrong, *unwritten, sep="\n", file=sys.stderr)
+    return 1 if wrong or unwritten or result["stopped_early"] else 0
+
+
 def run(args: argparse.Namespace) -> int:
     """Measures or draws what the arguments describe; returns 0 if every output was right.
 
     Raises:
         ValueError: for arguments that do not go together, and a file that holds no result.
     """
+    if args.what == "ring":
+        return _run_ring(args)
+    if args.nproc is not None:
+        raise ValueError("flashcute bench: expected --nproc with --pass ring only; leave it out")
     if (args.plots or args.plot_only) and importlib.util.find_spec("matplotlib") is None:
         option = "--plot-only" if args.plot_only else "--plots"
         raise ValueError(
