@@ -18,11 +18,15 @@ if TYPE_CHECKING:
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
+    from .integrations.sdpa import disable, enable, enabled
     from .support import Support, support_matrix, supports
 
 __version__ = "0.1.0"
 __all__ = [
     "Support",
+    "disable",
+    "enable",
+    "enabled",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -40,6 +44,9 @@ _HOMES = {
     "flash_attn_varlen_func": "flash_attn_varlen",
     "flash_attn_varlen_kvpacked_func": "flash_attn_varlen",
     "flash_attn_varlen_qkvpacked_func": "flash_attn_varlen",
+    "disable": "integrations.sdpa",
+    "enable": "integrations.sdpa",
+    "enabled": "integrations.sdpa",
     "Support": "support",
     "support_matrix": "support",
     "supports": "support",

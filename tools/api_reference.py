@@ -25,6 +25,7 @@ PAGES: dict[str, dict[str, Chapter]] = {
             ("flashcute", "flash_attn_varlen.py", ""),
             ("flashcute.bert_padding", "bert_padding.py", ""),
             ("flashcute", "support.py", "supports Support support_matrix"),
+            ("flashcute", "integrations/sdpa.py", "enable disable enabled"),
             ("flashcute.integrations.transformers", "integrations/transformers.py", "register"),
         ],
         "Configurations": [
