@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
+    from .integrations.flash_attn import provide_flash_attn
     from .integrations.sdpa import disable, enable, enabled
     from .support import Support, support_matrix, supports
 
@@ -33,6 +34,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "provide_flash_attn",
     "support_matrix",
     "supports",
 ]
@@ -47,6 +49,7 @@ _HOMES = {
     "disable": "integrations.sdpa",
     "enable": "integrations.sdpa",
     "enabled": "integrations.sdpa",
+    "provide_flash_attn": "integrations.flash_attn",
     "Support": "support",
     "support_matrix": "support",
     "supports": "support",

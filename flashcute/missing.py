@@ -12,23 +12,26 @@ INSTEAD = {
 }
 
 
-def message(module: str, name: str) -> str:
-    """What is said of a ``name`` of :data:`INSTEAD` that was asked of ``module``."""
+def message(module: str, name: str, instead: str) -> str:
+    """What is said of a ``name`` of flash-attn 2 that was asked of ``module``."""
     return (
         f"{module}: expected a name of flashcute, got {name}, which flash-attn 2 has and flashcute "
-        f"does not have yet; {INSTEAD[name]}"
+        f"does not have yet; {instead}"
     )
 
 
-def error(module: str, name: str) -> ImportError | AttributeError:
+def error(module: str, name: str, instead: str | None = None) -> ImportError | AttributeError:
     """What a module's ``__getattr__`` raises for a ``name`` that the module does not have.
+
+    It says what to use ``instead``, by default that of :data:`INSTEAD`.
 
     An AttributeError, so that hasattr() and getattr() with a default work. ``from module import
     name`` would replace it by an ImportError without its words, and so gets an ImportError at once.
     """
-    if name not in INSTEAD:
+    instead = instead or INSTEAD.get(name)
+    if instead is None:
         return AttributeError(f"module {module!r} has no attribute {name!r}")
     caller = sys._getframe(2)  # of __getattr__
     if caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
-        return ImportError(message(module, name), name=module)
-    return AttributeError(message(module, name))
+        return ImportError(message(module, name, instead), name=module)
+    return AttributeError(message(module, name, instead))

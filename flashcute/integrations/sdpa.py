@@ -22,13 +22,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import attention
 
-from .. import ops, resolver_errors
-from ..checks import bounded_window, check_scale
-from ..config import NAMESPACE
 from ..features import VECTOR, no_gradient, not_on_cuda
-from ..flash_attn_interface import flash_attn_func
-from ..flash_attn_varlen import flash_attn_varlen_func
-from ..loading import loadable
+from . import raw
 
 _NAME = "flashcute"
 _NEEDED = (
@@ -223,32 +218,6 @@ def _laid_out_as(reference: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return result if result.stride() == promised.stride() else promised.copy_(result)
 
 
-def _dense(q, k, v, is_causal, scale, window=(-1, -1), alibi_slopes=None):
-    """out and log-sum-exp of (b, seqlen, h, d)."""
-    out, lse, _ = flash_attn_func(
-        q, k, v, softmax_scale=scale, causal=is_causal, window_size=window,
-        alibi_slopes=alibi_slopes, return_attn_probs=True,
-    )  # fmt: skip
-    return out, lse
-
-
-def _dense_backward(dout, q, k, v, out, lse, is_causal, scale, window=(-1, -1)):
-    """dq, dk and dv of (b, seqlen, h, d)."""
-    fn = "backward"
-    if q.shape[-1] % VECTOR:
-        raise NotImplementedError(
-            f"{fn}: expected a head_dim that is a multiple of {VECTOR}, got {q.shape[-1]}"
-        )
-    named = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
-    tensors = [loadable(fn, name, x) for name, x in named.items()]
-    wanted = 7 | torch.are_deterministic_algorithms_enabled() << 4
-    ops.load()
-    op = getattr(torch.ops, NAMESPACE).bwd.default
-    options = check_scale(fn, scale, q.shape[-1]), is_causal, *bounded_window(window), None, wanted
-    dq, dk, dv, _ = resolver_errors.call(op, *tensors, lse.contiguous(), None, *options)
-    return dq, dk, dv
-
-
 def _sdpa(
     query,
     key,
@@ -261,7 +230,7 @@ def _sdpa(
 ):
     _refuse(dropout_p, return_debug_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse = _dense(q, k, v, is_causal, scale)
+    out, lse = raw.forward(q, k, v, is_causal, scale)
     lengths = query.shape[2], key.shape[2]
     out = _laid_out_as(query, out.transpose(1, 2))
     return out, lse, None, None, *lengths, *_unused(query)
@@ -287,7 +256,7 @@ def _sdpa_backward(
 ):
     _refuse(dropout_p, False)
     tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    grads = _dense_backward(*tensors, logsumexp, is_causal, scale)
+    grads = raw.backward(*tensors, logsumexp, is_causal, scale)
     pairs = zip((query, key, value), grads, strict=True)
     return tuple(_laid_out_as(x, grad.transpose(1, 2)) for x, grad in pairs)
 
@@ -315,15 +284,14 @@ def _forward(
     _refuse(dropout_p, return_debug_mask)
     window = _window(window_size_left, window_size_right)
     if cum_seq_q is None and cum_seq_k is None and seqused_k is None and block_table is None:
-        out, lse = _dense(query, key, value, is_causal, scale, window, alibi_slopes)
+        out, lse = raw.forward(query, key, value, is_causal, scale, window, alibi_slopes)
     else:
         if cum_seq_k is None or block_table is not None:
             raise NotImplementedError("expected block_table=None, got the pages of a cache")
-        out, lse, _ = flash_attn_varlen_func(
-            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, softmax_scale=scale,
-            causal=is_causal, window_size=window, alibi_slopes=alibi_slopes, seqused_k=seqused_k,
-            return_attn_probs=True,
-        )  # fmt: skip
+        lengths = cum_seq_q, cum_seq_k, max_q, max_k
+        out, lse = raw.forward_varlen(
+            query, key, value, lengths, is_causal, scale, window, alibi_slopes, seqused_k=seqused_k
+        )
     return _laid_out_as(query, out), lse, *_unused(query)
 
 
@@ -357,7 +325,7 @@ def _backward(
     if cum_seq_q is not None or cum_seq_k is not None:
         raise NotImplementedError(f"varlen: {no_gradient('cu_seqlens')}")
     window = _window(window_size_left, window_size_right)
-    grads = _dense_backward(grad_out, query, key, value, out, logsumexp, is_causal, scale, window)
+    grads = raw.backward(grad_out, query, key, value, out, logsumexp, is_causal, scale, window)
     return tuple(map(_laid_out_as, (query, key, value), grads))
 
 
