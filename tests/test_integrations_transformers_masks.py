@@ -139,6 +139,28 @@ def test_a_mask_that_is_touched_is_the_dense_one():
     assert mask.sum().item() == dense.sum().item()
 
 
+def test_a_compiled_layer_takes_the_masks_of_an_eager_model():
+    torch._dynamo.reset()
+    q = torch.randn(2, 2, 9, 8)
+    layer = torch.nn.Module()
+
+    def attend(q, mask):
+        return integration.attention_forward(layer, q, q, q, mask)[0] * 2
+
+    compiled = torch.compile(attend, backend="eager")
+    for padding in ("right", "left", "holes", "no padding"):
+        mask = torch.tensor(PADDING[padding]).bool()
+        for function in (CAUSAL, FULL):
+            found = integration.attention_mask(2, 9, 9, mask_function=function, attention_mask=mask)
+            torch.testing.assert_close(compiled(q, found), attend(q, found))
+
+
+def test_a_token_after_a_static_cache_has_a_dense_mask():
+    # generate() compiles what takes it.
+    mask = integration.attention_mask(2, 1, 9, 3, allow_is_causal_skip=False)
+    assert type(mask) is torch.Tensor and mask.sum() == 8
+
+
 def test_a_mask_for_other_keys_is_not_the_kernels():
     q, k = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 10, 8)
     with pytest.raises((RuntimeError, ValueError)):

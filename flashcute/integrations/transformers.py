@@ -11,9 +11,9 @@ mask function of that name transformers drops the mask silently, and padding is 
 The mask function returns None, a mask that the kernels can express, or a dense one. The kernels
 express full and causal attention, also of a chunk of new tokens after a cache; sliding windows;
 padding, whose tokens are taken out before the call and put back after it; packed sequences; and a
-static cache whose end is still empty. Anything else (chunked attention, prefixes, a bias) is a
-dense mask, which the CPU reference applies exactly. On CUDA it is refused by name, or goes to
-PyTorch, as :func:`register` was told.
+static cache whose end is still empty, but for single tokens. Anything else (chunked attention,
+prefixes, a bias) and all masks that compiled models make are dense, which the CPU reference applies
+exactly. On CUDA they are refused by name, or go to PyTorch, as :func:`register` was told.
 """
 
 from __future__ import annotations
@@ -121,10 +121,16 @@ def attention_mask(
             **kwargs,
         )
 
+    if torch.compiler.is_compiling():
+        # A traced call can neither read tensors nor take the mask's class.
+        known = attention_mask is None and not isinstance(q_offset, torch.Tensor)
+        causal = allow_is_causal_skip and known and q_offset + q_length == kv_offset + kv_length
+        local = local_size is not None and kv_length >= local_size
+        skip = (causal or allow_is_bidirectional_skip) and known and not local
+        return None if skip else dense()
     pattern = recognise(mask_function)
-    # torch.compile cannot read the padding, and does not trace through the mask's class.
-    traced = torch.compiler.is_compiling()
-    if pattern is None or (traced and (attention_mask is not None or pattern.packed is not None)):
+    # A token after a static cache: generate() compiles what takes its mask.
+    if pattern is None or (q_length == 1 and pattern.causal and not allow_is_causal_skip):
         return dense()
     padding = None
     if attention_mask is not None:
@@ -137,8 +143,6 @@ def attention_mask(
     may_skip = allow_is_causal_skip if found.causal else allow_is_bidirectional_skip
     if may_skip and found.is_plain and found.keys == kv_length:
         return None
-    if traced:
-        return dense()
     device = kwargs.get("device") or (None if padding is None else padding.device)
     return KernelMask.make((batch_size, 1, q_length, kv_length), device, found, dense)
 

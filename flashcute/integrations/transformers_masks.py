@@ -189,4 +189,7 @@ class KernelMask(Tensor):
         return function(*args, **kwargs)
 
 
-_OF_SHAPE = {"__get__", "size", "dim", "ndimension", "numel", "is_floating_point", "__len__"}
+_OF_SHAPE = {
+    *("__get__", "size", "stride", "storage_offset", "dim", "ndimension", "numel", "__len__"),
+    *("is_contiguous", "is_floating_point", "is_complex", "element_size", "get_device"),
+}
