@@ -19,11 +19,16 @@ if TYPE_CHECKING:
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
+    from .integrations.flash_attn import provide_flash_attn
+    from .integrations.sdpa import disable, enable, enabled
     from .support import Support, support_matrix, supports
 
 __version__ = "0.1.0"
 __all__ = [
     "Support",
+    "disable",
+    "enable",
+    "enabled",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -31,6 +36,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "provide_flash_attn",
     "support_matrix",
     "supports",
 ]
@@ -43,6 +49,10 @@ _HOMES = {
     "flash_attn_varlen_kvpacked_func": "flash_attn_varlen",
     "flash_attn_varlen_qkvpacked_func": "flash_attn_varlen",
     "flash_attn_with_kvcache": "flash_attn_kvcache",
+    "disable": "integrations.sdpa",
+    "enable": "integrations.sdpa",
+    "enabled": "integrations.sdpa",
+    "provide_flash_attn": "integrations.flash_attn",
     "Support": "support",
     "support_matrix": "support",
     "supports": "support",

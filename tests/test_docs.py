@@ -290,7 +290,7 @@ def test_readme_examples_run(block):
 
 
 def test_readme_shows_code():
-    assert len(README_BLOCKS) == 2
+    assert len(README_BLOCKS) == 3
 
 
 def test_generated_parts_are_up_to_date(capsys):

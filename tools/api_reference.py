@@ -28,6 +28,8 @@ PAGES: dict[str, dict[str, Chapter]] = {
             ("flashcute.rotary", "rotary.py", "apply_rotary_emb"),
             ("flashcute.bert_padding", "bert_padding.py", ""),
             ("flashcute", "support.py", "supports Support support_matrix"),
+            ("flashcute", "integrations/sdpa.py", "enable disable enabled"),
+            ("flashcute", "integrations/flash_attn.py", "provide_flash_attn"),
             ("flashcute.integrations.transformers", "integrations/transformers.py", "register"),
         ],
         "Configurations": [
