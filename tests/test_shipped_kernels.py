@@ -43,6 +43,13 @@ def test_compiles_without_spills(built, stem):
     assert config.smem_bytes * config.min_ctas <= MAX_SMEM_BYTES[9, 0]
 
 
+def test_the_sm80_class_compiles_for_the_first_gpus_of_its_kind():
+    """Nothing in it needs a later GPU; its other kernels here are compiled for Hopper."""
+    (result,) = jit.build_kernels([(FILES["flash_fwd_hdim32_bf16_sm80"], "80")])
+    assert result.error is None, result.error
+    assert result.artefact.meta["spill_bytes"] == 0
+
+
 @pytest.mark.parametrize("stem", SHIPPED)
 def test_says_of_itself_what_the_configuration_says(built, stem):
     """Threads and shared memory that Python planned are those of the compiled traits."""

@@ -195,8 +195,8 @@ template <class Traits>
 __global__ void __launch_bounds__(Planner<Traits::kConfig>::kThreads)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Plan = Planner<Traits::kConfig>;
-    // The attention kernel may be launched already; it waits for this one's end.
-    cudaTriggerProgrammaticLaunchCompletion();
+    // An attention kernel of the sm90 class may be launched already; it waits for this one's end.
+    if constexpr (Traits::kConfig.arch == 90) cudaTriggerProgrammaticLaunchCompletion();
     extern __shared__ __align__(1024) char smem[];
     Plan::run(params, *reinterpret_cast<typename Plan::SharedStorage *>(smem));
 }
