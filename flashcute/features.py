@@ -50,7 +50,7 @@ FEATURES = (
         False,
         f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}",
     ),
-    Feature("dropout_p", "dropout", False, f"pass dropout_p=0.0; {_CPU_ONLY}"),
+    Feature("dropout_p", "dropout", True),
     Feature("window_size", "sliding window", True),
     Feature("softcap", "softcap", True),
     Feature("alibi_slopes", "ALiBi", True),

@@ -54,10 +54,10 @@ def _wants_gradient(q, k, v, sinks, alibi_slopes) -> bool:
 
 
 def _launch(
-    q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes
+    q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and log-sum-exp of tensors that the kernels can read."""
-    plain = sinks is None and alibi_slopes is None and softcap == 0.0
+    plain = sinks is None and alibi_slopes is None and softcap == dropout_p == 0.0
     if plain and window_size == _UNLIMITED:
         return ops.fwd(q, k, v, scale, causal)
     if sinks is not None:
@@ -65,7 +65,9 @@ def _launch(
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.contiguous()
     window_size = bounded_window(window_size)
-    return ops.attend(q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes)
+    return ops.attend(
+        *(q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p)
+    )
 
 
 def _attend(
@@ -126,21 +128,34 @@ def _attend(
         return outputs if return_attn_probs else outputs[0]
 
     check_for_kernels(fn, names[0], q, d, scale)
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
     if softcap != 0.0 or alibi_slopes is not None:
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
     if _wants_gradient(q, k, v, sinks, alibi_slopes):
         raise NotImplementedError(f"{fn}: {not_on_cuda('requires_grad', True)}")
+    rng_state = cpu_operator.draw_state(q) if dropout_p != 0.0 else None
+    options = scale, causal, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
+    dmask = None
+    if return_attn_probs:
+        dmask = q.new_empty(0) if rng_state is None else _dmask(q, k, v, *options)
     if d % VECTOR:
         q, k, v = (padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = _launch(q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes)
+        out, lse = _launch(q, k, v, *options)
         out = out[..., :d].clone(memory_format=torch.contiguous_format)
     else:
         if not (regular(q) and regular(k) and regular(v) and aligned(q, k, v)):
             q, k, v = (loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = _launch(q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes)
-    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+        out, lse = _launch(q, k, v, *options)
+    return (out, lse, dmask) if return_attn_probs else out
+
+
+def _dmask(q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p):
+    """The attention weights, with a minus sign where dropped, by the reference: kernels never have
+    all of them."""
+    return cpu_ops.attend(
+        q, k, v, softmax_scale=scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
+        return_dmask=True,
+    )[2]  # fmt: skip
 
 
 def flash_attn_func(
@@ -164,6 +179,10 @@ def flash_attn_func(
     aligned to the bottom-right corner: query i sees key j if j <= i + seqlen_k - seqlen_q. A row
     that sees no key has output 0 and log-sum-exp -inf.
 
+    Dropout draws anew in each call, from torch's default generator of the device: torch.manual_seed
+    makes it repeatable, and a captured CUDA graph draws anew in each replay. It leaves the
+    log-sum-exp as it is.
+
     On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256, no gradient yet. On the
     CPU: in float32 (float64 for float64 inputs), every argument, differentiable; by PyTorch's flash
     attention where there is no more than a scale, a window and sinks, else by a plain PyTorch
@@ -179,7 +198,8 @@ def flash_attn_func(
         q: (b, seqlen_q, h, head_dim).
         k: (b, seqlen_k, h_k, head_dim), of q's dtype and device; h is a multiple of h_k.
         v: As k.
-        dropout_p: Probability with which an attention weight is dropped, in [0, 1).
+        dropout_p: Probability with which an attention weight is dropped, from 0 to 1 - 2**-16; it
+            is rounded to a multiple of 2**-16. What is kept is divided by 1 - dropout_p.
         softmax_scale: Factor on the scores; None for 1 / sqrt(head_dim).
         causal: Whether to mask keys after the query. A numpy scalar counts as the Python bool or
             number that it holds, here and in the other options.
@@ -199,7 +219,8 @@ def flash_attn_func(
         out: Like q; contiguous where q's head_dim or strides make the kernels copy it, on every
         device. With ``return_attn_probs`` also ``softmax_lse``, float32 (b, h, seqlen_q), the
         natural log-sum-exp of each row's scores, and ``S_dmask``: the attention weights with a
-        minus sign where dropped, (b, h, seqlen_q, seqlen_k), or of shape (0,) without dropout.
+        minus sign where dropped, (b, h, seqlen_q, seqlen_k), or of shape (0,) without dropout. It
+        is for tests: it costs a further computation, in plain PyTorch.
 
     Raises:
         TypeError: for a wrong type or dtype, and for a tensor that is not dense.

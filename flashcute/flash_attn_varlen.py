@@ -29,6 +29,7 @@ from .checks_varlen import (
     check_packed_together,
     check_packed_tokens,
 )
+from .cpu_operator import draw_state
 from .cpu_varlen import Options, Tensors, attend_or_trace
 from .features import VECTOR, not_on_cuda
 
@@ -37,7 +38,7 @@ _UNLIMITED = (-1, -1)
 
 def _launch(names: Names, tensors: Tensors, options: Options):
     """out and log-sum-exp of CUDA tensors, by the kernels."""
-    q, k, v, alibi_slopes, sinks, *lengths, _ = tensors
+    q, k, v, alibi_slopes, sinks, *lengths, rng_state = tensors
     d, names_of_qkv = q.shape[2], names[1:4]
     prepare = loading.padded if d % VECTOR else loading.loadable
     q, k, v = (prepare(names.fn, *x) for x in zip(names_of_qkv, (q, k, v), strict=True))
@@ -49,7 +50,7 @@ def _launch(names: Names, tensors: Tensors, options: Options):
     window_size = bounded_window((options.window_left, options.window_right))
     out, lse = ops.attend_varlen(
         q, k, v, lengths, options[:2], options.softmax_scale, options.causal, window_size, sinks,
-        options.softcap, alibi_slopes,
+        options.softcap, alibi_slopes, rng_state, options.dropout_p,
     )  # fmt: skip
     if d % VECTOR:
         out = out.narrow(2, 0, d).clone(memory_format=torch.contiguous_format)
@@ -103,12 +104,17 @@ def _attend(
     if not (q.is_cpu or q.is_meta):
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
         learned = [x for x in tensors[:5] if x is not None and x.requires_grad]
-        asked = {"dropout_p": dropout_p, "requires_grad": torch.is_grad_enabled() and bool(learned)}
-        for argument, value in asked.items():
-            if value:
-                raise NotImplementedError(f"{fn}: {not_on_cuda(argument, value)}")
+        if torch.is_grad_enabled() and learned:
+            raise NotImplementedError(f"{fn}: {not_on_cuda('requires_grad', True)}")
+        if dropout_p != 0.0:
+            tensors = tensors._replace(rng_state=draw_state(q))
         out, lse = _launch(names, tensors, options)
-        return (out, lse, q.new_empty(0)) if return_attn_probs else out
+        if not return_attn_probs:
+            return out
+        # By the reference: kernels never have all of them.
+        dropped = dropout_p != 0.0
+        dmask = attend_or_trace(names, tensors, options)[2] if dropped else q.new_empty(0)
+        return out, lse, dmask
     outputs = attend_or_trace(names, tensors, options)
     return outputs if return_attn_probs else outputs[0]
 
@@ -183,7 +189,7 @@ def flash_attn_varlen_func(
         out: In q's shape and dtype, contiguous. With ``return_attn_probs`` also ``softmax_lse``,
         float32 (h, total_q), and ``S_dmask``: the attention weights with a minus sign where
         dropped, (b, h, max_seqlen_q, max_seqlen_k), zero beyond each sequence, or of shape (0,)
-        without dropout.
+        without dropout. It is for tests: it reads the lengths, and costs a further computation.
 
     Raises:
         TypeError: for a wrong type or dtype, and for a tensor that is not dense.

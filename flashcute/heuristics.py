@@ -22,6 +22,7 @@ class FwdProblem:
             is False.
         softcap: Whether there is one.
         alibi: Likewise.
+        dropout: Likewise.
     """
 
     dtype: str
@@ -35,6 +36,7 @@ class FwdProblem:
     window: tuple[int, int] | None = None
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
@@ -171,16 +173,20 @@ def _pack_shift(problem: FwdProblem) -> int:
     return (problem.h // problem.h_k - 1).bit_length()
 
 
+def _may_pack(problem: FwdProblem) -> bool:
+    return problem.h > problem.h_k and not problem.dropout
+
+
 def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
     """Whether the query heads of a key head share tiles (pack-GQA).
 
     A few query positions then fill a tile that one head leaves empty, and under a mask a tile spans
     fewer positions, so that less of what it computes is masked. Where all tiles run at once, fewer
-    of them read the keys less often.
+    of them read the keys less often. Dropout's masks are drawn for tiles of one head.
     """
-    problem = rounded(problem)
-    if problem.h == problem.h_k:
+    if not _may_pack(problem):
         return False
+    problem = rounded(problem)
     return work(problem, config, True, sms) < work(problem, config, False, sms)
 
 
@@ -310,16 +316,21 @@ def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[FwdConfig]:
     return [_sm90_config(dtype, head_dim, mask, tile) for tile in _SM90_TILES[head_dim, causal]]
 
 
-def with_score_options(config: FwdConfig, softcap: bool, alibi: bool) -> FwdConfig:
-    """``config`` with a softcap, ALiBi, both or none.
+def with_options(
+    config: FwdConfig, softcap: bool = False, alibi: bool = False, dropout: bool = False
+) -> FwdConfig:
+    """``config`` with a softcap, ALiBi, dropout, some of them or none.
 
-    Their operands take registers. Three consumers have no more of them: with both and a window
-    192x80 spills 116 bytes at head dimension 128, and nothing without Q's steps in registers.
+    Their operands take registers. Three consumers have no more of them: with softcap, ALiBi and a
+    window 192x80 spills 116 bytes at head dimension 128, and nothing without Q's steps in
+    registers.
     """
-    if not (softcap or alibi):
+    if not (softcap or alibi or dropout):
         return config
     q_in_regs = 0 if config.arch == 90 and config.warps == 12 else config.q_in_regs
-    return dataclasses.replace(config, softcap=softcap, alibi=alibi, q_in_regs=q_in_regs)
+    return dataclasses.replace(
+        config, softcap=softcap, alibi=alibi, dropout=dropout, q_in_regs=q_in_regs
+    )
 
 
 def kernel_class(capability: tuple[int, int]) -> int:
@@ -368,16 +379,19 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     if kernel_class(capability) == 80:
         config = fwd_config(problem.dtype, head_dim, causal, capability)
         config = dataclasses.replace(config, mask=mask)
-        return with_score_options(config, problem.softcap, problem.alibi)
+        return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
     def clocks(tile: _Sm90Tile) -> float:
         config = _sm90_config(problem.dtype, head_dim, mask, tile)
-        ways = (False, True) if problem.h > problem.h_k else (False,)
+        ways = (False, True) if _may_pack(problem) else (False,)
         return min(work(problem, config, packed, sms)[0] for packed in ways) / tile.speed
 
-    best = min(_SM90_TILES[head_dim, causal], key=clocks)
+    tiles = _SM90_TILES[head_dim, causal]
+    if problem.softcap or problem.alibi:  # several CTAs an SM have no registers left for them
+        tiles = tuple(tile for tile in tiles if tile.min_ctas == 1)
+    best = min(tiles, key=clocks)
     config = _sm90_config(problem.dtype, head_dim, mask, best)
-    return with_score_options(config, problem.softcap, problem.alibi)
+    return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:

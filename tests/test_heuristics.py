@@ -132,23 +132,32 @@ def test_configurations_in_use_are_those_that_are_chosen(capability):
 
 @pytest.mark.parametrize("window", [None, (100, 0)])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_softcap_and_alibi_are_kernels_of_their_own(capability, window):
+def test_softcap_alibi_and_dropout_are_kernels_of_their_own(capability, window):
     problem = dataclasses.replace(PROBLEM, causal=window is None, window=window)
     plain = heuristics.choose_fwd(problem, capability)
-    assert not plain.softcap and not plain.alibi
-    for softcap, alibi in ((True, False), (False, True), (True, True)):
-        asked = dataclasses.replace(problem, softcap=softcap, alibi=alibi)
-        config = heuristics.choose_fwd(asked, capability)
-        assert (config.softcap, config.alibi) == (softcap, alibi)
-        assert dataclasses.replace(config, softcap=False, alibi=False) == plain
+    names = "softcap", "alibi", "dropout"
+    none = dict.fromkeys(names, False)
+    assert {name: getattr(plain, name) for name in names} == none
+    for flags in itertools.product((False, True), repeat=3):
+        asked = dict(zip(names, flags, strict=True))
+        config = heuristics.choose_fwd(dataclasses.replace(problem, **asked), capability)
+        assert {name: getattr(config, name) for name in names} == asked
+        assert dataclasses.replace(config, **none) == plain
+
+
+def test_heads_are_not_packed_with_dropout():
+    problem = dataclasses.replace(PROBLEM, causal=False, seqlen_q=1, h=32, h_k=4)
+    config = heuristics.choose_fwd(problem, (9, 0))
+    assert heuristics.packs_heads(problem, config)
+    assert not heuristics.packs_heads(dataclasses.replace(problem, dropout=True), config)
 
 
 def test_three_consumers_have_no_registers_for_q_beside_score_options():
     three, two = heuristics.sm90_configs("bf16", 128, False)
     assert three.q_in_regs > 0 and two.q_in_regs > 0
-    assert heuristics.with_score_options(three, True, False).q_in_regs == 0
-    assert heuristics.with_score_options(two, False, True).q_in_regs == two.q_in_regs
-    assert heuristics.with_score_options(three, False, False) is three
+    assert heuristics.with_options(three, True, False).q_in_regs == 0
+    assert heuristics.with_options(two, False, True).q_in_regs == two.q_in_regs
+    assert heuristics.with_options(three, False, False) is three
 
 
 def test_one_query_row_needs_no_mask():

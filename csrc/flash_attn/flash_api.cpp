@@ -186,6 +186,8 @@ struct Options {
     std::optional<Tensor> sinks;
     double softcap = 0;  // 0: none
     std::optional<Tensor> alibi_slopes;
+    std::optional<Tensor> rng_state;
+    double dropout_p = 0;  // 0: none
 };
 
 // What a ragged batch has instead of two lengths.
@@ -296,6 +298,31 @@ void set_slopes(Flash_fwd_params &params, const Options &options, int64_t b, int
     params.alibi_slopes_batch_stride = rank == 2 ? h : 0;
 }
 
+// The threshold is 0 where there is no dropout.
+void set_dropout(Flash_fwd_params &params, const Options &options, int32_t device) {
+    const double threshold = std::nearbyint(options.dropout_p * 65536);
+    if (!(threshold >= 0 && threshold <= 65535)) {
+        fail("expected 0 <= dropout_p <= 1 - 2**-16, got ", options.dropout_p);
+    }
+    if (threshold == 0) {
+        return;
+    }
+    if (!options.rng_state.has_value()) {
+        fail("expected rng_state with dropout_p > 0, got none");
+    }
+    const Tensor &state = *options.rng_state;
+    if (!state.is_cuda() || state.get_device_index() != device) {
+        fail("expected rng_state on cuda:", device, " as q");
+    }
+    if (dtype_of(state) != aoti_torch_dtype_int64() || state.dim() != 1 || state.sizes()[0] != 2 ||
+        !state.is_contiguous()) {
+        fail("expected contiguous rng_state of dtype int64 and shape (2)");
+    }
+    params.rng_state_ptr = static_cast<const int64_t *>(state.const_data_ptr());
+    params.dropout_threshold = static_cast<uint32_t>(threshold);
+    params.dropout_scale = static_cast<float>(1 / (1 - threshold / 65536));
+}
+
 // Kernels multiply masked scores, -inf, by the scale after taking the maximum: with zero or less
 // that is NaN or the wrong maximum. What is not normal is 0 to them.
 void set_scales(Flash_fwd_params &params, double softmax_scale, double softcap) {
@@ -404,6 +431,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
 
     const int64_t b = lengths != nullptr ? set_lengths(params, *lengths, device) : ql.b;
     set_slopes(params, options, b, ql.h, device);
+    set_dropout(params, options, device);
     const torch::stable::accelerator::DeviceGuard guard(device);
     if (ql.b == 0 || ql.s == 0) {
         return make_outputs(q, ql, dtype, device);
@@ -417,7 +445,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
                        .h_k = static_cast<int32_t>(kl.h),
                        .d = static_cast<int32_t>(ql.d),
                        .softcap = options.softcap > 0,
-                       .alibi = options.alibi_slopes.has_value()};
+                       .alibi = options.alibi_slopes.has_value(),
+                       .dropout = params.rng_state_ptr != nullptr};
     if (lengths != nullptr) {
         // Rows from max_seqlen_q on count as none, but max_seqlen_k is no more than a hint.
         problem.seqlen_q = static_cast<int32_t>(std::min(lengths->max_seqlen_q, ql.s));
@@ -466,24 +495,25 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
 std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &k, const Tensor &v,
                                   double softmax_scale, bool causal, int64_t window_left,
                                   int64_t window_right, std::optional<Tensor> sinks, double softcap,
-                                  std::optional<Tensor> alibi_slopes) {
+                                  std::optional<Tensor> alibi_slopes,
+                                  std::optional<Tensor> rng_state, double dropout_p) {
     return forward(q, k, v, softmax_scale,
                    {.causal = causal,
                     .window_left = window_left,
                     .window_right = window_right,
                     .sinks = std::move(sinks),
                     .softcap = softcap,
-                    .alibi_slopes = std::move(alibi_slopes)});
+                    .alibi_slopes = std::move(alibi_slopes),
+                    .rng_state = std::move(rng_state),
+                    .dropout_p = dropout_p});
 }
 
-std::tuple<Tensor, Tensor> attend_varlen(const Tensor &q, const Tensor &k, const Tensor &v,
-                                         const Tensor &cu_seqlens_q, const Tensor &cu_seqlens_k,
-                                         std::optional<Tensor> seqused_q,
-                                         std::optional<Tensor> seqused_k, int64_t max_seqlen_q,
-                                         int64_t max_seqlen_k, double softmax_scale, bool causal,
-                                         int64_t window_left, int64_t window_right,
-                                         std::optional<Tensor> sinks, double softcap,
-                                         std::optional<Tensor> alibi_slopes) {
+std::tuple<Tensor, Tensor> attend_varlen(
+    const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &cu_seqlens_q,
+    const Tensor &cu_seqlens_k, std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
+    int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale, bool causal,
+    int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, double softcap,
+    std::optional<Tensor> alibi_slopes, std::optional<Tensor> rng_state, double dropout_p) {
     const Lengths lengths{cu_seqlens_q, cu_seqlens_k, seqused_q,
                           seqused_k,    max_seqlen_q, max_seqlen_k};
     return forward(q, k, v, softmax_scale,
@@ -492,7 +522,9 @@ std::tuple<Tensor, Tensor> attend_varlen(const Tensor &q, const Tensor &k, const
                     .window_right = window_right,
                     .sinks = std::move(sinks),
                     .softcap = softcap,
-                    .alibi_slopes = std::move(alibi_slopes)},
+                    .alibi_slopes = std::move(alibi_slopes),
+                    .rng_state = std::move(rng_state),
+                    .dropout_p = dropout_p},
                    &lengths);
 }
 
@@ -522,13 +554,15 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "(Tensor out, Tensor softmax_lse)");
     m.def(
         "attend(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, int window_left, "
-        "int window_right, Tensor? sinks, float softcap=0., Tensor? alibi_slopes=None) -> "
-        "(Tensor out, Tensor softmax_lse)");
+        "int window_right, Tensor? sinks, float softcap=0., Tensor? alibi_slopes=None, "
+        "Tensor? rng_state=None, float dropout_p=0.) -> (Tensor out, Tensor softmax_lse)");
     m.def(
         "attend_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
         "Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
         "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
-        "float softcap=0., Tensor? alibi_slopes=None) -> (Tensor out, Tensor softmax_lse)");
+        "float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None, float dropout_p=0.) "
+        "-> "
+        "(Tensor out, Tensor softmax_lse)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {

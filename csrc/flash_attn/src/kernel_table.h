@@ -31,7 +31,7 @@ struct FwdProblem {
     MaskKind mask;
     int32_t b, seqlen_q, seqlen_k, h, h_k, d;
     int32_t window_left, window_right;  // MaskKind::local; else 0
-    int32_t softcap, alibi;             // 1: there is one
+    int32_t softcap, alibi, dropout;    // 1: there is one
 
     bool operator==(const FwdProblem &) const = default;
 };
@@ -90,8 +90,8 @@ inline FwdProblem rounded(FwdProblem problem) {
 struct FwdProblemHash {
     size_t operator()(const FwdProblem &problem) const {
         // FNV-1a over the words; the high bits are folded back as buckets use the low ones.
-        static_assert(sizeof(FwdProblem) == 13 * sizeof(uint32_t), "no padding may enter the hash");
-        uint32_t words[13];
+        static_assert(sizeof(FwdProblem) == 14 * sizeof(uint32_t), "no padding may enter the hash");
+        uint32_t words[14];
         std::memcpy(words, &problem, sizeof(words));
         uint64_t hash = 0xcbf29ce484222325;
         for (const uint32_t word : words) {
