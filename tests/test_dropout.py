@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from flashcute import flash_attn_func, flash_attn_varlen_func, ops
 from flashcute.dropout import draw_state, dropout_mask, philox4x32
@@ -134,3 +135,35 @@ def test_sequences_of_a_ragged_batch_are_entries():
     ragged = flash_attn_varlen_func(q[:13], k[:13], v[:13], cu[:1].new_tensor([0, 13]),
                                     cu[:1].new_tensor([0, 13]), 13, 13, 0.3)  # fmt: skip
     assert torch.equal(dense[0], ragged)
+
+
+def fake_qkv(device: str) -> list[torch.Tensor]:
+    return [torch.empty(2, 9, 4, 24, device=device, dtype=torch.half) for _ in range(3)]
+
+
+def test_what_the_function_hands_to_the_operator_on_cuda(monkeypatch):
+    """A state on the device, drawn in each call, and the rounded probability; none without."""
+    calls = []
+
+    def attend(q, *args):
+        calls.append(args)
+        return torch.empty_like(q), q.new_empty(2, 4, 9, dtype=torch.float32)
+
+    monkeypatch.setattr(ops, "attend", attend)
+    with FakeTensorMode(), torch.no_grad():
+        out, lse, dmask = flash_attn_func(*fake_qkv("cuda"), 0.1, return_attn_probs=True)
+        assert (out.shape, lse.shape, dmask.shape) == ((2, 9, 4, 24), (2, 4, 9), (2, 4, 9, 9))
+        flash_attn_func(*fake_qkv("cuda"), 2.0**-18, softcap=1.0)
+    state, dropout_p = calls[0][-2:]
+    assert state.shape == (2,) and state.dtype == torch.int64 and state.device.type == "cuda"
+    assert dropout_p == 6554 / 2**16
+    assert calls[1][-2:] == (None, 0.0)
+
+
+@pytest.mark.parametrize("probs", [False, True])
+def test_calls_for_kernels_compile_into_one_graph(probs):
+    torch._dynamo.reset()
+    attend = torch.compile(flash_attn_func, backend="aot_eager", fullgraph=True)
+    results = attend(*fake_qkv("meta"), 0.1, return_attn_probs=probs)
+    shapes = [x.shape for x in (results if probs else (results,))]
+    assert shapes == [(2, 9, 4, 24), (2, 4, 9), (2, 4, 9, 9)][: len(shapes)]

@@ -25,7 +25,7 @@ def _numerics(name: str, file: str, old: str, new: str, config=SM80) -> Mutant:
 OF_SM80 = (
     _numerics("row of the tile", _DROPOUT, "tile.m_block * C.tile_m + Traits", "Traits"),
     _numerics("one row for both blocks", _DROPOUT, "first_row + m * (C.warps * 8)", "first_row"),
-    _numerics("key of the block", _DROPOUT, "n_block * (C.tile_n / 16) + k", "k"),
+    _numerics("key of the block", _DROPOUT, "n_block * (C.tile_n / 4) + ", ""),
     _numerics("entries alike", _DROPOUT, "static_cast<uint32_t>(entry) * params.h + ", ""),
     _numerics("sequences alike", _DROPOUT, "? sequence_of(params, tile)", "? 0"),
     _numerics("halves exchanged", _DROPOUT, "random[i] << 16 < threshold", "random[i] < threshold"),

@@ -38,14 +38,15 @@ template <class Traits>
 struct Dropout {
     static constexpr FwdConfig C = Traits::kConfig;
 
+    Flash_fwd_params const &params;
+    int const thread;
     uint32_t key_low, key_high, offset;
-    uint32_t head;          // among those of all entries
-    uint32_t first_row;     // the counter's first word, of the thread's first rows, and
-    uint32_t first_column;  // its second word, of key block 0
-    uint32_t threshold;     // in the upper half
+    uint32_t head;       // among those of all entries
+    uint32_t first_row;  // the counter's first word, of the thread's first rows
 
     // Heads must not be packed.
-    CUTE_DEVICE Dropout(Flash_fwd_params const &params, WorkTile const &tile, int thread) {
+    CUTE_DEVICE Dropout(Flash_fwd_params const &params, WorkTile const &tile, int thread)
+        : params(params), thread(thread) {
         if constexpr (C.dropout) {
             uint64_t const seed = params.rng_state_ptr[0];
             key_low = static_cast<uint32_t>(seed);
@@ -57,8 +58,6 @@ struct Dropout {
             head = static_cast<uint32_t>(entry) * params.h + tile.head_q;
             int const row = tile.m_block * C.tile_m + Traits::acc_row(thread, 0);
             first_row = row / 16 * 8 + row % 8;
-            first_column = Traits::acc_col(thread, 0) / 2;
-            threshold = params.dropout_threshold << 16;
         }
     }
 
@@ -67,9 +66,11 @@ struct Dropout {
     CUTE_DEVICE void apply(Tensor<Engine, Layout> &tOrP, int n_block) const {
         if constexpr (C.dropout) {
             Tensor words = recast<uint32_t>(tOrP);  // (4, MMA_M, N/16)
+            uint32_t const first_column = n_block * (C.tile_n / 4) + Traits::acc_col(thread, 0) / 2;
+            uint32_t const threshold = params.dropout_threshold << 16;  // as the upper halves
             CUTE_UNROLL
             for (int k = 0; k < size<2>(words); ++k) {
-                uint32_t const column = first_column + (n_block * (C.tile_n / 16) + k) * 4;
+                uint32_t const column = first_column + k * 4;
                 CUTE_UNROLL
                 for (int m = 0; m < size<1>(words); ++m) {
                     uint32_t random[4] = {first_row + m * (C.warps * 8), column, head, offset};
