@@ -57,7 +57,7 @@ def _launch(
     q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and log-sum-exp of tensors that the kernels can read."""
-    plain = sinks is None and alibi_slopes is None and softcap == dropout_p == 0.0
+    plain = sinks is None and alibi_slopes is None and rng_state is None and softcap == 0.0
     if plain and window_size == _UNLIMITED:
         return ops.fwd(q, k, v, scale, causal)
     if sinks is not None:
@@ -65,9 +65,8 @@ def _launch(
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.contiguous()
     window_size = bounded_window(window_size)
-    return ops.attend(
-        *(q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p)
-    )
+    args = scale, causal, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
+    return ops.attend(q, k, v, *args)
 
 
 def _attend(
@@ -132,30 +131,26 @@ def _attend(
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
     if _wants_gradient(q, k, v, sinks, alibi_slopes):
         raise NotImplementedError(f"{fn}: {not_on_cuda('requires_grad', True)}")
-    rng_state = cpu_operator.draw_state(q) if dropout_p != 0.0 else None
-    options = scale, causal, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
-    dmask = None
-    if return_attn_probs:
-        dmask = q.new_empty(0) if rng_state is None else _dmask(q, k, v, *options)
+    rng_state = cpu_operator.draw_state(q) if dropout_p else None
     if d % VECTOR:
         q, k, v = (padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = _launch(q, k, v, *options)
+    elif not (regular(q) and regular(k) and regular(v) and aligned(q, k, v)):
+        q, k, v = (loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
+    out, lse = _launch(
+        q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
+    )
+    if d % VECTOR:
         out = out[..., :d].clone(memory_format=torch.contiguous_format)
-    else:
-        if not (regular(q) and regular(k) and regular(v) and aligned(q, k, v)):
-            q, k, v = (loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        out, lse = _launch(q, k, v, *options)
-    return (out, lse, dmask) if return_attn_probs else out
-
-
-def _dmask(q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p):
-    """The attention weights, with a minus sign where dropped, by the reference: kernels never have
-    all of them."""
-    return cpu_ops.attend(
-        q, k, v, softmax_scale=scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
-        return_dmask=True,
-    )[2]  # fmt: skip
+    if not return_attn_probs:
+        return out
+    dmask = q.new_empty(0)
+    if rng_state is not None:  # by the reference: kernels never have all weights
+        _, _, dmask = cpu_ops.attend(
+            q, k, v, softmax_scale=scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
+            return_dmask=True,
+        )  # fmt: skip
+    return out, lse, dmask
 
 
 def flash_attn_func(
