@@ -73,6 +73,7 @@ class FwdConfig:
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
         softcap: Scores become softcap * tanh(score / softcap).
         alibi: Then the distance of query and key lowers them.
+        dropout: Weights are dropped at random.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -94,6 +95,7 @@ class FwdConfig:
     ping_pong: bool = False
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, supported: str) -> None:
@@ -105,7 +107,7 @@ class FwdConfig:
         require(self.mask in MASKS, "mask", f"in {MASKS}")
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
         require(type(self.q_in_regs) is int, "q_in_regs", "to be an int, of k16 steps")
-        for flag in ("ping_pong", "softcap", "alibi"):
+        for flag in ("ping_pong", "softcap", "alibi", "dropout"):
             require(isinstance(getattr(self, flag), bool), flag, "to be a bool")
         if self.arch == 80:
             self._require_sm80(require)
@@ -140,7 +142,7 @@ class FwdConfig:
     def name(self) -> str:
         """The stem of the instantiation file: what it computes, without tile choices."""
         options = "" if self.mask == "none" else f"_{self.mask}"
-        options += "_softcap" * self.softcap + "_alibi" * self.alibi
+        options += "_softcap" * self.softcap + "_alibi" * self.alibi + "_dropout" * self.dropout
         return f"flash_fwd_hdim{self.head_dim}_{self.dtype}{options}_sm{self.arch}"
 
     @property

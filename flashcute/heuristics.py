@@ -30,6 +30,7 @@ class FwdProblem:
             is False.
         softcap: Whether there is one.
         alibi: Likewise.
+        dropout: Likewise.
     """
 
     dtype: str
@@ -43,6 +44,7 @@ class FwdProblem:
     window: tuple[int, int] | None = None
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
@@ -179,16 +181,20 @@ def _pack_shift(problem: FwdProblem) -> int:
     return (problem.h // problem.h_k - 1).bit_length()
 
 
+def _may_pack(problem: FwdProblem) -> bool:
+    return problem.h > problem.h_k and not problem.dropout
+
+
 def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
     """Whether the query heads of a key head share tiles (pack-GQA).
 
     A few query positions then fill a tile that one head leaves empty, and under a mask a tile spans
     fewer positions, so that less of what it computes is masked. Where all tiles run at once, fewer
-    of them read the keys less often.
+    of them read the keys less often. Dropout's masks are drawn for tiles of one head.
     """
-    problem = rounded(problem)
-    if problem.h == problem.h_k:
+    if not _may_pack(problem):
         return False
+    problem = rounded(problem)
     return work(problem, config, True, sms) < work(problem, config, False, sms)
 
 
@@ -329,15 +335,17 @@ def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[FwdConfig]:
     return [_sm90_config(dtype, head_dim, mask, tile) for tile in _SM90_TILES[head_dim, causal]]
 
 
-def with_score_options(config: FwdConfig, softcap: bool, alibi: bool) -> FwdConfig:
-    """``config`` with a softcap, ALiBi, both or none.
+def with_options(
+    config: FwdConfig, softcap: bool = False, alibi: bool = False, dropout: bool = False
+) -> FwdConfig:
+    """``config`` with a softcap, ALiBi, dropout, some of them or none.
 
     Their operands take registers, and tiles that have no more of them get others. Not measured:
     chosen so that nothing spills.
     """
-    if not (softcap or alibi):
+    if not (softcap or alibi or dropout):
         return config
-    config = dataclasses.replace(config, softcap=softcap, alibi=alibi)
+    config = dataclasses.replace(config, softcap=softcap, alibi=alibi, dropout=dropout)
     if config.arch == 90:
         # With a window 192x80 and two steps of Q spill 116 bytes at head dimension 128; 192x128
         # spills 12 and 128x128 96 at 64.
@@ -345,7 +353,8 @@ def with_score_options(config: FwdConfig, softcap: bool, alibi: bool) -> FwdConf
         tile_n = min(config.tile_n, 112) if config.mask == "local" else config.tile_n
         return dataclasses.replace(config, q_in_regs=q_in_regs, tile_n=tile_n)
     if config.arch == 80 and config.head_dim == 128:
-        return dataclasses.replace(config, tile_n=32)  # 128x48 spills 24 bytes
+        # 128x48 spills 24 bytes with softcap and ALiBi, and 24 with dropout.
+        return dataclasses.replace(config, tile_n=32)
     return config
 
 
@@ -395,11 +404,11 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     if kernel_class(capability) == 80:
         config = fwd_config(problem.dtype, head_dim, causal, capability)
         config = dataclasses.replace(config, mask=mask)
-        return with_score_options(config, problem.softcap, problem.alibi)
+        return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
     def clocks(tile: _Sm90Tile) -> float:
         config = _sm90_config(problem.dtype, head_dim, mask, tile)
-        ways = (False, True) if problem.h > problem.h_k else (False,)
+        ways = (False, True) if _may_pack(problem) else (False,)
         return min(work(problem, config, packed, sms)[0] for packed in ways) / tile.speed
 
     tiles = _SM90_TILES[head_dim, causal]
@@ -407,7 +416,7 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
         tiles = tuple(tile for tile in tiles if tile.min_ctas == 1)
     best = min(tiles, key=clocks)
     config = _sm90_config(problem.dtype, head_dim, mask, best)
-    return with_score_options(config, problem.softcap, problem.alibi)
+    return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
 
 def bwd_configs_in_use(

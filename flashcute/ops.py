@@ -42,6 +42,7 @@ class _Problem(ctypes.Structure):
         ("window_right", ctypes.c_int32),
         ("softcap", ctypes.c_int32),
         ("alibi", ctypes.c_int32),
+        ("dropout", ctypes.c_int32),
         ("backward", ctypes.c_int32),
     )
 
@@ -98,6 +99,7 @@ def _choose(problem: _Problem) -> _Choice:
         window=window if mask == "local" else None,
         softcap=bool(problem.softcap),
         alibi=bool(problem.alibi),
+        dropout=bool(problem.dropout),
     )
     sms = properties.multi_processor_count
     if problem.backward:
@@ -129,7 +131,10 @@ def _empty_outputs(q):
 
 
 class _Options(NamedTuple):
-    """What ``attend`` takes after ``causal``. torch leaves out trailing defaults."""
+    """What ``attend`` takes after ``causal``. torch leaves out trailing defaults.
+
+    ``attend_varlen`` takes the same but for ``deterministic``.
+    """
 
     window_left: int = -1
     window_right: int = -1
@@ -137,11 +142,14 @@ class _Options(NamedTuple):
     softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
     deterministic: bool = False
+    rng_state: torch.Tensor | None = None
+    dropout_p: float = 0.0
 
 
 def _cpu(q, k, v, softmax_scale, causal, o: _Options):
-    tensors = cpu.Tensors(q, k, v, o.alibi_slopes, o.sinks)
-    options = cpu.Options(softmax_scale, causal, o.window_left, o.window_right, o.softcap)
+    tensors = cpu.Tensors(q, k, v, o.alibi_slopes, o.sinks, None, o.rng_state)
+    window = o.window_left, o.window_right
+    options = cpu.Options(softmax_scale, causal, *window, o.softcap, o.dropout_p)
     with torch.no_grad():
         return cpu.attend(tensors, options)[:2]
 
@@ -154,7 +162,7 @@ def _differentiable_on_cpu(q, k, v, softmax_scale, causal, o: _Options):
     return cpu_ops.attend(
         q, k, v, softmax_scale=softmax_scale, causal=causal,
         window_size=(o.window_left, o.window_right), softcap=o.softcap,
-        alibi_slopes=o.alibi_slopes, sinks=o.sinks,
+        alibi_slopes=o.alibi_slopes, sinks=o.sinks, dropout_p=o.dropout_p, rng_state=o.rng_state,
     )[:2]  # fmt: skip
 
 
@@ -212,7 +220,7 @@ def _checked(name: str, implementation: Callable) -> Callable:
     fn = f"{NAMESPACE}::{name}"
 
     def checked(q, k, v, softmax_scale, causal, *options):
-        o = _Options(*options)
+        o = _rounded(fn, _Options(*options))
         d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
         softmax_scale = checks.check_scale(fn, softmax_scale, d)
         _check_options(fn, q, q.shape[0], o)
@@ -220,6 +228,12 @@ def _checked(name: str, implementation: Callable) -> Callable:
         return implementation(q, k, v, softmax_scale, causal, o)
 
     return checked
+
+
+def _rounded(fn: str, o: _Options) -> _Options:
+    """``o`` with the probability that masks are drawn with, and a state only where it is not 0."""
+    dropout_p = checks.check_dropout(fn, o.dropout_p)
+    return o._replace(dropout_p=dropout_p, rng_state=o.rng_state if dropout_p else None)
 
 
 def _check_options(fn: str, q, b: int, o) -> None:
@@ -230,6 +244,7 @@ def _check_options(fn: str, q, b: int, o) -> None:
         checks.check_sinks(fn, o.sinks, q)
     if o.alibi_slopes is not None:
         checks.check_alibi(fn, o.alibi_slopes, q, b)
+    checks.check_rng_state(fn, o.rng_state, q, o.dropout_p)
 
 
 def _check_for_device(fn: str, q, d: int, softmax_scale: float, padding: str) -> None:
@@ -244,13 +259,20 @@ def _check_for_device(fn: str, q, d: int, softmax_scale: float, padding: str) ->
         )
 
 
+def _varlen_options(args: tuple) -> _Options:
+    names = (name for name in _Options._fields if name != "deterministic")
+    given = dict(zip(names, args[11:], strict=False))  # without the defaults at their end
+    return _rounded(_VARLEN_NAMES.fn, _Options(**given))
+
+
 def _varlen_parts(args: tuple) -> tuple[cpu_varlen.Tensors, cpu_varlen.Options]:
     """The arguments of ``attend_varlen``, in the order of its schema."""
     q, k, v, *lengths, max_q, max_k, scale, causal = args[:11]
-    o = _Options(*args[11:])
-    tensors = cpu_varlen.Tensors(q, k, v, o.alibi_slopes, o.sinks, *lengths, None)
+    o = _varlen_options(args)
+    tensors = cpu_varlen.Tensors(q, k, v, o.alibi_slopes, o.sinks, *lengths, o.rng_state)
     window = o.window_left, o.window_right
-    return tensors, cpu_varlen.Options(max_q, max_k, scale, causal, *window, o.softcap)
+    options = cpu_varlen.Options(max_q, max_k, scale, causal, *window, o.softcap, o.dropout_p)
+    return tensors, options
 
 
 def _varlen_on_cpu(*args):
@@ -280,7 +302,7 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
         b = check_lengths(_VARLEN_NAMES, q, *tensors[5:9])
         check_bounds(_VARLEN_NAMES, *options[:2])
         scale = checks.check_scale(fn, options.softmax_scale, d)
-        _check_options(fn, q, b, _Options(*args[11:]))
+        _check_options(fn, q, b, _varlen_options(args))
         _check_for_device(fn, q, d, scale, "flash_attn_varlen_func")
         return implementation(*args)
 
@@ -325,10 +347,15 @@ def _autograd(name: str, on_cpu: Callable, elsewhere: Callable | None = None) ->
 
 
 def _attend_with_gradient(q, k, v, softmax_scale, causal, *options):
-    o = _Options(*options)
-    if o.softcap != 0.0 or o.alibi_slopes is not None:
-        option = "softcap" if o.softcap != 0.0 else "alibi_slopes"
-        raise NotImplementedError(f"{NAMESPACE}::attend: {no_gradient(option)}")
+    o = _rounded(f"{NAMESPACE}::attend", _Options(*options))
+    asked = {
+        "softcap": o.softcap != 0.0,
+        "alibi_slopes": o.alibi_slopes is not None,
+        "dropout_p": o.dropout_p != 0.0,
+    }
+    for option, is_asked in asked.items():
+        if is_asked:
+            raise NotImplementedError(f"{NAMESPACE}::attend: {no_gradient(option)}")
     return autograd.attend(q, k, v, softmax_scale, causal, *o[:3], o.deterministic)
 
 
@@ -430,6 +457,8 @@ def attend(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
+    rng_state: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`fwd` with everything optional.
 
@@ -440,17 +469,21 @@ def attend(
         softcap: 0.0 for none.
         alibi_slopes: (h,) or (b, h), contiguous, float32.
         deterministic: Bitwise repeatable gradients.
+        rng_state: (2,), int64, of :func:`flashcute.dropout.dropout_mask`; needed where dropout_p
+            is not 0. The kernels read it on the device, when they run.
+        dropout_p: 0.0 for none.
     """
     if not (torch.compiler.is_compiling() and _load_while_tracing()):
         load()
     op = getattr(torch.ops, NAMESPACE).attend.default
     args = q, k, v, softmax_scale, causal, *window_size, sinks
+    options = softcap, alibi_slopes, deterministic, rng_state, dropout_p
     if torch.compiler.is_compiling():
-        return op(*args, softcap, alibi_slopes, deterministic)
-    has_gradient = softcap == 0.0 and alibi_slopes is None
+        return op(*args, *options)
+    has_gradient = softcap == 0.0 and alibi_slopes is None and dropout_p == 0.0
     if has_gradient and not _is_seen() and autograd.wants_gradient(q, k, v, sinks):
         return resolver_errors.call(autograd.attend_eagerly, *args, deterministic)
-    return resolver_errors.call(op, *args, softcap, alibi_slopes, deterministic)
+    return resolver_errors.call(op, *args, *options)
 
 
 def attend_varlen(
@@ -465,6 +498,8 @@ def attend_varlen(
     sinks: torch.Tensor | None,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attend` of a ragged batch; nothing waits for the device.
 
@@ -483,6 +518,6 @@ def attend_varlen(
     if not (torch.compiler.is_compiling() and _load_while_tracing()):
         load()
     op = getattr(torch.ops, NAMESPACE).attend_varlen.default
-    options = _Options(*window_size, sinks, softcap, alibi_slopes)
+    options = *window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
     args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *options
     return op(*args) if torch.compiler.is_compiling() else resolver_errors.call(op, *args)

@@ -114,7 +114,7 @@ def test_repeatable_gradients_are_asked_for(how: str, monkeypatch: pytest.Monkey
 
 def test_deterministic_is_passed_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(ops, "attend", lambda *args: (seen.append(args[-1]), ops.fwd(*args[:5]))[1])
+    monkeypatch.setattr(ops, "attend", lambda *args: (seen.append(args[9]), ops.fwd(*args[:5]))[1])
     q, k, v, _ = _meta()
     for deterministic in (False, True):
         flashcute.flash_attn_func(q, k, v, causal=True, deterministic=deterministic)

@@ -57,8 +57,8 @@ def test_names():
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm80_128x64_w4_s1_c2"
     other = dataclasses.replace(c, mask="none", q_in_regs=8)
     assert other.full_name == "flash_fwd_hdim128_bf16_sm80_128x64_w4_s1_qreg_c2"
-    other = dataclasses.replace(c, softcap=True, alibi=True)
-    assert other.name == "flash_fwd_hdim128_bf16_causal_softcap_alibi_sm80"
+    other = dataclasses.replace(c, softcap=True, alibi=True, dropout=True)
+    assert other.name == "flash_fwd_hdim128_bf16_causal_softcap_alibi_dropout_sm80"
 
 
 def test_names_of_the_sm90_class():
@@ -93,6 +93,7 @@ def test_names_of_the_sm90_class():
         ("ping_pong", True),
         ("softcap", 30.0),
         ("alibi", 1),
+        ("dropout", 0.1),
     ],
 )
 def test_wrong_field_is_named(field, value):

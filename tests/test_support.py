@@ -29,6 +29,7 @@ ASKING = {
     "num_heads_k": 2,
     "cu_seqlens": True,
     "cu_seqlens with requires_grad": True,
+    "dropout_p with requires_grad": True,
     "softcap with requires_grad": True,
     "alibi_slopes with requires_grad": True,
 }
@@ -97,7 +98,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_reasons_name_argument_and_value() -> None:
     answer = flashcute.supports(
-        dtype=torch.float32, head_dim=300, num_heads=3, num_heads_k=2, softcap=1e38, dropout_p=0.1
+        dtype=torch.float32, head_dim=300, num_heads=3, num_heads_k=2, softcap=1e38, dropout_p=1.0
     )
     text = " | ".join(answer.reasons)
     for part in (
@@ -105,7 +106,7 @@ def test_reasons_name_argument_and_value() -> None:
         "got head_dim=300",
         "got num_heads=3 and num_heads_k=2",
         "got softcap=1e+38 with softmax_scale=",
-        "got dropout_p=0.1",
+        "got dropout_p=1.0",
     ):
         assert part in text
     assert len(answer.reasons) == 5

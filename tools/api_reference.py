@@ -43,6 +43,7 @@ PAGES: dict[str, dict[str, Chapter]] = {
             ("flashcute.reference", "reference.py", ""),
             ("flashcute.reference_varlen", "reference_varlen.py", ""),
             ("flashcute.reference_tiled", "reference_tiled.py", ""),
+            ("flashcute.dropout", "dropout.py", "dropout_mask draw_state"),
         ],
         "Correctness": [
             ("flashcute.testing", "testing.py", ""),

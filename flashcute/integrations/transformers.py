@@ -31,6 +31,7 @@ except ImportError as error:
         name=error.name,
     ) from error
 
+from ..checks import check_dropout
 from ..cpu_ops import attend
 from ..flash_attn_interface import flash_attn_func
 
@@ -162,7 +163,8 @@ def attention_forward(
     _refuse(kwargs)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout}
+    dropout_p = check_dropout("cute_attn", dropout)
+    options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout_p}
     if attention_mask is None:
         options["causal"] = bool(causal)
         # Windows are counted as in flash-attn: the query itself is one of sliding_window keys.
