@@ -53,7 +53,6 @@ FEATURES = (
     Feature("sinks", "attention sinks", True),
     Feature("cu_seqlens", "sequences of different lengths (varlen)", True),
     Feature("cu_seqlens with requires_grad", "backward of varlen", False, _NO_GRADIENT),
-    Feature("dropout_p with requires_grad", "backward of dropout", False, _NO_GRADIENT),
     Feature("softcap with requires_grad", "backward of softcap", False, _NO_GRADIENT),
     Feature("alibi_slopes with requires_grad", "backward of ALiBi", False, _NO_GRADIENT),
 )

@@ -122,11 +122,7 @@ def _attend(
             raise NotImplementedError(f"{fn}: {no_gradient(option)}")
         if alibi_slopes is not None:
             alibi_slopes = alibi_slopes.contiguous()
-    rng_state = None
-    if dropout_p != 0.0:
-        if wants_gradient(q, k, v, sinks):
-            raise NotImplementedError(f"{fn}: {no_gradient('dropout_p')}")
-        rng_state = cpu_operator.draw_state(q)
+    rng_state = cpu_operator.draw_state(q) if dropout_p != 0.0 else None
     if d % VECTOR:
         q, k, v = (padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
     elif not (regular(q) and regular(k) and regular(v) and aligned(q, k, v)):

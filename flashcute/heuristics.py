@@ -440,6 +440,8 @@ def choose_bwd(
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
+    That of the sm80 class alone has dropout.
+
     Args:
         deterministic: Bitwise repeatable gradients.
     """
@@ -447,8 +449,10 @@ def choose_bwd(
     causal = problem.causal and problem.seqlen_q > 1
     head_dim = instantiated_head_dim(problem.d)
     configs = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
-    config = configs[-1 if deterministic else 0]
-    return config if problem.window is None else dataclasses.replace(config, mask="local")
+    config = configs[-1 if deterministic or problem.dropout else 0]
+    if problem.window is not None:
+        config = dataclasses.replace(config, mask="local")
+    return dataclasses.replace(config, dropout=True) if problem.dropout else config
 
 
 def _choices() -> list[tuple[str, int, bool]]:

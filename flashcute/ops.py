@@ -166,21 +166,34 @@ def _differentiable_on_cpu(q, k, v, softmax_scale, causal, o: _Options):
     )[:2]  # fmt: skip
 
 
-def _bwd_on_cpu(
-    dout, q, k, v, out, softmax_lse, dlse, scale, causal, window_left, window_right, sinks, wanted
-):
-    tensors = cpu.Tensors(q, k, v, sinks=sinks)
-    options = cpu.Options(scale, causal, window_left, window_right)
-    bits = wanted & 7 | (wanted & 8) << 1  # sinks are the fifth tensor
+class _BwdOptions(NamedTuple):
+    """What ``bwd`` takes after its tensors. torch leaves out trailing defaults."""
+
+    softmax_scale: float
+    causal: bool
+    window_left: int
+    window_right: int
+    sinks: torch.Tensor | None
+    wanted: int
+    rng_state: torch.Tensor | None = None
+    dropout_p: float = 0.0
+
+
+def _bwd_on_cpu(dout, q, k, v, out, softmax_lse, dlse, *args):
+    o = _BwdOptions(*args)
+    tensors = cpu.Tensors(q, k, v, sinks=o.sinks, rng_state=o.rng_state)
+    window = o.window_left, o.window_right
+    options = cpu.Options(o.softmax_scale, o.causal, *window, dropout_p=o.dropout_p)
+    bits = o.wanted & 7 | (o.wanted & 8) << 1  # sinks are the fifth tensor
     found = cpu_ops.backward(dout, dlse, None, bits, tensors, options)
     return *found[:3], found[4]
 
 
 def _bwd_fake(dout, q, k, v, out, softmax_lse, dlse, *args):
-    *_, sinks, wanted = args
+    o = _BwdOptions(*args)
     return tuple(
-        torch.empty_like(x) if wanted >> bit & 1 else q.new_empty(0)
-        for bit, x in enumerate((q, k, v, sinks))
+        torch.empty_like(x) if o.wanted >> bit & 1 else q.new_empty(0)
+        for bit, x in enumerate((q, k, v, o.sinks))
     )
 
 
@@ -189,25 +202,26 @@ def _checked_bwd(name: str, implementation: Callable) -> Callable:
     fn = f"{NAMESPACE}::{name}"
 
     def checked(dout, q, k, v, out, softmax_lse, dlse, *args):
-        scale, _, *window_size, sinks, wanted = args
+        o = _rounded(fn, _BwdOptions(*args))
         d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
-        scale = checks.check_scale(fn, scale, d)
-        checks.check_window(fn, tuple(window_size))
-        if sinks is not None:
-            checks.check_sinks(fn, sinks, q)
+        scale = checks.check_scale(fn, o.softmax_scale, d)
+        checks.check_window(fn, (o.window_left, o.window_right))
+        if o.sinks is not None:
+            checks.check_sinks(fn, o.sinks, q)
+        checks.check_rng_state(fn, o.rng_state, q, o.dropout_p)
         checks.check_gradient(fn, "dout", dout, q.shape, q.dtype, q.device)
         checks.check_gradient(fn, "out", out, q.shape, q.dtype, q.device)
         b, seqlen_q, h, _ = q.shape
         for key, x in (("softmax_lse", softmax_lse), ("dlse", dlse)):
             if x is not None:
                 checks.check_gradient(fn, key, x, (b, h, seqlen_q), torch.float32, q.device)
-        if not 0 <= wanted < 32 or (sinks is None and wanted & 8):
+        if not 0 <= o.wanted < 32 or (o.sinks is None and o.wanted & 8):
             raise ValueError(
-                f"{fn}: expected wanted in 0 ... 31, bit 3 only with sinks, got wanted={wanted}; "
+                f"{fn}: expected wanted in 0 ... 31, bit 3 only with sinks, got wanted={o.wanted}; "
                 "its bits ask for dq, dk, dv and dsinks, the last one for bitwise repeatable ones"
             )
         _check_for_device(fn, q, d, scale, "flash_attn_func")
-        return implementation(dout, q, k, v, out, softmax_lse, dlse, *args)
+        return implementation(dout, q, k, v, out, softmax_lse, dlse, *o)
 
     return checked
 
@@ -230,7 +244,7 @@ def _checked(name: str, implementation: Callable) -> Callable:
     return checked
 
 
-def _rounded(fn: str, o: _Options) -> _Options:
+def _rounded(fn: str, o: _Options | _BwdOptions) -> _Options | _BwdOptions:
     """``o`` with the probability that masks are drawn with, and a state only where it is not 0."""
     dropout_p = checks.check_dropout(fn, o.dropout_p)
     return o._replace(dropout_p=dropout_p, rng_state=o.rng_state if dropout_p else None)
@@ -347,16 +361,11 @@ def _autograd(name: str, on_cpu: Callable, elsewhere: Callable | None = None) ->
 
 
 def _attend_with_gradient(q, k, v, softmax_scale, causal, *options):
-    o = _rounded(f"{NAMESPACE}::attend", _Options(*options))
-    asked = {
-        "softcap": o.softcap != 0.0,
-        "alibi_slopes": o.alibi_slopes is not None,
-        "dropout_p": o.dropout_p != 0.0,
-    }
-    for option, is_asked in asked.items():
-        if is_asked:
-            raise NotImplementedError(f"{NAMESPACE}::attend: {no_gradient(option)}")
-    return autograd.attend(q, k, v, softmax_scale, causal, *o[:3], o.deterministic)
+    o = _Options(*options)
+    if o.softcap != 0.0 or o.alibi_slopes is not None:
+        option = "softcap" if o.softcap != 0.0 else "alibi_slopes"
+        raise NotImplementedError(f"{NAMESPACE}::attend: {no_gradient(option)}")
+    return autograd.attend(q, k, v, softmax_scale, causal, *o[:3], *o[5:])
 
 
 def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -480,9 +489,9 @@ def attend(
     options = softcap, alibi_slopes, deterministic, rng_state, dropout_p
     if torch.compiler.is_compiling():
         return op(*args, *options)
-    has_gradient = softcap == 0.0 and alibi_slopes is None and dropout_p == 0.0
+    has_gradient = softcap == 0.0 and alibi_slopes is None
     if has_gradient and not _is_seen() and autograd.wants_gradient(q, k, v, sinks):
-        return resolver_errors.call(autograd.attend_eagerly, *args, deterministic)
+        return resolver_errors.call(autograd.attend_eagerly, *args, *options[2:])
     return resolver_errors.call(op, *args, *options)
 
 

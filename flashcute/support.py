@@ -126,7 +126,7 @@ def supports(
     asked["dropout_p"] = dropout_p
     asked["softcap"] = softcap
     asked["window_size"] = window_size not in (None, (-1, -1)) and window_size
-    for name in ("cu_seqlens", "dropout_p", "softcap", "alibi_slopes"):
+    for name in ("cu_seqlens", "softcap", "alibi_slopes"):
         asked[f"{name} with requires_grad"] = bool(asked[name]) and asked["requires_grad"]
     for feature in FEATURES:
         value = asked[feature.argument]

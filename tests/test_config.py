@@ -201,6 +201,8 @@ def test_names_of_a_backward():
     assert c.name == "flash_bwd_hdim128_bf16_causal_sm80"
     assert c.full_name == f"{c.name}_dq128x32_w4_s1_c2_dkv64x64_w4_s2_c1"
     assert dataclasses.replace(c, split_dkv=True).full_name == f"{c.full_name}_split"
+    dropped = dataclasses.replace(c, dropout=True)
+    assert dropped.name == "flash_bwd_hdim128_bf16_causal_dropout_sm80"
     for field in ("dq", "dkv"):
         for change in ({"rows": 64}, {"step": 16}, {"stages": 1}, {"stages": 2}, {"min_ctas": 3}):
             tile = dataclasses.replace(getattr(c, field), **change)
@@ -212,7 +214,7 @@ def test_names_of_a_backward():
     ("field", "value"),
     [
         *(("arch", 70), ("dtype", "fp32"), ("head_dim", 80), ("mask", "window")),
-        *(("split_dkv", 1), ("dkv", BwdTile(64, 48, 4, 1, 1))),
+        *(("split_dkv", 1), ("dropout", 0.1), ("dkv", BwdTile(64, 48, 4, 1, 1))),
     ],
     ids=str,
 )
@@ -224,7 +226,7 @@ def test_wrong_field_of_a_backward_is_named(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("head_dim", 80), ("mask", "window"), ("split_dkv", True)),
+        *(("head_dim", 80), ("mask", "window"), ("split_dkv", True), ("dropout", True)),
         *(("dq", BwdTile(128, 128, 8, 2, 1)), ("dkv", BwdTile(128, 128, 8, 2, 1))),
     ],
     ids=str,

@@ -256,6 +256,19 @@ def test_backward_in_use_is_what_is_chosen(capability):
         assert fastest.arch == (90 if of_hopper else 80)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_backward_with_dropout_is_of_the_sm80_class(capability, deterministic):
+    for window in (None, (5, 9)):
+        problem = dataclasses.replace(PROBLEM, causal=window is None, window=window, dropout=True)
+        config = heuristics.choose_bwd(problem, capability, deterministic=deterministic)
+        assert (config.arch, config.dropout) == (80, True)
+        assert config.mask == ("causal" if window is None else "local")
+        plain = dataclasses.replace(problem, dropout=False)
+        plain = heuristics.choose_bwd(plain, capability, deterministic=True)
+        assert config == dataclasses.replace(plain, dropout=True)
+
+
 def test_mask_of_the_backward_is_that_of_the_forward():
     for change in ({}, {"causal": False}, {"seqlen_q": 1}, {"causal": False, "window": (5, 9)}):
         problem = dataclasses.replace(PROBLEM, **change)

@@ -29,7 +29,6 @@ ASKING = {
     "num_heads_k": 2,
     "cu_seqlens": True,
     "cu_seqlens with requires_grad": True,
-    "dropout_p with requires_grad": True,
     "softcap with requires_grad": True,
     "alibi_slopes with requires_grad": True,
 }

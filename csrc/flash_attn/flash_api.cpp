@@ -256,11 +256,14 @@ std::tuple<Tensor, Tensor> attend_varlen(
 std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
     const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
     const Tensor &softmax_lse, std::optional<Tensor> dlse, double softmax_scale, bool causal,
-    int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, int64_t wanted) {
+    int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, int64_t wanted,
+    std::optional<Tensor> rng_state, double dropout_p) {
     const Options options{.causal = causal,
                           .window_left = window_left,
                           .window_right = window_right,
-                          .sinks = std::move(sinks)};
+                          .sinks = std::move(sinks),
+                          .rng_state = std::move(rng_state),
+                          .dropout_p = dropout_p};
     return named("bwd", [&] {
         return backward({dout, q, k, v, out, softmax_lse, dlse}, softmax_scale, options, wanted);
     });
@@ -307,7 +310,8 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
         "Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right, "
-        "Tensor? sinks, int wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
+        "Tensor? sinks, int wanted, Tensor? rng_state=None, float dropout_p=0.) -> "
+        "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {

@@ -140,6 +140,7 @@ def bwd_params(
     tensors: Mapping[str, torch.Tensor],
     softmax_scale: float,
     window_size: tuple[int, int] = (0, 0),
+    dropout_p: float = 0.0,
 ) -> FlashBwdParams:
     """The arguments of a backward launch; nothing is checked.
 
@@ -148,9 +149,10 @@ def bwd_params(
             dimension is the rounded length of the queries, and dq_accum.
         softmax_scale: Of the scores.
         window_size: (left, right) of kernels with the mask ``"local"``, both >= 0.
+        dropout_p: Of kernels with dropout.
     """
     params = FlashBwdParams(seqlen_q_rounded=tensors["row_stats"].shape[2])
-    _fill(params, tensors, softmax_scale, window_size)
+    _fill(params, tensors, softmax_scale, window_size, dropout_p=dropout_p)
     return params
 
 

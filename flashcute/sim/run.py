@@ -431,6 +431,8 @@ def run_bwd(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (0, 0),
     sinks: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     seed: int = 0,
     copy_mode: str = "late",
     checker: str = "none",
@@ -451,7 +453,7 @@ def run_bwd(
         lse: (b, h, seqlen_q), float32, likewise.
         dout: (b, seqlen_q, h, d), gradient of out; dtype and strides like q.
         dlse: (b, h, seqlen_q), float32, gradient of lse; zeros by default.
-        softmax_scale, window_size, sinks: As in the forward.
+        softmax_scale, window_size, sinks, rng_state, dropout_p: As in the forward.
         seed, copy_mode, checker, smem_limit, sms, launches, kernel, timeout: As in
             :func:`run_fwd`.
         gradients: Where the gradients go, by ``"dq"``, ``"dk"`` and ``"dv"``, with the shapes of q,
@@ -480,7 +482,15 @@ def run_bwd(
                 f"sim.run_bwd: expected {name} of the shape of q, {tuple(like.shape)}, got "
                 f"{name}.shape={tuple(x.shape)}"
             )
+    if (config.dropout, config.dropout) != (dropout_p > 0, rng_state is not None):
+        raise ValueError(
+            "sim.run_bwd: expected dropout_p and rng_state where the kernels compute dropout, got "
+            f"dropout_p={dropout_p} and rng_state={rng_state} for kernels with "
+            f"dropout={config.dropout}; pass what they were compiled for"
+        )
     inputs["softmax_lse"] = lse
+    if rng_state is not None:
+        inputs["rng_state"] = rng_state
     if dlse is not None:
         inputs["dlse"] = dlse
     rounded = -(-seqlen_q // ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
@@ -494,7 +504,7 @@ def run_bwd(
         outputs["dsinks"] = q.new_full((h,), math.nan, dtype=torch.float32)
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches, 0, 1 << 32, 0, 1)
-    params = abi.bwd_params({**inputs, **outputs}, scale, window_size)
+    params = abi.bwd_params({**inputs, **outputs}, scale, window_size, dropout_p)
     command = [str(_runner(checker)), str(path), function]
     return run_program(command, params, inputs, outputs, settings, timeout)
 

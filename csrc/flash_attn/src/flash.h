@@ -55,6 +55,7 @@ struct BwdConfig {
     BwdTile dq;
     BwdTile dkv;
     bool split_dkv;  // dK and dV by a kernel each: together they exceed the registers
+    bool dropout;    // as in FwdConfig; sm80
 };
 
 // The row statistics of a head are padded to a multiple of this, which every tile divides.
@@ -73,7 +74,8 @@ struct Flash_fwd_params {
     // (b, h), of FwdConfig::alibi: -slope * |i + seqlen_k - seqlen_q - j| is added to the score of
     // query i and key j. The batch stride is 0 where all entries, or sequences, share their slopes.
     const float *alibi_slopes_ptr;
-    // (2), of FwdConfig::dropout: seed and offset of the mask, which dropout.h defines.
+    // (2), of FwdConfig::dropout and its backward: seed and offset of the mask that dropout.h
+    // defines.
     const int64_t *rng_state_ptr;
 
     // A ragged batch (varlen): sequence i has rows [cu_seqlens[i], cu_seqlens[i + 1]) of q and o,
