@@ -266,7 +266,7 @@ def test_backward_with_dropout_is_of_the_sm80_class(capability, deterministic):
         assert config.mask == ("causal" if window is None else "local")
         plain = dataclasses.replace(problem, dropout=False)
         plain = heuristics.choose_bwd(plain, capability, deterministic=True)
-        assert config == dataclasses.replace(plain, dropout=True)
+        assert config == heuristics.bwd_with_dropout(plain)
 
 
 def test_mask_of_the_backward_is_that_of_the_forward():

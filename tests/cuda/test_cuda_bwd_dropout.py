@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -23,7 +21,7 @@ def _dropout_kernels() -> None:
     """Builds the backwards, in parallel; nothing of them spills."""
     target = "".join(map(str, torch.cuda.get_device_capability()))
     configs = [
-        dataclasses.replace(heuristics.bwd_config(dtype, head_dim, mask), dropout=True)
+        heuristics.bwd_with_dropout(heuristics.bwd_config(dtype, head_dim, mask))
         for dtype in DTYPE_OF
         for head_dim in HEAD_DIMS
         for mask in ("none", "causal", "local")
