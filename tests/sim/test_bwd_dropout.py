@@ -16,7 +16,7 @@ from flashcute.dropout import dropout_mask
 
 PAIR = (TOGETHER, SPLIT)
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS]
-# Each is a build of a minute.
+# Each is a build of half a minute.
 EVERY = mutants_bwd_dropout.MUTANTS
 MUTANTS = EVERY if tiers.everything else EVERY[:4]
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
