@@ -73,6 +73,7 @@ class FwdConfig:
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
         softcap: Scores become softcap * tanh(score / softcap).
         alibi: Then the distance of query and key lowers them.
+        dropout: Weights are dropped at random.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -94,6 +95,7 @@ class FwdConfig:
     ping_pong: bool = False
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, field: str, supported: str) -> None:
@@ -105,7 +107,7 @@ class FwdConfig:
         require(self.mask in MASKS, "mask", f"in {MASKS}")
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
         require(type(self.q_in_regs) is int, "q_in_regs", "to be an int, of k16 steps")
-        for flag in ("ping_pong", "softcap", "alibi"):
+        for flag in ("ping_pong", "softcap", "alibi", "dropout"):
             require(isinstance(getattr(self, flag), bool), flag, "to be a bool")
         if self.arch == 80:
             self._require_sm80(require)
@@ -140,7 +142,7 @@ class FwdConfig:
     def name(self) -> str:
         """The stem of the instantiation file: what it computes, without tile choices."""
         options = "" if self.mask == "none" else f"_{self.mask}"
-        options += "_softcap" * self.softcap + "_alibi" * self.alibi
+        options += "_softcap" * self.softcap + "_alibi" * self.alibi + "_dropout" * self.dropout
         return f"flash_fwd_hdim{self.head_dim}_{self.dtype}{options}_sm{self.arch}"
 
     @property
@@ -239,6 +241,7 @@ class BwdConfig:
         dq: Tile of the kernel of dQ.
         dkv: Tile of the kernel of dK and dV, or of both where they are split.
         split_dkv: dK and dV by a kernel each: together they exceed the registers.
+        dropout: As in :class:`FwdConfig`; sm80 class alone.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -253,13 +256,15 @@ class BwdConfig:
     dq: BwdTile
     dkv: BwdTile
     split_dkv: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         _require(self, self.arch in KERNEL_CLASSES, "arch", f"in {KERNEL_CLASSES}")
         _require(self, self.dtype in DTYPES, "dtype", f"in {DTYPES}")
         _require(self, self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
         _require(self, self.mask in MASKS, "mask", f"in {MASKS}")
-        _require(self, isinstance(self.split_dkv, bool), "split_dkv", "to be a bool")
+        for flag in ("split_dkv", "dropout"):
+            _require(self, isinstance(getattr(self, flag), bool), flag, "to be a bool")
         if self.arch == 90:
             self._require_sm90()
             return
@@ -274,13 +279,15 @@ class BwdConfig:
         tiles = [BwdTile(128, step, 8, 2, 1) for step in steps]
         _require(self, self.dkv in tiles, "dkv", f"in {tiles}")
         _require(self, self.dq == self.dkv, "dq", "to be dkv in the sm90 class")
-        _require(self, not self.split_dkv, "split_dkv", "to be False in the sm90 class")
+        for flag in ("split_dkv", "dropout"):
+            _require(self, not getattr(self, flag), flag, "to be False in the sm90 class")
 
     @property
     def name(self) -> str:
         """What is computed, without tile choices."""
-        mask = "" if self.mask == "none" else f"_{self.mask}"
-        return f"flash_bwd_hdim{self.head_dim}_{self.dtype}{mask}_sm{self.arch}"
+        options = "" if self.mask == "none" else f"_{self.mask}"
+        options += "_dropout" * self.dropout
+        return f"flash_bwd_hdim{self.head_dim}_{self.dtype}{options}_sm{self.arch}"
 
     @property
     def variant(self) -> str:

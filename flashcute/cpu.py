@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .checks import has_tangent
+from .dropout import dropout_mask
 from .reference import DropoutMask, attention_ref, blocks, visible_keys, window_bounds
 
 # Query rows that share a mask; rows of other windows than full and square causal need one.
@@ -60,7 +61,7 @@ class Tensors(NamedTuple):
         alibi_slopes: (h,) or (b, h).
         sinks: (h,).
         attn_bias: Broadcastable to (b, h, seqlen_q, seqlen_k).
-        seed: int64 scalar that the dropout mask is drawn from; None without dropout.
+        rng_state: int64 (2,), of the dropout mask; None without dropout.
     """
 
     q: Tensor
@@ -69,11 +70,16 @@ class Tensors(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     attn_bias: Tensor | None = None
-    seed: Tensor | None = None
+    rng_state: Tensor | None = None
 
 
-def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention in float32, or in float64 for float64 inputs.
+def attend(
+    tensors: Tensors, options: Options, first_entry: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention in float32, or in float64 for float64 inputs; of dropout also on CUDA.
+
+    Args:
+        first_entry: The number, to the dropout mask, of the first batch entry.
 
     Returns:
         out like q, the log-sum-exp in float32 (b, h, seqlen_q), and dmask: the probabilities
@@ -87,7 +93,9 @@ def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
             out, lse = flash
             return out, lse.float().contiguous(), q.new_empty(0)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    keep = None if tensors.seed is None else _dropout_mask(tensors, options.dropout_p)
+    keep = None
+    if tensors.rng_state is not None:
+        keep = _dropout_mask(tensors, options.dropout_p, first_entry)
     out, lse, probs = attention_ref(
         *map(_with_gradient_like_it, (q, k, v)),
         softmax_scale=options.softmax_scale,
@@ -133,22 +141,17 @@ def _with_gradient_like_it(x: Tensor) -> Tensor:
     return view
 
 
-def draw_seed() -> Tensor:
-    """A seed for a dropout mask, from torch's default generator."""
-    # PyTorch's CPU generator uses 32 bits of a seed.
-    return torch.randint(2**32, (), dtype=torch.int64, device="cpu")
-
-
-def _dropout_mask(tensors: Tensors, dropout_p: float) -> DropoutMask:
+def _dropout_mask(tensors: Tensors, dropout_p: float, first_entry: int) -> DropoutMask:
     """The mask as a function of the block, so that no more than a block of it is ever held."""
     (b, seqlen_q, h, _), seqlen_k = tensors.q.shape, tensors.k.shape[1]
-    seed = int(tensors.seed)
 
     def keep(batch: slice, rows: slice) -> Tensor:
-        generator = torch.Generator("cpu").manual_seed(seed + batch.start * seqlen_q + rows.start)
-        n_batch, n_rows = len(range(b)[batch]), len(range(seqlen_q)[rows])
-        mask = torch.empty(n_batch, h, n_rows, seqlen_k, dtype=torch.bool, device="cpu")
-        return mask.bernoulli_(1 - dropout_p, generator=generator)
+        entries = range(first_entry, first_entry + b)[batch]
+        return dropout_mask(
+            *(tensors.rng_state, entries.stop, h, seqlen_q, seqlen_k, dropout_p),
+            batch=slice(entries.start, entries.stop),
+            rows=rows,
+        )
 
     return keep
 

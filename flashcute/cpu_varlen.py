@@ -20,7 +20,7 @@ from .checks_kvcache import read_pages
 from .checks_varlen import Lengths, Names, read_lengths, read_lengths_in_pages
 from .config import NAMESPACE
 from .cpu_kvcache import tokens
-from .cpu_operator import Operator, draw_seed
+from .cpu_operator import Operator, draw_state
 
 # Longer windows than this are none; it keeps the operator's int arguments within 64 bits.
 _MAX_WINDOW = 2**62
@@ -36,7 +36,7 @@ class Tensors(NamedTuple):
         sinks: (h,).
         cu_seqlens_q: (b + 1,), int32 or int64; cu_seqlens_k likewise.
         seqused_q: (b,), int32; seqused_k likewise.
-        seed: int64 scalar that the dropout masks are drawn from; None without dropout.
+        rng_state: int64 (2,), of the dropout mask; None without dropout.
         block_table: (b, max_pages), int32: the pages of each sequence. Then keys are not packed:
             their number is seqused_k, or without it the difference of cu_seqlens_k.
     """
@@ -50,7 +50,7 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Tensor
     seqused_q: Tensor | None
     seqused_k: Tensor | None
-    seed: Tensor | None
+    rng_state: Tensor | None
     block_table: Tensor | None = None
 
 
@@ -92,19 +92,19 @@ def attend(
         lengths, slopes = Lengths([0], [0], [0], [0]), None
     gaps, rows = _cut(total_q, lengths.start_q, lengths.used_q)
     ks, vs = (_keys(x, tensors.block_table, lengths) for x in (k, v))
-    sequences = zip(_used(q, gaps, rows), ks, vs, lengths.start_q, strict=True)
-    returns_dmask = options.return_dmask and tensors.seed is not None
+    sequences = zip(_used(q, gaps, rows), ks, vs, strict=True)
+    returns_dmask = options.return_dmask and tensors.rng_state is not None
     outs, lses, dmasks = [], [], []
-    for i, (q_i, k_i, v_i, start) in enumerate(sequences):
+    for i, (q_i, k_i, v_i) in enumerate(sequences):
         part = cpu.Tensors(
             q_i[None],
             k_i[None],
             v_i[None],
             alibi_slopes=slopes[i : i + 1] if slopes is not None and slopes.dim() == 2 else slopes,
             sinks=tensors.sinks,
-            seed=None if tensors.seed is None else tensors.seed + start,
+            rng_state=tensors.rng_state,
         )
-        out, lse, dmask = cpu.attend(part, cpu.Options(*options[2:]))
+        out, lse, dmask = cpu.attend(part, cpu.Options(*options[2:]), i)
         outs += [q.new_zeros((gaps[i], *q.shape[1:])), out[0]]
         lses += [lse.new_full((h, gaps[i]), -torch.inf), lse[0]]
         if returns_dmask:
@@ -176,7 +176,7 @@ def _fake(*args):
 _TENSORS = (
     *("Tensor q", "Tensor k", "Tensor v", "Tensor? alibi_slopes", "Tensor? sinks"),
     *("Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "Tensor? seqused_q", "Tensor? seqused_k"),
-    "Tensor? seed",
+    "Tensor? rng_state",
 )
 _OPTIONS = (
     *("SymInt max_seqlen_q", "SymInt max_seqlen_k", "float softmax_scale", "bool causal"),
@@ -195,10 +195,10 @@ def attend_or_trace(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`attend` of CPU tensors, eager or traced, and its shapes for meta tensors.
 
-    ``names`` are for messages. The seed is drawn here, from torch's default generator.
+    ``names`` are for messages. Where dropout has no random state, it is drawn here.
     """
-    if options.dropout_p > 0.0:
-        tensors = tensors._replace(seed=draw_seed(tensors.q).to(tensors.q.device))
+    if options.dropout_p > 0.0 and tensors.rng_state is None:
+        tensors = tensors._replace(rng_state=draw_state(tensors.q))
     left, right = (min(int(side), _MAX_WINDOW) for side in options[4:6])
     options = options._replace(window_left=left, window_right=right)
     eager = lambda: attend(tensors, options, names)  # noqa: E731

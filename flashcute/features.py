@@ -51,7 +51,7 @@ FEATURES = (
     Feature("return_attn_probs", "log-sum-exp output", True),
     Feature("deterministic", "deterministic results", True),
     Feature("requires_grad", "backward", True),
-    Feature("dropout_p", "dropout", False, f"pass dropout_p=0.0; {_CPU_ONLY}"),
+    Feature("dropout_p", "dropout", True),
     Feature("window_size", "sliding window", True),
     Feature("softcap", "softcap", True),
     Feature("alibi_slopes", "ALiBi", True),

@@ -34,6 +34,7 @@ from .checks_varlen import (
     check_packed_together,
     check_packed_tokens,
 )
+from .cpu_operator import draw_state
 from .cpu_varlen import Options, Tensors, attend_or_trace
 from .features import VECTOR, no_gradient, not_on_cuda
 
@@ -42,7 +43,7 @@ _UNLIMITED = (-1, -1)
 
 def _launch(names: Names, tensors: Tensors, options: Options):
     """out and log-sum-exp of CUDA tensors, by the kernels."""
-    q, k, v, alibi_slopes, sinks, *lengths = tensors[:9]
+    q, k, v, alibi_slopes, sinks, *lengths, rng_state, _ = tensors
     d, names_of_qkv = q.shape[2], names[1:4]
     prepare = loading.padded if d % VECTOR else loading.loadable
     q, k, v = (prepare(names.fn, *x) for x in zip(names_of_qkv, (q, k, v), strict=True))
@@ -54,7 +55,7 @@ def _launch(names: Names, tensors: Tensors, options: Options):
     window_size = bounded_window((options.window_left, options.window_right))
     out, lse = ops.attend_varlen(
         q, k, v, lengths, options[:2], options.softmax_scale, options.causal, window_size, sinks,
-        options.softcap, alibi_slopes,
+        options.softcap, alibi_slopes, rng_state, options.dropout_p,
     )  # fmt: skip
     if d % VECTOR:
         out = out.narrow(2, 0, d).clone(memory_format=torch.contiguous_format)
@@ -111,8 +112,6 @@ def _attend(
         if block_table is not None and not q.is_meta:
             raise NotImplementedError(f"{fn}: {not_on_cuda('block_table', '(a tensor)')}")
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
-        if dropout_p:
-            raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
         named = (*names[1:4], "sinks", "alibi_slopes")
         check_no_tangent(fn, named, q, k, v, sinks, alibi_slopes)
         if wants_gradient(q, k, v, sinks, alibi_slopes):
@@ -122,8 +121,15 @@ def _attend(
     bounds = (max_seqlen_q, max_seqlen_k)
     options = Options(*bounds, scale, causal, left, right, softcap, dropout_p, return_attn_probs)
     if not (q.is_cpu or q.is_meta):
+        if dropout_p != 0.0:
+            tensors = tensors._replace(rng_state=draw_state(q))
         out, lse = _launch(names, tensors, options)
-        return (out, lse, q.new_empty(0)) if return_attn_probs else out
+        if not return_attn_probs:
+            return out
+        # By the reference: kernels never have all of them.
+        dropped = dropout_p != 0.0
+        dmask = attend_or_trace(names, tensors, options)[2] if dropped else q.new_empty(0)
+        return out, lse, dmask
     outputs = attend_or_trace(names, tensors, options)
     return outputs if return_attn_probs else outputs[0]
 
@@ -219,7 +225,7 @@ def flash_attn_varlen_func(
         out: In q's shape and dtype, contiguous. With ``return_attn_probs`` also ``softmax_lse``,
         float32 (h, total_q), and ``S_dmask``: the attention weights with a minus sign where
         dropped, (b, h, max_seqlen_q, max_seqlen_k), zero beyond each sequence, or of shape (0,)
-        without dropout.
+        without dropout. It is for tests: it reads the lengths, and costs a further computation.
 
     Raises:
         TypeError: for a wrong type or dtype, and for a tensor that is not dense.

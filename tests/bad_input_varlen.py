@@ -149,7 +149,6 @@ def _tensors() -> Iterator[Case]:
     yield _case("k on the cpu", ValueError, pattern, on=("meta",), k=cpu)
     learned = lambda _, device: torch.zeros(4, device=device, requires_grad=True)  # noqa: E731
     for function, name, change in (
-        (VARLEN, "dropout", {"dropout_p": 0.1}),
         (VARLEN, "backward of varlen", {"q": lambda x, _: x.requires_grad_()}),
         (QKV, "backward of varlen", {"alibi_slopes": learned}),
     ):

@@ -301,7 +301,7 @@ def test_opcheck(name: str) -> None:
                 ),
                 *cu_seqlens,
                 *(options.get(n) if fits else None for n in ("seqused_q", "seqused_k")),
-                torch.tensor(7) if options.get("dropout_p") else None,
+                torch.tensor([7, 8]) if options.get("dropout_p") else None,
             )
             window = [min(side, 2**40) for side in options.get("window_size", (-1, -1))]
             values = cpu_varlen.Options(
@@ -389,9 +389,10 @@ def test_each_sequence_is_a_dense_call(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
     dense = cpu.attend
 
-    def attend(tensors, options):
+    def attend(tensors, options, first_entry):
+        assert first_entry == len(shapes)
         shapes.append((tensors.q.shape[:2], tensors.k.shape[:2]))
-        return dense(tensors, options)
+        return dense(tensors, options, first_entry)
 
     monkeypatch.setattr(cpu, "attend", attend)
     tensors, cu_seqlens = inputs()

@@ -286,7 +286,7 @@ def test_readme_examples_run(block):
     )
     assert done.returncode == 0, done.stderr
     if "supports(" in block:
-        assert done.stdout.startswith("False ('expected no dropout")
+        assert done.stdout.startswith("False ('expected head_dim")
 
 
 def test_readme_shows_code():

@@ -235,6 +235,19 @@ def test_masked_dropout_draws_a_new_mask_each_time():
     assert abs(outs[0].mean() - dense.mean()) < 0.2
 
 
+def test_masked_dropout_is_that_without_a_mask():
+    """The same weights, divided by the same number."""
+    q = torch.randn(2, 3, 20, 16)
+    results = []
+    for mask in (None, torch.ones(2, 1, 20, 20, dtype=torch.bool)):
+        torch.manual_seed(2)
+        call = integration.attention_forward(
+            torch.nn.Module(), q, q, q, mask, dropout=0.3, is_causal=False
+        )
+        results.append(call[0])
+    torch.testing.assert_close(*results)
+
+
 def test_masks_and_dropout_do_not_ask_the_default_device():
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()

@@ -112,7 +112,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_reasons_name_argument_and_value() -> None:
     answer = flashcute.supports(
-        dtype=torch.float32, head_dim=300, num_heads=3, num_heads_k=2, softcap=1e38, dropout_p=0.1
+        dtype=torch.float32, head_dim=300, num_heads=3, num_heads_k=2, softcap=1e38, dropout_p=1.0
     )
     text = " | ".join(answer.reasons)
     for part in (
@@ -120,7 +120,7 @@ def test_reasons_name_argument_and_value() -> None:
         "got head_dim=300",
         "got num_heads=3 and num_heads_k=2",
         "got softcap=1e+38 with softmax_scale=",
-        "got dropout_p=0.1",
+        "got dropout_p=1.0",
     ):
         assert part in text
     assert len(answer.reasons) == 5

@@ -59,6 +59,7 @@ PAGES: dict[str, dict[str, Chapter]] = {
             ("flashcute.reference_varlen", "reference_varlen.py", ""),
             ("flashcute.reference_kvcache", "reference_kvcache.py", _KVCACHE),
             ("flashcute.reference_tiled", "reference_tiled.py", ""),
+            ("flashcute.dropout", "dropout.py", "dropout_mask draw_state"),
         ],
         "Correctness": [
             ("flashcute.testing", "testing.py", ""),

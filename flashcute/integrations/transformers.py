@@ -36,6 +36,7 @@ except ImportError as error:
     ) from error
 
 from ..bert_padding import index_first_axis, index_put_first_axis
+from ..checks import check_dropout
 from ..cpu_ops import attend
 from ..flash_attn_interface import flash_attn_func
 from ..flash_attn_varlen import flash_attn_varlen_func
@@ -198,7 +199,8 @@ def attention_forward(
     _refuse(kwargs)
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout}
+    dropout_p = check_dropout("cute_attn", dropout)
+    options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout_p}
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     v_head_dim = v.shape[-1]
     if v_head_dim < q.shape[-1]:  # multi-head latent attention; zero columns change nothing else

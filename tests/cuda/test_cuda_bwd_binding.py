@@ -124,6 +124,18 @@ def test_masks(stand_in, change, mask: str, sides) -> None:
     assert (params["window_left"], params["window_right"]) == sides
 
 
+def test_dropout(stand_in) -> None:
+    state = torch.tensor([1, 2], device="cuda")
+    for dropout_p, threshold in ((0.1, 6554), (1 - 2.0**-16, 65535), (2.0**-18, 0)):
+        _bwd(rng_state=state, dropout_p=dropout_p)
+        params, problem = stand_in.backwards[-1][0], stand_in.problems[-1]
+        assert problem["dropout"] == (threshold > 0)
+        assert params["rng_state_ptr"] == (state.data_ptr() if threshold else None)
+        assert params["dropout_threshold"] == threshold
+    with pytest.raises(RuntimeError, match=r"flashcute::bwd: expected rng_state with dropout_p"):
+        _bwd(dropout_p=0.5)
+
+
 def test_python_is_asked_once_per_problem_and_apart_from_the_forward(stand_in) -> None:
     given = _given()
     for _ in range(3):

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     auto const rows =
         Epilogue::template thread_rows<Mainloop::kRowsPerThread>(params, tile, threadIdx.x);
     auto const sinks = Epilogue::load_sinks(params, tile.head_q, rows, tile.in_sequence());
-    auto const lse = softmax.finalize(tOrO, sinks);
+    auto const lse = softmax.finalize(tOrO, sinks, Epilogue::output_scale(params));
     OutputOffset const offset = Epilogue::output_offset(params, tile);
     Epilogue::store_lse(params, offset.lse, rows, threadIdx.x, lse);
     Epilogue::store_through_smem(params, storage, tile, offset.o, tOrO);

@@ -31,7 +31,7 @@ struct Problem {
     MaskKind mask;
     int32_t b, seqlen_q, seqlen_k, h, h_k, d;
     int32_t window_left, window_right;  // MaskKind::local; else 0
-    int32_t softcap, alibi;             // 1: there is one
+    int32_t softcap, alibi, dropout;    // 1: there is one
     // 1: asks for the kernels of its gradients; 2: for those whose results repeat bitwise
     int32_t backward;
 
@@ -117,8 +117,8 @@ inline Problem rounded(Problem problem) {
 struct ProblemHash {
     size_t operator()(const Problem &problem) const {
         // FNV-1a over the words; the high bits are folded back as buckets use the low ones.
-        static_assert(sizeof(Problem) == 14 * sizeof(uint32_t), "no padding may enter the hash");
-        uint32_t words[14];
+        static_assert(sizeof(Problem) == 15 * sizeof(uint32_t), "no padding may enter the hash");
+        uint32_t words[15];
         std::memcpy(words, &problem, sizeof(words));
         uint64_t hash = 0xcbf29ce484222325;
         for (const uint32_t word : words) {

@@ -17,7 +17,7 @@ using namespace cute;
 
 template <BwdConfig C>
 struct KernelTraitsBwdSm90 {
-    static_assert(C.arch == 90);
+    static_assert(C.arch == 90 && !C.dropout);
     static_assert(C.dkv.rows == 128 && C.dkv.warps == 8, "two warpgroups of 64 keys each");
     static_assert(C.dkv.step == 64 || C.dkv.step == 128);
     static_assert(C.dkv.stages == 2 && C.dkv.min_ctas == 1);

@@ -60,6 +60,18 @@ CUTE_HOST_DEVICE int num_grid_heads(Flash_fwd_params const &params) {
     return params.pack_shift > 0 ? params.h_k : params.h;
 }
 
+// The sequence of a ragged batch that a tile's rows are of: the last one that begins where they do,
+// as others that begin there are empty. Whatever cu_seqlens holds, the result is in [0, b).
+CUTE_DEVICE int sequence_of(Flash_fwd_params const &params, WorkTile const &tile) {
+    int low = 0, high = params.b;
+    CUTE_NO_UNROLL
+    while (high - low > 1) {
+        int const middle = (low + high) / 2;
+        (params.cu_seqlens_q_ptr[middle] <= tile.row_q ? low : high) = middle;
+    }
+    return low;
+}
+
 // One row of a tile, as loads and stores need it.
 struct TileRow {
     int position;  // in the sequence
