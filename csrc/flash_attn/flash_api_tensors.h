@@ -244,10 +244,10 @@ inline const float *read_sinks(const Options &options, const Layout &q, int32_t 
 
 // The threshold is 0 where there is no dropout.
 inline void set_dropout(Flash_fwd_params &params, const Options &options, int32_t device) {
-    const double threshold = std::nearbyint(options.dropout_p * 65536);
-    if (!(threshold >= 0 && threshold <= 65535)) {
+    if (!(options.dropout_p >= 0 && options.dropout_p <= 65535. / 65536)) {
         fail("expected 0 <= dropout_p <= 1 - 2**-16, got ", options.dropout_p);
     }
+    const double threshold = std::nearbyint(options.dropout_p * 65536);
     if (threshold == 0) {
         return;
     }

@@ -407,21 +407,21 @@ struct MainloopFwdSm90 {
                 release_k(rS, true, n == 0);
                 k.advance();
                 finish_scores(params, tile, score_mod, tSrS, n, n >= unmasked);
-                softmax.start(tSrS, tOrP, n >= unmasked);
+                softmax.start(tSrS, tOrP);
                 dropout.apply(tOrP, tile.blocks.template block<C.mask>(n));
                 clear(rO);
                 zero_rows_behind_keys(params, tile, n--);
                 CUTE_NO_UNROLL
                 while (n >= 0) {
                     // Blocks that need the mask or are likely to need their maximum, which is then
-                    // computed, and P with it, under the product of the block before.
+                    // computed under the product of the block before.
                     CUTE_NO_UNROLL
                     for (; n >= 0 && (n >= unmasked || softmax.seeks_max()); --n) {
                         compute_scores(n);
                         bool const masked = n >= unmasked;
                         finish_scores(params, tile, score_mod, tSrS, n, masked);
                         typename SoftmaxT::RowTensor factor;  // (rows)
-                        bool const raised = softmax.exponentiate_bounded(tSrS, factor, masked);
+                        bool const raised = softmax.raise_ref(tSrS, factor, masked);
                         finish_pv();
                         softmax.update_bounded(tSrS, tOrP, tOrO, raised, factor);
                         dropout.apply(tOrP, tile.blocks.template block<C.mask>(n));

@@ -75,12 +75,12 @@ struct Softmax {
 
     // A tile's first block: there is no O to be rescaled.
     template <class TensorS, class TensorP>
-    CUTE_DEVICE void start(TensorS &tSrS, TensorP &tOrP, bool masked) {
-        set_ref(quad_max(thread_max(tSrS, masked)));
+    CUTE_DEVICE void start(TensorS &tSrS, TensorP &tOrP) {
+        set_ref(quad_max(thread_max(tSrS)));
         seek_while_huge();
         float c = scale_log2;
         RowTensor const offset = bounded_offset(tSrS, c);
-        row_sum = make_p(tSrS, tOrP, c, offset);
+        row_sum = exponentiate(tSrS, tOrP, c, offset);
     }
 
     // Adds a block. bounded: with its maximum, else on the assumption that its scores stay within
@@ -102,7 +102,7 @@ struct Softmax {
                 }
                 offset = bounded_offset(tSrS, c);
             }
-            sum = make_p(tSrS, tOrP, c, offset);
+            sum = exponentiate(tSrS, tOrP, c, offset);
             if (bounded || !exceeds_range(sum)) {
                 break;
             }
@@ -115,41 +115,33 @@ struct Softmax {
     // that is not bounded.
     template <class TensorS, class TensorP, class TensorO>
     CUTE_DEVICE void update_unbounded(TensorS &tSrS, TensorP &tOrP, TensorO &tOrO) {
-        RowTensor const sum = make_p(tSrS, tOrP, scale_log2, row_offset);
+        RowTensor const sum = exponentiate(tSrS, tOrP, scale_log2, row_offset);
         if (exceeds_range(sum)) {
             RowTensor factor;
-            bool const raised = exponentiate_bounded(tSrS, factor, false);
+            bool const raised = raise_ref(tSrS, factor, false);
             update_bounded(tSrS, tOrP, tOrO, raised, factor);
         } else {
             add(sum);
         }
     }
 
-    // And these two for a block with its maximum. This one, while P of the block before is still
-    // read, leaves P in the scores' registers: its exponentials run under that block's product.
-    // True: O is to be multiplied by factor.
-    template <class TensorS>
-    CUTE_DEVICE bool exponentiate_bounded(TensorS &tSrS, RowTensor &factor, bool masked) {
-        bool const raised = raise_ref(tSrS, factor, masked);
-        float c = scale_log2;
-        RowTensor const offset = bounded_offset(tSrS, c);
-        add(exponentiate(tSrS, tSrS, c, offset));
-        return raised;
-    }
+    // And this one for a block for which raise_ref() was called; raised and factor are its results.
     template <class TensorS, class TensorP, class TensorO>
-    CUTE_DEVICE void update_bounded(TensorS const &tSrS, TensorP &tOrP, TensorO &tOrO, bool raised,
+    CUTE_DEVICE void update_bounded(TensorS &tSrS, TensorP &tOrP, TensorO &tOrO, bool raised,
                                     RowTensor const &factor) {
         if (raised) {
             rescale(tOrO, factor);
         }
-        convert(tSrS, tOrP);
+        float c = scale_log2;
+        RowTensor const offset = bounded_offset(tSrS, c);
+        add(exponentiate(tSrS, tOrP, c, offset));
     }
 
     // Raises the references of the warp's rows to their maxima if a score of this block would
     // leave the range of P. True: O is to be multiplied by factor.
     template <class TensorS>
     CUTE_DEVICE bool raise_ref(TensorS const &tSrS, RowTensor &factor, bool masked) {
-        RowTensor max = thread_max(tSrS, masked);
+        RowTensor max = thread_max(tSrS);
         bool exceeds = false;
         CUTE_UNROLL
         for (int i = 0; i < kRows; ++i) {
@@ -204,37 +196,18 @@ struct Softmax {
         }
     }
 
-    // The largest score of each row among those that this thread holds. Scores that are not all
-    // negative order as their bits do as integers, of which Hopper compares three in one
-    // instruction. Under a mask all of a thread's may be -inf: that is not tried.
+    // The largest score of each row among those that this thread holds.
     template <class TensorS>
-    CUTE_DEVICE static RowTensor thread_max(TensorS const &tSrS, bool masked) {
+    CUTE_DEVICE static RowTensor thread_max(TensorS const &tSrS) {
         Tensor scores = make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout()));  // (rows, cols)
-        constexpr int kCols = decltype(size<1>(scores))::value;
-        static_assert(decltype(size<0>(scores))::value == kRows && kCols % 2 == 0);
+        static_assert(decltype(size<0>(scores))::value == kRows);
         RowTensor max;
-        bool negative = masked;
-        if (!masked) {
+        CUTE_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+            max(i) = scores(i, _0{});
             CUTE_UNROLL
-            for (int i = 0; i < kRows; ++i) {
-                auto const bits = [&](int j) { return __float_as_int(scores(i, j)); };
-                int largest = cute::max(bits(0), bits(kCols - 1));
-                CUTE_UNROLL
-                for (int j = 1; j < kCols - 1; j += 2) {
-                    largest = __vimax3_s32(largest, bits(j), bits(j + 1));
-                }
-                max(i) = __int_as_float(largest);
-                negative |= largest < 0;
-            }
-        }
-        if (negative) {
-            CUTE_UNROLL
-            for (int i = 0; i < kRows; ++i) {
-                max(i) = scores(i, _0{});
-                CUTE_UNROLL
-                for (int j = 1; j < kCols; ++j) {
-                    max(i) = fmaxf(max(i), scores(i, j));
-                }
+            for (int j = 1; j < size<1>(scores); ++j) {
+                max(i) = fmaxf(max(i), scores(i, j));
             }
         }
         return max;
@@ -310,11 +283,12 @@ struct Softmax {
         return offset;
     }
 
-    // exp2(s * c - offset), which may replace the scores; returns this thread's share of each row's
-    // sum, as the sum of two, which halves the chain of additions.
-    template <class TensorS, class TensorE>
-    CUTE_DEVICE static RowTensor exponentiate(TensorS const &tSrS, TensorE &tSrE, float c,
+    // exp2(s * c - offset), rounded to P; this thread's share of each row's sum, as the sum of two,
+    // which halves the chain of additions.
+    template <class TensorS, class TensorP>
+    CUTE_DEVICE static RowTensor exponentiate(TensorS const &tSrS, TensorP &tOrP, float c,
                                               RowTensor const &offset) {
+        Tensor tSrE = make_fragment_like(tSrS);
         Tensor scores = make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout()));  // (rows, cols)
         Tensor exps = make_tensor(tSrE.data(), scores.layout());                     // (rows, cols)
         RowTensor sum;
@@ -330,15 +304,6 @@ struct Softmax {
             }
             sum(i) = even + odd;
         }
-        return sum;
-    }
-
-    // The same, rounded to P.
-    template <class TensorS, class TensorP>
-    CUTE_DEVICE static RowTensor make_p(TensorS const &tSrS, TensorP &tOrP, float c,
-                                        RowTensor const &offset) {
-        Tensor tSrE = make_fragment_like(tSrS);  // as S
-        RowTensor const sum = exponentiate(tSrS, tSrE, c, offset);
         convert(tSrE, tOrP);
         return sum;
     }

@@ -177,7 +177,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             release_k(n);
             ++k.i;
             if (n >= n_unmasked) mask.template apply<Traits>(tSrS, thread, n);
-            softmax.start(tSrS, tOrP, n >= n_unmasked);
+            softmax.start(tSrS, tOrP);
             clear(rO);
 
             CUTE_NO_UNROLL
