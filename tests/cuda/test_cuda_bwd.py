@@ -140,6 +140,10 @@ def check(case: Case) -> str | None:
     return f"{case}: {differing} differ when repeated" if differing else None
 
 
+def _has_sm90(d: int) -> bool:
+    return heuristics.instantiated_head_dim(d) in heuristics.SM90_BWD_STEPS
+
+
 def test_sampling_covers_the_options() -> None:
     cases = [make_case(seed) for seed in range(CHUNKS * CASES_PER_CHUNK)]
     for field, values in (("h", {h for h, _ in HEADS}), ("d", D), ("seqlen_q", (0, 1, 129))):
@@ -154,7 +158,10 @@ def test_sampling_covers_the_options() -> None:
 def test_gradients(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
     seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
     failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
-    count_cases(f"gradients of class {kernel_class}", CASES_PER_CHUNK)
+    # Head dimensions that the sm90 class's backward does not have run on the sm80 class.
+    with_sm90 = sum(_has_sm90(make_case(seed).d) for seed in seeds) if kernel_class == "90" else 0
+    count_cases("gradients of class 90", with_sm90)
+    count_cases("gradients of class 80", CASES_PER_CHUNK - with_sm90)
     assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
 
 
@@ -273,7 +280,7 @@ def _check_that_nothing_else_is_written(config: BwdConfig) -> None:
 
 @pytest.mark.parametrize("which", range(1, 16))
 def test_each_gradient_is_the_same_alone(which: int, kernel_class, poisoned_outputs) -> None:
-    inputs, dout = _problem((2, 130, 200, 4, 2, 96), torch.bfloat16)
+    inputs, dout = _problem((2, 130, 200, 4, 2, 64), torch.bfloat16)
     inputs.append(torch.randn(4, device="cuda").requires_grad_())
     dlse = torch.randn(2, 4, 130, device="cuda")
     every = list(gradients(inputs, dout, dlse, causal=True).values())

@@ -144,7 +144,8 @@ struct Flash_bwd_params : Flash_fwd_params {
     // +inf where P is 0, and rowsum(dO * O) - dLSE.
     float *row_stats_ptr;
     // Workspace of the sm90 class, aligned to 16 bytes: (b, h, seqlen_q_rounded, head_dim) for the
-    // instantiated head dimension, sums of dQ.
+    // instantiated head dimension, sums of dQ. The rows of a step are together, in the order of
+    // the accumulators that hold them.
     float *dq_accum_ptr;
 
     int64_t do_batch_stride, do_row_stride, do_head_stride;

@@ -35,7 +35,7 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kWarpgroups = 2;
     static constexpr int kMmaThreads = 128 * kWarpgroups;
     static constexpr int kThreads = 128 + kMmaThreads;  // warpgroup 0 loads
-    // The launch's 3 * 168, dealt anew.
+    // setmaxnreg: 24 + 2 * 240 = 3 * 168, the registers of the launch.
     static constexpr int kLoadRegisters = 24;
     static constexpr int kMmaRegisters = 240;
 
@@ -87,7 +87,9 @@ struct KernelTraitsBwdSm90 {
     }
 
     static constexpr int kTileSlots = 2;
-    // A buffer of dS is written again two steps later, when both warpgroups have read it.
+    // A buffer of dS is written again two steps later, without a barrier of its own: a warpgroup
+    // arrives at ds_full of step i + 1 when its dQ of step i is complete, and none writes step
+    // i + 2 before it has waited for that of i + 1.
     static constexpr int kDsStages = 2;
 
     // A buffer is full when its bytes have landed, and empty when all its readers have arrived.

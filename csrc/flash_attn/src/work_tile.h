@@ -1,4 +1,5 @@
-// One tile of query rows: where it is, how long its sequences are, which key blocks it visits.
+// One tile of query rows: where it is, how long its sequences are, which key blocks it visits. In a
+// backward a tile of keys, too, which visits blocks of queries: then m_block counts tiles of keys.
 // Every other header asks this one.
 #pragma once
 
