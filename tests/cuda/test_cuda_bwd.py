@@ -11,7 +11,7 @@ import pytest
 import torch
 from layouts import STYLES, nan_surrounded
 
-from flashcute import flash_attn_func, heuristics, jit, ops, oracles, testing
+from flashcute import flash_attn_func, heuristics, jit, oracles, testing
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, ROW_STATS_MULTIPLE, BwdConfig
 from flashcute.jit import abi
 from flashcute.reference import visible_keys
@@ -30,19 +30,6 @@ D = (8, 20, 32, 40, 64, 72, 96, 100, 128, 136, 192, 200, 256)
 # does not round the output in between, has fewer.
 KEY_STYLES = tuple(style for style in STYLES if style != "expanded_rows")
 DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@pytest.fixture(params=["80", "90"])
-def kernel_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Runs a test on each class; the binding forgets what it chose for the other."""
-    if request.param == "90" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no GPU of compute capability 9.0")
-    ops.load()
-    set_resolver = ops._keep_alive[0].flashcute_set_resolver
-    monkeypatch.setenv("FLASHCUTE_ARCH", request.param)
-    set_resolver(ops._resolve)
-    yield request.param
-    set_resolver(ops._resolve)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashcute import flash_attn_func, heuristics, jit, ops, testing
+from flashcute import flash_attn_func, heuristics, jit, testing
 from flashcute.dropout import draw_state, dropout_mask
 from flashcute.jit import kernels
 
@@ -31,19 +31,6 @@ def _dropout_kernels() -> None:
         assert result.artefact is not None, result
     for config in configs:
         assert jit.get_kernel(config, target).spill_bytes == 0, config.full_name
-
-
-@pytest.fixture(params=["80", "90"])
-def kernel_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """The class of the forward; the backward is of the sm80 class."""
-    if request.param == "90" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no GPU of compute capability 9.0")
-    ops.load()
-    set_resolver = ops._keep_alive[0].flashcute_set_resolver
-    monkeypatch.setenv("FLASHCUTE_ARCH", request.param)
-    set_resolver(ops._resolve)
-    yield request.param
-    set_resolver(ops._resolve)
 
 
 def make(shape: tuple[int, ...], d: int, dtype: str) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -114,19 +114,6 @@ def _built_window_kernels() -> None:
         assert result.artefact is not None, result
 
 
-@pytest.fixture(params=["80", "90"])
-def kernel_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Runs a test on each class; the binding forgets what it chose for the other."""
-    if request.param == "90" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no GPU of compute capability 9.0")
-    ops.load()
-    set_resolver = ops._keep_alive[0].flashcute_set_resolver
-    monkeypatch.setenv("FLASHCUTE_ARCH", request.param)
-    set_resolver(ops._resolve)
-    yield request.param
-    set_resolver(ops._resolve)
-
-
 def test_sampling_covers_the_options() -> None:
     cases = [make_case(seed) for seed in range(CHUNKS * CASES_PER_CHUNK)]
     for field, values in (("window_size", None), ("h", {h for h, _ in HEADS}), ("d", {64, 128})):

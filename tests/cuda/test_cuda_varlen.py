@@ -12,7 +12,7 @@ import torch
 from layouts import STYLES, nan_surrounded
 
 import flashcute
-from flashcute import flash_attn_varlen_func, heuristics, jit, ops, testing
+from flashcute import flash_attn_varlen_func, heuristics, jit, testing
 from flashcute.config import DTYPES
 
 CHUNKS = 10
@@ -180,19 +180,6 @@ def _built_kernels_of_both_classes() -> None:
     wanted = (*configs, *windowed, *scores.kernels(capability))
     for result in jit.build_kernels([(config, target) for config in wanted]):
         assert result.artefact is not None, result
-
-
-@pytest.fixture(params=["80", "90"])
-def kernel_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Runs a test on each class; the binding forgets what it chose for the other."""
-    if request.param == "90" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no GPU of compute capability 9.0")
-    ops.load()
-    set_resolver = ops._keep_alive[0].flashcute_set_resolver
-    monkeypatch.setenv("FLASHCUTE_ARCH", request.param)
-    set_resolver(ops._resolve)
-    yield request.param
-    set_resolver(ops._resolve)
 
 
 def test_sampling_covers_the_options() -> None:
