@@ -189,7 +189,8 @@ def test_what_we_do_not_compute_falls_through_with_one_warning_a_reason(own):
     q, k, v = inputs()
     handle = sdpa._Handle("CPU")
     try:
-        with pytest.warns(UserWarning, match="PyTorch's own kernel.*no dropout.*dropout_p=0.5"):
+        expected = r"PyTorch's own kernel.*no dropout.*dropout_p=0.5; call flashcute"
+        with pytest.warns(UserWarning, match=expected):
             out = attend(q, k, v, 0.5)[0]
         assert (out == 7.0).all()
         with warnings.catch_warnings():

@@ -21,7 +21,7 @@ from types import ModuleType
 
 import torch
 
-from ..features import no_gradient, not_on_cuda
+from ..features import no_gradient
 from . import raw
 
 # The version whose interface this is. Without a suffix: libraries compare it with a newest one.
@@ -179,7 +179,10 @@ def _lookup(home: str, name: str) -> object:
 def _check_dropout(fn: str, dropout_p: float) -> None:
     if dropout_p:
         # A backward of its own would have to repeat the forward's draw.
-        raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
+        raise NotImplementedError(
+            f"{fn}: expected no dropout, whose mask its backward cannot repeat, got "
+            f"dropout_p={dropout_p}; call flash_attn_func, which has dropout and its gradient"
+        )
 
 
 def _rng_state(q: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import attention
 
-from ..features import VECTOR, no_gradient, not_on_cuda
+from ..features import VECTOR, no_gradient
 from . import raw
 
 _NAME = "flashcute"
@@ -194,7 +194,10 @@ def _own_kernel(name: str, key: str):
 def _refuse(dropout_p: float, return_debug_mask: bool) -> None:
     if dropout_p != 0.0:
         # The draw of PyTorch's kernels, which a backward repeats, is not that of flashcute's.
-        raise NotImplementedError(f"dropout: {not_on_cuda('dropout_p', dropout_p)}")
+        raise NotImplementedError(
+            "dropout: expected no dropout, whose mask PyTorch's backward draws again by its own "
+            f"rule, got dropout_p={dropout_p}; call flashcute.flash_attn_func for dropout"
+        )
     if return_debug_mask:
         raise NotImplementedError("expected return_debug_mask=False, got True")
 
