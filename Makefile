@@ -1,4 +1,4 @@
-# make demo | test | check | format | bench | gpu | clean
+# make demo | test | check | format | bench | gpu | wheel | clean
 #
 # The first target that needs it makes a virtual environment in .venv. To use an interpreter that
 # has everything already, without an environment and without network: make gpu PYTHON=python3
@@ -16,10 +16,11 @@ endif
 GPU_NVCC := $(if $(shell command -v nvidia-smi),$(NVCC))
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all check format bench gpu clean
+.PHONY: demo test test-all check format bench gpu wheel clean
 
 demo: $(INSTALLED) $(GPU_NVCC)
 	$(PYTHON) examples/demo.py
+	OMP_NUM_THREADS=1 $(PYTHON) examples/train_gpt.py --device cpu --check
 
 test: check $(NVCC)
 	$(PYTHON) -m pytest
@@ -50,6 +51,14 @@ bench: $(INSTALLED) $(NVCC)
 
 gpu: $(INSTALLED) $(NVCC)
 	$(PYTHON) tools/check_gpu.py --out $(OUT) $(ARGS)
+
+# The kernels of these GPUs travel in the wheel; with PREBUILD= none do.
+PREBUILD ?= 80,90
+
+wheel: $(INSTALLED) $(if $(PREBUILD),$(NVCC))
+	FLASHCUTE_PREBUILD=$(PREBUILD) $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps \
+		--no-build-isolation --wheel-dir dist .
+	@du -h dist/*.whl
 
 clean:
 	rm -rf $(VENV) build dist flashcute.egg-info flashcute/prebuilt third_party/cutlass

@@ -3,7 +3,8 @@
 A wheel carries ``csrc``, kernels and simulator, and CUTLASS's headers with their licence under
 ``flashcute/_src``, so all of it can be built where it is installed. Nothing is compiled while it is
 made, unless ``FLASHCUTE_PREBUILD`` names GPUs: then the torch binding and the shipped kernels for
-each of them are built into ``flashcute/prebuilt``, and the wheel becomes one for this platform.
+each of them are built into ``flashcute/prebuilt``, and the wheel becomes one for this platform: for
+Linux of the oldest glibc that they run on. No wheel asks for one release of torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 CUTLASS = ROOT / "third_party" / "cutlass"
 # setuptools runs this file with a sys.path that lacks its folder.
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import manylinux  # noqa: E402
 
 from flashcute import env  # noqa: E402 - imports no torch
 
@@ -52,7 +55,8 @@ class BuildWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
-        return "py3", "none", platform
+        built = Path(self.bdist_dir) / "flashcute" / "prebuilt"
+        return "py3", "none", manylinux.tag(built.rglob("*.so"), platform)
 
 
 def _targets() -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """``python -m flashcute build`` builds kernels ahead of use, ``info`` shows set-up and kernels,
-``cache`` what was built, ``sim`` runs a kernel on the CPU, ``bench`` measures speed, ``profile``
-says what a kernel costs and why."""
+``doctor`` what the machine lacks, ``cache`` what was built, ``sim`` runs a kernel on the CPU,
+``bench`` measures speed, ``profile`` says what a kernel costs and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from . import __version__, env, heuristics
+from . import __version__, doctor, env, heuristics
 from .arguments import output_folder, positive
 from .bench import cli as bench_cli
 from .config import DTYPES, HEAD_DIMS
@@ -324,6 +324,8 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument(
         "--all", action="store_true", help="also a row for each kernel; a choice shows the chosen"
     )
+    examine = commands.add_parser("doctor", help="say what this machine lacks, and how to mend it")
+    examine.set_defaults(run=doctor.run)
     stored = commands.add_parser("cache", help="show or remove what was built on first use")
     stored.set_defaults(run=run_cache)
     stored.add_argument(

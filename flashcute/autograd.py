@@ -12,17 +12,11 @@ from collections.abc import Callable
 import torch
 
 from . import loading, resolver_errors
+from .checks import check_no_tangent
 from .config import NAMESPACE
 from .cpu_operator import autograd_kernel, below_autograd
 
 _FN = f"{NAMESPACE}::bwd"
-
-
-def refuse_forward_mode(ctx, *tangents):
-    raise NotImplementedError(
-        f"{_FN}: expected derivatives in reverse mode (backward, grad, vjp, jacrev), got one in "
-        "forward mode (jvp, jacfwd); CPU tensors support it"
-    )
 
 
 _is_grad_enabled = torch.is_grad_enabled  # bound here as every call asks it
@@ -48,43 +42,44 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q, k, v, softmax_scale, causal, window_left, window_right, sinks, deterministic=False
-    ):
-        if sinks is None and window_left == window_right == -1:
+        q, k, v, softmax_scale, causal, window_left, window_right, sinks, deterministic=False,
+        rng_state=None, dropout_p=0.0,
+    ):  # fmt: skip
+        if sinks is None and window_left == window_right == -1 and dropout_p == 0.0:
             return below_autograd(_op("fwd"), (q, k, v, softmax_scale, causal))
         window = window_left, window_right
         args = q, k, v, softmax_scale, causal, *window, sinks, 0.0, None, deterministic
-        return below_autograd(_op("attend"), args)
+        return below_autograd(_op("attend"), (*args, rng_state, dropout_p))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        # The dispatcher leaves out a last argument that is the default.
         q, k, v, *ctx.options, sinks = inputs[:8]
-        ctx.deterministic = any(inputs[8:])
+        # The dispatcher leaves out last arguments that are the default.
+        defaults = False, None, 0.0
+        ctx.deterministic, rng_state, ctx.dropout_p = *inputs[8:], *defaults[len(inputs) - 8 :]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *output, sinks)
+        ctx.save_for_backward(q, k, v, *output, sinks, rng_state)
 
     @staticmethod
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 9
-        q, k, v, out, lse, sinks = ctx.saved_tensors
+            return (None,) * 11
+        check_no_tangent(_FN, ("dout", "dlse"), dout, dlse)
+        q, k, v, out, lse, sinks, rng_state = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else loading.loadable(_FN, "dout", dout)
         if dlse is not None:
             dlse = dlse.contiguous()  # often a number that is expanded
         needs = *ctx.needs_input_grad[:3], ctx.needs_input_grad[7]
         deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
         wanted = sum(bit << i for i, bit in enumerate((*needs, deterministic)))
-        args = dout, q, k, v, out, lse, dlse, *ctx.options, sinks, wanted
+        args = dout, q, k, v, out, lse, dlse, *ctx.options, sinks, wanted, rng_state, ctx.dropout_p
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             found = resolver_errors.call(_op("bwd"), *args)
         else:  # without the autograd kernel of `bwd`, which is in Python
             with torch._C._AutoDispatchBelowAutograd():
                 found = resolver_errors.call(_op("bwd"), *args)
         dq, dk, dv, dsinks = (x if need else None for x, need in zip(found, needs, strict=True))
-        return dq, dk, dv, None, None, None, None, dsinks, None
-
-    jvp = staticmethod(refuse_forward_mode)
+        return dq, dk, dv, None, None, None, None, dsinks, None, None, None
 
 
 class Backward(torch.autograd.Function):
@@ -104,8 +99,6 @@ class Backward(torch.autograd.Function):
             f"{_FN}: expected first derivatives of attention on CUDA, got a derivative of its "
             "gradient (create_graph=True and another backward); CPU tensors support it"
         )
-
-    jvp = staticmethod(refuse_forward_mode)
 
 
 def attend_eagerly(*args):

@@ -261,7 +261,10 @@ def summarise_samples(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[
 
 def _from_root(argument: str) -> str:
     """A path below the project's folder as seen from there, of any other its name alone: where
-    things lie on a machine is nobody's business."""
+    things lie on a machine is nobody's business. Also behind ``=``, as in ``--json=FILE``."""
+    before, equals, after = argument.partition("=")
+    if equals and after.startswith("/"):
+        return f"{before}={_from_root(after)}"
     path = pathlib.Path(argument)
     if not path.is_absolute():
         return argument

@@ -27,6 +27,8 @@ _MAX_FLOAT = 2.3e38
 # slopes divided by it may leave float32.
 _MIN_UNIT, _MAX_UNIT = 2.0**-64, 2.0**64
 
+_MAX_DROPOUT = 1 - 2.0**-16
+
 _MAX_INT64 = 2**63 - 1
 
 _KINDS = {"b": bool, "i": int, "u": int, "f": float}  # of numpy's dtypes
@@ -200,13 +202,40 @@ def check_scale(fn: str, softmax_scale, head_dim: int) -> float:
 
 
 def check_dropout(fn: str, dropout_p) -> float:
-    """dropout_p, a probability below 1."""
+    """dropout_p, rounded to a multiple of 2**-16 as :mod:`flashcute.dropout` draws, below 1."""
     value = _real(fn, "dropout_p", dropout_p)
-    if not 0.0 <= value < 1.0:
+    if not 0.0 <= value <= _MAX_DROPOUT:
         raise ValueError(
-            f"{fn}: expected 0 <= dropout_p < 1, got dropout_p={_show(value)}; pass 0.0 for none"
+            f"{fn}: expected 0 <= dropout_p <= 1 - 2**-16, got dropout_p={_show(value)}; pass 0.0 "
+            "for none"
         )
-    return float(value)
+    return round(float(value) * 2**16) / 2**16
+
+
+def check_rng_state(fn: str, rng_state, q: torch.Tensor, dropout_p: float) -> None:
+    """The random state of an operator's dropout mask; needed where dropout_p is not 0."""
+    if rng_state is None:
+        if dropout_p != 0.0:
+            raise ValueError(
+                f"{fn}: expected rng_state with dropout_p > 0, got rng_state=None with "
+                f"dropout_p={dropout_p}; pass flashcute.dropout.draw_state(q.device)"
+            )
+        return
+    if rng_state.dtype != torch.int64:
+        raise TypeError(
+            f"{fn}: expected rng_state of dtype torch.int64, got rng_state.dtype="
+            f"{rng_state.dtype}; pass flashcute.dropout.draw_state(q.device)"
+        )
+    if tuple(rng_state.shape) != (2,):
+        raise ValueError(
+            f"{fn}: expected rng_state of shape (2,), got rng_state.shape="
+            f"{tuple(rng_state.shape)}; pass flashcute.dropout.draw_state(q.device)"
+        )
+    if rng_state.device != q.device:
+        raise ValueError(
+            f"{fn}: expected rng_state on {q.device} as q, got rng_state.device="
+            f"{rng_state.device}; move it there"
+        )
 
 
 def check_softcap(fn: str, softcap) -> float:

@@ -190,22 +190,67 @@ def read_lengths(
     return Lengths(*found)
 
 
-def _read_side(
-    fn: str, names: tuple[str, ...], total: int, starts: list[int], used: list[int] | None, bound
-) -> tuple[list[int], list[int]]:
-    token_name, name, used_name, bound_name = names
+def read_lengths_in_pages(
+    names: Names,
+    total_q: int,
+    cu_seqlens: tuple[Tensor, Tensor],
+    seqused: tuple[Tensor | None, Tensor | None],
+    bounds: tuple[int, int],
+    capacity: int,
+) -> Lengths:
+    """:func:`read_lengths` of keys in pages, with room for ``capacity`` of each sequence.
+
+    seqused_k holds their lengths; without it the differences of cu_seqlens_k are the lengths.
+    """
+    queries = _read_side(
+        names.fn,
+        (names.q, names.cu_seqlens_q, "seqused_q", names.max_seqlen_q),
+        total_q,
+        cu_seqlens[0].tolist(),
+        None if seqused[0] is None else seqused[0].tolist(),
+        bounds[0],
+    )
+    if seqused[1] is None:
+        name, starts = names.cu_seqlens_k, cu_seqlens[1].tolist()
+        _check_starts(names.fn, name, starts)
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+    else:
+        name, lengths = "seqused_k", seqused[1].tolist()
+    for i, length in enumerate(lengths):
+        if not 0 <= length <= capacity:
+            raise ValueError(
+                f"{names.fn}: expected 0 to {capacity} keys of sequence {i}, which the pages of "
+                f"its row of block_table have room for, got {length} by {name}; pass more pages"
+            )
+        if length > bounds[1]:
+            raise ValueError(
+                f"{names.fn}: expected {names.max_seqlen_k} >= {length}, the length of sequence "
+                f"{i}, got {names.max_seqlen_k}={bounds[1]}; pass {name}'s longest or more"
+            )
+    return Lengths(*queries, [0] * len(lengths), lengths)
+
+
+def _check_starts(fn: str, name: str, starts: list[int]) -> None:
+    """That cumulative lengths begin at 0 and never decrease."""
     if starts[0] != 0:
         raise ValueError(
             f"{fn}: expected {name} to start at 0, got {name}[0]={starts[0]}; "
             "pass cumulative lengths, [0, len_0, len_0 + len_1, ...]"
         )
-    lengths = [end - start for start, end in itertools.pairwise(starts)]
-    for i, length in enumerate(lengths):
-        if length < 0:
+    for i, (start, end) in enumerate(itertools.pairwise(starts)):
+        if end < start:
             raise ValueError(
                 f"{fn}: expected {name} to be non-decreasing, got {name}[{i}:{i + 2}]="
                 f"{starts[i : i + 2]}; pass cumulative lengths, not the lengths themselves"
             )
+
+
+def _read_side(
+    fn: str, names: tuple[str, ...], total: int, starts: list[int], used: list[int] | None, bound
+) -> tuple[list[int], list[int]]:
+    token_name, name, used_name, bound_name = names
+    _check_starts(fn, name, starts)
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
     if starts[-1] > total:
         raise ValueError(
             f"{fn}: expected {name}[-1] <= {total}, the rows of {token_name}, "

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-NAMESPACE = "flashcute"  # of the torch operators: FLASHCUTE_NAMESPACE in flash_api.cpp
+NAMESPACE = "flashcute"  # of the torch operators: FLASHCUTE_NAMESPACE in kernel_table.h
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 DTYPES = ("fp16", "bf16")
@@ -73,6 +73,7 @@ class FwdConfig:
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
         softcap: Scores become softcap * tanh(score / softcap).
         alibi: Then the distance of query and key lowers them.
+        dropout: Weights are dropped at random.
         paged: Keys and values lie in pages, which a block table lists.
 
     Raises:
@@ -95,6 +96,7 @@ class FwdConfig:
     ping_pong: bool = False
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
     paged: bool = False
 
     def __post_init__(self) -> None:
@@ -107,7 +109,7 @@ class FwdConfig:
         require(self.mask in MASKS, "mask", f"in {MASKS}")
         require(self.tile_n in range(16, 257, 16), "tile_n", "to be a multiple of 16 up to 256")
         require(type(self.q_in_regs) is int, "q_in_regs", "to be an int, of k16 steps")
-        for flag in ("ping_pong", "softcap", "alibi", "paged"):
+        for flag in ("ping_pong", "softcap", "alibi", "dropout", "paged"):
             require(isinstance(getattr(self, flag), bool), flag, "to be a bool")
         if self.arch == 80:
             self._require_sm80(require)
@@ -142,7 +144,8 @@ class FwdConfig:
     def name(self) -> str:
         """The stem of the instantiation file: what it computes, without tile choices."""
         options = "" if self.mask == "none" else f"_{self.mask}"
-        options += "_softcap" * self.softcap + "_alibi" * self.alibi + "_paged" * self.paged
+        for option in ("softcap", "alibi", "dropout", "paged"):
+            options += f"_{option}" * getattr(self, option)
         return f"flash_fwd_hdim{self.head_dim}_{self.dtype}{options}_sm{self.arch}"
 
     @property
@@ -241,6 +244,7 @@ class BwdConfig:
         dq: Tile of the kernel of dQ.
         dkv: Tile of the kernel of dK and dV, or of both where they are split.
         split_dkv: dK and dV by a kernel each: together they exceed the registers.
+        dropout: As in :class:`FwdConfig`; sm80 class alone.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -255,13 +259,15 @@ class BwdConfig:
     dq: BwdTile
     dkv: BwdTile
     split_dkv: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         _require(self, self.arch in KERNEL_CLASSES, "arch", f"in {KERNEL_CLASSES}")
         _require(self, self.dtype in DTYPES, "dtype", f"in {DTYPES}")
         _require(self, self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
         _require(self, self.mask in MASKS, "mask", f"in {MASKS}")
-        _require(self, isinstance(self.split_dkv, bool), "split_dkv", "to be a bool")
+        for flag in ("split_dkv", "dropout"):
+            _require(self, isinstance(getattr(self, flag), bool), flag, "to be a bool")
         if self.arch == 90:
             self._require_sm90()
             return
@@ -276,13 +282,15 @@ class BwdConfig:
         tiles = [BwdTile(128, step, 8, 2, 1) for step in steps]
         _require(self, self.dkv in tiles, "dkv", f"in {tiles}")
         _require(self, self.dq == self.dkv, "dq", "to be dkv in the sm90 class")
-        _require(self, not self.split_dkv, "split_dkv", "to be False in the sm90 class")
+        for flag in ("split_dkv", "dropout"):
+            _require(self, not getattr(self, flag), flag, "to be False in the sm90 class")
 
     @property
     def name(self) -> str:
         """What is computed, without tile choices."""
-        mask = "" if self.mask == "none" else f"_{self.mask}"
-        return f"flash_bwd_hdim{self.head_dim}_{self.dtype}{mask}_sm{self.arch}"
+        options = "" if self.mask == "none" else f"_{self.mask}"
+        options += "_dropout" * self.dropout
+        return f"flash_bwd_hdim{self.head_dim}_{self.dtype}{options}_sm{self.arch}"
 
     @property
     def variant(self) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .checks import has_tangent
+from .dropout import dropout_mask
 from .reference import DropoutMask, attention_ref, blocks, visible_keys, window_bounds
 
 # Query rows that share a mask; rows of other windows than full and square causal need one.
@@ -25,8 +26,8 @@ _ROWS_PER_MASK = 512
 # What no score or sum may reach, by the dtype of the computation.
 _LIMITS = {dtype: torch.finfo(dtype).max / 4 for dtype in (torch.float32, torch.float64)}
 
-# Elements from which on BLAS's dot product, by all threads, is worth it: it takes half the time of
-# torch's norm, by one thread, but on a busy machine waiting for threads takes longer than adding.
+# Elements from which on BLAS's dot product is worth it where it uses several threads: it takes half
+# the time of torch's norm, but on a busy machine waiting for threads takes longer than adding.
 _MIN_FOR_BLAS = 2**18
 
 _NO_WINDOW = (-1, -1)
@@ -35,6 +36,7 @@ _MIN_CAUSAL_SCALE = torch.finfo(torch.float32).tiny
 
 # This binding takes a tenth less of a short call's time than torch.ops; the backward has none.
 _forward_op = torch._scaled_dot_product_flash_attention_for_cpu
+_num_threads = torch.get_num_threads
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -59,7 +61,7 @@ class Tensors(NamedTuple):
         alibi_slopes: (h,) or (b, h).
         sinks: (h,).
         attn_bias: Broadcastable to (b, h, seqlen_q, seqlen_k).
-        seed: int64 scalar that the dropout mask is drawn from; None without dropout.
+        rng_state: int64 (2,), of the dropout mask; None without dropout.
     """
 
     q: Tensor
@@ -68,11 +70,16 @@ class Tensors(NamedTuple):
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
     attn_bias: Tensor | None = None
-    seed: Tensor | None = None
+    rng_state: Tensor | None = None
 
 
-def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention in float32, or in float64 for float64 inputs.
+def attend(
+    tensors: Tensors, options: Options, first_entry: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention in float32, or in float64 for float64 inputs; of dropout also on CUDA.
+
+    Args:
+        first_entry: The number, to the dropout mask, of the first batch entry.
 
     Returns:
         out like q, the log-sum-exp in float32 (b, h, seqlen_q), and dmask: the probabilities
@@ -86,7 +93,9 @@ def attend(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
             out, lse = flash
             return out, lse.float().contiguous(), q.new_empty(0)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    keep = None if tensors.seed is None else _dropout_mask(tensors, options.dropout_p)
+    keep = None
+    if tensors.rng_state is not None:
+        keep = _dropout_mask(tensors, options.dropout_p, first_entry)
     out, lse, probs = attention_ref(
         *map(_with_gradient_like_it, (q, k, v)),
         softmax_scale=options.softmax_scale,
@@ -132,22 +141,17 @@ def _with_gradient_like_it(x: Tensor) -> Tensor:
     return view
 
 
-def draw_seed() -> Tensor:
-    """A seed for a dropout mask, from torch's default generator."""
-    # PyTorch's CPU generator uses 32 bits of a seed.
-    return torch.randint(2**32, (), dtype=torch.int64, device="cpu")
-
-
-def _dropout_mask(tensors: Tensors, dropout_p: float) -> DropoutMask:
+def _dropout_mask(tensors: Tensors, dropout_p: float, first_entry: int) -> DropoutMask:
     """The mask as a function of the block, so that no more than a block of it is ever held."""
     (b, seqlen_q, h, _), seqlen_k = tensors.q.shape, tensors.k.shape[1]
-    seed = int(tensors.seed)
 
     def keep(batch: slice, rows: slice) -> Tensor:
-        generator = torch.Generator("cpu").manual_seed(seed + batch.start * seqlen_q + rows.start)
-        n_batch, n_rows = len(range(b)[batch]), len(range(seqlen_q)[rows])
-        mask = torch.empty(n_batch, h, n_rows, seqlen_k, dtype=torch.bool, device="cpu")
-        return mask.bernoulli_(1 - dropout_p, generator=generator)
+        entries = range(first_entry, first_entry + b)[batch]
+        return dropout_mask(
+            *(tensors.rng_state, entries.stop, h, seqlen_q, seqlen_k, dropout_p),
+            batch=slice(entries.start, entries.stop),
+            rows=rows,
+        )
 
     return keep
 
@@ -180,7 +184,9 @@ def attend_by_flash(
         out like q, and the log-sum-exp (b, h, seqlen_q), in any strides, of the dtype of the
         computation.
     """
-    if v.shape[3] != q.shape[3] or q.numel() == 0 or k.numel() == 0:
+    _, seqlen_q, _, d = q.shape
+    _, seqlen_k, _, d_v = v.shape
+    if d_v != d or q.numel() == 0 or k.numel() == 0:
         return None
     # Forward-mode derivatives are left to the reference.
     if torch._C._are_functorch_transforms_active() or has_tangent(q, k, v, sinks):
@@ -192,7 +198,6 @@ def attend_by_flash(
         sinks = sinks.to(x.dtype)
         if not (sinks < torch.inf).all():
             return None
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     window = window_bounds(seqlen_q, seqlen_k, causal, window_size)
     # Leading rows that see no key, of which the kernel's log-sum-exp would be 0.
     empty = max(seqlen_q - seqlen_k - window[1], 0) if window[1] >= 0 else 0
@@ -204,7 +209,7 @@ def attend_by_flash(
         or v.requires_grad
         or (sinks is not None and sinks.requires_grad)
     )
-    attend = _Flash.apply if wants_gradient else _flash_forward
+    attend = _with_gradient if wants_gradient else _flash_forward
     out, lse = attend(x, k, v, sinks, scale, window)
     if out is None:
         return None
@@ -220,21 +225,26 @@ def _heads_first(x: Tensor) -> Tensor:
     return (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
 
 
-def _in_range(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Whether all is finite and no score or sum can overflow: an upper bound, by the norms.
+def _scores_in_range(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether q and k are finite and no score or sum can overflow: an upper bound, by the norms.
 
-    The kernel hides a key by adding to its score, which a NaN or Inf survives, and 0 times a hidden
-    NaN is NaN; and its exponential makes a number of some NaNs.
+    The kernel hides a key by adding to its score, which a NaN or Inf survives, and its exponential
+    makes a number of some NaNs: neither the output nor the log-sum-exp would tell.
     """
-    limit = _LIMITS[q.dtype]
     # Comparing a NaN is false. |q k| <= |q| |k|, also for the sum of magnitudes.
-    score = _norm(q) * _norm(k) * max(abs(scale), 1.0)
-    return score < limit and _norm(v) * k.shape[1] < limit
+    return _norm(q) * _norm(k) * max(abs(scale), 1.0) < _LIMITS[q.dtype]
+
+
+def _is_finite(out: Tensor) -> bool:
+    """Whether v was finite and no sum overflowed, where the scores are in range: a NaN or Inf in v
+    reaches the output of all rows that multiply it, even by the 0 of a hidden key.
+    """
+    return math.isfinite(out.sum().item())
 
 
 def _norm(x: Tensor) -> float:
     """The Euclidean norm of all elements; Inf or NaN if one of them is, or if squares overflow."""
-    if x.numel() >= _MIN_FOR_BLAS and x.is_contiguous():
+    if (_num_threads() == 1 or x.numel() >= _MIN_FOR_BLAS) and x.is_contiguous():
         x = x.view(-1)
         return math.sqrt(torch.dot(x, x).item())
     return torch.linalg.vector_norm(x).item()
@@ -279,7 +289,7 @@ def _flash_forward(
 
     Both are None where they would not be the reference's. No input is recorded by autograd.
     """
-    if not _in_range(q, k, v, scale):
+    if not _scores_in_range(q, k, scale):
         return None, None
     one_call = _is_one_call(q, k, scale, window)
     pieces = () if one_call else _pieces(q, k, window)
@@ -296,6 +306,8 @@ def _flash_forward(
         ]
         out = torch.cat([part.transpose(1, 2) for part, _ in parts], 1)
         lse = torch.cat([part for _, part in parts], 2)
+    if not _is_finite(out):
+        return None, None
     if sinks is None:
         return out, lse
     # A sink joins the denominator, which the log-sum-exp holds: out needs no more than a factor.
@@ -331,6 +343,9 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, scale, window):
+        # Gradients multiply v by numbers that the output does not bound.
+        if not _norm(v) * k.shape[1] < _LIMITS[v.dtype]:
+            return None, None
         out, lse = _flash_forward(q, k, v, sinks, scale, window)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -342,7 +357,7 @@ class _Flash(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return None, None, None, None, None, None
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        if grad_lse is None and not torch.is_grad_enabled():
+        if grad_lse is None and not torch.is_grad_enabled() and not has_tangent(grad_out):
             grad_sinks = None
             if ctx.needs_input_grad[3]:
                 weight = torch.exp(sinks[:, None] - lse)  # of the sink in each row
@@ -374,3 +389,8 @@ class _Flash(torch.autograd.Function):
         )
         gradients = dict(zip(wanted, found, strict=True))
         return *(gradients.get(n) for n in range(4)), None, None
+
+
+def _with_gradient(*args):
+    """``_Flash.apply`` outside of torch.func's transforms, without the Python around it."""
+    return super(torch.autograd.Function, _Flash).apply(*args)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 
-from . import cpu
+from . import cpu, dropout
 from .checks import has_tangent
 from .config import NAMESPACE
 
@@ -69,7 +70,8 @@ class Operator:
             (self.backward_op, self._backward, self._backward_fake, backward),
         ):
             op_name = op._schema.name
-            library.impl(op_name, implementation, "CPU")
+            for device in ("CPU", "CUDA"):  # where it tells what dropout dropped
+                library.impl(op_name, implementation, device)
             library.impl(op_name, autograd_kernel(recorded), "Autograd")
             torch.library.register_fake(op_name, op_fake, lib=library)
             torch.library.register_vmap(op_name, _vmap_by_a_loop(op), lib=library)
@@ -129,12 +131,12 @@ class Operator:
         )
 
 
-def draw_seed(x: Tensor) -> Tensor:
-    """A dropout seed of x's kind: fake tensors can also be used outside the mode they are from."""
+def draw_state(x: Tensor) -> Tensor:
+    """A random state of x's kind: fake tensors can also be used outside the mode they are from."""
     if not torch.compiler.is_compiling() and isinstance(x, FakeTensor):
         with x.fake_mode:
-            return cpu.draw_seed()
-    return cpu.draw_seed()
+            return dropout.draw_state(x.device)
+    return dropout.draw_state(x.device)
 
 
 def is_traced(x: Tensor) -> bool:
@@ -202,8 +204,13 @@ def _functions(operator: Operator, name: str) -> tuple[type, type]:
 
 
 def below_autograd(op, args):
-    # A Function's forward runs without gradients, but an outer transform may want one of this call.
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+    # A Function's forward runs without gradients of either mode, but an outer transform may want
+    # one of this call.
+    with (
+        torch.enable_grad(),
+        forward_ad._set_fwd_grad_enabled(True),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
         return op(*args)
 
 

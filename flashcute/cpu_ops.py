@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import cpu
-from .cpu_operator import Operator, draw_seed
+from .cpu_operator import Operator, draw_state
 
 _N_TENSORS = len(cpu.Tensors._fields)
 
@@ -32,15 +32,17 @@ def attend(
     sinks: Tensor | None = None,
     attn_bias: Tensor | None = None,
     dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     return_dmask: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of CPU tensors, eager or traced; shapes, dtypes and results as in ``cpu.attend``.
 
     The arguments are those of :func:`flashcute.reference.attention_ref`, and checked by the caller,
-    but for dropout: the mask is drawn here, from torch's default generator.
+    but for dropout: its random state, where none is given, is drawn here.
     """
-    seed = draw_seed(q) if dropout_p > 0.0 else None
-    tensors = cpu.Tensors(q, k, v, alibi_slopes, sinks, attn_bias, seed)
+    if dropout_p > 0.0 and rng_state is None:
+        rng_state = draw_state(q)
+    tensors = cpu.Tensors(q, k, v, alibi_slopes, sinks, attn_bias, rng_state)
     left, right = (min(int(side), _MAX_WINDOW) for side in window_size)
     options = cpu.Options(
         float(softmax_scale), causal, left, right, float(softcap), float(dropout_p), return_dmask
@@ -70,7 +72,7 @@ _operator = Operator(
     "attend_cpu",
     (
         *("Tensor q", "Tensor k", "Tensor v", "Tensor? alibi_slopes", "Tensor? sinks"),
-        *("Tensor? attn_bias", "Tensor? seed"),
+        *("Tensor? attn_bias", "Tensor? rng_state"),
     ),
     (
         *("float softmax_scale", "bool causal", "int window_left", "int window_right"),

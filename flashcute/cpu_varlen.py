@@ -2,21 +2,25 @@
 
 Each sequence is a dense call of batch size 1, so it gets PyTorch's flash attention where a dense
 call does, and its result does not depend on its neighbours. Tracers see one operator,
-``flashcute::attend_varlen_cpu``: the lengths are data to them, and a graph holds for all.
+``flashcute::attend_varlen_cpu``, or of keys in pages ``flashcute::attend_varlen_paged_cpu``:
+lengths and page numbers are data to them, and a graph holds for all.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import cpu
-from .checks_varlen import Lengths, Names, read_lengths
+from .checks_kvcache import read_pages
+from .checks_varlen import Lengths, Names, read_lengths, read_lengths_in_pages
 from .config import NAMESPACE
-from .cpu_operator import Operator, draw_seed
+from .cpu_kvcache import tokens
+from .cpu_operator import Operator, draw_state
 
 # Longer windows than this are none; it keeps the operator's int arguments within 64 bits.
 _MAX_WINDOW = 2**62
@@ -27,12 +31,14 @@ class Tensors(NamedTuple):
 
     Attributes:
         q: (total_q, h, d), float16, bfloat16, float32 or float64.
-        k: (total_k, h_k, d), v likewise.
+        k: (total_k, h_k, d), or with a block_table (num_pages, page_size, h_k, d); v likewise.
         alibi_slopes: (h,) or (b, h).
         sinks: (h,).
         cu_seqlens_q: (b + 1,), int32 or int64; cu_seqlens_k likewise.
         seqused_q: (b,), int32; seqused_k likewise.
-        seed: int64 scalar that the dropout masks are drawn from; None without dropout.
+        rng_state: int64 (2,), of the dropout mask; None without dropout.
+        block_table: (b, max_pages), int32: the pages of each sequence. Then keys are not packed:
+            their number is seqused_k, or without it the difference of cu_seqlens_k.
     """
 
     q: Tensor
@@ -44,7 +50,8 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Tensor
     seqused_q: Tensor | None
     seqused_k: Tensor | None
-    seed: Tensor | None
+    rng_state: Tensor | None
+    block_table: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -61,8 +68,8 @@ class Options(NamedTuple):
     return_dmask: bool = False
 
 
-_N_TENSORS = len(Tensors._fields)
 _OPERATOR_NAMES = Names(f"{NAMESPACE}::attend_varlen_cpu")
+_PAGED_NAMES = Names(f"{NAMESPACE}::attend_varlen_paged_cpu")
 
 
 def attend(
@@ -80,26 +87,24 @@ def attend(
     """
     q, k, v, slopes = tensors[:4]
     b, total_q, h = tensors.cu_seqlens_q.shape[0] - 1, *q.shape[:2]
-    lengths = read_lengths(names, (total_q, k.shape[0]), tensors[5:7], tensors[7:9], options[:2])
+    lengths = _read(names, tensors, options)
     if b == 0:  # one without tokens, to compute something that has gradients
         lengths, slopes = Lengths([0], [0], [0], [0]), None
     gaps, rows = _cut(total_q, lengths.start_q, lengths.used_q)
-    keys = _cut(k.shape[0], lengths.start_k, lengths.used_k)
-    sequences = zip(
-        _used(q, gaps, rows), _used(k, *keys), _used(v, *keys), lengths.start_q, strict=True
-    )
-    returns_dmask = options.return_dmask and tensors.seed is not None
+    ks, vs = (_keys(x, tensors.block_table, lengths) for x in (k, v))
+    sequences = zip(_used(q, gaps, rows), ks, vs, strict=True)
+    returns_dmask = options.return_dmask and tensors.rng_state is not None
     outs, lses, dmasks = [], [], []
-    for i, (q_i, k_i, v_i, start) in enumerate(sequences):
+    for i, (q_i, k_i, v_i) in enumerate(sequences):
         part = cpu.Tensors(
             q_i[None],
             k_i[None],
             v_i[None],
             alibi_slopes=slopes[i : i + 1] if slopes is not None and slopes.dim() == 2 else slopes,
             sinks=tensors.sinks,
-            seed=None if tensors.seed is None else tensors.seed + start,
+            rng_state=tensors.rng_state,
         )
-        out, lse, dmask = cpu.attend(part, cpu.Options(*options[2:]))
+        out, lse, dmask = cpu.attend(part, cpu.Options(*options[2:]), i)
         outs += [q.new_zeros((gaps[i], *q.shape[1:])), out[0]]
         lses += [lse.new_full((h, gaps[i]), -torch.inf), lse[0]]
         if returns_dmask:
@@ -109,6 +114,28 @@ def attend(
     lses.append(lses[0].new_full((h, gaps[-1]), -torch.inf))
     dmask = torch.cat(dmasks)[:b] if returns_dmask else q.new_empty(0)
     return torch.cat(outs), torch.cat(lses, 1), dmask
+
+
+def _read(names: Names, tensors: Tensors, options: Options) -> Lengths:
+    q, k, table = tensors.q, tensors.k, tensors.block_table
+    if table is None:
+        totals = q.shape[0], k.shape[0]
+        return read_lengths(names, totals, tensors[5:7], tensors[7:9], options[:2])
+    room = table.shape[1] * k.shape[1]
+    lengths = read_lengths_in_pages(
+        names, q.shape[0], tensors[5:7], tensors[7:9], options[:2], room
+    )
+    read_pages(names.fn, table, lengths.used_k, k, names.k)
+    return lengths
+
+
+def _keys(x: Tensor, table: Tensor | None, lengths: Lengths) -> Iterable[Tensor]:
+    """The keys or values of each sequence, (keys, h_k, d)."""
+    if table is None:
+        return _used(x, *_cut(x.shape[0], lengths.start_k, lengths.used_k))
+    if table.shape[0] == 0:
+        return (x[:0].flatten(0, 1),)
+    return (tokens(x, row, 0, n) for row, n in zip(table, lengths.used_k, strict=True))
 
 
 def _cut(total: int, starts: list[int], used: list[int]) -> tuple[list[int], list[int]]:
@@ -123,12 +150,22 @@ def _used(x: Tensor, gaps: list[int], rows: list[int]) -> tuple[Tensor, ...]:
     return x.split(sizes)[1::2]
 
 
+def _parts(args: tuple) -> tuple[Tensors, Options]:
+    """The arguments of one of the two operators; their options are of one number."""
+    n = len(args) - len(Options._fields)
+    return Tensors(*args[:n]), Options(*args[n:])
+
+
 def _attend(*args):
-    return attend(Tensors(*args[:_N_TENSORS]), Options(*args[_N_TENSORS:]))
+    return attend(*_parts(args))
+
+
+def _attend_pages(*args):
+    return attend(*_parts(args), _PAGED_NAMES)
 
 
 def _fake(*args):
-    tensors, options = Tensors(*args[:_N_TENSORS]), Options(*args[_N_TENSORS:])
+    tensors, options = _parts(args)
     q, b = tensors.q, tensors.cu_seqlens_q.shape[0] - 1
     total_q, h, _ = q.shape
     returns_dmask = options.return_dmask and options.dropout_p > 0.0
@@ -136,21 +173,20 @@ def _fake(*args):
     return q.new_empty(q.shape), q.new_empty((h, total_q), dtype=torch.float32), dmask
 
 
-_operator = Operator(
-    "attend_varlen_cpu",
-    (
-        *("Tensor q", "Tensor k", "Tensor v", "Tensor? alibi_slopes", "Tensor? sinks"),
-        *("Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "Tensor? seqused_q", "Tensor? seqused_k"),
-        "Tensor? seed",
-    ),
-    (
-        *("SymInt max_seqlen_q", "SymInt max_seqlen_k", "float softmax_scale", "bool causal"),
-        *("int window_left", "int window_right", "float softcap", "float dropout_p"),
-        "bool return_dmask",
-    ),
-    5,
-    _attend,
-    _fake,
+_TENSORS = (
+    *("Tensor q", "Tensor k", "Tensor v", "Tensor? alibi_slopes", "Tensor? sinks"),
+    *("Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "Tensor? seqused_q", "Tensor? seqused_k"),
+    "Tensor? rng_state",
+)
+_OPTIONS = (
+    *("SymInt max_seqlen_q", "SymInt max_seqlen_k", "float softmax_scale", "bool causal"),
+    *("int window_left", "int window_right", "float softcap", "float dropout_p"),
+    "bool return_dmask",
+)
+_operator = Operator("attend_varlen_cpu", _TENSORS, _OPTIONS, 5, _attend, _fake)
+_paged_operator = Operator(
+    *("attend_varlen_paged_cpu", (*_TENSORS, "Tensor block_table"), _OPTIONS, 5),
+    *(_attend_pages, _fake),
 )
 
 
@@ -159,10 +195,13 @@ def attend_or_trace(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`attend` of CPU tensors, eager or traced, and its shapes for meta tensors.
 
-    ``names`` are for messages. The seed is drawn here, from torch's default generator.
+    ``names`` are for messages. Where dropout has no random state, it is drawn here.
     """
-    if options.dropout_p > 0.0:
-        tensors = tensors._replace(seed=draw_seed(tensors.q).to(tensors.q.device))
+    if options.dropout_p > 0.0 and tensors.rng_state is None:
+        tensors = tensors._replace(rng_state=draw_state(tensors.q))
     left, right = (min(int(side), _MAX_WINDOW) for side in options[4:6])
     options = options._replace(window_left=left, window_right=right)
-    return _operator(lambda: attend(tensors, options, names), *tensors, *options)
+    eager = lambda: attend(tensors, options, names)  # noqa: E731
+    if tensors.block_table is None:
+        return _operator(eager, *tensors[:-1], *options)
+    return _paged_operator(eager, *tensors, *options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from . import cpu, cpu_operator, cpu_ops, env, missing, ops
+from . import cpu, cpu_operator, cpu_ops, env, ops
 from .autograd import wants_gradient
 from .checks import (
     bounded_window,
@@ -29,7 +29,8 @@ from .checks import (
     check_tensors,
     check_window,
 )
-from .features import CPU_DTYPES, VECTOR, no_gradient, not_on_cuda
+from .features import CPU_DTYPES, VECTOR, no_gradient
+from .flash_attn_kvcache import flash_attn_with_kvcache  # noqa: F401 - flash-attn has it here
 from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -42,23 +43,13 @@ _UNLIMITED = (-1, -1)
 env.read()  # a wrong variable is an error, also where nothing is built
 
 
-def __getattr__(name: str) -> object:
-    raise missing.error(__name__, name)
-
-
 def _launch(
-    q, k, v, scale, causal, window_size, sinks, softcap, alibi_slopes, deterministic
+    q, k, v, scale, causal, window_size, sinks, *options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and log-sum-exp of tensors that the kernels can read."""
-    plain = sinks is None and alibi_slopes is None and softcap == 0.0 and not deterministic
-    if plain and window_size == _UNLIMITED:
-        return ops.fwd(q, k, v, scale, causal)
+    """out and log-sum-exp of tensors that the kernels can read; options: those of ops.attend."""
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.contiguous()
-    options = bounded_window(window_size), sinks, softcap, alibi_slopes, deterministic
-    return ops.attend(q, k, v, scale, causal, *options)
+    return ops.attend(q, k, v, scale, causal, bounded_window(window_size), sinks, *options)
 
 
 def _attend(
@@ -119,8 +110,6 @@ def _attend(
         return outputs if return_attn_probs else outputs[0]
 
     check_for_kernels(fn, names[0], q, d, scale)
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
     if forward_ad._current_level >= 0:
         check_no_tangent(fn, (*names, "sinks", "alibi_slopes"), q, k, v, sinks, alibi_slopes)
     if softcap != 0.0 or alibi_slopes is not None:
@@ -128,17 +117,36 @@ def _attend(
         if wants_gradient(q, k, v, sinks, alibi_slopes):
             option = "softcap" if softcap != 0.0 else "alibi_slopes"
             raise NotImplementedError(f"{fn}: {no_gradient(option)}")
+        if alibi_slopes is not None:
+            alibi_slopes = alibi_slopes.contiguous()
+    rng_state = cpu_operator.draw_state(q) if dropout_p != 0.0 else None
     if d % VECTOR:
         q, k, v = (padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        options = window_size, sinks, softcap, alibi_slopes, deterministic
-        out, lse = _launch(q, k, v, scale, causal, *options)
-        out = out[..., :d].clone(memory_format=torch.contiguous_format)
+    elif not (regular(q) and regular(k) and regular(v) and aligned(q, k, v)):
+        q, k, v = (loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
+    if (
+        dropout_p == softcap == 0.0
+        and sinks is None
+        and alibi_slopes is None
+        and not deterministic
+        and window_size == _UNLIMITED
+    ):
+        out, lse = ops.fwd(q, k, v, scale, causal)
     else:
-        if not (regular(q) and regular(k) and regular(v) and aligned(q, k, v)):
-            q, k, v = (loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-        options = window_size, sinks, softcap, alibi_slopes, deterministic
+        options = window_size, sinks, softcap, alibi_slopes, deterministic, rng_state, dropout_p
         out, lse = _launch(q, k, v, scale, causal, *options)
-    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+    if d % VECTOR:
+        out = out[..., :d].clone(memory_format=torch.contiguous_format)
+    if not return_attn_probs:
+        return out
+    dmask = q.new_empty(0)
+    if dropout_p != 0.0:  # by the reference: kernels never have all weights
+        _, _, dmask = cpu_ops.attend(
+            q, k, v, softmax_scale=scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
+            return_dmask=True,
+        )  # fmt: skip
+    return out, lse, dmask
 
 
 def flash_attn_func(
@@ -162,11 +170,18 @@ def flash_attn_func(
     aligned to the bottom-right corner: query i sees key j if j <= i + seqlen_k - seqlen_q. A row
     that sees no key has output 0 and log-sum-exp -inf.
 
+    Dropout draws anew in each call, from torch's default generator of the device: torch.manual_seed
+    makes it repeatable, and a captured CUDA graph draws anew in each replay. It leaves the
+    log-sum-exp as it is.
+
     On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256; first derivatives of out
-    and of the log-sum-exp, always bitwise repeatable. On the CPU: in float32 (float64 for float64
-    inputs), every argument, differentiable to any order; by PyTorch's flash attention where there
-    is no more than a scale, a window and sinks, else by a plain PyTorch reference, at a tenth of
-    its speed.
+    and of the log-sum-exp. Results and the gradients of k and v are bitwise repeatable; that of q
+    with ``deterministic=True``. A backward of the sm90 class has a float32 workspace of b * h *
+    seqlen_q * head_dim elements, with lengths rounded up to 128 and head dimensions to 32, 64 or
+    128; both classes have 2 floats for each row of each head. On the CPU: in float32 (float64 for
+    float64 inputs), every argument, differentiable to any order; by PyTorch's flash attention where
+    there is no more than a scale, a window and sinks, else by a plain PyTorch reference, at a tenth
+    of its speed.
 
     Any strides are right. The kernels read in place what has a head_dim that is a multiple of 8, a
     last stride of 1, other strides that are multiples of 8 elements, and a start at a multiple of
@@ -178,7 +193,8 @@ def flash_attn_func(
         q: (b, seqlen_q, h, head_dim).
         k: (b, seqlen_k, h_k, head_dim), of q's dtype and device; h is a multiple of h_k.
         v: As k.
-        dropout_p: Probability with which an attention weight is dropped, in [0, 1).
+        dropout_p: Probability with which an attention weight is dropped, from 0 to 1 - 2**-16; it
+            is rounded to a multiple of 2**-16. What is kept is divided by 1 - dropout_p.
         softmax_scale: Factor on the scores; None for 1 / sqrt(head_dim).
         causal: Whether to mask keys after the query. A numpy scalar counts as the Python bool or
             number that it holds, here and in the other options.
@@ -200,7 +216,8 @@ def flash_attn_func(
         out: Like q; contiguous where q's head_dim or strides make the kernels copy it, on every
         device. With ``return_attn_probs`` also ``softmax_lse``, float32 (b, h, seqlen_q), the
         natural log-sum-exp of each row's scores, and ``S_dmask``: the attention weights with a
-        minus sign where dropped, (b, h, seqlen_q, seqlen_k), or of shape (0,) without dropout.
+        minus sign where dropped, (b, h, seqlen_q, seqlen_k), or of shape (0,) without dropout. It
+        is for tests: it costs a further computation, in plain PyTorch.
 
     Raises:
         TypeError: for a wrong type or dtype, and for a tensor that is not dense.

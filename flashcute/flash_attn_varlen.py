@@ -18,12 +18,15 @@ from .checks import (
     check_flag,
     check_for_kernels,
     check_kernel_scores,
+    check_kind,
     check_no_tangent,
+    check_rank,
     check_scale,
     check_sinks,
     check_softcap,
     check_window,
 )
+from .checks_kvcache import check_store, check_table
 from .checks_varlen import (
     Names,
     check_bounds,
@@ -31,6 +34,7 @@ from .checks_varlen import (
     check_packed_together,
     check_packed_tokens,
 )
+from .cpu_operator import draw_state
 from .cpu_varlen import Options, Tensors, attend_or_trace
 from .features import VECTOR, no_gradient, not_on_cuda
 
@@ -39,7 +43,7 @@ _UNLIMITED = (-1, -1)
 
 def _launch(names: Names, tensors: Tensors, options: Options):
     """out and log-sum-exp of CUDA tensors, by the kernels."""
-    q, k, v, alibi_slopes, sinks, *lengths, _ = tensors
+    q, k, v, alibi_slopes, sinks, *lengths, rng_state, _ = tensors
     d, names_of_qkv = q.shape[2], names[1:4]
     prepare = loading.padded if d % VECTOR else loading.loadable
     q, k, v = (prepare(names.fn, *x) for x in zip(names_of_qkv, (q, k, v), strict=True))
@@ -51,7 +55,7 @@ def _launch(names: Names, tensors: Tensors, options: Options):
     window_size = bounded_window((options.window_left, options.window_right))
     out, lse = ops.attend_varlen(
         q, k, v, lengths, options[:2], options.softmax_scale, options.causal, window_size, sinks,
-        options.softcap, alibi_slopes,
+        options.softcap, alibi_slopes, rng_state, options.dropout_p,
     )  # fmt: skip
     if d % VECTOR:
         out = out.narrow(2, 0, d).clone(memory_format=torch.contiguous_format)
@@ -78,10 +82,17 @@ def _attend(
     seqused_q,
     seqused_k,
     sinks,
+    block_table=None,
 ):
     fn = names.fn
-    d = check_packed_tokens(names, q, k, v)
+    if block_table is None:
+        d = check_packed_tokens(names, q, k, v)
+    else:
+        d = _check_pages(names, q, k, v, cu_seqlens_k, seqused_k)
+        if cu_seqlens_k is None:
+            cu_seqlens_k = cu_seqlens_q  # of the same shape, and not read beside seqused_k
     b = check_lengths(names, q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    check_table(fn, block_table, q, b)
     max_seqlen_q, max_seqlen_k = check_bounds(names, max_seqlen_q, max_seqlen_k)
     scale = check_scale(fn, softmax_scale, d)
     causal = check_flag(fn, "causal", causal)
@@ -98,22 +109,43 @@ def _attend(
         check_dtype(fn, f"{names.q}.dtype", q.dtype, q.device)
     else:
         check_for_kernels(fn, names.q, q, d, scale)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    tensors = Tensors(q, k, v, alibi_slopes, sinks, *lengths, None)
-    bounds = (max_seqlen_q, max_seqlen_k)
-    options = Options(*bounds, scale, causal, left, right, softcap, dropout_p, return_attn_probs)
-    if not (q.is_cpu or q.is_meta):
+        if block_table is not None and not q.is_meta:
+            raise NotImplementedError(f"{fn}: {not_on_cuda('block_table', '(a tensor)')}")
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
-        if dropout_p:
-            raise NotImplementedError(f"{fn}: {not_on_cuda('dropout_p', dropout_p)}")
         named = (*names[1:4], "sinks", "alibi_slopes")
         check_no_tangent(fn, named, q, k, v, sinks, alibi_slopes)
         if wants_gradient(q, k, v, sinks, alibi_slopes):
             raise NotImplementedError(f"{fn}: {no_gradient('cu_seqlens')}")
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    tensors = Tensors(q, k, v, alibi_slopes, sinks, *lengths, None, block_table)
+    bounds = (max_seqlen_q, max_seqlen_k)
+    options = Options(*bounds, scale, causal, left, right, softcap, dropout_p, return_attn_probs)
+    if not (q.is_cpu or q.is_meta):
+        if dropout_p != 0.0:
+            tensors = tensors._replace(rng_state=draw_state(q))
         out, lse = _launch(names, tensors, options)
-        return (out, lse, q.new_empty(0)) if return_attn_probs else out
+        if not return_attn_probs:
+            return out
+        # By the reference: kernels never have all of them.
+        dropped = dropout_p != 0.0
+        dmask = attend_or_trace(names, tensors, options)[2] if dropped else q.new_empty(0)
+        return out, lse, dmask
     outputs = attend_or_trace(names, tensors, options)
     return outputs if return_attn_probs else outputs[0]
+
+
+def _check_pages(names: Names, q, k, v, cu_seqlens_k, seqused_k) -> int:
+    """q (total, heads, head_dim), and k and v in pages; returns the head dimension."""
+    fn = names.fn
+    check_kind(fn, names.q, q)
+    check_rank(fn, names.q, q, "(total, heads, head_dim)")
+    check_store(fn, (names.k, names.v), q, k, v, paged=True)
+    if cu_seqlens_k is None and seqused_k is None:
+        raise ValueError(
+            f"{fn}: expected seqused_k or cu_seqlens_k with a block_table, got neither; "
+            "pass how many keys each sequence has"
+        )
+    return q.shape[2]
 
 
 def flash_attn_varlen_func(
@@ -121,7 +153,7 @@ def flash_attn_varlen_func(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -162,7 +194,8 @@ def flash_attn_varlen_func(
             it is not read ahead, the results of other values are not defined, but nothing outside
             the tensors is read or written. Rows from the last value on are in no sequence: their
             output is 0, their log-sum-exp -inf.
-        cu_seqlens_k: int32 or int64 (b + 1,): the same for keys and values.
+        cu_seqlens_k: int32 or int64 (b + 1,): the same for keys and values. None only with
+            block_table and seqused_k.
         max_seqlen_q: The longest sequence of queries, or more, which costs nothing but time. If a
             sequence is longer, a CPU tensor raises an error; a kernel, for which the lengths stay
             on the device, computes its first max_seqlen_q rows, as with seqused_q.
@@ -175,7 +208,13 @@ def flash_attn_varlen_func(
         alibi_slopes: float32 (h,) or (b, h).
         deterministic: Ask for bitwise repeatable results, which the forward always gives.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
-        block_table: Of a paged cache: None, others are not supported yet.
+        block_table: int32 (b, max_pages), for keys and values in the pages of a cache, each of k
+            and v of shape (num_pages, page_size, h_k, head_dim), of any page_size from 1 on and any
+            strides: key n of sequence i is row n % page_size of page
+            ``block_table[i, n // page_size]``. Pages may be in any order and shared. Sequence i has
+            ``seqused_k[i]`` keys; then cu_seqlens_k is not read and may be None. Without seqused_k
+            it has ``cu_seqlens_k[i + 1] - cu_seqlens_k[i]``. Pages behind those in use, and what
+            they hold behind the last key, are not read. Not yet on CUDA.
         seqused_q: int32 (b,): how many queries of each sequence are computed, from its first one
             on; it is aligned as if it ended there. The other rows have output 0 and log-sum-exp
             -inf. Then max_seqlen_q bounds these. None for all.
@@ -186,7 +225,7 @@ def flash_attn_varlen_func(
         out: In q's shape and dtype, contiguous. With ``return_attn_probs`` also ``softmax_lse``,
         float32 (h, total_q), and ``S_dmask``: the attention weights with a minus sign where
         dropped, (b, h, max_seqlen_q, max_seqlen_k), zero beyond each sequence, or of shape (0,)
-        without dropout.
+        without dropout. It is for tests: it reads the lengths, and costs a further computation.
 
     Raises:
         TypeError: for a wrong type or dtype, and for a tensor that is not dense.
@@ -195,12 +234,6 @@ def flash_attn_varlen_func(
         NotImplementedError: for what is not supported on the tensors' device yet.
     """
     fn = "flash_attn_varlen_func"
-    if block_table is not None:
-        raise NotImplementedError(
-            f"{fn}: expected block_table=None, got block_table of type "
-            f"{type(block_table).__name__}; paged keys are not supported yet: gather the pages of "
-            "each sequence into k and v"
-        )
     return _attend(
         Names(fn),
         q,
@@ -221,6 +254,7 @@ def flash_attn_varlen_func(
         seqused_q,
         seqused_k,
         sinks,
+        block_table,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 
 from . import env
@@ -30,6 +31,7 @@ class FwdProblem:
             is False.
         softcap: Whether there is one.
         alibi: Likewise.
+        dropout: Likewise.
     """
 
     dtype: str
@@ -43,6 +45,7 @@ class FwdProblem:
     window: tuple[int, int] | None = None
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
@@ -155,6 +158,22 @@ def rounded_length(length: int) -> int:
     return -(-length // step) * step
 
 
+def typical_length(total: int, b: int, longest: int) -> int:
+    """The length that the kernel of a ragged batch is chosen for: between the mean and the longest.
+
+    The binding computes it alike (``typical_length()`` of kernel_table.h). The number of sequences
+    counts rounded up there: :func:`rounded_length`.
+
+    Args:
+        total: Tokens of all sequences.
+        b: Sequences.
+        longest: ``max_seqlen_q`` or ``max_seqlen_k`` of the call.
+    """
+    most = min(longest, total)
+    mean = min(total / max(b, 1), most)
+    return max(int(math.sqrt(mean * most)), 1)
+
+
 def rounded(problem: FwdProblem) -> FwdProblem:
     """``problem`` with rounded lengths, for which its kernel is chosen.
 
@@ -179,16 +198,20 @@ def _pack_shift(problem: FwdProblem) -> int:
     return (problem.h // problem.h_k - 1).bit_length()
 
 
+def _may_pack(problem: FwdProblem) -> bool:
+    return problem.h > problem.h_k and not problem.dropout
+
+
 def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
     """Whether the query heads of a key head share tiles (pack-GQA).
 
     A few query positions then fill a tile that one head leaves empty, and under a mask a tile spans
     fewer positions, so that less of what it computes is masked. Where all tiles run at once, fewer
-    of them read the keys less often.
+    of them read the keys less often. Dropout's masks are drawn for tiles of one head.
     """
-    problem = rounded(problem)
-    if problem.h == problem.h_k:
+    if not _may_pack(problem):
         return False
+    problem = rounded(problem)
     return work(problem, config, True, sms) < work(problem, config, False, sms)
 
 
@@ -347,6 +370,14 @@ def bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
     return BwdConfig(80, dtype, head_dim, mask, dq, dkv, split_dkv=head_dim > 128)
 
 
+def bwd_with_dropout(config: BwdConfig) -> BwdConfig:
+    """``config``, of the sm80 class, with dropout: tiles that have no registers left for drawing
+    the mask get others. Not measured: chosen so that nothing spills."""
+    if config.head_dim == 128:  # dQ with 128x32 spills 80 bytes
+        config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
+    return dataclasses.replace(config, dropout=True)
+
+
 def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
     """The sm90 class's backward. dQ is summed up in an order that varies from run to run: a
     deterministic backward is that of the sm80 class.
@@ -382,15 +413,17 @@ def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[FwdConfig]:
     return [_sm90_config(dtype, head_dim, mask, tile) for tile in _SM90_TILES[head_dim, causal]]
 
 
-def with_score_options(config: FwdConfig, softcap: bool, alibi: bool) -> FwdConfig:
-    """``config`` with a softcap, ALiBi, both or none.
+def with_options(
+    config: FwdConfig, softcap: bool = False, alibi: bool = False, dropout: bool = False
+) -> FwdConfig:
+    """``config`` with a softcap, ALiBi, dropout, some of them or none.
 
     Their operands take registers, and tiles that have no more of them get others. Not measured:
     chosen so that nothing spills.
     """
-    if not (softcap or alibi):
+    if not (softcap or alibi or dropout):
         return config
-    config = dataclasses.replace(config, softcap=softcap, alibi=alibi)
+    config = dataclasses.replace(config, softcap=softcap, alibi=alibi, dropout=dropout)
     if config.arch == 90:
         # With a window 192x80 and two steps of Q spill 116 bytes at head dimension 128; 192x128
         # spills 12 and 128x128 96 at 64.
@@ -398,7 +431,8 @@ def with_score_options(config: FwdConfig, softcap: bool, alibi: bool) -> FwdConf
         tile_n = min(config.tile_n, 112) if config.mask == "local" else config.tile_n
         return dataclasses.replace(config, q_in_regs=q_in_regs, tile_n=tile_n)
     if config.arch == 80 and config.head_dim == 128:
-        return dataclasses.replace(config, tile_n=32)  # 128x48 spills 24 bytes
+        # 128x48 spills 24 bytes with softcap and ALiBi, and 24 with dropout.
+        return dataclasses.replace(config, tile_n=32)
     return config
 
 
@@ -448,11 +482,11 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     if kernel_class(capability) == 80:
         config = fwd_config(problem.dtype, head_dim, causal, capability)
         config = dataclasses.replace(config, mask=mask)
-        return with_score_options(config, problem.softcap, problem.alibi)
+        return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
     def clocks(tile: _Sm90Tile) -> float:
         config = _sm90_config(problem.dtype, head_dim, mask, tile)
-        ways = (False, True) if problem.h > problem.h_k else (False,)
+        ways = (False, True) if _may_pack(problem) else (False,)
         return min(work(problem, config, packed, sms)[0] for packed in ways) / tile.speed
 
     tiles = _SM90_TILES[head_dim, causal]
@@ -460,7 +494,7 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
         tiles = tuple(tile for tile in tiles if tile.min_ctas == 1)
     best = min(tiles, key=clocks)
     config = _sm90_config(problem.dtype, head_dim, mask, best)
-    return with_score_options(config, problem.softcap, problem.alibi)
+    return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
 
 def bwd_configs_in_use(
@@ -484,6 +518,8 @@ def choose_bwd(
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
+    That of the sm80 class alone has dropout.
+
     Args:
         deterministic: Bitwise repeatable gradients.
     """
@@ -491,8 +527,10 @@ def choose_bwd(
     causal = problem.causal and problem.seqlen_q > 1
     head_dim = instantiated_head_dim(problem.d)
     configs = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
-    config = configs[-1 if deterministic else 0]
-    return config if problem.window is None else dataclasses.replace(config, mask="local")
+    config = configs[-1 if deterministic or problem.dropout else 0]
+    if problem.window is not None:
+        config = dataclasses.replace(config, mask="local")
+    return bwd_with_dropout(config) if problem.dropout else config
 
 
 def _choices() -> list[tuple[str, int, bool]]:

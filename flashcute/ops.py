@@ -42,6 +42,7 @@ class _Problem(ctypes.Structure):
         ("window_right", ctypes.c_int32),
         ("softcap", ctypes.c_int32),
         ("alibi", ctypes.c_int32),
+        ("dropout", ctypes.c_int32),
         ("backward", ctypes.c_int32),
     )
 
@@ -98,6 +99,7 @@ def _choose(problem: _Problem) -> _Choice:
         window=window if mask == "local" else None,
         softcap=bool(problem.softcap),
         alibi=bool(problem.alibi),
+        dropout=bool(problem.dropout),
     )
     sms = properties.multi_processor_count
     if problem.backward:
@@ -129,7 +131,10 @@ def _empty_outputs(q):
 
 
 class _Options(NamedTuple):
-    """What ``attend`` takes after ``causal``. torch leaves out trailing defaults."""
+    """What ``attend`` takes after ``causal``. torch leaves out trailing defaults.
+
+    ``attend_varlen`` takes the same but for ``deterministic``.
+    """
 
     window_left: int = -1
     window_right: int = -1
@@ -137,11 +142,14 @@ class _Options(NamedTuple):
     softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
     deterministic: bool = False
+    rng_state: torch.Tensor | None = None
+    dropout_p: float = 0.0
 
 
 def _cpu(q, k, v, softmax_scale, causal, o: _Options):
-    tensors = cpu.Tensors(q, k, v, o.alibi_slopes, o.sinks)
-    options = cpu.Options(softmax_scale, causal, o.window_left, o.window_right, o.softcap)
+    tensors = cpu.Tensors(q, k, v, o.alibi_slopes, o.sinks, None, o.rng_state)
+    window = o.window_left, o.window_right
+    options = cpu.Options(softmax_scale, causal, *window, o.softcap, o.dropout_p)
     with torch.no_grad():
         return cpu.attend(tensors, options)[:2]
 
@@ -154,25 +162,38 @@ def _differentiable_on_cpu(q, k, v, softmax_scale, causal, o: _Options):
     return cpu_ops.attend(
         q, k, v, softmax_scale=softmax_scale, causal=causal,
         window_size=(o.window_left, o.window_right), softcap=o.softcap,
-        alibi_slopes=o.alibi_slopes, sinks=o.sinks,
+        alibi_slopes=o.alibi_slopes, sinks=o.sinks, dropout_p=o.dropout_p, rng_state=o.rng_state,
     )[:2]  # fmt: skip
 
 
-def _bwd_on_cpu(
-    dout, q, k, v, out, softmax_lse, dlse, scale, causal, window_left, window_right, sinks, wanted
-):
-    tensors = cpu.Tensors(q, k, v, sinks=sinks)
-    options = cpu.Options(scale, causal, window_left, window_right)
-    bits = wanted & 7 | (wanted & 8) << 1  # sinks are the fifth tensor
+class _BwdOptions(NamedTuple):
+    """What ``bwd`` takes after its tensors. torch leaves out trailing defaults."""
+
+    softmax_scale: float
+    causal: bool
+    window_left: int
+    window_right: int
+    sinks: torch.Tensor | None
+    wanted: int
+    rng_state: torch.Tensor | None = None
+    dropout_p: float = 0.0
+
+
+def _bwd_on_cpu(dout, q, k, v, out, softmax_lse, dlse, *args):
+    o = _BwdOptions(*args)
+    tensors = cpu.Tensors(q, k, v, sinks=o.sinks, rng_state=o.rng_state)
+    window = o.window_left, o.window_right
+    options = cpu.Options(o.softmax_scale, o.causal, *window, dropout_p=o.dropout_p)
+    bits = o.wanted & 7 | (o.wanted & 8) << 1  # sinks are the fifth tensor
     found = cpu_ops.backward(dout, dlse, None, bits, tensors, options)
     return *found[:3], found[4]
 
 
 def _bwd_fake(dout, q, k, v, out, softmax_lse, dlse, *args):
-    *_, sinks, wanted = args
+    o = _BwdOptions(*args)
     return tuple(
-        torch.empty_like(x) if wanted >> bit & 1 else q.new_empty(0)
-        for bit, x in enumerate((q, k, v, sinks))
+        torch.empty_like(x) if o.wanted >> bit & 1 else q.new_empty(0)
+        for bit, x in enumerate((q, k, v, o.sinks))
     )
 
 
@@ -181,25 +202,26 @@ def _checked_bwd(name: str, implementation: Callable) -> Callable:
     fn = f"{NAMESPACE}::{name}"
 
     def checked(dout, q, k, v, out, softmax_lse, dlse, *args):
-        scale, _, *window_size, sinks, wanted = args
+        o = _rounded(fn, _BwdOptions(*args))
         d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
-        scale = checks.check_scale(fn, scale, d)
-        checks.check_window(fn, tuple(window_size))
-        if sinks is not None:
-            checks.check_sinks(fn, sinks, q)
+        scale = checks.check_scale(fn, o.softmax_scale, d)
+        checks.check_window(fn, (o.window_left, o.window_right))
+        if o.sinks is not None:
+            checks.check_sinks(fn, o.sinks, q)
+        checks.check_rng_state(fn, o.rng_state, q, o.dropout_p)
         checks.check_gradient(fn, "dout", dout, q.shape, q.dtype, q.device)
         checks.check_gradient(fn, "out", out, q.shape, q.dtype, q.device)
         b, seqlen_q, h, _ = q.shape
         for key, x in (("softmax_lse", softmax_lse), ("dlse", dlse)):
             if x is not None:
                 checks.check_gradient(fn, key, x, (b, h, seqlen_q), torch.float32, q.device)
-        if not 0 <= wanted < 32 or (sinks is None and wanted & 8):
+        if not 0 <= o.wanted < 32 or (o.sinks is None and o.wanted & 8):
             raise ValueError(
-                f"{fn}: expected wanted in 0 ... 31, bit 3 only with sinks, got wanted={wanted}; "
+                f"{fn}: expected wanted in 0 ... 31, bit 3 only with sinks, got wanted={o.wanted}; "
                 "its bits ask for dq, dk, dv and dsinks, the last one for bitwise repeatable ones"
             )
         _check_for_device(fn, q, d, scale, "flash_attn_func")
-        return implementation(dout, q, k, v, out, softmax_lse, dlse, *args)
+        return implementation(dout, q, k, v, out, softmax_lse, dlse, *o)
 
     return checked
 
@@ -212,7 +234,7 @@ def _checked(name: str, implementation: Callable) -> Callable:
     fn = f"{NAMESPACE}::{name}"
 
     def checked(q, k, v, softmax_scale, causal, *options):
-        o = _Options(*options)
+        o = _rounded(fn, _Options(*options))
         d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
         softmax_scale = checks.check_scale(fn, softmax_scale, d)
         _check_options(fn, q, q.shape[0], o)
@@ -220,6 +242,12 @@ def _checked(name: str, implementation: Callable) -> Callable:
         return implementation(q, k, v, softmax_scale, causal, o)
 
     return checked
+
+
+def _rounded(fn: str, o: _Options | _BwdOptions) -> _Options | _BwdOptions:
+    """``o`` with the probability that masks are drawn with, and a state only where it is not 0."""
+    dropout_p = checks.check_dropout(fn, o.dropout_p)
+    return o._replace(dropout_p=dropout_p, rng_state=o.rng_state if dropout_p else None)
 
 
 def _check_options(fn: str, q, b: int, o) -> None:
@@ -230,6 +258,7 @@ def _check_options(fn: str, q, b: int, o) -> None:
         checks.check_sinks(fn, o.sinks, q)
     if o.alibi_slopes is not None:
         checks.check_alibi(fn, o.alibi_slopes, q, b)
+    checks.check_rng_state(fn, o.rng_state, q, o.dropout_p)
 
 
 def _check_for_device(fn: str, q, d: int, softmax_scale: float, padding: str) -> None:
@@ -244,13 +273,20 @@ def _check_for_device(fn: str, q, d: int, softmax_scale: float, padding: str) ->
         )
 
 
+def _varlen_options(args: tuple) -> _Options:
+    names = (name for name in _Options._fields if name != "deterministic")
+    given = dict(zip(names, args[11:], strict=False))  # without the defaults at their end
+    return _rounded(_VARLEN_NAMES.fn, _Options(**given))
+
+
 def _varlen_parts(args: tuple) -> tuple[cpu_varlen.Tensors, cpu_varlen.Options]:
     """The arguments of ``attend_varlen``, in the order of its schema."""
     q, k, v, *lengths, max_q, max_k, scale, causal = args[:11]
-    o = _Options(*args[11:])
-    tensors = cpu_varlen.Tensors(q, k, v, o.alibi_slopes, o.sinks, *lengths, None)
+    o = _varlen_options(args)
+    tensors = cpu_varlen.Tensors(q, k, v, o.alibi_slopes, o.sinks, *lengths, o.rng_state)
     window = o.window_left, o.window_right
-    return tensors, cpu_varlen.Options(max_q, max_k, scale, causal, *window, o.softcap)
+    options = cpu_varlen.Options(max_q, max_k, scale, causal, *window, o.softcap, o.dropout_p)
+    return tensors, options
 
 
 def _varlen_on_cpu(*args):
@@ -280,7 +316,7 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
         b = check_lengths(_VARLEN_NAMES, q, *tensors[5:9])
         check_bounds(_VARLEN_NAMES, *options[:2])
         scale = checks.check_scale(fn, options.softmax_scale, d)
-        _check_options(fn, q, b, _Options(*args[11:]))
+        _check_options(fn, q, b, _varlen_options(args))
         _check_for_device(fn, q, d, scale, "flash_attn_varlen_func")
         return implementation(*args)
 
@@ -329,7 +365,7 @@ def _attend_with_gradient(q, k, v, softmax_scale, causal, *options):
     if o.softcap != 0.0 or o.alibi_slopes is not None:
         option = "softcap" if o.softcap != 0.0 else "alibi_slopes"
         raise NotImplementedError(f"{NAMESPACE}::attend: {no_gradient(option)}")
-    return autograd.attend(q, k, v, softmax_scale, causal, *o[:3], o.deterministic)
+    return autograd.attend(q, k, v, softmax_scale, causal, *o[:3], *o[5:])
 
 
 def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -430,6 +466,8 @@ def attend(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
+    rng_state: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`fwd` with everything optional.
 
@@ -440,17 +478,21 @@ def attend(
         softcap: 0.0 for none.
         alibi_slopes: (h,) or (b, h), contiguous, float32.
         deterministic: Bitwise repeatable gradients.
+        rng_state: (2,), int64, of :func:`flashcute.dropout.dropout_mask`; needed where dropout_p
+            is not 0. The kernels read it on the device, when they run.
+        dropout_p: 0.0 for none.
     """
     if not (torch.compiler.is_compiling() and _load_while_tracing()):
         load()
     op = getattr(torch.ops, NAMESPACE).attend.default
     args = q, k, v, softmax_scale, causal, *window_size, sinks
+    options = softcap, alibi_slopes, deterministic, rng_state, dropout_p
     if torch.compiler.is_compiling():
-        return op(*args, softcap, alibi_slopes, deterministic)
+        return op(*args, *options)
     has_gradient = softcap == 0.0 and alibi_slopes is None
     if has_gradient and not _is_seen() and autograd.wants_gradient(q, k, v, sinks):
-        return resolver_errors.call(autograd.attend_eagerly, *args, deterministic)
-    return resolver_errors.call(op, *args, softcap, alibi_slopes, deterministic)
+        return resolver_errors.call(autograd.attend_eagerly, *args, *options[2:])
+    return resolver_errors.call(op, *args, *options)
 
 
 def attend_varlen(
@@ -465,6 +507,8 @@ def attend_varlen(
     sinks: torch.Tensor | None,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attend` of a ragged batch; nothing waits for the device.
 
@@ -483,6 +527,6 @@ def attend_varlen(
     if not (torch.compiler.is_compiling() and _load_while_tracing()):
         load()
     op = getattr(torch.ops, NAMESPACE).attend_varlen.default
-    options = _Options(*window_size, sinks, softcap, alibi_slopes)
+    options = *window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
     args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *options
     return op(*args) if torch.compiler.is_compiling() else resolver_errors.call(op, *args)

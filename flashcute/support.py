@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from . import checks
+from .checks_kvcache import no_gradient
 from .config import MAX_HEAD_DIM
 from .features import CAPABILITIES, CPU_DTYPES, CUDA_DTYPES, FEATURES, VECTOR, not_on_cuda
 
@@ -42,6 +43,8 @@ def supports(
     softmax_scale: float | None = None,
     sinks: object = None,
     cu_seqlens: object = None,
+    k_cache: object = None,
+    block_table: object = None,
 ) -> Support:
     """Whether :func:`flashcute.flash_attn_func` would compute this, without touching a GPU.
 
@@ -64,6 +67,8 @@ def supports(
         softmax_scale: Factor on the scores; None for 1/sqrt(head_dim).
         sinks: A tensor or True asks for attention sinks.
         cu_seqlens: A tensor or True asks about :func:`flashcute.flash_attn_varlen_func`.
+        k_cache: A tensor or True asks about :func:`flashcute.flash_attn_with_kvcache`.
+        block_table: A tensor or True asks for keys and values in pages, of either function.
 
     Returns:
         A :class:`Support`; ``reasons`` name each argument, its value and what is supported, in
@@ -106,6 +111,7 @@ def supports(
     if capability is not None:
         passes(checks.check_capability, capability, CAPABILITIES)
     given = {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens": cu_seqlens}
+    given |= {"k_cache": k_cache, "block_table": block_table}
     for name, tensor in given.items():
         wrong = len(reasons)
         if tensor is not None and tensor is not True:
@@ -114,6 +120,8 @@ def supports(
             elif h is not None:
                 passes(checks.check_slopes, tensor, h)
         asked[name] = tensor is not None and len(reasons) == wrong and "(a tensor)"
+    if asked["k_cache"] and asked["requires_grad"]:
+        reasons.append(no_gradient("requires_grad=True"))
     if place is None or place.type == "cpu":
         return Support(not reasons, tuple(reasons))
 

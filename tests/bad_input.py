@@ -451,8 +451,9 @@ def _options() -> Iterator[Case]:
 
     yield from _option("dropout_p", TypeError, {**_NO_FLOATS, "None": None})
     yield from _option("dropout_p", ValueError, {"-0.1": -0.1, "1.0": 1.0, "2": 2, **_BEYOND})
-    some = {"0.1": 0.1, "0.5": np.float32(0.5), "1e-50": 1e-50}
-    yield from _option("dropout_p", NotImplementedError, some, right_on_cpu=True)
+    yield from _option("dropout_p", ValueError, {"0.99999": 0.99999})  # rounded it is 1
+    right = {"0.1": 0.1, "0.5": np.float32(0.5), "1e-50": 1e-50, "1 - 2**-16": 1 - 2**-16}
+    yield from _option("dropout_p", None, right)
     yield from _option("dropout_p", None, {"0": 0, "np.float32(0)": np.float32(0)})
 
     yield from _option("softcap", TypeError, {**_NO_FLOATS, "None": None})

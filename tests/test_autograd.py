@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashcute
 from flashcute import autograd, ops
+from flashcute.dropout import dropout_mask
 from flashcute.reference import attention_ref
 
 # (causal, (left, right), with sinks)
@@ -80,7 +81,7 @@ def _wanted_by(monkeypatch: pytest.MonkeyPatch, call) -> list[int]:
         found = original(name)
         if name != "bwd":
             return found
-        return lambda *args: (seen.append(args[-1]), found(*args))[1]
+        return lambda *args: (seen.append(args[12]), found(*args))[1]
 
     monkeypatch.setattr(autograd, "_op", op)
     call()
@@ -114,12 +115,52 @@ def test_repeatable_gradients_are_asked_for(how: str, monkeypatch: pytest.Monkey
 
 def test_deterministic_is_passed_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(ops, "attend", lambda *args: (seen.append(args[-1]), ops.fwd(*args[:5]))[1])
+    monkeypatch.setattr(ops, "attend", lambda *args: (seen.append(args[9]), ops.fwd(*args[:5]))[1])
     q, k, v, _ = _meta()
     for deterministic in (False, True):
         flashcute.flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
         flashcute.flash_attn_func(q, k, v, window_size=(3, 0), deterministic=deterministic)
     assert seen == [False, True, True]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_dropout_draws_the_same_mask_in_the_backward(eager: bool) -> None:
+    tensors, state = _inputs(), torch.tensor([5, 7])
+    attend = autograd.attend_eagerly if eager else autograd.attend
+    options = 0.3, True, -1, -1, tensors[3], False, state, 0.25
+    got = _losses(*attend(*tensors[:3], *options))["both"]
+    given = {"dropout_p": 0.25, "dropout_mask": dropout_mask(state, 2, 4, 9, 11, 0.25)}
+    given |= {"softmax_scale": 0.3, "causal": True, "sinks": tensors[3]}
+    expected = _losses(*attention_ref(*tensors[:3], **given)[:2])["both"]
+    torch.testing.assert_close(got, expected)
+    found = torch.autograd.grad(got, tensors)
+    for g, w in zip(found, torch.autograd.grad(expected, tensors), strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def test_function_hands_one_random_state_to_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, tuple] = {}
+    original = autograd._op
+
+    def op(name: str):
+        found = original(name)
+        return found if name != "bwd" else lambda *args: (given.update(bwd=args), found(*args))[1]
+
+    monkeypatch.setattr(autograd, "_op", op)
+    q, k, v, _ = _meta()
+    flashcute.flash_attn_func(q, k, v, 0.25).sum().backward()
+    assert q.grad.shape == q.shape and v.grad.shape == v.shape
+    assert given["bwd"][-1] == 0.25 and given["bwd"][-2].shape == (2,)
+
+
+def test_compiled_dropout_has_a_gradient() -> None:
+    q, k, v, _ = _meta()
+    torch.compile(flashcute.flash_attn_func, backend="aot_eager", fullgraph=True)(
+        q, k, v, 0.25
+    ).sum().backward()
+    assert q.grad.shape == q.shape
 
 
 def test_nothing_runs_backward_where_no_output_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +193,26 @@ def test_forward_mode_is_refused() -> None:
         assert attend(q).shape == q.shape
         with refused:
             attend(forward_ad.make_dual(q, q))
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (3, 1)])
+def test_forward_mode_of_a_gradient_is_refused(window_size) -> None:
+    q, k, v = (x.detach() for x in _meta()[:3])
+
+    def attend(q):
+        return flashcute.flash_attn_func(q, k, v, window_size=window_size).sum()
+
+    gradient = torch.func.grad(attend)
+    expected = r"^flashcute::\w+: expected no derivative in forward mode .*, got \w+ with a tangent"
+    for function, x in ((gradient, q), (torch.vmap(gradient), torch.stack((q, q)))):
+        with pytest.raises(NotImplementedError, match=expected):
+            torch.func.jvp(function, (x,), (x,))
+    leaf = q.requires_grad_()
+    with forward_ad.dual_level():
+        dout = forward_ad.make_dual(leaf.new_ones(()), leaf.new_ones(()))
+        for graph in (False, True):
+            with pytest.raises(NotImplementedError, match=expected):
+                torch.autograd.grad(attend(leaf), leaf, dout, create_graph=graph)
 
 
 def _loss(q, k, v, sinks, causal: bool = True) -> torch.Tensor:

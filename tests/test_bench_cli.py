@@ -11,7 +11,7 @@ from bench_results import result, row
 
 from flashcute import __main__ as main
 from flashcute import benchmarking as bm
-from flashcute import heuristics
+from flashcute import heuristics, ops
 from flashcute.bench import cli, command, models, options, sweep
 from flashcute.jit import BuildError, kernels
 
@@ -64,19 +64,28 @@ def test_backward_on_the_cpu(no_gpu, tmp_path, capsys, what, factor):
     assert bench("--plot-only", saved) == 0
 
 
-def test_kernels_are_built_before_the_sweep_and_together(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+@pytest.fixture
+def built(monkeypatch):
+    """An H200 to believe in, and (configuration, target) of what is built for it: nothing."""
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+    monkeypatch.setattr(kernels, "find_built", lambda *_: ("cache", None))
+    specs = []
+
+    def build_kernels(wanted, jobs, progress, watch):
+        specs.extend(wanted)
+        return [SimpleNamespace(error=None) for _ in wanted]
+
+    monkeypatch.setattr(kernels, "build_kernels", build_kernels)
+    return specs
+
+
+def test_kernels_are_built_before_the_sweep_and_together(built, monkeypatch):
     there = heuristics.sm90_configs("bf16", 64, True)[0]
     monkeypatch.setattr(
         kernels, "find_built", lambda config, _: ("cache", there if config == there else None)
     )
-    built = []
-
-    def build_kernels(specs, jobs, progress, watch):
-        built.extend(specs)
-        return [SimpleNamespace(error=None) for _ in specs]
-
-    monkeypatch.setattr(kernels, "build_kernels", build_kernels)
     points = sweep.points(("bf16", "fp16"), (64,), ("causal",), (1,), (512, 1024, 2048))
     command.build(points)
     wanted = [c for dtype in ("bf16", "fp16") for c in heuristics.sm90_configs(dtype, 64, True)]
@@ -117,6 +126,41 @@ def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     options = seen["options"]
     assert (options.sustained, options.names) == (1.0, ("flashcute", "cudnn"))
     assert options.time_limit == 3.0
+
+
+PEER = """
+def forward(q, k, v, causal):
+    from flashcute import flash_attn_func
+    return lambda: flash_attn_func(q, k, v, causal=causal)
+"""
+
+
+@pytest.mark.parametrize("what", ["fwd", "bwd"])
+def test_a_file_is_a_contender(no_gpu, tmp_path, capsys, what):
+    pytest.importorskip("matplotlib")
+    file, saved = tmp_path / "other.py", tmp_path / "made.json"
+    file.write_text(PEER)
+    arguments = (*SMALL[2:], "--json", saved, "--plots", tmp_path, "--pass", what)
+    assert bench(*arguments, "--peer-module", f"other={file}") == 0
+    made = json.loads(saved.read_text())
+    assert made["contenders"] == ["flashcute", "torch", "other"]
+    assert all(set(row["us"]) == {"flashcute", "torch", "other"} for row in made["rows"])
+    assert "| flashcute, bf16 | other " in capsys.readouterr().out
+
+
+def test_a_file_can_stand_in_for_a_contender(no_gpu, tmp_path, capsys):
+    file, saved = tmp_path / "other.py", tmp_path / "made.json"
+    file.write_text(PEER.replace("causal=causal)", "causal=causal) + 1"))
+    assert bench(*SMALL, "--json", saved, "--peer-module", f"fa3={file}") == 1  # is compared, too
+    assert json.loads(saved.read_text())["contenders"] == ["flashcute", "torch", "fa3"]
+    assert "fa3 differs from torch by 1.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["x", "flashcute=x.py", "a-b=x.py", "fa3=/none/x.py", "=x.py"])
+def test_what_names_no_file_is_refused(value, capsys):
+    with pytest.raises(SystemExit):
+        bench("--peer-module", value)
+    assert "argument --peer-module: expected" in capsys.readouterr().err
 
 
 def test_models_and_inputs_on_the_cpu(no_gpu, tmp_path, capsys):
@@ -164,23 +208,47 @@ def test_the_usual_contenders_are_those_of_the_shapes(shapes, names):
     assert command._usual(wanted("--shapes", *shapes), "cuda") == names
 
 
-def test_kernels_of_options_are_built_for_their_windows_and_lengths(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(kernels, "find_built", lambda *_: ("cache", None))
-    built = []
+def names_asked_for(shape, dtype, sms):
+    """Names of the kernels that a call asks for, by what the binding hands to the resolver."""
+    asked = []
+    total = sum(shape.lengths)
+    length = heuristics.typical_length(total, shape.b, shape.seqlen_q) if total else shape.seqlen_q
+    local = shape.window != (-1, -1)
+    problem = ops._Problem(
+        device=0,
+        dtype=("fp16", "bf16").index(dtype),
+        mask=2 if local else int(shape.causal),
+        b=heuristics.rounded_length(shape.b) if total else shape.b,
+        seqlen_q=heuristics.rounded_length(length),
+        seqlen_k=heuristics.rounded_length(length),
+        **{name: getattr(shape, name) for name in ("h", "h_k", "d")},
+        window_left=heuristics.rounded_length(min(shape.window[0], length)) if local else 0,
+        window_right=heuristics.rounded_length(min(shape.window[1], length)) if local else 0,
+        softcap=shape.softcap > 0,
+        alibi=shape.alibi,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=sms)
+        patch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+        patch.setattr(
+            ops.jit,
+            "get_kernel",
+            lambda config, target: asked.append(config.full_name) or SimpleNamespace(address=1),
+        )
+        ops._choose(problem)
+    return asked
 
-    def build_kernels(specs, jobs, progress, watch):
-        built.extend(config for config, _ in specs)
-        return []
 
-    monkeypatch.setattr(kernels, "build_kernels", build_kernels)
-    command.build(wanted("--shapes", "window-127", "sinks-d128", "512-short-d64"))
-    assert [(config.head_dim, config.mask) for config in built] == [
-        *((64, "local"), (128, "causal"), (64, "none"))
-    ]
-    short = options.OPTIONS["ragged-512-short-d64-full"]
-    problem = command._problem(sweep.Variant("bf16", short))
-    assert (problem.b, problem.seqlen_q, problem.seqlen_k) == (512, 256, 256)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("sms", [78, 114, 132])
+def test_what_is_built_for_options_is_what_their_calls_ask_for(built, monkeypatch, dtype, sms):
+    gpu = SimpleNamespace(multi_processor_count=sms)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
+    for name, shape in options.OPTIONS.items():
+        built.clear()
+        command.build([[sweep.Variant(dtype, shape)]])
+        found = [config.full_name for config, _ in built]
+        assert found == names_asked_for(shape, dtype, sms), name
 
 
 def wanted(*arguments, on_gpu=True):

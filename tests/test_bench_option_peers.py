@@ -221,4 +221,4 @@ def test_the_sweep_has_no_peers_of_options():
     q, k, v = bm.make_qkv(bm.Shape(1, 8, 8, 2, 2, 16, True), torch.float32, "cpu")
     calls, missing = peers.make(q, k, v, True, ("plain", "flex"))
     assert calls == {}
-    assert all("with options only" in reason for reason in missing.values())
+    assert all("no contender on such shapes" in reason for reason in missing.values())

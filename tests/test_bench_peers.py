@@ -112,6 +112,83 @@ def test_flash_attention_3_under_either_name(monkeypatch, module, with_lse):
     assert missing == {}
 
 
+MODULE = """
+import torch
+
+def forward(q, k, v, causal):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attend(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+"""
+BACKWARD = """
+import math, torch
+
+def backward(q, k, v, out, dout, lse, causal):
+    def call():
+        group = q.shape[2] // k.shape[2]
+        keys, values = (x.repeat_interleave(group, dim=2) for x in (k, v))
+        s = torch.einsum("bqhd,bkhd->bhqk", q, keys) / math.sqrt(q.shape[3])
+        if causal:
+            s = s.masked_fill(torch.ones(s.shape[2:]).triu(1).bool(), -math.inf)
+        p = torch.exp(s - lse[..., None])
+        dp = torch.einsum("bqhd,bkhd->bhqk", dout, values)
+        d = (dout * out).sum(-1).transpose(1, 2)[..., None]
+        ds = p * (dp - d) / math.sqrt(q.shape[3])
+        dk = torch.einsum("bhqk,bqhd->bkhd", ds, q).unflatten(2, (-1, group)).sum(3)
+        dv = torch.einsum("bhqk,bqhd->bkhd", p, dout).unflatten(2, (-1, group)).sum(3)
+        return torch.einsum("bhqk,bkhd->bqhd", ds, keys), dk, dv
+    return call
+"""
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("source", "passes"),
+    [(MODULE, set(peers.PASSES)), (BACKWARD, {"bwd"}), (MODULE + BACKWARD, set(peers.PASSES))],
+)
+def test_a_file_is_a_contender_in_the_passes_that_it_has(tmp_path, source, passes, causal):
+    path = tmp_path / "other.py"
+    path.write_text(source)
+    modules = {"other": peers.load_module("other", path)}
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    for what in peers.PASSES:
+        names = ("flashcute", "other")
+        with torch.no_grad():
+            calls, missing = peers.make(q, k, v, causal, names, what, modules)
+            assert ("other" in calls) == (what in passes)
+            if what not in passes:
+                assert missing["other"] == f"its file has no forward, which the pass {what} needs"
+                continue
+            torch.testing.assert_close(calls["other"](), calls["flashcute"]())
+        if what == "bwd":
+            assert any(x.requires_grad for x in calls["other"]()) is False
+
+
+def test_a_backward_in_a_file_is_timed_without_autograd(tmp_path):
+    path = tmp_path / "other.py"
+    path.write_text(MODULE + "def backward(q, *_):\n    return lambda: q\n")
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    modules = {"other": peers.load_module("other", path)}
+    calls, _ = peers.make(q, k, v, True, ("other",), "bwd", modules)
+    assert calls["other"]() is q
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("a.py", "1 / 0", "ZeroDivisionError"),
+        ("a.py", "x = 1", "got neither in"),
+        ("a.txt", MODULE, "does not end in .py"),
+    ],
+)
+def test_files_that_hold_no_contender_are_refused(tmp_path, name, source, message):
+    path = tmp_path / name
+    path.write_text(source)
+    with pytest.raises(ValueError, match=message) as error:
+        peers.load_module("other", path)
+    assert "--peer-module other=FILE" in str(error.value)
+
+
 def test_flash_attention_3_is_missing_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")

@@ -217,6 +217,11 @@ def test_recorded_command_does_not_say_where_things_lie(monkeypatch, tmp_path):
     assert command.endswith(" tools/x.py --out benchmarks/results/fwd.json a/b")
     monkeypatch.setattr(sys, "argv", ["x.py", str(tmp_path / "out.json")])
     assert bm.machine_info()["command"].endswith(" x.py out.json")
+    arguments = [f"--json={inside}", f"a={tmp_path / 'b.py'}", "c=d/e"]
+    monkeypatch.setattr(sys, "argv", ["x.py", *arguments])
+    assert bm.machine_info()["command"].endswith(
+        " x.py --json=benchmarks/results/fwd.json a=b.py c=d/e"
+    )
 
 
 def test_table_lines_have_one_width():

@@ -84,5 +84,13 @@ def test_symbolic_link_is_found(monkeypatch, tmp_path, capsys):
     assert "headers: expected a file, got a symbolic link" in capsys.readouterr().out
 
 
+def test_module_name_used_twice_is_found():
+    names = ["tests/test_a.py", "tests/sim/test_a.py", "tests/conftest.py", "tests/sim/conftest.py"]
+    found = tool.check_module_names([Path(name) for name in [*names, "tools/test_a.py"]])
+    assert found == [
+        "tests/test_a.py:1: expected a module name of its own, got that of tests/sim/test_a.py"
+    ]
+
+
 def test_this_project_passes(capsys):
     assert tool.main() == 0, capsys.readouterr().out

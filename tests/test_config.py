@@ -57,8 +57,8 @@ def test_names():
     assert c.full_name == "flash_fwd_hdim128_bf16_causal_sm80_128x64_w4_s1_c2"
     other = dataclasses.replace(c, mask="none", q_in_regs=8)
     assert other.full_name == "flash_fwd_hdim128_bf16_sm80_128x64_w4_s1_qreg_c2"
-    other = dataclasses.replace(c, softcap=True, alibi=True)
-    assert other.name == "flash_fwd_hdim128_bf16_causal_softcap_alibi_sm80"
+    other = dataclasses.replace(c, softcap=True, alibi=True, dropout=True)
+    assert other.name == "flash_fwd_hdim128_bf16_causal_softcap_alibi_dropout_sm80"
 
 
 def test_names_of_the_sm90_class():
@@ -93,6 +93,7 @@ def test_names_of_the_sm90_class():
         ("ping_pong", True),
         ("softcap", 30.0),
         ("alibi", 1),
+        ("dropout", 0.1),
     ],
 )
 def test_wrong_field_is_named(field, value):
@@ -200,6 +201,8 @@ def test_names_of_a_backward():
     assert c.name == "flash_bwd_hdim128_bf16_causal_sm80"
     assert c.full_name == f"{c.name}_dq128x32_w4_s1_c2_dkv64x64_w4_s2_c1"
     assert dataclasses.replace(c, split_dkv=True).full_name == f"{c.full_name}_split"
+    dropped = dataclasses.replace(c, dropout=True)
+    assert dropped.name == "flash_bwd_hdim128_bf16_causal_dropout_sm80"
     for field in ("dq", "dkv"):
         for change in ({"rows": 64}, {"step": 16}, {"stages": 1}, {"stages": 2}, {"min_ctas": 3}):
             tile = dataclasses.replace(getattr(c, field), **change)
@@ -211,7 +214,7 @@ def test_names_of_a_backward():
     ("field", "value"),
     [
         *(("arch", 70), ("dtype", "fp32"), ("head_dim", 80), ("mask", "window")),
-        *(("split_dkv", 1), ("dkv", BwdTile(64, 48, 4, 1, 1))),
+        *(("split_dkv", 1), ("dropout", 0.1), ("dkv", BwdTile(64, 48, 4, 1, 1))),
     ],
     ids=str,
 )
@@ -223,7 +226,7 @@ def test_wrong_field_of_a_backward_is_named(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("head_dim", 80), ("mask", "window"), ("split_dkv", True)),
+        *(("head_dim", 80), ("mask", "window"), ("split_dkv", True), ("dropout", True)),
         *(("dq", BwdTile(128, 128, 8, 2, 1)), ("dkv", BwdTile(128, 128, 8, 2, 1))),
     ],
     ids=str,

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashcute
-from flashcute import cpu, cpu_ops
+from flashcute import cpu_ops
 from flashcute.reference import attention_ref
 
 ROOT = pathlib.Path(flashcute.__file__).parents[1]
@@ -362,7 +362,7 @@ def test_opcheck(name: str) -> None:
                 *tensors,
                 *(None if shape is None else torch.rand(shape) for shape in extra),
                 None,
-                torch.tensor(7) if dropout_p else None,
+                torch.tensor([7, 8]) if dropout_p else None,
                 options.get("softmax_scale", 0.25),
                 options.get("causal", False),
                 *window,
@@ -439,7 +439,7 @@ def test_eager_calls_do_not_go_through_the_operator(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cpu_ops._operator, "op", None)
     q, k, v = inputs()
     assert flashcute.flash_attn_func(q, k, v, softcap=1.0).requires_grad
-    assert cpu.draw_seed().is_cpu
+    assert flashcute.flash_attn_func(q, k, v, dropout_p=0.5).requires_grad
 
 
 def _run_python(script: str, environment: dict[str, str] | None = None) -> None:
@@ -451,3 +451,13 @@ def _run_python(script: str, environment: dict[str, str] | None = None) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
+
+
+@each_option
+def test_forward_mode_of_a_gradient_is_refused(name):
+    q, *others = (x.detach() for x in inputs())
+    attention = Attention(name)
+    gradient = torch.func.grad(lambda q: attention(q, *others).square().sum())
+    for function, x in ((gradient, q), (torch.vmap(gradient, randomness="same"), q[None])):
+        with pytest.raises(NotImplementedError, match=r"attend_cpu: .* in forward mode"):
+            torch.func.jvp(function, (x,), (x,))

@@ -286,11 +286,11 @@ def test_readme_examples_run(block):
     )
     assert done.returncode == 0, done.stderr
     if "supports(" in block:
-        assert done.stdout.startswith("False ('expected no dropout")
+        assert done.stdout.startswith("False ('expected head_dim")
 
 
 def test_readme_shows_code():
-    assert len(README_BLOCKS) == 2
+    assert len(README_BLOCKS) == 3
 
 
 def test_generated_parts_are_up_to_date(capsys):

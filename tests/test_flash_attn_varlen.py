@@ -241,13 +241,13 @@ def test_gradients_of_every_tensor_and_of_lse(name):
 def test_dropout_pattern_is_the_one_used():
     (q, k, v), lengths = make(h_k=4)
     torch.manual_seed(1)
-    out, _, dmask = call((q, k, v), lengths, dropout_p=0.4)
+    out, _, dmask = call((q, k, v), lengths, dropout_p=0.375)
     assert dmask.shape == (5, 4, 17, 12)
     kept = ~torch.signbit(dmask)
     share = []
     for i, (n_q, n_k) in enumerate(zip(LENGTHS_Q, LENGTHS_K, strict=True)):
         rows, keys = (slice(cu[i], cu[i] + n) for cu, n in ((lengths[0], n_q), (lengths[1], n_k)))
-        weights = torch.where(kept[i], dmask[i], 0)[:, :n_q, :n_k] / (1 - 0.4)
+        weights = torch.where(kept[i], dmask[i], 0)[:, :n_q, :n_k] / (1 - 0.375)
         torch.testing.assert_close(out[rows], torch.einsum("hij,jhd->ihd", weights, v[keys]))
         share.append(kept[i, :, :n_q, :n_k].flatten())
         beyond = dmask[i].clone()
@@ -257,8 +257,8 @@ def test_dropout_pattern_is_the_one_used():
     plain = attention_varlen_ref(q, k, v, *lengths[:2], return_probs=True)
     torch.testing.assert_close(dmask[3, :, :17, :9].abs(), plain.probs[3])
     torch.manual_seed(1)
-    assert torch.equal(flash_attn_varlen_func(q, k, v, *lengths, 0.4), out)
-    assert not torch.equal(flash_attn_varlen_func(q, k, v, *lengths, 0.4), out)
+    assert torch.equal(flash_attn_varlen_func(q, k, v, *lengths, 0.375), out)
+    assert not torch.equal(flash_attn_varlen_func(q, k, v, *lengths, 0.375), out)
 
 
 def test_sequences_draw_dropout_of_their_own():

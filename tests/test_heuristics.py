@@ -132,28 +132,37 @@ def test_configurations_in_use_are_those_that_are_chosen(capability):
 
 @pytest.mark.parametrize("window", [None, (100, 0)])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_softcap_and_alibi_are_kernels_of_their_own(capability, window):
+def test_softcap_alibi_and_dropout_are_kernels_of_their_own(capability, window):
     problem = dataclasses.replace(PROBLEM, causal=window is None, window=window)
     plain = heuristics.choose_fwd(problem, capability)
-    assert not plain.softcap and not plain.alibi
-    for softcap, alibi in ((True, False), (False, True), (True, True)):
-        asked = dataclasses.replace(problem, softcap=softcap, alibi=alibi)
-        config = heuristics.choose_fwd(asked, capability)
-        assert (config.softcap, config.alibi) == (softcap, alibi)
-        assert config == heuristics.with_score_options(plain, softcap, alibi)
+    names = "softcap", "alibi", "dropout"
+    assert not any(getattr(plain, name) for name in names)
+    for flags in itertools.product((False, True), repeat=3):
+        asked = dict(zip(names, flags, strict=True))
+        config = heuristics.choose_fwd(dataclasses.replace(problem, **asked), capability)
+        assert {name: getattr(config, name) for name in names} == asked
+        assert config == heuristics.with_options(plain, **asked)
         assert config.tile_m == plain.tile_m and config.mask == plain.mask
 
 
-def test_tiles_that_would_spill_with_score_options_are_others():
+def test_heads_are_not_packed_with_dropout():
+    problem = dataclasses.replace(PROBLEM, causal=False, seqlen_q=1, h=32, h_k=4)
+    config = heuristics.choose_fwd(problem, (9, 0))
+    assert heuristics.packs_heads(problem, config)
+    assert not heuristics.packs_heads(dataclasses.replace(problem, dropout=True), config)
+
+
+def test_tiles_that_would_spill_with_options_are_others():
     eighty = heuristics.fwd_config("bf16", 128, False, (9, 0))
-    assert heuristics.with_score_options(eighty, True, True).tile_n < eighty.tile_n
+    for options in ({"softcap": True, "alibi": True}, {"dropout": True}):
+        assert heuristics.with_options(eighty, **options).tile_n < eighty.tile_n
     wide = dataclasses.replace(heuristics.sm90_configs("bf16", 64, False)[0], mask="local")
-    assert heuristics.with_score_options(wide, True, False).tile_n < wide.tile_n
+    assert heuristics.with_options(wide, True, False).tile_n < wide.tile_n
     three, two = heuristics.sm90_configs("bf16", 128, False)
     assert three.q_in_regs > 0 and two.q_in_regs > 0
-    assert heuristics.with_score_options(three, True, False).q_in_regs == 0
-    assert heuristics.with_score_options(two, False, True).q_in_regs == two.q_in_regs
-    assert heuristics.with_score_options(three, False, False) is three
+    assert heuristics.with_options(three, True, False).q_in_regs == 0
+    assert heuristics.with_options(two, False, True).q_in_regs == two.q_in_regs
+    assert heuristics.with_options(three, False, False) is three
 
 
 def test_one_query_row_needs_no_mask():
@@ -245,6 +254,19 @@ def test_backward_in_use_is_what_is_chosen(capability):
         assert repeatable.arch == 80
         of_hopper = capability == (9, 0) and head_dim in (32, 64, 128)
         assert fastest.arch == (90 if of_hopper else 80)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_backward_with_dropout_is_of_the_sm80_class(capability, deterministic):
+    for window in (None, (5, 9)):
+        problem = dataclasses.replace(PROBLEM, causal=window is None, window=window, dropout=True)
+        config = heuristics.choose_bwd(problem, capability, deterministic=deterministic)
+        assert (config.arch, config.dropout) == (80, True)
+        assert config.mask == ("causal" if window is None else "local")
+        plain = dataclasses.replace(problem, dropout=False)
+        plain = heuristics.choose_bwd(plain, capability, deterministic=True)
+        assert config == heuristics.bwd_with_dropout(plain)
 
 
 def test_mask_of_the_backward_is_that_of_the_forward():

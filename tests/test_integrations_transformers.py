@@ -235,6 +235,19 @@ def test_masked_dropout_draws_a_new_mask_each_time():
     assert abs(outs[0].mean() - dense.mean()) < 0.2
 
 
+def test_masked_dropout_is_that_without_a_mask():
+    """The same weights, divided by the same number."""
+    q = torch.randn(2, 3, 20, 16)
+    results = []
+    for mask in (None, torch.ones(2, 1, 20, 20, dtype=torch.bool)):
+        torch.manual_seed(2)
+        call = integration.attention_forward(
+            torch.nn.Module(), q, q, q, mask, dropout=0.3, is_causal=False
+        )
+        results.append(call[0])
+    torch.testing.assert_close(*results)
+
+
 def test_masks_and_dropout_do_not_ask_the_default_device():
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
@@ -270,7 +283,6 @@ def test_masked_training_compiles_into_one_graph(dropout):
 
 MASKS = {
     "attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool, device="meta"),
-    "s_aux": torch.zeros(2, device="meta"),
     "position_bias": torch.zeros(1, 2, 4, 4, device="meta"),
 }
 
@@ -279,7 +291,7 @@ MASKS = {
 def test_other_devices_refuse_masks_by_name(name):
     q = torch.empty(1, 2, 4, 16, device="meta", dtype=torch.float16)
     options = {"attention_mask": None, "is_causal": False, name: MASKS[name]}
-    with pytest.raises(NotImplementedError, match=rf"cute_attn: expected {name}=None .*sdpa"):
+    with pytest.raises(NotImplementedError, match=rf"cute_attn: expected {name}=None .*fallback"):
         integration.attention_forward(torch.nn.Module(), q, q, q, **options)
 
 
@@ -287,8 +299,6 @@ def test_other_devices_refuse_masks_by_name(name):
     "argument",
     [
         {"output_attentions": True},
-        {"cu_seq_lens_q": torch.tensor([0, 4])},
-        {"cu_seq_lens_k": torch.tensor([0, 4])},
         {"cache": object()},
     ],
     ids=lambda argument: next(iter(argument)),

@@ -84,6 +84,15 @@ def test_scores_have_the_softcap_as_their_unit():
     assert shared.alibi_slopes_batch_stride == 0
 
 
+def test_probabilities_are_multiples_of_what_16_bits_tell_apart():
+    q, state = torch.empty(2, 1, 4, 8), torch.tensor([1, 2])
+    for dropout_p, threshold in ((0.5, 32768), (0.1, 6554), (2.0**-18, 0), (1 - 2.0**-16, 65535)):
+        params = fwd_params({"q": q, "k": q, "rng_state": state}, 0.25, dropout_p=dropout_p)
+        assert params.dropout_threshold == threshold
+        assert params.dropout_scale * (1 - threshold / 2**16) == pytest.approx(1, rel=1e-7)
+        assert params.rng_state_ptr == state.data_ptr()
+
+
 def test_backward_has_the_arguments_of_the_forward_and_its_own():
     q, k = torch.empty(2, 3, 4, 8), torch.empty(2, 5, 2, 8)
     tensors = {"q": q, "k": k, "do": q.mT.contiguous().mT, "dk": k, "dlse": torch.empty(2, 4, 3)}

@@ -453,7 +453,7 @@ def test_ninja_on_the_path_serves_where_the_package_is_missing(tmp, monkeypatch)
     with pytest.raises(BuildError, match="expected ninja, got neither"):
         make(tmp)
     (tmp / "ninja").touch(0o755)
-    assert build._ninja() == str(tmp / "ninja")
+    assert build.find_ninja() == str(tmp / "ninja")
 
 
 _FULL_DISK = """\

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flashcute import ops
+from flashcute.dropout import dropout_mask
 from flashcute.reference import attention_ref
 
 # Never edit an old entry: a saved program or a caller may hold to it. New arguments go to the end,
@@ -20,7 +21,12 @@ FROZEN_SCHEMAS = (
     "flashcute::attend(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal,"
     " int window_left, int window_right, Tensor? sinks, float softcap=0.,"
     " Tensor? alibi_slopes=None, bool deterministic=False) -> (Tensor out, Tensor softmax_lse)",
+    "flashcute::attend(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal,"
+    " int window_left, int window_right, Tensor? sinks, float softcap=0.,"
+    " Tensor? alibi_slopes=None, bool deterministic=False, Tensor? rng_state=None,"
+    " float dropout_p=0.) -> (Tensor out, Tensor softmax_lse)",
 )
+STATE = torch.tensor([5, 7])
 # What follows the scale; tensors by their shapes.
 OPTIONS = (
     (False, -1, -1, None),
@@ -31,6 +37,8 @@ OPTIONS = (
     (True, -1, -1, None, 1.5),
     (False, 4, -1, None, 0.0, (4,)),
     (False, -1, -1, (4,), 0.5, (2, 4)),
+    (True, -1, -1, None, 0.0, None, False, STATE, 0.25),
+    (False, 4, -1, (4,), 0.5, (2, 4), True, STATE, 0.5),
 )
 options = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
@@ -45,11 +53,13 @@ def _inputs(options: tuple) -> tuple[tuple[torch.Tensor, ...], tuple]:
 
 
 def _expected(qkv: tuple, scale: float, options: tuple):
-    defaults = 0.0, None
-    causal, left, right, sinks, softcap, slopes = (*options, *defaults[len(options) - 4 :])
+    defaults = 0.0, None, False, None, 0.0
+    options = (*options, *defaults[len(options) - 4 :])
+    causal, left, right, sinks, softcap, slopes, _, state, dropout_p = options
+    mask = None if state is None else dropout_mask(state, 2, 4, 9, 11, dropout_p)
     return attention_ref(
         *qkv, softmax_scale=scale, causal=causal, window_size=(left, right), sinks=sinks,
-        softcap=softcap, alibi_slopes=slopes,
+        softcap=softcap, alibi_slopes=slopes, dropout_p=dropout_p, dropout_mask=mask,
     )  # fmt: skip
 
 
@@ -83,7 +93,8 @@ def test_opcheck(options) -> None:
 @options
 def test_gradient_on_the_cpu(options) -> None:
     qkv, options = _inputs(options)
-    leaves = [t.requires_grad_() for t in (*qkv, *options) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in (*qkv, *options) if isinstance(t, torch.Tensor) and t is not STATE]
+    leaves = [t.requires_grad_() for t in tensors]
     out, lse = _op()(*qkv, 0.25, *options)
     expected = _expected(qkv, 0.25, options)
     got = torch.autograd.grad(out.square().sum() + lse.sin().sum(), leaves)
@@ -103,6 +114,31 @@ def test_gradient_on_the_cpu(options) -> None:
             {"alibi_slopes": torch.zeros(3, 4)},
             ValueError,
             r"flashcute::attend: expected alibi_slopes of shape \(4,\) or \(2, 4\)",
+        ),
+        (
+            {"dropout_p": 1.0, "rng_state": STATE},
+            ValueError,
+            r"flashcute::attend: expected 0 <= dropout_p <= 1 - 2\*\*-16, got dropout_p=1.0; pass",
+        ),
+        (
+            {"dropout_p": 0.5},
+            ValueError,
+            r"expected rng_state with dropout_p > 0, got rng_state=None with dropout_p=0.5; pass",
+        ),
+        (
+            {"dropout_p": 0.5, "rng_state": STATE.int()},
+            TypeError,
+            r"expected rng_state of dtype torch.int64, got rng_state.dtype=torch.int32; pass",
+        ),
+        (
+            {"dropout_p": 0.5, "rng_state": STATE[:1]},
+            ValueError,
+            r"expected rng_state of shape \(2,\), got rng_state.shape=\(1,\); pass",
+        ),
+        (
+            {"dropout_p": 0.5, "rng_state": STATE.to("meta")},
+            ValueError,
+            r"expected rng_state on cpu as q, got rng_state.device=meta; move",
         ),
     ],
 )

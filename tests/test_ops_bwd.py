@@ -6,14 +6,19 @@ import pytest
 import torch
 
 from flashcute import ops
+from flashcute.dropout import dropout_mask
 from flashcute.reference import attention_ref
 
 # Never edit an old entry: a saved program or a caller may hold to it. New arguments go to the end,
 # with defaults.
-FROZEN_SCHEMA = (
+FROZEN_SCHEMAS = (
     "flashcute::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,"
     " Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right,"
-    " Tensor? sinks, int wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+    " Tensor? sinks, int wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    "flashcute::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,"
+    " Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right,"
+    " Tensor? sinks, int wanted, Tensor? rng_state=None, float dropout_p=0.) ->"
+    " (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
 )
 
 
@@ -39,8 +44,8 @@ def _arguments(**change) -> dict:
 
 
 def test_schema_is_the_frozen_one() -> None:
-    frozen = torch._C.parse_schema(FROZEN_SCHEMA)
-    assert _op()._schema.is_backward_compatible_with(frozen)
+    for frozen in map(torch._C.parse_schema, FROZEN_SCHEMAS):
+        assert _op()._schema.is_backward_compatible_with(frozen)
     assert str(_op()._schema) == str(frozen), "compatible, but add the new schema to the frozen"
 
 
@@ -57,6 +62,20 @@ def test_cpu_implementation(wanted: int) -> None:
             assert got.shape == (0,)
 
 
+def test_dropout_on_the_cpu() -> None:
+    dropout = {"rng_state": torch.tensor([5, 7]), "dropout_p": 0.25}
+    given = _arguments(**dropout)
+    leaves = [given[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks")]
+    mask = dropout_mask(dropout["rng_state"], 2, 4, 9, 11, 0.25)
+    out, lse, _ = attention_ref(
+        *leaves[:3], softmax_scale=0.25, causal=True, sinks=leaves[3], dropout_p=0.25,
+        dropout_mask=mask,
+    )  # fmt: skip
+    expected = torch.autograd.grad((out, lse), leaves, (given["dout"], given["dlse"]))
+    for got, e in zip(_op()(**given), expected, strict=True):
+        torch.testing.assert_close(got, e)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -65,6 +84,7 @@ def test_cpu_implementation(wanted: int) -> None:
         {"sinks": None, "wanted": 7, "dlse": None},
         {"causal": False, "window_left": 3, "window_right": 2},
         {"dout": torch.randn(2, 4, 9, 16).transpose(1, 2)},
+        {"rng_state": torch.tensor([5, 7]), "dropout_p": 0.25},
     ],
 )
 def test_opcheck(change) -> None:
@@ -97,6 +117,8 @@ def test_fake_has_the_strides_of_the_inputs() -> None:
         ({"window_left": -2}, ValueError, r"window_size .*\(-2, -1\)"),
         ({"softmax_scale": float("nan")}, ValueError, "got softmax_scale=nan"),
         ({"v": torch.zeros(2, 3, 2, 16)}, ValueError, "v of k's shape"),
+        ({"dropout_p": 0.5}, ValueError, "rng_state with dropout_p > 0"),
+        ({"dropout_p": 1.0}, ValueError, "0 <= dropout_p <= 1 - "),
     ],
 )
 def test_wrong_arguments_are_refused(change, error, pattern) -> None:
@@ -133,10 +155,13 @@ def test_resolver_chooses_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     for backward, config in ((1, heuristics.sm90_bwd_config), (2, heuristics.bwd_config)):
         # Causal, few rows, four heads each.
-        problem = ops._Problem(0, 1, 1, 2, 3, 4, 8, 2, 64, 0, 0, 0, 0, backward)
+        problem = ops._Problem(0, 1, 1, 2, 3, 4, 8, 2, 64, 0, 0, 0, 0, 0, backward)
         choice = ops._choose(problem)
         assert asked == {"config": config("bf16", 64, "causal"), "target": "90"}
         assert (choice.kernel, choice.pack_heads) == (4096, 0)
+    problem.backward = problem.dropout = 1
+    ops._choose(problem)
+    assert asked["config"].name == "flash_bwd_hdim64_bf16_causal_dropout_sm80"
     gpu.major = 7
     with pytest.raises(NotImplementedError, match=r"^flashcute::bwd: expected a GPU of compute"):
         ops._choose(problem)

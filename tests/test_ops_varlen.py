@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 import flashcute
 from flashcute import ops
+from flashcute.dropout import dropout_mask
 from flashcute.reference_varlen import attention_varlen_ref
 
 # Never edit an old entry: a saved program or a caller may hold to it. New arguments go to the end,
@@ -22,6 +23,11 @@ FROZEN_SCHEMAS = (
     " SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right,"
     " Tensor? sinks, float softcap=0., Tensor? alibi_slopes=None) ->"
     " (Tensor out, Tensor softmax_lse)",
+    "flashcute::attend_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,"
+    " Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q,"
+    " SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right,"
+    " Tensor? sinks, float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None,"
+    " float dropout_p=0.) -> (Tensor out, Tensor softmax_lse)",
 )
 CU_Q, CU_K = [0, 4, 4, 7], [0, 5, 7, 7]
 
@@ -52,12 +58,16 @@ def _arguments(dtype=torch.float32, device="cpu", d=16, index=torch.int32, **cha
         "sinks": random(4).float(),
         "softcap": 1.5,
         "alibi_slopes": random(3, 4).float(),
+        "rng_state": torch.tensor([5, 7], device=device),
+        "dropout_p": 0.25,
     }
     return given | change
 
 
 def _expected(given: dict):
     names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
+    mask = dropout_mask(given["rng_state"], 3, 4, 4, 5, given["dropout_p"])
+    lengths = zip(torch.tensor(CU_Q).diff(), torch.tensor(CU_K).diff(), strict=True)
     return attention_varlen_ref(
         *(given[name] for name in names),
         softmax_scale=given["softmax_scale"],
@@ -66,6 +76,8 @@ def _expected(given: dict):
         sinks=given["sinks"],
         softcap=given["softcap"],
         alibi_slopes=given["alibi_slopes"],
+        dropout_p=given["dropout_p"],
+        dropout_mask=[mask[i, :, :n, :m] for i, (n, m) in enumerate(lengths)],
     )
 
 
@@ -121,6 +133,7 @@ def test_gradient_is_refused_on_cuda(which: str) -> None:
         ({"sinks": torch.zeros(3)}, ValueError, r"expected sinks of shape"),
         ({"softcap": -1.0}, ValueError, r"expected a finite softcap"),
         ({"alibi_slopes": torch.zeros(2, 4)}, ValueError, r"expected alibi_slopes of shape"),
+        ({"rng_state": None}, ValueError, r"expected rng_state with dropout_p > 0"),
         ({"max_seqlen_q": -1}, ValueError, r"expected 0 <= max_seqlen_q"),
         ({"cu_seqlens_q": torch.zeros(3)}, TypeError, r"expected cu_seqlens_q of dtype"),
         ({"v": torch.zeros(8, 3, 16)}, ValueError, r"expected v of k's shape"),
@@ -140,7 +153,6 @@ def _call(**change) -> object:
 @pytest.mark.parametrize(
     ("change", "pattern"),
     [
-        ({"dropout_p": 0.1}, r"got dropout_p=0\.1; pass dropout_p=0"),
         ({"softcap": 1e38}, r"got softcap=1e\+38 with softmax_scale=0\.25; pass softcap=0"),
         (
             {"alibi_slopes": lambda: torch.zeros(4, device="cuda", requires_grad=True)},
@@ -192,7 +204,8 @@ def test_what_the_function_hands_to_the_operator(monkeypatch: pytest.MonkeyPatch
             torch.zeros(3, device="cuda", dtype=torch.int32),
             4,
         )
-    for q, k, v, lengths, bounds, scale, _, window, given_sinks, cap, given_slopes in calls[:2]:
+        flashcute.flash_attn_varlen_func(*list(given.values())[:5], 4, 5, dropout_p=0.1)
+    for q, k, v, lengths, bounds, scale, _, window, given_sinks, *others in calls[:2]:
         assert q.shape[2] == k.shape[2] == v.shape[2] in (16, 24)
         assert [None if x is None else x.dtype for x in lengths] == [
             *(torch.int32, torch.int32),
@@ -200,6 +213,8 @@ def test_what_the_function_hands_to_the_operator(monkeypatch: pytest.MonkeyPatch
         ]
         assert bounds == (2**62, 5) and window == (2**31, 3)
         assert given_sinks.dtype == torch.float32
-        assert cap == 30.0 and given_slopes.shape == (3, 4)
+        assert others[0] == 30.0 and others[1].shape == (3, 4) and others[2:] == [None, 0.0]
         assert scale in (16**-0.5, 20**-0.5)
     assert calls[2][0].stride() == (384, 64, 1)  # in place
+    state, dropout_p = calls[3][-2:]
+    assert state.shape == (2,) and state.device.type == "cuda" and dropout_p == 6554 / 2**16

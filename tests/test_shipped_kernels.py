@@ -36,6 +36,8 @@ def launch_bounds(config):
     """(threads, CTAs per SM) of each kernel in a shared object."""
     if config.kind == "fwd":
         return [(config.threads, config.min_ctas)]
+    if config.arch == 90:
+        return [(config.threads, 1)]
     return [(32 * tile.warps, tile.min_ctas) for tile in (config.dq, config.dkv)]
 
 
@@ -103,14 +105,43 @@ def test_registers_are_dealt_anew(built, code, stem):
     assert len(found) == 2 and amounts.keys() == {"DEALLOC", "TRY_ALLOC"}, found
     # Given out must not be more than the launch took, or the raise never returns.
     at_launch = built[stem].artefact.meta["registers"]
-    mma_threads = 32 * config.warps
+    mma_threads = config.threads - 128
     given = amounts["TRY_ALLOC"] * mma_threads
-    given += amounts["DEALLOC"] * (config.threads - mma_threads)
+    given += amounts["DEALLOC"] * 128
     assert amounts["DEALLOC"] < at_launch < amounts["TRY_ALLOC"]
     assert given <= at_launch * config.threads
 
 
-@pytest.mark.parametrize("stem", SM90)
+def products(code, stem):
+    """(where A is, M, N, K) of neighbouring wgmma, without a wait between them, of each run."""
+    steps = [
+        ("smem" if x.reads_a_from_smem else "registers", *x.mma_shape) if x.mma_shape else "wait"
+        for x in code(stem)
+        if x.mma_shape or x.opcode.startswith("WARPGROUP.DEPBAR")
+    ]
+    return [list(run) for wait, run in itertools.groupby(steps, lambda x: x == "wait") if not wait]
+
+
+@pytest.mark.parametrize("stem", [stem for stem in SM90 if SHIPPED[stem].kind == "bwd"])
+def test_products_of_a_backward_are_those_intended_and_never_serialised(code, stem):
+    config = SHIPPED[stem]
+    rows, step, d = config.dkv.rows, config.dkv.step, config.head_dim
+    scores = [("smem", 64, step, 16)] * (d // 16)  # K Q^T and V dO^T
+    gradient = [("registers", 64, d, 16)] * (step // 16)  # P^T dO and dS^T Q
+    # dS K: each warpgroup has 64 rows and all columns, or all rows and half of the columns.
+    dq = [("smem", 64, d if step == 128 else d // 2, 16)] * (rows // 16)
+    found = []
+    for run in products(code, stem):
+        rest = run
+        while rest:
+            whole = [x for x in (scores, gradient, dq) if rest[: len(x)] == x]
+            assert whole, f"a product is interrupted: {run}"
+            found += whole
+            rest = rest[len(whole[0]) :]
+    assert all(product in found for product in (scores, gradient, dq))
+
+
+@pytest.mark.parametrize("stem", [stem for stem in SM90 if SHIPPED[stem].kind == "fwd"])
 def test_products_are_those_intended_and_never_serialised(code, stem):
     config = SHIPPED[stem]
     # One product: its instructions, each k16 long. S = Q K^T, Q's steps from registers first, the
@@ -119,13 +150,7 @@ def test_products_are_those_intended_and_never_serialised(code, stem):
     qk = [("registers", 64, config.tile_n, 16)] * kept
     qk += [("smem", 64, config.tile_n, 16)] * (config.head_dim // 16 - kept)
     pv = [("registers", 64, config.head_dim, 16)] * (config.tile_n // 16)
-    # Neighbours without a wait between them.
-    steps = [
-        ("smem" if x.reads_a_from_smem else "registers", *x.mma_shape) if x.mma_shape else "wait"
-        for x in code(stem)
-        if x.mma_shape or x.opcode.startswith("WARPGROUP.DEPBAR")
-    ]
-    runs = [list(run) for wait, run in itertools.groupby(steps, lambda x: x == "wait") if not wait]
+    runs = products(code, stem)
     # A tile's first Q K^T and last P V stand apart from the loop, in which both follow each other;
     # a causal kernel has one copy of it with the mask and one without.
     for run in runs:

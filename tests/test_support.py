@@ -10,6 +10,8 @@ import pytest
 import torch
 from bad_input import CASES, Case, tensors
 from bad_input_varlen import VARLEN, arguments
+from test_checks_kvcache import CACHE
+from test_checks_kvcache import arguments as cache_arguments
 from torch._subclasses import FakeTensorMode
 
 import flashcute
@@ -28,6 +30,8 @@ ASKING = {
     "sinks": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
     "num_heads_k": 2,
     "cu_seqlens": True,
+    "k_cache": True,
+    "block_table": True,
     "cu_seqlens with requires_grad": True,
     "softcap with requires_grad": True,
     "alibi_slopes with requires_grad": True,
@@ -37,6 +41,8 @@ ASKING = {
 def _call(device: str, argument: str) -> object:
     q, k, v = tensors(device)
     value = ASKING[argument]
+    if argument in ("k_cache", "block_table"):
+        return _call_with_cache(device, argument)
     if argument.startswith("cu_seqlens"):
         return _call_varlen(device, argument.endswith("requires_grad"))
     if argument.endswith(" with requires_grad"):
@@ -62,6 +68,14 @@ def _call_varlen(device: str, with_gradient: bool = False) -> object:
         return flashcute.flash_attn_varlen_func(**given)
 
 
+def _call_with_cache(device: str, argument: str) -> object:
+    cuda = device == "meta"
+    function = CACHE if argument == "k_cache" else VARLEN
+    with FakeTensorMode() if cuda else contextlib.nullcontext():
+        given = cache_arguments(function, "cuda" if cuda else device, argument == "block_table")
+        return getattr(flashcute, function)(**given)
+
+
 @pytest.mark.parametrize("feature", support.FEATURES, ids=lambda feature: feature.argument)
 def test_each_feature_works_or_is_refused_as_the_table_says(feature: support.Feature) -> None:
     arguments_of = feature.argument.split(" with ")
@@ -76,7 +90,8 @@ def test_each_feature_works_or_is_refused_as_the_table_says(feature: support.Fea
     with pytest.raises(NotImplementedError) as raised:
         _call("meta", feature.argument)
     # The same words in both places.
-    function = "flash_attn_varlen_func" if "cu_seqlens" in arguments_of else "flash_attn_func"
+    functions = {"cu_seqlens": VARLEN, "block_table": VARLEN, "k_cache": CACHE}
+    function = functions.get(arguments_of[0], "flash_attn_func")
     assert str(raised.value) == f"{function}: {answer.reasons[0]}"
 
 
@@ -97,7 +112,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 def test_reasons_name_argument_and_value() -> None:
     answer = flashcute.supports(
-        dtype=torch.float32, head_dim=300, num_heads=3, num_heads_k=2, softcap=1e38, dropout_p=0.1
+        dtype=torch.float32, head_dim=300, num_heads=3, num_heads_k=2, softcap=1e38, dropout_p=1.0
     )
     text = " | ".join(answer.reasons)
     for part in (
@@ -105,7 +120,7 @@ def test_reasons_name_argument_and_value() -> None:
         "got head_dim=300",
         "got num_heads=3 and num_heads_k=2",
         "got softcap=1e+38 with softmax_scale=",
-        "got dropout_p=0.1",
+        "got dropout_p=1.0",
     ):
         assert part in text
     assert len(answer.reasons) == 5
@@ -160,6 +175,7 @@ WRONG = [
     *(("alibi_slopes", torch.zeros(8).to(dtype)) for dtype in (torch.float64, torch.bfloat16)),
     *((name, torch.zeros(4).to_sparse()) for name in ("alibi_slopes", "sinks")),
     *(("cu_seqlens", value) for value in ([0, 1], 1, "yes", False)),
+    *((name, value) for name in ("k_cache", "block_table") for value in ([0, 1], "yes", False)),
     *(("sinks", value) for value in ([0.5], 1, "yes", False, np.zeros(4))),
 ]
 
@@ -186,6 +202,17 @@ def test_numpy_scalars_count_as_pythons() -> None:
     }
     assert flashcute.supports(**sizes, **options, capability=(np.int64(9), 0))
     assert flashcute.supports(device="cpu", dropout_p=np.float16(0.5), requires_grad=np.True_)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gradient_through_a_cache(device: str) -> None:
+    answer = flashcute.supports(device=device, k_cache=True, requires_grad=True)
+    assert "expected no gradient through a cache, on any device" in answer.reasons[0]
+    call = cache_arguments(CACHE, "cpu") | {"q": torch.ones(3, 2, 4, 16).half().requires_grad_()}
+    with pytest.raises(NotImplementedError) as raised:
+        flashcute.flash_attn_with_kvcache(**call)
+    said = answer.reasons[0].replace("got requires_grad=True", "got q.requires_grad=True")
+    assert str(raised.value) == f"{CACHE}: {said}"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

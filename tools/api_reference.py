@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
+_KVCACHE = "KVCacheOutput attention_kvcache_ref"
 _TIMING = "Shape time_interleaved time_sustained host_time gpu_sampler Ratios"
 
 # Per page and chapter: the module to import from, the file, and the names ("" for all public ones).
@@ -23,8 +24,12 @@ PAGES: dict[str, dict[str, Chapter]] = {
         "Attention": [
             ("flashcute", "flash_attn_interface.py", ""),
             ("flashcute", "flash_attn_varlen.py", ""),
+            ("flashcute", "flash_attn_kvcache.py", ""),
+            ("flashcute.rotary", "rotary.py", "apply_rotary_emb"),
             ("flashcute.bert_padding", "bert_padding.py", ""),
             ("flashcute", "support.py", "supports Support support_matrix"),
+            ("flashcute", "integrations/sdpa.py", "enable disable enabled"),
+            ("flashcute", "integrations/flash_attn.py", "provide_flash_attn"),
             ("flashcute.integrations.transformers", "integrations/transformers.py", "register"),
         ],
         "Configurations": [
@@ -38,11 +43,23 @@ PAGES: dict[str, dict[str, Chapter]] = {
             ("flashcute.env", "env.py", ""),
         ],
     },
+    "docs/api_distributed.md": {
+        "Functions": [
+            ("flashcute.distributed", "distributed/functions.py", ""),
+            (
+                "flashcute.distributed",
+                "distributed/zigzag.py",
+                "zigzag_split zigzag_merge zigzag_positions",
+            ),
+        ],
+    },
     "docs/api_testing.md": {
         "Reference": [
             ("flashcute.reference", "reference.py", ""),
             ("flashcute.reference_varlen", "reference_varlen.py", ""),
+            ("flashcute.reference_kvcache", "reference_kvcache.py", _KVCACHE),
             ("flashcute.reference_tiled", "reference_tiled.py", ""),
+            ("flashcute.dropout", "dropout.py", "dropout_mask draw_state"),
         ],
         "Correctness": [
             ("flashcute.testing", "testing.py", ""),

@@ -68,6 +68,10 @@ def _model(args: argparse.Namespace, _seconds: float) -> list[str]:
     return ["examples/demo.py", "--out", str(args.out / "demo.json"), *model]
 
 
+def _training(args: argparse.Namespace, _seconds: float) -> list[str]:
+    return ["examples/train_gpt.py", "--check", "--out", str(args.out)]
+
+
 def _bench(name: str, *arguments: str) -> Callable[[argparse.Namespace, float], list[str]]:
     """A benchmark whose result is the file ``name``."""
 
@@ -100,6 +104,7 @@ PHASES = {
     # compiled first.
     "options": Phase(400, _bench("fwd_options.json", "--shapes", "options"), 14000, default=False),
     "backward": Phase(200, _bench("bwd.json", "--pass", "bwd"), 7000, default=False),
+    "training": Phase(200, _training, 3000, default=False),
     # What `make test` leaves out, where there are processors enough: every kernel that ships.
     "test-all": Phase(500, _test_all, 1000, default=False),
     # Not by default: the tool may be missing, or the driver may not permit it.

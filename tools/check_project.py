@@ -184,6 +184,17 @@ def check(path: Path, text: str) -> list[str]:
     return [f"{path}:{line}: {rule}" for line, rule in sorted(breaches)]
 
 
+def check_module_names(paths: list[Path]) -> list[str]:
+    """No two test modules of one name: pytest puts each of their folders on the module path."""
+    found, first = [], {}
+    for path in sorted(paths):
+        if path.suffix in PYTHON and path.parts[0] == "tests" and path.name != "conftest.py":
+            other = first.setdefault(path.name, path)
+            if other != path:
+                found.append(f"{path}:1: expected a module name of its own, got that of {other}")
+    return found
+
+
 def project_files() -> list[Path]:
     """Files and links that git tracks or would track, relative to the root."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -194,8 +205,9 @@ def project_files() -> list[Path]:
 
 def main() -> int:
     suffixes = set().union(*(suffixes for _, suffixes in CHECKS))
-    found = []
-    for path in project_files():
+    paths = project_files()
+    found = check_module_names(paths)
+    for path in paths:
         if (ROOT / path).is_symlink():  # its target may exist on one machine only
             found.append(f"{path}: expected a file, got a symbolic link")
         elif path.suffix in suffixes:

@@ -11,18 +11,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from svg import INK, LINE, Canvas
+import figures_backward
+from svg import BLUE, GREEN, GREY, INK, LINE, RED, STRONG, WHITE, YELLOW, Canvas
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import figures_distributed  # noqa: E402 - which imports flashcute, too
+
 from flashcute.reference import visible_keys  # noqa: E402 - from this checkout, installed or not
 
 FIGURES = ROOT / "docs" / "figures"
-
-GREEN, YELLOW, GREY = "#8fd0c8", "#f2d58a", "#e8e8e8"
-BLUE, RED, WHITE = "#bcd6ee", "#f0b6ae", "#ffffff"
-STRONG = "#b3261e"
 
 
 def call() -> Canvas:
@@ -49,7 +48,7 @@ def call() -> Canvas:
         "csrc/flash_attn/flash_api.cpp",
         YELLOW,
     )
-    spine(240, 48, ["table: problem -> kernel"], "KernelTable in flash_api.cpp", YELLOW)
+    spine(240, 48, ["table: problem -> kernel"], "KernelTable in kernel_table.h", YELLOW)
     spine(
         424,
         66,
@@ -537,6 +536,8 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
     "fragment.svg": fragment,
     "pipeline.svg": pipeline,
     "warpgroups.svg": warpgroups,
+    **figures_backward.DRAWINGS,
+    "zigzag.svg": figures_distributed.zigzag,
 }
 
 

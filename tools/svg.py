@@ -11,6 +11,9 @@ from html import escape
 
 INK = "#222222"
 LINE = "#666666"
+GREEN, YELLOW, GREY = "#8fd0c8", "#f2d58a", "#e8e8e8"
+BLUE, RED, WHITE = "#bcd6ee", "#f0b6ae", "#ffffff"
+STRONG = "#b3261e"
 FONT = "DejaVu Sans, Verdana, Arial, sans-serif"
 MONO = "DejaVu Sans Mono, Menlo, Consolas, monospace"
 

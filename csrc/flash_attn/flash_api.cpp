@@ -8,7 +8,6 @@
 // operator directly; the precise, typed errors are raised by flash_attn_interface.py.
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -82,16 +81,6 @@ int64_t set_lengths(Flash_fwd_params &params, const Lengths &lengths, int32_t de
     return b;
 }
 
-// Between the mean and the longest: of what the host knows of a ragged batch, the length whose
-// tiles suit most of the work.
-int32_t typical_length(int64_t total, int64_t b, int64_t longest) {
-    const double most = static_cast<double>(std::min(longest, total));
-    const double of_each =
-        static_cast<double>(total) / static_cast<double>(std::max(b, int64_t(1)));
-    const double mean = std::min(of_each, most);
-    return std::max(static_cast<int32_t>(std::sqrt(mean * most)), 1);
-}
-
 // b: entries, or sequences of a ragged batch.
 void set_slopes(Flash_fwd_params &params, const Options &options, int64_t b, int64_t h,
                 int32_t device) {
@@ -161,6 +150,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
 
     const int64_t b = lengths != nullptr ? set_lengths(params, *lengths, device) : ql.b;
     set_slopes(params, options, b, ql.h, device);
+    set_dropout(params, options, device);
     const torch::stable::accelerator::DeviceGuard guard(device);
     if (ql.b == 0 || ql.s == 0) {
         return make_outputs(q, ql, dtype, device);
@@ -169,6 +159,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
     problem.b = static_cast<int32_t>(b);
     problem.softcap = options.softcap > 0;
     problem.alibi = options.alibi_slopes.has_value();
+    problem.dropout = params.rng_state_ptr != nullptr;
     if (lengths != nullptr) {
         // Rows from max_seqlen_q on count as none, but max_seqlen_k is no more than a hint.
         problem.seqlen_q = static_cast<int32_t>(std::min(lengths->max_seqlen_q, ql.s));
@@ -219,24 +210,25 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
 std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &k, const Tensor &v,
                                   double softmax_scale, bool causal, int64_t window_left,
                                   int64_t window_right, std::optional<Tensor> sinks, double softcap,
-                                  std::optional<Tensor> alibi_slopes, bool) {
+                                  std::optional<Tensor> alibi_slopes, bool,
+                                  std::optional<Tensor> rng_state, double dropout_p) {
     const Options options{.causal = causal,
                           .window_left = window_left,
                           .window_right = window_right,
                           .sinks = std::move(sinks),
                           .softcap = softcap,
-                          .alibi_slopes = std::move(alibi_slopes)};
+                          .alibi_slopes = std::move(alibi_slopes),
+                          .rng_state = std::move(rng_state),
+                          .dropout_p = dropout_p};
     return named("fwd", [&] { return forward(q, k, v, softmax_scale, options); });
 }
 
-std::tuple<Tensor, Tensor> attend_varlen(const Tensor &q, const Tensor &k, const Tensor &v,
-                                         const Tensor &cu_seqlens_q, const Tensor &cu_seqlens_k,
-                                         std::optional<Tensor> seqused_q,
-                                         std::optional<Tensor> seqused_k, int64_t max_seqlen_q,
-                                         int64_t max_seqlen_k, double softmax_scale, bool causal,
-                                         int64_t window_left, int64_t window_right,
-                                         std::optional<Tensor> sinks, double softcap,
-                                         std::optional<Tensor> alibi_slopes) {
+std::tuple<Tensor, Tensor> attend_varlen(
+    const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &cu_seqlens_q,
+    const Tensor &cu_seqlens_k, std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
+    int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale, bool causal,
+    int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, double softcap,
+    std::optional<Tensor> alibi_slopes, std::optional<Tensor> rng_state, double dropout_p) {
     const Lengths lengths{cu_seqlens_q, cu_seqlens_k, seqused_q,
                           seqused_k,    max_seqlen_q, max_seqlen_k};
     const Options options{.causal = causal,
@@ -244,18 +236,23 @@ std::tuple<Tensor, Tensor> attend_varlen(const Tensor &q, const Tensor &k, const
                           .window_right = window_right,
                           .sinks = std::move(sinks),
                           .softcap = softcap,
-                          .alibi_slopes = std::move(alibi_slopes)};
+                          .alibi_slopes = std::move(alibi_slopes),
+                          .rng_state = std::move(rng_state),
+                          .dropout_p = dropout_p};
     return named("fwd", [&] { return forward(q, k, v, softmax_scale, options, &lengths); });
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
     const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
     const Tensor &softmax_lse, std::optional<Tensor> dlse, double softmax_scale, bool causal,
-    int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, int64_t wanted) {
+    int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, int64_t wanted,
+    std::optional<Tensor> rng_state, double dropout_p) {
     const Options options{.causal = causal,
                           .window_left = window_left,
                           .window_right = window_right,
-                          .sinks = std::move(sinks)};
+                          .sinks = std::move(sinks),
+                          .rng_state = std::move(rng_state),
+                          .dropout_p = dropout_p};
     return named("bwd", [&] {
         return backward({dout, q, k, v, out, softmax_lse, dlse}, softmax_scale, options, wanted);
     });
@@ -291,17 +288,19 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "attend(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, int window_left, "
         "int window_right, Tensor? sinks, float softcap=0., Tensor? alibi_slopes=None, "
-        "bool deterministic=False) -> "
+        "bool deterministic=False, Tensor? rng_state=None, float dropout_p=0.) -> "
         "(Tensor out, Tensor softmax_lse)");
     m.def(
         "attend_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
         "Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
         "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
-        "float softcap=0., Tensor? alibi_slopes=None) -> (Tensor out, Tensor softmax_lse)");
+        "float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None, "
+        "float dropout_p=0.) -> (Tensor out, Tensor softmax_lse)");
     m.def(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
         "Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right, "
-        "Tensor? sinks, int wanted) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
+        "Tensor? sinks, int wanted, Tensor? rng_state=None, float dropout_p=0.) -> "
+        "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {

@@ -121,6 +121,7 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
     check_vectorised(out, params.o_ptr, "out");
     check_vectorised(dout, params.do_ptr, "dout");
     set_scales(params, softmax_scale, 0);
+    set_dropout(params, options, device);
     params.softmax_lse_ptr = const_cast<float *>(lse.data);
     params.softmax_lse_batch_stride = lse.batch_stride;
     params.softmax_lse_head_stride = lse.head_stride;
@@ -160,6 +161,7 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
     } else if (wanted % kDeterministic != 0) {
         Problem problem = make_problem(inputs);
         set_mask(problem, options);
+        problem.dropout = params.rng_state_ptr != nullptr;
         problem.backward = (wanted & kDeterministic) != 0 ? 2 : 1;
         const Choice choice = kernel_table().find(rounded(problem));
         set_sizes(params, problem);

@@ -190,6 +190,8 @@ struct Options {
     std::optional<Tensor> sinks;
     double softcap = 0;  // 0: none
     std::optional<Tensor> alibi_slopes;
+    std::optional<Tensor> rng_state;
+    double dropout_p = 0;  // 0: none
 };
 
 // Of a dense batch, without its mask.
@@ -238,6 +240,31 @@ inline const float *read_sinks(const Options &options, const Layout &q, int32_t 
         fail("expected contiguous sinks of dtype float32 and shape (", q.h, ")");
     }
     return static_cast<const float *>(sinks.const_data_ptr());
+}
+
+// The threshold is 0 where there is no dropout.
+inline void set_dropout(Flash_fwd_params &params, const Options &options, int32_t device) {
+    if (!(options.dropout_p >= 0 && options.dropout_p <= 65535. / 65536)) {
+        fail("expected 0 <= dropout_p <= 1 - 2**-16, got ", options.dropout_p);
+    }
+    const double threshold = std::nearbyint(options.dropout_p * 65536);
+    if (threshold == 0) {
+        return;
+    }
+    if (!options.rng_state.has_value()) {
+        fail("expected rng_state with dropout_p > 0, got none");
+    }
+    const Tensor &state = *options.rng_state;
+    if (!state.is_cuda() || state.get_device_index() != device) {
+        fail("expected rng_state on cuda:", device, " as q");
+    }
+    if (dtype_of(state) != aoti_torch_dtype_int64() || state.dim() != 1 || state.sizes()[0] != 2 ||
+        !state.is_contiguous()) {
+        fail("expected contiguous rng_state of dtype int64 and shape (2)");
+    }
+    params.rng_state_ptr = static_cast<const int64_t *>(state.const_data_ptr());
+    params.dropout_threshold = static_cast<uint32_t>(threshold);
+    params.dropout_scale = static_cast<float>(1 / (1 - threshold / 65536));
 }
 
 // Kernels multiply masked scores, -inf, by the scale after taking the maximum: with zero or less

@@ -16,7 +16,21 @@ INPUTS = (
     *("normal", "scaled4", "scaled16", "scaled64", "ramp", "steep_ramp", "ramp_up", "sink"),
     *("constant", "outliers", "peaked", "heavy_tailed", "positive"),
 )
+# Of contenders that are flashcute itself.
+_OURS = ("flashcute", "plain")
 _PEERS = ("fa2", "cudnn", "fa3", "flex", "torch", "plain")
+
+
+def _peer_module(text: str) -> tuple[str, Path]:
+    """``NAME=FILE``, for ``argparse``: a contender's name and the Python file that has it."""
+    name, equals, file = text.partition("=")
+    if not equals or not name.isidentifier() or name in _OURS:
+        raise argparse.ArgumentTypeError(
+            f"expected NAME=FILE with a name other than {' and '.join(_OURS)}, got {text!r}"
+        )
+    if not Path(file).is_file():
+        raise argparse.ArgumentTypeError(f"expected a Python file in {text!r}, found none")
+    return name, Path(file)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pass",
         dest="what",
-        choices=("fwd", "bwd", "fwd+bwd"),
+        choices=("fwd", "bwd", "fwd+bwd", "ring"),
         default="fwd",
-        help="what is timed (fwd); a backward counts 2.5 times the FLOPs of a forward",
+        help="what is timed (fwd); a backward counts 2.5 times the FLOPs of a forward; ring: "
+        "sequences split over several GPUs, forward alone and with the backward",
+    )
+    parser.add_argument(
+        "--nproc", type=positive, help="--pass ring: processes (all GPUs; 2 without one)"
     )
     parser.add_argument(
         "--inputs",
@@ -70,6 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=_PEERS,
         help="default: all that run here; plain: without the option",
+    )
+    parser.add_argument(
+        "--peer-module",
+        type=_peer_module,
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="another contender, or another in the place of one here: a Python file with "
+        "forward(q, k, v, causal), backward(q, k, v, out, dout, lse, causal) or both, which "
+        "return a call without arguments (flashcute/bench/peers.py); not on shapes with options",
     )
     parser.add_argument("--repeats", type=positive, help="timed calls of each contender")
     parser.add_argument("--warmup", type=positive, help="calls before those")

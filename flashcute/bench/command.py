@@ -16,7 +16,7 @@ from .. import benchmarking as bm
 from ..arguments import failures
 from ..config import HEAD_DIMS
 from ..extras import install_command
-from ..heuristics import FwdProblem, choose_bwd, choose_fwd, rounded_length
+from ..heuristics import FwdProblem, choose_bwd, choose_fwd, rounded_length, typical_length
 from ..jit import BuildError, kernels
 from ..jit.progress import Progress
 from . import models, option_peers, peers, plots, sweep, table
@@ -60,9 +60,22 @@ def _problem(variant: sweep.Variant) -> FwdProblem:
     problem = FwdProblem(dtype=variant.dtype, **sizes)
     if not isinstance(variant.shape, Option):
         return problem
-    window = variant.shape.window
-    b = rounded_length(problem.b) if variant.shape.lengths else problem.b
-    return dataclasses.replace(problem, b=b, window=None if window == (-1, -1) else window)
+    option = variant.shape
+    problem = dataclasses.replace(
+        problem,
+        window=None if option.window == (-1, -1) else option.window,
+        softcap=option.softcap > 0,
+        alibi=option.alibi,
+    )
+    if not option.lengths:
+        return problem
+    total = sum(option.lengths)
+    return dataclasses.replace(
+        problem,
+        b=rounded_length(option.b),
+        seqlen_q=typical_length(total, option.b, option.seqlen_q),
+        seqlen_k=typical_length(total, option.b, option.seqlen_k),
+    )
 
 
 def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
@@ -74,10 +87,11 @@ def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
         BuildError: with the compiler's messages.
     """
     capability = torch.cuda.get_device_capability()
+    sms = torch.cuda.get_device_properties().multi_processor_count
     target = "".join(map(str, capability))
     problems = [_problem(variant) for point in wanted for variant in point]
     choices = (choose_fwd,) if what == "fwd" else (choose_fwd, choose_bwd)
-    configs = dict.fromkeys(choose(x, capability) for choose in choices for x in problems)
+    configs = dict.fromkeys(choose(x, capability, sms) for choose in choices for x in problems)
     missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
     if not missing:
         return
@@ -133,6 +147,9 @@ def _measure(args: argparse.Namespace) -> dict:
         )
     if args.peers is None:
         options = dataclasses.replace(options, names=_usual(wanted, options.device))
+    modules = {name: peers.load_module(name, path) for name, path in args.peer_module}
+    names = tuple(dict.fromkeys([*options.names, *modules]))
+    options = dataclasses.replace(options, names=names, modules=modules)
     if on_gpu:
         build(wanted, options.what)
     else:
@@ -164,12 +181,33 @@ def _draw(result: dict, folder: Path, stem: str) -> None:
         print(path)
 
 
+def _run_ring(args: argparse.Namespace) -> int:
+    """:func:`run` of sequences that are split over processes."""
+    from . import ring  # here, as torch.distributed and dynamo take a second to import
+
+    with tqdm(desc="bench", unit="row", dynamic_ncols=True) as bar:
+        result = ring.run(args, lambda row: bar.update())
+    unwritten = []
+    if args.json:
+        unwritten = failures("bench", (args.json, lambda: bm.write_json(args.json, result)))
+    if result["device"] == "cpu":
+        print(table.CPU_NOTE + "\n")
+    print(ring.summary(result))
+    wrong = ring.disagreements(result)
+    print(*wrong, *unwritten, sep="\n", file=sys.stderr)
+    return 1 if wrong or unwritten or result["stopped_early"] else 0
+
+
 def run(args: argparse.Namespace) -> int:
     """Measures or draws what the arguments describe; returns 0 if every output was right.
 
     Raises:
         ValueError: for arguments that do not go together, and a file that holds no result.
     """
+    if args.what == "ring":
+        return _run_ring(args)
+    if args.nproc is not None:
+        raise ValueError("flashcute bench: expected --nproc with --pass ring only; leave it out")
     if (args.plots or args.plot_only) and importlib.util.find_spec("matplotlib") is None:
         option = "--plot-only" if args.plot_only else "--plots"
         raise ValueError(

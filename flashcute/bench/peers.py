@@ -11,6 +11,8 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType, ModuleType
 
 import torch
 
@@ -91,13 +93,18 @@ Result = torch.Tensor | tuple[torch.Tensor, ...]
 NAMES = {"cuda": ("flashcute", "fa2", "cudnn", "fa3"), "cpu": ("flashcute", "torch")}
 
 
+def _gradient(q: torch.Tensor) -> torch.Tensor:
+    """The gradient of the output: the same for every contender."""
+    generator = torch.Generator(q.device).manual_seed(2)
+    return torch.randn(q.shape, dtype=q.dtype, device=q.device, generator=generator)
+
+
 def _call(maker: Callable, q, k, v, causal: bool, what: str) -> Callable[[], Result]:
     """The contender's pass ``what``, one of :data:`PASSES`."""
     if what == "fwd":
         return maker(q, k, v, causal)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    generator = torch.Generator(q.device).manual_seed(2)
-    dout = torch.randn(q.shape, dtype=q.dtype, device=q.device, generator=generator)
+    dout = _gradient(q)
     with torch.enable_grad():
         forward = maker(*inputs, causal)
         out = forward()
@@ -112,6 +119,50 @@ def _call(maker: Callable, q, k, v, causal: bool, what: str) -> Callable[[], Res
     return backward if what == "bwd" else both
 
 
+def load_module(name: str, path: Path) -> ModuleType:
+    """The contender ``name`` from a Python file.
+
+    It has one of these functions, or both. q, k, v, out and dout are ``(b, s, h, d)``, of k and v
+    with ``h_k`` heads; lse is the natural log-sum-exp, ``(b, h, s)`` in float32. Both return a call
+    without arguments, which enqueues on the current stream.
+
+    - ``forward(q, k, v, causal)``: the call returns the output. Where it is differentiable it has
+      every pass.
+    - ``backward(q, k, v, out, dout, lse, causal)``: the call returns the gradients of q, k and v.
+      It is then timed for ``bwd``, without autograd around it.
+
+    Raises:
+        ValueError: where the file cannot be imported, or has neither.
+    """
+    spec = importlib.util.spec_from_file_location(f"flashcute_peer_{name}", path)
+    try:
+        if spec is None or spec.loader is None:
+            raise ImportError("its name does not end in .py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:  # a peer's code may raise anything
+        raise ValueError(
+            f"flashcute bench: expected a Python file that can be imported for --peer-module "
+            f"{name}=FILE, got {path}: {error!r}"
+        ) from error
+    if not (hasattr(module, "forward") or hasattr(module, "backward")):
+        raise ValueError(
+            "flashcute bench: expected forward(q, k, v, causal) or backward(q, k, v, out, dout, "
+            f"lse, causal) in the file of --peer-module {name}=FILE, got neither in {path}"
+        )
+    return module
+
+
+def _of_module(module: ModuleType, q, k, v, causal: bool, what: str) -> Callable[[], Result]:
+    """The pass ``what`` of a contender from a file."""
+    if what == "bwd" and hasattr(module, "backward"):
+        out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+        return module.backward(q, k, v, out, _gradient(q), lse, causal)
+    if not hasattr(module, "forward"):
+        raise NotImplementedError(f"its file has no forward, which the pass {what} needs")
+    return _call(module.forward, q, k, v, causal, what)
+
+
 def make(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -119,15 +170,18 @@ def make(
     causal: bool,
     names: tuple[str, ...],
     what: str = "fwd",
+    modules: Mapping[str, ModuleType] = MappingProxyType({}),
 ) -> tuple[dict[str, Callable[[], Result]], dict[str, str]]:
     """Calls that return ``(b, s, h, d)`` output, by name, and the reason for each missing peer.
 
     With a backward in ``what``, one of :data:`PASSES`, they return the gradients of q, k and v.
+    ``modules``: contenders from files, by name (:func:`load_module`).
 
     Each call is tried once. A peer that does not support the head dimension, dtype or GPU is left
     out, with its error message as the reason. An error of flashcute itself is raised.
     """
     makers = {name: partial(_call, maker, q, k, v, causal, what) for name, maker in _MAKERS.items()}
+    makers |= {name: partial(_of_module, x, q, k, v, causal, what) for name, x in modules.items()}
     return attempt(makers, names, q.is_cuda)
 
 
@@ -140,7 +194,7 @@ def attempt(
     calls, missing = {}, {}
     for name in names:
         if name not in makers:
-            missing[name] = "it is a contender on shapes with options only"
+            missing[name] = "it is no contender on such shapes"
             continue
         try:
             call = makers[name]()

@@ -17,6 +17,12 @@ _COLOURS = {
 _MASKS = {False: "full", True: "causal"}
 
 
+def _colour(name: str, contenders: Sequence[str]) -> str:
+    """A colour of its own, also for contenders from files."""
+    from_files = [other for other in contenders if other not in _COLOURS]
+    return _COLOURS[name] if name in _COLOURS else f"C{5 + from_files.index(name)}"
+
+
 def _seqlens(axes, rows: Sequence[Mapping]) -> None:
     ticks = sorted({row["seqlen_q"] for row in rows})
     axes.set_xscale("log", base=2)
@@ -56,7 +62,7 @@ def speed(result: Mapping, rows: Sequence[Mapping], title: str, suffix: str = ""
                         marker="o",
                         markersize=4,
                         linewidth=2.2 if name == "flashcute" else 1.3,
-                        color=_COLOURS[name],
+                        color=_colour(name, result["contenders"]),
                         label=name,
                     )
             if ceiling:
@@ -166,7 +172,8 @@ def models(result: Mapping, rows: Sequence[Mapping], title: str, suffix: str = "
     for peer in result["contenders"][1:]:
         have = [(x, y) for y in lines if (x := ratio(rows[y], field, peer)) is not None]
         if have:
-            axes.scatter(*zip(*have, strict=True), s=16, color=_COLOURS[peer], label=f"over {peer}")
+            colour = _colour(peer, result["contenders"])
+            axes.scatter(*zip(*have, strict=True), s=16, color=colour, label=f"over {peer}")
     for y, x in zip(lines, best, strict=True):
         if x is not None:
             place = axes.get_yaxis_transform()

@@ -18,6 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ class Options:
         flush_bytes: Cleared before each call of a burst.
         time_limit: Seconds after which no further point is begun.
         what: The pass, one of ``peers.PASSES``.
+        modules: Contenders from files, by name (``peers.load_module``).
     """
 
     device: str
@@ -63,6 +65,7 @@ class Options:
     flush_bytes: int = bm.FLUSH_BYTES
     time_limit: float = 540.0
     what: str = "fwd"
+    modules: Mapping[str, ModuleType] = dataclasses.field(default_factory=dict)
 
 
 class Variant(NamedTuple):
@@ -219,7 +222,9 @@ def _make(
         make = functools.partial(option_peers.make, shape=shape)
     else:
         trusted, sizes = peers.NAMES[device][1], shape
-        make = functools.partial(peers.make, causal=shape.causal, what=options.what)
+        make = functools.partial(
+            peers.make, causal=shape.causal, what=options.what, modules=options.modules
+        )
     q, k, v = distributions.make(variant.inputs, sizes, DTYPES[variant.dtype], device)
     calls, missing = make(q, k, v, names=options.names)
     known = calls
@@ -275,7 +280,8 @@ def measure(
 def measure_host(shape: bm.Shape, options: Options) -> dict[str, float]:
     """Host microseconds of one call of each contender."""
     q, k, v = bm.make_qkv(shape, torch.bfloat16, options.device)
-    calls, _ = peers.make(q, k, v, shape.causal, options.names, options.what)
+    names, modules = options.names, options.modules
+    calls, _ = peers.make(q, k, v, shape.causal, names, options.what, modules)
     return {name: round(bm.host_time(call), 1) for name, call in calls.items()}
 
 

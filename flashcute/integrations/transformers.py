@@ -8,15 +8,17 @@ transformers hands attention two things that must agree: a mask, made once per f
 function, and the call itself, made once per layer. Both are registered under one name: without a
 mask function of that name transformers drops the mask silently, and padding is attended to.
 
-What the mask function returns decides the path. ``None`` means "the kernel can express it": full
-attention, or causal attention aligned to the bottom-right corner, which includes a chunk of new
-tokens after a KV cache. Anything else (padding, packed sequences, a sliding window that is shorter
-than the keys, chunked attention, a static cache) becomes a boolean mask, which the CPU reference
-applies exactly and which the CUDA path refuses by name.
+The mask function returns None, a mask that the kernels can express, or a dense one. The kernels
+express full and causal attention, also of a chunk of new tokens after a cache; sliding windows;
+padding, whose tokens are taken out before the call and put back after it; packed sequences; and a
+static cache whose end is still empty, but for single tokens. Anything else (chunked attention,
+prefixes, a bias) and all masks that compiled models make are dense, which the CPU reference applies
+exactly. On CUDA they are refused by name, or go to PyTorch, as :func:`register` was told.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -24,6 +26,8 @@ import torch
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    from .transformers_masks import KernelMask, Plan, plan, recognise
 except ImportError as error:
     raise ImportError(
         f"flashcute.integrations.transformers: expected transformers 5.17 or later, got: {error}; "
@@ -31,31 +35,44 @@ except ImportError as error:
         name=error.name,
     ) from error
 
+from ..bert_padding import index_first_axis, index_put_first_axis
+from ..checks import check_dropout
 from ..cpu_ops import attend
 from ..flash_attn_interface import flash_attn_func
+from ..flash_attn_varlen import flash_attn_varlen_func
+from ..reference import attention_ref, visible_keys
 
 _WAY_OUT = (
-    "run sequences one by one without padding and with a dynamic cache, "
-    'or load the model with attn_implementation="sdpa"'
+    'load the model with attn_implementation="sdpa", or have such calls go to PyTorch: '
+    'register(unsupported="fallback")'
 )
+_UNLIMITED = (-1, -1)
 
 
-def register(name: str = "cute_attn") -> None:
+def register(name: str = "cute_attn", unsupported: str = "error") -> None:
     """Register flashcute's attention and its mask function with transformers under ``name``.
 
     Args:
         name: What to pass as ``attn_implementation``. It must not contain ``"flash"``: transformers
             takes such a name for a kernel to be downloaded and fails when the model is built.
+        unsupported: What becomes of CUDA tensors under a mask or option that the kernels do not
+            have: ``"error"`` raises a NotImplementedError that names it, ``"fallback"`` computes it
+            with PyTorch, with one warning for each reason. On the CPU everything is computed.
 
     Raises:
-        ValueError: ``name`` is empty or contains ``"flash"``.
+        ValueError: ``name`` is empty or contains ``"flash"``; another ``unsupported``.
     """
     if not name or "flash" in name:
         raise ValueError(
             f'register: expected a name without "flash" in it, got name={name!r}; transformers '
             'takes such a name for a kernel of its own, use for example name="cute_attn"'
         )
-    AttentionInterface.register(name, attention_forward)
+    if unsupported not in ("error", "fallback"):
+        raise ValueError(
+            f'register: expected unsupported="error" or "fallback", got {unsupported!r}; choose one'
+        )
+    forward = attention_forward if unsupported == "error" else _Fallback()
+    AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, attention_mask)
 
 
@@ -80,42 +97,55 @@ def attention_mask(
         mask_function: ``(batch, head, query, key) -> bool``, True where attention is allowed.
         attention_mask: ``(batch_size, length)`` bool, False at padding tokens.
         local_size: Width of a sliding window or of a chunk.
-        allow_is_causal_skip: ``mask_function`` is the plain causal one (up to ``local_size``).
-        allow_is_bidirectional_skip: ``mask_function`` is always True (up to ``local_size``).
+        allow_is_causal_skip: A causal mask may be left out: None.
+        allow_is_bidirectional_skip: A mask that shows everything may be left out.
         kwargs: Passed on to ``transformers.masking_utils.sdpa_mask``.
 
     Returns:
-        None, or a bool tensor ``(batch_size, 1, q_length, kv_length)``, True where attended.
+        None, or a bool tensor ``(batch_size, 1, q_length, kv_length)``, True where attended; a
+        ``KernelMask`` where the kernels express it, which has no memory. A traced call, in which
+        the padding cannot be read, gets a dense one.
     """
-    # SDPA's own causal flag is aligned to the top-left corner; ours is aligned to the bottom-right
-    # one, so what may be left to it is another set of cases than in transformers' sdpa_mask.
-    causal = allow_is_causal_skip and bool(q_offset + q_length == kv_offset + kv_length)
-    local = local_size is not None and kv_length >= local_size
-    expressible = (causal or allow_is_bidirectional_skip) and not local
-    if expressible and _masks_nothing(attention_mask, kv_offset, kv_length):
+
+    def dense() -> torch.Tensor:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            **kwargs,
+        )
+
+    if torch.compiler.is_compiling():
+        # A traced call can neither read tensors nor take the mask's class.
+        known = attention_mask is None and not isinstance(q_offset, torch.Tensor)
+        causal = allow_is_causal_skip and known and q_offset + q_length == kv_offset + kv_length
+        local = local_size is not None and kv_length >= local_size
+        skip = (causal or allow_is_bidirectional_skip) and known and not local
+        return None if skip else dense()
+    pattern = recognise(mask_function)
+    # A token after a static cache: generate() compiles what takes its mask.
+    if pattern is None or (q_length == 1 and pattern.causal and not allow_is_causal_skip):
+        return dense()
+    padding = None
+    if attention_mask is not None:
+        missing = max(0, kv_offset + kv_length - attention_mask.shape[1])
+        padding = torch.nn.functional.pad(attention_mask.bool(), (0, missing))
+        padding = padding[:, kv_offset : kv_offset + kv_length]
+    found = plan(pattern, q_length, kv_length, int(q_offset) - kv_offset, padding)
+    if found is None:
+        return dense()
+    may_skip = allow_is_causal_skip if found.causal else allow_is_bidirectional_skip
+    if may_skip and found.is_plain and found.keys == kv_length:
         return None
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        **kwargs,
-    )
-
-
-def _masks_nothing(padding_mask: torch.Tensor | None, kv_offset: int, kv_length: int) -> bool:
-    if padding_mask is None:
-        return True
-    if torch.compiler.is_compiling():  # reading the mask would break the graph
-        return False
-    visible = padding_mask[:, kv_offset : kv_offset + kv_length]
-    return visible.shape[1] == kv_length and bool(visible.all())
+    device = kwargs.get("device") or (None if padding is None else padding.device)
+    return KernelMask.make((batch_size, 1, q_length, kv_length), device, found, dense)
 
 
 def attention_forward(
@@ -131,6 +161,10 @@ def attention_forward(
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention with the signature transformers calls.
@@ -139,9 +173,9 @@ def attention_forward(
         module: The attention layer; its ``is_causal`` counts where the argument is None.
         query: ``(batch, heads, q_length, head_dim)``.
         key, value: ``(batch, kv_heads, kv_length, head_dim)``, heads not repeated.
-        attention_mask: None, or bool (True = attend) or float (added to the scores),
-            broadcastable to ``(batch, heads, q_length, kv_length)``. It says everything:
-            ``is_causal`` and ``sliding_window`` are in it already.
+        attention_mask: None, what :func:`attention_mask` returned, or bool (True = attend) or float
+            (added to the scores), broadcastable to ``(batch, heads, q_length, kv_length)``. It says
+            everything: ``is_causal`` and ``sliding_window`` are in it already.
         dropout: Probability of dropping an attention weight.
         scaling: Softmax scale; ``head_dim ** -0.5`` if None.
         sliding_window: Window width, where ``attention_mask`` is None.
@@ -149,8 +183,11 @@ def attention_forward(
         is_causal: Bottom-right aligned causal mask, where ``attention_mask`` is None.
         s_aux: Attention sinks, one logit a head.
         position_bias: Float, added to the scores (T5).
-        kwargs: What a paged cache, packed sequences or ``output_attentions`` come in is refused;
-            the rest does not concern attention.
+        cu_seq_lens_q, cu_seq_lens_k: int32 (sequences + 1,), where packed sequences of a batch of
+            one start.
+        max_length_q, max_length_k: Their longest lengths.
+        kwargs: A paged cache and ``output_attentions`` are refused; the rest does not concern
+            attention.
 
     Returns:
         ``(batch, q_length, heads, head_dim)`` and None in the place of attention weights.
@@ -160,44 +197,143 @@ def attention_forward(
         TypeError, ValueError: from :func:`flashcute.flash_attn_func`.
     """
     _refuse(kwargs)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout}
-    if attention_mask is None:
-        options["causal"] = bool(causal)
-        # Windows are counted as in flash-attn: the query itself is one of sliding_window keys.
-        if sliding_window is not None and key.shape[2] > sliding_window:
-            options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
+    dropout_p = check_dropout("cute_attn", dropout)
+    options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout_p}
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     v_head_dim = v.shape[-1]
     if v_head_dim < q.shape[-1]:  # multi-head latent attention; zero columns change nothing else
         v = torch.nn.functional.pad(v, (0, q.shape[-1] - v_head_dim))
 
-    beyond_flash = {
-        "attention_mask": attention_mask,
-        "s_aux": s_aux,
-        "position_bias": position_bias,
-    }
-    present = [name for name, tensor in beyond_flash.items() if tensor is not None]
-    if not present:
-        return flash_attn_func(q, k, v, **options)[..., :v_head_dim], None
+    if isinstance(attention_mask, KernelMask) and attention_mask.shape[2:] != (
+        q.shape[1],
+        k.shape[1],
+    ):
+        attention_mask = attention_mask.dense()  # it was made for other queries or keys
+    is_planned = attention_mask is None or isinstance(attention_mask, KernelMask)
+    if is_planned and position_bias is None:
+        if attention_mask is not None:
+            found = attention_mask.plan
+        else:
+            # Windows are counted as in flash-attn: the query is one of sliding_window keys.
+            window = _UNLIMITED
+            if sliding_window is not None and k.shape[1] > sliding_window:
+                window = sliding_window - 1, 0 if causal else sliding_window - 1
+            found = Plan(causal, window, k.shape[1])
+        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+            found = _packed(found, lengths, q.shape[0], k.shape[1])
+        return _by_kernels(q, k, v, found, s_aux, options)[..., :v_head_dim], None
+
     if query.device.type != "cpu":
-        name = present[0]
-        shape = tuple(beyond_flash[name].shape)
+        beyond = {"attention_mask": attention_mask, "position_bias": position_bias}
+        name = next(name for name, tensor in beyond.items() if tensor is not None)
         raise NotImplementedError(
-            f"cute_attn: expected {name}=None on {query.device.type}, got {name} of shape {shape}; "
-            f"{_WAY_OUT}"
+            f"cute_attn: expected {name}=None or a mask that the kernels express on "
+            f"{query.device.type}, got {name} of shape {tuple(beyond[name].shape)}; {_WAY_OUT}"
         )
     bias = _additive_bias(attention_mask, position_bias)
     out, _, _ = attend(q, k, v, attn_bias=bias, sinks=s_aux, **options)
     return out[..., :v_head_dim], None
 
 
+def _packed(found: Plan, lengths: tuple, batch: int, keys: int) -> Plan:
+    """``found`` of sequences that the caller has packed."""
+    if batch != 1 or None in lengths:
+        raise ValueError(
+            "cute_attn: expected cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k with "
+            f"a batch of one, got a batch of {batch} and "
+            f"{['absent' if x is None else type(x).__name__ for x in lengths]}; pass all of them"
+        )
+    return Plan(found.causal, found.window, keys, (*lengths[:2], *map(int, lengths[2:])))
+
+
+def _by_kernels(q, k, v, found: Plan, sinks, options: dict) -> torch.Tensor:
+    """Attention of (batch, length, heads, head_dim) under a plan."""
+    if found.keys < k.shape[1]:
+        k, v = k[:, : found.keys], v[:, : found.keys]
+    options = options | {"causal": found.causal, "window_size": found.window}
+    if sinks is not None:
+        options["sinks"] = sinks
+    if found.lengths is None:
+        return flash_attn_func(q, k, v, **options)
+    batch, q_length = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    if found.query_rows is not None:
+        q = index_first_axis(q, found.query_rows)
+    if found.key_rows is not None:
+        k, v = (index_first_axis(x, found.key_rows) for x in (k, v))
+    out = flash_attn_varlen_func(q, k, v, *found.lengths, **options)
+    if found.query_rows is not None:
+        out = index_put_first_axis(out, found.query_rows, batch * q_length)
+    return out.unflatten(0, (batch, q_length))
+
+
+class _Fallback:
+    """:func:`attention_forward`, and PyTorch for what it does not have."""
+
+    def __init__(self):
+        self._said: set[str] = set()
+
+    def __call__(self, module, query, key, value, attention_mask, **options):
+        try:
+            return attention_forward(module, query, key, value, attention_mask, **options)
+        except NotImplementedError as error:
+            _refuse(options)
+            if options.get("cu_seq_lens_q") is not None:
+                raise  # no mask says where these sequences are
+            reason = f"{error}"
+        if reason not in self._said:
+            self._said.add(reason)
+            text = f"cute_attn: PyTorch computes what the kernels do not: {reason}"
+            warnings.warn(text, stacklevel=2)
+        return _by_pytorch(module, query, key, value, attention_mask, **options), None
+
+
+def _by_pytorch(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    scaling=None,
+    sliding_window=None,
+    softcap=None,
+    is_causal=None,
+    s_aux=None,
+    position_bias=None,
+    **kwargs,
+) -> torch.Tensor:
+    """The same by SDPA, or where it has no such option by the reference; memory of all scores."""
+    bias = None
+    if isinstance(attention_mask, KernelMask):
+        attention_mask = attention_mask.dense()
+    if attention_mask is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        n_q, n_k = query.shape[2], key.shape[2]
+        window = _UNLIMITED
+        if sliding_window is not None:
+            window = sliding_window - 1, sliding_window - 1
+        attention_mask = visible_keys(n_q, n_k, bool(causal), window, device=query.device)
+    bias = _additive_bias(attention_mask, position_bias).to(query.dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not softcap and s_aux is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return attention_ref(
+        q, k, v, softmax_scale=scale, softcap=softcap or 0.0, sinks=s_aux, attn_bias=bias,
+        dropout_p=dropout,
+    ).out  # fmt: skip
+
+
 def _refuse(kwargs: dict) -> None:
     reasons = {
         "cache": "a paged cache",
-        "cu_seq_lens_q": "packed sequences",
-        "cu_seq_lens_k": "packed sequences",
         "output_attentions": "attention weights as an output",
     }
     for name, what in reasons.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 9  # flash::kAbiVersion
+ABI_VERSION = 11  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
@@ -50,6 +50,7 @@ class FlashFwdParams(ctypes.Structure):
         ("softmax_lse_ptr", ctypes.c_void_p),
         ("sinks_ptr", ctypes.c_void_p),
         ("alibi_slopes_ptr", ctypes.c_void_p),
+        ("rng_state_ptr", ctypes.c_void_p),
         ("cu_seqlens_q_ptr", ctypes.c_void_p),
         ("cu_seqlens_k_ptr", ctypes.c_void_p),
         ("seqused_q_ptr", ctypes.c_void_p),
@@ -70,6 +71,8 @@ class FlashFwdParams(ctypes.Structure):
         ("scale_softmax_log2", ctypes.c_float),
         ("scale_softcap", ctypes.c_float),
         ("alibi_scale", ctypes.c_float),
+        ("dropout_threshold", ctypes.c_uint32),
+        ("dropout_scale", ctypes.c_float),
     ]
 
 
@@ -119,21 +122,23 @@ def fwd_params(
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
 ) -> FlashFwdParams:
     """The arguments of a forward launch; nothing is checked.
 
     Args:
         tensors: By the names of their pointers without ``_ptr``, on a GPU or the CPU, with the
-            shapes that ``flash.h`` gives: q, k, v, o, softmax_lse, sinks, alibi_slopes. A pointer
-            without a tensor is null. The struct holds addresses only: the tensors have to outlive
-            it.
+            shapes that ``flash.h`` gives: q, k, v, o, softmax_lse, sinks, alibi_slopes, rng_state.
+            A pointer without a tensor is null. The struct holds addresses only: the tensors have to
+            outlive it.
         softmax_scale: Of the scores.
         pack_heads: The query heads of a key head share tiles.
         window_size: (left, right) of a kernel with the mask ``"local"``, both >= 0.
         softcap: Of a kernel with softcap, > 0.
+        dropout_p: Of a kernel with dropout; ``pack_heads`` is False then.
     """
     params = FlashFwdParams()
-    _fill(params, tensors, softmax_scale, window_size, softcap)
+    _fill(params, tensors, softmax_scale, window_size, softcap, dropout_p)
     if pack_heads:
         params.pack_shift = (params.h_h_k_ratio - 1).bit_length()
     return params
@@ -143,6 +148,7 @@ def bwd_params(
     tensors: Mapping[str, torch.Tensor],
     softmax_scale: float,
     window_size: tuple[int, int] = (0, 0),
+    dropout_p: float = 0.0,
 ) -> FlashBwdParams:
     """The arguments of a backward launch; nothing is checked.
 
@@ -151,9 +157,10 @@ def bwd_params(
             dimension is the rounded length of the queries, and dq_accum.
         softmax_scale: Of the scores.
         window_size: (left, right) of kernels with the mask ``"local"``, both >= 0.
+        dropout_p: Of kernels with dropout.
     """
     params = FlashBwdParams(seqlen_q_rounded=tensors["row_stats"].shape[2])
-    _fill(params, tensors, softmax_scale, window_size)
+    _fill(params, tensors, softmax_scale, window_size, dropout_p=dropout_p)
     return params
 
 
@@ -163,10 +170,12 @@ def _fill(
     softmax_scale: float,
     window_size: tuple[int, int],
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
 ) -> None:
     b, seqlen_q, h, d = tensors["q"].shape
     seqlen_k, h_k = tensors["k"].shape[1:3]
     unit = softcap or softmax_scale  # of the scores
+    threshold = round(dropout_p * 2**16)
     values = {
         "b": b,
         "seqlen_q": seqlen_q,
@@ -181,6 +190,8 @@ def _fill(
         "scale_softmax_log2": unit * math.log2(math.e),
         "scale_softcap": softmax_scale / unit,
         "alibi_scale": 1 / unit,
+        "dropout_threshold": threshold,
+        "dropout_scale": 1 / (1 - threshold / 2**16),
     }
     for name, value in values.items():
         setattr(params, name, value)
@@ -243,6 +254,7 @@ def varlen_params(
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
 ) -> FlashFwdParams:
     """:func:`fwd_params` of a ragged batch.
 
@@ -254,7 +266,7 @@ def varlen_params(
     """
     rows = ("q", "k", "v", "o")
     dense = {name: x[None] if name in (*rows, "softmax_lse") else x for name, x in tensors.items()}
-    params = fwd_params(dense, softmax_scale, pack_heads, window_size, softcap)
+    params = fwd_params(dense, softmax_scale, pack_heads, window_size, softcap, dropout_p)
     params.b = tensors["cu_seqlens_q"].shape[0] - 1
     params.total_q, params.total_k = params.seqlen_q, params.seqlen_k
     params.seqlen_q, params.plan_capacity = max_seqlen_q, capacity

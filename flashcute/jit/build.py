@@ -300,7 +300,7 @@ def clean(older_than: float | None = None) -> tuple[int, int]:
     return count, size
 
 
-def _ninja() -> str:
+def find_ninja() -> str:
     """The program of the package ninja, else the one on PATH."""
     with contextlib.suppress(ImportError):
         import ninja
@@ -351,7 +351,7 @@ def _run_ninja(
             lines += [f"build {name}: compile", f"  line = {_ninja_value(edge.prepare())}"]
         (folder / "build.ninja").write_text("\n".join(lines) + "\n")
     process = subprocess.Popen(
-        [_ninja(), "-f", str(folder / "build.ninja"), "-j", str(jobs), "-k", "0"],
+        [find_ninja(), "-f", str(folder / "build.ninja"), "-j", str(jobs), "-k", "0"],
         # English messages, as cache.is_full() searches them.
         env={**os.environ, "NINJA_STATUS": _NINJA_STATUS, "LC_ALL": "C"},
         stdout=subprocess.PIPE,

@@ -19,13 +19,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the tensors (bf16)")
     parser.add_argument("--causal", action="store_true", help="with the causal mask")
+    parser.add_argument(
+        "--pass",
+        dest="what",
+        choices=("fwd", "bwd"),
+        default="fwd",
+        help="fwd, or each kernel with products of a bwd, with --static",
+    )
     parser.add_argument("--target", help="sm number, e.g. 90 (default: the GPU here, else 90)")
     parser.add_argument(
         "--set",
         nargs="+",
         default=[],
         metavar="FIELD=VALUE",
-        help="fields of the configuration that differ from the heuristics' choice",
+        help="fields of the configuration that differ from the heuristics' choice; of a backward's "
+        "tiles as dkv.step=32",
     )
     parser.add_argument(
         "--file", type=Path, help="with --static: a shared object or cubin instead of a kernel here"

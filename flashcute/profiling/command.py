@@ -14,12 +14,12 @@ from pathlib import Path
 from .. import benchmarking as bm
 from .. import heuristics
 from ..arguments import failures
-from ..config import FwdConfig
+from ..config import BwdConfig, FwdConfig
 from ..extras import install_command
 from ..jit import cache, kernels
 from ..jit.progress import Progress
 from ..jit.toolchain import BuildError
-from . import disassembly, explain, ncu, page, static, text
+from . import backward, disassembly, explain, ncu, page, static, text
 
 
 def _value(field: str, word: str) -> object:
@@ -28,7 +28,9 @@ def _value(field: str, word: str) -> object:
     return int(word) if word.lstrip("-").isdecimal() else word
 
 
-def choose_config(args: argparse.Namespace, changes: Sequence[str]) -> tuple[FwdConfig, str]:
+def choose_config(
+    args: argparse.Namespace, changes: Sequence[str]
+) -> tuple[FwdConfig | BwdConfig, str]:
     """The configuration that the arguments describe, changed as asked, and its target.
 
     Raises:
@@ -42,9 +44,10 @@ def choose_config(args: argparse.Namespace, changes: Sequence[str]) -> tuple[Fwd
         causal=args.causal,
         **{name: getattr(shape, name) for name in ("b", "seqlen_q", "seqlen_k", "h", "h_k", "d")},
     )
-    config = heuristics.choose_fwd(problem, capability)
-    fields = {field.name for field in dataclasses.fields(config)}
-    values = {}
+    choose = heuristics.choose_fwd if args.what == "fwd" else heuristics.choose_bwd
+    config = choose(problem, capability)
+    fields = _fields(config)
+    values: dict[str, object] = {}
     for change in changes:
         field, equals, word = change.partition("=")
         if field not in fields or not equals:
@@ -52,8 +55,23 @@ def choose_config(args: argparse.Namespace, changes: Sequence[str]) -> tuple[Fwd
                 f"flashcute profile: expected FIELD=VALUE with FIELD in {', '.join(sorted(fields))}"
                 f", got {change!r}"
             )
-        values[field] = _value(field, word)
+        name, _, part = field.partition(".")
+        if part:  # of a tile
+            tile = values.get(name, getattr(config, name))
+            values[name] = dataclasses.replace(tile, **{part: _value(field, word)})
+        else:
+            values[name] = _value(field, word)
     return dataclasses.replace(config, **values), target
+
+
+def _fields(config: FwdConfig | BwdConfig) -> set[str]:
+    """What ``--set`` may name: fields, and those of tiles as ``dkv.step``."""
+    found = set()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        parts = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        found |= {f"{field.name}.{part.name}" for part in parts} or {field.name}
+    return found
 
 
 def _target_here() -> str:
@@ -77,7 +95,24 @@ def _static(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, objec
     return static.profile(binary, capability, config.head_dim, config, spills, log)
 
 
-def _built(config: FwdConfig, target: str) -> cache.Artefact:
+def _backward(args: argparse.Namespace) -> dict[str, object]:
+    """The static profile of each kernel with products of a backward."""
+    config, target = choose_config(args, args.set)
+    capability = kernels.capability_of(target)
+    disassembly.find_cuobjdump()
+    artefact = _built(config, target)
+    meta = artefact.meta
+    found = backward.kernels(disassembly.read_binaries(artefact.path), config)
+    reports = [
+        static.profile(
+            binary, capability, config.head_dim, kernel, meta["spill_bytes"], meta["log"]
+        )
+        for kernel, binary in found
+    ]
+    return {"kind": "kernels", "machine": bm.machine_info(), "profiles": reports}
+
+
+def _built(config: FwdConfig | BwdConfig, target: str) -> cache.Artefact:
     """The kernel's entry, built with a progress display if it is missing."""
     _, artefact = kernels.find_built(config, target)
     if artefact is not None:
@@ -169,8 +204,16 @@ def run(args: argparse.Namespace) -> int:
             "flashcute profile: expected the package matplotlib for --html, found none; "
             f"{install_command('profile')}"
         )
+    if args.what == "bwd" and (not args.static or args.file or args.compare):
+        raise ValueError(
+            "flashcute profile: expected --static, without --file and --compare, with --pass bwd: "
+            "a backward is several kernels, whose machine code alone is profiled"
+        )
     try:
-        if args.compare:
+        if args.what == "bwd":
+            payload = _backward(args)
+            reports = payload["profiles"]
+        elif args.compare:
             reports = [_one(args, spec) for spec in args.compare]
             payload = {"kind": "comparison", "profiles": reports}
         else:
@@ -190,6 +233,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"A: {reports[0]['kernel']}\nB: {reports[1]['kernel']}\n")
         print(text.comparison(reports))
     else:
-        print(text.report_text(payload))
+        print("\n\n\n".join(map(text.report_text, reports)))
     print(*unwritten, sep="\n", end="\n" if unwritten else "", file=sys.stderr)
     return 1 if unwritten else 0

@@ -37,6 +37,11 @@ class Binary:
     smem_bytes: int
     stack_bytes: int
 
+    @property
+    def mmas(self) -> int:
+        """Matrix instructions in its code."""
+        return sum(x.warp_macs > 0 for x in self.function.instructions)
+
 
 def find_cuobjdump() -> Path:
     """cuobjdump of PATH, ``CUDA_HOME``, the PyPI wheels or the toolkit's usual place.
@@ -85,6 +90,15 @@ def read_binary(path: Path) -> Binary:
     """The kernel in a shared object or cubin; where it holds several, the one with most MMAs.
 
     Raises:
+        As :func:`read_binaries`.
+    """
+    return max(read_binaries(path), key=lambda binary: binary.mmas)
+
+
+def read_binaries(path: Path) -> list[Binary]:
+    """All kernels in a shared object or cubin, in its order.
+
+    Raises:
         ToolError: where cuobjdump is missing or finds no machine code.
         FileNotFoundError: where there is no such file.
     """
@@ -97,13 +111,15 @@ def read_binary(path: Path) -> Binary:
         raise ToolError(
             f"flashcute profile: expected GPU machine code in {path}, got none"
         ) from error
-    function = max(functions, key=lambda f: sum(x.warp_macs > 0 for x in f.instructions))
     target = re.findall(r"^\s*(?:code for|arch =)\s*(sm_\w+)", text, re.MULTILINE)
-    resources = parse_resources(_cuobjdump("--dump-resource-usage", path))[function.name]
-    return Binary(
-        target=target[-1],
-        function=function,
-        registers=resources["REG"],
-        smem_bytes=resources["SHARED"],
-        stack_bytes=resources["STACK"],
-    )
+    resources = parse_resources(_cuobjdump("--dump-resource-usage", path))
+    return [
+        Binary(
+            target=target[-1],
+            function=function,
+            registers=resources[function.name]["REG"],
+            smem_bytes=resources[function.name]["SHARED"],
+            stack_bytes=resources[function.name]["STACK"],
+        )
+        for function in functions
+    ]

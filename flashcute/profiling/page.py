@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import text
 
-_COLOURS = ("#2a6f97", "#e07a1f")
+_COLOURS = ("#2a6f97", "#e07a1f", "#6a994e")  # a backward has up to three kernels
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 h1, h2 { overflow-wrap: anywhere }
@@ -149,7 +149,7 @@ def write(path: Path, reports: Sequence[Mapping]) -> None:
     for heading, figure in pictures(reports).items():
         parts.append(f"<figure role='img' aria-label='{html.escape(heading)}'>{_svg(figure)}")
         parts.append("</figure>")
-    if len(reports) > 1:
+    if len(reports) == 2:
         parts.append(f"<h2>Differences</h2><pre>{html.escape(text.comparison(reports))}</pre>")
     for report in reports:
         parts.append(f"<h2>Every figure</h2><pre>{html.escape(text.report_text(report))}</pre>")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from ..config import FwdConfig
 from ..occupancy import ctas_per_sm, warps_per_sm
 from . import machine as machines
+from .backward import BwdKernel
 from .disassembly import Binary
 from .sass import Instruction, Loop
 
@@ -88,9 +89,9 @@ def group_of(opcode: str) -> str:
     return next((group for group, names in GROUPS.items() if opcode in names), OTHER)
 
 
-def _describe_loop(loop: Loop, head_dim: int) -> dict[str, object]:
-    # Q K^T and P V take head_dim multiply-adds each for every score.
-    elements = loop.warp_macs / (2 * head_dim)
+def _describe_loop(loop: Loop, head_dim: int, products: int) -> dict[str, object]:
+    # Each product takes head_dim multiply-adds for every score.
+    elements = loop.warp_macs / (products * head_dim)
     per_element = _per_element(loop.always, elements)
     groups: dict[str, float] = dict.fromkeys([*GROUPS, OTHER], 0.0)
     for opcode, value in per_element.items():
@@ -130,7 +131,9 @@ def _estimate(loop: Loop, capability: tuple[int, int]) -> dict[str, object] | No
     }
 
 
-def _occupancy(config: FwdConfig, registers: int, capability: tuple[int, int]) -> dict[str, object]:
+def _occupancy(
+    config: FwdConfig | BwdKernel, registers: int, capability: tuple[int, int]
+) -> dict[str, object]:
     fit = ctas_per_sm(config.threads, registers, config.smem_bytes, capability)
     warps = fit.ctas * config.threads // machines.WARP
     percent = round(100 * warps / warps_per_sm(capability), 1)
@@ -185,7 +188,7 @@ def profile(
     binary: Binary,
     capability: tuple[int, int],
     head_dim: int,
-    config: FwdConfig | None = None,
+    config: FwdConfig | BwdKernel | None = None,
     spill_bytes: int | None = None,
     log: str = "",
 ) -> dict[str, object]:
@@ -195,11 +198,13 @@ def profile(
         binary: The kernel.
         capability: Compute capability of the GPU that it is meant for.
         head_dim: Of the kernel; turns multiply-adds into score elements.
-        config: Its configuration if known; without it there is no occupancy.
+        config: Its configuration if known; without it there is no occupancy. Of a backward one of
+            its kernels.
         spill_bytes: As ptxas reported; None without its report.
         log: The compiler's output.
     """
     main = binary.function.main_loop()
+    products = config.products if isinstance(config, BwdKernel) else 2  # Q K^T and P V
     others = [loop for loop in binary.function.mma_loops if loop is not main]
     report = {
         "kind": "static",
@@ -220,8 +225,8 @@ def profile(
         "occupancy": (
             _occupancy(config, binary.registers, capability) if config is not None else None
         ),
-        "loop": _describe_loop(main, head_dim) if main is not None else None,
-        "other_loops": [_describe_loop(loop, head_dim) for loop in others],
+        "loop": _describe_loop(main, head_dim, products) if main is not None else None,
+        "other_loops": [_describe_loop(loop, head_dim, products) for loop in others],
         "estimate": _estimate(main, capability) if main is not None else None,
     }
     return report | {"notes": _notes(report, log)}

@@ -229,14 +229,39 @@ def _kernel(config: FwdConfig | BwdConfig, checker: str) -> tuple[Path, str]:
     return path, config.full_name
 
 
-def _check_scores(config: FwdConfig, softcap: float, alibi_slopes: torch.Tensor | None) -> None:
-    shown = None if alibi_slopes is None else tuple(alibi_slopes.shape)
-    if (config.softcap, config.alibi) != (softcap > 0, shown is not None):
+def _check_scores(
+    config: FwdConfig,
+    inputs: dict[str, torch.Tensor],
+    shape: tuple[int, int],
+    pack_heads: bool,
+    softcap: float,
+    dropout_p: float,
+) -> None:
+    """Also gives the slopes among ``inputs`` the ``shape`` (b, h), as the kernels take them."""
+    slopes = inputs.get("alibi_slopes")
+    shown = None if slopes is None else tuple(slopes.shape)
+    asked = (softcap > 0, slopes is not None, dropout_p > 0)
+    if (config.softcap, config.alibi, config.dropout) != asked:
         raise ValueError(
-            f"sim.run_{config.kind}: expected softcap and alibi_slopes where the kernel computes "
-            f"them, got softcap={softcap} and alibi_slopes of shape {shown} for a kernel with "
-            f"softcap={config.softcap}, alibi={config.alibi}; pass what it was compiled for"
+            f"sim.run_{config.kind}: expected softcap, alibi_slopes and dropout_p where the kernel "
+            f"computes them, got softcap={softcap}, alibi_slopes of shape {shown} and "
+            f"dropout_p={dropout_p} for a kernel with softcap={config.softcap}, "
+            f"alibi={config.alibi}, dropout={config.dropout}; pass what it was compiled for"
         )
+    if config.dropout and (pack_heads or "rng_state" not in inputs):
+        raise ValueError(
+            f"sim.run_{config.kind}: expected rng_state and pack_heads=False with dropout, got "
+            f"rng_state={inputs.get('rng_state')} and pack_heads={pack_heads}; pass "
+            "flashcute.dropout.draw_state('cpu')"
+        )
+    if slopes is None:
+        return
+    if shown not in (shape, shape[1:]) or slopes.dtype != torch.float32:
+        raise ValueError(
+            f"sim.run_{config.kind}: expected alibi_slopes of float32 and of shape {shape[1:]} or "
+            f"{shape}, got {slopes.dtype} and shape {shown}; pass one slope per query head"
+        )
+    inputs["alibi_slopes"] = slopes.expand(shape)
 
 
 def run_fwd(
@@ -251,6 +276,8 @@ def run_fwd(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     seed: int = 0,
     copy_mode: str = "late",
     checker: str = "none",
@@ -275,7 +302,9 @@ def run_fwd(
         window_size: (left, right), both >= 0, where the configuration's mask is ``"local"``.
         sinks: (h,) float32, logits of a further column of the softmax.
         softcap: > 0 where the configuration has one, else 0.
-        alibi_slopes: (b, h) float32, where the configuration has them; any batch stride.
+        alibi_slopes: (h,) or (b, h) float32, where the configuration has them; any batch stride.
+        rng_state: (2,) int64, where the configuration has dropout.
+        dropout_p: > 0 likewise, else 0; heads are not packed then.
         seed: Of the schedule of lanes and warps; same seed, same run.
         copy_mode: When asynchronous copies and wgmmas complete, one of
             :data:`COPY_MODES`: ``"late"``, as late as their wait allows; ``"random"``, in random
@@ -298,17 +327,16 @@ def run_fwd(
     """
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     _check({"q": q, "k": k, "v": v}, config, scale, copy_mode, checker)
-    _check_scores(config, softcap, alibi_slopes)
+    optional = {"sinks": sinks, "alibi_slopes": alibi_slopes, "rng_state": rng_state}
+    inputs = {"q": q, "k": k, "v": v}
+    inputs |= {name: x for name, x in optional.items() if x is not None}
+    _check_scores(config, inputs, (q.shape[0], q.shape[2]), pack_heads, softcap, dropout_p)
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches)
     settings += (int(trace), 1 << 32, 0, config.min_ctas)
     command = [str(_runner(checker)), str(path), function]
-    optional = {"sinks": sinks, "alibi_slopes": alibi_slopes}
-    inputs = {"q": q, "k": k, "v": v}
-    inputs |= {name: x for name, x in optional.items() if x is not None}
-    return run_fwd_program(
-        command, inputs, scale, settings, timeout, out, pack_heads, window_size, softcap
-    )
+    asked = pack_heads, window_size, softcap, dropout_p
+    return run_fwd_program(command, inputs, scale, settings, timeout, out, *asked)
 
 
 def run_fwd_program(
@@ -321,6 +349,7 @@ def run_fwd_program(
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
 ) -> SimResult:
     """:func:`run_program` with ``Flash_fwd_params``, filled from q, k, v of any dtype."""
     q = inputs["q"]
@@ -329,7 +358,8 @@ def run_fwd_program(
         "o": q.new_full(q.shape, math.nan) if out is None else out,
         "softmax_lse": q.new_full((b, h, seqlen_q), math.nan, dtype=torch.float32),
     }
-    params = abi.fwd_params({**inputs, **outputs}, scale, pack_heads, window_size, softcap)
+    asked = pack_heads, window_size, softcap, dropout_p
+    params = abi.fwd_params({**inputs, **outputs}, scale, *asked)
     return run_program(program, params, inputs, outputs, settings, timeout)
 
 
@@ -347,6 +377,8 @@ def run_varlen(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
@@ -374,23 +406,22 @@ def run_varlen(
     """
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     _check({"q": q[None], "k": k[None], "v": v[None]}, config, scale, copy_mode, checker)
-    _check_scores(config, softcap, alibi_slopes)
     total_q, h, _ = q.shape
     b = cu_seqlens_q.shape[0] - 1
     shift = (h // k.shape[1] - 1).bit_length() if pack_heads else 0
     capacity = abi.plan_capacity(total_q << shift, b, config.tile_m)
     optional = {"seqused_q": seqused_q, "seqused_k": seqused_k}
-    optional |= {"sinks": sinks, "alibi_slopes": alibi_slopes}
+    optional |= {"sinks": sinks, "alibi_slopes": alibi_slopes, "rng_state": rng_state}
     inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     inputs |= {name: x for name, x in optional.items() if x is not None}
+    _check_scores(config, inputs, (b, h), pack_heads, softcap, dropout_p)
     outputs = {
         "o": q.new_full(q.shape, math.nan),
         "softmax_lse": q.new_full((h, total_q), math.nan, dtype=torch.float32),
         "plan": torch.full((abi.plan_words(capacity, b),), -1, dtype=torch.int32),
     }
-    params = abi.varlen_params(
-        {**inputs, **outputs}, scale, max_seqlen_q, capacity, pack_heads, window_size, softcap
-    )
+    asked = pack_heads, window_size, softcap, dropout_p
+    params = abi.varlen_params({**inputs, **outputs}, scale, max_seqlen_q, capacity, *asked)
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), 227 * 1024, sms, launches, 0, 1 << 32, 1)
     settings += (config.min_ctas,)
@@ -411,6 +442,8 @@ def run_bwd(
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (0, 0),
     sinks: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     seed: int = 0,
     copy_mode: str = "late",
     checker: str = "none",
@@ -431,7 +464,7 @@ def run_bwd(
         lse: (b, h, seqlen_q), float32, likewise.
         dout: (b, seqlen_q, h, d), gradient of out; dtype and strides like q.
         dlse: (b, h, seqlen_q), float32, gradient of lse; zeros by default.
-        softmax_scale, window_size, sinks: As in the forward.
+        softmax_scale, window_size, sinks, rng_state, dropout_p: As in the forward.
         seed, copy_mode, checker, smem_limit, sms, launches, kernel, timeout: As in
             :func:`run_fwd`.
         gradients: Where the gradients go, by ``"dq"``, ``"dk"`` and ``"dv"``, with the shapes of q,
@@ -460,7 +493,15 @@ def run_bwd(
                 f"sim.run_bwd: expected {name} of the shape of q, {tuple(like.shape)}, got "
                 f"{name}.shape={tuple(x.shape)}"
             )
+    if (config.dropout, config.dropout) != (dropout_p > 0, rng_state is not None):
+        raise ValueError(
+            "sim.run_bwd: expected dropout_p and rng_state where the kernels compute dropout, got "
+            f"dropout_p={dropout_p} and rng_state={rng_state} for kernels with "
+            f"dropout={config.dropout}; pass what they were compiled for"
+        )
     inputs["softmax_lse"] = lse
+    if rng_state is not None:
+        inputs["rng_state"] = rng_state
     if dlse is not None:
         inputs["dlse"] = dlse
     rounded = -(-seqlen_q // ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
@@ -474,7 +515,7 @@ def run_bwd(
         outputs["dsinks"] = q.new_full((h,), math.nan, dtype=torch.float32)
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches, 0, 1 << 32, 0, 1)
-    params = abi.bwd_params({**inputs, **outputs}, scale, window_size)
+    params = abi.bwd_params({**inputs, **outputs}, scale, window_size, dropout_p)
     command = [str(_runner(checker)), str(path), function]
     return run_program(command, params, inputs, outputs, settings, timeout)
 

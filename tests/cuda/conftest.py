@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from flashcute import heuristics, jit, support
+from flashcute import heuristics, jit, ops, support
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, FwdConfig
 from flashcute.jit import kernels
 
@@ -107,6 +107,19 @@ def backward_kernels() -> None:
     for config in configs:
         if config.kind == "bwd":
             assert jit.get_kernel(config, target).spill_bytes == 0, config.full_name
+
+
+@pytest.fixture(params=["80", "90"])
+def kernel_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Runs a test on each class; the binding forgets what it chose for the other."""
+    if request.param == "90" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of compute capability 9.0")
+    ops.load()
+    set_resolver = ops._keep_alive[0].flashcute_set_resolver
+    monkeypatch.setenv("FLASHCUTE_ARCH", request.param)
+    set_resolver(ops._resolve)
+    yield request.param
+    set_resolver(ops._resolve)
 
 
 @pytest.fixture

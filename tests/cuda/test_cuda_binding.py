@@ -151,6 +151,45 @@ def test_slopes_that_kernels_cannot_read_are_refused(stand_in, wrong: str) -> No
     assert not stand_in.launches
 
 
+def test_dropout(stand_in) -> None:
+    stand_in.pack_heads = False
+    state = torch.tensor([1, 2], device="cuda")
+    for dropout_p, threshold in ((0.1, 6554), (0.5, 32768), (1 - 2.0**-16, 65535), (2.0**-18, 0)):
+        ops.attend(*_qkv(), 0.125, True, (-1, -1), None, 0.0, None, False, state, dropout_p)
+        params, problem = stand_in.launches[-1][0], stand_in.problems[-1]
+        assert problem["dropout"] == (threshold > 0)
+        assert params["rng_state_ptr"] == (state.data_ptr() if threshold else None)
+        assert params["dropout_threshold"] == threshold
+        if threshold:
+            assert params["dropout_scale"] * (1 - threshold / 2**16) == pytest.approx(1, rel=1e-7)
+
+
+@pytest.mark.parametrize("wrong", ["none", "device", "dtype", "size", "rank", "stride"])
+def test_states_that_kernels_cannot_read_are_refused(stand_in, wrong: str) -> None:
+    """By the binding itself, below the checks in Python."""
+    state = {
+        "none": None,
+        "device": torch.zeros(2, dtype=torch.int64),
+        "dtype": torch.zeros(2, device="cuda", dtype=torch.int32),
+        "size": torch.zeros(1, device="cuda", dtype=torch.int64),
+        "rank": torch.zeros(2, 1, device="cuda", dtype=torch.int64),
+        "stride": torch.zeros(4, device="cuda", dtype=torch.int64)[::2],
+    }[wrong]
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"flashcute::fwd: expected.* rng_stat"):
+        torch.ops.flashcute.attend(*_qkv(), 0.125, True, -1, -1, None, 0.0, None, False, state, 0.5)
+    assert not stand_in.launches
+
+
+@pytest.mark.parametrize("dropout_p", [-0.1, 1.0, 0.99999, math.nan])
+def test_probabilities_that_kernels_cannot_draw_are_refused(stand_in, dropout_p: float) -> None:
+    state = torch.zeros(2, device="cuda", dtype=torch.int64)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"expected 0 <= dropout_p <= 1 - 2"):
+        torch.ops.flashcute.attend(
+            *_qkv(), 0.125, True, -1, -1, None, 0.0, None, False, state, dropout_p
+        )
+    assert not stand_in.launches
+
+
 @pytest.mark.parametrize("softcap", [-1.0, math.inf, math.nan, 1e38])
 def test_softcap_that_kernels_cannot_apply_is_refused(stand_in, softcap: float) -> None:
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"flashcute::fwd: expected softcap 0"):

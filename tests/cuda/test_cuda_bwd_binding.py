@@ -80,7 +80,8 @@ def test_sums_of_dq_have_the_room_that_the_kernel_asks_for(stand_in, columns: in
     stand_in.backward.dq_accum = columns
     _bwd()
     ((params, _),) = stand_in.backwards
-    assert bool(params["dq_accum_ptr"]) == bool(columns) and params["dq_accum_ptr"] % 16 == 0
+    address = params["dq_accum_ptr"] or 0
+    assert bool(address) == bool(columns) and address % 16 == 0
 
 
 @pytest.mark.parametrize("wanted", [15, 31])
@@ -121,6 +122,18 @@ def test_masks(stand_in, change, mask: str, sides) -> None:
     (problem,) = stand_in.problems
     assert (MASKS[problem["mask"]], problem["backward"]) == (mask, 1)
     assert (params["window_left"], params["window_right"]) == sides
+
+
+def test_dropout(stand_in) -> None:
+    state = torch.tensor([1, 2], device="cuda")
+    for dropout_p, threshold in ((0.1, 6554), (1 - 2.0**-16, 65535), (2.0**-18, 0)):
+        _bwd(rng_state=state, dropout_p=dropout_p)
+        params, problem = stand_in.backwards[-1][0], stand_in.problems[-1]
+        assert problem["dropout"] == (threshold > 0)
+        assert params["rng_state_ptr"] == (state.data_ptr() if threshold else None)
+        assert params["dropout_threshold"] == threshold
+    with pytest.raises(RuntimeError, match=r"flashcute::bwd: expected rng_state with dropout_p"):
+        _bwd(dropout_p=0.5)
 
 
 def test_python_is_asked_once_per_problem_and_apart_from_the_forward(stand_in) -> None:
@@ -205,8 +218,8 @@ WRONG = {
     "k_dtype": ({"k": lambda x: x.half()}, "expected k of the dtype of q"),
     "v_shape": ({"v": lambda x: x[:, :9]}, "expected v of the shape of k"),
     "sinks_size": ({"sinks": lambda x: x[:3]}, "contiguous sinks of dtype float32"),
-    "no_sinks": ({"sinks": lambda x: None}, "expected wanted in 0 ... 15, and with bit 3 sinks"),
-    "wanted": ({"wanted": lambda x: 16}, "expected wanted in 0 ... 15, .* got 16"),
+    "no_sinks": ({"sinks": lambda x: None}, "expected wanted in 0 ... 31, and with bit 3 sinks"),
+    "wanted": ({"wanted": lambda x: 32}, "expected wanted in 0 ... 31, .* got 32"),
     "scale": ({"softmax_scale": lambda x: 0.0}, "expected a finite softmax_scale > 0"),
 }
 

@@ -1,4 +1,4 @@
-"""Windows, sinks, softcap, ALiBi and packed heads on a GPU: seeded cases of both kernel classes."""
+"""Windows, sinks, softcap, ALiBi, dropout and packed heads on a GPU: seeded cases, both classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import scores
 import torch
 from layouts import STYLES, nan_surrounded
 
-from flashcute import flash_attn_func, heuristics, jit, ops, testing
+from flashcute import dropout, flash_attn_func, heuristics, jit, ops, testing
 from flashcute.config import DTYPES, HEAD_DIMS
 
 CHUNKS = 10
@@ -78,7 +78,14 @@ def check(case: Case) -> str | None:
         sinks = 3 * torch.randn(case.h, device="cuda", generator=generator)
     options = {"causal": case.causal, "window_size": case.window_size, "sinks": sinks}
     options |= case.scores.options(case.b, case.h, case.d, generator)
-    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    torch.manual_seed(case.seed)
+    out, lse, dmask = flash_attn_func(
+        q, k, v, case.scores.dropout_p, return_attn_probs=True, **options
+    )
+    dropped = case.scores.dropout(case.seed, case.b, case.h, case.seqlen_q, case.seqlen_k)
+    options |= dropped
+    if dropped and not torch.equal(~torch.signbit(dmask), dropped["dropout_mask"]):
+        return f"{case}: the pattern that is returned is another one"
     check_drift = "expanded_rows" not in case.styles[1:]
     try:
         testing.check_forward(out, lse, q, k, v, check_drift=check_drift, **options)
@@ -107,19 +114,6 @@ def _built_window_kernels() -> None:
         assert result.artefact is not None, result
 
 
-@pytest.fixture(params=["80", "90"])
-def kernel_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Runs a test on each class; the binding forgets what it chose for the other."""
-    if request.param == "90" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no GPU of compute capability 9.0")
-    ops.load()
-    set_resolver = ops._keep_alive[0].flashcute_set_resolver
-    monkeypatch.setenv("FLASHCUTE_ARCH", request.param)
-    set_resolver(ops._resolve)
-    yield request.param
-    set_resolver(ops._resolve)
-
-
 def test_sampling_covers_the_options() -> None:
     cases = [make_case(seed) for seed in range(CHUNKS * CASES_PER_CHUNK)]
     for field, values in (("window_size", None), ("h", {h for h, _ in HEADS}), ("d", {64, 128})):
@@ -128,10 +122,9 @@ def test_sampling_covers_the_options() -> None:
     assert len({case.window_size for case in cases}) == len(SIDES) ** 2
     packed = [case for case in cases if case.h > case.h_k and case.seqlen_q * case.h < 128]
     assert len(packed) >= 20 and sum(case.sinks for case in packed) >= 10
-    for dtype, asked in ((torch.float16, (True, True)), (torch.bfloat16, (True, False))):
-        for pair in {asked, asked[::-1]}:
-            wanted = [(c.scores.softcap > 0, c.scores.slopes > 0) == pair for c in cases]
-            of_dtype = [c for c, x in zip(cases, wanted, strict=True) if x and c.dtype == dtype]
+    for dtype, choices in scores.ASKED.items():
+        for asked in choices[1:]:
+            of_dtype = [c for c in cases if c.dtype == dtype and c.scores.asked == asked]
             assert len(of_dtype) >= 100 and len({c.d for c in of_dtype}) >= 3
             assert sum(c in packed for c in of_dtype) >= 3
     unlimited = [case for case in cases if set(case.window_size) <= {-1, 5000}]
@@ -160,6 +153,74 @@ def test_slopes_of_zero_and_a_cap_beyond_all_scores_equal_none(kernel_class: str
         assert all(torch.equal(x, y) for x, y in zip(found, plain, strict=True))
     out, lse, _ = flash_attn_func(q, k, v, causal=causal, softcap=1e6, return_attn_probs=True)
     testing.check_forward(out, lse, q, k, v, causal=causal)
+
+
+def make_qkv() -> list[torch.Tensor]:
+    shapes = ((2, 150, 4, 128), (2, 170, 2, 128), (2, 170, 2, 128))
+    return [torch.randn(shape, device="cuda", dtype=torch.float16) for shape in shapes]
+
+
+def test_dropout_repeats_with_a_seed_and_draws_anew_without(kernel_class: str) -> None:
+    qkv = make_qkv()
+    torch.manual_seed(1)
+    first, second = (flash_attn_func(*qkv, 0.5) for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(flash_attn_func(*qkv, 0.5), first)
+    assert not torch.equal(first, second)
+    _, lse, _ = flash_attn_func(*qkv, 0.5, return_attn_probs=True)
+    assert torch.equal(lse, flash_attn_func(*qkv, return_attn_probs=True)[1])
+
+
+def test_a_probability_that_rounds_to_zero_equals_none(kernel_class: str) -> None:
+    qkv = make_qkv()
+    assert torch.equal(flash_attn_func(*qkv, 2.0**-18), flash_attn_func(*qkv))
+
+
+def test_dropout_is_that_of_the_cpu(kernel_class: str) -> None:
+    """Of one state: every bit of the mask, of heads whose values are unit vectors."""
+    seqlen, d = 200, 64
+    h = -(-seqlen // d)
+    q = torch.zeros(2, seqlen, h, d, device="cuda", dtype=torch.float16)
+    v = torch.nn.functional.pad(torch.eye(seqlen), (0, h * d - seqlen)).view(1, seqlen, h, d)
+    v = v.expand(2, -1, -1, -1).contiguous().to(q)
+    state = dropout.draw_state(q.device)
+    options = 0.125, True, (-1, -1), None, 0.0, None, False
+    out, lse = ops.attend(q, q, v, *options, state, 0.3)
+    expected = ops.attend(q.cpu(), q.cpu(), v.cpu(), *options, state.cpu(), 0.3)
+    assert torch.equal(out.cpu() != 0, expected[0] != 0)
+    torch.testing.assert_close(out.cpu(), expected[0], rtol=2e-3, atol=0)
+    torch.testing.assert_close(lse.cpu(), expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_graph_draws_dropout_anew_in_each_replay(kernel_class: str) -> None:
+    qkv = make_qkv()
+    flash_attn_func(*qkv, 0.5)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_func(*qkv, 0.5)
+    results = []
+    for seed in (1, None, 1):
+        if seed is not None:
+            torch.manual_seed(seed)
+        graph.replay()
+        results.append(out.clone())
+    assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
+
+
+def test_a_graph_reads_the_state_that_is_there_when_it_runs(kernel_class: str) -> None:
+    options = 0.125, False, (-1, -1), None, 0.0, None, False
+    qkv, state = make_qkv(), torch.tensor([1, 2], device="cuda")
+    first, _ = ops.attend(*qkv, *options, state, 0.5)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = ops.attend(*qkv, *options, state, 0.5)
+    for other in (torch.tensor([-1, 2**40]), torch.tensor([1, 3]), torch.tensor([1, 2])):
+        state.copy_(other)
+        graph.replay()
+        assert torch.equal(out, ops.attend(*qkv, *options, other.cuda(), 0.5)[0])
+        assert torch.equal(out, first) == (other.tolist() == [1, 2])
 
 
 @pytest.mark.parametrize("side", [(-1, -1), (-1, 0), (100, 0), (60, 60)])

@@ -12,7 +12,7 @@ import torch
 from layouts import STYLES, nan_surrounded
 
 import flashcute
-from flashcute import flash_attn_varlen_func, heuristics, jit, ops, testing
+from flashcute import flash_attn_varlen_func, heuristics, jit, testing
 from flashcute.config import DTYPES
 
 CHUNKS = 10
@@ -67,7 +67,7 @@ def make_case(seed: int) -> Case:
         used_q=used[0],
         used_k=used[1],
         behind=(rng.choice((0, 0, 1, 70)), rng.choice((0, 0, 1, 70))),
-        slack=rng.choice((0, 0, 3, 10_000)),
+        slack=min(rng.choice((0, 0, 3, 10_000)), 3 if asked.dropout_p else 10_000),
         h=h,
         h_k=h_k,
         d=rng.choice((40, *scores.HEAD_DIMS[dtype]) if asked.any else (20, 32, 64, 128, 200)),
@@ -125,9 +125,13 @@ def check(case: Case) -> str | None:
         max(x, default=0) + case.slack
         for x in (case.used_q or case.lengths_q, case.used_k or case.lengths_k)
     ]
-    out, lse, _ = flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, *bounds, return_attn_probs=True, **used, **options
+    torch.manual_seed(case.seed)
+    dropout_p = case.scores.dropout_p
+    out, lse, dmask = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, *bounds, dropout_p, return_attn_probs=True, **used, **options
     )
+    dropped = case.scores.dropout(case.seed, len(case.lengths_q), case.h, *bounds)
+    options |= dropped
     of_no_sequence = torch.ones(q.shape[0], dtype=torch.bool, device="cuda")
     pairs = zip(
         rows_in_use(case.lengths_q, case.used_q),
@@ -142,6 +146,11 @@ def check(case: Case) -> str | None:
         one = q[None, rows], k[None, keys], v[None, keys]
         if slopes is not None and case.scores.of_each:
             options["alibi_slopes"] = slopes[i]
+        if dropped:
+            n_q, n_k = rows.stop - rows.start, keys.stop - keys.start
+            options["dropout_mask"] = dropped["dropout_mask"][i, :, :n_q, :n_k]
+            if not torch.equal(~torch.signbit(dmask[i, :, :n_q, :n_k]), options["dropout_mask"]):
+                return f"{case}: the pattern that is returned is another one"
         try:
             testing.check_forward(out[None, rows], lse[None, :, rows], *one, **options)
         except AssertionError as error:
@@ -173,19 +182,6 @@ def _built_kernels_of_both_classes() -> None:
         assert result.artefact is not None, result
 
 
-@pytest.fixture(params=["80", "90"])
-def kernel_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Runs a test on each class; the binding forgets what it chose for the other."""
-    if request.param == "90" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no GPU of compute capability 9.0")
-    ops.load()
-    set_resolver = ops._keep_alive[0].flashcute_set_resolver
-    monkeypatch.setenv("FLASHCUTE_ARCH", request.param)
-    set_resolver(ops._resolve)
-    yield request.param
-    set_resolver(ops._resolve)
-
-
 def test_sampling_covers_the_options() -> None:
     cases = [make_case(seed) for seed in range(CHUNKS * CASES_PER_CHUNK)]
     for seen in (
@@ -195,6 +191,7 @@ def test_sampling_covers_the_options() -> None:
         sum(case.behind[1] > 0 for case in cases),
         sum(case.sinks for case in cases),
         sum(case.scores.softcap > 0 for case in cases),
+        sum(case.scores.dropout_p > 0 and len(case.lengths_q) > 1 for case in cases),
         sum(case.scores.slopes > 0 and not case.scores.of_each for case in cases),
         sum(case.scores.slopes > 0 and len(case.lengths_q) > 1 for case in cases),
         sum(case.h > case.h_k and max(case.lengths_q, default=0) == 1 for case in cases),
@@ -228,6 +225,21 @@ def test_equal_lengths_equal_a_dense_batch(kernel_class: str, causal: bool) -> N
     q, kv = tokens[:, 0], tokens[:, 1:]
     again = flashcute.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 150, 150, causal=causal)
     assert torch.equal(again, out)
+
+
+def test_dropout_of_equal_lengths_is_that_of_a_dense_batch(kernel_class: str) -> None:
+    """Bit for bit; a sequence between empty ones may get other tiles, but not another mask."""
+    qkv = torch.randn(3, 150, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    tokens = qkv.flatten(0, 1)
+    torch.manual_seed(5)
+    dense = flashcute.flash_attn_qkvpacked_func(qkv, 0.3)
+    torch.manual_seed(5)
+    out = flashcute.flash_attn_varlen_qkvpacked_func(tokens, starts((150,) * 3), 150, 0.3)
+    assert torch.equal(out.view_as(dense), dense)
+    torch.manual_seed(5)
+    cu = starts((0, 150, 0))
+    shifted = flashcute.flash_attn_varlen_qkvpacked_func(tokens[150:300], cu, 150, 0.3)
+    torch.testing.assert_close(shifted, out[150:300])
 
 
 def test_many_short_sequences_and_one_long(kernel_class: str) -> None:

@@ -44,7 +44,7 @@ OF_SM80 = (
     ),
     _numerics(
         "slopes of the sequence before",
-        _SCORES,
+        "work_tile.h",
         "[middle] <= tile.row_q",
         "[middle] < tile.row_q",
     ),

@@ -30,7 +30,7 @@ await_v();
                 sm90::wgmma_wait<1>"""
 _AWAIT_S_STEP = """\
                 sm90::wgmma_wait<1>();
-                release_k(false, n == 0);
+                release_k(rS, false, n == 0);
 """
 _AWAIT_O_STEP = """\
                 sm90::wgmma_wait<0>();

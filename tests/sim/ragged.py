@@ -37,12 +37,13 @@ def check(result, config, qkv, batch, used=None, **options):
     """Each sequence against the reference, and all other rows against zeros and -inf.
 
     ``used``: rows of each sequence that count; all by default. ``alibi_slopes``: (b, h).
+    ``dropout_mask``: (b, h, rows, keys) of the longest sequence or more.
     """
     assert result.verdict == "pass", result.message
     q, k, v = qkv
     of_no_sequence = torch.ones(q.shape[0], dtype=torch.bool)
     begins = (starts(lengths).tolist() for lengths in batch)
-    slopes = options.pop("alibi_slopes", None)
+    slopes, mask = (options.pop(name, None) for name in ("alibi_slopes", "dropout_mask"))
     for s, (i, j, n, m) in enumerate(zip(*begins, *(used or batch), strict=False)):
         rows, keys = slice(i, i + n), slice(j, j + m)
         of_no_sequence[rows] = False
@@ -50,6 +51,8 @@ def check(result, config, qkv, batch, used=None, **options):
             out, lse = result.out[rows][None], result.lse[:, rows][None]
             one = q[rows][None], k[keys][None], v[keys][None]
             of_one = options if slopes is None else options | {"alibi_slopes": slopes[s]}
+            if mask is not None:
+                of_one = of_one | {"dropout_mask": mask[s, :, :n, :m]}
             check_forward(out, lse, *one, causal=config.mask == "causal", **of_one)
     assert (result.out[of_no_sequence] == 0).all()
     assert (result.lse[:, of_no_sequence] == -torch.inf).all()

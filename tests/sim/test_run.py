@@ -1,6 +1,7 @@
 """What `run_fwd` refuses, what it reports of broken kernels, and kernels with other parameters."""
 
 import ctypes
+from dataclasses import replace
 
 import mutants
 import pytest
@@ -36,6 +37,31 @@ def tensors(d=32, dtype=torch.float16, seqlen_q=3, h_k=1):
 def test_refuses(inputs, options, error, message):
     with pytest.raises(error, match=message):
         sim.run_fwd(*inputs, CONFIG, **options)
+
+
+@pytest.mark.parametrize(
+    "slopes", [torch.ones(3), torch.ones(1, 2), torch.ones(2, 2, 1), torch.ones(2).half()], ids=str
+)
+def test_refuses_slopes_that_are_not_one_for_each_head(slopes):
+    sloped = replace(CONFIG, alibi=True)
+    expected = r"alibi_slopes of float32 and of shape \(2,\) or \(2, 2\), got torch.float"
+    q, k, v = (x.expand(2, -1, -1, -1) for x in tensors())
+    with pytest.raises(ValueError, match=rf"^sim.run_fwd: expected {expected}"):
+        sim.run_fwd(q, k, v, sloped, alibi_slopes=slopes)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"^sim.run_fwd: expected {expected}"):
+        sim.run_varlen(*packed, cu, cu, sloped, max_seqlen_q=3, alibi_slopes=slopes)
+
+
+def test_slopes_of_heads_alone_are_those_of_each_entry(monkeypatch):
+    given = {}
+    monkeypatch.setattr(sim_run, "run_fwd_program", lambda _, inputs, *args: given.update(inputs))
+    monkeypatch.setattr(sim_run, "_runner", lambda checker: "runner")
+    q, k, v = (x.expand(2, -1, -1, -1) for x in tensors())
+    slopes, kernel = torch.tensor([0.5, 0.25]), ("kernel.so", "function")
+    sim.run_fwd(q, k, v, replace(CONFIG, alibi=True), alibi_slopes=slopes, kernel=kernel)
+    assert torch.equal(given["alibi_slopes"], slopes.expand(2, 2))
 
 
 def test_reports_a_kernel_that_never_ends(tmp_path):

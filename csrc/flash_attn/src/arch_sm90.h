@@ -133,7 +133,8 @@ CUTE_DEVICE void fence_async_proxy() {
 
 // ---- sums in global memory [red] ----
 
-// Adds four neighbouring floats, at a multiple of 16 bytes, each in one piece.
+// Adds four neighbouring floats, at a multiple of 16 bytes. Each of the four sums is atomic, the
+// vector is not.
 CUTE_DEVICE void reduce_add(float *gmem, float a, float b, float c, float d) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(gmem), "f"(a),
                  "f"(b), "f"(c), "f"(d)

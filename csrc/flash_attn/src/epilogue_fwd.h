@@ -150,6 +150,11 @@ struct EpilogueFwd {
         store_from_registers(params, offset.o, rows, thread, tOrO);
     }
 
+    // What O is multiplied by beside the reciprocal row sums.
+    CUTE_DEVICE static float output_scale(Flash_fwd_params const &params) {
+        return Traits::kConfig.dropout ? params.dropout_scale : 1.f;
+    }
+
     // A tile with its unnormalised O and its row statistics.
     template <class SoftmaxT, class AccO>
     CUTE_DEVICE static void finish(Flash_fwd_params const &params, WorkTile const &tile,
@@ -157,7 +162,8 @@ struct EpilogueFwd {
                                    AccO &tOrO) {
         auto const rows = thread_rows<2>(params, tile, thread);
         auto const sinks = load_sinks(params, tile.head_q, rows, !tile.is_part());
-        store(params, tile.is_part(), offset, rows, thread, softmax.finalize(tOrO, sinks), tOrO);
+        auto const lse = softmax.finalize(tOrO, sinks, output_scale(params));
+        store(params, tile.is_part(), offset, rows, thread, lse, tOrO);
     }
 
     // A tile whose rows see no key: zeros, and the rows' sinks.

@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 9;
+inline constexpr int32_t kAbiVersion = 11;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -32,6 +32,7 @@ struct FwdConfig {
     bool ping_pong;     // sm90: warpgroups take turns in issuing their products
     bool softcap;       // scores become softcap * tanh(score / softcap)
     bool alibi;         // then the distance of query and key lowers them
+    bool dropout;       // weights are dropped at random
     bool paged;         // keys and values lie in pages, which a block table lists
 };
 
@@ -55,6 +56,7 @@ struct BwdConfig {
     BwdTile dq;
     BwdTile dkv;
     bool split_dkv;  // dK and dV by a kernel each: together they exceed the registers
+    bool dropout;    // as in FwdConfig; sm80
 };
 
 // The row statistics of a head are padded to a multiple of this, which every tile divides.
@@ -73,6 +75,9 @@ struct Flash_fwd_params {
     // (b, h), of FwdConfig::alibi: -slope * |i + seqlen_k - seqlen_q - j| is added to the score of
     // query i and key j. The batch stride is 0 where all entries, or sequences, share their slopes.
     const float *alibi_slopes_ptr;
+    // (2), of FwdConfig::dropout and its backward: seed and offset of the mask that dropout.h
+    // defines.
+    const int64_t *rng_state_ptr;
 
     // A ragged batch (varlen): sequence i has rows [cu_seqlens[i], cu_seqlens[i + 1]) of q and o,
     // (total_q, h, d), or of k and v, (total_k, h_k, d), of which the first seqused[i] count. The
@@ -135,6 +140,11 @@ struct Flash_fwd_params {
     float scale_softmax_log2;
     float scale_softcap;  // scale_softmax / softcap; without one 1
     float alibi_scale;    // 1 / scale_softmax; with FwdConfig::softcap 1 / softcap
+
+    // Of FwdConfig::dropout: of 65536 weights so many are dropped, at most 65535, and the others
+    // multiplied by the scale, 1 / (1 - dropout_threshold / 65536).
+    uint32_t dropout_threshold;
+    float dropout_scale;
 };
 
 inline constexpr int32_t kMaxSplits = 256;
@@ -179,7 +189,8 @@ struct Flash_bwd_params : Flash_fwd_params {
     // +inf where P is 0, and rowsum(dO * O) - dLSE.
     float *row_stats_ptr;
     // Workspace of the sm90 class, aligned to 16 bytes: (b, h, seqlen_q_rounded, head_dim) for the
-    // instantiated head dimension, sums of dQ.
+    // instantiated head dimension, sums of dQ. The rows of a step are together, in the order of
+    // the accumulators that hold them.
     float *dq_accum_ptr;
 
     int64_t do_batch_stride, do_row_stride, do_head_stride;

@@ -96,7 +96,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
             storage, tile,
             head_begin<Element>(params.dv_ptr, tile.batch, params.dv_batch_stride, tile.head_k,
                                 params.dv_head_stride),
-            params.dv_row_stride, params.d, dY, 1.f);
+            params.dv_row_stride, params.d, dY,
+            Traits::kConfig.dropout ? params.dropout_scale : 1.f);
     }
 }
 

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
         Epilogue::template thread_rows<Mainloop::kRowsPerThread>(params, tile, threadIdx.x);
     auto const sinks =
         Epilogue::load_sinks(params, tile.head_q, rows, tile.in_sequence() && !tile.is_part());
-    auto const lse = softmax.finalize(tOrO, sinks);
+    auto const lse = softmax.finalize(tOrO, sinks, Epilogue::output_scale(params));
     OutputOffset const offset = Epilogue::output_offset(params, tile);
     if (tile.is_part()) {
         Epilogue::store_part(params, offset, rows, threadIdx.x, lse, tOrO);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -30,7 +31,7 @@ struct Problem {
     MaskKind mask;
     int32_t b, seqlen_q, seqlen_k, h, h_k, d;
     int32_t window_left, window_right;  // MaskKind::local; else 0
-    int32_t softcap, alibi;             // 1: there is one
+    int32_t softcap, alibi, dropout;    // 1: there is one
     // 1: asks for the kernels of its gradients; 2: for those whose results repeat bitwise
     int32_t backward;
 
@@ -95,6 +96,16 @@ inline int32_t rounded_length(int32_t length) {
     return static_cast<int32_t>(std::min((length + step - 1) / step * step, kMaxSeqlen));
 }
 
+// Between the mean and the longest: of what the host knows of a ragged batch, the length whose
+// tiles suit most of the work. heuristics.typical_length() is the same.
+inline int32_t typical_length(int64_t total, int64_t b, int64_t longest) {
+    const double most = static_cast<double>(std::min(longest, total));
+    const double of_each =
+        static_cast<double>(total) / static_cast<double>(std::max(b, int64_t(1)));
+    const double mean = std::min(of_each, most);
+    return std::max(static_cast<int32_t>(std::sqrt(mean * most)), 1);
+}
+
 inline Problem rounded(Problem problem) {
     problem.window_left = rounded_length(std::min(problem.window_left, problem.seqlen_k));
     problem.window_right = rounded_length(std::min(problem.window_right, problem.seqlen_q));
@@ -106,8 +117,8 @@ inline Problem rounded(Problem problem) {
 struct ProblemHash {
     size_t operator()(const Problem &problem) const {
         // FNV-1a over the words; the high bits are folded back as buckets use the low ones.
-        static_assert(sizeof(Problem) == 14 * sizeof(uint32_t), "no padding may enter the hash");
-        uint32_t words[14];
+        static_assert(sizeof(Problem) == 15 * sizeof(uint32_t), "no padding may enter the hash");
+        uint32_t words[15];
         std::memcpy(words, &problem, sizeof(words));
         uint64_t hash = 0xcbf29ce484222325;
         for (const uint32_t word : words) {

@@ -17,7 +17,7 @@ using namespace cute;
 
 template <BwdConfig C>
 struct KernelTraitsBwdSm90 {
-    static_assert(C.arch == 90);
+    static_assert(C.arch == 90 && !C.dropout);
     static_assert(C.dkv.rows == 128 && C.dkv.warps == 8, "two warpgroups of 64 keys each");
     static_assert(C.dkv.step == 64 || C.dkv.step == 128);
     static_assert(C.dkv.stages == 2 && C.dkv.min_ctas == 1);
@@ -35,7 +35,7 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kWarpgroups = 2;
     static constexpr int kMmaThreads = 128 * kWarpgroups;
     static constexpr int kThreads = 128 + kMmaThreads;  // warpgroup 0 loads
-    // The launch's 3 * 168, dealt anew.
+    // setmaxnreg: 24 + 2 * 240 = 3 * 168, the registers of the launch.
     static constexpr int kLoadRegisters = 24;
     static constexpr int kMmaRegisters = 240;
 
@@ -87,7 +87,9 @@ struct KernelTraitsBwdSm90 {
     }
 
     static constexpr int kTileSlots = 2;
-    // A buffer of dS is written again two steps later, when both warpgroups have read it.
+    // A buffer of dS is written again two steps later, without a barrier of its own: a warpgroup
+    // arrives at ds_full of step i + 1 when its dQ of step i is complete, and none writes step
+    // i + 2 before it has waited for that of i + 1.
     static constexpr int kDsStages = 2;
 
     // A buffer is full when its bytes have landed, and empty when all its readers have arrived.

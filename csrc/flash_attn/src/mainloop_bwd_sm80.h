@@ -5,14 +5,16 @@
 //   dK and dV: owns K and V,   visits Q and dO: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO,
 //                                               dK += dS^T Q
 //
-// with P = exp(S - LSE) and dS = P * (dP - D), D of preprocess. X is what S is made of, Y what dP
-// is made of. P and dS stay in registers: as accumulators their rows are those that the warp owns,
-// which makes them A operands of the products that follow. No sum crosses CTAs.
+// with P = exp(S - LSE) and dS = P * (dP - D), D of preprocess; dropout.h says what it changes. X
+// is what S is made of, Y what dP is made of. P and dS stay in registers: as accumulators their
+// rows are those that the warp owns, which makes them A operands of the products that follow. No
+// sum crosses CTAs.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "block_info.h"
+#include "dropout.h"
 #include "kernel_traits_bwd_sm80.h"
 #include "mask.h"
 #include "tile_copy_sm80.h"
@@ -33,6 +35,7 @@ struct MainloopBwdSm80 {
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kStages = Traits::kStages;
     static constexpr bool kOwnsQueries = Traits::kOwnsQueries;
+    static constexpr bool kDrops = Traits::kConfig.dropout;
     static constexpr int kRowsPerThread = 2 * kTileM / (16 * Traits::kTile.warps);
     // Visits of keys in the order of the forward; those of queries as under a window.
     static constexpr MaskKind kOrder = kOwnsQueries ? Traits::kMask : MaskKind::local;
@@ -193,6 +196,7 @@ struct MainloopBwdSm80 {
         int const thread = threadIdx.x;
         TiledMma mma;
         auto const block = [&](int n) { return tile.blocks.template block<kOrder>(n); };
+        DropoutBwd<Traits> const dropout(params, tile, thread);
 
         // The statistics of owned rows; those of visited rows come with them.
         cute::array<float2, kOwnsQueries ? kRowsPerThread : 1> own_stats;
@@ -249,7 +253,10 @@ struct MainloopBwdSm80 {
                     p(i, j) = exp2f(p(i, j) * params.scale_softmax_log2 - lse_log2);
                 }
             }
-            if constexpr (Traits::kNeedsDv) {
+            if constexpr (kDrops) dropout.mark(tSrS, block(n), head);
+            if constexpr (Traits::kNeedsDv && kDrops) {
+                accumulate(dY, dropout.kept(tSrS), step_y);
+            } else if constexpr (Traits::kNeedsDv) {
                 accumulate(dY, tSrS, step_y);
             }
             if constexpr (Traits::kNeedsDs) {
@@ -261,6 +268,7 @@ struct MainloopBwdSm80 {
                     float const d = stats_at(i).y;
                     CUTE_UNROLL
                     for (int j = 0; j < size<1>(p); ++j) {
+                        if constexpr (kDrops) dropout.finish(p(i, j), ds(i, j));
                         ds(i, j) = p(i, j) * (ds(i, j) - d);
                     }
                 }

@@ -171,6 +171,8 @@ struct MainloopBwdSm90 {
             return tile().blocks.template block<MaskKind::local>(visit);
         }
 
+        // TMA overwrites the statistics, which ordinary loads read. The fence and __syncwarp() of
+        // store_ds(), behind the last of those loads, order the two.
         CUTE_DEVICE void release_step(RingSteps const &ring) const {
             release(&storage.q_empty[ring.stage()]);
             release(&storage.dout_empty[ring.stage()]);

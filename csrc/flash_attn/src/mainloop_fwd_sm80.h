@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "block_info.h"
+#include "dropout.h"
 #include "kernel_traits.h"
 #include "mask.h"
 #include "score_mod.h"
@@ -110,6 +111,7 @@ struct MainloopFwdSm80 {
 
         Mask<C> const mask{params, tile};
         ScoreMod<Traits, kRowsPerThread> const score_mod(params, tile, thread);
+        Dropout<Traits> const dropout(params, tile, thread);
         auto const block = [&](int n) { return tile.blocks.template block<C.mask>(n); };
         auto const load = [&](Element const *gmem, int64_t row_stride, int64_t batch_stride,
                               auto &&smem, int n) {
@@ -179,7 +181,8 @@ struct MainloopFwdSm80 {
             softmax.update(tSrS, rP, tOrO, bounded, masked);
             Tensor tOrP =
                 make_tensor(rP.data(), layout_acc_as_operand_a(rP.layout()));  // (8, MMA_M, N/16)
-            Tensor tOsVt = copy_v.get_slice(thread).partition_S(sVt(stage));   // (8, d/16, N/16)
+            dropout.apply(tOrP, block(n));
+            Tensor tOsVt = copy_v.get_slice(thread).partition_S(sVt(stage));  // (8, d/16, N/16)
             gemm_smem(mma, NoCopy{}, copy_v, tOrO, tOrP, tOrVt, tOsVt, tOsVt);
             if constexpr (kStages == 2) stage ^= 1;
         }

@@ -9,6 +9,7 @@
 #include <cute/tensor.hpp>
 
 #include "block_info.h"
+#include "dropout.h"
 #include "epilogue_fwd.h"
 #include "kernel_traits_sm90.h"
 #include "mask.h"
@@ -253,6 +254,16 @@ struct MainloopFwdSm90 {
         CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
         CUTE_DEVICE OutputOffset const &output() const { return storage.output[tiles.stage()]; }
 
+        // S is complete: releases K's stage, and Q, after the tile's first block if all of it is in
+        // registers, else after the last.
+        template <class Acc>
+        CUTE_DEVICE void release_k(Acc &rS, bool first, bool last) const {
+            sm90::pin(rS);
+            release(&storage.k_empty[k.stage()]);
+            constexpr bool kAllInRegs = kQRegSteps == Traits::kQSteps;
+            if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);
+        }
+
         CUTE_DEVICE void release_tile() {
             __syncwarp();
             release(&storage.tile_empty[tiles.stage()]);
@@ -421,14 +432,6 @@ struct MainloopFwdSm90 {
                 Tensor tOrV = thr_pv.make_fragment_B(thr_pv.partition_B(sVt));  // (1, 1, N/16)
                 sm90::wgmma_issue<true>(mma_pv, tOrP, tOrV, rO);
             };
-            // S is complete: releases K's stage, and Q, after the tile's first block if all of it
-            // is in registers, else after the last.
-            auto const release_k = [&](bool first, bool last) {
-                sm90::pin(rS);
-                release(&storage.k_empty[k.stage()]);
-                constexpr bool kAllInRegs = kQRegSteps == Traits::kQSteps;
-                if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);
-            };
             auto const release_v = [&] {
                 sm90::pin(rO);
                 release(&storage.v_empty[v().stage()]);
@@ -442,7 +445,7 @@ struct MainloopFwdSm90 {
                 issue_pv();
                 pass_turn();
                 sm90::wgmma_wait<1>();
-                release_k(false, n == 0);
+                release_k(rS, false, n == 0);
             };
             auto const finish_pv = [&] {
                 sm90::wgmma_wait<0>();
@@ -456,16 +459,18 @@ struct MainloopFwdSm90 {
                 int n = tile.blocks.count - 1;  // visits left after this one
                 int const unmasked = tile.blocks.unmasked;
                 ScoreMod<Traits, 2> const score_mod(params, tile, thread);
+                Dropout<Traits> const dropout(params, tile, thread);
                 await_q();
                 zero_rows_behind_queries(params, tile);
                 load_q_fragments(tSrQreg);
                 await_k();
                 issue_qk();
                 sm90::wgmma_wait<0>();
-                release_k(true, n == 0);
+                release_k(rS, true, n == 0);
                 k.advance();
                 finish_scores(params, tile, score_mod, tSrS, n, n >= unmasked);
                 softmax.start(tSrS, tOrP);
+                dropout.apply(tOrP, tile.blocks.template block<C.mask>(n));
                 clear(rO);
                 zero_rows_behind_keys(params, tile, n--);
                 CUTE_NO_UNROLL
@@ -481,6 +486,7 @@ struct MainloopFwdSm90 {
                         bool const raised = softmax.raise_ref(tSrS, factor, masked);
                         finish_pv();
                         softmax.update_bounded(tSrS, tOrP, tOrO, raised, factor);
+                        dropout.apply(tOrP, tile.blocks.template block<C.mask>(n));
                     }
                     CUTE_NO_UNROLL
                     for (; n >= 0 && !softmax.seeks_max(); --n) {
@@ -488,6 +494,7 @@ struct MainloopFwdSm90 {
                         finish_scores(params, tile, score_mod, tSrS, n, false);
                         finish_pv();
                         softmax.update_unbounded(tSrS, tOrP, tOrO);
+                        dropout.apply(tOrP, tile.blocks.template block<C.mask>(n));
                     }
                 }
                 await_v();

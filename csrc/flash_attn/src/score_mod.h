@@ -23,21 +23,6 @@ CUTE_DEVICE float fast_tanh(float x) {
     return square < 1.f / 64 ? small : large;
 }
 
-// The sequence of a ragged batch that a tile's rows are of: the last one that begins where they do,
-// as others that begin there are empty. Whatever cu_seqlens holds, the result is in [0, b).
-CUTE_DEVICE int sequence_of(Flash_fwd_params const &params, WorkTile const &tile) {
-    if (params.cu_seqlens_q_ptr == nullptr) {
-        return tile.row_q / params.seqlen_q;
-    }
-    int low = 0, high = params.b;
-    CUTE_NO_UNROLL
-    while (high - low > 1) {
-        int const middle = (low + high) / 2;
-        (params.cu_seqlens_q_ptr[middle] <= tile.row_q ? low : high) = middle;
-    }
-    return low;
-}
-
 // The modified scores are in a unit of which scale_softmax_log2 makes exponents: that of Q K^T, or
 // the softcap where there is one.
 template <class Traits, int kRows>

@@ -167,8 +167,10 @@ struct Softmax {
 
     // Divides O by the row sums; returns the log-sum-exp of each row. sink: the logit of a column
     // without a value that the sums include, -inf for none. A row without keys: 0 and its sink.
+    // scale: a factor on O.
     template <class Engine, class Layout>
-    CUTE_DEVICE RowTensor finalize(Tensor<Engine, Layout> &tOrO, RowTensor const &sink) {
+    CUTE_DEVICE RowTensor finalize(Tensor<Engine, Layout> &tOrO, RowTensor const &sink,
+                                   float scale) {
         RowTensor lse, inv_sum;
         CUTE_UNROLL
         for (int i = 0; i < kRows; ++i) {
@@ -176,7 +178,7 @@ struct Softmax {
             float sum = quad_allreduce(row_sum(i), [](float a, float b) { return a + b; });
             bool const empty = sum == 0.f;
             sum += exp2f(sink(i) * kLog2e - ref - kBelow);
-            inv_sum(i) = empty ? 0.f : __fdividef(1.f, sum);
+            inv_sum(i) = empty ? 0.f : __fdividef(scale, sum);
             // Where a sink makes the scaled sum infinite, the keys' part of it rounds to nothing.
             float const scaled = sum * kInverseBelow;
             bool const only_sink = empty || scaled == INFINITY;

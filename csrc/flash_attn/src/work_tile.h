@@ -1,4 +1,5 @@
-// One tile of query rows: where it is, how long its sequences are, which key blocks it visits.
+// One tile of query rows: where it is, how long its sequences are, which key blocks it visits. In a
+// backward a tile of keys, too, which visits blocks of queries: then m_block counts tiles of keys.
 // Every other header asks this one.
 #pragma once
 
@@ -77,6 +78,22 @@ CUTE_HOST_DEVICE int num_rows(Flash_fwd_params const &params, int seqlen_q) {
 // Heads of the tile grid in one batch entry.
 CUTE_HOST_DEVICE int num_grid_heads(Flash_fwd_params const &params) {
     return params.pack_shift > 0 ? params.h_k : params.h;
+}
+
+// The sequence of a planned batch that a tile's rows are of; in a ragged one the last that begins
+// where they do, as others that begin there are empty. Whatever cu_seqlens holds, the result is in
+// [0, b).
+CUTE_DEVICE int sequence_of(Flash_fwd_params const &params, WorkTile const &tile) {
+    if (params.cu_seqlens_q_ptr == nullptr) {
+        return tile.row_q / params.seqlen_q;
+    }
+    int low = 0, high = params.b;
+    CUTE_NO_UNROLL
+    while (high - low > 1) {
+        int const middle = (low + high) / 2;
+        (params.cu_seqlens_q_ptr[middle] <= tile.row_q ? low : high) = middle;
+    }
+    return low;
 }
 
 // One row of a tile, as loads and stores need it.

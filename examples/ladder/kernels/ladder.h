@@ -165,6 +165,7 @@ flash::Flash_kernel const *describe(char const *name) {
         .threads = Rung::kThreads,
         .smem_bytes = sizeof(typename Rung::SharedStorage),
         .tile_m = Rung::kTileM,
+        .dq_accum = 0,
         .launch = &launch<Rung>,
         .plan = nullptr,
         .error_string =

@@ -53,6 +53,7 @@ struct TmaTypes {
         .ping_pong = true,
         .softcap = false,
         .alibi = false,
+        .dropout = false,
     };
     using Traits = flash::KernelTraitsSm90<C>;
     using Element = typename Traits::Element;

@@ -9,6 +9,7 @@ static constexpr flash::BwdConfig kConfig = {
     .dq = {.rows = 128, .step = 64, .warps = 8, .stages = 2, .min_ctas = 1},
     .dkv = {.rows = 128, .step = 64, .warps = 8, .stages = 2, .min_ctas = 1},
     .split_dkv = false,
+    .dropout = false,
 };
 static constexpr char kName[] = "flash_bwd_hdim128_bf16_sm90_128x64_s2";
 

@@ -9,6 +9,7 @@ static constexpr flash::BwdConfig kConfig = {
     .dq = {.rows = 128, .step = 32, .warps = 4, .stages = 2, .min_ctas = 2},
     .dkv = {.rows = 64, .step = 64, .warps = 4, .stages = 2, .min_ctas = 2},
     .split_dkv = false,
+    .dropout = false,
 };
 static constexpr char kName[] = "flash_bwd_hdim64_bf16_sm80_dq128x32_w4_s2_c2_dkv64x64_w4_s2_c2";
 

@@ -9,6 +9,7 @@ static constexpr flash::BwdConfig kConfig = {
     .dq = {.rows = 128, .step = 32, .warps = 4, .stages = 1, .min_ctas = 2},
     .dkv = {.rows = 64, .step = 32, .warps = 4, .stages = 2, .min_ctas = 2},
     .split_dkv = false,
+    .dropout = false,
 };
 static constexpr char kName[] =
     "flash_bwd_hdim96_fp16_causal_sm80_dq128x32_w4_s1_c2_dkv64x32_w4_s2_c2";

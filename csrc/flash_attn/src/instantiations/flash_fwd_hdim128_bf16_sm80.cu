@@ -15,6 +15,7 @@ static constexpr flash::FwdConfig kConfig = {
     .ping_pong = false,
     .softcap = false,
     .alibi = false,
+    .dropout = false,
     .paged = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim128_bf16_sm80_128x48_w4_s1_c2";

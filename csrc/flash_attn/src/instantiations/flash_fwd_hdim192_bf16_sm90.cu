@@ -15,6 +15,7 @@ static constexpr flash::FwdConfig kConfig = {
     .ping_pong = true,
     .softcap = false,
     .alibi = false,
+    .dropout = false,
     .paged = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim192_bf16_sm90_128x64_s2_qreg12_pp";

@@ -15,6 +15,7 @@ static constexpr flash::FwdConfig kConfig = {
     .ping_pong = false,
     .softcap = false,
     .alibi = false,
+    .dropout = false,
     .paged = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim192_fp16_causal_sm80_64x64_w4_s1_qreg_c2";

@@ -15,6 +15,7 @@ static constexpr flash::FwdConfig kConfig = {
     .ping_pong = false,
     .softcap = false,
     .alibi = false,
+    .dropout = false,
     .paged = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim64_bf16_sm80_128x64_w4_s2_qreg_c2";

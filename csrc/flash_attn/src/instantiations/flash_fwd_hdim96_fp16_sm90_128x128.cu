@@ -15,6 +15,7 @@ static constexpr flash::FwdConfig kConfig = {
     .ping_pong = true,
     .softcap = false,
     .alibi = false,
+    .dropout = false,
     .paged = false,
 };
 static constexpr char kName[] = "flash_fwd_hdim96_fp16_sm90_128x128_s2_pp";

@@ -1,0 +1,429 @@
+"""A small GPT, trained with flashcute's attention and with PyTorch's, side by side.
+
+python examples/train_gpt.py --check --out FOLDER    # GPT-2's size on a GPU, a tiny one on a CPU
+
+All runs begin with the same weights and see the same text, in turns, a step each. Two more runs
+measure the noise of training. One is PyTorch's attention again with the rows of each batch in
+another order, which changes the order of sums alone; the other is another attention kernel of
+PyTorch's, which also rounds in other places. flashcute's loss curve may differ from PyTorch's by at
+most twice as much as the one of them that differs more (root mean square over all steps).
+
+Exits with 1 when it does, or when --check finds wrong gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import hashlib
+import importlib.util
+import math
+import pathlib
+import pydoc_data.topics
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+import flashcute
+from flashcute import benchmarking as bm
+from flashcute.arguments import natural, output_folder, positive
+from flashcute.extras import install_command
+
+VOCABULARY = 256  # bytes
+HEAD_DIM = 64
+WARM_UP = 10  # steps that are not timed: kernels are built, memory is allocated
+CHECKED_ROWS = 2  # of a batch, as the exact gradients in float64 keep all scores
+MOST_NOISE = 2.0  # both figures are one draw each
+MOST_ERROR = 2.0  # over PyTorch's, as in flashcute/testing.py
+# By device: the defaults of arguments.
+DEFAULTS = {
+    "cuda": {"steps": 300, "layers": 12, "heads": 12, "sequence": 2048, "batch": 16},
+    "cpu": {"steps": 20, "layers": 2, "heads": 2, "sequence": 64, "batch": 4},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def flashcute_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of ``(b, s, h, d)`` tensors."""
+    return flashcute.flash_attn_func(q, k, v, causal=True)
+
+
+def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same by PyTorch, with its own choice of backend."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def other_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The same by a kernel of PyTorch's that it does not choose by itself."""
+    backend = SDPBackend.EFFICIENT_ATTENTION if q.is_cuda else SDPBackend.MATH
+    with sdpa_kernel(backend):
+        return sdpa_attention(q, k, v)
+
+
+# The name of each run to its attention, and whether the rows of its batches are permuted.
+RUNS: dict[str, tuple[Attention, bool]] = {
+    "flashcute": (flashcute_attention, False),
+    "sdpa": (sdpa_attention, False),
+    "sdpa permuted": (sdpa_attention, True),
+    "sdpa other kernel": (other_attention, False),
+}
+NOISE = ("sdpa permuted", "sdpa other kernel")
+
+
+def read_text() -> torch.Tensor:
+    """The bytes of Python's help topics and of its standard library's modules: uint8, ``(n)``."""
+    folder = pathlib.Path(sysconfig.get_path("stdlib"))
+    topics = pydoc_data.topics.topics
+    parts = [topics[name].encode() for name in sorted(topics)]
+    parts += [path.read_bytes() for path in sorted(folder.glob("*.py"))]
+    return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
+
+
+class Block(nn.Module):
+    """Attention and a multilayer perceptron, each behind a layer norm and beside a residual."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        width = HEAD_DIM * heads
+        self.attention: Attention = sdpa_attention
+        self.norm_1, self.norm_2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        # No biases: the gradient of the keys' is exactly 0, and what is computed of it is noise.
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, -1, HEAD_DIM))  # (b, s, 3, h, d)
+        x = x + self.out(self.attention(*qkv.unbind(2)).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder of GPT-2's design without biases and dropout, on bytes."""
+
+    def __init__(self, layers: int, heads: int, sequence: int) -> None:
+        super().__init__()
+        width = HEAD_DIM * heads
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(sequence, width)
+        self.blocks = nn.ModuleList(Block(heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                inwards = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * layers) if inwards else 1))
+
+    def use(self, attention: Attention) -> GPT:
+        for block in self.blocks:
+            block.attention = attention
+        return self
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """The mean loss in nats a byte: ``(b, s + 1)`` tokens, each predicted from those before."""
+        given, wanted = batch[:, :-1], batch[:, 1:]
+        x = self.tokens(given) + self.positions.weight[: given.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).to(self.norm.weight.dtype)  # not autocast's
+        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+
+@dataclasses.dataclass
+class Settings:
+    """What is trained: sizes, seed, device and the dtype of products."""
+
+    steps: int
+    layers: int
+    heads: int
+    sequence: int
+    batch: int
+    seed: int
+    device: str
+    dtype: str
+
+    def autocast(self) -> torch.autocast:
+        dtype = DTYPES[self.dtype]
+        return torch.autocast(self.device, torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+    def model(self) -> GPT:
+        """A new model, on every device with the same weights."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return GPT(self.layers, self.heads, self.sequence).to(self.device)
+
+    def batches(self, text: torch.Tensor) -> list[torch.Tensor]:
+        """The batch of each step, int64, ``(batch, sequence + 1)``."""
+        generator = torch.Generator().manual_seed(self.seed)
+        size = (self.steps, self.batch)
+        starts = torch.randint(len(text) - self.sequence, size, generator=generator)
+        places = torch.arange(self.sequence + 1)
+        return [text[x[:, None] + places].long().to(self.device) for x in starts]
+
+
+def gradients(model: GPT, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of every parameter, in float64."""
+    names, weights = zip(*model.named_parameters(), strict=True)
+    found = torch.autograd.grad(model(batch), weights)
+    return {name: gradient.double() for name, gradient in zip(names, found, strict=True)}
+
+
+def check_gradients(settings: Settings, batch: torch.Tensor) -> dict[str, object]:
+    """Errors of the first step's gradients against float64, relative by norm.
+
+    Returns:
+        The largest of each attention over all parameters, the parameter where flashcute's is the
+        largest multiple of PyTorch's, that multiple, and whether it is small enough.
+    """
+    model, batch = settings.model(), batch[:CHECKED_ROWS]
+    exact = gradients(copy.deepcopy(model).double(), batch)
+    errors: dict[str, dict[str, float]] = {}
+    for name in ("flashcute", "sdpa"):
+        with settings.autocast():
+            found = gradients(model.use(RUNS[name][0]), batch)
+        errors[name] = {x: ((found[x] - exact[x]).norm() / exact[x].norm()).item() for x in exact}
+    over = {x: errors["flashcute"][x] / errors["sdpa"][x] for x in exact}
+    worst = max(over, key=over.__getitem__)
+    return {
+        "largest_error": {name: max(values.values()) for name, values in errors.items()},
+        "worst_parameter": worst,
+        "worst_over_sdpa": over[worst],
+        "passed": over[worst] <= MOST_ERROR,  # not of NaN
+    }
+
+
+class Run:
+    """One training: a model with its optimizer, its losses, times and memory so far."""
+
+    def __init__(self, settings: Settings, attention: Attention, permuted: bool) -> None:
+        self.settings, self.permuted = settings, permuted
+        self.model = settings.model().use(attention)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), betas=(0.9, 0.95), fused=settings.device == "cuda"
+        )
+        self.order = torch.Generator().manual_seed(settings.seed)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.bytes: list[int] = []  # on the GPU at most during a step, beyond what stays
+
+    def step(self, batch: torch.Tensor) -> None:
+        number, steps = len(self.losses), self.settings.steps
+        if self.permuted:
+            batch = batch[torch.randperm(len(batch), generator=self.order)]
+        rate = min(1.0, (number + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * number / steps))
+        self.optimizer.param_groups[0]["lr"] = 6e-4 * rate
+        on_gpu = self.settings.device == "cuda"
+        before = 0
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        with self.settings.autocast():
+            loss = self.model(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())  # waits for all of the step
+        self.seconds.append(time.perf_counter() - start)
+        if on_gpu:
+            self.bytes.append(torch.cuda.max_memory_allocated() - before)
+
+    def figures(self) -> dict[str, object]:
+        """Losses, and medians of the steps after the first few."""
+        first = min(WARM_UP, self.settings.steps // 2)
+        seconds = statistics.median(self.seconds[first:])
+        tokens = self.settings.batch * self.settings.sequence
+        memory = statistics.median(self.bytes[first:]) / 2**20 if self.bytes else None
+        return {
+            "losses": self.losses,
+            "step_ms": round(1e3 * seconds, 3),
+            "tokens_per_second": round(tokens / seconds),
+            "step_mib": memory,
+        }
+
+
+def train(settings: Settings, names: Sequence[str], batches: Sequence[torch.Tensor]) -> dict:
+    """The figures of each run, by name. A step of each is taken in turns, in changing order."""
+    runs = {name: Run(settings, *RUNS[name]) for name in names}
+    with tqdm(total=len(batches), desc="training", unit="step", dynamic_ncols=True) as bar:
+        for number, batch in enumerate(batches):
+            for name in bm.turn(runs, number):
+                runs[name].step(batch)
+            bar.update()
+            bar.set_postfix_str(", ".join(f"{x} {run.losses[-1]:.3f}" for x, run in runs.items()))
+    return {name: run.figures() for name, run in runs.items()}
+
+
+def compare(runs: Mapping[str, Mapping]) -> dict[str, object]:
+    """Root mean square of the differences from PyTorch's losses, and whether flashcute's is within
+    the noise."""
+    expected = runs["sdpa"]["losses"]
+    found = {}
+    for name in ("flashcute", *NOISE):
+        squares = [(x - y) ** 2 for x, y in zip(runs[name]["losses"], expected, strict=True)]
+        found[name] = math.sqrt(statistics.fmean(squares))
+    noise = max(found[name] for name in NOISE)
+    passed = found["flashcute"] <= MOST_NOISE * noise  # not of NaN
+    return {"rms_difference_from_sdpa": found, "passed": passed}
+
+
+def draw(result: Mapping, path: pathlib.Path) -> None:
+    """Loss curves, their differences from PyTorch's, step time and memory."""
+    from matplotlib.figure import Figure
+
+    runs = result["runs"]
+    of = dict(zip(RUNS, ("#d1495b", "#2a6f97", "#6c757d", "#bc8034"), strict=True))
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=(2.2, 1))
+    losses, differences = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0])
+    for name in sorted(runs, key=lambda name: name != "sdpa"):  # the thick line below the others
+        width, style = (4.5 if name == "sdpa" else 1.5), (":" if name in NOISE else "-")
+        losses.plot(runs[name]["losses"], style, color=of[name], linewidth=width, label=name)
+    losses.set_ylabel("loss, nats a byte")
+    losses.legend()
+    expected = runs.get("sdpa", {}).get("losses", ())
+    for name, run in runs.items():
+        if expected and name != "sdpa":
+            pairs = zip(run["losses"], expected, strict=True)
+            apart = [abs(x - y) or math.nan for x, y in pairs]  # 0 is on no logarithmic axis
+            rms = result["agreement"]["rms_difference_from_sdpa"][name]
+            label = f"{name} - sdpa, root mean square {rms:.1e}"
+            differences.plot(apart, ".", markersize=4, color=of[name], label=label)
+    differences.set_yscale("log")
+    differences.set_ylabel("difference of losses")
+    if differences.get_legend_handles_labels()[0]:
+        differences.legend()
+    for axes in (losses, differences):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    bars = {"step_ms": "ms a step, median", "step_mib": "MiB of a step, beyond what stays"}
+    for line, (field, label) in enumerate(bars.items()):
+        values = {name: run[field] for name, run in runs.items() if run[field] is not None}
+        if not values:  # memory on a CPU
+            continue
+        axes = figure.add_subplot(grid[line, 1])
+        places = range(len(values))
+        axes.barh(places, list(values.values()), color=[of[name] for name in values])
+        for place, value in zip(places, values.values(), strict=True):
+            axes.text(value, place, f"{value:.4g} ", ha="right", va="center", color="white")
+        axes.set_yticks(places, list(values))
+        axes.invert_yaxis()
+        axes.set_xlabel(label)
+    s = result["settings"]
+    where = result["machine"].get("gpu") or "CPU"
+    figure.suptitle(
+        f"GPT of {s['layers']} layers, {s['heads']} heads of {HEAD_DIM}, {s['batch']} x "
+        f"{s['sequence']} bytes a step, {s['dtype']}, {where}"
+    )
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _table(runs: Mapping[str, Mapping]) -> str:
+    rows = []
+    for name, run in runs.items():
+        memory = "-" if run["step_mib"] is None else f"{run['step_mib']:.0f}"
+        last = statistics.fmean(run["losses"][-10:])
+        rows.append([name, f"{run['step_ms']:.2f}", run["tokens_per_second"], memory])
+        rows[-1] += [f"{run['losses'][0]:.4f}", f"{last:.4f}"]
+    header = ["attention", "ms a step", "tokens/s", "MiB a step", "first loss", "mean of last 10"]
+    return bm.format_table(header, rows)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    usual = "default: {} on a GPU, {} on a CPU"
+    for name, what in {
+        "steps": "of training",
+        "layers": "of the model",
+        "heads": f"of {HEAD_DIM} dimensions each",
+        "sequence": "bytes of a sequence",
+        "batch": "sequences of a step",
+    }.items():
+        sizes = usual.format(*(DEFAULTS[device][name] for device in ("cuda", "cpu")))
+        parser.add_argument(f"--{name}", type=positive, help=f"{what}; {sizes}")
+    parser.add_argument(
+        "--attention", choices=("flashcute", "sdpa", "both"), default="both", help="default: both"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of products; default: bfloat16 on a GPU, else float32"
+    )
+    parser.add_argument("--seed", type=natural, default=0, help="of weights and batches (0)")
+    parser.add_argument(
+        "--check", action="store_true", help="compare the first gradients with float64, too"
+    )
+    parser.add_argument(
+        "--out", type=output_folder, help="folder for train_gpt.json and train_gpt.png"
+    )
+    args = parser.parse_args(argv)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("expected an NVIDIA GPU that torch can use for --device cuda, found none")
+    if args.out and importlib.util.find_spec("matplotlib") is None:
+        parser.error(
+            f"expected the package matplotlib for --out, found none; {install_command('plot')}"
+        )
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    sizes = {x: getattr(args, x) or usual for x, usual in DEFAULTS[args.device].items()}
+    dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    settings = Settings(**sizes, seed=args.seed, device=args.device, dtype=dtype)
+    text = read_text()
+    batches = settings.batches(text)
+    digest = hashlib.sha256(text.numpy().tobytes()).hexdigest()
+    result: dict[str, object] = {
+        "machine": bm.machine_info(),
+        "settings": dataclasses.asdict(settings),
+        "text": {"bytes": len(text), "sha256": digest},
+    }
+    good = True
+    if args.check:
+        result["check"] = check = check_gradients(settings, batches[0])
+        good &= check["passed"]
+        errors = ", ".join(f"{name} {x:.2e}" for name, x in check["largest_error"].items())
+        print(
+            f"gradients of step 1 against float64, largest error by norm: {errors}\n"
+            f"flashcute's at most {check['worst_over_sdpa']:.2f} times PyTorch's (allowed "
+            f"{MOST_ERROR:g}), at {check['worst_parameter']}: "
+            f"{'passed' if check['passed'] else 'FAILED'}\n"
+        )
+    names = list(RUNS) if args.attention == "both" else [args.attention]
+    result["runs"] = runs = train(settings, names, batches)
+    print(f"\n{_table(runs)}\n")
+    if args.attention == "both":
+        result["agreement"] = agreement = compare(runs)
+        good &= agreement["passed"]
+        apart = agreement["rms_difference_from_sdpa"]
+        print(
+            f"difference from PyTorch's loss over {settings.steps} steps: "
+            + ", ".join(f"{name} {x:.2e}" for name, x in apart.items())
+            + f" (allowed {MOST_NOISE:g} times the larger noise of PyTorch's own): "
+            + ("passed" if agreement["passed"] else "FAILED")
+        )
+    if args.out:
+        bm.write_json(args.out / "train_gpt.json", result | {"passed": good})
+        draw(result, args.out / "train_gpt.png")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Messages between the ranks of a process group, and what is said when one is lost.
+
+Everything goes through :meth:`Communicator.exchange`: a batch of sends and receives between pairs
+of ranks. With NCCL these are ``batch_isend_irecv``, which runs on the group's own CUDA stream after
+what the current stream holds; :meth:`Communicator.wait` makes the current stream wait, not the
+host. With gloo they run in threads, and the host waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Ranks that wait for the same lost one learn of it within so many seconds of each other.
+_GRACE = 1.0
+
+_KEY = "flashcute/waited_for_by"
+
+
+class Message(NamedTuple):
+    """One tensor to or from another rank.
+
+    Attributes:
+        send: Whether it leaves this rank.
+        peer: The other rank, in the group.
+        tensor: What is sent, or is filled; contiguous.
+        what: For an error.
+    """
+
+    send: bool
+    peer: int
+    tensor: Tensor
+    what: str
+
+
+class Communicator:
+    """A process group as one function call uses it.
+
+    Attributes:
+        rank: This process, in the group.
+        world: Processes of the group.
+    """
+
+    def __init__(self, fn: str, group):
+        """Takes a process group, a DeviceMesh of one dimension, or None for all processes.
+
+        Raises:
+            RuntimeError: if ``torch.distributed`` is not initialised.
+            TypeError: for anything else, and a mesh of several dimensions.
+        """
+        self.fn = fn
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"{fn}: expected torch.distributed to be initialised, it is not; call "
+                "torch.distributed.init_process_group, as programs under torchrun do"
+            )
+        self.group = _process_group(fn, group)
+        self.rank = dist.get_rank(self.group)
+        self.world = dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError(
+                f"{fn}: expected a group that this process belongs to, got one without rank "
+                f"{dist.get_rank()}; call it on the ranks of the group only"
+            )
+
+    def exchange(self, messages: Sequence[Message]) -> list[tuple[dist.Work, Message | None]]:
+        """Starts all messages; returns what :meth:`wait` takes."""
+        if not messages:
+            return []
+        if messages[0].tensor.is_cuda:
+            found = [
+                dist.P2POp(
+                    dist.isend if x.send else dist.irecv,
+                    x.tensor,
+                    group=self.group,
+                    group_peer=x.peer,
+                )
+                for x in messages
+            ]
+            return [(work, None) for work in dist.batch_isend_irecv(found)]
+        started: list[tuple[dist.Work, Message | None]] = []
+        for x in messages:
+            try:
+                if x.send:
+                    work = dist.isend(x.tensor, group=self.group, group_dst=x.peer)
+                else:
+                    work = dist.irecv(x.tensor, group=self.group, group_src=x.peer)
+            except RuntimeError as error:
+                raise self._lost(x, error) from error
+            started.append((work, x))
+        return started
+
+    def wait(self, started: Sequence[tuple[dist.Work, Message | None]]) -> None:
+        """Waits for the messages of one :meth:`exchange`.
+
+        Raises:
+            RuntimeError: on the CPU, naming the rank that was lost.
+        """
+        for work, x in started:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if x is None:
+                    raise
+                raise self._lost(x, error) from error
+
+    def _lost(self, message: Message, error: Exception) -> RuntimeError:
+        lost = self._last_of_those_waiting(message.peer)
+        verb = "send" if message.send else "receive"
+        direction = "to" if message.send else "from"
+        names = f"rank {lost} of the group"
+        with contextlib.suppress(RuntimeError, ValueError):
+            everywhere = dist.get_global_rank(self.group, lost)
+            names += f" (rank {everywhere} of all)" if everywhere != lost else ""
+        waiting = f", for which rank {message.peer} waits" if lost != message.peer else ""
+        reason = str(error).splitlines()[0]
+        return RuntimeError(
+            f"{self.fn}: lost {names}{waiting}: expected to {verb} {message.what} {direction} rank "
+            f"{message.peer} within the group's timeout, got: {reason}; that process has ended, "
+            "hangs or never made this call. The group cannot be used any more: restart all its "
+            "processes, from a checkpoint"
+        )
+
+    def _last_of_those_waiting(self, peer: int) -> int:
+        """The rank at the end of the chain: a rank that waits for another one is not the cause.
+
+        Each rank that loses another one writes down which. The one that has nothing written down
+        has ended or hangs.
+        """
+        try:
+            store = group_store(self.group)
+            store.set(f"{_KEY}/{self.rank}", str(peer))
+            until = time.monotonic() + _GRACE
+            while True:
+                seen, last = [self.rank], peer
+                while last not in seen and store.check([f"{_KEY}/{last}"]):
+                    seen.append(last)
+                    last = int(store.get(f"{_KEY}/{last}"))
+                if time.monotonic() >= until:
+                    return peer if last in seen else last
+                time.sleep(_GRACE / 20)
+        except (AttributeError, RuntimeError, ValueError):
+            return peer  # the store is gone with the process that holds it
+
+    def agree(self, description: Mapping[str, int | float | str], device: torch.device) -> None:
+        """Compares what the ranks are about to do, before the first of their tensors is sent.
+
+        On CUDA once for each distinct description, as the comparison waits for the device; on the
+        CPU in each call.
+
+        Raises:
+            ValueError: on every rank, naming what differs, and where.
+        """
+        if self.world == 1:
+            return
+        mine = tuple(description.items())
+        agreed = _agreed.setdefault(self.group, set())
+        if device.type == "cuda" and mine in agreed:
+            return
+        numbers = torch.tensor([_encode(x) for x in description.values()], dtype=torch.int64)
+        numbers = numbers.to(device)
+        theirs = numbers.expand(self.world, -1).contiguous()
+        others = [peer for peer in range(self.world) if peer != self.rank]
+        what = "the description of its tensors"
+        self.wait(
+            self.exchange(
+                [Message(True, peer, numbers, what) for peer in others]
+                + [Message(False, peer, theirs[peer], what) for peer in others]
+            )
+        )
+        found = theirs.tolist()
+        for column, (name, value) in enumerate(mine):
+            values = [row[column] for row in found]
+            if len(set(values)) > 1:
+                shown = ", ".join(f"{_decode(x, value)} on rank {i}" for i, x in enumerate(values))
+                raise ValueError(
+                    f"{self.fn}: expected the same {name} on all ranks of the group, got {shown}; "
+                    "pad or split the sequences so that all ranks make the same call"
+                )
+        agreed.add(mine)
+
+
+_agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _encode(value: float | str) -> int:
+    if isinstance(value, float):
+        return struct.unpack("<q", struct.pack("<d", value))[0]
+    if isinstance(value, str):
+        return int.from_bytes(value.encode()[:8], "little")  # ASCII: not negative
+    return int(value)
+
+
+def _decode(number: int, like: float | str) -> object:
+    if isinstance(like, float):
+        return struct.unpack("<d", struct.pack("<q", number))[0]
+    if isinstance(like, str):
+        return number.to_bytes(8, "little").rstrip(b"\0").decode(errors="replace")
+    return type(like)(number)
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The store of a group, which has a name for it only in newer versions of torch."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def _process_group(fn: str, group) -> dist.ProcessGroup:
+    if group is None:
+        return dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"{fn}: expected a group that this process belongs to, got that of new_group on a rank "
+            "outside of it; call it on the ranks of the group only"
+        )
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim == 1:
+            return group.get_group()
+        raise TypeError(
+            f"{fn}: expected a DeviceMesh of one dimension, got one of {group.ndim}, "
+            f"{group.mesh_dim_names}; pass one dimension of it, as mesh['cp']"
+        )
+    raise TypeError(
+        f"{fn}: expected group to be a ProcessGroup, a DeviceMesh or None, got group of type "
+        f"{type(group).__name__}; pass None for all processes"
+    )

@@ -1,0 +1,192 @@
+"""What one rank computes of a message: attention of some queries and some keys, and its gradient.
+
+Partial outputs are merged by their log-sum-exp in float32: with weights w = exp(lse_i - lse), out
+is the sum of w out_i. The gradient of a piece needs no partial result: given the output and the
+log-sum-exp of the whole rows, P = exp(S - lse) and D = rowsum(dO * O) are right for any keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops, resolver_errors
+from ..config import NAMESPACE
+from ..flash_attn_interface import flash_attn_func
+from ..loading import loadable
+from ..reference import visible_keys
+from .zigzag import Piece
+
+# Scores held at a time by the gradient of CPU tensors: 16 MiB, and a few temporaries of that size.
+_MAX_SCORES = 2**22
+
+_DQ_DK_DV, _REPEATABLE = 7, 16  # bits of the operator `bwd`
+
+
+def accumulator_dtype(x: Tensor) -> torch.dtype:
+    """float32, or float64 for float64 inputs."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class Result:
+    """Output and log-sum-exp of all rows of a rank, from pieces in any order of keys.
+
+    Attributes:
+        out: (b, seqlen, h, d), float32; float64 for such inputs.
+        lse: (b, h, seqlen), float32.
+    """
+
+    def __init__(self, q: Tensor):
+        b, seqlen, h, _ = q.shape
+        self.out = q.new_zeros(q.shape, dtype=accumulator_dtype(q))
+        self.lse = q.new_full((b, h, seqlen), -torch.inf, dtype=torch.float32)
+        self._empty = True
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merges the attention of these rows to keys that they have not seen yet."""
+        old_out, old_lse = self.out[:, rows], self.lse[:, :, rows]
+        if self._empty:
+            self._empty = False
+            old_out.copy_(out)
+            old_lse.copy_(lse)
+            return
+        # 0 where neither has seen a key.
+        weight = torch.sigmoid(lse - old_lse).nan_to_num_(0.0)
+        weight = weight.transpose(1, 2)[..., None].to(old_out.dtype)
+        old_out.lerp_(out.to(old_out.dtype), weight)
+        old_lse.copy_(torch.logaddexp(old_lse, lse))
+
+
+def attend(piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a piece's rows to its keys, without a gradient.
+
+    Args:
+        q: (b, seqlen, h, d), all of the rank's queries.
+        k: (b, tokens, h_k, d), the keys that ``piece.keys`` counts in; v likewise.
+    """
+    with torch.no_grad():
+        out, lse, _ = flash_attn_func(
+            q[:, piece.rows],
+            k[:, piece.keys],
+            v[:, piece.keys],
+            softmax_scale=scale,
+            causal=piece.causal,
+            window_size=piece.window,
+            return_attn_probs=True,
+        )
+    return out, lse
+
+
+class Gradient:
+    """The gradients of the pieces of a rank's rows.
+
+    Attributes:
+        dq: (b, seqlen, h, d), the sum over the pieces so far; float32, or float64.
+    """
+
+    def __init__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        scale: float,
+        deterministic: bool,
+    ):
+        """Takes whole rows: q, out and dout (b, seqlen, h, d), lse and dlse (b, h, seqlen)."""
+        self._rows = q, out, loadable("bwd", "dout", dout) if q.is_cuda else dout
+        self._stats = lse, None if dlse is None else dlse.float().contiguous()
+        self._scale = scale
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        self._wanted = _DQ_DK_DV | (_REPEATABLE if deterministic else 0)
+        self.dq = q.new_zeros(q.shape, dtype=accumulator_dtype(q))
+
+    def add(self, piece: Piece, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Adds a piece's part to :attr:`dq`, and to dk and dv, which are laid out as k and v."""
+        q, out, dout = (x[:, piece.rows] for x in self._rows)
+        lse, dlse = (None if x is None else x[:, :, piece.rows] for x in self._stats)
+        k, v = k[:, piece.keys], v[:, piece.keys]
+        args = piece, dout, q, k, v, out, lse, dlse, self._scale
+        found = backward_by_operator(*args, self._wanted) if q.is_cuda else backward_on_cpu(*args)
+        self.dq[:, piece.rows] += found[0]
+        dk[:, piece.keys] += found[1]
+        dv[:, piece.keys] += found[2]
+
+
+def backward_by_operator(
+    piece: Piece,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+    wanted: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`backward_on_cpu` by the operator ``bwd``, in the dtype of the tensors.
+
+    ``wanted`` are its bits. Of CPU tensors it computes the forward again, so there it is right only
+    for rows that see no keys outside of the piece.
+    """
+    ops.load()
+    bwd = getattr(torch.ops, NAMESPACE).bwd.default
+    args = dout, q, k, v, out, lse, dlse, scale, piece.causal, *piece.window, None, wanted
+    with torch._C._AutoDispatchBelowAutograd():
+        return resolver_errors.call(bwd, *args)[:3]
+
+
+def backward_on_cpu(
+    piece: Piece,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the operator ``bwd`` computes, in plain PyTorch, some rows at a time.
+
+    With P = exp(S - lse): dV = P^T dO, dS = P (dO V^T - rowsum(dO O) + dlse), dQ = scale dS K,
+    dK = scale dS^T Q. Rows that see keys outside of the piece have those in ``out`` and ``lse``.
+
+    Args:
+        piece: Its mask; the tensors hold its rows and keys only.
+        dout: (b, seqlen_q, h, d), q and out likewise.
+        k: (b, seqlen_k, h_k, d), v likewise.
+        lse: (b, h, seqlen_q), dlse likewise.
+
+    Returns:
+        dq, dk and dv in float32, or float64 for float64 inputs.
+    """
+    dtype = accumulator_dtype(q)
+    (b, n_q, h, _), (n_k, h_k) = q.shape, k.shape[1:3]
+
+    def by_key_head(x: Tensor) -> Tensor:  # (b, h_k, h / h_k, n, d)
+        return x.to(dtype).unflatten(2, (h_k, -1)).permute(0, 2, 3, 1, 4)
+
+    q, dout, out, k, v = map(by_key_head, (q, dout, out, k, v))
+    stats = [x.to(dtype).unflatten(1, (h_k, -1)) for x in (lse, dlse) if x is not None]
+    offset = (dout * out).sum(-1)  # (b, h_k, h / h_k, n_q)
+    if dlse is not None:
+        offset = offset - stats[1]
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    step = max(_MAX_SCORES // max(b * h * n_k, 1), 1)
+    for start in range(0, n_q, step):
+        rows = slice(start, min(start + step, n_q))
+        seen = visible_keys(n_q, n_k, piece.causal, piece.window, rows=rows, device=q.device)
+        scores = q[..., rows, :] @ k.mT * scale
+        p = torch.exp(scores - stats[0][..., rows, None]).masked_fill_(~seen, 0)
+        ds = p * (dout[..., rows, :] @ v.mT - offset[..., rows, None]) * scale
+        dq[..., rows, :] = ds @ k
+        dk += (ds.mT @ q[..., rows, :]).sum(2, keepdim=True)
+        dv += (p.mT @ dout[..., rows, :]).sum(2, keepdim=True)
+
+    def back(x: Tensor) -> Tensor:
+        return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    return back(dq), back(dk), back(dv)

@@ -1,0 +1,229 @@
+"""``python -m flashcute doctor``: what a machine lacks for the kernels, and how to mend it.
+
+Each probe looks at one thing and imports no more than it needs, so that it answers on a machine
+where others fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import shutil
+from collections import Counter
+from collections.abc import Callable
+
+from . import env, heuristics
+from .config import DTYPES, HEAD_DIMS, MAX_SMEM_BYTES
+from .jit import build, cache, kernels, sources, toolchain
+from .jit.toolchain import BuildError
+
+_MIN_TORCH = (2, 10)
+_COMPILING = "nvcc", "C++", "ninja", "CUTLASS"
+_MIN_FREE_BYTES = 2**30  # all kernels of one GPU, and what compilers write meanwhile
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What one probe found.
+
+    Attributes:
+        text: What is there, or what was expected and what was found.
+        mend: What to do; "" where nothing is missing.
+    """
+
+    text: str
+    mend: str = ""
+
+
+class Missing(Exception):
+    """Something that is not as it should be: (text, mend)."""
+
+
+def _torch() -> str:
+    try:
+        import torch
+    except ImportError as error:
+        way_out = "`pip install torch`, a build for CUDA"
+        raise Missing(f"expected torch 2.10 or later, got {error}", way_out) from None
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if release < _MIN_TORCH:
+        text = f"expected torch 2.10 or later, got {torch.__version__}"
+        raise Missing(text, "`pip install --upgrade torch`")
+    if torch.version.cuda is None:
+        text = f"expected a torch for CUDA, got {torch.__version__}, which is for the CPU alone"
+        raise Missing(text, "install a build for CUDA, as https://pytorch.org says")
+    return f"{torch.__version__} for CUDA {torch.version.cuda}"
+
+
+def _driver() -> str:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise Missing(
+            "expected NVIDIA's driver (libcuda.so.1), found none",
+            "install the driver; start a container with its GPUs (docker run --gpus all)",
+        ) from None
+    number = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    version = number.value // 1000, number.value % 1000 // 10
+    needed = _cuda_of_torch()
+    text = f"for CUDA {version[0]}.{version[1]}"
+    # Within a major version newer libraries run on an older driver.
+    if needed is not None and version[0] < needed[0]:
+        raise Missing(
+            f"expected a driver for CUDA {needed[0]}, which torch is built for, got one {text}",
+            "install a newer driver, or a torch for the driver's CUDA",
+        )
+    return text
+
+
+def _cuda_of_torch() -> tuple[int, int] | None:
+    try:
+        from torch import version
+    except ImportError:
+        return None
+    if version.cuda is None:
+        return None
+    major, minor = version.cuda.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _capabilities() -> dict[tuple[int, int], str]:
+    """Compute capabilities of the GPUs that torch sees, and their names."""
+    try:
+        import torch
+    except ImportError:
+        return {}
+    devices = range(torch.cuda.device_count())
+    return {torch.cuda.get_device_capability(i): torch.cuda.get_device_name(i) for i in devices}
+
+
+def _gpu() -> str:
+    found = _capabilities()
+    if not found:
+        raise Missing(
+            "expected a GPU that torch can use, got none",
+            "mend torch and the driver first; look at `nvidia-smi` and CUDA_VISIBLE_DEVICES",
+        )
+    known = sorted(MAX_SMEM_BYTES)
+    lines = []
+    for capability, name in found.items():
+        number = "{}.{}".format(*capability)
+        if capability not in known:
+            text = f"expected a compute capability of {_listed(known)}, got {name} of {number}"
+            raise Missing(text, "use another GPU, or CPU tensors")
+        classes = "sm80" if heuristics.kernel_class(capability) == 80 else "sm80 and sm90"
+        lines.append(f"{name}, compute capability {number}, kernels of class {classes}")
+    return "; ".join(lines)
+
+
+def _listed(capabilities) -> str:
+    return ", ".join("{}.{}".format(*capability) for capability in capabilities)
+
+
+def _compiler(find: Callable[[], toolchain.Compiler]) -> Callable[[], str]:
+    def probe() -> str:
+        compiler = find()
+        lines = compiler.version.splitlines()
+        return f"{compiler.path}, {next((x for x in lines if 'release' in x), lines[0])}"
+
+    return probe
+
+
+def _cutlass() -> str:
+    sources.require_cutlass()
+    return f"CUTLASS {sources.cutlass_version() or 'of an unknown version'}"
+
+
+def _cache() -> str:
+    folder = cache.writable_cache_dir()
+    free = shutil.disk_usage(folder).free
+    if free < _MIN_FREE_BYTES:
+        raise Missing(
+            f"expected {_MIN_FREE_BYTES >> 20} MiB of free space for compiled kernels in {folder}, "
+            f"got {free >> 20} MiB",
+            "free some, or set FLASHCUTE_CACHE_DIR to a folder on another disk",
+        )
+    return f"{folder}, {free / 2**30:.0f} GiB free"
+
+
+def _places() -> dict[str, Counter[str]]:
+    """For each GPU's target, how many of its kernels are where."""
+    found = {}
+    for capability in _capabilities():
+        if capability not in MAX_SMEM_BYTES:
+            continue
+        target = "{}{}".format(*capability)
+        found[target] = Counter(
+            kernels.find_built(config, target)[0]
+            for head_dim in HEAD_DIMS
+            for dtype in DTYPES
+            for causal in (False, True)
+            for configs in (heuristics.configs_in_use, heuristics.bwd_configs_in_use)
+            for config in configs(dtype, head_dim, causal, capability)
+        )
+    return found
+
+
+def _kernels() -> str:
+    texts = []
+    for target, places in _places().items():
+        counts = ", ".join(f"{places[place]} {place}" for place in kernels.PLACES)
+        texts.append(f"sm_{target}: {counts}")
+        if env.read().no_build and places["not built"]:
+            raise Missing(
+                f"expected all kernels to be built while FLASHCUTE_NO_BUILD=1, got {texts[-1]}",
+                "unset it, or run `python -m flashcute build --all` without it",
+            )
+    return "; ".join(texts) or "of no GPU here; those that are not prebuilt are built on first use"
+
+
+def _probes() -> dict[str, Callable[[], str]]:
+    return {
+        "torch": _torch,
+        "driver": _driver,
+        "GPU": _gpu,
+        "nvcc": _compiler(toolchain.find_nvcc),
+        "C++": _compiler(toolchain.find_host_compiler),
+        "ninja": build.find_ninja,
+        "CUTLASS": _cutlass,
+        "cache": _cache,
+        "kernels": _kernels,
+    }
+
+
+def examine() -> dict[str, Finding]:
+    """What each probe found, by name."""
+    found = {}
+    for name, probe in _probes().items():
+        try:
+            found[name] = Finding(probe())
+        except Missing as missing:
+            found[name] = Finding(*missing.args)
+        except BuildError as error:  # "flashcute: expected ..., got ...; what to do"
+            text, _, mend = f"{error}".removeprefix("flashcute: ").partition("; ")
+            found[name] = Finding(text, mend or "see above")
+        except (OSError, RuntimeError, ValueError) as error:  # a broken torch or driver
+            found[name] = Finding(f"{type(error).__name__}: {error}", "mend what is named here")
+    places = [] if found["kernels"].mend else list(_places().values())
+    if places and all(set(of) == {"prebuilt"} for of in places):
+        for name in _COMPILING:
+            text = f"{found[name].text} (not needed, as every kernel is prebuilt)"
+            found[name] = Finding(text) if found[name].mend else found[name]
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what was found; returns 1 if anything is missing."""
+    found = examine()
+    for name, finding in found.items():
+        print(f"{'missing' if finding.mend else 'ok':<9}{name:<9}{finding.text}")
+        if finding.mend:
+            print(f"{'':<9}{'mend':<9}{finding.mend}")
+    missing = [name for name, finding in found.items() if finding.mend]
+    if missing:
+        print(f"\nmissing: {', '.join(missing)}. CPU tensors need torch alone.")
+        return 1
+    print("\nnothing is missing")
+    return 0

@@ -1,0 +1,75 @@
+"""Forward and backward as two calls without autograd, for libraries that have an autograd of their
+own around them: PyTorch's operators, and ring attention written for flash_attn."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import ops, resolver_errors
+from ..checks import bounded_window, check_scale
+from ..config import NAMESPACE
+from ..features import VECTOR, no_gradient
+from ..flash_attn_interface import flash_attn_func
+from ..flash_attn_varlen import flash_attn_varlen_func
+from ..loading import loadable
+
+_UNLIMITED = (-1, -1)
+
+
+def forward(q, k, v, causal, scale, window=_UNLIMITED, alibi_slopes=None, softcap=0.0):
+    """out and log-sum-exp of :func:`flashcute.flash_attn_func`'s tensors."""
+    with torch.no_grad():
+        out, lse, _ = flash_attn_func(
+            q, k, v, softmax_scale=scale, causal=causal, window_size=window, softcap=softcap,
+            alibi_slopes=alibi_slopes, return_attn_probs=True,
+        )  # fmt: skip
+    return out, lse
+
+
+def forward_varlen(
+    q, k, v, lengths, causal, scale, window=_UNLIMITED, alibi_slopes=None, softcap=0.0,
+    seqused_k=None,
+):  # fmt: skip
+    """out and log-sum-exp of :func:`flashcute.flash_attn_varlen_func`'s tensors.
+
+    Args:
+        lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k.
+    """
+    with torch.no_grad():
+        out, lse, _ = flash_attn_varlen_func(
+            q, k, v, *lengths, softmax_scale=scale, causal=causal, window_size=window,
+            softcap=softcap, alibi_slopes=alibi_slopes, seqused_k=seqused_k, return_attn_probs=True,
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    dout, q, k, v, out, lse, causal, scale, window=_UNLIMITED, deterministic=False,
+    alibi_slopes=None, softcap=0.0,
+):  # fmt: skip
+    """dq, dk and dv of :func:`forward`'s out.
+
+    Raises:
+        NotImplementedError: for softcap and ALiBi, which the operator has no gradient of, and for a
+            head_dim that is no multiple of 8.
+    """
+    fn = f"{NAMESPACE}::bwd"
+    given = {"softcap": softcap != 0.0, "alibi_slopes": alibi_slopes is not None}
+    for option, is_given in given.items():
+        if is_given:
+            raise NotImplementedError(f"{fn}: {no_gradient(option)}")
+    d = q.shape[-1]
+    if d % VECTOR:
+        raise NotImplementedError(
+            f"{fn}: expected a head_dim that is a multiple of {VECTOR}, got {d}; pad it with zeros"
+        )
+    named = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
+    tensors = [loadable(fn, name, x) for name, x in named.items()]
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    wanted = 7 | deterministic << 4
+    options = check_scale(fn, scale, d), causal, *bounded_window(window), None, wanted
+    ops.load()
+    op = getattr(torch.ops, NAMESPACE).bwd.default
+    with torch.no_grad():
+        grads = resolver_errors.call(op, *tensors, lse.contiguous(), None, *options)
+    return grads[:3]  # the fourth is of sinks

@@ -1,0 +1,341 @@
+"""PyTorch's own attention functions on flashcute's kernels.
+
+>>> flashcute.enable()
+>>> F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+``F.scaled_dot_product_attention`` and ``torch.nn.attention.varlen.varlen_attn`` end in operators of
+``aten``. PyTorch lets a provider register kernels of these operators under a name
+(``torch.nn.attention.register_flash_attention_impl``) and activate them. The operators keep their
+autograd, autocast and meta kernels, so autograd, torch.compile, AMP and checkpointing do not notice
+whose kernels run.
+
+What the kernels do not compute raises an error where flashcute is called directly. Here that error
+becomes a warning, once for each reason, and PyTorch's own kernel runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn import attention
+
+from ..features import VECTOR, no_gradient
+from . import raw
+
+_NAME = "flashcute"
+_NEEDED = (
+    "register_flash_attention_impl",
+    "activate_flash_attention_impl",
+    "restore_flash_attention_impl",
+    "current_flash_attention_impl",
+)
+
+_replaced: list[str | None] = []  # the implementation that was active before, if enabled
+
+
+def enable() -> None:
+    """Make PyTorch's own attention functions run on flashcute's kernels, in the whole process.
+
+    These are ``F.scaled_dot_product_attention`` of CUDA tensors, where PyTorch would choose its
+    FlashAttention or cuDNN backend, and ``torch.nn.attention.varlen.varlen_attn``: forward and
+    backward, under autograd, torch.compile, AMP and checkpointing. What PyTorch does not give to
+    its FlashAttention backend stays as it was: CPU tensors, an ``attn_mask``, other dtypes than
+    float16 and bfloat16, head dimensions above 256. What it gives and the kernels do not compute
+    (dropout, the backward of ``varlen_attn``, a paged cache) runs on PyTorch's own kernel, with one
+    warning for each reason.
+
+    On GPUs for which PyTorch prefers its cuDNN backend, FlashAttention is put before it in the
+    order of backends, as ``sdpa_kernel(..., set_priority=True)`` does. From torch 2.15 on,
+    ``varlen_attn`` prefers cuDNN whatever that order is; choose with
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``.
+
+    Enabling twice is enabling once. :func:`disable` restores what was there before.
+
+    Raises:
+        RuntimeError: this torch is older than 2.11, whose registry cannot restore its own kernels,
+            or is a build for ROCm.
+    """
+    _require_registry()
+    if attention.current_flash_attention_impl() == _NAME:
+        return
+    _replaced[:] = [attention.current_flash_attention_impl()]
+    attention.register_flash_attention_impl(_NAME, register_fn=lambda: _Handle("CUDA"))
+    attention.activate_flash_attention_impl(_NAME)
+
+
+def disable() -> None:
+    """Undo :func:`enable`: the kernels and the order of backends are those before it.
+
+    Nothing happens where flashcute is not enabled, which includes that another implementation
+    was activated since.
+    """
+    if not is_enabled():
+        return
+    attention.restore_flash_attention_impl()
+    for name in _replaced:
+        if name is not None:
+            attention.activate_flash_attention_impl(name)
+    _replaced.clear()
+
+
+def is_enabled() -> bool:
+    """Whether :func:`enable` is in effect."""
+    current = getattr(attention, "current_flash_attention_impl", None)
+    return current is not None and current() == _NAME
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """:func:`enable` for the length of a ``with`` block, in all threads.
+
+    A block inside of another one, or after :func:`enable`, leaves the kernels enabled at its end.
+
+    Raises:
+        RuntimeError: as :func:`enable`.
+    """
+    was_enabled = is_enabled()
+    enable()
+    try:
+        yield
+    finally:
+        if not was_enabled:
+            disable()
+
+
+def _require_registry() -> None:
+    missing = [name for name in _NEEDED if not hasattr(attention, name)]
+    if not hasattr(torch.library, "get_kernel"):
+        missing.append("torch.library.get_kernel")
+    if missing:
+        raise RuntimeError(
+            f"enable: expected torch 2.11 or later, got torch {torch.__version__}, which has no "
+            f"{missing[0]}; install a newer torch, or call flashcute.flash_attn_func"
+        )
+    if torch.version.hip is not None:
+        raise RuntimeError(
+            f"enable: expected a torch for CUDA, got torch {torch.__version__} for ROCm "
+            f"{torch.version.hip}; the kernels need an NVIDIA GPU"
+        )
+
+
+class _Handle:
+    """The registered kernels, until :meth:`remove`; what PyTorch's registry keeps.
+
+    Args:
+        key: Dispatch key whose kernels are replaced: CUDA, in tests CPU.
+    """
+
+    def __init__(self, key: str):
+        self._said: set[str] = set()
+        self._order: tuple[list[int], list[int]] | None = None  # before and after
+        self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            # torch's word on any override, which is what was asked for.
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+            for name, compute in _KERNELS.items():
+                if not hasattr(torch.ops.aten, name):
+                    continue  # not yet in this torch
+                kernel = self._with_fallback(name, compute, _own_kernel(name, key))
+                self._library.impl(name, kernel, key, with_keyset=True)
+        if key == "CUDA" and torch.version.cuda is not None:
+            torch.cuda._lazy_call(self._prefer_flash)  # at once, or when CUDA is first used
+
+    def remove(self) -> None:
+        """Restores PyTorch's kernels and its order of backends, if nobody has changed it since."""
+        if self._library is None:
+            return
+        self._library._destroy()
+        self._library = None
+        if self._order is not None and torch._C._get_sdp_priority_order() == self._order[1]:
+            torch._C._set_sdp_priority_order(self._order[0])
+
+    def _prefer_flash(self) -> None:
+        if self._library is None:
+            return
+        # torch sets its order for this GPU when it first chooses, and would overwrite ours.
+        x = torch.empty((1, 1, VECTOR, VECTOR), dtype=torch.float16, device="cuda")
+        torch._fused_sdp_choice(x, x, x)
+        before = list(torch._C._get_sdp_priority_order())
+        flash = int(attention.SDPBackend.FLASH_ATTENTION)
+        after = [flash, *(backend for backend in before if backend != flash)]
+        torch._C._set_sdp_priority_order(after)
+        self._order = before, after
+
+    def _with_fallback(self, name: str, compute: Callable, own: Callable | None) -> Callable:
+        def kernel(keyset, *args, **kwargs):
+            try:
+                # torch's autograd is above this kernel.
+                with torch.no_grad():
+                    return compute(*args, **kwargs)
+            except (NotImplementedError, TypeError, ValueError) as error:
+                reason = f"{error}"
+            if own is None:
+                raise NotImplementedError(f"aten::{name}: PyTorch has no kernel, and {reason}")
+            if reason not in self._said:
+                self._said.add(reason)
+                warnings.warn(
+                    f"flashcute.enable: aten::{name} runs on PyTorch's own kernel: {reason}",
+                    stacklevel=2,
+                )
+            return own.call_boxed(keyset, *args, **kwargs)
+
+        return kernel
+
+
+def _own_kernel(name: str, key: str):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+        return None  # a torch without CUDA
+    return torch.library.get_kernel(f"aten::{name}", key)
+
+
+def _refuse(dropout_p: float, return_debug_mask: bool) -> None:
+    if dropout_p != 0.0:
+        # The draw of PyTorch's kernels, which a backward repeats, is not that of flashcute's.
+        raise NotImplementedError(
+            "dropout: expected no dropout, whose mask PyTorch's backward draws again by its own "
+            f"rule, got dropout_p={dropout_p}; call flashcute.flash_attn_func for dropout"
+        )
+    if return_debug_mask:
+        raise NotImplementedError("expected return_debug_mask=False, got True")
+
+
+def _window(left: int | None, right: int | None) -> tuple[int, int]:
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def _unused(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """State of dropout's random numbers and the debug mask, which nobody reads."""
+    seed = query.new_empty((2,), dtype=torch.uint64)
+    return seed, query.new_empty((), dtype=torch.uint64), query.new_empty((0,))
+
+
+def _laid_out_as(reference: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """``result`` with the strides of ``empty_like(reference)``, which torch's meta kernels promise
+    to compiled code."""
+    if result.stride() == reference.stride():  # as of nearly all tensors
+        return result
+    promised = torch.empty_like(reference)
+    return result if result.stride() == promised.stride() else promised.copy_(result)
+
+
+def _sdpa(
+    query,
+    key,
+    value,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *,
+    scale=None,
+):
+    _refuse(dropout_p, return_debug_mask)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse = raw.forward(q, k, v, is_causal, scale)
+    lengths = query.shape[2], key.shape[2]
+    out = _laid_out_as(query, out.transpose(1, 2))
+    return out, lse, None, None, *lengths, *_unused(query)
+
+
+def _sdpa_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    philox_seed,
+    philox_offset,
+    *,
+    scale=None,
+):
+    _refuse(dropout_p, False)
+    tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    grads = raw.backward(*tensors, logsumexp, is_causal, scale)
+    pairs = zip((query, key, value), grads, strict=True)
+    return tuple(_laid_out_as(x, grad.transpose(1, 2)) for x, grad in pairs)
+
+
+def _forward(
+    query,
+    key,
+    value,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    return_debug_mask,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+    seqused_k=None,
+    alibi_slopes=None,
+    block_table=None,
+    num_splits=None,  # of the keys; the kernels do not split them
+):
+    _refuse(dropout_p, return_debug_mask)
+    window = _window(window_size_left, window_size_right)
+    if cum_seq_q is None and cum_seq_k is None and seqused_k is None and block_table is None:
+        out, lse = raw.forward(query, key, value, is_causal, scale, window, alibi_slopes)
+    else:
+        if cum_seq_k is None or block_table is not None:
+            raise NotImplementedError("expected block_table=None, got the pages of a cache")
+        lengths = cum_seq_q, cum_seq_k, max_q, max_k
+        out, lse = raw.forward_varlen(
+            query, key, value, lengths, is_causal, scale, window, alibi_slopes, seqused_k=seqused_k
+        )
+    return _laid_out_as(query, out), lse, *_unused(query)
+
+
+def _forward_into(out, *args, **kwargs):
+    result, lse, *_ = _forward(*args, **kwargs)
+    out.copy_(result)
+    return lse
+
+
+def _backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    rng_state,
+    unused,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+):
+    _refuse(dropout_p, False)
+    if cum_seq_q is not None or cum_seq_k is not None:
+        raise NotImplementedError(f"varlen: {no_gradient('cu_seqlens')}")
+    window = _window(window_size_left, window_size_right)
+    grads = raw.backward(grad_out, query, key, value, out, logsumexp, is_causal, scale, window)
+    return tuple(map(_laid_out_as, (query, key, value), grads))
+
+
+_KERNELS = {
+    "_scaled_dot_product_flash_attention": _sdpa,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+    "_flash_attention_forward": _forward,
+    "_flash_attention_forward_no_dropout_inplace": _forward_into,
+    "_flash_attention_backward": _backward,
+}

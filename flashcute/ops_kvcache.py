@@ -1,0 +1,138 @@
+"""The operators of a cache: ``flashcute::attend_kvcache``, and one that appends to the cache first.
+
+Tracers see one opaque node, and which tensors it writes to: ``attend_kvcache`` reads the cache,
+``append_attend_kvcache`` declares that it changes k_cache and v_cache. They are defined here, in
+Python, with an implementation for CPU tensors and fakes for all devices; they need no binding. They
+are registered when this module is imported.
+
+:mod:`flashcute.reference_kvcache` defines the results. Values of lengths and pages that do not fit
+the cache raise an error where they can be read, on the CPU. Elsewhere nobody waits for them, and an
+implementation holds to this, for any values: nothing outside the tensors is read or written; new
+tokens beyond a sequence's pages, or in a page outside the cache, are dropped; keys there are not
+seen; queries and keys at positions beyond the rotary tables are not rotated; and other sequences'
+results do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import checks, cpu_kvcache
+from .checks_kvcache import Tensors, check_cache, check_no_gradient, check_splits
+from .config import NAMESPACE
+from .cpu_kvcache import Options
+
+_CACHE = "Tensor k_cache, Tensor v_cache"
+_CHANGED_CACHE = "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v"
+_ROTARY = "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved"
+_PLACES = "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table"
+_OPTIONS = (
+    "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
+    "float softcap, Tensor? alibi_slopes, int num_splits"
+)
+_RESULTS = "(Tensor out, Tensor softmax_lse)"
+
+SCHEMAS = {
+    "attend_kvcache": (
+        f"(Tensor q, {_CACHE}, Tensor? cache_seqlens, {_PLACES}, {_OPTIONS}) -> {_RESULTS}"
+    ),
+    "append_attend_kvcache": (
+        f"(Tensor q, {_CHANGED_CACHE}, {_ROTARY}, Tensor cache_seqlens, {_PLACES}, {_OPTIONS})"
+        f" -> {_RESULTS}"
+    ),
+}
+
+# Longer windows than this are none; it keeps the operators' int arguments within 64 bits.
+_MAX_WINDOW = 2**62
+
+
+def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
+    """The operator for these arguments: the one that appends where there is something to append."""
+    o = o._replace(
+        window_left=min(int(o.window_left), _MAX_WINDOW),
+        window_right=min(int(o.window_right), _MAX_WINDOW),
+    )
+    options = *o[:4], t.sinks, o.softcap, t.alibi_slopes, o.num_splits
+    lengths = t.cache_seqlens, t.cache_batch_idx, t.cache_leftpad, t.block_table
+    ops = getattr(torch.ops, NAMESPACE)
+    if t.k is None:
+        return ops.attend_kvcache.default(*t[:3], *lengths, *options)
+    rotary = t.rotary_cos, t.rotary_sin, o.rotary_interleaved
+    return ops.append_attend_kvcache.default(*t[:5], *rotary, *lengths, *options)
+
+
+def _parts(arguments: tuple[str, ...], args: tuple) -> tuple[Tensors, Options]:
+    """The arguments of an operator."""
+    given = dict(zip(arguments, args, strict=False))  # torch leaves out trailing defaults
+    tensors = {name: x for name, x in given.items() if name in Tensors._fields}
+    options = {name: x for name, x in given.items() if name in Options._fields}
+    return Tensors(**tensors), Options(**options)
+
+
+def _checked(name: str, implementation: Callable) -> Callable:
+    """``implementation`` of an operator behind the checks of what is known on every device."""
+    fn, arguments = f"{NAMESPACE}::{name}", _arguments(name)
+
+    def checked(*args):
+        t, o = _parts(arguments, args)
+        d = check_cache(fn, t)
+        scale = checks.check_scale(fn, o.softmax_scale, d)
+        checks.check_window(fn, (o.window_left, o.window_right))
+        checks.check_softcap(fn, o.softcap)
+        check_splits(fn, o.num_splits)
+        if t.sinks is not None:
+            checks.check_sinks(fn, t.sinks, t.q)
+        if t.alibi_slopes is not None:
+            checks.check_alibi(fn, t.alibi_slopes, t.q, t.q.shape[0])
+        if t.q.is_cpu:
+            checks.check_dtype(fn, "q.dtype", t.q.dtype, t.q.device)
+        else:
+            checks.check_for_kernels(fn, "q", t.q, d, scale)
+        return implementation(fn, t, o)
+
+    return checked
+
+
+def _arguments(name: str) -> tuple[str, ...]:
+    schema = getattr(getattr(torch.ops, NAMESPACE), name).default._schema
+    return tuple(argument.name for argument in schema.arguments)
+
+
+def _fake(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
+    b, seqlen_q, h, _ = t.q.shape
+    return t.q.new_empty(t.q.shape), t.q.new_empty((b, h, seqlen_q), dtype=torch.float32)
+
+
+def _autograd(name: str) -> Callable:
+    """The operator where a derivative may be asked for: an error, instead of losing it."""
+    op, arguments = getattr(getattr(torch.ops, NAMESPACE), name).default, _arguments(name)
+    changed = [n for n, x in enumerate(op._schema.arguments) if x.alias_info is not None]
+
+    def kernel(*args):
+        pairs = zip(arguments, args, strict=False)
+        names, tensors = zip(*(x for x in pairs if isinstance(x[1], Tensor)), strict=True)
+        check_no_gradient(f"{NAMESPACE}::{name}", names, *tensors)
+        with torch._C._AutoDispatchBelowAutograd():
+            results = op(*args)
+        if changed:
+            # Autograd notices a tensor that it saved before.
+            torch.autograd.graph.increment_version([args[n] for n in changed])
+        return results
+
+    return kernel
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema)
+        library.impl(name, _checked(name, cpu_kvcache.attend), "CPU")
+        library.impl(name, _autograd(name), "Autograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(name, _fake), lib=library)
+    return library
+
+
+_library = _register()  # registrations live as long as it does

@@ -1,0 +1,70 @@
+"""The kernels of a backward that have products, as the static profile sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..config import BwdConfig, BwdTile
+
+if TYPE_CHECKING:
+    from .disassembly import Binary
+
+# flash::BwdPass of the sm80 class by its number in a mangled name, and its products: S in all of
+# them, dP but for dV alone, and those of its results.
+_PASSES = {0: ("dq", 3), 1: ("dkv", 4), 2: ("dk", 3), 3: ("dv", 2)}
+_PASS = re.compile(r"BwdPassE(\d)E")
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdKernel:
+    """One main kernel of a backward.
+
+    Attributes:
+        config: Of the whole backward.
+        computes: ``"dq"``, ``"dkv"``, ``"dk"`` or ``"dv"`` in the sm80 class, else ``"all"``.
+        products: Matrix products for each score.
+    """
+
+    config: BwdConfig
+    computes: str
+    products: int
+
+    @property
+    def full_name(self) -> str:
+        """The configuration's, and what of it this kernel computes."""
+        return f"{self.config.full_name} {self.computes}"
+
+    @property
+    def _tile(self) -> BwdTile:
+        return self.config.dq if self.computes == "dq" else self.config.dkv
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return self.config.threads if self.config.arch == 90 else 32 * self._tile.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory per CTA in bytes: in the sm80 class the owned tiles, of which dV
+        alone needs one, the visited ones, and the statistics of visited queries."""
+        if self.config.arch == 90:
+            return self.config.smem_bytes
+        tile, owned = self._tile, 1 if self.computes == "dv" else 2
+        rows = owned * tile.rows + 2 * tile.stages * tile.step
+        stats = 0 if self.computes == "dq" else 8 * tile.stages * tile.step
+        return 2 * self.config.head_dim * rows + stats
+
+
+def kernels(binaries: Iterable[Binary], config: BwdConfig) -> list[tuple[BwdKernel, Binary]]:
+    """The kernels with products among those of a backward's shared object, dQ first."""
+    found = []
+    for binary in binaries:
+        if binary.mmas == 0:  # row statistics, the gradient of sinks, the rounding of dQ
+            continue
+        match = _PASS.search(binary.function.name)
+        computes, products = ("all", 5) if match is None else _PASSES[int(match[1])]
+        found.append((BwdKernel(config, computes, products), binary))
+    return sorted(found, key=lambda pair: pair[0].computes != "dq")

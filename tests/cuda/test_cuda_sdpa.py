@@ -1,0 +1,188 @@
+"""PyTorch's attention functions on our kernels: forward, gradients, compile, AMP, checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+
+import flashcute
+from flashcute import testing
+from flashcute.integrations import sdpa
+
+
+def _inputs(b=2, h=4, h_k=4, s=200, d=64, dtype=torch.bfloat16):
+    """q, k and v, (b, h, s, d), which want gradients."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [
+        torch.randn(b, heads, s, d, generator=generator, device="cuda", dtype=dtype)
+        .requires_grad_()
+        for heads in (h, h_k, h_k)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often our forward, dense and varlen, and our backward ran under PyTorch's functions."""
+    counts = {"forward": 0, "forward_varlen": 0, "backward": 0}
+
+    def counted(name):
+        function = getattr(sdpa.raw, name)
+
+        def call(*args, **kwargs):
+            result = function(*args, **kwargs)
+            counts[name] += 1
+            return result
+
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(sdpa.raw, name, counted(name))
+    return counts
+
+
+@pytest.fixture(autouse=True)
+def _disabled_at_the_end():
+    yield
+    flashcute.disable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("d, h_k", [(64, 4), (128, 2), (80, 1)])
+def test_outputs_and_gradients_keep_the_tolerance_rule(calls, dtype, is_causal, d, h_k):
+    qkv = _inputs(h_k=h_k, d=d, dtype=dtype)
+    with warnings.catch_warnings(), flashcute.enabled():
+        warnings.simplefilter("error")
+        out = F.scaled_dot_product_attention(*qkv, is_causal=is_causal, enable_gqa=h_k != 4)
+        dout = torch.randn_like(out)
+        grads = torch.autograd.grad(out, qkv, dout)
+    assert calls == {"forward": 1, "forward_varlen": 0, "backward": 1}
+    q, k, v = (x.detach().transpose(1, 2) for x in qkv)
+    testing.check_forward(out.detach().transpose(1, 2), None, q, k, v, causal=is_causal)
+    named = {f"d{x}": g.transpose(1, 2) for x, g in zip("qkv", grads, strict=True)}
+    testing.check_backward(named, q, k, v, dout.transpose(1, 2), causal=is_causal)
+
+
+def test_disable_gives_back_pytorchs_kernels_and_order(calls):
+    q, k, v = _inputs()
+    backend = torch._fused_sdp_choice(q, k, v)
+    order = torch._C._get_sdp_priority_order()
+    before = F.scaled_dot_product_attention(q, k, v)
+    with flashcute.enabled():
+        assert torch._fused_sdp_choice(q, k, v) == int(SDPBackend.FLASH_ATTENTION)
+        ours = F.scaled_dot_product_attention(q, k, v)
+    assert torch._fused_sdp_choice(q, k, v) == backend
+    assert torch._C._get_sdp_priority_order() == order
+    assert torch.equal(F.scaled_dot_product_attention(q, k, v), before)
+    assert calls["forward"] == 1 and ours.shape == before.shape
+
+
+def test_a_layer_compiles_and_trains(calls):
+    q, k, v = _inputs()
+
+    def model(q, k, v):
+        out = F.scaled_dot_product_attention(q * 1.5, k, v, is_causal=True)
+        return out.transpose(1, 2).flatten(2).float().square().sum()
+
+    with flashcute.enabled():
+        expected = torch.autograd.grad(model(q, k, v), (q, k, v))
+        for variant in (
+            torch.compile(model, fullgraph=True),
+            lambda *x: checkpoint(model, *x, use_reentrant=False),
+        ):
+            found = torch.autograd.grad(variant(q, k, v), (q, k, v))
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    assert calls["backward"] == 3 and calls["forward"] == 4  # checkpoint repeats it
+
+
+def test_amp_casts_what_we_get(calls):
+    qkv = [x.detach().float().requires_grad_() for x in _inputs()]
+    with flashcute.enabled(), torch.autocast("cuda", torch.bfloat16):
+        out = F.scaled_dot_product_attention(*qkv)
+        out.float().sum().backward()
+    assert out.dtype == torch.bfloat16 and qkv[0].grad.dtype == torch.float32
+    assert calls["forward"] == calls["backward"] == 1
+
+
+def test_what_flash_attention_does_not_take_stays_pytorchs(calls):
+    q, k, v = (x.detach() for x in _inputs())
+    mask = torch.rand(200, 200, device="cuda") < 0.5
+    with flashcute.enabled():
+        F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        F.scaled_dot_product_attention(q.float(), k.float(), v.float())
+        with sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(q, k, v)
+    assert sum(calls.values()) == 0
+
+
+def test_dropout_falls_through_with_one_warning(calls):
+    q, k, v = _inputs()
+    with flashcute.enabled(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        torch.manual_seed(0)
+        with pytest.warns(UserWarning, match="PyTorch's own kernel.*dropout") as said:
+            ours = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
+            grads = torch.autograd.grad(ours.sum(), (q, k, v))
+            F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
+        assert len(said) == 1
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        torch.manual_seed(0)
+        theirs = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
+        assert torch.equal(ours, theirs)
+        for x, y in zip(grads, torch.autograd.grad(theirs.sum(), (q, k, v)), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+    assert sum(calls.values()) == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_attn_and_its_gradient(calls, causal):
+    lengths = [50, 1, 200, 0, 70]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    qkv = [
+        torch.randn(sum(lengths), 4, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+        .requires_grad_()
+        for _ in range(3)
+    ]  # fmt: skip
+
+    def run():
+        out = varlen_attn(*qkv, cu, cu, 200, 200, **_causal(causal))
+        return out, torch.autograd.grad(out.float().square().sum(), qkv)
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        expected, theirs = run()
+        # The gradient is PyTorch's, with a warning, until the kernels have it.
+        with flashcute.enabled(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out, grads = run()
+    assert calls["forward_varlen"] == 1
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    for x, y in zip(grads, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=5e-2, atol=5e-2)
+
+
+def _causal(causal: bool) -> dict:
+    """``varlen_attn``'s arguments for it: a window from torch 2.11 or so on, a flag before."""
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        return {"window_size": (-1, 0) if causal else (-1, -1)}
+    return {"is_causal": causal}
+
+
+def test_a_cuda_graph_captures_what_is_enabled(calls):
+    q, k, v = (x.detach() for x in _inputs())
+    with flashcute.enabled():
+        expected = F.scaled_dot_product_attention(q, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = F.scaled_dot_product_attention(q, k, v)
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected) and calls["forward"] == 2

@@ -1,0 +1,149 @@
+"""transformers' models on the kernels: padding, packing, windows, softcap, sinks, caches, the
+fallback."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from flashcute.integrations import transformers as integration  # noqa: E402
+
+NAME = "cute_attn"
+FALLBACK = "cute_attn_or_torch"
+integration.register(NAME)
+integration.register(FALLBACK, unsupported="fallback")
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "attention_dropout": 0.0,
+}
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 20},
+    "Gemma2": {"sliding_window": 20, "attn_logit_softcapping": 30.0},
+    "GptOss": {"sliding_window": 20, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+def _model(family: str, implementation: str, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")
+    config = config(**SIZES | FAMILIES[family], attn_implementation=implementation)
+    model = getattr(transformers, f"{family}Model")(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    return model.to("cuda", dtype).eval()
+
+
+def _batch():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 64, (3, 100), generator=generator).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, 60:] = 0
+    mask[2, 7:] = 0
+    return ids, mask
+
+
+def _error(out, exact, rows) -> float:
+    return float((out[rows].double() - exact[rows]).abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_batches_run_on_the_kernels(family) -> None:
+    ids, mask = _batch()
+    rows = mask.bool()
+    with torch.no_grad():
+        outs = [
+            _model(family, implementation, dtype)(input_ids=ids, attention_mask=mask)
+            for implementation, dtype in (
+                (NAME, torch.bfloat16),
+                ("eager", torch.bfloat16),
+                ("eager", torch.float32),
+            )
+        ]
+    ours, eager, exact = (out.last_hidden_state for out in outs)
+    exact = exact.double()
+    assert _error(ours, exact, rows) <= 2 * _error(eager, exact, rows) + 1e-3
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_packed_sequences_are_those_alone(family) -> None:
+    ids, _ = _batch()
+    model = _model(family, NAME)
+    positions = torch.cat([torch.arange(40), torch.arange(60)])[None].cuda()
+    with torch.no_grad():
+        packed = model(input_ids=ids[:1], position_ids=positions, use_cache=False)
+        alone = model(input_ids=ids[:1, 40:], use_cache=False)
+    torch.testing.assert_close(
+        packed.last_hidden_state[:, 40:], alone.last_hidden_state, rtol=2e-2, atol=2e-2
+    )
+
+
+@pytest.mark.parametrize("family", ["Llama", "GptOss"])
+def test_training_without_padding_has_the_gradients_of_eager_attention(family) -> None:
+    ids, _ = _batch()
+    grads = []
+    for implementation in (NAME, "eager"):
+        model = _model(family, implementation).train()
+        model(input_ids=ids).last_hidden_state.float().square().mean().backward()
+        grads.append({name: x.grad for name, x in model.named_parameters()})
+    for name, grad in grads[0].items():
+        if grad is not None:
+            other = grads[1][name].float()
+            assert (grad.float() - other).norm() <= 0.05 * other.norm() + 1e-6, name
+
+
+def test_training_with_padding_is_refused_or_falls_back() -> None:
+    ids, mask = _batch()
+    # Until the kernels have the backward of ragged batches.
+    with pytest.raises(NotImplementedError, match="backward of varlen"):
+        _model("Llama", NAME).train()(input_ids=ids, attention_mask=mask)
+    model = _model("Llama", FALLBACK).train()
+    with pytest.warns(UserWarning, match="PyTorch computes .*backward of varlen"):
+        out = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    out[mask.bool()].float().square().mean().backward()
+    eager = _model("Llama", "eager")(input_ids=ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(out[mask.bool()], eager[mask.bool()], rtol=5e-2, atol=5e-2)
+
+
+def test_a_dense_mask_is_refused_or_falls_back() -> None:
+    ids, _ = _batch()
+    dense = torch.rand(3, 1, 100, 100, device="cuda") < 0.7
+    dense |= torch.eye(100, dtype=torch.bool, device="cuda")
+    with torch.no_grad():
+        with pytest.raises(NotImplementedError, match="expected attention_mask=None or a mask"):
+            _model("Llama", NAME)(input_ids=ids, attention_mask=dense)
+        with pytest.warns(UserWarning, match="PyTorch computes"):
+            _model("Llama", FALLBACK)(input_ids=ids, attention_mask=dense)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_after_padding(cache) -> None:
+    ids, _ = _batch()
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    texts = []
+    for implementation in (FALLBACK if cache == "static" else NAME, "sdpa"):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**SIZES, attn_implementation=implementation)
+        model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+        options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        if cache == "static":
+            options |= {"cache_implementation": "static", "disable_compile": True}
+        texts.append(model.generate(input_ids=ids, attention_mask=mask, **options))
+    # Random weights make near ties; the first token follows the same prompt.
+    assert (texts[0][:, 100] == texts[1][:, 100]).float().mean() >= 2 / 3

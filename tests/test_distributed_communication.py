@@ -1,0 +1,81 @@
+"""A rank that is lost: every other one gets an error that names it, within the group's timeout."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import signal
+import time
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+from flashcute import distributed as fd
+
+LOST = 2
+
+
+def lose(rank: int, world: int, scheme: str, how: str) -> str:
+    """With which error a rank ended after one of four was lost."""
+    timeout = 8.0 if how == "hangs" else 60.0
+    store = dist.distributed_c10d._get_default_store()
+    others = [f"error of {other}" for other in range(world) if other != LOST]
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout))
+    function = functools.partial(getattr(fd, f"{scheme}_flash_attn_func"), group=group, causal=True)
+    x = torch.randn(1, 32, 2, 16, requires_grad=True)
+    out = function(x, x, x)
+    message = ""
+    if rank != LOST:
+        try:
+            function(x, x, x) if how == "hangs" else out.sum().backward()
+            message = "no error"
+        except RuntimeError as error:
+            message = str(error)
+            store.set(f"error of {rank}", "")
+    elif how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "hangs":
+        until = time.monotonic() + 120
+        while not store.check(others) and time.monotonic() < until:
+            time.sleep(0.1)
+        message = "it was given up by all others" if store.check(others) else "others wait"
+    return message
+
+
+@pytest.mark.parametrize(
+    ("scheme", "how"),
+    [("ring", "killed"), ("allgather", "killed"), ("ring", "hangs"), ("ring", "leaves")],
+)
+def test_the_lost_rank_is_named_on_all_others(tmp_path, scheme, how):
+    outcomes = ranks.run(lose, 4, tmp_path, scheme, how)
+    assert outcomes[LOST].exitcode == (-signal.SIGKILL if how == "killed" else 0)
+    for rank, outcome in enumerate(outcomes):
+        if rank != LOST:
+            assert not outcome.error, outcome.error
+            message = outcome.value
+            name = f"{scheme}_flash_attn_func: lost rank {LOST} of the group"
+            assert message.startswith(name), message
+            assert "restart all its processes" in message
+    if how == "hangs":
+        assert outcomes[LOST].value == "it was given up by all others"
+
+
+def in_subgroup(rank: int, world: int) -> str:
+    group = dist.new_group([1, 2])
+    x = torch.randn(1, 32, 2, 16)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        fd.ring_flash_attn_func(x, x, x, group=group)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_group_of_some_processes(tmp_path):
+    outcomes = ranks.run(in_subgroup, 3, tmp_path)
+    assert "expected a group that this process belongs to" in outcomes[0].value
+    assert "lost rank 1 of the group (rank 2 of all):" in outcomes[1].value

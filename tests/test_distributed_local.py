@@ -1,0 +1,98 @@
+"""What a rank computes: merging of parts, and the gradient of a part, tiled and by the operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashcute import flash_attn_func
+from flashcute.distributed import local
+from flashcute.distributed.zigzag import Piece
+from flashcute.reference import attention_ref
+
+ALL = slice(0, 24)
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, 24, 4, 16), (2, 24, 2, 16), (2, 24, 2, 16), (2, 24, 4, 16)]
+    q, k, v, dout = (torch.randn(x, generator=generator).to(dtype) for x in shapes)
+    return q, k, v, dout, torch.randn(2, 4, 24, generator=generator)
+
+
+def gradients(q, k, v, dout, dlse, **options):
+    """Output, log-sum-exp and gradients by autograd of the reference, in float64."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse, _ = attention_ref(*leaves, upcast=torch.float64, **options)
+    found = torch.autograd.grad((out, lse), leaves, (dout.double(), dlse.double()))
+    return out.detach(), lse.detach(), found
+
+
+@pytest.mark.parametrize("max_scores", [1, 2**12, 2**22])
+def test_the_gradient_on_the_cpu_in_any_tiles(monkeypatch, max_scores):
+    monkeypatch.setattr(local, "_MAX_SCORES", max_scores)
+    *tensors, dlse = inputs()
+    options = {"causal": False, "window_size": (7, 2)}
+    out, lse, expected = gradients(*tensors, dlse, **options)
+    q, k, v, dout = tensors
+    piece = Piece(ALL, ALL, False, (7, 2))
+    found = local.backward_on_cpu(piece, dout, q, k, v, out.float(), lse.float(), dlse, 0.25)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_parts_adds_up(monkeypatch):
+    *tensors, dlse = inputs()
+    q, k, v, dout = tensors
+    out, lse, expected = gradients(*tensors, dlse)
+    gradient = local.Gradient(dout, q, out.float(), lse.float(), dlse, 0.25, False)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for keys in (slice(10, 24), slice(0, 10)):
+        for rows in (slice(0, 5), slice(5, 24)):
+            gradient.add(Piece(rows, keys, False, (-1, -1)), k, v, dk, dv)
+    for x, y in zip((gradient.dq, dk, dv), expected, strict=True):
+        torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, (-1, -1)), (False, (5, 1))])
+def test_the_operator_is_called_with_its_arguments(causal, window):
+    # Kernels take these rows of lse as they are; on the CPU the operator needs whole rows only.
+    q, k, v, dout, dlse = inputs(torch.bfloat16)
+    out, lse, _ = flash_attn_func(
+        q, k, v, causal=causal, window_size=window, return_attn_probs=True
+    )
+    args = Piece(ALL, ALL, causal, window), dout, q, k, v, out, lse, dlse, 0.25
+    expected = local.backward_on_cpu(*args)
+    for wanted in (7, 7 | 16):
+        found = local.backward_by_operator(*args, wanted)
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x.float(), y, rtol=0.03, atol=0.03)
+
+
+def test_rows_that_see_nothing_anywhere_stay_empty():
+    q, k, v, *_ = inputs()
+    result = local.Result(q)
+    nothing = torch.full((2, 4, 10), -torch.inf)
+    result.add(slice(0, 10), torch.zeros(2, 10, 4, 16), nothing)
+    result.add(slice(0, 10), torch.zeros(2, 10, 4, 16), nothing)
+    for keys in (slice(0, 4), slice(4, 24)):
+        piece = Piece(slice(10, 24), keys, False, (-1, -1))
+        result.add(piece.rows, *local.attend(piece, q, k, v, 0.25))
+    assert not result.out[:, :10].any()
+    assert (result.lse[:, :, :10] == -torch.inf).all()
+    out, lse, _ = attention_ref(q[:, 10:], k, v)
+    torch.testing.assert_close(result.out[:, 10:], out)
+    torch.testing.assert_close(result.lse[:, :, 10:], lse)
+
+
+def test_memory_of_the_gradient_is_that_of_a_tile(monkeypatch):
+    monkeypatch.setattr(local, "_MAX_SCORES", 2**10)
+    sizes = []
+    exp = torch.exp
+    monkeypatch.setattr(torch, "exp", lambda x: sizes.append(x.numel()) or exp(x))
+    q = torch.randn(1, 64, 2, 8)
+    lse = torch.zeros(1, 2, 64)
+    piece = Piece(slice(0, 64), slice(0, 64), True, (-1, -1))
+    local.backward_on_cpu(piece, q, q, q, q, q, lse, None, 1.0)
+    assert sum(sizes) == 2 * 64 * 64
+    assert max(sizes) <= 2**10

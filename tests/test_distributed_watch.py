@@ -1,0 +1,78 @@
+"""Who is named where CUDA transfers do not end, with events and a clock of the test's own."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch.distributed as dist
+
+from flashcute.distributed.watch import Watch
+
+TIMEOUT = 60.0
+
+
+class Event:
+    def __init__(self, done: bool):
+        self.done = done
+
+    def query(self) -> bool:
+        return self.done
+
+
+@pytest.fixture
+def watches():
+    store = dist.HashStore()
+    return [Watch(store, rank, 3, TIMEOUT) for rank in range(3)]
+
+
+def run(watches, seconds: range, silent=()) -> None:
+    for now in seconds:
+        for rank, watch in enumerate(watches):
+            if rank not in silent:
+                watch.poll(float(now))
+
+
+def test_a_rank_that_made_fewer_calls_is_named(watches, caplog):
+    for rank, watch in enumerate(watches):
+        watch.add("ring", Event(True), 0.0)
+        if rank != 1:
+            watch.add("ring", Event(False), 1.0)
+    run(watches, range(2, 45))
+    assert not caplog.records
+    run(watches, range(45, 60))
+    assert [record.levelno for record in caplog.records] == [logging.CRITICAL] * 2
+    for record in caplog.records:
+        assert "ring: call 2 has waited" in record.getMessage()
+        assert "lost rank 1, which made 1 calls. NCCL's" in record.getMessage()
+
+
+def test_a_rank_that_is_silent_is_named(watches, caplog):
+    for watch in watches:
+        watch.add("ring", Event(False), 0.0)
+    run(watches, range(1, 5))
+    run(watches, range(5, 60), silent=[2])
+    assert len(caplog.records) == 2
+    assert "lost rank 2, silent for" in caplog.text
+    assert "rank 0" not in caplog.text
+    assert "rank 1" not in caplog.text
+
+
+def test_slow_calls_that_end_are_no_reason(watches, caplog):
+    events = [Event(False) for _ in range(4)]
+    for watch in watches:
+        for event in events:
+            watch.add("ring", event, 0.0)
+    for i, event in enumerate(events):
+        run(watches, range(40 * i, 40 * i + 40))
+        event.done = True
+    run(watches, range(160, 400))
+    assert not caplog.records
+
+
+def test_where_all_are_alive_none_is_named(watches, caplog):
+    for watch in watches:
+        watch.add("ring", Event(False), 0.0)
+    run(watches, range(1, 60))
+    assert len(caplog.records) == 3
+    assert "lost no rank: all have made it" in caplog.text

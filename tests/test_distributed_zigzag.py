@@ -1,0 +1,139 @@
+"""Who holds what: every visible pair of a query and a key is computed exactly once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from flashcute.distributed import zigzag_merge, zigzag_positions, zigzag_split
+from flashcute.distributed.zigzag import Layout
+from flashcute.reference import visible_keys
+
+WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (5, 2), (-1, 3), (4, -1), (17, 0), (0, 9), (30, 30)]
+
+
+def positions(layout: Layout, rank: int, part: int | None) -> list[tuple[int, int]]:
+    """(sequence, position) of a rank's tokens, or of those of one message, in order of memory."""
+    return [
+        (x.sequence, x.start + i)
+        for x in layout.segments(rank)
+        if part in (None, x.part)
+        for i in range(x.length)
+    ]
+
+
+def count(pieces, queries, keys, counts) -> None:
+    for piece in pieces:
+        rows, columns = queries[piece.rows], keys[piece.keys]
+        seen = visible_keys(len(rows), len(columns), piece.causal, piece.window)
+        assert seen.any(1).all(), f"{piece}: a row sees no key"
+        for i, j in seen.nonzero().tolist():
+            pair = rows[i], columns[j]
+            counts[pair] = counts.get(pair, 0) + 1
+
+
+def visible(layout: Layout) -> set:
+    """Pairs of (sequence, position) of a query and a key that it sees."""
+    left, right = layout.window
+    found = set()
+    for sequence, length in enumerate(layout.lengths):
+        s = length * layout.world
+        seen = visible_keys(s, s, right == 0, (left, right))
+        found |= {((sequence, i), (sequence, j)) for i, j in seen.nonzero().tolist()}
+    return found
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["ring", "gathered"])
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_each_visible_pair_is_computed_once(world, order, gathered):
+    for lengths, window in itertools.product([(4,), (2, 0, 6)], WINDOWS):
+        layout = Layout(lengths, order, world, window)
+        counts = {}
+        everything = [(i, p) for i, n in enumerate(lengths) for p in range(n * world)]
+        for rank in range(world):
+            queries = positions(layout, rank, None)
+            if gathered:
+                count(layout.gathered(rank), queries, everything, counts)
+                continue
+            count(layout.own(rank), queries, queries, counts)
+            for other in set(range(world)) - {rank}:
+                for part in range(len(layout.parts)):
+                    keys = positions(layout, other, part)
+                    count(layout.foreign(rank, other, part), queries, keys, counts)
+        assert set(counts) == visible(layout), (lengths, window)
+        assert set(counts.values()) == {1}, (lengths, window)
+
+
+@pytest.mark.parametrize("world", [2, 4, 7])
+def test_zigzag_order_gives_every_rank_the_same_work(world):
+    layout = Layout((8,), "zigzag", world, (-1, 0))
+    work = []
+    for rank in range(world):
+        counts = {}
+        queries = positions(layout, rank, None)
+        everything = [(0, p) for p in range(8 * world)]
+        count(layout.gathered(rank), queries, everything, counts)
+        work.append(len(counts))
+    assert len(set(work)) == 1
+
+
+def test_a_causal_ring_makes_few_calls():
+    layout = Layout((64,), "zigzag", 4, (-1, 0))
+    assert len(layout.own(1)) == 1
+    assert layout.own(1)[0].causal
+    # Both chunks of rank 1 see all of the first chunk of rank 0, and nothing of the second one.
+    (piece,) = layout.foreign(1, 0, 0)
+    assert piece.full
+    assert piece.rows == slice(0, 64)
+    assert not layout.needs(1, 0, 1)
+    # The second chunk of rank 1 sees both of rank 2, the first one neither.
+    assert [layout.foreign(1, 2, part)[0].rows for part in (0, 1)] == [slice(32, 64)] * 2
+
+
+def test_a_window_needs_neighbours_only():
+    layout = Layout((64,), "contiguous", 8, (64, 0))
+    needed = {other for other in range(8) if layout.needs(5, other, 0)}
+    assert needed == {4, 5}
+
+
+def test_split_and_merge_are_inverse_and_agree_with_the_positions():
+    x = torch.arange(2 * 24 * 3).view(2, 24, 3)
+    parts = [zigzag_split(x, rank, 3) for rank in range(3)]
+    assert torch.equal(zigzag_merge(parts), x)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, x[:, zigzag_positions(24, rank, 3)])
+    assert parts[0][0, :, 0].tolist() == [3 * i for i in (0, 1, 2, 3, 20, 21, 22, 23)]
+
+
+def test_packed_sequences_are_split_one_by_one():
+    x = torch.arange(16)
+    cu_seqlens = torch.tensor([0, 4, 4, 16])
+    parts = [zigzag_split(x, rank, 2, dim=0, cu_seqlens=cu_seqlens) for rank in range(2)]
+    assert parts[0].tolist() == [0, 3, 4, 5, 6, 13, 14, 15]
+    assert parts[1].tolist() == [1, 2, 7, 8, 9, 10, 11, 12]
+    assert torch.equal(zigzag_merge(parts, dim=0, cu_seqlens=cu_seqlens.tolist()), x)
+    layout = Layout((2, 0, 6), "zigzag", 2, (-1, 0))
+    for rank, part in enumerate(parts):
+        found = [p + (0, 4, 4)[i] for i, p in positions(layout, rank, None)]
+        assert part.tolist() == found
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: zigzag_split(torch.zeros(1, 6), 0, 2), "multiple of 2 \\* world_size = 4, got 6"),
+        (lambda: zigzag_split(torch.zeros(1, 8), 2, 2), "got rank=2 and world_size=2"),
+        (lambda: zigzag_positions(10, 0, 4), "multiple of 2 \\* world_size = 8, got 10"),
+        (
+            lambda: zigzag_split(torch.zeros(8), 0, 2, dim=0, cu_seqlens=[0, 4]),
+            "number of tokens, 8, got cu_seqlens=\\[0, 4\\]",
+        ),
+        (lambda: zigzag_merge([torch.zeros(1, 2), torch.zeros(1, 4)]), "parts of one shape"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

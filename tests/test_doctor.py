@@ -1,0 +1,214 @@
+"""What ``python -m flashcute doctor`` says of machines that lack one thing."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashcute import doctor
+from flashcute.jit import build, sources, toolchain
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Driver:
+    """libcuda.so.1 of a driver for a CUDA."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def cuDriverGetVersion(self, pointer):
+        pointer._obj.value = self.number
+
+
+@pytest.fixture
+def whole(monkeypatch, tmp_path):
+    """A machine that lacks nothing."""
+    monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: Driver(13010))
+    monkeypatch.setattr(doctor, "_capabilities", lambda: {(9, 0): "NVIDIA H100"})
+    monkeypatch.setattr(doctor, "_places", lambda: {"90": Counter({"cache": 1, "not built": 2})})
+    compiler = toolchain.Compiler(Path("/usr/bin/some"), "some compiler, release 13.0")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: compiler)
+    monkeypatch.setattr(toolchain, "find_host_compiler", lambda: compiler)
+    monkeypatch.setattr(build, "find_ninja", lambda: "/usr/bin/ninja")
+    monkeypatch.setattr(sources, "require_cutlass", lambda: None)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: argparse.Namespace(free=2**40))
+
+
+def examine(capsys):
+    """The exit status, and what is missing with how to mend it."""
+    status = doctor.run(argparse.Namespace())
+    printed = capsys.readouterr().out
+    found = doctor.examine()
+    for name, finding in found.items():
+        assert f"{name:<9}{finding.text}" in printed and finding.mend in printed
+    missing = {name: f"{f.text}; {f.mend}" for name, f in found.items() if f.mend}
+    assert status == (1 if missing else 0)
+    assert ("nothing is missing" in printed) == (not missing)
+    return missing
+
+
+def test_a_whole_machine(whole, capsys):
+    assert examine(capsys) == {}
+    found = doctor.examine()
+    assert (
+        found["GPU"].text == "NVIDIA H100, compute capability 9.0, kernels of class sm80 and sm90"
+    )
+    assert found["kernels"].text == "sm_90: 0 prebuilt, 1 cache, 2 not built"
+    assert found["driver"].text == "for CUDA 13.1"
+
+
+def break_torch_away(patch):
+    real = builtins.__import__
+
+    def without_torch(name, *args, **kwargs):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("No module named 'torch'")
+        return real(name, *args, **kwargs)
+
+    patch.setattr(builtins, "__import__", without_torch)
+
+
+def raises(error):
+    def call(*args):
+        raise error
+
+    return call
+
+
+BROKEN = {
+    "no torch": ("torch", break_torch_away, "expected torch 2.10 or later, got No module"),
+    "an old torch": (
+        "torch",
+        lambda patch: patch.setattr(torch, "__version__", "2.9.1+cu130"),
+        "expected torch 2.10 or later, got 2.9.1+cu130; `pip install --upgrade torch`",
+    ),
+    "a torch for the CPU": (
+        "torch",
+        lambda patch: patch.setattr(torch.version, "cuda", None),
+        "which is for the CPU alone; install a build for CUDA",
+    ),
+    "no driver": (
+        "driver",
+        lambda patch: patch.setattr(doctor.ctypes, "CDLL", raises(OSError())),
+        "found none; install the driver",
+    ),
+    "an old driver": (
+        "driver",
+        lambda patch: patch.setattr(doctor.ctypes, "CDLL", lambda name: Driver(12080)),
+        "expected a driver for CUDA 13, which torch is built for, got one for CUDA 12.8",
+    ),
+    "no GPU": (
+        "GPU",
+        lambda patch: patch.setattr(doctor, "_capabilities", dict),
+        "expected a GPU that torch can use, got none; ",
+    ),
+    "an old GPU": (
+        "GPU",
+        lambda patch: patch.setattr(doctor, "_capabilities", lambda: {(7, 5): "Tesla T4"}),
+        "expected a compute capability of 8.0, ",
+    ),
+    "no ninja": (
+        "ninja",
+        lambda patch: patch.setattr(
+            build, "find_ninja", raises(toolchain.BuildError("flashcute: expected ninja; do this"))
+        ),
+        "expected ninja; do this",
+    ),
+    "no sources": (
+        "CUTLASS",
+        lambda patch: patch.setattr(
+            sources, "require_cutlass", raises(toolchain.BuildError("flashcute: none; fetch them"))
+        ),
+        "none; fetch them",
+    ),
+    "a full disk": (
+        "cache",
+        lambda patch: patch.setattr(
+            doctor.shutil, "disk_usage", lambda folder: argparse.Namespace(free=5 * 2**20)
+        ),
+        "got 5 MiB; free some, or set FLASHCUTE_CACHE_DIR",
+    ),
+    "no builds allowed": (
+        "kernels",
+        lambda patch: patch.setenv("FLASHCUTE_NO_BUILD", "1"),
+        "while FLASHCUTE_NO_BUILD=1, got sm_90: 0 prebuilt, 1 cache, 2 not built; unset it",
+    ),
+    "a broken torch": (
+        "GPU",
+        lambda patch: patch.setattr(
+            doctor, "_capabilities", raises(RuntimeError("CUDA driver initialization failed"))
+        ),
+        "RuntimeError: CUDA driver initialization failed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_one_thing_is_missing(whole, capsys, monkeypatch, case):
+    name, damage, expected = BROKEN[case]
+    with pytest.MonkeyPatch.context() as patch:
+        damage(patch)
+        missing = examine(capsys)
+    assert expected in missing.pop(name)
+    # A torch that fails shows at its GPUs' kernels, too.
+    assert set(missing) <= ({"kernels"} if case == "a broken torch" else set())
+
+
+def test_compilers_are_not_needed_where_all_is_prebuilt(whole, capsys, monkeypatch):
+    error = toolchain.BuildError("flashcute: expected nvcc, got none; install it")
+    monkeypatch.setattr(toolchain, "find_nvcc", raises(error))
+    assert set(examine(capsys)) == {"nvcc"}
+    monkeypatch.setattr(doctor, "_places", lambda: {"90": Counter({"prebuilt": 3})})
+    assert examine(capsys) == {}
+    assert "not needed, as every kernel is prebuilt" in doctor.examine()["nvcc"].text
+
+
+def command(**variables):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | variables
+    return subprocess.run(
+        [sys.executable, "-m", "flashcute", "doctor"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_of_a_machine_without_compilers_and_a_cache(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = command(
+        CUDA_HOME=str(tmp_path), CXX="no-compiler", FLASHCUTE_CACHE_DIR=str(tmp_path / "file" / "x")
+    )
+    assert done.returncode == 1 and done.stderr == ""
+    lines = done.stdout.splitlines()
+    last = lines[-1]
+    for name in ("GPU", "nvcc", "C++", "cache"):
+        assert name in last
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"{'missing':<9}{name}"))
+        assert lines[at + 1].startswith(f"{'':<9}mend") and len(lines[at + 1]) > 25
+    assert "got CXX=no-compiler" in done.stdout and f"{tmp_path} (lacks" in done.stdout
+    assert "expected a writable folder for compiled kernels" in done.stdout
+
+
+def test_the_command_finds_what_is_there(tmp_path):
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not there")
+    done = command(FLASHCUTE_CACHE_DIR=str(tmp_path / "cache"))
+    assert f"{'ok':<9}{'C++':<9}" in done.stdout and f"{'ok':<9}{'cache':<9}" in done.stdout
+
+
+def test_a_wrong_variable_is_named():
+    done = command(FLASHCUTE_FOO="1")
+    assert done.returncode == 1 and "FLASHCUTE_FOO" in done.stderr

@@ -1,0 +1,282 @@
+"""Code written for flash_attn runs on flashcute: small modules of the usual imports, and packages
+from PyPI where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashcute
+from flashcute import flash_attn_varlen
+from flashcute.integrations import flash_attn as integration
+
+ROOT = Path(flashcute.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    """Finders and modules as they were, after each test."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = dict(sys.modules)
+    yield
+    for name in set(sys.modules) - set(before):
+        if name.partition(".")[0] in ("flash_attn", "third_party"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def provided():
+    flashcute.provide_flash_attn()
+
+
+THIRD_PARTY = """
+import flash_attn
+import flash_attn.flash_attn_interface as fa
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn.flash_attn_interface import flash_attn_varlen_qkvpacked_func
+
+assert tuple(int(x) for x in flash_attn.__version__.split(".")[:2]) >= (2, 6)
+
+
+def attend_padded(qkv, mask):
+    batch, seqlen = mask.shape
+    tokens, indices, cu, longest, *_ = unpad_input(qkv, mask)
+    return pad_input(flash_attn_varlen_qkvpacked_func(tokens, cu, longest), indices, batch, seqlen)
+"""
+
+
+def test_a_module_of_the_usual_imports_runs(provided, tmp_path):
+    (tmp_path / "third_party.py").write_text(THIRD_PARTY)
+    sys.path.insert(0, str(tmp_path))
+    third_party = importlib.import_module("third_party")
+    assert third_party.flash_attn_func is flashcute.flash_attn_func
+    assert third_party.fa.flash_attn_kvpacked_func is flashcute.flash_attn_kvpacked_func
+    assert third_party.flash_attn_varlen_func is flash_attn_varlen.flash_attn_varlen_func
+    qkv = torch.randn(2, 6, 3, 2, 16, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    out = third_party.attend_padded(qkv, mask)
+    alone = flashcute.flash_attn_qkvpacked_func(qkv[:1, :4])
+    torch.testing.assert_close(out[:1, :4], alone)
+    (gradient,) = torch.autograd.grad(out.sum(), qkv)
+    assert (out[0, 4:] == 0).all() and (gradient[0, 4:] == 0).all() and (gradient[1] != 0).any()
+
+
+def test_libraries_that_look_for_it_find_it(provided):
+    for name in ("flash_attn", "flash-attn", "Flash_Attn"):
+        assert importlib.metadata.version(name) == integration.VERSION == "2.8.3"
+    assert importlib.metadata.distribution("flash-attn").metadata["Name"] == "flash-attn"
+    assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+    names = [d.metadata["Name"] for d in importlib.metadata.distributions()]
+    assert names.count("flash-attn") == 1 and "torch" in names
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("flash-attn-3")
+    for name in integration._MODULES:
+        assert importlib.util.find_spec(name) is not None
+    for absent in ("flash_attn.cute", "flash_attn_interface", "flash_attn_2_cuda"):
+        assert importlib.util.find_spec(absent) is None
+    import flash_attn
+
+    assert importlib.util.find_spec("flash_attn") is flash_attn.__spec__
+    assert "flash_attn_func" in dir(flash_attn) and "flash_attn_func" in flash_attn.__all__
+    for name in flash_attn.__all__:
+        assert getattr(flash_attn, name) is getattr(flashcute, name)
+
+
+def test_transformers_takes_it_for_flash_attn_2(provided, monkeypatch):
+    utils = pytest.importorskip("transformers").utils.import_utils
+    # On a GPU; what was found before is remembered.
+    monkeypatch.setattr(utils, "is_torch_cuda_available", lambda: True)
+    caches = utils.is_flash_attn_2_available, utils._package_distribution_mapping
+    clear = [getattr(f, "cache_clear", None) or f.__wrapped__.cache_clear for f in caches]
+    for forget in clear:
+        forget()
+    assert utils.is_flash_attn_2_available()
+    for forget in clear:
+        forget()
+
+
+def test_names_that_are_not_there_say_so(provided):
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'flash_attn\.modules'"):
+        import flash_attn.modules.mha
+    import flash_attn
+
+    assert not hasattr(flash_attn, "RotaryEmbedding")
+    with pytest.raises(AttributeError, match="which flashcute provides, has no attribute 'x'"):
+        flash_attn.x  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "module, name, home",
+    [
+        ("flash_attn", "flash_attn_with_kvcache", "flashcute"),
+        ("flash_attn.layers.rotary", "apply_rotary_emb", "flashcute.rotary"),
+    ],
+)
+def test_caches_and_rotary_embeddings_are_there(provided, module, name, home):
+    found = getattr(importlib.import_module(module), name)
+    assert found is getattr(importlib.import_module(home), name)
+
+
+def install(folder, *, package=True, metadata=True):
+    """Another flash_attn on sys.path."""
+    if package:
+        (folder / "flash_attn").mkdir()
+        (folder / "flash_attn" / "__init__.py").write_text("__version__ = '2.7.0'; other = True")
+    if metadata:
+        info = folder / "flash_attn-2.7.0.dist-info"
+        info.mkdir()
+        text = "Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.7.0\n"
+        (info / "METADATA").write_text(text)
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize(
+    "package, metadata, where",
+    [(True, True, "installed in"), (True, False, "installed in"), (False, True, "of version 2.7")],
+)
+def test_an_installed_flash_attn_is_refused(tmp_path, package, metadata, where):
+    install(tmp_path, package=package, metadata=metadata)
+    with pytest.raises(
+        RuntimeError, match=rf"expected no flash_attn, got one {where}.*shadow=True"
+    ):
+        flashcute.provide_flash_attn()
+    if package:
+        assert importlib.import_module("flash_attn").other
+        with pytest.raises(RuntimeError, match=r"got one imported from .*flash_attn.__init__"):
+            flashcute.provide_flash_attn()
+
+
+def test_an_installed_flash_attn_can_be_shadowed(tmp_path):
+    install(tmp_path)
+    old = importlib.import_module("flash_attn")
+    flashcute.provide_flash_attn(shadow=True)
+    flashcute.provide_flash_attn()  # a second call does nothing
+    assert len([x for x in sys.meta_path if isinstance(x, integration._Finder)]) == 1
+    new = importlib.import_module("flash_attn")
+    assert new is not old and new.__version__ == importlib.metadata.version("flash_attn") == "2.8.3"
+    assert new.flash_attn_func is flashcute.flash_attn_func
+
+
+def test_a_namespace_package_is_refused(tmp_path):
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    sys.path.insert(0, str(tmp_path))
+    with pytest.raises(RuntimeError, match="expected no flash_attn, got one installed in"):
+        flashcute.provide_flash_attn()
+
+
+def test_raw_functions_are_forward_and_backward_without_autograd(provided):
+    from flash_attn.flash_attn_interface import _wrapped_flash_attn_backward as backward
+    from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward as forward
+
+    q, k, v = (torch.randn(2, 9, 4, 32, requires_grad=True) for _ in range(3))
+    window = 3, 0
+    out, lse, mask, rng = forward(q, k, v, 0.0, 0.2, True, *window, 0.0, None, False)
+    assert not out.requires_grad and mask.numel() == 0 and rng.shape == (2,)
+    options = {"softmax_scale": 0.2, "causal": True, "window_size": window}
+    expected, its_lse, _ = flashcute.flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    assert torch.equal(out, expected) and torch.equal(lse, its_lse)
+    dout = torch.randn_like(out)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    options = 0.0, 0.2, True, *window
+    args = dout, q, k, v, out, lse
+    backward(*args, *grads, *options, 0.0, None, False, rng_state=rng)
+    for ours, theirs in zip(grads, torch.autograd.grad(expected, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    only_dk = torch.zeros_like(k)
+    backward(*args, None, only_dk, None, *options, 0.0, None, False)
+    assert torch.equal(only_dk, grads[1])
+    for wrong in ((0.1, 0.0, None), (0.0, 5.0, None), (0.0, 0.0, torch.ones(4))):
+        dropout_p, softcap, slopes = wrong
+        with pytest.raises(NotImplementedError, match="expected no "):
+            backward(*args, *grads, dropout_p, *options[1:], softcap, slopes, False)
+    with pytest.raises(NotImplementedError, match=r"no dropout.*call flash_attn_func"):
+        forward(q, k, v, 0.1, 0.2, True, -1, -1, 0.0, None, False)
+
+
+def test_raw_functions_of_ragged_batches(provided):
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward as backward
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward as forward
+
+    q, k, v = (torch.randn(9, 4, 32) for _ in range(3))
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    out, lse, _, _ = forward(q, k, v, cu, cu, 5, 5, 0.0, 0.2, True)
+    expected, its_lse, _ = flashcute.flash_attn_varlen_func(
+        q, k, v, cu, cu, 5, 5, softmax_scale=0.2, causal=True, return_attn_probs=True
+    )
+    assert torch.equal(out, expected) and torch.equal(lse, its_lse)
+    with pytest.raises(NotImplementedError, match="expected block_table=None"):
+        forward(q, k, v, cu, cu, 5, 5, 0.0, 0.2, True, block_table=cu)
+    with pytest.raises(NotImplementedError, match="no backward of varlen"):
+        backward(out)
+
+
+def run(script):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    script = "import flashcute; flashcute.provide_flash_attn()\n" + textwrap.dedent(script)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def installed(name):
+    found = importlib.util.find_spec(name) is not None
+    return pytest.mark.skipif(not found, reason=f"the package {name} is not installed")
+
+
+@installed("diffusers")
+def test_diffusers_flash_backend_runs():
+    run("""
+        import torch
+        from diffusers.utils.import_utils import is_flash_attn_available, is_flash_attn_version
+        from diffusers.models import attention_dispatch as dispatch
+
+        assert is_flash_attn_available() and is_flash_attn_version(">=", "2.6.3")
+        assert dispatch._CAN_USE_FLASH_ATTN
+        assert dispatch.flash_attn_func is flashcute.flash_attn_func
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 9, 4, 32, requires_grad=True) for _ in range(3))
+        backends = "flash", "native"
+        outs = [dispatch.dispatch_attention_fn(q, k, v, backend=name) for name in backends]
+        torch.testing.assert_close(*outs)
+        grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs]
+        torch.testing.assert_close(*grads)
+    """)
+
+
+@installed("yunchang")
+def test_yunchang_kernels_run():
+    run("""
+        import torch
+        from yunchang.globals import HAS_FLASH_ATTN
+        from yunchang.kernels import AttnType, select_flash_attn_impl
+
+        assert HAS_FLASH_ATTN
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 9, 4, 32, requires_grad=True) for _ in range(3))
+        options = dict(dropout_p=0.0, softmax_scale=0.2, causal=True, window_size=(-1, -1),
+                       softcap=0.0, alibi_slopes=None)
+        both = select_flash_attn_impl(AttnType.FA, stage="fwd-bwd")
+        out = both(q, k, v, **options)
+        forward = select_flash_attn_impl(AttnType.FA, stage="fwd-only")
+        backward = select_flash_attn_impl(AttnType.FA, stage="bwd-only")
+        alone, lse = forward(q, k, v, return_softmax=False, **options)
+        torch.testing.assert_close(out, alone)
+        dout, grads = torch.randn_like(out), [torch.empty_like(x) for x in (q, k, v)]
+        saved = q, k, v, alone, lse
+        backward(dout, *saved, *grads, 0.0, 0.2, True, (-1, -1), 0.0, None, False, None)
+        torch.testing.assert_close(tuple(grads), torch.autograd.grad(out, (q, k, v), dout))
+    """)

@@ -1,0 +1,379 @@
+"""PyTorch's attention functions on flashcute's kernels.
+
+Without a GPU the same kernels are registered for CPU tensors: the operators of PyTorch's
+FlashAttention backend have no CPU kernel of their own, so what runs there is ours, below PyTorch's
+autograd, meta and tracing of them.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn import attention
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch.utils.checkpoint import checkpoint
+
+import flashcute
+from flashcute.integrations import sdpa
+
+OPERATORS = list(sdpa._KERNELS)
+attend = torch.ops.aten._scaled_dot_product_flash_attention
+CUDNN, FLASH, MATH = (
+    int(x) for x in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
+)
+
+
+def dispatch_tables():
+    return [torch._C._dispatch_dump(f"aten::{name}") for name in OPERATORS]
+
+
+@pytest.fixture
+def on_cpu():
+    """Our kernels, for CPU tensors."""
+    before = dispatch_tables()
+    handle = sdpa._Handle("CPU")
+    yield handle
+    handle.remove()
+    assert dispatch_tables() == before
+
+
+class Own:
+    """Stand-ins for PyTorch's kernels of CPU tensors, which count their calls."""
+
+    def __init__(self):
+        self.calls = []
+        self.library = torch.library.Library("aten", "IMPL")
+        for name in OPERATORS:
+            self.library.impl(name, self.kernel(name), "CPU")
+
+    def kernel(self, name):
+        def run(*args, **kwargs):
+            self.calls.append((name, args, kwargs))
+            if name.endswith("backward"):
+                return tuple(torch.full_like(x, 7.0) for x in args[1:4])
+            q = args[0]
+            rng = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+            lse, mask = q.new_zeros(q.shape[:-1]), q.new_empty(0)
+            if name.startswith("_scaled"):
+                return torch.full_like(q, 7.0), lse, None, None, 1, 1, *rng, mask
+            return torch.full_like(q, 7.0), lse, *rng, mask
+
+        return run
+
+
+@pytest.fixture
+def own():
+    found = Own()
+    yield found
+    found.library._destroy()
+
+
+def inputs(b=2, h=4, h_k=4, s=16, s_k=None, d=32, requires_grad=True):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads, length):
+        x = torch.randn((b, heads, length, d), generator=generator)
+        return x.requires_grad_(requires_grad)
+
+    return draw(h, s), draw(h_k, s_k or s), draw(h_k, s_k or s)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("h_k", [4, 2, 1])
+def test_outputs_and_gradients_are_pytorchs(on_cpu, is_causal, h_k):
+    qkv = inputs(h_k=h_k)
+    out, lse, *_, max_q, max_k, _, _, _ = attend(*qkv, 0.0, is_causal, scale=0.3)
+    wide = (qkv[0].double(), *(x.double().repeat_interleave(4 // h_k, 1) for x in qkv[1:]))
+    expected = F.scaled_dot_product_attention(*wide, is_causal=is_causal, scale=0.3)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    scores = wide[0] @ wide[1].mT * 0.3
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf"))
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert (max_q, max_k) == (16, 16)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, qkv, dout)
+    for ours, theirs in zip(grads, torch.autograd.grad(expected, qkv, dout.double()), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def layouts():
+    packed = torch.randn(2, 16, 3, 4, 32)
+    yield "contiguous", inputs(requires_grad=False)
+    yield "transposed", tuple(x.mT.contiguous().mT for x in inputs(requires_grad=False))
+    yield "heads inside", tuple(x.transpose(1, 2) for x in packed.contiguous().unbind(2))
+    odd = torch.randn(2, 4, 16, 35)
+    yield "odd rows", (odd[..., :32], odd[..., :32], odd[..., :32])
+    yield "misaligned", (odd.flatten()[1 : 1 + 2 * 4 * 16 * 32].view(2, 4, 16, 32),) * 3
+    yield "expanded", tuple(x.expand(2, 4, 16, 32) for x in torch.randn(3, 1, 1, 16, 32))
+    yield "head_dim 20", inputs(d=20, requires_grad=False)
+
+
+@pytest.mark.parametrize("name, qkv", list(layouts()), ids=lambda x: x if type(x) is str else "")
+def test_results_are_laid_out_as_the_meta_kernels_promise(on_cpu, name, qkv):
+    promised = attend(*(x.to("meta") for x in qkv))
+    found = attend(*qkv)
+    kinds = [type(x) for x in found]
+    assert kinds == [type(x) for x in promised]
+    for ours, theirs in zip(found, promised, strict=True):
+        if isinstance(ours, torch.Tensor):
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    assert found[0].stride() == torch.empty_like(qkv[0]).stride()
+    if qkv[0].shape[-1] % 8 == 0:
+        args = *found[:2], None, None, 16, 16, 0.0, False, *found[6:8]
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(found[0], *qkv, *args)
+        for grad, x in zip(grads, qkv, strict=True):
+            assert grad.stride() == torch.empty_like(x).stride()
+
+
+def test_compiled_and_checkpointed_calls_are_the_eager_ones(on_cpu):
+    qkv = inputs()
+
+    def model(*qkv):
+        return attend(*(x * 1.5 for x in qkv), 0.0, True)[0].sin()
+
+    expected = model(*qkv)
+    dout = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, qkv, dout)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for variant in (compiled, lambda *x: checkpoint(model, *x, use_reentrant=False)):
+        out = variant(*qkv)
+        assert torch.equal(out, expected)
+        for ours, theirs in zip(torch.autograd.grad(out, qkv, dout), gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def ragged(lengths=(5, 0, 11), h=4, h_k=4, d=32):
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    q, k, v = (torch.randn((total, heads, d), generator=generator) for heads in (h, h_k, h_k))
+    return q, k, v, torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 2)])
+@pytest.mark.parametrize("h_k", [4, 2])
+def test_varlen_attn_runs_on_ours(on_cpu, window, h_k):
+    q, k, v, cu = ragged(h_k=h_k)
+    out, lse = varlen_attn(
+        q, k, v, cu, cu, 11, 11, window_size=window, enable_gqa=True, scale=0.25,
+        return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    expected, theirs, _ = flashcute.flash_attn_varlen_func(
+        q, k, v, cu, cu, 11, 11, softmax_scale=0.25, window_size=window, return_attn_probs=True
+    )
+    assert torch.equal(out, expected) and torch.equal(lse, theirs)
+    last = slice(int(cu[2]), int(cu[3]))
+    alone = flashcute.flash_attn_func(
+        *(x[None, last] for x in (q, k, v)), softmax_scale=0.25, window_size=window
+    )
+    torch.testing.assert_close(out[last], alone[0], rtol=1e-5, atol=1e-5)
+    used = torch.tensor([2, 0, 4], dtype=torch.int32)
+    short = varlen_attn(q, k, v, cu, cu, 11, 11, seqused_k=used, enable_gqa=True)
+    assert not torch.equal(short, varlen_attn(q, k, v, cu, cu, 11, 11, enable_gqa=True))
+
+
+def test_varlen_attn_compiles(on_cpu):
+    q, k, v, cu = ragged()
+    compiled = torch.compile(
+        lambda *x: varlen_attn(*x, cu, cu, 11, 11) * 2, backend="aot_eager", fullgraph=True
+    )
+    assert torch.equal(compiled(q, k, v), 2 * varlen_attn(q, k, v, cu, cu, 11, 11))
+
+
+def test_what_we_do_not_compute_falls_through_with_one_warning_a_reason(own):
+    q, k, v = inputs()
+    handle = sdpa._Handle("CPU")
+    try:
+        expected = r"PyTorch's own kernel.*no dropout.*dropout_p=0.5; call flashcute"
+        with pytest.warns(UserWarning, match=expected):
+            out = attend(q, k, v, 0.5)[0]
+        assert (out == 7.0).all()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attend(q, k, v, 0.5)
+            assert len(own.calls) == 2
+            ours = attend(q, k, v)[0]
+        assert len(own.calls) == 2 and not (ours == 7.0).any()
+        with pytest.warns(UserWarning, match="return_debug_mask"):
+            attend(q, k, v, 0.0, False, True)
+        name, args, kwargs = own.calls[-1]
+        assert name == "_scaled_dot_product_flash_attention"
+        assert torch.equal(args[0], q) and args[3:] == (0.0, False, True) and kwargs == {}
+        with pytest.warns(UserWarning, match="softmax_scale=nan"):  # our checks refuse it
+            attend(q, k, v, scale=float("nan"))
+        assert math.isnan(own.calls[-1][2]["scale"])
+    finally:
+        handle.remove()
+
+
+def test_the_backward_of_dropout_and_of_varlen_is_pytorchs(own):
+    handle = sdpa._Handle("CPU")
+    try:
+        q, k, v = inputs()
+        with pytest.warns(UserWarning) as said:
+            out = attend(q, k, v, 0.5)[0]
+            grads = torch.autograd.grad(out.sum(), (q, k, v))
+        assert len(said) == 1  # of the forward and the backward together
+        assert [name for name, *_ in own.calls] == OPERATORS[:2]
+        assert all((grad == 7.0).all() for grad in grads)
+
+        q, k, v, cu = ragged()
+        out = varlen_attn(q.requires_grad_(), k, v, cu, cu, 11, 11, window_size=(-1, 0))
+        assert len(own.calls) == 2 and not (out == 7.0).any()
+        with pytest.warns(UserWarning, match="no backward of varlen"):
+            out.sum().backward()
+        assert own.calls[-1][0] == "_flash_attention_backward" and (q.grad == 7.0).all()
+    finally:
+        handle.remove()
+
+
+def test_pages_and_arguments_of_a_later_torch_fall_through(own):
+    q, k, v, cu = ragged()
+    args = q, k, v, cu, cu, 11, 11, 0.0, False, False
+    compute = sdpa._Handle._with_fallback
+    calls = []
+
+    class Kernel:
+        def call_boxed(self, keyset, *args, **kwargs):
+            calls.append(kwargs)
+            return "own"
+
+    handle = sdpa._Handle("CPU")
+    try:
+        kernel = compute(handle, "_flash_attention_forward", sdpa._forward, Kernel())
+        for later in ({"block_table": cu}, {"page_order": 1}):
+            with pytest.warns(UserWarning, match=next(iter(later))):
+                assert kernel(None, *args, **later) == "own"
+            assert calls[-1] == later
+    finally:
+        handle.remove()
+
+
+def test_without_a_kernel_of_pytorch_the_reason_is_the_error(on_cpu):
+    with pytest.raises(NotImplementedError, match=r"PyTorch has no kernel.*no dropout"):
+        attend(*inputs(), 0.5)
+
+
+def test_enable_and_disable_change_the_cuda_kernels_and_restore_them():
+    before = dispatch_tables()
+    assert not sdpa.is_enabled()
+    flashcute.disable()  # of what is not enabled
+    flashcute.enable()
+    flashcute.enable()
+    assert sdpa.is_enabled() and attention.current_flash_attention_impl() == "flashcute"
+    during = dispatch_tables()
+    assert all(a != b for a, b in zip(before, during, strict=True))
+    assert all("CUDA: registered at" in table for table in during)
+    flashcute.disable()
+    assert dispatch_tables() == before and not sdpa.is_enabled()
+
+
+def test_the_context_manager_nests_and_ends_on_errors():
+    before = dispatch_tables()
+    with flashcute.enabled():
+        with flashcute.enabled():
+            pass
+        assert sdpa.is_enabled()
+    assert not sdpa.is_enabled()
+    with pytest.raises(KeyError), flashcute.enabled():
+        raise KeyError
+    flashcute.enable()
+    with flashcute.enabled():
+        pass
+    assert sdpa.is_enabled()  # as it was before the block
+    flashcute.disable()
+    assert dispatch_tables() == before
+
+
+class Other:
+    active = 0
+
+    def __init__(self):
+        Other.active += 1
+
+    def remove(self):
+        Other.active -= 1
+
+
+@pytest.fixture
+def other():
+    attention.register_flash_attention_impl("other", register_fn=Other)
+    yield
+    if attention.current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
+    assert Other.active == 0
+    from torch.nn.attention import _registry
+
+    _registry._FLASH_ATTENTION_IMPLS.pop("other", None)
+
+
+def test_another_implementation_is_active_again_afterwards(other):
+    attention.activate_flash_attention_impl("other")
+    with flashcute.enabled():
+        assert Other.active == 0
+    assert Other.active == 1 and attention.current_flash_attention_impl() == "other"
+
+
+def test_an_implementation_activated_since_stays(other):
+    before = dispatch_tables()
+    with flashcute.enabled():
+        attention.activate_flash_attention_impl("other")
+        assert dispatch_tables() == before
+    assert attention.current_flash_attention_impl() == "other"
+
+
+@pytest.mark.parametrize("name", sdpa._NEEDED)
+def test_an_old_torch_is_refused_by_name(monkeypatch, name):
+    monkeypatch.delattr(attention, name)
+    monkeypatch.setattr(torch, "__version__", "2.10.1")
+    expected = rf"expected torch 2\.11 or later, got torch 2\.10\.1, which has no {name}"
+    with pytest.raises(RuntimeError, match=expected):
+        flashcute.enable()
+    flashcute.disable()  # nothing is there to be undone
+
+
+def test_a_torch_for_rocm_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    with pytest.raises(RuntimeError, match=r"for ROCm 7\.1"):
+        flashcute.enable()
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """torch as on a GPU for which it prefers cuDNN: it sets the order when it first chooses."""
+    before = torch._C._get_sdp_priority_order()
+    late = []
+    preferred = [CUDNN, *(x for x in before if x != CUDNN)]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "_lazy_call", late.append)
+    monkeypatch.setattr(sdpa.torch, "empty", lambda *args, **kwargs: None)
+    choose = lambda *qkv: torch._C._set_sdp_priority_order(preferred)  # noqa: E731
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    yield late, preferred
+    torch._C._set_sdp_priority_order(before)
+
+
+def test_flash_attention_comes_before_cudnn_while_enabled(order):
+    late, preferred = order
+    with flashcute.enabled():
+        (when_cuda_starts,) = late
+        when_cuda_starts()
+        found = torch._C._get_sdp_priority_order()
+        assert found[0] == FLASH and found[1] == CUDNN and sorted(found) == sorted(preferred)
+    assert torch._C._get_sdp_priority_order() == preferred
+
+
+def test_an_order_that_was_set_since_stays(order):
+    late, preferred = order
+    chosen = [MATH, *(x for x in preferred if x != MATH)]
+    with flashcute.enabled():
+        late[0]()
+        torch._C._set_sdp_priority_order(chosen)
+    assert torch._C._get_sdp_priority_order() == chosen
+    late[0]()  # CUDA starts after disable()
+    assert torch._C._get_sdp_priority_order() == chosen

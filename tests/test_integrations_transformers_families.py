@@ -1,0 +1,226 @@
+"""Tiny random models of many families under flashcute and under eager attention: outputs and
+gradients, padded, packed and cached; nothing of it under a dense mask."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import transformers
+
+from flashcute.integrations import transformers as integration
+
+NAME = "cute_attn"
+integration.register(NAME)
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "attention_dropout": 0.0,
+}
+DECODER = TEXT | {"num_key_value_heads": 2, "head_dim": 8}
+BERT = TEXT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+FAMILIES = {
+    "Bert": BERT,
+    "Roberta": BERT,
+    "DistilBert": {
+        "vocab_size": 64, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+    "ModernBert": TEXT | {"local_attention": 6, "global_attn_every_n_layers": 2},
+    "GPT2": {
+        "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+    "Llama": DECODER,
+    "Mistral": DECODER | {"sliding_window": 4},
+    "Qwen3": DECODER,
+    "Gemma2": DECODER | {"sliding_window": 4, "attn_logit_softcapping": 3.0},
+    "Gemma3Text": DECODER | {"sliding_window": 4, "sliding_window_pattern": 2},
+    "GptOss": DECODER | {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4},
+}  # fmt: skip
+
+
+def pair(family, **changes):
+    """The same model under flashcute and under eager attention, both training."""
+    models = []
+    for implementation in (NAME, "eager"):
+        torch.manual_seed(0)
+        config_class = getattr(transformers, f"{family}Config")
+        config = config_class(**FAMILIES[family] | changes, attn_implementation=implementation)
+        model = getattr(transformers, f"{family}Model")(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                torch.nn.init.normal_(parameter)
+        models.append(model.train())
+    assert models[0].config._attn_implementation == NAME
+    return models
+
+
+def tokens(batch, length):
+    return torch.randint(1, 64, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def only_kernels(monkeypatch):
+    """Nothing may go to the dense mask's path."""
+    monkeypatch.delattr(integration, "attend")
+
+
+def assert_same(models, rows, **inputs):
+    """The same hidden states in ``rows`` and the same gradients of a function of them."""
+    ours, theirs = (model(**inputs).last_hidden_state[rows] for model in models)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    weight = torch.linspace(-1, 1, ours.numel()).view_as(ours)
+    for model, out in zip(models, (ours, theirs), strict=True):
+        model.zero_grad()
+        (out * weight).sum().backward()
+    named = [dict(model.named_parameters()) for model in models]
+    assert any(parameter.grad is not None for parameter in named[0].values())
+    for name, parameter in named[0].items():
+        other = named[1][name].grad
+        assert (parameter.grad is None) == (other is None), name
+        if other is not None:
+            torch.testing.assert_close(parameter.grad, other, rtol=2e-3, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_those_of_eager_attention(only_kernels, family):
+    models = pair(family)
+    ids = tokens(3, 12)
+    assert_same(models, slice(None), input_ids=ids)
+    for padded in ((slice(7, None), slice(2, None)), (slice(0, 5), slice(0, 10))):
+        mask = torch.ones_like(ids)
+        mask[0, padded[0]] = 0
+        mask[2, padded[1]] = 0
+        assert_same(models, mask.bool(), input_ids=ids, attention_mask=mask)
+
+
+def test_padding_is_not_attended_to(only_kernels):
+    ours, _ = pair("Llama")
+    ids = tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    padded = ours(input_ids=ids, attention_mask=mask).last_hidden_state
+    other = ids.clone()
+    other[0, :5] = 7
+    again = ours(input_ids=other, attention_mask=mask).last_hidden_state
+    assert torch.equal(padded[0, 5:], again[0, 5:])
+
+
+def test_a_vision_transformer(only_kernels):
+    sizes = {"image_size": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48}
+    FAMILIES["ViT"] = sizes | {"num_hidden_layers": 2, "num_attention_heads": 4}
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    assert_same(pair("ViT"), slice(None), pixel_values=pixels)
+
+
+def test_speech_to_text(only_kernels):
+    FAMILIES["Whisper"] = {
+        "vocab_size": 64, "num_mel_bins": 8, "d_model": 32, "encoder_layers": 2,
+        "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_source_positions": 20,
+        "max_target_positions": 30, "pad_token_id": 0, "decoder_start_token_id": 1,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    sound = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_features": sound, "decoder_input_ids": tokens(2, 9)}
+    models = pair("Whisper")
+    assert_same(models, slice(None), **inputs)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    assert_same(models, mask.bool(), decoder_attention_mask=mask, **inputs)
+
+
+def test_t5_is_refused_where_only_kernels_are():
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
+    config = transformers.T5Config(
+        **sizes, num_heads=4, decoder_start_token_id=0, attn_implementation=NAME
+    )
+    with torch.device("meta"):
+        model = transformers.T5Model(config)
+        ids = torch.ones(1, 5, dtype=torch.long)
+    with pytest.raises(NotImplementedError, match="cute_attn: expected position_bias=None"):
+        model(input_ids=ids, decoder_input_ids=ids)
+
+
+LENGTHS = 5, 1, 6
+
+
+def packed():
+    """Sequences in one row. transformers looks for them where there is no cache."""
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    inputs = {"input_ids": tokens(1, sum(LENGTHS)), "position_ids": positions}
+    return inputs, {"use_cache": False}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3Text", "Qwen3"])
+def test_packed_sequences_do_not_see_each_other(only_kernels, family):
+    models = pair(family)
+    inputs, no_cache = packed()
+    assert_same(models, slice(None), **inputs, **no_cache)
+    together = models[0](**inputs, **no_cache).last_hidden_state
+    alone = models[0](input_ids=inputs["input_ids"][:, 6:], **no_cache).last_hidden_state
+    torch.testing.assert_close(together[:, 6:], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_packed_sequences_may_be_given_by_their_ends(only_kernels, family):
+    ours, _ = pair(family)
+    inputs, no_cache = packed()
+    expected = ours(**inputs, **no_cache).last_hidden_state
+    ends = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
+    for cache in (no_cache, {}):
+        found = ours(**inputs, **given, **cache).last_hidden_state
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3Text"])
+def test_generation_with_padding_and_a_cache(monkeypatch, family, cache):
+    texts = []
+    for implementation in (NAME, "eager"):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")
+        config = config(**FAMILIES[family], attn_implementation=implementation)
+        name = family.replace("Text", "") + "ForCausalLM"
+        model = getattr(transformers, name)(config).eval()
+        ids = tokens(2, 6)
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+        options |= {"cache_implementation": "static"} if cache == "static" else {}
+        options |= {"disable_compile": True} if cache == "static" else {}
+        texts.append(model.generate(input_ids=ids, attention_mask=mask, **options))
+    assert texts[0].shape == (2, 11) and torch.equal(*texts)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_training_with_padding(only_kernels, reentrant):
+    models = pair("Llama")
+    for model in models:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    ids = tokens(2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    assert_same(models, mask.bool(), input_ids=ids, attention_mask=mask)
+
+
+def test_a_compiled_forward_gets_a_dense_mask():
+    ours, theirs = pair("Llama")
+    ids = tokens(2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    compiled = torch.compile(ours, backend="eager")
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    found, expected = (model(**inputs).last_hidden_state for model in (compiled, theirs))
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)

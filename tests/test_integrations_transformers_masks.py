@@ -1,0 +1,215 @@
+"""Plans of transformers' masks against the dense masks themselves, and what a mask does that is
+touched."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from transformers import masking_utils
+
+from flashcute.integrations import transformers as integration
+from flashcute.integrations.transformers_masks import KernelMask, Pattern, recognise
+from flashcute.reference import attention_ref
+
+CAUSAL = masking_utils.causal_mask_function
+FULL = masking_utils.bidirectional_mask_function
+FUNCTIONS = {
+    "causal": CAUSAL,
+    "full": FULL,
+    "window": masking_utils.sliding_window_causal_mask_function(3),
+    "wide window": masking_utils.sliding_window_causal_mask_function(100),
+    "both sides": masking_utils.sliding_window_bidirectional_mask_function(2),
+}
+PADDING = {
+    "none": None,
+    "no padding": [[1] * 9, [1] * 9],
+    "right": [[1] * 4 + [0] * 5, [1] * 9],
+    "left": [[0] * 4 + [1] * 5, [1] * 9],
+    "holes": [[1, 1, 0, 1, 1, 0, 0, 1, 1], [1] * 9],
+    "a row of nothing": [[0] * 9, [1] * 9],
+}
+
+
+@pytest.mark.parametrize(
+    "sizes", [(9, 9, 0), (3, 9, 6), (1, 9, 8), (2, 9, 3), (9, 9, 2), (4, 9, 0)]
+)
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_kernels_do_what_the_dense_mask_says(name, padding, sizes):
+    q_length, kv_length, offset = sizes
+    mask = None if PADDING[padding] is None else torch.tensor(PADDING[padding]).bool()
+    arguments = {
+        "batch_size": 2, "q_length": q_length, "kv_length": kv_length, "q_offset": offset,
+        "mask_function": FUNCTIONS[name], "attention_mask": mask,
+        "allow_is_bidirectional_skip": True,
+    }  # fmt: skip
+    dense = masking_utils.sdpa_mask(
+        **arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    )
+    found = integration.attention_mask(**arguments)
+    is_causal = name in ("causal", "window", "wide window")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 2, n, 8, generator=generator) for n in (q_length, kv_length, kv_length)
+    )
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, v, found, is_causal=is_causal)
+    bias = torch.where(dense, 0.0, -torch.inf)
+    expected = attention_ref(*(x.transpose(1, 2) for x in (q, k, v)), attn_bias=bias).out
+    rows = dense.any(-1)[:, 0]  # others hold anything, as do queries that are padding
+    if mask is not None and name != "full" and offset + q_length <= kv_length:
+        rows &= mask[:, offset : offset + q_length]
+    torch.testing.assert_close(out[rows], expected[rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "padding", "sizes"),
+    [
+        ("causal", "holes", (9, 9, 0)),
+        ("causal", "left", (1, 9, 8)),
+        ("causal", "none", (2, 9, 3)),
+        ("full", "right", (4, 9, 0)),
+        ("window", "none", (9, 9, 0)),
+        ("window", "right", (9, 9, 0)),
+        ("both sides", "left", (9, 9, 0)),
+    ],
+)
+def test_these_need_no_dense_mask(monkeypatch, name, padding, sizes):
+    monkeypatch.delattr(integration, "sdpa_mask")
+    q_length, kv_length, offset = sizes
+    mask = None if PADDING[padding] is None else torch.tensor(PADDING[padding]).bool()
+    found = integration.attention_mask(
+        2, q_length, kv_length, offset, mask_function=FUNCTIONS[name], attention_mask=mask
+    )
+    assert type(found) is KernelMask and found.shape == (2, 1, q_length, kv_length)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert found.untyped_storage().nbytes() == 1
+
+
+def test_windows_over_holes_and_unknown_functions_are_dense():
+    holes = torch.tensor(PADDING["holes"]).bool()
+    function = FUNCTIONS["window"]
+    mask = integration.attention_mask(2, 9, 9, mask_function=function, attention_mask=holes)
+    assert type(mask) is torch.Tensor
+    chunked = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long))
+    either = masking_utils.or_masks(CAUSAL, FULL)
+    for function in (chunked, either, lambda b, h, q, k: k <= q):
+        assert recognise(function) is None
+        assert type(integration.attention_mask(2, 9, 9, mask_function=function)) is torch.Tensor
+
+
+def test_patterns_are_read_from_transformers_functions():
+    packed = torch.tensor([[0, 0, 1]])
+    positions = torch.tensor([[0, 1, 0]])
+    function = masking_utils.packed_sequence_compatibility_function(
+        FUNCTIONS["window"], positions, packed
+    )
+    assert recognise(function) == Pattern(causal=True, window=(2, -1), packed=packed)
+    assert recognise(FUNCTIONS["both sides"]) == Pattern(window=(2, 2))
+    twice = masking_utils.and_masks(FUNCTIONS["window"], FUNCTIONS["window"])
+    assert recognise(twice) is None
+
+
+def kernel_mask():
+    mask = torch.tensor(PADDING["right"]).bool()
+    return integration.attention_mask(2, 9, 9, attention_mask=mask)
+
+
+def test_a_mask_that_is_touched_is_the_dense_one():
+    mask = kernel_mask()
+    dense = mask.dense()
+    assert type(dense) is torch.Tensor and dense.dtype == mask.dtype == torch.bool
+    assert (mask.ndim, mask.size(-1), mask.device) == (4, 9, dense.device)
+    for touch in (
+        lambda m: m[:, :, :4, :5],
+        lambda m: torch.cat([m, m], -1),
+        lambda m: ~m,
+        lambda m: m.to(torch.float32),
+        lambda m: torch.where(m, 0.0, 1.0),
+        lambda m: m.expand(2, 3, 9, 9),
+        lambda m: m.clone(),
+        copy.deepcopy,
+    ):
+        found = touch(mask)
+        assert type(found) is torch.Tensor and torch.equal(found, touch(dense))
+    assert mask.sum().item() == dense.sum().item()
+
+
+def test_a_compiled_layer_takes_the_masks_of_an_eager_model():
+    torch._dynamo.reset()
+    q = torch.randn(2, 2, 9, 8)
+    layer = torch.nn.Module()
+
+    def attend(q, mask):
+        return integration.attention_forward(layer, q, q, q, mask)[0] * 2
+
+    compiled = torch.compile(attend, backend="eager")
+    for padding in ("right", "left", "holes", "no padding"):
+        mask = torch.tensor(PADDING[padding]).bool()
+        for function in (CAUSAL, FULL):
+            found = integration.attention_mask(2, 9, 9, mask_function=function, attention_mask=mask)
+            torch.testing.assert_close(compiled(q, found), attend(q, found))
+
+
+def test_a_token_after_a_static_cache_has_a_dense_mask():
+    # generate() compiles what takes it.
+    mask = integration.attention_mask(2, 1, 9, 3, allow_is_causal_skip=False)
+    assert type(mask) is torch.Tensor and mask.sum() == 8
+
+
+def test_a_mask_for_other_keys_is_not_the_kernels():
+    q, k = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 10, 8)
+    with pytest.raises((RuntimeError, ValueError)):
+        integration.attention_forward(torch.nn.Module(), q, k, k, kernel_mask())
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"s_aux": torch.ones(2)}])
+@pytest.mark.parametrize("sliding_window", [None, 3])
+def test_the_fallback_is_pytorchs_with_one_warning(monkeypatch, options, sliding_window):
+    def refuses(*args, **kwargs):
+        raise NotImplementedError("not here")
+
+    q, k, v = (torch.randn(2, h, 9, 8) for h in (4, 2, 2))
+    if options.get("s_aux") is not None:
+        options = {"s_aux": torch.ones(4)}
+    function = FUNCTIONS["window" if sliding_window else "causal"]
+    mask = integration.attention_mask(
+        2, 9, 9, mask_function=function, attention_mask=torch.tensor(PADDING["right"]).bool()
+    )
+    arguments = torch.nn.Module(), q, k, v
+    rows = torch.tensor(PADDING["right"]).bool()
+    for given, compared in ((mask, rows), (None, slice(None))):
+        calls = options | {"is_causal": True, "sliding_window": sliding_window}
+        expected, _ = integration.attention_forward(*arguments, given, **calls)
+        fallback = integration._Fallback()
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(integration, "_by_kernels", refuses)
+            with pytest.raises(NotImplementedError, match="not here"):
+                integration.attention_forward(*arguments, given, **calls)
+            with pytest.warns(UserWarning, match="PyTorch computes .*: not here") as said:
+                out, weights = fallback(*arguments, given, **calls)
+                fallback(*arguments, given, **calls)
+        assert len(said) == 1 and weights is None
+        torch.testing.assert_close(out[compared], expected[compared], rtol=1e-5, atol=1e-5)
+
+
+def test_the_fallback_does_not_hide_what_has_no_mask():
+    q = torch.randn(1, 2, 9, 8)
+    with pytest.raises(NotImplementedError, match="output_attentions"):
+        integration._Fallback()(torch.nn.Module(), q, q, q, None, output_attentions=True)
+
+
+def test_register_says_which_choices_there_are():
+    with pytest.raises(ValueError, match='expected unsupported="error" or "fallback"'):
+        integration.register("cute_attn", unsupported="sdpa")
+
+
+def test_ends_of_packed_sequences_are_asked_for_together():
+    q = torch.randn(1, 2, 9, 8)
+    ends = torch.tensor([0, 9], dtype=torch.int32)
+    with pytest.raises(ValueError, match="expected cu_seq_lens_q, cu_seq_lens_k, max_length_q"):
+        integration.attention_forward(torch.nn.Module(), q, q, q, None, cu_seq_lens_q=ends)
