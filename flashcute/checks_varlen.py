@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_kind, check_length, check_rank, raise_mismatch
+from .checks_kvcache import check_store
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -84,6 +85,18 @@ def check_packed_tokens(names: Names, q, k, v) -> int:
     if any(x.dtype != q.dtype or x.device != q.device for x in (k, v)):
         raise_mismatch(fn, (names.q, names.k, names.v), q, k, v)
     return d
+
+
+def check_packed_queries(names: Names, q, k, v) -> int:
+    """q (total, heads, head_dim), and k and v in pages.
+
+    Returns:
+        The head dimension.
+    """
+    check_kind(names.fn, names.q, q)
+    check_rank(names.fn, names.q, q, "(total, heads, head_dim)")
+    check_store(names.fn, (names.k, names.v), q, k, v, paged=True)
+    return q.shape[2]
 
 
 def check_packed_together(fn: str, name: str, packed, count: int) -> None:

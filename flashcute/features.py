@@ -37,11 +37,6 @@ class Feature:
 
 
 _CPU_ONLY = "CPU tensors support it"
-_CACHE = (
-    "write new keys and values with an assignment, then call flash_attn_varlen_func with "
-    f"k_cache.flatten(0, 1) and cache_seqlens as seqused_k; {_CPU_ONLY}"
-)
-_PAGES = f"gather the pages of each sequence into k and v; {_CPU_ONLY}"
 _NO_GRADIENT = f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}"
 
 # CPU tensors support every row.
@@ -57,8 +52,8 @@ FEATURES = (
     Feature("alibi_slopes", "ALiBi", True),
     Feature("sinks", "attention sinks", True),
     Feature("cu_seqlens", "sequences of different lengths (varlen)", True),
-    Feature("k_cache", "KV cache", False, _CACHE),
-    Feature("block_table", "paged KV cache", False, _PAGES),
+    Feature("k_cache", "KV cache", True),
+    Feature("block_table", "paged KV cache", True),
     Feature("cu_seqlens with requires_grad", "backward of varlen", False, _NO_GRADIENT),
     Feature("softcap with requires_grad", "backward of softcap", False, _NO_GRADIENT),
     Feature("alibi_slopes with requires_grad", "backward of ALiBi", False, _NO_GRADIENT),

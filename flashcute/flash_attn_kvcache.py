@@ -1,7 +1,7 @@
 """flash-attn 2's function for inference with a cache of keys and values, contiguous or in pages.
 
-CPU tensors go to :mod:`flashcute.cpu_kvcache`, traced calls and meta tensors to the operators of
-:mod:`flashcute.ops_kvcache`.
+CUDA tensors go to the kernels, CPU tensors to :mod:`flashcute.cpu_kvcache`, traced calls and meta
+tensors to the operators of :mod:`flashcute.ops_kvcache`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from .checks import (
     check_dtype,
     check_flag,
     check_for_kernels,
+    check_kernel_scores,
     check_scale,
     check_sinks,
     check_softcap,
@@ -30,7 +31,6 @@ from .checks_kvcache import (
 )
 from .cpu_kvcache import Options, attend
 from .cpu_operator import is_traced
-from .features import not_on_cuda
 
 
 def flash_attn_with_kvcache(
@@ -67,8 +67,11 @@ def flash_attn_with_kvcache(
     written; query j by ``cache_seqlens + j`` where causal or window_size is given, and else by
     ``cache_seqlens``, for all queries.
 
-    Not yet on CUDA, where it raises an error. No gradients, on any device. Under ``torch.compile``
-    and ``torch.export`` one operator, which declares that it changes the cache if k is given. If
+    No gradients, on any device. Under ``torch.compile`` and ``torch.export`` one operator, which
+    declares that it changes the cache if k is given. CUDA tensors are not read ahead: whatever
+    lengths and pages they hold, nothing outside the tensors is read or written, and new tokens
+    without a place are dropped. With k and v, and for head dimensions that are no multiple of 8,
+    strides of a cache on CUDA must be multiples of 8 elements, its last dimension contiguous. If
     new tokens of two sequences have the same place, as through equal pages in block_table or equal
     entries in cache_batch_idx, what is written there is not defined; pages that are only read may
     be shared.
@@ -99,14 +102,17 @@ def flash_attn_with_kvcache(
         rotary_interleaved: Whether elements 0 and 1 are a pair, 2 and 3, and so on; else element i
             and i + rotary_dim / 2.
         alibi_slopes: float32 (h,) or (b, h).
-        num_splits: Into how many parts the keys of a sequence are split, to be computed at the same
-            time; at most 128, and 0 for a choice by shape. Of CPU tensors they never are.
+        num_splits: Into how many parts the keys of a sequence are split at most, to be computed at
+            the same time; at most 128, and 0 for a choice by shape. With any other number a
+            sequence's result is the same, bit for bit, in any batch. Of CPU tensors keys are never
+            split.
         return_softmax_lse: Also return the log-sum-exp.
         sinks: As in :func:`flash_attn_func`.
 
     Returns:
         out: In q's shape and dtype, contiguous. With ``return_softmax_lse`` also ``softmax_lse``,
-        float32 (b, h, seqlen_q). A row that sees no key has output 0 and log-sum-exp -inf, or sink.
+        float32 (b, h, seqlen_q), of any strides. A row that sees no key has output 0 and
+        log-sum-exp -inf, or sink.
 
     Raises:
         TypeError: for a wrong type or dtype, and for a tensor that is not dense.
@@ -143,10 +149,11 @@ def flash_attn_with_kvcache(
     traced = is_traced(q)
     if not traced and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{fn}: {no_gradient('a call inside a transform of torch.func')}")
-    if not (q.is_cpu or q.is_meta):
-        raise NotImplementedError(f"{fn}: {not_on_cuda('k_cache', '(a tensor)')}")
     o = Options(scale, causal, left, right, softcap, rotary_interleaved, num_splits)
-    if traced or q.is_meta:
+    if not (q.is_cpu or q.is_meta):
+        check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
+        out, lse = ops_kvcache.launch(fn, t, o)
+    elif traced or q.is_meta:
         out, lse = ops_kvcache.attend(t, o)
     else:
         out, lse = attend(fn, t, o)

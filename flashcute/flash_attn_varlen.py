@@ -18,32 +18,31 @@ from .checks import (
     check_flag,
     check_for_kernels,
     check_kernel_scores,
-    check_kind,
     check_no_tangent,
-    check_rank,
     check_scale,
     check_sinks,
     check_softcap,
     check_window,
 )
-from .checks_kvcache import check_store, check_table
+from .checks_kvcache import check_splits, check_table
 from .checks_varlen import (
     Names,
     check_bounds,
     check_lengths,
+    check_packed_queries,
     check_packed_together,
     check_packed_tokens,
 )
 from .cpu_operator import draw_state
 from .cpu_varlen import Options, Tensors, attend_or_trace
-from .features import VECTOR, no_gradient, not_on_cuda
+from .features import VECTOR, no_gradient
 
 _UNLIMITED = (-1, -1)
 
 
-def _launch(names: Names, tensors: Tensors, options: Options):
+def _launch(names: Names, tensors: Tensors, options: Options, num_splits: int):
     """out and log-sum-exp of CUDA tensors, by the kernels."""
-    q, k, v, alibi_slopes, sinks, *lengths, rng_state, _ = tensors
+    q, k, v, alibi_slopes, sinks, *lengths, rng_state, block_table = tensors
     d, names_of_qkv = q.shape[2], names[1:4]
     prepare = loading.padded if d % VECTOR else loading.loadable
     q, k, v = (prepare(names.fn, *x) for x in zip(names_of_qkv, (q, k, v), strict=True))
@@ -52,10 +51,12 @@ def _launch(names: Names, tensors: Tensors, options: Options):
         sinks = sinks.float().contiguous()
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.contiguous()
+    if block_table is not None and block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
     window_size = bounded_window((options.window_left, options.window_right))
     out, lse = ops.attend_varlen(
         q, k, v, lengths, options[:2], options.softmax_scale, options.causal, window_size, sinks,
-        options.softcap, alibi_slopes, rng_state, options.dropout_p,
+        options.softcap, alibi_slopes, rng_state, options.dropout_p, block_table, num_splits,
     )  # fmt: skip
     if d % VECTOR:
         out = out.narrow(2, 0, d).clone(memory_format=torch.contiguous_format)
@@ -83,12 +84,18 @@ def _attend(
     seqused_k,
     sinks,
     block_table=None,
+    num_splits=0,
 ):
     fn = names.fn
     if block_table is None:
         d = check_packed_tokens(names, q, k, v)
     else:
-        d = _check_pages(names, q, k, v, cu_seqlens_k, seqused_k)
+        d = check_packed_queries(names, q, k, v)
+        if cu_seqlens_k is None and seqused_k is None:
+            raise ValueError(
+                f"{fn}: expected seqused_k or cu_seqlens_k with a block_table, got neither; "
+                "pass how many keys each sequence has"
+            )
         if cu_seqlens_k is None:
             cu_seqlens_k = cu_seqlens_q  # of the same shape, and not read beside seqused_k
     b = check_lengths(names, q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -101,6 +108,12 @@ def _attend(
     dropout_p = check_dropout(fn, dropout_p)
     softcap = check_softcap(fn, softcap)
     left, right = check_window(fn, window_size)
+    num_splits = check_splits(fn, num_splits)
+    if dropout_p != 0.0 and num_splits > 1:
+        raise NotImplementedError(
+            f"{fn}: expected num_splits <= 1 with dropout, got num_splits={num_splits} and "
+            f"dropout_p={dropout_p}; leave num_splits at 0"
+        )
     if alibi_slopes is not None:
         check_alibi(fn, alibi_slopes, q, b)
     if sinks is not None:
@@ -109,8 +122,6 @@ def _attend(
         check_dtype(fn, f"{names.q}.dtype", q.dtype, q.device)
     else:
         check_for_kernels(fn, names.q, q, d, scale)
-        if block_table is not None and not q.is_meta:
-            raise NotImplementedError(f"{fn}: {not_on_cuda('block_table', '(a tensor)')}")
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
         named = (*names[1:4], "sinks", "alibi_slopes")
         check_no_tangent(fn, named, q, k, v, sinks, alibi_slopes)
@@ -123,7 +134,7 @@ def _attend(
     if not (q.is_cpu or q.is_meta):
         if dropout_p != 0.0:
             tensors = tensors._replace(rng_state=draw_state(q))
-        out, lse = _launch(names, tensors, options)
+        out, lse = _launch(names, tensors, options, num_splits)
         if not return_attn_probs:
             return out
         # By the reference: kernels never have all of them.
@@ -132,20 +143,6 @@ def _attend(
         return out, lse, dmask
     outputs = attend_or_trace(names, tensors, options)
     return outputs if return_attn_probs else outputs[0]
-
-
-def _check_pages(names: Names, q, k, v, cu_seqlens_k, seqused_k) -> int:
-    """q (total, heads, head_dim), and k and v in pages; returns the head dimension."""
-    fn = names.fn
-    check_kind(fn, names.q, q)
-    check_rank(fn, names.q, q, "(total, heads, head_dim)")
-    check_store(fn, (names.k, names.v), q, k, v, paged=True)
-    if cu_seqlens_k is None and seqused_k is None:
-        raise ValueError(
-            f"{fn}: expected seqused_k or cu_seqlens_k with a block_table, got neither; "
-            "pass how many keys each sequence has"
-        )
-    return q.shape[2]
 
 
 def flash_attn_varlen_func(
@@ -169,6 +166,7 @@ def flash_attn_varlen_func(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    num_splits: int = 0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_func` of each of b sequences of different lengths, packed without padding.
 
@@ -214,12 +212,17 @@ def flash_attn_varlen_func(
             ``block_table[i, n // page_size]``. Pages may be in any order and shared. Sequence i has
             ``seqused_k[i]`` keys; then cu_seqlens_k is not read and may be None. Without seqused_k
             it has ``cu_seqlens_k[i + 1] - cu_seqlens_k[i]``. Pages behind those in use, and what
-            they hold behind the last key, are not read. Not yet on CUDA.
+            they hold behind the last key, are not read. Of CUDA tensors nothing is read ahead: a
+            page that does not exist counts as zeros.
         seqused_q: int32 (b,): how many queries of each sequence are computed, from its first one
             on; it is aligned as if it ended there. The other rows have output 0 and log-sum-exp
             -inf. Then max_seqlen_q bounds these. None for all.
         seqused_k: int32 (b,): how many keys of each sequence are there, likewise.
         sinks: As in :func:`flash_attn_func`; rows of a sequence without keys have log-sum-exp sink.
+        num_splits: Into how many parts the keys of a sequence are split at most, to be computed at
+            the same time; at most 128. 0 for a choice by shape, which is 1 without a block_table.
+            With any other number a sequence's result is the same, bit for bit, in any batch. Not
+            above 1 with dropout. Of CPU tensors keys are never split.
 
     Returns:
         out: In q's shape and dtype, contiguous. With ``return_attn_probs`` also ``softmax_lse``,
@@ -255,6 +258,7 @@ def flash_attn_varlen_func(
         seqused_k,
         sinks,
         block_table,
+        num_splits,
     )
 
 

@@ -32,6 +32,9 @@ class FwdProblem:
         softcap: Whether there is one.
         alibi: Likewise.
         dropout: Likewise.
+        cache: Whether keys and values are a cache, of which ``seqlen_k`` is the room.
+        page_size: Of one in pages; else 0.
+        num_splits: Parts of a ragged batch's keys at most; 0: by shape, -1: they are not split.
     """
 
     dtype: str
@@ -46,6 +49,9 @@ class FwdProblem:
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    cache: bool = False
+    page_size: int = 0
+    num_splits: int = -1
 
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
@@ -141,6 +147,19 @@ _SM90_TILES = {
     (256, True): (_Sm90Tile(64, 2, 892),),
 }
 
+# Over a cache: for at most 64 rows, with packed heads, which read the keys at the speed of memory,
+# and for more of them over pages. The blocks are multiples of 64 keys, as most pages divide them or
+# are multiples of them; three consumers would leave the loads of pages no registers. Not measured.
+_SM90_CACHE_TILES = {
+    32: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0)),
+    64: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0)),
+    96: (_Sm90Tile(64, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0)),
+    128: (_Sm90Tile(64, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0)),
+    192: (_Sm90Tile(64, 1, 0), _Sm90Tile(64, 2, 0)),
+    256: (_Sm90Tile(64, 1, 0), _Sm90Tile(64, 2, 0)),
+}
+_DECODING_ROWS = 64
+
 # What a tile costs beside its key blocks, in keys: its first loads, its epilogue, and the softmax
 # that no other block's products hide. What a block costs more that the mask cuts. And how much of
 # the longest tile's time goes by, where CTAs steal work, while SMs fall idle. Fitted with the
@@ -202,6 +221,11 @@ def _may_pack(problem: FwdProblem) -> bool:
     return problem.h > problem.h_k and not problem.dropout
 
 
+def _is_decoding(problem: FwdProblem) -> bool:
+    rows = problem.seqlen_q << (_pack_shift(problem) if _may_pack(problem) else 0)
+    return problem.cache and rows <= _DECODING_ROWS
+
+
 def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
     """Whether the query heads of a key head share tiles (pack-GQA).
 
@@ -211,6 +235,8 @@ def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
     """
     if not _may_pack(problem):
         return False
+    if _is_decoding(problem):
+        return True  # a cache is read once
     problem = rounded(problem)
     return work(problem, config, True, sms) < work(problem, config, False, sms)
 
@@ -267,59 +293,6 @@ def work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> tupl
         idle = -tiles % ctas / ctas * min(lengths) if config.min_ctas == 1 else 0
         keys = max(longest, tiles * mean / ctas + max(_TAIL * longest, idle))
     return keys * config.min_ctas * config.tile_m, tiles
-
-
-# In key blocks: what a part costs beside its own, its first loads and its epilogue, and what the
-# merge costs, for its launch and for each part that it reads. Not measured.
-_PART_OVERHEAD = 1.0
-_MERGE = 1.5
-_MERGE_OF_PART = 0.03
-MAX_SPLITS = 256  # kMaxSplits of flash.h
-
-
-def num_splits(tiles: int, blocks: int, ctas: int) -> int:
-    """Into how many parts to split the keys of each tile, for the shortest time.
-
-    Few tiles leave CTAs idle, and a last round of few tiles does, too. Parts of equal length run in
-    rounds of ``ctas``, each as long as a part's key blocks and its overhead; then the merge reads
-    what each part wrote. All CTAs of a round share the memory's speed, so a block takes the same
-    time in each; a round that is not full is counted as a full one.
-
-    Args:
-        tiles: Of all heads and sequences, each with as many key blocks.
-        blocks: Key blocks of a tile.
-        ctas: CTAs that run at once: SMs times CTAs per SM.
-
-    Returns:
-        1 to :data:`MAX_SPLITS`, the least of those that take the shortest time.
-    """
-
-    def time(parts: int) -> float:
-        rounds = -(-tiles * parts // ctas)
-        merge = 0.0 if parts == 1 else _MERGE + _MERGE_OF_PART * parts
-        return rounds * (-(-blocks // parts) + _PART_OVERHEAD) + merge
-
-    return min(range(1, max(min(blocks, MAX_SPLITS), 1) + 1), key=time)
-
-
-# Of all tiles together, per CTA that runs at once: the end of the launch, when CTAs fall idle, is
-# one part long. And the least key blocks of one. Not measured.
-_PARTS_OF_CTA = 3
-_LEAST_BLOCKS = 2
-
-
-def splits_of_lengths_unknown(blocks: int, ctas: int) -> tuple[int, int, int]:
-    """``num_splits``, ``split_blocks`` and ``split_parts`` of ``flash.h`` for a ragged batch whose
-    lengths are known on the device only.
-
-    The plan then makes parts of about equal length, whatever sequence they are of, and as many of
-    them as keep all CTAs busy.
-
-    Args:
-        blocks: Key blocks of the longest sequence that the cache has room for.
-        ctas: CTAs that run at once.
-    """
-    return max(min(blocks // _LEAST_BLOCKS, MAX_SPLITS), 1), _LEAST_BLOCKS, _PARTS_OF_CTA * ctas
 
 
 def instantiated_head_dim(d: int) -> int:
@@ -413,6 +386,41 @@ def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[FwdConfig]:
     return [_sm90_config(dtype, head_dim, mask, tile) for tile in _SM90_TILES[head_dim, causal]]
 
 
+def _sm90_cache_config(problem: FwdProblem, head_dim: int, mask: str) -> FwdConfig | None:
+    """The configuration of a problem over a cache; None where it is as without one."""
+    if not problem.cache or not (problem.page_size or _is_decoding(problem)):
+        return None
+    tile = _SM90_CACHE_TILES[head_dim][0 if _is_decoding(problem) else 1]
+    if problem.page_size and head_dim in (32, 96) and math.gcd(problem.page_size, tile.tile_n) == 1:
+        # A token fills half of the 128 bytes that TMA writes at least.
+        return _sm90_cache_config(problem, instantiated_head_dim(head_dim + 1), mask)
+    config = _sm90_config(problem.dtype, head_dim, mask, tile)
+    return dataclasses.replace(config, paged=problem.page_size > 0)
+
+
+# Of all tiles together, per CTA that runs at once: the end of the launch, when CTAs fall idle, is
+# one part long. And the least key blocks of one. Not measured.
+_PARTS_OF_CTA = 3
+_LEAST_BLOCKS = 2
+MAX_SPLITS = 256  # kMaxSplits of flash.h
+
+
+def splits(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> tuple[int, int, int]:
+    """``num_splits``, ``split_blocks`` and ``split_parts`` of ``flash.h`` for a problem.
+
+    Lengths in a cache are known on the device only. The plan makes parts of about equal length,
+    whatever sequence they are of, and as many of them as keep all CTAs busy. A number that is
+    asked for splits a sequence by its own length alone.
+    """
+    if problem.num_splits < 0 or problem.dropout:
+        return 1, 1, 0
+    if problem.num_splits > 0:
+        return problem.num_splits, 1, 0
+    blocks = -(-problem.seqlen_k // config.tile_n)
+    most = max(min(blocks // _LEAST_BLOCKS, MAX_SPLITS), 1)
+    return most, _LEAST_BLOCKS, _PARTS_OF_CTA * sms * config.min_ctas
+
+
 def with_options(
     config: FwdConfig, softcap: bool = False, alibi: bool = False, dropout: bool = False
 ) -> FwdConfig:
@@ -481,8 +489,11 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     mask = "local" if problem.window is not None else "causal" if causal else "none"
     if kernel_class(capability) == 80:
         config = fwd_config(problem.dtype, head_dim, causal, capability)
-        config = dataclasses.replace(config, mask=mask)
+        config = dataclasses.replace(config, mask=mask, paged=problem.page_size > 0)
         return with_options(config, problem.softcap, problem.alibi, problem.dropout)
+    config = _sm90_cache_config(problem, head_dim, mask)
+    if config is not None:
+        return with_options(config, problem.softcap, problem.alibi)
 
     def clocks(tile: _Sm90Tile) -> float:
         config = _sm90_config(problem.dtype, head_dim, mask, tile)

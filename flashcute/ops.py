@@ -11,13 +11,20 @@ import atexit
 import ctypes
 import os
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
 from . import autograd, checks, cpu, cpu_ops, cpu_varlen, heuristics, jit, resolver_errors
-from .checks_varlen import Names, check_bounds, check_lengths, check_packed_tokens
+from .checks_kvcache import check_splits, check_table
+from .checks_varlen import (
+    Names,
+    check_bounds,
+    check_lengths,
+    check_packed_queries,
+    check_packed_tokens,
+)
 from .config import DTYPES, MASKS, NAMESPACE
 from .features import CAPABILITIES, VECTOR, no_gradient
 
@@ -43,6 +50,9 @@ class _Problem(ctypes.Structure):
         ("softcap", ctypes.c_int32),
         ("alibi", ctypes.c_int32),
         ("dropout", ctypes.c_int32),
+        ("cache", ctypes.c_int32),
+        ("page_size", ctypes.c_int32),
+        ("num_splits", ctypes.c_int32),
         ("backward", ctypes.c_int32),
     )
 
@@ -50,7 +60,13 @@ class _Problem(ctypes.Structure):
 class _Choice(ctypes.Structure):
     """``flash::Choice`` of kernel_table.h."""
 
-    _fields_ = (("kernel", ctypes.c_void_p), ("pack_heads", ctypes.c_int32))
+    _fields_ = (
+        ("kernel", ctypes.c_void_p),
+        ("pack_heads", ctypes.c_int32),
+        ("num_splits", ctypes.c_int32),
+        ("split_blocks", ctypes.c_int32),
+        ("split_parts", ctypes.c_int32),
+    )
 
 
 _Resolver = ctypes.CFUNCTYPE(
@@ -100,6 +116,9 @@ def _choose(problem: _Problem) -> _Choice:
         softcap=bool(problem.softcap),
         alibi=bool(problem.alibi),
         dropout=bool(problem.dropout),
+        cache=bool(problem.cache),
+        page_size=problem.page_size,
+        num_splits=problem.num_splits,
     )
     sms = properties.multi_processor_count
     if problem.backward:
@@ -107,8 +126,10 @@ def _choose(problem: _Problem) -> _Choice:
     else:
         config = heuristics.choose_fwd(call, capability, sms)
     kernel = jit.get_kernel(config, f"{capability[0]}{capability[1]}")
-    packs = not problem.backward and heuristics.packs_heads(call, config, sms)
-    return _Choice(kernel.address, packs)
+    if problem.backward:
+        return _Choice(kernel.address)
+    packs = heuristics.packs_heads(call, config, sms)
+    return _Choice(kernel.address, packs, *heuristics.splits(call, config, sms))
 
 
 @_Resolver
@@ -131,10 +152,7 @@ def _empty_outputs(q):
 
 
 class _Options(NamedTuple):
-    """What ``attend`` takes after ``causal``. torch leaves out trailing defaults.
-
-    ``attend_varlen`` takes the same but for ``deterministic``.
-    """
+    """What ``attend`` takes after ``causal``. torch leaves out trailing defaults."""
 
     window_left: int = -1
     window_right: int = -1
@@ -164,6 +182,20 @@ def _differentiable_on_cpu(q, k, v, softmax_scale, causal, o: _Options):
         window_size=(o.window_left, o.window_right), softcap=o.softcap,
         alibi_slopes=o.alibi_slopes, sinks=o.sinks, dropout_p=o.dropout_p, rng_state=o.rng_state,
     )[:2]  # fmt: skip
+
+
+class _VarlenOptions(NamedTuple):
+    """What ``attend_varlen`` takes after ``causal``."""
+
+    window_left: int = -1
+    window_right: int = -1
+    sinks: torch.Tensor | None = None
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    rng_state: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    block_table: torch.Tensor | None = None
+    num_splits: int = 0
 
 
 class _BwdOptions(NamedTuple):
@@ -244,7 +276,10 @@ def _checked(name: str, implementation: Callable) -> Callable:
     return checked
 
 
-def _rounded(fn: str, o: _Options | _BwdOptions) -> _Options | _BwdOptions:
+_AnyOptions = TypeVar("_AnyOptions", _Options, _VarlenOptions, _BwdOptions)
+
+
+def _rounded(fn: str, o: _AnyOptions) -> _AnyOptions:
     """``o`` with the probability that masks are drawn with, and a state only where it is not 0."""
     dropout_p = checks.check_dropout(fn, o.dropout_p)
     return o._replace(dropout_p=dropout_p, rng_state=o.rng_state if dropout_p else None)
@@ -273,17 +308,17 @@ def _check_for_device(fn: str, q, d: int, softmax_scale: float, padding: str) ->
         )
 
 
-def _varlen_options(args: tuple) -> _Options:
-    names = (name for name in _Options._fields if name != "deterministic")
-    given = dict(zip(names, args[11:], strict=False))  # without the defaults at their end
-    return _rounded(_VARLEN_NAMES.fn, _Options(**given))
+def _varlen_options(args: tuple) -> _VarlenOptions:
+    return _rounded(_VARLEN_NAMES.fn, _VarlenOptions(*args[11:]))
 
 
 def _varlen_parts(args: tuple) -> tuple[cpu_varlen.Tensors, cpu_varlen.Options]:
     """The arguments of ``attend_varlen``, in the order of its schema."""
     q, k, v, *lengths, max_q, max_k, scale, causal = args[:11]
     o = _varlen_options(args)
-    tensors = cpu_varlen.Tensors(q, k, v, o.alibi_slopes, o.sinks, *lengths, o.rng_state)
+    tensors = cpu_varlen.Tensors(
+        q, k, v, o.alibi_slopes, o.sinks, *lengths, o.rng_state, o.block_table
+    )
     window = o.window_left, o.window_right
     options = cpu_varlen.Options(max_q, max_k, scale, causal, *window, o.softcap, o.dropout_p)
     return tensors, options
@@ -312,11 +347,17 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
     def checked(*args):
         tensors, options = _varlen_parts(args)
         fn, q = _VARLEN_NAMES.fn, tensors.q
-        d = check_packed_tokens(_VARLEN_NAMES, q, tensors.k, tensors.v)
+        o = _varlen_options(args)
+        if o.block_table is None:
+            d = check_packed_tokens(_VARLEN_NAMES, q, tensors.k, tensors.v)
+        else:
+            d = check_packed_queries(_VARLEN_NAMES, *tensors[:3])
         b = check_lengths(_VARLEN_NAMES, q, *tensors[5:9])
+        check_table(fn, o.block_table, q, b)
+        check_splits(fn, o.num_splits)
         check_bounds(_VARLEN_NAMES, *options[:2])
         scale = checks.check_scale(fn, options.softmax_scale, d)
-        _check_options(fn, q, b, _varlen_options(args))
+        _check_options(fn, q, b, o)
         _check_for_device(fn, q, d, scale, "flash_attn_varlen_func")
         return implementation(*args)
 
@@ -416,6 +457,12 @@ def _load_while_tracing() -> bool:
 _load_while_tracing._dynamo_marked_constant = True
 
 
+def ensure_loaded() -> None:
+    """:func:`load`, in traced calls, too."""
+    if not (torch.compiler.is_compiling() and _load_while_tracing()):
+        load()
+
+
 def fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -438,7 +485,7 @@ def fwd(
     if torch.compiler.is_compiling() and _load_while_tracing():
         return getattr(torch.ops, NAMESPACE).fwd.default(q, k, v, softmax_scale, causal)
     # What records or transforms a call sees the operator that has the gradient.
-    if _fwd is None or _is_seen():
+    if _fwd is None or is_seen():
         return resolver_errors.call(load(), q, k, v, softmax_scale, causal)
     if autograd.wants_gradient(q, k, v):
         args = q, k, v, softmax_scale, causal, -1, -1, None
@@ -451,7 +498,8 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _has_transforms = torch._C._are_functorch_transforms_active
 
 
-def _is_seen() -> bool:
+def is_seen() -> bool:
+    """Whether something records or transforms calls of operators."""
     return _dispatch_modes() > 0 or _has_transforms() or forward_ad._current_level >= 0
 
 
@@ -482,15 +530,14 @@ def attend(
             is not 0. The kernels read it on the device, when they run.
         dropout_p: 0.0 for none.
     """
-    if not (torch.compiler.is_compiling() and _load_while_tracing()):
-        load()
+    ensure_loaded()
     op = getattr(torch.ops, NAMESPACE).attend.default
     args = q, k, v, softmax_scale, causal, *window_size, sinks
     options = softcap, alibi_slopes, deterministic, rng_state, dropout_p
     if torch.compiler.is_compiling():
         return op(*args, *options)
     has_gradient = softcap == 0.0 and alibi_slopes is None
-    if has_gradient and not _is_seen() and autograd.wants_gradient(q, k, v, sinks):
+    if has_gradient and not is_seen() and autograd.wants_gradient(q, k, v, sinks):
         return resolver_errors.call(autograd.attend_eagerly, *args, *options[2:])
     return resolver_errors.call(op, *args, *options)
 
@@ -509,24 +556,29 @@ def attend_varlen(
     alibi_slopes: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    block_table: torch.Tensor | None = None,
+    num_splits: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attend` of a ragged batch; nothing waits for the device.
 
     Args:
         q: (total_q, h, d), last dimension contiguous.
-        k: (total_k, h_k, d), v likewise.
+        k: (total_k, h_k, d), or with a block_table (num_pages, page_size, h_k, d); v likewise.
         lengths: cu_seqlens_q and cu_seqlens_k, (b + 1,), seqused_q and seqused_k, (b,) or None;
             contiguous and int32 on CUDA. Whatever they hold, nothing outside the tensors is read or
             written.
         max_seqlens: max_seqlen_q and max_seqlen_k.
         alibi_slopes: (h,) or (b, h) of b sequences, contiguous, float32.
+        block_table: (b, max_pages), int32, its last dimension contiguous.
+        num_splits: Into how many parts the keys of a sequence are split at most; 0 for a choice,
+            which is 1 without a block_table.
 
     Returns:
         out (total_q, h, d), contiguous, and the log-sum-exp in float32, (h, total_q).
     """
-    if not (torch.compiler.is_compiling() and _load_while_tracing()):
-        load()
+    ensure_loaded()
     op = getattr(torch.ops, NAMESPACE).attend_varlen.default
     options = *window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
+    options += block_table, num_splits
     args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *options
     return op(*args) if torch.compiler.is_compiling() else resolver_errors.call(op, *args)

@@ -2,15 +2,15 @@
 
 Tracers see one opaque node, and which tensors it writes to: ``attend_kvcache`` reads the cache,
 ``append_attend_kvcache`` declares that it changes k_cache and v_cache. They are defined here, in
-Python, with an implementation for CPU tensors and fakes for all devices; they need no binding. They
-are registered when this module is imported.
+Python, with an implementation for CPU tensors and fakes for all devices, which need no binding; it
+implements them for CUDA. They are registered when this module is imported.
 
 :mod:`flashcute.reference_kvcache` defines the results. Values of lengths and pages that do not fit
 the cache raise an error where they can be read, on the CPU. Elsewhere nobody waits for them, and an
 implementation holds to this, for any values: nothing outside the tensors is read or written; new
-tokens beyond a sequence's pages, or in a page outside the cache, are dropped; keys there are not
-seen; queries and keys at positions beyond the rotary tables are not rotated; and other sequences'
-results do not change.
+tokens beyond a sequence's pages, or in a page outside the cache, are dropped; keys beyond a
+sequence's pages are not seen, those in a page outside the cache count as zeros; queries and keys at
+positions beyond the rotary tables are not rotated; and other sequences' results do not change.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import checks, cpu_kvcache
+from . import checks, cpu_kvcache, loading, ops, resolver_errors
 from .checks_kvcache import Tensors, check_cache, check_no_gradient, check_splits
 from .config import NAMESPACE
 from .cpu_kvcache import Options
+from .features import VECTOR
 
 _CACHE = "Tensor k_cache, Tensor v_cache"
 _CHANGED_CACHE = "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v"
@@ -45,6 +46,8 @@ SCHEMAS = {
     ),
 }
 
+_INDICES = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")
+
 # Longer windows than this are none; it keeps the operators' int arguments within 64 bits.
 _MAX_WINDOW = 2**62
 
@@ -62,6 +65,49 @@ def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
         return ops.attend_kvcache.default(*t[:3], *lengths, *options)
     rotary = t.rotary_cos, t.rotary_sin, o.rotary_interleaved
     return ops.append_attend_kvcache.default(*t[:5], *rotary, *lengths, *options)
+
+
+def launch(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
+    """:func:`attend` of CUDA tensors, eager or traced, by the kernels."""
+    d = t.q.shape[3]
+    read = {"q": t.q, "k": t.k, "v": t.v}
+    if t.k is None:
+        read |= {"k_cache": t.k_cache, "v_cache": t.v_cache}
+    else:
+        _check_writable(fn, t)
+    prepare = loading.padded if d % VECTOR else loading.loadable
+    ready = {name: prepare(fn, name, x) for name, x in read.items() if x is not None}
+    for name in ("rotary_cos", "rotary_sin", *_INDICES, "sinks", "alibi_slopes"):
+        x = getattr(t, name)
+        if x is not None:
+            ready[name] = (x.float() if name == "sinks" else x).contiguous()
+    ops.ensure_loaded()
+    if torch.compiler.is_compiling() or ops.is_seen():
+        out, lse = attend(t._replace(**ready), o)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = resolver_errors.call(attend, t._replace(**ready), o)
+        if t.k is not None:  # autograd notices a cache that it saved before
+            torch.autograd.graph.increment_version((t.k_cache, t.v_cache))
+    return (out[..., :d].contiguous() if d % VECTOR else out), lse
+
+
+def _check_writable(fn: str, t: Tensors) -> None:
+    """That kernels can write to the cache in place."""
+    for name, x in (("k_cache", t.k_cache), ("v_cache", t.v_cache)):
+        if x.shape[3] % VECTOR:
+            raise NotImplementedError(
+                f"{fn}: expected head_dim to be a multiple of {VECTOR} where k and v are appended "
+                f"on CUDA, got {name}.shape={tuple(x.shape)}; allocate the cache with more columns "
+                "and pad q, k and v with zeros"
+            )
+        if not (loading.regular(x) and loading.aligned(x)):
+            raise NotImplementedError(
+                f"{fn}: expected strides of {name} that are multiples of {VECTOR} elements, its "
+                f"last dimension contiguous and its start aligned to 16 bytes, where k and v are "
+                f"appended on CUDA, got {name}.stride()={tuple(x.stride())} and "
+                f"{name}.storage_offset()={x.storage_offset()}; allocate the cache that way"
+            )
 
 
 def _parts(arguments: tuple[str, ...], args: tuple) -> tuple[Tensors, Options]:
@@ -103,7 +149,8 @@ def _arguments(name: str) -> tuple[str, ...]:
 
 def _fake(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
     b, seqlen_q, h, _ = t.q.shape
-    return t.q.new_empty(t.q.shape), t.q.new_empty((b, h, seqlen_q), dtype=torch.float32)
+    lse = t.q.new_empty((b, h, seqlen_q) if t.q.is_cpu else (h, b, seqlen_q), dtype=torch.float32)
+    return t.q.new_empty(t.q.shape), lse if t.q.is_cpu else lse.transpose(0, 1)
 
 
 def _autograd(name: str) -> Callable:

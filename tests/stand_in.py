@@ -20,6 +20,7 @@ class StandIn:
         self.problems: list[dict[str, int]] = []
         self.result = 0
         self.pack_heads = False
+        self.splits = 1, 1, 0
         self.kernel = self._describe(abi.FlashFwdParams, self.launches, self.plans)
         self.backward = self._describe(abi.FlashBwdParams, self.backwards, [])
 
@@ -48,4 +49,4 @@ class StandIn:
         names = [name for name, _ in ops._Problem._fields_]
         self.problems.append({name: getattr(problem, name) for name in names})
         kernel = self.backward if problem.backward else self.kernel
-        return ops._Choice(ctypes.addressof(kernel), self.pack_heads)
+        return ops._Choice(ctypes.addressof(kernel), self.pack_heads, *self.splits)

@@ -1,41 +1,66 @@
-"""The number of parts into which a tile's keys are split."""
+"""Tiles and splits of a problem over a cache."""
+
+import dataclasses
+import itertools
 
 import pytest
 
-from flashcute.heuristics import MAX_SPLITS, num_splits, splits_of_lengths_unknown
+from flashcute import heuristics
+from flashcute.heuristics import MAX_SPLITS, FwdProblem
+
+H200 = (9, 0)
+DECODING = FwdProblem("bf16", True, 1, 1, 8192, 32, 8, 128, cache=True, num_splits=0)
 
 
-def test_full_rounds_are_not_split():
-    for tiles in (264, 528, 2640):
-        assert num_splits(tiles, 128, 264) == 1
+def chosen(problem):
+    config = heuristics.choose_fwd(problem, H200)
+    return config, heuristics.splits(problem, config)
 
 
-def test_few_blocks_are_not_split():
-    """The merge costs more than the blocks."""
-    assert [num_splits(8, blocks, 264) for blocks in (0, 1, 2)] == [1, 1, 1]
+def test_only_what_asks_for_it_is_split():
+    dense = dataclasses.replace(DECODING, cache=False, num_splits=-1)
+    assert chosen(dense)[1] == (1, 1, 0)
+    assert chosen(dataclasses.replace(DECODING, num_splits=1))[1] == (1, 1, 0)
+    assert chosen(dataclasses.replace(DECODING, num_splits=7))[1] == (7, 1, 0)
 
 
-def test_one_sequence_fills_the_gpu():
-    """8 heads of 8192 keys: nearly all CTAs have a part."""
-    assert 264 * 0.7 <= 8 * num_splits(8, 128, 264) <= 264
+@pytest.mark.parametrize("room", [0, 1, 100, 8192, 10**7])
+def test_splits_fill_the_gpu_and_have_blocks(room):
+    config, (most, least_blocks, parts) = chosen(dataclasses.replace(DECODING, seqlen_k=room))
+    assert 1 <= most <= min(MAX_SPLITS, max(room // config.tile_n // least_blocks, 1))
+    assert parts >= 2 * 132 * config.min_ctas
 
 
-@pytest.mark.parametrize("tiles", [7, 8, 100, 132, 200, 263, 265, 300, 400])
-def test_no_other_number_takes_half_the_time(tiles):
-    """Rounds times key blocks, without any overhead."""
-    blocks, ctas = 512, 264
-
-    def rounds_times_blocks(parts):
-        return -(-tiles * parts // ctas) * -(-blocks // parts)
-
-    parts = num_splits(tiles, blocks, ctas)
-    best = min(map(rounds_times_blocks, range(1, MAX_SPLITS + 1)))
-    assert rounds_times_blocks(parts) < 1.35 * best
+def test_decoding_takes_one_consumer_and_packed_heads():
+    for d, page_size in itertools.product(heuristics.HEAD_DIMS, (0, 1, 16)):
+        problem = dataclasses.replace(DECODING, d=d, page_size=page_size)
+        config = heuristics.choose_fwd(problem, H200)
+        assert (config.tile_m, config.mask) == (64, "none")
+        assert config.paged == (page_size > 0)
+        assert heuristics.packs_heads(problem, config)
+    many = dataclasses.replace(DECODING, seqlen_q=17)  # with 4 heads each 68 rows
+    assert heuristics.choose_fwd(many, H200).tile_m > 64
 
 
-def test_at_most_as_many_as_the_workspace_and_the_blocks_allow():
-    assert num_splits(1, 100_000, 264) <= MAX_SPLITS
-    assert num_splits(1, 5, 264) <= 5
-    assert splits_of_lengths_unknown(10**6, 264)[0] == MAX_SPLITS
-    for blocks in (0, 1, 3):
-        assert splits_of_lengths_unknown(blocks, 264)[0] == 1
+@pytest.mark.parametrize("d", [32, 96])
+def test_no_page_begins_in_the_middle_of_what_tma_writes(d):
+    for seqlen_q in (1, 500):
+        problem = dataclasses.replace(DECODING, d=d, seqlen_q=seqlen_q)
+        odd, even = (
+            heuristics.choose_fwd(dataclasses.replace(problem, page_size=n), H200) for n in (3, 2)
+        )
+        assert (even.head_dim, odd.head_dim) == (d, {32: 64, 96: 128}[d])
+
+
+def test_pages_leave_the_producer_registers():
+    """Three consumers and the producer of pages exceed the register file."""
+    for d, seqlen_q in itertools.product(heuristics.HEAD_DIMS, (1, 20, 4096)):
+        problem = dataclasses.replace(DECODING, d=d, seqlen_q=seqlen_q, page_size=64)
+        assert heuristics.choose_fwd(problem, H200).warps <= 8
+
+
+def test_sm80_class(monkeypatch):
+    monkeypatch.setenv("FLASHCUTE_ARCH", "80")
+    config, split = chosen(dataclasses.replace(DECODING, page_size=16))
+    assert (config.arch, config.paged) == (80, True)
+    assert split[2] >= 132

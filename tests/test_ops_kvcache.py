@@ -255,7 +255,10 @@ def test_fake_and_meta_tensors(n_new: int, device: str) -> None:
             at = flash_attn_with_kvcache(**shapes | {"cache_seqlens": 3})
         assert at.shape == got[0].shape
     for g, e in zip(got, expected, strict=True):
-        assert (g.shape, g.dtype, g.stride()) == (e.shape, e.dtype, e.stride())
+        # The kernels' log-sum-exp has the strides of (h, b, seqlen_q).
+        by_kernels = device == "meta" and e.dim() == 3
+        like = e.transpose(0, 1).contiguous().transpose(0, 1) if by_kernels else e
+        assert (g.shape, g.dtype, g.stride()) == (like.shape, like.dtype, like.stride())
         assert g.device.type == ("meta" if device == "meta" else "cpu")
 
 

@@ -6,201 +6,18 @@
 // be) by a resolver that Python registers; the answer is kept in a table, so the hot path never
 // enters Python. The checks here are the safety net that keeps memory safe for whoever calls the
 // operator directly; the precise, typed errors are raised by flash_attn_interface.py.
-#include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <optional>
 #include <tuple>
 #include <utility>
 
-#include "flash.h"
 #include "flash_api_bwd.h"
+#include "flash_api_fwd.h"
 #include "flash_api_tensors.h"
 #include "kernel_table.h"
 
 namespace flash {
 namespace {
-
-// Both outputs are fresh: out as empty_like(q), softmax_lse contiguous float32 (b, h, seqlen_q); of
-// a ragged batch out is contiguous, and softmax_lse (h, total_q).
-std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &ql, int32_t dtype,
-                                        int32_t device) {
-    // torch never makes a contiguous stride smaller than 1, even beside a dimension of size 0.
-    const int64_t rows = ql.s > 0 ? ql.s : 1;
-    if (q.dim() == 3) {
-        const int64_t lse_sizes[] = {ql.h, ql.s}, lse_strides[] = {rows, 1};
-        const int64_t out_sizes[] = {ql.s, ql.h, ql.d}, out_strides[] = {ql.h * ql.d, ql.d, 1};
-        return {empty(out_sizes, out_strides, dtype, device),
-                empty(lse_sizes, lse_strides, aoti_torch_dtype_float32(), device)};
-    }
-    const int64_t lse_sizes[] = {ql.b, ql.h, ql.s};
-    const int64_t lse_strides[] = {ql.h * rows, rows, 1};
-    Tensor lse = empty(lse_sizes, lse_strides, aoti_torch_dtype_float32(), device);
-    return {empty_like(q, dtype, device), std::move(lse)};
-}
-
-// What a ragged batch has instead of two lengths.
-struct Lengths {
-    const Tensor &cu_seqlens_q, &cu_seqlens_k;
-    const std::optional<Tensor> &seqused_q, &seqused_k;
-    int64_t max_seqlen_q, max_seqlen_k;
-};
-
-const int32_t *read_lengths(const Tensor &lengths, const char *name, int64_t size, int32_t device) {
-    if (!lengths.is_cuda() || lengths.get_device_index() != device) {
-        fail("expected ", name, " on cuda:", device, " as q");
-    }
-    if (dtype_of(lengths) != aoti_torch_dtype_int32() || lengths.dim() != 1 ||
-        lengths.sizes()[0] != size || !lengths.is_contiguous()) {
-        fail("expected contiguous ", name, " of dtype int32 and shape (", size, ")");
-    }
-    return static_cast<const int32_t *>(lengths.const_data_ptr());
-}
-
-// Returns the number of sequences.
-int64_t set_lengths(Flash_fwd_params &params, const Lengths &lengths, int32_t device) {
-    if (lengths.cu_seqlens_q.dim() != 1 || lengths.cu_seqlens_q.sizes()[0] < 1) {
-        fail("expected cu_seqlens_q of shape (b + 1)");
-    }
-    if (lengths.max_seqlen_q < 0 || lengths.max_seqlen_k < 0) {
-        fail("expected max_seqlen_q and max_seqlen_k >= 0, got ", lengths.max_seqlen_q, " and ",
-             lengths.max_seqlen_k);
-    }
-    const int64_t b = lengths.cu_seqlens_q.sizes()[0] - 1;
-    if (b > kMaxInt32 / 4) {
-        fail("expected at most ", kMaxInt32 / 4, " sequences, got ", b);
-    }
-    params.cu_seqlens_q_ptr = read_lengths(lengths.cu_seqlens_q, "cu_seqlens_q", b + 1, device);
-    params.cu_seqlens_k_ptr = read_lengths(lengths.cu_seqlens_k, "cu_seqlens_k", b + 1, device);
-    if (lengths.seqused_q.has_value()) {
-        params.seqused_q_ptr = read_lengths(*lengths.seqused_q, "seqused_q", b, device);
-    }
-    if (lengths.seqused_k.has_value()) {
-        params.seqused_k_ptr = read_lengths(*lengths.seqused_k, "seqused_k", b, device);
-    }
-    return b;
-}
-
-// b: entries, or sequences of a ragged batch.
-void set_slopes(Flash_fwd_params &params, const Options &options, int64_t b, int64_t h,
-                int32_t device) {
-    if (!options.alibi_slopes.has_value()) {
-        return;
-    }
-    const Tensor &slopes = *options.alibi_slopes;
-    if (!slopes.is_cuda() || slopes.get_device_index() != device) {
-        fail("expected alibi_slopes on cuda:", device, " as q");
-    }
-    const int64_t rank = slopes.dim();
-    const bool has_shape =
-        (rank == 1 || (rank == 2 && slopes.sizes()[0] == b)) && slopes.sizes()[rank - 1] == h;
-    if (dtype_of(slopes) != aoti_torch_dtype_float32() || !has_shape || !slopes.is_contiguous()) {
-        fail("expected contiguous alibi_slopes of dtype float32 and shape (", h, ") or (", b, ", ",
-             h, ")");
-    }
-    params.alibi_slopes_ptr = static_cast<const float *>(slopes.const_data_ptr());
-    params.alibi_slopes_batch_stride = rank == 2 ? h : 0;
-}
-
-// The shape and what the choice for it says. total_q: of a ragged batch.
-void set_problem(Flash_fwd_params &params, const Problem &problem, const Choice &choice,
-                 const int64_t *total_q) {
-    set_sizes(params, problem);
-    params.pack_shift =
-        choice.pack_heads != 0 ? std::bit_width(static_cast<uint32_t>(params.h_h_k_ratio) - 1) : 0;
-    const int tile_m = static_cast<const Flash_kernel *>(choice.kernel)->tile_m;
-    const int64_t rows = (total_q != nullptr ? *total_q : problem.seqlen_q) << params.pack_shift;
-    const int64_t of_a_head = total_q != nullptr ? plan_capacity(rows, problem.b, tile_m)
-                                                 : problem.b * ((rows + tile_m - 1) / tile_m);
-    // The grid is one-dimensional, and its limit is that of a 32-bit int, as is that of a row.
-    const int64_t tiles = of_a_head * (params.pack_shift > 0 ? problem.h_k : problem.h);
-    if (rows > kMaxSeqlen || tiles > kMaxTiles) {
-        fail("expected at most ", kMaxTiles, " tiles of ", tile_m, " query rows, got ", tiles,
-             "; split the batch");
-    }
-    if (total_q != nullptr) {
-        params.total_q = static_cast<int32_t>(*total_q);
-        params.total_k = problem.seqlen_k;
-        params.plan_capacity = static_cast<int32_t>(of_a_head);
-    }
-}
-
-// lengths: of a ragged batch, whose q, k and v are packed to (total, heads, d).
-std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v,
-                                   double softmax_scale, const Options &options,
-                                   const Lengths *lengths = nullptr) {
-    const Inputs inputs = read_inputs(q, k, v, lengths != nullptr ? 3 : 4);
-    const auto &[dtype, device, ql, kl, vl] = inputs;
-
-    Flash_fwd_params params{};
-    params.q_ptr = q.const_data_ptr();
-    params.k_ptr = k.const_data_ptr();
-    params.v_ptr = v.const_data_ptr();
-    params.sinks_ptr = read_sinks(options, ql, device);
-    // A traced program does not know where its inputs start, so this is decided here, on the GPU of
-    // the tensors.
-    if (misaligned(params.q_ptr) || misaligned(params.k_ptr) || misaligned(params.v_ptr)) {
-        const torch::stable::accelerator::DeviceGuard guard(device);
-        return forward(aligned(q), aligned(k), aligned(v), softmax_scale, options, lengths);
-    }
-    check_vectorised(ql, params.q_ptr, "q");
-    check_vectorised(kl, params.k_ptr, "k");
-    check_vectorised(vl, params.v_ptr, "v");
-    set_scales(params, softmax_scale, options.softcap);
-
-    const int64_t b = lengths != nullptr ? set_lengths(params, *lengths, device) : ql.b;
-    set_slopes(params, options, b, ql.h, device);
-    set_dropout(params, options, device);
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    if (ql.b == 0 || ql.s == 0) {
-        return make_outputs(q, ql, dtype, device);
-    }
-    Problem problem = make_problem(inputs);
-    problem.b = static_cast<int32_t>(b);
-    problem.softcap = options.softcap > 0;
-    problem.alibi = options.alibi_slopes.has_value();
-    problem.dropout = params.rng_state_ptr != nullptr;
-    if (lengths != nullptr) {
-        // Rows from max_seqlen_q on count as none, but max_seqlen_k is no more than a hint.
-        problem.seqlen_q = static_cast<int32_t>(std::min(lengths->max_seqlen_q, ql.s));
-    }
-    set_mask(problem, options);
-    Problem asked = problem;  // of the heuristics
-    if (lengths != nullptr) {
-        asked.b = rounded_length(problem.b);
-        asked.seqlen_q = typical_length(ql.s, b, lengths->max_seqlen_q);
-        asked.seqlen_k = typical_length(kl.s, b, lengths->max_seqlen_k);
-    }
-    const Choice choice = kernel_table().find(rounded(asked));
-    set_problem(params, problem, choice, lengths != nullptr ? &ql.s : nullptr);
-
-    std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, dtype, device);
-    const Layout ol = read_layout(std::get<0>(outputs), "out", q.dim());
-    params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
-    check_vectorised(ol, params.o_ptr, "out");
-    params.softmax_lse_ptr = static_cast<float *>(std::get<1>(outputs).mutable_data_ptr());
-    set_strides(params, ql, kl, vl, ol);
-    params.softmax_lse_batch_stride = ql.h * ql.s;
-    params.softmax_lse_head_stride = ql.s;
-
-    const auto *kernel = static_cast<const Flash_kernel *>(choice.kernel);
-    void *const stream = current_stream(device);
-    std::optional<Tensor> plan;  // given back to the stream's memory once both are enqueued
-    int32_t error = 0;
-    if (lengths != nullptr) {
-        const int64_t words[] = {plan_words(params.plan_capacity, b)}, strides[] = {1};
-        plan = empty(words, strides, aoti_torch_dtype_int32(), device);
-        params.plan_ptr = plan->mutable_data_ptr();
-        error = kernel->plan(&params, stream);
-    }
-    if (error == 0) {
-        error = kernel->launch(&params, stream);
-    }
-    if (error != 0) {
-        fail(kernel->name, " failed to launch: ", kernel->error_string(error));
-    }
-    return outputs;
-}
 
 std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v,
                                double softmax_scale, bool causal) {
@@ -228,18 +45,76 @@ std::tuple<Tensor, Tensor> attend_varlen(
     const Tensor &cu_seqlens_k, std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale, bool causal,
     int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, double softcap,
-    std::optional<Tensor> alibi_slopes, std::optional<Tensor> rng_state, double dropout_p) {
-    const Lengths lengths{cu_seqlens_q, cu_seqlens_k, seqused_q,
-                          seqused_k,    max_seqlen_q, max_seqlen_k};
+    std::optional<Tensor> alibi_slopes, std::optional<Tensor> rng_state, double dropout_p,
+    std::optional<Tensor> block_table, int64_t num_splits) {
+    const Lengths lengths{&cu_seqlens_q, &cu_seqlens_k, &seqused_q,
+                          &seqused_k,    max_seqlen_q,  max_seqlen_k};
+    const Options options{
+        .causal = causal,
+        .window_left = window_left,
+        .window_right = window_right,
+        .sinks = std::move(sinks),
+        .softcap = softcap,
+        .alibi_slopes = std::move(alibi_slopes),
+        .rng_state = std::move(rng_state),
+        .dropout_p = dropout_p,
+        .num_splits = block_table.has_value() || num_splits > 0 ? num_splits : -1};
+    const Cache cache{.block_table = std::move(block_table)};
+    return named("fwd", [&] {
+        return forward(q, k, v, softmax_scale, options, &lengths,
+                       cache.block_table.has_value() ? &cache : nullptr);
+    });
+}
+
+std::tuple<Tensor, Tensor> attend_kvcache(
+    const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
+    std::optional<Tensor> cache_seqlens, std::optional<Tensor> cache_batch_idx,
+    std::optional<Tensor> cache_leftpad, std::optional<Tensor> block_table, double softmax_scale,
+    bool causal, int64_t window_left, int64_t window_right, std::optional<Tensor> sinks,
+    double softcap, std::optional<Tensor> alibi_slopes, int64_t num_splits) {
     const Options options{.causal = causal,
                           .window_left = window_left,
                           .window_right = window_right,
                           .sinks = std::move(sinks),
                           .softcap = softcap,
                           .alibi_slopes = std::move(alibi_slopes),
-                          .rng_state = std::move(rng_state),
-                          .dropout_p = dropout_p};
-    return named("fwd", [&] { return forward(q, k, v, softmax_scale, options, &lengths); });
+                          .num_splits = num_splits};
+    const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
+                      .cache_leftpad = std::move(cache_leftpad),
+                      .block_table = std::move(block_table)};
+    const Lengths lengths{.seqused_k = &cache_seqlens};
+    return named("attend_kvcache", [&] {
+        return forward(q, k_cache, v_cache, softmax_scale, options, &lengths, &cache);
+    });
+}
+
+std::tuple<Tensor, Tensor> append_attend_kvcache(
+    const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, const Tensor &k, const Tensor &v,
+    std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin, bool rotary_interleaved,
+    const Tensor &cache_seqlens, std::optional<Tensor> cache_batch_idx,
+    std::optional<Tensor> cache_leftpad, std::optional<Tensor> block_table, double softmax_scale,
+    bool causal, int64_t window_left, int64_t window_right, std::optional<Tensor> sinks,
+    double softcap, std::optional<Tensor> alibi_slopes, int64_t num_splits) {
+    const Options options{.causal = causal,
+                          .window_left = window_left,
+                          .window_right = window_right,
+                          .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes),
+                          .num_splits = num_splits};
+    const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
+                      .cache_leftpad = std::move(cache_leftpad),
+                      .block_table = std::move(block_table),
+                      .k = k,
+                      .v = v,
+                      .rotary_cos = std::move(rotary_cos),
+                      .rotary_sin = std::move(rotary_sin),
+                      .rotary_interleaved = rotary_interleaved};
+    const std::optional<Tensor> before = cache_seqlens;
+    const Lengths lengths{.seqused_k = &before};
+    return named("append_attend_kvcache", [&] {
+        return forward(q, k_cache, v_cache, softmax_scale, options, &lengths, &cache);
+    });
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
@@ -275,9 +150,10 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 // `bwd` for the gradients, for the others one that refuses inputs that want a gradient.
 // `fwd_no_grad` is `fwd` without it, for a caller that has looked already: no Python between call
 // and kernel. `attend` takes everything optional; a window's side of -1 is unlimited, and
-// `deterministic` is of its gradients. `attend_varlen` is that of a ragged batch. Of `bwd` bits 0
-// to 3 of `wanted` ask for its results in their order; one that is not wanted has shape (0). Bit 4
-// asks for bitwise repeatable ones.
+// `deterministic` is of its gradients. `attend_varlen` is that of a ragged batch. The two operators
+// of a cache are defined by flashcute/ops_kvcache.py. Of `bwd` bits 0 to 3 of `wanted` ask for its
+// results in their order; one that is not wanted has shape (0). Bit 4 asks for bitwise repeatable
+// ones.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
@@ -295,7 +171,8 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
         "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
         "float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None, "
-        "float dropout_p=0.) -> (Tensor out, Tensor softmax_lse)");
+        "float dropout_p=0., Tensor? block_table=None, int num_splits=0) -> "
+        "(Tensor out, Tensor softmax_lse)");
     m.def(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
         "Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right, "
@@ -308,5 +185,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
     m.impl("fwd_no_grad", TORCH_BOX(&flash::fwd));
     m.impl("attend", TORCH_BOX(&flash::attend));
     m.impl("attend_varlen", TORCH_BOX(&flash::attend_varlen));
+    m.impl("attend_kvcache", TORCH_BOX(&flash::attend_kvcache));
+    m.impl("append_attend_kvcache", TORCH_BOX(&flash::append_attend_kvcache));
     m.impl("bwd", TORCH_BOX(&flash::bwd));
 }

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <numbers>
@@ -102,8 +103,9 @@ inline Tensor aligned(const Tensor &tensor) {
     return copy;
 }
 
-inline void check_shapes(const Layout &q, const Layout &k, const Layout &v) {
-    if (k.b != q.b || k.d != q.d) {
+// is_cache: k and v have batch entries, or pages, of their own.
+inline void check_shapes(const Layout &q, const Layout &k, const Layout &v, bool is_cache) {
+    if ((k.b != q.b && !is_cache) || k.d != q.d) {
         fail("expected k of q's batch size ", q.b, " and head dimension ", q.d, ", got ", k.b,
              " and ", k.d);
     }
@@ -131,7 +133,8 @@ struct Inputs {
     Layout q, k, v;
 };
 
-inline Inputs read_inputs(const Tensor &q, const Tensor &k, const Tensor &v, int64_t rank) {
+inline Inputs read_inputs(const Tensor &q, const Tensor &k, const Tensor &v, int64_t rank,
+                          bool is_cache = false) {
     const int32_t dtype = dtype_of(q);
     const int32_t device = q.get_device_index();
     if (dtype != aoti_torch_dtype_float16() && dtype != aoti_torch_dtype_bfloat16()) {
@@ -145,9 +148,9 @@ inline Inputs read_inputs(const Tensor &q, const Tensor &k, const Tensor &v, int
     const Inputs inputs{.dtype = dtype,
                         .device = device,
                         .q = read_layout(q, "q", rank),
-                        .k = read_layout(k, "k", rank),
-                        .v = read_layout(v, "v", rank)};
-    check_shapes(inputs.q, inputs.k, inputs.v);
+                        .k = read_layout(k, "k", is_cache ? 4 : rank),
+                        .v = read_layout(v, "v", is_cache ? 4 : rank)};
+    check_shapes(inputs.q, inputs.k, inputs.v, is_cache);
     return inputs;
 }
 
@@ -192,6 +195,10 @@ struct Options {
     std::optional<Tensor> alibi_slopes;
     std::optional<Tensor> rng_state;
     double dropout_p = 0;  // 0: none
+    // Into how many parts a ragged batch's keys are split at most; 0: by shape, -1: not. Where it
+    // is given, the lengths and the number of the sequences do not choose the kernel, so that a
+    // sequence's result is the same bits in any batch.
+    int64_t num_splits = -1;
 };
 
 // Of a dense batch, without its mask.
@@ -212,8 +219,9 @@ inline void set_mask(Problem &problem, const Options &options) {
     const int64_t seqlen_q = problem.seqlen_q, seqlen_k = problem.seqlen_k;
     const int64_t left = options.window_left;
     const int64_t right = options.causal ? 0 : options.window_right;
-    const bool all_left = left < 0 || left >= seqlen_k - 1;
-    const bool all_right = right < 0 || right >= seqlen_q - 1;
+    const bool by_lengths = options.num_splits <= 0;
+    const bool all_left = left < 0 || (by_lengths && left >= seqlen_k - 1);
+    const bool all_right = right < 0 || (by_lengths && right >= seqlen_q - 1);
     if (all_left && (all_right || right == 0)) {
         problem.mask = all_right ? MaskKind::none : MaskKind::causal;
         return;
@@ -223,8 +231,8 @@ inline void set_mask(Problem &problem, const Options &options) {
              " and ", seqlen_k);
     }
     problem.mask = MaskKind::local;
-    problem.window_left = static_cast<int32_t>(all_left ? seqlen_k : left);
-    problem.window_right = static_cast<int32_t>(all_right ? seqlen_q : right);
+    problem.window_left = static_cast<int32_t>(all_left ? seqlen_k : std::min(left, seqlen_k));
+    problem.window_right = static_cast<int32_t>(all_right ? seqlen_q : std::min(right, seqlen_q));
 }
 
 inline const float *read_sinks(const Options &options, const Layout &q, int32_t device) {

@@ -22,6 +22,7 @@ _STRIDES = {
     "softmax_lse": ("batch", "head"),
     "alibi_slopes": ("batch",),
     "block_table": ("batch",),
+    **dict.fromkeys(("k_new", "v_new", "q_unrotated"), ("batch", "row", "head")),
 }
 _BWD_STRIDES = {
     "do": ("batch", "row", "head"),
@@ -33,6 +34,8 @@ _SIZES = [
     for name in (
         *("b", "seqlen_q", "seqlen_k", "h", "h_k", "d", "h_h_k_ratio", "pack_shift"),
         *("total_q", "total_k", "plan_capacity", "b_k", "num_pages", "page_size", "partial_rows"),
+        *("is_cache", "seqlen_new"),
+        *("seqlen_rotary", "rotary_dim", "rotary_q_step", "rotary_interleaved"),
         *("num_splits", "split_blocks", "split_parts", "window_left", "window_right"),
     )
 ]
@@ -59,6 +62,11 @@ class FlashFwdParams(ctypes.Structure):
         ("cache_batch_idx_ptr", ctypes.c_void_p),
         ("leftpad_k_ptr", ctypes.c_void_p),
         ("block_table_ptr", ctypes.c_void_p),
+        ("k_new_ptr", ctypes.c_void_p),
+        ("v_new_ptr", ctypes.c_void_p),
+        ("rotary_cos_ptr", ctypes.c_void_p),
+        ("rotary_sin_ptr", ctypes.c_void_p),
+        ("q_unrotated_ptr", ctypes.c_void_p),
         ("o_partial_ptr", ctypes.c_void_p),
         ("lse_partial_ptr", ctypes.c_void_p),
         *(
@@ -274,6 +282,19 @@ def varlen_params(
     return params
 
 
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """What ``flash.h`` says of rotation beside its tables.
+
+    Attributes:
+        q_step: 1, or 0 if all queries of a sequence are rotated alike.
+        interleaved: Whether pairs are neighbours.
+    """
+
+    q_step: int = 1
+    interleaved: bool = True
+
+
 def serving_params(
     tensors: Mapping[str, torch.Tensor],
     softmax_scale: float,
@@ -283,6 +304,7 @@ def serving_params(
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
     softcap: float = 0.0,
+    rotary: Rotary | None = None,
 ) -> FlashFwdParams:
     """:func:`fwd_params` of a ragged batch over a cache, without pointers to workspace.
 
@@ -290,9 +312,12 @@ def serving_params(
         tensors: q (total_q, h, d), o as q, softmax_lse (h, total_q); k and v
             (num_pages, page_size, h_k, d), seqused_k (b,); cu_seqlens_q (b + 1,), where sequences
             have different lengths, else each has ``max_seqlen_q`` rows; sinks, alibi_slopes,
-            seqused_q, cache_batch_idx, leftpad_k (b,); block_table (b_k, columns) of a paged cache.
+            seqused_q, cache_batch_idx, leftpad_k (b,); block_table (b_k, columns) of a paged cache;
+            k_new and v_new (b, seqlen_new, h_k, d), which are appended; rotary_cos and rotary_sin
+            (seqlen_rotary, rotary_dim / 2), and then q_unrotated (b, seqlen_q, h, d).
         max_seqlen_q: As in :func:`varlen_params`.
         tile_m: Of the kernel.
+        rotary: How queries and pairs are rotated.
 
     Returns:
         With the sizes that ``plan_words()`` and the workspace take: ``plan_capacity`` and
@@ -306,11 +331,19 @@ def serving_params(
     params = fwd_params(dense, softmax_scale, pack_heads, window_size, softcap)
     params.b = tensors["seqused_k"].shape[0]
     params.total_q, params.seqlen_q = params.seqlen_q, max_seqlen_q
+    params.is_cache = 1
     params.num_pages, params.page_size = cache.shape[:2]
     params.b_k = params.num_pages if table is None else table.shape[0]
     params.seqlen_k = params.page_size * (1 if table is None else table.shape[1])
     params.num_splits, params.split_blocks = splits.num_splits, splits.blocks
     params.split_parts = splits.parts
+    if "k_new" in tensors:
+        params.seqlen_new = tensors["k_new"].shape[1]
+    if "rotary_cos" in tensors:
+        params.seqlen_rotary = tensors["rotary_cos"].shape[0]
+        params.rotary_dim = 2 * tensors["rotary_cos"].shape[1]
+        rotary = rotary or Rotary()
+        params.rotary_q_step, params.rotary_interleaved = rotary.q_step, rotary.interleaved
     heads = params.h_k if pack_heads and params.h > params.h_k else params.h
     rows = params.total_q << params.pack_shift
     params.plan_capacity = plan_capacity(rows, params.b, tile_m, splits, heads)

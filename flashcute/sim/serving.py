@@ -26,6 +26,11 @@ def run_serving(
     cache_batch_idx: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
     splits: abi.Splits = abi.NOT_SPLIT,
+    k_new: torch.Tensor | None = None,
+    v_new: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary: abi.Rotary | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
@@ -55,9 +60,14 @@ def run_serving(
         cache_batch_idx: (b,) int32: the entry of each sequence, or its row of the table.
         leftpad_k: (b,) int32, not of a paged cache: where the keys of a sequence begin.
         splits: How tiles are split.
+        k_new: (b, seqlen_new, h_k, d), v_new likewise: appended to the cache; without
+            ``cu_seqlens_q``.
+        rotary_cos: (seqlen_rotary, rotary_dim / 2), rotary_sin likewise, with ``k_new`` alone.
+        rotary: How queries and pairs are rotated.
 
     The other arguments are those of :func:`~flashcute.sim.run_varlen`; so is the result, whose
-    outputs also hold the workspaces ``o_partial`` and ``lse_partial`` of split tiles.
+    outputs also hold the workspaces ``o_partial`` and ``lse_partial`` of split tiles, and the
+    ``k`` and ``v`` of a cache that is appended to.
 
     Raises:
         ValueError: for a table where the kernel takes none, or none where it takes one; otherwise
@@ -65,7 +75,6 @@ def run_serving(
     """
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     run._check({"q": q[None], "k": k[:1], "v": v[:1]}, config, scale, copy_mode, checker)
-    run._check_scores(config, softcap, alibi_slopes)
     if config.paged != (block_table is not None):
         raise ValueError(
             "sim.run_serving: expected block_table where the kernel is of a paged cache, got "
@@ -78,13 +87,21 @@ def run_serving(
     optional |= {"sinks": sinks, "alibi_slopes": alibi_slopes}
     inputs |= {name: x for name, x in optional.items() if x is not None}
     total_q, h, d = q.shape
+    run._check_scores(config, inputs, (seqused_k.shape[0], h), pack_heads, softcap, 0.0)
     outputs = {
         "o": q.new_full(q.shape, math.nan),
         "softmax_lse": q.new_full((h, total_q), math.nan, dtype=torch.float32),
     }
+    if k_new is not None:
+        inputs |= {"k_new": k_new, "v_new": v_new}
+        outputs |= {name: inputs.pop(name).clone() for name in "kv"}
+    if rotary_cos is not None:
+        entries = q.view(-1, max_seqlen_q, h, d)
+        inputs |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "q_unrotated": entries}
+        outputs["q"] = torch.full_like(inputs.pop("q"), math.nan)
     params = abi.serving_params(
         {**inputs, **outputs},
-        *(scale, max_seqlen_q, config.tile_m, splits, pack_heads, window_size, softcap),
+        *(scale, max_seqlen_q, config.tile_m, splits, pack_heads, window_size, softcap, rotary),
     )
     words = abi.plan_words(params.plan_capacity, params.b, total_q, splits.num_splits)
     outputs["plan"] = torch.full((words,), -1, dtype=torch.int32)

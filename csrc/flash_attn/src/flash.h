@@ -84,20 +84,33 @@ struct Flash_fwd_params {
     // log-sum-exp is (h, total_q). Batch strides are 0; seqlen_q is the longest sequence that is
     // computed, rows beyond it are as rows of no sequence: zeros and -inf.
     const int32_t *cu_seqlens_q_ptr;  // (b + 1); null: sequence i begins at row i * seqlen_q
-    const int32_t *cu_seqlens_k_ptr;  // (b + 1); null: keys and values are a cache
+    const int32_t *cu_seqlens_k_ptr;  // (b + 1); null in a cache, perhaps
     const int32_t *seqused_q_ptr;     // (b); null: all
-    const int32_t *seqused_k_ptr;     // (b); null: all. A cache needs it.
+    const int32_t *seqused_k_ptr;     // (b); null: all
     void *plan_ptr;  // flash::WorkPlan, written by Flash_kernel::plan; null: a dense batch
 
-    // A cache, of a ragged batch without cu_seqlens_k: k and v are (num_pages, seqlen_k, h_k, d),
-    // and sequence i has rows [leftpad_k[i], seqused_k[i]) of entry cache_batch_idx[i]. With
-    // FwdConfig::paged they are (num_pages, page_size, h_k, d), and row j of sequence i is row
+    // A cache (is_cache), of a ragged batch: k and v are (num_pages, seqlen_k, h_k, d), and
+    // sequence i has rows [leftpad_k[i], seqused_k[i] + seqlen_new) of entry cache_batch_idx[i].
+    // With FwdConfig::paged they are (num_pages, page_size, h_k, d), and row j of sequence i is row
     // j % page_size of page block_table[cache_batch_idx[i], j / page_size]; seqlen_k is page_size
-    // times the columns of the table. Any values are safe: an entry or a page that does not exist
-    // has no keys or zeros, and of the table's columns those behind the last key are not read.
+    // times the columns of the table. With cu_seqlens_k and without seqused_k a sequence has
+    // cu_seqlens_k[i + 1] - cu_seqlens_k[i] keys. Any values are safe: an entry or a page that does
+    // not exist has no keys or zeros, and of the table's columns those behind the last key are not
+    // read.
     const int32_t *cache_batch_idx_ptr;  // (b), of [0, b_k); null: i
     const int32_t *leftpad_k_ptr;        // (b); null, and with FwdConfig::paged always: zeros
     const int32_t *block_table_ptr;      // (b_k, columns)
+
+    // What Flash_kernel::plan appends to a cache: row j of sequence i to row seqused_k[i] + j,
+    // unless there is none.
+    const void *k_new_ptr;  // (b, seqlen_new, h_k, d); null: nothing
+    const void *v_new_ptr;  // (b, seqlen_new, h_k, d)
+    // It rotates the first rotary_dim elements of new keys by the row of the tables that has the
+    // number of their row, and so those of the queries, of which q_ptr then is the result: query j
+    // by row seqused_k[i] + j, or with rotary_q_step 0 all by seqused_k[i].
+    const void *rotary_cos_ptr;   // (seqlen_rotary, rotary_dim / 2); null: nothing is rotated
+    const void *rotary_sin_ptr;   // (seqlen_rotary, rotary_dim / 2)
+    const void *q_unrotated_ptr;  // (b, seqlen_q, h, d)
 
     // Workspace of tiles whose keys are split: each part writes float32 rows of its own, which a
     // further kernel merges. Aligned to 16 bytes; null with num_splits 1.
@@ -111,6 +124,9 @@ struct Flash_fwd_params {
     int64_t softmax_lse_batch_stride, softmax_lse_head_stride;
     int64_t alibi_slopes_batch_stride;
     int64_t block_table_batch_stride;
+    int64_t k_new_batch_stride, k_new_row_stride, k_new_head_stride;
+    int64_t v_new_batch_stride, v_new_row_stride, v_new_head_stride;
+    int64_t q_unrotated_batch_stride, q_unrotated_row_stride, q_unrotated_head_stride;
 
     int32_t b, seqlen_q, seqlen_k, h, h_k, d;
     int32_t h_h_k_ratio;  // query heads per key/value head
@@ -122,6 +138,11 @@ struct Flash_fwd_params {
     int32_t b_k;               // rows of the block table; without one num_pages
     int32_t num_pages, page_size;
     int32_t partial_rows;  // that the workspace has room for
+    int32_t is_cache;      // 0 or 1
+    int32_t seqlen_new;    // 0: nothing is appended
+    int32_t seqlen_rotary, rotary_dim, rotary_q_step;
+    int32_t
+        rotary_interleaved;  // pairs are elements 2 i and 2 i + 1; else i and i + rotary_dim / 2
 
     // A ragged batch's tiles are split along the keys into at most num_splits parts, 1 to
     // kMaxSplits, of split_blocks key blocks at least. How a sequence is split then depends on its
@@ -216,8 +237,8 @@ struct Kernel_description {
     // Enqueues the kernel, or the kernels of a backward, on `stream` (a cudaStream_t) of the
     // current device; returns a cudaError_t.
     int32_t (*launch)(const Params *params, void *stream);
-    // Likewise, the kernel that writes the plan of a ragged batch, which launch then reads; null in
-    // a backward.
+    // Likewise, the kernel that writes the plan of a ragged batch, which launch then reads, and
+    // that appends to a cache; null in a backward.
     int32_t (*plan)(const Params *params, void *stream);
     const char *(*error_string)(int32_t error);  // cudaGetErrorString
 };

@@ -1,5 +1,6 @@
 // Lays out the tiles of a ragged batch (varlen) on the device, as the lengths of its sequences are
-// known there only. The host knows only an upper bound of the number of tiles.
+// known there only. The host knows only an upper bound of the number of tiles. Further CTAs of the
+// same launch append to a cache.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,6 +10,7 @@
 #include <cute/config.hpp>
 #include <cute/numeric/math.hpp>
 
+#include "append_kvcache.h"
 #include "block_info.h"
 #include "flash.h"
 #include "work_plan.h"
@@ -63,7 +65,20 @@ struct Segments {
         int const *const leftpad = params.leftpad_k_ptr;
         tile.batch_k = entry;
         tile.row_k = leftpad != nullptr ? clamp(leftpad[i], 0, params.seqlen_k) : 0;
-        tile.seqlen_k = clamp(params.seqused_k_ptr[i], tile.row_k, params.seqlen_k) - tile.row_k;
+        tile.seqlen_k = clamp(keys_in_cache(i), tile.row_k, params.seqlen_k) - tile.row_k;
+    }
+
+    CUTE_DEVICE int keys_in_cache(int i) const {
+        if (params.seqused_k_ptr != nullptr) {
+            int64_t const keys = int64_t(params.seqused_k_ptr[i]) + params.seqlen_new;
+            return static_cast<int>(cute::min(keys, int64_t(params.seqlen_k)));
+        }
+        int const *const starts = params.cu_seqlens_k_ptr;
+        if (starts == nullptr) {
+            return params.seqlen_k;
+        }
+        int64_t const keys = int64_t(starts[i + 1]) - starts[i];
+        return static_cast<int>(cute::max(cute::min(keys, int64_t(params.seqlen_k)), int64_t(0)));
     }
 
     CUTE_DEVICE PlanTile operator[](int segment) const {
@@ -71,7 +86,7 @@ struct Segments {
         int const i = segment / 2;
         if (segment % 2 == 1) {
             read_q(i, tile.row_q, tile.seqlen_q);
-            if (params.cu_seqlens_k_ptr == nullptr) {
+            if (params.is_cache != 0) {
                 read_cache(i, tile);
             } else {
                 read(params.cu_seqlens_k_ptr, params.seqused_k_ptr, i, params.total_k, tile.row_k,
@@ -333,16 +348,21 @@ __global__ void __launch_bounds__(Planner<Traits::kConfig>::kThreads)
     using Plan = Planner<Traits::kConfig>;
     // An attention kernel of the sm90 class may be launched already; it waits for this one's end.
     if constexpr (Traits::kConfig.arch == 90) cudaTriggerProgrammaticLaunchCompletion();
+    if (blockIdx.x > 0) {
+        Append<Traits::kConfig.dtype>::run(params, blockIdx.x - 1, gridDim.x - 1);
+        return;
+    }
     extern __shared__ __align__(1024) char smem[];
     Plan::run(params, *reinterpret_cast<typename Plan::SharedStorage *>(smem));
 }
 
-// Enqueues the plan of params->plan_ptr; not needed again while lengths and shapes stay the same.
+// Enqueues the plan of params->plan_ptr, and what is appended to a cache. Without the latter it is
+// not needed again while lengths and shapes stay the same.
 template <class Traits>
 int32_t launch_plan(Flash_fwd_params const *params, void *stream) {
     using Plan = Planner<Traits::kConfig>;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(1);
+    config.gridDim = dim3(1 + Append<Traits::kConfig.dtype>::num_ctas(*params, Plan::kThreads));
     config.blockDim = dim3(Plan::kThreads);
     config.dynamicSmemBytes = sizeof(typename Plan::SharedStorage);
     config.stream = static_cast<cudaStream_t>(stream);

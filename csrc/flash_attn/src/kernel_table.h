@@ -32,6 +32,9 @@ struct Problem {
     int32_t b, seqlen_q, seqlen_k, h, h_k, d;
     int32_t window_left, window_right;  // MaskKind::local; else 0
     int32_t softcap, alibi, dropout;    // 1: there is one
+    int32_t cache;                      // 1: keys and values are a cache
+    int32_t page_size;                  // of a cache in pages; else 0
+    int32_t num_splits;                 // of a ragged batch; 0: by shape, -1: not split
     // 1: asks for the kernels of its gradients; 2: for those whose results repeat bitwise
     int32_t backward;
 
@@ -40,8 +43,9 @@ struct Problem {
 
 // How a problem is computed; flashcute/ops.py mirrors the layout.
 struct Choice {
-    const void *kernel;  // Flash_kernel; of a backward Flash_bwd_kernel
-    int32_t pack_heads;  // the query heads of a key head share tiles
+    const void *kernel;                             // Flash_kernel; of a backward Flash_bwd_kernel
+    int32_t pack_heads;                             // the query heads of a key head share tiles
+    int32_t num_splits, split_blocks, split_parts;  // as in Flash_fwd_params
 };
 
 // Fills in the choice for a problem and returns 0, or writes a message of at most `error_size`
@@ -117,8 +121,8 @@ inline Problem rounded(Problem problem) {
 struct ProblemHash {
     size_t operator()(const Problem &problem) const {
         // FNV-1a over the words; the high bits are folded back as buckets use the low ones.
-        static_assert(sizeof(Problem) == 15 * sizeof(uint32_t), "no padding may enter the hash");
-        uint32_t words[15];
+        static_assert(sizeof(Problem) == 18 * sizeof(uint32_t), "no padding may enter the hash");
+        uint32_t words[18];
         std::memcpy(words, &problem, sizeof(words));
         uint64_t hash = 0xcbf29ce484222325;
         for (const uint32_t word : words) {

@@ -90,7 +90,7 @@ MapSizes kv_sizes(Flash_fwd_params const &params) {
     if (params.plan_ptr == nullptr) {
         return {params.seqlen_k, params.b};
     }
-    if (params.cu_seqlens_k_ptr != nullptr) {
+    if (params.is_cache == 0) {
         return {params.total_k, 1};
     }
     return {Traits::kConfig.paged ? params.page_size : params.seqlen_k, params.num_pages};

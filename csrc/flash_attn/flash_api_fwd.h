@@ -1,0 +1,440 @@
+// The forward in the binding: dense and ragged batches, and queries over a cache.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "flash.h"
+#include "flash_api_tensors.h"
+#include "kernel_table.h"
+
+namespace flash {
+
+// Where the lengths of sequences are, on the device. Without cu_seqlens_q the queries are (b,
+// seqlen_q, h, d), over a cache.
+struct Lengths {
+    const Tensor *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
+    const std::optional<Tensor> *seqused_q = nullptr, *seqused_k = nullptr;
+    int64_t max_seqlen_q = 0, max_seqlen_k = 0;
+};
+
+// What a call has whose k and v are a cache; what is appended to it, if anything.
+struct Cache {
+    std::optional<Tensor> cache_batch_idx, cache_leftpad, block_table;
+    std::optional<Tensor> k, v;
+    std::optional<Tensor> rotary_cos, rotary_sin;
+    bool rotary_interleaved = false;
+};
+
+// How the queries are stored.
+struct Queries {
+    int64_t b, s, total;  // of a ragged batch s is the longest sequence that is computed
+    bool packed;          // (total, h, d), else (b, s, h, d)
+};
+
+inline const int32_t *read_index(const Tensor &index, const char *name, int64_t size,
+                                 int32_t device) {
+    if (!index.is_cuda() || index.get_device_index() != device) {
+        fail("expected ", name, " on cuda:", device, " as q");
+    }
+    if (dtype_of(index) != aoti_torch_dtype_int32() || index.dim() != 1 ||
+        index.sizes()[0] != size || !index.is_contiguous()) {
+        fail("expected contiguous ", name, " of dtype int32 and shape (", size, ")");
+    }
+    return static_cast<const int32_t *>(index.const_data_ptr());
+}
+
+inline const int32_t *read_index(const std::optional<Tensor> *index, const char *name, int64_t size,
+                                 int32_t device) {
+    return index != nullptr && index->has_value() ? read_index(**index, name, size, device)
+                                                  : nullptr;
+}
+
+// Of a ragged batch.
+inline int64_t count_sequences(const Lengths &lengths) {
+    if (lengths.cu_seqlens_q->dim() != 1 || lengths.cu_seqlens_q->sizes()[0] < 1) {
+        fail("expected cu_seqlens_q of shape (b + 1)");
+    }
+    if (lengths.max_seqlen_q < 0 || lengths.max_seqlen_k < 0) {
+        fail("expected max_seqlen_q and max_seqlen_k >= 0, got ", lengths.max_seqlen_q, " and ",
+             lengths.max_seqlen_k);
+    }
+    return lengths.cu_seqlens_q->sizes()[0] - 1;
+}
+
+inline Queries read_queries(const Layout &q, const Lengths *lengths) {
+    if (lengths == nullptr || lengths->cu_seqlens_q == nullptr) {
+        const int64_t total = q.b * q.s;
+        if (lengths != nullptr && total > kMaxSeqlen) {
+            fail("expected batch size times seqlen_q <= ", kMaxSeqlen, ", got ", q.b, " times ",
+                 q.s);
+        }
+        return {.b = q.b, .s = q.s, .total = total, .packed = false};
+    }
+    // Rows from max_seqlen_q on count as none.
+    return {.b = count_sequences(*lengths),
+            .s = std::min(lengths->max_seqlen_q, q.s),
+            .total = q.s,
+            .packed = true};
+}
+
+inline void set_lengths(Flash_fwd_params &params, const Lengths &lengths, int64_t b,
+                        int32_t device) {
+    if (b > kMaxInt32 / 4) {
+        fail("expected at most ", kMaxInt32 / 4, " sequences, got ", b);
+    }
+    if (lengths.cu_seqlens_q != nullptr) {
+        params.cu_seqlens_q_ptr = read_index(*lengths.cu_seqlens_q, "cu_seqlens_q", b + 1, device);
+        params.cu_seqlens_k_ptr = read_index(*lengths.cu_seqlens_k, "cu_seqlens_k", b + 1, device);
+    }
+    params.seqused_q_ptr = read_index(lengths.seqused_q, "seqused_q", b, device);
+    params.seqused_k_ptr = read_index(lengths.seqused_k, "seqused_k", b, device);
+}
+
+// Fills in the cache and returns the tokens of a sequence that it has room for.
+inline int64_t set_cache(Flash_fwd_params &params, const Cache &cache, const Layout &k, int64_t b,
+                         int32_t device) {
+    params.is_cache = 1;
+    if (k.b > kMaxInt32) {
+        fail("expected a cache of at most ", kMaxInt32, " entries or pages, got ", k.b);
+    }
+    params.num_pages = static_cast<int32_t>(k.b);
+    params.page_size = static_cast<int32_t>(k.s);
+    params.b_k = params.num_pages;
+    params.cache_batch_idx_ptr = read_index(&cache.cache_batch_idx, "cache_batch_idx", b, device);
+    params.leftpad_k_ptr = read_index(&cache.cache_leftpad, "cache_leftpad", b, device);
+    if (!cache.block_table.has_value()) {
+        return k.s;
+    }
+    const Tensor &table = *cache.block_table;
+    if (!table.is_cuda() || table.get_device_index() != device) {
+        fail("expected block_table on cuda:", device, " as q");
+    }
+    if (dtype_of(table) != aoti_torch_dtype_int32() || table.dim() != 2 || table.sizes()[0] != b ||
+        (table.sizes()[1] > 1 && table.strides()[1] != 1)) {
+        fail("expected block_table of dtype int32, shape (", b,
+             ", max_pages) and stride 1 in its last dimension");
+    }
+    if (k.s < 1) {
+        fail("expected pages of at least one token");
+    }
+    if (cache.cache_batch_idx.has_value() || cache.cache_leftpad.has_value()) {
+        fail("expected neither cache_batch_idx nor cache_leftpad with a block_table");
+    }
+    params.block_table_ptr = static_cast<const int32_t *>(table.const_data_ptr());
+    params.block_table_batch_stride = table.strides()[0];
+    params.b_k = static_cast<int32_t>(b);
+    const int64_t columns = table.sizes()[1];
+    if (columns > kMaxSeqlen / k.s) {
+        fail("expected a block_table of at most ", kMaxSeqlen / k.s, " columns with pages of ", k.s,
+             " tokens, got ", columns);
+    }
+    return k.b > 0 ? columns * k.s : 0;
+}
+
+// A (b, s, heads, d) tensor that a kernel reads or writes in vectors.
+inline Layout read_vectors(const Tensor &tensor, const char *name, int32_t dtype, int32_t device) {
+    check_placement(tensor, name, dtype, device);
+    const Layout layout = read_layout(tensor, name, 4);
+    check_vectorised(layout, tensor.const_data_ptr(), name);
+    return layout;
+}
+
+inline const void *read_table(const Tensor &table, const char *name, int32_t dtype,
+                              int32_t device) {
+    check_placement(table, name, dtype, device);
+    if (table.dim() != 2 || !table.is_contiguous()) {
+        fail("expected contiguous ", name, " of shape (seqlen_ro, rotary_dim / 2)");
+    }
+    return table.const_data_ptr();
+}
+
+// What is appended. Returns memory for the rotated queries, which params.q_ptr then is.
+inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &cache,
+                                        const Inputs &inputs, const Options &options) {
+    if (!cache.k.has_value()) {
+        return std::nullopt;
+    }
+    const auto &[dtype, device, ql, kl, vl] = inputs;
+    const Layout k = read_vectors(*cache.k, "k", dtype, device);
+    const Layout v = read_vectors(*cache.v, "v", dtype, device);
+    for (const Layout &x : {k, v}) {
+        if (x.b != ql.b || x.s != k.s || x.h != kl.h || x.d != ql.d) {
+            fail("expected k and v of shape (", ql.b, ", seqlen_new, ", kl.h, ", ", ql.d, ")");
+        }
+    }
+    if (k.s > kMaxSeqlen) {
+        fail("expected at most ", kMaxSeqlen, " new tokens, got ", k.s);
+    }
+    params.k_new_ptr = cache.k->const_data_ptr();
+    params.v_new_ptr = cache.v->const_data_ptr();
+    params.seqlen_new = static_cast<int32_t>(k.s);
+    params.k_new_batch_stride = k.batch_stride;
+    params.k_new_row_stride = k.row_stride;
+    params.k_new_head_stride = k.head_stride;
+    params.v_new_batch_stride = v.batch_stride;
+    params.v_new_row_stride = v.row_stride;
+    params.v_new_head_stride = v.head_stride;
+    if (!cache.rotary_cos.has_value() || !cache.rotary_sin.has_value()) {
+        return std::nullopt;
+    }
+    params.rotary_cos_ptr = read_table(*cache.rotary_cos, "rotary_cos", dtype, device);
+    params.rotary_sin_ptr = read_table(*cache.rotary_sin, "rotary_sin", dtype, device);
+    const int64_t *const size = cache.rotary_cos->sizes().data();
+    const int64_t *const of_sin = cache.rotary_sin->sizes().data();
+    if (size[0] != of_sin[0] || size[1] != of_sin[1] || size[0] > kMaxInt32 || size[1] < 1 ||
+        2 * size[1] > ql.d) {
+        fail(
+            "expected rotary_cos and rotary_sin of one shape, (seqlen_ro, rotary_dim / 2) with 2 "
+            "<= rotary_dim <= ",
+            ql.d);
+    }
+    params.seqlen_rotary = static_cast<int32_t>(size[0]);
+    params.rotary_dim = static_cast<int32_t>(2 * size[1]);
+    const bool is_local = options.causal || options.window_left >= 0 || options.window_right >= 0;
+    params.rotary_q_step = is_local ? 1 : 0;
+    params.rotary_interleaved = cache.rotary_interleaved ? 1 : 0;
+    params.q_unrotated_ptr = params.q_ptr;
+    params.q_unrotated_batch_stride = ql.batch_stride;
+    params.q_unrotated_row_stride = ql.row_stride;
+    params.q_unrotated_head_stride = ql.head_stride;
+    const int64_t sizes[] = {ql.b, ql.s, ql.h, ql.d};
+    const int64_t strides[] = {ql.s * ql.h * ql.d, ql.h * ql.d, ql.d, 1};
+    Tensor rotated = empty(sizes, strides, dtype, device);
+    params.q_ptr = rotated.const_data_ptr();
+    return rotated;
+}
+
+// Both outputs are fresh: out as empty_like(q), softmax_lse contiguous float32 (b, h, seqlen_q); of
+// a ragged batch out is contiguous, and softmax_lse (h, total_q). Over a cache softmax_lse is (b,
+// h, seqlen_q) with the strides of (h, b, seqlen_q).
+inline std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &ql, bool is_cache,
+                                               int32_t dtype, int32_t device) {
+    const int32_t float32 = aoti_torch_dtype_float32();
+    // torch never makes a contiguous stride smaller than 1, even beside a dimension of size 0.
+    const int64_t rows = std::max(ql.s, int64_t(1));
+    if (q.dim() == 3) {
+        const int64_t lse_sizes[] = {ql.h, ql.s}, lse_strides[] = {rows, 1};
+        const int64_t out_sizes[] = {ql.s, ql.h, ql.d}, out_strides[] = {ql.h * ql.d, ql.d, 1};
+        return {empty(out_sizes, out_strides, dtype, device),
+                empty(lse_sizes, lse_strides, float32, device)};
+    }
+    const int64_t lse_sizes[] = {ql.b, ql.h, ql.s};
+    if (is_cache) {
+        const int64_t sizes[] = {ql.b, ql.s, ql.h, ql.d};
+        const int64_t strides[] = {rows * ql.h * ql.d, ql.h * ql.d, ql.d, 1};
+        const int64_t lse_strides[] = {rows, std::max(ql.b, int64_t(1)) * rows, 1};
+        return {empty(sizes, strides, dtype, device),
+                empty(lse_sizes, lse_strides, float32, device)};
+    }
+    const int64_t lse_strides[] = {ql.h * rows, rows, 1};
+    Tensor lse = empty(lse_sizes, lse_strides, float32, device);
+    return {empty_like(q, dtype, device), std::move(lse)};
+}
+
+// b: entries, or sequences of a ragged batch.
+inline void set_slopes(Flash_fwd_params &params, const Options &options, int64_t b, int64_t h,
+                       int32_t device) {
+    if (!options.alibi_slopes.has_value()) {
+        return;
+    }
+    const Tensor &slopes = *options.alibi_slopes;
+    if (!slopes.is_cuda() || slopes.get_device_index() != device) {
+        fail("expected alibi_slopes on cuda:", device, " as q");
+    }
+    const int64_t rank = slopes.dim();
+    const bool has_shape =
+        (rank == 1 || (rank == 2 && slopes.sizes()[0] == b)) && slopes.sizes()[rank - 1] == h;
+    if (dtype_of(slopes) != aoti_torch_dtype_float32() || !has_shape || !slopes.is_contiguous()) {
+        fail("expected contiguous alibi_slopes of dtype float32 and shape (", h, ") or (", b, ", ",
+             h, ")");
+    }
+    params.alibi_slopes_ptr = static_cast<const float *>(slopes.const_data_ptr());
+    params.alibi_slopes_batch_stride = rank == 2 ? h : 0;
+}
+
+// The shape and what the choice for it says.
+inline void set_problem(Flash_fwd_params &params, const Problem &problem, const Choice &choice,
+                        const Queries &queries, bool is_ragged) {
+    set_sizes(params, problem);
+    params.pack_shift =
+        choice.pack_heads != 0 ? std::bit_width(static_cast<uint32_t>(params.h_h_k_ratio) - 1) : 0;
+    const int tile_m = static_cast<const Flash_kernel *>(choice.kernel)->tile_m;
+    const int64_t heads = params.pack_shift > 0 ? problem.h_k : problem.h;
+    const int64_t rows = (is_ragged ? queries.total : problem.seqlen_q) << params.pack_shift;
+    params.num_splits = choice.num_splits;
+    params.split_blocks = choice.split_blocks;
+    params.split_parts = choice.split_parts;
+    const int64_t of_a_head = is_ragged ? plan_capacity(rows, problem.b, tile_m, params.num_splits,
+                                                        params.split_parts, heads)
+                                        : problem.b * ((rows + tile_m - 1) / tile_m);
+    // The grid is one-dimensional, and its limit is that of a 32-bit int, as is that of a row.
+    const int64_t tiles = of_a_head * heads;
+    const int64_t partial =
+        partial_rows(rows, tile_m, params.num_splits, params.split_parts, heads);
+    if (rows > kMaxSeqlen || tiles > kMaxTiles || partial > kMaxSeqlen) {
+        fail("expected at most ", kMaxTiles, " tiles of ", tile_m, " query rows, got ", tiles,
+             "; split the batch");
+    }
+    if (is_ragged) {
+        params.total_q = static_cast<int32_t>(queries.total);
+        params.total_k = problem.seqlen_k;
+        params.plan_capacity = static_cast<int32_t>(of_a_head);
+        params.partial_rows = static_cast<int32_t>(partial);
+    }
+}
+
+// The plan of a ragged batch, and the workspace of split tiles behind it.
+inline Tensor make_plan(Flash_fwd_params &params, int32_t device) {
+    const int64_t plan =
+        plan_words(params.plan_capacity, params.b, params.total_q, params.num_splits);
+    const int64_t partial =
+        int64_t(params.pack_shift > 0 ? params.h_k : params.h) * params.partial_rows;
+    const int64_t words[] = {plan + partial * (params.d + 1)}, strides[] = {1};
+    Tensor memory = empty(words, strides, aoti_torch_dtype_int32(), device);
+    auto *const begin = static_cast<int32_t *>(memory.mutable_data_ptr());
+    params.plan_ptr = begin;
+    if (partial > 0) {
+        params.o_partial_ptr = reinterpret_cast<float *>(begin + plan);
+        params.lse_partial_ptr = params.o_partial_ptr + partial * params.d;
+    }
+    return memory;
+}
+
+// What the kernel is chosen for.
+inline Problem asked_of(const Problem &problem, const Queries &queries, const Layout &k,
+                        const Lengths *lengths, const Options &options) {
+    Problem asked = problem;
+    if (options.num_splits > 0) {
+        asked.b = 1;
+        asked.seqlen_q = queries.packed ? 128 : problem.seqlen_q;
+        asked.seqlen_k = 4096;
+        return asked;
+    }
+    if (lengths == nullptr) {
+        return asked;
+    }
+    asked.b = rounded_length(problem.b);
+    if (queries.packed) {
+        const int64_t keys = problem.cache != 0 ? queries.b * int64_t(problem.seqlen_k) : k.s;
+        asked.seqlen_q = typical_length(queries.total, queries.b, lengths->max_seqlen_q);
+        asked.seqlen_k = typical_length(keys, queries.b, lengths->max_seqlen_k);
+    }
+    return asked;
+}
+
+// To a plan the queries (b, seqlen_q, h, d) over a cache are (b * seqlen_q, h, d).
+inline bool folds(const Layout &q) {
+    return q.b <= 1 || q.s <= 1 || q.batch_stride == q.s * q.row_stride;
+}
+inline void fold_batch(Flash_fwd_params &params, const Layout &q) {
+    params.q_row_stride = q.s > 1 ? q.row_stride : q.batch_stride;
+    params.q_head_stride = q.head_stride;
+    params.q_batch_stride = params.o_batch_stride = 0;
+}
+
+inline void enqueue(const Flash_kernel &kernel, Flash_fwd_params &params, bool is_ragged,
+                    int32_t device) {
+    void *const stream = current_stream(device);
+    std::optional<Tensor> plan;  // given back to the stream's memory once all is enqueued
+    int32_t error = 0;
+    if (is_ragged) {
+        plan = make_plan(params, device);
+        error = kernel.plan(&params, stream);
+    }
+    // Without queries there is only what is appended.
+    if (error == 0 && (!is_ragged || params.total_q > 0)) {
+        error = kernel.launch(&params, stream);
+    }
+    if (error != 0) {
+        fail(kernel.name, " failed to launch: ", kernel.error_string(error));
+    }
+}
+
+// lengths: of a ragged batch, whose q, k and v are packed to (total, heads, d), or over a cache,
+// whose k and v are (entries or pages, seqlen, h_k, d).
+inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v,
+                                          double softmax_scale, const Options &options,
+                                          const Lengths *lengths = nullptr,
+                                          const Cache *cache = nullptr) {
+    const bool is_packed = lengths != nullptr && lengths->cu_seqlens_q != nullptr;
+    const Inputs inputs = read_inputs(q, k, v, is_packed ? 3 : 4, cache != nullptr);
+    const auto &[dtype, device, ql, kl, vl] = inputs;
+
+    Flash_fwd_params params{};
+    params.q_ptr = q.const_data_ptr();
+    params.k_ptr = k.const_data_ptr();
+    params.v_ptr = v.const_data_ptr();
+    params.sinks_ptr = read_sinks(options, ql, device);
+    // A traced program does not know where its inputs start, so this is decided here, on the GPU of
+    // the tensors. A cache is not copied.
+    const bool copies_kv =
+        cache == nullptr && (misaligned(params.k_ptr) || misaligned(params.v_ptr));
+    if (misaligned(params.q_ptr) || copies_kv) {
+        const torch::stable::accelerator::DeviceGuard guard(device);
+        return forward(aligned(q), cache == nullptr ? aligned(k) : k,
+                       cache == nullptr ? aligned(v) : v, softmax_scale, options, lengths, cache);
+    }
+    if (cache != nullptr && !is_packed && !folds(ql)) {
+        const torch::stable::accelerator::DeviceGuard guard(device);
+        return forward(torch::stable::contiguous(q), k, v, softmax_scale, options, lengths, cache);
+    }
+    check_vectorised(ql, params.q_ptr, "q");
+    check_vectorised(kl, params.k_ptr, "k");
+    check_vectorised(vl, params.v_ptr, "v");
+    set_scales(params, softmax_scale, options.softcap);
+
+    const Queries queries = read_queries(ql, lengths);
+    if (lengths != nullptr) {
+        set_lengths(params, *lengths, queries.b, device);
+    }
+    const int64_t room = cache != nullptr ? set_cache(params, *cache, kl, queries.b, device) : kl.s;
+    set_slopes(params, options, queries.b, ql.h, device);
+    set_dropout(params, options, device);
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    const bool appends = cache != nullptr && cache->k.has_value();
+    if (ql.b == 0 || (ql.s == 0 && !appends)) {
+        return make_outputs(q, ql, cache != nullptr, dtype, device);
+    }
+    Problem problem = make_problem(inputs);
+    problem.b = static_cast<int32_t>(queries.b);
+    problem.seqlen_q = static_cast<int32_t>(queries.s);
+    problem.seqlen_k = static_cast<int32_t>(room);
+    problem.softcap = options.softcap > 0;
+    problem.alibi = options.alibi_slopes.has_value();
+    problem.dropout = params.rng_state_ptr != nullptr;
+    problem.cache = cache != nullptr;
+    problem.page_size = params.block_table_ptr != nullptr ? params.page_size : 0;
+    problem.num_splits = static_cast<int32_t>(options.num_splits);
+    if (problem.dropout != 0 && options.num_splits > 1) {
+        fail("expected num_splits <= 1 with dropout, got ", options.num_splits);
+    }
+    set_mask(problem, options);
+    const Choice choice =
+        kernel_table().find(rounded(asked_of(problem, queries, kl, lengths, options)));
+    set_problem(params, problem, choice, queries, lengths != nullptr);
+
+    std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, cache != nullptr, dtype, device);
+    const Layout ol = read_layout(std::get<0>(outputs), "out", q.dim());
+    params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
+    check_vectorised(ol, params.o_ptr, "out");
+    params.softmax_lse_ptr = static_cast<float *>(std::get<1>(outputs).mutable_data_ptr());
+    set_strides(params, ql, kl, vl, ol);
+    params.softmax_lse_batch_stride = ql.h * ql.s;
+    params.softmax_lse_head_stride = cache != nullptr ? queries.total : ql.s;
+    std::optional<Tensor> rotated;
+    if (cache != nullptr) {
+        params.softmax_lse_head_stride = queries.total;
+        rotated = set_append(params, *cache, inputs, options);
+        fold_batch(params, rotated.has_value() ? read_layout(*rotated, "q", 4) : ql);
+    }
+    const auto *kernel = static_cast<const Flash_kernel *>(choice.kernel);
+    enqueue(*kernel, params, lengths != nullptr, device);
+    return outputs;
+}
+
+}  // namespace flash

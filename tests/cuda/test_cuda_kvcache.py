@@ -1,0 +1,356 @@
+"""Queries over a cache on a GPU: seeded cases of both kernel classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+
+from flashcute import flash_attn_varlen_func, flash_attn_with_kvcache, heuristics, jit, testing
+from flashcute.config import MASKS
+from flashcute.rotary import apply_rotary_emb
+
+CHUNKS = 10
+CASES_PER_CHUNK = 50
+
+# Each head dimension with one data type, and scores that are changed under a causal mask alone, so
+# that few kernels are needed.
+DTYPES = {64: torch.float16, 128: torch.bfloat16, 256: torch.float16}
+LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 129, 300, 1000)
+PAGE_SIZES = (0, 0, 1, 2, 3, 16, 64, 100, 256)  # 0: entries of a batch
+HEADS = ((4, 4), (4, 2), (6, 2), (8, 1))
+SIDES = (-1, 0, 31, 5000)
+LARGE, SMALL = 2**31 - 1, -(2**31)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    seed: int
+    d: int
+    page_size: int
+    heads_first: bool
+    lengths: tuple[int, ...]  # before anything is appended
+    leftpad: bool
+    seqlen_q: int
+    seqlen_new: int
+    rotary_dim: int
+    interleaved: bool
+    h: int
+    h_k: int
+    causal: bool
+    window_size: tuple[int, int]
+    sinks: bool
+    scores: bool
+    num_splits: int
+
+
+def make_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    h, h_k = rng.choice(HEADS)
+    d = rng.choice((64, 128, 128, 256))
+    page_size = rng.choice(PAGE_SIZES)
+    scores = d < 256 and rng.random() < 0.25
+    windowed = not scores and rng.random() < 0.3
+    seqlen_new = rng.choice((0, 0, 1, 3, 70))
+    return Case(
+        seed=seed,
+        d=d,
+        page_size=page_size,
+        heads_first=rng.random() < 0.5,
+        lengths=tuple(rng.choice(LENGTHS) for _ in range(rng.choice((1, 1, 2, 5, 40)))),
+        leftpad=page_size == 0 and rng.random() < 0.5,
+        seqlen_q=rng.choice((1, 1, 1, 2, 5, 130)),
+        seqlen_new=seqlen_new,
+        rotary_dim=rng.choice((0, 12, 32, d)) if seqlen_new else 0,
+        interleaved=rng.random() < 0.5,
+        h=h,
+        h_k=h_k,
+        causal=scores or rng.random() < 0.4,
+        window_size=(rng.choice(SIDES), rng.choice(SIDES)) if windowed else (-1, -1),
+        sinks=rng.random() < 0.3,
+        scores=scores,
+        num_splits=rng.choice((0, 0, 1, 2, 7, 128)),
+    )
+
+
+@dataclasses.dataclass
+class Problem:
+    """Arguments, and by sequence what they say: keys and values without padding, appended ones
+    included, and the rotated queries."""
+
+    arguments: dict[str, object]
+    q: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    places: list[tuple[torch.Tensor, torch.Tensor]]  # of all tokens, in the cache
+
+
+def make(case: Case) -> Problem:
+    generator = torch.Generator("cuda").manual_seed(case.seed)
+    rng, dtype, b = random.Random(case.seed), DTYPES[case.d], len(case.lengths)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+
+    def int32(numbers) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device="cuda")
+
+    room = max(case.lengths) + case.seqlen_new + rng.choice((1, 40))
+    page_size = case.page_size or room
+    columns = -(-room // page_size)
+    pages = b * columns + 2
+    shape = (pages, case.h_k, page_size) if case.heads_first else (pages, page_size, case.h_k)
+    cache = [torch.full((*shape, case.d), torch.nan, device="cuda", dtype=dtype) for _ in "kv"]
+    if case.heads_first:
+        cache = [x.transpose(1, 2) for x in cache]
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed)).cuda()
+    table = order[: b * columns].view(b, columns)
+    arguments = {"cache_seqlens": int32(case.lengths), "num_splits": case.num_splits}
+    pads = [rng.randint(0, n) if case.leftpad else 0 for n in case.lengths]
+    if case.leftpad:
+        arguments["cache_leftpad"] = int32(pads)
+    if case.page_size:
+        used = [-(-(n + case.seqlen_new) // page_size) for n in case.lengths]
+        garbage = [rng.choice((-1, pages, LARGE, SMALL)) for _ in range(columns)]
+        arguments["block_table"] = torch.stack(
+            [torch.cat((x[:n], int32(garbage)[n:])) for x, n in zip(table.int(), used, strict=True)]
+        )
+    else:
+        arguments["cache_batch_idx"] = table[:, 0].int()
+
+    q, new = randn(b, case.seqlen_q, case.h, case.d), None
+    if case.seqlen_new:
+        new = [randn(b, case.seqlen_new, case.h_k, case.d) for _ in "kv"]
+        arguments |= dict(zip("kv", new, strict=True))
+    rotated = q
+    if case.rotary_dim:
+        angles = 6.3 * torch.rand(columns * page_size, case.rotary_dim // 2, device="cuda")
+        tables = angles.cos().to(dtype), angles.sin().to(dtype)
+        arguments |= dict(zip(("rotary_cos", "rotary_sin"), tables, strict=True))
+        arguments["rotary_interleaved"] = case.interleaved
+        offsets = arguments["cache_seqlens"]
+        if case.causal or case.window_size != (-1, -1):
+            rotated = apply_rotary_emb(q, *tables, case.interleaved, seqlen_offsets=offsets)
+        else:
+            flat = q.flatten(1, 2)[:, None]  # all at the position of the first
+            flat = apply_rotary_emb(flat, *tables, case.interleaved, seqlen_offsets=offsets)
+            rotated = flat.view_as(q)
+        new[0] = apply_rotary_emb(new[0], *tables, case.interleaved, seqlen_offsets=offsets)
+
+    problem = Problem(arguments, rotated, [], [], [])
+    for i, (n, pad) in enumerate(zip(case.lengths, pads, strict=True)):
+        token = torch.arange(pad, n + case.seqlen_new, device="cuda")
+        place = table[i, token // page_size], token % page_size
+        tokens = [randn(n - pad, case.h_k, case.d) for _ in "kv"]
+        before = place[0][: n - pad], place[1][: n - pad]
+        for x, values in zip(cache, tokens, strict=True):
+            x[before] = values
+        if new is not None:
+            tokens = [torch.cat((x, y[i])) for x, y in zip(tokens, new, strict=True)]
+        problem.keys.append(tokens[0])
+        problem.values.append(tokens[1])
+        problem.places.append(place)
+    arguments |= {"q": q, "k_cache": cache[0], "v_cache": cache[1]}
+    return problem
+
+
+def options_of(case: Case) -> dict[str, object]:
+    generator = torch.Generator("cuda").manual_seed(case.seed)
+    options = {"causal": case.causal, "window_size": case.window_size}
+    if case.sinks:
+        options["sinks"] = 3 * torch.randn(case.h, device="cuda", generator=generator)
+    if case.scores and DTYPES[case.d] == torch.float16:
+        options["softcap"] = 3.0
+    elif case.scores:
+        slopes = torch.rand(len(case.lengths), case.h, device="cuda", generator=generator)
+        options["alibi_slopes"] = slopes if case.seed % 2 else slopes[0]
+    return options
+
+
+def check(case: Case) -> str | None:
+    """What is wrong with this case; None if nothing is."""
+    problem, options = make(case), options_of(case)
+    caches = [problem.arguments[name] for name in ("k_cache", "v_cache")]
+    out, lse = flash_attn_with_kvcache(**problem.arguments, **options, return_softmax_lse=True)
+    slopes = options.pop("alibi_slopes", None)
+    for i, (keys, values) in enumerate(zip(problem.keys, problem.values, strict=True)):
+        one = problem.q[i : i + 1], keys[None], values[None]
+        if slopes is not None:
+            options["alibi_slopes"] = slopes[i] if slopes.dim() == 2 else slopes
+        try:
+            testing.check_forward(out[i : i + 1], lse[i : i + 1], *one, **options)
+        except AssertionError as error:
+            return f"{case}: sequence {i}: {error}"
+        # A fused multiply-add rounds once.
+        of_keys = 2**-7 if case.rotary_dim else 0
+        for x, expected, rtol in zip(caches, (keys, values), (of_keys, 0), strict=True):
+            got = x[problem.places[i]]
+            if not torch.allclose(got, expected, rtol=rtol, atol=rtol / 4):
+                return f"{case}: sequence {i}: the cache holds something else"
+    for x in caches:
+        for places in problem.places:
+            x[places] = torch.nan
+        if not x.isnan().all():
+            return f"{case}: written where nothing belongs"
+    return None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built_kernels() -> None:
+    """In parallel; each that is not built yet would be compiled where it is first needed."""
+    capability = torch.cuda.get_device_capability()
+    configs = set()
+    for d, dtype in DTYPES.items():
+        name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        for mask, page_size, rows in itertools.product(MASKS, (0, 64), (1, 5, 130)):
+            problem = heuristics.FwdProblem(
+                name, mask == "causal", 1, rows, 1000, 4, 4, d, cache=True, page_size=page_size,
+                window=(31, 31) if mask == "local" else None,
+            )  # fmt: skip
+            asked = [problem]
+            if mask == "causal" and d < 256:
+                score = {"softcap": True} if name == "fp16" else {"alibi": True}
+                asked.append(dataclasses.replace(problem, **score))
+            for one in asked:
+                if capability == (9, 0):
+                    configs.add(heuristics.choose_fwd(one, capability))
+                sm80 = heuristics.fwd_config(name, d, False, capability)
+                sm80 = dataclasses.replace(sm80, mask=mask, paged=page_size > 0)
+                configs.add(heuristics.with_options(sm80, one.softcap, one.alibi))
+    target = "".join(map(str, capability))
+    for result in jit.build_kernels([(config, target) for config in configs]):
+        assert result.artefact is not None, result
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_kvcache(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
+    seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
+    with torch.no_grad():
+        failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
+    count_cases(f"caches of class {kernel_class}", CASES_PER_CHUNK)
+    assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
+
+
+def test_sampling_covers_the_options() -> None:
+    cases = [make_case(seed) for seed in range(CHUNKS * CASES_PER_CHUNK)]
+    for seen in (
+        sum(case.page_size == 1 for case in cases),
+        sum(case.rotary_dim > 0 and case.page_size > 1 for case in cases),
+        sum(case.leftpad for case in cases),
+        sum(0 in case.lengths for case in cases),
+        sum(case.scores and case.page_size > 0 for case in cases),
+        sum(case.num_splits > 1 for case in cases),
+        sum(case.h > case.h_k and case.seqlen_q == 1 for case in cases),
+        sum(case.window_size != (-1, -1) for case in cases),
+    ):
+        assert seen >= 30
+
+
+def pages_of(lengths, page_size, h_k=2, d=128, dtype=torch.bfloat16):
+    """A cache in pages with normal numbers, and its table."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    columns = -(-max(lengths) // page_size)
+    table = torch.randperm(len(lengths) * columns, device="cuda", generator=generator).int()
+    shape = (len(lengths) * columns, page_size, h_k, d)
+    cache = [torch.randn(shape, device="cuda", generator=generator).to(dtype) for _ in "kv"]
+    return cache, table.view(len(lengths), columns)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_prefill_decoding_and_speculation_in_one_batch(kernel_class: str, page_size: int) -> None:
+    """Ragged queries over pages, causal to each sequence's end; with a number of splits each
+    sequence's result is the same bits as alone."""
+    lengths_q, lengths_k = (300, 1, 4, 0, 1), (700, 900, 77, 50, 0)
+    (k, v), table = pages_of(lengths_k, page_size)
+    q = torch.randn(sum(lengths_q), 8, 128, device="cuda", dtype=torch.bfloat16)
+    cu = torch.tensor([0, *itertools.accumulate(lengths_q)], device="cuda").int()
+    used = torch.tensor(lengths_k, device="cuda").int()
+    for num_splits in (0, 1, 5):
+        out, lse, _ = flash_attn_varlen_func(
+            q, k, v, cu, None, 300, 900, causal=True, block_table=table, seqused_k=used,
+            return_attn_probs=True, num_splits=num_splits,
+        )  # fmt: skip
+        for i, (n_q, n_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+            rows = slice(int(cu[i]), int(cu[i + 1]))
+            if not n_q:
+                continue
+            keys = [x[table[i].long()].flatten(0, 1)[None, :n_k] for x in (k, v)]
+            testing.check_forward(out[None, rows], lse[None, :, rows], q[None, rows], *keys,
+                                  causal=True)  # fmt: skip
+            if num_splits:
+                alone = flash_attn_varlen_func(
+                    q[rows], k, v, cu[:2] * 0 + torch.tensor([0, n_q], device="cuda").int(), None,
+                    n_q, n_k, causal=True, block_table=table[i : i + 1],
+                    seqused_k=used[i : i + 1], num_splits=num_splits,
+                )  # fmt: skip
+                assert torch.equal(alone, out[rows]), (i, num_splits)
+
+
+@pytest.mark.parametrize("garbage", [LARGE, SMALL, -1, 0])
+@pytest.mark.parametrize("page_size", [0, 1, 64])
+def test_no_number_reaches_beyond_the_tensors(
+    kernel_class: str, page_size: int, garbage: int
+) -> None:
+    """Results mean nothing then, but the device goes on, and what lies around is as before."""
+    block = torch.full((2, 12, page_size or 64, 2, 128), 7.0, device="cuda", dtype=torch.bfloat16)
+    k_cache, v_cache = (x[4:8] for x in block)
+    q = torch.full((3, 2, 4, 128), 7.0, device="cuda", dtype=torch.bfloat16)
+    new = q[:, :, :2]
+    wrong = torch.full((3,), garbage, dtype=torch.int32, device="cuda")
+    good = torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda")
+    for lengths, places in ((wrong, good), (good, wrong), (wrong, wrong)):
+        where = {"cache_batch_idx": places, "cache_leftpad": places}
+        if page_size:
+            where = {"block_table": places[:, None].expand(3, 5).contiguous()}
+        for num_splits in (0, 3):
+            flash_attn_with_kvcache(
+                q, k_cache, v_cache, new, new, cache_seqlens=lengths, causal=True,
+                num_splits=num_splits, **where,
+            )  # fmt: skip
+    torch.cuda.synchronize()
+    assert (block == 7).all()
+
+
+def test_one_graph_serves_growing_sequences(kernel_class: str) -> None:
+    """Lengths and tables are read when a graph runs; what it appends is there for the next run."""
+    lengths = (100, 64, 3)
+    (k, v), table = pages_of((400, 400, 400), 64)
+    again = [x.clone() for x in (k, v)]
+    q = torch.randn(3, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    new = torch.randn(2, 3, 1, 2, 128, device="cuda", dtype=torch.bfloat16)
+    used = torch.tensor(lengths, device="cuda").int()
+
+    def step(k, v, used):
+        return flash_attn_with_kvcache(q, k, v, *new, cache_seqlens=used, block_table=table)
+
+    step(k, v, used)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(k, v, used)
+        used += 1
+    used.copy_(torch.tensor(lengths))
+    for x, y in zip((k, v), again, strict=True):
+        x.copy_(y)
+    for n in range(80):
+        graph.replay()
+        expected = step(*again, torch.tensor(lengths, device="cuda").int() + n)
+        assert torch.equal(out, expected), n
+    assert all(torch.equal(x, y) for x, y in zip((k, v), again, strict=True))
+
+
+def test_compiled_calls_write_to_the_cache(kernel_class: str) -> None:
+    (k, v), table = pages_of((200, 200), 16)
+    again = [x.clone() for x in (k, v)]
+    q = torch.randn(2, 1, 4, 128, device="cuda", dtype=torch.bfloat16)
+    new = torch.randn(2, 2, 1, 2, 128, device="cuda", dtype=torch.bfloat16)
+    used = torch.tensor([5, 90], device="cuda").int()
+
+    def step(k, v):
+        return flash_attn_with_kvcache(q, k, v, *new, cache_seqlens=used, block_table=table) + 1
+
+    assert torch.equal(torch.compile(step, fullgraph=True)(k, v), step(*again))
+    assert all(torch.equal(x, y) for x, y in zip((k, v), again, strict=True))

@@ -1,0 +1,130 @@
+"""New keys and values on their way into a cache, and rotation, in both kernel classes."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from mutants import TWO_STAGES
+from mutants_sm90 import ASKING
+
+from flashcute import sim
+from flashcute.jit.abi import Rotary, Splits
+from flashcute.reference_kvcache import attention_kvcache_ref
+from flashcute.testing import check_forward
+
+CONFIGS = TWO_STAGES, ASKING
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+B, H, H_K, NEW, QUERIES = 3, 4, 2, 3, 2
+LENGTHS = torch.tensor([30, 0, 63], dtype=torch.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    sim.build_runners(["none"])
+    paged = [dataclasses.replace(config, paged=True) for config in CONFIGS]
+    return sim.build_kernels([(config, "none") for config in (*CONFIGS, *paged)])
+
+
+def inputs(config, seed):
+    generator = torch.Generator().manual_seed(seed)
+    d = config.head_dim - 8
+    shapes = (B, QUERIES, H, d), (B, NEW, H_K, d), (B, NEW, H_K, d)
+    tensors = [torch.randn(x, generator=generator).to(DTYPES[config.dtype]) for x in shapes]
+    return generator, tensors
+
+
+def cache_of(config, generator, paged):
+    """Keys and values; the reference's arguments, and the simulator's, that say where they are."""
+    d, dtype = config.head_dim - 8, DTYPES[config.dtype]
+    shape = (14, 16, H_K, d) if paged else (5, 80, H_K, d)
+    cache = [torch.randn(shape, generator=generator).to(dtype) for _ in "kv"]
+    if paged:
+        table = torch.randperm(12, generator=generator).view(3, 4).int()
+        # The last column is a page that no token reaches.
+        return cache, {
+            "block_table": torch.cat((table, torch.full((3, 1), 13, dtype=torch.int32)), 1)
+        }
+    entries = torch.tensor([4, 0, 2], dtype=torch.int32)
+    return cache, {"cache_batch_idx": entries}
+
+
+def tables(config, generator, rotary_dim):
+    shape = 100, rotary_dim // 2
+    angles = 6.3 * torch.rand(shape, generator=generator)
+    return [x.to(DTYPES[config.dtype]) for x in (angles.cos(), angles.sin())]
+
+
+def run(config, q, new, cache, where, lengths, **options):
+    config = dataclasses.replace(config, paged="block_table" in where)
+    tensors = dict(zip(("q", "k", "v"), (q.flatten(0, 1), *cache), strict=True))
+    tensors |= dict(zip(("k_new", "v_new"), new, strict=True), seqused_k=lengths) | where
+    result = sim.run_serving(config=config, max_seqlen_q=QUERIES, sms=2, **tensors, **options)
+    assert result.verdict == "pass", result.message
+    return result
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 12, 24])
+@pytest.mark.parametrize("paged", [False, True], ids=["entries", "pages"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_appended_tokens_are_in_the_cache_and_seen(config, paged, rotary_dim):
+    generator, (q, *new) = inputs(config, rotary_dim)
+    cache, where = cache_of(config, generator, paged)
+    causal = config.mask == "causal"
+    options, rotation = {}, {}
+    if rotary_dim:
+        cos, sin = tables(config, generator, rotary_dim)
+        options = {"rotary_cos": cos, "rotary_sin": sin}
+        rotation = {"rotary": Rotary(int(causal), rotary_dim == 24)}
+    # A launch is repeated on what the first one left: it writes the same again.
+    splits = Splits(3 if paged else 1)
+    result = run(
+        config, q, new, cache, where, LENGTHS, splits=splits, launches=2, **options, **rotation
+    )
+    expected = attention_kvcache_ref(
+        q, *cache, *new, **options, rotary_interleaved=rotary_dim == 24,
+        cache_seqlens=LENGTHS, **where, causal=causal,
+    )  # fmt: skip
+    assert torch.equal(result.outputs["v"], expected.v_cache)
+    # A fused multiply-add may round differently than two operations.
+    ulp = torch.finfo(q.dtype).eps
+    torch.testing.assert_close(result.outputs["k"], expected.k_cache, rtol=ulp, atol=ulp)
+    changed = (result.outputs["k"] != cache[0]).any(-1).any(-1).sum()
+    assert changed == B * NEW
+    queries = result.outputs["q"].view_as(q) if rotary_dim else q
+    for i in range(B):
+        n = int(LENGTHS[i]) + NEW
+        if paged:
+            seen = [x[where["block_table"][i].long()].flatten(0, 1)[None, :n] for x in expected[2:]]
+        else:
+            seen = [x[int(where["cache_batch_idx"][i])][None, :n] for x in expected[2:]]
+        rows = slice(i * QUERIES, (i + 1) * QUERIES)
+        out, lse = result.out[rows][None], result.lse[:, rows][None]
+        check_forward(out, lse, queries[i : i + 1], *seen, causal=causal)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["entries", "pages"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_tokens_without_a_place_are_dropped(config, paged):
+    """Lengths, entries and pages that do not exist; the sequence beside them is right."""
+    generator, (q, *new) = inputs(config, 7)
+    cache, where = cache_of(config, generator, paged)
+    (place, index), room = *where.items(), 80
+    nowhere = index.clone()
+    nowhere[1:] = torch.tensor([[-1], [2**31 - 1]] if paged else [-1, 2**31 - 1])
+    for lengths, numbers in (
+        ((30, room - 1, -2), index),
+        ((30, 2**31 - 1, -(2**31)), index),
+        ((30, 40, 40), nowhere),
+    ):
+        result = run(config, q, new, cache, {place: numbers}, torch.tensor(lengths).int())
+        for name, before, given in zip("kv", cache, new, strict=True):
+            expected = before.clone()
+            for i, j in itertools.product(range(B), range(NEW)):
+                token = lengths[i] + j
+                if not 0 <= token < room:
+                    continue
+                page = int(numbers[i, token // 16] if paged else numbers[i])
+                if 0 <= page < len(expected):
+                    expected[page, token % 16 if paged else token] = given[i, j]
+            assert torch.equal(result.outputs[name], expected), (name, lengths)
