@@ -26,11 +26,14 @@ from .checks_kvcache import (
     check_no_gradient,
     check_room,
     check_splits,
+    fits,
     lengths_of,
     no_gradient,
 )
 from .cpu_kvcache import Options, attend
 from .cpu_operator import is_traced
+
+_UNLIMITED = (-1, -1)
 
 
 def flash_attn_with_kvcache(
@@ -47,7 +50,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = _UNLIMITED,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
@@ -127,16 +130,24 @@ def flash_attn_with_kvcache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths_of(fn, cache_seqlens, q)),
         *(cache_batch_idx, cache_leftpad, block_table, sinks, alibi_slopes),
     )
-    d = check_cache(fn, t)
+    # The identity tests are the quick way through for what nearly every call passes.
+    d = q.shape[3] if fits(t) else check_cache(fn, t)
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
         check_room(fn, t, cache_seqlens)
     scale = check_scale(fn, softmax_scale, d)
-    causal = check_flag(fn, "causal", causal)
-    left, right = check_window(fn, window_size)
-    softcap = check_softcap(fn, softcap)
-    rotary_interleaved = check_flag(fn, "rotary_interleaved", rotary_interleaved)
-    num_splits = check_splits(fn, num_splits)
-    return_softmax_lse = check_flag(fn, "return_softmax_lse", return_softmax_lse)
+    if causal is not False and causal is not True:
+        causal = check_flag(fn, "causal", causal)
+    left, right = _UNLIMITED
+    if window_size is not _UNLIMITED:
+        left, right = check_window(fn, window_size)
+    if type(softcap) is not float or softcap != 0.0:
+        softcap = check_softcap(fn, softcap)
+    if rotary_interleaved is not True and rotary_interleaved is not False:
+        rotary_interleaved = check_flag(fn, "rotary_interleaved", rotary_interleaved)
+    if type(num_splits) is not int or num_splits != 0:
+        num_splits = check_splits(fn, num_splits)
+    if return_softmax_lse is not False and return_softmax_lse is not True:
+        return_softmax_lse = check_flag(fn, "return_softmax_lse", return_softmax_lse)
     if alibi_slopes is not None:
         check_alibi(fn, alibi_slopes, q, q.shape[0])
     if sinks is not None:

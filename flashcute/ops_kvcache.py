@@ -46,7 +46,10 @@ SCHEMAS = {
     ),
 }
 
-_INDICES = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table")
+_SMALL = (
+    *("rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad"),
+    *("block_table", "alibi_slopes"),
+)
 
 # Longer windows than this are none; it keeps the operators' int arguments within 64 bits.
 _MAX_WINDOW = 2**62
@@ -70,44 +73,46 @@ def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
 def launch(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
     """:func:`attend` of CUDA tensors, eager or traced, by the kernels."""
     d = t.q.shape[3]
-    read = {"q": t.q, "k": t.k, "v": t.v}
-    if t.k is None:
-        read |= {"k_cache": t.k_cache, "v_cache": t.v_cache}
-    else:
-        _check_writable(fn, t)
-    prepare = loading.padded if d % VECTOR else loading.loadable
-    ready = {name: prepare(fn, name, x) for name, x in read.items() if x is not None}
-    for name in ("rotary_cos", "rotary_sin", *_INDICES, "sinks", "alibi_slopes"):
+    ready = {}
+    for name in ("q", "k", "v", "k_cache", "v_cache"):
         x = getattr(t, name)
-        if x is not None:
-            ready[name] = (x.float() if name == "sinks" else x).contiguous()
+        if x is None or (d % VECTOR == 0 and loading.regular(x) and loading.aligned(x)):
+            continue
+        if t.k is not None and name in ("k_cache", "v_cache"):
+            _refuse_to_write(fn, name, x)
+        ready[name] = (loading.padded if d % VECTOR else loading.loadable)(fn, name, x)
+    for name in _SMALL:
+        x = getattr(t, name)
+        if x is not None and not x.is_contiguous():
+            ready[name] = x.contiguous()
+    if t.sinks is not None:
+        ready["sinks"] = t.sinks.float().contiguous()
+    if ready:
+        t = t._replace(**ready)
     ops.ensure_loaded()
     if torch.compiler.is_compiling() or ops.is_seen():
-        out, lse = attend(t._replace(**ready), o)
+        out, lse = attend(t, o)
     else:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = resolver_errors.call(attend, t._replace(**ready), o)
+            out, lse = resolver_errors.call(attend, t, o)
         if t.k is not None:  # autograd notices a cache that it saved before
             torch.autograd.graph.increment_version((t.k_cache, t.v_cache))
     return (out[..., :d].contiguous() if d % VECTOR else out), lse
 
 
-def _check_writable(fn: str, t: Tensors) -> None:
-    """That kernels can write to the cache in place."""
-    for name, x in (("k_cache", t.k_cache), ("v_cache", t.v_cache)):
-        if x.shape[3] % VECTOR:
-            raise NotImplementedError(
-                f"{fn}: expected head_dim to be a multiple of {VECTOR} where k and v are appended "
-                f"on CUDA, got {name}.shape={tuple(x.shape)}; allocate the cache with more columns "
-                "and pad q, k and v with zeros"
-            )
-        if not (loading.regular(x) and loading.aligned(x)):
-            raise NotImplementedError(
-                f"{fn}: expected strides of {name} that are multiples of {VECTOR} elements, its "
-                f"last dimension contiguous and its start aligned to 16 bytes, where k and v are "
-                f"appended on CUDA, got {name}.stride()={tuple(x.stride())} and "
-                f"{name}.storage_offset()={x.storage_offset()}; allocate the cache that way"
-            )
+def _refuse_to_write(fn: str, name: str, cache: Tensor) -> None:
+    if cache.shape[3] % VECTOR:
+        raise NotImplementedError(
+            f"{fn}: expected head_dim to be a multiple of {VECTOR} where k and v are appended on "
+            f"CUDA, got {name}.shape={tuple(cache.shape)}; allocate the cache with more columns "
+            "and pad q, k and v with zeros"
+        )
+    raise NotImplementedError(
+        f"{fn}: expected strides of {name} that are multiples of {VECTOR} elements, its last "
+        "dimension contiguous and its start at a multiple of 16 bytes where k and v are appended "
+        f"on CUDA, got {name}.stride()={tuple(cache.stride())} and "
+        f"{name}.storage_offset()={cache.storage_offset()}; allocate the cache that way"
+    )
 
 
 def _parts(arguments: tuple[str, ...], args: tuple) -> tuple[Tensors, Options]:
