@@ -208,6 +208,8 @@ def test_numpy_scalars_count_as_pythons() -> None:
 def test_a_gradient_through_a_cache(device: str) -> None:
     answer = flashcute.supports(device=device, k_cache=True, requires_grad=True)
     assert "expected no gradient through a cache, on any device" in answer.reasons[0]
+    advised = True if "flash_attn_varlen_func" in answer.reasons[0] else None
+    assert flashcute.supports(device=device, requires_grad=True, cu_seqlens=advised)
     call = cache_arguments(CACHE, "cpu") | {"q": torch.ones(3, 2, 4, 16).half().requires_grad_()}
     with pytest.raises(NotImplementedError) as raised:
         flashcute.flash_attn_with_kvcache(**call)
