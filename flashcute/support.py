@@ -149,13 +149,13 @@ def support_matrix() -> str:
     def names(dtypes: tuple[torch.dtype, ...]) -> str:
         return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
-    major, minor = CAPABILITIES[0]
+    capabilities = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
     rows = [
         ("", "CUDA", "CPU"),
         ("---", "---", "---"),
         ("dtypes", names(CUDA_DTYPES), names(CPU_DTYPES)),
         ("head dimension", f"up to {MAX_HEAD_DIM} (padded to a multiple of {VECTOR})", "any"),
-        ("compute capability", f"{major}.{minor} and newer", "-"),
+        ("compute capability", capabilities, "-"),
         *((feature.title, "yes" if feature.cuda else "not yet", "yes") for feature in FEATURES),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

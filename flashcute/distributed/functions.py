@@ -43,7 +43,8 @@ class _Attend(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{ctx.job.comm.fn}: expected first derivatives, got a backward with "
-                "create_graph=True; leave it out, or compute the whole sequence in one process"
+                "create_graph=True; leave it out, or compute the whole sequence in one process, on "
+                "the CPU"
             )
         q, k, v, out, lse = ctx.saved_tensors
         # Where neither has a gradient, the other ranks still wait for this one.

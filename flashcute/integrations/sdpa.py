@@ -43,9 +43,10 @@ def enable() -> None:
     FlashAttention or cuDNN backend, and ``torch.nn.attention.varlen.varlen_attn``: forward and
     backward, under autograd, torch.compile, AMP and checkpointing. What PyTorch does not give to
     its FlashAttention backend stays as it was: CPU tensors, an ``attn_mask``, other dtypes than
-    float16 and bfloat16, head dimensions above 256. What it gives and the kernels do not compute
-    (dropout, the backward of ``varlen_attn``, a paged cache) runs on PyTorch's own kernel, with one
-    warning for each reason.
+    float16 and bfloat16, head dimensions above 256.
+
+    What flashcute refuses runs on PyTorch's own kernel, with one warning for each reason: dropout,
+    whose mask PyTorch draws by its own rule; the backward of ``varlen_attn``; a paged cache.
 
     On GPUs for which PyTorch prefers its cuDNN backend, FlashAttention is put before it in the
     order of backends, as ``sdpa_kernel(..., set_priority=True)`` does. From torch 2.15 on,
