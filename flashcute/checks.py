@@ -464,14 +464,20 @@ def check_size(fn: str, name: str, value) -> int:
     return size
 
 
-def check_length(fn: str, name: str, value) -> int:
-    """A number of tokens: an int from 0 on. What runs a traced call learns and checks its value."""
-    length = _plain(value)
-    if not _is_int(length):
+def check_int(fn: str, name: str, value) -> int:
+    """An int of any size."""
+    number = _plain(value)
+    if not _is_int(number):
         raise TypeError(
             f"{fn}: expected {name} to be an int, got {name}={_show(value)}; "
             "pass int(...), which reads a tensor back"
         )
+    return number
+
+
+def check_length(fn: str, name: str, value) -> int:
+    """A number of tokens: an int from 0 on. What runs a traced call learns and checks its value."""
+    length = check_int(fn, name, value)
     traced = torch.compiler.is_compiling() or isinstance(length, torch.SymInt)
     if not traced and not 0 <= length <= _MAX_INT64:
         raise ValueError(
