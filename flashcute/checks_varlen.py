@@ -212,7 +212,7 @@ def read_lengths_in_pages(
     )
     if seqused[1] is None:
         name, starts = names.cu_seqlens_k, cu_seqlens[1].tolist()
-        _check_starts(names.fn, name, starts)
+        check_starts(names.fn, name, starts)
         lengths = [end - start for start, end in itertools.pairwise(starts)]
     else:
         name, lengths = "seqused_k", seqused[1].tolist()
@@ -230,8 +230,10 @@ def read_lengths_in_pages(
     return Lengths(*queries, [0] * len(lengths), lengths)
 
 
-def _check_starts(fn: str, name: str, starts: list[int]) -> None:
-    """That cumulative lengths begin at 0 and never decrease."""
+def check_starts(
+    fn: str, name: str, starts: list[int], total: int | None = None, tokens: str = ""
+) -> None:
+    """That cumulative lengths begin at 0, never decrease, and end within the rows of ``tokens``."""
     if starts[0] != 0:
         raise ValueError(
             f"{fn}: expected {name} to start at 0, got {name}[0]={starts[0]}; "
@@ -243,19 +245,19 @@ def _check_starts(fn: str, name: str, starts: list[int]) -> None:
                 f"{fn}: expected {name} to be non-decreasing, got {name}[{i}:{i + 2}]="
                 f"{starts[i : i + 2]}; pass cumulative lengths, not the lengths themselves"
             )
+    if total is not None and starts[-1] > total:
+        raise ValueError(
+            f"{fn}: expected {name}[-1] <= {total}, the rows of {tokens}, "
+            f"got {name}[-1]={starts[-1]}; pass all tokens, or clamp it"
+        )
 
 
 def _read_side(
     fn: str, names: tuple[str, ...], total: int, starts: list[int], used: list[int] | None, bound
 ) -> tuple[list[int], list[int]]:
     token_name, name, used_name, bound_name = names
-    _check_starts(fn, name, starts)
+    check_starts(fn, name, starts, total, token_name)
     lengths = [end - start for start, end in itertools.pairwise(starts)]
-    if starts[-1] > total:
-        raise ValueError(
-            f"{fn}: expected {name}[-1] <= {total}, the rows of {token_name}, "
-            f"got {name}[-1]={starts[-1]}; pass all tokens, or clamp it"
-        )
     computed = lengths if used is None else used
     for i, (length, count) in enumerate(zip(lengths, computed, strict=True)):
         if not 0 <= count <= length:
