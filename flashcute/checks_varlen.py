@@ -107,17 +107,7 @@ def check_lengths(names: Names, q: Tensor, cu_seqlens_q, cu_seqlens_k, seqused_q
         (names.cu_seqlens_q, cu_seqlens_q),
         (names.cu_seqlens_k, cu_seqlens_k),
     ):
-        check_kind(fn, name, cu_seqlens)
-        if cu_seqlens.dtype not in _INDEX_DTYPES:
-            raise TypeError(
-                f"{fn}: expected {name} of dtype torch.int32 or torch.int64, "
-                f"got {name}.dtype={cu_seqlens.dtype}; cast it with .int()"
-            )
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(
-                f"{fn}: expected {name} of shape (b + 1,), got {name}.shape="
-                f"{tuple(cu_seqlens.shape)}; pass where each of b sequences starts, and the end"
-            )
+        check_cu_seqlens(fn, name, cu_seqlens)
         _check_on(fn, name, cu_seqlens, names.q, q)
     b = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k.shape[0] - 1 != b:
@@ -142,6 +132,21 @@ def check_lengths(names: Names, q: Tensor, cu_seqlens_q, cu_seqlens_k, seqused_q
             )
         _check_on(fn, name, seqused, names.q, q)
     return b
+
+
+def check_cu_seqlens(fn: str, name: str, cu_seqlens) -> None:
+    """A dense tensor of integers, (b + 1,)."""
+    check_kind(fn, name, cu_seqlens)
+    if cu_seqlens.dtype not in _INDEX_DTYPES:
+        raise TypeError(
+            f"{fn}: expected {name} of dtype torch.int32 or torch.int64, "
+            f"got {name}.dtype={cu_seqlens.dtype}; cast it with .int()"
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(
+            f"{fn}: expected {name} of shape (b + 1,), got {name}.shape="
+            f"{tuple(cu_seqlens.shape)}; pass where each of b sequences starts, and the end"
+        )
 
 
 def _check_on(fn: str, name: str, tensor: Tensor, q_name: str, q: Tensor) -> None:
