@@ -231,7 +231,7 @@ def _entry_row(stem: str, paths: Sequence[Path]) -> list[object]:
         (record,) = (path for path in paths if path.suffix == ".json")
         meta = json.loads(record.read_bytes())
         return [meta["name"], meta["target"], -(-size // 1024), round(meta["seconds"]), built]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return [stem, "incomplete", -(-size // 1024), "-", built]
 
 
@@ -387,6 +387,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; what a user can cause ends in a message and an exit status."""
+    if sys.stderr is None:  # closed: argparse and tqdm would fail, each in its way
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         try:
             return _run(argv)

@@ -240,6 +240,13 @@ def test_a_reader_that_has_read_enough_ends_the_command_quietly(arguments):
     assert done.stderr == ""
 
 
+def test_without_a_standard_error_the_exit_status_is_the_same():
+    command = f"{sys.executable} -m flashcute bogus 2>&-"
+    assert subprocess.run(command, shell=True, check=False).returncode == 2
+    command = f"{sys.executable} -m flashcute --version 2>&-"
+    assert subprocess.run(command, shell=True, check=False).returncode == 0
+
+
 def test_a_full_disk_behind_standard_output_is_a_message():
     with open("/dev/full", "w") as full:
         done = run("info", stdout=full)
@@ -365,6 +372,24 @@ def test_cache_lists_what_is_there(filled_cache, capsys):
     ]
     assert cli.main(["cache", "size"]) == 0
     assert capsys.readouterr().out.startswith(f"{filled_cache} (2 shared objects, 0.0 MiB)")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{"name": "x", "target": "y", "seconds": Infinity}',
+        '{"name": "x", "target": "y", "seconds": NaN}',
+        '{"name": "x", "target": "y", "seconds": "1"}',
+        "[" * 100_000,
+        "\0",
+    ],
+    ids=["infinite", "nan", "text", "deep", "binary"],
+)
+def test_cache_lists_a_damaged_record_as_incomplete(filled_cache, record, capsys):
+    (filled_cache / f"{STEM}.json").write_text(record)
+    assert cli.main(["cache"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == [STEM, "incomplete"]
+    assert cache.find(filled_cache, STEM) is None
 
 
 def test_cache_clean_removes_what_is_ours(filled_cache, capsys):
