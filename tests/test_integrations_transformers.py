@@ -62,6 +62,12 @@ def test_register_refuses_names_that_transformers_would_download(implementation)
         integration.register(implementation)
 
 
+@pytest.mark.parametrize("name", [3, b"x", ["x"], True])
+def test_register_refuses_what_is_no_name(name):
+    with pytest.raises(TypeError, match="register: expected name to be a str, got name="):
+        integration.register(name)
+
+
 def test_minilm_embeds_as_with_pytorchs_attention():
     ours, theirs, embedder = minilm.compare(minilm.model_folder(), "cpu", torch.float32)
     assert embedder.model.config._attn_implementation == NAME

@@ -61,8 +61,13 @@ def register(name: str = "cute_attn", unsupported: str = "error") -> None:
             computed. A paged cache and ``output_attentions`` are refused in any case.
 
     Raises:
+        TypeError: ``name`` is no str.
         ValueError: ``name`` is empty or contains ``"flash"``; another ``unsupported``.
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f'register: expected name to be a str, got name={name!r}; use for example "cute_attn"'
+        )
     if not name or "flash" in name:
         raise ValueError(
             f'register: expected a name without "flash" in it, got name={name!r}; transformers '
