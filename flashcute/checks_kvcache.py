@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .checks import check_kind, check_length, check_rank, has_tangent
+from .checks_varlen import Names
 from .rotary import check_tables
 
 # As many parts the keys of one sequence can be split into.
@@ -165,6 +166,18 @@ def fits(t: Tensors) -> bool:
 
 def _is_plain(x, rank: int) -> bool:
     return type(x) is Tensor and x.layout is torch.strided and x.dim() == rank
+
+
+def check_packed_queries(names: Names, q, k, v) -> int:
+    """q (total, heads, head_dim), and k and v in pages.
+
+    Returns:
+        The head dimension.
+    """
+    check_kind(names.fn, names.q, q)
+    check_rank(names.fn, names.q, q, "(total, heads, head_dim)")
+    check_store(names.fn, (names.k, names.v), q, k, v, paged=True)
+    return q.shape[2]
 
 
 def check_store(
@@ -399,7 +412,7 @@ def no_gradient(got: str) -> str:
     """The reason and way out for a gradient through a cache."""
     return (
         f"expected no gradient through a cache, on any device, got {got}; call it under "
-        "torch.no_grad() or detach the inputs, or train with flash_attn_varlen_func"
+        "torch.no_grad() or detach the inputs, or train with flash_attn_func"
     )
 
 

@@ -17,12 +17,11 @@ import torch
 from torch.autograd import forward_ad
 
 from . import autograd, checks, cpu, cpu_ops, cpu_varlen, heuristics, jit, resolver_errors
-from .checks_kvcache import check_splits, check_table
+from .checks_kvcache import check_packed_queries, check_splits, check_table
 from .checks_varlen import (
     Names,
     check_bounds,
     check_lengths,
-    check_packed_queries,
     check_packed_tokens,
 )
 from .config import DTYPES, MASKS, NAMESPACE

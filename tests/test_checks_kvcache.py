@@ -295,13 +295,18 @@ def _options() -> Iterator[Case]:
     leaf = {"q": lambda x, _: x.requires_grad_()}
     pattern = r"no gradient through a cache, .*got q.requires_grad=True; call it under torch.no_"
     yield _case("gradient", NotImplementedError, pattern, on=(*_ANY, "fake_cuda"), **leaf)
-    for paged in (False, True):
-        pattern = r"no KV cache on CUDA, .*got k_cache=\(a tensor\); write .*seqused_k; CPU tensors"
-        fields = {"on": ("fake_cuda",), "paged": paged}
-        yield _case(f"CUDA, paged={paged}", NotImplementedError, pattern, **fields)
-    fields |= {"function": VARLEN}
-    pattern = r"no paged KV cache on CUDA, .*got block_table=\(a tensor\); gather .*; CPU tensors"
-    yield _case("varlen in pages on CUDA", NotImplementedError, pattern, **fields)
+    fields = {"on": ("fake_cuda",)}
+    pattern = r"strides of k_cache that are multiples of 8 .*got k_cache.stride\(\)=\(.*; allocate"
+    gaps = {"k_cache": lambda x, _: x.new_empty(*x.shape[:3], 17)[..., :16]}
+    yield _case("appending to odd strides", NotImplementedError, pattern, **fields, **gaps)
+    pattern = r"head_dim to be a multiple of 8 where k and v are appended .*; allocate the cache"
+    narrow = {
+        n: lambda x, _: x.new_empty(*x.shape[:3], 12) for n in ("q", "k", "v", "k_cache", "v_cache")
+    }
+    yield _case("appending odd heads", NotImplementedError, pattern, **fields, **narrow)
+    pattern = "num_splits <= 1 with dropout, got num_splits=2 and dropout_p=0.1.*; leave"
+    more = {"function": VARLEN, "paged": True, "dropout_p": 0.1, "num_splits": 2}
+    yield _case("splits and dropout", NotImplementedError, pattern, **more)
     of = {"function": VARLEN, "paged": True}
     pattern = "seqused_k or cu_seqlens_k with a block_table, got neither; pass how many"
     yield _case("no lengths of keys", ValueError, pattern, **of, cu_seqlens_k=None)

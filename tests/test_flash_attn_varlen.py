@@ -372,7 +372,7 @@ def test_signatures_are_flash_attns():
         ("deterministic", False),
         ("return_attn_probs", False),
     ]
-    own = [("seqused_q", None), ("seqused_k", None), ("sinks", None)]
+    lengths_and_sinks = [("seqused_q", None), ("seqused_k", None), ("sinks", None)]
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     for name, inputs, more in (
         ("flash_attn_varlen_func", ("q", "k", "v", *lengths), [("block_table", None)]),
@@ -383,6 +383,7 @@ def test_signatures_are_flash_attns():
         assert getattr(flash_attn_interface, name) is function
         parameters = list(inspect.signature(function).parameters.values())
         required = inspect.Parameter.empty
+        own = lengths_and_sinks + ([("num_splits", 0)] if more else [])
         flash_attns = [*((n, required) for n in inputs), *options, *more]
         assert [(p.name, p.default) for p in parameters] == flash_attns + own
         kinds = [p.kind for p in parameters]

@@ -97,7 +97,7 @@ def test_a_profile_that_cannot_be_written_is_shown(tmp_path, capsys):
     assert "flashcute profile: expected to write /dev/full, got: No space left" in printed.err
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "other"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "other"}', '{"kind": "static"}'])
 def test_comparison_refuses_other_files(tmp_path, capsys, text):
     path = tmp_path / "wrong.json"
     path.write_text(text)
@@ -113,6 +113,7 @@ def test_comparison_refuses_other_files(tmp_path, capsys, text):
         (("--static", "--set", "tile=1"), "expected FIELD=VALUE with FIELD in"),
         (("--static", "--set", "tile_n"), "got 'tile_n'"),
         (("--static", "--set", "tile_n=65"), "expected tile_n to be a multiple of 16"),
+        (("--static", "--set", f"tile_n={'9' * 5000}"), "expected tile_n to be"),
         (("--static", "--target", "75"), "got target='75'"),
         (("--file", "x.so"), "expected --static with --file"),
         (("--static", "--heads", "3", "--heads-k", "2"), "--heads-k to divide --heads"),
