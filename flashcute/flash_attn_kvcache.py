@@ -36,6 +36,25 @@ from .cpu_operator import is_traced
 _UNLIMITED = (-1, -1)
 
 
+def _options(
+    fn, d, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits
+) -> Options:
+    # The identity tests are the quick way through for what nearly every call passes.
+    scale = check_scale(fn, softmax_scale, d)
+    if causal is not False and causal is not True:
+        causal = check_flag(fn, "causal", causal)
+    left, right = _UNLIMITED
+    if window_size is not _UNLIMITED:
+        left, right = check_window(fn, window_size)
+    if type(softcap) is not float or softcap != 0.0:
+        softcap = check_softcap(fn, softcap)
+    if rotary_interleaved is not True and rotary_interleaved is not False:
+        rotary_interleaved = check_flag(fn, "rotary_interleaved", rotary_interleaved)
+    if type(num_splits) is not int or num_splits != 0:
+        num_splits = check_splits(fn, num_splits)
+    return Options(scale, causal, left, right, softcap, rotary_interleaved, num_splits)
+
+
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -130,22 +149,10 @@ def flash_attn_with_kvcache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths_of(fn, cache_seqlens, q)),
         *(cache_batch_idx, cache_leftpad, block_table, sinks, alibi_slopes),
     )
-    # The identity tests are the quick way through for what nearly every call passes.
     d = q.shape[3] if fits(t) else check_cache(fn, t)
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
         check_room(fn, t, cache_seqlens)
-    scale = check_scale(fn, softmax_scale, d)
-    if causal is not False and causal is not True:
-        causal = check_flag(fn, "causal", causal)
-    left, right = _UNLIMITED
-    if window_size is not _UNLIMITED:
-        left, right = check_window(fn, window_size)
-    if type(softcap) is not float or softcap != 0.0:
-        softcap = check_softcap(fn, softcap)
-    if rotary_interleaved is not True and rotary_interleaved is not False:
-        rotary_interleaved = check_flag(fn, "rotary_interleaved", rotary_interleaved)
-    if type(num_splits) is not int or num_splits != 0:
-        num_splits = check_splits(fn, num_splits)
+    o = _options(fn, d, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits)
     if return_softmax_lse is not False and return_softmax_lse is not True:
         return_softmax_lse = check_flag(fn, "return_softmax_lse", return_softmax_lse)
     if alibi_slopes is not None:
@@ -155,14 +162,13 @@ def flash_attn_with_kvcache(
     if q.is_cpu:
         check_dtype(fn, "q.dtype", q.dtype, q.device)
     else:
-        check_for_kernels(fn, "q", q, d, scale)
+        check_for_kernels(fn, "q", q, d, o.softmax_scale)
     check_no_gradient(fn, Tensors._fields, *t)
     traced = is_traced(q)
     if not traced and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{fn}: {no_gradient('a call inside a transform of torch.func')}")
-    o = Options(scale, causal, left, right, softcap, rotary_interleaved, num_splits)
     if not (q.is_cpu or q.is_meta):
-        check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
+        check_kernel_scores(fn, o.softmax_scale, o.softcap, alibi_slopes is not None)
         out, lse = ops_kvcache.launch(fn, t, o)
     elif traced or q.is_meta:
         out, lse = ops_kvcache.attend(t, o)
