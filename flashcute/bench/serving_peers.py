@@ -271,10 +271,13 @@ def measure_host(names: tuple[str, ...], device: str) -> dict[str, dict[str, flo
 
 
 def _in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """A call of the next one, and after the last of the first."""
+    """A call of the next one, and after the last of the first. Each is called once here, where a
+    peer that fails is left out."""
+    for call in calls:
+        call()
     following = itertools.cycle(calls)
 
-    def call() -> object:
+    def next_call() -> object:
         return next(following)()
 
-    return call
+    return next_call
