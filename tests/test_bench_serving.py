@@ -153,6 +153,8 @@ def test_points_are_those_asked_for():
         (("--pass", "decode", "--shapes", "gpt2"), "got 'gpt2'; they are 1x8192-q1-h32/8-d128, "),
         (("--page-sizes", 16), "expected --page-sizes with --pass decode and append only"),
         (("--pass", "bwd", "--num-splits", 2), "append only, got --pass bwd; leave it out"),
+        (("--pass", "ring", "--num-splits", 2), "append only, got --pass ring; leave it out"),
+        (("--pass", "decode", "--num-splits", 129), "expected 0 <= num_splits <= 128, got num"),
     ],
 )
 def test_wrong_arguments(monkeypatch, given, message, capsys):

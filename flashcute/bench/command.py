@@ -229,16 +229,16 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: for arguments that do not go together, and a file that holds no result.
     """
-    if args.what == "ring":
-        return _run_ring(args)
-    if args.nproc is not None:
-        raise ValueError("flashcute bench: expected --nproc with --pass ring only; leave it out")
     for name in ("page_sizes", "num_splits"):
         if getattr(args, name) is not None and args.what not in serving.PASSES:
             raise ValueError(
                 f"flashcute bench: expected --{name.replace('_', '-')} with --pass decode and "
                 f"append only, got --pass {args.what}; leave it out"
             )
+    if args.what == "ring":
+        return _run_ring(args)
+    if args.nproc is not None:
+        raise ValueError("flashcute bench: expected --nproc with --pass ring only; leave it out")
     if (args.plots or args.plot_only) and importlib.util.find_spec("matplotlib") is None:
         option = "--plot-only" if args.plot_only else "--plots"
         raise ValueError(

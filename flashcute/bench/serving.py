@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 
 from ..benchmarking import Shape
+from ..checks_kvcache import check_splits
 from ..heuristics import FwdProblem, rounded_length, typical_length
 
 PASSES = ("decode", "append")
@@ -116,6 +117,7 @@ def _check(args: argparse.Namespace) -> None:
             f"flashcute bench: expected --pass {args.what} without {', '.join(given)}, which it "
             "does not have; leave it out"
         )
+    check_splits("flashcute bench", args.num_splits or 0)
     for size in args.page_sizes or ():
         if size and _LARGEST_PAGE % size:
             raise ValueError(
