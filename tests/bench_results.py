@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from flashcute import benchmarking as bm
+from flashcute.bench import serving
 
 
 def row(d=64, s=512, causal=False, difference=0.0, dtype="bf16", group=1, sustained=False, **us):
@@ -40,6 +41,26 @@ def option_row(name, difference=0.0, lengths=(), **options_and_times):
     if lengths:
         made |= {"b": len(lengths), "seqlen_q": max(lengths), "seqlen_k": max(lengths)}
     return made | options | {"alibi": False, "lengths": lengths, "model": name}
+
+
+def serving_row(name, page_size=0, append="", ceiling=4e12, difference=0.0, **us):
+    """A row over a cache of the point ``name``."""
+    point = next(points[name] for points in serving.POINTS.values() if name in points)
+    shape = dataclasses.replace(point, page_size=page_size, append=append)
+    figures = serving.figures(shape, us, {"read_bytes_per_second": ceiling})
+    found = {"dtype": "bf16", **dataclasses.asdict(shape), "inputs": "normal", "model": name}
+    found |= {"us": us, "tflops": {x: round(shape.flops / t / 1e6, 1) for x, t in us.items()}}
+    return found | figures | {"difference": {"flashcute": difference}, "missing": {}}
+
+
+def serving_result(*rows, what="decode", **changes):
+    """A result of ``--pass decode`` with these rows."""
+    ceiling = {"read_bytes_per_second": 4e12, "sum_bf16_bytes_per_second": 4e12}
+    ceiling["sum_float32_bytes_per_second"] = 3.5e12
+    made = {"pass": what, "ceiling": ceiling, "host_us": {}}
+    made["contenders"] = ("flashcute", "fa2", "cudnn", "fa3", "fa3_ragged")
+    made |= {"host_us_decode": {"flashcute": 14.0}, "host_us_decode_int": {"flashcute": 18.5}}
+    return result(*rows, **made | changes)
 
 
 def result(*rows, **changes):

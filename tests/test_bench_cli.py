@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_results import result, row
+from bench_results import result, row, serving_result, serving_row
 
 from flashcute import __main__ as main
 from flashcute import benchmarking as bm
@@ -196,6 +196,41 @@ def test_options_on_the_cpu(no_gpu, tmp_path, capsys):
     assert "plain did not run everywhere: without its window it is more work (window-127" in printed
 
 
+def test_a_cache_on_the_cpu(no_gpu, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    saved = tmp_path / "decode.json"
+    chosen = ("--pass", "decode", "--shapes", "1x8192-q1-h64", "--page-sizes", 0, 16)
+    assert bench(*chosen, "--repeats", 1, "--json", saved, "--plots", tmp_path) == 0
+    made = json.loads(saved.read_text())
+    assert (made["pass"], made["contenders"]) == ("decode", ["flashcute", "torch"])
+    assert [line["page_size"] for line in made["rows"]] == [0, 16]
+    for line in made["rows"]:
+        assert (line["model"], line["seqlen_k"]) == ("1x8192-q1-h64/8-d64", 256)
+        assert line["cache_bytes"] == 2 * 2 * 256 * 8 * 64
+        assert set(line["us"]) == {"flashcute", "torch"} and line["missing"] == {}
+        assert 0 < line["difference"]["flashcute"] < sweep.AGREEMENT["bf16"]
+    printed = capsys.readouterr()
+    assert "TB/s of the cache, decoding" in printed.out
+    assert "Nothing here says anything of the kernels' speed" in printed.out
+    pictures = ["decode_bf16_bandwidth.png", "decode_bf16_ratio.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == pictures
+    assert bench("--plot-only", saved) == 0  # without --pass
+    assert "TB/s of the cache, decoding" in capsys.readouterr().out
+
+
+def test_a_wrong_output_over_a_cache_is_the_exit_status(monkeypatch, capsys):
+    rows = [serving_row("4x4096-q1-h32/8-d128", 16, difference=0.5, flashcute=9.0)]
+    rows.append(serving_row("append-16x8192", append="rotary", flashcute=9.0))
+    rows[1]["difference"] = {}
+    made = serving_result(*rows)
+    monkeypatch.setattr(command, "_measure", lambda args: made)
+    assert bench("--pass", "decode") == 1
+    printed = capsys.readouterr().err
+    where = "4x4096-q1-h32/8-d128, pages of 16 bf16"
+    assert f"flashcute differs from torch by 0.5 at {where}" in printed
+    assert "did not run at append-16x8192, append rotary bf16" in printed
+
+
 @pytest.mark.parametrize(
     ("shapes", "names"),
     [
@@ -206,6 +241,12 @@ def test_options_on_the_cpu(no_gpu, tmp_path, capsys):
 )
 def test_the_usual_contenders_are_those_of_the_shapes(shapes, names):
     assert command._usual(wanted("--shapes", *shapes), "cuda") == names
+
+
+def test_the_usual_contenders_over_a_cache():
+    names = ("flashcute", "fa2", "cudnn", "fa3", "fa3_ragged")
+    assert command._usual(wanted("--pass", "decode"), "cuda") == names
+    assert command._usual(wanted("--pass", "append"), "cpu") == ("flashcute", "torch")
 
 
 def names_asked_for(shape, dtype, sms):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from bench_results import option_row, result, row
+from bench_results import option_row, result, row, serving_result, serving_row
 
 pytest.importorskip("matplotlib")
 
@@ -214,3 +214,45 @@ def test_a_cpu_is_drawn_in_gigaflops():
     figure = plots.speed(made, rows, "title")
     assert figure.axes[0].get_ylabel() == "GFLOP/s"
     assert "CPU" in plots._title(made, "Forward", table.Part("bf16"))
+
+
+def over_cache():
+    """Two kinds of heads; pages that only flashcute has; a ragged batch beside them."""
+    rows = []
+    for heads in ("h32/8-d128", "h64/8-d64"):
+        for size in ("64x4096-q1", "1x8192-q1", "4x8192-q16"):
+            name = f"{size}-{heads}"
+            rows.append(serving_row(name, flashcute=100.0, fa3=125.0))
+            rows.append(serving_row(name, page_size=16, flashcute=110.0))
+    rows.append(serving_row("mixed-8x512-and-56-over-8k", flashcute=700.0, fa3_ragged=900.0))
+    return rows
+
+
+def test_a_cache_has_pictures_of_its_own(tmp_path):
+    made = serving_result(*over_cache())
+    names = [path.name for path in plots.draw(made, tmp_path, "d")]
+    assert names == ["d_bf16_bandwidth.png", "d_bf16_ratio.png"]
+    append = serving_result(serving_row("append-16x8192", flashcute=9.0, fa3=8.0), what="append")
+    assert [x.name for x in plots.draw(append, tmp_path, "a")] == ["a_bf16_ratio.png"]
+    alone = serving_result(serving_row("append-16x8192", flashcute=9.0), what="append")
+    assert plots.draw(alone, tmp_path, "x") == []
+
+
+def test_bandwidth_is_over_the_bytes_under_the_read_ceiling():
+    rows = [row for row in over_cache() if not row["decodes"]]
+    figure = plots.bandwidth(serving_result(*rows), rows, "title")
+    one, other, several, _ = figure.axes
+    titles = [axes.get_title() for axes in figure.axes]
+    heads = ("h=32/8 d=128", "h=64/8 d=64")
+    assert titles == [f"{x}, {y}" for y in ("one query", "several queries") for x in heads]
+    ours, ours_16, fa3, ceiling = one.get_lines()
+    assert list(ceiling.get_ydata()) == [4.0, 4.0]
+    assert list(ours.get_xdata()) == [32.0, 1024.0]  # MiB, sorted
+    for line, us in ((ours, 100.0), (ours_16, 110.0), (fa3, 125.0)):
+        expected = [x * 2**20 / us / 1e6 for x in (32, 1024)]
+        assert list(line.get_ydata()) == pytest.approx(expected, rel=1e-3)
+    assert [len(x.get_xdata()) for x in several.get_lines()[:3]] == [1, 1, 1]
+    assert list(other.get_lines()[0].get_xdata()) == [16.0, 512.0]
+    (legend,) = figure.legends
+    said = [text.get_text() for text in legend.get_texts()]
+    assert said == ["flashcute", "flashcute, pages of 16", "fa3", "read"]

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from flashcute import benchmarking as bm
-from flashcute.bench import inputs, models, option_peers, options, peers, sweep
+from flashcute.bench import (
+    inputs,
+    models,
+    option_peers,
+    options,
+    peers,
+    serving,
+    serving_peers,
+    sweep,
+)
 from flashcute.bench.sweep import Variant
 
 CPU = sweep.Options("cpu", ("flashcute", "torch"), repeats=2, warmup=1, flush_bytes=1 << 20)
@@ -236,6 +245,58 @@ def test_the_ceiling_is_a_product_and_a_copy(monkeypatch):
     assert ceiling["tflops"] == pytest.approx(2 * 64**3 / 2.0 / 1e6, abs=0.05)
     assert ceiling["tflops_sustained"] == pytest.approx(2 * 64**3 / 4.0 / 1e6, abs=0.05)
     assert ceiling["bytes_per_second"] == pytest.approx(2 * (1 << 20) / 2e-6)
+
+
+def test_the_read_ceiling_is_the_fastest_of_three_sums(monkeypatch):
+    monkeypatch.setattr(sweep, "READ_BYTES", 1 << 20)
+    times = {"sum_bf16": 4.0, "sum_float32": 2.0, "row_sums_float32": 3.0}
+
+    def timed(calls, *how):
+        assert how == (CPU.device, CPU.repeats, CPU.warmup, CPU.flush_bytes)  # as contenders are
+        assert all(call().isfinite().all() for call in calls.values())
+        return {name: [times[name.removesuffix("_bytes_per_second")]] for name in calls}
+
+    monkeypatch.setattr(bm, "time_interleaved", timed)
+    ceiling = sweep.measure_ceiling(dataclasses.replace(CPU, what="decode"), [])
+    speeds = {f"{x}_bytes_per_second": (1 << 20) / us * 1e6 for x, us in times.items()}
+    assert ceiling == {"read_bytes_per_second": max(speeds.values())} | speeds
+
+
+@pytest.mark.parametrize("what", serving.PASSES)
+def test_a_point_over_a_cache_has_its_bytes_and_its_page_sizes_take_turns(what, monkeypatch):
+    loops = []
+
+    def timed(contenders, *_):
+        loops.append(contenders)
+        return {key: [2.0 + key[0]] for key in contenders}
+
+    monkeypatch.setattr(bm, "time_interleaved", timed)
+    shapes = [serving.Serving(2, 1, 256, 4, 2, 16, causal=True, page_size=n) for n in (0, 16)]
+    options = dataclasses.replace(CPU, what=what)
+    point = [Variant("bf16", shape, model="x") for shape in shapes]
+    rows = sweep.measure(point, 0, options, [], {"read_bytes_per_second": 1e11})
+    (loop,) = loops
+    assert len(loop) == 2 * 2
+    assert [row["page_size"] for row in rows] == [0, 16]
+    for number, row in enumerate(rows):
+        size = 2 * 2 * 2 * 256 * 2 * 16
+        us = 2.0 + number
+        assert row["cache_bytes"] == size
+        assert row["us"] == {"flashcute": us, "torch": us}
+        assert row["tb_per_second"]["flashcute"] == pytest.approx(size / us / 1e6, rel=1e-3)
+        share = 100 * size / us / 1e6 / 0.1
+        assert row["percent_of_read"]["torch"] == pytest.approx(share, abs=0.05)
+        assert row["difference"]["flashcute"] <= sweep.AGREEMENT["bf16"]
+
+
+def test_host_time_over_a_cache_is_of_decode_calls(monkeypatch):
+    monkeypatch.setattr(
+        serving_peers, "measure_host", lambda names, device: {"host_us_decode": {names[0]: 1.0}}
+    )
+    monkeypatch.setattr(sweep, "measure_host", None)
+    monkeypatch.setattr(sweep, "measure_ceiling", lambda options, samples: {})
+    result = sweep.run([], dataclasses.replace(CPU, device="cuda", what="decode"))
+    assert (result["host_us_decode"], result["host_us"]) == ({"flashcute": 1.0}, {})
 
 
 def c(call):

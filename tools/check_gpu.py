@@ -104,6 +104,9 @@ PHASES = {
     # compiled first.
     "options": Phase(400, _bench("fwd_options.json", "--shapes", "options"), 14000, default=False),
     "backward": Phase(200, _bench("bwd.json", "--pass", "bwd"), 7000, default=False),
+    # 33 points of five page sizes; kernels for pages are compiled first.
+    "decode": Phase(500, _bench("decode.json", "--pass", "decode"), 30000, default=False),
+    "append": Phase(200, _bench("append.json", "--pass", "append"), 12000, default=False),
     "training": Phase(200, _training, 3000, default=False),
     # What `make test` leaves out, where there are processors enough: every kernel that ships.
     "test-all": Phase(500, _test_all, 1000, default=False),

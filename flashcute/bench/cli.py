@@ -1,13 +1,13 @@
 """``python -m flashcute bench``: forward, backward or both over a sweep or the shapes of public
-models, the forward with its options, on inputs of named distributions, beside the peers installed
-here."""
+models, the forward with its options, on inputs of named distributions, decoding over a cache,
+beside the peers installed here."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from ..arguments import output_file, output_folder, positive, seconds
+from ..arguments import natural, output_file, output_folder, positive, seconds
 from ..config import DTYPES, HEAD_DIMS
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -18,7 +18,7 @@ INPUTS = (
 )
 # Of contenders that are flashcute itself.
 _OURS = ("flashcute", "plain")
-_PEERS = ("fa2", "cudnn", "fa3", "flex", "torch", "plain")
+_PEERS = ("fa2", "cudnn", "fa3", "fa3_ragged", "flex", "torch", "plain")
 
 
 def _peer_module(text: str) -> tuple[str, Path]:
@@ -41,18 +41,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["sweep"],
         metavar="sweep|models|options|NAME",
         help="the sweep, all shapes of public models, all options of the forward (windows, sinks, "
-        "packed sequences, softcap, ALiBi), or the models and options with NAME in theirs",
+        "packed sequences, softcap, ALiBi), or the models and options with NAME in theirs; of "
+        "--pass decode and append all points, or those with NAME in theirs, as 64x4096, h32/8, "
+        "mixed",
     )
     parser.add_argument(
         "--pass",
         dest="what",
-        choices=("fwd", "bwd", "fwd+bwd", "ring"),
+        choices=("fwd", "bwd", "fwd+bwd", "ring", "decode", "append"),
         default="fwd",
         help="what is timed (fwd); a backward counts 2.5 times the FLOPs of a forward; ring: "
-        "sequences split over several GPUs, forward alone and with the backward",
+        "sequences split over several GPUs, forward alone and with the backward; decode: a few "
+        "queries over a cache, and chunks of prompts beside decodes; append: a token written to "
+        "the cache by the same call, with and without rotary embedding, beside none",
     )
     parser.add_argument(
         "--nproc", type=positive, help="--pass ring: processes (all GPUs; 2 without one)"
+    )
+    parser.add_argument(
+        "--page-sizes",
+        type=natural,
+        nargs="+",
+        metavar="TOKENS",
+        help="--pass decode and append: tokens of a page of the cache, timed in turns; 0: a "
+        "contiguous cache (0 1 16 64 256)",
+    )
+    parser.add_argument(
+        "--num-splits",
+        type=natural,
+        help="--pass decode and append: parts of flashcute's keys; 0: chosen by shape (0)",
     )
     parser.add_argument(
         "--inputs",
@@ -87,7 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers",
         nargs="*",
         choices=_PEERS,
-        help="default: all that run here; plain: without the option",
+        help="default: all that run here; plain: without the option; fa3_ragged: a mixed batch of "
+        "--pass decode in one call of fa3, which else takes two",
     )
     parser.add_argument(
         "--peer-module",

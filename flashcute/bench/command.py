@@ -19,9 +19,21 @@ from ..extras import install_command
 from ..heuristics import FwdProblem, choose_bwd, choose_fwd, rounded_length, typical_length
 from ..jit import BuildError, kernels
 from ..jit.progress import Progress
-from . import models, option_peers, peers, plots, sweep, table
+from . import (
+    models,
+    option_peers,
+    peers,
+    plots,
+    serving,
+    serving_peers,
+    serving_table,
+    sweep,
+    table,
+)
 from .cli import INPUTS, MASKS, SEQLENS
 from .options import Option
+from .serving import Serving
+from .sweep import Variant
 
 # Sizes for about a minute on a CPU.
 _CPU_SEQLENS = (64, 128, 256)
@@ -52,8 +64,10 @@ def _options(args: argparse.Namespace) -> sweep.Options:
     )
 
 
-def _problem(variant: sweep.Variant) -> FwdProblem:
+def _problem(variant: Variant) -> FwdProblem:
     """The call as the choice of a kernel sees it."""
+    if isinstance(variant.shape, Serving):
+        return variant.shape.problem(variant.dtype)
     sizes = {
         field.name: getattr(variant.shape, field.name) for field in dataclasses.fields(bm.Shape)
     }
@@ -78,7 +92,7 @@ def _problem(variant: sweep.Variant) -> FwdProblem:
     )
 
 
-def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
+def build(wanted: list[list[Variant]], what: str = "fwd") -> None:
     """Builds the kernels of a sweep in parallel; otherwise its calls would build them one by one.
 
     A backward needs those of its forward, too.
@@ -90,7 +104,7 @@ def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
     sms = torch.cuda.get_device_properties().multi_processor_count
     target = "".join(map(str, capability))
     problems = [_problem(variant) for point in wanted for variant in point]
-    choices = (choose_fwd,) if what == "fwd" else (choose_fwd, choose_bwd)
+    choices = (choose_fwd,) if what in ("fwd", *serving.PASSES) else (choose_fwd, choose_bwd)
     configs = dict.fromkeys(choose(x, capability, sms) for choose in choices for x in problems)
     missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
     if not missing:
@@ -102,9 +116,15 @@ def build(wanted: list[list[sweep.Variant]], what: str = "fwd") -> None:
         raise BuildError("\n".join(errors))
 
 
-def _points(args: argparse.Namespace, on_gpu: bool) -> list[list[sweep.Variant]]:
+def _points(args: argparse.Namespace, on_gpu: bool) -> list[list[Variant]]:
     """The points to measure: those of the sweep, then the named shapes, as the arguments say."""
     inputs = list(INPUTS) if "all" in args.inputs else list(dict.fromkeys(args.inputs))
+    if args.what in serving.PASSES:
+        tokens = args.tokens or (None if on_gpu else _CPU_TOKENS)
+        return [
+            [Variant(dtype, shape, model=name) for dtype in args.dtypes for shape in shapes]
+            for name, shapes in serving.points(args, tokens).items()
+        ]
     found = []
     if "sweep" in args.shapes:
         found += sweep.points(
@@ -129,11 +149,11 @@ def _points(args: argparse.Namespace, on_gpu: bool) -> list[list[sweep.Variant]]
     return found + sweep.model_points(chosen, args.dtypes, inputs)
 
 
-def _usual(wanted: list[list[sweep.Variant]], device: str) -> tuple[str, ...]:
+def _usual(wanted: list[list[Variant]], device: str) -> tuple[str, ...]:
     """The contenders on these points, without those asked for."""
-    kinds = [isinstance(variant.shape, Option) for point in wanted for variant in point]
-    lists = [(peers.NAMES, False), (option_peers.NAMES, True)]
-    found = [name for names, kind in lists if kind in kinds for name in names[device]]
+    kinds = {type(variant.shape) for point in wanted for variant in point}
+    lists = {bm.Shape: peers.NAMES, Option: option_peers.NAMES, Serving: serving_peers.NAMES}
+    found = [name for kind, names in lists.items() if kind in kinds for name in names[device]]
     return tuple(dict.fromkeys(found))
 
 
@@ -181,6 +201,11 @@ def _draw(result: dict, folder: Path, stem: str) -> None:
         print(path)
 
 
+def _summary(result: dict) -> str:
+    shown = serving_table if result.get("pass") in serving.PASSES else table
+    return shown.summary(result)
+
+
 def _run_ring(args: argparse.Namespace) -> int:
     """:func:`run` of sequences that are split over processes."""
     from . import ring  # here, as torch.distributed and dynamo take a second to import
@@ -204,6 +229,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: for arguments that do not go together, and a file that holds no result.
     """
+    for name in ("page_sizes", "num_splits"):
+        if getattr(args, name) is not None and args.what not in serving.PASSES:
+            raise ValueError(
+                f"flashcute bench: expected --{name.replace('_', '-')} with --pass decode and "
+                f"append only, got --pass {args.what}; leave it out"
+            )
     if args.what == "ring":
         return _run_ring(args)
     if args.nproc is not None:
@@ -217,7 +248,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot_only:
         result = _load(args.plot_only)
         try:
-            print(table.summary(result))
+            print(_summary(result))
             _draw(result, args.plots or args.plot_only.parent, args.plot_only.stem)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
@@ -234,7 +265,7 @@ def run(args: argparse.Namespace) -> int:
         writes.append((args.plots, lambda: _draw(result, args.plots, stem)))
     # Before the tables: the reader of standard output may close it early.
     unwritten = failures("bench", *writes)
-    print(table.summary(result))
+    print(_summary(result))
     wrong = table.disagreements(result)
     print(*wrong, *unwritten, sep="\n", file=sys.stderr)
     return 1 if wrong or unwritten or result["stopped_early"] else 0

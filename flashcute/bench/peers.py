@@ -27,7 +27,7 @@ def _flashcute(q, k, v, causal):
     return lambda: flash_attn_func(q, k, v, causal=causal)
 
 
-def _fa2(q, k, v, causal):
+def fa2(q, k, v, causal):
     """FlashAttention-2 as PyTorch ships it: the flash backend of SDPA, (b, h, s, d) views.
 
     Unlike SDPA itself, the op aligns its causal mask to the bottom-right corner, which
@@ -38,7 +38,7 @@ def _fa2(q, k, v, causal):
     return lambda: op(q, k, v, 0.0, causal)[0].transpose(1, 2)
 
 
-def _cudnn(q, k, v, causal):
+def cudnn(q, k, v, causal):
     """cuDNN as PyTorch ships it, without the log-sum-exp for inference, as SDPA calls it."""
     compute_log_sumexp = q.requires_grad
     if causal and q.shape[1] != k.shape[1]:
@@ -85,7 +85,7 @@ def _torch(q, k, v, causal):
     return lambda: sdpa(q, k, v, **options).transpose(1, 2)
 
 
-_MAKERS = {"flashcute": _flashcute, "fa2": _fa2, "cudnn": _cudnn, "fa3": _fa3, "torch": _torch}
+_MAKERS = {"flashcute": _flashcute, "fa2": fa2, "cudnn": cudnn, "fa3": _fa3, "torch": _torch}
 # What is timed, and its FLOPs over those of the forward: five products of a pair of tiles over two.
 PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 Result = torch.Tensor | tuple[torch.Tensor, ...]

@@ -1,5 +1,5 @@
 """Pictures of a result: speed over sequence length, ratio to the best peer, roofline; the ratio for
-each named shape and each distribution of inputs."""
+each named shape and each distribution of inputs; over a cache, bytes a second over its bytes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import benchmarking as bm
+from . import serving, serving_table
 from .table import Part, describe, over_normal, parts, pass_of, ratio, unit_of
 
 _COLOURS = {
     **{"flashcute": "#d1495b", "fa2": "#2a6f97", "cudnn": "#6a994e", "fa3": "#8d6a9f"},
-    **{"torch": "#2a6f97", "flex": "#bc8034", "plain": "#e7a1ab"},
+    **{"torch": "#2a6f97", "flex": "#bc8034", "plain": "#e7a1ab", "fa3_ragged": "#c4aed0"},
 }
 _MASKS = {False: "full", True: "causal"}
 
@@ -243,6 +244,72 @@ def inputs(members: Mapping[Part, Sequence[Mapping]], title: str, suffix: str = 
     return figure
 
 
+def bandwidth(result: Mapping, rows: Sequence[Mapping], title: str):
+    """TB/s of the cache over its bytes under the measured read ceiling: a line for each contender
+    and page size, a column for each pair of heads, a row for one query and for several."""
+    from matplotlib.figure import Figure
+
+    columns = list(dict.fromkeys(serving_table.heads(row) for row in rows))
+    several = sorted({row["seqlen_q"] > 1 for row in rows})
+    figure = Figure(
+        figsize=(1 + 3.3 * len(columns), 1.2 + 2.8 * len(several)), layout="constrained"
+    )
+    grid = figure.subplots(len(several), len(columns), squeeze=False, sharex=True, sharey=True)
+    sizes = list(dict.fromkeys(row["page_size"] for row in rows))
+    ceiling = result.get("ceiling", {}).get("read_bytes_per_second")
+    handles = {}
+    for line, more in zip(grid, several, strict=True):
+        line[0].set_ylabel("TB/s of the cache")
+        for axes, column in zip(line, columns, strict=True):
+            for name in result["contenders"]:
+                for number, size in enumerate(sizes):
+                    have = sorted(
+                        (row["cache_bytes"] / 2**20, row["tb_per_second"][name])
+                        for row in rows
+                        if name in row["tb_per_second"]
+                        and row["page_size"] == size
+                        and (serving_table.heads(row), row["seqlen_q"] > 1) == (column, more)
+                    )
+                    if have:
+                        label = f"{name}, pages of {size}" if size else name
+                        (handles[label],) = axes.plot(
+                            *zip(*have, strict=True),
+                            marker="o",
+                            markersize=4,
+                            linewidth=2.2 if name == "flashcute" and not size else 1.3,
+                            linestyle="--" if size else "-",
+                            alpha=1 - 0.6 * number / len(sizes),
+                            color=_colour(name, result["contenders"]),
+                        )
+            if ceiling:
+                style = {"color": "#555", "linestyle": ":", "linewidth": 1.3}
+                handles["read"] = axes.axhline(ceiling / 1e12, **style)
+            axes.set_xscale("log", base=2)
+            axes.grid(alpha=0.3)
+            axes.set_title(f"{column}, {'several queries' if more else 'one query'}", fontsize=10)
+    grid[0][0].set_ylim(bottom=0)
+    for axes in grid[-1]:
+        axes.set_xlabel("MiB of keys and values")
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=5)
+    figure.suptitle(title)
+    return figure
+
+
+def _over_cache(result: Mapping) -> dict:
+    """The pictures of calls over a cache, by suffix of the file name."""
+    figures = {}
+    for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["dtype"] == dtype]
+        title = _title(result, pass_of(result).capitalize(), Part(dtype))
+        decode = [row for row in rows if serving_table.kind(row) == "decode"]
+        if decode:
+            figures[f"{dtype}_bandwidth"] = bandwidth(result, decode, title)
+        compared = [row for row in rows if ratio(row) is not None]
+        if compared:
+            figures[f"{dtype}_ratio"] = models(result, compared, title)
+    return figures
+
+
 def _point(row: Mapping) -> str:
     return describe({**row, "inputs": "normal"})
 
@@ -280,12 +347,8 @@ def _of_inputs(result: Mapping, family: Part, members: Mapping[Part, Sequence[Ma
     return figures
 
 
-def draw(result: Mapping, folder: Path, stem: str) -> list[Path]:
-    """Writes every picture that the result has data for as PNG; returns the files.
-
-    If points were measured on several distributions of inputs, one picture shows them all; the
-    others are of normal inputs.
-    """
+def _of_shapes(result: Mapping) -> dict:
+    """The pictures of the other passes, by suffix of the file name."""
     families: dict[Part, dict[Part, list[Mapping]]] = {}
     for part, rows in parts(result["rows"]).items():
         families.setdefault(part._replace(inputs="normal"), {})[part] = rows
@@ -299,6 +362,17 @@ def draw(result: Mapping, folder: Path, stem: str) -> list[Path]:
         if several:
             made = _of_inputs(result, family, members)
             figures |= {f"{_stem(family)}_{what}": figure for what, figure in made.items()}
+    return figures
+
+
+def draw(result: Mapping, folder: Path, stem: str) -> list[Path]:
+    """Writes every picture that the result has data for as PNG; returns the files.
+
+    If points were measured on several distributions of inputs, one picture shows them all; the
+    others are of normal inputs.
+    """
+    cached = result.get("pass") in serving.PASSES
+    figures = _over_cache(result) if cached else _of_shapes(result)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in figures.items():

@@ -25,8 +25,9 @@ import torch
 
 from .. import benchmarking as bm
 from . import inputs as distributions
-from . import option_peers, peers
+from . import option_peers, peers, serving, serving_peers
 from .options import Option
+from .serving import Serving
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # The smallest useful shape, for which peers publish host times; and one with grouped heads and more
@@ -39,6 +40,7 @@ HOST_SHAPES = {
 AGREEMENT = {"bf16": 4e-2, "fp16": 1e-2}
 CEILING_SIZE = 8192  # rows and columns of the matrices whose product is the ceiling
 COPY_BYTES = 2 << 30
+READ_BYTES = 4 << 30
 SAMPLE_MS = 50
 
 
@@ -53,7 +55,7 @@ class Options:
         sustained: Seconds back to back of each, 0 for none.
         flush_bytes: Cleared before each call of a burst.
         time_limit: Seconds after which no further point is begun.
-        what: The pass, one of ``peers.PASSES``.
+        what: The pass, one of ``peers.PASSES`` or ``serving.PASSES``.
         modules: Contenders from files, by name (``peers.load_module``).
     """
 
@@ -144,7 +146,12 @@ def measure_sustained(
 
 
 def measure_ceiling(options: Options, samples: Samples) -> dict[str, float]:
-    """The ceilings of this GPU by the same two protocols: a large matrix product, and a copy."""
+    """The ceilings of this GPU by the same two protocols: a large matrix product, and a copy.
+
+    For calls over a cache :func:`measure_read`.
+    """
+    if options.what in serving.PASSES:
+        return measure_read(options)
     generator = torch.Generator(options.device).manual_seed(0)
     size = (CEILING_SIZE, CEILING_SIZE)
     a, b = (
@@ -168,6 +175,26 @@ def measure_ceiling(options: Options, samples: Samples) -> dict[str, float]:
     copies = bm.time_interleaved({"copy": lambda: target.copy_(source)}, options.device, 5, 2)
     moved = 2 * COPY_BYTES  # read and written
     return ceiling | {"bytes_per_second": moved / statistics.median(copies["copy"]) * 1e6}
+
+
+def measure_read(options: Options) -> dict[str, float]:
+    """Bytes a second of PyTorch's sums over 4 GiB of bf16 noise, and the fastest of them, which is
+    the read ceiling: of all elements as bf16, of all pairs of them as float32, and of rows of those
+    pairs. Each is timed as the contenders are."""
+    generator = torch.Generator(options.device).manual_seed(0)
+    x = torch.empty(READ_BYTES // 2, dtype=torch.bfloat16, device=options.device)
+    x.normal_(generator=generator)
+    words = x.view(torch.float32)
+    reads = {
+        "sum_bf16_bytes_per_second": x.sum,
+        "sum_float32_bytes_per_second": words.sum,
+        "row_sums_float32_bytes_per_second": lambda: words.view(-1, 4096).sum(1),
+    }
+    times = bm.time_interleaved(
+        reads, options.device, options.repeats, options.warmup, options.flush_bytes
+    )
+    found = {name: READ_BYTES / statistics.median(us) * 1e6 for name, us in times.items()}
+    return {"read_bytes_per_second": max(found.values())} | found
 
 
 def _figures(
@@ -217,9 +244,10 @@ def _make(
 ) -> tuple[dict[str, Callable[[], peers.Result]], dict[str, str], dict[str, float]]:
     """The calls of a variant's contenders, why others are missing, differences of results."""
     shape, device = variant.shape, options.device
-    if isinstance(shape, Option):
+    if isinstance(shape, Option | Serving):
         trusted, sizes = option_peers.TRUSTED, shape.tensors
-        make = functools.partial(option_peers.make, shape=shape)
+        contenders = option_peers if isinstance(shape, Option) else serving_peers
+        make = functools.partial(contenders.make, shape=shape)
     else:
         trusted, sizes = peers.NAMES[device][1], shape
         make = functools.partial(
@@ -264,10 +292,12 @@ def measure(
         for key in [order[-1], *order]:
             runs[key] = measure_sustained(contenders[key], options.sustained, samples)
     for index, (row, variant) in enumerate(zip(rows, point, strict=True)):
-        flops = variant.shape.flops * peers.PASSES[options.what]
+        flops = variant.shape.flops * peers.PASSES.get(options.what, 1.0)
         taken = {name: values for (i, name), values in times.items() if i == index}
         us = {name: round(statistics.median(values), 2) for name, values in taken.items()}
         row.update(_figures(flops, us, ceiling))
+        if isinstance(variant.shape, Serving):
+            row.update(serving.figures(variant.shape, us, ceiling))
         row["us_min"] = {name: round(min(values), 2) for name, values in taken.items()}
         row["us_max"] = {name: round(max(values), 2) for name, values in taken.items()}
         if runs:
@@ -283,6 +313,13 @@ def measure_host(shape: bm.Shape, options: Options) -> dict[str, float]:
     names, modules = options.names, options.modules
     calls, _ = peers.make(q, k, v, shape.causal, names, options.what, modules)
     return {name: round(bm.host_time(call), 1) for name, call in calls.items()}
+
+
+def _measure_hosts(options: Options) -> dict[str, dict[str, float]]:
+    """:func:`measure_host` on each shape; over a cache of decode calls."""
+    if options.what in serving.PASSES:
+        return serving_peers.measure_host(options.names, options.device)
+    return {name: measure_host(shape, options) for name, shape in HOST_SHAPES.items()}
 
 
 def run(
@@ -301,7 +338,7 @@ def run(
     ceiling, host = {}, {name: {} for name in HOST_SHAPES}
     with torch.no_grad(), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
         if on_gpu:  # before the sampler starts: its driver calls would add to host time
-            host |= {name: measure_host(shape, options) for name, shape in HOST_SHAPES.items()}
+            host |= _measure_hosts(options)
         samples = stack.enter_context(bm.gpu_sampler(interval_ms=SAMPLE_MS))
         if on_gpu:
             ceiling = measure_ceiling(options, samples)

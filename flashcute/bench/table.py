@@ -20,7 +20,11 @@ CPU_NOTE = (
 
 
 def describe(row: Mapping) -> str:
-    """A point as text: its model, its shape, and its inputs unless they are normal."""
+    """A point as text: its model, its shape, and its inputs unless they are normal; over a cache
+    its name, pages and what is appended."""
+    if "page_size" in row:
+        pages = f", pages of {row['page_size']}" if row["page_size"] else ""
+        return row["model"] + pages + (f", append {row['append']}" if row["append"] else "")
     group = f" h={row['h']}/{row['h_k']}" if row.get("h") != row.get("h_k") else ""
     model = f"{row['model']}: " if "model" in row else ""
     inputs = "" if inputs_of(row) == "normal" else f", {row['inputs']}"
@@ -38,6 +42,7 @@ def mask(row: Mapping) -> str:
 def pass_of(result: Mapping) -> str:
     """What was timed; older results lack the field and are of the forward."""
     names = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
+    names |= {"decode": "decoding", "append": "appending"}
     return names[result.get("pass", "fwd")]
 
 
@@ -110,7 +115,7 @@ def disagreements(result: Mapping) -> list[str]:
     """
 
     def trusted(row: Mapping) -> str:
-        return option_peers.TRUSTED if "window" in row else usual
+        return option_peers.TRUSTED if {"window", "page_size"} & row.keys() else usual
 
     usual = peers.NAMES[result.get("device", "cuda")][1]
     return [
@@ -276,7 +281,7 @@ def host_times(result: Mapping) -> Iterator[str]:
             yield f"host time per call, {describe(dataclasses.asdict(shape))}: {times}"
 
 
-def _missing(rows: Sequence[Mapping]) -> Iterator[str]:
+def missing(rows: Sequence[Mapping]) -> Iterator[str]:
     """A line for each contender and reason, with the named shapes where it did not run."""
     where: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
@@ -305,7 +310,7 @@ def summary(result: Mapping) -> str:
         values = {name: f"{value:.4g}" for name, value in result["ceiling"].items()}
         text.append(f"matmul ceiling: {values}")
     text += host_times(result)
-    text += _missing(result["rows"])
+    text += missing(result["rows"])
     text += [f"{name}: {values}" for name, values in result["gpu_samples"].items()]
     if result["stopped_early"]:
         text.append("STOPPED EARLY: the time limit was reached, points are missing")
