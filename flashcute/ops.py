@@ -14,11 +14,11 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from . import autograd, checks, cpu, cpu_ops, cpu_varlen, heuristics, jit, resolver_errors
 from .checks_varlen import Names, check_bounds, check_lengths, check_packed_tokens
 from .config import DTYPES, MASKS, NAMESPACE
+from .cpu_operator import below_autograd, is_seen
 from .features import CAPABILITIES, VECTOR, no_gradient
 
 if TYPE_CHECKING:
@@ -118,9 +118,10 @@ def _resolve(problem, choice, error, error_size):
         choice[0] = _choose(problem.contents)
         return 0
     except BaseException as exception:
-        resolver_errors.remember(exception)
-        text = f"{type(exception).__name__}: {exception}".encode()[: error_size - 1]
-        message = text.decode(errors="ignore").encode() + b"\0"
+        text, _, _ = f"{type(exception).__name__}: {exception}".partition("\0")
+        text = text.encode(errors="replace")[: error_size - 1].decode(errors="ignore").rstrip()
+        resolver_errors.remember(exception, text)
+        message = text.encode() + b"\0"
         ctypes.memmove(error, message, len(message))
         return 1
 
@@ -438,21 +439,15 @@ def fwd(
     if torch.compiler.is_compiling() and _load_while_tracing():
         return getattr(torch.ops, NAMESPACE).fwd.default(q, k, v, softmax_scale, causal)
     # What records or transforms a call sees the operator that has the gradient.
-    if _fwd is None or _is_seen():
+    if _fwd is None or is_seen():
         return resolver_errors.call(load(), q, k, v, softmax_scale, causal)
-    if autograd.wants_gradient(q, k, v):
-        args = q, k, v, softmax_scale, causal, -1, -1, None
-        return resolver_errors.call(autograd.attend_eagerly, *args)
-    return resolver_errors.call(_fwd, q, k, v, softmax_scale, causal)
-
-
-# Bound here as every call asks them.
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_has_transforms = torch._C._are_functorch_transforms_active
-
-
-def _is_seen() -> bool:
-    return _dispatch_modes() > 0 or _has_transforms() or forward_ad._current_level >= 0
+    try:
+        if autograd.wants_gradient(q, k, v):
+            return autograd.attend_eagerly(q, k, v, softmax_scale, causal, -1, -1, None)
+        return _fwd(q, k, v, softmax_scale, causal)
+    except RuntimeError as error:
+        resolver_errors.raise_cause(error)
+        raise
 
 
 def attend(
@@ -482,16 +477,20 @@ def attend(
             is not 0. The kernels read it on the device, when they run.
         dropout_p: 0.0 for none.
     """
-    if not (torch.compiler.is_compiling() and _load_while_tracing()):
+    if torch.compiler.is_compiling():
+        _load_while_tracing()
+    elif _fwd is None:
         load()
     op = getattr(torch.ops, NAMESPACE).attend.default
     args = q, k, v, softmax_scale, causal, *window_size, sinks
     options = softcap, alibi_slopes, deterministic, rng_state, dropout_p
     if torch.compiler.is_compiling():
         return op(*args, *options)
-    has_gradient = softcap == 0.0 and alibi_slopes is None
-    if has_gradient and not _is_seen() and autograd.wants_gradient(q, k, v, sinks):
-        return resolver_errors.call(autograd.attend_eagerly, *args, *options[2:])
+    if not is_seen():
+        if not autograd.wants_gradient(q, k, v, sinks, alibi_slopes):
+            return resolver_errors.call(below_autograd, op, (*args, *options))
+        if softcap == 0.0 and alibi_slopes is None:
+            return resolver_errors.call(autograd.attend_eagerly, *args, *options[2:])
     return resolver_errors.call(op, *args, *options)
 
 
@@ -524,9 +523,15 @@ def attend_varlen(
     Returns:
         out (total_q, h, d), contiguous, and the log-sum-exp in float32, (h, total_q).
     """
-    if not (torch.compiler.is_compiling() and _load_while_tracing()):
+    if torch.compiler.is_compiling():
+        _load_while_tracing()
+    elif _fwd is None:
         load()
     op = getattr(torch.ops, NAMESPACE).attend_varlen.default
     options = *window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
     args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *options
-    return op(*args) if torch.compiler.is_compiling() else resolver_errors.call(op, *args)
+    if torch.compiler.is_compiling():
+        return op(*args)
+    if is_seen() or autograd.wants_gradient(q, k, v, sinks, alibi_slopes):
+        return resolver_errors.call(op, *args)
+    return resolver_errors.call(below_autograd, op, args)
