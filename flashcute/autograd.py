@@ -7,6 +7,7 @@ transforms pass through. Eager calls go to the function directly.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -33,8 +34,13 @@ def wants_gradient(q, k, v, sinks=None, alibi_slopes=None) -> bool:
     )
 
 
+@functools.cache
 def _op(name: str) -> Callable:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+# Of `deterministic`, `rng_state` and `dropout_p`.
+_DEFAULTS = (False, None, 0.0)
 
 
 class Attend(torch.autograd.Function):
@@ -53,12 +59,13 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, *ctx.options, sinks = inputs[:8]
+        q, k, v, scale, causal, window_left, window_right, sinks, *rest = inputs
         # The dispatcher leaves out last arguments that are the default.
-        defaults = False, None, 0.0
-        ctx.deterministic, rng_state, ctx.dropout_p = *inputs[8:], *defaults[len(inputs) - 8 :]
+        deterministic, rng_state, dropout_p = (*rest, *_DEFAULTS[len(rest) :])
+        out, lse = output
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *output, sinks, rng_state)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, rng_state)
+        ctx.options = scale, causal, window_left, window_right, deterministic, dropout_p
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -66,19 +73,25 @@ class Attend(torch.autograd.Function):
             return (None,) * 11
         check_no_tangent(_FN, ("dout", "dlse"), dout, dlse)
         q, k, v, out, lse, sinks, rng_state = ctx.saved_tensors
+        scale, causal, window_left, window_right, deterministic, dropout_p = ctx.options
         dout = torch.zeros_like(out) if dout is None else loading.loadable(_FN, "dout", dout)
         if dlse is not None:
             dlse = dlse.contiguous()  # often a number that is expanded
-        needs = *ctx.needs_input_grad[:3], ctx.needs_input_grad[7]
-        deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
-        wanted = sum(bit << i for i, bit in enumerate((*needs, deterministic)))
-        args = dout, q, k, v, out, lse, dlse, *ctx.options, sinks, wanted, rng_state, ctx.dropout_p
+        needs = ctx.needs_input_grad
+        needs_q, needs_k, needs_v, needs_sinks = needs[0], needs[1], needs[2], needs[7]
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        wanted = needs_q | needs_k << 1 | needs_v << 2 | needs_sinks << 3 | deterministic << 4
+        args = (
+            dout, q, k, v, out, lse, dlse, scale, causal, window_left, window_right, sinks, wanted,
+            rng_state, dropout_p,
+        )  # fmt: skip
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            found = resolver_errors.call(_op("bwd"), *args)
+            dq, dk, dv, dsinks = resolver_errors.call(_op("bwd"), *args)
         else:  # without the autograd kernel of `bwd`, which is in Python
             with torch._C._AutoDispatchBelowAutograd():
-                found = resolver_errors.call(_op("bwd"), *args)
-        dq, dk, dv, dsinks = (x if need else None for x, need in zip(found, needs, strict=True))
+                dq, dk, dv, dsinks = resolver_errors.call(_op("bwd"), *args)
+        dq, dk, dv = dq if needs_q else None, dk if needs_k else None, dv if needs_v else None
+        dsinks = dsinks if needs_sinks else None
         return dq, dk, dv, None, None, None, None, dsinks, None, None, None
 
 
@@ -101,11 +114,8 @@ class Backward(torch.autograd.Function):
         )
 
 
-def attend_eagerly(*args):
-    """``Attend.apply`` outside of torch.func's transforms, without the Python around it, which
-    takes longer than all of the rest."""
-    return super(torch.autograd.Function, Attend).apply(*args)
-
-
+# ``Attend.apply`` outside of torch.func's transforms, without the Python around it, which takes
+# longer than all of the rest.
+attend_eagerly = super(torch.autograd.Function, Attend).apply
 attend = autograd_kernel(Attend)
 backward = autograd_kernel(Backward)

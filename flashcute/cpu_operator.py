@@ -149,6 +149,16 @@ def is_traced(x: Tensor) -> bool:
     )
 
 
+# Bound here as every call asks them.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_has_transforms = torch._C._are_functorch_transforms_active
+
+
+def is_seen() -> bool:
+    """Whether something records or transforms operators."""
+    return _dispatch_modes() > 0 or _has_transforms() or forward_ad._current_level >= 0
+
+
 def _functions(operator: Operator, name: str) -> tuple[type, type]:
     """Both operators as functions that autograd knows."""
     n_tensors, n_differentiable = operator._n_tensors, operator._n_differentiable
@@ -204,6 +214,10 @@ def _functions(operator: Operator, name: str) -> tuple[type, type]:
 
 
 def below_autograd(op, args):
+    """The operator's results, from an autograd.Function's forward."""
+    if not is_seen():
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
     # A Function's forward runs without gradients of either mode, but an outer transform may want
     # one of this call.
     with (

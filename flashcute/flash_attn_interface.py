@@ -36,7 +36,7 @@ from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from .loading import aligned, loadable, padded, regular
+from .loading import in_place, loadable, padded, regular
 
 _UNLIMITED = (-1, -1)
 
@@ -122,7 +122,7 @@ def _attend(
     rng_state = cpu_operator.draw_state(q) if dropout_p != 0.0 else None
     if d % VECTOR:
         q, k, v = (padded(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
-    elif not (regular(q) and regular(k) and regular(v) and aligned(q, k, v)):
+    elif not in_place(q, k, v):
         q, k, v = (loadable(fn, *pair) for pair in zip(names, (q, k, v), strict=True))
     if (
         dropout_p == softcap == 0.0

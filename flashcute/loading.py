@@ -35,19 +35,29 @@ def regular(tensor: torch.Tensor) -> bool:
     return True
 
 
-def aligned(*tensors: torch.Tensor) -> bool:
-    """Whether each starts at a multiple of 16 bytes.
+def in_place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the kernels read all three as they are; v is of k's shape, head_dim % VECTOR == 0."""
+    if torch.compiler.is_compiling():  # is_contiguous() may be a guard there, or an error
+        return regular(q) and regular(k) and regular(v)
+    # is_contiguous() takes a third of regular()'s time, but holds for empty tensors of any strides.
+    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    if not (contiguous and q.numel() and k.numel()) and not (
+        regular(q) and regular(k) and regular(v)
+    ):
+        return False
+    return not (
+        q.storage_offset() % VECTOR or k.storage_offset() % VECTOR or v.storage_offset() % VECTOR
+    )
+
+
+def aligned(tensor: torch.Tensor) -> bool:
+    """Whether it starts at a multiple of 16 bytes.
 
     Allocators align storages to more than that, so it is the offset that misaligns; unlike
     data_ptr() it can be asked of fake tensors. A traced program learns of it when it runs: the
     binding looks at the address itself.
     """
-    if torch.compiler.is_compiling():
-        return True
-    for tensor in tensors:  # noqa: SIM110 - any() takes three times as long
-        if tensor.storage_offset() % VECTOR:
-            return False
-    return True
+    return torch.compiler.is_compiling() or tensor.storage_offset() % VECTOR == 0
 
 
 def loadable(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:

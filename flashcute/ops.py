@@ -14,7 +14,6 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
-from torch.autograd import forward_ad
 
 from . import autograd, checks, cpu, cpu_ops, cpu_varlen, heuristics, jit, resolver_errors
 from .checks_kvcache import check_packed_queries, check_splits, check_table
@@ -25,6 +24,7 @@ from .checks_varlen import (
     check_packed_tokens,
 )
 from .config import DTYPES, MASKS, NAMESPACE
+from .cpu_operator import below_autograd, is_seen
 from .features import CAPABILITIES, VECTOR, no_gradient
 
 if TYPE_CHECKING:
@@ -138,9 +138,10 @@ def _resolve(problem, choice, error, error_size):
         choice[0] = _choose(problem.contents)
         return 0
     except BaseException as exception:
-        resolver_errors.remember(exception)
-        text = f"{type(exception).__name__}: {exception}".encode()[: error_size - 1]
-        message = text.decode(errors="ignore").encode() + b"\0"
+        text, _, _ = f"{type(exception).__name__}: {exception}".partition("\0")
+        text = text.encode(errors="replace")[: error_size - 1].decode(errors="ignore").rstrip()
+        resolver_errors.remember(exception, text)
+        message = text.encode() + b"\0"
         ctypes.memmove(error, message, len(message))
         return 1
 
@@ -458,7 +459,9 @@ _load_while_tracing._dynamo_marked_constant = True
 
 def ensure_loaded() -> None:
     """:func:`load`, in traced calls, too."""
-    if not (torch.compiler.is_compiling() and _load_while_tracing()):
+    if torch.compiler.is_compiling():
+        _load_while_tracing()
+    elif _fwd is None:
         load()
 
 
@@ -486,20 +489,13 @@ def fwd(
     # What records or transforms a call sees the operator that has the gradient.
     if _fwd is None or is_seen():
         return resolver_errors.call(load(), q, k, v, softmax_scale, causal)
-    if autograd.wants_gradient(q, k, v):
-        args = q, k, v, softmax_scale, causal, -1, -1, None
-        return resolver_errors.call(autograd.attend_eagerly, *args)
-    return resolver_errors.call(_fwd, q, k, v, softmax_scale, causal)
-
-
-# Bound here as every call asks them.
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_has_transforms = torch._C._are_functorch_transforms_active
-
-
-def is_seen() -> bool:
-    """Whether something records or transforms calls of operators."""
-    return _dispatch_modes() > 0 or _has_transforms() or forward_ad._current_level >= 0
+    try:
+        if autograd.wants_gradient(q, k, v):
+            return autograd.attend_eagerly(q, k, v, softmax_scale, causal, -1, -1, None)
+        return _fwd(q, k, v, softmax_scale, causal)
+    except RuntimeError as error:
+        resolver_errors.raise_cause(error)
+        raise
 
 
 def attend(
@@ -535,9 +531,11 @@ def attend(
     options = softcap, alibi_slopes, deterministic, rng_state, dropout_p
     if torch.compiler.is_compiling():
         return op(*args, *options)
-    has_gradient = softcap == 0.0 and alibi_slopes is None
-    if has_gradient and not is_seen() and autograd.wants_gradient(q, k, v, sinks):
-        return resolver_errors.call(autograd.attend_eagerly, *args, *options[2:])
+    if not is_seen():
+        if not autograd.wants_gradient(q, k, v, sinks, alibi_slopes):
+            return resolver_errors.call(below_autograd, op, (*args, *options))
+        if softcap == 0.0 and alibi_slopes is None:
+            return resolver_errors.call(autograd.attend_eagerly, *args, *options[2:])
     return resolver_errors.call(op, *args, *options)
 
 
@@ -580,4 +578,8 @@ def attend_varlen(
     options = *window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
     options += block_table, num_splits
     args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *options
-    return op(*args) if torch.compiler.is_compiling() else resolver_errors.call(op, *args)
+    if torch.compiler.is_compiling():
+        return op(*args)
+    if is_seen() or autograd.wants_gradient(q, k, v, sinks, alibi_slopes):
+        return resolver_errors.call(op, *args)
+    return resolver_errors.call(below_autograd, op, args)

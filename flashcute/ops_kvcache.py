@@ -24,6 +24,7 @@ from . import checks, cpu_kvcache, loading, ops, resolver_errors
 from .checks_kvcache import Tensors, check_cache, check_no_gradient, check_splits
 from .config import NAMESPACE
 from .cpu_kvcache import Options
+from .cpu_operator import is_seen
 from .features import VECTOR
 
 _CACHE = "Tensor k_cache, Tensor v_cache"
@@ -90,7 +91,7 @@ def launch(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
     if ready:
         t = t._replace(**ready)
     ops.ensure_loaded()
-    if torch.compiler.is_compiling() or ops.is_seen():
+    if torch.compiler.is_compiling() or is_seen():
         out, lse = attend(t, o)
     else:
         with torch._C._AutoDispatchBelowAutograd():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -26,6 +28,29 @@ def test_only_tensors_off_the_16_byte_grid_are_copied() -> None:
     # An empty tensor counts as contiguous whatever its strides, but the binding sees them.
     empty = loadable(torch.empty(2, 0, 4, 68)[..., :64])
     assert all(stride % 8 == 0 for stride in empty.stride()[:3])
+
+
+def test_in_place_is_what_loadable_says_of_each() -> None:
+    packed = torch.empty(2, 9, 3, 4, 64)
+    tensors = (
+        packed[:, :, 1].contiguous(),
+        packed[:, :, 1],
+        torch.empty(2, 4, 9, 64).transpose(1, 2),
+        torch.empty(2, 9, 4, 68)[..., :64],
+        torch.empty(2, 9, 64, 4).transpose(2, 3),
+        torch.empty(2 * 9 * 4 * 64 + 1)[1:].view(2, 9, 4, 64),
+        torch.empty(2 * 9 * 4 * 64 + 8)[8:].view(2, 9, 4, 64),
+    )
+    empty = torch.empty(2, 0, 4, 64), torch.empty(2, 0, 4, 68)[..., :64]
+    triples = [*itertools.product(tensors, repeat=3)]
+    triples += [(q, k, v) for q in (*tensors, *empty) for k in empty for v in empty]
+    triples += [(q, k, k) for q in empty for k in tensors]
+    found = {True: 0, False: 0}
+    for triple in triples:
+        expected = all(loading.loadable("f", "q", x) is x for x in triple)
+        assert loading.in_place(*triple) == expected, [x.stride() for x in triple]
+        found[expected] += 1
+    assert min(found.values()) > 20
 
 
 @pytest.mark.parametrize("shape", [(2, 9, 4, 20), (9, 4, 20)])

@@ -419,8 +419,9 @@ def test_caller_gets_the_resolvers_exception(
         raise error
 
     def op(*args):
-        assert _Problem(256).resolve() != 0
-        raise RuntimeError("what the binding makes of the message")
+        problem = _Problem(256)
+        assert problem.resolve() != 0
+        raise RuntimeError(f"flashcute::fwd: {problem.error.value.decode()}")
 
     monkeypatch.setattr(ops, "_choose", fail)
     monkeypatch.setattr(ops, "_fwd", op)
@@ -447,9 +448,10 @@ def test_exceptions_of_other_threads_are_not_mixed_up(monkeypatch: pytest.Monkey
         raise ValueError(threading.get_ident())
 
     def op(*args):
-        _Problem(256).resolve()
+        problem = _Problem(256)
+        problem.resolve()
         barrier.wait()
-        raise RuntimeError
+        raise RuntimeError(f"flashcute::fwd: {problem.error.value.decode()}")
 
     def call():
         try:

@@ -155,7 +155,7 @@ def test_resolver_chooses_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     for backward, config in ((1, heuristics.sm90_bwd_config), (2, heuristics.bwd_config)):
         # Causal, few rows, four heads each.
-        problem = ops._Problem(0, 1, 1, 2, 3, 4, 8, 2, 64, 0, 0, 0, 0, 0, backward)
+        problem = ops._Problem(0, 1, 1, 2, 3, 4, 8, 2, 64, backward=backward)
         choice = ops._choose(problem)
         assert asked == {"config": config("bf16", 64, "causal"), "target": "90"}
         assert (choice.kernel, choice.pack_heads) == (4096, 0)

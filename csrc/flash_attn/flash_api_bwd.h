@@ -169,18 +169,16 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         set_bwd_strides(params, dout, dq_layout, dk_layout, dv_layout);
         params.seqlen_q_rounded = static_cast<int32_t>((q.s + kRowStatsMultiple - 1) /
                                                        kRowStatsMultiple * kRowStatsMultiple);
-        // Given back to the stream's memory once all kernels are enqueued.
-        const int64_t sizes[] = {q.b * q.h * params.seqlen_q_rounded, 2}, strides[] = {2, 1};
-        Tensor row_stats = empty(sizes, strides, aoti_torch_dtype_float32(), device);
-        params.row_stats_ptr = static_cast<float *>(row_stats.mutable_data_ptr());
-
         const auto *kernel = static_cast<const Flash_bwd_kernel *>(choice.kernel);
-        std::optional<Tensor> dq_accum;
+        // One workspace: two statistics of each row, and behind them its sums of dQ. Given back to
+        // the stream's memory once all kernels are enqueued.
+        const int64_t rows = q.b * q.h * params.seqlen_q_rounded;
+        const int64_t sizes[] = {rows, 2 + kernel->dq_accum};
+        const int64_t strides[] = {sizes[1], 1};
+        Tensor workspace = empty(sizes, strides, aoti_torch_dtype_float32(), device);
+        params.row_stats_ptr = static_cast<float *>(workspace.mutable_data_ptr());
         if (kernel->dq_accum > 0) {
-            const int64_t shape[] = {sizes[0], kernel->dq_accum};
-            const int64_t row_major[] = {kernel->dq_accum, 1};
-            dq_accum = empty(shape, row_major, aoti_torch_dtype_float32(), device);
-            params.dq_accum_ptr = static_cast<float *>(dq_accum->mutable_data_ptr());
+            params.dq_accum_ptr = params.row_stats_ptr + 2 * rows;
         }
         const int32_t error = kernel->launch(&params, current_stream(device));
         if (error != 0) {

@@ -82,6 +82,9 @@ def test_sums_of_dq_have_the_room_that_the_kernel_asks_for(stand_in, columns: in
     ((params, _),) = stand_in.backwards
     address = params["dq_accum_ptr"] or 0
     assert bool(address) == bool(columns) and address % 16 == 0
+    rows = 2 * 4 * ROW_STATS_MULTIPLE
+    # Behind the two float32 statistics of each row.
+    assert not columns or address >= params["row_stats_ptr"] + rows * 2 * 4
 
 
 @pytest.mark.parametrize("wanted", [15, 31])
