@@ -190,7 +190,8 @@ def typical_length(total: int, b: int, longest: int) -> int:
     """
     most = min(longest, total)
     mean = min(total / max(b, 1), most)
-    return max(int(math.sqrt(mean * most)), 1)
+    # A single row needs no mask, a longest sequence of two does.
+    return max(int(math.sqrt(mean * most)), min(most, 2), 1)
 
 
 def rounded(problem: FwdProblem) -> FwdProblem:
