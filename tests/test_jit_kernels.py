@@ -253,7 +253,7 @@ def test_unknown_target(target):
 def test_no_build_turns_a_build_into_an_error(monkeypatch, tmp_path):
     nvcc = tmp_path / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
-    nvcc.write_text("#!/bin/sh\n[ $1 = --version ] || touch $0.ran\n")
+    nvcc.write_text("#!/bin/sh\n[ $1 = --version ] && echo 1 || touch $0.ran\n")
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     monkeypatch.setenv("FLASHCUTE_NO_BUILD", "1")

@@ -220,10 +220,8 @@ def attempt(
                 torch.cuda.synchronize()
             if shapes is not None:
                 _check_result(result, shapes)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a peer's code may raise anything, also at its import
+        # A peer's code may raise anything, also at its import.
+        except (Exception, SystemExit) as error:
             if name == "flashcute":
                 raise
             said = f"{error}" if isinstance(error, Exception) else ""
