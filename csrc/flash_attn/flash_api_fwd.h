@@ -331,9 +331,10 @@ inline Problem asked_of(const Problem &problem, const Queries &queries, const La
 inline bool folds(const Layout &q) {
     return q.b <= 1 || q.s <= 1 || q.batch_stride == q.s * q.row_stride;
 }
-inline void fold_batch(Flash_fwd_params &params, const Layout &q) {
+inline void fold_batch(Flash_fwd_params &params, const Layout &q, const Layout &out) {
     params.q_row_stride = q.s > 1 ? q.row_stride : q.batch_stride;
     params.q_head_stride = q.head_stride;
+    params.o_row_stride = out.s > 1 ? out.row_stride : out.batch_stride;
     params.q_batch_stride = params.o_batch_stride = 0;
 }
 
@@ -430,7 +431,7 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     if (cache != nullptr) {
         params.softmax_lse_head_stride = queries.total;
         rotated = set_append(params, *cache, inputs, options);
-        fold_batch(params, rotated.has_value() ? read_layout(*rotated, "q", 4) : ql);
+        fold_batch(params, rotated.has_value() ? read_layout(*rotated, "q", 4) : ql, ol);
     }
     const auto *kernel = static_cast<const Flash_kernel *>(choice.kernel);
     enqueue(*kernel, params, lengths != nullptr, device);
