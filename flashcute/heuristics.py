@@ -147,18 +147,19 @@ _SM90_TILES = {
     (256, True): (_Sm90Tile(64, 2, 892),),
 }
 
-# Over a cache: for at most 64 rows, with packed heads, which read the keys at the speed of memory,
-# and for more of them over pages. The blocks are multiples of 64 keys, as most pages divide them or
-# are multiples of them; three consumers would leave the loads of pages no registers. Not measured.
+# Over a cache: for at most 64 rows, with packed heads, which read the keys at the speed of memory;
+# for at most 128, so that they are read once, and for more over pages. The blocks are multiples of
+# 64 keys, as most pages divide them or are multiples of them; three consumers would leave the loads
+# of pages no registers. Measured at head dimensions 64 and 128 only.
 _SM90_CACHE_TILES = {
     32: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0)),
     64: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0)),
     96: (_Sm90Tile(64, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0)),
-    128: (_Sm90Tile(64, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0)),
+    128: (_Sm90Tile(64, 1, 0), _Sm90Tile(128, 2, 0)),
     192: (_Sm90Tile(64, 1, 0), _Sm90Tile(64, 2, 0)),
     256: (_Sm90Tile(64, 1, 0), _Sm90Tile(64, 2, 0)),
 }
-_DECODING_ROWS = 64
+_DECODING_ROWS = 128
 
 # What a tile costs beside its key blocks, in keys: its first loads, its epilogue, and the softmax
 # that no other block's products hide. What a block costs more that the mask cuts. And how much of
@@ -222,9 +223,12 @@ def _may_pack(problem: FwdProblem) -> bool:
     return problem.h > problem.h_k and not problem.dropout
 
 
+def _packed_rows(problem: FwdProblem) -> int:
+    return problem.seqlen_q << (_pack_shift(problem) if _may_pack(problem) else 0)
+
+
 def _is_decoding(problem: FwdProblem) -> bool:
-    rows = problem.seqlen_q << (_pack_shift(problem) if _may_pack(problem) else 0)
-    return problem.cache and rows <= _DECODING_ROWS
+    return problem.cache and _packed_rows(problem) <= _DECODING_ROWS
 
 
 def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
@@ -392,7 +396,7 @@ def _sm90_cache_config(problem: FwdProblem, head_dim: int, mask: str) -> FwdConf
     """The configuration of a problem over a cache; None where it is as without one."""
     if not problem.cache or not (problem.page_size or _is_decoding(problem)):
         return None
-    tile = _SM90_CACHE_TILES[head_dim][0 if _is_decoding(problem) else 1]
+    tile = _SM90_CACHE_TILES[head_dim][_packed_rows(problem) > 64]
     if problem.page_size and head_dim in (32, 96) and math.gcd(problem.page_size, tile.tile_n) == 1:
         # A token fills half of the 128 bytes that TMA writes at least.
         return _sm90_cache_config(problem, instantiated_head_dim(head_dim + 1), mask)
@@ -400,18 +404,15 @@ def _sm90_cache_config(problem: FwdProblem, head_dim: int, mask: str) -> FwdConf
     return dataclasses.replace(config, paged=problem.page_size > 0)
 
 
-# Of all tiles together, per CTA that runs at once: the end of the launch, when CTAs fall idle, is
-# one part long. And the least key blocks of one. Not measured.
-_PARTS_OF_CTA = 3
-_LEAST_BLOCKS = 2
+_LEAST_BLOCKS = 2  # key blocks of a part
 MAX_SPLITS = 256  # kMaxSplits of flash.h
 
 
 def splits(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> tuple[int, int, int]:
-    """``num_splits``, ``split_blocks`` and ``split_parts`` of ``flash.h`` for a problem.
+    """``num_splits``, ``split_blocks`` and ``split_ctas`` of ``flash.h`` for a problem.
 
     Lengths in a cache are known on the device only. The plan makes parts of about equal length,
-    whatever sequence they are of, and as many of them as keep all CTAs busy. A number that is
+    whatever sequence they are of, and as few of them as keep all CTAs busy. A number that is
     asked for splits a sequence by its own length alone.
     """
     if problem.num_splits < 0 or problem.dropout:
@@ -420,7 +421,7 @@ def splits(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> tuple[int,
         return problem.num_splits, 1, 0
     blocks = -(-problem.seqlen_k // config.tile_n)
     most = max(min(blocks // _LEAST_BLOCKS, MAX_SPLITS), 1)
-    return most, _LEAST_BLOCKS, _PARTS_OF_CTA * sms * config.min_ctas
+    return most, _LEAST_BLOCKS, sms * config.min_ctas
 
 
 def with_options(

@@ -64,7 +64,7 @@ class _Choice(ctypes.Structure):
         ("pack_heads", ctypes.c_int32),
         ("num_splits", ctypes.c_int32),
         ("split_blocks", ctypes.c_int32),
-        ("split_parts", ctypes.c_int32),
+        ("split_ctas", ctypes.c_int32),
     )
 
 

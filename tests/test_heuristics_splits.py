@@ -26,9 +26,9 @@ def test_only_what_asks_for_it_is_split():
 
 @pytest.mark.parametrize("room", [0, 1, 100, 8192, 10**7])
 def test_splits_fill_the_gpu_and_have_blocks(room):
-    config, (most, least_blocks, parts) = chosen(dataclasses.replace(DECODING, seqlen_k=room))
+    config, (most, least_blocks, ctas) = chosen(dataclasses.replace(DECODING, seqlen_k=room))
     assert 1 <= most <= min(MAX_SPLITS, max(room // config.tile_n // least_blocks, 1))
-    assert parts >= 2 * 132 * config.min_ctas
+    assert ctas == 132 * config.min_ctas
 
 
 def test_decoding_takes_one_consumer_and_packed_heads():
@@ -38,8 +38,10 @@ def test_decoding_takes_one_consumer_and_packed_heads():
         assert (config.tile_m, config.mask) == (64, "none")
         assert config.paged == (page_size > 0)
         assert heuristics.packs_heads(problem, config)
-    many = dataclasses.replace(DECODING, seqlen_q=17)  # with 4 heads each 68 rows
-    assert heuristics.choose_fwd(many, H200).tile_m > 64
+    for seqlen_q, h, h_k in ((17, 32, 8), (1, 128, 1)):  # with 4 heads each 68 rows
+        many = dataclasses.replace(DECODING, seqlen_q=seqlen_q, h=h, h_k=h_k)
+        config = heuristics.choose_fwd(many, H200)
+        assert config.tile_m == 128 and heuristics.packs_heads(many, config)
 
 
 @pytest.mark.parametrize("d", [32, 96])

@@ -163,7 +163,7 @@ def test_a_cache_in_pages():
     assert (params.b_k, params.num_pages, params.page_size, params.seqlen_k) == (8, 30, 16, 144)
     assert (params.k_batch_stride, params.k_row_stride, params.k_head_stride) == (2048, 64, 1024)
     assert params.block_table_batch_stride == 12 and params.cu_seqlens_q_ptr is None
-    assert (params.num_splits, params.split_blocks, params.split_parts) == (4, 2, 100)
+    assert (params.num_splits, params.split_blocks, params.split_ctas) == (4, 2, 100)
     del tensors["block_table"]
     params = serving_params(tensors, 1.0, 3, 64)
     assert (params.b_k, params.seqlen_k, params.num_splits, params.partial_rows) == (30, 16, 1, 0)

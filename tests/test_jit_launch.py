@@ -55,7 +55,7 @@ def test_arguments(stand_in):
     of_cache = ("cache_batch_idx", "leftpad_k", "block_table", "o_partial", "lse_partial")
     expected |= {f"{name}_ptr": None for name in of_cache}
     sizes = ("block_table_batch_stride", "b_k", "num_pages", "page_size", "partial_rows")
-    expected |= dict.fromkeys((*sizes, "num_splits", "split_blocks", "split_parts"), 0)
+    expected |= dict.fromkeys((*sizes, "num_splits", "split_blocks", "split_ctas"), 0)
     expected |= {"h_h_k_ratio": 2, "scale_softmax": 0.125, "scale_softcap": 1.0, "alibi_scale": 8.0}
     log2 = params.pop("scale_softmax_log2")
     assert params == expected

@@ -268,14 +268,14 @@ inline void set_problem(Flash_fwd_params &params, const Problem &problem, const 
     const int64_t rows = (is_ragged ? queries.total : problem.seqlen_q) << params.pack_shift;
     params.num_splits = choice.num_splits;
     params.split_blocks = choice.split_blocks;
-    params.split_parts = choice.split_parts;
+    params.split_ctas = choice.split_ctas;
     const int64_t of_a_head = is_ragged ? plan_capacity(rows, problem.b, tile_m, params.num_splits,
-                                                        params.split_parts, heads)
+                                                        params.split_ctas, heads)
                                         : problem.b * ((rows + tile_m - 1) / tile_m);
     // The grid is one-dimensional, and its limit is that of a 32-bit int, as is that of a row.
     const int64_t tiles = of_a_head * heads;
     const int64_t partial =
-        partial_rows(rows, tile_m, params.num_splits, params.split_parts, heads);
+        partial_rows(rows, tile_m, params.num_splits, params.split_ctas, heads);
     if (rows > kMaxSeqlen || tiles > kMaxTiles || partial > kMaxSeqlen) {
         fail("expected at most ", kMaxTiles, " tiles of ", tile_m, " query rows, got ", tiles,
              "; split the batch");

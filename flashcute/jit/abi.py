@@ -36,7 +36,7 @@ _SIZES = [
         *("total_q", "total_k", "plan_capacity", "b_k", "num_pages", "page_size", "partial_rows"),
         *("is_cache", "seqlen_new"),
         *("seqlen_rotary", "rotary_dim", "rotary_q_step", "rotary_interleaved"),
-        *("num_splits", "split_blocks", "split_parts", "window_left", "window_right"),
+        *("num_splits", "split_blocks", "split_ctas", "window_left", "window_right"),
     )
 ]
 
@@ -219,16 +219,17 @@ class Splits:
     Attributes:
         num_splits: Parts of a tile at most, 1 to 256.
         blocks: Key blocks of a part at least.
-        parts: About as many all tiles have together, of all heads; 0: as ``num_splits`` and
+        ctas: Into fewer, longer parts, as few as keep so many CTAs busy; 0: as ``num_splits`` and
             ``blocks`` say, so that a sequence is split the same in any batch.
     """
 
     num_splits: int = 1
     blocks: int = 1
-    parts: int = 0
+    ctas: int = 0
 
 
 NOT_SPLIT = Splits()
+_SPLIT_WAVES = 4  # kSplitWaves of flash.h
 
 
 def plan_capacity(
@@ -236,8 +237,8 @@ def plan_capacity(
 ) -> int:
     """``flash::plan_capacity()``."""
     more = (splits.num_splits - 1) * (total_rows // tile_m + b)
-    if splits.parts > 0:
-        more = min(more, splits.parts // grid_heads + 1)
+    if splits.ctas > 0:
+        more = min(more, _SPLIT_WAVES * splits.ctas // grid_heads + 1)
     return total_rows // tile_m + 2 * b + 1 + more
 
 
@@ -249,8 +250,8 @@ def plan_words(capacity: int, b: int, total_q: int = 0, num_splits: int = 1) -> 
 def partial_rows(total_rows: int, tile_m: int, splits: Splits, grid_heads: int) -> int:
     """``flash::partial_rows()``."""
     most = splits.num_splits * total_rows if splits.num_splits > 1 else 0
-    if splits.parts > 0:
-        return min(most, total_rows + tile_m * (splits.parts // grid_heads + 1))
+    if splits.ctas > 0:
+        return min(most, total_rows + tile_m * (_SPLIT_WAVES * splits.ctas // grid_heads + 1))
     return most
 
 
@@ -336,7 +337,7 @@ def serving_params(
     params.b_k = params.num_pages if table is None else table.shape[0]
     params.seqlen_k = params.page_size * (1 if table is None else table.shape[1])
     params.num_splits, params.split_blocks = splits.num_splits, splits.blocks
-    params.split_parts = splits.parts
+    params.split_ctas = splits.ctas
     if "k_new" in tensors:
         params.seqlen_new = tensors["k_new"].shape[1]
     if "rotary_cos" in tensors:

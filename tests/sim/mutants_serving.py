@@ -80,14 +80,14 @@ MUTANTS = (
         "return max == -INFINITY ? 0.f : max;",
         "return max;",
     ),
-    _numerics("parts not weighted", _COMBINE, "weight(w[j], ref), x[j]", "1.f, x[j]"),
+    _numerics("parts not weighted", _COMBINE, "weight(lse[j], reference), x[j]", "1.f, x[j]"),
     _numerics(
         "sums of the other groups lost",
         _COMBINE,
         "add(total, 1.f, storage.sums[g][lane]);",
         "add(total, 0.f, storage.sums[g][lane]);",
     ),
-    _numerics("sink forgotten", _COMBINE, "sum += weight(sink, ref);", ""),
+    _numerics("sink forgotten", _COMBINE, " + weight(sink, ref);", ";"),
     _numerics(
         "a sink in each part",
         _EPILOGUE,

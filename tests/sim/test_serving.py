@@ -127,17 +127,26 @@ def test_neighbours_do_not_matter(config):
 
 
 @each(CHECKED)
-def test_number_of_parts_of_all_tiles(config):
-    """As many as asked for, or a few more: the longest sequence has most of them."""
-    wanted, heads = 24, 2
+def test_as_few_parts_as_keep_all_ctas_busy(config):
+    """8 tiles of one length: with 12 CTAs three parts of each, in two waves."""
+    problem = contiguous(config, ((1,) * 4, (16 * config.tile_n,) * 4))
+    for ctas, expected in ((4, 1), (8, 1), (12, 3), (16, 2), (24, 3)):
+        result = run(config, problem, Splits(16, 1, ctas), pack_heads=True)
+        tiles, _ = planned(result)
+        assert {tile[7] for tile in tiles if tile[4] > 0} == {expected}, ctas
+    check(result, config, problem)
+
+
+@each(CHECKED)
+def test_parts_of_sequences_of_many_lengths(config):
+    """About equally long ones: the longest sequence has most of them."""
     problem = contiguous(config, DECODE)
-    result = run(config, problem, Splits(16, 1, wanted), pack_heads=True)
+    result = run(config, problem, Splits(16, 1, 12), pack_heads=True)
     check(result, config, problem)
     tiles, _ = planned(result)
-    assert wanted // 2 <= len(tiles) * heads <= wanted + 4 * heads
     of_longest = max(tile[7] for tile in tiles if tile[4] == 300)
     assert of_longest > max(tile[7] for tile in tiles if tile[4] < 300)
-    longer = run(config, problem, Splits(16, 4, wanted), pack_heads=True)
+    longer = run(config, problem, Splits(16, 4, 12), pack_heads=True)
     assert max(tile[7] for tile in planned(longer)[0]) <= -(-300 // (4 * config.tile_n))
     check(longer, config, problem)
 

@@ -146,9 +146,9 @@ struct Flash_fwd_params {
 
     // A ragged batch's tiles are split along the keys into at most num_splits parts, 1 to
     // kMaxSplits, of split_blocks key blocks at least. How a sequence is split then depends on its
-    // own lengths alone. split_parts > 0: into fewer, longer parts, so that all tiles of the batch
-    // and its heads have about as many parts together.
-    int32_t num_splits, split_blocks, split_parts;
+    // own lengths alone. split_ctas > 0: into fewer, longer parts, as few as keep so many CTAs
+    // busy.
+    int32_t num_splits, split_blocks, split_ctas;
 
     // MaskKind::local: query i sees keys [i + seqlen_k - seqlen_q - window_left,
     // i + seqlen_k - seqlen_q + window_right]. Both >= 0; the sum of the two and of both lengths is
@@ -170,19 +170,21 @@ struct Flash_fwd_params {
 
 inline constexpr int32_t kMaxSplits = 256;
 
-// Parts of a grid head's tiles in all that split_parts asks for, rounded up; a bound of how many
-// more tiles they make.
-inline constexpr int64_t parts_of_head(int64_t split_parts, int64_t grid_heads) {
-    return split_parts / grid_heads + 1;
+// With split_ctas tiles are split so that each CTA has so many parts at most.
+inline constexpr int32_t kSplitWaves = 4;
+
+// By how many tiles of a grid head become more that way, at most.
+inline constexpr int64_t parts_of_head(int64_t split_ctas, int64_t grid_heads) {
+    return kSplitWaves * split_ctas / grid_heads + 1;
 }
 // Tiles of a grid head that a ragged batch has at most, whatever its lengths: those of b sequences,
 // of the rows between them and of the rows at the end. total_rows: total_q << pack_shift.
 inline constexpr int64_t plan_capacity(int64_t total_rows, int64_t b, int64_t tile_m,
-                                       int64_t num_splits = 1, int64_t split_parts = 0,
+                                       int64_t num_splits = 1, int64_t split_ctas = 0,
                                        int64_t grid_heads = 1) {
     int64_t const more = (num_splits - 1) * (total_rows / tile_m + b);
-    int64_t const wanted = parts_of_head(split_parts, grid_heads);
-    return total_rows / tile_m + 2 * b + 1 + (split_parts > 0 && wanted < more ? wanted : more);
+    int64_t const wanted = parts_of_head(split_ctas, grid_heads);
+    return total_rows / tile_m + 2 * b + 1 + (split_ctas > 0 && wanted < more ? wanted : more);
 }
 // Size of what plan_ptr points to, in words of 32 bits.
 inline constexpr int64_t plan_words(int64_t capacity, int64_t b, int64_t total_q = 0,
@@ -191,10 +193,10 @@ inline constexpr int64_t plan_words(int64_t capacity, int64_t b, int64_t total_q
 }
 // Rows of a grid head that the workspace of split tiles needs.
 inline constexpr int64_t partial_rows(int64_t total_rows, int64_t tile_m, int64_t num_splits,
-                                      int64_t split_parts, int64_t grid_heads) {
+                                      int64_t split_ctas, int64_t grid_heads) {
     int64_t const most = num_splits > 1 ? num_splits * total_rows : 0;
-    int64_t const wanted = total_rows + tile_m * parts_of_head(split_parts, grid_heads);
-    return split_parts > 0 && wanted < most ? wanted : most;
+    int64_t const wanted = total_rows + tile_m * parts_of_head(split_ctas, grid_heads);
+    return split_ctas > 0 && wanted < most ? wanted : most;
 }
 
 // Arguments of one backward launch: those of the forward, whose O and LSE are read, with

@@ -18,8 +18,9 @@
 
 namespace flash {
 
-// A CTA merges one row at a time. Its threads form groups that hold a whole row of O; group g adds
-// up parts g, g + kGroups and so on.
+// Threads form groups that hold a whole row of O. The parts of a row are summed up in kGroups sums,
+// parts g, g + kGroups and so on in sum g: where there are few rows by all groups of a CTA, else by
+// one group, with the same result.
 template <FwdConfig C>
 struct Combine {
     using Element =
@@ -29,7 +30,8 @@ struct Combine {
     static constexpr int kVec = 4;
     static constexpr int kLanes = int(std::bit_ceil(unsigned(C.head_dim / kVec)));  // of a group
     static constexpr int kGroups = kThreads / kLanes;
-    static constexpr int kAhead = 4;  // parts whose loads are in flight
+    static constexpr int kWidth = kLanes < 32 ? kLanes : 32;  // lanes that reduce LSE
+    static constexpr int kAhead = 4;  // parts of a sum whose loads are in flight
     static constexpr int kCtas = 8;   // per SM
     static_assert(C.arch == 80 || C.arch == 90);
 
@@ -55,16 +57,23 @@ struct Combine {
         return {first, position.stride, position.parts, head, position.row_q};
     }
 
+    // reduce(x, y) of all values in the row's group, or in the warp if that is smaller.
+    template <class Reduce>
+    CUTE_DEVICE static float all_lanes(float x, Reduce const &reduce) {
+        CUTE_UNROLL
+        for (int lane = kWidth / 2; lane > 0; lane /= 2) {
+            x = reduce(x, __shfl_xor_sync(0xffffffffu, x, lane));
+        }
+        return x;
+    }
+
     // The largest of the parts' log-sum-exps and the sink; 0 where all are -inf.
     CUTE_DEVICE static float reference(Row const &row, float const *lse, float sink) {
         float max = sink;
-        for (int i = threadIdx.x % 32; i < row.parts; i += 32) {
+        for (int i = threadIdx.x % kWidth; i < row.parts; i += kWidth) {
             max = fmaxf(max, lse[i * row.stride]);
         }
-        CUTE_UNROLL
-        for (int lane = 16; lane > 0; lane /= 2) {
-            max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, lane));
-        }
+        max = all_lanes(max, [](float x, float y) { return fmaxf(x, y); });
         return max == -INFINITY ? 0.f : max;
     }
 
@@ -80,68 +89,94 @@ struct Combine {
         total.w += weight * x.w;
     }
 
+    // The next parts of sum g, from part `begin` on; o: this thread's columns of the first part.
+    struct Parts {
+        float lse[kAhead];
+        float4 x[kAhead];
+
+        CUTE_DEVICE void load(Flash_fwd_params const &params, Row const &row, float const *lse_of,
+                              float const *o, int begin) {
+            CUTE_UNROLL
+            for (int j = 0; j < kAhead; ++j) {
+                int const i = begin + j * kGroups;
+                lse[j] = -INFINITY;
+                if (i < row.parts) {
+                    lse[j] = lse_of[i * row.stride];
+                    x[j] = *reinterpret_cast<float4 const *>(o + i * row.stride * params.d);
+                }
+            }
+        }
+        CUTE_DEVICE void add_to(float4 &total, float reference) const {
+            CUTE_UNROLL
+            for (int j = 0; j < kAhead; ++j) {
+                // Of a part that sees no key nothing may come, as of no key.
+                if (lse[j] != -INFINITY) add(total, weight(lse[j], reference), x[j]);
+            }
+        }
+    };
+
+    // alone: each group has a row of its own. parts: 0 if it has none.
     CUTE_DEVICE static void merge(Flash_fwd_params const &params, SharedStorage &storage,
-                                  Row const &row) {
-        int const thread = threadIdx.x;
-        int const lane = thread % kLanes, group = thread / kLanes;
+                                  Row const &row, bool alone) {
+        int const lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+        int const col = lane * kVec;
+        int const first = alone ? 0 : group;  // sum
+        bool const holds = col < params.d;
         float const *const lse = params.lse_partial_ptr + row.first;
+        float const *const o = params.o_partial_ptr + row.first * params.d + col;
+        Parts parts;
+        if (holds) parts.load(params, row, lse, o, first);
         float const sink = params.sinks_ptr != nullptr ? params.sinks_ptr[row.head] : -INFINITY;
         float const ref = reference(row, lse, sink);
         float sum = 0.f;
-        for (int i = thread % 32; i < row.parts; i += 32) {
+        for (int i = threadIdx.x % kWidth; i < row.parts; i += kWidth) {
             sum += weight(lse[i * row.stride], ref);
         }
-        CUTE_UNROLL
-        for (int distance = 16; distance > 0; distance /= 2) {
-            sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-        }
-        sum += weight(sink, ref);
+        sum = all_lanes(sum, [](float x, float y) { return x + y; }) + weight(sink, ref);
 
-        int const col = lane * kVec;
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (col < params.d) {
-            float const *const o = params.o_partial_ptr + row.first * params.d + col;
-            for (int begin = group; begin < row.parts; begin += kAhead * kGroups) {
-                float w[kAhead];
-                float4 x[kAhead];
-                CUTE_UNROLL
-                for (int j = 0; j < kAhead; ++j) {
-                    int const i = cute::min(begin + j * kGroups, row.parts - 1);
-                    w[j] = lse[i * row.stride];
-                    x[j] = *reinterpret_cast<float4 const *>(o + i * row.stride * params.d);
-                }
-                CUTE_UNROLL
-                for (int j = 0; j < kAhead; ++j) {
-                    // Of a part that sees no key nothing may come, as of no key.
-                    if (begin + j * kGroups < row.parts && w[j] != -INFINITY) {
-                        add(total, weight(w[j], ref), x[j]);
-                    }
-                }
+        auto const add_sum = [&](float4 &to, int g) {
+            for (int begin = g; begin < row.parts; begin += kAhead * kGroups) {
+                if (begin != first) parts.load(params, row, lse, o, begin);
+                parts.add_to(to, ref);
             }
-        }
-        storage.sums[group][lane] = total;
-        __syncthreads();
-        if (group == 0 && col < params.d) {
-            CUTE_UNROLL
-            for (int g = 1; g < kGroups; ++g) {
+        };
+        if (holds) add_sum(total, first);
+        if (alone) {
+            for (int g = 1; holds && g < cute::min(kGroups, row.parts); ++g) {
+                float4 next = make_float4(0.f, 0.f, 0.f, 0.f);
+                add_sum(next, g);
+                add(total, 1.f, next);
+            }
+        } else {
+            storage.sums[group][lane] = total;
+            __syncthreads();
+            for (int g = 1; g < cute::min(kGroups, row.parts); ++g) {
                 add(total, 1.f, storage.sums[g][lane]);
             }
-            // Without a key there is a sink at most.
-            float const factor = sum == 0.f ? 0.f : 1.f / sum;
-            struct alignas(8) Piece {
-                Element x[kVec];
-            };
-            Piece const piece{Element(total.x * factor), Element(total.y * factor),
-                              Element(total.z * factor), Element(total.w * factor)};
-            auto *const out = static_cast<Element *>(params.o_ptr) +
-                              row.row_q * params.o_row_stride + row.head * params.o_head_stride;
-            *reinterpret_cast<Piece *>(out + col) = piece;
-            if (lane == 0) {
-                params.softmax_lse_ptr[row.head * params.softmax_lse_head_stride + row.row_q] =
-                    sum == 0.f ? -INFINITY : ref + __logf(sum);
-            }
+            __syncthreads();  // the sums have been read
         }
-        __syncthreads();  // the sums have been read
+        if (first == 0 && holds && row.parts > 0) {
+            store(params, row, lane, total, ref, sum);
+        }
+    }
+
+    CUTE_DEVICE static void store(Flash_fwd_params const &params, Row const &row, int lane,
+                                  float4 const &total, float ref, float sum) {
+        // Without a key there is a sink at most.
+        float const factor = sum == 0.f ? 0.f : 1.f / sum;
+        struct alignas(8) Piece {
+            Element x[kVec];
+        };
+        Piece const piece{Element(total.x * factor), Element(total.y * factor),
+                          Element(total.z * factor), Element(total.w * factor)};
+        auto *const out = static_cast<Element *>(params.o_ptr) + row.row_q * params.o_row_stride +
+                          row.head * params.o_head_stride;
+        *reinterpret_cast<Piece *>(out + lane * kVec) = piece;
+        if (lane == 0) {
+            params.softmax_lse_ptr[row.head * params.softmax_lse_head_stride + row.row_q] =
+                sum == 0.f ? -INFINITY : ref + __logf(sum);
+        }
     }
 };
 
@@ -154,9 +189,17 @@ __global__ void __launch_bounds__(Combine<Traits::kConfig>::kThreads)
     auto &storage = *reinterpret_cast<typename Merge::SharedStorage *>(smem);
     auto const &plan = *static_cast<WorkPlan const *>(params.plan_ptr);
     int64_t const rows = int64_t(plan.split_positions) * params.h;
-    for (int64_t i = blockIdx.x; i < rows; i += gridDim.x) {
-        SplitPosition const position = plan.positions(params)[i / params.h];
-        Merge::merge(params, storage, Merge::row(params, position, int(i % params.h)));
+    bool const alone = rows > gridDim.x;
+    int const of_cta = alone ? Merge::kGroups : 1;
+    int const mine = alone ? threadIdx.x / Merge::kLanes : 0;
+    for (int64_t begin = int64_t(blockIdx.x) * of_cta; begin < rows;
+         begin += int64_t(gridDim.x) * of_cta) {
+        typename Merge::Row row{};
+        if (int64_t const i = begin + mine; i < rows) {
+            SplitPosition const position = plan.positions(params)[i / params.h];
+            row = Merge::row(params, position, static_cast<int>(i % params.h));
+        }
+        Merge::merge(params, storage, row, alone);
     }
 }
 

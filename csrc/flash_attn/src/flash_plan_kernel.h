@@ -132,7 +132,7 @@ struct Planner {
     };
 
     struct SharedStorage {
-        int64_t warp_sums[kThreads / 32];
+        int64_t of_warps[kThreads / 32];
         unsigned bucket[kThreads];  // tiles in it; then where its next one goes
         int64_t tiles, partial_rows;
         int part_blocks;  // key blocks of a part at least
@@ -152,24 +152,33 @@ struct Planner {
         return bucket * kCopies + threadIdx.x % kCopies;
     }
 
-    // This thread's sum of all values up to its own.
-    CUTE_DEVICE static int64_t inclusive_scan(int64_t *warp_sums, int64_t value) {
+    struct Plus {
+        CUTE_DEVICE int64_t operator()(int64_t a, int64_t b) const { return a + b; }
+    };
+    struct Max {
+        CUTE_DEVICE int64_t operator()(int64_t a, int64_t b) const { return a > b ? a : b; }
+    };
+
+    // This thread's sum, or maximum, of all values up to its own, none of which is negative.
+    template <class Op = Plus>
+    CUTE_DEVICE static int64_t inclusive_scan(int64_t *of_warps, int64_t value) {
         int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        int64_t const sum = warp_scan(value, lane);
+        int64_t const own = warp_scan<Op>(value, lane);
         if (lane == 31) {
-            warp_sums[warp] = sum;
+            of_warps[warp] = own;
         }
         __syncthreads();
-        int64_t const warps = warp_scan(warp_sums[lane], lane);
+        int64_t const warps = warp_scan<Op>(of_warps[lane], lane);
         int64_t const before = __shfl_sync(0xffffffffu, warps, cute::max(warp - 1, 0));
         __syncthreads();
-        return warp == 0 ? sum : before + sum;
+        return warp == 0 ? own : Op{}(before, own);
     }
+    template <class Op>
     CUTE_DEVICE static int64_t warp_scan(int64_t value, int lane) {
         CUTE_UNROLL
         for (int distance = 1; distance < 32; distance *= 2) {
             int64_t const before = __shfl_up_sync(0xffffffffu, value, distance);
-            value += lane >= distance ? before : 0;
+            value = Op{}(value, lane >= distance ? before : 0);
         }
         return value;
     }
@@ -193,24 +202,47 @@ struct Planner {
         return cute::min(cute::max(parts, 1), params.num_splits);
     }
 
+    // Tiles of the batch and its heads have `all` key blocks together, and the longest of them
+    // `longest`. They are split as that many of the longest would be: into as few parts as keep
+    // all CTAs busy for most of the time.
+    CUTE_DEVICE static int balanced_part_blocks(int ctas, int64_t all, int longest) {
+        float const tiles = static_cast<float>(all) / static_cast<float>(cute::max(longest, 1));
+        float best = 0.f;
+        int parts = 1;
+        for (int waves = 1; waves <= kSplitWaves && best < 0.9f; ++waves) {
+            float const slots = static_cast<float>(ctas * waves);
+            int const of_tile = static_cast<int>(slots / cute::max(tiles, 1.f));
+            float const busy = static_cast<float>(of_tile) * tiles / slots;
+            if (busy > best) {
+                best = busy;
+                parts = of_tile;
+            }
+        }
+        return (longest + parts - 1) / parts;
+    }
+
     CUTE_DEVICE static void choose_part_blocks(Flash_fwd_params const &params,
                                                SharedStorage &storage) {
         Segments const segments{params};
-        int64_t blocks = 0;
-        if (params.num_splits > 1 && params.split_parts > 0) {
+        int64_t blocks = 0, longest = 0;
+        if (params.num_splits > 1 && params.split_ctas > 0) {
             for (int i = threadIdx.x; i < segments.count(); i += kThreads) {
                 PlanTile const segment = segments[i];
-                blocks += int64_t(num_m_blocks(params, segment)) * key_blocks(params, segment);
+                int const of_tile = key_blocks(params, segment);
+                blocks += int64_t(num_m_blocks(params, segment)) * of_tile;
+                longest = cute::max(longest, int64_t(of_tile));
             }
         }
-        int64_t const sum = inclusive_scan(storage.warp_sums, blocks);
+        blocks = inclusive_scan(storage.of_warps, blocks);
+        longest = inclusive_scan<Max>(storage.of_warps, longest);
         if (threadIdx.x == kThreads - 1) {
-            int64_t least = cute::max(params.split_blocks, 1);
-            if (params.split_parts > 0) {
-                int64_t const all = sum * num_grid_heads(params);
-                least = cute::max(least, (all + params.split_parts - 1) / params.split_parts);
+            int least = cute::max(params.split_blocks, 1);
+            if (params.split_ctas > 0) {
+                int64_t const all = blocks * num_grid_heads(params);
+                least = cute::max(least, balanced_part_blocks(params.split_ctas, all,
+                                                              static_cast<int>(longest)));
             }
-            storage.part_blocks = static_cast<int>(cute::min(least, int64_t(1) << 30));
+            storage.part_blocks = least;
         }
         __syncthreads();
     }
@@ -236,7 +268,7 @@ struct Planner {
             }
             // Values that are no lengths may ask for more than there is room for.
             auto const up_to = [&](int64_t before, int64_t value, int most) {
-                int64_t const sum = before + inclusive_scan(storage.warp_sums, value);
+                int64_t const sum = before + inclusive_scan(storage.of_warps, value);
                 return cute::min(sum, int64_t(most));
             };
             tiles = up_to(storage.tiles, tiles, params.plan_capacity);
@@ -320,16 +352,18 @@ struct Planner {
         choose_part_blocks(params, storage);
         count_tiles(params, storage, first);
         int const count = first[2 * params.b + 1].tiles;
+        PlanTile tile;  // this thread's last
         for (int i = thread; i < count; i += kThreads) {
-            atomicAdd(&bucket(params, storage, find_tile(params, storage, first, i)), 1u);
+            tile = find_tile(params, storage, first, i);
+            atomicAdd(&bucket(params, storage, tile), 1u);
         }
         __syncthreads();
         int64_t const size = storage.bucket[thread];
-        int64_t const end = inclusive_scan(storage.warp_sums, size);
+        int64_t const end = inclusive_scan(storage.of_warps, size);
         storage.bucket[thread] = static_cast<unsigned>(end - size);
         __syncthreads();
         for (int i = thread; i < count; i += kThreads) {
-            PlanTile const tile = find_tile(params, storage, first, i);
+            if (count > kThreads) tile = find_tile(params, storage, first, i);
             plan.tiles[atomicAdd(&bucket(params, storage, tile), 1u)] = tile;
             list_positions(params, storage, positions, tile);
         }

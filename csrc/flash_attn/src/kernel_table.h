@@ -45,7 +45,7 @@ struct Problem {
 struct Choice {
     const void *kernel;                             // Flash_kernel; of a backward Flash_bwd_kernel
     int32_t pack_heads;                             // the query heads of a key head share tiles
-    int32_t num_splits, split_blocks, split_parts;  // as in Flash_fwd_params
+    int32_t num_splits, split_blocks, split_ctas;  // as in Flash_fwd_params
 };
 
 // Fills in the choice for a problem and returns 0, or writes a message of at most `error_size`
