@@ -143,7 +143,7 @@ struct Combine {
         };
         if (holds) add_sum(total, first);
         if (alone) {
-            for (int g = 1; holds && g < cute::min(kGroups, row.parts); ++g) {
+            for (int g = 1; holds && g < cute::min(int(kGroups), row.parts); ++g) {
                 float4 next = make_float4(0.f, 0.f, 0.f, 0.f);
                 add_sum(next, g);
                 add(total, 1.f, next);
@@ -151,7 +151,7 @@ struct Combine {
         } else {
             storage.sums[group][lane] = total;
             __syncthreads();
-            for (int g = 1; g < cute::min(kGroups, row.parts); ++g) {
+            for (int g = 1; g < cute::min(int(kGroups), row.parts); ++g) {
                 add(total, 1.f, storage.sums[g][lane]);
             }
             __syncthreads();  // the sums have been read
