@@ -4,6 +4,7 @@ every shipped kernel."""
 from __future__ import annotations
 
 import pytest
+import reporting
 import tiers
 import torch
 
@@ -26,6 +27,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     tiers.everything = config.getoption("--all")
+    config.pluginmanager.register(reporting)
 
 
 def pytest_terminal_summary(terminalreporter):
