@@ -30,6 +30,11 @@ def pytest_configure(config):
     config.pluginmanager.register(reporting)
 
 
+def pytest_collection_modifyitems(items):
+    # It compiles for longest, and a file stays in one worker: it is the first of its worker.
+    items.sort(key=lambda item: item.path.name != "test_shipped_kernels.py")
+
+
 def pytest_terminal_summary(terminalreporter):
     if not tiers.everything:
         configs = heuristics.instantiations().values()
