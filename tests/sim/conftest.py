@@ -22,11 +22,18 @@ def _masks(config):
     return [replace(config, mask=mask) for mask in MASKS]
 
 
+def _paged(config):
+    return replace(config, paged=True)
+
+
 for _group in (
-    (*_masks(TWO_STAGES), mutants_score.SM80, mutants_dropout.SM80),
+    (*_masks(TWO_STAGES), _paged(TWO_STAGES), mutants_score.SM80, mutants_dropout.SM80),
     (*_masks(ONE_STAGE), replace(ONE_STAGE, alibi=True), replace(ONE_STAGE, dropout=True)),
-    (*_masks(ASKING), replace(ASKING, alibi=True), mutants_score.SM90, mutants_dropout.SM90),
-    (*_masks(STRIDING), replace(STRIDING, softcap=True, alibi=True)),
+    (
+        *(*_masks(ASKING), _paged(ASKING), replace(ASKING, alibi=True)),
+        *(mutants_score.SM90, mutants_dropout.SM90),
+    ),
+    (*_masks(STRIDING), _paged(STRIDING), replace(STRIDING, softcap=True, alibi=True)),
     (*_masks(backward.TOGETHER), *_masks(mutants_bwd_dropout.TOGETHER)),
     (*_masks(backward.SPLIT), *_masks(mutants_bwd_dropout.SPLIT)),
 ):
@@ -34,4 +41,6 @@ for _group in (
 # The checkers' instrumentation takes longer, and is asked for with windows and without.
 for _config in (TWO_STAGES, ASKING):
     _checkers = [checker for checker in sim.CHECKERS if checker != "none"]
-    sim.compile_together((_config, replace(_config, mask="local")), _checkers)
+    _windowed = _config, replace(_config, mask="local")
+    sim.compile_together(_windowed, _checkers)
+    sim.compile_together((*_windowed, _paged(_config)), ["memcheck"])
