@@ -62,7 +62,7 @@ def test_pages_of_odd_size_where_tma_cannot_write_them():
 @each(CONFIGS)
 def test_contiguous_cache(config):
     pads = (33, 0, 7, 5, 0, 90)
-    runs = (3, pads, 4), (1, None, 2), (200, pads, 2)
+    runs = (3, pads, 4), (1, pads, 2), (200, None, 2)
     # The other two kernels differ in the main loop alone, which runs for each part.
     for seed, (splits, leftpad, h) in enumerate(runs if config in CHECKED else runs[:1]):
         problem = contiguous(config, MIXED, h=h, seed=seed, leftpad=leftpad)
