@@ -22,11 +22,16 @@ demo: $(INSTALLED) $(GPU_NVCC)
 	$(PYTHON) examples/demo.py
 	OMP_NUM_THREADS=1 $(PYTHON) examples/train_gpt.py --device cpu --check
 
+# A worker for each core, each with one compiler and one thread of torch. Files in their order,
+# in which those that compile come first.
+PYTEST = OMP_NUM_THREADS=1 FLASHCUTE_JOBS=1 \
+	$(PYTHON) -m pytest -n $$(nproc) --dist loadfile --no-loadscope-reorder
+
 test: check $(NVCC)
-	$(PYTHON) -m pytest
+	$(PYTEST)
 
 test-all: check $(NVCC)
-	$(PYTHON) -m pytest --all
+	$(PYTEST) --all
 
 CXX_FILES = $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 CLANG_FORMAT = $(PYTHON) -c 'from clang_format import clang_format; clang_format()'

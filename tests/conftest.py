@@ -4,6 +4,7 @@ every shipped kernel."""
 from __future__ import annotations
 
 import pytest
+import reporting
 import tiers
 import torch
 
@@ -26,6 +27,12 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     tiers.everything = config.getoption("--all")
+    config.pluginmanager.register(reporting)
+
+
+def pytest_collection_modifyitems(items):
+    # It compiles for longest, and a file stays in one worker: it is the first of its worker.
+    items.sort(key=lambda item: item.path.name != "test_shipped_kernels.py")
 
 
 def pytest_terminal_summary(terminalreporter):

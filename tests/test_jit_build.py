@@ -410,11 +410,26 @@ def test_one_run_of_ninja_publishes_each_unit_as_it_ends(tmp, monkeypatch):
     build.build_many(
         units,
         counting_compiler(tmp),
-        1,
+        2,
         lambda result: there.append(len(list((tmp / "cache").glob("*.json")))),
     )
     assert there == [1, 2, 3]
     assert [Path(command[0]).name for command in started] == ["ninja"]
+
+
+def test_one_job_leaves_the_units_that_wait_to_other_processes(tmp):
+    units = sorted((numbered_unit(i) for i in range(3)), key=lambda unit: unit.name)
+    compiler = counting_compiler(tmp)
+
+    def held(unit):
+        lock = build._lock_now(tmp / "cache", build._stem(unit, unit.key(compiler)))
+        if lock is not None:
+            lock.release()
+        return lock is None
+
+    seen = []
+    build.build_many(units, compiler, 1, lambda _: seen.append(sum(map(held, units))))
+    assert seen == [0, 0, 0]  # those built are released, the others not taken yet
 
 
 def test_an_interrupted_run_ends_its_compilers_and_leaves_nothing(tmp, monkeypatch):

@@ -53,9 +53,14 @@ def test_arguments(stand_in):
     expected |= {f"{name}_ptr": None for name in lengths}
     expected |= {"total_q": 0, "total_k": 0, "plan_capacity": 0}
     of_cache = ("cache_batch_idx", "leftpad_k", "block_table", "o_partial", "lse_partial")
-    expected |= {f"{name}_ptr": None for name in of_cache}
+    new = ("k_new", "v_new", "q_unrotated")
+    pointers = (*of_cache, *new, "rotary_cos", "rotary_sin")
+    expected |= {f"{name}_ptr": None for name in pointers}
     sizes = ("block_table_batch_stride", "b_k", "num_pages", "page_size", "partial_rows")
-    expected |= dict.fromkeys((*sizes, "num_splits", "split_blocks", "split_ctas"), 0)
+    sizes += ("num_splits", "split_blocks", "split_ctas", "is_cache", "seqlen_new")
+    sizes += ("seqlen_rotary", "rotary_dim", "rotary_q_step", "rotary_interleaved")
+    strides = (f"{name}_{dim}_stride" for name in new for dim in ("batch", "row", "head"))
+    expected |= dict.fromkeys((*sizes, *strides), 0)
     expected |= {"h_h_k_ratio": 2, "scale_softmax": 0.125, "scale_softcap": 1.0, "alibi_scale": 8.0}
     log2 = params.pop("scale_softmax_log2")
     assert params == expected

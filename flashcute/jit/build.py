@@ -1,9 +1,11 @@
 """Builds shared objects: one source, one compiler run, one entry of the cache.
 
 All entries missing for a call are built by one run of ninja, with an edge for each compiler run.
-Every word of a command is quoted, so no path or variable is parsed as a command. Every entry has a
-file lock, which the operating system releases when its holder dies. Processes that need the same
-entry build it once. No process waits for a lock while it holds another, so there is no deadlock.
+With one job there is a run for each entry instead, so that other processes which need the same
+entries can build some of them meanwhile. Every word of a command is quoted, so no path or variable
+is parsed as a command. Every entry has a file lock, which the operating system releases when its
+holder dies. Processes that need the same entry build it once. No process waits for a lock while it
+holds another, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -455,10 +457,14 @@ def build_many(
         # The same order in every process.
         missing.sort(key=lambda index: _stem(units[index], keys[index]))
     while missing:
+        limit = jobs or default_jobs()
         with contextlib.ExitStack() as stack:
             edges: dict[_Edge, int] = {}
-            busy = []
+            busy, later = [], []
             for index in missing:
+                if edges and limit == 1:
+                    later.append(index)
+                    continue
                 with cache.writing(folder):
                     taken = _take(units[index], compiler, keys[index], folder, stack)
                 if isinstance(taken, _Edge):
@@ -468,7 +474,7 @@ def build_many(
                 else:
                     busy.append(index)
             if edges:
-                run = _run_ninja(list(edges), jobs or default_jobs(), watch or (lambda _: None))
+                run = _run_ninja(list(edges), limit, watch or (lambda _: None))
                 # Closed before the folders are removed, also if ``progress`` raises.
                 for edge, report in stack.enter_context(contextlib.closing(run)):
                     finish(edges[edge], *edge.publish(folder, report))
@@ -477,5 +483,5 @@ def build_many(
             logger.warning("flashcute: another process builds %s, waiting for it", unit.name)
             with _lock(folder, _stem(unit, keys[busy[0]])):
                 pass  # the next round looks for the entry: the other build may have failed
-        missing = busy
+        missing = busy + later
     return [results[index] for index in range(len(units))]

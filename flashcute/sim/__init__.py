@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .build import CHECKERS, build_kernels, build_runners
+    from .build import CHECKERS, build_kernels, build_runners, compile_together
     from .run import SimResult, run_bwd, run_fwd, run_varlen
     from .serving import run_serving
 
@@ -21,6 +21,7 @@ __all__ = [
     "SimResult",
     "build_kernels",
     "build_runners",
+    "compile_together",
     "run_bwd",
     "run_fwd",
     "run_serving",
@@ -31,7 +32,7 @@ __all__ = [
 COPY_MODES = ("late", "random", "eager")
 
 _HOMES = {
-    **dict.fromkeys(("CHECKERS", "build_kernels", "build_runners"), "build"),
+    **dict.fromkeys(("CHECKERS", "build_kernels", "build_runners", "compile_together"), "build"),
     **dict.fromkeys(("SimResult", "run_bwd", "run_fwd", "run_varlen"), "run"),
     "run_serving": "serving",
 }

@@ -45,11 +45,14 @@ _COMMON_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DNDEBUG", "-fno-strict-aliasing
 # -w: CuTe gives warnings with host compilers.
 # -ffp-contract=fast: as with nvcc, a product and a sum become one FMA where the host has it, so the
 # roundings are those of the GPU. At -O1 that pass needs -fexpensive-optimizations.
+# ggc-min-heapsize: gcc collects garbage from 1 GB on, not from 128 MB, which took it a tenth of the
+# time and more.
 # -ftrivial-auto-var-init: uninitialised registers are NaN in fp16 and -1.7e38 in bf16 and fp32.
 _KERNEL_FLAGS = (
     *(*_COMMON_FLAGS, "-shared", "-fvisibility=hidden", "-w"),
     *("-ffp-contract=fast", "-fexpensive-optimizations"),
     *("-fno-extern-tls-init", "-ftrivial-auto-var-init=pattern"),
+    "--param=ggc-min-heapsize=1000000",
 )
 RUNTIME_SOURCES = (
     *("fiber", "block", "cluster", "memory", "instructions", "counters", "dependency", "mbarrier"),
@@ -125,13 +128,48 @@ extern "C" void *sim_dynamic_smem() {{ return flash::{name}; }}
 """
 
 
-def companions(config: FwdConfig | BwdConfig) -> tuple[FwdConfig | BwdConfig, ...]:
+# What :func:`compile_together` was given, by each configuration and checker.
+_together: dict[tuple[FwdConfig | BwdConfig, str], tuple[FwdConfig | BwdConfig, ...]] = {}
+
+
+def compile_together(
+    configs: Sequence[FwdConfig | BwdConfig], checkers: Sequence[str] = ("none",)
+) -> None:
+    """Makes ``configs`` one translation unit for ``checkers``, from now on in this process.
+
+    Worth it where all of them are used: configurations of one tile differ by a second of compile
+    time, and each alone takes 20 s.
+
+    Args:
+        configs: Of one pass, kernel class and head dimension.
+        checkers: Of :data:`CHECKERS`.
+
+    Raises:
+        ValueError: where the configurations do not fit into one unit.
+    """
+    kinds = {(config.kind, config.arch, config.head_dim) for config in configs}
+    if len(kinds) != 1:
+        raise ValueError(
+            "sim.compile_together: expected configs of one pass, kernel class and head dimension, "
+            f"got {sorted(kinds)}; call it for each of them"
+        )
+    for config in configs:
+        for checker in checkers:
+            _together[config, checker] = tuple(configs)
+
+
+def companions(
+    config: FwdConfig | BwdConfig, checker: str = "none"
+) -> tuple[FwdConfig | BwdConfig, ...]:
     """The configurations compiled together with ``config``, itself among them.
 
     The shipped configurations of a class and head dimension share nearly all of their types, so
     nearly all of the compile time: four in one translation unit take 12 s, each alone 11 s. So do
-    those of a backward with every mask.
+    those of a backward with every mask. Others are compiled alone, or as
+    :func:`compile_together` says.
     """
+    if (config, checker) in _together:
+        return _together[config, checker]
     if isinstance(config, BwdConfig):
         return tuple(dataclasses.replace(config, mask=mask) for mask in MASKS)
     shipped = tuple(c for c in shipped_configs(config.arch) if c.head_dim == config.head_dim)
@@ -162,7 +200,7 @@ def kernel_unit(
         kernel_dir: Folder of altered kernel headers; compiles ``config`` alone. The project's own
             headers by default.
     """
-    configs = companions(config) if kernel_dir is None else (config,)
+    configs = companions(config, checker) if kernel_dir is None else (config,)
     kernel_dir = kernel_dir or sources.kernel_include_dir()
     entries = "\n".join(entry(c, c.full_name) for c in configs)
     of_class = "_sm90" if config.arch == 90 else ""

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from reporting import CASES, DESELECTED
 
 from flashcute import heuristics, jit, ops, support
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, FwdConfig
@@ -16,9 +17,6 @@ from flashcute.jit import kernels
 
 HERE = pathlib.Path(__file__).parent
 sys.path.append(str(HERE.parent))  # bad_input.py
-
-_deselected = pytest.StashKey[int]()
-_cases = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -28,25 +26,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mine = [item for item in items if item.path.is_relative_to(HERE)]
     items[:] = [item for item in items if not item.path.is_relative_to(HERE)]
     config.hook.pytest_deselected(items=mine)
-    config.stash[_deselected] = len(mine)
-
-
-def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    if count := config.stash.get(_deselected, 0):
-        terminalreporter.write_line(
-            f"tests/cuda: {count} tests NOT RUN, deselected: torch {torch.__version__} sees no GPU",
-            yellow=True,
-        )
-    if cases := config.stash.get(_cases, {}):
-        counts = ", ".join(f"{count} {name}" for name, count in sorted(cases.items()))
-        device = torch.cuda.get_device_name()
-        terminalreporter.write_line(f"tests/cuda: cases checked on {device}: {counts}")
+    config.stash[DESELECTED] = len(mine)
 
 
 @pytest.fixture
 def count_cases(request: pytest.FixtureRequest):
     """``count_cases(name, n)``: adds to what the last line of the run reports."""
-    cases = request.config.stash.setdefault(_cases, {})
+    cases = request.config.stash.setdefault(CASES, {})
 
     def count(name: str, n: int) -> None:
         cases[name] = cases.get(name, 0) + n

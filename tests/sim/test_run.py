@@ -10,6 +10,7 @@ import torch
 from flashcute import sim
 from flashcute.jit import build, sources, toolchain
 from flashcute.jit.toolchain import BuildError
+from flashcute.sim import build as sim_build
 from flashcute.sim import run as sim_run
 from flashcute.sim.build import companions, dynamic_smem
 
@@ -104,7 +105,20 @@ def test_companions_share_a_head_dimension():
         together = companions(config)
         assert config in together and len(together) >= 4
         assert {(c.arch, c.head_dim) for c in together} == {(config.arch, config.head_dim)}
-    assert companions(CONFIG) == (CONFIG,)
+    alone = replace(CONFIG, softcap=True)
+    assert companions(alone) == (alone,)
+
+
+def test_what_is_compiled_together_is_said_for_each_checker(monkeypatch):
+    monkeypatch.setattr(sim_build, "_together", {})
+    local = replace(CONFIG, mask="local")
+    sim.compile_together((CONFIG, local), ("none", "memcheck"))
+    (unit,) = {sim_build.kernel_unit(config, "memcheck") for config in (CONFIG, local)}
+    assert all(f"{config.full_name}()" in unit.source for config in (CONFIG, local))
+    assert companions(local) == (CONFIG, local)
+    assert companions(CONFIG, "racecheck") == (CONFIG,)
+    with pytest.raises(ValueError, match=r"compile_together: expected configs of one pass.*64"):
+        sim.compile_together((CONFIG, mutants.ONE_STAGE))
 
 
 class SumParams(ctypes.Structure):

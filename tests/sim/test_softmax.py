@@ -22,6 +22,8 @@ SM80 = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 1, 0, 2)
 SM90 = FwdConfig(90, "fp16", 32, "causal", 128, 32, 8, 2, 0, 1, True)
 CONFIGS = (SM80, SM90)
 BF16 = tuple(dataclasses.replace(config, dtype="bf16") for config in CONFIGS)
+for pair in zip(CONFIGS, BF16, strict=True):
+    sim.compile_together(pair)
 D, BLOCK = 32, 32
 ROWS = slice(11, None, 16)  # one a warp, of its second half: the other rows keep their level
 

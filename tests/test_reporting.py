@@ -1,0 +1,41 @@
+"""What did not run, and what was counted, is said once whatever the number of workers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import reporting
+
+
+def test_workers_are_added_up():
+    config = SimpleNamespace(stash=pytest.Stash())
+    for cases in ({"grid": 2}, {"grid": 3, "exact": 1}):
+        output = {"not_run": 7, "cases": cases}
+        reporting.pytest_testnodedown(SimpleNamespace(config=config, workeroutput=output))
+    reporting.pytest_testnodedown(SimpleNamespace(config=config))  # one that crashed
+    assert config.stash[reporting.DESELECTED] == 7
+    assert config.stash[reporting.CASES] == {"grid": 5, "exact": 1}
+
+
+def test_a_file_is_reported_when_its_last_test_ends(monkeypatch):
+    lines: list[str] = []
+    terminal = SimpleNamespace(write_line=lambda line, **_: lines.append(line))
+    config = SimpleNamespace(
+        get_verbosity=lambda: 0,
+        pluginmanager=SimpleNamespace(get_plugin=lambda _: terminal),
+    )
+    for name in ("_left", "_seconds", "_outcomes"):
+        monkeypatch.setattr(reporting, name, getattr(reporting, name).copy())
+    reporting.pytest_xdist_node_collection_finished(["a.py::one", "b.py::one", "a.py::two"])
+    left = sum(reporting._left.values())
+    for test, outcome in {"a.py::one": "passed", "a.py::two": "failed"}.items():
+        for when in ("setup", "call", "teardown"):
+            was = outcome if when == "call" else "passed"
+            report = pytest.TestReport(test, ("", 0, ""), {}, was, None, when, duration=2)
+            report.node = SimpleNamespace(config=config)
+            reporting.pytest_runtest_logreport(report)
+    assert lines == [
+        "FAILED in call: a.py::two",
+        f"a.py: 1 passed, 1 failed in 12 s; {left - 2} tests left",
+    ]
