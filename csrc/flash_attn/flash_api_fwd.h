@@ -274,8 +274,7 @@ inline void set_problem(Flash_fwd_params &params, const Problem &problem, const 
                                         : problem.b * ((rows + tile_m - 1) / tile_m);
     // The grid is one-dimensional, and its limit is that of a 32-bit int, as is that of a row.
     const int64_t tiles = of_a_head * heads;
-    const int64_t partial =
-        partial_rows(rows, tile_m, params.num_splits, params.split_ctas, heads);
+    const int64_t partial = partial_rows(rows, tile_m, params.num_splits, params.split_ctas, heads);
     if (rows > kMaxSeqlen || tiles > kMaxTiles || partial > kMaxSeqlen) {
         fail("expected at most ", kMaxTiles, " tiles of ", tile_m, " query rows, got ", tiles,
              "; split the batch");

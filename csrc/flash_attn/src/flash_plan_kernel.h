@@ -241,8 +241,8 @@ struct Planner {
             int least = cute::max(params.split_blocks, 1);
             if (params.split_ctas > 0) {
                 int64_t const all = blocks * num_grid_heads(params);
-                least = cute::max(least, balanced_part_blocks(params.split_ctas, all,
-                                                              static_cast<int>(longest)));
+                least = cute::max(
+                    least, balanced_part_blocks(params.split_ctas, all, static_cast<int>(longest)));
             }
             storage.part_blocks = least;
         }

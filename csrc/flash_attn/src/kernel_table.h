@@ -43,8 +43,8 @@ struct Problem {
 
 // How a problem is computed; flashcute/ops.py mirrors the layout.
 struct Choice {
-    const void *kernel;                             // Flash_kernel; of a backward Flash_bwd_kernel
-    int32_t pack_heads;                             // the query heads of a key head share tiles
+    const void *kernel;                            // Flash_kernel; of a backward Flash_bwd_kernel
+    int32_t pack_heads;                            // the query heads of a key head share tiles
     int32_t num_splits, split_blocks, split_ctas;  // as in Flash_fwd_params
 };
 
