@@ -12,6 +12,7 @@ import os
 
 from . import env
 from .config import (
+    BWD_OPTIONS,
     DTYPES,
     HEAD_DIMS,
     MAX_SMEM_BYTES,
@@ -32,6 +33,7 @@ class FwdProblem:
         softcap: Whether there is one.
         alibi: Likewise.
         dropout: Likewise.
+        varlen: Whether it is of a ragged batch, on which the choice of a backward depends.
     """
 
     dtype: str
@@ -46,6 +48,7 @@ class FwdProblem:
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    varlen: bool = False
 
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
@@ -171,7 +174,8 @@ def typical_length(total: int, b: int, longest: int) -> int:
     """
     most = min(longest, total)
     mean = min(total / max(b, 1), most)
-    return max(int(math.sqrt(mean * most)), 1)
+    # A single row needs no mask, a longest sequence of two does.
+    return max(int(math.sqrt(mean * most)), min(most, 2), 1)
 
 
 def rounded(problem: FwdProblem) -> FwdProblem:
@@ -317,12 +321,19 @@ def bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
     return BwdConfig(80, dtype, head_dim, mask, dq, dkv, split_dkv=head_dim > 128)
 
 
-def bwd_with_dropout(config: BwdConfig) -> BwdConfig:
-    """``config``, of the sm80 class, with dropout: tiles that have no registers left for drawing
-    the mask get others. Not measured: chosen so that nothing spills."""
-    if config.head_dim == 128:  # dQ with 128x32 spills 80 bytes
+def bwd_with_options(
+    config: BwdConfig,
+    softcap: bool = False,
+    alibi: bool = False,
+    dropout: bool = False,
+    varlen: bool = False,
+) -> BwdConfig:
+    """``config``, of the sm80 class, with what else is asked for: tiles that have no registers left
+    for it get others. Not measured: chosen so that nothing spills."""
+    if dropout and config.head_dim == 128:  # dQ with 128x32 spills 80 bytes
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
-    return dataclasses.replace(config, dropout=True)
+    options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
+    return dataclasses.replace(config, **options)
 
 
 def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
@@ -465,7 +476,7 @@ def choose_bwd(
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
-    That of the sm80 class alone has dropout.
+    That of the sm80 class alone has softcap, ALiBi, dropout and ragged batches.
 
     Args:
         deterministic: Bitwise repeatable gradients.
@@ -474,10 +485,12 @@ def choose_bwd(
     causal = problem.causal and problem.seqlen_q > 1
     head_dim = instantiated_head_dim(problem.d)
     configs = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
-    config = configs[-1 if deterministic or problem.dropout else 0]
+    options = {name: getattr(problem, name) for name in BWD_OPTIONS}
+    of_sm80 = deterministic or any(options.values())
+    config = configs[-1 if of_sm80 else 0]
     if problem.window is not None:
         config = dataclasses.replace(config, mask="local")
-    return bwd_with_dropout(config) if problem.dropout else config
+    return bwd_with_options(config, **options) if of_sm80 else config
 
 
 def _choices() -> list[tuple[str, int, bool]]:

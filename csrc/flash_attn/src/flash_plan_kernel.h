@@ -16,9 +16,10 @@
 
 namespace flash {
 
-// Segments of the rows of q: sequence i is segment 2 i + 1, and rows of no sequence before it, or
-// behind the last one, are segments 2 i. Whatever cu_seqlens and seqused hold, no segment leaves
-// the tensors.
+// Segments of the rows of q, or of k and v: sequence i is segment 2 i + 1, and rows of no sequence
+// before it, or behind the last one, are segments 2 i. Whatever cu_seqlens and seqused hold, no
+// segment leaves the tensors.
+template <bool kOfKeys>
 struct Segments {
     Flash_fwd_params const &params;
 
@@ -39,34 +40,56 @@ struct Segments {
         length = cute::min(length, most);
     }
 
+    CUTE_DEVICE void read_queries(int i, int &begin, int &length) const {
+        read(params.cu_seqlens_q_ptr, params.seqused_q_ptr, i, params.total_q, params.seqlen_q,
+             begin, length);
+    }
+    CUTE_DEVICE void read_keys(int i, int &begin, int &length) const {
+        read(params.cu_seqlens_k_ptr, params.seqused_k_ptr, i, params.total_k, INT32_MAX, begin,
+             length);
+    }
+
     CUTE_DEVICE PlanTile operator[](int segment) const {
         PlanTile tile{};
-        int const i = segment / 2;
+        int const i = tile.sequence = segment / 2;
         if (segment % 2 == 1) {
-            read(params.cu_seqlens_q_ptr, params.seqused_q_ptr, i, params.total_q, params.seqlen_q,
-                 tile.row_q, tile.seqlen_q);
-            read(params.cu_seqlens_k_ptr, params.seqused_k_ptr, i, params.total_k, INT32_MAX,
-                 tile.row_k, tile.seqlen_k);
+            read_queries(i, tile.row_q, tile.seqlen_q);
+            read_keys(i, tile.row_k, tile.seqlen_k);
             return tile;
         }
-        tile.seqlen_k = -1;
+        if (!kOfKeys) tile.seqlen_k = -1;
+        int &row = kOfKeys ? tile.row_k : tile.row_q;
         if (i > 0) {
             int begin, length;
-            read(params.cu_seqlens_q_ptr, params.seqused_q_ptr, i - 1, params.total_q,
-                 params.seqlen_q, begin, length);
-            tile.row_q = begin + length;
+            kOfKeys ? read_keys(i - 1, begin, length) : read_queries(i - 1, begin, length);
+            row = begin + length;
         }
-        int const end =
-            i < params.b ? clamp(params.cu_seqlens_q_ptr[i], 0, params.total_q) : params.total_q;
-        tile.seqlen_q = cute::max(end - tile.row_q, 0);
+        int const total = kOfKeys ? params.total_k : params.total_q;
+        int const *const starts = kOfKeys ? params.cu_seqlens_k_ptr : params.cu_seqlens_q_ptr;
+        int const end = i < params.b ? clamp(starts[i], 0, total) : total;
+        (kOfKeys ? tile.seqlen_k : tile.seqlen_q) = cute::max(end - row, 0);
         return tile;
     }
 };
 
-// One CTA. Counts the segments' tiles, then sorts them by their key blocks (a counting sort in
-// logarithmic buckets, so that the order among equals is free).
+// What a plan is of: here the tiles of a forward kernel's queries.
 template <FwdConfig C>
+struct PlanFwd {
+    static constexpr int kArch = C.arch;
+    static constexpr int kRows = C.tile_m;
+    static constexpr bool kOfKeys = false;
+
+    CUTE_HOST_DEVICE static BlockRange blocks(Flash_fwd_params const &params,
+                                              WorkTile const &tile) {
+        return BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, tile);
+    }
+};
+
+// One CTA. Counts the segments' tiles, then sorts them by the blocks that they visit (a counting
+// sort in logarithmic buckets, so that the order among equals is free).
+template <class Tiles>
 struct Planner {
+    using SegmentsT = Segments<Tiles::kOfKeys>;
     static constexpr int kThreads = 1024;
     static constexpr int kBuckets = 128;
     static constexpr int kCopies = 8;  // of each bucket, as atomics on one address are serialised
@@ -81,7 +104,8 @@ struct Planner {
     };
 
     CUTE_DEVICE static int num_m_blocks(Flash_fwd_params const &params, PlanTile const &segment) {
-        return (num_rows(params, segment.seqlen_q) + C.tile_m - 1) / C.tile_m;
+        int const rows = Tiles::kOfKeys ? segment.seqlen_k : num_rows(params, segment.seqlen_q);
+        return (rows + Tiles::kRows - 1) / Tiles::kRows;
     }
 
     // By the exponent and three bits of the mantissa of the number of blocks, most first; from
@@ -117,7 +141,7 @@ struct Planner {
     // first[i]: tiles of the segments before i.
     CUTE_DEVICE static void count_tiles(Flash_fwd_params const &params, SharedStorage &storage,
                                         int *first) {
-        Segments const segments{params};
+        SegmentsT const segments{params};
         if (threadIdx.x == 0) {
             storage.carry = 0;
             first[0] = 0;
@@ -144,7 +168,7 @@ struct Planner {
     // Tile `index` in the order of the segments.
     CUTE_DEVICE static PlanTile find_tile(Flash_fwd_params const &params, int const *first,
                                           int index) {
-        Segments const segments{params};
+        SegmentsT const segments{params};
         int low = 0, high = segments.count();  // first[low] <= index < first[high]
         while (high - low > 1) {
             int const middle = (low + high) / 2;
@@ -160,8 +184,7 @@ struct Planner {
                                         PlanTile const &tile) {
         WorkTile const work{
             .m_block = tile.m_block, .seqlen_q = tile.seqlen_q, .seqlen_k = tile.seqlen_k};
-        using Blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>;
-        return storage.bucket[bucket_of(Blocks::block_range(params, work).count)];
+        return storage.bucket[bucket_of(Tiles::blocks(params, work).count)];
     }
 
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage) {
@@ -191,26 +214,26 @@ struct Planner {
     }
 };
 
-template <class Traits>
-__global__ void __launch_bounds__(Planner<Traits::kConfig>::kThreads)
+template <class Tiles>
+__global__ void __launch_bounds__(Planner<Tiles>::kThreads)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
-    using Plan = Planner<Traits::kConfig>;
+    using Plan = Planner<Tiles>;
     // An attention kernel of the sm90 class may be launched already; it waits for this one's end.
-    if constexpr (Traits::kConfig.arch == 90) cudaTriggerProgrammaticLaunchCompletion();
+    if constexpr (Tiles::kArch == 90) cudaTriggerProgrammaticLaunchCompletion();
     extern __shared__ __align__(1024) char smem[];
     Plan::run(params, *reinterpret_cast<typename Plan::SharedStorage *>(smem));
 }
 
 // Enqueues the plan of params->plan_ptr; not needed again while lengths and shapes stay the same.
-template <class Traits>
+template <class Tiles>
 int32_t launch_plan(Flash_fwd_params const *params, void *stream) {
-    using Plan = Planner<Traits::kConfig>;
+    using Plan = Planner<Tiles>;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(1);
     config.blockDim = dim3(Plan::kThreads);
     config.dynamicSmemBytes = sizeof(typename Plan::SharedStorage);
     config.stream = static_cast<cudaStream_t>(stream);
-    return cudaLaunchKernelEx(&config, &flash_plan_kernel<Traits>, *params);
+    return cudaLaunchKernelEx(&config, &flash_plan_kernel<Tiles>, *params);
 }
 
 }  // namespace flash

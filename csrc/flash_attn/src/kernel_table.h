@@ -34,6 +34,7 @@ struct Problem {
     int32_t softcap, alibi, dropout;    // 1: there is one
     // 1: asks for the kernels of its gradients; 2: for those whose results repeat bitwise
     int32_t backward;
+    int32_t varlen;  // 1: of a ragged batch, on which the kernels of gradients depend
 
     bool operator==(const Problem &) const = default;
 };
@@ -103,7 +104,9 @@ inline int32_t typical_length(int64_t total, int64_t b, int64_t longest) {
     const double of_each =
         static_cast<double>(total) / static_cast<double>(std::max(b, int64_t(1)));
     const double mean = std::min(of_each, most);
-    return std::max(static_cast<int32_t>(std::sqrt(mean * most)), 1);
+    // A single row needs no mask, a longest sequence of two does.
+    const int32_t least = most >= 2 ? 2 : 1;
+    return std::max(static_cast<int32_t>(std::sqrt(mean * most)), least);
 }
 
 inline Problem rounded(Problem problem) {
@@ -117,8 +120,8 @@ inline Problem rounded(Problem problem) {
 struct ProblemHash {
     size_t operator()(const Problem &problem) const {
         // FNV-1a over the words; the high bits are folded back as buckets use the low ones.
-        static_assert(sizeof(Problem) == 15 * sizeof(uint32_t), "no padding may enter the hash");
-        uint32_t words[15];
+        static_assert(sizeof(Problem) == 16 * sizeof(uint32_t), "no padding may enter the hash");
+        uint32_t words[16];
         std::memcpy(words, &problem, sizeof(words));
         uint64_t hash = 0xcbf29ce484222325;
         for (const uint32_t word : words) {
