@@ -42,7 +42,7 @@ _CACHE = (
     f"k_cache.flatten(0, 1) and cache_seqlens as seqused_k; {_CPU_ONLY}"
 )
 _PAGES = f"gather the pages of each sequence into k and v; {_CPU_ONLY}"
-_NO_GRADIENT = f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}"
+_NO_GRADIENT = f"call it under torch.no_grad() or pass alibi_slopes.detach(); {_CPU_ONLY}"
 
 # CPU tensors support every row.
 FEATURES = (
@@ -59,9 +59,7 @@ FEATURES = (
     Feature("cu_seqlens", "sequences of different lengths (varlen)", True),
     Feature("k_cache", "KV cache", False, _CACHE),
     Feature("block_table", "paged KV cache", False, _PAGES),
-    Feature("cu_seqlens with requires_grad", "backward of varlen", False, _NO_GRADIENT),
-    Feature("softcap with requires_grad", "backward of softcap", False, _NO_GRADIENT),
-    Feature("alibi_slopes with requires_grad", "backward of ALiBi", False, _NO_GRADIENT),
+    Feature("alibi_slopes with requires_grad", "gradient of ALiBi slopes", False, _NO_GRADIENT),
 )
 _FEATURE_OF = {feature.argument: feature for feature in FEATURES}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import loading, ops
-from .autograd import wants_gradient
+from .autograd import check_slopes
 from .checks import (
     bounded_window,
     check_alibi,
@@ -36,7 +36,7 @@ from .checks_varlen import (
 )
 from .cpu_operator import draw_state
 from .cpu_varlen import Options, Tensors, attend_or_trace
-from .features import VECTOR, no_gradient, not_on_cuda
+from .features import VECTOR, not_on_cuda
 
 _UNLIMITED = (-1, -1)
 
@@ -114,8 +114,7 @@ def _attend(
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
         named = (*names[1:4], "sinks", "alibi_slopes")
         check_no_tangent(fn, named, q, k, v, sinks, alibi_slopes)
-        if wants_gradient(q, k, v, sinks, alibi_slopes):
-            raise NotImplementedError(f"{fn}: {no_gradient('cu_seqlens')}")
+        check_slopes(fn, alibi_slopes)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     tensors = Tensors(q, k, v, alibi_slopes, sinks, *lengths, None, block_table)
     bounds = (max_seqlen_q, max_seqlen_k)

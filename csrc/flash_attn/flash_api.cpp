@@ -39,69 +39,6 @@ std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &ql, int32
     return {empty_like(q, dtype, device), std::move(lse)};
 }
 
-// What a ragged batch has instead of two lengths.
-struct Lengths {
-    const Tensor &cu_seqlens_q, &cu_seqlens_k;
-    const std::optional<Tensor> &seqused_q, &seqused_k;
-    int64_t max_seqlen_q, max_seqlen_k;
-};
-
-const int32_t *read_lengths(const Tensor &lengths, const char *name, int64_t size, int32_t device) {
-    if (!lengths.is_cuda() || lengths.get_device_index() != device) {
-        fail("expected ", name, " on cuda:", device, " as q");
-    }
-    if (dtype_of(lengths) != aoti_torch_dtype_int32() || lengths.dim() != 1 ||
-        lengths.sizes()[0] != size || !lengths.is_contiguous()) {
-        fail("expected contiguous ", name, " of dtype int32 and shape (", size, ")");
-    }
-    return static_cast<const int32_t *>(lengths.const_data_ptr());
-}
-
-// Returns the number of sequences.
-int64_t set_lengths(Flash_fwd_params &params, const Lengths &lengths, int32_t device) {
-    if (lengths.cu_seqlens_q.dim() != 1 || lengths.cu_seqlens_q.sizes()[0] < 1) {
-        fail("expected cu_seqlens_q of shape (b + 1)");
-    }
-    if (lengths.max_seqlen_q < 0 || lengths.max_seqlen_k < 0) {
-        fail("expected max_seqlen_q and max_seqlen_k >= 0, got ", lengths.max_seqlen_q, " and ",
-             lengths.max_seqlen_k);
-    }
-    const int64_t b = lengths.cu_seqlens_q.sizes()[0] - 1;
-    if (b > kMaxInt32 / 4) {
-        fail("expected at most ", kMaxInt32 / 4, " sequences, got ", b);
-    }
-    params.cu_seqlens_q_ptr = read_lengths(lengths.cu_seqlens_q, "cu_seqlens_q", b + 1, device);
-    params.cu_seqlens_k_ptr = read_lengths(lengths.cu_seqlens_k, "cu_seqlens_k", b + 1, device);
-    if (lengths.seqused_q.has_value()) {
-        params.seqused_q_ptr = read_lengths(*lengths.seqused_q, "seqused_q", b, device);
-    }
-    if (lengths.seqused_k.has_value()) {
-        params.seqused_k_ptr = read_lengths(*lengths.seqused_k, "seqused_k", b, device);
-    }
-    return b;
-}
-
-// b: entries, or sequences of a ragged batch.
-void set_slopes(Flash_fwd_params &params, const Options &options, int64_t b, int64_t h,
-                int32_t device) {
-    if (!options.alibi_slopes.has_value()) {
-        return;
-    }
-    const Tensor &slopes = *options.alibi_slopes;
-    if (!slopes.is_cuda() || slopes.get_device_index() != device) {
-        fail("expected alibi_slopes on cuda:", device, " as q");
-    }
-    const int64_t rank = slopes.dim();
-    const bool has_shape =
-        (rank == 1 || (rank == 2 && slopes.sizes()[0] == b)) && slopes.sizes()[rank - 1] == h;
-    if (dtype_of(slopes) != aoti_torch_dtype_float32() || !has_shape || !slopes.is_contiguous()) {
-        fail("expected contiguous alibi_slopes of dtype float32 and shape (", h, ") or (", b, ", ",
-             h, ")");
-    }
-    params.alibi_slopes_ptr = static_cast<const float *>(slopes.const_data_ptr());
-    params.alibi_slopes_batch_stride = rank == 2 ? h : 0;
-}
-
 // The shape and what the choice for it says. total_q: of a ragged batch.
 void set_problem(Flash_fwd_params &params, const Problem &problem, const Choice &choice,
                  const int64_t *total_q) {
@@ -156,22 +93,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tenso
         return make_outputs(q, ql, dtype, device);
     }
     Problem problem = make_problem(inputs);
-    problem.b = static_cast<int32_t>(b);
-    problem.softcap = options.softcap > 0;
-    problem.alibi = options.alibi_slopes.has_value();
-    problem.dropout = params.rng_state_ptr != nullptr;
-    if (lengths != nullptr) {
-        // Rows from max_seqlen_q on count as none, but max_seqlen_k is no more than a hint.
-        problem.seqlen_q = static_cast<int32_t>(std::min(lengths->max_seqlen_q, ql.s));
-    }
-    set_mask(problem, options);
-    Problem asked = problem;  // of the heuristics
-    if (lengths != nullptr) {
-        asked.b = rounded_length(problem.b);
-        asked.seqlen_q = typical_length(ql.s, b, lengths->max_seqlen_q);
-        asked.seqlen_k = typical_length(kl.s, b, lengths->max_seqlen_k);
-    }
-    const Choice choice = kernel_table().find(rounded(asked));
+    set_options(problem, options, params.rng_state_ptr != nullptr, b, lengths);
+    const Choice choice = kernel_table().find(asked_of(problem, inputs, lengths));
     set_problem(params, problem, choice, lengths != nullptr ? &ql.s : nullptr);
 
     std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, dtype, device);
@@ -246,15 +169,42 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
     const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
     const Tensor &softmax_lse, std::optional<Tensor> dlse, double softmax_scale, bool causal,
     int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, int64_t wanted,
-    std::optional<Tensor> rng_state, double dropout_p) {
+    std::optional<Tensor> rng_state, double dropout_p, double softcap,
+    std::optional<Tensor> alibi_slopes) {
     const Options options{.causal = causal,
                           .window_left = window_left,
                           .window_right = window_right,
                           .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes),
                           .rng_state = std::move(rng_state),
                           .dropout_p = dropout_p};
     return named("bwd", [&] {
         return backward({dout, q, k, v, out, softmax_lse, dlse}, softmax_scale, options, wanted);
+    });
+}
+
+Gradients bwd_varlen(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v,
+                     const Tensor &out, const Tensor &softmax_lse, std::optional<Tensor> dlse,
+                     const Tensor &cu_seqlens_q, const Tensor &cu_seqlens_k,
+                     std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
+                     int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale, bool causal,
+                     int64_t window_left, int64_t window_right, std::optional<Tensor> sinks,
+                     int64_t wanted, std::optional<Tensor> rng_state, double dropout_p,
+                     double softcap, std::optional<Tensor> alibi_slopes) {
+    const Lengths lengths{cu_seqlens_q, cu_seqlens_k, seqused_q,
+                          seqused_k,    max_seqlen_q, max_seqlen_k};
+    const Options options{.causal = causal,
+                          .window_left = window_left,
+                          .window_right = window_right,
+                          .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes),
+                          .rng_state = std::move(rng_state),
+                          .dropout_p = dropout_p};
+    return named("bwd_varlen", [&] {
+        return backward({dout, q, k, v, out, softmax_lse, dlse}, softmax_scale, options, wanted,
+                        &lengths);
     });
 }
 
@@ -272,12 +222,12 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 #define FLASHCUTE_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 
 // Python gives all but `fwd_no_grad` an autograd kernel: for `fwd` and `attend` one that calls
-// `bwd` for the gradients, for the others one that refuses inputs that want a gradient.
-// `fwd_no_grad` is `fwd` without it, for a caller that has looked already: no Python between call
-// and kernel. `attend` takes everything optional; a window's side of -1 is unlimited, and
-// `deterministic` is of its gradients. `attend_varlen` is that of a ragged batch. Of `bwd` bits 0
-// to 3 of `wanted` ask for its results in their order; one that is not wanted has shape (0). Bit 4
-// asks for bitwise repeatable ones.
+// `bwd` for the gradients, for `attend_varlen` one that calls `bwd_varlen`, and for these one that
+// refuses inputs that want a gradient. `fwd_no_grad` is `fwd` without it, for a caller that has
+// looked already: no Python between call and kernel. `attend` takes everything optional. A window's
+// side of -1 is unlimited, and `deterministic` is of its gradients, as those of `attend_varlen`, a
+// ragged batch, always are. Of `bwd` and `bwd_varlen` bits 0 to 3 of `wanted` ask for the results
+// in their order; one that is not wanted has shape (0). Bit 4 asks for bitwise repeatable ones.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
@@ -299,8 +249,16 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
         "Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right, "
-        "Tensor? sinks, int wanted, Tensor? rng_state=None, float dropout_p=0.) -> "
+        "Tensor? sinks, int wanted, Tensor? rng_state=None, float dropout_p=0., "
+        "float softcap=0., Tensor? alibi_slopes=None) -> "
         "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
+    m.def(
+        "bwd_varlen(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+        "Tensor? dlse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, "
+        "Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
+        "bool causal, int window_left, int window_right, Tensor? sinks, int wanted, "
+        "Tensor? rng_state=None, float dropout_p=0., float softcap=0., "
+        "Tensor? alibi_slopes=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
@@ -309,4 +267,5 @@ STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
     m.impl("attend", TORCH_BOX(&flash::attend));
     m.impl("attend_varlen", TORCH_BOX(&flash::attend_varlen));
     m.impl("bwd", TORCH_BOX(&flash::bwd));
+    m.impl("bwd_varlen", TORCH_BOX(&flash::bwd_varlen));
 }

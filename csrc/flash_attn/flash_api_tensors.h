@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <numbers>
@@ -194,6 +195,70 @@ struct Options {
     double dropout_p = 0;  // 0: none
 };
 
+// What a ragged batch has instead of two lengths.
+struct Lengths {
+    const Tensor &cu_seqlens_q, &cu_seqlens_k;
+    const std::optional<Tensor> &seqused_q, &seqused_k;
+    int64_t max_seqlen_q, max_seqlen_k;
+};
+
+inline const int32_t *read_lengths(const Tensor &lengths, const char *name, int64_t size,
+                                   int32_t device) {
+    if (!lengths.is_cuda() || lengths.get_device_index() != device) {
+        fail("expected ", name, " on cuda:", device, " as q");
+    }
+    if (dtype_of(lengths) != aoti_torch_dtype_int32() || lengths.dim() != 1 ||
+        lengths.sizes()[0] != size || !lengths.is_contiguous()) {
+        fail("expected contiguous ", name, " of dtype int32 and shape (", size, ")");
+    }
+    return static_cast<const int32_t *>(lengths.const_data_ptr());
+}
+
+// Returns the number of sequences.
+inline int64_t set_lengths(Flash_fwd_params &params, const Lengths &lengths, int32_t device) {
+    if (lengths.cu_seqlens_q.dim() != 1 || lengths.cu_seqlens_q.sizes()[0] < 1) {
+        fail("expected cu_seqlens_q of shape (b + 1)");
+    }
+    if (lengths.max_seqlen_q < 0 || lengths.max_seqlen_k < 0) {
+        fail("expected max_seqlen_q and max_seqlen_k >= 0, got ", lengths.max_seqlen_q, " and ",
+             lengths.max_seqlen_k);
+    }
+    const int64_t b = lengths.cu_seqlens_q.sizes()[0] - 1;
+    if (b > kMaxInt32 / 4) {
+        fail("expected at most ", kMaxInt32 / 4, " sequences, got ", b);
+    }
+    params.cu_seqlens_q_ptr = read_lengths(lengths.cu_seqlens_q, "cu_seqlens_q", b + 1, device);
+    params.cu_seqlens_k_ptr = read_lengths(lengths.cu_seqlens_k, "cu_seqlens_k", b + 1, device);
+    if (lengths.seqused_q.has_value()) {
+        params.seqused_q_ptr = read_lengths(*lengths.seqused_q, "seqused_q", b, device);
+    }
+    if (lengths.seqused_k.has_value()) {
+        params.seqused_k_ptr = read_lengths(*lengths.seqused_k, "seqused_k", b, device);
+    }
+    return b;
+}
+
+// b: entries, or sequences of a ragged batch.
+inline void set_slopes(Flash_fwd_params &params, const Options &options, int64_t b, int64_t h,
+                       int32_t device) {
+    if (!options.alibi_slopes.has_value()) {
+        return;
+    }
+    const Tensor &slopes = *options.alibi_slopes;
+    if (!slopes.is_cuda() || slopes.get_device_index() != device) {
+        fail("expected alibi_slopes on cuda:", device, " as q");
+    }
+    const int64_t rank = slopes.dim();
+    const bool has_shape =
+        (rank == 1 || (rank == 2 && slopes.sizes()[0] == b)) && slopes.sizes()[rank - 1] == h;
+    if (dtype_of(slopes) != aoti_torch_dtype_float32() || !has_shape || !slopes.is_contiguous()) {
+        fail("expected contiguous alibi_slopes of dtype float32 and shape (", h, ") or (", b, ", ",
+             h, ")");
+    }
+    params.alibi_slopes_ptr = static_cast<const float *>(slopes.const_data_ptr());
+    params.alibi_slopes_batch_stride = rank == 2 ? h : 0;
+}
+
 // Of a dense batch, without its mask.
 inline Problem make_problem(const Inputs &inputs) {
     const bool fp16 = inputs.dtype == aoti_torch_dtype_float16();
@@ -205,6 +270,17 @@ inline Problem make_problem(const Inputs &inputs) {
             .h = static_cast<int32_t>(inputs.q.h),
             .h_k = static_cast<int32_t>(inputs.k.h),
             .d = static_cast<int32_t>(inputs.q.d)};
+}
+
+// The problem that the kernel is chosen for: a ragged batch counts by typical lengths.
+inline Problem asked_of(Problem problem, const Inputs &inputs, const Lengths *lengths) {
+    if (lengths != nullptr) {
+        const int64_t b = problem.b;
+        problem.b = rounded_length(problem.b);
+        problem.seqlen_q = typical_length(inputs.q.s, b, lengths->max_seqlen_q);
+        problem.seqlen_k = typical_length(inputs.k.s, b, lengths->max_seqlen_k);
+    }
+    return rounded(problem);
 }
 
 // The mask with the least work that says the same, and the window of MaskKind::local.
@@ -225,6 +301,21 @@ inline void set_mask(Problem &problem, const Options &options) {
     problem.mask = MaskKind::local;
     problem.window_left = static_cast<int32_t>(all_left ? seqlen_k : left);
     problem.window_right = static_cast<int32_t>(all_right ? seqlen_q : right);
+}
+
+// What is asked for of b entries or sequences, and the mask. Of a ragged batch rows from
+// max_seqlen_q on count as none, but max_seqlen_k is no more than a hint.
+inline void set_options(Problem &problem, const Options &options, bool dropout, int64_t b,
+                        const Lengths *lengths) {
+    problem.b = static_cast<int32_t>(b);
+    problem.softcap = options.softcap > 0;
+    problem.alibi = options.alibi_slopes.has_value();
+    problem.dropout = dropout;
+    if (lengths != nullptr) {
+        problem.seqlen_q =
+            static_cast<int32_t>(std::min<int64_t>(lengths->max_seqlen_q, problem.seqlen_q));
+    }
+    set_mask(problem, options);
 }
 
 inline const float *read_sinks(const Options &options, const Layout &q, int32_t device) {

@@ -21,7 +21,6 @@ from types import ModuleType
 
 import torch
 
-from ..features import no_gradient
 from . import raw
 
 # The version whose interface this is. Without a suffix: libraries compare it with a newest one.
@@ -237,7 +236,11 @@ def _flash_attn_backward(
         dout, q, k, v, out, softmax_lse, causal, softmax_scale, window, deterministic,
         alibi_slopes, softcap,
     )  # fmt: skip
-    for target, grad in zip((dq, dk, dv), grads, strict=True):
+    _copy_to((dq, dk, dv), grads)
+
+
+def _copy_to(targets, grads) -> None:
+    for target, grad in zip(targets, grads, strict=True):
         if target is not None:
             target.copy_(grad)
 
@@ -277,6 +280,37 @@ def _flash_attn_varlen_forward(
     return out, lse, q.new_empty(0), _rng_state(q)
 
 
-def _flash_attn_varlen_backward(*args, **kwargs):
-    """flash_attn 2.8's backward of ragged batches, which is not there yet."""
-    raise NotImplementedError(f"_flash_attn_varlen_backward: {no_gradient('cu_seqlens')}")
+def _flash_attn_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+    zero_tensors=False,
+):
+    """flash_attn 2.8's backward of ragged batches, as :func:`_flash_attn_backward`."""
+    _check_dropout("_flash_attn_varlen_backward", dropout_p)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    window = window_size_left, window_size_right
+    grads = raw.backward_varlen(
+        dout, q, k, v, out, softmax_lse, lengths, causal, softmax_scale, window, deterministic,
+        alibi_slopes, softcap,
+    )  # fmt: skip
+    _copy_to((dq, dk, dv), grads)

@@ -8,7 +8,7 @@ import torch
 from .. import ops, resolver_errors
 from ..checks import bounded_window, check_scale
 from ..config import NAMESPACE
-from ..features import VECTOR, no_gradient
+from ..features import VECTOR
 from ..flash_attn_interface import flash_attn_func
 from ..flash_attn_varlen import flash_attn_varlen_func
 from ..loading import loadable
@@ -50,14 +50,29 @@ def backward(
     """dq, dk and dv of :func:`forward`'s out.
 
     Raises:
-        NotImplementedError: for softcap and ALiBi, which the operator has no gradient of, and for a
-            head_dim that is no multiple of 8.
+        NotImplementedError: for a head_dim that is no multiple of 8.
     """
-    fn = f"{NAMESPACE}::bwd"
-    given = {"softcap": softcap != 0.0, "alibi_slopes": alibi_slopes is not None}
-    for option, is_given in given.items():
-        if is_given:
-            raise NotImplementedError(f"{fn}: {no_gradient(option)}")
+    options = causal, scale, window, deterministic, alibi_slopes, softcap
+    return _backward("bwd", dout, q, k, v, out, lse, (), *options)
+
+
+def backward_varlen(
+    dout, q, k, v, out, lse, lengths, causal, scale, window=_UNLIMITED, deterministic=False,
+    alibi_slopes=None, softcap=0.0, seqused_k=None,
+):  # fmt: skip
+    """dq, dk and dv of :func:`forward_varlen`'s out; errors as of :func:`backward`."""
+    cu_seqlens_q, cu_seqlens_k, *bounds = lengths
+    given = cu_seqlens_q, cu_seqlens_k, None, seqused_k
+    lengths = *(x if x is None else x.int().contiguous() for x in given), *bounds
+    options = causal, scale, window, deterministic, alibi_slopes, softcap
+    return _backward("bwd_varlen", dout, q, k, v, out, lse, lengths, *options)
+
+
+def _backward(
+    name, dout, q, k, v, out, lse, lengths, causal, scale, window, deterministic, alibi_slopes,
+    softcap,
+):  # fmt: skip
+    fn = f"{NAMESPACE}::{name}"
     d = q.shape[-1]
     if d % VECTOR:
         raise NotImplementedError(
@@ -68,8 +83,11 @@ def backward(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     wanted = 7 | deterministic << 4
     options = check_scale(fn, scale, d), causal, *bounded_window(window), None, wanted
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.contiguous()
+    options += None, 0.0, softcap, alibi_slopes
     ops.load()
-    op = getattr(torch.ops, NAMESPACE).bwd.default
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
     with torch.no_grad():
-        grads = resolver_errors.call(op, *tensors, lse.contiguous(), None, *options)
+        grads = resolver_errors.call(op, *tensors, lse.contiguous(), None, *lengths, *options)
     return grads[:3]  # the fourth is of sinks
