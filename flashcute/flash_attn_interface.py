@@ -173,13 +173,13 @@ def flash_attn_func(
     log-sum-exp as it is.
 
     On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256; first derivatives of out
-    and of the log-sum-exp. Results and the gradients of k and v are bitwise repeatable; that of q
-    with ``deterministic=True``. A backward of the sm90 class has a float32 workspace of b * h *
-    seqlen_q * head_dim elements, with lengths rounded up to 128 and head dimensions to 32, 64 or
-    128; both classes have 2 floats for each row of each head. On the CPU: in float32 (float64 for
-    float64 inputs), every argument, differentiable to any order; by PyTorch's flash attention where
-    there is no more than a scale, a window and sinks, else by a plain PyTorch reference, at a tenth
-    of its speed.
+    and of the log-sum-exp, of alibi_slopes none. Results and the gradients of k and v are bitwise
+    repeatable; that of q with ``deterministic=True``. A backward of the sm90 class has a float32
+    workspace of b * h * seqlen_q * head_dim elements, with lengths rounded up to 128 and head
+    dimensions to 32, 64 or 128; both classes have 2 floats for each row of each head. On the CPU:
+    in float32 (float64 for float64 inputs), every argument, differentiable to any order; by
+    PyTorch's flash attention where there is no more than a scale, a window and sinks, else by a
+    plain PyTorch reference, at a tenth of its speed.
 
     Any strides are right. The kernels read in place what has a head_dim that is a multiple of 8, a
     last stride of 1, other strides that are multiples of 8 elements, and a start at a multiple of

@@ -181,7 +181,9 @@ def flash_attn_varlen_func(
     there are holes; ``torch.nested.nested_tensor_from_jagged`` wraps the result. A padded batch is
     packed by ``flashcute.bert_padding.unpad_input``.
 
-    On CUDA as :func:`flash_attn_func`, without a wait for the device. On the CPU of any option and
+    On CUDA as :func:`flash_attn_func`, without a wait for the device; gradients are computed by
+    kernels of the sm80 class on every GPU and always repeat bit for bit. Their workspace has, for
+    each head, 2 floats for each row and 256 for each sequence. On the CPU of any option and
     differentiable. Meta tensors give shapes.
 
     Args:
@@ -205,7 +207,7 @@ def flash_attn_varlen_func(
         window_size: (left, right), -1 for unlimited.
         softcap: 0.0 for none.
         alibi_slopes: float32 (h,) or (b, h).
-        deterministic: Ask for bitwise repeatable results, which the forward always gives.
+        deterministic: Ask for bitwise repeatable results and gradients, which they always are.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
         block_table: int32 (b, max_pages), for keys and values in the pages of a cache, each of k
             and v of shape (num_pages, page_size, h_k, head_dim), of any page_size from 1 on and any

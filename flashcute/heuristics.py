@@ -330,7 +330,8 @@ def bwd_with_options(
 ) -> BwdConfig:
     """``config``, of the sm80 class, with what else is asked for: tiles that have no registers left
     for it get others. Not measured: chosen so that nothing spills."""
-    if dropout and config.head_dim == 128:  # dQ with 128x32 spills 80 bytes
+    # dQ with 128x32 spills 80 bytes with dropout at head dimension 128, 44 with all at 96.
+    if (config.head_dim == 128 and (softcap or dropout)) or (config.head_dim == 96 and softcap):
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
     options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
     return dataclasses.replace(config, **options)
