@@ -38,9 +38,13 @@ inline RowValues read_row_values(const Tensor &tensor, const char *name, const I
     const int64_t *size = tensor.sizes().data() + (rank - 2);
     const int64_t *stride = tensor.strides().data() + (rank - 2);
     const int64_t b = ragged ? 1 : size[-1];
+    if (ragged && (size[0] != q.h || size[1] != q.s)) {
+        fail("expected ", name, " of shape (", q.h, ", ", q.s, "), got (", size[0], ", ", size[1],
+             ")");
+    }
     if (b != q.b || size[0] != q.h || size[1] != q.s) {
-        fail("expected ", name, " of shape (", q.b, ", ", q.h, ", ", q.s,
-             "), without the first of a ragged batch, got (", b, ", ", size[0], ", ", size[1], ")");
+        fail("expected ", name, " of shape (", q.b, ", ", q.h, ", ", q.s, "), got (", b, ", ",
+             size[0], ", ", size[1], ")");
     }
     if (q.s > 1 && stride[1] != 1) {
         fail("expected ", name, ".stride(-1) == 1, got ", stride[1]);
