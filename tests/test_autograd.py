@@ -438,11 +438,7 @@ def test_without_a_gradient_no_autograd_kernel_runs(option: str) -> None:
     leaf = q.clone().requires_grad_()
     with torch.no_grad():
         assert _called(lambda: call(leaf), "kernel") == 0
-    if option in ("window", "sinks"):
-        assert call(leaf).requires_grad
-    else:
-        with pytest.raises(NotImplementedError, match=r"expected no backward of"):
-            call(leaf)
+    assert call(leaf).requires_grad
     assert "flashcute.attend" in make_fx(call)(q).code  # what records sees the operator
 
 

@@ -203,11 +203,30 @@ def test_the_way_of_cuda_tensors_has_a_gradient(d: int) -> None:
     state = _meta(2, dtype=torch.int64, learns=False)
     tensors = cpu_varlen.Tensors(q, k, v, slopes, sinks, cu, cu, None, None, state)
     options = cpu_varlen.Options(4, 5, 0.25, True, -1, -1, 30.0, 0.25)
-    out, lse = flash_attn_varlen._launch(Names("flash_attn_varlen_func"), tensors, options)
+    out, lse = flash_attn_varlen._launch(Names("flash_attn_varlen_func"), tensors, options, 0)
     leaves = q, k, v, sinks
     grads = torch.autograd.grad((out, lse), leaves, (out.detach(), lse.detach()))
     for grad, x in zip(grads, leaves, strict=True):
         assert (grad.shape, grad.dtype, grad.device) == (x.shape, x.dtype, x.device)
+
+
+@pytest.mark.parametrize("way", ["eager", "operator"])
+def test_keys_in_pages_have_no_gradient(way: str) -> None:
+    q, k, v = _meta(8, 4, 64), _meta(6, 16, 2, 64), _meta(6, 16, 2, 64, learns=False)
+    cu, used, table = (_meta(*s, dtype=torch.int32, learns=False) for s in ((4,), (3,), (3, 2)))
+
+    def attend():
+        options = 0.25, True, (-1, -1), None, 0.0, None, None, 0.0, table
+        if way == "eager":
+            return ops.attend_varlen(q, k, v, (cu, cu, None, used), (4, 5), *options)
+        ops.load()
+        options = *options[:2], *options[2], *options[3:]
+        return torch.ops.flashcute.attend_varlen(q, k, v, cu, cu, None, used, 4, 5, *options)
+
+    with torch.no_grad():
+        assert attend()[0].shape == q.shape
+    with pytest.raises(NotImplementedError, match="attend_varlen: expected no backward of keys in"):
+        attend()
 
 
 def test_compiled_operator_has_a_gradient() -> None:

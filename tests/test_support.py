@@ -33,13 +33,14 @@ ASKING = {
     "k_cache": True,
     "block_table": True,
     "alibi_slopes with requires_grad": True,
+    "block_table with requires_grad": True,
 }
 
 
 def _call(device: str, argument: str) -> object:
     q, k, v = tensors(device)
     value = ASKING[argument]
-    if argument in ("k_cache", "block_table"):
+    if argument.partition(" ")[0] in ("k_cache", "block_table"):
         return _call_with_cache(device, argument)
     if argument == "cu_seqlens":
         return _call_varlen(device)
@@ -68,7 +69,9 @@ def _call_with_cache(device: str, argument: str) -> object:
     cuda = device == "meta"
     function = CACHE if argument == "k_cache" else VARLEN
     with FakeTensorMode() if cuda else contextlib.nullcontext():
-        given = cache_arguments(function, "cuda" if cuda else device, argument == "block_table")
+        given = cache_arguments(function, "cuda" if cuda else device, argument != "k_cache")
+        if argument.endswith("requires_grad"):
+            given["q"].requires_grad_()
         return getattr(flashcute, function)(**given)
 
 
