@@ -53,7 +53,12 @@ def test_arguments(stand_in):
     expected |= {f"{name}_ptr": None for name in lengths}
     expected |= {"total_q": 0, "total_k": 0, "plan_capacity": 0}
     of_cache = ("cache_batch_idx", "leftpad_k", "block_table", "o_partial", "lse_partial")
-    expected |= {f"{name}_ptr": None for name in of_cache}
+    appended = ("k_new", "v_new", "q_unrotated")
+    tables = ("rotary_cos", "rotary_sin")
+    expected |= {f"{name}_ptr": None for name in (*of_cache, *appended, *tables)}
+    strides = (f"{name}_{dim}_stride" for name in appended for dim in ("batch", "row", "head"))
+    rotary = ("seqlen_rotary", "rotary_dim", "rotary_q_step", "rotary_interleaved")
+    expected |= dict.fromkeys((*strides, *rotary, "is_cache", "seqlen_new"), 0)
     sizes = ("block_table_batch_stride", "b_k", "num_pages", "page_size", "partial_rows")
     expected |= dict.fromkeys((*sizes, "num_splits", "split_blocks", "split_parts"), 0)
     expected |= {"h_h_k_ratio": 2, "scale_softmax": 0.125, "scale_softcap": 1.0, "alibi_scale": 8.0}

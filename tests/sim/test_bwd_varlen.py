@@ -240,7 +240,7 @@ def test_checkers_are_silent(config, checker):
 
 @pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
 @pytest.mark.parametrize(
-    ("dtype", "head_dim"), itertools.product(("fp16", "bf16"), (32, 64, 96, 128, 192, 256))
+    ("dtype", "head_dim"), [*itertools.product(("fp16", "bf16"), (32, 64, 96, 128, 192, 256))]
 )
 def test_tiles_in_use(dtype, head_dim):
     for mask, several in itertools.product(("none", "causal", "local"), (False, True)):
