@@ -197,6 +197,10 @@ ROW_STATS_MULTIPLE = 128
 SM90_BWD_STEPS = {32: (128,), 64: (128,), 128: (64,)}
 
 
+# What kernels of a backward are compiled for beside the mask, in the sm80 class.
+BWD_OPTIONS = ("softcap", "alibi", "dropout", "varlen")
+
+
 @dataclasses.dataclass(frozen=True)
 class BwdTile:
     """The tile of one backward kernel, which owns rows of one side and visits those of the other.
@@ -244,7 +248,10 @@ class BwdConfig:
         dq: Tile of the kernel of dQ.
         dkv: Tile of the kernel of dK and dV, or of both where they are split.
         split_dkv: dK and dV by a kernel each: together they exceed the registers.
-        dropout: As in :class:`FwdConfig`; sm80 class alone.
+        softcap: As in :class:`FwdConfig`; this and what follows in the sm80 class alone.
+        alibi: Likewise.
+        dropout: Likewise.
+        varlen: Of a ragged batch.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -259,14 +266,17 @@ class BwdConfig:
     dq: BwdTile
     dkv: BwdTile
     split_dkv: bool = False
+    softcap: bool = False
+    alibi: bool = False
     dropout: bool = False
+    varlen: bool = False
 
     def __post_init__(self) -> None:
         _require(self, self.arch in KERNEL_CLASSES, "arch", f"in {KERNEL_CLASSES}")
         _require(self, self.dtype in DTYPES, "dtype", f"in {DTYPES}")
         _require(self, self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
         _require(self, self.mask in MASKS, "mask", f"in {MASKS}")
-        for flag in ("split_dkv", "dropout"):
+        for flag in ("split_dkv", *BWD_OPTIONS):
             _require(self, isinstance(getattr(self, flag), bool), flag, "to be a bool")
         if self.arch == 90:
             self._require_sm90()
@@ -282,14 +292,14 @@ class BwdConfig:
         tiles = [BwdTile(128, step, 8, 2, 1) for step in steps]
         _require(self, self.dkv in tiles, "dkv", f"in {tiles}")
         _require(self, self.dq == self.dkv, "dq", "to be dkv in the sm90 class")
-        for flag in ("split_dkv", "dropout"):
+        for flag in ("split_dkv", *BWD_OPTIONS):
             _require(self, not getattr(self, flag), flag, "to be False in the sm90 class")
 
     @property
     def name(self) -> str:
         """What is computed, without tile choices."""
         options = "" if self.mask == "none" else f"_{self.mask}"
-        options += "_dropout" * self.dropout
+        options += "".join(f"_{option}" for option in BWD_OPTIONS if getattr(self, option))
         return f"flash_bwd_hdim{self.head_dim}_{self.dtype}{options}_sm{self.arch}"
 
     @property

@@ -190,6 +190,11 @@ _paged_operator = Operator(
 )
 
 
+def backward(dout, dlse, ddmask, wanted: int, tensors: Tensors, options: Options):
+    """The gradients of the first five of ``tensors``: as :func:`flashcute.cpu_ops.backward`."""
+    return _operator.backward_op(dout, dlse, ddmask, wanted, *tensors[:-1], *options)
+
+
 def attend_or_trace(
     names: Names, tensors: Tensors, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:

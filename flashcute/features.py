@@ -37,7 +37,10 @@ class Feature:
 
 
 _CPU_ONLY = "CPU tensors support it"
-_NO_GRADIENT = f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}"
+_NO_GRADIENT = f"call it under torch.no_grad() or pass alibi_slopes.detach(); {_CPU_ONLY}"
+_NO_GRADIENT_OF_PAGES = (
+    f"call it under torch.no_grad() or gather the pages of each sequence into k and v; {_CPU_ONLY}"
+)
 
 # CPU tensors support every row.
 FEATURES = (
@@ -54,9 +57,13 @@ FEATURES = (
     Feature("cu_seqlens", "sequences of different lengths (varlen)", True),
     Feature("k_cache", "KV cache", True),
     Feature("block_table", "paged KV cache", True),
-    Feature("cu_seqlens with requires_grad", "backward of varlen", False, _NO_GRADIENT),
-    Feature("softcap with requires_grad", "backward of softcap", False, _NO_GRADIENT),
-    Feature("alibi_slopes with requires_grad", "backward of ALiBi", False, _NO_GRADIENT),
+    Feature(
+        "block_table with requires_grad",
+        "backward of keys in pages",
+        False,
+        _NO_GRADIENT_OF_PAGES,
+    ),
+    Feature("alibi_slopes with requires_grad", "gradient of ALiBi slopes", False, _NO_GRADIENT),
 )
 _FEATURE_OF = {feature.argument: feature for feature in FEATURES}
 

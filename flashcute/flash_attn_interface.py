@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import cpu, cpu_operator, cpu_ops, env, ops
-from .autograd import wants_gradient
+from .autograd import check_slopes
 from .checks import (
     bounded_window,
     check_alibi,
@@ -29,7 +29,7 @@ from .checks import (
     check_tensors,
     check_window,
 )
-from .features import CPU_DTYPES, VECTOR, no_gradient
+from .features import CPU_DTYPES, VECTOR
 from .flash_attn_kvcache import flash_attn_with_kvcache  # noqa: F401 - flash-attn has it here
 from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
     flash_attn_varlen_func,
@@ -114,10 +114,8 @@ def _attend(
         check_no_tangent(fn, (*names, "sinks", "alibi_slopes"), q, k, v, sinks, alibi_slopes)
     if softcap != 0.0 or alibi_slopes is not None:
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
-        if wants_gradient(q, k, v, sinks, alibi_slopes):
-            option = "softcap" if softcap != 0.0 else "alibi_slopes"
-            raise NotImplementedError(f"{fn}: {no_gradient(option)}")
         if alibi_slopes is not None:
+            check_slopes(fn, alibi_slopes)
             alibi_slopes = alibi_slopes.contiguous()
     rng_state = cpu_operator.draw_state(q) if dropout_p != 0.0 else None
     if d % VECTOR:
@@ -175,8 +173,8 @@ def flash_attn_func(
     log-sum-exp as it is.
 
     On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256. Out and the log-sum-exp
-    have first derivatives, but not yet with softcap or alibi_slopes. Results and the gradients of k
-    and v are bitwise repeatable; that of q is with ``deterministic=True``.
+    have first derivatives with respect to q, k, v and sinks; alibi_slopes have no gradient. Results
+    and the gradients of k and v are bitwise repeatable; that of q is with ``deterministic=True``.
 
     Memory of a backward on CUDA, beside the gradients: 2 floats for each row of each query head. In
     the sm90 class also a float32 workspace of b * h * seqlen_q * head_dim elements, with lengths

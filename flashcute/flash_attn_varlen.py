@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import loading, ops
-from .autograd import wants_gradient
+from .autograd import check_pages, check_slopes, wants_gradient
 from .checks import (
     bounded_window,
     check_alibi,
@@ -34,7 +34,7 @@ from .checks_varlen import (
 )
 from .cpu_operator import draw_state
 from .cpu_varlen import Options, Tensors, attend_or_trace
-from .features import VECTOR, no_gradient
+from .features import VECTOR
 
 _UNLIMITED = (-1, -1)
 
@@ -124,8 +124,9 @@ def _attend(
         check_kernel_scores(fn, scale, softcap, alibi_slopes is not None)
         named = (*names[1:4], "sinks", "alibi_slopes")
         check_no_tangent(fn, named, q, k, v, sinks, alibi_slopes)
-        if wants_gradient(q, k, v, sinks, alibi_slopes):
-            raise NotImplementedError(f"{fn}: {no_gradient('cu_seqlens')}")
+        check_slopes(fn, alibi_slopes)
+        if wants_gradient(q, k, v, sinks):
+            check_pages(fn, block_table)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     tensors = Tensors(q, k, v, alibi_slopes, sinks, *lengths, None, block_table)
     bounds = (max_seqlen_q, max_seqlen_k)
@@ -179,8 +180,10 @@ def flash_attn_varlen_func(
     (of ``q.contiguous()`` where ``q.lengths()`` is not None, which means holes), and wrap the
     result with ``torch.nested.nested_tensor_from_jagged``.
 
-    On CUDA as :func:`flash_attn_func`, but without gradients yet, and without a wait for the
-    device. On the CPU every argument, and differentiable. Meta tensors give shapes.
+    On CUDA as :func:`flash_attn_func`, without a wait for the device; keys in pages have no
+    gradient. Kernels of the sm80 class compute gradients on every GPU, and always the same bits.
+    Their workspace has, for each head, 2 floats for each row and 256 for each sequence. On the CPU
+    every argument, and differentiable. Meta tensors give shapes.
 
     Args:
         q: (total_q, h, head_dim).
@@ -203,7 +206,7 @@ def flash_attn_varlen_func(
         window_size: (left, right), -1 for unlimited.
         softcap: 0.0 for none.
         alibi_slopes: float32 (h,) or (b, h).
-        deterministic: Ask for bitwise repeatable results, which the forward always gives.
+        deterministic: Ask for bitwise repeatable results and gradients, which they always are.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
         block_table: int32 (b, max_pages), for keys and values in the pages of a cache, each of k
             and v of shape (num_pages, page_size, h_k, head_dim), of any page_size from 1 on and any

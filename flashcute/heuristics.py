@@ -12,6 +12,7 @@ import os
 
 from . import env
 from .config import (
+    BWD_OPTIONS,
     DTYPES,
     HEAD_DIMS,
     MAX_SMEM_BYTES,
@@ -35,6 +36,7 @@ class FwdProblem:
         cache: Whether keys and values are a cache, of which ``seqlen_k`` is the room.
         page_size: Of one in pages; else 0.
         num_splits: Parts of a ragged batch's keys at most; 0: by shape, -1: they are not split.
+        varlen: Whether it is of a ragged batch, on which the choice of a backward depends.
     """
 
     dtype: str
@@ -52,6 +54,7 @@ class FwdProblem:
     cache: bool = False
     page_size: int = 0
     num_splits: int = -1
+    varlen: bool = False
 
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
@@ -349,12 +352,21 @@ def bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
     return BwdConfig(80, dtype, head_dim, mask, dq, dkv, split_dkv=head_dim > 128)
 
 
-def bwd_with_dropout(config: BwdConfig) -> BwdConfig:
-    """``config``, of the sm80 class, with dropout: tiles that have no registers left for drawing
-    the mask get others. Not measured: chosen so that nothing spills."""
-    if config.head_dim == 128:  # dQ with 128x32 spills 80 bytes
+def bwd_with_options(
+    config: BwdConfig,
+    softcap: bool = False,
+    alibi: bool = False,
+    dropout: bool = False,
+    varlen: bool = False,
+) -> BwdConfig:
+    """``config``, of the sm80 class, with what else is asked for: tiles that have no registers left
+    for it get others. Not measured: chosen so that nothing spills."""
+    if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
-    return dataclasses.replace(config, dropout=True)
+    if config.head_dim == 96 and softcap:  # and 44 with all; a step of 16 is no whole copy there
+        config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, rows=64))
+    options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
+    return dataclasses.replace(config, **options)
 
 
 def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
@@ -532,7 +544,7 @@ def choose_bwd(
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
-    That of the sm80 class alone has dropout.
+    That of the sm80 class alone has softcap, ALiBi, dropout and ragged batches.
 
     Args:
         deterministic: Bitwise repeatable gradients.
@@ -541,10 +553,12 @@ def choose_bwd(
     causal = problem.causal and problem.seqlen_q > 1
     head_dim = instantiated_head_dim(problem.d)
     configs = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
-    config = configs[-1 if deterministic or problem.dropout else 0]
+    options = {name: getattr(problem, name) for name in BWD_OPTIONS}
+    of_sm80 = deterministic or any(options.values())
+    config = configs[-1 if of_sm80 else 0]
     if problem.window is not None:
         config = dataclasses.replace(config, mask="local")
-    return bwd_with_dropout(config) if problem.dropout else config
+    return bwd_with_options(config, **options) if of_sm80 else config
 
 
 def _choices() -> list[tuple[str, int, bool]]:

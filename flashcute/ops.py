@@ -11,11 +11,11 @@ import atexit
 import ctypes
 import os
 import threading
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from . import autograd, checks, cpu, cpu_ops, cpu_varlen, heuristics, jit, resolver_errors
+from . import autograd, checks, cpu, cpu_ops, cpu_varlen, heuristics, jit, ops_bwd, resolver_errors
 from .checks_kvcache import check_packed_queries, check_splits, check_table
 from .checks_varlen import (
     Names,
@@ -25,7 +25,8 @@ from .checks_varlen import (
 )
 from .config import DTYPES, MASKS, NAMESPACE
 from .cpu_operator import below_autograd, is_seen
-from .features import CAPABILITIES, VECTOR, no_gradient
+from .features import CAPABILITIES
+from .ops_checks import check_for_device, check_options, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +54,7 @@ class _Problem(ctypes.Structure):
         ("page_size", ctypes.c_int32),
         ("num_splits", ctypes.c_int32),
         ("backward", ctypes.c_int32),
+        ("varlen", ctypes.c_int32),
     )
 
 
@@ -118,6 +120,7 @@ def _choose(problem: _Problem) -> _Choice:
         cache=bool(problem.cache),
         page_size=problem.page_size,
         num_splits=problem.num_splits,
+        varlen=bool(problem.varlen),
     )
     sms = properties.multi_processor_count
     if problem.backward:
@@ -198,66 +201,6 @@ class _VarlenOptions(NamedTuple):
     num_splits: int = 0
 
 
-class _BwdOptions(NamedTuple):
-    """What ``bwd`` takes after its tensors. torch leaves out trailing defaults."""
-
-    softmax_scale: float
-    causal: bool
-    window_left: int
-    window_right: int
-    sinks: torch.Tensor | None
-    wanted: int
-    rng_state: torch.Tensor | None = None
-    dropout_p: float = 0.0
-
-
-def _bwd_on_cpu(dout, q, k, v, out, softmax_lse, dlse, *args):
-    o = _BwdOptions(*args)
-    tensors = cpu.Tensors(q, k, v, sinks=o.sinks, rng_state=o.rng_state)
-    window = o.window_left, o.window_right
-    options = cpu.Options(o.softmax_scale, o.causal, *window, dropout_p=o.dropout_p)
-    bits = o.wanted & 7 | (o.wanted & 8) << 1  # sinks are the fifth tensor
-    found = cpu_ops.backward(dout, dlse, None, bits, tensors, options)
-    return *found[:3], found[4]
-
-
-def _bwd_fake(dout, q, k, v, out, softmax_lse, dlse, *args):
-    o = _BwdOptions(*args)
-    return tuple(
-        torch.empty_like(x) if o.wanted >> bit & 1 else q.new_empty(0)
-        for bit, x in enumerate((q, k, v, o.sinks))
-    )
-
-
-def _checked_bwd(name: str, implementation: Callable) -> Callable:
-    """:func:`_checked` of ``bwd``."""
-    fn = f"{NAMESPACE}::{name}"
-
-    def checked(dout, q, k, v, out, softmax_lse, dlse, *args):
-        o = _rounded(fn, _BwdOptions(*args))
-        d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
-        scale = checks.check_scale(fn, o.softmax_scale, d)
-        checks.check_window(fn, (o.window_left, o.window_right))
-        if o.sinks is not None:
-            checks.check_sinks(fn, o.sinks, q)
-        checks.check_rng_state(fn, o.rng_state, q, o.dropout_p)
-        checks.check_gradient(fn, "dout", dout, q.shape, q.dtype, q.device)
-        checks.check_gradient(fn, "out", out, q.shape, q.dtype, q.device)
-        b, seqlen_q, h, _ = q.shape
-        for key, x in (("softmax_lse", softmax_lse), ("dlse", dlse)):
-            if x is not None:
-                checks.check_gradient(fn, key, x, (b, h, seqlen_q), torch.float32, q.device)
-        if not 0 <= o.wanted < 32 or (o.sinks is None and o.wanted & 8):
-            raise ValueError(
-                f"{fn}: expected wanted in 0 ... 31, bit 3 only with sinks, got wanted={o.wanted}; "
-                "its bits ask for dq, dk, dv and dsinks, the last one for bitwise repeatable ones"
-            )
-        _check_for_device(fn, q, d, scale, "flash_attn_func")
-        return implementation(dout, q, k, v, out, softmax_lse, dlse, *o)
-
-    return checked
-
-
 def _checked(name: str, implementation: Callable) -> Callable:
     """``implementation`` of an operator behind the checks that the binding makes for CUDA tensors.
 
@@ -266,50 +209,18 @@ def _checked(name: str, implementation: Callable) -> Callable:
     fn = f"{NAMESPACE}::{name}"
 
     def checked(q, k, v, softmax_scale, causal, *options):
-        o = _rounded(fn, _Options(*options))
+        o = rounded(fn, _Options(*options))
         d = checks.check_tensors(fn, ("q", "k", "v"), q, k, v)
         softmax_scale = checks.check_scale(fn, softmax_scale, d)
-        _check_options(fn, q, q.shape[0], o)
-        _check_for_device(fn, q, d, softmax_scale, "flash_attn_func")
+        check_options(fn, q, q.shape[0], o)
+        check_for_device(fn, q, d, softmax_scale, "flash_attn_func")
         return implementation(q, k, v, softmax_scale, causal, o)
 
     return checked
 
 
-_AnyOptions = TypeVar("_AnyOptions", _Options, _VarlenOptions, _BwdOptions)
-
-
-def _rounded(fn: str, o: _AnyOptions) -> _AnyOptions:
-    """``o`` with the probability that masks are drawn with, and a state only where it is not 0."""
-    dropout_p = checks.check_dropout(fn, o.dropout_p)
-    return o._replace(dropout_p=dropout_p, rng_state=o.rng_state if dropout_p else None)
-
-
-def _check_options(fn: str, q, b: int, o) -> None:
-    """What :class:`_Options` has; ``b``: entries or sequences."""
-    checks.check_window(fn, (o.window_left, o.window_right))
-    checks.check_softcap(fn, o.softcap)
-    if o.sinks is not None:
-        checks.check_sinks(fn, o.sinks, q)
-    if o.alibi_slopes is not None:
-        checks.check_alibi(fn, o.alibi_slopes, q, b)
-    checks.check_rng_state(fn, o.rng_state, q, o.dropout_p)
-
-
-def _check_for_device(fn: str, q, d: int, softmax_scale: float, padding: str) -> None:
-    if q.is_cpu:
-        checks.check_dtype(fn, "q.dtype", q.dtype, q.device)
-        return
-    checks.check_for_kernels(fn, "q", q, d, softmax_scale)
-    if d % VECTOR:
-        raise ValueError(
-            f"{fn}: expected head_dim to be a multiple of {VECTOR}, got head_dim={d}; "
-            f"call {padding}, which pads"
-        )
-
-
 def _varlen_options(args: tuple) -> _VarlenOptions:
-    return _rounded(_VARLEN_NAMES.fn, _VarlenOptions(*args[11:]))
+    return rounded(_VARLEN_NAMES.fn, _VarlenOptions(*args[11:]))
 
 
 def _varlen_parts(args: tuple) -> tuple[cpu_varlen.Tensors, cpu_varlen.Options]:
@@ -357,16 +268,16 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
         check_splits(fn, o.num_splits)
         check_bounds(_VARLEN_NAMES, *options[:2])
         scale = checks.check_scale(fn, options.softmax_scale, d)
-        _check_options(fn, q, b, o)
-        _check_for_device(fn, q, d, scale, "flash_attn_varlen_func")
+        check_options(fn, q, b, o)
+        check_for_device(fn, q, d, scale, "flash_attn_varlen_func")
         return implementation(*args)
 
     return checked
 
 
-def _autograd(name: str, on_cpu: Callable, elsewhere: Callable | None = None) -> Callable:
+def _autograd(name: str, on_cpu: Callable, elsewhere: Callable) -> Callable:
     """An operator where a derivative may be asked for: by ``on_cpu`` of CPU tensors, else by
-    ``elsewhere``, which is None of a ragged batch: there is an error.
+    ``elsewhere``.
 
     Without it torch would compute the output and lose the gradient, with no more than a warning,
     or the tangent.
@@ -382,8 +293,6 @@ def _autograd(name: str, on_cpu: Callable, elsewhere: Callable | None = None) ->
         wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         if not tensors[0].is_cpu:
             checks.check_no_tangent(f"{NAMESPACE}::{name}", names, *tensors)
-            if wants_gradient and elsewhere is None:
-                raise NotImplementedError(f"{NAMESPACE}::{name}: {no_gradient('cu_seqlens')}")
             if wants_gradient:
                 return elsewhere(*args)
         elif checks.has_tangent(*tensors):
@@ -403,10 +312,15 @@ def _autograd(name: str, on_cpu: Callable, elsewhere: Callable | None = None) ->
 
 def _attend_with_gradient(q, k, v, softmax_scale, causal, *options):
     o = _Options(*options)
-    if o.softcap != 0.0 or o.alibi_slopes is not None:
-        option = "softcap" if o.softcap != 0.0 else "alibi_slopes"
-        raise NotImplementedError(f"{NAMESPACE}::attend: {no_gradient(option)}")
-    return autograd.attend(q, k, v, softmax_scale, causal, *o[:3], *o[5:])
+    autograd.check_slopes(f"{NAMESPACE}::attend", o.alibi_slopes)
+    return autograd.attend(q, k, v, softmax_scale, causal, *o[:3], *o[5:], *o[3:5])
+
+
+def _attend_varlen_with_gradient(*args):
+    o = _varlen_options(args)
+    autograd.check_slopes(_VARLEN_NAMES.fn, o.alibi_slopes)
+    autograd.check_pages(_VARLEN_NAMES.fn, o.block_table)
+    return autograd.attend_varlen(*args)
 
 
 def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -431,8 +345,9 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
                 "fwd": (*dense, _attend_with_gradient),
                 "fwd_no_grad": (*dense, None),
                 "attend": (*dense, _attend_with_gradient),
-                "attend_varlen": (*ragged, None),
-                "bwd": (_checked_bwd, _bwd_on_cpu, _bwd_fake, autograd.backward, autograd.backward),
+                "attend_varlen": (*ragged, _attend_varlen_with_gradient),
+                "bwd": (*ops_bwd.DENSE, autograd.backward, autograd.backward),
+                "bwd_varlen": (*ops_bwd.RAGGED, *(autograd.backward_varlen,) * 2),
             }
             for name, (checked, on_cpu, fake, differentiable, elsewhere) in kinds.items():
                 public = name.removesuffix("_no_grad")
@@ -534,8 +449,8 @@ def attend(
     if not is_seen():
         if not autograd.wants_gradient(q, k, v, sinks, alibi_slopes):
             return resolver_errors.call(below_autograd, op, (*args, *options))
-        if softcap == 0.0 and alibi_slopes is None:
-            return resolver_errors.call(autograd.attend_eagerly, *args, *options[2:])
+        autograd.check_slopes(f"{NAMESPACE}::attend", alibi_slopes)
+        return resolver_errors.call(autograd.attend_eagerly, *args, *options[2:], *options[:2])
     return resolver_errors.call(op, *args, *options)
 
 
@@ -580,6 +495,10 @@ def attend_varlen(
     args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *options
     if torch.compiler.is_compiling():
         return op(*args)
-    if is_seen() or autograd.wants_gradient(q, k, v, sinks, alibi_slopes):
-        return resolver_errors.call(op, *args)
-    return resolver_errors.call(below_autograd, op, args)
+    if not is_seen():
+        if not autograd.wants_gradient(q, k, v, sinks, alibi_slopes):
+            return resolver_errors.call(below_autograd, op, args)
+        autograd.check_slopes(_VARLEN_NAMES.fn, alibi_slopes)
+        autograd.check_pages(_VARLEN_NAMES.fn, block_table)
+        return resolver_errors.call(autograd.attend_varlen_eagerly, *args)
+    return resolver_errors.call(op, *args)

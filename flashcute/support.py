@@ -132,8 +132,10 @@ def supports(
     asked["dropout_p"] = dropout_p
     asked["softcap"] = softcap
     asked["window_size"] = window_size not in (None, (-1, -1)) and window_size
-    for name in ("cu_seqlens", "softcap", "alibi_slopes"):
-        asked[f"{name} with requires_grad"] = bool(asked[name]) and asked["requires_grad"]
+    wants_slopes = getattr(alibi_slopes, "requires_grad", False)
+    asked["alibi_slopes with requires_grad"] = bool(asked["alibi_slopes"]) and wants_slopes
+    in_pages = bool(asked["block_table"]) and not asked["k_cache"]  # there with an error above
+    asked["block_table with requires_grad"] = in_pages and asked["requires_grad"]
     for feature in FEATURES:
         value = asked[feature.argument]
         if value and not feature.cuda:

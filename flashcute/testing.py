@@ -207,12 +207,19 @@ def check_backward(
 ) -> dict[str, GradientReport]:
     """:func:`compare_backward`, but raises AssertionError with the reports that are not ok."""
     reports = compare_backward(gradients, q, k, v, dout, **options)
+    raise_where_wrong(reports, q, k, v, options)
+    return reports
+
+
+def raise_where_wrong(
+    reports: Mapping[str, GradientReport], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> None:
+    """Raises AssertionError with the reports that are not ok."""
     wrong = [f"{name}: {report}" for name, report in reports.items() if not report.ok]
     if wrong:
         shapes = f"q={tuple(q.shape)} k={tuple(k.shape)} v={tuple(v.shape)} {q.dtype}"
         text = "\n".join(wrong)
         raise AssertionError(f"gradients are wrong for {shapes} {_brief(options)}\n{text}")
-    return reports
 
 
 def compare_backward(
@@ -237,6 +244,30 @@ def compare_backward(
         options: Of :func:`flashcute.reference.attention_ref`: softmax_scale, causal, window_size,
             sinks, ...
     """
+    reports, of_sinks = compare_qkv(gradients, (q, k, v), dout, dlse, options)
+    if of_sinks is not None:
+        reports["dsinks"] = compare_sinks(gradients["dsinks"], *of_sinks)
+    return reports
+
+
+def compare_sinks(got: Tensor, ref: Tensor, variance: Tensor) -> GradientReport:
+    """ref: (h,), and the variance that comes of O's rounding."""
+    error = (got.double() - ref).abs()
+    allowed = 4 * variance.sqrt() + 1e-5 * ref.abs() + 1e-6
+    worst = int((error / allowed).nan_to_num(math.inf).argmax())
+    bound = Bound(float(error[worst]), float(allowed[worst]))
+    return GradientReport(bound, Bound(0.0, 0.0), int((~got.isfinite()).sum()))
+
+
+def compare_qkv(
+    gradients: Mapping[str, Tensor],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    dlse: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[dict[str, GradientReport], tuple[Tensor, Tensor] | None]:
+    """:func:`compare_backward` but for the sinks, of which it returns what compare_sinks takes."""
+    q, k, v = qkv
     truth, out, lse = _gradients(q, k, v, dout, dlse, options, torch.float64)
     # A backward that keeps O instead of P reads it rounded: D = rowsum(dO * O) is then off by this,
     # which has the effect of a gradient of the log-sum-exp.
@@ -269,17 +300,13 @@ def compare_backward(
             Bound(float(error.sum() / n), mean),
             int(((got.isfinite() != rounded.isfinite()) | nonzero).sum()),
         )
-    if options.get("sinks") is not None:
-        got, ref = gradients["dsinks"].double(), truth["dsinks"]
-        share = torch.exp(options["sinks"].double()[:, None] - lse)  # (b, h, seqlen_q)
-        share = torch.where(lse == -torch.inf, 0, share)
-        variance = (share.transpose(1, 2)[..., None] * dout.double() * out).square()
-        sigma = torch.finfo(q.dtype).eps / math.sqrt(12) * variance.sum((0, 1, 3)).sqrt()  # (h)
-        error, allowed = (got - ref).abs(), 4 * sigma + 1e-5 * ref.abs() + 1e-6
-        worst = int((error / allowed).nan_to_num(math.inf).argmax())
-        bound = Bound(float(error[worst]), float(allowed[worst]))
-        reports["dsinks"] = GradientReport(bound, Bound(0.0, 0.0), int((~got.isfinite()).sum()))
-    return reports
+    if options.get("sinks") is None:
+        return reports, None
+    share = torch.exp(options["sinks"].double()[:, None] - lse)  # (b, h, seqlen_q)
+    share = torch.where(lse == -torch.inf, 0, share)
+    square = (share.transpose(1, 2)[..., None] * dout.double() * out).square()
+    variance = torch.finfo(q.dtype).eps ** 2 / 12 * square.sum((0, 1, 3))  # (h)
+    return reports, (truth["dsinks"], variance)
 
 
 def _rounding_of_ds(

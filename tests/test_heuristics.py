@@ -274,7 +274,27 @@ def test_backward_with_dropout_is_of_the_sm80_class(capability, deterministic):
         assert config.mask == ("causal" if window is None else "local")
         plain = dataclasses.replace(problem, dropout=False)
         plain = heuristics.choose_bwd(plain, capability, deterministic=True)
-        assert config == heuristics.bwd_with_dropout(plain)
+        assert config == heuristics.bwd_with_options(plain, dropout=True)
+
+
+@pytest.mark.parametrize("option", ["softcap", "alibi", "varlen"])
+def test_backward_with_an_option_is_of_the_sm80_class(option):
+    for window, deterministic in itertools.product((None, (5, 9)), (False, True)):
+        plain = dataclasses.replace(PROBLEM, causal=window is None, window=window)
+        problem = dataclasses.replace(plain, **{option: True})
+        config = heuristics.choose_bwd(problem, (9, 0), deterministic=deterministic)
+        plain = heuristics.choose_bwd(plain, (9, 0), deterministic=True)
+        assert config == heuristics.bwd_with_options(plain, **{option: True})
+        assert config.arch == 80 and f"_{option}_" in config.name
+
+
+def test_short_sequences_of_more_than_one_row_keep_their_causal_mask():
+    """The mean length of (2, 1, 0) is 1, but one of them has a row that must not see all keys."""
+    length = heuristics.typical_length(3, 3, 2)
+    problem = dataclasses.replace(PROBLEM, causal=True, seqlen_q=length, seqlen_k=length)
+    assert heuristics.choose_fwd(problem, (9, 0)).mask == "causal"
+    assert heuristics.choose_bwd(problem, (9, 0)).mask == "causal"
+    assert heuristics.typical_length(3, 3, 1) == 1
 
 
 def test_mask_of_the_backward_is_that_of_the_forward():

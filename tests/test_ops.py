@@ -318,7 +318,7 @@ def test_nothing_calls_the_resolver_when_the_interpreter_has_ended() -> None:
         "from flashcute import ops\n"
         "library = torch.library.Library('flashcute', 'DEF')\n"
         f"library.define({FROZEN_SCHEMA.removeprefix('flashcute::')!r})\n"
-        "for name in ('fwd_no_grad', 'attend', 'attend_varlen', 'bwd'):\n"
+        "for name in ('fwd_no_grad', 'attend', 'attend_varlen', 'bwd', 'bwd_varlen'):\n"
         "    library.define(f'{name}(Tensor q) -> Tensor')\n"
         f"ops.jit.load_binding = lambda: {str(late)!r}\n"
         "ops.load()\n"
@@ -344,7 +344,7 @@ class _Problem:
 @pytest.mark.parametrize(("struct", "end"), [("Problem", "bool operator"), ("Choice", "};")])
 def test_resolver_mirrors_the_bindings_structs(struct: str, end: str) -> None:
     # The binding asserts the size at compile time; the fields' order is read off its source.
-    assert ctypes.sizeof(ops._Problem) == 72
+    assert ctypes.sizeof(ops._Problem) == 76
     source = (ROOT / "csrc" / "flash_attn" / "src" / "kernel_table.h").read_text()
     body = re.search(rf"struct {struct} \{{(.*?){end}", source, re.DOTALL).group(1)
     fields = re.findall(r"\b(\w+)\s*[,;]", re.sub(r"//.*", "", body))

@@ -19,6 +19,10 @@ FROZEN_SCHEMAS = (
     " Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right,"
     " Tensor? sinks, int wanted, Tensor? rng_state=None, float dropout_p=0.) ->"
     " (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    "flashcute::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,"
+    " Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right,"
+    " Tensor? sinks, int wanted, Tensor? rng_state=None, float dropout_p=0., float softcap=0.,"
+    " Tensor? alibi_slopes=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
 )
 
 
@@ -62,6 +66,19 @@ def test_cpu_implementation(wanted: int) -> None:
             assert got.shape == (0,)
 
 
+@pytest.mark.parametrize("slopes", [(4,), (2, 4)], ids=str)
+def test_softcap_and_slopes_on_the_cpu(slopes: tuple[int, ...]) -> None:
+    scores = {"softcap": 1.5, "alibi_slopes": torch.rand(slopes)}
+    given = _arguments(**scores)
+    leaves = [given[name].clone().requires_grad_() for name in ("q", "k", "v", "sinks")]
+    out, lse, _ = attention_ref(
+        *leaves[:3], softmax_scale=0.25, causal=True, sinks=leaves[3], **scores
+    )
+    expected = torch.autograd.grad((out, lse), leaves, (given["dout"], given["dlse"]))
+    for got, e in zip(_op()(**given), expected, strict=True):
+        torch.testing.assert_close(got, e)
+
+
 def test_dropout_on_the_cpu() -> None:
     dropout = {"rng_state": torch.tensor([5, 7]), "dropout_p": 0.25}
     given = _arguments(**dropout)
@@ -85,6 +102,7 @@ def test_dropout_on_the_cpu() -> None:
         {"causal": False, "window_left": 3, "window_right": 2},
         {"dout": torch.randn(2, 4, 9, 16).transpose(1, 2)},
         {"rng_state": torch.tensor([5, 7]), "dropout_p": 0.25},
+        {"rng_state": None, "dropout_p": 0.0, "softcap": 1.5, "alibi_slopes": torch.rand(2, 4)},
     ],
 )
 def test_opcheck(change) -> None:
@@ -119,6 +137,8 @@ def test_fake_has_the_strides_of_the_inputs() -> None:
         ({"v": torch.zeros(2, 3, 2, 16)}, ValueError, "v of k's shape"),
         ({"dropout_p": 0.5}, ValueError, "rng_state with dropout_p > 0"),
         ({"dropout_p": 1.0}, ValueError, "0 <= dropout_p <= 1 - "),
+        ({"softcap": -1.0}, ValueError, "a finite softcap"),
+        ({"alibi_slopes": torch.zeros(3)}, ValueError, "alibi_slopes of shape"),
     ],
 )
 def test_wrong_arguments_are_refused(change, error, pattern) -> None:
@@ -162,6 +182,9 @@ def test_resolver_chooses_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     problem.backward = problem.dropout = 1
     ops._choose(problem)
     assert asked["config"].name == "flash_bwd_hdim64_bf16_causal_dropout_sm80"
+    problem.dropout, problem.softcap, problem.alibi, problem.varlen = 0, 1, 1, 1
+    ops._choose(problem)
+    assert asked["config"].name == "flash_bwd_hdim64_bf16_causal_softcap_alibi_varlen_sm80"
     gpu.major = 7
     with pytest.raises(NotImplementedError, match=r"^flashcute::bwd: expected a GPU of compute"):
         ops._choose(problem)

@@ -132,7 +132,10 @@ def test_fields_of_tiles_can_be_set(built):
         ((), "expected --static"),
         (("--static", "--file", "x.so"), "without --file"),
         (("--static", "--compare", "default", "default"), "and --compare"),
-        (("--static", "--set", "dkv=1"), "expected FIELD=VALUE with FIELD in arch, dkv.min_ctas"),
+        (
+            ("--static", "--set", "dkv=1"),
+            "expected FIELD=VALUE with FIELD in alibi, arch, dkv.min_ctas",
+        ),
         (("--static", "--target", "80", "--set", "dkv.step=7"), "expected step to be a multiple"),
     ],
 )

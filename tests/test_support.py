@@ -32,23 +32,21 @@ ASKING = {
     "cu_seqlens": True,
     "k_cache": True,
     "block_table": True,
-    "cu_seqlens with requires_grad": True,
-    "softcap with requires_grad": True,
     "alibi_slopes with requires_grad": True,
+    "block_table with requires_grad": True,
 }
 
 
 def _call(device: str, argument: str) -> object:
     q, k, v = tensors(device)
     value = ASKING[argument]
-    if argument in ("k_cache", "block_table"):
+    if argument.partition(" ")[0] in ("k_cache", "block_table"):
         return _call_with_cache(device, argument)
-    if argument.startswith("cu_seqlens"):
-        return _call_varlen(device, argument.endswith("requires_grad"))
-    if argument.endswith(" with requires_grad"):
-        argument = argument.removesuffix(" with requires_grad")
-        value = ASKING[argument]
-        q.requires_grad_()
+    if argument == "cu_seqlens":
+        return _call_varlen(device)
+    if argument == "alibi_slopes with requires_grad":
+        slopes = ASKING["alibi_slopes"].to(device).requires_grad_()
+        return flashcute.flash_attn_func(q, k, v, alibi_slopes=slopes)
     if argument == "requires_grad":
         return flashcute.flash_attn_func(q.requires_grad_(), k, v)
     if argument == "num_heads_k":
@@ -59,12 +57,11 @@ def _call(device: str, argument: str) -> object:
     return flashcute.flash_attn_func(q, k, v, **{argument: value})
 
 
-def _call_varlen(device: str, with_gradient: bool = False) -> object:
+def _call_varlen(device: str) -> object:
     # Meta tensors have shapes without a kernel, so a fake one stands for CUDA.
     cuda = device == "meta"
     with FakeTensorMode() if cuda else contextlib.nullcontext():
         given = arguments(VARLEN, "cuda" if cuda else device)
-        given["q"].requires_grad_(with_gradient)
         return flashcute.flash_attn_varlen_func(**given)
 
 
@@ -72,7 +69,9 @@ def _call_with_cache(device: str, argument: str) -> object:
     cuda = device == "meta"
     function = CACHE if argument == "k_cache" else VARLEN
     with FakeTensorMode() if cuda else contextlib.nullcontext():
-        given = cache_arguments(function, "cuda" if cuda else device, argument == "block_table")
+        given = cache_arguments(function, "cuda" if cuda else device, argument != "k_cache")
+        if argument.endswith("requires_grad"):
+            given["q"].requires_grad_()
         return getattr(flashcute, function)(**given)
 
 
@@ -80,6 +79,8 @@ def _call_with_cache(device: str, argument: str) -> object:
 def test_each_feature_works_or_is_refused_as_the_table_says(feature: support.Feature) -> None:
     arguments_of = feature.argument.split(" with ")
     asked = {"num_heads": 4} | {name: ASKING[name] for name in arguments_of}
+    if feature.argument == "alibi_slopes with requires_grad":
+        asked["alibi_slopes"] = asked["alibi_slopes"].clone().requires_grad_()
     assert flashcute.supports(device="cpu", **asked)
     _call("cpu", feature.argument)
     answer = flashcute.supports(device="cuda", **asked)

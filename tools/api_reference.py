@@ -66,7 +66,8 @@ PAGES: dict[str, dict[str, Chapter]] = {
             ("flashcute.oracles", "oracles.py", ""),
         ],
         "Simulator": [
-            ("flashcute.sim", "sim/run.py", "SimResult run_fwd run_varlen run_bwd"),
+            ("flashcute.sim", "sim/run.py", "SimResult run_fwd run_varlen"),
+            ("flashcute.sim", "sim/backward.py", "run_bwd run_varlen_bwd"),
             ("flashcute.sim", "sim/build.py", "build_kernels build_runners"),
         ],
         "Speed": [("flashcute.benchmarking", "benchmarking.py", _TIMING)],

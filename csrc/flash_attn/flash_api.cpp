@@ -14,6 +14,7 @@
 #include "flash_api_bwd.h"
 #include "flash_api_fwd.h"
 #include "flash_api_tensors.h"
+#include "flash_api_varlen.h"
 #include "kernel_table.h"
 
 namespace flash {
@@ -121,15 +122,42 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
     const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
     const Tensor &softmax_lse, std::optional<Tensor> dlse, double softmax_scale, bool causal,
     int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, int64_t wanted,
-    std::optional<Tensor> rng_state, double dropout_p) {
+    std::optional<Tensor> rng_state, double dropout_p, double softcap,
+    std::optional<Tensor> alibi_slopes) {
     const Options options{.causal = causal,
                           .window_left = window_left,
                           .window_right = window_right,
                           .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes),
                           .rng_state = std::move(rng_state),
                           .dropout_p = dropout_p};
     return named("bwd", [&] {
         return backward({dout, q, k, v, out, softmax_lse, dlse}, softmax_scale, options, wanted);
+    });
+}
+
+Gradients bwd_varlen(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v,
+                     const Tensor &out, const Tensor &softmax_lse, std::optional<Tensor> dlse,
+                     const Tensor &cu_seqlens_q, const Tensor &cu_seqlens_k,
+                     std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
+                     int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale, bool causal,
+                     int64_t window_left, int64_t window_right, std::optional<Tensor> sinks,
+                     int64_t wanted, std::optional<Tensor> rng_state, double dropout_p,
+                     double softcap, std::optional<Tensor> alibi_slopes) {
+    const Lengths lengths{&cu_seqlens_q, &cu_seqlens_k, &seqused_q,
+                          &seqused_k,    max_seqlen_q,  max_seqlen_k};
+    const Options options{.causal = causal,
+                          .window_left = window_left,
+                          .window_right = window_right,
+                          .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes),
+                          .rng_state = std::move(rng_state),
+                          .dropout_p = dropout_p};
+    return named("bwd_varlen", [&] {
+        return backward({dout, q, k, v, out, softmax_lse, dlse}, softmax_scale, options, wanted,
+                        &lengths);
     });
 }
 
@@ -147,13 +175,13 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 #define FLASHCUTE_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 
 // Python gives all but `fwd_no_grad` an autograd kernel: for `fwd` and `attend` one that calls
-// `bwd` for the gradients, for the others one that refuses inputs that want a gradient.
-// `fwd_no_grad` is `fwd` without it, for a caller that has looked already: no Python between call
-// and kernel. `attend` takes everything optional; a window's side of -1 is unlimited, and
-// `deterministic` is of its gradients. `attend_varlen` is that of a ragged batch. The two operators
-// of a cache are defined by flashcute/ops_kvcache.py. Of `bwd` bits 0 to 3 of `wanted` ask for its
-// results in their order; one that is not wanted has shape (0). Bit 4 asks for bitwise repeatable
-// ones.
+// `bwd` for the gradients, for `attend_varlen` one that calls `bwd_varlen`, and for these one that
+// refuses inputs that want a gradient. `fwd_no_grad` is `fwd` without it, for a caller that has
+// looked already: no Python between call and kernel. `attend` takes everything optional; a window's
+// side of -1 is unlimited, and `deterministic` is of its gradients. Those of `attend_varlen`, which
+// is of a ragged batch, always repeat bitwise. The two operators of a cache are defined by
+// flashcute/ops_kvcache.py. Of `bwd` and `bwd_varlen` bits 0 to 3 of `wanted` ask for the results
+// in their order; one that is not wanted has shape (0). Bit 4 asks for bitwise repeatable ones.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
@@ -176,8 +204,16 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
         "Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right, "
-        "Tensor? sinks, int wanted, Tensor? rng_state=None, float dropout_p=0.) -> "
+        "Tensor? sinks, int wanted, Tensor? rng_state=None, float dropout_p=0., "
+        "float softcap=0., Tensor? alibi_slopes=None) -> "
         "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
+    m.def(
+        "bwd_varlen(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+        "Tensor? dlse, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, "
+        "Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
+        "bool causal, int window_left, int window_right, Tensor? sinks, int wanted, "
+        "Tensor? rng_state=None, float dropout_p=0., float softcap=0., "
+        "Tensor? alibi_slopes=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
@@ -188,4 +224,5 @@ STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
     m.impl("attend_kvcache", TORCH_BOX(&flash::attend_kvcache));
     m.impl("append_attend_kvcache", TORCH_BOX(&flash::append_attend_kvcache));
     m.impl("bwd", TORCH_BOX(&flash::bwd));
+    m.impl("bwd_varlen", TORCH_BOX(&flash::bwd_varlen));
 }

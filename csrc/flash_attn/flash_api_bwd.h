@@ -1,6 +1,7 @@
 // The binding of the backward; its checks are as strict as those of the forward.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -8,6 +9,7 @@
 
 #include "flash.h"
 #include "flash_api_tensors.h"
+#include "flash_api_varlen.h"
 #include "kernel_table.h"
 
 namespace flash {
@@ -18,37 +20,46 @@ struct BwdTensors {
     const std::optional<Tensor> &dlse;  // none: zeros
 };
 
-// A float32 tensor of the shape of the log-sum-exp, (b, h, seqlen_q).
+// A float32 tensor of the shape of the log-sum-exp, (b, h, seqlen_q) or (h, total_q).
 struct RowValues {
     const float *data;
     int64_t batch_stride, head_stride;
 };
 
-inline RowValues read_row_values(const Tensor &tensor, const char *name, const Layout &q,
-                                 int32_t device) {
+inline RowValues read_row_values(const Tensor &tensor, const char *name, const Inputs &inputs,
+                                 bool ragged) {
+    const auto &[dtype, device, q, k, v] = inputs;
+    const int64_t rank = ragged ? 2 : 3;
     if (!tensor.is_cuda() || tensor.get_device_index() != device) {
         fail("expected ", name, " on cuda:", device, " as q");
     }
-    if (dtype_of(tensor) != aoti_torch_dtype_float32() || tensor.dim() != 3) {
-        fail("expected ", name, " of dtype float32 and rank 3, got rank ", tensor.dim());
+    if (dtype_of(tensor) != aoti_torch_dtype_float32() || tensor.dim() != rank) {
+        fail("expected ", name, " of dtype float32 and rank ", rank, ", got rank ", tensor.dim());
     }
-    const int64_t *size = tensor.sizes().data(), *stride = tensor.strides().data();
-    if (size[0] != q.b || size[1] != q.h || size[2] != q.s) {
-        fail("expected ", name, " of shape (", q.b, ", ", q.h, ", ", q.s, "), got (", size[0], ", ",
-             size[1], ", ", size[2], ")");
+    const int64_t *size = tensor.sizes().data() + (rank - 2);
+    const int64_t *stride = tensor.strides().data() + (rank - 2);
+    const int64_t b = ragged ? 1 : size[-1];
+    if (ragged && (size[0] != q.h || size[1] != q.s)) {
+        fail("expected ", name, " of shape (", q.h, ", ", q.s, "), got (", size[0], ", ", size[1],
+             ")");
     }
-    if (q.s > 1 && stride[2] != 1) {
-        fail("expected ", name, ".stride(-1) == 1, got ", stride[2]);
+    if (b != q.b || size[0] != q.h || size[1] != q.s) {
+        fail("expected ", name, " of shape (", q.b, ", ", q.h, ", ", q.s, "), got (", b, ", ",
+             size[0], ", ", size[1], ")");
+    }
+    if (q.s > 1 && stride[1] != 1) {
+        fail("expected ", name, ".stride(-1) == 1, got ", stride[1]);
     }
     return {.data = static_cast<const float *>(tensor.const_data_ptr()),
-            .batch_stride = size[0] > 1 ? stride[0] : 0,
-            .head_stride = size[1] > 1 ? stride[1] : 0};
+            .batch_stride = b > 1 ? stride[-1] : 0,
+            .head_stride = size[0] > 1 ? stride[0] : 0};
 }
 
 // out or dout: laid out as it likes, but of the shape, dtype and device of q.
-inline Layout read_like_q(const Tensor &tensor, const char *name, const Inputs &inputs) {
+inline Layout read_like_q(const Tensor &tensor, const char *name, const Inputs &inputs,
+                          int64_t rank) {
     check_placement(tensor, name, inputs.dtype, inputs.device);
-    const Layout layout = read_layout(tensor, name, 4), &q = inputs.q;
+    const Layout layout = read_layout(tensor, name, rank), &q = inputs.q;
     if (layout.b != q.b || layout.s != q.s || layout.h != q.h || layout.d != q.d) {
         fail("expected ", name, " of the shape of q");
     }
@@ -87,19 +98,36 @@ inline void set_bwd_strides(Flash_bwd_params &params, const Layout &dout, const 
 inline Tensor make_gradient(const Tensor &like, const char *name, const Inputs &inputs,
                             Layout &layout, void *&pointer) {
     Tensor gradient = empty_like(like, inputs.dtype, inputs.device);
-    layout = read_layout(gradient, name, 4);
+    layout = read_layout(gradient, name, like.dim());
     pointer = gradient.mutable_data_ptr();
     check_vectorised(layout, pointer, name);
     return gradient;
 }
 
+// What a ragged batch has beside the lengths; returns the words of the workspace for its plans.
+inline int64_t set_totals(Flash_bwd_params &params, const Layout &q, const Layout &k, int64_t b) {
+    const int64_t rows = row_stats_rows(q.s, b);
+    const int64_t tiles = plan_capacity(std::max(q.s, k.s), b, kMinBwdRows) * q.h;
+    if (rows > kMaxInt32 || tiles > kMaxTiles) {
+        fail("expected at most ", kMaxTiles, " tiles of ", kMinBwdRows, " rows, got ", tiles,
+             ", and ", kMaxInt32, " rows of statistics, got ", rows, "; split the batch");
+    }
+    params.total_q = static_cast<int32_t>(q.s);
+    params.total_k = static_cast<int32_t>(k.s);
+    params.seqlen_q_rounded = static_cast<int32_t>(rows);
+    return bwd_plan_words(q.s, k.s, b);
+}
+
+// lengths: of a ragged batch, whose tensors are packed.
 inline Gradients backward(const BwdTensors &x, double softmax_scale, const Options &options,
-                          int64_t wanted) {
-    const Inputs inputs = read_inputs(x.q, x.k, x.v, 4);
+                          int64_t wanted, const Lengths *lengths = nullptr) {
+    const bool ragged = lengths != nullptr;
+    const int64_t rank = ragged ? 3 : 4;
+    const Inputs inputs = read_inputs(x.q, x.k, x.v, rank);
     const auto &[dtype, device, q, k, v] = inputs;
-    const Layout out = read_like_q(x.out, "out", inputs);
-    const Layout dout = read_like_q(x.dout, "dout", inputs);
-    const RowValues lse = read_row_values(x.softmax_lse, "softmax_lse", q, device);
+    const Layout out = read_like_q(x.out, "out", inputs, rank);
+    const Layout dout = read_like_q(x.dout, "dout", inputs, rank);
+    const RowValues lse = read_row_values(x.softmax_lse, "softmax_lse", inputs, ragged);
 
     Flash_bwd_params params{};
     params.q_ptr = x.q.const_data_ptr();
@@ -113,20 +141,26 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         const torch::stable::accelerator::DeviceGuard guard(device);
         return backward({aligned(x.dout), aligned(x.q), aligned(x.k), aligned(x.v), aligned(x.out),
                          x.softmax_lse, x.dlse},
-                        softmax_scale, options, wanted);
+                        softmax_scale, options, wanted, lengths);
     }
     check_vectorised(q, params.q_ptr, "q");
     check_vectorised(k, params.k_ptr, "k");
     check_vectorised(v, params.v_ptr, "v");
     check_vectorised(out, params.o_ptr, "out");
     check_vectorised(dout, params.do_ptr, "dout");
-    set_scales(params, softmax_scale, 0);
+    set_scales(params, softmax_scale, options.softcap);
+    const Queries queries = read_queries(q, lengths);
+    const int64_t b = queries.b;
+    if (ragged) {
+        set_lengths(params, *lengths, b, device);
+    }
+    set_slopes(params, options, b, q.h, device);
     set_dropout(params, options, device);
     params.softmax_lse_ptr = const_cast<float *>(lse.data);
     params.softmax_lse_batch_stride = lse.batch_stride;
     params.softmax_lse_head_stride = lse.head_stride;
     if (x.dlse.has_value()) {
-        const RowValues dlse = read_row_values(*x.dlse, "dlse", q, device);
+        const RowValues dlse = read_row_values(*x.dlse, "dlse", inputs, ragged);
         params.dlse_ptr = dlse.data;
         params.dlse_batch_stride = dlse.batch_stride;
         params.dlse_head_stride = dlse.head_stride;
@@ -152,7 +186,7 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         dsinks = empty(sizes, strides, aoti_torch_dtype_float32(), device);
         params.dsinks_ptr = static_cast<float *>(dsinks->mutable_data_ptr());
     }
-    if (q.b == 0 || q.s == 0) {  // there is no query
+    if (b == 0 || q.s == 0) {  // there is no query
         for (std::optional<Tensor> *gradient : {&dq, &dk, &dv, &dsinks}) {
             if (gradient->has_value()) {
                 torch::stable::zero_(**gradient);
@@ -160,18 +194,24 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         }
     } else if (wanted % kDeterministic != 0) {
         Problem problem = make_problem(inputs);
-        set_mask(problem, options);
-        problem.dropout = params.rng_state_ptr != nullptr;
+        set_options(problem, options, queries, params.rng_state_ptr != nullptr);
         problem.backward = (wanted & kDeterministic) != 0 ? 2 : 1;
-        const Choice choice = kernel_table().find(rounded(problem));
+        problem.varlen = ragged;
+        const Choice choice =
+            kernel_table().find(rounded(asked_of(problem, queries, k, lengths, options)));
         set_sizes(params, problem);
         set_strides(params, q, k, v, out);
         set_bwd_strides(params, dout, dq_layout, dk_layout, dv_layout);
         params.seqlen_q_rounded = static_cast<int32_t>((q.s + kRowStatsMultiple - 1) /
                                                        kRowStatsMultiple * kRowStatsMultiple);
+        std::optional<Tensor> plan;  // given back to the stream's memory once all is enqueued
+        if (ragged) {
+            const int64_t words[] = {set_totals(params, q, k, b)}, stride[] = {1};
+            plan = empty(words, stride, aoti_torch_dtype_int32(), device);
+            params.plan_ptr = plan->mutable_data_ptr();
+        }
         const auto *kernel = static_cast<const Flash_bwd_kernel *>(choice.kernel);
-        // One workspace: two statistics of each row, and behind them its sums of dQ. Given back to
-        // the stream's memory once all kernels are enqueued.
+        // Likewise: two statistics of each row, and behind them its sums of dQ.
         const int64_t rows = q.b * q.h * params.seqlen_q_rounded;
         const int64_t sizes[] = {rows, 2 + kernel->dq_accum};
         const int64_t strides[] = {sizes[1], 1};

@@ -10,17 +10,10 @@
 
 #include "flash.h"
 #include "flash_api_tensors.h"
+#include "flash_api_varlen.h"
 #include "kernel_table.h"
 
 namespace flash {
-
-// Where the lengths of sequences are, on the device. Without cu_seqlens_q the queries are (b,
-// seqlen_q, h, d), over a cache.
-struct Lengths {
-    const Tensor *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
-    const std::optional<Tensor> *seqused_q = nullptr, *seqused_k = nullptr;
-    int64_t max_seqlen_q = 0, max_seqlen_k = 0;
-};
 
 // What a call has whose k and v are a cache; what is appended to it, if anything.
 struct Cache {
@@ -29,71 +22,6 @@ struct Cache {
     std::optional<Tensor> rotary_cos, rotary_sin;
     bool rotary_interleaved = false;
 };
-
-// How the queries are stored.
-struct Queries {
-    int64_t b, s, total;  // of a ragged batch s is the longest sequence that is computed
-    bool packed;          // (total, h, d), else (b, s, h, d)
-};
-
-inline const int32_t *read_index(const Tensor &index, const char *name, int64_t size,
-                                 int32_t device) {
-    if (!index.is_cuda() || index.get_device_index() != device) {
-        fail("expected ", name, " on cuda:", device, " as q");
-    }
-    if (dtype_of(index) != aoti_torch_dtype_int32() || index.dim() != 1 ||
-        index.sizes()[0] != size || !index.is_contiguous()) {
-        fail("expected contiguous ", name, " of dtype int32 and shape (", size, ")");
-    }
-    return static_cast<const int32_t *>(index.const_data_ptr());
-}
-
-inline const int32_t *read_index(const std::optional<Tensor> *index, const char *name, int64_t size,
-                                 int32_t device) {
-    return index != nullptr && index->has_value() ? read_index(**index, name, size, device)
-                                                  : nullptr;
-}
-
-// Of a ragged batch.
-inline int64_t count_sequences(const Lengths &lengths) {
-    if (lengths.cu_seqlens_q->dim() != 1 || lengths.cu_seqlens_q->sizes()[0] < 1) {
-        fail("expected cu_seqlens_q of shape (b + 1)");
-    }
-    if (lengths.max_seqlen_q < 0 || lengths.max_seqlen_k < 0) {
-        fail("expected max_seqlen_q and max_seqlen_k >= 0, got ", lengths.max_seqlen_q, " and ",
-             lengths.max_seqlen_k);
-    }
-    return lengths.cu_seqlens_q->sizes()[0] - 1;
-}
-
-inline Queries read_queries(const Layout &q, const Lengths *lengths) {
-    if (lengths == nullptr || lengths->cu_seqlens_q == nullptr) {
-        const int64_t total = q.b * q.s;
-        if (lengths != nullptr && total > kMaxSeqlen) {
-            fail("expected batch size times seqlen_q <= ", kMaxSeqlen, ", got ", q.b, " times ",
-                 q.s);
-        }
-        return {.b = q.b, .s = q.s, .total = total, .packed = false};
-    }
-    // Rows from max_seqlen_q on count as none.
-    return {.b = count_sequences(*lengths),
-            .s = std::min(lengths->max_seqlen_q, q.s),
-            .total = q.s,
-            .packed = true};
-}
-
-inline void set_lengths(Flash_fwd_params &params, const Lengths &lengths, int64_t b,
-                        int32_t device) {
-    if (b > kMaxInt32 / 4) {
-        fail("expected at most ", kMaxInt32 / 4, " sequences, got ", b);
-    }
-    if (lengths.cu_seqlens_q != nullptr) {
-        params.cu_seqlens_q_ptr = read_index(*lengths.cu_seqlens_q, "cu_seqlens_q", b + 1, device);
-        params.cu_seqlens_k_ptr = read_index(*lengths.cu_seqlens_k, "cu_seqlens_k", b + 1, device);
-    }
-    params.seqused_q_ptr = read_index(lengths.seqused_q, "seqused_q", b, device);
-    params.seqused_k_ptr = read_index(lengths.seqused_k, "seqused_k", b, device);
-}
 
 // Fills in the cache and returns the tokens of a sequence that it has room for.
 inline int64_t set_cache(Flash_fwd_params &params, const Cache &cache, const Layout &k, int64_t b,
@@ -236,27 +164,6 @@ inline std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &ql
     return {empty_like(q, dtype, device), std::move(lse)};
 }
 
-// b: entries, or sequences of a ragged batch.
-inline void set_slopes(Flash_fwd_params &params, const Options &options, int64_t b, int64_t h,
-                       int32_t device) {
-    if (!options.alibi_slopes.has_value()) {
-        return;
-    }
-    const Tensor &slopes = *options.alibi_slopes;
-    if (!slopes.is_cuda() || slopes.get_device_index() != device) {
-        fail("expected alibi_slopes on cuda:", device, " as q");
-    }
-    const int64_t rank = slopes.dim();
-    const bool has_shape =
-        (rank == 1 || (rank == 2 && slopes.sizes()[0] == b)) && slopes.sizes()[rank - 1] == h;
-    if (dtype_of(slopes) != aoti_torch_dtype_float32() || !has_shape || !slopes.is_contiguous()) {
-        fail("expected contiguous alibi_slopes of dtype float32 and shape (", h, ") or (", b, ", ",
-             h, ")");
-    }
-    params.alibi_slopes_ptr = static_cast<const float *>(slopes.const_data_ptr());
-    params.alibi_slopes_batch_stride = rank == 2 ? h : 0;
-}
-
 // The shape and what the choice for it says.
 inline void set_problem(Flash_fwd_params &params, const Problem &problem, const Choice &choice,
                         const Queries &queries, bool is_ragged) {
@@ -302,28 +209,6 @@ inline Tensor make_plan(Flash_fwd_params &params, int32_t device) {
         params.lse_partial_ptr = params.o_partial_ptr + partial * params.d;
     }
     return memory;
-}
-
-// What the kernel is chosen for.
-inline Problem asked_of(const Problem &problem, const Queries &queries, const Layout &k,
-                        const Lengths *lengths, const Options &options) {
-    Problem asked = problem;
-    if (options.num_splits > 0) {
-        asked.b = 1;
-        asked.seqlen_q = queries.packed ? 128 : problem.seqlen_q;
-        asked.seqlen_k = 4096;
-        return asked;
-    }
-    if (lengths == nullptr) {
-        return asked;
-    }
-    asked.b = rounded_length(problem.b);
-    if (queries.packed) {
-        const int64_t keys = problem.cache != 0 ? queries.b * int64_t(problem.seqlen_k) : k.s;
-        asked.seqlen_q = typical_length(queries.total, queries.b, lengths->max_seqlen_q);
-        asked.seqlen_k = typical_length(keys, queries.b, lengths->max_seqlen_k);
-    }
-    return asked;
 }
 
 // To a plan the queries (b, seqlen_q, h, d) over a cache are (b * seqlen_q, h, d).
@@ -401,19 +286,14 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
         return make_outputs(q, ql, cache != nullptr, dtype, device);
     }
     Problem problem = make_problem(inputs);
-    problem.b = static_cast<int32_t>(queries.b);
-    problem.seqlen_q = static_cast<int32_t>(queries.s);
     problem.seqlen_k = static_cast<int32_t>(room);
-    problem.softcap = options.softcap > 0;
-    problem.alibi = options.alibi_slopes.has_value();
-    problem.dropout = params.rng_state_ptr != nullptr;
     problem.cache = cache != nullptr;
     problem.page_size = params.block_table_ptr != nullptr ? params.page_size : 0;
     problem.num_splits = static_cast<int32_t>(options.num_splits);
+    set_options(problem, options, queries, params.rng_state_ptr != nullptr);
     if (problem.dropout != 0 && options.num_splits > 1) {
         fail("expected num_splits <= 1 with dropout, got ", options.num_splits);
     }
-    set_mask(problem, options);
     const Choice choice =
         kernel_table().find(rounded(asked_of(problem, queries, kl, lengths, options)));
     set_problem(params, problem, choice, queries, lengths != nullptr);

@@ -201,6 +201,27 @@ struct Options {
     int64_t num_splits = -1;
 };
 
+// b: entries, or sequences of a ragged batch.
+inline void set_slopes(Flash_fwd_params &params, const Options &options, int64_t b, int64_t h,
+                       int32_t device) {
+    if (!options.alibi_slopes.has_value()) {
+        return;
+    }
+    const Tensor &slopes = *options.alibi_slopes;
+    if (!slopes.is_cuda() || slopes.get_device_index() != device) {
+        fail("expected alibi_slopes on cuda:", device, " as q");
+    }
+    const int64_t rank = slopes.dim();
+    const bool has_shape =
+        (rank == 1 || (rank == 2 && slopes.sizes()[0] == b)) && slopes.sizes()[rank - 1] == h;
+    if (dtype_of(slopes) != aoti_torch_dtype_float32() || !has_shape || !slopes.is_contiguous()) {
+        fail("expected contiguous alibi_slopes of dtype float32 and shape (", h, ") or (", b, ", ",
+             h, ")");
+    }
+    params.alibi_slopes_ptr = static_cast<const float *>(slopes.const_data_ptr());
+    params.alibi_slopes_batch_stride = rank == 2 ? h : 0;
+}
+
 // Of a dense batch, without its mask.
 inline Problem make_problem(const Inputs &inputs) {
     const bool fp16 = inputs.dtype == aoti_torch_dtype_float16();

@@ -22,7 +22,6 @@ from types import ModuleType
 import torch
 
 from ..checks import check_flag, check_kind
-from ..features import no_gradient
 from . import raw
 
 # The version whose interface this is. Without a suffix: libraries compare it with a newest one.
@@ -236,14 +235,22 @@ def _flash_attn_backward(
     fn = "_flash_attn_backward"
     _check_dropout(fn, dropout_p)
     targets = {"dq": dq, "dk": dk, "dv": dv}
-    for name, target in targets.items():
-        if target is not None:
-            check_kind(fn, name, target)
+    _check_targets(fn, targets)
     window = window_size_left, window_size_right
     grads = raw.backward(
         dout, q, k, v, out, softmax_lse, causal, softmax_scale, window, deterministic,
         alibi_slopes, softcap,
     )  # fmt: skip
+    _copy_to(fn, targets, grads)
+
+
+def _check_targets(fn: str, targets: dict) -> None:
+    for name, target in targets.items():
+        if target is not None:
+            check_kind(fn, name, target)
+
+
+def _copy_to(fn: str, targets: dict, grads) -> None:
     pairs = [(x, g) for x, g in zip(targets.items(), grads, strict=True) if x[1] is not None]
     for (name, target), grad in pairs:
         if target.shape != grad.shape:
@@ -290,6 +297,40 @@ def _flash_attn_varlen_forward(
     return out, lse, q.new_empty(0), _rng_state(q)
 
 
-def _flash_attn_varlen_backward(*args, **kwargs):
-    """flash_attn 2.8's backward of ragged batches, which is not there yet."""
-    raise NotImplementedError(f"_flash_attn_varlen_backward: {no_gradient('cu_seqlens')}")
+def _flash_attn_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+    zero_tensors=False,
+):
+    """flash_attn 2.8's backward of ragged batches, as :func:`_flash_attn_backward`."""
+    fn = "_flash_attn_varlen_backward"
+    _check_dropout(fn, dropout_p)
+    targets = {"dq": dq, "dk": dk, "dv": dv}
+    _check_targets(fn, targets)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    window = window_size_left, window_size_right
+    grads = raw.backward_varlen(
+        dout, q, k, v, out, softmax_lse, lengths, causal, softmax_scale, window, deterministic,
+        alibi_slopes, softcap,
+    )  # fmt: skip
+    _copy_to(fn, targets, grads)

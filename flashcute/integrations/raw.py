@@ -16,7 +16,7 @@ from ..checks import (
     check_window,
 )
 from ..config import NAMESPACE
-from ..features import VECTOR, no_gradient
+from ..features import VECTOR
 from ..flash_attn_interface import flash_attn_func
 from ..flash_attn_varlen import flash_attn_varlen_func
 from ..loading import loadable
@@ -59,33 +59,52 @@ def backward(
 
     Raises:
         TypeError, ValueError: for what the operator does not take.
-        NotImplementedError: for softcap and ALiBi, which the operator has no gradient of, and for a
-            head_dim that is no multiple of 8.
+        NotImplementedError: for a head_dim that is no multiple of 8.
     """
-    fn = f"{NAMESPACE}::bwd"
+    options = causal, scale, window, deterministic, alibi_slopes, softcap
+    return _backward("bwd", dout, q, k, v, out, lse, (), *options)
+
+
+def backward_varlen(
+    dout, q, k, v, out, lse, lengths, causal, scale, window=_UNLIMITED, deterministic=False,
+    alibi_slopes=None, softcap=0.0, seqused_k=None,
+):  # fmt: skip
+    """dq, dk and dv of :func:`forward_varlen`'s out; errors as of :func:`backward`."""
+    cu_seqlens_q, cu_seqlens_k, *bounds = lengths
+    given = cu_seqlens_q, cu_seqlens_k, None, seqused_k
+    lengths = *(x if x is None else x.int().contiguous() for x in given), *bounds
+    options = causal, scale, window, deterministic, alibi_slopes, softcap
+    return _backward("bwd_varlen", dout, q, k, v, out, lse, lengths, *options)
+
+
+def _backward(
+    name, dout, q, k, v, out, lse, lengths, causal, scale, window, deterministic, alibi_slopes,
+    softcap,
+):  # fmt: skip
+    fn = f"{NAMESPACE}::{name}"
     named = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
-    for name, x in {**named, "softmax_lse": lse}.items():
-        check_kind(fn, name, x)
+    for name_of, x in {**named, "softmax_lse": lse}.items():
+        check_kind(fn, name_of, x)
     causal = check_flag(fn, "causal", causal)
     deterministic = check_flag(fn, "deterministic", deterministic)
     window = check_window(fn, window)
     softcap = check_softcap(fn, softcap)
-    given = {"softcap": softcap != 0.0, "alibi_slopes": alibi_slopes is not None}
-    for option, is_given in given.items():
-        if is_given:
-            raise NotImplementedError(f"{fn}: {no_gradient(option)}")
-    check_rank(fn, "q", q, "(batch, seqlen, heads, head_dim)")
+    shape = "(total, heads, head_dim)" if lengths else "(batch, seqlen, heads, head_dim)"
+    check_rank(fn, "q", q, shape)
     d = q.shape[-1]
     if d % VECTOR:
         raise NotImplementedError(
             f"{fn}: expected a head_dim that is a multiple of {VECTOR}, got {d}; pad it with zeros"
         )
-    tensors = [loadable(fn, name, x) for name, x in named.items()]
+    tensors = [loadable(fn, name_of, x) for name_of, x in named.items()]
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     wanted = 7 | deterministic << 4
     options = check_scale(fn, scale, d), causal, *bounded_window(window), None, wanted
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.contiguous()
+    options += None, 0.0, softcap, alibi_slopes
     ops.load()
-    op = getattr(torch.ops, NAMESPACE).bwd.default
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
     with torch.no_grad():
-        grads = resolver_errors.call(op, *tensors, lse.contiguous(), None, *options)
+        grads = resolver_errors.call(op, *tensors, lse.contiguous(), None, *lengths, *options)
     return grads[:3]  # the fourth is of sinks

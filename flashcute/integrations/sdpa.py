@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import attention
 
-from ..features import VECTOR, no_gradient
+from ..features import VECTOR
 from . import raw
 
 _NAME = "flashcute"
@@ -338,10 +338,13 @@ def _backward(
     window_size_right=None,
 ):
     _refuse(dropout_p, False)
-    if cum_seq_q is not None or cum_seq_k is not None:
-        raise NotImplementedError(f"varlen: {no_gradient('cu_seqlens')}")
     window = _window(window_size_left, window_size_right)
-    grads = raw.backward(grad_out, query, key, value, out, logsumexp, is_causal, scale, window)
+    tensors = grad_out, query, key, value, out, logsumexp
+    if cum_seq_q is None and cum_seq_k is None:
+        grads = raw.backward(*tensors, is_causal, scale, window)
+    else:
+        lengths = cum_seq_q, cum_seq_k, max_q, max_k
+        grads = raw.backward_varlen(*tensors, lengths, is_causal, scale, window)
     return tuple(map(_laid_out_as, (query, key, value), grads))
 
 

@@ -11,10 +11,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..config import ROW_STATS_MULTIPLE
+
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 11  # flash::kAbiVersion
+ABI_VERSION = 12  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
@@ -156,6 +158,7 @@ def bwd_params(
     tensors: Mapping[str, torch.Tensor],
     softmax_scale: float,
     window_size: tuple[int, int] = (0, 0),
+    softcap: float = 0.0,
     dropout_p: float = 0.0,
 ) -> FlashBwdParams:
     """The arguments of a backward launch; nothing is checked.
@@ -165,10 +168,11 @@ def bwd_params(
             dimension is the rounded length of the queries, and dq_accum.
         softmax_scale: Of the scores.
         window_size: (left, right) of kernels with the mask ``"local"``, both >= 0.
+        softcap: Of kernels with softcap, > 0.
         dropout_p: Of kernels with dropout.
     """
     params = FlashBwdParams(seqlen_q_rounded=tensors["row_stats"].shape[2])
-    _fill(params, tensors, softmax_scale, window_size, dropout_p=dropout_p)
+    _fill(params, tensors, softmax_scale, window_size, softcap, dropout_p)
     return params
 
 
@@ -255,6 +259,32 @@ def partial_rows(total_rows: int, tile_m: int, splits: Splits, grid_heads: int) 
     return most
 
 
+def bwd_plan_words(total_q: int, total_k: int, b: int) -> int:
+    """``flash::bwd_plan_words()``."""
+    return plan_words(plan_capacity(max(total_q, total_k), b, 64), b)
+
+
+def row_stats_rows(total_q: int, b: int) -> int:
+    """``flash::row_stats_rows()``."""
+    return (total_q // ROW_STATS_MULTIPLE + b + 1) * ROW_STATS_MULTIPLE
+
+
+# Tensors of a ragged batch that count as those of one entry.
+_PACKED = (*"qkvo", "softmax_lse", "do", "dlse", "dq", "dk", "dv", "row_stats")
+
+
+def _as_one_entry(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x[None] if name in _PACKED else x for name, x in tensors.items()}
+
+
+def _set_totals(
+    params: FlashFwdParams, tensors: Mapping[str, torch.Tensor], max_seqlen_q: int
+) -> None:
+    params.b = tensors["cu_seqlens_q"].shape[0] - 1
+    params.total_q, params.total_k = params.seqlen_q, params.seqlen_k
+    params.seqlen_q = max_seqlen_q
+
+
 def varlen_params(
     tensors: Mapping[str, torch.Tensor],
     softmax_scale: float,
@@ -273,13 +303,32 @@ def varlen_params(
         max_seqlen_q: Rows of a sequence from there on count as rows of no sequence.
         capacity: Of the plan.
     """
-    rows = ("q", "k", "v", "o")
-    dense = {name: x[None] if name in (*rows, "softmax_lse") else x for name, x in tensors.items()}
-    params = fwd_params(dense, softmax_scale, pack_heads, window_size, softcap, dropout_p)
-    params.b = tensors["cu_seqlens_q"].shape[0] - 1
-    params.total_q, params.total_k = params.seqlen_q, params.seqlen_k
-    params.seqlen_q, params.plan_capacity = max_seqlen_q, capacity
+    options = pack_heads, window_size, softcap, dropout_p
+    params = fwd_params(_as_one_entry(tensors), softmax_scale, *options)
+    _set_totals(params, tensors, max_seqlen_q)
+    params.plan_capacity = capacity
     params.num_splits = params.split_blocks = 1
+    return params
+
+
+def varlen_bwd_params(
+    tensors: Mapping[str, torch.Tensor],
+    softmax_scale: float,
+    max_seqlen_q: int,
+    window_size: tuple[int, int] = (0, 0),
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+) -> FlashBwdParams:
+    """:func:`bwd_params` of a ragged batch.
+
+    Args:
+        tensors: As in :func:`varlen_params`, plan of :func:`bwd_plan_words` words; do, dq, dk and
+            dv as q, k and v, dlse (h, total_q), row_stats (h, row_stats_rows(), 2).
+        max_seqlen_q: As in :func:`varlen_params`.
+    """
+    options = window_size, softcap, dropout_p
+    params = bwd_params(_as_one_entry(tensors), softmax_scale, *options)
+    _set_totals(params, tensors, max_seqlen_q)
     return params
 
 

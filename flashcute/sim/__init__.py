@@ -11,8 +11,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .backward import run_bwd, run_varlen_bwd
     from .build import CHECKERS, build_kernels, build_runners, compile_together
-    from .run import SimResult, run_bwd, run_fwd, run_varlen
+    from .run import SimResult, run_fwd, run_varlen
     from .serving import run_serving
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "run_fwd",
     "run_serving",
     "run_varlen",
+    "run_varlen_bwd",
 ]
 
 # When asynchronous copies complete; the order is that of sim::CopyMode.
@@ -33,7 +35,8 @@ COPY_MODES = ("late", "random", "eager")
 
 _HOMES = {
     **dict.fromkeys(("CHECKERS", "build_kernels", "build_runners", "compile_together"), "build"),
-    **dict.fromkeys(("SimResult", "run_bwd", "run_fwd", "run_varlen"), "run"),
+    **dict.fromkeys(("SimResult", "run_fwd", "run_varlen"), "run"),
+    **dict.fromkeys(("run_bwd", "run_varlen_bwd"), "backward"),
     "run_serving": "serving",
 }
 

@@ -201,7 +201,15 @@ def kernel_unit(
             headers by default.
     """
     configs = companions(config, checker) if kernel_dir is None else (config,)
+    return unit_of(configs, checker, kernel_dir or sources.kernel_include_dir())
+
+
+def unit_of(
+    configs: Sequence[FwdConfig | BwdConfig], checker: str = "none", kernel_dir: Path | None = None
+) -> Unit:
+    """A shared object with all of ``configs``, of one kind, class and head dimension."""
     kernel_dir = kernel_dir or sources.kernel_include_dir()
+    config = configs[0]
     entries = "\n".join(entry(c, c.full_name) for c in configs)
     of_class = "_sm90" if config.arch == 90 else ""
     text = f"""\

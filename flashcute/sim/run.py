@@ -11,12 +11,12 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from ..config import ROW_STATS_MULTIPLE, BwdConfig, FwdConfig
+from ..config import BwdConfig, FwdConfig
 from ..jit import abi
 from . import COPY_MODES, build
 
@@ -230,7 +230,7 @@ def _kernel(config: FwdConfig | BwdConfig, checker: str) -> tuple[Path, str]:
 
 
 def _check_scores(
-    config: FwdConfig,
+    config: FwdConfig | BwdConfig,
     inputs: dict[str, torch.Tensor],
     shape: tuple[int, int],
     pack_heads: bool,
@@ -427,97 +427,6 @@ def run_varlen(
     settings += (config.min_ctas,)
     program = [str(_runner(checker)), str(path), function]
     return run_program(program, params, inputs, outputs, settings, timeout)
-
-
-def run_bwd(
-    config: BwdConfig,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    *,
-    dlse: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (0, 0),
-    sinks: torch.Tensor | None = None,
-    rng_state: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int = 0,
-    copy_mode: str = "late",
-    checker: str = "none",
-    smem_limit: int = 227 * 1024,
-    sms: int = 3,
-    launches: int = 1,
-    gradients: Mapping[str, torch.Tensor] | None = None,
-    wanted: Sequence[str] = ("dq", "dk", "dv"),
-    kernel: tuple[Path, str] | None = None,
-    timeout: float = 300.0,
-) -> SimResult:
-    """Runs one configuration's backward kernels on the CPU, one after the other.
-
-    Args:
-        config: The kernels; their mask decides on causality.
-        q, k, v: As in :func:`run_fwd`.
-        out: (b, seqlen_q, h, d), what the forward returned; dtype and strides like q.
-        lse: (b, h, seqlen_q), float32, likewise.
-        dout: (b, seqlen_q, h, d), gradient of out; dtype and strides like q.
-        dlse: (b, h, seqlen_q), float32, gradient of lse; zeros by default.
-        softmax_scale, window_size, sinks, rng_state, dropout_p: As in the forward.
-        seed, copy_mode, checker, smem_limit, sms, launches, kernel, timeout: As in
-            :func:`run_fwd`.
-        gradients: Where the gradients go, by ``"dq"``, ``"dk"`` and ``"dv"``, with the shapes of q,
-            k and v; new NaN-filled tensors by default.
-        wanted: Which of them are computed; dk and dv both or neither.
-
-    Returns:
-        A result whose outputs are those wanted, with sinks ``dsinks`` (h,) in float32, and the
-        workspaces ``row_stats`` and, in the sm90 class, ``dq_accum``; its counters are those of all
-        kernels together.
-
-    Raises:
-        ValueError, TypeError, BuildError: as :func:`run_fwd`.
-    """
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    inputs = {"q": q, "k": k, "v": v, "o": out, "do": dout}
-    outputs = {
-        f"d{name}": x.new_full(x.shape, math.nan) for name, x in (("q", q), ("k", k), ("v", v))
-    }
-    outputs |= gradients or {}
-    _check({**inputs, **outputs}, config, scale, copy_mode, checker)
-    b, seqlen_q, h, _ = q.shape
-    for name, x, like in (("out", out, q), ("dout", dout, q), ("dq", outputs["dq"], q)):
-        if x.shape != like.shape:
-            raise ValueError(
-                f"sim.run_bwd: expected {name} of the shape of q, {tuple(like.shape)}, got "
-                f"{name}.shape={tuple(x.shape)}"
-            )
-    if (config.dropout, config.dropout) != (dropout_p > 0, rng_state is not None):
-        raise ValueError(
-            "sim.run_bwd: expected dropout_p and rng_state where the kernels compute dropout, got "
-            f"dropout_p={dropout_p} and rng_state={rng_state} for kernels with "
-            f"dropout={config.dropout}; pass what they were compiled for"
-        )
-    inputs["softmax_lse"] = lse
-    if rng_state is not None:
-        inputs["rng_state"] = rng_state
-    if dlse is not None:
-        inputs["dlse"] = dlse
-    rounded = -(-seqlen_q // ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE
-    outputs = {name: x for name, x in outputs.items() if name in wanted}
-    outputs["row_stats"] = q.new_full((b, h, rounded, 2), math.nan, dtype=torch.float32)
-    if config.dq_accum:
-        shape = (b, h, rounded, config.dq_accum)
-        outputs["dq_accum"] = q.new_full(shape, math.nan, dtype=torch.float32)
-    if sinks is not None:
-        inputs["sinks"] = sinks
-        outputs["dsinks"] = q.new_full((h,), math.nan, dtype=torch.float32)
-    path, function = kernel or _kernel(config, checker)
-    settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches, 0, 1 << 32, 0, 1)
-    params = abi.bwd_params({**inputs, **outputs}, scale, window_size, dropout_p)
-    command = [str(_runner(checker)), str(path), function]
-    return run_program(command, params, inputs, outputs, settings, timeout)
 
 
 def run_program(

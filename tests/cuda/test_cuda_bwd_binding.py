@@ -75,6 +75,65 @@ def test_parameters(stand_in) -> None:
     assert dsinks.shape == (4,) and dsinks.dtype == torch.float32
 
 
+def _ragged(**change) -> dict:
+    """Of three sequences in 70 queries and 33 keys."""
+    given = _given()
+    packed = {name: given[name][0] for name in ("dout", "q", "k", "v", "out")}
+    rows = {name: given[name][0].contiguous() for name in ("softmax_lse", "dlse")}
+    cu = torch.tensor([0, 30, 30, 33], device="cuda", dtype=torch.int32)
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu.clone(), "seqused_q": None}
+    lengths |= {"seqused_k": cu[1:].contiguous(), "max_seqlen_q": 40, "max_seqlen_k": 10**6}
+    slopes = torch.rand(3, 4, device="cuda")
+    return given | packed | rows | lengths | {"softcap": 2.0, "alibi_slopes": slopes} | change
+
+
+def test_parameters_of_a_ragged_batch(stand_in) -> None:
+    given = _ragged()
+    dq, dk, dv, _ = torch.ops.flashcute.bwd_varlen.default(**given)
+    ((params, _),) = stand_in.backwards
+    names = ("q", "k", "v", "softmax_lse", "dlse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    for name in (*names, "alibi_slopes"):
+        assert params[f"{name}_ptr"] == given[name].data_ptr(), name
+    assert not params["seqused_q_ptr"] and params["plan_ptr"] % 16 == 0 and params["plan_ptr"]
+    for name, x in (("q", given["q"]), ("do", given["dout"]), ("dk", dk), ("v", given["v"])):
+        got = tuple(params[f"{name}_{dim}_stride"] for dim in ("batch", "row", "head"))
+        assert got == (0, *x.stride()[:2]), name
+    for name in ("softmax_lse", "dlse"):
+        got = tuple(params[f"{name}_{dim}_stride"] for dim in ("batch", "head"))
+        assert got == (0, 70), name
+    sizes = {"b": 3, "seqlen_q": 40, "total_q": 70, "total_k": 33, "pack_shift": 0}
+    sizes |= {"seqlen_q_rounded": abi.row_stats_rows(70, 3), "alibi_slopes_batch_stride": 4}
+    assert {name: params[name] for name in sizes} == sizes
+    assert params["scale_softcap"] == 0.125 / 2.0
+    assert [x.shape for x in (dq, dk, dv)] == [given[name].shape for name in "qkv"]
+    (problem,) = stand_in.problems
+    asked = {"varlen": 1, "softcap": 1, "alibi": 1, "dropout": 0, "backward": 1}
+    assert {name: problem[name] for name in asked} == asked
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        ({"softmax_lse": torch.Size((70, 4))}, r"softmax_lse of shape \(4, 70\), got \(70, 4\)"),
+        ({"dlse": torch.Size((1, 4, 70))}, "dlse of dtype float32 and rank 2, got rank 3"),
+        ({"alibi_slopes": torch.Size((2, 4))}, r"contiguous alibi_slopes of .* \(4\) or \(3, 4\)"),
+    ],
+)
+def test_wrong_tensors_of_a_ragged_batch(stand_in, change, pattern: str) -> None:
+    change = {name: torch.zeros(shape, device="cuda") for name, shape in change.items()}
+    given = _ragged(**change)
+    with pytest.raises(RuntimeError, match=rf"^flashcute::bwd_varlen: expected {pattern}"):
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+        torch.ops.flashcute.bwd_varlen.default.redispatch(keys, **given)
+
+
+def test_no_sequence_or_no_query_has_gradients_of_zero(stand_in, poisoned_outputs) -> None:
+    none = torch.zeros(1, device="cuda", dtype=torch.int32)
+    given = _ragged(cu_seqlens_q=none, cu_seqlens_k=none.clone(), seqused_k=None, alibi_slopes=None)
+    assert not any(x.any() for x in torch.ops.flashcute.bwd_varlen.default(**given))
+    assert stand_in.backwards == []
+
+
 @pytest.mark.parametrize("columns", [0, 64])
 def test_sums_of_dq_have_the_room_that_the_kernel_asks_for(stand_in, columns: int) -> None:
     stand_in.backward.dq_accum = columns

@@ -21,7 +21,7 @@ def _dropout_kernels() -> None:
     """Builds the backwards, in parallel; nothing of them spills."""
     target = "".join(map(str, torch.cuda.get_device_capability()))
     configs = [
-        heuristics.bwd_with_dropout(heuristics.bwd_config(dtype, head_dim, mask))
+        heuristics.bwd_with_options(heuristics.bwd_config(dtype, head_dim, mask), dropout=True)
         for dtype in DTYPE_OF
         for head_dim in HEAD_DIMS
         for mask in ("none", "causal", "local")

@@ -231,11 +231,9 @@ def test_derivatives_that_are_not_there_are_errors() -> None:
     q = q.detach()
     with pytest.raises(NotImplementedError, match=r"^flash_attn_func: .* got q with a tangent"):
         torch.func.jvp(lambda q: flashcute.flash_attn_func(q, k, v), (q,), (q,))
-    lengths = torch.tensor([0, 200], device="cuda", dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="no backward of varlen on CUDA"):
-        flashcute.flash_attn_varlen_func(
-            q[0].requires_grad_(), q[0], q[0], lengths, lengths, 200, 200
-        )
+    slopes = torch.rand(q.shape[2], device="cuda", requires_grad=True)
+    with pytest.raises(NotImplementedError, match="no gradient of ALiBi slopes on CUDA"):
+        flashcute.flash_attn_func(q, k, v, alibi_slopes=slopes)
 
 
 def test_a_step_of_training_lowers_the_loss() -> None:

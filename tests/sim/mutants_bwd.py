@@ -45,14 +45,17 @@ MUTANTS = (
     _mutant("stage not switched", _MAINLOOP, "stage ^= 1;", ";"),
     _mutant("mask forgotten", _MAINLOOP, "if (n >= tile.blocks.unmasked) mask", "if (false) mask"),
     _mutant(
-        "mask off by one", _MAINLOOP, "first_query + query_of(thread, i)", "first_query + 1 + i"
+        "mask off by one",
+        _MAINLOOP,
+        "first_query + query_of(thread, i); }, first_key",
+        "first_query + 1 + i; }, first_key",
     ),
     _mutant("head of the group not advanced", _MAINLOOP, "? head : head + 1", "? head : head"),
     _mutant(
         "statistics of the first head of the group",
         _MAINLOOP,
-        "stats_of(params, tile.batch, head, n)",
-        "stats_of(params, tile.batch, tile.head_q, n)",
+        "stats_of(params, tile, head, n)",
+        "stats_of(params, tile, tile.head_q, n)",
     ),
     _mutant(
         "statistics of a head without their padding",

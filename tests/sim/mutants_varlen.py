@@ -33,8 +33,8 @@ MUTANTS = (
     Mutant(
         "keys of the next sequence",
         _PLAN,
-        "params.seqused_k_ptr, i, params.total_k",
-        "params.seqused_k_ptr, cute::min(i + 1, params.b - 1), params.total_k",
+        "read(keys(), i, tile.row_k",
+        "read(keys(), cute::min(i + 1, params.b - 1), tile.row_k",
         "numerics",
     ),
     Mutant(
@@ -81,8 +81,8 @@ MUTANTS = (
     Mutant(
         "keys up to the end of the last sequence",
         _PLAN,
-        "length = clamp(cu_seqlens[i + 1], begin, total) - begin;",
-        "length = total - begin;",
+        "int const end = first_row(rows, i + 1);",
+        "int const end = rows.total;",
         "numerics",
     ),
 )

@@ -103,7 +103,9 @@ def test_checkers_are_silent(checker):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_in_use(dtype, head_dim):
     for mask in MASKS:
-        config = heuristics.bwd_with_dropout(heuristics.bwd_config(dtype, head_dim, mask))
+        config = heuristics.bwd_with_options(
+            heuristics.bwd_config(dtype, head_dim, mask), dropout=True
+        )
         problem = make(config, (1, 130, 150, 2, 1), extras=True)
         check(problem, run(problem, config))
 

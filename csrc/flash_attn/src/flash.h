@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 11;
+inline constexpr int32_t kAbiVersion = 12;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -56,11 +56,24 @@ struct BwdConfig {
     BwdTile dq;
     BwdTile dkv;
     bool split_dkv;  // dK and dV by a kernel each: together they exceed the registers
-    bool dropout;    // as in FwdConfig; sm80
+    // sm80 alone:
+    bool softcap;  // as in FwdConfig
+    bool alibi;
+    bool dropout;
+    bool varlen;  // of a ragged batch
 };
 
-// The row statistics of a head are padded to a multiple of this, which every tile divides.
+// The row statistics of a head, or of a sequence, are padded to a multiple of this, which every
+// tile divides.
 inline constexpr int32_t kRowStatsMultiple = 128;
+// Of a ragged batch: where those of sequence i begin, whose queries begin at row_q, and how many a
+// head has. Sequences do not overlap, as each has a block more than the one before.
+inline constexpr int32_t row_stats_begin(int32_t row_q, int32_t i) {
+    return (row_q / kRowStatsMultiple + i) * kRowStatsMultiple;
+}
+inline constexpr int64_t row_stats_rows(int64_t total_q, int64_t b) {
+    return (total_q / kRowStatsMultiple + b + 1) * kRowStatsMultiple;
+}
 
 // Arguments of one forward launch. Strides count elements. Pointers end in the shape they address.
 struct Flash_fwd_params {
@@ -191,6 +204,11 @@ inline constexpr int64_t plan_words(int64_t capacity, int64_t b, int64_t total_q
                                     int64_t num_splits = 1) {
     return 4 + 8 * capacity + 4 * b + 4 + (num_splits > 1 ? 4 * total_q : 0);
 }
+// Likewise in a backward, whose kernels make a plan each, one after the other, at the same place.
+inline constexpr int32_t kMinBwdRows = 64;  // that a CTA owns
+inline constexpr int64_t bwd_plan_words(int64_t total_q, int64_t total_k, int64_t b) {
+    return plan_words(plan_capacity(total_q > total_k ? total_q : total_k, b, kMinBwdRows), b);
+}
 // Rows of a grid head that the workspace of split tiles needs.
 inline constexpr int64_t partial_rows(int64_t total_rows, int64_t tile_m, int64_t num_splits,
                                       int64_t split_ctas, int64_t grid_heads) {
@@ -200,7 +218,9 @@ inline constexpr int64_t partial_rows(int64_t total_rows, int64_t tile_m, int64_
 }
 
 // Arguments of one backward launch: those of the forward, whose O and LSE are read, with
-// pack_shift 0, and the gradients.
+// pack_shift 0, without a cache and with no more than one split, and the gradients. In a ragged
+// batch rows of no sequence get zeros, plan_ptr is workspace of bwd_plan_words() words, and
+// plan_capacity is not used.
 struct Flash_bwd_params : Flash_fwd_params {
     const void *do_ptr;     // (b, seqlen_q, h, d)
     const float *dlse_ptr;  // (b, h, seqlen_q), gradient of the LSE; null: zeros
@@ -222,7 +242,9 @@ struct Flash_bwd_params : Flash_fwd_params {
     int64_t dk_batch_stride, dk_row_stride, dk_head_stride;
     int64_t dv_batch_stride, dv_row_stride, dv_head_stride;
 
-    int32_t seqlen_q_rounded;  // seqlen_q rounded up to a multiple of kRowStatsMultiple
+    // seqlen_q rounded up to a multiple of kRowStatsMultiple; of a ragged batch row_stats_rows(),
+    // and the row statistics are (h, seqlen_q_rounded, 2).
+    int32_t seqlen_q_rounded;
 };
 
 // What a kernel's shared object says of itself; returned by its one exported symbol,

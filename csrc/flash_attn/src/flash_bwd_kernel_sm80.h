@@ -4,13 +4,26 @@
 #include "flash.h"
 #include "mainloop_bwd_sm80.h"
 #include "tile_scheduler.h"
+#include "work_plan.h"
 
 namespace flash {
 
-// Tiles of queries or of keys.
+// Tiles of queries or of keys; of a ragged batch by a plan.
 template <class Traits>
 struct TileSchedulerBwd {
     using Info = BlockInfo<Traits::kMask, Traits::kQueries, Traits::kKeys>;
+    static constexpr bool kVarlen = Traits::kConfig.varlen;
+    // What the plan is of.
+    static constexpr int kArch = Traits::kConfig.arch;
+    static constexpr DType kDtype = Traits::kConfig.dtype;
+    static constexpr int kRows = Traits::kTileM;
+    static constexpr bool kOfKeys = !Traits::kOwnsQueries;
+
+    CUTE_HOST_DEVICE static BlockRange blocks(Flash_fwd_params const &params,
+                                              WorkTile const &tile) {
+        return kOfKeys ? Info::query_block_range(params, tile, tile.m_block)
+                       : Info::block_range(params, tile);
+    }
 
     CUTE_HOST_DEVICE static int num_blocks(Flash_bwd_params const &params) {
         int const rows = Traits::kOwnsQueries ? params.seqlen_q : params.seqlen_k;
@@ -20,12 +33,36 @@ struct TileSchedulerBwd {
         return Traits::kOwnsQueries ? params.h : params.h_k;
     }
     CUTE_HOST_DEVICE static int64_t num_tiles(Flash_bwd_params const &params) {
-        return int64_t(params.b) * num_heads(params) * num_blocks(params);
+        int64_t const of_a_head =
+            kVarlen ? params.plan_capacity : int64_t(params.b) * num_blocks(params);
+        return of_a_head * num_heads(params);
+    }
+    // Whether there is such a tile: of a ragged batch num_tiles() is an upper bound.
+    CUTE_HOST_DEVICE static bool has_tile(Flash_bwd_params const &params, int index) {
+        return !kVarlen || index < plan(params).count * num_heads(params);
+    }
+
+    // Batch strides are 0 in a ragged batch, whose tiles have the sequence's number as their batch.
+    CUTE_HOST_DEVICE static WorkTile tile(Flash_bwd_params const &params, int index) {
+        WorkTile tile;
+        if constexpr (kVarlen) {
+            tile = planned_tile(plan(params), kOfKeys ? 1 : params.h_h_k_ratio, index).tile;
+        } else {
+            tile = dense_tile(params, index);
+        }
+        tile.head_q = kOfKeys ? tile.head * params.h_h_k_ratio : tile.head;
+        tile.blocks = blocks(params, tile);
+        return tile;
+    }
+
+  private:
+    CUTE_HOST_DEVICE static WorkPlan const &plan(Flash_bwd_params const &params) {
+        return *static_cast<WorkPlan const *>(params.plan_ptr);
     }
 
     // Tiles of one head are neighbours, so the CTAs in flight share in L2 what they visit. Under a
     // causal mask the tiles with most visits come first: the last queries, the first keys.
-    CUTE_HOST_DEVICE static WorkTile tile(Flash_bwd_params const &params, int index) {
+    CUTE_HOST_DEVICE static WorkTile dense_tile(Flash_bwd_params const &params, int index) {
         int const blocks = num_blocks(params);
         int const heads = num_heads(params);
         int const batch_head = index / blocks;
@@ -33,17 +70,14 @@ struct TileSchedulerBwd {
         bool const reversed = Traits::kOwnsQueries && Traits::kMask == MaskKind::causal;
         WorkTile tile{.m_block = reversed ? blocks - 1 - m : m, .batch = batch_head / heads};
         tile.head = batch_head - tile.batch * heads;
-        tile.head_q = Traits::kOwnsQueries ? tile.head : tile.head * params.h_h_k_ratio;
         tile.head_k = Traits::kOwnsQueries ? tile.head / params.h_h_k_ratio : tile.head;
         tile.seqlen_q = params.seqlen_q;
         tile.seqlen_k = params.seqlen_k;
-        tile.blocks = Traits::kOwnsQueries ? Info::block_range(params, tile)
-                                           : Info::query_block_range(params, tile, tile.m_block);
         return tile;
     }
 };
 
-// Stores a gradient of the tile's rows, times scale. gmem: the first row of their head.
+// Stores a gradient of the tile's rows, times scale. gmem: the head's first row, of all sequences.
 template <class Traits, class Acc>
 CUTE_DEVICE void store_gradient(typename Traits::SharedStorage &storage, WorkTile const &tile,
                                 typename Traits::Element *gmem, int64_t row_stride, int d, Acc &acc,
@@ -54,6 +88,7 @@ CUTE_DEVICE void store_gradient(typename Traits::SharedStorage &storage, WorkTil
         acc(i) *= scale;
     }
     int const seqlen = Traits::kOwnsQueries ? tile.seqlen_q : tile.seqlen_k;
+    gmem += (Traits::kOwnsQueries ? tile.row_q : tile.row_k) * row_stride;
     __syncthreads();  // every warp is done with the tile whose bytes the gradient takes
     store_rows<Traits>(
         MainloopBwdSm80<Traits>::own(storage, 0), acc, d, [&](int r) -> GmemRow<Element> {
@@ -70,7 +105,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     extern __shared__ char smem[];
     auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
 
-    WorkTile const tile = TileSchedulerBwd<Traits>::tile(params, blockIdx.x);
+    using Scheduler = TileSchedulerBwd<Traits>;
+    int const index = blockIdx.x;
+    if (!Scheduler::has_tile(params, index)) {
+        return;
+    }
+    WorkTile const tile = Scheduler::tile(params, index);
     using Shape = Shape<Int<Traits::kTileM>, Int<Traits::kHeadDim>>;
     Tensor dX = partition_fragment_C(typename Traits::TiledMma{}, Shape{});  // (4, MMA_M, d/8)
     Tensor dY = partition_fragment_C(typename Traits::TiledMma{}, Shape{});  // (4, MMA_M, d/8)

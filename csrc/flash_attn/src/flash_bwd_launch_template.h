@@ -10,16 +10,28 @@
 #include "flash.h"
 #include "flash_bwd_enqueue.h"
 #include "flash_bwd_kernel_sm80.h"
+#include "flash_plan_kernel.h"
 #include "kernel_description.h"
 
 namespace flash {
 
 template <BwdConfig C, BwdPass kPass>
-cudaError_t enqueue_pass(Flash_bwd_params const &params, void *stream) {
+cudaError_t enqueue_pass(Flash_bwd_params params, void *stream) {
     using Traits = KernelTraitsBwdSm80<C, kPass>;
-    return enqueue_bwd<&flash_bwd_kernel_sm80<Traits>>(TileSchedulerBwd<Traits>::num_tiles(params),
-                                                       Traits::kThreads, Traits::kSmemBytes, stream,
-                                                       params);
+    using Scheduler = TileSchedulerBwd<Traits>;
+    if constexpr (C.varlen) {
+        static_assert(Traits::kTileM >= kMinBwdRows);
+        int const rows = Traits::kOwnsQueries ? params.total_q : params.total_k;
+        params.plan_capacity = static_cast<int32_t>(plan_capacity(rows, params.b, Traits::kTileM));
+        if (kPass != BwdPass::dv) {  // which follows dK and has the same tiles
+            int32_t const error = launch_plan<Scheduler>(&params, stream);
+            if (error != cudaSuccess) {
+                return static_cast<cudaError_t>(error);
+            }
+        }
+    }
+    return enqueue_bwd<&flash_bwd_kernel_sm80<Traits>>(
+        Scheduler::num_tiles(params), Traits::kThreads, Traits::kSmemBytes, stream, params);
 }
 
 template <BwdConfig C>

@@ -7,6 +7,7 @@
 #include <cute/config.hpp>
 
 #include "flash.h"
+#include "flash_plan_kernel.h"
 
 namespace flash {
 
@@ -25,10 +26,40 @@ struct RowStats {
     static constexpr int kRows = kThreads / kLanes;  // of a CTA
     static constexpr int kHeadDim = C.head_dim;
     static constexpr bool kZerosDq = C.arch == 90;
+    static constexpr bool kVarlen = C.varlen;
     static_assert(kLanes * kVec >= C.head_dim && kRowStatsMultiple % kRows == 0);
 
     CUTE_HOST_DEVICE static int64_t num_ctas(Flash_bwd_params const &params) {
-        return int64_t(params.b) * params.h * (params.seqlen_q_rounded / kRows);
+        int const entries = kVarlen ? 1 : params.b;
+        return int64_t(entries) * params.h * (params.seqlen_q_rounded / kRows);
+    }
+
+    // Where the row of the queries is that has row `row` of a head's statistics, and whether it has
+    // one.
+    struct Place {
+        int row;
+        bool exists;
+    };
+    CUTE_DEVICE static Place place(Flash_bwd_params const &params, int row) {
+        if constexpr (!kVarlen) {
+            return {row, row < params.seqlen_q};
+        }
+        if (params.b == 0) {
+            return {0, false};
+        }
+        Segments<false> const segments{params};
+        auto const queries = segments.queries();
+        int low = 0, high = params.b;  // the last sequence whose statistics do not begin behind it
+        CUTE_NO_UNROLL
+        while (high - low > 1) {
+            int const middle = (low + high) / 2;
+            int const begin = segments.first_row(queries, middle);
+            (row_stats_begin(begin, middle) <= row ? low : high) = middle;
+        }
+        int begin, length;
+        segments.read(queries, low, begin, length);
+        int const position = row - row_stats_begin(begin, low);
+        return {begin + position, position >= 0 && position < length};
     }
 
     struct alignas(16) Piece {
@@ -42,7 +73,8 @@ struct RowStats {
 
 // D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row, and in the sm90 class zeros where the
 // main kernel sums up dQ. A row that sees no key has LSE = -inf and P = 0: +inf in its place makes
-// exp2(S - LSE) 0 and not NaN. Likewise for rows past the end.
+// exp2(S - LSE) 0 and not NaN. Likewise for rows past the end. In a ragged batch all sequences
+// count as one entry here.
 template <class Stats>
 __global__ void __launch_bounds__(Stats::kThreads)
     flash_bwd_row_stats_kernel(__grid_constant__ Flash_bwd_params const params) {
@@ -67,15 +99,16 @@ __global__ void __launch_bounds__(Stats::kThreads)
         }
     }
 
+    typename Stats::Place const at = Stats::place(params, row);
     float sum = 0.f;
-    if (row < params.seqlen_q && col < params.d) {
+    if (at.exists && col < params.d) {
         using Element = typename Stats::Element;
         auto const *const o = static_cast<Element const *>(params.o_ptr) +
                               batch * params.o_batch_stride + head * params.o_head_stride +
-                              row * params.o_row_stride + col;
+                              at.row * params.o_row_stride + col;
         auto const *const d_o = static_cast<Element const *>(params.do_ptr) +
                                 batch * params.do_batch_stride + head * params.do_head_stride +
-                                row * params.do_row_stride + col;
+                                at.row * params.do_row_stride + col;
         Piece const x = *reinterpret_cast<Piece const *>(o);
         Piece const y = *reinterpret_cast<Piece const *>(d_o);
         CUTE_UNROLL
@@ -89,15 +122,16 @@ __global__ void __launch_bounds__(Stats::kThreads)
     }
     if (col == 0) {
         float lse_log2 = INFINITY;
-        if (row < params.seqlen_q) {
-            float const lse = params.softmax_lse_ptr[batch * params.softmax_lse_batch_stride +
-                                                     head * params.softmax_lse_head_stride + row];
+        if (at.exists) {
+            float const lse =
+                params.softmax_lse_ptr[batch * params.softmax_lse_batch_stride +
+                                       head * params.softmax_lse_head_stride + at.row];
             lse_log2 = lse == -INFINITY ? INFINITY : lse * Stats::kLog2e;
             if (lse == -INFINITY) {
                 sum = 0.f;  // whatever dO and dLSE are
             } else if (params.dlse_ptr != nullptr) {
                 sum -= params.dlse_ptr[batch * params.dlse_batch_stride +
-                                       head * params.dlse_head_stride + row];
+                                       head * params.dlse_head_stride + at.row];
             }
         }
         auto *const stats = reinterpret_cast<float2 *>(params.row_stats_ptr);
@@ -116,10 +150,12 @@ __global__ void __launch_bounds__(Stats::kThreads)
     int const head = blockIdx.x;
     float const sink = params.sinks_ptr[head];
     float sum = 0.f;
-    for (int batch = 0; batch < params.b; ++batch) {
+    int const entries = Stats::kVarlen ? 1 : params.b;
+    int const rows = Stats::kVarlen ? params.seqlen_q_rounded : params.seqlen_q;
+    for (int batch = 0; batch < entries; ++batch) {
         auto const *const stats = reinterpret_cast<float2 const *>(params.row_stats_ptr) +
                                   (int64_t(batch) * params.h + head) * params.seqlen_q_rounded;
-        for (int row = thread; row < params.seqlen_q; row += Stats::kThreads) {
+        for (int row = thread; row < rows; row += Stats::kThreads) {
             sum -= Stats::exponential(sink, stats[row].x) * stats[row].y;
         }
     }

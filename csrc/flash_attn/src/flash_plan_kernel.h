@@ -18,41 +18,45 @@
 
 namespace flash {
 
-// Segments of the rows of q: sequence i is segment 2 i + 1, and rows of no sequence before it, or
-// behind the last one, are segments 2 i. Whatever cu_seqlens and seqused hold, no segment leaves
-// the tensors.
+// Segments of the rows of q, or of k and v: sequence i is segment 2 i + 1, and rows of no sequence
+// before it, or behind the last one, are segments 2 i. Whatever cu_seqlens and seqused hold, no
+// segment leaves the tensors.
+template <bool kOfKeys>
 struct Segments {
     Flash_fwd_params const &params;
 
+    // The rows of q, or those of k and v.
+    struct Rows {
+        int const *cu_seqlens, *seqused;
+        int seqlen;  // of the longest sequence that counts
+        int total;
+    };
+    CUTE_DEVICE Rows queries() const {
+        return {params.cu_seqlens_q_ptr, params.seqused_q_ptr, params.seqlen_q, params.total_q};
+    }
+    CUTE_DEVICE Rows keys() const {
+        return {params.cu_seqlens_k_ptr, params.seqused_k_ptr, INT32_MAX, params.total_k};
+    }
+
     CUTE_DEVICE int count() const { return 2 * params.b + 1; }
 
-    CUTE_DEVICE static int clamp(int x, int low, int high) {
-        return cute::min(cute::max(x, low), high);
+    CUTE_DEVICE static int clamp(int64_t x, int low, int high) {
+        return static_cast<int>(cute::min(cute::max(x, int64_t(low)), int64_t(high)));
     }
 
-    // Where the rows of sequence i that count begin, and their number; of q or of k.
-    CUTE_DEVICE static void read(int const *cu_seqlens, int const *seqused, int i, int total,
-                                 int &begin, int &length) {
-        begin = clamp(cu_seqlens[i], 0, total);
-        length = clamp(cu_seqlens[i + 1], begin, total) - begin;
-        if (seqused != nullptr) {
-            length = clamp(seqused[i], 0, length);
-        }
+    // Where sequence i begins.
+    CUTE_DEVICE static int first_row(Rows const &rows, int i) {
+        int const *const starts = rows.cu_seqlens;
+        return clamp(starts != nullptr ? starts[i] : int64_t(i) * rows.seqlen, 0, rows.total);
     }
-
-    // Likewise, of q; length: of the sequence with the rows that do not count.
-    CUTE_DEVICE void read_q(int i, int &begin, int &length) const {
-        if (params.cu_seqlens_q_ptr == nullptr) {
-            int64_t const first = int64_t(i) * params.seqlen_q;
-            begin = static_cast<int>(cute::min(first, int64_t(params.total_q)));
-            length = cute::min(params.seqlen_q, params.total_q - begin);
-            if (params.seqused_q_ptr != nullptr) {
-                length = clamp(params.seqused_q_ptr[i], 0, length);
-            }
-            return;
+    // And how many of its rows count.
+    CUTE_DEVICE static void read(Rows const &rows, int i, int &begin, int &length) {
+        begin = first_row(rows, i);
+        int const end = first_row(rows, i + 1);
+        length = clamp(end - begin, 0, rows.seqlen);
+        if (rows.seqused != nullptr) {
+            length = clamp(rows.seqused[i], 0, length);
         }
-        read(params.cu_seqlens_q_ptr, params.seqused_q_ptr, i, params.total_q, begin, length);
-        length = cute::min(length, params.seqlen_q);
     }
 
     // Likewise, of a cache, and the entry that holds them.
@@ -63,7 +67,7 @@ struct Segments {
             return;  // no keys
         }
         int const *const leftpad = params.leftpad_k_ptr;
-        tile.batch_k = entry;
+        tile.batch = entry;
         tile.row_k = leftpad != nullptr ? clamp(leftpad[i], 0, params.seqlen_k) : 0;
         tile.seqlen_k = clamp(keys_in_cache(i), tile.row_k, params.seqlen_k) - tile.row_k;
     }
@@ -77,53 +81,58 @@ struct Segments {
         if (starts == nullptr) {
             return params.seqlen_k;
         }
-        int64_t const keys = int64_t(starts[i + 1]) - starts[i];
-        return static_cast<int>(cute::max(cute::min(keys, int64_t(params.seqlen_k)), int64_t(0)));
+        return clamp(int64_t(starts[i + 1]) - starts[i], 0, params.seqlen_k);
     }
 
     CUTE_DEVICE PlanTile operator[](int segment) const {
-        PlanTile tile{.partial_row = -1};
         int const i = segment / 2;
+        PlanTile tile{.batch = params.is_cache != 0 ? 0 : i, .partial_row = -1};
         if (segment % 2 == 1) {
-            read_q(i, tile.row_q, tile.seqlen_q);
+            read(queries(), i, tile.row_q, tile.seqlen_q);
             if (params.is_cache != 0) {
                 read_cache(i, tile);
             } else {
-                read(params.cu_seqlens_k_ptr, params.seqused_k_ptr, i, params.total_k, tile.row_k,
-                     tile.seqlen_k);
+                read(keys(), i, tile.row_k, tile.seqlen_k);
             }
             return tile;
         }
-        tile.seqlen_k = -1;
-        if (i > 0) {
-            int begin, length;
-            read_q(i - 1, begin, length);
-            tile.row_q = begin + length;
-        }
-        int end = params.total_q;
-        if (i < params.b) {
-            end = params.cu_seqlens_q_ptr != nullptr
-                      ? clamp(params.cu_seqlens_q_ptr[i], 0, params.total_q)
-                      : static_cast<int>(
-                            cute::min(int64_t(i) * params.seqlen_q, int64_t(params.total_q)));
-        }
-        tile.seqlen_q = cute::max(end - tile.row_q, 0);
+        Rows const rows = kOfKeys ? keys() : queries();
+        int begin = 0, length = 0;
+        if (i > 0) read(rows, i - 1, begin, length);
+        int const row = begin + length;
+        int const end = i < params.b ? first_row(rows, i) : rows.total;
+        (kOfKeys ? tile.row_k : tile.row_q) = row;
+        (kOfKeys ? tile.seqlen_k : tile.seqlen_q) = cute::max(end - row, 0);
+        if (!kOfKeys) tile.seqlen_k = -1;
         return tile;
     }
 };
 
-// One CTA. Decides into how many parts the tiles of each segment are split and counts them, then
-// sorts them by their key blocks (a counting sort in logarithmic buckets, so that the order among
-// equals is free).
+// What a plan is of: here the tiles of a forward kernel's queries.
 template <FwdConfig C>
+struct PlanFwd {
+    static constexpr int kArch = C.arch;
+    static constexpr DType kDtype = C.dtype;
+    static constexpr int kRows = C.tile_m;
+    static constexpr bool kOfKeys = false;
+
+    CUTE_HOST_DEVICE static BlockRange blocks(Flash_fwd_params const &params,
+                                              WorkTile const &tile) {
+        return BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, tile);
+    }
+};
+
+// One CTA. Decides into how many parts the tiles of each segment are split and counts them, then
+// sorts them by the blocks that they visit (a counting sort in logarithmic buckets, so that the
+// order among equals is free). Tiles of a backward are not split.
+template <class Tiles>
 struct Planner {
+    using Segments = flash::Segments<Tiles::kOfKeys>;
     static constexpr int kThreads = 1024;
     static constexpr int kBuckets = 128;
     static constexpr int kCopies = 8;  // of each bucket, as atomics on one address are serialised
     static constexpr int kMaxFirst = 5120;  // within the 48 KB that any launch may have
     static_assert(kThreads == 32 * 32 && kBuckets * kCopies == kThreads);
-
-    using Blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>;
 
     // Of the segments before one.
     struct Before {
@@ -141,7 +150,8 @@ struct Planner {
     };
 
     CUTE_DEVICE static int num_m_blocks(Flash_fwd_params const &params, PlanTile const &segment) {
-        return (num_rows(params, segment.seqlen_q) + C.tile_m - 1) / C.tile_m;
+        int const rows = Tiles::kOfKeys ? segment.seqlen_k : num_rows(params, segment.seqlen_q);
+        return (rows + Tiles::kRows - 1) / Tiles::kRows;
     }
 
     // By the exponent and three bits of the mantissa of the number of blocks, most first; from
@@ -188,8 +198,7 @@ struct Planner {
         WorkTile const work{.m_block = num_m_blocks(params, segment) - 1,
                             .seqlen_q = segment.seqlen_q,
                             .seqlen_k = segment.seqlen_k};
-        return work.m_block < 0 || !work.in_sequence() ? 0
-                                                       : Blocks::block_range(params, work).count;
+        return work.m_block < 0 || !work.in_sequence() ? 0 : Tiles::blocks(params, work).count;
     }
     // Of each tile of the segment. All have the same number: a part may be empty.
     CUTE_DEVICE static int num_parts(Flash_fwd_params const &params, SharedStorage const &storage,
@@ -322,9 +331,9 @@ struct Planner {
             return;
         }
         int const one = (1 << params.pack_shift) - 1;
-        int const begin = (tile.m_block * C.tile_m + one) >> params.pack_shift;
-        int const end =
-            cute::min(((tile.m_block + 1) * C.tile_m + one) >> params.pack_shift, tile.seqlen_q);
+        int const begin = (tile.m_block * Tiles::kRows + one) >> params.pack_shift;
+        int const end = cute::min(((tile.m_block + 1) * Tiles::kRows + one) >> params.pack_shift,
+                                  tile.seqlen_q);
         unsigned const at = atomicAdd(&storage.split_positions, cute::max(end - begin, 0));
         CUTE_NO_UNROLL
         for (int i = begin; i < end; ++i) {
@@ -342,7 +351,7 @@ struct Planner {
         WorkTile const work{
             .m_block = tile.m_block, .seqlen_q = tile.seqlen_q, .seqlen_k = tile.seqlen_k};
         int const parts = tile.part % PlanTile::kParts;
-        return storage.bucket[bucket_of(Blocks::block_range(params, work).count / parts)];
+        return storage.bucket[bucket_of(Tiles::blocks(params, work).count / parts)];
     }
 
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage) {
@@ -382,14 +391,14 @@ struct Planner {
     }
 };
 
-template <class Traits>
-__global__ void __launch_bounds__(Planner<Traits::kConfig>::kThreads)
+template <class Tiles>
+__global__ void __launch_bounds__(Planner<Tiles>::kThreads)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
-    using Plan = Planner<Traits::kConfig>;
+    using Plan = Planner<Tiles>;
     // An attention kernel of the sm90 class may be launched already; it waits for this one's end.
-    if constexpr (Traits::kConfig.arch == 90) cudaTriggerProgrammaticLaunchCompletion();
+    if constexpr (Tiles::kArch == 90) cudaTriggerProgrammaticLaunchCompletion();
     if (blockIdx.x > 0) {
-        Append<Traits::kConfig.dtype>::run(params, blockIdx.x - 1, gridDim.x - 1);
+        Append<Tiles::kDtype>::run(params, blockIdx.x - 1, gridDim.x - 1);
         return;
     }
     extern __shared__ __align__(1024) char smem[];
@@ -398,15 +407,15 @@ __global__ void __launch_bounds__(Planner<Traits::kConfig>::kThreads)
 
 // Enqueues the plan of params->plan_ptr, and what is appended to a cache. Without the latter it is
 // not needed again while lengths and shapes stay the same.
-template <class Traits>
+template <class Tiles>
 int32_t launch_plan(Flash_fwd_params const *params, void *stream) {
-    using Plan = Planner<Traits::kConfig>;
+    using Plan = Planner<Tiles>;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(1 + Append<Traits::kConfig.dtype>::num_ctas(*params, Plan::kThreads));
+    config.gridDim = dim3(1 + Append<Tiles::kDtype>::num_ctas(*params, Plan::kThreads));
     config.blockDim = dim3(Plan::kThreads);
     config.dynamicSmemBytes = sizeof(typename Plan::SharedStorage);
     config.stream = static_cast<cudaStream_t>(stream);
-    return cudaLaunchKernelEx(&config, &flash_plan_kernel<Traits>, *params);
+    return cudaLaunchKernelEx(&config, &flash_plan_kernel<Tiles>, *params);
 }
 
 }  // namespace flash

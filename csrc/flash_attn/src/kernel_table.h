@@ -37,6 +37,7 @@ struct Problem {
     int32_t num_splits;                 // of a ragged batch; 0: by shape, -1: not split
     // 1: asks for the kernels of its gradients; 2: for those whose results repeat bitwise
     int32_t backward;
+    int32_t varlen;  // 1: of a ragged batch, on which the kernels of gradients depend
 
     bool operator==(const Problem &) const = default;
 };
@@ -123,8 +124,8 @@ inline Problem rounded(Problem problem) {
 struct ProblemHash {
     size_t operator()(const Problem &problem) const {
         // FNV-1a over the words; the high bits are folded back as buckets use the low ones.
-        static_assert(sizeof(Problem) == 18 * sizeof(uint32_t), "no padding may enter the hash");
-        uint32_t words[18];
+        static_assert(sizeof(Problem) == 19 * sizeof(uint32_t), "no padding may enter the hash");
+        uint32_t words[19];
         std::memcpy(words, &problem, sizeof(words));
         uint64_t hash = 0xcbf29ce484222325;
         for (const uint32_t word : words) {

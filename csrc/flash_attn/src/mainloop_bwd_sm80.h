@@ -5,10 +5,10 @@
 //   dK and dV: owns K and V,   visits Q and dO: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO,
 //                                               dK += dS^T Q
 //
-// with P = exp(S - LSE) and dS = P * (dP - D), D of preprocess; dropout.h says what it changes. X
-// is what S is made of, Y what dP is made of. P and dS stay in registers: as accumulators their
-// rows are those that the warp owns, which makes them A operands of the products that follow. No
-// sum crosses CTAs.
+// with P = exp(S - LSE) and dS = P * (dP - D), D of preprocess; dropout.h and score_mod.h say what
+// they change. X is what S is made of, Y what dP is made of. P and dS stay in registers: as
+// accumulators their rows are those that the warp owns, which makes them A operands of the products
+// that follow. No sum crosses CTAs.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -17,6 +17,7 @@
 #include "dropout.h"
 #include "kernel_traits_bwd_sm80.h"
 #include "mask.h"
+#include "score_mod.h"
 #include "tile_copy_sm80.h"
 #include "utils.h"
 #include "work_tile.h"
@@ -36,6 +37,9 @@ struct MainloopBwdSm80 {
     static constexpr int kStages = Traits::kStages;
     static constexpr bool kOwnsQueries = Traits::kOwnsQueries;
     static constexpr bool kDrops = Traits::kConfig.dropout;
+    static constexpr bool kCaps = Traits::kConfig.softcap;
+    static constexpr bool kModifies = kCaps || Traits::kConfig.alibi;
+    static constexpr bool kVarlen = Traits::kConfig.varlen;
     static constexpr int kRowsPerThread = 2 * kTileM / (16 * Traits::kTile.warps);
     // Visits of keys in the order of the forward; those of queries as under a window.
     static constexpr MaskKind kOrder = kOwnsQueries ? Traits::kMask : MaskKind::local;
@@ -45,39 +49,49 @@ struct MainloopBwdSm80 {
         Element const *gmem;
         int64_t row_stride;
     };
-    CUTE_DEVICE static Rows rows_of_q(Flash_bwd_params const &params, int batch, int head) {
-        return {head_begin<Element const>(params.q_ptr, batch, params.q_batch_stride, head,
-                                          params.q_head_stride),
+    CUTE_DEVICE static Rows rows_of_q(Flash_bwd_params const &params, WorkTile const &tile,
+                                      int head) {
+        return {head_begin<Element const>(params.q_ptr, tile.batch, params.q_batch_stride, head,
+                                          params.q_head_stride) +
+                    tile.row_q * params.q_row_stride,
                 params.q_row_stride};
     }
-    CUTE_DEVICE static Rows rows_of_do(Flash_bwd_params const &params, int batch, int head) {
-        return {head_begin<Element const>(params.do_ptr, batch, params.do_batch_stride, head,
-                                          params.do_head_stride),
+    CUTE_DEVICE static Rows rows_of_do(Flash_bwd_params const &params, WorkTile const &tile,
+                                       int head) {
+        return {head_begin<Element const>(params.do_ptr, tile.batch, params.do_batch_stride, head,
+                                          params.do_head_stride) +
+                    tile.row_q * params.do_row_stride,
                 params.do_row_stride};
     }
-    CUTE_DEVICE static Rows rows_of_k(Flash_bwd_params const &params, int batch, int head) {
-        return {head_begin<Element const>(params.k_ptr, batch, params.k_batch_stride, head,
-                                          params.k_head_stride),
+    CUTE_DEVICE static Rows rows_of_k(Flash_bwd_params const &params, WorkTile const &tile,
+                                      int head) {
+        return {head_begin<Element const>(params.k_ptr, tile.batch, params.k_batch_stride, head,
+                                          params.k_head_stride) +
+                    tile.row_k * params.k_row_stride,
                 params.k_row_stride};
     }
-    CUTE_DEVICE static Rows rows_of_v(Flash_bwd_params const &params, int batch, int head) {
-        return {head_begin<Element const>(params.v_ptr, batch, params.v_batch_stride, head,
-                                          params.v_head_stride),
+    CUTE_DEVICE static Rows rows_of_v(Flash_bwd_params const &params, WorkTile const &tile,
+                                      int head) {
+        return {head_begin<Element const>(params.v_ptr, tile.batch, params.v_batch_stride, head,
+                                          params.v_head_stride) +
+                    tile.row_k * params.v_row_stride,
                 params.v_row_stride};
     }
     // Of block n of kQueries rows.
-    CUTE_DEVICE static float2 const *stats_of(Flash_bwd_params const &params, int batch, int head,
-                                              int n) {
-        int64_t const row = (int64_t(batch) * params.h + head) * params.seqlen_q_rounded;
+    CUTE_DEVICE static float2 const *stats_of(Flash_bwd_params const &params, WorkTile const &tile,
+                                              int head, int n) {
+        int const entry = kVarlen ? 0 : tile.batch;
+        int64_t const row = (int64_t(entry) * params.h + head) * params.seqlen_q_rounded +
+                            (kVarlen ? row_stats_begin(tile.row_q, tile.batch) : 0);
         return reinterpret_cast<float2 const *>(params.row_stats_ptr) + row + n * Traits::kQueries;
     }
 
     CUTE_DEVICE static void load_own(Flash_bwd_params const &params, SharedStorage &storage,
                                      WorkTile const &tile) {
-        Rows const x = kOwnsQueries ? rows_of_q(params, tile.batch, tile.head_q)
-                                    : rows_of_k(params, tile.batch, tile.head_k);
-        Rows const y = kOwnsQueries ? rows_of_do(params, tile.batch, tile.head_q)
-                                    : rows_of_v(params, tile.batch, tile.head_k);
+        Rows const x = kOwnsQueries ? rows_of_q(params, tile, tile.head_q)
+                                    : rows_of_k(params, tile, tile.head_k);
+        Rows const y = kOwnsQueries ? rows_of_do(params, tile, tile.head_q)
+                                    : rows_of_v(params, tile, tile.head_k);
         int const seqlen = kOwnsQueries ? tile.seqlen_q : tile.seqlen_k;
         load_block<Traits, kTileM>(x.gmem, x.row_stride, own(storage, 0), tile.m_block, seqlen,
                                    params.d);
@@ -90,10 +104,10 @@ struct MainloopBwdSm80 {
     // Block n of the visited side; head: the query head.
     CUTE_DEVICE static void load_step(Flash_bwd_params const &params, SharedStorage &storage,
                                       WorkTile const &tile, int head, int n, int stage) {
-        Rows const x = kOwnsQueries ? rows_of_k(params, tile.batch, tile.head_k)
-                                    : rows_of_q(params, tile.batch, head);
-        Rows const y = kOwnsQueries ? rows_of_v(params, tile.batch, tile.head_k)
-                                    : rows_of_do(params, tile.batch, head);
+        Rows const x =
+            kOwnsQueries ? rows_of_k(params, tile, tile.head_k) : rows_of_q(params, tile, head);
+        Rows const y =
+            kOwnsQueries ? rows_of_v(params, tile, tile.head_k) : rows_of_do(params, tile, head);
         int const seqlen = kOwnsQueries ? tile.seqlen_k : tile.seqlen_q;
         using Layout = typename Traits::SmemLayoutN;
         load_block<Traits, kTileN>(
@@ -110,8 +124,7 @@ struct MainloopBwdSm80 {
             static_assert(kPieces <= Traits::kThreads);
             int const thread = threadIdx.x;
             if (thread < kPieces) {
-                auto const *from =
-                    reinterpret_cast<Piece const *>(stats_of(params, tile.batch, head, n));
+                auto const *from = reinterpret_cast<Piece const *>(stats_of(params, tile, head, n));
                 auto *to = reinterpret_cast<Piece *>(storage.stats[stage]);
                 SM80_CP_ASYNC_CACHEGLOBAL<Piece>::copy(from[thread], to[thread]);
             }
@@ -189,6 +202,19 @@ struct MainloopBwdSm80 {
             [](int j) { return key_of(0, j); });
     }
 
+    // The derivatives of the softcap go to tSrG.
+    template <class Acc>
+    CUTE_DEVICE static void modify(Flash_bwd_params const &params, WorkTile const &tile, Acc &tSrS,
+                                   Acc &tSrG, int n, int head_q) {
+        int const thread = threadIdx.x;
+        int const first_query = (kOwnsQueries ? tile.m_block : n) * Traits::kQueries;
+        int const first_key = (kOwnsQueries ? n : tile.m_block) * Traits::kKeys;
+        auto const position_at = [&](int i) { return first_query + query_of(thread, i); };
+        ScoreModBwd<Traits>::apply(params, tile, tSrS, tSrG, queries_by_keys(tSrS), head_q,
+                                   position_at, first_key + key_of(thread, 0),
+                                   [](int j) { return key_of(0, j); });
+    }
+
     // dX and dY are the accumulators (4, MMA_M, d/8) of dQ or dK, not yet scaled, and of dV.
     template <class AccX, class AccY>
     CUTE_DEVICE static void run(Flash_bwd_params const &params, SharedStorage &storage,
@@ -201,7 +227,7 @@ struct MainloopBwdSm80 {
         // The statistics of owned rows; those of visited rows come with them.
         cute::array<float2, kOwnsQueries ? kRowsPerThread : 1> own_stats;
         if constexpr (kOwnsQueries) {
-            float2 const *const stats = stats_of(params, tile.batch, tile.head_q, tile.m_block);
+            float2 const *const stats = stats_of(params, tile, tile.head_q, tile.m_block);
             CUTE_UNROLL
             for (int i = 0; i < kRowsPerThread; ++i) {
                 own_stats[i] = stats[Traits::acc_row(thread, i)];
@@ -235,9 +261,12 @@ struct MainloopBwdSm80 {
             auto &step_y = storage.step_y[stage];
             Tensor tSrS =
                 partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});  // (4, MMA_M, N/8)
+            Tensor tSrG = make_fragment_like(tSrS);  // (4, MMA_M, N/8), derivatives of the softcap
             scores(tSrS, storage, 0, step_x);
+            if constexpr (kModifies) modify(params, tile, tSrS, tSrG, block(n), head);
             if (n >= tile.blocks.unmasked) mask(params, tile, tSrS, block(n));
             Tensor p = queries_by_keys(tSrS);
+            Tensor g = queries_by_keys(tSrG);
             auto const stats_at = [&](int i) {
                 if constexpr (kOwnsQueries) {
                     return own_stats[i];
@@ -270,6 +299,7 @@ struct MainloopBwdSm80 {
                     for (int j = 0; j < size<1>(p); ++j) {
                         if constexpr (kDrops) dropout.finish(p(i, j), ds(i, j));
                         ds(i, j) = p(i, j) * (ds(i, j) - d);
+                        if constexpr (kCaps) ds(i, j) *= g(i, j);
                     }
                 }
                 accumulate(dX, tSrDp, step_x);

@@ -23,6 +23,29 @@ CUTE_DEVICE float fast_tanh(float x) {
     return square < 1.f / 64 ? small : large;
 }
 
+// Of a product of Q K^T, in units of the softcap; and the derivative of a capped score with respect
+// to the one before, both in a unit of their own: a further factor is scale_softmax.
+CUTE_DEVICE float capped(Flash_fwd_params const &params, float product) {
+    return fast_tanh(product * params.scale_softcap);
+}
+CUTE_DEVICE float derivative_of_capped(float capped) { return fmaf(-capped, capped, 1.f); }
+
+// ALiBi. slope_of(i) is the negated slope of query i, diagonal_of(i) the key on its diagonal, and
+// key_at(j) key j relative to first_key. No derivative is lost: distances do not depend on Q and K.
+template <class Scores, class SlopeOf, class DiagonalOf, class KeyAt>
+CUTE_DEVICE void lower_scores(Scores &&scores, SlopeOf const &slope_of,
+                              DiagonalOf const &diagonal_of, int first_key, KeyAt const &key_at) {
+    CUTE_UNROLL
+    for (int i = 0; i < size<0>(scores); ++i) {
+        float const first = static_cast<float>(diagonal_of(i) - first_key);
+        CUTE_UNROLL
+        for (int j = 0; j < size<1>(scores); ++j) {
+            float const distance = fabsf(first - static_cast<float>(key_at(j)));
+            scores(i, j) = fmaf(slope_of(i), distance, scores(i, j));
+        }
+    }
+}
+
 // The modified scores are in a unit of which scale_softmax_log2 makes exponents: that of Q K^T, or
 // the softcap where there is one.
 template <class Traits, int kRows>
@@ -58,26 +81,51 @@ struct ScoreMod {
         if constexpr (C.softcap) {
             CUTE_UNROLL
             for (int i = 0; i < size(tSrS); ++i) {
-                tSrS(i) = fast_tanh(tSrS(i) * params.scale_softcap);
+                tSrS(i) = capped(params, tSrS(i));
             }
         }
         if constexpr (C.alibi) {
-            Tensor scores =
-                make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout()));  // (rows, cols)
-            // Relative to the thread's first column every column is a compile-time constant.
-            int const first_key = n_block * C.tile_n + Traits::acc_col(thread, 0);
-            CUTE_UNROLL
-            for (int i = 0; i < kRows; ++i) {
-                // Found anew in each block: kept, it would take a register a row.
+            // Found anew in each block: kept, it would take a register a row.
+            auto const diagonal_of = [&](int i) {
                 int const row = tile.m_block * C.tile_m + Traits::acc_row(thread, i);
-                int const diagonal = row_position(params, row) + tile.seqlen_k - tile.seqlen_q;
-                float const first = static_cast<float>(diagonal - first_key);
-                CUTE_UNROLL
-                for (int j = 0; j < size<1>(scores); ++j) {
-                    float const distance = fabsf(first - static_cast<float>(Traits::acc_col(0, j)));
-                    scores(i, j) = fmaf(slope[i], distance, scores(i, j));
-                }
+                return row_position(params, row) + tile.seqlen_k - tile.seqlen_q;
+            };
+            // Relative to the thread's first column every column is a compile-time constant.
+            lower_scores(
+                make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout())),  // (rows, cols)
+                [&](int i) { return slope[i]; }, diagonal_of,
+                n_block * C.tile_n + Traits::acc_col(thread, 0),
+                [](int j) { return Traits::acc_col(0, j); });
+        }
+    }
+};
+
+// The same in a backward kernel.
+template <class Traits>
+struct ScoreModBwd {
+    static constexpr BwdConfig C = Traits::kConfig;
+
+    // tSrS: products (4, MMA_M, N/8) of one head, and seen as (queries, keys), of a tile that is of
+    // a sequence. The derivatives of the softcap go to tSrG; the others as in mask_scores.
+    template <class Acc, class Scores, class PositionAt, class KeyAt>
+    CUTE_DEVICE static void apply(Flash_bwd_params const &params, WorkTile const &tile, Acc &tSrS,
+                                  Acc &tSrG, Scores &&scores, int head_q,
+                                  PositionAt const &position_at, int first_key,
+                                  KeyAt const &key_at) {
+        if constexpr (C.softcap) {
+            CUTE_UNROLL
+            for (int i = 0; i < size(tSrS); ++i) {
+                tSrS(i) = capped(params, tSrS(i));
+                tSrG(i) = derivative_of_capped(tSrS(i));
             }
+        }
+        if constexpr (C.alibi) {
+            int64_t const entry = tile.batch * params.alibi_slopes_batch_stride;
+            float const slope = -params.alibi_slopes_ptr[entry + head_q] * params.alibi_scale;
+            auto const diagonal_of = [&](int i) {
+                return position_at(i) + tile.seqlen_k - tile.seqlen_q;
+            };
+            lower_scores(scores, [&](int) { return slope; }, diagonal_of, first_key, key_at);
         }
     }
 };

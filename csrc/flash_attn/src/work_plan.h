@@ -16,8 +16,8 @@ namespace flash {
 struct alignas(16) PlanTile {
     int m_block;
     int row_q, row_k;        // where the sequence begins
-    int seqlen_q, seqlen_k;  // seqlen_k: -1 for rows of no sequence
-    int batch_k;             // as in WorkTile
+    int seqlen_q, seqlen_k;  // seqlen_k: -1 for rows of q of no sequence
+    int batch;               // the sequence; of a cache its entry
     int part;                // of its key blocks: kParts * part + parts
     int partial_row;         // as in WorkTile
 
@@ -51,31 +51,41 @@ struct WorkPlan {
 static_assert(sizeof(PlanTile) == 8 * sizeof(int) && offsetof(WorkPlan, tiles) == 4 * sizeof(int),
               "plan_words()");
 
-// The grid heads of one key head are neighbours, then come its tiles, longest first, then the next
-// key head: the keys and values of few heads are in use at a time and stay in L2.
+// A tile of a grid with `ratio` heads for each key head, but for its query head and its blocks, and
+// which part of them it has. `batch` is that of the plan. The grid heads of one key head are
+// neighbours, then come its tiles, longest first, then the next key head: the keys and values of
+// few heads are in use at a time and stay in L2.
+struct PlannedTile {
+    WorkTile tile;
+    int part;  // as in PlanTile
+};
+CUTE_HOST_DEVICE PlannedTile planned_tile(WorkPlan const &plan, int ratio, int index) {
+    int const head_k = index / (plan.count * ratio);
+    int const within = index - head_k * plan.count * ratio;
+    PlanTile const planned = plan.tiles[within / ratio];
+    WorkTile const tile{.m_block = planned.m_block,
+                        .head = head_k * ratio + within % ratio,
+                        .batch = planned.batch,
+                        .head_k = head_k,
+                        .row_q = planned.row_q,
+                        .row_k = planned.row_k,
+                        .seqlen_q = planned.seqlen_q,
+                        .seqlen_k = planned.seqlen_k,
+                        .partial_row = planned.partial_row};
+    return {tile, planned.part};
+}
+
 template <FwdConfig C>
 CUTE_HOST_DEVICE WorkTile plan_tile(Flash_fwd_params const &params, WorkPlan const &plan,
                                     int index) {
     bool const packed = params.pack_shift > 0;
-    int const ratio = packed ? 1 : params.h_h_k_ratio;
-    int const head_k = index / (plan.count * ratio);
-    int const within = index - head_k * plan.count * ratio;
-    PlanTile const planned = plan.tiles[within / ratio];
-    int const head = head_k * ratio + within % ratio;
-    WorkTile tile{.m_block = planned.m_block,
-                  .head = head,
-                  .batch = 0,
-                  .head_q = packed ? head * params.h_h_k_ratio : head,
-                  .head_k = head_k,
-                  .row_q = planned.row_q,
-                  .row_k = planned.row_k,
-                  .seqlen_q = planned.seqlen_q,
-                  .seqlen_k = planned.seqlen_k,
-                  .batch_k = planned.batch_k,
-                  .partial_row = planned.partial_row};
+    auto [tile, part] = planned_tile(plan, packed ? 1 : params.h_h_k_ratio, index);
+    tile.batch_k = params.is_cache != 0 ? tile.batch : 0;
+    tile.batch = 0;
+    tile.head_q = packed ? tile.head * params.h_h_k_ratio : tile.head;
     tile.blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, tile);
     if (tile.is_part()) {
-        take_part(tile, C.tile_n, planned.part / PlanTile::kParts, planned.part % PlanTile::kParts);
+        take_part(tile, C.tile_n, part / PlanTile::kParts, part % PlanTile::kParts);
     }
     return tile;
 }

@@ -9,7 +9,10 @@ static constexpr flash::BwdConfig kConfig = {
     .dq = {.rows = 128, .step = 32, .warps = 4, .stages = 1, .min_ctas = 2},
     .dkv = {.rows = 64, .step = 32, .warps = 4, .stages = 2, .min_ctas = 2},
     .split_dkv = false,
+    .softcap = false,
+    .alibi = false,
     .dropout = false,
+    .varlen = false,
 };
 static constexpr char kName[] =
     "flash_bwd_hdim128_fp16_causal_sm80_dq128x32_w4_s1_c2_dkv64x32_w4_s2_c2";

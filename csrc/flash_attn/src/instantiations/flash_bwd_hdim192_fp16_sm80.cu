@@ -9,7 +9,10 @@ static constexpr flash::BwdConfig kConfig = {
     .dq = {.rows = 64, .step = 64, .warps = 4, .stages = 1, .min_ctas = 2},
     .dkv = {.rows = 64, .step = 64, .warps = 4, .stages = 1, .min_ctas = 2},
     .split_dkv = true,
+    .softcap = false,
+    .alibi = false,
     .dropout = false,
+    .varlen = false,
 };
 static constexpr char kName[] =
     "flash_bwd_hdim192_fp16_sm80_dq64x64_w4_s1_c2_dkv64x64_w4_s1_c2_split";

@@ -9,7 +9,10 @@ static constexpr flash::BwdConfig kConfig = {
     .dq = {.rows = 128, .step = 64, .warps = 4, .stages = 2, .min_ctas = 2},
     .dkv = {.rows = 128, .step = 64, .warps = 4, .stages = 2, .min_ctas = 2},
     .split_dkv = false,
+    .softcap = false,
+    .alibi = false,
     .dropout = false,
+    .varlen = false,
 };
 static constexpr char kName[] = "flash_bwd_hdim32_bf16_sm80_dq128x64_w4_s2_c2_dkv128x64_w4_s2_c2";
 

@@ -9,7 +9,10 @@ static constexpr flash::BwdConfig kConfig = {
     .dq = {.rows = 128, .step = 128, .warps = 8, .stages = 2, .min_ctas = 1},
     .dkv = {.rows = 128, .step = 128, .warps = 8, .stages = 2, .min_ctas = 1},
     .split_dkv = false,
+    .softcap = false,
+    .alibi = false,
     .dropout = false,
+    .varlen = false,
 };
 static constexpr char kName[] = "flash_bwd_hdim64_bf16_sm90_128x128_s2";
 

@@ -1,0 +1,92 @@
+"""When gradients of a ragged batch count as correct: by the rule of :mod:`flashcute.testing`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .testing import Bound, GradientReport, compare_qkv, compare_sinks, raise_where_wrong
+
+_NOTHING = Bound(0.0, 0.0)
+
+
+def check_backward_varlen(
+    gradients: Mapping[str, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lengths: Sequence[Tensor | None],
+    *,
+    dlse: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
+    **options: Any,
+) -> None:
+    """:func:`flashcute.testing.check_backward` of each sequence; rows of no sequence have zeros.
+
+    A sequence may have a handful of elements: the rule of the mean holds for all of them together.
+
+    Args:
+        gradients: ``"dq"`` (total_q, h, d), ``"dk"`` and ``"dv"`` (total_k, h_k, d), ``"dsinks"``.
+        q: (total_q, h, d); k and v (total_k, h_k, d).
+        dout: As q.
+        lengths: cu_seqlens_q and cu_seqlens_k (b + 1,), seqused_q and seqused_k (b,) or None.
+        dlse: (h, total_q).
+        alibi_slopes: (h,) or (b, h).
+        dropout_mask: (b, h, rows, keys) of the longest sequence or more.
+        options: Of :func:`flashcute.testing.compare_backward`.
+
+    Raises:
+        AssertionError: naming the sequence and its numbers.
+    """
+    sides = [_rows_in_use(*side) for side in zip(lengths[:2], lengths[2:], strict=True)]
+    unused = [torch.ones(x.shape[0], dtype=torch.bool, device=x.device) for x in (q, k)]
+    pieces = []
+    means = {name: [] for name in ("dq", "dk", "dv")}
+    for i, (rows, keys) in enumerate(zip(*sides, strict=True)):
+        unused[0][rows], unused[1][keys] = False, False
+        parts = zip(means, (rows, keys, keys), strict=True)
+        one = {name: gradients[name][None, part] for name, part in parts}
+        given = dict(options)
+        if alibi_slopes is not None:
+            given["alibi_slopes"] = alibi_slopes[i] if alibi_slopes.dim() == 2 else alibi_slopes
+        if dropout_mask is not None:
+            n, m = rows.stop - rows.start, keys.stop - keys.start
+            given["dropout_mask"] = dropout_mask[i, :, :n, :m]
+        qkv = q[None, rows], k[None, keys], v[None, keys]
+        of_lse = None if dlse is None else dlse[None, :, rows]
+        reports, of_sinks = compare_qkv(one, qkv, dout[None, rows], of_lse, given)
+        pieces += [] if of_sinks is None else [of_sinks]
+        for name, report in reports.items():
+            means[name].append((one[name].numel(), report.mean))
+            reports[name] = dataclasses.replace(report, mean=_NOTHING)
+        raise_where_wrong(reports, *qkv, {"sequence": i, **given})
+    reports = {name: GradientReport(_NOTHING, _mean(found), 0) for name, found in means.items()}
+    raise_where_wrong(reports, q, k, v, options)
+    for name, rest in zip(means, (unused[0], unused[1], unused[1]), strict=True):
+        if gradients[name][rest].count_nonzero():  # NaN counts
+            raise AssertionError(f"{name}: rows of no sequence are not 0")
+    if pieces:
+        ref, variance = (sum(parts) for parts in zip(*pieces, strict=True))
+        reports = {"dsinks": compare_sinks(gradients["dsinks"], ref, variance)}
+        raise_where_wrong(reports, q, k, v, options)
+
+
+def _mean(found: list[tuple[int, Bound]]) -> Bound:
+    """Of bounds on means, with the number of elements of each."""
+    n = max(sum(count for count, _ in found), 1)
+    error, allowed = (
+        sum(count * getattr(bound, side) for count, bound in found) / n
+        for side in ("error", "allowed")
+    )
+    return Bound(error, allowed)
+
+
+def _rows_in_use(starts: Tensor, used: Tensor | None) -> list[slice]:
+    ends = starts[1:] if used is None else starts[:-1] + used
+    return [slice(*pair) for pair in zip(starts[:-1].tolist(), ends.tolist(), strict=True)]

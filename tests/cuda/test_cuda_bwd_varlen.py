@@ -1,0 +1,251 @@
+"""Gradients on a GPU of ragged batches, and with softcap, ALiBi and dropout of dense ones."""
+
+from __future__ import annotations
+
+import pytest
+import scores
+import test_cuda_varlen as ragged
+import torch
+from test_cuda_varlen import (
+    Case,
+    _built_kernels_of_both_classes,  # noqa: F401 - of the forward, used here, too
+    make_case,
+    make_qkv,
+    rows_in_use,
+    starts,
+)
+
+import flashcute
+from flashcute import flash_attn_func, flash_attn_varlen_func, heuristics, jit, testing
+from flashcute.config import DTYPES, HEAD_DIMS, MASKS
+from flashcute.jit import kernels
+from flashcute.testing_varlen import check_backward_varlen
+
+CHUNKS = 20
+CASES_PER_CHUNK = 50
+NAMES = ("dq", "dk", "dv", "dsinks")
+DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def configs() -> list:
+    """All that the seeded cases and the tests below ask for."""
+    found = []
+    for dtype in DTYPES:
+        asked = [(head_dim, (False,) * 3) for head_dim in HEAD_DIMS]
+        asked += [
+            (head_dim, options)
+            for options in scores.ASKED[DTYPE_OF[dtype]][1:]
+            for head_dim in scores.HEAD_DIMS[DTYPE_OF[dtype]]
+        ]
+        for head_dim, options in asked:
+            plain = [heuristics.bwd_config(dtype, head_dim, mask) for mask in MASKS]
+            found += [heuristics.bwd_with_options(c, *options, varlen=True) for c in plain]
+            found += [heuristics.bwd_with_options(c, *options) for c in plain if any(options)]
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built_backwards() -> None:
+    """In parallel; nothing of them spills."""
+    target = "".join(map(str, torch.cuda.get_device_capability()))
+    missing = [(c, target) for c in configs() if kernels.find_built(c, target)[1] is None]
+    for result in jit.build_kernels(missing) if missing else ():
+        assert result.artefact is not None, result
+    for config in configs():
+        assert jit.get_kernel(config, target).spill_bytes == 0, config.full_name
+
+
+def make_leaves(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
+    """q, k, v and sinks, which want gradients, dout, and dlse; NaN in rows of no sequence."""
+    q, k, v = make_qkv(case)
+    generator = torch.Generator("cuda").manual_seed(case.seed + 1)
+    unused = torch.ones(q.shape[0], dtype=torch.bool, device="cuda")
+    for rows in rows_in_use(case.lengths_q, case.used_q):
+        unused[rows] = False
+    dout = torch.randn(q.shape, device="cuda", generator=generator).to(case.dtype)
+    dout[unused] = torch.nan
+    dlse = torch.randn(case.h, q.shape[0], device="cuda", generator=generator)
+    dlse[:, unused] = torch.nan
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    if case.sinks:
+        sinks = 3 * torch.randn(case.h, device="cuda", generator=generator)
+        leaves.append(sinks.requires_grad_())
+    return leaves, dout, dlse if case.seed % 3 else None
+
+
+def lengths_of(case: Case) -> tuple[torch.Tensor | None, ...]:
+    used = (
+        None if x is None else torch.tensor(x, dtype=torch.int32, device="cuda")
+        for x in (case.used_q, case.used_k)
+    )
+    return starts(case.lengths_q, case.index), starts(case.lengths_k, case.index), *used
+
+
+def gradients(case: Case, leaves, dout, dlse, options) -> dict[str, torch.Tensor]:
+    q, k, v, *sinks = leaves
+    cu_q, cu_k, used_q, used_k = lengths_of(case)
+    bounds = bounds_of(case)
+    torch.manual_seed(case.seed)
+    out, lse, _ = flash_attn_varlen_func(
+        *(q, k, v, cu_q, cu_k, *bounds, case.scores.dropout_p),
+        seqused_q=used_q,
+        seqused_k=used_k,
+        sinks=sinks[0] if sinks else None,
+        return_attn_probs=True,
+        **options,
+    )
+    outputs, given = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    return dict(zip(NAMES, torch.autograd.grad(outputs, leaves, given), strict=False))
+
+
+def bounds_of(case: Case) -> list[int]:
+    sides = case.used_q or case.lengths_q, case.used_k or case.lengths_k
+    return [max(side, default=0) + case.slack for side in sides]
+
+
+def check(case: Case) -> str | None:
+    """What is wrong with this case; None if nothing is."""
+    leaves, dout, dlse = make_leaves(case)
+    generator = torch.Generator("cuda").manual_seed(case.seed)
+    b = len(case.lengths_q)
+    options = {"causal": case.causal, "window_size": case.window_size}
+    options |= case.scores.options(b, case.h, case.d, generator)
+    found = gradients(case, leaves, dout, dlse, options)
+    for x, grad in zip(leaves, found.values(), strict=True):
+        if (grad.shape, grad.dtype) != (x.shape, x.dtype):
+            return f"{case}: a gradient of {tuple(x.shape)} {x.dtype} is {tuple(grad.shape)}"
+    again = gradients(case, leaves, dout, dlse, options)
+    differing = [name for name, x in found.items() if not torch.equal(x, again[name])]
+    if differing:
+        return f"{case}: {differing} differ when repeated"
+    if options["softcap"] > 1e4:  # none, but the low reference cannot compute with it
+        options["softcap"] = 0.0
+    options |= case.scores.dropout(case.seed, b, case.h, *bounds_of(case))
+    q, k, v, *sinks = (x.detach() for x in leaves)
+    options["sinks"] = sinks[0] if sinks else None
+    try:
+        check_backward_varlen(found, q, k, v, dout, lengths_of(case), dlse=dlse, **options)
+    except AssertionError as error:
+        return f"{case}: {error}"
+    if b == 0 and sinks and found["dsinks"].any():
+        return f"{case}: sinks of no sequence have a gradient"
+    return None
+
+
+def test_sampling_covers_the_options() -> None:
+    cases = [make_case(seed) for seed in range(CHUNKS * CASES_PER_CHUNK)]
+    for seen in (
+        sum(0 in case.lengths_q for case in cases),
+        sum(case.used_k is not None for case in cases),
+        sum(case.sinks and case.seed % 3 > 0 for case in cases),
+        sum(case.scores.asked == (True, True, True) for case in cases),
+        sum(case.scores.softcap > 0 and case.h > case.h_k for case in cases),
+        sum(case.scores.slopes > 0 and case.scores.of_each for case in cases),
+        sum(case.scores.dropout_p > 0 and case.causal for case in cases),
+    ):
+        assert seen >= 30
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_gradients(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
+    seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
+    failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
+    count_cases("gradients of ragged batches", CASES_PER_CHUNK)
+    assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
+
+
+# Softcap, ALiBi and dropout of dense batches; each is one of scores.ASKED.
+ASKED = [(dtype, asked) for dtype, several in scores.ASKED.items() for asked in several]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "asked"), ASKED, ids=str)
+def test_equal_lengths_equal_a_dense_batch(dtype, asked, causal, kernel_class, poisoned_outputs):
+    """Bit for bit, and the dense batch has the right gradients."""
+    b, seqlen_q, seqlen_k, h, h_k, d = 3, 150, 270, 4, 2, 64
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = (b, seqlen_q, h, d), (b, seqlen_k, h_k, d), (b, seqlen_k, h_k, d), (b, seqlen_q, h, d)
+    q, k, v, dout = (
+        torch.randn(size, device="cuda", generator=generator).to(dtype) for size in sizes
+    )
+    softcap, alibi, dropout = asked
+    asked_of = scores.Scores(2.0 * softcap, 0.5 * alibi, True, 1.0, 0.25 * dropout)
+    options = {"causal": causal, **asked_of.options(b, h, d, generator)}
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    torch.manual_seed(3)
+    out = flash_attn_func(*leaves, asked_of.dropout_p, deterministic=True, **options)
+    found = torch.autograd.grad(out, leaves, dout)
+    torch.manual_seed(3)
+    cu_q, cu_k = starts((seqlen_q,) * b), starts((seqlen_k,) * b)
+    flat = flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in leaves),
+        *(cu_q, cu_k, seqlen_q, seqlen_k, asked_of.dropout_p),
+        **options,
+    )
+    for ours, dense in zip(
+        torch.autograd.grad(flat, leaves, dout.flatten(0, 1)), found, strict=True
+    ):
+        assert torch.equal(ours, dense)
+    options |= asked_of.dropout(3, b, h, seqlen_q, seqlen_k)
+    named = dict(zip(NAMES, found, strict=False))
+    testing.check_backward(named, *(x.detach() for x in leaves), dout, **options)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_many_sequences_and_the_packed_forms(head_dim: int, kernel_class: str) -> None:
+    """More than the planner has threads, of many lengths; the packed forms have the same bits."""
+    lengths = (*(i % 5 for i in range(1500)), 2000)
+    total, cu = sum(lengths), starts(lengths)
+    generator = torch.Generator("cuda").manual_seed(0)
+    qkv = torch.randn(total, 3, 2, head_dim, device="cuda", generator=generator).bfloat16()
+    dout = torch.randn(total, 2, head_dim, device="cuda", generator=generator).bfloat16()
+    qkv.requires_grad_()
+    out = flashcute.flash_attn_varlen_qkvpacked_func(qkv, cu, 2000, causal=True)
+    (packed,) = torch.autograd.grad(out, qkv, dout)
+    q, kv = (x.detach().requires_grad_() for x in (qkv[:, 0], qkv[:, 1:]))
+    out = flashcute.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 2000, 2000, causal=True)
+    dq, dkv = torch.autograd.grad(out, (q, kv), dout)
+    assert torch.equal(packed[:, 0], dq) and torch.equal(packed[:, 1:], dkv)
+    found = dict(zip(NAMES, packed[None, -2000:].unbind(2), strict=False))
+    long = [x[None, -2000:].detach() for x in qkv.unbind(1)]
+    testing.check_backward(found, *long, dout[None, -2000:], causal=True)
+
+
+def test_nothing_waits_for_the_device(kernel_class: str) -> None:
+    """A captured step replays with lengths that are written after its capture."""
+    q = torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    cu, other = starts((100, 50, 150)), starts((7, 200, 93))
+
+    def step(lengths: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_varlen_func(q, q, q, lengths, lengths, 300, 300, causal=True)
+        return torch.autograd.grad(out.float().square().sum(), q)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = step(other)
+        step(cu)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = step(cu)
+    cu.copy_(other)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(0, 150, 30, 90), (-7, -3, 60, 90), (0, 150, 400, ragged.LARGE), (ragged.SMALL, 7, -5, 9)],
+    ids=str,
+)
+def test_no_lengths_reach_beyond_the_tensors(kernel_class: str, lengths) -> None:
+    """Results mean nothing then, but the device goes on, and what lies around is as before."""
+    block = torch.full((3, 400, 4, 64), 7.0, device="cuda", dtype=torch.float16)
+    q, k, v = (x[100:300].detach().requires_grad_() for x in block)
+    cu = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    for other in (cu, cu.flip(0)):
+        out = flash_attn_varlen_func(q, k, v, cu, other, 300, 300, causal=True)
+        torch.autograd.grad(out.sum(), (q, k, v))
+    torch.cuda.synchronize()
+    assert (block == 7).all()

@@ -1,0 +1,198 @@
+"""Backward problems with softcap, ALiBi and dropout, dense and ragged, and their kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import backward
+import ragged
+import torch
+from backward import GRADIENTS, WINDOW, passed, with_mask
+from torch import Tensor
+
+from flashcute import sim
+from flashcute.config import BwdConfig
+from flashcute.dropout import dropout_mask
+from flashcute.jit import build, toolchain
+from flashcute.reference_varlen import attention_varlen_ref
+from flashcute.sim.build import unit_of
+from flashcute.testing_varlen import check_backward_varlen
+
+STATE = torch.tensor([2**62 + 12345, -77])
+DROPOUT_P = 0.25
+SOFTCAP = 1.5  # which scores reach beyond
+
+
+def asking(config: BwdConfig, mask: str, *options: str) -> BwdConfig:
+    return dataclasses.replace(with_mask(config, mask), **dict.fromkeys(options, True))
+
+
+TOGETHER, SPLIT = backward.TOGETHER, backward.SPLIT
+SCORES = ("softcap", "alibi")
+EVERYTHING = (*SCORES, "dropout", "varlen")
+# A translation unit for each head dimension. fp16 and bf16 each have all options, dense and ragged.
+DENSE = (asking(TOGETHER, "local", *SCORES), asking(SPLIT, "causal", *SCORES))
+SLOPED = asking(TOGETHER, "causal", "alibi")
+RAGGED = (
+    *(asking(TOGETHER, mask, "varlen") for mask in ("none", "causal", "local")),
+    asking(TOGETHER, "causal", *EVERYTHING),
+    asking(SPLIT, "causal", "varlen"),
+    asking(SPLIT, "local", *EVERYTHING),
+)
+# What the others are compared with.
+OTHERS = (
+    *(asking(TOGETHER, "causal"), asking(SPLIT, "causal"), SLOPED),
+    *(asking(TOGETHER, "causal", *SCORES), asking(TOGETHER, "causal", *SCORES, "varlen")),
+)
+
+
+@functools.cache
+def kernels() -> dict[BwdConfig, tuple[Path, str]]:
+    """All of these; what those of one head dimension share is compiled once."""
+    every = (*DENSE, *RAGGED, *OTHERS)
+    groups = [[c for c in every if c.head_dim == head_dim] for head_dim in (32, 64)]
+    units = [unit_of(group) for group in groups]
+    results = build.build_many(units, toolchain.find_host_compiler())
+    assert all(result.artefact for result in results), results
+    return {
+        config: (result.artefact.path, config.full_name)
+        for group, result in zip(groups, results, strict=True)
+        for config in group
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """What the backward of a ragged batch is given.
+
+    Attributes:
+        q, dout: (total_q, h, d); k, v: (total_k, h_k, d). What is of no sequence is NaN.
+        dlse: (h, total_q), likewise, or None.
+        lengths: cu_seqlens_q and cu_seqlens_k, seqused_q and seqused_k or None.
+        options: Of the reference, but for dropout_mask, which is (b, h, rows, keys).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    lengths: tuple[Tensor | None, ...]
+    options: Mapping[str, Any]
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """out, in q's dtype, and lse in float32, both from float64."""
+        cu_q, cu_k, used_q, used_k = self.lengths
+        options = dict(self.options)
+        if "dropout_mask" in options:
+            sides = ((cu_q, used_q), (cu_k, used_k))
+            sizes = (c.diff() if u is None else u for c, u in sides)
+            pairs = zip(options["dropout_mask"], *(x.tolist() for x in sizes), strict=True)
+            options["dropout_mask"] = [mask[:, :n, :m] for mask, n, m in pairs]
+        out, lse, _ = attention_varlen_ref(
+            *(self.q, self.k, self.v, cu_q, cu_k),
+            seqused_q=used_q,
+            seqused_k=used_k,
+            upcast=torch.float64,
+            **options,
+        )
+        return out.to(self.q.dtype), lse.float()
+
+    def run(self, config: BwdConfig, **options: Any) -> sim.SimResult:
+        """The kernels' result; the options are those of :func:`flashcute.sim.run_varlen_bwd`."""
+        given = {**simulator_options(config, self.options), "kernel": kernels().get(config)}
+        used = dict(zip(("seqused_q", "seqused_k"), self.lengths[2:], strict=True))
+        longest = self.lengths[0].diff().max().item() if len(self.lengths[0]) > 1 else 0
+        given |= {"dlse": self.dlse, "max_seqlen_q": longest, "sms": 2, **used, **options}
+        tensors = self.q, self.k, self.v, *self.forward(), self.dout
+        return sim.run_varlen_bwd(config, *tensors, *self.lengths[:2], **given)
+
+    def check(self, result: sim.SimResult) -> None:
+        tensors = self.q, self.k, self.v, self.dout
+        given = {"dlse": self.dlse, **self.options}
+        check_backward_varlen(passed(result).outputs, *tensors, self.lengths, **given)
+
+
+def simulator_options(config: BwdConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the reference's ``options`` the kernels of ``config`` take."""
+    given = {"sinks": options["sinks"]}
+    if config.mask == "local":
+        given["window_size"] = options["window_size"]
+    given |= {name: options[name] for name in ("softcap", "alibi_slopes") if name in options}
+    if config.dropout:
+        given |= {"rng_state": STATE, "dropout_p": DROPOUT_P}
+    return given
+
+
+def options_of(
+    config: BwdConfig, b: int, h: int, longest: tuple[int, int], sinks: bool = True
+) -> dict[str, Any]:
+    """Of the reference; each entry and head has its slope."""
+    options: dict[str, Any] = {
+        "causal": config.mask == "causal",
+        "window_size": WINDOW if config.mask == "local" else (-1, -1),
+        "sinks": torch.linspace(-1, 2, h) if sinks else None,
+    }
+    if config.softcap:
+        options["softcap"] = SOFTCAP
+    if config.alibi:
+        options["alibi_slopes"] = torch.arange(1, b * h + 1).view(b, h) / 32
+    if config.dropout:
+        mask = dropout_mask(STATE, b, h, *longest, DROPOUT_P)
+        options |= {"dropout_p": DROPOUT_P, "dropout_mask": mask}
+    return options
+
+
+def make_dense(
+    config: BwdConfig, shape: tuple[int, int, int, int, int], **change: Any
+) -> backward.Problem:
+    problem = backward.make_problem(config, shape, extras=True)
+    b, seqlen_q, seqlen_k, h, _ = shape
+    options = options_of(config, b, h, (seqlen_q, seqlen_k)) | change
+    return dataclasses.replace(problem, options=options)
+
+
+def run_dense(problem: backward.Problem, config: BwdConfig, **options: Any) -> sim.SimResult:
+    given = {**simulator_options(config, problem.options), "kernel": kernels().get(config)}
+    return problem.run(config, **given | options)
+
+
+def make_ragged(
+    config: BwdConfig,
+    batch: Sequence[Sequence[int]],
+    *,
+    used: Sequence[Sequence[int]] | None = None,
+    h: int = 4,
+    h_k: int = 2,
+    more: int = 5,
+    extras: bool = True,
+    **change: Any,
+) -> Ragged:
+    """Standard normal tensors of sequences of these lengths, of queries and of keys, and ``more``
+    rows behind them; as of :func:`backward.make_problem` otherwise. used: rows that count."""
+    q, k, v = ragged.make_qkv(config, batch, h, h_k, more)
+    dout = ragged.make_qkv(config, batch, h, h_k, more, seed=1)[0]
+    generator = torch.Generator().manual_seed(2)
+    dlse = torch.randn(h, q.shape[0], generator=generator)
+    dlse[:, sum(batch[0]) :] = torch.nan
+    starts = [ragged.starts(lengths) for lengths in batch]
+    if used is not None:
+        for side, tensors in ((0, (q, dout, dlse.mT)), (1, (k, v))):
+            pairs = itertools.pairwise(starts[side].tolist())
+            for (begin, end), n in zip(pairs, used[side], strict=True):
+                for x in tensors:
+                    x[begin + n : end] = torch.nan
+    seqused = [None if used is None else torch.tensor(x, dtype=torch.int32) for x in used or batch]
+    longest = tuple(max(lengths, default=0) for lengths in batch)
+    options = options_of(config, len(batch[0]), h, longest, extras) | change
+    lengths = (*starts, *seqused)
+    return Ragged(q, k, v, dout, dlse if extras else None, lengths, options)
+
+
+def outputs(result: sim.SimResult) -> dict[str, Tensor]:
+    return {name: passed(result).outputs[name] for name in GRADIENTS}

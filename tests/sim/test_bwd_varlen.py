@@ -1,0 +1,275 @@
+"""Ragged batches in the backward of the sm80 class: plans of queries and of keys, all options."""
+
+import dataclasses
+import itertools
+import re
+
+import backward_options
+import mutants_bwd_varlen
+import pytest
+import tiers
+import torch
+from backward import GRADIENTS, make_problem, passed, same, with_mask
+from backward_options import RAGGED, TOGETHER, make_ragged, outputs, run_dense
+from planted import build_mutants
+from ragged import starts
+
+from flashcute import sim
+from flashcute.heuristics import bwd_config, bwd_with_options
+from flashcute.jit import build, toolchain
+from flashcute.sim.build import unit_of
+
+# Each is a build of five seconds.
+MUTANTS = mutants_bwd_varlen.MUTANTS if tiers.everything else mutants_bwd_varlen.FIRST
+PLAIN = [config for config in RAGGED if not config.softcap]
+EVERY = [config for config in RAGGED if config.softcap]
+CAUSAL = [config for config in PLAIN if config.mask == "causal"]
+CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
+# Lengths of queries and keys: sequences without queries, without keys, without both, of length 1,
+# not multiples of a tile; one; a tile's edges; many short ones; nothing at all.
+SOME = ((130, 1, 0, 64, 150, 0), (130, 77, 50, 0, 33, 0))
+BATCHES = (
+    SOME,
+    ((100,), (150,)),
+    ((3, 0, 128, 65), (200, 0, 64, 20)),
+    ((7,) * 9, (11,) * 9),
+    ((0, 0), (0, 0)),
+    ((), ()),
+)
+each = pytest.mark.parametrize("config", RAGGED, ids=lambda c: c.full_name)
+each_causal = pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    sim.build_runners(["none"])
+    return backward_options.kernels()
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda b: "-".join(map(str, b[0])) or "none")
+@each
+def test_gradients(config, batch):
+    """With sinks and a gradient of the log-sum-exp; rows of no sequence are NaN."""
+    problem = make_ragged(config, batch)
+    problem.check(problem.run(config))
+
+
+@pytest.mark.parametrize("config", PLAIN, ids=lambda c: c.full_name)
+def test_without_extras(config):
+    problem = make_ragged(config, SOME, h=2, h_k=2, extras=False)
+    problem.check(problem.run(config))
+
+
+@each
+def test_rows_that_are_not_used(config):
+    """They are NaN, as what lies behind the sequences, and their gradients are 0."""
+    problem = make_ragged(config, SOME, used=((64, 1, 0, 0, 129, 0), (130, 20, 3, 0, 0, 0)))
+    problem.check(problem.run(config))
+
+
+@each_causal
+def test_bound_below_a_length(config):
+    """Rows from max_seqlen_q on are as those that are not used."""
+    used = tuple(min(n, 100) for n in SOME[0]), SOME[1]
+    problem = make_ragged(config, SOME, used=used)
+    given = {"seqused_q": None, "seqused_k": None, "max_seqlen_q": 100}
+    problem.check(problem.run(config, **given))
+    whole = make_ragged(config, SOME)
+    assert same(passed(whole.run(config, max_seqlen_q=10**9)), passed(whole.run(config)))
+
+
+@each_causal
+def test_equal_lengths_equal_a_dense_batch(config):
+    """Bit for bit."""
+    dense = dataclasses.replace(config, varlen=False)
+    for n, m in ((100, 70), (70, 150)):
+        problem = make_problem(dense, (3, n, m, 4, 2), extras=True)
+        expected = run_dense(problem, dense)
+        rows = {"q": n, "k": m, "v": m, "dout": n}
+        flat = {name: getattr(problem, name).flatten(0, 1) for name in rows}
+        ragged = make_ragged(config, ((n,) * 3, (m,) * 3), more=0, sinks=problem.options["sinks"])
+        dlse = problem.dlse.transpose(0, 1).flatten(1)
+        found = dataclasses.replace(ragged, dlse=dlse, **flat).run(config)
+        for name, x in outputs(found).items():
+            assert torch.equal(x, expected.outputs[name].flatten(0, 1)), name
+
+
+def test_neighbours_do_not_matter():
+    """Not in one bit: a sequence among others of NaN is as alone."""
+    config = CAUSAL[0]
+    batch = (40, 150, 60), (50, 170, 90)
+    problem = make_ragged(config, batch)
+    for i in range(3):
+        sides = [starts(lengths).tolist() for lengths in batch]
+        rows, keys = (slice(side[i], side[i + 1]) for side in sides)
+        tensors = {"q": rows, "dout": rows, "k": keys, "v": keys}
+        alone = {name: getattr(problem, name)[part] for name, part in tensors.items()}
+        lengths = (*(starts((side[i],)) for side in batch), None, None)
+        one = dataclasses.replace(problem, **alone, dlse=problem.dlse[:, rows], lengths=lengths)
+        among = {name: torch.full_like(getattr(problem, name), torch.nan) for name in tensors}
+        for name, part in tensors.items():
+            among[name][part] = alone[name]
+        result = dataclasses.replace(problem, **among).run(config, seed=i)
+        expected = outputs(one.run(config))
+        for name, part in (("dq", rows), ("dk", keys), ("dv", keys)):
+            assert torch.equal(passed(result).outputs[name][part], expected[name]), name
+
+
+@pytest.mark.parametrize("config", (*CAUSAL, EVERY[0]), ids=lambda c: c.full_name)
+def test_order_of_sequences_does_not_matter(config):
+    """Bit for bit, but for a mask of dropout; launched twice, as the plans are overwritten."""
+    if config.dropout:
+        config = dataclasses.replace(config, dropout=False)
+    order = (3, 0, 4, 1, 5, 2)
+    problem = make_ragged(config, SOME, more=0)
+    sides = [starts(lengths) for lengths in SOME]
+    rows, keys = (torch.cat([torch.arange(side[i], side[i + 1]) for i in order]) for side in sides)
+    tensors = {"q": rows, "dout": rows, "k": keys, "v": keys}
+    permuted = {name: getattr(problem, name)[part] for name, part in tensors.items()}
+    lengths = (*(starts([side[i] for i in order]) for side in SOME), None, None)
+    options = dict(problem.options)
+    if config.alibi:
+        options["alibi_slopes"] = options["alibi_slopes"][list(order)]
+    given = {"dlse": problem.dlse[:, rows], "lengths": lengths, "options": options}
+    other = dataclasses.replace(problem, **permuted, **given)
+    found, expected = outputs(other.run(config, launches=2)), outputs(problem.run(config))
+    for name, part in (("dq", rows), ("dk", keys), ("dv", keys)):
+        assert torch.equal(found[name], expected[name][part]), name
+
+
+@pytest.mark.parametrize(("mask", "window"), [("none", (500, 500)), ("causal", (500, 0))])
+def test_window_that_covers_all_equals_none(mask, window):
+    local, plain = (
+        next(c for c in PLAIN if (c.head_dim, c.mask) == (32, m)) for m in ("local", mask)
+    )
+    problem = make_ragged(local, SOME, window_size=window)
+    options = {**problem.options, "causal": mask == "causal", "window_size": (-1, -1)}
+    expected = dataclasses.replace(problem, options=options).run(plain)
+    assert same(passed(problem.run(local)), passed(expected), (*GRADIENTS, "dsinks"))
+
+
+@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+def test_every_schedule_gives_the_same_bits(config):
+    problem = make_ragged(config, ((70, 0, 130), (100, 50, 40)))
+    first = passed(problem.run(config))
+    for seed, copy_mode in enumerate(sim.COPY_MODES):
+        again = passed(problem.run(config, seed=seed, copy_mode=copy_mode, sms=1 + seed))
+        assert same(first, again, (*GRADIENTS, "dsinks"))
+
+
+@pytest.mark.parametrize("wanted", [(), ("dq",), ("dk", "dv")], ids="-".join)
+def test_only_gradients_that_are_wanted_are_computed(wanted):
+    config = CAUSAL[0]
+    problem = make_ragged(config, SOME)
+    every, some = passed(problem.run(config)), passed(problem.run(config, wanted=wanted))
+    assert some.outputs.keys() == {*wanted, "dsinks", "row_stats", "plan"}
+    assert same(some, every, (*wanted, "dsinks"))
+    assert (some.counters["mma"] < every.counters["mma"]) and bool(some.counters["mma"]) == bool(
+        wanted
+    )
+
+
+def test_more_sequences_than_the_planner_has_threads():
+    config = CAUSAL[0]
+    batch = tuple(i % 3 // 2 for i in range(600)), tuple(i % 7 for i in range(600))
+    problem = make_ragged(config, batch, h=1, h_k=1)
+    problem.check(problem.run(config))
+
+
+LARGE, SMALL = 2**31 - 1, -(2**31)
+# Values that are no lengths: of cu_seqlens_q and cu_seqlens_k, seqused_q and seqused_k.
+HOSTILE = {
+    "decreasing": ((0, 150, 30, 90), (200, 100, 0, 50)),
+    "overlapping": ((0, 200, 0, 200, 0, 200, 0, 200), (0, 200) * 4),
+    "beyond the tokens": ((0, 150, 400, LARGE), (150, 250, LARGE, 7)),
+    "extreme": ((SMALL, LARGE, SMALL, LARGE), (LARGE, SMALL, LARGE, SMALL)),
+    "used": ((0, 50, 200), (0, 100, 200), (LARGE, -5), (-1, LARGE)),
+}
+
+
+def run_hostile(name, **options):
+    """Results mean nothing then, but each access stays inside."""
+    config = mutants_bwd_varlen.CONFIG
+    lengths = [torch.tensor(x, dtype=torch.int32) for x in HOSTILE[name]]
+    b = len(lengths[0]) - 1
+    problem = make_ragged(config, ((200,) + (0,) * (b - 1),) * 2, h=2, h_k=1, more=0)
+    used = dict(zip(("seqused_q", "seqused_k"), lengths[2:], strict=False))
+    options |= {"dlse": problem.dlse, "max_seqlen_q": LARGE, "sms": 2, **used}
+    options |= backward_options.simulator_options(config, problem.options)
+    tensors = problem.q, problem.k, problem.v, *problem.forward(), problem.dout
+    passed(sim.run_varlen_bwd(config, *tensors, *lengths[:2], **options))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_lengths_reach_beyond_the_tensors(name):
+    """By what the simulator itself checks: copies to shared memory and stores of 16 bytes."""
+    run_hostile(name, kernel=backward_options.kernels()[mutants_bwd_varlen.CONFIG])
+
+
+@pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
+@pytest.mark.parametrize("checker", ["memcheck", "ubcheck"])
+def test_no_lengths_reach_beyond_any_memory(checker):
+    unit = unit_of((mutants_bwd_varlen.CONFIG,), checker)
+    sim.build_runners([checker])
+    (result,) = build.build_many([unit], toolchain.find_host_compiler())
+    assert result.artefact is not None, result
+    kernel = result.artefact.path, mutants_bwd_varlen.CONFIG.full_name
+    for name in HOSTILE:
+        run_hostile(name, kernel=kernel, checker=checker)
+    problem = make_ragged(mutants_bwd_varlen.CONFIG, SOME, h=2, h_k=1)
+    problem.check(problem.run(mutants_bwd_varlen.CONFIG, kernel=kernel, checker=checker))
+
+
+def test_kernels_must_be_of_ragged_batches():
+    with pytest.raises(ValueError, match=r"^sim.run_varlen_bwd: expected kernels of ragged"):
+        make_ragged(with_mask(TOGETHER, "causal"), SOME).run(TOGETHER)
+
+
+@pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
+@pytest.mark.parametrize("checker", CHECKERS)
+@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+def test_checkers_are_silent(config, checker):
+    problem = make_ragged(config, ((70, 0, 130), (100, 50, 40)), h=2, h_k=1)
+    problem.check(problem.run(config, checker=checker, kernel=None))
+
+
+@pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [*itertools.product(("fp16", "bf16"), (32, 64, 96, 128, 192, 256))]
+)
+def test_tiles_in_use(dtype, head_dim):
+    for mask, several in itertools.product(("none", "causal", "local"), (False, True)):
+        plain = bwd_config(dtype, head_dim, mask)
+        config = bwd_with_options(plain, several, several, several, varlen=True)
+        problem = make_ragged(config, ((130, 0, 1), (70, 20, 150)))
+        problem.check(problem.run(config))
+
+
+def find_fault(kernel):
+    """The report of a run, or "numerics" where results are wrong; None: neither."""
+    config = mutants_bwd_varlen.CONFIG
+    for batch, more in (((40, 130, 1, 100), (130, 70, 40, 33)), 5), (SOME, 70), (((), ()), 5):
+        problem = make_ragged(config, batch, more=more)
+        result = problem.run(config, kernel=kernel, timeout=120)
+        if result.verdict != "pass":
+            return result.message
+        try:
+            problem.check(result)
+        except AssertionError:
+            return "numerics"
+    return None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_found(mutant, planted):
+    found = find_fault(planted[mutant.name])
+    assert found and re.search(mutant.report or "^numerics$", found), f"{mutant.name}: {found}"
+
+
+def test_unmutated_kernels_pass_the_same_checks():
+    assert find_fault(backward_options.kernels()[mutants_bwd_varlen.CONFIG]) is None
