@@ -87,6 +87,7 @@ MUTANTS = (
         "add(total, 1.f, storage.sums[g][lane]);",
         "add(total, 0.f, storage.sums[g][lane]);",
     ),
+    _numerics("sums of a row lost", _COMBINE, "add(total, 1.f, next);", "add(total, 0.f, next);"),
     _numerics("sink forgotten", _COMBINE, " + weight(sink, ref);", ";"),
     _numerics(
         "a sink in each part",
