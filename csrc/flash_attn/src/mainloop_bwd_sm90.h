@@ -380,7 +380,6 @@ struct MainloopBwdSm90 {
             auto const issue_gradients = [&] {
                 auto &q = storage.q[step.stage()];
                 auto &dout = storage.dout[step.stage()];
-                sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
                 issue_scores(storage.v, dout, rDp);
                 sm90::wgmma_wait<0>();
                 sm90::pin(rDp);
@@ -392,6 +391,11 @@ struct MainloopBwdSm90 {
                 if constexpr (kTileM > 64) issue_gradient(tKrP, dout, rDv);
                 store_ds(tKrDs);
                 issue_gradient(tKrDs, q, rDk);
+            };
+            // Before dQ is waited for, as ptxas moves no exponential behind a loop that waits at an
+            // mbarrier. It would move them all behind the wait for dQ, where no product runs.
+            auto const await_dout = [&] {
+                sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
             };
             auto const finish_dq = [&](int visit, int head) {
                 sm90::wgmma_wait<0>();
@@ -414,6 +418,7 @@ struct MainloopBwdSm90 {
                     compute_p(n);
                     sm90::barrier_wait(&storage.v_full, own_parity);
                     own_parity ^= 1;
+                    await_dout();
 
                     CUTE_NO_UNROLL
                     for (; left > 1; --left) {
@@ -430,6 +435,7 @@ struct MainloopBwdSm90 {
                         issue_dq(rDq);
                         sm90::wgmma_wait<1>();
                         compute_p(n);
+                        await_dout();
                         finish_dq(visited, visited_head);
                     }
                     issue_gradients();
