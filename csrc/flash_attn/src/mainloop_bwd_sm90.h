@@ -375,6 +375,11 @@ struct MainloopBwdSm90 {
                 exponentiate(params, tSrS);
                 sm90::pin(rS);  // under the products in flight, not behind the next wait
             };
+            // Before dQ is waited for, as ptxas moves no exponential behind a loop that waits at an
+            // mbarrier. It would move them all behind the wait for dQ, where no product runs.
+            auto const await_dout = [&] {
+                sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
+            };
             // dS, dV += P^T dO and dK += dS^T Q of a step, of which the last two are under way
             // afterwards.
             auto const issue_gradients = [&] {
@@ -384,18 +389,17 @@ struct MainloopBwdSm90 {
                 sm90::wgmma_wait<0>();
                 sm90::pin(rDp);
                 convert(tSrS, tKrP);
-                // dV runs under dS where the registers suffice.
-                if constexpr (kTileM == 64) issue_gradient(tKrP, dout, rDv);
+                // dV runs under dS where the registers suffice. Waiting for dO once more, which is
+                // there, keeps ptxas from issuing half of dV behind dS.
+                if constexpr (kTileM == 64) {
+                    issue_gradient(tKrP, dout, rDv);
+                    await_dout();
+                }
                 differentiate(tSrS, tSrDp);
                 convert(tSrDp, tKrDs);
                 if constexpr (kTileM > 64) issue_gradient(tKrP, dout, rDv);
                 store_ds(tKrDs);
                 issue_gradient(tKrDs, q, rDk);
-            };
-            // Before dQ is waited for, as ptxas moves no exponential behind a loop that waits at an
-            // mbarrier. It would move them all behind the wait for dQ, where no product runs.
-            auto const await_dout = [&] {
-                sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
             };
             auto const finish_dq = [&](int visit, int head) {
                 sm90::wgmma_wait<0>();
