@@ -43,6 +43,8 @@ struct MainloopBwdSm90 {
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kDqColumns = Traits::kDqColumns;
     static constexpr int kDqFloats = 64 * kDqColumns;  // of a warpgroup
+    // The k16 steps of dV that run under dS, as many as there are registers for.
+    static constexpr int kEarlyDv = 4;
     // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
@@ -305,15 +307,16 @@ struct MainloopBwdSm90 {
             sm90::wgmma_issue<false>(mma, tSrA, tSrB, acc);
         }
 
-        // acc += tKrX visited, of P^T and dO or of dS^T and Q.
-        template <class Fragment, class Visited, class Acc>
+        // The k16 steps [kBegin, kEnd) of acc += tKrX visited, of P^T and dO or of dS^T and Q.
+        template <int kBegin, int kEnd, class Fragment, class Visited, class Acc>
         CUTE_DEVICE void issue_gradient(Fragment const &tKrX, Visited &visited, Acc &acc) const {
             typename Traits::TiledMmaDkv mma;
             auto const thr_mma = mma.get_slice(warpgroup * 128);
             Tensor sBt = make_tensor(make_smem_ptr(visited.data()),
                                      typename Traits::SmemLayoutQt{});        // (d, M)
             Tensor tKrB = thr_mma.make_fragment_B(thr_mma.partition_B(sBt));  // (1, 1, M/16)
-            sm90::wgmma_issue<true>(mma, tKrX, tKrB, acc);
+            sm90::wgmma_group(acc,
+                              [&] { sm90::wgmma_steps<kBegin, kEnd, true>(mma, tKrX, tKrB, acc); });
         }
 
         // rDq = dS K, once both warpgroups have written dS.
@@ -380,26 +383,31 @@ struct MainloopBwdSm90 {
             auto const await_dout = [&] {
                 sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
             };
+            // Issues the k16 steps [begin, end) of dV += P^T dO.
+            auto const issue_dv = [&](auto begin, auto end) {
+                if constexpr (begin < end) {
+                    Layout const part = Layout<Int<8 * (end - begin)>>{};
+                    Tensor to = make_tensor(tKrP.data() + 8 * begin, part);
+                    convert(make_tensor(tSrS.data() + 8 * begin, part), to);
+                    issue_gradient<begin, end>(tKrP, storage.dout[step.stage()], rDv);
+                }
+            };
             // dS, dV += P^T dO and dK += dS^T Q of a step, of which the last two are under way
             // afterwards.
             auto const issue_gradients = [&] {
                 auto &q = storage.q[step.stage()];
-                auto &dout = storage.dout[step.stage()];
-                issue_scores(storage.v, dout, rDp);
+                issue_scores(storage.v, storage.dout[step.stage()], rDp);
                 sm90::wgmma_wait<0>();
                 sm90::pin(rDp);
-                convert(tSrS, tKrP);
-                // dV runs under dS where the registers suffice. Waiting for dO once more, which is
-                // there, keeps ptxas from issuing half of dV behind dS.
-                if constexpr (kTileM == 64) {
-                    issue_gradient(tKrP, dout, rDv);
-                    await_dout();
-                }
+                issue_dv(Int<0>{}, Int<kEarlyDv>{});
+                // dO is there. But ptxas moves no product behind a loop that waits at an mbarrier,
+                // and otherwise issues half of them behind dS.
+                await_dout();
                 differentiate(tSrS, tSrDp);
                 convert(tSrDp, tKrDs);
-                if constexpr (kTileM > 64) issue_gradient(tKrP, dout, rDv);
+                issue_dv(Int<kEarlyDv>{}, Int<kTileM / 16>{});
                 store_ds(tKrDs);
-                issue_gradient(tKrDs, q, rDk);
+                issue_gradient<0, kTileM / 16>(tKrDs, q, rDk);
             };
             auto const finish_dq = [&](int visit, int head) {
                 sm90::wgmma_wait<0>();
