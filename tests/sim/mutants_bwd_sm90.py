@@ -73,9 +73,30 @@ MUTANTS = (
     _simulator(
         "dS without a fence",
         _MAINLOOP,
-        "sm90::fence_async_proxy();\n            __syncwarp();",
-        "__syncwarp();",
+        "sm90::fence_async_proxy();\n            __syncwarp();\n            release(",
+        "__syncwarp();\n            release(",
         _UNWRITTEN,
+    ),
+    _simulator(
+        "dQ without a fence",
+        _MAINLOOP,
+        "sm90::fence_async_proxy();\n            __syncwarp();\n            if (",
+        "__syncwarp();\n            if (",
+        r"a TMA store reads byte \d+, stored by .* without fence",
+    ),
+    _simulator(
+        "dQ written over that of the step before",
+        _MAINLOOP,
+        "sm90::bulk_wait_read();",
+        "",
+        r"overwritten too early: byte \d+, which a TMA store of warp \d+",
+    ),
+    _simulator(
+        "kernel ends before the sums of dQ are complete",
+        _MAINLOOP,
+        "sm90::bulk_wait();",
+        "",
+        r"exits (while a TMA store|before a bulk reduction)",
     ),
     _simulator(
         "stages released before their products are complete",

@@ -99,6 +99,7 @@ struct KernelTraitsBwdSm90 {
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> q[kStages];
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> dout[kStages];
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutDs>> ds[kDsStages];
+        alignas(128) float dq[kMmaThreads / 32][16 * kDqColumns];  // of each warp, in its order
         alignas(128) float2 stats[kStages][kTileM];  // of Q's rows: LSE * log2(e) and D
         sm90::Barrier k_full, k_empty, v_full, v_empty;
         sm90::Barrier q_full[kStages], q_empty[kStages];  // with the statistics

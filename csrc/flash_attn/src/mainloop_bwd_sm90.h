@@ -42,7 +42,7 @@ struct MainloopBwdSm90 {
     static constexpr int kTileN = Traits::kTileN;
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kDqColumns = Traits::kDqColumns;
-    static constexpr int kDqFloats = 64 * kDqColumns;  // of a warpgroup
+    static constexpr int kDqFloats = 16 * kDqColumns;  // of a warp
     // The k16 steps of dV that run under dS, as many as there are registers for.
     static constexpr int kEarlyDv = 4;
     // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
@@ -249,18 +249,29 @@ struct MainloopBwdSm90 {
             release(&storage.ds_full[ds.stage()]);
         }
 
-        // Adds dQ of a block to the sums, which lie in the order of the accumulators.
+        // Adds dQ of a block to the sums, which lie in the order of each warp's accumulators. It goes
+        // through shared memory and a bulk reduction: a thread's own reductions would still be under
+        // way at the fence of the next dS, which waits for them.
         template <class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
                                 Acc const &rDq) const {
             int64_t const head_index = int64_t(tile().batch) * params.h + head;
             int64_t const row = head_index * params.seqlen_q_rounded + block * kTileM;
-            float *const sums =
-                params.dq_accum_ptr + row * kHeadDim + warpgroup * kDqFloats + thread % 128 * 4;
+            int const warp = thread / 32;
+            float *const smem = storage.dq[warp];
+            sm90::bulk_wait_read();  // of the step before, by the lane that issued it
+            __syncwarp();
             CUTE_UNROLL
             for (int i = 0; i < kDqColumns / 8; ++i) {
-                sm90::reduce_add(sums + i * 512, rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2),
-                                 rDq(4 * i + 3));
+                *reinterpret_cast<float4 *>(smem + i * 128 + thread % 32 * 4) =
+                    make_float4(rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
+            }
+            sm90::fence_async_proxy();
+            __syncwarp();
+            if (sm90::elect_one()) {
+                sm90::bulk_reduce_add(params.dq_accum_ptr + row * kHeadDim + warp * kDqFloats, smem,
+                                      kDqFloats * sizeof(float));
+                sm90::bulk_commit();
             }
         }
 
@@ -463,6 +474,7 @@ struct MainloopBwdSm90 {
                 if (params.dk_ptr != nullptr) store_gradients(params, tKrDk, tKrDv);
                 release_tile();
             }
+            sm90::bulk_wait();
         }
     };
 };
