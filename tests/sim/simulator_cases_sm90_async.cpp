@@ -429,8 +429,8 @@ struct StoreOut {
 };
 using S = StoreOut;
 
-// Each of four blocks adds 64 floats to global memory, twice; the rounding of a sum shows the order of
-// the blocks.
+// Each of four blocks adds 64 floats to global memory, twice; the rounding of a sum shows the order
+// of the blocks.
 struct BulkReduce {
     enum Fault { none, fence, unwritten, only_read, overwritten, misaligned, outside };
     static constexpr int kBlocks = 4, kFloats = 64;
