@@ -21,17 +21,11 @@ def cases():
         *("store_late", "store_random", "store_eager", "store_visible", "store_only_read"),
         *("loaded_over", "loaded_over_each_arrives", "loaded_over_by_barrier"),
         "loaded_over_one_lane",
-        *("reduce_late", "reduce_random", "reduce_eager"),
     ],
 )
 def test_result(cases, case):
     for seed in range(5):
         assert run(cases, case, seed)["code"] == "0"
-
-
-@pytest.mark.parametrize("case", ["reduce_late", "reduce_eager"])
-def test_order_of_bulk_reductions_is_the_schedule(cases, case):
-    assert len({run(cases, case, seed)["order"] for seed in range(10)}) > 1
 
 
 def test_counters_of_an_epilogue(cases):
@@ -96,12 +90,6 @@ _THREAD_40 = r"block \(\d, 0, 0\), warp 1, lane 8: programmatic dependent launch
         ),
         ("store_of_unawaited_load", 719, r"a TMA store reads byte 0 without having waited for"),
         ("store_outside", 700, r"a TMA store writes outside every tensor"),
-        ("reduce_without_fence", 719, r"a TMA store reads byte 0, stored by .* without fence"),
-        ("reduce_unwritten", 719, r"a TMA store reads byte 0, which has not been written"),
-        ("reduce_only_read", 719, r"exits before a bulk reduction of its is complete"),
-        ("reduce_overwritten", 719, rf"{_TOO_EARLY} byte \d+, which a TMA store of warp 0"),
-        ("reduce_misaligned", 716, r"cp.reduce.async.bulk of 256 bytes: address and size must be"),
-        ("reduce_outside", 700, r"cp.reduce.async.bulk outside every tensor"),
         ("loaded_over_unfenced", 719, _LOADED.format("0", _UNFENCED)),
         ("loaded_over_unfenced_lane", 719, _LOADED.format("5", _UNFENCED)),
         ("loaded_over_fence_before", 719, _LOADED.format("0", _UNFENCED)),

@@ -249,9 +249,9 @@ struct MainloopBwdSm90 {
             release(&storage.ds_full[ds.stage()]);
         }
 
-        // Adds dQ of a block to the sums, which lie in the order of each warp's accumulators. It goes
-        // through shared memory and a bulk reduction: a thread's own reductions would still be under
-        // way at the fence of the next dS, which waits for them.
+        // Adds dQ of a block to the sums, which lie in the order of each warp's accumulators. It
+        // goes through shared memory and a bulk reduction: a thread's own reductions would still be
+        // under way at the fence of the next dS, which waits for them.
         template <class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
                                 Acc const &rDq) const {
