@@ -389,8 +389,6 @@ struct MainloopBwdSm90 {
                 exponentiate(params, tSrS);
                 sm90::pin(rS);  // under the products in flight, not behind the next wait
             };
-            // Before dQ is waited for, as ptxas moves no exponential behind a loop that waits at an
-            // mbarrier. It would move them all behind the wait for dQ, where no product runs.
             auto const await_dout = [&] {
                 sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
             };
@@ -407,12 +405,13 @@ struct MainloopBwdSm90 {
             // afterwards.
             auto const issue_gradients = [&] {
                 auto &q = storage.q[step.stage()];
+                await_dout();
                 issue_scores(storage.v, storage.dout[step.stage()], rDp);
                 sm90::wgmma_wait<0>();
                 sm90::pin(rDp);
                 issue_dv(Int<0>{}, Int<kEarlyDv>{});
-                // dO is there. But ptxas moves no product behind a loop that waits at an mbarrier,
-                // and otherwise issues half of them behind dS.
+                // Waiting for dO once more, which is there, keeps ptxas from issuing half of dV
+                // behind dS, as it moves no product behind a loop that waits at an mbarrier.
                 await_dout();
                 differentiate(tSrS, tSrDp);
                 convert(tSrDp, tKrDs);
@@ -441,7 +440,6 @@ struct MainloopBwdSm90 {
                     compute_p(n);
                     sm90::barrier_wait(&storage.v_full, own_parity);
                     own_parity ^= 1;
-                    await_dout();
 
                     CUTE_NO_UNROLL
                     for (; left > 1; --left) {
@@ -458,7 +456,6 @@ struct MainloopBwdSm90 {
                         issue_dq(rDq);
                         sm90::wgmma_wait<1>();
                         compute_p(n);
-                        await_dout();
                         finish_dq(visited, visited_head);
                     }
                     issue_gradients();
