@@ -167,6 +167,11 @@ class Settings:
 
     def batches(self, text: torch.Tensor) -> list[torch.Tensor]:
         """The batch of each step, int64, ``(batch, sequence + 1)``."""
+        if self.sequence >= len(text):
+            sys.exit(
+                f"train_gpt.py: expected --sequence below the {len(text)} bytes of the text, "
+                f"got {self.sequence}"
+            )
         generator = torch.Generator().manual_seed(self.seed)
         size = (self.steps, self.batch)
         starts = torch.randint(len(text) - self.sequence, size, generator=generator)
@@ -383,7 +388,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _arguments(argv)
+    try:
+        return _run(_arguments(argv))
+    except (RuntimeError, MemoryError) as error:
+        of_memory = ("allocate memory", "Storage size")  # torch has no type for it
+        if isinstance(error, RuntimeError) and not any(x in str(error) for x in of_memory):
+            raise
+        reason = str(error).splitlines()[0]
+        sys.exit(f"train_gpt.py: expected sizes that fit into memory, got: {reason}")
+
+
+def _run(args: argparse.Namespace) -> int:
     sizes = {x: getattr(args, x) or usual for x, usual in DEFAULTS[args.device].items()}
     dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     settings = Settings(**sizes, seed=args.seed, device=args.device, dtype=dtype)
@@ -408,10 +423,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     names = list(RUNS) if args.attention == "both" else [args.attention]
     result["runs"] = runs = train(settings, names, batches)
+    if args.attention == "both":
+        result["agreement"] = compare(runs)
+        good &= result["agreement"]["passed"]
+    if args.out:  # before it is shown: the reader of standard output may close it
+        bm.write_json(args.out / "train_gpt.json", result | {"passed": good})
+        draw(result, args.out / "train_gpt.png")
     print(f"\n{_table(runs)}\n")
     if args.attention == "both":
-        result["agreement"] = agreement = compare(runs)
-        good &= agreement["passed"]
+        agreement = result["agreement"]
         apart = agreement["rms_difference_from_sdpa"]
         print(
             f"difference from PyTorch's loss over {settings.steps} steps: "
@@ -419,9 +439,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             + f" (allowed {MOST_NOISE:g} times the larger noise of PyTorch's own): "
             + ("passed" if agreement["passed"] else "FAILED")
         )
-    if args.out:
-        bm.write_json(args.out / "train_gpt.json", result | {"passed": good})
-        draw(result, args.out / "train_gpt.png")
     return 0 if good else 1
 
 

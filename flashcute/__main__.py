@@ -30,6 +30,8 @@ from .profiling import cli as profile_cli
 from .sim import cli as sim_cli
 
 _DAY = 24 * 3600.0
+# Of what this imports: the modules whose package has their name.
+_PACKAGES = ("torch", "numpy", "filelock", "ninja", "tqdm", "matplotlib")
 
 
 def targets_at_hand() -> list[str]:
@@ -231,7 +233,7 @@ def _entry_row(stem: str, paths: Sequence[Path]) -> list[object]:
         (record,) = (path for path in paths if path.suffix == ".json")
         meta = json.loads(record.read_bytes())
         return [meta["name"], meta["target"], -(-size // 1024), round(meta["seconds"]), built]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return [stem, "incomplete", -(-size // 1024), "-", built]
 
 
@@ -367,11 +369,11 @@ def _run(argv: Sequence[str] | None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("flashcute"):
             raise
-        print(
-            f"flashcute {args.command}: expected the package {error.name}, found none; "
-            f"`pip install {error.name}`",
-            file=sys.stderr,
-        )
+        name = error.name or ""
+        what, mend = f"package {name}", f"`pip install {name}`"
+        if name not in _PACKAGES:  # on an index, a module's name may be anyone's
+            what, mend = f"module {name}", "reinstall the package that it belongs to"
+        print(f"flashcute {args.command}: expected the {what}, found none; {mend}", file=sys.stderr)
     except OSError as error:
         print(f"flashcute {args.command}: {error}", file=sys.stderr)
     except (RuntimeError, MemoryError) as error:
@@ -387,6 +389,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; what a user can cause ends in a message and an exit status."""
+    if sys.stderr is None:  # closed: argparse and tqdm would fail, each in its way
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         try:
             return _run(argv)

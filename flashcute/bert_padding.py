@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_kind, check_length
+from .cpu_operator import is_traced
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -25,9 +26,11 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
     Raises:
         TypeError: for what is no dense tensor, and indices of another dtype.
-        ValueError: for a wrong shape or device.
+        ValueError: for a wrong shape or device, and, of CPU tensors, for places that are not there.
     """
-    _check_rows("index_first_axis", "input", input, indices)
+    fn = "index_first_axis"
+    _check_rows(fn, "input", input, indices)
+    _check_places(fn, indices, input.shape[0], "the rows of input")
     return input.index_select(0, indices)
 
 
@@ -102,11 +105,13 @@ def unpad_input_for_concatenated_sequences(
         (sequences + 1,), int32, and ``max_seqlen_in_batch``, an int, as :func:`unpad_input`.
 
     Raises:
-        TypeError, ValueError: as :func:`unpad_input`.
+        TypeError, ValueError: as :func:`unpad_input`; the latter also for lengths of CPU tensors
+            that are negative, or more than a row has places.
     """
     fn, name = "unpad_input_for_concatenated_sequences", "attention_mask_in_length"
     _check_mask(fn, name, attention_mask_in_length, hidden_states)
     tokens = attention_mask_in_length.sum(-1)  # of each row
+    _check_rows_of_lengths(fn, name, attention_mask_in_length, tokens)
     places = torch.arange(attention_mask_in_length.shape[1], device=tokens.device)
     indices = (places < tokens[:, None]).flatten().nonzero().squeeze(-1)
     lengths = attention_mask_in_length.flatten()
@@ -131,6 +136,10 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     """
     fn = "pad_input"
     batch, seqlen = check_length(fn, "batch", batch), check_length(fn, "seqlen", seqlen)
+    if batch * seqlen >= 2**63:
+        raise ValueError(
+            f"{fn}: expected batch * seqlen < 2**63, got {batch * seqlen}; pass a tensor's sizes"
+        )
     rows = _put(fn, "hidden_states", hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))
 
@@ -142,6 +151,7 @@ def _put(fn: str, name: str, values: Tensor, indices: Tensor, rows: int) -> Tens
             f"{fn}: expected one row of {name} for each of the {indices.shape[0]} indices, "
             f"got {name}.shape={tuple(values.shape)}; pass the rows that belong to them"
         )
+    _check_places(fn, indices, rows, "the rows of the result")
     return values.new_zeros((rows, *values.shape[1:])).index_copy(0, indices.long(), values)
 
 
@@ -174,6 +184,39 @@ def _check_rows(fn: str, name: str, x: Tensor, indices: Tensor) -> None:
         raise ValueError(
             f"{fn}: expected indices on {x.device} as {name}, "
             f"got indices.device={indices.device}; move them there"
+        )
+
+
+def _can_be_read(x: Tensor) -> bool:
+    """Whether nothing has to wait for the values, nor records them."""
+    return x.is_cpu and not (is_traced(x) or torch._C._are_functorch_transforms_active())
+
+
+def _check_places(fn: str, indices: Tensor, rows: int, what: str) -> None:
+    if not _can_be_read(indices) or not indices.numel():
+        return
+    least, most = (int(x) for x in indices.aminmax())
+    if least < 0 or most >= rows:
+        raise ValueError(
+            f"{fn}: expected 0 <= indices < {rows}, {what}, got "
+            f"{f'a least of {least}' if least < 0 else f'a largest of {most}'}; pass those of the "
+            "same padded batch"
+        )
+
+
+def _check_rows_of_lengths(fn: str, name: str, lengths: Tensor, tokens: Tensor) -> None:
+    if not _can_be_read(lengths) or not lengths.numel():
+        return
+    if int(lengths.min()) < 0:
+        raise ValueError(
+            f"{fn}: expected {name} of lengths from 0 on, got a least of {int(lengths.min())}; "
+            "pass 0 where there is no sequence"
+        )
+    row = int(tokens.argmax())
+    if int(tokens[row]) > lengths.shape[1]:
+        raise ValueError(
+            f"{fn}: expected at most {lengths.shape[1]} tokens in a row of {name}, got "
+            f"{int(tokens[row])} in row {row}; pass the lengths of the sequences that are there"
         )
 
 

@@ -312,22 +312,26 @@ def check_alibi(fn: str, alibi_slopes, q: torch.Tensor, b: int) -> None:
 
 def check_sinks(fn: str, sinks, q: torch.Tensor) -> None:
     """One logit for each query head of q (..., h, head_dim), of float32 or q's dtype."""
+    check_logits(fn, sinks, q.shape[-2], q.dtype)
+    if sinks.device != q.device:
+        raise ValueError(
+            f"{fn}: expected sinks on {q.device}, got sinks.device={sinks.device}; move it there"
+        )
+
+
+def check_logits(fn: str, sinks, h: int, dtype: torch.dtype) -> None:
+    """A dense tensor of one logit for each query head, of float32 or ``dtype``."""
     check_kind(fn, "sinks", sinks)
-    if sinks.dtype not in (torch.float32, q.dtype):
-        dtypes = " or ".join(dict.fromkeys((str(torch.float32), str(q.dtype))))
+    if sinks.dtype not in (torch.float32, dtype):
+        dtypes = " or ".join(dict.fromkeys((str(torch.float32), str(dtype))))
         raise TypeError(
             f"{fn}: expected sinks of dtype {dtypes}, got sinks.dtype={sinks.dtype}; "
             "cast it with .float()"
         )
-    h = q.shape[-2]
     if sinks.shape != (h,):
         raise ValueError(
             f"{fn}: expected sinks of shape ({h},), got sinks.shape={tuple(sinks.shape)}; "
             "pass one logit per query head"
-        )
-    if sinks.device != q.device:
-        raise ValueError(
-            f"{fn}: expected sinks on {q.device}, got sinks.device={sinks.device}; move it there"
         )
 
 
@@ -464,14 +468,20 @@ def check_size(fn: str, name: str, value) -> int:
     return size
 
 
-def check_length(fn: str, name: str, value) -> int:
-    """A number of tokens: an int from 0 on. What runs a traced call learns and checks its value."""
-    length = _plain(value)
-    if not _is_int(length):
+def check_int(fn: str, name: str, value) -> int:
+    """An int of any size."""
+    number = _plain(value)
+    if not _is_int(number):
         raise TypeError(
             f"{fn}: expected {name} to be an int, got {name}={_show(value)}; "
             "pass int(...), which reads a tensor back"
         )
+    return number
+
+
+def check_length(fn: str, name: str, value) -> int:
+    """A number of tokens: an int from 0 on. What runs a traced call learns and checks its value."""
+    length = check_int(fn, name, value)
     traced = torch.compiler.is_compiling() or isinstance(length, torch.SymInt)
     if not traced and not 0 <= length <= _MAX_INT64:
         raise ValueError(

@@ -340,7 +340,7 @@ def no_gradient(got: str) -> str:
     """The reason and way out for a gradient through a cache."""
     return (
         f"expected no gradient through a cache, on any device, got {got}; call it under "
-        "torch.no_grad() or detach the inputs, or train with flash_attn_varlen_func"
+        "torch.no_grad() or detach the inputs, or train with flash_attn_func"
     )
 
 

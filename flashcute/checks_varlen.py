@@ -107,17 +107,7 @@ def check_lengths(names: Names, q: Tensor, cu_seqlens_q, cu_seqlens_k, seqused_q
         (names.cu_seqlens_q, cu_seqlens_q),
         (names.cu_seqlens_k, cu_seqlens_k),
     ):
-        check_kind(fn, name, cu_seqlens)
-        if cu_seqlens.dtype not in _INDEX_DTYPES:
-            raise TypeError(
-                f"{fn}: expected {name} of dtype torch.int32 or torch.int64, "
-                f"got {name}.dtype={cu_seqlens.dtype}; cast it with .int()"
-            )
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-            raise ValueError(
-                f"{fn}: expected {name} of shape (b + 1,), got {name}.shape="
-                f"{tuple(cu_seqlens.shape)}; pass where each of b sequences starts, and the end"
-            )
+        check_cu_seqlens(fn, name, cu_seqlens)
         _check_on(fn, name, cu_seqlens, names.q, q)
     b = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k.shape[0] - 1 != b:
@@ -142,6 +132,21 @@ def check_lengths(names: Names, q: Tensor, cu_seqlens_q, cu_seqlens_k, seqused_q
             )
         _check_on(fn, name, seqused, names.q, q)
     return b
+
+
+def check_cu_seqlens(fn: str, name: str, cu_seqlens) -> None:
+    """A dense tensor of integers, (b + 1,)."""
+    check_kind(fn, name, cu_seqlens)
+    if cu_seqlens.dtype not in _INDEX_DTYPES:
+        raise TypeError(
+            f"{fn}: expected {name} of dtype torch.int32 or torch.int64, "
+            f"got {name}.dtype={cu_seqlens.dtype}; cast it with .int()"
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(
+            f"{fn}: expected {name} of shape (b + 1,), got {name}.shape="
+            f"{tuple(cu_seqlens.shape)}; pass where each of b sequences starts, and the end"
+        )
 
 
 def _check_on(fn: str, name: str, tensor: Tensor, q_name: str, q: Tensor) -> None:
@@ -212,7 +217,7 @@ def read_lengths_in_pages(
     )
     if seqused[1] is None:
         name, starts = names.cu_seqlens_k, cu_seqlens[1].tolist()
-        _check_starts(names.fn, name, starts)
+        check_starts(names.fn, name, starts)
         lengths = [end - start for start, end in itertools.pairwise(starts)]
     else:
         name, lengths = "seqused_k", seqused[1].tolist()
@@ -230,8 +235,10 @@ def read_lengths_in_pages(
     return Lengths(*queries, [0] * len(lengths), lengths)
 
 
-def _check_starts(fn: str, name: str, starts: list[int]) -> None:
-    """That cumulative lengths begin at 0 and never decrease."""
+def check_starts(
+    fn: str, name: str, starts: list[int], total: int | None = None, tokens: str = ""
+) -> None:
+    """That cumulative lengths begin at 0, never decrease, and end within the rows of ``tokens``."""
     if starts[0] != 0:
         raise ValueError(
             f"{fn}: expected {name} to start at 0, got {name}[0]={starts[0]}; "
@@ -243,19 +250,19 @@ def _check_starts(fn: str, name: str, starts: list[int]) -> None:
                 f"{fn}: expected {name} to be non-decreasing, got {name}[{i}:{i + 2}]="
                 f"{starts[i : i + 2]}; pass cumulative lengths, not the lengths themselves"
             )
+    if total is not None and starts[-1] > total:
+        raise ValueError(
+            f"{fn}: expected {name}[-1] <= {total}, the rows of {tokens}, "
+            f"got {name}[-1]={starts[-1]}; pass all tokens, or clamp it"
+        )
 
 
 def _read_side(
     fn: str, names: tuple[str, ...], total: int, starts: list[int], used: list[int] | None, bound
 ) -> tuple[list[int], list[int]]:
     token_name, name, used_name, bound_name = names
-    _check_starts(fn, name, starts)
+    check_starts(fn, name, starts, total, token_name)
     lengths = [end - start for start, end in itertools.pairwise(starts)]
-    if starts[-1] > total:
-        raise ValueError(
-            f"{fn}: expected {name}[-1] <= {total}, the rows of {token_name}, "
-            f"got {name}[-1]={starts[-1]}; pass all tokens, or clamp it"
-        )
     computed = lengths if used is None else used
     for i, (length, count) in enumerate(zip(lengths, computed, strict=True)):
         if not 0 <= count <= length:

@@ -36,8 +36,9 @@ def _switch(text: str) -> bool:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("a whole number of at least 1")
+    # Within ninja's range; Python converts no more than 4300 digits.
+    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) < 2**31:
+        raise ValueError("a whole number of at least 1, below 2**31")
     return int(text)
 
 

@@ -39,9 +39,13 @@ class Feature:
 _CPU_ONLY = "CPU tensors support it"
 _CACHE = (
     "write new keys and values with an assignment, then call flash_attn_varlen_func with "
-    f"k_cache.flatten(0, 1) and cache_seqlens as seqused_k; {_CPU_ONLY}"
+    "k_cache.flatten(0, 1), cu_seqlens_k in steps of k_cache.shape[1] and cache_seqlens as "
+    f"seqused_k; {_CPU_ONLY}"
 )
-_PAGES = f"gather the pages of each sequence into k and v; {_CPU_ONLY}"
+_PAGES = (
+    "gather the pages of each sequence, as by cache[block_table].flatten(1, 2), and pass no "
+    f"block_table; {_CPU_ONLY}"
+)
 _NO_GRADIENT = f"call it under torch.no_grad() or detach the inputs; {_CPU_ONLY}"
 
 # CPU tensors support every row.

@@ -174,20 +174,22 @@ def flash_attn_func(
     makes it repeatable, and a captured CUDA graph draws anew in each replay. It leaves the
     log-sum-exp as it is.
 
-    On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256; first derivatives of out
-    and of the log-sum-exp. Results and the gradients of k and v are bitwise repeatable; that of q
-    with ``deterministic=True``. A backward of the sm90 class has a float32 workspace of b * h *
-    seqlen_q * head_dim elements, with lengths rounded up to 128 and head dimensions to 32, 64 or
-    128; both classes have 2 floats for each row of each head. On the CPU: in float32 (float64 for
-    float64 inputs), every argument, differentiable to any order; by PyTorch's flash attention where
-    there is no more than a scale, a window and sinks, else by a plain PyTorch reference, at a tenth
-    of its speed.
+    On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256. Out and the log-sum-exp
+    have first derivatives, but not yet with softcap or alibi_slopes. Results and the gradients of k
+    and v are bitwise repeatable; that of q is with ``deterministic=True``.
 
-    Any strides are right. The kernels read in place what has a head_dim that is a multiple of 8, a
-    last stride of 1, other strides that are multiples of 8 elements, and a start at a multiple of
-    16 bytes; any other tensor is copied once in each call, a head_dim padded with zeros. Messages
-    of level DEBUG of the logger ``flashcute`` name what is copied, and why; a compiled function
-    copies silently.
+    Memory of a backward on CUDA, beside the gradients: 2 floats for each row of each query head. In
+    the sm90 class also a float32 workspace of b * h * seqlen_q * head_dim elements, with lengths
+    rounded up to 128 and head dimensions to 32, 64 or 128.
+
+    On the CPU: every argument, in float32 (float64 for float64 inputs), differentiable to any
+    order. PyTorch's flash attention computes calls with no more than a scale, a window and sinks;
+    a plain PyTorch reference, which is slower and stores scores, computes the others.
+
+    Any strides are right. The kernels read a tensor in place if its head_dim is a multiple of 8,
+    its last stride 1, its other strides multiples of 8 elements, and its start a multiple of 16
+    bytes. Any other tensor is copied once in each call, a head_dim padded with zeros. The logger
+    ``flashcute`` says at level DEBUG what is copied, and why; a compiled function copies silently.
 
     Args:
         q: (b, seqlen_q, h, head_dim).
@@ -198,13 +200,13 @@ def flash_attn_func(
         softmax_scale: Factor on the scores; None for 1 / sqrt(head_dim).
         causal: Whether to mask keys after the query. A numpy scalar counts as the Python bool or
             number that it holds, here and in the other options.
-        window_size: (left, right): query i sees keys in [i + seqlen_k - seqlen_q - left,
-            i + seqlen_k - seqlen_q + right]; -1 for unlimited.
+        window_size: (left, right): query i sees keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right; -1 for unlimited.
         softcap: Scores become softcap * tanh(scores / softcap); 0.0 for none.
         alibi_slopes: float32 (h,) or (b, h): adds -slope * |i + seqlen_k - seqlen_q - j|.
         deterministic: Ask for bitwise repeatable gradients, as
-            ``torch.use_deterministic_algorithms(True)`` does, too; results always are. Without it,
-            kernels of the sm90 class sum up dq in an order that varies.
+            ``torch.use_deterministic_algorithms(True)`` does, too. Without it the sm90 class sums
+            dq up in an order that varies. Results are repeatable in any case.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
         sinks: float32 or of q's dtype, (h,): for each query head one more logit, in units of the
             scaled scores, that joins the softmax's denominator and has no value; learnable. With L

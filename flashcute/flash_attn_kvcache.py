@@ -144,7 +144,8 @@ def flash_attn_with_kvcache(
     if not traced and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{fn}: {no_gradient('a call inside a transform of torch.func')}")
     if not (q.is_cpu or q.is_meta):
-        raise NotImplementedError(f"{fn}: {not_on_cuda('k_cache', '(a tensor)')}")
+        argument = "k_cache" if block_table is None else "block_table"
+        raise NotImplementedError(f"{fn}: {not_on_cuda(argument, '(a tensor)')}")
     o = Options(scale, causal, left, right, softcap, rotary_interleaved, num_splits)
     if traced or q.is_meta:
         out, lse = ops_kvcache.attend(t, o)

@@ -177,28 +177,28 @@ def flash_attn_varlen_func(
     windows and ALiBi are aligned to the bottom-right corner of each. A sequence's result does not
     depend on the others. Sequences may be empty, on either side.
 
-    ``torch.nested`` tensors of layout jagged, (b, j, h, head_dim), are packed this way already:
-    pass ``q.values()`` and ``q.offsets()``, of ``q.contiguous()`` where ``q.lengths()`` says that
-    there are holes; ``torch.nested.nested_tensor_from_jagged`` wraps the result. A padded batch is
-    packed by ``flashcute.bert_padding.unpad_input``.
+    A padded batch is packed by ``flashcute.bert_padding.unpad_input``. A ``torch.nested`` tensor of
+    layout jagged, (b, j, h, head_dim), is packed already: pass ``q.values()`` and ``q.offsets()``
+    (of ``q.contiguous()`` where ``q.lengths()`` is not None, which means holes), and wrap the
+    result with ``torch.nested.nested_tensor_from_jagged``.
 
-    On CUDA as :func:`flash_attn_func`, without a wait for the device. On the CPU of any option and
-    differentiable. Meta tensors give shapes.
+    On CUDA as :func:`flash_attn_func`, but without gradients yet, and without a wait for the
+    device. On the CPU every argument, and differentiable. Meta tensors give shapes.
 
     Args:
         q: (total_q, h, head_dim).
         k: (total_k, h_k, head_dim), of q's dtype and device; h is a multiple of h_k.
         v: As k.
         cu_seqlens_q: int32 or int64 (b + 1,), on q's device: where each sequence of queries starts,
-            and where the last one ends. From 0 on, non-decreasing, at most total_q; on CUDA, where
-            it is not read ahead, the results of other values are not defined, but nothing outside
-            the tensors is read or written. Rows from the last value on are in no sequence: their
-            output is 0, their log-sum-exp -inf.
+            and where the last one ends. From 0 on, non-decreasing, at most total_q. The host does
+            not read it on CUDA: there wrong values give undefined results, but nothing outside the
+            tensors is read or written. Rows from the last value on are in no sequence: their output
+            is 0, their log-sum-exp -inf.
         cu_seqlens_k: int32 or int64 (b + 1,): the same for keys and values. None only with
             block_table and seqused_k.
-        max_seqlen_q: The longest sequence of queries, or more, which costs nothing but time. If a
-            sequence is longer, a CPU tensor raises an error; a kernel, for which the lengths stay
-            on the device, computes its first max_seqlen_q rows, as with seqused_q.
+        max_seqlen_q: The longest sequence of queries, or more, which costs nothing but time. A
+            longer sequence is an error on the CPU; on CUDA its first max_seqlen_q rows are
+            computed, as with seqused_q.
         max_seqlen_k: The same for the keys. A kernel reads all keys of a sequence whatever it is.
         dropout_p: As in :func:`flash_attn_func`, and so for the arguments that follow.
         softmax_scale: Factor on the scores; None for 1 / sqrt(head_dim).

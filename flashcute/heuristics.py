@@ -1,4 +1,4 @@
-"""Tuning has one home: shapes and GPU in, configuration out.
+"""Chooses the configuration of a kernel for a problem and a GPU: all tuning is in this file.
 
 C++ never chooses a tile. Each number below carries the limit it hits or the measurement behind it.
 """
@@ -27,11 +27,11 @@ class FwdProblem:
     """One call, or its backward, as far as the choice of a kernel depends on it.
 
     Attributes:
-        window: (left, right), where neither a causal mask nor none says the same; then ``causal``
-            is False.
-        softcap: Whether there is one.
-        alibi: Likewise.
-        dropout: Likewise.
+        causal: A causal mask and no other window.
+        window: (left, right) of any other window, with ``causal=False``; None without one.
+        softcap: Whether the call has a softcap.
+        alibi: Whether it has ALiBi slopes.
+        dropout: Whether it has dropout.
     """
 
     dtype: str
@@ -171,7 +171,8 @@ def typical_length(total: int, b: int, longest: int) -> int:
     """
     most = min(longest, total)
     mean = min(total / max(b, 1), most)
-    return max(int(math.sqrt(mean * most)), 1)
+    # A single row needs no mask, a longest sequence of two does.
+    return max(int(math.sqrt(mean * most)), min(most, 2), 1)
 
 
 def rounded(problem: FwdProblem) -> FwdProblem:
@@ -205,9 +206,10 @@ def _may_pack(problem: FwdProblem) -> bool:
 def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
     """Whether the query heads of a key head share tiles (pack-GQA).
 
-    A few query positions then fill a tile that one head leaves empty, and under a mask a tile spans
-    fewer positions, so that less of what it computes is masked. Where all tiles run at once, fewer
-    of them read the keys less often. Dropout's masks are drawn for tiles of one head.
+    They do where :func:`work` is then less. Few query positions then fill a tile, which those of
+    one head leave nearly empty. Under a mask a tile spans fewer positions, so less of what it
+    computes is masked. Fewer tiles also read the keys less often. With dropout heads never share
+    tiles: its masks are drawn for tiles of one head.
     """
     if not _may_pack(problem):
         return False
@@ -247,11 +249,11 @@ def _tile_lengths(problem: FwdProblem, config: FwdConfig, m_blocks: int, shift: 
 
 
 def work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> tuple[float, int]:
-    """What a call computes on the SM that it takes longest, in rows times keys, to compare kernels;
-    and its tiles.
+    """The work of the SM that finishes last, in rows times keys, to compare kernels; and the
+    number of tiles.
 
-    Without a mask, the CTAs of an SM with one CTA take tiles in turn, and the time is that of the
-    most that one gets. Else CTAs steal them, longest first: the mean, and the end.
+    Without a mask and with one CTA an SM, CTAs take tiles in turn: the most that one of them gets.
+    Else CTAs take tiles as they become free, longest first: the mean, and the idle time at the end.
     """
     shift = _pack_shift(problem) if packed else 0
     m_blocks = max(-(-(problem.seqlen_q << shift) // config.tile_m), 1)

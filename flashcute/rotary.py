@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_flag, check_kind, check_length, check_rank
+from .checks_varlen import check_starts
 from .cpu_operator import is_traced
 from .features import CPU_DTYPES
 
@@ -55,8 +56,9 @@ def apply_rotary_emb(
 
     Raises:
         TypeError: for a wrong type or dtype.
-        ValueError: for a wrong shape or device, and for positions beyond the tables. Where values
-            cannot be read, on CUDA and in traced calls, tokens at such positions stay as they are.
+        ValueError: for a wrong shape or device, for cu_seqlens that are out of order or range, and
+            for positions beyond the tables. Where values cannot be read, on CUDA and in traced
+            calls, tokens at such positions stay as they are.
     """
     fn = "apply_rotary_emb"
     interleaved = check_flag(fn, "interleaved", interleaved)
@@ -90,6 +92,8 @@ def apply_rotary_emb(
     positions = _positions(x, b, seqlen_offsets, cu_seqlens)
     # Values are read where nothing has to wait for them.
     if x.is_cpu and not (is_traced(x) or torch._C._are_functorch_transforms_active()):
+        if packed:
+            check_starts(fn, "cu_seqlens", cu_seqlens.tolist(), x.shape[0], "x")
         _check_positions(fn, positions, seqlen_offsets, cos)
     out = rotated(x, *table_rows(cos, sin, positions), interleaved, conjugate)
     return x.copy_(out) if inplace else out

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from . import checks
-from .checks_kvcache import no_gradient
+from .checks_kvcache import check_table, no_gradient
+from .checks_varlen import check_cu_seqlens
 from .config import MAX_HEAD_DIM
 from .features import CAPABILITIES, CPU_DTYPES, CUDA_DTYPES, FEATURES, VECTOR, not_on_cuda
 
@@ -115,13 +116,10 @@ def supports(
     for name, tensor in given.items():
         wrong = len(reasons)
         if tensor is not None and tensor is not True:
-            if name != "alibi_slopes":
-                passes(checks.check_kind, name, tensor)
-            elif h is not None:
-                passes(checks.check_slopes, tensor, h)
+            passes(_check_tensor, name, tensor, h, dtype)
         asked[name] = tensor is not None and len(reasons) == wrong and "(a tensor)"
-    if asked["k_cache"] and asked["requires_grad"]:
-        reasons.append(no_gradient("requires_grad=True"))
+    if asked["k_cache"]:
+        reasons += _beside_a_cache(asked["requires_grad"], dropout_p, asked["cu_seqlens"])
     if place is None or place.type == "cpu":
         return Support(not reasons, tuple(reasons))
 
@@ -143,19 +141,46 @@ def supports(
     return Support(not reasons, tuple(reasons))
 
 
+def _beside_a_cache(requires_grad, dropout_p, cu_seqlens) -> list[str]:
+    """What flash_attn_with_kvcache has no argument for, or refuses."""
+    reasons = [no_gradient("requires_grad=True")] if requires_grad else []
+    for name, value in (("dropout_p", dropout_p), ("cu_seqlens", cu_seqlens)):
+        if value:
+            reasons.append(
+                f"expected no {name} with k_cache, which flash_attn_with_kvcache does not take, "
+                f"got {name}={value}; leave it out"
+            )
+    return reasons
+
+
+def _check_tensor(fn: str, name: str, tensor, h: int | None, dtype) -> None:
+    """What the calls ask of a tensor whatever q is; of h query heads where h is known."""
+    checks.check_kind(fn, name, tensor)
+    if name == "cu_seqlens":
+        check_cu_seqlens(fn, name, tensor)
+    elif name == "k_cache":
+        checks.check_rank(fn, name, tensor, "(batch_cache, seqlen_cache, heads, head_dim)")
+    elif name == "block_table":
+        check_table(fn, tensor, tensor, tensor.shape[0] if tensor.dim() else 0)
+    elif h is not None and name == "alibi_slopes":
+        checks.check_slopes(fn, tensor, h)
+    elif h is not None:
+        checks.check_logits(fn, tensor, h, dtype)
+
+
 def support_matrix() -> str:
     """The Markdown table of README, generated from the same data as :func:`supports`."""
 
     def names(dtypes: tuple[torch.dtype, ...]) -> str:
         return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
-    major, minor = CAPABILITIES[0]
+    capabilities = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
     rows = [
         ("", "CUDA", "CPU"),
         ("---", "---", "---"),
         ("dtypes", names(CUDA_DTYPES), names(CPU_DTYPES)),
         ("head dimension", f"up to {MAX_HEAD_DIM} (padded to a multiple of {VECTOR})", "any"),
-        ("compute capability", f"{major}.{minor} and newer", "-"),
+        ("compute capability", capabilities, "-"),
         *((feature.title, "yes" if feature.cuda else "not yet", "yes") for feature in FEATURES),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

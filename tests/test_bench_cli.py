@@ -300,7 +300,12 @@ def test_a_result_is_drawn_again(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "p" / "fwd_bf16_ratio.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": []}', '{"rows": [{"us": {}}]}'])
+WRONG_ROW = '{"rows": [{"us": 1, "tflops": 2}]}'
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"rows": []}', '{"rows": [{"us": {}}]}', WRONG_ROW]
+)
 def test_drawing_refuses_other_files(tmp_path, capsys, text):
     path = tmp_path / "other.json"
     path.write_text(text)

@@ -166,11 +166,11 @@ def test_a_file_is_a_contender_in_the_passes_that_it_has(tmp_path, source, passe
 
 def test_a_backward_in_a_file_is_timed_without_autograd(tmp_path):
     path = tmp_path / "other.py"
-    path.write_text(MODULE + "def backward(q, *_):\n    return lambda: q\n")
+    path.write_text(MODULE + "def backward(q, k, v, *_):\n    return lambda: (q, k, v)\n")
     q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
     modules = {"other": peers.load_module("other", path)}
     calls, _ = peers.make(q, k, v, True, ("other",), "bwd", modules)
-    assert calls["other"]() is q
+    assert calls["other"]()[0] is q
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,7 @@ def test_a_backward_in_a_file_is_timed_without_autograd(tmp_path):
     [
         ("a.py", "1 / 0", "ZeroDivisionError"),
         ("a.py", "x = 1", "got neither in"),
+        ("a.py", "import sys; sys.exit(0)", "SystemExit"),
         ("a.txt", MODULE, "does not end in .py"),
     ],
 )
@@ -187,6 +188,27 @@ def test_files_that_hold_no_contender_are_refused(tmp_path, name, source, messag
     with pytest.raises(ValueError, match=message) as error:
         peers.load_module("other", path)
     assert "--peer-module other=FILE" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "returned", "reason"),
+    [
+        ("fwd", "None", "expected a tensor (1, 16, 4, 32), got NoneType"),
+        ("fwd", "(q, q)", "expected a tensor (1, 16, 4, 32), got tuple"),
+        ("fwd", "q[:, :1]", "got a tensor (1, 1, 4, 32)"),
+        ("bwd", "q", "expected 3 tensors, got Tensor"),
+        ("bwd", "(q, None, q)", "expected a tensor (1, 16, 2, 32), got NoneType"),
+        ("bwd", "exit()", "SystemExit"),
+    ],
+)
+def test_a_file_that_returns_something_else_drops_out(tmp_path, what, returned, reason):
+    path = tmp_path / "other.py"
+    function = "forward(q, *_)" if what == "fwd" else "backward(q, *_)"
+    path.write_text(f"def {function}:\n    return lambda: {returned}\n")
+    modules = {"other": peers.load_module("other", path)}
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    calls, missing = peers.make(q, k, v, True, ("other",), what, modules)
+    assert calls == {} and reason in missing["other"]
 
 
 def test_flash_attention_3_is_missing_where_it_is_not_installed(monkeypatch):

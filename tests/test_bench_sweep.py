@@ -210,15 +210,16 @@ def test_sustained_runs_have_another_order_at_each_point_and_follow_a_run(monkey
         ran.append(call())
         return {"us": 1.0}
 
-    for name in CPU.names:
-        output = torch.full((1,), float(CPU.names.index(name)))
-        monkeypatch.setitem(peers._MAKERS, name, lambda *_, output=output: lambda: output)
+    for number, name in enumerate(CPU.names):
+        monkeypatch.setitem(
+            peers._MAKERS, name, lambda q, *_, n=number: lambda: torch.full_like(q, n)
+        )
     monkeypatch.setattr(sweep, "measure_sustained", sustained)
     orders, steady = [], dataclasses.replace(CPU, sustained=1.0)
     for number in range(6):
         ran.clear()
         sweep.measure([Variant("bf16", SHAPE)], number, steady, [], {})
-        first, *order = (CPU.names[int(x)] for x in ran)
+        first, *order = (CPU.names[int(x.max())] for x in ran)
         assert first == order[-1]
         orders.append(order)
     assert orders == [bm.turn(CPU.names, number) for number in range(6)]

@@ -16,7 +16,7 @@ def stand_in(tmp_path, monkeypatch):
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit\n'
+        '#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\n'
         "i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done\n"
         'while [ "$1" != -o ]; do shift; done; echo > "$2"\n'
     )
@@ -45,6 +45,6 @@ def test_over_the_limit(monkeypatch, capsys):
 
 
 def test_failed_build_is_reported(monkeypatch, tmp_path):
-    (tmp_path / "bin" / "nvcc").write_text('#!/bin/sh\n[ "$1" = --version ] || exit 3\n')
+    (tmp_path / "bin" / "nvcc").write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1 || exit 3\n')
     with pytest.raises(RuntimeError, match=f"building {CONFIG.full_name} .*exit status 3"):
         run(monkeypatch)

@@ -295,13 +295,13 @@ def _options() -> Iterator[Case]:
     leaf = {"q": lambda x, _: x.requires_grad_()}
     pattern = r"no gradient through a cache, .*got q.requires_grad=True; call it under torch.no_"
     yield _case("gradient", NotImplementedError, pattern, on=(*_ANY, "fake_cuda"), **leaf)
-    for paged in (False, True):
-        pattern = r"no KV cache on CUDA, .*got k_cache=\(a tensor\); write .*seqused_k; CPU tensors"
-        fields = {"on": ("fake_cuda",), "paged": paged}
-        yield _case(f"CUDA, paged={paged}", NotImplementedError, pattern, **fields)
-    fields |= {"function": VARLEN}
+    fields = {"on": ("fake_cuda",)}
+    pattern = r"no KV cache on CUDA, .*got k_cache=\(a tensor\); write .*seqused_k; CPU tensors"
+    yield _case("on CUDA", NotImplementedError, pattern, **fields)
+    fields |= {"paged": True}
     pattern = r"no paged KV cache on CUDA, .*got block_table=\(a tensor\); gather .*; CPU tensors"
-    yield _case("varlen in pages on CUDA", NotImplementedError, pattern, **fields)
+    yield _case("in pages on CUDA", NotImplementedError, pattern, **fields)
+    yield _case("varlen in pages on CUDA", NotImplementedError, pattern, function=VARLEN, **fields)
     of = {"function": VARLEN, "paged": True}
     pattern = "seqused_k or cu_seqlens_k with a block_table, got neither; pass how many"
     yield _case("no lengths of keys", ValueError, pattern, **of, cu_seqlens_k=None)

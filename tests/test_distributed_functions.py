@@ -315,6 +315,38 @@ def test_wrong_lengths(one_process, scheme, cu_seqlens):
         function(X[0], X[0], X[0], cu_seqlens)
 
 
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        (None, "cu_seqlens to be .*, got cu_seqlens of type NoneType"),
+        (6, "cu_seqlens to be .*, got cu_seqlens of type int"),
+        ([0, 6.0], r"cu_seqlens\[1\] to be an int, got cu_seqlens\[1\]=6.0"),
+        ([0, None], r"cu_seqlens\[1\] to be an int, got cu_seqlens\[1\]=None"),
+        ([0, True, 6], r"cu_seqlens\[1\] to be an int, got cu_seqlens\[1\]=True"),
+        (torch.tensor(6), "got cu_seqlens of type Tensor"),
+        (torch.tensor([0.0, 6.0]), r"cu_seqlens\[0\] to be an int, got cu_seqlens\[0\]=0.0"),
+        (torch.tensor([0, 6], device="meta"), "got cu_seqlens of type Tensor"),
+        (torch.tensor([0, 6]).to_sparse(), "got cu_seqlens as a tensor of layout"),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["ring", "allgather"])
+def test_lengths_of_another_kind(one_process, scheme, cu_seqlens, message):
+    function = getattr(fd, f"{scheme}_flash_attn_varlen_func")
+    with pytest.raises(TypeError, match=f"^{scheme}_flash_attn_varlen_func: expected .*{message}"):
+        function(X[0], X[0], X[0], cu_seqlens)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vjp, torch.func.linearize, torch.vmap])
+@pytest.mark.parametrize("scheme", ["ring", "allgather"])
+def test_transforms_are_refused(one_process, scheme, transform):
+    function = getattr(fd, f"{scheme}_flash_attn_func")
+    with pytest.raises(NotImplementedError, match=f"^{scheme}_flash_attn_func: expected no trans"):
+        if transform is torch.vmap:
+            transform(lambda q: function(q, X, X))(X[None])
+        else:
+            transform(lambda q: function(q, X, X), X)
+
+
 def test_a_mesh_of_two_dimensions_is_refused(one_process):
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
     with pytest.raises(TypeError, match=r"got one of 2, \('dp', 'cp'\); pass one dimension"):

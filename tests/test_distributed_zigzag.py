@@ -137,3 +137,62 @@ def test_packed_sequences_are_split_one_by_one():
 def test_what_cannot_be_split_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+X = torch.zeros(1, 8)
+WRONG_KINDS = [
+    (lambda: zigzag_positions(8.0, 0, 2), "seqlen to be an int, got seqlen=8.0"),
+    (lambda: zigzag_positions(8, 0, 2.0), "world_size to be an int, got world_size=2.0"),
+    (lambda: zigzag_positions(8, None, 2), "rank to be an int, got rank=None"),
+    (lambda: zigzag_positions("8", 0, 2), "seqlen to be an int, got seqlen='8'"),
+    (lambda: zigzag_split(X, False, 2), "rank to be an int, got rank=False"),
+    (lambda: zigzag_split([1, 2], 0, 2), "x to be a torch.Tensor, got x of type list"),
+    (lambda: zigzag_split(X.to_sparse(), 0, 2), "got x as a tensor of layout torch.sparse_coo"),
+    (lambda: zigzag_split(X, 0, 2, dim=1.0), "dim to be an int, got dim=1.0"),
+    (
+        lambda: zigzag_split(X, 0, 2, cu_seqlens=8),
+        "cu_seqlens to be .*, got cu_seqlens of type int",
+    ),
+    (
+        lambda: zigzag_split(X, 0, 2, cu_seqlens=[0, 8.0]),
+        r"cu_seqlens\[1\] to be an int, got .*8.0",
+    ),
+    (lambda: zigzag_split(X, 0, 2, cu_seqlens=[0, None]), r"got cu_seqlens\[1\]=None"),
+    (lambda: zigzag_split(X, 0, 2, cu_seqlens=torch.tensor(8)), "got cu_seqlens of type Tensor"),
+    (lambda: zigzag_split(X, 0, 2, cu_seqlens=torch.tensor([0.0, 8.0])), r"cu_seqlens\[0\]=0.0"),
+    (lambda: zigzag_split(X, 0, 2, cu_seqlens=torch.tensor([[0, 8]])), r"cu_seqlens\[0\]=\[0, 8"),
+    (lambda: zigzag_merge(None), "parts to be a sequence of tensors, got parts of type NoneType"),
+    (lambda: zigzag_merge("ab"), r"parts\[0\] to be a torch.Tensor, got parts\[0\] of type str"),
+    (lambda: zigzag_merge([X, X.half()]), "parts of one dtype, got .*torch.float16"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG_KINDS, ids=range(len(WRONG_KINDS)))
+def test_what_is_of_another_kind_is_named(call, message):
+    with pytest.raises(TypeError, match=f"^zigzag_\\w+: expected .*{message}.*; .+"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: zigzag_positions(-8, 0, 2), "0 <= seqlen .*, got seqlen=-8"),
+        (lambda: zigzag_positions(2**70, 0, 2), "seqlen < 2\\*\\*63, got seqlen=118"),
+        (lambda: zigzag_positions(8, -1, 2), "got rank=-1 and world_size=2"),
+        (lambda: zigzag_positions(8, 0, 0), "got rank=0 and world_size=0"),
+        (lambda: zigzag_split(X, 0, 2, dim=2), "dim of x, from -2 to 1, got dim=2"),
+        (lambda: zigzag_split(torch.tensor(1.0), 0, 2), "dimension, got x.shape=\\(\\)"),
+        (lambda: zigzag_merge([X, X], dim=-3), "from -2 to 1, got dim=-3"),
+        (lambda: zigzag_split(X, 0, 2, cu_seqlens=[0, -4, 8]), r"cu_seqlens\[1\] .*=-4"),
+    ],
+)
+def test_numbers_out_of_range_are_named(call, message):
+    with pytest.raises(ValueError, match=f"^zigzag_\\w+: expected .*{message}.*; .+"):
+        call()
+
+
+def test_numpy_numbers_count_as_pythons():
+    np = pytest.importorskip("numpy")
+    found = zigzag_positions(np.int64(8), np.int32(0), np.int64(2))
+    assert found.dtype == torch.int64 and found.tolist() == [0, 1, 6, 7]
+    assert zigzag_split(X, 0, 2, cu_seqlens=np.array([0, 8])).shape == (1, 4)

@@ -214,6 +214,24 @@ def test_commands_exist(page, command):
         assert words[0] in ("make", "pip"), command
 
 
+def advised() -> list[tuple[str, str]]:
+    """(file, arguments) of the commands `python -m flashcute ...` in the package's messages."""
+    pattern = re.compile(r"(?<!`)`python -m flashcute ([^`]+)`(?!`)")
+    found = []
+    for file in sorted((ROOT / "flashcute").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found += [(name(file), arguments) for arguments in pattern.findall(node.value)]
+    return found
+
+
+def test_advised_commands_run():
+    assert len(advised()) >= 3
+    for file, arguments in advised():
+        args = cli._parser().parse_args(shlex.split(arguments))
+        assert args.command != "build" or cli._chooses(args), f"{file}: {arguments}"
+
+
 def table_rows(page: Path, heading: str) -> list[list[str]]:
     """The cells of the rows below a heading of a page, table heads left out."""
     section = prose(page).split(f"\n## {heading}")[1].split("\n## ")[0]

@@ -43,6 +43,8 @@ def test_values():
         ("FLASHCUTE_JOBS", "0", "at least 1"),
         ("FLASHCUTE_JOBS", "-2", "at least 1"),
         ("FLASHCUTE_JOBS", "many", "at least 1"),
+        ("FLASHCUTE_JOBS", "2147483648", "at least 1"),
+        ("FLASHCUTE_JOBS", "9" * 5000, "at least 1"),
         ("FLASHCUTE_PREBUILD", "90a", "e.g. 80,90"),
         ("FLASHCUTE_PREBUILD", "90,", "e.g. 80,90"),
         ("FLASHCUTE_PREBUILD", "75", "of 80, 86,"),

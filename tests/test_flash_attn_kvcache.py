@@ -412,6 +412,16 @@ def test_garbage_in_a_table_of_one_page() -> None:
     assert torch.equal(ragged.view(out.shape), out)
 
 
+def test_gathered_pages_are_a_cache() -> None:
+    """The way out that the error on CUDA names."""
+    pages, table = random(6, 4, H_K, D), torch.tensor([[3, 1], [5, 0]]).int()
+    lengths = torch.tensor([3, 7]).int()
+    given = {"q": random(2, 2, H, D, seed=1), "cache_seqlens": lengths}
+    expected = call(given | {"k_cache": pages, "v_cache": pages}, block_table=table)
+    gathered = dict.fromkeys(("k_cache", "v_cache"), pages[table].flatten(1, 2))
+    assert all(map(torch.equal, call(given | gathered), expected))
+
+
 def test_numpy_scalars_count_as_pythons() -> None:
     given = {n: x.nan_to_num() for n, x in make(2).items()}
     expected = call(copied(given) | {"cache_seqlens": 7}, num_splits=2)

@@ -165,6 +165,14 @@ def test_tiles_that_would_spill_with_options_are_others():
     assert heuristics.with_options(three, False, False) is three
 
 
+def test_sequences_of_about_one_query_row_need_their_mask():
+    length = heuristics.typical_length(3, 3, 2)  # lengths 2, 1 and 0
+    problem = dataclasses.replace(PROBLEM, causal=True, seqlen_q=length, seqlen_k=length)
+    assert heuristics.choose_fwd(problem, (9, 0)).mask == "causal"
+    assert heuristics.choose_bwd(problem, (9, 0)).mask == "causal"
+    assert heuristics.typical_length(3, 3, 1) == 1
+
+
 def test_one_query_row_needs_no_mask():
     one = dataclasses.replace(PROBLEM, seqlen_q=1)
     assert heuristics.choose_fwd(one, (8, 0)).mask == "none"

@@ -205,6 +205,42 @@ def test_raw_functions_are_forward_and_backward_without_autograd(provided):
         forward(q, k, v, 0.1, 0.2, True, -1, -1, 0.0, None, False)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "pattern"),
+    [
+        ({"q": "q"}, TypeError, "q to be a torch.Tensor, got q of type str"),
+        ({"dout": None}, TypeError, "dout to be a torch.Tensor, got dout of type NoneType"),
+        ({"softmax_lse": None}, TypeError, "softmax_lse to be a torch.Tensor, got .*NoneType"),
+        ({"k": torch.ones(2, 9, 4, 32).to_sparse()}, TypeError, "k as a tensor of layout"),
+        ({"q": torch.ones(9, 4, 32)}, ValueError, "expected q of shape"),
+        ({"causal": "no"}, TypeError, "causal to be a bool, got causal='no'"),
+        ({"deterministic": None}, TypeError, "deterministic to be a bool, got"),
+        ({"window_size_left": 1.5}, TypeError, r"two ints \(left, right\), got .*\(1.5, -1\)"),
+        ({"window_size_left": "a"}, TypeError, r"two ints .*got window_size=\('a', -1\)"),
+        ({"softcap": None}, TypeError, "softcap to be a float, got softcap=None"),
+        ({"dq": torch.ones(1, 1, 1, 1)}, ValueError, r"dq of shape \(2, 9, 4, 32\), got dq.shape="),
+        ({"dv": 3}, TypeError, "dv to be a torch.Tensor, got dv of type int"),
+    ],
+)
+def test_raw_backward_names_what_is_wrong(provided, change, error, pattern):
+    from flash_attn.flash_attn_interface import _flash_attn_backward as backward
+    from flash_attn.flash_attn_interface import _flash_attn_forward as forward
+
+    q = torch.ones(2, 9, 4, 32)
+    out, lse, _, _ = forward(q, q, q, 0.0, 0.2, True, -1, -1, 0.0, None, False)
+    given = {"dout": out, "q": q, "k": q, "v": q, "out": out, "softmax_lse": lse}
+    given |= {name: torch.empty_like(q) for name in ("dq", "dk", "dv")}
+    given |= {"dropout_p": 0.0, "softmax_scale": 0.2, "causal": True, "window_size_left": -1}
+    given |= {"window_size_right": -1, "softcap": 0.0, "alibi_slopes": None, "deterministic": False}
+    with pytest.raises(error, match=f"^(flashcute::bwd|_flash_attn_backward): .*{pattern}"):
+        backward(**given | change)
+
+
+def test_shadow_is_a_bool():
+    with pytest.raises(TypeError, match="provide_flash_attn: expected shadow to be a bool, got"):
+        flashcute.provide_flash_attn(shadow="no")
+
+
 def test_raw_functions_of_ragged_batches(provided):
     from flash_attn.flash_attn_interface import _flash_attn_varlen_backward as backward
     from flash_attn.flash_attn_interface import _flash_attn_varlen_forward as forward

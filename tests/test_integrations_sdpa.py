@@ -290,6 +290,17 @@ def test_the_context_manager_nests_and_ends_on_errors():
     assert dispatch_tables() == before
 
 
+def test_blocks_that_overlap_as_of_two_threads_end_with_the_last():
+    before = dispatch_tables()
+    first, second = flashcute.enabled(), flashcute.enabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sdpa.is_enabled()
+    second.__exit__(None, None, None)
+    assert dispatch_tables() == before and not sdpa.is_enabled()
+
+
 class Other:
     active = 0
 

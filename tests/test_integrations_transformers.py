@@ -62,6 +62,12 @@ def test_register_refuses_names_that_transformers_would_download(implementation)
         integration.register(implementation)
 
 
+@pytest.mark.parametrize("name", [3, b"x", ["x"], True])
+def test_register_refuses_what_is_no_name(name):
+    with pytest.raises(TypeError, match="register: expected name to be a str, got name="):
+        integration.register(name)
+
+
 def test_minilm_embeds_as_with_pytorchs_attention():
     ours, theirs, embedder = minilm.compare(minilm.model_folder(), "cpu", torch.float32)
     assert embedder.model.config._attn_implementation == NAME
@@ -305,8 +311,20 @@ def test_other_devices_refuse_masks_by_name(name):
 )
 def test_what_is_missing_is_refused_by_name(argument):
     q = torch.randn(1, 2, 4, 16)
-    with pytest.raises(NotImplementedError, match=f"cute_attn: .*{next(iter(argument))}"):
-        integration.attention_forward(torch.nn.Module(), q, q, q, None, **argument)
+    for forward in (integration.attention_forward, integration._Fallback()):
+        with pytest.raises(
+            NotImplementedError, match=f'cute_attn: .*{next(iter(argument))}.*; leave .*"eager"'
+        ):
+            forward(torch.nn.Module(), q, q, q, None, **argument)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"s_aux": torch.full((8,), -9.0)}])
+def test_pytorch_drops_weights_where_the_kernels_lack_a_mask(options):
+    torch.manual_seed(0)
+    q, ones = torch.randn(2, 8, 64, 16), torch.ones(2, 8, 64, 16)
+    out = integration._by_pytorch(torch.nn.Module(), q, q, ones, None, dropout=0.25, **options)
+    assert (out - 1).abs().max() > 0.05
+    torch.testing.assert_close(out.mean(), torch.tensor(1.0), atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize(

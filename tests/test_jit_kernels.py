@@ -114,8 +114,8 @@ def test_missing_backward_says_a_way_out(monkeypatch):
         get_kernel(dataclasses.replace(BACKWARD, mask="local"), "80")
 
 
-@pytest.mark.parametrize("option", ["softcap", "alibi"])
-def test_no_command_builds_a_kernel_with_score_options(monkeypatch, option):
+@pytest.mark.parametrize("option", ["softcap", "alibi", "dropout"])
+def test_no_command_builds_a_kernel_with_options(monkeypatch, option):
     monkeypatch.setenv("FLASHCUTE_NO_BUILD", "1")
     config = dataclasses.replace(heuristics.shipped_configs(80)[0], **{option: True})
     with pytest.raises(BuildError, match=r"while FLASHCUTE_NO_BUILD=1; unset it$"):
@@ -253,7 +253,7 @@ def test_unknown_target(target):
 def test_no_build_turns_a_build_into_an_error(monkeypatch, tmp_path):
     nvcc = tmp_path / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
-    nvcc.write_text("#!/bin/sh\n[ $1 = --version ] || touch $0.ran\n")
+    nvcc.write_text("#!/bin/sh\n[ $1 = --version ] && echo 1 || touch $0.ran\n")
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     monkeypatch.setenv("FLASHCUTE_NO_BUILD", "1")

@@ -137,3 +137,11 @@ def test_compiler_that_does_not_run_is_named(bare, monkeypatch):
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(BuildError, match=r"expected a working compiler, got .*broken.*status 3"):
         toolchain.find_host_compiler()
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_a_compiler_that_says_nothing_is_no_compiler(bare, text):
+    path = fake(bare / "path" / "g++", "")
+    path.write_text(f"#!/bin/sh\nprintf '{text}'\n")
+    with pytest.raises(BuildError, match=rf"expected a working compiler, got {path}.*no version"):
+        toolchain.find_host_compiler()

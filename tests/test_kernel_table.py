@@ -44,7 +44,14 @@ def test_lengths_are_rounded_alike(lib: ctypes.CDLL) -> None:
 
 def test_typical_lengths_are_alike(lib: ctypes.CDLL) -> None:
     draw = random.Random(0)
-    batches = [(0, 0, 0), (0, 3, 5), (7, 1, 7), (7, 1, 100), (16384 + 63 * 128, 64, 16384)]
+    batches = [
+        (0, 0, 0),
+        (0, 3, 5),
+        (7, 1, 7),
+        (7, 1, 100),
+        (3, 3, 2),
+        (16384 + 63 * 128, 64, 16384),
+    ]
     for _ in range(2000):
         b, longest = draw.randint(1, 600), draw.randint(1, 40_000)
         batches.append((draw.randint(0, b * longest), b, longest))

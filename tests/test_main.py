@@ -145,7 +145,9 @@ def test_build_places_kernels_that_are_found_as_prebuilt(tmp_path, monkeypatch, 
 def test_failed_build_is_reported_and_is_the_exit_status(tmp_path, monkeypatch, capsys):
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
-    nvcc.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo nvcc is out of order; exit 1; }\n')
+    nvcc.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo 1 || { echo nvcc is out of order; exit 1; }\n'
+    )
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert cli.main(["build", *ONE, "-o", str(tmp_path / "out")]) == 1
@@ -206,6 +208,18 @@ def test_info_runs_without_torch_and_a_build_names_it(tmp_path):
     assert done.stderr.startswith("flashcute build: expected the package torch, found none;")
 
 
+def test_no_package_is_advised_by_the_name_of_a_module(monkeypatch, capsys):
+    # On an index, the name of a module may be anyone's package.
+    def fail(args):
+        raise ModuleNotFoundError("no", name="dateutil.tz")
+
+    monkeypatch.setattr(cli, "run_info", fail)
+    assert cli.main(["info"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("flashcute info: expected the module dateutil.tz, found none; ")
+    assert "pip install dateutil" not in said
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
@@ -238,6 +252,15 @@ def test_a_reader_that_has_read_enough_ends_the_command_quietly(arguments):
         done = run(*arguments, stdout=pipe)
     assert done.returncode == 141
     assert done.stderr == ""
+
+
+def test_without_a_standard_error_the_exit_status_is_the_same():
+    for argument, status in (("bogus", 2), ("--version", 0)):
+        command = [sys.executable, "-m", "flashcute", argument]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, preexec_fn=lambda: os.close(2), check=False
+        )
+        assert done.returncode == status
 
 
 def test_a_full_disk_behind_standard_output_is_a_message():
@@ -365,6 +388,24 @@ def test_cache_lists_what_is_there(filled_cache, capsys):
     ]
     assert cli.main(["cache", "size"]) == 0
     assert capsys.readouterr().out.startswith(f"{filled_cache} (2 shared objects, 0.0 MiB)")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{"name": "x", "target": "y", "seconds": Infinity}',
+        '{"name": "x", "target": "y", "seconds": NaN}',
+        '{"name": "x", "target": "y", "seconds": "1"}',
+        "[" * 100_000,
+        "\0",
+    ],
+    ids=["infinite", "nan", "text", "deep", "binary"],
+)
+def test_cache_lists_a_damaged_record_as_incomplete(filled_cache, record, capsys):
+    (filled_cache / f"{STEM}.json").write_text(record)
+    assert cli.main(["cache"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == [STEM, "incomplete"]
+    assert cache.find(filled_cache, STEM) is None
 
 
 def test_cache_clean_removes_what_is_ours(filled_cache, capsys):

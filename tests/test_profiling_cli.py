@@ -70,16 +70,19 @@ def test_static_profile_of_a_file(compiler, tmp_path, capsys):
     assert "expected a file" in capsys.readouterr().err
 
 
-def saved_static(tmp_path, name, **changes):
-    report = {"kind": "static", "kernel": name, "notes": [], "loop": None, "estimate": None}
+def saved_static(tmp_path, name, registers=128):
+    resources = {"instructions": 9, "registers": registers, "register_pools": {}}
+    resources |= dict.fromkeys(("spill_bytes", "stack_bytes", "threads", "smem_bytes"), 0)
+    report = {"kind": "static", "kernel": name, "target": "80", "resources": resources}
+    report |= {"occupancy": None, "loop": None, "estimate": None, "notes": []}
     path = tmp_path / f"{name}.json"
-    path.write_text(json.dumps(report | changes))
+    path.write_text(json.dumps(report))
     return path
 
 
 def test_comparison_of_saved_profiles(tmp_path, capsys):
-    a = saved_static(tmp_path, "a", resources={"registers": 100})
-    b = saved_static(tmp_path, "b", resources={"registers": 200})
+    a = saved_static(tmp_path, "a", registers=100)
+    b = saved_static(tmp_path, "b", registers=200)
     assert profile("--compare", a, b, "--json", tmp_path / "both.json") == 0
     row = next(x for x in capsys.readouterr().out.splitlines() if "registers" in x)
     assert [x.strip() for x in row.strip("|").split("|")] == [
@@ -97,7 +100,7 @@ def test_a_profile_that_cannot_be_written_is_shown(tmp_path, capsys):
     assert "flashcute profile: expected to write /dev/full, got: No space left" in printed.err
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "other"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "other"}', '{"kind": "static"}'])
 def test_comparison_refuses_other_files(tmp_path, capsys, text):
     path = tmp_path / "wrong.json"
     path.write_text(text)
@@ -113,6 +116,7 @@ def test_comparison_refuses_other_files(tmp_path, capsys, text):
         (("--static", "--set", "tile=1"), "expected FIELD=VALUE with FIELD in"),
         (("--static", "--set", "tile_n"), "got 'tile_n'"),
         (("--static", "--set", "tile_n=65"), "expected tile_n to be a multiple of 16"),
+        (("--static", "--set", f"tile_n={'9' * 5000}"), "expected tile_n to be"),
         (("--static", "--target", "75"), "got target='75'"),
         (("--file", "x.so"), "expected --static with --file"),
         (("--static", "--heads", "3", "--heads-k", "2"), "--heads-k to divide --heads"),

@@ -192,6 +192,16 @@ WRONG = [
     (ValueError, "on cpu as x, got seqlen_offsets.device=meta", {"seqlen_offsets": INT.to("meta")}),
     (TypeError, "got cu_seqlens of type list", {"x": ONES[0], "cu_seqlens": [0, 5]}),
     (ValueError, r"got cu_seqlens.shape=\(0,\); pass", {"x": ONES[0], "cu_seqlens": INT[:0]}),
+    *(
+        (ValueError, pattern, {"x": ONES[0], "cu_seqlens": torch.tensor(values)})
+        for values, pattern in {
+            (1, 5): r"cu_seqlens to start at 0, got cu_seqlens\[0\]=1",
+            (0, 4, 2, 5): r"non-decreasing, got cu_seqlens\[1:3\]=\[4, 2\]",
+            (0, -4, 5): r"non-decreasing, got cu_seqlens\[0:2\]=\[0, -4\]",
+            (0, 6): r"cu_seqlens\[-1\] <= 5, the rows of x, got cu_seqlens\[-1\]=6",
+            (0, 2**62): r"cu_seqlens\[-1\] <= 5, the rows of x, got",
+        }.items()
+    ),
     (TypeError, "interleaved to be a bool, got interleaved=1", {"interleaved": 1}),
     (TypeError, "inplace to be a bool, got inplace=None", {"inplace": None}),
     (TypeError, "conjugate to be a bool, got conjugate='yes'", {"conjugate": "yes"}),

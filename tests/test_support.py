@@ -208,6 +208,8 @@ def test_numpy_scalars_count_as_pythons() -> None:
 def test_a_gradient_through_a_cache(device: str) -> None:
     answer = flashcute.supports(device=device, k_cache=True, requires_grad=True)
     assert "expected no gradient through a cache, on any device" in answer.reasons[0]
+    advised = True if "flash_attn_varlen_func" in answer.reasons[0] else None
+    assert flashcute.supports(device=device, requires_grad=True, cu_seqlens=advised)
     call = cache_arguments(CACHE, "cpu") | {"q": torch.ones(3, 2, 4, 16).half().requires_grad_()}
     with pytest.raises(NotImplementedError) as raised:
         flashcute.flash_attn_with_kvcache(**call)
@@ -252,3 +254,32 @@ def test_scale_that_only_the_reference_takes():
     for scale, way_out in ways_out.items():
         answer = flashcute.supports(device="cuda", softmax_scale=scale)
         assert not answer.ok and f"got softmax_scale={scale}; {way_out}" in answer.reasons[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("name", "tensor", "pattern"),
+    [
+        ("sinks", torch.zeros(3), r"sinks of shape \(4,\), got sinks.shape=\(3,\)"),
+        ("sinks", torch.zeros(4, dtype=torch.int32), "got sinks.dtype=torch.int32"),
+        ("sinks", torch.zeros(4, dtype=torch.float64), "got sinks.dtype=torch.float64"),
+        ("cu_seqlens", torch.zeros(3), "got cu_seqlens.dtype=torch.float32; cast it with .int()"),
+        ("cu_seqlens", torch.zeros(2, 2).int(), r"got cu_seqlens.shape=\(2, 2\)"),
+        ("cu_seqlens", torch.zeros(0).int(), r"got cu_seqlens.shape=\(0,\)"),
+        ("block_table", torch.zeros(2, 2), "got block_table.dtype=torch.float32"),
+        ("block_table", torch.zeros(2).int(), r"got block_table.shape=\(2,\)"),
+        ("k_cache", torch.zeros(3), r"seqlen_cache, heads, head_dim\), got k_cache.shape=\(3,\)"),
+    ],
+)
+def test_a_tensor_is_checked_as_the_call_checks_it(device, name, tensor, pattern) -> None:
+    answer = flashcute.supports(device=device, num_heads=4, **{name: tensor})
+    assert len(answer.reasons) == 1
+    assert re.search(f"^expected .*{pattern}", answer.reasons[0]), answer.reasons
+    assert flashcute.supports(device="cpu", num_heads=4, sinks=torch.zeros(4)).ok
+
+
+@pytest.mark.parametrize(("name", "value"), [("dropout_p", 0.1), ("cu_seqlens", True)])
+def test_what_the_function_with_a_cache_does_not_take(name, value) -> None:
+    answer = flashcute.supports(device="cpu", k_cache=True, **{name: value})
+    assert len(answer.reasons) == 1
+    assert re.search(rf"^expected no {name} with k_cache, .*, got {name}=", answer.reasons[0])

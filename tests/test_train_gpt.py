@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
+import os
 
 import pytest
 import torch
@@ -103,6 +107,31 @@ def test_a_gpu_that_is_not_there_is_said(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         train_gpt.main(["--device", "cuda"])
     assert "expected an NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sequence", "2147483647"], "expected --sequence below the "),
+        (["--steps", "2147483647", "--batch", "2147483647"], "fit into memory"),
+        (["--heads", "2000000"], "fit into memory"),
+    ],
+)
+def test_sizes_that_cannot_be_are_a_message(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        train_gpt.main([*TINY, "--steps", "1", *arguments])
+
+
+def test_the_result_is_written_before_it_is_shown(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with contextlib.redirect_stdout(Full()), pytest.raises(OSError, match="No space left"):
+        train_gpt.main([*TINY, "--out", str(tmp_path)])
+    assert json.loads((tmp_path / "train_gpt.json").read_text())["runs"]
 
 
 def test_sizes_depend_on_the_device_and_can_be_set():

@@ -66,7 +66,7 @@ PAGES: dict[str, dict[str, Chapter]] = {
             ("flashcute.oracles", "oracles.py", ""),
         ],
         "Simulator": [
-            ("flashcute.sim", "sim/run.py", "SimResult run_fwd"),
+            ("flashcute.sim", "sim/run.py", "SimResult run_fwd run_varlen run_bwd"),
             ("flashcute.sim", "sim/build.py", "build_kernels build_runners"),
         ],
         "Speed": [("flashcute.benchmarking", "benchmarking.py", _TIMING)],

@@ -2,7 +2,7 @@
 
     python tools/sanitize.py --out build/gpu
 
-Build the kernels beforehand (``python -m flashcute build``). First memcheck has to find a planted
+Build the kernels before: ``python -m flashcute build --all``. First memcheck has to find a planted
 fault. Release 2025.3, of CUDA 13.0, checks loads and stores of threads and reads of wgmma; TMA's
 copies are checked from release 2026.2 on. racecheck is optional: on kernels with mbarriers and
 warpgroups it has false positives up to release 2026.3

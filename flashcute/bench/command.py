@@ -216,8 +216,14 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.plot_only:
         result = _load(args.plot_only)
-        print(table.summary(result))
-        _draw(result, args.plots or args.plot_only.parent, args.plot_only.stem)
+        try:
+            print(table.summary(result))
+            _draw(result, args.plots or args.plot_only.parent, args.plot_only.stem)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"flashcute bench: expected a result of bench in {args.plot_only}, got one without "
+                f"all of its fields: {error!r}"
+            ) from error
         return 0
     result = _measure(args)
     writes = []

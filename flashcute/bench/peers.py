@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -140,7 +140,7 @@ def load_module(name: str, path: Path) -> ModuleType:
             raise ImportError("its name does not end in .py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except Exception as error:  # a peer's code may raise anything
+    except (Exception, SystemExit) as error:  # a peer's code may raise anything
         raise ValueError(
             f"flashcute bench: expected a Python file that can be imported for --peer-module "
             f"{name}=FILE, got {path}: {error!r}"
@@ -182,15 +182,32 @@ def make(
     """
     makers = {name: partial(_call, maker, q, k, v, causal, what) for name, maker in _MAKERS.items()}
     makers |= {name: partial(_of_module, x, q, k, v, causal, what) for name, x in modules.items()}
-    return attempt(makers, names, q.is_cuda)
+    shapes = (q.shape,) if what == "fwd" else (q.shape, k.shape, v.shape)
+    return attempt(makers, names, q.is_cuda, shapes)
+
+
+def _check_result(result: object, shapes: Sequence[torch.Size]) -> None:
+    """That a contender returned an output, or gradients, of these shapes."""
+    tensors = [result] if len(shapes) == 1 else result
+    if not isinstance(tensors, (tuple, list)) or len(tensors) != len(shapes):
+        raise TypeError(f"expected {len(shapes)} tensors, got {type(result).__name__}")
+    for x, shape in zip(tensors, shapes, strict=True):
+        is_tensor = isinstance(x, torch.Tensor)
+        if not is_tensor or x.shape != shape:
+            got = f"a tensor {tuple(x.shape)}" if is_tensor else type(x).__name__
+            raise TypeError(f"expected a tensor {tuple(shape)}, got {got}")
 
 
 def attempt(
     makers: Mapping[str, Callable[[], Callable[[], torch.Tensor]]],
     names: tuple[str, ...],
     on_gpu: bool,
+    shapes: Sequence[torch.Size] | None = None,
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, str]]:
-    """The calls that ``makers`` make and that run, by name, and why the others do not."""
+    """The calls that ``makers`` make and that run, by name, and why the others do not.
+
+    ``shapes``: of the tensors that a call must return; None does not check them.
+    """
     calls, missing = {}, {}
     for name in names:
         if name not in makers:
@@ -198,13 +215,17 @@ def attempt(
             continue
         try:
             call = makers[name]()
-            call()
+            result = call()
             if on_gpu:
                 torch.cuda.synchronize()
-        except Exception as error:  # a peer's code may raise anything, also at its import
+            if shapes is not None:
+                _check_result(result, shapes)
+        # A peer's code may raise anything, also at its import.
+        except (Exception, SystemExit) as error:
             if name == "flashcute":
                 raise
-            missing[name] = (str(error) or repr(error)).splitlines()[0]
+            said = f"{error}" if isinstance(error, Exception) else ""
+            missing[name] = (said or repr(error)).splitlines()[0]
             continue
         calls[name] = call
     return calls, missing

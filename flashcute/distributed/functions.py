@@ -15,7 +15,7 @@ from . import allgather, ring
 from .communication import Communicator
 from .ring import Job
 from .watch import watch
-from .zigzag import ORDERS, Layout
+from .zigzag import ORDERS, Layout, read_ends
 
 _UNLIMITED = (-1, -1)
 _SCHEMES = {"ring": ring, "gather": allgather}
@@ -43,7 +43,8 @@ class _Attend(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{ctx.job.comm.fn}: expected first derivatives, got a backward with "
-                "create_graph=True; leave it out, or compute the whole sequence in one process"
+                "create_graph=True; leave it out, or compute the whole sequence in one process, on "
+                "the CPU"
             )
         q, k, v, out, lse = ctx.saved_tensors
         # Where neither has a gradient, the other ranks still wait for this one.
@@ -92,6 +93,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Of checked q, k and v, (b, tokens, heads, head_dim)."""
     d = q.shape[3]
+    if torch._C._are_functorch_transforms_active() or checks.has_tangent(q, k, v):
+        raise NotImplementedError(
+            f"{fn}: expected no transform of torch.func and no derivative in forward mode, got a "
+            "call inside one; use torch.autograd.grad, and a batch dimension in place of vmap"
+        )
     scale = checks.check_scale(fn, softmax_scale, d)
     causal = checks.check_flag(fn, "causal", causal)
     deterministic = checks.check_flag(fn, "deterministic", deterministic)
@@ -153,7 +159,7 @@ def _dense(fn: str, scheme: str, q, k, v, return_lse, *options):
 def _varlen(fn: str, scheme: str, q, k, v, cu_seqlens, return_lse, *options):
     check_packed_tokens(Names(fn), q, k, v)
     return_lse = checks.check_flag(fn, "return_lse", return_lse)
-    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    ends = read_ends(fn, cu_seqlens)
     total = q.shape[0]
     if k.shape[0] != total or len(ends) < 2 or ends[0] != 0 or ends != sorted(ends):
         raise ValueError(

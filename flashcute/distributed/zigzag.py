@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_int, check_kind, check_length
+
 ORDERS = ("zigzag", "contiguous")
 
 
@@ -248,9 +250,11 @@ def zigzag_positions(seqlen: int, rank: int, world_size: int, *, device=None) ->
         int64 (seqlen / world_size,).
 
     Raises:
+        TypeError: for what is no int.
         ValueError: for a rank that is not in the group, or a length that cannot be split.
     """
-    chunk = _chunk("zigzag_positions", seqlen, rank, world_size)
+    fn = "zigzag_positions"
+    chunk = _chunk(fn, check_length(fn, "seqlen", seqlen), rank, world_size)
     found = [
         torch.arange(number * chunk, (number + 1) * chunk, device=device)
         for number in (rank, 2 * world_size - 1 - rank)
@@ -280,10 +284,13 @@ def zigzag_split(
         Like ``x``, contiguous, with 1 / ``world_size`` of its tokens.
 
     Raises:
+        TypeError: for what is no dense tensor, or no int.
         ValueError: for a rank that is not in the group, or a length that is no multiple of
             ``2 * world_size``.
     """
     fn = "zigzag_split"
+    check_kind(fn, "x", x)
+    _check_dim(fn, "x", x, dim)
     found = []
     for start, length in _sequences(fn, x.shape[dim], cu_seqlens):
         chunk = _chunk(fn, length, rank, world_size)
@@ -309,15 +316,28 @@ def zigzag_merge(
         Like one part, contiguous, with the tokens of all.
 
     Raises:
+        TypeError: for what is no dense tensor, or no int, and parts of several dtypes.
         ValueError: for parts that are not of one shape, or a length that cannot be split.
     """
     fn = "zigzag_merge"
+    if not isinstance(parts, (Sequence, Tensor)):
+        raise TypeError(
+            f"{fn}: expected parts to be a sequence of tensors, got parts of type "
+            f"{type(parts).__name__}; pass one tensor of each rank"
+        )
+    for n, x in enumerate(parts):
+        check_kind(fn, f"parts[{n}]", x)
     shapes = {tuple(x.shape) for x in parts}
     if len(shapes) != 1:
         raise ValueError(
             f"{fn}: expected parts of one shape, got shapes {sorted(shapes)}; pass one tensor of "
             "each rank"
         )
+    if len({x.dtype for x in parts}) != 1:
+        raise TypeError(
+            f"{fn}: expected parts of one dtype, got {[x.dtype for x in parts]}; cast them"
+        )
+    _check_dim(fn, "parts", parts[0], dim)
     world_size = len(parts)
     found = []
     for start, length in _sequences(fn, parts[0].shape[dim] * world_size, cu_seqlens):
@@ -329,11 +349,38 @@ def zigzag_merge(
     return torch.cat(found, dim)
 
 
+def _check_dim(fn: str, name: str, x: Tensor, dim) -> None:
+    """A dimension of x; a negative one counts from the end."""
+    if x.dim() < 1:
+        raise ValueError(
+            f"{fn}: expected {name} with a dimension, got {name}.shape=(); give it one for tokens"
+        )
+    if not -x.dim() <= check_int(fn, "dim", dim) < x.dim():
+        raise ValueError(
+            f"{fn}: expected a dim of {name}, from {-x.dim()} to {x.dim() - 1}, got dim={dim}; "
+            "pass that of the tokens"
+        )
+
+
+def read_ends(fn: str, cu_seqlens) -> list[int]:
+    """cu_seqlens as Python numbers, of any values from 0 on."""
+    if isinstance(cu_seqlens, Tensor):
+        check_kind(fn, "cu_seqlens", cu_seqlens)
+    try:
+        ends = list(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
+    except (TypeError, NotImplementedError):  # the latter of a meta tensor
+        raise TypeError(
+            f"{fn}: expected cu_seqlens to be a sequence of ints or a tensor (b + 1,) with values, "
+            f"got cu_seqlens of type {type(cu_seqlens).__name__}; pass [0, len_0, len_0 + len_1]"
+        ) from None
+    return [check_length(fn, f"cu_seqlens[{n}]", end) for n, end in enumerate(ends)]
+
+
 def _sequences(fn: str, total: int, cu_seqlens) -> list[tuple[int, int]]:
     """(start, length) of each sequence."""
     if cu_seqlens is None:
         return [(0, total)]
-    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    ends = read_ends(fn, cu_seqlens)
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != total or ends != sorted(ends):
         raise ValueError(
             f"{fn}: expected cu_seqlens to rise from 0 to the number of tokens, {total}, got "
@@ -343,7 +390,7 @@ def _sequences(fn: str, total: int, cu_seqlens) -> list[tuple[int, int]]:
 
 
 def _chunk(fn: str, length: int, rank: int, world_size: int) -> int:
-    if not 0 <= rank < world_size:
+    if not 0 <= check_int(fn, "rank", rank) < check_int(fn, "world_size", world_size):
         raise ValueError(
             f"{fn}: expected 0 <= rank < world_size, got rank={rank} and world_size={world_size}; "
             "pass torch.distributed.get_rank(group) and get_world_size(group)"

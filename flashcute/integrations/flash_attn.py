@@ -21,6 +21,7 @@ from types import ModuleType
 
 import torch
 
+from ..checks import check_flag, check_kind
 from ..features import no_gradient
 from . import raw
 
@@ -86,6 +87,7 @@ def provide_flash_attn(*, shadow: bool = False) -> None:
     Raises:
         RuntimeError: another flash_attn is installed or imported, and ``shadow`` is not set.
     """
+    shadow = check_flag("provide_flash_attn", "shadow", shadow)
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     found = _other_flash_attn()
@@ -231,15 +233,26 @@ def _flash_attn_backward(
 ):
     """flash_attn 2.8's backward, which writes to dq, dk and dv. It returns None where flash_attn
     returns rowsum(dout * out)."""
-    _check_dropout("_flash_attn_backward", dropout_p)
+    fn = "_flash_attn_backward"
+    _check_dropout(fn, dropout_p)
+    targets = {"dq": dq, "dk": dk, "dv": dv}
+    for name, target in targets.items():
+        if target is not None:
+            check_kind(fn, name, target)
     window = window_size_left, window_size_right
     grads = raw.backward(
         dout, q, k, v, out, softmax_lse, causal, softmax_scale, window, deterministic,
         alibi_slopes, softcap,
     )  # fmt: skip
-    for target, grad in zip((dq, dk, dv), grads, strict=True):
-        if target is not None:
-            target.copy_(grad)
+    pairs = [(x, g) for x, g in zip(targets.items(), grads, strict=True) if x[1] is not None]
+    for (name, target), grad in pairs:
+        if target.shape != grad.shape:
+            raise ValueError(
+                f"{fn}: expected {name} of shape {tuple(grad.shape)}, got {name}.shape="
+                f"{tuple(target.shape)}; pass torch.empty_like({name[1:]})"
+            )
+    for (_, target), grad in pairs:
+        target.copy_(grad)
 
 
 def _flash_attn_varlen_forward(

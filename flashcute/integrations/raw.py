@@ -6,7 +6,15 @@ from __future__ import annotations
 import torch
 
 from .. import ops, resolver_errors
-from ..checks import bounded_window, check_scale
+from ..checks import (
+    bounded_window,
+    check_flag,
+    check_kind,
+    check_rank,
+    check_scale,
+    check_softcap,
+    check_window,
+)
 from ..config import NAMESPACE
 from ..features import VECTOR, no_gradient
 from ..flash_attn_interface import flash_attn_func
@@ -50,20 +58,28 @@ def backward(
     """dq, dk and dv of :func:`forward`'s out.
 
     Raises:
+        TypeError, ValueError: for what the operator does not take.
         NotImplementedError: for softcap and ALiBi, which the operator has no gradient of, and for a
             head_dim that is no multiple of 8.
     """
     fn = f"{NAMESPACE}::bwd"
+    named = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
+    for name, x in {**named, "softmax_lse": lse}.items():
+        check_kind(fn, name, x)
+    causal = check_flag(fn, "causal", causal)
+    deterministic = check_flag(fn, "deterministic", deterministic)
+    window = check_window(fn, window)
+    softcap = check_softcap(fn, softcap)
     given = {"softcap": softcap != 0.0, "alibi_slopes": alibi_slopes is not None}
     for option, is_given in given.items():
         if is_given:
             raise NotImplementedError(f"{fn}: {no_gradient(option)}")
+    check_rank(fn, "q", q, "(batch, seqlen, heads, head_dim)")
     d = q.shape[-1]
     if d % VECTOR:
         raise NotImplementedError(
             f"{fn}: expected a head_dim that is a multiple of {VECTOR}, got {d}; pad it with zeros"
         )
-    named = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
     tensors = [loadable(fn, name, x) for name, x in named.items()]
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     wanted = 7 | deterministic << 4

@@ -16,6 +16,7 @@ becomes a warning, once for each reason, and PyTorch's own kernel runs.
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -34,6 +35,8 @@ _NEEDED = (
 )
 
 _replaced: list[str | None] = []  # the implementation that was active before, if enabled
+_lock = threading.RLock()  # torch's registry has none
+_blocks: list[bool] = []  # of enabled(), in all threads: whether it was on before each
 
 
 def enable() -> None:
@@ -43,9 +46,10 @@ def enable() -> None:
     FlashAttention or cuDNN backend, and ``torch.nn.attention.varlen.varlen_attn``: forward and
     backward, under autograd, torch.compile, AMP and checkpointing. What PyTorch does not give to
     its FlashAttention backend stays as it was: CPU tensors, an ``attn_mask``, other dtypes than
-    float16 and bfloat16, head dimensions above 256. What it gives and the kernels do not compute
-    (dropout, the backward of ``varlen_attn``, a paged cache) runs on PyTorch's own kernel, with one
-    warning for each reason.
+    float16 and bfloat16, head dimensions above 256.
+
+    What flashcute refuses runs on PyTorch's own kernel, with one warning for each reason: dropout,
+    whose mask PyTorch draws by its own rule; the backward of ``varlen_attn``; a paged cache.
 
     On GPUs for which PyTorch prefers its cuDNN backend, FlashAttention is put before it in the
     order of backends, as ``sdpa_kernel(..., set_priority=True)`` does. From torch 2.15 on,
@@ -59,11 +63,12 @@ def enable() -> None:
             or is a build for ROCm.
     """
     _require_registry()
-    if attention.current_flash_attention_impl() == _NAME:
-        return
-    _replaced[:] = [attention.current_flash_attention_impl()]
-    attention.register_flash_attention_impl(_NAME, register_fn=lambda: _Handle("CUDA"))
-    attention.activate_flash_attention_impl(_NAME)
+    with _lock:
+        if attention.current_flash_attention_impl() == _NAME:
+            return
+        _replaced[:] = [attention.current_flash_attention_impl()]
+        attention.register_flash_attention_impl(_NAME, register_fn=lambda: _Handle("CUDA"))
+        attention.activate_flash_attention_impl(_NAME)
 
 
 def disable() -> None:
@@ -72,13 +77,14 @@ def disable() -> None:
     Nothing happens where flashcute is not enabled, which includes that another implementation
     was activated since.
     """
-    if not is_enabled():
-        return
-    attention.restore_flash_attention_impl()
-    for name in _replaced:
-        if name is not None:
-            attention.activate_flash_attention_impl(name)
-    _replaced.clear()
+    with _lock:
+        if not is_enabled():
+            return
+        attention.restore_flash_attention_impl()
+        for name in _replaced:
+            if name is not None:
+                attention.activate_flash_attention_impl(name)
+        _replaced.clear()
 
 
 def is_enabled() -> bool:
@@ -91,18 +97,25 @@ def is_enabled() -> bool:
 def enabled() -> Iterator[None]:
     """:func:`enable` for the length of a ``with`` block, in all threads.
 
-    A block inside of another one, or after :func:`enable`, leaves the kernels enabled at its end.
+    A block inside of another one, beside one of another thread that has not ended, or after
+    :func:`enable`, leaves the kernels enabled at its end.
 
     Raises:
         RuntimeError: as :func:`enable`.
     """
-    was_enabled = is_enabled()
-    enable()
+    with _lock:
+        was_enabled = is_enabled()
+        enable()
+        _blocks.append(was_enabled)
     try:
         yield
     finally:
-        if not was_enabled:
-            disable()
+        with _lock:
+            # The last one to end undoes what the first one did.
+            was_enabled = _blocks[0]
+            _blocks.pop()
+            if not (_blocks or was_enabled):
+                disable()
 
 
 def _require_registry() -> None:

@@ -57,11 +57,17 @@ def register(name: str = "cute_attn", unsupported: str = "error") -> None:
             takes such a name for a kernel to be downloaded and fails when the model is built.
         unsupported: What becomes of CUDA tensors under a mask or option that the kernels do not
             have: ``"error"`` raises a NotImplementedError that names it, ``"fallback"`` computes it
-            with PyTorch, with one warning for each reason. On the CPU everything is computed.
+            with PyTorch, with one warning for each reason. On the CPU every mask and option is
+            computed. A paged cache and ``output_attentions`` are refused in any case.
 
     Raises:
+        TypeError: ``name`` is no str.
         ValueError: ``name`` is empty or contains ``"flash"``; another ``unsupported``.
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f'register: expected name to be a str, got name={name!r}; use for example "cute_attn"'
+        )
     if not name or "flash" in name:
         raise ValueError(
             f'register: expected a name without "flash" in it, got name={name!r}; transformers '
@@ -325,9 +331,12 @@ def _by_pytorch(
         )
         return out.transpose(1, 2)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    keep = None
+    if dropout:
+        keep = torch.rand((*query.shape[:3], key.shape[2]), device=query.device) >= dropout
     return attention_ref(
         q, k, v, softmax_scale=scale, softcap=softcap or 0.0, sinks=s_aux, attn_bias=bias,
-        dropout_p=dropout,
+        dropout_p=dropout, dropout_mask=keep,
     ).out  # fmt: skip
 
 
@@ -341,7 +350,8 @@ def _refuse(kwargs: dict) -> None:
         if value is not None and value is not False:
             raise NotImplementedError(
                 f"cute_attn: expected {name} unset ({what} is not supported), got {name}="
-                f"{type(value).__name__}; {_WAY_OUT}"
+                f"{type(value).__name__}; leave it out, or load the model with "
+                'attn_implementation="eager"'
             )
 
 

@@ -51,7 +51,7 @@ def _find_or_build() -> cache.Artefact:
         raise BuildError(
             f"flashcute: expected the torch binding to be built already, got none in {folder} and "
             f"{cache.cache_dir()} while FLASHCUTE_NO_BUILD=1; unset it, or run "
-            "`python -m flashcute build` first"
+            "`python -m flashcute build --all` first"
         )
     return build.build(unit, compiler).artefact
 

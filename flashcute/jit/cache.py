@@ -154,7 +154,7 @@ def find(folder: Path, stem: str, **expected: str) -> Artefact | None:
         whole = _sha256(path) == meta.get("sha256")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         logger.warning("flashcute: %s cannot be read (%s), not used", record, error)
         return None
     if not whole:

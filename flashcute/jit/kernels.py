@@ -131,7 +131,7 @@ def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
     if artefact is not None:
         return artefact
     if settings.no_build:
-        options = getattr(config, "softcap", False) or getattr(config, "alibi", False)
+        options = any(getattr(config, name, False) for name in ("softcap", "alibi", "dropout"))
         command = ""
         if config.mask != "local" and not options:  # those are built on first use only
             arguments = build_arguments(config, target)
@@ -152,7 +152,8 @@ def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
 
 
 def build_arguments(config: AnyConfig, target: str) -> str:
-    """The arguments of ``python -m flashcute build`` that build one kernel without a window."""
+    """The arguments of ``python -m flashcute build`` that build one kernel without a window or
+    another option."""
     causal = "yes" if config.mask == "causal" else "no"
     return (
         f"--pass {config.kind} --head-dim {config.head_dim} --dtype {config.dtype} "

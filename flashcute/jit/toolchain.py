@@ -89,7 +89,13 @@ def _version(path: Path) -> str:
             f"flashcute: expected a working compiler, got {path}: {error}; reinstall it or "
             "let CUDA_HOME, CXX and PATH point to another one"
         ) from error
-    return done.stdout.strip()
+    version = done.stdout.strip()
+    if not version:
+        raise BuildError(
+            f"flashcute: expected a working compiler, got {path}, which prints no version; "
+            "reinstall it or let CUDA_HOME, CXX and PATH point to another one"
+        )
+    return version
 
 
 def find_host_compiler() -> Compiler:

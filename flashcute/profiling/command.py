@@ -25,7 +25,8 @@ from . import backward, disassembly, explain, ncu, page, static, text
 def _value(field: str, word: str) -> object:
     if word in ("true", "false"):
         return word == "true"
-    return int(word) if word.lstrip("-").isdecimal() else word
+    # Longer numbers are in no field's range, and Python converts no more than 4300 digits.
+    return int(word) if word.lstrip("-").isdecimal() and len(word) <= 10 else word[:20]
 
 
 def choose_config(
@@ -183,8 +184,9 @@ def _load(path: Path) -> dict[str, object]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         if report["kind"] in ("static", "ncu"):
+            text.report_text(report)  # which needs all of it
             return report
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"flashcute profile: expected a profile saved with --json, got {path}: {error!r}"
         ) from error

@@ -103,7 +103,9 @@ inline int32_t typical_length(int64_t total, int64_t b, int64_t longest) {
     const double of_each =
         static_cast<double>(total) / static_cast<double>(std::max(b, int64_t(1)));
     const double mean = std::min(of_each, most);
-    return std::max(static_cast<int32_t>(std::sqrt(mean * most)), 1);
+    // A single row needs no mask, a longest sequence of two does.
+    const int32_t least = most >= 2 ? 2 : 1;
+    return std::max(static_cast<int32_t>(std::sqrt(mean * most)), least);
 }
 
 inline Problem rounded(Problem problem) {
