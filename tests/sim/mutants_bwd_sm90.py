@@ -80,9 +80,10 @@ MUTANTS = (
     _simulator(
         "dQ without a fence",
         _MAINLOOP,
-        "sm90::fence_async_proxy();\n            __syncwarp();\n            if (",
-        "__syncwarp();\n            if (",
+        "sm90::fence_async_proxy();\n                __syncwarp();\n                if (",
+        "__syncwarp();\n                if (",
         r"a TMA store reads byte \d+, stored by .* without fence",
+        COLUMNS,
     ),
     _simulator(
         "dQ written over that of the step before",
@@ -90,13 +91,15 @@ MUTANTS = (
         "sm90::bulk_wait_read();",
         "",
         r"overwritten too early: byte \d+, which a TMA store of warp \d+",
+        COLUMNS,
     ),
     _simulator(
         "kernel ends before the sums of dQ are complete",
         _MAINLOOP,
-        "sm90::bulk_wait();",
+        "if constexpr (Traits::kBulkDq) sm90::bulk_wait();",
         "",
         r"exits (while a TMA store|before a bulk reduction)",
+        COLUMNS,
     ),
     _simulator(
         "stages released before their products are complete",

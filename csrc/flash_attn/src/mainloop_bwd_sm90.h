@@ -6,8 +6,10 @@
 //   dQ += dS K                      over all keys of the CTA, summed up in global memory
 //
 // P^T and dS^T are A operands as they come out. dS goes through shared memory too, where both
-// warpgroups read the other's. dQ of a step is issued behind S of the next one: it waits for the
-// other warpgroup, and the exponentials run under it.
+// warpgroups read the other's. dQ of a step is issued behind S of the next one, as it waits for the
+// other warpgroup. ptxas puts the exponentials behind the wait for dQ. While a warpgroup computes
+// them, the other one's products fill the tensor cores. A wait for dO ahead of that for dQ, which
+// kept the exponentials under dQ, cost 1 to 8 % (docs/tried_sm90.md).
 #pragma once
 
 #include <arch_sm90.h>
@@ -43,7 +45,7 @@ struct MainloopBwdSm90 {
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kDqColumns = Traits::kDqColumns;
     static constexpr int kDqFloats = 16 * kDqColumns;  // of a warp
-    // The k16 steps of dV that run under dS, as many as there are registers for.
+    // The k16 steps of dV that run under the arithmetic of dS: half of dV at d <= 64, else all.
     static constexpr int kEarlyDv = 4;
     // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
     template <int kColumns>
@@ -249,29 +251,38 @@ struct MainloopBwdSm90 {
             release(&storage.ds_full[ds.stage()]);
         }
 
-        // Adds dQ of a block to the sums, which lie in the order of each warp's accumulators. It
-        // goes through shared memory and a bulk reduction: a thread's own reductions would still be
-        // under way at the fence of the next dS, which waits for them.
+        // Adds dQ of a block to the sums, which lie in the order of each warp's accumulators.
+        // rDq: ((2, 2, N/8), 1, 1).
         template <class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
                                 Acc const &rDq) const {
             int64_t const head_index = int64_t(tile().batch) * params.h + head;
             int64_t const row = head_index * params.seqlen_q_rounded + block * kTileM;
             int const warp = thread / 32;
-            float *const smem = storage.dq[warp];
-            sm90::bulk_wait_read();  // of the step before, by the lane that issued it
-            __syncwarp();
-            CUTE_UNROLL
-            for (int i = 0; i < kDqColumns / 8; ++i) {
-                *reinterpret_cast<float4 *>(smem + i * 128 + thread % 32 * 4) =
-                    make_float4(rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
-            }
-            sm90::fence_async_proxy();
-            __syncwarp();
-            if (sm90::elect_one()) {
-                sm90::bulk_reduce_add(params.dq_accum_ptr + row * kHeadDim + warp * kDqFloats, smem,
-                                      kDqFloats * sizeof(float));
-                sm90::bulk_commit();
+            if constexpr (Traits::kBulkDq) {
+                float *const smem = storage.dq.data() + warp * kDqFloats;
+                sm90::bulk_wait_read();  // of the step before, by the lane that issued it
+                __syncwarp();
+                CUTE_UNROLL
+                for (int i = 0; i < kDqColumns / 8; ++i) {
+                    *reinterpret_cast<float4 *>(smem + i * 128 + thread % 32 * 4) =
+                        make_float4(rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
+                }
+                sm90::fence_async_proxy();
+                __syncwarp();
+                if (sm90::elect_one()) {
+                    sm90::bulk_reduce_add(params.dq_accum_ptr + row * kHeadDim + warp * kDqFloats,
+                                          smem, kDqFloats * sizeof(float));
+                    sm90::bulk_commit();
+                }
+            } else {
+                float *const sums =
+                    params.dq_accum_ptr + row * kHeadDim + warp * kDqFloats + thread % 32 * 4;
+                CUTE_UNROLL
+                for (int i = 0; i < kDqColumns / 8; ++i) {
+                    sm90::reduce_add(sums + i * 128, rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2),
+                                     rDq(4 * i + 3));
+                }
             }
         }
 
@@ -387,7 +398,7 @@ struct MainloopBwdSm90 {
                 sm90::pin(rS);
                 if (visit >= tile().blocks.unmasked) apply_mask(params, tSrS, visit);
                 exponentiate(params, tSrS);
-                sm90::pin(rS);  // under the products in flight, not behind the next wait
+                sm90::pin(rS);  // ahead of the next wait in PTX; ptxas moves most behind it
             };
             auto const await_dout = [&] {
                 sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
@@ -471,7 +482,7 @@ struct MainloopBwdSm90 {
                 if (params.dk_ptr != nullptr) store_gradients(params, tKrDk, tKrDv);
                 release_tile();
             }
-            sm90::bulk_wait();
+            if constexpr (Traits::kBulkDq) sm90::bulk_wait();
         }
     };
 };
