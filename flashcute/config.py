@@ -338,7 +338,8 @@ class BwdConfig:
 
         Each has the two tiles that it owns and ``stages`` buffers of the two that it visits; that
         of dK and dV has the statistics of the visited rows, too, 8 bytes each. The sm90 class adds
-        two buffers of dS, its barriers and the descriptions of tiles, and rounds up.
+        two buffers of dS, above d = 64 one of dQ, its barriers and the descriptions of tiles, and
+        rounds up.
         """
 
         def tiles(tile: BwdTile) -> int:
@@ -348,7 +349,8 @@ class BwdConfig:
         if self.arch == 90:
             ds = 2 * 2 * self.dkv.rows * self.dkv.step
             barriers = 4 + 4 * self.dkv.stages + 2 + 4
-            total = tiles(self.dkv) + stats + ds + 8 * barriers + 68 * 2
+            dq = 4 * self.head_dim * self.dkv.step if self.head_dim > 64 else 0
+            total = tiles(self.dkv) + stats + ds + dq + 8 * barriers + 68 * 2
             return -(-total // 1024) * 1024
         return max(tiles(self.dq), tiles(self.dkv) + stats)
 

@@ -266,9 +266,14 @@ def test_resources_of_a_backward_of_the_sm90_class():
     c = BwdConfig(**GOOD_BWD_SM90)
     assert c.full_name == "flash_bwd_hdim128_bf16_causal_sm90_128x64_s2"
     assert (c.threads, c.tile_m) == (128 + 2 * 128, 64)
-    # K, V; two stages of Q, dO and statistics; two buffers of dS.
-    tiles = 2 * 128 * (2 * 128 + 2 * 2 * 64) + 2 * 64 * 8 + 2 * 2 * 64 * 128
+    # K, V; two stages of Q, dO and statistics; two buffers of dS; dQ, whose sums go through shared
+    # memory above d = 64.
+    tiles = 2 * 128 * (2 * 128 + 2 * 2 * 64) + 2 * 64 * 8 + 2 * 2 * 64 * 128 + 4 * 64 * 128
     assert tiles < c.smem_bytes <= tiles + 1024
+    tile = BwdTile(128, 128, 8, 2, 1)
+    half = dataclasses.replace(c, head_dim=64, dq=tile, dkv=tile)
+    tiles = 2 * 64 * (2 * 128 + 2 * 2 * 128) + 2 * 128 * 8 + 2 * 2 * 128 * 128
+    assert tiles < half.smem_bytes <= tiles + 1024
 
 
 def test_resources_of_the_sm90_class():

@@ -77,7 +77,8 @@ def reduction() -> Canvas:
         y = top + i * cell + cell / 2 - 2
         c.arrow([(left + 4 * cell, y), (left + 4 * cell + 26, y)], STRONG)
     c.rect(left + 4 * cell + 26, top, 104, 4 * cell - 3, RED, LINE, 6)
-    lines = ["dQ in fp32 in", "device memory", "", "red.global.add", ".v4.f32", "in any order"]
+    lines = ["dQ in fp32 in", "device memory", ""]
+    lines += ["red.global or", "cp.reduce.async", "in any order"]
     for k, line in enumerate(lines):
         x = left + 4 * cell + 78
         c.text(x, top + 44 + 22 * k, line, 11, anchor="middle", mono="." in line)

@@ -19,6 +19,7 @@ _PROGRAMS = (
     ("simulator_cases_sm90", ()),
     ("simulator_cases_sm90_async", ()),
     ("simulator_cases_sm90_cluster", ()),
+    ("simulator_cases_sm90_reduce", ()),
 )
 # Likewise for :func:`with_racecheck`.
 _RACECHECKED = ("simulator_cases_sm90_async", "simulator_cases_sm90_cluster")

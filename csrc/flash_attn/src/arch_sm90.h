@@ -141,4 +141,24 @@ CUTE_DEVICE void reduce_add(float *gmem, float a, float b, float c, float d) {
                  : "memory");
 }
 
+// ---- bulk reductions [cp.reduce.async.bulk] ----
+
+// Adds floats of shared memory to global memory, both at multiples of 16 bytes, asynchronously, in
+// bulk groups of this thread. Each sum is atomic, the whole is not.
+CUTE_DEVICE void bulk_reduce_add(float *gmem, float const *smem, uint32_t bytes) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(gmem),
+        "r"(smem_address(smem)), "r"(bytes)
+        : "memory");
+}
+
+CUTE_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+
+// Waits until this thread's groups have read shared memory.
+CUTE_DEVICE void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
+}
+// Waits until they are complete.
+CUTE_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
+
 }  // namespace flash::sm90

@@ -6,8 +6,10 @@
 //   dQ += dS K                      over all keys of the CTA, summed up in global memory
 //
 // P^T and dS^T are A operands as they come out. dS goes through shared memory too, where both
-// warpgroups read the other's. dQ of a step is issued behind S of the next one: it waits for the
-// other warpgroup, and the exponentials run under it.
+// warpgroups read the other's. dQ of a step is issued behind S of the next one, as it waits for the
+// other warpgroup. ptxas puts the exponentials behind the wait for dQ. While a warpgroup computes
+// them, the other one's products fill the tensor cores. A wait for dO ahead of that for dQ, which
+// kept the exponentials under dQ, cost 1 to 8 % (docs/tried_sm90.md).
 #pragma once
 
 #include <arch_sm90.h>
@@ -42,7 +44,9 @@ struct MainloopBwdSm90 {
     static constexpr int kTileN = Traits::kTileN;
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kDqColumns = Traits::kDqColumns;
-    static constexpr int kDqFloats = 64 * kDqColumns;  // of a warpgroup
+    static constexpr int kDqFloats = 16 * kDqColumns;  // of a warp
+    // The k16 steps of dV that run under the arithmetic of dS: half of dV at d <= 64, else all.
+    static constexpr int kEarlyDv = 4;
     // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
@@ -247,18 +251,38 @@ struct MainloopBwdSm90 {
             release(&storage.ds_full[ds.stage()]);
         }
 
-        // Adds dQ of a block to the sums, which lie in the order of the accumulators.
+        // Adds dQ of a block to the sums, which lie in the order of each warp's accumulators.
+        // rDq: ((2, 2, N/8), 1, 1).
         template <class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
                                 Acc const &rDq) const {
             int64_t const head_index = int64_t(tile().batch) * params.h + head;
             int64_t const row = head_index * params.seqlen_q_rounded + block * kTileM;
-            float *const sums =
-                params.dq_accum_ptr + row * kHeadDim + warpgroup * kDqFloats + thread % 128 * 4;
-            CUTE_UNROLL
-            for (int i = 0; i < kDqColumns / 8; ++i) {
-                sm90::reduce_add(sums + i * 512, rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2),
-                                 rDq(4 * i + 3));
+            int const warp = thread / 32;
+            if constexpr (Traits::kBulkDq) {
+                float *const smem = storage.dq.data() + warp * kDqFloats;
+                sm90::bulk_wait_read();  // of the step before, by the lane that issued it
+                __syncwarp();
+                CUTE_UNROLL
+                for (int i = 0; i < kDqColumns / 8; ++i) {
+                    *reinterpret_cast<float4 *>(smem + i * 128 + thread % 32 * 4) =
+                        make_float4(rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
+                }
+                sm90::fence_async_proxy();
+                __syncwarp();
+                if (sm90::elect_one()) {
+                    sm90::bulk_reduce_add(params.dq_accum_ptr + row * kHeadDim + warp * kDqFloats,
+                                          smem, kDqFloats * sizeof(float));
+                    sm90::bulk_commit();
+                }
+            } else {
+                float *const sums =
+                    params.dq_accum_ptr + row * kHeadDim + warp * kDqFloats + thread % 32 * 4;
+                CUTE_UNROLL
+                for (int i = 0; i < kDqColumns / 8; ++i) {
+                    sm90::reduce_add(sums + i * 128, rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2),
+                                     rDq(4 * i + 3));
+                }
             }
         }
 
@@ -305,15 +329,16 @@ struct MainloopBwdSm90 {
             sm90::wgmma_issue<false>(mma, tSrA, tSrB, acc);
         }
 
-        // acc += tKrX visited, of P^T and dO or of dS^T and Q.
-        template <class Fragment, class Visited, class Acc>
+        // The k16 steps [kBegin, kEnd) of acc += tKrX visited, of P^T and dO or of dS^T and Q.
+        template <int kBegin, int kEnd, class Fragment, class Visited, class Acc>
         CUTE_DEVICE void issue_gradient(Fragment const &tKrX, Visited &visited, Acc &acc) const {
             typename Traits::TiledMmaDkv mma;
             auto const thr_mma = mma.get_slice(warpgroup * 128);
             Tensor sBt = make_tensor(make_smem_ptr(visited.data()),
                                      typename Traits::SmemLayoutQt{});        // (d, M)
             Tensor tKrB = thr_mma.make_fragment_B(thr_mma.partition_B(sBt));  // (1, 1, M/16)
-            sm90::wgmma_issue<true>(mma, tKrX, tKrB, acc);
+            sm90::wgmma_group(acc,
+                              [&] { sm90::wgmma_steps<kBegin, kEnd, true>(mma, tKrX, tKrB, acc); });
         }
 
         // rDq = dS K, once both warpgroups have written dS.
@@ -373,25 +398,37 @@ struct MainloopBwdSm90 {
                 sm90::pin(rS);
                 if (visit >= tile().blocks.unmasked) apply_mask(params, tSrS, visit);
                 exponentiate(params, tSrS);
-                sm90::pin(rS);  // under the products in flight, not behind the next wait
+                sm90::pin(rS);  // ahead of the next wait in PTX; ptxas moves most behind it
+            };
+            auto const await_dout = [&] {
+                sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
+            };
+            // Issues the k16 steps [begin, end) of dV += P^T dO.
+            auto const issue_dv = [&](auto begin, auto end) {
+                if constexpr (begin < end) {
+                    Layout const part = Layout<Int<8 * (end - begin)>>{};
+                    Tensor to = make_tensor(tKrP.data() + 8 * begin, part);
+                    convert(make_tensor(tSrS.data() + 8 * begin, part), to);
+                    issue_gradient<begin, end>(tKrP, storage.dout[step.stage()], rDv);
+                }
             };
             // dS, dV += P^T dO and dK += dS^T Q of a step, of which the last two are under way
             // afterwards.
             auto const issue_gradients = [&] {
                 auto &q = storage.q[step.stage()];
-                auto &dout = storage.dout[step.stage()];
-                sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
-                issue_scores(storage.v, dout, rDp);
+                await_dout();
+                issue_scores(storage.v, storage.dout[step.stage()], rDp);
                 sm90::wgmma_wait<0>();
                 sm90::pin(rDp);
-                convert(tSrS, tKrP);
-                // dV runs under dS where the registers suffice.
-                if constexpr (kTileM == 64) issue_gradient(tKrP, dout, rDv);
+                issue_dv(Int<0>{}, Int<kEarlyDv>{});
+                // Waiting for dO once more, which is there, keeps ptxas from issuing half of dV
+                // behind dS, as it moves no product behind a loop that waits at an mbarrier.
+                await_dout();
                 differentiate(tSrS, tSrDp);
                 convert(tSrDp, tKrDs);
-                if constexpr (kTileM > 64) issue_gradient(tKrP, dout, rDv);
+                issue_dv(Int<kEarlyDv>{}, Int<kTileM / 16>{});
                 store_ds(tKrDs);
-                issue_gradient(tKrDs, q, rDk);
+                issue_gradient<0, kTileM / 16>(tKrDs, q, rDk);
             };
             auto const finish_dq = [&](int visit, int head) {
                 sm90::wgmma_wait<0>();
@@ -445,6 +482,7 @@ struct MainloopBwdSm90 {
                 if (params.dk_ptr != nullptr) store_gradients(params, tKrDk, tKrDv);
                 release_tile();
             }
+            if constexpr (Traits::kBulkDq) sm90::bulk_wait();
         }
     };
 };

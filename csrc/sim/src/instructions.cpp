@@ -330,6 +330,9 @@ void tma_load_multicast(void const *descriptor, void *barrier, void *smem, int c
 void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank) {
     Block::current().sm90_.tma_store(descriptor, smem, coordinates, rank);
 }
+void bulk_reduce_add(float *gmem, void const *smem, uint32_t bytes) {
+    Block::current().sm90_.bulk_reduce_add(gmem, smem, bytes);
+}
 void tma_store_commit() { Block::current().sm90_.tma_store_commit(); }
 void tma_store_wait(int pending_groups, bool read_only) {
     Block::current().sm90_.tma_store_wait(static_cast<uint64_t>(pending_groups), read_only);

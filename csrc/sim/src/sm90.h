@@ -70,7 +70,8 @@ struct BulkCopy {
     uint32_t word;
 };
 
-// 16 bytes of a box, of which `bytes` after the first `skip` are in the tensor.
+// 16 bytes of a box, of which `bytes` after the first `skip` are in the tensor. A bulk reduction's
+// box is contiguous.
 struct StorePiece {
     uint64_t at;  // offset in shared memory
     uint64_t skip, bytes;
@@ -82,10 +83,11 @@ struct BulkStore {
     Box box;
     uint64_t group;
     std::vector<StorePiece> pieces;
+    bool adds;  // a bulk reduction of floats
     bool waited, written;
 };
 
-// The TMA stores of one thread, oldest first.
+// The TMA stores and bulk reductions of one thread, oldest first.
 struct StoreQueue {
     Lane const *owner;
     std::deque<BulkStore> stores;  // until they are written
@@ -176,6 +178,7 @@ class Sm90 {
     void tma_load_multicast(void const *descriptor, void *barrier, void *smem,
                             int const *coordinates, int rank, uint16_t mask);
     void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank);
+    void bulk_reduce_add(float *gmem, void const *smem, uint32_t bytes);
     void tma_store_commit();
     void tma_store_wait(uint64_t pending, bool read_only);
     void fence_async_proxy();
@@ -221,6 +224,8 @@ class Sm90 {
 
     StoreQueue *own_queue();
     StoreQueue &create_queue();
+    void add_piece(BulkStore &store, StorePiece piece);
+    void enqueue(BulkStore store);
     std::string name_of(StoreQueue const &queue) const;
     void check_source(StorePiece const &piece);
     void check_read(StoreQueue const &queue, BulkStore const &store);

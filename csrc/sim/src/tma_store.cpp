@@ -1,4 +1,5 @@
-// TMA stores: boxes of shared memory written to a tensor, in bulk groups of the issuing thread.
+// TMA stores: boxes of shared memory written to a tensor, in bulk groups of the issuing thread. And
+// bulk reductions, which add contiguous floats of shared memory to global memory.
 #include <cstring>
 
 #include "block.h"
@@ -45,9 +46,6 @@ void Sm90::tma_store(void const *descriptor, void const *smem, int const *coordi
     activate();
     BulkStore store{};
     store.box = box(descriptor, smem, coordinates, rank);
-    StoreQueue *const own = own_queue();
-    StoreQueue &queue = own == nullptr ? create_queue() : *own;
-    store.group = queue.groups;
     TensorMap const &map = store.box.map;
     uint64_t inside = 0;
     visit_rows(store.box, [&](BoxRow const &row) {
@@ -68,19 +66,57 @@ void Sm90::tma_store(void const *descriptor, void const *smem, int const *coordi
                              .bytes = std::min(i + 16, end) - begin,
                              .gmem = row.gmem + (begin - first),
                              .source = {}};
-            check_source(piece);
-            std::memcpy(piece.source.data(), &async_view_[piece.at], 16);
-            store.pieces.push_back(piece);
+            add_piece(store, piece);
         }
     });
+    ++block_.counters_.tma_stores;
+    block_.counters_.tma_store_bytes += store.box.bytes;
+    block_.counters_.tma_store_outside_bytes += store.box.bytes - inside;
+    enqueue(std::move(store));
+}
+
+void Sm90::bulk_reduce_add(float *gmem, void const *smem, uint32_t bytes) {
+    tsan::Unwatched const unwatched;
+    activate();
+    char const *const what = "cp.reduce.async.bulk";
+    if (reinterpret_cast<uint64_t>(gmem) % 16 != 0 || bytes % 16 != 0) {
+        block_.fail(kMisalignedAddress, std::string(what) + " of " + std::to_string(bytes) +
+                                            " bytes: address and size must be multiples of 16");
+    }
+    if (!state().regions.empty() && block_.region_of(gmem, static_cast<int>(bytes)) < 0) {
+        block_.fail(kIllegalAddress, std::string(what) + " outside every tensor");
+    }
+    block_.check_dependency(what, gmem);
+    BulkStore store{};
+    store.adds = true;
+    store.box.offset = block_.smem_offset(smem, static_cast<int>(bytes), 16, what);
+    store.box.bytes = bytes;
+    for (uint64_t i = 0; i < bytes; i += 16) {
+        add_piece(store, {.at = store.box.offset + i,
+                          .skip = 0,
+                          .bytes = 16,
+                          .gmem = reinterpret_cast<std::byte *>(gmem) + i,
+                          .source = {}});
+    }
+    block_.counters_.reduction_bytes += bytes;
+    enqueue(std::move(store));
+}
+
+void Sm90::add_piece(BulkStore &store, StorePiece piece) {
+    check_source(piece);
+    std::memcpy(piece.source.data(), &async_view_[piece.at], 16);
+    store.pieces.push_back(piece);
+}
+
+void Sm90::enqueue(BulkStore store) {
+    StoreQueue *const own = own_queue();
+    StoreQueue &queue = own == nullptr ? create_queue() : *own;
+    store.group = queue.groups;
     ++queue.issued;
     uint64_t const end = store.box.offset + store.box.bytes;
     for (uint64_t g = store.box.offset / kGranule; g * kGranule < end; ++g) {
         stored_[g][static_cast<size_t>(&queue - &queues_[0])] = queue.issued;
     }
-    ++block_.counters_.tma_stores;
-    block_.counters_.tma_store_bytes += store.box.bytes;
-    block_.counters_.tma_store_outside_bytes += store.box.bytes - inside;
     tsan::release(&queue.issue_tag);
     queue.stores.push_back(std::move(store));
     if (block_.settings_.copy_mode == CopyMode::eager) {
@@ -163,10 +199,23 @@ void Sm90::write(BulkStore &store) {
     if (store.written) {
         return;
     }
+    store.written = true;
+    if (store.adds) {
+        block_.execute_atomic(store.pieces[0].gmem, [&] {
+            for (StorePiece const &piece : store.pieces) {
+                auto *const sums = reinterpret_cast<float *>(piece.gmem);
+                for (int i = 0; i < 4; ++i) {
+                    float x;
+                    std::memcpy(&x, &piece.source[sizeof x * i], sizeof x);
+                    sums[i] += x;
+                }
+            }
+        });
+        return;
+    }
     for (StorePiece const &piece : store.pieces) {
         std::memcpy(piece.gmem, piece.source.data() + piece.skip, piece.bytes);
     }
-    store.written = true;
 }
 
 void Sm90::check_stores(Lane const &lane) const {
@@ -178,6 +227,11 @@ void Sm90::check_stores(Lane const &lane) const {
                                         "memory: ") +
                                 (store.group < queue.groups ? "no cp.async.bulk.wait_group"
                                                             : "no cp.async.bulk.commit_group"));
+            }
+            if (queue.owner == &lane && store.adds && !store.written) {
+                block_.fail(kLaunchFailure,
+                            "the thread exits before a bulk reduction of its is complete: only "
+                            "cp.async.bulk.wait_group.read");
             }
         }
     }

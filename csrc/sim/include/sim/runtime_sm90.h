@@ -49,6 +49,8 @@ void tma_load_multicast(void const *descriptor, void *barrier, void *smem, int c
 // wait returns once all but the newest `pending_groups` have read shared memory and, unless
 // `read_only`, written the tensor.
 void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank);
+// cp.reduce.async.bulk: adds `bytes` of floats, all at multiples of 16 bytes, in the same groups.
+void bulk_reduce_add(float *gmem, void const *smem, uint32_t bytes);
 void tma_store_commit();
 void tma_store_wait(int pending_groups, bool read_only);
 void fence_async_proxy();

@@ -1,0 +1,84 @@
+// Small kernels: bulk reductions.
+#include <arch_sm90.h>
+#include <cases.h>
+
+using namespace flash;
+
+namespace {
+
+// Each of four blocks adds 64 floats to global memory, twice; the rounding of a sum shows the order
+// of the blocks.
+struct BulkReduce {
+    enum Fault { none, fence, unwritten, only_read, overwritten, misaligned, outside };
+    static constexpr int kBlocks = 4, kFloats = 64;
+
+    template <Fault kFault>
+    static __global__ void kernel(float *sums) {
+        auto *const mine = reinterpret_cast<float *>(smem);
+        constexpr float kLarge = 1 << 24;
+        float const x = blockIdx.x == 0 ? kLarge : blockIdx.x == 3 ? -kLarge : 1.f;
+        for (int i = threadIdx.x; i < kFloats && kFault != unwritten; i += 32) {
+            mine[i] = i == 0 ? x : float(i);
+        }
+        for (int time = 0; time < 2; ++time) {
+            if constexpr (kFault != fence) {
+                sm90::fence_async_proxy();
+            }
+            __syncwarp();
+            if (sm90::elect_one()) {
+                sm90::bulk_reduce_add(sums + (kFault == misaligned), mine, kFloats * sizeof(float));
+                sm90::bulk_commit();
+            }
+            if constexpr (kFault != overwritten) {
+                sm90::bulk_wait_read();
+            }
+            __syncwarp();
+            mine[32 + threadIdx.x] *= 2;
+        }
+        if constexpr (kFault != only_read) {
+            sm90::bulk_wait();
+        }
+    }
+
+    template <Fault kFault>
+    static std::function<cudaError_t()> with(sim::CopyMode mode = sim::CopyMode::late) {
+        return [=] {
+            std::vector<float> storage(kFloats + 8);
+            auto *const sums = reinterpret_cast<float *>(
+                (reinterpret_cast<uintptr_t>(storage.data()) + 15) / 16 * 16);
+            std::vector<float> other(4);
+            if constexpr (kFault == outside) {
+                know("other", other);
+            }
+            sim::state().settings.copy_mode = mode;
+            sim::state().settings.sms = kBlocks;
+            auto const error = launch(&kernel<kFault>, kBlocks, 32, 512, sums);
+            for (int i = 1; i < kFloats && error == cudaSuccess; ++i) {
+                expect(sums[i] == float(i) * kBlocks * (i < 32 ? 2 : 3),
+                       "element " + std::to_string(i));
+            }
+            expect(error != cudaSuccess ||
+                       sim::state().counters.reduction_bytes == 2 * kBlocks * kFloats * 4,
+                   "bytes");
+            std::printf("order %g\n", sums[0]);
+            return error;
+        };
+    }
+};
+using B = BulkReduce;
+
+Cases const cases{
+    {"reduce_late", B::with<B::none>()},
+    {"reduce_random", B::with<B::none>(sim::CopyMode::random)},
+    {"reduce_eager", B::with<B::none>(sim::CopyMode::eager)},
+    {"reduce_without_fence", B::with<B::fence>()},
+    {"reduce_unwritten", B::with<B::unwritten>()},
+    {"reduce_only_read", B::with<B::only_read>()},
+    {"reduce_overwritten", B::with<B::overwritten>()},
+    {"reduce_misaligned", B::with<B::misaligned>()},
+    {"reduce_outside", B::with<B::outside>()},
+};
+
+}  // namespace
+
+int main(int argc, char **argv) { return run_case(cases, argc, argv); }

@@ -1,0 +1,40 @@
+"""Bulk reductions in the simulator: sums, their order and reports."""
+
+import re
+
+import pytest
+from programs import program, run
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return program("simulator_cases_sm90_reduce")
+
+
+@pytest.mark.parametrize("case", ["reduce_late", "reduce_random", "reduce_eager"])
+def test_sums_are_right_and_their_order_is_the_schedule(cases, case):
+    found = [run(cases, case, seed) for seed in range(10)]
+    assert {x["code"] for x in found} == {"0"}
+    assert len({x["order"] for x in found}) > 1
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "report"),
+    [
+        ("reduce_without_fence", 719, r"a TMA store reads byte 0, stored by .* without fence"),
+        ("reduce_unwritten", 719, r"a TMA store reads byte 0, which has not been written"),
+        ("reduce_only_read", 719, r"exits before a bulk reduction of its is complete"),
+        (
+            "reduce_overwritten",
+            719,
+            r"overwritten too early: byte \d+, which a TMA store of warp 0",
+        ),
+        ("reduce_misaligned", 716, r"cp.reduce.async.bulk of 256 bytes: address and size must be"),
+        ("reduce_outside", 700, r"cp.reduce.async.bulk outside every tensor"),
+    ],
+)
+def test_report(cases, case, code, report):
+    for seed in range(5):
+        found = run(cases, case, seed)
+        assert found["code"] == str(code)
+        assert re.search(report, found["error"]), found["error"]
