@@ -385,6 +385,31 @@ def test_wrong_gradient_is_found_and_named(name, fault):
         check_backward(wrong, *tensors, **options)
 
 
+def test_equal_rows_are_rounded_alike():
+    """The gradient of a sink that a backward finds that reads O rounded, of 777 equal rows."""
+    generator = torch.Generator().manual_seed(2)
+    q, dout = (torch.randn(1, 1, 1, 128, generator=generator).half() for _ in range(2))
+    q, dout = (x.expand(1, 777, 1, 128) for x in (q, dout))
+    k, v = (torch.randn(1, 16, 1, 128, generator=generator).half() for _ in range(2))
+    sinks = torch.tensor([1.0])
+    inputs = [x.double().requires_grad_() for x in (q, k, v, sinks)]
+    out, lse, _ = attention_ref(*inputs[:3], sinks=inputs[3], upcast=torch.float64)
+    gradients = dict(
+        zip(("dq", "dk", "dv"), torch.autograd.grad(out, inputs[:3], dout.double()), strict=True)
+    )
+    gradients = {name: x.half() for name, x in gradients.items()}
+    share = torch.exp(sinks - lse.detach())  # (b, h, seqlen_q)
+
+    def of_sinks(rounded):
+        return -(share * (rounded * dout.double()).sum(-1).transpose(1, 2)).sum((0, 2))
+
+    gradients["dsinks"] = of_sinks(out.detach().half().double()).float()
+    check_backward(gradients, q, k, v, dout, sinks=sinks)
+    gradients["dsinks"] = of_sinks(1.01 * out.detach()).float()
+    with pytest.raises(AssertionError, match="dsinks: max error"):
+        check_backward(gradients, q, k, v, dout, sinks=sinks)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_one_key_leaves_the_float32_rounding_of_ds(dtype):
     """P = 1 and dS = dP - D: 0 but for the order of two float32 sums, and no rounding of D."""
