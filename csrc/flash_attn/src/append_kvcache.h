@@ -142,7 +142,6 @@ struct Append {
         int64_t const of_cache = new_vecs(params);
         int64_t const all = of_cache + query_vecs(params);
         int64_t const step = int64_t(ctas) * blockDim.x;
-        CUTE_NO_UNROLL
         for (int64_t i = int64_t(cta) * blockDim.x + threadIdx.x; i < all; i += step) {
             if (i < of_cache) {
                 append(params, Place::of(i, params.seqlen_new, params.h_k, params.d));

@@ -70,7 +70,6 @@ struct Combine {
     // The largest of the parts' log-sum-exps and the sink; 0 where all are -inf.
     CUTE_DEVICE static float reference(Row const &row, float const *lse, float sink) {
         float max = sink;
-        CUTE_NO_UNROLL
         for (int i = threadIdx.x % kWidth; i < row.parts; i += kWidth) {
             max = fmaxf(max, lse[i * row.stride]);
         }
@@ -130,7 +129,6 @@ struct Combine {
         float const sink = params.sinks_ptr != nullptr ? params.sinks_ptr[row.head] : -INFINITY;
         float const ref = reference(row, lse, sink);
         float sum = 0.f;
-        CUTE_NO_UNROLL
         for (int i = threadIdx.x % kWidth; i < row.parts; i += kWidth) {
             sum += weight(lse[i * row.stride], ref);
         }
@@ -138,7 +136,6 @@ struct Combine {
 
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
         auto const add_sum = [&](float4 &to, int g) {
-            CUTE_NO_UNROLL
             for (int begin = g; begin < row.parts; begin += kAhead * kGroups) {
                 if (begin != first) parts.load(params, row, lse, o, begin);
                 parts.add_to(to, ref);
@@ -146,7 +143,6 @@ struct Combine {
         };
         if (holds) add_sum(total, first);
         if (alone) {
-            CUTE_NO_UNROLL
             for (int g = 1; holds && g < cute::min(int(kGroups), row.parts); ++g) {
                 float4 next = make_float4(0.f, 0.f, 0.f, 0.f);
                 add_sum(next, g);
@@ -155,7 +151,6 @@ struct Combine {
         } else {
             storage.sums[group][lane] = total;
             __syncthreads();
-            CUTE_NO_UNROLL
             for (int g = 1; g < cute::min(int(kGroups), row.parts); ++g) {
                 add(total, 1.f, storage.sums[g][lane]);
             }
@@ -197,7 +192,6 @@ __global__ void __launch_bounds__(Combine<Traits::kConfig>::kThreads)
     bool const alone = rows > gridDim.x;
     int const of_cta = alone ? Merge::kGroups : 1;
     int const mine = alone ? threadIdx.x / Merge::kLanes : 0;
-    CUTE_NO_UNROLL
     for (int64_t begin = int64_t(blockIdx.x) * of_cta; begin < rows;
          begin += int64_t(gridDim.x) * of_cta) {
         typename Merge::Row row{};

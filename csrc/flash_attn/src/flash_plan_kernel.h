@@ -185,7 +185,7 @@ struct Planner {
     }
     template <class Op>
     CUTE_DEVICE static int64_t warp_scan(int64_t value, int lane) {
-        CUTE_NO_UNROLL
+        CUTE_UNROLL
         for (int distance = 1; distance < 32; distance *= 2) {
             int64_t const before = __shfl_up_sync(0xffffffffu, value, distance);
             value = Op{}(value, lane >= distance ? before : 0);
@@ -218,7 +218,6 @@ struct Planner {
         float const tiles = static_cast<float>(all) / static_cast<float>(cute::max(longest, 1));
         float best = 0.f;
         int parts = 1;
-        CUTE_NO_UNROLL
         for (int waves = 1; waves <= kSplitWaves && best < 0.9f; ++waves) {
             float const slots = static_cast<float>(ctas * waves);
             int const of_tile = static_cast<int>(slots / cute::max(tiles, 1.f));
@@ -236,7 +235,6 @@ struct Planner {
         Segments const segments{params};
         int64_t blocks = 0, longest = 0;
         if (params.num_splits > 1 && params.split_ctas > 0) {
-            CUTE_NO_UNROLL
             for (int i = threadIdx.x; i < segments.count(); i += kThreads) {
                 PlanTile const segment = segments[i];
                 int const of_tile = key_blocks(params, segment);
@@ -302,7 +300,6 @@ struct Planner {
                                           int index) {
         Segments const segments{params};
         int low = 0, high = segments.count();  // first[low] <= index < first[high]
-        CUTE_NO_UNROLL
         while (high - low > 1) {
             int const middle = (low + high) / 2;
             (first[middle].tiles <= index ? low : high) = middle;
@@ -335,7 +332,6 @@ struct Planner {
         int const end = cute::min(((tile.m_block + 1) * Tiles::kRows + one) >> params.pack_shift,
                                   tile.seqlen_q);
         unsigned const at = atomicAdd(&storage.split_positions, cute::max(end - begin, 0));
-        CUTE_NO_UNROLL
         for (int i = begin; i < end; ++i) {
             int64_t const index = int64_t(at) + i - begin;
             if (index < params.total_q) {
@@ -366,7 +362,6 @@ struct Planner {
         count_tiles(params, storage, first);
         int const count = first[2 * params.b + 1].tiles;
         PlanTile tile;  // this thread's last
-        CUTE_NO_UNROLL
         for (int i = thread; i < count; i += kThreads) {
             tile = find_tile(params, storage, first, i);
             atomicAdd(&bucket(params, storage, tile), 1u);
@@ -376,7 +371,6 @@ struct Planner {
         int64_t const end = inclusive_scan(storage.of_warps, size);
         storage.bucket[thread] = static_cast<unsigned>(end - size);
         __syncthreads();
-        CUTE_NO_UNROLL
         for (int i = thread; i < count; i += kThreads) {
             if (count > kThreads) tile = find_tile(params, storage, first, i);
             plan.tiles[atomicAdd(&bucket(params, storage, tile), 1u)] = tile;
