@@ -391,8 +391,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(_arguments(argv))
     except (RuntimeError, MemoryError) as error:
-        of_memory = ("allocate memory", "Storage size")  # torch has no type for it
-        if isinstance(error, RuntimeError) and not any(x in str(error) for x in of_memory):
+        # On the CPU torch has no type for it.
+        known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not known and not any(x in str(error) for x in ("allocate memory", "Storage size")):
             raise
         reason = str(error).splitlines()[0]
         sys.exit(f"train_gpt.py: expected sizes that fit into memory, got: {reason}")

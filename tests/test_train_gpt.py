@@ -122,6 +122,15 @@ def test_sizes_that_cannot_be_are_a_message(arguments, message):
         train_gpt.main([*TINY, "--steps", "1", *arguments])
 
 
+def test_a_gpu_that_is_full_is_a_message(monkeypatch):
+    def run(args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ...")
+
+    monkeypatch.setattr(train_gpt, "_run", run)
+    with pytest.raises(SystemExit, match="fit into memory, got: CUDA out of memory"):
+        train_gpt.main([*TINY])
+
+
 def test_the_result_is_written_before_it_is_shown(tmp_path):
     pytest.importorskip("matplotlib")
 
