@@ -485,7 +485,8 @@ def check_length(fn: str, name: str, value) -> int:
     traced = torch.compiler.is_compiling() or isinstance(length, torch.SymInt)
     if not traced and not 0 <= length <= _MAX_INT64:
         raise ValueError(
-            f"{fn}: expected 0 <= {name} < 2**63, got {name}={_show(length)}; pass a tensor's size"
+            f"{fn}: expected 0 <= {name} < 2**63, got {name}={_show(length)}; "
+            "pass a number of tokens"
         )
     return length
 
@@ -509,15 +510,15 @@ def check_device(fn: str, device) -> torch.device:
     return found
 
 
-def check_capability(fn: str, capability, supported: tuple[tuple[int, int], ...]) -> None:
-    """A compute capability as two ints, one of those supported."""
+def check_capability(fn: str, capability, supported: tuple[tuple[int, int], ...] | None) -> None:
+    """A compute capability as two ints, one of those supported where they are given."""
     pair = isinstance(capability, (tuple, list)) and len(capability) == 2
     if not pair or not all(_is_int(_plain(part)) for part in capability):
         raise TypeError(
             f"{fn}: expected capability to be two ints (major, minor), "
             f"got capability={_show(capability)}; pass torch.cuda.get_device_capability()"
         )
-    if tuple(capability) not in supported:
+    if supported is not None and tuple(capability) not in supported:
         raise NotImplementedError(
             f"{fn}: expected capability in {supported}, got capability={_show(capability)}; "
             "use the CPU there"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .checks import check_kind, check_length, check_rank, has_tangent
+from .checks import check_int, check_kind, check_length, check_rank, has_tangent
 from .checks_varlen import Names
 from .rotary import check_tables
 
@@ -165,7 +165,8 @@ def fits(t: Tensors) -> bool:
 
 
 def _is_plain(x, rank: int) -> bool:
-    return type(x) is Tensor and x.layout is torch.strided and x.dim() == rank
+    plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
+    return plain and x.dim() == rank
 
 
 def check_packed_queries(names: Names, q, k, v) -> int:
@@ -326,7 +327,7 @@ def check_index(fn: str, name: str, index, q: Tensor, shape: tuple[int, ...], wa
         )
 
 
-def check_table(fn: str, block_table, q: Tensor, b: int) -> None:
+def check_table(fn: str, block_table, q: Tensor, b: int | str) -> None:
     """The pages of b sequences, (b, max_pages), or None."""
     if block_table is None:
         return
@@ -369,8 +370,8 @@ def lengths_of(fn: str, cache_seqlens, q) -> Tensor | None:
         ) from None
     check_kind(fn, "q", q)
     check_rank(fn, "q", q, "(batch, seqlen, heads, head_dim)")
-    if not torch.compiler.is_compiling() and not isinstance(length, torch.SymInt):
-        length = min(length, 2**31 - 1)  # which no cache has room for, as is said later
+    # No cache has room for as many, as is said later.
+    length = torch.sym_min(length, 2**31 - 1)
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
@@ -385,13 +386,36 @@ def check_room(fn: str, t: Tensors, cache_seqlens) -> None:
 
 def check_splits(fn: str, num_splits) -> int:
     """num_splits, 0 for a choice by shape."""
-    value = check_length(fn, "num_splits", num_splits)
+    value = check_int(fn, "num_splits", num_splits)
     if not 0 <= value <= MAX_SPLITS:
         raise ValueError(
             f"{fn}: expected 0 <= num_splits <= {MAX_SPLITS}, got num_splits={value}; "
             "pass 0 for a choice by shape"
         )
     return value
+
+
+def apart(fn: str, t: Tensors) -> Tensors:
+    """``t`` before an append: caches that can be written, and new tokens that are not in them."""
+    for name in ("k_cache", "v_cache"):
+        if getattr(t, name).is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{fn}: expected {name} that can be written, got a tensor made in inference mode; "
+                "call inside torch.inference_mode() or pass a clone"
+            )
+    starts = t.k_cache.data_ptr(), t.v_cache.data_ptr()
+    if t.k_cache.numel() and starts[0] == starts[1]:
+        raise ValueError(
+            f"{fn}: expected k_cache and v_cache in places of their own, got both at one address; "
+            "allocate one for each"
+        )
+    caches = {x.untyped_storage().data_ptr() for x in (t.k_cache, t.v_cache)}
+    shared = {
+        name: x.clone()
+        for name, x in (("k", t.k), ("v", t.v))
+        if x.untyped_storage().data_ptr() in caches
+    }
+    return t._replace(**shared) if shared else t
 
 
 def check_no_gradient(fn: str, names: tuple[str, ...], *tensors: Tensor | None) -> None:

@@ -159,8 +159,12 @@ def _check_on(fn: str, name: str, tensor: Tensor, q_name: str, q: Tensor) -> Non
 
 def check_bounds(names: Names, max_seqlen_q, max_seqlen_k) -> tuple[int, int]:
     """max_seqlen_q and max_seqlen_k, two ints from 0 on."""
-    q = check_length(names.fn, names.max_seqlen_q, max_seqlen_q)
-    return q, check_length(names.fn, names.max_seqlen_k, max_seqlen_k)
+    # A traced call checks neither, and operators take 64 bits.
+    q, k = (
+        torch.sym_min(check_length(names.fn, name, value), 2**63 - 1)
+        for name, value in ((names.max_seqlen_q, max_seqlen_q), (names.max_seqlen_k, max_seqlen_k))
+    )
+    return q, k
 
 
 def read_lengths(

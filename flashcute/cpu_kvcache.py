@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import cpu
-from .checks_kvcache import Tensors, read_slots
+from .checks_kvcache import Tensors, apart, read_slots
 from .reference_kvcache import new_rows, rotate, rows
 
 
@@ -46,9 +46,12 @@ def attend(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
         out in q's shape and dtype, contiguous, and the log-sum-exp in float32 (b, h, seqlen_q).
 
     Raises:
-        ValueError: for values that do not fit the cache; nothing has been written then.
+        ValueError: for values that do not fit the cache, and caches that cannot be written or are
+            one; nothing has been written then.
     """
     slots = read_slots(fn, t, is_local=o.is_local)
+    if t.k is not None:
+        t = apart(fn, t)
     with torch.no_grad():
         q, k = rotate(t, slots.ends, is_local=o.is_local, interleaved=o.rotary_interleaved)
         if k is not None:

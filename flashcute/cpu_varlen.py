@@ -129,6 +129,11 @@ def _read(names: Names, tensors: Tensors, options: Options) -> Lengths:
     return lengths
 
 
+def check_lengths(names: Names, tensors: Tensors, options: Options) -> None:
+    """Raises ValueError, in the words of ``names``, for lengths that :func:`attend` refuses."""
+    _read(names, tensors, options)
+
+
 def _keys(x: Tensor, table: Tensor | None, lengths: Lengths) -> Iterable[Tensor]:
     """The keys or values of each sequence, (keys, h_k, d)."""
     if table is None:

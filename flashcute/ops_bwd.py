@@ -53,6 +53,7 @@ def _varlen_on_cpu(dout, q, k, v, out, softmax_lse, dlse, *args):
     options = cpu_varlen.Options(
         *bounds, o.softmax_scale, o.causal, *window, o.softcap, o.dropout_p
     )
+    cpu_varlen.check_lengths(Names(f"{NAMESPACE}::bwd_varlen"), tensors, options)
     found = cpu_varlen.backward(dout, dlse, None, _bits(o.wanted), tensors, options)
     return *found[:3], found[4]
 

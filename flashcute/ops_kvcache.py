@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import checks, cpu_kvcache, loading, ops, resolver_errors
-from .checks_kvcache import Tensors, check_cache, check_no_gradient, check_splits
+from .checks_kvcache import Tensors, apart, check_cache, check_no_gradient, check_splits
 from .config import NAMESPACE
 from .cpu_kvcache import Options
 from .cpu_operator import is_seen
@@ -94,6 +94,8 @@ def launch(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling() or is_seen():
         out, lse = attend(t, o)
     else:
+        if t.k is not None:
+            t = apart(fn, t)
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = resolver_errors.call(attend, t, o)
         if t.k is not None:  # autograd notices a cache that it saved before

@@ -64,7 +64,8 @@ def supports(
         deterministic: Bitwise repeatable results.
         return_attn_probs: Also return the log-sum-exp.
         requires_grad: Whether a gradient is asked for.
-        capability: Compute capability of the GPU, e.g. ``(9, 0)``; None does not check it.
+        capability: Compute capability of the GPU, e.g. ``(9, 0)``; None does not check it. On the
+            CPU any will do.
         softmax_scale: Factor on the scores; None for 1/sqrt(head_dim).
         sinks: A tensor or True asks for attention sinks.
         cu_seqlens: A tensor or True asks about :func:`flashcute.flash_attn_varlen_func`.
@@ -105,12 +106,13 @@ def supports(
     }
     asked = {name: passes(checks.check_flag, name, value) for name, value in flags.items()}
     asked["num_heads_k"] = h_k != h
-    dropout_p = passes(checks.check_dropout, dropout_p)
+    given_dropout, dropout_p = dropout_p, passes(checks.check_dropout, dropout_p)
     softcap = passes(checks.check_softcap, softcap)
     window_size = passes(checks.check_window, window_size)
     scale = passes(checks.check_scale, softmax_scale, d or 1)
     if capability is not None:
-        passes(checks.check_capability, capability, CAPABILITIES)
+        on_cpu = place is not None and place.type == "cpu"
+        passes(checks.check_capability, capability, None if on_cpu else CAPABILITIES)
     given = {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens": cu_seqlens}
     given |= {"k_cache": k_cache, "block_table": block_table}
     for name, tensor in given.items():
@@ -119,7 +121,9 @@ def supports(
             passes(_check_tensor, name, tensor, h, dtype)
         asked[name] = tensor is not None and len(reasons) == wrong and "(a tensor)"
     if asked["k_cache"]:
-        reasons += _beside_a_cache(asked["requires_grad"], dropout_p, asked["cu_seqlens"])
+        reasons += _beside_a_cache(asked, given_dropout if dropout_p else dropout_p)
+        if isinstance(k_cache, torch.Tensor):
+            reasons += _of_the_cache(k_cache, d, h_k, dtype)
     if place is None or place.type == "cpu":
         return Support(not reasons, tuple(reasons))
 
@@ -143,10 +147,26 @@ def supports(
     return Support(not reasons, tuple(reasons))
 
 
-def _beside_a_cache(requires_grad, dropout_p, cu_seqlens) -> list[str]:
+def _of_the_cache(k_cache: torch.Tensor, d: int | None, h_k: int | None, dtype) -> list[str]:
+    """Where a cache is none for these heads."""
+    *_, heads, head_dim = k_cache.shape
+    properties = (
+        ("head_dim", d, head_dim),
+        ("num_heads_k", h_k, heads),
+        ("dtype", dtype, k_cache.dtype),
+    )
+    return [
+        f"expected k_cache of {name} {asked}, got {found}; ask for what the cache has"
+        for name, asked, found in properties
+        if asked is not None and asked != found
+    ]
+
+
+def _beside_a_cache(asked: dict[str, object], dropout_p) -> list[str]:
     """What flash_attn_with_kvcache has no argument for, or refuses."""
-    reasons = [no_gradient("requires_grad=True")] if requires_grad else []
-    for name, value in (("dropout_p", dropout_p), ("cu_seqlens", cu_seqlens)):
+    reasons = [no_gradient("requires_grad=True")] if asked["requires_grad"] else []
+    others = ("cu_seqlens", "deterministic", "return_attn_probs")
+    for name, value in (("dropout_p", dropout_p), *((name, asked[name]) for name in others)):
         if value:
             reasons.append(
                 f"expected no {name} with k_cache, which flash_attn_with_kvcache does not take, "
@@ -163,7 +183,7 @@ def _check_tensor(fn: str, name: str, tensor, h: int | None, dtype) -> None:
     elif name == "k_cache":
         checks.check_rank(fn, name, tensor, "(batch_cache, seqlen_cache, heads, head_dim)")
     elif name == "block_table":
-        check_table(fn, tensor, tensor, tensor.shape[0] if tensor.dim() else 0)
+        check_table(fn, tensor, tensor, tensor.shape[0] if tensor.dim() == 2 else "batch")
     elif h is not None and name == "alibi_slopes":
         checks.check_slopes(fn, tensor, h)
     elif h is not None:

@@ -277,7 +277,7 @@ def test_meta_tensors_are_refused_what_cuda_tensors_are(name: str, gradient: boo
     }
     module.to("meta").requires_grad_(gradient)
     args = *leaves, *(x.to("meta") for x in cu_seqlens)
-    if gradient:
+    if gradient and module.alibi_slopes is not None:  # which have none there
         with pytest.raises(NotImplementedError, match="on CUDA, where it is not supported yet"):
             module(*args)
         return

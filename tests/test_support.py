@@ -170,7 +170,7 @@ WRONG = [
     *(("device", value) for value in (["cuda"], torch.device("meta"), torch.zeros(1), 2**70)),
     *(("dtype", value) for value in ("float16", None, np.float16, torch.int8, torch.complex64)),
     *(("dtype", value) for value in (np.zeros(2), float, torch.quint8)),
-    *(("capability", value) for value in (9, 9.0, "90", (9,), (9, 0, 0), (7, 5), ("9", "0"))),
+    *(("capability", value) for value in (9, 9.0, "90", (9,), (9, 0, 0), ("9", "0"))),
     *(("requires_grad", value) for value in (1, None, "no", torch.tensor(True))),
     *(("alibi_slopes", value) for value in ([0.5], 1, "yes", False, np.zeros(4))),
     *(("alibi_slopes", torch.zeros(8).to(dtype)) for dtype in (torch.float64, torch.bfloat16)),
@@ -268,7 +268,7 @@ def test_scale_that_only_the_reference_takes():
         ("cu_seqlens", torch.zeros(2, 2).int(), r"got cu_seqlens.shape=\(2, 2\)"),
         ("cu_seqlens", torch.zeros(0).int(), r"got cu_seqlens.shape=\(0,\)"),
         ("block_table", torch.zeros(2, 2), "got block_table.dtype=torch.float32"),
-        ("block_table", torch.zeros(2).int(), r"got block_table.shape=\(2,\)"),
+        ("block_table", torch.zeros(2).int(), r"\(batch, max_pages\), got block_table.shape=\(2,\)"),
         ("k_cache", torch.zeros(3), r"seqlen_cache, heads, head_dim\), got k_cache.shape=\(3,\)"),
     ],
 )
@@ -279,8 +279,35 @@ def test_a_tensor_is_checked_as_the_call_checks_it(device, name, tensor, pattern
     assert flashcute.supports(device="cpu", num_heads=4, sinks=torch.zeros(4)).ok
 
 
-@pytest.mark.parametrize(("name", "value"), [("dropout_p", 0.1), ("cu_seqlens", True)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dropout_p", 0.3), ("cu_seqlens", True), ("deterministic", True), ("return_attn_probs", True)],
+)
 def test_what_the_function_with_a_cache_does_not_take(name, value) -> None:
     answer = flashcute.supports(device="cpu", k_cache=True, **{name: value})
     assert len(answer.reasons) == 1
-    assert re.search(rf"^expected no {name} with k_cache, .*, got {name}=", answer.reasons[0])
+    shown = "" if name == "cu_seqlens" else f"{value};"
+    assert re.search(rf"^expected no {name} with k_cache, .*, got {name}={shown}", answer.reasons[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        ({"head_dim": 32}, "k_cache of head_dim 32, got 16; ask"),
+        ({"num_heads_k": 4}, "k_cache of num_heads_k 4, got 2; ask"),
+        ({"dtype": torch.bfloat16}, "k_cache of dtype torch.bfloat16, got torch.float16; ask"),
+    ],
+    ids=str,
+)
+def test_a_cache_of_other_heads(change, pattern) -> None:
+    k_cache = torch.zeros(3, 8, 2, 16).half()
+    asked = {"device": "cpu", "dtype": torch.float16, "head_dim": 16, "num_heads": 4}
+    asked |= {"num_heads_k": 2, "k_cache": k_cache}
+    assert flashcute.supports(**asked).ok
+    answer = flashcute.supports(**asked | change)
+    assert len(answer.reasons) == 1 and f"expected {pattern}" in answer.reasons[0], answer.reasons
+
+
+def test_the_cpu_has_no_capability() -> None:
+    assert flashcute.supports(device="cpu", capability=(7, 0)).ok
+    assert not flashcute.supports(device="cuda", capability=(7, 0)).ok

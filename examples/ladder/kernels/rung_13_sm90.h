@@ -203,7 +203,7 @@ struct Rung13 : TmaTypes<CudaElement, kHeadDim, kCausal> {
             sm90::wgmma_wait<0>();
             release_v();
             auto const rows = Epilogue::template thread_rows<2>(params, tile(), thread);
-            Epilogue::store(params, storage.output[t.stage()], rows, thread,
+            Epilogue::store(params, false, storage.output[t.stage()], rows, thread,
                             softmax.finalize(tOrO, no_sinks, 1.f), tOrO);
             release_tile();
         }
