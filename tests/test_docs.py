@@ -28,6 +28,7 @@ from flashcute.config import FwdConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+TRIED = [ROOT / "docs" / f"tried_sm{c}.md" for c in (80, 90)]
 LADDER = ROOT / "examples" / "ladder" / "README.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES, ROOT / "csrc" / "sim" / "README.md", LADDER]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -431,8 +432,8 @@ def test_the_inputs_table_has_a_line_for_each_distribution(tmp_path):
 
 def test_what_was_not_measured_is_not_shown(tmp_path):
     missing = tmp_path / "none.json"
-    sections = {"models": lambda: update_docs.models(missing)}
-    sections["inputs"] = lambda: update_docs.inputs(missing)
+    names = ("models", "inputs", "backward", "decode")
+    sections = {name: functools.partial(getattr(update_docs, name), missing) for name in names}
     text = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in sections)
     assert update_docs.rewrite(text, sections) == text.replace("old\n", "")
 
@@ -447,7 +448,7 @@ def test_facts_have_every_column():
         assert all(cells), row
 
 
-@pytest.mark.parametrize("page", [ROOT / "docs" / f"tried_sm{c}.md" for c in (80, 90)], ids=name)
+@pytest.mark.parametrize("page", TRIED, ids=name)
 def test_rows_of_what_was_tried_are_short(page):
     rows = [row for row in prose(page).splitlines() if row.startswith("|")]
     assert "| change | expected | measured | kept |" in rows
@@ -465,7 +466,7 @@ def test_rows_of_what_was_tried_are_short(page):
 # A measured figure in prose is the text of a link to the page that holds it: [2.1 s](facts.md).
 QUOTE = re.compile(r"\[(\d[^\]]*)\]\(([^)\s]+\.md)\)")
 TIME_OR_SPEED = re.compile(
-    r"\d ?(?:us|ms|s|min|seconds?|minutes?|TFLOP/s)\b|\bin (?:second|minute)s"
+    r"\d ?(?:us|ms|s|min|seconds?|minutes?|TFLOP/s)\b|\bin (?:second|minute)s|\d\.\d+ ?x\b"
 )
 RECORDS = {"CHANGELOG.md", "docs/facts.md", "docs/tried_sm80.md", "docs/tried_sm90.md"}
 WRITTEN = [d for d in DOCUMENTS if name(d) not in RECORDS and d not in {*GENERATED, LADDER}]
@@ -498,6 +499,7 @@ def test_stale_figures_are_noticed(tmp_path):
     assert wrong_quotes(page) == ["11 us"]
     assert not unquoted(prose(page))
     stale = ["11 us of host time", "compiled in seconds", "`352` and 394 TFLOP/s", "30 min 15 s"]
+    stale += ["has 1.16x the speed", "0.9 x that of another"]
     assert unquoted("\n\n".join(["s = 512, 16 bits", *stale])) == stale
 
 

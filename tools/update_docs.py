@@ -21,10 +21,11 @@ from api_reference import PAGES, api_reference  # noqa: E402 - beside this file
 
 from flashcute import benchmarking as bm  # noqa: E402 - from this checkout, installed or not
 from flashcute import env, support_matrix  # noqa: E402
-from flashcute.bench import table  # noqa: E402
+from flashcute.bench import serving_table, table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 FORWARD, MODELS, INPUTS = (RESULTS / f"{n}.json" for n in ("fwd", "fwd_models", "fwd_inputs"))
+BACKWARD, DECODE = (RESULTS / f"{n}.json" for n in ("bwd", "decode"))
 TABLE_SEQLENS = (512, 4096, 16384)
 
 
@@ -154,8 +155,53 @@ def inputs(path: Path = INPUTS) -> str:
     return "\n".join(text)
 
 
+def backward_rows(result: Mapping) -> list[Mapping]:
+    """The rows that README's figures on the backward are of."""
+    return table.parts(result["rows"]).get(table.Part("bf16"), [])
+
+
+def decode_rows(result: Mapping) -> list[Mapping]:
+    """The rows that README's figures on a cache are of: of a contiguous one, nothing appended."""
+    rows = (row for row in result["rows"] if row["dtype"] == "bf16" and not row["page_size"])
+    return [row for row in rows if serving_table.kind(row) == "decode"]
+
+
+def backward(path: Path = BACKWARD) -> str:
+    """README's lines on the backward, or nothing where it was not measured."""
+    if not path.is_file():
+        return ""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    measured = backward_rows(result)
+    dims = ", ".join(map(str, sorted({row["d"] for row in measured})))
+    lines = [
+        "The backward by autograd ([plot](benchmarks/results/bwd_bf16_ratio.png)), "
+        f"d = {dims}, s and masks of the sweep, bf16, {_measured(result)}:",
+        "",
+        *_over(measured, _contenders(measured, result)[1:]),
+    ]
+    return "\n".join(lines)
+
+
+def decode(path: Path = DECODE) -> str:
+    """README's lines on queries over a contiguous KV cache, or nothing as above."""
+    if not path.is_file():
+        return ""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    measured = decode_rows(result)
+    lines = [
+        "Queries over a contiguous KV cache ([plot](benchmarks/results/decode_bf16_ratio.png)), "
+        f"bf16, {_measured(result)}:",
+        "",
+        *_over(measured, _contenders(measured, result)[1:]),
+    ]
+    return "\n".join(lines)
+
+
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"support": support_matrix, "speed": speed, "models": models, "inputs": inputs},
+    "README.md": {
+        **{"support": support_matrix, "speed": speed, "models": models, "inputs": inputs},
+        **{"backward": backward, "decode": decode},
+    },
     "SECURITY.md": {"environment": environment},
     **{page: {"api": functools.partial(api_reference, page)} for page in PAGES},
 }
