@@ -347,9 +347,7 @@ def test_the_unchanged_call_is_right(function: str, paged: bool, device: str) ->
 
 
 # The value of an int is learnt, and checked on the CPU, when a compiled function runs.
-TRACED = [
-    c for c in CASES if "meta" in c.on and not isinstance(c.change.get("cache_seqlens"), int)
-]
+TRACED = [c for c in CASES if "meta" in c.on and not isinstance(c.change.get("cache_seqlens"), int)]
 
 
 @pytest.mark.parametrize("case", TRACED, ids=lambda c: c.name)

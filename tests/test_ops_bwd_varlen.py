@@ -128,6 +128,8 @@ def test_opcheck(change) -> None:
         ({"cu_seqlens_k": torch.zeros(3).int()}, ValueError, "cu_seqlens_k of cu_seqlens_q"),
         ({"seqused_q": torch.zeros(2).int()}, ValueError, r"seqused_q of shape \(3,\)"),
         ({"max_seqlen_q": -1}, ValueError, "0 <= max_seqlen_q"),
+        ({"max_seqlen_q": 1}, ValueError, "max_seqlen_q >= "),
+        ({"seqused_q": torch.tensor([9, 1, 1]).int()}, ValueError, r"seqused_q\[0\]"),
         ({"v": torch.zeros(8, 3, 16)}, ValueError, "v of k's shape"),
         ({"alibi_slopes": torch.zeros(2, 4)}, ValueError, "alibi_slopes of shape"),
         ({"dropout_p": 0.5}, ValueError, "rng_state with dropout_p > 0"),

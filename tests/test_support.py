@@ -268,7 +268,7 @@ def test_scale_that_only_the_reference_takes():
         ("cu_seqlens", torch.zeros(2, 2).int(), r"got cu_seqlens.shape=\(2, 2\)"),
         ("cu_seqlens", torch.zeros(0).int(), r"got cu_seqlens.shape=\(0,\)"),
         ("block_table", torch.zeros(2, 2), "got block_table.dtype=torch.float32"),
-        ("block_table", torch.zeros(2).int(), r"\(batch, max_pages\), got block_table.shape=\(2,\)"),
+        ("block_table", torch.zeros(2).int(), r"\(batch, max_pages\), got .*=\(2,\)"),
         ("k_cache", torch.zeros(3), r"seqlen_cache, heads, head_dim\), got k_cache.shape=\(3,\)"),
     ],
 )
@@ -281,13 +281,15 @@ def test_a_tensor_is_checked_as_the_call_checks_it(device, name, tensor, pattern
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("dropout_p", 0.3), ("cu_seqlens", True), ("deterministic", True), ("return_attn_probs", True)],
+    [("dropout_p", 0.3), ("cu_seqlens", True)]
+    + [(name, True) for name in ("deterministic", "return_attn_probs")],
 )
 def test_what_the_function_with_a_cache_does_not_take(name, value) -> None:
     answer = flashcute.supports(device="cpu", k_cache=True, **{name: value})
     assert len(answer.reasons) == 1
     shown = "" if name == "cu_seqlens" else f"{value};"
-    assert re.search(rf"^expected no {name} with k_cache, .*, got {name}={shown}", answer.reasons[0])
+    pattern = rf"^expected no {name} with k_cache, .*, got {name}={shown}"
+    assert re.search(pattern, answer.reasons[0])
 
 
 @pytest.mark.parametrize(
