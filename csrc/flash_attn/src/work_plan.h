@@ -66,11 +66,14 @@ CUTE_HOST_DEVICE PlannedTile planned_tile(WorkPlan const &plan, int ratio, int i
     WorkTile const tile{.m_block = planned.m_block,
                         .head = head_k * ratio + within % ratio,
                         .batch = planned.batch,
+                        .head_q = 0,
                         .head_k = head_k,
                         .row_q = planned.row_q,
                         .row_k = planned.row_k,
                         .seqlen_q = planned.seqlen_q,
                         .seqlen_k = planned.seqlen_k,
+                        .batch_k = 0,
+                        .blocks = {},
                         .partial_row = planned.partial_row};
     return {tile, planned.part};
 }

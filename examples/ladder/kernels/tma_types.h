@@ -54,6 +54,7 @@ struct TmaTypes {
         .softcap = false,
         .alibi = false,
         .dropout = false,
+        .paged = false,
     };
     using Traits = flash::KernelTraitsSm90<C>;
     using Element = typename Traits::Element;
