@@ -404,7 +404,7 @@ def apart(fn: str, t: Tensors) -> Tensors:
                 "call inside torch.inference_mode() or pass a clone"
             )
     starts = t.k_cache.data_ptr(), t.v_cache.data_ptr()
-    if t.k.numel() and starts[0] == starts[1]:
+    if t.k.numel() and t.k_cache.numel() and starts[0] == starts[1]:
         raise ValueError(
             f"{fn}: expected k_cache and v_cache in places of their own, got both at one address; "
             "allocate one for each"
