@@ -46,7 +46,7 @@ class PagedCache:
         whole = {"dtype": torch.int32, "device": model.device}
         self.table = torch.empty(len(pages), max(pages), **whole)
         self.lengths = torch.empty(len(pages), **whole)
-        self.page_size, self.room = page_size, max(pages) * page_size
+        self.page_size, self._most = page_size, tuple(room)
         generator = torch.Generator().manual_seed(seed)
         self._order = torch.randperm(sum(pages), generator=generator).tolist()
         self.clear()
@@ -60,9 +60,18 @@ class PagedCache:
 
     def reserve(self, tokens: Sequence[int]) -> None:
         """Gives sequence i pages for ``tokens[i]`` tokens where it has less; nobody waits for the
-        device."""
+        device.
+
+        Raises:
+            ValueError: for more tokens than the sequence has room for.
+        """
         new = []
-        for i, n in enumerate(tokens):
+        for i, (n, most) in enumerate(zip(tokens, self._most, strict=True)):
+            if n > most:
+                raise ValueError(
+                    f"PagedCache.reserve: expected at most {most} tokens of sequence {i}, got "
+                    f"tokens[{i}]={n}; make the cache with more room"
+                )
             wanted = -(-n // self.page_size)
             new += [(i, column, self._free.pop()) for column in range(self._held[i], wanted)]
             self._held[i] = max(self._held[i], wanted)
@@ -87,7 +96,8 @@ class PagedLlama:
 
     def __init__(self, model: LlamaForCausalLM, cache: PagedCache, graph: bool) -> None:
         self.model, self.cache = model, cache
-        places = torch.arange(cache.room, device=model.device)
+        room = cache.table.shape[1] * cache.page_size
+        places = torch.arange(room, device=model.device)
         with torch.no_grad():
             tables = model.model.rotary_emb(model.lm_head.weight, places[None])  # (1, room, d) each
         # Both halves of a row are the same angles.
