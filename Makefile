@@ -21,6 +21,7 @@ GPU_NVCC := $(if $(shell command -v nvidia-smi),$(NVCC))
 demo: $(INSTALLED) $(GPU_NVCC)
 	$(PYTHON) examples/demo.py
 	OMP_NUM_THREADS=1 $(PYTHON) examples/train_gpt.py --device cpu --check
+	OMP_NUM_THREADS=1 $(PYTHON) examples/generate.py --device cpu --check
 
 # A worker for each core, each with one compiler and one thread of torch. Files in their order,
 # in which those that compile come first.

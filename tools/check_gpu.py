@@ -72,6 +72,10 @@ def _training(args: argparse.Namespace, _seconds: float) -> list[str]:
     return ["examples/train_gpt.py", "--check", "--out", str(args.out)]
 
 
+def _generation(args: argparse.Namespace, _seconds: float) -> list[str]:
+    return ["examples/generate.py", "--check", "--json", str(args.out / "generate.json")]
+
+
 def _bench(name: str, *arguments: str) -> Callable[[argparse.Namespace, float], list[str]]:
     """A benchmark whose result is the file ``name``."""
 
@@ -108,6 +112,7 @@ PHASES = {
     "decode": Phase(500, _bench("decode.json", "--pass", "decode"), 30000, default=False),
     "append": Phase(200, _bench("append.json", "--pass", "append"), 12000, default=False),
     "training": Phase(200, _training, 3000, default=False),
+    "generation": Phase(400, _generation, 2000, default=False),
     # What `make test` leaves out, where there are processors enough: every kernel that ships.
     "test-all": Phase(500, _test_all, 1000, default=False),
     # Not by default: the tool may be missing, or the driver may not permit it.
