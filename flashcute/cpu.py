@@ -3,6 +3,8 @@
 The reference (:mod:`flashcute.reference`) defines the result and takes every option. PyTorch's
 kernel takes a tenth of its time and no memory for scores, and serves the calls of which it computes
 the same: a scale, a window (causal is one) and sinks, and inputs that are finite and not huge.
+Reading them once more to know that takes a quarter of a short call's time, so few scores are
+computed by torch's products and softmax instead, which propagate a NaN.
 Everything here is differentiable to any order. What tracers call instead is in
 :mod:`flashcute.cpu_ops`.
 """
@@ -32,11 +34,19 @@ _MIN_FOR_BLAS = 2**18
 
 _NO_WINDOW = (-1, -1)
 _CAUSAL = (-1, 0)
-_MIN_CAUSAL_SCALE = torch.finfo(torch.float32).tiny
+# What is added to a product, times 0; an argument all the same.
+_IGNORED = {dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in _LIMITS}
+
+_MIN_SCALE = torch.finfo(torch.float32).tiny
+
+# Up to 512 kB of scores in float32: more leave the L2 cache, where the kernel's blocks stay.
+_FEW_SCORES = 2**17
 
 # This binding takes a tenth less of a short call's time than torch.ops; the backward has none.
 _forward_op = torch._scaled_dot_product_flash_attention_for_cpu
 _num_threads = torch.get_num_threads
+_is_autocast = torch.is_autocast_enabled
+_has_transforms = torch._C._are_functorch_transforms_active
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -163,6 +173,35 @@ def _whole(keep: DropoutMask, tensors: Tensors) -> Tensor:
     return torch.cat([torch.cat([keep(batch, row) for row in rows], 2) for batch in batches])
 
 
+def attend_few_scores(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
+    """Attention without options of one batch entry by its definition; out like q.
+
+    None where there are many scores, where a derivative is wanted, and where the output is not
+    finite: what it is then the reference decides.
+    """
+    b, seqlen_q, h, d = q.shape
+    _, seqlen_k, h_k, _ = k.shape
+    if b != 1 or h != h_k or not 0 < h * seqlen_q * seqlen_k <= _FEW_SCORES:
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    # Autocast would take products to 16 bits, and BLAS reads no factors of a scale of 0.
+    if _is_autocast("cpu") or _has_transforms() or abs(scale) < _MIN_SCALE or has_tangent(q, k, v):
+        return None
+    x, y, z = (q, k, v) if q.dtype in _LIMITS else (q.float(), k.float(), v.float())
+    _, row, head, element = x.stride()
+    x = x.as_strided((h, seqlen_q, d), (head, row, element))
+    _, row, head, element = y.stride()
+    y = y.as_strided((h, d, seqlen_k), (head, element, row))
+    _, row, head, element = z.stride()
+    z = z.as_strided((h, seqlen_k, d), (head, row, element))
+    scores = torch.baddbmm(_IGNORED[x.dtype], x, y, beta=0, alpha=scale)
+    out = torch.bmm(torch.softmax(scores, -1), z)  # (h, seqlen_q, d)
+    if not _is_finite(out):
+        return None
+    return torch.empty_like(q).copy_(out.transpose(0, 1))
+
+
 # --- PyTorch's flash attention ---
 
 
@@ -189,7 +228,7 @@ def attend_by_flash(
     if d_v != d or q.numel() == 0 or k.numel() == 0:
         return None
     # Forward-mode derivatives are left to the reference.
-    if torch._C._are_functorch_transforms_active() or has_tangent(q, k, v, sinks):
+    if _has_transforms() or has_tangent(q, k, v, sinks):
         return None
     x = q
     if q.dtype not in _LIMITS:
@@ -263,7 +302,7 @@ def _is_one_call(q: Tensor, k: Tensor, scale: float, window: tuple[int, int]) ->
     multiplied by the scale as a float32: -inf turns into +inf or NaN where that is not positive.
     """
     if window == _CAUSAL and q.shape[1] == k.shape[1]:
-        return scale >= _MIN_CAUSAL_SCALE
+        return scale >= _MIN_SCALE
     return window == _NO_WINDOW
 
 

@@ -99,6 +99,10 @@ def _attend(
             and return_attn_probs is False
             and not cpu_operator.is_traced(q)
         ):
+            if causal is False and window_size is _UNLIMITED and sinks is None:
+                out = cpu.attend_few_scores(q, k, v, scale)
+                if out is not None:
+                    return out
             flash = cpu.attend_by_flash(q, k, v, scale, causal, window_size, sinks)
             if flash is not None:
                 return flash[0]
@@ -182,7 +186,8 @@ def flash_attn_func(
 
     On the CPU: every argument, in float32 (float64 for float64 inputs), differentiable to any
     order. PyTorch's flash attention computes calls with no more than a scale, a window and sinks;
-    a plain PyTorch reference, which is slower and stores scores, computes the others.
+    a plain PyTorch reference, which is slower and stores scores, computes the others. Up to 2**17
+    scores of one batch entry are stored, too, where no gradient is wanted: that is faster.
 
     Any strides are right. The kernels read a tensor in place if its head_dim is a multiple of 8,
     its last stride 1, its other strides multiples of 8 elements, and its start a multiple of 16

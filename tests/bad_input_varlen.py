@@ -25,9 +25,11 @@ TOTAL_Q, TOTAL_K = 8, 8
 
 # Values of lengths can be read on the CPU only.
 _READABLE = ("cpu",)
-_ANY = ("cpu", "meta", "fake")
+_ANY = ("cpu", "meta", "fake", "cuda")
+_REAL = ("cpu", "cuda")
+_KERNELS = ("meta", "cuda")
 # CUDA tensors without a GPU: fake ones, and meta ones, which stand for them.
-_CUDA = ("meta", "fake_cuda")
+_CUDA = ("meta", "fake_cuda", "cuda")
 
 _FORM = r"^flash_attn_varlen_\w*func: expected .*, got .*; .+"
 
@@ -42,7 +44,7 @@ class Case:
         pattern: What the message must match, besides '<function>: expected ..., got ...; ...'.
         change: Arguments: values, or functions of (value, device).
         function: Which of the three.
-        on: cpu, meta, fake (of the CPU) and fake_cuda, where the case can be made.
+        on: cpu, meta, cuda, fake (of the CPU) and fake_cuda, where the case can be made.
     """
 
     name: str
@@ -116,13 +118,13 @@ def _tensors() -> Iterator[Case]:
         pattern = rf"{n} of shape \(total, heads, head_dim\), got {n}.shape=\(8, (32|64)\); reshape"
         yield _case(f"{n} of rank 2", ValueError, pattern, **{n: lambda x, _: x.flatten(1)})
         jagged = lambda x, _: torch.nested.nested_tensor_from_jagged(  # noqa: E731
-            x, torch.tensor([0, 3, 8])
+            x, torch.tensor([0, 3, 8], device=x.device)
         )
         pattern = rf"{n} as a nested tensor; .*flash_attn_varlen_func with .values\(\)"
-        yield _case(f"{n} is nested", TypeError, pattern, on=("cpu",), **{n: jagged})
+        yield _case(f"{n} is nested", TypeError, pattern, on=_REAL, **{n: jagged})
         sparse = f"got {n} as a tensor of layout torch.sparse_coo; "
         change = {n: lambda x, _: x.to_sparse()}
-        yield _case(f"{n} is sparse", TypeError, sparse, on=("cpu",), **change)
+        yield _case(f"{n} is sparse", TypeError, sparse, on=_REAL, **change)
     pattern = r"k of q's head_dim 16, got k.shape=\(8, 2, 8\); pad"
     yield _case("k head_dim", ValueError, pattern, k=lambda x, _: x[..., :8])
     pattern = r"v of k's shape \(8, 2, 16\), got v.shape=\(8, 2, 8\); pass"
@@ -142,11 +144,13 @@ def _tensors() -> Iterator[Case]:
     ints = {n: lambda x, _: x.int() for n in "qkv"}
     yield _case("int", TypeError, "expected q.dtype .*got q.dtype=torch.int32; cast", **ints)
     doubles = {n: lambda x, _: x.double() for n in "qkv"}
-    pattern = "expected q.dtype torch.float16 or torch.bfloat16 on meta, got .*float64; cast"
-    yield _case("float64 for kernels", TypeError, pattern, on=("meta",), **doubles)
+    pattern = (
+        "expected q.dtype torch.float16 or torch.bfloat16 on (meta|cuda:0), got .*float64; cast"
+    )
+    yield _case("float64 for kernels", TypeError, pattern, on=_KERNELS, **doubles)
     cpu = lambda x, _: torch.zeros(x.shape, dtype=x.dtype)  # noqa: E731
-    pattern = r"k on meta as q, got k.device=cpu; move"
-    yield _case("k on the cpu", ValueError, pattern, on=("meta",), k=cpu)
+    pattern = r"k on (meta|cuda:0) as q, got k.device=cpu; move"
+    yield _case("k on the cpu", ValueError, pattern, on=_KERNELS, k=cpu)
     learned = lambda _, device: torch.zeros(4, device=device, requires_grad=True)  # noqa: E731
     for function in (VARLEN, QKV):
         pattern = "expected no gradient of ALiBi slopes on CUDA, where it is not supported yet"
@@ -195,8 +199,8 @@ def _shapes_of_lengths() -> Iterator[Case]:
             change = {name: _zeros(*shape, dtype=torch.int32)}
             yield _case(f"{name} of shape {shape}", ValueError, pattern, **change)
         change = {name: lambda x, _: torch.zeros(x.shape, dtype=x.dtype)}
-        pattern = f"{name} on meta as q, got {name}.device=cpu; move it with .to"
-        yield _case(f"{name} on the cpu", ValueError, pattern, on=("meta",), **change)
+        pattern = f"{name} on (meta|cuda:0) as q, got {name}.device=cpu; move it with .to"
+        yield _case(f"{name} on the cpu", ValueError, pattern, on=_KERNELS, **change)
     pattern = r"cu_seqlens_k of cu_seqlens_q's shape \(4,\), got cu_seqlens_k.shape=\(3,\)"
     yield _case("batch", ValueError, pattern, cu_seqlens_k=lambda x, _: x[:3])
     for name in ("seqused_q", "seqused_k"):
@@ -210,8 +214,8 @@ def _shapes_of_lengths() -> Iterator[Case]:
             change = {name: _zeros(*shape, dtype=torch.int32)}
             yield _case(f"{name} of shape {shape}", ValueError, pattern, **change)
     change = {"seqused_k": lambda _, device: torch.zeros(3, dtype=torch.int32)}
-    pattern = "seqused_k on meta as q, got seqused_k.device=cpu"
-    yield _case("seqused_k on the cpu", ValueError, pattern, on=("meta",), **change)
+    pattern = "seqused_k on (meta|cuda:0) as q, got seqused_k.device=cpu"
+    yield _case("seqused_k on the cpu", ValueError, pattern, on=_KERNELS, **change)
 
 
 def _values_of_lengths() -> Iterator[Case]:
@@ -256,7 +260,7 @@ def _bounds_and_options() -> Iterator[Case]:
             yield _case(f"{name}={shown}", TypeError, pattern, **{name: value})
         pattern = rf"{name} to be an int, got {name}=tensor\(4\); pass int\(\.\.\.\), which reads"
         change = {name: torch.tensor(4)}
-        yield _case(f"{name} a tensor", TypeError, pattern, on=("cpu", "meta"), **change)
+        yield _case(f"{name} a tensor", TypeError, pattern, on=("cpu", "meta", "cuda"), **change)
         for value in (-1, 2**63):
             pattern = rf"0 <= {name} < 2\*\*63, got {name}={value}; pass"
             yield _case(f"{name}={value}", ValueError, pattern, **{name: value})
@@ -284,7 +288,7 @@ def _bounds_and_options() -> Iterator[Case]:
         yield _case(f"sinks {shape}", ValueError, pattern, sinks=_zeros(*shape))
     pattern = "sinks of dtype torch.float32 or torch.float16, got sinks.dtype=torch.float64"
     yield _case("sinks float64", TypeError, pattern, sinks=_zeros(4, dtype=torch.float64))
-    change = {"softmax_scale": -1.0, "on": ("meta",)}
+    change = {"softmax_scale": -1.0, "on": _KERNELS}
     yield _case("scale for kernels", NotImplementedError, "softmax_scale > 0 .*got", **change)
 
 

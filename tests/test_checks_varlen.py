@@ -14,7 +14,7 @@ from bad_input_varlen import CASES, CU_K, CU_Q, KV, QKV, VARLEN, Case, arguments
 import flashcute
 from flashcute import checks_varlen
 
-RUNS = [(device, case) for case in CASES for device in case.on]
+RUNS = [(device, case) for case in CASES for device in case.on if device != "cuda"]
 
 
 @pytest.mark.parametrize(

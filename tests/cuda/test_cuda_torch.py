@@ -284,10 +284,11 @@ def test_nan_in_a_key_reaches_only_the_rows_that_see_it() -> None:
     assert difference.abs().max() < 2e-2
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "cuda" in case.on], ids=lambda case: case.name
-)
-def test_odd_input(case: Case) -> None:
+RIGHT = [case for case in CASES if "cuda" in case.on and case.error is None]
+
+
+@pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.name)
+def test_odd_input_that_is_right(case: Case) -> None:  # what is not: test_cuda_checks.py
     failure = case.failure("cuda")
     assert failure is None, failure
     # The context survived.
