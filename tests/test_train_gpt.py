@@ -44,7 +44,7 @@ def test_curves_and_gradients_agree_and_the_result_is_written(tmp_path, capsys):
     assert made["passed"] and made["check"]["passed"] and made["agreement"]["passed"]
     noise = made["agreement"]["rms_difference_from_sdpa"]
     assert 0 < max(noise[name] for name in train_gpt.NOISE) < 1e-5
-    assert list(made["runs"]) == ["flashcute", "sdpa", *train_gpt.NOISE]
+    assert list(made["runs"]) == ["flashcute", *train_gpt.THEIRS]
     for run in made["runs"].values():
         assert len(run["losses"]) == 4 and run["step_ms"] > 0 and run["step_mib"] is None
         assert 5 < run["losses"][0] < 6  # log(256) = 5.55
@@ -56,7 +56,7 @@ def test_curves_and_gradients_agree_and_the_result_is_written(tmp_path, capsys):
 
 @pytest.mark.parametrize("wrong", [scaled, without_gradient_of_keys, nan])
 def test_a_wrong_attention_fails_either_comparison(monkeypatch, capsys, wrong):
-    monkeypatch.setitem(train_gpt.RUNS, "flashcute", (wrong, False))
+    monkeypatch.setitem(train_gpt.RUNS, "flashcute", train_gpt.Kind(wrong))
     assert train_gpt.main(list(TINY)) == 1
     assert "noise of PyTorch's own): FAILED" in capsys.readouterr().out
     monkeypatch.setattr(train_gpt, "compare", lambda _: pytest.fail("training was compared"))
@@ -92,7 +92,7 @@ def test_runs_differ_in_their_attention_only():
         used.append(q.shape)
         return train_gpt.sdpa_attention(q, k, v)
 
-    one.use(attention)(batches[0])
+    one.use(train_gpt.Kind(attention))(batches[0])
     assert used == [(4, 16, 1, 64)] * 2
 
 

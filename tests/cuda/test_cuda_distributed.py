@@ -50,6 +50,7 @@ CASES = [
 ]
 
 
+REPEATED = (4096, *CASES[1][1:])
 PACKED = [(s, 4, 2, 64, True, (-1, -1), "zigzag") for s in (512, 1024)]
 MEMORY = (32768, 8, 8, 64, True, (-1, -1), "zigzag")
 LOST = (1024, 2, 2, 64, True, (-1, -1), "zigzag")
@@ -62,19 +63,24 @@ def _layout(case) -> Layout:
     return Layout((s // WORLD,), order, WORLD, (left, 0 if causal else right))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _built_kernels() -> None:
-    """Those of the cases here only, in place of the fixture of the other files."""
-    cases = [*CASES, (4096, *CASES[1][1:]), *PACKED, MEMORY, LOST]
+def _problems() -> list[FwdProblem]:
+    """The calls of all cases, as the choice of their kernels sees them."""
+    cases = [*CASES, REPEATED, *PACKED, MEMORY, LOST]
     cases += [(*case, (-1, -1), "zigzag") for case in TORCH_CASES]
-    wanted = []
+    found = []
     for case in cases:
         s, h, h_k, d, causal, _, _ = case
         like = FwdProblem("bf16", causal, 1, s, s, h, h_k, -(-d // VECTOR) * VECTOR)
         for b in (1, 2):
-            wanted += ring.problems(_layout(case), dataclasses.replace(like, b=b))
+            found += ring.problems(_layout(case), dataclasses.replace(like, b=b))
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built_kernels() -> None:
+    """Those of the cases here only, in place of the fixture of the other files."""
     repeatable = functools.partial(choose_bwd, deterministic=True)
-    command.build_for(wanted, (choose_fwd, choose_bwd, repeatable))
+    command.build_for(_problems(), (choose_fwd, choose_bwd, repeatable))
 
 
 def _start(rank: int, store: str, timeout: float | None = None) -> torch.device:
@@ -145,13 +151,13 @@ def test_it_is_attention_of_the_whole_sequence(tmp_path):
 def _check_repeats(rank: int, store: str) -> None:
     device = _start(rank, store)
     for scheme in SCHEMES:
-        tensors = _inputs((4096, *CASES[1][1:]), device)
-        first = _compute(scheme, CASES[1], rank, tensors, True)
+        tensors = _inputs(REPEATED, device)
+        first = _compute(scheme, REPEATED, rank, tensors, True)
         for _ in range(5):
             # Other work beside it, for transfers to end at other times.
             noise = torch.randn(4096, 4096, device=device)
             (noise @ noise).sum()
-            again = _compute(scheme, CASES[1], rank, tensors, True)
+            again = _compute(scheme, REPEATED, rank, tensors, True)
             assert all(map(torch.equal, first, again)), scheme
     dist.destroy_process_group()
 
