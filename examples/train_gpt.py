@@ -12,8 +12,8 @@ python examples/train_gpt.py --nproc 2               # or torchrun --nproc-per-n
 
 Several processes, one for each GPU, train two more models, whose sequences are split over all of
 them: one with ring attention, one with gathered keys (flashcute.distributed). Their loss curves
-keep the same rule, with a third measure of the noise: PyTorch's attention where each process takes
-some rows of a batch. The other models each process trains by itself, and the first one's are shown.
+keep the same rule, with a third measure of the noise: PyTorch's attention with a batch in parts,
+whose losses and gradients are added up. All models but those two each process trains by itself.
 
 Exits with 1 when it does, or when --check finds wrong gradients.
 """
@@ -28,31 +28,34 @@ import importlib.util
 import math
 import os
 import pathlib
-import pydoc_data.topics
 import statistics
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
+from gpt import (
+    GPT,
+    HEAD_DIM,
+    Attention,
+    allgather_attention,
+    flashcute_attention,
+    other_attention,
+    read_text,
+    ring_attention,
+    sdpa_attention,
+)
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-import flashcute
 from flashcute import benchmarking as bm
-from flashcute import distributed as fd
 from flashcute.arguments import natural, output_folder, positive
 from flashcute.extras import install_command
 
-VOCABULARY = 256  # bytes
-HEAD_DIM = 64
 WARM_UP = 10  # steps that are not timed: kernels are built, memory is allocated
 CHECKED_ROWS = 2  # of a batch, as the exact gradients in float64 keep all scores
 MOST_NOISE = 2.0  # both figures are one draw each
@@ -64,145 +67,33 @@ DEFAULTS = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def flashcute_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of ``(b, s, h, d)`` tensors."""
-    return flashcute.flash_attn_func(q, k, v, causal=True)
-
-
-def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by PyTorch, with its own choice of backend."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-def other_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by a kernel of PyTorch's that it does not choose by itself."""
-    backend = SDPBackend.EFFICIENT_ATTENTION if q.is_cuda else SDPBackend.MATH
-    with sdpa_kernel(backend):
-        return sdpa_attention(q, k, v)
-
-
-def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same of sequences that are split over all processes, in zigzag order."""
-    return fd.ring_flash_attn_func(q, k, v, causal=True)
-
-
-def allgather_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Likewise, by the other scheme."""
-    return fd.allgather_flash_attn_func(q, k, v, causal=True)
-
 
 class Kind(NamedTuple):
     """What one run has of its own.
 
     Attributes:
         permuted: Whether the rows of its batches are.
-        split: What of a batch is split over all processes: "tokens" of each sequence, or "rows".
+        split: Whether its sequences are, over all processes.
+        in_parts: Whether the rows of its batches come in as many parts, one after the other.
     """
 
     attention: Attention
     permuted: bool = False
-    split: str = ""
+    split: bool = False
+    in_parts: bool = False
 
 
 RUNS = {
     "flashcute": Kind(flashcute_attention),
-    "ring": Kind(ring_attention, split="tokens"),
-    "allgather": Kind(allgather_attention, split="tokens"),
+    "ring": Kind(ring_attention, split=True),
+    "allgather": Kind(allgather_attention, split=True),
     "sdpa": Kind(sdpa_attention),
     "sdpa permuted": Kind(sdpa_attention, permuted=True),
     "sdpa other kernel": Kind(other_attention),
-    "sdpa by rows": Kind(sdpa_attention, split="rows"),
+    "sdpa in parts": Kind(sdpa_attention, in_parts=True),
 }
-NOISE = ("sdpa permuted", "sdpa other kernel", "sdpa by rows")
+NOISE = ("sdpa permuted", "sdpa other kernel", "sdpa in parts")
 THEIRS = ("sdpa", *NOISE)
-
-
-def read_text() -> torch.Tensor:
-    """The bytes of Python's help topics and of its standard library's modules: uint8, ``(n)``."""
-    folder = pathlib.Path(sysconfig.get_path("stdlib"))
-    topics = pydoc_data.topics.topics
-    parts = [topics[name].encode() for name in sorted(topics)]
-    parts += [path.read_bytes() for path in sorted(folder.glob("*.py"))]
-    return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
-
-
-class Block(nn.Module):
-    """Attention and a multilayer perceptron, each behind a layer norm and beside a residual."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        width = HEAD_DIM * heads
-        self.attention: Attention = sdpa_attention  # GPT.use() sets it
-        self.norm_1, self.norm_2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        # No biases: the gradient of the keys' is exactly 0, and what is computed of it is noise.
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, -1, HEAD_DIM))  # (b, s, 3, h, d)
-        x = x + self.out(self.attention(*qkv.unbind(2)).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
-
-
-class GPT(nn.Module):
-    """A decoder of GPT-2's design without biases and dropout, on bytes."""
-
-    def __init__(self, layers: int, heads: int, sequence: int) -> None:
-        super().__init__()
-        width = HEAD_DIM * heads
-        self.split = ""
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(sequence, width)
-        self.blocks = nn.ModuleList(Block(heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                inwards = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * layers) if inwards else 1))
-
-    def use(self, kind: Kind) -> GPT:
-        self.split = kind.split
-        for block in self.blocks:
-            block.attention = kind.attention
-        return self
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """The mean loss in nats a byte: ``(b, s + 1)`` tokens, each predicted from those before.
-
-        Of a split batch, this process's part of it: the sum over all processes is the mean.
-        """
-        rank, world = (dist.get_rank(), dist.get_world_size()) if self.split else (0, 1)
-        if self.split == "rows":
-            batch = batch.chunk(world)[rank]
-        given, wanted = batch[:, :-1], batch[:, 1:]
-        positions = torch.arange(given.shape[1], device=batch.device)
-        if self.split == "tokens":
-            positions = fd.zigzag_positions(len(positions), rank, world, device=batch.device)
-            given, wanted = (fd.zigzag_split(x, rank, world) for x in (given, wanted))
-        x = self.tokens(given) + self.positions(positions)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)).to(self.norm.weight.dtype)  # not autocast's
-        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten()) / world
-
-    def sum_over_processes(self, found: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The loss and the gradients of all tokens, from those of this process's.
-
-        All processes have the same weights, so a gradient is the sum of theirs.
-        """
-        if not self.split:
-            return found
-        flat = torch.cat([x.flatten() for x in found])
-        dist.all_reduce(flat)
-        parts = flat.split([x.numel() for x in found])
-        return [x.view_as(y) for x, y in zip(parts, found, strict=True)]
 
 
 @dataclasses.dataclass
@@ -265,7 +156,7 @@ def check_gradients(
     ours = [name for name in names if name not in THEIRS] or ["flashcute"]
     for name in ("sdpa", *ours):
         with settings.autocast():
-            found = gradients(model.use(RUNS[name]), batch)
+            found = gradients(model.use(RUNS[name].attention, RUNS[name].split), batch)
         errors[name] = {x: ((found[x] - exact[x]).norm() / exact[x].norm()).item() for x in exact}
     over = {x: max(errors[name][x] for name in ours) / errors["sdpa"][x] for x in exact}
     worst = max(over, key=over.__getitem__)
@@ -282,7 +173,8 @@ class Run:
 
     def __init__(self, settings: Settings, kind: Kind) -> None:
         self.settings, self.permuted = settings, kind.permuted
-        self.model = settings.model().use(kind)
+        self.parts = settings.processes if kind.in_parts else 1
+        self.model = settings.model().use(kind.attention, kind.split)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), betas=(0.9, 0.95), fused=settings.device == "cuda"
         )
@@ -304,11 +196,14 @@ class Run:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         start = time.perf_counter()
-        with self.settings.autocast():
-            loss = self.model(batch)
-        loss.backward()
+        loss = torch.zeros((), device=self.settings.device)
+        for part in batch.chunk(self.parts):
+            with self.settings.autocast():
+                share = self.model(part) / self.parts
+            share.backward()
+            loss += share.detach()
         weights = list(self.model.parameters())
-        found = [loss.detach(), *(weight.grad for weight in weights)]
+        found = [loss, *(weight.grad for weight in weights)]
         loss, *summed = self.model.sum_over_processes(found)
         for weight, gradient in zip(weights, summed, strict=True):
             weight.grad = gradient
@@ -560,9 +455,10 @@ def _run(args: argparse.Namespace) -> int:
         "settings": dataclasses.asdict(settings),
         "text": {"bytes": len(text), "sha256": digest},
     }
-    names = [name for name, kind in RUNS.items() if args.nproc > 1 or not kind.split]
+    several = args.nproc > 1
+    names = [name for name, x in RUNS.items() if several or not (x.split or x.in_parts)]
     if args.attention != "both":
-        names = [x for x in names if x == args.attention or RUNS[x].split == "tokens"]
+        names = [name for name in names if name == args.attention or RUNS[name].split]
     first = not dist.is_initialized() or dist.get_rank() == 0
     good = True
     if args.check:
