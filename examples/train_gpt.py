@@ -8,6 +8,13 @@ another order, which changes the order of sums alone; the other is another atten
 PyTorch's, which also rounds in other places. flashcute's loss curve may differ from PyTorch's by at
 most twice as much as the one of them that differs more (root mean square over all steps).
 
+python examples/train_gpt.py --nproc 2               # or torchrun --nproc-per-node 2 examples/...
+
+Several processes, one for each GPU, train two more models, whose sequences are split over all of
+them: one with ring attention, one with gathered keys (flashcute.distributed). Their loss curves
+keep the same rule, with a third measure of the noise: PyTorch's attention with a batch in parts,
+whose losses and gradients are added up. All models but those two each process trains by itself.
+
 Exits with 1 when it does, or when --check finds wrong gradients.
 """
 
@@ -19,27 +26,36 @@ import dataclasses
 import hashlib
 import importlib.util
 import math
+import os
 import pathlib
-import pydoc_data.topics
 import statistics
 import sys
-import sysconfig
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gpt import (
+    GPT,
+    HEAD_DIM,
+    Attention,
+    allgather_attention,
+    flashcute_attention,
+    other_attention,
+    read_text,
+    ring_attention,
+    sdpa_attention,
+)
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-import flashcute
 from flashcute import benchmarking as bm
 from flashcute.arguments import natural, output_folder, positive
 from flashcute.extras import install_command
 
-VOCABULARY = 256  # bytes
-HEAD_DIM = 64
 WARM_UP = 10  # steps that are not timed: kernels are built, memory is allocated
 CHECKED_ROWS = 2  # of a batch, as the exact gradients in float64 keep all scores
 MOST_NOISE = 2.0  # both figures are one draw each
@@ -51,100 +67,38 @@ DEFAULTS = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+class Kind(NamedTuple):
+    """What one run has of its own.
+
+    Attributes:
+        permuted: Whether the rows of its batches are.
+        split: Whether its sequences are, over all processes.
+        in_parts: Whether the rows of its batches come in as many parts, one after the other.
+    """
+
+    attention: Attention
+    permuted: bool = False
+    split: bool = False
+    in_parts: bool = False
 
 
-def flashcute_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of ``(b, s, h, d)`` tensors."""
-    return flashcute.flash_attn_func(q, k, v, causal=True)
-
-
-def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by PyTorch, with its own choice of backend."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-def other_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by a kernel of PyTorch's that it does not choose by itself."""
-    backend = SDPBackend.EFFICIENT_ATTENTION if q.is_cuda else SDPBackend.MATH
-    with sdpa_kernel(backend):
-        return sdpa_attention(q, k, v)
-
-
-# The name of each run to its attention, and whether the rows of its batches are permuted.
-RUNS: dict[str, tuple[Attention, bool]] = {
-    "flashcute": (flashcute_attention, False),
-    "sdpa": (sdpa_attention, False),
-    "sdpa permuted": (sdpa_attention, True),
-    "sdpa other kernel": (other_attention, False),
+RUNS = {
+    "flashcute": Kind(flashcute_attention),
+    "ring": Kind(ring_attention, split=True),
+    "allgather": Kind(allgather_attention, split=True),
+    "sdpa": Kind(sdpa_attention),
+    "sdpa permuted": Kind(sdpa_attention, permuted=True),
+    "sdpa other kernel": Kind(other_attention),
+    "sdpa in parts": Kind(sdpa_attention, in_parts=True),
 }
-NOISE = ("sdpa permuted", "sdpa other kernel")
-
-
-def read_text() -> torch.Tensor:
-    """The bytes of Python's help topics and of its standard library's modules: uint8, ``(n)``."""
-    folder = pathlib.Path(sysconfig.get_path("stdlib"))
-    topics = pydoc_data.topics.topics
-    parts = [topics[name].encode() for name in sorted(topics)]
-    parts += [path.read_bytes() for path in sorted(folder.glob("*.py"))]
-    return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
-
-
-class Block(nn.Module):
-    """Attention and a multilayer perceptron, each behind a layer norm and beside a residual."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        width = HEAD_DIM * heads
-        self.attention: Attention = sdpa_attention
-        self.norm_1, self.norm_2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        # No biases: the gradient of the keys' is exactly 0, and what is computed of it is noise.
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, -1, HEAD_DIM))  # (b, s, 3, h, d)
-        x = x + self.out(self.attention(*qkv.unbind(2)).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
-
-
-class GPT(nn.Module):
-    """A decoder of GPT-2's design without biases and dropout, on bytes."""
-
-    def __init__(self, layers: int, heads: int, sequence: int) -> None:
-        super().__init__()
-        width = HEAD_DIM * heads
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(sequence, width)
-        self.blocks = nn.ModuleList(Block(heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                inwards = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * layers) if inwards else 1))
-
-    def use(self, attention: Attention) -> GPT:
-        for block in self.blocks:
-            block.attention = attention
-        return self
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """The mean loss in nats a byte: ``(b, s + 1)`` tokens, each predicted from those before."""
-        given, wanted = batch[:, :-1], batch[:, 1:]
-        x = self.tokens(given) + self.positions.weight[: given.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)).to(self.norm.weight.dtype)  # not autocast's
-        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+NOISE = ("sdpa permuted", "sdpa other kernel", "sdpa in parts")
+THEIRS = ("sdpa", *NOISE)
 
 
 @dataclasses.dataclass
 class Settings:
-    """What is trained: sizes, seed, device and the dtype of products."""
+    """What is trained: sizes, seed, device, the dtype of products, and processes."""
 
     steps: int
     layers: int
@@ -154,6 +108,7 @@ class Settings:
     seed: int
     device: str
     dtype: str
+    processes: int = 1
 
     def autocast(self) -> torch.autocast:
         dtype = DTYPES[self.dtype]
@@ -182,25 +137,28 @@ class Settings:
 def gradients(model: GPT, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of every parameter, in float64."""
     names, weights = zip(*model.named_parameters(), strict=True)
-    found = torch.autograd.grad(model(batch), weights)
+    found = model.sum_over_processes(torch.autograd.grad(model(batch), weights))
     return {name: gradient.double() for name, gradient in zip(names, found, strict=True)}
 
 
-def check_gradients(settings: Settings, batch: torch.Tensor) -> dict[str, object]:
+def check_gradients(
+    settings: Settings, names: Sequence[str], batch: torch.Tensor
+) -> dict[str, object]:
     """Errors of the first step's gradients against float64, relative by norm.
 
     Returns:
-        The largest of each attention over all parameters, the parameter where flashcute's is the
-        largest multiple of PyTorch's, that multiple, and whether it is small enough.
+        The largest of each attention over all parameters, the parameter where one of flashcute's
+        is the largest multiple of PyTorch's, that multiple, and whether it is small enough.
     """
     model, batch = settings.model(), batch[:CHECKED_ROWS]
     exact = gradients(copy.deepcopy(model).double(), batch)
     errors: dict[str, dict[str, float]] = {}
-    for name in ("flashcute", "sdpa"):
+    ours = [name for name in names if name not in THEIRS] or ["flashcute"]
+    for name in ("sdpa", *ours):
         with settings.autocast():
-            found = gradients(model.use(RUNS[name][0]), batch)
+            found = gradients(model.use(RUNS[name].attention, RUNS[name].split), batch)
         errors[name] = {x: ((found[x] - exact[x]).norm() / exact[x].norm()).item() for x in exact}
-    over = {x: errors["flashcute"][x] / errors["sdpa"][x] for x in exact}
+    over = {x: max(errors[name][x] for name in ours) / errors["sdpa"][x] for x in exact}
     worst = max(over, key=over.__getitem__)
     return {
         "largest_error": {name: max(values.values()) for name, values in errors.items()},
@@ -213,9 +171,10 @@ def check_gradients(settings: Settings, batch: torch.Tensor) -> dict[str, object
 class Run:
     """One training: a model with its optimizer, its losses, times and memory so far."""
 
-    def __init__(self, settings: Settings, attention: Attention, permuted: bool) -> None:
-        self.settings, self.permuted = settings, permuted
-        self.model = settings.model().use(attention)
+    def __init__(self, settings: Settings, kind: Kind) -> None:
+        self.settings, self.permuted = settings, kind.permuted
+        self.parts = settings.processes if kind.in_parts else 1
+        self.model = settings.model().use(kind.attention, kind.split)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), betas=(0.9, 0.95), fused=settings.device == "cuda"
         )
@@ -237,10 +196,18 @@ class Run:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         start = time.perf_counter()
-        with self.settings.autocast():
-            loss = self.model(batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        loss = torch.zeros((), device=self.settings.device)
+        for part in batch.chunk(self.parts):
+            with self.settings.autocast():
+                share = self.model(part) / self.parts
+            share.backward()
+            loss += share.detach()
+        weights = list(self.model.parameters())
+        found = [loss, *(weight.grad for weight in weights)]
+        loss, *summed = self.model.sum_over_processes(found)
+        for weight, gradient in zip(weights, summed, strict=True):
+            weight.grad = gradient
+        nn.utils.clip_grad_norm_(weights, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss.item())  # waits for all of the step
@@ -264,8 +231,11 @@ class Run:
 
 def train(settings: Settings, names: Sequence[str], batches: Sequence[torch.Tensor]) -> dict:
     """The figures of each run, by name. A step of each is taken in turns, in changing order."""
-    runs = {name: Run(settings, *RUNS[name]) for name in names}
-    with tqdm(total=len(batches), desc="training", unit="step", dynamic_ncols=True) as bar:
+    runs = {name: Run(settings, RUNS[name]) for name in names}
+    quiet = dist.is_initialized() and dist.get_rank() > 0
+    with tqdm(
+        total=len(batches), desc="training", unit="step", dynamic_ncols=True, disable=quiet
+    ) as bar:
         for number, batch in enumerate(batches):
             for name in bm.turn(runs, number):
                 runs[name].step(batch)
@@ -275,15 +245,16 @@ def train(settings: Settings, names: Sequence[str], batches: Sequence[torch.Tens
 
 
 def compare(runs: Mapping[str, Mapping]) -> dict[str, object]:
-    """Root mean square of the differences from PyTorch's losses, and whether flashcute's is within
-    the noise."""
+    """Root mean square of the differences from PyTorch's losses, and whether all of flashcute's
+    are within the noise."""
     expected = runs["sdpa"]["losses"]
     found = {}
-    for name in ("flashcute", *NOISE):
-        squares = [(x - y) ** 2 for x, y in zip(runs[name]["losses"], expected, strict=True)]
-        found[name] = math.sqrt(statistics.fmean(squares))
-    noise = max(found[name] for name in NOISE)
-    passed = found["flashcute"] <= MOST_NOISE * noise  # not of NaN
+    for name in runs:
+        if name != "sdpa":
+            squares = [(x - y) ** 2 for x, y in zip(runs[name]["losses"], expected, strict=True)]
+            found[name] = math.sqrt(statistics.fmean(squares))
+    allowed = MOST_NOISE * max(found[name] for name in NOISE if name in found)
+    passed = all(x <= allowed for name, x in found.items() if name not in NOISE)  # not of NaN
     return {"rms_difference_from_sdpa": found, "passed": passed}
 
 
@@ -292,7 +263,8 @@ def draw(result: Mapping, path: pathlib.Path) -> None:
     from matplotlib.figure import Figure
 
     runs = result["runs"]
-    of = dict(zip(RUNS, ("#d1495b", "#2a6f97", "#6c757d", "#bc8034"), strict=True))
+    colours = ("#d1495b", "#7b4fa3", "#3a8f5c", "#2a6f97", "#6c757d", "#bc8034", "#8c564b")
+    of = dict(zip(RUNS, colours, strict=True))
     figure = Figure(figsize=(11, 6), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(2.2, 1))
     losses, differences = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0])
@@ -335,6 +307,7 @@ def draw(result: Mapping, path: pathlib.Path) -> None:
     figure.suptitle(
         f"GPT of {s['layers']} layers, {s['heads']} heads of {HEAD_DIM}, {s['batch']} x "
         f"{s['sequence']} bytes a step, {s['dtype']}, {where}"
+        + (f", {s['processes']} processes" if s["processes"] > 1 else "")
     )
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
@@ -348,6 +321,16 @@ def _table(runs: Mapping[str, Mapping]) -> str:
         rows[-1] += [f"{run['losses'][0]:.4f}", f"{last:.4f}"]
     header = ["attention", "ms a step", "tokens/s", "MiB a step", "first loss", "mean of last 10"]
     return bm.format_table(header, rows)
+
+
+def _check_text(check: Mapping) -> str:
+    errors = ", ".join(f"{name} {x:.2e}" for name, x in check["largest_error"].items())
+    return (
+        f"gradients of step 1 against float64, largest error by norm: {errors}\n"
+        f"flashcute's at most {check['worst_over_sdpa']:.2f} times PyTorch's (allowed "
+        f"{MOST_ERROR:g}), at {check['worst_parameter']}: "
+        f"{'passed' if check['passed'] else 'FAILED'}"
+    )
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -376,10 +359,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=output_folder, help="folder for train_gpt.json and train_gpt.png"
     )
+    parser.add_argument(
+        "--nproc", type=positive, default=1, help="processes, which share each sequence (1)"
+    )
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected an NVIDIA GPU that torch can use for --device cuda, found none")
+    _check_processes(parser, args)
     if args.out and importlib.util.find_spec("matplotlib") is None:
         parser.error(
             f"expected the package matplotlib for --out, found none; {install_command('plot')}"
@@ -387,9 +374,64 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Sets --nproc, and refuses what cannot be split."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))  # by torchrun
+    if launched > 1 and args.nproc not in (1, launched):
+        parser.error(f"expected --nproc {launched} of torchrun, or none, got {args.nproc}")
+    args.nproc = max(args.nproc, launched)
+    if args.nproc == 1:
+        return
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and args.nproc > gpus:
+        parser.error(f"expected a GPU for each process, got --nproc {args.nproc} and {gpus} GPUs")
+    if args.attention == "sdpa":
+        parser.error("expected --nproc with an attention of flashcute, got --attention sdpa")
+    for name, multiple in {"sequence": 2 * args.nproc, "batch": args.nproc}.items():
+        size = getattr(args, name) or DEFAULTS[args.device][name]
+        if size % multiple:
+            parser.error(
+                f"expected --{name} of a multiple of {multiple} for --nproc {args.nproc}, got "
+                f"{size}"
+            )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    if args.nproc == 1:
+        return _work(args)
+    if "RANK" in os.environ:  # torchrun has started all processes
+        _one_of_many(int(os.environ["LOCAL_RANK"]), args, "env://")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        where = f"file://{folder}/store"
+        try:
+            mp.spawn(_one_of_many, (args, where), args.nproc)
+        except mp.ProcessExitedException as error:
+            if error.exit_code < 0:  # of a signal
+                raise
+            return error.exit_code  # what it said is above
+    return 0
+
+
+def _one_of_many(rank: int, args: argparse.Namespace, where: str) -> None:
+    """The work of one process, which ends with its status if that is not 0."""
+    if args.device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(torch.get_num_threads() // args.nproc, 1))
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    place = {} if where == "env://" else {"rank": rank, "world_size": args.nproc}
+    dist.init_process_group(backend, init_method=where, **place)
+    code = _work(args)
+    dist.destroy_process_group()
+    if code:
+        sys.exit(code)
+
+
+def _work(args: argparse.Namespace) -> int:
     try:
-        return _run(_arguments(argv))
+        return _run(args)
     except (RuntimeError, MemoryError) as error:
         # On the CPU torch has no type for it.
         known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
@@ -402,7 +444,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     sizes = {x: getattr(args, x) or usual for x, usual in DEFAULTS[args.device].items()}
     dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
-    settings = Settings(**sizes, seed=args.seed, device=args.device, dtype=dtype)
+    settings = Settings(
+        **sizes, seed=args.seed, device=args.device, dtype=dtype, processes=args.nproc
+    )
     text = read_text()
     batches = settings.batches(text)
     digest = hashlib.sha256(text.numpy().tobytes()).hexdigest()
@@ -411,19 +455,20 @@ def _run(args: argparse.Namespace) -> int:
         "settings": dataclasses.asdict(settings),
         "text": {"bytes": len(text), "sha256": digest},
     }
+    several = args.nproc > 1
+    names = [name for name, x in RUNS.items() if several or not (x.split or x.in_parts)]
+    if args.attention != "both":
+        names = [name for name in names if name == args.attention or RUNS[name].split]
+    first = not dist.is_initialized() or dist.get_rank() == 0
     good = True
     if args.check:
-        result["check"] = check = check_gradients(settings, batches[0])
+        result["check"] = check = check_gradients(settings, names, batches[0])
         good &= check["passed"]
-        errors = ", ".join(f"{name} {x:.2e}" for name, x in check["largest_error"].items())
-        print(
-            f"gradients of step 1 against float64, largest error by norm: {errors}\n"
-            f"flashcute's at most {check['worst_over_sdpa']:.2f} times PyTorch's (allowed "
-            f"{MOST_ERROR:g}), at {check['worst_parameter']}: "
-            f"{'passed' if check['passed'] else 'FAILED'}\n"
-        )
-    names = list(RUNS) if args.attention == "both" else [args.attention]
+        if first:
+            print(f"{_check_text(check)}\n")
     result["runs"] = runs = train(settings, names, batches)
+    if not first:
+        return 0
     if args.attention == "both":
         result["agreement"] = compare(runs)
         good &= result["agreement"]["passed"]

@@ -26,6 +26,11 @@ def watches():
     return [Watch(store, rank, 3, TIMEOUT) for rank in range(3)]
 
 
+def add(watch: Watch, event: Event | None) -> None:
+    """A call that the host left, with its event; None: one that the host is in."""
+    watch.begin("ring", 0.0).event = event
+
+
 def run(watches, seconds: range, silent=()) -> None:
     for now in seconds:
         for rank, watch in enumerate(watches):
@@ -35,9 +40,9 @@ def run(watches, seconds: range, silent=()) -> None:
 
 def test_a_rank_that_made_fewer_calls_is_named(watches, caplog):
     for rank, watch in enumerate(watches):
-        watch.add("ring", Event(True), 0.0)
+        add(watch, Event(True))
         if rank != 1:
-            watch.add("ring", Event(False), 1.0)
+            add(watch, Event(False))
     run(watches, range(2, 45))
     assert not caplog.records
     run(watches, range(45, 60))
@@ -49,7 +54,7 @@ def test_a_rank_that_made_fewer_calls_is_named(watches, caplog):
 
 def test_a_rank_that_is_silent_is_named(watches, caplog):
     for watch in watches:
-        watch.add("ring", Event(False), 0.0)
+        add(watch, Event(False))
     run(watches, range(1, 5))
     run(watches, range(5, 60), silent=[2])
     assert len(caplog.records) == 2
@@ -62,7 +67,7 @@ def test_slow_calls_that_end_are_no_reason(watches, caplog):
     events = [Event(False) for _ in range(4)]
     for watch in watches:
         for event in events:
-            watch.add("ring", event, 0.0)
+            add(watch, event)
     for i, event in enumerate(events):
         run(watches, range(40 * i, 40 * i + 40))
         event.done = True
@@ -72,7 +77,24 @@ def test_slow_calls_that_end_are_no_reason(watches, caplog):
 
 def test_where_all_are_alive_none_is_named(watches, caplog):
     for watch in watches:
-        watch.add("ring", Event(False), 0.0)
+        add(watch, Event(False))
     run(watches, range(1, 60))
     assert len(caplog.records) == 3
     assert "lost no rank: all have made it" in caplog.text
+
+
+def test_a_call_counts_while_the_host_is_in_it(watches, caplog):
+    """A kernel's first load may wait for the GPU, and that for a transfer from a lost rank."""
+    for rank in (0, 2):
+        add(watches[rank], None)
+    run(watches, range(1, 60), silent=[1])
+    assert len(caplog.records) == 2
+    assert "ring: call 1 has waited" in caplog.text
+    assert "lost rank 1, which made 0 calls" in caplog.text or "lost rank 1, silent" in caplog.text
+
+
+def test_a_call_that_raised_is_not_waited_for(watches, caplog):
+    for watch in watches:
+        watch.begin("ring", 0.0).failed = True
+    run(watches, range(1, 100))
+    assert not caplog.records

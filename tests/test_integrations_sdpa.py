@@ -11,16 +11,22 @@ import math
 import warnings
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor.experimental import _attention as context_parallel
 from torch.nn import attention
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import flashcute
+from flashcute import distributed as fd
 from flashcute import flash_attn_varlen_func
-from flashcute.integrations import sdpa
+from flashcute.distributed.local import backward_on_cpu
+from flashcute.distributed.zigzag import Piece
+from flashcute.integrations import raw, sdpa
 
 OPERATORS = list(sdpa._KERNELS)
 attend = torch.ops.aten._scaled_dot_product_flash_attention
@@ -391,3 +397,67 @@ def test_an_order_that_was_set_since_stays(order):
     assert torch._C._get_sdp_priority_order() == chosen
     late[0]()  # CUDA starts after disable()
     assert torch._C._get_sdp_priority_order() == chosen
+
+
+def by_pieces(dout, q, k, v, out, lse, causal, scale):
+    """``raw.backward`` of rows that see keys elsewhere, too: on the CPU the operator computes the
+    forward again, from the keys that it is given."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    whole = Piece(slice(0, q.shape[1]), slice(0, k.shape[1]), causal, (-1, -1))
+    found = backward_on_cpu(whole, dout, q, k, v, out, lse, None, scale)
+    return [x.to(q.dtype) for x in found]
+
+
+def context_parallel_calls(rank, world):
+    """(method, causal, key heads, calls of forward and backward, largest error) of each case."""
+    counts = []
+    forward = raw.forward
+    raw.forward = lambda *args: counts.append("forward") or forward(*args)
+    raw.backward = lambda *args: counts.append("backward") or by_pieces(*args)
+    handle = sdpa._Handle("CPU")
+
+    def scaled_dot_product_attention(q, k, v, is_causal):
+        return attend(q, k, v, 0.0, is_causal)[0]
+
+    # PyTorch's function takes another operator for CPU tensors.
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    found = []
+    for method, causal, h_k in (
+        ("allgather", True, 4),
+        ("alltoall", True, 2),
+        ("alltoall", False, 4),
+    ):
+        qkv = inputs(b=1, h_k=h_k, s=8 * world)
+        dout = torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(1))
+        out = attend(*qkv, 0.0, causal)[0]
+        expected = [out.detach(), *torch.autograd.grad(out, qkv, dout)]
+        buffers = [x.detach().clone() for x in (*qkv, dout, *expected)]
+        context_parallel.set_rotate_method(method)
+        context_parallel._cp_options.enable_load_balance = causal
+        counts.clear()
+        with context_parallel.context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)
+        ):
+            *split, dout = (x.clone() for x in buffers[:4])
+            if causal:  # its order is ours
+                assert torch.equal(split[0], fd.zigzag_split(qkv[0], rank, world, dim=2))
+            split = [x.requires_grad_() for x in split]
+            out = F.scaled_dot_product_attention(*split, is_causal=causal)
+            ours = [out, *torch.autograd.grad(out, split, dout)]
+            pairs = zip(ours, buffers[4:], strict=True)
+            error = max((x - y).abs().max().item() for x, y in pairs)
+        found.append(
+            (method, causal, h_k, counts.count("forward"), counts.count("backward"), error)
+        )
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_context_parallel_of_pytorch_runs_on_the_kernels(tmp_path, world):
+    for process in ranks.run(context_parallel_calls, world, tmp_path):
+        assert not process.error, process.error
+        for *case, forwards, backwards, error in process.value:
+            assert (forwards, backwards) == (world, world), case
+            assert error < 1e-5, case

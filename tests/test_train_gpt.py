@@ -43,8 +43,8 @@ def test_curves_and_gradients_agree_and_the_result_is_written(tmp_path, capsys):
     made = json.loads((tmp_path / "train_gpt.json").read_text())
     assert made["passed"] and made["check"]["passed"] and made["agreement"]["passed"]
     noise = made["agreement"]["rms_difference_from_sdpa"]
-    assert 0 < max(noise[name] for name in train_gpt.NOISE) < 1e-5
-    assert list(made["runs"]) == ["flashcute", "sdpa", *train_gpt.NOISE]
+    assert 0 < max(noise["sdpa permuted"], noise["sdpa other kernel"]) < 1e-5
+    assert list(made["runs"]) == ["flashcute", "sdpa", "sdpa permuted", "sdpa other kernel"]
     for run in made["runs"].values():
         assert len(run["losses"]) == 4 and run["step_ms"] > 0 and run["step_mib"] is None
         assert 5 < run["losses"][0] < 6  # log(256) = 5.55
@@ -56,7 +56,7 @@ def test_curves_and_gradients_agree_and_the_result_is_written(tmp_path, capsys):
 
 @pytest.mark.parametrize("wrong", [scaled, without_gradient_of_keys, nan])
 def test_a_wrong_attention_fails_either_comparison(monkeypatch, capsys, wrong):
-    monkeypatch.setitem(train_gpt.RUNS, "flashcute", (wrong, False))
+    monkeypatch.setitem(train_gpt.RUNS, "flashcute", train_gpt.Kind(wrong))
     assert train_gpt.main(list(TINY)) == 1
     assert "noise of PyTorch's own): FAILED" in capsys.readouterr().out
     monkeypatch.setattr(train_gpt, "compare", lambda _: pytest.fail("training was compared"))
@@ -94,6 +94,51 @@ def test_runs_differ_in_their_attention_only():
 
     one.use(attention)(batches[0])
     assert used == [(4, 16, 1, 64)] * 2
+
+
+def test_two_processes_train_as_one(tmp_path, capfd):
+    pytest.importorskip("matplotlib")
+    arguments = (*TINY, "--nproc", "2", "--check", "--dtype", "bfloat16", "--steps", "8")
+    assert train_gpt.main([*arguments, "--out", str(tmp_path)]) == 0
+    made = json.loads((tmp_path / "train_gpt.json").read_text())
+    assert made["passed"] and made["settings"]["processes"] == 2
+    assert list(made["runs"]) == list(train_gpt.RUNS)
+    curves = {name: tuple(run["losses"]) for name, run in made["runs"].items()}
+    assert len(set(curves.values())) > 3  # they are trainings of their own
+    for losses in curves.values():
+        assert losses == pytest.approx(curves["sdpa"], abs=2e-3)
+    printed = capfd.readouterr()
+    assert printed.out.count("difference from PyTorch's loss") == 1  # one process speaks
+    assert printed.out.count("largest error by norm: sdpa") == 1
+    assert (tmp_path / "train_gpt.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc", "2", "--sequence", "18"], "--sequence of a multiple of 4 for --nproc 2, got"),
+        (["--nproc", "3", "--sequence", "24"], "--batch of a multiple of 3 for --nproc 3, got 4"),
+        (
+            ["--nproc", "2", "--attention", "sdpa"],
+            "an attention of flashcute, got --attention sdpa",
+        ),
+        (["--nproc", "4", "--batch", "4"], "expected --nproc 2 of torchrun, or none, got 4"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(monkeypatch, capsys, arguments, message):
+    if "torchrun" in message:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        train_gpt.main([*TINY, *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_too_few_gpus_are_said(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit):
+        train_gpt.main(["--device", "cuda", "--nproc", "2"])
+    assert "a GPU for each process, got --nproc 2 and 1 GPUs" in capsys.readouterr().err
 
 
 def test_one_attention_alone_is_not_compared(capsys):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -100,12 +102,21 @@ def build(wanted: list[list[Variant]], what: str = "fwd") -> None:
     Raises:
         BuildError: with the compiler's messages.
     """
+    choices = (choose_fwd,) if what in ("fwd", *serving.PASSES) else (choose_fwd, choose_bwd)
+    build_for([_problem(variant) for point in wanted for variant in point], choices)
+
+
+def build_for(problems: Iterable[FwdProblem], choices: Iterable[Callable]) -> None:
+    """Builds the kernels that each of ``choices``, as :func:`choose_fwd`, takes for each problem.
+
+    Raises:
+        BuildError: with the compiler's messages.
+    """
     capability = torch.cuda.get_device_capability()
     sms = torch.cuda.get_device_properties().multi_processor_count
     target = "".join(map(str, capability))
-    problems = [_problem(variant) for point in wanted for variant in point]
-    choices = (choose_fwd,) if what in ("fwd", *serving.PASSES) else (choose_fwd, choose_bwd)
-    configs = dict.fromkeys(choose(x, capability, sms) for choose in choices for x in problems)
+    pairs = itertools.product(choices, problems)
+    configs = dict.fromkeys(choose(problem, capability, sms) for choose, problem in pairs)
     missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
     if not missing:
         return

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
+import functools
 import itertools
 import multiprocessing
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,12 +30,20 @@ import torch.distributed as dist
 from .. import benchmarking as bm
 from .. import distributed as fd
 from .. import flash_attn_func
+from ..distributed.allgather import head_groups
 from ..distributed.communication import Communicator
-from .sweep import AGREEMENT, DTYPES, Variant
+from ..distributed.zigzag import Layout
+from ..heuristics import FwdProblem, choose_bwd, choose_fwd
+from ..integrations import sdpa
+from .sweep import AGREEMENT, DTYPES
 
-# PyTorch's two ways to pass keys on; the second one is its default.
+# PyTorch's two ways to pass keys on; the second one is its default. On its kernels, and on ours.
 _TORCH = {"torch_ring": "alltoall", "torch_gather": "allgather"}
-NAMES = {"cuda": ("ring", "allgather", "one", *_TORCH), "cpu": ("ring", "allgather", "one")}
+_TORCH_ON_OURS = {"torch_ring_ours": "alltoall", "torch_gather_ours": "allgather"}
+NAMES = {
+    "cuda": ("ring", "allgather", "one", *_TORCH, *_TORCH_ON_OURS),
+    "cpu": ("ring", "allgather", "one"),
+}
 SEQLENS = (16384, 131072)
 PASSES = ("fwd", "fwd+bwd")
 _OURS = {"ring": fd.ring_flash_attn_func, "allgather": fd.allgather_flash_attn_func}
@@ -169,14 +180,35 @@ def _torch_function(shape: bm.Shape) -> Callable:
 
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if shape.h != shape.h_k:
-            k, v = (x.repeat_interleave(shape.h // shape.h_k, 1) for x in (k, v))
         backend = torch.nn.attention.SDPBackend.FLASH_ATTENTION
         with torch.nn.attention.sdpa_kernel(backend):
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=shape.causal, enable_gqa=shape.h != shape.h_k
+            )
         return out.transpose(1, 2)
 
     return attend
+
+
+@contextlib.contextmanager
+def context_parallel(name: str, mesh: dist.DeviceMesh, shape: bm.Shape) -> Iterator[None]:
+    """PyTorch's ``context_parallel`` as the contender ``name`` is called: its order is the zigzag
+    order under a causal mask, and it needs a buffer to split."""
+    from torch.distributed.tensor.experimental import _attention as experimental
+
+    experimental.set_rotate_method((_TORCH | _TORCH_ON_OURS)[name])
+    experimental._cp_options.enable_load_balance = shape.causal
+    buffers = [torch.zeros(1, 1, shape.seqlen_q, 1, device=mesh.device_type)]
+    with contextlib.ExitStack() as stack:
+        if name in _TORCH_ON_OURS:
+            stack.enter_context(warnings.catch_warnings())
+            # Of what runs on PyTorch's own kernel: then it is no contender.
+            warnings.filterwarnings("error", "flashcute.enable")
+            stack.enter_context(sdpa.enabled())
+        stack.enter_context(
+            experimental.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2])
+        )
+        yield
 
 
 def _time(call: Callable[[], object], here: bool, device: torch.device) -> float:
@@ -206,6 +238,7 @@ def _contenders(point: Point, names, rank: int, world: int, device) -> dict[str,
     q, k, v = bm.make_qkv(shape, dtype, device)
     dout = torch.randn_like(q)
     parts = [fd.zigzag_split(x, rank, world) for x in (q, k, v, dout)]
+    mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
     found = {}
     for name in names:
         if name in _OURS:
@@ -223,17 +256,8 @@ def _contenders(point: Point, names, rank: int, world: int, device) -> dict[str,
 
             found[name] = _Contender(_step(whole, q, k, v, dout, backward), rank == 0)
         else:
-            from torch.distributed.tensor.experimental import _attention as experimental
-
-            mesh = dist.device_mesh.init_device_mesh("cuda", (world,))
             call = _step(_torch_function(shape), *parts, backward)
-
-            # Its order is the zigzag order, and it needs a buffer to split.
-            def context(mesh=mesh, method=_TORCH[name]):
-                experimental.set_rotate_method(method)
-                positions = torch.zeros(1, 1, shape.seqlen_q, 1, device=device)
-                return experimental.context_parallel(mesh, buffers=[positions], buffer_seq_dims=[2])
-
+            context = functools.partial(context_parallel, name, mesh, shape)
             found[name] = _Contender(call, True, context)
     return found
 
@@ -249,8 +273,8 @@ def measure(point: Point, options: Setup, rank: int, device: torch.device) -> di
             with x.context():
                 for _ in range(options.warmup):
                     outs[name] = x.call() if x.here else None
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as caught:
-            if name not in _TORCH:
+        except (RuntimeError, TypeError, ValueError, AssertionError, UserWarning) as caught:
+            if not name.startswith("torch"):
                 raise
             error = f"{type(caught).__name__}: {str(caught).splitlines()[0]}"
         failed = torch.tensor(bool(error), dtype=torch.int32, device=device)
@@ -261,8 +285,8 @@ def measure(point: Point, options: Setup, rank: int, device: torch.device) -> di
     difference = {}
     if rank == 0 and outs.get("one") is not None:
         expected = fd.zigzag_split(outs["one"], 0, world).float()
-        for name in (*_OURS, *_TORCH):
-            if name in contenders:
+        for name in options.names:
+            if name in contenders and name != "one":
                 difference[name] = float((outs[name].float() - expected).abs().max())
     outs.clear()
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -326,17 +350,52 @@ def _worker(rank: int, options: Setup, wanted: Sequence[Point], store: str, pipe
     dist.destroy_process_group()
 
 
+def problems(layout: Layout, like: FwdProblem) -> list[FwdProblem]:
+    """The calls of both schemes on all ranks, as the choice of their kernels sees them.
+
+    Args:
+        layout: How sequences are split.
+        like: Of their dtype, batch, heads and head dimension.
+    """
+    found: dict[FwdProblem, None] = {}
+    ((heads, key_heads), *_) = head_groups(like.h, like.h_k)
+    for rank in range(layout.world):
+        ring = [*layout.own(rank)]
+        for other in range(layout.world):
+            for part in range(len(layout.parts)):
+                if other != rank:
+                    ring += layout.foreign(rank, other, part)
+        calls = [(x, like.h, like.h_k) for x in ring]
+        calls += [(x, heads.stop, key_heads.stop) for x in layout.gathered(rank)]
+        for x, h, h_k in calls:
+            n_q, n_k = x.rows.stop - x.rows.start, x.keys.stop - x.keys.start
+            left, right = x.window
+            window = left if left >= 0 else n_k, right if right >= 0 else n_q
+            problem = dataclasses.replace(
+                like,
+                causal=x.causal,
+                seqlen_q=n_q,
+                seqlen_k=n_k,
+                h=h,
+                h_k=h_k,
+                window=None if x.causal or x.full else window,
+            )
+            found[problem] = None
+    return list(found)
+
+
 def _build(wanted: Sequence[Point], options: Setup) -> None:
     """Builds the kernels of the whole sequence and of its pieces, in parallel."""
-    from .command import build
+    from .command import build_for
 
-    found = {}
+    found = []
     for point in wanted:
-        x, local = point.shape, point.shape.seqlen_q // options.nproc
-        shapes = [x, bm.Shape(x.b, local, local, x.h, x.h_k, x.d, x.causal)]
-        shapes.append(bm.Shape(x.b, local, local // 2, x.h, x.h_k, x.d, False))
-        found.update(dict.fromkeys(Variant(point.dtype, shape) for shape in shapes))
-    build([list(found)], "fwd+bwd")
+        x = point.shape
+        whole = FwdProblem(point.dtype, x.causal, x.b, x.seqlen_q, x.seqlen_k, x.h, x.h_k, x.d)
+        local, order = (x.seqlen_q // options.nproc,), "zigzag" if x.causal else "contiguous"
+        layout = Layout(local, order, options.nproc, (-1, 0 if x.causal else -1))
+        found += [whole, *problems(layout, whole)]
+    build_for(found, (choose_fwd, choose_bwd))
 
 
 def run(args: argparse.Namespace, show: Callable[[Mapping], None]) -> dict:

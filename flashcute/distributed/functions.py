@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import zlib
 
@@ -31,8 +32,6 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scheme, job):
         out, lse = _SCHEMES[scheme].forward(job, q, k, v)
-        if q.is_cuda:
-            watch(job.comm.fn, job.comm.group)
         ctx.scheme, ctx.job = scheme, job
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -49,10 +48,13 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         # Where neither has a gradient, the other ranks still wait for this one.
         dout = torch.zeros_like(out) if dout is None else dout
-        found = _SCHEMES[ctx.scheme].backward(ctx.job, dout, q, k, v, out, lse, dlse)
-        if q.is_cuda:
-            watch(ctx.job.comm.fn, ctx.job.comm.group)
+        with _watched(q, ctx.job.comm):
+            found = _SCHEMES[ctx.scheme].backward(ctx.job, dout, q, k, v, out, lse, dlse)
         return *found, None, None
+
+
+def _watched(q: Tensor, comm: Communicator) -> contextlib.AbstractContextManager:
+    return watch(comm.fn, comm.group) if q.is_cuda else contextlib.nullcontext()
 
 
 def _check_order(fn: str, order) -> None:
@@ -135,12 +137,14 @@ def _attend(
         "checksum of the sequences' lengths": zlib.crc32(repr(lengths).encode()),
         "need of a gradient": wants_gradient,
     }
-    comm.agree(description, q.device)
-    if q.is_cuda:
-        prepare = loading.padded if d % VECTOR else loading.loadable
-        q, k, v = (prepare(fn, name, x) for name, x in zip(("q", "k", "v"), (q, k, v), strict=True))
-    job = Job(comm, layout, scale, deterministic)
-    out, lse = _Attend.apply(q, k, v, scheme, job)
+    with _watched(q, comm):
+        comm.agree(description, q.device)
+        if q.is_cuda:
+            prepare = loading.padded if d % VECTOR else loading.loadable
+            names = zip(("q", "k", "v"), (q, k, v), strict=True)
+            q, k, v = (prepare(fn, name, x) for name, x in names)
+        job = Job(comm, layout, scale, deterministic)
+        out, lse = _Attend.apply(q, k, v, scheme, job)
     return (out[..., :d] if out.shape[3] != d else out), lse
 
 

@@ -2,19 +2,24 @@
 
 The host does not wait for transfers of CUDA tensors, so no call can raise an error where one never
 ends: after the group's timeout, NCCL's watchdog aborts the process, and names no rank. A thread of
-each process counts the calls of :mod:`flashcute.distributed` that it made, keeps that number in the
-group's store, and looks whether the GPU finished them. Where one takes most of the timeout, it logs
-which ranks have not made that call or have stopped counting.
+each process counts the calls of :mod:`flashcute.distributed` that it began, keeps that number in
+the group's store, and looks whether the GPU finished them. Where one takes most of the timeout, it
+logs which ranks have not made that call or have stopped counting.
+
+A call counts from its begin on, since the host may wait, too: loading a kernel or allocating memory
+can wait for the GPU, and then for a transfer that never ends.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import logging
 import threading
 import time
 import weakref
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -28,10 +33,15 @@ _SHARE = 0.8  # of the timeout, after which a call counts as stuck
 _DEFAULT_TIMEOUT = 600.0  # NCCL's, where the group does not tell
 
 
-class _Call(NamedTuple):
+@dataclasses.dataclass
+class _Call:
     fn: str
-    event: torch.cuda.Event  # or anything with query()
     start: float
+    event: torch.cuda.Event | None = None  # or anything with query(); None: the host is in the call
+    failed: bool = False
+
+    def ended(self) -> bool:
+        return self.failed or (self.event is not None and self.event.query())
 
 
 class Watch:
@@ -48,16 +58,18 @@ class Watch:
         self._seen: dict[int, tuple[str, float]] = {}  # what each rank wrote last, and since when
         self._reported = False
 
-    def add(self, fn: str, event, now: float) -> None:
-        """A call whose work ends with ``event``."""
-        self._calls.append(_Call(fn, event, now))
+    def begin(self, fn: str, now: float) -> _Call:
+        """A call that begins; whoever makes it sets ``event``, with which its work ends."""
+        call = _Call(fn, now)
+        self._calls.append(call)
         self._made += 1
+        return call
 
     def poll(self, now: float) -> None:
         """Looks at the oldest call; to be called each :attr:`interval` seconds."""
         self._beats += 1
         self._store.set(f"{_KEY}/{self._rank}", f"{self._made} {self._beats}")
-        while self._calls and self._calls[0].event.query():
+        while self._calls and self._calls[0].ended():
             self._calls.popleft()
             self._progress = now
         if not self._calls:
@@ -98,9 +110,11 @@ class Watch:
 _watches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def watch(fn: str, group: dist.ProcessGroup) -> None:
-    """Counts a call whose work is what the current CUDA stream holds."""
+@contextlib.contextmanager
+def watch(fn: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Counts the block as a call, whose work is what the current CUDA stream holds at its end."""
     if torch.cuda.is_current_stream_capturing():
+        yield
         return
     found = _watches.get(group)
     if found is None:
@@ -110,9 +124,15 @@ def watch(fn: str, group: dist.ProcessGroup) -> None:
             target=_poll, args=(weakref.ref(found),), name="flashcute watch", daemon=True
         )
         thread.start()
+    call = found.begin(fn, time.monotonic())
+    try:
+        yield
+    except BaseException:
+        call.failed = True
+        raise
     event = torch.cuda.Event()
     event.record()
-    found.add(fn, event, time.monotonic())
+    call.event = event
 
 
 def _timeout(group: dist.ProcessGroup) -> float:

@@ -1,25 +1,35 @@
 """Attention over two GPUs and NCCL, beside that of one; what the CPU tests do over gloo.
 
-Tests that need two GPUs are deselected, and said so, where there are fewer.
+They are skipped, and said so, where there are fewer than two GPUs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.distributed.tensor.experimental import _attention as experimental
 
 from flashcute import distributed as fd
-from flashcute import testing
+from flashcute import enabled, testing
+from flashcute.bench import command, ring
+from flashcute.distributed.zigzag import Layout
+from flashcute.features import VECTOR
+from flashcute.heuristics import FwdProblem, choose_bwd, choose_fwd
+from flashcute.integrations import sdpa
 
 needs_two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason=f"needs 2 GPUs, got {torch.cuda.device_count()}"
@@ -40,6 +50,39 @@ CASES = [
 ]
 
 
+REPEATED = (4096, *CASES[1][1:])
+PACKED = [(s, 4, 2, 64, True, (-1, -1), "zigzag") for s in (512, 1024)]
+MEMORY = (32768, 8, 8, 64, True, (-1, -1), "zigzag")
+LOST = (1024, 2, 2, 64, True, (-1, -1), "zigzag")
+# seqlen, heads, key heads, d, causal, of context_parallel
+TORCH_CASES = [(1024, 4, 4, 128, True), (512, 8, 2, 64, True), (768, 4, 4, 128, False)]
+
+
+def _layout(case) -> Layout:
+    s, _, _, _, causal, (left, right), order = case
+    return Layout((s // WORLD,), order, WORLD, (left, 0 if causal else right))
+
+
+def _problems() -> list[FwdProblem]:
+    """The calls of all cases, as the choice of their kernels sees them."""
+    cases = [*CASES, REPEATED, *PACKED, MEMORY, LOST]
+    cases += [(*case, (-1, -1), "zigzag") for case in TORCH_CASES]
+    found = []
+    for case in cases:
+        s, h, h_k, d, causal, _, _ = case
+        like = FwdProblem("bf16", causal, 1, s, s, h, h_k, -(-d // VECTOR) * VECTOR)
+        for b in (1, 2):
+            found += ring.problems(_layout(case), dataclasses.replace(like, b=b))
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built_kernels() -> None:
+    """Those of the cases here only, in place of the fixture of the other files."""
+    repeatable = functools.partial(choose_bwd, deterministic=True)
+    command.build_for(_problems(), (choose_fwd, choose_bwd, repeatable))
+
+
 def _start(rank: int, store: str, timeout: float | None = None) -> torch.device:
     torch.cuda.set_device(rank)
     options = {} if timeout is None else {"timeout": datetime.timedelta(seconds=timeout)}
@@ -56,8 +99,9 @@ def _part(x: torch.Tensor, rank: int, order: str) -> torch.Tensor:
 
 
 def _whole(x: torch.Tensor, order: str) -> torch.Tensor:
+    x = x.contiguous()  # else what is gathered is not, either
     parts = [torch.empty_like(x) for _ in range(WORLD)]
-    dist.all_gather(parts, x.contiguous())
+    dist.all_gather(parts, x)
     return fd.zigzag_merge(parts) if order == "zigzag" else torch.cat(parts, 1)
 
 
@@ -100,38 +144,37 @@ def _check_cases(rank: int, store: str) -> None:
 
 
 @needs_two_gpus
-def test_it_is_attention_of_the_whole_sequence(tmp_path, backward_kernels):
+def test_it_is_attention_of_the_whole_sequence(tmp_path):
     mp.spawn(_check_cases, (str(tmp_path / "store"),), WORLD)
 
 
 def _check_repeats(rank: int, store: str) -> None:
     device = _start(rank, store)
     for scheme in SCHEMES:
-        tensors = _inputs((4096, *CASES[1][1:]), device)
-        first = _compute(scheme, CASES[1], rank, tensors, True)
+        tensors = _inputs(REPEATED, device)
+        first = _compute(scheme, REPEATED, rank, tensors, True)
         for _ in range(5):
             # Other work beside it, for transfers to end at other times.
             noise = torch.randn(4096, 4096, device=device)
             (noise @ noise).sum()
-            again = _compute(scheme, CASES[1], rank, tensors, True)
+            again = _compute(scheme, REPEATED, rank, tensors, True)
             assert all(map(torch.equal, first, again)), scheme
     dist.destroy_process_group()
 
 
 @needs_two_gpus
-def test_deterministic_gradients_repeat_bit_for_bit(tmp_path, backward_kernels):
+def test_deterministic_gradients_repeat_bit_for_bit(tmp_path):
     mp.spawn(_check_repeats, (str(tmp_path / "store"),), WORLD)
 
 
 def _check_packed(rank: int, store: str) -> None:
     """Packed sequences are what each of them is alone, bit for bit: the same calls."""
     device = _start(rank, store)
-    lengths = (512, 1024)
+    lengths = [case[0] for case in PACKED]
     ends = [0, lengths[0] // WORLD, sum(lengths) // WORLD]
     for scheme in SCHEMES:
         alone = []
-        for i, s in enumerate(lengths):
-            case = (s, 4, 2, 64, True, (-1, -1), "zigzag")
+        for i, case in enumerate(PACKED):
             tensors = [x[i : i + 1] for x in _inputs(case, device)]
             alone.append((tensors, _compute(scheme, case, rank, tensors, True)))
         parts = [[_part(x, rank, "zigzag")[0] for x in tensors] for tensors, _ in alone]
@@ -148,15 +191,72 @@ def _check_packed(rank: int, store: str) -> None:
 
 
 @needs_two_gpus
-def test_packed_sequences(tmp_path, backward_kernels):
+def test_packed_sequences(tmp_path):
     mp.spawn(_check_packed, (str(tmp_path / "store"),), WORLD)
+
+
+def _count_calls() -> dict[str, int]:
+    """How often our forward and backward ran under PyTorch's operators, from now on."""
+    counts = {"forward": 0, "backward": 0}
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            result = function(*args, **kwargs)
+            counts[name] += 1
+            return result
+
+        return call
+
+    for name in counts:
+        setattr(sdpa.raw, name, counted(name, getattr(sdpa.raw, name)))
+    return counts
+
+
+def _check_context_parallel(rank: int, store: str) -> None:
+    """Each step of PyTorch's ring is a call of ours, and the whole keeps the tolerance rule."""
+    device = _start(rank, store)
+    mesh = dist.device_mesh.init_device_mesh("cuda", (WORLD,))
+    counts = _count_calls()
+    warnings.filterwarnings("error", "flashcute.enable")  # what fell through to PyTorch's kernels
+    for method, case in itertools.product(("allgather", "alltoall"), TORCH_CASES):
+        h, h_k, causal = case[1], case[2], case[4]
+        *whole, _ = _inputs(case, device)
+        buffers = [x.transpose(1, 2).contiguous() for x in whole]  # q, k, v, dout
+        experimental.set_rotate_method(method)
+        experimental._cp_options.enable_load_balance = causal
+        counts.update(dict.fromkeys(counts, 0))
+        with (
+            enabled(),
+            experimental.context_parallel(
+                mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)
+            ),
+        ):
+            *qkv, dout = (x.clone() for x in buffers)
+            order = "zigzag" if causal else "contiguous"
+            assert torch.equal(qkv[0].transpose(1, 2), _part(whole[0], rank, order))
+            for x in qkv:
+                x.requires_grad_()
+            out = F.scaled_dot_product_attention(*qkv, is_causal=causal, enable_gqa=h != h_k)
+            gradients = torch.autograd.grad(out, qkv, dout)
+        assert counts == {"forward": WORLD, "backward": WORLD}, (method, case, counts)
+        found = (x.detach().transpose(1, 2) for x in (out, *gradients))
+        out, dq, dk, dv = (_whole(x, order) for x in found)
+        q, k, v, dout = whole
+        testing.check_forward(out, None, q, k, v, causal=causal)
+        gradients = {"dq": dq, "dk": dk, "dv": dv}
+        testing.check_backward(gradients, q, k, v, dout, causal=causal)
+    dist.destroy_process_group()
+
+
+@needs_two_gpus
+def test_context_parallel_of_pytorch_runs_on_our_kernels(tmp_path):
+    mp.spawn(_check_context_parallel, (str(tmp_path / "store"),), WORLD)
 
 
 def _check_memory(rank: int, store: str) -> None:
     """Both schemes with 32k tokens: the scores of a head alone would be 2 GiB in bf16."""
     device = _start(rank, store)
-    case = (32768, 8, 8, 64, True, (-1, -1), "zigzag")
-    s, h, _, d = case[:4]
+    s, h, _, d = MEMORY[:4]
     parts = [torch.randn(1, s // WORLD, h, d, dtype=torch.bfloat16, device=device) for _ in "qkv"]
     one = parts[0].numel() * 4  # bytes of one tensor of a rank in float32
     for scheme in SCHEMES:
@@ -170,7 +270,7 @@ def _check_memory(rank: int, store: str) -> None:
 
 
 @needs_two_gpus
-def test_memory_is_linear(tmp_path, backward_kernels):
+def test_memory_is_linear(tmp_path):
     mp.spawn(_check_memory, (str(tmp_path / "store"),), WORLD)
 
 
@@ -195,7 +295,8 @@ TIMEOUT = 20.0
 def lose(rank: int, store: str) -> None:
     """Rank 1 is killed between forward and backward."""
     device = _start(rank, store, TIMEOUT)
-    x = torch.randn(1, 512, 2, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    s, h, _, d = LOST[:4]
+    x = torch.randn(1, s // WORLD, h, d, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = fd.ring_flash_attn_func(x, x, x, causal=True)
     torch.cuda.synchronize()
     if rank == 1:
@@ -205,7 +306,7 @@ def lose(rank: int, store: str) -> None:
 
 
 @needs_two_gpus
-def test_a_killed_rank_is_named(tmp_path, backward_kernels):
+def test_a_killed_rank_is_named(tmp_path):
     program = textwrap.dedent(f"""
         import sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
