@@ -15,7 +15,7 @@ them: one with ring attention, one with gathered keys (flashcute.distributed). T
 keep the same rule, with a third measure of the noise: PyTorch's attention with a batch in parts,
 whose losses and gradients are added up. All models but those two each process trains by itself.
 
-Exits with 1 when it does, or when --check finds wrong gradients.
+Exits with 1 when a curve differs more, or when --check finds wrong gradients.
 """
 
 from __future__ import annotations

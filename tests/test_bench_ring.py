@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flashcute import __main__ as main
-from flashcute.bench import ring
+from flashcute.bench import ring, ring_plots
 from flashcute.distributed import ring_flash_attn_func
 from flashcute.distributed.communication import Communicator
 
@@ -21,9 +21,16 @@ def bench(*arguments):
 
 
 def test_two_processes_on_the_cpu(tmp_path, capfd):
-    saved = tmp_path / "ring.json"
-    assert bench(*SMALL, "--repeats", 2, "--json", saved) == 0
+    pytest.importorskip("matplotlib")
+    saved, drawn = tmp_path / "ring.json", tmp_path / "ring_bf16_causal_d64_h4over1.png"
+    assert bench(*SMALL, "--repeats", 2, "--json", saved, "--plots", tmp_path) == 0
     printed = capfd.readouterr().out
+    picture = drawn.read_bytes()
+    assert picture.startswith(b"\x89PNG") and f"{drawn}" in printed
+    drawn.unlink()
+    assert bench("--plot-only", saved) == 0  # the same from its file, and the table
+    again = capfd.readouterr().out
+    assert drawn.read_bytes() == picture and "2 processes on cpu" in again
     assert "Thousands of tokens a second, 2 processes on cpu" in printed
     assert "Nothing here says anything of the kernels' speed" in printed
     made = json.loads(saved.read_text())
@@ -61,6 +68,23 @@ def test_the_table():
     assert line.replace("|", " ").split() == cells
     assert "torch_gather did not run: TypeError: too old" in text
     assert "STOPPED EARLY" in text
+
+
+def test_the_picture_has_what_was_measured():
+    pytest.importorskip("matplotlib")
+    longer = {**ROW, "seqlen_q": 8192, "tokens_per_second": {"ring": 4e6, "allgather": 1e6}}
+    both = {**ROW, "pass": "fwd+bwd"}
+    made = {**RESULT, "machine": {"gpu": "H200"}, "rows": [longer, ROW, both]}
+    (figure,) = ring_plots.figures(made).values()
+    assert "2 x H200: bf16, d = 128, 8/2 heads, causal" in figure.get_suptitle()
+    speed, over_one, not_hidden, *second = figure.axes
+    assert len(second) == 3
+    of = {line.get_label(): line.get_xydata().tolist() for line in speed.get_lines()}
+    assert of["ring"] == [[4096, 3e6], [8192, 4e6]] and of["one"] == [[4096, 1.5e6]]
+    of = {line.get_label(): line.get_xydata().tolist() for line in over_one.get_lines()}
+    assert of["ring"] == [[4096, 2.0]] and "one" not in of and "torch_gather" not in of
+    of = {line.get_label(): line.get_xydata().tolist() for line in not_hidden.get_lines()}
+    assert of == {"ring": [[4096, 12.5], [8192, 12.5]], "allgather": [[4096, 50.0], [8192, 50.0]]}
 
 
 def test_a_wrong_output_is_named():

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from flashcute import distributed as fd
+from flashcute.distributed.communication import Communicator
 
 LOST = 2
 
@@ -61,6 +62,43 @@ def test_the_lost_rank_is_named_on_all_others(tmp_path, scheme, how):
             assert "restart all its processes" in message
     if how == "hangs":
         assert outcomes[LOST].value == "it was given up by all others"
+
+
+def compare_by_store(rank: int, world: int) -> list[str]:
+    """What calls of CUDA tensors say that agree, differ, agree again, and lack a rank."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=4.0))
+    comm = Communicator("f", group)
+    said = []
+    for description in ({"seqlen": 8}, {"seqlen": 8 + rank, "scale": 0.5}, {"causal": True}):
+        try:
+            comm.agree(description, torch.device("cuda"))
+            said.append("agreed")
+        except ValueError as error:
+            said.append(str(error))
+    comm.agree({"seqlen": 8}, torch.device("cuda"))  # not compared again
+    if rank != LOST:
+        try:
+            comm.agree({"seqlen": 16}, torch.device("cuda"))
+        except RuntimeError as error:
+            said.append(str(error))
+    else:
+        time.sleep(6.0)  # alive, but behind for longer than the timeout
+    return said
+
+
+def test_calls_of_cuda_tensors_are_compared_before_nccl_connects(tmp_path):
+    outcomes = ranks.run(compare_by_store, 4, tmp_path)
+    for rank, outcome in enumerate(outcomes):
+        assert not outcome.error, outcome.error
+        first, differ, third, *lost = outcome.value
+        assert (first, third) == ("agreed", "agreed")
+        assert differ.startswith(
+            "f: expected the same seqlen on all ranks of the group, got "
+            "8 on rank 0, 9 on rank 1, 10 on rank 2, 11 on rank 3; "
+        )
+        if rank != LOST:
+            (message,) = lost
+            assert message.startswith(f"f: lost rank {LOST} of the group: expected to receive")
 
 
 def in_subgroup(rank: int, world: int) -> str:

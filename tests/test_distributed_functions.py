@@ -272,6 +272,32 @@ def test_calls_that_differ_are_refused_on_all_ranks(ways, scheme):
         ), message
 
 
+def in_a_mesh(rank: int, world: int) -> list[bool]:
+    """Whether each dimension of a mesh of two computes a sequence of its own, for both schemes."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    found = []
+    for name, other in (("dp", "cp"), ("cp", "dp")):
+        place, sequence = mesh.get_local_rank(name), mesh.get_local_rank(other)
+        generator = torch.Generator().manual_seed(sequence)
+        q, dout = (torch.randn(1, 64, 2, 16, generator=generator) for _ in range(2))
+        whole = q.clone().requires_grad_()
+        expected = flash_attn_func(whole, whole, whole, causal=True)
+        (gradient,) = torch.autograd.grad(expected, whole, dout)
+        for scheme in ("ring", "allgather"):
+            x = fd.zigzag_split(q, place, 2).requires_grad_()
+            out = getattr(fd, f"{scheme}_flash_attn_func")(x, x, x, causal=True, group=mesh[name])
+            ours = out, *torch.autograd.grad(out, x, fd.zigzag_split(dout, place, 2))
+            theirs = (fd.zigzag_split(y.detach(), place, 2) for y in (expected, gradient))
+            pairs = zip(ours, theirs, strict=True)
+            found.append(all(torch.allclose(a, b, atol=1e-5) for a, b in pairs))
+    return found
+
+
+def test_each_dimension_of_a_mesh_is_a_group(tmp_path):
+    for outcome in ranks.run(in_a_mesh, 4, tmp_path):
+        assert outcome.value == [True] * 4, outcome.error
+
+
 @pytest.fixture
 def one_process(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -345,6 +371,16 @@ def test_transforms_are_refused(one_process, scheme, transform):
             transform(lambda q: function(q, X, X))(X[None])
         else:
             transform(lambda q: function(q, X, X), X)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "allgather"])
+def test_a_graph_in_one_piece_says_why_it_breaks(one_process, scheme):
+    function = getattr(fd, f"{scheme}_flash_attn_func")
+    compiled = torch.compile(lambda x: function(x, x, x) + 1, backend="eager", fullgraph=True)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=rf"{scheme}_flash_attn_func[^\n]*compares shapes"
+    ):
+        compiled(X)
 
 
 def test_a_mesh_of_two_dimensions_is_refused(one_process):

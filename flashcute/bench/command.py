@@ -198,9 +198,10 @@ def _measure(args: argparse.Namespace) -> dict:
 def _load(path: Path) -> dict:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-        if result["rows"] and {"us", "tflops"} <= set(result["rows"][0]):
+        speed = "tokens_per_second" if result.get("pass") == "ring" else "tflops"
+        if result["rows"] and {"us", speed} <= set(result["rows"][0]):
             return result
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"flashcute bench: expected a result of bench with rows in {path}, got {error!r}"
         ) from error
@@ -213,25 +214,23 @@ def _draw(result: dict, folder: Path, stem: str) -> None:
 
 
 def _summary(result: dict) -> str:
+    if result.get("pass") == "ring":
+        from .ring import summary  # as in _measure_ring()
+
+        return summary(result)
     shown = serving_table if result.get("pass") in serving.PASSES else table
     return shown.summary(result)
 
 
-def _run_ring(args: argparse.Namespace) -> int:
-    """:func:`run` of sequences that are split over processes."""
+def _measure_ring(args: argparse.Namespace) -> tuple[dict, list[str]]:
+    """The result of sequences that are split over processes, and its wrong outputs."""
     from . import ring  # here, as torch.distributed and dynamo take a second to import
 
     with tqdm(desc="bench", unit="row", dynamic_ncols=True) as bar:
         result = ring.run(args, lambda row: bar.update())
-    unwritten = []
-    if args.json:
-        unwritten = failures("bench", (args.json, lambda: bm.write_json(args.json, result)))
     if result["device"] == "cpu":
         print(table.CPU_NOTE + "\n")
-    print(ring.summary(result))
-    wrong = ring.disagreements(result)
-    print(*wrong, *unwritten, sep="\n", file=sys.stderr)
-    return 1 if wrong or unwritten or result["stopped_early"] else 0
+    return result, ring.disagreements(result)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -246,9 +245,7 @@ def run(args: argparse.Namespace) -> int:
                 f"flashcute bench: expected --{name.replace('_', '-')} with --pass decode and "
                 f"append only, got --pass {args.what}; leave it out"
             )
-    if args.what == "ring":
-        return _run_ring(args)
-    if args.nproc is not None:
+    if args.nproc is not None and args.what != "ring":
         raise ValueError("flashcute bench: expected --nproc with --pass ring only; leave it out")
     if (args.plots or args.plot_only) and importlib.util.find_spec("matplotlib") is None:
         option = "--plot-only" if args.plot_only else "--plots"
@@ -267,16 +264,19 @@ def run(args: argparse.Namespace) -> int:
                 f"all of its fields: {error!r}"
             ) from error
         return 0
-    result = _measure(args)
+    if args.what == "ring":
+        result, wrong = _measure_ring(args)
+    else:
+        result = _measure(args)
+        wrong = table.disagreements(result)
     writes = []
     if args.json:
         writes.append((args.json, lambda: bm.write_json(args.json, result)))
     if args.plots and result["rows"]:
-        stem = args.json.stem if args.json else "bench"
+        stem = args.json.stem if args.json else "ring" if args.what == "ring" else "bench"
         writes.append((args.plots, lambda: _draw(result, args.plots, stem)))
     # Before the tables: the reader of standard output may close it early.
     unwritten = failures("bench", *writes)
     print(_summary(result))
-    wrong = table.disagreements(result)
     print(*wrong, *unwritten, sep="\n", file=sys.stderr)
     return 1 if wrong or unwritten or result["stopped_early"] else 0

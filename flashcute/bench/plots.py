@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import benchmarking as bm
-from . import serving, serving_table
+from . import ring_plots, serving, serving_table
 from .table import Part, describe, over_normal, parts, pass_of, ratio, unit_of
 
 _COLOURS = {
@@ -371,8 +371,11 @@ def draw(result: Mapping, folder: Path, stem: str) -> list[Path]:
     If points were measured on several distributions of inputs, one picture shows them all; the
     others are of normal inputs.
     """
-    cached = result.get("pass") in serving.PASSES
-    figures = _over_cache(result) if cached else _of_shapes(result)
+    if result.get("pass") == "ring":
+        figures = ring_plots.figures(result)
+    else:
+        cached = result.get("pass") in serving.PASSES
+        figures = _over_cache(result) if cached else _of_shapes(result)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in figures.items():

@@ -119,7 +119,7 @@ def setup(args: argparse.Namespace) -> Setup:
             f"got --nproc {nproc} with {gpus} GPUs; --device cpu measures processes without GPUs"
         )
     usual = {
-        **{"peers": None, "sustained": 0.0, "plots": None, "tokens": None, "plot_only": None},
+        **{"peers": None, "sustained": 0.0, "tokens": None},
         **{"shapes": ["sweep"], "inputs": ["normal"]},
     }
     given = [f"--{name.replace('_', '-')}" for name in usual if getattr(args, name) != usual[name]]

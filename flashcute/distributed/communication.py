@@ -23,6 +23,10 @@ from torch import Tensor
 _GRACE = 1.0
 
 _KEY = "flashcute/waited_for_by"
+_COMPARED = "flashcute/compared"
+_DESCRIPTION = "the description of its tensors"
+_MOST_PAUSE = 0.05  # seconds between two looks into the store
+_DEFAULT_TIMEOUT = 600.0  # NCCL's, where the group does not tell
 
 
 class Message(NamedTuple):
@@ -153,30 +157,26 @@ class Communicator:
     def agree(self, description: Mapping[str, int | float | str], device: torch.device) -> None:
         """Compares what the ranks are about to do, before the first of their tensors is sent.
 
-        On CUDA once for each distinct description, as the comparison waits for the device; on the
-        CPU in each call.
+        On CUDA once for each distinct description and through the group's store: NCCL connects all
+        ranks for the first transfer of a group, and would wait for a lost one without a timeout.
+        On the CPU in each call.
 
         Raises:
             ValueError: on every rank, naming what differs, and where.
+            RuntimeError: naming the rank that was lost.
         """
         if self.world == 1:
             return
         mine = tuple(description.items())
-        agreed = _agreed.setdefault(self.group, set())
-        if device.type == "cuda" and mine in agreed:
+        agreed = _agreed.setdefault(self.group, _Agreed())
+        if device.type == "cuda" and mine in agreed.descriptions:
             return
-        numbers = torch.tensor([_encode(x) for x in description.values()], dtype=torch.int64)
-        numbers = numbers.to(device)
-        theirs = numbers.expand(self.world, -1).contiguous()
-        others = [peer for peer in range(self.world) if peer != self.rank]
-        what = "the description of its tensors"
-        self.wait(
-            self.exchange(
-                [Message(True, peer, numbers, what) for peer in others]
-                + [Message(False, peer, theirs[peer], what) for peer in others]
-            )
-        )
-        found = theirs.tolist()
+        numbers = [_encode(x) for x in description.values()]
+        if device.type == "cuda":
+            agreed.comparisons += 1
+            found = self._gather_by_store(f"{_COMPARED}/{agreed.comparisons}", numbers)
+        else:
+            found = self._gather(numbers)
         for column, (name, value) in enumerate(mine):
             values = [row[column] for row in found]
             if len(set(values)) > 1:
@@ -185,7 +185,52 @@ class Communicator:
                     f"{self.fn}: expected the same {name} on all ranks of the group, got {shown}; "
                     "pad or split the sequences so that all ranks make the same call"
                 )
-        agreed.add(mine)
+        agreed.descriptions.add(mine)
+
+    def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank, by messages between CPU tensors."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        theirs = mine.expand(self.world, -1).contiguous()
+        others = [peer for peer in range(self.world) if peer != self.rank]
+        self.wait(
+            self.exchange(
+                [Message(True, peer, mine, _DESCRIPTION) for peer in others]
+                + [Message(False, peer, theirs[peer], _DESCRIPTION) for peer in others]
+            )
+        )
+        return theirs.tolist()
+
+    def _gather_by_store(self, key: str, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank, by the group's store."""
+        found = {self.rank: list(numbers)}
+        missing = [peer for peer in range(self.world) if peer != self.rank]
+        until = time.monotonic() + group_timeout(self.group)
+        pause = 1e-4
+        try:
+            store = group_store(self.group)
+            store.set(f"{key}/{self.rank}", ",".join(map(str, numbers)))
+            while missing:
+                # No Store.wait(), in which other threads could not use the store.
+                if store.check([f"{key}/{missing[0]}"]):
+                    text = store.get(f"{key}/{missing[0]}").decode()
+                    found[missing.pop(0)] = [int(x) for x in text.split(",")]
+                elif time.monotonic() >= until:
+                    raise RuntimeError("nothing")
+                else:
+                    time.sleep(pause)
+                    pause = min(2 * pause, _MOST_PAUSE)
+            return [found[peer] for peer in range(self.world)]
+        except RuntimeError as error:
+            expected = Message(False, missing[0], torch.empty(0), _DESCRIPTION)
+            raise self._lost(expected, error) from error
+
+
+class _Agreed:
+    """What the ranks of a group have compared so far."""
+
+    def __init__(self):
+        self.descriptions: set[tuple] = set()
+        self.comparisons = 0
 
 
 _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -212,6 +257,14 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return dist.distributed_c10d._get_process_group_store(group)
+
+
+def group_timeout(group: dist.ProcessGroup) -> float:
+    """Seconds, of the backend for CUDA tensors."""
+    try:
+        return group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):
+        return _DEFAULT_TIMEOUT
 
 
 def _process_group(fn: str, group) -> dist.ProcessGroup:

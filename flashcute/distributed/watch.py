@@ -24,13 +24,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from .communication import group_store
+from .communication import group_store, group_timeout
 
 logger = logging.getLogger("flashcute")
 
 _KEY = "flashcute/calls"
 _SHARE = 0.8  # of the timeout, after which a call counts as stuck
-_DEFAULT_TIMEOUT = 600.0  # NCCL's, where the group does not tell
 
 
 @dataclasses.dataclass
@@ -118,7 +117,7 @@ def watch(fn: str, group: dist.ProcessGroup) -> Iterator[None]:
         return
     found = _watches.get(group)
     if found is None:
-        found = Watch(group_store(group), group.rank(), group.size(), _timeout(group))
+        found = Watch(group_store(group), group.rank(), group.size(), group_timeout(group))
         _watches[group] = found
         thread = threading.Thread(
             target=_poll, args=(weakref.ref(found),), name="flashcute watch", daemon=True
@@ -133,13 +132,6 @@ def watch(fn: str, group: dist.ProcessGroup) -> Iterator[None]:
     event = torch.cuda.Event()
     event.record()
     call.event = event
-
-
-def _timeout(group: dist.ProcessGroup) -> float:
-    try:
-        return group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):
-        return _DEFAULT_TIMEOUT
 
 
 def _poll(reference: weakref.ref) -> None:

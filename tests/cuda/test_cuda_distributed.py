@@ -292,11 +292,13 @@ def test_other_shapes_are_refused(tmp_path):
 TIMEOUT = 20.0
 
 
-def lose(rank: int, store: str) -> None:
-    """Rank 1 is killed between forward and backward."""
+def lose(rank: int, store: str, when: str) -> None:
+    """Rank 1 is killed before the first call, or between forward and backward."""
     device = _start(rank, store, TIMEOUT)
     s, h, _, d = LOST[:4]
     x = torch.randn(1, s // WORLD, h, d, dtype=torch.bfloat16, device=device, requires_grad=True)
+    if rank == 1 and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
     out = fd.ring_flash_attn_func(x, x, x, causal=True)
     torch.cuda.synchronize()
     if rank == 1:
@@ -306,12 +308,13 @@ def lose(rank: int, store: str) -> None:
 
 
 @needs_two_gpus
-def test_a_killed_rank_is_named(tmp_path):
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_killed_rank_is_named(tmp_path, when):
     program = textwrap.dedent(f"""
         import sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
         from test_cuda_distributed import lose
-        lose(int(sys.argv[1]), sys.argv[2])
+        lose(int(sys.argv[1]), sys.argv[2], {when!r})
     """)
     processes = [
         subprocess.Popen(
