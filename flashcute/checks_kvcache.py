@@ -432,6 +432,16 @@ def check_no_gradient(fn: str, names: tuple[str, ...], *tensors: Tensor | None) 
             raise NotImplementedError(f"{fn}: {no_gradient(f'{name} with a tangent')}")
 
 
+def check_no_transform(fn: str) -> None:
+    """That no transform of torch.func runs, which would map or differentiate what is written."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{fn}: expected no transform of torch.func (vmap, grad, jvp) of a call with a cache, "
+            "got a call inside one; stack what vmap would map along the batch, with one cache_"
+            "batch_idx or row of block_table for each, or train with flash_attn_func"
+        )
+
+
 def no_gradient(got: str) -> str:
     """The reason and way out for a gradient through a cache."""
     return (

@@ -24,11 +24,11 @@ from .checks_kvcache import (
     Tensors,
     check_cache,
     check_no_gradient,
+    check_no_transform,
     check_room,
     check_splits,
     fits,
     lengths_of,
-    no_gradient,
 )
 from .cpu_kvcache import Options, attend
 from .cpu_operator import is_traced
@@ -165,8 +165,8 @@ def flash_attn_with_kvcache(
         check_for_kernels(fn, "q", q, d, o.softmax_scale)
     check_no_gradient(fn, Tensors._fields, *t)
     traced = is_traced(q)
-    if not traced and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(f"{fn}: {no_gradient('a call inside a transform of torch.func')}")
+    if not traced:
+        check_no_transform(fn)
     if not (q.is_cpu or q.is_meta):
         check_kernel_scores(fn, o.softmax_scale, o.softcap, alibi_slopes is not None)
         out, lse = ops_kvcache.launch(fn, t, o)

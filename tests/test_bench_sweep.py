@@ -359,3 +359,15 @@ def test_the_time_limit_and_the_keyboard_keep_what_is_measured(monkeypatch):
 
     result = sweep.run(wanted, CPU, interrupt)
     assert (len(result["rows"]), result["stopped_early"]) == (1, True)
+
+
+def test_a_gradient_that_is_nothing_but_rounding_is_no_difference():
+    # Equal keys: the exact gradient of q is 0, what each contender has of it its own.
+    shape = dataclasses.replace(SHAPE, seqlen_k=16)
+    options = dataclasses.replace(CPU, what="bwd")
+    (row,) = sweep.measure([Variant("bf16", shape, "constant")], 0, options, (), {})
+    assert row["difference"]["flashcute"] < sweep.AGREEMENT["bf16"]
+    exact = tuple(torch.eye(4) for _ in range(3))
+    wrong = (exact[0], exact[1] + torch.eye(4) / 2, exact[2])
+    assert sweep._difference(wrong, exact) == 0.5
+    assert math.isnan(sweep._difference((exact[0] * math.nan, *exact[1:]), exact))

@@ -174,7 +174,8 @@ def _measure(args: argparse.Namespace) -> dict:
     wanted = _points(args, on_gpu)
     if args.what != "fwd" and any(isinstance(v.shape, Option) for point in wanted for v in point):
         raise ValueError(
-            f"flashcute bench: expected --pass fwd with --shapes options, got --pass {args.what}"
+            f"flashcute bench: expected --pass fwd with --shapes options, got --pass {args.what}; "
+            "leave one of them out"
         )
     if args.peers is None:
         options = dataclasses.replace(options, names=_usual(wanted, options.device))
