@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from .. import benchmarking as bm
 from ..arguments import failures
-from ..config import HEAD_DIMS
+from ..config import HEAD_DIMS, BwdConfig, FwdConfig
 from ..extras import install_command
 from ..heuristics import FwdProblem, choose_bwd, choose_fwd, rounded_length, typical_length
 from ..jit import BuildError, kernels
@@ -92,20 +93,22 @@ def _problem(variant: Variant) -> FwdProblem:
     )
 
 
-def build(wanted: list[list[Variant]], what: str = "fwd") -> None:
-    """Builds the kernels of a sweep in parallel; otherwise its calls would build them one by one.
+def configs_of(wanted: Iterable[Iterable[Variant]], what: str) -> list[FwdConfig | BwdConfig]:
+    """The kernels of a sweep on this GPU; a backward needs those of its forward, too."""
+    capability = torch.cuda.get_device_capability()
+    sms = torch.cuda.get_device_properties().multi_processor_count
+    problems = [_problem(variant) for point in wanted for variant in point]
+    choices = (choose_fwd,) if what in ("fwd", *serving.PASSES) else (choose_fwd, choose_bwd)
+    return list(dict.fromkeys(choose(x, capability, sms) for choose in choices for x in problems))
 
-    A backward needs those of its forward, too.
+
+def build(configs: Iterable[FwdConfig | BwdConfig]) -> None:
+    """Builds kernels in parallel; otherwise the calls would build them one by one.
 
     Raises:
         BuildError: with the compiler's messages.
     """
-    capability = torch.cuda.get_device_capability()
-    sms = torch.cuda.get_device_properties().multi_processor_count
-    target = "".join(map(str, capability))
-    problems = [_problem(variant) for point in wanted for variant in point]
-    choices = (choose_fwd,) if what in ("fwd", *serving.PASSES) else (choose_fwd, choose_bwd)
-    configs = dict.fromkeys(choose(x, capability, sms) for choose in choices for x in problems)
+    target = "".join(map(str, torch.cuda.get_device_capability()))
     missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
     if not missing:
         return
@@ -171,7 +174,7 @@ def _measure(args: argparse.Namespace) -> dict:
     names = tuple(dict.fromkeys([*options.names, *modules]))
     options = dataclasses.replace(options, names=names, modules=modules)
     if on_gpu:
-        build(wanted, options.what)
+        build(configs_of(wanted, options.what))
     else:
         print(table.CPU_NOTE, file=sys.stderr)
     rows = sum(map(len, wanted))
@@ -206,19 +209,22 @@ def _summary(result: dict) -> str:
     return shown.summary(result)
 
 
-def _run_ring(args: argparse.Namespace) -> int:
-    """:func:`run` of sequences that are split over processes."""
-    from . import ring  # here, as torch.distributed and dynamo take a second to import
+def _run_apart(args: argparse.Namespace) -> int:
+    """:func:`run` of a pass with a protocol of its own."""
+    if args.what == "ring":  # here, as torch.distributed and dynamo take a second to import
+        from . import ring as module
+    else:
+        from . import integrations as module  # and transformers several
 
     with tqdm(desc="bench", unit="row", dynamic_ncols=True) as bar:
-        result = ring.run(args, lambda row: bar.update())
+        result = module.run(args, lambda row: bar.update())
     unwritten = []
     if args.json:
         unwritten = failures("bench", (args.json, lambda: bm.write_json(args.json, result)))
     if result["device"] == "cpu":
         print(table.CPU_NOTE + "\n")
-    print(ring.summary(result))
-    wrong = ring.disagreements(result)
+    print(module.summary(result))
+    wrong = module.disagreements(result)
     print(*wrong, *unwritten, sep="\n", file=sys.stderr)
     return 1 if wrong or unwritten or result["stopped_early"] else 0
 
@@ -235,10 +241,10 @@ def run(args: argparse.Namespace) -> int:
                 f"flashcute bench: expected --{name.replace('_', '-')} with --pass decode and "
                 f"append only, got --pass {args.what}; leave it out"
             )
-    if args.what == "ring":
-        return _run_ring(args)
-    if args.nproc is not None:
+    if args.nproc is not None and args.what != "ring":
         raise ValueError("flashcute bench: expected --nproc with --pass ring only; leave it out")
+    if args.what in ("ring", "integrations"):
+        return _run_apart(args)
     if (args.plots or args.plot_only) and importlib.util.find_spec("matplotlib") is None:
         option = "--plot-only" if args.plot_only else "--plots"
         raise ValueError(

@@ -328,7 +328,7 @@ def _worker(rank: int, options: Setup, wanted: Sequence[Point], store: str, pipe
 
 def _build(wanted: Sequence[Point], options: Setup) -> None:
     """Builds the kernels of the whole sequence and of its pieces, in parallel."""
-    from .command import build
+    from .command import build, configs_of
 
     found = {}
     for point in wanted:
@@ -336,7 +336,7 @@ def _build(wanted: Sequence[Point], options: Setup) -> None:
         shapes = [x, bm.Shape(x.b, local, local, x.h, x.h_k, x.d, x.causal)]
         shapes.append(bm.Shape(x.b, local, local // 2, x.h, x.h_k, x.d, False))
         found.update(dict.fromkeys(Variant(point.dtype, shape) for shape in shapes))
-    build([list(found)], "fwd+bwd")
+    build(configs_of([found], "fwd+bwd"))
 
 
 def run(args: argparse.Namespace, show: Callable[[Mapping], None]) -> dict:
