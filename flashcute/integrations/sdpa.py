@@ -152,7 +152,8 @@ class _Handle:
                 if not hasattr(torch.ops.aten, name):
                     continue  # not yet in this torch
                 kernel = self._with_fallback(name, compute, _own_kernel(name, key))
-                self._library.impl(name, kernel, key, with_keyset=True)
+                # The default in torch 2.13; before it, another library's kernel would be an error.
+                self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
         if key == "CUDA" and torch.version.cuda is not None:
             torch.cuda._lazy_call(self._prefer_flash)  # at once, or when CUDA is first used
 
