@@ -366,12 +366,17 @@ def _measure_hosts() -> list[dict]:
     ]
 
 
+def _dense(x: bm.Shape) -> bm.Shape:
+    return bm.Shape(x.b, x.seqlen_q, x.seqlen_k, x.h, x.h_k, x.d, x.causal)
+
+
 def variants(names: Sequence[str], dtypes: Sequence[str]) -> dict[str, list[Variant]]:
     """The calls whose kernels are built ahead, by pass."""
     found: dict[str, list[Variant]] = {"fwd": [], "fwd+bwd": []}
     for name in names:
         what = "fwd+bwd" if name == HOST or POINTS[name].kind == "gpt" else "fwd"
-        shapes = HOST_SHAPES.values() if name == HOST else (POINTS[name].shape,)
+        # Padding behind the tokens stays where it is: a batch of sequences with its length.
+        shapes = HOST_SHAPES.values() if name == HOST else (_dense(POINTS[name].shape),)
         of = ("bf16",) if name == HOST else dtypes
         found[what] += [Variant(dtype, shape) for dtype in of for shape in shapes]
     return found

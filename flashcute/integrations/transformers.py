@@ -10,10 +10,11 @@ mask function of that name transformers drops the mask silently, and padding is 
 
 The mask function returns None, a mask that the kernels can express, or a dense one. The kernels
 express full and causal attention, also of a chunk of new tokens after a cache; sliding windows;
-padding, whose tokens are taken out before the call and put back after it; packed sequences; and a
-static cache whose end is still empty, but for single tokens. Anything else (chunked attention,
-prefixes, a bias) and all masks that compiled models make are dense, which the CPU reference applies
-exactly. On CUDA they are refused by name, or go to PyTorch, as :func:`register` was told.
+padding, which is not read where it follows a row's tokens, and else taken out before the call and
+put back after it; packed sequences; and a static cache whose end is still empty, but for single
+tokens. Anything else (chunked attention, prefixes, a bias) and all masks that compiled models make
+are dense, which the CPU reference applies exactly. On CUDA they are refused by name, or go to
+PyTorch, as :func:`register` was told.
 """
 
 from __future__ import annotations
@@ -270,7 +271,8 @@ def _by_kernels(q, k, v, found: Plan, sinks, options: dict) -> torch.Tensor:
         q = index_first_axis(q, found.query_rows)
     if found.key_rows is not None:
         k, v = (index_first_axis(x, found.key_rows) for x in (k, v))
-    out = flash_attn_varlen_func(q, k, v, *found.lengths, **options)
+    used = dict(zip(("seqused_q", "seqused_k"), found.used, strict=True))
+    out = flash_attn_varlen_func(q, k, v, *found.lengths, **used, **options)
     if found.query_rows is not None:
         out = index_put_first_axis(out, found.query_rows, batch * q_length)
     return out.unflatten(0, (batch, q_length))
