@@ -125,6 +125,11 @@ def test_windows_over_holes_and_unknown_functions_are_dense():
 def test_patterns_are_read_from_transformers_functions():
     packed = torch.tensor([[0, 0, 1]])
     positions = torch.tensor([[0, 1, 0]])
+    of_sequences = masking_utils.packed_sequence_mask_function(packed)
+    function = masking_utils.and_masks(FUNCTIONS["window"], of_sequences)
+    assert recognise(function) == Pattern(causal=True, window=(2, -1), packed=packed)
+    if not hasattr(masking_utils, "packed_sequence_compatibility_function"):  # of transformers 5.17
+        return
     function = masking_utils.packed_sequence_compatibility_function(
         FUNCTIONS["window"], positions, packed
     )
