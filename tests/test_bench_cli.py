@@ -87,34 +87,35 @@ def test_kernels_are_built_before_the_sweep_and_together(built, monkeypatch):
         kernels, "find_built", lambda config, _: ("cache", there if config == there else None)
     )
     points = sweep.points(("bf16", "fp16"), (64,), ("causal",), (1,), (512, 1024, 2048))
-    command.build(points)
+    command.build(command.configs_of(points, "fwd"))
     wanted = [c for dtype in ("bf16", "fp16") for c in heuristics.sm90_configs(dtype, 64, True)]
     assert {config for config, _ in built} == set(wanted) - {there}
     assert {target for _, target in built} == {"90"} and len(built) == len(wanted) - 1
     built.clear()
-    command.build(points, "bwd")
+    command.build(command.configs_of(points, "bwd"))
     backward = {heuristics.sm90_bwd_config(dtype, 64, "causal") for dtype in ("bf16", "fp16")}
     assert {config for config, _ in built} == set(wanted) - {there} | backward
     failed = [SimpleNamespace(error="no such type")]
     monkeypatch.setattr(kernels, "build_kernels", lambda *arguments: failed)
     with pytest.raises(BuildError, match="no such type"):
-        command.build(points)
+        command.build(command.configs_of(points, "fwd"))
 
 
 def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     seen = {}
 
-    def build(wanted, what):
+    def configs_of(wanted, what):
         assert what == "fwd"
-        seen["built"] = wanted
+        return wanted
 
     def run(wanted, options, progress):
         assert seen["built"] is wanted
         seen.update(points=wanted, options=options)
         return result(row(64, flashcute=1.0), stopped_early=True)
 
-    monkeypatch.setattr(command, "build", build)
+    monkeypatch.setattr(command, "configs_of", configs_of)
+    monkeypatch.setattr(command, "build", lambda wanted: seen.update(built=wanted))
     monkeypatch.setattr(sweep, "run", run)
     assert bench() == 1  # stopped early
     assert [len(point) for point in seen["points"]] == [1] * (5 * 2 * 6)
@@ -287,7 +288,7 @@ def test_what_is_built_for_options_is_what_their_calls_ask_for(built, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
     for name, shape in options.OPTIONS.items():
         built.clear()
-        command.build([[sweep.Variant(dtype, shape)]])
+        command.build(command.configs_of([[sweep.Variant(dtype, shape)]], "fwd"))
         found = [config.full_name for config, _ in built]
         assert found == names_asked_for(shape, dtype, sms), name
 

@@ -121,7 +121,7 @@ def test_what_is_built_is_what_calls_ask_for(monkeypatch, num_splits, size):
         shape = dataclasses.replace(point, page_size=size, num_splits=num_splits)
         expected = kernel_asked_for(shape, num_splits, monkeypatch)
         built.clear()
-        command.build([[Variant("bf16", shape)]], "decode")
+        command.build(command.configs_of([[Variant("bf16", shape)]], "decode"))
         assert [config.full_name for config, _ in built] == [expected], name
 
 

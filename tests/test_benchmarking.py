@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
 import json
@@ -67,6 +68,22 @@ def test_contenders_take_turns_after_warm_up():
     assert order[:4] == ["a", "a", "b", "b"]
     assert order[4:] == [name for repeat in range(3) for name in bm.turn("ab", repeat)]
     assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+
+
+def test_calls_are_in_what_is_around_them_and_it_is_not_timed():
+    inside, order = [], []
+
+    @contextlib.contextmanager
+    def around(name):
+        inside.append(name)
+        time.sleep(0.02)
+        yield
+        inside.remove(name)
+
+    calls = {name: lambda name=name: order.append((name, list(inside))) for name in "ab"}
+    times = bm.time_interleaved(calls, "cpu", repeats=3, warmup=1, flush_bytes=1, around=around)
+    assert order and all(found == [name] for name, found in order)
+    assert all(min(values) < 20_000 for values in times.values())
 
 
 def test_nobody_always_comes_first_or_after_the_same_other():

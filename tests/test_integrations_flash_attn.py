@@ -128,6 +128,12 @@ def test_caches_and_rotary_embeddings_are_there(provided, module, name, home):
     assert found is getattr(importlib.import_module(home), name)
 
 
+def test_rotary_embeddings_have_their_older_name_too(provided):
+    from flash_attn.layers.rotary import apply_rotary_emb_func
+
+    assert apply_rotary_emb_func is importlib.import_module("flashcute.rotary").apply_rotary_emb
+
+
 def install(folder, *, package=True, metadata=True):
     """Another flash_attn on sys.path."""
     if package:

@@ -7,6 +7,7 @@ autograd, meta and tracing of them.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 
@@ -28,7 +29,10 @@ from flashcute.distributed.local import backward_on_cpu
 from flashcute.distributed.zigzag import Piece
 from flashcute.integrations import raw, sdpa
 
-OPERATORS = list(sdpa._KERNELS)
+OPERATORS = [name for name in sdpa._KERNELS if hasattr(torch.ops.aten, name)]
+# torch 2.11 takes grouped heads without being asked.
+VARLEN = inspect.signature(varlen_attn).parameters
+GROUPED = {"enable_gqa": True} if "enable_gqa" in VARLEN else {}
 attend = torch.ops.aten._scaled_dot_product_flash_attention
 CUDNN, FLASH, MATH = (
     int(x) for x in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
@@ -47,6 +51,19 @@ def on_cpu():
     yield handle
     handle.remove()
     assert dispatch_tables() == before
+
+
+@pytest.fixture(params=["in Python", "by the binding"])
+def both_ways(request, on_cpu):
+    """SDPA's forward by the kernel in Python alone, and with the binding's above it, which hands it
+    what is not on CUDA."""
+    if request.param == "by the binding":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            on_cpu._bypass_python("CPU")
+        found = torch._C._dispatch_dump(f"aten::{sdpa._FORWARD}")
+        assert "flash_api_sdpa.h" in found
+    return on_cpu
 
 
 class Own:
@@ -92,7 +109,7 @@ def inputs(b=2, h=4, h_k=4, s=16, s_k=None, d=32, requires_grad=True):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("h_k", [4, 2, 1])
-def test_outputs_and_gradients_are_pytorchs(on_cpu, is_causal, h_k):
+def test_outputs_and_gradients_are_pytorchs(both_ways, is_causal, h_k):
     qkv = inputs(h_k=h_k)
     out, lse, *_, max_q, max_k, _, _, _ = attend(*qkv, 0.0, is_causal, scale=0.3)
     wide = (qkv[0].double(), *(x.double().repeat_interleave(4 // h_k, 1) for x in qkv[1:]))
@@ -122,7 +139,7 @@ def layouts():
 
 
 @pytest.mark.parametrize("name, qkv", list(layouts()), ids=lambda x: x if type(x) is str else "")
-def test_results_are_laid_out_as_the_meta_kernels_promise(on_cpu, name, qkv):
+def test_results_are_laid_out_as_the_meta_kernels_promise(both_ways, name, qkv):
     promised = attend(*(x.to("meta") for x in qkv))
     found = attend(*qkv)
     kinds = [type(x) for x in found]
@@ -138,7 +155,7 @@ def test_results_are_laid_out_as_the_meta_kernels_promise(on_cpu, name, qkv):
             assert grad.stride() == torch.empty_like(x).stride()
 
 
-def test_compiled_and_checkpointed_calls_are_the_eager_ones(on_cpu):
+def test_compiled_and_checkpointed_calls_are_the_eager_ones(both_ways):
     qkv = inputs()
 
     def model(*qkv):
@@ -167,7 +184,7 @@ def ragged(lengths=(5, 0, 11), h=4, h_k=4, d=32):
 def test_varlen_attn_runs_on_ours(on_cpu, window, h_k):
     q, k, v, cu = ragged(h_k=h_k)
     out, lse = varlen_attn(
-        q, k, v, cu, cu, 11, 11, window_size=window, enable_gqa=True, scale=0.25,
+        q, k, v, cu, cu, 11, 11, window_size=window, scale=0.25, **GROUPED,
         return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     expected, theirs, _ = flashcute.flash_attn_varlen_func(
@@ -179,9 +196,11 @@ def test_varlen_attn_runs_on_ours(on_cpu, window, h_k):
         *(x[None, last] for x in (q, k, v)), softmax_scale=0.25, window_size=window
     )
     torch.testing.assert_close(out[last], alone[0], rtol=1e-5, atol=1e-5)
+    if "seqused_k" not in VARLEN:  # of torch 2.11
+        return
     used = torch.tensor([2, 0, 4], dtype=torch.int32)
-    short = varlen_attn(q, k, v, cu, cu, 11, 11, seqused_k=used, enable_gqa=True)
-    assert not torch.equal(short, varlen_attn(q, k, v, cu, cu, 11, 11, enable_gqa=True))
+    short = varlen_attn(q, k, v, cu, cu, 11, 11, seqused_k=used, **GROUPED)
+    assert not torch.equal(short, varlen_attn(q, k, v, cu, cu, 11, 11, **GROUPED))
 
 
 def test_varlen_attn_compiles(on_cpu):
@@ -263,9 +282,29 @@ def test_pages_and_arguments_of_a_later_torch_fall_through(own):
         handle.remove()
 
 
-def test_without_a_kernel_of_pytorch_the_reason_is_the_error(on_cpu):
-    with pytest.raises(NotImplementedError, match=r"PyTorch has no kernel.*no dropout"):
+def test_without_a_kernel_of_pytorch_the_reason_is_the_error(both_ways):
+    # Through the binding every error is a RuntimeError, of which NotImplementedError is one.
+    with pytest.raises(RuntimeError, match=r"PyTorch has no kernel.*no dropout"):
         attend(*inputs(), 0.5)
+
+
+def test_another_schema_of_a_later_torch_stays_in_python(on_cpu, monkeypatch):
+    before = dispatch_tables()
+    monkeypatch.setattr(sdpa, "_SCHEMA", sdpa._SCHEMA.replace("float? scale=None", "float scale"))
+    on_cpu._bypass_python("CPU")
+    assert dispatch_tables() == before
+
+
+def test_a_binding_that_cannot_be_built_leaves_the_kernel_in_python(order, monkeypatch):
+    def load():
+        raise sdpa.jit.BuildError("no compiler")
+
+    late, _ = order
+    monkeypatch.setattr(sdpa.ops, "load", load)
+    with flashcute.enabled():
+        before = dispatch_tables()
+        late[0]()
+        assert dispatch_tables() == before
 
 
 def test_enable_and_disable_change_the_cuda_kernels_and_restore_them():
@@ -383,6 +422,7 @@ def test_flash_attention_comes_before_cudnn_while_enabled(order):
     with flashcute.enabled():
         (when_cuda_starts,) = late
         when_cuda_starts()
+        assert "flash_api_sdpa.h" in torch._C._dispatch_dump(f"aten::{sdpa._FORWARD}")
         found = torch._C._get_sdp_priority_order()
         assert found[0] == FLASH and found[1] == CUDNN and sorted(found) == sorted(preferred)
     assert torch._C._get_sdp_priority_order() == preferred

@@ -69,7 +69,10 @@ def test_register_refuses_what_is_no_name(name):
 
 
 def test_minilm_embeds_as_with_pytorchs_attention():
-    ours, theirs, embedder = minilm.compare(minilm.model_folder(), "cpu", torch.float32)
+    ours, theirs, embedder, us = minilm.compare(
+        minilm.model_folder(), "cpu", torch.float32, repeats=1
+    )
+    assert set(us) == {"flashcute", "sdpa"} and all(0 < time < 1e8 for time in us.values())
     assert embedder.model.config._attn_implementation == NAME
     cosine = (ours * theirs).sum(dim=1)
     assert len(ours) >= 48
@@ -81,17 +84,35 @@ def test_minilm_embeds_as_with_pytorchs_attention():
     assert best[3] == "The rover found traces of ancient water on Mars."
 
 
-def test_minilm_calls_flash_attn_func_once_a_layer(monkeypatch):
-    calls = []
+def test_minilm_does_not_attend_to_padding(monkeypatch):
+    used = []
+    attention = integration.flash_attn_varlen_func
+
+    def watched(*args, seqused_k, **kwargs):
+        used.append(seqused_k.tolist())
+        return attention(*args, seqused_k=seqused_k, **kwargs)
+
+    monkeypatch.setattr(integration, "flash_attn_varlen_func", watched)
+    embedder = minilm.Embedder(minilm.model_folder(), NAME)
+    sentences = "one sentence", "a sentence with some more words"
+    together = embedder.embed(sentences)
+    assert used == [[4, 8]] * 6
+    alone = torch.cat([embedder.embed([sentence]) for sentence in sentences])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_minilms_queries_keys_and_values_are_those_of_its_attention(monkeypatch):
+    seen = []
     attention = integration.flash_attn_func
     monkeypatch.setattr(
         integration,
         "flash_attn_func",
-        lambda q, *args, **kwargs: calls.append(q.shape) or attention(q, *args, **kwargs),
+        lambda q, k, v, **kwargs: seen.append((q, k, v)) or attention(q, k, v, **kwargs),
     )
     embedder = minilm.Embedder(minilm.model_folder(), NAME)
-    embedder.embed(["one sentence"])
-    assert calls == [(1, 4, 12, 32)] * 6
+    found = embedder.inputs_of_attention("one sentence")
+    assert [x.shape for x in found] == [(1, 4, 12, 32)] * 3 and len(seen) == 6
+    assert all(torch.equal(x, y) for x, y in zip(found, seen[0], strict=True))
 
 
 def test_encoder_with_padding_is_exact_on_cpu():

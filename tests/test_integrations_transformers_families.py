@@ -151,6 +151,27 @@ def test_t5_is_refused_where_only_kernels_are():
         model(input_ids=ids, decoder_input_ids=ids)
 
 
+OWN_ATTENTION = {
+    "Bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4},
+    "MPNet": BERT,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", OWN_ATTENTION)
+def test_models_that_would_take_our_masks_for_their_own_are_refused(family, compiled):
+    FAMILIES[family] = OWN_ATTENTION[family]
+    ours, theirs = pair(family)
+    ids = tokens(1, 5)
+    theirs(input_ids=ids)
+    if compiled:
+        ours = torch.compile(ours, backend="eager")
+    # Bloom's tokens would see those after them, without a word.
+    expected = f"takes attention from transformers' AttentionInterface, got {family}Model"
+    with pytest.raises(Exception, match=expected):
+        ours(input_ids=ids)
+
+
 LENGTHS = 5, 1, 6
 
 

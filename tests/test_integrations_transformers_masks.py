@@ -90,6 +90,26 @@ def test_these_need_no_dense_mask(monkeypatch, name, padding, sizes):
         assert found.untyped_storage().nbytes() == 1
 
 
+@pytest.mark.parametrize("padding", ["right", "a row of nothing", "left"])
+@pytest.mark.parametrize(("name", "sizes"), [("full", (9, 9, 0)), ("causal", (9, 9, 0)),
+                                             ("window", (4, 9, 2))])  # fmt: skip
+def test_nothing_is_moved_where_padding_is_behind_the_tokens(monkeypatch, name, padding, sizes):
+    moved = []
+    monkeypatch.setattr(
+        integration,
+        "index_first_axis",
+        lambda x, rows: moved.append(rows) or x.index_select(0, rows),
+    )
+    q_length, kv_length, offset = sizes
+    mask = integration.attention_mask(
+        2, q_length, kv_length, offset, mask_function=FUNCTIONS[name],
+        attention_mask=torch.tensor(PADDING[padding]).bool(),
+    )  # fmt: skip
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (q_length, kv_length, kv_length))
+    integration.attention_forward(torch.nn.Module(), q, k, v, mask)
+    assert bool(moved) == (padding == "left")
+
+
 def test_windows_over_holes_and_unknown_functions_are_dense():
     holes = torch.tensor(PADDING["holes"]).bool()
     function = FUNCTIONS["window"]
@@ -105,6 +125,11 @@ def test_windows_over_holes_and_unknown_functions_are_dense():
 def test_patterns_are_read_from_transformers_functions():
     packed = torch.tensor([[0, 0, 1]])
     positions = torch.tensor([[0, 1, 0]])
+    of_sequences = masking_utils.packed_sequence_mask_function(packed)
+    function = masking_utils.and_masks(FUNCTIONS["window"], of_sequences)
+    assert recognise(function) == Pattern(causal=True, window=(2, -1), packed=packed)
+    if not hasattr(masking_utils, "packed_sequence_compatibility_function"):  # of transformers 5.17
+        return
     function = masking_utils.packed_sequence_compatibility_function(
         FUNCTIONS["window"], positions, packed
     )

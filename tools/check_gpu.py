@@ -111,6 +111,10 @@ PHASES = {
     # 33 points of five page sizes; kernels for pages are compiled first.
     "decode": Phase(500, _bench("decode.json", "--pass", "decode"), 30000, default=False),
     "append": Phase(200, _bench("append.json", "--pass", "append"), 12000, default=False),
+    # Models on SDPA and transformers; few kernels.
+    "integrations": Phase(
+        300, _bench("integrations.json", "--pass", "integrations"), 4000, default=False
+    ),
     "training": Phase(200, _training, 3000, default=False),
     "generation": Phase(400, _generation, 2000, default=False),
     # What `make test` leaves out, where there are processors enough: every kernel that ships.

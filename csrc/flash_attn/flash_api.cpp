@@ -13,6 +13,7 @@
 
 #include "flash_api_bwd.h"
 #include "flash_api_fwd.h"
+#include "flash_api_sdpa.h"
 #include "flash_api_tensors.h"
 #include "flash_api_varlen.h"
 #include "kernel_table.h"
@@ -171,6 +172,23 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
     flash::kernel_table().set_resolver(resolver);
 }
 
+// The next three are called by flashcute/integrations/sdpa.py. Returns what flashcute_unregister()
+// takes, or null.
+extern "C" __attribute__((visibility("default"))) void *flashcute_register_sdpa(
+    const char *dispatch_key) {
+    return flash::register_sdpa(dispatch_key);
+}
+
+// The kernel below what was registered is in its place again.
+extern "C" __attribute__((visibility("default"))) void flashcute_unregister(void *library) {
+    aoti_torch_delete_library_object(static_cast<TorchLibraryHandle>(library));
+}
+
+// Why the call of sdpa_fallback that this thread is in fails.
+extern "C" __attribute__((visibility("default"))) void flashcute_explain(const char *text) {
+    flash::sdpa_failure() = text;
+}
+
 // The macros paste their first argument; the detour expands it first.
 #define FLASHCUTE_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 
@@ -201,6 +219,14 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None, "
         "float dropout_p=0., Tensor? block_table=None, int num_splits=0) -> "
         "(Tensor out, Tensor softmax_lse)");
+    // As aten::_scaled_dot_product_flash_attention, but for results of a ragged batch and lengths:
+    // torch_call_dispatcher() takes a list of results for the reverse of it, and so for other
+    // types.
+    m.def(
+        "sdpa_fallback(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
+        "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> "
+        "(Tensor output, Tensor logsumexp, Tensor rng_state, Tensor unused, "
+        "Tensor debug_attn_mask)");
     m.def(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
         "Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right, "

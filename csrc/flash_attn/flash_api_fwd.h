@@ -247,7 +247,8 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
                                           const Lengths *lengths = nullptr,
                                           const Cache *cache = nullptr) {
     const bool is_packed = lengths != nullptr && lengths->cu_seqlens_q != nullptr;
-    const Inputs inputs = read_inputs(q, k, v, is_packed ? 3 : 4, cache != nullptr);
+    const Inputs inputs =
+        read_inputs(q, k, v, is_packed ? 3 : 4, cache != nullptr, options.heads_first);
     const auto &[dtype, device, ql, kl, vl] = inputs;
 
     Flash_fwd_params params{};
@@ -299,7 +300,8 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     set_problem(params, problem, choice, queries, lengths != nullptr);
 
     std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, cache != nullptr, dtype, device);
-    const Layout ol = read_layout(std::get<0>(outputs), "out", q.dim());
+    const Layout out = read_layout(std::get<0>(outputs), "out", q.dim());
+    const Layout ol = options.heads_first ? transposed(out) : out;
     params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
     check_vectorised(ol, params.o_ptr, "out");
     params.softmax_lse_ptr = static_cast<float *>(std::get<1>(outputs).mutable_data_ptr());

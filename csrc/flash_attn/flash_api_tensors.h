@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <numbers>
 #include <optional>
+#include <utility>
 
 #include "flash.h"
 #include "kernel_table.h"
@@ -57,6 +58,13 @@ inline Layout read_layout(const Tensor &tensor, const char *name, int64_t rank) 
             .row_stride = size[0] <= 1 ? 0 : stride[0],
             .head_stride = size[1] <= 1 ? 0 : stride[1],
             .last_stride = stride[2]};
+}
+
+// Of a (b, heads, s, d) tensor, read as if it were (b, s, heads, d).
+inline Layout transposed(Layout x) {
+    std::swap(x.s, x.h);
+    std::swap(x.row_stride, x.head_stride);
+    return x;
 }
 
 inline int32_t dtype_of(const Tensor &tensor) {
@@ -134,7 +142,7 @@ struct Inputs {
 };
 
 inline Inputs read_inputs(const Tensor &q, const Tensor &k, const Tensor &v, int64_t rank,
-                          bool is_cache = false) {
+                          bool is_cache = false, bool heads_first = false) {
     const int32_t dtype = dtype_of(q);
     const int32_t device = q.get_device_index();
     if (dtype != aoti_torch_dtype_float16() && dtype != aoti_torch_dtype_bfloat16()) {
@@ -145,11 +153,16 @@ inline Inputs read_inputs(const Tensor &q, const Tensor &k, const Tensor &v, int
     }
     check_placement(k, "k", dtype, device);
     check_placement(v, "v", dtype, device);
-    const Inputs inputs{.dtype = dtype,
-                        .device = device,
-                        .q = read_layout(q, "q", rank),
-                        .k = read_layout(k, "k", is_cache ? 4 : rank),
-                        .v = read_layout(v, "v", is_cache ? 4 : rank)};
+    Inputs inputs{.dtype = dtype,
+                  .device = device,
+                  .q = read_layout(q, "q", rank),
+                  .k = read_layout(k, "k", is_cache ? 4 : rank),
+                  .v = read_layout(v, "v", is_cache ? 4 : rank)};
+    if (heads_first) {
+        for (Layout *x : {&inputs.q, &inputs.k, &inputs.v}) {
+            *x = transposed(*x);
+        }
+    }
     check_shapes(inputs.q, inputs.k, inputs.v, is_cache);
     return inputs;
 }
@@ -199,6 +212,7 @@ struct Options {
     // is given, the lengths and the number of the sequences do not choose the kernel, so that a
     // sequence's result is the same bits in any batch.
     int64_t num_splits = -1;
+    bool heads_first = false;  // a dense batch of tensors (b, heads, s, d), as SDPA has them
 };
 
 // b: entries, or sequences of a ragged batch.

@@ -42,18 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="sweep|models|options|NAME",
         help="the sweep, all shapes of public models, all options of the forward (windows, sinks, "
         "packed sequences, softcap, ALiBi), or the models and options with NAME in theirs; of "
-        "--pass decode and append all points, or those with NAME in theirs, as 64x4096, h32/8, "
-        "mixed",
+        "--pass decode, append and integrations all points, or those with NAME in theirs, as "
+        "64x4096, h32/8, mixed, gpt",
     )
     parser.add_argument(
         "--pass",
         dest="what",
-        choices=("fwd", "bwd", "fwd+bwd", "ring", "decode", "append"),
+        choices=("fwd", "bwd", "fwd+bwd", "ring", "decode", "append", "integrations"),
         default="fwd",
         help="what is timed (fwd); a backward counts 2.5 times the FLOPs of a forward; ring: "
         "sequences split over several GPUs, forward alone and with the backward; decode: a few "
         "queries over a cache, and chunks of prompts beside decodes; append: a token written to "
-        "the cache by the same call, with and without rotary embedding, beside none",
+        "the cache by the same call, with and without rotary embedding, beside none; integrations: "
+        "models that call PyTorch's SDPA or transformers, by whose kernels, and host time of SDPA",
     )
     parser.add_argument(
         "--nproc", type=positive, help="--pass ring: processes (all GPUs; 2 without one)"

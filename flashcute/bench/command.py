@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from .. import benchmarking as bm
 from ..arguments import failures
-from ..config import HEAD_DIMS
+from ..config import HEAD_DIMS, BwdConfig, FwdConfig
 from ..extras import install_command
 from ..heuristics import FwdProblem, choose_bwd, choose_fwd, rounded_length, typical_length
 from ..jit import BuildError, kernels
@@ -36,6 +36,8 @@ from .cli import INPUTS, MASKS, SEQLENS
 from .options import Option
 from .serving import Serving
 from .sweep import Variant
+
+_APART = ("ring", "integrations")  # passes with a protocol of their own
 
 # Sizes for about a minute on a CPU.
 _CPU_SEQLENS = (64, 128, 256)
@@ -94,29 +96,29 @@ def _problem(variant: Variant) -> FwdProblem:
     )
 
 
-def build(wanted: list[list[Variant]], what: str = "fwd") -> None:
-    """Builds the kernels of a sweep in parallel; otherwise its calls would build them one by one.
-
-    A backward needs those of its forward, too.
-
-    Raises:
-        BuildError: with the compiler's messages.
-    """
-    choices = (choose_fwd,) if what in ("fwd", *serving.PASSES) else (choose_fwd, choose_bwd)
-    build_for([_problem(variant) for point in wanted for variant in point], choices)
-
-
-def build_for(problems: Iterable[FwdProblem], choices: Iterable[Callable]) -> None:
-    """Builds the kernels that each of ``choices``, as :func:`choose_fwd`, takes for each problem.
-
-    Raises:
-        BuildError: with the compiler's messages.
-    """
+def configs_for(
+    problems: Iterable[FwdProblem], choices: Iterable[Callable]
+) -> list[FwdConfig | BwdConfig]:
+    """The kernels that each of ``choices``, as :func:`choose_fwd`, takes for each problem here."""
     capability = torch.cuda.get_device_capability()
     sms = torch.cuda.get_device_properties().multi_processor_count
-    target = "".join(map(str, capability))
     pairs = itertools.product(choices, problems)
-    configs = dict.fromkeys(choose(problem, capability, sms) for choose, problem in pairs)
+    return list(dict.fromkeys(choose(problem, capability, sms) for choose, problem in pairs))
+
+
+def configs_of(wanted: Iterable[Iterable[Variant]], what: str) -> list[FwdConfig | BwdConfig]:
+    """The kernels of a sweep on this GPU; a backward needs those of its forward, too."""
+    choices = (choose_fwd,) if what in ("fwd", *serving.PASSES) else (choose_fwd, choose_bwd)
+    return configs_for([_problem(variant) for point in wanted for variant in point], choices)
+
+
+def build(configs: Iterable[FwdConfig | BwdConfig]) -> None:
+    """Builds kernels in parallel; otherwise the calls would build them one by one.
+
+    Raises:
+        BuildError: with the compiler's messages.
+    """
+    target = "".join(map(str, torch.cuda.get_device_capability()))
     missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
     if not missing:
         return
@@ -183,7 +185,7 @@ def _measure(args: argparse.Namespace) -> dict:
     names = tuple(dict.fromkeys([*options.names, *modules]))
     options = dataclasses.replace(options, names=names, modules=modules)
     if on_gpu:
-        build(wanted, options.what)
+        build(configs_of(wanted, options.what))
     else:
         print(table.CPU_NOTE, file=sys.stderr)
     rows = sum(map(len, wanted))
@@ -215,23 +217,29 @@ def _draw(result: dict, folder: Path, stem: str) -> None:
 
 
 def _summary(result: dict) -> str:
-    if result.get("pass") == "ring":
-        from .ring import summary  # as in _measure_ring()
-
-        return summary(result)
+    if result.get("pass") in _APART:
+        return _apart(result["pass"]).summary(result)
     shown = serving_table if result.get("pass") in serving.PASSES else table
     return shown.summary(result)
 
 
-def _measure_ring(args: argparse.Namespace) -> tuple[dict, list[str]]:
-    """The result of sequences that are split over processes, and its wrong outputs."""
-    from . import ring  # here, as torch.distributed and dynamo take a second to import
+def _apart(what: str):
+    """The module of a pass with a protocol of its own."""
+    if what == "ring":  # here, as torch.distributed and dynamo take a second to import
+        from . import ring as module
+    else:
+        from . import integrations as module  # and transformers several
+    return module
 
+
+def _measure_apart(args: argparse.Namespace) -> tuple[dict, list[str]]:
+    """The result of a pass with a protocol of its own, and its wrong outputs."""
+    module = _apart(args.what)
     with tqdm(desc="bench", unit="row", dynamic_ncols=True) as bar:
-        result = ring.run(args, lambda row: bar.update())
+        result = module.run(args, lambda row: bar.update())
     if result["device"] == "cpu":
         print(table.CPU_NOTE + "\n")
-    return result, ring.disagreements(result)
+    return result, module.disagreements(result)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -265,8 +273,8 @@ def run(args: argparse.Namespace) -> int:
                 f"all of its fields: {error!r}"
             ) from error
         return 0
-    if args.what == "ring":
-        result, wrong = _measure_ring(args)
+    if args.what in _APART:
+        result, wrong = _measure_apart(args)
     else:
         result = _measure(args)
         wrong = table.disagreements(result)

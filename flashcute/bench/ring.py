@@ -386,7 +386,7 @@ def problems(layout: Layout, like: FwdProblem) -> list[FwdProblem]:
 
 def _build(wanted: Sequence[Point], options: Setup) -> None:
     """Builds the kernels of the whole sequence and of its pieces, in parallel."""
-    from .command import build_for
+    from .command import build, configs_for
 
     found = []
     for point in wanted:
@@ -395,7 +395,7 @@ def _build(wanted: Sequence[Point], options: Setup) -> None:
         local, order = (x.seqlen_q // options.nproc,), "zigzag" if x.causal else "contiguous"
         layout = Layout(local, order, options.nproc, (-1, 0 if x.causal else -1))
         found += [whole, *problems(layout, whole)]
-    build_for(found, (choose_fwd, choose_bwd))
+    build(configs_for(found, (choose_fwd, choose_bwd)))
 
 
 def run(args: argparse.Namespace, show: Callable[[Mapping], None]) -> dict:

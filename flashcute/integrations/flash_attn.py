@@ -51,8 +51,6 @@ _PADDING = (
     "unpad_input",
     "unpad_input_for_concatenated_sequences",
 )
-_ROTARY = ("apply_rotary_emb",)
-
 # module: its names and the modules of flashcute that have them
 _MODULES: dict[str, dict[str, str]] = {
     _PACKAGE: dict.fromkeys(_FUNCTIONS, "flashcute"),
@@ -63,7 +61,10 @@ _MODULES: dict[str, dict[str, str]] = {
     },
     f"{_PACKAGE}.bert_padding": dict.fromkeys(_PADDING, "flashcute.bert_padding"),
     f"{_PACKAGE}.layers": {},
-    f"{_PACKAGE}.layers.rotary": dict.fromkeys(_ROTARY, "flashcute.rotary"),
+    f"{_PACKAGE}.layers.rotary": {
+        "apply_rotary_emb": "flashcute.rotary",
+        "apply_rotary_emb_func": "flashcute.rotary:apply_rotary_emb",  # its older name
+    },
 }
 
 

@@ -16,6 +16,7 @@ becomes a warning, once for each reason, and PyTorch's own kernel runs.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import attention
 
+from .. import jit, ops
+from ..config import NAMESPACE
 from ..features import VECTOR
 from . import raw
 
@@ -49,7 +52,7 @@ def enable() -> None:
     float16 and bfloat16, head dimensions above 256.
 
     What flashcute refuses runs on PyTorch's own kernel, with one warning for each reason: dropout,
-    whose mask PyTorch draws by its own rule; the backward of ``varlen_attn``; a paged cache.
+    whose mask PyTorch draws by its own rule; a paged cache.
 
     On GPUs for which PyTorch prefers its cuDNN backend, FlashAttention is put before it in the
     order of backends, as ``sdpa_kernel(..., set_priority=True)`` does. From torch 2.15 on,
@@ -145,6 +148,8 @@ class _Handle:
         self._said: set[str] = set()
         self._order: tuple[list[int], list[int]] | None = None  # before and after
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        self._kernels: dict[str, Callable] = {}
+        self._undo = contextlib.ExitStack()
         with warnings.catch_warnings():
             # torch's word on any override, which is what was asked for.
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
@@ -152,22 +157,57 @@ class _Handle:
                 if not hasattr(torch.ops.aten, name):
                     continue  # not yet in this torch
                 kernel = self._with_fallback(name, compute, _own_kernel(name, key))
-                self._library.impl(name, kernel, key, with_keyset=True)
+                self._kernels[name] = kernel
+                # The default in torch 2.13; before it, another library's kernel would be an error.
+                self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
         if key == "CUDA" and torch.version.cuda is not None:
-            torch.cuda._lazy_call(self._prefer_flash)  # at once, or when CUDA is first used
+            torch.cuda._lazy_call(self._with_cuda)  # at once, or when CUDA is first used
 
     def remove(self) -> None:
         """Restores PyTorch's kernels and its order of backends, if nobody has changed it since."""
         if self._library is None:
             return
+        self._undo.close()
         self._library._destroy()
         self._library = None
         if self._order is not None and torch._C._get_sdp_priority_order() == self._order[1]:
             torch._C._set_sdp_priority_order(self._order[0])
 
-    def _prefer_flash(self) -> None:
+    def _with_cuda(self) -> None:
         if self._library is None:
             return
+        with contextlib.suppress(jit.BuildError):  # which calls raise, too
+            self._bypass_python("CUDA")
+        self._prefer_flash()
+
+    def _bypass_python(self, key: str) -> None:
+        """Puts the binding's kernel of SDPA's forward above the one here, which then gets what that
+        one does not compute: entering Python costs as much as all else of a short call."""
+        ops.load()
+        binding = ctypes.CDLL(str(jit.load_binding()))
+        binding.flashcute_register_sdpa.restype = ctypes.c_void_p
+        binding.flashcute_unregister.argtypes = (ctypes.c_void_p,)
+        if str(getattr(torch.ops.aten, _FORWARD).default._schema) != _SCHEMA:
+            return  # another torch's, of which Python knows what to make
+        kernel = self._kernels[_FORWARD]
+
+        def explained(*args, **kwargs):
+            try:
+                out, lse, _, _, _, _, *unused = kernel(*args, **kwargs)
+                return out, lse, *unused
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}".replace("\0", "")
+                binding.flashcute_explain(text.encode(errors="replace"))
+                raise
+
+        library = torch.library.Library(NAMESPACE, "IMPL")
+        self._undo.callback(library._destroy)
+        library.impl("sdpa_fallback", explained, key, with_keyset=True, allow_override=True)
+        handle = binding.flashcute_register_sdpa(key.encode())
+        if handle is not None:
+            self._undo.callback(binding.flashcute_unregister, handle)
+
+    def _prefer_flash(self) -> None:
         # torch sets its order for this GPU when it first chooses, and would overwrite ours.
         x = torch.empty((1, 1, VECTOR, VECTOR), dtype=torch.float16, device="cuda")
         torch._fused_sdp_choice(x, x, x)
@@ -348,8 +388,16 @@ def _backward(
     return tuple(map(_laid_out_as, (query, key, value), grads))
 
 
+_FORWARD = "_scaled_dot_product_flash_attention"
+# What the binding's kernel of it takes and returns.
+_SCHEMA = (
+    f"aten::{_FORWARD}(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
+    "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, "
+    "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
+    "Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
+)
 _KERNELS = {
-    "_scaled_dot_product_flash_attention": _sdpa,
+    _FORWARD: _sdpa,
     "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
     "_flash_attention_forward": _forward,
     "_flash_attention_forward_no_dropout_inplace": _forward_into,

@@ -10,14 +10,16 @@ mask function of that name transformers drops the mask silently, and padding is 
 
 The mask function returns None, a mask that the kernels can express, or a dense one. The kernels
 express full and causal attention, also of a chunk of new tokens after a cache; sliding windows;
-padding, whose tokens are taken out before the call and put back after it; packed sequences; and a
-static cache whose end is still empty, but for single tokens. Anything else (chunked attention,
-prefixes, a bias) and all masks that compiled models make are dense, which the CPU reference applies
-exactly. On CUDA they are refused by name, or go to PyTorch, as :func:`register` was told.
+padding, which is not read where it follows a row's tokens, and else taken out before the call and
+put back after it; packed sequences; and a static cache whose end is still empty, but for single
+tokens. Anything else (chunked attention, prefixes, a bias) and all masks that compiled models make
+are dense, which the CPU reference applies exactly. On CUDA they are refused by name, or go to
+PyTorch, as :func:`register` was told.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -26,6 +28,7 @@ import torch
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     from .transformers_masks import KernelMask, Plan, plan, recognise
 except ImportError as error:
@@ -82,6 +85,29 @@ def register(name: str = "cute_attn", unsupported: str = "error") -> None:
     AttentionMaskInterface.register(name, attention_mask)
 
 
+@functools.cache
+def _look_up(config: type) -> str | None:
+    """The name of a configuration's model if that computes attention by itself alone: it takes a
+    mask that is None for one that shows everything, and the others for its own."""
+    for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        found = mapping.get(config, ())
+        for model in found if isinstance(found, tuple) else (found,):
+            if not any(getattr(model, flag, False) for flag in _INTERFACES):
+                return model.__name__
+    return None
+
+
+_INTERFACES = "_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn"
+
+
+def _model_apart(config: type) -> str | None:
+    return _look_up(config)
+
+
+# dynamo calls it instead of tracing it, as of torch.compiler.assume_constant_result.
+_model_apart._dynamo_marked_constant = True
+
+
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -111,7 +137,17 @@ def attention_mask(
         None, or a bool tensor ``(batch_size, 1, q_length, kv_length)``, True where attended; a
         ``KernelMask`` where the kernels express it, which has no memory. A traced call, in which
         the padding cannot be read, gets a dense one.
+
+    Raises:
+        NotImplementedError: of ``kwargs["config"]``, for a model that would not call attention by
+            the name that it was loaded with.
     """
+    model = _model_apart(type(kwargs.get("config")))
+    if model is not None:
+        raise NotImplementedError(
+            "cute_attn: expected a model that takes attention from transformers' AttentionInterface"
+            f', got {model}, which computes its own; load it with attn_implementation="eager"'
+        )
 
     def dense() -> torch.Tensor:
         return sdpa_mask(
@@ -270,7 +306,8 @@ def _by_kernels(q, k, v, found: Plan, sinks, options: dict) -> torch.Tensor:
         q = index_first_axis(q, found.query_rows)
     if found.key_rows is not None:
         k, v = (index_first_axis(x, found.key_rows) for x in (k, v))
-    out = flash_attn_varlen_func(q, k, v, *found.lengths, **options)
+    used = dict(zip(("seqused_q", "seqused_k"), found.used, strict=True))
+    out = flash_attn_varlen_func(q, k, v, *found.lengths, **used, **options)
     if found.query_rows is not None:
         out = index_put_first_axis(out, found.query_rows, batch * q_length)
     return out.unflatten(0, (batch, q_length))

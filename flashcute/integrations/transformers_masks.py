@@ -78,6 +78,8 @@ class Plan:
         keys: How many keys are taken, from the first one on.
         lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of packed tokens; None
             for a dense call.
+        used: seqused_q and seqused_k of sequences that begin their rows and are not moved; None
+            for all queries or keys.
         query_rows, key_rows: int64, which of batch * q_length queries and batch * ``keys`` keys are
             packed; None for all. Other queries have output 0.
     """
@@ -86,6 +88,7 @@ class Plan:
     window: tuple[int, int]
     keys: int
     lengths: tuple[Tensor, Tensor, int, int] | None = None
+    used: tuple[Tensor | None, Tensor | None] = (None, None)
     query_rows: Tensor | None = None
     key_rows: Tensor | None = None
 
@@ -124,6 +127,13 @@ def plan(
     if padding is None or bool(padding[:, :keys].all()):
         return Plan(causal, window, keys)
     padding = padding[:, :keys]
+    lengths = padding.sum(-1, dtype=torch.int32)
+    places = torch.arange(keys, device=padding.device)
+    if bool((padding == (places < lengths[:, None])).all()):  # padding behind the tokens alone
+        rows = torch.arange(padding.shape[0] + 1, device=padding.device, dtype=torch.int32)
+        used = (lengths - offset).clamp(min=0) if places_count else None
+        ends = rows * q_length, rows * kv_length, q_length, kv_length
+        return Plan(causal, window, kv_length, ends, (used, lengths))
     if window != _UNLIMITED and not _is_contiguous(padding):
         return None
     batch = padding.shape[0]
@@ -131,9 +141,11 @@ def plan(
     if not places_count:
         # All queries: whether they are of the same sequence as the keys is not known here.
         ends_q = torch.arange(batch + 1, device=padding.device, dtype=torch.int32) * q_length
-        return Plan(causal, window, keys, (ends_q, ends_k, q_length, longest_k), None, key_rows)
+        ends = ends_q, ends_k, q_length, longest_k
+        return Plan(causal, window, keys, ends, key_rows=key_rows)
     ends_q, longest_q, query_rows = _packed(padding[:, offset:])
-    return Plan(causal, window, keys, (ends_q, ends_k, longest_q, longest_k), query_rows, key_rows)
+    ends = ends_q, ends_k, longest_q, longest_k
+    return Plan(causal, window, keys, ends, query_rows=query_rows, key_rows=key_rows)
 
 
 def _packed(kept: Tensor) -> tuple[Tensor, int, Tensor]:
