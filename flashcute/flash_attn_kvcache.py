@@ -26,7 +26,6 @@ from .checks_kvcache import (
     check_no_gradient,
     check_room,
     check_splits,
-    fits,
     lengths_of,
     no_gradient,
 )
@@ -37,10 +36,12 @@ _UNLIMITED = (-1, -1)
 
 
 def _options(
-    fn, d, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits
-) -> Options:
+    fn, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits
+) -> tuple:
+    """The fields of Options; a softmax_scale of None stays what it is."""
     # The identity tests are the quick way through for what nearly every call passes.
-    scale = check_scale(fn, softmax_scale, d)
+    if softmax_scale is not None:
+        softmax_scale = check_scale(fn, softmax_scale, 1)
     if causal is not False and causal is not True:
         causal = check_flag(fn, "causal", causal)
     left, right = _UNLIMITED
@@ -52,7 +53,7 @@ def _options(
         rotary_interleaved = check_flag(fn, "rotary_interleaved", rotary_interleaved)
     if type(num_splits) is not int or num_splits != 0:
         num_splits = check_splits(fn, num_splits)
-    return Options(scale, causal, left, right, softcap, rotary_interleaved, num_splits)
+    return softmax_scale, causal, left, right, softcap, rotary_interleaved, num_splits
 
 
 def flash_attn_with_kvcache(
@@ -145,16 +146,38 @@ def flash_attn_with_kvcache(
             gradients.
     """
     fn = "flash_attn_with_kvcache"
-    t = Tensors(
-        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths_of(fn, cache_seqlens, q)),
-        *(cache_batch_idx, cache_leftpad, block_table, sinks, alibi_slopes),
-    )
-    d = q.shape[3] if fits(t) else check_cache(fn, t)
-    if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
-        check_room(fn, t, cache_seqlens)
-    o = _options(fn, d, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits)
+    o = _options(fn, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits)
     if return_softmax_lse is not False and return_softmax_lse is not True:
         return_softmax_lse = check_flag(fn, "return_softmax_lse", return_softmax_lse)
+    head = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin
+    tail = cache_batch_idx, cache_leftpad, block_table, sinks, alibi_slopes
+    if not torch.compiler.is_compiling() and type(q) is torch.Tensor and q.is_cuda:
+        in_cache, lengths = -1, cache_seqlens
+        if type(cache_seqlens) is int and 0 <= cache_seqlens < 2**31:
+            in_cache, lengths = cache_seqlens, None
+        found = ops_kvcache.launch_unchecked(
+            (*head, lengths, *tail), in_cache, o, return_softmax_lse
+        )
+        if found is not None:
+            return found if return_softmax_lse else found[0]
+    return _attend(fn, head, cache_seqlens, tail, o, return_softmax_lse)
+
+
+def _attend(fn: str, head: tuple, cache_seqlens, tail: tuple, o: tuple, returns_lse: bool):
+    """A call of which nothing is known yet but that its options are right.
+
+    Args:
+        head: The fields of Tensors before cache_seqlens.
+        tail: Those behind it.
+        o: Those of Options.
+        returns_lse: Whether the log-sum-exp is returned.
+    """
+    q, *_, sinks, alibi_slopes = *head, *tail
+    t = Tensors(*head, lengths_of(fn, cache_seqlens, q), *tail)
+    d = check_cache(fn, t)
+    if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
+        check_room(fn, t, cache_seqlens)
+    o = Options(check_scale(fn, o[0], d), *o[1:])
     if alibi_slopes is not None:
         check_alibi(fn, alibi_slopes, q, q.shape[0])
     if sinks is not None:
@@ -174,4 +197,4 @@ def flash_attn_with_kvcache(
         out, lse = ops_kvcache.attend(t, o)
     else:
         out, lse = attend(fn, t, o)
-    return (out, lse) if return_softmax_lse else out
+    return (out, lse) if returns_lse else out

@@ -15,6 +15,7 @@ positions beyond the rotary tables are not rotated; and other sequences' results
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -55,6 +56,13 @@ _SMALL = (
 # Longer windows than this are none; it keeps the operators' int arguments within 64 bits.
 _MAX_WINDOW = 2**62
 
+# Bound here as every call asks them.
+_is_tracing = torch._C._is_tracing
+_is_grad_enabled = torch.is_grad_enabled
+_in_inference_mode = torch.is_inference_mode_enabled
+_increment_version = torch.autograd.graph.increment_version
+_PLAIN = frozenset((Tensor, type(None)))
+
 
 def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
     """The operator for these arguments: the one that appends where there is something to append."""
@@ -69,6 +77,65 @@ def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
         return ops.attend_kvcache.default(*t[:3], *lengths, *options)
     rotary = t.rotary_cos, t.rotary_sin, o.rotary_interleaved
     return ops.append_attend_kvcache.default(*t[:5], *rotary, *lengths, *options)
+
+
+@functools.cache
+def _no_grad() -> Callable[..., tuple[Tensor | None, Tensor | None]]:
+    return getattr(torch.ops, NAMESPACE).attend_kvcache_no_grad.default
+
+
+def launch_unchecked(
+    t: tuple, in_cache: int, o: tuple, returns_lse: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """The results for CUDA tensors that nobody has checked, of an eager call, if kernels can take
+    all arguments as they are.
+
+    The binding's own checks decide that, as those in Python take longer than all else of a call.
+
+    Args:
+        t: The fields of :class:`Tensors`, of any type but q.
+        in_cache: Tokens of all sequences, in place of cache_seqlens; -1 for none.
+        o: Those of :class:`Options`, checked but for a softmax_scale of None, the default.
+        returns_lse: Whether the log-sum-exp is wanted.
+
+    Returns:
+        None where a check has something to say, or a tensor has to be copied. Nothing has been
+        written then.
+    """
+    if ops._fwd is None or is_seen() or _is_tracing():
+        return None
+    q, k_cache, v_cache, k, v, cos, sin, lengths, entries, leftpad, table, sinks, slopes = t
+    if not _PLAIN.issuperset(map(type, t)) or k_cache is None or v_cache is None:
+        return None
+    if _is_grad_enabled() and any(x is not None and x.requires_grad for x in t):
+        return None
+    changed = () if k is None else (k_cache, v_cache)
+    if changed and not _in_inference_mode() and any(map(Tensor.is_inference, changed)):
+        return None
+    scale, causal, left, right, softcap, interleaved, num_splits = o
+    # An argument that is given takes a tenth of a microsecond or more, one that is left out less.
+    args = q, k_cache, v_cache, lengths, in_cache, table, scale, causal, returns_lse
+    is_plain = num_splits == 0 and left < 0 and right < 0 and softcap == 0.0
+    if not (is_plain and sinks is slopes is entries is leftpad is None):
+        if sinks is not None and sinks.dtype is q.dtype:
+            sinks = sinks.float()
+        window = min(left, _MAX_WINDOW), min(right, _MAX_WINDOW)
+        args += k, v, cos, sin, interleaved, num_splits, *window, softcap
+        args += sinks, slopes, entries, leftpad
+    elif not (k is v is cos is sin is None):
+        args += k, v, cos, sin, interleaved
+    try:
+        results = _no_grad()(*args)
+    except NotImplementedError:  # the binding has no kernel of a tensor that is not dense
+        return None
+    except RuntimeError as error:
+        resolver_errors.raise_cause(error)
+        raise
+    if results[0] is None:
+        return None
+    if changed:  # autograd notices a cache that it saved before
+        _increment_version(changed)
+    return results
 
 
 def launch(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:

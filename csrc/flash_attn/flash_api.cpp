@@ -118,6 +118,44 @@ std::tuple<Tensor, Tensor> append_attend_kvcache(
     });
 }
 
+std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
+    const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
+    std::optional<Tensor> cache_seqlens, int64_t in_cache, std::optional<Tensor> block_table,
+    std::optional<double> softmax_scale, bool causal, bool returns_lse, std::optional<Tensor> k,
+    std::optional<Tensor> v, std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
+    bool rotary_interleaved, int64_t num_splits, int64_t window_left, int64_t window_right,
+    double softcap, std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes,
+    std::optional<Tensor> cache_batch_idx, std::optional<Tensor> cache_leftpad) {
+    const Options options{.causal = causal,
+                          .window_left = window_left,
+                          .window_right = window_right,
+                          .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes),
+                          .num_splits = num_splits};
+    const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
+                      .cache_leftpad = std::move(cache_leftpad),
+                      .block_table = std::move(block_table),
+                      .k = std::move(k),
+                      .v = std::move(v),
+                      .rotary_cos = std::move(rotary_cos),
+                      .rotary_sin = std::move(rotary_sin),
+                      .rotary_interleaved = rotary_interleaved,
+                      .apart = false,
+                      .returns_lse = returns_lse};
+    const Lengths lengths{.seqused_k = &cache_seqlens, .in_cache = in_cache};
+    return named("attend_kvcache", [&]() -> std::tuple<Tensor, Tensor> {
+        try {
+            const double scale = softmax_scale.has_value() ? *softmax_scale : default_scale(q);
+            return forward(q, k_cache, v_cache, scale, options, &lengths, &cache);
+        } catch (const KernelFailure &) {
+            throw;
+        } catch (const Failure &) {
+            return {Tensor(), Tensor()};
+        }
+    });
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
     const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
     const Tensor &softmax_lse, std::optional<Tensor> dlse, double softmax_scale, bool causal,
@@ -180,7 +218,10 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 // looked already: no Python between call and kernel. `attend` takes everything optional; a window's
 // side of -1 is unlimited, and `deterministic` is of its gradients. Those of `attend_varlen`, which
 // is of a ragged batch, always repeat bitwise. The two operators of a cache are defined by
-// flashcute/ops_kvcache.py. Of `bwd` and `bwd_varlen` bits 0 to 3 of `wanted` ask for the results
+// flashcute/ops_kvcache.py. `attend_kvcache_no_grad` is both of them, for a caller that has looked
+// already, and whose arguments nobody has checked: where the kernels cannot take them it returns
+// None twice, and nothing has been written. `in_cache` is cache_seqlens as an int, -1 for none. Of
+// `bwd` and `bwd_varlen` bits 0 to 3 of `wanted` ask for the results
 // in their order; one that is not wanted has shape (0). Bit 4 asks for bitwise repeatable ones.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
@@ -200,6 +241,14 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
         "float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None, "
         "float dropout_p=0., Tensor? block_table=None, int num_splits=0) -> "
+        "(Tensor out, Tensor softmax_lse)");
+    m.def(
+        "attend_kvcache_no_grad(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+        "Tensor? cache_seqlens, int in_cache, Tensor? block_table, float? softmax_scale, "
+        "bool causal, bool returns_lse, Tensor? k=None, Tensor? v=None, Tensor? rotary_cos=None, "
+        "Tensor? rotary_sin=None, bool rotary_interleaved=True, int num_splits=0, "
+        "int window_left=-1, int window_right=-1, float softcap=0., Tensor? sinks=None, "
+        "Tensor? alibi_slopes=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None) -> "
         "(Tensor out, Tensor softmax_lse)");
     m.def(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
@@ -223,6 +272,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
     m.impl("attend_varlen", TORCH_BOX(&flash::attend_varlen));
     m.impl("attend_kvcache", TORCH_BOX(&flash::attend_kvcache));
     m.impl("append_attend_kvcache", TORCH_BOX(&flash::append_attend_kvcache));
+    m.impl("attend_kvcache_no_grad", TORCH_BOX(&flash::attend_kvcache_no_grad));
     m.impl("bwd", TORCH_BOX(&flash::bwd));
     m.impl("bwd_varlen", TORCH_BOX(&flash::bwd_varlen));
 }
