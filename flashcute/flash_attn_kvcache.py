@@ -149,31 +149,29 @@ def flash_attn_with_kvcache(
     o = _options(fn, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits)
     if return_softmax_lse is not False and return_softmax_lse is not True:
         return_softmax_lse = check_flag(fn, "return_softmax_lse", return_softmax_lse)
-    head = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin
-    tail = cache_batch_idx, cache_leftpad, block_table, sinks, alibi_slopes
+    t = (
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+        cache_leftpad, block_table, sinks, alibi_slopes,
+    )  # fmt: skip
     if not torch.compiler.is_compiling() and type(q) is torch.Tensor and q.is_cuda:
-        in_cache, lengths = -1, cache_seqlens
-        if type(cache_seqlens) is int and 0 <= cache_seqlens < 2**31:
-            in_cache, lengths = cache_seqlens, None
-        found = ops_kvcache.launch_unchecked(
-            (*head, lengths, *tail), in_cache, o, return_softmax_lse
-        )
+        found = ops_kvcache.launch_unchecked(t, o, return_softmax_lse)
         if found is not None:
             return found if return_softmax_lse else found[0]
-    return _attend(fn, head, cache_seqlens, tail, o, return_softmax_lse)
+    return _attend(fn, t, o, return_softmax_lse)
 
 
-def _attend(fn: str, head: tuple, cache_seqlens, tail: tuple, o: tuple, returns_lse: bool):
+def _attend(fn: str, given: tuple, o: tuple, returns_lse: bool):
     """A call of which nothing is known yet but that its options are right.
 
     Args:
-        head: The fields of Tensors before cache_seqlens.
-        tail: Those behind it.
+        fn: For messages.
+        given: The fields of Tensors; cache_seqlens may be an int.
         o: Those of Options.
         returns_lse: Whether the log-sum-exp is returned.
     """
-    q, *_, sinks, alibi_slopes = *head, *tail
-    t = Tensors(*head, lengths_of(fn, cache_seqlens, q), *tail)
+    t = Tensors(*given)
+    q, cache_seqlens, sinks, alibi_slopes = t.q, t.cache_seqlens, t.sinks, t.alibi_slopes
+    t = t._replace(cache_seqlens=lengths_of(fn, cache_seqlens, q))
     d = check_cache(fn, t)
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
         check_room(fn, t, cache_seqlens)

@@ -61,7 +61,9 @@ _is_tracing = torch._C._is_tracing
 _is_grad_enabled = torch.is_grad_enabled
 _in_inference_mode = torch.is_inference_mode_enabled
 _increment_version = torch.autograd.graph.increment_version
-_PLAIN = frozenset((Tensor, type(None)))
+
+# How the binding's own errors begin.
+_OF_A_KERNEL = f"{NAMESPACE}::attend_kvcache: "
 
 
 def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
@@ -84,17 +86,14 @@ def _no_grad() -> Callable[..., tuple[Tensor | None, Tensor | None]]:
     return getattr(torch.ops, NAMESPACE).attend_kvcache_no_grad.default
 
 
-def launch_unchecked(
-    t: tuple, in_cache: int, o: tuple, returns_lse: bool
-) -> tuple[Tensor, Tensor | None] | None:
-    """The results for CUDA tensors that nobody has checked, of an eager call, if kernels can take
-    all arguments as they are.
+def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+    """The results of an eager call of CUDA tensors that nobody has checked, if kernels can take all
+    arguments as they are.
 
     The binding's own checks decide that, as those in Python take longer than all else of a call.
 
     Args:
-        t: The fields of :class:`Tensors`, of any type but q.
-        in_cache: Tokens of all sequences, in place of cache_seqlens; -1 for none.
+        t: The fields of :class:`Tensors`, of any types; cache_seqlens may be an int.
         o: Those of :class:`Options`, checked but for a softmax_scale of None, the default.
         returns_lse: Whether the log-sum-exp is wanted.
 
@@ -102,22 +101,23 @@ def launch_unchecked(
         None where a check has something to say, or a tensor has to be copied. Nothing has been
         written then.
     """
-    if ops._fwd is None or is_seen() or _is_tracing():
-        return None
     q, k_cache, v_cache, k, v, cos, sin, lengths, entries, leftpad, table, sinks, slopes = t
-    if not _PLAIN.issuperset(map(type, t)) or k_cache is None or v_cache is None:
+    if not (type(q) is type(k_cache) is type(v_cache) is Tensor) or is_seen() or _is_tracing():
         return None
-    if _is_grad_enabled() and any(x is not None and x.requires_grad for x in t):
+    if ops._fwd is None or (_is_grad_enabled() and any(getattr(x, "requires_grad", 0) for x in t)):
         return None
     changed = () if k is None else (k_cache, v_cache)
     if changed and not _in_inference_mode() and any(map(Tensor.is_inference, changed)):
         return None
     scale, causal, left, right, softcap, interleaved, num_splits = o
+    in_cache = None
+    if type(lengths) is int:
+        in_cache, lengths = lengths, None
     # An argument that is given takes a tenth of a microsecond or more, one that is left out less.
     args = q, k_cache, v_cache, lengths, in_cache, table, scale, causal, returns_lse
     is_plain = num_splits == 0 and left < 0 and right < 0 and softcap == 0.0
     if not (is_plain and sinks is slopes is entries is leftpad is None):
-        if sinks is not None and sinks.dtype is q.dtype:
+        if type(sinks) is Tensor and sinks.dtype is q.dtype:
             sinks = sinks.float()
         window = min(left, _MAX_WINDOW), min(right, _MAX_WINDOW)
         args += k, v, cos, sin, interleaved, num_splits, *window, softcap
@@ -126,11 +126,11 @@ def launch_unchecked(
         args += k, v, cos, sin, interleaved
     try:
         results = _no_grad()(*args)
-    except NotImplementedError:  # the binding has no kernel of a tensor that is not dense
-        return None
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         resolver_errors.raise_cause(error)
-        raise
+        if str(error).startswith(_OF_A_KERNEL):
+            raise
+        return None  # of arguments that are no dense tensors
     if results[0] is None:
         return None
     if changed:  # autograd notices a cache that it saved before

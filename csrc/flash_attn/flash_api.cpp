@@ -120,11 +120,12 @@ std::tuple<Tensor, Tensor> append_attend_kvcache(
 
 std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
     const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
-    std::optional<Tensor> cache_seqlens, int64_t in_cache, std::optional<Tensor> block_table,
-    std::optional<double> softmax_scale, bool causal, bool returns_lse, std::optional<Tensor> k,
-    std::optional<Tensor> v, std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
-    bool rotary_interleaved, int64_t num_splits, int64_t window_left, int64_t window_right,
-    double softcap, std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes,
+    std::optional<Tensor> cache_seqlens, std::optional<int64_t> in_cache,
+    std::optional<Tensor> block_table, std::optional<double> softmax_scale, bool causal,
+    bool returns_lse, std::optional<Tensor> k, std::optional<Tensor> v,
+    std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin, bool rotary_interleaved,
+    int64_t num_splits, int64_t window_left, int64_t window_right, double softcap,
+    std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes,
     std::optional<Tensor> cache_batch_idx, std::optional<Tensor> cache_leftpad) {
     const Options options{.causal = causal,
                           .window_left = window_left,
@@ -220,7 +221,7 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 // is of a ragged batch, always repeat bitwise. The two operators of a cache are defined by
 // flashcute/ops_kvcache.py. `attend_kvcache_no_grad` is both of them, for a caller that has looked
 // already, and whose arguments nobody has checked: where the kernels cannot take them it returns
-// None twice, and nothing has been written. `in_cache` is cache_seqlens as an int, -1 for none. Of
+// None twice, and nothing has been written. `in_cache` is cache_seqlens as an int. Of
 // `bwd` and `bwd_varlen` bits 0 to 3 of `wanted` ask for the results
 // in their order; one that is not wanted has shape (0). Bit 4 asks for bitwise repeatable ones.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
@@ -244,7 +245,7 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "(Tensor out, Tensor softmax_lse)");
     m.def(
         "attend_kvcache_no_grad(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-        "Tensor? cache_seqlens, int in_cache, Tensor? block_table, float? softmax_scale, "
+        "Tensor? cache_seqlens, int? in_cache, Tensor? block_table, float? softmax_scale, "
         "bool causal, bool returns_lse, Tensor? k=None, Tensor? v=None, Tensor? rotary_cos=None, "
         "Tensor? rotary_sin=None, bool rotary_interleaved=True, int num_splits=0, "
         "int window_left=-1, int window_right=-1, float softcap=0., Tensor? sinks=None, "

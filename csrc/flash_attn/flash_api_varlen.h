@@ -17,7 +17,7 @@ struct Lengths {
     const Tensor *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
     const std::optional<Tensor> *seqused_q = nullptr, *seqused_k = nullptr;
     int64_t max_seqlen_q = 0, max_seqlen_k = 0;
-    int64_t in_cache = -1;  // tokens of every sequence before an append; -1: seqused_k says it
+    std::optional<int64_t> in_cache = {};  // tokens of every sequence before an append, if known
 };
 
 // How the queries are stored.
@@ -99,17 +99,18 @@ inline void set_options(Problem &problem, const Options &options, const Queries 
 // Keys of a sequence at most, of `room` that there is room for: fewer where the host knows how many
 // tokens the cache has.
 inline int64_t keys_known(const Flash_fwd_params &params, const Lengths *lengths, int64_t room) {
-    if (lengths == nullptr || lengths->in_cache < 0) {
+    if (lengths == nullptr || !lengths->in_cache.has_value()) {
         if (params.k_new_ptr != nullptr && params.seqused_k_ptr == nullptr) {
             fail("expected cache_seqlens with k and v");
         }
         return room;
     }
-    const int64_t keys = lengths->in_cache + params.seqlen_new;
-    if (params.seqused_k_ptr != nullptr || lengths->in_cache > room || keys > room) {
-        fail("expected one length of all sequences, of at most ", room, " tokens, got ", keys);
+    const int64_t before = *lengths->in_cache;
+    if (params.seqused_k_ptr != nullptr || before < 0 || before > room - params.seqlen_new) {
+        fail("expected one length of all sequences, from 0 to ", room - params.seqlen_new, ", got ",
+             before);
     }
-    return keys;
+    return before + params.seqlen_new;
 }
 
 // What the kernel is chosen for.
