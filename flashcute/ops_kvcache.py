@@ -82,8 +82,10 @@ def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _no_grad() -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    return getattr(torch.ops, NAMESPACE).attend_kvcache_no_grad.default
+def _no_grad() -> tuple[Callable, Callable]:
+    """``read_kvcache_no_grad`` and ``attend_kvcache_no_grad``, as calling their overloads does."""
+    ops = getattr(torch.ops, NAMESPACE)
+    return ops.read_kvcache_no_grad.default._op, ops.attend_kvcache_no_grad.default._op
 
 
 def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -113,19 +115,22 @@ def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Ten
     in_cache = None
     if type(lengths) is int:
         in_cache, lengths = lengths, None
-    # An argument that is given takes a tenth of a microsecond or more, one that is left out less.
-    args = q, k_cache, v_cache, lengths, in_cache, table, scale, causal, returns_lse
+    args = q, k_cache, v_cache, lengths, in_cache, table, scale, causal
     is_plain = num_splits == 0 and left < 0 and right < 0 and softcap == 0.0
-    if not (is_plain and sinks is slopes is entries is leftpad is None):
-        if type(sinks) is Tensor and sinks.dtype is q.dtype:
-            sinks = sinks.float()
-        window = min(left, _MAX_WINDOW), min(right, _MAX_WINDOW)
-        args += k, v, cos, sin, interleaved, num_splits, *window, softcap
-        args += sinks, slopes, entries, leftpad
-    elif not (k is v is cos is sin is None):
-        args += k, v, cos, sin, interleaved
+    is_plain = is_plain and sinks is slopes is entries is leftpad is None
+    read, attend = _no_grad()
     try:
-        results = _no_grad()(*args)
+        if is_plain and k is v is cos is sin is None and not returns_lse:
+            results = read(*args), None
+        elif is_plain:
+            results = attend(*args, returns_lse, k, v, cos, sin, interleaved)
+        else:
+            if type(sinks) is Tensor and sinks.dtype is q.dtype:
+                sinks = sinks.float()
+            new = k, v, cos, sin, interleaved
+            options = num_splits, min(left, _MAX_WINDOW), min(right, _MAX_WINDOW), softcap
+            more = sinks, slopes, entries, leftpad
+            results = attend(*args, returns_lse, *new, *options, *more)
     except (RuntimeError, TypeError) as error:
         resolver_errors.raise_cause(error)
         if str(error).startswith(_OF_A_KERNEL):

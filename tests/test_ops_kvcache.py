@@ -354,9 +354,9 @@ def test_eager_calls_do_not_go_through_an_operator(monkeypatch: pytest.MonkeyPat
 
 def test_the_eager_operator_has_no_python_between_call_and_kernel() -> None:
     flashcute.ops.load()
-    name = ops_kvcache._no_grad().name()
-    assert name == "flashcute::attend_kvcache_no_grad"
-    assert not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd")
+    for name in ("flashcute::read_kvcache_no_grad", "flashcute::attend_kvcache_no_grad"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the binding needs g++")

@@ -157,6 +157,15 @@ std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
     });
 }
 
+Tensor read_kvcache_no_grad(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
+                            std::optional<Tensor> cache_seqlens, std::optional<int64_t> in_cache,
+                            std::optional<Tensor> block_table, std::optional<double> softmax_scale,
+                            bool causal) {
+    return std::get<0>(attend_kvcache_no_grad(
+        q, k_cache, v_cache, std::move(cache_seqlens), in_cache, std::move(block_table),
+        softmax_scale, causal, false, {}, {}, {}, {}, true, 0, -1, -1, 0, {}, {}, {}, {}));
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
     const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
     const Tensor &softmax_lse, std::optional<Tensor> dlse, double softmax_scale, bool causal,
@@ -221,9 +230,11 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 // is of a ragged batch, always repeat bitwise. The two operators of a cache are defined by
 // flashcute/ops_kvcache.py. `attend_kvcache_no_grad` is both of them, for a caller that has looked
 // already, and whose arguments nobody has checked: where the kernels cannot take them it returns
-// None twice, and nothing has been written. `in_cache` is cache_seqlens as an int. Of
-// `bwd` and `bwd_varlen` bits 0 to 3 of `wanted` ask for the results
-// in their order; one that is not wanted has shape (0). Bit 4 asks for bitwise repeatable ones.
+// None twice, and nothing has been written. `in_cache` is cache_seqlens as an int.
+// `read_kvcache_no_grad` is the same without what most decode calls do not ask for, as torch takes
+// a microsecond to pass defaults and a second result. Of `bwd` and `bwd_varlen` bits 0 to 3 of
+// `wanted` ask for the results in their order; one that is not wanted has shape (0). Bit 4 asks for
+// bitwise repeatable ones.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
@@ -243,6 +254,9 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None, "
         "float dropout_p=0., Tensor? block_table=None, int num_splits=0) -> "
         "(Tensor out, Tensor softmax_lse)");
+    m.def(
+        "read_kvcache_no_grad(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, "
+        "int? in_cache, Tensor? block_table, float? softmax_scale, bool causal) -> Tensor");
     m.def(
         "attend_kvcache_no_grad(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
         "Tensor? cache_seqlens, int? in_cache, Tensor? block_table, float? softmax_scale, "
@@ -273,6 +287,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
     m.impl("attend_varlen", TORCH_BOX(&flash::attend_varlen));
     m.impl("attend_kvcache", TORCH_BOX(&flash::attend_kvcache));
     m.impl("append_attend_kvcache", TORCH_BOX(&flash::append_attend_kvcache));
+    m.impl("read_kvcache_no_grad", TORCH_BOX(&flash::read_kvcache_no_grad));
     m.impl("attend_kvcache_no_grad", TORCH_BOX(&flash::attend_kvcache_no_grad));
     m.impl("bwd", TORCH_BOX(&flash::bwd));
     m.impl("bwd_varlen", TORCH_BOX(&flash::bwd_varlen));
