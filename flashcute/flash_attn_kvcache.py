@@ -160,15 +160,33 @@ def flash_attn_with_kvcache(
     return _attend(fn, t, o, return_softmax_lse)
 
 
-def _attend(fn: str, given: tuple, o: tuple, returns_lse: bool):
-    """A call of which nothing is known yet but that its options are right.
+def _attend(fn: str, given: tuple, options: tuple, returns_lse: bool):
+    """A call of which nothing is known yet.
 
     Args:
         fn: For messages.
         given: The fields of Tensors; cache_seqlens may be an int.
-        o: Those of Options.
+        options: As _options returns them.
         returns_lse: Whether the log-sum-exp is returned.
     """
+    t, o = _checked(fn, given, options)
+    q = t.q
+    if not (q.is_cpu or q.is_meta):
+        out, lse = ops_kvcache.launch(fn, t, o)
+    elif is_traced(q) or q.is_meta:
+        out, lse = ops_kvcache.attend(t, o)
+    else:
+        out, lse = attend(fn, t, o)
+    return (out, lse) if returns_lse else out
+
+
+def checked(fn: str, given: tuple, options: tuple) -> tuple[Tensors, Options]:
+    """A call's arguments after all checks: the tensors, and softmax_scale, causal, window_size,
+    softcap, rotary_interleaved and num_splits."""
+    return _checked(fn, given, _options(fn, *options))
+
+
+def _checked(fn: str, given: tuple, o: tuple) -> tuple[Tensors, Options]:
     t = Tensors(*given)
     q, cache_seqlens, sinks, alibi_slopes = t.q, t.cache_seqlens, t.sinks, t.alibi_slopes
     t = t._replace(cache_seqlens=lengths_of(fn, cache_seqlens, q))
@@ -185,14 +203,8 @@ def _attend(fn: str, given: tuple, o: tuple, returns_lse: bool):
     else:
         check_for_kernels(fn, "q", q, d, o.softmax_scale)
     check_no_gradient(fn, Tensors._fields, *t)
-    traced = is_traced(q)
-    if not traced and torch._C._are_functorch_transforms_active():
+    if not is_traced(q) and torch._C._are_functorch_transforms_active():
         raise NotImplementedError(f"{fn}: {no_gradient('a call inside a transform of torch.func')}")
     if not (q.is_cpu or q.is_meta):
         check_kernel_scores(fn, o.softmax_scale, o.softcap, alibi_slopes is not None)
-        out, lse = ops_kvcache.launch(fn, t, o)
-    elif traced or q.is_meta:
-        out, lse = ops_kvcache.attend(t, o)
-    else:
-        out, lse = attend(fn, t, o)
-    return (out, lse) if returns_lse else out
+    return t, o

@@ -66,12 +66,17 @@ _increment_version = torch.autograd.graph.increment_version
 _OF_A_KERNEL = f"{NAMESPACE}::attend_kvcache: "
 
 
-def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
-    """The operator for these arguments: the one that appends where there is something to append."""
-    o = o._replace(
+def bounded(o: Options) -> Options:
+    """The same, with a window that operators take."""
+    return o._replace(
         window_left=min(int(o.window_left), _MAX_WINDOW),
         window_right=min(int(o.window_right), _MAX_WINDOW),
     )
+
+
+def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
+    """The operator for these arguments: the one that appends where there is something to append."""
+    o = bounded(o)
     options = *o[:4], t.sinks, o.softcap, t.alibi_slopes, o.num_splits
     lengths = t.cache_seqlens, t.cache_batch_idx, t.cache_leftpad, t.block_table
     ops = getattr(torch.ops, NAMESPACE)
@@ -86,6 +91,25 @@ def _no_grad() -> tuple[Callable, Callable]:
     """``read_kvcache_no_grad`` and ``attend_kvcache_no_grad``, as calling their overloads does."""
     ops = getattr(torch.ops, NAMESPACE)
     return ops.read_kvcache_no_grad.default._op, ops.attend_kvcache_no_grad.default._op
+
+
+@functools.cache
+def planned() -> tuple[Callable, Callable]:
+    """``plan_kvcache`` and ``run_plan``."""
+    ops = getattr(torch.ops, NAMESPACE)
+    return ops.plan_kvcache.default._op, ops.run_plan.default._op
+
+
+def call_binding(op: Callable, *args):
+    """The results of an operator that refuses arguments by None; None, too, of arguments that are
+    no dense tensors, which do not arrive there."""
+    try:
+        return op(*args)
+    except (RuntimeError, TypeError) as error:
+        resolver_errors.raise_cause(error)
+        if str(error).startswith(_OF_A_KERNEL):
+            raise
+        return None
 
 
 def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -119,24 +143,17 @@ def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Ten
     is_plain = num_splits == 0 and left < 0 and right < 0 and softcap == 0.0
     is_plain = is_plain and sinks is slopes is entries is leftpad is None
     read, attend = _no_grad()
-    try:
-        if is_plain and k is v is cos is sin is None and not returns_lse:
-            results = read(*args), None
-        elif is_plain:
-            results = attend(*args, returns_lse, k, v, cos, sin, interleaved)
-        else:
-            if type(sinks) is Tensor and sinks.dtype is q.dtype:
-                sinks = sinks.float()
-            new = k, v, cos, sin, interleaved
-            options = num_splits, min(left, _MAX_WINDOW), min(right, _MAX_WINDOW), softcap
-            more = sinks, slopes, entries, leftpad
-            results = attend(*args, returns_lse, *new, *options, *more)
-    except (RuntimeError, TypeError) as error:
-        resolver_errors.raise_cause(error)
-        if str(error).startswith(_OF_A_KERNEL):
-            raise
-        return None  # of arguments that are no dense tensors
-    if results[0] is None:
+    if is_plain and k is v is cos is sin is None and not returns_lse:
+        out = call_binding(read, *args)
+        return None if out is None else (out, None)
+    args += returns_lse, k, v, cos, sin, interleaved
+    if not is_plain:
+        if type(sinks) is Tensor and sinks.dtype is q.dtype:
+            sinks = sinks.float()
+        args += num_splits, min(left, _MAX_WINDOW), min(right, _MAX_WINDOW), softcap
+        args += sinks, slopes, entries, leftpad
+    results = call_binding(attend, *args)
+    if results is None or results[0] is None:
         return None
     if changed:  # autograd notices a cache that it saved before
         _increment_version(changed)

@@ -33,7 +33,12 @@ namespace {
 
 Flash_fwd_params last{};
 int32_t result = 0;
+int32_t plans = 0;
 
+int32_t count_plan(const Flash_fwd_params *, void *) {
+    ++plans;
+    return 0;
+}
 int32_t keep(const Flash_fwd_params *params, void *) {
     last = *params;
     return result;
@@ -45,7 +50,7 @@ const Flash_kernel kernel{.abi_version = kAbiVersion,
                           .threads = 128,
                           .tile_m = 64,
                           .launch = keep,
-                          .plan = keep,
+                          .plan = count_plan,
                           .error_string = [](int32_t) { return "an error"; }};
 
 }  // namespace
@@ -53,4 +58,5 @@ const Flash_kernel kernel{.abi_version = kAbiVersion,
 
 EXPORTED const void *host_kernel() { return &flash::kernel; }
 EXPORTED const void *host_params() { return &flash::last; }
+EXPORTED int32_t host_plans() { return flash::plans; }
 EXPORTED void host_fail(int32_t result) { flash::result = result; }

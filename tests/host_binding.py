@@ -25,7 +25,13 @@ torch.library.Library.impl = register_unless_cpu
 
 from test_checks_kvcache import CACHE, CASES  # noqa: E402
 
-from flashcute import flash_attn_with_kvcache, jit, ops, ops_kvcache  # noqa: E402
+from flashcute import (  # noqa: E402
+    KVCachePlan,
+    flash_attn_with_kvcache,
+    jit,
+    ops,
+    ops_kvcache,
+)
 from flashcute.jit import abi  # noqa: E402
 
 # Of tensors that are made, or copied, anew in each call; those of lengths that an int stands for.
@@ -92,6 +98,12 @@ def calls():
         yield q | cache | more | appended | asked | {"cache_seqlens": lengths}
 
 
+def launched(library: ctypes.CDLL) -> dict:
+    """The parameters of the last launch."""
+    params = ctypes.cast(library.host_params(), ctypes.POINTER(abi.FlashFwdParams)).contents
+    return {name: getattr(params, name) for name, _ in params._fields_}
+
+
 def differences(library: ctypes.CDLL) -> list[str]:
     """Between launches with the checks in Python and without them."""
     launch, found = ops_kvcache.launch_unchecked, []
@@ -100,8 +112,7 @@ def differences(library: ctypes.CDLL) -> list[str]:
         ops_kvcache.launch_unchecked = (lambda *args: None) if checked else launch
         out = flash_attn_with_kvcache(**given, **options)
         results = [(x.shape, x.stride(), x.dtype) for x in (out if options else (out,))]
-        params = ctypes.cast(library.host_params(), ctypes.POINTER(abi.FlashFwdParams)).contents
-        return {name: getattr(params, name) for name, _ in params._fields_}, results
+        return launched(library), results
 
     for given in calls():
         expected, results = run(True, given, return_softmax_lse=True)
@@ -116,6 +127,40 @@ def differences(library: ctypes.CDLL) -> list[str]:
                 wrong = [f"{n}={params[n]} and not {expected[n]}" for n in names]
                 shapes = {n: list(getattr(x, "shape", [x])) for n, x in given.items()}
                 found.append(f"{', '.join(wrong)}; {got} of {results}; {shapes}")
+    return found
+
+
+def differences_of_plans(library: ctypes.CDLL) -> list[str]:
+    """Between launches with a plan and without; plans that are not made where they must be, or are
+    made where they must not."""
+    found = []
+    for given in calls():
+        layers = [[given[n].clone() for n in ("q", "k_cache", "v_cache")] for _ in range(2)]
+        options = {n: x for n, x in given.items() if n not in ("q", "k_cache", "v_cache")}
+        if "k" in given or isinstance(given["cache_seqlens"], int) or not given["q"].numel():
+            continue
+        plan = KVCachePlan(**options)
+        seen = []
+        for tensors, renews in zip([*layers, layers[0]], (False, False, True), strict=True):
+            if renews:
+                plan.renew()
+            before = library.host_plans()
+            out = plan(*tensors)
+            made, got = library.host_plans() - before, launched(library)
+            expected_out = flash_attn_with_kvcache(*tensors, **options)
+            expected = launched(library)
+            names = [n for n in expected if n not in FRESH and expected[n] != got[n]]
+            if names or (out.shape, out.stride()) != (expected_out.shape, expected_out.stride()):
+                found.append(f"with a plan {[(n, got[n], expected[n]) for n in names]}")
+            if got["q_ptr"] != tensors[0].data_ptr() or got["o_ptr"] != out.data_ptr():
+                found.append("with a plan other tensors")
+            seen.append((made, got["plan_ptr"], got["o_partial_ptr"], got["softmax_lse_ptr"]))
+        if [x[0] for x in seen] != [1, 0, 1] or len({x[1:] for x in seen}) != 1:
+            found.append(f"plans made, and their memory: {seen}")
+        number = plan._number
+        del plan
+        if number == 0 or ops_kvcache.planned()[1](*layers[0], number) is not None:
+            found.append(f"plan {number} is still there")
     return found
 
 
@@ -140,7 +185,8 @@ def main() -> None:
     library = load()
     found = refusals()
     with torch.no_grad():
-        found += differences(library) + failures_of_kernels(library)
+        found += differences(library) + differences_of_plans(library)
+        found += failures_of_kernels(library)
     print(*found[:20], f"{len(found)} are wrong", sep="\n")
 
 

@@ -13,6 +13,7 @@
 
 #include "flash_api_bwd.h"
 #include "flash_api_fwd.h"
+#include "flash_api_plan.h"
 #include "flash_api_tensors.h"
 #include "flash_api_varlen.h"
 #include "kernel_table.h"
@@ -118,6 +119,20 @@ std::tuple<Tensor, Tensor> append_attend_kvcache(
     });
 }
 
+// What f() returns; `refused` where the kernels cannot take the arguments.
+template <typename Function, typename Result>
+Result unless_refused(Result refused, Function f) {
+    return named("attend_kvcache", [&]() -> Result {
+        try {
+            return f();
+        } catch (const KernelFailure &) {
+            throw;
+        } catch (const Failure &) {
+            return std::move(refused);
+        }
+    });
+}
+
 std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
     const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
     std::optional<Tensor> cache_seqlens, std::optional<int64_t> in_cache,
@@ -145,15 +160,45 @@ std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
                       .apart = false,
                       .returns_lse = returns_lse};
     const Lengths lengths{.seqused_k = &cache_seqlens, .in_cache = in_cache};
-    return named("attend_kvcache", [&]() -> std::tuple<Tensor, Tensor> {
-        try {
-            const double scale = softmax_scale.has_value() ? *softmax_scale : default_scale(q);
-            return forward(q, k_cache, v_cache, scale, options, &lengths, &cache);
-        } catch (const KernelFailure &) {
-            throw;
-        } catch (const Failure &) {
-            return {Tensor(), Tensor()};
-        }
+    return unless_refused(std::tuple{Tensor(), Tensor()}, [&] {
+        const double scale = softmax_scale.has_value() ? *softmax_scale : default_scale(q);
+        return forward(q, k_cache, v_cache, scale, options, &lengths, &cache);
+    });
+}
+
+std::tuple<Tensor, int64_t> plan_kvcache(const Tensor &q, const Tensor &k_cache,
+                                         const Tensor &v_cache, std::optional<Tensor> cache_seqlens,
+                                         std::optional<Tensor> cache_batch_idx,
+                                         std::optional<Tensor> cache_leftpad,
+                                         std::optional<Tensor> block_table, double softmax_scale,
+                                         bool causal, int64_t window_left, int64_t window_right,
+                                         std::optional<Tensor> sinks, double softcap,
+                                         std::optional<Tensor> alibi_slopes, int64_t num_splits) {
+    const Options options{.causal = causal,
+                          .window_left = window_left,
+                          .window_right = window_right,
+                          .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes),
+                          .num_splits = num_splits};
+    const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
+                      .cache_leftpad = std::move(cache_leftpad),
+                      .block_table = std::move(block_table),
+                      .returns_lse = false};
+    const Lengths lengths{.seqused_k = &cache_seqlens};
+    return unless_refused(std::tuple{Tensor(), int64_t(0)}, [&]() -> std::tuple<Tensor, int64_t> {
+        Planned planned;
+        Tensor out = std::get<0>(
+            forward(q, k_cache, v_cache, softmax_scale, options, &lengths, &cache, &planned));
+        return {std::move(out),
+                planned.kernel != nullptr ? plan_table().add(std::move(planned)) : 0};
+    });
+}
+
+Tensor run_plan(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, int64_t plan,
+                bool renews) {
+    return unless_refused(Tensor(), [&] {
+        return run_planned(*plan_table().find(plan), q, k_cache, v_cache, renews);
     });
 }
 
@@ -219,6 +264,11 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
     flash::kernel_table().set_resolver(resolver);
 }
 
+// Called by flashcute/kvcache_plan.py.
+extern "C" __attribute__((visibility("default"))) void flashcute_remove_plan(int64_t plan) {
+    flash::plan_table().remove(plan);
+}
+
 // The macros paste their first argument; the detour expands it first.
 #define FLASHCUTE_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 
@@ -232,9 +282,10 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 // already, and whose arguments nobody has checked: where the kernels cannot take them it returns
 // None twice, and nothing has been written. `in_cache` is cache_seqlens as an int.
 // `read_kvcache_no_grad` is the same without what most decode calls do not ask for, as torch takes
-// a microsecond to pass defaults and a second result. Of `bwd` and `bwd_varlen` bits 0 to 3 of
-// `wanted` ask for the results in their order; one that is not wanted has shape (0). Bit 4 asks for
-// bitwise repeatable ones.
+// a microsecond to pass defaults and a second result. `plan_kvcache` is
+// `attend_kvcache` that also returns a number, by which `run_plan` repeats it on other tensors. Of
+// `bwd` and `bwd_varlen` bits 0 to 3 of `wanted` ask for the results in their order; one that is
+// not wanted has shape (0). Bit 4 asks for bitwise repeatable ones.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
@@ -254,6 +305,14 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None, "
         "float dropout_p=0., Tensor? block_table=None, int num_splits=0) -> "
         "(Tensor out, Tensor softmax_lse)");
+    m.def(
+        "plan_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, "
+        "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
+        "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
+        "float softcap, Tensor? alibi_slopes, int num_splits) -> (Tensor out, int plan)");
+    m.def(
+        "run_plan(Tensor q, Tensor k_cache, Tensor v_cache, int plan, bool renews=False) -> "
+        "Tensor");
     m.def(
         "read_kvcache_no_grad(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, "
         "int? in_cache, Tensor? block_table, float? softmax_scale, bool causal) -> Tensor");
@@ -287,6 +346,8 @@ STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
     m.impl("attend_varlen", TORCH_BOX(&flash::attend_varlen));
     m.impl("attend_kvcache", TORCH_BOX(&flash::attend_kvcache));
     m.impl("append_attend_kvcache", TORCH_BOX(&flash::append_attend_kvcache));
+    m.impl("plan_kvcache", TORCH_BOX(&flash::plan_kvcache));
+    m.impl("run_plan", TORCH_BOX(&flash::run_plan));
     m.impl("read_kvcache_no_grad", TORCH_BOX(&flash::read_kvcache_no_grad));
     m.impl("attend_kvcache_no_grad", TORCH_BOX(&flash::attend_kvcache_no_grad));
     m.impl("bwd", TORCH_BOX(&flash::bwd));

@@ -279,22 +279,35 @@ inline void fold_batch(Flash_fwd_params &params, const Layout &q, const Layout &
     params.q_batch_stride = params.o_batch_stride = 0;
 }
 
-inline void enqueue(const Flash_kernel &kernel, Flash_fwd_params &params, bool is_ragged,
-                    int32_t device) {
-    void *const stream = current_stream(device);
-    std::optional<Tensor> plan;  // given back to the stream's memory once all is enqueued
-    int32_t error = 0;
-    if (is_ragged) {
-        plan = make_plan(params, device);
-        error = kernel.plan(&params, stream);
-    }
-    // Without queries there is only what is appended.
-    if (error == 0 && (!is_ragged || params.total_q > 0)) {
-        error = kernel.launch(&params, stream);
-    }
+inline void check_launch(const Flash_kernel &kernel, int32_t error) {
     if (error != 0) {
         fail<KernelFailure>(kernel.name, " failed to launch: ", kernel.error_string(error));
     }
+}
+
+// A call over a cache that reads it, to be repeated on other tensors of the same sizes: other
+// layers of a model.
+struct Planned {
+    const Flash_kernel *kernel = nullptr;
+    Flash_fwd_params params{};
+    Inputs inputs{};
+    std::optional<Tensor> workspace;
+};
+
+// Returns the plan's memory, which is given back to the stream's once all is enqueued.
+inline std::optional<Tensor> enqueue(const Flash_kernel &kernel, Flash_fwd_params &params,
+                                     bool is_ragged, int32_t device) {
+    void *const stream = current_stream(device);
+    std::optional<Tensor> plan;
+    if (is_ragged) {
+        plan = make_plan(params, device);
+        check_launch(kernel, kernel.plan(&params, stream));
+    }
+    // Without queries there is only what is appended.
+    if (!is_ragged || params.total_q > 0) {
+        check_launch(kernel, kernel.launch(&params, stream));
+    }
+    return plan;
 }
 
 // lengths: of a ragged batch, whose q, k and v are packed to (total, heads, d), or over a cache,
@@ -302,7 +315,8 @@ inline void enqueue(const Flash_kernel &kernel, Flash_fwd_params &params, bool i
 inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v,
                                           double softmax_scale, const Options &options,
                                           const Lengths *lengths = nullptr,
-                                          const Cache *cache = nullptr) {
+                                          const Cache *cache = nullptr,
+                                          Planned *planned = nullptr) {
     const bool is_packed = lengths != nullptr && lengths->cu_seqlens_q != nullptr;
     const Inputs inputs = read_inputs(q, k, v, is_packed ? 3 : 4, cache != nullptr);
     const auto &[dtype, device, ql, kl, vl] = inputs;
@@ -319,11 +333,13 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     if (misaligned(params.q_ptr) || copies_kv) {
         const torch::stable::accelerator::DeviceGuard guard(device);
         return forward(aligned(q), cache == nullptr ? aligned(k) : k,
-                       cache == nullptr ? aligned(v) : v, softmax_scale, options, lengths, cache);
+                       cache == nullptr ? aligned(v) : v, softmax_scale, options, lengths, cache,
+                       planned);
     }
     if (cache != nullptr && !is_packed && !folds(ql)) {
         const torch::stable::accelerator::DeviceGuard guard(device);
-        return forward(torch::stable::contiguous(q), k, v, softmax_scale, options, lengths, cache);
+        return forward(torch::stable::contiguous(q), k, v, softmax_scale, options, lengths, cache,
+                       planned);
     }
     check_vectorised(ql, params.q_ptr, "q");
     check_vectorised(kl, params.k_ptr, "k");
@@ -374,7 +390,10 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
         fold_batch(params, rotated.has_value() ? read_layout(*rotated, "q", 4) : ql, ol);
     }
     const auto *kernel = static_cast<const Flash_kernel *>(choice.kernel);
-    enqueue(*kernel, params, lengths != nullptr, device);
+    std::optional<Tensor> workspace = enqueue(*kernel, params, lengths != nullptr, device);
+    if (planned != nullptr) {
+        *planned = {kernel, params, inputs, std::move(workspace)};
+    }
     return outputs;
 }
 

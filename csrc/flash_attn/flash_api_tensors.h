@@ -40,6 +40,8 @@ inline void check_shim(AOTITorchError error) {
 struct Layout {
     int64_t b, s, h, d;
     int64_t batch_stride, row_stride, head_stride, last_stride;
+
+    bool same_sizes(const Layout &x) const { return b == x.b && s == x.s && h == x.h && d == x.d; }
 };
 
 inline Layout read_layout(const Tensor &tensor, const char *name, int64_t rank) {

@@ -11,7 +11,14 @@ import torch
 from test_checks_kvcache import CACHE, CASES, arguments
 from test_checks_kvcache import Case as OddCase
 
-from flashcute import flash_attn_varlen_func, flash_attn_with_kvcache, heuristics, jit, testing
+from flashcute import (
+    KVCachePlan,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    heuristics,
+    jit,
+    testing,
+)
 from flashcute.config import MASKS
 from flashcute.rotary import apply_rotary_emb
 
@@ -342,6 +349,41 @@ def test_one_graph_serves_growing_sequences(kernel_class: str) -> None:
         expected = step(*again, torch.tensor(lengths, device="cuda").int() + n)
         assert torch.equal(out, expected), n
     assert all(torch.equal(x, y) for x, y in zip((k, v), again, strict=True))
+
+
+@pytest.mark.parametrize("b", [3, 300])
+@pytest.mark.parametrize("num_splits", [0, 2])
+def test_one_plan_and_one_graph_serve_layers_and_growing_sequences(
+    kernel_class: str, b: int, num_splits: int
+) -> None:
+    layers = [pages_of((200,) * b, 16)[0] for _ in range(2)]
+    for x in layers[1]:
+        x.normal_()
+    _, table = pages_of((200,) * b, 16)
+    q = torch.randn(b, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    used = torch.arange(b, device="cuda").int() % 190
+    options = {"cache_seqlens": used, "block_table": table, "num_splits": num_splits}
+    plan = KVCachePlan(**options)
+
+    def step():
+        plan.renew()
+        return [plan(q, *cache) for cache in layers]
+
+    step()
+    assert plan._number
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step()
+        used += 1
+    used.copy_(torch.arange(b) % 190)
+    for n in range(10):
+        expected = [flash_attn_with_kvcache(q, *cache, **options) for cache in layers]
+        graph.replay()
+        assert all(map(torch.equal, outs, expected)), n
+    q = q[:, :, :4]
+    with pytest.raises(ValueError, match="expected q as in the plan's first call"):
+        plan(q, *layers[0])
 
 
 def test_compiled_calls_write_to_the_cache(kernel_class: str) -> None:
