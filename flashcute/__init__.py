@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     )
     from .integrations.flash_attn import provide_flash_attn
     from .integrations.sdpa import disable, enable, enabled
+    from .kvcache_plan import KVCachePlan
     from .support import Support, support_matrix, supports
 
 __version__ = "0.1.0"
 __all__ = [
+    "KVCachePlan",
     "Support",
     "disable",
     "enable",
@@ -49,6 +51,7 @@ _HOMES = {
     "flash_attn_varlen_kvpacked_func": "flash_attn_varlen",
     "flash_attn_varlen_qkvpacked_func": "flash_attn_varlen",
     "flash_attn_with_kvcache": "flash_attn_kvcache",
+    "KVCachePlan": "kvcache_plan",
     "disable": "integrations.sdpa",
     "enable": "integrations.sdpa",
     "enabled": "integrations.sdpa",

@@ -112,63 +112,6 @@ def check_cache(fn: str, t: Tensors) -> int:
     return q.shape[3]
 
 
-def fits(t: Tensors) -> bool:
-    """Whether a call is like nearly all: then :func:`check_cache` has nothing to say.
-
-    False says nothing. Each property is read once, as all of it is time on the host.
-    """
-    q, k_cache, v_cache, k, v, cos, sin, lengths, entries, leftpad, table = t[:11]
-    if not (_is_plain(q, 4) and _is_plain(k_cache, 4) and _is_plain(v_cache, 4)):
-        return False
-    kind = dtype, device = q.dtype, q.device
-    b, _, h, d = q.shape
-    shape = k_cache.shape
-    n, room, h_k, _ = shape
-    if table is not None:
-        if not (_is_plain(table, 2) and entries is None and leftpad is None and room > 0):
-            return False
-        if table.dtype != torch.int32 or table.device != device or table.shape[0] != b:
-            return False
-        room *= table.shape[1]
-    elif entries is None and n < b:
-        return False
-    for index in (lengths, entries, leftpad):
-        if index is not None and not (
-            _is_plain(index, 1)
-            and index.dtype == torch.int32
-            and index.device == device
-            and index.shape[0] == b
-        ):
-            return False
-    if shape[3] != d or v_cache.shape != shape or h < 1 or h_k < 1 or h % h_k or d < 1:
-        return False
-    if (k_cache.dtype, k_cache.device) != kind or (v_cache.dtype, v_cache.device) != kind:
-        return False
-    if k is None:
-        return v is None and cos is None and sin is None
-    if not (_is_plain(k, 4) and _is_plain(v, 4)) or lengths is None:
-        return False
-    b_new, seqlen_new, *rest = k.shape
-    if b_new != b or rest != [h_k, d] or v.shape != k.shape or seqlen_new > room:
-        return False
-    if (k.dtype, k.device) != kind or (v.dtype, v.device) != kind:
-        return False
-    if 0 in k_cache.stride() or 0 in v_cache.stride():
-        return False
-    if cos is None:
-        return sin is None
-    if not (_is_plain(cos, 2) and _is_plain(sin, 2)) or cos.shape != sin.shape:
-        return False
-    if (cos.dtype, cos.device) != (dtype, device) or (sin.dtype, sin.device) != (dtype, device):
-        return False
-    return cos.shape[0] >= room and 1 <= cos.shape[1] <= d // 2
-
-
-def _is_plain(x, rank: int) -> bool:
-    plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
-    return plain and x.dim() == rank
-
-
 def check_packed_queries(names: Names, q, k, v) -> int:
     """q (total, heads, head_dim), and k and v in pages.
 

@@ -27,7 +27,6 @@ from .checks_kvcache import (
     check_no_transform,
     check_room,
     check_splits,
-    fits,
     lengths_of,
 )
 from .cpu_kvcache import Options, attend
@@ -37,10 +36,12 @@ _UNLIMITED = (-1, -1)
 
 
 def _options(
-    fn, d, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits
-) -> Options:
+    fn, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits
+) -> tuple:
+    """The fields of Options; a softmax_scale of None stays what it is."""
     # The identity tests are the quick way through for what nearly every call passes.
-    scale = check_scale(fn, softmax_scale, d)
+    if softmax_scale is not None:
+        softmax_scale = check_scale(fn, softmax_scale, 1)
     if causal is not False and causal is not True:
         causal = check_flag(fn, "causal", causal)
     left, right = _UNLIMITED
@@ -52,7 +53,7 @@ def _options(
         rotary_interleaved = check_flag(fn, "rotary_interleaved", rotary_interleaved)
     if type(num_splits) is not int or num_splits != 0:
         num_splits = check_splits(fn, num_splits)
-    return Options(scale, causal, left, right, softcap, rotary_interleaved, num_splits)
+    return softmax_scale, causal, left, right, softcap, rotary_interleaved, num_splits
 
 
 def flash_attn_with_kvcache(
@@ -145,16 +146,54 @@ def flash_attn_with_kvcache(
             gradients.
     """
     fn = "flash_attn_with_kvcache"
-    t = Tensors(
-        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths_of(fn, cache_seqlens, q)),
-        *(cache_batch_idx, cache_leftpad, block_table, sinks, alibi_slopes),
-    )
-    d = q.shape[3] if fits(t) else check_cache(fn, t)
-    if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
-        check_room(fn, t, cache_seqlens)
-    o = _options(fn, d, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits)
+    o = _options(fn, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits)
     if return_softmax_lse is not False and return_softmax_lse is not True:
         return_softmax_lse = check_flag(fn, "return_softmax_lse", return_softmax_lse)
+    t = (
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+        cache_leftpad, block_table, sinks, alibi_slopes,
+    )  # fmt: skip
+    if not torch.compiler.is_compiling() and type(q) is torch.Tensor and q.is_cuda:
+        found = ops_kvcache.launch_unchecked(t, o, return_softmax_lse)
+        if found is not None:
+            return found if return_softmax_lse else found[0]
+    return _attend(fn, t, o, return_softmax_lse)
+
+
+def _attend(fn: str, given: tuple, options: tuple, returns_lse: bool):
+    """A call of which nothing is known yet.
+
+    Args:
+        fn: For messages.
+        given: The fields of Tensors; cache_seqlens may be an int.
+        options: As _options returns them.
+        returns_lse: Whether the log-sum-exp is returned.
+    """
+    t, o = _checked(fn, given, options)
+    q = t.q
+    if not (q.is_cpu or q.is_meta):
+        out, lse = ops_kvcache.launch(fn, t, o)
+    elif is_traced(q) or q.is_meta:
+        out, lse = ops_kvcache.attend(t, o)
+    else:
+        out, lse = attend(fn, t, o)
+    return (out, lse) if returns_lse else out
+
+
+def checked(fn: str, given: tuple, options: tuple) -> tuple[Tensors, Options]:
+    """A call's arguments after all checks: the tensors, and softmax_scale, causal, window_size,
+    softcap, rotary_interleaved and num_splits."""
+    return _checked(fn, given, _options(fn, *options))
+
+
+def _checked(fn: str, given: tuple, o: tuple) -> tuple[Tensors, Options]:
+    t = Tensors(*given)
+    q, cache_seqlens, sinks, alibi_slopes = t.q, t.cache_seqlens, t.sinks, t.alibi_slopes
+    t = t._replace(cache_seqlens=lengths_of(fn, cache_seqlens, q))
+    d = check_cache(fn, t)
+    if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
+        check_room(fn, t, cache_seqlens)
+    o = Options(check_scale(fn, o[0], d), *o[1:])
     if alibi_slopes is not None:
         check_alibi(fn, alibi_slopes, q, q.shape[0])
     if sinks is not None:
@@ -164,14 +203,8 @@ def flash_attn_with_kvcache(
     else:
         check_for_kernels(fn, "q", q, d, o.softmax_scale)
     check_no_gradient(fn, Tensors._fields, *t)
-    traced = is_traced(q)
-    if not traced:
+    if not is_traced(q):
         check_no_transform(fn)
     if not (q.is_cpu or q.is_meta):
         check_kernel_scores(fn, o.softmax_scale, o.softcap, alibi_slopes is not None)
-        out, lse = ops_kvcache.launch(fn, t, o)
-    elif traced or q.is_meta:
-        out, lse = ops_kvcache.attend(t, o)
-    else:
-        out, lse = attend(fn, t, o)
-    return (out, lse) if return_softmax_lse else out
+    return t, o

@@ -362,6 +362,11 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     return getattr(torch.ops, NAMESPACE).fwd.default
 
 
+def remove_plan(plan: int) -> None:
+    """Gives the memory of a plan back; see :mod:`flashcute.kvcache_plan`."""
+    _keep_alive[0].flashcute_remove_plan(ctypes.c_int64(plan))
+
+
 def _load_while_tracing() -> bool:
     load()
     return True

@@ -15,6 +15,7 @@ positions beyond the rotary tables are not rotated; and other sequences' results
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -55,13 +56,27 @@ _SMALL = (
 # Longer windows than this are none; it keeps the operators' int arguments within 64 bits.
 _MAX_WINDOW = 2**62
 
+# Bound here as every call asks them.
+_is_tracing = torch._C._is_tracing
+_is_grad_enabled = torch.is_grad_enabled
+_in_inference_mode = torch.is_inference_mode_enabled
+_increment_version = torch.autograd.graph.increment_version
 
-def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
-    """The operator for these arguments: the one that appends where there is something to append."""
-    o = o._replace(
+# How the binding's own errors begin.
+_OF_A_KERNEL = f"{NAMESPACE}::attend_kvcache: "
+
+
+def bounded(o: Options) -> Options:
+    """The same, with a window that operators take."""
+    return o._replace(
         window_left=min(int(o.window_left), _MAX_WINDOW),
         window_right=min(int(o.window_right), _MAX_WINDOW),
     )
+
+
+def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
+    """The operator for these arguments: the one that appends where there is something to append."""
+    o = bounded(o)
     options = *o[:4], t.sinks, o.softcap, t.alibi_slopes, o.num_splits
     lengths = t.cache_seqlens, t.cache_batch_idx, t.cache_leftpad, t.block_table
     ops = getattr(torch.ops, NAMESPACE)
@@ -69,6 +84,80 @@ def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
         return ops.attend_kvcache.default(*t[:3], *lengths, *options)
     rotary = t.rotary_cos, t.rotary_sin, o.rotary_interleaved
     return ops.append_attend_kvcache.default(*t[:5], *rotary, *lengths, *options)
+
+
+@functools.cache
+def _no_grad() -> tuple[Callable, Callable]:
+    """``read_kvcache_no_grad`` and ``attend_kvcache_no_grad``, as calling their overloads does."""
+    ops = getattr(torch.ops, NAMESPACE)
+    return ops.read_kvcache_no_grad.default._op, ops.attend_kvcache_no_grad.default._op
+
+
+@functools.cache
+def planned() -> tuple[Callable, Callable]:
+    """``plan_kvcache`` and ``run_plan``."""
+    ops = getattr(torch.ops, NAMESPACE)
+    return ops.plan_kvcache.default._op, ops.run_plan.default._op
+
+
+def call_binding(op: Callable, *args):
+    """The results of an operator that refuses arguments by None; None, too, of arguments that are
+    no dense tensors, which do not arrive there."""
+    try:
+        return op(*args)
+    except (RuntimeError, TypeError) as error:
+        resolver_errors.raise_cause(error)
+        if str(error).startswith(_OF_A_KERNEL):
+            raise
+        return None
+
+
+def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+    """The results of an eager call of CUDA tensors that nobody has checked, if kernels can take all
+    arguments as they are.
+
+    The binding's own checks decide that, as those in Python take longer than all else of a call.
+
+    Args:
+        t: The fields of :class:`Tensors`, of any types; cache_seqlens may be an int.
+        o: Those of :class:`Options`, checked but for a softmax_scale of None, the default.
+        returns_lse: Whether the log-sum-exp is wanted.
+
+    Returns:
+        None where a check has something to say, or a tensor has to be copied. Nothing has been
+        written then.
+    """
+    q, k_cache, v_cache, k, v, cos, sin, lengths, entries, leftpad, table, sinks, slopes = t
+    if not (type(q) is type(k_cache) is type(v_cache) is Tensor) or is_seen() or _is_tracing():
+        return None
+    if ops._fwd is None or (_is_grad_enabled() and any(getattr(x, "requires_grad", 0) for x in t)):
+        return None
+    changed = () if k is None else (k_cache, v_cache)
+    if changed and not _in_inference_mode() and any(map(Tensor.is_inference, changed)):
+        return None
+    scale, causal, left, right, softcap, interleaved, num_splits = o
+    in_cache = None
+    if type(lengths) is int:
+        in_cache, lengths = lengths, None
+    args = q, k_cache, v_cache, lengths, in_cache, table, scale, causal
+    is_plain = num_splits == 0 and left < 0 and right < 0 and softcap == 0.0
+    is_plain = is_plain and sinks is slopes is entries is leftpad is None
+    read, attend = _no_grad()
+    if is_plain and k is v is cos is sin is None and not returns_lse:
+        out = call_binding(read, *args)
+        return None if out is None else (out, None)
+    args += returns_lse, k, v, cos, sin, interleaved
+    if not is_plain:
+        if type(sinks) is Tensor and sinks.dtype is q.dtype:
+            sinks = sinks.float()
+        args += num_splits, min(left, _MAX_WINDOW), min(right, _MAX_WINDOW), softcap
+        args += sinks, slopes, entries, leftpad
+    results = call_binding(attend, *args)
+    if results is None or results[0] is None:
+        return None
+    if changed:  # autograd notices a cache that it saved before
+        _increment_version(changed)
+    return results
 
 
 def launch(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:

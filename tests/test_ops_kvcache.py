@@ -354,6 +354,27 @@ def test_eager_calls_do_not_go_through_an_operator(monkeypatch: pytest.MonkeyPat
     assert flash_attn_with_kvcache(**make(2)).shape == (B, 2, H, D)
 
 
+def test_the_eager_operator_has_no_python_between_call_and_kernel() -> None:
+    flashcute.ops.load()
+    for name in ("flashcute::read_kvcache_no_grad", "flashcute::attend_kvcache_no_grad"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the binding needs g++")
+def test_the_binding_decides_what_needs_no_check_in_python() -> None:
+    """What it refuses gets the same words, and what it takes the same launch, as with them."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).parent / "host_binding.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "0 are wrong", run.stdout
+
+
 # --- ragged queries over pages ---
 
 

@@ -24,7 +24,8 @@ PAGES: dict[str, dict[str, Chapter]] = {
         "Attention": [
             ("flashcute", "flash_attn_interface.py", ""),
             ("flashcute", "flash_attn_varlen.py", ""),
-            ("flashcute", "flash_attn_kvcache.py", ""),
+            ("flashcute", "flash_attn_kvcache.py", "flash_attn_with_kvcache"),
+            ("flashcute", "kvcache_plan.py", ""),
             ("flashcute.rotary", "rotary.py", "apply_rotary_emb"),
             ("flashcute.bert_padding", "bert_padding.py", ""),
             ("flashcute", "support.py", "supports Support support_matrix"),

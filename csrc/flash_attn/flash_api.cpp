@@ -13,6 +13,7 @@
 
 #include "flash_api_bwd.h"
 #include "flash_api_fwd.h"
+#include "flash_api_plan.h"
 #include "flash_api_sdpa.h"
 #include "flash_api_tensors.h"
 #include "flash_api_varlen.h"
@@ -119,6 +120,98 @@ std::tuple<Tensor, Tensor> append_attend_kvcache(
     });
 }
 
+// What f() returns; `refused` where the kernels cannot take the arguments.
+template <typename Function, typename Result>
+Result unless_refused(Result refused, Function f) {
+    return named("attend_kvcache", [&]() -> Result {
+        try {
+            return f();
+        } catch (const KernelFailure &) {
+            throw;
+        } catch (const Failure &) {
+            return std::move(refused);
+        }
+    });
+}
+
+std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
+    const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
+    std::optional<Tensor> cache_seqlens, std::optional<int64_t> in_cache,
+    std::optional<Tensor> block_table, std::optional<double> softmax_scale, bool causal,
+    bool returns_lse, std::optional<Tensor> k, std::optional<Tensor> v,
+    std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin, bool rotary_interleaved,
+    int64_t num_splits, int64_t window_left, int64_t window_right, double softcap,
+    std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes,
+    std::optional<Tensor> cache_batch_idx, std::optional<Tensor> cache_leftpad) {
+    const Options options{.causal = causal,
+                          .window_left = window_left,
+                          .window_right = window_right,
+                          .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes),
+                          .num_splits = num_splits};
+    const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
+                      .cache_leftpad = std::move(cache_leftpad),
+                      .block_table = std::move(block_table),
+                      .k = std::move(k),
+                      .v = std::move(v),
+                      .rotary_cos = std::move(rotary_cos),
+                      .rotary_sin = std::move(rotary_sin),
+                      .rotary_interleaved = rotary_interleaved,
+                      .apart = false,
+                      .returns_lse = returns_lse};
+    const Lengths lengths{.seqused_k = &cache_seqlens, .in_cache = in_cache};
+    return unless_refused(std::tuple{Tensor(), Tensor()}, [&] {
+        const double scale = softmax_scale.has_value() ? *softmax_scale : default_scale(q);
+        return forward(q, k_cache, v_cache, scale, options, &lengths, &cache);
+    });
+}
+
+std::tuple<Tensor, int64_t> plan_kvcache(const Tensor &q, const Tensor &k_cache,
+                                         const Tensor &v_cache, std::optional<Tensor> cache_seqlens,
+                                         std::optional<Tensor> cache_batch_idx,
+                                         std::optional<Tensor> cache_leftpad,
+                                         std::optional<Tensor> block_table, double softmax_scale,
+                                         bool causal, int64_t window_left, int64_t window_right,
+                                         std::optional<Tensor> sinks, double softcap,
+                                         std::optional<Tensor> alibi_slopes, int64_t num_splits) {
+    const Options options{.causal = causal,
+                          .window_left = window_left,
+                          .window_right = window_right,
+                          .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes),
+                          .num_splits = num_splits};
+    const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
+                      .cache_leftpad = std::move(cache_leftpad),
+                      .block_table = std::move(block_table),
+                      .returns_lse = false};
+    const Lengths lengths{.seqused_k = &cache_seqlens};
+    return unless_refused(std::tuple{Tensor(), int64_t(0)}, [&]() -> std::tuple<Tensor, int64_t> {
+        Planned planned;
+        Tensor out = std::get<0>(
+            forward(q, k_cache, v_cache, softmax_scale, options, &lengths, &cache, &planned));
+        return {std::move(out),
+                planned.kernel != nullptr ? plan_table().add(std::move(planned)) : 0};
+    });
+}
+
+Tensor run_plan(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, int64_t plan,
+                bool renews) {
+    return unless_refused(Tensor(), [&] {
+        return run_planned(*plan_table().find(plan), q, k_cache, v_cache, renews);
+    });
+}
+
+Tensor read_kvcache_no_grad(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
+                            std::optional<Tensor> cache_seqlens, std::optional<int64_t> in_cache,
+                            std::optional<Tensor> block_table, std::optional<double> softmax_scale,
+                            bool causal) {
+    return std::get<0>(attend_kvcache_no_grad(
+        q, k_cache, v_cache, std::move(cache_seqlens), in_cache, std::move(block_table),
+        softmax_scale, causal, false, {}, {}, {}, {}, true, 0, -1, -1, 0, {}, {}, {}, {}));
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
     const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
     const Tensor &softmax_lse, std::optional<Tensor> dlse, double softmax_scale, bool causal,
@@ -189,6 +282,11 @@ extern "C" __attribute__((visibility("default"))) void flashcute_explain(const c
     flash::sdpa_failure() = text;
 }
 
+// Called by flashcute/kvcache_plan.py.
+extern "C" __attribute__((visibility("default"))) void flashcute_remove_plan(int64_t plan) {
+    flash::plan_table().remove(plan);
+}
+
 // The macros paste their first argument; the detour expands it first.
 #define FLASHCUTE_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 
@@ -198,8 +296,14 @@ extern "C" __attribute__((visibility("default"))) void flashcute_explain(const c
 // looked already: no Python between call and kernel. `attend` takes everything optional; a window's
 // side of -1 is unlimited, and `deterministic` is of its gradients. Those of `attend_varlen`, which
 // is of a ragged batch, always repeat bitwise. The two operators of a cache are defined by
-// flashcute/ops_kvcache.py. Of `bwd` and `bwd_varlen` bits 0 to 3 of `wanted` ask for the results
-// in their order; one that is not wanted has shape (0). Bit 4 asks for bitwise repeatable ones.
+// flashcute/ops_kvcache.py. `attend_kvcache_no_grad` is both of them, for a caller that has looked
+// already, and whose arguments nobody has checked: where the kernels cannot take them it returns
+// None twice, and nothing has been written. `in_cache` is cache_seqlens as an int.
+// `read_kvcache_no_grad` is the same without what most decode calls do not ask for, as torch takes
+// a microsecond to pass defaults and a second result. `plan_kvcache` is
+// `attend_kvcache` that also returns a number, by which `run_plan` repeats it on other tensors. Of
+// `bwd` and `bwd_varlen` bits 0 to 3 of `wanted` ask for the results in their order; one that is
+// not wanted has shape (0). Bit 4 asks for bitwise repeatable ones.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
@@ -228,6 +332,25 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "(Tensor output, Tensor logsumexp, Tensor rng_state, Tensor unused, "
         "Tensor debug_attn_mask)");
     m.def(
+        "plan_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, "
+        "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
+        "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
+        "float softcap, Tensor? alibi_slopes, int num_splits) -> (Tensor out, int plan)");
+    m.def(
+        "run_plan(Tensor q, Tensor k_cache, Tensor v_cache, int plan, bool renews=False) -> "
+        "Tensor");
+    m.def(
+        "read_kvcache_no_grad(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, "
+        "int? in_cache, Tensor? block_table, float? softmax_scale, bool causal) -> Tensor");
+    m.def(
+        "attend_kvcache_no_grad(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+        "Tensor? cache_seqlens, int? in_cache, Tensor? block_table, float? softmax_scale, "
+        "bool causal, bool returns_lse, Tensor? k=None, Tensor? v=None, Tensor? rotary_cos=None, "
+        "Tensor? rotary_sin=None, bool rotary_interleaved=True, int num_splits=0, "
+        "int window_left=-1, int window_right=-1, float softcap=0., Tensor? sinks=None, "
+        "Tensor? alibi_slopes=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None) -> "
+        "(Tensor out, Tensor softmax_lse)");
+    m.def(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
         "Tensor? dlse, float softmax_scale, bool causal, int window_left, int window_right, "
         "Tensor? sinks, int wanted, Tensor? rng_state=None, float dropout_p=0., "
@@ -249,6 +372,10 @@ STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
     m.impl("attend_varlen", TORCH_BOX(&flash::attend_varlen));
     m.impl("attend_kvcache", TORCH_BOX(&flash::attend_kvcache));
     m.impl("append_attend_kvcache", TORCH_BOX(&flash::append_attend_kvcache));
+    m.impl("plan_kvcache", TORCH_BOX(&flash::plan_kvcache));
+    m.impl("run_plan", TORCH_BOX(&flash::run_plan));
+    m.impl("read_kvcache_no_grad", TORCH_BOX(&flash::read_kvcache_no_grad));
+    m.impl("attend_kvcache_no_grad", TORCH_BOX(&flash::attend_kvcache_no_grad));
     m.impl("bwd", TORCH_BOX(&flash::bwd));
     m.impl("bwd_varlen", TORCH_BOX(&flash::bwd_varlen));
 }

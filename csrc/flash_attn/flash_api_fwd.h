@@ -21,6 +21,8 @@ struct Cache {
     std::optional<Tensor> k, v;
     std::optional<Tensor> rotary_cos, rotary_sin;
     bool rotary_interleaved = false;
+    bool apart = true;  // the caller has seen to it that k and v are not in the cache
+    bool returns_lse = true;
 };
 
 // Fills in the cache and returns the tokens of a sequence that it has room for.
@@ -36,6 +38,9 @@ inline int64_t set_cache(Flash_fwd_params &params, const Cache &cache, const Lay
     params.cache_batch_idx_ptr = read_index(&cache.cache_batch_idx, "cache_batch_idx", b, device);
     params.leftpad_k_ptr = read_index(&cache.cache_leftpad, "cache_leftpad", b, device);
     if (!cache.block_table.has_value()) {
+        if (k.b < b && !cache.cache_batch_idx.has_value()) {
+            fail("expected a cache of at least q's batch size ", b, ", got ", k.b, " entries");
+        }
         return k.s;
     }
     const Tensor &table = *cache.block_table;
@@ -61,7 +66,7 @@ inline int64_t set_cache(Flash_fwd_params &params, const Cache &cache, const Lay
         fail("expected a block_table of at most ", kMaxSeqlen / k.s, " columns with pages of ", k.s,
              " tokens, got ", columns);
     }
-    return k.b > 0 ? columns * k.s : 0;
+    return columns * k.s;
 }
 
 // A (b, s, heads, d) tensor that a kernel reads or writes in vectors.
@@ -81,9 +86,52 @@ inline const void *read_table(const Tensor &table, const char *name, int32_t dty
     return table.const_data_ptr();
 }
 
-// What is appended. Returns memory for the rotated queries, which params.q_ptr then is.
+// Whether the memory between the first and the last element of x has elements of y between its own.
+inline bool overlap(const void *x, const Layout &xl, const void *y, const Layout &yl) {
+    const auto bytes = [](const Layout &l) {
+        const int64_t last = std::max(l.b - 1, int64_t(0)) * l.batch_stride +
+                             std::max(l.s - 1, int64_t(0)) * l.row_stride +
+                             std::max(l.h - 1, int64_t(0)) * l.head_stride;
+        return l.b == 0 || l.s == 0 ? 0 : 2 * (last + l.d);
+    };
+    const auto begin_x = reinterpret_cast<uintptr_t>(x), begin_y = reinterpret_cast<uintptr_t>(y);
+    return begin_x < begin_y + bytes(yl) && begin_y < begin_x + bytes(xl);
+}
+
+// That the cache can be written to, and is not what is read meanwhile.
+inline void check_written(const Flash_fwd_params &params, const Cache &cache, const Inputs &inputs,
+                          const Layout &k, const Layout &v) {
+    for (const Layout &x : {inputs.k, inputs.v}) {
+        if ((x.batch_stride == 0 && x.b > 1) || (x.row_stride == 0 && x.s > 1) ||
+            (x.head_stride == 0 && x.h > 1)) {
+            fail("expected a cache with memory for each element, as k and v are written to it");
+        }
+    }
+    if (cache.apart) {
+        return;
+    }
+    for (const auto &[ptr, layout] :
+         {std::pair{params.k_ptr, inputs.k}, std::pair{params.v_ptr, inputs.v}}) {
+        if (overlap(ptr, layout, params.k_new_ptr, k) ||
+            overlap(ptr, layout, params.v_new_ptr, v)) {
+            fail("expected k and v that are not in the cache");
+        }
+    }
+    if (params.k_ptr == params.v_ptr && k.b > 0 && k.s > 0) {
+        fail("expected k_cache and v_cache in places of their own, got both at one address");
+    }
+}
+
+// What is appended to a cache with room for so many tokens of a sequence. Returns memory for the
+// rotated queries, which params.q_ptr then is.
 inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &cache,
-                                        const Inputs &inputs, const Options &options) {
+                                        const Inputs &inputs, const Options &options,
+                                        int64_t room) {
+    const bool rotates = cache.rotary_cos.has_value();
+    if (cache.k.has_value() != cache.v.has_value() || rotates != cache.rotary_sin.has_value() ||
+        (rotates && !cache.k.has_value())) {
+        fail("expected k and v or neither, and rotary_cos and rotary_sin with them or neither");
+    }
     if (!cache.k.has_value()) {
         return std::nullopt;
     }
@@ -95,11 +143,12 @@ inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &c
             fail("expected k and v of shape (", ql.b, ", seqlen_new, ", kl.h, ", ", ql.d, ")");
         }
     }
-    if (k.s > kMaxSeqlen) {
-        fail("expected at most ", kMaxSeqlen, " new tokens, got ", k.s);
+    if (k.s > room) {
+        fail("expected at most ", room, " new tokens, which the cache has room for, got ", k.s);
     }
     params.k_new_ptr = cache.k->const_data_ptr();
     params.v_new_ptr = cache.v->const_data_ptr();
+    check_written(params, cache, inputs, k, v);
     params.seqlen_new = static_cast<int32_t>(k.s);
     params.k_new_batch_stride = k.batch_stride;
     params.k_new_row_stride = k.row_stride;
@@ -107,7 +156,7 @@ inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &c
     params.v_new_batch_stride = v.batch_stride;
     params.v_new_row_stride = v.row_stride;
     params.v_new_head_stride = v.head_stride;
-    if (!cache.rotary_cos.has_value() || !cache.rotary_sin.has_value()) {
+    if (!rotates) {
         return std::nullopt;
     }
     params.rotary_cos_ptr = read_table(*cache.rotary_cos, "rotary_cos", dtype, device);
@@ -120,6 +169,9 @@ inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &c
             "expected rotary_cos and rotary_sin of one shape, (seqlen_ro, rotary_dim / 2) with 2 "
             "<= rotary_dim <= ",
             ql.d);
+    }
+    if (size[0] < room) {
+        fail("expected rotary_cos of at least ", room, " rows, got ", size[0]);
     }
     params.seqlen_rotary = static_cast<int32_t>(size[0]);
     params.rotary_dim = static_cast<int32_t>(2 * size[1]);
@@ -139,9 +191,9 @@ inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &c
 
 // Both outputs are fresh: out as empty_like(q), softmax_lse contiguous float32 (b, h, seqlen_q); of
 // a ragged batch out is contiguous, and softmax_lse (h, total_q). Over a cache softmax_lse is (b,
-// h, seqlen_q) with the strides of (h, b, seqlen_q).
-inline std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &ql, bool is_cache,
-                                               int32_t dtype, int32_t device) {
+// h, seqlen_q) with the strides of (h, b, seqlen_q), or None where it is not wanted.
+inline std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &ql,
+                                               const Cache *cache, int32_t dtype, int32_t device) {
     const int32_t float32 = aoti_torch_dtype_float32();
     // torch never makes a contiguous stride smaller than 1, even beside a dimension of size 0.
     const int64_t rows = std::max(ql.s, int64_t(1));
@@ -152,12 +204,12 @@ inline std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &ql
                 empty(lse_sizes, lse_strides, float32, device)};
     }
     const int64_t lse_sizes[] = {ql.b, ql.h, ql.s};
-    if (is_cache) {
+    if (cache != nullptr) {
         const int64_t sizes[] = {ql.b, ql.s, ql.h, ql.d};
         const int64_t strides[] = {rows * ql.h * ql.d, ql.h * ql.d, ql.d, 1};
         const int64_t lse_strides[] = {rows, std::max(ql.b, int64_t(1)) * rows, 1};
         return {empty(sizes, strides, dtype, device),
-                empty(lse_sizes, lse_strides, float32, device)};
+                cache->returns_lse ? empty(lse_sizes, lse_strides, float32, device) : Tensor()};
     }
     const int64_t lse_strides[] = {ql.h * rows, rows, 1};
     Tensor lse = empty(lse_sizes, lse_strides, float32, device);
@@ -194,19 +246,24 @@ inline void set_problem(Flash_fwd_params &params, const Problem &problem, const 
     }
 }
 
-// The plan of a ragged batch, and the workspace of split tiles behind it.
+// The plan of a ragged batch, and behind it the workspace of split tiles and a log-sum-exp that is
+// not returned.
 inline Tensor make_plan(Flash_fwd_params &params, int32_t device) {
     const int64_t plan =
         plan_words(params.plan_capacity, params.b, params.total_q, params.num_splits);
     const int64_t partial =
         int64_t(params.pack_shift > 0 ? params.h_k : params.h) * params.partial_rows;
-    const int64_t words[] = {plan + partial * (params.d + 1)}, strides[] = {1};
+    const int64_t lse = params.softmax_lse_ptr == nullptr ? int64_t(params.h) * params.total_q : 0;
+    const int64_t words[] = {plan + partial * (params.d + 1) + lse}, strides[] = {1};
     Tensor memory = empty(words, strides, aoti_torch_dtype_int32(), device);
     auto *const begin = static_cast<int32_t *>(memory.mutable_data_ptr());
     params.plan_ptr = begin;
     if (partial > 0) {
         params.o_partial_ptr = reinterpret_cast<float *>(begin + plan);
         params.lse_partial_ptr = params.o_partial_ptr + partial * params.d;
+    }
+    if (lse > 0) {
+        params.softmax_lse_ptr = reinterpret_cast<float *>(begin + (words[0] - lse));
     }
     return memory;
 }
@@ -222,22 +279,35 @@ inline void fold_batch(Flash_fwd_params &params, const Layout &q, const Layout &
     params.q_batch_stride = params.o_batch_stride = 0;
 }
 
-inline void enqueue(const Flash_kernel &kernel, Flash_fwd_params &params, bool is_ragged,
-                    int32_t device) {
+inline void check_launch(const Flash_kernel &kernel, int32_t error) {
+    if (error != 0) {
+        fail<KernelFailure>(kernel.name, " failed to launch: ", kernel.error_string(error));
+    }
+}
+
+// A call over a cache that reads it, to be repeated on other tensors of the same sizes: other
+// layers of a model.
+struct Planned {
+    const Flash_kernel *kernel = nullptr;
+    Flash_fwd_params params{};
+    Inputs inputs{};
+    std::optional<Tensor> workspace;
+};
+
+// Returns the plan's memory, which is given back to the stream's once all is enqueued.
+inline std::optional<Tensor> enqueue(const Flash_kernel &kernel, Flash_fwd_params &params,
+                                     bool is_ragged, int32_t device) {
     void *const stream = current_stream(device);
-    std::optional<Tensor> plan;  // given back to the stream's memory once all is enqueued
-    int32_t error = 0;
+    std::optional<Tensor> plan;
     if (is_ragged) {
         plan = make_plan(params, device);
-        error = kernel.plan(&params, stream);
+        check_launch(kernel, kernel.plan(&params, stream));
     }
     // Without queries there is only what is appended.
-    if (error == 0 && (!is_ragged || params.total_q > 0)) {
-        error = kernel.launch(&params, stream);
+    if (!is_ragged || params.total_q > 0) {
+        check_launch(kernel, kernel.launch(&params, stream));
     }
-    if (error != 0) {
-        fail(kernel.name, " failed to launch: ", kernel.error_string(error));
-    }
+    return plan;
 }
 
 // lengths: of a ragged batch, whose q, k and v are packed to (total, heads, d), or over a cache,
@@ -245,7 +315,8 @@ inline void enqueue(const Flash_kernel &kernel, Flash_fwd_params &params, bool i
 inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v,
                                           double softmax_scale, const Options &options,
                                           const Lengths *lengths = nullptr,
-                                          const Cache *cache = nullptr) {
+                                          const Cache *cache = nullptr,
+                                          Planned *planned = nullptr) {
     const bool is_packed = lengths != nullptr && lengths->cu_seqlens_q != nullptr;
     const Inputs inputs =
         read_inputs(q, k, v, is_packed ? 3 : 4, cache != nullptr, options.heads_first);
@@ -263,11 +334,13 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     if (misaligned(params.q_ptr) || copies_kv) {
         const torch::stable::accelerator::DeviceGuard guard(device);
         return forward(aligned(q), cache == nullptr ? aligned(k) : k,
-                       cache == nullptr ? aligned(v) : v, softmax_scale, options, lengths, cache);
+                       cache == nullptr ? aligned(v) : v, softmax_scale, options, lengths, cache,
+                       planned);
     }
     if (cache != nullptr && !is_packed && !folds(ql)) {
         const torch::stable::accelerator::DeviceGuard guard(device);
-        return forward(torch::stable::contiguous(q), k, v, softmax_scale, options, lengths, cache);
+        return forward(torch::stable::contiguous(q), k, v, softmax_scale, options, lengths, cache,
+                       planned);
     }
     check_vectorised(ql, params.q_ptr, "q");
     check_vectorised(kl, params.k_ptr, "k");
@@ -282,9 +355,13 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     set_slopes(params, options, queries.b, ql.h, device);
     set_dropout(params, options, device);
     const torch::stable::accelerator::DeviceGuard guard(device);
-    const bool appends = cache != nullptr && cache->k.has_value();
-    if (ql.b == 0 || (ql.s == 0 && !appends)) {
-        return make_outputs(q, ql, cache != nullptr, dtype, device);
+    std::optional<Tensor> rotated;
+    if (cache != nullptr) {
+        rotated = set_append(params, *cache, inputs, options, room);
+    }
+    const int64_t seqlen_k = kl.b > 0 ? keys_known(params, lengths, room) : 0;
+    if (ql.b == 0 || (ql.s == 0 && params.k_new_ptr == nullptr)) {
+        return make_outputs(q, ql, cache, dtype, device);
     }
     Problem problem = make_problem(inputs);
     problem.seqlen_k = static_cast<int32_t>(room);
@@ -298,24 +375,27 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     const Choice choice =
         kernel_table().find(rounded(asked_of(problem, queries, kl, lengths, options)));
     set_problem(params, problem, choice, queries, lengths != nullptr);
+    params.seqlen_k = static_cast<int32_t>(seqlen_k);
 
-    std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, cache != nullptr, dtype, device);
+    std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, cache, dtype, device);
     const Layout out = read_layout(std::get<0>(outputs), "out", q.dim());
     const Layout ol = options.heads_first ? transposed(out) : out;
     params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
     check_vectorised(ol, params.o_ptr, "out");
-    params.softmax_lse_ptr = static_cast<float *>(std::get<1>(outputs).mutable_data_ptr());
+    if (cache == nullptr || cache->returns_lse) {
+        params.softmax_lse_ptr = static_cast<float *>(std::get<1>(outputs).mutable_data_ptr());
+    }
     set_strides(params, ql, kl, vl, ol);
     params.softmax_lse_batch_stride = ql.h * ql.s;
     params.softmax_lse_head_stride = cache != nullptr ? queries.total : ql.s;
-    std::optional<Tensor> rotated;
     if (cache != nullptr) {
-        params.softmax_lse_head_stride = queries.total;
-        rotated = set_append(params, *cache, inputs, options);
         fold_batch(params, rotated.has_value() ? read_layout(*rotated, "q", 4) : ql, ol);
     }
     const auto *kernel = static_cast<const Flash_kernel *>(choice.kernel);
-    enqueue(*kernel, params, lengths != nullptr, device);
+    std::optional<Tensor> workspace = enqueue(*kernel, params, lengths != nullptr, device);
+    if (planned != nullptr) {
+        *planned = {kernel, params, inputs, std::move(workspace)};
+    }
     return outputs;
 }
 

@@ -41,6 +41,8 @@ inline void check_shim(AOTITorchError error) {
 struct Layout {
     int64_t b, s, h, d;
     int64_t batch_stride, row_stride, head_stride, last_stride;
+
+    bool same_sizes(const Layout &x) const { return b == x.b && s == x.s && h == x.h && d == x.d; }
 };
 
 inline Layout read_layout(const Tensor &tensor, const char *name, int64_t rank) {
@@ -232,6 +234,11 @@ inline void set_slopes(Flash_fwd_params &params, const Options &options, int64_t
         fail("expected contiguous alibi_slopes of dtype float32 and shape (", h, ") or (", b, ", ",
              h, ")");
     }
+    if (!(params.alibi_scale >= 0x1p-64 && params.alibi_scale <= 0x1p64)) {
+        fail(
+            "expected softcap, or without one softmax_scale, from 2**-64 to 2**64 with "
+            "alibi_slopes");
+    }
     params.alibi_slopes_ptr = static_cast<const float *>(slopes.const_data_ptr());
     params.alibi_slopes_batch_stride = rank == 2 ? h : 0;
 }
@@ -308,6 +315,12 @@ inline void set_dropout(Flash_fwd_params &params, const Options &options, int32_
     params.rng_state_ptr = static_cast<const int64_t *>(state.const_data_ptr());
     params.dropout_threshold = static_cast<uint32_t>(threshold);
     params.dropout_scale = static_cast<float>(1 / (1 - threshold / 65536));
+}
+
+inline double default_scale(const Tensor &q) {
+    const int64_t rank = q.dim();
+    const int64_t d = rank > 0 ? q.sizes()[rank - 1] : 0;
+    return d > 0 ? 1 / std::sqrt(static_cast<double>(d)) : 1;
 }
 
 // Kernels multiply masked scores, -inf, by the scale after taking the maximum: with zero or less

@@ -17,6 +17,7 @@ struct Lengths {
     const Tensor *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
     const std::optional<Tensor> *seqused_q = nullptr, *seqused_k = nullptr;
     int64_t max_seqlen_q = 0, max_seqlen_k = 0;
+    std::optional<int64_t> in_cache = {};  // tokens of every sequence before an append, if known
 };
 
 // How the queries are stored.
@@ -93,6 +94,23 @@ inline void set_options(Problem &problem, const Options &options, const Queries 
     problem.alibi = options.alibi_slopes.has_value();
     problem.dropout = dropout;
     set_mask(problem, options);
+}
+
+// Keys of a sequence at most, of `room` that there is room for: fewer where the host knows how many
+// tokens the cache has.
+inline int64_t keys_known(const Flash_fwd_params &params, const Lengths *lengths, int64_t room) {
+    if (lengths == nullptr || !lengths->in_cache.has_value()) {
+        if (params.k_new_ptr != nullptr && params.seqused_k_ptr == nullptr) {
+            fail("expected cache_seqlens with k and v");
+        }
+        return room;
+    }
+    const int64_t before = *lengths->in_cache;
+    if (params.seqused_k_ptr != nullptr || before < 0 || before > room - params.seqlen_new) {
+        fail("expected one length of all sequences, from 0 to ", room - params.seqlen_new, ", got ",
+             before);
+    }
+    return before + params.seqlen_new;
 }
 
 // What the kernel is chosen for.

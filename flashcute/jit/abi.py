@@ -355,6 +355,7 @@ def serving_params(
     window_size: tuple[int, int] = (0, 0),
     softcap: float = 0.0,
     rotary: Rotary | None = None,
+    in_cache: int | None = None,
 ) -> FlashFwdParams:
     """:func:`fwd_params` of a ragged batch over a cache, without pointers to workspace.
 
@@ -368,6 +369,7 @@ def serving_params(
         max_seqlen_q: As in :func:`varlen_params`.
         tile_m: Of the kernel.
         rotary: How queries and pairs are rotated.
+        in_cache: Without seqused_k: tokens of every sequence before an append.
 
     Returns:
         With the sizes that ``plan_words()`` and the workspace take: ``plan_capacity`` and
@@ -379,7 +381,9 @@ def serving_params(
         if name in dense:
             dense[name] = dense[name][None]
     params = fwd_params(dense, softmax_scale, pack_heads, window_size, softcap)
-    params.b = tensors["seqused_k"].shape[0]
+    params.b = params.seqlen_q // max_seqlen_q
+    if "seqused_k" in tensors:
+        params.b = tensors["seqused_k"].shape[0]
     params.total_q, params.seqlen_q = params.seqlen_q, max_seqlen_q
     params.is_cache = 1
     params.num_pages, params.page_size = cache.shape[:2]
@@ -389,6 +393,8 @@ def serving_params(
     params.split_ctas = splits.ctas
     if "k_new" in tensors:
         params.seqlen_new = tensors["k_new"].shape[1]
+    if in_cache is not None:
+        params.seqlen_k = in_cache + params.seqlen_new
     if "rotary_cos" in tensors:
         params.seqlen_rotary = tensors["rotary_cos"].shape[0]
         params.rotary_dim = 2 * tensors["rotary_cos"].shape[1]

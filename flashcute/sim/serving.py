@@ -16,7 +16,7 @@ def run_serving(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    seqused_k: torch.Tensor,
+    seqused_k: torch.Tensor | int,
     config: FwdConfig,
     *,
     max_seqlen_q: int,
@@ -52,7 +52,8 @@ def run_serving(
         q: (total_q, h, d), on the CPU, as in :func:`~flashcute.sim.run_varlen`.
         k: (num_pages, page_size, h_k, d), v likewise: pages where the configuration is of a paged
             cache; else an entry of the cache is one page.
-        seqused_k: (b,) int32: keys of each sequence, any values.
+        seqused_k: (b,) int32: keys of each sequence, any values. An int: of all of them, which
+            have ``max_seqlen_q`` rows.
         config: The kernel.
         max_seqlen_q: Rows of a sequence from there on count as rows of no sequence.
         cu_seqlens_q: (b + 1,) int32; by default each sequence has ``max_seqlen_q`` rows.
@@ -81,13 +82,17 @@ def run_serving(
             f"block_table={'a tensor' if block_table is not None else None} for a kernel with "
             f"paged={config.paged}; pass what it was compiled for"
         )
-    inputs = {"q": q, "k": k, "v": v, "seqused_k": seqused_k}
+    inputs = {"q": q, "k": k, "v": v}
+    in_cache = seqused_k if isinstance(seqused_k, int) else None
+    if in_cache is None:
+        inputs["seqused_k"] = seqused_k
     optional = {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q, "block_table": block_table}
     optional |= {"cache_batch_idx": cache_batch_idx, "leftpad_k": leftpad_k}
     optional |= {"sinks": sinks, "alibi_slopes": alibi_slopes}
     inputs |= {name: x for name, x in optional.items() if x is not None}
     total_q, h, d = q.shape
-    run._check_scores(config, inputs, (seqused_k.shape[0], h), pack_heads, softcap, 0.0)
+    b = seqused_k.shape[0] if in_cache is None else total_q // max_seqlen_q
+    run._check_scores(config, inputs, (b, h), pack_heads, softcap, 0.0)
     outputs = {
         "o": q.new_full(q.shape, math.nan),
         "softmax_lse": q.new_full((h, total_q), math.nan, dtype=torch.float32),
@@ -102,6 +107,7 @@ def run_serving(
     params = abi.serving_params(
         {**inputs, **outputs},
         *(scale, max_seqlen_q, config.tile_m, splits, pack_heads, window_size, softcap, rotary),
+        in_cache,
     )
     words = abi.plan_words(params.plan_capacity, params.b, total_q, splits.num_splits)
     outputs["plan"] = torch.full((words,), -1, dtype=torch.int32)

@@ -8,8 +8,17 @@ import random
 
 import pytest
 import torch
+from test_checks_kvcache import CACHE, CASES, arguments
+from test_checks_kvcache import Case as OddCase
 
-from flashcute import flash_attn_varlen_func, flash_attn_with_kvcache, heuristics, jit, testing
+from flashcute import (
+    KVCachePlan,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    heuristics,
+    jit,
+    testing,
+)
 from flashcute.config import MASKS
 from flashcute.rotary import apply_rotary_emb
 
@@ -342,6 +351,41 @@ def test_one_graph_serves_growing_sequences(kernel_class: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip((k, v), again, strict=True))
 
 
+@pytest.mark.parametrize("b", [3, 300])
+@pytest.mark.parametrize("num_splits", [0, 2])
+def test_one_plan_and_one_graph_serve_layers_and_growing_sequences(
+    kernel_class: str, b: int, num_splits: int
+) -> None:
+    layers = [pages_of((200,) * b, 16)[0] for _ in range(2)]
+    for x in layers[1]:
+        x.normal_()
+    _, table = pages_of((200,) * b, 16)
+    q = torch.randn(b, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    used = torch.arange(b, device="cuda").int() % 190
+    options = {"cache_seqlens": used, "block_table": table, "num_splits": num_splits}
+    plan = KVCachePlan(**options)
+
+    def step():
+        plan.renew()
+        return [plan(q, *cache) for cache in layers]
+
+    step()
+    assert plan._number
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step()
+        used += 1
+    used.copy_(torch.arange(b) % 190)
+    for n in range(10):
+        expected = [flash_attn_with_kvcache(q, *cache, **options) for cache in layers]
+        graph.replay()
+        assert all(map(torch.equal, outs, expected)), n
+    q = q[:, :, :4]
+    with pytest.raises(ValueError, match="expected q as in the plan's first call"):
+        plan(q, *layers[0])
+
+
 def test_compiled_calls_write_to_the_cache(kernel_class: str) -> None:
     (k, v), table = pages_of((200, 200), 16)
     again = [x.clone() for x in (k, v)]
@@ -354,3 +398,45 @@ def test_compiled_calls_write_to_the_cache(kernel_class: str) -> None:
 
     assert torch.equal(torch.compile(step, fullgraph=True)(k, v), step(*again))
     assert all(torch.equal(x, y) for x, y in zip((k, v), again, strict=True))
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("n_new", [0, 2])
+def test_an_int_is_the_length_of_all(kernel_class: str, page_size: int, n_new: int) -> None:
+    """No tensor holds it: it bounds the keys."""
+    (k, v), table = pages_of((400, 400, 400), page_size or 400)
+    where = {"block_table": table} if page_size else {}
+    q = torch.randn(3, 2, 8, 128, device="cuda", dtype=torch.bfloat16)
+    options = {"causal": True, **where}
+    if n_new:
+        new = torch.randn(2, 3, n_new, 2, 128, device="cuda", dtype=torch.bfloat16)
+        angles = torch.rand(400, 64, device="cuda")
+        options |= {"k": new[0], "v": new[1]}
+        options |= {"rotary_cos": angles.cos().to(k.dtype), "rotary_sin": angles.sin().to(k.dtype)}
+    for n in (0, 1, 64, 397):
+        caches = [[x.clone() for x in (k, v)] for _ in range(2)]
+        lengths = torch.full((3,), n, device="cuda").int()
+        for num_splits in (0, 3):
+            options["num_splits"] = num_splits
+            expected, found = (
+                flash_attn_with_kvcache(
+                    q, *cache, cache_seqlens=x, return_softmax_lse=True, **options
+                )
+                for cache, x in zip(caches, (lengths, n), strict=True)
+            )
+            assert all(map(torch.equal, found, expected)), (n, num_splits)
+            assert all(map(torch.equal, *caches)), (n, num_splits)
+            alone = flash_attn_with_kvcache(q, *caches[1], cache_seqlens=n, **options)
+            assert torch.equal(alone, found[0])
+
+
+ODD = [case for case in CASES if case.function == CACHE and {"meta", "fake_cuda"} & set(case.on)]
+
+
+@pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
+def test_odd_input_to_an_eager_call(case: OddCase) -> None:
+    """Which the binding refuses, and Python finds the words."""
+    flash_attn_with_kvcache(**arguments(CACHE, "cuda"))  # the binding is there
+    case = case._replace(pattern=case.pattern.replace("on meta", "on cuda:0"))
+    failure = case.failure("cuda")
+    assert failure is None, failure

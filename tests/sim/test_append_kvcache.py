@@ -128,3 +128,17 @@ def test_tokens_without_a_place_are_dropped(config, paged):
                 if 0 <= page < len(expected):
                     expected[page, token % 16 if paged else token] = given[i, j]
             assert torch.equal(result.outputs[name], expected), (name, lengths)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["entries", "pages"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_one_length_of_all_sequences_bit_for_bit(config, paged):
+    """Which the host knows; no tensor holds it."""
+    generator, (q, *new) = inputs(config, 3)
+    cache, where = cache_of(config, generator, paged)
+    cos, sin = tables(config, generator, 12)
+    options = {"rotary_cos": cos, "rotary_sin": sin, "splits": Splits(3), "rotary": Rotary(1, True)}
+    expected = run(config, q, new, cache, where, torch.full((B,), 37, dtype=torch.int32), **options)
+    result = run(config, q, new, cache, where, 37, **options)
+    for name in ("o", "softmax_lse", "k", "v", "q"):
+        assert torch.equal(result.outputs[name], expected.outputs[name]), name

@@ -78,7 +78,8 @@ struct Append {
     }
 
     CUTE_DEVICE static int64_t tokens_before(Flash_fwd_params const &params, int batch) {
-        return params.seqused_k_ptr != nullptr ? params.seqused_k_ptr[batch] : 0;
+        return params.seqused_k_ptr != nullptr ? params.seqused_k_ptr[batch]
+                                               : params.seqlen_k - params.seqlen_new;
     }
 
     // The page, or entry, and the row in it of a token; false: there is none.

@@ -105,17 +105,17 @@ struct Flash_fwd_params {
     // A cache (is_cache), of a ragged batch: k and v are (num_pages, seqlen_k, h_k, d), and
     // sequence i has rows [leftpad_k[i], seqused_k[i] + seqlen_new) of entry cache_batch_idx[i].
     // With FwdConfig::paged they are (num_pages, page_size, h_k, d), and row j of sequence i is row
-    // j % page_size of page block_table[cache_batch_idx[i], j / page_size]; seqlen_k is page_size
-    // times the columns of the table. With cu_seqlens_k and without seqused_k a sequence has
-    // cu_seqlens_k[i + 1] - cu_seqlens_k[i] keys. Any values are safe: an entry or a page that does
-    // not exist has no keys or zeros, and of the table's columns those behind the last key are not
-    // read.
+    // j % page_size of page block_table[cache_batch_idx[i], j / page_size]. seqlen_k is what there
+    // is room for, page_size times the columns of the table, or less. With cu_seqlens_k and without
+    // seqused_k a sequence has cu_seqlens_k[i + 1] - cu_seqlens_k[i] keys, without both seqlen_k.
+    // Any values are safe: an entry or a page that does not exist has no keys or zeros, and of the
+    // table's columns those behind the last key are not read.
     const int32_t *cache_batch_idx_ptr;  // (b), of [0, b_k); null: i
     const int32_t *leftpad_k_ptr;        // (b); null, and with FwdConfig::paged always: zeros
     const int32_t *block_table_ptr;      // (b_k, columns)
 
     // What Flash_kernel::plan appends to a cache: row j of sequence i to row seqused_k[i] + j,
-    // unless there is none.
+    // unless there is none. Without seqused_k the last new row is row seqlen_k - 1.
     const void *k_new_ptr;  // (b, seqlen_new, h_k, d); null: nothing
     const void *v_new_ptr;  // (b, seqlen_new, h_k, d)
     // It rotates the first rotary_dim elements of new keys by the row of the tables that has the

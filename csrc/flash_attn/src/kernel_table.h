@@ -71,11 +71,16 @@ struct Failure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Not what a caller passed, but a kernel: there is none, or it did not start.
+struct KernelFailure : Failure {
+    using Failure::Failure;
+};
+
 // Without iostreams: their number formatting crashes where torch carries another libstdc++ than the
 // one this file was compiled against (seen with g++ 13 and torch 2.11).
-template <typename... Args>
+template <typename Error = Failure, typename... Args>
 [[noreturn]] void fail(const Args &...args) {
-    throw Failure((to_text(args) + ...));
+    throw Error((to_text(args) + ...));
 }
 
 // What f() returns, with the operator's name in the message where it fails.
@@ -168,14 +173,14 @@ class KernelTable {
   private:
     static Choice resolve(Resolver resolver, const Problem &problem) {
         if (resolver == nullptr) {
-            fail(
+            fail<KernelFailure>(
                 "expected a kernel resolver, got none; import flashcute and call its functions "
                 "before the interpreter ends");
         }
         char error[4096] = "";
         Choice choice{};
         if (resolver(&problem, &choice, error, sizeof(error)) != 0) {
-            fail(error);
+            fail<KernelFailure>(error);
         }
         if (problem.backward != 0) {
             check(*static_cast<const Flash_bwd_kernel *>(choice.kernel));
@@ -189,9 +194,10 @@ class KernelTable {
     static void check(const Kernel_description<Params> &kernel) {
         if (kernel.abi_version != kAbiVersion ||
             kernel.params_size != static_cast<int32_t>(sizeof(Params))) {
-            fail("expected a kernel of ABI version ", kAbiVersion, " with ", sizeof(Params),
-                 " bytes of parameters, got version ", kernel.abi_version, " with ",
-                 kernel.params_size, " bytes; remove the stale kernel from the cache");
+            fail<KernelFailure>("expected a kernel of ABI version ", kAbiVersion, " with ",
+                                sizeof(Params), " bytes of parameters, got version ",
+                                kernel.abi_version, " with ", kernel.params_size,
+                                " bytes; remove the stale kernel from the cache");
         }
     }
 

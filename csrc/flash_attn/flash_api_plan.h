@@ -1,0 +1,84 @@
+// Calls over a cache that are repeated: what is the same for all layers of a model is made once.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include "flash.h"
+#include "flash_api_fwd.h"
+#include "flash_api_tensors.h"
+
+namespace flash {
+
+// By number, as an operator's arguments are no pointers.
+class PlanTable {
+  public:
+    int64_t add(Planned planned) {
+        const std::lock_guard lock(mutex_);
+        plans_.emplace(++last_, std::make_shared<const Planned>(std::move(planned)));
+        return last_;
+    }
+    std::shared_ptr<const Planned> find(int64_t number) {
+        const std::lock_guard lock(mutex_);
+        const auto found = plans_.find(number);
+        if (found == plans_.end()) {
+            fail("expected the number of a plan, got ", number);
+        }
+        return found->second;
+    }
+    void remove(int64_t number) {
+        const std::lock_guard lock(mutex_);
+        plans_.erase(number);
+    }
+
+  private:
+    std::mutex mutex_;
+    int64_t last_ = 0;
+    std::unordered_map<int64_t, std::shared_ptr<const Planned>> plans_;
+};
+
+inline PlanTable &plan_table() {
+    static PlanTable table;
+    return table;
+}
+
+// out, of tensors of the planned sizes. renews: lengths or pages have changed since.
+inline Tensor run_planned(const Planned &planned, const Tensor &q, const Tensor &k, const Tensor &v,
+                          bool renews) {
+    const Inputs inputs = read_inputs(q, k, v, 4, true);
+    const auto &[dtype, device, ql, kl, vl] = inputs;
+    const Inputs &made = planned.inputs;
+    if (dtype != made.dtype || device != made.device || !ql.same_sizes(made.q) ||
+        !kl.same_sizes(made.k)) {
+        fail("expected q, k_cache and v_cache of the planned sizes, dtype and device");
+    }
+    Flash_fwd_params params = planned.params;
+    params.q_ptr = q.const_data_ptr();
+    params.k_ptr = k.const_data_ptr();
+    params.v_ptr = v.const_data_ptr();
+    check_vectorised(ql, params.q_ptr, "q");
+    check_vectorised(kl, params.k_ptr, "k");
+    check_vectorised(vl, params.v_ptr, "v");
+    if (!folds(ql)) {
+        fail("expected q whose batch and rows are one dimension");
+    }
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    const Cache cache{.returns_lse = false};
+    Tensor out = std::get<0>(make_outputs(q, ql, &cache, dtype, device));
+    const Layout ol = read_layout(out, "out", 4);
+    params.o_ptr = out.mutable_data_ptr();
+    set_strides(params, ql, kl, vl, ol);
+    fold_batch(params, ql, ol);
+    void *const stream = current_stream(device);
+    if (renews) {
+        check_launch(*planned.kernel, planned.kernel->plan(&params, stream));
+    }
+    check_launch(*planned.kernel, planned.kernel->launch(&params, stream));
+    return out;
+}
+
+}  // namespace flash

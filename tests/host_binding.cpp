@@ -1,0 +1,62 @@
+// The binding as the CPU has it: what is a tensor of CUDA to it is one of the CPU here, and a
+// kernel computes nothing and keeps its parameters. So its checks, and what it hands to a kernel,
+// need no GPU.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+namespace torch::stable::accelerator {
+struct HostGuard {
+    explicit HostGuard(int32_t) {}
+};
+}  // namespace torch::stable::accelerator
+
+#define DeviceGuard HostGuard
+#define CUDA CPU
+#define is_cuda is_cpu
+#define aoti_torch_device_type_cuda aoti_torch_device_type_cpu
+
+#include "flash_api.cpp"
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void **stream) {
+    *stream = nullptr;
+    return AOTI_TORCH_SUCCESS;
+}
+
+namespace flash {
+namespace {
+
+Flash_fwd_params last{};
+int32_t result = 0;
+int32_t plans = 0;
+
+int32_t count_plan(const Flash_fwd_params *, void *) {
+    ++plans;
+    return 0;
+}
+int32_t keep(const Flash_fwd_params *params, void *) {
+    last = *params;
+    return result;
+}
+
+const Flash_kernel kernel{.abi_version = kAbiVersion,
+                          .params_size = sizeof(Flash_fwd_params),
+                          .name = "on_host",
+                          .threads = 128,
+                          .tile_m = 64,
+                          .launch = keep,
+                          .plan = count_plan,
+                          .error_string = [](int32_t) { return "an error"; }};
+
+}  // namespace
+}  // namespace flash
+
+EXPORTED const void *host_kernel() { return &flash::kernel; }
+EXPORTED const void *host_params() { return &flash::last; }
+EXPORTED int32_t host_plans() { return flash::plans; }
+EXPORTED void host_fail(int32_t result) { flash::result = result; }

@@ -1,0 +1,194 @@
+"""A program of its own: calls over a cache as on CUDA, by the binding of ``host_binding.cpp``.
+
+Prints what is wrong with them, one line each, and their number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import pathlib
+
+import torch
+
+register = torch.library.Library.impl
+
+
+def register_unless_cpu(library, name, function, key="", **options):
+    """Where the binding's operators are."""
+    if key != "CPU":
+        register(library, name, function, key, **options)
+
+
+torch.library.Library.impl = register_unless_cpu
+
+from test_checks_kvcache import CACHE, CASES  # noqa: E402
+
+from flashcute import (  # noqa: E402
+    KVCachePlan,
+    flash_attn_with_kvcache,
+    jit,
+    ops,
+    ops_kvcache,
+)
+from flashcute.jit import abi  # noqa: E402
+
+# Of tensors that are made, or copied, anew in each call; those of lengths that an int stands for.
+FRESH = {"o_ptr", "softmax_lse_ptr", "plan_ptr", "o_partial_ptr", "lse_partial_ptr", "q_ptr"}
+FRESH |= {"sinks_ptr", "seqused_k_ptr"}
+
+
+def load() -> ctypes.CDLL:
+    """The binding, and kernels for all problems."""
+    here = pathlib.Path(__file__).with_suffix(".cpp")
+    unit = jit.binding.binding_unit(ops.NAMESPACE)
+    unit = dataclasses.replace(unit, name="host_binding", source=here.read_text())
+    unit = dataclasses.replace(
+        unit, flags=(*unit.flags, *(f"-I{folder}" for folder in unit.project_dirs))
+    )
+    path = jit.build.build(unit, jit.toolchain.find_host_compiler()).artefact.path
+    torch.ops.load_library(str(path))
+    library = ctypes.CDLL(str(path))
+    library.host_kernel.restype = library.host_params.restype = ctypes.c_void_p
+    ops.jit.load_binding = lambda: path
+    ops._choose = lambda problem: ops._Choice(library.host_kernel(), problem.cache, 3, 1, 8)
+    ops.load()
+    base = torch._C.TensorBase.__dict__
+    torch.Tensor.is_cuda, torch.Tensor.is_cpu = base["is_cpu"], base["is_meta"]
+    return library
+
+
+def refusals() -> list[str]:
+    """Of odd inputs that are not odd because of their device, or of values on the device."""
+    odd = [c for c in CASES if c.function == CACHE and {"meta", "fake_cuda"} & set(c.on)]
+    odd = [c for c in odd if not c.name.endswith("on the cpu") and c.name != "float64 for kernels"]
+    odd += [c for c in CASES if c.name.endswith(("sparse", "nested"))]
+    return [failure for case in odd if (failure := case.failure("cpu")) is not None]
+
+
+def calls():
+    """Arguments of calls that the kernels can take as they are."""
+
+    def zeros(*shape: int, dtype=torch.float16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return zeros(*shape, dtype=torch.int32)
+
+    paged = {n: zeros(7, 4, 2, 64) for n in ("k_cache", "v_cache")} | {"block_table": ints(3, 5)}
+    entries = {n: zeros(4, 20, 2, 64) for n in ("k_cache", "v_cache")}
+    heads_first = {n: zeros(4, 2, 20, 64).transpose(1, 2) for n in ("k_cache", "v_cache")}
+    tables = {"rotary_cos": zeros(20, 8), "rotary_sin": zeros(20, 8), "rotary_interleaved": False}
+    new = {"k": zeros(3, 2, 2, 64), "v": zeros(3, 2, 2, 64)}
+    places = {"cache_batch_idx": ints(3), "cache_leftpad": ints(3)}
+    options = {"softmax_scale": 0.25, "window_size": (3, 10**30), "num_splits": 7}
+    options |= {"softcap": 30.0, "sinks": zeros(4), "alibi_slopes": torch.zeros(3, 4)}
+    for cache, more, appended, lengths, asked, seqlen_q in itertools.product(
+        (paged, entries, heads_first),
+        ({}, places),
+        ({}, new, new | tables),
+        (ints(3), 11, 0, None),
+        ({}, {"causal": True}, options, {"sinks": torch.zeros(4)}),
+        (1, 5, 0),
+    ):
+        if (cache is paged and more) or (lengths is None and appended):
+            continue
+        q = {"q": zeros(3, seqlen_q, 4, 64)}
+        yield q | cache | more | appended | asked | {"cache_seqlens": lengths}
+
+
+def launched(library: ctypes.CDLL) -> dict:
+    """The parameters of the last launch."""
+    params = ctypes.cast(library.host_params(), ctypes.POINTER(abi.FlashFwdParams)).contents
+    return {name: getattr(params, name) for name, _ in params._fields_}
+
+
+def differences(library: ctypes.CDLL) -> list[str]:
+    """Between launches with the checks in Python and without them."""
+    launch, found = ops_kvcache.launch_unchecked, []
+
+    def run(checked: bool, given: dict, **options) -> tuple[dict, list]:
+        ops_kvcache.launch_unchecked = (lambda *args: None) if checked else launch
+        out = flash_attn_with_kvcache(**given, **options)
+        results = [(x.shape, x.stride(), x.dtype) for x in (out if options else (out,))]
+        return launched(library), results
+
+    for given in calls():
+        expected, results = run(True, given, return_softmax_lse=True)
+        if isinstance(given["cache_seqlens"], int):
+            new = given["k"].shape[1] if "k" in given else 0
+            expected["seqlen_k"] = given["cache_seqlens"] + new
+        for options in ({}, {"return_softmax_lse": True}):
+            params, got = run(False, given, **options)
+            names = [n for n in expected if n not in FRESH and expected[n] != params[n]]
+            has_lse = params["softmax_lse_ptr"] is not None or given["q"].numel() == 0
+            if names or got != results[: len(got)] or not has_lse:
+                wrong = [f"{n}={params[n]} and not {expected[n]}" for n in names]
+                shapes = {n: list(getattr(x, "shape", [x])) for n, x in given.items()}
+                found.append(f"{', '.join(wrong)}; {got} of {results}; {shapes}")
+    return found
+
+
+def differences_of_plans(library: ctypes.CDLL) -> list[str]:
+    """Between launches with a plan and without; plans that are not made where they must be, or are
+    made where they must not."""
+    found = []
+    for given in calls():
+        layers = [[given[n].clone() for n in ("q", "k_cache", "v_cache")] for _ in range(2)]
+        options = {n: x for n, x in given.items() if n not in ("q", "k_cache", "v_cache")}
+        if "k" in given or isinstance(given["cache_seqlens"], int) or not given["q"].numel():
+            continue
+        plan = KVCachePlan(**options)
+        seen = []
+        for tensors, renews in zip([*layers, layers[0]], (False, False, True), strict=True):
+            if renews:
+                plan.renew()
+            before = library.host_plans()
+            out = plan(*tensors)
+            made, got = library.host_plans() - before, launched(library)
+            expected_out = flash_attn_with_kvcache(*tensors, **options)
+            expected = launched(library)
+            names = [n for n in expected if n not in FRESH and expected[n] != got[n]]
+            if names or (out.shape, out.stride()) != (expected_out.shape, expected_out.stride()):
+                found.append(f"with a plan {[(n, got[n], expected[n]) for n in names]}")
+            if got["q_ptr"] != tensors[0].data_ptr() or got["o_ptr"] != out.data_ptr():
+                found.append("with a plan other tensors")
+            seen.append((made, got["plan_ptr"], got["o_partial_ptr"], got["softmax_lse_ptr"]))
+        if [x[0] for x in seen] != [1, 0, 1] or len({x[1:] for x in seen}) != 1:
+            found.append(f"plans made, and their memory: {seen}")
+        number = plan._number
+        del plan
+        if number == 0 or ops_kvcache.planned()[1](*layers[0], number) is not None:
+            found.append(f"plan {number} is still there")
+    return found
+
+
+def failures_of_kernels(library: ctypes.CDLL) -> list[str]:
+    """Which are not tried again with the checks in Python, as arguments are not at fault."""
+    given, found = next(calls()), []
+    library.host_fail(98)
+    checks, ops_kvcache.launch = ops_kvcache.launch, None
+    try:
+        flash_attn_with_kvcache(**given)
+    except RuntimeError as error:
+        if "on_host failed to launch: an error" not in str(error):
+            found.append(repr(error))
+    else:
+        found.append("expected an error of the launch, got none")
+    library.host_fail(0)
+    ops_kvcache.launch = checks
+    return found
+
+
+def main() -> None:
+    library = load()
+    found = refusals()
+    with torch.no_grad():
+        found += differences(library) + differences_of_plans(library)
+        found += failures_of_kernels(library)
+    print(*found[:20], f"{len(found)} are wrong", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

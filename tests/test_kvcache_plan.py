@@ -1,0 +1,68 @@
+"""One plan for the calls of a step. What it launches, test_ops_kvcache and the GPU tests show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_flash_attn_kvcache import in_pages, make
+
+from flashcute import KVCachePlan, flash_attn_with_kvcache
+
+
+def tensors(page_size: int | None, layer: int = 0) -> tuple[tuple, dict]:
+    """q, k_cache and v_cache of a layer, and where the sequences are in each of them."""
+    given = make() if page_size is None else in_pages(make(), page_size)
+    given |= {n: given[n].nan_to_num() for n in ("k_cache", "v_cache")}
+    places = {n: given[n] for n in ("cache_seqlens", "block_table") if n in given}
+    return tuple(given[n] + layer for n in ("q", "k_cache", "v_cache")), places
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_layers_and_steps_are_calls_of_the_function(page_size: int | None) -> None:
+    _, places = tensors(page_size)
+    options = {"causal": True, "window_size": (9, -1), "softmax_scale": 0.3, **places}
+    plan = KVCachePlan(**options)
+    for _ in range(3):
+        for layer in range(2):
+            given, _ = tensors(page_size, layer)
+            assert torch.equal(plan(*given), flash_attn_with_kvcache(*given, **options))
+        places["cache_seqlens"].sub_(1).clamp_(min=0)
+        plan.renew()
+
+
+def test_a_plan_of_another_problem_is_refused() -> None:
+    (q, k, v), places = tensors(None)
+    plan = KVCachePlan(**places)
+    plan(q, k, v)
+    for given, name, got in (
+        ((q[:, :1], k, v), "q", r"\(5, 1, 4, 16\)"),
+        ((q.half(), k, v), "q", "torch.float16"),
+        ((q, k[:, :20], v[:, :20]), "k_cache", r"\(5, 20, "),
+        ((q, k, v.to("meta")), "v_cache", "on meta"),
+        ((q, k, None), "v_cache", "a NoneType"),
+    ):
+        pattern = rf"^KVCachePlan: expected {name} as in .*first call, .*, got .*{got}.*; make a"
+        with pytest.raises(ValueError, match=pattern):
+            plan(*given)
+    plan(q, k, v)
+
+
+def test_lengths_are_read_on_the_device() -> None:
+    with pytest.raises(TypeError, match=r"^KVCachePlan: expected cache_seqlens .*type int; pass a"):
+        KVCachePlan(cache_seqlens=3)
+
+
+def test_compiled_calls() -> None:
+    torch._dynamo.reset()
+    given, places = tensors(4)
+    plan = KVCachePlan(causal=True, **places)
+    compiled = torch.compile(lambda *x: plan(*x) + 1, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(*given), plan(*given) + 1)
+
+
+def test_a_gradient_is_refused() -> None:
+    (q, k, v), places = tensors(None)
+    plan = KVCachePlan(**places)
+    plan(q, k, v)
+    with pytest.raises(NotImplementedError, match="expected no gradient through a cache"):
+        plan(q.requires_grad_(), k, v)
