@@ -42,6 +42,7 @@ def run_serving(
     checker: str = "none",
     sms: int = 3,
     launches: int = 1,
+    plan: torch.Tensor | None = None,
     kernel: tuple[Path, str] | None = None,
     timeout: float = 300.0,
 ) -> run.SimResult:
@@ -65,6 +66,7 @@ def run_serving(
             ``cu_seqlens_q``.
         rotary_cos: (seqlen_rotary, rotary_dim / 2), rotary_sin likewise, with ``k_new`` alone.
         rotary: How queries and pairs are rotated.
+        plan: That of an earlier run's outputs, which is then not made again.
 
     The other arguments are those of :func:`~flashcute.sim.run_varlen`; so is the result, whose
     outputs also hold the workspaces ``o_partial`` and ``lse_partial`` of split tiles, and the
@@ -110,14 +112,17 @@ def run_serving(
         in_cache,
     )
     words = abi.plan_words(params.plan_capacity, params.b, total_q, splits.num_splits)
-    outputs["plan"] = torch.full((words,), -1, dtype=torch.int32)
+    if plan is None:
+        outputs["plan"] = torch.full((words,), -1, dtype=torch.int32)
+    else:
+        inputs["plan"] = plan
     if splits.num_splits > 1:
         heads = params.h_k if params.pack_shift > 0 else h
         rows = q.new_full((heads, params.partial_rows, d + 1), math.nan, dtype=torch.float32)
         outputs["o_partial"] = rows[..., :d].contiguous()
         outputs["lse_partial"] = rows[..., d].contiguous()
     path, function = kernel or run._kernel(config, checker)
-    settings = (seed, COPY_MODES.index(copy_mode), 227 * 1024, sms, launches, 0, 1 << 32, 1)
-    settings += (config.min_ctas,)
+    settings = (seed, COPY_MODES.index(copy_mode), 227 * 1024, sms, launches, 0, 1 << 32)
+    settings += (int(plan is None), config.min_ctas)
     program = [str(run._runner(checker)), str(path), function]
     return run.run_program(program, params, inputs, outputs, settings, timeout)

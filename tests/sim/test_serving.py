@@ -105,6 +105,22 @@ def test_parts_are_equal_and_cover_a_tile(config):
     assert positions == sum(split) > 0
 
 
+@each((CHECKED[0], PAGED[1]))
+def test_layers_share_a_plan_bit_for_bit(config):
+    """Other queries, keys and values at the same places."""
+    make = (lambda *x, **o: paged(*x, 16, **o)) if config.paged else contiguous
+    first = make(config, MIXED)
+    other = dict(first.tensors)
+    for name in ("q", "k", "v"):
+        other[name] = other[name].flip(-1) * 2
+    second = dataclasses.replace(first, tensors=other)
+    plan = run(config, first, Splits(3)).outputs["plan"]
+    expected = run(config, second, Splits(3))
+    result = run(config, second, Splits(3), plan=plan, launches=2, seed=1)
+    assert result.verdict == expected.verdict == "pass", result.message
+    assert torch.equal(result.out, expected.out) and torch.equal(result.lse, expected.lse)
+
+
 @each((*CHECKED, *PAGED[:2]))
 def test_neighbours_do_not_matter(config):
     """Not in one bit, if the number of splits is given: not their lengths, nor their values."""
