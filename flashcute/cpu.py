@@ -3,8 +3,9 @@
 The reference (:mod:`flashcute.reference`) defines the result and takes every option. PyTorch's
 kernel takes a tenth of its time and no memory for scores, and serves the calls of which it computes
 the same: a scale, a window (causal is one) and sinks, and inputs that are finite and not huge.
-Reading them once more to know that takes a quarter of a short call's time, so few scores are
-computed by torch's products and softmax instead, which propagate a NaN.
+Reading them once more to know that takes a sixth of a short call's time, and of a call with few
+queries up to a third, so few scores are computed by torch's products and softmax instead, which
+propagate a NaN.
 Everything here is differentiable to any order. What tracers call instead is in
 :mod:`flashcute.cpu_ops`.
 """
@@ -39,8 +40,8 @@ _IGNORED = {dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in _LIMI
 
 _MIN_SCALE = torch.finfo(torch.float32).tiny
 
-# Up to 512 kB of scores in float32: more leave the L2 cache, where the kernel's blocks stay.
-_FEW_SCORES = 2**17
+# Up to 256 kB of scores in float32: more leave the L2 cache, where the kernel's blocks stay.
+_FEW_SCORES = 2**16
 
 # This binding takes a tenth less of a short call's time than torch.ops; the backward has none.
 _forward_op = torch._scaled_dot_product_flash_attention_for_cpu

@@ -186,7 +186,7 @@ def flash_attn_func(
 
     On the CPU: every argument, in float32 (float64 for float64 inputs), differentiable to any
     order. PyTorch's flash attention computes calls with no more than a scale, a window and sinks;
-    a plain PyTorch reference, which is slower and stores scores, computes the others. Up to 2**17
+    a plain PyTorch reference, which is slower and stores scores, computes the others. Up to 2**16
     scores of one batch entry are stored, too, where no gradient is wanted: that is faster.
 
     Any strides are right. The kernels read a tensor in place if its head_dim is a multiple of 8,
