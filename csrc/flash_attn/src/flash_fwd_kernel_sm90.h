@@ -4,6 +4,7 @@
 
 #include <arch_sm90.h>
 
+#include "cta_plan.h"
 #include "flash.h"
 #include "mainloop_fwd_sm90.h"
 #include "tensor_maps_sm90.h"
@@ -27,12 +28,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     if (threadIdx.x == 0) {
         Mainloop::init_barriers(storage);
     }
+    CtaPlan<C> *own = nullptr;
+    if (CtaPlan<C>::suits(params)) {
+        own = reinterpret_cast<CtaPlan<C> *>(smem + Traits::kSmemBytes);
+        cudaGridDependencySynchronize();
+        own->make(params);
+    }
     __syncthreads();
 
     if (warpgroup == 0) {
         sm90::registers_lower<Traits::kLoadRegisters>();
         if (threadIdx.x < 32 && (C.paged || sm90::elect_one())) {
-            typename Mainloop::Producer producer{maps, storage};
+            typename Mainloop::Producer producer{maps, storage, own};
             producer.run(params, queue);
         }
     } else {

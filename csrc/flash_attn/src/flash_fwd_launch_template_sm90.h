@@ -30,7 +30,9 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     if (tiles <= 0 || tiles > INT32_MAX - most) {  // CTAs count on beyond the last tile
         return cudaErrorInvalidConfiguration;
     }
-    if (cudaError_t const error = allow_smem<kernel>(Traits::kSmemBytes); error != cudaSuccess) {
+    constexpr int kSmemBytes = Traits::kSmemBytes + (CtaPlan<C>::kFits ? sizeof(CtaPlan<C>) : 0);
+    static_assert(Traits::kMinCtas * (kSmemBytes + 1024) <= 228 * 1024);
+    if (cudaError_t const error = allow_smem<kernel>(kSmemBytes); error != cudaSuccess) {
         return error;
     }
     TensorMapsSm90 maps;
@@ -51,7 +53,7 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(ctas));
     config.blockDim = dim3(Traits::kThreads);
-    config.dynamicSmemBytes = Traits::kSmemBytes;
+    config.dynamicSmemBytes = CtaPlan<C>::suits(*params) ? kSmemBytes : Traits::kSmemBytes;
     config.stream = static_cast<cudaStream_t>(stream);
     // May start while the kernel before is still running, up to its producers' wait.
     cudaLaunchAttribute dependent{};
@@ -66,7 +68,7 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
 template <FwdConfig C>
 Flash_kernel const *describe_fwd(char const *name) {
     using Traits = KernelTraitsSm90<C>;
-    return describe<Traits>(name, &launch_fwd<C>, &launch_plan<PlanFwd<C>>);
+    return describe<Traits>(name, &launch_fwd<C>, &launch_fwd_plan<C>);
 }
 
 }  // namespace flash

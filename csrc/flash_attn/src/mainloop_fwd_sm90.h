@@ -9,6 +9,7 @@
 #include <cute/tensor.hpp>
 
 #include "block_info.h"
+#include "cta_plan.h"
 #include "dropout.h"
 #include "epilogue_fwd.h"
 #include "kernel_traits_sm90.h"
@@ -69,12 +70,12 @@ struct MainloopFwdSm90 {
 
     // No tile is left: m_block < 0.
     CUTE_DEVICE static WorkTile get_tile(Flash_fwd_params const &params, TileQueue const &queue,
-                                         int index) {
+                                         CtaPlan<C> const *own, int index) {
         if (index >= queue.tiles) {
             return {.m_block = -1};
         }
         if (params.plan_ptr != nullptr) {
-            return plan_tile<C>(params, *static_cast<WorkPlan const *>(params.plan_ptr), index);
+            return plan_tile(params, own, index);
         }
         if constexpr (Traits::kWorkStealing) {
             return TileScheduler<C>::tile_in_group(params, queue.group, index);
@@ -90,6 +91,7 @@ struct MainloopFwdSm90 {
     struct Producer {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
+        CtaPlan<C> const *const own_plan;  // null: there is none
         RingKV k, v;
         RingTiles tiles;
         uint32_t q_parity = 0;
@@ -185,13 +187,14 @@ struct MainloopFwdSm90 {
         CUTE_DEVICE void run(Flash_fwd_params const &params, TileQueue queue) {
             int index = blockIdx.x;
             WorkTile tile;
-            if (params.plan_ptr == nullptr) tile = get_tile(params, queue, index);
+            if (params.plan_ptr == nullptr) tile = get_tile(params, queue, own_plan, index);
             // No thread touches global memory before: the consumers wait for their first tile.
             cudaGridDependencySynchronize();
             if (params.plan_ptr != nullptr) {
-                auto const &plan = *static_cast<WorkPlan const *>(params.plan_ptr);
-                queue.tiles = plan.count * num_grid_heads(params);
-                tile = get_tile(params, queue, index);
+                queue.tiles = planned_tiles(params, own_plan);
+                // Nothing is left to steal, and no atomic operation delays the last loads.
+                if (queue.tiles <= static_cast<int>(gridDim.x)) queue.counter = nullptr;
+                tile = get_tile(params, queue, own_plan, index);
             }
             publish(params, tile);
             while (tile.m_block >= 0) {
@@ -226,7 +229,7 @@ struct MainloopFwdSm90 {
                     load_v(n);
                 }
                 index = next(queue, index);
-                tile = get_tile(params, queue, index);
+                tile = get_tile(params, queue, own_plan, index);
                 publish(params, tile);
                 if (blocks.count > 0) {
                     load_v(0);
