@@ -10,6 +10,8 @@ from mutants_sm90 import ASKING
 _PAGED_80 = dataclasses.replace(TWO_STAGES, paged=True)
 _PAGED_90 = dataclasses.replace(ASKING, paged=True)
 _PLAN = "flash_plan_kernel.h"
+_SEGMENTS = "plan_segments.h"
+_CTA_PLAN = "cta_plan.h"
 _COMBINE = "flash_fwd_combine_kernel.h"
 _EPILOGUE = "epilogue_fwd.h"
 _TILE = "work_tile.h"
@@ -130,7 +132,7 @@ MUTANTS = (
     _numerics(
         "sequences that share their rows",
         _PLAN,
-        "cute::min(first[low].partial_rows,",
+        "cute::min(first[low].y,",
         "cute::min(0,",
     ),
     _numerics(
@@ -141,7 +143,7 @@ MUTANTS = (
     ),
     Mutant(
         "leftpad counted as keys",
-        _PLAN,
+        _SEGMENTS,
         "params.seqlen_k) - tile.row_k;",
         "params.seqlen_k);",
         "simulator",
@@ -149,8 +151,71 @@ MUTANTS = (
     ),
     _numerics(
         "entry of another sequence",
-        _PLAN,
+        _SEGMENTS,
         "entries != nullptr ? entries[i] : i;",
         "i;",
+    ),
+)
+
+# In what CTAs plan for themselves, for sequences of as many queries each.
+OF_CTA_PLANS = (
+    _numerics(
+        "part off by one",
+        _CTA_PLAN,
+        "int const part = index - first[low];",
+        "int const part = cute::max(index - first[low] - 1, 0);",
+    ),
+    _numerics(
+        "the last split lost",
+        _CTA_PLAN,
+        "first[params.b] = place.tiles + parts;",
+        "first[params.b] = place.tiles + cute::max(parts - 1, 1);",
+        ASKING,
+    ),
+    _numerics("own parts that share their rows", _CTA_PLAN, "rows * place.partial,", "0,"),
+    _numerics(
+        "order of another sequence",
+        _CTA_PLAN,
+        "sequences[place.rank] = tile;",
+        "sequences[i] = tile;",
+        ASKING,
+    ),
+    _numerics(
+        "no position listed",
+        _CTA_PLAN,
+        "any_split ? params.total_q : 0;",
+        "0;",
+    ),
+    _numerics(
+        "positions of the first sequence alone",
+        _CTA_PLAN,
+        "i % gridDim.x != blockIdx.x",
+        "i != blockIdx.x",
+        ASKING,
+    ),
+    Mutant(
+        "planned before the lengths are there",
+        "flash_fwd_kernel_sm90.h",
+        "        cudaGridDependencySynchronize();\n",
+        "",
+        "numerics",
+        "",
+        ASKING,
+    ),
+    Mutant(
+        "own plan read before it is complete",
+        "flash_fwd_kernel_sm80.h",
+        "        own->make(params);\n        __syncthreads();\n",
+        "        own->make(params);\n",
+        "racecheck",
+        "data race",
+    ),
+    Mutant(
+        "Q over the own plan",
+        "flash_fwd_kernel_sm80.h",
+        "        __syncthreads();  // Q takes the plan's bytes\n",
+        "",
+        "racecheck",
+        "data race",
     ),
 )
