@@ -198,8 +198,8 @@ OF_CTA_PLANS = (
         "flash_fwd_kernel_sm90.h",
         "        cudaGridDependencySynchronize();\n",
         "",
-        "numerics",
-        "",
+        "simulator",
+        "griddepcontrol.wait",
         ASKING,
     ),
     Mutant(
