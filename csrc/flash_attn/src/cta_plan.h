@@ -45,6 +45,7 @@ struct CtaPlan {
     Rank ranks[kMost];
     PlanTile sequences[kMost];  // sorted; of a split one the first part, with PlanTile::part parts
     int first[kMost + 1];       // tiles of a grid head before those of a sequence
+    int is_last[2];             // of MergeParts, of each warpgroup
 
     // Whether the CTAs plan; the host asks, too.
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
@@ -57,8 +58,9 @@ struct CtaPlan {
                params.seqlen_k <= INT32_MAX / kMost;
     }
 
-    // Of all threads of a CTA, which __syncthreads() has to follow.
-    CUTE_DEVICE void make(Flash_fwd_params const &params) {
+    // Of all threads of a CTA, which __syncthreads() has to follow. lists: the positions, for the
+    // kernel that merges.
+    CUTE_DEVICE void make(Flash_fwd_params const &params, bool lists) {
         int const i = (static_cast<int>(threadIdx.x) + kThreads - kFirstThread) % kThreads;
         bool const mine = i < params.b;
         PlanTile tile{.partial_row = -1};
@@ -90,7 +92,7 @@ struct CtaPlan {
             first[params.b] = place.tiles + parts;
         }
         bool const any_split = params.num_splits > 1 && of_all.max > part_blocks;
-        list_positions(params, i, tile, any_split);
+        if (lists) list_positions(params, i, tile, any_split);
     }
 
     // Of a grid head.

@@ -118,7 +118,7 @@ struct Combine {
     // alone: each group has a row of its own. parts: 0 if it has none.
     CUTE_DEVICE static void merge(Flash_fwd_params const &params, SharedStorage &storage,
                                   Row const &row, bool alone) {
-        int const lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+        int const lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes % kGroups;
         int const col = lane * kVec;
         int const first = alone ? 0 : group;  // sum
         bool const holds = col < params.d;

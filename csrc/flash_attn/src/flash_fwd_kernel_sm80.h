@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     if (CtaPlan<C>::suits(params)) {
         static_assert(sizeof(CtaPlan<C>) <= sizeof(storage));
         own = reinterpret_cast<CtaPlan<C> *>(smem);
-        own->make(params);
+        own->make(params, params.num_splits > 1);
         __syncthreads();
     }
     int const index = blockIdx.x;

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     if (CtaPlan<C>::suits(params)) {
         own = reinterpret_cast<CtaPlan<C> *>(smem + Traits::kSmemBytes);
         cudaGridDependencySynchronize();
-        own->make(params);
+        own->make(params, params.num_splits > 1 && queue.arrivals == nullptr);
     }
     __syncthreads();
 
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
         }
     } else {
         sm90::registers_raise<Traits::kMmaRegisters>();
-        typename Mainloop::Consumer consumer{storage, warpgroup - 1,
-                                             static_cast<int>(threadIdx.x) - 128};
+        typename Mainloop::Consumer consumer{
+            storage, warpgroup - 1, static_cast<int>(threadIdx.x) - 128, queue.arrivals, own};
         consumer.first_turn();
         consumer.run(params);
     }

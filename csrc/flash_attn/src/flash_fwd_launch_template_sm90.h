@@ -40,15 +40,20 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
         return error;
     }
     int64_t const ctas = std::min<int64_t>(tiles, most);
-    TileQueue queue{static_cast<int>(tiles), 1, nullptr};
+    TileQueue queue{static_cast<int>(tiles), 1, nullptr, nullptr};
     if (Traits::kWorkStealing && params->plan_ptr == nullptr) {
         queue.group = TileScheduler<C>::heads_in_group(*params, sms);
     }
-    if ((Traits::kWorkStealing || params->plan_ptr != nullptr) && tiles > ctas) {
-        cudaError_t const error = tile_counter(queue.counter, static_cast<cudaStream_t>(stream));
+    bool const steals = (Traits::kWorkStealing || params->plan_ptr != nullptr) && tiles > ctas;
+    bool const merges = MergeParts<Traits>::suits(*params);
+    if (steals || merges) {
+        LaunchCounters *counters = nullptr;
+        cudaError_t const error = launch_counters(counters, static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) {
             return error;
         }
+        if (counters != nullptr && steals) queue.counter = &counters->tiles;
+        if (counters != nullptr && merges) queue.arrivals = counters->arrivals;
     }
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(ctas));
@@ -62,7 +67,8 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     config.attrs = &dependent;
     config.numAttrs = 1;
     cudaError_t const error = cudaLaunchKernelEx(&config, kernel, *params, maps, queue);
-    return error == cudaSuccess ? enqueue_combine<Traits>(*params, stream) : error;
+    bool const merged = queue.arrivals != nullptr;
+    return error == cudaSuccess && !merged ? enqueue_combine<Traits>(*params, stream) : error;
 }
 
 template <FwdConfig C>

@@ -14,6 +14,7 @@
 #include "epilogue_fwd.h"
 #include "kernel_traits_sm90.h"
 #include "mask.h"
+#include "merge_parts_sm90.h"
 #include "mma_traits_sm90.h"
 #include "pipeline_sm90.h"
 #include "score_mod.h"
@@ -244,7 +245,9 @@ struct MainloopFwdSm90 {
         SharedStorage &storage;
         int const warpgroup;
         int const thread;  // among all MMA threads
-        RingKV k;          // V's is one use behind: P V of a block follows the next block's Q K^T
+        unsigned *const arrivals;
+        CtaPlan<C> *const own_plan;
+        RingKV k;  // V's is one use behind: P V of a block follows the next block's Q K^T
         RingTiles tiles;
         uint32_t q_parity = 0;
 
@@ -267,6 +270,16 @@ struct MainloopFwdSm90 {
             if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);
         }
 
+        // A part is stored.
+        CUTE_DEVICE void arrive(Flash_fwd_params const &params, WorkTile const &tile) const {
+            if constexpr (CtaPlan<C>::kFits) {
+                if (arrivals != nullptr && tile.is_part()) {
+                    MergeParts<Traits>::arrive(params, arrivals, own_plan->is_last[warpgroup], tile,
+                                               warpgroup, 2 + kWarpgroups + warpgroup);
+                }
+            }
+        }
+
         CUTE_DEVICE void release_tile() {
             __syncwarp();
             release(&storage.tile_empty[tiles.stage()]);
@@ -286,6 +299,7 @@ struct MainloopFwdSm90 {
                     return true;
                 }
                 Epilogue::store_empty(params, tile(), output(), thread);
+                arrive(params, tile());
                 release_tile();
             }
         }
@@ -507,6 +521,7 @@ struct MainloopFwdSm90 {
                 sm90::wgmma_wait<0>();
                 release_v();
                 Epilogue::finish(params, tile, output(), thread, softmax, tOrO);
+                arrive(params, tile);
                 release_tile();
             }
         }

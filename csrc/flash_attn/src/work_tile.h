@@ -42,6 +42,7 @@ struct WorkTile {
     BlockRange blocks;
     // Of the workspace, where the tile is a part of a split one: its sequence's first row there.
     int partial_row = -1;
+    int part = 0, parts = 1;  // then it is this one of so many
 
     CUTE_HOST_DEVICE bool in_sequence() const { return seqlen_k >= 0; }
     CUTE_HOST_DEVICE bool is_part() const { return partial_row >= 0; }
@@ -60,6 +61,8 @@ CUTE_HOST_DEVICE void take_part(WorkTile &tile, int tile_n, int part, int parts)
     blocks.unmasked = within(blocks.left + blocks.unmasked) - whole;
     blocks.left = blocks.unmasked > 0 ? whole : 0;
     blocks.count = end - first;
+    tile.part = part;
+    tile.parts = parts;
     tile.row_k += first * tile_n;
     tile.seqlen_k -= first * tile_n;
 }
