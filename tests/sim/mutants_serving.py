@@ -205,8 +205,8 @@ OF_CTA_PLANS = (
     Mutant(
         "own plan read before it is complete",
         "flash_fwd_kernel_sm80.h",
-        "        own->make(params);\n        __syncthreads();\n",
-        "        own->make(params);\n",
+        "        own->make(params, params.num_splits > 1);\n        __syncthreads();\n",
+        "        own->make(params, params.num_splits > 1);\n",
         "racecheck",
         "data race",
     ),

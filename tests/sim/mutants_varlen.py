@@ -48,8 +48,8 @@ MUTANTS = (
     Mutant(
         "tile beyond the count computed, persistent CTAs",
         _MAINLOOP,
-        "queue.tiles = planned_tiles(params, own_plan);",
-        "queue.tiles = planned_tiles(params, own_plan) + 1;",
+        "queue.tiles = planned_tiles(params, plan());",
+        "queue.tiles = planned_tiles(params, plan()) + 1;",
         "simulator",
         _OUTSIDE,
         ASKING,

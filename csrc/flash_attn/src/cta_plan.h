@@ -45,7 +45,7 @@ struct CtaPlan {
     Rank ranks[kMost];
     PlanTile sequences[kMost];  // sorted; of a split one the first part, with PlanTile::part parts
     int first[kMost + 1];       // tiles of a grid head before those of a sequence
-    int is_last[2];             // of MergeParts, of each warpgroup
+    bool is_last;               // of MergeParts
 
     // Whether the CTAs plan; the host asks, too.
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {

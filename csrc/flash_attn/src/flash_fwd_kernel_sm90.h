@@ -28,24 +28,24 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     if (threadIdx.x == 0) {
         Mainloop::init_barriers(storage);
     }
-    CtaPlan<C> *own = nullptr;
-    if (CtaPlan<C>::suits(params)) {
-        own = reinterpret_cast<CtaPlan<C> *>(smem + Traits::kSmemBytes);
+    bool const plans = CtaPlan<C>::suits(params);
+    if (plans) {
         cudaGridDependencySynchronize();
-        own->make(params, params.num_splits > 1 && queue.arrivals == nullptr);
+        bool const lists_positions = params.num_splits > 1 && queue.arrivals == nullptr;
+        Mainloop::own_plan(storage).make(params, lists_positions);
     }
     __syncthreads();
 
     if (warpgroup == 0) {
         sm90::registers_lower<Traits::kLoadRegisters>();
         if (threadIdx.x < 32 && (C.paged || sm90::elect_one())) {
-            typename Mainloop::Producer producer{maps, storage, own};
+            typename Mainloop::Producer producer{maps, storage, plans};
             producer.run(params, queue);
         }
     } else {
         sm90::registers_raise<Traits::kMmaRegisters>();
-        typename Mainloop::Consumer consumer{
-            storage, warpgroup - 1, static_cast<int>(threadIdx.x) - 128, queue.arrivals, own};
+        typename Mainloop::Consumer consumer{storage, queue.arrivals, warpgroup - 1,
+                                             static_cast<int>(threadIdx.x) - 128};
         consumer.first_turn();
         consumer.run(params);
     }

@@ -69,6 +69,11 @@ struct MainloopFwdSm90 {
         sm90::fence_barrier_init();
     }
 
+    // Where the CTA plans for itself.
+    CUTE_DEVICE static CtaPlan<C> &own_plan(SharedStorage &storage) {
+        return *reinterpret_cast<CtaPlan<C> *>(&storage + 1);
+    }
+
     // No tile is left: m_block < 0.
     CUTE_DEVICE static WorkTile get_tile(Flash_fwd_params const &params, TileQueue const &queue,
                                          CtaPlan<C> const *own, int index) {
@@ -92,10 +97,12 @@ struct MainloopFwdSm90 {
     struct Producer {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
-        CtaPlan<C> const *const own_plan;  // null: there is none
+        bool const plans;
         RingKV k, v;
         RingTiles tiles;
         uint32_t q_parity = 0;
+
+        CUTE_DEVICE CtaPlan<C> const *plan() const { return plans ? &own_plan(storage) : nullptr; }
 
         CUTE_DEVICE static bool leads() { return !C.paged || threadIdx.x == 0; }
 
@@ -188,14 +195,14 @@ struct MainloopFwdSm90 {
         CUTE_DEVICE void run(Flash_fwd_params const &params, TileQueue queue) {
             int index = blockIdx.x;
             WorkTile tile;
-            if (params.plan_ptr == nullptr) tile = get_tile(params, queue, own_plan, index);
+            if (params.plan_ptr == nullptr) tile = get_tile(params, queue, plan(), index);
             // No thread touches global memory before: the consumers wait for their first tile.
             cudaGridDependencySynchronize();
             if (params.plan_ptr != nullptr) {
-                queue.tiles = planned_tiles(params, own_plan);
+                queue.tiles = planned_tiles(params, plan());
                 // Nothing is left to steal, and no atomic operation delays the last loads.
                 if (queue.tiles <= static_cast<int>(gridDim.x)) queue.counter = nullptr;
-                tile = get_tile(params, queue, own_plan, index);
+                tile = get_tile(params, queue, plan(), index);
             }
             publish(params, tile);
             while (tile.m_block >= 0) {
@@ -230,7 +237,7 @@ struct MainloopFwdSm90 {
                     load_v(n);
                 }
                 index = next(queue, index);
-                tile = get_tile(params, queue, own_plan, index);
+                tile = get_tile(params, queue, plan(), index);
                 publish(params, tile);
                 if (blocks.count > 0) {
                     load_v(0);
@@ -243,11 +250,10 @@ struct MainloopFwdSm90 {
     // One MMA warpgroup, which computes 64 rows of every tile.
     struct Consumer {
         SharedStorage &storage;
+        unsigned *const arrivals;  // as in TileQueue
         int const warpgroup;
         int const thread;  // among all MMA threads
-        unsigned *const arrivals;
-        CtaPlan<C> *const own_plan;
-        RingKV k;  // V's is one use behind: P V of a block follows the next block's Q K^T
+        RingKV k;          // V's is one use behind: P V of a block follows the next block's Q K^T
         RingTiles tiles;
         uint32_t q_parity = 0;
 
@@ -270,12 +276,12 @@ struct MainloopFwdSm90 {
             if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);
         }
 
-        // A part is stored.
-        CUTE_DEVICE void arrive(Flash_fwd_params const &params, WorkTile const &tile) const {
-            if constexpr (CtaPlan<C>::kFits) {
-                if (arrivals != nullptr && tile.is_part()) {
-                    MergeParts<Traits>::arrive(params, arrivals, own_plan->is_last[warpgroup], tile,
-                                               warpgroup, 2 + kWarpgroups + warpgroup);
+        // A tile, or a part of one, is stored.
+        CUTE_DEVICE void arrive(Flash_fwd_params const &params) const {
+            if constexpr (MergeParts<Traits>::kCan) {
+                if (arrivals != nullptr && tile().is_part()) {
+                    MergeParts<Traits>::arrive(params, arrivals, own_plan(storage).is_last, tile(),
+                                               1 + kWarpgroups);
                 }
             }
         }
@@ -299,7 +305,6 @@ struct MainloopFwdSm90 {
                     return true;
                 }
                 Epilogue::store_empty(params, tile(), output(), thread);
-                arrive(params, tile());
                 release_tile();
             }
         }
@@ -521,7 +526,7 @@ struct MainloopFwdSm90 {
                 sm90::wgmma_wait<0>();
                 release_v();
                 Epilogue::finish(params, tile, output(), thread, softmax, tOrO);
-                arrive(params, tile);
+                arrive(params);
                 release_tile();
             }
         }

@@ -23,53 +23,52 @@ template <class Traits>
 struct MergeParts {
     static constexpr FwdConfig C = Traits::kConfig;
     using Merge = Combine<C>;
-    static constexpr int kThreads = 128;  // of a warpgroup, which merges the rows that it owns
-    static_assert(kThreads == Merge::kThreads);
-    // One CTA merges a tile: of many rows a kernel of many CTAs does.
+    // By one consumer with registers to spare; of the tiles that many rows of queries have a kernel
+    // of many CTAs merges the parts.
+    static constexpr bool kCan = kCtasMerge && CtaPlan<C>::kFits && Traits::kFewMma;
     static constexpr int kMostRows = 16;
 
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
-        return kCtasMerge && params.num_splits > 1 && CtaPlan<C>::suits(params) &&
+        return kCan && params.num_splits > 1 && CtaPlan<C>::suits(params) &&
                num_rows(params, params.seqlen_q) <= kMostRows &&
-               int64_t(params.b) * num_grid_heads(params) * Traits::kMmaWarpgroups <= kArrivals;
+               int64_t(params.b) * num_grid_heads(params) <= kArrivals;
     }
 
-    // By all threads of a warpgroup once their rows of a part are stored. arrivals: counters of the
-    // launch, all zero; is_last: in shared memory, of the warpgroup. barrier: a named one, of it.
-    CUTE_DEVICE static void arrive(Flash_fwd_params const &params, unsigned *arrivals, int &is_last,
-                                   WorkTile const &tile, int warpgroup, int barrier) {
-        int const thread = static_cast<int>(threadIdx.x) % kThreads;
-        int const sequence = tile.row_q / params.seqlen_q;
-        int const index = (tile.head * params.b + sequence) * Traits::kMmaWarpgroups + warpgroup;
+    // By all threads of the consumer once a part is stored; no part of a CTA's own plan is empty.
+    // arrivals: counters of the launch, all zero. is_last: in shared memory. barrier: a named one.
+    CUTE_DEVICE static void arrive(Flash_fwd_params const &params, unsigned *arrivals,
+                                   bool &is_last, WorkTile const &tile, int barrier) {
+        static_assert(Traits::kMmaThreads == Merge::kThreads || !kCan);
         __threadfence();
-        sm90::named_barrier_sync(barrier, kThreads);
-        if (thread == 0) {
-            unsigned const before = atomicAdd(&arrivals[index], 1u);
-            is_last = before == static_cast<unsigned>(tile.parts) - 1;
-            if (is_last) atomicExch(&arrivals[index], 0u);
+        sm90::named_barrier_sync(barrier, Merge::kThreads);
+        if (threadIdx.x % Merge::kThreads == 0) {
+            unsigned *const stored = arrivals + tile.head * params.b + tile.row_q / params.seqlen_q;
+            is_last = atomicAdd(stored, 1u) == static_cast<unsigned>(tile.parts) - 1;
+            if (is_last) atomicExch(stored, 0u);
             __threadfence();
         }
-        sm90::named_barrier_sync(barrier, kThreads);
-        if (is_last) merge(params, tile, warpgroup * 64);
+        sm90::named_barrier_sync(barrier, Merge::kThreads);
+        if (is_last) merge(params, tile);
     }
 
   private:
-    // Rows [begin, begin + 64) of a sequence's only tile of queries.
-    CUTE_DEVICE static void merge(Flash_fwd_params const &params, WorkTile const &tile, int begin) {
+    // A sequence's only tile of queries.
+    CUTE_DEVICE static void merge(Flash_fwd_params const &params, WorkTile const &tile) {
         int const rows = num_rows(params, tile.seqlen_q);
-        int const group = static_cast<int>(threadIdx.x) % kThreads / Merge::kLanes;
+        int const group = static_cast<int>(threadIdx.x) % Merge::kThreads / Merge::kLanes;
         int64_t const first =
             int64_t(tile.head) * params.partial_rows + tile.partial_row - tile.part * rows;
-        typename Merge::SharedStorage none;  // where each group has a row of its own
+        typename Merge::SharedStorage unused;  // as each group has a row of its own
         CUTE_NO_UNROLL
-        for (int i = begin; i < cute::min(begin + 64, rows); i += Merge::kGroups) {
-            TileRow const of_tile = tile_row(params, tile, Traits::kTileM, i + group);
+        for (int begin = 0; begin < rows; begin += Merge::kGroups) {
+            int const i = begin + group;
+            TileRow const of_tile = tile_row(params, tile, Traits::kTileM, i);
             typename Merge::Row row{};
             if (of_tile.exists) {
-                row = {first + i + group, rows, tile.parts, tile.head_q + of_tile.head,
+                row = {first + i, rows, tile.parts, tile.head_q + of_tile.head,
                        tile.row_q + of_tile.position};
             }
-            Merge::merge(params, none, row, true);
+            Merge::merge(params, unused, row, true);
         }
     }
 };
