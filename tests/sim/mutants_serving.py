@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from mutants import TWO_STAGES, Mutant
-from mutants_sm90 import ASKING
+from mutants_sm90 import ASKING, DECODING
 
 _PAGED_80 = dataclasses.replace(TWO_STAGES, paged=True)
 _PAGED_90 = dataclasses.replace(ASKING, paged=True)
 _PLAN = "flash_plan_kernel.h"
 _SEGMENTS = "plan_segments.h"
 _CTA_PLAN = "cta_plan.h"
+_MERGE = "merge_parts_sm90.h"
 _COMBINE = "flash_fwd_combine_kernel.h"
 _EPILOGUE = "epilogue_fwd.h"
 _TILE = "work_tile.h"
@@ -217,5 +218,42 @@ OF_CTA_PLANS = (
         "",
         "racecheck",
         "data race",
+    ),
+    _numerics(
+        "merged by the last but one",
+        _MERGE,
+        "static_cast<unsigned>(tile.parts) - 1;",
+        "static_cast<unsigned>(tile.parts) - 2;",
+        DECODING,
+    ),
+    _numerics(
+        "arrivals not counted anew",
+        _MERGE,
+        "if (is_last) atomicExch(stored, 0u);",
+        "",
+        DECODING,
+    ),
+    _numerics(
+        "one counter for all sequences",
+        _MERGE,
+        "arrivals + tile.head * params.b + tile.row_q / params.seqlen_q;",
+        "arrivals + tile.head * params.b;",
+        DECODING,
+    ),
+    _numerics(
+        "merged from the last part on",
+        _MERGE,
+        " + tile.partial_row - tile.part * rows;",
+        " + tile.partial_row;",
+        DECODING,
+    ),
+    Mutant(
+        "counted before a part is stored",
+        _MERGE,
+        "        __threadfence();\n        sm90::named_barrier_sync(barrier, Merge::kThreads);\n",
+        "",
+        "racecheck",
+        "data race",
+        DECODING,
     ),
 )

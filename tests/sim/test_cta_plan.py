@@ -8,16 +8,17 @@ import mutants_serving
 import pytest
 import torch
 from mutants import TWO_STAGES
-from mutants_sm90 import ASKING
+from mutants_sm90 import ASKING, DECODING
 from planted import build_mutants, checker
 from serving import check, contiguous, paged, run
 
 from flashcute import sim
 from flashcute.jit.abi import Splits
 
-CONFIGS = TWO_STAGES, ASKING
+CONFIGS = TWO_STAGES, ASKING, DECODING
 PAGED = tuple(dataclasses.replace(config, paged=True) for config in CONFIGS)
-WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CONFIGS)
+WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CONFIGS[:2])
+MERGING = DECODING, PAGED[2]  # kernels whose CTAs merge
 MOST = {80: 128, 90: 256}  # sequences
 SPLITS = Splits(), Splits(3), Splits(40, 2), Splits(16, 1, 12)
 SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
@@ -118,6 +119,24 @@ def test_queries_of_several_tiles_have_a_kernel_that_plans(config):
         check(result, config, problem)
 
 
+@pytest.mark.parametrize(
+    ("b", "queries", "by_ctas"), [(3, 8, True), (3, 9, False), (64, 1, True), (65, 1, False)]
+)
+@each(MERGING)
+def test_the_cta_that_stores_last_merges(config, b, queries, by_ctas):
+    """Up to 16 rows of a tile and 128 tiles, in launch after launch, in any order of the CTAs. The
+    result is that of the kernel that merges, which a plan with its positions is for."""
+    lengths = (queries,) * b, (300, *lengths_of(b - 1, queries, 100))
+    problem = paged(config, lengths, 16) if config.paged else contiguous(config, lengths)
+    for seed in range(3 if by_ctas else 1):
+        tensors = dict(problem.tensors)
+        options = {"seed": seed, "launches": 3, "pack_heads": True, "sms": 3}
+        result = assert_planned_alike(config, problem, Splits(5), **options)
+        problem.tensors = tensors
+        assert (result.outputs["plan"][1] == -1) == by_ctas
+    check(result, config, problem)
+
+
 @each(CONFIGS)
 def test_no_races(config):
     problem = contiguous(config, ((2,) * 3, (100, 70, 300)), h=2, h_k=1)
@@ -137,6 +156,7 @@ def test_mutant_is_found(mutant, mutants):
         problem = contiguous(config, lengths, h=6, seed=seed)
         del problem.tensors["cu_seqlens_q"]
         more = {"pack_heads": True, "timeout": 120, "seed": seed, "checker": checker(mutant)}
+        more["launches"] = 2  # the second finds the counters as the first left them
         result = run(config, problem, Splits(3), kernel=mutants[mutant.name], **more)
         if mutant.report:
             if re.search(mutant.report, result.message):

@@ -37,11 +37,11 @@ struct LaunchCounters {
     unsigned arrivals[kArrivals];
 };
 
-// Launches of one stream follow each other and share counters; a captured launch may run beside any
-// other, so each has some of its own that are never given back. A graph does not run beside itself;
-// two executables of one capture could, which is not supported.
+// Launches of one stream follow each other and share counters. A captured launch may run beside any
+// other, so each has its own, which are never given back. A graph does not run beside itself; two
+// executables of one capture could, which is not supported.
 inline constexpr int kLaunches = 4096;
-inline constexpr int kStreams = 256;  // of these for streams, the rest for captured launches
+inline constexpr int kStreams = 256;  // of these for streams, the others for captured launches
 __device__ LaunchCounters counters_of_launches[kLaunches];
 
 // The counters of a launch on `stream` of the current device; null once all of its kind are in use.
