@@ -45,7 +45,7 @@ struct CtaPlan {
     Rank ranks[kMost];
     PlanTile sequences[kMost];  // sorted; of a split one the first part, with PlanTile::part parts
     int first[kMost + 1];       // tiles of a grid head before those of a sequence
-    bool is_last;               // of MergeParts
+    int is_last;                // of MergeParts: 0 or 1
 
     // Whether the CTAs plan; the host asks, too.
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {

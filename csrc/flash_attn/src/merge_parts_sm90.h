@@ -36,39 +36,43 @@ struct MergeParts {
 
     // By all threads of the consumer once a part is stored; no part of a CTA's own plan is empty.
     // arrivals: counters of the launch, all zero. is_last: in shared memory. barrier: a named one.
-    CUTE_DEVICE static void arrive(Flash_fwd_params const &params, unsigned *arrivals,
-                                   bool &is_last, WorkTile const &tile, int barrier) {
+    CUTE_DEVICE static void arrive(Flash_fwd_params const &params, unsigned *arrivals, int &is_last,
+                                   WorkTile const &tile, int barrier) {
         static_assert(Traits::kMmaThreads == Merge::kThreads || !kCan);
         __threadfence();
         sm90::named_barrier_sync(barrier, Merge::kThreads);
         if (threadIdx.x % Merge::kThreads == 0) {
             unsigned *const stored = arrivals + tile.head * params.b + tile.row_q / params.seqlen_q;
             is_last = atomicAdd(stored, 1u) == static_cast<unsigned>(tile.parts) - 1;
-            if (is_last) atomicExch(stored, 0u);
+            if (is_last != 0) atomicExch(stored, 0u);
             __threadfence();
         }
         sm90::named_barrier_sync(barrier, Merge::kThreads);
-        if (is_last) merge(params, tile);
+        if (is_last != 0) {
+            // Not the same before every tile to the compiler, which would keep what it computes
+            // from it in registers of the main loop.
+            merge(params, tile, static_cast<int>(threadIdx.x) % Merge::kThreads & -is_last);
+        }
     }
 
   private:
-    // A sequence's only tile of queries.
-    CUTE_DEVICE static void merge(Flash_fwd_params const &params, WorkTile const &tile) {
+    // A sequence's only tile of queries. thread: of the consumer.
+    CUTE_DEVICE static void merge(Flash_fwd_params const &params, WorkTile const &tile,
+                                  int thread) {
         int const rows = num_rows(params, tile.seqlen_q);
-        int const group = static_cast<int>(threadIdx.x) % Merge::kThreads / Merge::kLanes;
         int64_t const first =
             int64_t(tile.head) * params.partial_rows + tile.partial_row - tile.part * rows;
         typename Merge::SharedStorage unused;  // as each group has a row of its own
         CUTE_NO_UNROLL
         for (int begin = 0; begin < rows; begin += Merge::kGroups) {
-            int const i = begin + group;
+            int const i = begin + thread / Merge::kLanes;
             TileRow const of_tile = tile_row(params, tile, Traits::kTileM, i);
             typename Merge::Row row{};
             if (of_tile.exists) {
                 row = {first + i, rows, tile.parts, tile.head_q + of_tile.head,
                        tile.row_q + of_tile.position};
             }
-            Merge::merge(params, unused, row, true);
+            Merge::merge(params, unused, row, true, thread);
         }
     }
 };
