@@ -23,9 +23,10 @@ template <class Traits>
 struct MergeParts {
     static constexpr FwdConfig C = Traits::kConfig;
     using Merge = Combine<C>;
-    // By one consumer with registers to spare; of the tiles that many rows of queries have a kernel
-    // of many CTAs merges the parts.
-    static constexpr bool kCan = kCtasMerge && CtaPlan<C>::kFits && Traits::kFewMma;
+    // By one consumer with registers to spare. A window leaves few keys to split, and of tiles with
+    // many rows a kernel of many CTAs merges the parts.
+    static constexpr bool kCan =
+        kCtasMerge && CtaPlan<C>::kFits && Traits::kFewMma && C.mask != MaskKind::local;
     static constexpr int kMostRows = 16;
 
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
