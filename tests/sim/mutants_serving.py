@@ -126,8 +126,8 @@ MUTANTS = (
     _numerics(
         "parts that overlap",
         _TILE,
-        "int(int64_t(blocks.count) * part / parts);",
-        "int(int64_t(blocks.count) * (part > 0 ? part - 1 : 0) / parts);",
+        "int const first = each * part + more * part / parts;",
+        "int const first = each * (part > 0 ? part - 1 : 0);",
     ),
     _numerics("parts that share their rows", _PLAN, "begin + part * rows;", "begin;"),
     _numerics(
@@ -229,7 +229,7 @@ OF_CTA_PLANS = (
     _numerics(
         "arrivals not counted anew",
         _MERGE,
-        "if (is_last) atomicExch(stored, 0u);",
+        "if (is_last != 0) atomicExch(stored, 0u);",
         "",
         DECODING,
     ),
