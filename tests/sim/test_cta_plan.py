@@ -10,7 +10,7 @@ import torch
 from mutants import TWO_STAGES
 from mutants_sm90 import ASKING, DECODING
 from planted import build_mutants, checker
-from serving import check, contiguous, paged, run
+from serving import check, contiguous, garbage, paged, run
 
 from flashcute import sim
 from flashcute.jit.abi import Splits
@@ -30,7 +30,7 @@ def each(configs):
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    sim.build_runners(["none", "racecheck"])
+    sim.build_runners(["none", "memcheck", "racecheck"])
     sim.build_kernels([(c, "none") for c in (*CONFIGS, *PAGED, *WINDOWED)])
 
 
@@ -135,6 +135,21 @@ def test_the_cta_that_stores_last_merges(config, b, queries, by_ctas):
         problem.tensors = tensors
         assert (result.outputs["plan"][1] == -1) == by_ctas
     check(result, config, problem)
+
+
+@each((*CONFIGS[:2], *PAGED[:2]))
+def test_no_values_reach_beyond_the_tensors(config):
+    make = (lambda *x, **o: paged(*x, 16, **o)) if config.paged else contiguous
+    problem = make(config, ((10,) * 3, (40, 70, 130)), h=2)
+    del problem.tensors["cu_seqlens_q"]
+    names = "seqused_k", "block_table", "cache_batch_idx", "leftpad_k"
+    shapes = {name: x.shape for name, x in problem.tensors.items() if name in names}
+    if not config.paged:
+        shapes["leftpad_k"] = (3,)
+    for seed, splits in enumerate((Splits(3), Splits(64, 1, 12))):
+        problem.tensors |= {name: garbage(x, seed + len(name)) for name, x in shapes.items()}
+        result = run(config, problem, splits, checker="memcheck")
+        assert result.verdict == "pass", result.message
 
 
 @each(CONFIGS)
