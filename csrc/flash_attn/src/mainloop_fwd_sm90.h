@@ -9,12 +9,10 @@
 #include <cute/tensor.hpp>
 
 #include "block_info.h"
-#include "cta_plan.h"
 #include "dropout.h"
 #include "epilogue_fwd.h"
 #include "kernel_traits_sm90.h"
 #include "mask.h"
-#include "merge_parts_sm90.h"
 #include "mma_traits_sm90.h"
 #include "pipeline_sm90.h"
 #include "score_mod.h"
@@ -69,19 +67,14 @@ struct MainloopFwdSm90 {
         sm90::fence_barrier_init();
     }
 
-    // Where the CTA plans for itself.
-    CUTE_DEVICE static CtaPlan<C> &own_plan(SharedStorage &storage) {
-        return *reinterpret_cast<CtaPlan<C> *>(&storage + 1);
-    }
-
     // No tile is left: m_block < 0.
     CUTE_DEVICE static WorkTile get_tile(Flash_fwd_params const &params, TileQueue const &queue,
-                                         CtaPlan<C> const *own, int index) {
+                                         int index) {
         if (index >= queue.tiles) {
             return {.m_block = -1};
         }
         if (params.plan_ptr != nullptr) {
-            return plan_tile(params, own, index);
+            return plan_tile<C>(params, *static_cast<WorkPlan const *>(params.plan_ptr), index);
         }
         if constexpr (Traits::kWorkStealing) {
             return TileScheduler<C>::tile_in_group(params, queue.group, index);
@@ -97,12 +90,9 @@ struct MainloopFwdSm90 {
     struct Producer {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
-        bool const plans;
         RingKV k, v;
         RingTiles tiles;
         uint32_t q_parity = 0;
-
-        CUTE_DEVICE CtaPlan<C> const *plan() const { return plans ? &own_plan(storage) : nullptr; }
 
         CUTE_DEVICE static bool leads() { return !C.paged || threadIdx.x == 0; }
 
@@ -195,14 +185,13 @@ struct MainloopFwdSm90 {
         CUTE_DEVICE void run(Flash_fwd_params const &params, TileQueue queue) {
             int index = blockIdx.x;
             WorkTile tile;
-            if (params.plan_ptr == nullptr) tile = get_tile(params, queue, plan(), index);
+            if (params.plan_ptr == nullptr) tile = get_tile(params, queue, index);
             // No thread touches global memory before: the consumers wait for their first tile.
             cudaGridDependencySynchronize();
             if (params.plan_ptr != nullptr) {
-                queue.tiles = planned_tiles(params, plan());
-                // Nothing is left to steal, and no atomic operation delays the last loads.
-                if (queue.tiles <= static_cast<int>(gridDim.x)) queue.counter = nullptr;
-                tile = get_tile(params, queue, plan(), index);
+                auto const &plan = *static_cast<WorkPlan const *>(params.plan_ptr);
+                queue.tiles = plan.count * num_grid_heads(params);
+                tile = get_tile(params, queue, index);
             }
             publish(params, tile);
             while (tile.m_block >= 0) {
@@ -237,7 +226,7 @@ struct MainloopFwdSm90 {
                     load_v(n);
                 }
                 index = next(queue, index);
-                tile = get_tile(params, queue, plan(), index);
+                tile = get_tile(params, queue, index);
                 publish(params, tile);
                 if (blocks.count > 0) {
                     load_v(0);
@@ -250,7 +239,6 @@ struct MainloopFwdSm90 {
     // One MMA warpgroup, which computes 64 rows of every tile.
     struct Consumer {
         SharedStorage &storage;
-        unsigned *const arrivals;  // as in TileQueue
         int const warpgroup;
         int const thread;  // among all MMA threads
         RingKV k;          // V's is one use behind: P V of a block follows the next block's Q K^T
@@ -274,16 +262,6 @@ struct MainloopFwdSm90 {
             release(&storage.k_empty[k.stage()]);
             constexpr bool kAllInRegs = kQRegSteps == Traits::kQSteps;
             if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);
-        }
-
-        // A tile, or a part of one, is stored.
-        CUTE_DEVICE void arrive(Flash_fwd_params const &params) const {
-            if constexpr (MergeParts<Traits>::kCan) {
-                if (arrivals != nullptr && tile().is_part()) {
-                    MergeParts<Traits>::arrive(params, arrivals, own_plan(storage).is_last, tile(),
-                                               1 + kWarpgroups);
-                }
-            }
         }
 
         CUTE_DEVICE void release_tile() {
@@ -526,7 +504,6 @@ struct MainloopFwdSm90 {
                 sm90::wgmma_wait<0>();
                 release_v();
                 Epilogue::finish(params, tile, output(), thread, softmax, tOrO);
-                arrive(params);
                 release_tile();
             }
         }
