@@ -50,10 +50,16 @@ def load() -> ctypes.CDLL:
     path = jit.build.build(unit, jit.toolchain.find_host_compiler()).artefact.path
     torch.ops.load_library(str(path))
     library = ctypes.CDLL(str(path))
-    library.host_kernel.restype = library.host_params.restype = ctypes.c_void_p
+    for name in ("kernel", "params", "bwd_kernel", "bwd_params"):
+        getattr(library, f"host_{name}").restype = ctypes.c_void_p
     ops.jit.load_binding = lambda: path
-    ops._choose = lambda problem: ops._Choice(library.host_kernel(), problem.cache, 3, 1, 8)
+    ops._choose = lambda problem: (
+        ops._Choice(library.host_bwd_kernel())
+        if problem.backward
+        else ops._Choice(library.host_kernel(), problem.cache, 3, 1, 8)
+    )
     ops.load()
+    torch.library.Library.impl = register
     base = torch._C.TensorBase.__dict__
     torch.Tensor.is_cuda, torch.Tensor.is_cpu = base["is_cpu"], base["is_meta"]
     return library
@@ -98,10 +104,13 @@ def calls():
         yield q | cache | more | appended | asked | {"cache_seqlens": lengths}
 
 
-def launched(library: ctypes.CDLL) -> dict:
+def launched(library: ctypes.CDLL, backward: bool = False) -> dict:
     """The parameters of the last launch."""
-    params = ctypes.cast(library.host_params(), ctypes.POINTER(abi.FlashFwdParams)).contents
-    return {name: getattr(params, name) for name, _ in params._fields_}
+    struct = abi.FlashBwdParams if backward else abi.FlashFwdParams
+    address = library.host_bwd_params() if backward else library.host_params()
+    params = ctypes.cast(address, ctypes.POINTER(struct)).contents
+    fields = [name for base in struct.__mro__ for name, _ in vars(base).get("_fields_", ())]
+    return {name: getattr(params, name) for name in fields}
 
 
 def differences(library: ctypes.CDLL) -> list[str]:

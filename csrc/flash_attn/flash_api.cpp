@@ -268,8 +268,8 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 // The next three are called by flashcute/integrations/sdpa.py. Returns what flashcute_unregister()
 // takes, or null.
 extern "C" __attribute__((visibility("default"))) void *flashcute_register_sdpa(
-    const char *dispatch_key) {
-    return flash::register_sdpa(dispatch_key);
+    const char *dispatch_key, flash::AsksTorch is_deterministic) {
+    return flash::register_sdpa(dispatch_key, is_deterministic);
 }
 
 // The kernel below what was registered is in its place again.
@@ -277,7 +277,7 @@ extern "C" __attribute__((visibility("default"))) void flashcute_unregister(void
     aoti_torch_delete_library_object(static_cast<TorchLibraryHandle>(library));
 }
 
-// Why the call of sdpa_fallback that this thread is in fails.
+// Why the call of sdpa_fallback or sdpa_backward_fallback that this thread is in fails.
 extern "C" __attribute__((visibility("default"))) void flashcute_explain(const char *text) {
     flash::sdpa_failure() = text;
 }
@@ -331,6 +331,13 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> "
         "(Tensor output, Tensor logsumexp, Tensor rng_state, Tensor unused, "
         "Tensor debug_attn_mask)");
+    // As aten::_scaled_dot_product_flash_attention_backward.
+    m.def(
+        "sdpa_backward_fallback(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+        "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
+        "SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, "
+        "Tensor philox_offset, *, float? scale=None) -> "
+        "(Tensor grad_query, Tensor grad_key, Tensor grad_value)");
     m.def(
         "plan_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, "
         "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "

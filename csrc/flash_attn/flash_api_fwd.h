@@ -378,8 +378,7 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     params.seqlen_k = static_cast<int32_t>(seqlen_k);
 
     std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, cache, dtype, device);
-    const Layout out = read_layout(std::get<0>(outputs), "out", q.dim());
-    const Layout ol = options.heads_first ? transposed(out) : out;
+    const Layout ol = read_layout(std::get<0>(outputs), "out", q.dim(), options.heads_first);
     params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
     check_vectorised(ol, params.o_ptr, "out");
     if (cache == nullptr || cache->returns_lse) {
