@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from . import ops, ops_kvcache
-from .cpu_operator import is_seen
+from .checks import UNLIMITED
 from .flash_attn_kvcache import checked, flash_attn_with_kvcache
+from .ops_kvcache import is_eager
 
 _FN = "KVCachePlan"
-_UNLIMITED = (-1, -1)
-
-# Bound here as every call asks them.
-_is_tracing = torch._C._is_tracing
-_is_grad_enabled = torch.is_grad_enabled
 
 
 class KVCachePlan:
@@ -50,7 +46,7 @@ class KVCachePlan:
         block_table: Tensor | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
-        window_size: tuple[int, int] = _UNLIMITED,
+        window_size: tuple[int, int] = UNLIMITED,
         softcap: float = 0.0,
         alibi_slopes: Tensor | None = None,
         num_splits: int = 0,
@@ -74,7 +70,7 @@ class KVCachePlan:
             )
         self._places = cache_seqlens, cache_batch_idx, cache_leftpad, block_table
         self._tensors = sinks, alibi_slopes
-        self._options = softmax_scale, causal, window_size, softcap, True, num_splits
+        self._options = softmax_scale, causal, window_size, softcap, num_splits
         self._first: tuple | None = None  # q, k_cache and v_cache of the first call, as _kind
         self._number = 0  # of the binding's plan; 0: none
         self._renews = False
@@ -97,13 +93,14 @@ class KVCachePlan:
             ValueError: for tensors of another shape, dtype or device than in the first call.
             Exception: as :func:`flash_attn_with_kvcache`.
         """
-        if self._number and not torch.compiler.is_compiling() and _is_eager(q, k_cache, v_cache):
-            args = (q, k_cache, v_cache, self._number) + ((True,) if self._renews else ())
+        given = q, k_cache, v_cache
+        if self._number and not torch.compiler.is_compiling() and is_eager(*given, given):
+            args = (*given, self._number) + ((True,) if self._renews else ())
             out = ops_kvcache.call_binding(ops_kvcache.planned()[1], *args)
             if out is not None:
                 self._renews = False
                 return out
-        kinds = tuple(map(_kind, (q, k_cache, v_cache)))
+        kinds = tuple(map(_kind, given))
         if self._first is None:
             out = self._make(q, k_cache, v_cache)
             self._first = kinds
@@ -115,7 +112,7 @@ class KVCachePlan:
                     f"{_FN}: expected {name} as in the plan's first call, {_show(first)}, got "
                     f"{_show(kind)}; make a plan for each kind of layer"
                 )
-        scale, causal, window_size, softcap, _, num_splits = self._options
+        scale, causal, window_size, softcap, num_splits = self._options
         lengths, entries, leftpad, table = self._places
         sinks, slopes = self._tensors
         return flash_attn_with_kvcache(
@@ -127,9 +124,10 @@ class KVCachePlan:
 
     def _make(self, q, k_cache, v_cache) -> Tensor | None:
         """The first call's result; None where it cannot be planned."""
-        if torch.compiler.is_compiling() or not _is_eager(q, k_cache, v_cache) or not q.is_cuda:
+        given = q, k_cache, v_cache
+        if torch.compiler.is_compiling() or not is_eager(*given, given) or not q.is_cuda:
             return None
-        given = q, k_cache, v_cache, None, None, None, None, *self._places, *self._tensors
+        given += None, None, None, None, *self._places, *self._tensors
         t, o = checked(_FN, given, self._options)
         if t.sinks is not None:
             t = t._replace(sinks=t.sinks.float().contiguous())
@@ -144,14 +142,6 @@ class KVCachePlan:
         self._renews = False
         weakref.finalize(self, ops.remove_plan, self._number).atexit = False
         return out
-
-
-def _is_eager(q, k_cache, v_cache) -> bool:
-    """Whether nothing records or differentiates a call of these."""
-    if not (type(q) is type(k_cache) is type(v_cache) is Tensor) or is_seen() or _is_tracing():
-        return False
-    has_grad = q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
-    return not (has_grad and _is_grad_enabled())
 
 
 def _kind(x) -> tuple:

@@ -23,10 +23,12 @@ def register_unless_cpu(library, name, function, key="", **options):
 
 torch.library.Library.impl = register_unless_cpu
 
-from test_checks_kvcache import CACHE, CASES  # noqa: E402
+from test_checks_kvcache import CASES  # noqa: E402
+from test_checks_varlen import CASES as VARLEN_CASES  # noqa: E402
 
 from flashcute import (  # noqa: E402
     KVCachePlan,
+    flash_attn_varlen_func,
     flash_attn_with_kvcache,
     jit,
     ops,
@@ -67,9 +69,9 @@ def load() -> ctypes.CDLL:
 
 def refusals() -> list[str]:
     """Of odd inputs that are not odd because of their device, or of values on the device."""
-    odd = [c for c in CASES if c.function == CACHE and {"meta", "fake_cuda"} & set(c.on)]
+    odd = [c for c in (*CASES, *VARLEN_CASES) if {"meta", "fake_cuda"} & set(c.on)]
     odd = [c for c in odd if not c.name.endswith("on the cpu") and c.name != "float64 for kernels"]
-    odd += [c for c in CASES if c.name.endswith(("sparse", "nested"))]
+    odd += [c for c in (*CASES, *VARLEN_CASES) if c.name.endswith(("sparse", "nested"))]
     return [failure for case in odd if (failure := case.failure("cpu")) is not None]
 
 
@@ -139,6 +141,71 @@ def differences(library: ctypes.CDLL) -> list[str]:
     return found
 
 
+def ragged_calls():
+    """Likewise, of packed queries."""
+
+    def zeros(*shape: int, dtype=torch.float16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return zeros(*shape, dtype=torch.int32)
+
+    starts = {"cu_seqlens_k": ints(4)}
+    packed = {n: zeros(30, 2, 64) for n in "kv"} | starts
+    apart = {n: zeros(30, 3, 2, 64)[:, 1] for n in "kv"} | starts
+    pages = {n: zeros(7, 4, 2, 64) for n in "kv"} | {"block_table": ints(3, 5)}
+    heads_first = {n: zeros(7, 2, 4, 64).transpose(1, 2) for n in "kv"} | {
+        "block_table": ints(3, 7)[:, :5]
+    }
+    used = {"seqused_k": ints(3)}
+    options = {"softmax_scale": 0.25, "window_size": (3, 10**30), "num_splits": 7}
+    options |= {"softcap": 30.0, "sinks": torch.zeros(4), "alibi_slopes": torch.zeros(3, 4)}
+    for keys, asked, total in itertools.product(
+        (
+            *(packed, apart, packed | used, pages | starts, pages | starts | used),
+            *(pages | used | {"cu_seqlens_k": None}, heads_first | used | starts),
+        ),
+        (
+            *({}, {"causal": True, "deterministic": True}, options, {"num_splits": 3}),
+            *({"sinks": zeros(4)}, {"seqused_q": ints(3), "softmax_scale": 2}),
+        ),
+        (9, 0),
+    ):
+        q = {"q": zeros(total, 4, 64), "cu_seqlens_q": ints(4)}
+        yield q | keys | asked | {"max_seqlen_q": 5, "max_seqlen_k": 11}
+
+
+def differences_of_varlen(library: ctypes.CDLL) -> list[str]:
+    """Between launches of a ragged batch with the checks in Python and without them."""
+    launch, found = ops_kvcache.launch_varlen_unchecked, []
+
+    def run(checked: bool, given: dict, **options) -> tuple[dict, list]:
+        taken = []
+
+        def remember(*args):
+            taken.append(launch(*args))
+            return taken[0]
+
+        ops_kvcache.launch_varlen_unchecked = (lambda *args: None) if checked else remember
+        out = flash_attn_varlen_func(**given, **options)
+        if not checked and taken[0] is None:
+            found.append(f"left to the checks in Python: {given.keys()}")
+        results = [(x.shape, x.stride(), x.dtype) for x in (out if options else (out,))]
+        return launched(library), results
+
+    for given in ragged_calls():
+        expected, results = run(True, given, return_attn_probs=True)
+        for options in ({}, {"return_attn_probs": True}):
+            params, got = run(False, given, **options)
+            names = [n for n in expected if n not in FRESH and expected[n] != params[n]]
+            has_lse = params["softmax_lse_ptr"] is not None or given["q"].numel() == 0
+            if names or got != results[: len(got)] or not has_lse:
+                wrong = [f"{n}={params[n]} and not {expected[n]}" for n in names]
+                found.append(f"ragged: {', '.join(wrong)}; {got} of {results}; {given.keys()}")
+    ops_kvcache.launch_varlen_unchecked = launch
+    return found
+
+
 def differences_of_plans(library: ctypes.CDLL) -> list[str]:
     """Between launches with a plan and without; plans that are not made where they must be, or are
     made where they must not."""
@@ -194,7 +261,8 @@ def main() -> None:
     library = load()
     found = refusals()
     with torch.no_grad():
-        found += differences(library) + differences_of_plans(library)
+        found += differences(library) + differences_of_varlen(library)
+        found += differences_of_plans(library)
         found += failures_of_kernels(library)
     print(*found[:20], f"{len(found)} are wrong", sep="\n")
 

@@ -22,7 +22,6 @@ struct Cache {
     std::optional<Tensor> rotary_cos, rotary_sin;
     bool rotary_interleaved = false;
     bool apart = true;  // the caller has seen to it that k and v are not in the cache
-    bool returns_lse = true;
 };
 
 // Fills in the cache and returns the tokens of a sequence that it has room for.
@@ -191,28 +190,30 @@ inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &c
 
 // Both outputs are fresh: out as empty_like(q), softmax_lse contiguous float32 (b, h, seqlen_q); of
 // a ragged batch out is contiguous, and softmax_lse (h, total_q). Over a cache softmax_lse is (b,
-// h, seqlen_q) with the strides of (h, b, seqlen_q), or None where it is not wanted.
-inline std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &ql,
-                                               const Cache *cache, int32_t dtype, int32_t device) {
-    const int32_t float32 = aoti_torch_dtype_float32();
+// h, seqlen_q) with the strides of (h, b, seqlen_q). It is None where it is not wanted.
+inline std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Inputs &inputs, bool is_cache,
+                                               bool returns_lse) {
+    const auto &[dtype, device, ql, kl, vl] = inputs;
+    const auto make_lse = [&](const auto &sizes, const auto &strides) {
+        const int32_t float32 = aoti_torch_dtype_float32();
+        return returns_lse ? empty(sizes, strides, float32, inputs.device) : Tensor();
+    };
     // torch never makes a contiguous stride smaller than 1, even beside a dimension of size 0.
     const int64_t rows = std::max(ql.s, int64_t(1));
     if (q.dim() == 3) {
         const int64_t lse_sizes[] = {ql.h, ql.s}, lse_strides[] = {rows, 1};
         const int64_t out_sizes[] = {ql.s, ql.h, ql.d}, out_strides[] = {ql.h * ql.d, ql.d, 1};
-        return {empty(out_sizes, out_strides, dtype, device),
-                empty(lse_sizes, lse_strides, float32, device)};
+        return {empty(out_sizes, out_strides, dtype, device), make_lse(lse_sizes, lse_strides)};
     }
     const int64_t lse_sizes[] = {ql.b, ql.h, ql.s};
-    if (cache != nullptr) {
+    if (is_cache) {
         const int64_t sizes[] = {ql.b, ql.s, ql.h, ql.d};
         const int64_t strides[] = {rows * ql.h * ql.d, ql.h * ql.d, ql.d, 1};
         const int64_t lse_strides[] = {rows, std::max(ql.b, int64_t(1)) * rows, 1};
-        return {empty(sizes, strides, dtype, device),
-                cache->returns_lse ? empty(lse_sizes, lse_strides, float32, device) : Tensor()};
+        return {empty(sizes, strides, dtype, device), make_lse(lse_sizes, lse_strides)};
     }
     const int64_t lse_strides[] = {ql.h * rows, rows, 1};
-    Tensor lse = empty(lse_sizes, lse_strides, float32, device);
+    Tensor lse = make_lse(lse_sizes, lse_strides);
     return {empty_like(q, dtype, device), std::move(lse)};
 }
 
@@ -361,7 +362,7 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     }
     const int64_t seqlen_k = kl.b > 0 ? keys_known(params, lengths, room) : 0;
     if (ql.b == 0 || (ql.s == 0 && params.k_new_ptr == nullptr)) {
-        return make_outputs(q, ql, cache, dtype, device);
+        return make_outputs(q, inputs, cache != nullptr, options.returns_lse);
     }
     Problem problem = make_problem(inputs);
     problem.seqlen_k = static_cast<int32_t>(room);
@@ -377,11 +378,12 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     set_problem(params, problem, choice, queries, lengths != nullptr);
     params.seqlen_k = static_cast<int32_t>(seqlen_k);
 
-    std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, cache, dtype, device);
+    std::tuple<Tensor, Tensor> outputs =
+        make_outputs(q, inputs, cache != nullptr, options.returns_lse);
     const Layout ol = read_layout(std::get<0>(outputs), "out", q.dim(), options.heads_first);
     params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
     check_vectorised(ol, params.o_ptr, "out");
-    if (cache == nullptr || cache->returns_lse) {
+    if (options.returns_lse) {
         params.softmax_lse_ptr = static_cast<float *>(std::get<1>(outputs).mutable_data_ptr());
     }
     set_strides(params, ql, kl, vl, ol);

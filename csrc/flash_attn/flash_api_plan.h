@@ -67,8 +67,7 @@ inline Tensor run_planned(const Planned &planned, const Tensor &q, const Tensor 
         fail("expected q whose batch and rows are one dimension");
     }
     const torch::stable::accelerator::DeviceGuard guard(device);
-    const Cache cache{.returns_lse = false};
-    Tensor out = std::get<0>(make_outputs(q, ql, &cache, dtype, device));
+    Tensor out = std::get<0>(make_outputs(q, inputs, true, false));
     const Layout ol = read_layout(out, "out", 4);
     params.o_ptr = out.mutable_data_ptr();
     set_strides(params, ql, kl, vl, ol);

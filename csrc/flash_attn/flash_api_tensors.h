@@ -206,6 +206,7 @@ struct Options {
     // sequence's result is the same bits in any batch.
     int64_t num_splits = -1;
     bool heads_first = false;  // a dense batch of tensors (b, heads, s, d), as SDPA has them
+    bool returns_lse = true;   // always of a dense batch
 };
 
 // b: entries, or sequences of a ragged batch.
