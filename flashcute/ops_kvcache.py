@@ -60,7 +60,8 @@ _MAX_WINDOW = 2**62
 _is_tracing = torch._C._is_tracing
 _is_grad_enabled = torch.is_grad_enabled
 _in_inference_mode = torch.is_inference_mode_enabled
-_increment_version = torch.autograd.graph.increment_version
+# Of a cache that is appended to: autograd notices one that it saved before.
+increment_version = torch.autograd.graph.increment_version
 
 # How the binding's own errors begin.
 _OF_A_KERNEL = f"{NAMESPACE}::attend_kvcache: ", f"{NAMESPACE}::attend_varlen: "
@@ -99,10 +100,11 @@ def _varlen() -> Callable:
 
 
 @functools.cache
-def planned() -> tuple[Callable, Callable]:
-    """``plan_kvcache`` and ``run_plan``."""
+def planned() -> tuple[Callable, Callable, Callable]:
+    """``plan_kvcache``, ``run_plan`` and ``append_run_plan``."""
     ops = getattr(torch.ops, NAMESPACE)
-    return ops.plan_kvcache.default._op, ops.run_plan.default._op
+    names = "plan_kvcache", "run_plan", "append_run_plan"
+    return tuple(getattr(ops, name).default._op for name in names)
 
 
 def call_binding(op: Callable, *args):
@@ -128,6 +130,11 @@ def is_eager(q, k, v, tensors: tuple) -> bool:
     return not (_is_grad_enabled() and any(getattr(x, "requires_grad", 0) for x in tensors))
 
 
+def may_write(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether both caches can be appended to here: not those of inference mode outside of it."""
+    return _in_inference_mode() or not (k_cache.is_inference() or v_cache.is_inference())
+
+
 def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """The results of an eager call of CUDA tensors that nobody has checked, if kernels can take all
     arguments as they are.
@@ -146,8 +153,7 @@ def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Ten
     q, k_cache, v_cache, k, v, cos, sin, lengths, entries, leftpad, table, sinks, slopes = t
     if ops._fwd is None or not is_eager(q, k_cache, v_cache, t):
         return None
-    changed = () if k is None else (k_cache, v_cache)
-    if changed and not _in_inference_mode() and any(map(Tensor.is_inference, changed)):
+    if k is not None and not may_write(k_cache, v_cache):
         return None
     scale, causal, left, right, softcap, interleaved, num_splits = o
     in_cache = None
@@ -169,8 +175,8 @@ def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Ten
     results = call_binding(attend, *args)
     if results is None or results[0] is None:
         return None
-    if changed:  # autograd notices a cache that it saved before
-        _increment_version(changed)
+    if k is not None:
+        increment_version((k_cache, v_cache))
     return results
 
 
@@ -231,8 +237,8 @@ def launch(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
             t = apart(fn, t)
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = resolver_errors.call(attend, t, o)
-        if t.k is not None:  # autograd notices a cache that it saved before
-            torch.autograd.graph.increment_version((t.k_cache, t.v_cache))
+        if t.k is not None:
+            increment_version((t.k_cache, t.v_cache))
     return (out[..., :d].contiguous() if d % VECTOR else out), lse
 
 

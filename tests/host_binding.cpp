@@ -35,9 +35,10 @@ Flash_fwd_params last{};
 Flash_bwd_params last_bwd{};
 int32_t result = 0;
 int32_t plans = 0;
+int32_t appends = 0;  // without a plan
 
-int32_t count_plan(const Flash_fwd_params *, void *) {
-    ++plans;
+int32_t count_plan(const Flash_fwd_params *params, void *) {
+    ++(params->plan_ptr != nullptr ? plans : appends);
     return 0;
 }
 int32_t keep(const Flash_fwd_params *params, void *) {
@@ -75,4 +76,5 @@ EXPORTED const void *host_params() { return &flash::last; }
 EXPORTED const void *host_bwd_kernel() { return &flash::bwd_kernel; }
 EXPORTED const void *host_bwd_params() { return &flash::last_bwd; }
 EXPORTED int32_t host_plans() { return flash::plans; }
+EXPORTED int32_t host_appends() { return flash::appends; }
 EXPORTED void host_fail(int32_t result) { flash::result = result; }

@@ -11,6 +11,7 @@ import itertools
 import pathlib
 
 import torch
+from torch import Tensor
 
 register = torch.library.Library.impl
 
@@ -208,34 +209,50 @@ def differences_of_varlen(library: ctypes.CDLL) -> list[str]:
 
 def differences_of_plans(library: ctypes.CDLL) -> list[str]:
     """Between launches with a plan and without; plans that are not made where they must be, or are
-    made where they must not."""
+    made where they must not; appends without a launch of their own."""
     found = []
     for given in calls():
-        layers = [[given[n].clone() for n in ("q", "k_cache", "v_cache")] for _ in range(2)]
-        options = {n: x for n, x in given.items() if n not in ("q", "k_cache", "v_cache")}
-        if "k" in given or isinstance(given["cache_seqlens"], int) or not given["q"].numel():
+        if isinstance(given["cache_seqlens"], int) or not (given["q"].numel() or "k" in given):
             continue
+        names = [n for n in ("q", "k_cache", "v_cache", "k", "v") if n in given]
+        layers = [[given[n].clone() for n in names] for _ in range(2)]
+        options = {n: x for n, x in given.items() if n not in names}
         plan = KVCachePlan(**options)
         seen = []
         for tensors, renews in zip([*layers, layers[0]], (False, False, True), strict=True):
             if renews:
                 plan.renew()
-            before = library.host_plans()
+            before = library.host_plans(), library.host_appends()
+            versions = [x._version + int("k" in given) for x in tensors[1:3]]
             out = plan(*tensors)
-            made, got = library.host_plans() - before, launched(library)
+            made, appended = library.host_plans() - before[0], library.host_appends() - before[1]
+            got = launched(library)
+            if [x._version for x in tensors[1:3]] != versions:
+                found.append("with a plan autograd is not told what was changed")
             expected_out = flash_attn_with_kvcache(*tensors, **options)
             expected = launched(library)
-            names = [n for n in expected if n not in FRESH and expected[n] != got[n]]
-            if names or (out.shape, out.stride()) != (expected_out.shape, expected_out.stride()):
-                found.append(f"with a plan {[(n, got[n], expected[n]) for n in names]}")
-            if got["q_ptr"] != tensors[0].data_ptr() or got["o_ptr"] != out.data_ptr():
+            differing = [n for n in expected if n not in FRESH and expected[n] != got[n]]
+            if differing or any(x(out) != x(expected_out) for x in (Tensor.size, Tensor.stride)):
+                found.append(f"with a plan {[(n, got[n], expected[n]) for n in differing]}")
+            q = got["q_unrotated_ptr"] if "rotary_cos" in given else got["q_ptr"]
+            if out.numel() and (q != tensors[0].data_ptr() or got["o_ptr"] != out.data_ptr()):
                 found.append("with a plan other tensors")
-            seen.append((made, got["plan_ptr"], got["o_partial_ptr"], got["softmax_lse_ptr"]))
-        if [x[0] for x in seen] != [1, 0, 1] or len({x[1:] for x in seen}) != 1:
-            found.append(f"plans made, and their memory: {seen}")
+            rotated = got["q_ptr"] if "rotary_cos" in given else 0
+            memory = (got[n] for n in ("plan_ptr", "o_partial_ptr", "softmax_lse_ptr"))
+            seen.append((made, appended, rotated, *memory))
+        appends = [0, int("k" in given), 0]
+        if [x[0] for x in seen] != [1, 0, 1] or [x[1] for x in seen] != appends:
+            found.append(f"plans and appends launched: {[x[:2] for x in seen]}")
+        if len({x[2:] for x in seen}) != 1:
+            found.append(f"memory of a plan: {[x[2:] for x in seen]}")
         number = plan._number
+        for other in (layers[0][:3], [*layers[0][:3], *[layers[0][0]] * 2]):
+            run = ops_kvcache.planned()[1 + (len(other) == 5)]
+            if len(other) != len(layers[0]) and run(*other, number) is not None:
+                found.append("a plan is run with k and v, or without, as it was not made")
         del plan
-        if number == 0 or ops_kvcache.planned()[1](*layers[0], number) is not None:
+        run = ops_kvcache.planned()[1 + ("k" in given)]
+        if number == 0 or run(*layers[0], number) is not None:
             found.append(f"plan {number} is still there")
     return found
 

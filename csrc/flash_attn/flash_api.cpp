@@ -205,14 +205,14 @@ std::tuple<Tensor, Tensor> attend_varlen_no_grad(
     });
 }
 
-std::tuple<Tensor, int64_t> plan_kvcache(const Tensor &q, const Tensor &k_cache,
-                                         const Tensor &v_cache, std::optional<Tensor> cache_seqlens,
-                                         std::optional<Tensor> cache_batch_idx,
-                                         std::optional<Tensor> cache_leftpad,
-                                         std::optional<Tensor> block_table, double softmax_scale,
-                                         bool causal, int64_t window_left, int64_t window_right,
-                                         std::optional<Tensor> sinks, double softcap,
-                                         std::optional<Tensor> alibi_slopes, int64_t num_splits) {
+std::tuple<Tensor, int64_t> plan_kvcache(
+    const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
+    std::optional<Tensor> cache_seqlens, std::optional<Tensor> cache_batch_idx,
+    std::optional<Tensor> cache_leftpad, std::optional<Tensor> block_table, double softmax_scale,
+    bool causal, int64_t window_left, int64_t window_right, std::optional<Tensor> sinks,
+    double softcap, std::optional<Tensor> alibi_slopes, int64_t num_splits, std::optional<Tensor> k,
+    std::optional<Tensor> v, std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
+    bool rotary_interleaved) {
     const Options options{.causal = causal,
                           .window_left = window_left,
                           .window_right = window_right,
@@ -223,7 +223,13 @@ std::tuple<Tensor, int64_t> plan_kvcache(const Tensor &q, const Tensor &k_cache,
                           .returns_lse = false};
     const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
                       .cache_leftpad = std::move(cache_leftpad),
-                      .block_table = std::move(block_table)};
+                      .block_table = std::move(block_table),
+                      .k = std::move(k),
+                      .v = std::move(v),
+                      .rotary_cos = std::move(rotary_cos),
+                      .rotary_sin = std::move(rotary_sin),
+                      .rotary_interleaved = rotary_interleaved,
+                      .apart = false};
     const Lengths lengths{.seqused_k = &cache_seqlens};
     const auto plan = [&]() -> std::tuple<Tensor, int64_t> {
         Planned planned;
@@ -238,7 +244,15 @@ std::tuple<Tensor, int64_t> plan_kvcache(const Tensor &q, const Tensor &k_cache,
 Tensor run_plan(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, int64_t plan,
                 bool renews) {
     return unless_refused("attend_kvcache", Tensor(), [&] {
-        return run_planned(*plan_table().find(plan), q, k_cache, v_cache, renews);
+        return run_planned(*plan_table().find(plan), q, k_cache, v_cache, {}, renews);
+    });
+}
+
+Tensor append_run_plan(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
+                       const Tensor &k, const Tensor &v, int64_t plan, bool renews) {
+    return unless_refused("attend_kvcache", Tensor(), [&] {
+        const Cache appended{.k = k, .v = v, .apart = false};
+        return run_planned(*plan_table().find(plan), q, k_cache, v_cache, appended, renews);
     });
 }
 
@@ -340,8 +354,9 @@ extern "C" __attribute__((visibility("default"))) void flashcute_remove_plan(int
 // None twice, and nothing has been written. `in_cache` is cache_seqlens as an int.
 // `read_kvcache_no_grad` is the same without what most decode calls do not ask for, as torch takes
 // a microsecond to pass defaults and a second result. `attend_varlen_no_grad` is such an operator
-// of `attend_varlen`, without dropout. `plan_kvcache` is `attend_kvcache` that also returns a
-// number, by which `run_plan` repeats it on other tensors. Of `bwd` and `bwd_varlen` bits 0 to 3 of
+// of `attend_varlen`, without dropout. `plan_kvcache` is
+// `attend_kvcache`, or `append_attend_kvcache`, that also returns a number, by which `run_plan`, or
+// `append_run_plan`, repeats it on other tensors. Of `bwd` and `bwd_varlen` bits 0 to 3 of
 // `wanted` ask for the results in their order; one that is not wanted has shape (0). Bit 4 asks for
 // bitwise repeatable ones.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
@@ -379,13 +394,18 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "Tensor philox_offset, *, float? scale=None) -> "
         "(Tensor grad_query, Tensor grad_key, Tensor grad_value)");
     m.def(
-        "plan_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, "
+        "plan_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? cache_seqlens, "
         "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
         "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
-        "float softcap, Tensor? alibi_slopes, int num_splits) -> (Tensor out, int plan)");
+        "float softcap, Tensor? alibi_slopes, int num_splits, Tensor? k, Tensor? v, "
+        "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved) -> "
+        "(Tensor out, int plan)");
     m.def(
         "run_plan(Tensor q, Tensor k_cache, Tensor v_cache, int plan, bool renews=False) -> "
         "Tensor");
+    m.def(
+        "append_run_plan(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+        "int plan, bool renews=False) -> Tensor");
     m.def(
         "read_kvcache_no_grad(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, "
         "int? in_cache, Tensor? block_table, float? softmax_scale, bool causal) -> Tensor");
@@ -428,6 +448,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
     m.impl("append_attend_kvcache", TORCH_BOX(&flash::append_attend_kvcache));
     m.impl("plan_kvcache", TORCH_BOX(&flash::plan_kvcache));
     m.impl("run_plan", TORCH_BOX(&flash::run_plan));
+    m.impl("append_run_plan", TORCH_BOX(&flash::append_run_plan));
     m.impl("read_kvcache_no_grad", TORCH_BOX(&flash::read_kvcache_no_grad));
     m.impl("attend_kvcache_no_grad", TORCH_BOX(&flash::attend_kvcache_no_grad));
     m.impl("attend_varlen_no_grad", TORCH_BOX(&flash::attend_varlen_no_grad));

@@ -121,19 +121,9 @@ inline void check_written(const Flash_fwd_params &params, const Cache &cache, co
     }
 }
 
-// What is appended to a cache with room for so many tokens of a sequence. Returns memory for the
-// rotated queries, which params.q_ptr then is.
-inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &cache,
-                                        const Inputs &inputs, const Options &options,
-                                        int64_t room) {
-    const bool rotates = cache.rotary_cos.has_value();
-    if (cache.k.has_value() != cache.v.has_value() || rotates != cache.rotary_sin.has_value() ||
-        (rotates && !cache.k.has_value())) {
-        fail("expected k and v or neither, and rotary_cos and rotary_sin with them or neither");
-    }
-    if (!cache.k.has_value()) {
-        return std::nullopt;
-    }
+// New keys and values of a cache with room for so many tokens of a sequence.
+inline void set_new(Flash_fwd_params &params, const Cache &cache, const Inputs &inputs,
+                    int64_t room) {
     const auto &[dtype, device, ql, kl, vl] = inputs;
     const Layout k = read_vectors(*cache.k, "k", dtype, device);
     const Layout v = read_vectors(*cache.v, "v", dtype, device);
@@ -155,9 +145,35 @@ inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &c
     params.v_new_batch_stride = v.batch_stride;
     params.v_new_row_stride = v.row_stride;
     params.v_new_head_stride = v.head_stride;
+}
+
+// The kernel that appends rotates the queries, too, to `rotated`, a contiguous (b, s, h, d).
+inline void rotate_queries(Flash_fwd_params &params, const Layout &q, const Tensor &rotated) {
+    params.q_unrotated_ptr = params.q_ptr;
+    params.q_unrotated_batch_stride = q.batch_stride;
+    params.q_unrotated_row_stride = q.row_stride;
+    params.q_unrotated_head_stride = q.head_stride;
+    params.q_ptr = rotated.const_data_ptr();
+}
+
+// What is appended to a cache with room for so many tokens of a sequence. Returns memory for the
+// rotated queries, which params.q_ptr then is.
+inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &cache,
+                                        const Inputs &inputs, const Options &options,
+                                        int64_t room) {
+    const bool rotates = cache.rotary_cos.has_value();
+    if (cache.k.has_value() != cache.v.has_value() || rotates != cache.rotary_sin.has_value() ||
+        (rotates && !cache.k.has_value())) {
+        fail("expected k and v or neither, and rotary_cos and rotary_sin with them or neither");
+    }
+    if (!cache.k.has_value()) {
+        return std::nullopt;
+    }
+    set_new(params, cache, inputs, room);
     if (!rotates) {
         return std::nullopt;
     }
+    const auto &[dtype, device, ql, kl, vl] = inputs;
     params.rotary_cos_ptr = read_table(*cache.rotary_cos, "rotary_cos", dtype, device);
     params.rotary_sin_ptr = read_table(*cache.rotary_sin, "rotary_sin", dtype, device);
     const int64_t *const size = cache.rotary_cos->sizes().data();
@@ -177,14 +193,10 @@ inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &c
     const bool is_local = options.causal || options.window_left >= 0 || options.window_right >= 0;
     params.rotary_q_step = is_local ? 1 : 0;
     params.rotary_interleaved = cache.rotary_interleaved ? 1 : 0;
-    params.q_unrotated_ptr = params.q_ptr;
-    params.q_unrotated_batch_stride = ql.batch_stride;
-    params.q_unrotated_row_stride = ql.row_stride;
-    params.q_unrotated_head_stride = ql.head_stride;
     const int64_t sizes[] = {ql.b, ql.s, ql.h, ql.d};
     const int64_t strides[] = {ql.s * ql.h * ql.d, ql.h * ql.d, ql.d, 1};
     Tensor rotated = empty(sizes, strides, dtype, device);
-    params.q_ptr = rotated.const_data_ptr();
+    rotate_queries(params, ql, rotated);
     return rotated;
 }
 
@@ -286,13 +298,13 @@ inline void check_launch(const Flash_kernel &kernel, int32_t error) {
     }
 }
 
-// A call over a cache that reads it, to be repeated on other tensors of the same sizes: other
-// layers of a model.
+// A call over a cache, to be repeated on other tensors of the same sizes: other layers of a model.
 struct Planned {
     const Flash_kernel *kernel = nullptr;
     Flash_fwd_params params{};
     Inputs inputs{};
-    std::optional<Tensor> workspace;
+    bool appends = false;
+    std::optional<Tensor> workspace, rotated;
 };
 
 // Returns the plan's memory, which is given back to the stream's once all is enqueued.
@@ -395,7 +407,8 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     const auto *kernel = static_cast<const Flash_kernel *>(choice.kernel);
     std::optional<Tensor> workspace = enqueue(*kernel, params, lengths != nullptr, device);
     if (planned != nullptr) {
-        *planned = {kernel, params, inputs, std::move(workspace)};
+        const bool appends = cache != nullptr && cache->k.has_value();
+        *planned = {kernel, params, inputs, appends, std::move(workspace), std::move(rotated)};
     }
     return outputs;
 }
