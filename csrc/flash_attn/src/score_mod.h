@@ -32,9 +32,9 @@ CUTE_DEVICE float tanh_of_half(float y) {
 }
 
 // Products of Q K^T become capped scores in units of the softcap. Those below the softcap need the
-// polynomial alone, which takes no MUFU; a warp with others among a part of its scores computes both
-// forms for all of the part. No result depends on which: scores that the mask removes may be of
-// another sequence. In one part ptxas would have the squares of all scores in registers.
+// polynomial alone, which takes no MUFU; a warp with others among a part of its scores computes
+// both forms for all of the part. No result depends on which: scores that the mask removes may be
+// of another sequence. In one part ptxas would have the squares of all scores in registers.
 template <class Engine, class Layout>
 CUTE_DEVICE void cap_scores(Flash_fwd_params const &params, Tensor<Engine, Layout> &tSrS) {
     constexpr uint32_t kFromTwo = 0x40000000;  // in the exponent of 2 and more, infinities and NaN
