@@ -449,9 +449,10 @@ def with_options(
     config = dataclasses.replace(config, softcap=softcap, alibi=alibi, dropout=dropout)
     if config.arch == 90:
         # With a window 192x80 and two steps of Q spill 116 bytes at head dimension 128; 192x128
-        # spills 12 and 128x128 96 at 64.
+        # spills 12 and 128x128 96 at 64, and 192x128 with softcap and ALiBi 80.
         q_in_regs = 0 if config.warps == 12 else config.q_in_regs
-        tile_n = min(config.tile_n, 112) if config.mask == "local" else config.tile_n
+        narrow = config.mask == "local" or (config.head_dim == 64 and softcap and alibi)
+        tile_n = min(config.tile_n, 112) if narrow else config.tile_n
         return dataclasses.replace(config, q_in_regs=q_in_regs, tile_n=tile_n)
     if config.arch == 80 and config.head_dim == 128:
         # 128x48 spills 24 bytes with softcap and ALiBi, and 24 with dropout.
