@@ -43,9 +43,7 @@ def options_of(
         softmax_scale = check_scale(fn, softmax_scale, 1)
     if causal is not False and causal is not True:
         causal = check_flag(fn, "causal", causal)
-    left, right = UNLIMITED
-    if window_size is not UNLIMITED:
-        left, right = check_window(fn, window_size)
+    left, right = check_window(fn, window_size)  # torch 2.11 traces no identity of tuples
     if type(softcap) is not float or softcap != 0.0:
         softcap = check_softcap(fn, softcap)
     if rotary_interleaved is not True and rotary_interleaved is not False:
