@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from . import loading, ops
+from . import loading, ops, ops_kvcache
 from .autograd import check_pages, check_slopes, wants_gradient
 from .checks import (
+    UNLIMITED,
     bounded_window,
     check_alibi,
     check_dropout,
@@ -21,10 +22,8 @@ from .checks import (
     check_no_tangent,
     check_scale,
     check_sinks,
-    check_softcap,
-    check_window,
 )
-from .checks_kvcache import check_packed_queries, check_splits, check_table
+from .checks_kvcache import check_packed_queries, check_table
 from .checks_varlen import (
     Names,
     check_bounds,
@@ -35,8 +34,7 @@ from .checks_varlen import (
 from .cpu_operator import draw_state
 from .cpu_varlen import Options, Tensors, attend_or_trace
 from .features import VECTOR
-
-_UNLIMITED = (-1, -1)
+from .flash_attn_kvcache import options_of
 
 
 def _launch(names: Names, tensors: Tensors, options: Options, num_splits: int):
@@ -86,6 +84,21 @@ def _attend(
     num_splits=0,
 ):
     fn = names.fn
+    o = options_of(fn, softmax_scale, causal, window_size, softcap, num_splits)
+    scale, causal, left, right, softcap, _, num_splits = o
+    if deterministic is not False:
+        check_flag(fn, "deterministic", deterministic)
+    if return_attn_probs is not False:
+        return_attn_probs = check_flag(fn, "return_attn_probs", return_attn_probs)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = check_dropout(fn, dropout_p)
+    is_cuda = not torch.compiler.is_compiling() and type(q) is torch.Tensor and q.is_cuda
+    if is_cuda and dropout_p == 0.0:
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
+        given = q, k, v, sinks, alibi_slopes, block_table
+        found = ops_kvcache.launch_varlen_unchecked(given, lengths, o, return_attn_probs)
+        if found is not None:
+            return (*found, q.new_empty(0)) if return_attn_probs else found[0]
     if block_table is None:
         d = check_packed_tokens(names, q, k, v)
     else:
@@ -100,14 +113,7 @@ def _attend(
     b = check_lengths(names, q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     check_table(fn, block_table, q, b)
     max_seqlen_q, max_seqlen_k = check_bounds(names, max_seqlen_q, max_seqlen_k)
-    scale = check_scale(fn, softmax_scale, d)
-    causal = check_flag(fn, "causal", causal)
-    check_flag(fn, "deterministic", deterministic)
-    return_attn_probs = check_flag(fn, "return_attn_probs", return_attn_probs)
-    dropout_p = check_dropout(fn, dropout_p)
-    softcap = check_softcap(fn, softcap)
-    left, right = check_window(fn, window_size)
-    num_splits = check_splits(fn, num_splits)
+    scale = check_scale(fn, scale, d)
     if dropout_p != 0.0 and num_splits > 1:
         raise NotImplementedError(
             f"{fn}: expected num_splits <= 1 with dropout, got num_splits={num_splits} and "
@@ -156,7 +162,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -274,7 +280,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -325,7 +331,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
