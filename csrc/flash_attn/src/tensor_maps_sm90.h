@@ -17,10 +17,10 @@ struct TensorMapsSm90 {
     CUtensorMap q, k, v;
     int box_rows;  // of k and v: a box lies in one page and in one key block
 
-    // Smaller boxes take longer to issue than memory takes to bring them: one of a row and 128
-    // bytes takes about 36 clocks of an SM, in which its share of an H200's memory brings 660
-    // bytes (docs/facts.md: pages of one token at 0.204 of the speed of a contiguous cache).
-    static constexpr int kLeastBoxRows = 8;
+    // Boxes are issued one after the other, about 40 clocks each: pages of one token, in boxes of
+    // 128 bytes, reached 0.204 of the speed of a contiguous cache (docs/facts.md), where memory
+    // brings an SM 16 KB in about 1000 clocks. Copies of 16 KB take 32 instructions of a warp.
+    static constexpr int kLeastBoxRows = 16;
     // Whether keys and values are copied by all threads of the producer instead.
     CUTE_HOST_DEVICE bool copies() const { return box_rows < kLeastBoxRows; }
 };

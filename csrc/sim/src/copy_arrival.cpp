@@ -1,4 +1,6 @@
 // cp.async into buffers that wgmma and TMA use, and cp.async.mbarrier.arrive.noinc.
+#include <algorithm>
+
 #include "block.h"
 #include "sm90.h"
 #include "tsan.h"
@@ -13,14 +15,19 @@ void Sm90::note_copy(uint64_t offset, uint64_t bytes) {
     block_.lane().copied.push_back(offset / kGranule);
 }
 
-// The barrier's phase in which the arrival counts is the one that the copies' readers wait for.
+// The copies' readers have to wait for the phase in which the arrival counts: the current one,
+// unless earlier arrivals of the lane are still to come.
 void Sm90::mbarrier_arrive_copies(void *address) {
     tsan::Unwatched const unwatched;
     Mbarrier &barrier = find(address, "cp.async.mbarrier.arrive");
     auto const index = static_cast<int>(&barrier - &mbarriers_[0]);
     Lane &self = block_.lane();
+    auto const to_come = std::count_if(arrivals_.begin(), arrivals_.end(), [&](auto const &other) {
+        return other.lane == &self && other.barrier == index;
+    });
+    uint32_t const phase = barrier.phase + static_cast<uint32_t>(to_come);
     for (uint64_t const granule : self.copied) {
-        writers_[granule] = {static_cast<int16_t>(index), 0, barrier.phase, true};
+        writers_[granule] = {static_cast<int16_t>(index), 0, phase, true};
     }
     self.copied.clear();
     arrivals_.push_back({&self, self.copies_issued, index});
