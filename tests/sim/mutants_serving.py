@@ -39,12 +39,12 @@ MUTANTS = (
         _OUTSIDE,
         _PAGED_80,
     ),
-    _numerics(
+    _simulator(
         "a page too far, sm90",
         _PAGES,
         "int const column = (row + of_lane) / params.page_size;",
         "int const column = (row + of_lane) / params.page_size + (of_lane > 0);",
-        _PAGED_90,
+        _OUTSIDE,
     ),
     _numerics(
         "each box from its page's first row",
@@ -135,7 +135,7 @@ MUTANTS = (
         _SM90,
         "copies(maps) ? 3 : 0;",
         "0;",
-        "one arrival more",
+        "one arrival more|deadlock",
     ),
     _simulator(
         "tile never released by warps that copy",

@@ -24,9 +24,7 @@ def test_result(cases, case):
 
 
 _BYTE = r"warpgroup 1: a wgmma reads byte \d+"
-_UNFENCED = (
-    rf"{_BYTE}(, stored by a thread|, written by cp.async,) without fence.proxy.async after"
-)
+_UNFENCED = rf"{_BYTE}(, stored by a thread|, written by cp.async,) without fence.proxy.async after"
 _TRACKED = rf"{_BYTE}, written by cp.async, without fence.proxy.async after phase \d of mbarrier 0"
 _UNAWAITED = rf"{_BYTE} without having waited for phase \d of mbarrier 0"
 _OVERWRITTEN = r"overwritten too early: cp.async writes byte \d+, which a wgmma of warpgroup 1"

@@ -143,11 +143,12 @@ struct MainloopFwdSm90 {
                                     sm90::Barrier *empty, typename Pages::Buffer *smem,
                                     RingKV &ring, typename Pages::Place place, int head) {
             int const stage = ring.stage();
-            sm90::barrier_wait(&empty[stage], ring.parity() ^ 1);
+            auto const await_buffer = [&] { sm90::barrier_wait(&empty[stage], ring.parity() ^ 1); };
             if (maps.copies()) {
-                Pages::copy_rows(params, x, &full[stage], smem[stage], place);
+                Pages::copy_rows(params, x, place, await_buffer, &full[stage], smem[stage]);
             } else {
-                Pages::load_boxes(params, maps, map, &full[stage], smem[stage], place, head);
+                Pages::load_boxes(params, maps, map, place, head, await_buffer, &full[stage],
+                                  smem[stage]);
             }
             ring.advance();
         }

@@ -78,15 +78,18 @@ struct PagedLoad {
     }
 
     // Boxes of maps.box_rows rows, all of them one after the other in the buffer; by one warp.
+    template <class Await>
     CUTE_DEVICE static void load_boxes(Flash_fwd_params const &params, TensorMapsSm90 const &maps,
-                                       CUtensorMap const &map, sm90::Barrier *full, Buffer &buffer,
-                                       Place place, int head) {
-        if (threadIdx.x == 0) sm90::barrier_arrive_expect(full, sizeof buffer);
-        __syncwarp();
+                                       CUtensorMap const &map, Place place, int head,
+                                       Await const &await_buffer, sm90::Barrier *full,
+                                       Buffer &buffer) {
         int const row = row_of_lane(maps);
         // Instead of a page that does not exist the one behind the last: zeros.
         int const page = static_cast<int>(
             cute::min(static_cast<unsigned>(place.page), static_cast<unsigned>(params.num_pages)));
+        await_buffer();
+        if (threadIdx.x == 0) sm90::barrier_arrive_expect(full, sizeof buffer);
+        __syncwarp();
         if (row < kTileN) {
             Element *const to = buffer.data() + row * kSmemRow;
             CUTE_UNROLL
@@ -100,8 +103,10 @@ struct PagedLoad {
     // Copies, by all warps; zeros where no page exists. The barrier gets an arrival of each thread
     // once that thread's copies have landed, which puts them before the reads of those who wait
     // there, but in the generic proxy: wgmma's reads are ordered by the waiting thread's fence.
+    template <class Await>
     CUTE_DEVICE static void copy_rows(Flash_fwd_params const &params, PagedHead<Element> const &x,
-                                      sm90::Barrier *full, Buffer &buffer, Place place) {
+                                      Place place, Await const &await_buffer, sm90::Barrier *full,
+                                      Buffer &buffer) {
         int const lane = threadIdx.x % 32;
         int const row = threadIdx.x / 32 * kWarpRows + lane / kLanes;
         int const col = lane % kLanes * 8;
@@ -113,6 +118,7 @@ struct PagedLoad {
         int64_t const offset =
             exists ? place.page * x.page_stride + place.row * x.row_stride : int64_t(0);
         uint32_t const existing = __ballot_sync(0xffffffffu, exists);
+        await_buffer();
         auto const copy_step = [&](int i) {
             int const source = lane / kLanes + i * kWarpRows;  // the lane that has looked it up
             Element const *const from = x.gmem + __shfl_sync(0xffffffffu, offset, source) + col;
