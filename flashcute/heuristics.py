@@ -446,9 +446,11 @@ def with_options(
     config = dataclasses.replace(config, softcap=softcap, alibi=alibi, dropout=dropout)
     if config.arch == 90:
         # With a window 192x80 and two steps of Q spill 116 bytes at head dimension 128; 192x128
-        # spills 12 and 128x128 96 at 64, and 192x128 with softcap and ALiBi 80.
+        # spills 12 and 128x128 96 at 64, and 192x128 with softcap and ALiBi 80. Over pages 128x128
+        # with ALiBi spills 8 at 128: their producer has more registers.
         q_in_regs = 0 if config.warps == 12 else config.q_in_regs
         narrow = config.mask == "local" or (config.head_dim == 64 and softcap and alibi)
+        narrow |= config.paged and config.head_dim == 128 and alibi
         tile_n = min(config.tile_n, 112) if narrow else config.tile_n
         return dataclasses.replace(config, q_in_regs=q_in_regs, tile_n=tile_n)
     if config.arch == 80 and config.head_dim == 128:
