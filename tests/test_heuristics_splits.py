@@ -44,16 +44,6 @@ def test_decoding_takes_one_consumer_and_packed_heads():
         assert config.tile_m == 128 and heuristics.packs_heads(many, config)
 
 
-@pytest.mark.parametrize("d", [32, 96])
-def test_no_page_begins_in_the_middle_of_what_tma_writes(d):
-    for seqlen_q in (1, 500):
-        problem = dataclasses.replace(DECODING, d=d, seqlen_q=seqlen_q)
-        odd, even = (
-            heuristics.choose_fwd(dataclasses.replace(problem, page_size=n), H200) for n in (3, 2)
-        )
-        assert (even.head_dim, odd.head_dim) == (d, {32: 64, 96: 128}[d])
-
-
 def test_pages_leave_the_producer_registers():
     """Three consumers and the producer of pages exceed the register file."""
     for d, seqlen_q in itertools.product(heuristics.HEAD_DIMS, (1, 20, 4096)):

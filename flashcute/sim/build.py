@@ -56,7 +56,7 @@ _KERNEL_FLAGS = (
 )
 RUNTIME_SOURCES = (
     *("fiber", "block", "cluster", "memory", "instructions", "counters", "dependency", "mbarrier"),
-    *("tma", "tma_store", "wgmma", "launch"),
+    *("copy_arrival", "tma", "tma_store", "wgmma", "launch"),
 )
 
 _DYNAMIC_SMEM = re.compile(

@@ -15,6 +15,7 @@ _EPILOGUE = "epilogue_fwd.h"
 _TILE = "work_tile.h"
 _SM80 = "mainloop_fwd_sm80.h"
 _SM90 = "mainloop_fwd_sm90.h"
+_PAGES = "paged_load_sm90.h"
 
 
 _OUTSIDE = "outside (every tensor|of )"
@@ -22,6 +23,10 @@ _OUTSIDE = "outside (every tensor|of )"
 
 def _numerics(name, file, old, new, config=TWO_STAGES):
     return Mutant(name, file, old, new, "numerics", "", config)
+
+
+def _simulator(name, file, old, new, report):
+    return Mutant(name, file, old, new, "simulator", report, _PAGED_90)
 
 
 MUTANTS = (
@@ -34,44 +39,117 @@ MUTANTS = (
         _OUTSIDE,
         _PAGED_80,
     ),
-    _numerics(
-        "a page too far, TMA",
-        _SM90,
-        "int const column = (row + first) / params.page_size;",
-        "int const column = (row + first) / params.page_size + (first > 0);",
-        _PAGED_90,
+    _simulator(
+        "a page too far, sm90",
+        _PAGES,
+        "int const column = (row + of_lane) / params.page_size;",
+        "int const column = (row + of_lane) / params.page_size + (of_lane > 0);",
+        _OUTSIDE,
     ),
     _numerics(
         "each box from its page's first row",
-        _SM90,
-        "in_page = row + first - column * params.page_size;",
-        "in_page = 0;",
+        _PAGES,
+        "c * kSmemRow, place.row, head, page);",
+        "c * kSmemRow, 0, head, page);",
         _PAGED_90,
     ),
     _numerics(
         "pages of the first part in every part",
         _SM90,
-        "load_pages(params, map, full, empty, smem, ring, row_k + row,",
-        "load_pages(params, map, full, empty, smem, ring, row,",
+        "Pages::look_up(params, maps, batch, row_k + row, seqlen_k - row);",
+        "Pages::look_up(params, maps, batch, row, seqlen_k - row);",
         _PAGED_90,
     ),
-    Mutant(
-        "half of a block's boxes expected",
+    _numerics(
+        "values of the next block's pages",
         _SM90,
-        "barrier_arrive_expect(&full[stage], kBytesKV)",
-        "barrier_arrive_expect(&full[stage], kBytesKV / 2)",
-        "simulator",
-        "transaction bytes",
+        "storage.v, v, v_place, n);",
+        "storage.v, v, k_place, n);",
         _PAGED_90,
     ),
-    Mutant(
+    _simulator(
+        "half of a block's boxes expected",
+        _PAGES,
+        "barrier_arrive_expect(full, sizeof buffer)",
+        "barrier_arrive_expect(full, sizeof buffer / 2)",
+        "transaction bytes",
+    ),
+    _numerics(
+        "rows copied as if not swizzled",
+        _PAGES,
+        "Element *const to = &sX(row, col);",
+        "Element *const to = buffer.data() + row * kSmemRow + col;",
+        _PAGED_90,
+    ),
+    _numerics(
+        "rows of a thread from one page",
+        _PAGES,
+        "__shfl_sync(0xffffffffu, offset, source)",
+        "__shfl_sync(0xffffffffu, offset, lane / kLanes)",
+        _PAGED_90,
+    ),
+    _numerics(
+        "each row from its page's first row",
+        _PAGES,
+        "place.page * x.page_stride + place.row * x.row_stride",
+        "place.page * x.page_stride",
+        _PAGED_90,
+    ),
+    _simulator(
+        "no zeros behind the keys",
+        _PAGES,
+        "static_cast<unsigned>(place.page) < static_cast<unsigned>(params.num_pages);",
+        "true;",
+        _OUTSIDE,
+    ),
+    _simulator(
+        "copies without a fence",
+        _SM90,
+        "if (copied) sm90::fence_async_proxy();",
+        "",
+        "a wgmma reads byte .* without fence.proxy.async",
+    ),
+    _simulator(
+        "fence before the wait for copied keys",
+        _SM90,
+        "sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());\n            fence_copies();",
+        "fence_copies();\n            sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());",
+        "a wgmma reads byte .* without fence.proxy.async",
+    ),
+    _simulator(
+        "pages loaded into buffers in use",
+        _SM90,
+        "sm90::barrier_wait(&empty[stage], ring.parity() ^ 1);",
+        "",
+        "overwritten too early: (cp.async|TMA)|a wgmma reads byte|is the destination of a copy",
+    ),
+    _simulator(
+        "copies of 96 threads awaited",
+        _SM90,
+        "copies(maps) ? 128 : 1;",
+        "copies(maps) ? 96 : 1;",
+        "one arrival more|is pending at|a wgmma reads byte",
+    ),
+    _simulator(
+        "tile released before all warps that copy have read it",
+        _SM90,
+        "copies(maps) ? 3 : 0;",
+        "0;",
+        "one arrival more|deadlock",
+    ),
+    _simulator(
+        "tile never released by warps that copy",
+        _SM90,
+        "sm90::barrier_arrive(&storage.tile_empty[tiles.stage()], threadIdx.x % 32 == 0);",
+        "",
+        "deadlock",
+    ),
+    _simulator(
         "each lane takes a tile of its own",
         _SM90,
         "return __shfl_sync(0xffffffffu, leads() ? queue.next(index) : 0, 0);",
         "return queue.next(index);",
-        "simulator",
         "missing lane",
-        _PAGED_90,
     ),
     _numerics("a split lost", _COMBINE, "position.parts, head,", "position.parts - 1, head,"),
     _numerics(

@@ -50,7 +50,9 @@ _RELEASE_Q = "if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAl
 _RELEASE_ALL_Q = "release(&storage.q_empty[warpgroup]);"
 _FENCE_Q = "sm90::fence_async_proxy();\n                __syncwarp();"
 _AWAIT_TILE_EMPTY = "sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);"
-_AWAIT_TILE = "sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());"
+_AWAIT_TILE = """\
+while (true) {
+                sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());"""
 _FIRST_TURN = """\
             if (warpgroup == kWarpgroups - 1) {
                 pass_turn();
@@ -164,7 +166,7 @@ _COUNTS = (
     _simulator(
         "all lanes load",
         _KERNEL,
-        "threadIdx.x < 32 && (C.paged || sm90::elect_one())",
+        "threadIdx.x < Producer::threads(maps) && (C.paged || sm90::elect_one())",
         "threadIdx.x < 32",
         _ARRIVES_TWICE,
     ),
@@ -270,7 +272,7 @@ _RELEASES = (
         "next tile read before it is written",
         _MAINLOOP,
         _AWAIT_TILE,
-        "",
+        "while (true) {",
         "racecheck",
         "data race|SEGV on unknown address",  # from an uninitialised index
         ASKING,
@@ -474,8 +476,8 @@ _OPERANDS = (
         _numerics(
             "keys and values of different blocks in a window",
             _MAINLOOP,
-            "storage.v, v, n);",
-            "storage.v, v, blocks.count - 1 - n);",
+            "storage.v, v, v_place, n);",
+            "storage.v, v, v_place, blocks.count - 1 - n);",
         ),
         config=WINDOW,
     ),

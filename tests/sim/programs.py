@@ -19,10 +19,11 @@ _PROGRAMS = (
     ("simulator_cases_sm90", ()),
     ("simulator_cases_sm90_async", ()),
     ("simulator_cases_sm90_cluster", ()),
+    ("simulator_cases_sm90_copies", ()),
     ("simulator_cases_sm90_reduce", ()),
 )
 # Likewise for :func:`with_racecheck`.
-_RACECHECKED = ("simulator_cases_sm90_async", "simulator_cases_sm90_cluster")
+_RACECHECKED = tuple(f"simulator_cases_sm90_{of}" for of in ("async", "cluster", "copies"))
 
 _FOLDER = Path(__file__).parent
 _RUNTIME = "".join(f'#include "{source}.cpp"\n' for source in RUNTIME_SOURCES)

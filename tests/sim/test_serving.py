@@ -14,11 +14,17 @@ from ragged import equal
 from serving import MAX_INT, check, contiguous, paged, planned, run
 
 from flashcute import sim
+from flashcute.config import FwdConfig
 from flashcute.jit.abi import Splits
 
 CONFIGS = (TWO_STAGES, ONE_STAGE, ASKING, STRIDING)
 CHECKED = TWO_STAGES, ASKING
 PAGED = tuple(dataclasses.replace(config, paged=True) for config in (*CHECKED, STRIDING))
+# Of one smem page, of four, and with rows beyond those that all warps copy at a time.
+NARROW, WIDE, UNEVEN = (
+    FwdConfig(90, "bf16", d, "none", 64, n, 4, 2, 0, 2, False, paged=True)
+    for d, n in ((64, 128), (256, 32), (64, 48))
+)
 WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CHECKED)
 # Lengths of queries and keys: a prefill chunk, decoding, speculative tokens, no queries, no keys,
 # fewer keys than queries.
@@ -34,7 +40,7 @@ def each(configs):
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none", "memcheck", "racecheck"])
-    sim.build_kernels([(c, "none") for c in (*CONFIGS, *PAGED, *WINDOWED)])
+    sim.build_kernels([(c, "none") for c in (*CONFIGS, *PAGED, *WINDOWED, NARROW, WIDE, UNEVEN)])
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +48,9 @@ def mutants(tmp_path_factory):
     return build_mutants(mutants_serving.MUTANTS, tmp_path_factory.mktemp("mutants"))
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 48, 64])
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16, 24, 48, 64])
 @each(PAGED)
 def test_pages(config, page_size):
-    if config.head_dim == 96 and page_size == 1:
-        page_size = 2  # its rows of shared memory are half of what TMA writes
     runs = ("late", 3), ("random", 200 if page_size == 16 else 1)
     for seed, (copy_mode, splits) in enumerate(runs):
         problem = paged(config, MIXED, page_size, h=2, seed=seed, heads_first=seed > 0)
@@ -54,9 +58,31 @@ def test_pages(config, page_size):
         check(result, config, problem)
 
 
-def test_pages_of_odd_size_where_tma_cannot_write_them():
-    result = run(PAGED[2], paged(PAGED[2], DECODE, 3))
-    assert result.verdict == "fail"
+@pytest.mark.parametrize("page_size", [1, 2, 8, 64])
+@each((NARROW, WIDE, UNEVEN))
+def test_pages_of_other_tiles(config, page_size):
+    for seed, mode in enumerate(("late", "eager")):
+        problem = paged(config, DECODE, page_size, seed=seed)
+        check(run(config, problem, Splits(2), seed=seed, copy_mode=mode), config, problem)
+
+
+@each(PAGED[1:])
+def test_keys_of_small_pages_are_copied(config):
+    """Once, in pieces of 16 bytes; those of large pages come in boxes."""
+    tokens = 96  # whole blocks
+    each = 2 * 2 * tokens  # bytes of a column of keys and values
+    queries = 2 * config.tile_m * config.head_dim
+    for page_size in (1, tokens):
+        problem = paged(config, ((1,), (tokens,)), page_size, h=1, h_k=1)
+        counters = run(config, problem).counters
+        d = problem.q.shape[2]
+        copied, boxes = counters["cp_async_bytes"], counters["tma_bytes"] - queries
+        if page_size == 1:
+            assert (copied, boxes) == (each * d, 0)
+            assert counters["cp_async_zero_bytes"] == each * (config.head_dim - d)
+            assert counters["cp_async_conflicts"] == 0
+        else:
+            assert (copied, boxes) == (0, each * config.head_dim)
 
 
 @each(CONFIGS)
@@ -255,7 +281,8 @@ def test_mutant_is_found(mutant, mutants):
         if seed == 4:  # so few rows that all threads of a CTA merge one
             lengths, leftpad = ((1, 1), (150, 129)), (33, 7)
         if config.paged:
-            problem = paged(config, lengths, 48, **options)
+            page_size = 64 if "box" in mutant.name else 3  # small pages are copied
+            problem = paged(config, lengths, page_size, **options)
         else:
             problem = contiguous(config, lengths, leftpad=leftpad, **options)
         sinks = {"sinks": SINKS} if seed < 2 else {}

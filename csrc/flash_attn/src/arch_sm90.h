@@ -126,10 +126,30 @@ CUTE_DEVICE void tma_load(void const *descriptor, Barrier *barrier, CacheHint hi
         : "memory");
 }
 
-// Makes this thread's ordinary shared memory writes visible to wgmma and TMA.
+// Makes ordinary shared memory writes that this thread knows of, its own and those that it has
+// waited for, visible to wgmma and TMA.
 CUTE_DEVICE void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
+
+// ---- copies of the generic proxy [cp.async] ----
+
+// Copies 16 bytes from global to shared memory, past L1; writes zeros and reads nothing if !valid.
+CUTE_DEVICE void copy_async(void *smem, void const *gmem, bool valid, CacheHint hint) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;\n" ::"r"(
+                     smem_address(smem)),
+                 "l"(gmem), "r"(valid ? 16 : 0), "l"(static_cast<uint64_t>(hint))
+                 : "memory");
+}
+
+// Arrives once all copies that this thread has issued so far have landed. [cp.async.mbarrier]
+CUTE_DEVICE void barrier_arrive_copies(Barrier *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(smem_address(barrier))
+                 : "memory");
+}
+
+// Waits until they have landed.
+CUTE_DEVICE void await_copies() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
 // ---- sums in global memory [red] ----
 

@@ -25,20 +25,21 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
 
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x / 128), 0);
     if (threadIdx.x == 0) {
-        Mainloop::init_barriers(storage);
+        Mainloop::init_barriers(storage, maps);
     }
     __syncthreads();
 
     if (warpgroup == 0) {
         sm90::registers_lower<Traits::kLoadRegisters>();
-        if (threadIdx.x < 32 && (C.paged || sm90::elect_one())) {
-            typename Mainloop::Producer producer{maps, storage};
+        using Producer = typename Mainloop::Producer;
+        if (threadIdx.x < Producer::threads(maps) && (C.paged || sm90::elect_one())) {
+            Producer producer{maps, storage};
             producer.run(params, queue);
         }
     } else {
         sm90::registers_raise<Traits::kMmaRegisters>();
-        typename Mainloop::Consumer consumer{storage, warpgroup - 1,
-                                             static_cast<int>(threadIdx.x) - 128};
+        typename Mainloop::Consumer consumer{
+            storage, warpgroup - 1, static_cast<int>(threadIdx.x) - 128, Mainloop::copies(maps)};
         consumer.first_turn();
         consumer.run(params);
     }

@@ -14,6 +14,7 @@
 #include "kernel_traits_sm90.h"
 #include "mask.h"
 #include "mma_traits_sm90.h"
+#include "paged_load_sm90.h"
 #include "pipeline_sm90.h"
 #include "score_mod.h"
 #include "softmax.h"
@@ -41,6 +42,7 @@ struct MainloopFwdSm90 {
 
     using SoftmaxT = Softmax<2, C.dtype>;
     using Epilogue = EpilogueFwd<Traits>;
+    using Pages = PagedLoad<Traits>;
     // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
@@ -48,21 +50,29 @@ struct MainloopFwdSm90 {
     static constexpr int kBytesQ = 64 * kHeadDim * sizeof(Element);  // of one warpgroup
     static constexpr int kBytesKV = kTileN * kHeadDim * sizeof(Element);
 
-    CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
+    // Keys and values are copied: by all threads of the producer, and in the generic proxy.
+    CUTE_DEVICE static bool copies(TensorMapsSm90 const &maps) {
+        if constexpr (C.paged) return maps.copies();
+        return false;
+    }
+
+    CUTE_DEVICE static void init_barriers(SharedStorage &storage, TensorMapsSm90 const &maps) {
         constexpr int kReleases = 4;  // one arrival a warp
+        int const fills = copies(maps) ? 128 : 1;
+        int const followers = copies(maps) ? 3 : 0;  // warps of the producer
         for (int i = 0; i < kWarpgroups; ++i) {
             sm90::barrier_init(&storage.q_full[i], 1);
             sm90::barrier_init(&storage.q_empty[i], kReleases);
         }
         for (int i = 0; i < Traits::kStages; ++i) {
-            sm90::barrier_init(&storage.k_full[i], 1);
+            sm90::barrier_init(&storage.k_full[i], fills);
             sm90::barrier_init(&storage.k_empty[i], kReleases * kWarpgroups);
-            sm90::barrier_init(&storage.v_full[i], 1);
+            sm90::barrier_init(&storage.v_full[i], fills);
             sm90::barrier_init(&storage.v_empty[i], kReleases * kWarpgroups);
         }
         for (int i = 0; i < Traits::kTileSlots; ++i) {
             sm90::barrier_init(&storage.tile_full[i], 1);
-            sm90::barrier_init(&storage.tile_empty[i], kReleases * kWarpgroups);
+            sm90::barrier_init(&storage.tile_empty[i], kReleases * kWarpgroups + followers);
         }
         sm90::fence_barrier_init();
     }
@@ -86,7 +96,8 @@ struct MainloopFwdSm90 {
     // Loads tiles' Q, K and V in the order in which they are used, as far ahead as buffers are
     // free. Run by one thread, which also keeps the order of kernels: it waits for the one before,
     // and lets the next one start once nothing is left to be loaded. Of a paged cache by one warp,
-    // whose first thread does all but the loads of keys and values.
+    // whose first thread does all but the loads of keys and values; where these are copies, by all
+    // four warps.
     struct Producer {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
@@ -94,7 +105,12 @@ struct MainloopFwdSm90 {
         RingTiles tiles;
         uint32_t q_parity = 0;
 
+        CUTE_DEVICE static int threads(TensorMapsSm90 const &maps) {
+            return copies(maps) ? 128 : 32;
+        }
         CUTE_DEVICE static bool leads() { return !C.paged || threadIdx.x == 0; }
+        // Whether this thread's warp is told its tiles by the first one.
+        CUTE_DEVICE static bool follows() { return C.paged && threadIdx.x >= 32; }
 
         // The 64 rows of a warpgroup: of one head, or of all packed heads of some positions.
         CUTE_DEVICE void load_q(Flash_fwd_params const &params, WorkTile const &tile) {
@@ -121,45 +137,18 @@ struct MainloopFwdSm90 {
             ring.advance();
         }
 
-        // A block of keys from its pages, in boxes of box_rows rows, all of them one after the
-        // other in the buffer. Lane i loads boxes i, i + 32 and so on. row: of the sequence, the
-        // block's first; keys: of the sequence from there on.
-        CUTE_DEVICE void load_pages(
-            Flash_fwd_params const &params, CUtensorMap const &map, sm90::Barrier *full,
-            sm90::Barrier *empty,
-            cute::array<Element, cosize_v<typename Traits::SmemLayoutKV>> *smem, RingKV &ring,
-            int row, int keys, int head, int batch) {
-            int const *const table =
-                params.block_table_ptr + batch * params.block_table_batch_stride;
-            int const rows = maps.box_rows;
-            int first = threadIdx.x * rows;  // of the box, in the block
-            int page = 0, in_page = 0;
-            auto const look_up = [&] {
-                int const column = (row + first) / params.page_size;
-                in_page = row + first - column * params.page_size;
-                // Behind the keys, and for pages that do not exist, the one behind the last: zeros.
-                page = params.num_pages;
-                if (first < keys && first < kTileN) {
-                    page = static_cast<int>(cute::min(static_cast<unsigned>(table[column]),
-                                                      static_cast<unsigned>(page)));
-                }
-            };
-            look_up();  // while the buffer is awaited
+        // A block of keys or values from its pages.
+        CUTE_DEVICE void load_pages(Flash_fwd_params const &params, CUtensorMap const &map,
+                                    PagedHead<Element> const &x, sm90::Barrier *full,
+                                    sm90::Barrier *empty, typename Pages::Buffer *smem,
+                                    RingKV &ring, typename Pages::Place place, int head) {
             int const stage = ring.stage();
-            sm90::barrier_wait(&empty[stage], ring.parity() ^ 1);
-            if (leads()) sm90::barrier_arrive_expect(&full[stage], kBytesKV);
-            __syncwarp();
-            CUTE_NO_UNROLL
-            while (first < kTileN) {
-                Element *const to = smem[stage].data() + first * Traits::kSmemRow;
-                CUTE_UNROLL
-                for (int columns = 0; columns < Traits::kPages; ++columns) {
-                    sm90::tma_load(&map, &full[stage], sm90::CacheHint::evict_last,
-                                   to + columns * kTileN * Traits::kSmemRow,
-                                   columns * Traits::kSmemRow, in_page, head, page);
-                }
-                first += 32 * rows;
-                look_up();
+            auto const await_buffer = [&] { sm90::barrier_wait(&empty[stage], ring.parity() ^ 1); };
+            if (maps.copies()) {
+                Pages::copy_rows(params, x, place, await_buffer, &full[stage], smem[stage]);
+            } else {
+                Pages::load_boxes(params, maps, map, place, head, await_buffer, &full[stage],
+                                  smem[stage]);
             }
             ring.advance();
         }
@@ -182,11 +171,22 @@ struct MainloopFwdSm90 {
             tiles.advance();
         }
 
-        CUTE_DEVICE void run(Flash_fwd_params const &params, TileQueue queue) {
-            int index = blockIdx.x;
+        // The tile that the first warp has published.
+        CUTE_DEVICE WorkTile take() {
+            sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());
+            WorkTile const tile = storage.tile[tiles.stage()];
+            __syncwarp();
+            sm90::barrier_arrive(&storage.tile_empty[tiles.stage()], threadIdx.x % 32 == 0);
+            tiles.advance();
+            return tile;
+        }
+
+        // The first tile of the CTA, which is number `index`.
+        CUTE_DEVICE WorkTile start(Flash_fwd_params const &params, TileQueue &queue, int index) {
+            if (follows()) return take();
             WorkTile tile;
             if (params.plan_ptr == nullptr) tile = get_tile(params, queue, index);
-            // No thread touches global memory before: the consumers wait for their first tile.
+            // No thread touches global memory before: the others wait for their first tile.
             cudaGridDependencySynchronize();
             if (params.plan_ptr != nullptr) {
                 auto const &plan = *static_cast<WorkPlan const *>(params.plan_ptr);
@@ -194,45 +194,74 @@ struct MainloopFwdSm90 {
                 tile = get_tile(params, queue, index);
             }
             publish(params, tile);
+            return tile;
+        }
+
+        // The one after number `index`.
+        CUTE_DEVICE WorkTile advance(Flash_fwd_params const &params, TileQueue const &queue,
+                                     int &index) {
+            if (follows()) return take();
+            index = next(queue, index);
+            WorkTile const tile = get_tile(params, queue, index);
+            publish(params, tile);
+            return tile;
+        }
+
+        CUTE_DEVICE void run(Flash_fwd_params const &params, TileQueue queue) {
+            int index = blockIdx.x;
+            WorkTile tile = start(params, queue, index);
             while (tile.m_block >= 0) {
                 int const head = tile.head_k;
                 int const batch = tile.batch_k;
                 BlockRange const blocks = tile.blocks;
                 int const row_k = tile.row_k;
                 int const seqlen_k = tile.seqlen_k;
-                auto const load = [&](CUtensorMap const &map, auto *full, auto *empty, auto *smem,
-                                      RingKV &ring, int n) {
-                    int const row = blocks.template block<C.mask>(n) * kTileN;
+                // Of pages: where the next block's keys are, and the next block's values.
+                typename Pages::Place k_place{}, v_place{};
+                auto const look_up = [&](int n) {
+                    v_place = k_place;
+                    if (C.paged && n >= 0) {
+                        int const row = blocks.template block<C.mask>(n) * kTileN;
+                        k_place = Pages::look_up(params, maps, batch, row_k + row, seqlen_k - row);
+                    }
+                };
+                auto const load = [&](CUtensorMap const &map, PagedHead<Element> const &x,
+                                      auto *full, auto *empty, auto *smem, RingKV &ring,
+                                      typename Pages::Place place, int n) {
                     if constexpr (C.paged) {
-                        load_pages(params, map, full, empty, smem, ring, row_k + row,
-                                   seqlen_k - row, head, batch);
+                        load_pages(params, map, x, full, empty, smem, ring, place, head);
                     } else {
+                        int const row = blocks.template block<C.mask>(n) * kTileN;
                         load_kv(map, full, empty, smem, ring, row_k + row, head, batch);
                     }
                 };
                 auto const load_k = [&](int n) {
-                    load(maps.k, storage.k_full, storage.k_empty, storage.k, k, n);
+                    load(maps.k, Pages::keys(params, head), storage.k_full, storage.k_empty,
+                         storage.k, k, k_place, n);
                 };
                 auto const load_v = [&](int n) {
-                    load(maps.v, storage.v_full, storage.v_empty, storage.v, v, n);
+                    load(maps.v, Pages::values(params, head), storage.v_full, storage.v_empty,
+                         storage.v, v, v_place, n);
                 };
                 if (blocks.count > 0) {
+                    look_up(blocks.count - 1);
                     load_k(blocks.count - 1);
+                    look_up(blocks.count - 2);
                     load_q(params, tile);
                 }
                 CUTE_NO_UNROLL
                 for (int n = blocks.count - 1; n > 0; --n) {
                     load_k(n - 1);
                     load_v(n);
+                    look_up(n - 2);
                 }
-                index = next(queue, index);
-                tile = get_tile(params, queue, index);
-                publish(params, tile);
+                tile = advance(params, queue, index);
                 if (blocks.count > 0) {
                     load_v(0);
                 }
             }
             cudaTriggerProgrammaticLaunchCompletion();
+            if (copies(maps)) sm90::await_copies();
         }
     };
 
@@ -240,8 +269,9 @@ struct MainloopFwdSm90 {
     struct Consumer {
         SharedStorage &storage;
         int const warpgroup;
-        int const thread;  // among all MMA threads
-        RingKV k;          // V's is one use behind: P V of a block follows the next block's Q K^T
+        int const thread;   // among all MMA threads
+        bool const copied;  // keys and values, by the generic proxy
+        RingKV k;           // V's is one use behind: P V of a block follows the next block's Q K^T
         RingTiles tiles;
         uint32_t q_parity = 0;
 
@@ -291,9 +321,17 @@ struct MainloopFwdSm90 {
 
         CUTE_DEVICE void await_k() const {
             sm90::barrier_wait(&storage.k_full[k.stage()], k.parity());
+            fence_copies();
         }
         CUTE_DEVICE void await_v() const {
             sm90::barrier_wait(&storage.v_full[v().stage()], v().parity());
+            fence_copies();
+        }
+        // The wait puts copies before this thread's next accesses through the generic proxy; wgmma
+        // reads through the other one. A fence anywhere on the way from write to read orders them
+        // (PTX ISA, "causality order"); here, the producer need not wait for its copies.
+        CUTE_DEVICE void fence_copies() const {
+            if (copied) sm90::fence_async_proxy();
         }
         CUTE_DEVICE void await_q() {
             sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);

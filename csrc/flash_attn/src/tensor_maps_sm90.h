@@ -16,6 +16,14 @@ namespace flash {
 struct TensorMapsSm90 {
     CUtensorMap q, k, v;
     int box_rows;  // of k and v: a box lies in one page and in one key block
+
+    // Boxes are issued one after the other, about 40 clocks each: pages of one token, in boxes of
+    // 128 bytes, reached 0.204 of the speed of a contiguous cache (docs/facts.md), where memory
+    // brings an SM 16 KB in about 1000 clocks. Copies of 16 KB take 32 instructions of a warp.
+    // 16 KB from pages of 16 tokens are 8 boxes, from pages of 32 they are 4.
+    static constexpr int kLeastBoxRows = 32;
+    // Whether keys and values are copied by all threads of the producer instead.
+    CUTE_HOST_DEVICE bool copies() const { return box_rows < kLeastBoxRows; }
 };
 
 // cuTensorMapEncodeTiled of the driver, found once; null where the driver has none.
@@ -126,19 +134,21 @@ template <class Traits>
 cudaError_t make_tensor_maps(TensorMapsSm90 &maps, Flash_fwd_params const &params) {
     maps.box_rows = Traits::kTileN;
     if constexpr (Traits::kConfig.paged) {
-        maps.box_rows = std::gcd(params.page_size, Traits::kTileN);
-        // TMA writes to multiples of 128 bytes.
-        if (params.page_size < 1 || maps.box_rows * Traits::kSmemRow % 64 != 0) {
+        if (params.page_size < 1) {
             return cudaErrorInvalidValue;
         }
+        maps.box_rows = std::gcd(params.page_size, Traits::kTileN);
+        // TMA writes to multiples of 128 bytes.
+        static_assert(TensorMapsSm90::kLeastBoxRows * Traits::kSmemRow >= 64);
     }
     cudaError_t error = make_tensor_map_q<Traits>(maps.q, params);
-    if (error == cudaSuccess) {
+    bool const copies = Traits::kConfig.paged && maps.copies();
+    if (error == cudaSuccess && !copies) {
         error =
             make_tensor_map_kv<Traits>(maps.k, params, params.k_ptr, params.k_batch_stride,
                                        params.k_row_stride, params.k_head_stride, maps.box_rows);
     }
-    if (error == cudaSuccess) {
+    if (error == cudaSuccess && !copies) {
         error =
             make_tensor_map_kv<Traits>(maps.v, params, params.v_ptr, params.v_batch_stride,
                                        params.v_row_stride, params.v_head_stride, maps.box_rows);

@@ -57,6 +57,12 @@ void tma_load(void const *descriptor, Barrier *barrier, CacheHint, void *smem,
     sim::tma_load(descriptor, barrier, smem, at, sizeof...(Coordinates));
 }
 
+inline void copy_async(void *smem, void const *gmem, bool valid, CacheHint) {
+    sim::cp_async(smem, gmem, 16, valid);
+}
+inline void barrier_arrive_copies(Barrier *barrier) { sim::mbarrier_arrive_copies(barrier); }
+inline void await_copies() { sim::cp_async_wait_all(); }
+
 inline void fence_async_proxy() { sim::fence_async_proxy(); }
 
 inline void reduce_add(float *gmem, float a, float b, float c, float d) {

@@ -176,7 +176,8 @@ void Block::start(uint64_t linear_index) {
     for (Lane &lane : lanes_) {
         lane.waiting = Waiting::nothing;
         lane.copies.clear();
-        lane.copy_group = lane.copy_groups_done = 0;
+        lane.copy_group = lane.copy_groups_done = lane.copies_issued = 0;
+        lane.copied.clear();
         lane.knowledge = {};
         lane.wgmmas = lane.wgmma_groups = 0;
         lane.wgmma_fenced = lane.unfenced_loads = false;

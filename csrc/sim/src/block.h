@@ -54,6 +54,7 @@ struct AsyncCopy {
     int bytes;
     bool valid;
     uint64_t group;
+    uint64_t number;  // of the lane's copies
 };
 
 // What a suspended lane waits for; the deadlock report prints it.
@@ -85,7 +86,9 @@ struct Lane {
     std::vector<AsyncCopy> copies;
     uint64_t copy_group;        // the group that the next copy joins
     uint64_t copy_groups_done;  // groups below this have been waited for
-    void *copy_agent;           // ThreadSanitizer's fibre for the copy engine's writes
+    uint64_t copies_issued;
+    std::vector<uint64_t> copied;  // granules, since the last cp.async.mbarrier.arrive
+    void *copy_agent;              // ThreadSanitizer's fibre for the copy engine's writes
     std::array<char, 64> issue_tags, done_tags;  // addresses that carry happens-before, per group
     Knowledge knowledge;
     uint64_t wgmmas, wgmma_groups;  // issued, committed
@@ -227,6 +230,7 @@ class Block {
     void copy_wait_below(uint64_t group);
     void land(Lane &lane, AsyncCopy const &copy);
     void land_at_random();
+    void land_copies(Lane &lane, std::function<bool(AsyncCopy const &)> const &covered);
     void flush_logs();
     int region_of(void const *address, int bytes) const;
     std::string state_of(Lane const &lane) const;

@@ -294,6 +294,9 @@ void mbarrier_fence_init() { Block::current().sm90_.mbarrier_fence_init(); }
 void mbarrier_arrive(void *barrier, uint32_t expected_bytes) {
     Block::current().sm90_.mbarrier_arrive(barrier, expected_bytes);
 }
+void mbarrier_arrive_copies(void *barrier) {
+    Block::current().sm90_.mbarrier_arrive_copies(barrier);
+}
 void mbarrier_wait(void *barrier, uint32_t parity) {
     Block::current().sm90_.mbarrier_wait(barrier, parity);
 }

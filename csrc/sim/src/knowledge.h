@@ -25,10 +25,11 @@ void choose(std::array<uint32_t, kCount> &mine, std::array<uint32_t, kCount> the
 
 // The clock of events in one block, each a count from 0:
 // - phases: the current phase of each mbarrier. Phase 1 begins with the initialisation.
+// - fenced: the same as it was at the last fence.proxy.async.
 // - retired: the wgmmas that each warp has waited for.
 // - stores: the TMA stores of each queue that have read their boxes.
 struct BlockKnowledge {
-    std::array<uint32_t, kMbarriers> phases{};
+    std::array<uint32_t, kMbarriers> phases{}, fenced{};
     std::array<uint32_t, kWarps> retired{};
     std::array<uint32_t, kStoreQueues> stores{};
     bool runs = false;  // the block has started; checked for the other blocks of a cluster
@@ -47,6 +48,7 @@ struct BlockKnowledge {
     template <class Choice>
     void combine(BlockKnowledge const &other, Choice const &choice) {
         choose(phases, other.phases, choice);
+        choose(fenced, other.fenced, choice);
         choose(retired, other.retired, choice);
         choose(stores, other.stores, choice);
     }

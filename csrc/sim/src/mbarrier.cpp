@@ -18,6 +18,7 @@ void Sm90::start() {
     active_ = false;
     mbarriers_.clear();
     copies_.clear();
+    arrivals_.clear();
     queues_.clear();
     warpgroups_.clear();
     polls_ = last_poll_step_ = 0;
@@ -31,7 +32,7 @@ void Sm90::activate() {
     size_t const bytes = block_.launch_.smem_bytes;
     size_t const granules = bytes / kGranule + 1;
     barrier_at_.assign(bytes / 8 + 1, -1);
-    writers_.assign(granules, {-1, 0, 0});
+    writers_.assign(granules, {-1, 0, 0, false});
     readers_.assign(granules, {});
     loads_.assign(granules, {});
     async_view_.resize(bytes);
@@ -121,14 +122,18 @@ void Sm90::mbarrier_fence_init() {
 void Sm90::mbarrier_arrive(void *address, uint32_t bytes) {
     tsan::Unwatched const unwatched;
     Mbarrier &barrier = find(address, "mbarrier.arrive");
+    tsan::release(&barrier.tags[barrier.phase & 1]);
+    barrier.incoming.join(Block::current().lane().knowledge);
+    arrive(barrier, bytes, "mbarrier.arrive");
+}
+
+void Sm90::arrive(Mbarrier &barrier, uint32_t bytes, char const *what) {
     auto const index = static_cast<int>(&barrier - &mbarriers_[0]);
     if (barrier.pending == 0) {
-        block_.fail(kLaunchFailure, "mbarrier.arrive: one arrival more than the " +
+        block_.fail(kLaunchFailure, std::string(what) + ": one arrival more than the " +
                                         std::to_string(barrier.arrivals) + " of a phase of " +
                                         name_of(index));
     }
-    tsan::release(&barrier.tags[barrier.phase & 1]);
-    barrier.incoming.join(Block::current().lane().knowledge);
     barrier.tx_count += bytes;
     if (barrier.tx_count > kMaxArrivals) {
         block_.fail(kLaunchFailure,
@@ -208,7 +213,8 @@ bool Sm90::mbarrier_test(void *address, uint32_t parity) {
     }
     if (waits()) {
         // In a cluster the thread may wait for another block, whose steps are counted apart.
-        if (polls_ > kMaxPolls && copies_.empty() && block_.cluster_.size() == 1) {
+        if (polls_ > kMaxPolls && copies_.empty() && arrivals_.empty() &&
+            block_.cluster_.size() == 1) {
             block_.fail(kLaunchFailure, "deadlock: " + std::to_string(kMaxPolls) +
                                             " tests of mbarriers in a row without progress; " +
                                             block_.cluster_.describe());
@@ -255,6 +261,10 @@ void Sm90::check_exit(Lane const &lane, bool last) {
     if (!copies_.empty()) {
         block_.fail(kLaunchFailure,
                     "the block ends while copies are under way for " + name_of(copies_[0].barrier));
+    }
+    if (!arrivals_.empty()) {
+        block_.fail(kLaunchFailure, "the block ends while cp.async.mbarrier.arrive is pending at " +
+                                        name_of(arrivals_[0].barrier));
     }
     for (Warpgroup const &wg : warpgroups_) {
         if (!wg.multiplications.empty()) {

@@ -94,9 +94,10 @@ void Block::copy_issue(std::byte *smem, std::byte const *gmem, int bytes, bool v
                               source - reinterpret_cast<uint64_t>(state().regions[region].first)});
         }
     }
+    sm90_.note_copy(offset, static_cast<uint64_t>(bytes));
     Lane &self = *lane_;
     warp().log.note(AccessKind::cp_async, site, self.lane, bytes, offset, source, valid);
-    AsyncCopy const copy{smem, gmem, bytes, valid, self.copy_group};
+    AsyncCopy const copy{smem, gmem, bytes, valid, self.copy_group, self.copies_issued++};
     tsan::release(&self.issue_tags[self.copy_group % self.issue_tags.size()]);
     if (settings_.copy_mode == CopyMode::eager) {
         land(self, copy);
@@ -150,20 +151,23 @@ void Block::copy_wait_group(uint64_t pending) {
 
 void Block::copy_wait_all() { copy_wait_below(lane_->copy_group + 1); }
 
-void Block::copy_wait_below(uint64_t group) {
-    tsan::Unwatched const unwatched;
-    Lane &self = *lane_;
-    auto const covered = [&](AsyncCopy const &copy) { return copy.group < group; };
-    auto const rest = std::stable_partition(self.copies.begin(), self.copies.end(), covered);
+void Block::land_copies(Lane &lane, std::function<bool(AsyncCopy const &)> const &covered) {
+    auto const rest = std::stable_partition(lane.copies.begin(), lane.copies.end(), covered);
     if (settings_.copy_mode == CopyMode::random) {
-        for (auto it = self.copies.begin(); it < rest; ++it) {
+        for (auto it = lane.copies.begin(); it < rest; ++it) {
             std::iter_swap(it, it + static_cast<ptrdiff_t>(random() % uint64_t(rest - it)));
         }
     }
-    for (auto it = self.copies.begin(); it < rest; ++it) {
-        land(self, *it);
+    for (auto it = lane.copies.begin(); it < rest; ++it) {
+        land(lane, *it);
     }
-    self.copies.erase(self.copies.begin(), rest);
+    lane.copies.erase(lane.copies.begin(), rest);
+}
+
+void Block::copy_wait_below(uint64_t group) {
+    tsan::Unwatched const unwatched;
+    Lane &self = *lane_;
+    land_copies(self, [&](AsyncCopy const &copy) { return copy.group < group; });
     for (uint64_t g = self.copy_groups_done; g < group; ++g) {
         tsan::acquire(&self.done_tags[g % self.done_tags.size()]);
     }

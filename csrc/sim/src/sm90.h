@@ -70,6 +70,13 @@ struct BulkCopy {
     uint32_t word;
 };
 
+// An arrival that comes once the lane's copies with numbers below `copies` have landed.
+struct CopyArrival {
+    Lane *lane;
+    uint64_t copies;
+    int barrier;
+};
+
 // 16 bytes of a box, of which `bytes` after the first `skip` are in the tensor. A bulk reduction's
 // box is contiguous.
 struct StorePiece {
@@ -156,6 +163,9 @@ class Sm90 {
     // Fails if a copy writes these bytes and the running thread is not ordered after its
     // completion.
     void check_landed(uint64_t offset, uint64_t bytes, char const *what);
+    // Fails if reads of these bytes through the asynchronous proxy are not ordered before a
+    // cp.async that the running thread issues.
+    void note_copy(uint64_t offset, uint64_t bytes);
     // Records a load of these lanes of the running warp through the generic proxy.
     void note_load(uint64_t offset, uint64_t bytes, uint32_t lanes);
     // The warpgroup and thread whose wgmma in flight uses the register at `address`; empty if none.
@@ -164,6 +174,8 @@ class Sm90 {
     void mbarrier_init(void *barrier, uint32_t arrivals);
     void mbarrier_fence_init();
     void mbarrier_arrive(void *barrier, uint32_t bytes);
+    // cp.async.mbarrier.arrive.noinc
+    void mbarrier_arrive_copies(void *barrier);
     void mbarrier_wait(void *barrier, uint32_t parity);
     // Whether the phase is complete. If not, other lanes run before it returns.
     bool mbarrier_test(void *barrier, uint32_t parity);
@@ -203,6 +215,7 @@ class Sm90 {
         int16_t barrier;  // of the last copy; -1 if there was none
         uint16_t under_way;
         uint32_t phase;
+        bool generic;  // cp.async, which writes through the generic proxy
     };
 
     // The running thread's clock for this block. The thread may belong to another block.
@@ -210,13 +223,15 @@ class Sm90 {
     Mbarrier &find(void const *barrier, char const *what);
     void acquire_phase(Mbarrier &barrier);
     std::string name_of(int barrier) const;
+    void arrive(Mbarrier &barrier, uint32_t bytes, char const *what);
     void complete(Mbarrier &barrier);
+    void fire(size_t index);
 
     Box box(void const *descriptor, void const *smem, int const *coordinates, int rank);
     template <class Visit>
     void visit_rows(Box const &box, Visit const &visit);
     void issue(BulkCopy copy, void const *barrier);
-    void check_free(BulkCopy const &copy);
+    void check_free(uint64_t offset, uint64_t bytes, std::string const &what, bool after_loads);
     // The number of the lane's fence.proxy.async that follow a load.
     uint32_t &fences_of(Lane &lane);
     void copy_rows(BulkCopy const &copy);
@@ -253,7 +268,8 @@ class Sm90 {
     std::vector<Mbarrier> mbarriers_;  // reserved, so that addresses stay valid
     std::vector<int16_t> barrier_at_;  // by offset / 8; -1: none
     std::vector<BulkCopy> copies_;     // in flight
-    std::vector<Writer> writers_;      // by granule
+    std::vector<CopyArrival> arrivals_;
+    std::vector<Writer> writers_;  // by granule
     // By granule and warpgroup: the number of the last wgmma that reads it.
     std::vector<std::array<uint32_t, kWarps / 4>> readers_;
     std::vector<std::vector<WarpLoads>> loads_;  // by granule

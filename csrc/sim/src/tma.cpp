@@ -137,9 +137,9 @@ void Sm90::issue(BulkCopy copy, void const *address) {
                                         name_of(copy.barrier));
     }
     auto const [offset, bytes] = std::pair(copy.box.offset, copy.box.bytes);
-    check_free(copy);
+    check_free(offset, bytes, "TMA for " + name_of(copy.barrier), true);
     for (uint64_t g = offset / kGranule; g * kGranule < offset + bytes; ++g) {
-        writers_[g] = {static_cast<int16_t>(copy.barrier), 1, barrier.phase};
+        writers_[g] = {static_cast<int16_t>(copy.barrier), 1, barrier.phase, false};
     }
     barrier.under_way += bytes;
     copies_.push_back(copy);
@@ -153,20 +153,19 @@ void Sm90::issue(BulkCopy copy, void const *address) {
     }
 }
 
-// All reads of the bytes that the copy overwrites must happen before its issue.
-void Sm90::check_free(BulkCopy const &copy) {
+// All reads of the bytes that a copy overwrites must happen before its issue: those through the
+// asynchronous proxy and, `after_loads`, loads through the generic one.
+void Sm90::check_free(uint64_t offset, uint64_t bytes, std::string const &what, bool after_loads) {
     BlockKnowledge const &clock = known();
     Lane &thread = Block::current().lane();
-    uint64_t const end = copy.box.offset + copy.box.bytes;
-    for (uint64_t g = copy.box.offset / kGranule; g * kGranule < end; ++g) {
+    for (uint64_t g = offset / kGranule; g * kGranule < offset + bytes; ++g) {
         auto const report = [&](std::string const &reader, std::string const &missing) {
-            block_.fail(kLaunchFailure, "overwritten too early: TMA for " + name_of(copy.barrier) +
-                                            " writes byte " + std::to_string(g * kGranule) +
-                                            ", which " + reader + " reads; " + missing);
+            block_.fail(kLaunchFailure, "overwritten too early: " + what + " writes byte " +
+                                            std::to_string(g * kGranule) + ", which " + reader +
+                                            " reads; " + missing);
         };
         if (writers_[g].under_way > 0) {
-            block_.fail(kLaunchFailure, "TMA for " + name_of(copy.barrier) + ": byte " +
-                                            std::to_string(g * kGranule) +
+            block_.fail(kLaunchFailure, what + ": byte " + std::to_string(g * kGranule) +
                                             " is the destination of a copy under way for " +
                                             name_of(writers_[g].barrier));
         }
@@ -184,6 +183,9 @@ void Sm90::check_free(BulkCopy const &copy) {
                 report(name_of(queues_[i]),
                        "its thread is not ordered after that store's cp.async.bulk.wait_group");
             }
+        }
+        if (!after_loads) {
+            continue;
         }
         for (WarpLoads const &loads : loads_[g]) {
             LaneFences const &fences = thread.knowledge.fences_of(block_.rank_, loads.warp);
@@ -286,10 +288,12 @@ void Sm90::store_async(uint64_t offset, uint32_t word, void *address) {
 }
 
 bool Sm90::land_one() {
-    if (copies_.empty()) {
+    size_t const pending = copies_.size() + arrivals_.size();
+    if (pending == 0) {
         return false;
     }
-    land(block_.random() % copies_.size());
+    size_t const chosen = block_.random() % pending;
+    chosen < copies_.size() ? land(chosen) : fire(chosen - copies_.size());
     return true;
 }
 
@@ -297,6 +301,9 @@ void Sm90::land_at_random() {
     uint64_t const draw = block_.random();
     if (!copies_.empty() && draw % 4 == 0) {
         land((draw >> 32) % copies_.size());
+    }
+    if (!arrivals_.empty() && draw % 4 == 2) {
+        fire((draw >> 32) % arrivals_.size());
     }
     if (!queues_.empty() && draw % 4 == 1) {
         StoreQueue &queue = queues_[(draw >> 32) % queues_.size()];
@@ -337,6 +344,7 @@ void Sm90::fence_async_proxy() {
     activate();
     std::copy_n(block_.smem_, async_view_.size(), async_view_.begin());
     Lane &self = block_.lane();
+    known().fenced = known().phases;
     if (self.unfenced_loads) {
         ++fences_of(self);
         self.unfenced_loads = false;

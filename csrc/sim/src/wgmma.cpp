@@ -280,6 +280,10 @@ void Sm90::check_operand(Warpgroup const &wg, Multiplication const &m,
             report(" without having waited for phase " + std::to_string(writer.phase) + " of " +
                    name_of(writer.barrier) + ", whose copy writes it");
         }
+        if (writer.generic && m.known.fenced[writer.barrier] <= writer.phase) {
+            report(", written by cp.async, without fence.proxy.async after phase " +
+                   std::to_string(writer.phase) + " of " + name_of(writer.barrier));
+        }
     }
 }
 

@@ -17,6 +17,8 @@ bool elect_one();
 void mbarrier_init(void *barrier, uint32_t arrivals);
 void mbarrier_fence_init();
 void mbarrier_arrive(void *barrier, uint32_t expected_bytes);
+// cp.async.mbarrier.arrive.noinc: arrives once this thread's cp.asyncs so far have landed.
+void mbarrier_arrive_copies(void *barrier);
 void mbarrier_wait(void *barrier, uint32_t parity);
 // Returns whether the phase is complete; may return false although it is, as try_wait may.
 bool mbarrier_test(void *barrier, uint32_t parity);
