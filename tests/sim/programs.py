@@ -20,6 +20,7 @@ _PROGRAMS = (
     ("simulator_cases_sm90_async", ()),
     ("simulator_cases_sm90_cluster", ()),
     ("simulator_cases_sm90_reduce", ()),
+    ("simulator_cases_sm90_ragged", ()),
 )
 # Likewise for :func:`with_racecheck`.
 _RACECHECKED = ("simulator_cases_sm90_async", "simulator_cases_sm90_cluster")

@@ -141,16 +141,13 @@ struct MainloopBwdSm90 {
             tiles.advance();
         }
 
-        CUTE_DEVICE void run(Flash_bwd_params const &params, TileQueue queue) {
-            int index = blockIdx.x;
-            WorkTile tile;
-            if constexpr (!Traits::kVarlen) tile = Scheduler::get_tile(params, queue, index);
+        CUTE_DEVICE void run(Flash_bwd_params const &params, TileQueue const &launched) {
             // No thread touches global memory before: the consumers wait for their first tile.
-            cudaGridDependencySynchronize();
-            if constexpr (Traits::kVarlen) {
-                queue.tiles = Scheduler::plan(params).count * params.h_k;
-                tile = Scheduler::get_tile(params, queue, index);
-            }
+            if constexpr (Traits::kVarlen) cudaGridDependencySynchronize();
+            auto const &queue = Scheduler::queue(params, launched);
+            int index = blockIdx.x;
+            WorkTile tile = Scheduler::get_tile(params, queue, index);
+            if constexpr (!Traits::kVarlen) cudaGridDependencySynchronize();
             publish(tile);
             CUTE_NO_UNROLL
             while (tile.m_block >= 0) {

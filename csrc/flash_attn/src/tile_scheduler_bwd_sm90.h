@@ -56,31 +56,28 @@ struct TileSchedulerBwdSm90 {
         return static_cast<int>(cute::max(cute::min(cute::min(wanted, in_l2), all), int64_t(1)));
     }
 
+    // With the number of tiles that a ragged batch has.
+    CUTE_DEVICE static auto queue(Flash_bwd_params const &params, TileQueue const &launched)
+        -> std::conditional_t<kVarlen, TileQueue, TileQueue const &> {
+        if constexpr (kVarlen) {
+            return {plan(params).count * params.h_k, launched.group, launched.counter};
+        } else {
+            return launched;
+        }
+    }
+
     // No tile is left: m_block < 0.
     CUTE_HOST_DEVICE static WorkTile get_tile(Flash_bwd_params const &params,
                                               TileQueue const &queue, int index) {
         if (index >= queue.tiles) {
             return {.m_block = -1};
         }
-        WorkTile tile;
         if constexpr (kVarlen) {
-            tile = planned_tile(plan(params), 1, index).tile;
-        } else {
-            tile = dense_tile(params, queue, index);
+            WorkTile tile = planned_tile(plan(params), 1, index).tile;
+            tile.head_q = tile.head * params.h_h_k_ratio;
+            set_blocks(params, tile);
+            return tile;
         }
-        tile.head_q = tile.head * params.h_h_k_ratio;
-        tile.head_k = tile.head;
-        tile.blocks = blocks(params, tile);
-        // Behind the last key P may be infinite, and 0 times it NaN: such a tile masks every step.
-        if ((tile.m_block + 1) * kTileN > tile.seqlen_k) {
-            tile.blocks.unmasked = tile.blocks.left = 0;
-        }
-        return tile;
-    }
-
-  private:
-    CUTE_HOST_DEVICE static WorkTile dense_tile(Flash_bwd_params const &params,
-                                                TileQueue const &queue, int index) {
         // The first keys of a causal mask are seen by most queries.
         int const n_blocks = num_n_blocks(params);
         int const first_head = index / (queue.group * n_blocks) * queue.group;
@@ -90,9 +87,22 @@ struct TileSchedulerBwdSm90 {
         int const batch_head = first_head + within - n * heads;
         WorkTile tile{.m_block = n, .batch = batch_head / params.h_k};
         tile.head = batch_head - tile.batch * params.h_k;
+        tile.head_q = tile.head * params.h_h_k_ratio;
+        tile.head_k = tile.head;
         tile.seqlen_q = params.seqlen_q;
         tile.seqlen_k = params.seqlen_k;
+        set_blocks(params, tile);
         return tile;
+    }
+
+  private:
+    CUTE_HOST_DEVICE static void set_blocks(Flash_bwd_params const &params, WorkTile &tile) {
+        tile.blocks = blocks(params, tile);
+        // Behind the last key P may be infinite, and 0 times it NaN: such a tile masks every step.
+        int const seqlen_k = kVarlen ? tile.seqlen_k : params.seqlen_k;
+        if ((tile.m_block + 1) * kTileN > seqlen_k) {
+            tile.blocks.unmasked = tile.blocks.left = 0;
+        }
     }
 };
 
