@@ -359,8 +359,9 @@ def bwd_with_options(
     dropout: bool = False,
     varlen: bool = False,
 ) -> BwdConfig:
-    """``config``, of the sm80 class, with what else is asked for: tiles that have no registers left
-    for it get others. Not measured: chosen so that nothing spills."""
+    """``config`` with what else is asked for, in the sm90 class varlen at most: tiles of the sm80
+    class that have no registers left for it get others. Not measured: chosen so that nothing
+    spills."""
     if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
     if config.head_dim == 96 and softcap:  # and 44 with all; a step of 16 is no whole copy there

@@ -62,7 +62,9 @@ MUTANTS = (
         "block * kTileM",
         config=COLUMNS,
     ),
-    _mutant("dK and dV at the rows of the queries", _MAINLOOP, "tile().row_k : 0", "tile().row_q : 0"),
+    _mutant(
+        "dK and dV at the rows of the queries", _MAINLOOP, "tile().row_k : 0", "tile().row_q : 0"
+    ),
     _mutant(
         "plan read as one of query heads",
         _SCHEDULER,
@@ -89,9 +91,7 @@ MUTANTS = (
         "",
         "before griddepcontrol.wait|no thread executes griddepcontrol.wait|^numerics$",
     ),
-    _mutant(
-        "dQ from the first row on", _KERNEL, "segment.begin + position(i)", "position(i)"
-    ),
+    _mutant("dQ from the first row on", _KERNEL, "segment.begin + position(i)", "position(i)"),
     _mutant("dQ beyond a sequence's rows", _KERNEL, "row < segment.end", "row < params.total_q"),
     _mutant("gradients of rows of no sequence", _KERNEL, ">= segment.length", ">= segment.end"),
     _mutant(

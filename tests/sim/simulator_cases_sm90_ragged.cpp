@@ -14,7 +14,9 @@ struct Ragged {
 
     struct Traits {
         using Element = half_t;
-        static constexpr struct { DType dtype; } kConfig{DType::fp16};
+        static constexpr struct {
+            DType dtype;
+        } kConfig{DType::fp16};
         static constexpr int kSmemRow = kColumns;
     };
 

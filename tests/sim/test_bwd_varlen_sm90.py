@@ -7,7 +7,7 @@ import mutants_bwd_varlen_sm90
 import pytest
 import tiers
 import torch
-from backward import GRADIENTS, make_problem, passed, same, with_mask
+from backward import make_problem, passed, same, with_mask
 from backward_options import (
     BATCHES,
     HOSTILE,
@@ -40,6 +40,12 @@ PAIR = (ragged(ROWS), ragged(COLUMNS))
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS] + [ragged(NARROW)]
 # Several tiles of keys, and of queries, which two CTAs take from a queue.
 LONG = ((300, 40, 500), (200, 300, 500))
+
+
+def name_of(batch):
+    return "-".join(map(str, batch[0])) or "none"
+
+
 each = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 each_causal = pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
 
@@ -55,7 +61,9 @@ def planted(tmp_path_factory):
     return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
 
 
-@pytest.mark.parametrize("batch", (*BATCHES, LONG), ids=lambda b: "-".join(map(str, b[0])) or "none")
+@pytest.mark.parametrize(
+    "batch", (*BATCHES, LONG), ids=lambda b: "-".join(map(str, b[0])) or "none"
+)
 @each
 def test_gradients(config, batch):
     """With sinks and a gradient of the log-sum-exp; rows of no sequence are NaN."""
@@ -197,7 +205,7 @@ def wrong_counts(config, batch, result, heads=4):
     )
 
 
-@pytest.mark.parametrize("batch", [SOME, LONG], ids=lambda b: "-".join(map(str, b[0])))
+@pytest.mark.parametrize("batch", [SOME, LONG], ids=name_of)
 @each
 def test_work_done_is_the_work_planned(config, batch):
     problem = make_ragged(config, batch)

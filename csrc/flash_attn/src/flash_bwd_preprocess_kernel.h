@@ -34,8 +34,8 @@ struct RowStats {
         return int64_t(entries) * params.h * (params.seqlen_q_rounded / kRows);
     }
 
-    // Neighbouring rows of the queries, whose statistics are neighbours, too: a sequence and the rows
-    // of none behind it, or those before the first.
+    // Neighbouring rows of the queries, whose statistics are neighbours, too: a sequence and the
+    // rows of none behind it, or those before the first.
     struct Segment {
         int stats_begin;  // where the statistics of a head begin
         int begin, end;   // rows of the queries
@@ -125,9 +125,8 @@ __global__ void __launch_bounds__(Stats::kThreads)
     if (col == 0) {
         float lse_log2 = INFINITY;
         if (in_sequence) {
-            float const lse =
-                params.softmax_lse_ptr[batch * params.softmax_lse_batch_stride +
-                                       head * params.softmax_lse_head_stride + row_q];
+            float const lse = params.softmax_lse_ptr[batch * params.softmax_lse_batch_stride +
+                                                     head * params.softmax_lse_head_stride + row_q];
             lse_log2 = lse == -INFINITY ? INFINITY : lse * Stats::kLog2e;
             if (lse == -INFINITY) {
                 sum = 0.f;  // whatever dO and dLSE are

@@ -90,8 +90,8 @@ struct MainloopBwdSm90 {
         RingTiles tiles;
         uint32_t own_parity = 0;  // of K and V
 
-        // Loads kRows rows of a head of a sequence, which begins at row `begin`, from row `row` on;
-        // behind its end they arrive as zeros.
+        // Loads kRows rows of a head of a sequence, which begins at row `begin`, from its row `row`
+        // on. Behind its end they arrive as zeros.
         template <int kRows>
         CUTE_DEVICE static void load_rows(CUtensorMap const &map, sm90::Barrier *full, int bytes,
                                           sm90::CacheHint hint, Element *smem, int row, int begin,

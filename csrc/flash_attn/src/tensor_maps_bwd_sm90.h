@@ -19,10 +19,12 @@ struct TensorMapsBwdSm90 {
 // The statistics as (rows of 512 bytes, row, h, b): of 64 queries each.
 inline constexpr int kStatsRow = 64;
 
-// To TMA the rows of a ragged batch are three dimensions: x rows from the first on, y likewise, and
-// z times kRaggedRows rows back, as TMA computes addresses modulo 2^64. Only x ends, at kRaggedRows:
-// row i of a sequence is x = kRaggedRows - length + i, y = begin + length, z = kRaggedZ, so what is
-// behind the sequence arrives as zeros. (The idea is that of Triton's ragged_tma.)
+// To TMA the rows of a ragged batch are three dimensions: x, y, and z times kRaggedRows rows back,
+// as TMA computes addresses modulo 2^64. Only x ends, at kRaggedRows. Row i of a sequence is
+//
+//   x = kRaggedRows - length + i, y = begin + length, z = kRaggedZ,
+//
+// so what is behind the sequence arrives as zeros. The idea is that of Triton's ragged_tma.
 inline constexpr int kRaggedRows = 1 << 30;
 inline constexpr int kRaggedZ = 1 << 30;
 inline constexpr int64_t kRaggedSize = int64_t(1) << 31;  // of y and z
@@ -81,8 +83,7 @@ cudaError_t make_tensor_maps(TensorMapsBwdSm90 &maps, Flash_bwd_params const &pa
         error = make_tensor_map<4>(
             maps.stats, {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_NONE},
             params.row_stats_ptr,
-            {2 * kStatsRow, params.seqlen_q_rounded / kStatsRow, params.h,
-             kVarlen ? 1 : params.b},
+            {2 * kStatsRow, params.seqlen_q_rounded / kStatsRow, params.h, kVarlen ? 1 : params.b},
             {2 * kStatsRow, of_a_head, params.h * of_a_head},
             {2 * kStatsRow, Traits::kTileM / kStatsRow, 1, 1});
     }
