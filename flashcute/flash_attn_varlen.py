@@ -37,7 +37,7 @@ from .features import VECTOR
 from .flash_attn_kvcache import options_of
 
 
-def _launch(names: Names, tensors: Tensors, options: Options, num_splits: int):
+def _launch(names: Names, tensors: Tensors, options: Options, num_splits: int, deterministic: bool):
     """out and log-sum-exp of CUDA tensors, by the kernels."""
     q, k, v, alibi_slopes, sinks, *lengths, rng_state, block_table = tensors
     d, names_of_qkv = q.shape[2], names[1:4]
@@ -54,6 +54,7 @@ def _launch(names: Names, tensors: Tensors, options: Options, num_splits: int):
     out, lse = ops.attend_varlen(
         q, k, v, lengths, options[:2], options.softmax_scale, options.causal, window_size, sinks,
         options.softcap, alibi_slopes, rng_state, options.dropout_p, block_table, num_splits,
+        deterministic,
     )  # fmt: skip
     if d % VECTOR:
         out = out.narrow(2, 0, d).clone(memory_format=torch.contiguous_format)
@@ -87,7 +88,7 @@ def _attend(
     o = options_of(fn, softmax_scale, causal, window_size, softcap, num_splits)
     scale, causal, left, right, softcap, _, num_splits = o
     if deterministic is not False:
-        check_flag(fn, "deterministic", deterministic)
+        deterministic = check_flag(fn, "deterministic", deterministic)
     if return_attn_probs is not False:
         return_attn_probs = check_flag(fn, "return_attn_probs", return_attn_probs)
     if type(dropout_p) is not float or dropout_p != 0.0:
@@ -140,7 +141,7 @@ def _attend(
     if not (q.is_cpu or q.is_meta):
         if dropout_p != 0.0:
             tensors = tensors._replace(rng_state=draw_state(q))
-        out, lse = _launch(names, tensors, options, num_splits)
+        out, lse = _launch(names, tensors, options, num_splits, deterministic)
         if not return_attn_probs:
             return out
         # By the reference: kernels never have all of them.
@@ -187,9 +188,9 @@ def flash_attn_varlen_func(
     result with ``torch.nested.nested_tensor_from_jagged``.
 
     On CUDA as :func:`flash_attn_func`, without a wait for the device; keys in pages have no
-    gradient. Kernels of the sm80 class compute gradients on every GPU, and always the same bits.
-    Their workspace has, for each head, 2 floats for each row and 256 for each sequence. On the CPU
-    every argument, and differentiable. Meta tensors give shapes.
+    gradient. A backward's workspace has, for each head, 2 floats for each row of q and each of 128
+    rows more for each sequence; in the sm90 class also head_dim floats, rounded up as there. On the
+    CPU every argument, and differentiable. Meta tensors give shapes.
 
     Args:
         q: (total_q, h, head_dim).
@@ -212,7 +213,7 @@ def flash_attn_varlen_func(
         window_size: (left, right), -1 for unlimited.
         softcap: 0.0 for none.
         alibi_slopes: float32 (h,) or (b, h).
-        deterministic: Ask for bitwise repeatable results and gradients, which they always are.
+        deterministic: Ask for bitwise repeatable gradients, as in :func:`flash_attn_func`.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
         block_table: int32 (b, max_pages), for keys and values in the pages of a cache, each of k
             and v of shape (num_pages, page_size, h_k, head_dim), of any page_size from 1 on and any

@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor> attend_varlen(
     int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale, bool causal,
     int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, double softcap,
     std::optional<Tensor> alibi_slopes, std::optional<Tensor> rng_state, double dropout_p,
-    std::optional<Tensor> block_table, int64_t num_splits) {
+    std::optional<Tensor> block_table, int64_t num_splits, bool) {
     const Lengths lengths{&cu_seqlens_q, &cu_seqlens_k, &seqused_q,
                           &seqused_k,    max_seqlen_q,  max_seqlen_k};
     const Options options{.causal = causal,
@@ -347,8 +347,8 @@ extern "C" __attribute__((visibility("default"))) void flashcute_remove_plan(int
 // `bwd` for the gradients, for `attend_varlen` one that calls `bwd_varlen`, and for these one that
 // refuses inputs that want a gradient. `fwd_no_grad` is `fwd` without it, for a caller that has
 // looked already: no Python between call and kernel. `attend` takes everything optional; a window's
-// side of -1 is unlimited, and `deterministic` is of its gradients. Those of `attend_varlen`, which
-// is of a ragged batch, always repeat bitwise. The two operators of a cache are defined by
+// side of -1 is unlimited, and `deterministic` is of its gradients. So it is of `attend_varlen`,
+// which is of a ragged batch. The two operators of a cache are defined by
 // flashcute/ops_kvcache.py. `attend_kvcache_no_grad` is both of them, for a caller that has looked
 // already, and whose arguments nobody has checked: where the kernels cannot take them it returns
 // None twice, and nothing has been written. `in_cache` is cache_seqlens as an int.
@@ -376,8 +376,8 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
         "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
         "float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None, "
-        "float dropout_p=0., Tensor? block_table=None, int num_splits=0) -> "
-        "(Tensor out, Tensor softmax_lse)");
+        "float dropout_p=0., Tensor? block_table=None, int num_splits=0, "
+        "bool deterministic=False) -> (Tensor out, Tensor softmax_lse)");
     // As aten::_scaled_dot_product_flash_attention, but for results of a ragged batch and lengths:
     // torch_call_dispatcher() takes a list of results for the reverse of it, and so for other
     // types.

@@ -106,6 +106,10 @@ inline Tensor make_gradient(const Tensor &like, const char *name, const Inputs &
 
 // What a ragged batch has beside the lengths; returns the words of the workspace for its plans.
 inline int64_t set_totals(Flash_bwd_params &params, const Layout &q, const Layout &k, int64_t b) {
+    if (q.s > kMaxBwdTokens || k.s > kMaxBwdTokens) {
+        fail("expected at most ", kMaxBwdTokens, " tokens in a ragged batch with gradients, got ",
+             q.s, " and ", k.s, "; split the batch");
+    }
     const int64_t rows = row_stats_rows(q.s, b);
     const int64_t tiles = plan_capacity(std::max(q.s, k.s), b, kMinBwdRows) * q.h;
     if (rows > kMaxInt32 || tiles > kMaxTiles) {
