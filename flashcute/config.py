@@ -194,7 +194,7 @@ ROW_STATS_MULTIPLE = 128
 
 # Queries of a step of the sm90 class's backward, by head dimension. With 64 each warpgroup computes
 # half of dQ's columns, in whole pages of shared memory; with 128 half of its rows.
-SM90_BWD_STEPS = {32: (128,), 64: (128,), 128: (64,)}
+SM90_BWD_STEPS = {32: (128,), 64: (128,), 96: (64,), 128: (64,)}
 
 
 # What kernels of a backward are compiled for beside the mask, in the sm80 class.
@@ -338,8 +338,8 @@ class BwdConfig:
 
         Each has the two tiles that it owns and ``stages`` buffers of the two that it visits; that
         of dK and dV has the statistics of the visited rows, too, 8 bytes each. The sm90 class adds
-        two buffers of dS, above d = 64 one of dQ, its barriers and the descriptions of tiles, and
-        rounds up.
+        two buffers of dS, above d = 64 one of dQ, at d = 96 zeros behind K, its barriers and the
+        descriptions of tiles, and rounds up.
         """
 
         def tiles(tile: BwdTile) -> int:
@@ -350,7 +350,8 @@ class BwdConfig:
             ds = 2 * 2 * self.dkv.rows * self.dkv.step
             barriers = 4 + 4 * self.dkv.stages + 2 + 4
             dq = 4 * self.head_dim * self.dkv.step if self.head_dim > 64 else 0
-            total = tiles(self.dkv) + stats + ds + dq + 8 * barriers + 68 * 2
+            zeros = 2 * 32 * self.dkv.rows if self.head_dim == 96 else 0
+            total = tiles(self.dkv) + stats + ds + dq + zeros + 8 * barriers + 68 * 2
             return -(-total // 1024) * 1024
         return max(tiles(self.dq), tiles(self.dkv) + stats)
 

@@ -7,13 +7,15 @@ from mutants import Mutant
 
 from flashcute import heuristics
 
-# dQ of a step by rows for each warpgroup, and by columns.
+# dQ of a step by rows for each warpgroup, by columns, and by columns of which one warpgroup has more.
 ROWS = heuristics.sm90_bwd_config("bf16", 64, "causal")
 COLUMNS = heuristics.sm90_bwd_config("fp16", 128, "causal")
+UNEVEN = heuristics.sm90_bwd_config("bf16", 96, "causal")
 _FULL = with_mask(ROWS, "none")
 
 _MAINLOOP = "mainloop_bwd_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
+_TRAITS = "kernel_traits_bwd_sm90.h"
 _PREPROCESS = "flash_bwd_preprocess_kernel.h"
 _SCHEDULER = "tile_scheduler_bwd_sm90.h"
 
@@ -164,6 +166,22 @@ MUTANTS = (
         "cudaGridDependencySynchronize();",
         "",
         "no thread executes griddepcontrol.wait",
+    ),
+    _simulator(
+        "as many columns of dQ for both warpgroups",
+        _TRAITS,
+        "return warpgroup == 0 ? kDqColumns : kHeadDim - kDqColumns;",
+        "return kDqColumns;",
+        "cp.reduce.async.bulk outside every tensor|has been overwritten",
+        UNEVEN,
+    ),
+    _simulator(
+        "no zeros behind K",
+        _MAINLOOP,
+        "load_own<Traits::kColumnsK>",
+        "load_own<kHeadDim>",
+        _UNWRITTEN,
+        UNEVEN,
     ),
     _numerics("sums of dQ begin anywhere", _PREPROCESS, "= make_float4(0.f, 0.f, 0.f, 0.f)", ""),
     _numerics(

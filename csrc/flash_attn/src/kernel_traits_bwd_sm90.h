@@ -55,13 +55,30 @@ struct KernelTraitsBwdSm90 {
     using TiledMmaDkv =
         TiledMMA<MMA_Atom<sm90::MmaRS<Element, kHeadDim, sm90::GMMA::Major::MN>>, WarpgroupLayout>;
     // dQ = dS K, a sum over all keys of the CTA: each warpgroup computes 64 queries or, where a
-    // step has no more, half of the columns.
+    // step has no more, half of the columns, in whole pages of K: at d = 96 two of three, and for
+    // the other warpgroup the third and a page of zeros behind the tensor.
     static constexpr bool kDqByRows = kTileM == 128;
-    static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / 2;
-    static_assert(kDqColumns % kSmemRow == 0, "whole pages of K");
+    static constexpr int kDqColumns =
+        kDqByRows ? kHeadDim : ceil_div(kHeadDim / 2, kSmemRow) * kSmemRow;
+    static constexpr int kColumnsK = kDqByRows ? kHeadDim : 2 * kDqColumns;  // in shared memory
     using TiledMmaDq = TiledMMA<
         MMA_Atom<sm90::MmaSS<Element, kDqColumns, sm90::GMMA::Major::MN>>,
         std::conditional_t<kDqByRows, Layout<Shape<_2, _1, _1>>, Layout<Shape<_1, _2, _1>>>>;
+
+    // A warpgroup's columns of dQ that are not zeros behind the tensor.
+    CUTE_HOST_DEVICE static constexpr int dq_columns(int warpgroup) {
+        if constexpr (kColumnsK == kHeadDim) {
+            return kDqColumns;
+        }
+        return warpgroup == 0 ? kDqColumns : kHeadDim - kDqColumns;
+    }
+    // Where a warp's sums of dQ begin among those of a step. There are 16 rows of them.
+    CUTE_HOST_DEVICE static constexpr int dq_begin(int warp) {
+        if constexpr (kColumnsK == kHeadDim) {
+            return warp * 16 * kDqColumns;
+        }
+        return warp / 4 * 64 * kDqColumns + warp % 4 * 16 * dq_columns(warp / 4);
+    }
 
     // Each warp adds its dQ to the sums by a bulk reduction from shared memory, as the threads' own
     // reductions would still be under way at the fence of the next dS, which waits for them. Not at
@@ -78,7 +95,7 @@ struct KernelTraitsBwdSm90 {
     using SmemLayoutQt =
         decltype(tile_to_shape(SmemAtomT{}, Shape<Int<kHeadDim>, Int<kTileM>>{}, Step<_2, _1>{}));
     using SmemLayoutKt =
-        decltype(tile_to_shape(SmemAtomT{}, Shape<Int<kHeadDim>, Int<kTileN>>{}, Step<_2, _1>{}));
+        decltype(tile_to_shape(SmemAtomT{}, Shape<Int<kColumnsK>, Int<kTileN>>{}, Step<_2, _1>{}));
     // dS, A operand of dQ: a page for the 64 keys of each warpgroup.
     using SmemLayoutDs = decltype(tile_to_shape(sm90::GMMA::Layout_K_SW128_Atom<Element>{},
                                                 Shape<Int<kTileM>, Int<kTileN>>{}));
@@ -99,7 +116,7 @@ struct KernelTraitsBwdSm90 {
 
     // A buffer is full when its bytes have landed, and empty when all its readers have arrived.
     struct SharedStorage {
-        alignas(1024) cute::array<Element, cosize_v<SmemLayoutK>> k;
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutKt>> k;
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutK>> v;
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> q[kStages];
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> dout[kStages];

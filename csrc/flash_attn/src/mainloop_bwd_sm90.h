@@ -44,7 +44,6 @@ struct MainloopBwdSm90 {
     static constexpr int kTileN = Traits::kTileN;
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kDqColumns = Traits::kDqColumns;
-    static constexpr int kDqFloats = 16 * kDqColumns;  // of a warp
     // The k16 steps of dV that run under the arithmetic of dS: half of dV at d <= 64, else all.
     static constexpr int kEarlyDv = 4;
     // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
@@ -53,7 +52,6 @@ struct MainloopBwdSm90 {
 
     static constexpr int kBytesStep = kTileM * kHeadDim * sizeof(Element);
     static constexpr int kBytesStats = kTileM * sizeof(float2);
-    static constexpr int kBytesOwn = kTileN * kHeadDim * sizeof(Element);
 
     CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
         constexpr int kReaders = 4 * Traits::kWarpgroups;  // one arrival a warp
@@ -85,12 +83,13 @@ struct MainloopBwdSm90 {
         RingTiles tiles;
         uint32_t own_parity = 0;  // of K and V
 
+        template <int kColumns>
         CUTE_DEVICE void load_own(CUtensorMap const &map, sm90::Barrier *full, sm90::Barrier *empty,
                                   Element *smem, WorkTile const &tile) {
             sm90::barrier_wait(empty, own_parity ^ 1);
-            load_box<Traits>(map, full, kBytesOwn, sm90::CacheHint::evict_first, smem,
-                             kTileN * Traits::kSmemRow, tile.m_block * kTileN, tile.head_k,
-                             tile.batch);
+            load_box<Traits, kColumns / Traits::kSmemRow>(
+                map, full, kTileN * kColumns * sizeof(Element), sm90::CacheHint::evict_first, smem,
+                kTileN * Traits::kSmemRow, tile.m_block * kTileN, tile.head_k, tile.batch);
         }
 
         CUTE_DEVICE void load_q(WorkTile const &tile, int head, int block) {
@@ -137,8 +136,10 @@ struct MainloopBwdSm90 {
                     int const block = tile.blocks.template block<MaskKind::local>(n);
                     load_q(tile, head, block);
                     if (left == count * params.h_h_k_ratio) {
-                        load_own(maps.k, &storage.k_full, &storage.k_empty, storage.k.data(), tile);
-                        load_own(maps.v, &storage.v_full, &storage.v_empty, storage.v.data(), tile);
+                        load_own<Traits::kColumnsK>(maps.k, &storage.k_full, &storage.k_empty,
+                                                    storage.k.data(), tile);
+                        load_own<kHeadDim>(maps.v, &storage.v_full, &storage.v_empty,
+                                           storage.v.data(), tile);
                         own_parity ^= 1;
                     }
                     load_dout(tile, head, block);
@@ -258,26 +259,30 @@ struct MainloopBwdSm90 {
                                 Acc const &rDq) const {
             int64_t const head_index = int64_t(tile().batch) * params.h + head;
             int64_t const row = head_index * params.seqlen_q_rounded + block * kTileM;
-            int const warp = thread / 32;
+            int const begin = Traits::dq_begin(thread / 32);
+            int const columns = Traits::dq_columns(warpgroup);
             if constexpr (Traits::kBulkDq) {
-                float *const smem = storage.dq.data() + warp * kDqFloats;
+                float *const smem = storage.dq.data() + begin;
                 sm90::bulk_wait_read();  // of the step before, by the lane that issued it
                 __syncwarp();
                 CUTE_UNROLL
                 for (int i = 0; i < kDqColumns / 8; ++i) {
-                    *reinterpret_cast<float4 *>(smem + i * 128 + thread % 32 * 4) =
-                        make_float4(rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
+                    if (8 * i < columns) {
+                        *reinterpret_cast<float4 *>(smem + i * 128 + thread % 32 * 4) =
+                            make_float4(rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
+                    }
                 }
                 sm90::fence_async_proxy();
                 __syncwarp();
                 if (sm90::elect_one()) {
-                    sm90::bulk_reduce_add(params.dq_accum_ptr + row * kHeadDim + warp * kDqFloats,
-                                          smem, kDqFloats * sizeof(float));
+                    sm90::bulk_reduce_add(params.dq_accum_ptr + row * kHeadDim + begin, smem,
+                                          16 * columns * sizeof(float));
                     sm90::bulk_commit();
                 }
             } else {
+                static_assert(Traits::kColumnsK == kHeadDim);
                 float *const sums =
-                    params.dq_accum_ptr + row * kHeadDim + warp * kDqFloats + thread % 32 * 4;
+                    params.dq_accum_ptr + row * kHeadDim + begin + thread % 32 * 4;
                 CUTE_UNROLL
                 for (int i = 0; i < kDqColumns / 8; ++i) {
                     sm90::reduce_add(sums + i * 128, rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2),
@@ -380,7 +385,7 @@ struct MainloopBwdSm90 {
             Tensor rDk = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
             Tensor rDv = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
             Tensor rDq = partition_fragment_C(
-                mma_dq, Shape<Int<kTileM>, Int<kHeadDim>>{});               // ((2, 2, N/8), 1, 1)
+                mma_dq, Shape<Int<kTileM>, Int<Traits::kColumnsK>>{});      // ((2, 2, N/8), 1, 1)
             Tensor tSrS = make_tensor(rS.data(), AccLayout<kTileM>{});      // (4, 1, M/8)
             Tensor tSrDp = make_tensor(rDp.data(), AccLayout<kTileM>{});    // (4, 1, M/8)
             Tensor tKrDk = make_tensor(rDk.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
