@@ -16,7 +16,7 @@ from .config import (
     DTYPES,
     HEAD_DIMS,
     MAX_SMEM_BYTES,
-    SM90_BWD_STEPS,
+    SM90_BWD_TILES,
     BwdConfig,
     BwdTile,
     FwdConfig,
@@ -371,12 +371,8 @@ def bwd_with_options(
 
 def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
     """The sm90 class's backward. dQ is summed up in an order that varies from run to run: a
-    deterministic backward is that of the sm80 class.
-
-    Raises:
-        ValueError: for a head dimension that the class has no backward for.
-    """
-    tile = BwdTile(128, SM90_BWD_STEPS.get(head_dim, (64,))[0], 8, 2, 1)
+    deterministic backward is that of the sm80 class."""
+    tile = BwdTile(*SM90_BWD_TILES[head_dim], 8, 2, 1)
     return BwdConfig(90, dtype, head_dim, mask, tile, tile)
 
 

@@ -11,6 +11,9 @@ from flashcute import heuristics
 ROWS = heuristics.sm90_bwd_config("bf16", 64, "causal")
 COLUMNS = heuristics.sm90_bwd_config("fp16", 128, "causal")
 UNEVEN = heuristics.sm90_bwd_config("bf16", 96, "causal")
+# Above 128 by a loop of their own, with pages of 32 columns and of 64.
+WIDE = heuristics.sm90_bwd_config("bf16", 192, "causal")
+WIDEST = heuristics.sm90_bwd_config("fp16", 256, "causal")
 _FULL = with_mask(ROWS, "none")
 
 _MAINLOOP = "mainloop_bwd_sm90.h"

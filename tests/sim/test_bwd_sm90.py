@@ -16,7 +16,7 @@ from backward import (
     with_mask,
 )
 from mutants import Mutant
-from mutants_bwd_sm90 import COLUMNS, MUTANTS, ROWS, UNEVEN
+from mutants_bwd_sm90 import COLUMNS, MUTANTS, ROWS, UNEVEN, WIDE, WIDEST
 from planted import build_mutants, checker
 
 from flashcute import sim
@@ -24,7 +24,7 @@ from flashcute.config import MASKS
 from flashcute.oracles import embed_in_nan
 from flashcute.reference import visible_keys
 
-EVERY = (ROWS, COLUMNS, UNEVEN)
+EVERY = (ROWS, COLUMNS, UNEVEN, WIDE, WIDEST)
 CONFIGS = [with_mask(config, mask) for config in EVERY for mask in MASKS]
 # And several tiles for a CTA, whose keys are cut by the end.
 LONG = (1, 300, 700, 2, 1)

@@ -5,7 +5,7 @@
 #include <arch_sm90.h>
 
 #include "flash.h"
-#include "mainloop_bwd_sm90.h"
+#include "mainloop_bwd_wide_sm90.h"
 
 namespace flash {
 
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     flash_bwd_kernel_sm90(__grid_constant__ Flash_bwd_params const params,
                           __grid_constant__ TensorMapsBwdSm90 const maps,
                           __grid_constant__ TileQueue const queue) {
-    using Mainloop = MainloopBwdSm90<Traits>;
+    using Mainloop = std::conditional_t<Traits::kWide, MainloopBwdWideSm90<Traits>, MainloopBwdSm90<Traits>>;
     extern __shared__ __align__(1024) char smem[];
     auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
 

@@ -43,6 +43,7 @@ struct MainloopBwdSm90 {
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kTileN = Traits::kTileN;
     static constexpr int kHeadDim = Traits::kHeadDim;
+    static constexpr int kOwnQueries = Traits::kOwnQueries;
     static constexpr int kDqColumns = Traits::kDqColumns;
     // The k16 steps of dV that run under the arithmetic of dS: half of dV at d <= 64, else all.
     static constexpr int kEarlyDv = 4;
@@ -67,6 +68,7 @@ struct MainloopBwdSm90 {
         }
         for (int i = 0; i < Traits::kDsStages; ++i) {
             init(&storage.ds_full[i], kReaders, nullptr);
+            if constexpr (Traits::kWide) init(&storage.p_full[i], kReaders, nullptr);
         }
         for (int i = 0; i < Traits::kTileSlots; ++i) {
             init(&storage.tile_full[i], 1, &storage.tile_empty[i]);
@@ -155,7 +157,7 @@ struct MainloopBwdSm90 {
         }
     };
 
-    // One MMA warpgroup, which owns 64 keys of every tile.
+    // One MMA warpgroup. But for run() and what it issues, that of mainloop_bwd_wide_sm90.h, too.
     struct Consumer {
         SharedStorage &storage;
         int const warpgroup;
@@ -186,7 +188,7 @@ struct MainloopBwdSm90 {
         // The statistics (LSE, D) of two neighbouring queries: element (., j) of an accumulator.
         CUTE_DEVICE float4 stats(int j) const {
             return reinterpret_cast<float4 const *>(
-                storage.stats[step.stage()])[thread % 4 + 4 * j];
+                storage.stats[step.stage()])[Traits::query_of(thread, 0) / 2 + 4 * j];
         }
 
         template <class Scores>
@@ -197,9 +199,9 @@ struct MainloopBwdSm90 {
                 params, tile,
                 make_tensor(tSrS.data(),
                             select<1, 0>(layout_acc_rowcol(tSrS.layout()))),  // (queries, keys)
-                [&](int i) { return first_query + Traits::acc_col(thread, i); },
-                tile.m_block * kTileN + Traits::acc_row(thread, 0),
-                [](int j) { return Traits::acc_row(0, j); });
+                [&](int i) { return first_query + Traits::query_of(thread, i); },
+                tile.m_block * kTileN + Traits::key_of(thread, 0),
+                [](int j) { return Traits::key_of(0, j); });
         }
 
         // tSrS: S^T (4, 1, M/8), afterwards P^T.
@@ -207,7 +209,7 @@ struct MainloopBwdSm90 {
         CUTE_DEVICE void exponentiate(Flash_bwd_params const &params, Scores &tSrS) const {
             float const scale = params.scale_softmax_log2;
             CUTE_UNROLL
-            for (int j = 0; j < kTileM / 8; ++j) {
+            for (int j = 0; j < kOwnQueries / 8; ++j) {
                 float4 const of_two = stats(j);
                 CUTE_UNROLL
                 for (int i = 0; i < 4; ++i) {
@@ -221,7 +223,7 @@ struct MainloopBwdSm90 {
         template <class Scores>
         CUTE_DEVICE void differentiate(Scores const &tSrP, Scores &tSrDp) const {
             CUTE_UNROLL
-            for (int j = 0; j < kTileM / 8; ++j) {
+            for (int j = 0; j < kOwnQueries / 8; ++j) {
                 float4 const of_two = stats(j);
                 CUTE_UNROLL
                 for (int i = 0; i < 4; ++i) {
@@ -231,25 +233,31 @@ struct MainloopBwdSm90 {
             }
         }
 
-        // tSrDs: dS^T as A operand, (8, 1, M/16). To the warpgroup's page, transposed: each of a
-        // warp's stores writes 16 queries of 16 keys.
+        // tSrX: dS^T or P^T as A operand, (8, 1, M/16). To a page of shared memory, transposed:
+        // each of a warp's stores writes 16 queries of 16 keys.
         template <class Fragment>
-        CUTE_DEVICE void store_ds(Fragment const &tSrDs) const {
-            int const query = thread % 32 / 16 * 8 + thread % 8;
-            int const key = thread / 32 * 16 + thread / 8 % 2 * 8;
+        CUTE_DEVICE void store_weights(Fragment const &tSrX, Element *smem,
+                                       sm90::Barrier *full) const {
+            int const query =
+                Traits::first_query(warpgroup) + thread % 32 / 16 * 8 + thread % 8;
+            int const key = Traits::key_of(thread / 32 * 32, 0) + thread / 8 % 2 * 8;
             auto const layout =
                 as_position_independent_swizzle_layout(typename Traits::SmemLayoutDs{});  // (M, N)
-            Element *const begin = storage.ds[ds.stage()].data() + layout(query, key);
-            Tensor words = recast<uint32_t>(tSrDs);  // (4, 1, M/16)
+            Element *const begin = smem + layout(query, key);
+            Tensor words = recast<uint32_t>(tSrX);  // (4, 1, M/16)
             CUTE_UNROLL
-            for (int j = 0; j < kTileM / 16; ++j) {
+            for (int j = 0; j < kOwnQueries / 16; ++j) {
                 SM90_U16x8_STSM_T::copy(words(0, 0, j), words(1, 0, j), words(2, 0, j),
                                         words(3, 0, j),
                                         *reinterpret_cast<uint128_t *>(begin + j * 16 * 64));
             }
             sm90::fence_async_proxy();
             __syncwarp();
-            release(&storage.ds_full[ds.stage()]);
+            release(full);
+        }
+        template <class Fragment>
+        CUTE_DEVICE void store_ds(Fragment const &tSrDs) const {
+            store_weights(tSrDs, storage.ds[ds.stage()].data(), &storage.ds_full[ds.stage()]);
         }
 
         // Adds dQ of a block to the sums, which lie in the order of each warp's accumulators.
@@ -300,10 +308,12 @@ struct MainloopBwdSm90 {
             for (int i = 0; i < size(tKrX); ++i) {
                 tKrX(i) *= scale;
             }
-            store_accumulator<kHeadDim>(tKrX, thread, d, [&](int i) -> GmemRow<Element> {
-                int const row = tile().m_block * kTileN + Traits::acc_row(thread, i);
-                return {gmem + row * row_stride, row < tile().seqlen_k};
-            });
+            int const first_col = Traits::kWide ? warpgroup * Traits::kOwnColumns : 0;
+            store_accumulator<Traits::kOwnColumns>(
+                tKrX, thread, d - first_col, [&](int i) -> GmemRow<Element> {
+                    int const row = tile().m_block * kTileN + Traits::key_of(thread, i);
+                    return {gmem + row * row_stride + first_col, row < tile().seqlen_k};
+                });
         }
 
         template <class AccK, class AccV>
