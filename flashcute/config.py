@@ -228,8 +228,9 @@ class BwdTile:
 
     def __post_init__(self) -> None:
         _require(self, self.warps in (4, 8), "warps", "in (4, 8)")
-        rows = (8 * self.warps, 16 * self.warps, 32 * self.warps)
-        _require(self, self.rows in rows, "rows", f"in {rows}")
+        rows = 16 * self.warps
+        several = sorted({64, rows, 2 * rows})  # 64: in the sm90 class those of all warps
+        _require(self, self.rows in several, "rows", f"in {several}")
         _require(self, self.step in range(16, 129, 16), "step", "to be a multiple of 16 up to 128")
         _require(self, self.stages in (1, 2), "stages", "in (1, 2)")
         _require(self, self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4)")
@@ -287,7 +288,7 @@ class BwdConfig:
             return
         for name in ("dq", "dkv"):
             tile = getattr(self, name)
-            _require(self, tile.rows >= 16 * tile.warps, name, "with at least 16 rows a warp")
+            _require(self, tile.rows >= 16 * tile.warps, name, "with 16 rows a warp or more")
         multiple = ROW_STATS_MULTIPLE
         _require(self, multiple % self.dq.rows == 0, "dq", f"with rows that divide {multiple}")
         _require(self, multiple % self.dkv.step == 0, "dkv", f"with a step that divides {multiple}")

@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     flash_bwd_kernel_sm90(__grid_constant__ Flash_bwd_params const params,
                           __grid_constant__ TensorMapsBwdSm90 const maps,
                           __grid_constant__ TileQueue const queue) {
-    using Mainloop = std::conditional_t<Traits::kWide, MainloopBwdWideSm90<Traits>, MainloopBwdSm90<Traits>>;
+    using Mainloop =
+        std::conditional_t<Traits::kWide, MainloopBwdWideSm90<Traits>, MainloopBwdSm90<Traits>>;
     extern __shared__ __align__(1024) char smem[];
     auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
 

@@ -110,8 +110,9 @@ struct KernelTraitsBwdSm90 {
     using SmemLayoutDs = decltype(tile_to_shape(sm90::GMMA::Layout_K_SW128_Atom<Element>{},
                                                 Shape<Int<kTileM>, Int<kTileN>>{}));
     // The same bytes seen as A operand of dK, (keys, M), and likewise P, of dV.
-    using SmemLayoutDst = decltype(tile_to_shape(sm90::GMMA::Layout_MN_SW128_Atom<Element>{},
-                                                 Shape<Int<kTileN>, Int<kTileM>>{}, Step<_2, _1>{}));
+    using SmemLayoutDst =
+        decltype(tile_to_shape(sm90::GMMA::Layout_MN_SW128_Atom<Element>{},
+                               Shape<Int<kTileN>, Int<kTileM>>{}, Step<_2, _1>{}));
 
     // Row and column, within a tile, of element (i, j) of an accumulator's (rows, columns) view.
     CUTE_HOST_DEVICE static constexpr int acc_row(int thread, int i) {
@@ -133,9 +134,9 @@ struct KernelTraitsBwdSm90 {
     }
 
     static constexpr int kTileSlots = 2;
-    // A buffer of dS, or of P, is written again two steps later, without a barrier of its own: a warpgroup
-    // arrives at ds_full of step i + 1 when its dQ of step i is complete, and none writes step
-    // i + 2 before it has waited for that of i + 1.
+    // A buffer of dS, or of P, is written again two steps later, without a barrier of its own: a
+    // warpgroup arrives at ds_full of step i + 1 when its dQ of step i is complete, and none writes
+    // step i + 2 before it has waited for that of i + 1.
     static constexpr int kDsStages = 2;
 
     // A buffer is full when its bytes have landed, and empty when all its readers have arrived.
@@ -146,8 +147,9 @@ struct KernelTraitsBwdSm90 {
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> dout[kStages];
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutDs>> ds[kDsStages];
         // Stages behind one another. No bytes where it is empty, here and below.
-        alignas(1024) [[no_unique_address]]
-        cute::array<Element, kWide ? kDsStages * cosize_v<SmemLayoutDs> : 0> p;
+        alignas(1024)
+            [[no_unique_address]] cute::array<Element,
+                                              kWide ? kDsStages * cosize_v<SmemLayoutDs> : 0> p;
         // Of each warp, in the order of its accumulators.
         alignas(128) [[no_unique_address]] cute::array<float, kBulkDq ? kTileM * kHeadDim : 0> dq;
         alignas(128) float2 stats[kStages][kTileM];  // of Q's rows: LSE * log2(e) and D

@@ -238,8 +238,7 @@ struct MainloopBwdSm90 {
         template <class Fragment>
         CUTE_DEVICE void store_weights(Fragment const &tSrX, Element *smem,
                                        sm90::Barrier *full) const {
-            int const query =
-                Traits::first_query(warpgroup) + thread % 32 / 16 * 8 + thread % 8;
+            int const query = Traits::first_query(warpgroup) + thread % 32 / 16 * 8 + thread % 8;
             int const key = Traits::key_of(thread / 32 * 32, 0) + thread / 8 % 2 * 8;
             auto const layout =
                 as_position_independent_swizzle_layout(typename Traits::SmemLayoutDs{});  // (M, N)
@@ -289,8 +288,7 @@ struct MainloopBwdSm90 {
                 }
             } else {
                 static_assert(Traits::kColumnsK == kHeadDim);
-                float *const sums =
-                    params.dq_accum_ptr + row * kHeadDim + begin + thread % 32 * 4;
+                float *const sums = params.dq_accum_ptr + row * kHeadDim + begin + thread % 32 * 4;
                 CUTE_UNROLL
                 for (int i = 0; i < kDqColumns / 8; ++i) {
                     sm90::reduce_add(sums + i * 128, rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2),

@@ -49,8 +49,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         CUTE_DEVICE void issue_gradient(Element *weights, Visited &visited, Acc &acc) const {
             typename Traits::TiledMmaDkv mma;
             auto const thr_mma = mma.get_slice(warpgroup * 128);
-            Tensor sA = make_tensor(make_smem_ptr(weights),
-                                    typename Traits::SmemLayoutDst{});  // (N, M)
+            Tensor sA =
+                make_tensor(make_smem_ptr(weights), typename Traits::SmemLayoutDst{});  // (N, M)
             Tensor sBt = make_tensor(make_smem_ptr(visited.data()),
                                      typename Traits::SmemLayoutQt{});        // (d, M)
             Tensor tKrA = thr_mma.make_fragment_A(thr_mma.partition_A(sA));   // (1, 1, M/16)
@@ -134,13 +134,12 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                         step.advance();
                         issue_s();
                         sm90::wgmma_wait<2>();
-                        release(&storage.dout_empty[used.stage()]);
                         add_dq(n, head);
                         bool const next_head = --n < 0;
                         n = next_head ? count - 1 : n;
                         head += next_head;
                         sm90::wgmma_wait<1>();
-                        release(&storage.q_empty[used.stage()]);
+                        this->release_step(used);
                         sm90::wgmma_wait<0>();
                     }
                     issue_dv_and_compute_ds(n);
