@@ -91,8 +91,8 @@ struct KernelTraitsBwdSm90 {
 
     // Each warp adds its dQ to the sums by a bulk reduction from shared memory, as the threads' own
     // reductions would still be under way at the fence of the next dS, which waits for them. Not at
-    // d = 64: there that is 1 to 5 % slower on an H200. Nor above 128, where they begin behind the
-    // store of P and shared memory has no room at d = 256.
+    // d = 64: there that is 1 to 5 % slower on an H200. Nor above 128, where shared memory is
+    // the limit and has no room for it at d = 256.
     static constexpr bool kBulkDq = kHeadDim > 64 && !kWide;
 
     using SmemAtom = std::conditional_t<kSmemRow == 64, sm90::GMMA::Layout_K_SW128_Atom<Element>,

@@ -6,13 +6,14 @@
 //   dQ = dS K                       half of the columns, summed up in global memory
 //
 // Clocks of a step of 64 queries at d = 256: 2,560 of the tensor cores, 3,328 of shared memory (A
-// takes 16 for each m64k16, B N/4 for each k16, and what is stored or loaded 1 for 128 bytes); at
-// d = 192 1,920 and 2,624. Keys as rows of dK^T, 80 or 96 of them, would read fewer bytes from L2
-// for each FLOP, 10 or 8.3 for 12.5 per 1,000, but leave no registers for a product under way
-// while dQ is added to the sums.
+// takes 16 for each m64k16, B N/4 for each k16, what is loaded or stored 1 for 128 bytes); at
+// d = 192 1,920 and 2,624. Loads and sums of dQ are 12.5 bytes in L2 for each 1,000 FLOPs. With
+// keys as columns, of dK^T and dV^T, a tile may have 80 at d = 256 and 96 at d = 192: 10 and 8.3
+// bytes, and 1.24 and 1.33 clocks of shared memory for one of the tensor cores, here 1.30 and 1.37.
+// But at d = 256 160 + 64 + 20 of 240 registers would hold dK, dV, dQ and S of the next step.
 //
-// Products under arithmetic: dP under P at the start of a tile, dK and dQ of the step before under
-// P of the others, dV under dS, dP of the next step under the reductions of dQ.
+// Products under arithmetic: dP under P, dV under dS, dK and S of the next step under the
+// reductions of dQ. None is under way where the loop begins again: ptxas would wait for each.
 #pragma once
 
 #include <arch_sm90.h>
