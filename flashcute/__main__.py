@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from . import __version__, doctor, env, heuristics
+from . import __version__, doctor, env, shipped
 from .arguments import output_folder, positive
 from .bench import cli as bench_cli
-from .config import DTYPES, HEAD_DIMS
+from .config import DTYPES, HEAD_DIMS, MASKS
 from .jit import binding, build, cache, kernels, sources, toolchain
 from .jit.progress import Progress
 from .jit.toolchain import BuildError
@@ -30,6 +30,7 @@ from .profiling import cli as profile_cli
 from .sim import cli as sim_cli
 
 _DAY = 24 * 3600.0
+_PASSES = "fwd", "bwd"
 # Of what this imports: the modules whose package has their name.
 _PACKAGES = ("torch", "numpy", "filelock", "ninja", "tqdm", "matplotlib")
 
@@ -56,16 +57,19 @@ def _choose_targets(args: argparse.Namespace) -> list[str]:
 
 
 def _choose_configs(args: argparse.Namespace, target: str) -> list[kernels.AnyConfig]:
-    causals = {"yes": (True,), "no": (False,), "both": (False, True)}[args.causal or "both"]
-    in_use = {"fwd": heuristics.configs_in_use, "bwd": heuristics.bwd_configs_in_use}
+    """Those of dense calls that fit the choices; where the mask is none of them, others, too."""
+    masks = {"yes": ("causal",), "no": ("none",), "both": MASKS}[args.causal or "both"]
     capability = kernels.capability_of(target)
+    configs = shipped.dense_configs(capability)
+    if masks == MASKS:
+        configs += shipped.configs_of_calls(capability)
     return [
         config
-        for name in args.passes or in_use
-        for head_dim in args.head_dim or HEAD_DIMS
-        for dtype in args.dtype or DTYPES
-        for causal in causals
-        for config in in_use[name](dtype, head_dim, causal, capability)
+        for config in configs
+        if config.kind in (args.passes or _PASSES)
+        and config.head_dim in (args.head_dim or HEAD_DIMS)
+        and config.dtype in (args.dtype or DTYPES)
+        and config.mask in masks
     ]
 
 
@@ -294,7 +298,7 @@ def _parser() -> argparse.ArgumentParser:
         "--pass",
         dest="passes",
         nargs="+",
-        choices=("fwd", "bwd"),
+        choices=_PASSES,
         help="forward or backward (default: both)",
     )
     choice.add_argument(

@@ -445,9 +445,10 @@ def with_options(
     config = dataclasses.replace(config, softcap=softcap, alibi=alibi, dropout=dropout)
     if config.arch == 90:
         # With a window 192x80 and two steps of Q spill 116 bytes at head dimension 128; 192x128
-        # spills 12 and 128x128 96 at 64.
+        # spills 12 and 128x128 96 at 64, and 192x128 with softcap and ALiBi 80.
         q_in_regs = 0 if config.warps == 12 else config.q_in_regs
-        tile_n = min(config.tile_n, 112) if config.mask == "local" else config.tile_n
+        narrow = config.mask == "local" or (config.head_dim == 64 and softcap and alibi)
+        tile_n = min(config.tile_n, 112) if narrow else config.tile_n
         return dataclasses.replace(config, q_in_regs=q_in_regs, tile_n=tile_n)
     if config.arch == 80 and config.head_dim == 128:
         # 128x48 spills 24 bytes with softcap and ALiBi, and 24 with dropout.
@@ -572,8 +573,7 @@ def _choices() -> list[tuple[str, int, bool]]:
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
-    """The forward configurations that are committed as .cu files and shipped prebuilt, of one
-    kernel class or of all."""
+    """The forward configurations of dense calls that ship, of one kernel class or of all."""
     choices = _choices()
     sm80 = [fwd_config(*choice, (9, 0)) for choice in choices]
     sm90 = [config for choice in choices for config in sm90_configs(*choice)]
@@ -581,16 +581,6 @@ def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
 
 
 def shipped_bwd_configs(arch: int | None = None) -> list[BwdConfig]:
-    """Likewise, those of the backward."""
+    """The backward configurations of dense calls that ship, of one kernel class or of all."""
     configs = [config for choice in _choices() for config in bwd_configs_in_use(*choice, (9, 0))]
     return [config for config in configs if arch in (None, config.arch)]
-
-
-def instantiations() -> dict[str, FwdConfig | BwdConfig]:
-    """The shipped configurations by the stem of their .cu file: the configuration's name, and the
-    tile where it is not the one for long sequences."""
-    found: dict[str, FwdConfig | BwdConfig] = {}
-    for config in shipped_configs():
-        tile = f"_{config.tile_m}x{config.tile_n}" if config.name in found else ""
-        found[config.name + tile] = config
-    return found | {config.name: config for config in shipped_bwd_configs()}

@@ -8,7 +8,7 @@ import reporting
 import tiers
 import torch
 
-from flashcute import heuristics
+from flashcute import heuristics, shipped
 
 
 def pytest_addoption(parser):
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter):
     if not tiers.everything:
-        configs = heuristics.instantiations().values()
+        configs = shipped.instantiations().values()
         left = sum(not tiers.covers(config) for config in configs)
         terminalreporter.write_line(
             f"{left} of {len(configs)} shipped kernels NOT COVERED: `make test-all` does",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import build_times
 import pytest
 
-from flashcute import heuristics
+from flashcute import shipped
 
-STEM, CONFIG = next(iter(heuristics.instantiations().items()))
+STEM, CONFIG = next(iter(shipped.instantiations().items()))
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def stand_in(tmp_path, monkeypatch):
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp_path / "never-touched"))
-    monkeypatch.setattr(heuristics, "instantiations", lambda: {STEM: CONFIG})
+    monkeypatch.setattr(shipped, "instantiations", lambda: {STEM: CONFIG})
 
 
 def run(monkeypatch, *arguments):
@@ -37,6 +37,13 @@ def test_within_the_limit(monkeypatch, capsys, tmp_path):
     assert first.endswith(f" s  {STEM}") and float(first.split()[0]) > 0
     assert last.startswith("1 kernels, ") and last.endswith(f"slowest {STEM}")
     assert not (tmp_path / "never-touched").exists()
+
+
+def test_of_kernels_whose_names_match(monkeypatch, capsys):
+    assert run(monkeypatch, "--match", CONFIG.name) == 0
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--match", "no-such-kernel")
+    assert f"none of sm{CONFIG.arch}" in capsys.readouterr().err
 
 
 def test_over_the_limit(monkeypatch, capsys):

@@ -11,7 +11,7 @@ import update_docs
 from test_docs import DOCUMENTS, ROOT, TRIED, made_result, made_row, name, prose
 
 from flashcute import benchmarking as bm
-from flashcute import heuristics
+from flashcute import shipped
 from flashcute.bench import table
 
 
@@ -67,7 +67,7 @@ def test_facts_quote_the_other_benchmarks(path, measured, peers):
 
 def test_facts_count_the_shipped_kernels():
     count = collections.Counter(
-        (type(config).__name__, config.arch) for config in heuristics.instantiations().values()
+        (type(config).__name__, config.arch) for config in shipped.instantiations().values()
     )
     lines = (ROOT / "docs" / "facts.md").read_text(encoding="utf-8").splitlines()
     (row,) = (line for line in lines if line.startswith("| shipped kernels |"))
@@ -99,11 +99,11 @@ def test_every_warning_of_ptxas_has_its_cure():
 def test_the_readme_says_what_is_never_prebuilt():
     text = " ".join(prose(ROOT / "README.md").split())
     (said,) = re.findall(r"A kernel with ([^:]*) is never prebuilt", text)
-    shipped = heuristics.instantiations().values()
+    configs = shipped.instantiations().values()
     words = {"softcap": "softcap", "alibi": "ALiBi", "dropout": "dropout", "paged": "pages"}
     for field, word in words.items():
-        assert any(getattr(config, field, False) for config in shipped) == (word not in said), word
-    assert any(config.mask == "local" for config in shipped) == ("window" not in said)
+        assert any(getattr(config, field, False) for config in configs) == (word not in said), word
+    assert any(config.mask == "local" for config in configs) == ("window" not in said)
 
 
 @pytest.mark.parametrize("page", ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flashcute import heuristics
+from flashcute import shipped
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "generate_instantiations.py"
 
@@ -21,7 +21,7 @@ def tool():
 def test_write_makes_the_folder_right_and_touches_nothing_twice(tool, tmp_path):
     tool.write(tmp_path)
     stems = {path.stem for path in tmp_path.iterdir()}
-    assert stems == heuristics.instantiations().keys()
+    assert stems == shipped.instantiations().keys()
     assert tool.differences(tmp_path) == []
     times = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     tool.write(tmp_path)

@@ -8,7 +8,6 @@ import pytest
 from flashcute import heuristics
 from flashcute.config import DTYPES, HEAD_DIMS, MAX_HEAD_DIM, MAX_SMEM_BYTES
 from flashcute.heuristics import FwdProblem
-from flashcute.jit import source_text, sources
 
 ALL = list(itertools.product(DTYPES, HEAD_DIMS, (False, True), MAX_SMEM_BYTES))
 PROBLEM = FwdProblem("bf16", True, b=2, seqlen_q=512, seqlen_k=512, h=8, h_k=2, d=128)
@@ -219,21 +218,6 @@ def test_shipped_configurations_have_names_of_their_own():
     assert len({config.full_name for config in configs}) == len(configs)
 
 
-def test_instantiations_are_the_shipped_configurations():
-    found = heuristics.instantiations()
-    shipped = [*heuristics.shipped_configs(), *heuristics.shipped_bwd_configs()]
-    assert sorted(found.values(), key=str) == sorted(shipped, key=str)
-    for stem, config in found.items():
-        if config.kind == "bwd":
-            assert stem == config.name
-            continue
-        tile = f"_{config.tile_m}x{config.tile_n}"
-        assert stem in (config.name, config.name + tile)
-        if config.arch == 90:
-            first = heuristics.sm90_configs(config.dtype, config.head_dim, config.mask == "causal")
-            assert (stem == config.name) == (config == first[0])
-
-
 def test_smaller_shared_memory_gets_a_tile_of_its_own():
     """Two CTAs of the tile of 9.0 fit an SM neither of 8.0 nor of 8.6."""
     found = [heuristics.fwd_config("bf16", 256, True, cc) for cc in ((9, 0), (8, 0), (8, 6))]
@@ -326,12 +310,6 @@ def test_shipped_backwards_have_names_of_their_own():
 def test_names_are_unique_over_all_gpus():
     configs = {heuristics.fwd_config(*choice) for choice in ALL} | set(heuristics.shipped_configs())
     assert len({config.full_name for config in configs}) == len(configs)
-
-
-def test_committed_files_are_the_generated_text():
-    folder = sources.kernel_include_dir() / "instantiations"
-    wanted = {f"{stem}.cu": source_text(c) for stem, c in heuristics.instantiations().items()}
-    assert {path.name: path.read_text() for path in folder.iterdir()} == wanted
 
 
 def test_lengths_are_rounded_up_a_little_to_few() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import flashcute
 from flashcute import __main__ as cli
-from flashcute import heuristics
+from flashcute import heuristics, shipped
 from flashcute.jit import BuildError, binding, build, cache, kernels, sources, toolchain
 
 CONFIG = heuristics.fwd_config("fp16", 32, False, (8, 0))
@@ -100,7 +100,8 @@ def test_selection_is_the_product_of_the_choices():
 def test_all_is_what_ships_with_the_tiles_of_the_target():
     args = cli._parser().parse_args(["build", "--all"])
     forward, backward = heuristics.shipped_configs(90), heuristics.shipped_bwd_configs()
-    assert cli._choose_configs(args, "90") == forward + backward
+    of_calls = shipped.configs_of_calls((9, 0))
+    assert cli._choose_configs(args, "90") == forward + backward + of_calls
     small = {c for c in cli._choose_configs(args, "86") if c.head_dim == 256 and c.kind == "fwd"}
     assert small and small.isdisjoint(heuristics.shipped_configs())
 
@@ -110,14 +111,24 @@ def test_class_asked_for_is_the_class_built(monkeypatch):
     args = cli._parser().parse_args(["build", "--all"])
     monkeypatch.setenv("FLASHCUTE_ARCH", "80")
     forward, backward = heuristics.shipped_configs(80), heuristics.shipped_bwd_configs(80)
-    assert cli._choose_configs(args, "90") == forward + backward
+    configs = cli._choose_configs(args, "90")
+    assert configs == forward + backward + shipped.configs_of_calls((9, 0))
+    assert {config.arch for config in configs} == {80}
 
 
 def test_a_pass_is_a_choice_of_kernels():
-    args = cli._parser().parse_args(["build", "--pass", "bwd"])
+    args = cli._parser().parse_args(["build", "--pass", "bwd", "--causal", "both"])
     assert cli._chooses(args) and not cli._chooses(cli._parser().parse_args(["build"]))
-    assert cli._choose_configs(args, "80") == heuristics.shipped_bwd_configs(80)
-    assert cli._choose_configs(args, "90") == heuristics.shipped_bwd_configs()
+    of_calls = [c for c in shipped.configs_of_calls((8, 0)) if c.kind == "bwd"]
+    assert of_calls
+    assert cli._choose_configs(args, "80") == heuristics.shipped_bwd_configs(80) + of_calls
+
+
+def test_a_mask_is_a_choice_of_kernels_without_options():
+    for causal, mask in (("yes", "causal"), ("no", "none")):
+        args = cli._parser().parse_args(["build", "--pass", "bwd", "--causal", causal])
+        wanted = [c for c in heuristics.shipped_bwd_configs() if c.mask == mask]
+        assert cli._choose_configs(args, "90") == wanted
 
 
 @pytest.mark.parametrize("config", [CONFIG, heuristics.bwd_config("bf16", 192, "causal")])
@@ -181,13 +192,13 @@ def test_info_is_short_unless_asked_and_ends_with_its_summary(tmp_path, monkeypa
     monkeypatch.setattr(sources, "prebuilt_dir", lambda: tmp_path / "prebuilt")
     assert cli.main(["info", "--target", "90"]) == 0
     short = capsys.readouterr().out
-    shipped = len(heuristics.shipped_configs(90)) + len(heuristics.shipped_bwd_configs())
-    last = f"{shipped} kernels: 0 prebuilt, 0 cache, {shipped} not built"
+    count = len(shipped.dense_configs((9, 0))) + len(shipped.configs_of_calls((9, 0)))
+    last = f"{count} kernels: 0 prebuilt, 0 cache, {count} not built"
     assert short.splitlines()[-1].endswith(last)
     assert "flash_" not in short
     assert cli.main(["info", "--target", "90", "--all"]) == 0
     whole = capsys.readouterr().out
-    assert whole.endswith(short) and len(re.findall("flash_(?:fwd|bwd)", whole)) == shipped
+    assert whole.endswith(short) and len(re.findall("flash_(?:fwd|bwd)", whole)) == count
     assert cli.main(["info", "--target", "90", "--head-dim", "64"]) == 0
     chosen = capsys.readouterr().out
     kernels_of = re.findall(r"flash_(?:fwd|bwd)_hdim(\d+)", chosen)

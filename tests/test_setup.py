@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashcute import heuristics
+from flashcute import shipped
 from flashcute.jit import BuildError, cache, toolchain
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,8 +103,8 @@ def test_an_installed_package_describes_itself(run, installed):
     done = run("-m", "flashcute", "info", "--target", "90")
     assert done.returncode == 0, done.stderr
     assert f"sources:      {installed / 'flashcute' / '_src'}" in done.stdout
-    shipped = len(heuristics.shipped_configs(90)) + len(heuristics.shipped_bwd_configs())
-    assert f"{shipped} kernels: 0 prebuilt, 0 cache, {shipped} not built" in done.stdout
+    count = len(shipped.dense_configs((9, 0))) + len(shipped.configs_of_calls((9, 0)))
+    assert f"{count} kernels: 0 prebuilt, 0 cache, {count} not built" in done.stdout
     done = run("-m", "flashcute", "cache")
     assert "does not exist: nothing was built yet" in done.stdout
 

@@ -9,14 +9,14 @@ import re
 import pytest
 import tiers
 
-from flashcute import heuristics, jit
+from flashcute import jit, shipped
 from flashcute.config import MAX_SMEM_BYTES
 from flashcute.jit import toolchain
 from flashcute.jit.sources import kernel_include_dir
 from flashcute.profiling.disassembly import read_binary
 
 TARGET = "90"
-FILES = heuristics.instantiations()
+FILES = shipped.instantiations()
 SHIPPED = {stem: config for stem, config in FILES.items() if tiers.covers(config)}
 SM90 = [stem for stem, config in SHIPPED.items() if config.arch == 90]
 

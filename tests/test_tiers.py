@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import tiers
 
-from flashcute import heuristics
+from flashcute import heuristics, shipped
 from flashcute.config import FwdConfig
 
 
@@ -29,6 +29,11 @@ def test_what_is_left_out_is_covered_in_bf16():
     covered = set(tiers.shipped_configs())
     left = set(heuristics.shipped_configs()) - covered
     assert left and all(dataclasses.replace(c, dtype="bf16") in covered for c in left)
+
+
+def test_kernels_of_calls_that_are_covered_ship():
+    of_calls = [c for c in shipped.configs_of_calls((9, 0)) if tiers.covers(c)]
+    assert {config.full_name for config in of_calls} == tiers._OF_CALLS
 
 
 def test_all_is_all(monkeypatch):

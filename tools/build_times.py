@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from flashcute import heuristics, jit
+from flashcute import jit, shipped
 from flashcute.config import KERNEL_CLASSES, FwdConfig
 
 
@@ -42,6 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, default=90, choices=KERNEL_CLASSES)
     parser.add_argument("--target", default="90", help="sm number")
+    parser.add_argument("--match", default="", help="part of the names of the kernels to compile")
     parser.add_argument(
         "--limit", type=float, default=45, help="CPU seconds that a kernel may take"
     )
@@ -49,10 +50,15 @@ def main() -> int:
     times = {}
     with tempfile.TemporaryDirectory() as empty:
         os.environ["FLASHCUTE_CACHE_DIR"] = empty
-        for stem, config in heuristics.instantiations().items():
-            if config.arch == args.arch:
+        for stem, config in shipped.instantiations().items():
+            if config.arch == args.arch and args.match in stem:
                 times[stem] = compile_time(config, args.target)
                 print(f"{times[stem]:6.1f} s  {stem}", flush=True)
+    if not times:
+        parser.error(
+            f"--match: expected part of a kernel's name, got {args.match!r}: none of "
+            f"sm{args.arch} has it"
+        )
     slowest = max(times, key=times.__getitem__)
     print(f"{len(times)} kernels, {sum(times.values()):.0f} s; slowest {slowest}")
     over = {stem: time for stem, time in times.items() if time > args.limit}

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from flashcute import heuristics  # noqa: E402
+from flashcute import shipped  # noqa: E402
 from flashcute.jit import source_text  # noqa: E402
 
 FOLDER = ROOT / "csrc" / "flash_attn" / "src" / "instantiations"
@@ -21,7 +21,7 @@ FOLDER = ROOT / "csrc" / "flash_attn" / "src" / "instantiations"
 
 def wanted_files() -> dict[str, str]:
     """File name to text, for every shipped configuration."""
-    return {f"{stem}.cu": source_text(c) for stem, c in heuristics.instantiations().items()}
+    return {f"{stem}.cu": source_text(c) for stem, c in shipped.instantiations().items()}
 
 
 def differences(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .. import env
+from .. import env, shipped
 from ..config import MAX_SMEM_BYTES, BwdConfig, FwdConfig
 from . import build, cache, sources, toolchain
 from .abi import ABI_VERSION, FlashBwdParams, FlashFwdParams, FlashKernel
@@ -131,11 +131,8 @@ def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
     if artefact is not None:
         return artefact
     if settings.no_build:
-        options = any(getattr(config, name, False) for name in ("softcap", "alibi", "dropout"))
-        command = ""
-        if config.mask != "local" and not options:  # those are built on first use only
-            arguments = build_arguments(config, target)
-            command = f", or run `python -m flashcute build {arguments}` first"
+        arguments = build_arguments(config, target)
+        command = arguments and f", or run `python -m flashcute build {arguments}` first"
         raise BuildError(
             f"flashcute: expected kernel {unit.name} for {unit.target} to be built already, got "
             f"none in {sources.prebuilt_dir()} and {cache.cache_dir()} while FLASHCUTE_NO_BUILD=1; "
@@ -152,8 +149,13 @@ def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
 
 
 def build_arguments(config: AnyConfig, target: str) -> str:
-    """The arguments of ``python -m flashcute build`` that build one kernel without a window or
-    another option."""
+    """The arguments of ``python -m flashcute build`` that build a kernel and few others; empty for
+    one that does not ship, which is built on first use only."""
+    capability = capability_of(target)
+    if config in shipped.configs_of_calls(capability):
+        return f"--all --target {target}"
+    if config not in shipped.dense_configs(capability):
+        return ""
     causal = "yes" if config.mask == "causal" else "no"
     return (
         f"--pass {config.kind} --head-dim {config.head_dim} --dtype {config.dtype} "

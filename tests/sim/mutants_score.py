@@ -48,7 +48,10 @@ OF_SM80 = (
         "[middle] <= tile.row_q",
         "[middle] < tile.row_q",
     ),
-    _numerics("small scores lost in tanh", _SCORES, "square < 1.f / 64 ? small : large", "large"),
+    _numerics("small scores lost in tanh", _SCORES, "fabsf(y) < 2.f ? small : large", "large"),
+    _numerics("forms of tanh change at 1 where a warp has both", _SCORES, "y) < 2.f", "y) < 1.f"),
+    _numerics("polynomial of tanh beyond 2", _SCORES, "(bits & kFromTwo) != 0", "false"),
+    _numerics("only the last score tells the forms of tanh apart", _SCORES, "bits |=", "bits ="),
     _numerics(
         "masked before modified", _SM80, _MODIFY_SM80 + _MASK_SM80, _MASK_SM80 + _MODIFY_SM80
     ),

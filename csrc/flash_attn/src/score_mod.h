@@ -11,23 +11,60 @@ namespace flash {
 
 using namespace cute;
 
-// tanh.approx.f32 has a relative error of 2^-11: times a softcap of 50, the log-sum-exp is off by
-// 100 times what the tests allow. The form in exp2 loses the bits of a small result, which are all
-// that is left of a score under a large softcap: two terms of the series behind x keep the relative
-// error below 3e-6 everywhere.
-CUTE_DEVICE float fast_tanh(float x) {
-    constexpr float kTwoLog2e = 2.88539008177792681f;
-    float const square = x * x;
-    float const small = fmaf(x * square, fmaf(square, 2.f / 15, -1.f / 3), x);
-    float const large = fmaf(-2.f, __fdividef(1.f, 1.f + exp2f(x * kTwoLog2e)), 1.f);
-    return square < 1.f / 64 ? small : large;
+// tanh(y / 2). tanh.approx.f32 has a relative error of 2^-11: times a softcap of 50, the
+// log-sum-exp is off by 100 times what the tests allow. Below 2 an odd polynomial, whose relative
+// error is 7e-7, as the form in exp2 loses the bits of a small result, which are all that is left
+// of a score under a large softcap.
+CUTE_DEVICE float tanh_of_half_small(float y) {
+    float const square = y * y;
+    float sum = fmaf(square, -1.4975881e-6f, 3.2701396e-5f);
+    sum = fmaf(square, sum, -4.0316934e-4f);
+    sum = fmaf(square, sum, 4.1504479e-3f);
+    sum = fmaf(square, sum, -4.1661303e-2f);
+    sum = fmaf(square, sum, 0.4999997f);
+    return y * sum;
+}
+CUTE_DEVICE float tanh_of_half(float y) {
+    constexpr float kLog2e = 1.44269504088896341f;
+    float const large = fmaf(-2.f, __fdividef(1.f, 1.f + exp2f(y * kLog2e)), 1.f);
+    float const small = tanh_of_half_small(y);
+    return fabsf(y) < 2.f ? small : large;
 }
 
-// Of a product of Q K^T, in units of the softcap; and the derivative of a capped score with respect
-// to the one before, both in a unit of their own: a further factor is scale_softmax.
-CUTE_DEVICE float capped(Flash_fwd_params const &params, float product) {
-    return fast_tanh(product * params.scale_softcap);
+// Products of Q K^T become capped scores in units of the softcap. Those below the softcap need the
+// polynomial alone, which takes no MUFU; a warp with others among a part of its scores computes
+// both forms for all of the part. No result depends on which: scores that the mask removes may be
+// of another sequence. In one part ptxas would have the squares of all scores in registers.
+template <class Engine, class Layout>
+CUTE_DEVICE void cap_scores(Flash_fwd_params const &params, Tensor<Engine, Layout> &tSrS) {
+    constexpr uint32_t kFromTwo = 0x40000000;  // in the exponent of 2 and more, infinities and NaN
+    constexpr int kPart = 16;
+    float const scale = 2.f * params.scale_softcap;
+    CUTE_UNROLL
+    for (int first = 0; first < size(tSrS); first += kPart) {
+        int const end = cute::min(first + kPart, int(size(tSrS)));
+        uint32_t bits = 0;
+        CUTE_UNROLL
+        for (int i = first; i < end; ++i) {
+            tSrS(i) *= scale;
+            bits |= __float_as_uint(tSrS(i));
+        }
+        if (__any_sync(0xffffffffu, (bits & kFromTwo) != 0)) {
+            CUTE_UNROLL
+            for (int i = first; i < end; ++i) {
+                tSrS(i) = tanh_of_half(tSrS(i));
+            }
+        } else {
+            CUTE_UNROLL
+            for (int i = first; i < end; ++i) {
+                tSrS(i) = tanh_of_half_small(tSrS(i));
+            }
+        }
+    }
 }
+
+// The derivative of a capped score with respect to the one before, both in a unit of their own: a
+// further factor is scale_softmax.
 CUTE_DEVICE float derivative_of_capped(float capped) { return fmaf(-capped, capped, 1.f); }
 
 // ALiBi. slope_of(i) is the negated slope of query i, diagonal_of(i) the key on its diagonal, and
@@ -79,10 +116,7 @@ struct ScoreMod {
     template <class Engine, class Layout>
     CUTE_DEVICE void apply(Tensor<Engine, Layout> &tSrS, int thread, int n_block) const {
         if constexpr (C.softcap) {
-            CUTE_UNROLL
-            for (int i = 0; i < size(tSrS); ++i) {
-                tSrS(i) = capped(params, tSrS(i));
-            }
+            cap_scores(params, tSrS);
         }
         if constexpr (C.alibi) {
             // Found anew in each block: kept, it would take a register a row.
@@ -113,9 +147,9 @@ struct ScoreModBwd {
                                   PositionAt const &position_at, int first_key,
                                   KeyAt const &key_at) {
         if constexpr (C.softcap) {
+            cap_scores(params, tSrS);
             CUTE_UNROLL
             for (int i = 0; i < size(tSrS); ++i) {
-                tSrS(i) = capped(params, tSrS(i));
                 tSrG(i) = derivative_of_capped(tSrS(i));
             }
         }
