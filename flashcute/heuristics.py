@@ -520,10 +520,6 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
 
-# Whose backward is that of the sm90 class. Those of other head dimensions have not been timed.
-_SM90_BWD_HEAD_DIMS = (32, 64, 128)
-
-
 def bwd_configs_in_use(
     dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
 ) -> list[BwdConfig]:
@@ -531,7 +527,7 @@ def bwd_configs_in_use(
     deterministic backward last."""
     mask = "causal" if causal else "none"
     deterministic = bwd_config(dtype, head_dim, mask)
-    if kernel_class(capability) == 80 or head_dim not in _SM90_BWD_HEAD_DIMS:
+    if kernel_class(capability) == 80:
         return [deterministic]
     return [sm90_bwd_config(dtype, head_dim, mask), deterministic]
 
