@@ -192,9 +192,13 @@ class FwdConfig:
 # Queries of a backward kernel's tile divide this: kRowStatsMultiple of flash.h.
 ROW_STATS_MULTIPLE = 128
 
-# Queries of a step of the sm90 class's backward, by head dimension. With 64 each warpgroup computes
-# half of dQ's columns, in whole pages of shared memory; with 128 half of its rows.
-SM90_BWD_STEPS = {32: (128,), 64: (128,), 128: (64,)}
+# Keys of a tile of the sm90 class's backward, and queries of a step, by head dimension. With 64
+# queries each warpgroup computes half of dQ's columns, in whole pages of shared memory; with 128
+# half of its rows. dK and dV of 128 keys exceed the registers above d = 128.
+SM90_BWD_TILES = {
+    **{32: (128, 128), 64: (128, 128), 96: (128, 64)},
+    **{128: (128, 64), 192: (64, 64), 256: (64, 64)},
+}
 
 
 # What kernels of a backward are compiled for beside the mask; in the sm90 class varlen alone.
@@ -225,7 +229,8 @@ class BwdTile:
     def __post_init__(self) -> None:
         _require(self, self.warps in (4, 8), "warps", "in (4, 8)")
         rows = 16 * self.warps
-        _require(self, self.rows in (rows, 2 * rows), "rows", f"in {(rows, 2 * rows)}")
+        several = sorted({64, rows, 2 * rows})  # 64: in the sm90 class those of all warps
+        _require(self, self.rows in several, "rows", f"in {several}")
         _require(self, self.step in range(16, 129, 16), "step", "to be a multiple of 16 up to 128")
         _require(self, self.stages in (1, 2), "stages", "in (1, 2)")
         _require(self, self.min_ctas in (1, 2, 3, 4), "min_ctas", "in (1, 2, 3, 4)")
@@ -281,16 +286,16 @@ class BwdConfig:
         if self.arch == 90:
             self._require_sm90()
             return
+        for name in ("dq", "dkv"):
+            tile = getattr(self, name)
+            _require(self, tile.rows >= 16 * tile.warps, name, "with 16 rows a warp or more")
         multiple = ROW_STATS_MULTIPLE
         _require(self, multiple % self.dq.rows == 0, "dq", f"with rows that divide {multiple}")
         _require(self, multiple % self.dkv.step == 0, "dkv", f"with a step that divides {multiple}")
 
     def _require_sm90(self) -> None:
-        head_dims = tuple(SM90_BWD_STEPS)
-        _require(self, self.head_dim in head_dims, "head_dim", f"in {head_dims}")
-        steps = SM90_BWD_STEPS[self.head_dim]
-        tiles = [BwdTile(128, step, 8, 2, 1) for step in steps]
-        _require(self, self.dkv in tiles, "dkv", f"in {tiles}")
+        tile = BwdTile(*SM90_BWD_TILES[self.head_dim], 8, 2, 1)
+        _require(self, self.dkv == tile, "dkv", f"to be {tile}")
         _require(self, self.dq == self.dkv, "dq", "to be dkv in the sm90 class")
         for flag in ("split_dkv", "softcap", "alibi", "dropout"):
             _require(self, not getattr(self, flag), flag, "to be False in the sm90 class")
@@ -338,8 +343,8 @@ class BwdConfig:
 
         Each has the two tiles that it owns and ``stages`` buffers of the two that it visits; that
         of dK and dV has the statistics of the visited rows, too, 8 bytes each. The sm90 class adds
-        two buffers of dS, above d = 64 one of dQ, its barriers and the descriptions of tiles, and
-        rounds up.
+        two buffers of dS, one of dQ at d = 96 and 128, zeros behind K at d = 96, two buffers of P
+        above 128, its barriers and the descriptions of tiles, and rounds up.
         """
 
         def tiles(tile: BwdTile) -> int:
@@ -348,9 +353,11 @@ class BwdConfig:
         stats = 8 * self.dkv.stages * self.dkv.step
         if self.arch == 90:
             ds = 2 * 2 * self.dkv.rows * self.dkv.step
-            barriers = 4 + 4 * self.dkv.stages + 2 + 4
-            dq = 4 * self.head_dim * self.dkv.step if self.head_dim > 64 else 0
-            total = tiles(self.dkv) + stats + ds + dq + 8 * barriers + 68 * 2
+            p = ds if self.head_dim > 128 else 0
+            barriers = 4 + 4 * self.dkv.stages + 2 + 4 + (2 if p else 0)
+            dq = 4 * self.head_dim * self.dkv.step if self.head_dim in (96, 128) else 0
+            zeros = 2 * 32 * self.dkv.rows if self.head_dim == 96 else 0
+            total = tiles(self.dkv) + stats + ds + p + dq + zeros + 8 * barriers + 68 * 2
             return -(-total // 1024) * 1024
         return max(tiles(self.dq), tiles(self.dkv) + stats)
 

@@ -17,7 +17,7 @@ from .config import (
     HEAD_DIMS,
     MAX_SMEM_BYTES,
     ROW_STATS_MULTIPLE,
-    SM90_BWD_STEPS,
+    SM90_BWD_TILES,
     BwdConfig,
     BwdTile,
     FwdConfig,
@@ -373,12 +373,8 @@ def bwd_with_options(
 
 def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
     """The sm90 class's backward. dQ is summed up in an order that varies from run to run: a
-    deterministic backward is that of the sm80 class.
-
-    Raises:
-        ValueError: for a head dimension that the class has no backward for.
-    """
-    tile = BwdTile(128, SM90_BWD_STEPS.get(head_dim, (64,))[0], 8, 2, 1)
+    deterministic backward is that of the sm80 class."""
+    tile = BwdTile(*SM90_BWD_TILES[head_dim], 8, 2, 1)
     return BwdConfig(90, dtype, head_dim, mask, tile, tile)
 
 
@@ -534,7 +530,7 @@ def bwd_configs_in_use(
     deterministic backward last."""
     mask = "causal" if causal else "none"
     deterministic = bwd_config(dtype, head_dim, mask)
-    if kernel_class(capability) == 80 or head_dim not in SM90_BWD_STEPS:
+    if kernel_class(capability) == 80:
         return [deterministic]
     return [sm90_bwd_config(dtype, head_dim, mask), deterministic]
 

@@ -215,6 +215,7 @@ def test_names_of_a_backward():
     [
         *(("arch", 70), ("dtype", "fp32"), ("head_dim", 80), ("mask", "window")),
         *(("split_dkv", 1), ("dropout", 0.1), ("dkv", BwdTile(64, 48, 4, 1, 1))),
+        *(("dq", BwdTile(64, 32, 8, 1, 1)), ("dkv", BwdTile(64, 32, 8, 1, 1))),
     ],
     ids=str,
 )
@@ -278,6 +279,21 @@ def test_resources_of_a_backward_of_the_sm90_class():
     half = dataclasses.replace(c, head_dim=64, dq=tile, dkv=tile)
     tiles = 2 * 64 * (2 * 128 + 2 * 2 * 128) + 2 * 128 * 8 + 2 * 2 * 128 * 128
     assert tiles < half.smem_bytes <= tiles + 1024
+    # A page of 32 columns of zeros behind K.
+    uneven = dataclasses.replace(c, head_dim=96)
+    tiles = 2 * 96 * (2 * 128 + 2 * 2 * 64) + 2 * 64 * 8 + 2 * 2 * 64 * 128 + 4 * 64 * 96
+    assert tiles < uneven.smem_bytes - 2 * 32 * 128 <= tiles + 1024
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_resources_of_a_backward_of_wide_heads(head_dim):
+    tile = BwdTile(64, 64, 8, 2, 1)
+    c = BwdConfig(**{**GOOD_BWD_SM90, "head_dim": head_dim, "dq": tile, "dkv": tile})
+    assert c.full_name == f"flash_bwd_hdim{head_dim}_bf16_causal_sm90_64x64_s2"
+    assert (c.threads, c.tile_m, c.dq_accum) == (128 + 2 * 128, 64, head_dim)
+    # K, V; two stages of Q, dO and statistics; two buffers of P and dS.
+    tiles = 2 * head_dim * (2 * 64 + 2 * 2 * 64) + 2 * 64 * 8 + 2 * 2 * 2 * 64 * 64
+    assert tiles < c.smem_bytes <= tiles + 1024
 
 
 def test_resources_of_the_sm90_class():

@@ -128,13 +128,20 @@ def test_products_of_a_backward_are_those_intended_and_never_serialised(code, st
     rows, step, d = config.dkv.rows, config.dkv.step, config.head_dim
     scores = [("smem", 64, step, 16)] * (d // 16)  # K Q^T and V dO^T
     gradient = [("registers", 64, d, 16)] * (step // 16)  # P^T dO and dS^T Q
-    # dS K: each warpgroup has 64 rows and all columns, or all rows and half of the columns.
-    dq = [("smem", 64, d if step == 128 else d // 2, 16)] * (rows // 16)
+    # dS K: each warpgroup has 64 rows and all columns, or all rows and half of the columns, in
+    # whole pages of them.
+    columns = {96: 64, 128: 64, 192: 96, 256: 128}.get(d, d)
+    dq = [("smem", 64, columns, 16)] * (rows // 16)
+    if d > 128:  # each warpgroup has half of the queries of scores and half of all columns
+        scores = [("smem", 64, step // 2, 16)] * (d // 16)
+        gradient = dq
+    # At d = 96 dS K is 8 instructions like the 6 of a product of scores.
+    by_length = sorted((scores, gradient, dq), key=len, reverse=True)
     found = []
     for run in products(code, stem):
         rest = run
         while rest:
-            whole = [x for x in (scores, gradient, dq) if rest[: len(x)] == x]
+            whole = [x for x in by_length if rest[: len(x)] == x]
             assert whole, f"a product is interrupted: {run}"
             found += whole
             rest = rest[len(whole[0]) :]

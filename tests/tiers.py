@@ -3,8 +3,9 @@
 A kernel of fp16 differs from that of bf16 in its conversions and in the range of P, which no tile
 size changes. So every kernel of bf16 is covered, and of fp16 those of two head dimensions, one with
 a causal mask and one without, in each kernel class. A backward is several kernels, which compile
-for a minute: two of bf16 are covered, dK and dV in one kernel and apart, and one of fp16. Of the
-kernels of :data:`flashcute.shipped.CALLS` the tests of their options compile more.
+for a minute: two head dimensions of bf16 are covered, in the sm80 class dK and dV in one kernel and
+apart, in the sm90 class two main loops, and one of fp16. Of the kernels of
+:data:`flashcute.shipped.CALLS` the tests of their options compile more.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from flashcute.config import (
     DTYPES,
     HEAD_DIMS,
     MASKS,
-    SM90_BWD_STEPS,
+    SM90_BWD_TILES,
     BwdConfig,
 )
 from flashcute.jit import kernels
@@ -55,7 +55,7 @@ def configs() -> list:
         found += [
             sm90_config(dtype, head_dim, mask)
             for dtype in DTYPES
-            for head_dim in SM90_BWD_STEPS
+            for head_dim in SM90_BWD_TILES
             for mask in MASKS
         ]
     return found
@@ -87,7 +87,7 @@ def _sm90_class(monkeypatch: pytest.MonkeyPatch):
     def chosen(*args, **options) -> BwdConfig:
         config = choose(*args, **options)
         asked = {name for name in BWD_OPTIONS if getattr(config, name)}
-        if options["deterministic"] or asked != {"varlen"} or config.head_dim not in SM90_BWD_STEPS:
+        if options["deterministic"] or asked != {"varlen"} or config.head_dim not in SM90_BWD_TILES:
             return config
         return sm90_config(config.dtype, config.head_dim, config.mask)
 

@@ -7,13 +7,19 @@ from mutants import Mutant
 
 from flashcute import heuristics
 
-# dQ of a step by rows for each warpgroup, and by columns.
+# dQ of a step by rows for each warpgroup, by columns, and by columns of which one has more.
 ROWS = heuristics.sm90_bwd_config("bf16", 64, "causal")
 COLUMNS = heuristics.sm90_bwd_config("fp16", 128, "causal")
+UNEVEN = heuristics.sm90_bwd_config("bf16", 96, "causal")
+# Above 128 by a loop of their own, with pages of 32 columns and of 64.
+WIDE = heuristics.sm90_bwd_config("bf16", 192, "causal")
+WIDEST = heuristics.sm90_bwd_config("fp16", 256, "causal")
 _FULL = with_mask(ROWS, "none")
 
 _MAINLOOP = "mainloop_bwd_sm90.h"
+_WIDE = "mainloop_bwd_wide_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
+_TRAITS = "kernel_traits_bwd_sm90.h"
 _PREPROCESS = "flash_bwd_preprocess_kernel.h"
 _SCHEDULER = "tile_scheduler_bwd_sm90.h"
 
@@ -34,7 +40,126 @@ def _numerics(name, file, old, new, config=ROWS) -> Mutant:
     return Mutant(name, file, old, new, "numerics/late", "", config)
 
 
+_OF_WIDE = (
+    # With wgmmas that run late dV comes after the wait for dS, and so after P.
+    Mutant(
+        "P of the other warpgroup read without waiting for it",
+        _WIDE,
+        "sm90::barrier_wait(&storage.p_full[ds.stage()], ds.parity());",
+        "",
+        "simulator/eager",
+        _UNWRITTEN,
+        WIDE,
+    ),
+    _simulator(
+        "dS of the other warpgroup read without waiting for it, by both products",
+        _MAINLOOP,
+        "sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());",
+        "",
+        _UNWRITTEN,
+        WIDE,
+    ),
+    _simulator(
+        "dO read by dP without waiting for it",
+        _WIDE,
+        "sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());",
+        "",
+        _UNAWAITED,
+        WIDE,
+    ),
+    _simulator(
+        "Q and dO released before dK is complete",
+        _WIDE,
+        "sm90::wgmma_wait<1>();\n                        this->release_step(used);",
+        "this->release_step(used);\n                        sm90::wgmma_wait<1>();",
+        _OVERWRITTEN,
+        WIDE,
+    ),
+    _simulator(
+        "dS computed while dP is under way",
+        _WIDE,
+        "sm90::wgmma_wait<1>();\n                sm90::pin(rDp);",
+        "sm90::pin(rDp);",
+        _IN_FLIGHT,
+        WIDE,
+    ),
+    _numerics(
+        "dQ added to the sums while it is under way",
+        _WIDE,
+        "sm90::wgmma_wait<2>();",
+        "sm90::wgmma_wait<3>();",
+        WIDE,
+    ),
+    _simulator(
+        "own buffers released before the last products",
+        _WIDE,
+        "sm90::wgmma_wait<1>();\n                    add_dq(n, head);\n"
+        "                    sm90::wgmma_wait<0>();",
+        "release(&storage.k_empty);\n                    sm90::wgmma_wait<0>();\n"
+        "                    add_dq(n, head);",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+        WIDE,
+    ),
+    _simulator(
+        "P and dS of both warpgroups in the rows of one",
+        _MAINLOOP,
+        "Traits::first_query(warpgroup) + thread % 32 / 16 * 8",
+        "thread % 32 / 16 * 8",
+        _UNWRITTEN,
+        WIDE,
+    ),
+    _numerics(
+        "P and dS of the warpgroups in each other's rows",
+        _MAINLOOP,
+        "Traits::first_query(warpgroup) + thread % 32 / 16 * 8",
+        "Traits::first_query(1 - warpgroup) + thread % 32 / 16 * 8",
+        WIDE,
+    ),
+    _numerics(
+        "statistics of the other warpgroup's queries",
+        _MAINLOOP,
+        "Traits::query_of(thread, 0) / 2",
+        "Traits::query_of(thread ^ 128, 0) / 2",
+        WIDE,
+    ),
+    _numerics(
+        "queries of one warpgroup masked by both",
+        _MAINLOOP,
+        "first_query + Traits::query_of(thread, i)",
+        "first_query + Traits::acc_col(thread, i)",
+        WIDE,
+    ),
+    _numerics(
+        "keys of a warp counted over both warpgroups",
+        _TRAITS,
+        "acc_row(kWide ? thread % 128 : thread, i)",
+        "acc_row(thread, i)",
+        WIDE,
+    ),
+    _numerics(
+        "columns of dK and dV in one warpgroup's place",
+        _MAINLOOP,
+        "Traits::kWide ? warpgroup * Traits::kOwnColumns : 0",
+        "0",
+        WIDE,
+    ),
+    _numerics(
+        "dV of dS",
+        _WIDE,
+        "issue_gradient(p(), ",
+        "issue_gradient(storage.ds[ds.stage()].data(), ",
+        WIDE,
+    ),
+    _numerics(
+        "dQ of a wide head added to the next head",
+        _WIDE,
+        "head += next_head;",
+        "",
+        WIDE,
+    ),
+)
 MUTANTS = (
+    *_OF_WIDE,
     _simulator(
         "K read without waiting for it",
         _MAINLOOP,
@@ -165,6 +290,22 @@ MUTANTS = (
         "",
         "no thread executes griddepcontrol.wait",
     ),
+    _simulator(
+        "as many columns of dQ for both warpgroups",
+        _TRAITS,
+        "return warpgroup == 0 ? kDqColumns : kHeadDim - kDqColumns;",
+        "return kDqColumns;",
+        "cp.reduce.async.bulk outside every tensor|has been overwritten",
+        UNEVEN,
+    ),
+    _simulator(
+        "no zeros behind K",
+        _MAINLOOP,
+        "load_own<Traits::kColumnsK>",
+        "load_own<kHeadDim>",
+        _UNWRITTEN,
+        UNEVEN,
+    ),
     _numerics("sums of dQ begin anywhere", _PREPROCESS, "= make_float4(0.f, 0.f, 0.f, 0.f)", ""),
     _numerics(
         "mask forgotten", _MAINLOOP, "if (visit >= tile().blocks.unmasked) apply", "if (0) apply"
@@ -172,8 +313,8 @@ MUTANTS = (
     _numerics(
         "mask off by one",
         _MAINLOOP,
-        "first_query + Traits::acc_col(thread, i)",
-        "first_query + 1 + Traits::acc_col(thread, i)",
+        "first_query + Traits::query_of(thread, i)",
+        "first_query + 1 + Traits::query_of(thread, i)",
     ),
     _numerics("dP without D", _MAINLOOP, "(tSrDp(i, 0, j) - d)", "tSrDp(i, 0, j)"),
     _numerics("head of the group not advanced", _MAINLOOP, "head += next_head;", ""),

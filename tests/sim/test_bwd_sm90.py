@@ -16,7 +16,7 @@ from backward import (
     with_mask,
 )
 from mutants import Mutant
-from mutants_bwd_sm90 import COLUMNS, MUTANTS, ROWS
+from mutants_bwd_sm90 import COLUMNS, MUTANTS, ROWS, UNEVEN, WIDE, WIDEST
 from planted import build_mutants, checker
 
 from flashcute import sim
@@ -24,8 +24,8 @@ from flashcute.config import MASKS
 from flashcute.oracles import embed_in_nan
 from flashcute.reference import visible_keys
 
-PAIR = (ROWS, COLUMNS)
-CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS]
+EVERY = (ROWS, COLUMNS, UNEVEN, WIDE, WIDEST)
+CONFIGS = [with_mask(config, mask) for config in EVERY for mask in MASKS]
 # And several tiles for a CTA, whose keys are cut by the end.
 LONG = (1, 300, 700, 2, 1)
 
@@ -66,7 +66,7 @@ def test_strides_and_surroundings(order):
     assert all(x.untouched() for x in outputs.values())
 
 
-@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
 def test_only_the_sums_of_dq_depend_on_the_schedule(config):
     problem = make_problem(config, (1, 70, 500, 2, 1), extras=True)
     first = passed(problem.run(config))
@@ -136,14 +136,14 @@ def infinite_behind_the_keys(config):
     return dataclasses.replace(problem, q=5 * ones + problem.q / 8, k=problem.k / 8 - 5)
 
 
-@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
 def test_keys_behind_the_last_one_do_not_count(config):
     config = with_mask(config, "none")
     problem = infinite_behind_the_keys(config)
     check(problem, problem.run(config))
 
 
-@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
 def test_rows_without_keys(config):
     problem = make_problem(config, (1, 150, 70, 2, 2), extras=True)
     problem.options["sinks"] = None

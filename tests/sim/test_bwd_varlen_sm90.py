@@ -29,7 +29,10 @@ from flashcute.config import MASKS
 from flashcute.heuristics import bwd_with_options, sm90_bwd_config
 
 MUTANTS = mutants_bwd_varlen_sm90.MUTANTS
-NARROW = sm90_bwd_config("bf16", 32, "causal")
+OTHERS = [
+    sm90_bwd_config("bf16", head_dim, mask)
+    for head_dim, mask in ((32, "causal"), (96, "none"), (192, "local"))
+]
 
 
 def ragged(config):
@@ -37,7 +40,7 @@ def ragged(config):
 
 
 PAIR = (ragged(ROWS), ragged(COLUMNS))
-CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS] + [ragged(NARROW)]
+CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS] + [*map(ragged, OTHERS)]
 # Several tiles of keys, and of queries, which two CTAs take from a queue.
 LONG = ((300, 40, 500), (200, 300, 500))
 
@@ -213,7 +216,7 @@ def test_work_done_is_the_work_planned(config, batch):
 
 
 def test_more_sequences_than_the_planner_has_threads():
-    config = ragged(NARROW)
+    config = ragged(OTHERS[0])
     batch = tuple(i % 3 // 2 for i in range(600)), tuple(i % 7 for i in range(600))
     problem = make_ragged(config, batch, h=1, h_k=1)
     problem.check(problem.run(config))

@@ -6,7 +6,7 @@
 
 #include "flash.h"
 #include "flash_bwd_preprocess_kernel.h"
-#include "mainloop_bwd_sm90.h"
+#include "mainloop_bwd_wide_sm90.h"
 
 namespace flash {
 
@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     flash_bwd_kernel_sm90(__grid_constant__ Flash_bwd_params const params,
                           __grid_constant__ TensorMapsBwdSm90 const maps,
                           __grid_constant__ TileQueue const queue) {
-    using Mainloop = MainloopBwdSm90<Traits>;
+    using Mainloop =
+        std::conditional_t<Traits::kWide, MainloopBwdWideSm90<Traits>, MainloopBwdSm90<Traits>>;
     extern __shared__ __align__(1024) char smem[];
     auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
 
@@ -76,13 +77,15 @@ __global__ void __launch_bounds__(Traits::kMmaThreads)
     int const head = batch_head - batch * params.h;
     int64_t const first = int64_t(batch_head) * params.seqlen_q_rounded + block * Post::kTileM;
     float const *const sums = params.dq_accum_ptr + first * Traits::kHeadDim +
-                              thread / 32 * 16 * kColumns + thread % 32 * 4;
+                              Traits::dq_begin(thread / 32) + thread % 32 * 4;
+    int const columns = Traits::dq_columns(warpgroup);
     cudaGridDependencySynchronize();
 
     Tensor tQrDq = make_tensor<float>(Shape<_4, _1, Int<kColumns / 8>>{});  // (4, 1, N/8)
     CUTE_UNROLL
     for (int i = 0; i < kColumns / 8; ++i) {
-        float4 const four = *reinterpret_cast<float4 const *>(sums + i * 128);
+        float4 const four = 8 * i < columns ? *reinterpret_cast<float4 const *>(sums + i * 128)
+                                            : make_float4(0.f, 0.f, 0.f, 0.f);
         tQrDq(0, 0, i) = four.x * params.scale_softmax;
         tQrDq(1, 0, i) = four.y * params.scale_softmax;
         tQrDq(2, 0, i) = four.z * params.scale_softmax;

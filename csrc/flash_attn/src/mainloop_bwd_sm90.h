@@ -43,8 +43,8 @@ struct MainloopBwdSm90 {
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kTileN = Traits::kTileN;
     static constexpr int kHeadDim = Traits::kHeadDim;
+    static constexpr int kOwnQueries = Traits::kOwnQueries;
     static constexpr int kDqColumns = Traits::kDqColumns;
-    static constexpr int kDqFloats = 16 * kDqColumns;  // of a warp
     // The k16 steps of dV that run under the arithmetic of dS: half of dV at d <= 64, else all.
     static constexpr int kEarlyDv = 4;
     // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
@@ -58,7 +58,6 @@ struct MainloopBwdSm90 {
 
     static constexpr int kBytesStep = kTileM * kHeadDim * sizeof(Element);
     static constexpr int kBytesStats = kTileM * sizeof(float2);
-    static constexpr int kBytesOwn = kTileN * kHeadDim * sizeof(Element);
 
     CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
         constexpr int kReaders = 4 * Traits::kWarpgroups;  // one arrival a warp
@@ -74,6 +73,7 @@ struct MainloopBwdSm90 {
         }
         for (int i = 0; i < Traits::kDsStages; ++i) {
             init(&storage.ds_full[i], kReaders, nullptr);
+            if constexpr (Traits::kWide) init(&storage.p_full[i], kReaders, nullptr);
         }
         for (int i = 0; i < Traits::kTileSlots; ++i) {
             init(&storage.tile_full[i], 1, &storage.tile_empty[i]);
@@ -90,27 +90,30 @@ struct MainloopBwdSm90 {
         RingTiles tiles;
         uint32_t own_parity = 0;  // of K and V
 
-        // Loads kRows rows of a head of a sequence, which begins at row `begin`, from its row `row`
-        // on. Behind its end they arrive as zeros.
-        template <int kRows>
+        // Loads kRows rows, kColumns of each, of a head of a sequence, which begins at row `begin`,
+        // from its row `row` on. Behind its end they arrive as zeros.
+        template <int kRows, int kColumns = kHeadDim>
         CUTE_DEVICE static void load_rows(CUtensorMap const &map, sm90::Barrier *full, int bytes,
                                           sm90::CacheHint hint, Element *smem, int row, int begin,
                                           int length, int head, int batch) {
+            constexpr int kPages = kColumns / Traits::kSmemRow;
             if constexpr (Traits::kVarlen) {
-                load_box<Traits>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
-                                 kRaggedRows - length + row, head, begin + length, kRaggedZ);
+                load_box<Traits, kPages>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
+                                         kRaggedRows - length + row, head, begin + length,
+                                         kRaggedZ);
             } else {
-                load_box<Traits>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow, row, head,
-                                 batch);
+                load_box<Traits, kPages>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
+                                         row, head, batch);
             }
         }
 
+        template <int kColumns>
         CUTE_DEVICE void load_own(CUtensorMap const &map, sm90::Barrier *full, sm90::Barrier *empty,
                                   Element *smem, WorkTile const &tile) {
             sm90::barrier_wait(empty, own_parity ^ 1);
-            load_rows<kTileN>(map, full, kBytesOwn, sm90::CacheHint::evict_first, smem,
-                              tile.m_block * kTileN, tile.row_k, tile.seqlen_k, tile.head_k,
-                              tile.batch);
+            load_rows<kTileN, kColumns>(map, full, kTileN * kColumns * sizeof(Element),
+                                        sm90::CacheHint::evict_first, smem, tile.m_block * kTileN,
+                                        tile.row_k, tile.seqlen_k, tile.head_k, tile.batch);
         }
 
         CUTE_DEVICE void load_q(WorkTile const &tile, int head, int block) {
@@ -160,8 +163,10 @@ struct MainloopBwdSm90 {
                     int const block = tile.blocks.template block<MaskKind::local>(n);
                     load_q(tile, head, block);
                     if (left == count * params.h_h_k_ratio) {
-                        load_own(maps.k, &storage.k_full, &storage.k_empty, storage.k.data(), tile);
-                        load_own(maps.v, &storage.v_full, &storage.v_empty, storage.v.data(), tile);
+                        load_own<Traits::kColumnsK>(maps.k, &storage.k_full, &storage.k_empty,
+                                                    storage.k.data(), tile);
+                        load_own<kHeadDim>(maps.v, &storage.v_full, &storage.v_empty,
+                                           storage.v.data(), tile);
                         own_parity ^= 1;
                     }
                     load_dout(tile, head, block);
@@ -177,7 +182,7 @@ struct MainloopBwdSm90 {
         }
     };
 
-    // One MMA warpgroup, which owns 64 keys of every tile.
+    // One MMA warpgroup. But for run() and what it issues, that of mainloop_bwd_wide_sm90.h, too.
     struct Consumer {
         SharedStorage &storage;
         int const warpgroup;
@@ -208,7 +213,7 @@ struct MainloopBwdSm90 {
         // The statistics (LSE, D) of two neighbouring queries: element (., j) of an accumulator.
         CUTE_DEVICE float4 stats(int j) const {
             return reinterpret_cast<float4 const *>(
-                storage.stats[step.stage()])[thread % 4 + 4 * j];
+                storage.stats[step.stage()])[Traits::query_of(thread, 0) / 2 + 4 * j];
         }
 
         template <class Scores>
@@ -219,9 +224,9 @@ struct MainloopBwdSm90 {
                 params, tile,
                 make_tensor(tSrS.data(),
                             select<1, 0>(layout_acc_rowcol(tSrS.layout()))),  // (queries, keys)
-                [&](int i) { return first_query + Traits::acc_col(thread, i); },
-                tile.m_block * kTileN + Traits::acc_row(thread, 0),
-                [](int j) { return Traits::acc_row(0, j); });
+                [&](int i) { return first_query + Traits::query_of(thread, i); },
+                tile.m_block * kTileN + Traits::key_of(thread, 0),
+                [](int j) { return Traits::key_of(0, j); });
         }
 
         // tSrS: S^T (4, 1, M/8), afterwards P^T.
@@ -229,7 +234,7 @@ struct MainloopBwdSm90 {
         CUTE_DEVICE void exponentiate(Flash_bwd_params const &params, Scores &tSrS) const {
             float const scale = params.scale_softmax_log2;
             CUTE_UNROLL
-            for (int j = 0; j < kTileM / 8; ++j) {
+            for (int j = 0; j < kOwnQueries / 8; ++j) {
                 float4 const of_two = stats(j);
                 CUTE_UNROLL
                 for (int i = 0; i < 4; ++i) {
@@ -243,7 +248,7 @@ struct MainloopBwdSm90 {
         template <class Scores>
         CUTE_DEVICE void differentiate(Scores const &tSrP, Scores &tSrDp) const {
             CUTE_UNROLL
-            for (int j = 0; j < kTileM / 8; ++j) {
+            for (int j = 0; j < kOwnQueries / 8; ++j) {
                 float4 const of_two = stats(j);
                 CUTE_UNROLL
                 for (int i = 0; i < 4; ++i) {
@@ -253,25 +258,30 @@ struct MainloopBwdSm90 {
             }
         }
 
-        // tSrDs: dS^T as A operand, (8, 1, M/16). To the warpgroup's page, transposed: each of a
-        // warp's stores writes 16 queries of 16 keys.
+        // tSrX: dS^T or P^T as A operand, (8, 1, M/16). To a page of shared memory, transposed:
+        // each of a warp's stores writes 16 queries of 16 keys.
         template <class Fragment>
-        CUTE_DEVICE void store_ds(Fragment const &tSrDs) const {
-            int const query = thread % 32 / 16 * 8 + thread % 8;
-            int const key = thread / 32 * 16 + thread / 8 % 2 * 8;
+        CUTE_DEVICE void store_weights(Fragment const &tSrX, Element *smem,
+                                       sm90::Barrier *full) const {
+            int const query = Traits::first_query(warpgroup) + thread % 32 / 16 * 8 + thread % 8;
+            int const key = Traits::key_of(thread / 32 * 32, 0) + thread / 8 % 2 * 8;
             auto const layout =
                 as_position_independent_swizzle_layout(typename Traits::SmemLayoutDs{});  // (M, N)
-            Element *const begin = storage.ds[ds.stage()].data() + layout(query, key);
-            Tensor words = recast<uint32_t>(tSrDs);  // (4, 1, M/16)
+            Element *const begin = smem + layout(query, key);
+            Tensor words = recast<uint32_t>(tSrX);  // (4, 1, M/16)
             CUTE_UNROLL
-            for (int j = 0; j < kTileM / 16; ++j) {
+            for (int j = 0; j < kOwnQueries / 16; ++j) {
                 SM90_U16x8_STSM_T::copy(words(0, 0, j), words(1, 0, j), words(2, 0, j),
                                         words(3, 0, j),
                                         *reinterpret_cast<uint128_t *>(begin + j * 16 * 64));
             }
             sm90::fence_async_proxy();
             __syncwarp();
-            release(&storage.ds_full[ds.stage()]);
+            release(full);
+        }
+        template <class Fragment>
+        CUTE_DEVICE void store_ds(Fragment const &tSrDs) const {
+            store_weights(tSrDs, storage.ds[ds.stage()].data(), &storage.ds_full[ds.stage()]);
         }
 
         // Adds dQ of a block to the sums, which lie in the order of each warp's accumulators.
@@ -282,26 +292,29 @@ struct MainloopBwdSm90 {
             int const entry = Traits::kVarlen ? 0 : tile().batch;
             int64_t const row = (int64_t(entry) * params.h + head) * params.seqlen_q_rounded +
                                 stats_begin(tile()) + block * kTileM;
-            int const warp = thread / 32;
+            int const begin = Traits::dq_begin(thread / 32);
+            int const columns = Traits::dq_columns(warpgroup);
             if constexpr (Traits::kBulkDq) {
-                float *const smem = storage.dq.data() + warp * kDqFloats;
+                float *const smem = storage.dq.data() + begin;
                 sm90::bulk_wait_read();  // of the step before, by the lane that issued it
                 __syncwarp();
                 CUTE_UNROLL
                 for (int i = 0; i < kDqColumns / 8; ++i) {
-                    *reinterpret_cast<float4 *>(smem + i * 128 + thread % 32 * 4) =
-                        make_float4(rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
+                    if (8 * i < columns) {
+                        *reinterpret_cast<float4 *>(smem + i * 128 + thread % 32 * 4) =
+                            make_float4(rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
+                    }
                 }
                 sm90::fence_async_proxy();
                 __syncwarp();
                 if (sm90::elect_one()) {
-                    sm90::bulk_reduce_add(params.dq_accum_ptr + row * kHeadDim + warp * kDqFloats,
-                                          smem, kDqFloats * sizeof(float));
+                    sm90::bulk_reduce_add(params.dq_accum_ptr + row * kHeadDim + begin, smem,
+                                          16 * columns * sizeof(float));
                     sm90::bulk_commit();
                 }
             } else {
-                float *const sums =
-                    params.dq_accum_ptr + row * kHeadDim + warp * kDqFloats + thread % 32 * 4;
+                static_assert(Traits::kColumnsK == kHeadDim);
+                float *const sums = params.dq_accum_ptr + row * kHeadDim + begin + thread % 32 * 4;
                 CUTE_UNROLL
                 for (int i = 0; i < kDqColumns / 8; ++i) {
                     sm90::reduce_add(sums + i * 128, rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2),
@@ -319,10 +332,12 @@ struct MainloopBwdSm90 {
             for (int i = 0; i < size(tKrX); ++i) {
                 tKrX(i) *= scale;
             }
-            store_accumulator<kHeadDim>(tKrX, thread, d, [&](int i) -> GmemRow<Element> {
-                int const row = tile().m_block * kTileN + Traits::acc_row(thread, i);
-                return {gmem + row * row_stride, row < tile().seqlen_k};
-            });
+            int const first_col = Traits::kWide ? warpgroup * Traits::kOwnColumns : 0;
+            store_accumulator<Traits::kOwnColumns>(
+                tKrX, thread, d - first_col, [&](int i) -> GmemRow<Element> {
+                    int const row = tile().m_block * kTileN + Traits::key_of(thread, i);
+                    return {gmem + row * row_stride + first_col, row < tile().seqlen_k};
+                });
         }
 
         template <class AccK, class AccV>
@@ -407,7 +422,7 @@ struct MainloopBwdSm90 {
             Tensor rDk = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
             Tensor rDv = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
             Tensor rDq = partition_fragment_C(
-                mma_dq, Shape<Int<kTileM>, Int<kHeadDim>>{});               // ((2, 2, N/8), 1, 1)
+                mma_dq, Shape<Int<kTileM>, Int<Traits::kColumnsK>>{});      // ((2, 2, N/8), 1, 1)
             Tensor tSrS = make_tensor(rS.data(), AccLayout<kTileM>{});      // (4, 1, M/8)
             Tensor tSrDp = make_tensor(rDp.data(), AccLayout<kTileM>{});    // (4, 1, M/8)
             Tensor tKrDk = make_tensor(rDk.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)

@@ -24,13 +24,13 @@ struct Ring {
 };
 
 // Loads a box of rows at the given coordinates, as pages of kSmemRow columns page_stride apart.
-template <class Traits, class... Coordinates>
+template <class Traits, int kPages = Traits::kPages, class... Coordinates>
 CUTE_DEVICE void load_box(CUtensorMap const &map, sm90::Barrier *full, int bytes,
                           sm90::CacheHint hint, typename Traits::Element *smem, int page_stride,
                           Coordinates... coordinates) {
     sm90::barrier_arrive_expect(full, bytes);
     CUTE_UNROLL
-    for (int page = 0; page < Traits::kPages; ++page) {
+    for (int page = 0; page < kPages; ++page) {
         sm90::tma_load(&map, full, hint, smem + page * page_stride, page * Traits::kSmemRow,
                        coordinates...);
     }
