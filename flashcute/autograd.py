@@ -55,8 +55,9 @@ def _op(name: str) -> Callable:
 
 # Of `deterministic`, `rng_state`, `dropout_p`, `softcap` and `alibi_slopes`.
 _DEFAULTS = (False, None, 0.0, 0.0, None)
-# Of `softcap`, `alibi_slopes`, `rng_state` and `dropout_p`.
-_VARLEN_DEFAULTS = (0.0, None, None, 0.0)
+# Of `softcap`, `alibi_slopes`, `rng_state`, `dropout_p`, `block_table`, `num_splits` and
+# `deterministic`.
+_VARLEN_DEFAULTS = (0.0, None, None, 0.0, None, 0, False)
 
 
 class Attend(torch.autograd.Function):
@@ -117,8 +118,11 @@ class AttendVarlen(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         q, k, v, *lengths = inputs[:7]
         *ctx.options, sinks = inputs[7:14]
-        rest = inputs[14:18]  # and pages, which have no gradient, and the number of splits
-        softcap, alibi_slopes, rng_state, dropout_p = (*rest, *_VARLEN_DEFAULTS[len(rest) :])
+        rest = inputs[14:]
+        softcap, alibi_slopes, rng_state, dropout_p, _, _, ctx.deterministic = (
+            *rest,
+            *_VARLEN_DEFAULTS[len(rest) :],
+        )
         ctx.others = dropout_p, softcap
         ctx.n_inputs = len(inputs)
         ctx.set_materialize_grads(False)
@@ -132,7 +136,7 @@ class AttendVarlen(torch.autograd.Function):
         dout, dlse = _loadable(_VARLEN_FN, out, dout, dlse)
         needs = ctx.needs_input_grad
         needs = needs[0], needs[1], needs[2], needs[13]
-        wanted = _wanted(*needs)
+        wanted = _wanted(*needs, ctx.deterministic)
         args = (
             dout, q, k, v, out, lse, dlse, *lengths, *ctx.options, sinks, wanted, rng_state,
             *ctx.others, alibi_slopes,

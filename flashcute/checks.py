@@ -18,6 +18,8 @@ from torch.autograd import forward_ad
 from .config import MAX_HEAD_DIM
 from .features import CPU_DTYPES, CUDA_DTYPES
 
+UNLIMITED = (-1, -1)  # the default of window_size, which calls compare by identity
+
 # Normal float32 range of x and x * log2(e), where x is softmax_scale or softcap. Beyond it scores
 # become inf * 0 or 0 / 0, NaN, whatever q and k hold.
 _MIN_FLOAT = 1.1754944e-38

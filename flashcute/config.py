@@ -197,7 +197,7 @@ ROW_STATS_MULTIPLE = 128
 SM90_BWD_STEPS = {32: (128,), 64: (128,), 128: (64,)}
 
 
-# What kernels of a backward are compiled for beside the mask, in the sm80 class.
+# What kernels of a backward are compiled for beside the mask; in the sm90 class varlen alone.
 BWD_OPTIONS = ("softcap", "alibi", "dropout", "varlen")
 
 
@@ -248,7 +248,7 @@ class BwdConfig:
         dq: Tile of the kernel of dQ.
         dkv: Tile of the kernel of dK and dV, or of both where they are split.
         split_dkv: dK and dV by a kernel each: together they exceed the registers.
-        softcap: As in :class:`FwdConfig`; this and what follows in the sm80 class alone.
+        softcap: As in :class:`FwdConfig`; in the sm80 class alone.
         alibi: Likewise.
         dropout: Likewise.
         varlen: Of a ragged batch.
@@ -292,7 +292,7 @@ class BwdConfig:
         tiles = [BwdTile(128, step, 8, 2, 1) for step in steps]
         _require(self, self.dkv in tiles, "dkv", f"in {tiles}")
         _require(self, self.dq == self.dkv, "dq", "to be dkv in the sm90 class")
-        for flag in ("split_dkv", *BWD_OPTIONS):
+        for flag in ("split_dkv", "softcap", "alibi", "dropout"):
             _require(self, not getattr(self, flag), flag, "to be False in the sm90 class")
 
     @property

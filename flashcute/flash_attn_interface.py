@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from . import cpu, cpu_operator, cpu_ops, env, ops
 from .autograd import check_slopes
 from .checks import (
+    UNLIMITED,
     bounded_window,
     check_alibi,
     check_dropout,
@@ -37,8 +38,6 @@ from .flash_attn_varlen import (  # noqa: F401 - flash-attn has them here
     flash_attn_varlen_qkvpacked_func,
 )
 from .loading import in_place, loadable, padded, regular
-
-_UNLIMITED = (-1, -1)
 
 env.read()  # a wrong variable is an error, also where nothing is built
 
@@ -81,7 +80,7 @@ def _attend(
         dropout_p = check_dropout(fn, dropout_p)
     if type(softcap) is not float or softcap != 0.0:
         softcap = check_softcap(fn, softcap)
-    if window_size is not _UNLIMITED:
+    if window_size is not UNLIMITED:
         window_size = check_window(fn, window_size)
     if alibi_slopes is not None:
         check_alibi(fn, alibi_slopes, q, q.shape[0])
@@ -99,7 +98,7 @@ def _attend(
             and return_attn_probs is False
             and not cpu_operator.is_traced(q)
         ):
-            if causal is False and window_size is _UNLIMITED and sinks is None:
+            if causal is False and window_size is UNLIMITED and sinks is None:
                 out = cpu.attend_few_scores(q, k, v, scale)
                 if out is not None:
                     return out
@@ -131,7 +130,7 @@ def _attend(
         and sinks is None
         and alibi_slopes is None
         and not deterministic
-        and window_size == _UNLIMITED
+        and window_size == UNLIMITED
     ):
         out, lse = ops.fwd(q, k, v, scale, causal)
     else:
@@ -158,7 +157,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -255,7 +254,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -296,7 +295,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,

@@ -10,6 +10,7 @@ import torch
 
 from . import ops_kvcache
 from .checks import (
+    UNLIMITED,
     check_alibi,
     check_dtype,
     check_flag,
@@ -32,21 +33,17 @@ from .checks_kvcache import (
 from .cpu_kvcache import Options, attend
 from .cpu_operator import is_traced
 
-_UNLIMITED = (-1, -1)
 
-
-def _options(
-    fn, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits
+def options_of(
+    fn, softmax_scale, causal, window_size, softcap, num_splits, rotary_interleaved=True
 ) -> tuple:
-    """The fields of Options; a softmax_scale of None stays what it is."""
+    """The fields of Options, checked; a softmax_scale of None stays what it is."""
     # The identity tests are the quick way through for what nearly every call passes.
     if softmax_scale is not None:
         softmax_scale = check_scale(fn, softmax_scale, 1)
     if causal is not False and causal is not True:
         causal = check_flag(fn, "causal", causal)
-    left, right = _UNLIMITED
-    if window_size is not _UNLIMITED:
-        left, right = check_window(fn, window_size)
+    left, right = check_window(fn, window_size)  # torch 2.11 traces no identity of tuples
     if type(softcap) is not float or softcap != 0.0:
         softcap = check_softcap(fn, softcap)
     if rotary_interleaved is not True and rotary_interleaved is not False:
@@ -70,7 +67,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
@@ -146,7 +143,7 @@ def flash_attn_with_kvcache(
             gradients.
     """
     fn = "flash_attn_with_kvcache"
-    o = _options(fn, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits)
+    o = options_of(fn, softmax_scale, causal, window_size, softcap, num_splits, rotary_interleaved)
     if return_softmax_lse is not False and return_softmax_lse is not True:
         return_softmax_lse = check_flag(fn, "return_softmax_lse", return_softmax_lse)
     t = (
@@ -166,7 +163,7 @@ def _attend(fn: str, given: tuple, options: tuple, returns_lse: bool):
     Args:
         fn: For messages.
         given: The fields of Tensors; cache_seqlens may be an int.
-        options: As _options returns them.
+        options: As options_of returns them.
         returns_lse: Whether the log-sum-exp is returned.
     """
     t, o = _checked(fn, given, options)
@@ -182,8 +179,8 @@ def _attend(fn: str, given: tuple, options: tuple, returns_lse: bool):
 
 def checked(fn: str, given: tuple, options: tuple) -> tuple[Tensors, Options]:
     """A call's arguments after all checks: the tensors, and softmax_scale, causal, window_size,
-    softcap, rotary_interleaved and num_splits."""
-    return _checked(fn, given, _options(fn, *options))
+    softcap, num_splits and rotary_interleaved."""
+    return _checked(fn, given, options_of(fn, *options))
 
 
 def _checked(fn: str, given: tuple, o: tuple) -> tuple[Tensors, Options]:

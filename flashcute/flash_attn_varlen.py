@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from . import loading, ops
+from . import loading, ops, ops_kvcache
 from .autograd import check_pages, check_slopes, wants_gradient
 from .checks import (
+    UNLIMITED,
     bounded_window,
     check_alibi,
     check_dropout,
@@ -21,10 +22,8 @@ from .checks import (
     check_no_tangent,
     check_scale,
     check_sinks,
-    check_softcap,
-    check_window,
 )
-from .checks_kvcache import check_packed_queries, check_splits, check_table
+from .checks_kvcache import check_packed_queries, check_table
 from .checks_varlen import (
     Names,
     check_bounds,
@@ -35,11 +34,10 @@ from .checks_varlen import (
 from .cpu_operator import draw_state
 from .cpu_varlen import Options, Tensors, attend_or_trace
 from .features import VECTOR
+from .flash_attn_kvcache import options_of
 
-_UNLIMITED = (-1, -1)
 
-
-def _launch(names: Names, tensors: Tensors, options: Options, num_splits: int):
+def _launch(names: Names, tensors: Tensors, options: Options, num_splits: int, deterministic: bool):
     """out and log-sum-exp of CUDA tensors, by the kernels."""
     q, k, v, alibi_slopes, sinks, *lengths, rng_state, block_table = tensors
     d, names_of_qkv = q.shape[2], names[1:4]
@@ -56,6 +54,7 @@ def _launch(names: Names, tensors: Tensors, options: Options, num_splits: int):
     out, lse = ops.attend_varlen(
         q, k, v, lengths, options[:2], options.softmax_scale, options.causal, window_size, sinks,
         options.softcap, alibi_slopes, rng_state, options.dropout_p, block_table, num_splits,
+        deterministic,
     )  # fmt: skip
     if d % VECTOR:
         out = out.narrow(2, 0, d).clone(memory_format=torch.contiguous_format)
@@ -86,6 +85,21 @@ def _attend(
     num_splits=0,
 ):
     fn = names.fn
+    o = options_of(fn, softmax_scale, causal, window_size, softcap, num_splits)
+    scale, causal, left, right, softcap, _, num_splits = o
+    if deterministic is not False:
+        deterministic = check_flag(fn, "deterministic", deterministic)
+    if return_attn_probs is not False:
+        return_attn_probs = check_flag(fn, "return_attn_probs", return_attn_probs)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = check_dropout(fn, dropout_p)
+    is_cuda = not torch.compiler.is_compiling() and type(q) is torch.Tensor and q.is_cuda
+    if is_cuda and dropout_p == 0.0:
+        lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
+        given = q, k, v, sinks, alibi_slopes, block_table
+        found = ops_kvcache.launch_varlen_unchecked(given, lengths, o, return_attn_probs)
+        if found is not None:
+            return (*found, q.new_empty(0)) if return_attn_probs else found[0]
     if block_table is None:
         d = check_packed_tokens(names, q, k, v)
     else:
@@ -100,14 +114,7 @@ def _attend(
     b = check_lengths(names, q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     check_table(fn, block_table, q, b)
     max_seqlen_q, max_seqlen_k = check_bounds(names, max_seqlen_q, max_seqlen_k)
-    scale = check_scale(fn, softmax_scale, d)
-    causal = check_flag(fn, "causal", causal)
-    check_flag(fn, "deterministic", deterministic)
-    return_attn_probs = check_flag(fn, "return_attn_probs", return_attn_probs)
-    dropout_p = check_dropout(fn, dropout_p)
-    softcap = check_softcap(fn, softcap)
-    left, right = check_window(fn, window_size)
-    num_splits = check_splits(fn, num_splits)
+    scale = check_scale(fn, scale, d)
     if dropout_p != 0.0 and num_splits > 1:
         raise NotImplementedError(
             f"{fn}: expected num_splits <= 1 with dropout, got num_splits={num_splits} and "
@@ -134,7 +141,7 @@ def _attend(
     if not (q.is_cpu or q.is_meta):
         if dropout_p != 0.0:
             tensors = tensors._replace(rng_state=draw_state(q))
-        out, lse = _launch(names, tensors, options, num_splits)
+        out, lse = _launch(names, tensors, options, num_splits, deterministic)
         if not return_attn_probs:
             return out
         # By the reference: kernels never have all of them.
@@ -156,7 +163,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -181,9 +188,9 @@ def flash_attn_varlen_func(
     result with ``torch.nested.nested_tensor_from_jagged``.
 
     On CUDA as :func:`flash_attn_func`, without a wait for the device; keys in pages have no
-    gradient. Kernels of the sm80 class compute gradients on every GPU, and always the same bits.
-    Their workspace has, for each head, 2 floats for each row and 256 for each sequence. On the CPU
-    every argument, and differentiable. Meta tensors give shapes.
+    gradient. A backward's workspace has, for each head, 2 floats for each row of q and each of 128
+    rows more for each sequence; in the sm90 class also head_dim floats, rounded up as there. On the
+    CPU every argument, and differentiable. Meta tensors give shapes.
 
     Args:
         q: (total_q, h, head_dim).
@@ -206,7 +213,7 @@ def flash_attn_varlen_func(
         window_size: (left, right), -1 for unlimited.
         softcap: 0.0 for none.
         alibi_slopes: float32 (h,) or (b, h).
-        deterministic: Ask for bitwise repeatable results and gradients, which they always are.
+        deterministic: Ask for bitwise repeatable gradients, as in :func:`flash_attn_func`.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
         block_table: int32 (b, max_pages), for keys and values in the pages of a cache, each of k
             and v of shape (num_pages, page_size, h_k, head_dim), of any page_size from 1 on and any
@@ -274,7 +281,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -325,7 +332,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,

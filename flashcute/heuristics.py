@@ -16,6 +16,7 @@ from .config import (
     DTYPES,
     HEAD_DIMS,
     MAX_SMEM_BYTES,
+    ROW_STATS_MULTIPLE,
     SM90_BWD_STEPS,
     BwdConfig,
     BwdTile,
@@ -359,8 +360,9 @@ def bwd_with_options(
     dropout: bool = False,
     varlen: bool = False,
 ) -> BwdConfig:
-    """``config``, of the sm80 class, with what else is asked for: tiles that have no registers left
-    for it get others. Not measured: chosen so that nothing spills."""
+    """``config`` with what else is asked for, in the sm90 class varlen at most: tiles of the sm80
+    class that have no registers left for it get others. Not measured: chosen so that nothing
+    spills."""
     if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
     if config.head_dim == 96 and softcap:  # and 44 with all; a step of 16 is no whole copy there
@@ -546,7 +548,8 @@ def choose_bwd(
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
-    That of the sm80 class alone has softcap, ALiBi, dropout and ragged batches.
+    That of the sm80 class alone has softcap, ALiBi and dropout. It computes ragged batches of short
+    sequences, too: in the sm90 class the sums of dQ take whole blocks of 128 rows, and so do tiles.
 
     Args:
         deterministic: Bitwise repeatable gradients.
@@ -556,11 +559,12 @@ def choose_bwd(
     head_dim = instantiated_head_dim(problem.d)
     configs = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
     options = {name: getattr(problem, name) for name in BWD_OPTIONS}
-    of_sm80 = deterministic or any(options.values())
-    config = configs[-1 if of_sm80 else 0]
+    short = problem.varlen and min(problem.seqlen_q, problem.seqlen_k) < ROW_STATS_MULTIPLE
+    scored = problem.softcap or problem.alibi or problem.dropout
+    config = configs[-1 if deterministic or scored or short else 0]
     if problem.window is not None:
         config = dataclasses.replace(config, mask="local")
-    return bwd_with_options(config, **options) if of_sm80 else config
+    return bwd_with_options(config, **options)
 
 
 def _choices() -> list[tuple[str, int, bool]]:

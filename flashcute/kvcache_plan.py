@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 from . import ops, ops_kvcache
-from .cpu_operator import is_seen
+from .checks import UNLIMITED
 from .flash_attn_kvcache import checked, flash_attn_with_kvcache
+from .ops_kvcache import is_eager
 
 _FN = "KVCachePlan"
-_UNLIMITED = (-1, -1)
-
-# Bound here as every call asks them.
-_is_tracing = torch._C._is_tracing
-_is_grad_enabled = torch.is_grad_enabled
+_NAMES = "q", "k_cache", "v_cache", "k", "v"
 
 
 class KVCachePlan:
@@ -32,7 +29,7 @@ class KVCachePlan:
         plan = KVCachePlan(cache_seqlens=lengths, block_table=table, causal=True)
         for token in range(n):
             for layer in layers:
-                out = plan(q, layer.k_cache, layer.v_cache)
+                out = plan(q, layer.k_cache, layer.v_cache, k, v)
             lengths += 1
             plan.renew()
 
@@ -48,9 +45,12 @@ class KVCachePlan:
         cache_batch_idx: Tensor | None = None,
         cache_leftpad: Tensor | None = None,
         block_table: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        rotary_interleaved: bool = True,
         softmax_scale: float | None = None,
         causal: bool = False,
-        window_size: tuple[int, int] = _UNLIMITED,
+        window_size: tuple[int, int] = UNLIMITED,
         softcap: float = 0.0,
         alibi_slopes: Tensor | None = None,
         num_splits: int = 0,
@@ -59,7 +59,9 @@ class KVCachePlan:
         """Takes the options; the first call checks them, and lays out its tiles.
 
         Args:
-            cache_seqlens: int32 (b,): how many tokens each sequence has; None for all of the cache.
+            cache_seqlens: int32 (b,): how many tokens each sequence has before a call appends to
+                it; None, of calls that append nothing, for all of the cache.
+            rotary_cos: Of calls that append, as are rotary_sin and rotary_interleaved.
 
         The others are those of :func:`flash_attn_with_kvcache`.
 
@@ -73,9 +75,13 @@ class KVCachePlan:
                 "steps"
             )
         self._places = cache_seqlens, cache_batch_idx, cache_leftpad, block_table
+        self._rotary = rotary_cos, rotary_sin
         self._tensors = sinks, alibi_slopes
-        self._options = softmax_scale, causal, window_size, softcap, True, num_splits
-        self._first: tuple | None = None  # q, k_cache and v_cache of the first call, as _kind
+        self._options = (
+            *(softmax_scale, causal, window_size, softcap, num_splits),
+            rotary_interleaved,
+        )
+        self._first: tuple | None = None  # the tensors of the first call, as _kind
         self._number = 0  # of the binding's plan; 0: none
         self._renews = False
 
@@ -83,12 +89,25 @@ class KVCachePlan:
         """Says that lengths or pages have changed; the next call lays out its tiles anew."""
         self._renews = True
 
-    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Attention of q to a cache, which is read.
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of q to a cache, to which k and v are appended first.
+
+        On CUDA the tiles are laid out once for all layers; what is appended to each layer's cache,
+        and the rotation of its queries, is a small kernel before its attention.
 
         Args:
             q: (b, seqlen_q, h, head_dim).
             k_cache: As in :func:`flash_attn_with_kvcache`; v_cache likewise.
+            k: (b, seqlen_new, h_k, head_dim), to be appended, and rotated if the plan has rotary
+                tables; None to read the cache only.
+            v: As k; both or neither.
 
         Returns:
             out: In q's shape and dtype, contiguous.
@@ -97,61 +116,75 @@ class KVCachePlan:
             ValueError: for tensors of another shape, dtype or device than in the first call.
             Exception: as :func:`flash_attn_with_kvcache`.
         """
-        if self._number and not torch.compiler.is_compiling() and _is_eager(q, k_cache, v_cache):
-            args = (q, k_cache, v_cache, self._number) + ((True,) if self._renews else ())
-            out = ops_kvcache.call_binding(ops_kvcache.planned()[1], *args)
+        given = q, k_cache, v_cache, k, v
+        if self._number and not torch.compiler.is_compiling():
+            out = self._run(given)
             if out is not None:
-                self._renews = False
                 return out
-        kinds = tuple(map(_kind, (q, k_cache, v_cache)))
+        kinds = tuple(map(_kind, given))
         if self._first is None:
-            out = self._make(q, k_cache, v_cache)
+            out = self._make(given)
             self._first = kinds
             if out is not None:
                 return out
-        for name, first, kind in zip(("q", "k_cache", "v_cache"), self._first, kinds, strict=True):
+        for name, first, kind in zip(_NAMES, self._first, kinds, strict=True):
             if kind != first:
                 raise ValueError(
                     f"{_FN}: expected {name} as in the plan's first call, {_show(first)}, got "
                     f"{_show(kind)}; make a plan for each kind of layer"
                 )
-        scale, causal, window_size, softcap, _, num_splits = self._options
+        scale, causal, window_size, softcap, num_splits, interleaved = self._options
         lengths, entries, leftpad, table = self._places
         sinks, slopes = self._tensors
         return flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=lengths, cache_batch_idx=entries,
+            *given, *self._rotary, cache_seqlens=lengths, cache_batch_idx=entries,
             cache_leftpad=leftpad, block_table=table, softmax_scale=scale, causal=causal,
-            window_size=window_size, softcap=softcap, alibi_slopes=slopes, num_splits=num_splits,
-            sinks=sinks,
+            window_size=window_size, softcap=softcap, rotary_interleaved=interleaved,
+            alibi_slopes=slopes, num_splits=num_splits, sinks=sinks,
         )  # fmt: skip
 
-    def _make(self, q, k_cache, v_cache) -> Tensor | None:
-        """The first call's result; None where it cannot be planned."""
-        if torch.compiler.is_compiling() or not _is_eager(q, k_cache, v_cache) or not q.is_cuda:
+    def _run(self, given: tuple) -> Tensor | None:
+        """The result by the binding's plan; None where a check has something to say."""
+        appends = given[3] is not None or given[4] is not None
+        if not appends:
+            given = given[:3]
+        if not is_eager(*given[:3], given):
             return None
-        given = q, k_cache, v_cache, None, None, None, None, *self._places, *self._tensors
+        if appends and not ops_kvcache.may_write(*given[1:3]):
+            return None
+        args = (*given, self._number) + ((True,) if self._renews else ())
+        out = ops_kvcache.call_binding(ops_kvcache.planned()[1 + appends], *args)
+        if out is not None:
+            self._renews = False
+            if appends:
+                ops_kvcache.increment_version(given[1:3])
+        return out
+
+    def _make(self, given: tuple) -> Tensor | None:
+        """The first call's result; None where it cannot be planned."""
+        q, k_cache, v_cache, k, _ = given
+        if torch.compiler.is_compiling() or not is_eager(*given[:3], given) or not q.is_cuda:
+            return None
+        given += *self._rotary, *self._places, *self._tensors
         t, o = checked(_FN, given, self._options)
+        if k is not None and not ops_kvcache.may_write(k_cache, v_cache):
+            return None
         if t.sinks is not None:
             t = t._replace(sinks=t.sinks.float().contiguous())
         o = ops_kvcache.bounded(o)
         ops.ensure_loaded()
         args = *t[:3], *t[7:11], *o[:4], t.sinks, o.softcap, t.alibi_slopes, o.num_splits
+        args += *t[3:7], o.rotary_interleaved
         made = ops_kvcache.call_binding(ops_kvcache.planned()[0], *args)
         if made is None or made[0] is None:
             return None
+        if k is not None:
+            ops_kvcache.increment_version((k_cache, v_cache))
         out, self._number = made
-        self._kept = t  # whose addresses the plan has
+        self._kept = t[5:]  # whose addresses the plan has
         self._renews = False
         weakref.finalize(self, ops.remove_plan, self._number).atexit = False
         return out
-
-
-def _is_eager(q, k_cache, v_cache) -> bool:
-    """Whether nothing records or differentiates a call of these."""
-    if not (type(q) is type(k_cache) is type(v_cache) is Tensor) or is_seen() or _is_tracing():
-        return False
-    has_grad = q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
-    return not (has_grad and _is_grad_enabled())
 
 
 def _kind(x) -> tuple:

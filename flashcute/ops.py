@@ -199,6 +199,7 @@ class _VarlenOptions(NamedTuple):
     dropout_p: float = 0.0
     block_table: torch.Tensor | None = None
     num_splits: int = 0
+    deterministic: bool = False
 
 
 def _checked(name: str, implementation: Callable) -> Callable:
@@ -475,6 +476,7 @@ def attend_varlen(
     dropout_p: float = 0.0,
     block_table: torch.Tensor | None = None,
     num_splits: int = 0,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attend` of a ragged batch; nothing waits for the device.
 
@@ -496,7 +498,7 @@ def attend_varlen(
     ensure_loaded()
     op = getattr(torch.ops, NAMESPACE).attend_varlen.default
     options = *window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
-    options += block_table, num_splits
+    options += block_table, num_splits, deterministic
     args = q, k, v, *lengths, *max_seqlens, softmax_scale, causal, *options
     if torch.compiler.is_compiling():
         return op(*args)

@@ -60,10 +60,11 @@ _MAX_WINDOW = 2**62
 _is_tracing = torch._C._is_tracing
 _is_grad_enabled = torch.is_grad_enabled
 _in_inference_mode = torch.is_inference_mode_enabled
-_increment_version = torch.autograd.graph.increment_version
+# Of a cache that is appended to: autograd notices one that it saved before.
+increment_version = torch.autograd.graph.increment_version
 
 # How the binding's own errors begin.
-_OF_A_KERNEL = f"{NAMESPACE}::attend_kvcache: "
+_OF_A_KERNEL = f"{NAMESPACE}::attend_kvcache: ", f"{NAMESPACE}::attend_varlen: "
 
 
 def bounded(o: Options) -> Options:
@@ -94,10 +95,16 @@ def _no_grad() -> tuple[Callable, Callable]:
 
 
 @functools.cache
-def planned() -> tuple[Callable, Callable]:
-    """``plan_kvcache`` and ``run_plan``."""
+def _varlen() -> Callable:
+    return getattr(torch.ops, NAMESPACE).attend_varlen_no_grad.default._op
+
+
+@functools.cache
+def planned() -> tuple[Callable, Callable, Callable]:
+    """``plan_kvcache``, ``run_plan`` and ``append_run_plan``."""
     ops = getattr(torch.ops, NAMESPACE)
-    return ops.plan_kvcache.default._op, ops.run_plan.default._op
+    names = "plan_kvcache", "run_plan", "append_run_plan"
+    return tuple(getattr(ops, name).default._op for name in names)
 
 
 def call_binding(op: Callable, *args):
@@ -110,6 +117,22 @@ def call_binding(op: Callable, *args):
         if str(error).startswith(_OF_A_KERNEL):
             raise
         return None
+
+
+def is_eager(q, k, v, tensors: tuple) -> bool:
+    """Whether nothing records, overrides or differentiates a call of q, k and v.
+
+    Args:
+        tensors: All that may have a gradient, of any types.
+    """
+    if not (type(q) is type(k) is type(v) is Tensor) or is_seen() or _is_tracing():
+        return False
+    return not (_is_grad_enabled() and any(getattr(x, "requires_grad", 0) for x in tensors))
+
+
+def may_write(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether both caches can be appended to here: not those of inference mode outside of it."""
+    return _in_inference_mode() or not (k_cache.is_inference() or v_cache.is_inference())
 
 
 def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -128,12 +151,9 @@ def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Ten
         written then.
     """
     q, k_cache, v_cache, k, v, cos, sin, lengths, entries, leftpad, table, sinks, slopes = t
-    if not (type(q) is type(k_cache) is type(v_cache) is Tensor) or is_seen() or _is_tracing():
+    if ops._fwd is None or not is_eager(q, k_cache, v_cache, t):
         return None
-    if ops._fwd is None or (_is_grad_enabled() and any(getattr(x, "requires_grad", 0) for x in t)):
-        return None
-    changed = () if k is None else (k_cache, v_cache)
-    if changed and not _in_inference_mode() and any(map(Tensor.is_inference, changed)):
+    if k is not None and not may_write(k_cache, v_cache):
         return None
     scale, causal, left, right, softcap, interleaved, num_splits = o
     in_cache = None
@@ -155,9 +175,39 @@ def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Ten
     results = call_binding(attend, *args)
     if results is None or results[0] is None:
         return None
-    if changed:  # autograd notices a cache that it saved before
-        _increment_version(changed)
+    if k is not None:
+        increment_version((k_cache, v_cache))
     return results
+
+
+def launch_varlen_unchecked(
+    t: tuple, lengths: tuple, o: tuple, returns_lse: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """:func:`launch_unchecked` of a ragged batch, keys packed or in pages.
+
+    Args:
+        t: q, k, v, sinks, alibi_slopes and block_table, of any types.
+        lengths: cu_seqlens_q and cu_seqlens_k, seqused_q and seqused_k, max_seqlen_q and
+            max_seqlen_k, likewise.
+        o: As there.
+        returns_lse: As there.
+    """
+    q, k, v, sinks, slopes, table = t
+    cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
+    # An operator takes a tensor for an int, and waits for the device.
+    if ops._fwd is None or not (is_eager(q, k, v, t) and type(max_q) is type(max_k) is int):
+        return None
+    scale, causal, left, right, softcap, _, num_splits = o
+    args = q, k, v, cu_q, cu_k, used_k, table, max_q, max_k, scale, causal, returns_lse
+    is_short = left < 0 and right < 0 and softcap == 0.0 and sinks is slopes is used_q is None
+    if num_splits != 0 or not is_short:
+        args += (num_splits,)
+    if not is_short:
+        if type(sinks) is Tensor and sinks.dtype is q.dtype:
+            sinks = sinks.float()
+        args += min(left, _MAX_WINDOW), min(right, _MAX_WINDOW), softcap, sinks, slopes, used_q
+    results = call_binding(_varlen(), *args)
+    return None if results is None or results[0] is None else results
 
 
 def launch(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
@@ -187,8 +237,8 @@ def launch(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
             t = apart(fn, t)
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = resolver_errors.call(attend, t, o)
-        if t.k is not None:  # autograd notices a cache that it saved before
-            torch.autograd.graph.increment_version((t.k_cache, t.v_cache))
+        if t.k is not None:
+            increment_version((t.k_cache, t.v_cache))
     return (out[..., :d].contiguous() if d % VECTOR else out), lse
 
 

@@ -32,17 +32,32 @@ namespace flash {
 namespace {
 
 Flash_fwd_params last{};
+Flash_bwd_params last_bwd{};
 int32_t result = 0;
 int32_t plans = 0;
+int32_t appends = 0;  // without a plan
 
-int32_t count_plan(const Flash_fwd_params *, void *) {
-    ++plans;
+int32_t count_plan(const Flash_fwd_params *params, void *) {
+    ++(params->plan_ptr != nullptr ? plans : appends);
     return 0;
 }
 int32_t keep(const Flash_fwd_params *params, void *) {
     last = *params;
     return result;
 }
+
+int32_t keep_bwd(const Flash_bwd_params *params, void *) {
+    last_bwd = *params;
+    return result;
+}
+const char *error_string(int32_t) { return "an error"; }
+
+const Flash_bwd_kernel bwd_kernel{.abi_version = kAbiVersion,
+                                  .params_size = sizeof(Flash_bwd_params),
+                                  .name = "bwd_on_host",
+                                  .threads = 128,
+                                  .launch = keep_bwd,
+                                  .error_string = error_string};
 
 const Flash_kernel kernel{.abi_version = kAbiVersion,
                           .params_size = sizeof(Flash_fwd_params),
@@ -51,12 +66,15 @@ const Flash_kernel kernel{.abi_version = kAbiVersion,
                           .tile_m = 64,
                           .launch = keep,
                           .plan = count_plan,
-                          .error_string = [](int32_t) { return "an error"; }};
+                          .error_string = error_string};
 
 }  // namespace
 }  // namespace flash
 
 EXPORTED const void *host_kernel() { return &flash::kernel; }
 EXPORTED const void *host_params() { return &flash::last; }
+EXPORTED const void *host_bwd_kernel() { return &flash::bwd_kernel; }
+EXPORTED const void *host_bwd_params() { return &flash::last_bwd; }
 EXPORTED int32_t host_plans() { return flash::plans; }
+EXPORTED int32_t host_appends() { return flash::appends; }
 EXPORTED void host_fail(int32_t result) { flash::result = result; }

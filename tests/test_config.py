@@ -227,6 +227,7 @@ def test_wrong_field_of_a_backward_is_named(field, value):
     ("field", "value"),
     [
         *(("head_dim", 80), ("mask", "window"), ("split_dkv", True), ("dropout", True)),
+        *(("softcap", True), ("alibi", True), ("varlen", 1)),
         *(("dq", BwdTile(128, 128, 8, 2, 1)), ("dkv", BwdTile(128, 128, 8, 2, 1))),
     ],
     ids=str,
@@ -270,6 +271,9 @@ def test_resources_of_a_backward_of_the_sm90_class():
     # memory above d = 64.
     tiles = 2 * 128 * (2 * 128 + 2 * 2 * 64) + 2 * 64 * 8 + 2 * 2 * 64 * 128 + 4 * 64 * 128
     assert tiles < c.smem_bytes <= tiles + 1024
+    ragged = dataclasses.replace(c, varlen=True)
+    assert ragged.full_name == "flash_bwd_hdim128_bf16_causal_varlen_sm90_128x64_s2"
+    assert (ragged.threads, ragged.smem_bytes) == (c.threads, c.smem_bytes)
     tile = BwdTile(128, 128, 8, 2, 1)
     half = dataclasses.replace(c, head_dim=64, dq=tile, dkv=tile)
     tiles = 2 * 64 * (2 * 128 + 2 * 2 * 128) + 2 * 128 * 8 + 2 * 2 * 128 * 128

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -29,6 +34,7 @@ from flashcute.distributed.local import backward_on_cpu
 from flashcute.distributed.zigzag import Piece
 from flashcute.integrations import raw, sdpa
 
+ROOT = pathlib.Path(flashcute.__file__).parents[1]
 OPERATORS = [name for name in sdpa._KERNELS if hasattr(torch.ops.aten, name)]
 # torch 2.11 takes grouped heads without being asked.
 VARLEN = inspect.signature(varlen_attn).parameters
@@ -55,14 +61,14 @@ def on_cpu():
 
 @pytest.fixture(params=["in Python", "by the binding"])
 def both_ways(request, on_cpu):
-    """SDPA's forward by the kernel in Python alone, and with the binding's above it, which hands it
-    what is not on CUDA."""
+    """SDPA by the kernels in Python alone, and with the binding's above them, which hand them what
+    is not on CUDA."""
     if request.param == "by the binding":
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             on_cpu._bypass_python("CPU")
-        found = torch._C._dispatch_dump(f"aten::{sdpa._FORWARD}")
-        assert "flash_api_sdpa.h" in found
+        for name in (sdpa._FORWARD, sdpa._BACKWARD):
+            assert "flash_api_sdpa.h" in torch._C._dispatch_dump(f"aten::{name}")
     return on_cpu
 
 
@@ -288,11 +294,26 @@ def test_without_a_kernel_of_pytorch_the_reason_is_the_error(both_ways):
         attend(*inputs(), 0.5)
 
 
-def test_another_schema_of_a_later_torch_stays_in_python(on_cpu, monkeypatch):
+@pytest.mark.parametrize("name", [sdpa._FORWARD, sdpa._BACKWARD])
+def test_another_schema_of_a_later_torch_stays_in_python(on_cpu, monkeypatch, name):
     before = dispatch_tables()
-    monkeypatch.setattr(sdpa, "_SCHEMA", sdpa._SCHEMA.replace("float? scale=None", "float scale"))
+    schema = sdpa._SCHEMAS[name].replace("float? scale=None", "float scale")
+    monkeypatch.setitem(sdpa._SCHEMAS, name, schema)
     on_cpu._bypass_python("CPU")
     assert dispatch_tables() == before
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the binding needs g++")
+def test_the_binding_launches_what_python_does_and_hands_it_the_rest() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).parent / "host_sdpa.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "0 are wrong", run.stdout
 
 
 def test_a_binding_that_cannot_be_built_leaves_the_kernel_in_python(order, monkeypatch):

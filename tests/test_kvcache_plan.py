@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_flash_attn_kvcache import in_pages, make
+from test_ops_kvcache import TABLES
 
 from flashcute import KVCachePlan, flash_attn_with_kvcache
 
@@ -28,6 +29,77 @@ def test_layers_and_steps_are_calls_of_the_function(page_size: int | None) -> No
             assert torch.equal(plan(*given), flash_attn_with_kvcache(*given, **options))
         places["cache_seqlens"].sub_(1).clamp_(min=0)
         plan.renew()
+
+
+def appending(page_size: int | None, layer: int = 0) -> tuple[tuple, dict]:
+    """q, k_cache, v_cache, k and v of a layer, and the plan's options."""
+    given = make(2) if page_size is None else in_pages(make(2), page_size)
+    given |= {n: given[n].nan_to_num() for n in ("k_cache", "v_cache")}
+    places = {n: given[n] for n in ("cache_seqlens", "block_table") if n in given}
+    options = places | TABLES | {"rotary_interleaved": False, "causal": True}
+    return tuple(given[n] + layer for n in ("q", "k_cache", "v_cache", "k", "v")), options
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_steps_append_to_the_cache_of_each_layer(page_size: int | None) -> None:
+    _, options = appending(page_size)
+    if page_size:
+        table = options["block_table"]
+        table.copy_(torch.arange(table.numel()).view(table.shape))
+    options["cache_seqlens"].clamp_(max=9)
+    plan = KVCachePlan(**options)
+    layers, again = ([appending(page_size, n)[0] for n in range(2)] for _ in range(2))
+    for step in range(3):
+        for (q, *caches, k, v), (_, *same, _, _) in zip(layers, again, strict=True):
+            new = k + step, v + step
+            before = caches[0].clone()
+            expected = flash_attn_with_kvcache(q, *same, *new, **options)
+            assert torch.equal(plan(q, *caches, *new), expected)
+            assert all(map(torch.equal, caches, same)) and not torch.equal(caches[0], before)
+        options["cache_seqlens"].add_(2)
+        plan.renew()
+
+
+def test_a_compiled_step_appends() -> None:
+    torch._dynamo.reset()
+    given, options = appending(4)
+    again, _ = appending(4)
+    plan = KVCachePlan(**options)
+
+    def step(q, k_cache, v_cache, k, v):
+        return plan(q, k_cache, v_cache, k, v) + 1, k_cache.sum()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for got, expected in zip(compiled(*given), step(*again), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert torch.equal(given[1], again[1])
+
+
+def test_autograd_notices_what_was_appended_to() -> None:
+    given, options = appending(None)
+    product = given[1] * torch.ones((), requires_grad=True)  # saves the cache
+    KVCachePlan(**options)(*given)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_a_plan_that_appends_is_not_one_that_reads() -> None:
+    given, options = appending(None)
+    plan = KVCachePlan(**options)
+    with pytest.raises(ValueError, match="expected k and v with rotary_cos"):
+        plan(*given[:3])
+    plan = KVCachePlan(**options)
+    plan(*given)
+    before = given[1].clone()
+    for other, name, got in (
+        (given[:3], "k", "a NoneType"),
+        ((*given[:4], None), "v", "a NoneType"),
+        ((*given[:3], given[3][:, :1], given[4][:, :1]), "k", r"\(5, 1, 2, 16\)"),
+    ):
+        pattern = rf"^KVCachePlan: expected {name} as in .*first call, .*, got .*{got}.*; make a"
+        with pytest.raises(ValueError, match=pattern):
+            plan(*other)
+    assert torch.equal(given[1], before)
 
 
 def test_a_plan_of_another_problem_is_refused() -> None:

@@ -23,6 +23,7 @@ FROZEN_SCHEMAS = (
 CU_Q, CU_K = torch.tensor([0, 4, 4, 7]).int(), torch.tensor([0, 5, 7, 7]).int()
 STATE = torch.tensor([5, 7])
 LEAVES = ("q", "k", "v", "sinks")
+_ARGUMENTS = tuple(x.name for x in torch._C.parse_schema(FROZEN_SCHEMAS[0]).arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +192,28 @@ def test_trailing_defaults_may_be_left_out() -> None:
         torch.testing.assert_close(got, e)
 
 
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("how", ["not", "argument", "torch"])
+def test_repeatable_gradients_are_asked_for(how: str, eager: bool, monkeypatch) -> None:
+    attend = autograd.attend_varlen_eagerly if eager else autograd.attend_varlen
+    q, k, v, sinks = _leaves().values()
+    rest = 1.5, None, None, 0.0, None, 0, how == "argument"
+    out, _ = attend(*(q, k, v, CU_Q, CU_K, None, None, 4, 5, 0.25, True, -1, -1, sinks), *rest)
+    wanted, gradients = [], autograd._gradients
+
+    def seen(name, needs, args):
+        wanted.append(args[_ARGUMENTS.index("wanted")])
+        return gradients(name, needs, args)
+
+    monkeypatch.setattr(autograd, "_gradients", seen)
+    torch.use_deterministic_algorithms(how == "torch")
+    try:
+        out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert wanted == [15 if how == "not" else 31]
+
+
 def _meta(*shape: int, dtype: torch.dtype = torch.half, learns: bool = True) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=learns)
 
@@ -205,7 +228,7 @@ def test_the_way_of_cuda_tensors_has_a_gradient(d: int) -> None:
     state = _meta(2, dtype=torch.int64, learns=False)
     tensors = cpu_varlen.Tensors(q, k, v, slopes, sinks, cu, cu, None, None, state)
     options = cpu_varlen.Options(4, 5, 0.25, True, -1, -1, 30.0, 0.25)
-    out, lse = flash_attn_varlen._launch(Names("flash_attn_varlen_func"), tensors, options, 0)
+    out, lse = flash_attn_varlen._launch(Names("flash_attn_varlen_func"), tensors, options, 0, True)
     leaves = q, k, v, sinks
     grads = torch.autograd.grad((out, lse), leaves, (out.detach(), lse.detach()))
     for grad, x in zip(grads, leaves, strict=True):

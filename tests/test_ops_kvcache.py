@@ -356,9 +356,10 @@ def test_eager_calls_do_not_go_through_an_operator(monkeypatch: pytest.MonkeyPat
 
 def test_the_eager_operator_has_no_python_between_call_and_kernel() -> None:
     flashcute.ops.load()
-    for name in ("flashcute::read_kvcache_no_grad", "flashcute::attend_kvcache_no_grad"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
-        assert not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd")
+    for name in ("read_kvcache", "attend_kvcache", "attend_varlen"):
+        op = f"flashcute::{name}_no_grad"
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(op, "Autograd")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the binding needs g++")

@@ -34,6 +34,12 @@ FROZEN_SCHEMAS = (
     " Tensor? sinks, float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None,"
     " float dropout_p=0., Tensor? block_table=None, int num_splits=0) ->"
     " (Tensor out, Tensor softmax_lse)",
+    "flashcute::attend_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,"
+    " Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q,"
+    " SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right,"
+    " Tensor? sinks, float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None,"
+    " float dropout_p=0., Tensor? block_table=None, int num_splits=0,"
+    " bool deterministic=False) -> (Tensor out, Tensor softmax_lse)",
 )
 CU_Q, CU_K = [0, 4, 4, 7], [0, 5, 7, 7]
 
@@ -205,7 +211,9 @@ def test_what_the_function_hands_to_the_operator(monkeypatch: pytest.MonkeyPatch
             torch.zeros(3, device="cuda", dtype=torch.int32),
             4,
         )
-        flashcute.flash_attn_varlen_func(*list(given.values())[:5], 4, 5, dropout_p=0.1)
+        flashcute.flash_attn_varlen_func(
+            *list(given.values())[:5], 4, 5, dropout_p=0.1, deterministic=True
+        )
     for q, k, v, lengths, bounds, scale, _, window, given_sinks, *others in calls[:2]:
         assert q.shape[2] == k.shape[2] == v.shape[2] in (16, 24)
         assert [None if x is None else x.dtype for x in lengths] == [
@@ -214,10 +222,10 @@ def test_what_the_function_hands_to_the_operator(monkeypatch: pytest.MonkeyPatch
         ]
         assert bounds == (2**62, 5) and window == (2**31, 3)
         assert given_sinks.dtype == torch.float32
-        assert (
-            others[0] == 30.0 and others[1].shape == (3, 4) and others[2:] == [None, 0.0, None, 0]
-        )
+        assert others[0] == 30.0 and others[1].shape == (3, 4)
+        assert others[2:] == [None, 0.0, None, 0, False]
         assert scale in (16**-0.5, 20**-0.5)
     assert calls[2][0].stride() == (384, 64, 1)  # in place
-    state, dropout_p = calls[3][-4:-2]
+    state, dropout_p, *_, deterministic = calls[3][-5:]
+    assert deterministic is True
     assert state.shape == (2,) and state.device.type == "cuda" and dropout_p == 6554 / 2**16

@@ -43,29 +43,39 @@ std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &k, const Tensor
     return named("fwd", [&] { return forward(q, k, v, softmax_scale, options); });
 }
 
+// Of packed queries, and keys likewise or in pages.
+std::tuple<Tensor, Tensor> forward_ragged(const Tensor &q, const Tensor &k, const Tensor &v,
+                                          double softmax_scale, Options options,
+                                          const Lengths &lengths,
+                                          std::optional<Tensor> block_table) {
+    if (!block_table.has_value()) {
+        options.num_splits = options.num_splits > 0 ? options.num_splits : -1;
+        return forward(q, k, v, softmax_scale, options, &lengths);
+    }
+    const Cache cache{.block_table = std::move(block_table)};
+    return forward(q, k, v, softmax_scale, options, &lengths, &cache);
+}
+
 std::tuple<Tensor, Tensor> attend_varlen(
     const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &cu_seqlens_q,
     const Tensor &cu_seqlens_k, std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
     int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale, bool causal,
     int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, double softcap,
     std::optional<Tensor> alibi_slopes, std::optional<Tensor> rng_state, double dropout_p,
-    std::optional<Tensor> block_table, int64_t num_splits) {
+    std::optional<Tensor> block_table, int64_t num_splits, bool) {
     const Lengths lengths{&cu_seqlens_q, &cu_seqlens_k, &seqused_q,
                           &seqused_k,    max_seqlen_q,  max_seqlen_k};
-    const Options options{
-        .causal = causal,
-        .window_left = window_left,
-        .window_right = window_right,
-        .sinks = std::move(sinks),
-        .softcap = softcap,
-        .alibi_slopes = std::move(alibi_slopes),
-        .rng_state = std::move(rng_state),
-        .dropout_p = dropout_p,
-        .num_splits = block_table.has_value() || num_splits > 0 ? num_splits : -1};
-    const Cache cache{.block_table = std::move(block_table)};
+    const Options options{.causal = causal,
+                          .window_left = window_left,
+                          .window_right = window_right,
+                          .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes),
+                          .rng_state = std::move(rng_state),
+                          .dropout_p = dropout_p,
+                          .num_splits = num_splits};
     return named("fwd", [&] {
-        return forward(q, k, v, softmax_scale, options, &lengths,
-                       cache.block_table.has_value() ? &cache : nullptr);
+        return forward_ragged(q, k, v, softmax_scale, options, lengths, std::move(block_table));
     });
 }
 
@@ -122,8 +132,8 @@ std::tuple<Tensor, Tensor> append_attend_kvcache(
 
 // What f() returns; `refused` where the kernels cannot take the arguments.
 template <typename Function, typename Result>
-Result unless_refused(Result refused, Function f) {
-    return named("attend_kvcache", [&]() -> Result {
+Result unless_refused(const char *op, Result refused, Function f) {
+    return named(op, [&]() -> Result {
         try {
             return f();
         } catch (const KernelFailure &) {
@@ -149,7 +159,8 @@ std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
                           .sinks = std::move(sinks),
                           .softcap = softcap,
                           .alibi_slopes = std::move(alibi_slopes),
-                          .num_splits = num_splits};
+                          .num_splits = num_splits,
+                          .returns_lse = returns_lse};
     const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
                       .cache_leftpad = std::move(cache_leftpad),
                       .block_table = std::move(block_table),
@@ -158,48 +169,90 @@ std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
                       .rotary_cos = std::move(rotary_cos),
                       .rotary_sin = std::move(rotary_sin),
                       .rotary_interleaved = rotary_interleaved,
-                      .apart = false,
-                      .returns_lse = returns_lse};
+                      .apart = false};
     const Lengths lengths{.seqused_k = &cache_seqlens, .in_cache = in_cache};
-    return unless_refused(std::tuple{Tensor(), Tensor()}, [&] {
+    return unless_refused("attend_kvcache", std::tuple{Tensor(), Tensor()}, [&] {
         const double scale = softmax_scale.has_value() ? *softmax_scale : default_scale(q);
         return forward(q, k_cache, v_cache, scale, options, &lengths, &cache);
     });
 }
 
-std::tuple<Tensor, int64_t> plan_kvcache(const Tensor &q, const Tensor &k_cache,
-                                         const Tensor &v_cache, std::optional<Tensor> cache_seqlens,
-                                         std::optional<Tensor> cache_batch_idx,
-                                         std::optional<Tensor> cache_leftpad,
-                                         std::optional<Tensor> block_table, double softmax_scale,
-                                         bool causal, int64_t window_left, int64_t window_right,
-                                         std::optional<Tensor> sinks, double softcap,
-                                         std::optional<Tensor> alibi_slopes, int64_t num_splits) {
+std::tuple<Tensor, Tensor> attend_varlen_no_grad(
+    const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &cu_seqlens_q,
+    std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_k,
+    std::optional<Tensor> block_table, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    std::optional<double> softmax_scale, bool causal, bool returns_lse, int64_t num_splits,
+    int64_t window_left, int64_t window_right, double softcap, std::optional<Tensor> sinks,
+    std::optional<Tensor> alibi_slopes, std::optional<Tensor> seqused_q) {
     const Options options{.causal = causal,
                           .window_left = window_left,
                           .window_right = window_right,
                           .sinks = std::move(sinks),
                           .softcap = softcap,
                           .alibi_slopes = std::move(alibi_slopes),
-                          .num_splits = num_splits};
+                          .num_splits = num_splits,
+                          .returns_lse = returns_lse};
+    return unless_refused("attend_varlen", std::tuple{Tensor(), Tensor()}, [&] {
+        if (!cu_seqlens_k.has_value() && !(seqused_k.has_value() && block_table.has_value())) {
+            fail("expected cu_seqlens_k, or seqused_k of keys in pages");
+        }
+        // Not read beside seqused_k.
+        const Tensor &starts_k = cu_seqlens_k.has_value() ? *cu_seqlens_k : cu_seqlens_q;
+        const Lengths lengths{&cu_seqlens_q, &starts_k,    &seqused_q,
+                              &seqused_k,    max_seqlen_q, max_seqlen_k};
+        const double scale = softmax_scale.has_value() ? *softmax_scale : default_scale(q);
+        return forward_ragged(q, k, v, scale, options, lengths, std::move(block_table));
+    });
+}
+
+std::tuple<Tensor, int64_t> plan_kvcache(
+    const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
+    std::optional<Tensor> cache_seqlens, std::optional<Tensor> cache_batch_idx,
+    std::optional<Tensor> cache_leftpad, std::optional<Tensor> block_table, double softmax_scale,
+    bool causal, int64_t window_left, int64_t window_right, std::optional<Tensor> sinks,
+    double softcap, std::optional<Tensor> alibi_slopes, int64_t num_splits, std::optional<Tensor> k,
+    std::optional<Tensor> v, std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
+    bool rotary_interleaved) {
+    const Options options{.causal = causal,
+                          .window_left = window_left,
+                          .window_right = window_right,
+                          .sinks = std::move(sinks),
+                          .softcap = softcap,
+                          .alibi_slopes = std::move(alibi_slopes),
+                          .num_splits = num_splits,
+                          .returns_lse = false};
     const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
                       .cache_leftpad = std::move(cache_leftpad),
                       .block_table = std::move(block_table),
-                      .returns_lse = false};
+                      .k = std::move(k),
+                      .v = std::move(v),
+                      .rotary_cos = std::move(rotary_cos),
+                      .rotary_sin = std::move(rotary_sin),
+                      .rotary_interleaved = rotary_interleaved,
+                      .apart = false};
     const Lengths lengths{.seqused_k = &cache_seqlens};
-    return unless_refused(std::tuple{Tensor(), int64_t(0)}, [&]() -> std::tuple<Tensor, int64_t> {
+    const auto plan = [&]() -> std::tuple<Tensor, int64_t> {
         Planned planned;
         Tensor out = std::get<0>(
             forward(q, k_cache, v_cache, softmax_scale, options, &lengths, &cache, &planned));
         return {std::move(out),
                 planned.kernel != nullptr ? plan_table().add(std::move(planned)) : 0};
-    });
+    };
+    return unless_refused("attend_kvcache", std::tuple{Tensor(), int64_t(0)}, plan);
 }
 
 Tensor run_plan(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, int64_t plan,
                 bool renews) {
-    return unless_refused(Tensor(), [&] {
-        return run_planned(*plan_table().find(plan), q, k_cache, v_cache, renews);
+    return unless_refused("attend_kvcache", Tensor(), [&] {
+        return run_planned(*plan_table().find(plan), q, k_cache, v_cache, {}, renews);
+    });
+}
+
+Tensor append_run_plan(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
+                       const Tensor &k, const Tensor &v, int64_t plan, bool renews) {
+    return unless_refused("attend_kvcache", Tensor(), [&] {
+        const Cache appended{.k = k, .v = v, .apart = false};
+        return run_planned(*plan_table().find(plan), q, k_cache, v_cache, appended, renews);
     });
 }
 
@@ -268,8 +321,8 @@ extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
 // The next three are called by flashcute/integrations/sdpa.py. Returns what flashcute_unregister()
 // takes, or null.
 extern "C" __attribute__((visibility("default"))) void *flashcute_register_sdpa(
-    const char *dispatch_key) {
-    return flash::register_sdpa(dispatch_key);
+    const char *dispatch_key, flash::AsksTorch is_deterministic) {
+    return flash::register_sdpa(dispatch_key, is_deterministic);
 }
 
 // The kernel below what was registered is in its place again.
@@ -277,7 +330,7 @@ extern "C" __attribute__((visibility("default"))) void flashcute_unregister(void
     aoti_torch_delete_library_object(static_cast<TorchLibraryHandle>(library));
 }
 
-// Why the call of sdpa_fallback that this thread is in fails.
+// Why the call of sdpa_fallback or sdpa_backward_fallback that this thread is in fails.
 extern "C" __attribute__((visibility("default"))) void flashcute_explain(const char *text) {
     flash::sdpa_failure() = text;
 }
@@ -294,16 +347,18 @@ extern "C" __attribute__((visibility("default"))) void flashcute_remove_plan(int
 // `bwd` for the gradients, for `attend_varlen` one that calls `bwd_varlen`, and for these one that
 // refuses inputs that want a gradient. `fwd_no_grad` is `fwd` without it, for a caller that has
 // looked already: no Python between call and kernel. `attend` takes everything optional; a window's
-// side of -1 is unlimited, and `deterministic` is of its gradients. Those of `attend_varlen`, which
-// is of a ragged batch, always repeat bitwise. The two operators of a cache are defined by
+// side of -1 is unlimited, and `deterministic` is of its gradients. So it is of `attend_varlen`,
+// which is of a ragged batch. The two operators of a cache are defined by
 // flashcute/ops_kvcache.py. `attend_kvcache_no_grad` is both of them, for a caller that has looked
 // already, and whose arguments nobody has checked: where the kernels cannot take them it returns
 // None twice, and nothing has been written. `in_cache` is cache_seqlens as an int.
 // `read_kvcache_no_grad` is the same without what most decode calls do not ask for, as torch takes
-// a microsecond to pass defaults and a second result. `plan_kvcache` is
-// `attend_kvcache` that also returns a number, by which `run_plan` repeats it on other tensors. Of
-// `bwd` and `bwd_varlen` bits 0 to 3 of `wanted` ask for the results in their order; one that is
-// not wanted has shape (0). Bit 4 asks for bitwise repeatable ones.
+// a microsecond to pass defaults and a second result. `attend_varlen_no_grad` is such an operator
+// of `attend_varlen`, without dropout. `plan_kvcache` is
+// `attend_kvcache`, or `append_attend_kvcache`, that also returns a number, by which `run_plan`, or
+// `append_run_plan`, repeats it on other tensors. Of `bwd` and `bwd_varlen` bits 0 to 3 of
+// `wanted` ask for the results in their order; one that is not wanted has shape (0). Bit 4 asks for
+// bitwise repeatable ones.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "
@@ -321,8 +376,8 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
         "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
         "float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None, "
-        "float dropout_p=0., Tensor? block_table=None, int num_splits=0) -> "
-        "(Tensor out, Tensor softmax_lse)");
+        "float dropout_p=0., Tensor? block_table=None, int num_splits=0, "
+        "bool deterministic=False) -> (Tensor out, Tensor softmax_lse)");
     // As aten::_scaled_dot_product_flash_attention, but for results of a ragged batch and lengths:
     // torch_call_dispatcher() takes a list of results for the reverse of it, and so for other
     // types.
@@ -331,14 +386,26 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> "
         "(Tensor output, Tensor logsumexp, Tensor rng_state, Tensor unused, "
         "Tensor debug_attn_mask)");
+    // As aten::_scaled_dot_product_flash_attention_backward.
     m.def(
-        "plan_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, "
+        "sdpa_backward_fallback(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+        "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
+        "SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, "
+        "Tensor philox_offset, *, float? scale=None) -> "
+        "(Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+    m.def(
+        "plan_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? cache_seqlens, "
         "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
         "float softmax_scale, bool causal, int window_left, int window_right, Tensor? sinks, "
-        "float softcap, Tensor? alibi_slopes, int num_splits) -> (Tensor out, int plan)");
+        "float softcap, Tensor? alibi_slopes, int num_splits, Tensor? k, Tensor? v, "
+        "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved) -> "
+        "(Tensor out, int plan)");
     m.def(
         "run_plan(Tensor q, Tensor k_cache, Tensor v_cache, int plan, bool renews=False) -> "
         "Tensor");
+    m.def(
+        "append_run_plan(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
+        "int plan, bool renews=False) -> Tensor");
     m.def(
         "read_kvcache_no_grad(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, "
         "int? in_cache, Tensor? block_table, float? softmax_scale, bool causal) -> Tensor");
@@ -349,6 +416,13 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "Tensor? rotary_sin=None, bool rotary_interleaved=True, int num_splits=0, "
         "int window_left=-1, int window_right=-1, float softcap=0., Tensor? sinks=None, "
         "Tensor? alibi_slopes=None, Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None) -> "
+        "(Tensor out, Tensor softmax_lse)");
+    m.def(
+        "attend_varlen_no_grad(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
+        "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table, int max_seqlen_q, "
+        "int max_seqlen_k, float? softmax_scale, bool causal, bool returns_lse, "
+        "int num_splits=0, int window_left=-1, int window_right=-1, float softcap=0., "
+        "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? seqused_q=None) -> "
         "(Tensor out, Tensor softmax_lse)");
     m.def(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
@@ -374,8 +448,10 @@ STABLE_TORCH_LIBRARY_IMPL(FLASHCUTE_NAMESPACE, CUDA, m) {
     m.impl("append_attend_kvcache", TORCH_BOX(&flash::append_attend_kvcache));
     m.impl("plan_kvcache", TORCH_BOX(&flash::plan_kvcache));
     m.impl("run_plan", TORCH_BOX(&flash::run_plan));
+    m.impl("append_run_plan", TORCH_BOX(&flash::append_run_plan));
     m.impl("read_kvcache_no_grad", TORCH_BOX(&flash::read_kvcache_no_grad));
     m.impl("attend_kvcache_no_grad", TORCH_BOX(&flash::attend_kvcache_no_grad));
+    m.impl("attend_varlen_no_grad", TORCH_BOX(&flash::attend_varlen_no_grad));
     m.impl("bwd", TORCH_BOX(&flash::bwd));
     m.impl("bwd_varlen", TORCH_BOX(&flash::bwd_varlen));
 }

@@ -57,9 +57,9 @@ inline RowValues read_row_values(const Tensor &tensor, const char *name, const I
 
 // out or dout: laid out as it likes, but of the shape, dtype and device of q.
 inline Layout read_like_q(const Tensor &tensor, const char *name, const Inputs &inputs,
-                          int64_t rank) {
+                          int64_t rank, bool heads_first) {
     check_placement(tensor, name, inputs.dtype, inputs.device);
-    const Layout layout = read_layout(tensor, name, rank), &q = inputs.q;
+    const Layout layout = read_layout(tensor, name, rank, heads_first), &q = inputs.q;
     if (layout.b != q.b || layout.s != q.s || layout.h != q.h || layout.d != q.d) {
         fail("expected ", name, " of the shape of q");
     }
@@ -96,9 +96,9 @@ inline void set_bwd_strides(Flash_bwd_params &params, const Layout &dout, const 
 
 // A gradient that the kernels write: its layout goes to `layout`, its address to `pointer`.
 inline Tensor make_gradient(const Tensor &like, const char *name, const Inputs &inputs,
-                            Layout &layout, void *&pointer) {
+                            bool heads_first, Layout &layout, void *&pointer) {
     Tensor gradient = empty_like(like, inputs.dtype, inputs.device);
-    layout = read_layout(gradient, name, like.dim());
+    layout = read_layout(gradient, name, like.dim(), heads_first);
     pointer = gradient.mutable_data_ptr();
     check_vectorised(layout, pointer, name);
     return gradient;
@@ -106,6 +106,10 @@ inline Tensor make_gradient(const Tensor &like, const char *name, const Inputs &
 
 // What a ragged batch has beside the lengths; returns the words of the workspace for its plans.
 inline int64_t set_totals(Flash_bwd_params &params, const Layout &q, const Layout &k, int64_t b) {
+    if (q.s > kMaxBwdTokens || k.s > kMaxBwdTokens) {
+        fail("expected at most ", kMaxBwdTokens, " tokens in a ragged batch with gradients, got ",
+             q.s, " and ", k.s, "; split the batch");
+    }
     const int64_t rows = row_stats_rows(q.s, b);
     const int64_t tiles = plan_capacity(std::max(q.s, k.s), b, kMinBwdRows) * q.h;
     if (rows > kMaxInt32 || tiles > kMaxTiles) {
@@ -122,11 +126,12 @@ inline int64_t set_totals(Flash_bwd_params &params, const Layout &q, const Layou
 inline Gradients backward(const BwdTensors &x, double softmax_scale, const Options &options,
                           int64_t wanted, const Lengths *lengths = nullptr) {
     const bool ragged = lengths != nullptr;
+    const bool heads_first = options.heads_first;
     const int64_t rank = ragged ? 3 : 4;
-    const Inputs inputs = read_inputs(x.q, x.k, x.v, rank);
+    const Inputs inputs = read_inputs(x.q, x.k, x.v, rank, false, heads_first);
     const auto &[dtype, device, q, k, v] = inputs;
-    const Layout out = read_like_q(x.out, "out", inputs, rank);
-    const Layout dout = read_like_q(x.dout, "dout", inputs, rank);
+    const Layout out = read_like_q(x.out, "out", inputs, rank, heads_first);
+    const Layout dout = read_like_q(x.dout, "dout", inputs, rank, heads_first);
     const RowValues lse = read_row_values(x.softmax_lse, "softmax_lse", inputs, ragged);
 
     Flash_bwd_params params{};
@@ -174,12 +179,12 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
     std::optional<Tensor> dq, dk, dv, dsinks;
     Layout dq_layout{}, dk_layout{}, dv_layout{};
     if ((wanted & kWantsDq) != 0) {
-        dq = make_gradient(x.q, "dq", inputs, dq_layout, params.dq_ptr);
+        dq = make_gradient(x.q, "dq", inputs, heads_first, dq_layout, params.dq_ptr);
     }
     // One kernel computes both.
     if ((wanted & (kWantsDk | kWantsDv)) != 0) {
-        dk = make_gradient(x.k, "dk", inputs, dk_layout, params.dk_ptr);
-        dv = make_gradient(x.v, "dv", inputs, dv_layout, params.dv_ptr);
+        dk = make_gradient(x.k, "dk", inputs, heads_first, dk_layout, params.dk_ptr);
+        dv = make_gradient(x.v, "dv", inputs, heads_first, dv_layout, params.dv_ptr);
     }
     if ((wanted & kWantsDsinks) != 0) {
         const int64_t sizes[] = {q.h}, strides[] = {1};

@@ -22,7 +22,6 @@ struct Cache {
     std::optional<Tensor> rotary_cos, rotary_sin;
     bool rotary_interleaved = false;
     bool apart = true;  // the caller has seen to it that k and v are not in the cache
-    bool returns_lse = true;
 };
 
 // Fills in the cache and returns the tokens of a sequence that it has room for.
@@ -122,19 +121,9 @@ inline void check_written(const Flash_fwd_params &params, const Cache &cache, co
     }
 }
 
-// What is appended to a cache with room for so many tokens of a sequence. Returns memory for the
-// rotated queries, which params.q_ptr then is.
-inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &cache,
-                                        const Inputs &inputs, const Options &options,
-                                        int64_t room) {
-    const bool rotates = cache.rotary_cos.has_value();
-    if (cache.k.has_value() != cache.v.has_value() || rotates != cache.rotary_sin.has_value() ||
-        (rotates && !cache.k.has_value())) {
-        fail("expected k and v or neither, and rotary_cos and rotary_sin with them or neither");
-    }
-    if (!cache.k.has_value()) {
-        return std::nullopt;
-    }
+// New keys and values of a cache with room for so many tokens of a sequence.
+inline void set_new(Flash_fwd_params &params, const Cache &cache, const Inputs &inputs,
+                    int64_t room) {
     const auto &[dtype, device, ql, kl, vl] = inputs;
     const Layout k = read_vectors(*cache.k, "k", dtype, device);
     const Layout v = read_vectors(*cache.v, "v", dtype, device);
@@ -156,9 +145,35 @@ inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &c
     params.v_new_batch_stride = v.batch_stride;
     params.v_new_row_stride = v.row_stride;
     params.v_new_head_stride = v.head_stride;
+}
+
+// The kernel that appends rotates the queries, too, to `rotated`, a contiguous (b, s, h, d).
+inline void rotate_queries(Flash_fwd_params &params, const Layout &q, const Tensor &rotated) {
+    params.q_unrotated_ptr = params.q_ptr;
+    params.q_unrotated_batch_stride = q.batch_stride;
+    params.q_unrotated_row_stride = q.row_stride;
+    params.q_unrotated_head_stride = q.head_stride;
+    params.q_ptr = rotated.const_data_ptr();
+}
+
+// What is appended to a cache with room for so many tokens of a sequence. Returns memory for the
+// rotated queries, which params.q_ptr then is.
+inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &cache,
+                                        const Inputs &inputs, const Options &options,
+                                        int64_t room) {
+    const bool rotates = cache.rotary_cos.has_value();
+    if (cache.k.has_value() != cache.v.has_value() || rotates != cache.rotary_sin.has_value() ||
+        (rotates && !cache.k.has_value())) {
+        fail("expected k and v or neither, and rotary_cos and rotary_sin with them or neither");
+    }
+    if (!cache.k.has_value()) {
+        return std::nullopt;
+    }
+    set_new(params, cache, inputs, room);
     if (!rotates) {
         return std::nullopt;
     }
+    const auto &[dtype, device, ql, kl, vl] = inputs;
     params.rotary_cos_ptr = read_table(*cache.rotary_cos, "rotary_cos", dtype, device);
     params.rotary_sin_ptr = read_table(*cache.rotary_sin, "rotary_sin", dtype, device);
     const int64_t *const size = cache.rotary_cos->sizes().data();
@@ -178,41 +193,39 @@ inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &c
     const bool is_local = options.causal || options.window_left >= 0 || options.window_right >= 0;
     params.rotary_q_step = is_local ? 1 : 0;
     params.rotary_interleaved = cache.rotary_interleaved ? 1 : 0;
-    params.q_unrotated_ptr = params.q_ptr;
-    params.q_unrotated_batch_stride = ql.batch_stride;
-    params.q_unrotated_row_stride = ql.row_stride;
-    params.q_unrotated_head_stride = ql.head_stride;
     const int64_t sizes[] = {ql.b, ql.s, ql.h, ql.d};
     const int64_t strides[] = {ql.s * ql.h * ql.d, ql.h * ql.d, ql.d, 1};
     Tensor rotated = empty(sizes, strides, dtype, device);
-    params.q_ptr = rotated.const_data_ptr();
+    rotate_queries(params, ql, rotated);
     return rotated;
 }
 
 // Both outputs are fresh: out as empty_like(q), softmax_lse contiguous float32 (b, h, seqlen_q); of
 // a ragged batch out is contiguous, and softmax_lse (h, total_q). Over a cache softmax_lse is (b,
-// h, seqlen_q) with the strides of (h, b, seqlen_q), or None where it is not wanted.
-inline std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Layout &ql,
-                                               const Cache *cache, int32_t dtype, int32_t device) {
-    const int32_t float32 = aoti_torch_dtype_float32();
+// h, seqlen_q) with the strides of (h, b, seqlen_q). It is None where it is not wanted.
+inline std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Inputs &inputs, bool is_cache,
+                                               bool returns_lse) {
+    const auto &[dtype, device, ql, kl, vl] = inputs;
+    const auto make_lse = [&](const auto &sizes, const auto &strides) {
+        const int32_t float32 = aoti_torch_dtype_float32();
+        return returns_lse ? empty(sizes, strides, float32, inputs.device) : Tensor();
+    };
     // torch never makes a contiguous stride smaller than 1, even beside a dimension of size 0.
     const int64_t rows = std::max(ql.s, int64_t(1));
     if (q.dim() == 3) {
         const int64_t lse_sizes[] = {ql.h, ql.s}, lse_strides[] = {rows, 1};
         const int64_t out_sizes[] = {ql.s, ql.h, ql.d}, out_strides[] = {ql.h * ql.d, ql.d, 1};
-        return {empty(out_sizes, out_strides, dtype, device),
-                empty(lse_sizes, lse_strides, float32, device)};
+        return {empty(out_sizes, out_strides, dtype, device), make_lse(lse_sizes, lse_strides)};
     }
     const int64_t lse_sizes[] = {ql.b, ql.h, ql.s};
-    if (cache != nullptr) {
+    if (is_cache) {
         const int64_t sizes[] = {ql.b, ql.s, ql.h, ql.d};
         const int64_t strides[] = {rows * ql.h * ql.d, ql.h * ql.d, ql.d, 1};
         const int64_t lse_strides[] = {rows, std::max(ql.b, int64_t(1)) * rows, 1};
-        return {empty(sizes, strides, dtype, device),
-                cache->returns_lse ? empty(lse_sizes, lse_strides, float32, device) : Tensor()};
+        return {empty(sizes, strides, dtype, device), make_lse(lse_sizes, lse_strides)};
     }
     const int64_t lse_strides[] = {ql.h * rows, rows, 1};
-    Tensor lse = empty(lse_sizes, lse_strides, float32, device);
+    Tensor lse = make_lse(lse_sizes, lse_strides);
     return {empty_like(q, dtype, device), std::move(lse)};
 }
 
@@ -285,13 +298,13 @@ inline void check_launch(const Flash_kernel &kernel, int32_t error) {
     }
 }
 
-// A call over a cache that reads it, to be repeated on other tensors of the same sizes: other
-// layers of a model.
+// A call over a cache, to be repeated on other tensors of the same sizes: other layers of a model.
 struct Planned {
     const Flash_kernel *kernel = nullptr;
     Flash_fwd_params params{};
     Inputs inputs{};
-    std::optional<Tensor> workspace;
+    bool appends = false;
+    std::optional<Tensor> workspace, rotated;
 };
 
 // Returns the plan's memory, which is given back to the stream's once all is enqueued.
@@ -361,7 +374,7 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     }
     const int64_t seqlen_k = kl.b > 0 ? keys_known(params, lengths, room) : 0;
     if (ql.b == 0 || (ql.s == 0 && params.k_new_ptr == nullptr)) {
-        return make_outputs(q, ql, cache, dtype, device);
+        return make_outputs(q, inputs, cache != nullptr, options.returns_lse);
     }
     Problem problem = make_problem(inputs);
     problem.seqlen_k = static_cast<int32_t>(room);
@@ -377,12 +390,12 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     set_problem(params, problem, choice, queries, lengths != nullptr);
     params.seqlen_k = static_cast<int32_t>(seqlen_k);
 
-    std::tuple<Tensor, Tensor> outputs = make_outputs(q, ql, cache, dtype, device);
-    const Layout out = read_layout(std::get<0>(outputs), "out", q.dim());
-    const Layout ol = options.heads_first ? transposed(out) : out;
+    std::tuple<Tensor, Tensor> outputs =
+        make_outputs(q, inputs, cache != nullptr, options.returns_lse);
+    const Layout ol = read_layout(std::get<0>(outputs), "out", q.dim(), options.heads_first);
     params.o_ptr = std::get<0>(outputs).mutable_data_ptr();
     check_vectorised(ol, params.o_ptr, "out");
-    if (cache == nullptr || cache->returns_lse) {
+    if (options.returns_lse) {
         params.softmax_lse_ptr = static_cast<float *>(std::get<1>(outputs).mutable_data_ptr());
     }
     set_strides(params, ql, kl, vl, ol);
@@ -394,7 +407,8 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     const auto *kernel = static_cast<const Flash_kernel *>(choice.kernel);
     std::optional<Tensor> workspace = enqueue(*kernel, params, lengths != nullptr, device);
     if (planned != nullptr) {
-        *planned = {kernel, params, inputs, std::move(workspace)};
+        const bool appends = cache != nullptr && cache->k.has_value();
+        *planned = {kernel, params, inputs, appends, std::move(workspace), std::move(rotated)};
     }
     return outputs;
 }

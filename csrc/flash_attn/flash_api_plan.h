@@ -46,15 +46,19 @@ inline PlanTable &plan_table() {
     return table;
 }
 
-// out, of tensors of the planned sizes. renews: lengths or pages have changed since.
+// out, of tensors of the planned sizes. appended: k and v, as they were planned or not. renews:
+// lengths or pages have changed since.
 inline Tensor run_planned(const Planned &planned, const Tensor &q, const Tensor &k, const Tensor &v,
-                          bool renews) {
+                          const Cache &appended, bool renews) {
     const Inputs inputs = read_inputs(q, k, v, 4, true);
     const auto &[dtype, device, ql, kl, vl] = inputs;
     const Inputs &made = planned.inputs;
     if (dtype != made.dtype || device != made.device || !ql.same_sizes(made.q) ||
         !kl.same_sizes(made.k)) {
         fail("expected q, k_cache and v_cache of the planned sizes, dtype and device");
+    }
+    if (appended.k.has_value() != planned.appends) {
+        fail("expected k and v where they were planned");
     }
     Flash_fwd_params params = planned.params;
     params.q_ptr = q.const_data_ptr();
@@ -66,18 +70,33 @@ inline Tensor run_planned(const Planned &planned, const Tensor &q, const Tensor 
     if (!folds(ql)) {
         fail("expected q whose batch and rows are one dimension");
     }
+    if (planned.appends) {
+        set_new(params, appended, inputs, planned.params.seqlen_new);
+        if (params.seqlen_new != planned.params.seqlen_new) {
+            fail("expected k and v of the planned size");
+        }
+    }
+    if (planned.rotated.has_value()) {
+        rotate_queries(params, ql, *planned.rotated);
+    }
     const torch::stable::accelerator::DeviceGuard guard(device);
-    const Cache cache{.returns_lse = false};
-    Tensor out = std::get<0>(make_outputs(q, ql, &cache, dtype, device));
+    Tensor out = std::get<0>(make_outputs(q, inputs, true, false));
     const Layout ol = read_layout(out, "out", 4);
     params.o_ptr = out.mutable_data_ptr();
     set_strides(params, ql, kl, vl, ol);
-    fold_batch(params, ql, ol);
+    const bool rotates = planned.rotated.has_value();
+    fold_batch(params, rotates ? read_layout(*planned.rotated, "q", 4) : ql, ol);
     void *const stream = current_stream(device);
-    if (renews) {
-        check_launch(*planned.kernel, planned.kernel->plan(&params, stream));
+    if (renews || planned.appends) {
+        Flash_fwd_params before = params;
+        if (!renews) {
+            before.plan_ptr = nullptr;  // only appends
+        }
+        check_launch(*planned.kernel, planned.kernel->plan(&before, stream));
     }
-    check_launch(*planned.kernel, planned.kernel->launch(&params, stream));
+    if (params.total_q > 0) {
+        check_launch(*planned.kernel, planned.kernel->launch(&params, stream));
+    }
     return out;
 }
 

@@ -45,28 +45,24 @@ struct Layout {
     bool same_sizes(const Layout &x) const { return b == x.b && s == x.s && h == x.h && d == x.d; }
 };
 
-inline Layout read_layout(const Tensor &tensor, const char *name, int64_t rank) {
+// heads_first: of a (b, heads, s, d) tensor, read as if it were (b, s, heads, d).
+inline Layout read_layout(const Tensor &tensor, const char *name, int64_t rank,
+                          bool heads_first = false) {
     if (tensor.dim() != rank) {
         fail("expected ", name, " of rank ", rank, ", got rank ", tensor.dim());
     }
     const int64_t *size = tensor.sizes().data() + (rank - 3);
     const int64_t *stride = tensor.strides().data() + (rank - 3);
     const bool dense = rank == 4;
+    const int row = heads_first ? 1 : 0, head = 1 - row;
     return {.b = dense ? size[-1] : 1,
-            .s = size[0],
-            .h = size[1],
+            .s = size[row],
+            .h = size[head],
             .d = size[2],
             .batch_stride = dense && size[-1] > 1 ? stride[-1] : 0,
-            .row_stride = size[0] <= 1 ? 0 : stride[0],
-            .head_stride = size[1] <= 1 ? 0 : stride[1],
+            .row_stride = size[row] <= 1 ? 0 : stride[row],
+            .head_stride = size[head] <= 1 ? 0 : stride[head],
             .last_stride = stride[2]};
-}
-
-// Of a (b, heads, s, d) tensor, read as if it were (b, s, heads, d).
-inline Layout transposed(Layout x) {
-    std::swap(x.s, x.h);
-    std::swap(x.row_stride, x.head_stride);
-    return x;
 }
 
 inline int32_t dtype_of(const Tensor &tensor) {
@@ -157,14 +153,9 @@ inline Inputs read_inputs(const Tensor &q, const Tensor &k, const Tensor &v, int
     check_placement(v, "v", dtype, device);
     Inputs inputs{.dtype = dtype,
                   .device = device,
-                  .q = read_layout(q, "q", rank),
-                  .k = read_layout(k, "k", is_cache ? 4 : rank),
-                  .v = read_layout(v, "v", is_cache ? 4 : rank)};
-    if (heads_first) {
-        for (Layout *x : {&inputs.q, &inputs.k, &inputs.v}) {
-            *x = transposed(*x);
-        }
-    }
+                  .q = read_layout(q, "q", rank, heads_first),
+                  .k = read_layout(k, "k", is_cache ? 4 : rank, heads_first),
+                  .v = read_layout(v, "v", is_cache ? 4 : rank, heads_first)};
     check_shapes(inputs.q, inputs.k, inputs.v, is_cache);
     return inputs;
 }
@@ -215,6 +206,7 @@ struct Options {
     // sequence's result is the same bits in any batch.
     int64_t num_splits = -1;
     bool heads_first = false;  // a dense batch of tensors (b, heads, s, d), as SDPA has them
+    bool returns_lse = true;   // always of a dense batch
 };
 
 // b: entries, or sequences of a ragged batch.

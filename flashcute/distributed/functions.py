@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, loading
+from ..checks import UNLIMITED
 from ..checks_varlen import Names, check_packed_tokens
 from ..features import VECTOR
 from . import allgather, ring
@@ -18,7 +19,6 @@ from .ring import Job
 from .watch import watch
 from .zigzag import ORDERS, Layout, read_ends
 
-_UNLIMITED = (-1, -1)
 _SCHEMES = {"ring": ring, "gather": allgather}
 _DISABLED = (
     "flashcute.distributed compares shapes between processes, then exchanges tensors in an order "
@@ -67,7 +67,7 @@ def _check_order(fn: str, order) -> None:
 
 def _layout(fn: str, lengths: tuple[int, ...], order: str, world: int, window) -> Layout:
     """How the sequences are split; without a mask positions do not matter."""
-    if window == _UNLIMITED:
+    if window == UNLIMITED:
         return Layout(lengths, "contiguous", world, window)
     odd = [length for length in lengths if length % 2]
     if order == "zigzag" and odd:
@@ -191,7 +191,7 @@ def ring_flash_attn_func(
     group=None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     order: str = "zigzag",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -255,7 +255,7 @@ def allgather_flash_attn_func(
     group=None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     order: str = "zigzag",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -283,7 +283,7 @@ def ring_flash_attn_varlen_func(
     group=None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     order: str = "zigzag",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -324,7 +324,7 @@ def allgather_flash_attn_varlen_func(
     group=None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = _UNLIMITED,
+    window_size: tuple[int, int] = UNLIMITED,
     order: str = "zigzag",
     deterministic: bool = False,
     return_lse: bool = False,

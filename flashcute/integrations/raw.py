@@ -7,6 +7,7 @@ import torch
 
 from .. import ops, resolver_errors
 from ..checks import (
+    UNLIMITED,
     bounded_window,
     check_flag,
     check_kind,
@@ -21,10 +22,8 @@ from ..flash_attn_interface import flash_attn_func
 from ..flash_attn_varlen import flash_attn_varlen_func
 from ..loading import loadable
 
-_UNLIMITED = (-1, -1)
 
-
-def forward(q, k, v, causal, scale, window=_UNLIMITED, alibi_slopes=None, softcap=0.0):
+def forward(q, k, v, causal, scale, window=UNLIMITED, alibi_slopes=None, softcap=0.0):
     """out and log-sum-exp of :func:`flashcute.flash_attn_func`'s tensors."""
     with torch.no_grad():
         out, lse, _ = flash_attn_func(
@@ -35,7 +34,7 @@ def forward(q, k, v, causal, scale, window=_UNLIMITED, alibi_slopes=None, softca
 
 
 def forward_varlen(
-    q, k, v, lengths, causal, scale, window=_UNLIMITED, alibi_slopes=None, softcap=0.0,
+    q, k, v, lengths, causal, scale, window=UNLIMITED, alibi_slopes=None, softcap=0.0,
     seqused_k=None,
 ):  # fmt: skip
     """out and log-sum-exp of :func:`flashcute.flash_attn_varlen_func`'s tensors.
@@ -52,7 +51,7 @@ def forward_varlen(
 
 
 def backward(
-    dout, q, k, v, out, lse, causal, scale, window=_UNLIMITED, deterministic=False,
+    dout, q, k, v, out, lse, causal, scale, window=UNLIMITED, deterministic=False,
     alibi_slopes=None, softcap=0.0,
 ):  # fmt: skip
     """dq, dk and dv of :func:`forward`'s out.
@@ -66,7 +65,7 @@ def backward(
 
 
 def backward_varlen(
-    dout, q, k, v, out, lse, lengths, causal, scale, window=_UNLIMITED, deterministic=False,
+    dout, q, k, v, out, lse, lengths, causal, scale, window=UNLIMITED, deterministic=False,
     alibi_slopes=None, softcap=0.0, seqused_k=None,
 ):  # fmt: skip
     """dq, dk and dv of :func:`forward_varlen`'s out; errors as of :func:`backward`."""

@@ -181,29 +181,36 @@ class _Handle:
         self._prefer_flash()
 
     def _bypass_python(self, key: str) -> None:
-        """Puts the binding's kernel of SDPA's forward above the one here, which then gets what that
-        one does not compute: entering Python costs as much as all else of a short call."""
+        """Puts the binding's kernels of SDPA above those here, which then get what the binding's do
+        not compute: entering Python costs as much as all else of a short call."""
         ops.load()
         binding = ctypes.CDLL(str(jit.load_binding()))
+        binding.flashcute_register_sdpa.argtypes = (ctypes.c_char_p, _AsksTorch)
         binding.flashcute_register_sdpa.restype = ctypes.c_void_p
         binding.flashcute_unregister.argtypes = (ctypes.c_void_p,)
-        if str(getattr(torch.ops.aten, _FORWARD).default._schema) != _SCHEMA:
+        if any(str(getattr(torch.ops.aten, n).default._schema) != x for n, x in _SCHEMAS.items()):
             return  # another torch's, of which Python knows what to make
-        kernel = self._kernels[_FORWARD]
 
-        def explained(*args, **kwargs):
-            try:
-                out, lse, _, _, _, _, *unused = kernel(*args, **kwargs)
-                return out, lse, *unused
-            except BaseException as error:
-                text = f"{type(error).__name__}: {error}".replace("\0", "")
-                binding.flashcute_explain(text.encode(errors="replace"))
-                raise
+        def explained(name):
+            kernel = self._kernels[name]
+
+            def explain(*args, **kwargs):
+                try:
+                    results = kernel(*args, **kwargs)
+                    # Of the forward without what is of a ragged batch, and the lengths.
+                    return results if name == _BACKWARD else (*results[:2], *results[6:])
+                except BaseException as error:
+                    text = f"{type(error).__name__}: {error}".replace("\0", "")
+                    binding.flashcute_explain(text.encode(errors="replace"))
+                    raise
+
+            return explain
 
         library = torch.library.Library(NAMESPACE, "IMPL")
         self._undo.callback(library._destroy)
-        library.impl("sdpa_fallback", explained, key, with_keyset=True, allow_override=True)
-        handle = binding.flashcute_register_sdpa(key.encode())
+        for op, name in (("sdpa_fallback", _FORWARD), ("sdpa_backward_fallback", _BACKWARD)):
+            library.impl(op, explained(name), key, with_keyset=True, allow_override=True)
+        handle = binding.flashcute_register_sdpa(key.encode(), _is_deterministic)
         if handle is not None:
             self._undo.callback(binding.flashcute_unregister, handle)
 
@@ -389,16 +396,27 @@ def _backward(
 
 
 _FORWARD = "_scaled_dot_product_flash_attention"
-# What the binding's kernel of it takes and returns.
-_SCHEMA = (
-    f"aten::{_FORWARD}(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
-    "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, "
-    "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
-    "Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
-)
+_BACKWARD = f"{_FORWARD}_backward"
+# What the binding's kernels of them take and return.
+_SCHEMAS = {
+    _FORWARD: (
+        f"aten::{_FORWARD}(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool "
+        "is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, "
+        "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
+        "Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
+    ),
+    _BACKWARD: (
+        f"aten::{_BACKWARD}(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+        "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
+        "float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, "
+        "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    ),
+}
+_AsksTorch = ctypes.CFUNCTYPE(ctypes.c_int32)
+_is_deterministic = _AsksTorch(torch.are_deterministic_algorithms_enabled)
 _KERNELS = {
     _FORWARD: _sdpa,
-    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+    _BACKWARD: _sdpa_backward,
     "_flash_attention_forward": _forward,
     "_flash_attention_forward_no_dropout_inplace": _forward_into,
     "_flash_attention_backward": _backward,

@@ -270,7 +270,7 @@ def row_stats_rows(total_q: int, b: int) -> int:
 
 
 # Tensors of a ragged batch that count as those of one entry.
-_PACKED = (*"qkvo", "softmax_lse", "do", "dlse", "dq", "dk", "dv", "row_stats")
+_PACKED = (*"qkvo", "softmax_lse", "do", "dlse", "dq", "dk", "dv", "row_stats", "dq_accum")
 
 
 def _as_one_entry(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -323,7 +323,8 @@ def varlen_bwd_params(
 
     Args:
         tensors: As in :func:`varlen_params`, plan of :func:`bwd_plan_words` words; do, dq, dk and
-            dv as q, k and v, dlse (h, total_q), row_stats (h, row_stats_rows(), 2).
+            dv as q, k and v, dlse (h, total_q), row_stats (h, row_stats_rows(), 2); in the sm90
+            class dq_accum (h, row_stats_rows(), dq_accum of the configuration).
         max_seqlen_q: As in :func:`varlen_params`.
     """
     options = window_size, softcap, dropout_p

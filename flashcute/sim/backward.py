@@ -153,6 +153,9 @@ def run_varlen_bwd(
     outputs = {name: x for name, x in outputs.items() if name in wanted}
     rows = abi.row_stats_rows(total_q, b)
     outputs["row_stats"] = q.new_full((h, rows, 2), math.nan, dtype=torch.float32)
+    if config.dq_accum:
+        shape = (h, rows, config.dq_accum)
+        outputs["dq_accum"] = q.new_full(shape, math.nan, dtype=torch.float32)
     words = abi.bwd_plan_words(total_q, k.shape[0], b)
     outputs["plan"] = torch.full((words,), -1, dtype=torch.int32)
     if sinks is not None:

@@ -109,8 +109,11 @@ def kernel_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def poisoned_outputs():
-    """Fresh tensors hold NaN instead of leftovers, so that an element never written shows."""
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch):
+    """Fresh tensors hold NaN instead of leftovers, so that an element never written shows. torch
+    fills them where it is asked to be deterministic; gradients are as if it were not, so that the
+    sm90 class computes them."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

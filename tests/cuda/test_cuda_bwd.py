@@ -11,7 +11,7 @@ import pytest
 import torch
 from layouts import STYLES, nan_surrounded
 
-from flashcute import flash_attn_func, heuristics, jit, oracles, testing
+from flashcute import autograd, flash_attn_func, heuristics, jit, oracles, testing
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, ROW_STATS_MULTIPLE, BwdConfig
 from flashcute.jit import abi
 from flashcute.reference import visible_keys
@@ -139,6 +139,12 @@ def test_sampling_covers_the_options() -> None:
     windows = [case for case in cases if case.window_size != (-1, -1)]
     assert len(windows) >= 500 and sum(case.sinks and case.dlse for case in windows) >= 100
     assert sum(case.causal and case.seqlen_q > case.seqlen_k for case in cases) >= 100
+
+
+def test_poisoned_outputs_ask_for_no_other_kernel(poisoned_outputs) -> None:
+    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.float16)
+    assert torch.empty_like(q).isnan().all()
+    assert autograd._wanted(True, True, True, False) == 7
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

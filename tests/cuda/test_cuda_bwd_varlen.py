@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import scores
 import test_cuda_varlen as ragged
@@ -16,14 +18,22 @@ from test_cuda_varlen import (
 )
 
 import flashcute
-from flashcute import flash_attn_func, flash_attn_varlen_func, heuristics, jit, testing
-from flashcute.config import DTYPES, HEAD_DIMS, MASKS
+from flashcute import flash_attn_func, flash_attn_varlen_func, heuristics, jit, ops, testing
+from flashcute.config import (
+    BWD_OPTIONS,
+    DTYPES,
+    HEAD_DIMS,
+    MASKS,
+    SM90_BWD_STEPS,
+    BwdConfig,
+)
 from flashcute.jit import kernels
 from flashcute.testing_varlen import check_backward_varlen
 
 CHUNKS = 20
 CASES_PER_CHUNK = 50
 NAMES = ("dq", "dk", "dv", "dsinks")
+BUT_DQ = NAMES[1:]
 DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -41,7 +51,19 @@ def configs() -> list:
             plain = [heuristics.bwd_config(dtype, head_dim, mask) for mask in MASKS]
             found += [heuristics.bwd_with_options(c, *options, varlen=True) for c in plain]
             found += [heuristics.bwd_with_options(c, *options) for c in plain if any(options)]
+    if torch.cuda.get_device_capability() == (9, 0):
+        found += [
+            sm90_config(dtype, head_dim, mask)
+            for dtype in DTYPES
+            for head_dim in SM90_BWD_STEPS
+            for mask in MASKS
+        ]
     return found
+
+
+def sm90_config(dtype: str, head_dim: int, mask: str) -> BwdConfig:
+    config = heuristics.sm90_bwd_config(dtype, head_dim, mask)
+    return heuristics.bwd_with_options(config, varlen=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,6 +75,28 @@ def _built_backwards() -> None:
         assert result.artefact is not None, result
     for config in configs():
         assert jit.get_kernel(config, target).spill_bytes == 0, config.full_name
+
+
+@pytest.fixture
+def _sm90_class(monkeypatch: pytest.MonkeyPatch):
+    """Gradients are computed by the sm90 class where it can, whatever is chosen otherwise."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of compute capability 9.0")
+    choose = heuristics.choose_bwd
+
+    def chosen(*args, **options) -> BwdConfig:
+        config = choose(*args, **options)
+        asked = {name for name in BWD_OPTIONS if getattr(config, name)}
+        if options["deterministic"] or asked != {"varlen"} or config.head_dim not in SM90_BWD_STEPS:
+            return config
+        return sm90_config(config.dtype, config.head_dim, config.mask)
+
+    ops.load()
+    set_resolver = ops._keep_alive[0].flashcute_set_resolver
+    monkeypatch.setattr(heuristics, "choose_bwd", chosen)
+    set_resolver(ops._resolve)  # the binding forgets what it chose
+    yield
+    set_resolver(ops._resolve)
 
 
 def make_leaves(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
@@ -103,21 +147,25 @@ def bounds_of(case: Case) -> list[int]:
     return [max(side, default=0) + case.slack for side in sides]
 
 
-def check(case: Case) -> str | None:
-    """What is wrong with this case; None if nothing is."""
+def check(case: Case, repeatable: Sequence[str] = NAMES) -> str | None:
+    """What is wrong with this case; None if nothing is. repeatable: what must repeat bitwise."""
     leaves, dout, dlse = make_leaves(case)
     generator = torch.Generator("cuda").manual_seed(case.seed)
     b = len(case.lengths_q)
     options = {"causal": case.causal, "window_size": case.window_size}
     options |= case.scores.options(b, case.h, case.d, generator)
+    options["deterministic"] = "dq" in repeatable
     found = gradients(case, leaves, dout, dlse, options)
     for x, grad in zip(leaves, found.values(), strict=True):
         if (grad.shape, grad.dtype) != (x.shape, x.dtype):
             return f"{case}: a gradient of {tuple(x.shape)} {x.dtype} is {tuple(grad.shape)}"
     again = gradients(case, leaves, dout, dlse, options)
-    differing = [name for name, x in found.items() if not torch.equal(x, again[name])]
+    differing = [
+        name for name in found.keys() & set(repeatable) if not found[name].equal(again[name])
+    ]
     if differing:
         return f"{case}: {differing} differ when repeated"
+    del options["deterministic"]
     if options["softcap"] > 1e4:  # none, but the low reference cannot compute with it
         options["softcap"] = 0.0
     options |= case.scores.dropout(case.seed, b, case.h, *bounds_of(case))
@@ -148,9 +196,23 @@ def test_sampling_covers_the_options() -> None:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_gradients(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
+    """Half of them are deterministic."""
     seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
-    failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
+    found = [check(make_case(seed), NAMES if seed % 2 else BUT_DQ) for seed in seeds]
+    failures = [failure for failure in found if failure]
     count_cases("gradients of ragged batches", CASES_PER_CHUNK)
+    assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_gradients_of_the_sm90_class(
+    chunk: int, _sm90_class, poisoned_outputs, count_cases
+) -> None:
+    """The sums of dQ have no fixed order."""
+    seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
+    found = [check(make_case(seed), BUT_DQ) for seed in seeds]
+    failures = [failure for failure in found if failure]
+    count_cases("gradients of ragged batches, sm90 class", CASES_PER_CHUNK)
     assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
 
 
@@ -180,6 +242,7 @@ def test_equal_lengths_equal_a_dense_batch(dtype, asked, causal, kernel_class, p
     flat = flash_attn_varlen_func(
         *(x.flatten(0, 1) for x in leaves),
         *(cu_q, cu_k, seqlen_q, seqlen_k, asked_of.dropout_p),
+        deterministic=True,
         **options,
     )
     for ours, dense in zip(
@@ -200,10 +263,11 @@ def test_many_sequences_and_the_packed_forms(head_dim: int, kernel_class: str) -
     qkv = torch.randn(total, 3, 2, head_dim, device="cuda", generator=generator).bfloat16()
     dout = torch.randn(total, 2, head_dim, device="cuda", generator=generator).bfloat16()
     qkv.requires_grad_()
-    out = flashcute.flash_attn_varlen_qkvpacked_func(qkv, cu, 2000, causal=True)
+    options = {"causal": True, "deterministic": True}
+    out = flashcute.flash_attn_varlen_qkvpacked_func(qkv, cu, 2000, **options)
     (packed,) = torch.autograd.grad(out, qkv, dout)
     q, kv = (x.detach().requires_grad_() for x in (qkv[:, 0], qkv[:, 1:]))
-    out = flashcute.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 2000, 2000, causal=True)
+    out = flashcute.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 2000, 2000, **options)
     dq, dkv = torch.autograd.grad(out, (q, kv), dout)
     assert torch.equal(packed[:, 0], dq) and torch.equal(packed[:, 1:], dkv)
     found = dict(zip(NAMES, packed[None, -2000:].unbind(2), strict=False))
@@ -217,7 +281,8 @@ def test_nothing_waits_for_the_device(kernel_class: str) -> None:
     cu, other = starts((100, 50, 150)), starts((7, 200, 93))
 
     def step(lengths: torch.Tensor) -> torch.Tensor:
-        out = flash_attn_varlen_func(q, q, q, lengths, lengths, 300, 300, causal=True)
+        options = {"causal": True, "deterministic": True}
+        out = flash_attn_varlen_func(q, q, q, lengths, lengths, 300, 300, **options)
         return torch.autograd.grad(out.float().square().sum(), q)[0]
 
     stream = torch.cuda.Stream()
@@ -234,13 +299,26 @@ def test_nothing_waits_for_the_device(kernel_class: str) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [(0, 150, 30, 90), (-7, -3, 60, 90), (0, 150, 400, ragged.LARGE), (ragged.SMALL, 7, -5, 9)],
-    ids=str,
-)
+HOSTILE = [
+    (0, 150, 30, 90),
+    (-7, -3, 60, 90),
+    (0, 150, 400, ragged.LARGE),
+    (ragged.SMALL, 7, -5, 9),
+]
+
+
+@pytest.mark.parametrize("lengths", HOSTILE, ids=str)
 def test_no_lengths_reach_beyond_the_tensors(kernel_class: str, lengths) -> None:
     """Results mean nothing then, but the device goes on, and what lies around is as before."""
+    run_hostile(lengths)
+
+
+@pytest.mark.parametrize("lengths", HOSTILE, ids=str)
+def test_no_lengths_reach_beyond_the_tensors_in_the_sm90_class(_sm90_class, lengths) -> None:
+    run_hostile(lengths)
+
+
+def run_hostile(lengths) -> None:
     block = torch.full((3, 400, 4, 64), 7.0, device="cuda", dtype=torch.float16)
     q, k, v = (x[100:300].detach().requires_grad_() for x in block)
     cu = torch.tensor(lengths, dtype=torch.int32, device="cuda")

@@ -23,6 +23,27 @@ from flashcute.reference_varlen import attention_varlen_ref
 from flashcute.sim.build import unit_of
 from flashcute.testing_varlen import check_backward_varlen
 
+# Lengths of queries and keys: sequences without queries, without keys, without both, of length 1,
+# not multiples of a tile; one; a tile's edges; many short ones; nothing at all.
+SOME = ((130, 1, 0, 64, 150, 0), (130, 77, 50, 0, 33, 0))
+BATCHES = (
+    SOME,
+    ((100,), (150,)),
+    ((3, 0, 128, 65), (200, 0, 64, 20)),
+    ((7,) * 9, (11,) * 9),
+    ((0, 0), (0, 0)),
+    ((), ()),
+)
+ORDER = (3, 0, 4, 1, 5, 2)  # another one of SOME
+LARGE, SMALL = 2**31 - 1, -(2**31)
+# Values that are no lengths: of cu_seqlens_q and cu_seqlens_k, seqused_q and seqused_k.
+HOSTILE = {
+    "decreasing": ((0, 150, 30, 90), (200, 100, 0, 50)),
+    "overlapping": ((0, 200, 0, 200, 0, 200, 0, 200), (0, 200) * 4),
+    "beyond the tokens": ((0, 150, 400, LARGE), (150, 250, LARGE, 7)),
+    "extreme": ((SMALL, LARGE, SMALL, LARGE), (LARGE, SMALL, LARGE, SMALL)),
+    "used": ((0, 50, 200), (0, 100, 200), (LARGE, -5), (-1, LARGE)),
+}
 STATE = torch.tensor([2**62 + 12345, -77])
 DROPOUT_P = 0.25
 SOFTCAP = 1.5  # which scores reach beyond
@@ -51,11 +72,13 @@ OTHERS = (
 )
 
 
+_EVERY = (*DENSE, *RAGGED, *OTHERS)
+
+
 @functools.cache
 def kernels() -> dict[BwdConfig, tuple[Path, str]]:
     """All of these; what those of one head dimension share is compiled once."""
-    every = (*DENSE, *RAGGED, *OTHERS)
-    groups = [[c for c in every if c.head_dim == head_dim] for head_dim in (32, 64)]
+    groups = [[c for c in _EVERY if c.head_dim == head_dim] for head_dim in (32, 64)]
     units = [unit_of(group) for group in groups]
     results = build.build_many(units, toolchain.find_host_compiler())
     assert all(result.artefact for result in results), results
@@ -64,6 +87,10 @@ def kernels() -> dict[BwdConfig, tuple[Path, str]]:
         for group, result in zip(groups, results, strict=True)
         for config in group
     }
+
+
+def _kernel_of(config: BwdConfig) -> tuple[Path, str] | None:
+    return kernels()[config] if config in _EVERY else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +130,15 @@ class Ragged:
         )
         return out.to(self.q.dtype), lse.float()
 
-    def run(self, config: BwdConfig, **options: Any) -> sim.SimResult:
+    def run(
+        self, config: BwdConfig, forward: tuple[Tensor, Tensor] | None = None, **options: Any
+    ) -> sim.SimResult:
         """The kernels' result; the options are those of :func:`flashcute.sim.run_varlen_bwd`."""
-        given = {**simulator_options(config, self.options), "kernel": kernels().get(config)}
+        given = {**simulator_options(config, self.options), "kernel": _kernel_of(config)}
         used = dict(zip(("seqused_q", "seqused_k"), self.lengths[2:], strict=True))
         longest = self.lengths[0].diff().max().item() if len(self.lengths[0]) > 1 else 0
         given |= {"dlse": self.dlse, "max_seqlen_q": longest, "sms": 2, **used, **options}
-        tensors = self.q, self.k, self.v, *self.forward(), self.dout
+        tensors = self.q, self.k, self.v, *(forward or self.forward()), self.dout
         return sim.run_varlen_bwd(config, *tensors, *self.lengths[:2], **given)
 
     def check(self, result: sim.SimResult) -> None:
@@ -158,7 +187,7 @@ def make_dense(
 
 
 def run_dense(problem: backward.Problem, config: BwdConfig, **options: Any) -> sim.SimResult:
-    given = {**simulator_options(config, problem.options), "kernel": kernels().get(config)}
+    given = {**simulator_options(config, problem.options), "kernel": _kernel_of(config)}
     return problem.run(config, **given | options)
 
 
@@ -192,6 +221,91 @@ def make_ragged(
     options = options_of(config, len(batch[0]), h, longest, extras) | change
     lengths = (*starts, *seqused)
     return Ragged(q, k, v, dout, dlse if extras else None, lengths, options)
+
+
+def one_of(problem: Ragged, batch: Sequence[Sequence[int]], i: int) -> tuple[Ragged, Ragged, dict]:
+    """Sequence ``i`` alone, and the whole batch with all others NaN; where its gradients are."""
+    sides = [ragged.starts(lengths).tolist() for lengths in batch]
+    rows, keys = (slice(side[i], side[i + 1]) for side in sides)
+    tensors = {"q": rows, "dout": rows, "k": keys, "v": keys}
+    alone = {name: getattr(problem, name)[part] for name, part in tensors.items()}
+    lengths = (*(ragged.starts((side[i],)) for side in batch), None, None)
+    one = dataclasses.replace(problem, **alone, dlse=problem.dlse[:, rows], lengths=lengths)
+    among = {name: torch.full_like(getattr(problem, name), torch.nan) for name in tensors}
+    for name, part in tensors.items():
+        among[name][part] = alone[name]
+    return one, dataclasses.replace(problem, **among), {"dq": rows, "dk": keys, "dv": keys}
+
+
+def permuted(
+    problem: Ragged, batch: Sequence[Sequence[int]], order: Sequence[int]
+) -> tuple[Ragged, dict]:
+    """The sequences in another order, and which rows of the gradients are where."""
+    sides = [ragged.starts(lengths) for lengths in batch]
+    rows, keys = (torch.cat([torch.arange(side[i], side[i + 1]) for i in order]) for side in sides)
+    tensors = {"q": rows, "dout": rows, "k": keys, "v": keys}
+    given: dict[str, Any] = {name: getattr(problem, name)[part] for name, part in tensors.items()}
+    lengths = (*(ragged.starts([side[i] for i in order]) for side in batch), None, None)
+    options = dict(problem.options)
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = options["alibi_slopes"][list(order)]
+    given |= {"dlse": problem.dlse[:, rows], "lengths": lengths, "options": options}
+    return dataclasses.replace(problem, **given), {"dq": rows, "dk": keys, "dv": keys}
+
+
+@dataclasses.dataclass(frozen=True)
+class Behind:
+    """A batch behind ``n`` rows of queries and ``m`` of keys of no sequence, which are NaN."""
+
+    problem: Ragged
+    n: int
+    m: int
+
+    def run(self, config: BwdConfig, **options: Any) -> sim.SimResult:
+        x, (out, lse) = self.problem, self.problem.forward()
+        rows = [_behind(self.n, t) for t in (x.q, out, lse.mT, x.dout, x.dlse.mT)]
+        keys = [_behind(self.m, t) for t in (x.k, x.v)]
+        lengths = (x.lengths[0] + self.n, x.lengths[1] + self.m, *x.lengths[2:])
+        q, out, lse, dout, dlse = rows
+        moved = dataclasses.replace(
+            x, q=q, k=keys[0], v=keys[1], dout=dout, dlse=dlse.mT.contiguous(), lengths=lengths
+        )
+        return moved.run(config, forward=(out, lse.mT.contiguous()), **options)
+
+    def check(self, result: sim.SimResult) -> None:
+        outputs = dict(passed(result).outputs)
+        for name, rows in (("dq", self.n), ("dk", self.m), ("dv", self.m)):
+            assert not outputs[name][:rows].count_nonzero(), name
+            outputs[name] = outputs[name][rows:]
+        self.problem.check(dataclasses.replace(result, outputs=outputs))
+
+
+def _behind(n: int, x: Tensor) -> Tensor:
+    return torch.cat([x.new_full((n, *x.shape[1:]), torch.nan), x])
+
+
+@dataclasses.dataclass(frozen=True)
+class Hostile:
+    """A batch whose lengths are none."""
+
+    problem: Ragged
+    lengths: Sequence[Tensor]
+
+    def run(self, config: BwdConfig, **options: Any) -> sim.SimResult:
+        used = dict(zip(("seqused_q", "seqused_k"), self.lengths[2:], strict=False))
+        given = {"dlse": self.problem.dlse, "max_seqlen_q": LARGE, "sms": 2, **used}
+        given |= simulator_options(config, self.problem.options)
+        x = self.problem
+        tensors = x.q, x.k, x.v, *x.forward(), x.dout
+        given |= {"kernel": _kernel_of(config), **options}
+        return sim.run_varlen_bwd(config, *tensors, *self.lengths[:2], **given)
+
+
+def make_hostile(config: BwdConfig, name: str) -> Hostile:
+    lengths = [torch.tensor(x, dtype=torch.int32) for x in HOSTILE[name]]
+    b = len(lengths[0]) - 1
+    problem = make_ragged(config, ((200,) + (0,) * (b - 1),) * 2, h=2, h_k=1, more=0)
+    return Hostile(problem, lengths)
 
 
 def outputs(result: sim.SimResult) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import mutants_bwd_dropout
 import mutants_dropout
 import mutants_score
 from mutants import ONE_STAGE, TWO_STAGES
+from mutants_bwd_sm90 import COLUMNS, ROWS
 from mutants_sm90 import ASKING, STRIDING
 
 from flashcute import sim
@@ -36,6 +37,7 @@ for _group in (
     (*_masks(STRIDING), _paged(STRIDING), replace(STRIDING, softcap=True, alibi=True)),
     (*_masks(backward.TOGETHER), *_masks(mutants_bwd_dropout.TOGETHER)),
     (*_masks(backward.SPLIT), *_masks(mutants_bwd_dropout.SPLIT)),
+    *(_masks(replace(config, varlen=True)) for config in (ROWS, COLUMNS)),
 ):
     sim.compile_together(_group)
 # The checkers' instrumentation takes longer, and is asked for with windows and without.

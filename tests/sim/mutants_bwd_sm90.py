@@ -154,7 +154,7 @@ MUTANTS = (
     _simulator(
         "loads before the kernel before has ended",
         _MAINLOOP,
-        "cudaGridDependencySynchronize();",
+        "if constexpr (!Traits::kVarlen) cudaGridDependencySynchronize();",
         "",
         _EARLY,
     ),
@@ -207,7 +207,7 @@ MUTANTS = (
     _numerics(
         "infinite P behind the last key",
         _SCHEDULER,
-        "(n + 1) * kTileN > params.seqlen_k",
+        "(tile.m_block + 1) * kTileN > seqlen_k",
         "false",
         _FULL,
     ),

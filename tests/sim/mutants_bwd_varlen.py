@@ -37,8 +37,8 @@ FIRST = (
     _mutant(
         "statistics of sequences overlap",
         "flash.h",
-        "(row_q / kRowStatsMultiple + i)",
-        "(row_q / kRowStatsMultiple + i / 2)",
+        "(row_q / kRowStatsMultiple + i + 1)",
+        "(row_q / kRowStatsMultiple + (i + 1) / 2)",
     ),
     _mutant("gradients of no sequence left alone", _PLAN, "cute::max(end - row, 0)", "0"),
     _mutant(
@@ -57,8 +57,8 @@ MUTANTS = (
     _mutant(
         "statistics behind a sequence",
         _PREPROCESS,
-        "position >= 0 && position < length",
-        "position >= 0",
+        "position < segment.length",
+        "segment.begin + position < segment.end",
     ),
     _mutant(
         "statistics of the first sequence", _MAINLOOP, "(tile.row_q, tile.batch) : 0", "(0, 0) : 0"

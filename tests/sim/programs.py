@@ -21,6 +21,7 @@ _PROGRAMS = (
     ("simulator_cases_sm90_cluster", ()),
     ("simulator_cases_sm90_copies", ()),
     ("simulator_cases_sm90_reduce", ()),
+    ("simulator_cases_sm90_ragged", ()),
 )
 # Likewise for :func:`with_racecheck`.
 _RACECHECKED = tuple(f"simulator_cases_sm90_{of}" for of in ("async", "cluster", "copies"))

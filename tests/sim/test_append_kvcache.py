@@ -103,6 +103,31 @@ def test_appended_tokens_are_in_the_cache_and_seen(config, paged, rotary_dim):
         check_forward(out, lse, queries[i : i + 1], *seen, causal=causal)
 
 
+@pytest.mark.parametrize("rotary_dim", [0, 12])
+@pytest.mark.parametrize("paged", [False, True], ids=["entries", "pages"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_a_layer_that_shares_a_plan_appends_bit_for_bit(config, paged, rotary_dim):
+    """Another cache, queries and new tokens; the kernel of the append then makes no plan."""
+    _, first = inputs(config, 1)
+    generator, second = inputs(config, 2)
+    cache, where = cache_of(config, generator, paged)
+    other, _ = cache_of(config, generator, paged)
+    options = {"splits": Splits(3)}
+    if rotary_dim:
+        options |= zip(("rotary_cos", "rotary_sin"), tables(config, generator, 12), strict=True)
+        options["rotary"] = Rotary(1, False)
+    made = run(config, first[0], first[1:], cache, where, LENGTHS, **options).outputs["plan"]
+    expected = run(config, second[0], second[1:], other, where, LENGTHS, **options)
+    result = run(
+        config, second[0], second[1:], other, where, LENGTHS, plan=made, launches=2, **options
+    )
+    names = {"o", "softmax_lse", "k", "v"} | ({"q"} if rotary_dim else set())
+    assert names <= set(result.outputs) and "plan" not in result.outputs
+    for name in names:
+        assert torch.equal(result.outputs[name], expected.outputs[name]), name
+    assert not torch.equal(result.outputs["k"], other[0])
+
+
 @pytest.mark.parametrize("paged", [False, True], ids=["entries", "pages"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_tokens_without_a_place_are_dropped(config, paged):

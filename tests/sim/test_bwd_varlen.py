@@ -10,9 +10,22 @@ import pytest
 import tiers
 import torch
 from backward import GRADIENTS, make_problem, passed, same, with_mask
-from backward_options import RAGGED, TOGETHER, make_ragged, outputs, run_dense
+from backward_options import (
+    BATCHES,
+    HOSTILE,
+    ORDER,
+    RAGGED,
+    SOME,
+    TOGETHER,
+    Behind,
+    make_hostile,
+    make_ragged,
+    one_of,
+    outputs,
+    permuted,
+    run_dense,
+)
 from planted import build_mutants
-from ragged import starts
 
 from flashcute import sim
 from flashcute.heuristics import bwd_config, bwd_with_options
@@ -25,17 +38,6 @@ PLAIN = [config for config in RAGGED if not config.softcap]
 EVERY = [config for config in RAGGED if config.softcap]
 CAUSAL = [config for config in PLAIN if config.mask == "causal"]
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
-# Lengths of queries and keys: sequences without queries, without keys, without both, of length 1,
-# not multiples of a tile; one; a tile's edges; many short ones; nothing at all.
-SOME = ((130, 1, 0, 64, 150, 0), (130, 77, 50, 0, 33, 0))
-BATCHES = (
-    SOME,
-    ((100,), (150,)),
-    ((3, 0, 128, 65), (200, 0, 64, 20)),
-    ((7,) * 9, (11,) * 9),
-    ((0, 0), (0, 0)),
-    ((), ()),
-)
 each = pytest.mark.parametrize("config", RAGGED, ids=lambda c: c.full_name)
 each_causal = pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
 
@@ -72,6 +74,15 @@ def test_rows_that_are_not_used(config):
     problem.check(problem.run(config))
 
 
+@pytest.mark.parametrize(("n", "m"), [(1, 0), (127, 3), (128, 128), (300, 1)])
+def test_rows_before_the_first_sequence(n, m):
+    """Likewise; also where no sequence follows."""
+    config = CAUSAL[0]
+    for batch in (SOME, ((), ())):
+        problem = Behind(make_ragged(config, batch), n, m)
+        problem.check(problem.run(config))
+
+
 @each_causal
 def test_bound_below_a_length(config):
     """Rows from max_seqlen_q on are as those that are not used."""
@@ -105,18 +116,9 @@ def test_neighbours_do_not_matter():
     batch = (40, 150, 60), (50, 170, 90)
     problem = make_ragged(config, batch)
     for i in range(3):
-        sides = [starts(lengths).tolist() for lengths in batch]
-        rows, keys = (slice(side[i], side[i + 1]) for side in sides)
-        tensors = {"q": rows, "dout": rows, "k": keys, "v": keys}
-        alone = {name: getattr(problem, name)[part] for name, part in tensors.items()}
-        lengths = (*(starts((side[i],)) for side in batch), None, None)
-        one = dataclasses.replace(problem, **alone, dlse=problem.dlse[:, rows], lengths=lengths)
-        among = {name: torch.full_like(getattr(problem, name), torch.nan) for name in tensors}
-        for name, part in tensors.items():
-            among[name][part] = alone[name]
-        result = dataclasses.replace(problem, **among).run(config, seed=i)
-        expected = outputs(one.run(config))
-        for name, part in (("dq", rows), ("dk", keys), ("dv", keys)):
+        alone, among, parts = one_of(problem, batch, i)
+        result, expected = among.run(config, seed=i), outputs(alone.run(config))
+        for name, part in parts.items():
             assert torch.equal(passed(result).outputs[name][part], expected[name]), name
 
 
@@ -125,20 +127,10 @@ def test_order_of_sequences_does_not_matter(config):
     """Bit for bit, but for a mask of dropout; launched twice, as the plans are overwritten."""
     if config.dropout:
         config = dataclasses.replace(config, dropout=False)
-    order = (3, 0, 4, 1, 5, 2)
     problem = make_ragged(config, SOME, more=0)
-    sides = [starts(lengths) for lengths in SOME]
-    rows, keys = (torch.cat([torch.arange(side[i], side[i + 1]) for i in order]) for side in sides)
-    tensors = {"q": rows, "dout": rows, "k": keys, "v": keys}
-    permuted = {name: getattr(problem, name)[part] for name, part in tensors.items()}
-    lengths = (*(starts([side[i] for i in order]) for side in SOME), None, None)
-    options = dict(problem.options)
-    if config.alibi:
-        options["alibi_slopes"] = options["alibi_slopes"][list(order)]
-    given = {"dlse": problem.dlse[:, rows], "lengths": lengths, "options": options}
-    other = dataclasses.replace(problem, **permuted, **given)
+    other, parts = permuted(problem, SOME, ORDER)
     found, expected = outputs(other.run(config, launches=2)), outputs(problem.run(config))
-    for name, part in (("dq", rows), ("dk", keys), ("dv", keys)):
+    for name, part in parts.items():
         assert torch.equal(found[name], expected[name][part]), name
 
 
@@ -181,34 +173,16 @@ def test_more_sequences_than_the_planner_has_threads():
     problem.check(problem.run(config))
 
 
-LARGE, SMALL = 2**31 - 1, -(2**31)
-# Values that are no lengths: of cu_seqlens_q and cu_seqlens_k, seqused_q and seqused_k.
-HOSTILE = {
-    "decreasing": ((0, 150, 30, 90), (200, 100, 0, 50)),
-    "overlapping": ((0, 200, 0, 200, 0, 200, 0, 200), (0, 200) * 4),
-    "beyond the tokens": ((0, 150, 400, LARGE), (150, 250, LARGE, 7)),
-    "extreme": ((SMALL, LARGE, SMALL, LARGE), (LARGE, SMALL, LARGE, SMALL)),
-    "used": ((0, 50, 200), (0, 100, 200), (LARGE, -5), (-1, LARGE)),
-}
-
-
 def run_hostile(name, **options):
     """Results mean nothing then, but each access stays inside."""
     config = mutants_bwd_varlen.CONFIG
-    lengths = [torch.tensor(x, dtype=torch.int32) for x in HOSTILE[name]]
-    b = len(lengths[0]) - 1
-    problem = make_ragged(config, ((200,) + (0,) * (b - 1),) * 2, h=2, h_k=1, more=0)
-    used = dict(zip(("seqused_q", "seqused_k"), lengths[2:], strict=False))
-    options |= {"dlse": problem.dlse, "max_seqlen_q": LARGE, "sms": 2, **used}
-    options |= backward_options.simulator_options(config, problem.options)
-    tensors = problem.q, problem.k, problem.v, *problem.forward(), problem.dout
-    passed(sim.run_varlen_bwd(config, *tensors, *lengths[:2], **options))
+    passed(make_hostile(config, name).run(config, **options))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_lengths_reach_beyond_the_tensors(name):
     """By what the simulator itself checks: copies to shared memory and stores of 16 bytes."""
-    run_hostile(name, kernel=backward_options.kernels()[mutants_bwd_varlen.CONFIG])
+    run_hostile(name)
 
 
 @pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")

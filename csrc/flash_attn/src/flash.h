@@ -60,6 +60,7 @@ struct BwdConfig {
     bool softcap;  // as in FwdConfig
     bool alibi;
     bool dropout;
+    // both:
     bool varlen;  // of a ragged batch
 };
 
@@ -67,9 +68,11 @@ struct BwdConfig {
 // tile divides.
 inline constexpr int32_t kRowStatsMultiple = 128;
 // Of a ragged batch: where those of sequence i begin, whose queries begin at row_q, and how many a
-// head has. Sequences do not overlap, as each has a block more than the one before.
+// head has. Up to the next sequence's there is room for all rows from row_q to where that one
+// begins, as each has a block more than the one before; so there is for the rows before the first
+// sequence, with i = -1 and row_q = 0.
 inline constexpr int32_t row_stats_begin(int32_t row_q, int32_t i) {
-    return (row_q / kRowStatsMultiple + i) * kRowStatsMultiple;
+    return (row_q / kRowStatsMultiple + i + 1) * kRowStatsMultiple;
 }
 inline constexpr int64_t row_stats_rows(int64_t total_q, int64_t b) {
     return (total_q / kRowStatsMultiple + b + 1) * kRowStatsMultiple;
@@ -217,6 +220,10 @@ inline constexpr int64_t partial_rows(int64_t total_rows, int64_t tile_m, int64_
     return split_ctas > 0 && wanted < most ? wanted : most;
 }
 
+// Rows of q, and of k, in the backward of a ragged batch at most: the tensor maps of the sm90 class
+// have no room for more.
+inline constexpr int64_t kMaxBwdTokens = int64_t(1) << 30;
+
 // Arguments of one backward launch: those of the forward, whose O and LSE are read, with
 // pack_shift 0, without a cache and with no more than one split, and the gradients. In a ragged
 // batch rows of no sequence get zeros, plan_ptr is workspace of bwd_plan_words() words, and
@@ -232,8 +239,8 @@ struct Flash_bwd_params : Flash_fwd_params {
     // +inf where P is 0, and rowsum(dO * O) - dLSE.
     float *row_stats_ptr;
     // Workspace of the sm90 class, aligned to 16 bytes: (b, h, seqlen_q_rounded, head_dim) for the
-    // instantiated head dimension, sums of dQ. The rows of a step are together, in the order of
-    // the accumulators that hold them.
+    // instantiated head dimension, sums of dQ of the rows that have the statistics. The rows of a
+    // step are together, in the order of the accumulators that hold them.
     float *dq_accum_ptr;
 
     int64_t do_batch_stride, do_row_stride, do_head_stride;
@@ -262,7 +269,7 @@ struct Kernel_description {
     // current device; returns a cudaError_t.
     int32_t (*launch)(const Params *params, void *stream);
     // Likewise, the kernel that writes the plan of a ragged batch, which launch then reads, and
-    // that appends to a cache; null in a backward.
+    // that appends to a cache; without plan_ptr it only appends. Null in a backward.
     int32_t (*plan)(const Params *params, void *stream);
     const char *(*error_string)(int32_t error);  // cudaGetErrorString
 };

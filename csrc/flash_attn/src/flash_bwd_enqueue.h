@@ -7,6 +7,7 @@
 
 #include "flash.h"
 #include "flash_bwd_preprocess_kernel.h"
+#include "flash_plan_kernel.h"
 #include "kernel_description.h"
 
 namespace flash {
@@ -38,6 +39,15 @@ cudaError_t enqueue_bwd(int64_t ctas, int threads, int smem_bytes, void *stream,
         config.numAttrs = 1;
     }
     return cudaLaunchKernelEx(&config, kKernel, arguments...);
+}
+
+// The plan of a ragged batch's tiles. One that is still valid is not made again.
+template <class Tiles>
+cudaError_t enqueue_plan(Flash_bwd_params &params, bool valid, void *stream) {
+    static_assert(Tiles::kRows >= kMinBwdRows);
+    int const rows = Tiles::kOfKeys ? params.total_k : params.total_q;
+    params.plan_capacity = static_cast<int32_t>(plan_capacity(rows, params.b, Tiles::kRows));
+    return valid ? cudaSuccess : static_cast<cudaError_t>(launch_plan<Tiles>(&params, stream));
 }
 
 template <BwdConfig C>

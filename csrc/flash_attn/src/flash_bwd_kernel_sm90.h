@@ -5,6 +5,7 @@
 #include <arch_sm90.h>
 
 #include "flash.h"
+#include "flash_bwd_preprocess_kernel.h"
 #include "mainloop_bwd_sm90.h"
 
 namespace flash {
@@ -40,18 +41,23 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Rounds the sums of dQ, times the softmax scale. A CTA takes the block of queries of one step, in
-// the order in which the main kernel's threads hold its accumulators.
+// the order in which the main kernel's threads hold its accumulators. In a ragged batch all
+// sequences count as one entry, and rows of no sequence get zeros.
 template <class Traits>
 struct PostprocessBwdSm90 {
     static constexpr int kThreads = Traits::kMmaThreads;
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kColumns = Traits::kDqColumns;
 
+    static constexpr bool kVarlen = Traits::kVarlen;
+    using Stats = RowStats<Traits::kConfig>;
+
     CUTE_HOST_DEVICE static int num_m_blocks(Flash_bwd_params const &params) {
-        return (params.seqlen_q + kTileM - 1) / kTileM;
+        int const rows = kVarlen ? params.seqlen_q_rounded : params.seqlen_q;
+        return (rows + kTileM - 1) / kTileM;
     }
     CUTE_HOST_DEVICE static int64_t num_ctas(Flash_bwd_params const &params) {
-        return int64_t(params.b) * params.h * num_m_blocks(params);
+        return int64_t(kVarlen ? 1 : params.b) * params.h * num_m_blocks(params);
     }
 };
 
@@ -88,10 +94,20 @@ __global__ void __launch_bounds__(Traits::kMmaThreads)
     Element *const dq = head_begin<Element>(params.dq_ptr, batch, params.dq_batch_stride, head,
                                             params.dq_head_stride) +
                         first_col;
+    auto const segment = Post::Stats::segment_at(params, block * Post::kTileM);
+    auto const position = [&](int i) {
+        return first_row - segment.stats_begin + Traits::acc_row(thread % 128, i);
+    };
+    if constexpr (Post::kVarlen) {
+        CUTE_UNROLL
+        for (int i = 0; i < size(tQrDq); ++i) {
+            if (position(i % 4 / 2) >= segment.length) tQrDq(i) = 0.f;
+        }
+    }
     store_accumulator<kColumns>(tQrDq, thread, params.d - first_col,
                                 [&](int i) -> GmemRow<Element> {
-                                    int const row = first_row + Traits::acc_row(thread % 128, i);
-                                    return {dq + row * params.dq_row_stride, row < params.seqlen_q};
+                                    int const row = segment.begin + position(i);
+                                    return {dq + row * params.dq_row_stride, row < segment.end};
                                 });
 }
 

@@ -10,7 +10,6 @@
 #include "flash.h"
 #include "flash_bwd_enqueue.h"
 #include "flash_bwd_kernel_sm80.h"
-#include "flash_plan_kernel.h"
 #include "kernel_description.h"
 
 namespace flash {
@@ -20,14 +19,10 @@ cudaError_t enqueue_pass(Flash_bwd_params params, void *stream) {
     using Traits = KernelTraitsBwdSm80<C, kPass>;
     using Scheduler = TileSchedulerBwd<Traits>;
     if constexpr (C.varlen) {
-        static_assert(Traits::kTileM >= kMinBwdRows);
-        int const rows = Traits::kOwnsQueries ? params.total_q : params.total_k;
-        params.plan_capacity = static_cast<int32_t>(plan_capacity(rows, params.b, Traits::kTileM));
-        if (kPass != BwdPass::dv) {  // which follows dK and has the same tiles
-            int32_t const error = launch_plan<Scheduler>(&params, stream);
-            if (error != cudaSuccess) {
-                return static_cast<cudaError_t>(error);
-            }
+        constexpr bool kValid = kPass == BwdPass::dv;  // which follows dK and has the same tiles
+        cudaError_t const error = enqueue_plan<Scheduler>(params, kValid, stream);
+        if (error != cudaSuccess) {
+            return error;
         }
     }
     return enqueue_bwd<&flash_bwd_kernel_sm80<Traits>>(

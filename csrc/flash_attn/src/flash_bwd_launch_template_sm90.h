@@ -16,8 +16,15 @@
 namespace flash {
 
 template <class Traits>
-cudaError_t enqueue_main_sm90(Flash_bwd_params const &params, void *stream) {
+cudaError_t enqueue_main_sm90(Flash_bwd_params params, void *stream) {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
+    if constexpr (Traits::kVarlen) {
+        // The main kernel waits for this one alone, which waits for those before.
+        cudaError_t const error = enqueue_plan<Scheduler>(params, false, stream);
+        if (error != cudaSuccess) {
+            return error;
+        }
+    }
     int sms = 0;
     if (cudaError_t const error = sm_count(sms); error != cudaSuccess) {
         return error;
@@ -32,7 +39,7 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params const &params, void *stream) {
     }
     int64_t const ctas = std::min<int64_t>(tiles, sms);
     TileQueue queue{static_cast<int>(tiles), 1, nullptr};
-    if (Traits::kWorkStealing) {
+    if (Traits::kWorkStealing && !Traits::kVarlen) {
         queue.group = Scheduler::heads_in_group(params, sms);
     }
     if (Traits::kWorkStealing && tiles > ctas) {

@@ -34,32 +34,31 @@ struct RowStats {
         return int64_t(entries) * params.h * (params.seqlen_q_rounded / kRows);
     }
 
-    // Where the row of the queries is that has row `row` of a head's statistics, and whether it has
-    // one.
-    struct Place {
-        int row;
-        bool exists;
+    // Neighbouring rows of the queries, whose statistics are neighbours, too: a sequence and the
+    // rows of none behind it, or those before the first.
+    struct Segment {
+        int stats_begin;  // where the statistics of a head begin
+        int begin, end;   // rows of the queries
+        int length;       // rows of the sequence
     };
-    CUTE_DEVICE static Place place(Flash_bwd_params const &params, int row) {
+    // The one that row `row` of a head's statistics is of.
+    CUTE_DEVICE static Segment segment_at(Flash_bwd_params const &params, int row) {
         if constexpr (!kVarlen) {
-            return {row, row < params.seqlen_q};
-        }
-        if (params.b == 0) {
-            return {0, false};
+            return {0, 0, params.seqlen_q, params.seqlen_q};
         }
         Segments<false> const segments{params};
         auto const queries = segments.queries();
-        int low = 0, high = params.b;  // the last sequence whose statistics do not begin behind it
+        int low = -1, high = params.b;  // the last sequence whose statistics do not begin behind it
         CUTE_NO_UNROLL
         while (high - low > 1) {
             int const middle = (low + high) / 2;
             int const begin = segments.first_row(queries, middle);
             (row_stats_begin(begin, middle) <= row ? low : high) = middle;
         }
-        int begin, length;
-        segments.read(queries, low, begin, length);
-        int const position = row - row_stats_begin(begin, low);
-        return {begin + position, position >= 0 && position < length};
+        int begin = 0, length = 0;
+        if (low >= 0) segments.read(queries, low, begin, length);
+        int const end = high < params.b ? segments.first_row(queries, high) : params.total_q;
+        return {row_stats_begin(begin, low), begin, end, length};
     }
 
     struct alignas(16) Piece {
@@ -99,16 +98,19 @@ __global__ void __launch_bounds__(Stats::kThreads)
         }
     }
 
-    typename Stats::Place const at = Stats::place(params, row);
+    typename Stats::Segment const segment = Stats::segment_at(params, row);
+    int const position = row - segment.stats_begin;
+    bool const in_sequence = position < segment.length;
+    int const row_q = segment.begin + position;
     float sum = 0.f;
-    if (at.exists && col < params.d) {
+    if (in_sequence && col < params.d) {
         using Element = typename Stats::Element;
         auto const *const o = static_cast<Element const *>(params.o_ptr) +
                               batch * params.o_batch_stride + head * params.o_head_stride +
-                              at.row * params.o_row_stride + col;
+                              row_q * params.o_row_stride + col;
         auto const *const d_o = static_cast<Element const *>(params.do_ptr) +
                                 batch * params.do_batch_stride + head * params.do_head_stride +
-                                at.row * params.do_row_stride + col;
+                                row_q * params.do_row_stride + col;
         Piece const x = *reinterpret_cast<Piece const *>(o);
         Piece const y = *reinterpret_cast<Piece const *>(d_o);
         CUTE_UNROLL
@@ -122,16 +124,15 @@ __global__ void __launch_bounds__(Stats::kThreads)
     }
     if (col == 0) {
         float lse_log2 = INFINITY;
-        if (at.exists) {
-            float const lse =
-                params.softmax_lse_ptr[batch * params.softmax_lse_batch_stride +
-                                       head * params.softmax_lse_head_stride + at.row];
+        if (in_sequence) {
+            float const lse = params.softmax_lse_ptr[batch * params.softmax_lse_batch_stride +
+                                                     head * params.softmax_lse_head_stride + row_q];
             lse_log2 = lse == -INFINITY ? INFINITY : lse * Stats::kLog2e;
             if (lse == -INFINITY) {
                 sum = 0.f;  // whatever dO and dLSE are
             } else if (params.dlse_ptr != nullptr) {
                 sum -= params.dlse_ptr[batch * params.dlse_batch_stride +
-                                       head * params.dlse_head_stride + at.row];
+                                       head * params.dlse_head_stride + row_q];
             }
         }
         auto *const stats = reinterpret_cast<float2 *>(params.row_stats_ptr);

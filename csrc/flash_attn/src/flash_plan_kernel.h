@@ -385,29 +385,40 @@ struct Planner {
     }
 };
 
+// One CTA plans, if there is a plan to be made.
+CUTE_HOST_DEVICE unsigned num_planners(Flash_fwd_params const &params) {
+    return params.plan_ptr != nullptr ? 1 : 0;
+}
+
 template <class Tiles>
 __global__ void __launch_bounds__(Planner<Tiles>::kThreads)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Plan = Planner<Tiles>;
     // An attention kernel of the sm90 class may be launched already; it waits for this one's end.
     if constexpr (Tiles::kArch == 90) cudaTriggerProgrammaticLaunchCompletion();
-    if (blockIdx.x > 0) {
-        Append<Tiles::kDtype>::run(params, blockIdx.x - 1, gridDim.x - 1);
+    unsigned const planners = num_planners(params);
+    if (blockIdx.x >= planners) {
+        Append<Tiles::kDtype>::run(params, blockIdx.x - planners, gridDim.x - planners);
         return;
     }
     extern __shared__ __align__(1024) char smem[];
     Plan::run(params, *reinterpret_cast<typename Plan::SharedStorage *>(smem));
 }
 
-// Enqueues the plan of params->plan_ptr, and what is appended to a cache. Without the latter it is
-// not needed again while lengths and shapes stay the same.
+// Enqueues the plan of params->plan_ptr, if it is not null, and what is appended to a cache. A plan
+// holds while lengths and shapes stay the same; what is appended is of each layer.
 template <class Tiles>
 int32_t launch_plan(Flash_fwd_params const *params, void *stream) {
     using Plan = Planner<Tiles>;
+    unsigned const planners = num_planners(*params);
+    unsigned const ctas = planners + Append<Tiles::kDtype>::num_ctas(*params, Plan::kThreads);
+    if (ctas == 0) {
+        return cudaSuccess;
+    }
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(1 + Append<Tiles::kDtype>::num_ctas(*params, Plan::kThreads));
+    config.gridDim = dim3(ctas);
     config.blockDim = dim3(Plan::kThreads);
-    config.dynamicSmemBytes = sizeof(typename Plan::SharedStorage);
+    config.dynamicSmemBytes = planners * sizeof(typename Plan::SharedStorage);
     config.stream = static_cast<cudaStream_t>(stream);
     return cudaLaunchKernelEx(&config, &flash_plan_kernel<Tiles>, *params);
 }

@@ -17,7 +17,7 @@ using namespace cute;
 
 template <BwdConfig C>
 struct KernelTraitsBwdSm90 {
-    static_assert(C.arch == 90 && !C.dropout);
+    static_assert(C.arch == 90 && !C.softcap && !C.alibi && !C.dropout);
     static_assert(C.dkv.rows == 128 && C.dkv.warps == 8, "two warpgroups of 64 keys each");
     static_assert(C.dkv.step == 64 || C.dkv.step == 128);
     static_assert(C.dkv.stages == 2 && C.dkv.min_ctas == 1);
@@ -27,6 +27,7 @@ struct KernelTraitsBwdSm90 {
 
     static constexpr BwdConfig kConfig = C;
     static constexpr MaskKind kMask = C.mask;
+    static constexpr bool kVarlen = C.varlen;
     static constexpr int kTileN = C.dkv.rows;  // keys of a CTA
     static constexpr int kTileM = C.dkv.step;  // queries of a step
     static constexpr int kHeadDim = C.head_dim;
@@ -39,8 +40,8 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kLoadRegisters = 24;
     static constexpr int kMmaRegisters = 240;
 
-    // Under a mask tiles differ in length, and CTAs steal work.
-    static constexpr bool kWorkStealing = C.mask != MaskKind::none;
+    // Under a mask, and in a ragged batch, tiles differ in length, and CTAs steal work.
+    static constexpr bool kWorkStealing = C.mask != MaskKind::none || C.varlen;
 
     // Pages of 64 columns (128 bytes) where the head dimension allows, else of 32, as in the
     // forward.

@@ -51,6 +51,11 @@ struct MainloopBwdSm90 {
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
 
+    // Where, among the statistics of a head, those of the tile's queries begin.
+    CUTE_DEVICE static int stats_begin(WorkTile const &tile) {
+        return Traits::kVarlen ? row_stats_begin(tile.row_q, tile.batch) : 0;
+    }
+
     static constexpr int kBytesStep = kTileM * kHeadDim * sizeof(Element);
     static constexpr int kBytesStats = kTileM * sizeof(float2);
     static constexpr int kBytesOwn = kTileN * kHeadDim * sizeof(Element);
@@ -85,30 +90,46 @@ struct MainloopBwdSm90 {
         RingTiles tiles;
         uint32_t own_parity = 0;  // of K and V
 
+        // Loads kRows rows of a head of a sequence, which begins at row `begin`, from its row `row`
+        // on. Behind its end they arrive as zeros.
+        template <int kRows>
+        CUTE_DEVICE static void load_rows(CUtensorMap const &map, sm90::Barrier *full, int bytes,
+                                          sm90::CacheHint hint, Element *smem, int row, int begin,
+                                          int length, int head, int batch) {
+            if constexpr (Traits::kVarlen) {
+                load_box<Traits>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
+                                 kRaggedRows - length + row, head, begin + length, kRaggedZ);
+            } else {
+                load_box<Traits>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow, row, head,
+                                 batch);
+            }
+        }
+
         CUTE_DEVICE void load_own(CUtensorMap const &map, sm90::Barrier *full, sm90::Barrier *empty,
                                   Element *smem, WorkTile const &tile) {
             sm90::barrier_wait(empty, own_parity ^ 1);
-            load_box<Traits>(map, full, kBytesOwn, sm90::CacheHint::evict_first, smem,
-                             kTileN * Traits::kSmemRow, tile.m_block * kTileN, tile.head_k,
-                             tile.batch);
+            load_rows<kTileN>(map, full, kBytesOwn, sm90::CacheHint::evict_first, smem,
+                              tile.m_block * kTileN, tile.row_k, tile.seqlen_k, tile.head_k,
+                              tile.batch);
         }
 
         CUTE_DEVICE void load_q(WorkTile const &tile, int head, int block) {
             sm90::Barrier *const full = &storage.q_full[q.stage()];
             sm90::barrier_wait(&storage.q_empty[q.stage()], q.parity() ^ 1);
-            load_box<Traits>(maps.q, full, kBytesStep + kBytesStats, sm90::CacheHint::evict_last,
-                             storage.q[q.stage()].data(), kTileM * Traits::kSmemRow, block * kTileM,
-                             head, tile.batch);
+            load_rows<kTileM>(maps.q, full, kBytesStep + kBytesStats, sm90::CacheHint::evict_last,
+                              storage.q[q.stage()].data(), block * kTileM, tile.row_q,
+                              tile.seqlen_q, head, tile.batch);
             sm90::tma_load(&maps.stats, full, sm90::CacheHint::evict_last, storage.stats[q.stage()],
-                           0, block * (kTileM / kStatsRow), head, tile.batch);
+                           0, stats_begin(tile) / kStatsRow + block * (kTileM / kStatsRow), head,
+                           Traits::kVarlen ? 0 : tile.batch);
             q.advance();
         }
 
         CUTE_DEVICE void load_dout(WorkTile const &tile, int head, int block) {
             sm90::barrier_wait(&storage.dout_empty[dout.stage()], dout.parity() ^ 1);
-            load_box<Traits>(maps.dout, &storage.dout_full[dout.stage()], kBytesStep,
-                             sm90::CacheHint::evict_last, storage.dout[dout.stage()].data(),
-                             kTileM * Traits::kSmemRow, block * kTileM, head, tile.batch);
+            load_rows<kTileM>(maps.dout, &storage.dout_full[dout.stage()], kBytesStep,
+                              sm90::CacheHint::evict_last, storage.dout[dout.stage()].data(),
+                              block * kTileM, tile.row_q, tile.seqlen_q, head, tile.batch);
             dout.advance();
         }
 
@@ -120,11 +141,13 @@ struct MainloopBwdSm90 {
             tiles.advance();
         }
 
-        CUTE_DEVICE void run(Flash_bwd_params const &params, TileQueue const &queue) {
+        CUTE_DEVICE void run(Flash_bwd_params const &params, TileQueue const &launched) {
+            // No thread touches global memory before: the consumers wait for their first tile.
+            if constexpr (Traits::kVarlen) cudaGridDependencySynchronize();
+            auto const &queue = Scheduler::queue(params, launched);
             int index = blockIdx.x;
             WorkTile tile = Scheduler::get_tile(params, queue, index);
-            // No thread touches global memory before: the consumers wait for their first tile.
-            cudaGridDependencySynchronize();
+            if constexpr (!Traits::kVarlen) cudaGridDependencySynchronize();
             publish(tile);
             CUTE_NO_UNROLL
             while (tile.m_block >= 0) {
@@ -256,8 +279,9 @@ struct MainloopBwdSm90 {
         template <class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
                                 Acc const &rDq) const {
-            int64_t const head_index = int64_t(tile().batch) * params.h + head;
-            int64_t const row = head_index * params.seqlen_q_rounded + block * kTileM;
+            int const entry = Traits::kVarlen ? 0 : tile().batch;
+            int64_t const row = (int64_t(entry) * params.h + head) * params.seqlen_q_rounded +
+                                stats_begin(tile()) + block * kTileM;
             int const warp = thread / 32;
             if constexpr (Traits::kBulkDq) {
                 float *const smem = storage.dq.data() + warp * kDqFloats;
@@ -287,7 +311,7 @@ struct MainloopBwdSm90 {
         }
 
         // Stores the gradient of the tile's keys, times scale. tKrX: (4, 1, d/8); gmem: the first
-        // key of the head.
+        // key of the head, in a ragged batch of the sequence's.
         template <class Acc>
         CUTE_DEVICE void store_gradient(Element *gmem, int64_t row_stride, int d, float scale,
                                         Acc &tKrX) const {
@@ -305,11 +329,14 @@ struct MainloopBwdSm90 {
         CUTE_DEVICE void store_gradients(Flash_bwd_params const &params, AccK &tKrDk,
                                          AccV &tKrDv) const {
             int const batch = tile().batch, head = tile().head_k;
+            int const begin = Traits::kVarlen ? tile().row_k : 0;
             store_gradient(head_begin<Element>(params.dv_ptr, batch, params.dv_batch_stride, head,
-                                               params.dv_head_stride),
+                                               params.dv_head_stride) +
+                               begin * params.dv_row_stride,
                            params.dv_row_stride, params.d, 1.f, tKrDv);
             store_gradient(head_begin<Element>(params.dk_ptr, batch, params.dk_batch_stride, head,
-                                               params.dk_head_stride),
+                                               params.dk_head_stride) +
+                               begin * params.dk_row_stride,
                            params.dk_row_stride, params.d, params.scale_softmax, tKrDk);
         }
 

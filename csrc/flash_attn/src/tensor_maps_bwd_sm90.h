@@ -19,33 +19,71 @@ struct TensorMapsBwdSm90 {
 // The statistics as (rows of 512 bytes, row, h, b): of 64 queries each.
 inline constexpr int kStatsRow = 64;
 
+// To TMA the rows of a ragged batch are three dimensions: x, y, and z times kRaggedRows rows back,
+// as TMA computes addresses modulo 2^64. Only x ends, at kRaggedRows. Row i of a sequence is
+//
+//   x = kRaggedRows - length + i, y = begin + length, z = kRaggedZ,
+//
+// so what is behind the sequence arrives as zeros. The idea is that of Triton's ragged_tma.
+inline constexpr int kRaggedRows = 1 << 30;
+inline constexpr int kRaggedZ = 1 << 30;
+inline constexpr int64_t kRaggedSize = int64_t(1) << 31;  // of y and z
+static_assert(kMaxBwdTokens <= kRaggedRows && kMaxBwdTokens < kRaggedSize);
+
+// z's stride, so that kRaggedZ of them are 2^64 bytes less kRaggedRows rows of row_bytes.
+inline constexpr int64_t ragged_z_bytes(int64_t row_bytes) {
+    static_assert(kRaggedZ == kRaggedRows);
+    return (int64_t(1) << 34) - row_bytes;
+}
+static_assert(uint64_t(kRaggedZ) * uint64_t(ragged_z_bytes(256)) + uint64_t(kRaggedRows) * 256 ==
+              0);
+
+// The rows of heads as (d, x, heads, y, z), in boxes of box_rows rows.
+template <class Traits>
+cudaError_t make_ragged_map(CUtensorMap &map, void const *ptr, int d, int rows, int heads,
+                            int64_t row_stride, int64_t head_stride, cuuint32_t box_rows) {
+    constexpr BoxFormat format = box_format<Traits>();
+    // Of a single row the stride may be anything.
+    int64_t const row = rows > 1 ? row_stride : 16 / format.bytes;
+    return make_tensor_map<5>(
+        map, format, ptr, {d, kRaggedRows, heads, kRaggedSize, kRaggedSize},
+        {row, head_stride, row, ragged_z_bytes(row * format.bytes) / format.bytes},
+        {Traits::kSmemRow, box_rows, 1, 1, 1});
+}
+
 template <class Traits>
 cudaError_t make_tensor_maps(TensorMapsBwdSm90 &maps, Flash_bwd_params const &params) {
     cudaError_t error = cudaSuccess;
+    constexpr bool kVarlen = Traits::kVarlen;
     // (d, rows, heads, b), in boxes of box_rows rows.
     auto const make = [&](CUtensorMap &map, void const *ptr, int rows, int heads,
                           int64_t row_stride, int64_t head_stride, int64_t batch_stride,
                           cuuint32_t box_rows) {
-        if (error == cudaSuccess) {
+        if (error == cudaSuccess && kVarlen) {
+            error = make_ragged_map<Traits>(map, ptr, params.d, rows, heads, row_stride,
+                                            head_stride, box_rows);
+        } else if (error == cudaSuccess) {
             error = make_tensor_map<4>(
                 map, box_format<Traits>(), ptr, {params.d, rows, heads, params.b},
                 {row_stride, head_stride, batch_stride}, {Traits::kSmemRow, box_rows, 1, 1});
         }
     };
-    make(maps.q, params.q_ptr, params.seqlen_q, params.h, params.q_row_stride, params.q_head_stride,
+    int const rows_q = kVarlen ? params.total_q : params.seqlen_q;
+    int const rows_k = kVarlen ? params.total_k : params.seqlen_k;
+    make(maps.q, params.q_ptr, rows_q, params.h, params.q_row_stride, params.q_head_stride,
          params.q_batch_stride, Traits::kTileM);
-    make(maps.dout, params.do_ptr, params.seqlen_q, params.h, params.do_row_stride,
-         params.do_head_stride, params.do_batch_stride, Traits::kTileM);
-    make(maps.k, params.k_ptr, params.seqlen_k, params.h_k, params.k_row_stride,
-         params.k_head_stride, params.k_batch_stride, Traits::kTileN);
-    make(maps.v, params.v_ptr, params.seqlen_k, params.h_k, params.v_row_stride,
-         params.v_head_stride, params.v_batch_stride, Traits::kTileN);
+    make(maps.dout, params.do_ptr, rows_q, params.h, params.do_row_stride, params.do_head_stride,
+         params.do_batch_stride, Traits::kTileM);
+    make(maps.k, params.k_ptr, rows_k, params.h_k, params.k_row_stride, params.k_head_stride,
+         params.k_batch_stride, Traits::kTileN);
+    make(maps.v, params.v_ptr, rows_k, params.h_k, params.v_row_stride, params.v_head_stride,
+         params.v_batch_stride, Traits::kTileN);
     if (error == cudaSuccess) {
         int64_t const of_a_head = int64_t(2) * params.seqlen_q_rounded;
         error = make_tensor_map<4>(
             maps.stats, {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_NONE},
             params.row_stats_ptr,
-            {2 * kStatsRow, params.seqlen_q_rounded / kStatsRow, params.h, params.b},
+            {2 * kStatsRow, params.seqlen_q_rounded / kStatsRow, params.h, kVarlen ? 1 : params.b},
             {2 * kStatsRow, of_a_head, params.h * of_a_head},
             {2 * kStatsRow, Traits::kTileM / kStatsRow, 1, 1});
     }

@@ -7,20 +7,39 @@
 #include "block_info.h"
 #include "flash.h"
 #include "tile_scheduler.h"
+#include "work_plan.h"
 #include "work_tile.h"
 
 namespace flash {
 
+// Of a ragged batch by a plan.
 template <class Traits>
 struct TileSchedulerBwdSm90 {
     static constexpr int kTileN = Traits::kTileN;
     using Info = BlockInfo<Traits::kMask, Traits::kTileM, Traits::kTileN>;
+    static constexpr bool kVarlen = Traits::kVarlen;
+    // What the plan is of.
+    static constexpr int kArch = Traits::kConfig.arch;
+    static constexpr DType kDtype = Traits::kConfig.dtype;
+    static constexpr int kRows = kTileN;
+    static constexpr bool kOfKeys = true;
+
+    CUTE_HOST_DEVICE static BlockRange blocks(Flash_fwd_params const &params,
+                                              WorkTile const &tile) {
+        return Info::query_block_range(params, tile, tile.m_block);
+    }
 
     CUTE_HOST_DEVICE static int num_n_blocks(Flash_bwd_params const &params) {
         return (params.seqlen_k + kTileN - 1) / kTileN;
     }
+    // Of a ragged batch the upper bound.
     CUTE_HOST_DEVICE static int64_t num_tiles(Flash_bwd_params const &params) {
-        return int64_t(params.b) * params.h_k * num_n_blocks(params);
+        int64_t const of_a_head =
+            kVarlen ? params.plan_capacity : int64_t(params.b) * num_n_blocks(params);
+        return of_a_head * params.h_k;
+    }
+    CUTE_HOST_DEVICE static WorkPlan const &plan(Flash_bwd_params const &params) {
+        return *static_cast<WorkPlan const *>(params.plan_ptr);
     }
 
     // Key heads whose tiles are scheduled together, so that under a causal mask the launch ends
@@ -37,11 +56,27 @@ struct TileSchedulerBwdSm90 {
         return static_cast<int>(cute::max(cute::min(cute::min(wanted, in_l2), all), int64_t(1)));
     }
 
+    // With the number of tiles that a ragged batch has.
+    CUTE_DEVICE static auto queue(Flash_bwd_params const &params, TileQueue const &launched)
+        -> std::conditional_t<kVarlen, TileQueue, TileQueue const &> {
+        if constexpr (kVarlen) {
+            return {plan(params).count * params.h_k, launched.group, launched.counter};
+        } else {
+            return launched;
+        }
+    }
+
     // No tile is left: m_block < 0.
     CUTE_HOST_DEVICE static WorkTile get_tile(Flash_bwd_params const &params,
                                               TileQueue const &queue, int index) {
         if (index >= queue.tiles) {
             return {.m_block = -1};
+        }
+        if constexpr (kVarlen) {
+            WorkTile tile = planned_tile(plan(params), 1, index).tile;
+            tile.head_q = tile.head * params.h_h_k_ratio;
+            set_blocks(params, tile);
+            return tile;
         }
         // The first keys of a causal mask are seen by most queries.
         int const n_blocks = num_n_blocks(params);
@@ -56,12 +91,18 @@ struct TileSchedulerBwdSm90 {
         tile.head_k = tile.head;
         tile.seqlen_q = params.seqlen_q;
         tile.seqlen_k = params.seqlen_k;
-        tile.blocks = Info::query_block_range(params, tile, n);
+        set_blocks(params, tile);
+        return tile;
+    }
+
+  private:
+    CUTE_HOST_DEVICE static void set_blocks(Flash_bwd_params const &params, WorkTile &tile) {
+        tile.blocks = blocks(params, tile);
         // Behind the last key P may be infinite, and 0 times it NaN: such a tile masks every step.
-        if ((n + 1) * kTileN > params.seqlen_k) {
+        int const seqlen_k = kVarlen ? tile.seqlen_k : params.seqlen_k;
+        if ((tile.m_block + 1) * kTileN > seqlen_k) {
             tile.blocks.unmasked = tile.blocks.left = 0;
         }
-        return tile;
     }
 };
 

@@ -187,8 +187,20 @@ void run(char const *library, char const *name, char const *problem_path, char c
 
     flash::Flash_kernel const &kernel = load(library, name, params.size());
     auto const *const arguments = reinterpret_cast<flash::Flash_fwd_params const *>(params.data());
+    // With a plan that is there already, of another layer, only what is appended is this one's.
+    auto const prepare = [&] {
+        if (sim::state().settings.plan) {
+            return kernel.plan(arguments, nullptr);
+        }
+        if (arguments->k_new_ptr == nullptr) {
+            return 0;
+        }
+        flash::Flash_fwd_params append = *arguments;
+        append.plan_ptr = nullptr;
+        return kernel.plan(&append, nullptr);
+    };
     auto const launch = [&] {
-        int const code = sim::state().settings.plan ? kernel.plan(arguments, nullptr) : 0;
+        int const code = prepare();
         return code == 0 ? kernel.launch(arguments, nullptr) : code;
     };
     auto const started = std::chrono::steady_clock::now();

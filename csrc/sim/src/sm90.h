@@ -301,13 +301,14 @@ void Sm90::visit_rows(Box const &box, Visit const &visit) {
         static_cast<int64_t>(map.extents[0]) - box.coordinates[0], first, map.box[0]);
     for (uint64_t r = 0; r * row_bytes < box.bytes; ++r) {
         uint64_t rest = r;
-        int64_t at = (box.coordinates[0] + first) * map.element_bytes;
+        // Modulo 2^64, as TMA computes it.
+        uint64_t at = static_cast<uint64_t>(box.coordinates[0] + first) * map.element_bytes;
         bool inside = end > first;
         for (int i = 1; i < map.rank; ++i) {
             int64_t const x = box.coordinates[i] + static_cast<int64_t>(rest % map.box[i]);
             rest /= map.box[i];
             inside = inside && x >= 0 && x < static_cast<int64_t>(map.extents[i]);
-            at += x * static_cast<int64_t>(map.strides[i - 1]);
+            at += static_cast<uint64_t>(x) * map.strides[i - 1];
         }
         visit(BoxRow{box.offset + r * row_bytes, first, inside ? end : first,
                      reinterpret_cast<std::byte *>(map.address + at)});

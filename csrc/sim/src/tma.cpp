@@ -20,6 +20,8 @@ uint64_t box_bytes(TensorMap const &map) {
     return bytes;
 }
 
+void const *as_pointer(uint64_t address) { return reinterpret_cast<void const *>(address); }
+
 }  // namespace
 
 int refuse_tensor_map(int result, char const *why) {
@@ -95,7 +97,7 @@ Box Sm90::box(void const *descriptor, void const *smem, int const *coordinates, 
     std::copy_n(coordinates, rank, box.coordinates.begin());
     box.bytes = box_bytes(box.map);
     box.offset = block_.smem_offset(smem, static_cast<int>(box.bytes), 128, "TMA");
-    block_.check_dependency("TMA", reinterpret_cast<void const *>(box.map.address));
+    block_.check_dependency("TMA", as_pointer(box.map.address));
     return box;
 }
 
@@ -213,9 +215,13 @@ void Sm90::copy_rows(BulkCopy const &copy) {
         auto const read = static_cast<uint64_t>((from.end - from.first) * map.element_bytes);
         if (read > 0) {
             int const region = block_.region_of(from.gmem, static_cast<int>(read));
-            if (region < 0 && !state().regions.empty()) {
+            // Coordinates may reach any address, as those of a ragged batch do.
+            bool const in_tensor =
+                region >= 0 && region == block_.region_of(as_pointer(map.address), 1);
+            if (!in_tensor && !state().regions.empty()) {
                 block_.fail(kIllegalAddress,
-                            "TMA for " + name_of(copy.barrier) + " reads outside every tensor");
+                            "TMA for " + name_of(copy.barrier) + " reads outside " +
+                                (region < 0 ? "every tensor" : "the tensor of its descriptor"));
             }
             if (block_.settings_.trace && region >= 0 && !copy.repeated) {
                 block_.trace_.push_back(

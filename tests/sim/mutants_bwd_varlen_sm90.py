@@ -1,0 +1,109 @@
+"""Faults planted into what the sm90 class's backward has for ragged batches, as in
+:mod:`mutants`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mutants import Mutant
+from mutants_bwd_sm90 import COLUMNS, ROWS
+
+_MAINLOOP = "mainloop_bwd_sm90.h"
+_KERNEL = "flash_bwd_kernel_sm90.h"
+_PREPROCESS = "flash_bwd_preprocess_kernel.h"
+_SCHEDULER = "tile_scheduler_bwd_sm90.h"
+_OUTSIDE = "outside (every tensor|of |the tensor)"
+
+
+def _mutant(name: str, file: str, old: str, new: str, report: str = "", config=ROWS) -> Mutant:
+    config = dataclasses.replace(config, varlen=True)
+    return Mutant(name, file, old, new, "simulator" if report else "numerics", report, config)
+
+
+MUTANTS = (
+    _mutant(
+        "tensor map does not end where a sequence does",
+        _MAINLOOP,
+        "kRaggedRows - length + row, head, begin + length, kRaggedZ",
+        "row, head, begin, 0",
+        f"^numerics$|{_OUTSIDE}",
+    ),
+    _mutant(
+        "queries end a row later",
+        _MAINLOOP,
+        "storage.q[q.stage()].data(), block * kTileM, tile.row_q,\n"
+        "                              tile.seqlen_q,",
+        "storage.q[q.stage()].data(), block * kTileM, tile.row_q,\n"
+        "                              tile.seqlen_q + 1,",
+    ),
+    _mutant(
+        "keys end a row later",
+        _MAINLOOP,
+        "tile.row_k, tile.seqlen_k, tile.head_k",
+        "tile.row_k, tile.seqlen_k + 1, tile.head_k",
+    ),
+    _mutant(
+        "keys from the rows of the queries",
+        _MAINLOOP,
+        "tile.row_k, tile.seqlen_k, tile.head_k",
+        "tile.row_q, tile.seqlen_k, tile.head_k",
+        f"^numerics$|{_OUTSIDE}",
+    ),
+    _mutant(
+        "statistics of the first sequence",
+        _MAINLOOP,
+        "0, stats_begin(tile) / kStatsRow + block",
+        "0, block",
+    ),
+    _mutant(
+        "sums of dQ in the region of the first sequence",
+        _MAINLOOP,
+        "stats_begin(tile()) + block * kTileM",
+        "block * kTileM",
+        config=COLUMNS,
+    ),
+    _mutant(
+        "dK and dV at the rows of the queries", _MAINLOOP, "tile().row_k : 0", "tile().row_q : 0"
+    ),
+    _mutant(
+        "plan read as one of query heads",
+        _SCHEDULER,
+        "planned_tile(plan(params), 1, index)",
+        "planned_tile(plan(params), params.h_h_k_ratio, index)",
+    ),
+    _mutant(
+        "query head of the first group",
+        _SCHEDULER,
+        "tile.head_q = tile.head * params.h_h_k_ratio;\n            set_blocks",
+        "tile.head_q = 0;\n            set_blocks",
+    ),
+    _mutant(
+        "tiles beyond the count computed",
+        _SCHEDULER,
+        "plan(params).count * params.h_k",
+        "(plan(params).count + 1) * params.h_k",
+        f"^numerics$|{_OUTSIDE}",
+    ),
+    _mutant(
+        "plan read before it is complete",
+        _MAINLOOP,
+        "if constexpr (Traits::kVarlen) cudaGridDependencySynchronize();",
+        "",
+        "before griddepcontrol.wait|no thread executes griddepcontrol.wait|^numerics$",
+    ),
+    _mutant("dQ from the first row on", _KERNEL, "segment.begin + position(i)", "position(i)"),
+    _mutant("dQ beyond a sequence's rows", _KERNEL, "row < segment.end", "row < params.total_q"),
+    _mutant("gradients of rows of no sequence", _KERNEL, ">= segment.length", ">= segment.end"),
+    _mutant(
+        "no room for the rows before the first sequence",
+        "flash.h",
+        "(row_q / kRowStatsMultiple + i + 1)",
+        "(row_q / kRowStatsMultiple + (i < 0 ? 0 : i))",
+    ),
+    _mutant(
+        "statistics behind a sequence",
+        _PREPROCESS,
+        "position < segment.length",
+        "segment.begin + position < segment.end",
+    ),
+)

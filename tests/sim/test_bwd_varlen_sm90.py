@@ -1,0 +1,264 @@
+"""Ragged batches in the backward of the sm90 class."""
+
+import dataclasses
+import re
+
+import mutants_bwd_varlen_sm90
+import pytest
+import tiers
+import torch
+from backward import make_problem, passed, same, with_mask
+from backward_options import (
+    BATCHES,
+    HOSTILE,
+    ORDER,
+    SOME,
+    Behind,
+    make_hostile,
+    make_ragged,
+    one_of,
+    outputs,
+    permuted,
+)
+from mutants_bwd_sm90 import COLUMNS, ROWS
+from planted import build_mutants
+from test_bwd_sm90 import instructions, visits
+
+from flashcute import sim
+from flashcute.config import MASKS
+from flashcute.heuristics import bwd_with_options, sm90_bwd_config
+
+MUTANTS = mutants_bwd_varlen_sm90.MUTANTS
+NARROW = sm90_bwd_config("bf16", 32, "causal")
+
+
+def ragged(config):
+    return bwd_with_options(config, varlen=True)
+
+
+PAIR = (ragged(ROWS), ragged(COLUMNS))
+CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS] + [ragged(NARROW)]
+# Several tiles of keys, and of queries, which two CTAs take from a queue.
+LONG = ((300, 40, 500), (200, 300, 500))
+
+
+def name_of(batch):
+    return "-".join(map(str, batch[0])) or "none"
+
+
+each = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+each_causal = pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    sim.build_runners(["none"])
+    return sim.build_kernels([(config, "none") for config in (*CONFIGS, ROWS, COLUMNS)])
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+
+
+@pytest.mark.parametrize(
+    "batch", (*BATCHES, LONG), ids=lambda b: "-".join(map(str, b[0])) or "none"
+)
+@each
+def test_gradients(config, batch):
+    """With sinks and a gradient of the log-sum-exp; rows of no sequence are NaN."""
+    problem = make_ragged(config, batch)
+    problem.check(problem.run(config, copy_mode="random"))
+
+
+@each_causal
+def test_without_extras(config):
+    problem = make_ragged(config, SOME, h=2, h_k=2, extras=False)
+    problem.check(problem.run(config))
+
+
+@each
+def test_rows_that_are_not_used(config):
+    """They are NaN, as what lies behind the sequences, and their gradients are 0."""
+    problem = make_ragged(config, SOME, used=((64, 1, 0, 0, 129, 0), (130, 20, 3, 0, 0, 0)))
+    problem.check(problem.run(config))
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 0), (127, 3), (128, 128), (300, 1)])
+def test_rows_before_the_first_sequence(n, m):
+    """Likewise; also where no sequence follows."""
+    for batch in (SOME, ((), ())):
+        problem = Behind(make_ragged(PAIR[0], batch), n, m)
+        problem.check(problem.run(PAIR[0]))
+
+
+@each_causal
+def test_bound_below_a_length(config):
+    """Rows from max_seqlen_q on are as those that are not used."""
+    used = tuple(min(n, 100) for n in SOME[0]), SOME[1]
+    problem = make_ragged(config, SOME, used=used)
+    given = {"seqused_q": None, "seqused_k": None, "max_seqlen_q": 100}
+    problem.check(problem.run(config, **given))
+
+
+def infinite_key(config):
+    """The gradients of its sequence are NaN, but not what lies behind it."""
+    problem = make_ragged(config, ((70, 60), (30, 20)), used=((65, 60), (30, 20)), extras=False)
+    problem.k[7] = torch.inf
+    return problem
+
+
+def spoils_neighbours(problem, result):
+    dq, dk = (passed(result).outputs[name] for name in ("dq", "dk"))
+    return bool(dq[65:70].count_nonzero()) or not (dq[70:].isfinite().all() and dk[30:].any())
+
+
+@each_causal
+def test_what_is_infinite_stays_in_its_sequence(config):
+    problem = infinite_key(config)
+    result = problem.run(config)
+    assert passed(result).outputs["dq"][:65].isnan().any()
+    assert not spoils_neighbours(problem, result)
+
+
+@pytest.mark.parametrize(("n", "m"), [(100, 70), (70, 128), (300, 200)])
+@pytest.mark.parametrize("dense", [ROWS, COLUMNS], ids=lambda c: c.full_name)
+def test_equal_lengths_equal_a_dense_batch(dense, n, m):
+    """Bit for bit, where the order of the sums of dQ is one."""
+    config = ragged(dense)
+    problem = make_problem(dense, (3, n, m, 4, 2), extras=True)
+    expected = problem.run(dense, sms=1)
+    rows = {"q": n, "k": m, "v": m, "dout": n}
+    flat = {name: getattr(problem, name).flatten(0, 1) for name in rows}
+    packed = make_ragged(config, ((n,) * 3, (m,) * 3), more=0, sinks=problem.options["sinks"])
+    dlse = problem.dlse.transpose(0, 1).flatten(1)
+    found = dataclasses.replace(packed, dlse=dlse, **flat).run(config, sms=1)
+    for name, x in outputs(found).items():
+        if name != "dq" or m <= config.dkv.rows:
+            assert torch.equal(x, expected.outputs[name].flatten(0, 1)), name
+
+
+@each_causal
+def test_neighbours_do_not_matter(config):
+    """Not in one bit: a sequence among others of NaN is as alone, but for the order of sums."""
+    batch = (40, 150, 60), (50, 128, 90)
+    problem = make_ragged(config, batch)
+    for i in range(3):
+        alone, among, parts = one_of(problem, batch, i)
+        result, expected = among.run(config, seed=i), outputs(alone.run(config))
+        for name, part in parts.items():
+            assert torch.equal(passed(result).outputs[name][part], expected[name]), name
+
+
+@each_causal
+def test_order_of_sequences_does_not_matter(config):
+    """Bit for bit but for dQ; launched twice, as the plan and the queue are used again."""
+    problem = make_ragged(config, SOME, more=0)
+    other, parts = permuted(problem, SOME, ORDER)
+    result = other.run(config, launches=2)
+    other.check(result)
+    found, expected = outputs(result), outputs(problem.run(config))
+    for name in ("dk", "dv"):
+        assert torch.equal(found[name], expected[name][parts[name]]), name
+
+
+@pytest.mark.parametrize(("mask", "window"), [("none", (500, 500)), ("causal", (500, 0))])
+def test_window_that_covers_all_equals_none(mask, window):
+    local, plain = (with_mask(PAIR[0], kind) for kind in ("local", mask))
+    problem = make_ragged(local, SOME, window_size=window)
+    options = {**problem.options, "causal": mask == "causal", "window_size": (-1, -1)}
+    expected = dataclasses.replace(problem, options=options).run(plain)
+    assert same(passed(problem.run(local)), passed(expected), ("dk", "dv", "dsinks"))
+
+
+@each_causal
+def test_only_the_sums_of_dq_depend_on_the_schedule(config):
+    problem = make_ragged(config, ((70, 0, 130), (400, 50, 300)))
+    first = passed(problem.run(config))
+    for seed, copy_mode in enumerate(sim.COPY_MODES):
+        again = problem.run(config, seed=seed, copy_mode=copy_mode, sms=1 + seed)
+        problem.check(again)
+        assert same(first, again, ("dk", "dv", "dsinks"))
+
+
+@pytest.mark.parametrize("wanted", [(), ("dq",), ("dk", "dv")], ids="-".join)
+def test_only_gradients_that_are_wanted_are_written(wanted):
+    config = PAIR[0]
+    problem = make_ragged(config, SOME)
+    every, some = passed(problem.run(config)), passed(problem.run(config, wanted=wanted))
+    assert some.outputs.keys() == {*wanted, "dsinks", "row_stats", "plan", "dq_accum"}
+    assert same(some, every, ("dsinks", *set(wanted).difference(["dq"])))
+    assert bool(some.counters["wgmma"]) == bool(wanted)
+
+
+def wrong_counts(config, batch, result, heads=4):
+    """Of the visits that the masks of the sequences ask for, by all query heads."""
+    n = 0
+    for length in zip(*batch, strict=True):
+        if length[0] and length[1]:
+            n += heads * visits(config, make_problem(config, (1, *length, 1, 1)))
+    counters = result.counters
+    return (
+        any(x for name, x in counters.items() if name.endswith("_conflicts"))
+        or counters["wgmma"] != n * instructions(config)
+        or counters["reduction_bytes"] != n * 4 * config.dkv.step * config.head_dim
+    )
+
+
+@pytest.mark.parametrize("batch", [SOME, LONG], ids=name_of)
+@each
+def test_work_done_is_the_work_planned(config, batch):
+    problem = make_ragged(config, batch)
+    assert not wrong_counts(config, batch, passed(problem.run(config)))
+
+
+def test_more_sequences_than_the_planner_has_threads():
+    config = ragged(NARROW)
+    batch = tuple(i % 3 // 2 for i in range(600)), tuple(i % 7 for i in range(600))
+    problem = make_ragged(config, batch, h=1, h_k=1)
+    problem.check(problem.run(config))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@each_causal
+def test_no_lengths_reach_beyond_the_tensors(config, name):
+    """Results mean nothing then. By what the simulator itself checks: TMA, reductions, stores."""
+    passed(make_hostile(config, name).run(config))
+
+
+@pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
+@pytest.mark.parametrize("checker", [checker for checker in sim.CHECKERS if checker != "none"])
+def test_checkers_are_silent(checker):
+    config = PAIR[0]
+    problem = make_ragged(config, ((70, 0, 130), (100, 50, 40)), h=2, h_k=1)
+    problem.check(problem.run(config, checker=checker))
+    for name in HOSTILE:
+        passed(make_hostile(config, name).run(config, checker=checker))
+
+
+def find_fault(kernel, config):
+    """The report of a run, or "numerics" where results are wrong; None: neither."""
+    some = make_ragged(config, ((40, 130, 1, 100), (130, 70, 40, 33)))
+    used = make_ragged(config, SOME, used=((64, 1, 0, 0, 129, 0), (130, 20, 3, 0, 0, 0)))
+    for problem in (some, used, Behind(some, 200, 1)):
+        result = problem.run(config, kernel=kernel, timeout=120)
+        if result.verdict != "pass":
+            return result.message
+        try:
+            problem.check(result)
+        except AssertionError:
+            return "numerics"
+    problem = infinite_key(config)
+    spoilt = spoils_neighbours(problem, problem.run(config, kernel=kernel))
+    return "numerics" if spoilt else None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_found(mutant, planted):
+    found = find_fault(planted[mutant.name], mutant.config)
+    assert found and re.search(mutant.report or "^numerics$", found), f"{mutant.name}: {found}"
+
+
+@each_causal
+def test_unmutated_kernels_pass_the_same_checks(config, kernels):
+    assert find_fault(None, config) is None
