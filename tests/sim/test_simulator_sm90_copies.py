@@ -43,7 +43,7 @@ _OVERWRITTEN = r"overwritten too early: cp.async writes byte \d+, which a wgmma 
         ("copies_reused", rf"{_UNAWAITED}|{_OVERWRITTEN}"),
         ("copies_unread", r"load at byte \d+ without having waited for phase 1 of mbarrier 0"),
         ("copies_early", rf"{_BYTE}"),
-        ("copies_twice", r"cp.async.mbarrier.arrive is pending|for phase 3 of mbarrier 0"),
+        ("copies_twice", r"cp.async.mbarrier.arrive is pending|for phase [34] of mbarrier 0"),
         ("copies_silent", r"deadlock: .*mbarrier 0 .*127 of 128 arrived"),
     ],
 )
