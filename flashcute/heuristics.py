@@ -16,7 +16,6 @@ from .config import (
     DTYPES,
     HEAD_DIMS,
     MAX_SMEM_BYTES,
-    ROW_STATS_MULTIPLE,
     SM90_BWD_TILES,
     BwdConfig,
     BwdTile,
@@ -523,6 +522,14 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
 
+# What of the sm90 class's backward has run on a GPU: these head dimensions, and no ragged batch.
+# The rest passes in the simulator, and is not chosen before a GPU has checked and timed it. Ragged
+# batches are meant to be from ROW_STATS_MULTIPLE on: the sums of dQ take whole blocks of as many
+# rows of each sequence, and so do tiles.
+_SM90_BWD_HEAD_DIMS = (32, 64, 128)
+_SM90_BWD_RAGGED_FROM = math.inf  # typical length of queries and keys
+
+
 def bwd_configs_in_use(
     dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
 ) -> list[BwdConfig]:
@@ -530,7 +537,7 @@ def bwd_configs_in_use(
     deterministic backward last."""
     mask = "causal" if causal else "none"
     deterministic = bwd_config(dtype, head_dim, mask)
-    if kernel_class(capability) == 80:
+    if kernel_class(capability) == 80 or head_dim not in _SM90_BWD_HEAD_DIMS:
         return [deterministic]
     return [sm90_bwd_config(dtype, head_dim, mask), deterministic]
 
@@ -544,8 +551,7 @@ def choose_bwd(
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
-    That of the sm80 class alone has softcap, ALiBi and dropout. It computes ragged batches of short
-    sequences, too: in the sm90 class the sums of dQ take whole blocks of 128 rows, and so do tiles.
+    That of the sm80 class alone has softcap, ALiBi and dropout, and computes ragged batches.
 
     Args:
         deterministic: Bitwise repeatable gradients.
@@ -555,7 +561,8 @@ def choose_bwd(
     head_dim = instantiated_head_dim(problem.d)
     configs = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
     options = {name: getattr(problem, name) for name in BWD_OPTIONS}
-    short = problem.varlen and min(problem.seqlen_q, problem.seqlen_k) < ROW_STATS_MULTIPLE
+    length = min(problem.seqlen_q, problem.seqlen_k)
+    short = problem.varlen and length < _SM90_BWD_RAGGED_FROM
     scored = problem.softcap or problem.alibi or problem.dropout
     config = configs[-1 if deterministic or scored or short else 0]
     if problem.window is not None:
