@@ -20,8 +20,7 @@ struct TensorMapsSm90 {
     // Boxes are issued one after the other, about 40 clocks each: pages of one token, in boxes of
     // 128 bytes, reached 0.204 of the speed of a contiguous cache (docs/facts.md), where memory
     // brings an SM 16 KB in about 1000 clocks. Copies of 16 KB take 32 instructions of a warp.
-    // 16 KB from pages of 16 tokens are 8 boxes, from pages of 32 they are 4.
-    static constexpr int kLeastBoxRows = 32;
+    static constexpr int kLeastBoxRows = 16;
     // Whether keys and values are copied by all threads of the producer instead.
     CUTE_HOST_DEVICE bool copies() const { return box_rows < kLeastBoxRows; }
 };
