@@ -24,7 +24,7 @@ MUTANTS = (
     _mutant(
         "tensor map does not end where a sequence does",
         _MAINLOOP,
-        "kRaggedRows - length + row, head, begin + length, kRaggedZ",
+        "kRaggedRows - length + row, head, begin + length,\n" + 41 * " " + "kRaggedZ",
         "row, head, begin, 0",
         f"^numerics$|{_OUTSIDE}",
     ),
