@@ -62,6 +62,7 @@ class KVCachePlan:
             cache_seqlens: int32 (b,): how many tokens each sequence has before a call appends to
                 it; None, of calls that append nothing, for all of the cache.
             rotary_cos: Of calls that append, as are rotary_sin and rotary_interleaved.
+            sinks: Where they are not contiguous and float32, the first call on CUDA copies them.
 
         The others are those of :func:`flash_attn_with_kvcache`.
 
@@ -83,7 +84,9 @@ class KVCachePlan:
         )
         self._first: tuple | None = None  # the tensors of the first call, as _kind
         self._number = 0  # of the binding's plan; 0: none
+        self._is_plannable = True
         self._renews = False
+        self._was_captured = False  # the tiles were laid out by a kernel of a graph
 
     def renew(self) -> None:
         """Says that lengths or pages have changed; the next call lays out its tiles anew."""
@@ -122,17 +125,25 @@ class KVCachePlan:
             if out is not None:
                 return out
         kinds = tuple(map(_kind, given))
-        if self._first is None:
-            out = self._make(given)
-            self._first = kinds
-            if out is not None:
-                return out
-        for name, first, kind in zip(_NAMES, self._first, kinds, strict=True):
+        for name, first, kind in zip(_NAMES, self._first or kinds, kinds, strict=True):
             if kind != first:
                 raise ValueError(
                     f"{_FN}: expected {name} as in the plan's first call, {_show(first)}, got "
                     f"{_show(kind)}; make a plan for each kind of layer"
                 )
+        out = self._make(given) if not self._number and self._is_plannable else None
+        if out is None:
+            out = self._call(given)
+        self._first = kinds
+        return out
+
+    def __getstate__(self) -> dict:
+        """Of a copy, which has other tensors: without the binding's plan."""
+        unplanned = {"_first": None, "_number": 0, "_is_plannable": True, "_kept": ()}
+        return self.__dict__ | unplanned
+
+    def _call(self, given: tuple) -> Tensor:
+        """The result without the binding's plan."""
         scale, causal, window_size, softcap, num_splits, interleaved = self._options
         lengths, entries, leftpad, table = self._places
         sinks, slopes = self._tensors
@@ -148,24 +159,28 @@ class KVCachePlan:
         appends = given[3] is not None or given[4] is not None
         if not appends:
             given = given[:3]
-        if not is_eager(*given[:3], given):
+        if not is_eager(*given[:3], (*given, *self._rotary, *self._tensors)):
             return None
         if appends and not ops_kvcache.may_write(*given[1:3]):
             return None
-        args = (*given, self._number) + ((True,) if self._renews else ())
+        # What a graph lays out is there once it is replayed, which nobody has to do.
+        renews = self._renews or (self._was_captured and not _is_capturing())
+        args = (*given, self._number) + ((True,) if renews else ())
         out = ops_kvcache.call_binding(ops_kvcache.planned()[1 + appends], *args)
         if out is not None:
-            self._renews = False
+            if renews:
+                self._renews, self._was_captured = False, _is_capturing()
             if appends:
                 ops_kvcache.increment_version(given[1:3])
         return out
 
     def _make(self, given: tuple) -> Tensor | None:
-        """The first call's result; None where it cannot be planned."""
+        """The first call's result; None where it cannot be planned, or this call cannot."""
         q, k_cache, v_cache, k, _ = given
-        if torch.compiler.is_compiling() or not is_eager(*given[:3], given) or not q.is_cuda:
+        own = *self._rotary, *self._places, *self._tensors
+        if torch.compiler.is_compiling() or not is_eager(*given[:3], given + own) or not q.is_cuda:
             return None
-        given += *self._rotary, *self._places, *self._tensors
+        given += own
         t, o = checked(_FN, given, self._options)
         if k is not None and not ops_kvcache.may_write(k_cache, v_cache):
             return None
@@ -177,14 +192,19 @@ class KVCachePlan:
         args += *t[3:7], o.rotary_interleaved
         made = ops_kvcache.call_binding(ops_kvcache.planned()[0], *args)
         if made is None or made[0] is None:
+            self._is_plannable = False
             return None
         if k is not None:
             ops_kvcache.increment_version((k_cache, v_cache))
         out, self._number = made
         self._kept = t[5:]  # whose addresses the plan has
-        self._renews = False
+        self._renews, self._was_captured = False, _is_capturing()
         weakref.finalize(self, ops.remove_plan, self._number).atexit = False
         return out
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _kind(x) -> tuple:

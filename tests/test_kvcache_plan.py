@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from test_flash_attn_kvcache import in_pages, make
 from test_ops_kvcache import TABLES
 
-from flashcute import KVCachePlan, flash_attn_with_kvcache
+from flashcute import KVCachePlan, flash_attn_with_kvcache, kvcache_plan, ops_kvcache
 
 
 def tensors(page_size: int | None, layer: int = 0) -> tuple[tuple, dict]:
@@ -88,8 +90,7 @@ def test_a_plan_that_appends_is_not_one_that_reads() -> None:
     plan = KVCachePlan(**options)
     with pytest.raises(ValueError, match="expected k and v with rotary_cos"):
         plan(*given[:3])
-    plan = KVCachePlan(**options)
-    plan(*given)
+    plan(*given)  # a call that failed was none
     before = given[1].clone()
     for other, name, got in (
         (given[:3], "k", "a NoneType"),
@@ -130,6 +131,51 @@ def test_compiled_calls() -> None:
     plan = KVCachePlan(causal=True, **places)
     compiled = torch.compile(lambda *x: plan(*x) + 1, backend="eager", fullgraph=True)
     assert torch.equal(compiled(*given), plan(*given) + 1)
+
+
+def test_a_copy_has_no_plan_of_the_binding() -> None:
+    given, places = tensors(4)
+    plan = KVCachePlan(**places)
+    plan(*given)
+    plan._number = 7
+    copied = copy.deepcopy(plan)
+    assert copied._number == 0 and copied._first is None
+    copied._places[0].sub_(2).clamp_(min=0)
+    expected = flash_attn_with_kvcache(*given, **places | {"cache_seqlens": copied._places[0]})
+    assert torch.equal(copied(*given), expected)
+
+
+def test_tiles_that_a_graph_lays_out_are_laid_out_again_outside_of_it(monkeypatch) -> None:
+    """A graph that was captured has not run. Its other layers take the tiles of the first one."""
+    given, places = tensors(None)
+    plan = KVCachePlan(**places)
+    plan._number = 7
+    asked = []
+    monkeypatch.setattr(ops_kvcache, "planned", lambda: (None, "read", "append"))
+    monkeypatch.setattr(ops_kvcache, "call_binding", lambda op, *args: asked.append(args) or op)
+    for captures, renewed, wanted in (
+        (False, True, True),
+        (False, False, False),
+        (True, True, True),
+        (True, False, False),
+        (False, False, True),
+        (False, False, False),
+    ):
+        monkeypatch.setattr(kvcache_plan, "_is_capturing", lambda captures=captures: captures)
+        if renewed:
+            plan.renew()
+        assert plan(*given) == "read"
+        assert asked.pop() == (*given, 7, *([True] if wanted else []))
+
+
+def test_gradients_of_the_plans_own_tensors_are_refused() -> None:
+    given, places = tensors(None)
+    sinks = torch.zeros(given[0].shape[2], requires_grad=True)
+    plan = KVCachePlan(sinks=sinks, **places)
+    with torch.no_grad():
+        plan(*given)
+    with pytest.raises(NotImplementedError, match="expected no gradient through a cache"):
+        plan(*given)
 
 
 def test_a_gradient_is_refused() -> None:
