@@ -132,6 +132,8 @@ class FwdConfig:
         require(self.warps in (4, 8, 12), "warps", "in (4, 8, 12), one to three warpgroups")
         require(self.tile_m == 16 * self.warps, "tile_m", f"to be {16 * self.warps}")
         require(self.tile_n >= 32, "tile_n", "to be at least 32 in the sm90 class")
+        narrow = not self.paged or self.tile_n <= 128  # a lane of the producer looks up one row
+        require(narrow, "tile_n", "to be at most 128 with paged")
         require(self.stages in (2, 4), "stages", "in (2, 4), a power of two")
         steps = self.head_dim // 16
         require(self.q_in_regs in range(steps + 1), "q_in_regs", f"in 0 ... {steps}")

@@ -69,6 +69,15 @@ def test_names_of_the_sm90_class():
     assert other.variant == "192x128_s2_qreg3"
 
 
+def test_blocks_over_pages_are_at_most_128_keys():
+    paged = FwdConfig(**GOOD_SM90 | {"paged": True, "tile_n": 128})
+    with pytest.raises(
+        ValueError, match="expected tile_n to be at most 128 with paged, got tile_n=144"
+    ):
+        dataclasses.replace(paged, tile_n=144)
+    dataclasses.replace(paged, paged=False, tile_n=144)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

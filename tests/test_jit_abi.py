@@ -20,6 +20,7 @@ from flashcute.jit.abi import (
     partial_rows,
     plan_capacity,
     plan_words,
+    row_stats_rows,
     serving_params,
 )
 
@@ -41,15 +42,45 @@ def cpp_layout(folder) -> list[str]:
             f"sizeof(flash::{name}::{field[0]}));"
             for field in mirror._fields_
         ]
-    source = folder / "layout.cpp"
+    return run_cpp(folder, "\n".join(lines))
+
+
+def run_cpp(folder, body: str) -> list[str]:
+    """The lines that a program with flash.h prints."""
+    source = folder / "program.cpp"
     source.write_text(
-        '#include "flash.h"\n#include <cstddef>\n#include <cstdio>\n'
-        "int main() {\n" + "\n".join(lines) + "\n}\n"
+        '#include "flash.h"\n#include <cstddef>\n#include <cstdio>\nint main() {\n' + body + "\n}\n"
     )
-    command = [toolchain.find_host_compiler().path, "-std=c++20", source, "-o", folder / "layout"]
+    command = [toolchain.find_host_compiler().path, "-std=c++20", source, "-o", folder / "program"]
     subprocess.run([*command, f"-I{sources.kernel_include_dir()}"], check=True)
-    done = subprocess.run([folder / "layout"], capture_output=True, text=True, check=True)
+    done = subprocess.run([folder / "program"], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
+
+
+_WRONG_ROOM = """
+using namespace flash;
+for (int b = 0; b < 4; ++b)
+    for (int total = 0; total < 600; ++total) {
+        int64_t const room = row_stats_rows(total, b);
+        printf("%d %d %lld\\n", total, b, (long long)room);
+        for (int i = -1; i <= b; ++i)  // behind the last sequence i = b
+            for (int row = 0; row <= total; ++row) {
+                int const tiles = (total - row + kRowStatsMultiple - 1) / kRowStatsMultiple;
+                if (row_stats_begin(row, i) < 0 ||
+                    row_stats_begin(row, i) + tiles * kRowStatsMultiple > room) {
+                    printf("sequence %d of %d at row %d of %d\\n", i, b, row, total);
+                    return 1;
+                }
+            }
+    }
+"""
+
+
+def test_statistics_of_every_row_have_room(tmp_path):
+    """Of rows of no sequence, too: tiles of those behind the last one read what is there."""
+    for line in run_cpp(tmp_path, _WRONG_ROOM):
+        total, b, room = map(int, line.split())
+        assert row_stats_rows(total, b) == room
 
 
 def test_mirror_has_the_layout_of_flash_h(tmp_path):

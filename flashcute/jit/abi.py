@@ -266,7 +266,7 @@ def bwd_plan_words(total_q: int, total_k: int, b: int) -> int:
 
 def row_stats_rows(total_q: int, b: int) -> int:
     """``flash::row_stats_rows()``."""
-    return (total_q // ROW_STATS_MULTIPLE + b + 1) * ROW_STATS_MULTIPLE
+    return (total_q // ROW_STATS_MULTIPLE + b + 2) * ROW_STATS_MULTIPLE
 
 
 # Tensors of a ragged batch that count as those of one entry.

@@ -70,12 +70,13 @@ inline constexpr int32_t kRowStatsMultiple = 128;
 // Of a ragged batch: where those of sequence i begin, whose queries begin at row_q, and how many a
 // head has. Up to the next sequence's there is room for all rows from row_q to where that one
 // begins, as each has a block more than the one before; so there is for the rows before the first
-// sequence, with i = -1 and row_q = 0.
+// sequence, with i = -1 and row_q = 0, and for those behind the last one, with i = b, whose tiles
+// read statistics.
 inline constexpr int32_t row_stats_begin(int32_t row_q, int32_t i) {
     return (row_q / kRowStatsMultiple + i + 1) * kRowStatsMultiple;
 }
 inline constexpr int64_t row_stats_rows(int64_t total_q, int64_t b) {
-    return (total_q / kRowStatsMultiple + b + 1) * kRowStatsMultiple;
+    return (total_q / kRowStatsMultiple + b + 2) * kRowStatsMultiple;
 }
 
 // Arguments of one forward launch. Strides count elements. Pointers end in the shape they address.

@@ -27,7 +27,7 @@ inline constexpr int kStatsRow = 64;
 // so what is behind the sequence arrives as zeros. The idea is that of Triton's ragged_tma.
 inline constexpr int kRaggedRows = 1 << 30;
 inline constexpr int kRaggedZ = 1 << 30;
-inline constexpr int64_t kRaggedSize = int64_t(1) << 31;  // of y and z
+inline constexpr int64_t kRaggedSize = 0x7fff0000;  // of y and z, as Triton's
 static_assert(kMaxBwdTokens <= kRaggedRows && kMaxBwdTokens < kRaggedSize);
 
 // z's stride, so that kRaggedZ of them are 2^64 bytes less kRaggedRows rows of row_bytes.
