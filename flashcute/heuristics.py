@@ -364,6 +364,9 @@ def bwd_with_options(
     spills."""
     if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
+    if config.head_dim == 32 and softcap:  # dQ, and dK and dV, with 128x64 spill 48 bytes
+        dq, dkv = (dataclasses.replace(tile, step=32) for tile in (config.dq, config.dkv))
+        config = dataclasses.replace(config, dq=dq, dkv=dkv)
     if config.head_dim == 96 and softcap:  # and 44 with all; a step of 16 is no whole copy there
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, rows=64))
     options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
@@ -447,10 +450,12 @@ def with_options(
     config = dataclasses.replace(config, softcap=softcap, alibi=alibi, dropout=dropout)
     if config.arch == 90:
         # With a window 192x80 and two steps of Q spill 116 bytes at head dimension 128; 192x128
-        # spills 12 and 128x128 96 at 64, and 192x128 with softcap and ALiBi 80.
+        # spills 12 and 128x128 96 at 64. With softcap and ALiBi 192x128 spills 80 at 64, 192x96 44
+        # at 96, and with a window, too, 192x112 8 at 32.
         q_in_regs = 0 if config.warps == 12 else config.q_in_regs
-        narrow = config.mask == "local" or (config.head_dim == 64 and softcap and alibi)
-        tile_n = min(config.tile_n, 112) if narrow else config.tile_n
+        tile_n = min(config.tile_n, 112) if config.mask == "local" else config.tile_n
+        if softcap and alibi:
+            tile_n = min(tile_n, {32: 96, 64: 112, 96: 80}.get(config.head_dim, tile_n))
         return dataclasses.replace(config, q_in_regs=q_in_regs, tile_n=tile_n)
     if config.arch == 80 and config.head_dim == 128:
         # 128x48 spills 24 bytes with softcap and ALiBi, and 24 with dropout.
