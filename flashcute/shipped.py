@@ -1,8 +1,8 @@
 """Which kernels are prebuilt: those of dense calls of every head dimension, mask and dtype, and
 those that the commonest calls of public models use beside them.
 
-A kernel takes 15 to 25 s to compile, so not every combination of options ships. What else is called
-is built when it is first used.
+A kernel takes seconds to compile (docs/facts.md), so not every combination of options ships. What
+else is called is built when it is first used.
 """
 
 from __future__ import annotations
