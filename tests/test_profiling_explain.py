@@ -22,22 +22,37 @@ def profile(report=None, config=CONFIG, shape=SHAPE):
     return explain.profile(report or ncu.parse_csv(RAW.read_text()), config, shape, (9, 0))
 
 
-def tiles_with_anything_visible(shape, config):
-    """By asking every pair of tiles for its best-placed pair of query and key."""
+def tiles_with_anything_visible(shape, config, heads=1):
+    """By asking every pair of tiles for its best-placed pair of query and key; ``heads``: so many
+    rows of a tile have one position."""
     count = 0
     shift = shape.seqlen_k - shape.seqlen_q
-    for m in range(0, shape.seqlen_q, config.tile_m):
-        last_row = min(m + config.tile_m, shape.seqlen_q) - 1
+    rows = shape.seqlen_q * heads
+    for m in range(0, rows, config.tile_m):
+        last_position = (min(m + config.tile_m, rows) - 1) // heads
         for n in range(0, shape.seqlen_k, config.tile_n):
-            count += not shape.causal or n <= last_row + shift
-    return shape.b * shape.h * count
+            count += not shape.causal or n <= last_position + shift
+    return shape.b * (shape.h if heads == 1 else shape.h_k) * count
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("sq", "sk"), [(512, 512), (300, 500), (500, 300), (1, 900), (129, 1)])
 def test_visible_tiles(sq, sk, causal):
-    shape = bm.Shape(2, sq, sk, 3, 1, 64, causal)
+    shape = bm.Shape(2, sq, sk, 3, 3, 64, causal)
     assert explain.visible_tiles(shape, CONFIG) == tiles_with_anything_visible(shape, CONFIG)
+
+
+@pytest.mark.parametrize(("h", "heads"), [(32, 4), (24, 4), (8, 1)])
+def test_visible_tiles_of_heads_that_share_them(h, heads):
+    """Heads of 3 to a key head take the room of 4."""
+    shape = bm.Shape(16, 4, 4096, h, 8, 128, causal=True)
+    problem = heuristics.FwdProblem("bf16", **dataclasses.asdict(shape))
+    config = heuristics.choose_fwd(problem, (9, 0))
+    assert heuristics.packs_heads(problem, config) == (heads > 1)
+    expected = tiles_with_anything_visible(shape, config, heads)
+    assert explain.visible_tiles(shape, config) == expected
+    wanted = explain.ideal(shape, config)
+    assert wanted["tile_macs"] == 2 * 128 * expected * config.tile_m * config.tile_n
 
 
 def test_the_ideal_of_one_tile():

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from .. import occupancy
+from .. import heuristics, occupancy
 from ..benchmarking import Shape
 from ..config import FwdConfig
 from . import machine as machines
@@ -118,25 +118,33 @@ def stalls(metrics: Metrics) -> dict[str, dict[str, object]]:
     }
 
 
-def visible_tiles(shape: Shape, config: FwdConfig) -> int:
-    """Pairs of query tile and key tile with an unmasked score, of all heads and batches."""
+def visible_tiles(shape: Shape, config: FwdConfig, sms: int = 132) -> int:
+    """Pairs of query tile and key tile with an unmasked score, of all heads and batches.
+
+    Where query heads share tiles (:func:`heuristics.packs_heads`), a tile has ``tile_m`` rows of
+    the heads of a key head, each of them rounded up to a power of two heads.
+    """
+    problem = heuristics.FwdProblem(config.dtype, **dataclasses.asdict(shape))
+    packs = heuristics.packs_heads(problem, config, sms)
+    shift = (shape.h // shape.h_k - 1).bit_length() if packs else 0
+    rows = shape.seqlen_q << shift
     count = 0
     tiles_k = -(-shape.seqlen_k // config.tile_n)
-    for first in range(0, shape.seqlen_q, config.tile_m):
-        last = min(first + config.tile_m, shape.seqlen_q) - 1
+    for first in range(0, rows, config.tile_m):
+        last = (min(first + config.tile_m, rows) - 1) >> shift
         seen = last + 1 + shape.seqlen_k - shape.seqlen_q if shape.causal else shape.seqlen_k
         count += min(tiles_k, max(0, -(-seen // config.tile_n)))
-    return shape.b * shape.h * count
+    return shape.b * (shape.h_k if packs else shape.h) * count
 
 
-def ideal(shape: Shape, config: FwdConfig) -> dict[str, float]:
-    """The least work for the problem and its tiles, independent of the kernel.
+def ideal(shape: Shape, config: FwdConfig, sms: int = 132) -> dict[str, float]:
+    """The least work for the problem and its tiles on so many SMs, independent of the kernel.
 
     ``tile_macs`` and ``tile_exponentials`` count whole tiles, as a kernel computes them; ``flops``
     and ``dram_bytes`` are those of the problem. ``l2_bytes``: Q and O once, K and V once for each
     query tile that needs them; with multicast in a cluster it can be less.
     """
-    pairs = visible_tiles(shape, config)
+    pairs = visible_tiles(shape, config, sms)
     scores = pairs * config.tile_m * config.tile_n
     rows = shape.b * shape.h * shape.seqlen_q
     return {
@@ -197,7 +205,7 @@ def profile(
     quantities = {name: _pick(metrics, names) for name, names in _QUANTITIES.items()}
     if quantities["multiprocessors"] is None:
         quantities["multiprocessors"] = multiprocessors
-    wanted = ideal(shape, config)
+    wanted = ideal(shape, config, int(quantities["multiprocessors"] or 132))
     reads, writes = quantities["dram_read_bytes"], quantities["dram_write_bytes"]
     moved = None if reads is None or writes is None else reads + writes
     quantities["dram_bytes"] = moved
