@@ -23,6 +23,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -207,8 +208,8 @@ _FLAGS = {"Active": 1.0, "Not Active": 0.0}
 
 
 @contextlib.contextmanager
-def gpu_sampler(index: int = 0, interval_ms: int = 100) -> Iterator[list[dict[str, float]]]:
-    """Sample the GPU's state with nvidia-smi while the body runs.
+def gpu_sampler(device: int = 0, interval_ms: int = 100) -> Iterator[list[dict[str, float]]]:
+    """Sample the state of torch's GPU number ``device`` with nvidia-smi while the body runs.
 
     Yields a list that fills up meanwhile, of readings ``sm_mhz``, ``power_w``, ``temperature_c``
     and ``power_capped``, 1 where the power limit holds the clock down and else 0, each with ``at``,
@@ -221,7 +222,9 @@ def gpu_sampler(index: int = 0, interval_ms: int = 100) -> Iterator[list[dict[st
         yield samples
         return
     query = f"--query-gpu={','.join(_SAMPLED.values())}"
-    command = [program, query, "--format=csv,noheader,nounits", f"--id={index}"]
+    # nvidia-smi numbers GPUs in its own way, whatever CUDA_VISIBLE_DEVICES says.
+    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = [program, query, "--format=csv,noheader,nounits", f"--id={gpu}"]
     process = subprocess.Popen(
         [*command, f"--loop-ms={interval_ms}"],
         stdout=subprocess.PIPE,
@@ -277,10 +280,16 @@ def _from_root(argument: str) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
 
 
-_GIT_COMMIT = [
-    *("git", "-C", str(pathlib.Path(__file__).parent), "rev-parse"),
-    *("--quiet", "--verify", "HEAD"),
-]
+def _git_commit() -> str | None:
+    """The commit of this file, and ``-dirty`` where tracked files differ from it; None where git
+    does not know the file, as in a virtual environment inside of another project."""
+    here = pathlib.Path(__file__).resolve()
+    git = ["git", "-C", str(here.parent)]
+    if _output([*git, "ls-files", "--error-unmatch", "--", here.name]) is None:
+        return None
+    commit = _output([*git, "rev-parse", "--quiet", "--verify", "HEAD"])
+    changed = _output([*git, "status", "--porcelain", "--untracked-files=no", "--", ":/"])
+    return commit if commit is None or changed is None else f"{commit}-dirty"
 
 
 def machine_info() -> dict[str, object]:
@@ -292,7 +301,7 @@ def machine_info() -> dict[str, object]:
     info: dict[str, object] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join([pathlib.Path(sys.executable).name, *map(_from_root, sys.argv)]),
-        "commit": os.environ.get("GIT_COMMIT") or _output(_GIT_COMMIT),
+        "commit": os.environ.get("GIT_COMMIT") or _git_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
@@ -373,13 +382,22 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 def write_json(path: pathlib.Path, payload: Mapping[str, object]) -> None:
     """Write a result file, creating its folder; keys keep their order.
 
+    A file that is there is replaced once the new one is complete.
+
     Raises:
         OSError: naming the file and the KiB that it takes.
     """
     text = json.dumps(payload, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        replaced = path.resolve()
+        if path.exists() and not path.is_file():  # a pipe, /dev/stdout
+            path.write_text(text, encoding="utf-8")
+            return
+        with tempfile.TemporaryDirectory(prefix=".", dir=replaced.parent) as folder:
+            new = pathlib.Path(folder) / replaced.name
+            new.write_text(text, encoding="utf-8")
+            new.replace(replaced)
     except OSError as error:
         size = -(-len(text) // 1024)
         raise OSError(error.errno, f"{error.strerror} (it takes {size} KiB)", str(path)) from error

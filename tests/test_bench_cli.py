@@ -353,6 +353,9 @@ def test_drawing_refuses_other_files(tmp_path, capsys, text):
     path.write_text(text)
     assert bench("--plot-only", path) == 1
     assert "flashcute bench: expected a result of bench" in capsys.readouterr().err
+    path.write_text('{"pass": "integrations", "rows": [{}]}')
+    assert bench("--plot-only", path) == 1
+    assert "integrations, which has no plots" in capsys.readouterr().err
     assert bench("--plot-only", tmp_path / "none.json") == 1
     assert "none.json" in capsys.readouterr().err
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import itertools
 import json
 import pathlib
+import re
+import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -163,6 +167,7 @@ case "$1" in
 --query-gpu=clocks.sm,power.draw.instant,temperature.gpu,clocks_event_reasons.sw_power_cap) ;;
 *) exit 1 ;;
 esac
+echo "$@" >"${{0%/*}}/arguments"
 echo '{line}'
 exec sleep 60
 """
@@ -184,14 +189,18 @@ def test_gpu_sampler_reads_nvidia_smi(line, expected, tmp_path, monkeypatch):
     program.write_text(NVIDIA_SMI.format(line=line))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    gpus = [types.SimpleNamespace(uuid="0-1"), types.SimpleNamespace(uuid="2-3")]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
     start = time.monotonic()
     before = time.perf_counter()
-    with bm.gpu_sampler() as samples:
+    with bm.gpu_sampler(1) as samples:
         while not samples and time.monotonic() - start < 30:
             time.sleep(0.01)
     (sample,) = samples
     assert before < sample.pop("at") < time.perf_counter()
     assert sample == expected
+    # torch's GPU 1, which is another number to nvidia-smi under CUDA_VISIBLE_DEVICES
+    assert "--id=GPU-2-3" in (tmp_path / "arguments").read_text().split()
     assert time.monotonic() - start < 30
 
 
@@ -209,6 +218,53 @@ def test_machine_info_says_what_a_figure_needs(tmp_path):
     path = tmp_path / "new" / "result.json"
     bm.write_json(path, info)
     assert json.loads(path.read_text()) == info
+
+
+def test_a_result_file_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    bm.write_json(path, {"old": 1})
+
+    def full(file, *_args, **_kwargs):
+        file.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match=r"result.json"):
+        patched.setattr(pathlib.Path, "write_text", full)
+        bm.write_json(path, {"new": 2})
+    assert json.loads(path.read_text()) == {"old": 1}
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    bm.write_json(link, {"new": 2})
+    assert link.is_symlink()
+    assert json.loads(path.read_text()) == {"new": 2}
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["link.json", "result.json"]
+
+
+def git(folder, *args):
+    name = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    subprocess.run(["git", "-C", str(folder), *name, *args], check=True, capture_output=True)
+
+
+def test_the_commit_is_that_of_this_file(tmp_path, monkeypatch):
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    git(tmp_path, "init", "--quiet")
+    file = tmp_path / "benchmarking.py"
+    file.write_text("1\n")
+    (tmp_path / ".gitignore").write_text("venv\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message=x")
+    monkeypatch.setattr(bm, "__file__", str(file))
+    commit = bm.machine_info()["commit"]
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    (tmp_path / "result.json").write_text("{}")  # untracked
+    assert bm.machine_info()["commit"] == commit
+    file.write_text("2\n")
+    assert bm.machine_info()["commit"] == commit + "-dirty"
+    installed = tmp_path / "venv" / "benchmarking.py"  # in a project that is not this one
+    installed.parent.mkdir()
+    installed.write_text("1\n")
+    monkeypatch.setattr(bm, "__file__", str(installed))
+    assert bm.machine_info()["commit"] is None
 
 
 def test_machine_info_has_the_version_of_flashattention_3(monkeypatch):

@@ -53,6 +53,13 @@ def test_phases_go_on_after_a_failure(phases, tmp_path, capsys):
     assert out.splitlines()[-1].endswith("passed")
 
 
+def test_the_summary_names_what_had_no_time(phases, tmp_path):
+    phases(one=script("pass"), two=script("pass"))
+    assert check_gpu.main(["--out", str(tmp_path), "--total", "5"]) == 1
+    assert set(outcomes(tmp_path).values()) == {"NOT RUN, no time left"}
+    assert set(outcomes(tmp_path)) == {"one", "two"}
+
+
 def test_success_is_zero(phases, tmp_path):
     phases(only=script("pass"))
     assert check_gpu.main(["--out", str(tmp_path)]) == 0

@@ -213,11 +213,11 @@ def main(argv: list[str] | None = None) -> int:
         seconds = min(args.limits.get(name, phase.limit), left - GRACE_S)
         if seconds < 1:
             results[name] = {"outcome": "NOT RUN, no time left", "seconds": 0.0}
-            continue
-        print(f"{name} ...", flush=True)
-        command = [sys.executable, *phase.command(args, seconds)]
-        outcome, took = run_phase(command, args.out / f"{name}.log", seconds)
-        results[name] = {"outcome": outcome, "seconds": round(took, 1), "command": command}
+        else:
+            print(f"{name} ...", flush=True)
+            command = [sys.executable, *phase.command(args, seconds)]
+            outcome, took = run_phase(command, args.out / f"{name}.log", seconds)
+            results[name] = {"outcome": outcome, "seconds": round(took, 1), "command": command}
         (args.out / "summary.json").write_text(json.dumps(results, indent=1) + "\n")
     for name in results:
         log = args.out / f"{name}.log"

@@ -365,6 +365,11 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("expected an NVIDIA GPU that torch can use, found none; run it there")
+    if "fa3" in args.peers:
+        try:
+            peers.fa3_module()
+        except ImportError as error:
+            parser.error(f"--peers fa3: {error}")
     capability = torch.cuda.get_device_capability()
     target = f"{capability[0]}{capability[1]}"
     specs = {

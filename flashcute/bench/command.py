@@ -201,7 +201,10 @@ def _measure(args: argparse.Namespace) -> dict:
 def _load(path: Path) -> dict:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-        speed = "tokens_per_second" if result.get("pass") == "ring" else "tflops"
+        what = result.get("pass")
+        if what == "integrations":
+            raise ValueError(f"--pass {what}, which has no plots")
+        speed = "tokens_per_second" if what == "ring" else "tflops"
         if result["rows"] and {"us", speed} <= set(result["rows"][0]):
             return result
     except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
