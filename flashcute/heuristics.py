@@ -286,7 +286,8 @@ def work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> tupl
     number of tiles.
 
     Without a mask and with one CTA an SM, CTAs take tiles in turn: the most that one of them gets.
-    Else CTAs take tiles as they become free, longest first: the mean, and the idle time at the end.
+    Else the mean, and the idle time at the end: under a mask CTAs take tiles as they become free,
+    longest first; several CTAs an SM without a mask still take tiles in turn, but share the SM.
     """
     shift = _pack_shift(problem) if packed else 0
     m_blocks = max(-(-(problem.seqlen_q << shift) // config.tile_m), 1)

@@ -309,7 +309,7 @@ def test_readme_examples_run(block):
 
 
 def test_readme_shows_code():
-    assert len(README_BLOCKS) == 3
+    assert len(README_BLOCKS) == 4
 
 
 def test_generated_parts_are_up_to_date(capsys):
@@ -367,6 +367,15 @@ def test_the_speed_table_comes_from_the_result_file(tmp_path):
     assert "standard normal inputs" in text
     assert "flashcute 21.4 us" in text
     assert "GPU X" in text and "2026-11-21, at commit 0123456, in one run" in text
+
+
+def test_the_headline_is_of_all_that_was_measured(tmp_path):
+    shape = bm.sweep_shape(64, 512, causal=True)
+    rows = [made_row(shape, {"flashcute": 100.0, "fa3": t, "fa2": 250.0}) for t in (90.0, 160.0)]
+    made = made_result(tmp_path, *rows)
+    (header, _, line) = cells_of(update_docs.headline((made, tmp_path / "none", tmp_path / "none")))
+    assert line == ["forward", "64", "1.20 (0.90)", "-", "2.50 (2.50)", "GPU X, 2026-11-21"]
+    assert header[2:5] == ["over FlashAttention-3", "over cuDNN", "over FlashAttention-2"]
 
 
 MACHINE = {"gpu": "GPU X", "driver": "1.2", "torch": "2.11", "date": "2026-11-21", "commit": "0123"}
@@ -504,7 +513,7 @@ def test_stale_figures_are_noticed(tmp_path):
 
 
 def test_facts_quote_the_benchmark():
-    """The rows that name fwd.json have its figures, which the table in README is made of."""
+    """The rows that name fwd.json have its figures, which the tables are made of."""
     result = json.loads(update_docs.FORWARD.read_text(encoding="utf-8"))
     lines = (ROOT / "docs" / "facts.md").read_text(encoding="utf-8").splitlines()
     text = " ".join(line for line in lines if "/fwd.json)" in line)
@@ -524,7 +533,7 @@ def test_the_readme_counts_the_lines_of_a_kernel():
 
 def test_the_readme_says_what_the_cache_command_takes():
     text = " ".join(prose(ROOT / "README.md").split())
-    part = text[text.index("`pip install .` works") : text.index("## Use")]
+    part = text[text.index("`pip install .` compiles") : text.index("## Use")]
     commands = re.findall(r"`(?:python -m flashcute )?(cache[^`]*)`", part)
     actions = [cli._parser().parse_args(shlex.split(command)).action for command in commands]
     assert sorted(actions) == ["clean", "list", "size"]

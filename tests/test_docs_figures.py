@@ -51,7 +51,7 @@ def test_rows_can_be_read_alone(page):
 @pytest.mark.parametrize(
     ("path", "measured", "peers"),
     [
-        (update_docs.BACKWARD, update_docs.backward_rows, ("fa2", "fa3")),
+        (update_docs.BACKWARD, update_docs.sweep_rows, ("fa2", "fa3")),
         (update_docs.DECODE, update_docs.decode_rows, ("fa2", "cudnn", "fa3")),
     ],
     ids=["bwd", "decode"],

@@ -52,7 +52,7 @@ def call() -> Canvas:
     spine(
         424,
         66,
-        ["launch(params, stream)", "sm80: a CTA for each query tile; sm90: for each SM"],
+        ["launch(params, stream)", "sm80: a CTA for each tile; sm90: persistent"],
         "flash_fwd_launch_template*.h",
         YELLOW,
     )
@@ -60,9 +60,7 @@ def call() -> Canvas:
         c.arrow([(mid, top), (mid, bottom)])
     c.text(mid + 10, 360, "known problem: no Python runs")
     c.text(right, 28, "CPU tensors, tracing", bold=True)
-    c.box(
-        right, 40, rw, 48, ["CPU: the reference; fake, meta: shapes"], file="reference.py, ops.py"
-    )
+    c.box(right, 40, rw, 48, ["CPU: cpu.py; fake, meta: shapes"], file="cpu.py, ops.py")
     c.arrow([(x + w, 64), (right, 64)])
 
     c.text(right, 128, "once for each problem", bold=True)
@@ -112,7 +110,7 @@ def call() -> Canvas:
         (580, "K, V -> shared memory", "mainloop_fwd_sm*.h: LDGSTS or UTMALDG"),
         (630, "S = Q K^T", "utils.h: HMMA or mma_traits_sm90.h: HGMMA"),
         (680, "mask, in blocks that an edge cuts", "mask.h: ISETP, FSEL"),
-        (730, "row maximum, P = exp2(S - m), row sum", "softmax.h: FMNMX, FFMA, MUFU.EX2"),
+        (730, "P = exp2(S - reference), row sum", "softmax.h: FFMA, MUFU.EX2; rarely FMNMX"),
         (780, "O += P V", "utils.h: HMMA or mma_traits_sm90.h: HGMMA"),
     ]
     for y, text, file in loop:
@@ -121,7 +119,7 @@ def call() -> Canvas:
     c.line([(830, 802), (850, 802), (850, 602)], stroke_width=1.5)
     c.arrow([(850, 602), (830, 602)])
     c.arrow([(450, 802), (410, 802)])
-    c.text(230, 690, "O, row maximum m and row sum l", anchor="middle")
+    c.text(230, 690, "O, the rows' references and sums", anchor="middle")
     c.text(230, 710, "stay in registers; S and P are", anchor="middle")
     c.text(230, 730, "never written to memory", anchor="middle")
     return c

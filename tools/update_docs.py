@@ -46,8 +46,9 @@ def _measured(result: Mapping) -> str:
     machine = result["machine"]
     return (
         f"on one {machine['gpu']} (driver {machine['driver']}, torch {machine['torch']}), "
-        f"{str(machine['date'])[:10]}, at commit {str(machine['commit'])[:7]}, in one run, cold "
-        "caches, medians ([protocol](flashcute/benchmarking.py)). `fa2` and `cudnn` are PyTorch's"
+        f"{str(machine['date'])[:10]}, at commit {str(machine['commit'])[:7]}, in one run, "
+        "cold caches, medians ([protocol](../flashcute/benchmarking.py)). `fa2` and `cudnn` are "
+        "PyTorch's"
     )
 
 
@@ -66,11 +67,11 @@ def _over(rows: Sequence[Mapping], peers: Sequence[str | None]) -> list[str]:
 
 
 def speed(path: Path = FORWARD) -> str:
-    """README's table of forward speed, from the benchmark's result file."""
+    """The table of forward speed, from the benchmark's result file."""
     if not path.is_file():
         return "Not measured yet: `make bench` on a machine with a GPU writes the figures here."
     result = json.loads(path.read_text(encoding="utf-8"))
-    measured = table.parts(result["rows"]).get(table.Part("bf16"), [])
+    measured = sweep_rows(result)
     names = _contenders(measured, result)
     rows = []
     for row in measured:
@@ -91,7 +92,7 @@ def speed(path: Path = FORWARD) -> str:
 
 
 def models(path: Path = MODELS) -> str:
-    """README's table of models' shapes, or nothing where they were not measured."""
+    """The table of models' shapes, or nothing where they were not measured."""
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -106,7 +107,7 @@ def models(path: Path = MODELS) -> str:
         rows.append([*sizes, table.mask(row), *figures, "-" if over is None else f"{over:.2f}"])
     header = ["model", "batch", "seqlen", "heads", "head dim", "mask", *names, "x best peer"]
     lines = [
-        "[Shapes of public models](flashcute/bench/models.py): forward, bf16, standard normal "
+        "[Shapes of public models](../flashcute/bench/models.py): forward, bf16, standard normal "
         f"inputs, TFLOP/s, {_measured(result)}, whose cuDNN has no causal mask that is aligned to "
         "the bottom-right corner.",
         "",
@@ -123,7 +124,7 @@ def _mean_and_least(pairs: Sequence[tuple[Mapping, float | None]]) -> str:
 
 
 def inputs(path: Path = INPUTS) -> str:
-    """README's table of distributions of inputs, or nothing where they were not measured."""
+    """The table of distributions of inputs, or nothing where they were not measured."""
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -142,7 +143,7 @@ def inputs(path: Path = INPUTS) -> str:
         ", ".join(map(str, sorted({row[size] for row in measured}))) for size in ("d", "seqlen_q")
     )
     text = [
-        "[Distributions of Q and K](flashcute/bench/inputs.py): speed over the best peer on the "
+        "[Distributions of Q and K](../flashcute/bench/inputs.py): speed over the best peer on the "
         "same inputs, and over our own on standard normal inputs; geometric mean (least); forward, "
         f"d = {dims}, s = {lengths}, {_measured(result)}.",
         "",
@@ -155,26 +156,26 @@ def inputs(path: Path = INPUTS) -> str:
     return "\n".join(text)
 
 
-def backward_rows(result: Mapping) -> list[Mapping]:
-    """The rows that README's figures on the backward are of."""
+def sweep_rows(result: Mapping) -> list[Mapping]:
+    """The rows that the figures on forward and backward are of."""
     return table.parts(result["rows"]).get(table.Part("bf16"), [])
 
 
 def decode_rows(result: Mapping) -> list[Mapping]:
-    """The rows that README's figures on a cache are of: of a contiguous one, nothing appended."""
+    """The rows that the figures on a cache are of: of a contiguous one, nothing appended."""
     rows = (row for row in result["rows"] if row["dtype"] == "bf16" and not row["page_size"])
     return [row for row in rows if serving_table.kind(row) == "decode"]
 
 
 def backward(path: Path = BACKWARD) -> str:
-    """README's lines on the backward, or nothing where it was not measured."""
+    """The lines on the backward, or nothing where it was not measured."""
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
-    measured = backward_rows(result)
+    measured = sweep_rows(result)
     dims = ", ".join(map(str, sorted({row["d"] for row in measured})))
     lines = [
-        "The backward by autograd ([plot](benchmarks/results/bwd_bf16_ratio.png)), "
+        "The backward by autograd ([plot](../benchmarks/results/bwd_bf16_ratio.png)), "
         f"d = {dims}, s and masks of the sweep, bf16, {_measured(result)}:",
         "",
         *_over(measured, _contenders(measured, result)[1:]),
@@ -183,13 +184,13 @@ def backward(path: Path = BACKWARD) -> str:
 
 
 def decode(path: Path = DECODE) -> str:
-    """README's lines on queries over a contiguous KV cache, or nothing as above."""
+    """The lines on queries over a contiguous KV cache, or nothing as above."""
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
     measured = decode_rows(result)
     lines = [
-        "Queries over a contiguous KV cache ([plot](benchmarks/results/decode_bf16_ratio.png)), "
+        "Queries over a contiguous KV cache ([plot](../benchmarks/results/decode_bf16_ratio.png)), "
         f"bf16, {_measured(result)}:",
         "",
         *_over(measured, _contenders(measured, result)[1:]),
@@ -197,9 +198,32 @@ def decode(path: Path = DECODE) -> str:
     return "\n".join(lines)
 
 
+def headline(paths: Sequence[Path] = (FORWARD, BACKWARD, DECODE)) -> str:
+    """README's table: the speed over each peer, a line for each of the three that was measured."""
+    whats = ("forward", "backward", "decoding over a KV cache")
+    peers = {"fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FlashAttention-2"}
+    lines = []
+    for what, path, of_result in zip(
+        whats, paths, (sweep_rows, sweep_rows, decode_rows), strict=True
+    ):
+        if path.is_file():
+            result = json.loads(path.read_text(encoding="utf-8"))
+            measured = of_result(result)
+            dims = sorted({row["d"] for row in measured})
+            over = [
+                _mean_and_least([(row, table.ratio(row, peer=peer)) for row in measured])
+                for peer in peers
+            ]
+            where = f"{result['machine']['gpu']}, {str(result['machine']['date'])[:10]}"
+            lines.append([what, ", ".join(map(str, dims)), *over, where])
+    header = ["bf16", "head dims", *(f"over {name}" for name in peers.values()), "measured on"]
+    return bm.format_table(header, lines)
+
+
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {
-        **{"support": support_matrix, "speed": speed, "models": models, "inputs": inputs},
+    "README.md": {"headline": headline, "support": support_matrix},
+    "docs/speed.md": {
+        **{"speed": speed, "models": models, "inputs": inputs},
         **{"backward": backward, "decode": decode},
     },
     "SECURITY.md": {"environment": environment},

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from flashcute.config import BwdConfig, FwdConfig
 
-# Small tiles compile and run fast. The two kernels take different paths: Q in registers, two stages
-# and one loop, or Q in shared memory, one stage and a loop of their own for masked blocks.
+# Small tiles compile and run fast. The two kernels take different paths: Q in registers and two
+# stages, or Q in shared memory and one stage.
 TWO_STAGES = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 2, 2, 1)
 ONE_STAGE = FwdConfig(80, "bf16", 64, "causal", 64, 32, 4, 1, 0, 1)
 WINDOW = dataclasses.replace(TWO_STAGES, mask="local")

@@ -68,10 +68,9 @@ struct BwdConfig {
 // tile divides.
 inline constexpr int32_t kRowStatsMultiple = 128;
 // Of a ragged batch: where those of sequence i begin, whose queries begin at row_q, and how many a
-// head has. Up to the next sequence's there is room for all rows from row_q to where that one
-// begins, as each has a block more than the one before; so there is for the rows before the first
-// sequence, with i = -1 and row_q = 0, and for those behind the last one, with i = b, whose tiles
-// read statistics.
+// head has. Each sequence has one block of 128 rows more than its rows need, for the rows of no
+// sequence behind it. i = -1: the rows before the first sequence; i = b: those behind the last one,
+// whose tiles read statistics, too.
 inline constexpr int32_t row_stats_begin(int32_t row_q, int32_t i) {
     return (row_q / kRowStatsMultiple + i + 1) * kRowStatsMultiple;
 }

@@ -1,4 +1,4 @@
-// The sm90-class forward kernel: as many CTAs as SMs, each computing several tiles; warpgroup 0 is
+// The sm90-class forward kernel: persistent CTAs, each computing several tiles; warpgroup 0 is
 // the producer, the others are consumers.
 #pragma once
 

@@ -44,8 +44,8 @@ struct KernelTraitsSm90 {
     static constexpr int kMmaRegisters = cute::min(
         (kLaunchRegisters * (1 + kMmaWarpgroups) - kLoadRegisters) / kMmaWarpgroups / 8 * 8, 240);
 
-    // Under a mask tiles differ in length, and CTAs steal work; otherwise CTA i takes every
-    // gridDim.x-th tile.
+    // Under a mask the tiles of a dense batch differ in length, and CTAs steal work; otherwise CTA
+    // i takes every gridDim.x-th tile. A launch with a plan always steals.
     static constexpr bool kWorkStealing = C.mask != MaskKind::none;
 
     // Each warpgroup owns 64 query rows: a row's scores stay within four lanes. Q K^T takes Q's
