@@ -231,6 +231,11 @@ def test_python_is_asked_once_per_problem(stand_in) -> None:
         "softcap": 0,
         "alibi": 0,
         "backward": 0,
+        "cache": 0,
+        "dropout": 0,
+        "num_splits": -1,
+        "page_size": 0,
+        "varlen": 0,
     }
     ops.fwd(q, k, v, 0.125, False)
     ops.fwd(q[:1], k[:1], v[:1], 0.125, True)
