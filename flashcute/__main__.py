@@ -32,7 +32,7 @@ from .sim import cli as sim_cli
 _DAY = 24 * 3600.0
 _PASSES = "fwd", "bwd"
 # Of what this imports: the modules whose package has their name.
-_PACKAGES = ("torch", "numpy", "filelock", "ninja", "tqdm", "matplotlib")
+_PACKAGES = ("torch", "numpy", "ninja", "tqdm", "matplotlib")
 
 
 def targets_at_hand() -> list[str]:

@@ -151,6 +151,51 @@ def test_killed_builder_blocks_nobody(tmp, monkeypatch):
     assert not list((tmp / "cache").glob("tmp-*"))
 
 
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused(tmp, monkeypatch, code):
+    """Lustre mounted without flock, NFS 3 without a lock daemon: nobody may wait there."""
+
+    def flock(file, operation):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(BuildError, match=rf"{os.strerror(code)}; set FLASHCUTE_CACHE_DIR"):
+        make(tmp)
+    assert runs(tmp) == 0
+
+
+def test_a_lock_is_one_holders_and_outlives_no_release(tmp):
+    (tmp / "cache").mkdir(mode=0o700)
+    first, second = (cache.Lock(tmp / "cache", "entry") for _ in range(2))
+    assert first.acquire() and not second.acquire()
+    child = os.fork()
+    if child == 0:  # has the lock's file open for as long as it lives
+        time.sleep(60)
+        os._exit(0)
+    try:
+        first.release()
+        assert second.acquire()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    first.release()  # no effect
+    assert not first.acquire()
+
+
+def test_who_waits_names_the_lock(tmp, monkeypatch):
+    monkeypatch.setenv("TEST_SLEEP", "2")
+    builds = start_process()
+    while runs(tmp) == 0:
+        assert builds.poll() is None, builds.communicate()
+        time.sleep(0.01)
+    waits = start_process()
+    _, said = waits.communicate(timeout=60)
+    builds.communicate(timeout=60)
+    (lock,) = (tmp / "cache" / "locks").iterdir()
+    assert f"another process builds tiny, waiting until it releases {lock}" in said
+    assert (builds.returncode, waits.returncode, runs(tmp)) == (0, 0, 1)
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty record", "no record", "no object"])
 def test_damaged_entry_is_built_again(tmp, damage):
     path = make(tmp).artefact.path
@@ -422,10 +467,10 @@ def test_one_job_leaves_the_units_that_wait_to_other_processes(tmp):
     compiler = counting_compiler(tmp)
 
     def held(unit):
-        lock = build._lock_now(tmp / "cache", build._stem(unit, unit.key(compiler)))
-        if lock is not None:
-            lock.release()
-        return lock is None
+        lock = cache.Lock(tmp / "cache", build._stem(unit, unit.key(compiler)))
+        free = lock.acquire()
+        lock.release()
+        return not free
 
     seen = []
     build.build_many(units, compiler, 1, lambda _: seen.append(sum(map(held, units))))

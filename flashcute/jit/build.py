@@ -25,15 +25,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .. import env
 from . import cache
 from .sources import project_headers
 from .toolchain import BuildError, Compiler
-
-if TYPE_CHECKING:
-    import filelock
 
 logger = logging.getLogger("flashcute")
 
@@ -148,7 +144,7 @@ class _Edge:
     unit: Unit
     compiler: Compiler
     key: str
-    lock: filelock.FileLock
+    lock: cache.Lock
     folder: Path
 
     @property
@@ -228,22 +224,6 @@ class _Edge:
         return cache.publish(self._output, cache_folder, _stem(unit, self.key), meta)
 
 
-def _lock(folder: Path, stem: str) -> filelock.FileLock:
-    import filelock  # here, as it is not needed where nothing is built
-
-    return filelock.FileLock(folder / "locks" / f"{stem}.lock")
-
-
-def _lock_now(folder: Path, stem: str) -> filelock.FileLock | None:
-    """The lock of an entry, acquired, or None if another process holds it."""
-    lock = _lock(folder, stem)
-    try:
-        lock.acquire(timeout=0)
-    except TimeoutError:
-        return None
-    return lock
-
-
 def _take(
     unit: Unit, compiler: Compiler, key: str, folder: Path, stack: contextlib.ExitStack
 ) -> _Edge | cache.Artefact | None:
@@ -253,8 +233,8 @@ def _take(
     and folder.
     """
     stem = _stem(unit, key)
-    lock = _lock_now(folder, stem)
-    if lock is None:
+    lock = cache.Lock(folder, stem)
+    if not lock.acquire():
         return None
     stack.callback(lock.release)
     artefact = cache.find(folder, stem, key=key)
@@ -287,8 +267,8 @@ def clean(older_than: float | None = None) -> tuple[int, int]:
     folder = cache.cache_dir()
     count = size = 0
     for stem, paths in cache.contents(folder).items():
-        lock = _lock_now(folder, stem)
-        if lock is None:
+        lock = cache.Lock(folder, stem)
+        if not lock.acquire():
             continue
         try:
             # Records first: a shared object without a record is not an entry.
@@ -480,8 +460,13 @@ def build_many(
                     finish(edges[edge], *edge.publish(folder, report))
         if len(busy) == len(missing):
             unit = units[busy[0]]
-            logger.warning("flashcute: another process builds %s, waiting for it", unit.name)
-            with _lock(folder, _stem(unit, keys[busy[0]])):
-                pass  # the next round looks for the entry: the other build may have failed
+            lock = cache.Lock(folder, _stem(unit, keys[busy[0]]))
+            logger.warning(
+                "flashcute: another process builds %s, waiting until it releases %s",
+                unit.name,
+                lock.path,
+            )
+            lock.acquire(wait=True)
+            lock.release()  # the next round looks for the entry: the other build may have failed
         missing = busy + later
     return [results[index] for index in range(len(units))]
