@@ -43,7 +43,13 @@ def _find_or_build() -> cache.Artefact:
     artefact = cache.find(folder, unit.name, source_key=unit.source_key())
     if artefact is not None:
         return artefact
-    compiler = toolchain.find_host_compiler()
+    try:
+        compiler = toolchain.find_host_compiler()
+    except BuildError:
+        artefact = build.find(unit, None)
+        if artefact is not None:
+            return artefact
+        raise
     artefact = build.find(unit, compiler)
     if artefact is not None:
         return artefact

@@ -122,15 +122,24 @@ def resources(log: str) -> dict[str, int]:
     }
 
 
-def find(unit: Unit, compiler: Compiler) -> cache.Artefact | None:
-    """The unit's entry in the user's cache, if it exists and is intact. Writes nothing."""
+def find(unit: Unit, compiler: Compiler | None) -> cache.Artefact | None:
+    """The unit's entry in the user's cache, if it exists and is intact. Writes nothing.
+
+    Without a compiler, as where a cache was filled in another shell or image, it is that of any
+    compiler, by the rule for prebuilt files: an entry of the same sources.
+    """
     folder = cache.cache_dir()
     try:
         cache.check_private(folder)
     except OSError:
         return None
-    key = unit.key(compiler)
-    return cache.find(folder, _stem(unit, key), key=key)
+    if compiler is not None:
+        key = unit.key(compiler)
+        return cache.find(folder, _stem(unit, key), key=key)
+    source_key = unit.source_key()
+    records = sorted(folder.glob(f"{unit.name}-{unit.target}-*.json"))
+    found = (cache.find(folder, record.stem, source_key=source_key) for record in records)
+    return next(filter(None, found), None)
 
 
 def _stem(unit: Unit, key: str) -> str:
