@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -138,6 +139,11 @@ def _cutlass() -> str:
 
 def _cache() -> str:
     folder = cache.writable_cache_dir()
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise Missing(
+            f"expected a folder that code can be loaded from, got {folder}, mounted noexec",
+            "set FLASHCUTE_CACHE_DIR to a folder on another file system",
+        )
     free = shutil.disk_usage(folder).free
     if free < _MIN_FREE_BYTES:
         raise Missing(

@@ -140,6 +140,13 @@ BROKEN = {
         ),
         "got 5 MiB; free some, or set FLASHCUTE_CACHE_DIR",
     ),
+    "a disk for data alone": (
+        "cache",
+        lambda patch: patch.setattr(
+            doctor.os, "statvfs", lambda folder: argparse.Namespace(f_flag=os.ST_NOEXEC)
+        ),
+        "mounted noexec; set FLASHCUTE_CACHE_DIR",
+    ),
     "no builds allowed": (
         "kernels",
         lambda patch: patch.setenv("FLASHCUTE_NO_BUILD", "1"),

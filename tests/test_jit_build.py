@@ -249,7 +249,7 @@ def test_header_changed_during_the_build_is_an_error(tmp, monkeypatch):
     assert not list((tmp / "cache").glob("*.so"))
 
 
-@pytest.mark.parametrize("change", ["source", "flags", "version", "variable", "external"])
+@pytest.mark.parametrize("change", ["source", "flags", "version", "variable", "external", "host"])
 def test_key_depends_on(tmp, monkeypatch, change):
     unit, compiler = tiny_unit(tmp), counting_compiler(tmp)
     key = unit.key(compiler)
@@ -263,6 +263,10 @@ def test_key_depends_on(tmp, monkeypatch, change):
         fields["external"] = ("cutlass 9.9.9",)
     elif change == "version":
         compiler = Compiler(compiler.path, "counting 1.1")
+    elif change == "host":
+        source_key = unit.source_key()
+        monkeypatch.setattr("platform.machine", lambda: "another")
+        assert unit.source_key() != source_key
     else:
         monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
     assert build.Unit(**fields).key(compiler) != key

@@ -10,6 +10,7 @@ import signal
 import threading
 
 import pytest
+import torch
 
 from flashcute import heuristics
 from flashcute.jit import BuildError, binding, build, cache, get_kernel, kernels, sources, toolchain
@@ -144,6 +145,39 @@ def test_a_file_that_is_no_kernel_is_a_message(tmp_path):
     path.write_bytes(b"no shared object")
     with pytest.raises(BuildError, match=r"expected a kernel in .*x\.so"):
         kernels.load(cache.Artefact(path, {}), CONFIG, "80")
+
+
+CANNOT_MAP = "failed to map segment from shared object"
+
+
+def test_a_folder_mounted_noexec_is_named(monkeypatch, tmp_path):
+    def load(path, **_):
+        raise OSError(f"{path}: {CANNOT_MAP}")
+
+    made = cache.Artefact(tmp_path / "x.so", {})
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(BuildError, match=r"noexec: set FLASHCUTE_CACHE_DIR"):
+        kernels.load(made, CONFIG, "80")
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        (CANNOT_MAP, "noexec: set FLASHCUTE_CACHE_DIR"),
+        ("cannot open shared object file", "remove the file, it is then built again"),
+        ("undefined symbol: torch_call_dispatcher", "flashcute needs torch 2.10 or later"),
+    ],
+)
+def test_torch_is_blamed_for_its_symbols_alone(monkeypatch, tmp_path, said, advice):
+    def load(path):
+        raise OSError(f"{path}: {said}")
+
+    made = cache.Artefact(tmp_path / "x.so", {})
+    monkeypatch.setattr(binding, "_find_or_build", lambda: made)
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    with pytest.raises(BuildError, match=rf"cannot load the binding .*{said}; .*{advice}") as error:
+        binding.load_binding.__wrapped__()
+    assert ("torch 2.10" in str(error.value)) == ("symbol" in said)
 
 
 def test_prebuilt_needs_no_compiler_and_loads_once(no_nvcc):

@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import select
 import shlex
@@ -71,14 +72,15 @@ class Unit:
     external: tuple[str, ...] = ()
 
     def source_key(self) -> str:
-        """Digest of sources and flags; the same for every compiler."""
+        """Digest of sources, flags and the host's architecture; the same for every compiler."""
         headers = project_headers(self.source.encode(), self.project_dirs)
         digests = sorted(
             (Path(path).name, hashlib.sha256(data).hexdigest()) for path, data in headers.items()
         )
         libraries = [flag for flag in self.libraries if not flag.startswith("-L")]
         content = [self.name, self.target, self.source, self.suffix, self.flags, libraries]
-        text = json.dumps([*content, self.external, digests])
+        # A home folder can serve x86-64 and Arm nodes.
+        text = json.dumps([*content, platform.machine(), self.external, digests])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def key(self, compiler: Compiler) -> str:

@@ -210,6 +210,17 @@ def find(folder: Path, stem: str, **expected: str) -> Artefact | None:
     return Artefact(path, meta)
 
 
+def load_advice(error: Exception) -> str:
+    """What to do where the dynamic loader refuses an entry."""
+    # glibc's text for a file that it may not map as code.
+    if "failed to map segment" in str(error):
+        return (
+            "its file system may be mounted noexec: set FLASHCUTE_CACHE_DIR to a folder that code "
+            "can be loaded from"
+        )
+    return "remove the file, it is then built again"
+
+
 def _replace(source: Path, target: Path) -> None:
     """Renames ``source`` to ``target`` atomically, after its bytes are on disk."""
     with open(source, "rb") as file:

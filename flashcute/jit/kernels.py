@@ -178,8 +178,7 @@ def load(artefact: cache.Artefact, config: AnyConfig, target: str) -> Kernel:
         entry = getattr(library, sources.entry_point(config))
     except (OSError, AttributeError) as error:
         raise BuildError(
-            f"flashcute: expected a kernel in {path}, got {error}; remove the file, it is then "
-            "built again"
+            f"flashcute: expected a kernel in {path}, got {error}; {cache.load_advice(error)}"
         ) from error
     entry.restype = ctypes.c_void_p
     address = entry()
