@@ -153,12 +153,6 @@ def _describe_torch() -> str:
     return f"{torch.__version__} (CUDA {torch.version.cuda})"
 
 
-def _describe_compiler(find: Callable[[], toolchain.Compiler]) -> str:
-    compiler = find()
-    release = next((x for x in compiler.version.splitlines() if "release" in x), None)
-    return f"{compiler.path}, {release or compiler.version.splitlines()[0]}"
-
-
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
@@ -210,8 +204,8 @@ def run_info(args: argparse.Namespace) -> int:
         "python": platform.python_version,
         "torch": _describe_torch,
         "GPU": _describe_gpus,
-        "nvcc": lambda: _describe_compiler(toolchain.find_nvcc),
-        "C++ compiler": lambda: _describe_compiler(toolchain.find_host_compiler),
+        "nvcc": toolchain.find_nvcc,
+        "C++ compiler": toolchain.find_host_compiler,
         "CUTLASS": lambda: sources.cutlass_version() or "headers not there",
         "sources": sources.source_root,
         "prebuilt": lambda: f"{sources.prebuilt_dir()} ({len(_prebuilt())} shared objects)",

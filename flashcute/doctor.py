@@ -57,17 +57,23 @@ def _torch() -> str:
     return f"{torch.__version__} for CUDA {torch.version.cuda}"
 
 
-def _driver() -> str:
+def _cuda_of_driver() -> tuple[int, int] | None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
+        return None
+    number = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def _driver() -> str:
+    version = _cuda_of_driver()
+    if version is None:
         raise Missing(
             "expected NVIDIA's driver (libcuda.so.1), found none",
             "install the driver; start a container with its GPUs (docker run --gpus all)",
-        ) from None
-    number = ctypes.c_int()
-    driver.cuDriverGetVersion(ctypes.byref(number))
-    version = number.value // 1000, number.value % 1000 // 10
+        )
     needed = _cuda_of_torch()
     text = f"for CUDA {version[0]}.{version[1]}"
     # Within a major version newer libraries run on an older driver.
@@ -123,13 +129,16 @@ def _listed(capabilities) -> str:
     return ", ".join("{}.{}".format(*capability) for capability in capabilities)
 
 
-def _compiler(find: Callable[[], toolchain.Compiler]) -> Callable[[], str]:
-    def probe() -> str:
-        compiler = find()
-        lines = compiler.version.splitlines()
-        return f"{compiler.path}, {next((x for x in lines if 'release' in x), lines[0])}"
-
-    return probe
+def _nvcc() -> str:
+    compiler = toolchain.find_nvcc()
+    release, driver = compiler.release, _cuda_of_driver()
+    # Kernels have their CUDA runtime linked in. Within a major version an older driver serves it.
+    if release is not None and driver is not None and release[0] > driver[0]:
+        raise Missing(
+            f"expected nvcc of CUDA {driver[0]}, which the driver is for, got {compiler}",
+            "install a newer driver, or a toolkit of the driver's CUDA, and set CUDA_HOME to it",
+        )
+    return f"{compiler}"
 
 
 def _cutlass() -> str:
@@ -190,8 +199,8 @@ def _probes() -> dict[str, Callable[[], str]]:
         "torch": _torch,
         "driver": _driver,
         "GPU": _gpu,
-        "nvcc": _compiler(toolchain.find_nvcc),
-        "C++": _compiler(toolchain.find_host_compiler),
+        "nvcc": _nvcc,
+        "C++": lambda: f"{toolchain.find_host_compiler()}",
         "ninja": build.find_ninja,
         "CUTLASS": _cutlass,
         "cache": _cache,

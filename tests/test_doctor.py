@@ -169,8 +169,21 @@ def test_one_thing_is_missing(whole, capsys, monkeypatch, case):
         damage(patch)
         missing = examine(capsys)
     assert expected in missing.pop(name)
-    # A torch that fails shows at its GPUs' kernels, too.
-    assert set(missing) <= ({"kernels"} if case == "a broken torch" else set())
+    # A torch that fails shows at its GPUs' kernels, too. A driver too old for torch is so for nvcc.
+    others = {"a broken torch": {"kernels"}, "an old driver": {"nvcc"}}
+    assert set(missing) <= others.get(case, set())
+
+
+def test_nvcc_newer_than_the_driver_is_missing(whole, capsys, monkeypatch):
+    """CUDA 13's compiler from PyPI beside torch and a driver for CUDA 12."""
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: Driver(12080))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    missing = examine(capsys)
+    assert set(missing) == {"nvcc"}
+    assert "expected nvcc of CUDA 12, which the driver is for, got /usr/bin/some" in missing["nvcc"]
+    older = toolchain.Compiler(Path("/usr/bin/some"), "some compiler, release 12.9, V12.9.86")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: older)
+    assert examine(capsys) == {}
 
 
 def test_compilers_are_not_needed_where_all_is_prebuilt(whole, capsys, monkeypatch):
