@@ -6,6 +6,7 @@ The unit, the compiler and the cache folder are the only things that differ from
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import json
 import os
@@ -270,6 +271,24 @@ def test_key_depends_on(tmp, monkeypatch, change):
     else:
         monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
     assert build.Unit(**fields).key(compiler) != key
+
+
+def test_no_path_of_the_machine_is_in_the_result(tmp):
+    """As prebuilt shared objects travel; two builds of the same sources are the same."""
+    header = tmp / "include" / "answer.h"
+    header.write_text("inline const char *here() { return __FILE__; }\nconstexpr int kAnswer = 42;")
+    source = """#include "answer.h"
+extern "C" const char *header() { return here(); }
+extern "C" const char *source() { return __FILE__; }
+"""
+    unit = dataclasses.replace(tiny_unit(tmp), source=source)
+    path = build.build(unit, counting_compiler(tmp)).artefact.path
+    library, built = ctypes.CDLL(str(path)), path.read_bytes()
+    library.header.restype = library.source.restype = ctypes.c_char_p
+    assert (library.header(), library.source()) == (b"answer.h", b"tiny.cpp")
+    assert str(tmp).encode() not in built
+    path.unlink()
+    assert build.build(unit, counting_compiler(tmp)).artefact.path.read_bytes() == built
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
@@ -608,6 +627,8 @@ def test_nvcc_builds_through_the_same_path(tmp):
     )
     made = build.build(unit, compiler).artefact
     assert answer(made.path) == 42
+    assert str(tmp).encode() not in made.path.read_bytes()
+    assert b"bin/.." not in made.path.read_bytes()  # as nvcc names its own libraries
     assert made.meta["registers"] > 0
     assert made.meta["spill_bytes"] == 0
 

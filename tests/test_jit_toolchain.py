@@ -145,6 +145,15 @@ def test_cxx_is_honoured_and_checked(bare, monkeypatch):
         toolchain.find_host_compiler()
 
 
+def test_relative_paths_are_of_the_folder_where_they_were_given(bare, monkeypatch):
+    monkeypatch.chdir(bare)
+    monkeypatch.setenv("CXX", "./path/g++")
+    assert toolchain.find_host_compiler().path == bare / "path" / "g++"
+    home = fake(bare / "home" / "bin" / "nvcc", "home")
+    monkeypatch.setenv("CUDA_HOME", "home")
+    assert toolchain.find_nvcc().path == home
+
+
 def test_compiler_that_does_not_run_is_named(bare, monkeypatch):
     broken = fake(bare / "broken", "")
     broken.write_text("#!/bin/sh\nexit 3\n")

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import flashcute
 from flashcute import __main__ as cli
@@ -147,6 +148,11 @@ def test_build_places_kernels_that_are_found_as_prebuilt(tmp_path, monkeypatch, 
     assert placed.is_file()
     assert json.loads(placed.with_suffix(".json").read_text())["spill_bytes"] == 0
     assert CONFIG.full_name in capsys.readouterr().out
+    # They travel in wheels: no path of this machine is in them.
+    for path in (placed, tmp_path / "out" / "host" / "flash_api.so"):
+        for folder in (ROOT, cache.cache_dir(), Path(torch.__file__).parent):
+            assert str(folder).encode() not in path.read_bytes()
+        assert b"tmp-flash" not in path.read_bytes()
     monkeypatch.setattr(sources, "prebuilt_dir", lambda: tmp_path / "out")
     monkeypatch.setattr(kernels, "_loaded", {})
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))

@@ -88,11 +88,19 @@ class Unit:
         text = f"{self.source_key()} {compiler.identity()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def command(self, compiler: Compiler, source: Path, output: Path) -> list[str]:
+    @property
+    def file(self) -> str:
+        """Name of the source file."""
+        return f"{self.name}{self.suffix}"
+
+    def command(self, compiler: Compiler) -> list[str]:
+        """Compiles :attr:`file` in the working folder, so that no path of it is in the result."""
         folders = (*self.overriding_dirs, *self.project_dirs, *self.external_dirs)
         includes = [f"-I{folder}" for folder in folders]
+        if self.suffix == ".cpp":  # for __FILE__; no kernel has one
+            includes += [f"-fmacro-prefix-map={folder}/=" for folder in folders]
         head = [str(compiler.path), *compiler.arguments, *self.flags, *includes]
-        return [*head, str(source), "-o", str(output), *self.libraries]
+        return [*head, self.file, "-o", f"{self.name}.so", *self.libraries]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +168,7 @@ class _Edge:
 
     @property
     def command(self) -> str:
-        source = self.folder / f"{self.unit.name}{self.unit.suffix}"
-        return shlex.join(self.unit.command(self.compiler, source, self._output))
+        return shlex.join(self.unit.command(self.compiler))
 
     @property
     def _output(self) -> Path:
@@ -176,12 +183,12 @@ class _Edge:
 
     def prepare(self) -> str:
         """Writes the source and returns the shell command for ninja."""
-        (self.folder / f"{self.unit.name}{self.unit.suffix}").write_text(self.unit.source)
+        (self.folder / self.unit.file).write_text(self.unit.source)
         here = shlex.quote(str(self.folder))
         # TMPDIR: nvcc's intermediate files go to the private folder.
         return (
-            f": > {here}/started; TMPDIR={here} {self.command} > {here}/log 2>&1; "
-            f"status=$?; echo $status > {here}/status; exit $status"
+            f"cd {here} || exit; : > started; TMPDIR={here} {self.command} > log 2>&1; "
+            "status=$?; echo $status > status; exit $status"
         )
 
     def publish(

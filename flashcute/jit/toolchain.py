@@ -27,11 +27,11 @@ _CUDA_HEADERS = ("include/cuda_runtime_api.h", "include/crt/host_config.h", "inc
 _MIN_NVCC = (12, 0)  # the first with -std=c++20; Ubuntu 22.04 has 11.5
 _CCCL_HEADER = "cuda/std/utility"
 
+# Without -lineinfo, which writes the absolute paths of all sources into the machine code.
 NVCC_FLAGS = (
     "-std=c++20",
     "-O3",
     "-ftz=true",
-    "-lineinfo",
     "-DNDEBUG",
     "--expt-relaxed-constexpr",
     "--expt-extended-lambda",
@@ -39,6 +39,7 @@ NVCC_FLAGS = (
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-Xlinker=--strip-all",
     "-cudart=static",
+    "-nodlink",  # nothing to link on the device; it would leave the toolkit's path
     "-shared",
 )
 
@@ -119,7 +120,8 @@ def find_host_compiler() -> Compiler:
     for name in (wanted,) if wanted else ("g++", "c++"):
         found = shutil.which(name)
         if found:
-            return Compiler(Path(found), _version(Path(found)))
+            path = Path(found).absolute()  # compilers run in folders of their own
+            return Compiler(path, _version(path))
     raise BuildError(
         f"flashcute: expected a C++ compiler, got {'CXX=' + wanted if wanted else 'none on PATH'}; "
         "install g++ 11 or later, or set CXX to the compiler's path"
@@ -130,7 +132,7 @@ def _cuda_roots() -> list[Path]:
     """Folders that may be a CUDA toolkit, best first."""
     home = os.environ.get("CUDA_HOME")
     if home:
-        return [Path(home)]  # no fallback: a wrong CUDA_HOME must be an error
+        return [Path(home).absolute()]  # no fallback: a wrong CUDA_HOME must be an error
     roots = []
     on_path = shutil.which("nvcc")
     if on_path:
