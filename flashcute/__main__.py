@@ -45,7 +45,10 @@ def targets_at_hand() -> list[str]:
 
 
 def _choose_targets(args: argparse.Namespace) -> list[str]:
-    targets = args.target or targets_at_hand()
+    at_hand = [] if args.target else targets_at_hand()
+    targets = args.target or [target for target in at_hand if target in kernels.TARGETS]
+    for target in sorted(set(at_hand) - set(targets)):
+        print(f"flashcute build: there are no kernels for sm_{target}, left out", file=sys.stderr)
     if not targets:
         raise ValueError(
             "flashcute build: expected a GPU to build for, got none; name it with --target, e.g. "
@@ -193,8 +196,9 @@ def run_info(args: argparse.Namespace) -> int:
     The rows come first: what most want to know is at the end, where a terminal shows it.
     """
     targets = args.target
-    with contextlib.suppress(ImportError):
-        targets = targets or targets_at_hand()
+    # RuntimeError: of a driver that is too old for torch, though it counts the GPUs.
+    with contextlib.suppress(ImportError, OSError, RuntimeError):
+        targets = targets or [t for t in targets_at_hand() if t in kernels.TARGETS]
     targets = list(dict.fromkeys(targets or ["80", "90"]))
     rows = {t: [_kernel_row(config, t) for config in _choose_configs(args, t)] for t in targets}
     if _chooses(args):

@@ -211,6 +211,42 @@ def test_info_is_short_unless_asked_and_ends_with_its_summary(tmp_path, monkeypa
     assert kernels_of and set(kernels_of) == {"64"}
 
 
+def gpus(monkeypatch, *capabilities):
+    """What torch says of a machine; an error in place of a capability is raised."""
+
+    def capability(device):
+        if isinstance(capabilities[device], Exception):
+            raise capabilities[device]
+        return capabilities[device]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", capability)
+
+
+def test_a_gpu_without_kernels_is_left_out(monkeypatch, capsys):
+    """A display card beside the GPU that computes."""
+    gpus(monkeypatch, (7, 5), (9, 0), (9, 0))
+    assert cli._choose_targets(cli._parser().parse_args(["build"])) == ["90"]
+    assert "no kernels for sm_75, left out" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "_describe_gpus", lambda: "three")
+    assert cli.main(["info"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("sm_90: ")
+    gpus(monkeypatch, (7, 5))
+    assert cli.main(["build", "--all"]) == 1
+    said = capsys.readouterr().err
+    assert "no kernels for sm_75" in said and "expected a GPU to build for, got none" in said
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_info_describes_a_driver_too_old_for_torch(monkeypatch, capsys, error):
+    gpus(monkeypatch, error("The NVIDIA driver on your system is too old"))
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert "GPU:          The NVIDIA driver on your system is too old" in printed
+    assert printed.splitlines()[-1].startswith("sm_90: ")
+
+
 def test_info_runs_without_torch_and_a_build_names_it(tmp_path):
     """As in a checkout of which nothing is installed."""
     for name in ("torch", "ninja", "tqdm"):
