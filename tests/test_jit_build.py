@@ -603,6 +603,21 @@ def test_jobs(monkeypatch):
     assert build.default_jobs() == 1
 
 
+def test_files_that_were_read_do_not_count_as_used_memory(monkeypatch, tmp_path):
+    """As in a control group after weights have been loaded."""
+    monkeypatch.setattr(build, "_CONTROL_GROUP", tmp_path)
+    for name, text in {
+        "max": f"{2 << 20}\n",
+        "current": f"{(2 << 20) - 4096}\n",
+        "stat": f"anon 65536\nfile {1 << 20}\ninactive_file {1 << 19}\nactive_file {1 << 18}\n"
+        "slab 4096\nworkingset_refault_file 12345\n",
+    }.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert build.available_memory() == 4096 + (1 << 19) + (1 << 18)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert build.available_memory() > 3 << 20
+
+
 def test_copy_is_whole_and_findable(tmp):
     made = make(tmp).artefact
     copied = cache.copy(made, tmp / "out" / "host", "tiny")

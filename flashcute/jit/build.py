@@ -37,6 +37,7 @@ logger = logging.getLogger("flashcute")
 BYTES_PER_JOB = 5 << 30  # peak memory of one nvcc on a CuTe attention kernel
 _LOG_LINES = 40  # of a failed compiler run that an error message quotes
 _NINJA_STATUS = "finished: "  # begins the line that ninja prints as an edge ends
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 _TICK = 0.5  # seconds between looks at what is being compiled
 
 # Units that are being compiled, and for how many seconds each.
@@ -413,9 +414,12 @@ def available_memory() -> int:
         if found:
             free = int(found[1]) * 1024
     with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
+        limit, used, stat = (
+            (_CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat")
+        )
+        # Files that were read count as used, until their pages are wanted.
+        files = re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE)
+        free = min(free, int(limit) - int(used) + sum(map(int, files)))
     return free
 
 
