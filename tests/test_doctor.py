@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashcute import doctor
-from flashcute.jit import build, sources, toolchain
+from flashcute import doctor, shipped
+from flashcute.jit import build, kernels, sources, toolchain
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,7 +53,7 @@ def examine(capsys):
     found = doctor.examine()
     for name, finding in found.items():
         assert f"{name:<9}{finding.text}" in printed and finding.mend in printed
-    missing = {name: f"{f.text}; {f.mend}" for name, f in found.items() if f.mend}
+    missing = {n: f"{f.text}; {f.mend}" for n, f in found.items() if f.mend and not f.limits}
     assert status == (1 if missing else 0)
     assert ("nothing is missing" in printed) == (not missing)
     return missing
@@ -186,13 +186,30 @@ def test_nvcc_newer_than_the_driver_is_missing(whole, capsys, monkeypatch):
     assert examine(capsys) == {}
 
 
-def test_compilers_are_not_needed_where_all_is_prebuilt(whole, capsys, monkeypatch):
+def test_a_display_card_is_not_the_gpu(whole, capsys, monkeypatch):
+    both = {(7, 5): "Tesla T4", (9, 0): "NVIDIA H100"}
+    monkeypatch.setattr(doctor, "_capabilities", lambda: both)
+    assert examine(capsys) == {}
+    assert "Tesla T4 of 7.5, without kernels; NVIDIA H100" in doctor.examine()["GPU"].text
+
+
+def test_all_shipped_kernels_are_looked_for(monkeypatch):
+    monkeypatch.setattr(doctor, "_capabilities", lambda: {(7, 5): "T4", (9, 0): "NVIDIA H100"})
+    monkeypatch.setattr(kernels, "find_built", lambda config, target: ("prebuilt", None))
+    count = len(shipped.dense_configs((9, 0))) + len(shipped.configs_of_calls((9, 0)))
+    assert doctor._places() == {"90": Counter({"prebuilt": count})}
+
+
+def test_compilers_are_a_limit_where_all_that_ships_is_prebuilt(whole, capsys, monkeypatch):
     error = toolchain.BuildError("flashcute: expected nvcc, got none; install it")
     monkeypatch.setattr(toolchain, "find_nvcc", raises(error))
     assert set(examine(capsys)) == {"nvcc"}
     monkeypatch.setattr(doctor, "_places", lambda: {"90": Counter({"prebuilt": 3})})
-    assert examine(capsys) == {}
-    assert "not needed, as every kernel is prebuilt" in doctor.examine()["nvcc"].text
+    assert doctor.run(argparse.Namespace()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "limited  nvcc     expected nvcc, got none" in lines
+    assert "         mend     install it" in lines
+    assert lines[-1].startswith("nothing is missing for shipped kernels; others")
 
 
 def command(**variables):
