@@ -20,6 +20,7 @@ from .jit import build, cache, kernels, sources, toolchain
 from .jit.toolchain import BuildError
 
 _MIN_TORCH = (2, 10)
+_CUDA_OF_WHEELS = 13  # major version of nvcc in PyPI's wheels; those for CUDA 12 lack it
 _COMPILING = "nvcc", "C++", "ninja", "CUTLASS"
 _MIN_FREE_BYTES = 2**30  # all kernels of one GPU, and what compilers write meanwhile
 
@@ -137,14 +138,18 @@ def _listed(capabilities) -> str:
 
 
 def _nvcc() -> str:
-    compiler = toolchain.find_nvcc()
-    release, driver = compiler.release, _cuda_of_driver()
     # Kernels have their CUDA runtime linked in. Within a major version an older driver serves it.
-    if release is not None and driver is not None and release[0] > driver[0]:
-        raise Missing(
-            f"expected nvcc of CUDA {driver[0]}, which the driver is for, got {compiler}",
-            "install a newer driver, or a toolkit of the driver's CUDA, and set CUDA_HOME to it",
-        )
+    driver = _cuda_of_driver()
+    mend = "install a newer driver, or a toolkit of the driver's CUDA, and set CUDA_HOME to it"
+    try:
+        compiler = toolchain.find_nvcc()
+    except BuildError as error:
+        if driver is None or driver[0] >= _CUDA_OF_WHEELS:
+            raise  # with the advice to install PyPI's wheels
+        raise Missing(f"{error}".removeprefix("flashcute: ").partition("; ")[0], mend) from None
+    if driver is not None and compiler.release is not None and compiler.release[0] > driver[0]:
+        text = f"expected nvcc of CUDA {driver[0]}, which the driver is for, got {compiler}"
+        raise Missing(text, mend)
     return f"{compiler}"
 
 

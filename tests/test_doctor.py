@@ -181,9 +181,17 @@ def test_nvcc_newer_than_the_driver_is_missing(whole, capsys, monkeypatch):
     missing = examine(capsys)
     assert set(missing) == {"nvcc"}
     assert "expected nvcc of CUDA 12, which the driver is for, got /usr/bin/some" in missing["nvcc"]
+    error = toolchain.BuildError("flashcute: expected nvcc, got none; `pip install nvcc`")
+    monkeypatch.setattr(toolchain, "find_nvcc", raises(error))
+    assert examine(capsys)["nvcc"].startswith("expected nvcc, got none; install a newer driver, or")
     older = toolchain.Compiler(Path("/usr/bin/some"), "some compiler, release 12.9, V12.9.86")
     monkeypatch.setattr(toolchain, "find_nvcc", lambda: older)
     assert examine(capsys) == {}
+
+
+def test_the_release_of_the_wheels_is_that_of_the_extra():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"nvidia-cuda-nvcc=={doctor._CUDA_OF_WHEELS}.' in text
 
 
 def test_a_display_card_is_not_the_gpu(whole, capsys, monkeypatch):
