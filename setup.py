@@ -33,16 +33,16 @@ class BuildPackage(build_py):
     """build_py, then the sources and the kernels that are asked for."""
 
     def run(self) -> None:
+        package = ROOT / "flashcute" if self.editable_mode else Path(self.build_lib) / "flashcute"
+        if package.resolve() != ROOT / "flashcute":
+            # Of an earlier build, whose modules may be gone from the sources.
+            shutil.rmtree(package, ignore_errors=True)
         super().run()
         fetch = ROOT / "third_party" / "fetch_cutlass.py"
         subprocess.run([sys.executable, str(fetch)], check=True)
-        targets = _targets()
-        package = ROOT / "flashcute"
         if not self.editable_mode:
-            package = Path(self.build_lib) / "flashcute"
             _copy_sources(package / "_src")
-            shutil.rmtree(package / "prebuilt", ignore_errors=True)
-        if targets:
+        if targets := _targets():
             _prebuild(targets, package / "prebuilt")
 
 
@@ -68,7 +68,6 @@ def _targets() -> tuple[str, ...]:
 
 
 def _copy_sources(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "csrc", folder / "csrc")  # the kernels, and the simulator that runs them
     third_party = folder / "third_party" / "cutlass"
     shutil.copytree(CUTLASS / "include", third_party / "include")

@@ -32,7 +32,7 @@ from .sim import cli as sim_cli
 _DAY = 24 * 3600.0
 _PASSES = "fwd", "bwd"
 # Of what this imports: the modules whose package has their name.
-_PACKAGES = ("torch", "numpy", "filelock", "ninja", "tqdm", "matplotlib")
+_PACKAGES = ("torch", "numpy", "ninja", "tqdm", "matplotlib")
 
 
 def targets_at_hand() -> list[str]:
@@ -45,7 +45,10 @@ def targets_at_hand() -> list[str]:
 
 
 def _choose_targets(args: argparse.Namespace) -> list[str]:
-    targets = args.target or targets_at_hand()
+    at_hand = [] if args.target else targets_at_hand()
+    targets = args.target or [target for target in at_hand if target in kernels.TARGETS]
+    for target in sorted(set(at_hand) - set(targets)):
+        print(f"flashcute build: there are no kernels for sm_{target}, left out", file=sys.stderr)
     if not targets:
         raise ValueError(
             "flashcute build: expected a GPU to build for, got none; name it with --target, e.g. "
@@ -153,12 +156,6 @@ def _describe_torch() -> str:
     return f"{torch.__version__} (CUDA {torch.version.cuda})"
 
 
-def _describe_compiler(find: Callable[[], toolchain.Compiler]) -> str:
-    compiler = find()
-    release = next((x for x in compiler.version.splitlines() if "release" in x), None)
-    return f"{compiler.path}, {release or compiler.version.splitlines()[0]}"
-
-
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
@@ -199,8 +196,9 @@ def run_info(args: argparse.Namespace) -> int:
     The rows come first: what most want to know is at the end, where a terminal shows it.
     """
     targets = args.target
-    with contextlib.suppress(ImportError):
-        targets = targets or targets_at_hand()
+    # RuntimeError: of a driver that is too old for torch, though it counts the GPUs.
+    with contextlib.suppress(ImportError, OSError, RuntimeError):
+        targets = targets or [t for t in targets_at_hand() if t in kernels.TARGETS]
     targets = list(dict.fromkeys(targets or ["80", "90"]))
     rows = {t: [_kernel_row(config, t) for config in _choose_configs(args, t)] for t in targets}
     if _chooses(args):
@@ -210,8 +208,8 @@ def run_info(args: argparse.Namespace) -> int:
         "python": platform.python_version,
         "torch": _describe_torch,
         "GPU": _describe_gpus,
-        "nvcc": lambda: _describe_compiler(toolchain.find_nvcc),
-        "C++ compiler": lambda: _describe_compiler(toolchain.find_host_compiler),
+        "nvcc": toolchain.find_nvcc,
+        "C++ compiler": toolchain.find_host_compiler,
         "CUTLASS": lambda: sources.cutlass_version() or "headers not there",
         "sources": sources.source_root,
         "prebuilt": lambda: f"{sources.prebuilt_dir()} ({len(_prebuilt())} shared objects)",

@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
 
-from . import env, heuristics
-from .config import DTYPES, HEAD_DIMS, MAX_SMEM_BYTES
+from . import env, heuristics, shipped
+from .config import MAX_SMEM_BYTES
 from .jit import build, cache, kernels, sources, toolchain
 from .jit.toolchain import BuildError
 
 _MIN_TORCH = (2, 10)
+_CUDA_OF_WHEELS = 13  # major version of nvcc in PyPI's wheels; those for CUDA 12 lack it
 _COMPILING = "nvcc", "C++", "ninja", "CUTLASS"
 _MIN_FREE_BYTES = 2**30  # all kernels of one GPU, and what compilers write meanwhile
 
@@ -30,10 +32,12 @@ class Finding:
     Attributes:
         text: What is there, or what was expected and what was found.
         mend: What to do; "" where nothing is missing.
+        limits: Whether what is missing is needed by kernels alone that do not ship.
     """
 
     text: str
     mend: str = ""
+    limits: bool = False
 
 
 class Missing(Exception):
@@ -56,17 +60,23 @@ def _torch() -> str:
     return f"{torch.__version__} for CUDA {torch.version.cuda}"
 
 
-def _driver() -> str:
+def _cuda_of_driver() -> tuple[int, int] | None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
+        return None
+    number = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def _driver() -> str:
+    version = _cuda_of_driver()
+    if version is None:
         raise Missing(
             "expected NVIDIA's driver (libcuda.so.1), found none",
             "install the driver; start a container with its GPUs (docker run --gpus all)",
-        ) from None
-    number = ctypes.c_int()
-    driver.cuDriverGetVersion(ctypes.byref(number))
-    version = number.value // 1000, number.value % 1000 // 10
+        )
     needed = _cuda_of_torch()
     text = f"for CUDA {version[0]}.{version[1]}"
     # Within a major version newer libraries run on an older driver.
@@ -111,10 +121,15 @@ def _gpu() -> str:
     for capability, name in found.items():
         number = "{}.{}".format(*capability)
         if capability not in known:
-            text = f"expected a compute capability of {_listed(known)}, got {name} of {number}"
-            raise Missing(text, "use another GPU, or CPU tensors")
+            lines.append(f"{name} of {number}, without kernels")
+            continue
         classes = "sm80" if heuristics.kernel_class(capability) == 80 else "sm80 and sm90"
         lines.append(f"{name}, compute capability {number}, kernels of class {classes}")
+    if not set(found) & set(known):
+        raise Missing(
+            f"expected a compute capability of {_listed(known)}, got {'; '.join(lines)}",
+            "use another GPU, or CPU tensors",
+        )
     return "; ".join(lines)
 
 
@@ -122,13 +137,20 @@ def _listed(capabilities) -> str:
     return ", ".join("{}.{}".format(*capability) for capability in capabilities)
 
 
-def _compiler(find: Callable[[], toolchain.Compiler]) -> Callable[[], str]:
-    def probe() -> str:
-        compiler = find()
-        lines = compiler.version.splitlines()
-        return f"{compiler.path}, {next((x for x in lines if 'release' in x), lines[0])}"
-
-    return probe
+def _nvcc() -> str:
+    # Kernels have their CUDA runtime linked in. Within a major version an older driver serves it.
+    driver = _cuda_of_driver()
+    mend = "install a newer driver, or a toolkit of the driver's CUDA, and set CUDA_HOME to it"
+    try:
+        compiler = toolchain.find_nvcc()
+    except BuildError as error:
+        if driver is None or driver[0] >= _CUDA_OF_WHEELS:
+            raise  # with the advice to install PyPI's wheels
+        raise Missing(f"{error}".removeprefix("flashcute: ").partition("; ")[0], mend) from None
+    if driver is not None and compiler.release is not None and compiler.release[0] > driver[0]:
+        text = f"expected nvcc of CUDA {driver[0]}, which the driver is for, got {compiler}"
+        raise Missing(text, mend)
+    return f"{compiler}"
 
 
 def _cutlass() -> str:
@@ -138,6 +160,11 @@ def _cutlass() -> str:
 
 def _cache() -> str:
     folder = cache.writable_cache_dir()
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise Missing(
+            f"expected a folder that code can be loaded from, got {folder}, mounted noexec",
+            "set FLASHCUTE_CACHE_DIR to a folder on another file system",
+        )
     free = shutil.disk_usage(folder).free
     if free < _MIN_FREE_BYTES:
         raise Missing(
@@ -149,20 +176,14 @@ def _cache() -> str:
 
 
 def _places() -> dict[str, Counter[str]]:
-    """For each GPU's target, how many of its kernels are where."""
+    """For each GPU's target, how many of its shipped kernels are where."""
     found = {}
     for capability in _capabilities():
         if capability not in MAX_SMEM_BYTES:
             continue
         target = "{}{}".format(*capability)
-        found[target] = Counter(
-            kernels.find_built(config, target)[0]
-            for head_dim in HEAD_DIMS
-            for dtype in DTYPES
-            for causal in (False, True)
-            for configs in (heuristics.configs_in_use, heuristics.bwd_configs_in_use)
-            for config in configs(dtype, head_dim, causal, capability)
-        )
+        configs = shipped.dense_configs(capability) + shipped.configs_of_calls(capability)
+        found[target] = Counter(kernels.find_built(config, target)[0] for config in configs)
     return found
 
 
@@ -184,8 +205,8 @@ def _probes() -> dict[str, Callable[[], str]]:
         "torch": _torch,
         "driver": _driver,
         "GPU": _gpu,
-        "nvcc": _compiler(toolchain.find_nvcc),
-        "C++": _compiler(toolchain.find_host_compiler),
+        "nvcc": _nvcc,
+        "C++": lambda: f"{toolchain.find_host_compiler()}",
         "ninja": build.find_ninja,
         "CUTLASS": _cutlass,
         "cache": _cache,
@@ -209,8 +230,8 @@ def examine() -> dict[str, Finding]:
     places = [] if found["kernels"].mend else list(_places().values())
     if places and all(set(of) == {"prebuilt"} for of in places):
         for name in _COMPILING:
-            text = f"{found[name].text} (not needed, as every kernel is prebuilt)"
-            found[name] = Finding(text) if found[name].mend else found[name]
+            limits = bool(found[name].mend)
+            found[name] = dataclasses.replace(found[name], limits=limits)
     return found
 
 
@@ -218,12 +239,16 @@ def run(args: argparse.Namespace) -> int:
     """Prints what was found; returns 1 if anything is missing."""
     found = examine()
     for name, finding in found.items():
-        print(f"{'missing' if finding.mend else 'ok':<9}{name:<9}{finding.text}")
+        state = "limited" if finding.limits else "missing" if finding.mend else "ok"
+        print(f"{state:<9}{name:<9}{finding.text}")
         if finding.mend:
             print(f"{'':<9}{'mend':<9}{finding.mend}")
-    missing = [name for name, finding in found.items() if finding.mend]
+    missing = [name for name, finding in found.items() if finding.mend and not finding.limits]
     if missing:
         print(f"\nmissing: {', '.join(missing)}. CPU tensors need torch alone.")
         return 1
+    if any(finding.limits for finding in found.values()):
+        print("\nnothing is missing for shipped kernels; others, as ALiBi's, cannot be built")
+        return 0
     print("\nnothing is missing")
     return 0

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashcute import doctor
-from flashcute.jit import build, sources, toolchain
+from flashcute import doctor, shipped
+from flashcute.jit import build, kernels, sources, toolchain
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,7 +53,7 @@ def examine(capsys):
     found = doctor.examine()
     for name, finding in found.items():
         assert f"{name:<9}{finding.text}" in printed and finding.mend in printed
-    missing = {name: f"{f.text}; {f.mend}" for name, f in found.items() if f.mend}
+    missing = {n: f"{f.text}; {f.mend}" for n, f in found.items() if f.mend and not f.limits}
     assert status == (1 if missing else 0)
     assert ("nothing is missing" in printed) == (not missing)
     return missing
@@ -140,6 +140,13 @@ BROKEN = {
         ),
         "got 5 MiB; free some, or set FLASHCUTE_CACHE_DIR",
     ),
+    "a disk for data alone": (
+        "cache",
+        lambda patch: patch.setattr(
+            doctor.os, "statvfs", lambda folder: argparse.Namespace(f_flag=os.ST_NOEXEC)
+        ),
+        "mounted noexec; set FLASHCUTE_CACHE_DIR",
+    ),
     "no builds allowed": (
         "kernels",
         lambda patch: patch.setenv("FLASHCUTE_NO_BUILD", "1"),
@@ -162,17 +169,55 @@ def test_one_thing_is_missing(whole, capsys, monkeypatch, case):
         damage(patch)
         missing = examine(capsys)
     assert expected in missing.pop(name)
-    # A torch that fails shows at its GPUs' kernels, too.
-    assert set(missing) <= ({"kernels"} if case == "a broken torch" else set())
+    # A torch that fails shows at its GPUs' kernels, too. A driver too old for torch is so for nvcc.
+    others = {"a broken torch": {"kernels"}, "an old driver": {"nvcc"}}
+    assert set(missing) <= others.get(case, set())
 
 
-def test_compilers_are_not_needed_where_all_is_prebuilt(whole, capsys, monkeypatch):
+def test_nvcc_newer_than_the_driver_is_missing(whole, capsys, monkeypatch):
+    """CUDA 13's compiler from PyPI beside torch and a driver for CUDA 12."""
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: Driver(12080))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    missing = examine(capsys)
+    assert set(missing) == {"nvcc"}
+    assert "expected nvcc of CUDA 12, which the driver is for, got /usr/bin/some" in missing["nvcc"]
+    error = toolchain.BuildError("flashcute: expected nvcc, got none; `pip install nvcc`")
+    monkeypatch.setattr(toolchain, "find_nvcc", raises(error))
+    assert examine(capsys)["nvcc"].startswith("expected nvcc, got none; install a newer driver, or")
+    older = toolchain.Compiler(Path("/usr/bin/some"), "some compiler, release 12.9, V12.9.86")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: older)
+    assert examine(capsys) == {}
+
+
+def test_the_release_of_the_wheels_is_that_of_the_extra():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"nvidia-cuda-nvcc=={doctor._CUDA_OF_WHEELS}.' in text
+
+
+def test_a_display_card_is_not_the_gpu(whole, capsys, monkeypatch):
+    both = {(7, 5): "Tesla T4", (9, 0): "NVIDIA H100"}
+    monkeypatch.setattr(doctor, "_capabilities", lambda: both)
+    assert examine(capsys) == {}
+    assert "Tesla T4 of 7.5, without kernels; NVIDIA H100" in doctor.examine()["GPU"].text
+
+
+def test_all_shipped_kernels_are_looked_for(monkeypatch):
+    monkeypatch.setattr(doctor, "_capabilities", lambda: {(7, 5): "T4", (9, 0): "NVIDIA H100"})
+    monkeypatch.setattr(kernels, "find_built", lambda config, target: ("prebuilt", None))
+    count = len(shipped.dense_configs((9, 0))) + len(shipped.configs_of_calls((9, 0)))
+    assert doctor._places() == {"90": Counter({"prebuilt": count})}
+
+
+def test_compilers_are_a_limit_where_all_that_ships_is_prebuilt(whole, capsys, monkeypatch):
     error = toolchain.BuildError("flashcute: expected nvcc, got none; install it")
     monkeypatch.setattr(toolchain, "find_nvcc", raises(error))
     assert set(examine(capsys)) == {"nvcc"}
     monkeypatch.setattr(doctor, "_places", lambda: {"90": Counter({"prebuilt": 3})})
-    assert examine(capsys) == {}
-    assert "not needed, as every kernel is prebuilt" in doctor.examine()["nvcc"].text
+    assert doctor.run(argparse.Namespace()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "limited  nvcc     expected nvcc, got none" in lines
+    assert "         mend     install it" in lines
+    assert lines[-1].startswith("nothing is missing for shipped kernels; others")
 
 
 def command(**variables):

@@ -1,11 +1,9 @@
-"""Hazards of a shared cache, each provoked for real, with a C++ file small enough to build often.
-
-The unit, the compiler and the cache folder are the only things that differ from a kernel's build.
-"""
+"""Hazards of a shared cache, each provoked for real, on a C++ file that builds fast."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import json
 import os
@@ -13,92 +11,20 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
+import tiny_builds
+from tiny_builds import answer, counting_compiler, make, runs, start_process, tiny_unit
 
 from flashcute.jit import build, cache, toolchain
 from flashcute.jit.toolchain import BuildError, Compiler
 
-ROOT = Path(__file__).resolve().parents[1]
-NOBODY = 65534
-
-# Counts its runs in a file; sleeps first where the test says so, with the run already counted.
-_COMPILER = """\
-#!/bin/sh
-[ "$1" = --version ] && exec g++ --version
-echo run >> "$TEST_COUNT"
-sleep "${TEST_SLEEP:-0}"
-exec g++ "$@"
-"""
-
-# What one process does: build the unit, load it, print its path and what its function returns.
-_PROCESS = """\
-import ctypes, os, sys, time
-from pathlib import Path
-from flashcute.jit import build
-sys.path.insert(0, os.environ["TEST_FOLDER"])
-from test_jit_build import tiny_unit, counting_compiler
-if "TEST_GO" in os.environ:
-    while not os.path.exists(os.environ["TEST_GO"]):
-        time.sleep(0.001)
-folder = Path(os.environ["TEST_TMP"])
-path = build.build(tiny_unit(folder), counting_compiler(folder)).artefact.path
-print(path, ctypes.CDLL(str(path)).answer())
-"""
-
-
-def tiny_unit(folder: Path) -> build.Unit:
-    return build.Unit(
-        name="tiny",
-        target="host",
-        source='#include "answer.h"\nextern "C" int answer() { return kAnswer; }\n',
-        suffix=".cpp",
-        flags=("-shared", "-fPIC", "-O1"),
-        project_dirs=(folder / "include",),
-    )
-
-
-def counting_compiler(folder: Path) -> Compiler:
-    return Compiler(folder / "compiler", "counting 1.0")
-
-
-def answer(path: Path) -> int:
-    """Of the file as it is now: a copy is loaded, as dlopen knows a path it has seen."""
-    with tempfile.TemporaryDirectory() as folder:
-        return ctypes.CDLL(shutil.copy(path, folder)).answer()
-
 
 @pytest.fixture
 def tmp(tmp_path, monkeypatch):
-    """A folder with a header, a counting compiler and an empty cache."""
-    (tmp_path / "include").mkdir()
-    (tmp_path / "include" / "answer.h").write_text("constexpr int kAnswer = 42;\n")
-    (tmp_path / "compiler").write_text(_COMPILER)
-    (tmp_path / "compiler").chmod(0o755)
-    monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TEST_COUNT", str(tmp_path / "count"))
-    monkeypatch.setenv("TEST_TMP", str(tmp_path))
-    monkeypatch.setenv("TEST_FOLDER", str(Path(__file__).parent))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return tmp_path
-
-
-def make(tmp: Path) -> build.BuildResult:
-    return build.build(tiny_unit(tmp), counting_compiler(tmp))
-
-
-def runs(tmp: Path) -> int:
-    count = tmp / "count"
-    return len(count.read_text().splitlines()) if count.exists() else 0
-
-
-def start_process(code: str = _PROCESS, **kwargs) -> subprocess.Popen:
-    command = [sys.executable, "-c", code]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **kwargs)
+    return tiny_builds.prepare(tmp_path, monkeypatch)
 
 
 def test_builds_once_then_finds(tmp):
@@ -149,6 +75,20 @@ def test_killed_builder_blocks_nobody(tmp, monkeypatch):
     assert answer(result.artefact.path) == 42
     assert runs(tmp) == 2
     assert not list((tmp / "cache").glob("tmp-*"))
+
+
+def test_who_waits_names_the_lock(tmp, monkeypatch):
+    monkeypatch.setenv("TEST_SLEEP", "2")
+    builds = start_process()
+    while runs(tmp) == 0:
+        assert builds.poll() is None, builds.communicate()
+        time.sleep(0.01)
+    waits = start_process()
+    _, said = waits.communicate(timeout=60)
+    builds.communicate(timeout=60)
+    (lock,) = (tmp / "cache" / "locks").iterdir()
+    assert f"another process builds tiny, waiting until it releases {lock}" in said
+    assert (builds.returncode, waits.returncode, runs(tmp)) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty record", "no record", "no object"])
@@ -204,7 +144,7 @@ def test_header_changed_during_the_build_is_an_error(tmp, monkeypatch):
     assert not list((tmp / "cache").glob("*.so"))
 
 
-@pytest.mark.parametrize("change", ["source", "flags", "version", "variable", "external"])
+@pytest.mark.parametrize("change", ["source", "flags", "version", "variable", "external", "host"])
 def test_key_depends_on(tmp, monkeypatch, change):
     unit, compiler = tiny_unit(tmp), counting_compiler(tmp)
     key = unit.key(compiler)
@@ -218,118 +158,31 @@ def test_key_depends_on(tmp, monkeypatch, change):
         fields["external"] = ("cutlass 9.9.9",)
     elif change == "version":
         compiler = Compiler(compiler.path, "counting 1.1")
+    elif change == "host":
+        source_key = unit.source_key()
+        monkeypatch.setattr("platform.machine", lambda: "another")
+        assert unit.source_key() != source_key
     else:
         monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
     assert build.Unit(**fields).key(compiler) != key
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-def test_folder_writable_by_others_is_refused(tmp, mode):
-    make(tmp)
-    (tmp / "cache").chmod(mode)
-    for use in (make, lambda tmp: build.find(tiny_unit(tmp), counting_compiler(tmp))):
-        with pytest.raises(BuildError, match=f"writable by others \\(mode {mode:04o}\\).*chmod"):
-            use(tmp)
-
-
-def test_nobody_is_advised_to_close_a_folder_for_all(tmp):
-    make(tmp)
-    (tmp / "cache").chmod(0o1777)  # as /tmp
-    with pytest.raises(BuildError, match=r"mode 1777.*FLASHCUTE_CACHE_DIR") as raised:
-        make(tmp)
-    assert "chmod" not in str(raised.value) and "remove" not in str(raised.value)
-
-
-def test_symbolic_link_is_refused(tmp):
-    (tmp / "elsewhere").mkdir(mode=0o700)
-    (tmp / "cache").symlink_to(tmp / "elsewhere")
-    with pytest.raises(BuildError, match="symbolic link; set FLASHCUTE_CACHE_DIR"):
-        make(tmp)
-    assert list((tmp / "elsewhere").iterdir()) == []
-
-
-def test_file_in_place_of_the_folder_is_refused(tmp):
-    (tmp / "cache").touch()
-    with pytest.raises(BuildError, match="cache"):
-        make(tmp)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_folder_of_another_user_is_refused(tmp):
-    (tmp / "cache").mkdir(mode=0o700)
-    os.chown(tmp / "cache", NOBODY, NOBODY)
-    with pytest.raises(BuildError, match=f"owned by user {NOBODY} while"):
-        make(tmp)
-
-
-@pytest.fixture
-def read_only_cache(tmp):
-    """A cache with the unit built, that the child of :func:`run_unprivileged` cannot write to."""
-    folder = Path(tempfile.mkdtemp())
-    (folder / "locks").mkdir()
-    made = make(tmp).artefact
-    for path in (made.path, made.path.with_suffix(".json")):
-        shutil.copy(path, folder)
-    if os.geteuid() == 0:
-        for path in (folder, *folder.iterdir()):
-            os.chown(path, NOBODY, NOBODY)
-    folder.chmod(0o500)
-    yield folder
-    folder.chmod(0o700)
-    shutil.rmtree(folder)
-
-
-def run_unprivileged(code: str, folder: Path) -> subprocess.CompletedProcess:
-    """Runs ``code`` with ``unit`` and ``compiler`` at hand, after their sources have been read."""
-    head = """
-import os
-from pathlib import Path
-from test_jit_build import NOBODY, build, counting_compiler, tiny_unit
-folder = Path(os.environ["TEST_TMP"])
-unit, compiler = tiny_unit(folder), counting_compiler(folder)
-unit.key(compiler)
+def test_no_path_of_the_machine_is_in_the_result(tmp):
+    """As prebuilt shared objects travel; two builds of the same sources are the same."""
+    header = tmp / "include" / "answer.h"
+    header.write_text("inline const char *here() { return __FILE__; }\nconstexpr int kAnswer = 42;")
+    source = """#include "answer.h"
+extern "C" const char *header() { return here(); }
+extern "C" const char *source() { return __FILE__; }
 """
-    return subprocess.run(
-        [sys.executable, "-c", head + code],
-        env={
-            **os.environ,
-            "FLASHCUTE_CACHE_DIR": str(folder),
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-# Root ignores permissions.
-_DROP_ROOT = "os.geteuid() == 0 and os.setuid(NOBODY)\n"
-
-
-def test_read_only_cache_still_serves(tmp, read_only_cache):
-    folder = read_only_cache
-    # The key is taken while the sources can still be read.
-    code = (
-        "key = unit.key(compiler)\n" + _DROP_ROOT + "from flashcute.jit import cache\n"
-        "cache.check_private(folder := cache.cache_dir())\n"
-        "print(cache.find(folder, f'tiny-host-{key[:32]}', key=key).path)\n"
-    )
-    done = run_unprivileged(code, folder)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).parent == folder
-
-
-def test_read_only_cache_is_a_clear_error(read_only_cache):
-    folder = read_only_cache
-    code = (
-        "from flashcute.jit import cache\nimport tempfile\n"
-        + _DROP_ROOT
-        + "cache.writable_cache_dir()"
-    )
-    done = run_unprivileged(code, folder)
-    assert done.returncode == 1
-    assert f"expected a writable folder for compiled kernels, got {folder}" in done.stderr
-    assert "set FLASHCUTE_CACHE_DIR" in done.stderr
+    unit = dataclasses.replace(tiny_unit(tmp), source=source)
+    path = build.build(unit, counting_compiler(tmp)).artefact.path
+    library, built = ctypes.CDLL(str(path)), path.read_bytes()
+    library.header.restype = library.source.restype = ctypes.c_char_p
+    assert (library.header(), library.source()) == (b"answer.h", b"tiny.cpp")
+    assert str(tmp).encode() not in built
+    path.unlink()
+    assert build.build(unit, counting_compiler(tmp)).artefact.path.read_bytes() == built
 
 
 def test_compiler_error_is_quoted_and_leaves_nothing(tmp):
@@ -422,10 +275,10 @@ def test_one_job_leaves_the_units_that_wait_to_other_processes(tmp):
     compiler = counting_compiler(tmp)
 
     def held(unit):
-        lock = build._lock_now(tmp / "cache", build._stem(unit, unit.key(compiler)))
-        if lock is not None:
-            lock.release()
-        return lock is None
+        lock = cache.Lock(tmp / "cache", build._stem(unit, unit.key(compiler)))
+        free = lock.acquire()
+        lock.release()
+        return not free
 
     seen = []
     build.build_many(units, compiler, 1, lambda _: seen.append(sum(map(held, units))))
@@ -535,13 +388,19 @@ def test_jobs(monkeypatch):
     assert build.default_jobs() == 1
 
 
-def test_copy_is_whole_and_findable(tmp):
-    made = make(tmp).artefact
-    copied = cache.copy(made, tmp / "out" / "host", "tiny")
-    assert copied.path == tmp / "out" / "host" / "tiny.so"
-    found = cache.find(tmp / "out" / "host", "tiny", source_key=tiny_unit(tmp).source_key())
-    assert found.meta["sha256"] == made.meta["sha256"]
-    assert sorted(p.name for p in (tmp / "out" / "host").iterdir()) == ["tiny.json", "tiny.so"]
+def test_files_that_were_read_do_not_count_as_used_memory(monkeypatch, tmp_path):
+    """As in a control group after weights have been loaded."""
+    monkeypatch.setattr(build, "_CONTROL_GROUP", tmp_path)
+    for name, text in {
+        "max": f"{2 << 20}\n",
+        "current": f"{(2 << 20) - 4096}\n",
+        "stat": f"anon 65536\nfile {1 << 20}\ninactive_file {1 << 19}\nactive_file {1 << 18}\n"
+        "slab 4096\nworkingset_refault_file 12345\n",
+    }.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert build.available_memory() == 4096 + (1 << 19) + (1 << 18)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert build.available_memory() > 3 << 20
 
 
 def test_nvcc_builds_through_the_same_path(tmp):
@@ -559,19 +418,7 @@ def test_nvcc_builds_through_the_same_path(tmp):
     )
     made = build.build(unit, compiler).artefact
     assert answer(made.path) == 42
+    assert str(tmp).encode() not in made.path.read_bytes()
+    assert b"bin/.." not in made.path.read_bytes()  # as nvcc names its own libraries
     assert made.meta["registers"] > 0
     assert made.meta["spill_bytes"] == 0
-
-
-def test_cache_folder_follows_the_variables(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", "/somewhere")
-    monkeypatch.delenv("FLASHCUTE_CACHE_DIR", raising=False)
-    for xdg, expected in {
-        "": "/somewhere/.cache/flashcute",
-        "relative": "/somewhere/.cache/flashcute",
-        str(tmp_path): f"{tmp_path}/flashcute",
-    }.items():
-        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
-        assert cache.cache_dir() == Path(expected)
-    monkeypatch.setenv("FLASHCUTE_CACHE_DIR", "/chosen")
-    assert cache.cache_dir() == Path("/chosen")

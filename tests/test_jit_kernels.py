@@ -10,9 +10,10 @@ import signal
 import threading
 
 import pytest
+import torch
 
 from flashcute import heuristics
-from flashcute.jit import BuildError, build, cache, get_kernel, kernels, sources, toolchain
+from flashcute.jit import BuildError, binding, build, cache, get_kernel, kernels, sources, toolchain
 from flashcute.jit.abi import FlashBwdParams, FlashFwdParams, FlashKernel
 
 CONFIG = heuristics.fwd_config("fp16", 32, False, (8, 0))
@@ -146,6 +147,39 @@ def test_a_file_that_is_no_kernel_is_a_message(tmp_path):
         kernels.load(cache.Artefact(path, {}), CONFIG, "80")
 
 
+CANNOT_MAP = "failed to map segment from shared object"
+
+
+def test_a_folder_mounted_noexec_is_named(monkeypatch, tmp_path):
+    def load(path, **_):
+        raise OSError(f"{path}: {CANNOT_MAP}")
+
+    made = cache.Artefact(tmp_path / "x.so", {})
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(BuildError, match=r"noexec: set FLASHCUTE_CACHE_DIR"):
+        kernels.load(made, CONFIG, "80")
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        (CANNOT_MAP, "noexec: set FLASHCUTE_CACHE_DIR"),
+        ("cannot open shared object file", "remove the file, it is then built again"),
+        ("undefined symbol: torch_call_dispatcher", "flashcute needs torch 2.10 or later"),
+    ],
+)
+def test_torch_is_blamed_for_its_symbols_alone(monkeypatch, tmp_path, said, advice):
+    def load(path):
+        raise OSError(f"{path}: {said}")
+
+    made = cache.Artefact(tmp_path / "x.so", {})
+    monkeypatch.setattr(binding, "_find_or_build", lambda: made)
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    with pytest.raises(BuildError, match=rf"cannot load the binding .*{said}; .*{advice}") as error:
+        binding.load_binding.__wrapped__()
+    assert ("torch 2.10" in str(error.value)) == ("symbol" in said)
+
+
 def test_prebuilt_needs_no_compiler_and_loads_once(no_nvcc):
     placed = place_prebuilt("80")
     kernel = get_kernel(CONFIG, "80")
@@ -202,7 +236,7 @@ def test_prebuilt_serves_later_gpus_of_its_generation(no_nvcc):
     placed = place_prebuilt("80")
     assert get_kernel(CONFIG, "89").path == placed.path
     for target in ("87", "90"):
-        with pytest.raises(BuildError, match="not among the package's prebuilt kernels"):
+        with pytest.raises(BuildError, match="neither among the package's prebuilt kernels nor in"):
             get_kernel(CONFIG, target)
 
 
@@ -220,6 +254,45 @@ def test_prebuilt_of_other_sources_is_not_used(no_nvcc):
     record.write_text(json.dumps({**json.loads(record.read_text()), "source_key": "0" * 64}))
     with pytest.raises(BuildError, match="cannot be built: flashcute: expected nvcc"):
         get_kernel(CONFIG, "80")
+
+
+def of_no_compiler(name: str):
+    def find():
+        raise BuildError(f"flashcute: expected {name}, got none; install it")
+
+    return find
+
+
+def test_a_kernel_in_the_cache_needs_no_compiler(monkeypatch, tmp_path):
+    """Built after `module load cuda`, used without it, or copied into an image without nvcc."""
+    unit = kernels.kernel_unit(CONFIG, "80")
+    made = fake_kernel()
+    meta = {**made.meta, "source_key": unit.source_key(), "key": "1" * 64}
+    copied = cache.copy(
+        cache.Artefact(made.path, meta), tmp_path / "cache", f"{unit.name}-sm_80-{'1' * 32}"
+    )
+    monkeypatch.setattr(toolchain, "find_nvcc", of_no_compiler("nvcc"))
+    assert kernels.find_built(CONFIG, "80")[0] == "cache"
+    assert get_kernel(CONFIG, "80").path == copied.path
+    assert kernels.find_built(CONFIG, "86")[0] == "not built"
+    # Intact and of these sources, or it does not count.
+    copied.path.write_bytes(b"damaged")
+    assert kernels.find_built(CONFIG, "80")[0] == "not built"
+    cache.copy(made, tmp_path / "cache", copied.path.stem)
+    assert kernels.find_built(CONFIG, "80")[0] == "not built"
+
+
+def test_the_binding_in_the_cache_needs_no_compiler(monkeypatch, tmp_path):
+    unit = dataclasses.replace(
+        binding.binding_unit("flashcute"), source="int x;", libraries=(), external_dirs=()
+    )
+    made = build.build(unit, toolchain.find_host_compiler()).artefact
+    monkeypatch.setattr(binding, "binding_unit", lambda namespace: unit)
+    monkeypatch.setattr(toolchain, "find_host_compiler", of_no_compiler("g++"))
+    assert binding._find_or_build().path == made.path
+    made.path.unlink()
+    with pytest.raises(BuildError, match=r"expected g\+\+, got none"):
+        binding._find_or_build()
 
 
 OF_HOPPER = heuristics.shipped_configs(90)[0]

@@ -68,6 +68,20 @@ def test_order_is_path_wheels_system(bare, monkeypatch):
     assert found.arguments == (f"-ccbin={bare / 'path' / 'g++'}",)
 
 
+def test_a_release_that_knows_no_cxx20_is_passed_over(bare):
+    """Ubuntu 22.04's own nvcc is on PATH, a newer one in the PyPI wheels."""
+    old = fake(bare / "cuda" / "bin" / "nvcc", "Cuda compilation tools, release 11.5, V11.5.119")
+    (bare / "path" / "nvcc").symlink_to(old)
+    with pytest.raises(BuildError, match=r"/cuda \(release 11\.5, before 12\.0\)"):
+        toolchain.find_nvcc()
+    new = wheels(bare / "site", "cu13", "Cuda compilation tools, release 13.0, V13.0.88")
+    assert toolchain.find_nvcc().path == new
+    assert toolchain.find_nvcc().release == (13, 0)
+    fake(old, "Cuda compilation tools, release 12.0, V12.0.76")
+    toolchain._version.cache_clear()
+    assert toolchain.find_nvcc().path == old
+
+
 def test_optimiser_of_another_wheel_is_another_compiler(bare):
     cicc = wheels(bare / "site", "cu13").parents[1] / "nvvm" / "bin" / "cicc"
     before = toolchain.find_nvcc().identity()
@@ -129,6 +143,15 @@ def test_cxx_is_honoured_and_checked(bare, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BuildError, match="got CXX=no-such-compiler; install"):
         toolchain.find_host_compiler()
+
+
+def test_relative_paths_are_of_the_folder_where_they_were_given(bare, monkeypatch):
+    monkeypatch.chdir(bare)
+    monkeypatch.setenv("CXX", "./path/g++")
+    assert toolchain.find_host_compiler().path == bare / "path" / "g++"
+    home = fake(bare / "home" / "bin" / "nvcc", "home")
+    monkeypatch.setenv("CUDA_HOME", "home")
+    assert toolchain.find_nvcc().path == home
 
 
 def test_compiler_that_does_not_run_is_named(bare, monkeypatch):

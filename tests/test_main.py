@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import flashcute
 from flashcute import __main__ as cli
 from flashcute import heuristics, shipped
-from flashcute.jit import BuildError, binding, build, cache, kernels, sources, toolchain
+from flashcute.jit import BuildError, binding, cache, kernels, sources, toolchain
 
 CONFIG = heuristics.fwd_config("fp16", 32, False, (8, 0))
 ONE = (
@@ -147,6 +148,11 @@ def test_build_places_kernels_that_are_found_as_prebuilt(tmp_path, monkeypatch, 
     assert placed.is_file()
     assert json.loads(placed.with_suffix(".json").read_text())["spill_bytes"] == 0
     assert CONFIG.full_name in capsys.readouterr().out
+    # They travel in wheels: no path of this machine is in them.
+    for path in (placed, tmp_path / "out" / "host" / "flash_api.so"):
+        for folder in (ROOT, cache.cache_dir(), Path(torch.__file__).parent):
+            assert str(folder).encode() not in path.read_bytes()
+        assert b"tmp-flash" not in path.read_bytes()
     monkeypatch.setattr(sources, "prebuilt_dir", lambda: tmp_path / "out")
     monkeypatch.setattr(kernels, "_loaded", {})
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -205,9 +211,45 @@ def test_info_is_short_unless_asked_and_ends_with_its_summary(tmp_path, monkeypa
     assert kernels_of and set(kernels_of) == {"64"}
 
 
+def gpus(monkeypatch, *capabilities):
+    """What torch says of a machine; an error in place of a capability is raised."""
+
+    def capability(device):
+        if isinstance(capabilities[device], Exception):
+            raise capabilities[device]
+        return capabilities[device]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", capability)
+
+
+def test_a_gpu_without_kernels_is_left_out(monkeypatch, capsys):
+    """A display card beside the GPU that computes."""
+    gpus(monkeypatch, (7, 5), (9, 0), (9, 0))
+    assert cli._choose_targets(cli._parser().parse_args(["build"])) == ["90"]
+    assert "no kernels for sm_75, left out" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "_describe_gpus", lambda: "three")
+    assert cli.main(["info"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("sm_90: ")
+    gpus(monkeypatch, (7, 5))
+    assert cli.main(["build", "--all"]) == 1
+    said = capsys.readouterr().err
+    assert "no kernels for sm_75" in said and "expected a GPU to build for, got none" in said
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_info_describes_a_driver_too_old_for_torch(monkeypatch, capsys, error):
+    gpus(monkeypatch, error("The NVIDIA driver on your system is too old"))
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert "GPU:          The NVIDIA driver on your system is too old" in printed
+    assert printed.splitlines()[-1].startswith("sm_90: ")
+
+
 def test_info_runs_without_torch_and_a_build_names_it(tmp_path):
     """As in a checkout of which nothing is installed."""
-    for name in ("torch", "filelock", "ninja", "tqdm"):
+    for name in ("torch", "ninja", "tqdm"):
         text = f"raise ModuleNotFoundError('no {name}', name='{name}')\n"
         (tmp_path / f"{name}.py").write_text(text)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
@@ -428,10 +470,12 @@ def test_cache_clean_removes_what_is_ours(filled_cache, capsys):
 def test_cache_clean_leaves_what_is_young_or_being_built(filled_cache, capsys):
     old = time.time() - 3 * 24 * 3600
     os.utime(filled_cache / f"half-host-{'1' * 32}.so", (old, old))
-    with build._lock(filled_cache, STEM):
-        assert cli.main(["cache", "clean", "--older-than", "2"]) == 0
-        assert f"{STEM}.so" in names(filled_cache)
-        assert cli.main(["cache", "clean"]) == 0
+    lock = cache.Lock(filled_cache, STEM)
+    assert lock.acquire()
+    assert cli.main(["cache", "clean", "--older-than", "2"]) == 0
+    assert f"{STEM}.so" in names(filled_cache)
+    assert cli.main(["cache", "clean"]) == 0
+    lock.release()
     assert names(filled_cache) == {
         *(f"{STEM}.so", f"{STEM}.json", f"tmp-{STEM}-abcdefgh"),
         *("mine.json", MINE, "tmp-mine"),

@@ -99,6 +99,22 @@ def test_a_wheel_holds_kernels_and_simulator(installed):
     assert (installed / "flashcute" / "py.typed").is_file()
 
 
+def test_a_build_holds_nothing_of_an_earlier_one(tmp_path):
+    """setuptools keeps build/lib, with modules that were deleted since."""
+    if not (ROOT / "third_party" / "cutlass").is_dir():
+        pytest.skip("CUTLASS's headers are not there: python third_party/fetch_cutlass.py")
+    package = tmp_path / "lib" / "flashcute"
+    stale = [package / "jit" / "deleted.py", package / "prebuilt" / "host" / "x.so"]
+    stale += [package / "_src" / "csrc" / "deleted.h"]
+    for path in stale:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    metadata = ("egg_info", "--egg-base", tmp_path)
+    setup(*metadata, "build", "--build-base", tmp_path, "--build-lib", tmp_path / "lib")
+    assert (package / "jit" / "build.py").is_file()
+    assert not any(path.exists() for path in stale)
+
+
 def test_an_installed_package_describes_itself(run, installed):
     done = run("-m", "flashcute", "info", "--target", "90")
     assert done.returncode == 0, done.stderr

@@ -43,7 +43,13 @@ def _find_or_build() -> cache.Artefact:
     artefact = cache.find(folder, unit.name, source_key=unit.source_key())
     if artefact is not None:
         return artefact
-    compiler = toolchain.find_host_compiler()
+    try:
+        compiler = toolchain.find_host_compiler()
+    except BuildError:
+        artefact = build.find(unit, None)
+        if artefact is not None:
+            return artefact
+        raise
     artefact = build.find(unit, compiler)
     if artefact is not None:
         return artefact
@@ -81,8 +87,11 @@ def load_binding() -> Path:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
+        way_out = cache.load_advice(error)
+        if "undefined symbol" in str(error):
+            way_out = "flashcute needs torch 2.10 or later"
         raise BuildError(
             f"flashcute: torch {torch.__version__} cannot load the binding {path}: {error}; "
-            "flashcute needs torch 2.10 or later"
+            f"{way_out}"
         ) from error
     return path

@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import select
 import shlex
@@ -25,21 +26,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .. import env
 from . import cache
 from .sources import project_headers
 from .toolchain import BuildError, Compiler
 
-if TYPE_CHECKING:
-    import filelock
-
 logger = logging.getLogger("flashcute")
 
 BYTES_PER_JOB = 5 << 30  # peak memory of one nvcc on a CuTe attention kernel
 _LOG_LINES = 40  # of a failed compiler run that an error message quotes
 _NINJA_STATUS = "finished: "  # begins the line that ninja prints as an edge ends
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 _TICK = 0.5  # seconds between looks at what is being compiled
 
 # Units that are being compiled, and for how many seconds each.
@@ -75,14 +73,15 @@ class Unit:
     external: tuple[str, ...] = ()
 
     def source_key(self) -> str:
-        """Digest of sources and flags; the same for every compiler."""
+        """Digest of sources, flags and the host's architecture; the same for every compiler."""
         headers = project_headers(self.source.encode(), self.project_dirs)
         digests = sorted(
             (Path(path).name, hashlib.sha256(data).hexdigest()) for path, data in headers.items()
         )
         libraries = [flag for flag in self.libraries if not flag.startswith("-L")]
         content = [self.name, self.target, self.source, self.suffix, self.flags, libraries]
-        text = json.dumps([*content, self.external, digests])
+        # A home folder can serve x86-64 and Arm nodes.
+        text = json.dumps([*content, platform.machine(), self.external, digests])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def key(self, compiler: Compiler) -> str:
@@ -90,11 +89,19 @@ class Unit:
         text = f"{self.source_key()} {compiler.identity()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def command(self, compiler: Compiler, source: Path, output: Path) -> list[str]:
+    @property
+    def file(self) -> str:
+        """Name of the source file."""
+        return f"{self.name}{self.suffix}"
+
+    def command(self, compiler: Compiler) -> list[str]:
+        """Compiles :attr:`file` in the working folder, so that no path of it is in the result."""
         folders = (*self.overriding_dirs, *self.project_dirs, *self.external_dirs)
         includes = [f"-I{folder}" for folder in folders]
+        if self.suffix == ".cpp":  # for __FILE__; no kernel has one
+            includes += [f"-fmacro-prefix-map={folder}/=" for folder in folders]
         head = [str(compiler.path), *compiler.arguments, *self.flags, *includes]
-        return [*head, str(source), "-o", str(output), *self.libraries]
+        return [*head, self.file, "-o", f"{self.name}.so", *self.libraries]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,15 +133,24 @@ def resources(log: str) -> dict[str, int]:
     }
 
 
-def find(unit: Unit, compiler: Compiler) -> cache.Artefact | None:
-    """The unit's entry in the user's cache, if it exists and is intact. Writes nothing."""
+def find(unit: Unit, compiler: Compiler | None) -> cache.Artefact | None:
+    """The unit's entry in the user's cache, if it exists and is intact. Writes nothing.
+
+    Without a compiler, as where a cache was filled in another shell or image, it is that of any
+    compiler, by the rule for prebuilt files: an entry of the same sources.
+    """
     folder = cache.cache_dir()
     try:
         cache.check_private(folder)
     except OSError:
         return None
-    key = unit.key(compiler)
-    return cache.find(folder, _stem(unit, key), key=key)
+    if compiler is not None:
+        key = unit.key(compiler)
+        return cache.find(folder, _stem(unit, key), key=key)
+    source_key = unit.source_key()
+    records = sorted(folder.glob(f"{unit.name}-{unit.target}-*.json"))
+    found = (cache.find(folder, record.stem, source_key=source_key) for record in records)
+    return next(filter(None, found), None)
 
 
 def _stem(unit: Unit, key: str) -> str:
@@ -148,13 +164,12 @@ class _Edge:
     unit: Unit
     compiler: Compiler
     key: str
-    lock: filelock.FileLock
+    lock: cache.Lock
     folder: Path
 
     @property
     def command(self) -> str:
-        source = self.folder / f"{self.unit.name}{self.unit.suffix}"
-        return shlex.join(self.unit.command(self.compiler, source, self._output))
+        return shlex.join(self.unit.command(self.compiler))
 
     @property
     def _output(self) -> Path:
@@ -169,12 +184,12 @@ class _Edge:
 
     def prepare(self) -> str:
         """Writes the source and returns the shell command for ninja."""
-        (self.folder / f"{self.unit.name}{self.unit.suffix}").write_text(self.unit.source)
+        (self.folder / self.unit.file).write_text(self.unit.source)
         here = shlex.quote(str(self.folder))
         # TMPDIR: nvcc's intermediate files go to the private folder.
         return (
-            f": > {here}/started; TMPDIR={here} {self.command} > {here}/log 2>&1; "
-            f"status=$?; echo $status > {here}/status; exit $status"
+            f"cd {here} || exit; : > started; TMPDIR={here} {self.command} > log 2>&1; "
+            "status=$?; echo $status > status; exit $status"
         )
 
     def publish(
@@ -228,22 +243,6 @@ class _Edge:
         return cache.publish(self._output, cache_folder, _stem(unit, self.key), meta)
 
 
-def _lock(folder: Path, stem: str) -> filelock.FileLock:
-    import filelock  # here, as it is not needed where nothing is built
-
-    return filelock.FileLock(folder / "locks" / f"{stem}.lock")
-
-
-def _lock_now(folder: Path, stem: str) -> filelock.FileLock | None:
-    """The lock of an entry, acquired, or None if another process holds it."""
-    lock = _lock(folder, stem)
-    try:
-        lock.acquire(timeout=0)
-    except TimeoutError:
-        return None
-    return lock
-
-
 def _take(
     unit: Unit, compiler: Compiler, key: str, folder: Path, stack: contextlib.ExitStack
 ) -> _Edge | cache.Artefact | None:
@@ -253,8 +252,8 @@ def _take(
     and folder.
     """
     stem = _stem(unit, key)
-    lock = _lock_now(folder, stem)
-    if lock is None:
+    lock = cache.Lock(folder, stem)
+    if not lock.acquire():
         return None
     stack.callback(lock.release)
     artefact = cache.find(folder, stem, key=key)
@@ -287,8 +286,8 @@ def clean(older_than: float | None = None) -> tuple[int, int]:
     folder = cache.cache_dir()
     count = size = 0
     for stem, paths in cache.contents(folder).items():
-        lock = _lock_now(folder, stem)
-        if lock is None:
+        lock = cache.Lock(folder, stem)
+        if not lock.acquire():
             continue
         try:
             # Records first: a shared object without a record is not an entry.
@@ -415,9 +414,12 @@ def available_memory() -> int:
         if found:
             free = int(found[1]) * 1024
     with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
+        limit, used, stat = (
+            (_CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat")
+        )
+        # Files that were read count as used, until their pages are wanted.
+        files = re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE)
+        free = min(free, int(limit) - int(used) + sum(map(int, files)))
     return free
 
 
@@ -480,8 +482,13 @@ def build_many(
                     finish(edges[edge], *edge.publish(folder, report))
         if len(busy) == len(missing):
             unit = units[busy[0]]
-            logger.warning("flashcute: another process builds %s, waiting for it", unit.name)
-            with _lock(folder, _stem(unit, keys[busy[0]])):
-                pass  # the next round looks for the entry: the other build may have failed
+            lock = cache.Lock(folder, _stem(unit, keys[busy[0]]))
+            logger.warning(
+                "flashcute: another process builds %s, waiting until it releases %s",
+                unit.name,
+                lock.path,
+            )
+            lock.acquire(wait=True)
+            lock.release()  # the next round looks for the entry: the other build may have failed
         missing = busy + later
     return [results[index] for index in range(len(units))]

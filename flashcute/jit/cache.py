@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -20,7 +21,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .. import env
 from .toolchain import BuildError
@@ -33,6 +34,7 @@ BYTES_PER_BUILD = 100 << 20
 _STEM = r"\w+-(?:host|sm_\w+|sim-\w+)-[0-9a-f]{32}"
 _OURS = re.compile(rf"(?P<entry>{_STEM})\.(?:json|so)|tmp-(?P<unfinished>{_STEM})-\w{{8}}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_HELD = (errno.EAGAIN, errno.EACCES)  # by another; NFS says the second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +133,53 @@ def writable_cache_dir() -> Path:
         check_private(folder)
         (folder / "locks").mkdir(mode=0o700, exist_ok=True)
         # Permissions are not enough: the file system can be mounted read-only.
-        tempfile.TemporaryFile(dir=folder).close()
+        with tempfile.TemporaryFile(dir=folder) as file:
+            _flock(file, folder, wait=False)
     return folder
+
+
+def _flock(file: IO, folder: Path, wait: bool) -> bool:
+    """Whether ``file``, open for writing as NFS wants it, is locked now.
+
+    Raises:
+        BuildError: where the file system of ``folder`` has no locks. Two processes would then build
+            the same entry, or wait for one that was killed.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            return False
+        raise BuildError(
+            f"flashcute: expected a file system with locks for compiled kernels, got {folder}, "
+            f"where flock fails: {error}; set FLASHCUTE_CACHE_DIR to a folder on a local disk"
+        ) from error
+    return True
+
+
+class Lock:
+    """The lock of an entry, which the operating system releases when its holder dies."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self.path = folder / "locks" / f"{stem}.lock"
+        self._file: IO | None = None
+
+    def acquire(self, wait: bool = False) -> bool:
+        """Whether this object holds the lock now; ``wait``: until it does."""
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)
+        file = open(self.path, "ab")  # noqa: SIM115 - until released
+        if not _flock(file, self.path.parents[1], wait):
+            return False
+        self._file = file
+        return True
+
+    def release(self) -> None:
+        """No effect where it is not held."""
+        if self._file is not None:
+            # Closing is not enough where a process that was forked meanwhile has it open, too.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
+            self._file = None
 
 
 def _sha256(path: Path) -> str:
@@ -161,6 +208,17 @@ def find(folder: Path, stem: str, **expected: str) -> Artefact | None:
         logger.warning("flashcute: %s is damaged (SHA-256 differs from %s), not used", path, record)
         return None
     return Artefact(path, meta)
+
+
+def load_advice(error: Exception) -> str:
+    """What to do where the dynamic loader refuses an entry."""
+    # glibc's text for a file that it may not map as code.
+    if "failed to map segment" in str(error):
+        return (
+            "its file system may be mounted noexec: set FLASHCUTE_CACHE_DIR to a folder that code "
+            "can be loaded from"
+        )
+    return "remove the file, it is then built again"
 
 
 def _replace(source: Path, target: Path) -> None:

@@ -123,9 +123,12 @@ def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
     try:
         compiler = toolchain.find_nvcc()
     except BuildError as error:
+        artefact = build.find(unit, None)
+        if artefact is not None:
+            return artefact
         raise BuildError(
-            f"flashcute: kernel {unit.name} for {unit.target} is not among the package's prebuilt "
-            f"kernels and cannot be built: {error}"
+            f"flashcute: kernel {unit.name} for {unit.target} is neither among the package's "
+            f"prebuilt kernels nor in {cache.cache_dir()}, and cannot be built: {error}"
         ) from error
     artefact = build.find(unit, compiler)
     if artefact is not None:
@@ -175,8 +178,7 @@ def load(artefact: cache.Artefact, config: AnyConfig, target: str) -> Kernel:
         entry = getattr(library, sources.entry_point(config))
     except (OSError, AttributeError) as error:
         raise BuildError(
-            f"flashcute: expected a kernel in {path}, got {error}; remove the file, it is then "
-            "built again"
+            f"flashcute: expected a kernel in {path}, got {error}; {cache.load_advice(error)}"
         ) from error
     entry.restype = ctypes.c_void_p
     address = entry()
@@ -277,8 +279,11 @@ def find_built(config: AnyConfig, target: str) -> tuple[str, cache.Artefact | No
     artefact = find_prebuilt(config, target)
     if artefact is not None:
         return "prebuilt", artefact
+    compiler = None
     with contextlib.suppress(BuildError):
-        artefact = build.find(kernel_unit(config, target), toolchain.find_nvcc())
+        compiler = toolchain.find_nvcc()
+    with contextlib.suppress(BuildError):
+        artefact = build.find(kernel_unit(config, target), compiler)
     return ("not built", None) if artefact is None else ("cache", artefact)
 
 

@@ -24,13 +24,14 @@ SYSTEM_CUDA = Path("/usr/local/cuda")  # where the toolkit's installer puts it
 _NVCC_PARTS = ("nvvm/bin/cicc", "include/crt/host_config.h", "include/cuda_runtime.h")
 # `pip install torch` installs CUDA's runtime without the compiler's headers.
 _CUDA_HEADERS = ("include/cuda_runtime_api.h", "include/crt/host_config.h", "include/cuda_fp16.h")
+_MIN_NVCC = (12, 0)  # the first with -std=c++20; Ubuntu 22.04 has 11.5
 _CCCL_HEADER = "cuda/std/utility"
 
+# Without -lineinfo, which writes the absolute paths of all sources into the machine code.
 NVCC_FLAGS = (
     "-std=c++20",
     "-O3",
     "-ftz=true",
-    "-lineinfo",
     "-DNDEBUG",
     "--expt-relaxed-constexpr",
     "--expt-extended-lambda",
@@ -38,6 +39,7 @@ NVCC_FLAGS = (
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-Xlinker=--strip-all",
     "-cudart=static",
+    "-nodlink",  # nothing to link on the device; it would leave the toolkit's path
     "-shared",
 )
 
@@ -70,6 +72,16 @@ class Compiler:
     path: Path
     version: str
     arguments: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = self.version.splitlines()
+        return f"{self.path}, {next((x for x in lines if 'release' in x), lines[0])}"
+
+    @property
+    def release(self) -> tuple[int, int] | None:
+        """Of CUDA, e.g. (13, 0), as nvcc prints it."""
+        found = re.search(r"\brelease (\d+)\.(\d+)", self.version)
+        return (int(found[1]), int(found[2])) if found else None
 
     def identity(self) -> str:
         """A digest of everything about the compiler that can change its output."""
@@ -108,7 +120,8 @@ def find_host_compiler() -> Compiler:
     for name in (wanted,) if wanted else ("g++", "c++"):
         found = shutil.which(name)
         if found:
-            return Compiler(Path(found), _version(Path(found)))
+            path = Path(found).absolute()  # compilers run in folders of their own
+            return Compiler(path, _version(path))
     raise BuildError(
         f"flashcute: expected a C++ compiler, got {'CXX=' + wanted if wanted else 'none on PATH'}; "
         "install g++ 11 or later, or set CXX to the compiler's path"
@@ -119,7 +132,7 @@ def _cuda_roots() -> list[Path]:
     """Folders that may be a CUDA toolkit, best first."""
     home = os.environ.get("CUDA_HOME")
     if home:
-        return [Path(home)]  # no fallback: a wrong CUDA_HOME must be an error
+        return [Path(home).absolute()]  # no fallback: a wrong CUDA_HOME must be an error
     roots = []
     on_path = shutil.which("nvcc")
     if on_path:
@@ -141,8 +154,8 @@ def _lacking(root: Path, files: Sequence[str]) -> str | None:
 def find_nvcc() -> Compiler:
     """nvcc of ``CUDA_HOME`` if set, else of PATH, of the PyPI wheels, of /usr/local/cuda.
 
-    Wheels are skipped if some of nvcc's parts are missing: other packages install only its
-    assembler.
+    Releases before 12.0 are skipped. So are wheels if some of nvcc's parts are missing: other
+    packages install only its assembler.
 
     Raises:
         BuildError: where there is none, or no host compiler for it.
@@ -166,7 +179,11 @@ def find_nvcc() -> Compiler:
         cicc = root / "nvvm" / "bin" / "cicc"
         if cicc.is_file():
             parts.append(f"cicc of {cicc.stat().st_size} bytes")
-        return Compiler(nvcc, "\n".join(parts), tuple(arguments))
+        found = Compiler(nvcc, "\n".join(parts), tuple(arguments))
+        if found.release is not None and found.release < _MIN_NVCC:
+            rejected.append("{} (release {}.{}, before 12.0)".format(root, *found.release))
+            continue
+        return found
     raise BuildError(
         f"flashcute: expected nvcc in one of {', '.join(rejected)}, got none; install the CUDA "
         f"toolkit, or {install_command('nvcc')}, or set CUDA_HOME to the toolkit's folder"
