@@ -274,6 +274,37 @@ def failures_of_kernels(library: ctypes.CDLL) -> list[str]:
     return found
 
 
+def kernels_of_batches() -> list[str]:
+    """That with num_splits the kernel is not chosen by what else is in the batch, or by the room
+    that a cache has."""
+    choose, problems, found = ops._choose, [], []
+
+    def remember(problem):
+        problems.append(bytes(problem))
+        return choose(problem)
+
+    def ragged(total: int, **options) -> None:
+        q, k = torch.zeros(total, 4, 64).half(), torch.zeros(total, 2, 64).half()
+        starts = torch.tensor([0, total]).int()
+        flash_attn_varlen_func(q, k, k, starts, starts, total, total, **options)
+
+    def cached(room: int, **options) -> None:
+        q, cache = torch.zeros(1, 50, 4, 64).half(), torch.zeros(1, room, 2, 64).half()
+        flash_attn_with_kvcache(q, cache, cache, cache_seqlens=50, **options)
+
+    ops._choose = remember
+    windows = (4000, 0), (-1, 200), (200, 60), (5, -1), (10**6, 10**6), (-1, -1)
+    for call, window, causal in itertools.product((ragged, cached), windows, (False, True)):
+        ops._keep_alive[0].flashcute_set_resolver(ops._resolve)  # forgets the kernels it knows
+        problems.clear()
+        for size in (50, 300, 10000):
+            call(size, window_size=window, causal=causal, num_splits=1)
+        if len(problems) != 1:  # the first one's is remembered
+            found.append(f"{call.__name__}: kernels for {len(problems)} problems, {window=}")
+    ops._choose = choose
+    return found
+
+
 def main() -> None:
     library = load()
     found = refusals()
@@ -281,6 +312,7 @@ def main() -> None:
         found += differences(library) + differences_of_varlen(library)
         found += differences_of_plans(library)
         found += failures_of_kernels(library)
+        found += kernels_of_batches()
     print(*found[:20], f"{len(found)} are wrong", sep="\n")
 
 

@@ -248,7 +248,16 @@ inline Problem make_problem(const Inputs &inputs) {
             .d = static_cast<int32_t>(inputs.q.d)};
 }
 
-// The mask with the least work that says the same, and the window of MaskKind::local.
+// The window of MaskKind::local, no longer than the sequences.
+inline void set_window(Problem &problem, const Options &options) {
+    const auto bounded = [](int64_t side, int32_t length) {
+        return side < 0 || side >= length - 1 ? length : static_cast<int32_t>(side);
+    };
+    problem.window_left = bounded(options.window_left, problem.seqlen_k);
+    problem.window_right = bounded(options.causal ? 0 : options.window_right, problem.seqlen_q);
+}
+
+// The mask with the least work that says the same, and its window.
 inline void set_mask(Problem &problem, const Options &options) {
     const int64_t seqlen_q = problem.seqlen_q, seqlen_k = problem.seqlen_k;
     const int64_t left = options.window_left;
@@ -265,8 +274,7 @@ inline void set_mask(Problem &problem, const Options &options) {
              " and ", seqlen_k);
     }
     problem.mask = MaskKind::local;
-    problem.window_left = static_cast<int32_t>(all_left ? seqlen_k : std::min(left, seqlen_k));
-    problem.window_right = static_cast<int32_t>(all_right ? seqlen_q : std::min(right, seqlen_q));
+    set_window(problem, options);
 }
 
 inline const float *read_sinks(const Options &options, const Layout &q, int32_t device) {

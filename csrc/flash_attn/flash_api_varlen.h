@@ -121,6 +121,9 @@ inline Problem asked_of(const Problem &problem, const Queries &queries, const La
         asked.b = 1;
         asked.seqlen_q = queries.packed ? 128 : problem.seqlen_q;
         asked.seqlen_k = 4096;
+        if (asked.mask == MaskKind::local) {
+            set_window(asked, options);  // the one there is ends with this batch's tensors
+        }
         return asked;
     }
     if (lengths == nullptr) {
