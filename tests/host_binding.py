@@ -9,6 +9,8 @@ import ctypes
 import dataclasses
 import itertools
 import pathlib
+import re
+import resource
 
 import torch
 from torch import Tensor
@@ -305,6 +307,59 @@ def kernels_of_batches() -> list[str]:
     return found
 
 
+def raised(call, pattern: str, error: type[Exception] = RuntimeError) -> list[str]:
+    """What is wrong with how a call fails."""
+    try:
+        call()
+    except Exception as exception:
+        right = type(exception) is error and re.search(pattern, str(exception))
+        return [] if right else [f"expected {pattern}, got {exception!r}"]
+    return [f"expected {pattern}, got a result"]
+
+
+def memory_is_missing() -> list[str]:
+    """Wherever the binding asks torch for it: the error says how much, and is torch's own."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**36, most))
+    empty, checks = torch.empty, ops_kvcache.launch
+    op, found = torch.ops.flashcute, []
+    # 128 GiB, of which there is only a row
+    row = torch.zeros(257).half()
+    q, odd = (x.expand(1, 2**22, 64, 256) for x in (row[:-1], row[1:]))
+    grads = q, q, q, q, q, torch.zeros(2**22).expand(1, 64, 2**22), None, 0.1, False, -1, -1, None
+    entries = torch.zeros(1, 8, 1, 256).half().expand(2**16, 8, 512, 256)
+    cache = torch.zeros(1, 1, 64, 256).half()
+    few = q[:, :1], cache, cache
+    none, missing = (None,) * 4, r"failed to allocate 137438953472 bytes on cuda:-1"
+    options = 0.1, False, -1, -1, None, 0.0, None, 0
+    places = entries[:, :1, :1], entries[:, :1, :1]
+    for name, call in (
+        ("fwd", lambda: op.attend(q, q, q, *options[:5])),
+        ("fwd", lambda: op.attend(odd, q, q, *options[:5])),
+        ("bwd", lambda: op.bwd(*grads, 1)),
+        ("attend_kvcache", lambda: op.attend_kvcache(entries, *places, *none, *options)),
+        ("attend_kvcache", lambda: op.attend_kvcache(q, cache, cache, *none, *options)),
+    ):
+        found += raised(call, f"^flashcute::{name}: {missing}")
+
+    def exhausted(size: int, **options):
+        raise torch.OutOfMemoryError(f"tried to allocate {size} bytes on {options['device']}")
+
+    torch.empty, ops_kvcache.launch = exhausted, None  # neither is entered but for the error
+    plan, out_of_memory = KVCachePlan(), torch.OutOfMemoryError
+    pattern = "^tried to allocate 137438953472 bytes on cuda:-1$"
+    for call in (flash_attn_with_kvcache, plan):
+        found += raised(lambda call=call: call(q, cache, cache), pattern, out_of_memory)
+    torch.empty, ops_kvcache.launch = lambda size, **options: None, checks
+    pattern = f"^flashcute::attend_kvcache: {missing}"
+    found += raised(lambda: flash_attn_with_kvcache(q, cache, cache), pattern, out_of_memory)
+    torch.empty = empty
+    plan(*few)
+    found += [] if plan._number else ["a plan is not made where there was no memory before"]
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return found
+
+
 def main() -> None:
     library = load()
     found = refusals()
@@ -313,6 +368,7 @@ def main() -> None:
         found += differences_of_plans(library)
         found += failures_of_kernels(library)
         found += kernels_of_batches()
+        found += memory_is_missing()
     print(*found[:20], f"{len(found)} are wrong", sep="\n")
 
 

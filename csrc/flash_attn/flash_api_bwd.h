@@ -194,7 +194,7 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
     if (b == 0 || q.s == 0) {  // there is no query
         for (std::optional<Tensor> *gradient : {&dq, &dk, &dv, &dsinks}) {
             if (gradient->has_value()) {
-                torch::stable::zero_(**gradient);
+                check_shim(aoti_torch_zero_((*gradient)->get()));
             }
         }
     } else if (wanted % kDeterministic != 0) {

@@ -352,8 +352,9 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     }
     if (cache != nullptr && !is_packed && !folds(ql)) {
         const torch::stable::accelerator::DeviceGuard guard(device);
-        return forward(torch::stable::contiguous(q), k, v, softmax_scale, options, lengths, cache,
-                       planned);
+        const auto contiguous = torch::headeronly::MemoryFormat::Contiguous;
+        return forward(call_torch("aten::contiguous", q, contiguous), k, v, softmax_scale, options,
+                       lengths, cache, planned);
     }
     check_vectorised(ql, params.q_ptr, "q");
     check_vectorised(kl, params.k_ptr, "k");

@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
@@ -97,12 +96,35 @@ inline void check_vectorised(const Layout &layout, const void *data, const char 
     }
 }
 
+// flashcute/resolver_errors.py makes torch's own error of it.
+template <typename Sizes>
+[[noreturn]] void fail_to_allocate(const Sizes &sizes, int32_t dtype, int32_t device) {
+    double bytes = static_cast<double>(aoti_torch_dtype_element_size(dtype));
+    for (const int64_t size : sizes) {
+        bytes *= static_cast<double>(size);
+    }
+    fail<KernelFailure>("failed to allocate ", static_cast<int64_t>(std::min(bytes, 0x1p62)),
+                        " bytes on cuda:", device);
+}
+
+// The tensor that an operator of torch makes of another, of the same sizes. Not by torch's C++ for
+// it, which streams a number where the operator fails: see fail().
+template <typename... Args>
+Tensor call_torch(const char *op, const Tensor &tensor, Args... args) {
+    StableIValue stack[] = {torch::stable::detail::from(tensor),
+                            torch::stable::detail::from(args)...};
+    if (torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
+        fail_to_allocate(tensor.sizes(), dtype_of(tensor), tensor.get_device_index());
+    }
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // The tensor, or a copy of it: of the same strides where they leave no gaps.
 inline Tensor aligned(const Tensor &tensor) {
     if (!misaligned(tensor.const_data_ptr())) {
         return tensor;
     }
-    Tensor copy = torch::stable::clone(tensor);
+    Tensor copy = call_torch("aten::clone", tensor, std::nullopt);
     if (misaligned(copy.const_data_ptr())) {
         fail("expected torch to allocate memory at multiples of 16 bytes");
     }
@@ -164,15 +186,19 @@ template <int64_t rank>
 Tensor empty(const int64_t (&sizes)[rank], const int64_t (&strides)[rank], int32_t dtype,
              int32_t device) {
     AtenTensorHandle handle = nullptr;
-    check_shim(aoti_torch_empty_strided(rank, sizes, strides, dtype, aoti_torch_device_type_cuda(),
-                                        device, &handle));
+    if (aoti_torch_empty_strided(rank, sizes, strides, dtype, aoti_torch_device_type_cuda(), device,
+                                 &handle) != AOTI_TORCH_SUCCESS) {
+        fail_to_allocate(sizes, dtype, device);
+    }
     return Tensor(handle);
 }
 
 // Uninitialised, of the sizes of `tensor` and, where it leaves no gaps, its strides.
 inline Tensor empty_like(const Tensor &tensor, int32_t dtype, int32_t device) {
     if (tensor.dim() != 4 || !tensor.is_contiguous()) {
-        return torch::stable::empty_like(tensor);
+        const std::nullopt_t as_it_is = std::nullopt;
+        return call_torch("aten::empty_like", tensor, as_it_is, as_it_is, as_it_is, as_it_is,
+                          as_it_is);
     }
     // The same result without the dispatcher's boxing, which takes 0.4 us more.
     const int64_t *size = tensor.sizes().data(), *stride = tensor.strides().data();
