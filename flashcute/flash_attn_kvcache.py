@@ -138,7 +138,7 @@ def flash_attn_with_kvcache(
         TypeError: for a wrong type or dtype, and for a tensor that is not dense.
         ValueError: for a wrong value, shape or device; for an int cache_seqlens, and for values of
             CPU tensors, that do not fit the cache: nothing has been written then. A compiled
-            function raises it when it runs.
+            function raises it when it runs; for the int, with CUDA tensors, a RuntimeError.
         NotImplementedError: for what is not supported on the tensors' device yet, and for
             gradients.
     """
