@@ -34,6 +34,7 @@ from flashcute import (  # noqa: E402
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     jit,
+    loading,
     ops,
     ops_kvcache,
 )
@@ -307,6 +308,97 @@ def kernels_of_batches() -> list[str]:
     return found
 
 
+def checks_of_operators() -> list[str]:
+    """That operators that are called directly refuse what Python's checks do."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float16)
+
+    op, none = torch.ops.flashcute, (None,) * 3
+    q, new = zeros(3, 2, 4, 64), zeros(3, 1, 2, 64)
+    cache, values = zeros(3, 8, 2, 64), zeros(3, 8, 2, 64)
+    lengths, starts = torch.zeros(3).int(), torch.zeros(4).int()
+    ragged = q[0], cache[0], cache[0], starts, starts, None, None, 2, 8, 0.1, False, -1, -1, None
+
+    def read(left: int = -1, right: int = -1, num_splits: int = 0) -> None:
+        args = 0.1, False, left, right, None, 0.0, None, num_splits
+        op.attend_kvcache(q, cache, values, None, *none, *args)
+
+    def append(k, v, values=values, cache=cache, table=None) -> None:
+        args = lengths, None, None, table, 0.1, False, -1, -1, None, 0.0, None, 0
+        op.append_attend_kvcache(q, cache, values, k, v, None, None, False, *args)
+
+    found = []
+    for num_splits in (-2, 129, 40000, 2**32 + 1, -(2**62)):
+        pattern = f"^flashcute::\\w+: expected 0 <= num_splits <= 128, got {num_splits}\\b"
+        found += raised(lambda n=num_splits: read(num_splits=n), pattern)
+        args = *ragged, 0.0, None, None, 0.0, None, num_splits
+        found += raised(lambda args=args: op.attend_varlen(*args), pattern)
+    for window in ((-2, -1), (-1, -2), (3, -(2**40))):
+        pattern = f"expected a window of two sides >= -1, got {window[0]} and {window[1]}"
+        found += raised(lambda window=window: read(*window), pattern)
+        found += raised(lambda x=window: op.attend(q, cache, cache, 0.1, False, *x, None), pattern)
+    pattern = "^flashcute::append_attend_kvcache: expected k and v that are not in the cache"
+    found += raised(lambda: append(cache[:, 3:4], new), pattern)
+    found += raised(lambda: append(new, values[:, 3:4]), pattern)
+    pattern = "expected k_cache and v_cache in places of their own"
+    found += raised(lambda: append(new, new, values=cache.view(cache.shape)), pattern)
+    # What writes nothing may overlap; of caches without elements all are at one address.
+    append(cache[:, 3:3], values[:, 3:3])
+    append(new, new, cache[:0], values[:0], torch.zeros(3, 2).int())
+    return found
+
+
+def starts_that_are_copied(library: ctypes.CDLL) -> list[str]:
+    """By operators, as a compiled function does not know them; eager calls say what they copy."""
+    ops, found = torch.ops.flashcute, []
+    shapes = {"q": (3, 2, 4, 64), "k": (3, 1, 2, 64), "v": (3, 1, 2, 64)}
+    tensors = {n: torch.zeros(3, 8, 2, 64).half() for n in ("k_cache", "v_cache")}
+    tensors |= {n: torch.zeros(shape).half() for n, shape in shapes.items()}
+    lengths, starts, table = torch.zeros(3).int(), torch.zeros(4).int(), torch.zeros(3, 2).int()
+    options = 0.1, False, -1, -1, None, 0.0, None
+
+    def read(q, k_cache, v_cache, k, v):
+        return ops.attend_kvcache(q, k_cache, v_cache, lengths, *(None,) * 3, *options, 0)
+
+    def ragged(q, k_cache, v_cache, k, v):
+        args = starts, starts, None, lengths, 2, 8, *options, None, 0.0, table
+        return ops.attend_varlen(q[0], k_cache, v_cache, *args)
+
+    def append(q, k_cache, v_cache, k, v):
+        args = None, None, False, lengths, *(None,) * 3, *options, 0
+        return ops.append_attend_kvcache(q, k_cache, v_cache, k, v, *args)
+
+    log_copy, logged = loading._log_copy, []
+    loading._log_copy = lambda fn, name, why: logged.append(name)
+    for name, functions, pointer in (
+        ("q", (read, ragged, append), "q_ptr"),
+        ("k_cache", (read, ragged), "k_ptr"),
+        ("v_cache", (read, ragged), "v_ptr"),
+        ("k", (append,), "k_new_ptr"),
+        ("v", (append,), "v_new_ptr"),
+    ):
+        odd = torch.zeros(tensors[name].numel() + 1).half()[1:].view_as(tensors[name])
+        for function in functions:
+            try:
+                function(**tensors | {name: odd})
+            except RuntimeError as error:
+                found.append(f"{function.__name__}: {error}")
+            if (launched(library)[pointer] or 1) % 16:
+                found.append(f"{function.__name__}: {name} is not copied")
+        if name.endswith("_cache"):  # the other call writes to it
+            pattern = f"expected {name[0]} aligned to 16 bytes"
+            found += raised(lambda x=tensors | {name: odd}: append(**x), pattern)
+        if name in ("q", "k_cache"):
+            given = tensors | {name: odd, "k": None, "v": None}
+            logged.clear()
+            flash_attn_with_kvcache(**given)
+            if logged != [name]:
+                found.append(f"logged copies of {logged} and not of {name}")
+    loading._log_copy = log_copy
+    return found
+
+
 def raised(call, pattern: str, error: type[Exception] = RuntimeError) -> list[str]:
     """What is wrong with how a call fails."""
     try:
@@ -368,6 +460,7 @@ def main() -> None:
         found += differences_of_plans(library)
         found += failures_of_kernels(library)
         found += kernels_of_batches()
+        found += checks_of_operators() + starts_that_are_copied(library)
         found += memory_is_missing()
     print(*found[:20], f"{len(found)} are wrong", sep="\n")
 

@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor> forward_ragged(const Tensor &q, const Tensor &k, cons
                                           const Lengths &lengths,
                                           std::optional<Tensor> block_table) {
     if (!block_table.has_value()) {
-        options.num_splits = options.num_splits > 0 ? options.num_splits : -1;
+        options.num_splits = options.num_splits == 0 ? -1 : options.num_splits;
         return forward(q, k, v, softmax_scale, options, &lengths);
     }
     const Cache cache{.block_table = std::move(block_table)};
@@ -160,7 +160,8 @@ std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
                           .softcap = softcap,
                           .alibi_slopes = std::move(alibi_slopes),
                           .num_splits = num_splits,
-                          .returns_lse = returns_lse};
+                          .returns_lse = returns_lse,
+                          .copies = false};
     const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
                       .cache_leftpad = std::move(cache_leftpad),
                       .block_table = std::move(block_table),
@@ -168,8 +169,7 @@ std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
                       .v = std::move(v),
                       .rotary_cos = std::move(rotary_cos),
                       .rotary_sin = std::move(rotary_sin),
-                      .rotary_interleaved = rotary_interleaved,
-                      .apart = false};
+                      .rotary_interleaved = rotary_interleaved};
     const Lengths lengths{.seqused_k = &cache_seqlens, .in_cache = in_cache};
     return unless_refused("attend_kvcache", std::tuple{Tensor(), Tensor()}, [&] {
         const double scale = softmax_scale.has_value() ? *softmax_scale : default_scale(q);
@@ -191,7 +191,8 @@ std::tuple<Tensor, Tensor> attend_varlen_no_grad(
                           .softcap = softcap,
                           .alibi_slopes = std::move(alibi_slopes),
                           .num_splits = num_splits,
-                          .returns_lse = returns_lse};
+                          .returns_lse = returns_lse,
+                          .copies = false};
     return unless_refused("attend_varlen", std::tuple{Tensor(), Tensor()}, [&] {
         if (!cu_seqlens_k.has_value() && !(seqused_k.has_value() && block_table.has_value())) {
             fail("expected cu_seqlens_k, or seqused_k of keys in pages");
@@ -220,7 +221,8 @@ std::tuple<Tensor, int64_t> plan_kvcache(
                           .softcap = softcap,
                           .alibi_slopes = std::move(alibi_slopes),
                           .num_splits = num_splits,
-                          .returns_lse = false};
+                          .returns_lse = false,
+                          .copies = false};
     const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
                       .cache_leftpad = std::move(cache_leftpad),
                       .block_table = std::move(block_table),
@@ -228,8 +230,7 @@ std::tuple<Tensor, int64_t> plan_kvcache(
                       .v = std::move(v),
                       .rotary_cos = std::move(rotary_cos),
                       .rotary_sin = std::move(rotary_sin),
-                      .rotary_interleaved = rotary_interleaved,
-                      .apart = false};
+                      .rotary_interleaved = rotary_interleaved};
     const Lengths lengths{.seqused_k = &cache_seqlens};
     const auto plan = [&]() -> std::tuple<Tensor, int64_t> {
         Planned planned;
@@ -251,7 +252,7 @@ Tensor run_plan(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, i
 Tensor append_run_plan(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
                        const Tensor &k, const Tensor &v, int64_t plan, bool renews) {
     return unless_refused("attend_kvcache", Tensor(), [&] {
-        const Cache appended{.k = k, .v = v, .apart = false};
+        const Cache appended{.k = k, .v = v};
         return run_planned(*plan_table().find(plan), q, k_cache, v_cache, appended, renews);
     });
 }

@@ -233,6 +233,7 @@ struct Options {
     int64_t num_splits = -1;
     bool heads_first = false;  // a dense batch of tensors (b, heads, s, d), as SDPA has them
     bool returns_lse = true;   // always of a dense batch
+    bool copies = true;        // what does not start at a multiple of 16 bytes; else refuses it
 };
 
 // b: entries, or sequences of a ragged batch.
@@ -288,6 +289,9 @@ inline void set_mask(Problem &problem, const Options &options) {
     const int64_t seqlen_q = problem.seqlen_q, seqlen_k = problem.seqlen_k;
     const int64_t left = options.window_left;
     const int64_t right = options.causal ? 0 : options.window_right;
+    if (left < -1 || options.window_right < -1) {
+        fail("expected a window of two sides >= -1, got ", left, " and ", options.window_right);
+    }
     const bool by_lengths = options.num_splits <= 0;
     const bool all_left = left < 0 || (by_lengths && left >= seqlen_k - 1);
     const bool all_right = right < 0 || (by_lengths && right >= seqlen_q - 1);

@@ -98,9 +98,10 @@ inline void set_options(Problem &problem, const Options &options, const Queries 
 
 // Keys of a sequence at most, of `room` that there is room for: fewer where the host knows how many
 // tokens the cache has.
-inline int64_t keys_known(const Flash_fwd_params &params, const Lengths *lengths, int64_t room) {
+inline int64_t keys_known(const Flash_fwd_params &params, const Lengths *lengths, bool appends,
+                          int64_t room) {
     if (lengths == nullptr || !lengths->in_cache.has_value()) {
-        if (params.k_new_ptr != nullptr && params.seqused_k_ptr == nullptr) {
+        if (appends && params.seqused_k_ptr == nullptr) {
             fail("expected cache_seqlens with k and v");
         }
         return room;
