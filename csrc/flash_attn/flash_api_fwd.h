@@ -19,9 +19,9 @@ inline constexpr int64_t kMaxSplitsGiven = 128;  // MAX_SPLITS of checks_kvcache
 
 // What a call has whose k and v are a cache; what is appended to it, if anything.
 struct Cache {
-    std::optional<Tensor> cache_batch_idx, cache_leftpad, block_table;
-    std::optional<Tensor> k, v;
-    std::optional<Tensor> rotary_cos, rotary_sin;
+    MaybeTensor cache_batch_idx, cache_leftpad, block_table;
+    MaybeTensor k, v;
+    MaybeTensor rotary_cos, rotary_sin;
     bool rotary_interleaved = false;
 };
 
@@ -158,9 +158,8 @@ inline void rotate_queries(Flash_fwd_params &params, const Layout &q, const Tens
 
 // What is appended to a cache with room for so many tokens of a sequence. Returns memory for the
 // rotated queries, which params.q_ptr then is.
-inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &cache,
-                                        const Inputs &inputs, const Options &options,
-                                        int64_t room) {
+inline MaybeTensor set_append(Flash_fwd_params &params, const Cache &cache, const Inputs &inputs,
+                              const Options &options, int64_t room) {
     const bool rotates = cache.rotary_cos.has_value();
     if (cache.k.has_value() != cache.v.has_value() || rotates != cache.rotary_sin.has_value() ||
         (rotates && !cache.k.has_value())) {
@@ -313,14 +312,14 @@ struct Planned {
     Flash_fwd_params params{};
     Inputs inputs{};
     bool appends = false;
-    std::optional<Tensor> workspace, rotated;
+    MaybeTensor workspace, rotated;
 };
 
 // Returns the plan's memory, which is given back to the stream's once all is enqueued.
-inline std::optional<Tensor> enqueue(const Flash_kernel &kernel, Flash_fwd_params &params,
-                                     bool is_ragged, int32_t device) {
+inline MaybeTensor enqueue(const Flash_kernel &kernel, Flash_fwd_params &params, bool is_ragged,
+                           int32_t device) {
     void *const stream = current_stream(device);
-    std::optional<Tensor> plan;
+    MaybeTensor plan;
     if (is_ragged) {
         plan = make_plan(params, device);
         check_launch(kernel, kernel.plan(&params, stream));
@@ -385,7 +384,7 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     set_slopes(params, options, queries.b, ql.h, device);
     set_dropout(params, options, device);
     const torch::stable::accelerator::DeviceGuard guard(device);
-    std::optional<Tensor> rotated;
+    MaybeTensor rotated;
     if (cache != nullptr) {
         rotated = set_append(params, *cache, inputs, options, room);
     }
@@ -419,7 +418,7 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
         fold_batch(params, rotated.has_value() ? read_layout(*rotated, "q", 4) : ql, ol);
     }
     const auto *kernel = static_cast<const Flash_kernel *>(choice.kernel);
-    std::optional<Tensor> workspace = enqueue(*kernel, params, lengths != nullptr, device);
+    MaybeTensor workspace = enqueue(*kernel, params, lengths != nullptr, device);
     if (planned != nullptr) {
         *planned = {kernel, params, inputs, appends, std::move(workspace), std::move(rotated)};
     }

@@ -22,6 +22,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 namespace flash {
 
 using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
 
 inline constexpr int kMaxHeadDim = 256;
 // Persistent kernels count on beyond the last tile, by a CTA for each SM, in 32-bit arithmetic.
@@ -217,20 +218,20 @@ inline void *current_stream(int32_t device) {
 }
 
 // What a call may ask for beside q, k, v and the scale. A window's side is -1 where it is
-// unlimited.
+// unlimited. The first seven are in the order of the operators' schemas.
 struct Options {
     bool causal = false;
     int64_t window_left = -1;
     int64_t window_right = -1;
-    std::optional<Tensor> sinks;
+    MaybeTensor sinks;
     double softcap = 0;  // 0: none
-    std::optional<Tensor> alibi_slopes;
-    std::optional<Tensor> rng_state;
-    double dropout_p = 0;  // 0: none
+    MaybeTensor alibi_slopes;
     // Into how many parts a ragged batch's keys are split at most; 0: by shape, -1: not. Where it
     // is given, the lengths and the number of the sequences do not choose the kernel, so that a
     // sequence's result is the same bits in any batch.
     int64_t num_splits = -1;
+    MaybeTensor rng_state;
+    double dropout_p = 0;      // 0: none
     bool heads_first = false;  // a dense batch of tensors (b, heads, s, d), as SDPA has them
     bool returns_lse = true;   // always of a dense batch
     bool copies = true;        // what does not start at a multiple of 16 bytes; else refuses it

@@ -15,7 +15,7 @@ namespace flash {
 // seqlen_q, h, d), over a cache.
 struct Lengths {
     const Tensor *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
-    const std::optional<Tensor> *seqused_q = nullptr, *seqused_k = nullptr;
+    const MaybeTensor *seqused_q = nullptr, *seqused_k = nullptr;
     int64_t max_seqlen_q = 0, max_seqlen_k = 0;
     std::optional<int64_t> in_cache = {};  // tokens of every sequence before an append, if known
 };
@@ -38,7 +38,7 @@ inline const int32_t *read_index(const Tensor &index, const char *name, int64_t 
     return static_cast<const int32_t *>(index.const_data_ptr());
 }
 
-inline const int32_t *read_index(const std::optional<Tensor> *index, const char *name, int64_t size,
+inline const int32_t *read_index(const MaybeTensor *index, const char *name, int64_t size,
                                  int32_t device) {
     return index != nullptr && index->has_value() ? read_index(**index, name, size, device)
                                                   : nullptr;
