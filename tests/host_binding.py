@@ -411,8 +411,8 @@ def raised(call, pattern: str, error: type[Exception] = RuntimeError) -> list[st
 
 def memory_is_missing() -> list[str]:
     """Wherever the binding asks torch for it: the error says how much, and is torch's own."""
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (2**36, most))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**36, limits[1]))
     empty, checks = torch.empty, ops_kvcache.launch
     op, found = torch.ops.flashcute, []
     # 128 GiB, of which there is only a row
@@ -448,7 +448,7 @@ def memory_is_missing() -> list[str]:
     torch.empty = empty
     plan(*few)
     found += [] if plan._number else ["a plan is not made where there was no memory before"]
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_AS, limits)
     return found
 
 

@@ -107,7 +107,7 @@ inline void check_written(const Flash_fwd_params &params, const Inputs &inputs, 
         }
     }
     if (k.b == 0 || k.s == 0 || inputs.k.b == 0) {
-        return;  // nothing is
+        return;  // nothing is written
     }
     for (const auto &[ptr, layout] :
          {std::pair{params.k_ptr, inputs.k}, std::pair{params.v_ptr, inputs.v}}) {
