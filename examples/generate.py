@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import flashcute
 from flashcute import benchmarking as bm
-from flashcute.arguments import natural, output_file, positive
+from flashcute.arguments import is_out_of_memory, natural, output_file, positive
 from flashcute.extras import install_command
 from flashcute.features import VECTOR
 
@@ -494,9 +494,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(args)
     except (RuntimeError, MemoryError) as error:
-        # On the CPU torch has no type for it.
-        known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not known and not any(x in str(error) for x in ("allocate memory", "Storage size")):
+        if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0]
         sys.exit(f"generate.py: expected sizes that fit into memory, got: {reason}")

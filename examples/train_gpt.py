@@ -53,7 +53,7 @@ from torch import nn
 from tqdm import tqdm
 
 from flashcute import benchmarking as bm
-from flashcute.arguments import natural, output_folder, positive
+from flashcute.arguments import is_out_of_memory, natural, output_folder, positive
 from flashcute.extras import install_command
 
 WARM_UP = 10  # steps that are not timed: kernels are built, memory is allocated
@@ -433,9 +433,7 @@ def _work(args: argparse.Namespace) -> int:
     try:
         return _run(args)
     except (RuntimeError, MemoryError) as error:
-        # On the CPU torch has no type for it.
-        known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not known and not any(x in str(error) for x in ("allocate memory", "Storage size")):
+        if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0]
         sys.exit(f"train_gpt.py: expected sizes that fit into memory, got: {reason}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from . import __version__, doctor, env, shipped
-from .arguments import output_folder, positive
+from .arguments import is_out_of_memory, output_folder, positive
 from .bench import cli as bench_cli
 from .config import DTYPES, HEAD_DIMS, MASKS
 from .jit import binding, build, cache, kernels, sources, toolchain
@@ -354,11 +354,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    # torch has a type for a GPU's memory only.
-    return isinstance(error, MemoryError) or "allocate memory" in str(error)
-
-
 def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     try:
@@ -379,7 +374,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except OSError as error:
         print(f"flashcute {args.command}: {error}", file=sys.stderr)
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         print(
             f"flashcute {args.command}: expected sizes that fit into memory, got: "

@@ -115,6 +115,16 @@ def _fill(file: IO[bytes]) -> None:
         file.write(bytes(_SMALL_RESULT))
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether sizes that the caller chose do not fit into memory, the host's or a GPU's."""
+    import torch
+
+    # torch has a type for a GPU's memory only, and none for what a compiled function asks for.
+    texts = "allocate memory", "Storage size", "failed to allocate"
+    is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_known or any(text in str(error) for text in texts)
+
+
 def failures(command: str, *writes: tuple[Path, Callable[[], object]]) -> list[str]:
     """Calls each function that writes results to a path; returns a message for each that cannot.
 

@@ -493,6 +493,13 @@ def check_length(fn: str, name: str, value) -> int:
     return length
 
 
+def at_most(length: int, most: int) -> int:
+    """The smaller one of the two, without a guard on a length that is traced."""
+    # torch 2.11 traces sym_min() of no constant.
+    symbolic = isinstance(length, torch.SymInt)
+    return torch.sym_min(length, most) if symbolic else min(length, most)
+
+
 def check_device(fn: str, device) -> torch.device:
     """``device`` as the device it names, of a kind that is computed on."""
     try:

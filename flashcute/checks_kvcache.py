@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .checks import check_int, check_kind, check_length, check_rank, has_tangent
+from .checks import at_most, check_int, check_kind, check_length, check_rank, has_tangent
 from .checks_varlen import Names
 from .rotary import check_tables
 
@@ -314,17 +314,20 @@ def lengths_of(fn: str, cache_seqlens, q) -> Tensor | None:
     check_kind(fn, "q", q)
     check_rank(fn, "q", q, "(batch, seqlen, heads, head_dim)")
     # No cache has room for as many, as is said later.
-    length = torch.sym_min(length, 2**31 - 1)
+    length = at_most(length, 2**31 - 1)
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
 def check_room(fn: str, t: Tensors, cache_seqlens) -> None:
     """That an int cache_seqlens and the new tokens fit, which is known on every device."""
-    length = check_length(fn, "cache_seqlens", cache_seqlens)
-    if torch.compiler.is_compiling() or isinstance(length, torch.SymInt):
-        return  # the operator checks CPU tensors when it runs
-    if length + t.n_new > t.capacity:
-        raise ValueError(_no_room(fn, f"cache_seqlens={length}", t))
+    cache_seqlens = check_length(fn, "cache_seqlens", cache_seqlens)
+    if torch.compiler.is_compiling() or isinstance(cache_seqlens, torch.SymInt):
+        if not t.q.is_cpu:  # whose operator checks values when it runs
+            # Its error shows these lines; torch exports no call that has a message.
+            torch._check(cache_seqlens >= 0)
+            torch._check(cache_seqlens + t.n_new <= t.capacity)
+    elif cache_seqlens + t.n_new > t.capacity:
+        raise ValueError(_no_room(fn, f"cache_seqlens={cache_seqlens}", t))
 
 
 def check_splits(fn: str, num_splits) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_kind, check_length, check_rank, raise_mismatch
+from .checks import at_most, check_kind, check_length, check_rank, raise_mismatch
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -161,7 +161,7 @@ def check_bounds(names: Names, max_seqlen_q, max_seqlen_k) -> tuple[int, int]:
     """max_seqlen_q and max_seqlen_k, two ints from 0 on."""
     # A traced call checks neither, and operators take 64 bits.
     q, k = (
-        torch.sym_min(check_length(names.fn, name, value), 2**63 - 1)
+        at_most(check_length(names.fn, name, value), 2**63 - 1)
         for name, value in ((names.max_seqlen_q, max_seqlen_q), (names.max_seqlen_k, max_seqlen_k))
     )
     return q, k

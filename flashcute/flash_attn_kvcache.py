@@ -91,10 +91,10 @@ def flash_attn_with_kvcache(
     declares that it changes the cache if k is given. CUDA tensors are not read ahead: whatever
     lengths and pages they hold, nothing outside the tensors is read or written, and new tokens
     without a place are dropped. With k and v, and for head dimensions that are no multiple of 8,
-    strides of a cache on CUDA must be multiples of 8 elements, its last dimension contiguous. If
-    new tokens of two sequences have the same place, as through equal pages in block_table or equal
-    entries in cache_batch_idx, what is written there is not defined; pages that are only read may
-    be shared.
+    strides of a cache on CUDA must be multiples of 8 elements, its last dimension contiguous and
+    its start at a multiple of 16 bytes. If new tokens of two sequences have the same place, as
+    through equal pages in block_table or equal entries in cache_batch_idx, what is written there is
+    not defined; pages that are only read may be shared.
 
     Args:
         q: (b, seqlen_q, h, head_dim).
@@ -138,7 +138,7 @@ def flash_attn_with_kvcache(
         TypeError: for a wrong type or dtype, and for a tensor that is not dense.
         ValueError: for a wrong value, shape or device; for an int cache_seqlens, and for values of
             CPU tensors, that do not fit the cache: nothing has been written then. A compiled
-            function raises it when it runs.
+            function raises it when it runs; for the int, with CUDA tensors, a RuntimeError.
         NotImplementedError: for what is not supported on the tensors' device yet, and for
             gradients.
     """

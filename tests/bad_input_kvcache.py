@@ -149,6 +149,8 @@ def _new_tokens() -> Iterator[Case]:
         yield _case(f"{missing} None", ValueError, pattern, **{missing: None})
     pattern = "cache_seqlens with k and v, got cache_seqlens=None; pass how many"
     yield _case("no lengths", ValueError, pattern, cache_seqlens=None)
+    none = {n: lambda x, _: x[:, :0] for n in ("k", "v")} | {"cache_seqlens": None}
+    yield _case("no lengths for no tokens", ValueError, pattern, **none)
     for shape in ((2, 1, 2, 16), (3, 1, 4, 16), (3, 1, 2, 8)):
         pattern = rf"k of shape \(3, seqlen_new, 2, 16\), .*got k.shape={re.escape(str(shape))}"
         yield _case(f"k {shape}", ValueError, pattern, k=_ones(*shape))
@@ -168,6 +170,9 @@ def _new_tokens() -> Iterator[Case]:
         yield _case(f"cache_seqlens={value}", ValueError, pattern, cache_seqlens=value)
     read = {"k": None, "v": None, "cache_seqlens": 9}
     yield _case("cache_seqlens=9", ValueError, "<= 8, .*got cache_seqlens=9; pass a larger", **read)
+    empty = read | {n: lambda x, _: x[:0] for n in ("k_cache", "v_cache")}
+    pattern = "<= 8, .*got cache_seqlens=9; pass a larger"
+    yield _case("cache_seqlens=9 of no pages", ValueError, pattern, paged=True, **empty)
     pattern = "0 <= cache_seqlens < .*got cache_seqlens=-1; pass"
     yield _case("cache_seqlens=-1", ValueError, pattern, cache_seqlens=-1)
     for kind, value in {"float": 1.0, "list": [1, 2, 3], "bool": True, "str": "1"}.items():

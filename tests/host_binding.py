@@ -9,6 +9,8 @@ import ctypes
 import dataclasses
 import itertools
 import pathlib
+import re
+import resource
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ from flashcute import (  # noqa: E402
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     jit,
+    loading,
     ops,
     ops_kvcache,
 )
@@ -274,6 +277,181 @@ def failures_of_kernels(library: ctypes.CDLL) -> list[str]:
     return found
 
 
+def kernels_of_batches() -> list[str]:
+    """That with num_splits the kernel is not chosen by what else is in the batch, or by the room
+    that a cache has."""
+    choose, problems, found = ops._choose, [], []
+
+    def remember(problem):
+        problems.append(bytes(problem))
+        return choose(problem)
+
+    def ragged(total: int, **options) -> None:
+        q, k = torch.zeros(total, 4, 64).half(), torch.zeros(total, 2, 64).half()
+        starts = torch.tensor([0, total]).int()
+        flash_attn_varlen_func(q, k, k, starts, starts, total, total, **options)
+
+    def cached(room: int, **options) -> None:
+        q, cache = torch.zeros(1, 50, 4, 64).half(), torch.zeros(1, room, 2, 64).half()
+        flash_attn_with_kvcache(q, cache, cache, cache_seqlens=50, **options)
+
+    ops._choose = remember
+    windows = (4000, 0), (-1, 200), (200, 60), (5, -1), (10**6, 10**6), (-1, -1)
+    for call, window, causal in itertools.product((ragged, cached), windows, (False, True)):
+        ops._keep_alive[0].flashcute_set_resolver(ops._resolve)  # forgets the kernels it knows
+        problems.clear()
+        for size in (50, 300, 10000):
+            call(size, window_size=window, causal=causal, num_splits=1)
+        if len(problems) != 1:  # the first one's is remembered
+            found.append(f"{call.__name__}: kernels for {len(problems)} problems, {window=}")
+    ops._choose = choose
+    return found
+
+
+def checks_of_operators() -> list[str]:
+    """That operators that are called directly refuse what Python's checks do."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.float16)
+
+    op, none = torch.ops.flashcute, (None,) * 3
+    q, new = zeros(3, 2, 4, 64), zeros(3, 1, 2, 64)
+    cache, values = zeros(3, 8, 2, 64), zeros(3, 8, 2, 64)
+    lengths, starts = torch.zeros(3).int(), torch.zeros(4).int()
+    ragged = q[0], cache[0], cache[0], starts, starts, None, None, 2, 8, 0.1, False, -1, -1, None
+
+    def read(left: int = -1, right: int = -1, num_splits: int = 0) -> None:
+        args = 0.1, False, left, right, None, 0.0, None, num_splits
+        op.attend_kvcache(q, cache, values, None, *none, *args)
+
+    def append(k, v, values=values, cache=cache, table=None) -> None:
+        args = lengths, None, None, table, 0.1, False, -1, -1, None, 0.0, None, 0
+        op.append_attend_kvcache(q, cache, values, k, v, None, None, False, *args)
+
+    found = []
+    for num_splits in (-2, 129, 40000, 2**32 + 1, -(2**62)):
+        pattern = f"^flashcute::\\w+: expected 0 <= num_splits <= 128, got {num_splits}\\b"
+        found += raised(lambda n=num_splits: read(num_splits=n), pattern)
+        args = *ragged, 0.0, None, None, 0.0, None, num_splits
+        found += raised(lambda args=args: op.attend_varlen(*args), pattern)
+    for window in ((-2, -1), (-1, -2), (3, -(2**40))):
+        pattern = f"expected a window of two sides >= -1, got {window[0]} and {window[1]}"
+        found += raised(lambda window=window: read(*window), pattern)
+        found += raised(lambda x=window: op.attend(q, cache, cache, 0.1, False, *x, None), pattern)
+    pattern = "^flashcute::append_attend_kvcache: expected k and v that are not in the cache"
+    found += raised(lambda: append(cache[:, 3:4], new), pattern)
+    found += raised(lambda: append(new, values[:, 3:4]), pattern)
+    pattern = "expected k_cache and v_cache in places of their own"
+    found += raised(lambda: append(new, new, values=cache.view(cache.shape)), pattern)
+    # What writes nothing may overlap; of caches without elements all are at one address.
+    append(cache[:, 3:3], values[:, 3:3])
+    append(new, new, cache[:0], values[:0], torch.zeros(3, 2).int())
+    return found
+
+
+def starts_that_are_copied(library: ctypes.CDLL) -> list[str]:
+    """By operators, as a compiled function does not know them; eager calls say what they copy."""
+    ops, found = torch.ops.flashcute, []
+    shapes = {"q": (3, 2, 4, 64), "k": (3, 1, 2, 64), "v": (3, 1, 2, 64)}
+    tensors = {n: torch.zeros(3, 8, 2, 64).half() for n in ("k_cache", "v_cache")}
+    tensors |= {n: torch.zeros(shape).half() for n, shape in shapes.items()}
+    lengths, starts, table = torch.zeros(3).int(), torch.zeros(4).int(), torch.zeros(3, 2).int()
+    options = 0.1, False, -1, -1, None, 0.0, None
+
+    def read(q, k_cache, v_cache, k, v):
+        return ops.attend_kvcache(q, k_cache, v_cache, lengths, *(None,) * 3, *options, 0)
+
+    def ragged(q, k_cache, v_cache, k, v):
+        args = starts, starts, None, lengths, 2, 8, *options, None, 0.0, table
+        return ops.attend_varlen(q[0], k_cache, v_cache, *args)
+
+    def append(q, k_cache, v_cache, k, v):
+        args = None, None, False, lengths, *(None,) * 3, *options, 0
+        return ops.append_attend_kvcache(q, k_cache, v_cache, k, v, *args)
+
+    log_copy, logged = loading._log_copy, []
+    loading._log_copy = lambda fn, name, why: logged.append(name)
+    for name, functions, pointer in (
+        ("q", (read, ragged, append), "q_ptr"),
+        ("k_cache", (read, ragged), "k_ptr"),
+        ("v_cache", (read, ragged), "v_ptr"),
+        ("k", (append,), "k_new_ptr"),
+        ("v", (append,), "v_new_ptr"),
+    ):
+        odd = torch.zeros(tensors[name].numel() + 1).half()[1:].view_as(tensors[name])
+        for function in functions:
+            try:
+                function(**tensors | {name: odd})
+            except RuntimeError as error:
+                found.append(f"{function.__name__}: {error}")
+            if (launched(library)[pointer] or 1) % 16:
+                found.append(f"{function.__name__}: {name} is not copied")
+        if name.endswith("_cache"):  # the other call writes to it
+            pattern = f"expected {name[0]} aligned to 16 bytes"
+            found += raised(lambda x=tensors | {name: odd}: append(**x), pattern)
+        if name in ("q", "k_cache"):
+            given = tensors | {name: odd, "k": None, "v": None}
+            logged.clear()
+            flash_attn_with_kvcache(**given)
+            if logged != [name]:
+                found.append(f"logged copies of {logged} and not of {name}")
+    loading._log_copy = log_copy
+    return found
+
+
+def raised(call, pattern: str, error: type[Exception] = RuntimeError) -> list[str]:
+    """What is wrong with how a call fails."""
+    try:
+        call()
+    except Exception as exception:
+        right = type(exception) is error and re.search(pattern, str(exception))
+        return [] if right else [f"expected {pattern}, got {exception!r}"]
+    return [f"expected {pattern}, got a result"]
+
+
+def memory_is_missing() -> list[str]:
+    """Wherever the binding asks torch for it: the error says how much, and is torch's own."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**36, limits[1]))
+    empty, checks = torch.empty, ops_kvcache.launch
+    op, found = torch.ops.flashcute, []
+    # 128 GiB, of which there is only a row
+    row = torch.zeros(257).half()
+    q, odd = (x.expand(1, 2**22, 64, 256) for x in (row[:-1], row[1:]))
+    grads = q, q, q, q, q, torch.zeros(2**22).expand(1, 64, 2**22), None, 0.1, False, -1, -1, None
+    entries = torch.zeros(1, 8, 1, 256).half().expand(2**16, 8, 512, 256)
+    cache = torch.zeros(1, 1, 64, 256).half()
+    few = q[:, :1], cache, cache
+    none, missing = (None,) * 4, r"failed to allocate 137438953472 bytes on cuda:-1"
+    options = 0.1, False, -1, -1, None, 0.0, None, 0
+    places = entries[:, :1, :1], entries[:, :1, :1]
+    for name, call in (
+        ("fwd", lambda: op.attend(q, q, q, *options[:5])),
+        ("fwd", lambda: op.attend(odd, q, q, *options[:5])),
+        ("bwd", lambda: op.bwd(*grads, 1)),
+        ("attend_kvcache", lambda: op.attend_kvcache(entries, *places, *none, *options)),
+        ("attend_kvcache", lambda: op.attend_kvcache(q, cache, cache, *none, *options)),
+    ):
+        found += raised(call, f"^flashcute::{name}: {missing}")
+
+    def exhausted(size: int, **options):
+        raise torch.OutOfMemoryError(f"tried to allocate {size} bytes on {options['device']}")
+
+    torch.empty, ops_kvcache.launch = exhausted, None  # neither is entered but for the error
+    plan, out_of_memory = KVCachePlan(), torch.OutOfMemoryError
+    pattern = "^tried to allocate 137438953472 bytes on cuda:-1$"
+    for call in (flash_attn_with_kvcache, plan):
+        found += raised(lambda call=call: call(q, cache, cache), pattern, out_of_memory)
+    torch.empty, ops_kvcache.launch = lambda size, **options: None, checks
+    pattern = f"^flashcute::attend_kvcache: {missing}"
+    found += raised(lambda: flash_attn_with_kvcache(q, cache, cache), pattern, out_of_memory)
+    torch.empty = empty
+    plan(*few)
+    found += [] if plan._number else ["a plan is not made where there was no memory before"]
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    return found
+
+
 def main() -> None:
     library = load()
     found = refusals()
@@ -281,6 +459,9 @@ def main() -> None:
         found += differences(library) + differences_of_varlen(library)
         found += differences_of_plans(library)
         found += failures_of_kernels(library)
+        found += kernels_of_batches()
+        found += checks_of_operators() + starts_that_are_copied(library)
+        found += memory_is_missing()
     print(*found[:20], f"{len(found)} are wrong", sep="\n")
 
 

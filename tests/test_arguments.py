@@ -7,6 +7,7 @@ import resource
 import signal
 
 import pytest
+import torch
 
 from flashcute import arguments
 
@@ -22,6 +23,21 @@ def test_whole_numbers():
     assert (arguments.natural("0"), arguments.positive("2147483647")) == (0, 2147483647)
     with pytest.raises(argparse.ArgumentTypeError, match="from 1 to 2147483647, got '0'"):
         arguments.positive("0")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("Storage size calculation overflowed with sizes=[4]"), True),
+        (RuntimeError("flashcute::fwd: failed to allocate 8 bytes on cuda:0"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_errors_of_missing_memory(error, expected):
+    assert arguments.is_out_of_memory(error) == expected
 
 
 @pytest.mark.parametrize("text", ["", "-1", "0", "nan", "inf", "x"])

@@ -59,6 +59,35 @@ def test_a_length_that_does_not_fit_in_a_compiled_function(length: int) -> None:
         compiled(**given)
 
 
+@pytest.mark.parametrize("before", [(), (3,), (3, 4)])
+@pytest.mark.parametrize("length", [-1, 8, 2**31, 2**40, 2**70])
+def test_a_length_that_does_not_fit_in_a_compiled_function_for_kernels(length, before) -> None:
+    """Which do not read it, so it is checked whether it is a constant of the graph or not."""
+    torch._dynamo.reset()
+    given = arguments(CACHE, "meta")
+    compiled = torch.compile(flashcute.flash_attn_with_kvcache, backend="eager", fullgraph=True)
+    for fitting in before:
+        compiled(**given | {"cache_seqlens": fitting})
+    with pytest.raises(RuntimeError, match=r"torch\._check\(cache_seqlens (>= 0|\+ t.n_new <=)"):
+        compiled(**given | {"cache_seqlens": length})
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_length_that_does_not_fit_in_an_exported_program(device: str, strict: bool) -> None:
+    class Step(torch.nn.Module):
+        def forward(self, q, k_cache, v_cache, k, v, cache_seqlens):
+            args = q, k_cache, v_cache, k, v
+            return flashcute.flash_attn_with_kvcache(*args, cache_seqlens=cache_seqlens)
+
+    *args, _ = arguments(CACHE, device).values()
+    shapes = (None,) * 5 + (torch.export.Dim.DYNAMIC,)
+    program = torch.export.export(Step(), (*args, 3), dynamic_shapes=shapes, strict=strict)
+    assert program.module()(*args, 7).shape == args[0].shape
+    with pytest.raises((AssertionError, ValueError), match="<= 7"):
+        program.module()(*args, 8)
+
+
 def test_one_cache_for_both_is_refused_before_it_is_written() -> None:
     given = arguments(CACHE, "cpu")
     given["v_cache"] = given["k_cache"].view(given["k_cache"].shape)

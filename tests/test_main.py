@@ -352,15 +352,22 @@ def test_interrupting_is_a_message(monkeypatch, capsys):
     assert capsys.readouterr().err == "flashcute: interrupted\n"
 
 
-def test_a_size_beyond_memory_is_a_message(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 1 byte\nframe 0"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nframe 0"),
+    ],
+)
+def test_a_size_beyond_memory_is_a_message(error, monkeypatch, capsys):
     def allocate(args):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 1 byte\nframe 0")
+        raise error
 
     monkeypatch.setattr(cli, "run_info", allocate)
     assert cli.main(["info"]) == 1
     printed = capsys.readouterr().err
-    assert printed.startswith("flashcute info: expected sizes that fit into memory, got: Default")
-    assert "frame" not in printed
+    said = str(error).splitlines()[0]
+    assert printed == f"flashcute info: expected sizes that fit into memory, got: {said}\n"
 
 
 def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import pytest
+import torch
 
 from flashcute import ops, resolver_errors
 
@@ -41,6 +42,24 @@ def test_another_error_is_not_taken_for_one_of_an_earlier_call() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="expected q on cuda"):
             resolver_errors.call(op)
+
+
+@pytest.mark.parametrize("is_free", [False, True])
+def test_missing_memory_is_torchs_own_error(is_free: bool, monkeypatch) -> None:
+    """Which says how much there is, but for memory that is there by now."""
+
+    def op():
+        raise RuntimeError("flashcute::fwd: failed to allocate 4096 bytes on cuda:3")
+
+    def empty(size, *, dtype, device):
+        if not is_free:
+            raise torch.OutOfMemoryError(f"{size} of {dtype} on {device}")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    text = "flashcute::fwd: .* 4096 bytes" if is_free else "^4096 of torch.uint8 on cuda:3$"
+    with pytest.raises(torch.OutOfMemoryError, match=text) as caught:
+        resolver_errors.call(op)
+    assert caught.value.__suppress_context__
 
 
 @pytest.mark.parametrize("message", ["no kernel", "", "a\0b", "\udc80", "e" * 99, "\xe9" * 99])

@@ -29,27 +29,21 @@ std::tuple<Tensor, Tensor> fwd(const Tensor &q, const Tensor &k, const Tensor &v
 
 std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &k, const Tensor &v,
                                   double softmax_scale, bool causal, int64_t window_left,
-                                  int64_t window_right, std::optional<Tensor> sinks, double softcap,
-                                  std::optional<Tensor> alibi_slopes, bool,
-                                  std::optional<Tensor> rng_state, double dropout_p) {
-    const Options options{.causal = causal,
-                          .window_left = window_left,
-                          .window_right = window_right,
-                          .sinks = std::move(sinks),
-                          .softcap = softcap,
-                          .alibi_slopes = std::move(alibi_slopes),
-                          .rng_state = std::move(rng_state),
-                          .dropout_p = dropout_p};
+                                  int64_t window_right, MaybeTensor sinks, double softcap,
+                                  MaybeTensor alibi_slopes, bool, MaybeTensor rng_state,
+                                  double dropout_p) {
+    Options options{causal, window_left, window_right, sinks, softcap, alibi_slopes};
+    options.rng_state = std::move(rng_state);
+    options.dropout_p = dropout_p;
     return named("fwd", [&] { return forward(q, k, v, softmax_scale, options); });
 }
 
 // Of packed queries, and keys likewise or in pages.
 std::tuple<Tensor, Tensor> forward_ragged(const Tensor &q, const Tensor &k, const Tensor &v,
                                           double softmax_scale, Options options,
-                                          const Lengths &lengths,
-                                          std::optional<Tensor> block_table) {
+                                          const Lengths &lengths, MaybeTensor block_table) {
     if (!block_table.has_value()) {
-        options.num_splits = options.num_splits > 0 ? options.num_splits : -1;
+        options.num_splits = options.num_splits == 0 ? -1 : options.num_splits;
         return forward(q, k, v, softmax_scale, options, &lengths);
     }
     const Cache cache{.block_table = std::move(block_table)};
@@ -58,43 +52,29 @@ std::tuple<Tensor, Tensor> forward_ragged(const Tensor &q, const Tensor &k, cons
 
 std::tuple<Tensor, Tensor> attend_varlen(
     const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &cu_seqlens_q,
-    const Tensor &cu_seqlens_k, std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
-    int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale, bool causal,
-    int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, double softcap,
-    std::optional<Tensor> alibi_slopes, std::optional<Tensor> rng_state, double dropout_p,
-    std::optional<Tensor> block_table, int64_t num_splits, bool) {
+    const Tensor &cu_seqlens_k, MaybeTensor seqused_q, MaybeTensor seqused_k, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, double softmax_scale, bool causal, int64_t window_left,
+    int64_t window_right, MaybeTensor sinks, double softcap, MaybeTensor alibi_slopes,
+    MaybeTensor rng_state, double dropout_p, MaybeTensor block_table, int64_t num_splits, bool) {
     const Lengths lengths{&cu_seqlens_q, &cu_seqlens_k, &seqused_q,
                           &seqused_k,    max_seqlen_q,  max_seqlen_k};
-    const Options options{.causal = causal,
-                          .window_left = window_left,
-                          .window_right = window_right,
-                          .sinks = std::move(sinks),
-                          .softcap = softcap,
-                          .alibi_slopes = std::move(alibi_slopes),
-                          .rng_state = std::move(rng_state),
-                          .dropout_p = dropout_p,
-                          .num_splits = num_splits};
+    Options options{causal, window_left, window_right, sinks, softcap, alibi_slopes, num_splits};
+    options.rng_state = std::move(rng_state);
+    options.dropout_p = dropout_p;
     return named("fwd", [&] {
         return forward_ragged(q, k, v, softmax_scale, options, lengths, std::move(block_table));
     });
 }
 
-std::tuple<Tensor, Tensor> attend_kvcache(
-    const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
-    std::optional<Tensor> cache_seqlens, std::optional<Tensor> cache_batch_idx,
-    std::optional<Tensor> cache_leftpad, std::optional<Tensor> block_table, double softmax_scale,
-    bool causal, int64_t window_left, int64_t window_right, std::optional<Tensor> sinks,
-    double softcap, std::optional<Tensor> alibi_slopes, int64_t num_splits) {
-    const Options options{.causal = causal,
-                          .window_left = window_left,
-                          .window_right = window_right,
-                          .sinks = std::move(sinks),
-                          .softcap = softcap,
-                          .alibi_slopes = std::move(alibi_slopes),
-                          .num_splits = num_splits};
-    const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
-                      .cache_leftpad = std::move(cache_leftpad),
-                      .block_table = std::move(block_table)};
+std::tuple<Tensor, Tensor> attend_kvcache(const Tensor &q, const Tensor &k_cache,
+                                          const Tensor &v_cache, MaybeTensor cache_seqlens,
+                                          MaybeTensor cache_batch_idx, MaybeTensor cache_leftpad,
+                                          MaybeTensor block_table, double softmax_scale,
+                                          bool causal, int64_t window_left, int64_t window_right,
+                                          MaybeTensor sinks, double softcap,
+                                          MaybeTensor alibi_slopes, int64_t num_splits) {
+    Options options{causal, window_left, window_right, sinks, softcap, alibi_slopes, num_splits};
+    const Cache cache{std::move(cache_batch_idx), std::move(cache_leftpad), std::move(block_table)};
     const Lengths lengths{.seqused_k = &cache_seqlens};
     return named("attend_kvcache", [&] {
         return forward(q, k_cache, v_cache, softmax_scale, options, &lengths, &cache);
@@ -103,18 +83,12 @@ std::tuple<Tensor, Tensor> attend_kvcache(
 
 std::tuple<Tensor, Tensor> append_attend_kvcache(
     const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, const Tensor &k, const Tensor &v,
-    std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin, bool rotary_interleaved,
-    const Tensor &cache_seqlens, std::optional<Tensor> cache_batch_idx,
-    std::optional<Tensor> cache_leftpad, std::optional<Tensor> block_table, double softmax_scale,
-    bool causal, int64_t window_left, int64_t window_right, std::optional<Tensor> sinks,
-    double softcap, std::optional<Tensor> alibi_slopes, int64_t num_splits) {
-    const Options options{.causal = causal,
-                          .window_left = window_left,
-                          .window_right = window_right,
-                          .sinks = std::move(sinks),
-                          .softcap = softcap,
-                          .alibi_slopes = std::move(alibi_slopes),
-                          .num_splits = num_splits};
+    MaybeTensor rotary_cos, MaybeTensor rotary_sin, bool rotary_interleaved,
+    const Tensor &cache_seqlens, MaybeTensor cache_batch_idx, MaybeTensor cache_leftpad,
+    MaybeTensor block_table, double softmax_scale, bool causal, int64_t window_left,
+    int64_t window_right, MaybeTensor sinks, double softcap, MaybeTensor alibi_slopes,
+    int64_t num_splits) {
+    Options options{causal, window_left, window_right, sinks, softcap, alibi_slopes, num_splits};
     const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
                       .cache_leftpad = std::move(cache_leftpad),
                       .block_table = std::move(block_table),
@@ -123,7 +97,7 @@ std::tuple<Tensor, Tensor> append_attend_kvcache(
                       .rotary_cos = std::move(rotary_cos),
                       .rotary_sin = std::move(rotary_sin),
                       .rotary_interleaved = rotary_interleaved};
-    const std::optional<Tensor> before = cache_seqlens;
+    const MaybeTensor before = cache_seqlens;
     const Lengths lengths{.seqused_k = &before};
     return named("append_attend_kvcache", [&] {
         return forward(q, k_cache, v_cache, softmax_scale, options, &lengths, &cache);
@@ -145,22 +119,15 @@ Result unless_refused(const char *op, Result refused, Function f) {
 }
 
 std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
-    const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
-    std::optional<Tensor> cache_seqlens, std::optional<int64_t> in_cache,
-    std::optional<Tensor> block_table, std::optional<double> softmax_scale, bool causal,
-    bool returns_lse, std::optional<Tensor> k, std::optional<Tensor> v,
-    std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin, bool rotary_interleaved,
-    int64_t num_splits, int64_t window_left, int64_t window_right, double softcap,
-    std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes,
-    std::optional<Tensor> cache_batch_idx, std::optional<Tensor> cache_leftpad) {
-    const Options options{.causal = causal,
-                          .window_left = window_left,
-                          .window_right = window_right,
-                          .sinks = std::move(sinks),
-                          .softcap = softcap,
-                          .alibi_slopes = std::move(alibi_slopes),
-                          .num_splits = num_splits,
-                          .returns_lse = returns_lse};
+    const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, MaybeTensor cache_seqlens,
+    std::optional<int64_t> in_cache, MaybeTensor block_table, std::optional<double> softmax_scale,
+    bool causal, bool returns_lse, MaybeTensor k, MaybeTensor v, MaybeTensor rotary_cos,
+    MaybeTensor rotary_sin, bool rotary_interleaved, int64_t num_splits, int64_t window_left,
+    int64_t window_right, double softcap, MaybeTensor sinks, MaybeTensor alibi_slopes,
+    MaybeTensor cache_batch_idx, MaybeTensor cache_leftpad) {
+    Options options{causal, window_left, window_right, sinks, softcap, alibi_slopes, num_splits};
+    options.returns_lse = returns_lse;
+    options.copies = false;
     const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
                       .cache_leftpad = std::move(cache_leftpad),
                       .block_table = std::move(block_table),
@@ -168,8 +135,7 @@ std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
                       .v = std::move(v),
                       .rotary_cos = std::move(rotary_cos),
                       .rotary_sin = std::move(rotary_sin),
-                      .rotary_interleaved = rotary_interleaved,
-                      .apart = false};
+                      .rotary_interleaved = rotary_interleaved};
     const Lengths lengths{.seqused_k = &cache_seqlens, .in_cache = in_cache};
     return unless_refused("attend_kvcache", std::tuple{Tensor(), Tensor()}, [&] {
         const double scale = softmax_scale.has_value() ? *softmax_scale : default_scale(q);
@@ -179,19 +145,13 @@ std::tuple<Tensor, Tensor> attend_kvcache_no_grad(
 
 std::tuple<Tensor, Tensor> attend_varlen_no_grad(
     const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &cu_seqlens_q,
-    std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_k,
-    std::optional<Tensor> block_table, int64_t max_seqlen_q, int64_t max_seqlen_k,
-    std::optional<double> softmax_scale, bool causal, bool returns_lse, int64_t num_splits,
-    int64_t window_left, int64_t window_right, double softcap, std::optional<Tensor> sinks,
-    std::optional<Tensor> alibi_slopes, std::optional<Tensor> seqused_q) {
-    const Options options{.causal = causal,
-                          .window_left = window_left,
-                          .window_right = window_right,
-                          .sinks = std::move(sinks),
-                          .softcap = softcap,
-                          .alibi_slopes = std::move(alibi_slopes),
-                          .num_splits = num_splits,
-                          .returns_lse = returns_lse};
+    MaybeTensor cu_seqlens_k, MaybeTensor seqused_k, MaybeTensor block_table, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, std::optional<double> softmax_scale, bool causal, bool returns_lse,
+    int64_t num_splits, int64_t window_left, int64_t window_right, double softcap,
+    MaybeTensor sinks, MaybeTensor alibi_slopes, MaybeTensor seqused_q) {
+    Options options{causal, window_left, window_right, sinks, softcap, alibi_slopes, num_splits};
+    options.returns_lse = returns_lse;
+    options.copies = false;
     return unless_refused("attend_varlen", std::tuple{Tensor(), Tensor()}, [&] {
         if (!cu_seqlens_k.has_value() && !(seqused_k.has_value() && block_table.has_value())) {
             fail("expected cu_seqlens_k, or seqused_k of keys in pages");
@@ -206,21 +166,13 @@ std::tuple<Tensor, Tensor> attend_varlen_no_grad(
 }
 
 std::tuple<Tensor, int64_t> plan_kvcache(
-    const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
-    std::optional<Tensor> cache_seqlens, std::optional<Tensor> cache_batch_idx,
-    std::optional<Tensor> cache_leftpad, std::optional<Tensor> block_table, double softmax_scale,
-    bool causal, int64_t window_left, int64_t window_right, std::optional<Tensor> sinks,
-    double softcap, std::optional<Tensor> alibi_slopes, int64_t num_splits, std::optional<Tensor> k,
-    std::optional<Tensor> v, std::optional<Tensor> rotary_cos, std::optional<Tensor> rotary_sin,
-    bool rotary_interleaved) {
-    const Options options{.causal = causal,
-                          .window_left = window_left,
-                          .window_right = window_right,
-                          .sinks = std::move(sinks),
-                          .softcap = softcap,
-                          .alibi_slopes = std::move(alibi_slopes),
-                          .num_splits = num_splits,
-                          .returns_lse = false};
+    const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, MaybeTensor cache_seqlens,
+    MaybeTensor cache_batch_idx, MaybeTensor cache_leftpad, MaybeTensor block_table,
+    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, MaybeTensor sinks,
+    double softcap, MaybeTensor alibi_slopes, int64_t num_splits, MaybeTensor k, MaybeTensor v,
+    MaybeTensor rotary_cos, MaybeTensor rotary_sin, bool rotary_interleaved) {
+    Options options{causal, window_left, window_right, sinks, softcap, alibi_slopes, num_splits};
+    options.returns_lse = options.copies = false;
     const Cache cache{.cache_batch_idx = std::move(cache_batch_idx),
                       .cache_leftpad = std::move(cache_leftpad),
                       .block_table = std::move(block_table),
@@ -228,8 +180,7 @@ std::tuple<Tensor, int64_t> plan_kvcache(
                       .v = std::move(v),
                       .rotary_cos = std::move(rotary_cos),
                       .rotary_sin = std::move(rotary_sin),
-                      .rotary_interleaved = rotary_interleaved,
-                      .apart = false};
+                      .rotary_interleaved = rotary_interleaved};
     const Lengths lengths{.seqused_k = &cache_seqlens};
     const auto plan = [&]() -> std::tuple<Tensor, int64_t> {
         Planned planned;
@@ -251,14 +202,14 @@ Tensor run_plan(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, i
 Tensor append_run_plan(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
                        const Tensor &k, const Tensor &v, int64_t plan, bool renews) {
     return unless_refused("attend_kvcache", Tensor(), [&] {
-        const Cache appended{.k = k, .v = v, .apart = false};
+        const Cache appended{.k = k, .v = v};
         return run_planned(*plan_table().find(plan), q, k_cache, v_cache, appended, renews);
     });
 }
 
 Tensor read_kvcache_no_grad(const Tensor &q, const Tensor &k_cache, const Tensor &v_cache,
-                            std::optional<Tensor> cache_seqlens, std::optional<int64_t> in_cache,
-                            std::optional<Tensor> block_table, std::optional<double> softmax_scale,
+                            MaybeTensor cache_seqlens, std::optional<int64_t> in_cache,
+                            MaybeTensor block_table, std::optional<double> softmax_scale,
                             bool causal) {
     return std::get<0>(attend_kvcache_no_grad(
         q, k_cache, v_cache, std::move(cache_seqlens), in_cache, std::move(block_table),
@@ -267,41 +218,29 @@ Tensor read_kvcache_no_grad(const Tensor &q, const Tensor &k_cache, const Tensor
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> bwd(
     const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &out,
-    const Tensor &softmax_lse, std::optional<Tensor> dlse, double softmax_scale, bool causal,
-    int64_t window_left, int64_t window_right, std::optional<Tensor> sinks, int64_t wanted,
-    std::optional<Tensor> rng_state, double dropout_p, double softcap,
-    std::optional<Tensor> alibi_slopes) {
-    const Options options{.causal = causal,
-                          .window_left = window_left,
-                          .window_right = window_right,
-                          .sinks = std::move(sinks),
-                          .softcap = softcap,
-                          .alibi_slopes = std::move(alibi_slopes),
-                          .rng_state = std::move(rng_state),
-                          .dropout_p = dropout_p};
+    const Tensor &softmax_lse, MaybeTensor dlse, double softmax_scale, bool causal,
+    int64_t window_left, int64_t window_right, MaybeTensor sinks, int64_t wanted,
+    MaybeTensor rng_state, double dropout_p, double softcap, MaybeTensor alibi_slopes) {
+    Options options{causal, window_left, window_right, sinks, softcap, alibi_slopes};
+    options.rng_state = std::move(rng_state);
+    options.dropout_p = dropout_p;
     return named("bwd", [&] {
         return backward({dout, q, k, v, out, softmax_lse, dlse}, softmax_scale, options, wanted);
     });
 }
 
 Gradients bwd_varlen(const Tensor &dout, const Tensor &q, const Tensor &k, const Tensor &v,
-                     const Tensor &out, const Tensor &softmax_lse, std::optional<Tensor> dlse,
-                     const Tensor &cu_seqlens_q, const Tensor &cu_seqlens_k,
-                     std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
-                     int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale, bool causal,
-                     int64_t window_left, int64_t window_right, std::optional<Tensor> sinks,
-                     int64_t wanted, std::optional<Tensor> rng_state, double dropout_p,
-                     double softcap, std::optional<Tensor> alibi_slopes) {
+                     const Tensor &out, const Tensor &softmax_lse, MaybeTensor dlse,
+                     const Tensor &cu_seqlens_q, const Tensor &cu_seqlens_k, MaybeTensor seqused_q,
+                     MaybeTensor seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                     double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
+                     MaybeTensor sinks, int64_t wanted, MaybeTensor rng_state, double dropout_p,
+                     double softcap, MaybeTensor alibi_slopes) {
     const Lengths lengths{&cu_seqlens_q, &cu_seqlens_k, &seqused_q,
                           &seqused_k,    max_seqlen_q,  max_seqlen_k};
-    const Options options{.causal = causal,
-                          .window_left = window_left,
-                          .window_right = window_right,
-                          .sinks = std::move(sinks),
-                          .softcap = softcap,
-                          .alibi_slopes = std::move(alibi_slopes),
-                          .rng_state = std::move(rng_state),
-                          .dropout_p = dropout_p};
+    Options options{causal, window_left, window_right, sinks, softcap, alibi_slopes};
+    options.rng_state = std::move(rng_state);
+    options.dropout_p = dropout_p;
     return named("bwd_varlen", [&] {
         return backward({dout, q, k, v, out, softmax_lse, dlse}, softmax_scale, options, wanted,
                         &lengths);
@@ -343,22 +282,20 @@ extern "C" __attribute__((visibility("default"))) void flashcute_remove_plan(int
 // The macros paste their first argument; the detour expands it first.
 #define FLASHCUTE_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 
-// Python gives all but `fwd_no_grad` an autograd kernel: for `fwd` and `attend` one that calls
-// `bwd` for the gradients, for `attend_varlen` one that calls `bwd_varlen`, and for these one that
-// refuses inputs that want a gradient. `fwd_no_grad` is `fwd` without it, for a caller that has
-// looked already: no Python between call and kernel. `attend` takes everything optional; a window's
-// side of -1 is unlimited, and `deterministic` is of its gradients. So it is of `attend_varlen`,
-// which is of a ragged batch. The two operators of a cache are defined by
-// flashcute/ops_kvcache.py. `attend_kvcache_no_grad` is both of them, for a caller that has looked
-// already, and whose arguments nobody has checked: where the kernels cannot take them it returns
-// None twice, and nothing has been written. `in_cache` is cache_seqlens as an int.
-// `read_kvcache_no_grad` is the same without what most decode calls do not ask for, as torch takes
-// a microsecond to pass defaults and a second result. `attend_varlen_no_grad` is such an operator
-// of `attend_varlen`, without dropout. `plan_kvcache` is
-// `attend_kvcache`, or `append_attend_kvcache`, that also returns a number, by which `run_plan`, or
-// `append_run_plan`, repeats it on other tensors. Of `bwd` and `bwd_varlen` bits 0 to 3 of
-// `wanted` ask for the results in their order; one that is not wanted has shape (0). Bit 4 asks for
-// bitwise repeatable ones.
+// fwd, attend, attend_varlen   traced and differentiable: Python gives them an autograd kernel,
+// which
+//                              calls bwd or bwd_varlen
+// bwd, bwd_varlen              gradients. `wanted`: bits 0 to 3 which, in the order of the results,
+//                              bit 4 that they repeat bit for bit; what is not wanted has shape (0)
+// fwd_no_grad                  fwd, for a caller that knows that no gradient is wanted
+// read_kvcache_no_grad, attend_kvcache_no_grad, attend_varlen_no_grad
+//                              eager, of arguments that nobody has checked: None, and nothing
+//                              written, where the kernels cannot take them. The first without what
+//                              most calls do not ask for: torch takes a microsecond to pass it
+// plan_kvcache, run_plan, append_run_plan
+//                              a call over a cache, repeated by number on other tensors
+// attend_kvcache and append_attend_kvcache are defined by flashcute/ops_kvcache.py. A window's side
+// of -1 is unlimited, `in_cache` is cache_seqlens as an int, `deterministic` is of the gradients.
 FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
     m.def(
         "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> "

@@ -17,7 +17,7 @@ namespace flash {
 // The tensors of a backward but for the sinks.
 struct BwdTensors {
     const Tensor &dout, &q, &k, &v, &out, &softmax_lse;
-    const std::optional<Tensor> &dlse;  // none: zeros
+    const MaybeTensor &dlse;  // none: zeros
 };
 
 // A float32 tensor of the shape of the log-sum-exp, (b, h, seqlen_q) or (h, total_q).
@@ -176,7 +176,7 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
     }
 
     const torch::stable::accelerator::DeviceGuard guard(device);
-    std::optional<Tensor> dq, dk, dv, dsinks;
+    MaybeTensor dq, dk, dv, dsinks;
     Layout dq_layout{}, dk_layout{}, dv_layout{};
     if ((wanted & kWantsDq) != 0) {
         dq = make_gradient(x.q, "dq", inputs, heads_first, dq_layout, params.dq_ptr);
@@ -192,9 +192,9 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         params.dsinks_ptr = static_cast<float *>(dsinks->mutable_data_ptr());
     }
     if (b == 0 || q.s == 0) {  // there is no query
-        for (std::optional<Tensor> *gradient : {&dq, &dk, &dv, &dsinks}) {
+        for (MaybeTensor *gradient : {&dq, &dk, &dv, &dsinks}) {
             if (gradient->has_value()) {
-                torch::stable::zero_(**gradient);
+                check_shim(aoti_torch_zero_((*gradient)->get()));
             }
         }
     } else if (wanted % kDeterministic != 0) {
@@ -209,7 +209,7 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         set_bwd_strides(params, dout, dq_layout, dk_layout, dv_layout);
         params.seqlen_q_rounded = static_cast<int32_t>((q.s + kRowStatsMultiple - 1) /
                                                        kRowStatsMultiple * kRowStatsMultiple);
-        std::optional<Tensor> plan;  // given back to the stream's memory once all is enqueued
+        MaybeTensor plan;  // given back to the stream's memory once all is enqueued
         if (ragged) {
             const int64_t words[] = {set_totals(params, q, k, b)}, stride[] = {1};
             plan = empty(words, stride, aoti_torch_dtype_int32(), device);
@@ -231,7 +231,7 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         }
     }
     // Each result is a tensor of its own.
-    const auto result = [&](std::optional<Tensor> &gradient, int64_t bit) {
+    const auto result = [&](MaybeTensor &gradient, int64_t bit) {
         const int64_t sizes[] = {0}, strides[] = {1};
         return (wanted & bit) != 0 ? std::move(*gradient)
                                    : empty(sizes, strides, inputs.dtype, inputs.device);

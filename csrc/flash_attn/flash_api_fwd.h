@@ -15,13 +15,14 @@
 
 namespace flash {
 
+inline constexpr int64_t kMaxSplitsGiven = 128;  // MAX_SPLITS of checks_kvcache.py
+
 // What a call has whose k and v are a cache; what is appended to it, if anything.
 struct Cache {
-    std::optional<Tensor> cache_batch_idx, cache_leftpad, block_table;
-    std::optional<Tensor> k, v;
-    std::optional<Tensor> rotary_cos, rotary_sin;
+    MaybeTensor cache_batch_idx, cache_leftpad, block_table;
+    MaybeTensor k, v;
+    MaybeTensor rotary_cos, rotary_sin;
     bool rotary_interleaved = false;
-    bool apart = true;  // the caller has seen to it that k and v are not in the cache
 };
 
 // Fills in the cache and returns the tokens of a sequence that it has room for.
@@ -85,29 +86,28 @@ inline const void *read_table(const Tensor &table, const char *name, int32_t dty
     return table.const_data_ptr();
 }
 
-// Whether the memory between the first and the last element of x has elements of y between its own.
+// Whether the memory from the first to the last element of x has elements of y between its own.
+// Neither is empty.
 inline bool overlap(const void *x, const Layout &xl, const void *y, const Layout &yl) {
     const auto bytes = [](const Layout &l) {
-        const int64_t last = std::max(l.b - 1, int64_t(0)) * l.batch_stride +
-                             std::max(l.s - 1, int64_t(0)) * l.row_stride +
-                             std::max(l.h - 1, int64_t(0)) * l.head_stride;
-        return l.b == 0 || l.s == 0 ? 0 : 2 * (last + l.d);
+        return 2 * ((l.b - 1) * l.batch_stride + (l.s - 1) * l.row_stride +
+                    (l.h - 1) * l.head_stride + l.d);
     };
     const auto begin_x = reinterpret_cast<uintptr_t>(x), begin_y = reinterpret_cast<uintptr_t>(y);
     return begin_x < begin_y + bytes(yl) && begin_y < begin_x + bytes(xl);
 }
 
 // That the cache can be written to, and is not what is read meanwhile.
-inline void check_written(const Flash_fwd_params &params, const Cache &cache, const Inputs &inputs,
-                          const Layout &k, const Layout &v) {
+inline void check_written(const Flash_fwd_params &params, const Inputs &inputs, const Layout &k,
+                          const Layout &v) {
     for (const Layout &x : {inputs.k, inputs.v}) {
         if ((x.batch_stride == 0 && x.b > 1) || (x.row_stride == 0 && x.s > 1) ||
             (x.head_stride == 0 && x.h > 1)) {
             fail("expected a cache with memory for each element, as k and v are written to it");
         }
     }
-    if (cache.apart) {
-        return;
+    if (k.b == 0 || k.s == 0 || inputs.k.b == 0) {
+        return;  // nothing is written
     }
     for (const auto &[ptr, layout] :
          {std::pair{params.k_ptr, inputs.k}, std::pair{params.v_ptr, inputs.v}}) {
@@ -116,7 +116,7 @@ inline void check_written(const Flash_fwd_params &params, const Cache &cache, co
             fail("expected k and v that are not in the cache");
         }
     }
-    if (params.k_ptr == params.v_ptr && k.b > 0 && k.s > 0) {
+    if (params.k_ptr == params.v_ptr) {
         fail("expected k_cache and v_cache in places of their own, got both at one address");
     }
 }
@@ -137,7 +137,7 @@ inline void set_new(Flash_fwd_params &params, const Cache &cache, const Inputs &
     }
     params.k_new_ptr = cache.k->const_data_ptr();
     params.v_new_ptr = cache.v->const_data_ptr();
-    check_written(params, cache, inputs, k, v);
+    check_written(params, inputs, k, v);
     params.seqlen_new = static_cast<int32_t>(k.s);
     params.k_new_batch_stride = k.batch_stride;
     params.k_new_row_stride = k.row_stride;
@@ -158,9 +158,8 @@ inline void rotate_queries(Flash_fwd_params &params, const Layout &q, const Tens
 
 // What is appended to a cache with room for so many tokens of a sequence. Returns memory for the
 // rotated queries, which params.q_ptr then is.
-inline std::optional<Tensor> set_append(Flash_fwd_params &params, const Cache &cache,
-                                        const Inputs &inputs, const Options &options,
-                                        int64_t room) {
+inline MaybeTensor set_append(Flash_fwd_params &params, const Cache &cache, const Inputs &inputs,
+                              const Options &options, int64_t room) {
     const bool rotates = cache.rotary_cos.has_value();
     if (cache.k.has_value() != cache.v.has_value() || rotates != cache.rotary_sin.has_value() ||
         (rotates && !cache.k.has_value())) {
@@ -227,6 +226,15 @@ inline std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Inputs &in
     const int64_t lse_strides[] = {ql.h * rows, rows, 1};
     Tensor lse = make_lse(lse_sizes, lse_strides);
     return {empty_like(q, dtype, device), std::move(lse)};
+}
+
+inline void set_splits(Problem &problem, const Options &options) {
+    const int64_t most = problem.dropout != 0 ? 1 : kMaxSplitsGiven;
+    if (options.num_splits < -1 || options.num_splits > most) {
+        fail("expected 0 <= num_splits <= ", most, problem.dropout != 0 ? " with dropout" : "",
+             ", got ", options.num_splits);
+    }
+    problem.num_splits = static_cast<int32_t>(options.num_splits);
 }
 
 // The shape and what the choice for it says.
@@ -304,14 +312,14 @@ struct Planned {
     Flash_fwd_params params{};
     Inputs inputs{};
     bool appends = false;
-    std::optional<Tensor> workspace, rotated;
+    MaybeTensor workspace, rotated;
 };
 
 // Returns the plan's memory, which is given back to the stream's once all is enqueued.
-inline std::optional<Tensor> enqueue(const Flash_kernel &kernel, Flash_fwd_params &params,
-                                     bool is_ragged, int32_t device) {
+inline MaybeTensor enqueue(const Flash_kernel &kernel, Flash_fwd_params &params, bool is_ragged,
+                           int32_t device) {
     void *const stream = current_stream(device);
-    std::optional<Tensor> plan;
+    MaybeTensor plan;
     if (is_ragged) {
         plan = make_plan(params, device);
         check_launch(kernel, kernel.plan(&params, stream));
@@ -334,6 +342,7 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     const Inputs inputs =
         read_inputs(q, k, v, is_packed ? 3 : 4, cache != nullptr, options.heads_first);
     const auto &[dtype, device, ql, kl, vl] = inputs;
+    const bool appends = cache != nullptr && cache->k.has_value();
 
     Flash_fwd_params params{};
     params.q_ptr = q.const_data_ptr();
@@ -341,19 +350,26 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     params.v_ptr = v.const_data_ptr();
     params.sinks_ptr = read_sinks(options, ql, device);
     // A traced program does not know where its inputs start, so this is decided here, on the GPU of
-    // the tensors. A cache is not copied.
-    const bool copies_kv =
-        cache == nullptr && (misaligned(params.k_ptr) || misaligned(params.v_ptr));
-    if (misaligned(params.q_ptr) || copies_kv) {
+    // the tensors. What is written to is not copied.
+    const bool copies_kv = !appends && (misaligned(params.k_ptr) || misaligned(params.v_ptr));
+    if (options.copies && (misaligned(params.q_ptr) || copies_kv)) {
         const torch::stable::accelerator::DeviceGuard guard(device);
-        return forward(aligned(q), cache == nullptr ? aligned(k) : k,
-                       cache == nullptr ? aligned(v) : v, softmax_scale, options, lengths, cache,
-                       planned);
+        return forward(aligned(q), appends ? k : aligned(k), appends ? v : aligned(v),
+                       softmax_scale, options, lengths, cache, planned);
+    }
+    if (options.copies && appends && cache->v.has_value() &&
+        (misaligned(cache->k->const_data_ptr()) || misaligned(cache->v->const_data_ptr()))) {
+        const torch::stable::accelerator::DeviceGuard guard(device);
+        Cache copied = *cache;
+        copied.k = aligned(*cache->k);
+        copied.v = aligned(*cache->v);
+        return forward(q, k, v, softmax_scale, options, lengths, &copied, planned);
     }
     if (cache != nullptr && !is_packed && !folds(ql)) {
         const torch::stable::accelerator::DeviceGuard guard(device);
-        return forward(torch::stable::contiguous(q), k, v, softmax_scale, options, lengths, cache,
-                       planned);
+        const auto contiguous = torch::headeronly::MemoryFormat::Contiguous;
+        return forward(call_torch("aten::contiguous", q, contiguous), k, v, softmax_scale, options,
+                       lengths, cache, planned);
     }
     check_vectorised(ql, params.q_ptr, "q");
     check_vectorised(kl, params.k_ptr, "k");
@@ -368,27 +384,24 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     set_slopes(params, options, queries.b, ql.h, device);
     set_dropout(params, options, device);
     const torch::stable::accelerator::DeviceGuard guard(device);
-    std::optional<Tensor> rotated;
+    MaybeTensor rotated;
     if (cache != nullptr) {
         rotated = set_append(params, *cache, inputs, options, room);
     }
-    const int64_t seqlen_k = kl.b > 0 ? keys_known(params, lengths, room) : 0;
-    if (ql.b == 0 || (ql.s == 0 && params.k_new_ptr == nullptr)) {
+    const int64_t known = keys_known(params, lengths, appends, room);
+    if (ql.b == 0 || (ql.s == 0 && params.seqlen_new == 0)) {
         return make_outputs(q, inputs, cache != nullptr, options.returns_lse);
     }
     Problem problem = make_problem(inputs);
     problem.seqlen_k = static_cast<int32_t>(room);
     problem.cache = cache != nullptr;
     problem.page_size = params.block_table_ptr != nullptr ? params.page_size : 0;
-    problem.num_splits = static_cast<int32_t>(options.num_splits);
     set_options(problem, options, queries, params.rng_state_ptr != nullptr);
-    if (problem.dropout != 0 && options.num_splits > 1) {
-        fail("expected num_splits <= 1 with dropout, got ", options.num_splits);
-    }
+    set_splits(problem, options);
     const Choice choice =
         kernel_table().find(rounded(asked_of(problem, queries, kl, lengths, options)));
     set_problem(params, problem, choice, queries, lengths != nullptr);
-    params.seqlen_k = static_cast<int32_t>(seqlen_k);
+    params.seqlen_k = static_cast<int32_t>(kl.b > 0 ? known : 0);
 
     std::tuple<Tensor, Tensor> outputs =
         make_outputs(q, inputs, cache != nullptr, options.returns_lse);
@@ -405,9 +418,8 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
         fold_batch(params, rotated.has_value() ? read_layout(*rotated, "q", 4) : ql, ol);
     }
     const auto *kernel = static_cast<const Flash_kernel *>(choice.kernel);
-    std::optional<Tensor> workspace = enqueue(*kernel, params, lengths != nullptr, device);
+    MaybeTensor workspace = enqueue(*kernel, params, lengths != nullptr, device);
     if (planned != nullptr) {
-        const bool appends = cache != nullptr && cache->k.has_value();
         *planned = {kernel, params, inputs, appends, std::move(workspace), std::move(rotated)};
     }
     return outputs;

@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
@@ -23,6 +22,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 namespace flash {
 
 using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
 
 inline constexpr int kMaxHeadDim = 256;
 // Persistent kernels count on beyond the last tile, by a CTA for each SM, in 32-bit arithmetic.
@@ -97,12 +97,35 @@ inline void check_vectorised(const Layout &layout, const void *data, const char 
     }
 }
 
+// flashcute/resolver_errors.py makes torch's own error of it.
+template <typename Sizes>
+[[noreturn]] void fail_to_allocate(const Sizes &sizes, int32_t dtype, int32_t device) {
+    double bytes = static_cast<double>(aoti_torch_dtype_element_size(dtype));
+    for (const int64_t size : sizes) {
+        bytes *= static_cast<double>(size);
+    }
+    fail<KernelFailure>("failed to allocate ", static_cast<int64_t>(std::min(bytes, 0x1p62)),
+                        " bytes on cuda:", device);
+}
+
+// The tensor that an operator of torch makes of another, of the same sizes. Not by torch's C++ for
+// it, which streams a number where the operator fails: see fail().
+template <typename... Args>
+Tensor call_torch(const char *op, const Tensor &tensor, Args... args) {
+    StableIValue stack[] = {torch::stable::detail::from(tensor),
+                            torch::stable::detail::from(args)...};
+    if (torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
+        fail_to_allocate(tensor.sizes(), dtype_of(tensor), tensor.get_device_index());
+    }
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // The tensor, or a copy of it: of the same strides where they leave no gaps.
 inline Tensor aligned(const Tensor &tensor) {
     if (!misaligned(tensor.const_data_ptr())) {
         return tensor;
     }
-    Tensor copy = torch::stable::clone(tensor);
+    Tensor copy = call_torch("aten::clone", tensor, std::nullopt);
     if (misaligned(copy.const_data_ptr())) {
         fail("expected torch to allocate memory at multiples of 16 bytes");
     }
@@ -164,15 +187,19 @@ template <int64_t rank>
 Tensor empty(const int64_t (&sizes)[rank], const int64_t (&strides)[rank], int32_t dtype,
              int32_t device) {
     AtenTensorHandle handle = nullptr;
-    check_shim(aoti_torch_empty_strided(rank, sizes, strides, dtype, aoti_torch_device_type_cuda(),
-                                        device, &handle));
+    if (aoti_torch_empty_strided(rank, sizes, strides, dtype, aoti_torch_device_type_cuda(), device,
+                                 &handle) != AOTI_TORCH_SUCCESS) {
+        fail_to_allocate(sizes, dtype, device);
+    }
     return Tensor(handle);
 }
 
 // Uninitialised, of the sizes of `tensor` and, where it leaves no gaps, its strides.
 inline Tensor empty_like(const Tensor &tensor, int32_t dtype, int32_t device) {
     if (tensor.dim() != 4 || !tensor.is_contiguous()) {
-        return torch::stable::empty_like(tensor);
+        const std::nullopt_t as_it_is = std::nullopt;
+        return call_torch("aten::empty_like", tensor, as_it_is, as_it_is, as_it_is, as_it_is,
+                          as_it_is);
     }
     // The same result without the dispatcher's boxing, which takes 0.4 us more.
     const int64_t *size = tensor.sizes().data(), *stride = tensor.strides().data();
@@ -191,22 +218,23 @@ inline void *current_stream(int32_t device) {
 }
 
 // What a call may ask for beside q, k, v and the scale. A window's side is -1 where it is
-// unlimited.
+// unlimited. The first seven are in the order of the operators' schemas.
 struct Options {
     bool causal = false;
     int64_t window_left = -1;
     int64_t window_right = -1;
-    std::optional<Tensor> sinks;
+    MaybeTensor sinks;
     double softcap = 0;  // 0: none
-    std::optional<Tensor> alibi_slopes;
-    std::optional<Tensor> rng_state;
-    double dropout_p = 0;  // 0: none
+    MaybeTensor alibi_slopes;
     // Into how many parts a ragged batch's keys are split at most; 0: by shape, -1: not. Where it
     // is given, the lengths and the number of the sequences do not choose the kernel, so that a
     // sequence's result is the same bits in any batch.
     int64_t num_splits = -1;
+    MaybeTensor rng_state;
+    double dropout_p = 0;      // 0: none
     bool heads_first = false;  // a dense batch of tensors (b, heads, s, d), as SDPA has them
     bool returns_lse = true;   // always of a dense batch
+    bool copies = true;        // what does not start at a multiple of 16 bytes; else refuses it
 };
 
 // b: entries, or sequences of a ragged batch.
@@ -248,11 +276,23 @@ inline Problem make_problem(const Inputs &inputs) {
             .d = static_cast<int32_t>(inputs.q.d)};
 }
 
-// The mask with the least work that says the same, and the window of MaskKind::local.
+// The window of MaskKind::local, no longer than the sequences.
+inline void set_window(Problem &problem, const Options &options) {
+    const auto bounded = [](int64_t side, int32_t length) {
+        return side < 0 || side >= length - 1 ? length : static_cast<int32_t>(side);
+    };
+    problem.window_left = bounded(options.window_left, problem.seqlen_k);
+    problem.window_right = bounded(options.causal ? 0 : options.window_right, problem.seqlen_q);
+}
+
+// The mask with the least work that says the same, and its window.
 inline void set_mask(Problem &problem, const Options &options) {
     const int64_t seqlen_q = problem.seqlen_q, seqlen_k = problem.seqlen_k;
     const int64_t left = options.window_left;
     const int64_t right = options.causal ? 0 : options.window_right;
+    if (left < -1 || options.window_right < -1) {
+        fail("expected a window of two sides >= -1, got ", left, " and ", options.window_right);
+    }
     const bool by_lengths = options.num_splits <= 0;
     const bool all_left = left < 0 || (by_lengths && left >= seqlen_k - 1);
     const bool all_right = right < 0 || (by_lengths && right >= seqlen_q - 1);
@@ -265,8 +305,7 @@ inline void set_mask(Problem &problem, const Options &options) {
              " and ", seqlen_k);
     }
     problem.mask = MaskKind::local;
-    problem.window_left = static_cast<int32_t>(all_left ? seqlen_k : std::min(left, seqlen_k));
-    problem.window_right = static_cast<int32_t>(all_right ? seqlen_q : std::min(right, seqlen_q));
+    set_window(problem, options);
 }
 
 inline const float *read_sinks(const Options &options, const Layout &q, int32_t device) {

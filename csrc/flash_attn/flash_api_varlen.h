@@ -15,7 +15,7 @@ namespace flash {
 // seqlen_q, h, d), over a cache.
 struct Lengths {
     const Tensor *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
-    const std::optional<Tensor> *seqused_q = nullptr, *seqused_k = nullptr;
+    const MaybeTensor *seqused_q = nullptr, *seqused_k = nullptr;
     int64_t max_seqlen_q = 0, max_seqlen_k = 0;
     std::optional<int64_t> in_cache = {};  // tokens of every sequence before an append, if known
 };
@@ -38,7 +38,7 @@ inline const int32_t *read_index(const Tensor &index, const char *name, int64_t 
     return static_cast<const int32_t *>(index.const_data_ptr());
 }
 
-inline const int32_t *read_index(const std::optional<Tensor> *index, const char *name, int64_t size,
+inline const int32_t *read_index(const MaybeTensor *index, const char *name, int64_t size,
                                  int32_t device) {
     return index != nullptr && index->has_value() ? read_index(**index, name, size, device)
                                                   : nullptr;
@@ -98,9 +98,10 @@ inline void set_options(Problem &problem, const Options &options, const Queries 
 
 // Keys of a sequence at most, of `room` that there is room for: fewer where the host knows how many
 // tokens the cache has.
-inline int64_t keys_known(const Flash_fwd_params &params, const Lengths *lengths, int64_t room) {
+inline int64_t keys_known(const Flash_fwd_params &params, const Lengths *lengths, bool appends,
+                          int64_t room) {
     if (lengths == nullptr || !lengths->in_cache.has_value()) {
-        if (params.k_new_ptr != nullptr && params.seqused_k_ptr == nullptr) {
+        if (appends && params.seqused_k_ptr == nullptr) {
             fail("expected cache_seqlens with k and v");
         }
         return room;
@@ -121,6 +122,9 @@ inline Problem asked_of(const Problem &problem, const Queries &queries, const La
         asked.b = 1;
         asked.seqlen_q = queries.packed ? 128 : problem.seqlen_q;
         asked.seqlen_k = 4096;
+        if (asked.mask == MaskKind::local) {
+            set_window(asked, options);  // the one there is ends with this batch's tensors
+        }
         return asked;
     }
     if (lengths == nullptr) {

@@ -71,7 +71,7 @@ struct Failure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Not what a caller passed, but a kernel: there is none, or it did not start.
+// Not of what a caller passed: there is no kernel, it did not start, or there is no memory.
 struct KernelFailure : Failure {
     using Failure::Failure;
 };
