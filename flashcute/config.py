@@ -8,6 +8,7 @@ profiler shows all speak of the same value.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -338,6 +339,12 @@ class BwdConfig:
     def dq_accum(self) -> int:
         """Floats of the workspace in which dQ is summed up, for each row of queries."""
         return self.head_dim if self.arch == 90 else 0
+
+    @property
+    def repeatable_keys(self) -> float:
+        """Up to how many keys of a sequence dQ is bitwise repeatable, too. In the sm90 class two
+        tiles of keys add to 0 in either order, more of them in any."""
+        return 2 * self.dkv.rows if self.arch == 90 else math.inf
 
     @property
     def smem_bytes(self) -> int:

@@ -182,7 +182,7 @@ def rounded_length(length: int) -> int:
 
 
 def typical_length(total: int, b: int, longest: int) -> int:
-    """The length that the kernel of a ragged batch is chosen for: between the mean and the longest.
+    """The length that a ragged batch's forward is chosen for: between the mean and the longest.
 
     The binding computes it alike (``typical_length()`` of kernel_table.h). The number of sequences
     counts rounded up there: :func:`rounded_length`.
@@ -528,12 +528,13 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
 
-# What of the sm90 class's backward has run on a GPU: these head dimensions, and no ragged batch.
-# The rest passes in the simulator, and is not chosen before a GPU has checked and timed it. Ragged
-# batches are meant to be from ROW_STATS_MULTIPLE on: the sums of dQ take whole blocks of as many
-# rows of each sequence, and so do tiles.
+# The head dimensions and ragged batches that the sm90 class's backward computes. Dense d = 64 and
+# 128 ran on a GPU, at commit c7b26d2 (benchmarks/results/bwd.json): their headers have changed
+# since, the machine code of their main kernels in bf16 has not. d = 32 has no figure of a GPU. The
+# rest passes in the simulator, and is not chosen before a GPU has checked and timed it. Ragged
+# batches are meant to be from ROW_STATS_MULTIPLE on: that is what rounding a sequence's rows adds.
 _SM90_BWD_HEAD_DIMS = (32, 64, 128)
-_SM90_BWD_RAGGED_FROM = math.inf  # typical length of queries and keys
+_SM90_BWD_RAGGED_FROM = math.inf  # mean length of queries and keys
 
 
 def bwd_configs_in_use(

@@ -11,6 +11,8 @@ import itertools
 import pathlib
 import re
 import resource
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -33,12 +35,16 @@ from flashcute import (  # noqa: E402
     KVCachePlan,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    heuristics,
     jit,
     loading,
     ops,
     ops_kvcache,
 )
+from flashcute.config import BwdConfig  # noqa: E402
 from flashcute.jit import abi  # noqa: E402
+
+choose = ops._choose
 
 # Of tensors that are made, or copied, anew in each call; those of lengths that an int stands for.
 FRESH = {"o_ptr", "softmax_lse_ptr", "plan_ptr", "o_partial_ptr", "lse_partial_ptr", "q_ptr"}
@@ -260,6 +266,47 @@ def differences_of_plans(library: ctypes.CDLL) -> list[str]:
     return found
 
 
+def choices_of_backwards(library: ctypes.CDLL) -> list[str]:
+    """On Hopper, were ragged batches of long sequences computed by the sm90 class, whose sums of dQ
+    have room for whole blocks of rows of each sequence."""
+    configs, remembered = [], ops._choose
+    gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+
+    def build(config, target):
+        configs.append(config)
+        return SimpleNamespace(address=library.host_bwd_kernel())
+
+    def config_of(lengths: list[int], bound: int) -> BwdConfig:
+        total, x = sum(lengths), torch.zeros(sum(lengths), 1, 8, dtype=torch.float16)
+        lse, cu = torch.zeros(1, total), torch.tensor([0, *lengths]).cumsum(0).int()
+        lengths_of = cu, cu, None, None, bound, bound
+        backward = torch.ops.flashcute.bwd_varlen.default
+        backward(x, x, x, x, x, lse, None, *lengths_of, 0.5, True, -1, -1, None, 7)
+        return configs[-1]
+
+    found = []
+    with (
+        mock.patch.object(heuristics, "_SM90_BWD_RAGGED_FROM", 128),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda _: gpu),
+        mock.patch.object(jit, "get_kernel", build),
+        mock.patch.object(ops, "_choose", choose),
+    ):
+        for short, n, long, arch in (
+            *((512, 4, 512, 90), (128, 9, 128, 90), (100, 9, 100, 80), (64, 8192, 8192, 80)),
+            *((16, 4096, 4096, 80), (1, 600, 65536, 80), (1, 64, 65536, 90)),
+        ):
+            config = config_of([short] * n + [long], long)
+            rows = launched(library, backward=True)["seqlen_q_rounded"]
+            total = short * n + long
+            if config.arch != arch or (arch == 90 and rows > 2.3 * total + 256):
+                found.append(f"{n} of {short} and one of {long}: {config}, {rows} rows of {total}")
+        mask = config_of([2, 1, 0], 2).mask
+        if mask != "causal":  # although the mean length is 1
+            found.append(f"of lengths 2, 1 and 0 the mask is {mask}")
+    ops._choose = remembered
+    return found
+
+
 def failures_of_kernels(library: ctypes.CDLL) -> list[str]:
     """Which are not tried again with the checks in Python, as arguments are not at fault."""
     given, found = next(calls()), []
@@ -458,6 +505,7 @@ def main() -> None:
     with torch.no_grad():
         found += differences(library) + differences_of_varlen(library)
         found += differences_of_plans(library)
+        found += choices_of_backwards(library)
         found += failures_of_kernels(library)
         found += kernels_of_batches()
         found += checks_of_operators() + starts_that_are_copied(library)

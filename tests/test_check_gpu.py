@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -12,9 +14,11 @@ import check_gpu
 import pytest
 
 from flashcute import __main__ as main
+from flashcute import heuristics
 from flashcute.bench import command
 from flashcute.bench.models import MODELS
 from flashcute.bench.options import OPTIONS
+from flashcute.config import HEAD_DIMS, MASKS
 
 
 def script(text):
@@ -164,3 +168,32 @@ def test_a_progress_bar_shows_as_one_line(tmp_path):
     log = tmp_path / "log"
     log.write_bytes(b"10%\r50%\r100%\nend\n")
     assert check_gpu._tail(log, 100) == "100%\nend"
+
+
+# As if there were a Hopper GPU; nothing is run.
+COLLECT = """
+import sys, pytest, torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+torch.cuda.get_device_name = lambda *_: "none"
+sys.exit(pytest.main([*sys.argv[1:], "--collect-only", "-q", "-p", "no:cacheprovider"]))
+"""
+
+
+def collected(phase):
+    """(test, kernel) of what a phase runs."""
+    made = check_gpu.PHASES[phase].command(check_gpu.parse([]), 100.0)
+    command = [sys.executable, "-c", COLLECT, *(x for x in made[2:] if x != "-v")]
+    run = subprocess.run(command, cwd=check_gpu.ROOT, capture_output=True, text=True, check=False)
+    found = re.findall(r"::(\w+)\[(\w+)", run.stdout)
+    assert found, run.stdout + run.stderr
+    return found
+
+
+def test_a_phase_of_the_backward_runs_the_kernels_of_a_head_dimension():
+    found = collected("bwd-96")
+    assert len({test for test, _ in found}) >= 5
+    kernels = {heuristics.sm90_bwd_config("bf16", 96, mask).full_name for mask in MASKS}
+    assert {kernel for test, kernel in found if test == "test_random_lengths"} == kernels
+    assert {kernel for _, kernel in found} == kernels
+    assert all(f"bwd-{d}" in check_gpu.PHASES for d in HEAD_DIMS)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import subprocess
 from typing import get_type_hints
 
@@ -10,6 +11,7 @@ import pytest
 
 from flashcute import config
 from flashcute.config import DTYPES, KERNEL_CLASSES, MASKS, BwdConfig, BwdTile, FwdConfig
+from flashcute.heuristics import sm90_bwd_config
 from flashcute.jit import sources, toolchain
 
 GOOD = {
@@ -303,6 +305,12 @@ def test_resources_of_a_backward_of_wide_heads(head_dim):
     # K, V; two stages of Q, dO and statistics; two buffers of P and dS.
     tiles = 2 * head_dim * (2 * 64 + 2 * 2 * 64) + 2 * 64 * 8 + 2 * 2 * 2 * 64 * 64
     assert tiles < c.smem_bytes <= tiles + 1024
+
+
+def test_keys_of_which_the_sums_of_a_backward_have_one_order():
+    assert BwdConfig(**GOOD_BWD).repeatable_keys == math.inf
+    found = {d: sm90_bwd_config("bf16", d).repeatable_keys for d in config.HEAD_DIMS}
+    assert found == {32: 256, 64: 256, 96: 256, 128: 256, 192: 128, 256: 128}
 
 
 def test_resources_of_the_sm90_class():

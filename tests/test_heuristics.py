@@ -280,8 +280,8 @@ def test_backward_with_an_option_is_of_the_sm80_class(option):
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_backward_of_a_ragged_batch(capability, monkeypatch):
-    """Of short sequences the sm90 class would store more sums of dQ than there are rows. No length
-    is taken by it yet."""
+    """Of short sequences the sm90 class would store more sums of dQ than there are rows; how the
+    binding says that they are short is in tests/host_binding.py. None is taken by it yet."""
     usual = dataclasses.replace(PROBLEM, d=128, varlen=True, seqlen_q=4096, seqlen_k=4096)
     assert heuristics.choose_bwd(usual, capability).arch == 80
     monkeypatch.setattr(heuristics, "_SM90_BWD_RAGGED_FROM", 128)

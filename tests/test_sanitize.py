@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import sanitize
+import torch
+
+from flashcute import heuristics, ops
+from flashcute.config import HEAD_DIMS
+from flashcute.heuristics import FwdProblem, bwd_with_options, sm90_bwd_config
 
 STAND_IN = """#!{python}
 import sys
@@ -30,6 +37,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
         # Put back what main() sets.
         monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+        monkeypatch.setattr(sanitize, "build_missing", lambda: None)  # for the GPU that is not here
         return sanitize.main(["--out", str(tmp_path / "out"), *arguments])
 
     return run
@@ -64,3 +72,35 @@ def test_without_the_tool_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(SystemExit, match="expected the CUDA toolkit's compute-sanitizer"):
         sanitize.main([])
+
+
+def test_backwards_that_are_not_chosen_are_launched_too():
+    of_hopper = {config for config in sanitize.configs((9, 0))[1] if config.arch == 90}
+    asked = itertools.product(HEAD_DIMS, ("none", "causal"), (False, True))
+    assert {(config.head_dim, config.mask, config.varlen) for config in of_hopper} == {*asked}
+    for capability in ((8, 0), (9, 0)):
+        forward, backward = sanitize.configs(capability)
+        assert len(backward) == len(set(backward)) and {c.dtype for c in forward} == {"bf16"}
+        assert {c.varlen for c in backward if c.arch == 80} == {False, True}
+    assert {config.arch for config in backward} == {80, 90}
+    assert {config.arch for config in sanitize.configs((8, 0))[1]} == {80}
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_what_a_launch_of_a_backward_asks_for(varlen, monkeypatch):
+    """The operator of the CPU has the gradients here, which are checked as a kernel's are."""
+    config = bwd_with_options(sm90_bwd_config("bf16", 192, "causal"), varlen=varlen)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
+    ops.load()
+    asked, name = [], "bwd_varlen" if varlen else "bwd"
+    operator = getattr(torch.ops.flashcute, name).default
+
+    def run(*args):
+        problem = FwdProblem("bf16", True, 1, 65, 65, 4, 2, 192, varlen=varlen)
+        asked.append(heuristics.choose_bwd(problem, (9, 0)))
+        return operator(*args)
+
+    monkeypatch.setattr(torch.ops.flashcute, name, SimpleNamespace(default=run))
+    choose = heuristics.choose_bwd
+    sanitize.launch_backward(config)
+    assert asked == [config] and heuristics.choose_bwd is choose

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 import tiers
+from test_shipped_kernels import KERNELS
 
 from flashcute import heuristics, shipped
-from flashcute.config import FwdConfig
+from flashcute.config import HEAD_DIMS, FwdConfig
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,14 @@ def test_what_is_left_out_is_covered_in_bf16():
 def test_kernels_of_calls_that_are_covered_ship():
     of_calls = [c for c in shipped.configs_of_calls((9, 0)) if tiers.covers(c)]
     assert {config.full_name for config in of_calls} == tiers._OF_CALLS
+
+
+def test_of_the_backward_that_is_not_chosen_a_kernel_of_each_head_dimension_is_covered():
+    covered = [config for config in KERNELS.values() if tiers.covers(config)]
+    covered = [config for config in covered if config not in shipped.instantiations().values()]
+    assert {config.full_name for config in covered} == tiers._UNSHIPPED
+    left = set(HEAD_DIMS) - set(heuristics._SM90_BWD_HEAD_DIMS)
+    assert {config.head_dim for config in covered} == left
 
 
 def test_all_is_all(monkeypatch):

@@ -6,6 +6,7 @@
     python tools/check_gpu.py --out build/gpu --phases build models --bench=--sustained
     python tools/check_gpu.py --out build/gpu --phases build sanitize
     python tools/check_gpu.py --out build/gpu --phases test-all
+    python tools/check_gpu.py --phases bwd-build bwd-64 bwd-128 bwd-32 bwd-96 bwd-192 bwd-256
 
 Each phase is a process of its own with a time limit and a log under the output folder. A phase that
 fails or runs out of time does not stop the next one. Short tables are printed last, and the exit
@@ -63,6 +64,16 @@ def _test_all(args: argparse.Namespace, _seconds: float) -> list[str]:
     return ["-m", "pytest", "--all", "-q", *kernels, "tests/sim/test_kernels_sm90.py"]
 
 
+def _bwd(*arguments: str) -> Callable[[argparse.Namespace, float], list[str]]:
+    """Tests of the sm90 class's backward in bf16; ``-v`` names each before it runs."""
+
+    def command(args: argparse.Namespace, _seconds: float) -> list[str]:
+        tests = ["-m", "pytest", "tests/cuda/test_cuda_bwd_sm90.py", "-v"]
+        return [*tests, *arguments, *shlex.split(args.pytest)]
+
+    return command
+
+
 def _model(args: argparse.Namespace, _seconds: float) -> list[str]:
     model = ["--model", str(args.model)] if args.model else []
     return ["examples/demo.py", "--out", str(args.out / "demo.json"), *model]
@@ -115,12 +126,19 @@ PHASES = {
     "integrations": Phase(
         300, _bench("integrations.json", "--pass", "integrations"), 4000, default=False
     ),
+    # The sm90 class's backward, parts of which may never have run: built first, then a process for
+    # each head dimension, so that no hang hides another.
+    "bwd-build": Phase(200, _bwd("-k", "bf16", "--setup-only"), 500, default=False),
+    **{
+        f"bwd-{d}": Phase(60, _bwd("-k", f"bf16 and hdim{d}_"), 1500, default=False)
+        for d in (64, 128, 32, 96, 192, 256)
+    },
     "training": Phase(200, _training, 3000, default=False),
     "generation": Phase(400, _generation, 2000, default=False),
     # What `make test` leaves out, where there are processors enough: every kernel that ships.
     "test-all": Phase(500, _test_all, 1000, default=False),
     # Not by default: the tool may be missing, or the driver may not permit it.
-    "sanitize": Phase(180, _sanitize, 4000, default=False),
+    "sanitize": Phase(400, _sanitize, 4000, default=False),
 }
 
 

@@ -2,10 +2,11 @@
 
     python tools/sanitize.py --out build/gpu
 
-Build the kernels before: ``python -m flashcute build --all``. First memcheck has to find a planted
-fault. Release 2025.3, of CUDA 13.0, checks loads and stores of threads and reads of wgmma; TMA's
-copies are checked from release 2026.2 on. racecheck is optional: on kernels with mbarriers and
-warpgroups it has false positives up to release 2026.3
+Those of the backward of the sm90 class run for every head dimension, of dense and of ragged
+batches, whether they are chosen or not. Kernels that are missing are built first. Then memcheck has
+to find a planted fault. Release 2025.3, of CUDA 13.0, checks loads and stores of threads and reads
+of wgmma; TMA's copies are checked from release 2026.2 on. racecheck is optional: on kernels with
+mbarriers and warpgroups it has false positives up to release 2026.3
 (https://docs.nvidia.com/compute-sanitizer/ReleaseNotes), and of the asynchronous copies it supports
 cp.async only. The simulator checks for races instead.
 """
@@ -13,11 +14,15 @@ cp.async only. The simulator checks for races instead.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import itertools
 import os
 import pathlib
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 
 import check_gpu
 
@@ -48,25 +53,78 @@ def command(sanitizer: str, tool: str, planted: bool) -> list[str]:
     ]
 
 
+def configs(capability: tuple[int, int]) -> tuple[list, list]:
+    """Those of the forward and of the backward that are launched."""
+    from flashcute import heuristics
+    from flashcute.config import HEAD_DIMS
+
+    forward, backward = [], []
+    for head_dim, causal in itertools.product(HEAD_DIMS, (False, True)):
+        forward += heuristics.configs_in_use("bf16", head_dim, causal, capability)
+        kernels = heuristics.bwd_configs_in_use("bf16", head_dim, causal, capability)
+        if heuristics.kernel_class(capability) == 90:
+            mask = "causal" if causal else "none"
+            kernels.append(heuristics.sm90_bwd_config("bf16", head_dim, mask))
+        ragged = [heuristics.bwd_with_options(config, varlen=True) for config in kernels]
+        backward += dict.fromkeys(kernels + ragged)
+    return forward, backward
+
+
+def build_missing() -> None:
+    """In parallel; each would be compiled where it is launched, one after the other.
+
+    Raises:
+        SystemExit: with what the compiler says.
+    """
+    import torch
+
+    from flashcute import jit
+    from flashcute.jit import kernels
+
+    capability = torch.cuda.get_device_capability()
+    target = "".join(map(str, capability))
+    forward, backward = configs(capability)
+    specs = [(config, target) for config in forward + backward]
+    missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
+    for result in jit.build_kernels(missing) if missing else ():
+        if result.error is not None:
+            raise SystemExit(result.error)
+
+
+@contextlib.contextmanager
+def computed_by(config) -> Iterator[None]:
+    """Gradients are computed by this backward, whatever is chosen otherwise; with the mask that the
+    call asks for."""
+    from flashcute import heuristics, ops
+
+    ops.load()
+    choose, set_resolver = heuristics.choose_bwd, ops._keep_alive[0].flashcute_set_resolver
+
+    def chosen(*args, **options):
+        return dataclasses.replace(config, mask=choose(*args, **options).mask)
+
+    heuristics.choose_bwd = chosen
+    try:
+        set_resolver(ops._resolve)  # the binding forgets what it chose
+        yield
+    finally:
+        heuristics.choose_bwd = choose
+        set_resolver(ops._resolve)
+
+
 def launch_all(planted: bool) -> None:
     """One launch of each kernel, small, but with more tiles than SMs; with ``planted``, of one
     kernel with no memory for its log-sum-exp."""
     import torch
 
-    from flashcute import heuristics, jit, oracles, testing
-    from flashcute.config import HEAD_DIMS
+    from flashcute import jit, oracles, testing
     from flashcute.jit import abi
     from flashcute.jit.launch import Call
 
     capability = torch.cuda.get_device_capability()
     heads = 2 * (torch.cuda.get_device_properties(0).multi_processor_count // 4 + 1)
-    configs = [
-        config
-        for head_dim in HEAD_DIMS
-        for causal in (False, True)
-        for config in heuristics.configs_in_use("bf16", head_dim, causal, capability)
-    ]
-    for config in configs:
+    forward, backward = configs(capability)
+    for config in forward:
         kernel = jit.get_kernel(config, "".join(map(str, capability)))
         entry = abi.FlashKernel.from_address(kernel.address)
         sizes = (1, config.tile_m + 1, 2 * config.tile_n + 1, heads, heads // 2, config.head_dim)
@@ -80,15 +138,9 @@ def launch_all(planted: bool) -> None:
         out, lse = (x.cpu() for x in Call(entry, *inputs)())
         last = (out[:, :, -4:], lse[:, -4:], q[:, :, -4:], k[:, :, -2:], v[:, :, -2:])
         testing.check_forward(*last, causal=config.mask == "causal")
-    backward = [
-        config
-        for head_dim in HEAD_DIMS
-        for causal in (False, True)
-        for config in heuristics.bwd_configs_in_use("bf16", head_dim, causal, capability)
-    ]
     for config in backward:
         launch_backward(config)
-    print(f"{len(configs) + len(backward)} {DONE}")
+    print(f"{len(forward) + len(backward)} {DONE}")
 
 
 def launch_backward(config) -> None:
@@ -97,7 +149,7 @@ def launch_backward(config) -> None:
     By the operator: it takes the workspace from the allocator as every call does."""
     import torch
 
-    from flashcute import ops, oracles, testing
+    from flashcute import oracles, testing
     from flashcute.reference import attention_ref
 
     b, seqlen_q, seqlen_k, h, d = 1, config.dq.rows + 1, config.dkv.rows + 1, 4, config.head_dim
@@ -107,10 +159,17 @@ def launch_backward(config) -> None:
     dout = oracles.make_qkv(shape, torch.bfloat16, seed=1)[0]
     sinks, dlse = torch.ones(h), torch.ones(b, h, seqlen_q)
     out, lse, _ = attention_ref(q, k, v, causal=causal, sinks=sinks, upcast=torch.float64)
-    tensors = (x.cuda() for x in (dout, q, k, v, out.to(q.dtype), lse.float(), dlse))
-    ops.load()
+    tensors = [x.cuda() for x in (dout, q, k, v, out.to(q.dtype), lse.float(), dlse)]
     options = d**-0.5, causal, -1, -1, sinks.cuda(), 15
-    found = torch.ops.flashcute.bwd.default(*tensors, *options)
+    with computed_by(config):
+        if config.varlen:
+            packed = [x[0] for x in tensors]
+            cu = [torch.tensor([0, n], dtype=torch.int32).cuda() for n in (seqlen_q, seqlen_k)]
+            lengths = *cu, None, None, seqlen_q, seqlen_k
+            found = torch.ops.flashcute.bwd_varlen.default(*packed, *lengths, *options)
+            found = [x[None] for x in found[:3]] + [found[3]]
+        else:
+            found = torch.ops.flashcute.bwd.default(*tensors, *options)
     gradients = {n: x.cpu() for n, x in zip(("dq", "dk", "dv", "dsinks"), found, strict=True)}
     testing.check_backward(gradients, q, k, v, dout, dlse=dlse, causal=causal, sinks=sinks)
 
@@ -129,10 +188,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     sanitizer = find_sanitizer()
     args.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.time_limit
+    build_missing()
     # With torch's caching allocator the end of a tensor is not that of an allocation, so memcheck
     # would miss accesses beyond it.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    end = time.monotonic() + args.time_limit
     good = True
     runs = [("memcheck", True), *((tool, False) for tool in args.tools)]
     for left, (tool, planted) in zip(range(len(runs), 0, -1), runs, strict=True):

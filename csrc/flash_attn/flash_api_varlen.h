@@ -133,8 +133,16 @@ inline Problem asked_of(const Problem &problem, const Queries &queries, const La
     asked.b = rounded_length(problem.b);
     if (queries.packed) {
         const int64_t keys = problem.cache != 0 ? queries.b * int64_t(problem.seqlen_k) : k.s;
-        asked.seqlen_q = typical_length(queries.total, queries.b, lengths->max_seqlen_q);
-        asked.seqlen_k = typical_length(keys, queries.b, lengths->max_seqlen_k);
+        const auto length = [&](int64_t total, int64_t longest) {
+            if (problem.backward != 0) {
+                // The mean, of at least 2: what padding of each sequence costs goes by it, however
+                // long the longest is.
+                longest = std::min(longest, std::max((total - 1) / queries.b + 1, int64_t(2)));
+            }
+            return typical_length(total, queries.b, longest);
+        };
+        asked.seqlen_q = length(queries.total, lengths->max_seqlen_q);
+        asked.seqlen_k = length(keys, lengths->max_seqlen_k);
     }
     return asked;
 }

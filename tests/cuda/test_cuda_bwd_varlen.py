@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import scores
@@ -18,14 +18,11 @@ from test_cuda_varlen import (
 )
 
 import flashcute
-from flashcute import flash_attn_func, flash_attn_varlen_func, heuristics, jit, ops, testing
+from flashcute import flash_attn_func, flash_attn_varlen_func, heuristics, jit, testing
 from flashcute.config import (
-    BWD_OPTIONS,
     DTYPES,
     HEAD_DIMS,
     MASKS,
-    SM90_BWD_TILES,
-    BwdConfig,
 )
 from flashcute.jit import kernels
 from flashcute.testing_varlen import check_backward_varlen
@@ -51,19 +48,7 @@ def configs() -> list:
             plain = [heuristics.bwd_config(dtype, head_dim, mask) for mask in MASKS]
             found += [heuristics.bwd_with_options(c, *options, varlen=True) for c in plain]
             found += [heuristics.bwd_with_options(c, *options) for c in plain if any(options)]
-    if torch.cuda.get_device_capability() == (9, 0):
-        found += [
-            sm90_config(dtype, head_dim, mask)
-            for dtype in DTYPES
-            for head_dim in SM90_BWD_TILES
-            for mask in MASKS
-        ]
     return found
-
-
-def sm90_config(dtype: str, head_dim: int, mask: str) -> BwdConfig:
-    config = heuristics.sm90_bwd_config(dtype, head_dim, mask)
-    return heuristics.bwd_with_options(config, varlen=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,28 +60,6 @@ def _built_backwards() -> None:
         assert result.artefact is not None, result
     for config in configs():
         assert jit.get_kernel(config, target).spill_bytes == 0, config.full_name
-
-
-@pytest.fixture
-def _sm90_class(monkeypatch: pytest.MonkeyPatch):
-    """Gradients are computed by the sm90 class where it can, whatever is chosen otherwise."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no GPU of compute capability 9.0")
-    choose = heuristics.choose_bwd
-
-    def chosen(*args, **options) -> BwdConfig:
-        config = choose(*args, **options)
-        asked = {name for name in BWD_OPTIONS if getattr(config, name)}
-        if options["deterministic"] or asked != {"varlen"} or config.head_dim not in SM90_BWD_TILES:
-            return config
-        return sm90_config(config.dtype, config.head_dim, config.mask)
-
-    ops.load()
-    set_resolver = ops._keep_alive[0].flashcute_set_resolver
-    monkeypatch.setattr(heuristics, "choose_bwd", chosen)
-    set_resolver(ops._resolve)  # the binding forgets what it chose
-    yield
-    set_resolver(ops._resolve)
 
 
 def make_leaves(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
@@ -147,7 +110,9 @@ def bounds_of(case: Case) -> list[int]:
     return [max(side, default=0) + case.slack for side in sides]
 
 
-def check(case: Case, repeatable: Sequence[str] = NAMES) -> str | None:
+def check(
+    case: Case, repeatable: Sequence[str] = NAMES, compute: Callable = gradients
+) -> str | None:
     """What is wrong with this case; None if nothing is. repeatable: what must repeat bitwise."""
     leaves, dout, dlse = make_leaves(case)
     generator = torch.Generator("cuda").manual_seed(case.seed)
@@ -155,11 +120,11 @@ def check(case: Case, repeatable: Sequence[str] = NAMES) -> str | None:
     options = {"causal": case.causal, "window_size": case.window_size}
     options |= case.scores.options(b, case.h, case.d, generator)
     options["deterministic"] = "dq" in repeatable
-    found = gradients(case, leaves, dout, dlse, options)
+    found = compute(case, leaves, dout, dlse, options)
     for x, grad in zip(leaves, found.values(), strict=True):
         if (grad.shape, grad.dtype) != (x.shape, x.dtype):
             return f"{case}: a gradient of {tuple(x.shape)} {x.dtype} is {tuple(grad.shape)}"
-    again = gradients(case, leaves, dout, dlse, options)
+    again = compute(case, leaves, dout, dlse, options)
     differing = [
         name for name in found.keys() & set(repeatable) if not found[name].equal(again[name])
     ]
@@ -201,18 +166,6 @@ def test_gradients(chunk: int, kernel_class: str, poisoned_outputs, count_cases)
     found = [check(make_case(seed), NAMES if seed % 2 else BUT_DQ) for seed in seeds]
     failures = [failure for failure in found if failure]
     count_cases("gradients of ragged batches", CASES_PER_CHUNK)
-    assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
-
-
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_gradients_of_the_sm90_class(
-    chunk: int, _sm90_class, poisoned_outputs, count_cases
-) -> None:
-    """The sums of dQ have no fixed order."""
-    seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
-    found = [check(make_case(seed), BUT_DQ) for seed in seeds]
-    failures = [failure for failure in found if failure]
-    count_cases("gradients of ragged batches, sm90 class", CASES_PER_CHUNK)
     assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
 
 
@@ -310,15 +263,6 @@ HOSTILE = [
 @pytest.mark.parametrize("lengths", HOSTILE, ids=str)
 def test_no_lengths_reach_beyond_the_tensors(kernel_class: str, lengths) -> None:
     """Results mean nothing then, but the device goes on, and what lies around is as before."""
-    run_hostile(lengths)
-
-
-@pytest.mark.parametrize("lengths", HOSTILE, ids=str)
-def test_no_lengths_reach_beyond_the_tensors_in_the_sm90_class(_sm90_class, lengths) -> None:
-    run_hostile(lengths)
-
-
-def run_hostile(lengths) -> None:
     block = torch.full((3, 400, 4, 64), 7.0, device="cuda", dtype=torch.float16)
     q, k, v = (x[100:300].detach().requires_grad_() for x in block)
     cu = torch.tensor(lengths, dtype=torch.int32, device="cuda")

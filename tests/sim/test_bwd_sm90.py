@@ -1,6 +1,7 @@
 """The backward kernels of the sm90 class in the simulator."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -79,6 +80,18 @@ def test_only_the_sums_of_dq_depend_on_the_schedule(config):
         assert first.counters == again.counters
         equal.append(same(first, again, ("dq_accum",)))
     assert not all(equal)
+
+
+@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+def test_two_tiles_of_keys_add_to_dq_in_one_order(config):
+    """Of one more the schedule decides; the tests on a GPU ask for repeatable bits by this."""
+    for keys, repeatable in ((config.repeatable_keys, True), (config.repeatable_keys + 60, False)):
+        problem = make_problem(with_mask(config, "none"), (1, 70, keys, 2, 1))
+        run = functools.partial(problem.run, with_mask(config, "none"))
+        first = passed(run())
+        schedules = enumerate(2 * sim.COPY_MODES)
+        again = [run(seed=seed, copy_mode=mode, sms=3) for seed, mode in schedules]
+        assert all(same(first, passed(x), ("dq_accum",)) for x in again) == repeatable
 
 
 @pytest.mark.parametrize("wanted", [(), ("dq",), ("dk", "dv")], ids="-".join)

@@ -1,0 +1,202 @@
+"""The sm90 class's backward of every head dimension, dense and ragged, whether it is chosen or not.
+
+No kernel of a forward is used, and of these the head dimensions and dtypes of the tests that run
+are built. So they are the first to run on a GPU: by ``tools/check_gpu.py``, phases ``bwd-build``
+and ``bwd-64``, ``bwd-96`` and so on, each in a process of its own, as what never ran may hang.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from sanitize import computed_by
+from scores import Scores
+from test_cuda_bwd import check_that_nothing_else_is_written
+from test_cuda_bwd_varlen import BUT_DQ, HOSTILE, NAMES, bounds_of, check, lengths_of
+from test_cuda_varlen import Case, make_case, starts
+
+from flashcute import heuristics, jit, testing
+from flashcute.config import DTYPES, HEAD_DIMS, MASKS, BwdConfig
+from flashcute.jit import kernels
+from flashcute.reference import attention_ref
+from flashcute.reference_varlen import attention_varlen_ref
+
+CASES = 30  # of random lengths, of each kernel
+REPEATS = 50
+FAR = 2**32  # bytes
+DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# Of the operator, which takes no others.
+STYLES = ("contiguous", "heads_outermost", "gaps", "gaps_permuted", "packed")
+WINDOWS = ((31, 0), (0, 100), (64, 31), (128, 128), (5000, 3))
+
+CONFIGS = [
+    heuristics.sm90_bwd_config(dtype, head_dim, mask)
+    for head_dim, dtype, mask in itertools.product(HEAD_DIMS, DTYPES, MASKS)
+]
+PLAIN = [config for config in CONFIGS if config.mask == "none"]
+each = pytest.mark.parametrize("dense", CONFIGS, ids=lambda c: c.full_name)
+each_plain = pytest.mark.parametrize("dense", PLAIN, ids=lambda c: c.full_name)
+
+
+def ragged(config: BwdConfig) -> BwdConfig:
+    return heuristics.bwd_with_options(config, varlen=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built_kernels(request: pytest.FixtureRequest) -> None:
+    """Dense and ragged, of all masks, in parallel, instead of all that other tests need."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no GPU of compute capability 9.0")
+    here = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params["dense"] for item in here}
+    several = {dataclasses.replace(config, mask=mask) for config in asked for mask in MASKS}
+    specs = [(config, "90") for dense in several for config in (dense, ragged(dense))]
+    missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
+    for result in jit.build_kernels(missing) if missing else ():
+        assert result.artefact is not None, result
+    for spec in specs:
+        assert jit.get_kernel(*spec).spill_bytes == 0, spec
+
+
+def tokens(config: BwdConfig, *shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    dtype = DTYPE_OF[config.dtype]
+    return [torch.randn(x, device="cuda", dtype=dtype, generator=generator) for x in shapes]
+
+
+def masked(config: BwdConfig) -> dict[str, object]:
+    window = (100, 30) if config.mask == "local" else (-1, -1)
+    return {"causal": config.mask == "causal", "window_size": window}
+
+
+def backward(config: BwdConfig, tensors, dlse, options, lengths=()) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv and dsinks of the kernel, by the operator.
+
+    tensors: dout, q, k, v, out and lse. options: of the reference. lengths: of a ragged batch:
+    cu_seqlens, seqused and max_seqlen of queries and keys.
+    """
+    operators = torch.ops.flashcute
+    operator = operators.bwd_varlen if config.varlen else operators.bwd
+    sinks, scale = options.get("sinks"), tensors[1].shape[-1] ** -0.5
+    wanted = 7 if sinks is None else 15
+    masks = options["causal"], *options["window_size"]
+    return operator.default(*tensors, dlse, *lengths, scale, *masks, sinks, wanted)
+
+
+def by_operator(config: BwdConfig, case: Case, leaves, dout, dlse, _options) -> dict:
+    """:func:`test_cuda_bwd_varlen.gradients`, with the output of the reference."""
+    q, k, v, *sinks = (x.detach() for x in leaves)
+    options = {"causal": case.causal, "window_size": case.window_size}
+    options["sinks"] = sinks[0] if sinks else None
+    cu_q, cu_k, used_q, used_k = lengths_of(case)
+    used = {"seqused_q": used_q, "seqused_k": used_k}
+    out, lse, _ = attention_varlen_ref(q, k, v, cu_q, cu_k, **used, upcast=torch.float64, **options)
+    lengths = cu_q.int(), cu_k.int(), used_q, used_k, *bounds_of(case)
+    tensors = dout, q, k, v, out.to(q.dtype), lse.float()
+    with computed_by(config):
+        found = backward(config, tensors, dlse, options, lengths)
+    return dict(zip(NAMES, found[: len(leaves)], strict=False))
+
+
+@each
+def test_nothing_else_is_written(dense: BwdConfig) -> None:
+    check_that_nothing_else_is_written(dense)
+
+
+@each
+def test_equal_lengths_equal_a_dense_batch(dense: BwdConfig, poisoned_outputs) -> None:
+    """Bit for bit, each time, of more tiles than the GPU holds at once; dQ where two tiles of keys
+    add to it. The dense batch has the right gradients."""
+    b, seqlen_q, h, h_k, d = 4, 700, 16, 4, dense.head_dim
+    options = masked(dense)
+    for seqlen_k, exact in ((1030, BUT_DQ[:2]), (dense.repeatable_keys, NAMES[:3])):
+        of_q, of_k = (b, seqlen_q, h, d), (b, seqlen_k, h_k, d)
+        dout, q, k, v = tokens(dense, of_q, of_q, of_k, of_k)
+        dlse = torch.randn(b, h, seqlen_q, device="cuda")
+        out, lse, _ = attention_ref(q, k, v, upcast=torch.float64, **options)
+        tensors = dout, q, k, v, out.to(q.dtype)
+        with computed_by(dense):
+            found = backward(dense, (*tensors, lse.float()), dlse, options)
+        expected = dict(zip(NAMES, found, strict=True))
+        testing.check_backward(expected, q, k, v, dout, dlse=dlse, **options)
+        lengths = starts([seqlen_q] * b), starts([seqlen_k] * b), None, None, seqlen_q, seqlen_k
+        packed = [x.flatten(0, 1) for x in tensors]
+        lse, dlse = (x.float().transpose(0, 1).flatten(1) for x in (lse, dlse))
+        with computed_by(ragged(dense)):
+            for _ in range(REPEATS):
+                found = backward(ragged(dense), (*packed, lse), dlse, options, lengths)
+                for name, x in zip(NAMES, found, strict=True):
+                    assert name not in exact or x.equal(expected[name].flatten(0, 1)), name
+
+
+def case_of(config: BwdConfig, seed: int) -> Case:
+    """As other tests draw it, but of this kernel."""
+    rng = random.Random(seed)
+    return dataclasses.replace(
+        make_case(seed),
+        dtype=DTYPE_OF[config.dtype],
+        d=config.head_dim - 8 * (seed % 2),
+        causal=config.mask == "causal",
+        window_size=rng.choice(WINDOWS) if config.mask == "local" else (-1, -1),
+        scores=Scores(),
+        styles=tuple(rng.choice(STYLES) for _ in range(3)),
+    )
+
+
+@each
+def test_random_lengths(dense: BwdConfig, poisoned_outputs, count_cases) -> None:
+    compute = functools.partial(by_operator, ragged(dense))
+    first = CASES * CONFIGS.index(dense)
+    cases = [case_of(dense, seed) for seed in range(first, first + CASES)]
+    failures = [failure for case in cases if (failure := check(case, BUT_DQ, compute))]
+    count_cases("gradients of ragged batches, sm90 class", CASES)
+    assert not failures, f"{len(failures)} of {CASES}:\n" + "\n".join(failures)
+
+
+@each_plain
+def test_rows_far_from_the_first(dense: BwdConfig) -> None:
+    """Sequences around 2^32 bytes, and the last one, have the bits that they have alone."""
+    h, d = 64, dense.head_dim
+    length = dense.repeatable_keys - 28
+    row_bytes = 2 * h * d
+    b = math.ceil(1.05 * FAR / (length * row_bytes))
+    rows = b * length
+    q, k, v, dout = tokens(dense, *[(rows, h, d)] * 4)
+    lse = torch.full((h, rows), math.log(length) + 0.5, device="cuda")
+    options, bounds = masked(dense), (length, length)
+    cu = starts([length] * b)
+    with computed_by(ragged(dense)):
+        tensors = dout, q, k, v, dout, lse
+        lengths = cu, cu, None, None, *bounds
+        found = backward(ragged(dense), tensors, None, options, lengths)[:3]
+    across = FAR // row_bytes // length
+    for i in (0, across, across + 1, b - 1):
+        own = slice(i * length, (i + 1) * length)
+        one = [x[None, own] for x in tensors[:5]]
+        with computed_by(dense):
+            expected = backward(dense, (*one, lse[None, :, own].contiguous()), None, options)[:3]
+        for name, x, alone in zip(NAMES, found, expected, strict=False):
+            assert x[own].equal(alone[0]), (name, i)
+
+
+@pytest.mark.parametrize("lengths", HOSTILE, ids=str)
+@each_plain
+def test_no_lengths_reach_beyond_the_tensors(dense: BwdConfig, lengths) -> None:
+    """Results mean nothing then, but the device goes on, and what lies around is as before."""
+    h, d = 4, dense.head_dim
+    block = torch.full((5, 400, h, d), 7.0, device="cuda", dtype=DTYPE_OF[dense.dtype])
+    lse = torch.full((3, h, 200), 7.0, device="cuda")
+    cu = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    options = {"causal": True, "window_size": (-1, -1)}
+    with computed_by(ragged(dense)):
+        for other in (cu, cu.flip(0)):
+            tensors = *(x[100:300] for x in block), lse[1]
+            backward(ragged(dense), tensors, None, options, (cu, other, None, None, 300, 300))
+    torch.cuda.synchronize()
+    assert (block == 7).all() and (lse == 7).all()
