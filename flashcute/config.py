@@ -177,7 +177,7 @@ class FwdConfig:
     def smem_bytes(self) -> int:
         """Dynamic shared memory per CTA in bytes: Q, then ``stages`` buffers each of K and V.
 
-        The sm90 class adds its barriers, 8 bytes each, and the descriptions of tiles, 76 bytes
+        The sm90 class adds its barriers, 8 bytes each, and the descriptions of tiles, 84 bytes
         each, and rounds up to its alignment.
         """
         tiles = 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
@@ -185,7 +185,7 @@ class FwdConfig:
             return tiles
         slots = 2 * self.stages
         barriers = 2 * self.warps // 4 + 4 * self.stages + 2 * slots
-        return -(-(tiles + 8 * barriers + 76 * slots) // 1024) * 1024
+        return -(-(tiles + 8 * barriers + 84 * slots) // 1024) * 1024
 
     def to_cpp(self) -> str:
         """The C++ initialiser, e.g. ``{.arch = 80, .dtype = flash::DType::bf16, ...}``."""
@@ -366,7 +366,7 @@ class BwdConfig:
             barriers = 4 + 4 * self.dkv.stages + 2 + 4 + (2 if p else 0)
             dq = 4 * self.head_dim * self.dkv.step if self.head_dim in (96, 128) else 0
             zeros = 2 * 32 * self.dkv.rows if self.head_dim == 96 else 0
-            total = tiles(self.dkv) + stats + ds + p + dq + zeros + 8 * barriers + 68 * 2
+            total = tiles(self.dkv) + stats + ds + p + dq + zeros + 8 * barriers + 76 * 2
             return -(-total // 1024) * 1024
         return max(tiles(self.dq), tiles(self.dkv) + stats)
 

@@ -27,7 +27,8 @@ class WorkTile(ctypes.Structure):
         for name in (
             *("m_block", "head", "batch", "head_q", "head_k", "row_q", "row_k"),
             *("seqlen_q", "seqlen_k", "batch_k"),
-            *("blocks_count", "blocks_unmasked", "blocks_begin", "blocks_left", "partial_row"),
+            *("blocks_count", "blocks_unmasked", "blocks_begin", "blocks_left"),
+            *("partial_row", "part", "parts"),
         )
     ]
 

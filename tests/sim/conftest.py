@@ -11,7 +11,7 @@ import mutants_dropout
 import mutants_score
 from mutants import ONE_STAGE, TWO_STAGES
 from mutants_bwd_sm90 import COLUMNS, ROWS
-from mutants_sm90 import ASKING, STRIDING
+from mutants_sm90 import ASKING, DECODING, STRIDING
 
 from flashcute import sim
 from flashcute.config import MASKS
@@ -34,6 +34,7 @@ for _group in (
         *(*_masks(ASKING), _paged(ASKING), replace(ASKING, alibi=True)),
         *(mutants_score.SM90, mutants_dropout.SM90),
     ),
+    (DECODING, _paged(DECODING)),
     (*_masks(STRIDING), _paged(STRIDING), replace(STRIDING, softcap=True, alibi=True)),
     (*_masks(backward.TOGETHER), *_masks(mutants_bwd_dropout.TOGETHER)),
     (*_masks(backward.SPLIT), *_masks(mutants_bwd_dropout.SPLIT)),

@@ -10,7 +10,7 @@ CONFIG = asking(TOGETHER, "causal", *EVERYTHING)
 _MAINLOOP = "mainloop_bwd_sm80.h"
 _KERNEL = "flash_bwd_kernel_sm80.h"
 _PREPROCESS = "flash_bwd_preprocess_kernel.h"
-_PLAN = "flash_plan_kernel.h"
+_SEGMENTS = "plan_segments.h"
 _SCORES = "score_mod.h"
 _MODIFY = "            if constexpr (kModifies) modify(params, tile, tSrS, tSrG, block(n), head);\n"
 _MASK = "            if (n >= tile.blocks.unmasked) mask(params, tile, tSrS, block(n));\n"
@@ -40,7 +40,7 @@ FIRST = (
         "(row_q / kRowStatsMultiple + i + 1)",
         "(row_q / kRowStatsMultiple + (i + 1) / 2)",
     ),
-    _mutant("gradients of no sequence left alone", _PLAN, "cute::max(end - row, 0)", "0"),
+    _mutant("gradients of no sequence left alone", _SEGMENTS, "cute::max(end - row, 0)", "0"),
     _mutant(
         "tile beyond the count computed",
         _KERNEL,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from mutants import TWO_STAGES, Mutant
-from mutants_sm90 import ASKING
+from mutants_sm90 import ASKING, DECODING
 
 _PAGED_80 = dataclasses.replace(TWO_STAGES, paged=True)
 _PAGED_90 = dataclasses.replace(ASKING, paged=True)
 _PLAN = "flash_plan_kernel.h"
+_SEGMENTS = "plan_segments.h"
+_CTA_PLAN = "cta_plan.h"
+_MERGE = "merge_parts_sm90.h"
 _COMBINE = "flash_fwd_combine_kernel.h"
 _EPILOGUE = "epilogue_fwd.h"
 _TILE = "work_tile.h"
@@ -201,14 +204,14 @@ MUTANTS = (
     _numerics(
         "parts that overlap",
         _TILE,
-        "int(int64_t(blocks.count) * part / parts);",
-        "int(int64_t(blocks.count) * (part > 0 ? part - 1 : 0) / parts);",
+        "int const first = each * part + more * part / parts;",
+        "int const first = each * (part > 0 ? part - 1 : 0);",
     ),
     _numerics("parts that share their rows", _PLAN, "begin + part * rows;", "begin;"),
     _numerics(
         "sequences that share their rows",
         _PLAN,
-        "cute::min(first[low].partial_rows,",
+        "cute::min(first[low].y,",
         "cute::min(0,",
     ),
     _numerics(
@@ -219,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         "leftpad counted as keys",
-        _PLAN,
+        _SEGMENTS,
         "params.seqlen_k) - tile.row_k;",
         "params.seqlen_k);",
         "simulator",
@@ -227,8 +230,108 @@ MUTANTS = (
     ),
     _numerics(
         "entry of another sequence",
-        _PLAN,
+        _SEGMENTS,
         "entries != nullptr ? entries[i] : i;",
         "i;",
+    ),
+)
+
+# In what CTAs plan for themselves, for sequences of as many queries each.
+OF_CTA_PLANS = (
+    _numerics(
+        "part off by one",
+        _CTA_PLAN,
+        "int const part = index - first[low];",
+        "int const part = cute::max(index - first[low] - 1, 0);",
+    ),
+    _numerics(
+        "the last split lost",
+        _CTA_PLAN,
+        "first[params.b] = place.tiles + parts;",
+        "first[params.b] = place.tiles + cute::max(parts - 1, 1);",
+        ASKING,
+    ),
+    _numerics("own parts that share their rows", _CTA_PLAN, "rows * place.partial,", "0,"),
+    _numerics(
+        "order of another sequence",
+        _CTA_PLAN,
+        "sequences[place.rank] = tile;",
+        "sequences[i] = tile;",
+        ASKING,
+    ),
+    _numerics(
+        "no position listed",
+        _CTA_PLAN,
+        "any_split ? params.total_q : 0;",
+        "0;",
+    ),
+    _numerics(
+        "positions of the first sequence alone",
+        _CTA_PLAN,
+        "i % gridDim.x != blockIdx.x",
+        "i != blockIdx.x",
+        ASKING,
+    ),
+    Mutant(
+        "planned before the lengths are there",
+        "flash_fwd_kernel_sm90.h",
+        "        cudaGridDependencySynchronize();\n",
+        "",
+        "simulator",
+        "griddepcontrol.wait",
+        ASKING,
+    ),
+    Mutant(
+        "own plan read before it is complete",
+        "flash_fwd_kernel_sm80.h",
+        "        own->make(params, params.num_splits > 1);\n        __syncthreads();\n",
+        "        own->make(params, params.num_splits > 1);\n",
+        "racecheck",
+        "data race",
+    ),
+    Mutant(
+        "Q over the own plan",
+        "flash_fwd_kernel_sm80.h",
+        "        __syncthreads();  // Q takes the plan's bytes\n",
+        "",
+        "racecheck",
+        "data race",
+    ),
+    _numerics(
+        "merged by the last but one",
+        _MERGE,
+        "static_cast<unsigned>(tile.parts) - 1;",
+        "static_cast<unsigned>(tile.parts) - 2;",
+        DECODING,
+    ),
+    _numerics(
+        "arrivals not counted anew",
+        _MERGE,
+        "if (is_last != 0) atomicExch(stored, 0u);",
+        "",
+        DECODING,
+    ),
+    _numerics(
+        "one counter for all sequences",
+        _MERGE,
+        "arrivals + tile.head * params.b + tile.row_q / params.seqlen_q;",
+        "arrivals + tile.head * params.b;",
+        DECODING,
+    ),
+    _numerics(
+        "merged from the last part on",
+        _MERGE,
+        " + tile.partial_row - tile.part * rows;",
+        " + tile.partial_row;",
+        DECODING,
+    ),
+    Mutant(
+        "counted before a part is stored",
+        _MERGE,
+        "        __threadfence();\n        sm90::named_barrier_sync(barrier, Merge::kThreads);\n",
+        "",
+        "racecheck",
+        "data race",
+        DECODING,
     ),
 )

@@ -12,6 +12,8 @@ from flashcute.config import FwdConfig
 # with narrower swizzled pages.
 ASKING = FwdConfig(90, "fp16", 128, "causal", 128, 32, 8, 2, 3, 1, True)
 WINDOW = dataclasses.replace(ASKING, mask="local")
+# One consumer, several CTAs an SM: as for queries over a cache.
+DECODING = FwdConfig(90, "bf16", 64, "none", 64, 32, 4, 2, 0, 2, False)
 STRIDING = FwdConfig(90, "bf16", 96, "none", 192, 48, 12, 2, 6, 1, False)
 
 _MAINLOOP = "mainloop_fwd_sm90.h"

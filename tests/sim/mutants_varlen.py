@@ -6,7 +6,7 @@ from mutants import Mutant
 from mutants_sm90 import ASKING, STRIDING
 
 _MAINLOOP = "mainloop_fwd_sm90.h"
-_PLAN = "flash_plan_kernel.h"
+_SEGMENTS = "plan_segments.h"
 _OUTSIDE = "outside (every tensor|of )"
 _KEYS = "zero_rows_behind_keys(params, tile, n--);"
 
@@ -32,7 +32,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys of the next sequence",
-        _PLAN,
+        _SEGMENTS,
         "read(keys(), i, tile.row_k",
         "read(keys(), cute::min(i + 1, params.b - 1), tile.row_k",
         "numerics",
@@ -40,16 +40,16 @@ MUTANTS = (
     Mutant(
         "tile beyond the count computed",
         "flash_fwd_kernel_sm80.h",
-        "index >= plan->count * num_grid_heads(params)",
-        "index > plan->count * num_grid_heads(params)",
+        "index >= planned_tiles(params, own)",
+        "index > planned_tiles(params, own)",
         "simulator",
         _OUTSIDE,
     ),
     Mutant(
         "tile beyond the count computed, persistent CTAs",
         _MAINLOOP,
-        "queue.tiles = plan.count * num_grid_heads(params);",
-        "queue.tiles = plan.count * num_grid_heads(params) + 1;",
+        "queue.tiles = planned_tiles(params, plan());",
+        "queue.tiles = planned_tiles(params, plan()) + 1;",
         "simulator",
         _OUTSIDE,
         ASKING,
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys up to the end of the last sequence",
-        _PLAN,
+        _SEGMENTS,
         "int const end = first_row(rows, i + 1);",
         "int const end = rows.total;",
         "numerics",

@@ -113,3 +113,12 @@ def planned(result):
     plan = result.outputs["plan"]
     tiles = plan[4 : 4 + 8 * int(plan[0])].view(-1, 8).tolist()
     return [(*t[:6], t[6] // 2**16, t[6] % 2**16, t[7]) for t in tiles], int(plan[1])
+
+
+def garbage(shape, seed):
+    """Any integers, some of which are lengths, entries or pages."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-MAX_INT - 1, MAX_INT, shape, generator=generator, dtype=torch.int32)
+    x.view(-1)[::3] %= 9
+    x.view(-1)[1::7] = MAX_INT
+    return x

@@ -11,7 +11,7 @@ from mutants import ONE_STAGE, TWO_STAGES
 from mutants_sm90 import ASKING, STRIDING
 from planted import build_mutants
 from ragged import equal
-from serving import MAX_INT, check, contiguous, paged, planned, run
+from serving import MAX_INT, check, contiguous, garbage, paged, planned, run
 
 from flashcute import sim
 from flashcute.config import FwdConfig
@@ -209,14 +209,6 @@ def test_tiles_with_few_blocks_are_not_split(config):
     expected = run(config, problem)
     result = run(config, problem, Splits(3, 1000))
     assert equal(result, expected) and planned(result)[1] == 0
-
-
-def garbage(shape, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(-MAX_INT - 1, MAX_INT, shape, generator=generator, dtype=torch.int32)
-    x.view(-1)[::3] %= 9
-    x.view(-1)[1::7] = MAX_INT
-    return x
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -269,7 +269,8 @@ struct Kernel_description {
     // current device; returns a cudaError_t.
     int32_t (*launch)(const Params *params, void *stream);
     // Likewise, the kernel that writes the plan of a ragged batch, which launch then reads, and
-    // that appends to a cache; without plan_ptr it only appends. Null in a backward.
+    // that appends to a cache, without plan_ptr only that; nothing where launch's CTAs plan for
+    // themselves. Null in a backward.
     int32_t (*plan)(const Params *params, void *stream);
     const char *(*error_string)(int32_t error);  // cudaGetErrorString
 };

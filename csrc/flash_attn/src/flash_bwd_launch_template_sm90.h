@@ -38,15 +38,17 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, void *stream) {
         return error;
     }
     int64_t const ctas = std::min<int64_t>(tiles, sms);
-    TileQueue queue{static_cast<int>(tiles), 1, nullptr};
+    TileQueue queue{static_cast<int>(tiles), 1, nullptr, nullptr};
     if (Traits::kWorkStealing && !Traits::kVarlen) {
         queue.group = Scheduler::heads_in_group(params, sms);
     }
     if (Traits::kWorkStealing && tiles > ctas) {
-        cudaError_t const error = tile_counter(queue.counter, static_cast<cudaStream_t>(stream));
+        LaunchCounters *counters = nullptr;
+        cudaError_t const error = launch_counters(counters, static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) {
             return error;
         }
+        if (counters != nullptr) queue.counter = &counters->tiles;
     }
     return enqueue_bwd<&flash_bwd_kernel_sm90<Traits>, true>(
         ctas, Traits::kThreads, Traits::kSmemBytes, stream, params, maps, queue);

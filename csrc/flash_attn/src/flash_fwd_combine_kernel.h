@@ -68,9 +68,9 @@ struct Combine {
     }
 
     // The largest of the parts' log-sum-exps and the sink; 0 where all are -inf.
-    CUTE_DEVICE static float reference(Row const &row, float const *lse, float sink) {
+    CUTE_DEVICE static float reference(Row const &row, float const *lse, float sink, int thread) {
         float max = sink;
-        for (int i = threadIdx.x % kWidth; i < row.parts; i += kWidth) {
+        for (int i = thread % kWidth; i < row.parts; i += kWidth) {
             max = fmaxf(max, lse[i * row.stride]);
         }
         max = all_lanes(max, [](float x, float y) { return fmaxf(x, y); });
@@ -115,10 +115,10 @@ struct Combine {
         }
     };
 
-    // alone: each group has a row of its own. parts: 0 if it has none.
+    // thread: of kThreads. alone: each group has a row of its own. parts: 0 if it has none.
     CUTE_DEVICE static void merge(Flash_fwd_params const &params, SharedStorage &storage,
-                                  Row const &row, bool alone) {
-        int const lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+                                  Row const &row, bool alone, int thread) {
+        int const lane = thread % kLanes, group = thread / kLanes;
         int const col = lane * kVec;
         int const first = alone ? 0 : group;  // sum
         bool const holds = col < params.d;
@@ -127,9 +127,9 @@ struct Combine {
         Parts parts;
         if (holds) parts.load(params, row, lse, o, first);
         float const sink = params.sinks_ptr != nullptr ? params.sinks_ptr[row.head] : -INFINITY;
-        float const ref = reference(row, lse, sink);
+        float const ref = reference(row, lse, sink, thread);
         float sum = 0.f;
-        for (int i = threadIdx.x % kWidth; i < row.parts; i += kWidth) {
+        for (int i = thread % kWidth; i < row.parts; i += kWidth) {
             sum += weight(lse[i * row.stride], ref);
         }
         sum = all_lanes(sum, [](float x, float y) { return x + y; }) + weight(sink, ref);
@@ -191,7 +191,8 @@ __global__ void __launch_bounds__(Combine<Traits::kConfig>::kThreads)
     int64_t const rows = int64_t(plan.split_positions) * params.h;
     bool const alone = rows > gridDim.x;
     int const of_cta = alone ? Merge::kGroups : 1;
-    int const mine = alone ? threadIdx.x / Merge::kLanes : 0;
+    int const thread = threadIdx.x;
+    int const mine = alone ? thread / Merge::kLanes : 0;
     for (int64_t begin = int64_t(blockIdx.x) * of_cta; begin < rows;
          begin += int64_t(gridDim.x) * of_cta) {
         typename Merge::Row row{};
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(Combine<Traits::kConfig>::kThreads)
             SplitPosition const position = plan.positions(params)[i / params.h];
             row = Merge::row(params, position, static_cast<int>(i % params.h));
         }
-        Merge::merge(params, storage, row, alone);
+        Merge::merge(params, storage, row, alone, thread);
     }
 }
 

@@ -1,6 +1,7 @@
 // The sm80-class forward kernel: one CTA, one tile of queries.
 #pragma once
 
+#include "cta_plan.h"
 #include "epilogue_fwd.h"
 #include "flash.h"
 #include "mainloop_fwd_sm80.h"
@@ -18,13 +19,23 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     extern __shared__ char smem[];
     auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
 
-    auto const *const plan = static_cast<WorkPlan const *>(params.plan_ptr);
+    CtaPlan<C> *own = nullptr;
+    if (CtaPlan<C>::suits(params)) {
+        static_assert(sizeof(CtaPlan<C>) <= sizeof(storage));
+        own = reinterpret_cast<CtaPlan<C> *>(smem);
+        own->make(params, params.num_splits > 1);
+        __syncthreads();
+    }
     int const index = blockIdx.x;
-    if (plan != nullptr && index >= plan->count * num_grid_heads(params)) {
+    bool const planned = params.plan_ptr != nullptr;
+    if (planned && index >= planned_tiles(params, own)) {
         return;
     }
-    WorkTile const tile = plan != nullptr ? plan_tile<C>(params, *plan, index)
-                                          : TileScheduler<C>::tile(params, index);
+    WorkTile const tile =
+        planned ? plan_tile(params, own, index) : TileScheduler<C>::tile(params, index);
+    if (own != nullptr) {
+        __syncthreads();  // Q takes the plan's bytes
+    }
     typename Mainloop::SoftmaxT softmax(params.scale_softmax_log2);
     Tensor tOrO = partition_fragment_C(
         typename Traits::TiledMma{},

@@ -4,6 +4,7 @@
 
 #include <arch_sm90.h>
 
+#include "cta_plan.h"
 #include "flash.h"
 #include "mainloop_fwd_sm90.h"
 #include "tensor_maps_sm90.h"
@@ -27,19 +28,26 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     if (threadIdx.x == 0) {
         Mainloop::init_barriers(storage, maps);
     }
+    bool const plans = CtaPlan<C>::suits(params);
+    if (plans) {
+        cudaGridDependencySynchronize();
+        bool const lists_positions = params.num_splits > 1 && queue.arrivals == nullptr;
+        Mainloop::own_plan(storage).make(params, lists_positions);
+    }
     __syncthreads();
 
     if (warpgroup == 0) {
         sm90::registers_lower<Traits::kLoadRegisters>();
         using Producer = typename Mainloop::Producer;
         if (threadIdx.x < Producer::threads(maps) && (C.paged || sm90::elect_one())) {
-            Producer producer{maps, storage};
+            Producer producer{maps, storage, plans};
             producer.run(params, queue);
         }
     } else {
         sm90::registers_raise<Traits::kMmaRegisters>();
-        typename Mainloop::Consumer consumer{
-            storage, warpgroup - 1, static_cast<int>(threadIdx.x) - 128, Mainloop::copies(maps)};
+        typename Mainloop::Consumer consumer{storage, queue.arrivals, warpgroup - 1,
+                                             static_cast<int>(threadIdx.x) - 128,
+                                             Mainloop::copies(maps)};
         consumer.first_turn();
         consumer.run(params);
     }

@@ -37,7 +37,7 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
 template <FwdConfig C>
 Flash_kernel const *describe_fwd(char const *name) {
     using Traits = KernelTraitsSm80<C>;
-    return describe<Traits>(name, &launch_fwd<C>, &launch_plan<PlanFwd<C>>);
+    return describe<Traits>(name, &launch_fwd<C>, &launch_fwd_plan<C>);
 }
 
 }  // namespace flash

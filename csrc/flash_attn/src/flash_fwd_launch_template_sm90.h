@@ -30,7 +30,9 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     if (tiles <= 0 || tiles > INT32_MAX - most) {  // CTAs count on beyond the last tile
         return cudaErrorInvalidConfiguration;
     }
-    if (cudaError_t const error = allow_smem<kernel>(Traits::kSmemBytes); error != cudaSuccess) {
+    constexpr int kSmemBytes = Traits::kSmemBytes + (CtaPlan<C>::kFits ? sizeof(CtaPlan<C>) : 0);
+    static_assert(Traits::kMinCtas * (kSmemBytes + 1024) <= 228 * 1024);
+    if (cudaError_t const error = allow_smem<kernel>(kSmemBytes); error != cudaSuccess) {
         return error;
     }
     TensorMapsSm90 maps;
@@ -38,20 +40,25 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
         return error;
     }
     int64_t const ctas = std::min<int64_t>(tiles, most);
-    TileQueue queue{static_cast<int>(tiles), 1, nullptr};
+    TileQueue queue{static_cast<int>(tiles), 1, nullptr, nullptr};
     if (Traits::kWorkStealing && params->plan_ptr == nullptr) {
         queue.group = TileScheduler<C>::heads_in_group(*params, sms);
     }
-    if ((Traits::kWorkStealing || params->plan_ptr != nullptr) && tiles > ctas) {
-        cudaError_t const error = tile_counter(queue.counter, static_cast<cudaStream_t>(stream));
+    bool const steals = (Traits::kWorkStealing || params->plan_ptr != nullptr) && tiles > ctas;
+    bool const merges = MergeParts<Traits>::suits(*params);
+    if (steals || merges) {
+        LaunchCounters *counters = nullptr;
+        cudaError_t const error = launch_counters(counters, static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) {
             return error;
         }
+        if (counters != nullptr && steals) queue.counter = &counters->tiles;
+        if (counters != nullptr && merges) queue.arrivals = counters->arrivals;
     }
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(ctas));
     config.blockDim = dim3(Traits::kThreads);
-    config.dynamicSmemBytes = Traits::kSmemBytes;
+    config.dynamicSmemBytes = CtaPlan<C>::suits(*params) ? kSmemBytes : Traits::kSmemBytes;
     config.stream = static_cast<cudaStream_t>(stream);
     // May start while the kernel before is still running, up to its producers' wait.
     cudaLaunchAttribute dependent{};
@@ -60,13 +67,14 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     config.attrs = &dependent;
     config.numAttrs = 1;
     cudaError_t const error = cudaLaunchKernelEx(&config, kernel, *params, maps, queue);
-    return error == cudaSuccess ? enqueue_combine<Traits>(*params, stream) : error;
+    bool const merged = queue.arrivals != nullptr;
+    return error == cudaSuccess && !merged ? enqueue_combine<Traits>(*params, stream) : error;
 }
 
 template <FwdConfig C>
 Flash_kernel const *describe_fwd(char const *name) {
     using Traits = KernelTraitsSm90<C>;
-    return describe<Traits>(name, &launch_fwd<C>, &launch_plan<PlanFwd<C>>);
+    return describe<Traits>(name, &launch_fwd<C>, &launch_fwd_plan<C>);
 }
 
 }  // namespace flash

@@ -40,7 +40,11 @@ struct KernelTraitsSm90 {
     // What the register file holds for each thread at launch, in steps of 8, is dealt anew. The sum
     // over a CTA's warpgroups must not exceed that of the launch, or the raise never returns.
     static constexpr int kLaunchRegisters = 65536 / (kThreads * kMinCtas) / 8 * 8;
-    static constexpr int kLoadRegisters = C.paged ? 56 : kMmaWarpgroups == 3 ? 32 : 24;
+    static constexpr bool kFewMma = kMmaWarpgroups == 1 && kMinCtas <= 2;  // which need not all
+    static constexpr int kLoadRegisters = C.paged ? (kFewMma && kMinCtas > 1 ? 48 : 56)
+                                          : kMmaWarpgroups == 3 ? 32
+                                          : kFewMma             ? 40
+                                                                : 24;
     static constexpr int kMmaRegisters = cute::min(
         (kLaunchRegisters * (1 + kMmaWarpgroups) - kLoadRegisters) / kMmaWarpgroups / 8 * 8, 240);
 

@@ -9,10 +9,12 @@
 #include <cute/tensor.hpp>
 
 #include "block_info.h"
+#include "cta_plan.h"
 #include "dropout.h"
 #include "epilogue_fwd.h"
 #include "kernel_traits_sm90.h"
 #include "mask.h"
+#include "merge_parts_sm90.h"
 #include "mma_traits_sm90.h"
 #include "paged_load_sm90.h"
 #include "pipeline_sm90.h"
@@ -77,14 +79,19 @@ struct MainloopFwdSm90 {
         sm90::fence_barrier_init();
     }
 
+    // Where the CTA plans for itself.
+    CUTE_DEVICE static CtaPlan<C> &own_plan(SharedStorage &storage) {
+        return *reinterpret_cast<CtaPlan<C> *>(&storage + 1);
+    }
+
     // No tile is left: m_block < 0.
     CUTE_DEVICE static WorkTile get_tile(Flash_fwd_params const &params, TileQueue const &queue,
-                                         int index) {
+                                         CtaPlan<C> const *own, int index) {
         if (index >= queue.tiles) {
             return {.m_block = -1};
         }
         if (params.plan_ptr != nullptr) {
-            return plan_tile<C>(params, *static_cast<WorkPlan const *>(params.plan_ptr), index);
+            return plan_tile(params, own, index);
         }
         if constexpr (Traits::kWorkStealing) {
             return TileScheduler<C>::tile_in_group(params, queue.group, index);
@@ -101,6 +108,7 @@ struct MainloopFwdSm90 {
     struct Producer {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
+        bool const plans;
         RingKV k, v;
         RingTiles tiles;
         uint32_t q_parity = 0;
@@ -108,6 +116,8 @@ struct MainloopFwdSm90 {
         CUTE_DEVICE static int threads(TensorMapsSm90 const &maps) {
             return copies(maps) ? 128 : 32;
         }
+        CUTE_DEVICE CtaPlan<C> const *plan() const { return plans ? &own_plan(storage) : nullptr; }
+
         CUTE_DEVICE static bool leads() { return !C.paged || threadIdx.x == 0; }
         // Whether this thread's warp is told its tiles by the first one.
         CUTE_DEVICE static bool follows() { return C.paged && threadIdx.x >= 32; }
@@ -185,13 +195,14 @@ struct MainloopFwdSm90 {
         CUTE_DEVICE WorkTile start(Flash_fwd_params const &params, TileQueue &queue, int index) {
             if (follows()) return take();
             WorkTile tile;
-            if (params.plan_ptr == nullptr) tile = get_tile(params, queue, index);
+            if (params.plan_ptr == nullptr) tile = get_tile(params, queue, plan(), index);
             // No thread touches global memory before: the others wait for their first tile.
             cudaGridDependencySynchronize();
             if (params.plan_ptr != nullptr) {
-                auto const &plan = *static_cast<WorkPlan const *>(params.plan_ptr);
-                queue.tiles = plan.count * num_grid_heads(params);
-                tile = get_tile(params, queue, index);
+                queue.tiles = planned_tiles(params, plan());
+                // Nothing is left to steal, and no atomic operation delays the last loads.
+                if (queue.tiles <= static_cast<int>(gridDim.x)) queue.counter = nullptr;
+                tile = get_tile(params, queue, plan(), index);
             }
             publish(params, tile);
             return tile;
@@ -202,7 +213,7 @@ struct MainloopFwdSm90 {
                                      int &index) {
             if (follows()) return take();
             index = next(queue, index);
-            WorkTile const tile = get_tile(params, queue, index);
+            WorkTile const tile = get_tile(params, queue, plan(), index);
             publish(params, tile);
             return tile;
         }
@@ -268,6 +279,7 @@ struct MainloopFwdSm90 {
     // One MMA warpgroup, which computes 64 rows of every tile.
     struct Consumer {
         SharedStorage &storage;
+        unsigned *const arrivals;  // as in TileQueue
         int const warpgroup;
         int const thread;   // among all MMA threads
         bool const copied;  // keys and values, by the generic proxy
@@ -292,6 +304,16 @@ struct MainloopFwdSm90 {
             release(&storage.k_empty[k.stage()]);
             constexpr bool kAllInRegs = kQRegSteps == Traits::kQSteps;
             if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);
+        }
+
+        // A tile, or a part of one, is stored.
+        CUTE_DEVICE void arrive(Flash_fwd_params const &params) const {
+            if constexpr (MergeParts<Traits>::kCan) {
+                if (arrivals != nullptr && tile().is_part()) {
+                    MergeParts<Traits>::arrive(params, arrivals, own_plan(storage).is_last, tile(),
+                                               1 + kWarpgroups);
+                }
+            }
         }
 
         CUTE_DEVICE void release_tile() {
@@ -542,6 +564,7 @@ struct MainloopFwdSm90 {
                 sm90::wgmma_wait<0>();
                 release_v();
                 Epilogue::finish(params, tile, output(), thread, softmax, tOrO);
+                arrive(params);
                 release_tile();
             }
         }

@@ -29,20 +29,27 @@ inline cudaError_t sm_count(int &count) {
     return error;
 }
 
-// Counters of work stealing, all zero between launches. Launches of one stream follow each other
-// and share one; a captured launch may run beside any other, so each has one of its own that is
-// never given back. A graph does not run beside itself; two executables of one capture could, which
-// is not supported.
-inline constexpr int kTileCounters = 4096;
-inline constexpr int kStreamCounters = 256;  // of these for streams, the rest for captured launches
-__device__ unsigned tile_counters[kTileCounters];
+// Counters of a launch, all zero before it and after it: of tiles, for work stealing, and of the
+// parts of split tiles that are stored.
+inline constexpr int kArrivals = 128;
+struct LaunchCounters {
+    unsigned tiles;
+    unsigned arrivals[kArrivals];
+};
 
-// The counter for a launch on `stream` of the current device; null once all of its kind are in use.
-inline cudaError_t tile_counter(unsigned *&counter, cudaStream_t stream) {
+// Launches of one stream follow each other and share counters. A captured launch may run beside any
+// other, so each has its own, which are never given back. A graph does not run beside itself; two
+// executables of one capture could, which is not supported.
+inline constexpr int kLaunches = 4096;
+inline constexpr int kStreams = 256;  // of these for streams, the others for captured launches
+__device__ LaunchCounters counters_of_launches[kLaunches];
+
+// The counters of a launch on `stream` of the current device; null once all of its kind are in use.
+inline cudaError_t launch_counters(LaunchCounters *&counters, cudaStream_t stream) {
     struct Table {
-        unsigned *counters = nullptr;
+        LaunchCounters *counters = nullptr;
         std::unordered_map<unsigned long long, int> of_stream;
-        int captured = kStreamCounters;
+        int captured = kStreams;
     };
     static std::map<int, Table> tables;
     static std::mutex mutex;
@@ -57,14 +64,14 @@ inline cudaError_t tile_counter(unsigned *&counter, cudaStream_t stream) {
     Table &table = tables[device];
     if (table.counters == nullptr) {
         void *symbol = nullptr;
-        if (error = cudaGetSymbolAddress(&symbol, tile_counters); error != cudaSuccess) {
+        if (error = cudaGetSymbolAddress(&symbol, counters_of_launches); error != cudaSuccess) {
             return error;
         }
-        table.counters = static_cast<unsigned *>(symbol);
+        table.counters = static_cast<LaunchCounters *>(symbol);
     }
-    counter = nullptr;
+    counters = nullptr;
     if (capture != cudaStreamCaptureStatusNone) {
-        if (table.captured < kTileCounters) counter = table.counters + table.captured++;
+        if (table.captured < kLaunches) counters = table.counters + table.captured++;
         return cudaSuccess;
     }
     unsigned long long id = 0;
@@ -73,11 +80,11 @@ inline cudaError_t tile_counter(unsigned *&counter, cudaStream_t stream) {
     }
     auto const known = table.of_stream.find(id);
     if (known != table.of_stream.end()) {
-        counter = table.counters + known->second;
-    } else if (table.of_stream.size() < kStreamCounters) {
+        counters = table.counters + known->second;
+    } else if (table.of_stream.size() < kStreams) {
         int const slot = static_cast<int>(table.of_stream.size());
         table.of_stream.emplace(id, slot);
-        counter = table.counters + slot;
+        counters = table.counters + slot;
     }
     return cudaSuccess;
 }

@@ -102,6 +102,8 @@ struct TileQueue {
     int tiles;
     int group;          // grid heads, for tile_in_group
     unsigned *counter;  // tiles taken beyond the first of each CTA; null: no work stealing
+    // Of the parts of each split tile that are stored; null: a kernel merges them.
+    unsigned *arrivals;
 
     // The counter resets itself: each of the launch's CTAs ends with a number that stands for no
     // tile, so `tiles` numbers are drawn in all, and the draw of the last one sets it to 0.

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cute/config.hpp>
 
-#include "block_info.h"
 #include "flash.h"
 #include "work_tile.h"
 
@@ -59,10 +58,12 @@ struct PlannedTile {
     WorkTile tile;
     int part;  // as in PlanTile
 };
-CUTE_HOST_DEVICE PlannedTile planned_tile(WorkPlan const &plan, int ratio, int index) {
-    int const head_k = index / (plan.count * ratio);
-    int const within = index - head_k * plan.count * ratio;
-    PlanTile const planned = plan.tiles[within / ratio];
+// tile_at(i): tile i of a grid head, which has `count` of them.
+template <class TileAt>
+CUTE_HOST_DEVICE PlannedTile planned_tile(int count, int ratio, int index, TileAt const &tile_at) {
+    int const head_k = index / (count * ratio);
+    int const within = index - head_k * count * ratio;
+    PlanTile const planned = tile_at(within / ratio);
     WorkTile const tile{.m_block = planned.m_block,
                         .head = head_k * ratio + within % ratio,
                         .batch = planned.batch,
@@ -77,20 +78,8 @@ CUTE_HOST_DEVICE PlannedTile planned_tile(WorkPlan const &plan, int ratio, int i
                         .partial_row = planned.partial_row};
     return {tile, planned.part};
 }
-
-template <FwdConfig C>
-CUTE_HOST_DEVICE WorkTile plan_tile(Flash_fwd_params const &params, WorkPlan const &plan,
-                                    int index) {
-    bool const packed = params.pack_shift > 0;
-    auto [tile, part] = planned_tile(plan, packed ? 1 : params.h_h_k_ratio, index);
-    tile.batch_k = params.is_cache != 0 ? tile.batch : 0;
-    tile.batch = 0;
-    tile.head_q = packed ? tile.head * params.h_h_k_ratio : tile.head;
-    tile.blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, tile);
-    if (tile.is_part()) {
-        take_part(tile, C.tile_n, part / PlanTile::kParts, part % PlanTile::kParts);
-    }
-    return tile;
+CUTE_HOST_DEVICE PlannedTile planned_tile(WorkPlan const &plan, int ratio, int index) {
+    return planned_tile(plan.count, ratio, index, [&](int i) { return plan.tiles[i]; });
 }
 
 }  // namespace flash

@@ -42,6 +42,7 @@ struct WorkTile {
     BlockRange blocks;
     // Of the workspace, where the tile is a part of a split one: its sequence's first row there.
     int partial_row = -1;
+    int part = 0, parts = 1;  // then it is this one of so many
 
     CUTE_HOST_DEVICE bool in_sequence() const { return seqlen_k >= 0; }
     CUTE_HOST_DEVICE bool is_part() const { return partial_row >= 0; }
@@ -51,13 +52,17 @@ struct WorkTile {
 // are taken off the sequence: masks, and distances of queries and keys, count from its end.
 CUTE_HOST_DEVICE void take_part(WorkTile &tile, int tile_n, int part, int parts) {
     BlockRange &blocks = tile.blocks;
-    int const first = int(int64_t(blocks.count) * part / parts);
-    int const end = int(int64_t(blocks.count) * (part + 1) / parts);
+    // blocks.count * i / parts, without its 64-bit product.
+    int const each = blocks.count / parts, more = blocks.count - each * parts;
+    int const first = each * part + more * part / parts;
+    int const end = each * (part + 1) + more * (part + 1) / parts;
     auto const within = [&](int n) { return (n < first ? first : n > end ? end : n) - first; };
     int const whole = within(blocks.left);
     blocks.unmasked = within(blocks.left + blocks.unmasked) - whole;
     blocks.left = blocks.unmasked > 0 ? whole : 0;
     blocks.count = end - first;
+    tile.part = part;
+    tile.parts = parts;
     tile.row_k += first * tile_n;
     tile.seqlen_k -= first * tile_n;
 }

@@ -1,0 +1,212 @@
+// A plan that each CTA of an attention kernel makes for itself: no kernel has to run before it. For
+// few sequences over a cache with one tile of queries a head, as in decoding.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cute/config.hpp>
+#include <cute/numeric/math.hpp>
+
+#include "block_info.h"
+#include "flash.h"
+#include "plan_segments.h"
+#include "work_plan.h"
+#include "work_tile.h"
+
+namespace flash {
+
+// In shared memory. Its tiles are those of Planner, which would write them for the same launch, and
+// so are their parts and places in the workspace. Those with most key blocks come first.
+template <FwdConfig C>
+struct CtaPlan {
+    using Splits = TileSplits<PlanFwd<C>>;
+    // Each of so many threads has one sequence, in the sm90 class those that load the last ones.
+    static constexpr int kFirstThread = C.arch == 90 ? 128 : 0;
+    static constexpr int kThreads = 32 * C.warps + kFirstThread;
+    static constexpr int kMost = cute::min(256, kThreads);
+    // Tiles of three warpgroups are for more queries. In the sm90 class the plan lies behind all
+    // else in shared memory, in the sm80 class where Q comes later.
+    static constexpr int kTileBytes = 2 * C.head_dim * (C.tile_m + 2 * C.stages * C.tile_n);
+    static constexpr bool kFits =
+        C.tile_m <= 128 && C.min_ctas * (kTileBytes + 16384) <= 228 * 1024;
+    // CTAs of the sm80 class have one tile each, and plan for it alone.
+    static constexpr int kMostTiles = C.arch == 90 ? INT32_MAX : 512;
+
+    struct Blocks {
+        int sum, min, max;
+    };
+    // What a sequence is sorted by, and how many parts its tile has.
+    struct Rank {
+        int key, parts;
+    };
+
+    Blocks of_warps[kMost / 32];
+    Rank ranks[kMost];
+    PlanTile sequences[kMost];  // sorted; of a split one the first part, with PlanTile::part parts
+    int first[kMost + 1];       // tiles of a grid head before those of a sequence
+    int is_last;                // of MergeParts: 0 or 1
+
+    // Whether the CTAs plan; the host asks, too.
+    CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
+        bool const fixed = params.cu_seqlens_q_ptr == nullptr && params.seqused_q_ptr == nullptr &&
+                           int64_t(params.b) * params.seqlen_q == params.total_q;
+        bool const appends = params.seqlen_new > 0 || params.rotary_cos_ptr != nullptr;
+        return kFits && params.plan_ptr != nullptr && params.is_cache != 0 && fixed && !appends &&
+               params.seqlen_q > 0 && num_rows(params, params.seqlen_q) <= C.tile_m &&
+               params.b <= kMost && int64_t(params.b) * num_grid_heads(params) <= kMostTiles &&
+               params.seqlen_k <= INT32_MAX / kMost;
+    }
+
+    // Of all threads of a CTA, which __syncthreads() has to follow. lists: the positions, for the
+    // kernel that merges.
+    CUTE_DEVICE void make(Flash_fwd_params const &params, bool lists) {
+        int const i = (static_cast<int>(threadIdx.x) + kThreads - kFirstThread) % kThreads;
+        bool const mine = i < params.b;
+        PlanTile tile{.partial_row = -1};
+        int blocks = 0;
+        if (mine) {
+            tile = Segments<false>{params}[2 * i + 1];
+            blocks = Splits::key_blocks(params, tile);
+        }
+        Blocks const of_all = reduce(params.b, i, {blocks, mine ? blocks : INT32_MAX, blocks});
+        int const part_blocks = Splits::part_blocks(params, of_all.sum, of_all.max);
+        int const parts =
+            params.num_splits > 1 ? Splits::num_parts(params, part_blocks, blocks) : 1;
+        Place const place = of_all.min == of_all.max
+                                ? Place{i, i * parts, parts > 1 ? i * parts : 0}
+                                : place_among(params.b, i, mine, blocks / parts, parts);
+        if (!mine) {
+            return;
+        }
+        if (parts > 1) {
+            int const rows = num_rows(params, tile.seqlen_q);
+            // As in Planner, where there is no room, parts share it.
+            int const begin = cute::min(rows * place.partial, params.partial_rows - rows * parts);
+            tile.partial_row = cute::max(begin, -1);
+        }
+        tile.part = parts;
+        sequences[place.rank] = tile;
+        first[place.rank] = place.tiles;
+        if (place.rank == params.b - 1) {
+            first[params.b] = place.tiles + parts;
+        }
+        bool const any_split = params.num_splits > 1 && of_all.max > part_blocks;
+        if (lists) list_positions(params, i, tile, any_split);
+    }
+
+    // Of a grid head.
+    CUTE_DEVICE int count(Flash_fwd_params const &params) const { return first[params.b]; }
+
+    CUTE_DEVICE PlanTile tile(Flash_fwd_params const &params, int index) const {
+        int low = 0, high = params.b;  // first[low] <= index < first[high]
+        CUTE_NO_UNROLL
+        while (high - low > 1) {
+            int const middle = (low + high) / 2;
+            (first[middle] <= index ? low : high) = middle;
+        }
+        PlanTile tile = sequences[low];
+        int const part = index - first[low];
+        if (tile.partial_row >= 0) {
+            tile.partial_row += part * num_rows(params, tile.seqlen_q);
+        }
+        tile.part += PlanTile::kParts * part;
+        return tile;
+    }
+
+  private:
+    // Where a sequence is among the sorted ones; the tiles of those before it, and the parts of
+    // those that are split and precede it in the batch.
+    struct Place {
+        int rank, tiles, partial;
+    };
+
+    // Of all sequences, to all threads. i: this thread's.
+    CUTE_DEVICE Blocks reduce(int b, int i, Blocks mine) {
+        CUTE_UNROLL
+        for (int lane = 16; lane > 0; lane /= 2) {
+            mine.sum += __shfl_xor_sync(0xffffffffu, mine.sum, lane);
+            mine.min = cute::min(mine.min, __shfl_xor_sync(0xffffffffu, mine.min, lane));
+            mine.max = cute::max(mine.max, __shfl_xor_sync(0xffffffffu, mine.max, lane));
+        }
+        if (i % 32 == 0 && i < b) {
+            of_warps[i / 32] = mine;
+        }
+        __syncthreads();
+        Blocks all = of_warps[0];
+        CUTE_NO_UNROLL
+        for (int warp = 1; 32 * warp < b; ++warp) {
+            Blocks const other = of_warps[warp];
+            all = {all.sum + other.sum, cute::min(all.min, other.min),
+                   cute::max(all.max, other.max)};
+        }
+        return all;
+    }
+
+    // blocks: of a part.
+    CUTE_DEVICE Place place_among(int b, int i, bool mine, int blocks, int parts) {
+        // No two are equal; of sequences alike the first comes first.
+        int const key = blocks * kMost + kMost - 1 - i;
+        if (mine) {
+            ranks[i] = {key, parts};
+        }
+        __syncthreads();
+        Place place{0, 0, 0};
+        CUTE_NO_UNROLL
+        for (int j = 0; mine && j < b; ++j) {
+            Rank const other = ranks[j];
+            bool const before = other.key > key;
+            place.rank += before;
+            place.tiles += before ? other.parts : 0;
+            place.partial += j < i && other.parts > 1 ? other.parts : 0;
+        }
+        return place;
+    }
+
+    // For the kernel that merges: all positions of the batch, or none. One CTA lists those of a
+    // sequence.
+    CUTE_DEVICE static void list_positions(Flash_fwd_params const &params, int i,
+                                           PlanTile const &tile, bool any_split) {
+        auto &plan = *static_cast<WorkPlan *>(params.plan_ptr);
+        if (i == 0 && blockIdx.x == 0) {
+            plan.split_positions = any_split ? params.total_q : 0;
+        }
+        if (!any_split || i % gridDim.x != blockIdx.x) {
+            return;
+        }
+        auto *const positions = const_cast<SplitPosition *>(plan.positions(params)) + tile.row_q;
+        CUTE_NO_UNROLL
+        for (int j = 0; j < tile.seqlen_q; ++j) {
+            positions[j] = {tile.row_q + j, tile.partial_row + (j << params.pack_shift),
+                            num_rows(params, tile.seqlen_q), tile.partial_row >= 0 ? tile.part : 0};
+        }
+    }
+};
+
+// The tiles of a plan of all grid heads. own: the CTA's plan; null: a kernel wrote it.
+template <FwdConfig C>
+CUTE_DEVICE int planned_tiles(Flash_fwd_params const &params, CtaPlan<C> const *own) {
+    int const of_a_head =
+        own != nullptr ? own->count(params) : static_cast<WorkPlan const *>(params.plan_ptr)->count;
+    return of_a_head * num_grid_heads(params);
+}
+
+template <FwdConfig C>
+CUTE_DEVICE WorkTile plan_tile(Flash_fwd_params const &params, CtaPlan<C> const *own, int index) {
+    auto const &written = *static_cast<WorkPlan const *>(params.plan_ptr);
+    bool const packed = params.pack_shift > 0;
+    int const ratio = packed ? 1 : params.h_h_k_ratio;
+    auto [tile, part] = own != nullptr ? planned_tile(own->count(params), ratio, index,
+                                                      [&](int i) { return own->tile(params, i); })
+                                       : planned_tile(written, ratio, index);
+    tile.batch_k = params.is_cache != 0 ? tile.batch : 0;
+    tile.batch = 0;
+    tile.head_q = packed ? tile.head * params.h_h_k_ratio : tile.head;
+    tile.blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, tile);
+    if (tile.is_part()) {
+        take_part(tile, C.tile_n, part / PlanTile::kParts, part % PlanTile::kParts);
+    }
+    return tile;
+}
+
+}  // namespace flash

@@ -1,0 +1,81 @@
+// The merge of a split tile's parts by the CTA whose part is stored last, in place of a kernel
+// behind the main one.
+#pragma once
+
+#include <arch_sm90.h>
+#include <cuda_runtime.h>
+
+#include <cute/config.hpp>
+#include <cute/numeric/math.hpp>
+
+#include "cta_plan.h"
+#include "flash.h"
+#include "flash_fwd_combine_kernel.h"
+#include "persistent_launch.h"
+#include "work_tile.h"
+
+namespace flash {
+
+// Whether CTAs merge where they can.
+inline constexpr bool kCtasMerge = true;
+
+template <class Traits>
+struct MergeParts {
+    static constexpr FwdConfig C = Traits::kConfig;
+    using Merge = Combine<C>;
+    // By one consumer with registers to spare. A window leaves few keys to split, and of tiles with
+    // many rows a kernel of many CTAs merges the parts.
+    static constexpr bool kCan =
+        kCtasMerge && CtaPlan<C>::kFits && Traits::kFewMma && C.mask != MaskKind::local;
+    static constexpr int kMostRows = 16;
+
+    CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
+        return kCan && params.num_splits > 1 && CtaPlan<C>::suits(params) &&
+               num_rows(params, params.seqlen_q) <= kMostRows &&
+               int64_t(params.b) * num_grid_heads(params) <= kArrivals;
+    }
+
+    // By all threads of the consumer once a part is stored; no part of a CTA's own plan is empty.
+    // arrivals: counters of the launch, all zero. is_last: in shared memory. barrier: a named one.
+    CUTE_DEVICE static void arrive(Flash_fwd_params const &params, unsigned *arrivals, int &is_last,
+                                   WorkTile const &tile, int barrier) {
+        static_assert(Traits::kMmaThreads == Merge::kThreads || !kCan);
+        __threadfence();
+        sm90::named_barrier_sync(barrier, Merge::kThreads);
+        if (threadIdx.x % Merge::kThreads == 0) {
+            unsigned *const stored = arrivals + tile.head * params.b + tile.row_q / params.seqlen_q;
+            is_last = atomicAdd(stored, 1u) == static_cast<unsigned>(tile.parts) - 1;
+            if (is_last != 0) atomicExch(stored, 0u);
+            __threadfence();
+        }
+        sm90::named_barrier_sync(barrier, Merge::kThreads);
+        if (is_last != 0) {
+            // Not the same before every tile to the compiler, which would keep what it computes
+            // from it in registers of the main loop.
+            merge(params, tile, static_cast<int>(threadIdx.x) % Merge::kThreads & -is_last);
+        }
+    }
+
+  private:
+    // A sequence's only tile of queries. thread: of the consumer.
+    CUTE_DEVICE static void merge(Flash_fwd_params const &params, WorkTile const &tile,
+                                  int thread) {
+        int const rows = num_rows(params, tile.seqlen_q);
+        int64_t const first =
+            int64_t(tile.head) * params.partial_rows + tile.partial_row - tile.part * rows;
+        typename Merge::SharedStorage unused;  // as each group has a row of its own
+        CUTE_NO_UNROLL
+        for (int begin = 0; begin < rows; begin += Merge::kGroups) {
+            int const i = begin + thread / Merge::kLanes;
+            TileRow const of_tile = tile_row(params, tile, Traits::kTileM, i);
+            typename Merge::Row row{};
+            if (of_tile.exists) {
+                row = {first + i, rows, tile.parts, tile.head_q + of_tile.head,
+                       tile.row_q + of_tile.position};
+            }
+            Merge::merge(params, unused, row, true, thread);
+        }
+    }
+};
+
+}  // namespace flash

@@ -1,0 +1,178 @@
+// What a plan is made of: the sequences of a ragged batch, whose lengths are known on the device
+// only, and into how many parts their tiles are split. Kernels that plan for others
+// (flash_plan_kernel.h) and CTAs that plan for themselves (cta_plan.h) share it.
+#pragma once
+
+#include <cstdint>
+#include <cute/config.hpp>
+#include <cute/numeric/math.hpp>
+
+#include "block_info.h"
+#include "flash.h"
+#include "work_plan.h"
+#include "work_tile.h"
+
+namespace flash {
+
+// Segments of the rows of q, or of k and v: sequence i is segment 2 i + 1, and rows of no sequence
+// before it, or behind the last one, are segments 2 i. Whatever cu_seqlens and seqused hold, no
+// segment leaves the tensors.
+template <bool kOfKeys>
+struct Segments {
+    Flash_fwd_params const &params;
+
+    // The rows of q, or those of k and v.
+    struct Rows {
+        int const *cu_seqlens, *seqused;
+        int seqlen;  // of the longest sequence that counts
+        int total;
+    };
+    CUTE_DEVICE Rows queries() const {
+        return {params.cu_seqlens_q_ptr, params.seqused_q_ptr, params.seqlen_q, params.total_q};
+    }
+    CUTE_DEVICE Rows keys() const {
+        return {params.cu_seqlens_k_ptr, params.seqused_k_ptr, INT32_MAX, params.total_k};
+    }
+
+    CUTE_DEVICE int count() const { return 2 * params.b + 1; }
+
+    CUTE_DEVICE static int clamp(int64_t x, int low, int high) {
+        return static_cast<int>(cute::min(cute::max(x, int64_t(low)), int64_t(high)));
+    }
+
+    // Where sequence i begins.
+    CUTE_DEVICE static int first_row(Rows const &rows, int i) {
+        int const *const starts = rows.cu_seqlens;
+        return clamp(starts != nullptr ? starts[i] : int64_t(i) * rows.seqlen, 0, rows.total);
+    }
+    // And how many of its rows count.
+    CUTE_DEVICE static void read(Rows const &rows, int i, int &begin, int &length) {
+        begin = first_row(rows, i);
+        int const end = first_row(rows, i + 1);
+        length = clamp(end - begin, 0, rows.seqlen);
+        if (rows.seqused != nullptr) {
+            length = clamp(rows.seqused[i], 0, length);
+        }
+    }
+
+    // Likewise, of a cache, and the entry that holds them.
+    CUTE_DEVICE void read_cache(int i, PlanTile &tile) const {
+        int const *const entries = params.cache_batch_idx_ptr;
+        int const entry = entries != nullptr ? entries[i] : i;
+        int const keys = keys_in_cache(i);  // loaded while the entry is
+        if (entry < 0 || entry >= params.b_k) {
+            return;  // no keys
+        }
+        int const *const leftpad = params.leftpad_k_ptr;
+        tile.batch = entry;
+        tile.row_k = leftpad != nullptr ? clamp(leftpad[i], 0, params.seqlen_k) : 0;
+        tile.seqlen_k = clamp(keys, tile.row_k, params.seqlen_k) - tile.row_k;
+    }
+
+    CUTE_DEVICE int keys_in_cache(int i) const {
+        if (params.seqused_k_ptr != nullptr) {
+            int64_t const keys = int64_t(params.seqused_k_ptr[i]) + params.seqlen_new;
+            return static_cast<int>(cute::min(keys, int64_t(params.seqlen_k)));
+        }
+        int const *const starts = params.cu_seqlens_k_ptr;
+        if (starts == nullptr) {
+            return params.seqlen_k;
+        }
+        return clamp(int64_t(starts[i + 1]) - starts[i], 0, params.seqlen_k);
+    }
+
+    CUTE_DEVICE PlanTile operator[](int segment) const {
+        int const i = segment / 2;
+        PlanTile tile{.batch = params.is_cache != 0 ? 0 : i, .partial_row = -1};
+        if (segment % 2 == 1) {
+            read(queries(), i, tile.row_q, tile.seqlen_q);
+            if (params.is_cache != 0) {
+                read_cache(i, tile);
+            } else {
+                read(keys(), i, tile.row_k, tile.seqlen_k);
+            }
+            return tile;
+        }
+        Rows const rows = kOfKeys ? keys() : queries();
+        int begin = 0, length = 0;
+        if (i > 0) read(rows, i - 1, begin, length);
+        int const row = begin + length;
+        int const end = i < params.b ? first_row(rows, i) : rows.total;
+        (kOfKeys ? tile.row_k : tile.row_q) = row;
+        (kOfKeys ? tile.seqlen_k : tile.seqlen_q) = cute::max(end - row, 0);
+        if (!kOfKeys) tile.seqlen_k = -1;
+        return tile;
+    }
+};
+
+// What a plan is of: here the tiles of a forward kernel's queries.
+template <FwdConfig C>
+struct PlanFwd {
+    static constexpr int kArch = C.arch;
+    static constexpr DType kDtype = C.dtype;
+    static constexpr int kRows = C.tile_m;
+    static constexpr bool kOfKeys = false;
+
+    CUTE_HOST_DEVICE static BlockRange blocks(Flash_fwd_params const &params,
+                                              WorkTile const &tile) {
+        return BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, tile);
+    }
+};
+
+// How the tiles of segments are split along the keys. Tiles: as PlanFwd.
+template <class Tiles>
+struct TileSplits {
+    CUTE_HOST_DEVICE static int num_m_blocks(Flash_fwd_params const &params,
+                                             PlanTile const &segment) {
+        int const rows = Tiles::kOfKeys ? segment.seqlen_k : num_rows(params, segment.seqlen_q);
+        return (rows + Tiles::kRows - 1) / Tiles::kRows;
+    }
+
+    // Of the segment's last tile, which sees most keys, or about as many as the others.
+    CUTE_DEVICE static int key_blocks(Flash_fwd_params const &params, PlanTile const &segment) {
+        WorkTile const work{.m_block = num_m_blocks(params, segment) - 1,
+                            .seqlen_q = segment.seqlen_q,
+                            .seqlen_k = segment.seqlen_k};
+        return work.m_block < 0 || !work.in_sequence() ? 0 : Tiles::blocks(params, work).count;
+    }
+
+    // Tiles of the batch and its heads have `all` key blocks together, and the longest of them
+    // `longest`. They are split as that many of the longest would be: into as few parts as keep
+    // all CTAs busy for most of the time.
+    CUTE_HOST_DEVICE static int balanced_part_blocks(int ctas, int64_t all, int longest) {
+        float const tiles = static_cast<float>(all) / static_cast<float>(cute::max(longest, 1));
+        float best = 0.f;
+        int parts = 1;
+        for (int waves = 1; waves <= kSplitWaves && best < 0.9f; ++waves) {
+            float const slots = static_cast<float>(ctas * waves);
+            int const of_tile = static_cast<int>(slots / cute::max(tiles, 1.f));
+            float const busy = static_cast<float>(of_tile) * tiles / slots;
+            if (busy > best) {
+                best = busy;
+                parts = of_tile;
+            }
+        }
+        return (longest + parts - 1) / parts;
+    }
+
+    // Key blocks of a part at least. blocks: of all tiles of a grid head.
+    CUTE_HOST_DEVICE static int part_blocks(Flash_fwd_params const &params, int64_t blocks,
+                                            int longest) {
+        int const least = cute::max(params.split_blocks, 1);
+        if (params.num_splits <= 1 || params.split_ctas <= 0) {
+            return least;
+        }
+        int64_t const all = blocks * num_grid_heads(params);
+        return cute::max(least, balanced_part_blocks(params.split_ctas, all, longest));
+    }
+
+    // Of each tile of a segment whose last one has `blocks` key blocks. All have the same number: a
+    // part may be empty.
+    CUTE_HOST_DEVICE static int num_parts(Flash_fwd_params const &params, int part_blocks,
+                                          int blocks) {
+        int const parts = (blocks + part_blocks - 1) / part_blocks;
+        return cute::min(cute::max(parts, 1), params.num_splits);
+    }
+};
+
+}  // namespace flash

@@ -1,0 +1,185 @@
+"""CTAs that plan for themselves: as the kernel that plans would for the same launch."""
+
+import dataclasses
+import random
+import re
+
+import mutants_serving
+import pytest
+import torch
+from mutants import TWO_STAGES
+from mutants_sm90 import ASKING, DECODING
+from planted import build_mutants, checker
+from serving import check, contiguous, garbage, paged, run
+
+from flashcute import sim
+from flashcute.jit.abi import Splits
+
+CONFIGS = TWO_STAGES, ASKING, DECODING
+PAGED = tuple(dataclasses.replace(config, paged=True) for config in CONFIGS)
+WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CONFIGS[:2])
+MERGING = DECODING, PAGED[2]  # kernels whose CTAs merge
+MOST = {80: 128, 90: 256}  # sequences
+SPLITS = Splits(), Splits(3), Splits(40, 2), Splits(16, 1, 12)
+SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
+
+
+def each(configs):
+    return pytest.mark.parametrize("config", configs, ids=lambda c: c.full_name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    sim.build_runners(["none", "memcheck", "racecheck"])
+    sim.build_kernels([(c, "none") for c in (*CONFIGS, *PAGED, *WINDOWED)])
+
+
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory):
+    return build_mutants(mutants_serving.OF_CTA_PLANS, tmp_path_factory.mktemp("mutants"))
+
+
+def lengths_of(b, seed, longest=300):
+    """Of keys: 0, 1, all alike or all different."""
+    draw = random.Random(seed)
+    return tuple(draw.choice((0, 1, longest, draw.randrange(longest))) for _ in range(b))
+
+
+def bits(result):
+    """The outputs and the workspace: where each part's rows are, and what they hold. Of a part that
+    no kernel wrote NaN."""
+    return {
+        name: x.contiguous().view(torch.uint8)
+        for name, x in result.outputs.items()
+        if name != "plan"
+    }
+
+
+def assert_planned_alike(config, problem, splits, planned_by_ctas=True, **options):
+    """The kernel that plans is the one for queries at offsets."""
+    expected = run(config, problem, splits, **options)
+    del problem.tensors["cu_seqlens_q"]
+    result = run(config, problem, splits, **options)
+    assert expected.verdict == result.verdict == "pass", (expected.message, result.message)
+    assert expected.outputs["plan"][0] > 0
+    assert (result.outputs["plan"][0] == -1) == planned_by_ctas
+    of_kernel, of_ctas = bits(expected), bits(result)
+    for name, x in of_kernel.items():
+        assert torch.equal(x, of_ctas[name]), name
+    return result
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@each((*CONFIGS, *PAGED))
+def test_same_parts_at_the_same_places(config, splits):
+    for seed, (b, queries, packs) in enumerate(((1, 1, True), (2, 5, False), (7, 3, True))):
+        lengths = (queries,) * b, lengths_of(b, seed)
+        if config.paged:
+            problem = paged(config, lengths, 16, h=6, seed=seed)
+        else:
+            problem = contiguous(config, lengths, h=6, seed=seed, leftpad=tuple(range(b)))
+        options = {"pack_heads": packs, "seed": seed, "sinks": SINKS, "launches": 2}
+        result = assert_planned_alike(config, problem, splits, **options)
+        check(result, config, problem, sinks=SINKS)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@each(CONFIGS)
+def test_as_many_sequences_as_threads(config, more):
+    b = MOST[config.arch] + more
+    problem = contiguous(config, ((1,) * b, lengths_of(b, more, 70)), h=2, h_k=1)
+    splits = Splits(2) if more < 0 else Splits(16, 1, 200)
+    assert_planned_alike(config, problem, splits, more <= 0, pack_heads=True)
+
+
+@each(CONFIGS)
+def test_sequences_of_one_length(config):
+    problem = contiguous(config, ((2,) * 5, (16 * config.tile_n,) * 5))
+    for splits in SPLITS:
+        tensors = dict(problem.tensors)
+        result = assert_planned_alike(config, problem, splits, pack_heads=True)
+        problem.tensors = tensors
+    check(result, config, problem)
+
+
+@pytest.mark.parametrize("window", [(40, 10), (0, 0), (300, 300)], ids=str)
+@each(WINDOWED)
+def test_windows(config, window):
+    problem = contiguous(config, ((2,) * 4, (300, 0, 7, 170)), h=1, h_k=1)
+    result = assert_planned_alike(config, problem, Splits(5), window_size=window)
+    check(result, config, problem, window_size=window)
+
+
+@each(CONFIGS)
+def test_queries_of_several_tiles_have_a_kernel_that_plans(config):
+    most = config.tile_m // 2  # with two heads packed
+    for queries, by_ctas in ((most, True), (most + 1, False)):
+        problem = contiguous(config, ((queries,) * 2, (100, 170)))
+        result = assert_planned_alike(config, problem, Splits(3), by_ctas, pack_heads=True)
+        check(result, config, problem)
+
+
+@pytest.mark.parametrize(
+    ("b", "queries", "by_ctas"), [(3, 8, True), (3, 9, False), (64, 1, True), (65, 1, False)]
+)
+@each(MERGING)
+def test_the_cta_that_stores_last_merges(config, b, queries, by_ctas):
+    """Up to 16 rows of a tile and 128 tiles, in launch after launch, in any order of the CTAs. The
+    result is that of the kernel that merges, which a plan with its positions is for."""
+    lengths = (queries,) * b, (300, *lengths_of(b - 1, queries, 100))
+    problem = paged(config, lengths, 16) if config.paged else contiguous(config, lengths)
+    for seed in range(3 if by_ctas else 1):
+        tensors = dict(problem.tensors)
+        options = {"seed": seed, "launches": 3, "pack_heads": True, "sms": 3}
+        result = assert_planned_alike(config, problem, Splits(5), **options)
+        problem.tensors = tensors
+        assert (result.outputs["plan"][1] == -1) == by_ctas
+    check(result, config, problem)
+
+
+@each((*CONFIGS[:2], *PAGED[:2]))
+def test_no_values_reach_beyond_the_tensors(config):
+    make = (lambda *x, **o: paged(*x, 16, **o)) if config.paged else contiguous
+    problem = make(config, ((10,) * 3, (40, 70, 130)), h=2)
+    del problem.tensors["cu_seqlens_q"]
+    names = "seqused_k", "block_table", "cache_batch_idx", "leftpad_k"
+    shapes = {name: x.shape for name, x in problem.tensors.items() if name in names}
+    if not config.paged:
+        shapes["leftpad_k"] = (3,)
+    for seed, splits in enumerate((Splits(3), Splits(64, 1, 12))):
+        problem.tensors |= {name: garbage(x, seed + len(name)) for name, x in shapes.items()}
+        result = run(config, problem, splits, checker="memcheck")
+        assert result.verdict == "pass", result.message
+
+
+@each(CONFIGS)
+def test_no_races(config):
+    problem = contiguous(config, ((2,) * 3, (100, 70, 300)), h=2, h_k=1)
+    del problem.tensors["cu_seqlens_q"]
+    for splits in (Splits(3), Splits(16, 1, 12)):
+        result = run(config, problem, splits, checker="racecheck", copy_mode="random", seed=3)
+        check(result, config, problem)
+
+
+@pytest.mark.parametrize("mutant", mutants_serving.OF_CTA_PLANS, ids=lambda m: m.name)
+def test_mutant_is_found(mutant, mutants):
+    """By a report, or by a comparison with the reference in some order of the warps."""
+    config = mutant.config
+    for seed in range(4):
+        b = 3 + 2 * seed
+        lengths = (2,) * b, (40, *lengths_of(b - 2, seed), 300)
+        problem = contiguous(config, lengths, h=6, seed=seed)
+        del problem.tensors["cu_seqlens_q"]
+        more = {"pack_heads": True, "timeout": 120, "seed": seed, "checker": checker(mutant)}
+        more["launches"] = 2  # the second finds the counters as the first left them
+        result = run(config, problem, Splits(3), kernel=mutants[mutant.name], **more)
+        if mutant.report:
+            if re.search(mutant.report, result.message):
+                return
+            continue
+        assert result.verdict == "pass", result.message
+        try:
+            check(result, config, problem)
+        except AssertionError:
+            return
+    pytest.fail(f"{mutant.name} survived")
