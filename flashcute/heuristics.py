@@ -16,6 +16,7 @@ from .config import (
     DTYPES,
     HEAD_DIMS,
     MAX_SMEM_BYTES,
+    ROW_STATS_MULTIPLE,
     SM90_BWD_TILES,
     BwdConfig,
     BwdTile,
@@ -528,15 +529,6 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
 
-# The head dimensions and ragged batches that the sm90 class's backward computes. Dense d = 64 and
-# 128 ran on a GPU, at commit c7b26d2 (benchmarks/results/bwd.json): their headers have changed
-# since, the machine code of their main kernels in bf16 has not. d = 32 has no figure of a GPU. The
-# rest passes in the simulator, and is not chosen before a GPU has checked and timed it. Ragged
-# batches are meant to be from ROW_STATS_MULTIPLE on: that is what rounding a sequence's rows adds.
-_SM90_BWD_HEAD_DIMS = (32, 64, 128)
-_SM90_BWD_RAGGED_FROM = math.inf  # mean length of queries and keys
-
-
 def bwd_configs_in_use(
     dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
 ) -> list[BwdConfig]:
@@ -544,7 +536,7 @@ def bwd_configs_in_use(
     deterministic backward last."""
     mask = "causal" if causal else "none"
     deterministic = bwd_config(dtype, head_dim, mask)
-    if kernel_class(capability) == 80 or head_dim not in _SM90_BWD_HEAD_DIMS:
+    if kernel_class(capability) == 80:
         return [deterministic]
     return [sm90_bwd_config(dtype, head_dim, mask), deterministic]
 
@@ -558,7 +550,9 @@ def choose_bwd(
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
-    That of the sm80 class alone has softcap, ALiBi and dropout, and computes ragged batches.
+    That of the sm80 class alone has softcap, ALiBi and dropout. It computes ragged batches of short
+    sequences, too, of which the problem has the mean lengths: in the sm90 class the sums of dQ take
+    whole blocks of ``ROW_STATS_MULTIPLE`` rows of each sequence, and so do tiles.
 
     Args:
         deterministic: Bitwise repeatable gradients.
@@ -568,8 +562,7 @@ def choose_bwd(
     head_dim = instantiated_head_dim(problem.d)
     configs = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
     options = {name: getattr(problem, name) for name in BWD_OPTIONS}
-    length = min(problem.seqlen_q, problem.seqlen_k)
-    short = problem.varlen and length < _SM90_BWD_RAGGED_FROM
+    short = problem.varlen and min(problem.seqlen_q, problem.seqlen_k) < ROW_STATS_MULTIPLE
     scored = problem.softcap or problem.alibi or problem.dropout
     config = configs[-1 if deterministic or scored or short else 0]
     if problem.window is not None:

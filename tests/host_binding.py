@@ -35,7 +35,6 @@ from flashcute import (  # noqa: E402
     KVCachePlan,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
-    heuristics,
     jit,
     loading,
     ops,
@@ -286,7 +285,6 @@ def choices_of_backwards(library: ctypes.CDLL) -> list[str]:
 
     found = []
     with (
-        mock.patch.object(heuristics, "_SM90_BWD_RAGGED_FROM", 128),
         mock.patch.object(torch.cuda, "get_device_properties", lambda _: gpu),
         mock.patch.object(jit, "get_kernel", build),
         mock.patch.object(ops, "_choose", choose),

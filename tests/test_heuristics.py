@@ -250,8 +250,7 @@ def test_backward_in_use_is_what_is_chosen(capability):
             assert (config.dtype, config.head_dim) == (dtype, head_dim)
             assert config.mask == ("causal" if causal else "none")
         assert repeatable.arch == 80
-        of_hopper = capability == (9, 0) and head_dim in heuristics._SM90_BWD_HEAD_DIMS
-        assert fastest.arch == (90 if of_hopper else 80)
+        assert fastest.arch == (90 if capability == (9, 0) else 80)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -279,12 +278,9 @@ def test_backward_with_an_option_is_of_the_sm80_class(option):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_backward_of_a_ragged_batch(capability, monkeypatch):
+def test_backward_of_a_ragged_batch(capability):
     """Of short sequences the sm90 class would store more sums of dQ than there are rows; how the
-    binding says that they are short is in tests/host_binding.py. None is taken by it yet."""
-    usual = dataclasses.replace(PROBLEM, d=128, varlen=True, seqlen_q=4096, seqlen_k=4096)
-    assert heuristics.choose_bwd(usual, capability).arch == 80
-    monkeypatch.setattr(heuristics, "_SM90_BWD_RAGGED_FROM", 128)
+    binding says that they are short is in tests/host_binding.py."""
     for d, window, deterministic in itertools.product((64, 96, 128), (None, (5, 9)), (False, True)):
         plain = dataclasses.replace(PROBLEM, d=d, causal=window is None, window=window)
         for length, other, alibi in (
@@ -297,7 +293,7 @@ def test_backward_of_a_ragged_batch(capability, monkeypatch):
                 plain, seqlen_q=length, seqlen_k=other, varlen=True, alibi=bool(alibi)
             )
             config = heuristics.choose_bwd(problem, capability, deterministic=deterministic)
-            of_hopper = capability == (9, 0) and d != 96 and not deterministic and not alibi
+            of_hopper = capability == (9, 0) and not deterministic and not alibi
             assert config.arch == (90 if of_hopper and min(length, other) >= 128 else 80)
             assert config.varlen and config.alibi == bool(alibi)
             same = dataclasses.replace(problem, varlen=False, alibi=False)
@@ -336,7 +332,7 @@ def test_shipped_backwards_have_names_of_their_own():
     assert names == {config.name for config in heuristics.shipped_configs(80)}
     assert len(configs) == len(names) == 24
     of_hopper = heuristics.shipped_bwd_configs(90)
-    assert len({config.name for config in of_hopper}) == len(of_hopper) == 3 * 2 * 2
+    assert len({config.name for config in of_hopper}) == len(of_hopper) == 6 * 2 * 2
     assert sorted(configs + of_hopper, key=str) == sorted(heuristics.shipped_bwd_configs(), key=str)
 
 
