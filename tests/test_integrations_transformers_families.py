@@ -139,11 +139,29 @@ def test_speech_to_text(only_kernels):
     assert_same(models, mask.bool(), decoder_attention_mask=mask, **inputs)
 
 
+T5 = {
+    "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0, "dropout_rate": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_t5s_decoder_does_not_see_what_follows(padded):
+    FAMILIES["T5"] = T5
+    models = pair("T5")
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0 if padded else 1
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    assert_same(models, slice(None), decoder_input_ids=ids, **inputs)
+    other = ids.clone()
+    other[:, -1] = 1 + ids[:, -1] % 63
+    states = [models[0](decoder_input_ids=x, **inputs).last_hidden_state for x in (ids, other)]
+    assert torch.equal(states[0][:, :-1], states[1][:, :-1])
+
+
 def test_t5_is_refused_where_only_kernels_are():
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
-    config = transformers.T5Config(
-        **sizes, num_heads=4, decoder_start_token_id=0, attn_implementation=NAME
-    )
+    config = transformers.T5Config(**T5, attn_implementation=NAME)
     with torch.device("meta"):
         model = transformers.T5Model(config)
         ids = torch.ones(1, 5, dtype=torch.long)

@@ -96,6 +96,10 @@ class Plan:
     def is_plain(self) -> bool:
         return self.lengths is None and self.window == _UNLIMITED
 
+    @property
+    def has_padding(self) -> bool:
+        return any(x is not None for x in (*self.used, self.query_rows, self.key_rows))
+
 
 def plan(
     pattern: Pattern, q_length: int, kv_length: int, offset: int, padding: Tensor | None
