@@ -334,6 +334,29 @@ def test_modernberts_deterministic_gradients_are_asked_of_the_kernels(monkeypatc
     assert asked == [False, True, True]
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}])
+@pytest.mark.parametrize("masked", [False, True])
+def test_autocast_casts_for_every_path(masked, options):
+    """In the graph of a compiled call, too; autocast's own attention takes float64 as it is."""
+    torch._dynamo.reset()
+    q, k = (torch.randn(1, 2, 9, 16) for _ in range(2))
+    v = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16)
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril() if masked else None
+    calls = options | {"is_causal": True}
+
+    def forward(*tensors):
+        return integration.attention_forward(torch.nn.Module(), *tensors, mask, **calls)[0]
+
+    expected = forward(q.bfloat16(), k.bfloat16(), v)
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = [forward(q, k, v), torch.compile(forward, backend="eager", fullgraph=True)(q, k, v)]
+        other = integration._by_pytorch(torch.nn.Module(), q, k, v, mask, **calls)
+        assert forward(q.double(), k.double(), v.double()).dtype == torch.float64
+    for out in outs:
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    torch.testing.assert_close(other, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_value_heads_may_be_narrower():
     q, k = torch.randn(1, 2, 5, 24), torch.randn(1, 2, 5, 24)
     v = torch.randn(1, 2, 5, 16)

@@ -254,6 +254,33 @@ def test_checkpointed_training_with_padding(only_kernels, reentrant):
     assert_same(models, mask.bool(), input_ids=ids, attention_mask=mask)
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("unsupported", ["error", "fallback"])
+@pytest.mark.parametrize("family", ["Bert", "Llama", "Mistral", "Qwen3", "Gemma3Text", "GptOss"])
+def test_autocast_of_float32_weights(monkeypatch, family, unsupported, use_cache):
+    """Rotary embedding leaves queries and keys in float32, with values in bfloat16."""
+    integration.register("cute_attn_cast", unsupported=unsupported)
+    models = pair(family)
+    models[0].set_attn_implementation("cute_attn_cast")
+    dtypes = set()
+    attention = integration.flash_attn_func
+
+    def watched(*tensors, **kwargs):
+        dtypes.update(x.dtype for x in tensors)
+        return attention(*tensors, **kwargs)
+
+    monkeypatch.setattr(integration, "flash_attn_func", watched)
+    inputs = {"input_ids": tokens(2, 9)} | ({} if family == "Bert" else {"use_cache": use_cache})
+    outs = []
+    for model in models:
+        with torch.autocast("cpu", torch.bfloat16):
+            outs.append(model(**inputs).last_hidden_state)
+        outs[-1].float().square().mean().backward()
+        assert all(x.grad.isfinite().all() for x in model.parameters() if x.grad is not None)
+    assert dtypes == {torch.bfloat16}
+    torch.testing.assert_close(*outs, rtol=0.05, atol=0.05)
+
+
 def test_a_compiled_forward_gets_a_dense_mask():
     ours, theirs = pair("Llama")
     ids = tokens(2, 8)

@@ -72,7 +72,8 @@ def register(name: str = "cute_attn", unsupported: str = "error") -> None:
             have: ``"error"`` raises a NotImplementedError that names it, ``"fallback"`` computes it
             with PyTorch, with one warning for each reason. On the CPU every mask and option is
             computed. A paged cache, attention to keys that an indexer selects and
-            ``output_attentions`` are refused in any case.
+            ``output_attentions`` are refused in any case, and on CUDA dtypes other than float16
+            and bfloat16, which autocast gives a float32 model.
 
     Raises:
         TypeError: ``name`` is no str.
@@ -226,7 +227,8 @@ def attention_forward(
     Args:
         module: The attention layer; its ``is_causal`` counts where the argument is None.
         query: ``(batch, heads, q_length, head_dim)``.
-        key, value: ``(batch, kv_heads, kv_length, head_dim)``, heads not repeated.
+        key, value: ``(batch, kv_heads, kv_length, head_dim)``, heads not repeated. Under autocast
+            all three are cast to its dtype, and the output has that.
         attention_mask: None, what :func:`attention_mask` returned, or bool (True = attend) or float
             (added to the scores), broadcastable to ``(batch, heads, q_length, kv_length)``. It says
             everything but what ``cu_seq_lens_q`` adds: ``is_causal`` and ``sliding_window`` are in
@@ -253,6 +255,7 @@ def attention_forward(
         TypeError, ValueError: from :func:`flashcute.flash_attn_func`.
     """
     _refuse(kwargs)
+    query, key, value = _cast_by_autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     dropout_p = check_dropout("cute_attn", dropout)
     options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout_p}
@@ -286,6 +289,16 @@ def attention_forward(
     bias = _additive_bias(q, k, attention_mask, position_bias, found)
     out, _, _ = attend(q, k, v, attn_bias=bias, sinks=s_aux, **options)
     return out[..., :v_head_dim], None
+
+
+def _cast_by_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In autocast's dtype where it is on, as PyTorch's attention does: rotary embedding and a cache
+    make float32 of what a layer's projections gave in 16 bits."""
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
 def _asked(
@@ -374,6 +387,7 @@ def _by_pytorch(
     **kwargs,
 ) -> torch.Tensor:
     """The same by SDPA, or where it has no such option by the reference; memory of all scores."""
+    query, key, value = _cast_by_autocast(query, key, value)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, KernelMask):
         attention_mask = attention_mask.dense()
