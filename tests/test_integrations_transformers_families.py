@@ -115,6 +115,25 @@ def test_padding_is_not_attended_to(only_kernels):
     assert torch.equal(padded[0, 5:], again[0, 5:])
 
 
+def test_layers_whose_inputs_are_moved_keep_their_masks(only_kernels):
+    """As the hooks of a model over several GPUs move them."""
+    models = pair("Llama")
+
+    def moved(module, args, kwargs):
+        kwargs = {
+            name: x.to("cpu", non_blocking=True) if isinstance(x, torch.Tensor) else x
+            for name, x in kwargs.items()
+        }
+        return args, kwargs
+
+    for layer in models[0].layers:
+        layer.register_forward_pre_hook(moved, with_kwargs=True)
+    ids = tokens(2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    assert_same(models, mask.bool(), input_ids=ids, attention_mask=mask)
+
+
 def test_a_vision_transformer(only_kernels):
     sizes = {"image_size": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48}
     FAMILIES["ViT"] = sizes | {"num_hidden_layers": 2, "num_attention_heads": 4}
