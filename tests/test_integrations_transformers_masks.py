@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -241,6 +242,20 @@ def test_the_fallback_is_pytorchs_with_one_warning(monkeypatch, options, sliding
                 fallback(*arguments, given, **calls)
         assert len(said) == 1 and weights is None
         torch.testing.assert_close(out[compared], expected[compared], rtol=1e-5, atol=1e-5)
+
+
+def test_the_fallback_says_each_reason_once_whatever_the_lengths():
+    fallback = integration._Fallback()
+    q = torch.empty(1, 2, 1, 8, device="meta", dtype=torch.float16)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for length in range(5, 15):
+            k = torch.empty(1, 2, length, 8, device="meta", dtype=torch.float16)
+            mask = torch.ones(1, 1, 1, length, dtype=torch.bool, device="meta")
+            fallback(torch.nn.Module(), q, k, k, mask)
+        assert len(said) == 1
+        fallback(torch.nn.Module(), q, k, k, None, position_bias=mask.half())
+    assert len(said) == 2 and "position_bias" in str(said[1].message)
 
 
 def test_the_fallback_does_not_hide_what_has_no_mask():

@@ -70,9 +70,9 @@ def register(name: str = "cute_attn", unsupported: str = "error") -> None:
             takes such a name for a kernel to be downloaded and fails when the model is built.
         unsupported: What becomes of CUDA tensors under a mask or option that the kernels do not
             have: ``"error"`` raises a NotImplementedError that names it, ``"fallback"`` computes it
-            with PyTorch, with one warning for each reason. On the CPU every mask and option is
-            computed. A paged cache, attention to keys that an indexer selects and
-            ``output_attentions`` are refused in any case, and on CUDA dtypes other than float16
+            with PyTorch, with one warning for each reason, whatever the sizes. On the CPU every
+            mask and option is computed. A paged cache, attention to keys that an indexer selects
+            and ``output_attentions`` are refused in any case, and on CUDA dtypes other than float16
             and bfloat16, which autocast gives a float32 model.
 
     Raises:
@@ -364,8 +364,9 @@ class _Fallback:
             if options.get("cu_seq_lens_q") is not None:
                 raise  # no mask says where these sequences are
             reason = f"{error}"
-        if reason not in self._said:
-            self._said.add(reason)
+        kind = reason.partition(", got ")[0]  # what was got grows with each token of generate()
+        if kind not in self._said:
+            self._said.add(kind)
             text = f"cute_attn: PyTorch computes what the kernels do not: {reason}"
             warnings.warn(text, stacklevel=2)
         return _by_pytorch(module, query, key, value, attention_mask, **options), None
