@@ -25,6 +25,7 @@ _GRACE = 1.0
 _KEY = "flashcute/waited_for_by"
 _COMPARED = "flashcute/compared"
 _DESCRIPTION = "the description of its tensors"
+_MOST_DESCRIPTIONS = 1024  # that a rank remembers; packed sequences differ in every step
 _MOST_PAUSE = 0.05  # seconds between two looks into the store
 _DEFAULT_TIMEOUT = 600.0  # NCCL's, where the group does not tell
 
@@ -157,8 +158,9 @@ class Communicator:
     def agree(self, description: Mapping[str, int | float | str], device: torch.device) -> None:
         """Compares what the ranks are about to do, before the first of their tensors is sent.
 
-        On CUDA once for each distinct description and through the group's store: NCCL connects all
-        ranks for the first transfer of a group, and would wait for a lost one without a timeout.
+        On CUDA once for each distinct description of late and through the group's store: NCCL
+        connects all ranks for the first transfer of a group, and would wait for a lost one without
+        a timeout.
         On the CPU in each call.
 
         Raises:
@@ -174,7 +176,7 @@ class Communicator:
         numbers = [_encode(x) for x in description.values()]
         if device.type == "cuda":
             agreed.comparisons += 1
-            found = self._gather_by_store(f"{_COMPARED}/{agreed.comparisons}", numbers)
+            found = self._gather_by_store(agreed.comparisons, numbers)
         else:
             found = self._gather(numbers)
         for column, (name, value) in enumerate(mine):
@@ -185,7 +187,8 @@ class Communicator:
                     f"{self.fn}: expected the same {name} on all ranks of the group, got {shown}; "
                     "pad or split the sequences so that all ranks make the same call"
                 )
-        agreed.descriptions.add(mine)
+        if device.type == "cuda":
+            agreed.add(mine)
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of each rank, by messages between CPU tensors."""
@@ -200,8 +203,9 @@ class Communicator:
         )
         return theirs.tolist()
 
-    def _gather_by_store(self, key: str, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of each rank, by the group's store."""
+    def _gather_by_store(self, comparison: int, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank, by the group's store, in which two comparisons stay."""
+        key = f"{_COMPARED}/{comparison}"
         found = {self.rank: list(numbers)}
         missing = [peer for peer in range(self.world) if peer != self.rank]
         until = time.monotonic() + group_timeout(self.group)
@@ -209,6 +213,8 @@ class Communicator:
         try:
             store = group_store(self.group)
             store.set(f"{key}/{self.rank}", ",".join(map(str, numbers)))
+            # All have written the comparison before this one, so all have read the one before that.
+            store.delete_key(f"{_COMPARED}/{comparison - 2}/{self.rank}")
             while missing:
                 # No Store.wait(), in which other threads could not use the store.
                 if store.check([f"{key}/{missing[0]}"]):
@@ -226,11 +232,16 @@ class Communicator:
 
 
 class _Agreed:
-    """What the ranks of a group have compared so far."""
+    """What the ranks of a group have compared so far; the same on all of them."""
 
     def __init__(self):
-        self.descriptions: set[tuple] = set()
+        self.descriptions: dict[tuple, None] = {}  # the latest, in their order
         self.comparisons = 0
+
+    def add(self, description: tuple) -> None:
+        self.descriptions[description] = None
+        if len(self.descriptions) > _MOST_DESCRIPTIONS:
+            del self.descriptions[next(iter(self.descriptions))]
 
 
 _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -232,7 +232,7 @@ def ring_flash_attn_func(
         TypeError: for a wrong type or dtype, or a mesh of several dimensions.
         ValueError: for a wrong value or shape; on all ranks, before the first transfer, where their
             shapes, dtypes or options differ. On CUDA ranks compare them once for each distinct
-            call, through the group's store.
+            call of the latest 1,024, through the group's store.
         RuntimeError: where a rank has ended or is behind for longer than the group's timeout, with
             its number; the group cannot be used any more. On CUDA, where the host does not wait for
             transfers, NCCL's watchdog ends the process instead; before it does, the logger
