@@ -134,6 +134,30 @@ def test_comparisons_leave_a_bounded_number_of_keys_and_descriptions(monkeypatch
     assert [len(communication._agreed[group].descriptions) for group in groups] == [8, 8]
 
 
+def without_a_backend(rank: int, world: int) -> tuple[str, bool]:
+    """What a group for CUDA alone says to CPU tensors, and whether one rank computes alone."""
+    x = torch.randn(1, 32, 2, 16)
+    group = dist.new_group(backend="cuda:gloo")
+    message = ""
+    try:
+        fd.ring_flash_attn_func(x, x, x, group=group)
+    except ValueError as error:
+        message = str(error)
+    alone = [dist.new_group([peer], backend="cuda:gloo") for peer in range(world)][rank]
+    return message, fd.ring_flash_attn_func(x, x, x, group=alone).shape == x.shape
+
+
+def test_a_group_without_a_backend_for_the_tensors_is_named(tmp_path):
+    for outcome in ranks.run(without_a_backend, 2, tmp_path):
+        assert not outcome.error, outcome.error
+        message, computes_alone = outcome.value
+        assert message.startswith(
+            "ring_flash_attn_func: expected a group with a backend for q.device=cpu, got one with "
+            "'cuda:gloo'; "
+        )
+        assert 'with backend="cpu:gloo" among others' in message and computes_alone
+
+
 def in_subgroup(rank: int, world: int) -> str:
     group = dist.new_group([1, 2])
     x = torch.randn(1, 32, 2, 16)

@@ -76,6 +76,25 @@ class Communicator:
                 f"{dist.get_rank()}; call it on the ranks of the group only"
             )
 
+    def check_device(self, device: torch.device) -> None:
+        """Whether the group can send tensors of a device.
+
+        Raises:
+            ValueError: naming the backends that it has.
+        """
+        if self.world == 1:
+            return  # nothing is sent
+        try:
+            self.group._get_backend(device)
+        except RuntimeError as error:
+            kind, backend = device.type, "nccl" if device.type == "cuda" else "gloo"
+            raise ValueError(
+                f"{self.fn}: expected a group with a backend for q.device={device}, got one with "
+                f"{dist.get_backend_config(self.group)!r}; move the tensors, or make the group "
+                f'with backend="{kind}:{backend}" among others, as init_process_group and '
+                "new_group take"
+            ) from error
+
     def exchange(self, messages: Sequence[Message]) -> list[tuple[dist.Work, Message | None]]:
         """Starts all messages; returns what :meth:`wait` takes."""
         if not messages:

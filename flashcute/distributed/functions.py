@@ -115,6 +115,7 @@ def _attend(
             "there, as ranks exchange values"
         )
     comm = Communicator(fn, group)
+    comm.check_device(q.device)
     reach = max(lengths, default=0) * comm.world - 1
     window = -1 if left >= reach else left, 0 if causal else -1 if right >= reach else right
     layout = _layout(fn, lengths, order, comm.world, window)
