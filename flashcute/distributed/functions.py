@@ -209,7 +209,7 @@ def ring_flash_attn_func(
 
     Args:
         q: (b, seqlen / world_size, h, head_dim), this rank's tokens: float16 or bfloat16 on CUDA,
-            also float32 and float64 on the CPU.
+            also float32 and float64 on the CPU, float64 with float32's exactness.
         k: (b, seqlen / world_size, h_k, head_dim), of the same tokens; h is a multiple of h_k.
         v: As k.
         group: A ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None for all processes.
