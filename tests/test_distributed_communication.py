@@ -6,6 +6,7 @@ import datetime
 import functools
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flashcute import distributed as fd
+from flashcute.distributed import communication
 from flashcute.distributed.communication import Communicator
 
 LOST = 2
@@ -99,6 +101,61 @@ def test_calls_of_cuda_tensors_are_compared_before_nccl_connects(tmp_path):
         if rank != LOST:
             (message,) = lost
             assert message.startswith(f"f: lost rank {LOST} of the group: expected to receive")
+
+
+def test_comparisons_leave_a_bounded_number_of_keys_and_descriptions(monkeypatch):
+    """Packed sequences have other lengths in each step; two threads stand for two ranks."""
+    monkeypatch.setattr(communication, "_MOST_DESCRIPTIONS", 8)
+    store, compared = dist.HashStore(), [[], []]
+    monkeypatch.setattr(communication, "group_store", lambda group: store)
+    monkeypatch.setattr(communication, "group_timeout", lambda group: 20.0)
+    device = torch.device("cuda")
+
+    def rank(number: int) -> None:
+        comm = object.__new__(Communicator)
+        comm.fn, comm.rank, comm.world, comm.group = "f", number, 2, groups[number]
+        for call in [*range(100), *range(92, 100), 3]:
+            comm.agree({"lengths": call}, device)
+            compared[number].append(communication._agreed[comm.group].comparisons)
+
+    class Group:
+        pass
+
+    groups = Group(), Group()
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # The latest are remembered, and an older one is compared again, on both.
+    expected = [*range(1, 101), *[100] * 8, 101]
+    assert compared == [expected] * 2
+    assert store.num_keys() <= 4
+    assert [len(communication._agreed[group].descriptions) for group in groups] == [8, 8]
+
+
+def without_a_backend(rank: int, world: int) -> tuple[str, bool]:
+    """What a group for CUDA alone says to CPU tensors, and whether one rank computes alone."""
+    x = torch.randn(1, 32, 2, 16)
+    group = dist.new_group(backend="cuda:gloo")
+    message = ""
+    try:
+        fd.ring_flash_attn_func(x, x, x, group=group)
+    except ValueError as error:
+        message = str(error)
+    alone = [dist.new_group([peer], backend="cuda:gloo") for peer in range(world)][rank]
+    return message, fd.ring_flash_attn_func(x, x, x, group=alone).shape == x.shape
+
+
+def test_a_group_without_a_backend_for_the_tensors_is_named(tmp_path):
+    for outcome in ranks.run(without_a_backend, 2, tmp_path):
+        assert not outcome.error, outcome.error
+        message, computes_alone = outcome.value
+        assert message.startswith(
+            "ring_flash_attn_func: expected a group with a backend for q.device=cpu, got one with "
+            "'cuda:gloo'; "
+        )
+        assert 'with backend="cpu:gloo" among others' in message and computes_alone
 
 
 def in_subgroup(rank: int, world: int) -> str:

@@ -54,6 +54,22 @@ def test_the_gradient_of_parts_adds_up(monkeypatch):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-5)
 
 
+def test_float64_is_merged_and_differentiated_as_exactly_as_float32():
+    """docs/distributed.md says so; the log-sum-exp of one call is float32 for float64, too."""
+    q, k, v, dout, dlse = inputs(torch.float64)
+    expected_out, _, expected = gradients(q, k, v, dout, dlse)
+    result = local.Result(q)
+    for keys in (slice(0, 10), slice(10, 24)):
+        piece = Piece(ALL, keys, False, (-1, -1))
+        result.add(ALL, *local.attend(piece, q, k, v, 0.25))
+    assert result.out.dtype == torch.float64 and result.lse.dtype == torch.float32
+    torch.testing.assert_close(result.out, expected_out, rtol=0, atol=1e-6)
+    piece = Piece(ALL, ALL, False, (-1, -1))
+    found = local.backward_on_cpu(piece, dout, q, k, v, result.out, result.lse, dlse, 0.25)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=5e-6)
+
+
 @pytest.mark.parametrize(("causal", "window"), [(True, (-1, -1)), (False, (5, 1))])
 def test_the_operator_is_called_with_its_arguments(causal, window):
     # Kernels take these rows of lse as they are; on the CPU the operator needs whole rows only.

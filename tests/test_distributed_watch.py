@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import pytest
 import torch.distributed as dist
 
+from flashcute.distributed import watch as module
 from flashcute.distributed.watch import Watch
 
 TIMEOUT = 60.0
@@ -91,6 +93,46 @@ def test_a_call_counts_while_the_host_is_in_it(watches, caplog):
     assert len(caplog.records) == 2
     assert "ring: call 1 has waited" in caplog.text
     assert "lost rank 1, which made 0 calls" in caplog.text or "lost rank 1, silent" in caplog.text
+
+
+def test_an_event_that_cannot_be_queried_is_queried_again(watches, caplog):
+    class Captured(Event):
+        def query(self) -> bool:
+            if not self.done:
+                raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+            return True
+
+    event = Captured(False)
+    for watch in watches:
+        add(watch, event)
+    run(watches, range(1, 20))
+    assert [len(watch._calls) for watch in watches] == [1, 1, 1]
+    event.done = True
+    run(watches, range(20, 100))
+    assert [len(watch._calls) for watch in watches] == [0, 0, 0] and not caplog.records
+
+
+def test_the_thread_goes_on_until_its_watch_is_gone(monkeypatch):
+    """Its first query is permitted beside captures of the thread that makes the calls."""
+    said = []
+    found = Watch(dist.HashStore(), 0, 1, TIMEOUT)
+    found.interval = 0.0
+    reference = weakref.ref(found)
+    monkeypatch.setattr(module.torch.cuda, "set_device", said.append)
+    monkeypatch.setattr(module, "_permit_queries", lambda: said.append("permitted"))
+
+    class Last(Event):
+        def query(self) -> bool:
+            said.append("queried")
+            if said.count("queried") == 1:
+                raise RuntimeError("not permitted")
+            nonlocal found
+            found = None
+            return True
+
+    found.begin("ring", 0.0).event = Last(False)
+    module._poll(reference, 3)
+    assert said == [3, "permitted", "queried", "permitted", "queried"]
 
 
 def test_a_call_that_raised_is_not_waited_for(watches, caplog):

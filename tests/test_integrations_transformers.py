@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -227,6 +232,131 @@ def test_position_bias_as_t5_passes_it():
     torch.testing.assert_close(out, exact.transpose(1, 2))
 
 
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries", [9, 3])
+def test_a_position_bias_does_not_replace_the_mask(queries, causal, window):
+    bias = torch.randn(1, 4, queries, 9, generator=torch.Generator().manual_seed(0))
+    q, k = torch.randn(2, 4, queries, 16), torch.randn(2, 4, 9, 16)
+    calls = {"is_causal": causal, "sliding_window": window, "position_bias": bias}
+    row, key = torch.arange(9 - queries, 9)[:, None], torch.arange(9)
+    visible = torch.ones(queries, 9, dtype=torch.bool)
+    if causal:
+        visible &= key <= row
+    if window is not None:
+        visible &= (row - key).abs() < window
+    hidden = torch.where(visible, 0.0, -torch.inf)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=bias + hidden)
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, None, **calls)
+    torch.testing.assert_close(out, exact.transpose(1, 2))
+    fallback = integration._by_pytorch(torch.nn.Module(), q, k, k, None, **calls)
+    torch.testing.assert_close(fallback, exact.transpose(1, 2))
+
+
+ENDS = torch.tensor([0, 4, 9], dtype=torch.int32)
+PACKED = {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": 5, "max_length_k": 5}
+
+
+@pytest.mark.parametrize("beside", ["dense", "padding", "bias", "bias and window"])
+def test_packed_sequences_stay_apart_beside_other_masks(beside):
+    q = torch.randn(1, 4, 9, 16, generator=torch.Generator().manual_seed(0))
+    row = torch.arange(9)
+    visible = (row[:, None] < 4) == (row < 4)
+    visible &= row <= row[:, None]
+    mask, options = None, {"is_causal": True}
+    if beside == "dense":
+        mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    elif beside == "padding":
+        kept = (row != 5) & (row != 0)
+        mask = integration.attention_mask(1, 9, 9, attention_mask=kept[None])
+        visible &= kept
+    else:
+        options["position_bias"] = torch.zeros(1, 4, 9, 9)
+    if beside == "bias and window":
+        options["sliding_window"] = 3
+        visible &= row > row[:, None] - 3
+    out, _ = integration.attention_forward(torch.nn.Module(), q, q, q, mask, **options, **PACKED)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=visible)
+    rows = visible.any(dim=1)
+    torch.testing.assert_close(out[:, rows], exact.transpose(1, 2)[:, rows])
+
+
+def test_the_last_query_of_a_packed_sequence_stands_beside_its_last_key():
+    k = torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(0))
+    q = k[:, :, :3]
+    ends = torch.tensor([0, 1, 3], dtype=torch.int32)
+    packed = PACKED | {"cu_seq_lens_q": ends, "max_length_q": 2, "is_causal": True}
+    out = [
+        integration.attention_forward(torch.nn.Module(), q, k, k, None, **packed, **bias)[0]
+        for bias in ({}, {"position_bias": torch.zeros(1, 2, 3, 9)})
+    ]
+    torch.testing.assert_close(*out)
+
+
+def keywords_of_attention_calls() -> dict[str, str]:
+    """What the models of the installed transformers pass to attention by name, and one of them."""
+    found = {}
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        for call in re.finditer(r"\battention_interface\(", text):
+            for end in re.finditer(r"\)", text[call.end() :]):
+                with contextlib.suppress(SyntaxError):
+                    source = text[call.start() : call.end() + end.end()]
+                    node = ast.parse(source, mode="eval").body
+                    found |= {x.arg: path.parent.name for x in node.keywords if x.arg}
+                    break
+    return found
+
+
+def test_every_argument_of_transformers_models_is_used_or_refused():
+    """A new name here is computed by eager attention alone, until it is known to change nothing."""
+    passed = keywords_of_attention_calls()
+    assert {"scaling", "dropout", "sliding_window"} <= passed.keys()
+    used = set(inspect.signature(integration.attention_forward).parameters)
+    # The mask function finds packed sequences in the positions.
+    unknown = passed.keys() - used - integration._REFUSED.keys() - {"position_ids"}
+    assert not unknown, {name: passed[name] for name in unknown}
+
+
+def test_modernberts_deterministic_gradients_are_asked_of_the_kernels(monkeypatch):
+    asked = []
+    for name in ("flash_attn_func", "flash_attn_varlen_func"):
+        attention = getattr(integration, name)
+
+        def watched(*args, attention=attention, **kwargs):
+            asked.append(kwargs["deterministic"])
+            return attention(*args, **kwargs)
+
+        monkeypatch.setattr(integration, name, watched)
+    q = torch.randn(1, 2, 9, 16)
+    for options in ({}, {"deterministic": True}, {"deterministic": True, **PACKED}):
+        integration.attention_forward(torch.nn.Module(), q, q, q, None, **options)
+    assert asked == [False, True, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}])
+@pytest.mark.parametrize("masked", [False, True])
+def test_autocast_casts_for_every_path(masked, options):
+    """In the graph of a compiled call, too; autocast's own attention takes float64 as it is."""
+    torch._dynamo.reset()
+    q, k = (torch.randn(1, 2, 9, 16) for _ in range(2))
+    v = torch.randn(1, 2, 9, 16, dtype=torch.bfloat16)
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril() if masked else None
+    calls = options | {"is_causal": True}
+
+    def forward(*tensors):
+        return integration.attention_forward(torch.nn.Module(), *tensors, mask, **calls)[0]
+
+    expected = forward(q.bfloat16(), k.bfloat16(), v)
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = [forward(q, k, v), torch.compile(forward, backend="eager", fullgraph=True)(q, k, v)]
+        other = integration._by_pytorch(torch.nn.Module(), q, k, v, mask, **calls)
+        assert forward(q.double(), k.double(), v.double()).dtype == torch.float64
+    for out in outs:
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    torch.testing.assert_close(other, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_value_heads_may_be_narrower():
     q, k = torch.randn(1, 2, 5, 24), torch.randn(1, 2, 5, 24)
     v = torch.randn(1, 2, 5, 16)
@@ -327,6 +457,10 @@ def test_other_devices_refuse_masks_by_name(name):
     [
         {"output_attentions": True},
         {"cache": object()},
+        {"block_table": torch.zeros(1, 1)},
+        {"indices": torch.zeros(1, 4, 2)},
+        {"block_indices": torch.zeros(1, 2, 4, 1)},
+        {"sinks": torch.zeros(1, 2, 4, 1)},
     ],
     ids=lambda argument: next(iter(argument)),
 )

@@ -115,6 +115,25 @@ def test_padding_is_not_attended_to(only_kernels):
     assert torch.equal(padded[0, 5:], again[0, 5:])
 
 
+def test_layers_whose_inputs_are_moved_keep_their_masks(only_kernels):
+    """As the hooks of a model over several GPUs move them."""
+    models = pair("Llama")
+
+    def moved(module, args, kwargs):
+        kwargs = {
+            name: x.to("cpu", non_blocking=True) if isinstance(x, torch.Tensor) else x
+            for name, x in kwargs.items()
+        }
+        return args, kwargs
+
+    for layer in models[0].layers:
+        layer.register_forward_pre_hook(moved, with_kwargs=True)
+    ids = tokens(2, 8)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    assert_same(models, mask.bool(), input_ids=ids, attention_mask=mask)
+
+
 def test_a_vision_transformer(only_kernels):
     sizes = {"image_size": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48}
     FAMILIES["ViT"] = sizes | {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -139,11 +158,29 @@ def test_speech_to_text(only_kernels):
     assert_same(models, mask.bool(), decoder_attention_mask=mask, **inputs)
 
 
+T5 = {
+    "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0, "dropout_rate": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_t5s_decoder_does_not_see_what_follows(padded):
+    FAMILIES["T5"] = T5
+    models = pair("T5")
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0 if padded else 1
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    assert_same(models, slice(None), decoder_input_ids=ids, **inputs)
+    other = ids.clone()
+    other[:, -1] = 1 + ids[:, -1] % 63
+    states = [models[0](decoder_input_ids=x, **inputs).last_hidden_state for x in (ids, other)]
+    assert torch.equal(states[0][:, :-1], states[1][:, :-1])
+
+
 def test_t5_is_refused_where_only_kernels_are():
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
-    config = transformers.T5Config(
-        **sizes, num_heads=4, decoder_start_token_id=0, attn_implementation=NAME
-    )
+    config = transformers.T5Config(**T5, attn_implementation=NAME)
     with torch.device("meta"):
         model = transformers.T5Model(config)
         ids = torch.ones(1, 5, dtype=torch.long)
@@ -234,6 +271,33 @@ def test_checkpointed_training_with_padding(only_kernels, reentrant):
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
     assert_same(models, mask.bool(), input_ids=ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("unsupported", ["error", "fallback"])
+@pytest.mark.parametrize("family", ["Bert", "Llama", "Mistral", "Qwen3", "Gemma3Text", "GptOss"])
+def test_autocast_of_float32_weights(monkeypatch, family, unsupported, use_cache):
+    """Rotary embedding leaves queries and keys in float32, with values in bfloat16."""
+    integration.register("cute_attn_cast", unsupported=unsupported)
+    models = pair(family)
+    models[0].set_attn_implementation("cute_attn_cast")
+    dtypes = set()
+    attention = integration.flash_attn_func
+
+    def watched(*tensors, **kwargs):
+        dtypes.update(x.dtype for x in tensors)
+        return attention(*tensors, **kwargs)
+
+    monkeypatch.setattr(integration, "flash_attn_func", watched)
+    inputs = {"input_ids": tokens(2, 9)} | ({} if family == "Bert" else {"use_cache": use_cache})
+    outs = []
+    for model in models:
+        with torch.autocast("cpu", torch.bfloat16):
+            outs.append(model(**inputs).last_hidden_state)
+        outs[-1].float().square().mean().backward()
+        assert all(x.grad.isfinite().all() for x in model.parameters() if x.grad is not None)
+    assert dtypes == {torch.bfloat16}
+    torch.testing.assert_close(*outs, rtol=0.05, atol=0.05)
 
 
 def test_a_compiled_forward_gets_a_dense_mask():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -192,6 +193,27 @@ def test_a_mask_for_other_keys_is_not_the_kernels():
         integration.attention_forward(torch.nn.Module(), q, k, k, kernel_mask())
 
 
+@pytest.mark.parametrize("padding", ["left", "right", "holes"])
+def test_a_mask_may_be_moved_to_another_device(padding):
+    kept = torch.tensor(PADDING[padding]).bool()
+    mask = integration.attention_mask(2, 9, 9, attention_mask=kept)
+    for same in (mask.to(mask.device, non_blocking=True), mask.to("cpu"), mask.cpu()):
+        assert same is mask
+    moved = mask.to("meta", torch.bool, non_blocking=True)
+    assert type(moved) is KernelMask and moved.shape == mask.shape and moved.is_meta
+    before, after = (
+        [*x.plan.lengths[:2], *x.plan.used, x.plan.query_rows, x.plan.key_rows]
+        for x in (mask, moved)
+    )
+    for old, new in zip(before, after, strict=True):
+        assert (old is None) == (new is None)
+        assert new is None or (new.is_meta and new.shape == old.shape and new.dtype == old.dtype)
+    assert moved.plan.lengths[2:] == mask.plan.lengths[2:] and moved.plan.keys == mask.plan.keys
+    assert moved.dense().is_meta and moved.dense().shape == mask.shape
+    assert type(mask.to(torch.float32)) is torch.Tensor
+    assert torch.equal(mask.to("cpu", torch.float32), mask.dense().float())
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"s_aux": torch.ones(2)}])
 @pytest.mark.parametrize("sliding_window", [None, 3])
 def test_the_fallback_is_pytorchs_with_one_warning(monkeypatch, options, sliding_window):
@@ -220,6 +242,20 @@ def test_the_fallback_is_pytorchs_with_one_warning(monkeypatch, options, sliding
                 fallback(*arguments, given, **calls)
         assert len(said) == 1 and weights is None
         torch.testing.assert_close(out[compared], expected[compared], rtol=1e-5, atol=1e-5)
+
+
+def test_the_fallback_says_each_reason_once_whatever_the_lengths():
+    fallback = integration._Fallback()
+    q = torch.empty(1, 2, 1, 8, device="meta", dtype=torch.float16)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for length in range(5, 15):
+            k = torch.empty(1, 2, length, 8, device="meta", dtype=torch.float16)
+            mask = torch.ones(1, 1, 1, length, dtype=torch.bool, device="meta")
+            fallback(torch.nn.Module(), q, k, k, mask)
+        assert len(said) == 1
+        fallback(torch.nn.Module(), q, k, k, None, position_bias=mask.half())
+    assert len(said) == 2 and "position_bias" in str(said[1].message)
 
 
 def test_the_fallback_does_not_hide_what_has_no_mask():

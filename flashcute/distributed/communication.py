@@ -25,6 +25,7 @@ _GRACE = 1.0
 _KEY = "flashcute/waited_for_by"
 _COMPARED = "flashcute/compared"
 _DESCRIPTION = "the description of its tensors"
+_MOST_DESCRIPTIONS = 1024  # that a rank remembers; packed sequences differ in every step
 _MOST_PAUSE = 0.05  # seconds between two looks into the store
 _DEFAULT_TIMEOUT = 600.0  # NCCL's, where the group does not tell
 
@@ -74,6 +75,25 @@ class Communicator:
                 f"{fn}: expected a group that this process belongs to, got one without rank "
                 f"{dist.get_rank()}; call it on the ranks of the group only"
             )
+
+    def check_device(self, device: torch.device) -> None:
+        """Whether the group can send tensors of a device.
+
+        Raises:
+            ValueError: naming the backends that it has.
+        """
+        if self.world == 1:
+            return  # nothing is sent
+        try:
+            self.group._get_backend(device)
+        except RuntimeError as error:
+            kind, backend = device.type, "nccl" if device.type == "cuda" else "gloo"
+            raise ValueError(
+                f"{self.fn}: expected a group with a backend for q.device={device}, got one with "
+                f"{dist.get_backend_config(self.group)!r}; move the tensors, or make the group "
+                f'with backend="{kind}:{backend}" among others, as init_process_group and '
+                "new_group take"
+            ) from error
 
     def exchange(self, messages: Sequence[Message]) -> list[tuple[dist.Work, Message | None]]:
         """Starts all messages; returns what :meth:`wait` takes."""
@@ -157,8 +177,9 @@ class Communicator:
     def agree(self, description: Mapping[str, int | float | str], device: torch.device) -> None:
         """Compares what the ranks are about to do, before the first of their tensors is sent.
 
-        On CUDA once for each distinct description and through the group's store: NCCL connects all
-        ranks for the first transfer of a group, and would wait for a lost one without a timeout.
+        On CUDA once for each distinct description of late and through the group's store: NCCL
+        connects all ranks for the first transfer of a group, and would wait for a lost one without
+        a timeout.
         On the CPU in each call.
 
         Raises:
@@ -174,7 +195,7 @@ class Communicator:
         numbers = [_encode(x) for x in description.values()]
         if device.type == "cuda":
             agreed.comparisons += 1
-            found = self._gather_by_store(f"{_COMPARED}/{agreed.comparisons}", numbers)
+            found = self._gather_by_store(agreed.comparisons, numbers)
         else:
             found = self._gather(numbers)
         for column, (name, value) in enumerate(mine):
@@ -185,7 +206,8 @@ class Communicator:
                     f"{self.fn}: expected the same {name} on all ranks of the group, got {shown}; "
                     "pad or split the sequences so that all ranks make the same call"
                 )
-        agreed.descriptions.add(mine)
+        if device.type == "cuda":
+            agreed.add(mine)
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of each rank, by messages between CPU tensors."""
@@ -200,8 +222,9 @@ class Communicator:
         )
         return theirs.tolist()
 
-    def _gather_by_store(self, key: str, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of each rank, by the group's store."""
+    def _gather_by_store(self, comparison: int, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank, by the group's store, in which two comparisons stay."""
+        key = f"{_COMPARED}/{comparison}"
         found = {self.rank: list(numbers)}
         missing = [peer for peer in range(self.world) if peer != self.rank]
         until = time.monotonic() + group_timeout(self.group)
@@ -209,6 +232,8 @@ class Communicator:
         try:
             store = group_store(self.group)
             store.set(f"{key}/{self.rank}", ",".join(map(str, numbers)))
+            # All have written the comparison before this one, so all have read the one before that.
+            store.delete_key(f"{_COMPARED}/{comparison - 2}/{self.rank}")
             while missing:
                 # No Store.wait(), in which other threads could not use the store.
                 if store.check([f"{key}/{missing[0]}"]):
@@ -226,11 +251,16 @@ class Communicator:
 
 
 class _Agreed:
-    """What the ranks of a group have compared so far."""
+    """What the ranks of a group have compared so far; the same on all of them."""
 
     def __init__(self):
-        self.descriptions: set[tuple] = set()
+        self.descriptions: dict[tuple, None] = {}  # the latest, in their order
         self.comparisons = 0
+
+    def add(self, description: tuple) -> None:
+        self.descriptions[description] = None
+        if len(self.descriptions) > _MOST_DESCRIPTIONS:
+            del self.descriptions[next(iter(self.descriptions))]
 
 
 _agreed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -115,6 +115,7 @@ def _attend(
             "there, as ranks exchange values"
         )
     comm = Communicator(fn, group)
+    comm.check_device(q.device)
     reach = max(lengths, default=0) * comm.world - 1
     window = -1 if left >= reach else left, 0 if causal else -1 if right >= reach else right
     layout = _layout(fn, lengths, order, comm.world, window)
@@ -208,7 +209,7 @@ def ring_flash_attn_func(
 
     Args:
         q: (b, seqlen / world_size, h, head_dim), this rank's tokens: float16 or bfloat16 on CUDA,
-            also float32 and float64 on the CPU.
+            also float32 and float64 on the CPU, float64 with float32's exactness.
         k: (b, seqlen / world_size, h_k, head_dim), of the same tokens; h is a multiple of h_k.
         v: As k.
         group: A ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None for all processes.
@@ -232,7 +233,7 @@ def ring_flash_attn_func(
         TypeError: for a wrong type or dtype, or a mesh of several dimensions.
         ValueError: for a wrong value or shape; on all ranks, before the first transfer, where their
             shapes, dtypes or options differ. On CUDA ranks compare them once for each distinct
-            call, through the group's store.
+            call of the latest 1,024, through the group's store.
         RuntimeError: where a rank has ended or is behind for longer than the group's timeout, with
             its number; the group cannot be used any more. On CUDA, where the host does not wait for
             transfers, NCCL's watchdog ends the process instead; before it does, the logger

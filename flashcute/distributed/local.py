@@ -33,7 +33,7 @@ class Result:
 
     Attributes:
         out: (b, seqlen, h, d), float32; float64 for such inputs.
-        lse: (b, h, seqlen), float32.
+        lse: (b, h, seqlen), float32, as ``flash_attn_func`` returns it: so are the weights.
     """
 
     def __init__(self, q: Tensor):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import logging
 import threading
@@ -30,6 +31,7 @@ logger = logging.getLogger("flashcute")
 
 _KEY = "flashcute/calls"
 _SHARE = 0.8  # of the timeout, after which a call counts as stuck
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 @dataclasses.dataclass
@@ -40,7 +42,12 @@ class _Call:
     failed: bool = False
 
     def ended(self) -> bool:
-        return self.failed or (self.event is not None and self.event.query())
+        if self.failed or self.event is None:
+            return self.failed
+        try:
+            return self.event.query()
+        except RuntimeError:
+            return False  # CUDA does not tell now; it is asked again
 
 
 class Watch:
@@ -120,7 +127,10 @@ def watch(fn: str, group: dist.ProcessGroup) -> Iterator[None]:
         found = Watch(group_store(group), group.rank(), group.size(), group_timeout(group))
         _watches[group] = found
         thread = threading.Thread(
-            target=_poll, args=(weakref.ref(found),), name="flashcute watch", daemon=True
+            target=_poll,
+            args=(weakref.ref(found), torch.cuda.current_device()),
+            name="flashcute watch",
+            daemon=True,
         )
         thread.start()
     call = found.begin(fn, time.monotonic())
@@ -134,9 +144,21 @@ def watch(fn: str, group: dist.ProcessGroup) -> Iterator[None]:
     call.event = event
 
 
-def _poll(reference: weakref.ref) -> None:
+def _permit_queries() -> None:
+    """Lets this thread query events while others capture CUDA graphs.
+
+    In the mode that a thread begins in, its query breaks every capture of the default mode that is
+    under way. The driver's function, since the runtime's would make a context on device 0.
+    """
+    mode = ctypes.c_int(_THREAD_LOCAL)  # the mode before, after the call
+    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def _poll(reference: weakref.ref, device: int) -> None:
     """Until the group is gone, or its store."""
+    torch.cuda.set_device(device)  # a thread begins on device 0
     while (found := reference()) is not None:
+        _permit_queries()  # each time: a thread without a context gets one by its first query
         try:
             found.poll(time.monotonic())
         except RuntimeError:

@@ -51,6 +51,16 @@ _WAY_OUT = (
 )
 _UNLIMITED = (-1, -1)
 
+# Of all that models pass to attention, what would change its result and is not computed here.
+_REFUSED = {
+    "cache": "a paged cache",
+    "block_table": "a paged cache",
+    "output_attentions": "attention weights as an output",
+    "indices": "attention to selected keys",
+    "block_indices": "attention to selected blocks of keys",
+    "sinks": "sinks other than one logit a head, s_aux,",
+}
+
 
 def register(name: str = "cute_attn", unsupported: str = "error") -> None:
     """Register flashcute's attention and its mask function with transformers under ``name``.
@@ -60,8 +70,10 @@ def register(name: str = "cute_attn", unsupported: str = "error") -> None:
             takes such a name for a kernel to be downloaded and fails when the model is built.
         unsupported: What becomes of CUDA tensors under a mask or option that the kernels do not
             have: ``"error"`` raises a NotImplementedError that names it, ``"fallback"`` computes it
-            with PyTorch, with one warning for each reason. On the CPU every mask and option is
-            computed. A paged cache and ``output_attentions`` are refused in any case.
+            with PyTorch, with one warning for each reason, whatever the sizes. On the CPU every
+            mask and option is computed. A paged cache, attention to keys that an indexer selects
+            and ``output_attentions`` are refused in any case, and on CUDA dtypes other than float16
+            and bfloat16, which autocast gives a float32 model.
 
     Raises:
         TypeError: ``name`` is no str.
@@ -207,6 +219,7 @@ def attention_forward(
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    deterministic: bool | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention with the signature transformers calls.
@@ -214,22 +227,25 @@ def attention_forward(
     Args:
         module: The attention layer; its ``is_causal`` counts where the argument is None.
         query: ``(batch, heads, q_length, head_dim)``.
-        key, value: ``(batch, kv_heads, kv_length, head_dim)``, heads not repeated.
+        key, value: ``(batch, kv_heads, kv_length, head_dim)``, heads not repeated. Under autocast
+            all three are cast to its dtype, and the output has that.
         attention_mask: None, what :func:`attention_mask` returned, or bool (True = attend) or float
             (added to the scores), broadcastable to ``(batch, heads, q_length, kv_length)``. It says
-            everything: ``is_causal`` and ``sliding_window`` are in it already.
+            everything but what ``cu_seq_lens_q`` adds: ``is_causal`` and ``sliding_window`` are in
+            it already.
         dropout: Probability of dropping an attention weight.
         scaling: Softmax scale; ``head_dim ** -0.5`` if None.
         sliding_window: Window width, where ``attention_mask`` is None.
         softcap: Scores become ``softcap * tanh(scores / softcap)``.
         is_causal: Bottom-right aligned causal mask, where ``attention_mask`` is None.
         s_aux: Attention sinks, one logit a head.
-        position_bias: Float, added to the scores (T5).
+        position_bias: Float, added to the scores (T5); it replaces no mask.
         cu_seq_lens_q, cu_seq_lens_k: int32 (sequences + 1,), where packed sequences of a batch of
             one start.
         max_length_q, max_length_k: Their longest lengths.
-        kwargs: A paged cache and ``output_attentions`` are refused; the rest does not concern
-            attention.
+        deterministic: Ask the kernels for bitwise repeatable gradients (ModernBERT).
+        kwargs: What would change the result is refused: a paged cache, ``output_attentions``,
+            selected keys, other sinks. The rest does not concern attention.
 
     Returns:
         ``(batch, q_length, heads, head_dim)`` and None in the place of attention weights.
@@ -239,7 +255,7 @@ def attention_forward(
         TypeError, ValueError: from :func:`flashcute.flash_attn_func`.
     """
     _refuse(kwargs)
-    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    query, key, value = _cast_by_autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     dropout_p = check_dropout("cute_attn", dropout)
     options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout_p}
@@ -248,24 +264,19 @@ def attention_forward(
     if v_head_dim < q.shape[-1]:  # multi-head latent attention; zero columns change nothing else
         v = torch.nn.functional.pad(v, (0, q.shape[-1] - v_head_dim))
 
-    if isinstance(attention_mask, KernelMask) and attention_mask.shape[2:] != (
-        q.shape[1],
-        k.shape[1],
+    lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    packs = cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    if isinstance(attention_mask, KernelMask) and (
+        position_bias is not None
+        or (packs and attention_mask.plan.has_padding)
+        or attention_mask.shape[2:] != (q.shape[1], k.shape[1])  # made for other queries or keys
     ):
-        attention_mask = attention_mask.dense()  # it was made for other queries or keys
-    is_planned = attention_mask is None or isinstance(attention_mask, KernelMask)
-    if is_planned and position_bias is None:
-        if attention_mask is not None:
-            found = attention_mask.plan
-        else:
-            # Windows are counted as in flash-attn: the query is one of sliding_window keys.
-            window = _UNLIMITED
-            if sliding_window is not None and k.shape[1] > sliding_window:
-                window = sliding_window - 1, 0 if causal else sliding_window - 1
-            found = Plan(causal, window, k.shape[1])
-        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-            lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-            found = _packed(found, lengths, q.shape[0], k.shape[1])
+        attention_mask = attention_mask.dense()
+    found = _asked(module, k.shape[1], attention_mask, sliding_window, is_causal)
+    if packs:
+        found = _packed(found, lengths, q.shape[0], k.shape[1])
+    if position_bias is None and (attention_mask is None or isinstance(attention_mask, KernelMask)):
+        options["deterministic"] = bool(deterministic)
         return _by_kernels(q, k, v, found, s_aux, options)[..., :v_head_dim], None
 
     if query.device.type != "cpu":
@@ -275,9 +286,35 @@ def attention_forward(
             f"cute_attn: expected {name}=None or a mask that the kernels express on "
             f"{query.device.type}, got {name} of shape {tuple(beyond[name].shape)}; {_WAY_OUT}"
         )
-    bias = _additive_bias(attention_mask, position_bias)
+    bias = _additive_bias(q, k, attention_mask, position_bias, found)
     out, _, _ = attend(q, k, v, attn_bias=bias, sinks=s_aux, **options)
     return out[..., :v_head_dim], None
+
+
+def _cast_by_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In autocast's dtype where it is on, as PyTorch's attention does: rotary embedding and a cache
+    make float32 of what a layer's projections gave in 16 bits."""
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+
+
+def _asked(
+    module, n_k: int, mask: torch.Tensor | None, sliding_window: int | None, is_causal: bool | None
+) -> Plan:
+    """What is to be seen of ``n_k`` keys; beside a dense mask, everything."""
+    if isinstance(mask, KernelMask):
+        return mask.plan
+    if mask is not None:
+        return Plan(False, _UNLIMITED, n_k)
+    causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
+    # Windows are counted as in flash-attn: the query is one of sliding_window keys.
+    window = _UNLIMITED
+    if sliding_window is not None and n_k > sliding_window:
+        window = sliding_window - 1, 0 if causal else sliding_window - 1
+    return Plan(causal, window, n_k)
 
 
 def _packed(found: Plan, lengths: tuple, batch: int, keys: int) -> Plan:
@@ -327,8 +364,9 @@ class _Fallback:
             if options.get("cu_seq_lens_q") is not None:
                 raise  # no mask says where these sequences are
             reason = f"{error}"
-        if reason not in self._said:
-            self._said.add(reason)
+        kind = reason.partition(", got ")[0]  # what was got grows with each token of generate()
+        if kind not in self._said:
+            self._said.add(kind)
             text = f"cute_attn: PyTorch computes what the kernels do not: {reason}"
             warnings.warn(text, stacklevel=2)
         return _by_pytorch(module, query, key, value, attention_mask, **options), None
@@ -350,24 +388,18 @@ def _by_pytorch(
     **kwargs,
 ) -> torch.Tensor:
     """The same by SDPA, or where it has no such option by the reference; memory of all scores."""
-    bias = None
+    query, key, value = _cast_by_autocast(query, key, value)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, KernelMask):
         attention_mask = attention_mask.dense()
-    if attention_mask is None:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        n_q, n_k = query.shape[2], key.shape[2]
-        window = _UNLIMITED
-        if sliding_window is not None:
-            window = sliding_window - 1, sliding_window - 1
-        attention_mask = visible_keys(n_q, n_k, bool(causal), window, device=query.device)
-    bias = _additive_bias(attention_mask, position_bias).to(query.dtype)
+    found = _asked(module, k.shape[1], attention_mask, sliding_window, is_causal)
+    bias = _additive_bias(q, k, attention_mask, position_bias, found).to(query.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not softcap and s_aux is None:
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale, enable_gqa=True
         )
         return out.transpose(1, 2)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     keep = None
     if dropout:
         keep = torch.rand((*query.shape[:3], key.shape[2]), device=query.device) >= dropout
@@ -378,11 +410,7 @@ def _by_pytorch(
 
 
 def _refuse(kwargs: dict) -> None:
-    reasons = {
-        "cache": "a paged cache",
-        "output_attentions": "attention weights as an output",
-    }
-    for name, what in reasons.items():
+    for name, what in _REFUSED.items():
         value = kwargs.get(name)
         if value is not None and value is not False:
             raise NotImplementedError(
@@ -393,10 +421,41 @@ def _refuse(kwargs: dict) -> None:
 
 
 def _additive_bias(
-    mask: torch.Tensor | None, position_bias: torch.Tensor | None
-) -> torch.Tensor | None:
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, float("-inf"))
-    if mask is None or position_bias is None:
-        return position_bias if mask is None else mask
-    return mask + position_bias
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    found: Plan,
+) -> torch.Tensor:
+    """What is added to the scores of (batch, length, heads, head_dim): a bias, and -inf where a key
+    is hidden."""
+    # A mask says everything but which packed sequences its caller means.
+    seen = _visible(q, k, found) if mask is None or found.lengths is not None else None
+    total = position_bias
+    for part in (mask, seen):
+        if part is not None:
+            hides = part.dtype == torch.bool
+            bias = torch.where(part, 0.0, float("-inf")) if hides else part
+            total = bias if total is None else total + bias
+    return total
+
+
+def _visible(q: torch.Tensor, k: torch.Tensor, found: Plan) -> torch.Tensor:
+    """Which keys each query sees: bool, broadcastable to (q_length, kv_length)."""
+    n_q, n_k, device = q.shape[1], k.shape[1], q.device
+    if found.lengths is None:
+        return visible_keys(n_q, n_k, found.causal, found.window, device=device)
+    ends_q, ends_k = found.lengths[:2]  # (sequences + 1,)
+    row = torch.arange(n_q, device=device, dtype=ends_q.dtype)
+    key = torch.arange(n_k, device=device, dtype=ends_k.dtype)
+    row_end = torch.searchsorted(ends_q, row, right=True)  # (q_length,)
+    key_end = torch.searchsorted(ends_k, key, right=True)  # (kv_length,)
+    # The last query of a sequence stands beside its last key.
+    place = (row - ends_q[row_end] + ends_k[row_end])[:, None]
+    left, right = found.window[0], 0 if found.causal else found.window[1]
+    visible = row_end[:, None] == key_end
+    if left >= 0:
+        visible &= key >= place - left
+    if right >= 0:
+        visible &= key <= place + right
+    return visible

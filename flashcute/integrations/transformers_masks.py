@@ -96,6 +96,10 @@ class Plan:
     def is_plain(self) -> bool:
         return self.lengths is None and self.window == _UNLIMITED
 
+    @property
+    def has_padding(self) -> bool:
+        return any(x is not None for x in (*self.used, self.query_rows, self.key_rows))
+
 
 def plan(
     pattern: Pattern, q_length: int, kv_length: int, offset: int, padding: Tensor | None
@@ -172,8 +176,9 @@ def _ends_of_sequences(packed: Tensor) -> Tensor:
 class KernelMask(Tensor):
     """A mask (batch, 1, q_length, kv_length) that the kernels express, without its memory.
 
-    transformers and its models pass masks on, but now and then slice, join or move one. Any
-    operation on this one happens to the dense mask, made then: it is never wrong.
+    transformers and its models pass masks on, but now and then slice or join one. Any operation on
+    this one happens to the dense mask, made then: it is never wrong. But it may be moved: a model
+    over several GPUs moves the inputs of each layer.
 
     Attributes:
         plan: What the kernels do.
@@ -189,10 +194,27 @@ class KernelMask(Tensor):
         mask.plan, mask.dense = plan, dense
         return mask
 
+    def _on(self, device: torch.device) -> KernelMask:
+        if device == self.device:
+            return self
+
+        def moved(x: object) -> object:
+            return x.to(device) if isinstance(x, Tensor) else x
+
+        fields = (getattr(self.plan, field.name) for field in dataclasses.fields(Plan))
+        dense = self.dense
+        plan = Plan(*tree_map(moved, tuple(fields)))
+        return KernelMask.make(self.shape, device, plan, lambda: dense().to(device))
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function.__name__ in _OF_SHAPE:
             return super().__torch_function__(function, types, args, kwargs)
+        if function.__name__ in ("to", "cuda", "cpu") and isinstance(args[0], cls):
+            asked = torch.empty(0, dtype=torch.bool, device=args[0].device)
+            asked = function(asked, *args[1:], **(kwargs or {}))
+            if asked.dtype == torch.bool:
+                return args[0]._on(asked.device)
 
         def densified(x: object) -> object:
             return x.dense() if isinstance(x, KernelMask) else x

@@ -14,7 +14,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from torch.distributed.tensor.experimental import _attention as experimental
 from flashcute import distributed as fd
 from flashcute import enabled, testing
 from flashcute.bench import command, ring
+from flashcute.distributed import watch
 from flashcute.distributed.zigzag import Layout
 from flashcute.features import VECTOR
 from flashcute.heuristics import FwdProblem, choose_bwd, choose_fwd
@@ -56,6 +60,39 @@ MEMORY = (32768, 8, 8, 64, True, (-1, -1), "zigzag")
 LOST = (1024, 2, 2, 64, True, (-1, -1), "zigzag")
 # seqlen, heads, key heads, d, causal, of context_parallel
 TORCH_CASES = [(1024, 4, 4, 128, True), (512, 8, 2, 64, True), (768, 4, 4, 128, False)]
+
+
+def test_calls_are_watched_while_a_graph_is_captured() -> None:
+    """A query by another thread breaks a capture, unless that thread is in another mode."""
+    event = torch.cuda.Event()
+    event.record()
+
+    class Pending:
+        queries = 0
+
+        def query(self) -> bool:
+            event.query()  # raises, and breaks the capture, where it is not permitted
+            self.queries += 1
+            return False
+
+    found = watch.Watch(dist.HashStore(), 0, 1, 3600.0)
+    found.interval = 1e-3
+    found.begin("ring", 0.0).event = pending = Pending()
+    thread = threading.Thread(
+        target=watch._poll, args=(weakref.ref(found), torch.cuda.current_device()), daemon=True
+    )
+    x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    thread.start()
+    with torch.cuda.graph(graph):
+        x += 1
+        before = pending.queries
+        time.sleep(0.5)
+        after = pending.queries
+    graph.replay()
+    assert after > before and x.tolist() == [1.0] * 8
+    del found
+    thread.join(timeout=60.0)
+    assert not thread.is_alive()
 
 
 def _layout(case) -> Layout:

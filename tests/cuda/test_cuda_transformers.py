@@ -122,6 +122,22 @@ def test_training_with_padding_has_the_gradients_of_eager_attention(family) -> N
             assert (grad.float() - other).norm() <= 0.05 * other.norm() + 1e-6, name
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_autocast_trains_float32_weights(use_cache) -> None:
+    ids, _ = _batch()
+    grads = []
+    for implementation in (NAME, "eager"):
+        model = _model("Llama", implementation, torch.float32).train()
+        with torch.autocast("cuda", torch.bfloat16):
+            out = model(input_ids=ids, use_cache=use_cache).last_hidden_state
+        out.float().square().mean().backward()
+        grads.append({name: x.grad for name, x in model.named_parameters()})
+    for name, grad in grads[0].items():
+        if grad is not None:
+            other = grads[1][name]
+            assert (grad - other).norm() <= 0.05 * other.norm() + 1e-6, name
+
+
 def test_a_dense_mask_is_refused_or_falls_back() -> None:
     ids, _ = _batch()
     dense = torch.rand(3, 1, 100, 100, device="cuda") < 0.7
