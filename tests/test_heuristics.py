@@ -8,6 +8,7 @@ import pytest
 from flashcute import heuristics
 from flashcute.config import DTYPES, HEAD_DIMS, MAX_HEAD_DIM, MAX_SMEM_BYTES
 from flashcute.heuristics import FwdProblem
+from flashcute.occupancy import ctas_per_sm
 
 ALL = list(itertools.product(DTYPES, HEAD_DIMS, (False, True), MAX_SMEM_BYTES))
 PROBLEM = FwdProblem("bf16", True, b=2, seqlen_q=512, seqlen_k=512, h=8, h_k=2, d=128)
@@ -32,11 +33,9 @@ def test_every_configuration_fits_the_gpu(dtype, head_dim, causal, capability):
     registers = min(255, 65536 // (config.threads * config.min_ctas))
     accumulators = config.tile_m * (config.tile_n + config.head_dim) // config.threads
     assert accumulators < registers
-    # An SM has 1 KB more than one CTA may ask for, and reserves 1 KB for each CTA. Where it has
-    # 100 KB only, shared memory may allow fewer CTAs than the registers do.
-    in_sm = MAX_SMEM_BYTES[capability] + 1024
-    if in_sm > 100 * 1024:
-        assert config.min_ctas * (config.smem_bytes + 1024) <= in_sm
+    # And the shared memory: fewer would leave registers unused.
+    found = ctas_per_sm(config.threads, registers, config.smem_bytes, capability)
+    assert found.ctas >= config.min_ctas, found
 
 
 @pytest.mark.parametrize("d", range(8, MAX_HEAD_DIM + 1, 8))
