@@ -6,8 +6,16 @@ import itertools
 import pytest
 
 from flashcute import heuristics
-from flashcute.config import DTYPES, HEAD_DIMS, MAX_HEAD_DIM, MAX_SMEM_BYTES
+from flashcute.config import (
+    BWD_OPTIONS,
+    DTYPES,
+    HEAD_DIMS,
+    MASKS,
+    MAX_HEAD_DIM,
+    MAX_SMEM_BYTES,
+)
 from flashcute.heuristics import FwdProblem
+from flashcute.occupancy import ctas_per_sm
 
 ALL = list(itertools.product(DTYPES, HEAD_DIMS, (False, True), MAX_SMEM_BYTES))
 PROBLEM = FwdProblem("bf16", True, b=2, seqlen_q=512, seqlen_k=512, h=8, h_k=2, d=128)
@@ -32,11 +40,9 @@ def test_every_configuration_fits_the_gpu(dtype, head_dim, causal, capability):
     registers = min(255, 65536 // (config.threads * config.min_ctas))
     accumulators = config.tile_m * (config.tile_n + config.head_dim) // config.threads
     assert accumulators < registers
-    # An SM has 1 KB more than one CTA may ask for, and reserves 1 KB for each CTA. Where it has
-    # 100 KB only, shared memory may allow fewer CTAs than the registers do.
-    in_sm = MAX_SMEM_BYTES[capability] + 1024
-    if in_sm > 100 * 1024:
-        assert config.min_ctas * (config.smem_bytes + 1024) <= in_sm
+    # And the shared memory: fewer would leave registers unused.
+    found = ctas_per_sm(config.threads, registers, config.smem_bytes, capability)
+    assert found.ctas >= config.min_ctas, found
 
 
 @pytest.mark.parametrize("d", range(8, MAX_HEAD_DIM + 1, 8))
@@ -231,11 +237,40 @@ def test_smaller_shared_memory_gets_a_tile_of_its_own():
     assert heuristics.fwd_config("bf16", 256, True, (8, 7)) == found[1]
 
 
+@pytest.mark.parametrize("capability", MAX_SMEM_BYTES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_forward_with_options_fits_every_gpu(head_dim, capability):
+    """With the CTAs per SM that its registers allow, over a cache and its pages, too."""
+    in_sm = MAX_SMEM_BYTES[capability] + 1024  # of which each CTA takes 1 KB more than it asks for
+    flags = "softcap", "alibi", "dropout"
+    for values in itertools.product((False, True), repeat=3):
+        asked = dict(zip(flags, values, strict=True))
+        for mask, seqlen_q, page_size in itertools.product(MASKS, (1, 2048), (0, 16)):
+            problem = dataclasses.replace(
+                PROBLEM,
+                d=head_dim,
+                seqlen_q=seqlen_q,
+                causal=mask == "causal",
+                window=(100, 0) if mask == "local" else None,
+                cache=not asked["dropout"],
+                page_size=0 if asked["dropout"] else page_size,
+                **asked,
+            )
+            config = heuristics.choose_fwd(problem, capability)
+            assert {flag: getattr(config, flag) for flag in flags} == asked
+            assert config.smem_bytes <= MAX_SMEM_BYTES[capability]
+            assert config.min_ctas * (config.smem_bytes + 1024) <= in_sm, config.full_name
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_backward_fits_every_gpu(head_dim):
-    config = heuristics.bwd_config("bf16", head_dim, "local")
-    assert (config.head_dim, config.mask) == (head_dim, "local")
-    assert config.smem_bytes <= min(MAX_SMEM_BYTES.values())
+    for values in itertools.product((False, True), repeat=len(BWD_OPTIONS)):
+        asked = dict(zip(BWD_OPTIONS, values, strict=True))
+        plain = heuristics.bwd_config("bf16", head_dim, "local")
+        config = heuristics.bwd_with_options(plain, **asked)
+        assert (config.head_dim, config.mask) == (head_dim, "local")
+        assert {option: getattr(config, option) for option in BWD_OPTIONS} == asked
+        assert config.smem_bytes <= min(MAX_SMEM_BYTES.values())
 
 
 @pytest.mark.parametrize("capability", MAX_SMEM_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from problems import DTYPES
 from torch import Tensor
 
 from flashcute import sim
-from flashcute.config import BwdConfig, BwdTile
+from flashcute.config import BwdConfig, BwdTile, FwdConfig
 from flashcute.reference import attention_ref
 from flashcute.testing import check_backward, compare_backward
 
@@ -31,6 +32,8 @@ SHAPES = (
     *((1, 20, 200, 1, 1), (1, 1, 65, 2, 1), (1, 5, 0, 2, 1)),
 )
 GRADIENTS = ("dq", "dk", "dv")
+# SECURITY.md: for each unit of the scores' magnitude, in the forward and in the backward.
+WEIGHTS_OFF = 1.2e-7, 4e-7
 
 
 def with_mask(config: BwdConfig, mask: str) -> BwdConfig:
@@ -96,6 +99,71 @@ def make_problem(
             "sinks": draw(h) if extras else None,
         },
     )
+
+
+def large_scores(config: BwdConfig, level: int) -> Problem:
+    """Scores, at a scale of 1, that differ by few nats around ``level``, a power of two or minus
+    that. All are exact in float32, so what is off is what follows them."""
+    problem = make_problem(config, (1, 70, 100, 2, 1))
+    generator = torch.Generator().manual_seed(1)
+    for x in (problem.q, problem.k):
+        x[:] = torch.randint(-1, 2, x.shape, generator=generator)
+        x[..., 9:] = 0
+    bits = abs(level).bit_length() - 1
+    problem.q[..., 0] = math.copysign(2 ** (bits // 2), level)
+    problem.k[..., 0] = 2 ** (bits - bits // 2)
+    problem.dout.div_(4)  # dK has q as a factor, and is to fit fp16
+    return dataclasses.replace(problem, options={**problem.options, "softmax_scale": 1.0})
+
+
+def one_large_score(config: BwdConfig) -> Problem:
+    """A single weight, 1, whose score in powers of two is rounded by half of one."""
+    problem = make_problem(config, (1, 1, 1, 1, 1))
+    for x, first in ((problem.q, 4096), (problem.k, 3072)):
+        x[:] = 0
+        x[..., 0] = first
+    return dataclasses.replace(problem, options={**problem.options, "softmax_scale": 1.0})
+
+
+def check_large_scores(problem: Problem, config: BwdConfig, forward: FwdConfig | None) -> None:
+    """Runs ``forward``, or without one the reference, then the backward, and compares each result
+    with a bound on its own error: what the weights are off by, and the rounding of P, dS and the
+    result to 16 bits."""
+    qkv = problem.q, problem.k, problem.v
+    given, lse = problem.forward()
+    if forward is not None:
+        first = passed(sim.run_fwd(*qkv, forward, softmax_scale=1.0))
+        given, lse = first.out, first.lse
+    second = passed(sim.run_bwd(config, *qkv, given, lse, problem.dout, softmax_scale=1.0))
+    results = {"out": given, **{name: second.outputs[name] for name in GRADIENTS}}
+
+    q, k, v, dout = (x.double().transpose(1, 2) for x in (*qkv, problem.dout))  # (b, h, n, d)
+    out, lse, p = attention_ref(*qkv, upcast=torch.float64, return_probs=True, **problem.options)
+    out = out.transpose(1, 2)
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+    info = torch.finfo(problem.q.dtype)
+    least = info.tiny * info.eps
+    # Of P in the forward and in the backward, rounded, (b, h, seqlen_q, 1).
+    first_off, off = (
+        x + (1 + x) * info.eps
+        for x in (torch.expm1(per_unit * lse.abs())[..., None] for per_unit in WEIGHTS_OFF)
+    )
+    out_off = first_off * (p @ v.abs())
+    d_off = (dout.abs() * out_off).sum(-1, keepdim=True)
+    p_off = off * p + least
+    ds_off = off * ds.abs() + (1 + off) * p * d_off + least
+    exact = {"out": out, "dq": ds @ k, "dk": ds.mT @ q, "dv": p.mT @ dout}
+    bounds = {"out": out_off, "dq": ds_off @ k.abs()}
+    bounds |= {"dk": ds_off.mT @ q.abs(), "dv": p_off.mT @ dout.abs()}
+    for name, result in results.items():
+        got = result.double().transpose(1, 2)
+        want, bound = (
+            x[name].sum(1, keepdim=True) if name in ("dk", "dv") else x[name]
+            for x in (exact, bounds)
+        )
+        allowed = (1 + info.eps) * bound + info.eps * want.abs() + least
+        ratio = ((got - want).abs() / allowed).max()
+        assert ratio <= 1, f"{name}: {ratio:.3g} of what is allowed"  # fails for NaN
 
 
 def passed(result: sim.SimResult) -> sim.SimResult:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 import torch
-from problems import DTYPES
+from problems import DTYPES, outweigh
 from ragged import starts
 
 from flashcute import sim
@@ -36,11 +36,14 @@ class Problem:
         return self.tensors["q"]
 
 
-def _tokens(config, lengths, h, h_k, seed, scale):
+def _tokens(config, lengths, h, h_k, seed, scale, nats=None):
     generator = torch.Generator().manual_seed(seed)
     d = config.head_dim - 8
     sizes = [(sum(lengths[0]), h, d), *((n, h_k, d) for n in lengths[1] for _ in "kv")]
     q, *rest = (torch.randn(x, generator=generator).to(DTYPES[config.dtype]) for x in sizes)
+    if nats is not None:
+        for k, v in zip(rest[::2], rest[1::2], strict=True):
+            outweigh(q, k, v, nats)
     return generator, scale * q, rest[::2], rest[1::2]
 
 
@@ -50,10 +53,21 @@ def _problem(config, lengths, q, keys, values, cache, used, **more):
     return Problem(tensors | more, keys, values, lengths[0])
 
 
-def paged(config, lengths, page_size, h=4, h_k=2, seed=0, scale=1.0, columns=2, heads_first=False):
+def paged(
+    config,
+    lengths,
+    page_size,
+    h=4,
+    h_k=2,
+    seed=0,
+    scale=1.0,
+    columns=2,
+    heads_first=False,
+    nats=None,
+):
     """A cache in pages, in any order. Table entries behind the last page, ``columns`` more, are any
-    numbers. ``heads_first``: pages are laid out as (h_k, page_size, d)."""
-    generator, q, keys, values = _tokens(config, lengths, h, h_k, seed, scale)
+    numbers. ``heads_first``: pages are laid out as (h_k, page_size, d). ``nats``: of outweigh()."""
+    generator, q, keys, values = _tokens(config, lengths, h, h_k, seed, scale, nats)
     used = [-(-n // page_size) for n in lengths[1]]
     shape = sum(used) + 2, page_size, h_k, q.shape[2]
     if heads_first:
@@ -72,9 +86,9 @@ def paged(config, lengths, page_size, h=4, h_k=2, seed=0, scale=1.0, columns=2, 
     return _problem(config, lengths, q, keys, values, cache, lengths[1], block_table=table)
 
 
-def contiguous(config, lengths, h=4, h_k=2, seed=0, scale=1.0, leftpad=None):
+def contiguous(config, lengths, h=4, h_k=2, seed=0, scale=1.0, leftpad=None, nats=None):
     """A cache with entries of no sequence, those of the sequences in another order."""
-    _, q, keys, values = _tokens(config, lengths, h, h_k, seed, scale)
+    _, q, keys, values = _tokens(config, lengths, h, h_k, seed, scale, nats)
     b = len(keys)
     pads = leftpad or (0,) * b
     used = [pad + n for pad, n in zip(pads, lengths[1], strict=True)]

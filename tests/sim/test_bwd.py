@@ -13,13 +13,16 @@ from backward import (
     SPLIT,
     TOGETHER,
     check,
+    check_large_scores,
     compare,
+    large_scores,
     make_problem,
+    one_large_score,
     passed,
     same,
     with_mask,
 )
-from mutants import Mutant
+from mutants import ONE_STAGE, TWO_STAGES, Mutant
 from mutants_bwd import MUTANTS
 from planted import build_mutants, checker
 
@@ -244,6 +247,20 @@ def test_peaked_probabilities():
         problem = make_problem(config, (1, 100, 150, 2, 1))
         problem = dataclasses.replace(problem, q=16 * problem.q)
         check(problem, problem.run(config))
+
+
+FORWARDS = {TOGETHER: TWO_STAGES, SPLIT: ONE_STAGE}
+
+
+@pytest.mark.parametrize("level", [2**12, -(2**16), 2**20])
+@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+def test_large_scores(config, level):
+    check_large_scores(large_scores(config, level), config, FORWARDS[config])
+
+
+@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+def test_one_large_score(config):
+    check_large_scores(one_large_score(config), config, FORWARDS[config])
 
 
 def test_wrong_arguments_are_named():

@@ -10,14 +10,18 @@ import torch
 from backward import (
     SHAPES,
     check,
+    check_large_scores,
     compare,
+    large_scores,
     make_problem,
+    one_large_score,
     passed,
     same,
     with_mask,
 )
 from mutants import Mutant
 from mutants_bwd_sm90 import COLUMNS, MUTANTS, ROWS, UNEVEN, WIDE, WIDEST
+from mutants_sm90 import ASKING
 from planted import build_mutants, checker
 
 from flashcute import sim
@@ -163,6 +167,20 @@ def test_rows_without_keys(config):
     result = problem.run(config)
     check(problem, result)
     assert not result.outputs["dq"][:, : 150 - 70].any()
+
+
+FORWARDS = {COLUMNS: ASKING}  # others take what the reference returns
+
+
+@pytest.mark.parametrize("level", [2**12, -(2**16), 2**20])
+@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+def test_large_scores(config, level):
+    check_large_scores(large_scores(config, level), config, FORWARDS.get(config))
+
+
+@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+def test_one_large_score(config):
+    check_large_scores(one_large_score(config), config, FORWARDS.get(config))
 
 
 # A window with unseen keys; queries that see no key; more keys than queries, in groups; several

@@ -106,6 +106,18 @@ def test_packed_heads_and_sinks(config):
         check(result, config, cache, sinks=SINKS)
 
 
+# Lengths whose small weights, taken together, make up most of the output.
+LONG = (1, 1, 2), (700, 900, 300)
+
+
+@each((*CHECKED, *PAGED[:2]))
+def test_one_key_that_outweighs_many(config):
+    make = (lambda *x, **o: paged(*x, 16, **o)) if config.paged else contiguous
+    problem = make(config, LONG, nats=14.0)
+    for splits in (1, 3):
+        check(run(config, problem, Splits(splits)), config, problem)
+
+
 @pytest.mark.parametrize("window", [(40, 10), (0, 0), (100, 0), (300, 300)], ids=str)
 @each(WINDOWED)
 def test_windows(config, window):

@@ -10,6 +10,7 @@ import torch
 from mutants import ONE_STAGE, TWO_STAGES
 from mutants_sm90 import ASKING, STRIDING
 from planted import build_mutants
+from problems import outweigh
 from ragged import check, equal, make_qkv, run, starts
 
 from flashcute import sim
@@ -62,6 +63,16 @@ def test_packed_heads_and_sinks(config):
     qkv = make_qkv(config, SOME, h=6)
     result = run(config, qkv, SOME, pack_heads=True, sinks=sinks)
     check(result, config, qkv, SOME, sinks=sinks)
+
+
+@each_checked
+def test_one_key_that_outweighs_many(config):
+    """The small weights, taken together, make up most of the output."""
+    batch = (1, 2, 1), (700, 300, 900)
+    q, k, v = make_qkv(config, batch)
+    for i, j in itertools.pairwise(starts(batch[1]).tolist()):
+        outweigh(q, k[i:j], v[i:j], 14.0)
+    check(run(config, (q, k, v), batch), config, (q, k, v), batch)
 
 
 @pytest.mark.parametrize("window", [(40, 10), (0, 0), (300, 300)], ids=str)

@@ -14,7 +14,8 @@ using namespace cute;
 // Where P lies in the exponent range of its type. When a row's reference is set to its largest
 // score, that score's P is 2^-kBelow. Later scores may exceed the reference: a thread's share of a
 // block's row sum is allowed up to 2^kAbove. The wider the range, the more scores may vary before
-// a maximum is needed.
+// a maximum is needed. But kBelow is taken from the range's other end, where weights lose bits and
+// then become 0. Many of them may be much of O, and row_sum counts them as they were.
 template <DType kType>
 struct RangeOfP;
 template <>
@@ -24,7 +25,8 @@ struct RangeOfP<DType::bf16> {  // normal from 2^-126 to 2^127; P V must stay wi
 };
 template <>
 struct RangeOfP<DType::fp16> {  // normal from 2^-14, with fewer bits from 2^-24, to 65504
-    static constexpr int kBelow = 6;
+    // With 6, 16,384 weights of 2^-19 of the maximum, which are 3 % of a row, were 0.
+    static constexpr int kBelow = 0;
     static constexpr int kAbove = 15;
 };
 
