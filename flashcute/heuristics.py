@@ -412,9 +412,9 @@ def _sm90_cache_config(problem: FwdProblem, head_dim: int, mask: str) -> FwdConf
     if not problem.cache or not (problem.page_size or _is_decoding(problem)):
         return None
     tile = _SM90_CACHE_TILES[head_dim][_packed_rows(problem) > 64]
-    if problem.page_size and tile.warpgroups == 2 and (mask == "local" or problem.alibi):
+    if problem.page_size and (mask == "local" or problem.alibi):
         # The producer of pages takes registers: at head dimension 128 128x128 spills 36 bytes with
-        # a window, 8 with ALiBi, at 64 it spills 40 with a window.
+        # a window, 8 with ALiBi, at 64 with a window it spills 40, and 64x128 24.
         tile = dataclasses.replace(tile, tile_n=min(tile.tile_n, 112))
     config = _sm90_config(problem.dtype, head_dim, mask, tile)
     return dataclasses.replace(config, paged=problem.page_size > 0)

@@ -21,7 +21,10 @@ _FP16 = {(64, "causal"), (128, "none")}
 
 _BACKWARD = {("bf16", 128, "causal"), ("bf16", 192, "none"), ("fp16", 64, "causal")}
 
+# Beside them a decoding kernel, whose CTA has an SM to itself, and one whose registers pages fill.
 _OF_CALLS = {
+    "flash_fwd_hdim128_bf16_causal_paged_sm90_64x64_s2",
+    "flash_fwd_hdim64_bf16_local_paged_sm90_64x112_s2_c2",
     "flash_fwd_hdim64_bf16_local_paged_sm90_128x112_s2_pp",
     "flash_fwd_hdim256_bf16_local_softcap_sm90_128x64_s2_pp",
 }

@@ -355,8 +355,8 @@ _REGISTERS_AND_TURNS = (
     _simulator(
         "register pool overdrawn",
         _TRAITS,
-        " / kMmaWarpgroups / 8 * 8, 240);",
-        " / kMmaWarpgroups / 8 * 8, 240) + 8;",
+        " / kMmaWarpgroups / 8 * 8,\n        kMaxRegisters);",
+        " / kMmaWarpgroups / 8 * 8,\n        kMaxRegisters) + 8;",
         r"deadlock: .*wait for registers at setmaxnreg.inc.*168 registers, wants 248",
     ),
     _simulator(

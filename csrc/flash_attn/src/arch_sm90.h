@@ -85,12 +85,14 @@ CUTE_DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
 
 // ---- the warpgroup's share of the register file [setmaxnreg] ----
 
+// To no fewer than the warpgroup has, or the effect is undefined.
 template <int kRegisters>
 CUTE_DEVICE void registers_raise() {
     static_assert(kRegisters % 8 == 0 && kRegisters <= 256);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
+// To no more than it has, likewise.
 template <int kRegisters>
 CUTE_DEVICE void registers_lower() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24);

@@ -37,16 +37,21 @@ struct KernelTraitsSm90 {
     static constexpr int kMmaThreads = 32 * C.warps;
     static constexpr int kThreads = 128 + kMmaThreads;  // warpgroup 0 loads
     static constexpr int kMinCtas = C.min_ctas;
-    // What the register file holds for each thread at launch, in steps of 8, is dealt anew. The sum
-    // over a CTA's warpgroups must not exceed that of the launch, or the raise never returns.
-    static constexpr int kLaunchRegisters = 65536 / (kThreads * kMinCtas) / 8 * 8;
+    // Registers of a thread at launch: ptxas gives it what the launch bounds allow, in steps of 8,
+    // but no more than its largest setmaxnreg. They are dealt anew: the sum over a CTA's warpgroups
+    // must not exceed that of the launch, or the raise never returns.
+    static constexpr int kMaxRegisters = 240;
+    static constexpr int kLaunchRegisters =
+        cute::min(65536 / (kThreads * kMinCtas) / 8 * 8, kMaxRegisters);
     static constexpr bool kFewMma = kMmaWarpgroups == 1 && kMinCtas <= 2;  // which need not all
     static constexpr int kLoadRegisters = C.paged ? (kFewMma && kMinCtas > 1 ? 48 : 56)
                                           : kMmaWarpgroups == 3 ? 32
                                           : kFewMma             ? 40
                                                                 : 24;
     static constexpr int kMmaRegisters = cute::min(
-        (kLaunchRegisters * (1 + kMmaWarpgroups) - kLoadRegisters) / kMmaWarpgroups / 8 * 8, 240);
+        (kLaunchRegisters * (1 + kMmaWarpgroups) - kLoadRegisters) / kMmaWarpgroups / 8 * 8,
+        kMaxRegisters);
+    static_assert(kLoadRegisters <= kLaunchRegisters && kLaunchRegisters <= kMmaRegisters);
 
     // Under a mask the tiles of a dense batch differ in length, and CTAs steal work; otherwise CTA
     // i takes every gridDim.x-th tile. A launch with a plan always steals.

@@ -1,7 +1,7 @@
-// The loop over key blocks on wgmma and TMA. One thread loads; each MMA warpgroup runs S = Q K^T,
-// mask, softmax, O += P V on 64 query rows. S of a block and P V of the block before are issued
-// together; the softmax, which writes P where that product reads it, waits for both, and runs under
-// the products of the other warpgroups.
+// The loop over key blocks on wgmma and TMA. One thread loads, where keys lie in pages a warp or
+// four. Each MMA warpgroup runs S = Q K^T, mask, softmax, O += P V on 64 query rows. S of a block
+// and P V of the block before are issued together; the softmax, which writes P where that product
+// reads it, waits for both, and runs under the products of the other warpgroups.
 #pragma once
 
 #include <arch_sm90.h>
@@ -533,6 +533,10 @@ struct MainloopFwdSm90 {
                 dropout.apply(tOrP, tile.blocks.template block<C.mask>(n));
                 clear(rO);
                 zero_rows_behind_keys(params, tile, n--);
+                // Each warp takes the loop that its own rows need: of a warpgroup some may be in
+                // the first and some in the second, at the same n. PTX asks that all four execute
+                // the same wgmma; relied on is that nvcc makes both loops' the same words,
+                // descriptors' registers included, which test_shipped_kernels.py compares.
                 CUTE_NO_UNROLL
                 while (n >= 0) {
                     // Blocks that need the mask or are likely to need their maximum, which is then

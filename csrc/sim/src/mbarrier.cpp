@@ -42,9 +42,10 @@ void Sm90::activate() {
     mbarriers_.reserve(kMbarriers);
     size_t const threads = block_.lanes_.size();
     warpgroups_.resize(threads / kWarpgroupSize);
-    // Registers per thread: a share of the register file of 65536, in steps of 8.
+    // Registers per thread: a share of the register file of 65536, in steps of 8, of which ptxas
+    // takes no more than the largest setmaxnreg of the kernel: 240 in those that could have more.
     int const sharing = static_cast<int>(threads) * state().settings.min_ctas;
-    int const registers = std::min(65536 / sharing / 8 * 8, 255);
+    int const registers = std::min(65536 / sharing / 8 * 8, 240);
     for (size_t i = 0; i < warpgroups_.size(); ++i) {
         warpgroups_[i].index = static_cast<int>(i);
         warpgroups_[i].registers = warpgroups_[i].wanted = registers;

@@ -7,7 +7,7 @@ static constexpr flash::FwdConfig kConfig = {
     .head_dim = 64,
     .mask = flash::MaskKind::local,
     .tile_m = 64,
-    .tile_n = 128,
+    .tile_n = 112,
     .warps = 4,
     .stages = 2,
     .q_in_regs = 0,
@@ -18,6 +18,6 @@ static constexpr flash::FwdConfig kConfig = {
     .dropout = false,
     .paged = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim64_bf16_local_paged_sm90_64x128_s2_c2";
+static constexpr char kName[] = "flash_fwd_hdim64_bf16_local_paged_sm90_64x112_s2_c2";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
