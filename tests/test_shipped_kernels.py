@@ -111,8 +111,8 @@ def test_registers_are_dealt_anew(main_kernel, stem):
     found = [x for x in kernel.function.instructions if x.opcode.startswith("USETMAXREG")]
     amounts = {x.opcode.split(".")[1]: int(x.operands.split(",")[-1], 16) for x in found}
     assert len(found) == 2 and amounts.keys() == {"DEALLOC", "TRY_ALLOC"}, found
-    # The traits and the simulator count on so many: what fits into an SM, at most 240. They are this
-    # kernel's: the record of a shared object has those of its hungriest.
+    # The traits and the simulator count on so many: what fits into an SM, at most 240. The record
+    # of a shared object would have those of its hungriest kernel.
     at_launch = kernel.registers
     ((threads, min_ctas),) = launch_bounds(config)
     assert at_launch == min(65536 // (threads * min_ctas) // 8 * 8, 240)
