@@ -533,10 +533,9 @@ struct MainloopFwdSm90 {
                 dropout.apply(tOrP, tile.blocks.template block<C.mask>(n));
                 clear(rO);
                 zero_rows_behind_keys(params, tile, n--);
-                // Each warp takes the loop that its own rows need: of a warpgroup some may be in
-                // the first and some in the second, at the same n. PTX asks that all four execute
-                // the same wgmma; relied on is that nvcc makes both loops' the same words,
-                // descriptors' registers included, which test_shipped_kernels.py compares.
+                // Each warp takes the loop that its own rows need. PTX asks that all four of a
+                // warpgroup execute the same wgmma; relied on is that nvcc makes both loops' the
+                // same words, descriptors' registers included (test_shipped_kernels.py).
                 CUTE_NO_UNROLL
                 while (n >= 0) {
                     // Blocks that need the mask or are likely to need their maximum, which is then
