@@ -243,34 +243,38 @@ OF_CTA_PLANS = (
         _CTA_PLAN,
         "int const part = index - first[low];",
         "int const part = cute::max(index - first[low] - 1, 0);",
+        _PAGED_80,
     ),
     _numerics(
         "the last split lost",
         _CTA_PLAN,
         "first[params.b] = place.tiles + parts;",
         "first[params.b] = place.tiles + cute::max(parts - 1, 1);",
-        ASKING,
+        _PAGED_90,
     ),
-    _numerics("own parts that share their rows", _CTA_PLAN, "rows * place.partial,", "0,"),
+    _numerics(
+        "own parts that share their rows", _CTA_PLAN, "rows * place.partial,", "0,", _PAGED_80
+    ),
     _numerics(
         "order of another sequence",
         _CTA_PLAN,
         "sequences[place.rank] = tile;",
         "sequences[i] = tile;",
-        ASKING,
+        _PAGED_90,
     ),
     _numerics(
         "no position listed",
         _CTA_PLAN,
         "any_split ? params.total_q : 0;",
         "0;",
+        _PAGED_80,
     ),
     _numerics(
         "positions of the first sequence alone",
         _CTA_PLAN,
         "i % gridDim.x != blockIdx.x",
         "i != blockIdx.x",
-        ASKING,
+        _PAGED_90,
     ),
     Mutant(
         "planned before the lengths are there",
@@ -279,7 +283,7 @@ OF_CTA_PLANS = (
         "",
         "simulator",
         "griddepcontrol.wait",
-        ASKING,
+        _PAGED_90,
     ),
     Mutant(
         "own plan read before it is complete",
@@ -288,6 +292,7 @@ OF_CTA_PLANS = (
         "        own->make(params, params.num_splits > 1);\n",
         "racecheck",
         "data race",
+        _PAGED_80,
     ),
     Mutant(
         "Q over the own plan",
@@ -296,6 +301,7 @@ OF_CTA_PLANS = (
         "",
         "racecheck",
         "data race",
+        _PAGED_80,
     ),
     _numerics(
         "merged by the last but one",

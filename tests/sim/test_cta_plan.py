@@ -15,9 +15,10 @@ from serving import check, contiguous, garbage, paged, run
 from flashcute import sim
 from flashcute.jit.abi import Splits
 
-CONFIGS = TWO_STAGES, ASKING, DECODING
-PAGED = tuple(dataclasses.replace(config, paged=True) for config in CONFIGS)
-WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CONFIGS[:2])
+OF_DENSE_CALLS = TWO_STAGES, ASKING  # whose kernels have no such code
+PAGED = tuple(dataclasses.replace(c, paged=True) for c in (*OF_DENSE_CALLS, DECODING))
+CONFIGS = (DECODING, *PAGED)
+WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in PAGED[:2])
 MERGING = DECODING, PAGED[2]  # kernels whose CTAs merge
 MOST = {80: 128, 90: 256}  # sequences
 SPLITS = Splits(), Splits(3), Splits(40, 2), Splits(16, 1, 12)
@@ -31,12 +32,21 @@ def each(configs):
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none", "memcheck", "racecheck"])
-    sim.build_kernels([(c, "none") for c in (*CONFIGS, *PAGED, *WINDOWED)])
+    sim.build_kernels([(c, "none") for c in (*OF_DENSE_CALLS, *CONFIGS, *WINDOWED)])
 
 
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory):
     return build_mutants(mutants_serving.OF_CTA_PLANS, tmp_path_factory.mktemp("mutants"))
+
+
+def over_cache(config, lengths, **options):
+    """The problem, over pages of 16 where the kernel is of pages."""
+    return (
+        paged(config, lengths, 16, **options)
+        if config.paged
+        else contiguous(config, lengths, **options)
+    )
 
 
 def lengths_of(b, seed, longest=300):
@@ -70,14 +80,12 @@ def assert_planned_alike(config, problem, splits, planned_by_ctas=True, **option
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
-@each((*CONFIGS, *PAGED))
+@each(CONFIGS)
 def test_same_parts_at_the_same_places(config, splits):
     for seed, (b, queries, packs) in enumerate(((1, 1, True), (2, 5, False), (7, 3, True))):
         lengths = (queries,) * b, lengths_of(b, seed)
-        if config.paged:
-            problem = paged(config, lengths, 16, h=6, seed=seed)
-        else:
-            problem = contiguous(config, lengths, h=6, seed=seed, leftpad=tuple(range(b)))
+        more = {} if config.paged else {"leftpad": tuple(range(b))}
+        problem = over_cache(config, lengths, h=6, seed=seed, **more)
         options = {"pack_heads": packs, "seed": seed, "sinks": SINKS, "launches": 2}
         result = assert_planned_alike(config, problem, splits, **options)
         check(result, config, problem, sinks=SINKS)
@@ -87,14 +95,14 @@ def test_same_parts_at_the_same_places(config, splits):
 @each(CONFIGS)
 def test_as_many_sequences_as_threads(config, more):
     b = MOST[config.arch] + more
-    problem = contiguous(config, ((1,) * b, lengths_of(b, more, 70)), h=2, h_k=1)
+    problem = over_cache(config, ((1,) * b, lengths_of(b, more, 70)), h=2, h_k=1)
     splits = Splits(2) if more < 0 else Splits(16, 1, 200)
     assert_planned_alike(config, problem, splits, more <= 0, pack_heads=True)
 
 
 @each(CONFIGS)
 def test_sequences_of_one_length(config):
-    problem = contiguous(config, ((2,) * 5, (16 * config.tile_n,) * 5))
+    problem = over_cache(config, ((2,) * 5, (16 * config.tile_n,) * 5))
     for splits in SPLITS:
         tensors = dict(problem.tensors)
         result = assert_planned_alike(config, problem, splits, pack_heads=True)
@@ -105,7 +113,7 @@ def test_sequences_of_one_length(config):
 @pytest.mark.parametrize("window", [(40, 10), (0, 0), (300, 300)], ids=str)
 @each(WINDOWED)
 def test_windows(config, window):
-    problem = contiguous(config, ((2,) * 4, (300, 0, 7, 170)), h=1, h_k=1)
+    problem = over_cache(config, ((2,) * 4, (300, 0, 7, 170)), h=1, h_k=1)
     result = assert_planned_alike(config, problem, Splits(5), window_size=window)
     check(result, config, problem, window_size=window)
 
@@ -114,9 +122,16 @@ def test_windows(config, window):
 def test_queries_of_several_tiles_have_a_kernel_that_plans(config):
     most = config.tile_m // 2  # with two heads packed
     for queries, by_ctas in ((most, True), (most + 1, False)):
-        problem = contiguous(config, ((queries,) * 2, (100, 170)))
+        problem = over_cache(config, ((queries,) * 2, (100, 170)))
         result = assert_planned_alike(config, problem, Splits(3), by_ctas, pack_heads=True)
         check(result, config, problem)
+
+
+@each(OF_DENSE_CALLS)
+def test_kernels_of_dense_calls_have_a_kernel_that_plans(config):
+    problem = contiguous(config, ((2,) * 2, (100, 170)))
+    result = assert_planned_alike(config, problem, Splits(3), False, pack_heads=True)
+    check(result, config, problem)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +142,7 @@ def test_the_cta_that_stores_last_merges(config, b, queries, by_ctas):
     """Up to 16 rows of a tile and 128 tiles, in launch after launch, in any order of the CTAs. The
     result is that of the kernel that merges, which a plan with its positions is for."""
     lengths = (queries,) * b, (300, *lengths_of(b - 1, queries, 100))
-    problem = paged(config, lengths, 16) if config.paged else contiguous(config, lengths)
+    problem = over_cache(config, lengths)
     for seed in range(3 if by_ctas else 1):
         tensors = dict(problem.tensors)
         options = {"seed": seed, "launches": 3, "pack_heads": True, "sms": 3}
@@ -137,10 +152,9 @@ def test_the_cta_that_stores_last_merges(config, b, queries, by_ctas):
     check(result, config, problem)
 
 
-@each((*CONFIGS[:2], *PAGED[:2]))
+@each((DECODING, *PAGED[:2]))
 def test_no_values_reach_beyond_the_tensors(config):
-    make = (lambda *x, **o: paged(*x, 16, **o)) if config.paged else contiguous
-    problem = make(config, ((10,) * 3, (40, 70, 130)), h=2)
+    problem = over_cache(config, ((10,) * 3, (40, 70, 130)), h=2)
     del problem.tensors["cu_seqlens_q"]
     names = "seqused_k", "block_table", "cache_batch_idx", "leftpad_k"
     shapes = {name: x.shape for name, x in problem.tensors.items() if name in names}
@@ -154,7 +168,7 @@ def test_no_values_reach_beyond_the_tensors(config):
 
 @each(CONFIGS)
 def test_no_races(config):
-    problem = contiguous(config, ((2,) * 3, (100, 70, 300)), h=2, h_k=1)
+    problem = over_cache(config, ((2,) * 3, (100, 70, 300)), h=2, h_k=1)
     del problem.tensors["cu_seqlens_q"]
     for splits in (Splits(3), Splits(16, 1, 12)):
         result = run(config, problem, splits, checker="racecheck", copy_mode="random", seed=3)
@@ -168,7 +182,7 @@ def test_mutant_is_found(mutant, mutants):
     for seed in range(4):
         b = 3 + 2 * seed
         lengths = (2,) * b, (40, *lengths_of(b - 2, seed), 300)
-        problem = contiguous(config, lengths, h=6, seed=seed)
+        problem = over_cache(config, lengths, h=6, seed=seed)
         del problem.tensors["cu_seqlens_q"]
         more = {"pack_heads": True, "timeout": 120, "seed": seed, "checker": checker(mutant)}
         more["launches"] = 2  # the second finds the counters as the first left them

@@ -25,11 +25,15 @@ struct CtaPlan {
     static constexpr int kFirstThread = C.arch == 90 ? 128 : 0;
     static constexpr int kThreads = 32 * C.warps + kFirstThread;
     static constexpr int kMost = cute::min(256, kThreads);
+    // Compiled into kernels of caches alone: with pages, or in the sm90 class of one consumer and
+    // at most two CTAs an SM. In those of dense calls, too, it made 512 causal tokens 3 to 6 %
+    // slower.
+    static constexpr bool kOfCaches = C.paged || (C.arch == 90 && C.warps == 4 && C.min_ctas <= 2);
     // Tiles of three warpgroups are for more queries. In the sm90 class the plan lies behind all
     // else in shared memory, in the sm80 class where Q comes later.
     static constexpr int kTileBytes = 2 * C.head_dim * (C.tile_m + 2 * C.stages * C.tile_n);
     static constexpr bool kFits =
-        C.tile_m <= 128 && C.min_ctas * (kTileBytes + 16384) <= 228 * 1024;
+        kOfCaches && C.tile_m <= 128 && C.min_ctas * (kTileBytes + 16384) <= 228 * 1024;
     // CTAs of the sm80 class have one tile each, and plan for it alone.
     static constexpr int kMostTiles = C.arch == 90 ? INT32_MAX : 512;
 
