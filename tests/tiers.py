@@ -5,7 +5,7 @@ size changes. So every kernel of bf16 is covered, and of fp16 those of two head 
 a causal mask and one without, in each kernel class. A backward is several kernels, which compile
 for a minute: two head dimensions of bf16 are covered, in the sm80 class dK and dV in one kernel and
 apart, in the sm90 class two main loops, and one of fp16. Of the kernels of
-:data:`flashcute.shipped.CALLS` the tests of their options compile more.
+:data:`flashcute.shipped.CALLS` some are, and tests/sim runs more of those that decode.
 """
 
 from __future__ import annotations
