@@ -290,7 +290,7 @@ def choices_of_backwards(library: ctypes.CDLL) -> list[str]:
         mock.patch.object(ops, "_choose", choose),
     ):
         for short, n, long, arch in (
-            *((512, 4, 512, 90), (128, 9, 128, 90), (100, 9, 100, 80), (64, 8192, 8192, 80)),
+            *((512, 4, 512, 90), (256, 9, 256, 90), (128, 9, 128, 80), (64, 8192, 8192, 80)),
             *((16, 4096, 4096, 80), (1, 600, 65536, 80), (1, 64, 65536, 90)),
         ):
             config = config_of([short] * n + [long], long)

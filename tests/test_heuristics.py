@@ -319,17 +319,17 @@ def test_backward_of_a_ragged_batch(capability):
     for d, window, deterministic in itertools.product((64, 96, 128), (None, (5, 9)), (False, True)):
         plain = dataclasses.replace(PROBLEM, d=d, causal=window is None, window=window)
         for length, other, alibi in (
-            (128, 4096, 0),
-            (112, 4096, 0),
-            (4096, 112, 0),
-            (4096, 128, 1),
+            (256, 4096, 0),
+            (240, 4096, 0),
+            (4096, 240, 0),
+            (4096, 256, 1),
         ):
             problem = dataclasses.replace(
                 plain, seqlen_q=length, seqlen_k=other, varlen=True, alibi=bool(alibi)
             )
             config = heuristics.choose_bwd(problem, capability, deterministic=deterministic)
             of_hopper = capability == (9, 0) and not deterministic and not alibi
-            assert config.arch == (90 if of_hopper and min(length, other) >= 128 else 80)
+            assert config.arch == (90 if of_hopper and min(length, other) >= 256 else 80)
             assert config.varlen and config.alibi == bool(alibi)
             same = dataclasses.replace(problem, varlen=False, alibi=False)
             same = heuristics.choose_bwd(same, capability, deterministic=config.arch == 80)

@@ -5,8 +5,8 @@ size changes. So every kernel of bf16 is covered, and of fp16 those of two head 
 a causal mask and one without, in each kernel class. A backward is several kernels, which compile
 for a minute: two head dimensions of bf16 are covered, in the sm80 class dK and dV in one kernel and
 apart, in the sm90 class two main loops, and one of fp16. Of the kernels of
-:data:`flashcute.shipped.CALLS` the tests of their options compile more. Of the backward
-of ragged batches in the sm90 class, a kernel of each main loop is covered.
+:data:`flashcute.shipped.CALLS` some are, and tests/sim runs more of those that decode. Of the
+backward of ragged batches in the sm90 class, a kernel of each main loop is covered.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def _tests(args: argparse.Namespace, _seconds: float) -> list[str]:
 
 
 def _test_all(args: argparse.Namespace, _seconds: float) -> list[str]:
-    kernels = ("tests/test_shipped_kernels.py", "tests/sim/test_kernels.py")
-    return ["-m", "pytest", "--all", "-q", *kernels, "tests/sim/test_kernels_sm90.py"]
+    in_simulator = (f"tests/sim/test_kernels{of}.py" for of in ("", "_sm90", "_of_calls"))
+    return ["-m", "pytest", "--all", "-q", "tests/test_shipped_kernels.py", *in_simulator]
 
 
 def _bwd(*arguments: str) -> Callable[[argparse.Namespace, float], list[str]]:

@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+import tiers
 import torch
 from backward import (
     SHAPES,
@@ -24,8 +25,8 @@ from mutants_bwd_sm90 import COLUMNS, MUTANTS, ROWS, UNEVEN, WIDE, WIDEST
 from mutants_sm90 import ASKING
 from planted import build_mutants, checker
 
-from flashcute import sim
-from flashcute.config import MASKS
+from flashcute import heuristics, sim
+from flashcute.config import DTYPES, HEAD_DIMS, MASKS
 from flashcute.oracles import embed_in_nan
 from flashcute.reference import visible_keys
 
@@ -46,6 +47,16 @@ def kernels():
 def test_gradients(config, shape):
     problem = make_problem(config, shape, extras=True)
     check(problem, problem.run(config, copy_mode="random"))
+
+
+@pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_in_use(dtype, head_dim):
+    for mask in MASKS:
+        config = heuristics.sm90_bwd_config(dtype, head_dim, mask)
+        problem = make_problem(config, (1, 130, 150, 2, 1), extras=True)
+        check(problem, problem.run(config))
 
 
 @pytest.mark.parametrize("order", ["bshd", "bhsd", "sbhd"])
