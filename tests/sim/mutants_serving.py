@@ -204,8 +204,8 @@ MUTANTS = (
     _numerics(
         "parts that overlap",
         _TILE,
-        "int const first = each * part + more * part / parts;",
-        "int const first = each * (part > 0 ? part - 1 : 0);",
+        "int(int64_t(blocks.count) * part / parts);",
+        "int(int64_t(blocks.count) * (part > 0 ? part - 1 : 0) / parts);",
     ),
     _numerics("parts that share their rows", _PLAN, "begin + part * rows;", "begin;"),
     _numerics(
@@ -250,7 +250,7 @@ OF_CTA_PLANS = (
         _CTA_PLAN,
         "first[params.b] = place.tiles + parts;",
         "first[params.b] = place.tiles + cute::max(parts - 1, 1);",
-        _PAGED_90,
+        DECODING,
     ),
     _numerics(
         "own parts that share their rows", _CTA_PLAN, "rows * place.partial,", "0,", _PAGED_80
@@ -260,7 +260,7 @@ OF_CTA_PLANS = (
         _CTA_PLAN,
         "sequences[place.rank] = tile;",
         "sequences[i] = tile;",
-        _PAGED_90,
+        DECODING,
     ),
     _numerics(
         "no position listed",
@@ -274,7 +274,7 @@ OF_CTA_PLANS = (
         _CTA_PLAN,
         "i % gridDim.x != blockIdx.x",
         "i != blockIdx.x",
-        _PAGED_90,
+        DECODING,
     ),
     Mutant(
         "planned before the lengths are there",
@@ -283,7 +283,7 @@ OF_CTA_PLANS = (
         "",
         "simulator",
         "griddepcontrol.wait",
-        _PAGED_90,
+        DECODING,
     ),
     Mutant(
         "own plan read before it is complete",

@@ -15,11 +15,13 @@ from serving import check, contiguous, garbage, paged, run
 from flashcute import sim
 from flashcute.jit.abi import Splits
 
-OF_DENSE_CALLS = TWO_STAGES, ASKING  # whose kernels have no such code
-PAGED = tuple(dataclasses.replace(c, paged=True) for c in (*OF_DENSE_CALLS, DECODING))
-CONFIGS = (DECODING, *PAGED)
-WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in PAGED[:2])
-MERGING = DECODING, PAGED[2]  # kernels whose CTAs merge
+PAGED_80, PAGED_90, PAGED = (
+    dataclasses.replace(c, paged=True) for c in (TWO_STAGES, ASKING, DECODING)
+)
+CONFIGS = (PAGED_80, DECODING, PAGED)
+WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CONFIGS[:2])
+OTHERS = TWO_STAGES, ASKING, PAGED_90  # whose kernels have no such code
+MERGING = CONFIGS[1:]  # kernels whose CTAs merge
 MOST = {80: 128, 90: 256}  # sequences
 SPLITS = Splits(), Splits(3), Splits(40, 2), Splits(16, 1, 12)
 SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
@@ -32,7 +34,7 @@ def each(configs):
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none", "memcheck", "racecheck"])
-    sim.build_kernels([(c, "none") for c in (*OF_DENSE_CALLS, *CONFIGS, *WINDOWED)])
+    sim.build_kernels([(c, "none") for c in (*OTHERS, *CONFIGS, *WINDOWED)])
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +129,9 @@ def test_queries_of_several_tiles_have_a_kernel_that_plans(config):
         check(result, config, problem)
 
 
-@each(OF_DENSE_CALLS)
-def test_kernels_of_dense_calls_have_a_kernel_that_plans(config):
-    problem = contiguous(config, ((2,) * 2, (100, 170)))
+@each(OTHERS)
+def test_other_kernels_have_a_kernel_that_plans(config):
+    problem = over_cache(config, ((2,) * 2, (100, 170)))
     result = assert_planned_alike(config, problem, Splits(3), False, pack_heads=True)
     check(result, config, problem)
 
@@ -152,7 +154,7 @@ def test_the_cta_that_stores_last_merges(config, b, queries, by_ctas):
     check(result, config, problem)
 
 
-@each((DECODING, *PAGED[:2]))
+@each(CONFIGS)
 def test_no_values_reach_beyond_the_tensors(config):
     problem = over_cache(config, ((10,) * 3, (40, 70, 130)), h=2)
     del problem.tensors["cu_seqlens_q"]

@@ -25,10 +25,9 @@ struct CtaPlan {
     static constexpr int kFirstThread = C.arch == 90 ? 128 : 0;
     static constexpr int kThreads = 32 * C.warps + kFirstThread;
     static constexpr int kMost = cute::min(256, kThreads);
-    // Compiled into kernels of caches alone: with pages, or in the sm90 class of one consumer and
-    // at most two CTAs an SM. In those of dense calls, too, it made 512 causal tokens 3 to 6 %
-    // slower.
-    static constexpr bool kOfCaches = C.paged || (C.arch == 90 && C.warps == 4 && C.min_ctas <= 2);
+    // Compiled into kernels of caches alone: in the sm90 class of one consumer and at most two CTAs
+    // an SM. In those of dense calls, too, it made 512 causal tokens 3 to 6 % slower.
+    static constexpr bool kOfCaches = C.arch == 90 ? C.warps == 4 && C.min_ctas <= 2 : C.paged;
     // Tiles of three warpgroups are for more queries. In the sm90 class the plan lies behind all
     // else in shared memory, in the sm80 class where Q comes later.
     static constexpr int kTileBytes = 2 * C.head_dim * (C.tile_m + 2 * C.stages * C.tile_n);
@@ -208,7 +207,12 @@ CUTE_DEVICE WorkTile plan_tile(Flash_fwd_params const &params, CtaPlan<C> const 
     tile.head_q = packed ? tile.head * params.h_h_k_ratio : tile.head;
     tile.blocks = BlockInfo<C.mask, C.tile_m, C.tile_n>::block_range(params, tile);
     if (tile.is_part()) {
-        take_part(tile, C.tile_n, part / PlanTile::kParts, part % PlanTile::kParts);
+        int const number = part / PlanTile::kParts, parts = part % PlanTile::kParts;
+        take_part(tile, C.tile_n, number, parts);
+        if constexpr (CtaPlan<C>::kFits) {  // only its CTAs merge
+            tile.part = number;
+            tile.parts = parts;
+        }
     }
     return tile;
 }

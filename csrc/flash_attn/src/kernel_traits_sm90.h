@@ -44,10 +44,12 @@ struct KernelTraitsSm90 {
     static constexpr int kLaunchRegisters =
         cute::min(65536 / (kThreads * kMinCtas) / 8 * 8, kMaxRegisters);
     static constexpr bool kFewMma = kMmaWarpgroups == 1 && kMinCtas <= 2;  // which need not all
-    static constexpr int kLoadRegisters = C.paged ? (kFewMma && kMinCtas > 1 ? 48 : 56)
-                                          : kMmaWarpgroups == 3 ? 32
-                                          : kFewMma             ? 40
-                                                                : 24;
+    static constexpr int kLoadRegisters = kFewMma && kMinCtas == 1 ? 96
+                                          : C.paged && kFewMma     ? 72
+                                          : C.paged                ? 56
+                                          : kMmaWarpgroups == 3    ? 32
+                                          : kFewMma                ? 40
+                                                                   : 24;
     static constexpr int kMmaRegisters = cute::min(
         (kLaunchRegisters * (1 + kMmaWarpgroups) - kLoadRegisters) / kMmaWarpgroups / 8 * 8,
         kMaxRegisters);

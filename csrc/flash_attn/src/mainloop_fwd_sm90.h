@@ -201,7 +201,8 @@ struct MainloopFwdSm90 {
             if (params.plan_ptr != nullptr) {
                 queue.tiles = planned_tiles(params, plan());
                 // Nothing is left to steal, and no atomic operation delays the last loads.
-                if (queue.tiles <= static_cast<int>(gridDim.x)) queue.counter = nullptr;
+                bool const steals = queue.tiles > static_cast<int>(gridDim.x);
+                if (CtaPlan<C>::kFits && !steals) queue.counter = nullptr;
                 tile = get_tile(params, queue, plan(), index);
             }
             publish(params, tile);
