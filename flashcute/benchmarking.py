@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import importlib.metadata
 import json
 import math
@@ -394,10 +395,15 @@ def write_json(path: pathlib.Path, payload: Mapping[str, object]) -> None:
         if path.exists() and not path.is_file():  # a pipe, /dev/stdout
             path.write_text(text, encoding="utf-8")
             return
-        with tempfile.TemporaryDirectory(prefix=".", dir=replaced.parent) as folder:
-            new = pathlib.Path(folder) / replaced.name
-            new.write_text(text, encoding="utf-8")
-            new.replace(replaced)
+        try:
+            with tempfile.TemporaryDirectory(prefix=".", dir=replaced.parent) as folder:
+                new = pathlib.Path(folder) / replaced.name
+                new.write_text(text, encoding="utf-8")
+                new.replace(replaced)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            path.write_text(text, encoding="utf-8")  # the file may be written, its folder not
     except OSError as error:
         size = -(-len(text) // 1024)
         raise OSError(error.errno, f"{error.strerror} (it takes {size} KiB)", str(path)) from error

@@ -186,7 +186,8 @@ def flash_attn_func(
 
     Memory of a backward on CUDA, beside the gradients: 2 floats for each row of each query head. In
     the sm90 class also a float32 workspace of b * h * seqlen_q * head_dim elements, with lengths
-    rounded up to 128 and head dimensions to 32, 64 or 128.
+    rounded up to 128 and head dimensions to 32, 64, 96, 128, 192 or 256; ``deterministic=True``
+    takes the sm80 class, which has none.
 
     On the CPU: every argument, in float32 (float64 for float64 inputs), differentiable to any
     order. PyTorch's flash attention computes calls with no more than a scale, a window and sinks;

@@ -374,7 +374,7 @@ def test_the_headline_is_of_all_that_was_measured(tmp_path):
     rows = [made_row(shape, {"flashcute": 100.0, "fa3": t, "fa2": 250.0}) for t in (90.0, 160.0)]
     made = made_result(tmp_path, *rows)
     (header, _, line) = cells_of(update_docs.headline((made, tmp_path / "none", tmp_path / "none")))
-    assert line == ["forward", "64", "1.20 (0.90)", "-", "2.50 (2.50)", "GPU X, 2026-11-21"]
+    assert line == ["forward", "64", "1.20 (0.90)", "-", "2.50 (2.50)", "GPU X, 2026-11-21, 0123"]
     assert header[2:5] == ["over FlashAttention-3", "over cuDNN", "over FlashAttention-2"]
 
 

@@ -41,12 +41,18 @@ def _contenders(rows: Sequence[Mapping], result: Mapping) -> list[str]:
     return [name for name in result["contenders"] if name in ran]
 
 
+def _commit(result: Mapping) -> str:
+    """The commit's first digits, and what follows them where files had changed."""
+    commit, dash, changed = str(result["machine"]["commit"]).partition("-")
+    return f"{commit[:7]}{dash}{changed}"
+
+
 def _measured(result: Mapping) -> str:
     """Text on where and how a result was measured."""
     machine = result["machine"]
     return (
         f"on one {machine['gpu']} (driver {machine['driver']}, torch {machine['torch']}), "
-        f"{str(machine['date'])[:10]}, at commit {str(machine['commit'])[:7]}, in one run, "
+        f"{str(machine['date'])[:10]}, at commit {_commit(result)}, in one run, "
         "cold caches, medians ([protocol](../flashcute/benchmarking.py)). `fa2` and `cudnn` are "
         "PyTorch's"
     )
@@ -214,9 +220,10 @@ def headline(paths: Sequence[Path] = (FORWARD, BACKWARD, DECODE)) -> str:
                 _mean_and_least([(row, table.ratio(row, peer=peer)) for row in measured])
                 for peer in peers
             ]
-            where = f"{result['machine']['gpu']}, {str(result['machine']['date'])[:10]}"
-            lines.append([what, ", ".join(map(str, dims)), *over, where])
-    header = ["bf16", "head dims", *(f"over {name}" for name in peers.values()), "measured on"]
+            where = result["machine"]["gpu"], str(result["machine"]["date"])[:10], _commit(result)
+            lines.append([what, ", ".join(map(str, dims)), *over, ", ".join(where)])
+    over = (f"over {name}" for name in peers.values())
+    header = ["bf16", "head dims", *over, "measured on, at commit"]
     return bm.format_table(header, lines)
 
 

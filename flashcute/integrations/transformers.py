@@ -295,7 +295,7 @@ def _cast_by_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """In autocast's dtype where it is on, as PyTorch's attention does: rotary embedding and a cache
     make float32 of what a layer's projections gave in 16 bits."""
     kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
     return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]

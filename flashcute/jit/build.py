@@ -137,7 +137,7 @@ def find(unit: Unit, compiler: Compiler | None) -> cache.Artefact | None:
     """The unit's entry in the user's cache, if it exists and is intact. Writes nothing.
 
     Without a compiler, as where a cache was filled in another shell or image, it is that of any
-    compiler, by the rule for prebuilt files: an entry of the same sources.
+    compiler, by the rule for prebuilt files: the newest entry of the same sources.
     """
     folder = cache.cache_dir()
     try:
@@ -148,7 +148,8 @@ def find(unit: Unit, compiler: Compiler | None) -> cache.Artefact | None:
         key = unit.key(compiler)
         return cache.find(folder, _stem(unit, key), key=key)
     source_key = unit.source_key()
-    records = sorted(folder.glob(f"{unit.name}-{unit.target}-*.json"))
+    records = folder.glob(f"{unit.name}-{unit.target}-*.json")
+    records = sorted(records, key=lambda record: record.stat().st_mtime, reverse=True)
     found = (cache.find(folder, record.stem, source_key=source_key) for record in records)
     return next(filter(None, found), None)
 

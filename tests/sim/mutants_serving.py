@@ -9,6 +9,7 @@ from mutants_sm90 import ASKING, DECODING
 
 _PAGED_80 = dataclasses.replace(TWO_STAGES, paged=True)
 _PAGED_90 = dataclasses.replace(ASKING, paged=True)
+_WINDOWED = dataclasses.replace(DECODING, mask="local")  # whose CTAs do not merge
 _PLAN = "flash_plan_kernel.h"
 _SEGMENTS = "plan_segments.h"
 _CTA_PLAN = "cta_plan.h"
@@ -204,8 +205,8 @@ MUTANTS = (
     _numerics(
         "parts that overlap",
         _TILE,
-        "int(int64_t(blocks.count) * part / parts);",
-        "int(int64_t(blocks.count) * (part > 0 ? part - 1 : 0) / parts);",
+        "int const first = each * part + more * part / parts;",
+        "int const first = each * (part > 0 ? part - 1 : 0);",
     ),
     _numerics("parts that share their rows", _PLAN, "begin + part * rows;", "begin;"),
     _numerics(
@@ -274,7 +275,7 @@ OF_CTA_PLANS = (
         _CTA_PLAN,
         "i % gridDim.x != blockIdx.x",
         "i != blockIdx.x",
-        DECODING,
+        _WINDOWED,
     ),
     Mutant(
         "planned before the lengths are there",
@@ -283,7 +284,7 @@ OF_CTA_PLANS = (
         "",
         "simulator",
         "griddepcontrol.wait",
-        DECODING,
+        _WINDOWED,
     ),
     Mutant(
         "own plan read before it is complete",

@@ -43,7 +43,7 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, void *stream) {
         queue.group = Scheduler::heads_in_group(params, sms);
     }
     if (Traits::kWorkStealing && tiles > ctas) {
-        LaunchCounters *counters = nullptr;
+        LaunchCounters<false> *counters = nullptr;
         cudaError_t const error = launch_counters(counters, static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) {
             return error;

@@ -47,7 +47,7 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     bool const steals = (Traits::kWorkStealing || params->plan_ptr != nullptr) && tiles > ctas;
     bool const merges = MergeParts<Traits>::suits(*params);
     if (steals || merges) {
-        LaunchCounters *counters = nullptr;
+        LaunchCounters<MergeParts<Traits>::kCan> *counters = nullptr;
         cudaError_t const error = launch_counters(counters, static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) {
             return error;

@@ -29,10 +29,16 @@ inline cudaError_t sm_count(int &count) {
     return error;
 }
 
-// Counters of a launch, all zero before it and after it: of tiles, for work stealing, and of the
-// parts of split tiles that are stored.
+// Counters of a launch, all zero before it and after it: of tiles, for work stealing, and in
+// kernels whose CTAs merge of the parts of split tiles that are stored.
 inline constexpr int kArrivals = 128;
+template <bool kMerges>
 struct LaunchCounters {
+    unsigned tiles;
+    static constexpr unsigned *arrivals = nullptr;
+};
+template <>
+struct LaunchCounters<true> {
     unsigned tiles;
     unsigned arrivals[kArrivals];
 };
@@ -42,12 +48,14 @@ struct LaunchCounters {
 // executables of one capture could, which is not supported.
 inline constexpr int kLaunches = 4096;
 inline constexpr int kStreams = 256;  // of these for streams, the others for captured launches
-__device__ LaunchCounters counters_of_launches[kLaunches];
+template <bool kMerges>
+__device__ LaunchCounters<kMerges> counters_of_launches[kLaunches];
 
 // The counters of a launch on `stream` of the current device; null once all of its kind are in use.
-inline cudaError_t launch_counters(LaunchCounters *&counters, cudaStream_t stream) {
+template <bool kMerges>
+cudaError_t launch_counters(LaunchCounters<kMerges> *&counters, cudaStream_t stream) {
     struct Table {
-        LaunchCounters *counters = nullptr;
+        LaunchCounters<kMerges> *counters = nullptr;
         std::unordered_map<unsigned long long, int> of_stream;
         int captured = kStreams;
     };
@@ -64,10 +72,11 @@ inline cudaError_t launch_counters(LaunchCounters *&counters, cudaStream_t strea
     Table &table = tables[device];
     if (table.counters == nullptr) {
         void *symbol = nullptr;
-        if (error = cudaGetSymbolAddress(&symbol, counters_of_launches); error != cudaSuccess) {
+        error = cudaGetSymbolAddress(&symbol, counters_of_launches<kMerges>);
+        if (error != cudaSuccess) {
             return error;
         }
-        table.counters = static_cast<LaunchCounters *>(symbol);
+        table.counters = static_cast<LaunchCounters<kMerges> *>(symbol);
     }
     counters = nullptr;
     if (capture != cudaStreamCaptureStatusNone) {

@@ -52,8 +52,10 @@ struct WorkTile {
 // are taken off the sequence: masks, and distances of queries and keys, count from its end.
 CUTE_HOST_DEVICE void take_part(WorkTile &tile, int tile_n, int part, int parts) {
     BlockRange &blocks = tile.blocks;
-    int const first = int(int64_t(blocks.count) * part / parts);
-    int const end = int(int64_t(blocks.count) * (part + 1) / parts);
+    // blocks.count * i / parts, without its 64-bit product.
+    int const each = blocks.count / parts, more = blocks.count - each * parts;
+    int const first = each * part + more * part / parts;
+    int const end = each * (part + 1) + more * (part + 1) / parts;
     auto const within = [&](int n) { return (n < first ? first : n > end ? end : n) - first; };
     int const whole = within(blocks.left);
     blocks.unmasked = within(blocks.left + blocks.unmasked) - whole;
