@@ -127,7 +127,7 @@ struct TmaTypes {
 
     static cudaError_t make_maps(Maps &maps, Flash_fwd_params const &params) {
         maps.queue = {static_cast<int>(Scheduler::num_tiles(params)),
-                      Scheduler::heads_in_group(params, sms()), nullptr};
+                      Scheduler::heads_in_group(params, sms()), nullptr, nullptr};
         cudaError_t error = flash::make_tensor_maps<Traits>(maps, params);
         if (error == cudaSuccess && kCausal && maps.queue.tiles > ctas(params)) {
             void *counter = nullptr;
