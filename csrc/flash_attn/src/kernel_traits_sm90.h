@@ -43,7 +43,8 @@ struct KernelTraitsSm90 {
     static constexpr int kMaxRegisters = 240;
     static constexpr int kLaunchRegisters =
         cute::min(65536 / (kThreads * kMinCtas) / 8 * 8, kMaxRegisters);
-    static constexpr bool kFewMma = kMmaWarpgroups == 1 && kMinCtas <= 2;  // which need not all
+    // One consumer in at most two CTAs cannot use all registers that it could get.
+    static constexpr bool kFewMma = kMmaWarpgroups == 1 && kMinCtas <= 2;
     static constexpr int kLoadRegisters = kFewMma && kMinCtas == 1 ? 96
                                           : C.paged && kFewMma     ? 72
                                           : C.paged                ? 56

@@ -16,17 +16,13 @@
 
 namespace flash {
 
-// Whether CTAs merge where they can.
-inline constexpr bool kCtasMerge = true;
-
 template <class Traits>
 struct MergeParts {
     static constexpr FwdConfig C = Traits::kConfig;
     using Merge = Combine<C>;
-    // By one consumer with registers to spare. A window leaves few keys to split, and of tiles with
-    // many rows a kernel of many CTAs merges the parts.
-    static constexpr bool kCan =
-        kCtasMerge && CtaPlan<C>::kFits && Traits::kFewMma && C.mask != MaskKind::local;
+    // A CTA that plans has one consumer, which has registers to spare. A window leaves few keys to
+    // split. Tiles with many rows are left to a kernel of many CTAs.
+    static constexpr bool kCan = CtaPlan<C>::kFits && C.mask != MaskKind::local;
     static constexpr int kMostRows = 16;
 
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
