@@ -31,6 +31,7 @@ PADDING = {
     "no padding": [[1] * 9, [1] * 9],
     "right": [[1] * 4 + [0] * 5, [1] * 9],
     "left": [[0] * 4 + [1] * 5, [1] * 9],
+    "both sides": [[0] * 2 + [1] * 4 + [0] * 3, [0] * 8 + [1]],
     "holes": [[1, 1, 0, 1, 1, 0, 0, 1, 1], [1] * 9],
     "a row of nothing": [[0] * 9, [1] * 9],
 }
@@ -91,10 +92,10 @@ def test_these_need_no_dense_mask(monkeypatch, name, padding, sizes):
         assert found.untyped_storage().nbytes() == 1
 
 
-@pytest.mark.parametrize("padding", ["right", "a row of nothing", "left"])
+@pytest.mark.parametrize("padding", ["right", "a row of nothing", "left", "both sides", "holes"])
 @pytest.mark.parametrize(("name", "sizes"), [("full", (9, 9, 0)), ("causal", (9, 9, 0)),
                                              ("window", (4, 9, 2))])  # fmt: skip
-def test_nothing_is_moved_where_padding_is_behind_the_tokens(monkeypatch, name, padding, sizes):
+def test_nothing_is_moved_where_no_padding_is_between_the_tokens(monkeypatch, name, padding, sizes):
     moved = []
     monkeypatch.setattr(
         integration,
@@ -108,7 +109,7 @@ def test_nothing_is_moved_where_padding_is_behind_the_tokens(monkeypatch, name, 
     )  # fmt: skip
     q, k, v = (torch.randn(2, 2, n, 8) for n in (q_length, kv_length, kv_length))
     integration.attention_forward(torch.nn.Module(), q, k, v, mask)
-    assert bool(moved) == (padding == "left")
+    assert bool(moved) == (padding == "holes" and name != "window")
 
 
 def test_windows_over_holes_and_unknown_functions_are_dense():

@@ -189,9 +189,11 @@ def attention_mask(
         return dense()
     padding = None
     if attention_mask is not None:
-        missing = max(0, kv_offset + kv_length - attention_mask.shape[1])
-        padding = torch.nn.functional.pad(attention_mask.bool(), (0, missing))
-        padding = padding[:, kv_offset : kv_offset + kv_length]
+        padding, end = attention_mask.bool(), kv_offset + kv_length
+        if padding.shape[1] < end:
+            padding = torch.nn.functional.pad(padding, (0, end - padding.shape[1]))
+        if padding.shape[1] != kv_length:
+            padding = padding[:, kv_offset:end]
     found = plan(pattern, q_length, kv_length, int(q_offset) - kv_offset, padding)
     if found is None:
         return dense()

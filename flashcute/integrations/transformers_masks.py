@@ -8,9 +8,9 @@ forward pass into a :class:`Plan`. What is not recognised stays a dense mask.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -51,7 +51,8 @@ def recognise(function: Callable) -> Pattern | None:
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None
     maker = function.__qualname__.partition(".")[0]
-    held = inspect.getclosurevars(function).nonlocals
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    held = dict(zip(function.__code__.co_freevars, cells, strict=True))
     if maker == "and_masks":
         found: Pattern | None = Pattern()
         for part in held["mask_functions"]:
@@ -78,8 +79,8 @@ class Plan:
         keys: How many keys are taken, from the first one on.
         lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of packed tokens; None
             for a dense call.
-        used: seqused_q and seqused_k of sequences that begin their rows and are not moved; None
-            for all queries or keys.
+        used: seqused_q and seqused_k of sequences that are read where they are, among their rows'
+            padding; None for all queries or keys.
         query_rows, key_rows: int64, which of batch * q_length queries and batch * ``keys`` keys are
             packed; None for all. Other queries have output 0.
     """
@@ -106,7 +107,9 @@ def plan(
 ) -> Plan | None:
     """The plan of a mask, or None where the kernels cannot express it.
 
-    Reads the padding mask back from the device: on CUDA the host waits for it.
+    Reads the padding mask, or the numbers of packed sequences, back from the device, once: on CUDA
+    the host waits for them. What follows from them it computes itself, which takes less time than
+    launching kernels that do.
 
     Args:
         pattern: What :func:`recognise` found.
@@ -125,52 +128,89 @@ def plan(
     if pattern.packed is not None:
         if padding is not None or q_length != kv_length or offset:
             return None
-        ends = _ends_of_sequences(pattern.packed)
-        longest = int(ends.diff().max())
+        ends = _ends_of_sequences(pattern.packed.numpy(force=True))
+        longest = int(np.diff(ends).max())
+        ends = _on(pattern.packed.device, ends)
         return Plan(causal, window, keys, (ends, ends, longest, longest))
-    if padding is None or bool(padding[:, :keys].all()):
+    if padding is None:
         return Plan(causal, window, keys)
-    padding = padding[:, :keys]
-    lengths = padding.sum(-1, dtype=torch.int32)
-    places = torch.arange(keys, device=padding.device)
-    if bool((padding == (places < lengths[:, None])).all()):  # padding behind the tokens alone
-        rows = torch.arange(padding.shape[0] + 1, device=padding.device, dtype=torch.int32)
-        used = (lengths - offset).clamp(min=0) if places_count else None
-        ends = rows * q_length, rows * kv_length, q_length, kv_length
-        return Plan(causal, window, kv_length, ends, (used, lengths))
-    if window != _UNLIMITED and not _is_contiguous(padding):
+    kept = padding.numpy(force=True)[:, :keys]  # (batch, keys)
+    if kept.all():
+        return Plan(causal, window, keys)
+    first, tokens = kept.argmax(1), kept.sum(1)  # of each row: (batch,), 0 where there is no token
+    runs = np.count_nonzero(kept[:, 0]) + np.count_nonzero(kept[:, 1:] > kept[:, :-1])
+    if runs == np.count_nonzero(tokens):  # no padding between the tokens of a row
+        queries = (q_length, offset) if places_count else (q_length, None)
+        lengths, used = _in_place(first, tokens, queries, kv_length, padding.device)
+        return Plan(causal, window, kv_length, lengths, used)
+    if window != _UNLIMITED:
         return None
-    batch = padding.shape[0]
-    ends_k, longest_k, key_rows = _packed(padding)
+    device = padding.device
+    ends_k, longest_k, key_rows = _packed(kept, device)
     if not places_count:
         # All queries: whether they are of the same sequence as the keys is not known here.
-        ends_q = torch.arange(batch + 1, device=padding.device, dtype=torch.int32) * q_length
-        ends = ends_q, ends_k, q_length, longest_k
+        ends_q = np.arange(len(kept) + 1, dtype=np.int32) * np.int32(q_length)
+        ends = _on(device, ends_q), ends_k, q_length, longest_k
         return Plan(causal, window, keys, ends, key_rows=key_rows)
-    ends_q, longest_q, query_rows = _packed(padding[:, offset:])
+    ends_q, longest_q, query_rows = _packed(kept[:, offset:], device)
     ends = ends_q, ends_k, longest_q, longest_k
     return Plan(causal, window, keys, ends, query_rows=query_rows, key_rows=key_rows)
 
 
-def _packed(kept: Tensor) -> tuple[Tensor, int, Tensor]:
+def _in_place(
+    first: np.ndarray,
+    tokens: np.ndarray,
+    queries: tuple[int, int | None],
+    kv_length: int,
+    device: torch.device,
+) -> tuple[tuple, tuple]:
+    """``lengths`` and ``used`` of a :class:`Plan` for rows whose tokens are not moved.
+
+    Args:
+        first, tokens: (batch,), each row's first token and how many follow it without padding.
+        queries: q_length, and the position of the first query; None where all are computed.
+        kv_length: Length of the rows of keys.
+        device: Where the kernels read them.
+    """
+    q_length, offset = queries
+    batch = len(first)
+    row = np.arange(batch)
+    # Sequences begin at row 0: padding before the first token is a sequence that has none.
+    begin = int(first.any())
+    # (4, sequences + 1): cu_seqlens_q, cu_seqlens_k, and without the last column seqused_q and
+    # seqused_k. One copy to the device.
+    table = np.zeros((4, begin + batch + 1), np.int32)
+    table[:2, -1] = batch * q_length, batch * kv_length
+    starts_q, starts_k, used_q, used_k = table[:, begin:-1]  # (batch,)
+    starts_q[:] = row * q_length
+    starts_k[:] = row * kv_length + first
+    used_k[:] = tokens
+    if offset is not None:
+        first_q = np.maximum(first - offset, 0)
+        starts_q += first_q
+        used_q[:] = np.maximum(first + tokens - offset, 0) - first_q
+    ends_q, ends_k, used_q, used_k = _on(device, table).unbind()
+    used = None if offset is None else used_q[:-1], used_k[:-1]
+    return (ends_q, ends_k, q_length, kv_length), used
+
+
+def _on(device: torch.device, array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def _packed(kept: np.ndarray, device: torch.device) -> tuple[Tensor, int, Tensor]:
     """cu_seqlens, the longest sequence and the rows that are kept."""
-    lengths = kept.sum(-1, dtype=torch.int32)
-    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return ends, int(lengths.max()), kept.flatten().nonzero().squeeze(-1)
+    tokens = kept.sum(1, dtype=np.int32)  # (batch,)
+    ends = np.zeros(len(tokens) + 1, np.int32)
+    tokens.cumsum(out=ends[1:])
+    return _on(device, ends), int(tokens.max()), _on(device, np.flatnonzero(kept))
 
 
-def _is_contiguous(kept: Tensor) -> bool:
-    """Whether padding is only before and after the tokens of each row."""
-    starts = kept[:, 0].int() + (kept[:, 1:] & ~kept[:, :-1]).sum(-1)
-    return bool((starts <= 1).all())
-
-
-def _ends_of_sequences(packed: Tensor) -> Tensor:
+def _ends_of_sequences(packed: np.ndarray) -> np.ndarray:
     """cu_seqlens of rows of several sequences, one row after the other."""
-    starts = torch.ones_like(packed, dtype=torch.bool)
+    starts = np.ones(packed.shape, bool)
     starts[:, 1:] = packed[:, 1:] != packed[:, :-1]
-    places = starts.flatten().nonzero().squeeze(-1)
-    return torch.nn.functional.pad(places, (0, 1), value=packed.numel()).int()
+    return np.append(np.flatnonzero(starts), packed.size).astype(np.int32)
 
 
 class KernelMask(Tensor):
