@@ -36,6 +36,8 @@ from .cpu_varlen import Options, Tensors, attend_or_trace
 from .features import VECTOR
 from .flash_attn_kvcache import options_of
 
+_NAMES = Names("flash_attn_varlen_func")
+
 
 def _launch(names: Names, tensors: Tensors, options: Options, num_splits: int, deterministic: bool):
     """out and log-sum-exp of CUDA tensors, by the kernels."""
@@ -245,9 +247,8 @@ def flash_attn_varlen_func(
             are out of order or range. A compiled function raises it when it runs.
         NotImplementedError: for what is not supported on the tensors' device yet.
     """
-    fn = "flash_attn_varlen_func"
     return _attend(
-        Names(fn),
+        _NAMES,
         q,
         k,
         v,
