@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from flashcute.integrations import transformers as integration
@@ -112,6 +113,98 @@ def test_nothing_is_moved_where_no_padding_is_between_the_tokens(monkeypatch, na
     assert bool(moved) == (padding == "holes" and name != "window")
 
 
+@pytest.mark.parametrize("sizes", [(9, 9, 0), (4, 9, 2)])
+@pytest.mark.parametrize("padding", ["right", "left", "both sides", "holes", "a row of nothing"])
+@pytest.mark.parametrize("name", ["causal", "full", "both sides"])
+def test_gradients_of_padded_rows(name, padding, sizes):
+    q_length, kv_length, offset = sizes
+    if name == "both sides" and q_length < kv_length:
+        offset = kv_length - q_length
+    kept = torch.tensor(PADDING[padding]).bool()
+    arguments = {
+        "batch_size": 2, "q_length": q_length, "kv_length": kv_length, "q_offset": offset,
+        "mask_function": FUNCTIONS[name], "attention_mask": kept, "allow_is_causal_skip": False,
+    }  # fmt: skip
+    mask, dense = integration.attention_mask(**arguments), masking_utils.sdpa_mask(**arguments)
+    rows = dense.any(-1)[:, 0]  # others hold anything, as do queries that are padding
+    if name != "full":
+        rows &= kept[:, offset : offset + q_length]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 2, n, 8, generator=generator, requires_grad=True)
+        for n in (q_length, kv_length, kv_length)
+    )
+    gradient = torch.randn(2, q_length, 2, 8, generator=generator) * rows[:, :, None, None]
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, v, mask)
+    bias = torch.where(dense, 0.0, -torch.inf)
+    expected = attention_ref(*(x.transpose(1, 2) for x in (q, k, v)), attn_bias=bias).out
+    found, right = (
+        torch.autograd.grad(x, (q, k, v), gradient, materialize_grads=True) for x in (out, expected)
+    )
+    for x, y in zip(found, right, strict=True):
+        torch.testing.assert_close(x, y.nan_to_num(), rtol=1e-5, atol=1e-5)
+
+
+class Dispatched(TorchDispatchMode):
+    """The names of torch's operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("sizes", [(9, 9, 0), (1, 9, 8)])
+@pytest.mark.parametrize("padding", ["right", "left", "both sides", "holes"])
+@pytest.mark.parametrize("name", ["causal", "full"])
+def test_a_padding_mask_is_read_once_and_no_kernel_looks_at_it(monkeypatch, name, padding, sizes):
+    reads, numpy = [], torch.Tensor.numpy
+    monkeypatch.setattr(
+        torch.Tensor, "numpy", lambda x, **options: reads.append(x) or numpy(x, **options)
+    )
+    q_length, kv_length, offset = sizes
+    kept = torch.tensor(PADDING[padding]).bool()
+    with Dispatched() as ran:
+        mask = integration.attention_mask(
+            2, q_length, kv_length, offset, mask_function=FUNCTIONS[name], attention_mask=kept
+        )
+    assert type(mask) is KernelMask and len(reads) == 1
+    # Views, and the one byte of the mask that is returned.
+    views = {"detach", "expand", "alias", "unbind", "slice", "lift_fresh"}
+    assert set(ran.names) <= views | {"empty"} and len(ran.names) <= 10
+
+
+def test_numbers_of_packed_sequences_are_read_once():
+    packed = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 2, 2, 2]])
+    of_sequences = masking_utils.packed_sequence_mask_function(packed)
+    function = masking_utils.and_masks(CAUSAL, of_sequences)
+    with Dispatched() as ran:
+        mask = integration.attention_mask(2, 5, 5, mask_function=function)
+    assert set(ran.names) <= {"detach", "empty", "expand", "alias", "lift_fresh"}
+    ends_q, ends_k, *longest = mask.plan.lengths
+    assert ends_q.tolist() == ends_k.tolist() == [0, 3, 5, 6, 7, 10] and longest == [3, 3]
+    assert ends_q.dtype == torch.int32
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_a_layer_neither_asks_the_mask_nor_runs_more_than_views(monkeypatch, padding):
+    mask = kernel_mask(padding)
+
+    def asked(function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} of the mask")
+
+    monkeypatch.setattr(KernelMask, "__torch_function__", asked)
+    monkeypatch.setattr(integration, "flash_attn_varlen_func", lambda q, *args, **options: q)
+    q = torch.randn(2, 9, 2, 8).transpose(1, 2)
+    with Dispatched() as ran:
+        out, _ = integration.attention_forward(torch.nn.Module(), q, q, q, mask)
+    assert torch.equal(out, q.transpose(1, 2))
+    assert sorted(ran.names) == ["transpose"] * 3 + ["view"] * 4
+
+
 def test_windows_over_holes_and_unknown_functions_are_dense():
     holes = torch.tensor(PADDING["holes"]).bool()
     function = FUNCTIONS["window"]
@@ -141,8 +234,8 @@ def test_patterns_are_read_from_transformers_functions():
     assert recognise(twice) is None
 
 
-def kernel_mask():
-    mask = torch.tensor(PADDING["right"]).bool()
+def kernel_mask(padding="right"):
+    mask = torch.tensor(PADDING[padding]).bool()
     return integration.attention_mask(2, 9, 9, attention_mask=mask)
 
 

@@ -10,11 +10,11 @@ mask function of that name transformers drops the mask silently, and padding is 
 
 The mask function returns None, a mask that the kernels can express, or a dense one. The kernels
 express full and causal attention, also of a chunk of new tokens after a cache; sliding windows;
-padding, which is not read where it follows a row's tokens, and else taken out before the call and
-put back after it; packed sequences; and a static cache whose end is still empty, but for single
-tokens. Anything else (chunked attention, prefixes, a bias) and all masks that compiled models make
-are dense, which the CPU reference applies exactly. On CUDA they are refused by name, or go to
-PyTorch, as :func:`register` was told.
+padding, which is not read where it is before or behind a row's tokens, and where it is between them
+is taken out before the call and put back after it; packed sequences; and a static cache whose end
+is still empty, but for single tokens. Anything else (chunked attention, prefixes, a bias) and all
+masks that compiled models make are dense, which the CPU reference applies exactly. On CUDA they are
+refused by name, or go to PyTorch, as :func:`register` was told.
 """
 
 from __future__ import annotations
@@ -259,9 +259,10 @@ def attention_forward(
     _refuse(kwargs)
     query, key, value = _cast_by_autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    dropout_p = check_dropout("cute_attn", dropout)
-    options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout_p}
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if type(dropout) is not float or dropout != 0.0:  # the quick way through
+        dropout = check_dropout("cute_attn", dropout)
+    options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout}
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     v_head_dim = v.shape[-1]
     if v_head_dim < q.shape[-1]:  # multi-head latent attention; zero columns change nothing else
         v = torch.nn.functional.pad(v, (0, q.shape[-1] - v_head_dim))
@@ -271,7 +272,7 @@ def attention_forward(
     if isinstance(attention_mask, KernelMask) and (
         position_bias is not None
         or (packs and attention_mask.plan.has_padding)
-        or attention_mask.shape[2:] != (q.shape[1], k.shape[1])  # made for other queries or keys
+        or attention_mask.sizes != (q.shape[1], k.shape[1])  # made for other queries or keys
     ):
         attention_mask = attention_mask.dense()
     found = _asked(module, k.shape[1], attention_mask, sliding_window, is_causal)
@@ -279,7 +280,8 @@ def attention_forward(
         found = _packed(found, lengths, q.shape[0], k.shape[1])
     if position_bias is None and (attention_mask is None or isinstance(attention_mask, KernelMask)):
         options["deterministic"] = bool(deterministic)
-        return _by_kernels(q, k, v, found, s_aux, options)[..., :v_head_dim], None
+        out = _by_kernels(q, k, v, found, s_aux, options)
+        return out if out.shape[-1] == v_head_dim else out[..., :v_head_dim], None
 
     if query.device.type != "cpu":
         beyond = {"attention_mask": attention_mask, "position_bias": position_bias}
@@ -340,16 +342,18 @@ def _by_kernels(q, k, v, found: Plan, sinks, options: dict) -> torch.Tensor:
     if found.lengths is None:
         return flash_attn_func(q, k, v, **options)
     batch, q_length = q.shape[:2]
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     if found.query_rows is not None:
         q = index_first_axis(q, found.query_rows)
     if found.key_rows is not None:
         k, v = (index_first_axis(x, found.key_rows) for x in (k, v))
-    used = dict(zip(("seqused_q", "seqused_k"), found.used, strict=True))
-    out = flash_attn_varlen_func(q, k, v, *found.lengths, **used, **options)
+    used_q, used_k = found.used
+    out = flash_attn_varlen_func(
+        q, k, v, *found.lengths, seqused_q=used_q, seqused_k=used_k, **options
+    )
     if found.query_rows is not None:
         out = index_put_first_axis(out, found.query_rows, batch * q_length)
-    return out.unflatten(0, (batch, q_length))
+    return out.view(batch, q_length, *out.shape[1:])
 
 
 class _Fallback:

@@ -108,8 +108,7 @@ def plan(
     """The plan of a mask, or None where the kernels cannot express it.
 
     Reads the padding mask, or the numbers of packed sequences, back from the device, once: on CUDA
-    the host waits for them. What follows from them it computes itself, which takes less time than
-    launching kernels that do.
+    the host waits for them. It computes itself what follows from them, and launches no kernel.
 
     Args:
         pattern: What :func:`recognise` found.
@@ -137,10 +136,12 @@ def plan(
     kept = padding.numpy(force=True)[:, :keys]  # (batch, keys)
     if kept.all():
         return Plan(causal, window, keys)
-    first, tokens = kept.argmax(1), kept.sum(1)  # of each row: (batch,), 0 where there is no token
-    runs = np.count_nonzero(kept[:, 0]) + np.count_nonzero(kept[:, 1:] > kept[:, :-1])
-    if runs == np.count_nonzero(tokens):  # no padding between the tokens of a row
-        queries = (q_length, offset) if places_count else (q_length, None)
+    tokens = kept.sum(1)  # (batch,)
+    rises = kept[:, 1:] > kept[:, :-1]  # (batch, keys - 1), where padding ends
+    first = kept.argmax(1) if rises.any() else None  # (batch,), 0 where there is no token
+    runs = 0 if first is None else np.count_nonzero(rises) + np.count_nonzero(kept[:, 0])
+    if first is None or runs == np.count_nonzero(tokens):  # no padding between a row's tokens
+        queries = q_length, offset if places_count else None
         lengths, used = _in_place(first, tokens, queries, kv_length, padding.device)
         return Plan(causal, window, kv_length, lengths, used)
     if window != _UNLIMITED:
@@ -158,7 +159,7 @@ def plan(
 
 
 def _in_place(
-    first: np.ndarray,
+    first: np.ndarray | None,
     tokens: np.ndarray,
     queries: tuple[int, int | None],
     kv_length: int,
@@ -167,28 +168,28 @@ def _in_place(
     """``lengths`` and ``used`` of a :class:`Plan` for rows whose tokens are not moved.
 
     Args:
-        first, tokens: (batch,), each row's first token and how many follow it without padding.
+        first: (batch,), the first token of each row; None where rows begin with them.
+        tokens: (batch,), how many there are, without padding between them.
         queries: q_length, and the position of the first query; None where all are computed.
         kv_length: Length of the rows of keys.
         device: Where the kernels read them.
     """
     q_length, offset = queries
-    batch = len(first)
-    row = np.arange(batch)
+    batch = len(tokens)
     # Sequences begin at row 0: padding before the first token is a sequence that has none.
-    begin = int(first.any())
+    lead = int(first is not None)
+    first = 0 if first is None else first
     # (4, sequences + 1): cu_seqlens_q, cu_seqlens_k, and without the last column seqused_q and
     # seqused_k. One copy to the device.
-    table = np.zeros((4, begin + batch + 1), np.int32)
-    table[:2, -1] = batch * q_length, batch * kv_length
-    starts_q, starts_k, used_q, used_k = table[:, begin:-1]  # (batch,)
-    starts_q[:] = row * q_length
-    starts_k[:] = row * kv_length + first
-    used_k[:] = tokens
+    table = np.zeros((4, lead + batch + 1), np.int32)
+    row = np.arange(batch + 1)
+    table[0, lead:], table[1, lead:] = row * q_length, row * kv_length
+    table[1, lead:-1] += first
+    table[3, lead:-1] = tokens
     if offset is not None:
         first_q = np.maximum(first - offset, 0)
-        starts_q += first_q
-        used_q[:] = np.maximum(first + tokens - offset, 0) - first_q
+        table[0, lead:-1] += first_q
+        table[2, lead:-1] = np.maximum(first + tokens - offset, 0) - first_q
     ends_q, ends_k, used_q, used_k = _on(device, table).unbind()
     used = None if offset is None else used_q[:-1], used_k[:-1]
     return (ends_q, ends_k, q_length, kv_length), used
@@ -222,16 +223,18 @@ class KernelMask(Tensor):
 
     Attributes:
         plan: What the kernels do.
+        sizes: q_length and kv_length; asking a tensor of a class of its own for its shape is slow.
         dense: Makes the bool mask, True where attended.
     """
 
     plan: Plan
+    sizes: tuple[int, int]
     dense: Callable[[], Tensor]
 
     @classmethod
     def make(cls, shape: tuple[int, ...], device, plan: Plan, dense: Callable[[], Tensor]):
         mask = torch.empty((1,), dtype=torch.bool, device=device).expand(shape).as_subclass(cls)
-        mask.plan, mask.dense = plan, dense
+        mask.plan, mask.dense, mask.sizes = plan, dense, tuple(shape[2:])
         return mask
 
     def _on(self, device: torch.device) -> KernelMask:

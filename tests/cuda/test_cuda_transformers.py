@@ -49,22 +49,30 @@ def _model(family: str, implementation: str, dtype=torch.bfloat16):
     return model.to("cuda", dtype).eval()
 
 
-def _batch():
+def _batch(padding: str = "right"):
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, 64, (3, 100), generator=generator).cuda()
     mask = torch.ones_like(ids)
     mask[0, 60:] = 0
     mask[2, 7:] = 0
+    if padding == "left":
+        mask = mask.flip(1)
+    elif padding == "both sides":
+        mask[:, :5] = 0
     return ids, mask
+
+
+padded = pytest.mark.parametrize("padding", ["right", "left", "both sides"])
 
 
 def _error(out, exact, rows) -> float:
     return float((out[rows].double() - exact[rows]).abs().max())
 
 
+@padded
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padded_batches_run_on_the_kernels(family) -> None:
-    ids, mask = _batch()
+def test_padded_batches_run_on_the_kernels(family, padding) -> None:
+    ids, mask = _batch(padding)
     rows = mask.bool()
     with torch.no_grad():
         outs = [
@@ -107,9 +115,10 @@ def test_training_without_padding_has_the_gradients_of_eager_attention(family) -
             assert (grad.float() - other).norm() <= 0.05 * other.norm() + 1e-6, name
 
 
+@padded
 @pytest.mark.parametrize("family", ["Llama", "GptOss"])
-def test_training_with_padding_has_the_gradients_of_eager_attention(family) -> None:
-    ids, mask = _batch()
+def test_training_with_padding_has_the_gradients_of_eager_attention(family, padding) -> None:
+    ids, mask = _batch(padding)
     grads = []
     for implementation in (NAME, "eager"):
         model = _model(family, implementation).train()
