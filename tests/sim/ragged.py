@@ -15,6 +15,15 @@ def starts(lengths):
     return torch.tensor([*itertools.accumulate(lengths, initial=0)], dtype=torch.int32)
 
 
+# Rows of 90 queries and 130 keys with 25, 0, 80 and 90 places of padding before their tokens, which
+# are not moved: lengths, and of these the rows that are used. Before the first token is a sequence
+# that has none, and from one row's first token to that of the next may be more than a row.
+PADDED = (
+    ((25, 65, 170, 100, 0), (25, 105, 210, 140, 40)),
+    ((0, 65, 90, 10, 0), (0, 105, 130, 50, 40)),
+)
+
+
 def make_qkv(config, batch, h=4, h_k=2, more=5, seed=0):
     """Tokens of all sequences, and ``more`` behind them that are NaN."""
     generator = torch.Generator().manual_seed(seed)

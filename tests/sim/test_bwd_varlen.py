@@ -26,6 +26,7 @@ from backward_options import (
     run_dense,
 )
 from planted import build_mutants
+from ragged import PADDED
 
 from flashcute import sim
 from flashcute.heuristics import bwd_config, bwd_with_options
@@ -81,6 +82,13 @@ def test_rows_before_the_first_sequence(n, m):
     for batch in (SOME, ((), ())):
         problem = Behind(make_ragged(config, batch), n, m)
         problem.check(problem.run(config))
+
+
+@each_causal
+def test_padding_around_the_tokens(config):
+    batch, used = PADDED
+    problem = make_ragged(config, batch, used=used)
+    problem.check(problem.run(config, max_seqlen_q=90))
 
 
 @each_causal

@@ -22,6 +22,7 @@ from backward_options import (
 )
 from mutants_bwd_sm90 import COLUMNS, ROWS
 from planted import build_mutants
+from ragged import PADDED
 from test_bwd_sm90 import instructions, visits
 
 from flashcute import sim
@@ -93,6 +94,13 @@ def test_rows_before_the_first_sequence(n, m):
     for batch in (SOME, ((), ())):
         problem = Behind(make_ragged(PAIR[0], batch), n, m)
         problem.check(problem.run(PAIR[0]))
+
+
+@each_causal
+def test_padding_around_the_tokens(config):
+    batch, used = PADDED
+    problem = make_ragged(config, batch, used=used)
+    problem.check(problem.run(config, max_seqlen_q=90))
 
 
 @each_causal

@@ -11,7 +11,7 @@ from mutants import ONE_STAGE, TWO_STAGES
 from mutants_sm90 import ASKING, STRIDING
 from planted import build_mutants
 from problems import outweigh
-from ragged import check, equal, make_qkv, run, starts
+from ragged import PADDED, check, equal, make_qkv, run, starts
 
 from flashcute import sim
 
@@ -94,6 +94,18 @@ def test_rows_that_are_not_used(config):
     seqused = [torch.tensor(counts, dtype=torch.int32) for counts in used]
     result = run(config, qkv, SOME, max_seqlen_q=129, seqused_q=seqused[0], seqused_k=seqused[1])
     check(result, config, qkv, SOME, used)
+
+
+@each_checked
+def test_padding_around_the_tokens(config):
+    batch, used = PADDED
+    qkv = make_qkv(config, batch, more=0)
+    for x, lengths, counts in zip(qkv, (*batch, batch[1]), (*used, used[1]), strict=True):
+        for (begin, end), n in zip(itertools.pairwise(starts(lengths)), counts, strict=True):
+            x[begin + n : end] = torch.nan
+    seqused = [torch.tensor(counts, dtype=torch.int32) for counts in used]
+    options = {"max_seqlen_q": 90, "seqused_q": seqused[0], "seqused_k": seqused[1]}
+    check(run(config, qkv, batch, **options), config, qkv, batch, used)
 
 
 @each_checked
