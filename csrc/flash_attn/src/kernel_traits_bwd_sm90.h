@@ -18,7 +18,7 @@ using namespace cute;
 template <BwdConfig C>
 struct KernelTraitsBwdSm90 {
     static_assert(C.arch == 90 && !C.softcap && !C.alibi && !C.dropout);
-    // A warpgroup's registers do not hold dK and dV of 64 keys: mainloop_bwd_wide_sm90.h.
+    // A warpgroup's registers hold dK or dV of 64 keys, not both: mainloop_bwd_wide_sm90.h.
     static constexpr bool kWide = C.head_dim > 128;
     static_assert(C.dkv.rows == (kWide ? 64 : 128) && C.dkv.warps == 8);
     static_assert(C.dkv.step == 64 || (C.dkv.step == 128 && !kWide));
@@ -45,25 +45,23 @@ struct KernelTraitsBwdSm90 {
     // Under a mask, and in a ragged batch, tiles differ in length, and CTAs steal work.
     static constexpr bool kWorkStealing = C.mask != MaskKind::none || C.varlen;
 
-    // A warpgroup computes so many columns of dK and dV, and of S^T so many queries.
-    static constexpr int kOwnColumns = kWide ? kHeadDim / 2 : kHeadDim;
-    static constexpr int kOwnQueries = kWide ? kTileM / 2 : kTileM;
-
-    // Pages of 64 columns (128 bytes) where that makes whole ones, else of 32, as in the forward.
-    static constexpr int kSmemRow = kOwnColumns % 64 == 0 ? 64 : 32;
+    // Pages of 64 columns (128 bytes) where that makes whole ones, else of 32, as in the forward;
+    // above d = 128 of half of the columns, which a warpgroup computes of dQ.
+    static constexpr int kSmemRow = (kWide ? kHeadDim / 2 : kHeadDim) % 64 == 0 ? 64 : 32;
     static constexpr int kPages = kHeadDim / kSmemRow;
 
-    // S^T = K Q^T and dP^T = V dO^T: a warpgroup computes its 64 keys, and its accumulators are A
-    // operands of dV += P^T dO and dK += dS^T Q. Or of 64 keys half of the queries, and P^T and
-    // dS^T are A operands in shared memory.
+    // S^T = K Q^T and dP^T = V dO^T of 64 keys: the accumulators of a warpgroup are A operands of
+    // its dV += P^T dO and dK += dS^T Q.
     using WarpgroupLayout =
-        std::conditional_t<kWide, Layout<Shape<_1, _2, _1>>, Layout<Shape<_2, _1, _1>>>;
-    using TiledMmaS = TiledMMA<MMA_Atom<sm90::MmaSS<Element, kOwnQueries, sm90::GMMA::Major::K>>,
+        std::conditional_t<kWide, Layout<Shape<_1, _1, _1>>, Layout<Shape<_2, _1, _1>>>;
+    using TiledMmaS = TiledMMA<MMA_Atom<sm90::MmaSS<Element, kTileM, sm90::GMMA::Major::K>>,
                                WarpgroupLayout>;
-    using AtomDkv = std::conditional_t<
-        kWide, sm90::MmaSS<Element, kOwnColumns, sm90::GMMA::Major::MN, sm90::GMMA::Major::MN>,
-        sm90::MmaRS<Element, kOwnColumns, sm90::GMMA::Major::MN>>;
-    using TiledMmaDkv = TiledMMA<MMA_Atom<AtomDkv>, WarpgroupLayout>;
+    using TiledMmaDkv = TiledMMA<MMA_Atom<sm90::MmaRS<Element, kHeadDim, sm90::GMMA::Major::MN>>,
+                                 WarpgroupLayout>;
+    // The first thread of a warpgroup in these two.
+    CUTE_HOST_DEVICE static constexpr int first_thread(int warpgroup) {
+        return kWide ? 0 : warpgroup * 128;
+    }
     // dQ = dS K, a sum over all keys of the CTA: each warpgroup computes 64 queries or, where a
     // step has no more, half of the columns, in whole pages of K: at d = 96 two of three, and for
     // the other warpgroup the third and a page of zeros behind the tensor.
@@ -71,9 +69,12 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kDqColumns =
         kDqByRows ? kHeadDim : ceil_div(kHeadDim / 2, kSmemRow) * kSmemRow;
     static constexpr int kColumnsK = kDqByRows ? kHeadDim : 2 * kDqColumns;  // in shared memory
+    // In two parts where registers do not hold the whole beside dK or dV and the next scores.
+    static constexpr int kDqParts = kHeadDim > 192 ? 2 : 1;
+    static constexpr int kPartColumns = kDqColumns / kDqParts;
     using TiledMmaDq = TiledMMA<
-        MMA_Atom<sm90::MmaSS<Element, kDqColumns, sm90::GMMA::Major::MN>>,
-        std::conditional_t<kDqByRows, Layout<Shape<_2, _1, _1>>, Layout<Shape<_1, _2, _1>>>>;
+        MMA_Atom<sm90::MmaSS<Element, kPartColumns, sm90::GMMA::Major::MN>>,
+        std::conditional_t<kDqByRows, Layout<Shape<_2, _1, _1>>, Layout<Shape<_1, _1, _1>>>>;
 
     // A warpgroup's columns of dQ that are not zeros behind the tensor.
     CUTE_HOST_DEVICE static constexpr int dq_columns(int warpgroup) {
@@ -92,9 +93,8 @@ struct KernelTraitsBwdSm90 {
 
     // Each warp adds its dQ to the sums by a bulk reduction from shared memory, as the threads' own
     // reductions would still be under way at the fence of the next dS, which waits for them. Not at
-    // d = 64: there that is 1 to 5 % slower on an H200. Nor above 128, where shared memory is
-    // the limit and has no room for it at d = 256.
-    static constexpr bool kBulkDq = kHeadDim > 64 && !kWide;
+    // d = 64: there that is 1 to 5 % slower on an H200. Nor at 256, where shared memory has no room.
+    static constexpr bool kBulkDq = kHeadDim > 64 && kHeadDim < 256;
 
     using SmemAtom = std::conditional_t<kSmemRow == 64, sm90::GMMA::Layout_K_SW128_Atom<Element>,
                                         sm90::GMMA::Layout_K_SW64_Atom<Element>>;
@@ -110,10 +110,6 @@ struct KernelTraitsBwdSm90 {
     // dS, A operand of dQ: pages of 64 keys.
     using SmemLayoutDs = decltype(tile_to_shape(sm90::GMMA::Layout_K_SW128_Atom<Element>{},
                                                 Shape<Int<kTileM>, Int<kTileN>>{}));
-    // The same bytes seen as A operand of dK, (keys, M), and likewise P, of dV.
-    using SmemLayoutDst =
-        decltype(tile_to_shape(sm90::GMMA::Layout_MN_SW128_Atom<Element>{},
-                               Shape<Int<kTileN>, Int<kTileM>>{}, Step<_2, _1>{}));
 
     // Row and column, within a tile, of element (i, j) of an accumulator's (rows, columns) view.
     CUTE_HOST_DEVICE static constexpr int acc_row(int thread, int i) {
@@ -127,17 +123,14 @@ struct KernelTraitsBwdSm90 {
     CUTE_HOST_DEVICE static constexpr int key_of(int thread, int i) {
         return acc_row(kWide ? thread % 128 : thread, i);
     }
-    CUTE_HOST_DEVICE static constexpr int first_query(int warpgroup) {
-        return kWide ? warpgroup * kOwnQueries : 0;
-    }
     CUTE_HOST_DEVICE static constexpr int query_of(int thread, int j) {
-        return first_query(thread / 128) + acc_col(thread, j);
+        return acc_col(thread, j);
     }
 
     static constexpr int kTileSlots = 2;
-    // A buffer of dS, or of P, is written again two steps later, without a barrier of its own: a
-    // warpgroup arrives at ds_full of step i + 1 when its dQ of step i is complete, and none writes
-    // step i + 2 before it has waited for that of i + 1.
+    // A buffer of dS is written again two steps later, without a barrier of its own: a warpgroup
+    // arrives at ds_full of step i + 1 when its dQ of step i is complete, and none writes step
+    // i + 2 before it has waited for that of i + 1. Above d = 128 the same is true of p_full.
     static constexpr int kDsStages = 2;
 
     // A buffer is full when its bytes have landed, and empty when all its readers have arrived.
@@ -147,10 +140,9 @@ struct KernelTraitsBwdSm90 {
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> q[kStages];
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> dout[kStages];
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutDs>> ds[kDsStages];
-        // Stages behind one another. No bytes where it is empty, here and below.
-        alignas(1024)
-            [[no_unique_address]] cute::array<Element,
-                                              kWide ? kDsStages * cosize_v<SmemLayoutDs> : 0> p;
+        // P^T, in the order of a warpgroup's accumulators. No bytes where it is empty, here and
+        // below.
+        alignas(128) [[no_unique_address]] cute::array<float, kWide ? kTileM * kTileN : 0> p;
         // Of each warp, in the order of its accumulators.
         alignas(128) [[no_unique_address]] cute::array<float, kBulkDq ? kTileM * kHeadDim : 0> dq;
         alignas(128) float2 stats[kStages][kTileM];  // of Q's rows: LSE * log2(e) and D
@@ -160,7 +152,7 @@ struct KernelTraitsBwdSm90 {
         sm90::Barrier ds_full[kDsStages];
         sm90::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
         WorkTile tile[kTileSlots];
-        [[no_unique_address]] cute::array<sm90::Barrier, kWide ? kDsStages : 0> p_full;
+        [[no_unique_address]] cute::array<sm90::Barrier, kWide ? 1 : 0> p_full, p_empty;
     };
     static constexpr int kSmemBytes = sizeof(SharedStorage);
 };

@@ -43,8 +43,6 @@ struct MainloopBwdSm90 {
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kTileN = Traits::kTileN;
     static constexpr int kHeadDim = Traits::kHeadDim;
-    static constexpr int kOwnQueries = Traits::kOwnQueries;
-    static constexpr int kDqColumns = Traits::kDqColumns;
     // The k16 steps of dV that run under the arithmetic of dS: half of dV at d <= 64, else all.
     static constexpr int kEarlyDv = 4;
     // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
@@ -60,7 +58,8 @@ struct MainloopBwdSm90 {
     static constexpr int kBytesStats = kTileM * sizeof(float2);
 
     CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
-        constexpr int kReaders = 4 * Traits::kWarpgroups;  // one arrival a warp
+        constexpr int kWarps = 4;  // of a warpgroup, with one arrival each
+        constexpr int kReaders = kWarps * Traits::kWarpgroups;
         auto const init = [&](sm90::Barrier *full, int writers, sm90::Barrier *empty) {
             sm90::barrier_init(full, writers);
             if (empty != nullptr) sm90::barrier_init(empty, kReaders);
@@ -72,8 +71,11 @@ struct MainloopBwdSm90 {
             init(&storage.dout_full[i], 1, &storage.dout_empty[i]);
         }
         for (int i = 0; i < Traits::kDsStages; ++i) {
-            init(&storage.ds_full[i], kReaders, nullptr);
-            if constexpr (Traits::kWide) init(&storage.p_full[i], kReaders, nullptr);
+            init(&storage.ds_full[i], Traits::kWide ? kWarps : kReaders, nullptr);
+        }
+        if constexpr (Traits::kWide) {
+            sm90::barrier_init(storage.p_full.data(), kWarps);
+            sm90::barrier_init(storage.p_empty.data(), kWarps);
         }
         for (int i = 0; i < Traits::kTileSlots; ++i) {
             init(&storage.tile_full[i], 1, &storage.tile_empty[i]);
@@ -234,7 +236,7 @@ struct MainloopBwdSm90 {
         CUTE_DEVICE void exponentiate(Flash_bwd_params const &params, Scores &tSrS) const {
             float const scale = params.scale_softmax_log2;
             CUTE_UNROLL
-            for (int j = 0; j < kOwnQueries / 8; ++j) {
+            for (int j = 0; j < kTileM / 8; ++j) {
                 float4 const of_two = stats(j);
                 CUTE_UNROLL
                 for (int i = 0; i < 4; ++i) {
@@ -245,10 +247,10 @@ struct MainloopBwdSm90 {
         }
 
         // tSrDp: dP^T (4, 1, M/8), afterwards dS^T.
-        template <class Scores>
-        CUTE_DEVICE void differentiate(Scores const &tSrP, Scores &tSrDp) const {
+        template <class Weights, class Scores>
+        CUTE_DEVICE void differentiate(Weights const &tSrP, Scores &tSrDp) const {
             CUTE_UNROLL
-            for (int j = 0; j < kOwnQueries / 8; ++j) {
+            for (int j = 0; j < kTileM / 8; ++j) {
                 float4 const of_two = stats(j);
                 CUTE_UNROLL
                 for (int i = 0; i < 4; ++i) {
@@ -258,48 +260,45 @@ struct MainloopBwdSm90 {
             }
         }
 
-        // tSrX: dS^T or P^T as A operand, (8, 1, M/16). To a page of shared memory, transposed:
-        // each of a warp's stores writes 16 queries of 16 keys.
+        // tSrDs: dS^T as A operand, (8, 1, M/16). To a page of shared memory, transposed: each of a
+        // warp's stores writes 16 queries of 16 keys.
         template <class Fragment>
-        CUTE_DEVICE void store_weights(Fragment const &tSrX, Element *smem,
-                                       sm90::Barrier *full) const {
-            int const query = Traits::first_query(warpgroup) + thread % 32 / 16 * 8 + thread % 8;
+        CUTE_DEVICE void store_ds(Fragment const &tSrDs) const {
+            int const query = thread % 32 / 16 * 8 + thread % 8;
             int const key = Traits::key_of(thread / 32 * 32, 0) + thread / 8 % 2 * 8;
             auto const layout =
                 as_position_independent_swizzle_layout(typename Traits::SmemLayoutDs{});  // (M, N)
-            Element *const begin = smem + layout(query, key);
-            Tensor words = recast<uint32_t>(tSrX);  // (4, 1, M/16)
+            Element *const begin = storage.ds[ds.stage()].data() + layout(query, key);
+            Tensor words = recast<uint32_t>(tSrDs);  // (4, 1, M/16)
             CUTE_UNROLL
-            for (int j = 0; j < kOwnQueries / 16; ++j) {
+            for (int j = 0; j < kTileM / 16; ++j) {
                 SM90_U16x8_STSM_T::copy(words(0, 0, j), words(1, 0, j), words(2, 0, j),
                                         words(3, 0, j),
                                         *reinterpret_cast<uint128_t *>(begin + j * 16 * 64));
             }
             sm90::fence_async_proxy();
             __syncwarp();
-            release(full);
-        }
-        template <class Fragment>
-        CUTE_DEVICE void store_ds(Fragment const &tSrDs) const {
-            store_weights(tSrDs, storage.ds[ds.stage()].data(), &storage.ds_full[ds.stage()]);
+            release(&storage.ds_full[ds.stage()]);
         }
 
-        // Adds dQ of a block to the sums, which lie in the order of each warp's accumulators.
-        // rDq: ((2, 2, N/8), 1, 1).
-        template <class Acc>
+        // Adds dQ of a block, a part of it, to the sums, which lie in the order of each warp's
+        // accumulators. rDq: ((2, 2, N/8), 1, 1).
+        template <int kPart = 0, class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
                                 Acc const &rDq) const {
             int const entry = Traits::kVarlen ? 0 : tile().batch;
             int64_t const row = (int64_t(entry) * params.h + head) * params.seqlen_q_rounded +
                                 stats_begin(tile()) + block * kTileM;
-            int const begin = Traits::dq_begin(thread / 32);
-            int const columns = Traits::dq_columns(warpgroup);
+            constexpr int kColumns = Traits::kPartColumns;
+            int const begin = Traits::dq_begin(thread / 32) + kPart * 16 * kColumns;
             if constexpr (Traits::kBulkDq) {
+                static_assert(Traits::kDqParts == 1);
+                int const columns = Traits::dq_columns(warpgroup);
                 float *const smem = storage.dq.data() + begin;
                 sm90::bulk_wait_read();  // of the step before, by the lane that issued it
                 __syncwarp();
                 CUTE_UNROLL
-                for (int i = 0; i < kDqColumns / 8; ++i) {
+                for (int i = 0; i < kColumns / 8; ++i) {
                     if (8 * i < columns) {
                         *reinterpret_cast<float4 *>(smem + i * 128 + thread % 32 * 4) =
                             make_float4(rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
@@ -316,7 +315,7 @@ struct MainloopBwdSm90 {
                 static_assert(Traits::kColumnsK == kHeadDim);
                 float *const sums = params.dq_accum_ptr + row * kHeadDim + begin + thread % 32 * 4;
                 CUTE_UNROLL
-                for (int i = 0; i < kDqColumns / 8; ++i) {
+                for (int i = 0; i < kColumns / 8; ++i) {
                     sm90::reduce_add(sums + i * 128, rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2),
                                      rDq(4 * i + 3));
                 }
@@ -332,34 +331,36 @@ struct MainloopBwdSm90 {
             for (int i = 0; i < size(tKrX); ++i) {
                 tKrX(i) *= scale;
             }
-            int const first_col = Traits::kWide ? warpgroup * Traits::kOwnColumns : 0;
-            store_accumulator<Traits::kOwnColumns>(
-                tKrX, thread, d - first_col, [&](int i) -> GmemRow<Element> {
-                    int const row = tile().m_block * kTileN + Traits::key_of(thread, i);
-                    return {gmem + row * row_stride + first_col, row < tile().seqlen_k};
-                });
+            store_accumulator<kHeadDim>(tKrX, thread, d, [&](int i) -> GmemRow<Element> {
+                int const row = tile().m_block * kTileN + Traits::key_of(thread, i);
+                return {gmem + row * row_stride, row < tile().seqlen_k};
+            });
         }
 
-        template <class AccK, class AccV>
-        CUTE_DEVICE void store_gradients(Flash_bwd_params const &params, AccK &tKrDk,
-                                         AccV &tKrDv) const {
-            int const batch = tile().batch, head = tile().head_k;
-            int const begin = Traits::kVarlen ? tile().row_k : 0;
-            store_gradient(head_begin<Element>(params.dv_ptr, batch, params.dv_batch_stride, head,
-                                               params.dv_head_stride) +
-                               begin * params.dv_row_stride,
-                           params.dv_row_stride, params.d, 1.f, tKrDv);
-            store_gradient(head_begin<Element>(params.dk_ptr, batch, params.dk_batch_stride, head,
-                                               params.dk_head_stride) +
-                               begin * params.dk_row_stride,
-                           params.dk_row_stride, params.d, params.scale_softmax, tKrDk);
+        template <class Acc>
+        CUTE_DEVICE void store_dk(Flash_bwd_params const &params, Acc &tKrDk) const {
+            Element *const head = head_begin<Element>(params.dk_ptr, tile().batch,
+                                                      params.dk_batch_stride, tile().head_k,
+                                                      params.dk_head_stride);
+            store_gradient(head + first_row() * params.dk_row_stride, params.dk_row_stride,
+                           params.d, params.scale_softmax, tKrDk);
         }
+        template <class Acc>
+        CUTE_DEVICE void store_dv(Flash_bwd_params const &params, Acc &tKrDv) const {
+            Element *const head = head_begin<Element>(params.dv_ptr, tile().batch,
+                                                      params.dv_batch_stride, tile().head_k,
+                                                      params.dv_head_stride);
+            store_gradient(head + first_row() * params.dv_row_stride, params.dv_row_stride,
+                           params.d, 1.f, tKrDv);
+        }
+        // Of the sequence's keys.
+        CUTE_DEVICE int first_row() const { return Traits::kVarlen ? tile().row_k : 0; }
 
         // acc = own visited^T, of K and Q or of V and dO.
         template <class Own, class Visited, class Acc>
         CUTE_DEVICE void issue_scores(Own &own, Visited &visited, Acc &acc) const {
             typename Traits::TiledMmaS mma;
-            auto const thr_mma = mma.get_slice(warpgroup * 128);
+            auto const thr_mma = mma.get_slice(Traits::first_thread(warpgroup));
             // Over the loop ptxas would keep the descriptors in vector registers. It does not know
             // that a ring has fewer than 2^31 uses, and that this adds 0.
             Tensor sA = make_tensor(make_smem_ptr(own.data() + (step.uses >> 31)),
@@ -375,7 +376,7 @@ struct MainloopBwdSm90 {
         template <int kBegin, int kEnd, class Fragment, class Visited, class Acc>
         CUTE_DEVICE void issue_gradient(Fragment const &tKrX, Visited &visited, Acc &acc) const {
             typename Traits::TiledMmaDkv mma;
-            auto const thr_mma = mma.get_slice(warpgroup * 128);
+            auto const thr_mma = mma.get_slice(Traits::first_thread(warpgroup));
             Tensor sBt = make_tensor(make_smem_ptr(visited.data()),
                                      typename Traits::SmemLayoutQt{});        // (d, M)
             Tensor tKrB = thr_mma.make_fragment_B(thr_mma.partition_B(sBt));  // (1, 1, M/16)
@@ -383,20 +384,25 @@ struct MainloopBwdSm90 {
                               [&] { sm90::wgmma_steps<kBegin, kEnd, true>(mma, tKrX, tKrB, acc); });
         }
 
-        // rDq = dS K, once both warpgroups have written dS.
-        template <class Acc>
-        CUTE_DEVICE void issue_dq(Acc &rDq) {
+        // rDq = dS K, a part of the warpgroup's columns, once all warps have written dS.
+        template <int kPart = 0, class Acc>
+        CUTE_DEVICE void issue_dq(Acc &rDq) const {
+            constexpr int kColumns = Traits::kPartColumns;
             typename Traits::TiledMmaDq mma;
-            auto const thr_mma = mma.get_slice(warpgroup * 128);
-            sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
+            auto const thr_mma = mma.get_slice(Traits::kDqByRows ? warpgroup * 128 : 0);
+            if constexpr (kPart == 0) {
+                sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
+            }
             Tensor sDs = make_tensor(make_smem_ptr(storage.ds[ds.stage()].data()),
                                      typename Traits::SmemLayoutDs{});  // (M, N)
             Tensor sKt = make_tensor(make_smem_ptr(storage.k.data() + (ds.uses >> 31)),
-                                     typename Traits::SmemLayoutKt{});         // (d, N)
-            Tensor tQrDs = thr_mma.make_fragment_A(thr_mma.partition_A(sDs));  // (1, 1, N/16)
-            Tensor tQrK = thr_mma.make_fragment_B(thr_mma.partition_B(sKt));   // (1, 1, N/16)
+                                     typename Traits::SmemLayoutKt{});  // (d, N)
+            int const tile = Traits::kDqByRows ? 0 : warpgroup * Traits::kDqParts + kPart;
+            Tensor sKtPart = local_tile(sKt, Shape<Int<kColumns>, Int<kTileN>>{},
+                                        make_coord(tile, _0{}));           // (columns, N)
+            Tensor tQrDs = thr_mma.make_fragment_A(thr_mma.partition_A(sDs));     // (1, 1, N/16)
+            Tensor tQrK = thr_mma.make_fragment_B(thr_mma.partition_B(sKtPart));  // (1, 1, N/16)
             sm90::wgmma_issue<false>(mma, tQrDs, tQrK, rDq);
-            ds.advance();
         }
 
         // Waits for the next tile; false: there is none.
@@ -422,7 +428,7 @@ struct MainloopBwdSm90 {
             Tensor rDk = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
             Tensor rDv = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
             Tensor rDq = partition_fragment_C(
-                mma_dq, Shape<Int<kTileM>, Int<Traits::kColumnsK>>{});      // ((2, 2, N/8), 1, 1)
+                mma_dq, Shape<Int<kTileM>, Int<Traits::kPartColumns>>{});   // ((2, 2, N/8), 1, 1)
             Tensor tSrS = make_tensor(rS.data(), AccLayout<kTileM>{});      // (4, 1, M/8)
             Tensor tSrDp = make_tensor(rDp.data(), AccLayout<kTileM>{});    // (4, 1, M/8)
             Tensor tKrDk = make_tensor(rDk.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
@@ -507,12 +513,14 @@ struct MainloopBwdSm90 {
                         sm90::wgmma_wait<1>();
                         release_step(used);
                         issue_dq(rDq);
+                        ds.advance();
                         sm90::wgmma_wait<1>();
                         compute_p(n);
                         finish_dq(visited, visited_head);
                     }
                     issue_gradients();
                     issue_dq(rDq);
+                    ds.advance();
                     finish_dq(n, head);
                     sm90::pin(rDk);
                     sm90::pin(rDv);
@@ -521,7 +529,10 @@ struct MainloopBwdSm90 {
                     release(&storage.k_empty);
                     release(&storage.v_empty);
                 }
-                if (params.dk_ptr != nullptr) store_gradients(params, tKrDk, tKrDv);
+                if (params.dk_ptr != nullptr) {
+                    store_dv(params, tKrDv);
+                    store_dk(params, tKrDk);
+                }
                 release_tile();
             }
             if constexpr (Traits::kBulkDq) sm90::bulk_wait();

@@ -1,24 +1,19 @@
-// The loop of the backward for head dimensions above 128, of which dK and dV of 64 keys exceed a
-// warpgroup's registers. A CTA owns 64 keys, and its two warpgroups share each product:
+// The loop of the backward for head dimensions above 128, of which a warpgroup's registers hold
+// dK or dV of 64 keys, not both. A CTA owns 64 keys, and its warpgroups divide the products:
 //
-//   S^T = K Q^T, dP^T = V dO^T      half of the queries, P^T and dS^T into shared memory
-//   dV += P^T dO, dK += dS^T Q      half of the columns, in registers
-//   dQ = dS K                       half of the columns, summed up in global memory
+//   warpgroup 0:  S^T = K Q^T, P = exp(S - LSE), to the other one; dV += P^T dO
+//   warpgroup 1:  dP^T = V dO^T, dS = P * (dP - D), to shared memory; dK += dS^T Q
+//   both:         dQ = dS K, half of the columns each, summed up in global memory
 //
-// Clocks of a step of 64 queries at d = 256: 2,560 of the tensor cores, 3,328 of shared memory (A
-// takes 16 for each m64k16, B N/4 for each k16, what is loaded or stored 1 for 128 bytes); at
-// d = 192 1,920 and 2,624. Loads and sums of dQ are 12.5 bytes in L2 for each 1,000 FLOPs. With
-// keys as columns, of dK^T and dV^T, a tile may have 80 at d = 256 and 96 at d = 192: 10 and 8.3
-// bytes, and 1.24 and 1.33 clocks of shared memory for one of the tensor cores, here 1.30 and 1.37.
-// But at d = 256 160 + 64 + 20 of 240 registers would hold dK, dV, dQ and S of the next step.
-//
-// Products under arithmetic: dP under P, dV under dS, dK and S of the next step under the
-// reductions of dQ. None is under way where the loop begins again: ptxas would wait for each.
+// P^T and dS^T are A operands as they come out, in registers. The second warpgroup begins a step
+// when the first one has P, and the first goes on to the next step, so that one's products fill the
+// tensor cores while the other computes or adds dQ to the sums.
 #pragma once
 
 #include <arch_sm90.h>
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "mainloop_bwd_sm90.h"
 
@@ -30,133 +25,208 @@ template <class Traits>
 struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
     using Base = MainloopBwdSm90<Traits>;
     using Element = typename Traits::Element;
-    using typename Base::RingDs;
     using typename Base::RingSteps;
-    static constexpr int kOwnColumns = Traits::kOwnColumns;
-    static constexpr int kOwnQueries = Traits::kOwnQueries;
+    static constexpr int kTileM = Traits::kTileM;
 
     struct Consumer : Base::Consumer {
         using Shared = typename Base::Consumer;
-        using Shared::ds, Shared::own_parity, Shared::step, Shared::storage, Shared::warpgroup;
-        using Shared::release, Shared::tile, Shared::block;
+        using Shared::ds, Shared::own_parity, Shared::step, Shared::storage, Shared::thread;
+        using Shared::warpgroup, Shared::release, Shared::tile, Shared::block;
+        Ring<1> p;
 
-        // The buffer of P of this step.
-        CUTE_DEVICE Element *p() const {
-            return storage.p.data() + ds.stage() * cosize_v<typename Traits::SmemLayoutDs>;
+        // Where a thread's part of P^T is, kTileM / 8 groups of four that are 512 floats apart.
+        CUTE_DEVICE float4 *own_p() const {
+            return reinterpret_cast<float4 *>(storage.p.data()) + thread % 128;
         }
 
-        // acc += weights visited, of P^T and dO or of dS^T and Q.
-        template <class Visited, class Acc>
-        CUTE_DEVICE void issue_gradient(Element *weights, Visited &visited, Acc &acc) const {
-            typename Traits::TiledMmaDkv mma;
-            auto const thr_mma = mma.get_slice(warpgroup * 128);
-            Tensor sA =
-                make_tensor(make_smem_ptr(weights), typename Traits::SmemLayoutDst{});  // (N, M)
-            Tensor sBt = make_tensor(make_smem_ptr(visited.data()),
-                                     typename Traits::SmemLayoutQt{});        // (d, M)
-            Tensor tKrA = thr_mma.make_fragment_A(thr_mma.partition_A(sA));   // (1, 1, M/16)
-            Tensor tKrB = thr_mma.make_fragment_B(thr_mma.partition_B(sBt));  // (1, 1, M/16)
-            sm90::wgmma_issue<true>(mma, tKrA, tKrB, acc);
+        // tSrP: P^T (4, 1, M/8). Hands it to the other warpgroup, once that has read the last one.
+        // The fence orders the reads of the statistics and TMA's writes, as in store_ds().
+        template <class Scores>
+        CUTE_DEVICE void give_p(Scores const &tSrP) {
+            sm90::barrier_wait(storage.p_empty.data(), p.parity() ^ 1);
+            CUTE_UNROLL
+            for (int j = 0; j < kTileM / 8; ++j) {
+                own_p()[128 * j] =
+                    make_float4(tSrP(0, 0, j), tSrP(1, 0, j), tSrP(2, 0, j), tSrP(3, 0, j));
+            }
+            sm90::fence_async_proxy();
+            __syncwarp();
+            release(storage.p_full.data());
+            p.advance();
         }
 
-        CUTE_DEVICE void run(Flash_bwd_params const &params) {
+        // tSrP: P^T (4, 1, M/8). The thread's own part of the other warpgroup's.
+        template <class Scores>
+        CUTE_DEVICE void take_p(Scores &tSrP) {
+            sm90::barrier_wait(storage.p_full.data(), p.parity());
+            CUTE_UNROLL
+            for (int j = 0; j < kTileM / 8; ++j) {
+                float4 const four = own_p()[128 * j];
+                tSrP(0, 0, j) = four.x;
+                tSrP(1, 0, j) = four.y;
+                tSrP(2, 0, j) = four.z;
+                tSrP(3, 0, j) = four.w;
+            }
+            __syncwarp();
+            release(storage.p_empty.data());
+            p.advance();
+        }
+
+        CUTE_DEVICE void await_q() const {
+            sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());
+        }
+        CUTE_DEVICE void await_dout() const {
+            sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
+        }
+
+        // S^T of a step, or dP^T.
+        template <bool kOfValues, class Acc>
+        CUTE_DEVICE void issue_scores(Acc &rS) const {
+            if constexpr (kOfValues) {
+                await_q();
+                Shared::issue_scores(storage.k, storage.q[step.stage()], rS);
+            } else {
+                await_dout();
+                Shared::issue_scores(storage.v, storage.dout[step.stage()], rS);
+            }
+        }
+
+        // tSrS: S^T (4, 1, M/8), afterwards P^T, or dP^T, afterwards dS^T. tKrX: the same as A
+        // operand, (8, 1, M/16).
+        template <bool kOfValues, class Scores, class Fragment>
+        CUTE_DEVICE void compute_weights(Flash_bwd_params const &params, int visit, Scores &tSrS,
+                                         Fragment &tKrX) {
+            if constexpr (kOfValues) {
+                if (visit >= tile().blocks.unmasked) this->apply_mask(params, tSrS, visit);
+                this->exponentiate(params, tSrS);
+                give_p(tSrS);
+                convert(tSrS, tKrX);
+            } else {
+                Tensor tSrP = make_tensor_like(tSrS);  // (4, 1, M/8)
+                await_q();                             // the statistics
+                take_p(tSrP);
+                this->differentiate(tSrP, tSrS);
+                convert(tSrS, tKrX);
+                this->store_ds(tKrX);
+            }
+        }
+
+        // dV += P^T dO of a step, or dK += dS^T Q.
+        template <bool kOfValues, class Fragment, class Acc>
+        CUTE_DEVICE void issue_gradient(Fragment const &tKrX, Acc &rDx) const {
+            if constexpr (kOfValues) {
+                await_dout();
+                Shared::template issue_gradient<0, kTileM / 16>(
+                    tKrX, storage.dout[step.stage()], rDx);
+            } else {
+                Shared::template issue_gradient<0, kTileM / 16>(tKrX, storage.q[step.stage()],
+                                                                rDx);
+            }
+        }
+
+        // The loop of one of the warpgroups.
+        template <bool kOfValues>
+        CUTE_DEVICE void run_as(Flash_bwd_params const &params) {
             typename Traits::TiledMmaS mma_s;
             typename Traits::TiledMmaDkv mma_dkv;
             typename Traits::TiledMmaDq mma_dq;
-            using Scores = Shape<Int<Traits::kTileN>, Int<Traits::kTileM>>;
+            using Scores = Shape<Int<Traits::kTileN>, Int<kTileM>>;
             using Gradient = Shape<Int<Traits::kTileN>, Int<Traits::kHeadDim>>;
-            Tensor rS = partition_fragment_C(mma_s, Scores{});       // ((2, 2, M/16), 1, 1)
-            Tensor rDp = partition_fragment_C(mma_s, Scores{});      // ((2, 2, M/16), 1, 1)
-            Tensor rDk = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/16), 1, 1)
-            Tensor rDv = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/16), 1, 1)
-            Tensor rDq = partition_fragment_C(
-                mma_dq, Shape<Int<Traits::kTileM>, Int<Traits::kHeadDim>>{});  // like rDk
-            using OfQueries = typename Base::template AccLayout<kOwnQueries>;
-            using OfColumns = typename Base::template AccLayout<kOwnColumns>;
-            Tensor tSrS = make_tensor(rS.data(), OfQueries{});    // (4, 1, M/16)
-            Tensor tSrDp = make_tensor(rDp.data(), OfQueries{});  // (4, 1, M/16)
-            Tensor tKrDk = make_tensor(rDk.data(), OfColumns{});  // (4, 1, d/16)
-            Tensor tKrDv = make_tensor(rDv.data(), OfColumns{});  // (4, 1, d/16)
-            using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kOwnQueries / 16>>>;
-            Tensor tSrX = make_tensor<Element>(Operand{});  // (8, 1, M/32), of P^T or dS^T
+            Tensor rS = partition_fragment_C(mma_s, Scores{});       // ((2, 2, M/8), 1, 1)
+            Tensor rDx = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
+            using OfDq = Shape<Int<kTileM>, Int<Traits::kPartColumns>>;
+            Tensor rDq = partition_fragment_C(mma_dq, OfDq{});       // ((2, 2, N/8), 1, 1)
+            Tensor rSecond = partition_fragment_C(mma_dq, OfDq{});   // the same, of two parts
+            using OfQueries = typename Base::template AccLayout<kTileM>;
+            using OfColumns = typename Base::template AccLayout<Traits::kHeadDim>;
+            Tensor tSrS = make_tensor(rS.data(), OfQueries{});    // (4, 1, M/8)
+            Tensor tKrDx = make_tensor(rDx.data(), OfColumns{});  // (4, 1, d/8)
+            using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileM / 16>>>;
+            Tensor tKrX = make_tensor<Element>(Operand{});  // (8, 1, M/16)
 
-            auto const issue_s = [&] {
-                sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());
-                this->issue_scores(storage.k, storage.q[step.stage()], rS);
-            };
-            // dV += P^T dO of a step whose S is complete, and dS.
-            auto const issue_dv_and_compute_ds = [&](int visit) {
-                sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
-                this->issue_scores(storage.v, storage.dout[step.stage()], rDp);
+            auto const compute_weights = [&](int visit) {
                 sm90::pin(rS);
-                if (visit >= tile().blocks.unmasked) this->apply_mask(params, tSrS, visit);
-                this->exponentiate(params, tSrS);
-                convert(tSrS, tSrX);
-                this->store_weights(tSrX, p(), &storage.p_full[ds.stage()]);
-                sm90::barrier_wait(&storage.p_full[ds.stage()], ds.parity());
-                issue_gradient(p(), storage.dout[step.stage()], rDv);
-                sm90::wgmma_wait<1>();
-                sm90::pin(rDp);
-                this->differentiate(tSrS, tSrDp);
-                convert(tSrDp, tSrX);
-                this->store_ds(tSrX);
+                this->template compute_weights<kOfValues>(params, visit, tSrS, tKrX);
             };
-            // dQ = dS K, and dK += dS^T Q behind it.
-            auto const issue_dq_and_dk = [&] {
-                RingDs const of = ds;
-                this->issue_dq(rDq);
-                issue_gradient(storage.ds[of.stage()].data(), storage.q[step.stage()], rDk);
+            // dV or dK of a step, and dQ in parts. The first of two parts is added before the scores
+            // of the next step take its registers, the last one under their product.
+            constexpr bool kTwoParts = Traits::kDqParts == 2;
+            auto const issue_products = [&] {
+                issue_gradient<kOfValues>(tKrX, rDx);
+                this->template issue_dq<0>(rDq);
+                if constexpr (kTwoParts) this->template issue_dq<1>(rSecond);
+                ds.advance();
             };
-            auto const add_dq = [&](int visit, int head) {
-                sm90::pin(rDq);
-                Shared::add_dq(params, head, block(visit), rDq);
+            auto const add_first = [&](int visit, int head) {
+                if constexpr (kTwoParts) {
+                    sm90::pin(rDq);
+                    this->template add_dq<0>(params, head, block(visit), rDq);
+                }
+            };
+            auto const add_last = [&](int visit, int head) {
+                auto &last = kTwoParts ? rSecond : rDq;
+                sm90::pin(last);
+                this->template add_dq<kTwoParts>(params, head, block(visit), last);
             };
 
             CUTE_NO_UNROLL
             while (this->await_tile()) {
-                clear(rDk);
-                clear(rDv);
+                clear(rDx);
                 int const count = tile().blocks.count;
                 int left = count * params.h_h_k_ratio;  // steps
                 if (left > 0) {
                     sm90::barrier_wait(&storage.k_full, own_parity);
-                    issue_s();
+                    if constexpr (!kOfValues) sm90::barrier_wait(&storage.v_full, own_parity);
+                    own_parity ^= 1;
+                    issue_scores<kOfValues>(rS);
                     int n = count - 1;  // visits left of this head after this one
                     int head = tile().head_q;
-                    sm90::barrier_wait(&storage.v_full, own_parity);
-                    own_parity ^= 1;
                     sm90::wgmma_wait<0>();
 
                     CUTE_NO_UNROLL
                     for (; left > 1; --left) {
-                        issue_dv_and_compute_ds(n);
-                        issue_dq_and_dk();
-                        RingSteps const used = step;
+                        compute_weights(n);
+                        issue_products();
+                        sm90::wgmma_wait<1>();
+                        this->release_step(step);
                         step.advance();
-                        issue_s();
-                        sm90::wgmma_wait<2>();
-                        add_dq(n, head);
+                        add_first(n, head);
+                        issue_scores<kOfValues>(rS);
+                        sm90::wgmma_wait<1>();
+                        add_last(n, head);
                         bool const next_head = --n < 0;
                         n = next_head ? count - 1 : n;
                         head += next_head;
-                        sm90::wgmma_wait<1>();
-                        this->release_step(used);
                         sm90::wgmma_wait<0>();
                     }
-                    issue_dv_and_compute_ds(n);
-                    issue_dq_and_dk();
-                    sm90::wgmma_wait<1>();
-                    add_dq(n, head);
+                    compute_weights(n);
+                    issue_products();
                     sm90::wgmma_wait<0>();
-                    sm90::pin(rDk);
-                    sm90::pin(rDv);
+                    add_first(n, head);
+                    add_last(n, head);
+                    sm90::pin(rDx);
                     this->release_step(step);
                     step.advance();
                     release(&storage.k_empty);
                     release(&storage.v_empty);
                 }
-                if (params.dk_ptr != nullptr) this->store_gradients(params, tKrDk, tKrDv);
+                if (params.dk_ptr != nullptr) {
+                    if constexpr (kOfValues) {
+                        this->store_dv(params, tKrDx);
+                    } else {
+                        this->store_dk(params, tKrDx);
+                    }
+                }
                 this->release_tile();
+            }
+            if constexpr (Traits::kBulkDq) sm90::bulk_wait();
+        }
+
+        CUTE_DEVICE void run(Flash_bwd_params const &params) {
+            if (warpgroup == 0) {
+                run_as<true>(params);
+            } else {
+                run_as<false>(params);
             }
         }
     };
