@@ -132,9 +132,11 @@ def visits(config, problem):
 
 
 def instructions(config):
-    """wgmmas of a visit: two warpgroups, k16 steps of S, dP, dV, dK, dQ."""
+    """wgmmas of a visit: k16 steps of S, dP, dV and dK of each 64 keys, which one warpgroup
+    computes, and of dQ in each of the two, at d = 256 in two parts."""
     d, keys, queries = config.head_dim, config.dkv.rows, config.dkv.step
-    return 2 * (2 * d // 16 + 2 * queries // 16 + keys // 16)
+    dq_parts = 2 if d == 256 else 1
+    return keys // 64 * (2 * d // 16 + 2 * queries // 16) + 2 * dq_parts * keys // 16
 
 
 def wrong_counts(config, problem, result):
