@@ -40,27 +40,77 @@ def _numerics(name, file, old, new, config=ROWS) -> Mutant:
     return Mutant(name, file, old, new, "numerics/late", "", config)
 
 
+_GIVE_P = """\
+            CUTE_UNROLL
+            for (int j = 0; j < kTileM / 8; ++j) {
+                own_p()[128 * j] =
+                    make_float4(tSrP(0, 0, j), tSrP(1, 0, j), tSrP(2, 0, j), tSrP(3, 0, j));
+            }
+            sm90::fence_async_proxy();
+            __syncwarp();
+            release(storage.p_full.data());
+"""
+_HAND_OVER = _GIVE_P.splitlines(keepends=True)[-1]
+# Three waits are not among them, as others imply them: those of the second warpgroup for Q and for
+# K, by P, and that for P's buffer, by dS of the step before.
 _OF_WIDE = (
-    # With wgmmas that run late dV comes after the wait for dS, and so after P.
     Mutant(
-        "P of the other warpgroup read without waiting for it",
+        "P taken without waiting for it",
         _WIDE,
-        "sm90::barrier_wait(&storage.p_full[ds.stage()], ds.parity());",
+        "sm90::barrier_wait(storage.p_full.data(), p.parity());",
         "",
-        "simulator/eager",
-        _UNWRITTEN,
+        "numerics/late",
+        _ARRIVES_TWICE,
+        WIDE,
+    ),
+    _numerics(
+        "P handed over before it is written",
+        _WIDE,
+        _GIVE_P,
+        _HAND_OVER + _GIVE_P.replace(_HAND_OVER, ""),
+        WIDE,
+    ),
+    _simulator("P never handed over", _WIDE, _HAND_OVER, "", _DEADLOCK, WIDE),
+    _simulator(
+        "P's buffer never released",
+        _WIDE,
+        "release(storage.p_empty.data());",
+        "",
+        _DEADLOCK,
         WIDE,
     ),
     _simulator(
-        "dS of the other warpgroup read without waiting for it, by both products",
+        "P given by one warp for all",
         _MAINLOOP,
-        "sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());",
-        "",
-        _UNWRITTEN,
+        "sm90::barrier_init(storage.p_full.data(), kWarps);",
+        "sm90::barrier_init(storage.p_full.data(), 1);",
+        f"{_ARRIVES_TWICE}|{_DEADLOCK}",
+        WIDE,
+    ),
+    _numerics(
+        "P of the next queries taken",
+        _WIDE,
+        "(storage.p.data()) + thread % 128",
+        "(storage.p.data()) + thread",
+        WIDE,
+    ),
+    _numerics(
+        "S handed over for P",
+        _WIDE,
+        "this->exponentiate(params, tSrS);\n                give_p(tSrS);",
+        "give_p(tSrS);\n                this->exponentiate(params, tSrS);",
         WIDE,
     ),
     _simulator(
-        "dO read by dP without waiting for it",
+        "Q and the statistics of a wide head read without waiting for them",
+        _WIDE,
+        "sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());",
+        "",
+        _UNAWAITED,
+        WIDE,
+    ),
+    _simulator(
+        "dO of a wide head read without waiting for it",
         _WIDE,
         "sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());",
         "",
@@ -68,65 +118,91 @@ _OF_WIDE = (
         WIDE,
     ),
     _simulator(
-        "Q and dO released before dK is complete",
+        "K of a wide head read by the first warpgroup without waiting for it",
         _WIDE,
-        "sm90::wgmma_wait<1>();\n                        this->release_step(used);",
-        "this->release_step(used);\n                        sm90::wgmma_wait<1>();",
+        "sm90::barrier_wait(&storage.k_full, own_parity);",
+        "if constexpr (!kOfValues) sm90::barrier_wait(&storage.k_full, own_parity);",
+        _UNAWAITED,
+        WIDE,
+    ),
+    _simulator(
+        "V of a wide head read without waiting for it",
+        _WIDE,
+        "if constexpr (!kOfValues) sm90::barrier_wait(&storage.v_full, own_parity);",
+        "",
+        _UNAWAITED,
+        WIDE,
+    ),
+    _simulator(
+        "phase of K and V of a wide head not flipped",
+        _WIDE,
+        "own_parity ^= 1;",
+        "",
+        f"{_UNAWAITED}|{_DEADLOCK}|{_OVERWRITTEN}",
+        WIDE,
+    ),
+    _simulator(
+        "dS of a wide head read without waiting for it",
+        _MAINLOOP,
+        "sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());",
+        "",
+        _UNWRITTEN,
+        WIDE,
+    ),
+    _simulator(
+        "dS of one warpgroup awaited from both",
+        _MAINLOOP,
+        "Traits::kWide ? kWarps : kReaders, nullptr",
+        "kReaders, nullptr",
+        _DEADLOCK,
+        WIDE,
+    ),
+    _simulator(
+        "Q and dO released before dV and dK are complete",
+        _WIDE,
+        "sm90::wgmma_wait<1>();\n                        this->release_step(step);",
+        "this->release_step(step);\n                        sm90::wgmma_wait<1>();",
         _OVERWRITTEN,
         WIDE,
     ),
     _simulator(
-        "dS computed while dP is under way",
+        "P and dS computed while their scores are under way",
         _WIDE,
-        "sm90::wgmma_wait<1>();\n                sm90::pin(rDp);",
-        "sm90::pin(rDp);",
+        "head += next_head;\n                        sm90::wgmma_wait<0>();",
+        "head += next_head;",
         _IN_FLIGHT,
         WIDE,
     ),
-    _numerics(
+    _simulator(
         "dQ added to the sums while it is under way",
         _WIDE,
-        "sm90::wgmma_wait<2>();",
-        "sm90::wgmma_wait<3>();",
+        "issue_scores<kOfValues>(rS);\n                        sm90::wgmma_wait<1>();",
+        "issue_scores<kOfValues>(rS);\n                        sm90::wgmma_wait<2>();",
+        r"a TMA store reads byte \d+, which has not been written",
         WIDE,
+    ),
+    _numerics(
+        "first part of dQ added to the sums while it is under way",
+        _WIDE,
+        "issue_products();\n                        sm90::wgmma_wait<1>();",
+        "issue_products();\n                        sm90::wgmma_wait<2>();",
+        WIDEST,
     ),
     _simulator(
         "own buffers released before the last products",
         _WIDE,
-        "sm90::wgmma_wait<1>();\n                    add_dq(n, head);\n"
+        "issue_products();\n                    sm90::wgmma_wait<0>();",
+        "issue_products();\n                    release(&storage.k_empty);\n"
         "                    sm90::wgmma_wait<0>();",
-        "release(&storage.k_empty);\n                    sm90::wgmma_wait<0>();\n"
-        "                    add_dq(n, head);",
         f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
         WIDE,
     ),
     _simulator(
-        "P and dS of both warpgroups in the rows of one",
-        _MAINLOOP,
-        "Traits::first_query(warpgroup) + thread % 32 / 16 * 8",
-        "thread % 32 / 16 * 8",
-        _UNWRITTEN,
-        WIDE,
-    ),
-    _numerics(
-        "P and dS of the warpgroups in each other's rows",
-        _MAINLOOP,
-        "Traits::first_query(warpgroup) + thread % 32 / 16 * 8",
-        "Traits::first_query(1 - warpgroup) + thread % 32 / 16 * 8",
-        WIDE,
-    ),
-    _numerics(
-        "statistics of the other warpgroup's queries",
-        _MAINLOOP,
-        "Traits::query_of(thread, 0) / 2",
-        "Traits::query_of(thread ^ 128, 0) / 2",
-        WIDE,
-    ),
-    _numerics(
-        "queries of one warpgroup masked by both",
-        _MAINLOOP,
-        "first_query + Traits::query_of(thread, i)",
-        "first_query + Traits::acc_col(thread, i)",
+        "wide kernel ends before the sums of dQ are complete",
+        _WIDE,
+        "if constexpr (Traits::kBulkDq) sm90::bulk_wait();",
+        "",
+        r"exits (while a TMA store|before a bulk reduction)",
         WIDE,
     ),
     _numerics(
@@ -137,17 +213,24 @@ _OF_WIDE = (
         WIDE,
     ),
     _numerics(
-        "columns of dK and dV in one warpgroup's place",
-        _MAINLOOP,
-        "Traits::kWide ? warpgroup * Traits::kOwnColumns : 0",
-        "0",
+        "dV of P and Q",
+        _WIDE,
+        "tKrX, storage.dout[step.stage()], rDx",
+        "tKrX, storage.q[step.stage()], rDx",
         WIDE,
     ),
     _numerics(
-        "dV of dS",
+        "dV stored as dK",
         _WIDE,
-        "issue_gradient(p(), ",
-        "issue_gradient(storage.ds[ds.stage()].data(), ",
+        "this->store_dv(params, tKrDx);",
+        "this->store_dk(params, tKrDx);",
+        WIDE,
+    ),
+    _numerics(
+        "dK scaled by the warpgroup of dV, too",
+        _MAINLOOP,
+        "params.d, 1.f, tKrDv",
+        "params.d, params.scale_softmax, tKrDv",
         WIDE,
     ),
     _numerics(
@@ -156,6 +239,34 @@ _OF_WIDE = (
         "head += next_head;",
         "",
         WIDE,
+    ),
+    _numerics(
+        "dQ of both warpgroups from the same columns of K",
+        _MAINLOOP,
+        "warpgroup * Traits::kDqParts + kPart",
+        "kPart",
+        WIDEST,
+    ),
+    _numerics(
+        "second part of dQ from the columns of the first",
+        _MAINLOOP,
+        "warpgroup * Traits::kDqParts + kPart",
+        "warpgroup * Traits::kDqParts",
+        WIDEST,
+    ),
+    _numerics(
+        "second part of dQ added in the place of the first",
+        _MAINLOOP,
+        " + kPart * 16 * kColumns",
+        "",
+        WIDEST,
+    ),
+    _numerics(
+        "second part of dQ never added",
+        _WIDE,
+        "this->template add_dq<kTwoParts>(params, head, block(visit), last);",
+        "if constexpr (!kTwoParts) this->template add_dq<0>(params, head, block(visit), last);",
+        WIDEST,
     ),
 )
 MUTANTS = (
@@ -236,8 +347,8 @@ MUTANTS = (
     _simulator(
         "K released before the last product",
         _MAINLOOP,
-        "issue_dq(rDq);\n                    finish_dq(n, head);",
-        "release(&storage.k_empty);\n                    issue_dq(rDq);\n"
+        "ds.advance();\n                    finish_dq(n, head);",
+        "release(&storage.k_empty);\n                    ds.advance();\n"
         "                    finish_dq(n, head);",
         f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
     ),
@@ -342,8 +453,8 @@ MUTANTS = (
     _numerics(
         "dK not scaled",
         _MAINLOOP,
-        "params.dk_row_stride, params.d, params.scale_softmax, tKrDk",
-        "params.dk_row_stride, params.d, 1.f, tKrDk",
+        "params.d, params.scale_softmax, tKrDk",
+        "params.d, 1.f, tKrDk",
     ),
     _numerics(
         "infinite P behind the last key",
