@@ -215,8 +215,8 @@ _OF_WIDE = (
     _numerics(
         "dV of P and Q",
         _WIDE,
-        "tKrX, storage.dout[step.stage()], rDx",
-        "tKrX, storage.q[step.stage()], rDx",
+        "tKrX, storage.dout[step.stage()],",
+        "tKrX, storage.q[step.stage()],",
         WIDE,
     ),
     _numerics(

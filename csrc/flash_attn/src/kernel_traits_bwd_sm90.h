@@ -45,8 +45,8 @@ struct KernelTraitsBwdSm90 {
     // Under a mask, and in a ragged batch, tiles differ in length, and CTAs steal work.
     static constexpr bool kWorkStealing = C.mask != MaskKind::none || C.varlen;
 
-    // Pages of 64 columns (128 bytes) where that makes whole ones, else of 32, as in the forward;
-    // above d = 128 of half of the columns, which a warpgroup computes of dQ.
+    // Pages of 64 columns (128 bytes) where that makes whole ones, else of 32, as in the forward.
+    // Above d = 128 half of the columns, which a warpgroup computes of dQ, are whole ones.
     static constexpr int kSmemRow = (kWide ? kHeadDim / 2 : kHeadDim) % 64 == 0 ? 64 : 32;
     static constexpr int kPages = kHeadDim / kSmemRow;
 
@@ -54,10 +54,10 @@ struct KernelTraitsBwdSm90 {
     // its dV += P^T dO and dK += dS^T Q.
     using WarpgroupLayout =
         std::conditional_t<kWide, Layout<Shape<_1, _1, _1>>, Layout<Shape<_2, _1, _1>>>;
-    using TiledMmaS = TiledMMA<MMA_Atom<sm90::MmaSS<Element, kTileM, sm90::GMMA::Major::K>>,
-                               WarpgroupLayout>;
-    using TiledMmaDkv = TiledMMA<MMA_Atom<sm90::MmaRS<Element, kHeadDim, sm90::GMMA::Major::MN>>,
-                                 WarpgroupLayout>;
+    using TiledMmaS =
+        TiledMMA<MMA_Atom<sm90::MmaSS<Element, kTileM, sm90::GMMA::Major::K>>, WarpgroupLayout>;
+    using TiledMmaDkv =
+        TiledMMA<MMA_Atom<sm90::MmaRS<Element, kHeadDim, sm90::GMMA::Major::MN>>, WarpgroupLayout>;
     // The first thread of a warpgroup in these two.
     CUTE_HOST_DEVICE static constexpr int first_thread(int warpgroup) {
         return kWide ? 0 : warpgroup * 128;
@@ -93,7 +93,8 @@ struct KernelTraitsBwdSm90 {
 
     // Each warp adds its dQ to the sums by a bulk reduction from shared memory, as the threads' own
     // reductions would still be under way at the fence of the next dS, which waits for them. Not at
-    // d = 64: there that is 1 to 5 % slower on an H200. Nor at 256, where shared memory has no room.
+    // d = 64: there that is 1 to 5 % slower on an H200. Nor at 256, where shared memory has no
+    // room.
     static constexpr bool kBulkDq = kHeadDim > 64 && kHeadDim < 256;
 
     using SmemAtom = std::conditional_t<kSmemRow == 64, sm90::GMMA::Layout_K_SW128_Atom<Element>,
@@ -123,9 +124,7 @@ struct KernelTraitsBwdSm90 {
     CUTE_HOST_DEVICE static constexpr int key_of(int thread, int i) {
         return acc_row(kWide ? thread % 128 : thread, i);
     }
-    CUTE_HOST_DEVICE static constexpr int query_of(int thread, int j) {
-        return acc_col(thread, j);
-    }
+    CUTE_HOST_DEVICE static constexpr int query_of(int thread, int j) { return acc_col(thread, j); }
 
     static constexpr int kTileSlots = 2;
     // A buffer of dS is written again two steps later, without a barrier of its own: a warpgroup

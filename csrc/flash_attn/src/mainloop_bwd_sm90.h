@@ -339,17 +339,17 @@ struct MainloopBwdSm90 {
 
         template <class Acc>
         CUTE_DEVICE void store_dk(Flash_bwd_params const &params, Acc &tKrDk) const {
-            Element *const head = head_begin<Element>(params.dk_ptr, tile().batch,
-                                                      params.dk_batch_stride, tile().head_k,
-                                                      params.dk_head_stride);
+            Element *const head =
+                head_begin<Element>(params.dk_ptr, tile().batch, params.dk_batch_stride,
+                                    tile().head_k, params.dk_head_stride);
             store_gradient(head + first_row() * params.dk_row_stride, params.dk_row_stride,
                            params.d, params.scale_softmax, tKrDk);
         }
         template <class Acc>
         CUTE_DEVICE void store_dv(Flash_bwd_params const &params, Acc &tKrDv) const {
-            Element *const head = head_begin<Element>(params.dv_ptr, tile().batch,
-                                                      params.dv_batch_stride, tile().head_k,
-                                                      params.dv_head_stride);
+            Element *const head =
+                head_begin<Element>(params.dv_ptr, tile().batch, params.dv_batch_stride,
+                                    tile().head_k, params.dv_head_stride);
             store_gradient(head + first_row() * params.dv_row_stride, params.dv_row_stride,
                            params.d, 1.f, tKrDv);
         }
@@ -399,7 +399,7 @@ struct MainloopBwdSm90 {
                                      typename Traits::SmemLayoutKt{});  // (d, N)
             int const tile = Traits::kDqByRows ? 0 : warpgroup * Traits::kDqParts + kPart;
             Tensor sKtPart = local_tile(sKt, Shape<Int<kColumns>, Int<kTileN>>{},
-                                        make_coord(tile, _0{}));           // (columns, N)
+                                        make_coord(tile, _0{}));                  // (columns, N)
             Tensor tQrDs = thr_mma.make_fragment_A(thr_mma.partition_A(sDs));     // (1, 1, N/16)
             Tensor tQrK = thr_mma.make_fragment_B(thr_mma.partition_B(sKtPart));  // (1, 1, N/16)
             sm90::wgmma_issue<false>(mma, tQrDs, tQrK, rDq);

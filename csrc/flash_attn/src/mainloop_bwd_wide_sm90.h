@@ -116,11 +116,10 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         CUTE_DEVICE void issue_gradient(Fragment const &tKrX, Acc &rDx) const {
             if constexpr (kOfValues) {
                 await_dout();
-                Shared::template issue_gradient<0, kTileM / 16>(
-                    tKrX, storage.dout[step.stage()], rDx);
-            } else {
-                Shared::template issue_gradient<0, kTileM / 16>(tKrX, storage.q[step.stage()],
+                Shared::template issue_gradient<0, kTileM / 16>(tKrX, storage.dout[step.stage()],
                                                                 rDx);
+            } else {
+                Shared::template issue_gradient<0, kTileM / 16>(tKrX, storage.q[step.stage()], rDx);
             }
         }
 
@@ -135,8 +134,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             Tensor rS = partition_fragment_C(mma_s, Scores{});       // ((2, 2, M/8), 1, 1)
             Tensor rDx = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
             using OfDq = Shape<Int<kTileM>, Int<Traits::kPartColumns>>;
-            Tensor rDq = partition_fragment_C(mma_dq, OfDq{});       // ((2, 2, N/8), 1, 1)
-            Tensor rSecond = partition_fragment_C(mma_dq, OfDq{});   // the same, of two parts
+            Tensor rDq = partition_fragment_C(mma_dq, OfDq{});      // ((2, 2, N/8), 1, 1)
+            Tensor rSecond = partition_fragment_C(mma_dq, OfDq{});  // the same, of two parts
             using OfQueries = typename Base::template AccLayout<kTileM>;
             using OfColumns = typename Base::template AccLayout<Traits::kHeadDim>;
             Tensor tSrS = make_tensor(rS.data(), OfQueries{});    // (4, 1, M/8)
@@ -148,8 +147,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 sm90::pin(rS);
                 this->template compute_weights<kOfValues>(params, visit, tSrS, tKrX);
             };
-            // dV or dK of a step, and dQ in parts. The first of two parts is added before the scores
-            // of the next step take its registers, the last one under their product.
+            // dV or dK of a step, and dQ in parts. The first of two parts is added before the
+            // scores of the next step take its registers, the last one under their product.
             constexpr bool kTwoParts = Traits::kDqParts == 2;
             auto const issue_products = [&] {
                 issue_gradient<kOfValues>(tKrX, rDx);
