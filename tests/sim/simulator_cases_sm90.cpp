@@ -15,14 +15,13 @@ using SM90::GMMA::Major;
 namespace {
 
 // C = A B^T by one warpgroup, with operands written by ordinary stores in CuTe's layouts.
-template <class Element, int N, Major kMajorB, bool kRegistersA, class AtomA, class AtomB,
-          Major kMajorA = Major::K>
+template <class Element, int N, Major kMajorB, bool kRegistersA, class AtomA, class AtomB>
 struct Product {
     static constexpr int kK = 64;
     using LayoutA = decltype(tile_to_shape(AtomA{}, Shape<_64, Int<kK>>{}));
     using LayoutB = decltype(tile_to_shape(AtomB{}, Shape<Int<N>, Int<kK>>{}));
     using Atom = std::conditional_t<kRegistersA, sm90::MmaRS<Element, N, kMajorB>,
-                                    sm90::MmaSS<Element, N, kMajorB, kMajorA>>;
+                                    sm90::MmaSS<Element, N, kMajorB>>;
     using Mma = TiledMMA<MMA_Atom<Atom>, Layout<Shape<_1, _1, _1>>>;
 
     static Element a(int m, int k) { return Element(float((m * 37 + k * 11) % 101 - 50) / 16); }
@@ -77,8 +76,6 @@ template <class T, int N, class AtomA, class AtomB>
 using KMajor = Product<T, N, Major::K, false, AtomA, AtomB>;
 template <class T, int N, class AtomB>
 using MnMajor = Product<T, N, Major::MN, false, SM90::GMMA::Layout_K_SW128_Atom<T>, AtomB>;
-template <class T, int N, class AtomA, class AtomB>
-using BothMnMajor = Product<T, N, Major::MN, false, AtomA, AtomB, Major::MN>;
 template <class T, int N, class AtomB>
 using Registers = Product<T, N, Major::MN, true, SM90::GMMA::Layout_K_SW128_Atom<T>, AtomB>;
 
@@ -532,10 +529,6 @@ Cases const cases{
     {"mn_64", MnMajor<bfloat16_t, 96, G::Layout_MN_SW64_Atom<bfloat16_t>>::run},
     {"mn_32", MnMajor<half_t, 48, G::Layout_MN_SW32_Atom<half_t>>::run},
     {"mn_none", MnMajor<half_t, 40, G::Layout_MN_INTER_Atom<half_t>>::run},
-    {"both_mn_128", BothMnMajor<half_t, 128, G::Layout_MN_SW128_Atom<half_t>,
-                                G::Layout_MN_SW128_Atom<half_t>>::run},
-    {"both_mn_64", BothMnMajor<bfloat16_t, 96, G::Layout_MN_SW64_Atom<bfloat16_t>,
-                               G::Layout_MN_SW32_Atom<bfloat16_t>>::run},
     {"registers_256", Registers<bfloat16_t, 256, G::Layout_MN_SW128_Atom<bfloat16_t>>::run},
     {"registers_32", Registers<half_t, 32, G::Layout_MN_SW64_Atom<half_t>>::run},
     {"product_eager", in_mode(sim::CopyMode::eager, &Misuse::run<Misuse::none>)},

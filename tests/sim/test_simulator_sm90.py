@@ -18,7 +18,6 @@ def cases():
     "case",
     [
         *("k_128", "k_64", "k_32", "k_none", "mn_128", "mn_64", "mn_32", "mn_none"),
-        *("both_mn_128", "both_mn_64"),
         *("registers_256", "registers_32", "product_eager", "product_late", "read_in_flight"),
         *("boxes", "encoding", "ring", "elect", "registers_fit", "numbers"),
         *("sums", "floats"),

@@ -10,21 +10,21 @@ namespace flash::sm90 {
 
 namespace GMMA = cute::SM90::GMMA;
 
-// A (64, 16), from shared memory or registers; B (N, 16) from shared memory.
-template <class Element, int N, GMMA::Major kMajorB, GMMA::Major kMajorA = GMMA::Major::K>
+// A (64, 16), K-major, from shared memory or registers; B (N, 16) from shared memory.
+template <class Element, int N, GMMA::Major kMajorB>
 struct MmaSS {};
 template <class Element, int N, GMMA::Major kMajorB>
 struct MmaRS {};
 
 // What cute::gemm calls for one atom. C is D.
-template <class Element, int N, GMMA::Major kMajorB, GMMA::Major kMajorA, class TD, class LD,
-          class TA, class LA, class TB, class LB, class TC, class LC>
-CUTE_DEVICE void mma_unpack(cute::MMA_Traits<MmaSS<Element, N, kMajorB, kMajorA>> const &traits,
+template <class Element, int N, GMMA::Major kMajorB, class TD, class LD, class TA, class LA,
+          class TB, class LB, class TC, class LC>
+CUTE_DEVICE void mma_unpack(cute::MMA_Traits<MmaSS<Element, N, kMajorB>> const &traits,
                             cute::Tensor<TD, LD> &D, cute::Tensor<TA, LA> const &A,
                             cute::Tensor<TB, LB> const &B, cute::Tensor<TC, LC> const &) {
-    Wgmma<Element, N, kMajorB == GMMA::Major::MN>::template ss<kMajorA == GMMA::Major::MN>(
-        *reinterpret_cast<float (*)[N / 2]>(D.data()), A(0), B(0),
-        traits.accumulate_ == GMMA::ScaleOut::One);
+    Wgmma<Element, N, kMajorB == GMMA::Major::MN>::ss(*reinterpret_cast<float (*)[N / 2]>(D.data()),
+                                                      A(0), B(0),
+                                                      traits.accumulate_ == GMMA::ScaleOut::One);
 }
 template <class Element, int N, GMMA::Major kMajorB, class TD, class LD, class TA, class LA,
           class TB, class LB, class TC, class LC>
@@ -85,13 +85,13 @@ CUTE_DEVICE void wgmma_issue(TiledMma mma, FragA const &tCrA, FragB const &tCrB,
 
 namespace cute {
 
-template <class Element, int N, SM90::GMMA::Major kMajorB, SM90::GMMA::Major kMajorA>
-struct MMA_Traits<flash::sm90::MmaSS<Element, N, kMajorB, kMajorA>> {
+template <class Element, int N, SM90::GMMA::Major kMajorB>
+struct MMA_Traits<flash::sm90::MmaSS<Element, N, kMajorB>> {
     using ValTypeD = float;
     using ValTypeA = Element;
     using ValTypeB = Element;
     using ValTypeC = float;
-    using FrgTypeA = SM90::GMMA::smem_desc<kMajorA>;
+    using FrgTypeA = SM90::GMMA::smem_desc<SM90::GMMA::Major::K>;
     using FrgTypeB = SM90::GMMA::smem_desc<kMajorB>;
     using Shape_MNK = Shape<_64, Int<N>, _16>;
     using ThrID = Layout<_128>;

@@ -32,7 +32,7 @@ CUTE_DEVICE void pin_register(float &value) { asm volatile("" : "+f"(value)::"me
 CUTE_DEVICE void pin_register(uint32_t &value) { asm volatile("" : "+r"(value)::"memory"); }
 
 // d = A B + (accumulate ? d : 0), A (64, 16), B (16, N). Descriptors as the PTX ISA's "matrix
-// descriptor". B is K-major, or MN-major where kTransposeB; likewise A from shared memory.
+// descriptor". B is K-major, or MN-major where kTransposeB.
 template <class Element, int N, bool kTransposeB>
 struct Wgmma;  // defined for the N listed below
 
@@ -73,15 +73,13 @@ struct Wgmma;  // defined for the N listed below
 #define FLASH_OPERANDS_15 FLASH_OPERANDS_14, FLASH_OPERANDS(112)
 #define FLASH_OPERANDS_16 FLASH_OPERANDS_15, FLASH_OPERANDS(120)
 
-#define FLASH_WGMMA_SS(N, GROUPS, TYPE, P0, P1, P2, P3, P4)                                      \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P2                                        \
-                 ", 0;\n"                                                                        \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                 \
-                 " {" FLASH_REGISTERS_##GROUPS "}, %" #P0 ", %" #P1 ", p, 1, 1, %" #P3 ", %" #P4 \
-                                               ";\n}\n"                                          \
-                 : FLASH_OPERANDS_##GROUPS                                                       \
-                 : "l"(a), "l"(b), "r"(int32_t(accumulate)), "n"(int32_t(kTransposeA)),          \
-                   "n"(int32_t(kTransposeB)))
+#define FLASH_WGMMA_SS(N, GROUPS, TYPE, P0, P1, P2, P3)                                            \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P2                                          \
+                 ", 0;\n"                                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                   \
+                 " {" FLASH_REGISTERS_##GROUPS "}, %" #P0 ", %" #P1 ", p, 1, 1, 0, %" #P3 ";\n}\n" \
+                 : FLASH_OPERANDS_##GROUPS                                                         \
+                 : "l"(a), "l"(b), "r"(int32_t(accumulate)), "n"(int32_t(kTransposeB)))
 
 #define FLASH_WGMMA_RS(N, GROUPS, TYPE, P0, P1, P2, P3, P4, P5, P6)                              \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P5                                        \
@@ -97,12 +95,11 @@ struct Wgmma;  // defined for the N listed below
 #define FLASH_WGMMA(N, GROUPS, P0, P1, P2, P3, P4, P5, P6)                                       \
     template <class Element, bool kTransposeB>                                                   \
     struct Wgmma<Element, N, kTransposeB> {                                                      \
-        template <bool kTransposeA = false>                                                      \
         CUTE_DEVICE static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) { \
             if constexpr (std::is_same_v<Element, cutlass::half_t>) {                            \
-                FLASH_WGMMA_SS(N, GROUPS, "f16", P0, P1, P2, P3, P4);                            \
+                FLASH_WGMMA_SS(N, GROUPS, "f16", P0, P1, P2, P3);                                \
             } else {                                                                             \
-                FLASH_WGMMA_SS(N, GROUPS, "bf16", P0, P1, P2, P3, P4);                           \
+                FLASH_WGMMA_SS(N, GROUPS, "bf16", P0, P1, P2, P3);                               \
             }                                                                                    \
         }                                                                                        \
         CUTE_DEVICE static void rs(float (&d)[N / 2], uint32_t const (&a)[4], uint64_t b,        \

@@ -31,14 +31,13 @@ struct Wgmma {
     static constexpr sim::MmaInput kInput =
         std::is_same_v<Element, cutlass::half_t> ? sim::MmaInput::fp16 : sim::MmaInput::bf16;
 
-    template <bool kTransposeA = false>
     static void ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
-        sim::wgmma({kInput, N, kTransposeA, kTransposeB, accumulate, a, b}, d, nullptr);
+        sim::wgmma({kInput, N, kTransposeB, accumulate, a, b}, d, nullptr);
     }
     // The simulator writes NaN into A's registers until the wgmma is complete, hence the
     // const_cast.
     static void rs(float (&d)[N / 2], uint32_t const (&a)[4], uint64_t b, bool accumulate) {
-        sim::wgmma({kInput, N, false, kTransposeB, accumulate, 0, b}, d, const_cast<uint32_t *>(a));
+        sim::wgmma({kInput, N, kTransposeB, accumulate, 0, b}, d, const_cast<uint32_t *>(a));
     }
 };
 

@@ -74,15 +74,7 @@ void load_chunk(std::byte const *from, float *to) {
 template <float (*convert)(uint16_t)>
 void load_operands(Multiplication const &m, std::byte const *smem, Operands &x) {
     for (size_t i = 0; i < m.chunks_a.size(); ++i) {
-        if (m.instruction.transposed_a) {
-            float rows[8];
-            load_chunk<convert>(smem + m.chunks_a[i], rows);
-            for (size_t row = 0; row < 8; ++row) {
-                x.a[i / kDepth * 8 + row][i % kDepth] = rows[row];
-            }
-        } else {
-            load_chunk<convert>(smem + m.chunks_a[i], &x.a[i / 2][i % 2 * 8]);
-        }
+        load_chunk<convert>(smem + m.chunks_a[i], &x.a[i / 2][i % 2 * 8]);
     }
     if (m.a != nullptr) {
         // Register r holds row g + 8 (r % 2), columns 2 t + 8 (r / 2) and + 1, as in mma.m16n8k16.
@@ -193,7 +185,7 @@ void Sm90::create(Warpgroup &wg, Wgmma const &instruction, float *acc, uint32_t 
     m.acc->matrix.resize(static_cast<size_t>(kRows) * instruction.n);
     ++m.acc->uses;
     if (a == nullptr) {
-        m.chunks_a = chunks(instruction.a, kRows, instruction.transposed_a);
+        m.chunks_a = chunks(instruction.a, kRows, false);
     } else {
         m.a = find_or_add(wg.operands, a, 4, "fragments of A");
         ++m.a->uses;

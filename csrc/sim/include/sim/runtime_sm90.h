@@ -62,7 +62,7 @@ void fence_async_proxy();
 struct Wgmma {
     MmaInput input;
     int n;
-    bool transposed_a, transposed_b;
+    bool transposed_b;
     bool accumulate;
     uint64_t a, b;  // matrix descriptors
     bool operator==(Wgmma const &) const = default;
