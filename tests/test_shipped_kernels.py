@@ -145,12 +145,9 @@ def test_products_of_a_backward_are_those_intended_and_never_serialised(main_ker
     scores = [("smem", 64, step, 16)] * (d // 16)  # K Q^T and V dO^T
     gradient = [("registers", 64, d, 16)] * (step // 16)  # P^T dO and dS^T Q
     # dS K: each warpgroup has 64 rows and all columns, or all rows and half of the columns, in
-    # whole pages of them.
-    columns = {96: 64, 128: 64, 192: 96, 256: 128}.get(d, d)
+    # whole pages of them, at d = 256 one half of those after the other.
+    columns = {96: 64, 128: 64, 192: 96, 256: 64}.get(d, d)
     dq = [("smem", 64, columns, 16)] * (rows // 16)
-    if d > 128:  # each warpgroup has half of the queries of scores and half of all columns
-        scores = [("smem", 64, step // 2, 16)] * (d // 16)
-        gradient = dq
     # At d = 96 dS K is 8 instructions like the 6 of a product of scores.
     by_length = sorted((scores, gradient, dq), key=len, reverse=True)
     found = []
