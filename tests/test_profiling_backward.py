@@ -57,12 +57,14 @@ def test_kernels_of_the_sm80_class(head_dim):
         assert found["dk"].smem_bytes - found["dv"].smem_bytes == own
 
 
-def test_the_sm90_class_has_one_kernel_with_products():
-    config = heuristics.sm90_bwd_config("bf16", 128, "causal")
+@pytest.mark.parametrize(("head_dim", "products"), [(128, 5), (192, 2.5), (256, 2.5)])
+def test_the_sm90_class_has_one_kernel_with_products(head_dim, products):
+    """Above d = 128 each warpgroup has a loop with half of them, for all scores."""
+    config = heuristics.sm90_bwd_config("bf16", head_dim, "causal")
     found = kernels(config)
     assert list(found) == ["all"]
     only = found["all"]
-    assert (only.products, only.threads, only.smem_bytes) == (5, 384, config.smem_bytes)
+    assert (only.products, only.threads, only.smem_bytes) == (products, 384, config.smem_bytes)
     assert only.full_name == f"{config.full_name} all"
 
 

@@ -25,12 +25,12 @@ class BwdKernel:
     Attributes:
         config: Of the whole backward.
         computes: ``"dq"``, ``"dkv"``, ``"dk"`` or ``"dv"`` in the sm80 class, else ``"all"``.
-        products: Matrix products for each score.
+        products: Matrix products for each score, in each of its loops.
     """
 
     config: BwdConfig
     computes: str
-    products: int
+    products: float
 
     @property
     def full_name(self) -> str:
@@ -65,6 +65,8 @@ def kernels(binaries: Iterable[Binary], config: BwdConfig) -> list[tuple[BwdKern
         if binary.mmas == 0:  # row statistics, the gradient of sinks, the rounding of dQ
             continue
         match = _PASS.search(binary.function.name)
-        computes, products = ("all", 5) if match is None else _PASSES[int(match[1])]
+        # Above d = 128 two warpgroups of the sm90 class divide the five products, in a loop each.
+        divided = 2.5 if config.head_dim > 128 else 5
+        computes, products = ("all", divided) if match is None else _PASSES[int(match[1])]
         found.append((BwdKernel(config, computes, products), binary))
     return sorted(found, key=lambda pair: pair[0].computes != "dq")

@@ -89,7 +89,7 @@ def group_of(opcode: str) -> str:
     return next((group for group, names in GROUPS.items() if opcode in names), OTHER)
 
 
-def _describe_loop(loop: Loop, head_dim: int, products: int) -> dict[str, object]:
+def _describe_loop(loop: Loop, head_dim: int, products: float) -> dict[str, object]:
     # Each product takes head_dim multiply-adds for every score.
     elements = loop.warp_macs / (products * head_dim)
     per_element = _per_element(loop.always, elements)
@@ -158,7 +158,7 @@ def _notes(report: Mapping, log: str) -> list[str]:
     if report["other_loops"]:
         others = ", ".join(f"{x['address']} ({x['per_element']})" for x in report["other_loops"])
         notes.append(
-            f"the main loop at {loop['address']} is the leanest of the copies; others, with their "
+            f"the main loop at {loop['address']} is the leanest; others, with their "
             f"instructions per score element: {others}"
         )
     if "MUFU" not in loop["mix_per_element"]:  # as in one loop for blocks with and without a mask
