@@ -38,9 +38,10 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kWarpgroups = 2;
     static constexpr int kMmaThreads = 128 * kWarpgroups;
     static constexpr int kThreads = 128 + kMmaThreads;  // warpgroup 0 loads
-    // setmaxnreg: 24 + 2 * 240 = 3 * 168, the registers of the launch.
-    static constexpr int kLoadRegisters = 24;
-    static constexpr int kMmaRegisters = 240;
+    // setmaxnreg: together 3 * 168, the registers of the launch. With 24 producers spill
+    // at d = 192.
+    static constexpr int kLoadRegisters = kHeadDim == 192 ? 40 : 24;
+    static constexpr int kMmaRegisters = (3 * 168 - kLoadRegisters) / 2;
 
     // Under a mask, and in a ragged batch, tiles differ in length, and CTAs steal work.
     static constexpr bool kWorkStealing = C.mask != MaskKind::none || C.varlen;
@@ -69,9 +70,9 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kDqColumns =
         kDqByRows ? kHeadDim : ceil_div(kHeadDim / 2, kSmemRow) * kSmemRow;
     static constexpr int kColumnsK = kDqByRows ? kHeadDim : 2 * kDqColumns;  // in shared memory
-    // In two parts where registers do not hold the whole beside dK or dV and the next scores.
-    static constexpr int kDqParts = kHeadDim > 192 ? 2 : 1;
-    static constexpr int kPartColumns = kDqColumns / kDqParts;
+    // Above d = 128 in parts of which the registers hold one beside the scores of the next step.
+    static constexpr int kPartColumns = kHeadDim > 192 ? 64 : kDqColumns;
+    static constexpr int kDqParts = kWide ? kHeadDim / kPartColumns : 1;
     using TiledMmaDq = TiledMMA<
         MMA_Atom<sm90::MmaSS<Element, kPartColumns, sm90::GMMA::Major::MN>>,
         std::conditional_t<kDqByRows, Layout<Shape<_2, _1, _1>>, Layout<Shape<_1, _1, _1>>>>;

@@ -65,7 +65,8 @@ struct MainloopBwdSm90 {
             if (empty != nullptr) sm90::barrier_init(empty, kReaders);
         };
         init(&storage.k_full, 1, &storage.k_empty);
-        init(&storage.v_full, 1, &storage.v_empty);
+        sm90::barrier_init(&storage.v_full, 1);
+        sm90::barrier_init(&storage.v_empty, Traits::kWide ? kWarps : kReaders);
         for (int i = 0; i < Traits::kStages; ++i) {
             init(&storage.q_full[i], 1, &storage.q_empty[i]);
             init(&storage.dout_full[i], 1, &storage.dout_empty[i]);
@@ -163,15 +164,22 @@ struct MainloopBwdSm90 {
                 CUTE_NO_UNROLL
                 for (int left = count * params.h_h_k_ratio; left > 0; --left) {
                     int const block = tile.blocks.template block<MaskKind::local>(n);
+                    bool const first = left == count * params.h_h_k_ratio;
+                    auto const load_k = [&] {
+                        if (first) {
+                            load_own<Traits::kColumnsK>(maps.k, &storage.k_full, &storage.k_empty,
+                                                        storage.k.data(), tile);
+                        }
+                    };
                     load_q(tile, head, block);
-                    if (left == count * params.h_h_k_ratio) {
-                        load_own<Traits::kColumnsK>(maps.k, &storage.k_full, &storage.k_empty,
-                                                    storage.k.data(), tile);
+                    if constexpr (!Traits::kWide) load_k();
+                    if (first) {
                         load_own<kHeadDim>(maps.v, &storage.v_full, &storage.v_empty,
                                            storage.v.data(), tile);
-                        own_parity ^= 1;
                     }
                     load_dout(tile, head, block);
+                    if constexpr (Traits::kWide) load_k();  // whose buffer is free last
+                    own_parity ^= first;
                     if (--n < 0) {
                         n = count - 1;
                         ++head;
@@ -290,11 +298,13 @@ struct MainloopBwdSm90 {
             int64_t const row = (int64_t(entry) * params.h + head) * params.seqlen_q_rounded +
                                 stats_begin(tile()) + block * kTileM;
             constexpr int kColumns = Traits::kPartColumns;
-            int const begin = Traits::dq_begin(thread / 32) + kPart * 16 * kColumns;
+            constexpr int kHalfBegin = kPart * kColumns % Traits::kDqColumns;
+            int const half = Traits::kWide ? kPart * kColumns / Traits::kDqColumns : warpgroup;
+            int const begin = Traits::dq_begin(half * 4 + thread / 32 % 4) + 16 * kHalfBegin;
             if constexpr (Traits::kBulkDq) {
-                static_assert(Traits::kDqParts == 1);
-                int const columns = Traits::dq_columns(warpgroup);
+                int const columns = Traits::kWide ? kColumns : Traits::dq_columns(warpgroup);
                 float *const smem = storage.dq.data() + begin;
+                static_assert(!Traits::kWide || Traits::kDqParts == 2);  // one a warp
                 sm90::bulk_wait_read();  // of the step before, by the lane that issued it
                 __syncwarp();
                 CUTE_UNROLL
@@ -385,19 +395,19 @@ struct MainloopBwdSm90 {
         }
 
         // rDq = dS K, a part of the warpgroup's columns, once all warps have written dS.
-        template <int kPart = 0, class Acc>
+        template <int kPart = 0, bool kFirst = true, class Acc>
         CUTE_DEVICE void issue_dq(Acc &rDq) const {
             constexpr int kColumns = Traits::kPartColumns;
             typename Traits::TiledMmaDq mma;
             auto const thr_mma = mma.get_slice(Traits::kDqByRows ? warpgroup * 128 : 0);
-            if constexpr (kPart == 0) {
+            if constexpr (kFirst) {
                 sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
             }
             Tensor sDs = make_tensor(make_smem_ptr(storage.ds[ds.stage()].data()),
                                      typename Traits::SmemLayoutDs{});  // (M, N)
             Tensor sKt = make_tensor(make_smem_ptr(storage.k.data() + (ds.uses >> 31)),
                                      typename Traits::SmemLayoutKt{});  // (d, N)
-            int const tile = Traits::kDqByRows ? 0 : warpgroup * Traits::kDqParts + kPart;
+            int const tile = Traits::kWide ? kPart : Traits::kDqByRows ? 0 : warpgroup;
             Tensor sKtPart = local_tile(sKt, Shape<Int<kColumns>, Int<kTileN>>{},
                                         make_coord(tile, _0{}));                  // (columns, N)
             Tensor tQrDs = thr_mma.make_fragment_A(thr_mma.partition_A(sDs));     // (1, 1, N/16)

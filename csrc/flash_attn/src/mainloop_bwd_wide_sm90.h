@@ -3,15 +3,15 @@
 //
 //   warpgroup 0:  S^T = K Q^T, P = exp(S - LSE), to the other one; dV += P^T dO
 //   warpgroup 1:  dP^T = V dO^T, dS = P * (dP - D), to shared memory; dK += dS^T Q
-//   both:         dQ = dS K, half of the columns each, summed up in global memory
+//   both:         dQ = dS K, half of the columns each, added to the sums in global memory
 //
-// P^T and dS^T are A operands as they come out, in registers. The second warpgroup begins a step
-// when the first one has P, and the first goes on to the next step, so that one's products fill the
-// tensor cores while the other computes or adds dQ to the sums.
+// P^T and dS^T are A operands as they come out, in registers. The first warpgroup is ahead and
+// computes its half of dQ a step later, so that it waits for no dS.
 #pragma once
 
 #include <arch_sm90.h>
 
+#include <cute/algorithm/tuple_algorithms.hpp>
 #include <cute/tensor.hpp>
 #include <type_traits>
 
@@ -27,20 +27,34 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
     using Element = typename Traits::Element;
     using typename Base::RingSteps;
     static constexpr int kTileM = Traits::kTileM;
+    static constexpr int kDqParts = Traits::kDqParts;
 
     struct Consumer : Base::Consumer {
         using Shared = typename Base::Consumer;
         using Shared::ds, Shared::own_parity, Shared::step, Shared::storage, Shared::thread;
-        using Shared::warpgroup, Shared::release, Shared::tile, Shared::block;
+        using Shared::release, Shared::tile, Shared::block, Shared::issue_scores;
         Ring<1> p;
 
-        // Where a thread's part of P^T is, kTileM / 8 groups of four that are 512 floats apart.
+        using OfScores = Shape<Int<Traits::kTileN>, Int<kTileM>>;
+        using OfDq = Shape<Int<kTileM>, Int<Traits::kPartColumns>>;
+        using OfGradient = Shape<Int<Traits::kTileN>, Int<Traits::kHeadDim>>;
+        using AccScores = typename Base::template AccLayout<kTileM>;
+        using AccGradient = typename Base::template AccLayout<Traits::kHeadDim>;
+        using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileM / 16>>>;
+
+        CUTE_DEVICE void await_q() const {
+            sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());
+        }
+        CUTE_DEVICE void await_dout() const {
+            sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
+        }
+
+        // Where a thread's part of P^T is: kTileM / 8 groups of four, 512 floats apart.
         CUTE_DEVICE float4 *own_p() const {
             return reinterpret_cast<float4 *>(storage.p.data()) + thread % 128;
         }
 
-        // tSrP: P^T (4, 1, M/8). Hands it to the other warpgroup, once that has read the last one.
-        // The fence orders the reads of the statistics and TMA's writes, as in store_ds().
+        // tSrP: P^T (4, 1, M/8). Hands it over, once the last one has been read.
         template <class Scores>
         CUTE_DEVICE void give_p(Scores const &tSrP) {
             sm90::barrier_wait(storage.p_empty.data(), p.parity() ^ 1);
@@ -49,13 +63,12 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 own_p()[128 * j] =
                     make_float4(tSrP(0, 0, j), tSrP(1, 0, j), tSrP(2, 0, j), tSrP(3, 0, j));
             }
-            sm90::fence_async_proxy();
             __syncwarp();
             release(storage.p_full.data());
             p.advance();
         }
 
-        // tSrP: P^T (4, 1, M/8). The thread's own part of the other warpgroup's.
+        // tSrP: P^T (4, 1, M/8), of which each thread takes what its counterpart has computed.
         template <class Scores>
         CUTE_DEVICE void take_p(Scores &tSrP) {
             sm90::barrier_wait(storage.p_full.data(), p.parity());
@@ -72,160 +85,201 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             p.advance();
         }
 
-        CUTE_DEVICE void await_q() const {
-            sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());
-        }
-        CUTE_DEVICE void await_dout() const {
-            sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
+        struct Nothing {
+            CUTE_DEVICE void operator()() const {}
+        };
+
+        // Issues the first two of the parts [kBegin, kEnd) of dQ.
+        template <int kBegin, int kEnd, class Acc>
+        CUTE_DEVICE void issue_first_parts(Acc &rEven, Acc &rOdd) const {
+            this->template issue_dq<kBegin>(rEven);
+            if constexpr (kBegin + 1 < kEnd) this->template issue_dq<kBegin + 1, false>(rOdd);
         }
 
-        // S^T of a step, or dP^T.
-        template <bool kOfValues, class Acc>
-        CUTE_DEVICE void issue_scores(Acc &rS) const {
-            if constexpr (kOfValues) {
-                await_q();
-                Shared::issue_scores(storage.k, storage.q[step.stage()], rS);
-            } else {
-                await_dout();
-                Shared::issue_scores(storage.v, storage.dout[step.stage()], rS);
-            }
+        // Issues the others and adds all of them to the sums. `issue_next` issues the scores of the
+        // next step, in the place of the last part but one; they are under way afterwards.
+        template <int kBegin, int kEnd, class Acc, class IssueNext>
+        CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, int head, int visit, Acc &rEven,
+                                   Acc &rOdd, IssueNext const &issue_next) {
+            constexpr int kLast = kEnd - 1;
+            constexpr bool kNext = !std::is_same_v<IssueNext, Nothing>;
+            if constexpr (kBegin == kLast && kNext) issue_next();
+            for_each(make_int_range<kBegin, kEnd>{}, [&](auto part) {
+                auto &acc = (part - kBegin) % 2 == 0 ? rEven : rOdd;
+                sm90::wgmma_wait<(part < kLast || kNext)>();
+                sm90::pin(acc);
+                this->template add_dq<part>(params, head, block(visit), acc);
+                if constexpr (part + 2 < kEnd) {
+                    this->template issue_dq<part + 2, false>(acc);
+                } else if constexpr (part + 1 == kLast && kNext) {
+                    issue_next();
+                }
+            });
+            ds.advance();
         }
 
-        // tSrS: S^T (4, 1, M/8), afterwards P^T, or dP^T, afterwards dS^T. tKrX: the same as A
-        // operand, (8, 1, M/16).
-        template <bool kOfValues, class Scores, class Fragment>
-        CUTE_DEVICE void compute_weights(Flash_bwd_params const &params, int visit, Scores &tSrS,
-                                         Fragment &tKrX) {
-            if constexpr (kOfValues) {
-                if (visit >= tile().blocks.unmasked) this->apply_mask(params, tSrS, visit);
-                this->exponentiate(params, tSrS);
-                give_p(tSrS);
-                convert(tSrS, tKrX);
-            } else {
-                Tensor tSrP = make_tensor_like(tSrS);  // (4, 1, M/8)
-                await_q();                             // the statistics
-                take_p(tSrP);
-                this->differentiate(tSrP, tSrS);
-                convert(tSrS, tKrX);
-                this->store_ds(tKrX);
-            }
-        }
-
-        // dV += P^T dO of a step, or dK += dS^T Q.
-        template <bool kOfValues, class Fragment, class Acc>
-        CUTE_DEVICE void issue_gradient(Fragment const &tKrX, Acc &rDx) const {
-            if constexpr (kOfValues) {
-                await_dout();
-                Shared::template issue_gradient<0, kTileM / 16>(tKrX, storage.dout[step.stage()],
-                                                                rDx);
-            } else {
-                Shared::template issue_gradient<0, kTileM / 16>(tKrX, storage.q[step.stage()], rDx);
-            }
-        }
-
-        // The loop of one of the warpgroups.
-        template <bool kOfValues>
-        CUTE_DEVICE void run_as(Flash_bwd_params const &params) {
+        // S, P and dV.
+        CUTE_DEVICE void run_values(Flash_bwd_params const &params) {
+            constexpr int kEnd = kDqParts / 2;
             typename Traits::TiledMmaS mma_s;
             typename Traits::TiledMmaDkv mma_dkv;
             typename Traits::TiledMmaDq mma_dq;
-            using Scores = Shape<Int<Traits::kTileN>, Int<kTileM>>;
-            using Gradient = Shape<Int<Traits::kTileN>, Int<Traits::kHeadDim>>;
-            Tensor rS = partition_fragment_C(mma_s, Scores{});       // ((2, 2, M/8), 1, 1)
-            Tensor rDx = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
-            using OfDq = Shape<Int<kTileM>, Int<Traits::kPartColumns>>;
-            Tensor rDq = partition_fragment_C(mma_dq, OfDq{});      // ((2, 2, N/8), 1, 1)
-            Tensor rSecond = partition_fragment_C(mma_dq, OfDq{});  // the same, of two parts
-            using OfQueries = typename Base::template AccLayout<kTileM>;
-            using OfColumns = typename Base::template AccLayout<Traits::kHeadDim>;
-            Tensor tSrS = make_tensor(rS.data(), OfQueries{});    // (4, 1, M/8)
-            Tensor tKrDx = make_tensor(rDx.data(), OfColumns{});  // (4, 1, d/8)
-            using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileM / 16>>>;
-            Tensor tKrX = make_tensor<Element>(Operand{});  // (8, 1, M/16)
+            Tensor rS = partition_fragment_C(mma_s, OfScores{});       // ((2, 2, M/8), 1, 1)
+            Tensor rDv = partition_fragment_C(mma_dkv, OfGradient{});  // ((2, 2, d/8), 1, 1)
+            Tensor rEven = partition_fragment_C(mma_dq, OfDq{});       // ((2, 2, N/8), 1, 1)
+            Tensor rOdd = partition_fragment_C(mma_dq, OfDq{});        // ((2, 2, N/8), 1, 1)
+            Tensor tSrS = make_tensor(rS.data(), AccScores{});         // (4, 1, M/8)
+            Tensor tKrDv = make_tensor(rDv.data(), AccGradient{});     // (4, 1, d/8)
+            Tensor tKrP = make_tensor<Element>(Operand{});             // (8, 1, M/16)
 
-            auto const compute_weights = [&](int visit) {
+            auto const issue_s = [&] {
+                await_q();
+                issue_scores(storage.k, storage.q[step.stage()], rS);
+            };
+            // P of a visit, and dV += P^T dO, which is under way afterwards.
+            auto const issue_dv = [&](int visit) {
                 sm90::pin(rS);
-                this->template compute_weights<kOfValues>(params, visit, tSrS, tKrX);
+                if (visit >= tile().blocks.unmasked) this->apply_mask(params, tSrS, visit);
+                this->exponentiate(params, tSrS);
+                give_p(tSrS);
+                convert(tSrS, tKrP);
+                await_dout();
+                this->template issue_gradient<0, kTileM / 16>(tKrP, storage.dout[step.stage()],
+                                                              rDv);
+                sm90::fence_async_proxy();  // of the statistics' reads, as in store_ds()
+                __syncwarp();
+                release(&storage.q_empty[step.stage()]);
             };
-            // dV or dK of a step, and dQ in parts. The first of two parts is added before the
-            // scores of the next step take its registers, the last one under their product.
-            constexpr bool kTwoParts = Traits::kDqParts == 2;
-            auto const issue_products = [&] {
-                issue_gradient<kOfValues>(tKrX, rDx);
-                this->template issue_dq<0>(rDq);
-                if constexpr (kTwoParts) this->template issue_dq<1>(rSecond);
-                ds.advance();
+            // Once dV is complete.
+            auto const next_step = [&] {
+                release(&storage.dout_empty[step.stage()]);
+                step.advance();
             };
-            auto const add_first = [&](int visit, int head) {
-                if constexpr (kTwoParts) {
-                    sm90::pin(rDq);
-                    this->template add_dq<0>(params, head, block(visit), rDq);
-                }
-            };
-            auto const add_last = [&](int visit, int head) {
-                auto &last = kTwoParts ? rSecond : rDq;
-                sm90::pin(last);
-                this->template add_dq<kTwoParts>(params, head, block(visit), last);
+            // P and dV of a step, and dQ of the one before.
+            auto const run_step = [&](int visit, int head, int count, auto const &issue_next) {
+                issue_dv(visit);
+                issue_first_parts<0, kEnd>(rEven, rOdd);
+                sm90::wgmma_wait<(kEnd > 1 ? 2 : 1)>();
+                next_step();
+                bool const other_head = visit == count - 1;
+                finish_dq<0, kEnd>(params, head - other_head, other_head ? 0 : visit + 1, rEven,
+                                   rOdd, issue_next);
+                sm90::wgmma_wait<0>();
             };
 
             CUTE_NO_UNROLL
             while (this->await_tile()) {
-                clear(rDx);
+                clear(rDv);
                 int const count = tile().blocks.count;
                 int left = count * params.h_h_k_ratio;  // steps
                 if (left > 0) {
                     sm90::barrier_wait(&storage.k_full, own_parity);
-                    if constexpr (!kOfValues) sm90::barrier_wait(&storage.v_full, own_parity);
                     own_parity ^= 1;
-                    issue_scores<kOfValues>(rS);
+                    int n = count - 1;  // visits left of this head after this one
+                    int head = tile().head_q;
+                    auto const next_visit = [&] {
+                        head += n == 0;
+                        n = n == 0 ? count - 1 : n - 1;
+                    };
+                    issue_s();
+                    sm90::wgmma_wait<0>();
+                    issue_dv(n);
+                    sm90::wgmma_wait<0>();
+                    next_step();
+                    if (left > 1) {
+                        issue_s();
+                        next_visit();
+                        sm90::wgmma_wait<0>();
+                        CUTE_NO_UNROLL
+                        for (; left > 2; --left) {
+                            run_step(n, head, count, issue_s);
+                            next_visit();
+                        }
+                        run_step(n, head, count, Nothing{});
+                    }
+                    issue_first_parts<0, kEnd>(rEven, rOdd);
+                    finish_dq<0, kEnd>(params, head, n, rEven, rOdd, Nothing{});
+                    sm90::pin(rDv);
+                    release(&storage.k_empty);
+                }
+                if (params.dk_ptr != nullptr) this->store_dv(params, tKrDv);
+                this->release_tile();
+            }
+            if constexpr (Traits::kBulkDq) sm90::bulk_wait();
+        }
+
+        // dP, dS and dK.
+        CUTE_DEVICE void run_keys(Flash_bwd_params const &params) {
+            constexpr int kBegin = kDqParts / 2;
+            typename Traits::TiledMmaS mma_s;
+            typename Traits::TiledMmaDkv mma_dkv;
+            typename Traits::TiledMmaDq mma_dq;
+            Tensor rDp = partition_fragment_C(mma_s, OfScores{});      // ((2, 2, M/8), 1, 1)
+            Tensor rDk = partition_fragment_C(mma_dkv, OfGradient{});  // ((2, 2, d/8), 1, 1)
+            Tensor rEven = partition_fragment_C(mma_dq, OfDq{});       // ((2, 2, N/8), 1, 1)
+            Tensor rOdd = partition_fragment_C(mma_dq, OfDq{});        // ((2, 2, N/8), 1, 1)
+            Tensor tSrDp = make_tensor(rDp.data(), AccScores{});       // (4, 1, M/8)
+            Tensor tSrP = make_tensor<float>(AccScores{});             // (4, 1, M/8)
+            Tensor tKrDk = make_tensor(rDk.data(), AccGradient{});     // (4, 1, d/8)
+            Tensor tKrDs = make_tensor<Element>(Operand{});            // (8, 1, M/16)
+
+            auto const issue_dp = [&] {
+                await_dout();
+                issue_scores(storage.v, storage.dout[step.stage()], rDp);
+            };
+            // dS of a step whose dP is complete, dK += dS^T Q, and dQ.
+            auto const run_step = [&](int visit, int head, auto const &issue_next) {
+                sm90::pin(rDp);
+                release(&storage.dout_empty[step.stage()]);
+                await_q();  // the statistics
+                take_p(tSrP);
+                this->differentiate(tSrP, tSrDp);
+                convert(tSrDp, tKrDs);
+                this->store_ds(tKrDs);
+                this->template issue_gradient<0, kTileM / 16>(tKrDs, storage.q[step.stage()], rDk);
+                issue_first_parts<kBegin, kDqParts>(rEven, rOdd);
+                sm90::wgmma_wait<(kDqParts - kBegin > 1 ? 2 : 1)>();
+                release(&storage.q_empty[step.stage()]);
+                step.advance();
+                finish_dq<kBegin, kDqParts>(params, head, visit, rEven, rOdd, issue_next);
+                sm90::wgmma_wait<0>();
+            };
+
+            CUTE_NO_UNROLL
+            while (this->await_tile()) {
+                clear(rDk);
+                int const count = tile().blocks.count;
+                int left = count * params.h_h_k_ratio;  // steps
+                if (left > 0) {
+                    sm90::barrier_wait(&storage.v_full, own_parity);
+                    issue_dp();
+                    sm90::barrier_wait(&storage.k_full, own_parity);
+                    own_parity ^= 1;
                     int n = count - 1;  // visits left of this head after this one
                     int head = tile().head_q;
                     sm90::wgmma_wait<0>();
-
                     CUTE_NO_UNROLL
                     for (; left > 1; --left) {
-                        compute_weights(n);
-                        issue_products();
-                        sm90::wgmma_wait<1>();
-                        this->release_step(step);
-                        step.advance();
-                        add_first(n, head);
-                        issue_scores<kOfValues>(rS);
-                        sm90::wgmma_wait<1>();
-                        add_last(n, head);
-                        bool const next_head = --n < 0;
-                        n = next_head ? count - 1 : n;
-                        head += next_head;
-                        sm90::wgmma_wait<0>();
+                        run_step(n, head, issue_dp);
+                        head += n == 0;
+                        n = n == 0 ? count - 1 : n - 1;
                     }
-                    compute_weights(n);
-                    issue_products();
-                    sm90::wgmma_wait<0>();
-                    add_first(n, head);
-                    add_last(n, head);
-                    sm90::pin(rDx);
-                    this->release_step(step);
-                    step.advance();
-                    release(&storage.k_empty);
                     release(&storage.v_empty);
+                    run_step(n, head, Nothing{});
+                    sm90::pin(rDk);
+                    release(&storage.k_empty);
                 }
-                if (params.dk_ptr != nullptr) {
-                    if constexpr (kOfValues) {
-                        this->store_dv(params, tKrDx);
-                    } else {
-                        this->store_dk(params, tKrDx);
-                    }
-                }
+                if (params.dk_ptr != nullptr) this->store_dk(params, tKrDk);
                 this->release_tile();
             }
             if constexpr (Traits::kBulkDq) sm90::bulk_wait();
         }
 
         CUTE_DEVICE void run(Flash_bwd_params const &params) {
-            if (warpgroup == 0) {
-                run_as<true>(params);
+            if (this->warpgroup == 0) {
+                run_values(params);
             } else {
-                run_as<false>(params);
+                run_keys(params);
             }
         }
     };
