@@ -46,39 +46,64 @@ _GIVE_P = """\
                 own_p()[128 * j] =
                     make_float4(tSrP(0, 0, j), tSrP(1, 0, j), tSrP(2, 0, j), tSrP(3, 0, j));
             }
-            sm90::fence_async_proxy();
             __syncwarp();
             release(storage.p_full.data());
 """
 _HAND_OVER = _GIVE_P.splitlines(keepends=True)[-1]
-# Three waits are not among them, as others imply them: those of the second warpgroup for Q and for
-# K, by P, and that for P's buffer, by dS of the step before.
-_OF_WIDE = (
-    Mutant(
+_LOOP_OF_KEYS = """\
+                    for (; left > 1; --left) {
+                        run_step(n, head, issue_dp);
+                        head += n == 0;
+                        n = n == 0 ? count - 1 : n - 1;
+                    }
+                    release(&storage.v_empty);
+"""
+_FIRST_OF_LOOP_OF_KEYS = _LOOP_OF_KEYS.splitlines(keepends=True)[0]
+_RELEASE_V = _LOOP_OF_KEYS.splitlines(keepends=True)[-1]
+_LAST_DQ_OF_VALUES = """\
+                    issue_first_parts<0, kEnd>(rEven, rOdd);
+                    finish_dq<0, kEnd>(params, head, n, rEven, rOdd, Nothing{});
+"""
+
+
+def _wide(name, old, new, report, config=WIDE) -> Mutant:
+    return _simulator(name, _WIDE, old, new, report, config)
+
+
+def _wide_numerics(name, old, new, config=WIDE, report="") -> Mutant:
+    return Mutant(name, _WIDE, old, new, "numerics/late", report, config)
+
+
+def _swapped(before: str, behind: str) -> tuple[str, str]:
+    """Two lines, and the same in the other order."""
+    between = "\n" + 16 * " "
+    return before + between + behind, behind + between + before
+
+
+# Four are not among them, as others imply them. The second warpgroup's waits for Q and K, and that
+# the first one keeps Q until S is complete and the statistics are read: P, which the second one
+# waits for before it releases Q. That the second one keeps dO until dP is complete: Q, which it
+# keeps longer, and which the producer loads first.
+_ORDER_OF_WIDE = (
+    _wide_numerics(
         "P taken without waiting for it",
-        _WIDE,
         "sm90::barrier_wait(storage.p_full.data(), p.parity());",
         "",
-        "numerics/late",
-        _ARRIVES_TWICE,
-        WIDE,
+        report=f"{_ARRIVES_TWICE}|{_DEADLOCK}",
     ),
-    _numerics(
+    _wide_numerics(
+        "P overwritten before it is taken",
+        "sm90::barrier_wait(storage.p_empty.data(), p.parity() ^ 1);",
+        "",
+        report=f"{_ARRIVES_TWICE}|{_DEADLOCK}",
+    ),
+    _wide_numerics(
         "P handed over before it is written",
-        _WIDE,
         _GIVE_P,
         _HAND_OVER + _GIVE_P.replace(_HAND_OVER, ""),
-        WIDE,
     ),
-    _simulator("P never handed over", _WIDE, _HAND_OVER, "", _DEADLOCK, WIDE),
-    _simulator(
-        "P's buffer never released",
-        _WIDE,
-        "release(storage.p_empty.data());",
-        "",
-        _DEADLOCK,
-        WIDE,
-    ),
+    _wide("P never handed over", _HAND_OVER, "", _DEADLOCK),
+    _wide("P's buffer never released", "release(storage.p_empty.data());", "", _DEADLOCK),
     _simulator(
         "P given by one warp for all",
         _MAINLOOP,
@@ -87,59 +112,43 @@ _OF_WIDE = (
         f"{_ARRIVES_TWICE}|{_DEADLOCK}",
         WIDE,
     ),
-    _numerics(
-        "P of the next queries taken",
-        _WIDE,
-        "(storage.p.data()) + thread % 128",
-        "(storage.p.data()) + thread",
-        WIDE,
-    ),
-    _numerics(
-        "S handed over for P",
-        _WIDE,
-        "this->exponentiate(params, tSrS);\n                give_p(tSrS);",
-        "give_p(tSrS);\n                this->exponentiate(params, tSrS);",
-        WIDE,
-    ),
-    _simulator(
+    _wide(
         "Q and the statistics of a wide head read without waiting for them",
-        _WIDE,
         "sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());",
         "",
         _UNAWAITED,
-        WIDE,
     ),
-    _simulator(
+    _wide(
         "dO of a wide head read without waiting for it",
-        _WIDE,
         "sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());",
         "",
         _UNAWAITED,
-        WIDE,
     ),
-    _simulator(
+    _wide(
         "K of a wide head read by the first warpgroup without waiting for it",
-        _WIDE,
-        "sm90::barrier_wait(&storage.k_full, own_parity);",
-        "if constexpr (!kOfValues) sm90::barrier_wait(&storage.k_full, own_parity);",
+        "if (left > 0) {\n                    sm90::barrier_wait(&storage.k_full, own_parity);",
+        "if (left > 0) {",
         _UNAWAITED,
-        WIDE,
     ),
-    _simulator(
+    _wide(
         "V of a wide head read without waiting for it",
-        _WIDE,
-        "if constexpr (!kOfValues) sm90::barrier_wait(&storage.v_full, own_parity);",
+        "sm90::barrier_wait(&storage.v_full, own_parity);",
         "",
         _UNAWAITED,
-        WIDE,
     ),
-    _simulator(
-        "phase of K and V of a wide head not flipped",
-        _WIDE,
-        "own_parity ^= 1;",
-        "",
+    _wide(
+        "phase of K not flipped",
+        "if (left > 0) {\n                    sm90::barrier_wait(&storage.k_full, own_parity);\n"
+        "                    own_parity ^= 1;",
+        "if (left > 0) {\n                    sm90::barrier_wait(&storage.k_full, own_parity);",
         f"{_UNAWAITED}|{_DEADLOCK}|{_OVERWRITTEN}",
-        WIDE,
+    ),
+    _wide(
+        "phase of V not flipped",
+        "issue_dp();\n                    sm90::barrier_wait(&storage.k_full, own_parity);\n"
+        "                    own_parity ^= 1;",
+        "issue_dp();\n                    sm90::barrier_wait(&storage.k_full, own_parity);",
+        f"{_UNAWAITED}|{_DEADLOCK}|{_OVERWRITTEN}",
     ),
     _simulator(
         "dS of a wide head read without waiting for it",
@@ -157,53 +166,137 @@ _OF_WIDE = (
         _DEADLOCK,
         WIDE,
     ),
-    _simulator(
-        "Q and dO released before dV and dK are complete",
-        _WIDE,
-        "sm90::wgmma_wait<1>();\n                        this->release_step(step);",
-        "this->release_step(step);\n                        sm90::wgmma_wait<1>();",
+    _wide_numerics(
+        "dS of the first step read in each by the first warpgroup",
+        "ds.advance();",
+        "if (this->warpgroup == 1) ds.advance();",
+        report=_DEADLOCK,
+    ),
+    _wide(
+        "dO released before dV is complete",
+        *_swapped("sm90::wgmma_wait<(kEnd > 1 ? 2 : 1)>();", "next_step();"),
         _OVERWRITTEN,
-        WIDE,
     ),
-    _simulator(
-        "P and dS computed while their scores are under way",
-        _WIDE,
-        "head += next_head;\n                        sm90::wgmma_wait<0>();",
-        "head += next_head;",
-        _IN_FLIGHT,
-        WIDE,
-    ),
-    _simulator(
-        "dQ added to the sums while it is under way",
-        _WIDE,
-        "issue_scores<kOfValues>(rS);\n                        sm90::wgmma_wait<1>();",
-        "issue_scores<kOfValues>(rS);\n                        sm90::wgmma_wait<2>();",
-        r"a TMA store reads byte \d+, which has not been written",
-        WIDE,
-    ),
-    _numerics(
-        "first part of dQ added to the sums while it is under way",
-        _WIDE,
-        "issue_products();\n                        sm90::wgmma_wait<1>();",
-        "issue_products();\n                        sm90::wgmma_wait<2>();",
-        WIDEST,
-    ),
-    _simulator(
-        "own buffers released before the last products",
-        _WIDE,
-        "issue_products();\n                    sm90::wgmma_wait<0>();",
-        "issue_products();\n                    release(&storage.k_empty);\n"
+    _wide(
+        "dO of a tile's first step released before dV is complete",
+        "issue_dv(n);\n                    sm90::wgmma_wait<0>();\n"
+        "                    next_step();",
+        "issue_dv(n);\n                    next_step();\n"
         "                    sm90::wgmma_wait<0>();",
+        _OVERWRITTEN,
+    ),
+    _wide(
+        "Q released before dK is complete",
+        *_swapped(
+            "sm90::wgmma_wait<(kDqParts - kBegin > 1 ? 2 : 1)>();",
+            "release(&storage.q_empty[step.stage()]);",
+        ),
+        _OVERWRITTEN,
+    ),
+    _wide(
+        "V released before the last dP is complete",
+        _LOOP_OF_KEYS,
+        "                    if (left == 1) release(&storage.v_empty);\n"
+        + _LOOP_OF_KEYS.replace(
+            _FIRST_OF_LOOP_OF_KEYS,
+            _FIRST_OF_LOOP_OF_KEYS
+            + "                        if (left == 2) release(&storage.v_empty);\n",
+        ).removesuffix(_RELEASE_V),
+        _OVERWRITTEN,
+    ),
+    _simulator(
+        "V, which one warpgroup reads, awaited from both",
+        _MAINLOOP,
+        "Traits::kWide ? kWarps : kReaders);",
+        "kReaders);",
+        _DEADLOCK,
+        WIDE,
+    ),
+    _simulator(
+        "K released by one warpgroup alone",
+        _MAINLOOP,
+        "init(&storage.k_full, 1, &storage.k_empty);",
+        "sm90::barrier_init(&storage.k_full, 1);\n"
+        "        sm90::barrier_init(&storage.k_empty, kWarps);",
         f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
         WIDE,
     ),
-    _simulator(
-        "wide kernel ends before the sums of dQ are complete",
-        _WIDE,
-        "if constexpr (Traits::kBulkDq) sm90::bulk_wait();",
-        "",
+    _wide(
+        "K released before the first warpgroup's last dQ",
+        _LAST_DQ_OF_VALUES + "                    sm90::pin(rDv);\n"
+        "                    release(&storage.k_empty);\n",
+        "                    release(&storage.k_empty);\n"
+        + _LAST_DQ_OF_VALUES
+        + "                    sm90::pin(rDv);\n",
+        _OVERWRITTEN,
+    ),
+    _wide(
+        "K released before the second warpgroup's last dQ",
+        "run_step(n, head, Nothing{});\n                    sm90::pin(rDk);\n"
+        "                    release(&storage.k_empty);",
+        "release(&storage.k_empty);\n                    run_step(n, head, Nothing{});\n"
+        "                    sm90::pin(rDk);",
+        _OVERWRITTEN,
+    ),
+    _wide(
+        "P of a tile's second step computed while S is under way",
+        "next_visit();\n                        sm90::wgmma_wait<0>();",
+        "next_visit();",
+        _IN_FLIGHT,
+    ),
+    _wide(
+        "P computed while S is under way",
+        "rOdd, issue_next);\n                sm90::wgmma_wait<0>();\n            };\n\n"
+        "            CUTE_NO_UNROLL\n            while (this->await_tile()) {\n"
+        "                clear(rDv);",
+        "rOdd, issue_next);\n            };\n\n"
+        "            CUTE_NO_UNROLL\n            while (this->await_tile()) {\n"
+        "                clear(rDv);",
+        _IN_FLIGHT,
+    ),
+    _wide(
+        "dS computed while dP is under way",
+        "(params, head, visit, rEven, rOdd, issue_next);\n                sm90::wgmma_wait<0>();",
+        "(params, head, visit, rEven, rOdd, issue_next);",
+        _IN_FLIGHT,
+    ),
+    _wide(
+        "dQ added to the sums while it is under way",
+        "sm90::wgmma_wait<(part < kLast || kNext)>();",
+        "sm90::wgmma_wait<(part < kLast || kNext) + 1>();",
+        r"a TMA store reads byte \d+, which has not been written",
+    ),
+    _wide_numerics(
+        "a part of dQ added to the sums while it is under way",
+        "sm90::wgmma_wait<(part < kLast || kNext)>();",
+        "sm90::wgmma_wait<(part < kLast || kNext) + kNext>();",
+        WIDEST,
+    ),
+    _wide(
+        "first warpgroup ends before its sums of dQ are complete",
+        "this->store_dv(params, tKrDv);\n                this->release_tile();\n            }\n"
+        "            if constexpr (Traits::kBulkDq) sm90::bulk_wait();",
+        "this->store_dv(params, tKrDv);\n                this->release_tile();\n            }",
         r"exits (while a TMA store|before a bulk reduction)",
-        WIDE,
+    ),
+    _wide(
+        "second warpgroup ends before its sums of dQ are complete",
+        "this->store_dk(params, tKrDk);\n                this->release_tile();\n            }\n"
+        "            if constexpr (Traits::kBulkDq) sm90::bulk_wait();",
+        "this->store_dk(params, tKrDk);\n                this->release_tile();\n            }",
+        r"exits (while a TMA store|before a bulk reduction)",
+    ),
+)
+_NUMBERS_OF_WIDE = (
+    _wide_numerics(
+        "P of the next queries taken",
+        "(storage.p.data()) + thread % 128",
+        "(storage.p.data()) + thread",
+    ),
+    _wide_numerics(
+        "S handed over for P",
+        "this->exponentiate(params, tSrS);\n                give_p(tSrS);",
+        "give_p(tSrS);\n                this->exponentiate(params, tSrS);",
     ),
     _numerics(
         "keys of a warp counted over both warpgroups",
@@ -212,19 +305,14 @@ _OF_WIDE = (
         "acc_row(thread, i)",
         WIDE,
     ),
-    _numerics(
+    _wide_numerics(
         "dV of P and Q",
-        _WIDE,
-        "tKrX, storage.dout[step.stage()],",
-        "tKrX, storage.q[step.stage()],",
-        WIDE,
+        "tKrP, storage.dout[step.stage()],",
+        "tKrP, storage.q[step.stage()],",
+        report=_OVERWRITTEN,
     ),
-    _numerics(
-        "dV stored as dK",
-        _WIDE,
-        "this->store_dv(params, tKrDx);",
-        "this->store_dk(params, tKrDx);",
-        WIDE,
+    _wide_numerics(
+        "dV stored as dK", "this->store_dv(params, tKrDv);", "this->store_dk(params, tKrDv);"
     ),
     _numerics(
         "dK scaled by the warpgroup of dV, too",
@@ -233,44 +321,72 @@ _OF_WIDE = (
         "params.d, params.scale_softmax, tKrDv",
         WIDE,
     ),
-    _numerics(
-        "dQ of a wide head added to the next head",
-        _WIDE,
-        "head += next_head;",
-        "",
-        WIDE,
+    _wide_numerics(
+        "first warpgroup's dQ added to the head before",
+        "auto const next_visit = [&] {\n                        head += n == 0;",
+        "auto const next_visit = [&] {",
+        report="cp.reduce.async.bulk outside every tensor",
+    ),
+    _wide_numerics(
+        "second warpgroup's dQ added to the head before",
+        "run_step(n, head, issue_dp);\n                        head += n == 0;",
+        "run_step(n, head, issue_dp);",
+    ),
+    _wide_numerics(
+        "first warpgroup's dQ of a head's last step added to the next head",
+        "(params, head - other_head,",
+        "(params, head,",
+    ),
+    _wide_numerics(
+        "first warpgroup's dQ added to the step after",
+        "other_head ? 0 : visit + 1",
+        "other_head ? 0 : visit",
+    ),
+    _wide_numerics(
+        "first warpgroup's dQ of the last step never added",
+        _LAST_DQ_OF_VALUES,
+        "                    ds.advance();\n",
     ),
     _numerics(
         "dQ of both warpgroups from the same columns of K",
         _MAINLOOP,
-        "warpgroup * Traits::kDqParts + kPart",
-        "kPart",
-        WIDEST,
+        "Traits::kWide ? kPart :",
+        "Traits::kWide ? kPart % (Traits::kDqParts / 2) :",
+        WIDE,
     ),
     _numerics(
         "second part of dQ from the columns of the first",
         _MAINLOOP,
-        "warpgroup * Traits::kDqParts + kPart",
-        "warpgroup * Traits::kDqParts",
+        "Traits::kWide ? kPart :",
+        "Traits::kWide ? kPart / 2 * 2 :",
         WIDEST,
     ),
     _numerics(
         "second part of dQ added in the place of the first",
         _MAINLOOP,
-        " + kPart * 16 * kColumns",
+        " + 16 * kHalfBegin",
         "",
         WIDEST,
     ),
     _numerics(
+        "second half of dQ added in the place of the first",
+        _MAINLOOP,
+        "kPart * kColumns / Traits::kDqColumns : warpgroup",
+        "0 : warpgroup",
+        WIDEST,
+    ),
+    _wide_numerics(
         "second part of dQ never added",
-        _WIDE,
-        "this->template add_dq<kTwoParts>(params, head, block(visit), last);",
-        "if constexpr (!kTwoParts) this->template add_dq<0>(params, head, block(visit), last);",
+        "this->template add_dq<part>(params, head, block(visit), acc);",
+        "if constexpr (part % 2 == 0) {\n"
+        "                    this->template add_dq<part>(params, head, block(visit), acc);\n"
+        "                }",
         WIDEST,
     ),
 )
 MUTANTS = (
-    *_OF_WIDE,
+    *_ORDER_OF_WIDE,
+    *_NUMBERS_OF_WIDE,
     _simulator(
         "K read without waiting for it",
         _MAINLOOP,
