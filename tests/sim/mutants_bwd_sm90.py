@@ -61,8 +61,8 @@ _LOOP_OF_KEYS = """\
 _FIRST_OF_LOOP_OF_KEYS = _LOOP_OF_KEYS.splitlines(keepends=True)[0]
 _RELEASE_V = _LOOP_OF_KEYS.splitlines(keepends=True)[-1]
 _LAST_DQ_OF_VALUES = """\
-                    issue_first_parts<0, kEnd>(rEven, rOdd);
-                    finish_dq<0, kEnd>(params, head, n, rEven, rOdd, Nothing{});
+                    issue_dq_parts<0, kEnd>(rFirst, rSecond);
+                    finish_dq<0, kEnd>(params, head, n, rFirst, rSecond, Nothing{});
 """
 
 
@@ -246,30 +246,31 @@ _ORDER_OF_WIDE = (
     ),
     _wide(
         "P computed while S is under way",
-        "rOdd, issue_next);\n                sm90::wgmma_wait<0>();\n            };\n\n"
+        "rSecond, issue_next);\n                sm90::wgmma_wait<0>();\n            };\n\n"
         "            CUTE_NO_UNROLL\n            while (this->await_tile()) {\n"
         "                clear(rDv);",
-        "rOdd, issue_next);\n            };\n\n"
+        "rSecond, issue_next);\n            };\n\n"
         "            CUTE_NO_UNROLL\n            while (this->await_tile()) {\n"
         "                clear(rDv);",
         _IN_FLIGHT,
     ),
     _wide(
         "dS computed while dP is under way",
-        "(params, head, visit, rEven, rOdd, issue_next);\n                sm90::wgmma_wait<0>();",
-        "(params, head, visit, rEven, rOdd, issue_next);",
+        "(params, head, visit, rFirst, rSecond, issue_next);\n"
+        "                sm90::wgmma_wait<0>();",
+        "(params, head, visit, rFirst, rSecond, issue_next);",
         _IN_FLIGHT,
     ),
     _wide(
         "dQ added to the sums while it is under way",
-        "sm90::wgmma_wait<(part < kLast || kNext)>();",
-        "sm90::wgmma_wait<(part < kLast || kNext) + 1>();",
+        "sm90::wgmma_wait<!std::is_same_v<IssueNext, Nothing>>();",
+        "sm90::wgmma_wait<!std::is_same_v<IssueNext, Nothing> + 1>();",
         r"a TMA store reads byte \d+, which has not been written",
     ),
     _wide_numerics(
         "a part of dQ added to the sums while it is under way",
-        "sm90::wgmma_wait<(part < kLast || kNext)>();",
-        "sm90::wgmma_wait<(part < kLast || kNext) + kNext>();",
+        "sm90::wgmma_wait<1>();\n                sm90::pin(rFirst);",
+        "sm90::wgmma_wait<2>();\n                sm90::pin(rFirst);",
         WIDEST,
     ),
     _wide(
@@ -377,15 +378,24 @@ _NUMBERS_OF_WIDE = (
     ),
     _wide_numerics(
         "second part of dQ never added",
-        "this->template add_dq<part>(params, head, block(visit), acc);",
-        "if constexpr (part % 2 == 0) {\n"
-        "                    this->template add_dq<part>(params, head, block(visit), acc);\n"
-        "                }",
+        "this->template add_dq<kEnd - 1>(params, head, block(visit), rLast);",
+        "if constexpr (!kTwo) {\n"
+        "                this->template add_dq<kEnd - 1>(params, head, block(visit), rLast);\n"
+        "            }",
         WIDEST,
     ),
 )
 MUTANTS = (
     *_ORDER_OF_WIDE,
+    Mutant(
+        "one buffer of dS, which the first warpgroup still reads",
+        _TRAITS,
+        "static constexpr int kDsStages = 2;",
+        "static constexpr int kDsStages = kWide ? 1 : 2;",
+        "numerics/late",
+        _UNWRITTEN,
+        WIDE,
+    ),
     *_NUMBERS_OF_WIDE,
     _simulator(
         "K read without waiting for it",

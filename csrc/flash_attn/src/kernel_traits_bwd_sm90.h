@@ -38,8 +38,8 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kWarpgroups = 2;
     static constexpr int kMmaThreads = 128 * kWarpgroups;
     static constexpr int kThreads = 128 + kMmaThreads;  // warpgroup 0 loads
-    // setmaxnreg: together 3 * 168, the registers of the launch. With 24 producers spill
-    // at d = 192.
+    // setmaxnreg: together 3 * 168, the registers of the launch. At d = 192 the producer
+    // spills with 24.
     static constexpr int kLoadRegisters = kHeadDim == 192 ? 40 : 24;
     static constexpr int kMmaRegisters = (3 * 168 - kLoadRegisters) / 2;
 
@@ -130,7 +130,9 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kTileSlots = 2;
     // A buffer of dS is written again two steps later, without a barrier of its own: a warpgroup
     // arrives at ds_full of step i + 1 when its dQ of step i is complete, and none writes step
-    // i + 2 before it has waited for that of i + 1. Above d = 128 the same is true of p_full.
+    // i + 2 before it has waited for that of i + 1. Above d = 128 the second warpgroup alone writes
+    // dS, that of step i + 2 with P of that step, which the first one hands over when its dQ of
+    // step i is complete.
     static constexpr int kDsStages = 2;
 
     // A buffer is full when its bytes have landed, and empty when all its readers have arrived.

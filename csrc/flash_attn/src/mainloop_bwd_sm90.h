@@ -84,7 +84,8 @@ struct MainloopBwdSm90 {
         sm90::fence_barrier_init();
     }
 
-    // Loads in the order of use, as far ahead as buffers are free. Run by one thread, which also
+    // Loads in the order in which buffers are used or, as a tile above d = 128 begins, free, as far
+    // ahead as they are. Run by one thread, which also
     // keeps the order of kernels, as in the forward.
     struct Producer {
         TensorMapsBwdSm90 const &maps;

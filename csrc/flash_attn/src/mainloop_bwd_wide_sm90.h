@@ -6,12 +6,11 @@
 //   both:         dQ = dS K, half of the columns each, added to the sums in global memory
 //
 // P^T and dS^T are A operands as they come out, in registers. The first warpgroup is ahead and
-// computes its half of dQ a step later, so that it waits for no dS.
+// computes its half of dQ behind dV of the next step, when dS is there as a rule.
 #pragma once
 
 #include <arch_sm90.h>
 
-#include <cute/algorithm/tuple_algorithms.hpp>
 #include <cute/tensor.hpp>
 #include <type_traits>
 
@@ -25,7 +24,6 @@ template <class Traits>
 struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
     using Base = MainloopBwdSm90<Traits>;
     using Element = typename Traits::Element;
-    using typename Base::RingSteps;
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kDqParts = Traits::kDqParts;
 
@@ -89,32 +87,30 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             CUTE_DEVICE void operator()() const {}
         };
 
-        // Issues the first two of the parts [kBegin, kEnd) of dQ.
+        // Issues the one or two parts [kBegin, kEnd) of dQ, which a warpgroup computes.
         template <int kBegin, int kEnd, class Acc>
-        CUTE_DEVICE void issue_first_parts(Acc &rEven, Acc &rOdd) const {
-            this->template issue_dq<kBegin>(rEven);
-            if constexpr (kBegin + 1 < kEnd) this->template issue_dq<kBegin + 1, false>(rOdd);
+        CUTE_DEVICE void issue_dq_parts(Acc &rFirst, Acc &rSecond) const {
+            this->template issue_dq<kBegin>(rFirst);
+            if constexpr (kBegin + 1 < kEnd) this->template issue_dq<kBegin + 1, false>(rSecond);
         }
 
-        // Issues the others and adds all of them to the sums. `issue_next` issues the scores of the
-        // next step, in the place of the last part but one; they are under way afterwards.
+        // Adds them to the sums. `issue_next` issues the scores of the next step, in the place of
+        // the first of two parts; they are under way afterwards.
         template <int kBegin, int kEnd, class Acc, class IssueNext>
-        CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, int head, int visit, Acc &rEven,
-                                   Acc &rOdd, IssueNext const &issue_next) {
-            constexpr int kLast = kEnd - 1;
-            constexpr bool kNext = !std::is_same_v<IssueNext, Nothing>;
-            if constexpr (kBegin == kLast && kNext) issue_next();
-            for_each(make_int_range<kBegin, kEnd>{}, [&](auto part) {
-                auto &acc = (part - kBegin) % 2 == 0 ? rEven : rOdd;
-                sm90::wgmma_wait<(part < kLast || kNext)>();
-                sm90::pin(acc);
-                this->template add_dq<part>(params, head, block(visit), acc);
-                if constexpr (part + 2 < kEnd) {
-                    this->template issue_dq<part + 2, false>(acc);
-                } else if constexpr (part + 1 == kLast && kNext) {
-                    issue_next();
-                }
-            });
+        CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, int head, int visit, Acc &rFirst,
+                                   Acc &rSecond, IssueNext const &issue_next) {
+            static_assert(kEnd - kBegin == 1 || kEnd - kBegin == 2);
+            constexpr bool kTwo = kEnd - kBegin == 2;
+            auto &rLast = kTwo ? rSecond : rFirst;
+            if constexpr (kTwo) {
+                sm90::wgmma_wait<1>();
+                sm90::pin(rFirst);
+                this->template add_dq<kBegin>(params, head, block(visit), rFirst);
+            }
+            issue_next();
+            sm90::wgmma_wait<!std::is_same_v<IssueNext, Nothing>>();
+            sm90::pin(rLast);
+            this->template add_dq<kEnd - 1>(params, head, block(visit), rLast);
             ds.advance();
         }
 
@@ -126,8 +122,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             typename Traits::TiledMmaDq mma_dq;
             Tensor rS = partition_fragment_C(mma_s, OfScores{});       // ((2, 2, M/8), 1, 1)
             Tensor rDv = partition_fragment_C(mma_dkv, OfGradient{});  // ((2, 2, d/8), 1, 1)
-            Tensor rEven = partition_fragment_C(mma_dq, OfDq{});       // ((2, 2, N/8), 1, 1)
-            Tensor rOdd = partition_fragment_C(mma_dq, OfDq{});        // ((2, 2, N/8), 1, 1)
+            Tensor rFirst = partition_fragment_C(mma_dq, OfDq{});      // ((2, 2, N/8), 1, 1)
+            Tensor rSecond = partition_fragment_C(mma_dq, OfDq{});     // ((2, 2, N/8), 1, 1)
             Tensor tSrS = make_tensor(rS.data(), AccScores{});         // (4, 1, M/8)
             Tensor tKrDv = make_tensor(rDv.data(), AccGradient{});     // (4, 1, d/8)
             Tensor tKrP = make_tensor<Element>(Operand{});             // (8, 1, M/16)
@@ -146,7 +142,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 await_dout();
                 this->template issue_gradient<0, kTileM / 16>(tKrP, storage.dout[step.stage()],
                                                               rDv);
-                sm90::fence_async_proxy();  // of the statistics' reads, as in store_ds()
+                sm90::fence_async_proxy();  // of the statistics' reads: release_step()
                 __syncwarp();
                 release(&storage.q_empty[step.stage()]);
             };
@@ -158,12 +154,12 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             // P and dV of a step, and dQ of the one before.
             auto const run_step = [&](int visit, int head, int count, auto const &issue_next) {
                 issue_dv(visit);
-                issue_first_parts<0, kEnd>(rEven, rOdd);
+                issue_dq_parts<0, kEnd>(rFirst, rSecond);
                 sm90::wgmma_wait<(kEnd > 1 ? 2 : 1)>();
                 next_step();
                 bool const other_head = visit == count - 1;
-                finish_dq<0, kEnd>(params, head - other_head, other_head ? 0 : visit + 1, rEven,
-                                   rOdd, issue_next);
+                finish_dq<0, kEnd>(params, head - other_head, other_head ? 0 : visit + 1, rFirst,
+                                   rSecond, issue_next);
                 sm90::wgmma_wait<0>();
             };
 
@@ -197,8 +193,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                         }
                         run_step(n, head, count, Nothing{});
                     }
-                    issue_first_parts<0, kEnd>(rEven, rOdd);
-                    finish_dq<0, kEnd>(params, head, n, rEven, rOdd, Nothing{});
+                    issue_dq_parts<0, kEnd>(rFirst, rSecond);
+                    finish_dq<0, kEnd>(params, head, n, rFirst, rSecond, Nothing{});
                     sm90::pin(rDv);
                     release(&storage.k_empty);
                 }
@@ -216,8 +212,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             typename Traits::TiledMmaDq mma_dq;
             Tensor rDp = partition_fragment_C(mma_s, OfScores{});      // ((2, 2, M/8), 1, 1)
             Tensor rDk = partition_fragment_C(mma_dkv, OfGradient{});  // ((2, 2, d/8), 1, 1)
-            Tensor rEven = partition_fragment_C(mma_dq, OfDq{});       // ((2, 2, N/8), 1, 1)
-            Tensor rOdd = partition_fragment_C(mma_dq, OfDq{});        // ((2, 2, N/8), 1, 1)
+            Tensor rFirst = partition_fragment_C(mma_dq, OfDq{});      // ((2, 2, N/8), 1, 1)
+            Tensor rSecond = partition_fragment_C(mma_dq, OfDq{});     // ((2, 2, N/8), 1, 1)
             Tensor tSrDp = make_tensor(rDp.data(), AccScores{});       // (4, 1, M/8)
             Tensor tSrP = make_tensor<float>(AccScores{});             // (4, 1, M/8)
             Tensor tKrDk = make_tensor(rDk.data(), AccGradient{});     // (4, 1, d/8)
@@ -231,17 +227,17 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             auto const run_step = [&](int visit, int head, auto const &issue_next) {
                 sm90::pin(rDp);
                 release(&storage.dout_empty[step.stage()]);
-                await_q();  // the statistics
+                await_q();  // for dK, and the statistics
                 take_p(tSrP);
                 this->differentiate(tSrP, tSrDp);
                 convert(tSrDp, tKrDs);
                 this->store_ds(tKrDs);
                 this->template issue_gradient<0, kTileM / 16>(tKrDs, storage.q[step.stage()], rDk);
-                issue_first_parts<kBegin, kDqParts>(rEven, rOdd);
+                issue_dq_parts<kBegin, kDqParts>(rFirst, rSecond);
                 sm90::wgmma_wait<(kDqParts - kBegin > 1 ? 2 : 1)>();
                 release(&storage.q_empty[step.stage()]);
                 step.advance();
-                finish_dq<kBegin, kDqParts>(params, head, visit, rEven, rOdd, issue_next);
+                finish_dq<kBegin, kDqParts>(params, head, visit, rFirst, rSecond, issue_next);
                 sm90::wgmma_wait<0>();
             };
 
