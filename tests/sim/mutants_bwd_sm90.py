@@ -80,16 +80,14 @@ def _swapped(before: str, behind: str) -> tuple[str, str]:
     return before + between + behind, behind + between + before
 
 
-# Four are not among them, as others imply them. The second warpgroup's waits for Q and K, and that
-# the first one keeps Q until S is complete and the statistics are read: P, which the second one
-# waits for before it releases Q. That the second one keeps dO until dP is complete: Q, which it
-# keeps longer, and which the producer loads first.
+# Three are not among them, as others imply them. The second warpgroup's waits for Q and K: P. That
+# it keeps dO until dP is complete: Q, which it keeps longer, and which the producer loads first.
 _ORDER_OF_WIDE = (
     _wide_numerics(
         "P taken without waiting for it",
         "sm90::barrier_wait(storage.p_full.data(), p.parity());",
         "",
-        report=f"{_ARRIVES_TWICE}|{_DEADLOCK}",
+        report=f"{_ARRIVES_TWICE}|{_DEADLOCK}|{_OVERWRITTEN}",
     ),
     _wide_numerics(
         "P overwritten before it is taken",
@@ -107,8 +105,8 @@ _ORDER_OF_WIDE = (
     _simulator(
         "P given by one warp for all",
         _MAINLOOP,
-        "sm90::barrier_init(storage.p_full.data(), kWarps);",
-        "sm90::barrier_init(storage.p_full.data(), 1);",
+        "init(storage.p_full[0], kWarps, storage.p_empty[0], kWarps);",
+        "init(storage.p_full[0], 1, storage.p_empty[0], kWarps);",
         f"{_ARRIVES_TWICE}|{_DEADLOCK}",
         WIDE,
     ),
@@ -161,8 +159,8 @@ _ORDER_OF_WIDE = (
     _simulator(
         "dS of one warpgroup awaited from both",
         _MAINLOOP,
-        "Traits::kWide ? kWarps : kReaders, nullptr",
-        "kReaders, nullptr",
+        "sm90::barrier_init(&storage.ds_full[i], kOfSecond);",
+        "sm90::barrier_init(&storage.ds_full[i], kReaders);",
         _DEADLOCK,
         WIDE,
     ),
@@ -207,17 +205,16 @@ _ORDER_OF_WIDE = (
     _simulator(
         "V, which one warpgroup reads, awaited from both",
         _MAINLOOP,
-        "Traits::kWide ? kWarps : kReaders);",
-        "kReaders);",
+        "init(storage.v_full, 1, storage.v_empty, kOfSecond);",
+        "init(storage.v_full, 1, storage.v_empty, kReaders);",
         _DEADLOCK,
         WIDE,
     ),
     _simulator(
         "K released by one warpgroup alone",
         _MAINLOOP,
-        "init(&storage.k_full, 1, &storage.k_empty);",
-        "sm90::barrier_init(&storage.k_full, 1);\n"
-        "        sm90::barrier_init(&storage.k_empty, kWarps);",
+        "init(storage.k_full, 1, storage.k_empty, kReaders);",
+        "init(storage.k_full, 1, storage.k_empty, kOfSecond);",
         f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
         WIDE,
     ),

@@ -60,26 +60,26 @@ struct MainloopBwdSm90 {
     CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
         constexpr int kWarps = 4;  // of a warpgroup, with one arrival each
         constexpr int kReaders = kWarps * Traits::kWarpgroups;
-        auto const init = [&](sm90::Barrier *full, int writers, sm90::Barrier *empty) {
-            sm90::barrier_init(full, writers);
-            if (empty != nullptr) sm90::barrier_init(empty, kReaders);
+        // Of the second warpgroup alone where that writes, or is the last to read, above d = 128.
+        constexpr int kOfSecond = Traits::kWide ? kWarps : kReaders;
+        auto const init = [&](sm90::Barrier &full, int writers, sm90::Barrier &empty, int readers) {
+            sm90::barrier_init(&full, writers);
+            sm90::barrier_init(&empty, readers);
         };
-        init(&storage.k_full, 1, &storage.k_empty);
-        sm90::barrier_init(&storage.v_full, 1);
-        sm90::barrier_init(&storage.v_empty, Traits::kWide ? kWarps : kReaders);
+        init(storage.k_full, 1, storage.k_empty, kReaders);
+        init(storage.v_full, 1, storage.v_empty, kOfSecond);
         for (int i = 0; i < Traits::kStages; ++i) {
-            init(&storage.q_full[i], 1, &storage.q_empty[i]);
-            init(&storage.dout_full[i], 1, &storage.dout_empty[i]);
+            init(storage.q_full[i], 1, storage.q_empty[i], kOfSecond);
+            init(storage.dout_full[i], 1, storage.dout_empty[i], kReaders);
         }
         for (int i = 0; i < Traits::kDsStages; ++i) {
-            init(&storage.ds_full[i], Traits::kWide ? kWarps : kReaders, nullptr);
+            sm90::barrier_init(&storage.ds_full[i], kOfSecond);
         }
         if constexpr (Traits::kWide) {
-            sm90::barrier_init(storage.p_full.data(), kWarps);
-            sm90::barrier_init(storage.p_empty.data(), kWarps);
+            init(storage.p_full[0], kWarps, storage.p_empty[0], kWarps);
         }
         for (int i = 0; i < Traits::kTileSlots; ++i) {
-            init(&storage.tile_full[i], 1, &storage.tile_empty[i]);
+            init(storage.tile_full[i], 1, storage.tile_empty[i], kReaders);
         }
         sm90::fence_barrier_init();
     }
@@ -395,7 +395,7 @@ struct MainloopBwdSm90 {
                               [&] { sm90::wgmma_steps<kBegin, kEnd, true>(mma, tKrX, tKrB, acc); });
         }
 
-        // rDq = dS K, a part of the warpgroup's columns, once all warps have written dS.
+        // rDq = dS K, a part of the columns, once all warps have written dS.
         template <int kPart = 0, bool kFirst = true, class Acc>
         CUTE_DEVICE void issue_dq(Acc &rDq) const {
             constexpr int kColumns = Traits::kPartColumns;

@@ -142,9 +142,6 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 await_dout();
                 this->template issue_gradient<0, kTileM / 16>(tKrP, storage.dout[step.stage()],
                                                               rDv);
-                sm90::fence_async_proxy();  // of the statistics' reads: release_step()
-                __syncwarp();
-                release(&storage.q_empty[step.stage()]);
             };
             // Once dV is complete.
             auto const next_step = [&] {
@@ -234,6 +231,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 this->store_ds(tKrDs);
                 this->template issue_gradient<0, kTileM / 16>(tKrDs, storage.q[step.stage()], rDk);
                 issue_dq_parts<kBegin, kDqParts>(rFirst, rSecond);
+                // Q is free: the first warpgroup has read it, and the statistics, ahead of P.
                 sm90::wgmma_wait<(kDqParts - kBegin > 1 ? 2 : 1)>();
                 release(&storage.q_empty[step.stage()]);
                 step.advance();
