@@ -364,12 +364,9 @@ class BwdConfig:
             ds = 2 * 2 * self.dkv.rows * self.dkv.step
             p = 4 * self.dkv.rows * self.dkv.step if self.head_dim > 128 else 0
             barriers = 4 + 4 * self.dkv.stages + 2 + 4 + (2 if p else 0)
-            dq = 4 * self.head_dim * self.dkv.step if self.head_dim in (96, 128) else 0
-            other = self.head_dim * self.dkv.rows + ds + 80 if self.head_dim > 128 else 0
-            if self.head_dim > 192:  # one buffer of dO
-                other -= 2 * self.head_dim * self.dkv.step
+            dq = 4 * self.head_dim * self.dkv.step if self.head_dim in (96, 128, 192) else 0
             zeros = 2 * 32 * self.dkv.rows if self.head_dim == 96 else 0
-            total = tiles(self.dkv) + stats + ds + p + dq + other + zeros + 8 * barriers + 76 * 2
+            total = tiles(self.dkv) + stats + ds + p + dq + zeros + 8 * barriers + 76 * 2
             return -(-total // 1024) * 1024
         return max(tiles(self.dq), tiles(self.dkv) + stats)
 
