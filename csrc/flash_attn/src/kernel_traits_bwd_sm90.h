@@ -47,7 +47,7 @@ struct KernelTraitsBwdSm90 {
     static constexpr bool kWorkStealing = C.mask != MaskKind::none || C.varlen;
 
     // Pages of 64 columns (128 bytes) where that makes whole ones, else of 32, as in the forward.
-    // Above d = 128 half of the columns, which a warpgroup computes of dQ, are whole ones.
+    // Above d = 128 half of the columns are whole pages, too, as a warpgroup computes half of dQ's.
     static constexpr int kSmemRow = (kWide ? kHeadDim / 2 : kHeadDim) % 64 == 0 ? 64 : 32;
     static constexpr int kPages = kHeadDim / kSmemRow;
 
@@ -70,7 +70,8 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kDqColumns =
         kDqByRows ? kHeadDim : ceil_div(kHeadDim / 2, kSmemRow) * kSmemRow;
     static constexpr int kColumnsK = kDqByRows ? kHeadDim : 2 * kDqColumns;  // in shared memory
-    // Above d = 128 in parts of which the registers hold one beside the scores of the next step.
+    // At d = 256 a warpgroup computes its half in two parts, as its registers hold only one of them
+    // beside the scores of the next step. Above d = 128 kDqParts counts those of both warpgroups.
     static constexpr int kPartColumns = kHeadDim > 192 ? 64 : kDqColumns;
     static constexpr int kDqParts = kWide ? kHeadDim / kPartColumns : 1;
     using TiledMmaDq = TiledMMA<
