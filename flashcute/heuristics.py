@@ -98,6 +98,7 @@ class _Sm90Tile:
         speed: TFLOP/s over what the tile computes, padding included, in :func:`work`.
         q_in_regs: k16 steps of Q in registers.
         min_ctas: CTAs per SM.
+        stages: K/V buffers.
     """
 
     tile_n: int
@@ -105,6 +106,7 @@ class _Sm90Tile:
     speed: int
     q_in_regs: int = 0
     min_ctas: int = 1
+    stages: int = 2
 
 
 # By head dimension and causal mask, the one for long sequences first; a window takes those without
@@ -153,16 +155,16 @@ _SM90_TILES = {
 }
 
 # Over a cache: for at most 64 rows, with packed heads, which read the keys at the speed of memory;
-# for at most 128, so that they are read once, and for more over pages. The blocks are multiples of
-# 64 keys, as most pages divide them or are multiples of them; three consumers would leave the loads
-# of pages no registers. Measured at head dimensions 64 and 128 only.
+# for at most 128, so that they are read once; and for more over pages. Blocks are multiples of 64
+# keys, as most pages divide them or are multiples of them; three consumers would leave the loads of
+# pages no registers. Four stages: CtaPlan. Measured at head dimensions 64 and 128 only.
 _SM90_CACHE_TILES = {
-    32: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0)),
-    64: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0)),
-    96: (_Sm90Tile(64, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0)),
-    128: (_Sm90Tile(64, 1, 0), _Sm90Tile(128, 2, 0)),
-    192: (_Sm90Tile(64, 1, 0), _Sm90Tile(64, 2, 0)),
-    256: (_Sm90Tile(64, 1, 0), _Sm90Tile(64, 2, 0)),
+    32: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0, stages=4), _Sm90Tile(128, 2, 0)),
+    64: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0, stages=4), _Sm90Tile(128, 2, 0)),
+    96: (_Sm90Tile(64, 1, 0, min_ctas=2), _Sm90Tile(64, 2, 0, stages=4), _Sm90Tile(128, 2, 0)),
+    128: (_Sm90Tile(64, 1, 0), _Sm90Tile(64, 2, 0, stages=4), _Sm90Tile(128, 2, 0)),
+    192: (_Sm90Tile(64, 1, 0), _Sm90Tile(64, 2, 0), _Sm90Tile(64, 2, 0)),
+    256: (_Sm90Tile(64, 1, 0), _Sm90Tile(64, 2, 0), _Sm90Tile(64, 2, 0)),
 }
 _DECODING_ROWS = 128
 
@@ -393,7 +395,7 @@ def _sm90_config(dtype: str, head_dim: int, mask: str, tile: _Sm90Tile) -> FwdCo
         tile_m=64 * tile.warpgroups,
         tile_n=tile.tile_n,
         warps=4 * tile.warpgroups,
-        stages=2,
+        stages=tile.stages,
         q_in_regs=tile.q_in_regs,
         min_ctas=tile.min_ctas,
         ping_pong=tile.warpgroups > 1,
@@ -411,7 +413,8 @@ def _sm90_cache_config(problem: FwdProblem, head_dim: int, mask: str) -> FwdConf
     """The configuration of a problem over a cache; None where it is as without one."""
     if not problem.cache or not (problem.page_size or _is_decoding(problem)):
         return None
-    tile = _SM90_CACHE_TILES[head_dim][_packed_rows(problem) > 64]
+    rows = _packed_rows(problem)
+    tile = _SM90_CACHE_TILES[head_dim][(rows > 64) + (rows > _DECODING_ROWS)]
     if problem.page_size and (mask == "local" or problem.alibi):
         # The producer of pages takes registers: at head dimension 128 128x128 spills 36 bytes with
         # a window, 8 with ALiBi, at 64 with a window it spills 40, and 64x128 24.
@@ -437,7 +440,8 @@ def splits(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> tuple[int,
         return problem.num_splits, 1, 0
     blocks = -(-problem.seqlen_k // config.tile_n)
     most = max(min(blocks // _LEAST_BLOCKS, MAX_SPLITS), 1)
-    return most, _LEAST_BLOCKS, sms * config.min_ctas
+    # One CTA of the sm90 class reads as fast as its SM can: more parts cost their merge alone.
+    return most, _LEAST_BLOCKS, sms if config.arch == 90 else sms * config.min_ctas
 
 
 def with_options(

@@ -169,7 +169,9 @@ MUTANTS = (
         "add(total, 1.f, storage.sums[g][lane]);",
         "add(total, 0.f, storage.sums[g][lane]);",
     ),
-    _numerics("sums of a row lost", _COMBINE, "add(total, 1.f, next);", "add(total, 0.f, next);"),
+    _numerics(
+        "sums of a row lost", _COMBINE, "add(total, 1.f, sums[g]);", "add(total, 0.f, sums[g]);"
+    ),
     _numerics("sink forgotten", _COMBINE, " + weight(sink, ref);", ";"),
     _numerics(
         "a sink in each part",
@@ -239,6 +241,20 @@ MUTANTS = (
 
 # In what CTAs plan for themselves, for sequences of as many queries each.
 OF_CTA_PLANS = (
+    _numerics(
+        "parts behind the first ones lost",
+        _COMBINE,
+        "begin < row.parts; begin += kRound * kStep",
+        "begin == first; ++begin",
+        DECODING,
+    ),
+    _numerics(
+        "tiles of one head alone",
+        "work_plan.h",
+        "return {index / heads, index % heads};",
+        "return {index / heads, 0};",
+        DECODING,
+    ),
     _numerics(
         "part off by one",
         _CTA_PLAN,

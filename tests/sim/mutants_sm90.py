@@ -520,8 +520,8 @@ _OPERANDS = (
     _simulator(
         "page that lands beside its place",
         _MAINLOOP,
-        "smem[ring.stage()].data(), kTileN * Traits::kSmemRow,",
-        "smem[ring.stage()].data(), kTileM * Traits::kSmemRow,",
+        "kTileN * Traits::kSmemRow, row, head, batch);",
+        "kTileM * Traits::kSmemRow, row, head, batch);",
         f"{_OVERWRITTEN}|copy under way|{_UNAWAITED}",
     ),
     _simulator(

@@ -18,10 +18,11 @@ from flashcute.jit.abi import Splits
 PAGED_80, PAGED_90, PAGED = (
     dataclasses.replace(c, paged=True) for c in (TWO_STAGES, ASKING, DECODING)
 )
-CONFIGS = (PAGED_80, DECODING, PAGED)
-WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CONFIGS[:2])
+ROWS = dataclasses.replace(DECODING, tile_m=128, warps=8, stages=4, min_ctas=1, ping_pong=True)
+CONFIGS = (PAGED_80, DECODING, PAGED, ROWS)
+WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in (PAGED_80, DECODING))
 OTHERS = TWO_STAGES, ASKING, PAGED_90  # whose kernels have no such code
-MERGING = CONFIGS[1:]  # kernels whose CTAs merge
+MERGING = DECODING, PAGED  # kernels whose CTAs merge
 MOST = {80: 128, 90: 256}  # sequences
 SPLITS = Splits(), Splits(3), Splits(40, 2), Splits(16, 1, 12)
 SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
@@ -190,7 +191,7 @@ def test_mutant_is_found(mutant, mutants):
         more = {"pack_heads": True, "timeout": 120, "seed": seed, "checker": checker(mutant)}
         more["launches"] = 2  # the second finds the counters as the first left them
         more |= masked
-        result = run(config, problem, Splits(3), kernel=mutants[mutant.name], **more)
+        result = run(config, problem, Splits(12), kernel=mutants[mutant.name], **more)
         if mutant.report:
             if re.search(mutant.report, result.message):
                 return

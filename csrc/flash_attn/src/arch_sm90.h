@@ -107,6 +107,11 @@ enum class CacheHint : uint64_t {
     evict_last = 0x14f0000000000000,
 };
 
+// Brings a descriptor closer before it is first used.
+CUTE_DEVICE void prefetch_descriptor(void const *descriptor) {
+    asm volatile("prefetch.tensormap [%0];\n" ::"l"(descriptor) : "memory");
+}
+
 // Loads the descriptor's box at coordinates (c0, c1, ...), innermost first, into smem. Elements
 // outside the tensor arrive as zeros; either way `barrier` is paid the whole box.
 CUTE_DEVICE void tma_load(void const *descriptor, Barrier *barrier, CacheHint hint, void *smem,

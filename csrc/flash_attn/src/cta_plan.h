@@ -25,9 +25,11 @@ struct CtaPlan {
     static constexpr int kFirstThread = C.arch == 90 ? 128 : 0;
     static constexpr int kThreads = 32 * C.warps + kFirstThread;
     static constexpr int kMost = cute::min(256, kThreads);
-    // Compiled into kernels of caches alone: in the sm90 class of one consumer and at most two CTAs
-    // an SM. In those of dense calls, too, it made 512 causal tokens 3 to 6 % slower.
-    static constexpr bool kOfCaches = C.arch == 90 ? C.warps == 4 && C.min_ctas <= 2 : C.paged;
+    // Compiled into kernels of caches alone: in the sm90 class those of one consumer and at most
+    // two CTAs an SM, or of four stages. In those of dense calls, too, it made 512 causal tokens 3
+    // to 6 % slower.
+    static constexpr bool kOfCaches =
+        C.arch == 90 ? C.stages == 4 || (C.warps == 4 && C.min_ctas <= 2) : C.paged;
     // Tiles of three warpgroups are for more queries. In the sm90 class the plan lies behind all
     // else in shared memory, in the sm80 class where Q comes later.
     static constexpr int kTileBytes = 2 * C.head_dim * (C.tile_m + 2 * C.stages * C.tile_n);
@@ -186,6 +188,14 @@ struct CtaPlan {
     }
 };
 
+// Whether each key and value is read by one tile alone, as in decoding with packed heads. Only
+// kernels of caches ask.
+template <FwdConfig C>
+CUTE_HOST_DEVICE bool reads_keys_once(Flash_fwd_params const &params) {
+    if constexpr (!CtaPlan<C>::kOfCaches && !C.paged) return false;
+    return num_grid_heads(params) == params.h_k && num_rows(params, params.seqlen_q) <= C.tile_m;
+}
+
 // The tiles of a plan of all grid heads. own: the CTA's plan; null: a kernel wrote it.
 template <FwdConfig C>
 CUTE_DEVICE int planned_tiles(Flash_fwd_params const &params, CtaPlan<C> const *own) {
@@ -199,9 +209,11 @@ CUTE_DEVICE WorkTile plan_tile(Flash_fwd_params const &params, CtaPlan<C> const 
     auto const &written = *static_cast<WorkPlan const *>(params.plan_ptr);
     bool const packed = params.pack_shift > 0;
     int const ratio = packed ? 1 : params.h_h_k_ratio;
-    auto [tile, part] = own != nullptr ? planned_tile(own->count(params), ratio, index,
-                                                      [&](int i) { return own->tile(params, i); })
-                                       : planned_tile(written, ratio, index);
+    int const count = own != nullptr ? own->count(params) : written.count;
+    PlanIndex const at = reads_keys_once<C>(params) ? key_heads_first(num_grid_heads(params), index)
+                                                    : key_heads_last(count, ratio, index);
+    PlanTile const planned = own != nullptr ? own->tile(params, at.tile) : written.tiles[at.tile];
+    auto [tile, part] = planned_tile(planned, ratio, at.head);
     tile.batch_k = params.is_cache != 0 ? tile.batch : 0;
     tile.batch = 0;
     tile.head_q = packed ? tile.head * params.h_h_k_ratio : tile.head;

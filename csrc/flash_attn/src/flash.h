@@ -186,6 +186,9 @@ struct Flash_fwd_params {
 
 inline constexpr int32_t kMaxSplits = 256;
 
+// Rows of a tile that the CTA merges which stores its last part; more are left to a kernel.
+inline constexpr int32_t kMostRowsMerged = 16;
+
 // With split_ctas tiles are split so that each CTA has so many parts at most.
 inline constexpr int32_t kSplitWaves = 4;
 

@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x / 128), 0);
     if (threadIdx.x == 0) {
         Mainloop::init_barriers(storage, maps);
+        if constexpr (CtaPlan<C>::kOfCaches) Mainloop::prefetch_descriptors(maps);
     }
     bool const plans = CtaPlan<C>::suits(params);
     if (plans) {

@@ -45,11 +45,12 @@ struct KernelTraitsSm90 {
         cute::min(65536 / (kThreads * kMinCtas) / 8 * 8, kMaxRegisters);
     // One consumer in at most two CTAs cannot use all registers that it could get.
     static constexpr bool kFewMma = kMmaWarpgroups == 1 && kMinCtas <= 2;
+    static constexpr bool kPlans = kFewMma || kStages == 4;  // CtaPlan
     static constexpr int kLoadRegisters = kFewMma && kMinCtas == 1 ? 96
-                                          : C.paged && kFewMma     ? 72
+                                          : C.paged && kPlans      ? 72
                                           : C.paged                ? 56
                                           : kMmaWarpgroups == 3    ? 32
-                                          : kFewMma                ? 40
+                                          : kPlans                 ? 40
                                                                    : 24;
     static constexpr int kMmaRegisters = cute::min(
         (kLaunchRegisters * (1 + kMmaWarpgroups) - kLoadRegisters) / kMmaWarpgroups / 8 * 8,

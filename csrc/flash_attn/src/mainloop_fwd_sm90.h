@@ -79,6 +79,13 @@ struct MainloopFwdSm90 {
         sm90::fence_barrier_init();
     }
 
+    CUTE_DEVICE static void prefetch_descriptors(TensorMapsSm90 const &maps) {
+        sm90::prefetch_descriptor(&maps.q);
+        if (copies(maps)) return;
+        sm90::prefetch_descriptor(&maps.k);
+        sm90::prefetch_descriptor(&maps.v);
+    }
+
     // Where the CTA plans for itself.
     CUTE_DEVICE static CtaPlan<C> &own_plan(SharedStorage &storage) {
         return *reinterpret_cast<CtaPlan<C> *>(&storage + 1);
@@ -137,13 +144,12 @@ struct MainloopFwdSm90 {
         }
 
         CUTE_DEVICE static void load_kv(
-            CUtensorMap const &map, sm90::Barrier *full, sm90::Barrier *empty,
+            CUtensorMap const &map, sm90::CacheHint hint, sm90::Barrier *full, sm90::Barrier *empty,
             cute::array<Element, cosize_v<typename Traits::SmemLayoutKV>> *smem, RingKV &ring,
             int row, int head, int batch) {
             sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);
-            load_box<Traits>(map, &full[ring.stage()], kBytesKV, sm90::CacheHint::evict_last,
-                             smem[ring.stage()].data(), kTileN * Traits::kSmemRow, row, head,
-                             batch);
+            load_box<Traits>(map, &full[ring.stage()], kBytesKV, hint, smem[ring.stage()].data(),
+                             kTileN * Traits::kSmemRow, row, head, batch);
             ring.advance();
         }
 
@@ -221,6 +227,8 @@ struct MainloopFwdSm90 {
 
         CUTE_DEVICE void run(Flash_fwd_params const &params, TileQueue queue) {
             int index = blockIdx.x;
+            auto const hint = reads_keys_once<C>(params) ? sm90::CacheHint::evict_first
+                                                         : sm90::CacheHint::evict_last;
             WorkTile tile = start(params, queue, index);
             while (tile.m_block >= 0) {
                 int const head = tile.head_k;
@@ -244,7 +252,7 @@ struct MainloopFwdSm90 {
                         load_pages(params, map, x, full, empty, smem, ring, place, head);
                     } else {
                         int const row = blocks.template block<C.mask>(n) * kTileN;
-                        load_kv(map, full, empty, smem, ring, row_k + row, head, batch);
+                        load_kv(map, hint, full, empty, smem, ring, row_k + row, head, batch);
                     }
                 };
                 auto const load_k = [&](int n) {

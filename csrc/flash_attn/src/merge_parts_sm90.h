@@ -20,14 +20,13 @@ template <class Traits>
 struct MergeParts {
     static constexpr FwdConfig C = Traits::kConfig;
     using Merge = Combine<C>;
-    // A CTA that plans has one consumer, which has registers to spare. A window leaves few keys to
-    // split. Tiles with many rows are left to a kernel of many CTAs.
-    static constexpr bool kCan = CtaPlan<C>::kFits && C.mask != MaskKind::local;
-    static constexpr int kMostRows = 16;
+    // One consumer has registers to spare. A window leaves few keys to split. Tiles with many rows
+    // are left to a kernel of many CTAs.
+    static constexpr bool kCan = CtaPlan<C>::kFits && C.warps == 4 && C.mask != MaskKind::local;
 
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
         return kCan && params.num_splits > 1 && CtaPlan<C>::suits(params) &&
-               num_rows(params, params.seqlen_q) <= kMostRows &&
+               num_rows(params, params.seqlen_q) <= kMostRowsMerged &&
                int64_t(params.b) * num_grid_heads(params) <= kArrivals;
     }
 
@@ -69,7 +68,7 @@ struct MergeParts {
                 row = {first + i, rows, tile.parts, tile.head_q + of_tile.head,
                        tile.row_q + of_tile.position};
             }
-            Merge::merge(params, unused, row, true, thread);
+            Merge::template merge<true>(params, unused, row, thread);
         }
     }
 };

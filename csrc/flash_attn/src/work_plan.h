@@ -50,25 +50,37 @@ struct WorkPlan {
 static_assert(sizeof(PlanTile) == 8 * sizeof(int) && offsetof(WorkPlan, tiles) == 4 * sizeof(int),
               "plan_words()");
 
+// Where tile `index` of all grid heads is, of which each has `count` tiles.
+struct PlanIndex {
+    int tile;  // of its grid head
+    int head;  // grid head
+};
+// The grid heads of one key head are neighbours, `ratio` of them, then come its tiles, longest
+// first, then the next key head: the keys and values of few heads are in use at a time and stay in
+// L2.
+CUTE_HOST_DEVICE PlanIndex key_heads_last(int count, int ratio, int index) {
+    int const head_k = index / (count * ratio);
+    int const within = index - head_k * count * ratio;
+    return {within / ratio, head_k * ratio + within % ratio};
+}
+// Of keys and values that are read once all heads of a token are: they are neighbours in memory,
+// which reads pieces of 256 bytes far apart more slowly (docs/facts.md).
+CUTE_HOST_DEVICE PlanIndex key_heads_first(int heads, int index) {
+    return {index / heads, index % heads};
+}
+
 // A tile of a grid with `ratio` heads for each key head, but for its query head and its blocks, and
-// which part of them it has. `batch` is that of the plan. The grid heads of one key head are
-// neighbours, then come its tiles, longest first, then the next key head: the keys and values of
-// few heads are in use at a time and stay in L2.
+// which part of them it has. `batch` is that of the plan.
 struct PlannedTile {
     WorkTile tile;
     int part;  // as in PlanTile
 };
-// tile_at(i): tile i of a grid head, which has `count` of them.
-template <class TileAt>
-CUTE_HOST_DEVICE PlannedTile planned_tile(int count, int ratio, int index, TileAt const &tile_at) {
-    int const head_k = index / (count * ratio);
-    int const within = index - head_k * count * ratio;
-    PlanTile const planned = tile_at(within / ratio);
+CUTE_HOST_DEVICE PlannedTile planned_tile(PlanTile const &planned, int ratio, int head) {
     WorkTile const tile{.m_block = planned.m_block,
-                        .head = head_k * ratio + within % ratio,
+                        .head = head,
                         .batch = planned.batch,
                         .head_q = 0,
-                        .head_k = head_k,
+                        .head_k = head / ratio,
                         .row_q = planned.row_q,
                         .row_k = planned.row_k,
                         .seqlen_q = planned.seqlen_q,
@@ -79,7 +91,8 @@ CUTE_HOST_DEVICE PlannedTile planned_tile(int count, int ratio, int index, TileA
     return {tile, planned.part};
 }
 CUTE_HOST_DEVICE PlannedTile planned_tile(WorkPlan const &plan, int ratio, int index) {
-    return planned_tile(plan.count, ratio, index, [&](int i) { return plan.tiles[i]; });
+    PlanIndex const at = key_heads_last(plan.count, ratio, index);
+    return planned_tile(plan.tiles[at.tile], ratio, at.head);
 }
 
 }  // namespace flash

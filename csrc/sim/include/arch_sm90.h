@@ -50,6 +50,8 @@ void registers_lower() {
 // L2 cache hints have no effect here: no cache is modelled.
 enum class CacheHint : uint64_t { evict_first, evict_last };
 
+inline void prefetch_descriptor(void const *) {}
+
 template <class... Coordinates>
 void tma_load(void const *descriptor, Barrier *barrier, CacheHint, void *smem,
               Coordinates... coordinates) {
