@@ -31,10 +31,8 @@ struct Combine {
     static constexpr int kLanes = int(std::bit_ceil(unsigned(C.head_dim / kVec)));  // of a group
     static constexpr int kGroups = kThreads / kLanes;
     static constexpr int kWidth = kLanes < 32 ? kLanes : 32;  // lanes that reduce LSE
-    static constexpr int kAhead = 4;  // parts whose loads a group has in flight, of its sum
-    // And where a group has a row of its own: parts of all its sums, whose totals take registers.
-    static constexpr int kAheadAlone = kGroups < 8 ? 16 : 4;
-    static constexpr int kCtas = 8;  // per SM
+    static constexpr int kAhead = 4;  // parts whose loads a group has in flight
+    static constexpr int kCtas = 8;   // per SM
     static_assert(C.arch == 80 || C.arch == 90);
 
     struct SharedStorage {
@@ -122,8 +120,9 @@ struct Combine {
         }
     };
 
-    // thread: of kThreads. kAlone: each group has a row of its own. parts: 0 if it has none.
-    template <bool kAlone>
+    // thread: of kThreads. kAlone: each group has a row of its own, and kLoads of its parts in
+    // flight. parts: 0 if it has none.
+    template <bool kAlone, int kLoads = kAhead>
     CUTE_DEVICE static void merge(Flash_fwd_params const &params, SharedStorage &storage,
                                   Row const &row, int thread) {
         int const lane = thread % kLanes, group = thread / kLanes;
@@ -132,7 +131,6 @@ struct Combine {
         float const *const lse = params.lse_partial_ptr + row.first;
         float const *const o = params.o_partial_ptr + row.first * params.d + col;
         constexpr int kSums = kAlone ? kGroups : 1;  // of this group
-        constexpr int kLoads = kAlone ? kAheadAlone : kAhead;
         constexpr int kStep = kAlone ? 1 : kGroups;
         constexpr int kRound = cute::max(kLoads, kSums);
         int const first = kAlone ? 0 : group;

@@ -23,6 +23,9 @@ struct MergeParts {
     // One consumer has registers to spare. A window leaves few keys to split. Tiles with many rows
     // are left to a kernel of many CTAs.
     static constexpr bool kCan = CtaPlan<C>::kFits && C.warps == 4 && C.mask != MaskKind::local;
+    // Parts of a row in flight: one latency for most tiles. Where rows have 8 sums and more, these
+    // take the registers.
+    static constexpr int kAhead = Merge::kGroups < 8 ? 16 : 4;
 
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
         return kCan && params.num_splits > 1 && CtaPlan<C>::suits(params) &&
@@ -68,7 +71,7 @@ struct MergeParts {
                 row = {first + i, rows, tile.parts, tile.head_q + of_tile.head,
                        tile.row_q + of_tile.position};
             }
-            Merge::template merge<true>(params, unused, row, thread);
+            Merge::template merge<true, kAhead>(params, unused, row, thread);
         }
     }
 };

@@ -138,13 +138,12 @@ struct TileSplits {
 
     // Tiles of the batch and its heads have `all` key blocks together, and the longest of them
     // `longest`. They are split as that many of the longest would be: into as few parts as keep
-    // CTAs busy for `enough` of the time.
-    CUTE_HOST_DEVICE static int balanced_part_blocks(int ctas, int64_t all, int longest,
-                                                     float enough) {
+    // all CTAs busy for most of the time.
+    CUTE_HOST_DEVICE static int balanced_part_blocks(int ctas, int64_t all, int longest) {
         float const tiles = static_cast<float>(all) / static_cast<float>(cute::max(longest, 1));
         float best = 0.f;
         int parts = 1;
-        for (int waves = 1; waves <= kSplitWaves && best < enough; ++waves) {
+        for (int waves = 1; waves <= kSplitWaves && best < 0.9f; ++waves) {
             float const slots = static_cast<float>(ctas * waves);
             int const of_tile = static_cast<int>(slots / cute::max(tiles, 1.f));
             float const busy = static_cast<float>(of_tile) * tiles / slots;
@@ -166,8 +165,12 @@ struct TileSplits {
         int64_t const all = blocks * num_grid_heads(params);
         // Half of the SMs read keys at 0.8 of the speed of all, and a merge by a kernel of its own
         // takes some 10 us.
-        float const enough = num_rows(params, params.seqlen_q) > kMostRowsMerged ? 0.45f : 0.9f;
-        return cute::max(least, balanced_part_blocks(params.split_ctas, all, longest, enough));
+        int const rows = num_rows(params, params.seqlen_q);
+        bool const reads_once = rows > kMostRowsMerged && rows <= Tiles::kRows;
+        if (reads_once && 20 * all >= int64_t(9) * params.split_ctas * longest) {
+            return cute::max(least, longest);
+        }
+        return cute::max(least, balanced_part_blocks(params.split_ctas, all, longest));
     }
 
     // Of each tile of a segment whose last one has `blocks` key blocks. All have the same number: a

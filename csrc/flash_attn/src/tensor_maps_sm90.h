@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <numeric>
 
+#include "cta_plan.h"
 #include "flash.h"
 #include "kernel_traits_sm90.h"
 #include "work_tile.h"
@@ -44,6 +45,7 @@ struct BoxFormat {
     CUtensorMapDataType type;
     int bytes;  // of an element
     CUtensorMapSwizzle swizzle;
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 };
 
 // Describes a tensor of kRank dimensions, innermost first, to be loaded in boxes. The innermost
@@ -70,8 +72,8 @@ cudaError_t make_tensor_map(CUtensorMap &map, BoxFormat format, void const *ptr,
     }
     CUresult const result =
         encode(&map, format.type, kRank, const_cast<void *>(ptr), extents, bytes, box,
-               element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, format.swizzle,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+               element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, format.swizzle, format.promotion,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -124,8 +126,12 @@ cudaError_t make_tensor_map_kv(CUtensorMap &map, Flash_fwd_params const &params,
                                int64_t batch_stride, int64_t row_stride, int64_t head_stride,
                                int rows) {
     MapSizes const sizes = kv_sizes<Traits>(params);
-    return make_tensor_map<4>(map, box_format<Traits>(), ptr,
-                              {params.d, sizes.rows, params.h_k, sizes.batch},
+    BoxFormat format = box_format<Traits>();
+    // What leaves L2 first may be gone before the next box wants the other half of 256 bytes.
+    if (CtaPlan<Traits::kConfig>::kOfCaches) {
+        format.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+    }
+    return make_tensor_map<4>(map, format, ptr, {params.d, sizes.rows, params.h_k, sizes.batch},
                               {row_stride, head_stride, batch_stride},
                               {Traits::kSmemRow, static_cast<cuuint32_t>(rows), 1, 1});
 }
