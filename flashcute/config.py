@@ -352,7 +352,7 @@ class BwdConfig:
 
         Each has the two tiles that it owns and ``stages`` buffers of the two that it visits; that
         of dK and dV has the statistics of the visited rows, too, 8 bytes each. The sm90 class adds
-        two buffers of dS, one of dQ from d = 96 to 192, zeros behind K at d = 96, P above 128 in
+        two buffers of dS, one of dQ at d 96 and 128, zeros behind K at d = 96, P above 128 in
         32 bits, its barriers and the descriptions of tiles, and rounds up.
         """
 
@@ -364,9 +364,12 @@ class BwdConfig:
             ds = 2 * 2 * self.dkv.rows * self.dkv.step
             p = 4 * self.dkv.rows * self.dkv.step if self.head_dim > 128 else 0
             barriers = 4 + 4 * self.dkv.stages + 2 + 4 + (2 if p else 0)
-            dq = 4 * self.head_dim * self.dkv.step if self.head_dim in (96, 128, 192) else 0
+            dq = 4 * self.head_dim * self.dkv.step if self.head_dim in (96, 128) else 0
+            other = self.head_dim * self.dkv.rows + ds + 80 if self.head_dim > 128 else 0
+            if self.head_dim > 192:  # one buffer of dO
+                other -= 2 * self.head_dim * self.dkv.step
             zeros = 2 * 32 * self.dkv.rows if self.head_dim == 96 else 0
-            total = tiles(self.dkv) + stats + ds + p + dq + zeros + 8 * barriers + 76 * 2
+            total = tiles(self.dkv) + stats + ds + p + dq + other + zeros + 8 * barriers + 76 * 2
             return -(-total // 1024) * 1024
         return max(tiles(self.dq), tiles(self.dkv) + stats)
 

@@ -73,6 +73,58 @@ CUTE_DEVICE void barrier_wait(Barrier *barrier, uint32_t parity) {
         : "memory");
 }
 
+// ---- clusters [mapa, barrier.cluster, st.async, cp.async.bulk] ----
+// What another CTA of the cluster has is given by its rank and the own address.
+
+CUTE_DEVICE uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+    return rank;
+}
+CUTE_DEVICE uint32_t smem_address_at(uint32_t rank, void const *ptr) {
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
+                 : "=r"(address)
+                 : "r"(smem_address(ptr)), "r"(rank));
+    return address;
+}
+
+// All threads of all CTAs arrive, and those that wait see what these did before.
+CUTE_DEVICE void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.aligned;\n" ::: "memory");
+}
+CUTE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory"); }
+
+CUTE_DEVICE void barrier_arrive_at(uint32_t rank, Barrier *barrier, bool arrive) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %1, 0;\n"
+        "@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n"
+        "}\n" ::"r"(smem_address_at(rank, barrier)),
+        "r"(uint32_t(arrive))
+        : "memory");
+}
+
+// Stores a word and completes its 4 bytes at the barrier, both of the other CTA.
+CUTE_DEVICE void store_async_at(uint32_t rank, uint32_t *to, uint32_t value, Barrier *barrier) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];\n" ::"r"(
+            smem_address_at(rank, to)),
+        "r"(value), "r"(smem_address_at(rank, barrier))
+        : "memory");
+}
+
+// Copies from this CTA's shared memory to the other's and completes the bytes at its barrier.
+CUTE_DEVICE void bulk_copy_to(uint32_t rank, void *to, void const *from, uint32_t bytes,
+                              Barrier *barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+        "[%3];\n" ::"r"(smem_address_at(rank, to)),
+        "r"(smem_address(from)), "r"(bytes), "r"(smem_address_at(rank, barrier))
+        : "memory");
+}
+
 // ---- named barriers [bar] ----
 
 CUTE_DEVICE void named_barrier_sync(uint32_t id, uint32_t threads) {

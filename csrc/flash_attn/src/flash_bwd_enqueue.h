@@ -14,7 +14,7 @@ namespace flash {
 
 // A grid without CTAs is nothing to do. kDependent: the kernel may start while the one before it
 // still runs, up to its cudaGridDependencySynchronize().
-template <auto *kKernel, bool kDependent = false, class... Arguments>
+template <auto *kKernel, bool kDependent = false, int kCluster = 1, class... Arguments>
 cudaError_t enqueue_bwd(int64_t ctas, int threads, int smem_bytes, void *stream,
                         Arguments const &...arguments) {
     if (ctas == 0) {
@@ -31,12 +31,17 @@ cudaError_t enqueue_bwd(int64_t ctas, int threads, int smem_bytes, void *stream,
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = smem_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    cudaLaunchAttribute dependent{};
-    dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    dependent.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2]{};
+    config.attrs = attributes;
     if (kDependent) {
-        config.attrs = &dependent;
-        config.numAttrs = 1;
+        cudaLaunchAttribute &dependent = attributes[config.numAttrs++];
+        dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        dependent.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (kCluster > 1) {
+        cudaLaunchAttribute &cluster = attributes[config.numAttrs++];
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim = {kCluster, 1, 1};
     }
     return cudaLaunchKernelEx(&config, kKernel, arguments...);
 }

@@ -25,19 +25,31 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) {
         Mainloop::init_barriers(storage);
     }
-    __syncthreads();
+    if constexpr (Traits::kCluster > 1) {
+        __syncwarp();
+        sm90::cluster_arrive();
+        sm90::cluster_wait();
+    } else {
+        __syncthreads();
+    }
 
+    int const rank = Traits::kCluster > 1 ? static_cast<int>(sm90::cluster_rank()) : 0;
     if (warpgroup == 0) {
         sm90::registers_lower<Traits::kLoadRegisters>();
         if (threadIdx.x < 32 && sm90::elect_one()) {
-            typename Mainloop::Producer producer{maps, storage};
+            typename Mainloop::Producer producer{maps, storage, rank};
             producer.run(params, queue);
         }
     } else {
         sm90::registers_raise<Traits::kMmaRegisters>();
         typename Mainloop::Consumer consumer{storage, warpgroup - 1,
-                                             static_cast<int>(threadIdx.x) - 128};
+                                             static_cast<int>(threadIdx.x) - 128, rank};
         consumer.run(params);
+    }
+    if constexpr (Traits::kCluster > 1) {  // a CTA may reach the other's memory until its end
+        __syncwarp();
+        sm90::cluster_arrive();
+        sm90::cluster_wait();
     }
 }
 

@@ -37,12 +37,13 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, void *stream) {
     if (cudaError_t const error = make_tensor_maps<Traits>(maps, params); error != cudaSuccess) {
         return error;
     }
-    int64_t const ctas = std::min<int64_t>(tiles, sms);
+    constexpr int kCluster = Traits::kCluster;
+    int64_t const clusters = std::min<int64_t>(tiles, sms / kCluster);
     TileQueue queue{static_cast<int>(tiles), 1, nullptr, nullptr};
     if (Traits::kWorkStealing && !Traits::kVarlen) {
-        queue.group = Scheduler::heads_in_group(params, sms);
+        queue.group = Scheduler::heads_in_group(params, sms / kCluster);
     }
-    if (Traits::kWorkStealing && tiles > ctas) {
+    if (Traits::kWorkStealing && tiles > clusters) {
         LaunchCounters<false> *counters = nullptr;
         cudaError_t const error = launch_counters(counters, static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) {
@@ -50,8 +51,8 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, void *stream) {
         }
         if (counters != nullptr) queue.counter = &counters->tiles;
     }
-    return enqueue_bwd<&flash_bwd_kernel_sm90<Traits>, true>(
-        ctas, Traits::kThreads, Traits::kSmemBytes, stream, params, maps, queue);
+    return enqueue_bwd<&flash_bwd_kernel_sm90<Traits>, true, kCluster>(
+        kCluster * clusters, Traits::kThreads, Traits::kSmemBytes, stream, params, maps, queue);
 }
 
 template <BwdConfig C>

@@ -31,23 +31,28 @@ struct KernelTraitsBwdSm90 {
     static constexpr MaskKind kMask = C.mask;
     static constexpr bool kVarlen = C.varlen;
     static constexpr int kTileN = C.dkv.rows;  // keys of a CTA
+    // CTAs of a cluster, which share a tile of keys and each other's dS: then each adds half of the
+    // columns of dQ to the sums, over all of the tile's keys.
+    static constexpr int kCluster = kWide ? 2 : 1;
+    static constexpr int kTileKeys = kCluster * kTileN;
     static constexpr int kTileM = C.dkv.step;  // queries of a step
     static constexpr int kHeadDim = C.head_dim;
     static constexpr int kDqAccumColumns = kHeadDim;
     static constexpr int kStages = C.dkv.stages;
+    static constexpr int kDoutStages = C.head_dim > 192 ? 1 : kStages;
     static constexpr int kWarpgroups = 2;
     static constexpr int kMmaThreads = 128 * kWarpgroups;
     static constexpr int kThreads = 128 + kMmaThreads;  // warpgroup 0 loads
-    // setmaxnreg: together 3 * 168, the registers of the launch. At d = 192 the producer
-    // spills with 24.
-    static constexpr int kLoadRegisters = kHeadDim == 192 ? 40 : 24;
+    // setmaxnreg: together 3 * 168, the registers of the launch. With 24 producers spill
+    // at d = 192.
+    static constexpr int kLoadRegisters = kWide ? 40 : 24;
     static constexpr int kMmaRegisters = (3 * 168 - kLoadRegisters) / 2;
 
     // Under a mask, and in a ragged batch, tiles differ in length, and CTAs steal work.
     static constexpr bool kWorkStealing = C.mask != MaskKind::none || C.varlen;
 
     // Pages of 64 columns (128 bytes) where that makes whole ones, else of 32, as in the forward.
-    // Above d = 128 half of the columns are whole pages, too, as a warpgroup computes half of dQ's.
+    // Above d = 128 half of the columns are whole pages, too, as a CTA computes half of dQ's.
     static constexpr int kSmemRow = (kWide ? kHeadDim / 2 : kHeadDim) % 64 == 0 ? 64 : 32;
     static constexpr int kPages = kHeadDim / kSmemRow;
 
@@ -70,10 +75,11 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kDqColumns =
         kDqByRows ? kHeadDim : ceil_div(kHeadDim / 2, kSmemRow) * kSmemRow;
     static constexpr int kColumnsK = kDqByRows ? kHeadDim : 2 * kDqColumns;  // in shared memory
-    // At d = 256 a warpgroup computes its half in two parts, as its registers hold only one of them
-    // beside the scores of the next step. Above d = 128 kDqParts counts those of both warpgroups.
+    // Above d = 128 kDqParts counts those of a CTA. At d = 256 each warpgroup computes one, as its
+    // registers hold no more beside the scores of the next step; at 192 the second computes all.
     static constexpr int kPartColumns = kHeadDim > 192 ? 64 : kDqColumns;
-    static constexpr int kDqParts = kWide ? kHeadDim / kPartColumns : 1;
+    static constexpr int kDqParts = kDqColumns / kPartColumns;
+    using DqTile = Shape<Int<kPartColumns>, Int<kTileN>>;  // of K^T (d, N)
     using TiledMmaDq = TiledMMA<
         MMA_Atom<sm90::MmaSS<Element, kPartColumns, sm90::GMMA::Major::MN>>,
         std::conditional_t<kDqByRows, Layout<Shape<_2, _1, _1>>, Layout<Shape<_1, _1, _1>>>>;
@@ -95,9 +101,9 @@ struct KernelTraitsBwdSm90 {
 
     // Each warp adds its dQ to the sums by a bulk reduction from shared memory, as the threads' own
     // reductions would still be under way at the fence of the next dS, which waits for them. Not at
-    // d = 64: there that is 1 to 5 % slower on an H200. Nor at 256, where shared memory has no
-    // room.
-    static constexpr bool kBulkDq = kHeadDim > 64 && kHeadDim < 256;
+    // d = 64: there that is 1 to 5 % slower on an H200. Nor above 128, where shared memory has
+    // no room.
+    static constexpr bool kBulkDq = kHeadDim > 64 && !kWide;
 
     using SmemAtom = std::conditional_t<kSmemRow == 64, sm90::GMMA::Layout_K_SW128_Atom<Element>,
                                         sm90::GMMA::Layout_K_SW64_Atom<Element>>;
@@ -110,6 +116,9 @@ struct KernelTraitsBwdSm90 {
         decltype(tile_to_shape(SmemAtomT{}, Shape<Int<kHeadDim>, Int<kTileM>>{}, Step<_2, _1>{}));
     using SmemLayoutKt =
         decltype(tile_to_shape(SmemAtomT{}, Shape<Int<kColumnsK>, Int<kTileN>>{}, Step<_2, _1>{}));
+    // The columns of the other CTA's keys that this one computes of dQ.
+    using SmemLayoutOtherKt =
+        decltype(tile_to_shape(SmemAtomT{}, Shape<Int<kDqColumns>, Int<kTileN>>{}, Step<_2, _1>{}));
     // dS, A operand of dQ: pages of 64 keys.
     using SmemLayoutDs = decltype(tile_to_shape(sm90::GMMA::Layout_K_SW128_Atom<Element>{},
                                                 Shape<Int<kTileM>, Int<kTileN>>{}));
@@ -133,16 +142,29 @@ struct KernelTraitsBwdSm90 {
     // arrives at ds_full of step i + 1 when its dQ of step i is complete, and none writes step
     // i + 2 before it has waited for that of i + 1. Above d = 128 the second warpgroup alone writes
     // dS, that of step i + 2 with P of that step, which the first one hands over when its dQ of
-    // step i is complete.
+    // step i is complete, and after ds_sent, which says that the other CTA has read its copy.
     static constexpr int kDsStages = 2;
+
+    // Of the other CTA of a cluster.
+    struct OfOther {
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutOtherKt>> k;
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutDs>> ds[kDsStages];
+        sm90::Barrier k_full, ds_full[kDsStages];
+        sm90::Barrier ds_sent[kDsStages];  // this CTA's dS, read by the other
+        // The next tile's number, from the first CTA to the second one.
+        sm90::Barrier next_full[kTileSlots], next_empty[kTileSlots];
+        uint32_t next[kTileSlots];
+    };
+    struct Nothing {};
 
     // A buffer is full when its bytes have landed, and empty when all its readers have arrived.
     struct SharedStorage {
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutKt>> k;
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutK>> v;
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> q[kStages];
-        alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> dout[kStages];
+        alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> dout[kDoutStages];
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutDs>> ds[kDsStages];
+        alignas(1024) [[no_unique_address]] std::conditional_t<kWide, OfOther, Nothing> other;
         // P^T, in the order of a warpgroup's accumulators. No bytes where it is empty, here and
         // below.
         alignas(128) [[no_unique_address]] cute::array<float, kWide ? kTileM * kTileN : 0> p;
@@ -151,7 +173,7 @@ struct KernelTraitsBwdSm90 {
         alignas(128) float2 stats[kStages][kTileM];  // of Q's rows: LSE * log2(e) and D
         sm90::Barrier k_full, k_empty, v_full, v_empty;
         sm90::Barrier q_full[kStages], q_empty[kStages];  // with the statistics
-        sm90::Barrier dout_full[kStages], dout_empty[kStages];
+        sm90::Barrier dout_full[kDoutStages], dout_empty[kDoutStages];
         sm90::Barrier ds_full[kDsStages];
         sm90::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
         WorkTile tile[kTileSlots];

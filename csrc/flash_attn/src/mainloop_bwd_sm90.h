@@ -49,6 +49,10 @@ struct MainloopBwdSm90 {
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
 
+    // The first key of a CTA of the cluster.
+    CUTE_DEVICE static int key_begin(WorkTile const &tile, int rank) {
+        return (tile.m_block * Traits::kCluster + rank) * kTileN;
+    }
     // Where, among the statistics of a head, those of the tile's queries begin.
     CUTE_DEVICE static int stats_begin(WorkTile const &tile) {
         return Traits::kVarlen ? row_stats_begin(tile.row_q, tile.batch) : 0;
@@ -60,38 +64,51 @@ struct MainloopBwdSm90 {
     CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
         constexpr int kWarps = 4;  // of a warpgroup, with one arrival each
         constexpr int kReaders = kWarps * Traits::kWarpgroups;
-        // Of the second warpgroup alone where that writes, or is the last to read, above d = 128.
-        constexpr int kOfSecond = Traits::kWide ? kWarps : kReaders;
-        auto const init = [&](sm90::Barrier &full, int writers, sm90::Barrier &empty, int readers) {
-            sm90::barrier_init(&full, writers);
-            sm90::barrier_init(&empty, readers);
+        auto const init = [&](sm90::Barrier *full, int writers, sm90::Barrier *empty) {
+            sm90::barrier_init(full, writers);
+            if (empty != nullptr) sm90::barrier_init(empty, kReaders);
         };
-        init(storage.k_full, 1, storage.k_empty, kReaders);
-        init(storage.v_full, 1, storage.v_empty, kOfSecond);
+        init(&storage.k_full, 1, &storage.k_empty);
+        sm90::barrier_init(&storage.v_full, 1);
+        sm90::barrier_init(&storage.v_empty, Traits::kWide ? kWarps : kReaders);
         for (int i = 0; i < Traits::kStages; ++i) {
-            init(storage.q_full[i], 1, storage.q_empty[i], kOfSecond);
-            init(storage.dout_full[i], 1, storage.dout_empty[i], kReaders);
+            init(&storage.q_full[i], 1, &storage.q_empty[i]);
+        }
+        for (int i = 0; i < Traits::kDoutStages; ++i) {
+            init(&storage.dout_full[i], 1, &storage.dout_empty[i]);
         }
         for (int i = 0; i < Traits::kDsStages; ++i) {
-            sm90::barrier_init(&storage.ds_full[i], kOfSecond);
+            init(&storage.ds_full[i], Traits::kWide ? kWarps : kReaders, nullptr);
         }
         if constexpr (Traits::kWide) {
-            init(storage.p_full[0], kWarps, storage.p_empty[0], kWarps);
+            sm90::barrier_init(storage.p_full.data(), kWarps);
+            sm90::barrier_init(storage.p_empty.data(), kWarps);
+            auto &other = storage.other;
+            sm90::barrier_init(&other.k_full, 1);
+            for (int i = 0; i < Traits::kDsStages; ++i) {
+                sm90::barrier_init(&other.ds_full[i], 1);
+                sm90::barrier_init(&other.ds_sent[i], Traits::kDqParts == 1 ? kWarps : kReaders);
+            }
+            for (int i = 0; i < Traits::kTileSlots; ++i) {
+                sm90::barrier_init(&other.next_full[i], 1);
+                sm90::barrier_init(&other.next_empty[i], 1);
+            }
         }
         for (int i = 0; i < Traits::kTileSlots; ++i) {
-            init(storage.tile_full[i], 1, storage.tile_empty[i], kReaders);
+            init(&storage.tile_full[i], 1, &storage.tile_empty[i]);
         }
         sm90::fence_barrier_init();
     }
 
-    // Loads in the order in which buffers are used or, as a tile above d = 128 begins, free, as far
-    // ahead as they are. Run by one thread, which also
+    // Loads in the order of use, as far ahead as buffers are free. Run by one thread, which also
     // keeps the order of kernels, as in the forward.
     struct Producer {
         TensorMapsBwdSm90 const &maps;
         SharedStorage &storage;
-        RingSteps q, dout;
-        RingTiles tiles;
+        int const rank;  // in the cluster
+        RingSteps q;
+        Ring<Traits::kDoutStages> dout;
+        RingTiles tiles, numbers;
         uint32_t own_parity = 0;  // of K and V
 
         // Loads kRows rows, kColumns of each, of a head of a sequence, which begins at row `begin`,
@@ -99,15 +116,15 @@ struct MainloopBwdSm90 {
         template <int kRows, int kColumns = kHeadDim>
         CUTE_DEVICE static void load_rows(CUtensorMap const &map, sm90::Barrier *full, int bytes,
                                           sm90::CacheHint hint, Element *smem, int row, int begin,
-                                          int length, int head, int batch) {
+                                          int length, int head, int batch, int column = 0) {
             constexpr int kPages = kColumns / Traits::kSmemRow;
             if constexpr (Traits::kVarlen) {
-                load_box<Traits, kPages>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
-                                         kRaggedRows - length + row, head, begin + length,
-                                         kRaggedZ);
+                load_columns<Traits, kPages>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
+                                             column, kRaggedRows - length + row, head,
+                                             begin + length, kRaggedZ);
             } else {
-                load_box<Traits, kPages>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
-                                         row, head, batch);
+                load_columns<Traits, kPages>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
+                                             column, row, head, batch);
             }
         }
 
@@ -116,8 +133,40 @@ struct MainloopBwdSm90 {
                                   Element *smem, WorkTile const &tile) {
             sm90::barrier_wait(empty, own_parity ^ 1);
             load_rows<kTileN, kColumns>(map, full, kTileN * kColumns * sizeof(Element),
-                                        sm90::CacheHint::evict_first, smem, tile.m_block * kTileN,
+                                        sm90::CacheHint::evict_first, smem, key_begin(tile, rank),
                                         tile.row_k, tile.seqlen_k, tile.head_k, tile.batch);
+        }
+        // The columns that this CTA needs of the other one's keys.
+        CUTE_DEVICE void load_other_k(WorkTile const &tile) {
+            constexpr int kColumns = Traits::kDqColumns;
+            sm90::barrier_wait(&storage.k_empty, own_parity ^ 1);
+            load_rows<kTileN, kColumns>(
+                maps.k, &storage.other.k_full, kTileN * kColumns * sizeof(Element),
+                sm90::CacheHint::evict_first, storage.other.k.data(), key_begin(tile, 1 - rank),
+                tile.row_k, tile.seqlen_k, tile.head_k, tile.batch, rank * kColumns);
+        }
+        // The number of the next tile. The first CTA of a cluster draws it for both.
+        CUTE_DEVICE int next(TileQueue const &queue, int index) {
+            int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
+            if constexpr (Traits::kCluster > 1 && Traits::kWorkStealing) {
+                if (queue.counter == nullptr) return queue.next(index, workers);
+                auto &other = storage.other;
+                int const slot = numbers.stage();
+                if (rank == 0) {
+                    index = queue.next(index, workers);
+                    sm90::barrier_wait(&other.next_empty[slot], numbers.parity() ^ 1);
+                    sm90::store_async_at(1, &other.next[slot], index, &other.next_full[slot]);
+                } else {
+                    sm90::barrier_arrive_expect(&other.next_full[slot], sizeof(uint32_t));
+                    sm90::barrier_wait(&other.next_full[slot], numbers.parity());
+                    index = other.next[slot];
+                    sm90::barrier_arrive_at(0, &other.next_empty[slot], true);
+                }
+                numbers.advance();
+                return index;
+            } else {
+                return queue.next(index, workers);
+            }
         }
 
         CUTE_DEVICE void load_q(WorkTile const &tile, int head, int block) {
@@ -152,13 +201,13 @@ struct MainloopBwdSm90 {
             // No thread touches global memory before: the consumers wait for their first tile.
             if constexpr (Traits::kVarlen) cudaGridDependencySynchronize();
             auto const &queue = Scheduler::queue(params, launched);
-            int index = blockIdx.x;
+            int index = static_cast<int>(blockIdx.x) / Traits::kCluster;
             WorkTile tile = Scheduler::get_tile(params, queue, index);
             if constexpr (!Traits::kVarlen) cudaGridDependencySynchronize();
             publish(tile);
             CUTE_NO_UNROLL
             while (tile.m_block >= 0) {
-                index = queue.next(index);
+                index = next(queue, index);
                 int const count = tile.blocks.count;
                 int head = tile.head_q;
                 int n = count - 1;
@@ -179,7 +228,10 @@ struct MainloopBwdSm90 {
                                            storage.v.data(), tile);
                     }
                     load_dout(tile, head, block);
-                    if constexpr (Traits::kWide) load_k();  // whose buffer is free last
+                    if constexpr (Traits::kWide) {  // whose buffers are free last
+                        load_k();
+                        if (first) load_other_k(tile);
+                    }
                     own_parity ^= first;
                     if (--n < 0) {
                         n = count - 1;
@@ -198,6 +250,7 @@ struct MainloopBwdSm90 {
         SharedStorage &storage;
         int const warpgroup;
         int const thread;  // among all MMA threads
+        int const rank;    // in the cluster
         RingSteps step;    // of Q and of dO
         RingDs ds;
         RingTiles tiles;
@@ -236,7 +289,7 @@ struct MainloopBwdSm90 {
                 make_tensor(tSrS.data(),
                             select<1, 0>(layout_acc_rowcol(tSrS.layout()))),  // (queries, keys)
                 [&](int i) { return first_query + Traits::query_of(thread, i); },
-                tile.m_block * kTileN + Traits::key_of(thread, 0),
+                key_begin(tile, rank) + Traits::key_of(thread, 0),
                 [](int j) { return Traits::key_of(0, j); });
         }
 
@@ -300,12 +353,11 @@ struct MainloopBwdSm90 {
                                 stats_begin(tile()) + block * kTileM;
             constexpr int kColumns = Traits::kPartColumns;
             constexpr int kHalfBegin = kPart * kColumns % Traits::kDqColumns;
-            int const half = Traits::kWide ? kPart * kColumns / Traits::kDqColumns : warpgroup;
+            int const half = Traits::kWide ? rank : warpgroup;
             int const begin = Traits::dq_begin(half * 4 + thread / 32 % 4) + 16 * kHalfBegin;
             if constexpr (Traits::kBulkDq) {
-                int const columns = Traits::kWide ? kColumns : Traits::dq_columns(warpgroup);
+                int const columns = Traits::dq_columns(warpgroup);
                 float *const smem = storage.dq.data() + begin;
-                static_assert(!Traits::kWide || Traits::kDqParts == 2);  // one a warp
                 sm90::bulk_wait_read();  // of the step before, by the lane that issued it
                 __syncwarp();
                 CUTE_UNROLL
@@ -343,7 +395,7 @@ struct MainloopBwdSm90 {
                 tKrX(i) *= scale;
             }
             store_accumulator<kHeadDim>(tKrX, thread, d, [&](int i) -> GmemRow<Element> {
-                int const row = tile().m_block * kTileN + Traits::key_of(thread, i);
+                int const row = key_begin(tile(), rank) + Traits::key_of(thread, i);
                 return {gmem + row * row_stride, row < tile().seqlen_k};
             });
         }
@@ -395,22 +447,18 @@ struct MainloopBwdSm90 {
                               [&] { sm90::wgmma_steps<kBegin, kEnd, true>(mma, tKrX, tKrB, acc); });
         }
 
-        // rDq = dS K, a part of the columns, once all warps have written dS.
-        template <int kPart = 0, bool kFirst = true, class Acc>
+        // rDq = dS K, the warpgroup's part, once both warpgroups have written dS.
+        template <class Acc>
         CUTE_DEVICE void issue_dq(Acc &rDq) const {
-            constexpr int kColumns = Traits::kPartColumns;
             typename Traits::TiledMmaDq mma;
             auto const thr_mma = mma.get_slice(Traits::kDqByRows ? warpgroup * 128 : 0);
-            if constexpr (kFirst) {
-                sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
-            }
+            sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
             Tensor sDs = make_tensor(make_smem_ptr(storage.ds[ds.stage()].data()),
                                      typename Traits::SmemLayoutDs{});  // (M, N)
             Tensor sKt = make_tensor(make_smem_ptr(storage.k.data() + (ds.uses >> 31)),
                                      typename Traits::SmemLayoutKt{});  // (d, N)
-            int const tile = Traits::kWide ? kPart : Traits::kDqByRows ? 0 : warpgroup;
-            Tensor sKtPart = local_tile(sKt, Shape<Int<kColumns>, Int<kTileN>>{},
-                                        make_coord(tile, _0{}));                  // (columns, N)
+            Tensor sKtPart = local_tile(sKt, typename Traits::DqTile{},
+                                        make_coord(Traits::kDqByRows ? 0 : warpgroup, _0{}));
             Tensor tQrDs = thr_mma.make_fragment_A(thr_mma.partition_A(sDs));     // (1, 1, N/16)
             Tensor tQrK = thr_mma.make_fragment_B(thr_mma.partition_B(sKtPart));  // (1, 1, N/16)
             sm90::wgmma_issue<false>(mma, tQrDs, tQrK, rDq);

@@ -1,16 +1,20 @@
 // The loop of the backward for head dimensions above 128, of which a warpgroup's registers hold
-// dK or dV of 64 keys, not both. A CTA owns 64 keys, and its warpgroups divide the products:
+// dK or dV of 64 keys, not both. A CTA owns 64 keys, and its warpgroups divide the products. Two
+// CTAs make a cluster, send each other dS, and compute half of dQ's columns each, over the keys of
+// both, so that half as much is added to the sums:
 //
 //   warpgroup 0:  S^T = K Q^T, P = exp(S - LSE), to the other one; dV += P^T dO
 //   warpgroup 1:  dP^T = V dO^T, dS = P * (dP - D), to shared memory; dK += dS^T Q
-//   both:         dQ = dS K, half of the columns each, added to the sums in global memory
+//   both:         dQ = dS K, of the CTA's columns half each (at d = 192 the second one all), added
+//                 to the sums in global memory
 //
 // P^T and dS^T are A operands as they come out, in registers. The first warpgroup is ahead and
-// computes its half of dQ behind dV of the next step, when dS is there as a rule.
+// computes its part of dQ a step later, so that it waits for no dS.
 #pragma once
 
 #include <arch_sm90.h>
 
+#include <cute/algorithm/tuple_algorithms.hpp>
 #include <cute/tensor.hpp>
 #include <type_traits>
 
@@ -24,14 +28,16 @@ template <class Traits>
 struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
     using Base = MainloopBwdSm90<Traits>;
     using Element = typename Traits::Element;
+    using typename Base::RingSteps;
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kDqParts = Traits::kDqParts;
 
     struct Consumer : Base::Consumer {
         using Shared = typename Base::Consumer;
         using Shared::ds, Shared::own_parity, Shared::step, Shared::storage, Shared::thread;
-        using Shared::release, Shared::tile, Shared::block, Shared::issue_scores;
+        using Shared::rank, Shared::release, Shared::tile, Shared::block, Shared::issue_scores;
         Ring<1> p;
+        Ring<Traits::kDoutStages> dout;
 
         using OfScores = Shape<Int<Traits::kTileN>, Int<kTileM>>;
         using OfDq = Shape<Int<kTileM>, Int<Traits::kPartColumns>>;
@@ -44,7 +50,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());
         }
         CUTE_DEVICE void await_dout() const {
-            sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
+            sm90::barrier_wait(&storage.dout_full[dout.stage()], dout.parity());
         }
 
         // Where a thread's part of P^T is: kTileM / 8 groups of four, 512 floats apart.
@@ -83,47 +89,70 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             p.advance();
         }
 
-        struct Nothing {
-            CUTE_DEVICE void operator()() const {}
-        };
-
-        // Issues the one or two parts [kBegin, kEnd) of dQ, which a warpgroup computes.
-        template <int kBegin, int kEnd, class Acc>
-        CUTE_DEVICE void issue_dq_parts(Acc &rFirst, Acc &rSecond) const {
-            this->template issue_dq<kBegin>(rFirst);
-            if constexpr (kBegin + 1 < kEnd) this->template issue_dq<kBegin + 1, false>(rSecond);
+        // A part of the columns of rDq = dS K, over the keys of both CTAs.
+        template <int kPart, class Acc>
+        CUTE_DEVICE void issue_dq(Acc &rDq) const {
+            using Ds = typename Traits::SmemLayoutDs;
+            typename Traits::TiledMmaDq mma;
+            auto const thr_mma = mma.get_slice(0);
+            auto &other = storage.other;
+            int const stage = ds.stage();
+            Tensor sKt = make_tensor(make_smem_ptr(storage.k.data() + (ds.uses >> 31)),
+                                     typename Traits::SmemLayoutKt{});  // (d, N)
+            Tensor sOtherKt = make_tensor(make_smem_ptr(other.k.data() + (ds.uses >> 31)),
+                                          typename Traits::SmemLayoutOtherKt{});  // (d/2, N)
+            using Tile = typename Traits::DqTile;
+            int const part = rank * kDqParts + kPart;
+            Tensor sKtPart = local_tile(sKt, Tile{}, make_coord(part, _0{}));       // (columns, N)
+            Tensor sOther = local_tile(sOtherKt, Tile{}, make_coord(kPart, _0{}));  // (columns, N)
+            Tensor sDs = make_tensor(make_smem_ptr(storage.ds[stage].data()), Ds{});     // (M, N)
+            Tensor sOtherDs = make_tensor(make_smem_ptr(other.ds[stage].data()), Ds{});  // (M, N)
+            Tensor tQrDs = thr_mma.make_fragment_A(thr_mma.partition_A(sDs));       // (1, 1, N/16)
+            Tensor tQrK = thr_mma.make_fragment_B(thr_mma.partition_B(sKtPart));    // (1, 1, N/16)
+            Tensor tOrDs = thr_mma.make_fragment_A(thr_mma.partition_A(sOtherDs));  // (1, 1, N/16)
+            Tensor tOrK = thr_mma.make_fragment_B(thr_mma.partition_B(sOther));     // (1, 1, N/16)
+            constexpr int kSteps = Traits::kTileN / 16;
+            sm90::barrier_wait(&storage.ds_full[stage], ds.parity());
+            sm90::wgmma_group(rDq, [&] {
+                sm90::wgmma_steps<0, kSteps, false>(mma, tQrDs, tQrK, rDq);
+                sm90::barrier_wait(&other.ds_full[stage], ds.parity());
+                sm90::wgmma_steps<0, kSteps, true>(mma, tOrDs, tOrK, rDq);
+            });
         }
 
-        // Adds them to the sums. `issue_next` issues the scores of the next step, in the place of
-        // the first of two parts; they are under way afterwards.
-        template <int kBegin, int kEnd, class Acc, class IssueNext>
-        CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, int head, int visit, Acc &rFirst,
-                                   Acc &rSecond, IssueNext const &issue_next) {
-            static_assert(kEnd - kBegin == 1 || kEnd - kBegin == 2);
-            constexpr bool kTwo = kEnd - kBegin == 2;
-            auto &rLast = kTwo ? rSecond : rFirst;
-            if constexpr (kTwo) {
-                sm90::wgmma_wait<1>();
-                sm90::pin(rFirst);
-                this->template add_dq<kBegin>(params, head, block(visit), rFirst);
-            }
-            issue_next();
-            sm90::wgmma_wait<!std::is_same_v<IssueNext, Nothing>>();
-            sm90::pin(rLast);
-            this->template add_dq<kEnd - 1>(params, head, block(visit), rLast);
+        // Adds a part of dQ to the sums. Scores of the next step, if any, are under way meanwhile.
+        template <int kPart, bool kNext, class Acc>
+        CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, int head, int visit, Acc &rDq) {
+            sm90::wgmma_wait<kNext>();
+            sm90::pin(rDq);
+            sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], thread % 32 == 0);
+            this->template add_dq<kPart>(params, head, block(visit), rDq);
             ds.advance();
         }
 
-        // S, P and dV.
+        // Sends dS, which all warps of the warpgroup have written, to the other CTA.
+        CUTE_DEVICE void send_ds() const {
+            constexpr uint32_t kBytes = cosize_v<typename Traits::SmemLayoutDs> * sizeof(Element);
+            auto &other = storage.other;
+            int const stage = ds.stage();
+            sm90::barrier_wait(&storage.ds_full[stage], ds.parity());
+            if (thread / 32 % 4 == 0 && sm90::elect_one()) {
+                sm90::barrier_arrive_expect(&other.ds_full[stage], kBytes);
+                sm90::bulk_copy_to(1 - rank, other.ds[stage].data(), storage.ds[stage].data(),
+                                   kBytes, &other.ds_full[stage]);
+            }
+            __syncwarp();
+        }
+
+        // S, P and dV, and where there are two parts of dQ, the first one.
         CUTE_DEVICE void run_values(Flash_bwd_params const &params) {
-            constexpr int kEnd = kDqParts / 2;
+            constexpr bool kDq = kDqParts == 2;
             typename Traits::TiledMmaS mma_s;
             typename Traits::TiledMmaDkv mma_dkv;
             typename Traits::TiledMmaDq mma_dq;
             Tensor rS = partition_fragment_C(mma_s, OfScores{});       // ((2, 2, M/8), 1, 1)
             Tensor rDv = partition_fragment_C(mma_dkv, OfGradient{});  // ((2, 2, d/8), 1, 1)
-            Tensor rFirst = partition_fragment_C(mma_dq, OfDq{});      // ((2, 2, N/8), 1, 1)
-            Tensor rSecond = partition_fragment_C(mma_dq, OfDq{});     // ((2, 2, N/8), 1, 1)
+            Tensor rDq = partition_fragment_C(mma_dq, OfDq{});         // ((2, 2, N/8), 1, 1)
             Tensor tSrS = make_tensor(rS.data(), AccScores{});         // (4, 1, M/8)
             Tensor tKrDv = make_tensor(rDv.data(), AccGradient{});     // (4, 1, d/8)
             Tensor tKrP = make_tensor<Element>(Operand{});             // (8, 1, M/16)
@@ -140,23 +169,34 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 give_p(tSrS);
                 convert(tSrS, tKrP);
                 await_dout();
-                this->template issue_gradient<0, kTileM / 16>(tKrP, storage.dout[step.stage()],
+                this->template issue_gradient<0, kTileM / 16>(tKrP, storage.dout[dout.stage()],
                                                               rDv);
-            };
-            // Once dV is complete.
-            auto const next_step = [&] {
-                release(&storage.dout_empty[step.stage()]);
+                sm90::fence_async_proxy();  // of the statistics' reads, as in store_ds()
+                __syncwarp();
+                release(&storage.q_empty[step.stage()]);
                 step.advance();
             };
+            // Once dV is complete.
+            auto const release_dout = [&] {
+                release(&storage.dout_empty[dout.stage()]);
+                dout.advance();
+            };
             // P and dV of a step, and dQ of the one before.
-            auto const run_step = [&](int visit, int head, int count, auto const &issue_next) {
+            auto const run_step = [&](int visit, int head, int count, auto has_next) {
                 issue_dv(visit);
-                issue_dq_parts<0, kEnd>(rFirst, rSecond);
-                sm90::wgmma_wait<(kEnd > 1 ? 2 : 1)>();
-                next_step();
-                bool const other_head = visit == count - 1;
-                finish_dq<0, kEnd>(params, head - other_head, other_head ? 0 : visit + 1, rFirst,
-                                   rSecond, issue_next);
+                if constexpr (kDq) {
+                    issue_dq<0>(rDq);
+                    sm90::wgmma_wait<1>();
+                    release_dout();
+                    if constexpr (has_next) issue_s();
+                    bool const other_head = visit == count - 1;
+                    finish_dq<0, has_next>(params, head - other_head, other_head ? 0 : visit + 1,
+                                           rDq);
+                } else {
+                    if constexpr (has_next) issue_s();
+                    sm90::wgmma_wait<has_next>();
+                    release_dout();
+                }
                 sm90::wgmma_wait<0>();
             };
 
@@ -167,7 +207,6 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 int left = count * params.h_h_k_ratio;  // steps
                 if (left > 0) {
                     sm90::barrier_wait(&storage.k_full, own_parity);
-                    own_parity ^= 1;
                     int n = count - 1;  // visits left of this head after this one
                     int head = tile().head_q;
                     auto const next_visit = [&] {
@@ -178,39 +217,41 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                     sm90::wgmma_wait<0>();
                     issue_dv(n);
                     sm90::wgmma_wait<0>();
-                    next_step();
+                    release_dout();
+                    if constexpr (kDq) sm90::barrier_wait(&storage.other.k_full, own_parity);
+                    own_parity ^= 1;
                     if (left > 1) {
                         issue_s();
                         next_visit();
                         sm90::wgmma_wait<0>();
                         CUTE_NO_UNROLL
                         for (; left > 2; --left) {
-                            run_step(n, head, count, issue_s);
+                            run_step(n, head, count, std::true_type{});
                             next_visit();
                         }
-                        run_step(n, head, count, Nothing{});
+                        run_step(n, head, count, std::false_type{});
                     }
-                    issue_dq_parts<0, kEnd>(rFirst, rSecond);
-                    finish_dq<0, kEnd>(params, head, n, rFirst, rSecond, Nothing{});
+                    if constexpr (kDq) {
+                        issue_dq<0>(rDq);
+                        finish_dq<0, false>(params, head, n, rDq);
+                    }
                     sm90::pin(rDv);
                     release(&storage.k_empty);
                 }
                 if (params.dk_ptr != nullptr) this->store_dv(params, tKrDv);
                 this->release_tile();
             }
-            if constexpr (Traits::kBulkDq) sm90::bulk_wait();
         }
 
-        // dP, dS and dK.
+        // dP, dS and dK, and the other part of dQ.
         CUTE_DEVICE void run_keys(Flash_bwd_params const &params) {
-            constexpr int kBegin = kDqParts / 2;
+            constexpr int kPart = kDqParts - 1;
             typename Traits::TiledMmaS mma_s;
             typename Traits::TiledMmaDkv mma_dkv;
             typename Traits::TiledMmaDq mma_dq;
             Tensor rDp = partition_fragment_C(mma_s, OfScores{});      // ((2, 2, M/8), 1, 1)
             Tensor rDk = partition_fragment_C(mma_dkv, OfGradient{});  // ((2, 2, d/8), 1, 1)
-            Tensor rFirst = partition_fragment_C(mma_dq, OfDq{});      // ((2, 2, N/8), 1, 1)
-            Tensor rSecond = partition_fragment_C(mma_dq, OfDq{});     // ((2, 2, N/8), 1, 1)
+            Tensor rDq = partition_fragment_C(mma_dq, OfDq{});         // ((2, 2, N/8), 1, 1)
             Tensor tSrDp = make_tensor(rDp.data(), AccScores{});       // (4, 1, M/8)
             Tensor tSrP = make_tensor<float>(AccScores{});             // (4, 1, M/8)
             Tensor tKrDk = make_tensor(rDk.data(), AccGradient{});     // (4, 1, d/8)
@@ -218,24 +259,27 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
 
             auto const issue_dp = [&] {
                 await_dout();
-                issue_scores(storage.v, storage.dout[step.stage()], rDp);
+                issue_scores(storage.v, storage.dout[dout.stage()], rDp);
             };
             // dS of a step whose dP is complete, dK += dS^T Q, and dQ.
-            auto const run_step = [&](int visit, int head, auto const &issue_next) {
+            auto const run_step = [&](int visit, int head, auto has_next) {
                 sm90::pin(rDp);
-                release(&storage.dout_empty[step.stage()]);
-                await_q();  // for dK, and the statistics
+                release(&storage.dout_empty[dout.stage()]);
+                dout.advance();
+                await_q();  // the statistics
                 take_p(tSrP);
                 this->differentiate(tSrP, tSrDp);
                 convert(tSrDp, tKrDs);
+                sm90::barrier_wait(&storage.other.ds_sent[ds.stage()], ds.parity() ^ 1);
                 this->store_ds(tKrDs);
                 this->template issue_gradient<0, kTileM / 16>(tKrDs, storage.q[step.stage()], rDk);
-                issue_dq_parts<kBegin, kDqParts>(rFirst, rSecond);
-                // Q is free: the first warpgroup has read it, and the statistics, ahead of P.
-                sm90::wgmma_wait<(kDqParts - kBegin > 1 ? 2 : 1)>();
+                send_ds();
+                issue_dq<kPart>(rDq);
+                sm90::wgmma_wait<1>();
                 release(&storage.q_empty[step.stage()]);
                 step.advance();
-                finish_dq<kBegin, kDqParts>(params, head, visit, rFirst, rSecond, issue_next);
+                if constexpr (has_next) issue_dp();
+                finish_dq<kPart, has_next>(params, head, visit, rDq);
                 sm90::wgmma_wait<0>();
             };
 
@@ -248,25 +292,25 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                     sm90::barrier_wait(&storage.v_full, own_parity);
                     issue_dp();
                     sm90::barrier_wait(&storage.k_full, own_parity);
+                    sm90::barrier_wait(&storage.other.k_full, own_parity);
                     own_parity ^= 1;
                     int n = count - 1;  // visits left of this head after this one
                     int head = tile().head_q;
                     sm90::wgmma_wait<0>();
                     CUTE_NO_UNROLL
                     for (; left > 1; --left) {
-                        run_step(n, head, issue_dp);
+                        run_step(n, head, std::true_type{});
                         head += n == 0;
                         n = n == 0 ? count - 1 : n - 1;
                     }
                     release(&storage.v_empty);
-                    run_step(n, head, Nothing{});
+                    run_step(n, head, std::false_type{});
                     sm90::pin(rDk);
                     release(&storage.k_empty);
                 }
                 if (params.dk_ptr != nullptr) this->store_dk(params, tKrDk);
                 this->release_tile();
             }
-            if constexpr (Traits::kBulkDq) sm90::bulk_wait();
         }
 
         CUTE_DEVICE void run(Flash_bwd_params const &params) {

@@ -23,17 +23,24 @@ struct Ring {
     CUTE_DEVICE void advance() { ++uses; }
 };
 
-// Loads a box of rows at the given coordinates, as pages of kSmemRow columns page_stride apart.
+// Loads a box of rows at the given coordinates, from a column on, as pages of kSmemRow columns
+// page_stride apart.
+template <class Traits, int kPages, class... Coordinates>
+CUTE_DEVICE void load_columns(CUtensorMap const &map, sm90::Barrier *full, int bytes,
+                              sm90::CacheHint hint, typename Traits::Element *smem, int page_stride,
+                              int column, Coordinates... coordinates) {
+    sm90::barrier_arrive_expect(full, bytes);
+    CUTE_UNROLL
+    for (int page = 0; page < kPages; ++page) {
+        sm90::tma_load(&map, full, hint, smem + page * page_stride,
+                       column + page * Traits::kSmemRow, coordinates...);
+    }
+}
 template <class Traits, int kPages = Traits::kPages, class... Coordinates>
 CUTE_DEVICE void load_box(CUtensorMap const &map, sm90::Barrier *full, int bytes,
                           sm90::CacheHint hint, typename Traits::Element *smem, int page_stride,
                           Coordinates... coordinates) {
-    sm90::barrier_arrive_expect(full, bytes);
-    CUTE_UNROLL
-    for (int page = 0; page < kPages; ++page) {
-        sm90::tma_load(&map, full, hint, smem + page * page_stride, page * Traits::kSmemRow,
-                       coordinates...);
-    }
+    load_columns<Traits, kPages>(map, full, bytes, hint, smem, page_stride, 0, coordinates...);
 }
 
 }  // namespace flash

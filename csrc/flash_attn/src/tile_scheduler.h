@@ -107,15 +107,17 @@ struct TileQueue {
 
     // The counter resets itself: each of the launch's CTAs ends with a number that stands for no
     // tile, so `tiles` numbers are drawn in all, and the draw of the last one sets it to 0.
-    CUTE_DEVICE int next(int index) const {
+    CUTE_DEVICE int next(int index) const { return next(index, static_cast<int>(gridDim.x)); }
+    // Of workers that are CTAs or clusters.
+    CUTE_DEVICE int next(int index, int workers) const {
         if (counter == nullptr) {
-            return index + static_cast<int>(gridDim.x);
+            return index + workers;
         }
         unsigned const number = atomicAdd(counter, 1u);
         if (number == static_cast<unsigned>(tiles) - 1) {
             atomicExch(counter, 0u);
         }
-        return static_cast<int>(number + gridDim.x);
+        return static_cast<int>(number) + workers;
     }
 };
 

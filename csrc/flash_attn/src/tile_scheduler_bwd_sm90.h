@@ -15,8 +15,8 @@ namespace flash {
 // Of a ragged batch by a plan.
 template <class Traits>
 struct TileSchedulerBwdSm90 {
-    static constexpr int kTileN = Traits::kTileN;
-    using Info = BlockInfo<Traits::kMask, Traits::kTileM, Traits::kTileN>;
+    static constexpr int kTileN = Traits::kTileKeys;  // of a cluster
+    using Info = BlockInfo<Traits::kMask, Traits::kTileM, kTileN>;
     static constexpr bool kVarlen = Traits::kVarlen;
     // What the plan is of.
     static constexpr int kArch = Traits::kConfig.arch;

@@ -4,6 +4,7 @@
 #include <sim/runtime_sm90.h>
 
 #include <cstdint>
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/util.hpp>
 #include <cute/config.hpp>
 
@@ -45,6 +46,23 @@ template <int kRegisters>
 void registers_lower() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
     sim::registers_change(kRegisters, false);
+}
+
+// ---- clusters; addresses of another block are given by its rank and the own ones
+inline uint32_t cluster_rank() { return cute::block_rank_in_cluster(); }
+inline void cluster_arrive() { sim::cluster_arrive(false); }
+inline void cluster_wait() { sim::cluster_wait(); }
+inline void barrier_arrive_at(uint32_t rank, Barrier *barrier, bool arrive) {
+    if (arrive) {
+        sim::mbarrier_arrive_remote(barrier, 0, rank);
+    }
+}
+inline void store_async_at(uint32_t rank, uint32_t *to, uint32_t value, Barrier *barrier) {
+    sim::store_async(value, sim::smem_address(to), sim::smem_address(barrier), rank);
+}
+inline void bulk_copy_to(uint32_t rank, void *to, void const *from, uint32_t bytes,
+                         Barrier *barrier) {
+    sim::bulk_copy_to(to, from, bytes, barrier, rank);
 }
 
 // L2 cache hints have no effect here: no cache is modelled.

@@ -319,6 +319,13 @@ void store_async(uint32_t value, uint32_t address, uint32_t barrier, uint32_t ra
     Block &peer = Block::current().peer(rank, "st.async");
     peer.sm90_.store_async(address - kReservedSmem, value, peer.smem_at(barrier));
 }
+void bulk_copy_to(void *to, void const *from, uint32_t bytes, void *barrier, uint32_t rank) {
+    Block &block = Block::current();
+    Block &peer = block.peer(rank, "cp.async.bulk");
+    block.cluster().note_access(peer);
+    block.sm90_.bulk_copy_to(peer.sm90_, block.map_to(peer, to), from, bytes,
+                             block.map_to(peer, barrier));
+}
 void registers_change(int registers, bool raise) {
     Block::current().sm90_.registers_change(registers, raise);
 }

@@ -68,6 +68,8 @@ struct BulkCopy {
     bool repeated;  // multicast, and not to the first block of the mask
     bool is_word;   // st.async: 4 bytes, not from a tensor
     uint32_t word;
+    std::byte const *source;      // cp.async.bulk of another block's shared memory, and
+    std::vector<std::byte> sent;  // its bytes at the issue; empty where it is none
 };
 
 // An arrival that comes once the lane's copies with numbers below `copies` have landed.
@@ -184,6 +186,7 @@ class Sm90 {
     // What a relaxed arrival at barrier.cluster publishes: the fenced initialisations of mbarriers.
     Knowledge initialisations();
     void store_async(uint64_t offset, uint32_t word, void *barrier);
+    void bulk_copy_to(Sm90 &peer, void const *to, void const *from, uint32_t bytes, void *barrier);
 
     void tma_load(void const *descriptor, void *barrier, void *smem, int const *coordinates,
                   int rank);
@@ -235,6 +238,7 @@ class Sm90 {
     // The number of the lane's fence.proxy.async that follow a load.
     uint32_t &fences_of(Lane &lane);
     void copy_rows(BulkCopy const &copy);
+    void copy_sent(BulkCopy const &copy);
     void land(size_t index);
 
     StoreQueue *own_queue();

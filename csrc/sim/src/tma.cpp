@@ -248,7 +248,7 @@ void Sm90::land(size_t index) {
         std::memcpy(block_.smem_ + offset, &copy.word, sizeof copy.word);
         std::memcpy(&async_view_[offset], &copy.word, sizeof copy.word);
     } else {
-        copy_rows(copy);
+        copy.sent.empty() ? copy_rows(copy) : copy_sent(copy);
         for (uint64_t g = offset / kGranule; g * kGranule < offset + bytes; ++g) {
             writers_[g].under_way = 0;
         }
@@ -291,6 +291,37 @@ void Sm90::store_async(uint64_t offset, uint32_t word, void *address) {
     if (block_.settings_.copy_mode == CopyMode::eager) {
         land(copies_.size() - 1);
     }
+}
+
+// cp.async.bulk from this block's shared memory to that of `peer`, which completes the bytes at its
+// mbarrier. `to` and `barrier` are the peer's.
+void Sm90::bulk_copy_to(Sm90 &peer, void const *to, void const *from, uint32_t bytes,
+                        void *barrier) {
+    tsan::Unwatched const unwatched;
+    char const *const what = "cp.async.bulk";
+    activate();
+    peer.activate();
+    uint64_t const offset = block_.smem_offset(from, static_cast<int>(bytes), 16, what);
+    BulkCopy copy{};
+    copy.box.offset = peer.block_.smem_offset(to, static_cast<int>(bytes), 16, what);
+    copy.box.bytes = bytes;
+    for (uint64_t i = 0; i < bytes; i += 16) {
+        check_source({.at = offset + i, .skip = 0, .bytes = 16, .gmem = nullptr, .source = {}});
+    }
+    copy.source = block_.smem_ + offset;
+    copy.sent.assign(&async_view_[offset], &async_view_[offset] + bytes);
+    block_.counters_.cluster_bytes += bytes;
+    peer.issue(std::move(copy), barrier);
+}
+
+// The copy may read its source at any time until it lands, so the bytes must not have changed.
+void Sm90::copy_sent(BulkCopy const &copy) {
+    if (std::memcmp(copy.source, copy.sent.data(), copy.sent.size()) != 0) {
+        block_.fail(kLaunchFailure, "overwritten too early: the source of a copy for " +
+                                        name_of(copy.barrier) + " has changed before it landed");
+    }
+    std::memcpy(block_.smem_ + copy.box.offset, copy.sent.data(), copy.sent.size());
+    std::memcpy(&async_view_[copy.box.offset], copy.sent.data(), copy.sent.size());
 }
 
 bool Sm90::land_one() {
