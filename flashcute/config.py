@@ -341,10 +341,15 @@ class BwdConfig:
         return self.head_dim if self.arch == 90 else 0
 
     @property
+    def cluster(self) -> int:
+        """CTAs of a cluster, which share a tile of keys: ``rows`` of ``dkv`` are those of one."""
+        return 2 if self.arch == 90 and self.head_dim > 128 else 1
+
+    @property
     def repeatable_keys(self) -> float:
         """Up to how many keys of a sequence dQ is bitwise repeatable, too. In the sm90 class two
         tiles of keys add to 0 in either order, more of them in any."""
-        return 2 * self.dkv.rows if self.arch == 90 else math.inf
+        return 2 * self.cluster * self.dkv.rows if self.arch == 90 else math.inf
 
     @property
     def smem_bytes(self) -> int:

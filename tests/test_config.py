@@ -302,17 +302,18 @@ def test_resources_of_a_backward_of_wide_heads(head_dim):
     c = BwdConfig(**{**GOOD_BWD_SM90, "head_dim": head_dim, "dq": tile, "dkv": tile})
     assert c.full_name == f"flash_bwd_hdim{head_dim}_bf16_causal_sm90_64x64_s2"
     assert (c.threads, c.tile_m, c.dq_accum) == (128 + 2 * 128, 64, head_dim)
-    # K, V; two stages of Q, dO and statistics; two buffers of dS; P in fp32; dQ, for which there is
-    # no room at d = 256.
+    # K, V; two stages of Q, dO and statistics, of dO one at d = 256; two buffers of dS; P in fp32;
+    # of the other CTA half of K's columns and dS.
     tiles = 2 * head_dim * (2 * 64 + 2 * 2 * 64) + 2 * 64 * 8 + 2 * 2 * 64 * 64 + 4 * 64 * 64
-    tiles += {192: 4 * 64 * 192, 256: 0}[head_dim]
+    tiles += head_dim * 64 + 2 * 2 * 64 * 64
+    tiles -= {192: 0, 256: 2 * 64 * 256}[head_dim]
     assert tiles < c.smem_bytes <= tiles + 1024
 
 
 def test_keys_of_which_the_sums_of_a_backward_have_one_order():
     assert BwdConfig(**GOOD_BWD).repeatable_keys == math.inf
     found = {d: sm90_bwd_config("bf16", d).repeatable_keys for d in config.HEAD_DIMS}
-    assert found == {32: 256, 64: 256, 96: 256, 128: 256, 192: 128, 256: 128}
+    assert found == {32: 256, 64: 256, 96: 256, 128: 256, 192: 256, 256: 256}
 
 
 def test_resources_of_the_sm90_class():

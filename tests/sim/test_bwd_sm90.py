@@ -85,11 +85,12 @@ def test_strides_and_surroundings(order):
 @pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
 def test_only_the_sums_of_dq_depend_on_the_schedule(config):
     problem = make_problem(config, (1, 70, 500, 2, 1), extras=True)
-    first = passed(problem.run(config))
-    assert same(first, problem.run(config))
+    run = functools.partial(problem.run, config, sms=3 * config.cluster)
+    first = passed(run())
+    assert same(first, run())
     equal = []
     for seed, copy_mode in enumerate(2 * sim.COPY_MODES):
-        again = problem.run(config, seed=seed, copy_mode=copy_mode, sms=3)
+        again = run(seed=seed, copy_mode=copy_mode)
         check(problem, again)
         assert same(first, again, ("dk", "dv", "dsinks"))
         assert first.counters == again.counters
@@ -105,8 +106,17 @@ def test_two_tiles_of_keys_add_to_dq_in_one_order(config):
         run = functools.partial(problem.run, with_mask(config, "none"))
         first = passed(run())
         schedules = enumerate(2 * sim.COPY_MODES)
-        again = [run(seed=seed, copy_mode=mode, sms=3) for seed, mode in schedules]
+        sms = 3 * config.cluster
+        again = [run(seed=seed, copy_mode=mode, sms=sms) for seed, mode in schedules]
         assert all(same(first, passed(x), ("dq_accum",)) for x in again) == repeatable
+
+
+@pytest.mark.parametrize("sms", [1, 2, 3])
+@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+def test_few_sms(config, sms):
+    """Fewer than a cluster has CTAs, and a number that whole clusters do not use up."""
+    problem = make_problem(config, LONG)
+    check(problem, problem.run(config, sms=sms))
 
 
 @pytest.mark.parametrize("wanted", [(), ("dq",), ("dk", "dv")], ids="-".join)
@@ -120,21 +130,22 @@ def test_only_gradients_that_are_wanted_are_written(wanted):
 
 
 def visits(config, problem):
-    """Pairs of a tile of keys and a block of queries that share a visible pair, of one head."""
+    """Pairs of a tile of keys and a block of queries that share a visible pair, of one head. The
+    CTAs of a cluster share a tile."""
     seqlen_q, seqlen_k = problem.q.shape[1], problem.k.shape[1]
     options = problem.options
     visible = visible_keys(seqlen_q, seqlen_k, options["causal"], options["window_size"])
     return sum(
         bool(block.any())
         for rows in visible.split(config.dkv.step, 0)
-        for block in rows.split(config.dkv.rows, 1)
+        for block in rows.split(config.cluster * config.dkv.rows, 1)
     )
 
 
 def instructions(config):
     """wgmmas of a visit: k16 steps of S, dP, dV and dK of each 64 keys, which one warpgroup
-    computes, and of dQ in each of the two, at d = 256 in two parts."""
-    d, keys, queries = config.head_dim, config.dkv.rows, config.dkv.step
+    computes, and of dQ in each of the two, at d = 256 in two parts; of all CTAs of a cluster."""
+    d, keys, queries = config.head_dim, config.cluster * config.dkv.rows, config.dkv.step
     dq_parts = 2 if d == 256 else 1
     return keys // 64 * (2 * d // 16 + 2 * queries // 16) + 2 * dq_parts * keys // 16
 

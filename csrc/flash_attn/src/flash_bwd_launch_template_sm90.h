@@ -38,10 +38,11 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, void *stream) {
         return error;
     }
     constexpr int kCluster = Traits::kCluster;
-    int64_t const clusters = std::min<int64_t>(tiles, sms / kCluster);
+    int const most = std::max(sms / kCluster, 1);
+    int64_t const clusters = std::min<int64_t>(tiles, most);
     TileQueue queue{static_cast<int>(tiles), 1, nullptr, nullptr};
     if (Traits::kWorkStealing && !Traits::kVarlen) {
-        queue.group = Scheduler::heads_in_group(params, sms / kCluster);
+        queue.group = Scheduler::heads_in_group(params, most);
     }
     if (Traits::kWorkStealing && tiles > clusters) {
         LaunchCounters<false> *counters = nullptr;

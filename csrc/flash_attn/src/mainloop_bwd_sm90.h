@@ -394,8 +394,11 @@ struct MainloopBwdSm90 {
             for (int i = 0; i < size(tKrX); ++i) {
                 tKrX(i) *= scale;
             }
-            store_accumulator<kHeadDim>(tKrX, thread, d, [&](int i) -> GmemRow<Element> {
-                int const row = key_begin(tile(), rank) + Traits::key_of(thread, i);
+            // Over the tiles ptxas would keep what depends on the thread, and spill it at d = 256.
+            // It does not know that this adds 0.
+            int const index = thread + (Traits::kWide ? static_cast<int>(tiles.uses >> 31) : 0);
+            store_accumulator<kHeadDim>(tKrX, index, d, [&](int i) -> GmemRow<Element> {
+                int const row = key_begin(tile(), rank) + Traits::key_of(index, i);
                 return {gmem + row * row_stride, row < tile().seqlen_k};
             });
         }
