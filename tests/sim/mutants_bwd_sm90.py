@@ -52,7 +52,7 @@ _GIVE_P = """\
 _HAND_OVER = _GIVE_P.splitlines(keepends=True)[-1]
 _LOOP_OF_KEYS = """\
                     for (; left > 1; --left) {
-                        run_step(n, head, issue_dp);
+                        run_step(n, head, std::true_type{});
                         head += n == 0;
                         n = n == 0 ? count - 1 : n - 1;
                     }
@@ -61,8 +61,8 @@ _LOOP_OF_KEYS = """\
 _FIRST_OF_LOOP_OF_KEYS = _LOOP_OF_KEYS.splitlines(keepends=True)[0]
 _RELEASE_V = _LOOP_OF_KEYS.splitlines(keepends=True)[-1]
 _LAST_DQ_OF_VALUES = """\
-                    issue_dq_parts<0, kEnd>(rFirst, rSecond);
-                    finish_dq<0, kEnd>(params, head, n, rFirst, rSecond, Nothing{});
+                        issue_dq<0>(rDq);
+                        finish_dq<0, false>(params, head, n, rDq);
 """
 
 
@@ -105,8 +105,8 @@ _ORDER_OF_WIDE = (
     _simulator(
         "P given by one warp for all",
         _MAINLOOP,
-        "init(storage.p_full[0], kWarps, storage.p_empty[0], kWarps);",
-        "init(storage.p_full[0], 1, storage.p_empty[0], kWarps);",
+        "sm90::barrier_init(storage.p_full.data(), kWarps);",
+        "sm90::barrier_init(storage.p_full.data(), 1);",
         f"{_ARRIVES_TWICE}|{_DEADLOCK}",
         WIDE,
     ),
@@ -118,7 +118,7 @@ _ORDER_OF_WIDE = (
     ),
     _wide(
         "dO of a wide head read without waiting for it",
-        "sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());",
+        "sm90::barrier_wait(&storage.dout_full[dout.stage()], dout.parity());",
         "",
         _UNAWAITED,
     ),
@@ -136,31 +136,72 @@ _ORDER_OF_WIDE = (
     ),
     _wide(
         "phase of K not flipped",
-        "if (left > 0) {\n                    sm90::barrier_wait(&storage.k_full, own_parity);\n"
-        "                    own_parity ^= 1;",
-        "if (left > 0) {\n                    sm90::barrier_wait(&storage.k_full, own_parity);",
+        "own_parity ^= 1;\n                    if (left > 1) {",
+        "if (left > 1) {",
         f"{_UNAWAITED}|{_DEADLOCK}|{_OVERWRITTEN}",
     ),
     _wide(
         "phase of V not flipped",
-        "issue_dp();\n                    sm90::barrier_wait(&storage.k_full, own_parity);\n"
-        "                    own_parity ^= 1;",
-        "issue_dp();\n                    sm90::barrier_wait(&storage.k_full, own_parity);",
+        "own_parity ^= 1;\n                    int n = count - 1;",
+        "int n = count - 1;",
         f"{_UNAWAITED}|{_DEADLOCK}|{_OVERWRITTEN}",
     ),
-    _simulator(
-        "dS of a wide head read without waiting for it",
-        _MAINLOOP,
-        "sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());",
+    _wide(
+        "dS sent before all warps have written it",
+        "ds.stage();\n            sm90::barrier_wait(&storage.ds_full[stage], ds.parity());",
+        "ds.stage();",
+        r"which has not been written|stored .* without fence",
+    ),
+    _wide(
+        "dS of the other CTA read without waiting for it",
+        "sm90::barrier_wait(&other.ds_full[stage], ds.parity());",
         "",
-        _UNWRITTEN,
+        f"{_UNAWAITED}|{_UNWRITTEN}",
+    ),
+    _wide(
+        "keys of the other CTA read without waiting for them",
+        "sm90::barrier_wait(&storage.other.k_full, own_parity);\n"
+        "                    own_parity ^= 1;\n                    int n",
+        "own_parity ^= 1;\n                    int n",
+        _UNAWAITED,
+    ),
+    _wide(
+        "dS sent before the other CTA has read the last one",
+        "sm90::barrier_wait(&storage.other.ds_sent[ds.stage()], ds.parity() ^ 1);",
+        "",
+        f"overwritten too early|{_ARRIVES_TWICE}|{_DEADLOCK}",
+    ),
+    _wide(
+        "dS of the other CTA never released",
+        "sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], "
+        "thread % 32 == 0);",
+        "",
+        _DEADLOCK,
+    ),
+    _wide(
+        "dS of the other CTA released while dQ is under way",
+        "sm90::wgmma_wait<kNext>();\n            sm90::pin(rDq);\n"
+        "            sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], "
+        "thread % 32 == 0);",
+        "sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], "
+        "thread % 32 == 0);\n"
+        "            sm90::wgmma_wait<kNext>();\n            sm90::pin(rDq);",
+        "overwritten too early",
+    ),
+    _simulator(
+        "a CTA ends before the other one of its cluster",
+        _KERNEL,
+        "until its end\n        __syncwarp();\n        sm90::cluster_arrive();\n"
+        "        sm90::cluster_wait();",
+        "until its end",
+        "the block ends, and its shared memory with it",
         WIDE,
     ),
     _simulator(
         "dS of one warpgroup awaited from both",
         _MAINLOOP,
-        "sm90::barrier_init(&storage.ds_full[i], kOfSecond);",
-        "sm90::barrier_init(&storage.ds_full[i], kReaders);",
+        "init(&storage.ds_full[i], Traits::kWide ? kWarps : kReaders, nullptr);",
+        "init(&storage.ds_full[i], kReaders, nullptr);",
         _DEADLOCK,
         WIDE,
     ),
@@ -168,25 +209,28 @@ _ORDER_OF_WIDE = (
         "dS of the first step read in each by the first warpgroup",
         "ds.advance();",
         "if (this->warpgroup == 1) ds.advance();",
-        report=_DEADLOCK,
+        config=WIDEST,
+        report=f"{_DEADLOCK}|{_OVERWRITTEN}",
     ),
     _wide(
         "dO released before dV is complete",
-        *_swapped("sm90::wgmma_wait<(kEnd > 1 ? 2 : 1)>();", "next_step();"),
+        "sm90::wgmma_wait<1>();\n                    release_dout();",
+        "release_dout();\n                    sm90::wgmma_wait<1>();",
         _OVERWRITTEN,
+        WIDEST,
     ),
     _wide(
         "dO of a tile's first step released before dV is complete",
         "issue_dv(n);\n                    sm90::wgmma_wait<0>();\n"
-        "                    next_step();",
-        "issue_dv(n);\n                    next_step();\n"
+        "                    release_dout();",
+        "issue_dv(n);\n                    release_dout();\n"
         "                    sm90::wgmma_wait<0>();",
         _OVERWRITTEN,
     ),
     _wide(
         "Q released before dK is complete",
         *_swapped(
-            "sm90::wgmma_wait<(kDqParts - kBegin > 1 ? 2 : 1)>();",
+            "sm90::wgmma_wait<1>();",
             "release(&storage.q_empty[step.stage()]);",
         ),
         _OVERWRITTEN,
@@ -205,33 +249,34 @@ _ORDER_OF_WIDE = (
     _simulator(
         "V, which one warpgroup reads, awaited from both",
         _MAINLOOP,
-        "init(storage.v_full, 1, storage.v_empty, kOfSecond);",
-        "init(storage.v_full, 1, storage.v_empty, kReaders);",
+        "sm90::barrier_init(&storage.v_empty, Traits::kWide ? kWarps : kReaders);",
+        "sm90::barrier_init(&storage.v_empty, kReaders);",
         _DEADLOCK,
         WIDE,
     ),
     _simulator(
         "K released by one warpgroup alone",
         _MAINLOOP,
-        "init(storage.k_full, 1, storage.k_empty, kReaders);",
-        "init(storage.k_full, 1, storage.k_empty, kOfSecond);",
+        "init(&storage.k_full, 1, &storage.k_empty);",
+        "init(&storage.k_full, 1, nullptr), sm90::barrier_init(&storage.k_empty, kWarps);",
         f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
         WIDE,
     ),
     _wide(
         "K released before the first warpgroup's last dQ",
-        _LAST_DQ_OF_VALUES + "                    sm90::pin(rDv);\n"
+        _LAST_DQ_OF_VALUES + "                    }\n                    sm90::pin(rDv);\n"
         "                    release(&storage.k_empty);\n",
-        "                    release(&storage.k_empty);\n"
+        "                        release(&storage.k_empty);\n"
         + _LAST_DQ_OF_VALUES
-        + "                    sm90::pin(rDv);\n",
+        + "                    }\n                    sm90::pin(rDv);\n",
         _OVERWRITTEN,
+        WIDEST,
     ),
     _wide(
         "K released before the second warpgroup's last dQ",
-        "run_step(n, head, Nothing{});\n                    sm90::pin(rDk);\n"
+        "run_step(n, head, std::false_type{});\n                    sm90::pin(rDk);\n"
         "                    release(&storage.k_empty);",
-        "release(&storage.k_empty);\n                    run_step(n, head, Nothing{});\n"
+        "release(&storage.k_empty);\n                    run_step(n, head, std::false_type{});\n"
         "                    sm90::pin(rDk);",
         _OVERWRITTEN,
     ),
@@ -243,46 +288,21 @@ _ORDER_OF_WIDE = (
     ),
     _wide(
         "P computed while S is under way",
-        "rSecond, issue_next);\n                sm90::wgmma_wait<0>();\n            };\n\n"
-        "            CUTE_NO_UNROLL\n            while (this->await_tile()) {\n"
-        "                clear(rDv);",
-        "rSecond, issue_next);\n            };\n\n"
-        "            CUTE_NO_UNROLL\n            while (this->await_tile()) {\n"
-        "                clear(rDv);",
+        "release_dout();\n                }\n                sm90::wgmma_wait<0>();",
+        "release_dout();\n                }",
         _IN_FLIGHT,
     ),
     _wide(
         "dS computed while dP is under way",
-        "(params, head, visit, rFirst, rSecond, issue_next);\n"
-        "                sm90::wgmma_wait<0>();",
-        "(params, head, visit, rFirst, rSecond, issue_next);",
+        "(params, head, visit, rDq);\n                sm90::wgmma_wait<0>();",
+        "(params, head, visit, rDq);",
         _IN_FLIGHT,
     ),
-    _wide(
-        "dQ added to the sums while it is under way",
-        "sm90::wgmma_wait<!std::is_same_v<IssueNext, Nothing>>();",
-        "sm90::wgmma_wait<!std::is_same_v<IssueNext, Nothing> + 1>();",
-        r"a TMA store reads byte \d+, which has not been written",
-    ),
     _wide_numerics(
-        "a part of dQ added to the sums while it is under way",
-        "sm90::wgmma_wait<1>();\n                sm90::pin(rFirst);",
-        "sm90::wgmma_wait<2>();\n                sm90::pin(rFirst);",
-        WIDEST,
-    ),
-    _wide(
-        "first warpgroup ends before its sums of dQ are complete",
-        "this->store_dv(params, tKrDv);\n                this->release_tile();\n            }\n"
-        "            if constexpr (Traits::kBulkDq) sm90::bulk_wait();",
-        "this->store_dv(params, tKrDv);\n                this->release_tile();\n            }",
-        r"exits (while a TMA store|before a bulk reduction)",
-    ),
-    _wide(
-        "second warpgroup ends before its sums of dQ are complete",
-        "this->store_dk(params, tKrDk);\n                this->release_tile();\n            }\n"
-        "            if constexpr (Traits::kBulkDq) sm90::bulk_wait();",
-        "this->store_dk(params, tKrDk);\n                this->release_tile();\n            }",
-        r"exits (while a TMA store|before a bulk reduction)",
+        "dQ added to the sums while it is under way",
+        "sm90::wgmma_wait<kNext>();",
+        "sm90::wgmma_wait<kNext + 1>();",
+        report=_OVERWRITTEN,
     ),
 )
 _NUMBERS_OF_WIDE = (
@@ -305,7 +325,7 @@ _NUMBERS_OF_WIDE = (
     ),
     _wide_numerics(
         "dV of P and Q",
-        "tKrP, storage.dout[step.stage()],",
+        "tKrP, storage.dout[dout.stage()],",
         "tKrP, storage.q[step.stage()],",
         report=_OVERWRITTEN,
     ),
@@ -323,40 +343,56 @@ _NUMBERS_OF_WIDE = (
         "first warpgroup's dQ added to the head before",
         "auto const next_visit = [&] {\n                        head += n == 0;",
         "auto const next_visit = [&] {",
-        report="cp.reduce.async.bulk outside every tensor",
+        config=WIDEST,
+        report="outside every tensor",
     ),
     _wide_numerics(
         "second warpgroup's dQ added to the head before",
-        "run_step(n, head, issue_dp);\n                        head += n == 0;",
-        "run_step(n, head, issue_dp);",
+        "run_step(n, head, std::true_type{});\n                        head += n == 0;",
+        "run_step(n, head, std::true_type{});",
     ),
     _wide_numerics(
         "first warpgroup's dQ of a head's last step added to the next head",
         "(params, head - other_head,",
         "(params, head,",
+        WIDEST,
     ),
     _wide_numerics(
         "first warpgroup's dQ added to the step after",
         "other_head ? 0 : visit + 1",
         "other_head ? 0 : visit",
+        WIDEST,
     ),
     _wide_numerics(
         "first warpgroup's dQ of the last step never added",
         _LAST_DQ_OF_VALUES,
         "                    ds.advance();\n",
+        WIDEST,
+        _DEADLOCK,
+    ),
+    _wide_numerics(
+        "dQ of both CTAs from the same columns of the own keys",
+        "rank * kDqParts + kPart;",
+        "kPart;",
     ),
     _numerics(
-        "dQ of both warpgroups from the same columns of K",
+        "dQ of both CTAs from the same columns of the other's keys",
         _MAINLOOP,
-        "Traits::kWide ? kPart :",
-        "Traits::kWide ? kPart % (Traits::kDqParts / 2) :",
+        "tile.batch, rank * kColumns);",
+        "tile.batch, 0);",
         WIDE,
     ),
     _numerics(
-        "second part of dQ from the columns of the first",
+        "both CTAs take the keys of the first",
         _MAINLOOP,
-        "Traits::kWide ? kPart :",
-        "Traits::kWide ? kPart / 2 * 2 :",
+        "* Traits::kCluster + rank) * kTileN",
+        "* Traits::kCluster) * kTileN",
+        WIDE,
+    ),
+    _wide_numerics(
+        "second part of dQ from the columns of the first",
+        "rank * kDqParts + kPart;",
+        "rank * kDqParts;",
         WIDEST,
     ),
     _numerics(
@@ -369,15 +405,15 @@ _NUMBERS_OF_WIDE = (
     _numerics(
         "second half of dQ added in the place of the first",
         _MAINLOOP,
-        "kPart * kColumns / Traits::kDqColumns : warpgroup",
-        "0 : warpgroup",
+        "Traits::kWide ? rank : warpgroup",
+        "Traits::kWide ? 0 : warpgroup",
         WIDEST,
     ),
     _wide_numerics(
         "second part of dQ never added",
-        "this->template add_dq<kEnd - 1>(params, head, block(visit), rLast);",
-        "if constexpr (!kTwo) {\n"
-        "                this->template add_dq<kEnd - 1>(params, head, block(visit), rLast);\n"
+        "this->template add_dq<kPart>(params, head, block(visit), rDq);",
+        "if constexpr (kPart == 0) {\n"
+        "                this->template add_dq<kPart>(params, head, block(visit), rDq);\n"
         "            }",
         WIDEST,
     ),
@@ -391,7 +427,7 @@ MUTANTS = (
         "static constexpr int kDsStages = kWide ? 1 : 2;",
         "numerics/late",
         _UNWRITTEN,
-        WIDE,
+        WIDEST,
     ),
     *_NUMBERS_OF_WIDE,
     _simulator(

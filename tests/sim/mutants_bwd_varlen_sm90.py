@@ -24,7 +24,7 @@ MUTANTS = (
     _mutant(
         "tensor map does not end where a sequence does",
         _MAINLOOP,
-        "kRaggedRows - length + row, head, begin + length,\n" + 41 * " " + "kRaggedZ",
+        "kRaggedRows - length + row, head,\n" + 45 * " " + "begin + length, kRaggedZ",
         "row, head, begin, 0",
         f"^numerics$|{_OUTSIDE}",
     ),
@@ -39,14 +39,14 @@ MUTANTS = (
     _mutant(
         "keys end a row later",
         _MAINLOOP,
-        "tile.row_k, tile.seqlen_k, tile.head_k",
-        "tile.row_k, tile.seqlen_k + 1, tile.head_k",
+        "rank),\n" + 40 * " " + "tile.row_k, tile.seqlen_k, tile.head_k",
+        "rank), tile.row_k, tile.seqlen_k + 1, tile.head_k",
     ),
     _mutant(
         "keys from the rows of the queries",
         _MAINLOOP,
-        "tile.row_k, tile.seqlen_k, tile.head_k",
-        "tile.row_q, tile.seqlen_k, tile.head_k",
+        "rank),\n" + 40 * " " + "tile.row_k, tile.seqlen_k, tile.head_k",
+        "rank), tile.row_q, tile.seqlen_k, tile.head_k",
         f"^numerics$|{_OUTSIDE}",
     ),
     _mutant(
