@@ -21,7 +21,8 @@ from backward import (
     with_mask,
 )
 from mutants import Mutant
-from mutants_bwd_sm90 import COLUMNS, MUTANTS, ROWS, UNEVEN, WIDE, WIDEST
+from mutants_bwd_sm90 import COLUMNS, MUTANTS, ROWS, UNEVEN
+from mutants_bwd_wide_sm90 import WIDE, WIDEST
 from mutants_sm90 import ASKING
 from planted import build_mutants, checker
 

@@ -37,8 +37,8 @@ void *map_shared_rank(void const *address, uint32_t rank);
 uint32_t map_smem_address(uint32_t address, uint32_t rank);
 // st.async of 32 bits to addresses of block `rank`.
 void store_async(uint32_t value, uint32_t address, uint32_t barrier, uint32_t rank);
-// cp.async.bulk from the block's shared memory to what block `rank` has at the address `to`;
-// completes transaction bytes at its mbarrier.
+// cp.async.bulk from the block's shared memory to what block `rank` has at the address `to`. It
+// completes transaction bytes at the mbarrier of that block.
 void bulk_copy_to(void *to, void const *from, uint32_t bytes, void *barrier, uint32_t rank);
 
 // setmaxnreg, by all 128 threads of a warpgroup.

@@ -1,0 +1,409 @@
+"""Faults planted into the sm90 class's backward above d = 128, as in ``mutants.py``."""
+
+from __future__ import annotations
+
+from mutants import Mutant
+
+from flashcute import heuristics
+
+# Above 128 by a loop of their own, with pages of 32 columns and of 64.
+WIDE = heuristics.sm90_bwd_config("bf16", 192, "causal")
+WIDEST = heuristics.sm90_bwd_config("fp16", 256, "causal")
+
+_MAINLOOP = "mainloop_bwd_sm90.h"
+_WIDE = "mainloop_bwd_wide_sm90.h"
+_KERNEL = "flash_bwd_kernel_sm90.h"
+_TRAITS = "kernel_traits_bwd_sm90.h"
+_UNAWAITED = r"warpgroup \d: a wgmma reads byte \d+ without having waited for phase \d+ of mbarrier"
+_OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgroup \d"
+_UNWRITTEN = r"a wgmma reads byte \d+, (stored .* without fence|which has not been written)"
+_IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
+_DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier"
+_ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
+
+
+def _simulator(name, file, old, new, report, config=WIDE) -> Mutant:
+    return Mutant(name, file, old, new, "simulator", report, config)
+
+
+def _numerics(name, file, old, new, config=WIDE) -> Mutant:
+    return Mutant(name, file, old, new, "numerics/late", "", config)
+
+
+_GIVE_P = """\
+            CUTE_UNROLL
+            for (int j = 0; j < kTileM / 8; ++j) {
+                own_p()[128 * j] =
+                    make_float4(tSrP(0, 0, j), tSrP(1, 0, j), tSrP(2, 0, j), tSrP(3, 0, j));
+            }
+            __syncwarp();
+            release(storage.p_full.data());
+"""
+_HAND_OVER = _GIVE_P.splitlines(keepends=True)[-1]
+_LOOP_OF_KEYS = """\
+                    for (; left > 1; --left) {
+                        run_step(n, head, std::true_type{});
+                        head += n == 0;
+                        n = n == 0 ? count - 1 : n - 1;
+                    }
+                    release(&storage.v_empty);
+"""
+_FIRST_OF_LOOP_OF_KEYS = _LOOP_OF_KEYS.splitlines(keepends=True)[0]
+_RELEASE_V = _LOOP_OF_KEYS.splitlines(keepends=True)[-1]
+_LAST_DQ_OF_VALUES = """\
+                        issue_dq<0>(rDq);
+                        finish_dq<0, false>(params, head, n, rDq);
+"""
+
+
+def _wide(name, old, new, report, config=WIDE) -> Mutant:
+    return _simulator(name, _WIDE, old, new, report, config)
+
+
+def _wide_numerics(name, old, new, config=WIDE, report="") -> Mutant:
+    return Mutant(name, _WIDE, old, new, "numerics/late", report, config)
+
+
+def _swapped(before: str, behind: str) -> tuple[str, str]:
+    """Two lines, and the same in the other order."""
+    between = "\n" + 16 * " "
+    return before + between + behind, behind + between + before
+
+
+# Three are not among them, as others imply them. The second warpgroup's waits for Q and K: P. That
+# it keeps dO until dP is complete: Q, which it keeps longer, and which the producer loads first.
+ORDER = (
+    _wide_numerics(
+        "P taken without waiting for it",
+        "sm90::barrier_wait(storage.p_full.data(), p.parity());",
+        "",
+        report=f"{_ARRIVES_TWICE}|{_DEADLOCK}|{_OVERWRITTEN}",
+    ),
+    _wide_numerics(
+        "P overwritten before it is taken",
+        "sm90::barrier_wait(storage.p_empty.data(), p.parity() ^ 1);",
+        "",
+        report=f"{_ARRIVES_TWICE}|{_DEADLOCK}",
+    ),
+    _wide_numerics(
+        "P handed over before it is written",
+        _GIVE_P,
+        _HAND_OVER + _GIVE_P.replace(_HAND_OVER, ""),
+    ),
+    _wide("P never handed over", _HAND_OVER, "", _DEADLOCK),
+    _wide("P's buffer never released", "release(storage.p_empty.data());", "", _DEADLOCK),
+    _simulator(
+        "P given by one warp for all",
+        _MAINLOOP,
+        "sm90::barrier_init(storage.p_full.data(), kWarps);",
+        "sm90::barrier_init(storage.p_full.data(), 1);",
+        f"{_ARRIVES_TWICE}|{_DEADLOCK}",
+        WIDE,
+    ),
+    _wide(
+        "Q and the statistics of a wide head read without waiting for them",
+        "sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());",
+        "",
+        _UNAWAITED,
+    ),
+    _wide(
+        "dO of a wide head read without waiting for it",
+        "sm90::barrier_wait(&storage.dout_full[dout.stage()], dout.parity());",
+        "",
+        _UNAWAITED,
+    ),
+    _wide(
+        "K of a wide head read by the first warpgroup without waiting for it",
+        "if (left > 0) {\n                    sm90::barrier_wait(&storage.k_full, own_parity);",
+        "if (left > 0) {",
+        _UNAWAITED,
+    ),
+    _wide(
+        "V of a wide head read without waiting for it",
+        "sm90::barrier_wait(&storage.v_full, own_parity);",
+        "",
+        _UNAWAITED,
+    ),
+    _wide(
+        "phase of K not flipped",
+        "own_parity ^= 1;\n                    if (left > 1) {",
+        "if (left > 1) {",
+        f"{_UNAWAITED}|{_DEADLOCK}|{_OVERWRITTEN}",
+    ),
+    _wide(
+        "phase of V not flipped",
+        "own_parity ^= 1;\n                    int n = count - 1;",
+        "int n = count - 1;",
+        f"{_UNAWAITED}|{_DEADLOCK}|{_OVERWRITTEN}",
+    ),
+    _wide(
+        "dS sent before all warps have written it",
+        "ds.stage();\n            sm90::barrier_wait(&storage.ds_full[stage], ds.parity());",
+        "ds.stage();",
+        r"which has not been written|stored .* without fence",
+    ),
+    _wide(
+        "dS of the other CTA read without waiting for it",
+        "sm90::barrier_wait(&other.ds_full[stage], ds.parity());",
+        "",
+        f"{_UNAWAITED}|{_UNWRITTEN}",
+    ),
+    _wide(
+        "keys of the other CTA read without waiting for them",
+        "sm90::barrier_wait(&storage.other.k_full, own_parity);\n"
+        "                    own_parity ^= 1;\n                    int n",
+        "own_parity ^= 1;\n                    int n",
+        _UNAWAITED,
+    ),
+    _wide(
+        "dS sent before the other CTA has read the last one",
+        "sm90::barrier_wait(&storage.other.ds_sent[ds.stage()], ds.parity() ^ 1);",
+        "",
+        f"overwritten too early|{_ARRIVES_TWICE}|{_DEADLOCK}",
+    ),
+    _wide(
+        "dS of the other CTA never released",
+        "sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], thread % 32 == 0);",
+        "",
+        _DEADLOCK,
+    ),
+    _wide(
+        "dS of the other CTA released while dQ is under way",
+        "sm90::wgmma_wait<kNext>();\n            sm90::pin(rDq);\n"
+        "            sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], "
+        "thread % 32 == 0);",
+        "sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], "
+        "thread % 32 == 0);\n"
+        "            sm90::wgmma_wait<kNext>();\n            sm90::pin(rDq);",
+        "overwritten too early",
+    ),
+    _simulator(
+        "a CTA ends before the other one of its cluster",
+        _KERNEL,
+        "until its end\n        __syncwarp();\n        sm90::cluster_arrive();\n"
+        "        sm90::cluster_wait();",
+        "until its end",
+        "the block ends, and its shared memory with it",
+        WIDE,
+    ),
+    _simulator(
+        "dS of one warpgroup awaited from both",
+        _MAINLOOP,
+        "init(&storage.ds_full[i], Traits::kWide ? kWarps : kReaders, nullptr);",
+        "init(&storage.ds_full[i], kReaders, nullptr);",
+        _DEADLOCK,
+        WIDE,
+    ),
+    _wide_numerics(
+        "dS of the first step read in each by the first warpgroup",
+        "ds.advance();",
+        "if (this->warpgroup == 1) ds.advance();",
+        config=WIDEST,
+        report=f"{_DEADLOCK}|{_OVERWRITTEN}",
+    ),
+    _wide(
+        "dO released before dV is complete",
+        "sm90::wgmma_wait<1>();\n                    release_dout();",
+        "release_dout();\n                    sm90::wgmma_wait<1>();",
+        _OVERWRITTEN,
+        WIDEST,
+    ),
+    _wide(
+        "dO of a tile's first step released before dV is complete",
+        "issue_dv(n);\n                    sm90::wgmma_wait<0>();\n"
+        "                    release_dout();",
+        "issue_dv(n);\n                    release_dout();\n"
+        "                    sm90::wgmma_wait<0>();",
+        _OVERWRITTEN,
+    ),
+    _wide(
+        "Q released before dK is complete",
+        *_swapped(
+            "sm90::wgmma_wait<1>();",
+            "release(&storage.q_empty[step.stage()]);",
+        ),
+        _OVERWRITTEN,
+    ),
+    _wide(
+        "V released before the last dP is complete",
+        _LOOP_OF_KEYS,
+        "                    if (left == 1) release(&storage.v_empty);\n"
+        + _LOOP_OF_KEYS.replace(
+            _FIRST_OF_LOOP_OF_KEYS,
+            _FIRST_OF_LOOP_OF_KEYS
+            + "                        if (left == 2) release(&storage.v_empty);\n",
+        ).removesuffix(_RELEASE_V),
+        _OVERWRITTEN,
+    ),
+    _simulator(
+        "V, which one warpgroup reads, awaited from both",
+        _MAINLOOP,
+        "sm90::barrier_init(&storage.v_empty, Traits::kWide ? kWarps : kReaders);",
+        "sm90::barrier_init(&storage.v_empty, kReaders);",
+        _DEADLOCK,
+        WIDE,
+    ),
+    _simulator(
+        "K released by one warpgroup alone",
+        _MAINLOOP,
+        "init(&storage.k_full, 1, &storage.k_empty);",
+        "init(&storage.k_full, 1, nullptr), sm90::barrier_init(&storage.k_empty, kWarps);",
+        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+        WIDE,
+    ),
+    _wide(
+        "K released before the first warpgroup's last dQ",
+        _LAST_DQ_OF_VALUES + "                    }\n                    sm90::pin(rDv);\n"
+        "                    release(&storage.k_empty);\n",
+        "                        release(&storage.k_empty);\n"
+        + _LAST_DQ_OF_VALUES
+        + "                    }\n                    sm90::pin(rDv);\n",
+        _OVERWRITTEN,
+        WIDEST,
+    ),
+    _wide(
+        "K released before the second warpgroup's last dQ",
+        "run_step(n, head, std::false_type{});\n                    sm90::pin(rDk);\n"
+        "                    release(&storage.k_empty);",
+        "release(&storage.k_empty);\n                    run_step(n, head, std::false_type{});\n"
+        "                    sm90::pin(rDk);",
+        _OVERWRITTEN,
+    ),
+    _wide(
+        "P of a tile's second step computed while S is under way",
+        "next_visit();\n                        sm90::wgmma_wait<0>();",
+        "next_visit();",
+        _IN_FLIGHT,
+    ),
+    _wide(
+        "P computed while S is under way",
+        "release_dout();\n                }\n                sm90::wgmma_wait<0>();",
+        "release_dout();\n                }",
+        _IN_FLIGHT,
+    ),
+    _wide(
+        "dS computed while dP is under way",
+        "(params, head, visit, rDq);\n                sm90::wgmma_wait<0>();",
+        "(params, head, visit, rDq);",
+        _IN_FLIGHT,
+    ),
+    _wide_numerics(
+        "dQ added to the sums while it is under way",
+        "sm90::wgmma_wait<kNext>();",
+        "sm90::wgmma_wait<kNext + 1>();",
+        report=_OVERWRITTEN,
+    ),
+)
+NUMBERS = (
+    _wide_numerics(
+        "P of the next queries taken",
+        "(storage.p.data()) + thread % 128",
+        "(storage.p.data()) + thread",
+    ),
+    _wide_numerics(
+        "S handed over for P",
+        "this->exponentiate(params, tSrS);\n                give_p(tSrS);",
+        "give_p(tSrS);\n                this->exponentiate(params, tSrS);",
+    ),
+    _numerics(
+        "keys of a warp counted over both warpgroups",
+        _TRAITS,
+        "acc_row(kWide ? thread % 128 : thread, i)",
+        "acc_row(thread, i)",
+        WIDE,
+    ),
+    _wide_numerics(
+        "dV of P and Q",
+        "tKrP, storage.dout[dout.stage()],",
+        "tKrP, storage.q[step.stage()],",
+        report=_OVERWRITTEN,
+    ),
+    _wide_numerics(
+        "dV stored as dK", "this->store_dv(params, tKrDv);", "this->store_dk(params, tKrDv);"
+    ),
+    _numerics(
+        "dK scaled by the warpgroup of dV, too",
+        _MAINLOOP,
+        "params.d, 1.f, tKrDv",
+        "params.d, params.scale_softmax, tKrDv",
+        WIDE,
+    ),
+    _wide_numerics(
+        "first warpgroup's dQ added to the head before",
+        "auto const next_visit = [&] {\n                        head += n == 0;",
+        "auto const next_visit = [&] {",
+        config=WIDEST,
+        report="outside every tensor",
+    ),
+    _wide_numerics(
+        "second warpgroup's dQ added to the head before",
+        "run_step(n, head, std::true_type{});\n                        head += n == 0;",
+        "run_step(n, head, std::true_type{});",
+    ),
+    _wide_numerics(
+        "first warpgroup's dQ of a head's last step added to the next head",
+        "(params, head - other_head,",
+        "(params, head,",
+        WIDEST,
+    ),
+    _wide_numerics(
+        "first warpgroup's dQ added to the step after",
+        "other_head ? 0 : visit + 1",
+        "other_head ? 0 : visit",
+        WIDEST,
+    ),
+    _wide_numerics(
+        "first warpgroup's dQ of the last step never added",
+        _LAST_DQ_OF_VALUES,
+        "                    ds.advance();\n",
+        WIDEST,
+        _DEADLOCK,
+    ),
+    _wide_numerics(
+        "dQ of both CTAs from the same columns of the own keys",
+        "rank * kDqParts + kPart;",
+        "kPart;",
+    ),
+    _numerics(
+        "dQ of both CTAs from the same columns of the other's keys",
+        _MAINLOOP,
+        "tile.batch, rank * kColumns);",
+        "tile.batch, 0);",
+        WIDE,
+    ),
+    _numerics(
+        "both CTAs take the keys of the first",
+        _MAINLOOP,
+        "* Traits::kCluster + rank) * kTileN",
+        "* Traits::kCluster) * kTileN",
+        WIDE,
+    ),
+    _wide_numerics(
+        "second part of dQ from the columns of the first",
+        "rank * kDqParts + kPart;",
+        "rank * kDqParts;",
+        WIDEST,
+    ),
+    _numerics(
+        "second part of dQ added in the place of the first",
+        _MAINLOOP,
+        " + 16 * kHalfBegin",
+        "",
+        WIDEST,
+    ),
+    _numerics(
+        "second half of dQ added in the place of the first",
+        _MAINLOOP,
+        "Traits::kWide ? rank : warpgroup",
+        "Traits::kWide ? 0 : warpgroup",
+        WIDEST,
+    ),
+    _wide_numerics(
+        "second part of dQ never added",
+        "this->template add_dq<kPart>(params, head, block(visit), rDq);",
+        "if constexpr (kPart == 0) {\n"
+        "                this->template add_dq<kPart>(params, head, block(visit), rDq);\n"
+        "            }",
+        WIDEST,
+    ),
+)
