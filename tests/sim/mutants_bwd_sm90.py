@@ -190,8 +190,8 @@ MUTANTS = (
     _simulator(
         "no zeros behind K",
         _MAINLOOP,
-        "load_own<Traits::kColumnsK>",
-        "load_own<kHeadDim>",
+        "load_keys<Traits::kColumnsK>",
+        "load_keys<kHeadDim>",
         _UNWRITTEN,
         UNEVEN,
     ),

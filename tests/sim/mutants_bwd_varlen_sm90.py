@@ -39,14 +39,14 @@ MUTANTS = (
     _mutant(
         "keys end a row later",
         _MAINLOOP,
-        "rank),\n" + 40 * " " + "tile.row_k, tile.seqlen_k, tile.head_k",
-        "rank), tile.row_k, tile.seqlen_k + 1, tile.head_k",
+        "tile.row_k, tile.seqlen_k, tile.head_k",
+        "tile.row_k, tile.seqlen_k + 1, tile.head_k",
     ),
     _mutant(
         "keys from the rows of the queries",
         _MAINLOOP,
-        "rank),\n" + 40 * " " + "tile.row_k, tile.seqlen_k, tile.head_k",
-        "rank), tile.row_q, tile.seqlen_k, tile.head_k",
+        "tile.row_k, tile.seqlen_k, tile.head_k",
+        "tile.row_q, tile.seqlen_k, tile.head_k",
         f"^numerics$|{_OUTSIDE}",
     ),
     _mutant(

@@ -367,8 +367,8 @@ NUMBERS = (
     _numerics(
         "dQ of both CTAs from the same columns of the other's keys",
         _MAINLOOP,
-        "tile.batch, rank * kColumns);",
-        "tile.batch, 0);",
+        "rank * kColumns);",
+        "0);",
         WIDE,
     ),
     _numerics(

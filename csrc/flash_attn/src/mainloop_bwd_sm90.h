@@ -128,22 +128,15 @@ struct MainloopBwdSm90 {
             }
         }
 
+        // Loads keys or values of a tile that a CTA of the cluster owns, kColumns from `column` on.
         template <int kColumns>
-        CUTE_DEVICE void load_own(CUtensorMap const &map, sm90::Barrier *full, sm90::Barrier *empty,
-                                  Element *smem, WorkTile const &tile) {
+        CUTE_DEVICE void load_keys(CUtensorMap const &map, sm90::Barrier *full,
+                                   sm90::Barrier *empty, Element *smem, WorkTile const &tile,
+                                   int owner, int column = 0) {
             sm90::barrier_wait(empty, own_parity ^ 1);
             load_rows<kTileN, kColumns>(map, full, kTileN * kColumns * sizeof(Element),
-                                        sm90::CacheHint::evict_first, smem, key_begin(tile, rank),
-                                        tile.row_k, tile.seqlen_k, tile.head_k, tile.batch);
-        }
-        // The columns that this CTA needs of the other one's keys.
-        CUTE_DEVICE void load_other_k(WorkTile const &tile) {
-            constexpr int kColumns = Traits::kDqColumns;
-            sm90::barrier_wait(&storage.k_empty, own_parity ^ 1);
-            load_rows<kTileN, kColumns>(
-                maps.k, &storage.other.k_full, kTileN * kColumns * sizeof(Element),
-                sm90::CacheHint::evict_first, storage.other.k.data(), key_begin(tile, 1 - rank),
-                tile.row_k, tile.seqlen_k, tile.head_k, tile.batch, rank * kColumns);
+                                        sm90::CacheHint::evict_first, smem, key_begin(tile, owner),
+                                        tile.row_k, tile.seqlen_k, tile.head_k, tile.batch, column);
         }
         // The number of the next tile. The first CTA of a cluster draws it for both.
         CUTE_DEVICE int next(TileQueue const &queue, int index) {
@@ -216,22 +209,23 @@ struct MainloopBwdSm90 {
                     int const block = tile.blocks.template block<MaskKind::local>(n);
                     bool const first = left == count * params.h_h_k_ratio;
                     auto const load_k = [&] {
-                        if (first) {
-                            load_own<Traits::kColumnsK>(maps.k, &storage.k_full, &storage.k_empty,
-                                                        storage.k.data(), tile);
+                        load_keys<Traits::kColumnsK>(maps.k, &storage.k_full, &storage.k_empty,
+                                                     storage.k.data(), tile, rank);
+                        if constexpr (Traits::kWide) {  // dQ's columns of the other CTA's
+                            constexpr int kColumns = Traits::kDqColumns;
+                            load_keys<kColumns>(maps.k, &storage.other.k_full, &storage.k_empty,
+                                                storage.other.k.data(), tile, 1 - rank,
+                                                rank * kColumns);
                         }
                     };
                     load_q(tile, head, block);
-                    if constexpr (!Traits::kWide) load_k();
+                    if (!Traits::kWide && first) load_k();
                     if (first) {
-                        load_own<kHeadDim>(maps.v, &storage.v_full, &storage.v_empty,
-                                           storage.v.data(), tile);
+                        load_keys<kHeadDim>(maps.v, &storage.v_full, &storage.v_empty,
+                                            storage.v.data(), tile, rank);
                     }
                     load_dout(tile, head, block);
-                    if constexpr (Traits::kWide) {  // whose buffers are free last
-                        load_k();
-                        if (first) load_other_k(tile);
-                    }
+                    if (Traits::kWide && first) load_k();  // whose buffers are free last
                     own_parity ^= first;
                     if (--n < 0) {
                         n = count - 1;
