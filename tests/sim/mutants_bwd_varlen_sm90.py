@@ -7,6 +7,7 @@ import dataclasses
 
 from mutants import Mutant
 from mutants_bwd_sm90 import COLUMNS, ROWS
+from mutants_bwd_wide_sm90 import WIDE
 
 _MAINLOOP = "mainloop_bwd_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
@@ -90,6 +91,15 @@ MUTANTS = (
         "if constexpr (Traits::kVarlen) cudaGridDependencySynchronize();",
         "",
         "before griddepcontrol.wait|no thread executes griddepcontrol.wait|^numerics$",
+    ),
+    # Tiles that no query sees let the first CTA run ahead, as it needs nothing of the other one's.
+    _mutant(
+        "next tile's number sent before the other CTA has read an earlier one",
+        _MAINLOOP,
+        "sm90::barrier_wait(&other.next_empty[slot], numbers.parity() ^ 1);",
+        "",
+        "transaction bytes: .* of mbarrier",
+        WIDE,
     ),
     _mutant("dQ from the first row on", _KERNEL, "segment.begin + position(i)", "position(i)"),
     _mutant("dQ beyond a sequence's rows", _KERNEL, "row < segment.end", "row < params.total_q"),

@@ -21,6 +21,7 @@ from backward_options import (
     permuted,
 )
 from mutants_bwd_sm90 import COLUMNS, ROWS
+from mutants_bwd_wide_sm90 import WIDE
 from planted import build_mutants
 from ragged import PADDED
 from test_bwd_sm90 import instructions, visits
@@ -44,6 +45,8 @@ PAIR = (ragged(ROWS), ragged(COLUMNS))
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS] + [*map(ragged, OTHERS)]
 # Several tiles of keys, and of queries, which two CTAs take from a queue.
 LONG = ((300, 40, 500), (200, 300, 500))
+# Many tiles of keys that no query sees, among others.
+UNSEEN = ((64, 0, 40), (130, 1500, 40))
 
 
 def name_of(batch):
@@ -57,7 +60,9 @@ each_causal = pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in (*CONFIGS, ROWS, COLUMNS)])
+    return sim.build_kernels(
+        [(config, "none") for config in (*CONFIGS, ragged(WIDE), ROWS, COLUMNS)]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +71,7 @@ def planted(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "batch", (*BATCHES, LONG), ids=lambda b: "-".join(map(str, b[0])) or "none"
+    "batch", (*BATCHES, LONG, UNSEEN), ids=lambda b: "-".join(map(str, b[0])) or "none"
 )
 @each
 def test_gradients(config, batch):
@@ -251,7 +256,7 @@ def find_fault(kernel, config):
     """The report of a run, or "numerics" where results are wrong; None: neither."""
     some = make_ragged(config, ((40, 130, 1, 100), (130, 70, 40, 33)))
     used = make_ragged(config, SOME, used=((64, 1, 0, 0, 129, 0), (130, 20, 3, 0, 0, 0)))
-    for problem in (some, used, Behind(some, 200, 1)):
+    for problem in (some, used, Behind(some, 200, 1), make_ragged(config, UNSEEN)):
         result = problem.run(config, kernel=kernel, timeout=120)
         if result.verdict != "pass":
             return result.message
@@ -270,6 +275,6 @@ def test_mutant_is_found(mutant, planted):
     assert found and re.search(mutant.report or "^numerics$", found), f"{mutant.name}: {found}"
 
 
-@each_causal
+@pytest.mark.parametrize("config", (*PAIR, ragged(WIDE)), ids=lambda c: c.full_name)
 def test_unmutated_kernels_pass_the_same_checks(config, kernels):
     assert find_fault(None, config) is None
