@@ -51,8 +51,8 @@ _LOOP_OF_KEYS = """\
 _FIRST_OF_LOOP_OF_KEYS = _LOOP_OF_KEYS.splitlines(keepends=True)[0]
 _RELEASE_V = _LOOP_OF_KEYS.splitlines(keepends=True)[-1]
 _LAST_DQ_OF_VALUES = """\
-                        issue_dq<0>(rDq);
-                        finish_dq<0, false>(params, head, n, rDq);
+                    issue_dq<Part>(rDq);
+                    finish_dq<Part, false>(params, head, n, rDq);
 """
 
 
@@ -231,8 +231,8 @@ ORDER = (
     ),
     _wide(
         "dO released before dV is complete",
-        "sm90::wgmma_wait<1>();\n                    release_dout();",
-        "release_dout();\n                    sm90::wgmma_wait<1>();",
+        "sm90::wgmma_wait<1>();\n                release_dout();",
+        "release_dout();\n                sm90::wgmma_wait<1>();",
         _OVERWRITTEN,
         WIDEST,
     ),
@@ -281,11 +281,11 @@ ORDER = (
     ),
     _wide(
         "K released before the first warpgroup's last dQ",
-        _LAST_DQ_OF_VALUES + "                    }\n                    sm90::pin(rDv);\n"
+        _LAST_DQ_OF_VALUES + "                    sm90::pin(rDv);\n"
         "                    release(&storage.k_empty);\n",
-        "                        release(&storage.k_empty);\n"
+        "                    release(&storage.k_empty);\n"
         + _LAST_DQ_OF_VALUES
-        + "                    }\n                    sm90::pin(rDv);\n",
+        + "                    sm90::pin(rDv);\n",
         _OVERWRITTEN,
         WIDEST,
     ),
@@ -305,8 +305,8 @@ ORDER = (
     ),
     _wide(
         "P computed while S is under way",
-        "release_dout();\n                }\n                sm90::wgmma_wait<0>();",
-        "release_dout();\n                }",
+        "                                          rDq);\n                sm90::wgmma_wait<0>();",
+        "                                          rDq);",
         _IN_FLIGHT,
     ),
     _wide(
@@ -389,8 +389,8 @@ NUMBERS = (
     ),
     _wide_numerics(
         "dQ of both CTAs from the same columns of the own keys",
-        "rank * kDqParts + kPart;",
-        "kPart;",
+        "storage.k.data() + rank * kHalf + offset",
+        "storage.k.data() + offset",
     ),
     _numerics(
         "dQ of both CTAs from the same columns of the other's keys",
@@ -426,14 +426,14 @@ NUMBERS = (
     ),
     _wide_numerics(
         "second part of dQ from the columns of the first",
-        "rank * kDqParts + kPart;",
-        "rank * kDqParts;",
+        "int const offset = Part::kOffset +",
+        "int const offset =",
         WIDEST,
     ),
     _numerics(
         "second part of dQ added in the place of the first",
         _MAINLOOP,
-        " + 16 * kHalfBegin",
+        " + 16 * kFirstColumn",
         "",
         WIDEST,
     ),
@@ -446,9 +446,9 @@ NUMBERS = (
     ),
     _wide_numerics(
         "second part of dQ never added",
-        "this->template add_dq<kPart>(params, head, block(visit), rDq);",
-        "if constexpr (kPart == 0) {\n"
-        "                this->template add_dq<kPart>(params, head, block(visit), rDq);\n"
+        "this->template add_dq<Part::kBegin>(params, head, block(visit), rDq);",
+        "if constexpr (Part::kBegin == 0) {\n"
+        "                this->template add_dq<Part::kBegin>(params, head, block(visit), rDq);\n"
         "            }",
         WIDEST,
     ),

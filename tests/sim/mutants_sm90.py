@@ -396,15 +396,15 @@ _TILES = (
     _numerics(
         "tile left out",
         _SCHEDULER,
-        "static_cast<int>(number + gridDim.x)",
-        "static_cast<int>(number + gridDim.x + 1)",
+        "static_cast<int>(number) + workers",
+        "static_cast<int>(number) + workers + 1",
     ),
     dataclasses.replace(
         _numerics(
             "tiles dealt with the wrong stride",
             _SCHEDULER,
-            "return index + static_cast<int>(gridDim.x);",
-            "return index + static_cast<int>(gridDim.x) + 1;",
+            "return index + workers;",
+            "return index + workers + 1;",
         ),
         config=STRIDING,
     ),

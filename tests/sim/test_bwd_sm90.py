@@ -145,10 +145,9 @@ def visits(config, problem):
 
 def instructions(config):
     """wgmmas of a visit: k16 steps of S, dP, dV and dK of each 64 keys, which one warpgroup
-    computes, and of dQ in each of the two, at d = 256 in two parts; of all CTAs of a cluster."""
+    computes, and of dQ in each of the two; of all CTAs of a cluster."""
     d, keys, queries = config.head_dim, config.cluster * config.dkv.rows, config.dkv.step
-    dq_parts = 2 if d == 256 else 1
-    return keys // 64 * (2 * d // 16 + 2 * queries // 16) + 2 * dq_parts * keys // 16
+    return keys // 64 * (2 * d // 16 + 2 * queries // 16) + 2 * config.cluster * keys // 16
 
 
 def wrong_counts(config, problem, result):

@@ -75,14 +75,12 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kDqColumns =
         kDqByRows ? kHeadDim : ceil_div(kHeadDim / 2, kSmemRow) * kSmemRow;
     static constexpr int kColumnsK = kDqByRows ? kHeadDim : 2 * kDqColumns;  // in shared memory
-    // Above d = 128 kDqParts counts those of a CTA. At d = 256 each warpgroup computes one, as its
-    // registers hold no more beside the scores of the next step; at 192 the second computes all.
-    static constexpr int kPartColumns = kHeadDim > 192 ? 64 : kDqColumns;
-    static constexpr int kDqParts = kDqColumns / kPartColumns;
-    using DqTile = Shape<Int<kPartColumns>, Int<kTileN>>;  // of K^T (d, N)
-    using TiledMmaDq = TiledMMA<
-        MMA_Atom<sm90::MmaSS<Element, kPartColumns, sm90::GMMA::Major::MN>>,
+    using DqTile = Shape<Int<kDqColumns>, Int<kTileN>>;                      // of K^T (d, N)
+    template <int kColumns>
+    using TiledMmaDqOf = TiledMMA<
+        MMA_Atom<sm90::MmaSS<Element, kColumns, sm90::GMMA::Major::MN>>,
         std::conditional_t<kDqByRows, Layout<Shape<_2, _1, _1>>, Layout<Shape<_1, _1, _1>>>>;
+    using TiledMmaDq = TiledMmaDqOf<kDqColumns>;
 
     // A warpgroup's columns of dQ that are not zeros behind the tensor.
     CUTE_HOST_DEVICE static constexpr int dq_columns(int warpgroup) {
@@ -116,6 +114,19 @@ struct KernelTraitsBwdSm90 {
         decltype(tile_to_shape(SmemAtomT{}, Shape<Int<kHeadDim>, Int<kTileM>>{}, Step<_2, _1>{}));
     using SmemLayoutKt =
         decltype(tile_to_shape(SmemAtomT{}, Shape<Int<kColumnsK>, Int<kTileN>>{}, Step<_2, _1>{}));
+    // Above d = 128 the warpgroups divide the columns of the CTA, the first one has those in front:
+    // 64 of 128 at d = 256, of 96, which are three pages, 32.
+    template <int kWarpgroup>
+    struct DqPart {
+        static constexpr int kFirst = kDqColumns / 64 * 32;
+        static constexpr int kBegin = kWarpgroup == 0 ? 0 : kFirst;
+        static constexpr int kColumns = kWarpgroup == 0 ? kFirst : kDqColumns - kFirst;
+        static constexpr int kOffset = kBegin * kTileN;  // of its pages of K
+        using TiledMma = TiledMmaDqOf<kColumns>;
+        using SmemLayoutKt = decltype(tile_to_shape(
+            SmemAtomT{}, Shape<Int<kColumns>, Int<kTileN>>{}, Step<_2, _1>{}));
+        static_assert(!kWide || (kBegin % kSmemRow == 0 && kColumns % kSmemRow == 0));
+    };
     // The columns of the other CTA's keys that this one computes of dQ.
     using SmemLayoutOtherKt =
         decltype(tile_to_shape(SmemAtomT{}, Shape<Int<kDqColumns>, Int<kTileN>>{}, Step<_2, _1>{}));

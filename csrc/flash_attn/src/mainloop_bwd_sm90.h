@@ -87,7 +87,7 @@ struct MainloopBwdSm90 {
             sm90::barrier_init(&other.k_full, 1);
             for (int i = 0; i < Traits::kDsStages; ++i) {
                 sm90::barrier_init(&other.ds_full[i], 1);
-                sm90::barrier_init(&other.ds_sent[i], Traits::kDqParts == 1 ? kWarps : kReaders);
+                sm90::barrier_init(&other.ds_sent[i], kReaders);
             }
             for (int i = 0; i < Traits::kTileSlots; ++i) {
                 sm90::barrier_init(&other.next_full[i], 1);
@@ -339,16 +339,15 @@ struct MainloopBwdSm90 {
 
         // Adds dQ of a block, a part of it, to the sums, which lie in the order of each warp's
         // accumulators. rDq: ((2, 2, N/8), 1, 1).
-        template <int kPart = 0, class Acc>
+        template <int kFirstColumn = 0, class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
                                 Acc const &rDq) const {
             int const entry = Traits::kVarlen ? 0 : tile().batch;
             int64_t const row = (int64_t(entry) * params.h + head) * params.seqlen_q_rounded +
                                 stats_begin(tile()) + block * kTileM;
-            constexpr int kColumns = Traits::kPartColumns;
-            constexpr int kHalfBegin = kPart * kColumns % Traits::kDqColumns;
+            constexpr int kColumns = 2 * decltype(size(rDq))::value;
             int const half = Traits::kWide ? rank : warpgroup;
-            int const begin = Traits::dq_begin(half * 4 + thread / 32 % 4) + 16 * kHalfBegin;
+            int const begin = Traits::dq_begin(half * 4 + thread / 32 % 4) + 16 * kFirstColumn;
             if constexpr (Traits::kBulkDq) {
                 int const columns = Traits::dq_columns(warpgroup);
                 float *const smem = storage.dq.data() + begin;
@@ -484,7 +483,7 @@ struct MainloopBwdSm90 {
             Tensor rDk = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
             Tensor rDv = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
             Tensor rDq = partition_fragment_C(
-                mma_dq, Shape<Int<kTileM>, Int<Traits::kPartColumns>>{});   // ((2, 2, N/8), 1, 1)
+                mma_dq, Shape<Int<kTileM>, Int<Traits::kDqColumns>>{});     // ((2, 2, N/8), 1, 1)
             Tensor tSrS = make_tensor(rS.data(), AccLayout<kTileM>{});      // (4, 1, M/8)
             Tensor tSrDp = make_tensor(rDp.data(), AccLayout<kTileM>{});    // (4, 1, M/8)
             Tensor tKrDk = make_tensor(rDk.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)

@@ -5,8 +5,8 @@
 //
 //   warpgroup 0:  S^T = K Q^T, P = exp(S - LSE), to the other one; dV += P^T dO
 //   warpgroup 1:  dP^T = V dO^T, dS = P * (dP - D), to shared memory; dK += dS^T Q
-//   both:         dQ = dS K, of the CTA's columns half each (at d = 192 the second one all), added
-//                 to the sums in global memory
+//   both:         dQ = dS K, of the CTA's columns half each (at d = 192 32 and 64), added to the
+//                 sums in global memory
 //
 // P^T and dS^T are A operands as they come out, in registers. The first warpgroup is ahead and
 // computes its part of dQ a step later, so that it waits for no dS.
@@ -30,7 +30,6 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
     using Element = typename Traits::Element;
     using typename Base::RingSteps;
     static constexpr int kTileM = Traits::kTileM;
-    static constexpr int kDqParts = Traits::kDqParts;
 
     struct Consumer : Base::Consumer {
         using Shared = typename Base::Consumer;
@@ -40,7 +39,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         Ring<Traits::kDoutStages> dout;
 
         using OfScores = Shape<Int<Traits::kTileN>, Int<kTileM>>;
-        using OfDq = Shape<Int<kTileM>, Int<Traits::kPartColumns>>;
+        template <class Part>
+        using OfDq = Shape<Int<kTileM>, Int<Part::kColumns>>;
         using OfGradient = Shape<Int<Traits::kTileN>, Int<Traits::kHeadDim>>;
         using AccScores = typename Base::template AccLayout<kTileM>;
         using AccGradient = typename Base::template AccLayout<Traits::kHeadDim>;
@@ -89,22 +89,20 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             p.advance();
         }
 
-        // A part of the columns of rDq = dS K, over the keys of both CTAs.
-        template <int kPart, class Acc>
+        // The warpgroup's part of rDq = dS K, over the keys of both CTAs.
+        template <class Part, class Acc>
         CUTE_DEVICE void issue_dq(Acc &rDq) const {
             using Ds = typename Traits::SmemLayoutDs;
-            typename Traits::TiledMmaDq mma;
+            typename Part::TiledMma mma;
             auto const thr_mma = mma.get_slice(0);
             auto &other = storage.other;
             int const stage = ds.stage();
-            Tensor sKt = make_tensor(make_smem_ptr(storage.k.data() + (ds.uses >> 31)),
-                                     typename Traits::SmemLayoutKt{});  // (d, N)
-            Tensor sOtherKt = make_tensor(make_smem_ptr(other.k.data() + (ds.uses >> 31)),
-                                          typename Traits::SmemLayoutOtherKt{});  // (d/2, N)
-            using Tile = typename Traits::DqTile;
-            int const part = rank * kDqParts + kPart;
-            Tensor sKtPart = local_tile(sKt, Tile{}, make_coord(part, _0{}));       // (columns, N)
-            Tensor sOther = local_tile(sOtherKt, Tile{}, make_coord(kPart, _0{}));  // (columns, N)
+            using Kt = typename Part::SmemLayoutKt;
+            int const offset = Part::kOffset + static_cast<int>(ds.uses >> 31);
+            constexpr int kHalf = cosize_v<typename Traits::SmemLayoutOtherKt>;
+            Tensor sKtPart = make_tensor(make_smem_ptr(storage.k.data() + rank * kHalf + offset),
+                                         Kt{});  // (columns, N)
+            Tensor sOther = make_tensor(make_smem_ptr(other.k.data() + offset), Kt{});   // likewise
             Tensor sDs = make_tensor(make_smem_ptr(storage.ds[stage].data()), Ds{});     // (M, N)
             Tensor sOtherDs = make_tensor(make_smem_ptr(other.ds[stage].data()), Ds{});  // (M, N)
             Tensor tQrDs = thr_mma.make_fragment_A(thr_mma.partition_A(sDs));       // (1, 1, N/16)
@@ -121,12 +119,12 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         }
 
         // Adds a part of dQ to the sums. Scores of the next step, if any, are under way meanwhile.
-        template <int kPart, bool kNext, class Acc>
+        template <class Part, bool kNext, class Acc>
         CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, int head, int visit, Acc &rDq) {
             sm90::wgmma_wait<kNext>();
             sm90::pin(rDq);
             sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], thread % 32 == 0);
-            this->template add_dq<kPart>(params, head, block(visit), rDq);
+            this->template add_dq<Part::kBegin>(params, head, block(visit), rDq);
             ds.advance();
         }
 
@@ -144,15 +142,15 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             __syncwarp();
         }
 
-        // S, P and dV, and where there are two parts of dQ, the first one.
+        // S, P, dV and the first part of dQ.
         CUTE_DEVICE void run_values(Flash_bwd_params const &params) {
-            constexpr bool kDq = kDqParts == 2;
+            using Part = typename Traits::template DqPart<0>;
             typename Traits::TiledMmaS mma_s;
             typename Traits::TiledMmaDkv mma_dkv;
-            typename Traits::TiledMmaDq mma_dq;
+            typename Part::TiledMma mma_dq;
             Tensor rS = partition_fragment_C(mma_s, OfScores{});       // ((2, 2, M/8), 1, 1)
             Tensor rDv = partition_fragment_C(mma_dkv, OfGradient{});  // ((2, 2, d/8), 1, 1)
-            Tensor rDq = partition_fragment_C(mma_dq, OfDq{});         // ((2, 2, N/8), 1, 1)
+            Tensor rDq = partition_fragment_C(mma_dq, OfDq<Part>{});   // ((2, 2, N/8), 1, 1)
             Tensor tSrS = make_tensor(rS.data(), AccScores{});         // (4, 1, M/8)
             Tensor tKrDv = make_tensor(rDv.data(), AccGradient{});     // (4, 1, d/8)
             Tensor tKrP = make_tensor<Element>(Operand{});             // (8, 1, M/16)
@@ -184,19 +182,13 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             // P and dV of a step, and dQ of the one before.
             auto const run_step = [&](int visit, int head, int count, auto has_next) {
                 issue_dv(visit);
-                if constexpr (kDq) {
-                    issue_dq<0>(rDq);
-                    sm90::wgmma_wait<1>();
-                    release_dout();
-                    if constexpr (has_next) issue_s();
-                    bool const other_head = visit == count - 1;
-                    finish_dq<0, has_next>(params, head - other_head, other_head ? 0 : visit + 1,
-                                           rDq);
-                } else {
-                    if constexpr (has_next) issue_s();
-                    sm90::wgmma_wait<has_next>();
-                    release_dout();
-                }
+                issue_dq<Part>(rDq);
+                sm90::wgmma_wait<1>();
+                release_dout();
+                if constexpr (has_next) issue_s();
+                bool const other_head = visit == count - 1;
+                finish_dq<Part, has_next>(params, head - other_head, other_head ? 0 : visit + 1,
+                                          rDq);
                 sm90::wgmma_wait<0>();
             };
 
@@ -218,7 +210,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                     issue_dv(n);
                     sm90::wgmma_wait<0>();
                     release_dout();
-                    if constexpr (kDq) sm90::barrier_wait(&storage.other.k_full, own_parity);
+                    sm90::barrier_wait(&storage.other.k_full, own_parity);
                     own_parity ^= 1;
                     if (left > 1) {
                         issue_s();
@@ -231,10 +223,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                         }
                         run_step(n, head, count, std::false_type{});
                     }
-                    if constexpr (kDq) {
-                        issue_dq<0>(rDq);
-                        finish_dq<0, false>(params, head, n, rDq);
-                    }
+                    issue_dq<Part>(rDq);
+                    finish_dq<Part, false>(params, head, n, rDq);
                     sm90::pin(rDv);
                     release(&storage.k_empty);
                 }
@@ -245,13 +235,13 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
 
         // dP, dS and dK, and the other part of dQ.
         CUTE_DEVICE void run_keys(Flash_bwd_params const &params) {
-            constexpr int kPart = kDqParts - 1;
+            using Part = typename Traits::template DqPart<1>;
             typename Traits::TiledMmaS mma_s;
             typename Traits::TiledMmaDkv mma_dkv;
-            typename Traits::TiledMmaDq mma_dq;
+            typename Part::TiledMma mma_dq;
             Tensor rDp = partition_fragment_C(mma_s, OfScores{});      // ((2, 2, M/8), 1, 1)
             Tensor rDk = partition_fragment_C(mma_dkv, OfGradient{});  // ((2, 2, d/8), 1, 1)
-            Tensor rDq = partition_fragment_C(mma_dq, OfDq{});         // ((2, 2, N/8), 1, 1)
+            Tensor rDq = partition_fragment_C(mma_dq, OfDq<Part>{});   // ((2, 2, N/8), 1, 1)
             Tensor tSrDp = make_tensor(rDp.data(), AccScores{});       // (4, 1, M/8)
             Tensor tSrP = make_tensor<float>(AccScores{});             // (4, 1, M/8)
             Tensor tKrDk = make_tensor(rDk.data(), AccGradient{});     // (4, 1, d/8)
@@ -274,12 +264,12 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 this->store_ds(tKrDs);
                 this->template issue_gradient<0, kTileM / 16>(tKrDs, storage.q[step.stage()], rDk);
                 send_ds();
-                issue_dq<kPart>(rDq);
+                issue_dq<Part>(rDq);
                 sm90::wgmma_wait<1>();
                 release(&storage.q_empty[step.stage()]);
                 step.advance();
                 if constexpr (has_next) issue_dp();
-                finish_dq<kPart, has_next>(params, head, visit, rDq);
+                finish_dq<Part, has_next>(params, head, visit, rDq);
                 sm90::wgmma_wait<0>();
             };
 
