@@ -135,6 +135,47 @@ __global__ void send(int *wrong) {
     cluster_sync();
 }
 
+// ---- cp.async.bulk between blocks: rank 0 sends 64 words to rank 1
+
+enum class Deliver { right, unfenced, overwritten, unexpected, to_nobody };
+
+template <Deliver kWay>
+__global__ void deliver(int *wrong) {
+    constexpr int kBytes = 64 * 4;
+    int const thread = static_cast<int>(threadIdx.x);
+    auto *const sent = reinterpret_cast<int *>(smem + 64);
+    auto *const received = reinterpret_cast<int *>(smem + 64 + kBytes);
+    if (thread == 0) {
+        sm90::barrier_init(word_at(0), 1);
+        sm90::fence_barrier_init();
+    }
+    sm90::cluster_arrive();
+    sm90::cluster_wait();
+    if (sm90::cluster_rank() == 0) {
+        sent[thread] = 1000 + thread;
+        if constexpr (kWay != Deliver::unfenced) {
+            sm90::fence_async_proxy();
+        }
+        __syncthreads();
+        if (thread == 0) {
+            sm90::bulk_copy_to(kWay == Deliver::to_nobody ? 2 : 1, received, sent, kBytes,
+                               word_at(0));
+        }
+        __syncthreads();
+        if constexpr (kWay == Deliver::overwritten) {
+            sent[thread] = 0;
+        }
+    } else {
+        if (thread == 0) {
+            sm90::barrier_arrive_expect(word_at(0),
+                                        kWay == Deliver::unexpected ? kBytes - 16 : kBytes);
+        }
+        sm90::barrier_wait(word_at(0), 0);
+        *wrong += received[thread] != 1000 + thread;
+    }
+    cluster_sync();
+}
+
 // ---- mbarriers of other blocks: rank 0 counts the arrivals of all
 
 enum class Arrive { right, outside, unfenced, polled, last, unawaited };
@@ -397,7 +438,7 @@ std::function<cudaError_t()> sending(void (*kernel)(int *), sim::CopyMode mode) 
     return [=] {
         sim::state().settings.copy_mode = mode;
         int wrong = 0;
-        auto const error = launch_clusters(kernel, 2, 2, 64, 64 + 64 * 4, &wrong);
+        auto const error = launch_clusters(kernel, 2, 2, 64, 64 + 2 * 64 * 4, &wrong);
         expect(wrong == 0, "words");
         return error;
     };
@@ -416,6 +457,13 @@ Cases const cases{
     {"send_eager", sending(&send<Send::right>, sim::CopyMode::eager)},
     {"send_too_many_bytes", sending(&send<Send::too_many_bytes>, sim::CopyMode::late)},
     {"send_to_nobody", sending(&send<Send::to_nobody>, sim::CopyMode::late)},
+    {"deliver_late", sending(&deliver<Deliver::right>, sim::CopyMode::late)},
+    {"deliver_random", sending(&deliver<Deliver::right>, sim::CopyMode::random)},
+    {"deliver_eager", sending(&deliver<Deliver::right>, sim::CopyMode::eager)},
+    {"deliver_unfenced", sending(&deliver<Deliver::unfenced>, sim::CopyMode::late)},
+    {"deliver_overwritten", sending(&deliver<Deliver::overwritten>, sim::CopyMode::late)},
+    {"deliver_unexpected", sending(&deliver<Deliver::unexpected>, sim::CopyMode::late)},
+    {"deliver_to_nobody", sending(&deliver<Deliver::to_nobody>, sim::CopyMode::late)},
     {"arrive", &run_arrive<Arrive::right>},
     {"arrive_polled", &run_arrive<Arrive::polled>},
     {"arrive_last", &run_arrive<Arrive::last>},

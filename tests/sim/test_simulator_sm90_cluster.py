@@ -15,6 +15,7 @@ def cases():
     "case",
     [
         *("identity", "sizes", "exchange", "send_late", "send_random", "send_eager"),
+        *("deliver_late", "deliver_random", "deliver_eager"),
         *("arrive", "arrive_polled", "arrive_last", "atomics", "dependent"),
         *("multicast_late", "multicast_random", "multicast_eager", "multicast_4"),
         "multicast_loads",
@@ -41,6 +42,7 @@ def test_counters_of_a_multicast(cases, case, blocks):
 def test_counters_of_an_exchange(cases):
     assert run(cases, "exchange")["cluster_bytes"] == str(2 * 8 * 64 * 4)
     assert run(cases, "send_late")["cluster_bytes"] == str(64 * 4)
+    assert run(cases, "deliver_late")["cluster_bytes"] == str(64 * 4)
 
 
 def test_same_seed_same_run(cases):
@@ -58,6 +60,10 @@ _ENDED = "has ended, and its shared memory with it"
         ("exchange_outside", r"mapa: there is no block of rank 8 in a cluster of 8"),
         ("send_too_many_bytes", r"transaction bytes: .* mbarrier 0 \(at byte 0 of rank 1\)"),
         ("send_to_nobody", r"st.async: there is no block of rank 2 in a cluster of 2"),
+        ("deliver_unfenced", r"fence.proxy.async"),
+        ("deliver_overwritten", r"overwritten too early: the source of a copy for mbarrier 0"),
+        ("deliver_unexpected", r"transaction bytes: .* mbarrier 0"),
+        ("deliver_to_nobody", r"cp.async.bulk: there is no block of rank 2 in a cluster of 2"),
         (
             "arrive_unawaited",
             rf"rank 0 {_ENDED}|not ordered after the accesses .* by warp 0 of the block of rank \d",
