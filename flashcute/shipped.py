@@ -130,11 +130,15 @@ def configs_of_calls(capability: tuple[int, int]) -> list[FwdConfig | BwdConfig]
 
 def instantiations() -> dict[str, FwdConfig | BwdConfig]:
     """The configurations that are committed as .cu files, by the file's stem: the configuration's
-    name, and the tile where another one has that name already. Of the sm80 class they are those of
-    an H100 or H200 for dense calls, and those of an A100 for others."""
+    name, and the tile, then the stages where another one has that name already. Of the sm80 class
+    they are those of an H100 or H200 for dense calls, and those of an A100 for others."""
     of_calls = configs_of_calls((9, 0)) + configs_of_calls((8, 0))
     found: dict[str, FwdConfig | BwdConfig] = {}
     for config in dict.fromkeys([*shipped_configs(), *shipped_bwd_configs(), *of_calls]):
-        tile = f"_{config.tile_m}x{config.tile_n}" if config.name in found else ""
-        found[config.name + tile] = config
+        stem = config.name
+        if stem in found:
+            stem += f"_{config.tile_m}x{config.tile_n}"
+        if stem in found:
+            stem += f"_s{config.stages}"
+        found[stem] = config
     return found

@@ -53,7 +53,8 @@ def test_instantiations_are_what_ships():
         if config.kind == "bwd":
             assert stem == config.name
             continue
-        assert stem in (config.name, f"{config.name}_{config.tile_m}x{config.tile_n}")
+        tile = f"{config.name}_{config.tile_m}x{config.tile_n}"
+        assert stem in (config.name, tile, f"{tile}_s{config.stages}")
         if config.arch == 90 and config in dense:
             first = heuristics.sm90_configs(config.dtype, config.head_dim, config.mask == "causal")
             assert (stem == config.name) == (config == first[0])

@@ -169,9 +169,7 @@ MUTANTS = (
         "add(total, 1.f, storage.sums[g][lane]);",
         "add(total, 0.f, storage.sums[g][lane]);",
     ),
-    _numerics(
-        "sums of a row lost", _COMBINE, "add(total, 1.f, sums[g]);", "add(total, 0.f, sums[g]);"
-    ),
+    _numerics("sums of a row lost", _COMBINE, "add(total, 1.f, next);", "add(total, 0.f, next);"),
     _numerics("sink forgotten", _COMBINE, " + weight(sink, ref);", ";"),
     _numerics(
         "a sink in each part",
@@ -243,9 +241,16 @@ MUTANTS = (
 OF_CTA_PLANS = (
     _numerics(
         "parts behind the first ones lost",
-        _COMBINE,
-        "begin < row.parts; begin += kRound * kStep",
-        "begin == first; ++begin",
+        _MERGE,
+        "begin < row.parts; begin += kRound",
+        "begin == 0; ++begin",
+        DECODING,
+    ),
+    _numerics(
+        "sums of a row lost where a CTA merges",
+        _MERGE,
+        "Merge::add(sums[0], 1.f, sums[g]);",
+        "Merge::add(sums[0], 0.f, sums[g]);",
         DECODING,
     ),
     _numerics(

@@ -26,10 +26,12 @@ struct CtaPlan {
     static constexpr int kThreads = 32 * C.warps + kFirstThread;
     static constexpr int kMost = cute::min(256, kThreads);
     // Compiled into kernels of caches alone: in the sm90 class those of one consumer and at most
-    // two CTAs an SM, or of four stages. In those of dense calls, too, it made 512 causal tokens 3
-    // to 6 % slower.
-    static constexpr bool kOfCaches =
-        C.arch == 90 ? C.stages == 4 || (C.warps == 4 && C.min_ctas <= 2) : C.paged;
+    // two CTAs an SM, or of two and four stages. In those of dense calls, too, it made 512 causal
+    // tokens 3 to 6 % slower.
+    static constexpr bool kOfCaches = C.arch == 90
+                                          ? (C.stages == 4 && C.warps == 8 && C.min_ctas == 1) ||
+                                                (C.warps == 4 && C.min_ctas <= 2)
+                                          : C.paged;
     // Tiles of three warpgroups are for more queries. In the sm90 class the plan lies behind all
     // else in shared memory, in the sm80 class where Q comes later.
     static constexpr int kTileBytes = 2 * C.head_dim * (C.tile_m + 2 * C.stages * C.tile_n);
@@ -188,8 +190,8 @@ struct CtaPlan {
     }
 };
 
-// Whether each key and value is read by one tile alone, as in decoding with packed heads. Only
-// kernels of caches ask.
+// Whether each key and value is read by one tile alone, as in decoding with packed heads. In
+// other kernels than those of caches the answer is no.
 template <FwdConfig C>
 CUTE_HOST_DEVICE bool reads_keys_once(Flash_fwd_params const &params) {
     if constexpr (!CtaPlan<C>::kOfCaches && !C.paged) return false;

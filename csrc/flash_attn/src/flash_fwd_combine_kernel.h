@@ -31,7 +31,7 @@ struct Combine {
     static constexpr int kLanes = int(std::bit_ceil(unsigned(C.head_dim / kVec)));  // of a group
     static constexpr int kGroups = kThreads / kLanes;
     static constexpr int kWidth = kLanes < 32 ? kLanes : 32;  // lanes that reduce LSE
-    static constexpr int kAhead = 4;  // parts whose loads a group has in flight
+    static constexpr int kAhead = 4;  // parts of a sum whose loads are in flight
     static constexpr int kCtas = 8;   // per SM
     static_assert(C.arch == 80 || C.arch == 90);
 
@@ -89,17 +89,16 @@ struct Combine {
         total.w += weight * x.w;
     }
 
-    // Parts begin, begin + step and so on; o: this thread's columns of the first part.
-    template <int kCount>
+    // The next parts of sum g, from part `begin` on; o: this thread's columns of the first part.
     struct Parts {
-        float lse[kCount];
-        float4 x[kCount];
+        float lse[kAhead];
+        float4 x[kAhead];
 
         CUTE_DEVICE void load(Flash_fwd_params const &params, Row const &row, float const *lse_of,
-                              float const *o, int begin, int step) {
+                              float const *o, int begin) {
             CUTE_UNROLL
-            for (int j = 0; j < kCount; ++j) {
-                int const i = begin + j * step;
+            for (int j = 0; j < kAhead; ++j) {
+                int const i = begin + j * kGroups;
                 lse[j] = -INFINITY;
                 if (i < row.parts) {
                     lse[j] = lse_of[i * row.stride];
@@ -107,35 +106,26 @@ struct Combine {
                 }
             }
         }
-        // In turn to sums `first`, first + 1 and so on.
-        template <int kSums>
-        CUTE_DEVICE void add_to(float4 (&sums)[kSums], int first, float reference) const {
+        CUTE_DEVICE void add_to(float4 &total, float reference) const {
             CUTE_UNROLL
-            for (int j = 0; j < kCount; ++j) {
+            for (int j = 0; j < kAhead; ++j) {
                 // Of a part that sees no key nothing may come, as of no key.
-                if (lse[j] != -INFINITY) {
-                    add(sums[(first + j) % kSums], weight(lse[j], reference), x[j]);
-                }
+                if (lse[j] != -INFINITY) add(total, weight(lse[j], reference), x[j]);
             }
         }
     };
 
-    // thread: of kThreads. kAlone: each group has a row of its own, and kLoads of its parts in
-    // flight. parts: 0 if it has none.
-    template <bool kAlone, int kLoads = kAhead>
+    // thread: of kThreads. alone: each group has a row of its own. parts: 0 if it has none.
     CUTE_DEVICE static void merge(Flash_fwd_params const &params, SharedStorage &storage,
-                                  Row const &row, int thread) {
+                                  Row const &row, bool alone, int thread) {
         int const lane = thread % kLanes, group = thread / kLanes;
         int const col = lane * kVec;
+        int const first = alone ? 0 : group;  // sum
         bool const holds = col < params.d;
         float const *const lse = params.lse_partial_ptr + row.first;
         float const *const o = params.o_partial_ptr + row.first * params.d + col;
-        constexpr int kSums = kAlone ? kGroups : 1;  // of this group
-        constexpr int kStep = kAlone ? 1 : kGroups;
-        constexpr int kRound = cute::max(kLoads, kSums);
-        int const first = kAlone ? 0 : group;
-        Parts<kLoads> parts;
-        if (holds) parts.load(params, row, lse, o, first, kStep);
+        Parts parts;
+        if (holds) parts.load(params, row, lse, o, first);
         float const sink = params.sinks_ptr != nullptr ? params.sinks_ptr[row.head] : -INFINITY;
         float const ref = reference(row, lse, sink, thread);
         float sum = 0.f;
@@ -144,20 +134,19 @@ struct Combine {
         }
         sum = all_lanes(sum, [](float x, float y) { return x + y; }) + weight(sink, ref);
 
-        float4 sums[kSums] = {};
-        for (int begin = first; holds && begin < row.parts; begin += kRound * kStep) {
-            CUTE_UNROLL
-            for (int i = 0; i < kRound; i += kLoads) {
-                int const next = begin + i * kStep;
-                if (next != first) parts.load(params, row, lse, o, next, kStep);
-                parts.add_to(sums, i, ref);
+        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+        auto const add_sum = [&](float4 &to, int g) {
+            for (int begin = g; begin < row.parts; begin += kAhead * kGroups) {
+                if (begin != first) parts.load(params, row, lse, o, begin);
+                parts.add_to(to, ref);
             }
-        }
-        float4 &total = sums[0];
-        if constexpr (kAlone) {
-            CUTE_UNROLL
-            for (int g = 1; g < kGroups; ++g) {
-                if (g < row.parts) add(total, 1.f, sums[g]);
+        };
+        if (holds) add_sum(total, first);
+        if (alone) {
+            for (int g = 1; holds && g < cute::min(int(kGroups), row.parts); ++g) {
+                float4 next = make_float4(0.f, 0.f, 0.f, 0.f);
+                add_sum(next, g);
+                add(total, 1.f, next);
             }
         } else {
             storage.sums[group][lane] = total;
@@ -211,8 +200,7 @@ __global__ void __launch_bounds__(Combine<Traits::kConfig>::kThreads)
             SplitPosition const position = plan.positions(params)[i / params.h];
             row = Merge::row(params, position, static_cast<int>(i % params.h));
         }
-        alone ? Merge::template merge<true>(params, storage, row, thread)
-              : Merge::template merge<false>(params, storage, row, thread);
+        Merge::merge(params, storage, row, alone, thread);
     }
 }
 

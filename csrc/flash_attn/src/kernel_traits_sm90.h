@@ -45,7 +45,8 @@ struct KernelTraitsSm90 {
         cute::min(65536 / (kThreads * kMinCtas) / 8 * 8, kMaxRegisters);
     // One consumer in at most two CTAs cannot use all registers that it could get.
     static constexpr bool kFewMma = kMmaWarpgroups == 1 && kMinCtas <= 2;
-    static constexpr bool kPlans = kFewMma || kStages == 4;  // CtaPlan
+    static constexpr bool kPlans =  // CtaPlan
+        kFewMma || (kStages == 4 && kMmaWarpgroups == 2 && kMinCtas == 1);
     static constexpr int kLoadRegisters = kFewMma && kMinCtas == 1 ? 96
                                           : C.paged && kPlans      ? 72
                                           : C.paged                ? 56

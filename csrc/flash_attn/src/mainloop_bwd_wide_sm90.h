@@ -28,7 +28,6 @@ template <class Traits>
 struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
     using Base = MainloopBwdSm90<Traits>;
     using Element = typename Traits::Element;
-    using typename Base::RingSteps;
     static constexpr int kTileM = Traits::kTileM;
 
     struct Consumer : Base::Consumer {
@@ -114,6 +113,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             sm90::wgmma_group(rDq, [&] {
                 sm90::wgmma_steps<0, kSteps, false>(mma, tQrDs, tQrK, rDq);
                 sm90::barrier_wait(&other.ds_full[stage], ds.parity());
+                sm90::wgmma_fence();  // behind a loop; else ptxas adds it, and says so (C7519)
                 sm90::wgmma_steps<0, kSteps, true>(mma, tOrDs, tOrK, rDq);
             });
         }

@@ -26,6 +26,7 @@ struct MergeParts {
     // Parts of a row in flight: one latency for most tiles. Where rows have 8 sums and more, these
     // take the registers.
     static constexpr int kAhead = Merge::kGroups < 8 ? 16 : 4;
+    static constexpr int kRound = cute::max(kAhead, int(Merge::kGroups));
 
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
         return kCan && params.num_splits > 1 && CtaPlan<C>::suits(params) &&
@@ -61,7 +62,6 @@ struct MergeParts {
         int const rows = num_rows(params, tile.seqlen_q);
         int64_t const first =
             int64_t(tile.head) * params.partial_rows + tile.partial_row - tile.part * rows;
-        typename Merge::SharedStorage unused;  // as each group has a row of its own
         CUTE_NO_UNROLL
         for (int begin = 0; begin < rows; begin += Merge::kGroups) {
             int const i = begin + thread / Merge::kLanes;
@@ -71,7 +71,62 @@ struct MergeParts {
                 row = {first + i, rows, tile.parts, tile.head_q + of_tile.head,
                        tile.row_q + of_tile.position};
             }
-            Merge::template merge<true, kAhead>(params, unused, row, thread);
+            merge_row(params, row, thread);
+        }
+    }
+
+    // As Merge::merge() of a group with a row of its own, and with the same result; but all sums at
+    // a time, of parts that are neighbours.
+    CUTE_DEVICE static void merge_row(Flash_fwd_params const &params,
+                                      typename Merge::Row const &row, int thread) {
+        int const lane = thread % Merge::kLanes;
+        int const col = lane * Merge::kVec;
+        bool const holds = col < params.d;
+        float const *const lse = params.lse_partial_ptr + row.first;
+        float const *const o = params.o_partial_ptr + row.first * params.d + col;
+        float of_part[kAhead];
+        float4 x[kAhead];
+        auto const load = [&](int begin) {
+            CUTE_UNROLL
+            for (int j = 0; j < kAhead; ++j) {
+                of_part[j] = -INFINITY;
+                if (begin + j < row.parts) {
+                    of_part[j] = lse[(begin + j) * row.stride];
+                    x[j] =
+                        *reinterpret_cast<float4 const *>(o + (begin + j) * row.stride * params.d);
+                }
+            }
+        };
+        if (holds) load(0);
+        float const sink = params.sinks_ptr != nullptr ? params.sinks_ptr[row.head] : -INFINITY;
+        float const ref = Merge::reference(row, lse, sink, thread);
+        float sum = 0.f;
+        for (int i = thread % Merge::kWidth; i < row.parts; i += Merge::kWidth) {
+            sum += Merge::weight(lse[i * row.stride], ref);
+        }
+        sum = Merge::all_lanes(sum, [](float x, float y) { return x + y; }) +
+              Merge::weight(sink, ref);
+        float4 sums[Merge::kGroups] = {};
+        for (int begin = 0; holds && begin < row.parts; begin += kRound) {
+            CUTE_UNROLL
+            for (int i = 0; i < kRound; i += kAhead) {
+                if (begin + i > 0) load(begin + i);
+                CUTE_UNROLL
+                for (int j = 0; j < kAhead; ++j) {
+                    // Of a part that sees no key nothing may come, as of no key.
+                    if (of_part[j] != -INFINITY) {
+                        Merge::add(sums[(i + j) % Merge::kGroups], Merge::weight(of_part[j], ref),
+                                   x[j]);
+                    }
+                }
+            }
+        }
+        CUTE_UNROLL
+        for (int g = 1; g < Merge::kGroups; ++g) {
+            if (g < row.parts) Merge::add(sums[0], 1.f, sums[g]);
+        }
+        if (holds && row.parts > 0) {
+            Merge::store(params, row, lane, sums[0], ref, sum);
         }
     }
 };

@@ -167,7 +167,8 @@ struct TileSplits {
         // takes some 10 us.
         int const rows = num_rows(params, params.seqlen_q);
         bool const reads_once = rows > kMostRowsMerged && rows <= Tiles::kRows;
-        if (reads_once && 20 * all >= int64_t(9) * params.split_ctas * longest) {
+        int64_t const slots = int64_t(params.split_ctas) * longest;
+        if (reads_once && 20 * all >= 9 * slots && all <= slots) {
             return cute::max(least, longest);
         }
         return cute::max(least, balanced_part_blocks(params.split_ctas, all, longest));

@@ -127,8 +127,9 @@ cudaError_t make_tensor_map_kv(CUtensorMap &map, Flash_fwd_params const &params,
                                int rows) {
     MapSizes const sizes = kv_sizes<Traits>(params);
     BoxFormat format = box_format<Traits>();
-    // What leaves L2 first may be gone before the next box wants the other half of 256 bytes.
-    if (CtaPlan<Traits::kConfig>::kOfCaches) {
+    // Keys that are read once leave L2 first, maybe before the next box wants the other half of 256
+    // bytes.
+    if (reads_keys_once<Traits::kConfig>(params)) {
         format.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
     }
     return make_tensor_map<4>(map, format, ptr, {params.d, sizes.rows, params.h_k, sizes.batch},

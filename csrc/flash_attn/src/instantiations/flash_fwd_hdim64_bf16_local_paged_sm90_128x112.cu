@@ -9,7 +9,7 @@ static constexpr flash::FwdConfig kConfig = {
     .tile_m = 128,
     .tile_n = 112,
     .warps = 8,
-    .stages = 2,
+    .stages = 4,
     .q_in_regs = 0,
     .min_ctas = 1,
     .ping_pong = true,
@@ -18,6 +18,6 @@ static constexpr flash::FwdConfig kConfig = {
     .dropout = false,
     .paged = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim64_bf16_local_paged_sm90_128x112_s2_pp";
+static constexpr char kName[] = "flash_fwd_hdim64_bf16_local_paged_sm90_128x112_s4_pp";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
