@@ -295,6 +295,7 @@ def test_a_mask_may_be_moved_to_another_device(padding):
         assert same is mask
     moved = mask.to("meta", torch.bool, non_blocking=True)
     assert type(moved) is KernelMask and moved.shape == mask.shape and moved.is_meta
+    assert mask.contiguous() is mask  # as generate() asks for where the cache is static
     before, after = (
         [*x.plan.lengths[:2], *x.plan.used, x.plan.query_rows, x.plan.key_rows]
         for x in (mask, moved)
