@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from backward import with_mask
 from mutants import Mutant
-from mutants_bwd_wide_sm90 import NUMBERS, ORDER, WIDEST
+from mutants_bwd_wide_sm90 import (
+    ARRIVES_TWICE,
+    DEADLOCK,
+    IN_FLIGHT,
+    NUMBERS,
+    ORDER,
+    OVERWRITTEN,
+    UNAWAITED,
+    UNWRITTEN,
+    WIDEST,
+)
 
 from flashcute import heuristics
 
@@ -20,12 +30,6 @@ _TRAITS = "kernel_traits_bwd_sm90.h"
 _PREPROCESS = "flash_bwd_preprocess_kernel.h"
 _SCHEDULER = "tile_scheduler_bwd_sm90.h"
 
-_UNAWAITED = r"warpgroup \d: a wgmma reads byte \d+ without having waited for phase \d+ of mbarrier"
-_OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgroup \d"
-_UNWRITTEN = r"a wgmma reads byte \d+, (stored .* without fence|which has not been written)"
-_IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
-_DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier"
-_ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
 _EARLY = r"before griddepcontrol.wait"
 
 
@@ -45,7 +49,7 @@ MUTANTS = (
         "static constexpr int kDsStages = 2;",
         "static constexpr int kDsStages = kWide ? 1 : 2;",
         "numerics/late",
-        _UNWRITTEN,
+        UNWRITTEN,
         WIDEST,
     ),
     *NUMBERS,
@@ -54,42 +58,42 @@ MUTANTS = (
         _MAINLOOP,
         "sm90::barrier_wait(&storage.k_full, own_parity);",
         "",
-        _UNAWAITED,
+        UNAWAITED,
     ),
     _simulator(
         "V read without waiting for it",
         _MAINLOOP,
         "sm90::barrier_wait(&storage.v_full, own_parity);",
         "",
-        _UNAWAITED,
+        UNAWAITED,
     ),
     _simulator(
         "Q read without waiting for it",
         _MAINLOOP,
         "sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());",
         "",
-        _UNAWAITED,
+        UNAWAITED,
     ),
     _simulator(
         "dO read without waiting for it",
         _MAINLOOP,
         "sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());",
         "",
-        _UNAWAITED,
+        UNAWAITED,
     ),
     _simulator(
         "dS of the other warpgroup read without waiting for it",
         _MAINLOOP,
         "sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());",
         "",
-        _UNWRITTEN,
+        UNWRITTEN,
     ),
     _simulator(
         "dS without a fence",
         _MAINLOOP,
         "sm90::fence_async_proxy();\n            __syncwarp();\n            release(",
         "__syncwarp();\n            release(",
-        _UNWRITTEN,
+        UNWRITTEN,
     ),
     _simulator(
         "dQ without a fence",
@@ -120,7 +124,7 @@ MUTANTS = (
         _MAINLOOP,
         "sm90::wgmma_wait<1>();\n                        release_step(used);",
         "release_step(used);\n                        sm90::wgmma_wait<1>();",
-        _OVERWRITTEN,
+        OVERWRITTEN,
     ),
     _simulator(
         "K released before the last product",
@@ -128,42 +132,42 @@ MUTANTS = (
         "ds.advance();\n                    finish_dq(n, head);",
         "release(&storage.k_empty);\n                    ds.advance();\n"
         "                    finish_dq(n, head);",
-        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+        f"{OVERWRITTEN}|{ARRIVES_TWICE}",
     ),
     _simulator(
         "own buffers overwritten without waiting",
         _MAINLOOP,
         "sm90::barrier_wait(empty, own_parity ^ 1);",
         "",
-        _OVERWRITTEN,
+        OVERWRITTEN,
     ),
     _simulator(
         "stage of Q overwritten without waiting",
         _MAINLOOP,
         "sm90::barrier_wait(&storage.q_empty[q.stage()], q.parity() ^ 1);",
         "",
-        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+        f"{OVERWRITTEN}|{ARRIVES_TWICE}",
     ),
     _simulator(
         "phase of K and V not flipped",
         _MAINLOOP,
         "own_parity ^= 1;\n\n",
         "\n",
-        f"{_UNAWAITED}|{_DEADLOCK}|{_OVERWRITTEN}",
+        f"{UNAWAITED}|{DEADLOCK}|{OVERWRITTEN}",
     ),
     _simulator(
         "tile never released",
         _MAINLOOP,
         "release(&storage.tile_empty[tiles.stage()]);",
         "",
-        _DEADLOCK,
+        DEADLOCK,
     ),
     _simulator(
         "dS computed before dP is complete",
         _MAINLOOP,
         "sm90::wgmma_wait<0>();\n                sm90::pin(rDp);",
         "sm90::pin(rDp);",
-        _IN_FLIGHT,
+        IN_FLIGHT,
     ),
     _simulator(
         "loads before the kernel before has ended",
@@ -192,7 +196,7 @@ MUTANTS = (
         _MAINLOOP,
         "load_keys<Traits::kColumnsK>",
         "load_keys<kHeadDim>",
-        _UNWRITTEN,
+        UNWRITTEN,
         UNEVEN,
     ),
     _numerics("sums of dQ begin anywhere", _PREPROCESS, "= make_float4(0.f, 0.f, 0.f, 0.f)", ""),

@@ -14,12 +14,13 @@ _MAINLOOP = "mainloop_bwd_sm90.h"
 _WIDE = "mainloop_bwd_wide_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
 _TRAITS = "kernel_traits_bwd_sm90.h"
-_UNAWAITED = r"warpgroup \d: a wgmma reads byte \d+ without having waited for phase \d+ of mbarrier"
-_OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgroup \d"
-_UNWRITTEN = r"a wgmma reads byte \d+, (stored .* without fence|which has not been written)"
-_IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
-_DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier"
-_ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
+# What the simulator reports, of all head dimensions.
+UNAWAITED = r"warpgroup \d: a wgmma reads byte \d+ without having waited for phase \d+ of mbarrier"
+OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgroup \d"
+UNWRITTEN = r"a wgmma reads byte \d+, (stored .* without fence|which has not been written)"
+IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
+DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier"
+ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
 
 
 def _simulator(name, file, old, new, report, config=WIDE) -> Mutant:
@@ -77,64 +78,64 @@ ORDER = (
         "P taken without waiting for it",
         "sm90::barrier_wait(storage.p_full.data(), p.parity());",
         "",
-        report=f"{_ARRIVES_TWICE}|{_DEADLOCK}|{_OVERWRITTEN}",
+        report=f"{ARRIVES_TWICE}|{DEADLOCK}|{OVERWRITTEN}",
     ),
     _wide_numerics(
         "P overwritten before it is taken",
         "sm90::barrier_wait(storage.p_empty.data(), p.parity() ^ 1);",
         "",
-        report=f"{_ARRIVES_TWICE}|{_DEADLOCK}",
+        report=f"{ARRIVES_TWICE}|{DEADLOCK}",
     ),
     _wide_numerics(
         "P handed over before it is written",
         _GIVE_P,
         _HAND_OVER + _GIVE_P.replace(_HAND_OVER, ""),
     ),
-    _wide("P never handed over", _HAND_OVER, "", _DEADLOCK),
-    _wide("P's buffer never released", "release(storage.p_empty.data());", "", _DEADLOCK),
+    _wide("P never handed over", _HAND_OVER, "", DEADLOCK),
+    _wide("P's buffer never released", "release(storage.p_empty.data());", "", DEADLOCK),
     _simulator(
         "P given by one warp for all",
         _MAINLOOP,
         "sm90::barrier_init(storage.p_full.data(), kWarps);",
         "sm90::barrier_init(storage.p_full.data(), 1);",
-        f"{_ARRIVES_TWICE}|{_DEADLOCK}",
+        f"{ARRIVES_TWICE}|{DEADLOCK}",
         WIDE,
     ),
     _wide(
         "Q and the statistics of a wide head read without waiting for them",
         "sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());",
         "",
-        _UNAWAITED,
+        UNAWAITED,
     ),
     _wide(
         "dO of a wide head read without waiting for it",
         "sm90::barrier_wait(&storage.dout_full[dout.stage()], dout.parity());",
         "",
-        _UNAWAITED,
+        UNAWAITED,
     ),
     _wide(
         "K of a wide head read by the first warpgroup without waiting for it",
         "if (left > 0) {\n                    sm90::barrier_wait(&storage.k_full, own_parity);",
         "if (left > 0) {",
-        _UNAWAITED,
+        UNAWAITED,
     ),
     _wide(
         "V of a wide head read without waiting for it",
         "sm90::barrier_wait(&storage.v_full, own_parity);",
         "",
-        _UNAWAITED,
+        UNAWAITED,
     ),
     _wide(
         "phase of K not flipped",
         "own_parity ^= 1;\n                    if (left > 1) {",
         "if (left > 1) {",
-        f"{_UNAWAITED}|{_DEADLOCK}|{_OVERWRITTEN}",
+        f"{UNAWAITED}|{DEADLOCK}|{OVERWRITTEN}",
     ),
     _wide(
         "phase of V not flipped",
         "own_parity ^= 1;\n                    int n = count - 1;",
         "int n = count - 1;",
-        f"{_UNAWAITED}|{_DEADLOCK}|{_OVERWRITTEN}",
+        f"{UNAWAITED}|{DEADLOCK}|{OVERWRITTEN}",
     ),
     _wide(
         "dS sent before all warps have written it",
@@ -146,26 +147,26 @@ ORDER = (
         "dS of the other CTA read without waiting for it",
         "sm90::barrier_wait(&other.ds_full[stage], ds.parity());",
         "",
-        f"{_UNAWAITED}|{_UNWRITTEN}",
+        f"{UNAWAITED}|{UNWRITTEN}",
     ),
     _wide(
         "keys of the other CTA read without waiting for them",
         "sm90::barrier_wait(&storage.other.k_full, own_parity);\n"
         "                    own_parity ^= 1;\n                    int n",
         "own_parity ^= 1;\n                    int n",
-        _UNAWAITED,
+        UNAWAITED,
     ),
     _wide(
         "dS sent before the other CTA has read the last one",
         "sm90::barrier_wait(&storage.other.ds_sent[ds.stage()], ds.parity() ^ 1);",
         "",
-        f"overwritten too early|{_ARRIVES_TWICE}|{_DEADLOCK}",
+        f"overwritten too early|{ARRIVES_TWICE}|{DEADLOCK}",
     ),
     _wide(
         "dS of the other CTA never released",
         "sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], thread % 32 == 0);",
         "",
-        _DEADLOCK,
+        DEADLOCK,
     ),
     _wide(
         "dS of the other CTA released while dQ is under way",
@@ -182,28 +183,28 @@ ORDER = (
         _MAINLOOP,
         "sm90::barrier_wait(&other.next_full[slot], numbers.parity());",
         "",
-        f"{_DEADLOCK}|{_ARRIVES_TWICE}",
+        f"{DEADLOCK}|{ARRIVES_TWICE}",
     ),
     _simulator(
         "next tile's number awaited without its bytes",
         _MAINLOOP,
         "sm90::barrier_arrive_expect(&other.next_full[slot], sizeof(uint32_t));",
         "sm90::barrier_arrive(&other.next_full[slot]);",
-        f"{_DEADLOCK}|bytes",
+        f"{DEADLOCK}|bytes",
     ),
     _simulator(
         "next tile's number never released",
         _MAINLOOP,
         "sm90::barrier_arrive_at(0, &other.next_empty[slot], true);",
         "",
-        _DEADLOCK,
+        DEADLOCK,
     ),
     _simulator(
         "next tile's number sent to the first CTA",
         _MAINLOOP,
         "sm90::store_async_at(1, &other",
         "sm90::store_async_at(0, &other",
-        _DEADLOCK,
+        DEADLOCK,
     ),
     _simulator(
         "a CTA ends before the other one of its cluster",
@@ -219,7 +220,7 @@ ORDER = (
         _MAINLOOP,
         "init(&storage.ds_full[i], Traits::kWide ? kWarps : kReaders, nullptr);",
         "init(&storage.ds_full[i], kReaders, nullptr);",
-        _DEADLOCK,
+        DEADLOCK,
         WIDE,
     ),
     _wide_numerics(
@@ -227,13 +228,13 @@ ORDER = (
         "ds.advance();",
         "if (this->warpgroup == 1) ds.advance();",
         config=WIDEST,
-        report=f"{_DEADLOCK}|{_OVERWRITTEN}",
+        report=f"{DEADLOCK}|{OVERWRITTEN}",
     ),
     _wide(
         "dO released before dV is complete",
         "sm90::wgmma_wait<1>();\n                release_dout();",
         "release_dout();\n                sm90::wgmma_wait<1>();",
-        _OVERWRITTEN,
+        OVERWRITTEN,
         WIDEST,
     ),
     _wide(
@@ -242,7 +243,7 @@ ORDER = (
         "                    release_dout();",
         "issue_dv(n);\n                    release_dout();\n"
         "                    sm90::wgmma_wait<0>();",
-        _OVERWRITTEN,
+        OVERWRITTEN,
     ),
     _wide(
         "Q released before dK is complete",
@@ -250,7 +251,7 @@ ORDER = (
             "sm90::wgmma_wait<1>();",
             "release(&storage.q_empty[step.stage()]);",
         ),
-        _OVERWRITTEN,
+        OVERWRITTEN,
     ),
     _wide(
         "V released before the last dP is complete",
@@ -261,14 +262,14 @@ ORDER = (
             _FIRST_OF_LOOP_OF_KEYS
             + "                        if (left == 2) release(&storage.v_empty);\n",
         ).removesuffix(_RELEASE_V),
-        _OVERWRITTEN,
+        OVERWRITTEN,
     ),
     _simulator(
         "V, which one warpgroup reads, awaited from both",
         _MAINLOOP,
         "sm90::barrier_init(&storage.v_empty, Traits::kWide ? kWarps : kReaders);",
         "sm90::barrier_init(&storage.v_empty, kReaders);",
-        _DEADLOCK,
+        DEADLOCK,
         WIDE,
     ),
     _simulator(
@@ -276,7 +277,7 @@ ORDER = (
         _MAINLOOP,
         "init(&storage.k_full, 1, &storage.k_empty);",
         "init(&storage.k_full, 1, nullptr), sm90::barrier_init(&storage.k_empty, kWarps);",
-        f"{_OVERWRITTEN}|{_ARRIVES_TWICE}",
+        f"{OVERWRITTEN}|{ARRIVES_TWICE}",
         WIDE,
     ),
     _wide(
@@ -286,7 +287,7 @@ ORDER = (
         "                    release(&storage.k_empty);\n"
         + _LAST_DQ_OF_VALUES
         + "                    sm90::pin(rDv);\n",
-        _OVERWRITTEN,
+        OVERWRITTEN,
         WIDEST,
     ),
     _wide(
@@ -295,31 +296,31 @@ ORDER = (
         "                    release(&storage.k_empty);",
         "release(&storage.k_empty);\n                    run_step(n, head, std::false_type{});\n"
         "                    sm90::pin(rDk);",
-        _OVERWRITTEN,
+        OVERWRITTEN,
     ),
     _wide(
         "P of a tile's second step computed while S is under way",
         "next_visit();\n                        sm90::wgmma_wait<0>();",
         "next_visit();",
-        _IN_FLIGHT,
+        IN_FLIGHT,
     ),
     _wide(
         "P computed while S is under way",
         "                                          rDq);\n                sm90::wgmma_wait<0>();",
         "                                          rDq);",
-        _IN_FLIGHT,
+        IN_FLIGHT,
     ),
     _wide(
         "dS computed while dP is under way",
         "(params, head, visit, rDq);\n                sm90::wgmma_wait<0>();",
         "(params, head, visit, rDq);",
-        _IN_FLIGHT,
+        IN_FLIGHT,
     ),
     _wide_numerics(
         "dQ added to the sums while it is under way",
         "sm90::wgmma_wait<kNext>();",
         "sm90::wgmma_wait<kNext + 1>();",
-        report=_OVERWRITTEN,
+        report=OVERWRITTEN,
     ),
 )
 NUMBERS = (
@@ -344,7 +345,7 @@ NUMBERS = (
         "dV of P and Q",
         "tKrP, storage.dout[dout.stage()],",
         "tKrP, storage.q[step.stage()],",
-        report=_OVERWRITTEN,
+        report=OVERWRITTEN,
     ),
     _wide_numerics(
         "dV stored as dK", "this->store_dv(params, tKrDv);", "this->store_dk(params, tKrDv);"
@@ -385,7 +386,7 @@ NUMBERS = (
         _LAST_DQ_OF_VALUES,
         "                    ds.advance();\n",
         WIDEST,
-        _DEADLOCK,
+        DEADLOCK,
     ),
     _wide_numerics(
         "dQ of both CTAs from the same columns of the own keys",
@@ -405,7 +406,7 @@ NUMBERS = (
         "if (queue.counter == nullptr) return",
         "return",
         "numerics/late",
-        f"{_DEADLOCK}|outside",
+        f"{DEADLOCK}|outside",
         WIDE,
     ),
     Mutant(
@@ -414,7 +415,7 @@ NUMBERS = (
         "index = other.next[slot];",
         "index = other.next[numbers.before().stage()];",
         "numerics/late",
-        f"{_DEADLOCK}|outside",
+        f"{DEADLOCK}|outside",
         WIDE,
     ),
     _numerics(
