@@ -178,7 +178,8 @@ class FwdConfig:
         """Dynamic shared memory per CTA in bytes: Q, then ``stages`` buffers each of K and V.
 
         The sm90 class adds its barriers, 8 bytes each, and the descriptions of tiles, 84 bytes
-        each, and rounds up to its alignment.
+        each, and rounds up to its alignment. CTAs that plan for themselves ask for their plan
+        beside (``CtaPlan`` of ``cta_plan.h``).
         """
         tiles = 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
         if self.arch == 80:
@@ -195,9 +196,10 @@ class FwdConfig:
 # Queries of a backward kernel's tile divide this: kRowStatsMultiple of flash.h.
 ROW_STATS_MULTIPLE = 128
 
-# Keys of a tile of the sm90 class's backward, and queries of a step, by head dimension. With 64
-# queries each warpgroup computes half of dQ's columns, in whole pages of shared memory; with 128
-# half of its rows. dK and dV of 128 keys exceed the registers above d = 128.
+# Keys of a CTA of the sm90 class's backward, and queries of a step, by head dimension. With 128
+# queries each warpgroup computes half of dQ's rows; with 64 half of its columns, in whole pages of
+# shared memory. Above d = 128 dK and dV of 128 keys exceed the registers: two CTAs make a cluster,
+# and half of the columns are of each, divided by its warpgroups.
 SM90_BWD_TILES = {
     **{32: (128, 128), 64: (128, 128), 96: (128, 64)},
     **{128: (128, 64), 192: (64, 64), 256: (64, 64)},
@@ -355,10 +357,12 @@ class BwdConfig:
     def smem_bytes(self) -> int:
         """Dynamic shared memory in bytes per CTA of the kernel that asks for most.
 
-        Each has the two tiles that it owns and ``stages`` buffers of the two that it visits; that
-        of dK and dV has the statistics of the visited rows, too, 8 bytes each. The sm90 class adds
-        two buffers of dS, one of dQ at d 96 and 128, zeros behind K at d = 96, P above 128 in
-        32 bits, its barriers and the descriptions of tiles, and rounds up.
+        Each has the two tiles that it owns and ``stages`` buffers of the two that it visits, at
+        d = 256 in the sm90 class one of dO; that of dK and dV has the statistics of the visited
+        rows, too, 8 bytes each. The sm90 class adds two buffers of dS, one of dQ at d 96 and 128,
+        zeros behind K at d = 96; above 128 P in 32 bits and, of the cluster's other CTA, half of
+        K's columns and two buffers of dS; its barriers and the descriptions of tiles, and rounds
+        up.
         """
 
         def tiles(tile: BwdTile) -> int:

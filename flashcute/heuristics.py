@@ -169,9 +169,8 @@ _SM90_CACHE_TILES = {
 _DECODING_ROWS = 128
 
 # What a tile costs beside its key blocks, in keys: its first loads, its epilogue, and the softmax
-# that no other block's products hide. What a block costs more that the mask cuts. And how much of
-# the longest tile's time goes by, where CTAs steal work, while SMs fall idle. Fitted with the
-# speeds.
+# that no other block's products hide. What a block costs more that the mask cuts. And for how
+# much of the longest tile's time SMs fall idle where CTAs steal work. Fitted with the speeds.
 _TILE_OVERHEAD_KEYS = 170
 _MASKED_BLOCK = 0.4
 _TAIL = 0.2
@@ -430,9 +429,10 @@ MAX_SPLITS = 256  # kMaxSplits of flash.h
 def splits(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> tuple[int, int, int]:
     """``num_splits``, ``split_blocks`` and ``split_ctas`` of ``flash.h`` for a problem.
 
-    Lengths in a cache are known on the device only. The plan makes parts of about equal length,
-    whatever sequence they are of, and as few of them as keep all CTAs busy. A number that is
-    asked for splits a sequence by its own length alone.
+    Lengths in a cache are known on the device only. The plan makes parts of about equal length, as
+    few as keep all SMs busy, in the sm80 class all CTAs that fit; and none where a head's only tile
+    has more than 16 rows and whole ones keep 0.45 to 1 of these busy (``part_blocks`` of
+    ``plan_segments.h``). A number that is asked for splits a sequence by its own length alone.
     """
     if problem.num_splits < 0 or problem.dropout:
         return 1, 1, 0

@@ -241,7 +241,7 @@ MUTANTS = (
     _numerics(
         "infinite P behind the last key",
         _SCHEDULER,
-        "(tile.m_block + 1) * kTileN > seqlen_k",
+        "(tile.m_block + 1) * kTileKeys > seqlen_k",
         "false",
         _FULL,
     ),

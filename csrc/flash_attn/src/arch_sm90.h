@@ -1,5 +1,5 @@
-// Hopper's instructions, one function each: mbarriers, named barriers, TMA, register reallocation,
-// reductions.
+// Hopper's instructions, one function each: mbarriers, clusters, named barriers, register
+// reallocation, TMA, cp.async, reductions.
 // With wgmma_sm90.h the only inline PTX of the sm90 class; the simulator has headers of its own in
 // their place. PTX ISA section in brackets.
 #pragma once
@@ -35,7 +35,7 @@ CUTE_DEVICE void barrier_init(Barrier *barrier, uint32_t arrivals) {
                  "r"(arrivals));
 }
 
-// Makes initialised barriers visible to the copies of the asynchronous proxy.
+// Makes initialised barriers visible to the copies of the asynchronous proxy and to the cluster.
 CUTE_DEVICE void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }

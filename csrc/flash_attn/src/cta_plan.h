@@ -32,8 +32,8 @@ struct CtaPlan {
                                           ? (C.stages == 4 && C.warps == 8 && C.min_ctas == 1) ||
                                                 (C.warps == 4 && C.min_ctas <= 2)
                                           : C.paged;
-    // Tiles of three warpgroups are for more queries. In the sm90 class the plan lies behind all
-    // else in shared memory, in the sm80 class where Q comes later.
+    // Larger tiles are for more queries. In the sm90 class the plan lies behind all else in shared
+    // memory, in the sm80 class where Q comes later.
     static constexpr int kTileBytes = 2 * C.head_dim * (C.tile_m + 2 * C.stages * C.tile_n);
     static constexpr bool kFits =
         kOfCaches && C.tile_m <= 128 && C.min_ctas * (kTileBytes + 16384) <= 228 * 1024;

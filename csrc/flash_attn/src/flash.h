@@ -41,7 +41,7 @@ struct FwdConfig {
 struct BwdTile {
     int32_t rows;      // that a CTA owns
     int32_t step;      // rows of the other side per main loop step
-    int32_t warps;     // MMA warps per CTA, each owning rows / warps rows
+    int32_t warps;     // MMA warps per CTA, each owning rows / warps rows; sm90: 16 rows
     int32_t stages;    // buffers in shared memory of what a step loads: 1 or 2
     int32_t min_ctas;  // CTAs per SM that the register budget must allow
 };
@@ -103,7 +103,9 @@ struct Flash_fwd_params {
     const int32_t *cu_seqlens_k_ptr;  // (b + 1); null in a cache, perhaps
     const int32_t *seqused_q_ptr;     // (b); null: all
     const int32_t *seqused_k_ptr;     // (b); null: all
-    void *plan_ptr;  // flash::WorkPlan, written by Flash_kernel::plan; null: a dense batch
+    // flash::WorkPlan, written by Flash_kernel::plan; where launch's CTAs plan for themselves, they
+    // write the positions of split tiles there and no more. Null: a dense batch.
+    void *plan_ptr;
 
     // A cache (is_cache), of a ragged batch: k and v are (num_pages, seqlen_k, h_k, d), and
     // sequence i has rows [leftpad_k[i], seqused_k[i] + seqlen_new) of entry cache_batch_idx[i].
@@ -129,7 +131,8 @@ struct Flash_fwd_params {
     const void *q_unrotated_ptr;  // (b, seqlen_q, h, d)
 
     // Workspace of tiles whose keys are split: each part writes float32 rows of its own, which a
-    // further kernel merges. Aligned to 16 bytes; null with num_splits 1.
+    // further kernel or the CTA of the last part merges. Aligned to 16 bytes; null with num_splits
+    // 1.
     float *o_partial_ptr;    // (grid heads, partial_rows, d)
     float *lse_partial_ptr;  // (grid heads, partial_rows)
 
@@ -163,7 +166,8 @@ struct Flash_fwd_params {
     // A ragged batch's tiles are split along the keys into at most num_splits parts, 1 to
     // kMaxSplits, of split_blocks key blocks at least. How a sequence is split then depends on its
     // own lengths alone. split_ctas > 0: into fewer, longer parts, as few as keep so many CTAs
-    // busy.
+    // busy, in the sm90 class one an SM. Not at all where sequences have one tile for each head, of
+    // more than kMostRowsMerged rows, and whole ones keep 0.45 to 1 of these CTAs busy.
     int32_t num_splits, split_blocks, split_ctas;
 
     // MaskKind::local: query i sees keys [i + seqlen_k - seqlen_q - window_left,
@@ -266,7 +270,7 @@ struct Kernel_description {
     const char *name;     // the configuration's name, as config.py spells it
     int32_t threads;      // per CTA
     int32_t smem_bytes;   // dynamic shared memory per CTA
-    int32_t tile_m;       // query rows per CTA, from which the host derives the grid
+    int32_t tile_m;       // query rows per CTA, from which the host derives the number of tiles
     int32_t dq_accum;     // floats of dq_accum_ptr for each row of queries; 0: not used
     // Enqueues the kernel, or the kernels of a backward, on `stream` (a cudaStream_t) of the
     // current device; returns a cudaError_t.

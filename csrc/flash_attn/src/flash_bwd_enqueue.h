@@ -13,7 +13,8 @@
 namespace flash {
 
 // A grid without CTAs is nothing to do. kDependent: the kernel may start while the one before it
-// still runs, up to its cudaGridDependencySynchronize().
+// still runs, up to its cudaGridDependencySynchronize(). kCluster: CTAs of a cluster, of which the
+// grid has a whole number.
 template <auto *kKernel, bool kDependent = false, int kCluster = 1, class... Arguments>
 cudaError_t enqueue_bwd(int64_t ctas, int threads, int smem_bytes, void *stream,
                         Arguments const &...arguments) {

@@ -60,7 +60,8 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     config.blockDim = dim3(Traits::kThreads);
     config.dynamicSmemBytes = CtaPlan<C>::suits(*params) ? kSmemBytes : Traits::kSmemBytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    // May start while the kernel before is still running, up to its producers' wait.
+    // May start while the kernel before is still running, up to the wait of its producers or, where
+    // CTAs plan, of all threads.
     cudaLaunchAttribute dependent{};
     dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     dependent.val.programmaticStreamSerializationAllowed = 1;

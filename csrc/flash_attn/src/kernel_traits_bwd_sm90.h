@@ -48,7 +48,7 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kLoadRegisters = kWide ? 40 : 24;
     static constexpr int kMmaRegisters = (3 * 168 - kLoadRegisters) / 2;
 
-    // Under a mask, and in a ragged batch, tiles differ in length, and CTAs steal work.
+    // Under a mask, and in a ragged batch, tiles differ in length, and CTAs or clusters steal work.
     static constexpr bool kWorkStealing = C.mask != MaskKind::none || C.varlen;
 
     // Pages of 64 columns (128 bytes) where that makes whole ones, else of 32, as in the forward.
@@ -57,7 +57,8 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kPages = kHeadDim / kSmemRow;
 
     // S^T = K Q^T and dP^T = V dO^T of 64 keys: the accumulators of a warpgroup are A operands of
-    // its dV += P^T dO and dK += dS^T Q.
+    // its dV += P^T dO and dK += dS^T Q. Above d = 128 each warpgroup has one of the two, of the
+    // same keys.
     using WarpgroupLayout =
         std::conditional_t<kWide, Layout<Shape<_1, _1, _1>>, Layout<Shape<_2, _1, _1>>>;
     using TiledMmaS =
@@ -68,9 +69,9 @@ struct KernelTraitsBwdSm90 {
     CUTE_HOST_DEVICE static constexpr int first_thread(int warpgroup) {
         return kWide ? 0 : warpgroup * 128;
     }
-    // dQ = dS K, a sum over all keys of the CTA: each warpgroup computes 64 queries or, where a
-    // step has no more, half of the columns, in whole pages of K: at d = 96 two of three, and for
-    // the other warpgroup the third and a page of zeros behind the tensor.
+    // dQ = dS K, a sum over all keys of the tile. Each warpgroup, above d = 128 each CTA, computes
+    // 64 queries or, where a step has no more, half of the columns, in whole pages of K: at d = 96
+    // two of three, and for the other warpgroup the third and a page of zeros behind the tensor.
     static constexpr bool kDqByRows = kTileM == 128;
     static constexpr int kDqColumns =
         kDqByRows ? kHeadDim : ceil_div(kHeadDim / 2, kSmemRow) * kSmemRow;
@@ -82,14 +83,15 @@ struct KernelTraitsBwdSm90 {
         std::conditional_t<kDqByRows, Layout<Shape<_2, _1, _1>>, Layout<Shape<_1, _1, _1>>>>;
     using TiledMmaDq = TiledMmaDqOf<kDqColumns>;
 
-    // A warpgroup's columns of dQ that are not zeros behind the tensor.
+    // A warpgroup's columns of dQ, above d = 128 a CTA's, that are not zeros behind the tensor.
     CUTE_HOST_DEVICE static constexpr int dq_columns(int warpgroup) {
         if constexpr (kColumnsK == kHeadDim) {
             return kDqColumns;
         }
         return warpgroup == 0 ? kDqColumns : kHeadDim - kDqColumns;
     }
-    // Where a warp's sums of dQ begin among those of a step. There are 16 rows of them.
+    // Where a warp's sums of dQ begin among those of a step. There are 16 rows of them. warp:
+    // above d = 128 as if a CTA had one warpgroup, whose columns its two divide.
     CUTE_HOST_DEVICE static constexpr int dq_begin(int warp) {
         if constexpr (kColumnsK == kHeadDim) {
             return warp * 16 * kDqColumns;

@@ -59,7 +59,7 @@ struct KernelTraitsSm90 {
     static_assert(kLoadRegisters <= kLaunchRegisters && kLaunchRegisters <= kMmaRegisters);
 
     // Under a mask the tiles of a dense batch differ in length, and CTAs steal work; otherwise CTA
-    // i takes every gridDim.x-th tile. A launch with a plan always steals.
+    // i takes every gridDim.x-th tile. With a plan they steal, too.
     static constexpr bool kWorkStealing = C.mask != MaskKind::none;
 
     // Each warpgroup owns 64 query rows: a row's scores stay within four lanes. Q K^T takes Q's

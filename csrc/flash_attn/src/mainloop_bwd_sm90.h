@@ -100,8 +100,9 @@ struct MainloopBwdSm90 {
         sm90::fence_barrier_init();
     }
 
-    // Loads in the order of use, as far ahead as buffers are free. Run by one thread, which also
-    // keeps the order of kernels, as in the forward.
+    // Loads as far ahead as buffers are free, in the order of use, but above d = 128 a tile's K
+    // behind V and dO, as its buffers are free last. Run by one thread, which also keeps the order
+    // of kernels, as in the forward.
     struct Producer {
         TensorMapsBwdSm90 const &maps;
         SharedStorage &storage;
@@ -239,13 +240,13 @@ struct MainloopBwdSm90 {
         }
     };
 
-    // One MMA warpgroup. But for run() and what it issues, that of mainloop_bwd_wide_sm90.h, too.
+    // One MMA warpgroup. That of mainloop_bwd_wide_sm90.h has a run() and an issue_dq() of its own.
     struct Consumer {
         SharedStorage &storage;
         int const warpgroup;
         int const thread;  // among all MMA threads
         int const rank;    // in the cluster
-        RingSteps step;    // of Q and of dO
+        RingSteps step;    // of Q and, up to d = 128, of dO
         RingDs ds;
         RingTiles tiles;
         uint32_t own_parity = 0;

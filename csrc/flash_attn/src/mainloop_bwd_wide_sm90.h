@@ -14,7 +14,6 @@
 
 #include <arch_sm90.h>
 
-#include <cute/algorithm/tuple_algorithms.hpp>
 #include <cute/tensor.hpp>
 #include <type_traits>
 
@@ -118,7 +117,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             });
         }
 
-        // Adds a part of dQ to the sums. Scores of the next step, if any, are under way meanwhile.
+        // Adds a part of dQ to the sums, and tells the other CTA that its dS has been read. S or dP
+        // of the next step, if there is one, is under way meanwhile.
         template <class Part, bool kNext, class Acc>
         CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, int head, int visit, Acc &rDq) {
             sm90::wgmma_wait<kNext>();

@@ -202,7 +202,8 @@ struct MainloopFwdSm90 {
             if (follows()) return take();
             WorkTile tile;
             if (params.plan_ptr == nullptr) tile = get_tile(params, queue, plan(), index);
-            // No thread touches global memory before: the others wait for their first tile.
+            // No thread touches global memory before: the others wait for their first tile, or all
+            // have waited here already to make a plan.
             cudaGridDependencySynchronize();
             if (params.plan_ptr != nullptr) {
                 queue.tiles = planned_tiles(params, plan());

@@ -20,14 +20,15 @@ template <class Traits>
 struct MergeParts {
     static constexpr FwdConfig C = Traits::kConfig;
     using Merge = Combine<C>;
-    // One consumer has registers to spare. A window leaves few keys to split. Tiles with many rows
-    // are left to a kernel of many CTAs.
+    // Kernels whose CTAs plan have at most two CTAs an SM; their consumer, if it is one, has
+    // registers to spare. A window leaves few keys to split.
     static constexpr bool kCan = CtaPlan<C>::kFits && C.warps == 4 && C.mask != MaskKind::local;
     // Parts of a row in flight: one latency for most tiles. Where rows have 8 sums and more, these
     // take the registers.
     static constexpr int kAhead = Merge::kGroups < 8 ? 16 : 4;
     static constexpr int kRound = cute::max(kAhead, int(Merge::kGroups));
 
+    // Tiles with many rows are left to a kernel of many CTAs.
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
         return kCan && params.num_splits > 1 && CtaPlan<C>::suits(params) &&
                num_rows(params, params.seqlen_q) <= kMostRowsMerged &&

@@ -127,8 +127,8 @@ cudaError_t make_tensor_map_kv(CUtensorMap &map, Flash_fwd_params const &params,
                                int rows) {
     MapSizes const sizes = kv_sizes<Traits>(params);
     BoxFormat format = box_format<Traits>();
-    // Keys that are read once leave L2 first, maybe before the next box wants the other half of 256
-    // bytes.
+    // Keys that are read once leave L2 first, but for those of pages, maybe before the next box
+    // wants the other half of 256 bytes.
     if (reads_keys_once<Traits::kConfig>(params)) {
         format.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
     }

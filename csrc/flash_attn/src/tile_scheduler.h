@@ -95,20 +95,20 @@ struct TileScheduler {
     }
 };
 
-// Which tiles a CTA of a persistent launch computes: CTA i begins with tile i. With a counter CTAs
-// steal work, each taking the next tile that no other has; without one CTA i takes every
-// gridDim.x-th.
+// Which tiles a worker of a persistent launch computes, which is a CTA or, in a backward above
+// d = 128, a cluster: worker i begins with tile i. With a counter workers steal work, each taking
+// the next tile that no other has; without one each takes every workers-th.
 struct TileQueue {
     int tiles;
-    int group;          // grid heads, for tile_in_group
-    unsigned *counter;  // tiles taken beyond the first of each CTA; null: no work stealing
+    int group;          // heads whose tiles are scheduled together: heads_in_group()
+    unsigned *counter;  // tiles taken beyond the first of each worker; null: no work stealing
     // Of the parts of each split tile that are stored; null: a kernel merges them.
     unsigned *arrivals;
 
-    // The counter resets itself: each of the launch's CTAs ends with a number that stands for no
-    // tile, so `tiles` numbers are drawn in all, and the draw of the last one sets it to 0.
+    // The number of the worker's tile after tile `index`. The counter resets itself: each worker
+    // that had a tile ends with a number that stands for none, so `tiles` numbers are drawn in all,
+    // and the draw of the last one sets it to 0.
     CUTE_DEVICE int next(int index) const { return next(index, static_cast<int>(gridDim.x)); }
-    // Of workers that are CTAs or clusters.
     CUTE_DEVICE int next(int index, int workers) const {
         if (counter == nullptr) {
             return index + workers;

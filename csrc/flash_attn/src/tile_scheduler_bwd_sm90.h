@@ -1,4 +1,5 @@
-// From a flat index to a tile of keys, for the persistent CTAs of the sm90 class's backward.
+// From a flat index to a tile of keys, for the persistent CTAs or, above d = 128, clusters of the
+// sm90 class's backward.
 #pragma once
 
 #include <cute/config.hpp>
@@ -15,13 +16,13 @@ namespace flash {
 // Of a ragged batch by a plan.
 template <class Traits>
 struct TileSchedulerBwdSm90 {
-    static constexpr int kTileN = Traits::kTileKeys;  // of a cluster
-    using Info = BlockInfo<Traits::kMask, Traits::kTileM, kTileN>;
+    static constexpr int kTileKeys = Traits::kTileKeys;  // of a CTA or cluster
+    using Info = BlockInfo<Traits::kMask, Traits::kTileM, kTileKeys>;
     static constexpr bool kVarlen = Traits::kVarlen;
     // What the plan is of.
     static constexpr int kArch = Traits::kConfig.arch;
     static constexpr DType kDtype = Traits::kConfig.dtype;
-    static constexpr int kRows = kTileN;
+    static constexpr int kRows = kTileKeys;
     static constexpr bool kOfKeys = true;
 
     CUTE_HOST_DEVICE static BlockRange blocks(Flash_fwd_params const &params,
@@ -30,7 +31,7 @@ struct TileSchedulerBwdSm90 {
     }
 
     CUTE_HOST_DEVICE static int num_n_blocks(Flash_bwd_params const &params) {
-        return (params.seqlen_k + kTileN - 1) / kTileN;
+        return (params.seqlen_k + kTileKeys - 1) / kTileKeys;
     }
     // Of a ragged batch the upper bound.
     CUTE_HOST_DEVICE static int64_t num_tiles(Flash_bwd_params const &params) {
@@ -43,14 +44,15 @@ struct TileSchedulerBwdSm90 {
     }
 
     // Key heads whose tiles are scheduled together, so that under a causal mask the launch ends
-    // with short ones. What their query heads read and add up must stay in L2.
-    CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int sms) {
+    // with short ones. What their query heads read and add up must stay in L2. workers: CTAs or
+    // clusters that run at a time.
+    CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers) {
         constexpr int64_t kL2Bytes = 32 << 20;  // of the 50 MB an H100 or H200 has
         constexpr int64_t kWaves = 3;
         int64_t const bytes =  // Q and dO, 16 bits each, and the sums of dQ
             int64_t(params.h_h_k_ratio) * params.seqlen_q * (4 * params.d + 4 * Traits::kHeadDim);
         int64_t const tiles = cute::max(num_n_blocks(params), 1);
-        int64_t const wanted = (kWaves * sms + tiles - 1) / tiles;
+        int64_t const wanted = (kWaves * workers + tiles - 1) / tiles;
         int64_t const in_l2 = kL2Bytes / cute::max(bytes, int64_t(1));
         int64_t const all = int64_t(params.b) * params.h_k;
         return static_cast<int>(cute::max(cute::min(cute::min(wanted, in_l2), all), int64_t(1)));
@@ -100,7 +102,7 @@ struct TileSchedulerBwdSm90 {
         tile.blocks = blocks(params, tile);
         // Behind the last key P may be infinite, and 0 times it NaN: such a tile masks every step.
         int const seqlen_k = kVarlen ? tile.seqlen_k : params.seqlen_k;
-        if ((tile.m_block + 1) * kTileN > seqlen_k) {
+        if ((tile.m_block + 1) * kTileKeys > seqlen_k) {
             tile.blocks.unmasked = tile.blocks.left = 0;
         }
     }

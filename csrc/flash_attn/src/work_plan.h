@@ -1,5 +1,5 @@
 // The plan of a ragged batch (varlen), whose sequences' lengths are known on the device only: what
-// flash_plan_kernel.h writes and the tile scheduler reads.
+// flash_plan_kernel.h writes, and how tiles are read from it and from that of cta_plan.h.
 #pragma once
 
 #include <cstddef>
@@ -63,8 +63,8 @@ CUTE_HOST_DEVICE PlanIndex key_heads_last(int count, int ratio, int index) {
     int const within = index - head_k * count * ratio;
     return {within / ratio, head_k * ratio + within % ratio};
 }
-// Of keys and values that are read once all heads of a token are: they are neighbours in memory,
-// which reads pieces of 256 bytes far apart more slowly (docs/facts.md).
+// Where keys and values are read once, all grid heads of a tile are neighbours: so are their rows
+// in memory, which reads pieces of 256 bytes far apart more slowly (docs/facts.md).
 CUTE_HOST_DEVICE PlanIndex key_heads_first(int heads, int index) {
     return {index / heads, index % heads};
 }

@@ -30,8 +30,8 @@ struct BlockRange {
 
 struct WorkTile {
     int m_block;   // of the rows of this (batch, head); < 0: no tile is left
-    int head;      // in the tile grid: a query head, or a key head whose query heads are packed
-    int batch;     // 0 in a ragged batch
+    int head;      // in the grid: a query head; of packed heads, and of tiles of keys, a key head
+    int batch;     // in a ragged batch 0, in its backward the sequence
     int head_q;    // the query head, or the first of the packed ones
     int head_k;    // the key head
     int row_q;     // of q and o, and
@@ -42,7 +42,7 @@ struct WorkTile {
     BlockRange blocks;
     // Of the workspace, where the tile is a part of a split one: its sequence's first row there.
     int partial_row = -1;
-    int part = 0, parts = 1;  // then it is this one of so many
+    int part = 0, parts = 1;  // then, where CTAs may plan, it is this one of so many
 
     CUTE_HOST_DEVICE bool in_sequence() const { return seqlen_k >= 0; }
     CUTE_HOST_DEVICE bool is_part() const { return partial_row >= 0; }
