@@ -269,7 +269,7 @@ struct Kernel_description {
     int32_t params_size;  // == sizeof(Params)
     const char *name;     // the configuration's name, as config.py spells it
     int32_t threads;      // per CTA
-    int32_t smem_bytes;   // dynamic shared memory per CTA
+    int32_t smem_bytes;   // dynamic shared memory per CTA, without a plan of its own (sm90)
     int32_t tile_m;       // query rows per CTA, from which the host derives the number of tiles
     int32_t dq_accum;     // floats of dq_accum_ptr for each row of queries; 0: not used
     // Enqueues the kernel, or the kernels of a backward, on `stream` (a cudaStream_t) of the

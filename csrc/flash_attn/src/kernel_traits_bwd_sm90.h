@@ -100,9 +100,9 @@ struct KernelTraitsBwdSm90 {
     }
 
     // Each warp adds its dQ to the sums by a bulk reduction from shared memory, as the threads' own
-    // reductions would still be under way at the fence of the next dS, which waits for them. Not at
-    // d = 64: there that is 1 to 5 % slower on an H200. Nor above 128, where shared memory has
-    // no room.
+    // reductions would still be under way at the fence of the next dS, which waits for them. Not up
+    // to d = 64: there it is 1 to 5 % slower on an H200. Nor above 128, where shared memory has no
+    // room.
     static constexpr bool kBulkDq = kHeadDim > 64 && !kWide;
 
     using SmemAtom = std::conditional_t<kSmemRow == 64, sm90::GMMA::Layout_K_SW128_Atom<Element>,

@@ -1,5 +1,6 @@
-// The loop of the backward on wgmma and TMA. A CTA owns keys and visits blocks of queries, of all
-// query heads of its key head; each MMA warpgroup owns 64 of the keys:
+// The loop of the backward on wgmma and TMA; above d = 128 the consumers' is that of
+// mainloop_bwd_wide_sm90.h. A CTA owns keys and visits blocks of queries, of all query heads of its
+// key head; each MMA warpgroup owns 64 of the keys:
 //
 //   S^T = K Q^T, dP^T = V dO^T, P = exp(S - LSE), dS = P * (dP - D), D of preprocess
 //   dV += P^T dO, dK += dS^T Q      per warpgroup, in registers

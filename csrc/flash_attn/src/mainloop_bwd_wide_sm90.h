@@ -5,11 +5,11 @@
 //
 //   warpgroup 0:  S^T = K Q^T, P = exp(S - LSE), to the other one; dV += P^T dO
 //   warpgroup 1:  dP^T = V dO^T, dS = P * (dP - D), to shared memory; dK += dS^T Q
-//   both:         dQ = dS K, of the CTA's columns half each (at d = 192 32 and 64), added to the
+//   both:         dQ = dS K, of the CTA's columns half each, at d = 192 32 and 64, added to the
 //                 sums in global memory
 //
 // P^T and dS^T are A operands as they come out, in registers. The first warpgroup is ahead and
-// computes its part of dQ a step later, so that it waits for no dS.
+// computes its part of dQ a step later, when dS is there as a rule.
 #pragma once
 
 #include <arch_sm90.h>

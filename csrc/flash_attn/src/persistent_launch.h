@@ -1,4 +1,5 @@
-// What the launch of a persistent kernel asks of the device: its SMs, and a counter of tiles.
+// What the launch of a persistent kernel asks of the device: its SMs, and counters of tiles and of
+// stored parts.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -15,8 +15,9 @@ namespace flash {
 struct BlockRange {
     int count;     // of all visits
     int unmasked;  // of the last ones, to blocks that every row sees whole
-    int begin;     // the leftmost block; 0 but for MaskKind::local
-    int left;      // blocks cut on the left, where there are whole ones; 0 but for MaskKind::local
+    // 0 but for MaskKind::local and tiles of keys:
+    int begin;  // the leftmost block
+    int left;   // blocks cut on the left, where there are whole ones
 
     template <MaskKind kMask>
     CUTE_HOST_DEVICE int block(int visit) const {
