@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from asked import Asked, Gpu
 from test_checks_kvcache import CACHE, CASES, arguments
 from test_checks_kvcache import Case as OddCase
 
@@ -97,6 +98,22 @@ class Problem:
     places: list[tuple[torch.Tensor, torch.Tensor]]  # of all tokens, in the cache
 
 
+def room_of(case: Case, rng: random.Random) -> int:
+    return max(case.lengths) + case.seqlen_new + rng.choice((1, 40))
+
+
+def kernels_of(case: Case, gpu: Gpu) -> set:
+    """Those that the case uses."""
+    room, dtype = room_of(case, random.Random(case.seed)), DTYPES[case.d]
+    if case.page_size:
+        room = -(-room // case.page_size) * case.page_size
+    sizes = len(case.lengths), case.seqlen_q, room, case.h, case.h_k, case.d
+    scores = {"softcap" if dtype == torch.float16 else "alibi": case.scores}
+    of_cache = {"cache": True, "page_size": case.page_size, "num_splits": case.num_splits}
+    asked = Asked(dtype, *sizes, case.causal, case.window_size, **scores, **of_cache)
+    return asked.forward(gpu)
+
+
 def make(case: Case) -> Problem:
     generator = torch.Generator("cuda").manual_seed(case.seed)
     rng, dtype, b = random.Random(case.seed), DTYPES[case.d], len(case.lengths)
@@ -107,7 +124,7 @@ def make(case: Case) -> Problem:
     def int32(numbers) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device="cuda")
 
-    room = max(case.lengths) + case.seqlen_new + rng.choice((1, 40))
+    room = room_of(case, rng)
     page_size = case.page_size or room
     columns = -(-room // page_size)
     pages = b * columns + 2
@@ -179,6 +196,7 @@ def options_of(case: Case) -> dict[str, object]:
     return options
 
 
+@torch.no_grad()
 def check(case: Case) -> str | None:
     """What is wrong with this case; None if nothing is."""
     problem, options = make(case), options_of(case)
@@ -237,8 +255,7 @@ def _built_kernels() -> None:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_kvcache(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
     seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
-    with torch.no_grad():
-        failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
+    failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
     count_cases(f"caches of class {kernel_class}", CASES_PER_CHUNK)
     assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
 
