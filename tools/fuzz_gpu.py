@@ -36,9 +36,11 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "tests/cuda", "to
 FIRST_SEED = 100_000  # beyond those of the tests
 CHUNK = 8  # cases that a process gets at once
 GRACE_S = 10  # for cases that run at the time limit
+OTHERS_S = 5  # that a case waits for the memory of others
 START_S = 300  # for a process to load torch and the binding
 LINE_S = 15  # between lines about the progress
-MEMORY = 0.9  # of the GPU's, for all processes
+MEMORY = 0.9  # of the GPU's, that processes keep between cases
+PEAK = 3  # times its share of that a process may take meanwhile
 NICE = 5  # compilers go before: no case runs without its kernels
 
 
@@ -119,19 +121,21 @@ def make_plan(args: argparse.Namespace, families: Mapping[str, Family], gpu) -> 
 
 
 def _run_case(family: Family, seed: int) -> str | None:
-    """What is wrong with it; raises what leaves the GPU's context broken."""
+    """What is wrong with it."""
     import torch
 
     case = family.function(family.make)(seed)
     check = family.function(family.check)
-    with contextlib.suppress(torch.OutOfMemoryError):
-        return check(case)
-    torch.cuda.empty_cache()  # of blocks that fit no case any more
+    for _ in range(OTHERS_S):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return check(case)
+        torch.cuda.empty_cache()
+        time.sleep(1)
     return check(case)
 
 
 def work(
-    tasks: connection.Connection, families: Mapping[str, Family], fraction: float, nice: int
+    tasks: connection.Connection, families: Mapping[str, Family], share: float, nice: int
 ) -> None:
     """A process: takes (group, seeds), returns (seed, what is wrong, seconds) of each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
@@ -146,7 +150,8 @@ def work(
     if torch.cuda.is_available():
         ops.load()
         of_class = conditions.class_of_kernels
-        torch.cuda.set_per_process_memory_fraction(fraction)
+        torch.cuda.set_per_process_memory_fraction(min(PEAK * share, 1.0))
+        share *= torch.cuda.get_device_properties(0).total_memory
         for dtype in (torch.float64, torch.float16, torch.bfloat16):  # loads torch's own kernels
             x = torch.ones(64, 64, device="cuda", dtype=dtype)
             (x @ x).sum().item()
@@ -167,6 +172,8 @@ def work(
                             torch.cuda.synchronize()  # raises where no kernel runs here any more
                     else:
                         tasks.send((seed, failure, time.monotonic() - start))
+            if torch.cuda.is_available() and torch.cuda.memory_reserved() > share:
+                torch.cuda.empty_cache()
 
 
 def build(results: connection.Connection, specs: Sequence[tuple], jobs: int | None) -> None:
@@ -193,8 +200,11 @@ def build(results: connection.Connection, specs: Sequence[tuple], jobs: int | No
     results.send((len(missing), "missing"))
     with ThreadPoolExecutor(jobs or builds.default_jobs()) as pool:
         pool.submit(jit.load_binding)  # every process waits for it
-        for done in as_completed([pool.submit(make, index) for index in missing]):
-            results.send(done.result())
+        try:
+            for done in as_completed([pool.submit(make, index) for index in missing]):
+                results.send(done.result())
+        except BrokenPipeError:  # the parent was killed
+            pool.shutdown(cancel_futures=True)
 
 
 @dataclasses.dataclass
