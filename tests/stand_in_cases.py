@@ -6,11 +6,12 @@ import dataclasses
 import os
 import time
 
+import fuzz_gpu
 import torch
 
 from flashcute import heuristics
 
-WRONG, ODD, DEAD, SILENT = 3, 5, 7, 9
+WRONG, ODD, DEAD, SILENT, BROKEN = 3, 5, 7, 9, 11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,9 @@ def check(case: Case) -> str | None:
         return f"{case}: wrong"
     if case.seed == ODD:
         raise ValueError("odd")
+    if case.seed == BROKEN:
+        fuzz_gpu._is_broken = lambda: True  # of this process
+        raise RuntimeError("an illegal memory access was encountered")
     if case.seed == DEAD:
         os._exit(4)
     if case.seed == SILENT:

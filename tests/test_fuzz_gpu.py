@@ -16,7 +16,7 @@ import fuzz_gpu
 import pytest
 from asked import Gpu
 from on_cpu import on_cpu
-from stand_in_cases import DEAD, ODD, SILENT, WRONG
+from stand_in_cases import BROKEN, DEAD, ODD, SILENT, WRONG
 
 FAMILIES = {
     "some": fuzz_gpu.Family("stand_in_cases"),
@@ -61,16 +61,17 @@ def test_all_well(run, capsys):
 
 
 def test_a_case_that_fails_stops_no_other(run, capsys):
-    """Be it wrong, raise, end its process or never end; each in each class."""
+    """Be it wrong, raise, break or end its process, or never end; each in each class."""
     status, results = run("--families", "some", "--cases", "30", "--case-seconds", "6")
     assert status == 1
     for arch in ("80", "90"):
         found = results["families"][f"some, class {arch}"]
-        assert (found["cases"], found["failures"], found["not_run"]) == (30, 4, 0)
+        assert (found["cases"], found["failures"], found["not_run"]) == (30, 5, 0)
         failures = {x["seed"]: x for x in results["failures"] if x["class"] == arch}
-        assert failures.keys() == {WRONG, ODD, DEAD, SILENT}
+        assert failures.keys() == {WRONG, ODD, DEAD, SILENT, BROKEN}
         assert failures[WRONG]["failure"] == "Case(seed=3, d=64): wrong"
         assert failures[ODD]["failure"] == "Case(seed=5, d=64): ValueError: odd"
+        assert "RuntimeError: an illegal memory" in failures[BROKEN]["failure"]
         assert failures[DEAD]["failure"] == "Case(seed=7, d=64): the process ended (4)"
         assert failures[SILENT]["failure"] == "Case(seed=9, d=64): nothing for 6 s"
     alone = f"--families some --classes 80 --first-seed {WRONG} --cases 1 --workers 1"

@@ -41,6 +41,7 @@ START_S = 300  # for a process to load torch and the binding
 LINE_S = 15  # between lines about the progress
 MEMORY = 0.9  # of the GPU's, that processes keep between cases
 PEAK = 3  # times its share of that a process may take meanwhile
+BROKEN = "broken"
 NICE = 5  # compilers go before: no case runs without its kernels
 
 
@@ -134,10 +135,23 @@ def _run_case(family: Family, seed: int) -> str | None:
     return check(case)
 
 
+def _is_broken() -> bool:
+    """Whether no kernel runs in this process any more."""
+    import torch
+
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def work(
     tasks: connection.Connection, families: Mapping[str, Family], share: float, nice: int
 ) -> None:
-    """A process: takes (group, seeds), returns (seed, what is wrong, seconds) of each."""
+    """A process: takes (group, seeds), returns (seed, what is wrong, seconds) of each, or BROKEN
+    where a case leaves it unable to run the others."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.nice(nice)
     import conditions
@@ -168,8 +182,9 @@ def work(
                         case = families[name].function(families[name].make)(seed)
                         failure = f"{case}: {type(error).__name__}: {error}"
                         tasks.send((seed, failure, time.monotonic() - start))
-                        if torch.cuda.is_available():
-                            torch.cuda.synchronize()  # raises where no kernel runs here any more
+                        if _is_broken():
+                            tasks.send(BROKEN)
+                            return
                     else:
                         tasks.send((seed, failure, time.monotonic() - start))
             if torch.cuda.is_available() and torch.cuda.memory_reserved() > share:
@@ -314,6 +329,10 @@ class Fuzzer:
                 self._replace(worker, f"the process ended ({worker.process.exitcode})")
             elif message is None:
                 worker.left = []
+            elif message == BROKEN:
+                self.ready[worker.group].extendleft(reversed(worker.left))
+                worker.left = []
+                self._replace(worker, BROKEN)
             else:
                 self._count(worker, *message)
 
@@ -354,7 +373,7 @@ class Fuzzer:
         """What ran is a failure, if anything did; what it had not started, others do."""
         self.workers.remove(worker)
         worker.process.kill()
-        worker.process.join()
+        worker.process.join(GRACE_S)  # it may wait for the driver
         worker.tasks.close()
         if worker.left is None:
             raise SystemExit(f"fuzz_gpu: {why} before it took a case; see its messages above")
@@ -381,7 +400,7 @@ class Fuzzer:
         for worker in self.workers:
             worker.process.kill()
         for process in (builder, *(worker.process for worker in self.workers)):
-            process.join()
+            process.join(GRACE_S)
 
     def results(self) -> dict[str, object]:
         groups = sorted({group for group, _ in self.lacking})

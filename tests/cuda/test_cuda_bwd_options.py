@@ -16,7 +16,7 @@ from test_cuda_bwd import KEY_STYLES
 
 from flashcute import flash_attn_func, jit, testing
 
-CHUNKS = 10
+CHUNKS = 6
 CASES_PER_CHUNK = 50
 NAMES = ("dq", "dk", "dv", "dsinks")
 SEQLENS = (1, 2, 16, 33, 64, 65, 127, 128, 129, 200, 257, 500, 777)
@@ -135,7 +135,7 @@ def test_sampling_covers_the_options() -> None:
         sum(case.deterministic for case in scored),
         sum(case.causal and case.seqlen_q > case.seqlen_k for case in scored),
     ):
-        assert seen >= 30
+        assert seen >= 20
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
