@@ -11,6 +11,7 @@ import sys
 import time
 
 import check_gpu
+import fuzz_gpu
 import pytest
 
 from flashcute import __main__ as main
@@ -162,6 +163,18 @@ def test_a_benchmark_measures_what_its_result_is_called(phase, result, points, r
     assert [len(point) for point in wanted] == [rows] * points
     assert options.json == tmp_path / result
     assert (options.sustained, options.time_limit) == (1.0, 75.0)
+
+
+def test_seeded_cases_end_before_their_phase(tmp_path):
+    args = check_gpu.parse(["--out", str(tmp_path), "--fuzz=--families kvcache --cases 7"])
+    name, *made = check_gpu.PHASES["fuzz"].command(args, 100.0)
+    options = fuzz_gpu.parse(made, fuzz_gpu.FAMILIES)
+    assert (name, options.seconds) == ("tools/fuzz_gpu.py", 75.0)
+    assert (options.json, options.families, options.cases) == (
+        tmp_path / "fuzz.json",
+        ["kvcache"],
+        7,
+    )
 
 
 def test_a_progress_bar_shows_as_one_line(tmp_path):

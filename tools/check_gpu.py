@@ -6,6 +6,7 @@
     python tools/check_gpu.py --out build/gpu --phases build models --bench=--sustained
     python tools/check_gpu.py --out build/gpu --phases build sanitize
     python tools/check_gpu.py --out build/gpu --phases test-all
+    python tools/check_gpu.py --phases fuzz --fuzz="--families kvcache --cases 5000"
     python tools/check_gpu.py --phases bwd-build bwd-64 bwd-128 bwd-32 bwd-96 bwd-192 bwd-256
 
 Each phase is a process of its own with a time limit and a log under the output folder. A phase that
@@ -98,6 +99,12 @@ def _bench(name: str, *arguments: str) -> Callable[[argparse.Namespace, float], 
     return command
 
 
+def _fuzz(args: argparse.Namespace, seconds: float) -> list[str]:
+    limit = ["--seconds", str(round(max(1.0, seconds - 25)))]
+    out = ["--json", str(args.out / "fuzz.json")]
+    return ["tools/fuzz_gpu.py", *out, *limit, *shlex.split(args.fuzz)]
+
+
 def _sanitize(args: argparse.Namespace, seconds: float) -> list[str]:
     return ["tools/sanitize.py", "--out", str(args.out), "--time-limit", str(round(seconds - 5))]
 
@@ -137,6 +144,8 @@ PHASES = {
     "generation": Phase(400, _generation, 2000, default=False),
     # What `make test` leaves out, where there are processors enough: every kernel that ships.
     "test-all": Phase(500, _test_all, 1000, default=False),
+    # Thousands of seeded cases of some families; most kernels that they use do not ship.
+    "fuzz": Phase(240, _fuzz, 6000, default=False),
     # Not by default: the tool may be missing, or the driver may not permit it.
     "sanitize": Phase(400, _sanitize, 4000, default=False),
 }
@@ -214,6 +223,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=pathlib.Path, help="folder of all-MiniLM-L6-v2")
     parser.add_argument("--pytest", default="", help="more arguments for the tests")
     parser.add_argument("--bench", default="", help="more arguments for every benchmark")
+    parser.add_argument("--fuzz", default="", help="more arguments for tools/fuzz_gpu.py")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     args.limits = _limits(args.limit)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-import warnings
 
+import conditions
 import pytest
 import torch
 from reporting import CASES, DESELECTED
 
-from flashcute import heuristics, jit, ops, support
+from flashcute import heuristics, jit, support
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, FwdConfig
 from flashcute.jit import kernels
 
@@ -96,33 +96,15 @@ def backward_kernels() -> None:
 
 
 @pytest.fixture(params=["80", "90"])
-def kernel_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Runs a test on each class; the binding forgets what it chose for the other."""
+def kernel_class(request: pytest.FixtureRequest):
+    """Runs a test on each class."""
     if request.param == "90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no GPU of compute capability 9.0")
-    ops.load()
-    set_resolver = ops._keep_alive[0].flashcute_set_resolver
-    monkeypatch.setenv("FLASHCUTE_ARCH", request.param)
-    set_resolver(ops._resolve)
-    yield request.param
-    set_resolver(ops._resolve)
+    with conditions.class_of_kernels(request.param):
+        yield request.param
 
 
 @pytest.fixture
-def poisoned_outputs(monkeypatch: pytest.MonkeyPatch):
-    """Fresh tensors hold NaN instead of leftovers, so that an element never written shows. torch
-    fills them where it is asked to be deterministic; gradients are as if it were not, so that the
-    sm90 class computes them."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*deterministic"
-            )  # the reference's operators
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = before
+def poisoned_outputs():
+    with conditions.outputs_of_nan():
+        yield

@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from asked import Asked, Gpu
 from layouts import STYLES, nan_surrounded
 
 from flashcute import autograd, flash_attn_func, heuristics, jit, oracles, testing
@@ -110,6 +111,13 @@ def gradients(inputs, dout, dlse, **options) -> dict[str, torch.Tensor]:
     outputs, given = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     found = torch.autograd.grad(outputs, inputs, given)
     return dict(zip(("dq", "dk", "dv", "dsinks"), found, strict=False))
+
+
+def kernels_of(case: Case, gpu: Gpu) -> set:
+    """Those that the case uses."""
+    sizes = case.b, case.seqlen_q, case.seqlen_k, case.h, case.h_k, case.d
+    asked = Asked(case.dtype, *sizes, case.causal, case.window_size)
+    return asked.forward(gpu) | asked.backward(gpu)
 
 
 def check(case: Case) -> str | None:

@@ -15,11 +15,12 @@ import random
 
 import pytest
 import torch
+from asked import Gpu
 from sanitize import computed_by
 from scores import Scores
 from test_cuda_bwd import check_that_nothing_else_is_written
-from test_cuda_bwd_varlen import BUT_DQ, HOSTILE, NAMES, bounds_of, check, lengths_of
-from test_cuda_varlen import Case, make_case, starts
+from test_cuda_bwd_varlen import BUT_DQ, HOSTILE, NAMES, check, lengths_of
+from test_cuda_varlen import Case, asked_of, bounds_of, make_case, starts
 
 from flashcute import heuristics, jit, testing
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, BwdConfig
@@ -147,6 +148,27 @@ def case_of(config: BwdConfig, seed: int) -> Case:
         scores=Scores(),
         styles=tuple(rng.choice(STYLES) for _ in range(3)),
     )
+
+
+def drawn(seed: int) -> Case:
+    """A case of any of the kernels."""
+    return case_of(CONFIGS[seed // 2 % len(CONFIGS)], seed)
+
+
+def config_of(case: Case) -> BwdConfig:
+    """The kernel of a case that is drawn."""
+    return ragged(CONFIGS[case.seed // 2 % len(CONFIGS)])
+
+
+def kernels_of(case: Case, gpu: Gpu) -> set:
+    """Those that such a case uses: with the mask that its lengths leave."""
+    chosen = asked_of(case).backward(gpu)
+    return {dataclasses.replace(config_of(case), mask=config.mask) for config in chosen}
+
+
+def check_drawn(case: Case) -> str | None:
+    """What is wrong with such a case; None if nothing is."""
+    return check(case, BUT_DQ, functools.partial(by_operator, config_of(case)))
 
 
 @each

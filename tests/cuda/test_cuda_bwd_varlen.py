@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
 import scores
 import test_cuda_varlen as ragged
 import torch
+from asked import Gpu
 from test_cuda_varlen import (
     Case,
     _built_kernels_of_both_classes,  # noqa: F401 - of the forward, used here, too
+    asked_of,
+    bounds_of,
     make_case,
     make_qkv,
     rows_in_use,
@@ -105,15 +109,21 @@ def gradients(case: Case, leaves, dout, dlse, options) -> dict[str, torch.Tensor
     return dict(zip(NAMES, torch.autograd.grad(outputs, leaves, given), strict=False))
 
 
-def bounds_of(case: Case) -> list[int]:
-    sides = case.used_q or case.lengths_q, case.used_k or case.lengths_k
-    return [max(side, default=0) + case.slack for side in sides]
+def kernels_of(case: Case, gpu: Gpu) -> set:
+    """Those that the case uses; half of the cases are deterministic."""
+    asked = dataclasses.replace(asked_of(case), deterministic=case.seed % 2 == 1)
+    return asked.forward(gpu) | asked.backward(gpu)
 
 
 def check(
-    case: Case, repeatable: Sequence[str] = NAMES, compute: Callable = gradients
+    case: Case, repeatable: Sequence[str] | None = None, compute: Callable = gradients
 ) -> str | None:
-    """What is wrong with this case; None if nothing is. repeatable: what must repeat bitwise."""
+    """What is wrong with this case; None if nothing is.
+
+    repeatable: what must repeat bitwise; of every other case dq, too, unless it is given.
+    """
+    if repeatable is None:
+        repeatable = NAMES if case.seed % 2 else BUT_DQ
     leaves, dout, dlse = make_leaves(case)
     generator = torch.Generator("cuda").manual_seed(case.seed)
     b = len(case.lengths_q)
@@ -163,8 +173,7 @@ def test_sampling_covers_the_options() -> None:
 def test_gradients(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
     """Half of them are deterministic."""
     seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
-    found = [check(make_case(seed), NAMES if seed % 2 else BUT_DQ) for seed in seeds]
-    failures = [failure for failure in found if failure]
+    failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
     count_cases("gradients of ragged batches", CASES_PER_CHUNK)
     assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
 

@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from asked import Asked, Gpu
 from layouts import STYLES, nan_surrounded
 
 import flashcute
@@ -73,9 +74,16 @@ def make_inputs(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, to
     )
 
 
-def check(case: Case, device: str) -> str | None:
+def kernels_of(case: Case, gpu: Gpu) -> set:
+    """Those that the case uses."""
+    sizes = case.b, case.seqlen_q, case.seqlen_k, case.h, case.h_k, case.d
+    return Asked(case.dtype, *sizes, case.causal, (-1, -1)).forward(gpu)
+
+
+@torch.no_grad()
+def check(case: Case) -> str | None:
     """What is wrong with this case; None if nothing is."""
-    q, k, v = make_inputs(case, device)
+    q, k, v = make_inputs(case, "cuda")
     options = {"causal": case.causal, "softmax_scale": case.softmax_scale}
     out, lse, _ = flashcute.flash_attn_func(q, k, v, return_attn_probs=True, **options)
     if out.dtype != q.dtype or out.shape != q.shape:
@@ -112,10 +120,7 @@ def test_sampling_covers_the_grid() -> None:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_grid(chunk: int, poisoned_outputs, count_cases) -> None:
-    failures = []
-    with torch.no_grad():
-        for seed in range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK):
-            if failure := check(make_case(seed), "cuda"):
-                failures.append(failure)
+    seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
+    failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
     count_cases("grid", CASES_PER_CHUNK)
     assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)

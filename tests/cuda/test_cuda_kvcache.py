@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from asked import Asked, Gpu
 from test_checks_kvcache import CACHE, CASES, arguments
 from test_checks_kvcache import Case as OddCase
 
@@ -87,14 +88,37 @@ def make_case(seed: int) -> Case:
 
 @dataclasses.dataclass
 class Problem:
-    """Arguments, and by sequence what they say: keys and values without padding, appended ones
-    included, and the rotated queries."""
+    """Arguments, and what they say.
+
+    Attributes:
+        q: The rotated queries.
+        tokens: Keys and values, (total, h_k, d), of one sequence after the other, without padding,
+            appended ones included.
+        counts: Of each sequence.
+        places: Of all of them in the cache: entry or page, and row of it.
+    """
 
     arguments: dict[str, object]
     q: torch.Tensor
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    places: list[tuple[torch.Tensor, torch.Tensor]]  # of all tokens, in the cache
+    tokens: tuple[torch.Tensor, torch.Tensor]
+    counts: list[int]
+    places: tuple[torch.Tensor, torch.Tensor]
+
+
+def room_of(case: Case, rng: random.Random) -> int:
+    return max(case.lengths) + case.seqlen_new + rng.choice((1, 40))
+
+
+def kernels_of(case: Case, gpu: Gpu) -> set:
+    """Those that the case uses."""
+    room, dtype = room_of(case, random.Random(case.seed)), DTYPES[case.d]
+    if case.page_size:
+        room = -(-room // case.page_size) * case.page_size
+    sizes = len(case.lengths), case.seqlen_q, room, case.h, case.h_k, case.d
+    scores = {"softcap" if dtype == torch.float16 else "alibi": case.scores}
+    of_cache = {"cache": True, "page_size": case.page_size, "num_splits": case.num_splits}
+    asked = Asked(dtype, *sizes, case.causal, case.window_size, **scores, **of_cache)
+    return asked.forward(gpu)
 
 
 def make(case: Case) -> Problem:
@@ -107,7 +131,7 @@ def make(case: Case) -> Problem:
     def int32(numbers) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device="cuda")
 
-    room = max(case.lengths) + case.seqlen_new + rng.choice((1, 40))
+    room = room_of(case, rng)
     page_size = case.page_size or room
     columns = -(-room // page_size)
     pages = b * columns + 2
@@ -115,7 +139,8 @@ def make(case: Case) -> Problem:
     cache = [torch.full((*shape, case.d), torch.nan, device="cuda", dtype=dtype) for _ in "kv"]
     if case.heads_first:
         cache = [x.transpose(1, 2) for x in cache]
-    order = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed)).cuda()
+    # Indices are made on the host: of 40 sequences they are hundreds of small operations.
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed))
     table = order[: b * columns].view(b, columns)
     arguments = {"cache_seqlens": int32(case.lengths), "num_splits": case.num_splits}
     pads = [rng.randint(0, n) if case.leftpad else 0 for n in case.lengths]
@@ -123,12 +148,11 @@ def make(case: Case) -> Problem:
         arguments["cache_leftpad"] = int32(pads)
     if case.page_size:
         used = [-(-(n + case.seqlen_new) // page_size) for n in case.lengths]
-        garbage = [rng.choice((-1, pages, LARGE, SMALL)) for _ in range(columns)]
-        arguments["block_table"] = torch.stack(
-            [torch.cat((x[:n], int32(garbage)[n:])) for x, n in zip(table.int(), used, strict=True)]
-        )
+        garbage = torch.tensor([rng.choice((-1, pages, LARGE, SMALL)) for _ in range(columns)])
+        rows = [torch.cat((x[:n], garbage[n:])) for x, n in zip(table, used, strict=True)]
+        arguments["block_table"] = torch.stack(rows).int().cuda()
     else:
-        arguments["cache_batch_idx"] = table[:, 0].int()
+        arguments["cache_batch_idx"] = table[:, 0].int().cuda()
 
     q, new = randn(b, case.seqlen_q, case.h, case.d), None
     if case.seqlen_new:
@@ -136,7 +160,8 @@ def make(case: Case) -> Problem:
         arguments |= dict(zip("kv", new, strict=True))
     rotated = q
     if case.rotary_dim:
-        angles = 6.3 * torch.rand(columns * page_size, case.rotary_dim // 2, device="cuda")
+        sizes = columns * page_size, case.rotary_dim // 2
+        angles = 6.3 * torch.rand(sizes, device="cuda", generator=generator)
         tables = angles.cos().to(dtype), angles.sin().to(dtype)
         arguments |= dict(zip(("rotary_cos", "rotary_sin"), tables, strict=True))
         arguments["rotary_interleaved"] = case.interleaved
@@ -149,21 +174,19 @@ def make(case: Case) -> Problem:
             rotated = flat.view_as(q)
         new[0] = apply_rotary_emb(new[0], *tables, case.interleaved, seqlen_offsets=offsets)
 
-    problem = Problem(arguments, rotated, [], [], [])
-    for i, (n, pad) in enumerate(zip(case.lengths, pads, strict=True)):
-        token = torch.arange(pad, n + case.seqlen_new, device="cuda")
-        place = table[i, token // page_size], token % page_size
-        tokens = [randn(n - pad, case.h_k, case.d) for _ in "kv"]
-        before = place[0][: n - pad], place[1][: n - pad]
-        for x, values in zip(cache, tokens, strict=True):
-            x[before] = values
+    spans = [range(pad, n + case.seqlen_new) for n, pad in zip(case.lengths, pads, strict=True)]
+    token = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+    sequence = torch.arange(b).repeat_interleave(torch.tensor([len(span) for span in spans]))
+    places = table[sequence, token // page_size].cuda(), (token % page_size).cuda()
+    is_new = token >= torch.tensor(case.lengths)[sequence]
+    before, appended = (x.nonzero().flatten().cuda() for x in (~is_new, is_new))
+    tokens = tuple(randn(len(token), case.h_k, case.d) for _ in "kv")
+    for i, (x, values) in enumerate(zip(cache, tokens, strict=True)):
+        x[places[0][before], places[1][before]] = values[before]
         if new is not None:
-            tokens = [torch.cat((x, y[i])) for x, y in zip(tokens, new, strict=True)]
-        problem.keys.append(tokens[0])
-        problem.values.append(tokens[1])
-        problem.places.append(place)
+            values[appended] = new[i].flatten(0, 1)
     arguments |= {"q": q, "k_cache": cache[0], "v_cache": cache[1]}
-    return problem
+    return Problem(arguments, rotated, tokens, [len(span) for span in spans], places)
 
 
 def options_of(case: Case) -> dict[str, object]:
@@ -179,13 +202,15 @@ def options_of(case: Case) -> dict[str, object]:
     return options
 
 
+@torch.no_grad()
 def check(case: Case) -> str | None:
     """What is wrong with this case; None if nothing is."""
     problem, options = make(case), options_of(case)
     caches = [problem.arguments[name] for name in ("k_cache", "v_cache")]
     out, lse = flash_attn_with_kvcache(**problem.arguments, **options, return_softmax_lse=True)
     slopes = options.pop("alibi_slopes", None)
-    for i, (keys, values) in enumerate(zip(problem.keys, problem.values, strict=True)):
+    split = (x.split(problem.counts) for x in problem.tokens)
+    for i, (keys, values) in enumerate(zip(*split, strict=True)):
         one = problem.q[i : i + 1], keys[None], values[None]
         if slopes is not None:
             options["alibi_slopes"] = slopes[i] if slopes.dim() == 2 else slopes
@@ -193,15 +218,12 @@ def check(case: Case) -> str | None:
             testing.check_forward(out[i : i + 1], lse[i : i + 1], *one, **options)
         except AssertionError as error:
             return f"{case}: sequence {i}: {error}"
-        # A fused multiply-add rounds once.
-        of_keys = 2**-7 if case.rotary_dim else 0
-        for x, expected, rtol in zip(caches, (keys, values), (of_keys, 0), strict=True):
-            got = x[problem.places[i]]
-            if not torch.allclose(got, expected, rtol=rtol, atol=rtol / 4):
-                return f"{case}: sequence {i}: the cache holds something else"
-    for x in caches:
-        for places in problem.places:
-            x[places] = torch.nan
+    # A fused multiply-add rounds once.
+    of_keys = 2**-7 if case.rotary_dim else 0
+    for x, expected, rtol in zip(caches, problem.tokens, (of_keys, 0), strict=True):
+        if not torch.allclose(x[problem.places], expected, rtol=rtol, atol=rtol / 4):
+            return f"{case}: the cache holds something else"
+        x[problem.places] = torch.nan
         if not x.isnan().all():
             return f"{case}: written where nothing belongs"
     return None
@@ -237,8 +259,7 @@ def _built_kernels() -> None:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_kvcache(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
     seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
-    with torch.no_grad():
-        failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
+    failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
     count_cases(f"caches of class {kernel_class}", CASES_PER_CHUNK)
     assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
 

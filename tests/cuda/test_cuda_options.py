@@ -8,6 +8,7 @@ import random
 import pytest
 import scores
 import torch
+from asked import Asked, Gpu
 from layouts import STYLES, nan_surrounded
 
 from flashcute import dropout, flash_attn_func, heuristics, jit, ops, testing
@@ -63,6 +64,17 @@ def make_case(seed: int) -> Case:
     )
 
 
+def asked_of(case: Case) -> Asked:
+    sizes = case.b, case.seqlen_q, case.seqlen_k, case.h, case.h_k, case.d
+    return Asked(case.dtype, *sizes, case.causal, case.window_size, *case.scores.asked)
+
+
+def kernels_of(case: Case, gpu: Gpu) -> set:
+    """Those that the case uses."""
+    return asked_of(case).forward(gpu)
+
+
+@torch.no_grad()
 def check(case: Case) -> str | None:
     """What is wrong with this case; None if nothing is."""
     rng = random.Random(case.seed)
@@ -134,8 +146,7 @@ def test_sampling_covers_the_options() -> None:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_options(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
     seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
-    with torch.no_grad():
-        failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
+    failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
     count_cases(f"options of class {kernel_class}", CASES_PER_CHUNK)
     assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
 

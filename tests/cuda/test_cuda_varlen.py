@@ -9,6 +9,7 @@ import random
 import pytest
 import scores
 import torch
+from asked import Asked, Gpu
 from layouts import STYLES, nan_surrounded
 
 import flashcute
@@ -107,6 +108,25 @@ def make_qkv(case: Case) -> list[torch.Tensor]:
     return tensors
 
 
+def bounds_of(case: Case) -> list[int]:
+    sides = case.used_q or case.lengths_q, case.used_k or case.lengths_k
+    return [max(side, default=0) + case.slack for side in sides]
+
+
+def asked_of(case: Case) -> Asked:
+    totals = (sum(side) for side in (case.lengths_q, case.lengths_k))
+    sizes = (n + behind for n, behind in zip(totals, case.behind, strict=True))
+    heads = case.h, case.h_k, case.d
+    options = case.causal, case.window_size, *case.scores.asked, tuple(bounds_of(case))
+    return Asked(case.dtype, len(case.lengths_q), *sizes, *heads, *options)
+
+
+def kernels_of(case: Case, gpu: Gpu) -> set:
+    """Those that the case uses."""
+    return asked_of(case).forward(gpu)
+
+
+@torch.no_grad()
 def check(case: Case) -> str | None:
     """What is wrong with this case; None if nothing is."""
     q, k, v = make_qkv(case)
@@ -121,10 +141,7 @@ def check(case: Case) -> str | None:
         for name, x in (("seqused_q", case.used_q), ("seqused_k", case.used_k))
     }
     cu_q, cu_k = (starts(x, case.index) for x in (case.lengths_q, case.lengths_k))
-    bounds = [
-        max(x, default=0) + case.slack
-        for x in (case.used_q or case.lengths_q, case.used_k or case.lengths_k)
-    ]
+    bounds = bounds_of(case)
     torch.manual_seed(case.seed)
     dropout_p = case.scores.dropout_p
     out, lse, dmask = flash_attn_varlen_func(
@@ -203,8 +220,7 @@ def test_sampling_covers_the_options() -> None:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_varlen(chunk: int, kernel_class: str, poisoned_outputs, count_cases) -> None:
     seeds = range(chunk * CASES_PER_CHUNK, (chunk + 1) * CASES_PER_CHUNK)
-    with torch.no_grad():
-        failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
+    failures = [failure for seed in seeds if (failure := check(make_case(seed)))]
     count_cases(f"ragged batches of class {kernel_class}", CASES_PER_CHUNK)
     assert not failures, f"{len(failures)} of {CASES_PER_CHUNK}:\n" + "\n".join(failures)
 

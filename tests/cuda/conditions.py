@@ -1,0 +1,51 @@
+"""What seeded cases run under on a GPU: one kernel class, and outputs that hold NaN."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+
+from flashcute import ops
+
+
+def choosing(name: str) -> contextlib.AbstractContextManager:
+    """Kernels of this class, ``"80"`` or ``"90"``, are chosen."""
+    return mock.patch.dict(os.environ, FLASHCUTE_ARCH=name)
+
+
+@contextlib.contextmanager
+def class_of_kernels(name: str) -> Iterator[None]:
+    """Calls take kernels of this class; the binding forgets what it chose for the other."""
+    ops.load()
+    set_resolver = ops._keep_alive[0].flashcute_set_resolver
+    with choosing(name):
+        set_resolver(ops._resolve)
+        try:
+            yield
+        finally:
+            set_resolver(ops._resolve)
+
+
+@contextlib.contextmanager
+def outputs_of_nan() -> Iterator[None]:
+    """Fresh tensors hold NaN instead of leftovers, so that an element never written shows. torch
+    fills them where it is asked to be deterministic; gradients are as if it were not, so that the
+    sm90 class computes them."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    with (
+        mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: False),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message=".*deterministic")  # the reference's operators
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+            torch.utils.deterministic.fill_uninitialized_memory = before

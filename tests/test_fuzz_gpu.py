@@ -1,0 +1,159 @@
+"""The tool that runs seeded cases by the thousand, on cases of the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import conditions
+import fuzz_gpu
+import pytest
+from asked import Gpu
+from on_cpu import on_cpu
+from stand_in_cases import BROKEN, DEAD, ODD, SILENT, WRONG
+
+FAMILIES = {
+    "some": fuzz_gpu.Family("stand_in_cases"),
+    "well": fuzz_gpu.Family("stand_in_cases", check="check_all_well", classes=("90",)),
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """``run(*arguments) -> (exit status, results)``, with a compiler that writes what nobody loads;
+    ``nvcc``: what it does first."""
+
+    def run(*arguments, nvcc=""):
+        compiler = tmp_path / "bin" / "nvcc"
+        compiler.parent.mkdir(exist_ok=True)
+        compiler.write_text(
+            f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\n{nvcc}\n'
+            'while [ "$1" != -o ]; do shift; done; echo > "$2"\n'
+        )
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        monkeypatch.setenv("FLASHCUTE_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.setattr(fuzz_gpu, "gpu_of_machine", Gpu)
+        place = tmp_path / "results" / "fuzz.json"
+        arguments = ("--workers", "2", "--first-seed", "0", "--json", str(place), *arguments)
+        status = fuzz_gpu.main(arguments, FAMILIES)
+        return status, json.loads(place.read_text())
+
+    return run
+
+
+def test_all_well(run, capsys):
+    status, results = run("--families", "well", "--cases", "30")
+    assert status == 0 and results["failures"] == []
+    found = results["families"]["well, class 90"]
+    assert (found["cases"], found["failures"], found["not_run"]) == (30, 0, 0)
+    assert results["kernels"] == results["kernels_missing_at_start"] == 2
+    assert {"commit", "torch", "python"} <= results["machine"].keys()
+    out = capsys.readouterr().out
+    assert "well         class 90:     30 cases,    2 kernels, 0 of them backwards" in out
+    assert "well, class 90: 30 cases, 0 failures\n" in out
+
+
+def test_a_case_that_fails_stops_no_other(run, capsys):
+    """Be it wrong, raise, break or end its process, or never end; each in each class."""
+    status, results = run("--families", "some", "--cases", "30", "--case-seconds", "6")
+    assert status == 1
+    for arch in ("80", "90"):
+        found = results["families"][f"some, class {arch}"]
+        assert (found["cases"], found["failures"], found["not_run"]) == (30, 5, 0)
+        failures = {x["seed"]: x for x in results["failures"] if x["class"] == arch}
+        assert failures.keys() == {WRONG, ODD, DEAD, SILENT, BROKEN}
+        assert failures[WRONG]["failure"] == "Case(seed=3, d=64): wrong"
+        assert failures[ODD]["failure"] == "Case(seed=5, d=64): ValueError: odd"
+        assert "RuntimeError: an illegal memory" in failures[BROKEN]["failure"]
+        assert failures[DEAD]["failure"] == "Case(seed=7, d=64): the process ended (4)"
+        assert failures[SILENT]["failure"] == "Case(seed=9, d=64): nothing for 6 s"
+    alone = f"--families some --classes 80 --first-seed {WRONG} --cases 1 --workers 1"
+    assert f"Case(seed=3, d=64): wrong\npython tools/fuzz_gpu.py {alone}\n" in (
+        capsys.readouterr().out
+    )
+    status, results = run(*alone.split())
+    assert status == 1 and [x["seed"] for x in results["failures"]] == [WRONG]
+
+
+def test_cases_of_some_head_dimensions(capsys):
+    arguments = ("--families", "well", "--cases", "12", "--head-dims", "128", "--dry-run")
+    assert fuzz_gpu.main(arguments, FAMILIES) == 0
+    assert "12 cases,    1 kernels" in capsys.readouterr().out
+
+
+def test_a_kernel_that_is_not_built_stops_the_cases_that_use_it(run, capsys):
+    status, results = run("--families", "well", "--cases", "30", nvcc="exit 3")
+    assert status == 1 and len(results["kernels_not_built"]) == 2
+    found = results["families"]["well, class 90"]
+    assert (found["cases"], found["failures"], found["not_run"]) == (15, 0, 15)
+    assert "NOT BUILT: flashcute: building" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_was_done_is_kept(interrupted, run, monkeypatch, tmp_path):
+    """At the time limit, or interrupted. The compilers are ended."""
+
+    def end(self, fuzzer):
+        if fuzzer.cases.total() == 15:  # those that need no kernel
+            fuzzer.args.seconds = 0.0
+            if interrupted:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(fuzz_gpu.Progress, "__call__", end)
+    pids = tmp_path / "pids"
+    arguments = "--families", "well", "--cases", "30", "--jobs", "2"
+    status, results = run(*arguments, nvcc=f"echo $$ >> {pids}; exec sleep 300")
+    assert status == (128 + signal.SIGINT if interrupted else 0)
+    found = results["families"]["well, class 90"]
+    assert (found["cases"], found["failures"], found["not_run"]) == (15, 0, 15)
+    left = {int(pid) for pid in pids.read_text().split()}
+    deadline = time.monotonic() + 30
+    while left and time.monotonic() < deadline:
+        left = {pid for pid in left if os.path.exists(f"/proc/{pid}")}
+    assert not left
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    with pytest.raises(SystemExit, match="expected a GPU"):
+        fuzz_gpu.main(["--cases", "1"])
+    assert fuzz_gpu.main(["--cases", "30", "--families", "kvcache", "--dry-run"]) == 0
+    assert "kvcache      class 90:     30 cases" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", fuzz_gpu.FAMILIES)
+def test_a_family_runs_on_the_cpu(name):
+    """What each draws is checked, and right there; its kernels are known."""
+    family = fuzz_gpu.FAMILIES[name]
+    make, check, kernels_of = map(family.function, (family.make, family.check, "kernels_of"))
+    cases = [make(seed) for seed in range(fuzz_gpu.FIRST_SEED, fuzz_gpu.FIRST_SEED + 8)]
+    if name == "kvcache":  # on the CPU positions beyond the rotary tables are an error
+        cases = [case for case in cases if not case.rotary_dim or case.seqlen_q <= case.seqlen_new]
+        assert len(cases) >= 4
+    with on_cpu(), conditions.outputs_of_nan():
+        failures = [failure for case in cases if (failure := check(case))]
+    assert not failures
+    for case in cases:
+        with conditions.choosing("80"):
+            assert all(c.arch == 80 or name == "bwd_sm90" for c in kernels_of(case, Gpu()))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the binding needs g++")
+def test_the_kernels_that_are_built_are_those_that_the_binding_asks_for():
+    here = pathlib.Path(__file__).parent
+    folders = (here.parent, here, here / "cuda", here.parent / "tools")
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", str(here / "host_fuzz.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1].startswith("0 of "), run.stdout
