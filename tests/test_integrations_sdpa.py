@@ -417,6 +417,27 @@ def test_an_old_torch_is_refused_by_name(monkeypatch, name):
     flashcute.disable()  # nothing is there to be undone
 
 
+@pytest.mark.parametrize("version", ["2.16.0", "2.16.0.dev20270101+cu132", "3.0.0a0+git1"])
+def test_a_torch_that_was_not_tested_is_named(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.warns(UserWarning) as said:
+        flashcute.enable()
+        flashcute.enable()
+    assert sdpa.is_enabled()
+    flashcute.disable()
+    assert [f"torch {version} was not tested, the last was 2.15;" in str(x.message) for x in said]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.13.0", "2.14.1", "2.15.0+cpu"])
+def test_a_torch_that_was_tested_needs_no_warning(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flashcute.enable()
+    flashcute.disable()
+
+
 def test_a_torch_for_rocm_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.1")
     with pytest.raises(RuntimeError, match=r"for ROCm 7\.1"):

@@ -30,6 +30,7 @@ from ..features import VECTOR
 from . import raw
 
 _NAME = "flashcute"
+_LAST_TESTED = 2, 15  # tests/test_integrations_sdpa.py ran on each torch from 2.11 to this
 _NEEDED = (
     "register_flash_attention_impl",
     "activate_flash_attention_impl",
@@ -59,7 +60,8 @@ def enable() -> None:
     ``varlen_attn`` prefers cuDNN whatever that order is; choose with
     ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``.
 
-    Enabling twice is enabling once. :func:`disable` restores what was there before.
+    Enabling twice is enabling once. :func:`disable` restores what was there before. A torch later
+    than 2.15, the last one that this was tested on, gets a warning.
 
     Raises:
         RuntimeError: this torch is older than 2.11, whose registry cannot restore its own kernels,
@@ -69,6 +71,13 @@ def enable() -> None:
     with _lock:
         if attention.current_flash_attention_impl() == _NAME:
             return
+        major, minor = _LAST_TESTED
+        if tuple(map(int, torch.__version__.split(".")[:2])) > _LAST_TESTED:
+            warnings.warn(
+                f"flashcute.enable: torch {torch.__version__} was not tested, the last was "
+                f"{major}.{minor}; compare a result with flashcute.flash_attn_func's",
+                stacklevel=2,
+            )
         _replaced[:] = [attention.current_flash_attention_impl()]
         attention.register_flash_attention_impl(_NAME, register_fn=lambda: _Handle("CUDA"))
         attention.activate_flash_attention_impl(_NAME)
