@@ -46,7 +46,7 @@ CUDNN, FLASH, MATH = (
 
 
 def dispatch_tables():
-    return [torch._C._dispatch_dump(f"aten::{name}") for name in OPERATORS]
+    return [torch._C._dispatch_dump(f"aten::{name}") for name in (*OPERATORS, *sdpa._OTHERS)]
 
 
 @pytest.fixture
@@ -336,8 +336,12 @@ def test_enable_and_disable_change_the_cuda_kernels_and_restore_them():
     flashcute.enable()
     assert sdpa.is_enabled() and attention.current_flash_attention_impl() == "flashcute"
     during = dispatch_tables()
-    assert all(a != b for a, b in zip(before, during, strict=True))
-    assert all("CUDA: registered at" in table for table in during)
+    changed = [a != b for a, b in zip(before, during, strict=True)]
+    assert all(changed[: len(OPERATORS)])
+    # Of the other backends those that this torch has; math needs no CUDA.
+    here = [sdpa._own_kernel(name, key + "CUDA") is not None for name, key in sdpa._OTHERS.items()]
+    assert changed[len(OPERATORS) :] == here and here[-1]
+    assert all("CUDA: registered at" in table for table in during[: len(OPERATORS)])
     flashcute.disable()
     assert dispatch_tables() == before and not sdpa.is_enabled()
 
