@@ -46,7 +46,7 @@ CUDNN, FLASH, MATH = (
 
 
 def dispatch_tables():
-    return [torch._C._dispatch_dump(f"aten::{name}") for name in OPERATORS]
+    return [torch._C._dispatch_dump(f"aten::{name}") for name in (*OPERATORS, *sdpa._OTHERS)]
 
 
 @pytest.fixture
@@ -336,8 +336,12 @@ def test_enable_and_disable_change_the_cuda_kernels_and_restore_them():
     flashcute.enable()
     assert sdpa.is_enabled() and attention.current_flash_attention_impl() == "flashcute"
     during = dispatch_tables()
-    assert all(a != b for a, b in zip(before, during, strict=True))
-    assert all("CUDA: registered at" in table for table in during)
+    changed = [a != b for a, b in zip(before, during, strict=True)]
+    assert all(changed[: len(OPERATORS)])
+    # Of the other backends those that this torch has; math needs no CUDA.
+    here = [sdpa._own_kernel(name, key + "CUDA") is not None for name, key in sdpa._OTHERS.items()]
+    assert changed[len(OPERATORS) :] == here and here[-1]
+    assert all("CUDA: registered at" in table for table in during[: len(OPERATORS)])
     flashcute.disable()
     assert dispatch_tables() == before and not sdpa.is_enabled()
 
@@ -415,6 +419,27 @@ def test_an_old_torch_is_refused_by_name(monkeypatch, name):
     with pytest.raises(RuntimeError, match=expected):
         flashcute.enable()
     flashcute.disable()  # nothing is there to be undone
+
+
+@pytest.mark.parametrize("version", ["2.16.0", "2.16.0.dev20270101+cu132", "3.0.0a0+git1"])
+def test_a_torch_that_was_not_tested_is_named(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.warns(UserWarning) as said:
+        flashcute.enable()
+        flashcute.enable()
+    assert sdpa.is_enabled()
+    flashcute.disable()
+    assert [f"torch {version} was not tested, the last was 2.15;" in str(x.message) for x in said]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.13.0", "2.14.1", "2.15.0+cpu"])
+def test_a_torch_that_was_tested_needs_no_warning(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flashcute.enable()
+    flashcute.disable()
 
 
 def test_a_torch_for_rocm_is_refused(monkeypatch):

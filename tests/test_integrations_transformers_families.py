@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 import transformers
+from transformers import CompileConfig
 
 from flashcute.integrations import transformers as integration
 
@@ -241,24 +242,63 @@ def test_packed_sequences_may_be_given_by_their_ends(only_kernels, family):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def generated(family, implementation, ids, mask, **options):
+    """Ten tokens after each row, by a model of random weights."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")
+    config = config(**FAMILIES[family], attn_implementation=implementation)
+    model = getattr(transformers, family.replace("Text", "") + "ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    options |= {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    return model.generate(input_ids=ids, attention_mask=mask, **options)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3Text"])
-def test_generation_with_padding_and_a_cache(monkeypatch, family, cache):
-    texts = []
-    for implementation in (NAME, "eager"):
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")
-        config = config(**FAMILIES[family], attn_implementation=implementation)
-        name = family.replace("Text", "") + "ForCausalLM"
-        model = getattr(transformers, name)(config).eval()
-        ids = tokens(2, 6)
-        mask = torch.ones_like(ids)
-        mask[0, :3] = 0
-        options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-        options |= {"cache_implementation": "static"} if cache == "static" else {}
-        options |= {"disable_compile": True} if cache == "static" else {}
-        texts.append(model.generate(input_ids=ids, attention_mask=mask, **options))
-    assert texts[0].shape == (2, 11) and torch.equal(*texts)
+@pytest.mark.parametrize("padding", [(0,), (3,), (0, 0), (3, 0), (5, 2)])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "Gemma3Text", "GptOss"])
+def test_generation_with_a_cache_needs_no_dense_mask(only_kernels, family, padding, cache):
+    ids = tokens(len(padding), 6)
+    mask = torch.ones_like(ids)
+    for row, length in zip(mask, padding, strict=True):
+        row[:length] = 0
+    options = {"cache_implementation": "static", "disable_compile": True}
+    options = options if cache == "static" else {}
+    texts = [generated(family, name, ids, mask, **options) for name in (NAME, "eager")]
+    assert texts[0].shape == (len(padding), 16) and torch.equal(*texts)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_generation_compiles_a_token_after_a_static_cache(only_kernels, family):
+    """As on a GPU, in one graph, without a trace for each token."""
+    ids = tokens(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    texts, graphs = [], {}
+    for name in (NAME, "sdpa"):
+        graphs[name] = []
+
+        def backend(graph, inputs, found=graphs[name]):
+            found.append(graph)
+            return graph.forward
+
+        compiled = CompileConfig(fullgraph=True, backend=backend, mode=None)
+        compiled._compile_all_devices = True
+        options = {"cache_implementation": "static", "compile_config": compiled}
+        torch.compiler.reset()
+        texts.append(generated(family, name, ids, mask, **options))
+    assert torch.equal(*texts)
+    # transformers' own cache of a window counts its tokens in Python, and is traced twice.
+    assert len(graphs[NAME]) == len(graphs["sdpa"]) == (1 if family == "Llama" else 2)
+
+
+def test_a_prompt_of_one_token_begins_a_static_cache(only_kernels):
+    ids = tokens(2, 1)
+    options = {"cache_implementation": "static", "disable_compile": True}
+    mask = torch.ones_like(ids)
+    texts = [generated("Llama", name, ids, mask, **options) for name in (NAME, "eager")]
+    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from flashcute.integrations import transformers as integration
-from flashcute.integrations.transformers_masks import KernelMask, Pattern, recognise
+from flashcute.integrations.transformers_masks import KernelMask, Pattern, mask_of_bounds, recognise
 from flashcute.reference import attention_ref
 
 CAUSAL = masking_utils.causal_mask_function
@@ -275,10 +275,80 @@ def test_a_compiled_layer_takes_the_masks_of_an_eager_model():
             torch.testing.assert_close(compiled(q, found), attend(q, found))
 
 
-def test_a_token_after_a_static_cache_has_a_dense_mask():
-    # generate() compiles what takes it.
-    mask = integration.attention_mask(2, 1, 9, 3, allow_is_causal_skip=False)
-    assert type(mask) is torch.Tensor and mask.sum() == 8
+def token_after_a_static_cache(name, padding, offset):
+    """Arguments of attention_mask for one token, of which 9 keys are the cache."""
+    mask = None if PADDING[padding] is None else torch.tensor(PADDING[padding]).bool()
+    return {
+        "batch_size": 2, "q_length": 1, "kv_length": 9, "q_offset": torch.tensor(offset),
+        "mask_function": FUNCTIONS[name], "attention_mask": mask, "allow_is_causal_skip": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("offset", [0, 3, 5, 8])
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("name", ["causal", "window", "wide window"])
+def test_a_token_after_a_static_cache_has_its_first_and_last_key(name, padding, offset):
+    given = token_after_a_static_cache(name, padding, offset)
+    dense = masking_utils.sdpa_mask(**given)
+    found = integration.attention_mask(**given)
+    visible = dense[:, 0, 0].int()  # (batch, keys)
+    holes = ((visible.diff(dim=1) == 1).sum(1) + visible[:, 0]).max() > 1
+    assert type(found) is torch.Tensor  # generate() compiles what takes it
+    if holes:
+        assert torch.equal(found, dense)
+        return
+    assert (found.shape, found.dtype) == ((2, 1, 1, 2), torch.int32)
+    assert torch.equal(mask_of_bounds(found, 9), dense)
+    q, k, v = (torch.randn(2, heads, n, 8) for heads, n in ((4, 1), (2, 9), (2, 9)))
+    k[:, :, offset + 1 :] = v[:, :, offset + 1 :] = torch.nan  # the end that is still empty
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, v, found)
+    expected, _ = integration.attention_forward(
+        torch.nn.Module(), q, k.nan_to_num(), v.nan_to_num(), dense
+    )
+    rows = dense.any(-1)[:, 0, 0]
+    torch.testing.assert_close(out[rows], expected[rows], rtol=1e-5, atol=1e-5)
+    assert (out[~rows] == 0).all()
+
+
+def test_what_the_kernels_of_a_cache_do_not_compute_has_a_dense_mask(monkeypatch):
+    found = integration.attention_mask(**token_after_a_static_cache("causal", "left", 5))
+    dense = mask_of_bounds(found, 9)
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (1, 9, 9))
+    monkeypatch.delattr(integration, "flash_attn_with_kvcache")
+    bias = torch.randn(1, 2, 1, 9)
+    for given in ({"position_bias": bias}, {"dropout": 0.5}):
+        outs = []
+        for mask in (found, dense):
+            torch.manual_seed(0)
+            outs += [integration.attention_forward(torch.nn.Module(), q, k, v, mask, **given)[0]]
+        assert torch.equal(*outs)
+    q.requires_grad_()
+    grads = []
+    for mask in (found, dense):
+        out, _ = integration.attention_forward(torch.nn.Module(), q, k, v, mask)
+        grads += torch.autograd.grad(out.sum(), q)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_fallback_takes_first_and_last_keys_too(monkeypatch, softcap):
+    found = integration.attention_mask(**token_after_a_static_cache("window", "left", 5))
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (1, 9, 9))
+    expected, _ = integration.attention_forward(torch.nn.Module(), q, k, v, found, softcap=softcap)
+
+    def refuses(*args, **kwargs):
+        raise NotImplementedError("expected something else, got this")
+
+    monkeypatch.setattr(integration, "flash_attn_with_kvcache", refuses)
+    with pytest.warns(UserWarning, match="PyTorch computes"):
+        out, _ = integration._Fallback()(torch.nn.Module(), q, k, v, found, softcap=softcap)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_that_a_model_joins_with_others_is_dense():
+    # Of a token after a cache that grows, from a model that asks for a mask in any case.
+    mask = integration.attention_mask(2, 1, 9, 8, allow_is_causal_skip=False)
+    assert mask.dtype == torch.bool and mask.shape == (2, 1, 1, 9) and mask.all()
 
 
 def test_a_mask_for_other_keys_is_not_the_kernels():

@@ -10,7 +10,9 @@ autograd, autocast and meta kernels, so autograd, torch.compile, AMP and checkpo
 whose kernels run.
 
 What the kernels do not compute raises an error where flashcute is called directly. Here that error
-becomes a warning, once for each reason, and PyTorch's own kernel runs.
+becomes a warning, once for each reason, and PyTorch's own kernel runs. A call that PyTorch does not
+give to its FlashAttention backend never comes to these kernels: of those the operators of the other
+backends warn, which are called through here, too.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ import torch
 from torch.nn import attention
 
 from .. import jit, ops
-from ..config import NAMESPACE
+from ..config import MAX_HEAD_DIM, NAMESPACE
 from ..features import VECTOR
 from . import raw
 
 _NAME = "flashcute"
+_LAST_TESTED = 2, 15  # tests/test_integrations_sdpa.py ran on each torch from 2.11 to this
 _NEEDED = (
     "register_flash_attention_impl",
     "activate_flash_attention_impl",
@@ -47,19 +50,23 @@ def enable() -> None:
 
     These are ``F.scaled_dot_product_attention`` of CUDA tensors, where PyTorch would choose its
     FlashAttention or cuDNN backend, and ``torch.nn.attention.varlen.varlen_attn``: forward and
-    backward, under autograd, torch.compile, AMP and checkpointing. What PyTorch does not give to
-    its FlashAttention backend stays as it was: CPU tensors, an ``attn_mask``, other dtypes than
-    float16 and bfloat16, head dimensions above 256.
+    backward, under autograd, torch.compile, AMP and checkpointing. CPU tensors stay as they were.
 
-    What flashcute refuses runs on PyTorch's own kernel, with one warning for each reason: dropout,
-    whose mask PyTorch draws by its own rule; a paged cache.
+    Whatever else runs on PyTorch's own kernels, with one warning for each reason: dropout, whose
+    mask PyTorch draws by its own rule; a paged cache; and what PyTorch does not give to its
+    FlashAttention backend, as an ``attn_mask``, other dtypes than float16 and bfloat16, head
+    dimensions above 256, a causal mask over more or fewer keys than queries. The host takes some
+    microseconds more for such a call. There is no warning where ``sdpa_kernel`` leaves
+    FlashAttention out or puts another backend before it, nor of PyTorch's math backend in a
+    compiled function and under ``torch.inference_mode``.
 
     On GPUs for which PyTorch prefers its cuDNN backend, FlashAttention is put before it in the
     order of backends, as ``sdpa_kernel(..., set_priority=True)`` does. From torch 2.15 on,
     ``varlen_attn`` prefers cuDNN whatever that order is; choose with
     ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``.
 
-    Enabling twice is enabling once. :func:`disable` restores what was there before.
+    Enabling twice is enabling once. :func:`disable` restores what was there before. A torch later
+    than 2.15, the last one that this was tested on, gets a warning.
 
     Raises:
         RuntimeError: this torch is older than 2.11, whose registry cannot restore its own kernels,
@@ -69,6 +76,13 @@ def enable() -> None:
     with _lock:
         if attention.current_flash_attention_impl() == _NAME:
             return
+        major, minor = _LAST_TESTED
+        if tuple(map(int, torch.__version__.split(".")[:2])) > _LAST_TESTED:
+            warnings.warn(
+                f"flashcute.enable: torch {torch.__version__} was not tested, the last was "
+                f"{major}.{minor}; compare a result with flashcute.flash_attn_func's",
+                stacklevel=2,
+            )
         _replaced[:] = [attention.current_flash_attention_impl()]
         attention.register_flash_attention_impl(_NAME, register_fn=lambda: _Handle("CUDA"))
         attention.activate_flash_attention_impl(_NAME)
@@ -160,6 +174,16 @@ class _Handle:
                 self._kernels[name] = kernel
                 # The default in torch 2.13; before it, another library's kernel would be an error.
                 self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+            for name, functionality in _OTHERS.items():
+                own = _own_kernel(name, functionality + key)
+                if own is not None:
+                    self._library.impl(
+                        name,
+                        self._with_warning(own),
+                        functionality + key,
+                        with_keyset=True,
+                        allow_override=True,
+                    )
         if key == "CUDA" and torch.version.cuda is not None:
             torch.cuda._lazy_call(self._with_cuda)  # at once, or when CUDA is first used
 
@@ -170,6 +194,10 @@ class _Handle:
         self._undo.close()
         self._library._destroy()
         self._library = None
+        for name in _OTHERS:
+            # Which keys have kernels; torch.compile would look for those that are gone, and find
+            # none with a gradient.
+            getattr(torch.ops.aten, name).default._dispatch_cache.clear()
         if self._order is not None and torch._C._get_sdp_priority_order() == self._order[1]:
             torch._C._set_sdp_priority_order(self._order[0])
 
@@ -244,9 +272,55 @@ class _Handle:
 
         return kernel
 
+    def _with_warning(self, own: Callable) -> Callable:
+        """The operator of another backend, which says why F.scaled_dot_product_attention chose it
+        where flashcute's kernels were to be preferred."""
+
+        def kernel(keyset, query, key, value, mask=None, *args, **kwargs):
+            # Behind the mask: compute_log_sumexp but for the math backend, dropout_p, is_causal.
+            is_causal = any(x is True for x in args[1:])
+            reason = _why_not_flash(query, key, value, mask, is_causal)
+            if reason not in self._said and _prefers_flash():
+                self._said.add(reason)
+                warnings.warn(
+                    "flashcute.enable: F.scaled_dot_product_attention runs on PyTorch's own "
+                    f"kernel: {reason}",
+                    stacklevel=2,
+                )
+            return own.call_boxed(keyset, query, key, value, mask, *args, **kwargs)
+
+        return kernel
+
+
+def _prefers_flash() -> bool:
+    """Whether nobody chose other backends, by sdpa_kernel or the flags of torch.backends.cuda."""
+    first = torch._C._get_sdp_priority_order()[0]
+    return torch._C._get_flash_sdp_enabled() and first == int(attention.SDPBackend.FLASH_ATTENTION)
+
+
+def _why_not_flash(query, key, value, mask, is_causal) -> str:
+    """What keeps PyTorch from its FlashAttention backend, by the conditions of sdp_utils.cpp."""
+    if mask is not None:
+        return (
+            "expected attn_mask=None, got a mask; pass is_causal=True where it says the same, or "
+            "call flashcute.flash_attn_varlen_func for padding"
+        )
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"expected float16 or bfloat16, got {query.dtype}; cast, or use torch.autocast"
+    if query.dim() != 4:
+        return f"expected (batch, heads, length, head_dim), got {query.dim()} dimensions"
+    d, d_v = query.shape[-1], value.shape[-1]
+    if d > MAX_HEAD_DIM:
+        return f"expected a head dimension up to {MAX_HEAD_DIM}, got {d}"
+    if d != d_v:
+        return f"expected value of query's head dimension, {d}, got {d_v}; pad value with zeros"
+    if is_causal and query.shape[-2] != key.shape[-2]:
+        return "expected as many queries as keys with is_causal=True, got other lengths"
+    return "its FlashAttention does not take shapes, strides or the GPU of the call"
+
 
 def _own_kernel(name: str, key: str):
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"aten::{name}", key):
         return None  # a torch without CUDA
     return torch.library.get_kernel(f"aten::{name}", key)
 
@@ -411,6 +485,13 @@ _SCHEMAS = {
         "float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, "
         "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
     ),
+}
+# The operators of SDPA's other backends, and what comes before the device in their dispatch keys: a
+# kernel of a composite operator below autograd would leave it without gradients.
+_OTHERS = {
+    "_scaled_dot_product_efficient_attention": "",
+    "_scaled_dot_product_cudnn_attention": "",
+    "_scaled_dot_product_attention_math": "Autograd",
 }
 _AsksTorch = ctypes.CFUNCTYPE(ctypes.c_int32)
 _is_deterministic = _AsksTorch(torch.are_deterministic_algorithms_enabled)

@@ -12,7 +12,7 @@ The mask function returns None, a mask that the kernels can express, or a dense 
 express full and causal attention, also of a chunk of new tokens after a cache; sliding windows;
 padding, which is not read where it is before or behind a row's tokens, and where it is between them
 is taken out before the call and put back after it; packed sequences; and a static cache whose end
-is still empty, but for single tokens. Anything else (chunked attention, prefixes, a bias) and all
+is still empty. Anything else (chunked attention, prefixes, a bias) and all
 masks that compiled models make are dense, which the CPU reference applies exactly. On CUDA they are
 refused by name, or go to PyTorch, as :func:`register` was told.
 """
@@ -30,7 +30,14 @@ try:
     from transformers.masking_utils import causal_mask_function, sdpa_mask
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    from .transformers_masks import KernelMask, Plan, plan, recognise
+    from .transformers_masks import (
+        KernelMask,
+        Plan,
+        bounds_of_token,
+        mask_of_bounds,
+        plan,
+        recognise,
+    )
 except ImportError as error:
     raise ImportError(
         f"flashcute.integrations.transformers: expected transformers 5.17 or later, got: {error}; "
@@ -42,6 +49,7 @@ from ..bert_padding import index_first_axis, index_put_first_axis
 from ..checks import check_dropout
 from ..cpu_ops import attend
 from ..flash_attn_interface import flash_attn_func
+from ..flash_attn_kvcache import flash_attn_with_kvcache
 from ..flash_attn_varlen import flash_attn_varlen_func
 from ..reference import attention_ref, visible_keys
 
@@ -148,7 +156,8 @@ def attention_mask(
     Returns:
         None, or a bool tensor ``(batch_size, 1, q_length, kv_length)``, True where attended; a
         ``KernelMask`` where the kernels express it, which has no memory. A traced call, in which
-        the padding cannot be read, gets a dense one.
+        the padding cannot be read, gets a dense one. For one token after a static cache int32
+        ``(batch_size, 1, 1, 2)``, the first key of each row and the one behind its last.
 
     Raises:
         NotImplementedError: of ``kwargs["config"]``, for a model that would not call attention by
@@ -184,9 +193,9 @@ def attention_mask(
         skip = (causal or allow_is_bidirectional_skip) and known and not local
         return None if skip else dense()
     pattern = recognise(mask_function)
-    # A token after a static cache: generate() compiles what takes its mask.
-    if pattern is None or (q_length == 1 and pattern.causal and not allow_is_causal_skip):
+    if pattern is None:
         return dense()
+    for_static_cache = q_length == 1 and pattern.causal and not allow_is_causal_skip
     padding = None
     if attention_mask is not None:
         padding, end = attention_mask.bool(), kv_offset + kv_length
@@ -194,7 +203,16 @@ def attention_mask(
             padding = torch.nn.functional.pad(padding, (0, end - padding.shape[1]))
         if padding.shape[1] != kv_length:
             padding = padding[:, kv_offset:end]
-    found = plan(pattern, q_length, kv_length, int(q_offset) - kv_offset, padding)
+    offset = int(q_offset) - kv_offset
+    if for_static_cache:
+        # Some models ask for a mask like this that they join with others: of all keys there are.
+        static = isinstance(q_offset, torch.Tensor) or pattern.window != _UNLIMITED
+        if not (static or offset + 1 < kv_length):
+            return dense()
+        device = kwargs.get("device", "cpu" if padding is None else padding.device)
+        bounds = bounds_of_token(pattern, batch_size, kv_length, offset, padding, device)
+        return dense() if bounds is None else bounds
+    found = plan(pattern, q_length, kv_length, offset, padding)
     if found is None:
         return dense()
     may_skip = allow_is_causal_skip if found.causal else allow_is_bidirectional_skip
@@ -231,7 +249,7 @@ def attention_forward(
         query: ``(batch, heads, q_length, head_dim)``.
         key, value: ``(batch, kv_heads, kv_length, head_dim)``, heads not repeated. Under autocast
             all three are cast to its dtype, and the output has that.
-        attention_mask: None, what :func:`attention_mask` returned, or bool (True = attend) or float
+        attention_mask: None, what :func:`attention_mask` returned, bool (True = attend) or float
             (added to the scores), broadcastable to ``(batch, heads, q_length, kv_length)``. It says
             everything but what ``cu_seq_lens_q`` adds: ``is_causal`` and ``sliding_window`` are in
             it already.
@@ -275,6 +293,12 @@ def attention_forward(
         or attention_mask.sizes != (q.shape[1], k.shape[1])  # made for other queries or keys
     ):
         attention_mask = attention_mask.dense()
+    if _is_bounds(attention_mask):
+        wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if not (packs or wants_grad or dropout or position_bias is not None):
+            out = _by_cache_kernels(q, k, v, attention_mask, s_aux, scale, softcap or 0.0)
+            return out[..., :v_head_dim], None
+        attention_mask = mask_of_bounds(attention_mask, k.shape[1])
     found = _asked(module, k.shape[1], attention_mask, sliding_window, is_causal)
     if packs:
         found = _packed(found, lengths, q.shape[0], k.shape[1])
@@ -293,6 +317,20 @@ def attention_forward(
     bias = _additive_bias(q, k, attention_mask, position_bias, found)
     out, _, _ = attend(q, k, v, attn_bias=bias, sinks=s_aux, **options)
     return out[..., :v_head_dim], None
+
+
+def _is_bounds(mask: torch.Tensor | None) -> bool:
+    return not (mask is None or isinstance(mask, KernelMask)) and mask.dtype == torch.int32
+
+
+def _by_cache_kernels(q, k, v, bounds, sinks, scale, softcap) -> torch.Tensor:
+    """Attention of one token, q (batch, 1, heads, head_dim), to the keys within ``bounds`` of a
+    static cache, k and v (batch, kv_length, kv_heads, head_dim)."""
+    first, end = (x.contiguous() for x in bounds[:, 0, 0].unbind(-1))  # (batch,)
+    return flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=end, cache_leftpad=first, softmax_scale=scale, softcap=softcap,
+        sinks=sinks,
+    )  # fmt: skip
 
 
 def _cast_by_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -398,6 +436,8 @@ def _by_pytorch(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, KernelMask):
         attention_mask = attention_mask.dense()
+    elif _is_bounds(attention_mask):
+        attention_mask = mask_of_bounds(attention_mask, k.shape[1])
     found = _asked(module, k.shape[1], attention_mask, sliding_window, is_causal)
     bias = _additive_bias(q, k, attention_mask, position_bias, found).to(query.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

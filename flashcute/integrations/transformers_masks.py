@@ -158,6 +158,43 @@ def plan(
     return Plan(causal, window, keys, ends, query_rows=query_rows, key_rows=key_rows)
 
 
+def bounds_of_token(
+    pattern: Pattern, batch: int, kv_length: int, offset: int, padding: Tensor | None, device
+) -> Tensor | None:
+    """The keys that one token after a static cache sees, or None where padding is between them.
+
+    It is a plain tensor, as generate() compiles what takes it, and of a shape and dtype that no
+    model takes for a mask: int32 (batch, 1, 1, 2), the first key of each row and the one behind its
+    last. Reads the padding mask back, once, as :func:`plan`.
+
+    Args:
+        pattern, kv_length, offset, padding: As in :func:`plan`, of one query.
+        batch: How many rows there are.
+        device: Where the kernels read them.
+    """
+    end = offset + 1
+    if not pattern.causal or pattern.packed is not None or not 0 < end <= kv_length:
+        return None
+    start = max(end - 1 - pattern.window[0], 0) if pattern.window[0] >= 0 else 0
+    bounds = np.full((batch, 2), (start, end), np.int32)
+    if padding is not None:
+        kept = padding.numpy(force=True)[:, start:end]  # (batch, end - start)
+        tokens = kept.sum(1)  # (batch,)
+        bounds[:, 0] += kept.argmax(1)
+        behind = end - kept[:, ::-1].argmax(1)
+        bounds[:, 1] = np.where(tokens, behind, bounds[:, 0])
+        if (bounds[:, 1] - bounds[:, 0] != tokens).any():
+            return None
+    return _on(device, bounds)[:, None, None]
+
+
+def mask_of_bounds(bounds: Tensor, kv_length: int) -> Tensor:
+    """bool (batch, 1, 1, kv_length), True where attended, of what :func:`bounds_of_token` made."""
+    key = torch.arange(kv_length, device=bounds.device)
+    first, end = bounds.unbind(-1)  # (batch, 1, 1)
+    return (key >= first[..., None]) & (key < end[..., None])
+
+
 def _in_place(
     first: np.ndarray | None,
     tokens: np.ndarray,

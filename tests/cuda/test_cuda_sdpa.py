@@ -17,13 +17,13 @@ from flashcute import testing
 from flashcute.integrations import sdpa
 
 
-def _inputs(b=2, h=4, h_k=4, s=200, d=64, dtype=torch.bfloat16):
+def _inputs(b=2, h=4, h_k=4, s=200, s_k=None, d=64, dtype=torch.bfloat16):
     """q, k and v, (b, h, s, d), which want gradients."""
     generator = torch.Generator("cuda").manual_seed(0)
     return [
-        torch.randn(b, heads, s, d, generator=generator, device="cuda", dtype=dtype)
+        torch.randn(b, heads, length, d, generator=generator, device="cuda", dtype=dtype)
         .requires_grad_()
-        for heads in (h, h_k, h_k)
+        for heads, length in ((h, s), (h_k, s_k or s), (h_k, s_k or s))
     ]  # fmt: skip
 
 
@@ -165,14 +165,61 @@ def test_deterministic_algorithms_are_asked_for_at_each_backward(calls):
     assert sum(calls.values()) == 0
 
 
-def test_what_flash_attention_does_not_take_stays_pytorchs(calls):
-    q, k, v = (x.detach() for x in _inputs())
-    mask = torch.rand(200, 200, device="cuda") < 0.5
+NOT_FLASH = {
+    # (options of _inputs and of SDPA, what the warning says)
+    "mask": ({}, {"attn_mask": None}, "attn_mask=None, got a mask"),
+    "mask and grouped heads": (
+        {"h_k": 2}, {"attn_mask": None, "enable_gqa": True}, "attn_mask=None, got a mask",
+    ),
+    "float32": ({"dtype": torch.float32}, {}, "got torch.float32"),
+    "float64": ({"dtype": torch.float64}, {"is_causal": True}, "got torch.float64"),
+    "head dimension": ({"d": 264}, {}, "a head dimension up to 256, got 264"),
+    "lengths": ({"s_k": 100}, {"is_causal": True}, "as many queries as keys"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", NOT_FLASH)
+def test_what_flash_attention_does_not_take_stays_pytorchs(calls, name, compiled):
+    """With one warning that says why, and with its gradients."""
+    shape, options, reason = NOT_FLASH[name]
+    qkv = _inputs(**shape)
+    if "attn_mask" in options:
+        options = options | {"attn_mask": torch.rand(200, 200, device="cuda") < 0.5}
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+    def run():
+        torch.compiler.reset()
+        function = torch.compile(attend, fullgraph=True) if compiled else attend
+        out = function(*qkv)
+        return out, *torch.autograd.grad(out.float().square().sum(), qkv)
+
+    # The order that enable() makes: it decides who computes what FlashAttention does not.
+    torch._fused_sdp_choice(*qkv)
+    flash = SDPBackend.FLASH_ATTENTION
+    order = [SDPBackend(x) for x in torch._C._get_sdp_priority_order()]
+    order = [flash, *(x for x in order if x != flash)]
+    with sdpa_kernel(order, set_priority=True):
+        expected = run()
     with flashcute.enabled():
-        F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        F.scaled_dot_product_attention(q.float(), k.float(), v.float())
-        with sdpa_kernel(SDPBackend.MATH):
-            F.scaled_dot_product_attention(q, k, v)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = run()
+            run()
+        ours = [str(x.message) for x in said if "flashcute.enable" in str(x.message)]
+        # PyTorch's math backend says nothing where it is compiled.
+        assert len(ours) == 1 or (compiled and not ours)
+        assert all(reason in text for text in ours)
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+            warnings.simplefilter("error")
+            attend(*qkv)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+    after = run()
+    for x, y in zip(after, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
     assert sum(calls.values()) == 0
 
 

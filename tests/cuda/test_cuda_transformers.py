@@ -13,6 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from flashcute.integrations import transformers as integration  # noqa: E402
+from flashcute.integrations.transformers_masks import mask_of_bounds  # noqa: E402
 
 NAME = "cute_attn"
 FALLBACK = "cute_attn_or_torch"
@@ -158,19 +159,47 @@ def test_a_dense_mask_is_refused_or_falls_back() -> None:
             _model("Llama", FALLBACK)(input_ids=ids, attention_mask=dense)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", ["dynamic", "static", "static and compiled"])
 def test_generation_after_padding(cache) -> None:
     ids, _ = _batch()
     mask = torch.ones_like(ids)
     mask[0, :40] = 0
     texts = []
-    for implementation in (FALLBACK if cache == "static" else NAME, "sdpa"):
+    for implementation in (NAME, "sdpa"):
         torch.manual_seed(0)
         config = transformers.LlamaConfig(**SIZES, attn_implementation=implementation)
         model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
         options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-        if cache == "static":
-            options |= {"cache_implementation": "static", "disable_compile": True}
+        if cache != "dynamic":
+            options |= {"cache_implementation": "static"}
+            options |= {"disable_compile": cache == "static"}
         texts.append(model.generate(input_ids=ids, attention_mask=mask, **options))
     # Random weights make near ties; the first token follows the same prompt.
     assert (texts[0][:, 100] == texts[1][:, 100]).float().mean() >= 2 / 3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_token_after_a_static_cache_reads_its_keys_alone(compiled) -> None:
+    padding = torch.ones(3, 60, dtype=torch.bool, device="cuda")
+    padding[0, :40] = False
+    bounds = integration.attention_mask(
+        3, 1, 100, torch.tensor(59, device="cuda"), attention_mask=padding, device="cuda",
+        allow_is_causal_skip=False,
+    )  # fmt: skip
+    assert bounds.tolist() == [[[[40, 60]]], [[[0, 60]]], [[[0, 60]]]]
+    q, k, v = (
+        torch.randn(3, heads, n, 64, device="cuda", dtype=torch.bfloat16)
+        for heads, n in ((4, 1), (2, 100), (2, 100))
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.float() for x in (q, k, v)), mask_of_bounds(bounds, 100), enable_gqa=True
+    )
+    k[:, :, 60:] = v[:, :, 60:] = torch.nan  # the end that is still empty
+    k[0, :, :40] = v[0, :, :40] = torch.nan
+
+    def attend(*tensors):
+        return integration.attention_forward(torch.nn.Module(), *tensors)[0]
+
+    attend = torch.compile(attend, fullgraph=True) if compiled else attend
+    out = attend(q, k, v, bounds)
+    torch.testing.assert_close(out.transpose(1, 2).float(), expected, rtol=2e-2, atol=2e-2)
