@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -46,12 +46,15 @@ class BuildPackage(build_py):
             _prebuild(targets, package / "prebuilt")
 
 
-class BuildWheel(bdist_wheel):
-    """A wheel for any platform, or with compiled kernels for this one; never tied to a Python."""
+class Package(Distribution):
+    """A distribution for any platform, or with compiled kernels for this one."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = not _targets()
+    def has_ext_modules(self) -> bool:
+        return bool(_targets())
+
+
+class BuildWheel(bdist_wheel):
+    """A wheel of that distribution, never tied to a Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
         platform = super().get_tag()[2]
@@ -86,4 +89,5 @@ def _prebuild(targets: tuple[str, ...], folder: Path) -> None:
         raise SystemExit("setup.py: FLASHCUTE_PREBUILD failed for the reason above")
 
 
-setup(cmdclass={"build_py": BuildPackage, "bdist_wheel": BuildWheel})
+commands = {"build_py": BuildPackage, "bdist_wheel": BuildWheel}
+setup(distclass=Package, cmdclass=commands)

@@ -56,10 +56,11 @@ def test_what_cannot_be_told_stays(monkeypatch, tmp_path):
 def build_wheel(monkeypatch):
     """setup.py's command, without running it."""
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)
-    command = runpy.run_path(str(ROOT / "setup.py"))["BuildWheel"]
+    defined = runpy.run_path(str(ROOT / "setup.py"))
 
     def make(folder):
-        built = command(setuptools.Distribution({"name": "flashcute", "version": "0"}))
+        package = defined["Package"]({"name": "flashcute", "version": "0"})
+        built = defined["BuildWheel"](package)
         built.ensure_finalized()
         built.bdist_dir = str(folder)
         return built
