@@ -197,7 +197,12 @@ def _kernels() -> str:
                 f"expected all kernels to be built while FLASHCUTE_NO_BUILD=1, got {texts[-1]}",
                 "unset it, or run `python -m flashcute build --all` without it",
             )
-    return "; ".join(texts) or "of no GPU here; those that are not prebuilt are built on first use"
+    if texts:
+        return "; ".join(texts)
+    found = Counter(path.parent.name for path in sources.prebuilt_dir().glob("sm_*/*.so"))
+    counts = ", ".join(f"{n} for {target}" for target, n in sorted(found.items()))
+    counts = counts.replace(" ", " prebuilt ", 1) or "none is prebuilt"
+    return f"of no GPU here; {counts}; others are built on first use"
 
 
 def _probes() -> dict[str, Callable[[], str]]:

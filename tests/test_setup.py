@@ -6,11 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
-import torch
 
 from flashcute import shipped
 from flashcute.jit import BuildError, cache, toolchain
@@ -123,53 +121,6 @@ def test_an_installed_package_describes_itself(run, installed):
     assert f"{count} kernels: 0 prebuilt, 0 cache, {count} not built" in done.stdout
     done = run("-m", "flashcute", "cache")
     assert "does not exist: nothing was built yet" in done.stdout
-
-
-USED = """
-import torch, torch.nn.functional as F
-import flashcute
-
-q, k, v = (torch.randn(1, 9, 2, 16) for _ in range(3))
-expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
-torch.testing.assert_close(flashcute.flash_attn_func(q, k, v), expected.transpose(1, 2))
-with flashcute.enabled():
-    pass
-print(flashcute.__file__)
-"""
-
-
-def test_a_wheel_is_installed_and_used_in_a_clean_environment(tmp_path):
-    if not (ROOT / "third_party" / "cutlass").is_dir():
-        pytest.skip("CUTLASS's headers are not there: python third_party/fetch_cutlass.py")
-    build = ("build", "--build-base", tmp_path / "build")
-    setup("egg_info", "--egg-base", tmp_path, *build, "bdist_wheel", "--dist-dir", tmp_path)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 8 << 20
-    clean = tmp_path / "clean"
-    venv.create(clean, with_pip=False)
-    python = clean / "bin" / "python"
-    environment = {
-        k: v for k, v in os.environ.items() if not k.startswith(("FLASHCUTE_", "PYTHON"))
-    }
-    environment["HOME"] = str(tmp_path)
-
-    def run(*command):
-        done = subprocess.run(
-            list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-        return done.returncode, done.stdout, done.stderr
-
-    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
-    status, _, said = run(*pip, "install", "--no-deps", "--no-index", wheel)
-    assert status == 0, said
-    # torch and what it needs, behind all that is installed there.
-    (folder,) = (clean / "lib").glob("python*/site-packages")
-    (folder / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
-    status, printed, said = run(python, "-c", USED)
-    assert status == 0 and printed.strip() == str(folder / "flashcute" / "__init__.py"), said
-    status, printed, said = run(clean / "bin" / "python", "-m", "flashcute", "doctor")
-    assert said == "" and "CUTLASS  CUTLASS 4" in printed
 
 
 def test_the_simulator_runs_from_an_installed_package(run):
