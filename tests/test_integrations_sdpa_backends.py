@@ -186,3 +186,34 @@ def test_the_math_backend_does_what_it_did(use):
     torch.compiler.reset()
     torch.testing.assert_close(during, before, rtol=0, atol=0)
     torch.testing.assert_close(USES[use](*tensors), before, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("error:flashcute.enable", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("use", USES)
+def test_a_kernel_that_another_library_has_of_the_math_backend_stays(use):
+    """Where a dispatch mode is on, as under export, two kernels in Python would call each other."""
+    calls = []
+    own = torch.library.get_kernel(f"aten::{MATH_OPERATOR}", "AutogradCPU")
+
+    def run(keyset, *args, **kwargs):
+        calls.append(MATH_OPERATOR)
+        return own.call_boxed(keyset, *args, **kwargs)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(MATH_OPERATOR, run, "AutogradCPU", with_keyset=True, allow_override=True)
+    tensors = *inputs(), torch.randn(16, 16)
+    try:
+        before, counts = USES[use](*tensors), [len(calls)]
+        torch.compiler.reset()
+        handle = sdpa._Handle("CPU")
+        try:
+            during = USES[use](*tensors)
+        finally:
+            handle.remove()
+        counts.append(len(calls) - counts[0])
+    finally:
+        library._destroy()
+        getattr(torch.ops.aten, MATH_OPERATOR).default._dispatch_cache.clear()
+        torch.compiler.reset()
+    assert counts[0] == counts[1]
+    torch.testing.assert_close(during, before, rtol=0, atol=0)

@@ -176,14 +176,15 @@ class _Handle:
                 self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
             for name, functionality in _OTHERS.items():
                 own = _own_kernel(name, functionality + key)
-                if own is not None:
-                    self._library.impl(
-                        name,
-                        self._with_warning(own),
-                        functionality + key,
-                        with_keyset=True,
-                        allow_override=True,
-                    )
+                if own is None or (functionality and _is_replaced(name, functionality + key)):
+                    continue
+                self._library.impl(
+                    name,
+                    self._with_warning(own),
+                    functionality + key,
+                    with_keyset=True,
+                    allow_override=True,
+                )
         if key == "CUDA" and torch.version.cuda is not None:
             torch.cuda._lazy_call(self._with_cuda)  # at once, or when CUDA is first used
 
@@ -323,6 +324,12 @@ def _own_kernel(name: str, key: str):
     if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"aten::{name}", key):
         return None  # a torch without CUDA
     return torch.library.get_kernel(f"aten::{name}", key)
+
+
+def _is_replaced(name: str, key: str) -> bool:
+    """Whether somebody has registered a kernel of a composite operator, which has none of its own.
+    Of two in Python, one that calls the other comes back to itself under a dispatch mode."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def _refuse(dropout_p: float, return_debug_mask: bool) -> None:
