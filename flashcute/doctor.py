@@ -7,6 +7,7 @@ where others fail.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable
 
 from . import env, heuristics, shipped
 from .config import MAX_SMEM_BYTES
-from .jit import build, cache, kernels, sources, toolchain
+from .jit import binding, build, cache, kernels, sources, toolchain
 from .jit.toolchain import BuildError
 
 _MIN_TORCH = (2, 10)
@@ -219,6 +220,13 @@ def _probes() -> dict[str, Callable[[], str]]:
     }
 
 
+def _has_binding() -> bool:
+    """Whether kernels can be launched without a compiler."""
+    with contextlib.suppress(BuildError):  # of a cache that others can write
+        return binding.find() is not None
+    return False
+
+
 def examine() -> dict[str, Finding]:
     """What each probe found, by name."""
     found = {}
@@ -233,7 +241,7 @@ def examine() -> dict[str, Finding]:
         except (OSError, RuntimeError, ValueError) as error:  # a broken torch or driver
             found[name] = Finding(f"{type(error).__name__}: {error}", "mend what is named here")
     places = [] if found["kernels"].mend else list(_places().values())
-    if places and all(set(of) == {"prebuilt"} for of in places):
+    if places and not any(of["not built"] for of in places) and _has_binding():
         for name in _COMPILING:
             limits = bool(found[name].mend)
             found[name] = dataclasses.replace(found[name], limits=limits)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flashcute import doctor, shipped
-from flashcute.jit import build, kernels, sources, toolchain
+from flashcute.jit import binding, build, kernels, sources, toolchain
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -208,16 +208,21 @@ def test_all_shipped_kernels_are_looked_for(monkeypatch):
     assert doctor._places() == {"90": Counter({"prebuilt": count})}
 
 
-def test_compilers_are_a_limit_where_all_that_ships_is_prebuilt(whole, capsys, monkeypatch):
+@pytest.mark.parametrize("places", [{"prebuilt": 3}, {"cache": 3}, {"prebuilt": 1, "cache": 2}])
+def test_compilers_are_a_limit_where_all_that_ships_is_built(whole, capsys, monkeypatch, places):
     error = toolchain.BuildError("flashcute: expected nvcc, got none; install it")
     monkeypatch.setattr(toolchain, "find_nvcc", raises(error))
+    monkeypatch.setattr(binding, "find", lambda: "the binding")
     assert set(examine(capsys)) == {"nvcc"}
-    monkeypatch.setattr(doctor, "_places", lambda: {"90": Counter({"prebuilt": 3})})
+    monkeypatch.setattr(doctor, "_places", lambda: {"90": Counter(places)})
     assert doctor.run(argparse.Namespace()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "limited  nvcc     expected nvcc, got none" in lines
     assert "         mend     install it" in lines
     assert lines[-1].startswith("nothing is missing for shipped kernels; others")
+    for find in (lambda: None, raises(toolchain.BuildError("flashcute: others can write there"))):
+        monkeypatch.setattr(binding, "find", find)  # of what launches them
+        assert set(examine(capsys)) == {"nvcc"}
 
 
 def command(**variables):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -36,30 +37,32 @@ def binding_unit(namespace: str) -> build.Unit:
     )
 
 
-def _find_or_build() -> cache.Artefact:
-    settings = env.read()
+def find() -> cache.Artefact | None:
+    """The binding of the package, or in the user's cache; builds nothing."""
     unit = binding_unit(NAMESPACE)
     folder = sources.prebuilt_dir() / unit.target
     artefact = cache.find(folder, unit.name, source_key=unit.source_key())
     if artefact is not None:
         return artefact
-    try:
+    compiler = None
+    with contextlib.suppress(BuildError):
         compiler = toolchain.find_host_compiler()
-    except BuildError:
-        artefact = build.find(unit, None)
-        if artefact is not None:
-            return artefact
-        raise
-    artefact = build.find(unit, compiler)
+    return build.find(unit, compiler)
+
+
+def _find_or_build() -> cache.Artefact:
+    settings = env.read()
+    artefact = find()
     if artefact is not None:
         return artefact
+    compiler = toolchain.find_host_compiler()
     if settings.no_build:
         raise BuildError(
-            f"flashcute: expected the torch binding to be built already, got none in {folder} and "
-            f"{cache.cache_dir()} while FLASHCUTE_NO_BUILD=1; unset it, or run "
-            "`python -m flashcute build --all` first"
+            "flashcute: expected the torch binding to be built already, got none in "
+            f"{sources.prebuilt_dir()} and {cache.cache_dir()} while FLASHCUTE_NO_BUILD=1; unset "
+            "it, or run `python -m flashcute build --all` first"
         )
-    return build.build(unit, compiler).artefact
+    return build.build(binding_unit(NAMESPACE), compiler).artefact
 
 
 def build_binding(
