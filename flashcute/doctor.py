@@ -201,9 +201,8 @@ def _kernels() -> str:
     if texts:
         return "; ".join(texts)
     found = Counter(path.parent.name for path in sources.prebuilt_dir().glob("sm_*/*.so"))
-    counts = ", ".join(f"{n} for {target}" for target, n in sorted(found.items()))
-    counts = counts.replace(" ", " prebuilt ", 1) or "none is prebuilt"
-    return f"of no GPU here; {counts}; others are built on first use"
+    counts = [f"{n} for {target}" for target, n in sorted(found.items())]
+    return f"of no GPU here; prebuilt: {', '.join(counts) or 'none'}; others: on first use"
 
 
 def _probes() -> dict[str, Callable[[], str]]:

@@ -68,6 +68,30 @@ def test_order_is_path_wheels_system(bare, monkeypatch):
     assert found.arguments == (f"-ccbin={bare / 'path' / 'g++'}",)
 
 
+OLD = ("g++ (GCC) 4.8.5 20150623 (Red Hat 4.8.5-44)", "g++ (Ubuntu 9.4.0-1ubuntu1~20.04) 9.4.0")
+NEW = (
+    *("g++ (GCC) 11.5.0 20240719 (Red Hat 11.5.0-5)", "g++ (Debian 12.2.0-14+deb12u1) 12.2.0"),
+    *("x86_64-conda-linux-gnu-c++ (conda-forge gcc 13.3.0-1) 13.3.0", "clang version 9.0.1"),
+    "Intel(R) oneAPI DPC++/C++ Compiler 2024.2.0 (2024.2.0.20240602)",
+)
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_a_host_compiler_without_cxx20_is_named(bare, version):
+    path = fake(bare / "path" / "g++", version)
+    wheels(bare / "site", "cu13")
+    for find in (toolchain.find_host_compiler, toolchain.find_nvcc):
+        with pytest.raises(BuildError, match=r"expected g\+\+ 11 or later, got .*; inst") as said:
+            find()
+        assert f"{path}, {version}" in str(said.value)
+
+
+@pytest.mark.parametrize("version", NEW)
+def test_other_host_compilers_are_taken(bare, version):
+    fake(bare / "path" / "g++", version)
+    assert toolchain.find_host_compiler().version == version
+
+
 def test_a_release_that_knows_no_cxx20_is_passed_over(bare):
     """Ubuntu 22.04's own nvcc is on PATH, a newer one in the PyPI wheels."""
     old = fake(bare / "cuda" / "bin" / "nvcc", "Cuda compilation tools, release 11.5, V11.5.119")

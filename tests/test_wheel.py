@@ -273,7 +273,7 @@ def test_what_the_doctor_says_of_it(clean, bare):
     status, printed, said = clean.run(clean.python, "-c", DOCTOR, **bare)
     assert status == 0 and said == ""
     without_gpu, with_both, without_builds, with_few, _ = printed.split("==\n")
-    assert "of no GPU here; 1 prebuilt for sm_80, 3 for sm_90; others are built" in without_gpu
+    assert "of no GPU here; prebuilt: 1 for sm_80, 3 for sm_90; others: on first" in without_gpu
     counts = r"ok +kernels +sm_90: 3 prebuilt, 0 cache, \d+ not built; sm_80: 1 prebuilt, "
     assert re.search(counts, with_both)
     assert re.search(r"missing +nvcc +expected nvcc", with_both)

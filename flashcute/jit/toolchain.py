@@ -25,6 +25,7 @@ _NVCC_PARTS = ("nvvm/bin/cicc", "include/crt/host_config.h", "include/cuda_runti
 # `pip install torch` installs CUDA's runtime without the compiler's headers.
 _CUDA_HEADERS = ("include/cuda_runtime_api.h", "include/crt/host_config.h", "include/cuda_fp16.h")
 _MIN_NVCC = (12, 0)  # the first with -std=c++20; Ubuntu 22.04 has 11.5
+_MIN_GCC = 11  # g++ 9 and older know no -std=c++20; 10 was not tried
 _CCCL_HEADER = "cuda/std/utility"
 
 # Without -lineinfo, which writes the absolute paths of all sources into the machine code.
@@ -121,10 +122,18 @@ def find_host_compiler() -> Compiler:
         found = shutil.which(name)
         if found:
             path = Path(found).absolute()  # compilers run in folders of their own
-            return Compiler(path, _version(path))
+            compiler = Compiler(path, _version(path))
+            # "g++ (Debian 12.2.0-14) 12.2.0"; what other compilers print has no such form.
+            gcc = re.match(r"\S+ \(.*?\) (\d+)\.\d", compiler.version)
+            if gcc and int(gcc[1]) < _MIN_GCC:
+                raise BuildError(
+                    f"flashcute: expected g++ {_MIN_GCC} or later, got {compiler}; install a newer "
+                    "one, or set CXX to its path"
+                )
+            return compiler
     raise BuildError(
         f"flashcute: expected a C++ compiler, got {'CXX=' + wanted if wanted else 'none on PATH'}; "
-        "install g++ 11 or later, or set CXX to the compiler's path"
+        f"install g++ {_MIN_GCC} or later, or set CXX to the compiler's path"
     )
 
 
