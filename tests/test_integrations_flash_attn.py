@@ -278,7 +278,8 @@ def test_raw_functions_of_ragged_batches(provided):
 
 
 def run(script):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path}
     script = "import flashcute; flashcute.provide_flash_attn()\n" + textwrap.dedent(script)
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
@@ -290,6 +291,41 @@ def run(script):
 def installed(name):
     found = importlib.util.find_spec(name) is not None
     return pytest.mark.skipif(not found, reason=f"the package {name} is not installed")
+
+
+@installed("transformers")
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "Bert"])
+def test_transformers_flash_attention_2_runs(family):
+    """Padded on either side, packed, and with the gradients of eager attention; on the CPU, which
+    it is told is a device of flash_attn's."""
+    run(f"""
+        import os
+
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        import torch
+        import transformers
+        from transformers import modeling_flash_attention_utils as flash
+
+        transformers.utils.import_utils.is_torch_cuda_available = lambda: True
+        devices = ((lambda: True, "cpu"),)
+        flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]["supported_devices"] = devices
+        import test_integrations_transformers_families as models
+
+        models.NAME = "flash_attention_2"
+        ids = models.tokens(3, 12)
+        mask = torch.ones_like(ids)
+        mask[0, 7:], mask[2, 2:] = 0, 0
+        for padding in (torch.ones_like(ids), mask, mask.flip(1)):
+            pair = models.pair("{family}")
+            models.assert_same(pair, padding.bool(), input_ids=ids, attention_mask=padding)
+        assert flash._flash_varlen_fn is flashcute.flash_attn_varlen_func
+        if "{family}" != "Bert":
+            positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+            options = dict(position_ids=positions, use_cache=False)
+            packed = pair[0](input_ids=ids[:1], **options).last_hidden_state[:, 5:]
+            alone = pair[1](input_ids=ids[:1, 5:], use_cache=False).last_hidden_state
+            torch.testing.assert_close(packed, alone, rtol=1e-4, atol=2e-5)
+    """)
 
 
 @installed("diffusers")
