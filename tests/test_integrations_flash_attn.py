@@ -209,6 +209,40 @@ def test_raw_functions_are_forward_and_backward_without_autograd(provided):
         forward(q, k, v, 0.1, 0.2, True, -1, -1, 0.0, None, False)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_raw_backward_of_some_keys_takes_whole_rows(provided, ragged):
+    """As ring attention calls it, one block of keys after the other: out and log-sum-exp are of the
+    rows with all of them."""
+    import flash_attn.flash_attn_interface as fa
+
+    torch.manual_seed(0)
+    options = {"softmax_scale": 0.2, "softcap": 1.5, "alibi_slopes": None}
+    q, k, v, dout = (torch.randn(1, 16, h, 32) for h in (4, 2, 2, 4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse, _ = flashcute.flash_attn_func(*leaves, return_attn_probs=True, **options)
+    expected = torch.autograd.grad(out, leaves, dout)
+    options |= {"dropout_p": 0.0, "causal": False, "deterministic": False}
+    options |= {"window_size_left": -1, "window_size_right": -1}
+    backward, rows = fa._flash_attn_backward, [dout, q, out.detach(), lse.detach()]
+    if ragged:
+        cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (16, 8))
+        lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        lengths |= {"max_seqlen_q": cu_q.max(), "max_seqlen_k": cu_k.max()}
+        backward, rows = fa._flash_attn_varlen_backward, [x[0] for x in rows]
+        options |= lengths
+        k, v = k[0], v[0]
+    dout, q, out, lse = rows
+    dq, others = torch.zeros_like(q), []
+    for keys in zip(k.split(8, -3), v.split(8, -3), strict=True):
+        grads = [torch.empty_like(x) for x in (q, *keys)]
+        backward(dout, q, *keys, out, lse, *grads, **options)
+        dq += grads[0]
+        others.append(grads[1:])
+    found = dq, *(torch.cat(parts, -3) for parts in zip(*others, strict=True))
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.view_as(exact), exact, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "pattern"),
     [
@@ -370,4 +404,41 @@ def test_yunchang_kernels_run():
         saved = q, k, v, alone, lse
         backward(dout, *saved, *grads, 0.0, 0.2, True, (-1, -1), 0.0, None, False, None)
         torch.testing.assert_close(tuple(grads), torch.autograd.grad(out, (q, k, v), dout))
+    """)
+
+
+@installed("yunchang")
+@pytest.mark.parametrize("kind", ["ring", "zigzag_ring", "stripe"])
+def test_yunchang_rings_of_two_processes(kind, tmp_path):
+    """bfloat16: of float32 yunchang adds up gradients in the buffer that it has the next in."""
+    run(f"""
+        import torch
+        import torch.distributed as dist
+        from yunchang import ring
+
+        function = ring.{kind}_flash_attn_func
+        torch.manual_seed(0)
+        tensors = [torch.randn(1, 16, 2, 32) for _ in range(4)]
+        q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+        expected = flashcute.flash_attn_func(q, k, v, causal=True)
+        expected = expected, *torch.autograd.grad(expected, (q, k, v), tensors[3])
+
+        def part(x, rank):
+            if "{kind}" == "stripe":
+                return x[:, rank::2]
+            blocks = x.chunk(4, 1)
+            mine = (rank, 3 - rank) if "{kind}" == "zigzag_ring" else (2 * rank, 2 * rank + 1)
+            return torch.cat([blocks[i] for i in mine], 1)
+
+        def work(rank):
+            store = "file://{tmp_path}/store"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+            *leaves, dout = (part(x, rank).bfloat16().contiguous() for x in tensors)
+            leaves = [x.requires_grad_() for x in leaves]
+            out = function(*leaves, causal=True)
+            found = out, *torch.autograd.grad(out, leaves, dout)
+            for x, exact in zip(found, expected, strict=True):
+                torch.testing.assert_close(x.float(), part(exact, rank), rtol=3e-2, atol=3e-2)
+
+        torch.multiprocessing.start_processes(work, nprocs=2, start_method="fork")
     """)
