@@ -158,13 +158,19 @@ def _check_on(fn: str, name: str, tensor: Tensor, q_name: str, q: Tensor) -> Non
 
 
 def check_bounds(names: Names, max_seqlen_q, max_seqlen_k) -> tuple[int, int]:
-    """max_seqlen_q and max_seqlen_k, two ints from 0 on."""
+    """max_seqlen_q and max_seqlen_k, two ints from 0 on; read back where they are tensors."""
     # A traced call checks neither, and operators take 64 bits.
     q, k = (
-        at_most(check_length(names.fn, name, value), 2**63 - 1)
+        at_most(check_length(names.fn, name, _read(value)), 2**63 - 1)
         for name, value in ((names.max_seqlen_q, max_seqlen_q), (names.max_seqlen_k, max_seqlen_k))
     )
     return q, k
+
+
+def _read(value):
+    """An integer of a tensor as an int: flash_attn takes it, and transformers passes it."""
+    is_number = isinstance(value, Tensor) and value.dtype in _INDEX_DTYPES and value.numel() == 1
+    return int(value) if is_number and not value.is_meta else value
 
 
 def read_lengths(

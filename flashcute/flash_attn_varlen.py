@@ -207,7 +207,8 @@ def flash_attn_varlen_func(
             block_table and seqused_k.
         max_seqlen_q: The longest sequence of queries, or more, which costs nothing but time. A
             longer sequence is an error on the CPU; on CUDA its first max_seqlen_q rows are
-            computed, as with seqused_q.
+            computed, as with seqused_q. An integer tensor of one element is read back, for which
+            the host waits.
         max_seqlen_k: The same for the keys. A kernel reads all keys of a sequence whatever it is.
         dropout_p: As in :func:`flash_attn_func`, and so for the arguments that follow.
         softmax_scale: Factor on the scores; None for 1 / sqrt(head_dim).

@@ -258,9 +258,14 @@ def _bounds_and_options() -> Iterator[Case]:
         for shown, value in {"4.0": 4.0, "None": None, "True": True, "'4'": "4"}.items():
             pattern = f"{name} to be an int, got {name}={shown}; pass int"
             yield _case(f"{name}={shown}", TypeError, pattern, **{name: value})
-        pattern = rf"{name} to be an int, got {name}=tensor\(4\); pass int\(\.\.\.\), which reads"
-        change = {name: torch.tensor(4)}
-        yield _case(f"{name} a tensor", TypeError, pattern, on=("cpu", "meta", "cuda"), **change)
+        for kind, value in {
+            "of a float": torch.tensor(4.0),
+            "of two ints": torch.tensor([4, 4]),
+            "without values": torch.tensor(4, device="meta"),
+        }.items():
+            pattern = rf"{name} to be an int, got {name}=tensor\(.*\); pass int\(\.\.\.\), which"
+            on = "cpu", "meta", "cuda"
+            yield _case(f"{name} a tensor {kind}", TypeError, pattern, on=on, **{name: value})
         for value in (-1, 2**63):
             pattern = rf"0 <= {name} < 2\*\*63, got {name}={value}; pass"
             yield _case(f"{name}={value}", ValueError, pattern, **{name: value})

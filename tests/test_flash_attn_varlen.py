@@ -101,6 +101,18 @@ def test_equal_lengths_are_a_dense_batch(name):
         torch.testing.assert_close(g, e, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_longest_lengths_may_be_tensors(dtype):
+    """As flash_attn's operators take them: transformers passes ``cu_seqlens.diff().max()``."""
+    (q, k, v), (cu_q, cu_k, *longest) = make()
+    expected = flashcute.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
+    longest = [torch.tensor(n, dtype=dtype) for n in longest]
+    assert torch.equal(flashcute.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest), expected)
+    for x in (longest[1], longest[1][None]):
+        traced = torch.compile(flashcute.flash_attn_varlen_func, backend="eager")
+        assert torch.equal(traced(q, k, v, cu_q, cu_k, longest[0], x), expected)
+
+
 @each_option
 def test_order_of_sequences_does_not_matter(name):
     (q, k, v), lengths = make(d=16)

@@ -209,6 +209,40 @@ def test_raw_functions_are_forward_and_backward_without_autograd(provided):
         forward(q, k, v, 0.1, 0.2, True, -1, -1, 0.0, None, False)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_raw_backward_of_some_keys_takes_whole_rows(provided, ragged):
+    """As ring attention calls it, one block of keys after the other: out and log-sum-exp are of the
+    rows with all of them."""
+    import flash_attn.flash_attn_interface as fa
+
+    torch.manual_seed(0)
+    options = {"softmax_scale": 0.2, "softcap": 1.5, "alibi_slopes": None}
+    q, k, v, dout = (torch.randn(1, 16, h, 32) for h in (4, 2, 2, 4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse, _ = flashcute.flash_attn_func(*leaves, return_attn_probs=True, **options)
+    expected = torch.autograd.grad(out, leaves, dout)
+    options |= {"dropout_p": 0.0, "causal": False, "deterministic": False}
+    options |= {"window_size_left": -1, "window_size_right": -1}
+    backward, rows = fa._flash_attn_backward, [dout, q, out.detach(), lse.detach()]
+    if ragged:
+        cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (16, 8))
+        lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        lengths |= {"max_seqlen_q": cu_q.max(), "max_seqlen_k": cu_k.max()}
+        backward, rows = fa._flash_attn_varlen_backward, [x[0] for x in rows]
+        options |= lengths
+        k, v = k[0], v[0]
+    dout, q, out, lse = rows
+    dq, others = torch.zeros_like(q), []
+    for keys in zip(k.split(8, -3), v.split(8, -3), strict=True):
+        grads = [torch.empty_like(x) for x in (q, *keys)]
+        backward(dout, q, *keys, out, lse, *grads, **options)
+        dq += grads[0]
+        others.append(grads[1:])
+    found = dq, *(torch.cat(parts, -3) for parts in zip(*others, strict=True))
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.view_as(exact), exact, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "pattern"),
     [
@@ -278,7 +312,8 @@ def test_raw_functions_of_ragged_batches(provided):
 
 
 def run(script):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path}
     script = "import flashcute; flashcute.provide_flash_attn()\n" + textwrap.dedent(script)
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
@@ -290,6 +325,41 @@ def run(script):
 def installed(name):
     found = importlib.util.find_spec(name) is not None
     return pytest.mark.skipif(not found, reason=f"the package {name} is not installed")
+
+
+@installed("transformers")
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "Bert"])
+def test_transformers_flash_attention_2_runs(family):
+    """Padded on either side, packed, and with the gradients of eager attention; on the CPU, which
+    it is told is a device of flash_attn's."""
+    run(f"""
+        import os
+
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        import torch
+        import transformers
+        from transformers import modeling_flash_attention_utils as flash
+
+        transformers.utils.import_utils.is_torch_cuda_available = lambda: True
+        devices = ((lambda: True, "cpu"),)
+        flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]["supported_devices"] = devices
+        import test_integrations_transformers_families as models
+
+        models.NAME = "flash_attention_2"
+        ids = models.tokens(3, 12)
+        mask = torch.ones_like(ids)
+        mask[0, 7:], mask[2, 2:] = 0, 0
+        for padding in (torch.ones_like(ids), mask, mask.flip(1)):
+            pair = models.pair("{family}")
+            models.assert_same(pair, padding.bool(), input_ids=ids, attention_mask=padding)
+        assert flash._flash_varlen_fn is flashcute.flash_attn_varlen_func
+        if "{family}" != "Bert":
+            positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+            options = dict(position_ids=positions, use_cache=False)
+            packed = pair[0](input_ids=ids[:1], **options).last_hidden_state[:, 5:]
+            alone = pair[1](input_ids=ids[:1, 5:], use_cache=False).last_hidden_state
+            torch.testing.assert_close(packed, alone, rtol=1e-4, atol=2e-5)
+    """)
 
 
 @installed("diffusers")
@@ -334,4 +404,41 @@ def test_yunchang_kernels_run():
         saved = q, k, v, alone, lse
         backward(dout, *saved, *grads, 0.0, 0.2, True, (-1, -1), 0.0, None, False, None)
         torch.testing.assert_close(tuple(grads), torch.autograd.grad(out, (q, k, v), dout))
+    """)
+
+
+@installed("yunchang")
+@pytest.mark.parametrize("kind", ["ring", "zigzag_ring", "stripe"])
+def test_yunchang_rings_of_two_processes(kind, tmp_path):
+    """bfloat16: of float32 yunchang adds up gradients in the buffer that it has the next in."""
+    run(f"""
+        import torch
+        import torch.distributed as dist
+        from yunchang import ring
+
+        function = ring.{kind}_flash_attn_func
+        torch.manual_seed(0)
+        tensors = [torch.randn(1, 16, 2, 32) for _ in range(4)]
+        q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+        expected = flashcute.flash_attn_func(q, k, v, causal=True)
+        expected = expected, *torch.autograd.grad(expected, (q, k, v), tensors[3])
+
+        def part(x, rank):
+            if "{kind}" == "stripe":
+                return x[:, rank::2]
+            blocks = x.chunk(4, 1)
+            mine = (rank, 3 - rank) if "{kind}" == "zigzag_ring" else (2 * rank, 2 * rank + 1)
+            return torch.cat([blocks[i] for i in mine], 1)
+
+        def work(rank):
+            store = "file://{tmp_path}/store"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+            *leaves, dout = (part(x, rank).bfloat16().contiguous() for x in tensors)
+            leaves = [x.requires_grad_() for x in leaves]
+            out = function(*leaves, causal=True)
+            found = out, *torch.autograd.grad(out, leaves, dout)
+            for x, exact in zip(found, expected, strict=True):
+                torch.testing.assert_close(x.float(), part(exact, rank), rtol=3e-2, atol=3e-2)
+
+        torch.multiprocessing.start_processes(work, nprocs=2, start_method="fork")
     """)

@@ -142,8 +142,8 @@ def prebuilt(tmp_path_factory):
     return wheel
 
 
-def libraries(path: Path) -> str:
-    command = ["objdump", "-p", "-T", str(path)]
+def objdump(path: Path, *what: str) -> str:
+    command = ["objdump", *what, str(path)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -163,7 +163,8 @@ def test_what_is_in_a_wheel_with_kernels(prebuilt, tmp_path):
     expected = {folder / f"sm_{t}" / f"{n}.so" for t, names in FEW.items() for n in names}
     assert set(objects) == expected | {folder / "host" / "flash_api.so"}
     for name, path in objects.items():
-        text = libraries(path)
+        assert "no symbols" in objdump(path, "-t"), name  # but those that are exported
+        text = objdump(path, "-p", "-T")
         needed = set(re.findall(r"NEEDED +(\S+)", text))
         assert needed <= (ALLOWED | OF_TORCH if name.parent.name == "host" else ALLOWED), name
         versions = map(int, re.findall(r"\bGLIBC_2\.(\d+)", text))

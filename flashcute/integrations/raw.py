@@ -56,6 +56,8 @@ def backward(
 ):  # fmt: skip
     """dq, dk and dv of :func:`forward`'s out.
 
+    As in ring attention ``out`` and ``lse`` may be of rows that see other keys, too.
+
     Raises:
         TypeError, ValueError: for what the operator does not take.
         NotImplementedError: for a head_dim that is no multiple of 8.
@@ -104,6 +106,29 @@ def _backward(
     options += None, 0.0, softcap, alibi_slopes
     ops.load()
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    dlse = None
     with torch.no_grad():
-        grads = resolver_errors.call(op, *tensors, lse.contiguous(), None, *lengths, *options)
+        if q.is_cpu:
+            tensors[0], dlse = _for_these_keys(
+                tensors, lse, lengths, (causal, scale, window, alibi_slopes, softcap)
+            )
+        grads = resolver_errors.call(op, *tensors, lse.contiguous(), dlse, *lengths, *options)
     return grads[:3]  # the fourth is of sinks
+
+
+def _for_these_keys(tensors, lse, lengths, options):
+    """dout and dlse for the CPU's operator, which computes out and lse of these keys again.
+
+    With w = exp(their lse - lse) the weights of the whole rows are w times those of these keys, so
+    P (dO V^T - D) of the whole rows is that of these keys for w dO and a dlse.
+    """
+    dout, q, k, v, out = tensors
+    if lengths:
+        cu_q, cu_k, _, used_k, *bounds = lengths
+        own, own_lse = forward_varlen(q, k, v, (cu_q, cu_k, *bounds), *options, used_k)
+    else:
+        own, own_lse = forward(q, k, v, *options)
+    w = torch.exp(own_lse - lse).nan_to_num_(0.0)  # (batch, heads, seqlen) or (heads, total)
+    difference = dout.to(w.dtype) * (own.to(w.dtype) - out.to(w.dtype))
+    dlse = w * difference.sum(-1).transpose(-1, -2)
+    return (dout * w.transpose(-1, -2)[..., None]).to(dout.dtype), dlse.contiguous()

@@ -51,6 +51,7 @@ BINDING_FLAGS = (
     "-fPIC",
     "-shared",
     "-fvisibility=hidden",
+    "-Wl,--strip-all",
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 )
 BINDING_LIBRARIES = ("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10")
