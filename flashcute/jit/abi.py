@@ -16,7 +16,7 @@ from ..config import ROW_STATS_MULTIPLE
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 13  # flash::kAbiVersion
+ABI_VERSION = 14  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
@@ -248,7 +248,7 @@ def plan_capacity(
 
 def plan_words(capacity: int, b: int, total_q: int = 0, num_splits: int = 1) -> int:
     """``flash::plan_words()``."""
-    return 4 + 8 * capacity + 4 * b + 4 + (4 * total_q if num_splits > 1 else 0)
+    return 4 + 8 * capacity + 16 * b + 8 + (4 * total_q if num_splits > 1 else 0)
 
 
 def partial_rows(total_rows: int, tile_m: int, splits: Splits, grid_heads: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -108,9 +109,11 @@ def project_headers(source: bytes, folders: Iterable[Path]) -> dict[str, bytes]:
     Raises:
         ValueError: for an ``#include`` of a macro, which is not expanded.
     """
-    folders = tuple(folders)
+    # Text and no Path, whose making takes most of the time of loading a kernel that is built.
+    folders = tuple(os.path.realpath(folder) for folder in folders)
     headers: dict[str, bytes] = {}
-    pending = [(source, None)]
+    others: set[str] = set()  # no files
+    pending: list[tuple[bytes, str | None]] = [(source, None)]
     while pending:
         text, parent = pending.pop()
         for quoted, angled, other in _INCLUDE.findall(text):
@@ -123,10 +126,11 @@ def project_headers(source: bytes, folders: Iterable[Path]) -> dict[str, bytes]:
                 )
             beside = (parent,) if quoted and parent is not None else ()
             for folder in (*beside, *folders):
-                path = (folder / name).resolve()
-                if path.is_file():
-                    if str(path) not in headers:
-                        headers[str(path)] = path.read_bytes()
-                        pending.append((headers[str(path)], path.parent))
+                path = os.path.normpath(f"{folder}/{name}")
+                if path not in headers and path not in others and os.path.isfile(path):
+                    headers[path] = Path(path).read_bytes()
+                    pending.append((headers[path], os.path.dirname(path)))
+                if path in headers:
                     break
+                others.add(path)
     return headers

@@ -208,11 +208,11 @@ MUTANTS = (
         "int const first = each * part + more * part / parts;",
         "int const first = each * (part > 0 ? part - 1 : 0);",
     ),
-    _numerics("parts that share their rows", _PLAN, "begin + part * rows;", "begin;"),
+    _numerics("parts that share their rows", _PLAN, "+= part * num_rows", "+= 0 * num_rows"),
     _numerics(
         "sequences that share their rows",
         _PLAN,
-        "cute::min(first[low].y,",
+        "cute::min(rows_before,",
         "cute::min(0,",
     ),
     _numerics(

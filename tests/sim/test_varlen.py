@@ -164,32 +164,71 @@ def test_order_of_sequences_does_not_matter(config):
     assert torch.equal(result.lse, expected.lse[:, rows[0]])
 
 
-@each_config
-def test_plan(config):
-    """Each tile of a head once, those with most key blocks first."""
-    result = run(config, make_qkv(config, SOME), SOME)
+def plan_of(config, batch, more=5):
+    """The tiles of a head as (first row, block, key blocks), in the plan's order."""
+    result = run(config, make_qkv(config, batch, h=1, h_k=1, more=more), batch)
     plan = result.outputs["plan"]
-    count, m = int(plan[0]), config.tile_m
-    tiles = plan[4 : 4 + 8 * count].view(count, 8).tolist()
-    begins = starts(SOME[0]).tolist()
-    segments = [*zip(begins, SOME[0], strict=False), (begins[-1], 5)]  # 5 rows of no sequence
-    assert sorted((row, block) for block, row, *_ in tiles) == sorted(
-        (row, block) for row, n in segments for block in range(-(-n // m))
-    )
+    m = config.tile_m
 
     def key_blocks(block, _row_q, _row_k, seqlen_q, seqlen_k, *_):
         last = min((block + 1) * m, seqlen_q) - 1
+        causal = config.mask == "causal"
         end = min(last + seqlen_k - seqlen_q + 1, seqlen_k) if causal else seqlen_k
         return -(-max(end, 0) // config.tile_n)
 
-    causal = config.mask == "causal"
-    blocks = [key_blocks(*tile) for tile in tiles]
+    tiles = plan[4 : 4 + 8 * int(plan[0])].view(-1, 8).tolist()
+    return [(row, block, key_blocks(block, row, *rest)) for block, row, *rest in tiles]
+
+
+def tiles_of(config, lengths, more=5):
+    """Of all sequences, and of rows of none behind them, in the batch's order."""
+    begins = starts(lengths).tolist()
+    segments = [*zip(begins, lengths, strict=False), (begins[-1], more)]
+    return [(row, block) for row, n in segments for block in range(-(-n // config.tile_m))]
+
+
+@each_config
+def test_plan(config):
+    """Each tile of a head once, those with most key blocks first."""
+    batch = SOME[0], (130, 77, 50, 0, 250)
+    tiles = plan_of(config, batch)
+    assert sorted(tile[:2] for tile in tiles) == sorted(tiles_of(config, batch[0]))
+    blocks = [tile[2] for tile in tiles]
     assert blocks == sorted(blocks, reverse=True)  # few enough for exact order
-    assert max(blocks) > min(blocks) == 0
+    assert max(blocks) > min(blocks) + 3
 
 
-def test_more_sequences_than_the_planner_has_threads():
-    batch = tuple(i % 3 // 2 for i in range(600)), tuple(i % 7 for i in range(600))
+@each_config
+def test_plan_of_tiles_that_are_alike(config):
+    """In the batch's order: neighbours share their keys, and none is much longer."""
+    batch = (70, 200, 0, 130, 65), (40, 3 * config.tile_n, 50, 70, 1)
+    if config.mask == "causal":
+        batch = (50, 2, 0, 3 * config.tile_n, 64), (50, 2, 0, 3 * config.tile_n, 64)
+    tiles = plan_of(config, batch)
+    assert [tile[:2] for tile in tiles] == tiles_of(config, batch[0])
+    assert 0 < max(tile[2] for tile in tiles) <= 3
+
+
+@pytest.mark.parametrize("more", [0, 5], ids=["whole", "rows of none"])
+@pytest.mark.parametrize("config", CONFIGS[::2], ids=lambda c: c.full_name)
+def test_plan_of_equal_sequences(config, more):
+    """Under a causal mask: the last tiles of all come first, in the batch's order. Rows of no
+    sequence behind them ask for the order by key blocks."""
+    lengths = (300,) * 5
+    tiles = plan_of(config, (lengths, lengths), more)
+    blocks = [tile[2] for tile in tiles]
+    assert blocks == sorted(blocks, reverse=True)
+    assert max(blocks) > min(blocks) + 3
+    levels = sorted(tiles_of(config, lengths, more), key=lambda tile: -tile[1])
+    if more == 0:
+        assert [tile[:2] for tile in tiles] == levels
+    assert sorted(tile[:2] for tile in tiles) == sorted(levels)
+
+
+@pytest.mark.parametrize("b", [600, 700])
+def test_more_sequences_than_the_planner_has_threads(b):
+    """And than it has room for in shared memory; 700 are that many."""
+    batch = tuple(i % 3 // 2 for i in range(b)), tuple(i % 7 for i in range(b))
     qkv = make_qkv(TWO_STAGES, batch, h=1, h_k=1)
     check(run(TWO_STAGES, qkv, batch, max_seqlen_q=1), TWO_STAGES, qkv, batch)
 

@@ -11,14 +11,25 @@ namespace flash {
 
 using namespace cute;
 
+// One instruction: of 64-bit factors nvcc adds the products with their upper halves, which are 0.
+CUTE_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+    uint64_t product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+#else
+    return uint64_t(a) * b;
+#endif
+}
+
 // The counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
 // 2011. 7 rounds are the fewest that pass all tests of BigCrush.
 template <int kRounds = 7>
 CUTE_HOST_DEVICE void philox4x32(uint32_t (&counter)[4], uint32_t key_low, uint32_t key_high) {
     CUTE_UNROLL
     for (int round = 0; round < kRounds; ++round) {
-        uint64_t const a = uint64_t(0xD2511F53) * counter[0];
-        uint64_t const b = uint64_t(0xCD9E8D57) * counter[2];
+        uint64_t const a = wide_product(0xD2511F53, counter[0]);
+        uint64_t const b = wide_product(0xCD9E8D57, counter[2]);
         counter[0] = static_cast<uint32_t>(b >> 32) ^ counter[1] ^ key_low;
         counter[1] = static_cast<uint32_t>(b);
         counter[2] = static_cast<uint32_t>(a >> 32) ^ counter[3] ^ key_high;
@@ -58,6 +69,24 @@ struct DropoutMask {
     // Whether the weight of a half of a word is dropped.
     CUTE_DEVICE bool drops(uint32_t word, bool upper) const {
         return (upper ? word : word << 16) < params.dropout_threshold << 16;
+    }
+
+    // Makes those weights of a pair 0 that the halves of a word drop. In the sm80 class the
+    // operands of the first way spill at head dimension 128.
+    template <int kArch>
+    CUTE_DEVICE void drop(uint32_t &pair, uint32_t word) const {
+#if defined(__CUDA_ARCH__)
+        if constexpr (kArch == 90) {
+            // With instructions of two halves: max(x, t - 1) - (t - 1) is 0 where x < t, which is
+            // >= 1.
+            uint32_t const most = (params.dropout_threshold - 1) * 0x10001;
+            uint32_t const negated = (1 - params.dropout_threshold & 0xFFFF) * 0x10001;
+            pair &= __viaddmin_u16x2(__vmaxu2(word, most), negated, 0x10001) * 0xFFFF;
+            return;
+        }
+#endif
+        if (drops(word, false)) pair &= 0xFFFF0000;
+        if (drops(word, true)) pair &= 0x0000FFFF;
     }
 
     CUTE_HOST_DEVICE static uint32_t row_of(int query) { return query / 16 * 8 + query % 8; }
@@ -101,9 +130,7 @@ struct Dropout {
                     mask.draw(random, first_row + m * (C.warps * 8), column, head);
                     CUTE_UNROLL
                     for (int i = 0; i < 4; ++i) {
-                        uint32_t &pair = words(i, m, k);
-                        if (mask.drops(random[i], false)) pair &= 0xFFFF0000;
-                        if (mask.drops(random[i], true)) pair &= 0x0000FFFF;
+                        mask.template drop<C.arch>(words(i, m, k), random[i]);
                     }
                 }
             }

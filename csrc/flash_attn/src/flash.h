@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 13;
+inline constexpr int32_t kAbiVersion = 14;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -212,7 +212,7 @@ inline constexpr int64_t plan_capacity(int64_t total_rows, int64_t b, int64_t ti
 // Size of what plan_ptr points to, in words of 32 bits.
 inline constexpr int64_t plan_words(int64_t capacity, int64_t b, int64_t total_q = 0,
                                     int64_t num_splits = 1) {
-    return 4 + 8 * capacity + 4 * b + 4 + (num_splits > 1 ? 4 * total_q : 0);
+    return 4 + 8 * capacity + 16 * b + 8 + (num_splits > 1 ? 4 * total_q : 0);
 }
 // Likewise in a backward, whose kernels make a plan each, one after the other, at the same place.
 inline constexpr int32_t kMinBwdRows = 64;  // that a CTA owns

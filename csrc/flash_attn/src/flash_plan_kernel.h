@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cute/config.hpp>
@@ -19,31 +20,45 @@
 
 namespace flash {
 
-// One CTA. Decides into how many parts the tiles of each segment are split and counts them, then
-// sorts them by the blocks that they visit (a counting sort in logarithmic buckets, so that the
-// order among equals is free). Tiles of a backward are not split.
+// One CTA. Decides into how many parts the tiles of each segment are split, counts and lists them.
+// Those with most key blocks come first. Tiles of a backward are not split.
 template <class Tiles>
 struct Planner {
     using Segments = flash::Segments<Tiles::kOfKeys>;
     using Splits = TileSplits<Tiles>;
-    static constexpr int kThreads = 1024;
+    static constexpr int kMaxThreads = 1024;
+    static constexpr int kMinThreads = 128;
     static constexpr int kBuckets = 128;
     static constexpr int kCopies = 8;  // of each bucket, as atomics on one address are serialised
-    static constexpr int kMaxFirst = 5120;  // within the 48 KB that any launch may have
-    static_assert(kThreads == 32 * 32 && kBuckets * kCopies == kThreads);
+    static constexpr int kMaxSegments = 1280;  // within the 48 KB that any launch may have
+    static_assert(kMaxThreads == 32 * 32 && kBuckets <= kMinThreads);
+    // Tiles that differ by no more key blocks are as good in any order.
+    static constexpr int kAlike = 3;
 
-    // Of the segments before one: x tiles, y rows of the workspace.
-    struct Counts {
-        int x, y;
+    enum class Order {
+        // Of the segments, where all tiles are alike: neighbours in memory follow each other, and
+        // share their keys in L2.
+        of_segments,
+        // The last tiles of all sequences, then those before them, and so on, where the sequences
+        // are alike.
+        of_levels,
+        // By a counting sort in logarithmic buckets, so that the order among equals is free.
+        sorted,
     };
 
+    // The greatest of such values, least ones negated: of tiles' key blocks, of those of segments'
+    // longest tiles, of sequences' tiles.
+    enum { kMostBlocks, kLeastBlocks, kLeastLongest, kMostTiles, kLeastTiles, kExtremes };
+
     struct SharedStorage {
-        Counts of_warps[kThreads / 32];
-        unsigned bucket[kThreads];  // tiles in it; then where its next one goes
-        Counts before;
-        int part_blocks;  // key blocks of a part at least
+        int of_warps[kMaxThreads / 32];
+        int extremes[kExtremes][kMaxThreads / 32];
+        unsigned bucket[kBuckets * kCopies];  // tiles in it; then where its next one goes
+        int part_blocks;                      // key blocks of a part at least
         unsigned split_positions;
-        Counts first[kMaxFirst];  // if as many suffice; else they are in global memory
+        // Each as its first tile, but for m_block: tiles before it; part: parts. They are in global
+        // memory if there are more.
+        PlanTile segments[kMaxSegments];
     };
 
     // By the exponent and three bits of the mantissa of the number of blocks, most first; from
@@ -63,124 +78,170 @@ struct Planner {
     CUTE_DEVICE static int product(int a, int b) {
         return static_cast<int>(cute::min(int64_t(a) * b, int64_t(INT32_MAX)));
     }
-    struct Sums {
-        CUTE_DEVICE Counts operator()(Counts const &a, Counts const &b) const {
-            return {sum(a.x, b.x), sum(a.y, b.y)};
-        }
-    };
-    struct SumAndMax {
-        CUTE_DEVICE Counts operator()(Counts const &a, Counts const &b) const {
-            return {sum(a.x, b.x), cute::max(a.y, b.y)};
-        }
-    };
 
-    // Of all values up to this thread's own.
-    template <class Op>
-    CUTE_DEVICE static Counts inclusive_scan(Counts *of_warps, Counts const &value) {
-        int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        Counts const own = warp_scan<Op>(value, lane);
-        if (lane == 31) {
-            of_warps[warp] = own;
-        }
-        __syncthreads();
-        Counts const warps = warp_scan<Op>(of_warps[lane], lane);
-        int const last = cute::max(warp - 1, 0);
-        Counts const before{__shfl_sync(0xffffffffu, warps.x, last),
-                            __shfl_sync(0xffffffffu, warps.y, last)};
-        __syncthreads();
-        return warp == 0 ? own : Op{}(before, own);
-    }
-    template <class Op>
-    CUTE_DEVICE static Counts warp_scan(Counts value, int lane) {
+    CUTE_DEVICE static int warp_scan(int value, int lane) {
         CUTE_UNROLL
         for (int distance = 1; distance < 32; distance *= 2) {
-            Counts const before{__shfl_up_sync(0xffffffffu, value.x, distance),
-                                __shfl_up_sync(0xffffffffu, value.y, distance)};
-            if (lane >= distance) value = Op{}(value, before);
+            int const before = __shfl_up_sync(0xffffffffu, value, distance);
+            if (lane >= distance) value = sum(before, value);
         }
         return value;
     }
-
-    CUTE_DEVICE static int num_parts(Flash_fwd_params const &params, SharedStorage const &storage,
-                                     PlanTile const &segment) {
-        if (params.num_splits <= 1) {
-            return 1;
+    // Of all values before this thread's own; all becomes that of all. __syncthreads() has to be
+    // called before the next one.
+    CUTE_DEVICE static int scan(SharedStorage &storage, int value, int &all) {
+        int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        int const own = warp_scan(value, lane);
+        if (lane == 31) {
+            storage.of_warps[warp] = own;
         }
-        return Splits::num_parts(params, storage.part_blocks, Splits::key_blocks(params, segment));
+        __syncthreads();
+        int const of_warp = 32 * lane < static_cast<int>(blockDim.x) ? storage.of_warps[lane] : 0;
+        int const warps = warp_scan(of_warp, lane);
+        all = __shfl_sync(0xffffffffu, warps, 31);
+        int const warps_before = __shfl_sync(0xffffffffu, warps, cute::max(warp - 1, 0));
+        int const lanes_before = __shfl_up_sync(0xffffffffu, own, 1);
+        return sum(warp > 0 ? warps_before : 0, lane > 0 ? lanes_before : 0);
+    }
+
+    // Of all threads: to be read after __syncthreads().
+    CUTE_DEVICE static void put_extreme(SharedStorage &storage, int which, int value) {
+        int const of_warp = __reduce_max_sync(0xffffffffu, value);
+        if (threadIdx.x % 32 == 0) {
+            storage.extremes[which][threadIdx.x / 32] = of_warp;
+        }
+    }
+    CUTE_DEVICE static int extreme(SharedStorage const &storage, int which) {
+        int const warp = cute::min(threadIdx.x % 32, blockDim.x / 32 - 1);
+        return __reduce_max_sync(0xffffffffu, storage.extremes[which][warp]);
+    }
+
+    CUTE_DEVICE static int blocks_of(Flash_fwd_params const &params, PlanTile const &segment,
+                                     int m_block) {
+        WorkTile const work{
+            .m_block = m_block, .seqlen_q = segment.seqlen_q, .seqlen_k = segment.seqlen_k};
+        return Tiles::blocks(params, work).count;
+    }
+    CUTE_DEVICE static int of_part(int blocks, int parts) {
+        return parts == 1 ? blocks : blocks / parts;  // mostly without the latency of a division
     }
 
     CUTE_DEVICE static void choose_part_blocks(Flash_fwd_params const &params,
                                                SharedStorage &storage) {
         Segments const segments{params};
-        Counts blocks{0, 0};  // of all tiles; of the longest
-        if (params.num_splits > 1 && params.split_ctas > 0) {
-            for (int i = threadIdx.x; i < segments.count(); i += kThreads) {
+        int all = 0, longest = 0;
+        if (params.split_ctas > 0) {
+            int blocks = 0;
+            for (int i = threadIdx.x; i < segments.count(); i += blockDim.x) {
                 PlanTile const segment = segments[i];
                 int const of_tile = Splits::key_blocks(params, segment);
-                int const of_all = product(Splits::num_m_blocks(params, segment), of_tile);
-                blocks = SumAndMax{}(blocks, {of_all, of_tile});
+                blocks = sum(blocks, product(Splits::num_m_blocks(params, segment), of_tile));
+                longest = cute::max(longest, of_tile);
             }
-            blocks = inclusive_scan<SumAndMax>(storage.of_warps, blocks);
+            put_extreme(storage, kMostBlocks, longest);
+            scan(storage, blocks, all);
+            longest = extreme(storage, kMostBlocks);
         }
-        if (threadIdx.x == kThreads - 1) {
-            storage.part_blocks = Splits::part_blocks(params, blocks.x, blocks.y);
+        if (threadIdx.x == 0) {
+            storage.part_blocks = Splits::part_blocks(params, all, longest);
         }
         __syncthreads();
     }
 
-    CUTE_DEVICE static void count_tiles(Flash_fwd_params const &params, SharedStorage &storage,
-                                        Counts *first) {
+    // Writes the segments. Returns the number of tiles.
+    CUTE_DEVICE static int count_tiles(Flash_fwd_params const &params, SharedStorage &storage,
+                                       PlanTile *written) {
         Segments const segments{params};
-        if (threadIdx.x == 0) {
-            storage.split_positions = 0;
-            storage.before = first[0] = {0, 0};
-        }
-        __syncthreads();
+        bool const may_split = params.num_splits > 1;
+        int tiles = 0, rows = 0;              // of the segments before; rows: of the workspace
+        constexpr int kNone = INT32_MIN / 2;  // two of them can be added
+        int most[kExtremes] = {kNone, kNone, kNone, kNone, kNone};
+        auto const see = [&](int which, int value) { most[which] = cute::max(most[which], value); };
         CUTE_NO_UNROLL
-        for (int begin = 0; begin < segments.count(); begin += kThreads) {
+        for (int begin = 0; begin < segments.count(); begin += blockDim.x) {
             int const i = begin + static_cast<int>(threadIdx.x);
-            Counts counts{0, 0};
+            PlanTile segment;
+            int count = 0, of_parts = 0;
             if (i < segments.count()) {
-                PlanTile const segment = segments[i];
-                int const parts = num_parts(params, storage, segment);
-                counts.x = product(Splits::num_m_blocks(params, segment), parts);
-                counts.y = parts > 1 ? product(num_rows(params, segment.seqlen_q), parts) : 0;
+                segment = segments[i];
+                int const m_blocks = Splits::num_m_blocks(params, segment);
+                int const last = blocks_of(params, segment, cute::max(m_blocks - 1, 0));
+                int parts = 1;
+                if (may_split) {
+                    parts = Splits::num_parts(params, storage.part_blocks,
+                                              Splits::key_blocks(params, segment));
+                    if (parts > 1) of_parts = product(num_rows(params, segment.seqlen_q), parts);
+                }
+                count = product(m_blocks, parts);
+                segment.part = parts;
+                if (count > 0) {
+                    int const first = blocks_of(params, segment, 0);
+                    int const longest = of_part(cute::max(first, last), parts);
+                    see(kMostBlocks, longest);
+                    see(kLeastBlocks, -of_part(cute::min(first, last), parts));
+                    see(kLeastLongest, -longest);
+                    see(kMostTiles, count);
+                }
+                // Rows of no sequence are as many tiles as no sequence has.
+                if (i % 2 == 1 || count > 0) see(kLeastTiles, i % 2 == 1 ? -count : 0);
             }
-            Counts const before = storage.before;
-            counts = Sums{}(before, inclusive_scan<Sums>(storage.of_warps, counts));
-            counts = {cute::min(counts.x, params.plan_capacity),
-                      cute::min(counts.y, params.partial_rows)};
+            CUTE_UNROLL
+            for (int which = 0; which < kExtremes; ++which) {
+                put_extreme(storage, which, most[which]);
+            }
+            int all = 0;
+            int const before = sum(tiles, scan(storage, count, all));
+            tiles = sum(tiles, all);
+            if (may_split) {
+                __syncthreads();
+                int const rows_before = sum(rows, scan(storage, of_parts, all));
+                rows = sum(rows, all);
+                if (of_parts > 0) {
+                    // Where there is no room, parts share it.
+                    segment.partial_row =
+                        cute::max(cute::min(rows_before, params.partial_rows - of_parts), -1);
+                }
+            }
             if (i < segments.count()) {
-                first[i + 1] = counts;
-            }
-            if (threadIdx.x == kThreads - 1) {
-                storage.before = counts;
+                segment.m_block = cute::min(before, params.plan_capacity);
+                written[i] = segment;
             }
             __syncthreads();
         }
+        return tiles;
     }
 
-    // Tile `index` in the order of the segments.
-    CUTE_DEVICE static PlanTile find_tile(Flash_fwd_params const &params,
-                                          SharedStorage const &storage, Counts const *first,
-                                          int index) {
-        Segments const segments{params};
-        int low = 0, high = segments.count();  // first[low] <= index < first[high]
+    // Of that many tiles, at least one.
+    CUTE_DEVICE static Order choose_order(Flash_fwd_params const &params,
+                                          SharedStorage const &storage, int tiles) {
+        int const most = extreme(storage, kMostBlocks);
+        if (most + extreme(storage, kLeastBlocks) <= kAlike) {
+            return Order::of_segments;
+        }
+        bool const alike = most + extreme(storage, kLeastLongest) <= kAlike &&
+                           extreme(storage, kMostTiles) + extreme(storage, kLeastTiles) == 0;
+        return alike && tiles <= params.plan_capacity ? Order::of_levels : Order::sorted;
+    }
+
+    // Tile `index` in the order of the segments. place: in that of levels.
+    CUTE_DEVICE static PlanTile find_tile(Flash_fwd_params const &params, PlanTile const *segments,
+                                          int tiles, int index, int &place) {
+        int low = 0, high = 2 * params.b + 1;  // of segments: index is in [low, high)
+        CUTE_NO_UNROLL
         while (high - low > 1) {
             int const middle = (low + high) / 2;
-            (first[middle].x <= index ? low : high) = middle;
+            (segments[middle].m_block <= index ? low : high) = middle;
         }
         PlanTile tile = segments[low];
-        int const parts = num_parts(params, storage, tile);
-        int const within = index - first[low].x;
-        int const part = within % parts;
-        tile.m_block = within / parts;
-        tile.part = PlanTile::kParts * part + parts;
+        int const within = index - tile.m_block, parts = tile.part;
+        // Unsigned: it overflows where tiles are in no such order.
+        place = static_cast<int>(tiles - (within + 1u) * params.b + low / 2);
+        tile.m_block = within;
         if (parts > 1) {
-            int const rows = num_rows(params, tile.seqlen_q);
-            // Where there is no room, parts share it.
-            int const begin = cute::min(first[low].y, params.partial_rows - rows * parts);
-            tile.partial_row = begin < 0 ? -1 : begin + part * rows;
+            int const part = within % parts;
+            tile.m_block = within / parts;
+            tile.part += PlanTile::kParts * part;
+            if (tile.partial_row >= 0) tile.partial_row += part * num_rows(params, tile.seqlen_q);
         }
         return tile;
     }
@@ -206,46 +267,74 @@ struct Planner {
         }
     }
 
-    // The bucket of a tile.
-    CUTE_DEVICE static unsigned &bucket(Flash_fwd_params const &params, SharedStorage &storage,
-                                        PlanTile const &tile) {
-        WorkTile const work{
-            .m_block = tile.m_block, .seqlen_q = tile.seqlen_q, .seqlen_k = tile.seqlen_k};
-        int const parts = tile.part % PlanTile::kParts;
-        return storage.bucket[bucket_of(Tiles::blocks(params, work).count / parts)];
+    // From how many tiles are in each bucket to where they go.
+    CUTE_DEVICE static void place_buckets(SharedStorage &storage) {
+        bool const owns = threadIdx.x < kBuckets;
+        unsigned *const copies = storage.bucket + (owns ? threadIdx.x * kCopies : 0);
+        __syncthreads();
+        unsigned size = 0;
+        for (int i = 0; owns && i < kCopies; ++i) {
+            size += copies[i];
+        }
+        int all = 0;
+        unsigned next = scan(storage, static_cast<int>(size), all);
+        for (int i = 0; owns && i < kCopies; ++i) {
+            unsigned const of_copy = copies[i];
+            copies[i] = next;
+            next += of_copy;
+        }
+        __syncthreads();
     }
 
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage) {
         auto &plan = *static_cast<WorkPlan *>(params.plan_ptr);
-        Counts *const first = 2 * params.b + 2 <= kMaxFirst
-                                  ? storage.first
-                                  : reinterpret_cast<Counts *>(plan.tiles + params.plan_capacity);
+        PlanTile *const segments =
+            2 * params.b + 1 <= kMaxSegments ? storage.segments : plan.tiles + params.plan_capacity;
         auto *const positions = const_cast<SplitPosition *>(plan.positions(params));
         int const thread = threadIdx.x;
-        storage.bucket[thread] = 0;
-        choose_part_blocks(params, storage);
-        count_tiles(params, storage, first);
-        int const count = first[2 * params.b + 1].x;
-        PlanTile tile;  // this thread's last
-        for (int i = thread; i < count; i += kThreads) {
-            tile = find_tile(params, storage, first, i);
-            atomicAdd(&bucket(params, storage, tile), 1u);
+        bool const may_split = params.num_splits > 1;
+        if (may_split) {
+            if (thread == 0) storage.split_positions = 0;
+            choose_part_blocks(params, storage);
         }
-        __syncthreads();
-        int const size = static_cast<int>(storage.bucket[thread]);
-        int const end = inclusive_scan<Sums>(storage.of_warps, {size, 0}).x;
-        storage.bucket[thread] = static_cast<unsigned>(end - size);
-        __syncthreads();
-        for (int i = thread; i < count; i += kThreads) {
-            if (count > kThreads) tile = find_tile(params, storage, first, i);
-            plan.tiles[atomicAdd(&bucket(params, storage, tile), 1u)] = tile;
-            list_positions(params, storage, positions, tile);
+        int const tiles = count_tiles(params, storage, segments);
+        int const count = cute::min(tiles, params.plan_capacity);
+        Order const order = choose_order(params, storage, tiles);
+        bool const sorts = order == Order::sorted;
+        if (sorts) {
+            for (int i = thread; i < kBuckets * kCopies; i += blockDim.x) {
+                storage.bucket[i] = 0;
+            }
+            __syncthreads();
         }
-        __syncthreads();
+        // Of sorted ones first how many are in each bucket. One copy of the code, which is rarely
+        // in the instruction cache.
+        CUTE_NO_UNROLL
+        for (int pass = sorts ? 0 : 1; pass < 2; ++pass) {
+            bool const places = pass == 1;
+            CUTE_NO_UNROLL
+            for (int i = thread; i < count; i += blockDim.x) {
+                int of_levels = 0, at = i;
+                PlanTile const tile = find_tile(params, segments, tiles, i, of_levels);
+                if (sorts) {
+                    int const parts = tile.part % PlanTile::kParts;
+                    int const blocks = of_part(blocks_of(params, tile, tile.m_block), parts);
+                    at = static_cast<int>(atomicAdd(&storage.bucket[bucket_of(blocks)], 1u));
+                } else if (order == Order::of_levels) {
+                    at = of_levels;
+                }
+                if (places) {
+                    plan.tiles[at] = tile;
+                    if (may_split) list_positions(params, storage, positions, tile);
+                }
+            }
+            if (!places) place_buckets(storage);
+        }
+        if (may_split) __syncthreads();
         if (thread == 0) {
+            unsigned const listed = may_split ? storage.split_positions : 0;
             plan.count = count;
-            plan.split_positions =
-                static_cast<int>(cute::min(storage.split_positions, unsigned(params.total_q)));
+            plan.split_positions = static_cast<int>(cute::min(listed, unsigned(params.total_q)));
         }
     }
 };
@@ -256,7 +345,7 @@ CUTE_HOST_DEVICE unsigned num_planners(Flash_fwd_params const &params) {
 }
 
 template <class Tiles>
-__global__ void __launch_bounds__(Planner<Tiles>::kThreads)
+__global__ void __launch_bounds__(Planner<Tiles>::kMaxThreads)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Plan = Planner<Tiles>;
     // An attention kernel of the sm90 class may be launched already; it waits for this one's end.
@@ -276,13 +365,18 @@ template <class Tiles>
 int32_t launch_plan(Flash_fwd_params const *params, void *stream) {
     using Plan = Planner<Tiles>;
     unsigned const planners = num_planners(*params);
-    unsigned const ctas = planners + Append<Tiles::kDtype>::num_ctas(*params, Plan::kThreads);
-    if (ctas == 0) {
+    unsigned const appending = Append<Tiles::kDtype>::num_ctas(*params, Plan::kMaxThreads);
+    if (planners + appending == 0) {
         return cudaSuccess;
     }
+    // One for each tile: fewer start faster, and barriers of few take less time.
+    int const wanted = std::max(params->plan_capacity, 2 * params->b + 1);
+    int const threads = appending > 0 || wanted > Plan::kMaxThreads
+                            ? Plan::kMaxThreads
+                            : std::max((wanted + 31) / 32 * 32, Plan::kMinThreads);
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(ctas);
-    config.blockDim = dim3(Plan::kThreads);
+    config.gridDim = dim3(planners + appending);
+    config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = planners * sizeof(typename Plan::SharedStorage);
     config.stream = static_cast<cudaStream_t>(stream);
     return cudaLaunchKernelEx(&config, &flash_plan_kernel<Tiles>, *params);

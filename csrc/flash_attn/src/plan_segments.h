@@ -36,23 +36,26 @@ struct Segments {
 
     CUTE_DEVICE int count() const { return 2 * params.b + 1; }
 
-    CUTE_DEVICE static int clamp(int64_t x, int low, int high) {
-        return static_cast<int>(cute::min(cute::max(x, int64_t(low)), int64_t(high)));
+    template <class Int>
+    CUTE_DEVICE static int clamp(Int x, int low, int high) {
+        return static_cast<int>(cute::min(cute::max(x, Int(low)), Int(high)));
     }
 
     // Where sequence i begins.
     CUTE_DEVICE static int first_row(Rows const &rows, int i) {
         int const *const starts = rows.cu_seqlens;
-        return clamp(starts != nullptr ? starts[i] : int64_t(i) * rows.seqlen, 0, rows.total);
+        return starts != nullptr ? clamp(starts[i], 0, rows.total)
+                                 : clamp(int64_t(i) * rows.seqlen, 0, rows.total);
     }
-    // And how many of its rows count.
-    CUTE_DEVICE static void read(Rows const &rows, int i, int &begin, int &length) {
+    // And how many of its rows count. Returns where the next one begins.
+    CUTE_DEVICE static int read(Rows const &rows, int i, int &begin, int &length) {
         begin = first_row(rows, i);
         int const end = first_row(rows, i + 1);
         length = clamp(end - begin, 0, rows.seqlen);
         if (rows.seqused != nullptr) {
             length = clamp(rows.seqused[i], 0, length);
         }
+        return end;
     }
 
     // Likewise, of a cache, and the entry that holds them.
@@ -82,25 +85,28 @@ struct Segments {
     }
 
     CUTE_DEVICE PlanTile operator[](int segment) const {
-        int const i = segment / 2;
-        PlanTile tile{.batch = params.is_cache != 0 ? 0 : i, .partial_row = -1};
-        if (segment % 2 == 1) {
-            read(queries(), i, tile.row_q, tile.seqlen_q);
-            if (params.is_cache != 0) {
-                read_cache(i, tile);
-            } else {
-                read(keys(), i, tile.row_k, tile.seqlen_k);
-            }
+        bool const of_sequence = segment % 2 == 1;
+        int const i = (segment + 1) / 2 - 1;  // its sequence, or the one before its rows
+        PlanTile tile{.batch = params.is_cache != 0 ? 0 : segment / 2, .partial_row = -1};
+        // For both kinds at once, so that the two of a warp wait for memory together.
+        int end_q = 0, end_k = 0;
+        if (i >= 0) end_q = read(queries(), i, tile.row_q, tile.seqlen_q);
+        if (params.is_cache == 0) {
+            if (i >= 0) end_k = read(keys(), i, tile.row_k, tile.seqlen_k);
+        } else if (of_sequence) {
+            read_cache(i, tile);
+        }
+        if (of_sequence) {
             return tile;
         }
         Rows const rows = kOfKeys ? keys() : queries();
-        int begin = 0, length = 0;
-        if (i > 0) read(rows, i - 1, begin, length);
-        int const row = begin + length;
-        int const end = i < params.b ? first_row(rows, i) : rows.total;
+        int const row = kOfKeys ? tile.row_k + tile.seqlen_k : tile.row_q + tile.seqlen_q;
+        int const next = i < 0 ? first_row(rows, 0) : kOfKeys ? end_k : end_q;
+        int const end = segment / 2 < params.b ? next : rows.total;
+        tile.row_q = tile.row_k = tile.seqlen_q = 0;
+        tile.seqlen_k = -1;
         (kOfKeys ? tile.row_k : tile.row_q) = row;
         (kOfKeys ? tile.seqlen_k : tile.seqlen_q) = cute::max(end - row, 0);
-        if (!kOfKeys) tile.seqlen_k = -1;
         return tile;
     }
 };

@@ -31,10 +31,10 @@ struct alignas(16) SplitPosition {
     int parts;
 };
 
-// What plan_ptr points to; behind `capacity` tiles follow 4 b + 4 ints of work space, then, where
+// What plan_ptr points to; behind `capacity` tiles is work space for 2 b + 1 of them, then, where
 // tiles may be split, the positions of those that are.
 struct WorkPlan {
-    int count;            // of tiles, those with most key blocks first
+    int count;            // of tiles
     int split_positions;  // in any order
     int unused[2];
     PlanTile tiles[1];

@@ -75,6 +75,13 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize) {
     return sim::detail::shuffle_words(sim::Shuffle::exclusive_or, mask, value, lane_mask, width);
 }
 
+inline int __reduce_max_sync(unsigned mask, int value) {
+    for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) {
+        value = std::max(value, __shfl_xor_sync(mask, value, lane_mask));
+    }
+    return value;
+}
+
 [[noreturn]] inline void __trap() { sim::trap("__trap()"); }
 
 template <class T>
