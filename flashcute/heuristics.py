@@ -304,8 +304,7 @@ def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, i
 # Tiles (rows, step, warps, stages, min_ctas) of dQ, and of dK and dV, per instantiated head
 # dimension. Beside the fragments a thread holds rows * (d + 2 * step) / threads registers for dQ
 # and rows * (2 d + 2 * step) / threads for dK and dV: from d = 192 on these are two kernels. Each
-# fits into 99 KB of shared memory, and two CTAs into 227 KB. Not measured: chosen so that nothing
-# spills.
+# fits into 99 KB of shared memory, and two CTAs into 227 KB. Chosen so that nothing spills.
 _SM80_BWD_TILES = {
     32: ((128, 64, 4, 2, 2), (128, 64, 4, 2, 2)),
     64: ((128, 32, 4, 2, 2), (64, 64, 4, 2, 2)),  # dK and dV with 128x32 spill
@@ -316,10 +315,34 @@ _SM80_BWD_TILES = {
 }
 
 
+# Tiles of one kernel for all gradients, with the warps that divide a step's rows last; and others,
+# for less shared memory, and for options, for which the first have no registers left. It has five
+# products where the kernels above have seven, and sums dQ up in an order that varies. On an H200,
+# s = 8192, over FlashAttention-2 in PyTorch; 128 keys a CTA have half the atomics of 64.
+_SM80_FUSED_TILES = {
+    32: ((128, 32, 4, 2, 2, 1), (64, 64, 4, 2, 2, 1)),  # 128x64 spills 8 bytes with a window
+    64: ((128, 32, 4, 1, 2, 1), (64, 64, 4, 1, 2, 1)),  # 1.17; two stages 1.16 and 8 bytes spilled
+    96: ((128, 64, 8, 2, 1, 2), (64, 64, 4, 1, 2, 2)),
+    128: ((128, 64, 8, 2, 1, 2), (128, 32, 8, 1, 1, 2)),  # 1.03; 64x64 and four warps 0.99
+    192: ((64, 64, 8, 2, 1, 4), (64, 64, 8, 1, 1, 4)),
+    256: ((64, 64, 8, 2, 1, 4), (64, 64, 8, 1, 1, 4)),
+}
+
+
 def bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
-    """The sm80 class's backward for one instantiated head dimension, on every GPU the same."""
+    """The sm80 class's repeatable backward for one head dimension, on every GPU the same."""
     dq, dkv = (BwdTile(*tile) for tile in _SM80_BWD_TILES[head_dim])
     return BwdConfig(80, dtype, head_dim, mask, dq, dkv, split_dkv=head_dim > 128)
+
+
+def fused_bwd_config(
+    dtype: str, head_dim: int, mask: str = "none", capability: tuple[int, int] = (9, 0)
+) -> BwdConfig | None:
+    """The sm80 class's backward of one kernel, None where it does not fit: faster than those of
+    :func:`bwd_config`, but dQ is summed up in an order that varies from run to run."""
+    tiles = [BwdTile(*tile) for tile in _SM80_FUSED_TILES[head_dim]]
+    configs = (BwdConfig(80, dtype, head_dim, mask, t, t, fused=True) for t in tiles)
+    return next((c for c in configs if c.smem_bytes <= MAX_SMEM_BYTES[capability]), None)
 
 
 def bwd_with_options(
@@ -332,6 +355,13 @@ def bwd_with_options(
     """``config`` with what else is asked for, in the sm90 class varlen at most: tiles of the sm80
     class that have no registers left for it get others. Not measured: chosen so that nothing
     spills."""
+    options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
+    if config.arch == 80 and config.fused:
+        wide = varlen and config.head_dim == 256  # two stages spill 8 bytes
+        if softcap or alibi or dropout or wide:
+            tile = BwdTile(*_SM80_FUSED_TILES[config.head_dim][1])
+            config = dataclasses.replace(config, dq=tile, dkv=tile)
+        return dataclasses.replace(config, **options)
     if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
     if config.head_dim == 32 and softcap:  # dQ, and dK and dV, with 128x64 spill 48 bytes
@@ -339,7 +369,6 @@ def bwd_with_options(
         config = dataclasses.replace(config, dq=dq, dkv=dkv)
     if config.head_dim == 96 and softcap:  # and 44 with all; a step of 16 is no whole copy there
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, rows=64))
-    options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
     return dataclasses.replace(config, **options)
 
 
@@ -347,7 +376,7 @@ def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
     """The sm90 class's backward. dQ is summed up in an order that varies from run to run: a
     deterministic backward is that of the sm80 class."""
     tile = BwdTile(*SM90_BWD_TILES[head_dim], 8, 2, 1)
-    return BwdConfig(90, dtype, head_dim, mask, tile, tile)
+    return BwdConfig(90, dtype, head_dim, mask, tile, tile, fused=True)
 
 
 @functools.cache
@@ -544,12 +573,7 @@ def choose_bwd(
 
 def _choices() -> list[tuple[str, int, bool]]:
     """(dtype, head_dim, causal) of everything that is shipped."""
-    return [
-        (dtype, head_dim, causal)
-        for head_dim in HEAD_DIMS
-        for dtype in DTYPES
-        for causal in (False, True)
-    ]
+    return [(t, d, causal) for d in HEAD_DIMS for t in DTYPES for causal in (False, True)]
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
