@@ -317,15 +317,14 @@ _SM80_BWD_TILES = {
 
 # Tiles of one kernel for all gradients, with the warps that divide a step's rows last; and others,
 # for less shared memory, and for options, for which the first have no registers left. It has five
-# products where the kernels above have seven, and sums dQ up in an order that varies. On an H200,
-# s = 8192, over FlashAttention-2 in PyTorch; 128 keys a CTA have half the atomics of 64.
+# products where those above have seven. On an H200, s = 8192, over FlashAttention-2 in PyTorch.
 _SM80_FUSED_TILES = {
     32: ((128, 32, 4, 2, 2, 1), (64, 64, 4, 2, 2, 1)),  # 128x64 spills 8 bytes with a window
     64: ((128, 32, 4, 1, 2, 1), (64, 64, 4, 1, 2, 1)),  # 1.17; two stages 1.16 and 8 bytes spilled
-    96: ((128, 64, 8, 2, 1, 2), (64, 64, 4, 1, 2, 2)),
+    96: ((64, 64, 4, 2, 2, 2), (64, 64, 4, 1, 2, 2)),  # 1.02 and 0.98; 128x64 and eight warps 0.97
     128: ((128, 64, 8, 2, 1, 2), (128, 32, 8, 1, 1, 2)),  # 1.03; 64x64 and four warps 0.99
-    192: ((64, 64, 8, 2, 1, 4), (64, 64, 8, 1, 1, 4)),
-    256: ((64, 64, 8, 2, 1, 4), (64, 64, 8, 1, 1, 4)),
+    192: ((64, 128, 8, 1, 1, 4), (64, 64, 8, 1, 1, 4)),  # 1.08 and 0.94; 64x64 and two stages 0.97
+    256: ((64, 64, 8, 2, 1, 4), (64, 64, 8, 1, 1, 4)),  # 1.01 and 0.97
 }
 
 
@@ -341,8 +340,14 @@ def fused_bwd_config(
     """The sm80 class's backward of one kernel, None where it does not fit: faster than those of
     :func:`bwd_config`, but dQ is summed up in an order that varies from run to run."""
     tiles = [BwdTile(*tile) for tile in _SM80_FUSED_TILES[head_dim]]
-    configs = (BwdConfig(80, dtype, head_dim, mask, t, t, fused=True) for t in tiles)
-    return next((c for c in configs if c.smem_bytes <= MAX_SMEM_BYTES[capability]), None)
+    first, second = (BwdConfig(80, dtype, head_dim, mask, t, t, fused=True) for t in tiles)
+    if head_dim == 128 and capability < (9, 0):  # whose adds to dQ take registers: 8 bytes spill
+        tile = dataclasses.replace(first.dkv, stages=1)
+        first = dataclasses.replace(first, dq=tile, dkv=tile)
+    room = MAX_SMEM_BYTES[capability] + 1024  # of an SM; a CTA takes 1 KB more than it asks for
+    if first.dkv.min_ctas * (first.smem_bytes + 1024) <= room:
+        return first
+    return second if second.smem_bytes + 1024 <= room else None
 
 
 def bwd_with_options(
@@ -357,8 +362,8 @@ def bwd_with_options(
     spills."""
     options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
     if config.arch == 80 and config.fused:
-        wide = varlen and config.head_dim == 256  # two stages spill 8 bytes
-        if softcap or alibi or dropout or wide:
+        # At d = 256 two stages spill 8 bytes with varlen.
+        if softcap or alibi or dropout or (varlen and config.head_dim == 256):
             tile = BwdTile(*_SM80_FUSED_TILES[config.head_dim][1])
             config = dataclasses.replace(config, dq=tile, dkv=tile)
         return dataclasses.replace(config, **options)
@@ -532,13 +537,12 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
 def bwd_configs_in_use(
     dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
 ) -> list[BwdConfig]:
-    """Every configuration that :func:`choose_bwd` may answer with for such problems, the one for a
-    deterministic backward last."""
+    """What :func:`choose_bwd` may answer with, the one for a deterministic backward last."""
     mask = "causal" if causal else "none"
-    deterministic = bwd_config(dtype, head_dim, mask)
-    if kernel_class(capability) == 80:
-        return [deterministic]
-    return [sm90_bwd_config(dtype, head_dim, mask), deterministic]
+    fastest = fused_bwd_config(dtype, head_dim, mask, capability)
+    if kernel_class(capability) == 90:
+        fastest = sm90_bwd_config(dtype, head_dim, mask)
+    return [c for c in (fastest, bwd_config(dtype, head_dim, mask)) if c is not None]
 
 
 def choose_bwd(
@@ -547,28 +551,32 @@ def choose_bwd(
     sms: int = 132,
     *,
     deterministic: bool = False,
+    every: bool = True,
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
-    That of the sm80 class alone has softcap, ALiBi and dropout. It computes ragged batches of short
-    sequences, too, of which the problem has the mean lengths: in the sm90 class the sums of dQ take
-    whole blocks of ``ROW_STATS_MULTIPLE`` rows of each sequence, and so do tiles. On an H200 it is
-    2.1 times as fast at 4,000 tokens, 1.9 at 500, 0.99 at 144 and 0.64 at 128 (d = 64).
+    That of the sm80 class alone has softcap, ALiBi and dropout. Its repeatable one computes ragged
+    batches of short sequences, too, of which the problem has the mean lengths: sums of dQ take
+    whole blocks of ``ROW_STATS_MULTIPLE`` rows of each, and so do tiles of the sm90 class, which is
+    2.1 times as fast at 4,000 tokens on an H200, 1.9 at 500, 0.99 at 144, 0.64 at 128 (d = 64).
 
     Args:
         deterministic: Bitwise repeatable gradients.
+        every: Not of one side alone, which the sm80 class's repeatable kernels compute faster.
     """
     problem = rounded(problem)
-    causal = problem.causal and problem.seqlen_q > 1
-    head_dim = instantiated_head_dim(problem.d)
-    configs = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
+    head_dim, causal = instantiated_head_dim(problem.d), problem.causal and problem.seqlen_q > 1
+    mask = "local" if problem.window is not None else "causal" if causal else "none"
     options = {name: getattr(problem, name) for name in BWD_OPTIONS}
     short = problem.varlen and min(problem.seqlen_q, problem.seqlen_k) < 2 * ROW_STATS_MULTIPLE
     scored = problem.softcap or problem.alibi or problem.dropout
-    config = configs[-1 if deterministic or scored or short else 0]
-    if problem.window is not None:
-        config = dataclasses.replace(config, mask="local")
-    return bwd_with_options(config, **options)
+    if not (deterministic or short):
+        if kernel_class(capability) == 90 and not scored:
+            return bwd_with_options(sm90_bwd_config(problem.dtype, head_dim, mask), **options)
+        fused = fused_bwd_config(problem.dtype, head_dim, mask, capability)
+        if every and fused is not None:
+            return bwd_with_options(fused, **options)
+    return bwd_with_options(bwd_config(problem.dtype, head_dim, mask), **options)
 
 
 def _choices() -> list[tuple[str, int, bool]]:
@@ -586,5 +594,7 @@ def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
 
 def shipped_bwd_configs(arch: int | None = None) -> list[BwdConfig]:
     """The backward configurations of dense calls that ship, of one kernel class or of all."""
-    configs = [config for choice in _choices() for config in bwd_configs_in_use(*choice, (9, 0))]
-    return [config for config in configs if arch in (None, config.arch)]
+    kinds = {80: (fused_bwd_config, bwd_config), 90: (sm90_bwd_config,)}
+    kinds[None] = (*kinds[90], *kinds[80])
+    masks = {False: "none", True: "causal"}
+    return [kind(*of, masks[causal]) for *of, causal in _choices() for kind in kinds[arch]]
