@@ -220,6 +220,8 @@ class BwdTile:
         warps: MMA warps per CTA.
         stages: Buffers in shared memory of what a step loads, 1 or 2.
         min_ctas: CTAs per SM that the register budget must allow.
+        warps_step: That divide a step's rows and the columns of dK and dV: 1, or with ``fused``
+            some of the warps, and the others divide ``rows``.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -230,10 +232,12 @@ class BwdTile:
     warps: int
     stages: int
     min_ctas: int
+    warps_step: int = 1
 
     def __post_init__(self) -> None:
         _require(self, self.warps in (4, 8), "warps", "in (4, 8)")
-        rows = 16 * self.warps
+        _require(self, self.warps_step in (1, 2, 4), "warps_step", "in (1, 2, 4)")
+        rows = 16 * self.warps // self.warps_step
         several = sorted({64, rows, 2 * rows})  # 64: in the sm90 class those of all warps
         _require(self, self.rows in several, "rows", f"in {several}")
         _require(self, self.step in range(16, 129, 16), "step", "to be a multiple of 16 up to 128")
@@ -242,7 +246,8 @@ class BwdTile:
 
     @property
     def variant(self) -> str:
-        return f"{self.rows}x{self.step}_w{self.warps}_s{self.stages}_c{self.min_ctas}"
+        divided = f"x{self.warps_step}" if self.warps_step > 1 else ""
+        return f"{self.rows}x{self.step}_w{self.warps}{divided}_s{self.stages}_c{self.min_ctas}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,14 +255,16 @@ class BwdConfig:
     """The kernels of one backward. Fields, order and meaning are those of ``flash::BwdConfig``.
 
     Attributes:
-        arch: Kernel class, 80 or 90. The sm90 class has one main kernel, whose CTAs own keys: its
-            tile is both ``dq`` and ``dkv``.
+        arch: Kernel class, 80 or 90.
         dtype: ``"fp16"`` or ``"bf16"``; accumulation is fp32.
         head_dim: Instantiated head dimension, one of :data:`HEAD_DIMS`.
         mask: As in :class:`FwdConfig`.
         dq: Tile of the kernel of dQ.
         dkv: Tile of the kernel of dK and dV, or of both where they are split.
         split_dkv: dK and dV by a kernel each: together they exceed the registers.
+        fused: One kernel computes all, with the tile of ``dkv``, which ``dq`` equals. Its CTAs sum
+            dQ up in global memory, in an order that varies from run to run. In the sm90 class
+            always.
         softcap: As in :class:`FwdConfig`; in the sm80 class alone.
         alibi: Likewise.
         dropout: Likewise.
@@ -276,6 +283,7 @@ class BwdConfig:
     dq: BwdTile
     dkv: BwdTile
     split_dkv: bool = False
+    fused: bool = False
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
@@ -286,22 +294,40 @@ class BwdConfig:
         _require(self, self.dtype in DTYPES, "dtype", f"in {DTYPES}")
         _require(self, self.head_dim in HEAD_DIMS, "head_dim", f"in {HEAD_DIMS}")
         _require(self, self.mask in MASKS, "mask", f"in {MASKS}")
-        for flag in ("split_dkv", *BWD_OPTIONS):
+        for flag in ("split_dkv", "fused", *BWD_OPTIONS):
             _require(self, isinstance(getattr(self, flag), bool), flag, "to be a bool")
         if self.arch == 90:
             self._require_sm90()
             return
         for name in ("dq", "dkv"):
             tile = getattr(self, name)
-            _require(self, tile.rows >= 16 * tile.warps, name, "with 16 rows a warp or more")
+            warps = tile.warps // tile.warps_step
+            _require(self, tile.rows >= 16 * warps, name, "with 16 rows a warp or more")
+            divides = self.fused or tile.warps_step == 1
+            _require(self, divides, name, "with warps_step=1 without fused")
         multiple = ROW_STATS_MULTIPLE
         _require(self, multiple % self.dq.rows == 0, "dq", f"with rows that divide {multiple}")
         _require(self, multiple % self.dkv.step == 0, "dkv", f"with a step that divides {multiple}")
+        if self.fused:
+            _require(self, self.dq == self.dkv, "dq", "to be dkv with fused")
+            _require(self, self.dkv.step % 32 == 0, "dkv", "with a step of whole 32 with fused")
+            # Sixteen columns of dK and dV for each of the warps that divide them; and of dQ, which
+            # two warps divide the rows of, or four.
+            columns = 16 * self.dkv.warps_step
+            _require(self, self.head_dim % columns == 0, "dkv", "that divides head_dim with fused")
+            whole = self.head_dim % (8 * self.dkv.warps) == 0 or self.dkv.step % 64 == 0
+            _require(self, whole, "dkv", "with a step of 64 rows with fused")
+            _require(
+                *(self, self.dkv.step % (16 * self.dkv.warps_step) == 0, "dkv"),
+                "with a step of 16 rows for each of warps_step",
+            )
+            _require(self, not self.split_dkv, "split_dkv", "to be False with fused")
 
     def _require_sm90(self) -> None:
         tile = BwdTile(*SM90_BWD_TILES[self.head_dim], 8, 2, 1)
         _require(self, self.dkv == tile, "dkv", f"to be {tile}")
         _require(self, self.dq == self.dkv, "dq", "to be dkv in the sm90 class")
+        _require(self, self.fused, "fused", "to be True in the sm90 class")
         for flag in ("split_dkv", "softcap", "alibi", "dropout"):
             _require(self, not getattr(self, flag), flag, "to be False in the sm90 class")
 
@@ -310,6 +336,7 @@ class BwdConfig:
         """What is computed, without tile choices."""
         options = "" if self.mask == "none" else f"_{self.mask}"
         options += "".join(f"_{option}" for option in BWD_OPTIONS if getattr(self, option))
+        options += "_fused" * (self.fused and self.arch == 80)  # beside it there are others
         return f"flash_bwd_hdim{self.head_dim}_{self.dtype}{options}_sm{self.arch}"
 
     @property
@@ -317,6 +344,8 @@ class BwdConfig:
         """The tile choices."""
         if self.arch == 90:
             return f"{self.dkv.rows}x{self.dkv.step}_s{self.dkv.stages}"
+        if self.fused:
+            return self.dkv.variant
         split = "_split" if self.split_dkv else ""
         return f"dq{self.dq.variant}_dkv{self.dkv.variant}{split}"
 
@@ -334,13 +363,13 @@ class BwdConfig:
 
     @property
     def tile_m(self) -> int:
-        """Query rows per CTA of the kernel of dQ; in the sm90 class of a step."""
-        return self.dkv.step if self.arch == 90 else self.dq.rows
+        """Query rows per CTA of the kernel of dQ; with ``fused`` of a step."""
+        return self.dkv.step if self.fused else self.dq.rows
 
     @property
     def dq_accum(self) -> int:
         """Floats of the workspace in which dQ is summed up, for each row of queries."""
-        return self.head_dim if self.arch == 90 else 0
+        return self.head_dim if self.fused else 0
 
     @property
     def cluster(self) -> int:
@@ -349,9 +378,9 @@ class BwdConfig:
 
     @property
     def repeatable_keys(self) -> float:
-        """Up to how many keys of a sequence dQ is bitwise repeatable, too. In the sm90 class two
-        tiles of keys add to 0 in either order, more of them in any."""
-        return 2 * self.cluster * self.dkv.rows if self.arch == 90 else math.inf
+        """Up to how many keys of a sequence dQ is bitwise repeatable, too. With ``fused`` two tiles
+        of keys add to 0 in either order, more of them in any."""
+        return 2 * self.cluster * self.dkv.rows if self.fused else math.inf
 
     @property
     def smem_bytes(self) -> int:
@@ -359,10 +388,10 @@ class BwdConfig:
 
         Each has the two tiles that it owns and ``stages`` buffers of the two that it visits, at
         d = 256 in the sm90 class one of dO; that of dK and dV has the statistics of the visited
-        rows, too, 8 bytes each. The sm90 class adds two buffers of dS, one of dQ at d 96 and 128,
-        zeros behind K at d = 96; above 128 P in 32 bits and, of the cluster's other CTA, half of
-        K's columns and two buffers of dS; its barriers and the descriptions of tiles, and rounds
-        up.
+        rows, too, 8 bytes each; with ``fused`` dS, and P where ``warps_step`` of several warps
+        share it. The sm90 class adds two buffers of dS, one of dQ at d 96 and 128, zeros behind K
+        at d = 96; above 128 P in 32 bits and, of the cluster's other CTA, half of K's columns and
+        two buffers of dS; its barriers and the descriptions of tiles, and rounds up.
         """
 
         def tiles(tile: BwdTile) -> int:
@@ -380,7 +409,9 @@ class BwdConfig:
             zeros = 2 * 32 * self.dkv.rows if self.head_dim == 96 else 0
             total = tiles(self.dkv) + stats + ds + p + dq + other + zeros + 8 * barriers + 76 * 2
             return -(-total // 1024) * 1024
-        return max(tiles(self.dq), tiles(self.dkv) + stats)
+        shared = 0 if not self.fused else 1 if self.dkv.warps_step == 1 else 2  # dS; and P
+        scores = 2 * shared * self.dkv.rows * self.dkv.step
+        return max(tiles(self.dq), tiles(self.dkv) + stats + scores)
 
     def to_cpp(self) -> str:
         """The C++ initialiser, as of :class:`FwdConfig`."""

@@ -184,10 +184,11 @@ def flash_attn_func(
     a weight of the backward is off by a factor of at most exp(4e-7 * abs(L)), 0.4 % where L is 1e4,
     4 % at 1e5. From 1e7 on gradients may be Inf or NaN.
 
-    Memory of a backward on CUDA, beside the gradients: 2 floats for each row of each query head. In
-    the sm90 class also a float32 workspace of b * h * seqlen_q * head_dim elements, with lengths
-    rounded up to 128 and head dimensions to 32, 64, 96, 128, 192 or 256; ``deterministic=True``
-    takes the sm80 class, which has none.
+    Memory of a backward on CUDA, beside the gradients: 2 floats for each row of each query head,
+    and float32 accumulators of dq, b * h * seqlen_q * head_dim elements, with lengths rounded up to
+    128 and head dimensions to 32, 64, 96, 128, 192 or 256. ``deterministic=True`` has none; nor has
+    the sm80 class for gradients of q alone, or of k and v alone, nor above head dimension 128 on
+    GPUs with less than 163 KB of shared memory.
 
     On the CPU: every argument, in float32 (float64 for float64 inputs), differentiable to any
     order. PyTorch's flash attention computes calls with no more than a scale, a window and sinks;
@@ -213,8 +214,8 @@ def flash_attn_func(
         softcap: Scores become softcap * tanh(scores / softcap); 0.0 for none.
         alibi_slopes: float32 (h,) or (b, h): adds -slope * |i + seqlen_k - seqlen_q - j|.
         deterministic: Ask for bitwise repeatable gradients, as
-            ``torch.use_deterministic_algorithms(True)`` does, too. Without it the sm90 class sums
-            dq up in an order that varies. Results are repeatable in any case.
+            ``torch.use_deterministic_algorithms(True)`` does, too. Without it dq is summed
+            up in an order that varies. Results are repeatable in any case.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
         sinks: float32 or of q's dtype, (h,): for each query head one more logit, in units of the
             scaled scores, that joins the softmax's denominator and has no value; learnable. With L

@@ -191,8 +191,9 @@ def flash_attn_varlen_func(
 
     On CUDA as :func:`flash_attn_func`, without a wait for the device; keys in pages have no
     gradient. A backward's workspace has, for each head, 2 floats for each row of q and each of 128
-    rows more for each sequence; in the sm90 class also head_dim floats, rounded up as there. On the
-    CPU every argument, and differentiable. Meta tensors give shapes.
+    rows more for each sequence, and head_dim floats as accumulators of dq, rounded up and left out
+    as there, and left out for sequences shorter than 256 on average. On the CPU every argument, and
+    differentiable. Meta tensors give shapes.
 
     Args:
         q: (total_q, h, head_dim).

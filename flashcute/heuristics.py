@@ -22,41 +22,7 @@ from .config import (
     BwdTile,
     FwdConfig,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class FwdProblem:
-    """One call, or its backward, as far as the choice of a kernel depends on it.
-
-    Attributes:
-        causal: A causal mask and no other window.
-        window: (left, right) of any other window, with ``causal=False``; None without one.
-        softcap: Whether the call has a softcap.
-        alibi: Whether it has ALiBi slopes.
-        dropout: Whether it has dropout.
-        cache: Whether keys and values are a cache, of which ``seqlen_k`` is the room.
-        page_size: Of one in pages; else 0.
-        num_splits: Parts of a ragged batch's keys at most; 0: by shape, -1: they are not split.
-        varlen: Whether it is of a ragged batch, on which the choice of a backward depends.
-    """
-
-    dtype: str
-    causal: bool
-    b: int
-    seqlen_q: int
-    seqlen_k: int
-    h: int
-    h_k: int
-    d: int
-    window: tuple[int, int] | None = None
-    softcap: bool = False
-    alibi: bool = False
-    dropout: bool = False
-    cache: bool = False
-    page_size: int = 0
-    num_splits: int = -1
-    varlen: bool = False
-
+from .problem import FwdProblem
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
 #
@@ -338,8 +304,7 @@ def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, i
 # Tiles (rows, step, warps, stages, min_ctas) of dQ, and of dK and dV, per instantiated head
 # dimension. Beside the fragments a thread holds rows * (d + 2 * step) / threads registers for dQ
 # and rows * (2 d + 2 * step) / threads for dK and dV: from d = 192 on these are two kernels. Each
-# fits into 99 KB of shared memory, and two CTAs into 227 KB. Not measured: chosen so that nothing
-# spills.
+# fits into 99 KB of shared memory, and two CTAs into 227 KB. Chosen so that nothing spills.
 _SM80_BWD_TILES = {
     32: ((128, 64, 4, 2, 2), (128, 64, 4, 2, 2)),
     64: ((128, 32, 4, 2, 2), (64, 64, 4, 2, 2)),  # dK and dV with 128x32 spill
@@ -350,10 +315,39 @@ _SM80_BWD_TILES = {
 }
 
 
+# Tiles of one kernel for all gradients, with the warps that divide a step's rows last; and others,
+# for less shared memory, and for options, for which the first have no registers left. It has five
+# products where those above have seven. On an H200, s = 8192, over FlashAttention-2 in PyTorch.
+_SM80_FUSED_TILES = {
+    32: ((128, 32, 4, 2, 2, 1), (64, 64, 4, 2, 2, 1)),  # 128x64 spills 8 bytes with a window
+    64: ((128, 32, 4, 1, 2, 1), (64, 64, 4, 1, 2, 1)),  # 1.17; two stages 1.16 and 8 bytes spilled
+    96: ((64, 64, 4, 2, 2, 2), (64, 64, 4, 1, 2, 2)),  # 1.02 and 0.98; 128x64 and eight warps 0.97
+    128: ((128, 64, 8, 2, 1, 2), (128, 32, 8, 1, 1, 2)),  # 1.03; 64x64 and four warps 0.99
+    192: ((64, 128, 8, 1, 1, 4), (64, 64, 8, 1, 1, 4)),  # 1.08 and 0.94; 64x64 and two stages 0.97
+    256: ((64, 64, 8, 2, 1, 4), (64, 64, 8, 1, 1, 4)),  # 1.01 and 0.97
+}
+
+
 def bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
-    """The sm80 class's backward for one instantiated head dimension, on every GPU the same."""
+    """The sm80 class's repeatable backward for one head dimension, on every GPU the same."""
     dq, dkv = (BwdTile(*tile) for tile in _SM80_BWD_TILES[head_dim])
     return BwdConfig(80, dtype, head_dim, mask, dq, dkv, split_dkv=head_dim > 128)
+
+
+def fused_bwd_config(
+    dtype: str, head_dim: int, mask: str = "none", capability: tuple[int, int] = (9, 0)
+) -> BwdConfig | None:
+    """The sm80 class's backward of one kernel, None where it does not fit: faster than those of
+    :func:`bwd_config`, but dQ is summed up in an order that varies from run to run."""
+    tiles = [BwdTile(*tile) for tile in _SM80_FUSED_TILES[head_dim]]
+    first, second = (BwdConfig(80, dtype, head_dim, mask, t, t, fused=True) for t in tiles)
+    if head_dim == 128 and capability < (9, 0):  # whose adds to dQ take registers: 8 bytes spill
+        tile = dataclasses.replace(first.dkv, stages=1)
+        first = dataclasses.replace(first, dq=tile, dkv=tile)
+    room = MAX_SMEM_BYTES[capability] + 1024  # of an SM; a CTA takes 1 KB more than it asks for
+    if first.dkv.min_ctas * (first.smem_bytes + 1024) <= room:
+        return first
+    return second if second.smem_bytes + 1024 <= room else None
 
 
 def bwd_with_options(
@@ -366,6 +360,13 @@ def bwd_with_options(
     """``config`` with what else is asked for, in the sm90 class varlen at most: tiles of the sm80
     class that have no registers left for it get others. Not measured: chosen so that nothing
     spills."""
+    options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
+    if config.arch == 80 and config.fused:
+        # At d = 256 two stages spill 8 bytes with varlen.
+        if softcap or alibi or dropout or (varlen and config.head_dim == 256):
+            tile = BwdTile(*_SM80_FUSED_TILES[config.head_dim][1])
+            config = dataclasses.replace(config, dq=tile, dkv=tile)
+        return dataclasses.replace(config, **options)
     if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
     if config.head_dim == 32 and softcap:  # dQ, and dK and dV, with 128x64 spill 48 bytes
@@ -373,7 +374,6 @@ def bwd_with_options(
         config = dataclasses.replace(config, dq=dq, dkv=dkv)
     if config.head_dim == 96 and softcap:  # and 44 with all; a step of 16 is no whole copy there
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, rows=64))
-    options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
     return dataclasses.replace(config, **options)
 
 
@@ -381,7 +381,7 @@ def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
     """The sm90 class's backward. dQ is summed up in an order that varies from run to run: a
     deterministic backward is that of the sm80 class."""
     tile = BwdTile(*SM90_BWD_TILES[head_dim], 8, 2, 1)
-    return BwdConfig(90, dtype, head_dim, mask, tile, tile)
+    return BwdConfig(90, dtype, head_dim, mask, tile, tile, fused=True)
 
 
 @functools.cache
@@ -537,13 +537,12 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
 def bwd_configs_in_use(
     dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
 ) -> list[BwdConfig]:
-    """Every configuration that :func:`choose_bwd` may answer with for such problems, the one for a
-    deterministic backward last."""
+    """What :func:`choose_bwd` may answer with, the one for a deterministic backward last."""
     mask = "causal" if causal else "none"
-    deterministic = bwd_config(dtype, head_dim, mask)
-    if kernel_class(capability) == 80:
-        return [deterministic]
-    return [sm90_bwd_config(dtype, head_dim, mask), deterministic]
+    fastest = fused_bwd_config(dtype, head_dim, mask, capability)
+    if kernel_class(capability) == 90:
+        fastest = sm90_bwd_config(dtype, head_dim, mask)
+    return [c for c in (fastest, bwd_config(dtype, head_dim, mask)) if c is not None]
 
 
 def choose_bwd(
@@ -552,38 +551,37 @@ def choose_bwd(
     sms: int = 132,
     *,
     deterministic: bool = False,
+    every: bool = True,
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
-    That of the sm80 class alone has softcap, ALiBi and dropout. It computes ragged batches of short
-    sequences, too, of which the problem has the mean lengths: in the sm90 class the sums of dQ take
-    whole blocks of ``ROW_STATS_MULTIPLE`` rows of each sequence, and so do tiles. On an H200 it is
-    2.1 times as fast at 4,000 tokens, 1.9 at 500, 0.99 at 144 and 0.64 at 128 (d = 64).
+    That of the sm80 class alone has softcap, ALiBi and dropout. Its repeatable one computes ragged
+    batches of short sequences, too, of which the problem has the mean lengths: sums of dQ take
+    whole blocks of ``ROW_STATS_MULTIPLE`` rows of each, and so do tiles of the sm90 class, which is
+    2.1 times as fast at 4,000 tokens on an H200, 1.9 at 500, 0.99 at 144, 0.64 at 128 (d = 64).
 
     Args:
         deterministic: Bitwise repeatable gradients.
+        every: Not of one side alone, which the sm80 class's repeatable kernels compute faster.
     """
     problem = rounded(problem)
-    causal = problem.causal and problem.seqlen_q > 1
-    head_dim = instantiated_head_dim(problem.d)
-    configs = bwd_configs_in_use(problem.dtype, head_dim, causal, capability)
+    head_dim, causal = instantiated_head_dim(problem.d), problem.causal and problem.seqlen_q > 1
+    mask = "local" if problem.window is not None else "causal" if causal else "none"
     options = {name: getattr(problem, name) for name in BWD_OPTIONS}
     short = problem.varlen and min(problem.seqlen_q, problem.seqlen_k) < 2 * ROW_STATS_MULTIPLE
     scored = problem.softcap or problem.alibi or problem.dropout
-    config = configs[-1 if deterministic or scored or short else 0]
-    if problem.window is not None:
-        config = dataclasses.replace(config, mask="local")
-    return bwd_with_options(config, **options)
+    if not (deterministic or short):
+        if kernel_class(capability) == 90 and not scored:
+            return bwd_with_options(sm90_bwd_config(problem.dtype, head_dim, mask), **options)
+        fused = fused_bwd_config(problem.dtype, head_dim, mask, capability)
+        if every and fused is not None:
+            return bwd_with_options(fused, **options)
+    return bwd_with_options(bwd_config(problem.dtype, head_dim, mask), **options)
 
 
 def _choices() -> list[tuple[str, int, bool]]:
     """(dtype, head_dim, causal) of everything that is shipped."""
-    return [
-        (dtype, head_dim, causal)
-        for head_dim in HEAD_DIMS
-        for dtype in DTYPES
-        for causal in (False, True)
-    ]
+    return [(t, d, causal) for d in HEAD_DIMS for t in DTYPES for causal in (False, True)]
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
@@ -596,5 +594,7 @@ def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
 
 def shipped_bwd_configs(arch: int | None = None) -> list[BwdConfig]:
     """The backward configurations of dense calls that ship, of one kernel class or of all."""
-    configs = [config for choice in _choices() for config in bwd_configs_in_use(*choice, (9, 0))]
-    return [config for config in configs if arch in (None, config.arch)]
+    kinds = {80: (fused_bwd_config, bwd_config), 90: (sm90_bwd_config,)}
+    kinds[None] = (*kinds[90], *kinds[80])
+    masks = {False: "none", True: "causal"}
+    return [kind(*of, masks[causal]) for *of, causal in _choices() for kind in kinds[arch]]

@@ -124,7 +124,8 @@ def _choose(problem: _Problem) -> _Choice:
     )
     sms = properties.multi_processor_count
     if problem.backward:
-        config = heuristics.choose_bwd(call, capability, sms, deterministic=problem.backward == 2)
+        asked = {"deterministic": problem.backward == 2, "every": problem.backward != 3}
+        config = heuristics.choose_bwd(call, capability, sms, **asked)
     else:
         config = heuristics.choose_fwd(call, capability, sms)
     kernel = jit.get_kernel(config, f"{capability[0]}{capability[1]}")

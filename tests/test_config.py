@@ -44,8 +44,11 @@ GOOD_BWD = {
     "dq": BwdTile(128, 32, 4, 1, 2),
     "dkv": BwdTile(64, 64, 4, 2, 1),
 }
+_TILE = BwdTile(64, 64, 4, 1, 2, 2)
+GOOD_BWD_FUSED = {**GOOD_BWD, "dq": _TILE, "dkv": _TILE, "fused": True}
 GOOD_BWD_SM90 = {
     **GOOD_BWD,
+    "fused": True,
     "arch": 90,
     "dq": BwdTile(128, 64, 8, 2, 1),
     "dkv": BwdTile(128, 64, 8, 2, 1),
@@ -174,9 +177,10 @@ def test_every_field_changes_the_full_name():
         FwdConfig(**{**GOOD, "q_in_regs": 8}),
         FwdConfig(**GOOD_SM90),
         BwdConfig(**GOOD_BWD),
+        BwdConfig(**GOOD_BWD_FUSED),
         BwdConfig(**GOOD_BWD_SM90),
     ],
-    ids=["sm80", "sm90", "bwd", "bwd-sm90"],
+    ids=["sm80", "sm90", "bwd", "bwd-fused", "bwd-sm90"],
 )
 def test_initialiser_is_what_flash_h_understands(tmp_path, c):
     """g++ reads it back into the same values; -Wreorder and missing fields would fail it."""
@@ -219,6 +223,9 @@ def test_names_of_a_backward():
             tile = dataclasses.replace(getattr(c, field), **change)
             other = dataclasses.replace(c, **{field: tile})
             assert (other.full_name == c.full_name) == (other == c)
+    fused = BwdConfig(**GOOD_BWD_FUSED)
+    assert fused.full_name == "flash_bwd_hdim128_bf16_causal_fused_sm80_64x64_w4x2_s1_c2"
+    assert dataclasses.replace(fused, alibi=True).name.endswith("_causal_alibi_fused_sm80")
 
 
 @pytest.mark.parametrize(
@@ -227,6 +234,7 @@ def test_names_of_a_backward():
         *(("arch", 70), ("dtype", "fp32"), ("head_dim", 80), ("mask", "window")),
         *(("split_dkv", 1), ("dropout", 0.1), ("dkv", BwdTile(64, 48, 4, 1, 1))),
         *(("dq", BwdTile(64, 32, 8, 1, 1)), ("dkv", BwdTile(64, 32, 8, 1, 1))),
+        *(("fused", 1), ("dkv", BwdTile(64, 32, 4, 1, 1, 2))),
     ],
     ids=str,
 )
@@ -238,8 +246,35 @@ def test_wrong_field_of_a_backward_is_named(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        *(("split_dkv", True), ("fused", False), ("dq", BwdTile(64, 32, 4, 1, 2, 2))),
+        *(("head_dim", 32), ("dkv", BwdTile(64, 32, 4, 1, 2, 2))),
+    ],
+    ids=str,
+)
+def test_wrong_field_of_a_fused_backward_is_named(field, value):
+    other = {"fused": "dq", "head_dim": "dkv"}.get(field, field)
+    good = GOOD_BWD_FUSED
+    if field == "head_dim":  # whose columns four warps divide
+        tile = BwdTile(64, 64, 8, 1, 1, 4)
+        good = {**good, "dq": tile, "dkv": tile}
+    if field == "dkv":
+        other = "dq"
+    with pytest.raises(ValueError, match=f"BwdConfig: expected {other} "):
+        BwdConfig(**{**good, field: value})
+
+
+@pytest.mark.parametrize("step", [16, 48])
+def test_step_of_a_fused_backward_is_whole(step):
+    tile = BwdTile(64, step, 4, 1, 2)
+    with pytest.raises(ValueError, match="BwdConfig: expected dkv "):
+        BwdConfig(**{**GOOD_BWD_FUSED, "dq": tile, "dkv": tile})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
         *(("head_dim", 80), ("mask", "window"), ("split_dkv", True), ("dropout", True)),
-        *(("softcap", True), ("alibi", True), ("varlen", 1)),
+        *(("softcap", True), ("alibi", True), ("varlen", 1), ("fused", False)),
         *(("dq", BwdTile(128, 128, 8, 2, 1)), ("dkv", BwdTile(128, 128, 8, 2, 1))),
     ],
     ids=str,
@@ -251,7 +286,10 @@ def test_wrong_field_of_a_backward_of_the_sm90_class_is_named(field, value):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("rows", 32), ("rows", 192), ("step", 24), ("step", 144), ("warps", 2), ("stages", 3)],
+    [
+        *(("rows", 32), ("rows", 192), ("step", 24), ("step", 144), ("warps", 2), ("stages", 3)),
+        ("warps_step", 3),
+    ],
 )
 def test_wrong_field_of_a_tile_is_named(field, value):
     with pytest.raises(ValueError, match=f"BwdTile: expected {field} .*, got {field}={value}"):
@@ -273,6 +311,17 @@ def test_resources_of_a_backward():
     assert c.smem_bytes == of_dkv
     large = dataclasses.replace(c, dq=BwdTile(128, 128, 8, 2, 1))
     assert large.smem_bytes == 2 * 128 * (2 * 128 + 2 * 2 * 128)
+
+
+def test_resources_of_a_fused_backward():
+    c = BwdConfig(**GOOD_BWD_FUSED)
+    assert (c.threads, c.tile_m, c.dq_accum) == (256, 64, 128)
+    # K, V; one stage of Q, dO and statistics; dS and P.
+    assert c.smem_bytes == 2 * 128 * (2 * 64 + 2 * 64) + 64 * 8 + 2 * 2 * 64 * 64
+    tile = dataclasses.replace(c.dkv, warps_step=1)
+    one = dataclasses.replace(c, dq=tile, dkv=tile)
+    assert c.smem_bytes - one.smem_bytes == 2 * 64 * 64  # P stays in registers
+    assert one.repeatable_keys == 2 * 64
 
 
 def test_resources_of_a_backward_of_the_sm90_class():

@@ -288,6 +288,39 @@ def test_backward_in_use_is_what_is_chosen(capability):
         assert fastest.arch == (90 if capability == (9, 0) else 80)
 
 
+@pytest.mark.parametrize("capability", MAX_SMEM_BYTES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_one_kernel_computes_all_gradients_where_it_fits(head_dim, capability, monkeypatch):
+    """In the sm80 class, whatever the options; not if only some are wanted."""
+    monkeypatch.setenv("FLASHCUTE_ARCH", "80")
+    fits = head_dim <= 128 or MAX_SMEM_BYTES[capability] >= 163 * 1024
+    for values in itertools.product((False, True), repeat=len(BWD_OPTIONS)):
+        asked = dict(zip(BWD_OPTIONS, values, strict=True))
+        problem = dataclasses.replace(PROBLEM, d=head_dim, **asked)
+        config = heuristics.choose_bwd(problem, capability)
+        assert config.fused == fits and config.smem_bytes <= MAX_SMEM_BYTES[capability]
+        assert {option: getattr(config, option) for option in BWD_OPTIONS} == asked
+        some = heuristics.choose_bwd(problem, capability, every=False)
+        assert some == heuristics.choose_bwd(problem, capability, deterministic=True)
+        assert not some.fused
+
+
+def test_gradients_of_one_side_on_hopper_are_of_its_own_class():
+    for every in (False, True):
+        assert heuristics.choose_bwd(PROBLEM, (9, 0), every=every).arch == 90
+    capped = dataclasses.replace(PROBLEM, softcap=True)
+    found = [heuristics.choose_bwd(capped, (9, 0), every=every).fused for every in (False, True)]
+    assert found == [False, True]
+
+
+def repeatable_or_fused(problem, *, deterministic, capability=(9, 0)):
+    """The sm80 class's kernels without options."""
+    mask = "local" if problem.window else "causal" if problem.causal else "none"
+    if deterministic:
+        return heuristics.bwd_config(problem.dtype, problem.d, mask)
+    return heuristics.fused_bwd_config(problem.dtype, problem.d, mask, capability)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_backward_with_dropout_is_of_the_sm80_class(capability, deterministic):
@@ -296,8 +329,7 @@ def test_backward_with_dropout_is_of_the_sm80_class(capability, deterministic):
         config = heuristics.choose_bwd(problem, capability, deterministic=deterministic)
         assert (config.arch, config.dropout) == (80, True)
         assert config.mask == ("causal" if window is None else "local")
-        plain = dataclasses.replace(problem, dropout=False)
-        plain = heuristics.choose_bwd(plain, capability, deterministic=True)
+        plain = repeatable_or_fused(problem, deterministic=deterministic)
         assert config == heuristics.bwd_with_options(plain, dropout=True)
 
 
@@ -307,15 +339,15 @@ def test_backward_with_an_option_is_of_the_sm80_class(option):
         plain = dataclasses.replace(PROBLEM, causal=window is None, window=window)
         problem = dataclasses.replace(plain, **{option: True})
         config = heuristics.choose_bwd(problem, (9, 0), deterministic=deterministic)
-        plain = heuristics.choose_bwd(plain, (9, 0), deterministic=True)
+        plain = repeatable_or_fused(problem, deterministic=deterministic)
         assert config == heuristics.bwd_with_options(plain, **{option: True})
         assert config.arch == 80 and f"_{option}_" in config.name
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_backward_of_a_ragged_batch(capability):
-    """Of short sequences the sm90 class would store more sums of dQ than there are rows; how the
-    binding says that they are short is in tests/host_binding.py."""
+    """Of short sequences there would be more sums of dQ than rows; how the binding says that they
+    are short is in tests/host_binding.py."""
     for d, window, deterministic in itertools.product((64, 96, 128), (None, (5, 9)), (False, True)):
         plain = dataclasses.replace(PROBLEM, d=d, causal=window is None, window=window)
         for length, other, alibi in (
@@ -331,8 +363,12 @@ def test_backward_of_a_ragged_batch(capability):
             of_hopper = capability == (9, 0) and not deterministic and not alibi
             assert config.arch == (90 if of_hopper and min(length, other) >= 256 else 80)
             assert config.varlen and config.alibi == bool(alibi)
-            same = dataclasses.replace(problem, varlen=False, alibi=False)
-            same = heuristics.choose_bwd(same, capability, deterministic=config.arch == 80)
+            repeatable = deterministic or min(length, other) < 256
+            assert config.fused != repeatable
+            if config.arch == 90:
+                continue
+            asked = {"deterministic": repeatable, "capability": capability}
+            same = repeatable_or_fused(problem, **asked)
             assert config == heuristics.bwd_with_options(same, alibi=bool(alibi), varlen=True)
 
 
@@ -364,8 +400,9 @@ def test_backward_refuses_the_class_that_the_forward_refuses(monkeypatch):
 def test_shipped_backwards_have_names_of_their_own():
     configs = heuristics.shipped_bwd_configs(80)
     names = {config.name.replace("bwd", "fwd") for config in configs}
-    assert names == {config.name for config in heuristics.shipped_configs(80)}
-    assert len(configs) == len(names) == 24
+    forwards = {config.name for config in heuristics.shipped_configs(80)}
+    assert names == forwards | {name.replace("sm80", "fused_sm80") for name in forwards}
+    assert len(configs) == len(names) == 2 * 24
     of_hopper = heuristics.shipped_bwd_configs(90)
     assert len({config.name for config in of_hopper}) == len(of_hopper) == 6 * 2 * 2
     assert sorted(configs + of_hopper, key=str) == sorted(heuristics.shipped_bwd_configs(), key=str)

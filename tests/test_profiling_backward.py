@@ -15,7 +15,7 @@ from flashcute.profiling import backward, command, disassembly, sass, static
 from flashcute.profiling.disassembly import Binary
 
 DATA = Path(__file__).parent / "data" / "sass"
-PASSES = {"dq": 0, "dkv": 1, "dk": 2, "dv": 3}
+PASSES = {"dq": 0, "dkv": 1, "dk": 2, "dv": 3, "all": 4}
 
 
 def binary(name: str, excerpt: str | None = "flash_fwd_hdim32_fp16_sm80_loop") -> Binary:
@@ -30,6 +30,7 @@ def binaries(config: BwdConfig) -> list[Binary]:
         names = ["_ZN5flash21flash_bwd_kernel_sm90Ev", "_ZN5flash33flash_bwd_postprocess"]
     else:
         wanted = ("dv", "dk", "dq") if config.split_dkv else ("dkv", "dq")
+        wanted = ("all",) if config.fused else wanted
         names = [f"_ZN5flash21flash_bwd_kernel_sm80ELNS_7BwdPassE{PASSES[x]}EEE" for x in wanted]
     made = [binary(name) for name in names]
     if config.arch == 90:
@@ -55,6 +56,16 @@ def test_kernels_of_the_sm80_class(head_dim):
     if config.split_dkv:
         own = 2 * head_dim * config.dkv.rows  # V, which only dP needs
         assert found["dk"].smem_bytes - found["dv"].smem_bytes == own
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_one_kernel_of_the_sm80_class(head_dim):
+    config = heuristics.fused_bwd_config("bf16", head_dim)
+    found = kernels(config)
+    assert list(found) == ["all"]
+    only = found["all"]
+    assert (only.products, only.threads) == (5, 32 * config.dkv.warps)
+    assert only.smem_bytes == config.smem_bytes
 
 
 @pytest.mark.parametrize(("head_dim", "products"), [(128, 5), (192, 2.5), (256, 2.5)])
@@ -104,7 +115,7 @@ def built(monkeypatch):
 
 @pytest.mark.parametrize(
     ("target", "head_dim", "names"),
-    [("80", 64, ["dq", "dkv"]), ("80", 256, ["dq", "dk", "dv"]), ("90", 64, ["all"])],
+    [("80", 64, ["all"]), ("86", 256, ["dq", "dk", "dv"]), ("90", 64, ["all"])],
 )
 def test_each_kernel_has_a_report(built, tmp_path, capsys, target, head_dim, names):
     pytest.importorskip("matplotlib")
@@ -112,7 +123,8 @@ def test_each_kernel_has_a_report(built, tmp_path, capsys, target, head_dim, nam
     arguments = ("--static", "--head-dim", head_dim, "--causal", "--target", target)
     assert profile(*arguments, "--json", saved, "--html", tmp_path / "a.html") == 0
     ((config, asked),) = built
-    assert (config.kind, config.arch, config.mask, asked) == ("bwd", int(target), "causal", target)
+    assert (config.kind, config.mask, asked) == ("bwd", "causal", target)
+    assert config.arch == (90 if target == "90" else 80)
     made = json.loads(saved.read_text())
     wanted = [f"{config.full_name} {name}" for name in names]
     assert sorted(report["kernel"] for report in made["profiles"]) == sorted(wanted)
@@ -122,10 +134,11 @@ def test_each_kernel_has_a_report(built, tmp_path, capsys, target, head_dim, nam
 
 
 def test_fields_of_tiles_can_be_set(built):
-    assert profile("--static", "--target", 80, "--set", "dkv.stages=1", "dkv.step=16") == 0
+    arguments = ("--static", "--head-dim", 256, "--target", 86)  # which has a kernel for each
+    assert profile(*arguments, "--set", "dkv.stages=2", "dkv.step=16") == 0
     config = built[0][0]
-    assert (config.dkv.stages, config.dkv.step) == (1, 16)
-    assert config.dq == heuristics.bwd_config("bf16", 128).dq
+    assert (config.dkv.stages, config.dkv.step) == (2, 16)
+    assert config.dq == heuristics.bwd_config("bf16", 256).dq
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_all_is_all(monkeypatch):
 def test_backwards_covered_differ_in_all_but_the_head_dimension():
     shipped = heuristics.shipped_bwd_configs()
     covered = [config for config in shipped if tiers.covers(config)]
-    assert 0 < len(covered) <= 6
-    for field in ("arch", "dtype", "mask", "split_dkv"):
+    assert 0 < len(covered) <= 9
+    for field in ("arch", "dtype", "mask", "split_dkv", "fused"):
         wanted, found = ({getattr(c, field) for c in group} for group in (shipped, covered))
         assert found == wanted, field

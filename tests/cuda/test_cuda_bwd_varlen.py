@@ -49,7 +49,8 @@ def configs() -> list:
             for head_dim in scores.HEAD_DIMS[DTYPE_OF[dtype]]
         ]
         for head_dim, options in asked:
-            plain = [heuristics.bwd_config(dtype, head_dim, mask) for mask in MASKS]
+            kinds = heuristics.bwd_config, heuristics.fused_bwd_config
+            plain = [kind(dtype, head_dim, mask) for kind in kinds for mask in MASKS]
             found += [heuristics.bwd_with_options(c, *options, varlen=True) for c in plain]
             found += [heuristics.bwd_with_options(c, *options) for c in plain if any(options)]
     return found

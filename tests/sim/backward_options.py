@@ -13,6 +13,7 @@ import backward
 import ragged
 import torch
 from backward import GRADIENTS, WINDOW, passed, with_mask
+from mutants_bwd_fused import DIVIDED, FUSED
 from torch import Tensor
 
 from flashcute import sim
@@ -57,17 +58,22 @@ TOGETHER, SPLIT = backward.TOGETHER, backward.SPLIT
 SCORES = ("softcap", "alibi")
 EVERYTHING = (*SCORES, "dropout", "varlen")
 # A translation unit for each head dimension. fp16 and bf16 each have all options, dense and ragged.
-DENSE = (asking(TOGETHER, "local", *SCORES), asking(SPLIT, "causal", *SCORES))
+DENSE = (
+    *(asking(TOGETHER, "local", *SCORES), asking(SPLIT, "causal", *SCORES)),
+    asking(DIVIDED, "local", *SCORES, "dropout"),
+)
 SLOPED = asking(TOGETHER, "causal", "alibi")
 RAGGED = (
     *(asking(TOGETHER, mask, "varlen") for mask in ("none", "causal", "local")),
     asking(TOGETHER, "causal", *EVERYTHING),
     asking(SPLIT, "causal", "varlen"),
     asking(SPLIT, "local", *EVERYTHING),
+    asking(FUSED, "causal", "varlen"),
+    asking(DIVIDED, "local", *EVERYTHING),
 )
 # What the others are compared with.
 OTHERS = (
-    *(asking(TOGETHER, "causal"), asking(SPLIT, "causal"), SLOPED),
+    *(asking(TOGETHER, "causal"), asking(SPLIT, "causal"), asking(FUSED, "causal"), SLOPED),
     *(asking(TOGETHER, "causal", *SCORES), asking(TOGETHER, "causal", *SCORES, "varlen")),
 )
 

@@ -487,7 +487,7 @@ MUTANTS = (
     Mutant(
         "shared memory not swizzled",
         "kernel_traits.h",
-        "Swizzle<(kSmemRow == 64 ? 3 : 2), 3, 3>",
+        "Swizzle<(kRow == 64 ? 3 : 2), 3, 3>",
         "Swizzle<0, 3, 3>",
         "counters",
     ),

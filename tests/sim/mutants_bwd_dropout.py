@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import backward
+import mutants_bwd_fused
 from mutants import Mutant
 
 TOGETHER = dataclasses.replace(backward.TOGETHER, dropout=True)
 # Its warps have 32 rows for dQ, so that a thread has rows of two 16 x 16 blocks.
 SPLIT = dataclasses.replace(backward.SPLIT, dropout=True)
+# Its warps divide the visited queries, too.
+DIVIDED = dataclasses.replace(mutants_bwd_fused.DIVIDED, dropout=True)
 
 _DROPOUT = "dropout.h"
 
@@ -40,5 +43,11 @@ MUTANTS = (
         "first_own + m * (kWarps * kOwnOf16)",
         "first_own",
         config=SPLIT,
+    ),
+    _mutant(
+        "warps of a step draw as one",
+        "first + k * (Traits::kTile.warps_step * kStepOf16)",
+        "first + k * kStepOf16",
+        config=DIVIDED,
     ),
 )

@@ -10,7 +10,7 @@ from mutants_bwd_sm90 import COLUMNS, ROWS
 from mutants_bwd_wide_sm90 import WIDE
 
 _MAINLOOP = "mainloop_bwd_sm90.h"
-_KERNEL = "flash_bwd_kernel_sm90.h"
+_ROUNDING = "flash_bwd_postprocess.h"
 _PREPROCESS = "flash_bwd_preprocess_kernel.h"
 _SCHEDULER = "tile_scheduler_bwd_sm90.h"
 _OUTSIDE = "outside (every tensor|of |the tensor)"
@@ -101,9 +101,11 @@ MUTANTS = (
         "transaction bytes: .* of mbarrier",
         WIDE,
     ),
-    _mutant("dQ from the first row on", _KERNEL, "segment.begin + position(i)", "position(i)"),
-    _mutant("dQ beyond a sequence's rows", _KERNEL, "row < segment.end", "row < params.total_q"),
-    _mutant("gradients of rows of no sequence", _KERNEL, ">= segment.length", ">= segment.end"),
+    _mutant(
+        "dQ from the first row on", _ROUNDING, "segment.begin + first_position", "first_position"
+    ),
+    _mutant("dQ beyond a sequence's rows", _ROUNDING, "row < segment.end", "row < params.total_q"),
+    _mutant("gradients of rows of no sequence", _ROUNDING, "< segment.length", "< segment.end"),
     _mutant(
         "no room for the rows before the first sequence",
         "flash.h",

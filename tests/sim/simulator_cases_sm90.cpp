@@ -417,10 +417,10 @@ __global__ void numbers(unsigned *counter, int *owner) {
         }
     }
 }
-cudaError_t run_numbers() {
+cudaError_t run_numbers_on(int sms) {
     unsigned counter = 0;
     std::vector<int> owner(8, -1);
-    sim::state().settings.sms = 4;
+    sim::state().settings.sms = sms;
     auto const error = launch(&numbers, 4, 32, 0, &counter, owner.data());
     expect(counter == 8, "count");
     std::printf("order ");
@@ -430,12 +430,9 @@ cudaError_t run_numbers() {
     std::printf("\n");
     return error;
 }
-cudaError_t run_too_many_blocks() {
-    unsigned counter = 0;
-    std::vector<int> owner(8, -1);
-    sim::state().settings.sms = 3;
-    return launch(&numbers, 4, 32, 0, &counter, owner.data());
-}
+cudaError_t run_numbers() { return run_numbers_on(4); }
+// One block starts when another has ended.
+cudaError_t run_more_blocks_than_run() { return run_numbers_on(3); }
 
 // Each block adds to two groups of four floats; the rounding of a sum shows its order.
 __global__ void sums(float *sum) {
@@ -564,7 +561,7 @@ Cases const cases{
     {"registers_lowered_to_more", plain(&registers<176, 168>, 384)},
     {"half_a_warpgroup", plain(&half_a_warpgroup, 384)},
     {"numbers", &run_numbers},
-    {"too_many_blocks", &run_too_many_blocks},
+    {"more_blocks_than_run", &run_more_blocks_than_run},
     {"sums", &run_sums},
     {"sums_misaligned", &run_sums_misaligned},
     {"floats", &run_floats},

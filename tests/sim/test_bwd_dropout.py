@@ -7,15 +7,15 @@ import pytest
 import tiers
 import torch
 from backward import GRADIENTS, SHAPES, check, compare, make_problem, passed, same, with_mask
-from mutants_bwd_dropout import SPLIT, TOGETHER
+from mutants_bwd_dropout import DIVIDED, SPLIT, TOGETHER
 from planted import build_mutants
 
 from flashcute import heuristics, sim
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS
 from flashcute.dropout import dropout_mask
 
-PAIR = (TOGETHER, SPLIT)
-CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS]
+EACH = (TOGETHER, SPLIT, DIVIDED)
+CONFIGS = [with_mask(config, mask) for config in EACH[:2] for mask in MASKS] + [DIVIDED]
 # Each is a build of half a minute.
 EVERY = mutants_bwd_dropout.MUTANTS
 MUTANTS = EVERY if tiers.everything else EVERY[:4]
@@ -58,13 +58,13 @@ def test_gradients(config, shape):
 
 
 @pytest.mark.parametrize("dropout_p", [2.0**-16, 0.5, 0.9])
-@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EACH, ids=lambda c: c.full_name)
 def test_probabilities(config, dropout_p):
     problem = make(config, SHAPES[1], dropout_p)
     check(problem, run(problem, config))
 
 
-@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EACH, ids=lambda c: c.full_name)
 def test_every_bit_of_the_mask(config):
     """Scores are alike, and dO of each query is the unit vector of its number: the columns of dV
     tell which keys it keeps."""
@@ -83,7 +83,7 @@ def test_every_bit_of_the_mask(config):
     assert torch.equal(result.outputs["dv"] != 0, kept.permute(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EACH, ids=lambda c: c.full_name)
 def test_every_schedule_gives_the_same_bits(config):
     problem = make(config, (2, 70, 100, 2, 1), extras=True)
     first = passed(run(problem, config))
@@ -103,11 +103,10 @@ def test_checkers_are_silent(checker):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_in_use(dtype, head_dim):
     for mask in MASKS:
-        config = heuristics.bwd_with_options(
-            heuristics.bwd_config(dtype, head_dim, mask), dropout=True
-        )
-        problem = make(config, (1, 130, 150, 2, 1), extras=True)
-        check(problem, run(problem, config))
+        for kind in (heuristics.bwd_config, heuristics.fused_bwd_config):
+            config = heuristics.bwd_with_options(kind(dtype, head_dim, mask), dropout=True)
+            problem = make(config, (1, 130, 150, 2, 1), extras=True)
+            check(problem, run(problem, config))
 
 
 def test_options_must_be_those_of_the_kernels():
@@ -127,7 +126,7 @@ def test_mutant_is_found(mutant, planted):
     assert not all(report.ok for report in compare(problem, result).values())
 
 
-@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EACH, ids=lambda c: c.full_name)
 def test_unmutated_kernels_pass_the_same_checks(config):
     problem = make(config, MUTANT_SHAPE, extras=True)
     check(problem, run(problem, config))

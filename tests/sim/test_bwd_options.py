@@ -10,7 +10,7 @@ from backward import GRADIENTS, SHAPES, check, make_problem, passed, same, with_
 from backward_options import DENSE, SLOPED, SOFTCAP, make_dense, run_dense
 
 from flashcute import sim
-from flashcute.heuristics import bwd_config, bwd_with_options
+from flashcute.heuristics import bwd_config, bwd_with_options, fused_bwd_config
 
 each = pytest.mark.parametrize("config", DENSE, ids=lambda c: c.full_name)
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
@@ -107,7 +107,8 @@ def test_checkers_are_silent(checker):
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_tiles_in_use(dtype, head_dim):
     for mask in ("none", "causal", "local"):
-        plain = bwd_config(dtype, head_dim, mask)
-        config = bwd_with_options(plain, softcap=True, alibi=True, dropout=True)
-        problem = make_dense(config, (1, 130, 150, 2, 1))
-        check(problem, run_dense(problem, config))
+        for kind in (bwd_config, fused_bwd_config):
+            plain = kind(dtype, head_dim, mask)
+            config = bwd_with_options(plain, softcap=True, alibi=True, dropout=True)
+            problem = make_dense(config, (1, 130, 150, 2, 1))
+            check(problem, run_dense(problem, config))

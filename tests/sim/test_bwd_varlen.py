@@ -29,7 +29,8 @@ from planted import build_mutants
 from ragged import PADDED
 
 from flashcute import sim
-from flashcute.heuristics import bwd_config, bwd_with_options
+from flashcute.config import MASKS
+from flashcute.heuristics import bwd_config, bwd_with_options, fused_bwd_config
 from flashcute.jit import build, toolchain
 from flashcute.sim.build import unit_of
 
@@ -106,7 +107,7 @@ def test_bound_below_a_length(config):
 def test_equal_lengths_equal_a_dense_batch(config):
     """Bit for bit."""
     dense = dataclasses.replace(config, varlen=False)
-    for n, m in ((100, 70), (70, 150)):
+    for n, m in ((100, 70), (70, min(150, config.repeatable_keys))):
         problem = make_problem(dense, (3, n, m, 4, 2), extras=True)
         expected = run_dense(problem, dense)
         rows = {"q": n, "k": m, "v": m, "dout": n}
@@ -139,7 +140,8 @@ def test_order_of_sequences_does_not_matter(config):
     other, parts = permuted(problem, SOME, ORDER)
     found, expected = outputs(other.run(config, launches=2)), outputs(problem.run(config))
     for name, part in parts.items():
-        assert torch.equal(found[name], expected[name][part]), name
+        if name != "dq" or max(SOME[1]) <= config.repeatable_keys:
+            assert torch.equal(found[name], expected[name][part]), name
 
 
 @pytest.mark.parametrize(("mask", "window"), [("none", (500, 500)), ("causal", (500, 0))])
@@ -225,8 +227,9 @@ def test_checkers_are_silent(config, checker):
     ("dtype", "head_dim"), [*itertools.product(("fp16", "bf16"), (32, 64, 96, 128, 192, 256))]
 )
 def test_tiles_in_use(dtype, head_dim):
-    for mask, several in itertools.product(("none", "causal", "local"), (False, True)):
-        plain = bwd_config(dtype, head_dim, mask)
+    kinds = bwd_config, fused_bwd_config
+    for mask, several, kind in itertools.product(MASKS, (False, True), kinds):
+        plain = kind(dtype, head_dim, mask)
         config = bwd_with_options(plain, several, several, several, varlen=True)
         problem = make_ragged(config, ((130, 0, 1), (70, 20, 150)))
         problem.check(problem.run(config))

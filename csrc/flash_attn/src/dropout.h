@@ -144,7 +144,7 @@ template <class Traits>
 struct DropoutBwd {
     static constexpr bool kDrops = Traits::kConfig.dropout;
     static constexpr bool kOwnsQueries = Traits::kOwnsQueries;
-    static constexpr int kWarps = Traits::kTile.warps;
+    static constexpr int kWarps = Traits::kWarpsM;
 
     DropoutMask mask;
     uint32_t first_head;  // of the entry
@@ -178,7 +178,7 @@ struct DropoutBwd {
             CUTE_UNROLL
             for (int m = 0; m < size<1>(blocks); ++m) {
                 uint32_t const own = first_own + m * (kWarps * kOwnOf16);
-                uint32_t const step = first + k * kStepOf16;
+                uint32_t const step = first + k * (Traits::kTile.warps_step * kStepOf16);
                 // Where columns are queries, a call is for every other one.
                 CUTE_UNROLL
                 for (int call = 0; call < (kOwnsQueries ? 1 : 2); ++call) {

@@ -39,15 +39,16 @@ struct FwdConfig {
 // The tile of one backward kernel, whose CTA owns rows of one side and visits blocks of the other:
 // for dQ it owns queries and visits keys, for dK and dV the other way round.
 struct BwdTile {
-    int32_t rows;      // that a CTA owns
-    int32_t step;      // rows of the other side per main loop step
-    int32_t warps;     // MMA warps per CTA, each owning rows / warps rows; sm90: 16 rows
-    int32_t stages;    // buffers in shared memory of what a step loads: 1 or 2
-    int32_t min_ctas;  // CTAs per SM that the register budget must allow
+    int32_t rows;        // that a CTA owns
+    int32_t step;        // rows of the other side per main loop step
+    int32_t warps;       // MMA warps per CTA, each owning rows / warps rows; sm90: 16 rows
+    int32_t stages;      // buffers in shared memory of what a step loads: 1 or 2
+    int32_t min_ctas;    // CTAs per SM that the register budget must allow
+    int32_t warps_step;  // that divide a step's rows and the columns of dK and dV: 1, or with fused
+                         // some of the warps, and the others divide the rows that a CTA owns
 };
 
-// Everything that is decided when the kernels of a backward are compiled. The sm90 class has one
-// main kernel, whose CTA owns keys: its tile is both dq and dkv.
+// Everything that is decided when the kernels of a backward are compiled.
 struct BwdConfig {
     int32_t arch;      // kernel class: 80 or 90
     DType dtype;       // of all tensors but the LSE and sinks; accumulation is fp32
@@ -56,6 +57,9 @@ struct BwdConfig {
     BwdTile dq;
     BwdTile dkv;
     bool split_dkv;  // dK and dV by a kernel each: together they exceed the registers
+    // One kernel computes all, with the tile of dkv, which dq equals. Its CTAs sum dQ up in global
+    // memory. sm90: always.
+    bool fused;
     // sm80 alone:
     bool softcap;  // as in FwdConfig
     bool alibi;
@@ -245,9 +249,9 @@ struct Flash_bwd_params : Flash_fwd_params {
     // Workspace, aligned to 16 bytes: (b, h, seqlen_q_rounded, 2), of each row LSE * log2(e), or
     // +inf where P is 0, and rowsum(dO * O) - dLSE.
     float *row_stats_ptr;
-    // Workspace of the sm90 class, aligned to 16 bytes: (b, h, seqlen_q_rounded, head_dim) for the
-    // instantiated head dimension, sums of dQ of the rows that have the statistics. The rows of a
-    // step are together, in the order of the accumulators that hold them.
+    // Workspace of BwdConfig::fused, aligned to 16 bytes: (b, h, seqlen_q_rounded, head_dim) for
+    // the instantiated head dimension, sums of dQ of the rows that have the statistics. The rows of
+    // a step are together, in the order of the accumulators that hold them.
     float *dq_accum_ptr;
 
     int64_t do_batch_stride, do_row_stride, do_head_stride;

@@ -1,7 +1,9 @@
 // The sm80-class backward kernels: one CTA, one tile of the rows whose gradient it computes.
 #pragma once
 
+#include "dq_sums.h"
 #include "flash.h"
+#include "flash_bwd_postprocess.h"
 #include "mainloop_bwd_sm80.h"
 #include "tile_scheduler.h"
 #include "work_plan.h"
@@ -124,7 +126,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
             head_begin<Element>(params.dq_ptr, tile.batch, params.dq_batch_stride, tile.head_q,
                                 params.dq_head_stride),
             params.dq_row_stride, params.d, dX, params.scale_softmax);
-    } else if constexpr (Traits::kNeedsDs) {
+        return;
+    }
+    if (Traits::kSumsDq && params.dk_ptr == nullptr) {
+        return;
+    }
+    if constexpr (Traits::kNeedsDs && !Traits::kOwnsQueries) {
         store_gradient<Traits>(
             storage, tile,
             head_begin<Element>(params.dk_ptr, tile.batch, params.dk_batch_stride, tile.head_k,
@@ -139,6 +146,43 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
             params.dv_row_stride, params.d, dY,
             Traits::kConfig.dropout ? params.dropout_scale : 1.f);
     }
+}
+
+// Rounds the sums of dQ, times the softmax scale, of kDqRows rows.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    flash_bwd_postprocess_kernel_sm80(__grid_constant__ Flash_bwd_params const params) {
+    using Element = typename Traits::Element;
+    using TiledMma = typename Traits::TiledMmaDq;
+    constexpr int kRows = Traits::kDqRows;
+    extern __shared__ char smem[];
+    int const thread = threadIdx.x;
+    BlockOfDq<Traits::kConfig, kRows> const block(params, blockIdx.x);
+    DqSums<Traits> const sums(params, block.workspace_row, thread);
+
+    using Tile = Shape<Int<kRows>, Int<Traits::kHeadDim>>;
+    Tensor tQrDq = partition_fragment_C(TiledMma{}, Tile{});  // (4, MMA_M, MMA_N)
+    Tensor tQcDq = TiledMma{}.get_slice(thread).partition_C(
+        make_identity_tensor(Tile{}));  // (4, MMA_M, MMA_N)
+    CUTE_UNROLL
+    for (int i = 0; i < size(tQrDq); i += 4) {
+        float4 const four = sums.read(i);
+        tQrDq(i) = four.x;
+        tQrDq(i + 1) = four.y;
+        tQrDq(i + 2) = four.z;
+        tQrDq(i + 3) = four.w;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < size(tQrDq); ++i) {
+        bool const counts = block.in_sequence(get<0>(tQcDq(i)));
+        tQrDq(i) = counts ? tQrDq(i) * params.scale_softmax : 0.f;
+    }
+    store_rows<Traits, TiledMma>(make_tensor(make_smem_ptr(reinterpret_cast<Element *>(smem)),
+                                             typename Traits::SmemLayoutDq{}),
+                                 tQrDq, params.d, [&](int r) -> GmemRow<Element> {
+                                     return block.template row<Element>(
+                                         params, Traits::gmem_row(thread, r));
+                                 });
 }
 
 }  // namespace flash

@@ -5,7 +5,7 @@
 #include <arch_sm90.h>
 
 #include "flash.h"
-#include "flash_bwd_preprocess_kernel.h"
+#include "flash_bwd_postprocess.h"
 #include "mainloop_bwd_wide_sm90.h"
 
 namespace flash {
@@ -53,45 +53,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
 }
 
-// Rounds the sums of dQ, times the softmax scale. A CTA takes the block of queries of one step, in
-// the order in which the main kernel's threads hold its accumulators. In a ragged batch all
-// sequences count as one entry, and rows of no sequence get zeros.
-template <class Traits>
-struct PostprocessBwdSm90 {
-    static constexpr int kThreads = Traits::kMmaThreads;
-    static constexpr int kTileM = Traits::kTileM;
-    static constexpr int kColumns = Traits::kDqColumns;
-
-    static constexpr bool kVarlen = Traits::kVarlen;
-    using Stats = RowStats<Traits::kConfig>;
-
-    CUTE_HOST_DEVICE static int num_m_blocks(Flash_bwd_params const &params) {
-        int const rows = kVarlen ? params.seqlen_q_rounded : params.seqlen_q;
-        return (rows + kTileM - 1) / kTileM;
-    }
-    CUTE_HOST_DEVICE static int64_t num_ctas(Flash_bwd_params const &params) {
-        return int64_t(kVarlen ? 1 : params.b) * params.h * num_m_blocks(params);
-    }
-};
-
+// Rounds the sums of dQ, times the softmax scale, in the order in which the main kernel's threads
+// hold its accumulators.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kMmaThreads)
     flash_bwd_postprocess_kernel_sm90(__grid_constant__ Flash_bwd_params const params) {
-    using Post = PostprocessBwdSm90<Traits>;
     using Element = typename Traits::Element;
-    constexpr int kColumns = Post::kColumns;
+    constexpr int kColumns = Traits::kDqColumns;
     int const thread = threadIdx.x;
     int const warpgroup = thread / 128;
-    int const m_blocks = Post::num_m_blocks(params);
-    int const batch_head = blockIdx.x / m_blocks;
-    int const block = blockIdx.x - batch_head * m_blocks;
-    int const batch = batch_head / params.h;
-    int const head = batch_head - batch * params.h;
-    int64_t const first = int64_t(batch_head) * params.seqlen_q_rounded + block * Post::kTileM;
-    float const *const sums = params.dq_accum_ptr + first * Traits::kHeadDim +
-                              Traits::dq_begin(thread / 32) + thread % 32 * 4;
     int const columns = Traits::dq_columns(warpgroup);
     cudaGridDependencySynchronize();
+    BlockOfDq<Traits::kConfig, Traits::kTileM> const block(params, blockIdx.x);
+    float const *const sums = params.dq_accum_ptr + block.workspace_row * Traits::kHeadDim +
+                              Traits::dq_begin(thread / 32) + thread % 32 * 4;
 
     Tensor tQrDq = make_tensor<float>(Shape<_4, _1, Int<kColumns / 8>>{});  // (4, 1, N/8)
     CUTE_UNROLL
@@ -104,25 +79,17 @@ __global__ void __launch_bounds__(Traits::kMmaThreads)
         tQrDq(3, 0, i) = four.w * params.scale_softmax;
     }
     // The second warpgroup has the second half of the rows or of the columns.
-    int const first_row = block * Post::kTileM + (Traits::kDqByRows ? warpgroup * 64 : 0);
+    int const first_row = Traits::kDqByRows ? warpgroup * 64 : 0;
     int const first_col = Traits::kDqByRows ? 0 : warpgroup * kColumns;
-    Element *const dq = head_begin<Element>(params.dq_ptr, batch, params.dq_batch_stride, head,
-                                            params.dq_head_stride) +
-                        first_col;
-    auto const segment = Post::Stats::segment_at(params, block * Post::kTileM);
-    auto const position = [&](int i) {
-        return first_row - segment.stats_begin + Traits::acc_row(thread % 128, i);
-    };
-    if constexpr (Post::kVarlen) {
-        CUTE_UNROLL
-        for (int i = 0; i < size(tQrDq); ++i) {
-            if (position(i % 4 / 2) >= segment.length) tQrDq(i) = 0.f;
-        }
+    auto const row_of = [&](int i) { return first_row + Traits::acc_row(thread % 128, i); };
+    CUTE_UNROLL
+    for (int i = 0; i < size(tQrDq); ++i) {
+        if (!block.in_sequence(row_of(i % 4 / 2))) tQrDq(i) = 0.f;
     }
     store_accumulator<kColumns>(tQrDq, thread, params.d - first_col,
                                 [&](int i) -> GmemRow<Element> {
-                                    int const row = segment.begin + position(i);
-                                    return {dq + row * params.dq_row_stride, row < segment.end};
+                                    auto const row = block.template row<Element>(params, row_of(i));
+                                    return {row.gmem + first_col, row.exists};
                                 });
 }
 

@@ -29,34 +29,67 @@ cudaError_t enqueue_pass(Flash_bwd_params params, void *stream) {
         Scheduler::num_tiles(params), Traits::kThreads, Traits::kSmemBytes, stream, params);
 }
 
+// A kernel for dQ, and one or two for dK and dV.
+template <BwdConfig C>
+cudaError_t enqueue_passes(Flash_bwd_params const &params, void *stream) {
+    cudaError_t error = cudaSuccess;
+    if (params.dq_ptr != nullptr) {
+        error = enqueue_pass<C, BwdPass::dq>(params, stream);
+    }
+    bool const wants_dkv = params.dk_ptr != nullptr;
+    if constexpr (C.split_dkv) {
+        if (error == cudaSuccess && wants_dkv) {
+            error = enqueue_pass<C, BwdPass::dk>(params, stream);
+        }
+        if (error == cudaSuccess && wants_dkv) {
+            error = enqueue_pass<C, BwdPass::dv>(params, stream);
+        }
+    } else if (error == cudaSuccess && wants_dkv) {
+        error = enqueue_pass<C, BwdPass::dkv>(params, stream);
+    }
+    return error;
+}
+
+// One kernel for all gradients, and the rounding of dQ.
+template <BwdConfig C>
+cudaError_t enqueue_fused(Flash_bwd_params const &params, void *stream) {
+    using Traits = KernelTraitsBwdSm80<C, BwdPass::all>;
+    cudaError_t error = cudaSuccess;
+    if (params.dq_ptr != nullptr || params.dk_ptr != nullptr) {
+        error = enqueue_pass<C, BwdPass::all>(params, stream);
+    }
+    if (error == cudaSuccess && params.dq_ptr != nullptr) {
+        error = enqueue_bwd<&flash_bwd_postprocess_kernel_sm80<Traits>>(
+            BlockOfDq<C, Traits::kDqRows>::num_ctas(params), Traits::kThreads, Traits::kDqSmemBytes,
+            stream, params);
+    }
+    return error;
+}
+
 template <BwdConfig C>
 int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
     cudaError_t error = enqueue_preprocess<C>(*params, stream);
-    if (error == cudaSuccess && params->dq_ptr != nullptr) {
-        error = enqueue_pass<C, BwdPass::dq>(*params, stream);
+    if constexpr (C.fused) {
+        return error == cudaSuccess ? enqueue_fused<C>(*params, stream) : error;
+    } else {
+        return error == cudaSuccess ? enqueue_passes<C>(*params, stream) : error;
     }
-    bool const wants_dkv = params->dk_ptr != nullptr;
-    if constexpr (C.split_dkv) {
-        if (error == cudaSuccess && wants_dkv) {
-            error = enqueue_pass<C, BwdPass::dk>(*params, stream);
-        }
-        if (error == cudaSuccess && wants_dkv) {
-            error = enqueue_pass<C, BwdPass::dv>(*params, stream);
-        }
-    } else if (error == cudaSuccess && wants_dkv) {
-        error = enqueue_pass<C, BwdPass::dkv>(*params, stream);
-    }
-    return error;
 }
 
 // The largest of the kernels' demands: the dV pass alone asks for less than that of dK.
 template <BwdConfig C>
 struct BwdDemands {
-    using Dq = KernelTraitsBwdSm80<C, BwdPass::dq>;
-    using Dkv = KernelTraitsBwdSm80<C, C.split_dkv ? BwdPass::dk : BwdPass::dkv>;
-    static constexpr int kThreads = std::max({Dq::kThreads, Dkv::kThreads, RowStats<C>::kThreads});
-    static constexpr int kSmemBytes = std::max(Dq::kSmemBytes, Dkv::kSmemBytes);
-    static constexpr int kTileM = Dq::kTileM;
+    static constexpr BwdPass kFirst = C.fused ? BwdPass::all : BwdPass::dq;
+    static constexpr BwdPass kSecond = C.fused       ? BwdPass::all
+                                       : C.split_dkv ? BwdPass::dk
+                                                     : BwdPass::dkv;
+    using First = KernelTraitsBwdSm80<C, kFirst>;
+    using Second = KernelTraitsBwdSm80<C, kSecond>;
+    static constexpr int kThreads =
+        std::max({First::kThreads, Second::kThreads, RowStats<C>::kThreads});
+    static constexpr int kSmemBytes = std::max(First::kSmemBytes, Second::kSmemBytes);
+    static constexpr int kTileM = C.fused ? First::kQueries : First::kTileM;
+    static constexpr int kDqAccumColumns = C.fused ? C.head_dim : 0;
 };
 
 template <BwdConfig C>

@@ -59,14 +59,14 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, void *stream) {
 template <BwdConfig C>
 int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
     using Traits = KernelTraitsBwdSm90<C>;
-    using Post = PostprocessBwdSm90<Traits>;
+    using Blocks = BlockOfDq<C, Traits::kTileM>;
     cudaError_t error = enqueue_preprocess<C>(*params, stream);
     if (error == cudaSuccess && (params->dq_ptr != nullptr || params->dk_ptr != nullptr)) {
         error = enqueue_main_sm90<Traits>(*params, stream);
     }
     if (error == cudaSuccess && params->dq_ptr != nullptr) {
         error = enqueue_bwd<&flash_bwd_postprocess_kernel_sm90<Traits>, true>(
-            Post::num_ctas(*params), Post::kThreads, 0, stream, *params);
+            Blocks::num_ctas(*params), Traits::kMmaThreads, 0, stream, *params);
     }
     return error;
 }

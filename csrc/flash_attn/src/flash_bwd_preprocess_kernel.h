@@ -25,7 +25,8 @@ struct RowStats {
                                                       : 32;
     static constexpr int kRows = kThreads / kLanes;  // of a CTA
     static constexpr int kHeadDim = C.head_dim;
-    static constexpr bool kZerosDq = C.arch == 90;
+    static constexpr bool kZerosDq = C.fused;
+    static constexpr bool kLaunchesEarly = C.arch == 90;
     static constexpr bool kVarlen = C.varlen;
     static_assert(kLanes * kVec >= C.head_dim && kRowStatsMultiple % kRows == 0);
 
@@ -70,8 +71,8 @@ struct RowStats {
     }
 };
 
-// D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row, and in the sm90 class zeros where the
-// main kernel sums up dQ. A row that sees no key has LSE = -inf and P = 0: +inf in its place makes
+// D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row, and zeros where the main kernel sums up
+// dQ. A row that sees no key has LSE = -inf and P = 0: +inf in its place makes
 // exp2(S - LSE) 0 and not NaN. Likewise for rows past the end. In a ragged batch all sequences
 // count as one entry here.
 template <class Stats>
@@ -87,8 +88,8 @@ __global__ void __launch_bounds__(Stats::kThreads)
     int const row = block * Stats::kRows + thread / Stats::kLanes;
     int const col = thread % Stats::kLanes * Stats::kVec;
 
+    if constexpr (Stats::kLaunchesEarly) cudaTriggerProgrammaticLaunchCompletion();
     if constexpr (Stats::kZerosDq) {
-        cudaTriggerProgrammaticLaunchCompletion();
         constexpr int kPieces = Stats::kRows * Stats::kHeadDim / 4;  // of 16 bytes
         auto *const zeros =
             reinterpret_cast<float4 *>(params.dq_accum_ptr) + int64_t(blockIdx.x) * kPieces;

@@ -14,12 +14,13 @@ namespace flash {
 using namespace cute;
 
 // What all kernels of the class share. A CTA owns kTileM_ rows, and each step brings kTileN_
-// others.
-template <DType kType, int kHeadDim_, int kTileM_, int kTileN_, int kWarps>
+// others. kWarpsN of the warps divide the latter.
+template <DType kType, int kHeadDim_, int kTileM_, int kTileN_, int kWarps, int kWarpsN = 1>
 struct TileTraitsSm80 {
+    static constexpr int kWarpsM = kWarps / kWarpsN;
     static_assert(kHeadDim_ % 32 == 0 && kHeadDim_ <= 256);
-    static_assert(kTileM_ % (16 * kWarps) == 0, "each warp owns whole 16-row MMA tiles");
-    static_assert(kTileN_ % 16 == 0, "P's fragments are k16 steps of the second GEMM");
+    static_assert(kTileM_ % (16 * kWarpsM) == 0, "each warp owns whole 16-row MMA tiles");
+    static_assert(kTileN_ % (16 * kWarpsN) == 0, "P's fragments are k16 steps of the second GEMM");
 
     using Element = std::conditional_t<kType == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
 
@@ -30,17 +31,19 @@ struct TileTraitsSm80 {
 
     using MmaAtom = std::conditional_t<kType == DType::fp16, MMA_Atom<SM80_16x8x16_F32F16F16F32_TN>,
                                        MMA_Atom<SM80_16x8x16_F32BF16BF16F32_TN>>;
-    // Warps are stacked along M: a row's scores stay within one warp, so the softmax needs no
-    // exchange between warps. N = 16 lets one ldmatrix.x4 feed two MMAs.
-    using TiledMma =
-        TiledMMA<MmaAtom, Layout<Shape<Int<kWarps>, _1, _1>>, Tile<Int<16 * kWarps>, _16, _16>>;
+    // With kWarpsN = 1 warps are stacked along M: a row's scores stay within one warp, so the
+    // softmax needs no exchange between warps. N = 16 a warp lets one ldmatrix.x4 feed two MMAs.
+    using TiledMma = TiledMMA<
+        MmaAtom, Layout<Shape<Int<kWarpsM>, Int<kWarpsN>, _1>>,
+        Tile<Int<16 * kWarpsM>, Layout<Shape<_8, Int<kWarpsN>, _2>, Stride<_1, _16, _8>>, _16>>;
 
     // Rows of 64 elements (128 bytes, all banks) where the head dimension allows, else of 32. The
     // XOR swizzle moves 16-byte chunks so that the 8 rows an ldmatrix reads lie in distinct banks.
     static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;
-    using SmemAtom =
-        decltype(composition(Swizzle<(kSmemRow == 64 ? 3 : 2), 3, 3>{},
-                             Layout<Shape<_8, Int<kSmemRow>>, Stride<Int<kSmemRow>, _1>>{}));
+    template <int kRow>
+    using SmemAtomOf = decltype(composition(Swizzle<(kRow == 64 ? 3 : 2), 3, 3>{},
+                                            Layout<Shape<_8, Int<kRow>>, Stride<Int<kRow>, _1>>{}));
+    using SmemAtom = SmemAtomOf<kSmemRow>;
     using SmemLayoutM = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileM>, Int<kHeadDim>>{}));
     using SmemLayoutN = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileN>, Int<kHeadDim>>{}));
     // Seen as B operand of P V, (d, N): the same bytes, read through transposing ldmatrix.
@@ -77,10 +80,11 @@ struct TileTraitsSm80 {
 
     // Row and column, within an accumulator tile, of element (i, j) of its (rows, columns) view.
     CUTE_HOST_DEVICE static constexpr int acc_row(int thread, int i) {
-        return thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8 + i / 2 * (16 * kWarps);
+        return thread / 32 % kWarpsM * 16 + thread % 32 / 4 + i % 2 * 8 + i / 2 * (16 * kWarpsM);
     }
     CUTE_HOST_DEVICE static constexpr int acc_col(int thread, int j) {
-        return thread % 4 * 2 + j % 2 + j / 2 * 8;
+        return thread / (32 * kWarpsM) * 16 + thread % 4 * 2 + j % 2 + j / 2 % 2 * 8 +
+               j / 4 * (16 * kWarpsN);
     }
 };
 

@@ -10,8 +10,8 @@ namespace flash {
 
 using namespace cute;
 
-// What one kernel of a backward computes.
-enum class BwdPass : int32_t { dq, dkv, dk, dv };
+// What one kernel of a backward computes. all: dQ, too, a part of the sums for each tile of keys.
+enum class BwdPass : int32_t { dq, dkv, dk, dv, all };
 
 template <BwdConfig C, BwdPass kPass>
 constexpr BwdTile bwd_tile() {
@@ -21,12 +21,13 @@ constexpr BwdTile bwd_tile() {
 template <BwdConfig C, BwdPass kPass_>
 struct KernelTraitsBwdSm80
     : TileTraitsSm80<C.dtype, C.head_dim, bwd_tile<C, kPass_>().rows, bwd_tile<C, kPass_>().step,
-                     bwd_tile<C, kPass_>().warps> {
+                     bwd_tile<C, kPass_>().warps, bwd_tile<C, kPass_>().warps_step> {
     static constexpr BwdTile kTile = bwd_tile<C, kPass_>();
     static_assert(C.arch == 80);
     static_assert(kTile.stages == 1 || kTile.stages == 2);
 
-    using Base = TileTraitsSm80<C.dtype, C.head_dim, kTile.rows, kTile.step, kTile.warps>;
+    using Base =
+        TileTraitsSm80<C.dtype, C.head_dim, kTile.rows, kTile.step, kTile.warps, kTile.warps_step>;
     using typename Base::Element;
 
     static constexpr BwdConfig kConfig = C;
@@ -36,11 +37,38 @@ struct KernelTraitsBwdSm80
     static constexpr int kMinCtas = kTile.min_ctas;
     static constexpr bool kOwnsQueries = kPass == BwdPass::dq;
     static constexpr bool kNeedsDs = kPass != BwdPass::dv;
-    static constexpr bool kNeedsDv = kPass == BwdPass::dkv || kPass == BwdPass::dv;
+    static constexpr bool kSumsDq = kPass == BwdPass::all;
+    static constexpr bool kNeedsDv = kPass == BwdPass::dkv || kPass == BwdPass::dv || kSumsDq;
     static constexpr int kQueries = kOwnsQueries ? kTile.rows : kTile.step;  // of a score tile
     static constexpr int kKeys = kOwnsQueries ? kTile.step : kTile.rows;
     static_assert(kRowStatsMultiple % kQueries == 0);
     static constexpr int kOwned = kNeedsDs ? 2 : 1;  // tiles, the second for dP alone
+
+    // P^T and dS^T of a warp are of other rows or columns than its dK and dV: they go through
+    // shared memory.
+    static constexpr bool kSharesP = kTile.warps_step > 1;
+    static_assert(!kSharesP || (kSumsDq && C.head_dim % (16 * kTile.warps_step) == 0));
+
+    // dQ, dS K: (M, d), a sum over all owned keys, of at most so many queries at a time, for whose
+    // accumulators there are registers beside those of dK and dV. Warps divide both.
+    static constexpr int kDqRows = kQueries < 64 ? kQueries : 64;
+    static constexpr int kDqWarpsM = C.head_dim % (16 * kTile.warps / 2) == 0 ? 2 : 4;
+    static constexpr int kDqWarpsD = kTile.warps / kDqWarpsM;
+    static_assert(!kSumsDq || (kQueries % kDqRows == 0 && kDqRows % (16 * kDqWarpsM) == 0));
+    using TiledMmaDq =
+        TiledMMA<typename Base::MmaAtom, Layout<Shape<Int<kDqWarpsM>, Int<kDqWarpsD>, _1>>,
+                 Tile<Int<16 * kDqWarpsM>, Int<16 * kDqWarpsD>, _16>>;
+    static_assert(!kSumsDq || C.head_dim % (16 * kDqWarpsD) == 0);
+    // Of a thread's accumulators.
+    static constexpr int kDqPerThread = kDqRows * C.head_dim / Base::kThreads;
+    // dS^T as stored (N, M), and as A operand (M, N). K as B operand (d, N).
+    using SmemAtomDs = typename Base::template SmemAtomOf<(kQueries < 64 ? kQueries : 64)>;
+    using SmemLayoutDst = decltype(tile_to_shape(SmemAtomDs{}, Shape<Int<kKeys>, Int<kQueries>>{}));
+    using SmemLayoutDs = decltype(composition(
+        SmemLayoutDst{}, Layout<Shape<Int<kQueries>, Int<kKeys>>, Stride<Int<kKeys>, _1>>{}));
+    using SmemLayoutMt = decltype(composition(
+        typename Base::SmemLayoutM{},
+        Layout<Shape<Int<C.head_dim>, Int<kTile.rows>>, Stride<Int<kTile.rows>, _1>>{}));
 
     struct Tiles {
         // Q and dO, or K and V. The gradients reuse the first one's bytes.
@@ -52,8 +80,21 @@ struct KernelTraitsBwdSm80
     struct TilesAndStats : Tiles {
         alignas(128) float2 stats[kStages][kTile.step];
     };
-    using SharedStorage = std::conditional_t<kOwnsQueries, Tiles, TilesAndStats>;
+    struct TilesStatsAndDs : TilesAndStats {
+        alignas(128) cute::array<Element, kKeys * kQueries> ds;  // transposed
+    };
+    struct TilesStatsDsAndP : TilesStatsAndDs {
+        alignas(128) cute::array<Element, kKeys * kQueries> p;  // transposed
+    };
+    using SharedStorage = std::conditional_t<
+        kOwnsQueries, Tiles,
+        std::conditional_t<!kSumsDq, TilesAndStats,
+                           std::conditional_t<kSharesP, TilesStatsDsAndP, TilesStatsAndDs>>>;
     static constexpr int kSmemBytes = sizeof(SharedStorage);
+    // Of the rounding of dQ, which stores rows through shared memory.
+    using SmemLayoutDq =
+        decltype(tile_to_shape(typename Base::SmemAtom{}, Shape<Int<kDqRows>, Int<C.head_dim>>{}));
+    static constexpr int kDqSmemBytes = cosize_v<SmemLayoutDq> * static_cast<int>(sizeof(Element));
 };
 
 }  // namespace flash

@@ -4,16 +4,19 @@
 //   dQ:        owns Q and dO,  visits K and V:  S   = Q K^T, dP   = dO V^T, dQ += dS K
 //   dK and dV: owns K and V,   visits Q and dO: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO,
 //                                               dK += dS^T Q
+//   all: as dK and dV, and                      dQ += dS K, summed up in global memory
 //
 // with P = exp(S - LSE) and dS = P * (dP - D), D of preprocess; dropout.h and score_mod.h say what
 // they change. X is what S is made of, Y what dP is made of. P and dS stay in registers: as
 // accumulators their rows are those that the warp owns, which makes them A operands of the products
-// that follow. No sum crosses CTAs.
+// that follow. For dQ of all dS goes through shared memory, too, and that is the only sum that
+// crosses warps and CTAs.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "block_info.h"
+#include "dq_sums.h"
 #include "dropout.h"
 #include "kernel_traits_bwd_sm80.h"
 #include "mask.h"
@@ -40,7 +43,7 @@ struct MainloopBwdSm80 {
     static constexpr bool kCaps = Traits::kConfig.softcap;
     static constexpr bool kModifies = kCaps || Traits::kConfig.alibi;
     static constexpr bool kVarlen = Traits::kConfig.varlen;
-    static constexpr int kRowsPerThread = 2 * kTileM / (16 * Traits::kTile.warps);
+    static constexpr int kRowsPerThread = 2 * kTileM / (16 * Traits::kWarpsM);
     // Visits of keys in the order of the forward; those of queries as under a window.
     static constexpr MaskKind kOrder = kOwnsQueries ? Traits::kMask : MaskKind::local;
 
@@ -77,13 +80,17 @@ struct MainloopBwdSm80 {
                     tile.row_k * params.v_row_stride,
                 params.v_row_stride};
     }
-    // Of block n of kQueries rows.
+    // Where in the workspaces block n of kQueries rows begins.
+    CUTE_DEVICE static int64_t workspace_row(Flash_bwd_params const &params, WorkTile const &tile,
+                                             int head, int n) {
+        int const entry = kVarlen ? 0 : tile.batch;
+        return (int64_t(entry) * params.h + head) * params.seqlen_q_rounded +
+               (kVarlen ? row_stats_begin(tile.row_q, tile.batch) : 0) + n * Traits::kQueries;
+    }
     CUTE_DEVICE static float2 const *stats_of(Flash_bwd_params const &params, WorkTile const &tile,
                                               int head, int n) {
-        int const entry = kVarlen ? 0 : tile.batch;
-        int64_t const row = (int64_t(entry) * params.h + head) * params.seqlen_q_rounded +
-                            (kVarlen ? row_stats_begin(tile.row_q, tile.batch) : 0);
-        return reinterpret_cast<float2 const *>(params.row_stats_ptr) + row + n * Traits::kQueries;
+        return reinterpret_cast<float2 const *>(params.row_stats_ptr) +
+               workspace_row(params, tile, head, n);
     }
 
     CUTE_DEVICE static void load_own(Flash_bwd_params const &params, SharedStorage &storage,
@@ -155,21 +162,85 @@ struct MainloopBwdSm80 {
                   copy_b.get_slice(thread).partition_S(sB));
     }
 
-    // acc += scores step, with the scores rounded.
+    // acc += scores step. rS: the scores, rounded, (4, MMA_M, N/8).
     template <class Acc, class Scores, class Array>
-    CUTE_DEVICE static void accumulate(Acc &acc, Scores const &tSrS, Array &step) {
+    CUTE_DEVICE static void accumulate(Acc &acc, Scores &&rS, Array &step) {
         int const thread = threadIdx.x;
         TiledMma mma;
         auto const copy_b = make_tiled_copy_B(typename Traits::SmemCopyAtomTransposed{}, mma);
         Tensor sBt =
             make_tensor(make_smem_ptr(step.data()), typename Traits::SmemLayoutNt{});  // (d, N)
-        Tensor rS = convert_type<Element>(tSrS);  // (4, MMA_M, N/8)
         Tensor tOrS =
             make_tensor(rS.data(), layout_acc_as_operand_a(rS.layout()));  // (8, MMA_M, N/16)
         Tensor tOrBt = make_tensor<Element>(
             partition_shape_B(mma, Shape<Int<kHeadDim>, Int<kTileN>>{}));  // (4, d/8, N/16)
         Tensor tOsBt = copy_b.get_slice(thread).partition_S(sBt);          // (8, d/16, N/16)
         gemm_smem(mma, NoCopy{}, copy_b, acc, tOrS, tOrBt, tOsBt, tOsBt);
+    }
+
+    // acc += scores step, with the scores from shared memory.
+    template <class Acc, class Scores, class Array>
+    CUTE_DEVICE static void accumulate_shared(Acc &acc, Scores &scores, Array &step) {
+        int const thread = threadIdx.x;
+        TiledMma mma;
+        auto const copy_a = make_tiled_copy_A(typename Traits::SmemCopyAtom{}, mma);
+        auto const copy_b = make_tiled_copy_B(typename Traits::SmemCopyAtomTransposed{}, mma);
+        Tensor sA =
+            make_tensor(make_smem_ptr(scores.data()), typename Traits::SmemLayoutDst{});  // (M, N)
+        Tensor sBt =
+            make_tensor(make_smem_ptr(step.data()), typename Traits::SmemLayoutNt{});  // (d, N)
+        Tensor tOrA = make_tensor<Element>(
+            partition_shape_A(mma, Shape<Int<kTileM>, Int<kTileN>>{}));  // (8, MMA_M, N/16)
+        Tensor tOrBt = make_tensor<Element>(
+            partition_shape_B(mma, Shape<Int<kHeadDim>, Int<kTileN>>{}));  // (4, MMA_N, N/16)
+        gemm_smem(mma, copy_a, copy_b, acc, tOrA, tOrBt, copy_a.get_slice(thread).partition_S(sA),
+                  copy_b.get_slice(thread).partition_S(sBt));
+    }
+
+    // P^T or dS^T, rounded, (4, MMA_M, MMA_N), to shared memory.
+    template <class Scores, class Array>
+    CUTE_DEVICE static void share(Scores const &rS, Array &scores) {
+        auto const copy_c = make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, TiledMma{});
+        auto const copy_thr = copy_c.get_slice(threadIdx.x);
+        Tensor sS =
+            make_tensor(make_smem_ptr(scores.data()), typename Traits::SmemLayoutDst{});  // (M, N)
+        copy(copy_c, copy_thr.retile_S(rS), copy_thr.partition_D(sS));
+    }
+
+    // Adds dS K of block n to the sums of dQ.
+    CUTE_DEVICE static void add_dq(Flash_bwd_params const &params, SharedStorage &storage,
+                                   WorkTile const &tile, int head, int n) {
+        int const thread = threadIdx.x;
+        typename Traits::TiledMmaDq mma;
+        using Atom = typename Traits::SmemCopyAtomTransposed;
+        auto const copy_a = make_tiled_copy_A(Atom{}, mma);
+        auto const copy_b = make_tiled_copy_B(Atom{}, mma);
+        Tensor sDs = make_tensor(make_smem_ptr(storage.ds.data()),
+                                 typename Traits::SmemLayoutDs{});  // (M, N)
+        Tensor sKt = make_tensor(make_smem_ptr(storage.own[0].data()),
+                                 typename Traits::SmemLayoutMt{});  // (d, N)
+        constexpr int kRows = Traits::kDqRows, kN = Traits::kKeys;
+        Tensor tQrDs = make_tensor<Element>(
+            partition_shape_A(mma, Shape<Int<kRows>, Int<kN>>{}));  // (8, MMA_M, N/16)
+        Tensor tQrKt = make_tensor<Element>(
+            partition_shape_B(mma, Shape<Int<kHeadDim>, Int<kN>>{}));  // (4, MMA_N, N/16)
+        Tensor tQrDq =
+            partition_fragment_C(mma, Shape<Int<kRows>, Int<kHeadDim>>{});  // (4, MMA_M, MMA_N)
+        int64_t const first_row = workspace_row(params, tile, head, n);
+        CUTE_NO_UNROLL  // 112 bytes spill at d = 192 otherwise
+            for (int part = 0; part < Traits::kQueries / kRows; ++part) {
+            Tensor sPart = local_tile(sDs, Shape<Int<kRows>, Int<kN>>{},
+                                      make_coord(part, _0{}));  // (kRows, N)
+            clear(tQrDq);
+            gemm_smem(mma, copy_a, copy_b, tQrDq, tQrDs, tQrKt,
+                      copy_a.get_slice(thread).partition_S(sPart),
+                      copy_b.get_slice(thread).partition_S(sKt));
+            DqSums<Traits> const sums(params, first_row + part * kRows, thread);
+            CUTE_UNROLL
+            for (int i = 0; i < size(tQrDq); i += 4) {
+                sums.add(i, tQrDq(i), tQrDq(i + 1), tQrDq(i + 2), tQrDq(i + 3));
+            }
+        }
     }
 
     // The accumulator of a score tile seen as (queries, keys).
@@ -247,14 +318,15 @@ struct MainloopBwdSm80 {
         for (; left > 0; --left) {
             int const next = n > 0 ? n - 1 : count - 1;
             int const next_head = n > 0 ? head : head + 1;
+            auto const load_next = [&](int to) {
+                load_step(params, storage, tile, next_head, block(next), to);
+                cp_async_fence();
+            };
             // This step's tiles have landed; all warps are done with the other stage.
             cp_async_wait<0>();
             __syncthreads();
             if constexpr (kStages == 2) {
-                if (left > 1) {
-                    load_step(params, storage, tile, next_head, block(next), stage ^ 1);
-                }
-                cp_async_fence();
+                if (left > 1) load_next(stage ^ 1);
             }
 
             auto &step_x = storage.step_x[stage];
@@ -283,10 +355,17 @@ struct MainloopBwdSm80 {
                 }
             }
             if constexpr (kDrops) dropout.mark(tSrS, block(n), head);
-            if constexpr (Traits::kNeedsDv && kDrops) {
-                accumulate(dY, dropout.kept(tSrS), step_y);
+            auto const rounded_p = [&] {
+                if constexpr (kDrops) {
+                    return convert_type<Element>(dropout.kept(tSrS));
+                } else {
+                    return convert_type<Element>(tSrS);
+                }
+            };
+            if constexpr (Traits::kSharesP) {
+                share(rounded_p(), storage.p);
             } else if constexpr (Traits::kNeedsDv) {
-                accumulate(dY, tSrS, step_y);
+                accumulate(dY, rounded_p(), step_y);
             }
             if constexpr (Traits::kNeedsDs) {
                 Tensor tSrDp = make_fragment_like(tSrS);  // (4, MMA_M, N/8)
@@ -302,15 +381,26 @@ struct MainloopBwdSm80 {
                         if constexpr (kCaps) ds(i, j) *= g(i, j);
                     }
                 }
-                accumulate(dX, tSrDp, step_x);
+                Tensor rDs = convert_type<Element>(tSrDp);  // (4, MMA_M, N/8)
+                if constexpr (Traits::kSumsDq) share(rDs, storage.ds);
+                if constexpr (!Traits::kSharesP) accumulate(dX, rDs, step_x);
+            }
+            if constexpr (Traits::kSumsDq) {
+                __syncthreads();  // dS is complete; unless P is shared all have read the step
+                if constexpr (Traits::kSharesP) {
+                    accumulate_shared(dY, storage.p, step_y);
+                    accumulate_shared(dX, storage.ds, step_x);
+                    if (kStages == 1) __syncthreads();
+                }
+                if (kStages == 1 && left > 1) load_next(stage);
+                if (params.dq_ptr != nullptr) add_dq(params, storage, tile, head, block(n));
             }
 
             if constexpr (kStages == 2) {
                 stage ^= 1;
-            } else if (left > 1) {
+            } else if (!Traits::kSumsDq && left > 1) {
                 __syncthreads();  // every warp has read this step's tiles
-                load_step(params, storage, tile, next_head, block(next), stage);
-                cp_async_fence();
+                load_next(stage);
             }
             n = next;
             head = next_head;

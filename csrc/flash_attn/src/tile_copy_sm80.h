@@ -46,12 +46,12 @@ CUTE_DEVICE void load_block(typename Traits::Element const *gmem, int64_t row_st
 
 // An accumulator of (rows, head_dim), rounded, to global memory; through shared memory, so that a
 // warp stores whole rows of 16-byte pieces. Every warp must be done with the bytes of sO.
-template <class Traits, class SmemTensor, class Acc, class RowAt>
+template <class Traits, class TiledMma = typename Traits::TiledMma, class SmemTensor, class Acc,
+          class RowAt>
 CUTE_DEVICE void store_rows(SmemTensor &&sO, Acc const &tOrO, int d, RowAt const &row_at) {
     int const thread = threadIdx.x;
     Tensor rO = convert_type<typename Traits::Element>(tOrO);  // (4, MMA_M, d/8)
-    auto const copy_o =
-        make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, typename Traits::TiledMma{});
+    auto const copy_o = make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, TiledMma{});
     auto const copy_o_thr = copy_o.get_slice(thread);
     Tensor tOsO = copy_o_thr.partition_D(sO);  // (8, MMA_M, d/16)
     copy(copy_o, copy_o_thr.retile_S(rO), tOsO);

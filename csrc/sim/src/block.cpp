@@ -269,10 +269,6 @@ void Block::yield_at_random() {
 void Block::execute_atomic(void const *address, std::function<void()> const &atomic) {
     tsan::Unwatched const unwatched;
     check_dependency("atomic", address);
-    uint64_t const blocks = uint64_t(launch_.grid.x) * launch_.grid.y * launch_.grid.z;
-    if (blocks > static_cast<uint64_t>(std::max(settings_.resident_blocks(), cluster_.size()))) {
-        fail(kNotSupported, "not covered: atomics in a grid of more blocks than run at a time");
-    }
     ++counters_.atomics;
     turns_.take(cluster_.unit(), atomic);
 }

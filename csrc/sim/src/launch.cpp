@@ -29,9 +29,8 @@ int reject(int code, std::string const &message) {
     return code;
 }
 
-// The merged results of a launch. A unit is one cluster; `next` is the next unit to run.
+// The merged results of a launch. A unit is one cluster.
 struct Gathered {
-    std::atomic<uint64_t> next{0};
     std::atomic<uint64_t> failed{UINT64_MAX};  // the lowest failing unit: a repeatable report
     std::mutex mutex;
     int code = kSuccess;
@@ -92,17 +91,14 @@ void run_together(Run &run, uint64_t unit) {
     }
 }
 
-void work(Run &run) {
+// Runs every `workers`-th unit from `first` on.
+void work(Run &run, uint64_t first, uint64_t workers) {
     Cluster alone(run.launch, state().settings);
     std::optional<Block> block;
     if (alone.size() == 1) {
         block.emplace(run.launch, run.body, state().settings, run.turns, run.dependency, alone, 0);
     }
-    while (true) {
-        uint64_t const unit = run.all.next.fetch_add(1);
-        if (unit >= run.units) {
-            break;
-        }
+    for (uint64_t unit = first; unit < run.units; unit += workers) {
         bool const skipped = unit > run.all.failed.load();
         if (!skipped && !block) {
             run_together(run, unit);
@@ -112,9 +108,9 @@ void work(Run &run) {
                 note_failure(*block, unit, run.all);
             }
         }
-        run.turns.leave(unit);
         run.dependency.leave(unit);
     }
+    run.turns.leave(first);
     if (block) {
         gather(*block, run.all);
     }
@@ -193,12 +189,12 @@ int launch(Launch const &launch, std::function<void()> const &body) {
     Run run{.launch = launch,
             .body = body,
             .units = units,
-            .turns = {units, settings.seed},
+            .turns = {workers, settings.seed},
             .dependency = {launch.dependent, workers, settings.copy_mode},
             .all = {}};
     std::vector<std::thread> threads_of_host;
     for (uint64_t i = 0; i < workers; ++i) {
-        threads_of_host.emplace_back(work, std::ref(run));
+        threads_of_host.emplace_back(work, std::ref(run), i, workers);
     }
     for (std::thread &thread : threads_of_host) {
         thread.join();

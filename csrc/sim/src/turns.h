@@ -9,28 +9,29 @@
 
 namespace sim {
 
-// The seed alone determines the sequence of blocks; blocks that have ended are skipped. So the
-// order does not depend on the speed of the OS threads, and another seed gives another order.
+// Units, blocks or clusters, run on workers, of which each has every so many-th. The seed alone
+// determines the sequence of workers; those that have ended are skipped. So the order does not
+// depend on the speed of the OS threads, and another seed gives another order.
 class Turns {
   public:
-    Turns(uint64_t blocks, uint64_t seed)
-        : ended_(blocks), random_(seed * 0x9E3779B97F4A7C15u + 0xD1B54A32D192ED03u) {
+    Turns(uint64_t workers, uint64_t seed)
+        : ended_(workers), random_(seed * 0x9E3779B97F4A7C15u + 0xD1B54A32D192ED03u) {
         draw();
     }
 
-    void take(uint64_t block, std::function<void()> const &action) {
+    void take(uint64_t unit, std::function<void()> const &action) {
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return turn_ == block; });
+        changed_.wait(lock, [&] { return turn_ == unit % ended_.size(); });
         action();
         draw();
         changed_.notify_all();
     }
 
-    void leave(uint64_t block) {
+    void leave(uint64_t worker) {
         std::lock_guard const lock(mutex_);
-        ended_[block] = true;
+        ended_[worker] = true;
         ++count_ended_;
-        if (turn_ == block) {
+        if (turn_ == worker) {
             draw();
             changed_.notify_all();
         }

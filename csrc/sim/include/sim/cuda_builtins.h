@@ -93,6 +93,7 @@ T __ldg(T const *pointer) {
 inline unsigned atomicAdd(unsigned *address, unsigned value) {
     return sim::atomic_add(address, value);
 }
+inline void atomicAdd(float *address, float value) { sim::reduce_add(address, &value, 1); }
 inline unsigned atomicExch(unsigned *address, unsigned value) {
     return sim::atomic_exchange(address, value);
 }

@@ -6,16 +6,16 @@ static constexpr flash::BwdConfig kConfig = {
     .dtype = flash::DType::bf16,
     .head_dim = 128,
     .mask = flash::MaskKind::causal,
-    .dq = {.rows = 128, .step = 32, .warps = 4, .stages = 1, .min_ctas = 2},
-    .dkv = {.rows = 64, .step = 32, .warps = 4, .stages = 2, .min_ctas = 2},
+    .dq = {.rows = 128, .step = 64, .warps = 8, .stages = 1, .min_ctas = 1, .warps_step = 2},
+    .dkv = {.rows = 128, .step = 64, .warps = 8, .stages = 1, .min_ctas = 1, .warps_step = 2},
     .split_dkv = false,
+    .fused = true,
     .softcap = false,
     .alibi = false,
     .dropout = false,
     .varlen = true,
 };
-static constexpr char kName[] =
-    "flash_bwd_hdim128_bf16_causal_varlen_sm80_dq128x32_w4_s1_c2_dkv64x32_w4_s2_c2";
+static constexpr char kName[] = "flash_bwd_hdim128_bf16_causal_varlen_fused_sm80_128x64_w8x2_s1_c1";
 
 extern "C" const flash::Flash_bwd_kernel *flash_bwd_kernel() {
     return flash::describe_bwd<kConfig>(kName);

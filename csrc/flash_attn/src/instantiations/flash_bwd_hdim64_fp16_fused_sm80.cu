@@ -3,19 +3,19 @@
 
 static constexpr flash::BwdConfig kConfig = {
     .arch = 80,
-    .dtype = flash::DType::bf16,
-    .head_dim = 128,
-    .mask = flash::MaskKind::local,
-    .dq = {.rows = 128, .step = 32, .warps = 4, .stages = 1, .min_ctas = 2},
-    .dkv = {.rows = 64, .step = 32, .warps = 4, .stages = 2, .min_ctas = 2},
+    .dtype = flash::DType::fp16,
+    .head_dim = 64,
+    .mask = flash::MaskKind::none,
+    .dq = {.rows = 128, .step = 32, .warps = 4, .stages = 1, .min_ctas = 2, .warps_step = 1},
+    .dkv = {.rows = 128, .step = 32, .warps = 4, .stages = 1, .min_ctas = 2, .warps_step = 1},
     .split_dkv = false,
+    .fused = true,
     .softcap = false,
     .alibi = false,
     .dropout = false,
     .varlen = false,
 };
-static constexpr char kName[] =
-    "flash_bwd_hdim128_bf16_local_sm80_dq128x32_w4_s1_c2_dkv64x32_w4_s2_c2";
+static constexpr char kName[] = "flash_bwd_hdim64_fp16_fused_sm80_128x32_w4_s1_c2";
 
 extern "C" const flash::Flash_bwd_kernel *flash_bwd_kernel() {
     return flash::describe_bwd<kConfig>(kName);
