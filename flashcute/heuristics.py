@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 
 from . import env
@@ -22,7 +21,7 @@ from .config import (
     BwdTile,
     FwdConfig,
 )
-from .problem import FwdProblem
+from .problem import FwdProblem, rounded
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
 #
@@ -140,50 +139,6 @@ _DECODING_ROWS = 128
 _TILE_OVERHEAD_KEYS = 170
 _MASKED_BLOCK = 0.4
 _TAIL = 0.2
-
-
-def rounded_length(length: int) -> int:
-    """``length`` rounded up: exact up to 16, then to steps of 16, from 256 on to 16 an octave."""
-    if length <= 16:
-        return length
-    step = max(16, 1 << (length - 1).bit_length() >> 5)
-    return -(-length // step) * step
-
-
-def typical_length(total: int, b: int, longest: int) -> int:
-    """The length that a ragged batch's forward is chosen for: between the mean and the longest.
-
-    The binding computes it alike (``typical_length()`` of kernel_table.h). The number of sequences
-    counts rounded up there: :func:`rounded_length`.
-
-    Args:
-        total: Tokens of all sequences.
-        b: Sequences.
-        longest: ``max_seqlen_q`` or ``max_seqlen_k`` of the call.
-    """
-    most = min(longest, total)
-    mean = min(total / max(b, 1), most)
-    # A single row needs no mask, a longest sequence of two does.
-    return max(int(math.sqrt(mean * most)), min(most, 2), 1)
-
-
-def rounded(problem: FwdProblem) -> FwdProblem:
-    """``problem`` with rounded lengths, for which its kernel is chosen.
-
-    The binding remembers choices by them (``rounded()`` of kernel_table.h, which rounds alike), so
-    a call with another length rarely enters Python.
-    """
-    window = problem.window
-    if window is not None:
-        left, right = window
-        left, right = min(left, problem.seqlen_k), min(right, problem.seqlen_q)
-        window = rounded_length(left), rounded_length(right)
-    return dataclasses.replace(
-        problem,
-        seqlen_q=rounded_length(problem.seqlen_q),
-        seqlen_k=rounded_length(problem.seqlen_k),
-        window=window,
-    )
 
 
 def _pack_shift(problem: FwdProblem) -> int:
