@@ -51,6 +51,19 @@ def test_pages_leave_the_producer_registers():
         assert heuristics.choose_fwd(problem, H200).warps <= 8
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
+def test_sm80_class_over_a_cache(capability):
+    """Tiles of 64 rows, as many CTAs as fit; the tiles of dense calls for more rows."""
+    for d, rows, page_size in itertools.product((64, 128), (1, 4, 128), (0, 16)):
+        problem = dataclasses.replace(DECODING, d=d, seqlen_q=rows, h=8, page_size=page_size)
+        config = heuristics.choose_fwd(problem, capability)
+        assert (config.arch, config.tile_m, config.tile_n, config.stages) == (80, 64, 64, 2)
+        room = heuristics.MAX_SMEM_BYTES[capability] + 1024
+        assert config.min_ctas * (config.smem_bytes + 1024) <= room
+        many = dataclasses.replace(problem, seqlen_q=129)
+        assert heuristics.choose_fwd(many, capability).tile_m == 128
+
+
 def test_sm80_class(monkeypatch):
     monkeypatch.setenv("FLASHCUTE_ARCH", "80")
     config, split = chosen(dataclasses.replace(DECODING, page_size=16))
