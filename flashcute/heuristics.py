@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 
 from . import env
@@ -22,7 +21,7 @@ from .config import (
     BwdTile,
     FwdConfig,
 )
-from .problem import FwdProblem
+from .problem import FwdProblem, rounded
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
 #
@@ -52,6 +51,18 @@ _SM80_TILES_99KB = {
     192: (64, 64, 4, 1, True, 1),  # 72 KB
     256: (64, 64, 4, 1, False, 1),  # 96 KB
 }
+
+# Over a cache with at most 128 rows of packed heads: (tile_n, stages, min_ctas) of tiles of 64
+# rows. Warps without rows only load, so that bytes in flight count: 64 KB a stage of both CTAs at
+# head dimension 128. On an H200 over contiguous caches, 22 shapes there and 8 at 64, geometric
+# means over FlashAttention-2 in PyTorch 1.25 and 1.90, with the tiles above 0.94 and 1.34.
+_SM80_CACHE_TILES = {64: (64, 2, 4), 128: (64, 2, 2)}
+
+# In an H100 or H200 the sm80 class reads large contiguous caches faster than the sm90 class, whose
+# copies are TMA's: those of 512 MiB and more with at most 16 rows by 2 to 7 % on an H200. Of 256
+# MiB it took 1.10 times as long at head dimension 128, and 0.95 to 1.01 at 64.
+_LARGE_CACHE_BYTES = 1 << 29
+_LARGE_CACHE_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,50 +151,6 @@ _DECODING_ROWS = 128
 _TILE_OVERHEAD_KEYS = 170
 _MASKED_BLOCK = 0.4
 _TAIL = 0.2
-
-
-def rounded_length(length: int) -> int:
-    """``length`` rounded up: exact up to 16, then to steps of 16, from 256 on to 16 an octave."""
-    if length <= 16:
-        return length
-    step = max(16, 1 << (length - 1).bit_length() >> 5)
-    return -(-length // step) * step
-
-
-def typical_length(total: int, b: int, longest: int) -> int:
-    """The length that a ragged batch's forward is chosen for: between the mean and the longest.
-
-    The binding computes it alike (``typical_length()`` of kernel_table.h). The number of sequences
-    counts rounded up there: :func:`rounded_length`.
-
-    Args:
-        total: Tokens of all sequences.
-        b: Sequences.
-        longest: ``max_seqlen_q`` or ``max_seqlen_k`` of the call.
-    """
-    most = min(longest, total)
-    mean = min(total / max(b, 1), most)
-    # A single row needs no mask, a longest sequence of two does.
-    return max(int(math.sqrt(mean * most)), min(most, 2), 1)
-
-
-def rounded(problem: FwdProblem) -> FwdProblem:
-    """``problem`` with rounded lengths, for which its kernel is chosen.
-
-    The binding remembers choices by them (``rounded()`` of kernel_table.h, which rounds alike), so
-    a call with another length rarely enters Python.
-    """
-    window = problem.window
-    if window is not None:
-        left, right = window
-        left, right = min(left, problem.seqlen_k), min(right, problem.seqlen_q)
-        window = rounded_length(left), rounded_length(right)
-    return dataclasses.replace(
-        problem,
-        seqlen_q=rounded_length(problem.seqlen_q),
-        seqlen_k=rounded_length(problem.seqlen_k),
-        window=window,
-    )
 
 
 def _pack_shift(problem: FwdProblem) -> int:
@@ -384,6 +351,36 @@ def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
     return BwdConfig(90, dtype, head_dim, mask, tile, tile, fused=True)
 
 
+def _sm80_config(
+    problem: FwdProblem, head_dim: int, mask: str, capability: tuple[int, int]
+) -> FwdConfig:
+    """The sm80 class's configuration of a problem."""
+    config = fwd_config(problem.dtype, head_dim, mask == "causal", capability)
+    if _is_decoding(problem) and head_dim in _SM80_CACHE_TILES:
+        tile_n, stages, min_ctas = _SM80_CACHE_TILES[head_dim]
+        tile = {"tile_m": 64, "tile_n": tile_n, "stages": stages, "q_in_regs": 0, "min_ctas": 1}
+        config = dataclasses.replace(config, **tile)
+        # An SM has as much as a CTA may have, and 1 KB more, which each CTA takes.
+        fit = (MAX_SMEM_BYTES[capability] + 1024) // (config.smem_bytes + 1024)
+        config = dataclasses.replace(config, min_ctas=min(min_ctas, fit))
+    config = dataclasses.replace(config, mask=mask, paged=problem.page_size > 0)
+    return with_options(config, problem.softcap, problem.alibi, problem.dropout)
+
+
+def _is_large_cache(problem: FwdProblem, head_dim: int) -> bool:
+    """Whether the sm80 class reads a problem's cache faster than the sm90 class.
+
+    A cache counts with all its room, as its lengths are known on the device only. Where a number of
+    parts is asked for, the sm90 class computes each: a sequence's result depends on no other one.
+    """
+    measured = head_dim in _SM80_CACHE_TILES and problem.window is None
+    plain = not (problem.page_size or problem.softcap or problem.alibi)
+    of_all = problem.cache and problem.num_splits == 0
+    size = 4 * problem.b * problem.seqlen_k * problem.h_k * problem.d
+    few = _packed_rows(problem) <= _LARGE_CACHE_ROWS
+    return measured and plain and of_all and few and size >= _LARGE_CACHE_BYTES
+
+
 @functools.cache
 def _sm90_config(dtype: str, head_dim: int, mask: str, tile: _Sm90Tile) -> FwdConfig:
     return FwdConfig(
@@ -470,6 +467,11 @@ def with_options(
     return config
 
 
+def _asked_class() -> int | None:
+    """``FLASHCUTE_ARCH``. Of the environment only that: reading all takes as long as the choice."""
+    return env.read().arch if "FLASHCUTE_ARCH" in os.environ else None
+
+
 def kernel_class(capability: tuple[int, int]) -> int:
     """The kernel class for a GPU: ``FLASHCUTE_ARCH`` where it is set, else the newest that runs.
 
@@ -477,8 +479,7 @@ def kernel_class(capability: tuple[int, int]) -> int:
         ValueError: where ``FLASHCUTE_ARCH`` names a class that the GPU does not run.
     """
     newest = 90 if capability == (9, 0) else 80
-    # Of the environment only what is asked for: reading all of it takes as long as the choice.
-    wanted = env.read().arch if "FLASHCUTE_ARCH" in os.environ else None
+    wanted = _asked_class()
     if wanted is None:
         return newest
     if wanted > newest:
@@ -513,10 +514,9 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     causal = problem.causal and problem.seqlen_q > 1
     head_dim = instantiated_head_dim(problem.d)
     mask = "local" if problem.window is not None else "causal" if causal else "none"
-    if kernel_class(capability) == 80:
-        config = fwd_config(problem.dtype, head_dim, causal, capability)
-        config = dataclasses.replace(config, mask=mask, paged=problem.page_size > 0)
-        return with_options(config, problem.softcap, problem.alibi, problem.dropout)
+    large = _asked_class() is None and _is_large_cache(problem, head_dim)
+    if kernel_class(capability) == 80 or large:
+        return _sm80_config(problem, head_dim, mask, capability)
     config = _sm90_cache_config(problem, head_dim, mask)
     if config is not None:
         return with_options(config, problem.softcap, problem.alibi)

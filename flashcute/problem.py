@@ -1,8 +1,9 @@
-"""What the choice of a kernel depends on."""
+"""What the choice of a kernel depends on, with lengths rounded."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,3 +38,47 @@ class FwdProblem:
     page_size: int = 0
     num_splits: int = -1
     varlen: bool = False
+
+
+def rounded_length(length: int) -> int:
+    """``length`` rounded up: exact up to 16, then to steps of 16, from 256 on to 16 an octave."""
+    if length <= 16:
+        return length
+    step = max(16, 1 << (length - 1).bit_length() >> 5)
+    return -(-length // step) * step
+
+
+def typical_length(total: int, b: int, longest: int) -> int:
+    """The length that a ragged batch's forward is chosen for: between the mean and the longest.
+
+    The binding computes it alike (``typical_length()`` of kernel_table.h). The number of sequences
+    counts rounded up there: :func:`rounded_length`.
+
+    Args:
+        total: Tokens of all sequences.
+        b: Sequences.
+        longest: ``max_seqlen_q`` or ``max_seqlen_k`` of the call.
+    """
+    most = min(longest, total)
+    mean = min(total / max(b, 1), most)
+    # A single row needs no mask, a longest sequence of two does.
+    return max(int(math.sqrt(mean * most)), min(most, 2), 1)
+
+
+def rounded(problem: FwdProblem) -> FwdProblem:
+    """``problem`` with rounded lengths, for which its kernel is chosen.
+
+    The binding remembers choices by them (``rounded()`` of kernel_table.h, which rounds alike), so
+    a call with another length rarely enters Python.
+    """
+    window = problem.window
+    if window is not None:
+        left, right = window
+        left, right = min(left, problem.seqlen_k), min(right, problem.seqlen_q)
+        window = rounded_length(left), rounded_length(right)
+    return dataclasses.replace(
+        problem,
+        seqlen_q=rounded_length(problem.seqlen_q),
+        seqlen_k=rounded_length(problem.seqlen_k),
+        window=window,
+    )

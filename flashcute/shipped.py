@@ -61,13 +61,13 @@ def _dense(
 
 
 def _cache(
-    h: int, h_k: int, d: int, *lengths: int, page_size: int = 0, window: int = 0
+    h: int, h_k: int, d: int, *lengths: int, b: int = 64, page_size: int = 0, window: int = 0
 ) -> tuple[Call, ...]:
-    """Each number of new tokens, for 64 sequences with room for 8,192 keys."""
+    """Each number of new tokens, for sequences with room for 8,192 keys."""
     sides = (window - 1, 0) if window else None
     of_cache = {"cache": True, "page_size": page_size, "num_splits": 0}
     problems = (
-        FwdProblem("bf16", not window, 64, s, 8192, h, h_k, d, window=sides, **of_cache)
+        FwdProblem("bf16", not window, b, s, 8192, h, h_k, d, window=sides, **of_cache)
         for s in lengths
     )
     return tuple(Call(problem) for problem in problems)
@@ -96,7 +96,7 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "mistral-7b-v0.1": _dense(32, 8, 128, 8192, window=4096),
     "gpt-oss-20b, local": _dense(64, 8, 64, *_LONG, window=128),
     # Serving.
-    "llama-3-8b, decoding": _cache(32, 8, 128, 1),
+    "llama-3-8b, decoding": _cache(32, 8, 128, 1) + _cache(32, 8, 128, 1, b=1),
     "llama-3-8b, pages": _cache(32, 8, 128, *_STEPS, page_size=16),
     "llama-3.2-1b, pages": _cache(32, 8, 64, *_STEPS, page_size=16),
     "gpt-oss-20b, local, pages": _cache(64, 8, 64, *_STEPS, page_size=16, window=128),

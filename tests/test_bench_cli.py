@@ -14,6 +14,7 @@ from flashcute import benchmarking as bm
 from flashcute import heuristics, ops
 from flashcute.bench import cli, command, models, options, sweep
 from flashcute.jit import BuildError, kernels
+from flashcute.problem import rounded_length, typical_length
 
 SMALL = ("--device", "cpu", "--head-dims", 64, "--seqlens", 16, "--tokens", 16, "--repeats", 2)
 
@@ -254,18 +255,18 @@ def names_asked_for(shape, dtype, sms):
     """Names of the kernels that a call asks for, by what the binding hands to the resolver."""
     asked = []
     total = sum(shape.lengths)
-    length = heuristics.typical_length(total, shape.b, shape.seqlen_q) if total else shape.seqlen_q
+    length = typical_length(total, shape.b, shape.seqlen_q) if total else shape.seqlen_q
     local = shape.window != (-1, -1)
     problem = ops._Problem(
         device=0,
         dtype=("fp16", "bf16").index(dtype),
         mask=2 if local else int(shape.causal),
-        b=heuristics.rounded_length(shape.b) if total else shape.b,
-        seqlen_q=heuristics.rounded_length(length),
-        seqlen_k=heuristics.rounded_length(length),
+        b=rounded_length(shape.b) if total else shape.b,
+        seqlen_q=rounded_length(length),
+        seqlen_k=rounded_length(length),
         **{name: getattr(shape, name) for name in ("h", "h_k", "d")},
-        window_left=heuristics.rounded_length(min(shape.window[0], length)) if local else 0,
-        window_right=heuristics.rounded_length(min(shape.window[1], length)) if local else 0,
+        window_left=rounded_length(min(shape.window[0], length)) if local else 0,
+        window_right=rounded_length(min(shape.window[1], length)) if local else 0,
         softcap=shape.softcap > 0,
         alibi=shape.alibi,
     )

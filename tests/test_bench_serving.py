@@ -10,11 +10,12 @@ import torch
 
 from flashcute import __main__ as main
 from flashcute import benchmarking as bm
-from flashcute import heuristics, ops
+from flashcute import ops
 from flashcute.bench import command, serving
 from flashcute.bench.serving import APPENDS, PAGE_SIZES, POINTS, Serving
 from flashcute.bench.sweep import Variant
 from flashcute.jit import kernels
+from flashcute.problem import rounded_length, typical_length
 
 EVERY = {name: shape for points in POINTS.values() for name, shape in points.items()}
 
@@ -82,11 +83,11 @@ def kernel_asked_for(shape, num_splits, patch):
         lambda config, target: asked.append(config.full_name) or SimpleNamespace(address=1),
     )
     page_size = shape.page_size or (shape.seqlen_k if shape.decodes else 0)
-    b, seqlen_q, seqlen_k = heuristics.rounded_length(shape.b), shape.seqlen_q, shape.seqlen_k
+    b, seqlen_q, seqlen_k = rounded_length(shape.b), shape.seqlen_q, shape.seqlen_k
     if shape.decodes:
         total = (shape.b - shape.decodes) * shape.seqlen_q + shape.decodes
-        seqlen_q = heuristics.typical_length(total, shape.b, shape.seqlen_q)
-        seqlen_k = heuristics.typical_length(shape.b * seqlen_k, shape.b, shape.seqlen_k)
+        seqlen_q = typical_length(total, shape.b, shape.seqlen_q)
+        seqlen_k = typical_length(shape.b * seqlen_k, shape.b, shape.seqlen_k)
     if num_splits:
         b, seqlen_q, seqlen_k = 1, 128 if shape.decodes else shape.seqlen_q, 4096
     problem = ops._Problem(
@@ -94,8 +95,8 @@ def kernel_asked_for(shape, num_splits, patch):
         dtype=("fp16", "bf16").index("bf16"),
         mask=1,
         b=b,
-        seqlen_q=heuristics.rounded_length(seqlen_q),
-        seqlen_k=heuristics.rounded_length(seqlen_k),
+        seqlen_q=rounded_length(seqlen_q),
+        seqlen_k=rounded_length(seqlen_k),
         **{name: getattr(shape, name) for name in ("h", "h_k", "d")},
         cache=1,
         page_size=page_size,

@@ -16,6 +16,7 @@ from flashcute.config import (
 )
 from flashcute.heuristics import FwdProblem
 from flashcute.occupancy import ctas_per_sm
+from flashcute.problem import rounded, rounded_length, typical_length
 
 ALL = list(itertools.product(DTYPES, HEAD_DIMS, (False, True), MAX_SMEM_BYTES))
 PROBLEM = FwdProblem("bf16", True, b=2, seqlen_q=512, seqlen_k=512, h=8, h_k=2, d=128)
@@ -177,11 +178,11 @@ def test_tiles_that_would_spill_with_options_are_others():
 
 
 def test_sequences_of_about_one_query_row_need_their_mask():
-    length = heuristics.typical_length(3, 3, 2)  # lengths 2, 1 and 0
+    length = typical_length(3, 3, 2)  # lengths 2, 1 and 0
     problem = dataclasses.replace(PROBLEM, causal=True, seqlen_q=length, seqlen_k=length)
     assert heuristics.choose_fwd(problem, (9, 0)).mask == "causal"
     assert heuristics.choose_bwd(problem, (9, 0)).mask == "causal"
-    assert heuristics.typical_length(3, 3, 1) == 1
+    assert typical_length(3, 3, 1) == 1
 
 
 def test_one_query_row_needs_no_mask():
@@ -374,11 +375,11 @@ def test_backward_of_a_ragged_batch(capability):
 
 def test_short_sequences_of_more_than_one_row_keep_their_causal_mask():
     """The mean length of (2, 1, 0) is 1, but one of them has a row that must not see all keys."""
-    length = heuristics.typical_length(3, 3, 2)
+    length = typical_length(3, 3, 2)
     problem = dataclasses.replace(PROBLEM, causal=True, seqlen_q=length, seqlen_k=length)
     assert heuristics.choose_fwd(problem, (9, 0)).mask == "causal"
     assert heuristics.choose_bwd(problem, (9, 0)).mask == "causal"
-    assert heuristics.typical_length(3, 3, 1) == 1
+    assert typical_length(3, 3, 1) == 1
 
 
 def test_mask_of_the_backward_is_that_of_the_forward():
@@ -415,8 +416,8 @@ def test_names_are_unique_over_all_gpus():
 
 def test_lengths_are_rounded_up_a_little_to_few() -> None:
     lengths = range(10_000)
-    found = [heuristics.rounded_length(length) for length in lengths]
-    assert found == sorted(found) == [heuristics.rounded_length(length) for length in found]
+    found = [rounded_length(length) for length in lengths]
+    assert found == sorted(found) == [rounded_length(length) for length in found]
     assert all(x <= y <= max(x + 15, 1.0625 * x) for x, y in zip(lengths, found, strict=True))
     assert len(set(found)) < 130
     assert found[:17] == list(range(17))
@@ -424,7 +425,7 @@ def test_lengths_are_rounded_up_a_little_to_few() -> None:
 
 def test_kernels_are_chosen_for_rounded_lengths() -> None:
     exact = dataclasses.replace(PROBLEM, causal=False, seqlen_q=1001, window=(130, 5000))
-    problem = heuristics.rounded(exact)
+    problem = rounded(exact)
     assert (problem.seqlen_q, problem.seqlen_k, problem.window) == (1024, 512, (144, 1024))
     for d, h_k in itertools.product((32, 64, 128, 256), (1, 2, 8)):
         one, other = (dataclasses.replace(x, d=d, h_k=h_k) for x in (exact, problem))

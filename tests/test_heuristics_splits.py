@@ -51,6 +51,54 @@ def test_pages_leave_the_producer_registers():
         assert heuristics.choose_fwd(problem, H200).warps <= 8
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
+def test_sm80_class_over_a_cache(capability):
+    """Tiles of 64 rows, as many CTAs as fit; the tiles of dense calls for more rows."""
+    for d, rows, page_size in itertools.product((64, 128), (1, 4, 128), (0, 16)):
+        problem = dataclasses.replace(DECODING, d=d, seqlen_q=rows, h=8, page_size=page_size)
+        config = heuristics.choose_fwd(problem, capability)
+        assert (config.arch, config.tile_m, config.tile_n, config.stages) == (80, 64, 64, 2)
+        room = heuristics.MAX_SMEM_BYTES[capability] + 1024
+        assert config.min_ctas * (config.smem_bytes + 1024) <= room
+        many = dataclasses.replace(problem, seqlen_q=129)
+        assert heuristics.choose_fwd(many, capability).tile_m == 128
+
+
+LARGE = dataclasses.replace(DECODING, b=16)  # 512 MiB
+
+
+def test_sm80_class_reads_large_caches(monkeypatch):
+    for d, h, h_k in ((128, 32, 8), (64, 32, 16), (128, 8, 8)):
+        problem = dataclasses.replace(LARGE, h=h, h_k=h_k, d=d)
+        config = heuristics.choose_fwd(problem, H200)
+        assert (config.arch, config.tile_m) == (80, 64)
+        assert config == heuristics.choose_fwd(problem, (8, 0))
+    monkeypatch.setenv("FLASHCUTE_ARCH", "90")
+    assert heuristics.choose_fwd(LARGE, H200).arch == 90
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"b": 15}, {"h": 256}, {"d": 96}, {"page_size": 16}, {"seqlen_q": 5}),
+        *({"window": (100, 0)}, {"softcap": True}, {"alibi": True}, {"cache": False}),
+    ],
+    ids=str,
+)
+def test_sm90_class_has_the_other_calls(other):
+    assert heuristics.choose_fwd(dataclasses.replace(LARGE, **other), H200).arch == 90
+
+
+@pytest.mark.parametrize("num_splits", [-1, 1, 7])
+def test_a_number_of_parts_keeps_the_class_in_batches_of_all_sizes(num_splits):
+    """A sequence's result depends on no other one."""
+    configs = {
+        heuristics.choose_fwd(dataclasses.replace(LARGE, b=b, num_splits=num_splits), H200)
+        for b in (1, 16, 1000)
+    }
+    assert len(configs) == 1
+
+
 def test_sm80_class(monkeypatch):
     monkeypatch.setenv("FLASHCUTE_ARCH", "80")
     config, split = chosen(dataclasses.replace(DECODING, page_size=16))

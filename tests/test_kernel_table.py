@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from flashcute import heuristics
 from flashcute.jit import build, sources, toolchain
+from flashcute.problem import rounded_length, typical_length
 
 SOURCE = """
 #include "kernel_table.h"
@@ -39,7 +39,7 @@ def lib() -> ctypes.CDLL:
 def test_lengths_are_rounded_alike(lib: ctypes.CDLL) -> None:
     draw = random.Random(0)
     lengths = [*range(2000), *(draw.randrange(2**24) for _ in range(2000))]
-    assert [lib.rounded(x) for x in lengths] == [heuristics.rounded_length(x) for x in lengths]
+    assert [lib.rounded(x) for x in lengths] == [rounded_length(x) for x in lengths]
 
 
 def test_typical_lengths_are_alike(lib: ctypes.CDLL) -> None:
@@ -55,7 +55,7 @@ def test_typical_lengths_are_alike(lib: ctypes.CDLL) -> None:
     for _ in range(2000):
         b, longest = draw.randint(1, 600), draw.randint(1, 40_000)
         batches.append((draw.randint(0, b * longest), b, longest))
-    found = [heuristics.typical_length(*batch) for batch in batches]
+    found = [typical_length(*batch) for batch in batches]
     assert [lib.typical(*batch) for batch in batches] == found
     for length, (total, b, longest) in zip(found, batches, strict=True):
         assert 1 <= length <= max(longest, 1)

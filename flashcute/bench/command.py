@@ -18,9 +18,10 @@ from .. import benchmarking as bm
 from ..arguments import failures
 from ..config import HEAD_DIMS, BwdConfig, FwdConfig
 from ..extras import install_command
-from ..heuristics import FwdProblem, choose_bwd, choose_fwd, rounded_length, typical_length
+from ..heuristics import choose_bwd, choose_fwd
 from ..jit import BuildError, kernels
 from ..jit.progress import Progress
+from ..problem import FwdProblem, rounded_length, typical_length
 from . import (
     models,
     option_peers,

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from ..benchmarking import Shape
 from ..checks_kvcache import check_splits
-from ..heuristics import FwdProblem, rounded_length, typical_length
+from ..problem import FwdProblem, rounded_length, typical_length
 
 PASSES = ("decode", "append")
 PAGE_SIZES = (0, 1, 16, 64, 256)

@@ -13,6 +13,7 @@ import torch
 from flashcute import heuristics
 from flashcute.config import BwdConfig, FwdConfig
 from flashcute.features import VECTOR
+from flashcute.problem import rounded_length, typical_length
 
 NAME_OF = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -90,7 +91,7 @@ class Asked:
             dtype=NAME_OF[self.dtype],
             causal=not local and not all_right,
             b=b if fixed or (self.bounds is None and not self.cache)
-            else heuristics.rounded_length(b),
+            else rounded_length(b),
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
             h=self.h,
@@ -109,4 +110,4 @@ class Asked:
     def _typical(self, total: int, longest: int, *, backward: bool) -> int:
         if backward:
             longest = min(longest, max((total - 1) // self.b + 1, 2))
-        return heuristics.typical_length(total, self.b, longest)
+        return typical_length(total, self.b, longest)

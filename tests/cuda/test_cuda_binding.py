@@ -11,6 +11,7 @@ from stand_in import StandIn
 from flashcute import heuristics, ops
 from flashcute.config import MASKS
 from flashcute.jit import abi
+from flashcute.problem import rounded, rounded_length
 
 
 @pytest.fixture
@@ -90,9 +91,7 @@ def test_masks(stand_in, causal: bool, window, mask: str, sides) -> None:
     ((params, _),) = stand_in.launches
     (problem,) = stand_in.problems
     assert MASKS[problem["mask"]] == mask
-    rounded = tuple(
-        heuristics.rounded_length(min(*pair)) for pair in zip(sides, (33, 70), strict=True)
-    )
+    rounded = tuple(rounded_length(min(*pair)) for pair in zip(sides, (33, 70), strict=True))
     assert (problem["window_left"], problem["window_right"]) == rounded
     assert (params["window_left"], params["window_right"]) == sides
 
@@ -258,15 +257,15 @@ def test_lengths_are_rounded_as_in_heuristics(stand_in) -> None:
         stand_in.launches.clear()
         assert params["seqlen_k"] == seqlen
     asked = [problem["seqlen_k"] for problem in stand_in.problems]
-    assert asked == list(dict.fromkeys(map(heuristics.rounded_length, lengths)))
+    assert asked == list(dict.fromkeys(map(rounded_length, lengths)))
     assert len(asked) < 0.05 * len(lengths)
 
     q = one.expand(1, 1001, 1, 8)
     ops.attend(q, q, q, 1.0, False, (130, 17), None)
     last = stand_in.problems[-1]
     problem = heuristics.FwdProblem("fp16", False, 1, 1001, 1001, 1, 1, 8, window=(130, 17))
-    assert (last["window_left"], last["window_right"]) == heuristics.rounded(problem).window
-    assert last["seqlen_q"] == heuristics.rounded_length(1001)
+    assert (last["window_left"], last["window_right"]) == rounded(problem).window
+    assert last["seqlen_q"] == rounded_length(1001)
     ((params, _),) = stand_in.launches
     assert (params["window_left"], params["window_right"]) == (130, 17)
 

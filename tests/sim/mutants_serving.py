@@ -240,6 +240,18 @@ MUTANTS = (
 # In what CTAs plan for themselves, for sequences of as many queries each.
 OF_CTA_PLANS = (
     _numerics(
+        "a warp with few rows at rest",
+        _SM80,
+        "first_row < num_rows(params, tile.seqlen_q)",
+        "first_row + 8 < num_rows(params, tile.seqlen_q)",
+    ),
+    _numerics(
+        "own parts of a contiguous cache that share their rows",
+        _CTA_PLAN,
+        "rows * place.partial,",
+        "0,",
+    ),
+    _numerics(
         "parts behind the first ones lost",
         _MERGE,
         "begin < row.parts; begin += kRound",

@@ -19,9 +19,10 @@ PAGED_80, PAGED_90, PAGED = (
     dataclasses.replace(c, paged=True) for c in (TWO_STAGES, ASKING, DECODING)
 )
 ROWS = dataclasses.replace(DECODING, tile_m=128, warps=8, stages=4, min_ctas=1, ping_pong=True)
-CONFIGS = (PAGED_80, DECODING, PAGED, ROWS)
+CONFIGS = (PAGED_80, TWO_STAGES, DECODING, PAGED, ROWS)
 WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in (PAGED_80, DECODING))
-OTHERS = TWO_STAGES, ASKING, PAGED_90  # whose kernels have no such code
+WIDER = dataclasses.replace(TWO_STAGES, tile_m=128)
+OTHERS = WIDER, ASKING, PAGED_90  # whose kernels have no such code
 MERGING = DECODING, PAGED  # kernels whose CTAs merge
 MOST = {80: 128, 90: 256}  # sequences
 SPLITS = Splits(), Splits(3), Splits(40, 2), Splits(16, 1, 12)

@@ -26,17 +26,18 @@ struct CtaPlan {
     static constexpr int kThreads = 32 * C.warps + kFirstThread;
     static constexpr int kMost = cute::min(256, kThreads);
     // Compiled into kernels of caches alone: in the sm90 class those of one consumer and at most
-    // two CTAs an SM, or of two and four stages. In those of dense calls, too, it made 512 causal
-    // tokens 3 to 6 % slower.
+    // two CTAs an SM, or of two and four stages; in the sm80 class those of pages and, up to 128
+    // columns, of 64 rows. In those of dense calls, too, it made 512 causal tokens 3 to 6 % slower.
     static constexpr bool kOfCaches = C.arch == 90
                                           ? (C.stages == 4 && C.warps == 8 && C.min_ctas == 1) ||
                                                 (C.warps == 4 && C.min_ctas <= 2)
-                                          : C.paged;
+                                          : C.paged || (C.tile_m == 64 && C.head_dim <= 128);
     // Larger tiles are for more queries. In the sm90 class the plan lies behind all else in shared
     // memory, in the sm80 class where Q comes later.
     static constexpr int kTileBytes = 2 * C.head_dim * (C.tile_m + 2 * C.stages * C.tile_n);
+    static constexpr int kPlanBytes = C.arch == 90 ? 16384 : 0;
     static constexpr bool kFits =
-        kOfCaches && C.tile_m <= 128 && C.min_ctas * (kTileBytes + 16384) <= 228 * 1024;
+        kOfCaches && C.tile_m <= 128 && C.min_ctas * (kTileBytes + kPlanBytes) <= 228 * 1024;
     // CTAs of the sm80 class have one tile each, and plan for it alone.
     static constexpr int kMostTiles = C.arch == 90 ? INT32_MAX : 512;
 

@@ -97,7 +97,7 @@ auto named(const char *op, Function f) {
 
 // Choices are remembered by lengths rounded up, so that a call with another length rarely enters
 // Python: exact up to 16, then in steps of 16, from 256 on in 16 steps an octave.
-// heuristics.rounded_length() is the same.
+// problem.rounded_length() is the same.
 inline int32_t rounded_length(int32_t length) {
     if (length <= 16) {
         return length;
@@ -108,7 +108,7 @@ inline int32_t rounded_length(int32_t length) {
 }
 
 // Between the mean and the longest: of what the host knows of a ragged batch, the length whose
-// tiles suit most of the work. heuristics.typical_length() is the same.
+// tiles suit most of the work. problem.typical_length() is the same.
 inline int32_t typical_length(int64_t total, int64_t b, int64_t longest) {
     const double most = static_cast<double>(std::min(longest, total));
     const double of_each =

@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "block_info.h"
+#include "cta_plan.h"
 #include "dropout.h"
 #include "kernel_traits.h"
 #include "mask.h"
@@ -29,6 +30,8 @@ struct MainloopFwdSm80 {
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kStages = Traits::kStages;
     static constexpr int kRowsPerThread = 2 * kTileM / (16 * C.warps);
+    // A tile of a cache may have few rows.
+    static constexpr bool kWarpsMayRest = CtaPlan<C>::kOfCaches;
 
     using SoftmaxT = Softmax<kRowsPerThread, C.dtype>;
 
@@ -68,20 +71,33 @@ struct MainloopFwdSm80 {
         });
     }
 
+    // Of a tile's keys or values; with pages the first row of page 0.
+    CUTE_DEVICE static Element const *keys_begin(void const *ptr, int64_t batch_stride,
+                                                 int64_t head_stride, int64_t row_stride,
+                                                 WorkTile const &tile) {
+        int const entry = C.paged ? 0 : tile.batch_k;
+        int const row = C.paged ? 0 : tile.row_k;
+        return head_begin<Element const>(ptr, entry, batch_stride, tile.head_k, head_stride) +
+               row * row_stride;
+    }
+
+    // Whether the thread's warp has rows. Without any it loads, and computes nothing: it would read
+    // all keys and values from shared memory, too.
+    CUTE_DEVICE static bool has_rows(Flash_fwd_params const &params, WorkTile const &tile) {
+        int const first_row = tile.m_block * kTileM + Traits::acc_row(threadIdx.x / 32 * 32, 0);
+        return !kWarpsMayRest || first_row < num_rows(params, tile.seqlen_q);
+    }
+
     // Leaves the tile's unnormalised O in tOrO and its row statistics in softmax.
     template <class AccO>
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage,
                                 WorkTile const &tile, AccO &tOrO, SoftmaxT &softmax) {
         int const thread = threadIdx.x;
-        // With pages, of the first row of page 0.
-        int const entry = C.paged ? 0 : tile.batch_k;
-        int const row_k = C.paged ? 0 : tile.row_k;
-        auto const *const gK = head_begin<Element const>(params.k_ptr, entry, params.k_batch_stride,
-                                                         tile.head_k, params.k_head_stride) +
-                               row_k * params.k_row_stride;
-        auto const *const gV = head_begin<Element const>(params.v_ptr, entry, params.v_batch_stride,
-                                                         tile.head_k, params.v_head_stride) +
-                               row_k * params.v_row_stride;
+        bool const computes = has_rows(params, tile);
+        auto const *const gK = keys_begin(params.k_ptr, params.k_batch_stride, params.k_head_stride,
+                                          params.k_row_stride, tile);
+        auto const *const gV = keys_begin(params.v_ptr, params.v_batch_stride, params.v_head_stride,
+                                          params.v_row_stride, tile);
 
         Tensor sQ = make_tensor(make_smem_ptr(storage.q_or_o.data()),
                                 typename Traits::SmemLayoutQ{});  // (M, d)
@@ -164,10 +180,12 @@ struct MainloopFwdSm80 {
                 partition_fragment_C(mma, Shape<Int<kTileM>, Int<kTileN>>{});  // (4, MMA_M, N/8)
             Tensor tSsK = copy_k.get_slice(thread).partition_S(sK(stage));     // (8, N/16, d/16)
             clear(tSrS);
-            if constexpr (Traits::kQInRegs) {
-                gemm_smem(mma, NoCopy{}, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
-            } else {
-                gemm_smem(mma, copy_q, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
+            if (computes) {
+                if constexpr (Traits::kQInRegs) {
+                    gemm_smem(mma, NoCopy{}, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
+                } else {
+                    gemm_smem(mma, copy_q, copy_k, tSrS, tSrQ, tSrK, tSsQ, tSsK);
+                }
             }
             if constexpr (kStages == 1) {
                 cp_async_wait<0>();
@@ -175,15 +193,17 @@ struct MainloopFwdSm80 {
                 if (n > 0) load_k(n - 1, stage);
                 cp_async_fence();
             }
-            Tensor rP = make_tensor<Element>(tSrS.layout());  // (4, MMA_M, N/8)
-            score_mod.apply(tSrS, thread, block(n));
-            if (masked) mask.template apply<Traits>(tSrS, thread, block(n));
-            softmax.update(tSrS, rP, tOrO, bounded, masked);
-            Tensor tOrP =
-                make_tensor(rP.data(), layout_acc_as_operand_a(rP.layout()));  // (8, MMA_M, N/16)
-            dropout.apply(tOrP, block(n));
-            Tensor tOsVt = copy_v.get_slice(thread).partition_S(sVt(stage));  // (8, d/16, N/16)
-            gemm_smem(mma, NoCopy{}, copy_v, tOrO, tOrP, tOrVt, tOsVt, tOsVt);
+            if (computes) {
+                Tensor rP = make_tensor<Element>(tSrS.layout());  // (4, MMA_M, N/8)
+                score_mod.apply(tSrS, thread, block(n));
+                if (masked) mask.template apply<Traits>(tSrS, thread, block(n));
+                softmax.update(tSrS, rP, tOrO, bounded, masked);
+                Tensor tOrP = make_tensor(
+                    rP.data(), layout_acc_as_operand_a(rP.layout()));  // (8, MMA_M, N/16)
+                dropout.apply(tOrP, block(n));
+                Tensor tOsVt = copy_v.get_slice(thread).partition_S(sVt(stage));  // (8, d/16, N/16)
+                gemm_smem(mma, NoCopy{}, copy_v, tOrO, tOrP, tOrVt, tOsVt, tOsVt);
+            }
             if constexpr (kStages == 2) stage ^= 1;
         }
         cp_async_wait<0>();

@@ -6,10 +6,10 @@ static constexpr flash::FwdConfig kConfig = {
     .dtype = flash::DType::bf16,
     .head_dim = 128,
     .mask = flash::MaskKind::causal,
-    .tile_m = 128,
-    .tile_n = 48,
+    .tile_m = 64,
+    .tile_n = 64,
     .warps = 4,
-    .stages = 1,
+    .stages = 2,
     .q_in_regs = 0,
     .min_ctas = 2,
     .ping_pong = false,
@@ -18,6 +18,6 @@ static constexpr flash::FwdConfig kConfig = {
     .dropout = false,
     .paged = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim128_bf16_causal_paged_sm80_128x48_w4_s1_c2";
+static constexpr char kName[] = "flash_fwd_hdim128_bf16_causal_paged_sm80_64x64_w4_s2_c2";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }

@@ -6,18 +6,18 @@ static constexpr flash::FwdConfig kConfig = {
     .dtype = flash::DType::bf16,
     .head_dim = 64,
     .mask = flash::MaskKind::causal,
-    .tile_m = 128,
+    .tile_m = 64,
     .tile_n = 64,
     .warps = 4,
     .stages = 2,
-    .q_in_regs = 4,
-    .min_ctas = 2,
+    .q_in_regs = 0,
+    .min_ctas = 4,
     .ping_pong = false,
     .softcap = false,
     .alibi = false,
     .dropout = false,
     .paged = true,
 };
-static constexpr char kName[] = "flash_fwd_hdim64_bf16_causal_paged_sm80_128x64_w4_s2_qreg_c2";
+static constexpr char kName[] = "flash_fwd_hdim64_bf16_causal_paged_sm80_64x64_w4_s2_c4";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
