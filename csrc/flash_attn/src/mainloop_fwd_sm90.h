@@ -41,7 +41,6 @@ struct MainloopFwdSm90 {
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kWarpgroups = Traits::kMmaWarpgroups;
     static constexpr int kQRegSteps = Traits::kQRegSteps;
-    static constexpr bool kSmallCap = C.softcap && !C.alibi;
 
     using SoftmaxT = Softmax<2, C.dtype>;
     using Epilogue = EpilogueFwd<Traits>;
@@ -291,14 +290,12 @@ struct MainloopFwdSm90 {
     struct Consumer {
         SharedStorage &storage;
         unsigned *const arrivals;  // as in TileQueue
-        SmallCap const &small_cap;
         int const warpgroup;
         int const thread;   // among all MMA threads
         bool const copied;  // keys and values, by the generic proxy
         RingKV k;           // V's is one use behind: P V of a block follows the next block's Q K^T
         RingTiles tiles;
         uint32_t q_parity = 0;
-        bool small = false;  // the warp's scores of the tile so far
 
         // This warp no longer reads the buffer.
         CUTE_DEVICE static void release(sm90::Barrier *empty, bool now = true) {
@@ -397,18 +394,14 @@ struct MainloopFwdSm90 {
             }
         }
 
-        // Modifies and masks the scores of the block that a visit is to. What the mask removes has
-        // no say in how they are capped.
+        // Modifies and masks the scores of the block that a visit is to.
         template <class Scores>
         CUTE_DEVICE void finish_scores(Flash_fwd_params const &params, WorkTile const &tile,
                                        ScoreMod<Traits, 2> const &score_mod, Scores &tSrS,
-                                       int visit, bool masked) {
+                                       int visit, bool masked) const {
             auto const block = [&] { return tile.blocks.template block<C.mask>(visit); };
-            Mask<C> const mask{params, tile};
-            if (kSmallCap && masked) mask.template apply<Traits>(tSrS, thread, block(), 0.f);
-            if constexpr (kSmallCap) small = small && small_cap.apply(tSrS);
-            if (!kSmallCap || !small) score_mod.apply(tSrS, thread, block());
-            if (masked) mask.template apply<Traits>(tSrS, thread, block());
+            score_mod.apply(tSrS, thread, block());
+            if (masked) Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block());
         }
 
         // Zeros in rows [begin, end) of a buffer, for wgmma to read after a barrier of `threads`
@@ -540,7 +533,6 @@ struct MainloopFwdSm90 {
                 int const unmasked = tile.blocks.unmasked;
                 ScoreMod<Traits, 2> const score_mod(params, tile, thread);
                 Dropout<Traits> const dropout(params, tile, thread);
-                small = kSmallCap;
                 await_q();
                 zero_rows_behind_queries(params, tile);
                 load_q_fragments(tSrQreg);
@@ -575,14 +567,9 @@ struct MainloopFwdSm90 {
                     CUTE_NO_UNROLL
                     for (; n >= 0 && !softmax.seeks_max(); --n) {
                         compute_scores(n);
-                        if (!kSmallCap) finish_scores(params, tile, score_mod, tSrS, n, false);
+                        finish_scores(params, tile, score_mod, tSrS, n, false);
                         finish_pv();
-                        if (!kSmallCap || !small ||
-                            !softmax.update_capping(small_cap, tSrS, tOrP)) {
-                            if (kSmallCap) sm90::pin(rS);
-                            if (kSmallCap) finish_scores(params, tile, score_mod, tSrS, n, false);
-                            softmax.update_unbounded(tSrS, tOrP, tOrO);
-                        }
+                        softmax.update_unbounded(tSrS, tOrP, tOrO);
                         dropout.apply(tOrP, tile.blocks.template block<C.mask>(n));
                     }
                 }

@@ -63,55 +63,6 @@ CUTE_DEVICE void cap_scores(Flash_fwd_params const &params, Tensor<Engine, Layou
     }
 }
 
-// The cap of scores below 0.28 softcaps: tanh in three terms, with a relative error of 8e-7, times
-// a product of Q K^T whose square is known. What scales products is in the coefficients. In the
-// parameters of a kernel they take no registers.
-struct SmallCap {
-    float c1 = 0.f, c3 = 0.f, c5 = 0.f;
-    float limit = 0.f;  // squares are less
-
-    explicit SmallCap(float scale) {
-        // Elsewhere coefficients may not be normal.
-        if (scale > 0x1p-20f && scale < 0x1p20f) {
-            float const square = scale * scale;
-            c1 = 0.99999923f * scale;
-            c3 = -0.33315523f * scale * square;
-            c5 = 0.12720915f * scale * square * square;
-            limit = 0.0784f / square;
-        }
-    }
-
-    // Rounded as one that is capped in place.
-    CUTE_DEVICE float cap(float score, float square) const {
-        return __fmul_rn(score, fmaf(square, fmaf(square, c5, c3), c1));
-    }
-
-    // Magnitudes compare as their bits do, three at a time; NaN is larger than all.
-    CUTE_DEVICE static uint32_t larger(uint32_t most, float a, float b) {
-        return cute::max(cute::max(most, __float_as_uint(a)), __float_as_uint(b));
-    }
-    CUTE_DEVICE bool exceeded_by(uint32_t square) const { return square >= __float_as_uint(limit); }
-
-    // Caps the warp's scores if it may: true. A square of each would be kept for the cap.
-    template <class Engine, class Layout>
-    CUTE_DEVICE bool apply(Tensor<Engine, Layout> &tSrS) const {
-        uint32_t most = 0;
-        CUTE_UNROLL
-        for (int i = 0; i < size(tSrS); i += 2) {
-            most = larger(most, fabsf(tSrS(i)), fabsf(tSrS(i + 1)));
-        }
-        float const score = __uint_as_float(most);
-        if (__any_sync(0xffffffffu, exceeded_by(__float_as_uint(score * score)))) {
-            return false;
-        }
-        CUTE_UNROLL
-        for (int i = 0; i < size(tSrS); ++i) {
-            tSrS(i) = cap(tSrS(i), tSrS(i) * tSrS(i));
-        }
-        return true;
-    }
-};
-
 // The derivative of a capped score with respect to the one before, both in a unit of their own: a
 // further factor is scale_softmax.
 CUTE_DEVICE float derivative_of_capped(float capped) { return fmaf(-capped, capped, 1.f); }

@@ -105,7 +105,7 @@ struct Softmax {
                 offset = bounded_offset(tSrS, c);
             }
             sum = exponentiate(tSrS, tOrP, c, offset);
-            if (bounded || !any_lane(exceeds_range(sum))) {
+            if (bounded || !exceeds_range(sum)) {
                 break;
             }
             bounded = true;
@@ -118,32 +118,13 @@ struct Softmax {
     template <class TensorS, class TensorP, class TensorO>
     CUTE_DEVICE void update_unbounded(TensorS &tSrS, TensorP &tOrP, TensorO &tOrO) {
         RowTensor const sum = exponentiate(tSrS, tOrP, scale_log2, row_offset);
-        if (any_lane(exceeds_range(sum))) {
+        if (exceeds_range(sum)) {
             RowTensor factor;
             bool const raised = raise_ref(tSrS, factor, false);
             update_bounded(tSrS, tOrP, tOrO, raised, factor);
         } else {
             add(sum);
         }
-    }
-
-    // The same for products that `cap` caps: one FFMA makes an exponent of a capped one at once.
-    // False: it does not cover all, or update_unbounded() of capped scores is to be called.
-    template <class Cap, class TensorS, class TensorP>
-    CUTE_DEVICE bool update_capping(Cap const &cap, TensorS const &tSrS, TensorP &tOrP) {
-        uint32_t most = 0;
-        RowTensor const sum =
-            exponentiate(tSrS, tOrP, scale_log2, row_offset, [&](float &a, float &b) {
-                float const square_a = a * a, square_b = b * b;
-                most = cap.larger(most, square_a, square_b);
-                a = cap.cap(a, square_a);
-                b = cap.cap(b, square_b);
-            });
-        bool const done = !any_lane(cap.exceeded_by(most) || exceeds_range(sum));
-        if (done) {
-            add(sum);
-        }
-        return done;
     }
 
     // And this one for a block for which raise_ref() was called; raised and factor are its results.
@@ -274,7 +255,7 @@ struct Softmax {
         for (int i = 0; i < kRows; ++i) {
             exceeds |= !(sum(i) <= kMaxSum);
         }
-        return exceeds;
+        return any_lane(exceeds);
     }
 
     // The offset of scores that do not leave the range of P. Where a reference is huge, s * c is
@@ -305,13 +286,10 @@ struct Softmax {
     }
 
     // exp2(s * c - offset), rounded to P; this thread's share of each row's sum, as the sum of two,
-    // which halves the chain of additions. modify(a, b) changes two scores before.
-    struct Unmodified {
-        CUTE_DEVICE void operator()(float, float) const {}
-    };
-    template <class TensorS, class TensorP, class Modify = Unmodified>
+    // which halves the chain of additions.
+    template <class TensorS, class TensorP>
     CUTE_DEVICE static RowTensor exponentiate(TensorS const &tSrS, TensorP &tOrP, float c,
-                                              RowTensor const &offset, Modify &&modify = {}) {
+                                              RowTensor const &offset) {
         Tensor tSrE = make_fragment_like(tSrS);
         Tensor scores = make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout()));  // (rows, cols)
         Tensor exps = make_tensor(tSrE.data(), scores.layout());                     // (rows, cols)
@@ -321,10 +299,8 @@ struct Softmax {
             float even = 0.f, odd = 0.f;
             CUTE_UNROLL
             for (int j = 0; j < size<1>(scores); j += 2) {
-                float a = scores(i, j), b = scores(i, j + 1);
-                modify(a, b);
-                exps(i, j) = exp2f(a * c - offset(i));
-                exps(i, j + 1) = exp2f(b * c - offset(i));
+                exps(i, j) = exp2f(scores(i, j) * c - offset(i));
+                exps(i, j + 1) = exp2f(scores(i, j + 1) * c - offset(i));
                 even += exps(i, j);
                 odd += exps(i, j + 1);
             }
