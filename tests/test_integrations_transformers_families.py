@@ -109,6 +109,18 @@ def test_outputs_and_gradients_are_those_of_eager_attention(only_kernels, family
         assert_same(models, mask.bool(), input_ids=ids, attention_mask=mask)
 
 
+def test_a_text_within_one_chunk_runs_on_the_kernels(only_kernels):
+    FAMILIES["Llama4Text"] = DECODER | {
+        "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 12,
+        "layer_types": ["chunked_attention", "full_attention"],
+    }  # fmt: skip
+    models = pair("Llama4Text")
+    ids = tokens(2, 12)
+    assert_same(models, slice(None), input_ids=ids)
+    # As generate() passes it.
+    assert_same(models, slice(None), input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
 def test_padding_is_not_attended_to(only_kernels):
     ours, _ = pair("Llama")
     ids = tokens(2, 12)

@@ -26,6 +26,8 @@ FUNCTIONS = {
     "window": masking_utils.sliding_window_causal_mask_function(3),
     "wide window": masking_utils.sliding_window_causal_mask_function(100),
     "both sides": masking_utils.sliding_window_bidirectional_mask_function(2),
+    "one chunk": masking_utils.chunked_causal_mask_function(9, torch.zeros(2, dtype=torch.long)),
+    "chunks": masking_utils.chunked_causal_mask_function(8, torch.tensor([4, 0])),
 }
 PADDING = {
     "none": None,
@@ -55,7 +57,7 @@ def test_the_kernels_do_what_the_dense_mask_says(name, padding, sizes):
         **arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     )
     found = integration.attention_mask(**arguments)
-    is_causal = name in ("causal", "window", "wide window")
+    is_causal = name not in ("full", "both sides")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(2, 2, n, 8, generator=generator) for n in (q_length, kv_length, kv_length)
@@ -79,6 +81,8 @@ def test_the_kernels_do_what_the_dense_mask_says(name, padding, sizes):
         ("window", "none", (9, 9, 0)),
         ("window", "right", (9, 9, 0)),
         ("both sides", "left", (9, 9, 0)),
+        ("one chunk", "none", (2, 9, 3)),
+        ("one chunk", "no padding", (2, 9, 3)),
     ],
 )
 def test_these_need_no_dense_mask(monkeypatch, name, padding, sizes):
@@ -210,11 +214,33 @@ def test_windows_over_holes_and_unknown_functions_are_dense():
     function = FUNCTIONS["window"]
     mask = integration.attention_mask(2, 9, 9, mask_function=function, attention_mask=holes)
     assert type(mask) is torch.Tensor
-    chunked = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long))
     either = masking_utils.or_masks(CAUSAL, FULL)
-    for function in (chunked, either, lambda b, h, q, k: k <= q):
+    for function in (either, lambda b, h, q, k: k <= q):
         assert recognise(function) is None
         assert type(integration.attention_mask(2, 9, 9, mask_function=function)) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "kv_offset", "padding", "expected"),
+    [
+        ("one chunk", (9, 9, 0), 0, "none", type(None)),
+        ("one chunk", (9, 9, 0), 0, "no padding", type(None)),
+        ("one chunk", (4, 9, 0), 0, "no padding", KernelMask),
+        ("one chunk", (9, 9, 0), 0, "left", torch.Tensor),
+        ("one chunk", (4, 9, 0), 0, "right", KernelMask),
+        ("one chunk", (5, 9, 0), 0, "right", torch.Tensor),
+        ("chunks", (9, 9, 0), 0, "none", torch.Tensor),
+        ("one chunk", (7, 7, 2), 2, "none", type(None)),
+        ("chunks", (7, 7, 2), 2, "none", torch.Tensor),
+    ],
+)
+def test_keys_of_one_chunk_are_causal(name, sizes, kv_offset, padding, expected):
+    q_length, kv_length, offset = sizes
+    mask = None if PADDING[padding] is None else torch.tensor(PADDING[padding]).bool()
+    found = integration.attention_mask(
+        2, q_length, kv_length, offset, kv_offset, FUNCTIONS[name], mask
+    )
+    assert type(found) is expected
 
 
 def test_patterns_are_read_from_transformers_functions():
@@ -230,8 +256,14 @@ def test_patterns_are_read_from_transformers_functions():
     )
     assert recognise(function) == Pattern(causal=True, window=(2, -1), packed=packed)
     assert recognise(FUNCTIONS["both sides"]) == Pattern(window=(2, 2))
-    twice = masking_utils.and_masks(FUNCTIONS["window"], FUNCTIONS["window"])
-    assert recognise(twice) is None
+    # Chunks begin at positions, which the caller of packed sequences may begin where he likes.
+    function = masking_utils.packed_sequence_compatibility_function(
+        FUNCTIONS["one chunk"], positions, packed
+    )
+    assert recognise(function) is None
+    for name in ("window", "one chunk"):
+        twice = masking_utils.and_masks(FUNCTIONS[name], FUNCTIONS[name])
+        assert recognise(twice) is None
 
 
 def kernel_mask(padding="right"):
@@ -308,6 +340,18 @@ def test_a_token_after_a_static_cache_has_its_first_and_last_key(name, padding, 
     rows = dense.any(-1)[:, 0, 0]
     torch.testing.assert_close(out[rows], expected[rows], rtol=1e-5, atol=1e-5)
     assert (out[~rows] == 0).all()
+
+
+@pytest.mark.parametrize("padding", ["none", "no padding", "left", "right"])
+@pytest.mark.parametrize("name", ["one chunk", "chunks"])
+def test_a_token_after_a_static_cache_of_one_chunk(name, padding):
+    given = token_after_a_static_cache(name, padding, 5)
+    dense = masking_utils.sdpa_mask(**given)
+    found = integration.attention_mask(**given)
+    if name == "chunks" or padding in ("left", "right"):
+        assert torch.equal(found, dense)
+    else:
+        assert found.tolist() == [[[[0, 6]]]] * 2 and torch.equal(mask_of_bounds(found, 9), dense)
 
 
 def test_what_the_kernels_of_a_cache_do_not_compute_has_a_dense_mask(monkeypatch):

@@ -193,7 +193,7 @@ def attention_mask(
         skip = (causal or allow_is_bidirectional_skip) and known and not local
         return None if skip else dense()
     pattern = recognise(mask_function)
-    if pattern is None:
+    if pattern is None or (pattern.chunk is not None and kv_offset + kv_length > pattern.chunk):
         return dense()
     for_static_cache = q_length == 1 and pattern.causal and not allow_is_causal_skip
     padding = None

@@ -27,19 +27,25 @@ class Pattern:
         causal: None after it.
         window: Keys to the left and to the right, -1 for unlimited, as flash_attn counts.
         packed: (batch, length), the number of each token's sequence in its row; None for one.
+        chunk: Keys that are seen together, counted from the first one on; None for all. The
+            kernels express keys that end in the first chunk.
     """
 
     causal: bool = False
     window: tuple[int, int] = _UNLIMITED
     packed: Tensor | None = None
+    chunk: int | None = None
 
     def joined(self, other: Pattern) -> Pattern | None:
-        """What both show; None where two windows or packings would have to be merged."""
+        """What both show; None where two windows, packings or chunks would have to be merged."""
         if self.window != _UNLIMITED != other.window or None not in (self.packed, other.packed):
+            return None
+        if None not in (self.chunk, other.chunk):
             return None
         window = other.window if self.window == _UNLIMITED else self.window
         packed = other.packed if self.packed is None else self.packed
-        return Pattern(self.causal or other.causal, window, packed)
+        chunk = other.chunk if self.chunk is None else self.chunk
+        return Pattern(self.causal or other.causal, window, packed, chunk)
 
 
 def recognise(function: Callable) -> Pattern | None:
@@ -65,8 +71,12 @@ def recognise(function: Callable) -> Pattern | None:
         return Pattern(window=(held["sliding_window"],) * 2)
     if maker == "packed_sequence_mask_function":
         return Pattern(packed=held["packed_sequence_mask"])
+    if maker == "chunked_overlay":
+        return Pattern(chunk=held["chunk_size"])  # behind padding, of which plan() refuses any
     if maker == "remap_positions_for_packed_sequence":
-        return recognise(held["mask_function"])  # distances within a sequence are the same
+        found = recognise(held["mask_function"])  # distances within a sequence are the same
+        # Chunks begin at positions, which may be any.
+        return None if found is None or found.chunk is not None else found
     return None
 
 
@@ -136,6 +146,8 @@ def plan(
     kept = padding.numpy(force=True)[:, :keys]  # (batch, keys)
     if kept.all():
         return Plan(causal, window, keys)
+    if pattern.chunk is not None:
+        return None
     tokens = kept.sum(1)  # (batch,)
     rises = kept[:, 1:] > kept[:, :-1]  # (batch, keys - 1), where padding ends
     first = kept.argmax(1) if rises.any() else None  # (batch,), 0 where there is no token
@@ -184,6 +196,8 @@ def bounds_of_token(
         behind = end - kept[:, ::-1].argmax(1)
         bounds[:, 1] = np.where(tokens, behind, bounds[:, 0])
         if (bounds[:, 1] - bounds[:, 0] != tokens).any():
+            return None
+        if pattern.chunk is not None and not kept.all():
             return None
     return _on(device, bounds)[:, None, None]
 
