@@ -361,6 +361,51 @@ def test_autocast_of_float32_weights(monkeypatch, family, unsupported, use_cache
     torch.testing.assert_close(*outs[:2], rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_layers_run_on_the_kernels(only_kernels, checkpointed, padded):
+    torch.compiler.reset()
+    models = pair("Llama")
+    if checkpointed:
+        models[0].gradient_checkpointing_enable({"use_reentrant": False})
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in models[0].layers:
+        layer.compile(backend=backend, fullgraph=True)
+    ids = tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    inputs = {"attention_mask": mask} if padded else {}
+    rows = mask.bool() if padded else slice(None)
+    assert_same(models, rows, input_ids=ids, use_cache=False, **inputs)
+    assert graphs
+
+
+@pytest.mark.parametrize("positions", ["its own", "packed"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_compiled_forward_cannot_tell_its_own_positions_from_packed_ones(
+    monkeypatch, use_cache, positions
+):
+    """A limit: transformers looks for packed sequences where there is no cache, which traced code
+    cannot read; register() names it."""
+    torch.compiler.reset()
+    models = pair("Llama")
+    attend, dense = integration.attend, []
+    monkeypatch.setattr(integration, "attend", lambda *x, **y: dense.append(1) or attend(*x, **y))
+    ids = tokens(1, sum(LENGTHS))
+    inputs = {"input_ids": ids} if positions == "its own" else packed()[0]
+    compiled = torch.compile(models[0], backend="eager")
+    found, expected = (
+        model(**inputs, use_cache=use_cache).last_hidden_state for model in (compiled, models[1])
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert bool(dense) != use_cache
+
+
 def test_a_compiled_forward_gets_a_dense_mask():
     ours, theirs = pair("Llama")
     ids = tokens(2, 8)

@@ -12,7 +12,7 @@ The mask function returns None, a mask that the kernels can express, or a dense 
 express full and causal attention, also of a chunk of new tokens after a cache; sliding windows;
 padding, which is not read where it is before or behind a row's tokens, and where it is between them
 is taken out before the call and put back after it; packed sequences; and a static cache whose end
-is still empty. Anything else (chunked attention, prefixes, a bias) and all
+is still empty. Anything else (several chunks, prefixes, a bias) and all
 masks that compiled models make are dense, which the CPU reference applies exactly. On CUDA they are
 refused by name, or go to PyTorch, as :func:`register` was told.
 """
@@ -54,6 +54,7 @@ from ..flash_attn_varlen import flash_attn_varlen_func
 from ..reference import attention_ref, visible_keys
 
 _WAY_OUT = (
+    "compile layers in place of a whole model, whose traced masks are dense (layer.compile()), "
     'load the model with attn_implementation="sdpa", or have such calls go to PyTorch: '
     'register(unsupported="fallback")'
 )
@@ -72,6 +73,12 @@ _REFUSED = {
 
 def register(name: str = "cute_attn", unsupported: str = "error") -> None:
     """Register flashcute's attention and its mask function with transformers under ``name``.
+
+    Compile the layers of a model in place of the whole, ``for layer in model.layers:
+    layer.compile()``. A mask that is made within a traced call is dense, which CUDA refuses:
+    any with an ``attention_mask``, whose padding cannot be read there, and without one where there
+    is no cache, as in training: there transformers takes all ``position_ids`` for those of packed
+    sequences, also those that the model made itself.
 
     Args:
         name: What to pass as ``attn_implementation``. It must not contain ``"flash"``: transformers
