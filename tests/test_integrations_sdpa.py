@@ -339,7 +339,8 @@ def test_enable_and_disable_change_the_cuda_kernels_and_restore_them():
     changed = [a != b for a, b in zip(before, during, strict=True)]
     assert all(changed[: len(OPERATORS)])
     # Of the other backends those that this torch has; math needs no CUDA.
-    here = [sdpa._own_kernel(name, key + "CUDA") is not None for name, key in sdpa._OTHERS.items()]
+    keys = {name: f"{functionality}CUDA" for name, (functionality, *_) in sdpa._OTHERS.items()}
+    here = [sdpa._own_kernel(name, key) is not None for name, key in keys.items()]
     assert changed[len(OPERATORS) :] == here and here[-1]
     assert all("CUDA: registered at" in table for table in during[: len(OPERATORS)])
     flashcute.disable()

@@ -3,6 +3,7 @@ and the same results and gradients."""
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -22,7 +23,7 @@ def inputs():
     )
 
 
-EFFICIENT, CUDNN_OPERATOR, MATH_OPERATOR = sdpa._OTHERS
+EFFICIENT, CUDNN_OPERATOR, VARLEN_OPERATOR, MATH_OPERATOR = sdpa._OTHERS
 BACKENDS = {
     EFFICIENT: lambda q, k, v, mask, causal: (q, k, v, mask, True, 1.0, causal),
     CUDNN_OPERATOR: lambda q, k, v, mask, causal: (q, k, v, mask, True, 1.0, causal, False),
@@ -47,7 +48,7 @@ def other_backends():
 
         return run
 
-    for name in (EFFICIENT, CUDNN_OPERATOR):
+    for name in (EFFICIENT, CUDNN_OPERATOR, VARLEN_OPERATOR):
         library.impl(name, stand_in(name), "CPU")
     yield calls
     library._destroy()
@@ -118,6 +119,36 @@ def test_nothing_is_said_of_a_backend_that_was_chosen(other_backends, backend, c
             getattr(torch.ops.aten, backend)(*args)
     finally:
         handle.remove()
+
+
+def test_varlen_attn_on_cudnn_is_said_once(other_backends):
+    """As of torch 2.15, which does not look at the order of backends there."""
+    q = torch.randn(20, 4, 32).bfloat16()
+    ends = torch.tensor([0, 8, 20], dtype=torch.int32)
+
+    def attend(cu=ends):
+        operator = getattr(torch.ops.aten, VARLEN_OPERATOR)
+        return operator(q, q, q, None, cu, cu, 12, 12, True, 0.0, True, False, scale=0.25)
+
+    handle = sdpa._Handle("CPU")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attend(cu=None)  # as SDPA's backend calls it, which has warned
+            with attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                attend()
+        with pytest.warns(UserWarning) as said:
+            results = [attend(), attend()]
+        message = r"varlen_attn runs on PyTorch's own kernel: it prefers cuDNN .*sdpa_kernel\("
+        assert len(said) == 1 and re.search(message, f"{said[0].message}")
+        assert all(torch.equal(out[0], q + 7) for out in results)
+        name, args, kwargs = other_backends[-1]
+        assert name == VARLEN_OPERATOR and args[4] is ends and kwargs == {"scale": 0.25}
+    finally:
+        handle.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend()
 
 
 def by_math(q, k, v, mask):

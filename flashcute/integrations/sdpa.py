@@ -32,7 +32,7 @@ from ..features import VECTOR
 from . import raw
 
 _NAME = "flashcute"
-_LAST_TESTED = 2, 15  # tests/test_integrations_sdpa.py ran on each torch from 2.11 to this
+_LAST_TESTED = 2, 15  # its tests ran on each torch from 2.11 to this; on a GPU on 2.11 only
 _NEEDED = (
     "register_flash_attention_impl",
     "activate_flash_attention_impl",
@@ -58,15 +58,17 @@ def enable() -> None:
     dimensions above 256, a causal mask over more or fewer keys than queries. The host takes some
     microseconds more for such a call. There is no warning where ``sdpa_kernel`` leaves
     FlashAttention out or puts another backend before it, nor of PyTorch's math backend in a
-    compiled function and under ``torch.inference_mode``.
+    compiled function, under ``torch.inference_mode``, and where somebody else had replaced its
+    kernel before.
 
     On GPUs for which PyTorch prefers its cuDNN backend, FlashAttention is put before it in the
     order of backends, as ``sdpa_kernel(..., set_priority=True)`` does. From torch 2.15 on,
-    ``varlen_attn`` prefers cuDNN whatever that order is; choose with
+    ``varlen_attn`` prefers cuDNN whatever that order is, and a warning says so once; choose with
     ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)``.
 
     Enabling twice is enabling once. :func:`disable` restores what was there before. A torch later
-    than 2.15, the last one that this was tested on, gets a warning.
+    than 2.15, the last one that this was tested on, gets a warning. On a GPU it was tested on torch
+    2.11, on 2.12 to 2.15 with CPU tensors.
 
     Raises:
         RuntimeError: this torch is older than 2.11, whose registry cannot restore its own kernels,
@@ -174,13 +176,13 @@ class _Handle:
                 self._kernels[name] = kernel
                 # The default in torch 2.13; before it, another library's kernel would be an error.
                 self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
-            for name, functionality in _OTHERS.items():
+            for name, (functionality, what, why) in _OTHERS.items():
                 own = _own_kernel(name, functionality + key)
                 if own is None or (functionality and _is_replaced(name, functionality + key)):
                     continue
                 self._library.impl(
                     name,
-                    self._with_warning(own),
+                    self._with_warning(own, what, why),
                     functionality + key,
                     with_keyset=True,
                     allow_override=True,
@@ -273,22 +275,18 @@ class _Handle:
 
         return kernel
 
-    def _with_warning(self, own: Callable) -> Callable:
-        """The operator of another backend, which says why F.scaled_dot_product_attention chose it
-        where flashcute's kernels were to be preferred."""
+    def _with_warning(self, own: Callable, what: str, why: Callable) -> Callable:
+        """The operator of another backend, which says why ``what`` chose it where flashcute's
+        kernels were to be preferred."""
 
-        def kernel(keyset, query, key, value, mask=None, *args, **kwargs):
-            # Behind the mask: compute_log_sumexp but for the math backend, dropout_p, is_causal.
-            is_causal = any(x is True for x in args[1:])
-            reason = _why_not_flash(query, key, value, mask, is_causal)
-            if reason not in self._said and _prefers_flash():
+        def kernel(keyset, *args, **kwargs):
+            reason = why(*args)
+            if reason is not None and reason not in self._said and _prefers_flash():
                 self._said.add(reason)
                 warnings.warn(
-                    "flashcute.enable: F.scaled_dot_product_attention runs on PyTorch's own "
-                    f"kernel: {reason}",
-                    stacklevel=2,
+                    f"flashcute.enable: {what} runs on PyTorch's own kernel: {reason}", stacklevel=2
                 )
-            return own.call_boxed(keyset, query, key, value, mask, *args, **kwargs)
+            return own.call_boxed(keyset, *args, **kwargs)
 
         return kernel
 
@@ -299,8 +297,12 @@ def _prefers_flash() -> bool:
     return torch._C._get_flash_sdp_enabled() and first == int(attention.SDPBackend.FLASH_ATTENTION)
 
 
-def _why_not_flash(query, key, value, mask, is_causal) -> str:
-    """What keeps PyTorch from its FlashAttention backend, by the conditions of sdp_utils.cpp."""
+def _why_not_flash(query, key, value, mask=None, *behind) -> str:
+    """What keeps PyTorch from its FlashAttention backend, by the conditions of sdp_utils.cpp.
+
+    ``behind`` the mask are compute_log_sumexp but for the math backend, dropout_p, is_causal.
+    """
+    is_causal = any(x is True for x in behind[1:])
     if mask is not None:
         return (
             "expected attn_mask=None, got a mask; pass is_causal=True where it says the same, or "
@@ -318,6 +320,16 @@ def _why_not_flash(query, key, value, mask, is_causal) -> str:
     if is_causal and query.shape[-2] != key.shape[-2]:
         return "expected as many queries as keys with is_causal=True, got other lengths"
     return "its FlashAttention does not take shapes, strides or the GPU of the call"
+
+
+def _why_cudnn(query, key, value, mask, cum_seq_q, *behind) -> str | None:
+    """Why sequences of different lengths are cuDNN's; None for a dense call, which SDPA makes."""
+    if cum_seq_q is None:
+        return None
+    return (
+        "it prefers cuDNN from torch 2.15 on; choose the kernels with "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)"
+    )
 
 
 def _own_kernel(name: str, key: str):
@@ -493,12 +505,14 @@ _SCHEMAS = {
         "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
     ),
 }
-# The operators of SDPA's other backends, and what comes before the device in their dispatch keys: a
-# kernel of a composite operator below autograd would leave it without gradients.
+# The operators of other backends: what comes before the device in their dispatch keys, as a kernel
+# of a composite operator below autograd would leave it without gradients; what calls them, and why.
+_SDPA = "F.scaled_dot_product_attention"
 _OTHERS = {
-    "_scaled_dot_product_efficient_attention": "",
-    "_scaled_dot_product_cudnn_attention": "",
-    "_scaled_dot_product_attention_math": "Autograd",
+    "_scaled_dot_product_efficient_attention": ("", _SDPA, _why_not_flash),
+    "_scaled_dot_product_cudnn_attention": ("", _SDPA, _why_not_flash),
+    "_cudnn_attention_forward": ("", "varlen_attn", _why_cudnn),
+    "_scaled_dot_product_attention_math": ("Autograd", _SDPA, _why_not_flash),
 }
 _AsksTorch = ctypes.CFUNCTYPE(ctypes.c_int32)
 _is_deterministic = _AsksTorch(torch.are_deterministic_algorithms_enabled)
