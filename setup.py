@@ -15,6 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # as pyproject.toml asks for
+    raise SystemExit(
+        f"setup.py: expected setuptools 77 or later, got {setuptools.__version__}, which cannot "
+        "read pyproject.toml: pip install 'setuptools>=77', or leave --no-build-isolation out"
+    )
+
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py

@@ -79,6 +79,21 @@ def test_a_wrong_variable_ends_the_installation_with_a_message(name, value, tmp_
     assert f"FLASHCUTE_{name}" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("version", ["65.5.0", "76.1.0"])
+def test_an_old_setuptools_ends_the_installation_with_a_message(version, tmp_path):
+    """As a fresh environment of Python 3.11 has it, of which --no-build-isolation makes use."""
+    (tmp_path / "setuptools.py").write_text(f'__version__ = "{version}"\n')
+    done = subprocess.run(
+        [sys.executable, "setup.py", "bdist_wheel"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    message = f"setup.py: expected setuptools 77 or later, got {version}"
+    assert done.stderr.splitlines()[-1].startswith(message)
+    assert "pip install 'setuptools>=77'" in done.stderr
+
+
 def test_a_source_distribution_holds_every_file(tmp_path):
     setup("egg_info", "--egg-base", tmp_path)
     listed = (tmp_path / "flashcute.egg-info" / "SOURCES.txt").read_text().splitlines()
