@@ -22,6 +22,8 @@ from .jit.toolchain import BuildError
 
 _MIN_TORCH = (2, 10)
 _CUDA_OF_WHEELS = 13  # major version of nvcc in PyPI's wheels; those for CUDA 12 lack it
+# The first release that compiles for a GPU, where it is not the first that is taken.
+_FIRST_NVCC = {(10, 0): (12, 8), (10, 3): (12, 9), (12, 0): (12, 8), (12, 1): (12, 9)}
 _COMPILING = "nvcc", "C++", "ninja", "CUTLASS"
 _MIN_FREE_BYTES = 2**30  # all kernels of one GPU, and what compilers write meanwhile
 
@@ -151,6 +153,29 @@ def _nvcc() -> str:
     if driver is not None and compiler.release is not None and compiler.release[0] > driver[0]:
         text = f"expected nvcc of CUDA {driver[0]}, which the driver is for, got {compiler}"
         raise Missing(text, mend)
+    try:
+        capabilities = list(_capabilities())
+    except (OSError, RuntimeError, ValueError):  # of a broken torch, which the GPU's probe names
+        capabilities = []
+    for capability in capabilities:
+        needed = _FIRST_NVCC.get(capability)
+        if needed is not None and compiler.release is not None and compiler.release < needed:
+            release, number = ("{}.{}".format(*x) for x in (needed, capability))
+            text = f"expected nvcc {release} or later for compute capability {number}"
+            raise Missing(f"{text}, got {compiler}", "install a newer toolkit, or set CUDA_HOME")
+    return f"{compiler}"
+
+
+def _host_compiler() -> str:
+    compiler = toolchain.find_host_compiler()
+    with contextlib.suppress(BuildError):  # of nvcc's own probe
+        nvcc = toolchain.find_nvcc()
+        newest = nvcc.newest_gcc
+        if None not in (newest, compiler.gcc) and compiler.gcc > newest:
+            raise Missing(
+                f"expected g++ {newest} or older for {nvcc}, got {compiler}",
+                f"install g++-{newest} and set CXX to it, or install a newer nvcc",
+            )
     return f"{compiler}"
 
 
@@ -211,7 +236,7 @@ def _probes() -> dict[str, Callable[[], str]]:
         "driver": _driver,
         "GPU": _gpu,
         "nvcc": _nvcc,
-        "C++": lambda: f"{toolchain.find_host_compiler()}",
+        "C++": _host_compiler,
         "ninja": build.find_ninja,
         "CUTLASS": _cutlass,
         "cache": _cache,

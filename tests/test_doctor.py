@@ -189,6 +189,51 @@ def test_nvcc_newer_than_the_driver_is_missing(whole, capsys, monkeypatch):
     assert examine(capsys) == {}
 
 
+@pytest.mark.parametrize(
+    ("capability", "release", "needed"),
+    [
+        ((12, 0), "12.6", "12.8"),
+        ((12, 0), "12.8", None),
+        ((12, 1), "12.8", "12.9"),
+        ((10, 0), "12.4", "12.8"),
+        ((10, 3), "12.9", None),
+        ((9, 0), "12.0", None),
+    ],
+)
+def test_nvcc_that_does_not_know_the_gpu_is_missing(
+    whole, capsys, monkeypatch, capability, release, needed
+):
+    monkeypatch.setattr(doctor, "_capabilities", lambda: {capability: "some GPU"})
+    nvcc = toolchain.Compiler(Path("/usr/bin/some"), f"some compiler, release {release}")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc)
+    missing = examine(capsys)
+    if needed is None:
+        assert missing == {}
+    else:
+        number = "{}.{}".format(*capability)
+        expected = f"expected nvcc {needed} or later for compute capability {number}, got /usr/bin"
+        assert set(missing) == {"nvcc"} and missing["nvcc"].startswith(expected)
+
+
+@pytest.mark.parametrize("gcc", ["13.3.0", "12.2.0"])
+def test_gcc_newer_than_nvcc_takes_is_missing(whole, capsys, monkeypatch, tmp_path, gcc):
+    """As nvcc's header says, with an error while it compiles."""
+    header = tmp_path / "include" / "crt" / "host_config.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#if defined(__GNUC__)\n#if __GNUC__ > 12\n#error -- unsupported\n#endif\n")
+    nvcc = toolchain.Compiler(tmp_path / "bin" / "nvcc", "some compiler, release 12.1")
+    host = toolchain.Compiler(Path("/usr/bin/g++"), f"g++ (Ubuntu 13) {gcc}")
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(toolchain, "find_host_compiler", lambda: host)
+    missing = examine(capsys)
+    if gcc == "12.2.0":
+        assert missing == {}
+    else:
+        assert set(missing) == {"C++"}
+        assert missing["C++"].startswith(f"expected g++ 12 or older for {nvcc}, got /usr/bin/g++")
+        assert "install g++-12 and set CXX to it" in missing["C++"]
+
+
 def test_the_release_of_the_wheels_is_that_of_the_extra():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'"nvidia-cuda-nvcc=={doctor._CUDA_OF_WHEELS}.' in text

@@ -85,6 +85,24 @@ class Compiler:
         found = re.search(r"\brelease (\d+)\.(\d+)", self.version)
         return (int(found[1]), int(found[2])) if found else None
 
+    @property
+    def gcc(self) -> int | None:
+        """The major version of a g++, "g++ (Debian 12.2.0-14) 12.2.0"; other compilers print none
+        of such a form."""
+        found = re.match(r"\S+ \(.*?\) (\d+)\.\d", self.version)
+        return int(found[1]) if found else None
+
+    @property
+    def newest_gcc(self) -> int | None:
+        """The last g++ that this nvcc takes, as its header says; None if that is not known."""
+        header = self.path.parents[1] / "include" / "crt" / "host_config.h"
+        try:
+            text = header.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+        found = re.search(r"^#if __GNUC__ > (\d+)$", text, re.MULTILINE)
+        return int(found[1]) if found else None
+
     def identity(self) -> str:
         """A digest of everything about the compiler that can change its output."""
         parts = [str(self.path), self.version, *self.arguments]
@@ -124,9 +142,7 @@ def find_host_compiler() -> Compiler:
         if found:
             path = Path(found).absolute()  # compilers run in folders of their own
             compiler = Compiler(path, _version(path))
-            # "g++ (Debian 12.2.0-14) 12.2.0"; what other compilers print has no such form.
-            gcc = re.match(r"\S+ \(.*?\) (\d+)\.\d", compiler.version)
-            if gcc and int(gcc[1]) < _MIN_GCC:
+            if compiler.gcc is not None and compiler.gcc < _MIN_GCC:
                 raise BuildError(
                     f"flashcute: expected g++ {_MIN_GCC} or later, got {compiler}; install a newer "
                     "one, or set CXX to its path"
