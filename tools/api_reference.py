@@ -35,7 +35,7 @@ PAGES: dict[str, dict[str, Chapter]] = {
         ],
         "Configurations": [
             ("flashcute.config", "config.py", ""),
-            ("flashcute.heuristics", "problem.py", ""),
+            ("flashcute.problem", "problem.py", ""),
             ("flashcute.heuristics", "heuristics.py", ""),
             ("flashcute.shipped", "shipped.py", ""),
             ("flashcute.occupancy", "occupancy.py", ""),
