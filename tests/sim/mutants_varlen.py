@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         "queries' offset for the keys",
         "mainloop_fwd_sm80.h",
-        "int const row_k = C.paged ? 0 : tile.row_k;",
-        "int const row_k = C.paged ? 0 : tile.row_q;",
+        "int const row = C.paged ? 0 : tile.row_k;",
+        "int const row = C.paged ? 0 : tile.row_q;",
         "numerics",
     ),
     Mutant(
