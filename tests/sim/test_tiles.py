@@ -70,7 +70,7 @@ def test_command_line_of_the_backward(capsys):
     small = ["--head-dim", "32", "--seqlen-q", "70", "--seqlen-k", "90", "--causal"]
     assert cli.main(["sim", "--pass", "bwd", *small]) == 0
     printed = capsys.readouterr().out
-    assert "kernel        flash_bwd_hdim32_fp16_causal_sm80" in printed
+    assert "kernel        flash_bwd_hdim32_fp16_causal_fused_sm80" in printed
     assert "verdict       pass" in printed
     for name in ("dq", "dk", "dv"):
         assert f"\n{name}\nmax error " in printed

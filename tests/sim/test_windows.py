@@ -90,13 +90,16 @@ def test_only_blocks_in_the_window_are_loaded(config):
     result = sim.run_fwd(q, k, v, config, window_size=(127, 0), sms=2)
     assert result.verdict == "pass", result.message
     m, n = config.tile_m, config.tile_n
-    blocks = 0
+    rests = config.arch == 80 and m == 64  # a warp without rows
+    blocks = rows = 0
     for first in range(0, 1000, m):
-        begin, end = max(first - 127, 0) // n, -(-min(first + m, 1000) // n)
+        last = min(first + m, 1000)
+        begin, end = max(first - 127, 0) // n, -(-last // n)
         blocks += end - begin
+        rows += (end - begin) * (-(-(last - first) // 16) if rests else m // 16)
     if config.arch == 80:
         # 16 x 8 x 16 products of Q K^T and P V
-        assert result.counters["mma"] == blocks * 2 * (m // 16) * (n // 8) * (config.head_dim // 16)
+        assert result.counters["mma"] == rows * 2 * (n // 8) * (config.head_dim // 16)
     else:
         per_warpgroup = config.head_dim // 16 + n // 16
         assert result.counters["wgmma"] == blocks * (m // 64) * per_warpgroup
