@@ -14,13 +14,23 @@ def visited_blocks(config: FwdConfig, m_block: int, seqlen_q: int, seqlen_k: int
     return -(-keys // config.tile_n)
 
 
+def mma_rows(config: FwdConfig, m_block: int, seqlen_q: int) -> int:
+    """Rows of query tile ``m_block`` that the sm80 class multiplies. In the kernels of caches a
+    warp of 16 rows without a query rests; in the others all of them compute."""
+    of_caches = config.paged or (config.tile_m == 64 and config.head_dim <= 128)
+    if not of_caches:
+        return config.tile_m
+    queries = min(config.tile_m, seqlen_q - m_block * config.tile_m)
+    return -(-queries // 16) * 16
+
+
 def mma_count(config: FwdConfig, b: int, seqlen_q: int, seqlen_k: int, h: int) -> int:
     """m16n8k16 MMAs of all warps: Q K^T and P V over the visited blocks, nothing else."""
-    blocks = sum(
-        visited_blocks(config, m, seqlen_q, seqlen_k) for m in range(-(-seqlen_q // config.tile_m))
+    rows = sum(
+        visited_blocks(config, m, seqlen_q, seqlen_k) * mma_rows(config, m, seqlen_q)
+        for m in range(-(-seqlen_q // config.tile_m))
     )
-    per_block = 2 * (config.tile_m // 16) * (config.tile_n // 8) * (config.head_dim // 16)
-    return b * h * blocks * per_block
+    return b * h * 2 * (rows // 16) * (config.tile_n // 8) * (config.head_dim // 16)
 
 
 def wgmma_count(config: FwdConfig, b: int, seqlen_q: int, seqlen_k: int, h: int) -> int:

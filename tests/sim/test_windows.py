@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from formulas import mma_rows
 from mutants import ONE_STAGE, TWO_STAGES
 from mutants_sm90 import ASKING, STRIDING
 from problems import problem
@@ -90,16 +91,14 @@ def test_only_blocks_in_the_window_are_loaded(config):
     result = sim.run_fwd(q, k, v, config, window_size=(127, 0), sms=2)
     assert result.verdict == "pass", result.message
     m, n = config.tile_m, config.tile_n
-    rests = config.arch == 80 and m == 64  # a warp without rows
     blocks = rows = 0
-    for first in range(0, 1000, m):
-        last = min(first + m, 1000)
-        begin, end = max(first - 127, 0) // n, -(-last // n)
+    for tile, first in enumerate(range(0, 1000, m)):
+        begin, end = max(first - 127, 0) // n, -(-min(first + m, 1000) // n)
         blocks += end - begin
-        rows += (end - begin) * (-(-(last - first) // 16) if rests else m // 16)
+        rows += (end - begin) * mma_rows(config, tile, 1000)
     if config.arch == 80:
         # 16 x 8 x 16 products of Q K^T and P V
-        assert result.counters["mma"] == rows * 2 * (n // 8) * (config.head_dim // 16)
+        assert result.counters["mma"] == rows // 16 * 2 * (n // 8) * (config.head_dim // 16)
     else:
         per_warpgroup = config.head_dim // 16 + n // 16
         assert result.counters["wgmma"] == blocks * (m // 64) * per_warpgroup
