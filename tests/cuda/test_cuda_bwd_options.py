@@ -12,7 +12,7 @@ import torch
 from asked import Gpu
 from conditions import choosing
 from layouts import STYLES, nan_surrounded
-from test_cuda_bwd import KEY_STYLES
+from test_cuda_bwd import KEY_STYLES, enough_heads
 
 from flashcute import flash_attn_func, jit, testing
 
@@ -36,8 +36,9 @@ def make_case(seed: int) -> Case:
     rng, case = random.Random(f"gradients {seed}"), forward.make_case(seed)
     fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
     fields["seqlen_q"], fields["seqlen_k"] = rng.choice((0, *SEQLENS)), rng.choice((0, *SEQLENS))
-    if case.h in (1, 71):  # of one head a single row may be all that there is to average
-        fields["h"] = fields["h_k"] = 3
+    lengths = [(fields["seqlen_q"], fields["seqlen_k"])] * case.b
+    h, h_k = (3, 3) if case.h == 71 else (case.h, case.h_k)
+    fields["h"], fields["h_k"] = enough_heads(h, h_k, lengths)
     fields["styles"] = rng.choice(list(STYLES)), rng.choice(KEY_STYLES), rng.choice(KEY_STYLES)
     fields["scores"] = dataclasses.replace(case.scores, slopes=min(case.scores.slopes, 0.5))
     return Case(

@@ -19,8 +19,8 @@ from asked import Gpu
 from sanitize import computed_by
 from scores import Scores
 from test_cuda_bwd import check_that_nothing_else_is_written
-from test_cuda_bwd_varlen import BUT_DQ, HOSTILE, NAMES, check, lengths_of
-from test_cuda_varlen import Case, asked_of, bounds_of, make_case, starts
+from test_cuda_bwd_varlen import BUT_DQ, HOSTILE, NAMES, check, lengths_of, make_case
+from test_cuda_varlen import Case, asked_of, bounds_of, starts
 
 from flashcute import heuristics, jit, testing
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, BwdConfig

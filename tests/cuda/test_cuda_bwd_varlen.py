@@ -10,12 +10,12 @@ import scores
 import test_cuda_varlen as ragged
 import torch
 from asked import Gpu
+from test_cuda_bwd import enough_heads
 from test_cuda_varlen import (
     Case,
     _built_kernels_of_both_classes,  # noqa: F401 - of the forward, used here, too
     asked_of,
     bounds_of,
-    make_case,
     make_qkv,
     rows_in_use,
     starts,
@@ -65,6 +65,14 @@ def _built_backwards() -> None:
         assert result.artefact is not None, result
     for config in configs():
         assert jit.get_kernel(config, target).spill_bytes == 0, config.full_name
+
+
+def make_case(seed: int) -> Case:
+    """A case of the forward."""
+    case = ragged.make_case(seed)
+    lengths = zip(case.used_q or case.lengths_q, case.used_k or case.lengths_k, strict=True)
+    h, h_k = enough_heads(case.h, case.h_k, lengths)
+    return dataclasses.replace(case, h=h, h_k=h_k)
 
 
 def make_leaves(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
