@@ -38,9 +38,9 @@ def pytest_collection_modifyitems(items):
 def pytest_terminal_summary(terminalreporter):
     if not tiers.everything:
         configs = shipped.instantiations().values()
-        left = sum(not tiers.covers(config) for config in configs)
+        left = sum(not tiers.compiles(config) for config in configs)
         terminalreporter.write_line(
-            f"{left} of {len(configs)} shipped kernels NOT COVERED: `make test-all` does",
+            f"{left} of {len(configs)} shipped kernels NOT COMPILED: `make test-all` does",
             yellow=True,
         )
 

@@ -32,6 +32,20 @@ def test_what_is_left_out_is_covered_in_bf16():
     assert left and all(dataclasses.replace(c, dtype="bf16") in covered for c in left)
 
 
+def test_what_nvcc_leaves_out_of_it_has_a_causal_twin():
+    shipped = heuristics.shipped_configs()
+    compiled = {config for config in shipped if tiers.compiles(config)}
+    left = [config for config in shipped if tiers.covers(config) and config not in compiled]
+    assert left and all(config.mask == "none" for config in left)
+    assert all(dataclasses.replace(config, mask="causal") in compiled for config in left)
+    for arch in (80, 90):
+        of_class = [config for config in compiled if config.arch == arch]
+        assert {config.mask for config in of_class} == {"none", "causal"}
+        tiles = {dataclasses.replace(c, dtype="bf16", mask="none") for c in of_class}
+        wanted = {dataclasses.replace(c, dtype="bf16", mask="none") for c in shipped}
+        assert tiles == {config for config in wanted if config.arch == arch}
+
+
 def test_kernels_of_calls_that_are_covered_ship():
     of_calls = [c for c in shipped.configs_of_calls((9, 0)) if tiers.covers(c)]
     assert {c.full_name for c in of_calls if c.kind == "bwd" or not c.paged} == tiers._OF_CALLS
@@ -55,6 +69,7 @@ def test_of_ragged_backwards_that_do_not_ship_each_main_loop_is_covered():
 def test_all_is_all(monkeypatch):
     monkeypatch.setattr(tiers, "everything", True)
     assert tiers.shipped_configs() == heuristics.shipped_configs()
+    assert all(map(tiers.compiles, heuristics.shipped_configs()))
     assert all(map(tiers.covers, heuristics.shipped_bwd_configs()))
 
 

@@ -9,9 +9,14 @@ and one of fp16. Of the kernels of
 :data:`flashcute.shipped.CALLS` one is, and every forward over pages in the sm90 class, as five of
 these once spilled unseen; tests/sim runs more of those that decode. Of the backward of ragged
 batches in the sm90 class, a kernel of each main loop is covered.
+
+tests/sim runs what is covered. nvcc takes longer: of two forwards of bf16 that differ in the mask
+alone, it compiles the causal one, which has the other's loop and one more.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from flashcute import heuristics
 from flashcute.config import BwdConfig, FwdConfig
@@ -41,6 +46,14 @@ def covers(config: FwdConfig | BwdConfig) -> bool:
     if config.kind == "bwd":
         return everything or (config.dtype, config.head_dim, config.mask) in _BACKWARD
     return everything or config.dtype == "bf16" or (config.head_dim, config.mask) in _FP16
+
+
+def compiles(config: FwdConfig | BwdConfig) -> bool:
+    """Whether this run compiles a kernel with nvcc."""
+    if everything or config.kind == "bwd" or (config.dtype, config.mask) != ("bf16", "none"):
+        return covers(config)
+    twin = dataclasses.replace(config, mask="causal")
+    return covers(config) and (config.paged or twin not in heuristics.shipped_configs())
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
