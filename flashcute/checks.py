@@ -33,6 +33,11 @@ _MAX_DROPOUT = 1 - 2.0**-16
 
 _MAX_INT64 = 2**63 - 1
 
+PAD_HEAD_DIM = (  # the way out where head dimensions differ
+    "pad the smaller one with zeros, and where that is q or k pass softmax_scale, whose default "
+    "is 1/sqrt(head_dim)"
+)
+
 _KINDS = {"b": bool, "i": int, "u": int, "f": float}  # of numpy's dtypes
 _STRIDED = torch.strided
 _below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -78,10 +83,11 @@ def check_tensors(fn: str, names: tuple[str, str, str], q, k, v) -> int:
     if d_k != d:
         raise ValueError(
             f"{fn}: expected {k_name} of {q_name}'s head_dim {d}, "
-            f"got {k_name}.shape={tuple(k_shape)}; pad the smaller one with zeros"
+            f"got {k_name}.shape={tuple(k_shape)}; {PAD_HEAD_DIM}"
         )
     if v_shape != k_shape:
-        _raise_values(fn, names, k, v)
+        check_rank(fn, v_name, v, "(batch, seqlen, heads, head_dim)")
+        raise_values(fn, k_name, v_name, k, v)
     if h < 1 or h_k < 1 or h % h_k:
         raise ValueError(
             f"{fn}: expected the heads of {q_name} to be a positive multiple of those of {k_name}, "
@@ -108,9 +114,10 @@ def _check_kinds(fn: str, names: tuple[str, str, str], q, k, v) -> None:
 def check_kind(fn: str, name: str, tensor) -> None:
     """A dense tensor with storage, strides and a shape of its own."""
     if not isinstance(tensor, torch.Tensor):
+        way_out = "pass one" if tensor is None else "convert it with torch.as_tensor"
         raise TypeError(
             f"{fn}: expected {name} to be a torch.Tensor, got {name} of type "
-            f"{type(tensor).__name__}; convert it with torch.as_tensor"
+            f"{type(tensor).__name__}; {way_out}"
         )
     kind, way_out = _foreign_kind(tensor)
     if kind is not None:
@@ -150,13 +157,12 @@ def check_rank(fn: str, name: str, tensor: torch.Tensor, shape: str) -> None:
         )
 
 
-def _raise_values(fn: str, names: tuple[str, str, str], k, v) -> None:
-    _, k_name, v_name = names
-    check_rank(fn, v_name, v, "(batch, seqlen, heads, head_dim)")
-    if v.shape[:3] == k.shape[:3]:
+def raise_values(fn: str, k_name: str, v_name: str, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The error for v of another shape (..., heads, head_dim) than k's."""
+    if v.shape[:-1] == k.shape[:-1]:
         raise NotImplementedError(
-            f"{fn}: expected {v_name} of {k_name}'s head_dim {k.shape[3]}, "
-            f"got {v_name}.shape={tuple(v.shape)}; pad the smaller one with zeros"
+            f"{fn}: expected {v_name} of {k_name}'s head_dim {k.shape[-1]}, "
+            f"got {v_name}.shape={tuple(v.shape)}; {PAD_HEAD_DIM}"
         )
     raise ValueError(
         f"{fn}: expected {v_name} of {k_name}'s shape {tuple(k.shape)}, "
@@ -474,10 +480,8 @@ def check_int(fn: str, name: str, value) -> int:
     """An int of any size."""
     number = _plain(value)
     if not _is_int(number):
-        raise TypeError(
-            f"{fn}: expected {name} to be an int, got {name}={_show(value)}; "
-            "pass int(...), which reads a tensor back"
-        )
+        way_out = "pass one" if value is None else "pass int(...), which reads a tensor back"
+        raise TypeError(f"{fn}: expected {name} to be an int, got {name}={_show(value)}; {way_out}")
     return number
 
 
@@ -555,9 +559,10 @@ def _is_int(value) -> bool:
 def _real(fn: str, name: str, value):
     number = _plain(value)
     if not isinstance(number, (float, torch.SymFloat)) and not _is_int(number):
+        way_out = "leave it out" if value is None else "pass float(...), which reads a tensor back"
         raise TypeError(
             f"{fn}: expected {name} to be a float, got {name}={_show(value)} of type "
-            f"{type(value).__name__}; a tensor would have to be read back with .item()"
+            f"{type(value).__name__}; {way_out}"
         )
     return number
 

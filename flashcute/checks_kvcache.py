@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .checks import at_most, check_int, check_kind, check_length, check_rank, has_tangent
+from .checks import (
+    PAD_HEAD_DIM,
+    at_most,
+    check_int,
+    check_kind,
+    check_length,
+    check_rank,
+    has_tangent,
+    raise_values,
+)
 from .checks_varlen import Names
 from .rotary import check_tables
 
@@ -137,14 +146,10 @@ def check_store(
     if d_k != d:
         raise ValueError(
             f"{fn}: expected {k_name} of q's head_dim {d}, "
-            f"got {k_name}.shape={tuple(keys.shape)}; pad the smaller one with zeros"
+            f"got {k_name}.shape={tuple(keys.shape)}; {PAD_HEAD_DIM}"
         )
     if values.shape != keys.shape:
-        error = NotImplementedError if values.shape[:3] == keys.shape[:3] else ValueError
-        raise error(
-            f"{fn}: expected {v_name} of {k_name}'s shape {tuple(keys.shape)}, "
-            f"got {v_name}.shape={tuple(values.shape)}; pass one value per key, padded with zeros"
-        )
+        raise_values(fn, k_name, v_name, keys, values)
     if h < 1 or h_k < 1 or h % h_k:
         raise ValueError(
             f"{fn}: expected the heads of q to be a positive multiple of those of {k_name}, got "

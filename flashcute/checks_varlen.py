@@ -13,7 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import at_most, check_kind, check_length, check_rank, raise_mismatch
+from .checks import (
+    PAD_HEAD_DIM,
+    at_most,
+    check_kind,
+    check_length,
+    check_rank,
+    raise_mismatch,
+    raise_values,
+)
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -62,14 +70,10 @@ def check_packed_tokens(names: Names, q, k, v) -> int:
     if d_k != d:
         raise ValueError(
             f"{fn}: expected {names.k} of {names.q}'s head_dim {d}, "
-            f"got {names.k}.shape={tuple(k.shape)}; pad the smaller one with zeros"
+            f"got {names.k}.shape={tuple(k.shape)}; {PAD_HEAD_DIM}"
         )
     if v.shape != k.shape:
-        error = NotImplementedError if v.shape[:2] == k.shape[:2] else ValueError
-        raise error(
-            f"{fn}: expected {names.v} of {names.k}'s shape {tuple(k.shape)}, "
-            f"got {names.v}.shape={tuple(v.shape)}; pass one value per key, padded with zeros"
-        )
+        raise_values(fn, names.k, names.v, k, v)
     if h < 1 or h_k < 1 or h % h_k:
         raise ValueError(
             f"{fn}: expected the heads of {names.q} to be a positive multiple of those of "

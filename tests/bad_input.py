@@ -267,6 +267,7 @@ _NO_FLOATS = {
     "Fraction": fractions.Fraction(1, 2),
     "<class 'float'>": float,
 }
+_NO_NONE = {"None of type NoneType; leave it out": None}
 _NO_BOOLS = {
     "1": 1,
     "0.0": 0.0,
@@ -292,7 +293,8 @@ def _kinds() -> Iterator[Case]:
         "_TensorMeta|type": lambda t: torch.Tensor,
     }
     for kind, change in kinds.items():
-        pattern = rf"NAME to be a torch.Tensor, got NAME of type ({kind});"
+        way_out = "pass one" if kind == "NoneType" else "convert"
+        pattern = rf"NAME to be a torch.Tensor, got NAME of type ({kind}); {way_out}"
         yield from _changed(f"of type {kind}", TypeError, pattern, change)
     foreign = {
         "nested tensor; .*unbind": lambda t: torch.nested.nested_tensor(list(t)),
@@ -377,7 +379,10 @@ def _shapes() -> Iterator[Case]:
     wrong = {
         ("k", "batch"): (r"k of q's batch size 2, got k.shape=\(1,", lambda t: t[:1]),
         ("k", "batch_0"): (r"k of q's batch size 2, got k.shape=\(0,", lambda t: t[:0]),
-        ("k", "head_dim"): (r"head_dim 64, got k.shape=\(2, 11, 2, 32\)", lambda t: t[..., :32]),
+        ("k", "head_dim"): (
+            r"head_dim 64, got k.shape=\(2, 11, 2, 32\); pad .* pass softmax_scale",
+            lambda t: t[..., :32],
+        ),
         ("k", "head_dim_0"): (r"head_dim 64, got k.shape=\(2, 11, 2, 0\)", lambda t: t[..., :0]),
         ("k", "seqlen"): (r"v of k's shape \(2, 10, .*\), got v.shape=", lambda t: t[:, :10]),
         ("q", "batch"): (r"k of q's batch size 1, got k.shape=\(2,", lambda t: t[:1]),
@@ -389,7 +394,7 @@ def _shapes() -> Iterator[Case]:
     }
     for (name, what), (pattern, change) in wrong.items():
         yield from _changed(what, ValueError, pattern, change, name)
-    pattern = r"v of k's head_dim 64, got v.shape=\(2, 11, 2, 32\)"
+    pattern = r"v of k's head_dim 64, got v.shape=\(2, 11, 2, 32\); pad .* pass softmax_scale"
     yield from _changed("head_dim", NotImplementedError, pattern, lambda t: t[..., :32], "v")
     heads = r"positive multiple .*q.shape=\(2, 9, <h>, 64\)"
     yield from _sizes(ValueError, heads, {"h": 3}, {"h": 1}, {"h": 0}, {"h": 5})
@@ -449,14 +454,14 @@ def _options() -> Iterator[Case]:
     right |= {"np64": np.float64(0.5), "np128": np.longdouble(0.5), "npint": np.int64(1)}
     yield from _option("softmax_scale", None, right)
 
-    yield from _option("dropout_p", TypeError, {**_NO_FLOATS, "None": None})
+    yield from _option("dropout_p", TypeError, {**_NO_FLOATS, **_NO_NONE})
     yield from _option("dropout_p", ValueError, {"-0.1": -0.1, "1.0": 1.0, "2": 2, **_BEYOND})
     yield from _option("dropout_p", ValueError, {"0.99999": 0.99999})  # rounded it is 1
     right = {"0.1": 0.1, "0.5": np.float32(0.5), "1e-50": 1e-50, "1 - 2**-16": 1 - 2**-16}
     yield from _option("dropout_p", None, right)
     yield from _option("dropout_p", None, {"0": 0, "np.float32(0)": np.float32(0)})
 
-    yield from _option("softcap", TypeError, {**_NO_FLOATS, "None": None})
+    yield from _option("softcap", TypeError, {**_NO_FLOATS, **_NO_NONE})
     tiny = {"1e-50": 1e-50, "1e-40": 1e-40, "1e-45": np.float64(1e-45), "-1.0": -1.0}
     yield from _option("softcap", ValueError, {**_BEYOND, **tiny, "2.4e+38": 2.4e38})
     large = {"1e+38": 1e38}  # softmax_scale / softcap is 0 in float32

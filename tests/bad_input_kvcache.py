@@ -117,7 +117,7 @@ def _tensors() -> Iterator[Case]:
         nested = {n: lambda x, _: torch.nested.nested_tensor([*x])}
         yield _case(f"{n} nested", TypeError, f"got {n} as a nested", on=_REAL, **nested)
     for n in ("q", "k_cache", "v_cache"):
-        yield _case(f"{n} None", TypeError, f"got {n} of type NoneType", **{n: None})
+        yield _case(f"{n} None", TypeError, f"got {n} of type NoneType; pass one", **{n: None})
     every = {n: lambda x, _: x.int() for n in ("q", "k_cache", "v_cache", "k", "v")}
     yield _case("int", TypeError, "expected q.dtype .*got q.dtype=torch.int32; cast", **every)
     every = {n: lambda x, _: x.double() for n in every}
@@ -126,9 +126,9 @@ def _tensors() -> Iterator[Case]:
     )
     every = {n: lambda x, _: x[..., :0] for n in every}
     yield _case("head_dim 0", ValueError, r"head_dim >= 1, got q.shape=\(3, 2, 4, 0\)", **every)
-    pattern = r"k_cache of q's head_dim 16, got k_cache.shape=\(3, 8, 2, 8\); pad"
+    pattern = r"k_cache of q's head_dim 16, got k_cache.shape=\(3, 8, 2, 8\); pad .*_scale"
     yield _case("k_cache head_dim", ValueError, pattern, k_cache=lambda x, _: x[..., :8])
-    pattern = r"v_cache of k_cache's shape \(3, 8, 2, 16\), got v_cache.shape=\(3, 8, 2, 8\)"
+    pattern = r"v_cache of k_cache's head_dim 16, got v_cache.shape=\(3, 8, 2, 8\); pad .*_scale"
     yield _case("v_cache head_dim", NotImplementedError, pattern, v_cache=lambda x, _: x[..., :8])
     yield _case("v_cache length", ValueError, r"\(3, 7, 2, 16\); pass", v_cache=_ones(3, 7, 2, 16))
     pattern = r"positive multiple of those of k_cache, got q.shape=\(3, 2, 3, 16\)"

@@ -111,7 +111,8 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Callable:
 def _tensors() -> Iterator[Case]:
     for n in "qkv":
         for kind, value in {"NoneType": None, "ndarray": np.zeros((8, 2, 16)), "list": [1]}.items():
-            pattern = rf"{n} to be a torch.Tensor, got {n} of type {kind}; convert"
+            way_out = "pass one" if value is None else "convert"
+            pattern = rf"{n} to be a torch.Tensor, got {n} of type {kind}; {way_out}"
             yield _case(f"{n} of type {kind}", TypeError, pattern, **{n: value})
         pattern = rf"{n} of shape \(total, heads, head_dim\), got {n}.shape=\(1, 8,"
         yield _case(f"{n} of rank 4", ValueError, pattern, **{n: lambda x, _: x[None]})
@@ -125,9 +126,9 @@ def _tensors() -> Iterator[Case]:
         sparse = f"got {n} as a tensor of layout torch.sparse_coo; "
         change = {n: lambda x, _: x.to_sparse()}
         yield _case(f"{n} is sparse", TypeError, sparse, on=_REAL, **change)
-    pattern = r"k of q's head_dim 16, got k.shape=\(8, 2, 8\); pad"
+    pattern = r"k of q's head_dim 16, got k.shape=\(8, 2, 8\); pad .* pass softmax_scale"
     yield _case("k head_dim", ValueError, pattern, k=lambda x, _: x[..., :8])
-    pattern = r"v of k's shape \(8, 2, 16\), got v.shape=\(8, 2, 8\); pass"
+    pattern = r"v of k's head_dim 16, got v.shape=\(8, 2, 8\); pad .* pass softmax_scale"
     yield _case("v head_dim", NotImplementedError, pattern, v=lambda x, _: x[..., :8])
     pattern = r"v of k's shape \(8, 2, 16\), got v.shape=\(7, 2, 16\); pass"
     yield _case("v total", ValueError, pattern, v=lambda x, _: x[:7])
@@ -188,7 +189,8 @@ def _tensors() -> Iterator[Case]:
 def _shapes_of_lengths() -> Iterator[Case]:
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         for kind, value in {"list": CU_Q, "NoneType": None, "int": 4}.items():
-            pattern = f"{name} to be a torch.Tensor, got {name} of type {kind}; convert"
+            way_out = "pass one" if value is None else "convert"
+            pattern = f"{name} to be a torch.Tensor, got {name} of type {kind}; {way_out}"
             yield _case(f"{name} of type {kind}", TypeError, pattern, **{name: value})
         for dtype in (torch.int16, torch.float32, torch.bool):
             pattern = f"{name} of dtype torch.int32 or torch.int64, got {name}.dtype={dtype}; cast"
@@ -256,7 +258,8 @@ def _values_of_lengths() -> Iterator[Case]:
 def _bounds_and_options() -> Iterator[Case]:
     for name in ("max_seqlen_q", "max_seqlen_k"):
         for shown, value in {"4.0": 4.0, "None": None, "True": True, "'4'": "4"}.items():
-            pattern = f"{name} to be an int, got {name}={shown}; pass int"
+            way_out = "pass one" if value is None else "pass int"
+            pattern = f"{name} to be an int, got {name}={shown}; {way_out}"
             yield _case(f"{name}={shown}", TypeError, pattern, **{name: value})
         for kind, value in {
             "of a float": torch.tensor(4.0),
