@@ -64,7 +64,7 @@ def reduction() -> Canvas:
                 x, y = left + j * cell, top + i * cell
                 c.rect(x, y, cell - 3, cell - 3, shades[j if owns_keys else i])
 
-    c.text(20, 28, "sm90 class: one kernel, a CTA owns keys", 14, bold=True)
+    c.text(20, 28, "both classes, as a rule: one kernel, a CTA owns keys", 14, bold=True)
     left, top, cell = 100, 76, 50
     c.text(left + 2 * cell, 62, "keys: a colour is a CTA", anchor="middle")
     c.text(left - 10, top + 2 * cell, "queries", anchor="end")
@@ -92,7 +92,7 @@ def reduction() -> Canvas:
         c.text(20, 346 + 20 * k, note, 12)
 
     c.line([(448, 20), (448, 408)], LINE, stroke_dasharray="4 4")
-    c.text(465, 28, "sm80 class: two kernels, both loop orders", 14, bold=True)
+    c.text(465, 28, "deterministic: two kernels, both loop orders", 14, bold=True)
     cell = 40
     for left, owns_keys, owner, result in (
         (500, False, "a CTA owns queries", "dQ"),
@@ -115,8 +115,8 @@ def reduction() -> Canvas:
     notes = (
         "7 products for each pair of blocks (8 from d = 192, where",
         "dK and dV have a kernel each): S and dP are computed",
-        "again. No sum crosses CTAs, so every bit repeats, and this",
-        "is the deterministic backward of both classes.",
+        "again. No sum crosses CTAs, so every bit repeats. These are",
+        "of the sm80 class, on every GPU.",
     )
     for k, note in enumerate(notes):
         c.text(465, 346 + 20 * k, note, 12)
