@@ -79,7 +79,7 @@ def operator_on_cpu() -> bool:
 
 
 def build_kernels(capability: tuple[int, int]) -> None:
-    """Build what is missing of the shipped kernels for this GPU, with a progress bar."""
+    """Build what is missing of the forward kernels without options, with a progress bar."""
     target = "".join(map(str, capability))
     specs = [
         (config, target)
@@ -183,8 +183,9 @@ def hopper_in_the_simulator(folder: pathlib.Path, picture: pathlib.Path) -> tupl
 
 
 WITH_A_GPU = """
-A GPU would add: every shipped kernel compiled for it, its error against float64, its speed beside
-PyTorch's SDPA, and the search in float16 on it. The simulator counts exactly, and knows no time."""
+A GPU would add: the forward kernels of every head dimension compiled for it, their error against
+float64, their speed beside PyTorch's SDPA, and the search in float16 on it. The simulator counts
+exactly, and knows no time."""
 
 
 def main() -> int:
