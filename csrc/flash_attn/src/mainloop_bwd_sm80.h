@@ -9,8 +9,8 @@
 // with P = exp(S - LSE) and dS = P * (dP - D), D of preprocess; dropout.h and score_mod.h say what
 // they change. X is what S is made of, Y what dP is made of. P and dS stay in registers: as
 // accumulators their rows are those that the warp owns, which makes them A operands of the products
-// that follow. For dQ of all dS goes through shared memory, too, and that is the only sum that
-// crosses warps and CTAs.
+// that follow. But with kSharesP warps divide a step's rows in S and dP, and the columns in dV and
+// dK: both go through shared memory. So does dS for dQ of all, the only sum that crosses CTAs.
 #pragma once
 
 #include <cute/tensor.hpp>
