@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ import update_docs
 from examples.ladder import rungs
 from flashcute import __main__ as cli
 from flashcute import benchmarking as bm
-from flashcute import env, heuristics
+from flashcute import env, heuristics, shipped
 from flashcute.bench import table
 from flashcute.bench.cli import SEQLENS
 from flashcute.config import FwdConfig
@@ -522,6 +523,20 @@ def test_facts_quote_the_benchmark():
     assert len(times) == 2
     for figure in (*times, f"geometric mean {ratios.geomean:.3f}, worst {ratios.worst:.3f}"):
         assert figure in text, figure
+
+
+def test_facts_count_the_shipped_kernels():
+    text = (ROOT / "docs" / "facts.md").read_text(encoding="utf-8")
+    kinds = Counter((c.kind, c.arch) for c in shipped.instantiations().values())
+    counts = [
+        f"{name}: {kinds[kind, 80]} of the sm80 class, {kinds[kind, 90]} of the sm90 class"
+        for kind, name in (("fwd", "forward"), ("bwd", "backward"))
+    ]
+    assert "; ".join(counts) in text
+    built = [
+        len(shipped.dense_configs(gpu) + shipped.configs_of_calls(gpu)) for gpu in ((8, 0), (9, 0))
+    ]
+    assert f"compiled for 8.0 {built[0]} and for 9.0 {built[1]}" in text
 
 
 def test_the_readme_counts_the_lines_of_a_kernel():
