@@ -537,6 +537,7 @@ def test_facts_count_the_shipped_kernels():
         len(shipped.dense_configs(gpu) + shipped.configs_of_calls(gpu)) for gpu in ((8, 0), (9, 0))
     ]
     assert f"compiled for 8.0 {built[0]} and for 9.0 {built[1]}" in text
+    assert f"{sum(built)} ship now" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_readme_counts_the_lines_of_a_kernel():
