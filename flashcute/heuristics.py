@@ -511,11 +511,11 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
         sms: Its multiprocessors; an H100's or H200's by default.
     """
     problem = rounded(problem)
-    causal = problem.causal and problem.seqlen_q > 1
-    head_dim = instantiated_head_dim(problem.d)
+    head_dim, causal = instantiated_head_dim(problem.d), problem.causal and problem.seqlen_q > 1
     mask = "local" if problem.window is not None else "causal" if causal else "none"
     large = _asked_class() is None and _is_large_cache(problem, head_dim)
-    if kernel_class(capability) == 80 or large:
+    # With dropout over pages some kernels of the sm90 class spill, or their loops' wgmma differ.
+    if kernel_class(capability) == 80 or large or (problem.cache and problem.dropout):
         return _sm80_config(problem, head_dim, mask, capability)
     config = _sm90_cache_config(problem, head_dim, mask)
     if config is not None:

@@ -253,8 +253,8 @@ def test_forward_with_options_fits_every_gpu(head_dim, capability):
                 seqlen_q=seqlen_q,
                 causal=mask == "causal",
                 window=(100, 0) if mask == "local" else None,
-                cache=not asked["dropout"],
-                page_size=0 if asked["dropout"] else page_size,
+                cache=True,
+                page_size=page_size,
                 **asked,
             )
             config = heuristics.choose_fwd(problem, capability)

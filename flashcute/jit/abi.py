@@ -357,6 +357,7 @@ def serving_params(
     softcap: float = 0.0,
     rotary: Rotary | None = None,
     in_cache: int | None = None,
+    dropout_p: float = 0.0,
 ) -> FlashFwdParams:
     """:func:`fwd_params` of a ragged batch over a cache, without pointers to workspace.
 
@@ -381,7 +382,7 @@ def serving_params(
     for name in ("q", "o", "softmax_lse"):
         if name in dense:
             dense[name] = dense[name][None]
-    params = fwd_params(dense, softmax_scale, pack_heads, window_size, softcap)
+    params = fwd_params(dense, softmax_scale, pack_heads, window_size, softcap, dropout_p)
     params.b = params.seqlen_q // max_seqlen_q
     if "seqused_k" in tensors:
         params.b = tensors["seqused_k"].shape[0]

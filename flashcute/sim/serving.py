@@ -34,6 +34,8 @@ def run_serving(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    rng_state: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     pack_heads: bool = False,
     window_size: tuple[int, int] = (0, 0),
@@ -90,11 +92,11 @@ def run_serving(
         inputs["seqused_k"] = seqused_k
     optional = {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q, "block_table": block_table}
     optional |= {"cache_batch_idx": cache_batch_idx, "leftpad_k": leftpad_k}
-    optional |= {"sinks": sinks, "alibi_slopes": alibi_slopes}
+    optional |= {"sinks": sinks, "alibi_slopes": alibi_slopes, "rng_state": rng_state}
     inputs |= {name: x for name, x in optional.items() if x is not None}
     total_q, h, d = q.shape
     b = seqused_k.shape[0] if in_cache is None else total_q // max_seqlen_q
-    run._check_scores(config, inputs, (b, h), pack_heads, softcap, 0.0)
+    run._check_scores(config, inputs, (b, h), pack_heads, softcap, dropout_p)
     outputs = {
         "o": q.new_full(q.shape, math.nan),
         "softmax_lse": q.new_full((h, total_q), math.nan, dtype=torch.float32),
@@ -110,6 +112,7 @@ def run_serving(
         {**inputs, **outputs},
         *(scale, max_seqlen_q, config.tile_m, splits, pack_heads, window_size, softcap, rotary),
         in_cache,
+        dropout_p,
     )
     words = abi.plan_words(params.plan_capacity, params.b, total_q, splits.num_splits)
     if plan is None:

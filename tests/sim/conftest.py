@@ -28,7 +28,10 @@ def _paged(config):
 
 
 for _group in (
-    (*_masks(TWO_STAGES), _paged(TWO_STAGES), mutants_score.SM80, mutants_dropout.SM80),
+    (
+        *(*_masks(TWO_STAGES), _paged(TWO_STAGES), mutants_score.SM80),
+        *(mutants_dropout.SM80, _paged(mutants_dropout.SM80)),
+    ),
     (*_masks(ONE_STAGE), replace(ONE_STAGE, alibi=True), replace(ONE_STAGE, dropout=True)),
     (
         *(*_masks(ASKING), _paged(ASKING), replace(ASKING, alibi=True)),

@@ -109,15 +109,19 @@ def run(config, problem, splits=NOT_SPLIT, **options):
 
 
 def check(result, config, problem, **options):
-    """Each sequence against the reference. ``alibi_slopes``: (b, h)."""
+    """Each sequence against the reference. ``alibi_slopes``: (b, h). ``dropout_mask``: (b, h, rows,
+    keys) of the longest sequence or more."""
     assert result.verdict == "pass", result.message
-    slopes = options.pop("alibi_slopes", None)
+    slopes, mask = (options.pop(name, None) for name in ("alibi_slopes", "dropout_mask"))
     bounds = itertools.pairwise(starts(problem.lengths).tolist())
     for i, (begin, end) in enumerate(bounds):
         if end > begin:
             of_one = options if slopes is None else options | {"alibi_slopes": slopes[i]}
             out, lse = result.out[begin:end][None], result.lse[:, begin:end][None]
             one = problem.q[begin:end][None], problem.keys[i][None], problem.values[i][None]
+            if mask is not None:
+                n, m = end - begin, len(problem.keys[i])
+                of_one = of_one | {"dropout_mask": mask[i, :, :n, :m]}
             check_forward(out, lse, *one, causal=config.mask == "causal", **of_one)
 
 

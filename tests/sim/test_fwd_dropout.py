@@ -6,6 +6,7 @@ import re
 import mutants_dropout
 import pytest
 import ragged
+import serving
 import tiers
 import torch
 from mutants import ONE_STAGE
@@ -25,6 +26,7 @@ CONFIGS = (SM80, SM90, CAUSAL)
 if tiers.everything:  # each is compiled for these tests alone
     CONFIGS += (replace(STRIDING, dropout=True), replace(ASKING, dropout=True))
     CONFIGS += tuple(replace(c, softcap=True, alibi=True) for c in (SM80, SM90))
+PAGED = replace(SM80, paged=True)  # with pages it is of the sm80 class everywhere
 MUTANTS = mutants_dropout.MUTANTS if tiers.everything else mutants_dropout.OF_SM80
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 WINDOW = (150, 60)
@@ -44,7 +46,7 @@ both = pytest.mark.parametrize("config", (SM80, SM90), ids=ids)
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in (*CONFIGS, ONE_STAGE)])
+    return sim.build_kernels([(config, "none") for config in (*CONFIGS, PAGED, ONE_STAGE)])
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,15 @@ def test_probabilities(config, dropout_p):
 def test_ragged_batches(config):
     check_ragged(config)
     check_ragged(config, used=((100, 1, 0, 33, 170), (130, 60, 0, 0, 20)))
+
+
+@pytest.mark.parametrize("page_size", [4, 64])
+def test_keys_in_pages(page_size):
+    problem = serving.paged(PAGED, BATCH, page_size)
+    options = options_of(PAGED, len(BATCH[0]), 4)
+    result = serving.run(PAGED, problem, rng_state=STATE, dropout_p=0.3, **options)
+    options |= of_reference(0.3, len(BATCH[0]), 4, *map(max, BATCH))
+    serving.check(result, PAGED, problem, **options)
 
 
 @pytest.mark.parametrize("state", [(0, 0), (-1, -1), (2**63 - 1, 2**31), (1 << 32, 1)], ids=str)
