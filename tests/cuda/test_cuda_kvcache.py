@@ -21,6 +21,7 @@ from flashcute import (
     testing,
 )
 from flashcute.config import MASKS
+from flashcute.dropout import draw_state, dropout_mask
 from flashcute.rotary import apply_rotary_emb
 
 CHUNKS = 10
@@ -316,6 +317,27 @@ def test_prefill_decoding_and_speculation_in_one_batch(kernel_class: str, page_s
                     seqused_k=used[i : i + 1], num_splits=num_splits,
                 )  # fmt: skip
                 assert torch.equal(alone, out[rows]), (i, num_splits)
+
+
+def test_weights_of_keys_in_pages_are_dropped(kernel_class: str) -> None:
+    lengths_q, lengths_k, p = (70, 1, 130), (200, 77, 130), 0.25
+    (k, v), table = pages_of(lengths_k, 16)
+    q = torch.randn(sum(lengths_q), 8, 128, device="cuda", dtype=torch.bfloat16)
+    cu = torch.tensor([0, *itertools.accumulate(lengths_q)], device="cuda").int()
+    used = torch.tensor(lengths_k, device="cuda").int()
+    torch.manual_seed(5)
+    out, lse, _ = flash_attn_varlen_func(
+        q, k, v, cu, None, 130, 200, p, causal=True, block_table=table, seqused_k=used,
+        return_attn_probs=True,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    mask = dropout_mask(draw_state(q.device), 3, 8, 130, 200, p)
+    for i, (n_q, n_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        rows = slice(int(cu[i]), int(cu[i + 1]))
+        keys = [x[table[i].long()].flatten(0, 1)[None, :n_k] for x in (k, v)]
+        testing.check_forward(out[None, rows], lse[None, :, rows], q[None, rows], *keys,
+                              causal=True, dropout_p=p,
+                              dropout_mask=mask[i : i + 1, :, :n_q, :n_k])  # fmt: skip
 
 
 @pytest.mark.parametrize("garbage", [LARGE, SMALL, -1, 0])
