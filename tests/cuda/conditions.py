@@ -10,7 +10,17 @@ from unittest import mock
 
 import torch
 
-from flashcute import ops
+from flashcute import heuristics, ops
+from flashcute.config import BwdConfig
+
+
+def sm80_backwards(dtype: str, head_dim: int, mask: str) -> list[BwdConfig]:
+    """The sm80 class's backwards on this GPU: the repeatable one, and that of one kernel where it
+    fits."""
+    capability = torch.cuda.get_device_capability()
+    fused = heuristics.fused_bwd_config(dtype, head_dim, mask, capability)
+    repeatable = heuristics.bwd_config(dtype, head_dim, mask)
+    return [repeatable] if fused is None else [repeatable, fused]
 
 
 def choosing(name: str) -> contextlib.AbstractContextManager:

@@ -102,6 +102,12 @@ MUTANTS = (
         "add_dq(params, storage, tile, head, n)",
     ),
     _mutant(
+        "infinite P behind the last key",
+        _KERNEL,
+        "if constexpr (Traits::kSumsDq) Info::mask_behind_keys(tile, tile.seqlen_k);",
+        "",
+    ),
+    _mutant(
         "dV of dS",
         _MAINLOOP,
         "accumulate_shared(dY, storage.p, step_y)",

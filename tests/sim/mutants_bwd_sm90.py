@@ -241,8 +241,8 @@ MUTANTS = (
     _numerics(
         "infinite P behind the last key",
         _SCHEDULER,
-        "(tile.m_block + 1) * kTileKeys > seqlen_k",
-        "false",
+        "Info::mask_behind_keys(tile, kVarlen ? tile.seqlen_k : params.seqlen_k);",
+        "",
         _FULL,
     ),
 )

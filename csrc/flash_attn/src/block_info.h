@@ -79,6 +79,14 @@ struct BlockInfo {
         return {cute::max(end - begin, 0), unmasked, begin,
                 unmasked > 0 ? unmasked_begin - begin : 0};
     }
+
+    // For a tile of keys whose parts of dQ are summed up. Behind the last key P may be infinite,
+    // and infinity times a K of zeros is NaN: a tile that the last key cuts masks every block.
+    CUTE_HOST_DEVICE static void mask_behind_keys(WorkTile &tile, int seqlen_k) {
+        if ((tile.m_block + 1) * kTileN > seqlen_k) {
+            tile.blocks.unmasked = tile.blocks.left = 0;
+        }
+    }
 };
 
 }  // namespace flash

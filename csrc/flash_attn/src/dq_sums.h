@@ -18,8 +18,7 @@ struct DqSums {
 #else
     static constexpr bool kVectors = true;
 #endif
-    // A warp's next request is for the bytes behind the last one's.
-    static constexpr int kStride = kVectors ? 1 : 32;
+    static constexpr int kStride = 32;  // without vectors, from a warp's request to its next one
 
     float *const begin;
 

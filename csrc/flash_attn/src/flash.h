@@ -41,7 +41,7 @@ struct FwdConfig {
 struct BwdTile {
     int32_t rows;        // that a CTA owns
     int32_t step;        // rows of the other side per main loop step
-    int32_t warps;       // MMA warps per CTA, each owning rows / warps rows; sm90: 16 rows
+    int32_t warps;       // MMA warps per CTA, which divide rows; sm90: each owns 16 rows
     int32_t stages;      // buffers in shared memory of what a step loads: 1 or 2
     int32_t min_ctas;    // CTAs per SM that the register budget must allow
     int32_t warps_step;  // that divide a step's rows and the columns of dK and dV: 1, or with fused

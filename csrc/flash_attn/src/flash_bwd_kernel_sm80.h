@@ -54,6 +54,7 @@ struct TileSchedulerBwd {
         }
         tile.head_q = kOfKeys ? tile.head * params.h_h_k_ratio : tile.head;
         tile.blocks = blocks(params, tile);
+        if constexpr (Traits::kSumsDq) Info::mask_behind_keys(tile, tile.seqlen_k);
         return tile;
     }
 

@@ -9,8 +9,9 @@
 // with P = exp(S - LSE) and dS = P * (dP - D), D of preprocess; dropout.h and score_mod.h say what
 // they change. X is what S is made of, Y what dP is made of. P and dS stay in registers: as
 // accumulators their rows are those that the warp owns, which makes them A operands of the products
-// that follow. But with kSharesP warps divide a step's rows in S and dP, and the columns in dV and
-// dK: both go through shared memory. So does dS for dQ of all, the only sum that crosses CTAs.
+// that follow. With warps_step > 1 the warps of a row have parts of them, and both go through
+// shared memory. For the dQ of `all` dS does anyway: it is the only sum that crosses warps and
+// CTAs.
 #pragma once
 
 #include <cute/tensor.hpp>

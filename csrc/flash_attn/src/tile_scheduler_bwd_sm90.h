@@ -100,11 +100,7 @@ struct TileSchedulerBwdSm90 {
   private:
     CUTE_HOST_DEVICE static void set_blocks(Flash_bwd_params const &params, WorkTile &tile) {
         tile.blocks = blocks(params, tile);
-        // Behind the last key P may be infinite, and 0 times it NaN: such a tile masks every step.
-        int const seqlen_k = kVarlen ? tile.seqlen_k : params.seqlen_k;
-        if ((tile.m_block + 1) * kTileKeys > seqlen_k) {
-            tile.blocks.unmasked = tile.blocks.left = 0;
-        }
+        Info::mask_behind_keys(tile, kVarlen ? tile.seqlen_k : params.seqlen_k);
     }
 };
 
