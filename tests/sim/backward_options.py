@@ -314,5 +314,25 @@ def make_hostile(config: BwdConfig, name: str) -> Hostile:
     return Hostile(problem, lengths)
 
 
+def infinite_key(config: BwdConfig) -> Ragged:
+    """The gradients of its sequence are NaN, but not what lies behind it."""
+    problem = make_ragged(config, ((70, 60), (30, 20)), used=((65, 60), (30, 20)), extras=False)
+    problem.k[7] = torch.inf
+    return problem
+
+
+def check_that_infinity_stays(config: BwdConfig) -> None:
+    """In its sequence."""
+    result = infinite_key(config).run(config)
+    assert passed(result).outputs["dq"][:65].isnan().any()
+    assert not spoils_neighbours(result)
+
+
+def spoils_neighbours(result: sim.SimResult) -> bool:
+    """Of :func:`infinite_key`."""
+    dq, dk = (passed(result).outputs[name] for name in ("dq", "dk"))
+    return bool(dq[65:70].count_nonzero()) or not (dq[70:].isfinite().all() and dk[30:].any())
+
+
 def outputs(result: sim.SimResult) -> dict[str, Tensor]:
     return {name: passed(result).outputs[name] for name in GRADIENTS}

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-import re
 
+import bwd_checks
 import pytest
 import tiers
 import torch
@@ -14,7 +14,6 @@ from backward import (
     TOGETHER,
     check,
     check_large_scores,
-    compare,
     large_scores,
     make_problem,
     one_large_score,
@@ -22,14 +21,14 @@ from backward import (
     same,
     with_mask,
 )
-from mutants import ONE_STAGE, TWO_STAGES, Mutant
+from bwd_checks import mutant_problems
+from mutants import ONE_STAGE, TWO_STAGES
 from mutants_bwd import MUTANTS
-from planted import build_mutants, checker
+from planted import build_mutants
 
 from flashcute import heuristics, sim
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS
-from flashcute.oracles import embed_in_nan
-from flashcute.reference import attention_ref, visible_keys
+from flashcute.reference import attention_ref
 
 PAIR = (TOGETHER, SPLIT)
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS]
@@ -54,35 +53,13 @@ def test_gradients(config, shape):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_in_use(dtype, head_dim):
-    for mask in MASKS:
-        config = heuristics.bwd_config(dtype, head_dim, mask)
-        problem = make_problem(config, (1, 130, 150, 2, 1), extras=True)
-        check(problem, problem.run(config))
+    bwd_checks.check_tiles_in_use(heuristics.bwd_config, dtype, head_dim)
 
 
 @pytest.mark.parametrize("order", ["bshd", "bhsd", "sbhd"])
 @pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
 def test_strides_and_surroundings(config, order):
-    """NaN around every input and output: neither read nor overwritten."""
-    problem = make_problem(config, (2, 70, 100, 2, 1))
-    names = ("q", "k", "v", "dout")
-    inputs = {name: embed_in_nan(getattr(problem, name), order).view for name in names}
-    out, lse = problem.forward()
-    shapes = {"dq": problem.q, "dk": problem.k, "dv": problem.v}
-    outputs = {
-        name: embed_in_nan(torch.full_like(x, math.nan), order) for name, x in shapes.items()
-    }
-    result = sim.run_bwd(
-        config,
-        *(inputs[name] for name in "qkv"),
-        embed_in_nan(out, order).view,
-        lse,
-        inputs["dout"],
-        gradients={name: x.view for name, x in outputs.items()},
-    )
-    check(problem, result)
-    assert same(result, problem.run(config))
-    assert all(x.untouched() for x in outputs.values())
+    bwd_checks.check_strides_and_surroundings(config, 100, order)
 
 
 @pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
@@ -104,40 +81,11 @@ def test_checkers_are_silent(checker):
     check(problem, problem.run(config, checker=checker, seed=3))
 
 
-def visits(problem, tile, *, owns_queries):
-    """Pairs of an owned tile and a visited block that share a visible pair of a query and a key."""
-    seqlen_q, seqlen_k = problem.q.shape[1], problem.k.shape[1]
-    options = problem.options
-    visible = visible_keys(seqlen_q, seqlen_k, options["causal"], options["window_size"])
-    visible = visible if owns_queries else visible.T
-    return sum(
-        bool(block.any())
-        for rows in visible.split(tile.rows, 0)
-        for block in rows.split(tile.step, 1)
-    )
-
-
-def mma_count(config, problem):
-    """Products of visible blocks alone: three for dQ, four for dK and dV, five where these are
-    split."""
-    b, _, h, _ = problem.q.shape
-    products = 0
-    for tile, count in ((config.dq, 3), (config.dkv, 5 if config.split_dkv else 4)):
-        blocks = visits(problem, tile, owns_queries=tile is config.dq)
-        products += blocks * count * tile.rows * tile.step * config.head_dim
-    return b * h * products // (16 * 8 * 16)
-
-
 @pytest.mark.parametrize("shape", SHAPES[1:5], ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_work_done_is_the_work_planned(config, shape):
     """And shared memory is read and written without bank conflicts."""
-    problem = make_problem(config, shape)
-    counters = passed(problem.run(config)).counters
-    assert counters["mma"] == mma_count(config, problem)
-    assert not any(n for name, n in counters.items() if name.endswith("_conflicts"))
-    gradients = problem.q.numel() + problem.k.numel() + problem.v.numel()
-    assert counters["global_store_bytes"] == 2 * gradients
+    bwd_checks.check_work_done(config, shape)
 
 
 @pytest.mark.parametrize("wanted", [(), ("dq",), ("dk", "dv")], ids="-".join)
@@ -164,19 +112,7 @@ def test_linear_in_the_gradient_of_the_output():
 
 @pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
 def test_uniform_probabilities(config):
-    """Q = 0 and 64 keys: dV is the mean of dO over the group's queries and heads, times their
-    number over 64, exactly; dK is 0."""
-    config = with_mask(config, "none")
-    problem = make_problem(config, (2, 90, 64, 4, 2))
-    integers = torch.randint(-8, 9, problem.dout.shape, generator=torch.Generator().manual_seed(1))
-    problem = dataclasses.replace(
-        problem, q=torch.zeros_like(problem.q), dout=integers.to(problem.dout.dtype)
-    )
-    result = passed(problem.run(config))
-    expected = integers.double().sum(1).unflatten(1, (2, 2)).sum(2) / 64  # (b, h_k, d)
-    dv = result.outputs["dv"]
-    assert torch.equal(dv, expected[:, None].expand(dv.shape).to(dv.dtype))
-    assert not result.outputs["dk"].any()
+    bwd_checks.check_uniform_probabilities(config)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
@@ -199,38 +135,23 @@ def test_rows_of_ds_sum_to_zero(config):
 
 @pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
 def test_rows_without_keys(config):
-    """Whatever the gradient of their log-sum-exp, -inf, is: they take part in nothing."""
-    problem = make_problem(config, (1, 150, 70, 2, 2), extras=True)
-    problem.options["sinks"] = None
-    garbage = problem.dlse.clone()
-    garbage[:, :, : 150 - 70] = math.nan
-    result = problem.run(config)
-    check(problem, result)
-    assert not result.outputs["dq"][:, : 150 - 70].any()
-    assert same(result, passed(dataclasses.replace(problem, dlse=garbage).run(config)))
+    bwd_checks.check_rows_without_keys(config)
 
 
 @pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
 def test_keys_that_no_query_sees(config):
-    """What they hold reaches nothing: blocks outside of every window are not read."""
-    config = with_mask(config, "local")
-    problem = make_problem(config, (1, 20, 300, 2, 1), window=(30, 0))
-    result = passed(problem.run(config))
-    unseen = 300 - 20 - 30
-    assert not result.outputs["dk"][:, :unseen].any()
-    assert not result.outputs["dv"][:, :unseen].any()
-    assert result.outputs["dk"][:, unseen:].any(-1).all()
-    k, v = problem.k.clone(), problem.v.clone()
-    k[:, :192], v[:, :192] = math.nan, math.nan
-    assert same(result, passed(dataclasses.replace(problem, k=k, v=v).run(config)))
+    bwd_checks.check_keys_that_no_query_sees(config)
 
 
 @pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
 @pytest.mark.parametrize(("mask", "window"), [("none", (500, 500)), ("causal", (500, 0))])
 def test_window_that_covers_all_equals_none(config, mask, window):
-    local = with_mask(config, "local")
-    problem = make_problem(local, (1, 100, 170, 2, 1), window=window)
-    assert same(passed(problem.run(local)), passed(problem.run(with_mask(config, mask))))
+    bwd_checks.check_window_that_covers_all(config, mask, window, 170)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_keys_behind_the_last_one_do_not_count(config):
+    bwd_checks.check_keys_behind_the_last_one(config)
 
 
 @pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
@@ -271,16 +192,9 @@ def test_wrong_arguments_are_named():
         dataclasses.replace(problem, dout=problem.dout.float()).run(TOGETHER)
 
 
-# A window with unseen keys; queries that see no key; more keys than queries, in groups.
-MUTANT_SHAPES = ((1, 70, 200, 1, 1), (1, 150, 70, 2, 2), (2, 100, 150, 4, 2))
-# Planted like a mutant, without a fault; the last one is compiled for racecheck.
-_NOTHING = ("flash.h", "#pragma once", "#pragma once")
 FAULTLESS = [
-    *(
-        Mutant(f"none in {c.full_name}", *_NOTHING, "", "", c)
-        for c in dict.fromkeys(m.config for m in MUTANTS)
-    ),
-    Mutant("none in what is checked for races", *_NOTHING, "racecheck", "", TOGETHER),
+    *bwd_checks.faultless(mutant.config for mutant in MUTANTS),
+    *bwd_checks.faultless([TOGETHER], "racecheck"),
 ]
 
 
@@ -290,43 +204,13 @@ def planted(tmp_path_factory):
     return build_mutants([*MUTANTS, *FAULTLESS], tmp_path_factory.mktemp("mutants"))
 
 
-def wrong_numbers(problem, result):
-    return not all(r.ok for r in compare(problem, result).values())
-
-
-def wrong_counts(config, problem, result):
-    counters = result.counters
-    conflicts = any(n for name, n in counters.items() if name.endswith("_conflicts"))
-    return conflicts or counters["mma"] != mma_count(config, problem)
-
-
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, planted):
-    config, (finder, _, copy_mode) = mutant.config, mutant.finder.partition("/")
-    results = []
-    for shape in MUTANT_SHAPES:
-        problem = make_problem(config, shape, extras=True)
-        if shape[1] > shape[2]:
-            problem.options["sinks"] = None  # so that the LSE of empty rows is -inf
-        options = {"checker": checker(mutant), "copy_mode": copy_mode or "late"}
-        result = problem.run(config, kernel=planted[mutant.name], timeout=120, **options)
-        results.append(result)
-        if result.verdict == "fail" and mutant.report and re.search(mutant.report, result.message):
-            return
-        if result.verdict == "pass":
-            if finder == "numerics" and wrong_numbers(problem, result):
-                return
-            if finder == "counters" and wrong_counts(config, problem, result):
-                assert not wrong_numbers(problem, result)
-                return
-    pytest.fail(f"{mutant.name} survived: {[(r.verdict, r.message) for r in results]}")
+    problems = mutant_problems(mutant.config)
+    bwd_checks.check_that_mutant_is_found(mutant, planted[mutant.name], problems)
 
 
 @pytest.mark.parametrize("faultless", FAULTLESS, ids=lambda m: m.name)
 def test_unmutated_kernels_pass_the_same_checks(faultless, planted):
-    config = faultless.config
-    for shape in MUTANT_SHAPES:
-        problem = make_problem(config, shape, extras=True)
-        options = {"kernel": planted[faultless.name], "checker": checker(faultless)}
-        result = passed(problem.run(config, **options))
-        assert not wrong_numbers(problem, result) and not wrong_counts(config, problem, result)
+    problems = mutant_problems(faultless.config)
+    bwd_checks.check_that_nothing_is_found(faultless, planted[faultless.name], problems)

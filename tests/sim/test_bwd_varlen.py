@@ -18,6 +18,7 @@ from backward_options import (
     SOME,
     TOGETHER,
     Behind,
+    check_that_infinity_stays,
     make_hostile,
     make_ragged,
     one_of,
@@ -41,6 +42,9 @@ EVERY = [config for config in RAGGED if config.softcap]
 CAUSAL = [config for config in PLAIN if config.mask == "causal"]
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 each = pytest.mark.parametrize("config", RAGGED, ids=lambda c: c.full_name)
+each_kind = pytest.mark.parametrize(  # several kernels, and one
+    "config", (CAUSAL[0], CAUSAL[-1]), ids=lambda c: c.full_name
+)
 each_causal = pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
 
 
@@ -77,9 +81,9 @@ def test_rows_that_are_not_used(config):
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 0), (127, 3), (128, 128), (300, 1)])
-def test_rows_before_the_first_sequence(n, m):
+@each_kind
+def test_rows_before_the_first_sequence(config, n, m):
     """Likewise; also where no sequence follows."""
-    config = CAUSAL[0]
     for batch in (SOME, ((), ())):
         problem = Behind(make_ragged(config, batch), n, m)
         problem.check(problem.run(config))
@@ -119,16 +123,29 @@ def test_equal_lengths_equal_a_dense_batch(config):
             assert torch.equal(x, expected.outputs[name].flatten(0, 1)), name
 
 
-def test_neighbours_do_not_matter():
+@each_kind
+def test_neighbours_do_not_matter(config):
     """Not in one bit: a sequence among others of NaN is as alone."""
-    config = CAUSAL[0]
-    batch = (40, 150, 60), (50, 170, 90)
+    batch = (40, 150, 60), (50, min(170, config.repeatable_keys), 90)
     problem = make_ragged(config, batch)
     for i in range(3):
         alone, among, parts = one_of(problem, batch, i)
         result, expected = among.run(config, seed=i), outputs(alone.run(config))
         for name, part in parts.items():
             assert torch.equal(passed(result).outputs[name][part], expected[name]), name
+
+
+@each_causal
+def test_what_is_infinite_stays_in_its_sequence(config):
+    check_that_infinity_stays(config)
+
+
+@pytest.mark.parametrize("config", PLAIN, ids=lambda c: c.full_name)
+def test_keys_behind_the_last_one_do_not_count(config):
+    """Scores are far below 0, so that exp(0 - LSE), of a row of zeros, is infinite."""
+    problem = make_ragged(config, ((129, 65), (150, 20)), extras=False)
+    problem = dataclasses.replace(problem, q=problem.q / 8 + 5, k=problem.k / 8 - 5)
+    problem.check(problem.run(config))
 
 
 @pytest.mark.parametrize("config", (*CAUSAL, EVERY[0]), ids=lambda c: c.full_name)
@@ -176,37 +193,43 @@ def test_only_gradients_that_are_wanted_are_computed(wanted):
     )
 
 
-def test_more_sequences_than_the_planner_has_threads():
-    config = CAUSAL[0]
+@each_kind
+def test_more_sequences_than_the_planner_has_threads(config):
     batch = tuple(i % 3 // 2 for i in range(600)), tuple(i % 7 for i in range(600))
     problem = make_ragged(config, batch, h=1, h_k=1)
     problem.check(problem.run(config))
 
 
-def run_hostile(name, **options):
+def run_hostile(config, name, **options):
     """Results mean nothing then, but each access stays inside."""
-    config = mutants_bwd_varlen.CONFIG
     passed(make_hostile(config, name).run(config, **options))
 
 
+HOSTILE_TO = mutants_bwd_varlen.CONFIG, CAUSAL[-1]
+each_hostile = pytest.mark.parametrize("config", HOSTILE_TO, ids=lambda c: c.full_name)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_lengths_reach_beyond_the_tensors(name):
-    """By what the simulator itself checks: copies to shared memory and stores of 16 bytes."""
-    run_hostile(name)
+@each_hostile
+def test_no_lengths_reach_beyond_the_tensors(config, name):
+    """By what the simulator itself checks: copies to shared memory, stores of 16 bytes and
+    reductions."""
+    run_hostile(config, name)
 
 
 @pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
 @pytest.mark.parametrize("checker", ["memcheck", "ubcheck"])
-def test_no_lengths_reach_beyond_any_memory(checker):
-    unit = unit_of((mutants_bwd_varlen.CONFIG,), checker)
+@each_hostile
+def test_no_lengths_reach_beyond_any_memory(config, checker):
+    unit = unit_of((config,), checker)
     sim.build_runners([checker])
     (result,) = build.build_many([unit], toolchain.find_host_compiler())
     assert result.artefact is not None, result
-    kernel = result.artefact.path, mutants_bwd_varlen.CONFIG.full_name
+    kernel = result.artefact.path, config.full_name
     for name in HOSTILE:
-        run_hostile(name, kernel=kernel, checker=checker)
-    problem = make_ragged(mutants_bwd_varlen.CONFIG, SOME, h=2, h_k=1)
-    problem.check(problem.run(mutants_bwd_varlen.CONFIG, kernel=kernel, checker=checker))
+        run_hostile(config, name, kernel=kernel, checker=checker)
+    problem = make_ragged(config, SOME, h=2, h_k=1)
+    problem.check(problem.run(config, kernel=kernel, checker=checker))
 
 
 def test_kernels_must_be_of_ragged_batches():

@@ -14,17 +14,21 @@ from backward_options import (
     ORDER,
     SOME,
     Behind,
+    check_that_infinity_stays,
+    infinite_key,
     make_hostile,
     make_ragged,
     one_of,
     outputs,
     permuted,
+    spoils_neighbours,
 )
+from bwd_checks import visits
 from mutants_bwd_sm90 import COLUMNS, ROWS
 from mutants_bwd_wide_sm90 import WIDE
 from planted import build_mutants
 from ragged import PADDED
-from test_bwd_sm90 import instructions, visits
+from test_bwd_sm90 import instructions
 
 from flashcute import sim
 from flashcute.config import MASKS
@@ -117,24 +121,9 @@ def test_bound_below_a_length(config):
     problem.check(problem.run(config, **given))
 
 
-def infinite_key(config):
-    """The gradients of its sequence are NaN, but not what lies behind it."""
-    problem = make_ragged(config, ((70, 60), (30, 20)), used=((65, 60), (30, 20)), extras=False)
-    problem.k[7] = torch.inf
-    return problem
-
-
-def spoils_neighbours(problem, result):
-    dq, dk = (passed(result).outputs[name] for name in ("dq", "dk"))
-    return bool(dq[65:70].count_nonzero()) or not (dq[70:].isfinite().all() and dk[30:].any())
-
-
 @each_causal
 def test_what_is_infinite_stays_in_its_sequence(config):
-    problem = infinite_key(config)
-    result = problem.run(config)
-    assert passed(result).outputs["dq"][:65].isnan().any()
-    assert not spoils_neighbours(problem, result)
+    check_that_infinity_stays(config)
 
 
 @pytest.mark.parametrize(("n", "m"), [(100, 70), (70, 128), (300, 200)])
@@ -212,7 +201,8 @@ def wrong_counts(config, batch, result, heads=4):
     n = 0
     for length in zip(*batch, strict=True):
         if length[0] and length[1]:
-            n += heads * visits(config, make_problem(config, (1, *length, 1, 1)))
+            problem = make_problem(config, (1, *length, 1, 1))
+            n += heads * visits(problem, config.dkv.step, config.cluster * config.dkv.rows)
     counters = result.counters
     return (
         any(x for name, x in counters.items() if name.endswith("_conflicts"))
@@ -265,8 +255,7 @@ def find_fault(kernel, config):
         except AssertionError:
             return "numerics"
     problem = infinite_key(config)
-    spoilt = spoils_neighbours(problem, problem.run(config, kernel=kernel))
-    return "numerics" if spoilt else None
+    return "numerics" if spoils_neighbours(problem.run(config, kernel=kernel)) else None
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

@@ -1,0 +1,264 @@
+"""What the tests of every backward ask of its kernels, and how their planted faults are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from backward import (
+    Problem,
+    check,
+    compare,
+    make_problem,
+    passed,
+    same,
+    with_mask,
+)
+from mutants import Mutant
+from planted import checker
+
+from flashcute import sim
+from flashcute.config import MASKS, BwdConfig
+from flashcute.oracles import embed_in_nan
+from flashcute.reference import visible_keys
+
+# Without the gradient that CTAs may sum up in any order.
+BUT_DQ = ("dk", "dv", "dsinks")
+
+
+def check_tiles_in_use(kind: Callable[..., BwdConfig], dtype: str, head_dim: int) -> None:
+    """``kind``: of :mod:`flashcute.heuristics`."""
+    for mask in MASKS:
+        config = kind(dtype, head_dim, mask)
+        problem = make_problem(config, (1, 130, 150, 2, 1), extras=True)
+        check(problem, problem.run(config))
+
+
+def check_strides_and_surroundings(config: BwdConfig, seqlen_k: int, order: str) -> None:
+    """NaN around every input and output: neither read nor overwritten."""
+    problem = make_problem(config, (2, 70, seqlen_k, 2, 1))
+    names = ("q", "k", "v", "dout")
+    inputs = {name: embed_in_nan(getattr(problem, name), order).view for name in names}
+    out, lse = problem.forward()
+    shapes = {"dq": problem.q, "dk": problem.k, "dv": problem.v}
+    outputs = {
+        name: embed_in_nan(torch.full_like(x, math.nan), order) for name, x in shapes.items()
+    }
+    result = sim.run_bwd(
+        config,
+        *(inputs[name] for name in "qkv"),
+        embed_in_nan(out, order).view,
+        lse,
+        inputs["dout"],
+        gradients={name: x.view for name, x in outputs.items()},
+    )
+    check(problem, result)
+    assert seqlen_k <= config.repeatable_keys and same(result, problem.run(config))
+    assert all(x.untouched() for x in outputs.values())
+
+
+def check_that_schedules_change_only_the_sums_of_dq(config: BwdConfig) -> None:
+    problem = make_problem(config, (1, 70, 500, 2, 1), extras=True)
+    run = functools.partial(problem.run, config, sms=3 * config.cluster)
+    first = passed(run())
+    assert same(first, run())
+    equal = []
+    for seed, copy_mode in enumerate(2 * sim.COPY_MODES):
+        again = run(seed=seed, copy_mode=copy_mode)
+        check(problem, again)
+        assert same(first, again, BUT_DQ) and first.counters == again.counters
+        equal.append(same(first, again, ("dq_accum",)))
+    assert not all(equal)
+
+
+def check_that_two_tiles_of_keys_add_to_dq_in_one_order(config: BwdConfig) -> None:
+    """Of one more the schedule decides; the tests on a GPU ask for repeatable bits by this."""
+    config = with_mask(config, "none")
+    for keys, repeatable in ((config.repeatable_keys, True), (config.repeatable_keys + 60, False)):
+        problem = make_problem(config, (1, 70, keys, 2, 1))
+        run = functools.partial(problem.run, config)
+        first = passed(run())
+        schedules = enumerate(2 * sim.COPY_MODES)
+        sms = 3 * config.cluster
+        again = [run(seed=seed, copy_mode=mode, sms=sms) for seed, mode in schedules]
+        assert all(same(first, passed(x), ("dq_accum",)) for x in again) == repeatable
+
+
+def check_uniform_probabilities(config: BwdConfig) -> None:
+    """Q = 0 and 64 keys: dV is the mean of dO over the group's queries and heads, times their
+    number over 64, exactly; dK is 0."""
+    config = with_mask(config, "none")
+    problem = make_problem(config, (2, 90, 64, 4, 2))
+    integers = torch.randint(-8, 9, problem.dout.shape, generator=torch.Generator().manual_seed(1))
+    problem = dataclasses.replace(
+        problem, q=torch.zeros_like(problem.q), dout=integers.to(problem.dout.dtype)
+    )
+    result = passed(problem.run(config))
+    expected = integers.double().sum(1).unflatten(1, (2, 2)).sum(2) / 64  # (b, h_k, d)
+    dv = result.outputs["dv"]
+    assert torch.equal(dv, expected[:, None].expand(dv.shape).to(dv.dtype))
+    assert not result.outputs["dk"].any()
+
+
+def check_rows_without_keys(config: BwdConfig) -> None:
+    """Whatever the gradient of their log-sum-exp, -inf, is: they take part in nothing."""
+    problem = make_problem(config, (1, 150, 70, 2, 2), extras=True)
+    problem.options["sinks"] = None
+    garbage = problem.dlse.clone()
+    garbage[:, :, : 150 - 70] = math.nan
+    result = problem.run(config)
+    check(problem, result)
+    assert not result.outputs["dq"][:, : 150 - 70].any()
+    assert same(result, passed(dataclasses.replace(problem, dlse=garbage).run(config)))
+
+
+def check_keys_that_no_query_sees(config: BwdConfig) -> None:
+    """What they hold reaches nothing: blocks outside of every window are not read."""
+    config = with_mask(config, "local")
+    problem = make_problem(config, (1, 20, 300, 2, 1), window=(30, 0))
+    result = passed(problem.run(config))
+    unseen = 300 - 20 - 30
+    for name in ("dk", "dv"):
+        assert not result.outputs[name][:, :unseen].any()
+        assert result.outputs[name][:, unseen:].any(-1).all()
+    k, v = problem.k.clone(), problem.v.clone()
+    k[:, :192], v[:, :192] = math.nan, math.nan
+    assert same(result, passed(dataclasses.replace(problem, k=k, v=v).run(config)))
+
+
+def check_window_that_covers_all(
+    config: BwdConfig, mask: str, window: tuple[int, int], seqlen_k: int
+) -> None:
+    local = with_mask(config, "local")
+    problem = make_problem(local, (1, 100, seqlen_k, 2, 1), window=window)
+    assert same(passed(problem.run(local)), passed(problem.run(with_mask(config, mask))))
+
+
+def infinite_behind_the_keys(config: BwdConfig) -> Problem:
+    """All scores far below 0, so that exp(0 - LSE), of a row of zeros, is infinite. Under a causal
+    mask the last query is alone in its block, which no key cuts."""
+    problem = make_problem(config, (1, 129, 150, 2, 1))
+    ones = torch.ones_like(problem.q)
+    return dataclasses.replace(problem, q=5 * ones + problem.q / 8, k=problem.k / 8 - 5)
+
+
+def check_keys_behind_the_last_one(config: BwdConfig) -> None:
+    problem = infinite_behind_the_keys(config)
+    check(problem, problem.run(config))
+
+
+def visits(problem: Problem, queries: int, keys: int) -> int:
+    """Pairs of a block of so many queries and one of so many keys that share a visible pair, of one
+    head."""
+    options = problem.options
+    visible = visible_keys(
+        problem.q.shape[1], problem.k.shape[1], options["causal"], options["window_size"]
+    )
+    return sum(
+        bool(block.any()) for rows in visible.split(queries, 0) for block in rows.split(keys, 1)
+    )
+
+
+def mma_count(config: BwdConfig, problem: Problem) -> int:
+    """Products of visible blocks alone, in the sm80 class: five of one kernel for all; else three
+    for dQ, four for dK and dV, five where these are split."""
+    b, _, h, _ = problem.q.shape
+    dq, dkv = config.dq, config.dkv
+    of_keys = visits(problem, dkv.step, dkv.rows) * dkv.rows * dkv.step
+    if config.fused:
+        products = 5 * of_keys
+    else:
+        of_queries = visits(problem, dq.rows, dq.step) * dq.rows * dq.step
+        products = 3 * of_queries + (5 if config.split_dkv else 4) * of_keys
+    return b * h * products * config.head_dim // (16 * 8 * 16)
+
+
+def wrong_counts(config: BwdConfig, problem: Problem, result: sim.SimResult) -> bool:
+    """Of a kernel of the sm80 class: other products, or bank conflicts of shared memory."""
+    counters = result.counters
+    conflicts = any(n for name, n in counters.items() if name.endswith("_conflicts"))
+    return conflicts or counters["mma"] != mma_count(config, problem)
+
+
+def check_work_done(config: BwdConfig, shape: tuple[int, int, int, int, int]) -> None:
+    problem = make_problem(config, shape)
+    result = passed(problem.run(config))
+    assert not wrong_counts(config, problem, result)
+    gradients = problem.q.numel() + problem.k.numel() + problem.v.numel()
+    assert result.counters["global_store_bytes"] == 2 * gradients
+
+
+# A window with unseen keys; queries that see no key; more keys than queries, in groups.
+_MUTANT_SHAPES = ((1, 70, 200, 1, 1), (1, 150, 70, 2, 2), (2, 100, 150, 4, 2))
+
+
+def mutant_problems(
+    config: BwdConfig, *shapes: tuple[int, int, int, int, int]
+) -> Iterator[Problem]:
+    """What kernels with planted faults are given, and then problems of further shapes."""
+    for shape in (*_MUTANT_SHAPES, *shapes):
+        problem = make_problem(config, shape, extras=True)
+        if shape[1] > shape[2]:
+            problem.options["sinks"] = None  # so that the LSE of empty rows is -inf
+        yield problem
+    yield infinite_behind_the_keys(config)
+
+
+def faultless(configs: Iterable[BwdConfig], finder: str = "") -> list[Mutant]:
+    """Planted like mutants of these configurations, without a fault."""
+    nothing = ("flash.h", "#pragma once", "#pragma once")
+    of_finder = f"{finder} finds " * bool(finder)
+    return [
+        Mutant(f"{of_finder}none in {c.full_name}", *nothing, finder, "", c)
+        for c in dict.fromkeys(configs)
+    ]
+
+
+def wrong_numbers(problem: Problem, result: sim.SimResult) -> bool:
+    return not all(r.ok for r in compare(problem, result).values())
+
+
+# Of a configuration, its problem and the result.
+Counts = Callable[[BwdConfig, Problem, sim.SimResult], bool]
+
+
+def check_that_mutant_is_found(
+    mutant: Mutant,
+    kernel: tuple[Path, str],
+    problems: Iterable[Problem],
+    wrong_counts: Counts = wrong_counts,
+) -> None:
+    """By what it has to be found by, with one of ``problems``."""
+    config, (finder, _, copy_mode) = mutant.config, mutant.finder.partition("/")
+    results = []
+    for problem in problems:
+        options = {"checker": checker(mutant), "copy_mode": copy_mode or "late"}
+        result = problem.run(config, kernel=kernel, timeout=120, **options)
+        results.append(result)
+        if result.verdict == "fail" and mutant.report and re.search(mutant.report, result.message):
+            return
+        if result.verdict == "pass":
+            if finder == "numerics" and wrong_numbers(problem, result):
+                return
+            if finder == "counters" and wrong_counts(config, problem, result):
+                assert not wrong_numbers(problem, result)
+                return
+    pytest.fail(f"{mutant.name} survived: {[(r.verdict, r.message) for r in results]}")
+
+
+def check_that_nothing_is_found(
+    faultless: Mutant,
+    kernel: tuple[Path, str],
+    problems: Iterable[Problem],
+    wrong_counts: Counts = wrong_counts,
+) -> None:
+    for problem in problems:
+        result = problem.run(faultless.config, kernel=kernel, checker=checker(faultless))
+        assert not wrong_numbers(problem, passed(result))
+        assert not wrong_counts(faultless.config, problem, result)
