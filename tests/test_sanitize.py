@@ -76,12 +76,15 @@ def test_without_the_tool_it_says_so(monkeypatch, tmp_path):
 
 def test_backwards_that_are_not_chosen_are_launched_too():
     of_hopper = {config for config in sanitize.configs((9, 0))[1] if config.arch == 90}
-    asked = itertools.product(HEAD_DIMS, ("none", "causal"), (False, True))
-    assert {(config.head_dim, config.mask, config.varlen) for config in of_hopper} == {*asked}
+    asked = {*itertools.product(HEAD_DIMS, ("none", "causal"), (False, True))}
+    assert {(config.head_dim, config.mask, config.varlen) for config in of_hopper} == asked
     for capability in ((8, 0), (9, 0)):
         forward, backward = sanitize.configs(capability)
         assert len(backward) == len(set(backward)) and {c.dtype for c in forward} == {"bf16"}
-        assert {c.varlen for c in backward if c.arch == 80} == {False, True}
+        for fused in (False, True):
+            of_sm80 = [c for c in backward if c.arch == 80 and c.fused == fused]
+            found = {(c.head_dim, c.mask, c.varlen) for c in of_sm80}
+            assert found == asked and len(of_sm80) == len(found)
     assert {config.arch for config in backward} == {80, 90}
     assert {config.arch for config in sanitize.configs((8, 0))[1]} == {80}
 

@@ -62,9 +62,9 @@ def configs(capability: tuple[int, int]) -> tuple[list, list]:
     for head_dim, causal in itertools.product(HEAD_DIMS, (False, True)):
         forward += heuristics.configs_in_use("bf16", head_dim, causal, capability)
         kernels = heuristics.bwd_configs_in_use("bf16", head_dim, causal, capability)
-        if heuristics.kernel_class(capability) == 90:
+        if heuristics.kernel_class(capability) == 90:  # which has one kernel for options alone
             mask = "causal" if causal else "none"
-            kernels.append(heuristics.sm90_bwd_config("bf16", head_dim, mask))
+            kernels.append(heuristics.fused_bwd_config("bf16", head_dim, mask, capability))
         ragged = [heuristics.bwd_with_options(config, varlen=True) for config in kernels]
         backward += dict.fromkeys(kernels + ragged)
     return forward, backward

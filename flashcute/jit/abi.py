@@ -323,8 +323,8 @@ def varlen_bwd_params(
 
     Args:
         tensors: As in :func:`varlen_params`, plan of :func:`bwd_plan_words` words; do, dq, dk and
-            dv as q, k and v, dlse (h, total_q), row_stats (h, row_stats_rows(), 2); in the sm90
-            class dq_accum (h, row_stats_rows(), dq_accum of the configuration).
+            dv as q, k and v, dlse (h, total_q), row_stats (h, row_stats_rows(), 2); with fused
+            dq_accum (h, row_stats_rows(), dq_accum of the configuration).
         max_seqlen_q: As in :func:`varlen_params`.
     """
     options = window_size, softcap, dropout_p

@@ -79,13 +79,14 @@ def backward_kernels() -> None:
     for head_dim in HEAD_DIMS:
         for dtype in DTYPES:
             plain = [
-                *heuristics.bwd_configs_in_use(dtype, head_dim, False, capability),
+                *conditions.sm80_backwards(dtype, head_dim, "none"),
                 heuristics.fwd_config(dtype, head_dim, False, capability),
             ]
             configs += [dataclasses.replace(c, mask=mask) for c in plain for mask in MASKS]
             if capability == (9, 0):
                 sm90 = heuristics.sm90_configs(dtype, head_dim, False)
                 configs += [dataclasses.replace(config, mask="local") for config in sm90]
+                configs += [heuristics.sm90_bwd_config(dtype, head_dim, mask) for mask in MASKS]
     specs = [(config, target) for config in configs]
     missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
     for result in jit.build_kernels(missing) if missing else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conditions import sm80_backwards
 
 from flashcute import flash_attn_func, heuristics, jit, testing
 from flashcute.dropout import draw_state, dropout_mask
@@ -19,12 +20,9 @@ DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 @pytest.fixture(scope="module", autouse=True)
 def _dropout_kernels() -> None:
     """Builds the backwards, in parallel; nothing of them spills."""
-    capability = torch.cuda.get_device_capability()
-    target = "".join(map(str, capability))
+    target = "".join(map(str, torch.cuda.get_device_capability()))
     configs = [
-        heuristics.bwd_with_options(
-            heuristics.fused_bwd_config(dtype, head_dim, mask, capability), dropout=True
-        )
+        heuristics.bwd_with_options(sm80_backwards(dtype, head_dim, mask)[-1], dropout=True)
         for dtype in DTYPE_OF
         for head_dim in HEAD_DIMS
         for mask in ("none", "causal", "local")

@@ -10,6 +10,7 @@ import scores
 import test_cuda_varlen as ragged
 import torch
 from asked import Gpu
+from conditions import sm80_backwards
 from test_cuda_bwd import enough_heads
 from test_cuda_varlen import (
     Case,
@@ -49,8 +50,7 @@ def configs() -> list:
             for head_dim in scores.HEAD_DIMS[DTYPE_OF[dtype]]
         ]
         for head_dim, options in asked:
-            kinds = heuristics.bwd_config, heuristics.fused_bwd_config
-            plain = [kind(dtype, head_dim, mask) for kind in kinds for mask in MASKS]
+            plain = [c for mask in MASKS for c in sm80_backwards(dtype, head_dim, mask)]
             found += [heuristics.bwd_with_options(c, *options, varlen=True) for c in plain]
             found += [heuristics.bwd_with_options(c, *options) for c in plain if any(options)]
     return found
