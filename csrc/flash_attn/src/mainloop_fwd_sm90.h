@@ -547,8 +547,8 @@ struct MainloopFwdSm90 {
                 clear(rO);
                 zero_rows_behind_keys(params, tile, n--);
                 // Each warp takes the loop that its own rows need. PTX asks that all four of a
-                // warpgroup execute the same wgmma; relied on is that nvcc makes both loops' the
-                // same words, descriptors' registers included (test_shipped_kernels.py).
+                // warpgroup execute the same wgmma. Both loops' are the same words in kernels that
+                // ship (test_shipped_kernels.py); in some others a register differs (facts.md).
                 CUTE_NO_UNROLL
                 while (n >= 0) {
                     // Blocks that need the mask or are likely to need their maximum, which is then
