@@ -12,7 +12,7 @@ import tiers
 
 from flashcute import jit, shipped
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, MAX_SMEM_BYTES
-from flashcute.heuristics import bwd_with_options, sm90_bwd_config
+from flashcute.heuristics import bwd_with_options, fused_bwd_config, sm90_bwd_config
 from flashcute.jit import toolchain
 from flashcute.jit.sources import kernel_include_dir
 from flashcute.profiling.disassembly import read_binary
@@ -30,12 +30,16 @@ SM90 = [stem for stem, config in COVERED.items() if config.arch == 90]
 
 
 @pytest.fixture(scope="module")
-def built():
-    """All kernels, compiled side by side; the cache keeps what has not changed."""
+def compiler():
     try:
         toolchain.find_nvcc()
     except jit.BuildError as error:
         pytest.skip(f"no CUDA compiler: {error}")
+
+
+@pytest.fixture(scope="module")
+def built(compiler):
+    """All kernels, compiled side by side; the cache keeps what has not changed."""
     results = jit.build_kernels([(config, TARGET) for config in COVERED.values()])
     return dict(zip(COVERED, results, strict=True))
 
@@ -61,9 +65,15 @@ def test_compiles_without_spills(built, stem):
         assert config.smem_bytes * min_ctas <= MAX_SMEM_BYTES[9, 0]
 
 
-def test_the_sm80_class_compiles_for_the_first_gpus_of_its_kind():
-    """Nothing in it needs a later GPU; its other kernels here are compiled for Hopper."""
-    (result,) = jit.build_kernels([(FILES["flash_fwd_hdim32_bf16_causal_sm80"], "80")])
+@pytest.mark.parametrize(
+    "config",
+    (FILES["flash_fwd_hdim32_bf16_causal_sm80"], fused_bwd_config("bf16", 128, "causal", (8, 0))),
+    ids=lambda c: c.full_name,
+)
+def test_the_sm80_class_compiles_for_the_first_gpus_of_its_kind(config, compiler):
+    """Nothing in it needs a later GPU; its other kernels here are compiled for Hopper. A backward
+    has code and a tile of its own there, as dQ is summed up word by word."""
+    (result,) = jit.build_kernels([(config, "80")])
     assert result.error is None, result.error
     assert result.artefact.meta["spill_bytes"] == 0
 

@@ -125,6 +125,13 @@ def one_large_score(config: BwdConfig) -> Problem:
     return dataclasses.replace(problem, options={**problem.options, "softmax_scale": 1.0})
 
 
+def infinite_behind_the_keys(config: BwdConfig) -> Problem:
+    """All scores far below 0, so that exp(0 - LSE), of a row of zeros, is infinite. Under a causal
+    mask the last query is alone in its block, and sees all keys."""
+    problem = make_problem(config, (1, 129, 150, 2, 1))
+    return dataclasses.replace(problem, q=problem.q / 8 + 5, k=problem.k / 8 - 5)
+
+
 def check_large_scores(problem: Problem, config: BwdConfig, forward: FwdConfig | None) -> None:
     """Runs ``forward``, or without one the reference, then the backward, and compares each result
     with a bound on its own error: what the weights are off by, and the rounding of P, dS and the

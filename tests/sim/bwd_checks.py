@@ -15,6 +15,7 @@ from backward import (
     Problem,
     check,
     compare,
+    infinite_behind_the_keys,
     make_problem,
     passed,
     same,
@@ -138,14 +139,6 @@ def check_window_that_covers_all(
     local = with_mask(config, "local")
     problem = make_problem(local, (1, 100, seqlen_k, 2, 1), window=window)
     assert same(passed(problem.run(local)), passed(problem.run(with_mask(config, mask))))
-
-
-def infinite_behind_the_keys(config: BwdConfig) -> Problem:
-    """All scores far below 0, so that exp(0 - LSE), of a row of zeros, is infinite. Under a causal
-    mask the last query is alone in its block, which no key cuts."""
-    problem = make_problem(config, (1, 129, 150, 2, 1))
-    ones = torch.ones_like(problem.q)
-    return dataclasses.replace(problem, q=5 * ones + problem.q / 8, k=problem.k / 8 - 5)
 
 
 def check_keys_behind_the_last_one(config: BwdConfig) -> None:
