@@ -365,9 +365,10 @@ def serving_params(
         tensors: q (total_q, h, d), o as q, softmax_lse (h, total_q); k and v
             (num_pages, page_size, h_k, d), seqused_k (b,); cu_seqlens_q (b + 1,), where sequences
             have different lengths, else each has ``max_seqlen_q`` rows; sinks, alibi_slopes,
-            seqused_q, cache_batch_idx, leftpad_k (b,); block_table (b_k, columns) of a paged cache;
-            k_new and v_new (b, seqlen_new, h_k, d), which are appended; rotary_cos and rotary_sin
-            (seqlen_rotary, rotary_dim / 2), and then q_unrotated (b, seqlen_q, h, d).
+            rng_state (2,), seqused_q, cache_batch_idx, leftpad_k (b,); block_table (b_k, columns)
+            of a paged cache; k_new and v_new (b, seqlen_new, h_k, d), which are appended;
+            rotary_cos and rotary_sin (seqlen_rotary, rotary_dim / 2), and then q_unrotated
+            (b, seqlen_q, h, d).
         max_seqlen_q: As in :func:`varlen_params`.
         tile_m: Of the kernel.
         rotary: How queries and pairs are rotated.
