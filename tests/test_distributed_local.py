@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 
@@ -46,11 +48,14 @@ def test_the_gradient_of_parts_adds_up(monkeypatch):
     q, k, v, dout = tensors
     out, lse, expected = gradients(*tensors, dlse)
     gradient = local.Gradient(dout, q, out.float(), lse.float(), dlse, 0.25, False)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = local.Sum(q, 2), torch.zeros_like(k), torch.zeros_like(v)
     for keys in (slice(10, 24), slice(0, 10)):
         for rows in (slice(0, 5), slice(5, 24)):
-            gradient.add(Piece(rows, keys, False, (-1, -1)), k, v, dk, dv)
-    for x, y in zip((gradient.dq, dk, dv), expected, strict=True):
+            found = gradient.of(Piece(rows, keys, False, (-1, -1)), k, v)
+            dq.add(rows, found[0])
+            dk[:, keys] += found[1]
+            dv[:, keys] += found[2]
+    for x, y in zip((dq.finish(), dk, dv), expected, strict=True):
         torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-5)
 
 
@@ -99,6 +104,33 @@ def test_rows_that_see_nothing_anywhere_stay_empty():
     out, lse, _ = attention_ref(q[:, 10:], k, v)
     torch.testing.assert_close(result.out[:, 10:], out)
     torch.testing.assert_close(result.lse[:, :, 10:], lse)
+
+
+@pytest.mark.parametrize("terms", [1, 2, 3])
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_sums_round_once(terms, whole_first):
+    like = torch.zeros(1, 24, 2, 8, dtype=torch.bfloat16)
+    total, exact = local.Sum(like, terms), torch.zeros_like(like, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    for i in range(terms):
+        for rows in [ALL] if whole_first and i == 0 else [slice(0, 9), slice(9, 24)]:
+            part = torch.randn(like[:, rows].shape, generator=generator).bfloat16()
+            exact[:, rows] += part.float()
+            total.add(rows, part)
+    assert torch.equal(total.finish(), exact.bfloat16())
+
+
+def test_a_sum_of_nothing_is_zero():
+    like = torch.ones(1, 4, 2, 8, dtype=torch.bfloat16)
+    assert torch.equal(local.Sum(like, 0).finish(), torch.zeros_like(like))
+
+
+def test_one_piece_of_all_rows_is_the_result():
+    q = inputs(torch.bfloat16)[0]
+    out, lse = torch.ones_like(q), torch.ones(2, 4, 24)
+    result = local.Result(q)
+    result.add(ALL, out, lse)
+    assert all(map(operator.is_, result.finish(), (out, lse)))
 
 
 def test_memory_of_the_gradient_is_that_of_a_tile(monkeypatch):

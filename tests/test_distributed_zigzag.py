@@ -14,14 +14,14 @@ from flashcute.reference import visible_keys
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (5, 2), (-1, 3), (4, -1), (17, 0), (0, 9), (30, 30)]
 
 
-def positions(layout: Layout, rank: int, part: int | None) -> list[tuple[int, int]]:
-    """(sequence, position) of a rank's tokens, or of those of one message, in order of memory."""
-    return [
-        (x.sequence, x.start + i)
+def positions(layout: Layout, rank: int, sent: bool = False) -> list[tuple[int, int]]:
+    """(sequence, position) of a rank's tokens in order of memory, or in that of messages, where
+    those that no rank needs are None."""
+    found = [
+        (x.offset if sent else x.row, [(x.sequence, x.start + i) for i in range(x.length)])
         for x in layout.segments(rank)
-        if part in (None, x.part)
-        for i in range(x.length)
     ]
+    return [token for _, tokens in sorted(found) for token in tokens]
 
 
 def count(pieces, queries, keys, counts) -> None:
@@ -54,15 +54,17 @@ def test_each_visible_pair_is_computed_once(world, order, gathered):
         counts = {}
         everything = [(i, p) for i, n in enumerate(lengths) for p in range(n * world)]
         for rank in range(world):
-            queries = positions(layout, rank, None)
+            queries = positions(layout, rank)
             if gathered:
                 count(layout.gathered(rank), queries, everything, counts)
                 continue
             count(layout.own(rank), queries, queries, counts)
             for other in set(range(world)) - {rank}:
-                for part in range(len(layout.parts)):
-                    keys = positions(layout, other, part)
-                    count(layout.foreign(rank, other, part), queries, keys, counts)
+                keys = positions(layout, other, sent=True)
+                for part, tokens in enumerate(layout.parts):
+                    if not layout.needs(rank, other, part):  # it is not there
+                        keys[tokens] = [None] * len(keys[tokens])
+                count(layout.foreign(rank, other), queries, keys, counts)
         assert set(counts) == visible(layout), (lengths, window)
         assert set(counts.values()) == {1}, (lengths, window)
 
@@ -73,7 +75,7 @@ def test_zigzag_order_gives_every_rank_the_same_work(world):
     work = []
     for rank in range(world):
         counts = {}
-        queries = positions(layout, rank, None)
+        queries = positions(layout, rank)
         everything = [(0, p) for p in range(8 * world)]
         count(layout.gathered(rank), queries, everything, counts)
         work.append(len(counts))
@@ -85,12 +87,14 @@ def test_a_causal_ring_makes_few_calls():
     assert len(layout.own(1)) == 1
     assert layout.own(1)[0].causal
     # Both chunks of rank 1 see all of the first chunk of rank 0, and nothing of the second one.
-    (piece,) = layout.foreign(1, 0, 0)
+    (piece,) = layout.foreign(1, 0)
     assert piece.full
-    assert piece.rows == slice(0, 64)
+    assert (piece.rows, piece.keys) == (slice(0, 64), slice(0, 32))
     assert not layout.needs(1, 0, 1)
     # The second chunk of rank 1 sees both of rank 2, the first one neither.
-    assert [layout.foreign(1, 2, part)[0].rows for part in (0, 1)] == [slice(32, 64)] * 2
+    (piece,) = layout.foreign(1, 2)
+    assert piece.full
+    assert (piece.rows, piece.keys) == (slice(32, 64), slice(0, 64))
 
 
 def test_a_window_needs_neighbours_only():
@@ -117,7 +121,7 @@ def test_packed_sequences_are_split_one_by_one():
     assert torch.equal(zigzag_merge(parts, dim=0, cu_seqlens=cu_seqlens.tolist()), x)
     layout = Layout((2, 0, 6), "zigzag", 2, (-1, 0))
     for rank, part in enumerate(parts):
-        found = [p + (0, 4, 4)[i] for i, p in positions(layout, rank, None)]
+        found = [p + (0, 4, 4)[i] for i, p in positions(layout, rank)]
         assert part.tolist() == found
 
 

@@ -358,13 +358,13 @@ def problems(layout: Layout, like: FwdProblem) -> list[FwdProblem]:
         like: Of their dtype, batch, heads and head dimension.
     """
     found: dict[FwdProblem, None] = {}
-    ((heads, key_heads), *_) = head_groups(like.h, like.h_k)
+    size = 4 * like.b * sum(layout.lengths) * layout.world * like.h_k * like.d
+    ((heads, key_heads), *_) = head_groups(like.h, like.h_k, size)
     for rank in range(layout.world):
         ring = [*layout.own(rank)]
         for other in range(layout.world):
-            for part in range(len(layout.parts)):
-                if other != rank:
-                    ring += layout.foreign(rank, other, part)
+            if other != rank:
+                ring += layout.foreign(rank, other)
         calls = [(x, like.h, like.h_k) for x in ring]
         calls += [(x, heads.stop, key_heads.stop) for x in layout.gathered(rank)]
         for x, h, h_k in calls:

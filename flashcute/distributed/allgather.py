@@ -1,4 +1,5 @@
-"""Attention to gathered keys: each rank gets all keys that it sees at once, some heads at a time.
+"""Attention to gathered keys: each rank gets all keys that it sees at once, of long sequences some
+heads at a time.
 
 The keys of the next heads arrive while these are computed, and so leave the gradients of the last
 ones, of which the owner of the keys adds up one from each rank, in the order of the ranks. (That is
@@ -14,113 +15,101 @@ from torch import Tensor
 
 from .communication import Message
 from .local import Gradient, accumulator_dtype, attend
-from .ring import Job, pack, unpack
-from .zigzag import Layout
+from .ring import Job, keys_and_values
+from .zigzag import Layout, Segment
 
-# Into so many groups key heads are split where their number allows: all transfers but the first
-# one, and in the backward the last one, are under compute.
+# Into so many groups key heads are split at most: all transfers but the first one, and in the
+# backward the last one, are under compute. Each further group is that many calls more, which cost
+# more than small transfers.
 _GROUPS = 4
+_GROUP_BYTES = 2**26  # keys and values of all ranks, at least
 
 
-def head_groups(h: int, h_k: int) -> list[tuple[slice, slice]]:
-    """Query heads and key heads of each group."""
-    count = next(n for n in range(min(_GROUPS, h_k), 0, -1) if h_k % n == 0)
+def head_groups(h: int, h_k: int, size: int) -> list[tuple[slice, slice]]:
+    """Query heads and key heads of each group, where all keys and values have ``size`` bytes."""
+    most = max(min(_GROUPS, h_k, size // _GROUP_BYTES), 1)
+    count = next(n for n in range(most, 0, -1) if h_k % n == 0)
     step, step_k = h // count, h_k // count
     return [
         (slice(i * step, (i + 1) * step), slice(i * step_k, (i + 1) * step_k)) for i in range(count)
     ]
 
 
+def _groups(job: Job, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+    size = 2 * k.numel() * k.element_size() * job.comm.world
+    return head_groups(q.shape[2], k.shape[2], size)
+
+
+def _seen(layout: Layout, rank: int, owner: int) -> list[Segment]:
+    """Of the tokens of ``owner`` those that ``rank`` sees; each segment is a message."""
+    return [x for x in layout.segments(owner) if x.length and layout.needs(rank, owner, x.part)]
+
+
 class _Gather:
-    """The keys of one group of heads on their way to all ranks that see them."""
+    """The keys of one group of heads on their way to all ranks that see them.
+
+    All ranks' tokens lie in the order of the sequences, so that what is sent or arrives is one
+    piece of memory there.
+    """
 
     def __init__(self, job: Job, k: Tensor, v: Tensor):
         """Starts the transfer of k and v, (b, seqlen, heads, d)."""
-        self._job, comm, layout = job, job.comm, job.layout
-        self._own = pack(layout, comm.rank, k, v)
-        self._theirs: dict[tuple[int, int], Tensor] = {}
+        self._comm, layout, rank = job.comm, job.layout, job.comm.rank
+        b, tokens, heads, d = k.shape
+        self._tokens = k.new_empty((tokens * layout.world, 2, b, heads, d))
+        for x in layout.segments(rank):
+            for target, source in zip(keys_and_values(self._tokens), (k, v), strict=True):
+                target[:, layout.place(x)] = source[:, x.row : x.row + x.length]
         messages = []
-        for peer in range(comm.world):
-            for part, own in enumerate(self._own):
-                if peer == comm.rank:
-                    self._theirs[peer, part] = own
-                    continue
-                if layout.needs(peer, comm.rank, part):
-                    messages.append(Message(True, peer, own, "keys"))
-                if layout.needs(comm.rank, peer, part):
-                    self._theirs[peer, part] = torch.empty_like(own)
-                    messages.append(Message(False, peer, self._theirs[peer, part], "keys"))
-        self._started = comm.exchange(messages)
+        for peer in range(layout.world):
+            if peer != rank:
+                for send, found in ((True, _seen(layout, peer, rank)),
+                                    (False, _seen(layout, rank, peer))):  # fmt: skip
+                    messages += [
+                        Message(send, peer, self._tokens[layout.place(x)], "keys") for x in found
+                    ]
+        self._started = self._comm.exchange(messages)
 
-    def finish(self) -> Tensor:
-        """Keys and values in the order of the sequences, (2, b, tokens of all ranks, heads, d).
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """k and v of all ranks, (b, tokens, heads, d), in the order of the sequences.
 
         Those that this rank does not see are not filled.
         """
-        layout = self._job.layout
-        self._job.comm.wait(self._started)
-        first = self._own[0]
-        shape = list(first.shape)
-        shape[2] = sum(layout.lengths) * layout.world
-        found = first.new_empty(shape)
-        for (peer, part), message in self._theirs.items():
-            for here, there in _places(layout, peer, part):
-                found[:, :, here] = message[:, :, there]
-        self._theirs.clear()
-        return found
+        self._comm.wait(self._started)
+        return keys_and_values(self._tokens)
 
 
 class _Scatter:
     """The gradients of one group's keys on their way to the owners of the keys."""
 
     def __init__(self, job: Job, gradients: Tensor):
-        """Starts the transfer of gradients of all ranks' keys, laid out as :meth:`_Gather.finish`
-        does."""
-        self._job, comm, layout = job, job.comm, job.layout
-        self._parts: dict[tuple[int, int], Tensor] = {}
-        self._sent = []
+        """Starts the transfer of gradients of all ranks' keys, laid out as :class:`_Gather` has
+        the keys."""
+        self._comm, self._layout = job.comm, job.layout
+        self._gradients = gradients  # what is sent lives until it has arrived
+        self._parts: list[tuple[Segment, Tensor]] = []  # of this rank's keys, in order of the ranks
+        layout, rank = job.layout, job.comm.rank
         messages = []
-        for peer in range(comm.world):
-            for part, tokens in enumerate(layout.parts):
-                shape = list(gradients.shape)
-                shape[2] = tokens
-                if peer == comm.rank or layout.needs(comm.rank, peer, part):
-                    mine = gradients.new_empty(shape)
-                    for here, there in _places(layout, peer, part):
-                        mine[:, :, there] = gradients[:, :, here]
-                    if peer == comm.rank:
-                        self._parts[peer, part] = mine
-                        continue
-                    messages.append(Message(True, peer, mine, "gradients of keys"))
-                if peer != comm.rank and layout.needs(peer, comm.rank, part):
-                    self._parts[peer, part] = gradients.new_empty(shape)
-                    x = Message(False, peer, self._parts[peer, part], "gradients of keys")
-                    messages.append(x)
-        self._messages = messages  # what is sent lives until it has arrived
-        self._started = comm.exchange(messages)
+        for peer in range(layout.world):
+            if peer == rank:
+                self._parts += [(x, gradients[layout.place(x)]) for x in layout.segments(rank)]
+                continue
+            for x in _seen(layout, rank, peer):
+                part = gradients[layout.place(x)]
+                messages.append(Message(True, peer, part, "gradients of keys"))
+            for x in _seen(layout, peer, rank):
+                part = gradients.new_empty((x.length, *gradients.shape[1:]))
+                self._parts.append((x, part))
+                messages.append(Message(False, peer, part, "gradients of keys"))
+        self._started = self._comm.exchange(messages)
 
     def finish(self, dk: Tensor, dv: Tensor) -> None:
         """Adds the gradients of all ranks to dk and dv, (b, seqlen, heads, d)."""
-        self._job.comm.wait(self._started)
-        for (_, part), message in self._parts.items():
-            unpack(self._job.layout, self._job.comm.rank, part, message, dk, dv)
-        self._parts.clear()
-        self._messages.clear()
-
-
-def _places(layout: Layout, rank: int, part: int) -> list[tuple[slice, slice]]:
-    """Where a message's tokens are among those of all ranks, and in the message."""
-    starts = [0]
-    for length in layout.lengths:
-        starts.append(starts[-1] + length * layout.world)
-    return [
-        (
-            slice(starts[x.sequence] + x.start, starts[x.sequence] + x.start + x.length),
-            slice(x.offset, x.offset + x.length),
-        )
-        for x in layout.segments(rank)
-        if x.part == part
-    ]
+        self._comm.wait(self._started)
+        for x, part in self._parts:
+            for target, source in zip((dk, dv), keys_and_values(part), strict=True):
+                target[:, x.row : x.row + x.length] += source
+        del self._parts, self._gradients
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,11 +117,10 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     b, seqlen, h, _ = q.shape
     out = torch.zeros_like(q)
     lse = q.new_full((b, h, seqlen), -torch.inf, dtype=torch.float32)
-    groups = head_groups(h, k.shape[2])
+    groups = _groups(job, q, k)
     following = _Gather(job, k[:, :, groups[0][1]], v[:, :, groups[0][1]])
     for i, (heads, _) in enumerate(groups):
-        gather = following
-        keys, values = gather.finish()
+        keys, values = following.finish()
         if i + 1 < len(groups):
             key_heads = groups[i + 1][1]
             following = _Gather(job, k[:, :, key_heads], v[:, :, key_heads])
@@ -154,9 +142,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`flashcute.distributed.ring.backward`."""
     dtype = accumulator_dtype(q)
-    dq = torch.empty_like(q)
+    dq = torch.zeros_like(q)
     dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
-    groups = head_groups(q.shape[2], k.shape[2])
+    groups = _groups(job, q, k)
     following = _Gather(job, k[:, :, groups[0][1]], v[:, :, groups[0][1]])
     scatter, before = None, slice(0)
     for i, (heads, key_heads) in enumerate(groups):
@@ -167,10 +155,14 @@ def backward(
         rows = dout[:, :, heads], q[:, :, heads], out[:, :, heads], lse[:, heads]
         dlse_of_heads = None if dlse is None else dlse[:, heads]
         gradient = Gradient(*rows, dlse_of_heads, job.scale, job.deterministic)
-        sums = torch.zeros((2, *keys.shape), dtype=dtype, device=q.device)
+        b, tokens, h_k, d = keys.shape
+        sums = torch.zeros((tokens, 2, b, h_k, d), dtype=dtype, device=q.device)
+        to_dk, to_dv = keys_and_values(sums)
         for piece in job.layout.gathered(job.comm.rank):
-            gradient.add(piece, keys, values, *sums)
-        dq[:, :, heads] = gradient.dq
+            found = gradient.of(piece, keys, values)
+            dq[:, piece.rows, heads] = found[0]
+            to_dk[:, piece.keys] += found[1]
+            to_dv[:, piece.keys] += found[2]
         if scatter is not None:
             scatter.finish(dk[:, :, before], dv[:, :, before])
         scatter, before = _Scatter(job, sums), key_heads

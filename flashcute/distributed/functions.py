@@ -263,10 +263,11 @@ def allgather_flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`ring_flash_attn_func` by another scheme: each rank gathers all keys that it sees.
 
-    It gathers some key heads at a time, while it computes those before. One call computes all keys
-    of a row, so there is nothing to merge, and short sequences are faster; in return a rank holds
-    the keys of the whole sequence, of up to two groups of heads, and in the backward their
-    gradients in float32. With one key head nothing overlaps.
+    One call computes all keys of a row, so there is nothing to merge, and short sequences are
+    faster. Where keys and values of the whole sequence take 128 MiB and more, it gathers some key
+    heads at a time, up to four groups, while it computes those before; with fewer bytes or one key
+    head nothing overlaps. A rank holds the keys of the whole sequence, of up to two groups of
+    heads, and in the backward their gradients in float32.
 
     Arguments, result and errors are those of :func:`ring_flash_attn_func`.
     """

@@ -32,29 +32,65 @@ class Result:
     """Output and log-sum-exp of all rows of a rank, from pieces in any order of keys.
 
     Attributes:
-        out: (b, seqlen, h, d), float32; float64 for such inputs.
+        out: (b, seqlen, h, d), float32; float64 for float64 inputs. As the piece had it while there
+            is one of all rows only.
         lse: (b, h, seqlen), float32, as ``flash_attn_func`` returns it: so are the weights.
     """
 
     def __init__(self, q: Tensor):
-        b, seqlen, h, _ = q.shape
-        self.out = q.new_zeros(q.shape, dtype=accumulator_dtype(q))
-        self.lse = q.new_full((b, h, seqlen), -torch.inf, dtype=torch.float32)
-        self._empty = True
+        self._q = q
+        self.out = self.lse = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merges the attention of these rows to keys that they have not seen yet."""
-        old_out, old_lse = self.out[:, rows], self.lse[:, :, rows]
-        if self._empty:
-            self._empty = False
-            old_out.copy_(out)
-            old_lse.copy_(lse)
+        if self.out is None and out.shape == self._q.shape:
+            self.out, self.lse = out, lse
             return
+        self._start()
+        old_out, old_lse = self.out[:, rows], self.lse[:, :, rows]
         # 0 where neither has seen a key.
         weight = torch.sigmoid(lse - old_lse).nan_to_num_(0.0)
         weight = weight.transpose(1, 2)[..., None].to(old_out.dtype)
         old_out.lerp_(out.to(old_out.dtype), weight)
         old_lse.copy_(torch.logaddexp(old_lse, lse))
+
+    def _start(self) -> None:
+        """Makes :attr:`out` what parts are merged into."""
+        dtype = accumulator_dtype(self._q)
+        if self.out is None:
+            b, seqlen, h, _ = self._q.shape
+            self.out = self._q.new_zeros(self._q.shape, dtype=dtype)
+            self.lse = self._q.new_full((b, h, seqlen), -torch.inf, dtype=torch.float32)
+        self.out = self.out.to(dtype)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Output in q's dtype, and log-sum-exp."""
+        if self.out is None:
+            self._start()
+        return self.out.to(self._q.dtype), self.lse
+
+
+class Sum:
+    """The sum of parts, each of some rows, (b, rows, h, d)."""
+
+    def __init__(self, like: Tensor, terms: int):
+        """Takes the shape and dtype of the sum, and how many parts a row gets at most."""
+        self._like, self._few, self._total = like, terms <= 2, None
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        """Adds a part, which may be kept, in float32. Of two parts one rounding is all there is, so
+        their sum needs no more than their own dtype."""
+        if self._total is None:
+            dtype = part.dtype if self._few else accumulator_dtype(part)
+            if part.shape == self._like.shape:
+                self._total = part.to(dtype)
+                return
+            self._total = torch.zeros_like(self._like, dtype=dtype)
+        self._total[:, rows] += part
+
+    def finish(self) -> Tensor:
+        """The sum in the dtype asked for."""
+        return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like)
 
 
 def attend(piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -78,11 +114,7 @@ def attend(piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple
 
 
 class Gradient:
-    """The gradients of the pieces of a rank's rows.
-
-    Attributes:
-        dq: (b, seqlen, h, d), the sum over the pieces so far; float32, or float64.
-    """
+    """The gradients of pieces of a rank's rows."""
 
     def __init__(
         self,
@@ -100,18 +132,14 @@ class Gradient:
         self._scale = scale
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         self._wanted = _DQ_DK_DV | (_REPEATABLE if deterministic else 0)
-        self.dq = q.new_zeros(q.shape, dtype=accumulator_dtype(q))
 
-    def add(self, piece: Piece, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Adds a piece's part to :attr:`dq`, and to dk and dv, which are laid out as k and v."""
+    def of(self, piece: Piece, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dq of a piece's rows, and what these add to dk and dv of its keys."""
         q, out, dout = (x[:, piece.rows] for x in self._rows)
         lse, dlse = (None if x is None else x[:, :, piece.rows] for x in self._stats)
         k, v = k[:, piece.keys], v[:, piece.keys]
         args = piece, dout, q, k, v, out, lse, dlse, self._scale
-        found = backward_by_operator(*args, self._wanted) if q.is_cuda else backward_on_cpu(*args)
-        self.dq[:, piece.rows] += found[0]
-        dk[:, piece.keys] += found[1]
-        dv[:, piece.keys] += found[2]
+        return backward_by_operator(*args, self._wanted) if q.is_cuda else backward_on_cpu(*args)
 
 
 def backward_by_operator(

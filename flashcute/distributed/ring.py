@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .communication import Communicator, Message
-from .local import Gradient, Result, accumulator_dtype, attend
-from .zigzag import Layout
+from .local import Gradient, Result, Sum, accumulator_dtype, attend
+from .zigzag import Layout, Piece
 
 
 class Job(NamedTuple):
@@ -96,37 +96,42 @@ def gradient_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Trans
             yield Transfer(False, user, part, True)
 
 
-def pack(layout: Layout, rank: int, k: Tensor, v: Tensor) -> list[Tensor]:
-    """A rank's keys and values as messages, (2, b, tokens, h_k, d) each, contiguous."""
-    both = k, v
-    if len(layout.parts) == 1:
-        return [torch.stack(both)]
-    b, _, h_k, d = k.shape
-    found = [k.new_empty((2, b, tokens, h_k, d)) for tokens in layout.parts]
-    for x in layout.segments(rank):
-        for target, source in zip(found[x.part], both, strict=True):
-            rows = slice(x.row, x.row + x.length)
-            target[:, x.offset : x.offset + x.length] = source[:, rows]
+def keys_and_values(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v, (b, tokens, h_k, d), of what messages are cut from: (tokens, 2, b, h_k, d), so that
+    neighbouring tokens are one piece of memory."""
+    k, v = tokens.unbind(1)
+    return k.transpose(0, 1), v.transpose(0, 1)
+
+
+def pack(layout: Layout, rank: int, k: Tensor, v: Tensor) -> Tensor:
+    """A rank's keys and values in the order of messages, (tokens, 2, b, h_k, d)."""
+    b, tokens, h_k, d = k.shape
+    found = k.new_empty((tokens, 2, b, h_k, d))
+    for target, source in zip(keys_and_values(found), (k, v), strict=True):
+        if len(layout.lengths) == 1:  # they are in that order
+            target.copy_(source)
+            continue
+        for x in layout.segments(rank):
+            there, here = (slice(n, n + x.length) for n in (x.offset, x.row))
+            target[:, there] = source[:, here]
     return found
 
 
-def unpack(layout: Layout, rank: int, part: int, message: Tensor, k: Tensor, v: Tensor) -> None:
-    """Adds a message to the rows of k and v, (b, tokens, h_k, d), that it was packed from."""
+def unpack(layout: Layout, rank: int, part: int, tokens: Tensor, k: Tensor, v: Tensor) -> None:
+    """Adds a message's tokens to the rows of k and v, (b, tokens, h_k, d), they were packed
+    from."""
     for x in layout.segments(rank):
         if x.part == part:
-            for target, source in zip((k, v), message, strict=True):
-                target[:, x.row : x.row + x.length] += source[:, x.offset : x.offset + x.length]
+            there, here = (slice(n, n + x.length) for n in (x.offset, x.row))
+            for target, source in zip((k, v), keys_and_values(tokens), strict=True):
+                target[:, here] += source[:, there]
 
 
-def _two_sets(messages: list[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
-    return [[torch.empty_like(x, dtype=dtype) for x in messages] for _ in range(2)]
-
-
-def _key_messages(job: Job, step: int, own: list[Tensor], held: list[list[Tensor]]):
+def _key_messages(job: Job, step: int, own: Tensor, held: list[Tensor]) -> Iterator[Message]:
     """The round during ``step``: keys of that step leave, keys of the next one arrive."""
     for x in key_transfers(job.layout, job.comm.rank, step + 1):
-        buffers = own if x.own else held[(step + (not x.send)) % 2]
-        yield Message(x.send, x.peer, buffers[x.part], "keys")
+        tokens = own if x.own else held[(step + (not x.send)) % 2]
+        yield Message(x.send, x.peer, tokens[job.layout.parts[x.part]], "keys")
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,21 +145,28 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out like q, and the log-sum-exp (b, h, seqlen) in float32.
     """
     comm, layout = job.comm, job.layout
+    own = pack(layout, comm.rank, k, v)
+    held = [torch.empty_like(own) for _ in range(2)]
     result = Result(q)
-    own = pack(layout, comm.rank, k, v) if comm.world > 1 else []
-    held = _two_sets(own, q.dtype)
     for step in range(comm.world):
         started = comm.exchange(list(_key_messages(job, step, own, held)))
         if step == 0:
             for piece in layout.own(comm.rank):
                 result.add(piece.rows, *attend(piece, q, k, v, job.scale))
         else:
-            owner = (comm.rank - step) % comm.world
-            for part, message in enumerate(held[step % 2]):
-                for piece in layout.foreign(comm.rank, owner, part):
-                    result.add(piece.rows, *attend(piece, q, *message, job.scale))
+            keys, values = keys_and_values(held[step % 2])
+            for piece in layout.foreign(comm.rank, (comm.rank - step) % comm.world):
+                result.add(piece.rows, *attend(piece, q, keys, values, job.scale))
         comm.wait(started)
-    return result.out.to(q.dtype), result.lse
+    return result.finish()
+
+
+def _terms(layout: Layout, rank: int) -> int:
+    """How many pieces a query of this rank is in, at most."""
+    others = (n for n in range(layout.world) if n != rank)
+    pieces = [*layout.own(rank), *(x for n in others for x in layout.foreign(rank, n))]
+    firsts = {x.rows.start for x in pieces}
+    return max((sum(x.rows.start <= n < x.rows.stop for x in pieces) for n in firsts), default=0)
 
 
 def backward(
@@ -171,33 +183,41 @@ def backward(
     comm, layout = job.comm, job.layout
     dtype = accumulator_dtype(q)
     gradient = Gradient(dout, q, out, lse, dlse, job.scale, job.deterministic)
+    own = pack(layout, comm.rank, k, v)
+    held = [torch.empty_like(own) for _ in range(2)]
+    sums, (passed, home) = ([torch.empty_like(own, dtype=dtype) for _ in range(2)] for _ in "ab")
+    dq = Sum(q, _terms(layout, comm.rank))
     dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
-    own = pack(layout, comm.rank, k, v) if comm.world > 1 else []
-    held = _two_sets(own, q.dtype)
-    sums = _two_sets(own, dtype)
-    passed, home = _two_sets(own, dtype)
+
+    def add(piece: Piece, keys: Tensor, values: Tensor, to_dk: Tensor, to_dv: Tensor) -> None:
+        found = gradient.of(piece, keys, values)
+        dq.add(piece.rows, found[0])
+        to_dk[:, piece.keys] += found[1]
+        to_dv[:, piece.keys] += found[2]
+
     for step in range(comm.world + 1):
         transfers = list(gradient_transfers(layout, comm.rank, step))
         messages = list(_key_messages(job, step, own, held))
         for x in transfers:
-            buffers = sums[(step - 1) % 2] if x.send else home if x.own else passed
-            messages.append(Message(x.send, x.peer, buffers[x.part], "gradients of keys"))
+            tokens = sums[(step - 1) % 2] if x.send else home if x.own else passed
+            part = tokens[layout.parts[x.part]]
+            messages.append(Message(x.send, x.peer, part, "gradients of keys"))
         started = comm.exchange(messages)
         if step == 0:
             for piece in layout.own(comm.rank):
-                gradient.add(piece, k, v, dk, dv)
+                add(piece, k, v, dk, dv)
         elif step < comm.world:
             owner = (comm.rank - step) % comm.world
-            for part, message in enumerate(held[step % 2]):
-                pieces = layout.foreign(comm.rank, owner, part)
-                if pieces:
-                    sums[step % 2][part].zero_()
-                for piece in pieces:
-                    gradient.add(piece, *message, *sums[step % 2][part])
+            for part, tokens in enumerate(layout.parts):
+                if layout.needs(comm.rank, owner, part):
+                    sums[step % 2][tokens].zero_()
+            for piece in layout.foreign(comm.rank, owner):
+                add(piece, *keys_and_values(held[step % 2]), *keys_and_values(sums[step % 2]))
         comm.wait(started)
         for x in transfers:
             if not x.send and x.own:
-                unpack(layout, comm.rank, x.part, home[x.part], dk, dv)
+                unpack(layout, comm.rank, x.part, home, dk, dv)
             elif not x.send:
-                sums[step % 2][x.part] += passed[x.part]
-    return gradient.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+                tokens = layout.parts[x.part]
+                sums[step % 2][tokens] += passed[tokens]
+    return dq.finish(), dk.to(k.dtype), dv.to(v.dtype)

@@ -32,8 +32,9 @@ class Segment(NamedTuple):
         start: Position of the first token in its sequence.
         length: Tokens.
         row: Index of the first token in the tensors of its rank.
-        part: Which message it travels in: 1 for the second chunks in zigzag order, else 0.
-        offset: Index of the first token in that message.
+        part: Which message of the ring it travels in: 1 for the second chunks in zigzag order,
+            else 0.
+        offset: Index of the first token where those of part 1 follow all of part 0.
     """
 
     sequence: int
@@ -75,7 +76,7 @@ def segments(lengths: tuple[int, ...], order: str, rank: int, world: int) -> tup
     """
     found = []
     row = 0
-    offsets = [0, 0]
+    offsets = [0, sum(lengths) // 2]
     for sequence, length in enumerate(lengths):
         chunk = length // 2 if order == "zigzag" else length
         chunks = (rank, 2 * world - 1 - rank) if order == "zigzag" else (rank,)
@@ -126,18 +127,15 @@ def piece(
 
 
 def _merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Neighbouring rows that see all of the same keys as one piece: fewer calls, fewer merges."""
+    """Neighbouring rows that see all of the same keys as one piece, and neighbouring keys of the
+    same rows: fewer calls, fewer merges."""
     found: list[Piece] = []
     for new in pieces:
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and last.full
-            and new.full
-            and last.keys == new.keys
-            and last.rows.stop == new.rows.start
-        ):
+        last = found[-1] if found and found[-1].full and new.full else None
+        if last and last.keys == new.keys and last.rows.stop == new.rows.start:
             found[-1] = last._replace(rows=slice(last.rows.start, new.rows.stop))
+        elif last and last.rows == new.rows and last.keys.stop == new.keys.start:
+            found[-1] = last._replace(keys=slice(last.keys.start, new.keys.stop))
         else:
             found.append(new)
     return tuple(found)
@@ -159,10 +157,12 @@ class Layout(NamedTuple):
     window: tuple[int, int]
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        """Tokens of each message that one rank's keys travel in."""
+    def parts(self) -> tuple[slice, ...]:
+        """The messages of the ring that one rank's keys travel in, of tokens in their order."""
         tokens = sum(self.lengths)
-        return (tokens // 2, tokens // 2) if self.order == "zigzag" else (tokens,)
+        if self.order == "zigzag":
+            return slice(0, tokens // 2), slice(tokens // 2, tokens)
+        return (slice(0, tokens),)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """What a rank holds."""
@@ -172,10 +172,15 @@ class Layout(NamedTuple):
         """Calls for a rank's queries and its own keys, as rows of its tensors."""
         return _own(self, rank)
 
-    def foreign(self, rank: int, other: int, part: int) -> tuple[Piece, ...]:
-        """Calls for a rank's queries and one message of another one's keys; none if it needs no
-        such message."""
-        return _foreign(self, rank, other, part)
+    def foreign(self, rank: int, other: int) -> tuple[Piece, ...]:
+        """Calls for a rank's queries and another one's keys, in the order of messages; they read
+        nothing of a message that :meth:`needs` denies."""
+        return _foreign(self, rank, other, (0, 1))
+
+    def place(self, x: Segment) -> slice:
+        """Where tokens are among those of all ranks, in the order of the sequences."""
+        start = sum(self.lengths[: x.sequence]) * self.world + x.start
+        return slice(start, start + x.length)
 
     def gathered(self, rank: int) -> tuple[Piece, ...]:
         """Calls for a rank's queries and all keys in the order of the sequences."""
@@ -209,11 +214,11 @@ def _own(layout: Layout, rank: int) -> tuple[Piece, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _foreign(layout: Layout, rank: int, other: int, part: int) -> tuple[Piece, ...]:
+def _foreign(layout: Layout, rank: int, other: int, parts: tuple[int, ...]) -> tuple[Piece, ...]:
     found = [
         piece((q.start, q.length, q.row), (k.start, k.length, k.offset), layout.window)
         for k in layout.segments(other)
-        if k.part == part
+        if k.part in parts
         for q in layout.segments(rank)
         if q.sequence == k.sequence
     ]
@@ -222,17 +227,15 @@ def _foreign(layout: Layout, rank: int, other: int, part: int) -> tuple[Piece, .
 
 @functools.lru_cache(maxsize=65536)
 def _needs(layout: Layout, rank: int, other: int, part: int) -> bool:
-    return bool(_foreign(layout, rank, other, part))
+    return bool(_foreign(layout, rank, other, (part,)))
 
 
 @functools.lru_cache(maxsize=4096)
 def _gathered(layout: Layout, rank: int) -> tuple[Piece, ...]:
-    starts = [0]
-    for length in layout.lengths:
-        starts.append(starts[-1] + length * layout.world)
     found = []
     for q in layout.segments(rank):
-        keys = 0, layout.lengths[q.sequence] * layout.world, starts[q.sequence]
+        first = layout.place(q).start - q.start  # token of the sequence
+        keys = 0, layout.lengths[q.sequence] * layout.world, first
         found.append(piece((q.start, q.length, q.row), keys, layout.window))
     return _merged([x for x in found if x is not None])
 

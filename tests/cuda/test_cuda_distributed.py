@@ -117,7 +117,7 @@ def _problems() -> list[FwdProblem]:
 def _built_kernels() -> None:
     """Those of the cases here only, in place of the fixture of the other files."""
     repeatable = functools.partial(choose_bwd, deterministic=True)
-    command.build_for(_problems(), (choose_fwd, choose_bwd, repeatable))
+    command.build(command.configs_for(_problems(), (choose_fwd, choose_bwd, repeatable)))
 
 
 def _start(rank: int, store: str, timeout: float | None = None) -> torch.device:
