@@ -251,7 +251,7 @@ def compare_backward(
 
 
 def compare_sinks(got: Tensor, ref: Tensor, variance: Tensor) -> GradientReport:
-    """ref: (h,), and the variance that comes of O's rounding."""
+    """ref: (h,), and the variance of its rounding."""
     error = (got.double() - ref).abs()
     allowed = 4 * variance.sqrt() + 1e-5 * ref.abs() + 1e-6
     worst = int((error / allowed).nan_to_num(math.inf).argmax())
@@ -310,11 +310,15 @@ def compare_qkv(
         return reports, None
     share = torch.exp(options["sinks"].double()[:, None] - lse)  # (b, h, seqlen_q)
     share = torch.where(lse == -torch.inf, 0, share)
-    square = (share.transpose(1, 2)[..., None] * dout.double() * out).square()
-    variance = torch.finfo(q.dtype).eps ** 2 / 12 * square.sum((0, 1, 3))  # (h)
+    elements = share.transpose(1, 2)[..., None] * dout.double() * out
+    # Twice, for O and for P: the errors of P V are as large as O's where V is random.
+    variance = torch.finfo(q.dtype).eps ** 2 / 6 * elements.square().sum((0, 1, 3))  # (h)
     # Equal rows are rounded alike: their errors add up instead of averaging out.
     in_step = (share * rounding).sum((0, 2)).square() / 4  # (h)
-    return reports, (truth["dsinks"], torch.maximum(variance, in_step))
+    rows = elements.sum(-1).transpose(1, 2)  # (b, h, seqlen_q), what is summed up in float32
+    rows = rows if dlse is None else rows - share * dlse
+    in_fp32 = torch.finfo(torch.float32).eps ** 2 * rows.square().sum((0, 2))  # (h)
+    return reports, (truth["dsinks"], torch.maximum(variance, in_step) + in_fp32)
 
 
 def _rounding_of_ds(
