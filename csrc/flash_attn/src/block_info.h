@@ -84,7 +84,7 @@ struct BlockInfo {
     // and infinity times a K of zeros is NaN: a tile that the last key cuts masks every block.
     CUTE_HOST_DEVICE static void mask_behind_keys(WorkTile &tile, int seqlen_k) {
         if ((tile.m_block + 1) * kTileN > seqlen_k) {
-            tile.blocks.unmasked = tile.blocks.left = 0;
+            tile.blocks.unmasked = 0;
         }
     }
 };
