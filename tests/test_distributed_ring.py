@@ -30,7 +30,7 @@ def rounds(layout: Layout, transfers, count: int):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_needed_keys_arrive_and_no_others(layout):
-    world, parts = layout.world, range(len(layout.parts))
+    world, parts = layout.world, range(layout.parts)
     held = {(rank, part): None for rank in range(world) for part in parts}  # the keys' owner
     for round_, lists in rounds(layout, ring.key_transfers, world + 1):
         arrived = {}
@@ -51,7 +51,7 @@ def test_needed_keys_arrive_and_no_others(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_gradients_of_all_users_come_home_once(layout):
-    world, parts = layout.world, range(len(layout.parts))
+    world, parts = layout.world, range(layout.parts)
     sums = {}  # (rank, part): (owner, users so far)
     home = {(rank, part): [] for rank in range(world) for part in parts}
     for round_, lists in rounds(layout, ring.gradient_transfers, world + 1):

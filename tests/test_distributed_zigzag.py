@@ -14,14 +14,9 @@ from flashcute.reference import visible_keys
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (5, 2), (-1, 3), (4, -1), (17, 0), (0, 9), (30, 30)]
 
 
-def positions(layout: Layout, rank: int, sent: bool = False) -> list[tuple[int, int]]:
-    """(sequence, position) of a rank's tokens in order of memory, or in that of messages, where
-    those that no rank needs are None."""
-    found = [
-        (x.offset if sent else x.row, [(x.sequence, x.start + i) for i in range(x.length)])
-        for x in layout.segments(rank)
-    ]
-    return [token for _, tokens in sorted(found) for token in tokens]
+def positions(layout: Layout, rank: int) -> list[tuple[int, int]]:
+    """(sequence, position) of a rank's tokens, in order of memory."""
+    return [(x.sequence, x.start + i) for x in layout.segments(rank) for i in range(x.length)]
 
 
 def count(pieces, queries, keys, counts) -> None:
@@ -60,10 +55,11 @@ def test_each_visible_pair_is_computed_once(world, order, gathered):
                 continue
             count(layout.own(rank), queries, queries, counts)
             for other in set(range(world)) - {rank}:
-                keys = positions(layout, other, sent=True)
-                for part, tokens in enumerate(layout.parts):
-                    if not layout.needs(rank, other, part):  # it is not there
-                        keys[tokens] = [None] * len(keys[tokens])
+                keys = positions(layout, other)
+                for part in range(layout.parts):
+                    for rows in layout.rows(part):
+                        if not layout.needs(rank, other, part):  # they are not there
+                            keys[rows] = [None] * len(keys[rows])
                 count(layout.foreign(rank, other), queries, keys, counts)
         assert set(counts) == visible(layout), (lengths, window)
         assert set(counts.values()) == {1}, (lengths, window)
@@ -95,6 +91,20 @@ def test_a_causal_ring_makes_few_calls():
     (piece,) = layout.foreign(1, 2)
     assert piece.full
     assert (piece.rows, piece.keys) == (slice(32, 64), slice(0, 64))
+
+
+def test_packed_sequences_are_computed_as_each_alone():
+    lengths = 8, 0, 2, 14
+    for world, window in itertools.product((2, 3, 5), WINDOWS):
+        packed = Layout(lengths, "zigzag", world, window)
+        for rank, other in itertools.permutations(range(world), 2):
+            expected = []
+            for i, length in enumerate(lengths):
+                first = sum(lengths[:i])
+                for x in Layout((length,), "zigzag", world, window).foreign(rank, other):
+                    rows, keys = (slice(y.start + first, y.stop + first) for y in (x.rows, x.keys))
+                    expected.append(x._replace(rows=rows, keys=keys))
+            assert packed.foreign(rank, other) == tuple(expected)
 
 
 def test_a_window_needs_neighbours_only():

@@ -59,7 +59,7 @@ class _Gather:
         self._tokens = k.new_empty((tokens * layout.world, 2, b, heads, d))
         for x in layout.segments(rank):
             for target, source in zip(keys_and_values(self._tokens), (k, v), strict=True):
-                target[:, layout.place(x)] = source[:, x.row : x.row + x.length]
+                target[:, layout.place(x)] = source[:, x.rows]
         messages = []
         for peer in range(layout.world):
             if peer != rank:
@@ -108,7 +108,7 @@ class _Scatter:
         self._comm.wait(self._started)
         for x, part in self._parts:
             for target, source in zip((dk, dv), keys_and_values(part), strict=True):
-                target[:, x.row : x.row + x.length] += source
+                target[:, x.rows] += source
         del self._parts, self._gradients
 
 

@@ -2,8 +2,8 @@
 
 In step t rank r computes with the keys of rank r - t. Meanwhile the keys of step t + 1 arrive, and
 in the backward the gradients of those of step t, summed over the ranks that had them before. A
-message that a rank sees nothing of it neither gets nor passes on: then its next user gets it from
-its owner. Both buffers of a kind take turns, so memory is that of a few messages.
+part that a rank sees nothing of it neither gets nor passes on: then its next user gets it from its
+owner. Both buffers of a kind take turns, so memory is that of a few messages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Transfer(NamedTuple):
     Attributes:
         send: Whether it leaves this rank.
         peer: The other rank.
-        part: Which of a rank's messages.
+        part: Of a rank's tokens; those of each sequence are a message.
         own: Of keys that are sent: this rank's own. Of gradients that arrive: of this rank's own
             keys.
     """
@@ -58,7 +58,7 @@ def key_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Transfer]:
     if not 0 < round_ < world:
         return
     before, after = (rank - 1) % world, (rank + 1) % world
-    for part in range(len(layout.parts)):
+    for part in range(layout.parts):
         owner = (rank - round_) % world
         if needs(rank, owner, part):
             has = round_ == 1 or needs(before, owner, part)
@@ -82,7 +82,7 @@ def gradient_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Trans
         return
     before, after = (rank - 1) % world, (rank + 1) % world
     last = round_ == world
-    for part in range(len(layout.parts)):
+    for part in range(layout.parts):
         owner = (rank - round_ + 1) % world
         if needs(rank, owner, part):
             passed = not last and needs(after, owner, part)
@@ -103,35 +103,21 @@ def keys_and_values(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return k.transpose(0, 1), v.transpose(0, 1)
 
 
-def pack(layout: Layout, rank: int, k: Tensor, v: Tensor) -> Tensor:
-    """A rank's keys and values in the order of messages, (tokens, 2, b, h_k, d)."""
+def pack(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as messages are cut from them, (tokens, 2, b, h_k, d)."""
     b, tokens, h_k, d = k.shape
     found = k.new_empty((tokens, 2, b, h_k, d))
     for target, source in zip(keys_and_values(found), (k, v), strict=True):
-        if len(layout.lengths) == 1:  # they are in that order
-            target.copy_(source)
-            continue
-        for x in layout.segments(rank):
-            there, here = (slice(n, n + x.length) for n in (x.offset, x.row))
-            target[:, there] = source[:, here]
+        target.copy_(source)
     return found
-
-
-def unpack(layout: Layout, rank: int, part: int, tokens: Tensor, k: Tensor, v: Tensor) -> None:
-    """Adds a message's tokens to the rows of k and v, (b, tokens, h_k, d), they were packed
-    from."""
-    for x in layout.segments(rank):
-        if x.part == part:
-            there, here = (slice(n, n + x.length) for n in (x.offset, x.row))
-            for target, source in zip((k, v), keys_and_values(tokens), strict=True):
-                target[:, here] += source[:, there]
 
 
 def _key_messages(job: Job, step: int, own: Tensor, held: list[Tensor]) -> Iterator[Message]:
     """The round during ``step``: keys of that step leave, keys of the next one arrive."""
     for x in key_transfers(job.layout, job.comm.rank, step + 1):
         tokens = own if x.own else held[(step + (not x.send)) % 2]
-        yield Message(x.send, x.peer, tokens[job.layout.parts[x.part]], "keys")
+        for rows in job.layout.rows(x.part):
+            yield Message(x.send, x.peer, tokens[rows], "keys")
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +131,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out like q, and the log-sum-exp (b, h, seqlen) in float32.
     """
     comm, layout = job.comm, job.layout
-    own = pack(layout, comm.rank, k, v)
+    own = pack(k, v)
     held = [torch.empty_like(own) for _ in range(2)]
     result = Result(q)
     for step in range(comm.world):
@@ -183,7 +169,7 @@ def backward(
     comm, layout = job.comm, job.layout
     dtype = accumulator_dtype(q)
     gradient = Gradient(dout, q, out, lse, dlse, job.scale, job.deterministic)
-    own = pack(layout, comm.rank, k, v)
+    own = pack(k, v)
     held = [torch.empty_like(own) for _ in range(2)]
     sums, (passed, home) = ([torch.empty_like(own, dtype=dtype) for _ in range(2)] for _ in "ab")
     dq = Sum(q, _terms(layout, comm.rank))
@@ -200,24 +186,24 @@ def backward(
         messages = list(_key_messages(job, step, own, held))
         for x in transfers:
             tokens = sums[(step - 1) % 2] if x.send else home if x.own else passed
-            part = tokens[layout.parts[x.part]]
-            messages.append(Message(x.send, x.peer, part, "gradients of keys"))
+            for rows in layout.rows(x.part):
+                messages.append(Message(x.send, x.peer, tokens[rows], "gradients of keys"))
         started = comm.exchange(messages)
         if step == 0:
             for piece in layout.own(comm.rank):
                 add(piece, k, v, dk, dv)
         elif step < comm.world:
             owner = (comm.rank - step) % comm.world
-            for part, tokens in enumerate(layout.parts):
-                if layout.needs(comm.rank, owner, part):
-                    sums[step % 2][tokens].zero_()
+            if layout.foreign(comm.rank, owner):
+                sums[step % 2].zero_()
             for piece in layout.foreign(comm.rank, owner):
                 add(piece, *keys_and_values(held[step % 2]), *keys_and_values(sums[step % 2]))
         comm.wait(started)
         for x in transfers:
-            if not x.send and x.own:
-                unpack(layout, comm.rank, x.part, home, dk, dv)
-            elif not x.send:
-                tokens = layout.parts[x.part]
-                sums[step % 2][tokens] += passed[tokens]
+            for rows in layout.rows(x.part) if not x.send else ():
+                if not x.own:
+                    sums[step % 2][rows] += passed[rows]
+                    continue
+                for total, part in zip((dk, dv), keys_and_values(home[rows]), strict=True):
+                    total[:, rows] += part
     return dq.finish(), dk.to(k.dtype), dv.to(v.dtype)

@@ -32,9 +32,7 @@ class Segment(NamedTuple):
         start: Position of the first token in its sequence.
         length: Tokens.
         row: Index of the first token in the tensors of its rank.
-        part: Which message of the ring it travels in: 1 for the second chunks in zigzag order,
-            else 0.
-        offset: Index of the first token where those of part 1 follow all of part 0.
+        part: 1 for the second chunks in zigzag order, else 0.
     """
 
     sequence: int
@@ -42,7 +40,11 @@ class Segment(NamedTuple):
     length: int
     row: int
     part: int
-    offset: int
+
+    @property
+    def rows(self) -> slice:
+        """Of the tensors of its rank."""
+        return slice(self.row, self.row + self.length)
 
 
 class Piece(NamedTuple):
@@ -76,14 +78,12 @@ def segments(lengths: tuple[int, ...], order: str, rank: int, world: int) -> tup
     """
     found = []
     row = 0
-    offsets = [0, sum(lengths) // 2]
     for sequence, length in enumerate(lengths):
         chunk = length // 2 if order == "zigzag" else length
         chunks = (rank, 2 * world - 1 - rank) if order == "zigzag" else (rank,)
         for part, number in enumerate(chunks):
-            found.append(Segment(sequence, number * chunk, chunk, row, part, offsets[part]))
+            found.append(Segment(sequence, number * chunk, chunk, row, part))
             row += chunk
-            offsets[part] += chunk
     return tuple(found)
 
 
@@ -157,12 +157,13 @@ class Layout(NamedTuple):
     window: tuple[int, int]
 
     @property
-    def parts(self) -> tuple[slice, ...]:
-        """The messages of the ring that one rank's keys travel in, of tokens in their order."""
-        tokens = sum(self.lengths)
-        if self.order == "zigzag":
-            return slice(0, tokens // 2), slice(tokens // 2, tokens)
-        return (slice(0, tokens),)
+    def parts(self) -> int:
+        """Into how many parts a rank's tokens fall, of which others may need one alone."""
+        return 2 if self.order == "zigzag" else 1
+
+    def rows(self, part: int) -> list[slice]:
+        """Of the tensors of any rank, the rows of a part: those of each sequence."""
+        return [x.rows for x in self.segments(0) if x.part == part and x.length]
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """What a rank holds."""
@@ -173,8 +174,8 @@ class Layout(NamedTuple):
         return _own(self, rank)
 
     def foreign(self, rank: int, other: int) -> tuple[Piece, ...]:
-        """Calls for a rank's queries and another one's keys, in the order of messages; they read
-        nothing of a message that :meth:`needs` denies."""
+        """Calls for a rank's queries and another one's keys, as rows of their tensors; they read
+        nothing of a part that :meth:`needs` denies."""
         return _foreign(self, rank, other, (0, 1))
 
     def place(self, x: Segment) -> slice:
@@ -187,7 +188,7 @@ class Layout(NamedTuple):
         return _gathered(self, rank)
 
     def needs(self, rank: int, other: int, part: int) -> bool:
-        """Whether a rank sees anything of a message of another one's keys."""
+        """Whether a rank sees anything of a part of another one's keys."""
         return _needs(self, rank, other, part)
 
 
@@ -216,7 +217,7 @@ def _own(layout: Layout, rank: int) -> tuple[Piece, ...]:
 @functools.lru_cache(maxsize=4096)
 def _foreign(layout: Layout, rank: int, other: int, parts: tuple[int, ...]) -> tuple[Piece, ...]:
     found = [
-        piece((q.start, q.length, q.row), (k.start, k.length, k.offset), layout.window)
+        piece((q.start, q.length, q.row), (k.start, k.length, k.row), layout.window)
         for k in layout.segments(other)
         if k.part in parts
         for q in layout.segments(rank)
