@@ -325,15 +325,16 @@ def bwd_with_options(
     varlen: bool = False,
 ) -> BwdConfig:
     """``config`` with what else is asked for, in the sm90 class varlen at most: tiles of the sm80
-    class that have no registers left for it get others. Not measured: chosen so that nothing
-    spills."""
+    class without registers for it get others, not measured, of which nothing spills."""
     options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
     if config.arch == 80 and config.fused:
-        # At d = 256 two stages spill 8 bytes with varlen.
-        if softcap or alibi or dropout or (varlen and config.head_dim == 256):
-            tile = BwdTile(*_SM80_FUSED_TILES[config.head_dim][1])
-            config = dataclasses.replace(config, dq=tile, dkv=tile)
-        return dataclasses.replace(config, **options)
+        scored, d, tile = softcap or alibi or dropout, config.head_dim, config.dkv
+        if scored or (varlen and d == 256):  # where two stages spill 8 bytes
+            tile = BwdTile(*_SM80_FUSED_TILES[d][1])
+        # All options with a window spill 24 and 76 bytes at d = 32 and 64, a causal mask 16 at 256.
+        if varlen and ((scored and d <= 64) or (d == 256 and config.mask == "causal")):
+            tile = dataclasses.replace(tile, step=32, warps_step=min(tile.warps_step, 2))
+        return dataclasses.replace(config, dq=tile, dkv=tile, **options)
     if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
     if config.head_dim == 32 and softcap:  # dQ, and dK and dV, with 128x64 spill 48 bytes
@@ -345,8 +346,7 @@ def bwd_with_options(
 
 
 def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
-    """The sm90 class's backward. dQ is summed up in an order that varies from run to run: a
-    deterministic backward is that of the sm80 class."""
+    """The sm90 class's backward; not a deterministic one, as the order of dQ's sums varies."""
     tile = BwdTile(*SM90_BWD_TILES[head_dim], 8, 2, 1)
     return BwdConfig(90, dtype, head_dim, mask, tile, tile, fused=True)
 

@@ -78,6 +78,17 @@ def test_the_sm80_class_compiles_for_the_first_gpus_of_its_kind(config, compiler
     assert result.artefact.meta["spill_bytes"] == 0
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "options"), [(64, "local", (True,) * 3), (256, "causal", (False,) * 3)]
+)
+def test_ragged_backwards_with_options_do_not_spill(head_dim, mask, options, compiler):
+    """Of those that do not ship two that have spilled."""
+    config = fused_bwd_config("bf16", head_dim, mask, (9, 0))
+    (result,) = jit.build_kernels([(bwd_with_options(config, *options, varlen=True), TARGET)])
+    assert result.error is None, result.error
+    assert result.artefact.meta["spill_bytes"] == 0
+
+
 @pytest.mark.parametrize("stem", COVERED)
 def test_says_of_itself_what_the_configuration_says(built, stem):
     """Threads and shared memory that Python planned are those of the compiled traits."""
