@@ -450,8 +450,8 @@ def read_slots(fn: str, t: Tensors, *, is_local: bool) -> Slots:
 def read_pages(fn: str, table: Tensor, lengths: list[int], cache: Tensor, name: str) -> None:
     """That the pages which sequences of these lengths use are pages of ``cache``."""
     n_pages, page_size = cache.shape[:2]
-    used = torch.tensor(lengths, dtype=torch.int64, device="cpu").add_(page_size - 1) // page_size
-    in_use = torch.arange(table.shape[1], device="cpu") < used[:, None]
+    used = torch.tensor(lengths, dtype=torch.int64, device=table.device).add_(page_size - 1)
+    in_use = torch.arange(table.shape[1], device=table.device) < used[:, None] // page_size
     wrong = (in_use & ((table < 0) | (table >= n_pages))).nonzero()
     if wrong.numel():
         i, j = wrong[0].tolist()
