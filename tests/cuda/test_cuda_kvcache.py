@@ -22,6 +22,7 @@ from flashcute import (
 )
 from flashcute.config import MASKS
 from flashcute.dropout import draw_state, dropout_mask
+from flashcute.problem import FwdProblem
 from flashcute.rotary import apply_rotary_emb
 
 CHUNKS = 10
@@ -338,6 +339,27 @@ def test_weights_of_keys_in_pages_are_dropped(kernel_class: str) -> None:
         testing.check_forward(out[None, rows], lse[None, :, rows], q[None, rows], *keys,
                               causal=True, dropout_p=p,
                               dropout_mask=mask[i : i + 1, :, :n_q, :n_k])  # fmt: skip
+
+
+@pytest.mark.parametrize(("d", "h_k"), [(64, 16), (128, 8)])
+def test_the_class_that_reads_a_large_cache_is_right(d: int, h_k: int) -> None:
+    """What is chosen where no class is asked for, with NaN in slots that are not in use."""
+    b, room, h = 64, 2048, 32
+    problem = FwdProblem("bf16", False, b, 1, room, h, h_k, d, cache=True, num_splits=0)
+    capability = torch.cuda.get_device_capability()
+    assert heuristics.choose_fwd(problem, capability).arch == 80
+    generator = torch.Generator("cuda").manual_seed(1)
+    used = torch.randint(0, room + 1, (b,), device="cuda", generator=generator, dtype=torch.int32)
+    q, k, v = (
+        torch.randn(b, n, heads, d, device="cuda", generator=generator).bfloat16()
+        for n, heads in ((1, h), (room, h_k), (room, h_k))
+    )
+    for x in (k, v):
+        x[torch.arange(room, device="cuda") >= used[:, None]] = torch.nan
+    out, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=used, return_softmax_lse=True)
+    for i, n in enumerate(used.tolist()):
+        one = slice(i, i + 1)
+        testing.check_forward(out[one], lse[one], q[one], k[one, :n], v[one, :n])
 
 
 @pytest.mark.parametrize("garbage", [LARGE, SMALL, -1, 0])
