@@ -6,6 +6,7 @@ import functools
 import itertools
 import traceback
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import ranks
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from flashcute import distributed as fd
 from flashcute import flash_attn_func, testing
+from flashcute.distributed import allgather
 
 
 class Case(NamedTuple):
@@ -22,6 +24,7 @@ class Case(NamedTuple):
     Attributes:
         lengths: Tokens of each sequence on a rank; one of a dense batch of ``b``.
         window: With ``causal`` the arguments of the same names.
+        grouped: Key heads are gathered in several groups, as those of long sequences are.
     """
 
     scheme: str
@@ -33,6 +36,7 @@ class Case(NamedTuple):
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
     order: str = "zigzag"
+    grouped: bool = False
 
     @property
     def packed(self) -> bool:
@@ -44,7 +48,8 @@ class Case(NamedTuple):
         window = "{}_{}".format(*self.window)
         dtype = str(self.dtype).removeprefix("torch.")
         heads = "{}over{}".format(*self.heads)
-        return f"{self.scheme}-{mask}-{window}-{self.order}-{lengths}-b{self.b}-{heads}-{dtype}"
+        scheme = self.scheme + "-grouped" * self.grouped
+        return f"{scheme}-{mask}-{window}-{self.order}-{lengths}-b{self.b}-{heads}-{dtype}"
 
 
 CASES = [
@@ -63,6 +68,15 @@ CASES = [
         {"window": (0, 30), "causal": False, "order": "contiguous", "b": 2},
         {"lengths": (8, 2, 0, 14)},
         {"lengths": (9, 3), "order": "contiguous", "window": (11, 4), "causal": False},
+    )
+]
+CASES += [
+    Case("allgather", grouped=True, **options)
+    for options in (
+        {},
+        {"heads": (8, 4), "b": 2, "window": (10, 0), "order": "contiguous"},
+        {"heads": (6, 3), "dtype": torch.float32},
+        {"lengths": (8, 2, 0, 14), "causal": False},
     )
 ]
 
@@ -114,11 +128,13 @@ def compute(case: Case, rank: int, world: int, deterministic: bool = False) -> l
     if case.packed:
         q, k, v, dout = (x[0] for x in (q, k, v, dout))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, lse = call(case)(q, k, v, deterministic=deterministic)
-    rows = lse[None].transpose(1, 2) if case.packed else lse.transpose(1, 2)
-    seen = rows.isfinite()
-    loss = (out.float() * dout.float()).sum() + (rows[seen] * dlse[seen]).sum()
-    loss.backward()
+    least = 1 if case.grouped else allgather._GROUP_BYTES
+    with mock.patch.object(allgather, "_GROUP_BYTES", least):
+        out, lse = call(case)(q, k, v, deterministic=deterministic)
+        rows = lse[None].transpose(1, 2) if case.packed else lse.transpose(1, 2)
+        seen = rows.isfinite()
+        loss = (out.float() * dout.float()).sum() + (rows[seen] * dlse[seen]).sum()
+        loss.backward()
     found = [x[None] if case.packed else x for x in (out, q.grad, k.grad, v.grad)]
     return [found[0].detach(), rows.detach(), *found[1:]]
 
@@ -411,3 +427,16 @@ def test_empty_tensors(one_process, scheme):
     assert lse.shape == (1, 2, 0)
     out.sum().backward()
     assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("h_k", "size", "count"),
+    [(8, 2**26, 1), (8, 2**27 - 1, 1), (8, 2**27, 2), (8, 2**29, 4), (1, 2**30, 1), (3, 2**27, 1),
+     (3, 2**30, 3), (5, 2**30, 1), (6, 2**28, 3)],
+)  # fmt: skip
+def test_groups_of_heads_have_bytes_enough(h_k, size, count):
+    groups = allgather.head_groups(4 * h_k, h_k, size)
+    assert len(groups) == count
+    for i, heads in enumerate(zip(*groups, strict=True)):
+        h = (4 * h_k, h_k)[i]
+        assert [n for x in heads for n in range(x.start, x.stop)] == list(range(h))

@@ -117,6 +117,7 @@ def test_sums_round_once(terms, whole_first):
             part = torch.randn(like[:, rows].shape, generator=generator).bfloat16()
             exact[:, rows] += part.float()
             total.add(rows, part)
+        assert total._total.dtype == (torch.bfloat16 if terms <= 2 else torch.float32)
     assert torch.equal(total.finish(), exact.bfloat16())
 
 

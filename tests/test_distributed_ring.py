@@ -30,7 +30,7 @@ def rounds(layout: Layout, transfers, count: int):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_needed_keys_arrive_and_no_others(layout):
-    world, parts = layout.world, range(layout.parts)
+    world, parts = layout.world, range(len(layout.segments(0)))
     held = {(rank, part): None for rank in range(world) for part in parts}  # the keys' owner
     for round_, lists in rounds(layout, ring.key_transfers, world + 1):
         arrived = {}
@@ -51,7 +51,7 @@ def test_needed_keys_arrive_and_no_others(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_gradients_of_all_users_come_home_once(layout):
-    world, parts = layout.world, range(layout.parts)
+    world, parts = layout.world, range(len(layout.segments(0)))
     sums = {}  # (rank, part): (owner, users so far)
     home = {(rank, part): [] for rank in range(world) for part in parts}
     for round_, lists in rounds(layout, ring.gradient_transfers, world + 1):
@@ -94,3 +94,16 @@ def test_a_causal_ring_moves_three_quarters_of_the_keys():
 
 def test_a_window_moves_only_neighbours_keys():
     assert sent(Layout((64,), "contiguous", 8, (64, 0))) == 7
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout((0,), "zigzag", 2, (-1, 0))], ids=str)
+def test_how_many_pieces_a_query_is_in(layout):
+    for rank in range(layout.world):
+        others = [n for n in range(layout.world) if n != rank]
+        pieces = [*layout.own(rank), *(x for n in others for x in layout.foreign(rank, n))]
+        rows = [row for x in pieces for row in range(x.rows.start, x.rows.stop)]
+        assert ring.most_terms(layout, rank) == max(map(rows.count, rows), default=0)
+
+
+def test_a_causal_ring_of_two_sums_two_pieces():
+    assert [ring.most_terms(Layout((16,), "zigzag", 2, (-1, 0)), n) for n in range(2)] == [2, 2]

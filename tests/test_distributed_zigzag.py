@@ -56,10 +56,9 @@ def test_each_visible_pair_is_computed_once(world, order, gathered):
             count(layout.own(rank), queries, queries, counts)
             for other in set(range(world)) - {rank}:
                 keys = positions(layout, other)
-                for part in range(layout.parts):
-                    for rows in layout.rows(part):
-                        if not layout.needs(rank, other, part):  # they are not there
-                            keys[rows] = [None] * len(keys[rows])
+                for i, x in enumerate(layout.segments(other)):
+                    if not layout.needs(rank, other, i):  # it is not there
+                        keys[x.rows] = [None] * x.length
                 count(layout.foreign(rank, other), queries, keys, counts)
         assert set(counts) == visible(layout), (lengths, window)
         assert set(counts.values()) == {1}, (lengths, window)
@@ -111,6 +110,9 @@ def test_a_window_needs_neighbours_only():
     layout = Layout((64,), "contiguous", 8, (64, 0))
     needed = {other for other in range(8) if layout.needs(5, other, 0)}
     assert needed == {4, 5}
+    packed = Layout((64, 2), "contiguous", 8, (64, 0))
+    assert {other for other in range(8) if packed.needs(5, other, 0)} == {4, 5}
+    assert {other for other in range(8) if packed.needs(5, other, 1)} == set(range(6))
 
 
 def test_split_and_merge_are_inverse_and_agree_with_the_positions():

@@ -42,7 +42,7 @@ def _groups(job: Job, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
 
 def _seen(layout: Layout, rank: int, owner: int) -> list[Segment]:
     """Of the tokens of ``owner`` those that ``rank`` sees; each segment is a message."""
-    return [x for x in layout.segments(owner) if x.length and layout.needs(rank, owner, x.part)]
+    return [x for i, x in enumerate(layout.segments(owner)) if layout.needs(rank, owner, i)]
 
 
 class _Gather:

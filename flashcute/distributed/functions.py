@@ -200,8 +200,9 @@ def ring_flash_attn_func(
     """Attention of sequences that are split over ranks; keys travel round the ring of ranks.
 
     Each rank holds the same number of tokens of every sequence, computes what it holds, and merges
-    the results by their log-sum-exp in float32, while the next keys arrive. No rank ever holds more
-    than three ranks' keys. All ranks of the group make the same call, and the same backward.
+    the results by their log-sum-exp in float32, while the next keys arrive. Beside its own keys a
+    rank holds three ranks' in turn, and in the backward gradients of five ranks' keys in float32.
+    All ranks of the group make the same call, and the same backward.
 
     Ranks that see nothing of a message, under a mask or a window, neither get it nor pass it on.
     Compared with :func:`flashcute.flash_attn_func` of the whole sequence there are no dropout,
@@ -264,10 +265,10 @@ def allgather_flash_attn_func(
     """:func:`ring_flash_attn_func` by another scheme: each rank gathers all keys that it sees.
 
     One call computes all keys of a row, so there is nothing to merge, and short sequences are
-    faster. Where keys and values of the whole sequence take 128 MiB and more, it gathers some key
-    heads at a time, up to four groups, while it computes those before; with fewer bytes or one key
-    head nothing overlaps. A rank holds the keys of the whole sequence, of up to two groups of
-    heads, and in the backward their gradients in float32.
+    faster. Long ones are gathered some key heads at a time, while those before are computed: in up
+    to four groups, a divisor of h_k, of 64 MiB of all ranks' keys and values each at least. In one
+    group nothing overlaps. A rank holds the keys of the whole sequence, of up to two groups of
+    heads, and in the backward up to three float32 gradients of a group's keys.
 
     Arguments, result and errors are those of :func:`ring_flash_attn_func`.
     """
@@ -293,9 +294,8 @@ def ring_flash_attn_varlen_func(
     """:func:`ring_flash_attn_func` of packed sequences of different lengths, each split over all
     ranks.
 
-    All keys of a rank travel in one or two messages. Each sequence is a call of its own, with a
-    gradient on CUDA, too: for a few long sequences. Many short ones are better kept whole, each on
-    one rank.
+    Each sequence is a message or two and a call of its own, with a gradient on CUDA, too: for a few
+    long sequences. Many short ones are better kept whole, each on one rank.
 
     Args:
         q: (total / world_size, h, head_dim), this rank's part of every sequence, one after the

@@ -42,7 +42,8 @@ class Result:
         self.out = self.lse = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merges the attention of these rows to keys that they have not seen yet."""
+        """Merges the attention of these rows to keys that they have not seen yet. Those of the
+        first piece may be kept and written to."""
         if self.out is None and out.shape == self._q.shape:
             self.out, self.lse = out, lse
             return
@@ -78,8 +79,8 @@ class Sum:
         self._like, self._few, self._total = like, terms <= 2, None
 
     def add(self, rows: slice, part: Tensor) -> None:
-        """Adds a part, which may be kept, in float32. Of two parts one rounding is all there is, so
-        their sum needs no more than their own dtype."""
+        """Adds a part, in float32 where a row gets more than two: the sum of two is rounded once in
+        their own dtype, too. The first part may be kept and written to."""
         if self._total is None:
             dtype = part.dtype if self._few else accumulator_dtype(part)
             if part.shape == self._like.shape:

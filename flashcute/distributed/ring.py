@@ -2,12 +2,14 @@
 
 In step t rank r computes with the keys of rank r - t. Meanwhile the keys of step t + 1 arrive, and
 in the backward the gradients of those of step t, summed over the ranks that had them before. A
-part that a rank sees nothing of it neither gets nor passes on: then its next user gets it from its
-owner. Both buffers of a kind take turns, so memory is that of a few messages.
+segment that a rank sees nothing of it neither gets nor passes on: then its next user gets it from
+its owner. Both buffers of a kind take turns, so memory is that of a few messages.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -41,7 +43,7 @@ class Transfer(NamedTuple):
     Attributes:
         send: Whether it leaves this rank.
         peer: The other rank.
-        part: Of a rank's tokens; those of each sequence are a message.
+        part: Number of the segment of a rank's tokens.
         own: Of keys that are sent: this rank's own. Of gradients that arrive: of this rank's own
             keys.
     """
@@ -58,7 +60,7 @@ def key_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Transfer]:
     if not 0 < round_ < world:
         return
     before, after = (rank - 1) % world, (rank + 1) % world
-    for part in range(layout.parts):
+    for part in range(len(layout.segments(0))):
         owner = (rank - round_) % world
         if needs(rank, owner, part):
             has = round_ == 1 or needs(before, owner, part)
@@ -82,7 +84,7 @@ def gradient_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Trans
         return
     before, after = (rank - 1) % world, (rank + 1) % world
     last = round_ == world
-    for part in range(layout.parts):
+    for part in range(len(layout.segments(0))):
         owner = (rank - round_ + 1) % world
         if needs(rank, owner, part):
             passed = not last and needs(after, owner, part)
@@ -116,8 +118,7 @@ def _key_messages(job: Job, step: int, own: Tensor, held: list[Tensor]) -> Itera
     """The round during ``step``: keys of that step leave, keys of the next one arrive."""
     for x in key_transfers(job.layout, job.comm.rank, step + 1):
         tokens = own if x.own else held[(step + (not x.send)) % 2]
-        for rows in job.layout.rows(x.part):
-            yield Message(x.send, x.peer, tokens[rows], "keys")
+        yield Message(x.send, x.peer, tokens[job.layout.segments(0)[x.part].rows], "keys")
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +132,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out like q, and the log-sum-exp (b, h, seqlen) in float32.
     """
     comm, layout = job.comm, job.layout
-    own = pack(k, v)
+    own = pack(k, v) if comm.world > 1 else k.new_empty(0)
     held = [torch.empty_like(own) for _ in range(2)]
     result = Result(q)
     for step in range(comm.world):
@@ -147,12 +148,13 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return result.finish()
 
 
-def _terms(layout: Layout, rank: int) -> int:
+@functools.lru_cache(maxsize=4096)
+def most_terms(layout: Layout, rank: int) -> int:
     """How many pieces a query of this rank is in, at most."""
     others = (n for n in range(layout.world) if n != rank)
     pieces = [*layout.own(rank), *(x for n in others for x in layout.foreign(rank, n))]
-    firsts = {x.rows.start for x in pieces}
-    return max((sum(x.rows.start <= n < x.rows.stop for x in pieces) for n in firsts), default=0)
+    edges = [edge for x in pieces for edge in ((x.rows.start, 1), (x.rows.stop, -1))]
+    return max(itertools.accumulate(change for _, change in sorted(edges)), default=0)
 
 
 def backward(
@@ -169,10 +171,10 @@ def backward(
     comm, layout = job.comm, job.layout
     dtype = accumulator_dtype(q)
     gradient = Gradient(dout, q, out, lse, dlse, job.scale, job.deterministic)
-    own = pack(k, v)
+    own = pack(k, v) if comm.world > 1 else k.new_empty(0)
     held = [torch.empty_like(own) for _ in range(2)]
     sums, (passed, home) = ([torch.empty_like(own, dtype=dtype) for _ in range(2)] for _ in "ab")
-    dq = Sum(q, _terms(layout, comm.rank))
+    dq = Sum(q, most_terms(layout, comm.rank))
     dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
 
     def add(piece: Piece, keys: Tensor, values: Tensor, to_dk: Tensor, to_dv: Tensor) -> None:
@@ -186,8 +188,8 @@ def backward(
         messages = list(_key_messages(job, step, own, held))
         for x in transfers:
             tokens = sums[(step - 1) % 2] if x.send else home if x.own else passed
-            for rows in layout.rows(x.part):
-                messages.append(Message(x.send, x.peer, tokens[rows], "gradients of keys"))
+            part = tokens[layout.segments(0)[x.part].rows]
+            messages.append(Message(x.send, x.peer, part, "gradients of keys"))
         started = comm.exchange(messages)
         if step == 0:
             for piece in layout.own(comm.rank):
@@ -200,10 +202,10 @@ def backward(
                 add(piece, *keys_and_values(held[step % 2]), *keys_and_values(sums[step % 2]))
         comm.wait(started)
         for x in transfers:
-            for rows in layout.rows(x.part) if not x.send else ():
-                if not x.own:
-                    sums[step % 2][rows] += passed[rows]
-                    continue
+            rows = layout.segments(0)[x.part].rows
+            if not x.send and x.own:
                 for total, part in zip((dk, dv), keys_and_values(home[rows]), strict=True):
                     total[:, rows] += part
+            elif not x.send:
+                sums[step % 2][rows] += passed[rows]
     return dq.finish(), dk.to(k.dtype), dv.to(v.dtype)

@@ -32,14 +32,12 @@ class Segment(NamedTuple):
         start: Position of the first token in its sequence.
         length: Tokens.
         row: Index of the first token in the tensors of its rank.
-        part: 1 for the second chunks in zigzag order, else 0.
     """
 
     sequence: int
     start: int
     length: int
     row: int
-    part: int
 
     @property
     def rows(self) -> slice:
@@ -81,8 +79,8 @@ def segments(lengths: tuple[int, ...], order: str, rank: int, world: int) -> tup
     for sequence, length in enumerate(lengths):
         chunk = length // 2 if order == "zigzag" else length
         chunks = (rank, 2 * world - 1 - rank) if order == "zigzag" else (rank,)
-        for part, number in enumerate(chunks):
-            found.append(Segment(sequence, number * chunk, chunk, row, part))
+        for number in chunks:
+            found.append(Segment(sequence, number * chunk, chunk, row))
             row += chunk
     return tuple(found)
 
@@ -156,15 +154,6 @@ class Layout(NamedTuple):
     world: int
     window: tuple[int, int]
 
-    @property
-    def parts(self) -> int:
-        """Into how many parts a rank's tokens fall, of which others may need one alone."""
-        return 2 if self.order == "zigzag" else 1
-
-    def rows(self, part: int) -> list[slice]:
-        """Of the tensors of any rank, the rows of a part: those of each sequence."""
-        return [x.rows for x in self.segments(0) if x.part == part and x.length]
-
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """What a rank holds."""
         return segments(self.lengths, self.order, rank, self.world)
@@ -175,8 +164,8 @@ class Layout(NamedTuple):
 
     def foreign(self, rank: int, other: int) -> tuple[Piece, ...]:
         """Calls for a rank's queries and another one's keys, as rows of their tensors; they read
-        nothing of a part that :meth:`needs` denies."""
-        return _foreign(self, rank, other, (0, 1))
+        nothing of a segment that :meth:`needs` denies."""
+        return _foreign(self, rank, other)
 
     def place(self, x: Segment) -> slice:
         """Where tokens are among those of all ranks, in the order of the sequences."""
@@ -187,9 +176,9 @@ class Layout(NamedTuple):
         """Calls for a rank's queries and all keys in the order of the sequences."""
         return _gathered(self, rank)
 
-    def needs(self, rank: int, other: int, part: int) -> bool:
-        """Whether a rank sees anything of a part of another one's keys."""
-        return _needs(self, rank, other, part)
+    def needs(self, rank: int, other: int, number: int) -> bool:
+        """Whether a rank sees anything of a segment of another one's keys."""
+        return _needs(self, rank, other, number)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -214,21 +203,23 @@ def _own(layout: Layout, rank: int) -> tuple[Piece, ...]:
     return _merged([x for x in found if x is not None])
 
 
+def _pairs(layout: Layout, rank: int, k: Segment) -> list[Piece]:
+    """Calls for a rank's queries and one segment of another one's keys."""
+    chunks = 2 if layout.order == "zigzag" else 1
+    queries = layout.segments(rank)[k.sequence * chunks : (k.sequence + 1) * chunks]
+    keys = k.start, k.length, k.row
+    found = [piece((q.start, q.length, q.row), keys, layout.window) for q in queries]
+    return [x for x in found if x is not None]
+
+
 @functools.lru_cache(maxsize=4096)
-def _foreign(layout: Layout, rank: int, other: int, parts: tuple[int, ...]) -> tuple[Piece, ...]:
-    found = [
-        piece((q.start, q.length, q.row), (k.start, k.length, k.row), layout.window)
-        for k in layout.segments(other)
-        if k.part in parts
-        for q in layout.segments(rank)
-        if q.sequence == k.sequence
-    ]
-    return _merged([x for x in found if x is not None])
+def _foreign(layout: Layout, rank: int, other: int) -> tuple[Piece, ...]:
+    return _merged([x for k in layout.segments(other) for x in _pairs(layout, rank, k)])
 
 
 @functools.lru_cache(maxsize=65536)
-def _needs(layout: Layout, rank: int, other: int, part: int) -> bool:
-    return bool(_foreign(layout, rank, other, (part,)))
+def _needs(layout: Layout, rank: int, other: int, number: int) -> bool:
+    return bool(_pairs(layout, rank, layout.segments(other)[number]))
 
 
 @functools.lru_cache(maxsize=4096)
