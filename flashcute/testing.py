@@ -24,7 +24,7 @@ The gradients of q, k and v have the bounds of max and mean above, each against 
 references, the low one with D = rowsum(dO * O) of the rounded output, which is what a backward
 finds that keeps O and not P. They are exactly 0 for queries that see no key and keys that no query
 sees. The gradient of a sink is a sum over all rows in fp32, to which each row brings the rounding
-of its output. It is allowed four times the standard deviation of that. Where no query sees more
+of its output and of its P. It is allowed four times the standard deviation of all that. Where no query sees more
 than one key, dS is 0 and both references are exact, so the gradients of q and k are allowed the
 fp32 rounding of dP - D.
 
@@ -311,14 +311,17 @@ def compare_qkv(
     share = torch.exp(options["sinks"].double()[:, None] - lse)  # (b, h, seqlen_q)
     share = torch.where(lse == -torch.inf, 0, share)
     elements = share.transpose(1, 2)[..., None] * dout.double() * out
-    # Twice, for O and for P: the errors of P V are as large as O's where V is random.
-    variance = torch.finfo(q.dtype).eps ** 2 / 6 * elements.square().sum((0, 1, 3))  # (h)
-    # Equal rows are rounded alike: their errors add up instead of averaging out.
+    variance = torch.finfo(q.dtype).eps ** 2 / 12 * elements.square().sum((0, 1, 3))  # (h)
+    # Equal rows are rounded alike: their errors add up instead of averaging out. Of O these are
+    # known; those of P are as large in P V where V is random.
     in_step = (share * rounding).sum((0, 2)).square() / 4  # (h)
+    strides = zip(q.shape[:2], q.stride(), dout.stride(), strict=False)
+    equal = math.prod(size for size, *both in strides if not any(both))
+    of_both = torch.maximum(variance, in_step) + equal * variance
     rows = elements.sum(-1).transpose(1, 2)  # (b, h, seqlen_q), what is summed up in float32
     rows = rows if dlse is None else rows - share * dlse
     in_fp32 = torch.finfo(torch.float32).eps ** 2 * rows.square().sum((0, 2))  # (h)
-    return reports, (truth["dsinks"], torch.maximum(variance, in_step) + in_fp32)
+    return reports, (truth["dsinks"], of_both + in_fp32)
 
 
 def _rounding_of_ds(

@@ -98,7 +98,7 @@ def check(case: Case) -> str | None:
     options |= dropped
     if dropped and not torch.equal(~torch.signbit(dmask), dropped["dropout_mask"]):
         return f"{case}: the pattern that is returned is another one"
-    check_drift = "expanded_rows" not in case.styles[1:]
+    check_drift = "expanded_rows" not in case.styles[1:] and not case.scores.alike
     try:
         testing.check_forward(out, lse, q, k, v, check_drift=check_drift, **options)
     except AssertionError as error:
