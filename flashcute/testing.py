@@ -24,9 +24,9 @@ The gradients of q, k and v have the bounds of max and mean above, each against 
 references, the low one with D = rowsum(dO * O) of the rounded output, which is what a backward
 finds that keeps O and not P. They are exactly 0 for queries that see no key and keys that no query
 sees. The gradient of a sink is a sum over all rows in fp32, to which each row brings the rounding
-of its output and of its P. It is allowed four times the standard deviation of all that. Where no query sees more
-than one key, dS is 0 and both references are exact, so the gradients of q and k are allowed the
-fp32 rounding of dP - D.
+of its output and of its P. It is allowed four times the standard deviation of all that. Where no
+query sees more than one key, dS is 0 and both references are exact, so the gradients of q and k are
+allowed the fp32 rounding of dP - D.
 
 Works on any device: the references are computed where the tensors are.
 """

@@ -6,6 +6,7 @@ import logging
 import weakref
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from flashcute.distributed import watch as module
@@ -14,23 +15,29 @@ from flashcute.distributed.watch import Watch
 TIMEOUT = 60.0
 
 
-class Event:
+class Call:
+    """One whose work is done or not."""
+
     def __init__(self, done: bool):
         self.done = done
-
-    def query(self) -> bool:
-        return self.done
 
 
 @pytest.fixture
 def watches():
     store = dist.HashStore()
-    return [Watch(store, rank, 3, TIMEOUT) for rank in range(3)]
+    found = []
+    for rank in range(3):
+        calls: dict[int, Call] = {}
+        found.append(Watch(store, rank, 3, TIMEOUT, lambda n, calls=calls: calls[n].done))
+        found[-1].calls = calls
+    return found
 
 
-def add(watch: Watch, event: Event | None) -> None:
-    """A call that the host left, with its event; None: one that the host is in."""
-    watch.begin("ring", 0.0).event = event
+def add(watch: Watch, call: Call | None) -> None:
+    """A call that the host left; None: one that the host is in."""
+    begun = watch.begin("ring", 0.0)
+    begun.left = call is not None
+    watch.calls[begun.number] = call
 
 
 def run(watches, seconds: range, silent=()) -> None:
@@ -42,9 +49,9 @@ def run(watches, seconds: range, silent=()) -> None:
 
 def test_a_rank_that_made_fewer_calls_is_named(watches, caplog):
     for rank, watch in enumerate(watches):
-        add(watch, Event(True))
+        add(watch, Call(True))
         if rank != 1:
-            add(watch, Event(False))
+            add(watch, Call(False))
     run(watches, range(2, 45))
     assert not caplog.records
     run(watches, range(45, 60))
@@ -56,7 +63,7 @@ def test_a_rank_that_made_fewer_calls_is_named(watches, caplog):
 
 def test_a_rank_that_is_silent_is_named(watches, caplog):
     for watch in watches:
-        add(watch, Event(False))
+        add(watch, Call(False))
     run(watches, range(1, 5))
     run(watches, range(5, 60), silent=[2])
     assert len(caplog.records) == 2
@@ -66,20 +73,20 @@ def test_a_rank_that_is_silent_is_named(watches, caplog):
 
 
 def test_slow_calls_that_end_are_no_reason(watches, caplog):
-    events = [Event(False) for _ in range(4)]
+    calls = [Call(False) for _ in range(4)]
     for watch in watches:
-        for event in events:
-            add(watch, event)
-    for i, event in enumerate(events):
+        for call in calls:
+            add(watch, call)
+    for i, call in enumerate(calls):
         run(watches, range(40 * i, 40 * i + 40))
-        event.done = True
+        call.done = True
     run(watches, range(160, 400))
     assert not caplog.records
 
 
 def test_where_all_are_alive_none_is_named(watches, caplog):
     for watch in watches:
-        add(watch, Event(False))
+        add(watch, Call(False))
     run(watches, range(1, 60))
     assert len(caplog.records) == 3
     assert "lost no rank: all have made it" in caplog.text
@@ -95,44 +102,56 @@ def test_a_call_counts_while_the_host_is_in_it(watches, caplog):
     assert "lost rank 1, which made 0 calls" in caplog.text or "lost rank 1, silent" in caplog.text
 
 
-def test_an_event_that_cannot_be_queried_is_queried_again(watches, caplog):
-    class Captured(Event):
-        def query(self) -> bool:
-            if not self.done:
-                raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-            return True
+def test_the_thread_goes_on_until_its_watch_is_gone():
+    """And calls nothing of CUDA, which there is not here."""
+    asked = []
+    found = Watch(dist.HashStore(), 0, 1, TIMEOUT, lambda number: asked.append(number) or last())
 
-    event = Captured(False)
-    for watch in watches:
-        add(watch, event)
-    run(watches, range(1, 20))
-    assert [len(watch._calls) for watch in watches] == [1, 1, 1]
-    event.done = True
-    run(watches, range(20, 100))
-    assert [len(watch._calls) for watch in watches] == [0, 0, 0] and not caplog.records
+    def last() -> bool:
+        nonlocal found
+        if len(asked) < 3:
+            return False
+        found = None
+        return True
 
-
-def test_the_thread_goes_on_until_its_watch_is_gone(monkeypatch):
-    """Its first query is permitted beside captures of the thread that makes the calls."""
-    said = []
-    found = Watch(dist.HashStore(), 0, 1, TIMEOUT)
     found.interval = 0.0
-    reference = weakref.ref(found)
-    monkeypatch.setattr(module.torch.cuda, "set_device", said.append)
-    monkeypatch.setattr(module, "_permit_queries", lambda: said.append("permitted"))
+    found.begin("ring", 0.0).left = True
+    module._poll(weakref.ref(found))
+    assert asked == [1, 1, 1]
 
-    class Last(Event):
-        def query(self) -> bool:
-            said.append("queried")
-            if said.count("queried") == 1:
-                raise RuntimeError("not permitted")
-            nonlocal found
-            found = None
-            return True
 
-    found.begin("ring", 0.0).event = Last(False)
-    module._poll(reference, 3)
-    assert said == [3, "permitted", "queried", "permitted", "queried"]
+def test_calls_from_several_streams_end_in_any_order(watches, caplog):
+    calls = [Call(False) for _ in range(3)]
+    for call in calls:
+        add(watches[0], call)
+    for call in reversed(calls):
+        assert len(watches[0]._calls) == 3
+        call.done = True
+        if call is not calls[0]:
+            watches[0].poll(1.0)
+    watches[0].poll(2.0)
+    assert not watches[0]._calls
+
+
+def test_an_end_is_told_by_its_number(monkeypatch):
+    """On the CPU, whose copies are done at once; slots are used again."""
+
+    def on_the_cpu(make):
+        def call(*args, device, pin_memory=False, **options):
+            return make(*args, **options)
+
+        return call
+
+    for name in ("zeros", "full"):
+        monkeypatch.setattr(torch, name, on_the_cpu(getattr(torch, name)))
+    with torch.inference_mode():
+        ends = module.Ends()
+    assert not ends(1)
+    ends.enqueue(1)
+    assert ends(1) and not ends(2) and not ends(1 + module._SLOTS)
+    with torch.inference_mode():
+        ends.enqueue(1 + module._SLOTS)
+    assert ends(1 + module._SLOTS) and ends(1) and not ends(1 + 2 * module._SLOTS)
 
 
 def test_a_call_that_raised_is_not_waited_for(watches, caplog):

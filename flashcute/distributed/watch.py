@@ -7,20 +7,20 @@ the group's store, and looks whether the GPU finished them. Where one takes most
 logs which ranks have not made that call or have stopped counting.
 
 A call counts from its begin on, since the host may wait, too: loading a kernel or allocating memory
-can wait for the GPU, and then for a transfer that never ends.
+can wait for the GPU, and then for a transfer that never ends. The thread calls nothing of CUDA: it
+would wait behind such a call, with Python's lock, and break the capture of a graph.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -31,33 +31,51 @@ logger = logging.getLogger("flashcute")
 
 _KEY = "flashcute/calls"
 _SHARE = 0.8  # of the timeout, after which a call counts as stuck
-_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_SLOTS = 4096  # calls under way at a time whose ends are told apart
 
 
 @dataclasses.dataclass
 class _Call:
     fn: str
     start: float
-    event: torch.cuda.Event | None = None  # or anything with query(); None: the host is in the call
+    number: int  # from 1 on
+    left: bool = False  # by the host
     failed: bool = False
 
-    def ended(self) -> bool:
-        if self.failed or self.event is None:
-            return self.failed
-        try:
-            return self.event.query()
-        except RuntimeError:
-            return False  # CUDA does not tell now; it is asked again
+
+class Ends:
+    """Which calls the GPU has finished: at its end each copies its number to memory of the host."""
+
+    def __init__(self):
+        with torch.inference_mode(False):  # its tensors could not be written to outside
+            self._numbers = torch.zeros(_SLOTS, dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def enqueue(self, number: int) -> None:
+        """On the current stream, behind all that it holds."""
+        slot = self._numbers[number % _SLOTS]
+        slot.copy_(torch.full((), number, dtype=torch.int64, device="cuda"), non_blocking=True)
+
+    def __call__(self, number: int) -> bool:
+        return int(self._numbers[number % _SLOTS]) >= number
 
 
 class Watch:
     """The calls of one process in one group."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout: float):
-        """Takes the group's store and its timeout in seconds; starts nothing."""
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        timeout: float,
+        has_ended: Callable[[int], bool],
+    ):
+        """Takes the group's store, its timeout in seconds, and what tells of the number of a call
+        that the host has left whether its work is done; starts nothing."""
         self.interval = min(max(timeout / 60, 0.2), 10.0)
         self._store, self._rank, self._world = store, rank, world
         self._limit = _SHARE * timeout
+        self._has_ended = has_ended
         self._calls: collections.deque[_Call] = collections.deque()
         self._made = self._beats = 0
         self._progress = 0.0  # when a call ended last
@@ -65,17 +83,20 @@ class Watch:
         self._reported = False
 
     def begin(self, fn: str, now: float) -> _Call:
-        """A call that begins; whoever makes it sets ``event``, with which its work ends."""
-        call = _Call(fn, now)
-        self._calls.append(call)
+        """A call that begins; whoever makes it sets ``left`` or ``failed``."""
         self._made += 1
+        call = _Call(fn, now, self._made)
+        self._calls.append(call)
         return call
+
+    def _is_over(self, call: _Call) -> bool:
+        return call.failed or (call.left and self._has_ended(call.number))
 
     def poll(self, now: float) -> None:
         """Looks at the oldest call; to be called each :attr:`interval` seconds."""
         self._beats += 1
         self._store.set(f"{_KEY}/{self._rank}", f"{self._made} {self._beats}")
-        while self._calls and self._calls[0].ended():
+        while self._calls and self._is_over(self._calls[0]):
             self._calls.popleft()
             self._progress = now
         if not self._calls:
@@ -96,7 +117,6 @@ class Watch:
 
     def _report(self, waited: float, now: float) -> str:
         call = self._calls[0]
-        number = self._made - len(self._calls) + 1  # of the call that is stuck
         found = []
         for rank, (text, since) in sorted(self._seen.items()):
             made = int(text.split()[0])
@@ -104,12 +124,13 @@ class Watch:
                 continue
             if now - since > 3 * self.interval:
                 found.append(f"rank {rank}, silent for {now - since:.0f} s")
-            elif made < number:
+            elif made < call.number:
                 found.append(f"rank {rank}, which made {made} calls")
         lost = "; ".join(found) or "no rank: all have made it and are alive, so a transfer hangs"
         return (
-            f"{call.fn}: call {number} has waited {waited:.0f} s for other ranks; lost {lost}. "
-            "NCCL's watchdog will end this process: restart all of the group, from a checkpoint"
+            f"{call.fn}: call {call.number} has waited {waited:.0f} s for other ranks; lost "
+            f"{lost}. NCCL's watchdog will end this process: restart all of the group, from a "
+            "checkpoint"
         )
 
 
@@ -122,43 +143,30 @@ def watch(fn: str, group: dist.ProcessGroup) -> Iterator[None]:
     if torch.cuda.is_current_stream_capturing():
         yield
         return
-    found = _watches.get(group)
-    if found is None:
-        found = Watch(group_store(group), group.rank(), group.size(), group_timeout(group))
-        _watches[group] = found
-        thread = threading.Thread(
+    if group not in _watches:
+        ends = Ends()
+        store, timeout = group_store(group), group_timeout(group)
+        _watches[group] = Watch(store, group.rank(), group.size(), timeout, ends), ends
+        threading.Thread(
             target=_poll,
-            args=(weakref.ref(found), torch.cuda.current_device()),
+            args=(weakref.ref(_watches[group][0]),),
             name="flashcute watch",
             daemon=True,
-        )
-        thread.start()
+        ).start()
+    found, ends = _watches[group]
     call = found.begin(fn, time.monotonic())
     try:
         yield
+        ends.enqueue(call.number)
     except BaseException:
         call.failed = True
         raise
-    event = torch.cuda.Event()
-    event.record()
-    call.event = event
+    call.left = True
 
 
-def _permit_queries() -> None:
-    """Lets this thread query events while others capture CUDA graphs.
-
-    In the mode that a thread begins in, its query breaks every capture of the default mode that is
-    under way. The driver's function, since the runtime's would make a context on device 0.
-    """
-    mode = ctypes.c_int(_THREAD_LOCAL)  # the mode before, after the call
-    ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-
-
-def _poll(reference: weakref.ref, device: int) -> None:
+def _poll(reference: weakref.ref) -> None:
     """Until the group is gone, or its store."""
-    torch.cuda.set_device(device)  # a thread begins on device 0
     while (found := reference()) is not None:
-        _permit_queries()  # each time: a thread without a context gets one by its first query
         try:
             found.poll(time.monotonic())
         except RuntimeError:

@@ -33,7 +33,6 @@ from flashcute.distributed import watch
 from flashcute.distributed.zigzag import Layout
 from flashcute.features import VECTOR
 from flashcute.heuristics import FwdProblem, choose_bwd, choose_fwd
-from flashcute.integrations import sdpa
 
 needs_two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason=f"needs 2 GPUs, got {torch.cuda.device_count()}"
@@ -63,33 +62,27 @@ TORCH_CASES = [(1024, 4, 4, 128, True), (512, 8, 2, 64, True), (768, 4, 4, 128, 
 
 
 def test_calls_are_watched_while_a_graph_is_captured() -> None:
-    """A query by another thread breaks a capture, unless that thread is in another mode."""
-    event = torch.cuda.Event()
-    event.record()
-
-    class Pending:
-        queries = 0
-
-        def query(self) -> bool:
-            event.query()  # raises, and breaks the capture, where it is not permitted
-            self.queries += 1
-            return False
-
-    found = watch.Watch(dist.HashStore(), 0, 1, 3600.0)
+    """What a thread calls of CUDA can break the capture of another one's graph."""
+    ends = watch.Ends()
+    found = watch.Watch(dist.HashStore(), 0, 1, 3600.0, ends)
     found.interval = 1e-3
-    found.begin("ring", 0.0).event = pending = Pending()
-    thread = threading.Thread(
-        target=watch._poll, args=(weakref.ref(found), torch.cuda.current_device()), daemon=True
-    )
+    call = found.begin("ring", 0.0)
+    thread = threading.Thread(target=watch._poll, args=(weakref.ref(found),), daemon=True)
     x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
     thread.start()
     with torch.cuda.graph(graph):
         x += 1
-        before = pending.queries
+        before = found._beats
         time.sleep(0.5)
-        after = pending.queries
+        after = found._beats
     graph.replay()
     assert after > before and x.tolist() == [1.0] * 8
+    torch.cuda._sleep(10**9)  # clocks: half a second
+    ends.enqueue(call.number)
+    call.left = True
+    assert not ends(call.number)
+    torch.cuda.synchronize()
+    assert ends(call.number)
     del found
     thread.join(timeout=60.0)
     assert not thread.is_alive()
@@ -232,28 +225,18 @@ def test_packed_sequences(tmp_path):
     mp.spawn(_check_packed, (str(tmp_path / "store"),), WORLD)
 
 
-def _count_calls() -> dict[str, int]:
-    """How often our forward and backward ran under PyTorch's operators, from now on."""
-    counts = {"forward": 0, "backward": 0}
-
-    def counted(name, function):
-        def call(*args, **kwargs):
-            result = function(*args, **kwargs)
-            counts[name] += 1
-            return result
-
-        return call
-
-    for name in counts:
-        setattr(sdpa.raw, name, counted(name, getattr(sdpa.raw, name)))
-    return counts
+def _count_kernels(profile: torch.profiler.profile) -> dict[str, int]:
+    """How many of our kernels ran, and of PyTorch's."""
+    names = [event.name for event in profile.events()]
+    ours = {way: f"flash::flash_{way}_kernel_sm" for way in ("fwd", "bwd")}
+    found = {way: sum(part in name for name in names) for way, part in ours.items()}
+    return found | {"pytorch": sum("pytorch_flash" in name for name in names)}
 
 
 def _check_context_parallel(rank: int, store: str) -> None:
     """Each step of PyTorch's ring is a call of ours, and the whole keeps the tolerance rule."""
     device = _start(rank, store)
     mesh = dist.device_mesh.init_device_mesh("cuda", (WORLD,))
-    counts = _count_calls()
     warnings.filterwarnings("error", "flashcute.enable")  # what fell through to PyTorch's kernels
     for method, case in itertools.product(("allgather", "alltoall"), TORCH_CASES):
         h, h_k, causal = case[1], case[2], case[4]
@@ -261,8 +244,8 @@ def _check_context_parallel(rank: int, store: str) -> None:
         buffers = [x.transpose(1, 2).contiguous() for x in whole]  # q, k, v, dout
         experimental.set_rotate_method(method)
         experimental._cp_options.enable_load_balance = causal
-        counts.update(dict.fromkeys(counts, 0))
         with (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
             enabled(),
             experimental.context_parallel(
                 mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers)
@@ -275,7 +258,9 @@ def _check_context_parallel(rank: int, store: str) -> None:
                 x.requires_grad_()
             out = F.scaled_dot_product_attention(*qkv, is_causal=causal, enable_gqa=h != h_k)
             gradients = torch.autograd.grad(out, qkv, dout)
-        assert counts == {"forward": WORLD, "backward": WORLD}, (method, case, counts)
+            torch.cuda.synchronize()
+        counts = _count_kernels(profile)
+        assert counts == {"fwd": WORLD, "bwd": WORLD, "pytorch": 0}, (method, case, counts)
         found = (x.detach().transpose(1, 2) for x in (out, *gradients))
         out, dq, dk, dv = (_whole(x, order) for x in found)
         q, k, v, dout = whole
