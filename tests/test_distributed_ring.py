@@ -21,8 +21,8 @@ def rounds(layout: Layout, transfers, count: int):
         lists = [list(transfers(layout, rank, round_)) for rank in range(layout.world)]
         for a in range(layout.world):
             for b in range(layout.world):
-                sent = [x.part for x in lists[a] if x.send and x.peer == b]
-                awaited = [x.part for x in lists[b] if not x.send and x.peer == a]
+                sent = [x.number for x in lists[a] if x.send and x.peer == b]
+                awaited = [x.number for x in lists[b] if not x.send and x.peer == a]
                 assert sent == awaited, (layout, round_, a, b)
                 assert a != b or not sent
         yield round_, lists
@@ -38,9 +38,9 @@ def test_needed_keys_arrive_and_no_others(layout):
             for x in transfers:
                 if not x.send:
                     continue
-                owner = rank if x.own else held[rank, x.part]
-                assert (x.peer, x.part) not in arrived
-                arrived[x.peer, x.part] = owner
+                owner = rank if x.own else held[rank, x.number]
+                assert (x.peer, x.number) not in arrived
+                arrived[x.peer, x.number] = owner
         for rank in range(world):
             for part in parts:
                 owner = (rank - round_) % world
@@ -56,7 +56,7 @@ def test_gradients_of_all_users_come_home_once(layout):
     home = {(rank, part): [] for rank in range(world) for part in parts}
     for round_, lists in rounds(layout, ring.gradient_transfers, world + 1):
         messages = [
-            (rank, x, sums.get((rank, x.part)))
+            (rank, x, sums.get((rank, x.number)))
             for rank, transfers in enumerate(lists)
             for x in transfers
             if x.send
@@ -69,14 +69,14 @@ def test_gradients_of_all_users_come_home_once(layout):
                     sums[rank, part] = owner, [rank]
         for rank, x, (owner, users) in messages:
             (other,) = (
-                y for y in lists[x.peer] if not y.send and (y.peer, y.part) == (rank, x.part)
+                y for y in lists[x.peer] if not y.send and (y.peer, y.number) == (rank, x.number)
             )
             if other.own:
                 assert x.peer == owner
-                home[owner, x.part] += users
+                home[owner, x.number] += users
             else:
-                assert sums[x.peer, x.part][0] == owner
-                sums[x.peer, x.part][1].extend(users)
+                assert sums[x.peer, x.number][0] == owner
+                sums[x.peer, x.number][1].extend(users)
     assert not sums
     for (owner, part), users in home.items():
         needed = [r for r in range(world) if r != owner and layout.needs(r, owner, part)]

@@ -85,7 +85,7 @@ class _Scatter:
     def __init__(self, job: Job, gradients: Tensor):
         """Starts the transfer of gradients of all ranks' keys, laid out as :class:`_Gather` has
         the keys."""
-        self._comm, self._layout = job.comm, job.layout
+        self._comm = job.comm
         self._gradients = gradients  # what is sent lives until it has arrived
         self._parts: list[tuple[Segment, Tensor]] = []  # of this rank's keys, in order of the ranks
         layout, rank = job.layout, job.comm.rank

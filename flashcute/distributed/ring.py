@@ -43,14 +43,14 @@ class Transfer(NamedTuple):
     Attributes:
         send: Whether it leaves this rank.
         peer: The other rank.
-        part: Number of the segment of a rank's tokens.
+        number: Of the segment of a rank's tokens.
         own: Of keys that are sent: this rank's own. Of gradients that arrive: of this rank's own
             keys.
     """
 
     send: bool
     peer: int
-    part: int
+    number: int
     own: bool
 
 
@@ -60,17 +60,19 @@ def key_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Transfer]:
     if not 0 < round_ < world:
         return
     before, after = (rank - 1) % world, (rank + 1) % world
-    for part in range(len(layout.segments(0))):
+    for number in range(len(layout.segments(rank))):
         owner = (rank - round_) % world
-        if needs(rank, owner, part):
-            has = round_ == 1 or needs(before, owner, part)
-            yield Transfer(False, before if has else owner, part, False)
+        if needs(rank, owner, number):
+            has = round_ == 1 or needs(before, owner, number)
+            yield Transfer(False, before if has else owner, number, False)
         owner = (rank - round_ + 1) % world
-        if round_ > 1 and needs(rank, owner, part) and needs(after, owner, part):
-            yield Transfer(True, after, part, False)
+        if round_ > 1 and needs(rank, owner, number) and needs(after, owner, number):
+            yield Transfer(True, after, number, False)
         user = (rank + round_) % world
-        if needs(user, rank, part) and (round_ == 1 or not needs((user - 1) % world, rank, part)):
-            yield Transfer(True, user, part, True)
+        if needs(user, rank, number) and (
+            round_ == 1 or not needs((user - 1) % world, rank, number)
+        ):
+            yield Transfer(True, user, number, True)
 
 
 def gradient_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Transfer]:
@@ -84,18 +86,18 @@ def gradient_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Trans
         return
     before, after = (rank - 1) % world, (rank + 1) % world
     last = round_ == world
-    for part in range(len(layout.segments(0))):
+    for number in range(len(layout.segments(rank))):
         owner = (rank - round_ + 1) % world
-        if needs(rank, owner, part):
-            passed = not last and needs(after, owner, part)
-            yield Transfer(True, after if passed else owner, part, False)
+        if needs(rank, owner, number):
+            passed = not last and needs(after, owner, number)
+            yield Transfer(True, after if passed else owner, number, False)
         owner = (rank - round_) % world
-        if not last and needs(rank, owner, part) and needs(before, owner, part):
-            yield Transfer(False, before, part, False)
+        if not last and needs(rank, owner, number) and needs(before, owner, number):
+            yield Transfer(False, before, number, False)
         user = (rank + round_ - 1) % world
-        passed = not last and needs((user + 1) % world, rank, part)
-        if needs(user, rank, part) and not passed:
-            yield Transfer(False, user, part, True)
+        passed = not last and needs((user + 1) % world, rank, number)
+        if needs(user, rank, number) and not passed:
+            yield Transfer(False, user, number, True)
 
 
 def keys_and_values(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +120,7 @@ def _key_messages(job: Job, step: int, own: Tensor, held: list[Tensor]) -> Itera
     """The round during ``step``: keys of that step leave, keys of the next one arrive."""
     for x in key_transfers(job.layout, job.comm.rank, step + 1):
         tokens = own if x.own else held[(step + (not x.send)) % 2]
-        yield Message(x.send, x.peer, tokens[job.layout.segments(0)[x.part].rows], "keys")
+        yield Message(x.send, x.peer, tokens[job.layout.rows(x.number)], "keys")
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,7 +190,7 @@ def backward(
         messages = list(_key_messages(job, step, own, held))
         for x in transfers:
             tokens = sums[(step - 1) % 2] if x.send else home if x.own else passed
-            part = tokens[layout.segments(0)[x.part].rows]
+            part = tokens[layout.rows(x.number)]
             messages.append(Message(x.send, x.peer, part, "gradients of keys"))
         started = comm.exchange(messages)
         if step == 0:
@@ -202,7 +204,7 @@ def backward(
                 add(piece, *keys_and_values(held[step % 2]), *keys_and_values(sums[step % 2]))
         comm.wait(started)
         for x in transfers:
-            rows = layout.segments(0)[x.part].rows
+            rows = layout.rows(x.number)
             if not x.send and x.own:
                 for total, part in zip((dk, dv), keys_and_values(home[rows]), strict=True):
                     total[:, rows] += part

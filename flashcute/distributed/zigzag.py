@@ -158,6 +158,10 @@ class Layout(NamedTuple):
         """What a rank holds."""
         return segments(self.lengths, self.order, rank, self.world)
 
+    def rows(self, number: int) -> slice:
+        """Rows of a segment, which are the same in the tensors of all ranks."""
+        return self.segments(0)[number].rows
+
     def own(self, rank: int) -> tuple[Piece, ...]:
         """Calls for a rank's queries and its own keys, as rows of its tensors."""
         return _own(self, rank)
