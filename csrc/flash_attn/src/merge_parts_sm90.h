@@ -23,9 +23,9 @@ struct MergeParts {
     // Kernels whose CTAs plan have at most two CTAs an SM; their consumer, if it is one, has
     // registers to spare. A window leaves few keys to split.
     static constexpr bool kCan = CtaPlan<C>::kFits && C.warps == 4 && C.mask != MaskKind::local;
-    // Parts of a row in flight: one latency for most tiles. Where rows have 8 sums and more, these
+    // Parts of a row whose loads are in flight: one latency for most tiles, two where eight sums
     // take the registers.
-    static constexpr int kAhead = Merge::kGroups < 8 ? 16 : 4;
+    static constexpr int kAhead = Merge::kGroups < 8 ? 16 : Merge::kGroups == 8 ? 8 : 4;
     static constexpr int kRound = cute::max(kAhead, int(Merge::kGroups));
 
     // Tiles with many rows are left to a kernel of many CTAs.
@@ -72,46 +72,47 @@ struct MergeParts {
                 row = {first + i, rows, tile.parts, tile.head_q + of_tile.head,
                        tile.row_q + of_tile.position};
             }
-            merge_row(params, row, thread);
+            merge_row(params, row, tile.parts, thread);
         }
     }
 
     // As Merge::merge() of a group with a row of its own, and with the same result; but all sums at
-    // a time, of parts that are neighbours.
+    // a time, of parts that are neighbours. parts: of all groups; a row that does not exist has 0.
     CUTE_DEVICE static void merge_row(Flash_fwd_params const &params,
-                                      typename Merge::Row const &row, int thread) {
+                                      typename Merge::Row const &row, int parts, int thread) {
         int const lane = thread % Merge::kLanes;
         int const col = lane * Merge::kVec;
-        bool const holds = col < params.d;
+        int const mine = col < params.d ? row.parts : 0;
         float const *const lse = params.lse_partial_ptr + row.first;
-        float const *const o = params.o_partial_ptr + row.first * params.d + col;
-        float of_part[kAhead];
-        float4 x[kAhead];
-        auto const load = [&](int begin) {
-            CUTE_UNROLL
-            for (int j = 0; j < kAhead; ++j) {
-                of_part[j] = -INFINITY;
-                if (begin + j < row.parts) {
-                    of_part[j] = lse[(begin + j) * row.stride];
-                    x[j] =
-                        *reinterpret_cast<float4 const *>(o + (begin + j) * row.stride * params.d);
-                }
-            }
-        };
-        if (holds) load(0);
+        float const *o = params.o_partial_ptr + row.first * params.d + col;
+        int64_t const step = row.stride * params.d;
         float const sink = params.sinks_ptr != nullptr ? params.sinks_ptr[row.head] : -INFINITY;
-        float const ref = Merge::reference(row, lse, sink, thread);
-        float sum = 0.f;
-        for (int i = thread % Merge::kWidth; i < row.parts; i += Merge::kWidth) {
-            sum += Merge::weight(lse[i * row.stride], ref);
-        }
-        sum = Merge::all_lanes(sum, [](float x, float y) { return x + y; }) +
-              Merge::weight(sink, ref);
+        float ref = 0.f, sum = 0.f;
         float4 sums[Merge::kGroups] = {};
-        for (int begin = 0; holds && begin < row.parts; begin += kRound) {
+        auto const add_weights = [&] {
+            ref = Merge::reference(row, lse, sink, thread);
+            for (int i = thread % Merge::kWidth; i < row.parts; i += Merge::kWidth) {
+                sum += Merge::weight(lse[i * row.stride], ref);
+            }
+            sum = Merge::all_lanes(sum, [](float x, float y) { return x + y; }) +
+                  Merge::weight(sink, ref);
+        };
+        CUTE_NO_UNROLL
+        for (int begin = 0; begin < parts; begin += kRound) {
             CUTE_UNROLL
             for (int i = 0; i < kRound; i += kAhead) {
-                if (begin + i > 0) load(begin + i);
+                float of_part[kAhead];
+                float4 x[kAhead];
+                CUTE_UNROLL
+                for (int j = 0; j < kAhead; ++j) {
+                    of_part[j] = -INFINITY;
+                    if (begin + i + j < mine) {
+                        of_part[j] = lse[(begin + i + j) * row.stride];
+                        x[j] = *reinterpret_cast<float4 const *>(o);
+                    }
+                    o += step;
+                }
+                if (i == 0 && begin == 0) add_weights();  // while these are loaded
                 CUTE_UNROLL
                 for (int j = 0; j < kAhead; ++j) {
                     // Of a part that sees no key nothing may come, as of no key.
@@ -124,9 +125,9 @@ struct MergeParts {
         }
         CUTE_UNROLL
         for (int g = 1; g < Merge::kGroups; ++g) {
-            if (g < row.parts) Merge::add(sums[0], 1.f, sums[g]);
+            if (g < mine) Merge::add(sums[0], 1.f, sums[g]);
         }
-        if (holds && row.parts > 0) {
+        if (mine > 0) {
             Merge::store(params, row, lane, sums[0], ref, sum);
         }
     }
