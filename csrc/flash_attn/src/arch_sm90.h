@@ -212,6 +212,18 @@ CUTE_DEVICE void await_copies() { asm volatile("cp.async.wait_all;\n" ::: "memor
 
 // ---- sums in global memory [red] ----
 
+// Adds to a counter in global memory and returns what it was. What the threads of a CTA wrote before
+// a barrier with this thread comes before it, and what they read behind the next one after it
+// (PTX ISA, "causality order").
+CUTE_DEVICE unsigned add_acq_rel(unsigned *counter, unsigned value) {
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;\n"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(counter)), "r"(value)
+                 : "memory");
+    return before;
+}
+
 // Adds four neighbouring floats, at a multiple of 16 bytes. Each of the four sums is atomic, the
 // vector is not.
 CUTE_DEVICE void reduce_add(float *gmem, float a, float b, float c, float d) {

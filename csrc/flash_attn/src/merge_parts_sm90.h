@@ -40,13 +40,13 @@ struct MergeParts {
     CUTE_DEVICE static void arrive(Flash_fwd_params const &params, unsigned *arrivals, int &is_last,
                                    WorkTile const &tile, int barrier) {
         static_assert(Traits::kMmaThreads == Merge::kThreads || !kCan);
-        __threadfence();
         sm90::named_barrier_sync(barrier, Merge::kThreads);
         if (threadIdx.x % Merge::kThreads == 0) {
             unsigned *const stored = arrivals + tile.head * params.b + tile.row_q / params.seqlen_q;
-            is_last = atomicAdd(stored, 1u) == static_cast<unsigned>(tile.parts) - 1;
-            if (is_last != 0) atomicExch(stored, 0u);
-            __threadfence();
+            bool const last =
+                sm90::add_acq_rel(stored, 1u) == static_cast<unsigned>(tile.parts) - 1;
+            is_last = last;
+            if (last) atomicExch(stored, 0u);
         }
         sm90::named_barrier_sync(barrier, Merge::kThreads);
         if (is_last != 0) {

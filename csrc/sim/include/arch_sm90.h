@@ -37,6 +37,8 @@ inline void named_barrier_arrive(uint32_t id, uint32_t threads) {
     sim::barrier_arrive(static_cast<int>(id), static_cast<int>(threads));
 }
 
+inline unsigned add_acq_rel(unsigned *counter, unsigned value) { return atomicAdd(counter, value); }
+
 template <int kRegisters>
 void registers_raise() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
