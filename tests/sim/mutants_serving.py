@@ -254,7 +254,7 @@ OF_CTA_PLANS = (
     _numerics(
         "parts behind the first ones lost",
         _MERGE,
-        "begin < row.parts; begin += kRound",
+        "begin < parts; begin += kRound",
         "begin == 0; ++begin",
         DECODING,
     ),
@@ -347,7 +347,7 @@ OF_CTA_PLANS = (
     _numerics(
         "arrivals not counted anew",
         _MERGE,
-        "if (is_last != 0) atomicExch(stored, 0u);",
+        "if (last) atomicExch(stored, 0u);",
         "",
         DECODING,
     ),
@@ -368,8 +368,8 @@ OF_CTA_PLANS = (
     Mutant(
         "counted before a part is stored",
         _MERGE,
-        "        __threadfence();\n        sm90::named_barrier_sync(barrier, Merge::kThreads);\n",
-        "",
+        "        sm90::named_barrier_sync(barrier, Merge::kThreads);\n        if (threadIdx.x",
+        "        if (threadIdx.x",
         "racecheck",
         "data race",
         DECODING,

@@ -212,9 +212,9 @@ CUTE_DEVICE void await_copies() { asm volatile("cp.async.wait_all;\n" ::: "memor
 
 // ---- sums in global memory [red] ----
 
-// Adds to a counter in global memory and returns what it was. What the threads of a CTA wrote before
-// a barrier with this thread comes before it, and what they read behind the next one after it
-// (PTX ISA, "causality order").
+// Adds to a counter in global memory and returns what it was. What the threads of a CTA wrote
+// before a barrier with this thread comes before it, and what they read behind the next one after
+// it (PTX ISA, "causality order").
 CUTE_DEVICE unsigned add_acq_rel(unsigned *counter, unsigned value) {
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;\n"
