@@ -455,11 +455,11 @@ def with_options(
     if config.arch == 90:
         # With a window 192x80 and two steps of Q spill 116 bytes at head dimension 128; 192x128
         # spills 12 and 128x128 96 at 64. With softcap and ALiBi 192x128 spills 80 at 64, 192x96 44
-        # at 96, and with a window, too, 192x112 8 at 32.
+        # at 96 (20 without ALiBi), and with a window, too, 192x112 8 at 32.
         q_in_regs = 0 if config.warps == 12 else config.q_in_regs
         tile_n = min(config.tile_n, 112) if config.mask == "local" else config.tile_n
-        if softcap and alibi:
-            tile_n = min(tile_n, {32: 96, 64: 112, 96: 80}.get(config.head_dim, tile_n))
+        limits = ({32: 96, 64: 112, 96: 80} if alibi else {96: 80}) if softcap else {}
+        tile_n = min(tile_n, limits.get(config.head_dim, tile_n))
         return dataclasses.replace(config, q_in_regs=q_in_regs, tile_n=tile_n)
     if config.arch == 80 and config.head_dim == 128:
         # 128x48 spills 24 bytes with softcap and ALiBi, and 24 with dropout.

@@ -10,6 +10,8 @@ from mutants_sm90 import ASKING
 BOTH = {"mask": "local", "softcap": True, "alibi": True}
 SM80 = dataclasses.replace(TWO_STAGES, **BOTH)
 SM90 = dataclasses.replace(ASKING, **BOTH)
+# Has a form of its own for small scores.
+CAPPING = dataclasses.replace(ASKING, mask="local", softcap=True)
 
 _SCORES = "score_mod.h"
 _SM80 = "mainloop_fwd_sm80.h"
@@ -17,7 +19,7 @@ _SM90 = "mainloop_fwd_sm90.h"
 _DISTANCE = "fabsf(first - static_cast<float>(key_at(j)))"
 _MODIFY_SM80 = "                score_mod.apply(tSrS, thread, block(n));\n"
 _MASK_SM80 = "                if (masked) mask.template apply<Traits>(tSrS, thread, block(n));\n"
-_MODIFY_SM90 = "            score_mod.apply(tSrS, thread, block());\n"
+_MODIFY_SM90 = "            score_mod.apply(tSrS, thread, block(), capped);\n"
 _MASK_SM90 = (
     "            if (masked) Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block());\n"
 )
@@ -79,5 +81,24 @@ MUTANTS = (
         "finish_scores(params, tile, score_mod, tSrS, n, false);",
         "",
         SM90,
+    ),
+    _numerics(
+        "small scores not capped", _SCORES, "tSrS(i) *= fmaf(square,", "fmaf(square,", CAPPING
+    ),
+    _numerics("three terms of tanh beyond 0.28", _SCORES, "0.28f / scale", "1.5f / scale", CAPPING),
+    _numerics("a lane's scores alone are small", _SCORES, "!(most < limit)", "false", CAPPING),
+    _numerics(
+        "cubic term of small scores without its scale",
+        _SCORES,
+        "f * scale * square;",
+        "f * scale;",
+        CAPPING,
+    ),
+    _numerics(
+        "score capped twice",
+        _SM90,
+        "apply(tSrS, thread, block(), capped)",
+        "apply(tSrS, thread, block(), false)",
+        CAPPING,
     ),
 )

@@ -9,7 +9,7 @@ import ragged
 import tiers
 import torch
 from mutants import ONE_STAGE, TWO_STAGES
-from mutants_score import SM80, SM90
+from mutants_score import CAPPING, SM80, SM90
 from mutants_sm90 import ASKING, STRIDING
 from planted import build_mutants
 from problems import DTYPES
@@ -21,7 +21,7 @@ from flashcute.testing import check_forward
 replace = dataclasses.replace
 UNMASKED = replace(STRIDING, softcap=True, alibi=True)
 SLOPED = (replace(ONE_STAGE, alibi=True), replace(ASKING, alibi=True))
-CONFIGS = (SM80, SM90, UNMASKED, *SLOPED)
+CONFIGS = (SM80, SM90, UNMASKED, CAPPING, *SLOPED)
 if tiers.everything:  # each is compiled for these tests alone
     CONFIGS += (replace(TWO_STAGES, softcap=True), replace(STRIDING, softcap=True))
     CONFIGS += (replace(ONE_STAGE, mask="none", softcap=True, alibi=True),)
@@ -39,7 +39,8 @@ def ids(config):
 
 
 both = pytest.mark.parametrize("config", (SM80, SM90), ids=ids)
-capped = pytest.mark.parametrize("config", (SM80, UNMASKED), ids=ids)
+every = pytest.mark.parametrize("config", (SM80, SM90, CAPPING), ids=ids)
+capped = pytest.mark.parametrize("config", (SM80, UNMASKED, CAPPING), ids=ids)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,6 +64,10 @@ def options_of(config: FwdConfig, b: int, h: int) -> dict[str, object]:
     if config.mask == "local":
         options["window_size"] = WINDOW
     return options
+
+
+def no_slopes(config) -> dict[str, torch.Tensor]:
+    return {"alibi_slopes": torch.zeros(1, 2)} if config.alibi else {}
 
 
 def make_qkv(config, shape, factor=1.0):
@@ -129,11 +134,42 @@ def test_a_cap_far_beyond_the_scores_equals_none(config, cap):
     check_forward(result.out, result.lse, *qkv, **options | {"softcap": 0.0})
 
 
+@pytest.mark.parametrize("cap", [8.0, 50.0, 1e4])
+@capped
+def test_scores_below_the_cap(config, cap):
+    """All below 0.28 of it, or some beyond."""
+    options = options_of(config, 1, 2) | {"softcap": cap, **no_slopes(config)}
+    check(config, make_qkv(config, (1, 200, 300, 2, 1)), **options)
+
+
+@pytest.mark.parametrize("large", [slice(0, 40), slice(260, 300)], ids=("first", "last"))
+@capped
+def test_small_scores_and_large_ones_of_a_tile(config, large):
+    q, k, v = make_qkv(config, (1, 200, 300, 2, 1))
+    k[:, large] *= 12
+    check(config, (q, k, v), **options_of(config, 1, 2) | {"softcap": 50.0})
+
+
+@pytest.mark.parametrize("config", (SM90, CAPPING), ids=ids)
+def test_scores_of_other_sequences_have_no_say_in_the_cap(config):
+    """Bit for bit. Blocks of keys and tiles of queries go on with the next sequence's."""
+    batch = (70, 90), (75, 101)
+    q, k, v = ragged.make_qkv(config, batch)
+    options = options_of(config, 2, 4) | {"softcap": 50.0}
+    plain = ragged.run(config, (q, k, v), batch, **options)
+    q[70:160] *= 20
+    k[75:176] *= 20
+    other = ragged.run(config, (q, k, v), batch, **options)
+    assert torch.equal(plain.out[:70], other.out[:70])
+    assert torch.equal(plain.lse[:, :70], other.lse[:, :70])
+    assert not torch.equal(plain.lse[:, 70:160], other.lse[:, 70:160])
+
+
 @pytest.mark.parametrize("cap", [1e-30, 0.01, 50.0, 1000.0])
 @capped
 def test_scores_far_beyond_the_cap(config, cap):
     """Most are the cap or its negative, but for the largest cap; no slopes."""
-    options = options_of(config, 1, 2) | {"softcap": cap, "alibi_slopes": torch.zeros(1, 2)}
+    options = options_of(config, 1, 2) | {"softcap": cap, **no_slopes(config)}
     check(config, make_qkv(config, (1, 200, 150, 2, 1), 300), **options)
 
 
@@ -141,7 +177,7 @@ def check_neighbours(config, simulator=None):
     """Rows beyond the cap change no bit of others, which their warp then computes by both forms of
     tanh. The cap is too low for a warp to raise its references."""
     q, k, v = make_qkv(config, (1, 150, 200, 2, 1))
-    options = options_of(config, 1, 2) | {"softcap": 5.0, "alibi_slopes": torch.zeros(1, 2)}
+    options = options_of(config, 1, 2) | {"softcap": 5.0, **no_slopes(config)}
     beyond = torch.arange(150) % 16 == 5
     larger = torch.where(beyond[:, None, None], 1000 * q, q)
     plain, mixed = (
@@ -161,7 +197,7 @@ def test_infinite_products_are_capped():
     _, _, v = make_qkv(UNMASKED, (1, 130, 150, 2, 1))
     q = torch.full((1, 130, 2, v.shape[3]), 1e30, dtype=v.dtype)
     k = torch.full_like(v, 1e30) * torch.where(torch.arange(150) % 3 == 0, -1, 1)[:, None, None]
-    options = {"softcap": 2.0, "alibi_slopes": torch.zeros(1, 2)}
+    options = {"softcap": 2.0, **no_slopes(UNMASKED)}
     check(UNMASKED, (q, k, v), check_drift=False, **options)
 
 
@@ -227,7 +263,8 @@ def find_fault(config, kernel):
     simulator = {"kernel": kernel, "timeout": 120}
     shape = SHAPES[0]
     options = options_of(config, shape[0], shape[3])
-    cases = [(options, packed) for packed in (False, True)] + [(options | {"softcap": 1e6}, False)]
+    cases = [(options, packed) for packed in (False, True)]
+    cases += [(options | {"softcap": cap}, False) for cap in (8.0, 50.0, 1e6)]
     try:
         for asked, packed in cases:
             check(config, make_qkv(config, shape), simulator | {"pack_heads": packed}, **asked)
@@ -248,6 +285,6 @@ def test_mutant_is_found(mutant, mutants):
     assert found and re.search(mutant.report or "^numerics$", found), f"{mutant.name}: {found}"
 
 
-@both
+@every
 def test_unmutated_kernels_pass_the_same_checks(config):
     assert find_fault(config, None) is None

@@ -18,7 +18,8 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     flash_fwd_kernel_sm90(__grid_constant__ Flash_fwd_params const params,
                           __grid_constant__ TensorMapsSm90 const maps,
-                          __grid_constant__ TileQueue const queue) {
+                          __grid_constant__ TileQueue const queue,
+                          __grid_constant__ SmallCap const small_cap) {
     constexpr FwdConfig C = Traits::kConfig;
     using Mainloop = MainloopFwdSm90<C>;
     extern __shared__ __align__(1024) char smem[];
@@ -46,7 +47,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
         }
     } else {
         sm90::registers_raise<Traits::kMmaRegisters>();
-        typename Mainloop::Consumer consumer{storage, queue.arrivals, warpgroup - 1,
+        typename Mainloop::Consumer consumer{storage,
+                                             queue.arrivals,
+                                             small_cap,
+                                             warpgroup - 1,
                                              static_cast<int>(threadIdx.x) - 128,
                                              Mainloop::copies(maps)};
         consumer.first_turn();

@@ -67,7 +67,8 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     dependent.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &dependent;
     config.numAttrs = 1;
-    cudaError_t const error = cudaLaunchKernelEx(&config, kernel, *params, maps, queue);
+    SmallCap const small_cap(params->scale_softcap);
+    cudaError_t const error = cudaLaunchKernelEx(&config, kernel, *params, maps, queue, small_cap);
     bool const merged = queue.arrivals != nullptr;
     return error == cudaSuccess && !merged ? enqueue_combine<Traits>(*params, stream) : error;
 }

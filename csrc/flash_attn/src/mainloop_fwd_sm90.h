@@ -41,6 +41,9 @@ struct MainloopFwdSm90 {
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kWarpgroups = Traits::kMmaWarpgroups;
     static constexpr int kQRegSteps = Traits::kQRegSteps;
+    // With ALiBi, too, it would spill, and in these tiles of 128 columns under a window.
+    static constexpr bool kTight = C.mask == MaskKind::local && kWarpgroups == 3 && kHeadDim >= 128;
+    static constexpr bool kSmallCap = C.softcap && !C.alibi && !kTight;
 
     using SoftmaxT = Softmax<2, C.dtype>;
     using Epilogue = EpilogueFwd<Traits>;
@@ -290,12 +293,14 @@ struct MainloopFwdSm90 {
     struct Consumer {
         SharedStorage &storage;
         unsigned *const arrivals;  // as in TileQueue
+        SmallCap const &small_cap;
         int const warpgroup;
         int const thread;   // among all MMA threads
         bool const copied;  // keys and values, by the generic proxy
         RingKV k;           // V's is one use behind: P V of a block follows the next block's Q K^T
         RingTiles tiles;
         uint32_t q_parity = 0;
+        bool small = kSmallCap;  // whether the warp's scores of the tile may still be small
 
         // This warp no longer reads the buffer.
         CUTE_DEVICE static void release(sm90::Barrier *empty, bool now = true) {
@@ -330,6 +335,7 @@ struct MainloopFwdSm90 {
             __syncwarp();
             release(&storage.tile_empty[tiles.stage()]);
             tiles.advance();
+            small = kSmallCap;
         }
 
         // Waits for the next tile; false: there is none. The output of tiles without a key is
@@ -394,13 +400,17 @@ struct MainloopFwdSm90 {
             }
         }
 
-        // Modifies and masks the scores of the block that a visit is to.
+        // Modifies and masks the scores of the block that a visit is to. What a mask removes, of
+        // another sequence maybe, must have no say in how the others are capped. Once some are not
+        // small, blocks behind are not asked: data with such scores has more of them.
         template <class Scores>
         CUTE_DEVICE void finish_scores(Flash_fwd_params const &params, WorkTile const &tile,
                                        ScoreMod<Traits, 2> const &score_mod, Scores &tSrS,
-                                       int visit, bool masked) const {
+                                       int visit, bool masked) {
             auto const block = [&] { return tile.blocks.template block<C.mask>(visit); };
-            score_mod.apply(tSrS, thread, block());
+            bool capped = false;
+            if (kSmallCap && small && !masked) capped = small = small_cap.apply(tSrS);
+            score_mod.apply(tSrS, thread, block(), capped);
             if (masked) Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block());
         }
 

@@ -63,6 +63,44 @@ CUTE_DEVICE void cap_scores(Flash_fwd_params const &params, Tensor<Engine, Layou
     }
 }
 
+// The cap of scores below 0.28 softcaps: tanh in three terms, with a relative error of 8e-7, of a
+// product of Q K^T. What scales products is in the coefficients. Among the parameters of a kernel
+// they take no registers.
+struct SmallCap {
+    float c1 = 0.f, c3 = 0.f, c5 = 0.f;
+    float limit = 0.f;  // magnitudes of products are less
+
+    explicit SmallCap(float scale) {
+        // Elsewhere coefficients may not be normal, and no product is small.
+        if (scale > 0x1p-20f && scale < 0x1p20f) {
+            float const square = scale * scale;
+            c1 = 0.99999923f * scale;
+            c3 = -0.33315523f * scale * square;
+            c5 = 0.12720915f * scale * square * square;
+            limit = 0.28f / scale;
+        }
+    }
+
+    // Caps the warp's products if all are small: true. NaN is nowhere in the way: it stays NaN.
+    template <class Engine, class Layout>
+    CUTE_DEVICE bool apply(Tensor<Engine, Layout> &tSrS) const {
+        float most = 0.f;
+        CUTE_UNROLL
+        for (int i = 0; i < size(tSrS); ++i) {
+            most = fmaxf(most, fabsf(tSrS(i)));
+        }
+        if (__any_sync(0xffffffffu, !(most < limit))) {
+            return false;
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < size(tSrS); ++i) {
+            float const square = tSrS(i) * tSrS(i);
+            tSrS(i) *= fmaf(square, fmaf(square, c5, c3), c1);
+        }
+        return true;
+    }
+};
+
 // The derivative of a capped score with respect to the one before, both in a unit of their own: a
 // further factor is scale_softmax.
 CUTE_DEVICE float derivative_of_capped(float capped) { return fmaf(-capped, capped, 1.f); }
@@ -112,11 +150,12 @@ struct ScoreMod {
         }
     }
 
-    // tSrS: products (4, MMA_M, N/8) of key block n_block.
+    // tSrS: products (4, MMA_M, N/8) of key block n_block. capped: the softcap is computed.
     template <class Engine, class Layout>
-    CUTE_DEVICE void apply(Tensor<Engine, Layout> &tSrS, int thread, int n_block) const {
+    CUTE_DEVICE void apply(Tensor<Engine, Layout> &tSrS, int thread, int n_block,
+                           bool capped = false) const {
         if constexpr (C.softcap) {
-            cap_scores(params, tSrS);
+            if (!capped) cap_scores(params, tSrS);
         }
         if constexpr (C.alibi) {
             // Found anew in each block: kept, it would take a register a row.
