@@ -447,7 +447,7 @@ def with_options(
     """``config`` with a softcap, ALiBi, dropout, some of them or none.
 
     Their operands take registers, and tiles that have no more of them get others. Not measured:
-    chosen so that nothing spills but, with a window, 8 to 24 bytes of five kernels (docs/facts.md).
+    chosen so that nothing spills but the kernels of docs/facts.md, none of which ships.
     """
     if not (softcap or alibi or dropout):
         return config
