@@ -164,10 +164,13 @@ def test_tiles_that_would_spill_with_options_are_others():
         assert heuristics.with_options(eighty, **options).tile_n < eighty.tile_n
     wide = dataclasses.replace(heuristics.sm90_configs("bf16", 64, False)[0], mask="local")
     assert heuristics.with_options(wide, True, False).tile_n < wide.tile_n
-    for head_dim in (64, 96):
-        plain = heuristics.sm90_configs("bf16", head_dim, True)[0]
-        both = heuristics.with_options(plain, True, True)
-        assert both.tile_n < heuristics.with_options(plain, True, False).tile_n == plain.tile_n
+    plain = heuristics.sm90_configs("bf16", 64, True)[0]
+    both = heuristics.with_options(plain, True, True)
+    assert both.tile_n < heuristics.with_options(plain, True, False).tile_n == plain.tile_n
+    plain = heuristics.sm90_configs("bf16", 96, True)[0]
+    for alibi in (False, True):
+        assert heuristics.with_options(plain, True, alibi).tile_n == 80 < plain.tile_n
+    assert heuristics.with_options(plain, False, True).tile_n == plain.tile_n
     narrow = heuristics.bwd_config("bf16", 32)
     assert heuristics.bwd_with_options(narrow, softcap=True).dkv.step < narrow.dkv.step
     three, two = heuristics.sm90_configs("bf16", 128, False)

@@ -101,4 +101,11 @@ MUTANTS = (
         "apply(tSrS, thread, block(), false)",
         CAPPING,
     ),
+    _numerics(
+        "large scores of a tile change how the next one is capped",
+        _SM90,
+        "            small = kSmallCap;\n",
+        "",
+        CAPPING,
+    ),
 )

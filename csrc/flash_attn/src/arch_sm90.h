@@ -210,7 +210,7 @@ CUTE_DEVICE void barrier_arrive_copies(Barrier *barrier) {
 // Waits until they have landed.
 CUTE_DEVICE void await_copies() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
-// ---- sums in global memory [red] ----
+// ---- sums in global memory [red, atom] ----
 
 // Adds to a counter in global memory and returns what it was. What the threads of a CTA wrote
 // before a barrier with this thread comes before it, and what they read behind the next one after

@@ -41,7 +41,8 @@ struct MainloopFwdSm90 {
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kWarpgroups = Traits::kMmaWarpgroups;
     static constexpr int kQRegSteps = Traits::kQRegSteps;
-    // With ALiBi, too, it would spill, and in these tiles of 128 columns under a window.
+    // Whether small scores have a form of their own. Its registers spill with ALiBi, and under a
+    // window in tiles of three warpgroups from head dimension 128 on.
     static constexpr bool kTight = C.mask == MaskKind::local && kWarpgroups == 3 && kHeadDim >= 128;
     static constexpr bool kSmallCap = C.softcap && !C.alibi && !kTight;
 
@@ -400,9 +401,8 @@ struct MainloopFwdSm90 {
             }
         }
 
-        // Modifies and masks the scores of the block that a visit is to. What a mask removes, of
-        // another sequence maybe, must have no say in how the others are capped. Once some are not
-        // small, blocks behind are not asked: data with such scores has more of them.
+        // Modifies and masks the scores of a visit's block. Rows of a warp decide together how they
+        // are capped, without what a mask removes; after scores that are not small none are asked.
         template <class Scores>
         CUTE_DEVICE void finish_scores(Flash_fwd_params const &params, WorkTile const &tile,
                                        ScoreMod<Traits, 2> const &score_mod, Scores &tSrS,

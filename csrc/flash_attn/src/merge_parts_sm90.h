@@ -23,8 +23,8 @@ struct MergeParts {
     // Kernels whose CTAs plan have at most two CTAs an SM; their consumer, if it is one, has
     // registers to spare. A window leaves few keys to split.
     static constexpr bool kCan = CtaPlan<C>::kFits && C.warps == 4 && C.mask != MaskKind::local;
-    // Parts of a row whose loads are in flight: one latency for most tiles, two where eight sums
-    // take the registers.
+    // Parts of a row whose loads are in flight: one latency for most tiles, fewer where eight sums
+    // and more take the registers.
     static constexpr int kAhead = Merge::kGroups < 8 ? 16 : Merge::kGroups == 8 ? 8 : 4;
     static constexpr int kRound = cute::max(kAhead, int(Merge::kGroups));
 

@@ -63,9 +63,9 @@ CUTE_DEVICE void cap_scores(Flash_fwd_params const &params, Tensor<Engine, Layou
     }
 }
 
-// The cap of scores below 0.28 softcaps: tanh in three terms, with a relative error of 8e-7, of a
-// product of Q K^T. What scales products is in the coefficients. Among the parameters of a kernel
-// they take no registers.
+// The cap of scores below 0.28 softcaps: three terms of tanh, with a relative error below 1e-6. The
+// polynomial is in the unscaled product x = q k, as the scale is in its coefficients. Among the
+// parameters of a kernel they take no registers.
 struct SmallCap {
     float c1 = 0.f, c3 = 0.f, c5 = 0.f;
     float limit = 0.f;  // magnitudes of products are less

@@ -37,6 +37,7 @@ inline void named_barrier_arrive(uint32_t id, uint32_t threads) {
     sim::barrier_arrive(static_cast<int>(id), static_cast<int>(threads));
 }
 
+// Of memory the simulator models program order, and the order that barriers and atomics give.
 inline unsigned add_acq_rel(unsigned *counter, unsigned value) { return atomicAdd(counter, value); }
 
 template <int kRegisters>

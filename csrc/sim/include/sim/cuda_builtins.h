@@ -98,9 +98,6 @@ inline unsigned atomicExch(unsigned *address, unsigned value) {
     return sim::atomic_exchange(address, value);
 }
 
-// Of memory the simulator models program order, and the order that barriers and atomics give.
-inline void __threadfence() {}
-
 inline void cudaGridDependencySynchronize() { sim::grid_dependency_wait(); }
 inline void cudaTriggerProgrammaticLaunchCompletion() { sim::grid_dependency_launch(); }
 
