@@ -285,7 +285,10 @@ def find_fault(config, kernel):
     try:
         for asked, packed in cases:
             check(config, make_qkv(config, shape), simulator | {"pack_heads": packed}, **asked)
-        check_entries_alone(simulator) if config == CAPPING else check_neighbours(config, simulator)
+        if config == CAPPING:
+            check_entries_alone(simulator)
+        else:
+            check_neighbours(config, simulator)
         qkv = ragged.make_qkv(config, BATCH)
         options = options_of(config, len(BATCH[0]), 4)
         result = ragged.run(config, qkv, BATCH, **simulator, **options)

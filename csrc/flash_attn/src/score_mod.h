@@ -81,7 +81,7 @@ struct SmallCap {
         }
     }
 
-    // Caps the warp's products if all are small: true. NaN is nowhere in the way: it stays NaN.
+    // Caps the warp's products if all are small: true. NaN counts as small and stays NaN.
     template <class Engine, class Layout>
     CUTE_DEVICE bool apply(Tensor<Engine, Layout> &tSrS) const {
         float most = 0.f;
