@@ -23,10 +23,11 @@ struct MergeParts {
     // Kernels whose CTAs plan have at most two CTAs an SM; their consumer, if it is one, has
     // registers to spare. A window leaves few keys to split.
     static constexpr bool kCan = CtaPlan<C>::kFits && C.warps == 4 && C.mask != MaskKind::local;
+    static constexpr int kGroups = Merge::kGroups;
     // Parts of a row whose loads are in flight: one latency for most tiles, fewer where eight sums
-    // and more take the registers.
-    static constexpr int kAhead = Merge::kGroups < 8 ? 16 : Merge::kGroups == 8 ? 8 : 4;
-    static constexpr int kRound = cute::max(kAhead, int(Merge::kGroups));
+    // and more take the registers, of which CTAs that share an SM have less.
+    static constexpr int kAhead = kGroups < 8 ? 16 : kGroups > 8 || C.min_ctas > 1 ? 4 : 8;
+    static constexpr int kRound = cute::max(kAhead, kGroups);
 
     // Tiles with many rows are left to a kernel of many CTAs.
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
@@ -64,7 +65,7 @@ struct MergeParts {
         int64_t const first =
             int64_t(tile.head) * params.partial_rows + tile.partial_row - tile.part * rows;
         CUTE_NO_UNROLL
-        for (int begin = 0; begin < rows; begin += Merge::kGroups) {
+        for (int begin = 0; begin < rows; begin += kGroups) {
             int const i = begin + thread / Merge::kLanes;
             TileRow const of_tile = tile_row(params, tile, Traits::kTileM, i);
             typename Merge::Row row{};
@@ -88,7 +89,7 @@ struct MergeParts {
         int64_t const step = row.stride * params.d;
         float const sink = params.sinks_ptr != nullptr ? params.sinks_ptr[row.head] : -INFINITY;
         float ref = 0.f, sum = 0.f;
-        float4 sums[Merge::kGroups] = {};
+        float4 sums[kGroups] = {};
         auto const add_weights = [&] {
             ref = Merge::reference(row, lse, sink, thread);
             for (int i = thread % Merge::kWidth; i < row.parts; i += Merge::kWidth) {
@@ -117,14 +118,14 @@ struct MergeParts {
                 for (int j = 0; j < kAhead; ++j) {
                     // Of a part that sees no key nothing may come, as of no key.
                     if (of_part[j] != -INFINITY) {
-                        Merge::add(sums[(i + j) % Merge::kGroups], Merge::weight(of_part[j], ref),
+                        Merge::add(sums[(i + j) % kGroups], Merge::weight(of_part[j], ref),
                                    x[j]);
                     }
                 }
             }
         }
         CUTE_UNROLL
-        for (int g = 1; g < Merge::kGroups; ++g) {
+        for (int g = 1; g < kGroups; ++g) {
             if (g < mine) Merge::add(sums[0], 1.f, sums[g]);
         }
         if (mine > 0) {
