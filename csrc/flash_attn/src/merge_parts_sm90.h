@@ -118,8 +118,7 @@ struct MergeParts {
                 for (int j = 0; j < kAhead; ++j) {
                     // Of a part that sees no key nothing may come, as of no key.
                     if (of_part[j] != -INFINITY) {
-                        Merge::add(sums[(i + j) % kGroups], Merge::weight(of_part[j], ref),
-                                   x[j]);
+                        Merge::add(sums[(i + j) % kGroups], Merge::weight(of_part[j], ref), x[j]);
                     }
                 }
             }
