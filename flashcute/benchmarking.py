@@ -198,6 +198,19 @@ def host_time(call: Callable[[], object], batches: int = 40) -> float:
     return statistics.median(times[1:])
 
 
+def host_times(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Microseconds of host time of each of ``calls``, made once, in order; as :func:`host_time`."""
+    times = []
+    for number, call in enumerate(calls):
+        if number % HOST_CALLS == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return times
+
+
 _SAMPLED = {
     "sm_mhz": "clocks.sm",
     # `power.draw` is the mean of a whole second from Ampere on, and so mostly of what ran before.

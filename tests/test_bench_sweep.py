@@ -322,13 +322,39 @@ def test_host_time_is_taken_of_every_contender_on_each_shape(monkeypatch):
     shape = sweep.HOST_SHAPES["host_us"]
     assert sweep.measure_host(shape, CPU) == {"flashcute": 12.3, "torch": 12.3}
     monkeypatch.setattr(sweep, "measure_host", lambda shape, options: {"flashcute": shape.d})
+    new = {"flashcute": {"mean": 17.0, "p95": 20.0}}
+    monkeypatch.setattr(sweep, "measure_new_lengths", lambda names, device: new)
     monkeypatch.setattr(sweep, "measure_ceiling", lambda options, samples: {"tflops": 1.0})
     result = sweep.run([], dataclasses.replace(CPU, device="cuda"))
     assert (result["host_us"], result["host_us_causal"]) == ({"flashcute": 64}, {"flashcute": 128})
     assert result["ceiling"] == {"tflops": 1.0}
+    assert result["host_us_new_lengths"] == new
     large = sweep.HOST_SHAPES["host_us_causal"]
     assert large.causal and large.h > large.h_k
     assert large.b * large.h * large.seqlen_q // 192 > 132  # more tiles than an H200 has SMs
+
+
+def test_host_time_of_new_lengths_is_of_calls_that_were_not_made_before(monkeypatch):
+    """Of those with fewer columns, which load kernels, no figure is given."""
+    made = []
+
+    def make_untried(name, q, k, v, causal):
+        assert q.shape[1] == k.shape[1] == v.shape[1] and causal
+        return lambda: made.append((name, q.shape[1], q.shape[3]))
+
+    def host_times(calls):
+        for call in calls:
+            call()
+        return [float(made[-1][2])] * 1920 + [200.0] * 80
+
+    monkeypatch.setattr(peers, "make_untried", make_untried)
+    monkeypatch.setattr(bm, "host_times", host_times)
+    found = sweep.measure_new_lengths(("flashcute", "cudnn", "fa2"), "cpu")
+    figures = {"mean": 69.4, "p95": 64.0}
+    assert found == {"flashcute": figures, "fa2": figures}
+    lengths = list(sweep.NEW_LENGTHS)
+    assert len(lengths) == len(set(lengths)) == 2000
+    assert made == [(x, s, d) for x in ("flashcute", "fa2") for d in (56, 64) for s in lengths]
 
 
 def test_host_time_is_taken_before_the_sampler_starts(monkeypatch):

@@ -97,6 +97,12 @@ def test_host_time_is_of_both_shapes():
     assert "per call, d=128 s=1024 causal h=16/4: flashcute 21.2 us, fa3 60.0 us" in text
 
 
+def test_host_time_of_new_lengths_has_a_line():
+    new = {"flashcute": {"mean": 17.25, "p95": 20.0}, "fa2": {"mean": 21.0, "p95": 30.5}}
+    text = table.summary(result(*ROWS, host_us_new_lengths=new))
+    assert "before had, s=101 to 2100, d=64 causal: flashcute 17.2 us (p95 20.0), fa2 21.0" in text
+
+
 def test_sustained_figures_have_clock_and_power_and_the_share_under_the_limit():
     rows = [row(64, sustained=True, flashcute=100.0, fa2=110.0)]
     text = table.summary(result(*rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -147,6 +148,25 @@ def test_host_time_counts_calls_and_not_the_wait_for_the_gpu(monkeypatch):
     us = bm.host_time(lambda: queued.append(1), batches=5)
     assert not queued
     assert us < 0.01 * 1e6 / bm.HOST_CALLS
+
+
+def test_host_times_are_of_each_call_and_not_of_the_wait_for_the_gpu(monkeypatch):
+    queued, made = [], []
+
+    def synchronize():
+        assert len(queued) <= bm.HOST_CALLS
+        time.sleep(0.05)
+        queued.clear()
+
+    def call(number):
+        queued.append(number)
+        made.append(number)
+        time.sleep(0.02 * (number == 3))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    us = bm.host_times([functools.partial(call, i) for i in range(2 * bm.HOST_CALLS + 1)])
+    assert not queued and made == list(range(2 * bm.HOST_CALLS + 1)) and len(us) == len(made)
+    assert us[3] >= 2e4 and sorted(us)[len(us) // 2] < 2e4
 
 
 def test_summarise_samples_leaves_out_what_was_not_measured():

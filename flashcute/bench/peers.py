@@ -186,6 +186,13 @@ def make(
     return attempt(makers, names, q.is_cuda, shapes)
 
 
+def make_untried(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> Callable[[], Result]:
+    """The forward of a contender that :func:`make` knows, which has not run yet."""
+    return _MAKERS[name](q, k, v, causal)
+
+
 def _check_result(result: object, shapes: Sequence[torch.Size]) -> None:
     """That a contender returned an output, or gradients, of these shapes."""
     tensors = [result] if len(shapes) == 1 else result

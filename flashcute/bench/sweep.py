@@ -36,6 +36,11 @@ HOST_SHAPES = {
     "host_us": bm.Shape(1, 64, 64, 4, 4, 64, causal=False),
     "host_us_causal": bm.Shape(8, 1024, 1024, 16, 4, 128, causal=True),
 }
+# Of calls each of which has a length that none had before: of queries and of keys. cuDNN builds a
+# graph for each, which takes milliseconds.
+NEW_LENGTHS = range(101, 2101)
+NEW_LENGTHS_SHAPE = bm.Shape(1, NEW_LENGTHS[-1], NEW_LENGTHS[-1], 16, 16, 64, causal=True)
+NEW_LENGTHS_OF = ("flashcute", "fa2", "fa3")
 # Two 16-bit kernels differ by roundings of P and O; a wrong mask or tile gives 0.1 and more.
 AGREEMENT = {"bf16": 4e-2, "fp16": 1e-2}
 CEILING_SIZE = 8192  # rows and columns of the matrices whose product is the ceiling
@@ -318,11 +323,37 @@ def measure_host(shape: bm.Shape, options: Options) -> dict[str, float]:
     return {name: round(bm.host_time(call), 1) for name, call in calls.items()}
 
 
-def _measure_hosts(options: Options) -> dict[str, dict[str, float]]:
-    """:func:`measure_host` on each shape; over a cache of decode calls."""
+def measure_new_lengths(names: Sequence[str], device: str) -> dict[str, dict[str, float]]:
+    """Host microseconds of a forward with a length that is new to the process, by contender: mean
+    and 95th percentile. Kernels are loaded before, by calls with fewer columns."""
+    shape = NEW_LENGTHS_SHAPE
+
+    def calls(name: str, d: int) -> list[Callable[[], peers.Result]]:
+        qkv = bm.make_qkv(dataclasses.replace(shape, d=d), torch.bfloat16, device)
+        return [
+            peers.make_untried(name, *(x[:, :length] for x in qkv), shape.causal)
+            for length in NEW_LENGTHS
+        ]
+
+    found = {}
+    for name in names:
+        if name in NEW_LENGTHS_OF:
+            bm.host_times(calls(name, shape.d - 8))
+            times = bm.host_times(calls(name, shape.d))
+            percentile = statistics.quantiles(times, n=20)[-1]
+            found[name] = {"mean": round(statistics.mean(times), 1), "p95": round(percentile, 1)}
+    return found
+
+
+def _measure_hosts(options: Options) -> dict[str, dict]:
+    """:func:`measure_host` on each shape, and of new lengths; over a cache of decode calls."""
     if options.what in serving.PASSES:
         return serving_peers.measure_host(options.names, options.device)
-    return {name: measure_host(shape, options) for name, shape in HOST_SHAPES.items()}
+    found = {name: measure_host(shape, options) for name, shape in HOST_SHAPES.items()}
+    if options.what == "fwd":
+        able = [name for name in options.names if name in found["host_us"]]
+        found["host_us_new_lengths"] = measure_new_lengths(able, options.device)
+    return found
 
 
 def run(

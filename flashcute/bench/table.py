@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .. import benchmarking as bm
 from . import option_peers, peers
-from .sweep import AGREEMENT, HOST_SHAPES
+from .sweep import AGREEMENT, HOST_SHAPES, NEW_LENGTHS, NEW_LENGTHS_SHAPE
 
 SHORT = 1024  # tokens; up to here the prologue and epilogue of a kernel weigh most
 
@@ -274,11 +274,18 @@ def _inputs(result: Mapping, suffix: str) -> str:
 
 
 def host_times(result: Mapping) -> Iterator[str]:
-    """A line for each shape that host time was measured on."""
+    """A line for each shape that host time was measured on, and one of new lengths."""
     for field, shape in HOST_SHAPES.items():
         if result.get(field):
             times = ", ".join(f"{name} {us:.1f} us" for name, us in result[field].items())
             yield f"host time per call, {describe(dataclasses.asdict(shape))}: {times}"
+    if result.get("host_us_new_lengths"):
+        times = ", ".join(
+            f"{name} {us['mean']:.1f} us (p95 {us['p95']:.1f})"
+            for name, us in result["host_us_new_lengths"].items()
+        )
+        about = f"s={NEW_LENGTHS[0]} to {NEW_LENGTHS[-1]}, d={NEW_LENGTHS_SHAPE.d} causal"
+        yield f"host time per call with a length that no call before had, {about}: {times}"
 
 
 def missing(rows: Sequence[Mapping]) -> Iterator[str]:
