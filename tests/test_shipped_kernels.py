@@ -209,3 +209,19 @@ def test_warps_in_different_loops_issue_the_same_wgmma(main_kernel, stem):
     most = max(map(len, runs))
     first, *others = [run for run in runs if len(run) == most]  # Q K^T and P V
     assert len(others) == 1 and others[0] == first
+
+
+# Kernels whose CTAs merge the parts of a tile (merge_parts_sm90.h), by head dimension and pages.
+MERGING = [stem for stem in SM90 if COVERED[stem].paged and COVERED[stem].warps == 4]
+
+
+@pytest.mark.parametrize("stem", [stem for stem in MERGING if COVERED[stem].mask != "local"])
+def test_parts_are_stored_before_they_are_counted_and_read_behind(main_kernel, stem):
+    """The simulator knows no weaker order of memory. add_acq_rel() is a fence of the whole GPU, the
+    addition, and an end to what L1 holds of other CTAs' lines."""
+    code = main_kernel(stem).function.instructions
+    code = [x.opcode for x in code if x.opcode.startswith(("MEMBAR.", "ATOMG.", "CCTL."))]
+    at = code.index("MEMBAR.ALL.GPU")
+    assert code[at + 1].startswith("ATOMG.E.ADD.STRONG.GPU"), code
+    assert code[at + 2] == "CCTL.IVALL", code
+    assert code.count("MEMBAR.ALL.GPU") == 1 and "MEMBAR.SC.GPU" not in code

@@ -210,12 +210,28 @@ def test_rows_beyond_the_cap_leave_their_neighbours_alone(config):
     check_neighbours(config)
 
 
-def test_infinite_products_are_capped():
-    _, _, v = make_qkv(UNMASKED, (1, 130, 150, 2, 1))
-    q = torch.full((1, 130, 2, v.shape[3]), 1e30, dtype=v.dtype)
-    k = torch.full_like(v, 1e30) * torch.where(torch.arange(150) % 3 == 0, -1, 1)[:, None, None]
-    options = {"softcap": 2.0, **no_slopes(UNMASKED)}
-    check(UNMASKED, (q, k, v), check_drift=False, **options)
+@pytest.mark.parametrize("config", (UNMASKED, CAPPING), ids=ids)
+def test_infinite_products_are_capped(config):
+    _, _, v = make_qkv(config, (1, 130, 150, 2, 1))
+    huge = torch.finfo(v.dtype).max  # of float16 products are finite, and thousands of caps
+    q = torch.full((1, 130, 2, v.shape[3]), huge, dtype=v.dtype)
+    k = torch.full_like(v, huge) * torch.where(torch.arange(150) % 3 == 0, -1, 1)[:, None, None]
+    options = options_of(config, 1, 2) | {"softcap": 2.0, **no_slopes(config)}
+    check(config, (q, k, v), check_drift=False, **options)
+
+
+@capped
+def test_nan_of_a_row_stays_in_it(config):
+    """Its warp's other rows are right, by whatever form of the cap."""
+    q, k, v = make_qkv(config, (1, 150, 200, 2, 1))
+    options = options_of(config, 1, 2) | {"softcap": 50.0, **no_slopes(config)}
+    wrong = q.clone()
+    wrong[0, 37, 1, 5] = torch.nan
+    result = sim.run_fwd(wrong, k, v, config, sms=2, **options)
+    plain = sim.run_fwd(q, k, v, config, sms=2, **options)
+    assert result.out[0, 37, 1].isnan().all() and result.lse[0, 1, 37].isnan()
+    result.out[0, 37, 1], result.lse[0, 1, 37] = plain.out[0, 37, 1], plain.lse[0, 1, 37]
+    check_forward(result.out, result.lse, q, k, v, causal=config.mask == "causal", **options)
 
 
 @pytest.mark.parametrize("slope", [3.0, 100.0, 1e6])
