@@ -211,11 +211,12 @@ def test_warps_in_different_loops_issue_the_same_wgmma(main_kernel, stem):
     assert len(others) == 1 and others[0] == first
 
 
-# Kernels whose CTAs merge the parts of a tile (merge_parts_sm90.h), by head dimension and pages.
-MERGING = [stem for stem in SM90 if COVERED[stem].paged and COVERED[stem].warps == 4]
+def merges(config):
+    """Whether its CTAs merge the parts of a tile (merge_parts_sm90.h), of kernels that ship."""
+    return config.kind == "fwd" and config.paged and config.warps == 4 and config.mask != "local"
 
 
-@pytest.mark.parametrize("stem", [stem for stem in MERGING if COVERED[stem].mask != "local"])
+@pytest.mark.parametrize("stem", [stem for stem in SM90 if merges(COVERED[stem])])
 def test_parts_are_stored_before_they_are_counted_and_read_behind(main_kernel, stem):
     """The simulator knows no weaker order of memory. add_acq_rel() is a fence of the whole GPU, the
     addition, and an end to what L1 holds of other CTAs' lines."""
