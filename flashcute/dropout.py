@@ -1,15 +1,17 @@
 """Dropout masks, in plain PyTorch: the same bits as ``csrc/flash_attn/src/dropout.h``, any device.
 
 Which weights are dropped depends on the two numbers of a random state, and on batch entry, head,
-query and key, never on a kernel or a device. A weight is dropped where its 16 random bits are less
-than ``dropout_p * 2**16``, so probabilities are multiples of 2**-16, and dividing what is kept by
-``1 - dropout_p`` leaves the expected output as it is without dropout.
+query and key, never on a kernel or a device. Of the patterns of a weight's 16 random bits,
+``dropout_p * 2**16`` drop it, so probabilities are multiples of 2**-16, and dividing what is kept
+by ``1 - dropout_p`` leaves the expected output as it is without dropout.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from .jit.abi import dropout_bound
 
 _LOW = 0xFFFFFFFF
 
@@ -65,7 +67,8 @@ def dropout_mask(
         where a weight is kept.
     """
     device = rng_state.device
-    threshold = round(dropout_p * 2**16)
+    bits, flips = dropout_bound(round(dropout_p * 2**16))
+    bound = torch.tensor(bits, dtype=torch.uint16, device=device).view(torch.float16)
     entry = torch.arange(b, device=device)[batch, None, None, None]
     head = torch.arange(h, device=device)[:, None, None]
     row = torch.arange(seqlen_q, device=device)[rows, None]
@@ -76,7 +79,8 @@ def dropout_mask(
     # A call is for queries r and r + 8 and keys c, c + 1, c + 8 and c + 9.
     second = row % 16 >= 8
     left, right = (torch.where(second, words[i + 1], words[i]) for i in (0, 2))
-    halves = [half >= threshold for x in (left, right) for half in (x & 0xFFFF, x >> 16)]
-    kept = torch.stack(halves, -1).unflatten(-1, (2, 2))  # (b, h, rows, columns, 2, 2)
+    halves = torch.stack([x >> i for x in (left, right) for i in (0, 16)], -1)
+    less = halves.to(torch.int16).view(torch.float16) < bound
+    kept = (less if flips else ~less).unflatten(-1, (2, 2))  # (b, h, rows, columns, 2, 2)
     kept = kept.unflatten(3, (-1, 4)).transpose(4, 5)  # (b, h, rows, seqlen_k / 16, 2, 4, 2)
     return kept.flatten(3)[..., :seqlen_k]

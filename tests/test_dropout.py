@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from flashcute import flash_attn_func, flash_attn_varlen_func, ops
 from flashcute.dropout import draw_state, dropout_mask, philox4x32
+from flashcute.jit.abi import dropout_bound
 from flashcute.reference import attention_ref
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
@@ -41,15 +42,34 @@ def kept(state, entry_head: int, query: int, key: int, dropout_p: float) -> bool
         words = [b >> 32 ^ words[1] ^ k0, b % 2**32, a >> 32 ^ words[3] ^ k1, a % 2**32]
         k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
     word = words[query % 16 // 8 + key % 16 // 8 * 2]
-    return (word >> 16 if key % 2 else word % 2**16) >= round(dropout_p * 2**16)
+    bits, flips = dropout_bound(round(dropout_p * 2**16))
+    bound, half = (rank(x) for x in (bits, word >> 16 if key % 2 else word % 2**16))
+    return (half is None or half >= bound) != flips
+
+
+def rank(bits: int) -> int | None:
+    """Of a float16 among all, in its bits; None of NaN."""
+    magnitude = bits % 2**15
+    return None if magnitude > 0x7C00 else -magnitude if bits >> 15 else magnitude
+
+
+def test_as_many_patterns_drop_a_weight_as_asked():
+    every = torch.arange(2**16).to(torch.int16).view(torch.float16)
+    in_order = every[~every.isnan()].sort().values
+    for threshold in range(2**16):
+        bits, flips = dropout_bound(threshold)
+        bound = torch.tensor(bits, dtype=torch.uint16).view(torch.float16)
+        less = int(torch.searchsorted(in_order, bound))
+        assert threshold == (2**16 - less if flips else less)
 
 
 @pytest.mark.parametrize("state", [(5, 3), (-1, -1), (2**63 - 1, -(2**63))], ids=str)
-def test_mask_is_the_defined_one(state):
+@pytest.mark.parametrize("dropout_p", [0.4, 0.5, 0.99])
+def test_mask_is_the_defined_one(state, dropout_p):
     b, h, seqlen_q, seqlen_k = 2, 3, 19, 35
-    mask = dropout_mask(torch.tensor(state), b, h, seqlen_q, seqlen_k, 0.4)
+    mask = dropout_mask(torch.tensor(state), b, h, seqlen_q, seqlen_k, dropout_p)
     expected = [
-        [[kept(state, x, i, j, 0.4) for j in range(seqlen_k)] for i in range(seqlen_q)]
+        [[kept(state, x, i, j, dropout_p) for j in range(seqlen_k)] for i in range(seqlen_q)]
         for x in range(b * h)
     ]
     assert torch.equal(mask, torch.tensor(expected).view(b, h, seqlen_q, seqlen_k))

@@ -16,6 +16,7 @@ from flashcute.jit.abi import (
     FlashKernel,
     Splits,
     bwd_params,
+    dropout_bound,
     fwd_params,
     partial_rows,
     plan_capacity,
@@ -119,9 +120,24 @@ def test_probabilities_are_multiples_of_what_16_bits_tell_apart():
     q, state = torch.empty(2, 1, 4, 8), torch.tensor([1, 2])
     for dropout_p, threshold in ((0.5, 32768), (0.1, 6554), (2.0**-18, 0), (1 - 2.0**-16, 65535)):
         params = fwd_params({"q": q, "k": q, "rng_state": state}, 0.25, dropout_p=dropout_p)
-        assert params.dropout_threshold == threshold
+        bound, flips = dropout_bound(threshold)
+        assert (params.dropout_bound, params.dropout_flip) == (bound * 0x10001, -flips % 2**32)
         assert params.dropout_scale * (1 - threshold / 2**16) == pytest.approx(1, rel=1e-7)
         assert params.rng_state_ptr == state.data_ptr()
+
+
+def test_bound_is_that_of_flash_h(tmp_path):
+    lines = run_cpp(
+        tmp_path,
+        "for (unsigned i = 0; i < 65536; ++i) {"
+        "    flash::DropoutBound const of(i);"
+        '    std::printf("%x %x\\n", of.bound, of.flip);'
+        "}",
+    )
+    for threshold, line in enumerate(lines):
+        bound, flips = dropout_bound(threshold)
+        assert [int(x, 16) for x in line.split()] == [bound * 0x10001, -flips % 2**32]
+    assert len(lines) == 2**16
 
 
 def test_backward_has_the_arguments_of_the_forward_and_its_own():

@@ -48,7 +48,12 @@ def test_arguments(stand_in):
     expected |= {"softmax_lse_ptr": lse.data_ptr(), "sinks_ptr": None, "pack_shift": 0}
     expected |= {"window_left": 0, "window_right": 0}
     expected |= {"alibi_slopes_ptr": None, "alibi_slopes_batch_stride": 0}
-    expected |= {"rng_state_ptr": None, "dropout_threshold": 0, "dropout_scale": 1.0}
+    expected |= {
+        "rng_state_ptr": None,
+        "dropout_bound": 0xFC00FC00,
+        "dropout_flip": 0,
+        "dropout_scale": 1.0,
+    }
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "plan")
     expected |= {f"{name}_ptr": None for name in lengths}
     expected |= {"total_q": 0, "total_k": 0, "plan_capacity": 0}

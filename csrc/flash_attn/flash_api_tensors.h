@@ -323,7 +323,6 @@ inline const float *read_sinks(const Options &options, const Layout &q, int32_t 
     return static_cast<const float *>(sinks.const_data_ptr());
 }
 
-// The threshold is 0 where there is no dropout.
 inline void set_dropout(Flash_fwd_params &params, const Options &options, int32_t device) {
     if (!(options.dropout_p >= 0 && options.dropout_p <= 65535. / 65536)) {
         fail("expected 0 <= dropout_p <= 1 - 2**-16, got ", options.dropout_p);
@@ -344,7 +343,9 @@ inline void set_dropout(Flash_fwd_params &params, const Options &options, int32_
         fail("expected contiguous rng_state of dtype int64 and shape (2)");
     }
     params.rng_state_ptr = static_cast<const int64_t *>(state.const_data_ptr());
-    params.dropout_threshold = static_cast<uint32_t>(threshold);
+    const DropoutBound bound(static_cast<uint32_t>(threshold));
+    params.dropout_bound = bound.bound;
+    params.dropout_flip = bound.flip;
     params.dropout_scale = static_cast<float>(1 / (1 - threshold / 65536));
 }
 

@@ -16,7 +16,7 @@ from ..config import ROW_STATS_MULTIPLE
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 14  # flash::kAbiVersion
+ABI_VERSION = 15  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
@@ -81,7 +81,8 @@ class FlashFwdParams(ctypes.Structure):
         ("scale_softmax_log2", ctypes.c_float),
         ("scale_softcap", ctypes.c_float),
         ("alibi_scale", ctypes.c_float),
-        ("dropout_threshold", ctypes.c_uint32),
+        ("dropout_bound", ctypes.c_uint32),
+        ("dropout_flip", ctypes.c_uint32),
         ("dropout_scale", ctypes.c_float),
     ]
 
@@ -176,6 +177,22 @@ def bwd_params(
     return params
 
 
+def dropout_bound(threshold: int) -> tuple[int, bool]:
+    """Which of the 2**16 patterns of 16 bits drop a weight: ``DropoutBound`` of ``flash.h``.
+
+    Args:
+        threshold: How many of them, less than 2**16.
+
+    Returns:
+        The bits of a float16, and False where patterns that are less than it as float16 drop, True
+        where all others do, NaN among them.
+    """
+    inf = 0x7C00  # so many negative patterns, -inf included, are less than 0
+    flips = threshold == inf + 1 or threshold > 2 * inf + 1
+    less = 2**16 - threshold if flips else threshold
+    return 0x8000 | inf - less if less <= inf else less - inf - 1, flips
+
+
 def _fill(
     params: FlashFwdParams,
     tensors: Mapping[str, torch.Tensor],
@@ -188,6 +205,7 @@ def _fill(
     seqlen_k, h_k = tensors["k"].shape[1:3]
     unit = softcap or softmax_scale  # of the scores
     threshold = round(dropout_p * 2**16)
+    bound, flips = dropout_bound(threshold)
     values = {
         "b": b,
         "seqlen_q": seqlen_q,
@@ -202,7 +220,8 @@ def _fill(
         "scale_softmax_log2": unit * math.log2(math.e),
         "scale_softcap": softmax_scale / unit,
         "alibi_scale": 1 / unit,
-        "dropout_threshold": threshold,
+        "dropout_bound": bound * 0x10001,
+        "dropout_flip": 0xFFFFFFFF if flips else 0,
         "dropout_scale": 1 / (1 - threshold / 2**16),
     }
     for name, value in values.items():

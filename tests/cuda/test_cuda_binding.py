@@ -11,6 +11,7 @@ from stand_in import StandIn
 from flashcute import heuristics, ops
 from flashcute.config import MASKS
 from flashcute.jit import abi
+from flashcute.jit.abi import dropout_bound
 from flashcute.problem import rounded, rounded_length
 
 
@@ -158,7 +159,11 @@ def test_dropout(stand_in) -> None:
         params, problem = stand_in.launches[-1][0], stand_in.problems[-1]
         assert problem["dropout"] == (threshold > 0)
         assert params["rng_state_ptr"] == (state.data_ptr() if threshold else None)
-        assert params["dropout_threshold"] == threshold
+        bound, flips = dropout_bound(threshold) if threshold > 0 else (0, False)
+        assert (params["dropout_bound"], params["dropout_flip"]) == (
+            bound * 0x10001,
+            -flips % 2**32,
+        )
         if threshold:
             assert params["dropout_scale"] * (1 - threshold / 2**16) == pytest.approx(1, rel=1e-7)
 

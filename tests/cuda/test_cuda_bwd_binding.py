@@ -10,6 +10,7 @@ import flashcute
 from flashcute import ops
 from flashcute.config import MASKS, ROW_STATS_MULTIPLE
 from flashcute.jit import abi
+from flashcute.jit.abi import dropout_bound
 
 
 @pytest.fixture
@@ -193,7 +194,11 @@ def test_dropout(stand_in) -> None:
         params, problem = stand_in.backwards[-1][0], stand_in.problems[-1]
         assert problem["dropout"] == (threshold > 0)
         assert params["rng_state_ptr"] == (state.data_ptr() if threshold else None)
-        assert params["dropout_threshold"] == threshold
+        bound, flips = dropout_bound(threshold) if threshold > 0 else (0, False)
+        assert (params["dropout_bound"], params["dropout_flip"]) == (
+            bound * 0x10001,
+            -flips % 2**32,
+        )
     with pytest.raises(RuntimeError, match=r"flashcute::bwd: expected rng_state with dropout_p"):
         _bwd(dropout_p=0.5)
 

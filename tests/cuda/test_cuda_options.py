@@ -234,6 +234,19 @@ def test_a_graph_reads_the_state_that_is_there_when_it_runs(kernel_class: str) -
         assert torch.equal(out, first) == (other.tolist() == [1, 2])
 
 
+@pytest.mark.parametrize("dropout_p", [2.0**-16, 0.001, 0.1, 0.5, 0.98, 1 - 2.0**-16])
+def test_weights_are_dropped_exactly_where_the_mask_says(kernel_class: str, dropout_p) -> None:
+    """Of equal scores, with the identity as V, each number of the output is one weight."""
+    q = torch.zeros(2, 130, 3, 64, device="cuda", dtype=torch.half)
+    v = torch.eye(64, device="cuda", dtype=torch.half)[None, :, None].expand(2, 64, 3, 64)
+    torch.manual_seed(7)
+    out = flash_attn_func(q, torch.zeros_like(v), v, dropout_p)
+    torch.manual_seed(7)
+    state = dropout.draw_state(torch.device("cuda"))
+    mask = dropout.dropout_mask(state, 2, 3, 130, 64, dropout_p)  # (b, h, seqlen_q, seqlen_k)
+    assert torch.equal(out.transpose(1, 2) != 0, mask)
+
+
 @pytest.mark.parametrize("side", [(-1, -1), (-1, 0), (100, 0), (60, 60)])
 def test_window_wider_than_the_keys_equals_none(kernel_class: str, side) -> None:
     """Bit for bit, and a sink of -inf equals none."""

@@ -22,6 +22,32 @@ CUTE_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #endif
 }
 
+// Whether a is less than b, as numbers of type half. NaN never is, and subnormal ones are no zeros.
+CUTE_HOST_DEVICE bool half_less(uint16_t a, uint16_t b) {
+#if defined(__CUDA_ARCH__)
+    int less;
+    asm("{ .reg .pred p; setp.lt.f16 p, %1, %2; selp.s32 %0, 1, 0, p; }"
+        : "=r"(less)
+        : "h"(a), "h"(b));
+    return less != 0;
+#else
+    return static_cast<float>(half_t::bitcast(a)) < static_cast<float>(half_t::bitcast(b));
+#endif
+}
+
+// The same of both halves of a word: ones in those of which it holds, zeros in the others.
+CUTE_HOST_DEVICE uint32_t halves_less(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+    uint32_t less;
+    asm("set.lt.u32.f16x2 %0, %1, %2;" : "=r"(less) : "r"(a), "r"(b));
+    return less;
+#else
+    bool const lower = half_less(static_cast<uint16_t>(a), static_cast<uint16_t>(b));
+    bool const upper = half_less(static_cast<uint16_t>(a >> 16), static_cast<uint16_t>(b >> 16));
+    return (lower ? 0xFFFFu : 0) | (upper ? 0xFFFF0000u : 0);
+#endif
+}
+
 // The counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
 // 2011. 7 rounds are the fewest that pass all tests of BigCrush.
 template <int kRounds = 7>
@@ -41,7 +67,7 @@ CUTE_HOST_DEVICE void philox4x32(uint32_t (&counter)[4], uint32_t key_low, uint3
 
 // One call of the generator serves the eight weights that a thread holds of a 16 x 16 block of P:
 // of queries r and r + 8 and keys c, c + 1, c + 8 and c + 9, relative to the block. 16 bits decide
-// on each: it is kept where they are at least the threshold. The counter is
+// on each, by DropoutBound. The counter is
 //     (query / 16 * 8 + query % 8, key / 16 * 4 + key % 8 / 2, entry * h + head, offset)
 // with positions in the sequence and its number in a ragged batch; the key is the seed; result
 // word query % 16 / 8 + key % 16 / 8 * 2, half key % 2 is for (query, key). So a weight's fate
@@ -68,25 +94,21 @@ struct DropoutMask {
     }
     // Whether the weight of a half of a word is dropped.
     CUTE_DEVICE bool drops(uint32_t word, bool upper) const {
-        return (upper ? word : word << 16) < params.dropout_threshold << 16;
+        auto const half = static_cast<uint16_t>(upper ? word >> 16 : word);
+        auto const bound = static_cast<uint16_t>(params.dropout_bound);
+        return half_less(half, bound) != (params.dropout_flip != 0);
     }
 
     // Makes those weights of a pair 0 that the halves of a word drop. In the sm80 class the
     // operands of the first way spill at head dimension 128.
     template <int kArch>
     CUTE_DEVICE void drop(uint32_t &pair, uint32_t word) const {
-#if defined(__CUDA_ARCH__)
         if constexpr (kArch == 90) {
-            // With instructions of two halves: max(x, t - 1) - (t - 1) is 0 where x < t, which is
-            // >= 1.
-            uint32_t const most = (params.dropout_threshold - 1) * 0x10001;
-            uint32_t const negated = (1 - params.dropout_threshold & 0xFFFF) * 0x10001;
-            pair &= __viaddmin_u16x2(__vmaxu2(word, most), negated, 0x10001) * 0xFFFF;
-            return;
+            pair &= ~(halves_less(word, params.dropout_bound) ^ params.dropout_flip);
+        } else {
+            if (drops(word, false)) pair &= 0xFFFF0000;
+            if (drops(word, true)) pair &= 0x0000FFFF;
         }
-#endif
-        if (drops(word, false)) pair &= 0xFFFF0000;
-        if (drops(word, true)) pair &= 0x0000FFFF;
     }
 
     CUTE_HOST_DEVICE static uint32_t row_of(int query) { return query / 16 * 8 + query % 8; }

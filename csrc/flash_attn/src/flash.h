@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 14;
+inline constexpr int32_t kAbiVersion = 15;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -186,10 +186,28 @@ struct Flash_fwd_params {
     float scale_softcap;  // scale_softmax / softcap; without one 1
     float alibi_scale;    // 1 / scale_softmax; with FwdConfig::softcap 1 / softcap
 
-    // Of FwdConfig::dropout: of 65536 weights so many are dropped, at most 65535, and the others
-    // multiplied by the scale, 1 / (1 - dropout_threshold / 65536).
-    uint32_t dropout_threshold;
+    // Of FwdConfig::dropout: which weights are dropped (DropoutBound), and by what the others are
+    // multiplied, one over the probability to be kept.
+    uint32_t dropout_bound, dropout_flip;
     float dropout_scale;
+};
+
+// A weight has 16 random bits, and is dropped where they are less than a bound as numbers of type
+// half, which kernels compare two at a time. NaN is not less: so that any number of the 65536
+// patterns can be dropped, for some of them it is those that are not less.
+struct DropoutBound {
+    uint32_t bound;  // in both halves of the word
+    uint32_t flip;   // all ones where those that are not less are dropped; else 0
+
+    // threshold: patterns that are dropped, at most 65535.
+    explicit constexpr DropoutBound(uint32_t threshold) {
+        constexpr uint32_t kInf = 0x7C00;  // as many negative ones, -inf included, are less than 0
+        constexpr uint32_t kMost = 2 * kInf + 1;  // and with 0 and -0 so many less than inf
+        bool const flips = threshold == kInf + 1 || threshold > kMost;
+        uint32_t const less = flips ? 65536 - threshold : threshold;
+        bound = (less <= kInf ? 0x8000 | (kInf - less) : less - kInf - 1) * 0x10001;
+        flip = flips ? ~0u : 0;
+    }
 };
 
 inline constexpr int32_t kMaxSplits = 256;
