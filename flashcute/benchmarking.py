@@ -199,11 +199,17 @@ def host_time(call: Callable[[], object], batches: int = 40) -> float:
 
 
 def host_times(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Microseconds of host time of each of ``calls``, made once, in order; as :func:`host_time`."""
+    """Microseconds of host time of each of ``calls``, in order; as :func:`host_time`.
+
+    Each is made once, and the one before a wait for the GPU again behind it, as first calls there
+    take longer.
+    """
     times = []
     for number, call in enumerate(calls):
         if number % HOST_CALLS == 0:
             torch.cuda.synchronize()
+            if number > 0:
+                calls[number - 1]()
         start = time.perf_counter()
         call()
         times.append((time.perf_counter() - start) * 1e6)

@@ -8,6 +8,8 @@ by ``1 - dropout_p`` leaves the expected output as it is without dropout.
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -68,7 +70,7 @@ def dropout_mask(
     """
     device = rng_state.device
     bits, flips = dropout_bound(round(dropout_p * 2**16))
-    bound = torch.tensor(bits, dtype=torch.uint16, device=device).view(torch.float16)
+    (bound,) = struct.unpack("<e", bits.to_bytes(2, "little"))  # a tensor would be copied
     entry = torch.arange(b, device=device)[batch, None, None, None]
     head = torch.arange(h, device=device)[:, None, None]
     row = torch.arange(seqlen_q, device=device)[rows, None]
@@ -79,8 +81,8 @@ def dropout_mask(
     # A call is for queries r and r + 8 and keys c, c + 1, c + 8 and c + 9.
     second = row % 16 >= 8
     left, right = (torch.where(second, words[i + 1], words[i]) for i in (0, 2))
-    halves = torch.stack([x >> i for x in (left, right) for i in (0, 16)], -1)
-    less = halves.to(torch.int16).view(torch.float16) < bound
+    halves = [(x >> i).to(torch.int16) for x in (left, right) for i in (0, 16)]
+    less = torch.stack(halves, -1).view(torch.float16) < bound
     kept = (less if flips else ~less).unflatten(-1, (2, 2))  # (b, h, rows, columns, 2, 2)
     kept = kept.unflatten(3, (-1, 4)).transpose(4, 5)  # (b, h, rows, seqlen_k / 16, 2, 4, 2)
     return kept.flatten(3)[..., :seqlen_k]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flashcute import benchmarking as bm
+from flashcute import heuristics
 from flashcute.bench import (
     inputs,
     models,
@@ -23,6 +24,7 @@ from flashcute.bench import (
     sweep,
 )
 from flashcute.bench.sweep import Variant
+from flashcute.problem import FwdProblem
 
 CPU = sweep.Options("cpu", ("flashcute", "torch"), repeats=2, warmup=1, flush_bytes=1 << 20)
 SHAPE = bm.Shape(1, 16, 24, 2, 1, 32, causal=False)
@@ -322,7 +324,7 @@ def test_host_time_is_taken_of_every_contender_on_each_shape(monkeypatch):
     shape = sweep.HOST_SHAPES["host_us"]
     assert sweep.measure_host(shape, CPU) == {"flashcute": 12.3, "torch": 12.3}
     monkeypatch.setattr(sweep, "measure_host", lambda shape, options: {"flashcute": shape.d})
-    new = {"flashcute": {"mean": 17.0, "p95": 20.0}}
+    new = {"flashcute": {"mean": 17.0, "p95": 20.0, "p99": 60.0}}
     monkeypatch.setattr(sweep, "measure_new_lengths", lambda names, device: new)
     monkeypatch.setattr(sweep, "measure_ceiling", lambda options, samples: {"tflops": 1.0})
     result = sweep.run([], dataclasses.replace(CPU, device="cuda"))
@@ -335,26 +337,44 @@ def test_host_time_is_taken_of_every_contender_on_each_shape(monkeypatch):
 
 
 def test_host_time_of_new_lengths_is_of_calls_that_were_not_made_before(monkeypatch):
-    """Of those with fewer columns, which load kernels, no figure is given."""
+    """Of those of another batch, which load the same kernels, no figure is given."""
     made = []
 
     def make_untried(name, q, k, v, causal):
+        def call():
+            if name == "fa3":
+                raise RuntimeError("not on this GPU")
+            made.append((name, q.shape[0], q.shape[1]))
+
         assert q.shape[1] == k.shape[1] == v.shape[1] and causal
-        return lambda: made.append((name, q.shape[1], q.shape[3]))
+        return call
 
     def host_times(calls):
         for call in calls:
             call()
-        return [float(made[-1][2])] * 1920 + [200.0] * 80
+        return [10.0 * made[-1][1]] * 1920 + [200.0] * 70 + [1000.0] * 10
 
     monkeypatch.setattr(peers, "make_untried", make_untried)
     monkeypatch.setattr(bm, "host_times", host_times)
-    found = sweep.measure_new_lengths(("flashcute", "cudnn", "fa2"), "cpu")
-    figures = {"mean": 69.4, "p95": 64.0}
+    found = sweep.measure_new_lengths(("flashcute", "cudnn", "fa3", "fa2"), "cpu")
+    figures = {"mean": 21.6, "p95": 10.0, "p99": 200.0}
     assert found == {"flashcute": figures, "fa2": figures}
     lengths = list(sweep.NEW_LENGTHS)
     assert len(lengths) == len(set(lengths)) == 2000
-    assert made == [(x, s, d) for x in ("flashcute", "fa2") for d in (56, 64) for s in lengths]
+    for x in ("flashcute", "fa2"):
+        assert [y for y in made if y[0] == x] == [(x, b, s) for b in (2, 1) for s in lengths]
+
+
+def test_the_same_kernels_are_loaded_before_lengths_are_new():
+    """And choices are remembered apart."""
+    chosen = []
+    for shape in (sweep.NEW_LENGTHS_SHAPE, sweep.SAME_KERNELS_SHAPE):
+        sizes = {"b": shape.b, "h": shape.h, "h_k": shape.h_k, "d": shape.d}
+        problems = [
+            FwdProblem("bf16", True, seqlen_q=s, seqlen_k=s, **sizes) for s in sweep.NEW_LENGTHS
+        ]
+        chosen.append([heuristics.choose_fwd(x, (9, 0)) for x in problems])
+    assert chosen[0] == chosen[1] and len(set(chosen[0])) > 1
 
 
 def test_host_time_is_taken_before_the_sampler_starts(monkeypatch):

@@ -98,9 +98,9 @@ def test_host_time_is_of_both_shapes():
 
 
 def test_host_time_of_new_lengths_has_a_line():
-    new = {"flashcute": {"mean": 17.25, "p95": 20.0}, "fa2": {"mean": 21.0, "p95": 30.5}}
+    new = {"flashcute": {"mean": 17.25, "p95": 20.0, "p99": 60.0}}
     text = table.summary(result(*ROWS, host_us_new_lengths=new))
-    assert "before had, s=101 to 2100, d=64 causal: flashcute 17.2 us (p95 20.0), fa2 21.0" in text
+    assert "loaded, s=101 to 2100, d=64 causal: flashcute 17.2 us (p95 20.0, p99 60.0)" in text
 
 
 def test_sustained_figures_have_clock_and_power_and_the_share_under_the_limit():

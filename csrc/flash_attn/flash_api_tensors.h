@@ -328,6 +328,9 @@ inline void set_dropout(Flash_fwd_params &params, const Options &options, int32_
         fail("expected 0 <= dropout_p <= 1 - 2**-16, got ", options.dropout_p);
     }
     const double threshold = std::nearbyint(options.dropout_p * 65536);
+    const DropoutBound bound(static_cast<uint32_t>(threshold));
+    params.dropout_bound = bound.bound;
+    params.dropout_flip = bound.flip;
     if (threshold == 0) {
         return;
     }
@@ -343,9 +346,6 @@ inline void set_dropout(Flash_fwd_params &params, const Options &options, int32_
         fail("expected contiguous rng_state of dtype int64 and shape (2)");
     }
     params.rng_state_ptr = static_cast<const int64_t *>(state.const_data_ptr());
-    const DropoutBound bound(static_cast<uint32_t>(threshold));
-    params.dropout_bound = bound.bound;
-    params.dropout_flip = bound.flip;
     params.dropout_scale = static_cast<float>(1 / (1 - threshold / 65536));
 }
 

@@ -281,11 +281,11 @@ def host_times(result: Mapping) -> Iterator[str]:
             yield f"host time per call, {describe(dataclasses.asdict(shape))}: {times}"
     if result.get("host_us_new_lengths"):
         times = ", ".join(
-            f"{name} {us['mean']:.1f} us (p95 {us['p95']:.1f})"
+            f"{name} {us['mean']:.1f} us (p95 {us['p95']:.1f}, p99 {us['p99']:.1f})"
             for name, us in result["host_us_new_lengths"].items()
         )
         about = f"s={NEW_LENGTHS[0]} to {NEW_LENGTHS[-1]}, d={NEW_LENGTHS_SHAPE.d} causal"
-        yield f"host time per call with a length that no call before had, {about}: {times}"
+        yield f"host time per call whose length is new, kernels loaded, {about}: {times}"
 
 
 def missing(rows: Sequence[Mapping]) -> Iterator[str]:

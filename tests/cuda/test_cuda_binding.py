@@ -159,7 +159,7 @@ def test_dropout(stand_in) -> None:
         params, problem = stand_in.launches[-1][0], stand_in.problems[-1]
         assert problem["dropout"] == (threshold > 0)
         assert params["rng_state_ptr"] == (state.data_ptr() if threshold else None)
-        bound, flips = dropout_bound(threshold) if threshold > 0 else (0, False)
+        bound, flips = dropout_bound(threshold)
         assert (params["dropout_bound"], params["dropout_flip"]) == (
             bound * 0x10001,
             -flips % 2**32,

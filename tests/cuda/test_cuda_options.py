@@ -234,16 +234,22 @@ def test_a_graph_reads_the_state_that_is_there_when_it_runs(kernel_class: str) -
         assert torch.equal(out, first) == (other.tolist() == [1, 2])
 
 
-@pytest.mark.parametrize("dropout_p", [2.0**-16, 0.001, 0.1, 0.5, 0.98, 1 - 2.0**-16])
+# Bounds of every kind: 31745 patterns are dropped as those that are not less, of 31746 the bound is
+# the smallest subnormal number, of 32768 the largest.
+_EXACT = [x / 2**16 for x in (1, 66, 6554, 31744, 31745, 31746, 32768, 64225, 65535)]
+
+
+@pytest.mark.parametrize("dropout_p", _EXACT)
 def test_weights_are_dropped_exactly_where_the_mask_says(kernel_class: str, dropout_p) -> None:
     """Of equal scores, with the identity as V, each number of the output is one weight."""
-    q = torch.zeros(2, 130, 3, 64, device="cuda", dtype=torch.half)
-    v = torch.eye(64, device="cuda", dtype=torch.half)[None, :, None].expand(2, 64, 3, 64)
+    b, seqlen_q, h, d = 2, 130, 64, 64
+    q = torch.zeros(b, seqlen_q, h, d, device="cuda", dtype=torch.half)
+    v = torch.eye(d, device="cuda", dtype=torch.half)[None, :, None].expand(b, d, h, d)
     torch.manual_seed(7)
     out = flash_attn_func(q, torch.zeros_like(v), v, dropout_p)
     torch.manual_seed(7)
     state = dropout.draw_state(torch.device("cuda"))
-    mask = dropout.dropout_mask(state, 2, 3, 130, 64, dropout_p)  # (b, h, seqlen_q, seqlen_k)
+    mask = dropout.dropout_mask(state, b, h, seqlen_q, d, dropout_p)  # (b, h, seqlen_q, seqlen_k)
     assert torch.equal(out.transpose(1, 2) != 0, mask)
 
 

@@ -29,6 +29,7 @@ OF_SM80 = (
     _numerics("entries alike", _DROPOUT, "static_cast<uint32_t>(entry) * params.h + ", ""),
     _numerics("sequences alike", _DROPOUT, "? sequence_of(params, tile)", "? 0"),
     _numerics("halves exchanged", _DROPOUT, "? word >> 16 : word", "? word : word >> 16"),
+    _numerics("flip left out", _DROPOUT, " != (params.dropout_flip != 0)", ""),
     _numerics("six rounds", _DROPOUT, "kRounds = 7", "kRounds = 6"),
     _numerics("offset left out", _DROPOUT, "random[3] = offset", "random[3] = 0"),
     _numerics("scale left out", "epilogue_fwd.h", "? params.dropout_scale : 1.f", "? 1.f : 1.f"),
@@ -48,6 +49,7 @@ OF_SM80 = (
 )
 MUTANTS = (
     *OF_SM80,
+    _numerics("flip of pairs left out", _DROPOUT, " ^ params.dropout_flip", "", SM90),
     _numerics(
         "first block not dropped",
         _SM90,

@@ -187,7 +187,8 @@ def test_options_must_be_those_of_the_kernel():
 def find_fault(config, kernel):
     """The report of a run, or "numerics" where results are wrong; None: neither."""
     try:
-        check(config, SHAPES[0], kernel=kernel, timeout=120)
+        for dropout_p in (0.3, 0.98):
+            check(config, SHAPES[0], dropout_p, kernel=kernel, timeout=120)
         check_ragged(config, kernel=kernel, timeout=120)
     except AssertionError as error:
         return "numerics" if "attention is wrong" in str(error) else str(error)

@@ -213,7 +213,7 @@ def test_rows_beyond_the_cap_leave_their_neighbours_alone(config):
 @pytest.mark.parametrize("config", (UNMASKED, CAPPING), ids=ids)
 def test_infinite_products_are_capped(config):
     _, _, v = make_qkv(config, (1, 130, 150, 2, 1))
-    huge = torch.finfo(v.dtype).max  # of float16 products are finite, and thousands of caps
+    huge = torch.finfo(v.dtype).max  # products of float16 are finite, those of bfloat16 not
     q = torch.full((1, 130, 2, v.shape[3]), huge, dtype=v.dtype)
     k = torch.full_like(v, huge) * torch.where(torch.arange(150) % 3 == 0, -1, 1)[:, None, None]
     options = options_of(config, 1, 2) | {"softcap": 2.0, **no_slopes(config)}

@@ -192,9 +192,9 @@ struct Flash_fwd_params {
     float dropout_scale;
 };
 
-// A weight has 16 random bits, and is dropped where they are less than a bound as numbers of type
-// half, which kernels compare two at a time. NaN is not less: so that any number of the 65536
-// patterns can be dropped, for some of them it is those that are not less.
+// A weight has 16 random bits, which are compared with a bound as numbers of type half: patterns
+// that are less drop it. No bound has exactly 31745 patterns below it, as -0 equals 0, nor more
+// than 63489, as NaN is never less: there those drop it that are not less.
 struct DropoutBound {
     uint32_t bound;  // in both halves of the word
     uint32_t flip;   // all ones where those that are not less are dropped; else 0
