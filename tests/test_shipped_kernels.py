@@ -12,9 +12,15 @@ import tiers
 
 from flashcute import jit, shipped
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, MAX_SMEM_BYTES
-from flashcute.heuristics import bwd_with_options, fused_bwd_config, sm90_bwd_config
+from flashcute.heuristics import (
+    bwd_with_options,
+    choose_fwd,
+    fused_bwd_config,
+    sm90_bwd_config,
+)
 from flashcute.jit import toolchain
 from flashcute.jit.sources import kernel_include_dir
+from flashcute.problem import FwdProblem
 from flashcute.profiling.disassembly import read_binary
 
 TARGET = "90"
@@ -85,6 +91,17 @@ def test_ragged_backwards_with_options_do_not_spill(head_dim, mask, options, com
     """Of those that do not ship two that have spilled."""
     config = fused_bwd_config("bf16", head_dim, mask, (9, 0))
     (result,) = jit.build_kernels([(bwd_with_options(config, *options, varlen=True), TARGET)])
+    assert result.error is None, result.error
+    assert result.artefact.meta["spill_bytes"] == 0
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_a_cache_of_few_columns_does_not_spill(seqlen_q, compiler):
+    """Of kernels that do not ship two whose merge of parts has spilled: two CTAs share an SM."""
+    problem = FwdProblem("bf16", True, 16, seqlen_q, 4096, 64, 8, 64, cache=True, num_splits=0)
+    config = choose_fwd(problem, (9, 0))
+    assert merges(config) and not config.paged and config.min_ctas == 2
+    (result,) = jit.build_kernels([(config, TARGET)])
     assert result.error is None, result.error
     assert result.artefact.meta["spill_bytes"] == 0
 

@@ -25,8 +25,9 @@ struct MergeParts {
     static constexpr bool kCan = CtaPlan<C>::kFits && C.warps == 4 && C.mask != MaskKind::local;
     static constexpr int kGroups = Merge::kGroups;
     // Parts of a row whose loads are in flight: one latency for most tiles, fewer where eight sums
-    // and more take the registers, of which CTAs that share an SM have less.
-    static constexpr int kAhead = kGroups < 8 ? 16 : kGroups > 8 || C.min_ctas > 1 ? 4 : 8;
+    // and more take the registers, and with pages where CTAs share an SM.
+    static constexpr bool kFew = kGroups > 8 || (C.paged && C.min_ctas > 1);
+    static constexpr int kAhead = kGroups < 8 ? 16 : kFew ? 4 : 8;
     static constexpr int kRound = cute::max(kAhead, kGroups);
 
     // Tiles with many rows are left to a kernel of many CTAs.
