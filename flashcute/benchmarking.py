@@ -201,8 +201,8 @@ def host_time(call: Callable[[], object], batches: int = 40) -> float:
 def host_times(calls: Sequence[Callable[[], object]]) -> list[float]:
     """Microseconds of host time of each of ``calls``, in order; as :func:`host_time`.
 
-    Each is made once, and the one before a wait for the GPU again behind it, as first calls there
-    take longer.
+    A call right after a wait for the GPU takes longer. So each wait is followed by the call that
+    came before it, once more and not timed.
     """
     times = []
     for number, call in enumerate(calls):

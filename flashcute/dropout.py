@@ -70,7 +70,8 @@ def dropout_mask(
     """
     device = rng_state.device
     bits, flips = dropout_bound(round(dropout_p * 2**16))
-    (bound,) = struct.unpack("<e", bits.to_bytes(2, "little"))  # a tensor would be copied
+    # A number: the copy of a tensor to the device would end a graph's capture.
+    (bound,) = struct.unpack("<e", bits.to_bytes(2, "little"))
     entry = torch.arange(b, device=device)[batch, None, None, None]
     head = torch.arange(h, device=device)[:, None, None]
     row = torch.arange(seqlen_q, device=device)[rows, None]

@@ -151,24 +151,24 @@ def test_host_time_counts_calls_and_not_the_wait_for_the_gpu(monkeypatch):
 
 
 def test_host_times_are_of_each_call_and_not_of_the_wait_for_the_gpu(monkeypatch):
-    queued, made = [], []
+    queued, made, now = [], [], [0.0]
 
     def synchronize():
         assert len(queued) <= bm.HOST_CALLS + 1
-        time.sleep(0.05)
+        now[0] += 1.0
         queued.clear()
 
     def call(number):
         queued.append(number)
         made.append(number)
-        time.sleep(0.02 * (number == 3))
+        now[0] += number * 2.0**-20
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    us = bm.host_times([functools.partial(call, i) for i in range(2 * bm.HOST_CALLS + 1)])
-    n = bm.HOST_CALLS  # behind a wait the call before it once more
-    assert not queued and made == [*range(n), n - 1, *range(n, 2 * n), 2 * n - 1, 2 * n]
-    assert len(us) == 2 * n + 1
-    assert us[3] >= 2e4 and max(us[:3] + us[4:]) < 2e4
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    n = bm.HOST_CALLS
+    us = bm.host_times([functools.partial(call, i) for i in range(2 * n + 1)])
+    assert not queued and us == [number * 2.0**-20 * 1e6 for number in range(2 * n + 1)]
+    assert made == [*range(n), n - 1, *range(n, 2 * n), 2 * n - 1, 2 * n]
 
 
 def test_summarise_samples_leaves_out_what_was_not_measured():

@@ -59,6 +59,12 @@ def launch_bounds(config):
     return [(32 * tile.warps, tile.min_ctas) for tile in (config.dq, config.dkv)]
 
 
+def merges(config):
+    """Whether its CTAs merge the parts of a tile: MergeParts::kCan, of kernels that ship."""
+    few = config.kind == "fwd" and config.warps == 4 and config.min_ctas <= 2
+    return few and config.mask != "local"
+
+
 @pytest.mark.parametrize("stem", COVERED)
 def test_compiles_without_spills(built, stem):
     config, result = COVERED[stem], built[stem]
@@ -226,12 +232,6 @@ def test_warps_in_different_loops_issue_the_same_wgmma(main_kernel, stem):
     most = max(map(len, runs))
     first, *others = [run for run in runs if len(run) == most]  # Q K^T and P V
     assert len(others) == 1 and others[0] == first
-
-
-def merges(config):
-    """Whether its CTAs merge the parts of a tile: MergeParts::kCan, of kernels that ship."""
-    few = config.kind == "fwd" and config.warps == 4 and config.min_ctas <= 2
-    return few and config.mask != "local"
 
 
 @pytest.mark.parametrize("stem", [stem for stem in SM90 if merges(COVERED[stem])])

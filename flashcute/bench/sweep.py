@@ -36,12 +36,12 @@ HOST_SHAPES = {
     "host_us": bm.Shape(1, 64, 64, 4, 4, 64, causal=False),
     "host_us_causal": bm.Shape(8, 1024, 1024, 16, 4, 128, causal=True),
 }
-# Of calls each of which has a length that none had before: of queries and of keys. cuDNN builds a
-# graph for each, which takes milliseconds.
+# Of calls each of which has a length, of queries and of keys, that no call before had.
 NEW_LENGTHS = range(101, 2101)
 NEW_LENGTHS_SHAPE = bm.Shape(1, NEW_LENGTHS[-1], NEW_LENGTHS[-1], 16, 16, 64, causal=True)
-# With as many tiles of each length, so that it takes the same kernels, which it loads before.
+# Has as many tiles at each length and so takes the same kernels: calls of it load them before.
 SAME_KERNELS_SHAPE = dataclasses.replace(NEW_LENGTHS_SHAPE, b=2, h=8, h_k=8)
+# Without cuDNN, which builds a graph for each length, in milliseconds.
 NEW_LENGTHS_OF = ("flashcute", "fa2", "fa3")
 # Two 16-bit kernels differ by roundings of P and O; a wrong mask or tile gives 0.1 and more.
 AGREEMENT = {"bf16": 4e-2, "fp16": 1e-2}
