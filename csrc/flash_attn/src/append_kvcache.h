@@ -17,7 +17,7 @@ template <DType kDType>
 struct Append {
     using Element = std::conditional_t<kDType == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
     static constexpr int kVec = 8;        // elements that a thread moves at a time
-    static constexpr int kMaxCtas = 512;  // then threads move several vectors
+    static constexpr int kMaxCtas = 512;  // then threads move vectors of several tokens
     struct alignas(16) Vec {
         Element x[kVec];
     };
@@ -25,32 +25,41 @@ struct Append {
     // A vector of a (b, rows, heads, d) tensor.
     struct Place {
         int col, head, row, batch;
-
-        CUTE_DEVICE static Place of(int64_t vec, int rows, int heads, int d) {
-            int const vecs = d / kVec;
-            int64_t const row = vec / vecs / heads;
-            return {static_cast<int>(vec % vecs) * kVec, static_cast<int>(vec / vecs % heads),
-                    static_cast<int>(row % rows), static_cast<int>(row / rows)};
-        }
     };
 
-    CUTE_HOST_DEVICE static int64_t new_vecs(Flash_fwd_params const &params) {
-        return int64_t(params.b) * params.seqlen_new * params.h_k * (params.d / kVec);
+    CUTE_HOST_DEVICE static bool rotates(Flash_fwd_params const &params) {
+        return params.rotary_cos_ptr != nullptr;
     }
-    CUTE_HOST_DEVICE static int64_t query_vecs(Flash_fwd_params const &params) {
-        bool const rotates = params.rotary_cos_ptr != nullptr;
-        return rotates ? int64_t(params.total_q) * params.h * (params.d / kVec) : 0;
+    // Rows of an entry: new keys and values, queries to be rotated, or both.
+    CUTE_HOST_DEVICE static int num_rows(Flash_fwd_params const &params) {
+        return cute::max(params.seqlen_new, rotates(params) ? params.seqlen_q : 0);
     }
+    // Heads of a row: first those of keys and values, then those of queries.
+    CUTE_HOST_DEVICE static int num_heads(Flash_fwd_params const &params) {
+        return params.h_k + (rotates(params) ? params.h : 0);
+    }
+    // Pieces of a row, of as many vectors as a CTA has threads.
+    CUTE_HOST_DEVICE static int num_pieces(Flash_fwd_params const &params, int threads) {
+        return (num_heads(params) * (params.d / kVec) + threads - 1) / threads;
+    }
+    // A multiple of the pieces of a row.
     static unsigned num_ctas(Flash_fwd_params const &params, int threads) {
-        int64_t const ctas = (new_vecs(params) + query_vecs(params) + threads - 1) / threads;
-        return static_cast<unsigned>(ctas < kMaxCtas ? ctas : kMaxCtas);
+        int64_t const rows = int64_t(params.b) * num_rows(params);
+        int const pieces = num_pieces(params, threads);
+        int64_t const most = cute::max(kMaxCtas / pieces, 1);
+        return static_cast<unsigned>(cute::min(rows, most) * pieces);
+    }
+
+    CUTE_DEVICE static Vec load(Element const *x) { return *reinterpret_cast<Vec const *>(x); }
+    CUTE_DEVICE static bool is_aligned(Element const *x) {
+        return reinterpret_cast<uintptr_t>(x) % sizeof(Vec) == 0;
     }
 
     // The vector at `col` of a row x (d), rotated for `position`; as it is where the tables have no
     // such row.
     CUTE_DEVICE static Vec rotated(Flash_fwd_params const &params, Element const *x, int col,
                                    int64_t position) {
-        Vec vec = *reinterpret_cast<Vec const *>(x + col);
+        Vec vec = load(x + col);
         if (params.rotary_cos_ptr == nullptr || col >= params.rotary_dim || position < 0 ||
             position >= params.seqlen_rotary) {
             return vec;
@@ -60,21 +69,32 @@ struct Append {
             static_cast<Element const *>(params.rotary_cos_ptr) + position * half;
         auto const *const sin =
             static_cast<Element const *>(params.rotary_sin_ptr) + position * half;
-        Vec const before = vec;
-        CUTE_UNROLL
-        for (int i = 0; i < kVec; ++i) {
-            int const at = col + i;
-            if (at >= params.rotary_dim) {
-                break;
+        auto const turn = [](Element own, Element other, Element c, Element s, bool first) {
+            float const part = float(other) * float(s);
+            return Element(float(own) * float(c) + (first ? -part : part));
+        };
+        bool const interleaved = params.rotary_interleaved != 0;
+        if (!interleaved && half % kVec == 0 && is_aligned(cos) && is_aligned(sin)) {
+            bool const first = col < half;
+            int const pair = first ? col : col - half;
+            Vec const other = load(x + (first ? col + half : pair));
+            Vec const c = load(cos + pair), s = load(sin + pair);
+            CUTE_UNROLL
+            for (int i = 0; i < kVec; ++i) {
+                vec.x[i] = turn(vec.x[i], other.x[i], c.x[i], s.x[i], first);
             }
-            bool const interleaved = params.rotary_interleaved != 0;
+            return vec;
+        }
+        // One by one: nvcc would spill what it loaded ahead.
+        Vec turned = vec;
+        CUTE_NO_UNROLL
+        for (int at = col; at < cute::min(col + kVec, params.rotary_dim); ++at) {
             bool const first = interleaved ? at % 2 == 0 : at < half;
             int const pair = interleaved ? at / 2 : first ? at : at - half;
-            Element const other = interleaved ? before.x[i ^ 1] : x[first ? at + half : at - half];
-            float const turn = float(other) * float(sin[pair]);
-            vec.x[i] = Element(float(before.x[i]) * float(cos[pair]) + (first ? -turn : turn));
+            int const other = interleaved ? at ^ 1 : first ? at + half : at - half;
+            turned.x[at - col] = turn(x[at], x[other], cos[pair], sin[pair], first);
         }
-        return vec;
+        return turned;
     }
 
     CUTE_DEVICE static int64_t tokens_before(Flash_fwd_params const &params, int batch) {
@@ -121,8 +141,7 @@ struct Append {
                               page * params.v_batch_stride + row * params.v_row_stride +
                               place.head * params.v_head_stride;
         *reinterpret_cast<Vec *>(k_cache + place.col) = rotated(params, k, place.col, token);
-        *reinterpret_cast<Vec *>(v_cache + place.col) =
-            *reinterpret_cast<Vec const *>(v + place.col);
+        *reinterpret_cast<Vec *>(v_cache + place.col) = load(v + place.col);
     }
 
     CUTE_DEVICE static void rotate_query(Flash_fwd_params const &params, Place const &place) {
@@ -138,16 +157,30 @@ struct Append {
         *reinterpret_cast<Vec *>(to + place.col) = rotated(params, from, place.col, position);
     }
 
-    // All vectors, shared among `ctas` CTAs, of which this is number `cta`.
+    // A piece of every ctas / pieces-th row. By 32-bit divisions, as code of a kernel that runs
+    // this short comes from memory.
     CUTE_DEVICE static void run(Flash_fwd_params const &params, int cta, int ctas) {
-        int64_t const of_cache = new_vecs(params);
-        int64_t const all = of_cache + query_vecs(params);
-        int64_t const step = int64_t(ctas) * blockDim.x;
-        for (int64_t i = int64_t(cta) * blockDim.x + threadIdx.x; i < all; i += step) {
-            if (i < of_cache) {
-                append(params, Place::of(i, params.seqlen_new, params.h_k, params.d));
-            } else {
-                rotate_query(params, Place::of(i - of_cache, params.seqlen_q, params.h, params.d));
+        int const rows = num_rows(params), vecs = params.d / kVec;
+        int const pieces = num_pieces(params, blockDim.x), step = ctas / pieces;
+        int const vec = cta % pieces * static_cast<int>(blockDim.x) + threadIdx.x;
+        int const head = vec / vecs, first = cta / pieces;
+        if (head >= num_heads(params)) {
+            return;
+        }
+        Place place{vec % vecs * kVec, head, first % rows, first / rows};
+        int const step_rows = step % rows, step_entries = step / rows;
+        CUTE_NO_UNROLL
+        while (place.batch < params.b) {
+            if (head < params.h_k) {
+                if (place.row < params.seqlen_new) append(params, place);
+            } else if (place.row < params.seqlen_q) {
+                rotate_query(params, {place.col, head - params.h_k, place.row, place.batch});
+            }
+            place.row += step_rows;
+            place.batch += step_entries;
+            if (place.row >= rows) {
+                place.row -= rows;
+                ++place.batch;
             }
         }
     }

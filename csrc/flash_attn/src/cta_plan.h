@@ -59,8 +59,7 @@ struct CtaPlan {
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
         bool const fixed = params.cu_seqlens_q_ptr == nullptr && params.seqused_q_ptr == nullptr &&
                            int64_t(params.b) * params.seqlen_q == params.total_q;
-        bool const appends = params.seqlen_new > 0 || params.rotary_cos_ptr != nullptr;
-        return kFits && params.plan_ptr != nullptr && params.is_cache != 0 && fixed && !appends &&
+        return kFits && params.plan_ptr != nullptr && params.is_cache != 0 && fixed &&
                params.seqlen_q > 0 && num_rows(params, params.seqlen_q) <= C.tile_m &&
                params.b <= kMost && int64_t(params.b) * num_grid_heads(params) <= kMostTiles &&
                params.seqlen_k <= INT32_MAX / kMost;

@@ -28,6 +28,7 @@ struct Planner {
     using Splits = TileSplits<Tiles>;
     static constexpr int kMaxThreads = 1024;
     static constexpr int kMinThreads = 128;
+    static constexpr int kAppendThreads = 256;  // of CTAs that append, where none plans
     static constexpr int kBuckets = 128;
     static constexpr int kCopies = 8;  // of each bucket, as atomics on one address are serialised
     static constexpr int kMaxSegments = 1280;  // within the 48 KB that any launch may have
@@ -365,15 +366,18 @@ template <class Tiles>
 int32_t launch_plan(Flash_fwd_params const *params, void *stream) {
     using Plan = Planner<Tiles>;
     unsigned const planners = num_planners(*params);
-    unsigned const appending = Append<Tiles::kDtype>::num_ctas(*params, Plan::kMaxThreads);
+    // CTAs of few threads start faster, and their barriers take less time. A plan has one for each
+    // tile, beside CTAs that append as many as there may be.
+    int const wanted = std::max(params->plan_capacity, 2 * params->b + 1);
+    bool const appends = Append<Tiles::kDtype>::num_rows(*params) > 0;
+    int const threads = planners == 0 ? Plan::kAppendThreads
+                        : appends || wanted > Plan::kMaxThreads
+                            ? Plan::kMaxThreads
+                            : std::max((wanted + 31) / 32 * 32, Plan::kMinThreads);
+    unsigned const appending = Append<Tiles::kDtype>::num_ctas(*params, threads);
     if (planners + appending == 0) {
         return cudaSuccess;
     }
-    // One for each tile: fewer start faster, and barriers of few take less time.
-    int const wanted = std::max(params->plan_capacity, 2 * params->b + 1);
-    int const threads = appending > 0 || wanted > Plan::kMaxThreads
-                            ? Plan::kMaxThreads
-                            : std::max((wanted + 31) / 32 * 32, Plan::kMinThreads);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(planners + appending);
     config.blockDim = dim3(static_cast<unsigned>(threads));
@@ -382,10 +386,12 @@ int32_t launch_plan(Flash_fwd_params const *params, void *stream) {
     return cudaLaunchKernelEx(&config, &flash_plan_kernel<Tiles>, *params);
 }
 
-// Likewise, for a forward kernel, unless its CTAs plan for themselves.
+// Likewise, for a forward kernel; without a plan where its CTAs plan for themselves.
 template <FwdConfig C>
 int32_t launch_fwd_plan(Flash_fwd_params const *params, void *stream) {
-    return CtaPlan<C>::suits(*params) ? cudaSuccess : launch_plan<PlanFwd<C>>(params, stream);
+    Flash_fwd_params launched = *params;
+    if (CtaPlan<C>::suits(*params)) launched.plan_ptr = nullptr;
+    return launch_plan<PlanFwd<C>>(&launched, stream);
 }
 
 }  // namespace flash
