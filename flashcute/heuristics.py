@@ -29,24 +29,23 @@ from .problem import FwdProblem, rounded
 # it per 16 rows that a warp owns, so warps own 32 rows wherever the accumulators allow it. Two CTAs
 # an SM let one's softmax run under the other's MMAs. Found by tools/config_search.py on an H200
 # among tiles that do not spill; the figures are geometric means of the speed over FlashAttention-2
-# in PyTorch, s = 512, 2048 and 8192, full / causal, with the runner-up or what spills; the data:
-# benchmarks/results/search_sm80_h200.json, of when a maximum was sought in every block.
+# in PyTorch, s 512 to 8192 (d = 96: H100, to 16384), full / causal, with the runner-up or what
+# spills; the data, of when a maximum was always sought: benchmarks/results/search_sm80_h200.json.
 _SM80_TILES = {
     32: (128, 32, 4, 2, False, 2),  # 1.18 / 1.22; 128x64 1.10 / 1.27
     64: (128, 64, 4, 2, True, 2),  # 1.11 / 1.17
-    96: (128, 64, 4, 1, False, 2),  # 1.05 / 1.07; two stages 1.06 / 1.05
+    96: (128, 64, 4, 2, False, 2),  # 1.07 / 1.05; one stage 1.00 / 1.06
     128: (128, 48, 4, 1, False, 2),  # 1.09 / 1.14; 128x64 1.10 / 1.15, but it spills
     192: (64, 64, 4, 1, True, 2),  # 1.13 / 1.19
     256: (64, 64, 4, 1, False, 2),  # 1.04 / 1.06
 }
 
 # 163 KB per SM (8.0, 8.7): two CTAs of the tile above do not fit.
-_SM80_TILES_163KB = {
-    256: (128, 64, 8, 1, False, 1),  # 128 KB; the tile of FlashAttention-2
-}
+_SM80_TILES_163KB = {256: (128, 64, 8, 1, False, 1)}  # 128 KB; the tile of FlashAttention-2
 
 # 99 KB per CTA and 100 KB per SM (8.6, 8.9, 12.x), 1 KB of it lost to each CTA. Not measured.
 _SM80_TILES_99KB = {
+    96: (128, 64, 4, 1, False, 2),  # 48 KB; of two stages, 72 KB, only one CTA fits, of 4 warps
     128: (128, 32, 4, 1, False, 2),  # 48 KB; of 128x48, 56 KB, only one CTA fits, of 4 warps
     192: (64, 64, 4, 1, True, 1),  # 72 KB
     256: (64, 64, 4, 1, False, 1),  # 96 KB

@@ -9,7 +9,7 @@ static constexpr flash::FwdConfig kConfig = {
     .tile_m = 128,
     .tile_n = 64,
     .warps = 4,
-    .stages = 1,
+    .stages = 2,
     .q_in_regs = 0,
     .min_ctas = 2,
     .ping_pong = false,
@@ -18,6 +18,6 @@ static constexpr flash::FwdConfig kConfig = {
     .dropout = false,
     .paged = false,
 };
-static constexpr char kName[] = "flash_fwd_hdim96_bf16_causal_sm80_128x64_w4_s1_c2";
+static constexpr char kName[] = "flash_fwd_hdim96_bf16_causal_sm80_128x64_w4_s2_c2";
 
 extern "C" const flash::Flash_kernel *flash_kernel() { return flash::describe_fwd<kConfig>(kName); }
