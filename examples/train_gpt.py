@@ -298,7 +298,8 @@ def draw(result: Mapping, path: pathlib.Path) -> None:
         places = range(len(values))
         axes.barh(places, list(values.values()), color=[of[name] for name in values])
         for place, value in zip(places, values.values(), strict=True):
-            axes.text(value, place, f"{value:.4g} ", ha="right", va="center", color="white")
+            written = f"{value:.4g} " if value < 1000 else f"{value:,.0f} "
+            axes.text(value, place, written, ha="right", va="center", color="white")
         axes.set_yticks(places, list(values))
         axes.invert_yaxis()
         axes.set_xlabel(label)
