@@ -12,10 +12,13 @@ from flashcute.jit import build, sources, toolchain
 from flashcute.jit.build import Unit
 from flashcute.sim.build import RUNTIME_SOURCES, simulator_dir
 
+# Also ends at a signed overflow, which the checker `ubcheck` reports in kernels.
+_NO_OVERFLOW = "-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error"
+UCONTEXT = ("-DSIM_UCONTEXT", *_NO_OVERFLOW)
 # The programs of :func:`program`: the stem of a file in this folder, and flags.
 _PROGRAMS = (
     ("simulator_cases", ()),
-    ("simulator_cases", ("-DSIM_UCONTEXT",)),
+    ("simulator_cases", UCONTEXT),
     ("simulator_cases_sm90", ()),
     ("simulator_cases_sm90_async", ()),
     ("simulator_cases_sm90_cluster", ()),

@@ -1,8 +1,10 @@
 // Small kernels, each for one property of the simulator.
 #include <cases.h>
 #include <cutlass/arch/barrier.h>
+#include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cute/tensor.hpp>
 
@@ -258,6 +260,18 @@ cudaError_t run_conversions() {
                     exactb = float(bfloat16_t::bitcast(bits));
         expect(fp16 == exact16 || (std::isnan(fp16) && std::isnan(exact16)), "fp16");
         expect(bf16 == exactb || (std::isnan(bf16) && std::isnan(exactb)), "bf16");
+    }
+    // And back: to the nearest, of two the even one.
+    for (int exponent = -60; exponent < 16; ++exponent) {
+        float const ulp = std::ldexp(1.f, std::max(exponent - 10, -24));
+        for (float mantissa = 1.f; mantissa < 2.f; mantissa += 0x1p-13f) {
+            float const x = std::ldexp(mantissa, exponent), rounded = std::nearbyint(x / ulp) * ulp;
+            cutlass::Array<float, 2> const both{x, -x};
+            auto const halves = cutlass::NumericArrayConverter<half_t, float, 2>::convert(both);
+            bool const inf = rounded == 0x1p16f;
+            expect(float(halves[0]) == (inf ? INFINITY : rounded), "rounded");
+            expect(float(halves[1]) == (inf ? -INFINITY : -rounded), "negative rounded");
+        }
     }
     return cudaSuccess;
 }

@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from programs import program, run
+from programs import UCONTEXT, program, run
 
 
 @pytest.fixture(scope="module", params=["assembly", "ucontext"])
 def cases(request):
-    flags = ["-DSIM_UCONTEXT"] if request.param == "ucontext" else []
+    flags = UCONTEXT if request.param == "ucontext" else ()
     return program("simulator_cases", *flags)
 
 

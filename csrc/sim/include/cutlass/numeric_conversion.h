@@ -1,13 +1,16 @@
 // Wraps CUTLASS's <cutlass/numeric_conversion.h>: arrays of fp32 rounded to fp16 or bf16, for which
 // the GPU has an instruction on pairs. CUTLASS's host path stores each half through a 32-bit
-// reference and so reads two bytes past it, an error for AddressSanitizer.
+// reference and so reads two bytes past it, an error for AddressSanitizer, and in its conversion to
+// fp16 a signed shift overflows below 2^-44, an error for UndefinedBehaviorSanitizer.
 #pragma once
 
 #define NumericArrayConverter CutlassNumericArrayConverter
 #include_next <cutlass/numeric_conversion.h>
 #undef NumericArrayConverter
 
+#include <cmath>
 #include <cstring>
+#include <type_traits>
 
 namespace cutlass {
 
@@ -21,7 +24,9 @@ struct SimArrayConverter {
         NumericConverter<To, float> const round;
         To rounded[N];
         for (int i = 0; i < N; ++i) {
-            rounded[i] = round(source[i]);
+            float x = source[i];
+            if (std::is_same_v<To, half_t> && std::abs(x) < 0x1p-26f) x = std::copysign(0.f, x);
+            rounded[i] = round(x);
         }
         result_type result;
         std::memcpy(&result, rounded, sizeof rounded);
