@@ -440,9 +440,23 @@ def test_the_inputs_table_has_a_line_for_each_distribution(tmp_path):
     assert "the worst input: 0.30x the best peer, at d=64 s=4096 full, ramp, fp16" in text
 
 
+def test_the_table_of_training_is_that_of_its_result(tmp_path):
+    names = ("layers", "heads", "batch", "sequence", "steps", "dtype")
+    settings = dict(zip(names, (3, 4, 5, 6, 20, "bfloat16"), strict=True))
+    run = {"step_ms": 1.25, "step_mib": 1234.5, "losses": [9.0] * 10 + [2.0] * 5 + [3.0] * 5}
+    result = {"machine": MACHINE, "settings": settings, "runs": {"sdpa": run, "flashcute": run}}
+    result["agreement"] = {"rms_difference_from_sdpa": {"flashcute": 0.01234}}
+    bm.write_json(path := tmp_path / "train.json", result)
+    text = update_docs.training(path)
+    assert "5 sequences of 6 bytes a step, 20 steps from one seed, bfloat16" in text
+    assert f"on one {MACHINE['gpu']} " in text
+    figures = ["1.2", "1,234", "2.500"]
+    assert cells_of(text)[-2:] == [["sdpa", *figures, "-"], ["flashcute", *figures, "0.0123"]]
+
+
 def test_what_was_not_measured_is_not_shown(tmp_path):
     missing = tmp_path / "none.json"
-    names = ("models", "inputs", "backward", "decode")
+    names = ("models", "inputs", "backward", "training", "decode")
     sections = {name: functools.partial(getattr(update_docs, name), missing) for name in names}
     text = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in sections)
     assert update_docs.rewrite(text, sections) == text.replace("old\n", "")

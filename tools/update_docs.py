@@ -10,6 +10,7 @@ import argparse
 import functools
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from flashcute.bench import serving_table, table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 FORWARD, MODELS, INPUTS = (RESULTS / f"{n}.json" for n in ("fwd", "fwd_models", "fwd_inputs"))
-BACKWARD, DECODE = (RESULTS / f"{n}.json" for n in ("bwd", "decode"))
+BACKWARD, DECODE, TRAINING = (RESULTS / f"{n}.json" for n in ("bwd", "decode", "train_gpt"))
 TABLE_SEQLENS = (512, 4096, 16384)
 
 
@@ -227,11 +228,41 @@ def headline(paths: Sequence[Path] = (FORWARD, BACKWARD, DECODE)) -> str:
     return bm.format_table(header, lines)
 
 
+def training(path: Path = TRAINING) -> str:
+    """The table of the GPT that trains with each attention, or nothing where it was not trained."""
+    if not path.is_file():
+        return ""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    machine, settings, runs = (result[of] for of in ("machine", "settings", "runs"))
+    differences = result["agreement"]["rms_difference_from_sdpa"]
+    rows = []
+    for name, run in runs.items():
+        last = statistics.fmean(run["losses"][-10:])
+        of_run = [f"{run['step_ms']:.1f}", f"{run['step_mib']:,.0f}", f"{last:.3f}"]
+        rows.append([name, *of_run, f"{differences[name]:.4f}" if name in differences else "-"])
+    header = ["attention", "ms a step", "MiB a step", "loss, mean of last 10"]
+    return "\n".join(
+        [
+            f"A GPT of {settings['layers']} layers and {settings['heads']} heads of 64, "
+            f"{settings['batch']} sequences of {settings['sequence']} bytes a step, "
+            f"{settings['steps']} steps from one seed, {settings['dtype']} autocast "
+            "([train_gpt.py](../examples/train_gpt.py), "
+            "[plot](../benchmarks/results/train_gpt.png)), on one "
+            f"{machine['gpu']} (driver {machine['driver']}, torch {machine['torch']}), "
+            f"{str(machine['date'])[:10]}, at commit {_commit(result)}. The last two runs show "
+            "what PyTorch's own curve depends on: the order of the rows of a batch, and the "
+            "kernel.",
+            "",
+            bm.format_table([*header, "difference from sdpa's loss, rms"], rows),
+        ]
+    )
+
+
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": headline, "support": support_matrix},
     "docs/speed.md": {
         **{"speed": speed, "models": models, "inputs": inputs},
-        **{"backward": backward, "decode": decode},
+        **{"backward": backward, "training": training, "decode": decode},
     },
     "SECURITY.md": {"environment": environment},
     **{page: {"api": functools.partial(api_reference, page)} for page in PAGES},
