@@ -31,11 +31,11 @@ PYTEST = OMP_NUM_THREADS=1 FLASHCUTE_JOBS=$(1) \
 test: check $(NVCC)
 	$(call PYTEST,1)
 
-# Few files compile most of it, each in one worker: the kernels first, and then four at a time have
-# all cores.
+# Few files compile most of it, each in one worker: what ships is compiled before, on all cores, and
+# then a worker may have some compilers.
 test-all: check $(NVCC)
 	$(PYTHON) -m flashcute build --all --target 90
-	$(call PYTEST,$$(( ($$(nproc) + 3) / 4 ))) --all
+	$(call PYTEST,$$(( ($$(nproc) + 7) / 8 ))) --all
 
 CXX_FILES = $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 CLANG_FORMAT = $(PYTHON) -c 'from clang_format import clang_format; clang_format()'

@@ -243,15 +243,15 @@ def training(path: Path = TRAINING) -> str:
     header = ["attention", "ms a step", "MiB a step", "loss, mean of last 10"]
     return "\n".join(
         [
-            f"A GPT of {settings['layers']} layers and {settings['heads']} heads of 64, "
+            f"A GPT of {settings['layers']} layers and {settings['heads']} heads, "
             f"{settings['batch']} sequences of {settings['sequence']} bytes a step, "
             f"{settings['steps']} steps from one seed, {settings['dtype']} autocast "
             "([train_gpt.py](../examples/train_gpt.py), "
             "[plot](../benchmarks/results/train_gpt.png)), on one "
             f"{machine['gpu']} (driver {machine['driver']}, torch {machine['torch']}), "
-            f"{str(machine['date'])[:10]}, at commit {_commit(result)}. The last two runs show "
-            "what PyTorch's own curve depends on: the order of the rows of a batch, and the "
-            "kernel.",
+            f"{str(machine['date'])[:10]}, at commit {_commit(result)}. `sdpa permuted` and `sdpa "
+            "other kernel` show what PyTorch's own curve depends on: the order of the rows of a "
+            "batch, and the kernel.",
             "",
             bm.format_table([*header, "difference from sdpa's loss, rms"], rows),
         ]

@@ -11,6 +11,7 @@ _PAGED_80 = dataclasses.replace(TWO_STAGES, paged=True)
 _PAGED_90 = dataclasses.replace(ASKING, paged=True)
 _WINDOWED = dataclasses.replace(DECODING, mask="local")  # whose CTAs do not merge
 _PLAN = "flash_plan_kernel.h"
+_APPEND = "append_kvcache.h"
 _SEGMENTS = "plan_segments.h"
 _CTA_PLAN = "cta_plan.h"
 _MERGE = "merge_parts_sm90.h"
@@ -373,5 +374,41 @@ OF_CTA_PLANS = (
         "racecheck",
         "data race",
         DECODING,
+    ),
+)
+
+# What writes new tokens and rotates.
+OF_APPENDS = (
+    _numerics(
+        "rotated the other way, eight at a time",
+        _APPEND,
+        "vec.x[i] = turn(vec.x[i], other.x[i], c.x[i], s.x[i], first);",
+        "vec.x[i] = turn(vec.x[i], other.x[i], c.x[i], s.x[i], !first);",
+    ),
+    _numerics(
+        "no row after a thread's first",
+        _APPEND,
+        "            place.row += step_rows;\n",
+        "            break;\n            place.row += step_rows;\n",
+    ),
+    _numerics(
+        "each piece of a row its first",
+        _APPEND,
+        "int const within = cta % pieces * threads + threadIdx.x;",
+        "int const within = threadIdx.x;",
+        DECODING,
+    ),
+    _numerics(
+        "one row of those that a CTA has threads for",
+        _APPEND,
+        "if (own_row >= at_once || vec >= vecs) {",
+        "if (own_row >= 1 || vec >= vecs) {",
+        DECODING,
+    ),
+    _numerics(
+        "queries rotated for the next position",
+        _APPEND,
+        "tokens_before(params, place.batch) + place.row * params.rotary_q_step;",
+        "tokens_before(params, place.batch) + place.row * params.rotary_q_step + 1;",
     ),
 )

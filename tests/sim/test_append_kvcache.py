@@ -3,17 +3,20 @@
 import dataclasses
 import itertools
 
+import mutants_serving
 import pytest
 import torch
 from mutants import TWO_STAGES
-from mutants_sm90 import ASKING
+from mutants_sm90 import ASKING, DECODING
+from planted import build_mutants
 
 from flashcute import sim
 from flashcute.jit.abi import Rotary, Splits
 from flashcute.reference_kvcache import attention_kvcache_ref
+from flashcute.rotary import apply_rotary_emb
 from flashcute.testing import check_forward
 
-CONFIGS = TWO_STAGES, ASKING
+CONFIGS = TWO_STAGES, ASKING, DECODING  # CTAs of all but ASKING plan for themselves
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 B, H, H_K, NEW, QUERIES = 3, 4, 2, 3, 2
 LENGTHS = torch.tensor([30, 0, 63], dtype=torch.int32)
@@ -64,7 +67,20 @@ def run(config, q, new, cache, where, lengths, **options):
     return result
 
 
-@pytest.mark.parametrize("rotary_dim", [0, 12, 24])
+def assert_rotated(found, q, cos, sin, lengths, causal, interleaved=False):
+    """Under a causal mask query i is where new token i is, else all are where the first is."""
+    ulp = torch.finfo(q.dtype).eps
+    for i, n in enumerate(lengths.tolist()):
+        step = 1 if causal else 0
+        for j in range(q.shape[1]):
+            expected = apply_rotary_emb(
+                q[i : i + 1, j : j + 1], cos, sin, interleaved, seqlen_offsets=n + j * step
+            )
+            row = found[i : i + 1, j : j + 1]
+            torch.testing.assert_close(row, expected, rtol=ulp, atol=ulp)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 12, 16, 24])
 @pytest.mark.parametrize("paged", [False, True], ids=["entries", "pages"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_appended_tokens_are_in_the_cache_and_seen(config, paged, rotary_dim):
@@ -91,7 +107,10 @@ def test_appended_tokens_are_in_the_cache_and_seen(config, paged, rotary_dim):
     torch.testing.assert_close(result.outputs["k"], expected.k_cache, rtol=ulp, atol=ulp)
     changed = (result.outputs["k"] != cache[0]).any(-1).any(-1).sum()
     assert changed == B * NEW
-    queries = result.outputs["q"].view_as(q) if rotary_dim else q
+    queries = q
+    if rotary_dim:
+        queries = result.outputs["q"].view_as(q)
+        assert_rotated(queries, q, cos, sin, LENGTHS, causal, rotary_dim == 24)
     for i in range(B):
         n = int(LENGTHS[i]) + NEW
         if paged:
@@ -167,3 +186,65 @@ def test_one_length_of_all_sequences_bit_for_bit(config, paged):
     result = run(config, q, new, cache, where, 37, **options)
     for name in ("o", "softmax_lse", "k", "v", "q"):
         assert torch.equal(result.outputs[name], expected.outputs[name]), name
+
+
+# (batch, query heads, key heads, new tokens, queries, rotary_dim): more vectors in a row than a CTA
+# has threads, and more rows than there are CTAs; queries alone are rotated.
+SIZES = (2, 90, 90, 150, 1, 0), (2, 36, 36, 3, 2, 16), (3, 4, 2, 0, 2, 16), (1, 2, 1, 300, 2, 16)
+
+
+def append(config, size, seed=5, **options):
+    """The result, and what it should be: keys, values and rotated queries."""
+    b, h, h_k, new, queries, rotary_dim = size
+    generator = torch.Generator().manual_seed(seed)
+    d, dtype = config.head_dim - 8, DTYPES[config.dtype]
+    shapes = (b, queries, h, d), *((b, new, h_k, d),) * 2, *((b + 1, 70 + new, h_k, d),) * 2
+    q, *tensors = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    (k_new, v_new), cache = tensors[:2], tensors[2:]
+    lengths = torch.tensor([30, 0, 63][:b], dtype=torch.int32)
+    causal = config.mask == "causal"
+    rotation = {}
+    if rotary_dim:
+        angles = 6.3 * torch.rand((70 + new, rotary_dim // 2), generator=generator)
+        rotation = {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
+        options["rotary"] = Rotary(int(causal), False)
+    tensors = {"q": q.flatten(0, 1), "k": cache[0], "v": cache[1], "seqused_k": lengths}
+    tensors |= {"k_new": k_new, "v_new": v_new} | rotation
+    result = sim.run_serving(config=config, max_seqlen_q=queries, sms=2, **tensors, **options)
+    expected = attention_kvcache_ref(
+        q, *cache, k_new, v_new, **rotation, rotary_interleaved=False, cache_seqlens=lengths,
+        causal=causal,
+    )  # fmt: skip
+    return result, expected, q, rotation, lengths
+
+
+def assert_appended(config, size, **options):
+    result, expected, q, rotation, lengths = append(config, size, **options)
+    assert result.verdict == "pass", result.message
+    assert torch.equal(result.outputs["v"], expected.v_cache)
+    ulp = torch.finfo(q.dtype).eps
+    torch.testing.assert_close(result.outputs["k"], expected.k_cache, rtol=ulp, atol=ulp)
+    if rotation:
+        found = result.outputs["q"].view_as(q)
+        assert_rotated(found, q, *rotation.values(), lengths, config.mask == "causal")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_sizes(config, size):
+    assert_appended(config, size)
+
+
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory):
+    return build_mutants(mutants_serving.OF_APPENDS, tmp_path_factory.mktemp("mutants"))
+
+
+@pytest.mark.parametrize("mutant", mutants_serving.OF_APPENDS, ids=lambda m: m.name)
+def test_mutant_is_found(mutant, mutants):
+    for size in SIZES:
+        try:
+            assert_appended(mutant.config, size, kernel=mutants[mutant.name], timeout=120)
+        except AssertionError:
+            return
+    pytest.fail("no size found it")

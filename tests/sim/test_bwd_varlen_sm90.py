@@ -238,9 +238,10 @@ def test_checkers_are_silent(checker):
     config = PAIR[0]
     problem = make_ragged(config, ((70, 0, 130), (100, 50, 40)), h=2, h_k=1)
     problem.check(problem.run(config, checker=checker))
-    # Tiles of sequences that overlap write the same gradients: a race that means no harm.
-    for name in HOSTILE if checker != "racecheck" else ():
-        passed(make_hostile(config, name).run(config, checker=checker))
+    for name in HOSTILE:
+        # Tiles of sequences that overlap write the same gradients: a race that means no harm.
+        if checker != "racecheck" or name in ("beyond the tokens", "used"):
+            passed(make_hostile(config, name).run(config, checker=checker))
 
 
 def find_fault(kernel, config):

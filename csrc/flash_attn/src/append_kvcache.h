@@ -38,16 +38,22 @@ struct Append {
     CUTE_HOST_DEVICE static int num_heads(Flash_fwd_params const &params) {
         return params.h_k + (rotates(params) ? params.h : 0);
     }
-    // Pieces of a row, of as many vectors as a CTA has threads.
+    CUTE_HOST_DEVICE static int num_vecs(Flash_fwd_params const &params) {
+        return num_heads(params) * (params.d / kVec);
+    }
+    // Pieces of a row, of as many vectors as a CTA has threads; or rows that it has threads for.
     CUTE_HOST_DEVICE static int num_pieces(Flash_fwd_params const &params, int threads) {
-        return (num_heads(params) * (params.d / kVec) + threads - 1) / threads;
+        return (num_vecs(params) + threads - 1) / threads;
+    }
+    CUTE_HOST_DEVICE static int rows_at_once(Flash_fwd_params const &params, int threads) {
+        return cute::max(threads / num_vecs(params), 1);
     }
     // A multiple of the pieces of a row.
     static unsigned num_ctas(Flash_fwd_params const &params, int threads) {
         int64_t const rows = int64_t(params.b) * num_rows(params);
-        int const pieces = num_pieces(params, threads);
+        int const at_once = rows_at_once(params, threads), pieces = num_pieces(params, threads);
         int64_t const most = cute::max(kMaxCtas / pieces, 1);
-        return static_cast<unsigned>(cute::min(rows, most) * pieces);
+        return static_cast<unsigned>(cute::min((rows + at_once - 1) / at_once, most) * pieces);
     }
 
     CUTE_DEVICE static Vec load(Element const *x) { return *reinterpret_cast<Vec const *>(x); }
@@ -157,17 +163,19 @@ struct Append {
         *reinterpret_cast<Vec *>(to + place.col) = rotated(params, from, place.col, position);
     }
 
-    // A piece of every ctas / pieces-th row. By 32-bit divisions, as code of a kernel that runs
-    // this short comes from memory.
+    // By 32-bit divisions, as code of a kernel that runs this short comes from memory.
     CUTE_DEVICE static void run(Flash_fwd_params const &params, int cta, int ctas) {
-        int const rows = num_rows(params), vecs = params.d / kVec;
-        int const pieces = num_pieces(params, blockDim.x), step = ctas / pieces;
-        int const vec = cta % pieces * static_cast<int>(blockDim.x) + threadIdx.x;
-        int const head = vec / vecs, first = cta / pieces;
-        if (head >= num_heads(params)) {
+        int const threads = blockDim.x, rows = num_rows(params), vecs = num_vecs(params);
+        int const at_once = rows_at_once(params, threads), pieces = num_pieces(params, threads);
+        int const within = cta % pieces * threads + threadIdx.x;  // the rows of a CTA
+        int const own_row = pieces > 1 ? 0 : within / vecs;
+        int const vec = within - own_row * vecs;
+        if (own_row >= at_once || vec >= vecs) {
             return;
         }
-        Place place{vec % vecs * kVec, head, first % rows, first / rows};
+        int const first = cta / pieces * at_once + own_row, step = ctas / pieces * at_once;
+        int const of_head = params.d / kVec, head = vec / of_head;
+        Place place{vec % of_head * kVec, head, first % rows, first / rows};
         int const step_rows = step % rows, step_entries = step / rows;
         CUTE_NO_UNROLL
         while (place.batch < params.b) {

@@ -1,4 +1,4 @@
-// A plan that each CTA of an attention kernel makes for itself: no kernel has to run before it. For
+// A plan that each CTA of an attention kernel makes for itself, so that no kernel has to plan. For
 // few sequences over a cache with one tile of queries a head, as in decoding.
 #pragma once
 

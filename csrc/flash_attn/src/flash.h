@@ -298,7 +298,7 @@ struct Kernel_description {
     // current device; returns a cudaError_t.
     int32_t (*launch)(const Params *params, void *stream);
     // Likewise, the kernel that writes the plan of a ragged batch, which launch then reads, and
-    // that appends to a cache, without plan_ptr only that; nothing where launch's CTAs plan for
+    // that appends to a cache; only that without plan_ptr or where launch's CTAs plan for
     // themselves. Null in a backward.
     int32_t (*plan)(const Params *params, void *stream);
     const char *(*error_string)(int32_t error);  // cudaGetErrorString

@@ -366,8 +366,8 @@ template <class Tiles>
 int32_t launch_plan(Flash_fwd_params const *params, void *stream) {
     using Plan = Planner<Tiles>;
     unsigned const planners = num_planners(*params);
-    // CTAs of few threads start faster, and their barriers take less time. A plan has one for each
-    // tile, beside CTAs that append as many as there may be.
+    // CTAs of few threads start faster, and their barriers take less time: a CTA that plans has one
+    // for each tile. Where others append beside it, all have kMaxThreads.
     int const wanted = std::max(params->plan_capacity, 2 * params->b + 1);
     bool const appends = Append<Tiles::kDtype>::num_rows(*params) > 0;
     int const threads = planners == 0 ? Plan::kAppendThreads
