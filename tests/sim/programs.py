@@ -12,7 +12,7 @@ from flashcute.jit import build, sources, toolchain
 from flashcute.jit.build import Unit
 from flashcute.sim.build import RUNTIME_SOURCES, simulator_dir
 
-# Also ends at a signed overflow, which the checker `ubcheck` reports in kernels.
+# A program with these traps at a signed overflow, which the checker `ubcheck` reports in kernels.
 _NO_OVERFLOW = "-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error"
 UCONTEXT = ("-DSIM_UCONTEXT", *_NO_OVERFLOW)
 # The programs of :func:`program`: the stem of a file in this folder, and flags.

@@ -167,7 +167,7 @@ struct Append {
     CUTE_DEVICE static void run(Flash_fwd_params const &params, int cta, int ctas) {
         int const threads = blockDim.x, rows = num_rows(params), vecs = num_vecs(params);
         int const at_once = rows_at_once(params, threads), pieces = num_pieces(params, threads);
-        int const within = cta % pieces * threads + threadIdx.x;  // the rows of a CTA
+        int const within = cta % pieces * threads + threadIdx.x;  // among a round's vectors
         int const own_row = pieces > 1 ? 0 : within / vecs;
         int const vec = within - own_row * vecs;
         if (own_row >= at_once || vec >= vecs) {
