@@ -25,6 +25,7 @@ UNEVEN = heuristics.sm90_bwd_config("bf16", 96, "causal")
 _FULL = with_mask(ROWS, "none")
 
 _MAINLOOP = "mainloop_bwd_sm90.h"
+_PRODUCER = "producer_bwd_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
 _TRAITS = "kernel_traits_bwd_sm90.h"
 _PREPROCESS = "flash_bwd_preprocess_kernel.h"
@@ -120,6 +121,30 @@ MUTANTS = (
         COLUMNS,
     ),
     _simulator(
+        "no warpgroup has the first turn",
+        _MAINLOOP,
+        "if (warpgroup == 1) pass_turn();",
+        "",
+        "deadlock",
+        COLUMNS,
+    ),
+    _simulator(
+        "the turn of a tile's last step kept",
+        _MAINLOOP,
+        "pass_turn();\n                    ds.advance();",
+        "ds.advance();",
+        "deadlock",
+        COLUMNS,
+    ),
+    _simulator(
+        "turn passed to oneself",
+        _MAINLOOP,
+        "named_barrier_arrive(2 - warpgroup, 256)",
+        "named_barrier_arrive(1 + warpgroup, 256)",
+        "deadlock|barrier",
+        COLUMNS,
+    ),
+    _simulator(
         "stages released before their products are complete",
         _MAINLOOP,
         "sm90::wgmma_wait<1>();\n                        release_step(used);",
@@ -136,14 +161,14 @@ MUTANTS = (
     ),
     _simulator(
         "own buffers overwritten without waiting",
-        _MAINLOOP,
+        _PRODUCER,
         "sm90::barrier_wait(empty, own_parity ^ 1);",
         "",
         OVERWRITTEN,
     ),
     _simulator(
         "stage of Q overwritten without waiting",
-        _MAINLOOP,
+        _PRODUCER,
         "sm90::barrier_wait(&storage.q_empty[q.stage()], q.parity() ^ 1);",
         "",
         f"{OVERWRITTEN}|{ARRIVES_TWICE}",
@@ -171,7 +196,7 @@ MUTANTS = (
     ),
     _simulator(
         "loads before the kernel before has ended",
-        _MAINLOOP,
+        _PRODUCER,
         "if constexpr (!Traits::kVarlen) cudaGridDependencySynchronize();",
         "",
         _EARLY,
@@ -193,7 +218,7 @@ MUTANTS = (
     ),
     _simulator(
         "no zeros behind K",
-        _MAINLOOP,
+        _PRODUCER,
         "load_keys<Traits::kColumnsK>",
         "load_keys<kHeadDim>",
         UNWRITTEN,

@@ -10,6 +10,7 @@ from mutants_bwd_sm90 import COLUMNS, ROWS
 from mutants_bwd_wide_sm90 import WIDE
 
 _MAINLOOP = "mainloop_bwd_sm90.h"
+_PRODUCER = "producer_bwd_sm90.h"
 _ROUNDING = "flash_bwd_postprocess.h"
 _PREPROCESS = "flash_bwd_preprocess_kernel.h"
 _SCHEDULER = "tile_scheduler_bwd_sm90.h"
@@ -24,42 +25,40 @@ def _mutant(name: str, file: str, old: str, new: str, report: str = "", config=R
 MUTANTS = (
     _mutant(
         "tensor map does not end where a sequence does",
-        _MAINLOOP,
-        "kRaggedRows - length + row, head,\n" + 45 * " " + "begin + length, kRaggedZ",
+        _PRODUCER,
+        "kRaggedRows - length + row, head, begin + length,\n" + 41 * " " + "kRaggedZ",
         "row, head, begin, 0",
         f"^numerics$|{_OUTSIDE}",
     ),
     _mutant(
         "queries end a row later",
-        _MAINLOOP,
-        "storage.q[q.stage()].data(), block * kTileM, tile.row_q,\n"
-        "                              tile.seqlen_q,",
-        "storage.q[q.stage()].data(), block * kTileM, tile.row_q,\n"
-        "                              tile.seqlen_q + 1,",
+        _PRODUCER,
+        "storage.q[q.stage()].data(), block * kTileM, tile.row_q, tile.seqlen_q,",
+        "storage.q[q.stage()].data(), block * kTileM, tile.row_q, tile.seqlen_q + 1,",
     ),
     _mutant(
         "keys end a row later",
-        _MAINLOOP,
-        "tile.row_k, tile.seqlen_k, tile.head_k",
-        "tile.row_k, tile.seqlen_k + 1, tile.head_k",
+        _PRODUCER,
+        "tile.row_k, tile.seqlen_k,\n",
+        "tile.row_k, tile.seqlen_k + 1,\n",
     ),
     _mutant(
         "keys from the rows of the queries",
-        _MAINLOOP,
-        "tile.row_k, tile.seqlen_k, tile.head_k",
-        "tile.row_q, tile.seqlen_k, tile.head_k",
+        _PRODUCER,
+        "tile.row_k, tile.seqlen_k,\n",
+        "tile.row_q, tile.seqlen_k,\n",
         f"^numerics$|{_OUTSIDE}",
     ),
     _mutant(
         "statistics of the first sequence",
-        _MAINLOOP,
-        "0, stats_begin(tile) / kStatsRow + block",
-        "0, block",
+        _PRODUCER,
+        "Scheduler::stats_begin(tile) / kStatsRow + block",
+        "block",
     ),
     _mutant(
         "sums of dQ in the region of the first sequence",
         _MAINLOOP,
-        "stats_begin(tile()) + block * kTileM",
+        "Scheduler::stats_begin(tile()) + block * kTileM",
         "block * kTileM",
         config=COLUMNS,
     ),
@@ -87,7 +86,7 @@ MUTANTS = (
     ),
     _mutant(
         "plan read before it is complete",
-        _MAINLOOP,
+        _PRODUCER,
         "if constexpr (Traits::kVarlen) cudaGridDependencySynchronize();",
         "",
         "before griddepcontrol.wait|no thread executes griddepcontrol.wait|^numerics$",
@@ -95,7 +94,7 @@ MUTANTS = (
     # Tiles that no query sees let the first CTA run ahead, as it needs nothing of the other one's.
     _mutant(
         "next tile's number sent before the other CTA has read an earlier one",
-        _MAINLOOP,
+        _PRODUCER,
         "sm90::barrier_wait(&other.next_empty[slot], numbers.parity() ^ 1);",
         "",
         "transaction bytes: .* of mbarrier",

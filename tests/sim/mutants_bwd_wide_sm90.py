@@ -11,6 +11,8 @@ WIDE = heuristics.sm90_bwd_config("bf16", 192, "causal")
 WIDEST = heuristics.sm90_bwd_config("fp16", 256, "causal")
 
 _MAINLOOP = "mainloop_bwd_sm90.h"
+_SCHEDULER = "tile_scheduler_bwd_sm90.h"
+_PRODUCER = "producer_bwd_sm90.h"
 _WIDE = "mainloop_bwd_wide_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
 _TRAITS = "kernel_traits_bwd_sm90.h"
@@ -180,28 +182,28 @@ ORDER = (
     ),
     _simulator(
         "next tile's number read without waiting for it",
-        _MAINLOOP,
+        _PRODUCER,
         "sm90::barrier_wait(&other.next_full[slot], numbers.parity());",
         "",
         f"{DEADLOCK}|{ARRIVES_TWICE}",
     ),
     _simulator(
         "next tile's number awaited without its bytes",
-        _MAINLOOP,
+        _PRODUCER,
         "sm90::barrier_arrive_expect(&other.next_full[slot], sizeof(uint32_t));",
         "sm90::barrier_arrive(&other.next_full[slot]);",
         f"{DEADLOCK}|bytes",
     ),
     _simulator(
         "next tile's number never released",
-        _MAINLOOP,
+        _PRODUCER,
         "sm90::barrier_arrive_at(0, &other.next_empty[slot], true);",
         "",
         DEADLOCK,
     ),
     _simulator(
         "next tile's number sent to the first CTA",
-        _MAINLOOP,
+        _PRODUCER,
         "sm90::store_async_at(1, &other",
         "sm90::store_async_at(0, &other",
         DEADLOCK,
@@ -395,14 +397,14 @@ NUMBERS = (
     ),
     _numerics(
         "dQ of both CTAs from the same columns of the other's keys",
-        _MAINLOOP,
+        _PRODUCER,
         "rank * kColumns);",
         "0);",
         WIDE,
     ),
     Mutant(
         "each CTA draws a number of its own",
-        _MAINLOOP,
+        _PRODUCER,
         "if (queue.counter == nullptr) return",
         "return",
         "numerics/late",
@@ -411,7 +413,7 @@ NUMBERS = (
     ),
     Mutant(
         "next tile's number taken from the slot before",
-        _MAINLOOP,
+        _PRODUCER,
         "index = other.next[slot];",
         "index = other.next[numbers.before().stage()];",
         "numerics/late",
@@ -420,9 +422,9 @@ NUMBERS = (
     ),
     _numerics(
         "both CTAs take the keys of the first",
-        _MAINLOOP,
-        "* Traits::kCluster + rank) * kTileN",
-        "* Traits::kCluster) * kTileN",
+        _SCHEDULER,
+        "kTileKeys + rank * Traits::kTileN",
+        "kTileKeys",
         WIDE,
     ),
     _wide_numerics(

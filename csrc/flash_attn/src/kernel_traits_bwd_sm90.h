@@ -48,6 +48,10 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kLoadRegisters = kWide ? 40 : 24;
     static constexpr int kMmaRegisters = (3 * 168 - kLoadRegisters) / 2;
 
+    // The warpgroups take turns on the tensor cores. At d = 64, whose exponentials take longest,
+    // that makes no difference.
+    static constexpr bool kTurns = kHeadDim > 64 && !kWide;
+
     // Under a mask, and in a ragged batch, tiles differ in length, and CTAs or clusters steal work.
     static constexpr bool kWorkStealing = C.mask != MaskKind::none || C.varlen;
 

@@ -9,8 +9,9 @@
 // P^T and dS^T are A operands as they come out. dS goes through shared memory too, where both
 // warpgroups read the other's. dQ of a step is issued behind S of the next one, as it waits for the
 // other warpgroup. ptxas puts the exponentials behind the wait for dQ. While a warpgroup computes
-// them, the other one's products fill the tensor cores. A wait for dO ahead of that for dQ, which
-// kept the exponentials under dQ, cost 1 to 8 % (docs/tried_sm90.md).
+// them, the other one's products fill the tensor cores; above d = 64 the warpgroups take turns with
+// dK, S and dQ, as both at a time would share the tensor cores and then both compute. A wait for dO
+// ahead of that for dQ, which kept the exponentials under dQ, cost 1 to 8 % (docs/tried_sm90.md).
 #pragma once
 
 #include <arch_sm90.h>
@@ -23,8 +24,8 @@
 #include "mask.h"
 #include "mma_traits_sm90.h"
 #include "pipeline_sm90.h"
+#include "producer_bwd_sm90.h"
 #include "store_accumulator.h"
-#include "tensor_maps_bwd_sm90.h"
 #include "tile_scheduler_bwd_sm90.h"
 #include "utils.h"
 #include "work_tile.h"
@@ -49,18 +50,6 @@ struct MainloopBwdSm90 {
     // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
-
-    // The first key of a CTA of the cluster.
-    CUTE_DEVICE static int key_begin(WorkTile const &tile, int rank) {
-        return (tile.m_block * Traits::kCluster + rank) * kTileN;
-    }
-    // Where, among the statistics of a head, those of the tile's queries begin.
-    CUTE_DEVICE static int stats_begin(WorkTile const &tile) {
-        return Traits::kVarlen ? row_stats_begin(tile.row_q, tile.batch) : 0;
-    }
-
-    static constexpr int kBytesStep = kTileM * kHeadDim * sizeof(Element);
-    static constexpr int kBytesStats = kTileM * sizeof(float2);
 
     CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
         constexpr int kWarps = 4;  // of a warpgroup, with one arrival each
@@ -101,145 +90,7 @@ struct MainloopBwdSm90 {
         sm90::fence_barrier_init();
     }
 
-    // Loads as far ahead as buffers are free, in the order of use, but above d = 128 a tile's K
-    // behind V and dO, as its buffers are free last. Run by one thread, which also keeps the order
-    // of kernels, as in the forward.
-    struct Producer {
-        TensorMapsBwdSm90 const &maps;
-        SharedStorage &storage;
-        int const rank;  // in the cluster
-        RingSteps q;
-        Ring<Traits::kDoutStages> dout;
-        RingTiles tiles, numbers;
-        uint32_t own_parity = 0;  // of K and V
-
-        // Loads kRows rows, kColumns of each, of a head of a sequence, which begins at row `begin`,
-        // from its row `row` on. Behind its end they arrive as zeros.
-        template <int kRows, int kColumns = kHeadDim>
-        CUTE_DEVICE static void load_rows(CUtensorMap const &map, sm90::Barrier *full, int bytes,
-                                          sm90::CacheHint hint, Element *smem, int row, int begin,
-                                          int length, int head, int batch, int column = 0) {
-            constexpr int kPages = kColumns / Traits::kSmemRow;
-            if constexpr (Traits::kVarlen) {
-                load_columns<Traits, kPages>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
-                                             column, kRaggedRows - length + row, head,
-                                             begin + length, kRaggedZ);
-            } else {
-                load_columns<Traits, kPages>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
-                                             column, row, head, batch);
-            }
-        }
-
-        // Loads keys or values of a tile that a CTA of the cluster owns, kColumns from `column` on.
-        template <int kColumns>
-        CUTE_DEVICE void load_keys(CUtensorMap const &map, sm90::Barrier *full,
-                                   sm90::Barrier *empty, Element *smem, WorkTile const &tile,
-                                   int owner, int column = 0) {
-            sm90::barrier_wait(empty, own_parity ^ 1);
-            load_rows<kTileN, kColumns>(map, full, kTileN * kColumns * sizeof(Element),
-                                        sm90::CacheHint::evict_first, smem, key_begin(tile, owner),
-                                        tile.row_k, tile.seqlen_k, tile.head_k, tile.batch, column);
-        }
-        // The number of the next tile. The first CTA of a cluster draws it for both.
-        CUTE_DEVICE int next(TileQueue const &queue, int index) {
-            int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
-            if constexpr (Traits::kCluster > 1 && Traits::kWorkStealing) {
-                if (queue.counter == nullptr) return queue.next(index, workers);
-                auto &other = storage.other;
-                int const slot = numbers.stage();
-                if (rank == 0) {
-                    index = queue.next(index, workers);
-                    sm90::barrier_wait(&other.next_empty[slot], numbers.parity() ^ 1);
-                    sm90::store_async_at(1, &other.next[slot], index, &other.next_full[slot]);
-                } else {
-                    sm90::barrier_arrive_expect(&other.next_full[slot], sizeof(uint32_t));
-                    sm90::barrier_wait(&other.next_full[slot], numbers.parity());
-                    index = other.next[slot];
-                    sm90::barrier_arrive_at(0, &other.next_empty[slot], true);
-                }
-                numbers.advance();
-                return index;
-            } else {
-                return queue.next(index, workers);
-            }
-        }
-
-        CUTE_DEVICE void load_q(WorkTile const &tile, int head, int block) {
-            sm90::Barrier *const full = &storage.q_full[q.stage()];
-            sm90::barrier_wait(&storage.q_empty[q.stage()], q.parity() ^ 1);
-            load_rows<kTileM>(maps.q, full, kBytesStep + kBytesStats, sm90::CacheHint::evict_last,
-                              storage.q[q.stage()].data(), block * kTileM, tile.row_q,
-                              tile.seqlen_q, head, tile.batch);
-            sm90::tma_load(&maps.stats, full, sm90::CacheHint::evict_last, storage.stats[q.stage()],
-                           0, stats_begin(tile) / kStatsRow + block * (kTileM / kStatsRow), head,
-                           Traits::kVarlen ? 0 : tile.batch);
-            q.advance();
-        }
-
-        CUTE_DEVICE void load_dout(WorkTile const &tile, int head, int block) {
-            sm90::barrier_wait(&storage.dout_empty[dout.stage()], dout.parity() ^ 1);
-            load_rows<kTileM>(maps.dout, &storage.dout_full[dout.stage()], kBytesStep,
-                              sm90::CacheHint::evict_last, storage.dout[dout.stage()].data(),
-                              block * kTileM, tile.row_q, tile.seqlen_q, head, tile.batch);
-            dout.advance();
-        }
-
-        // Hands a tile to the consumers.
-        CUTE_DEVICE void publish(WorkTile const &tile) {
-            sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
-            storage.tile[tiles.stage()] = tile;
-            sm90::barrier_arrive(&storage.tile_full[tiles.stage()]);
-            tiles.advance();
-        }
-
-        CUTE_DEVICE void run(Flash_bwd_params const &params, TileQueue const &launched) {
-            // No thread touches global memory before: the consumers wait for their first tile.
-            if constexpr (Traits::kVarlen) cudaGridDependencySynchronize();
-            auto const &queue = Scheduler::queue(params, launched);
-            int index = static_cast<int>(blockIdx.x) / Traits::kCluster;
-            WorkTile tile = Scheduler::get_tile(params, queue, index);
-            if constexpr (!Traits::kVarlen) cudaGridDependencySynchronize();
-            publish(tile);
-            CUTE_NO_UNROLL
-            while (tile.m_block >= 0) {
-                index = next(queue, index);
-                int const count = tile.blocks.count;
-                int head = tile.head_q;
-                int n = count - 1;
-                CUTE_NO_UNROLL
-                for (int left = count * params.h_h_k_ratio; left > 0; --left) {
-                    int const block = tile.blocks.template block<MaskKind::local>(n);
-                    bool const first = left == count * params.h_h_k_ratio;
-                    auto const load_k = [&] {
-                        load_keys<Traits::kColumnsK>(maps.k, &storage.k_full, &storage.k_empty,
-                                                     storage.k.data(), tile, rank);
-                        if constexpr (Traits::kWide) {  // dQ's columns of the other CTA's
-                            constexpr int kColumns = Traits::kDqColumns;
-                            load_keys<kColumns>(maps.k, &storage.other.k_full, &storage.k_empty,
-                                                storage.other.k.data(), tile, 1 - rank,
-                                                rank * kColumns);
-                        }
-                    };
-                    load_q(tile, head, block);
-                    if (!Traits::kWide && first) load_k();
-                    if (first) {
-                        load_keys<kHeadDim>(maps.v, &storage.v_full, &storage.v_empty,
-                                            storage.v.data(), tile, rank);
-                    }
-                    load_dout(tile, head, block);
-                    if (Traits::kWide && first) load_k();  // whose buffers are free last
-                    own_parity ^= first;
-                    if (--n < 0) {
-                        n = count - 1;
-                        ++head;
-                    }
-                }
-                tile = Scheduler::get_tile(params, queue, index);
-                publish(tile);
-            }
-            cudaTriggerProgrammaticLaunchCompletion();
-        }
-    };
+    using Producer = ProducerBwdSm90<Traits>;
 
     // One MMA warpgroup. That of mainloop_bwd_wide_sm90.h has a run() and an issue_dq() of its own.
     struct Consumer {
@@ -285,7 +136,7 @@ struct MainloopBwdSm90 {
                 make_tensor(tSrS.data(),
                             select<1, 0>(layout_acc_rowcol(tSrS.layout()))),  // (queries, keys)
                 [&](int i) { return first_query + Traits::query_of(thread, i); },
-                key_begin(tile, rank) + Traits::key_of(thread, 0),
+                Scheduler::key_begin(tile, rank) + Traits::key_of(thread, 0),
                 [](int j) { return Traits::key_of(0, j); });
         }
 
@@ -346,7 +197,7 @@ struct MainloopBwdSm90 {
                                 Acc const &rDq) const {
             int const entry = Traits::kVarlen ? 0 : tile().batch;
             int64_t const row = (int64_t(entry) * params.h + head) * params.seqlen_q_rounded +
-                                stats_begin(tile()) + block * kTileM;
+                                Scheduler::stats_begin(tile()) + block * kTileM;
             constexpr int kColumns = 2 * decltype(size(rDq))::value;
             int const half = Traits::kWide ? rank : warpgroup;
             int const begin = Traits::dq_begin(half * 4 + thread / 32 % 4) + 16 * kFirstColumn;
@@ -393,7 +244,7 @@ struct MainloopBwdSm90 {
             // It does not know that this adds 0.
             int const index = thread + (Traits::kWide ? static_cast<int>(tiles.uses >> 31) : 0);
             store_accumulator<kHeadDim>(tKrX, index, d, [&](int i) -> GmemRow<Element> {
-                int const row = key_begin(tile(), rank) + Traits::key_of(index, i);
+                int const row = Scheduler::key_begin(tile(), rank) + Traits::key_of(index, i);
                 return {gmem + row * row_stride, row < tile().seqlen_k};
             });
         }
@@ -474,25 +325,39 @@ struct MainloopBwdSm90 {
             tiles.advance();
         }
 
+        using ShapeS = Shape<Int<kTileN>, Int<kTileM>>;
+        using ShapeDkv = Shape<Int<kTileN>, Int<kHeadDim>>;
+        using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileM / 16>>>;
+
+        CUTE_DEVICE void await_dout() const {
+            sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
+        }
+
+        // The turns of the warpgroups, the first one's first, by a named barrier each.
+        CUTE_DEVICE void wait_turn() const {
+            if constexpr (Traits::kTurns) sm90::named_barrier_sync(1 + warpgroup, 256);
+        }
+        CUTE_DEVICE void pass_turn() const {
+            if constexpr (Traits::kTurns) sm90::named_barrier_arrive(2 - warpgroup, 256);
+        }
+
         CUTE_DEVICE void run(Flash_bwd_params const &params) {
+            if (warpgroup == 1) pass_turn();
             typename Traits::TiledMmaS mma_s;
             typename Traits::TiledMmaDkv mma_dkv;
             typename Traits::TiledMmaDq mma_dq;
-            using Scores = Shape<Int<kTileN>, Int<kTileM>>;
-            using Gradient = Shape<Int<kTileN>, Int<kHeadDim>>;
-            Tensor rS = partition_fragment_C(mma_s, Scores{});       // ((2, 2, M/8), 1, 1)
-            Tensor rDp = partition_fragment_C(mma_s, Scores{});      // ((2, 2, M/8), 1, 1)
-            Tensor rDk = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
-            Tensor rDv = partition_fragment_C(mma_dkv, Gradient{});  // ((2, 2, d/8), 1, 1)
+            Tensor rS = partition_fragment_C(mma_s, ShapeS{});       // ((2, 2, M/8), 1, 1)
+            Tensor rDp = partition_fragment_C(mma_s, ShapeS{});      // ((2, 2, M/8), 1, 1)
+            Tensor rDk = partition_fragment_C(mma_dkv, ShapeDkv{});  // ((2, 2, d/8), 1, 1)
+            Tensor rDv = partition_fragment_C(mma_dkv, ShapeDkv{});  // ((2, 2, d/8), 1, 1)
             Tensor rDq = partition_fragment_C(
                 mma_dq, Shape<Int<kTileM>, Int<Traits::kDqColumns>>{});     // ((2, 2, N/8), 1, 1)
             Tensor tSrS = make_tensor(rS.data(), AccLayout<kTileM>{});      // (4, 1, M/8)
             Tensor tSrDp = make_tensor(rDp.data(), AccLayout<kTileM>{});    // (4, 1, M/8)
             Tensor tKrDk = make_tensor(rDk.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
             Tensor tKrDv = make_tensor(rDv.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
-            using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileM / 16>>>;
-            Tensor tKrP = make_tensor<Element>(Operand{});   // (8, 1, M/16)
-            Tensor tKrDs = make_tensor<Element>(Operand{});  // (8, 1, M/16)
+            Tensor tKrP = make_tensor<Element>(Operand{});                  // (8, 1, M/16)
+            Tensor tKrDs = make_tensor<Element>(Operand{});                 // (8, 1, M/16)
 
             auto const issue_s = [&] {
                 sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());
@@ -504,9 +369,6 @@ struct MainloopBwdSm90 {
                 if (visit >= tile().blocks.unmasked) apply_mask(params, tSrS, visit);
                 exponentiate(params, tSrS);
                 sm90::pin(rS);  // ahead of the next wait in PTX; ptxas moves most behind it
-            };
-            auto const await_dout = [&] {
-                sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
             };
             // Issues the k16 steps [begin, end) of dV += P^T dO.
             auto const issue_dv = [&](auto begin, auto end) {
@@ -533,6 +395,7 @@ struct MainloopBwdSm90 {
                 convert(tSrDp, tKrDs);
                 issue_dv(Int<kEarlyDv>{}, Int<kTileM / 16>{});
                 store_ds(tKrDs);
+                wait_turn();
                 issue_gradient<0, kTileM / 16>(tKrDs, q, rDk);
             };
             auto const finish_dq = [&](int visit, int head) {
@@ -572,11 +435,13 @@ struct MainloopBwdSm90 {
                         issue_dq(rDq);
                         ds.advance();
                         sm90::wgmma_wait<1>();
+                        pass_turn();
                         compute_p(n);
                         finish_dq(visited, visited_head);
                     }
                     issue_gradients();
                     issue_dq(rDq);
+                    pass_turn();
                     ds.advance();
                     finish_dq(n, head);
                     sm90::pin(rDk);

@@ -44,18 +44,28 @@ struct TileSchedulerBwdSm90 {
     }
 
     // Key heads whose tiles are scheduled together, so that under a causal mask the launch ends
-    // with short ones. What their query heads read and add up must stay in L2. workers: CTAs or
-    // clusters that run at a time.
+    // with short ones. What their query heads read and add up should stay in L2; of long heads few
+    // rows are in work at a time, and more of them add to fewer sums at once.
     CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers) {
-        constexpr int64_t kL2Bytes = 32 << 20;  // of the 50 MB an H100 or H200 has
+        constexpr int64_t kL2Bytes = 24 << 20;  // of the 50 MB an H100 or H200 has
+        constexpr int64_t kFewHeads = 4;
         constexpr int64_t kWaves = 3;
         int64_t const bytes =  // Q and dO, 16 bits each, and the sums of dQ
             int64_t(params.h_h_k_ratio) * params.seqlen_q * (4 * params.d + 4 * Traits::kHeadDim);
         int64_t const tiles = cute::max(num_n_blocks(params), 1);
         int64_t const wanted = (kWaves * workers + tiles - 1) / tiles;
-        int64_t const in_l2 = kL2Bytes / cute::max(bytes, int64_t(1));
+        int64_t const in_l2 = cute::max(kL2Bytes / cute::max(bytes, int64_t(1)), kFewHeads);
         int64_t const all = int64_t(params.b) * params.h_k;
         return static_cast<int>(cute::max(cute::min(cute::min(wanted, in_l2), all), int64_t(1)));
+    }
+
+    // The first key of a CTA of the cluster.
+    CUTE_HOST_DEVICE static int key_begin(WorkTile const &tile, int rank) {
+        return tile.m_block * kTileKeys + rank * Traits::kTileN;
+    }
+    // Where, among the statistics of a head, those of the tile's queries begin.
+    CUTE_HOST_DEVICE static int stats_begin(WorkTile const &tile) {
+        return kVarlen ? row_stats_begin(tile.row_q, tile.batch) : 0;
     }
 
     // With the number of tiles that a ragged batch has.
@@ -80,13 +90,19 @@ struct TileSchedulerBwdSm90 {
             set_blocks(params, tile);
             return tile;
         }
-        // The first keys of a causal mask are seen by most queries.
+        // The first keys of a causal mask are seen by most queries. The last heads come first, as
+        // the kernel before has just written zeros for them, and the one behind begins with the
+        // first. So does the group that is not full.
         int const n_blocks = num_n_blocks(params);
-        int const first_head = index / (queue.group * n_blocks) * queue.group;
-        int const heads = cute::min(queue.group, params.b * params.h_k - first_head);
-        int const within = index - first_head * n_blocks;
+        int const all = params.b * params.h_k;
+        int const first = (all - 1) % queue.group + 1;  // heads of the first group
+        int const behind = index - first * n_blocks;    // tiles since that
+        int const full_groups = behind < 0 ? 0 : behind / (queue.group * n_blocks);
+        int const heads = behind < 0 ? first : queue.group;
+        int const begin = behind < 0 ? 0 : first + full_groups * queue.group;
+        int const within = index - begin * n_blocks;
         int const n = within / heads;
-        int const batch_head = first_head + within - n * heads;
+        int const batch_head = all - 1 - (begin + within - n * heads);
         WorkTile tile{.m_block = n, .batch = batch_head / params.h_k};
         tile.head = batch_head - tile.batch * params.h_k;
         tile.head_q = tile.head * params.h_h_k_ratio;

@@ -1,0 +1,166 @@
+// The producer of the sm90 class's backward: one thread, which loads what the consumers read.
+#pragma once
+
+#include <arch_sm90.h>
+#include <cuda_runtime.h>
+
+#include "kernel_traits_bwd_sm90.h"
+#include "pipeline_sm90.h"
+#include "tensor_maps_bwd_sm90.h"
+#include "tile_scheduler_bwd_sm90.h"
+#include "work_tile.h"
+
+namespace flash {
+
+using namespace cute;
+
+// Loads as far ahead as buffers are free, in the order of use, but above d = 128 a tile's K
+// behind V and dO, as its buffers are free last. Run by one thread, which also keeps the order
+// of kernels, as in the forward.
+template <class Traits>
+struct ProducerBwdSm90 {
+    using Element = typename Traits::Element;
+    using Scheduler = TileSchedulerBwdSm90<Traits>;
+    static constexpr int kTileM = Traits::kTileM;
+    static constexpr int kTileN = Traits::kTileN;
+    static constexpr int kHeadDim = Traits::kHeadDim;
+    static constexpr int kBytesStep = kTileM * kHeadDim * sizeof(Element);
+    static constexpr int kBytesStats = kTileM * sizeof(float2);
+
+    TensorMapsBwdSm90 const &maps;
+    typename Traits::SharedStorage &storage;
+    int const rank;  // in the cluster
+    Ring<Traits::kStages> q;
+    Ring<Traits::kDoutStages> dout;
+    Ring<Traits::kTileSlots> tiles, numbers;
+    uint32_t own_parity = 0;  // of K and V
+
+    // Loads kRows rows, kColumns of each, of a head of a sequence, which begins at row `begin`,
+    // from its row `row` on. Behind its end they arrive as zeros.
+    template <int kRows, int kColumns = kHeadDim>
+    CUTE_DEVICE static void load_rows(CUtensorMap const &map, sm90::Barrier *full, int bytes,
+                                      sm90::CacheHint hint, Element *smem, int row, int begin,
+                                      int length, int head, int batch, int column = 0) {
+        constexpr int kPages = kColumns / Traits::kSmemRow;
+        if constexpr (Traits::kVarlen) {
+            load_columns<Traits, kPages>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
+                                         column, kRaggedRows - length + row, head, begin + length,
+                                         kRaggedZ);
+        } else {
+            load_columns<Traits, kPages>(map, full, bytes, hint, smem, kRows * Traits::kSmemRow,
+                                         column, row, head, batch);
+        }
+    }
+
+    // Loads keys or values of a tile that a CTA of the cluster owns, kColumns from `column` on.
+    template <int kColumns>
+    CUTE_DEVICE void load_keys(CUtensorMap const &map, sm90::Barrier *full, sm90::Barrier *empty,
+                               Element *smem, WorkTile const &tile, int owner, int column = 0) {
+        sm90::barrier_wait(empty, own_parity ^ 1);
+        load_rows<kTileN, kColumns>(map, full, kTileN * kColumns * sizeof(Element),
+                                    sm90::CacheHint::evict_first, smem,
+                                    Scheduler::key_begin(tile, owner), tile.row_k, tile.seqlen_k,
+                                    tile.head_k, tile.batch, column);
+    }
+    // The number of the next tile. The first CTA of a cluster draws it for both.
+    CUTE_DEVICE int next(TileQueue const &queue, int index) {
+        int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
+        if constexpr (Traits::kCluster > 1 && Traits::kWorkStealing) {
+            if (queue.counter == nullptr) return queue.next(index, workers);
+            auto &other = storage.other;
+            int const slot = numbers.stage();
+            if (rank == 0) {
+                index = queue.next(index, workers);
+                sm90::barrier_wait(&other.next_empty[slot], numbers.parity() ^ 1);
+                sm90::store_async_at(1, &other.next[slot], index, &other.next_full[slot]);
+            } else {
+                sm90::barrier_arrive_expect(&other.next_full[slot], sizeof(uint32_t));
+                sm90::barrier_wait(&other.next_full[slot], numbers.parity());
+                index = other.next[slot];
+                sm90::barrier_arrive_at(0, &other.next_empty[slot], true);
+            }
+            numbers.advance();
+            return index;
+        } else {
+            return queue.next(index, workers);
+        }
+    }
+
+    CUTE_DEVICE void load_q(WorkTile const &tile, int head, int block) {
+        sm90::Barrier *const full = &storage.q_full[q.stage()];
+        sm90::barrier_wait(&storage.q_empty[q.stage()], q.parity() ^ 1);
+        load_rows<kTileM>(maps.q, full, kBytesStep + kBytesStats, sm90::CacheHint::evict_last,
+                          storage.q[q.stage()].data(), block * kTileM, tile.row_q, tile.seqlen_q,
+                          head, tile.batch);
+        sm90::tma_load(&maps.stats, full, sm90::CacheHint::evict_last, storage.stats[q.stage()], 0,
+                       Scheduler::stats_begin(tile) / kStatsRow + block * (kTileM / kStatsRow),
+                       head, Traits::kVarlen ? 0 : tile.batch);
+        q.advance();
+    }
+
+    CUTE_DEVICE void load_dout(WorkTile const &tile, int head, int block) {
+        sm90::barrier_wait(&storage.dout_empty[dout.stage()], dout.parity() ^ 1);
+        load_rows<kTileM>(maps.dout, &storage.dout_full[dout.stage()], kBytesStep,
+                          sm90::CacheHint::evict_last, storage.dout[dout.stage()].data(),
+                          block * kTileM, tile.row_q, tile.seqlen_q, head, tile.batch);
+        dout.advance();
+    }
+
+    // Hands a tile to the consumers.
+    CUTE_DEVICE void publish(WorkTile const &tile) {
+        sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
+        storage.tile[tiles.stage()] = tile;
+        sm90::barrier_arrive(&storage.tile_full[tiles.stage()]);
+        tiles.advance();
+    }
+
+    CUTE_DEVICE void run(Flash_bwd_params const &params, TileQueue const &launched) {
+        // No thread touches global memory before: the consumers wait for their first tile.
+        if constexpr (Traits::kVarlen) cudaGridDependencySynchronize();
+        auto const &queue = Scheduler::queue(params, launched);
+        int index = static_cast<int>(blockIdx.x) / Traits::kCluster;
+        WorkTile tile = Scheduler::get_tile(params, queue, index);
+        if constexpr (!Traits::kVarlen) cudaGridDependencySynchronize();
+        publish(tile);
+        CUTE_NO_UNROLL
+        while (tile.m_block >= 0) {
+            index = next(queue, index);
+            int const count = tile.blocks.count;
+            int head = tile.head_q;
+            int n = count - 1;
+            CUTE_NO_UNROLL
+            for (int left = count * params.h_h_k_ratio; left > 0; --left) {
+                int const block = tile.blocks.template block<MaskKind::local>(n);
+                bool const first = left == count * params.h_h_k_ratio;
+                auto const load_k = [&] {
+                    load_keys<Traits::kColumnsK>(maps.k, &storage.k_full, &storage.k_empty,
+                                                 storage.k.data(), tile, rank);
+                    if constexpr (Traits::kWide) {  // dQ's columns of the other CTA's
+                        constexpr int kColumns = Traits::kDqColumns;
+                        load_keys<kColumns>(maps.k, &storage.other.k_full, &storage.k_empty,
+                                            storage.other.k.data(), tile, 1 - rank,
+                                            rank * kColumns);
+                    }
+                };
+                load_q(tile, head, block);
+                if (!Traits::kWide && first) load_k();
+                if (first) {
+                    load_keys<kHeadDim>(maps.v, &storage.v_full, &storage.v_empty, storage.v.data(),
+                                        tile, rank);
+                }
+                load_dout(tile, head, block);
+                if (Traits::kWide && first) load_k();  // whose buffers are free last
+                own_parity ^= first;
+                if (--n < 0) {
+                    n = count - 1;
+                    ++head;
+                }
+            }
+            tile = Scheduler::get_tile(params, queue, index);
+            publish(tile);
+        }
+        cudaTriggerProgrammaticLaunchCompletion();
+    }
+};
+
+}  // namespace flash

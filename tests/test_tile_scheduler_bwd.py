@@ -1,0 +1,118 @@
+"""Which tile of keys comes when in the sm90 class's backward: the scheduler's own code, called on
+the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from pathlib import Path
+
+import pytest
+from test_tile_scheduler import WorkTile
+
+from flashcute import heuristics
+from flashcute.jit import build, sources, toolchain
+from flashcute.jit.abi import FlashBwdParams
+
+CAUSAL = heuristics.sm90_bwd_config("bf16", 128, "causal")
+CASES = Path(__file__).parent / "tile_scheduler_bwd_cases.cpp"
+KEYS = CAUSAL.dkv.rows
+
+
+@pytest.fixture(scope="module")
+def lib():
+    cuda = toolchain.find_cuda_headers()
+    config = f"static constexpr flash::BwdConfig kCausal{CAUSAL.to_cpp()};\n"
+    unit = build.Unit(
+        name="tile_scheduler_bwd_cases",
+        target="host",
+        source=f'#include "flash.h"\n{config}{CASES.read_text()}',
+        suffix=".cpp",
+        flags=("-std=c++20", "-O1", "-w", "-fPIC", "-shared"),
+        project_dirs=(sources.kernel_include_dir(),),
+        external_dirs=(sources.cutlass_include_dir(), cuda.include, cuda.cccl),
+        external=(f"CUTLASS {sources.cutlass_version()}", f"CUDA {cuda.version}"),
+    )
+    found = ctypes.CDLL(build.build(unit, toolchain.find_host_compiler()).artefact.path)
+    found.num_tiles.restype = ctypes.c_int64
+    found.get_tile.restype = WorkTile
+    return found
+
+
+def problem(b, h, h_k, seqlen_q, seqlen_k=None, d=128):
+    return FlashBwdParams(
+        b=b,
+        h=h,
+        h_k=h_k,
+        h_h_k_ratio=h // h_k,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_q if seqlen_k is None else seqlen_k,
+        d=d,
+    )
+
+
+def order(lib, params, group):
+    """(m_block, batch and key head as one number) of every index, in order."""
+    tiles = lib.num_tiles(ctypes.byref(params))
+    found = [lib.get_tile(ctypes.byref(params), tiles, group, i) for i in range(tiles + 1)]
+    assert found.pop().m_block == -1
+    for tile in found:
+        assert tile.head_q == tile.head * params.h_h_k_ratio
+        assert tile.head_k == tile.head
+        assert (tile.seqlen_q, tile.seqlen_k) == (params.seqlen_q, params.seqlen_k)
+    return [(tile.m_block, tile.batch * params.h_k + tile.head) for tile in found]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        problem(1, 1, 1, 1),
+        problem(1, 1, 1, 9 * KEYS),
+        problem(2, 8, 2, 3 * KEYS - 1),
+        problem(3, 7, 7, 5 * KEYS, 2 * KEYS + 1),
+        problem(9, 6, 3, KEYS),
+    ],
+    ids=lambda p: f"b{p.b}_h{p.h}_hk{p.h_k}_sk{p.seqlen_k}",
+)
+def test_longest_tiles_first_in_groups_of_which_the_first_may_be_smaller(lib, params):
+    heads = params.b * params.h_k
+    blocks = -(-params.seqlen_k // KEYS)
+    for group in {1, 2, 4, max(heads - 1, 1), heads} & set(range(1, heads + 1)):
+        found = order(lib, params, group)
+        sizes = [(heads - 1) % group + 1, *[group] * ((heads - 1) // group)]
+        last_first = iter(reversed(range(heads)))
+        expected = []
+        for size in sizes:
+            of_group = list(itertools.islice(last_first, size))
+            expected += [(n, head) for n in range(blocks) for head in of_group]
+        assert found == expected
+
+
+def test_indices_near_the_largest_grid(lib):
+    """2^31 - 1 tiles at most: no intermediate product may leave 32 bits."""
+    params = problem(1 << 16, 1 << 5, 1 << 5, KEYS, 1023 * KEYS)
+    tiles = lib.num_tiles(ctypes.byref(params))
+    assert 2**31 - 2**22 < tiles < 2**31
+    heads = params.b * params.h_k
+    for group in (1, 5, lib.heads_in_group(ctypes.byref(params), 132), heads - 1, heads):
+        first = (heads - 1) % group + 1
+        for index in (0, 1, tiles // 3, tiles // 2, tiles - 2, tiles - 1):
+            behind = index - first * 1023
+            begin = 0 if behind < 0 else first + behind // (group * 1023) * group
+            n, place = divmod(index - begin * 1023, first if behind < 0 else group)
+            found = lib.get_tile(ctypes.byref(params), tiles, group, index)
+            expected = (n, *divmod(heads - 1 - begin - place, params.h_k))
+            assert (found.m_block, found.batch, found.head) == expected
+
+
+@pytest.mark.parametrize("seqlen", [1, 512, 2048, 4096, 65536])
+@pytest.mark.parametrize("heads", [(1, 1, 1), (4, 32, 8), (2, 7, 1), (64, 16, 16)])
+@pytest.mark.parametrize("d", [8, 128])
+def test_groups_fit_the_cache_or_have_four_heads(lib, seqlen, heads, d):
+    b, h, h_k = heads
+    params = problem(b, h, h_k, seqlen, d=d)
+    group = lib.heads_in_group(ctypes.byref(params), 132)
+    size = h // h_k * seqlen * (4 * d + 4 * CAUSAL.head_dim)
+    in_l2 = max(24 * 2**20 // size, 4)
+    three_waves = -(-3 * 132 // -(-seqlen // KEYS))
+    assert group == min(in_l2, three_waves, b * h_k)
