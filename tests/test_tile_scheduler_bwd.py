@@ -12,7 +12,7 @@ from test_tile_scheduler import WorkTile
 
 from flashcute import heuristics
 from flashcute.jit import build, sources, toolchain
-from flashcute.jit.abi import FlashBwdParams
+from flashcute.jit.abi import ROW_STATS_MULTIPLE, FlashBwdParams
 
 CAUSAL = heuristics.sm90_bwd_config("bf16", 128, "causal")
 CASES = Path(__file__).parent / "tile_scheduler_bwd_cases.cpp"
@@ -36,6 +36,7 @@ def lib():
     found = ctypes.CDLL(build.build(unit, toolchain.find_host_compiler()).artefact.path)
     found.num_tiles.restype = ctypes.c_int64
     found.get_tile.restype = WorkTile
+    found.owns_heads.restype = ctypes.c_bool
     return found
 
 
@@ -46,6 +47,7 @@ def problem(b, h, h_k, seqlen_q, seqlen_k=None, d=128):
         h_k=h_k,
         h_h_k_ratio=h // h_k,
         seqlen_q=seqlen_q,
+        seqlen_q_rounded=-(-seqlen_q // ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE,
         seqlen_k=seqlen_q if seqlen_k is None else seqlen_k,
         d=d,
     )
@@ -116,3 +118,47 @@ def test_groups_fit_the_cache_or_have_four_heads(lib, seqlen, heads, d):
     in_l2 = max(24 * 2**20 // size, 4)
     three_waves = -(-3 * 132 // -(-seqlen // KEYS))
     assert group == min(in_l2, three_waves, b * h_k)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 131, 132, 133, 400])
+@pytest.mark.parametrize("seqlen_k", [1, KEYS, 3 * KEYS - 1])
+@pytest.mark.parametrize("sms", [1, 3, 132])
+def test_owned_heads_are_computed_whole_and_each_once(lib, heads, seqlen_k, sms):
+    params = problem(heads, 1, 1, 256, seqlen_k)
+    tiles = lib.num_tiles(ctypes.byref(params))
+    blocks = -(-seqlen_k // KEYS)
+    workers = min(heads, sms)
+    computed = []
+    for worker in range(workers):
+        index = lib.first_owned(ctypes.byref(params), worker)
+        own = []
+        while index < tiles:
+            tile = lib.get_tile(ctypes.byref(params), tiles, 0, index)
+            own.append((tile.batch, tile.m_block))
+            index = lib.next_owned(ctypes.byref(params), index, workers)
+        last_first = [batch for batch, n in own if n == 0]
+        assert own == [(batch, n) for batch in last_first for n in range(blocks)]
+        assert last_first == list(range(heads - 1 - worker, -1, -workers))
+        computed += last_first
+    assert sorted(computed) == list(range(heads))
+
+
+def test_heads_are_owned_where_they_are_short_and_fill_the_sms(lib):
+    def owns(b, h, h_k, seqlen_q, seqlen_k=None, sms=132):
+        params = problem(b, h, h_k, seqlen_q, seqlen_k)
+        return lib.owns_heads(ctypes.byref(params), sms)
+
+    # 132 heads of d = 128, a wave: up to two blocks of keys under a causal mask, as with three the
+    # sums of 384 rows, 25 MB, would be added to twice on average.
+    assert all(owns(12, 11, 11, s) for s in (1, 128, 256))
+    assert not owns(12, 11, 11, 257) and not owns(12, 11, 11, 384)
+    assert owns(12, 22, 11, 128) and not owns(12, 22, 11, 256)  # two query heads a key head
+    # A second wave of 33 heads where tiles need less.
+    assert not owns(15, 11, 11, 256)
+    assert owns(15, 11, 11, 128), "a head is a tile"
+    assert owns(24, 11, 11, 256)
+    # Few heads: their tiles fill SMs that whole heads would leave idle.
+    assert owns(1, 1, 1, 128) and not owns(1, 1, 1, 256)
+    assert not owns(12, 11, 11, 128, 0), "there is no tile"
+    assert not owns(12, 11, 11, 2**31 - 128, 2**31 - 128), "no product leaves 64 bits"
+    assert not owns(1 << 15, 1 << 10, 1 << 10, 256, 64 * KEYS)

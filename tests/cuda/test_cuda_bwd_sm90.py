@@ -42,6 +42,8 @@ CONFIGS = [
 ]
 PLAIN = [config for config in CONFIGS if config.mask == "none"]
 each = pytest.mark.parametrize("dense", CONFIGS, ids=lambda c: c.full_name)
+NARROW = [config for config in CONFIGS if config.head_dim <= 128]
+each_narrow = pytest.mark.parametrize("dense", NARROW, ids=lambda c: c.full_name)
 each_plain = pytest.mark.parametrize("dense", PLAIN, ids=lambda c: c.full_name)
 
 
@@ -134,6 +136,28 @@ def test_equal_lengths_equal_a_dense_batch(dense: BwdConfig, poisoned_outputs) -
                 found = backward(ragged(dense), (*packed, lse), dlse, options, lengths)
                 for name, x in zip(NAMES, found, strict=True):
                     assert name not in exact or x.equal(expected[name].flatten(0, 1)), name
+
+
+@pytest.mark.parametrize("lengths", [(128, 384), (250, 256), (70, 100)], ids=str)
+@each_narrow
+def test_heads_owned_by_a_cta(dense: BwdConfig, lengths, poisoned_outputs) -> None:
+    """Two for each SM. dQ has the same bits each time, whatever number of tiles adds to it."""
+    sms = torch.cuda.get_device_properties().multi_processor_count
+    h_k = sms // 2
+    ratio = 2 if lengths[0] < 128 else 1
+    of_q, of_k = ((4, lengths[0], ratio * h_k), (4, lengths[1], h_k))
+    shapes = [(*x, dense.head_dim) for x in (of_q, of_q, of_k, of_k)]
+    dout, q, k, v = tokens(dense, *shapes)
+    options = masked(dense)
+    out, lse, _ = attention_ref(q, k, v, upcast=torch.float64, **options)
+    tensors = dout, q, k, v, out.to(q.dtype), lse.float()
+    with computed_by(dense):
+        first = backward(dense, tensors, None, options)
+        for _ in range(REPEATS):
+            again = backward(dense, tensors, None, options)
+            assert all(x.equal(y) for x, y in zip(first[:3], again, strict=False))
+    found = dict(zip(NAMES[:3], first, strict=False))
+    testing.check_backward(found, q, k, v, dout, **options)
 
 
 def case_of(config: BwdConfig, seed: int) -> Case:

@@ -27,6 +27,7 @@ _FULL = with_mask(ROWS, "none")
 _MAINLOOP = "mainloop_bwd_sm90.h"
 _PRODUCER = "producer_bwd_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
+_SUMS = "dq_sums_sm90.h"
 _TRAITS = "kernel_traits_bwd_sm90.h"
 _PREPROCESS = "flash_bwd_preprocess_kernel.h"
 _SCHEDULER = "tile_scheduler_bwd_sm90.h"
@@ -119,6 +120,37 @@ MUTANTS = (
         "",
         r"exits (while a TMA store|before a bulk reduction)",
         COLUMNS,
+    ),
+    _numerics(
+        "no zeros for the sums of an owned head",
+        _MAINLOOP,
+        "if (Traits::kMayOwnHeads && owns && tile().m_block == 0) begin_head(params);",
+        "",
+    ),
+    _numerics(
+        "an owned head rounded after its first tile",
+        _MAINLOOP,
+        "tile().m_block == Scheduler::num_n_blocks(params) - 1",
+        "tile().m_block == 0",
+    ),
+    _numerics(
+        "an owned head rounded before its sums are complete",
+        _MAINLOOP,
+        "sm90::bulk_wait();\n                __syncwarp();\n                sm90::fence",
+        "sm90::fence",
+        COLUMNS,
+    ),
+    _numerics(
+        "sums of an owned head's first query head alone",
+        _MAINLOOP,
+        "params.h_h_k_ratio + head - tile().head_q",
+        "params.h_h_k_ratio",
+    ),
+    _numerics(
+        "a CTA passes over a head of its own",
+        _SCHEDULER,
+        "index + (workers - 1) * n_blocks",
+        "index + workers * n_blocks",
     ),
     _simulator(
         "no warpgroup has the first turn",
@@ -251,12 +283,12 @@ MUTANTS = (
     ),
     _numerics(
         "columns of dQ in one warpgroup's place",
-        _KERNEL,
-        "Traits::kDqByRows ? 0 : warpgroup * kColumns",
+        _SUMS,
+        "Traits::kDqByRows ? 0 : thread / 128 * kColumns",
         "0",
         COLUMNS,
     ),
-    _numerics("dQ not scaled", _KERNEL, "four.z * params.scale_softmax", "four.z"),
+    _numerics("dQ not scaled", _SUMS, "four.z * params.scale_softmax", "four.z"),
     _numerics(
         "dK not scaled",
         _MAINLOOP,

@@ -58,8 +58,8 @@ MUTANTS = (
     _mutant(
         "sums of dQ in the region of the first sequence",
         _MAINLOOP,
-        "Scheduler::stats_begin(tile()) + block * kTileM",
-        "block * kTileM",
+        "Scheduler::stats_begin(tile()) +",
+        "0 +",
         config=COLUMNS,
     ),
     _mutant(

@@ -27,6 +27,9 @@ EVERY = (ROWS, COLUMNS, UNEVEN, WIDE, WIDEST)
 CONFIGS = [with_mask(config, mask) for config in EVERY for mask in MASKS]
 # And several tiles for a CTA, whose keys are cut by the end.
 LONG = (1, 300, 700, 2, 1)
+# On three SMs the CTAs own heads, of one, two and three tiles of keys, and of two query heads.
+OWNED = ((6, 70, 128, 1, 1), (1, 200, 256, 12, 6), (3, 130, 300, 1, 1))
+NARROW = [config for config in CONFIGS if config.head_dim <= 128]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,6 +43,21 @@ def kernels():
 def test_gradients(config, shape):
     problem = make_problem(config, shape, extras=True)
     check(problem, problem.run(config, copy_mode="random"))
+
+
+@pytest.mark.parametrize("shape", OWNED, ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize("config", NARROW, ids=lambda c: c.full_name)
+def test_heads_owned_by_a_cta(config, shape):
+    """One CTA adds to their sums of dQ, which have a place for each CTA."""
+    problem = make_problem(config, shape, extras=True)
+    first = problem.run(config)
+    check(problem, first)
+    b, _, _, _, h_k = shape
+    unused = first.outputs["dq_accum"].reshape(b * h_k, -1).isnan().all(1)
+    assert unused.tolist() == [False] * 3 + [True] * (b * h_k - 3)
+    for seed, copy_mode in enumerate(sim.COPY_MODES):
+        again = problem.run(config, seed=seed, copy_mode=copy_mode)
+        assert same(first, again, ("dq", *bwd_checks.BUT_DQ))
 
 
 @pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
@@ -145,11 +163,11 @@ def planted(tmp_path_factory):
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, planted):
-    problems, kernel = mutant_problems(mutant.config, LONG), planted[mutant.name]
+    problems, kernel = mutant_problems(mutant.config, LONG, OWNED[1]), planted[mutant.name]
     bwd_checks.check_that_mutant_is_found(mutant, kernel, problems, wrong_counts)
 
 
 @pytest.mark.parametrize("faultless", FAULTLESS, ids=lambda m: m.name)
 def test_unmutated_kernels_pass_the_same_checks(faultless, planted):
-    problems, kernel = mutant_problems(faultless.config, LONG), planted[faultless.name]
+    problems, kernel = mutant_problems(faultless.config, LONG, OWNED[1]), planted[faultless.name]
     bwd_checks.check_that_nothing_is_found(faultless, kernel, problems, wrong_counts)

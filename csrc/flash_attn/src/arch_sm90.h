@@ -191,6 +191,11 @@ CUTE_DEVICE void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
+// Orders ordinary accesses to global memory and those of bulk reductions, either way.
+CUTE_DEVICE void fence_async_proxy_global() {
+    asm volatile("fence.proxy.async.global;\n" ::: "memory");
+}
+
 // ---- copies of the generic proxy [cp.async] ----
 
 // Copies 16 bytes from global to shared memory, past L1; writes zeros and reads nothing if !valid.
@@ -210,7 +215,7 @@ CUTE_DEVICE void barrier_arrive_copies(Barrier *barrier) {
 // Waits until they have landed.
 CUTE_DEVICE void await_copies() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
-// ---- sums in global memory [red, atom] ----
+// ---- sums in global memory [red, atom, ld] ----
 
 // Adds to a counter in global memory and returns what it was. What the threads of a CTA wrote
 // before a barrier with this thread comes before it, and what they read behind the next one after
@@ -222,6 +227,16 @@ CUTE_DEVICE unsigned add_acq_rel(unsigned *counter, unsigned value) {
                  : "l"(__cvta_generic_to_global(counter)), "r"(value)
                  : "memory");
     return before;
+}
+
+// Loads four neighbouring floats from L2: what this thread has added there, no older copy of L1's.
+CUTE_DEVICE float4 load_from_l2(float4 const *gmem) {
+    float4 x;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(gmem)
+                 : "memory");
+    return x;
 }
 
 // Adds four neighbouring floats, at a multiple of 16 bytes. Each of the four sums is atomic, the

@@ -269,7 +269,8 @@ struct Flash_bwd_params : Flash_fwd_params {
     float *row_stats_ptr;
     // Workspace of BwdConfig::fused, aligned to 16 bytes: (b, h, seqlen_q_rounded, head_dim) for
     // the instantiated head dimension, sums of dQ of the rows that have the statistics. The rows of
-    // a step are together, in the order of the accumulators that hold them.
+    // a step are together, in the order of the accumulators that hold them. Where CTAs own heads
+    // (sm90), those in work are at its beginning.
     float *dq_accum_ptr;
 
     int64_t do_batch_stride, do_row_stride, do_head_stride;

@@ -1,5 +1,6 @@
 // From a backward configuration of the sm90 class to the shared object's description and launch
-// function: row statistics and zeros, the main kernel, the rounding of dQ.
+// function: row statistics and zeros, the main kernel, the rounding of dQ; where CTAs own heads,
+// the main kernel writes the zeros and rounds.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,8 +16,9 @@
 
 namespace flash {
 
+// owned: heads, by CTAs (TileSchedulerBwdSm90::owns_heads()).
 template <class Traits>
-cudaError_t enqueue_main_sm90(Flash_bwd_params params, void *stream) {
+cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, bool owned, void *stream) {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
     if constexpr (Traits::kVarlen) {
         // The main kernel waits for this one alone, which waits for those before.
@@ -24,10 +26,6 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, void *stream) {
         if (error != cudaSuccess) {
             return error;
         }
-    }
-    int sms = 0;
-    if (cudaError_t const error = sm_count(sms); error != cudaSuccess) {
-        return error;
     }
     int64_t const tiles = Scheduler::num_tiles(params);
     if (tiles > INT32_MAX - sms) {  // CTAs count on beyond the last tile
@@ -39,12 +37,13 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, void *stream) {
     }
     constexpr int kCluster = Traits::kCluster;
     int const most = std::max(sms / kCluster, 1);
-    int64_t const clusters = std::min<int64_t>(tiles, most);
-    TileQueue queue{static_cast<int>(tiles), 1, nullptr, nullptr};
-    if (Traits::kWorkStealing && !Traits::kVarlen) {
+    int64_t const units = owned ? int64_t(params.b) * params.h_k : tiles;
+    int64_t const clusters = std::min<int64_t>(units, most);
+    TileQueue queue{static_cast<int>(tiles), owned ? 0 : 1, nullptr, nullptr};
+    if (Traits::kWorkStealing && !Traits::kVarlen && !owned) {
         queue.group = Scheduler::heads_in_group(params, most);
     }
-    if (Traits::kWorkStealing && tiles > clusters) {
+    if (Traits::kWorkStealing && !owned && tiles > clusters) {
         LaunchCounters<false> *counters = nullptr;
         cudaError_t const error = launch_counters(counters, static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) {
@@ -60,11 +59,18 @@ template <BwdConfig C>
 int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
     using Traits = KernelTraitsBwdSm90<C>;
     using Blocks = BlockOfDq<C, Traits::kTileM>;
-    cudaError_t error = enqueue_preprocess<C>(*params, stream);
-    if (error == cudaSuccess && (params->dq_ptr != nullptr || params->dk_ptr != nullptr)) {
-        error = enqueue_main_sm90<Traits>(*params, stream);
+    int sms = 0;
+    if (cudaError_t const error = sm_count(sms); error != cudaSuccess) {
+        return error;
     }
-    if (error == cudaSuccess && params->dq_ptr != nullptr) {
+    bool const owned = TileSchedulerBwdSm90<Traits>::owns_heads(*params, sms);
+    Flash_bwd_params before = *params;
+    if (owned) before.dq_accum_ptr = nullptr;
+    cudaError_t error = enqueue_preprocess<C>(before, stream);
+    if (error == cudaSuccess && (params->dq_ptr != nullptr || params->dk_ptr != nullptr)) {
+        error = enqueue_main_sm90<Traits>(*params, sms, owned, stream);
+    }
+    if (error == cudaSuccess && params->dq_ptr != nullptr && !owned) {
         error = enqueue_bwd<&flash_bwd_postprocess_kernel_sm90<Traits>, true>(
             Blocks::num_ctas(*params), Traits::kMmaThreads, 0, stream, *params);
     }

@@ -72,9 +72,9 @@ struct RowStats {
 };
 
 // D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row, and zeros where the main kernel sums up
-// dQ. A row that sees no key has LSE = -inf and P = 0: +inf in its place makes
-// exp2(S - LSE) 0 and not NaN. Likewise for rows past the end. In a ragged batch all sequences
-// count as one entry here.
+// dQ, unless dq_accum_ptr is null, as that kernel writes them. A row that sees no key has LSE =
+// -inf and P = 0: +inf in its place makes exp2(S - LSE) 0 and not NaN. Likewise for rows past the
+// end. In a ragged batch all sequences count as one entry here.
 template <class Stats>
 __global__ void __launch_bounds__(Stats::kThreads)
     flash_bwd_row_stats_kernel(__grid_constant__ Flash_bwd_params const params) {
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(Stats::kThreads)
     int const col = thread % Stats::kLanes * Stats::kVec;
 
     if constexpr (Stats::kLaunchesEarly) cudaTriggerProgrammaticLaunchCompletion();
-    if constexpr (Stats::kZerosDq) {
+    if (Stats::kZerosDq && params.dq_accum_ptr != nullptr) {
         constexpr int kPieces = Stats::kRows * Stats::kHeadDim / 4;  // of 16 bytes
         auto *const zeros =
             reinterpret_cast<float4 *>(params.dq_accum_ptr) + int64_t(blockIdx.x) * kPieces;

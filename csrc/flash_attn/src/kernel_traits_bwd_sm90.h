@@ -52,6 +52,9 @@ struct KernelTraitsBwdSm90 {
     // that makes no difference.
     static constexpr bool kTurns = kHeadDim > 64 && !kWide;
 
+    // Whether CTAs may own heads: TileSchedulerBwdSm90::owns_heads().
+    static constexpr bool kMayOwnHeads = !kWide && !C.varlen;
+
     // Under a mask, and in a ragged batch, tiles differ in length, and CTAs or clusters steal work.
     static constexpr bool kWorkStealing = C.mask != MaskKind::none || C.varlen;
 

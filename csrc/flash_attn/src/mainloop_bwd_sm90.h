@@ -20,6 +20,8 @@
 #include <cute/tensor.hpp>
 
 #include "block_info.h"
+#include "dq_sums_sm90.h"
+#include "flash_bwd_postprocess.h"
 #include "kernel_traits_bwd_sm90.h"
 #include "mask.h"
 #include "mma_traits_sm90.h"
@@ -98,6 +100,7 @@ struct MainloopBwdSm90 {
         int const warpgroup;
         int const thread;  // among all MMA threads
         int const rank;    // in the cluster
+        bool const owns;   // heads: TileSchedulerBwdSm90::owns_heads()
         RingSteps step;    // of Q and, up to d = 128, of dO
         RingDs ds;
         RingTiles tiles;
@@ -190,14 +193,54 @@ struct MainloopBwdSm90 {
             release(&storage.ds_full[ds.stage()]);
         }
 
+        // The first row of a block of queries of a query head among the sums.
+        CUTE_DEVICE int64_t sums_row(Flash_bwd_params const &params, int head, int block) const {
+            int const entry = Traits::kVarlen ? 0 : tile().batch;
+            int64_t const place =
+                Traits::kMayOwnHeads && owns
+                    ? int64_t(blockIdx.x) * params.h_h_k_ratio + head - tile().head_q
+                    : int64_t(entry) * params.h + head;
+            return place * params.seqlen_q_rounded + Scheduler::stats_begin(tile()) +
+                   block * kTileM;
+        }
+
+        // Of all blocks of the queries of an owned head.
+        template <class Function>
+        CUTE_DEVICE void for_each_sums(Flash_bwd_params const &params, Function const &f) const {
+            int const blocks = Block::blocks_of_head(params);
+            CUTE_NO_UNROLL
+            for (int i = 0; i < params.h_h_k_ratio * blocks; ++i) {
+                int const head = tile().head_q + i / blocks;
+                int const block = i % blocks;
+                f(DqSumsSm90<Traits>(params.dq_accum_ptr, sums_row(params, head, block), thread),
+                  (tile().batch * params.h + head) * blocks + block);
+            }
+        }
+        // Before the first tile of a head, and after the last one.
+        CUTE_DEVICE void begin_head(Flash_bwd_params const &params) const {
+            for_each_sums(params, [](auto const &sums, int) { sums.zero(); });
+            if constexpr (Traits::kBulkDq) {
+                sm90::fence_async_proxy_global();
+                __syncwarp();
+            }
+        }
+        CUTE_DEVICE void end_head(Flash_bwd_params const &params) const {
+            if constexpr (Traits::kBulkDq) {
+                sm90::bulk_wait();
+                __syncwarp();
+                sm90::fence_async_proxy_global();
+            }
+            if (params.dq_ptr == nullptr) return;
+            for_each_sums(params,
+                          [&](auto const &sums, int i) { sums.round(params, Block(params, i)); });
+        }
+
         // Adds dQ of a block, a part of it, to the sums, which lie in the order of each warp's
         // accumulators. rDq: ((2, 2, N/8), 1, 1).
         template <int kFirstColumn = 0, class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
                                 Acc const &rDq) const {
-            int const entry = Traits::kVarlen ? 0 : tile().batch;
-            int64_t const row = (int64_t(entry) * params.h + head) * params.seqlen_q_rounded +
-                                Scheduler::stats_begin(tile()) + block * kTileM;
+            int64_t const row = sums_row(params, head, block);
             constexpr int kColumns = 2 * decltype(size(rDq))::value;
             int const half = Traits::kWide ? rank : warpgroup;
             int const begin = Traits::dq_begin(half * 4 + thread / 32 % 4) + 16 * kFirstColumn;
@@ -325,6 +368,7 @@ struct MainloopBwdSm90 {
             tiles.advance();
         }
 
+        using Block = BlockOfDq<Traits::kConfig, kTileM>;
         using ShapeS = Shape<Int<kTileN>, Int<kTileM>>;
         using ShapeDkv = Shape<Int<kTileN>, Int<kHeadDim>>;
         using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileM / 16>>>;
@@ -339,6 +383,17 @@ struct MainloopBwdSm90 {
         }
         CUTE_DEVICE void pass_turn() const {
             if constexpr (Traits::kTurns) sm90::named_barrier_arrive(2 - warpgroup, 256);
+        }
+
+        // Of a tile what is complete: the gradients of its keys, and dQ of an owned head.
+        template <class Acc>
+        CUTE_DEVICE void store_tile(Flash_bwd_params const &params, Acc &tKrDk, Acc &tKrDv) const {
+            if (params.dk_ptr != nullptr) {
+                store_dv(params, tKrDv);
+                store_dk(params, tKrDk);
+            }
+            bool const last = tile().m_block == Scheduler::num_n_blocks(params) - 1;
+            if (Traits::kMayOwnHeads && owns && last) end_head(params);
         }
 
         CUTE_DEVICE void run(Flash_bwd_params const &params) {
@@ -406,6 +461,7 @@ struct MainloopBwdSm90 {
 
             CUTE_NO_UNROLL
             while (await_tile()) {
+                if (Traits::kMayOwnHeads && owns && tile().m_block == 0) begin_head(params);
                 clear(rDk);
                 clear(rDv);
                 int const count = tile().blocks.count;
@@ -451,10 +507,7 @@ struct MainloopBwdSm90 {
                     release(&storage.k_empty);
                     release(&storage.v_empty);
                 }
-                if (params.dk_ptr != nullptr) {
-                    store_dv(params, tKrDv);
-                    store_dk(params, tKrDk);
-                }
+                store_tile(params, tKrDk, tKrDv);
                 release_tile();
             }
             if constexpr (Traits::kBulkDq) sm90::bulk_wait();

@@ -63,8 +63,11 @@ struct ProducerBwdSm90 {
                                     tile.head_k, tile.batch, column);
     }
     // The number of the next tile. The first CTA of a cluster draws it for both.
-    CUTE_DEVICE int next(TileQueue const &queue, int index) {
+    CUTE_DEVICE int next(Flash_bwd_params const &params, TileQueue const &queue, int index) {
         int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
+        if (Traits::kMayOwnHeads && queue.group == 0) {
+            return Scheduler::next_owned(params, index, workers);
+        }
         if constexpr (Traits::kCluster > 1 && Traits::kWorkStealing) {
             if (queue.counter == nullptr) return queue.next(index, workers);
             auto &other = storage.other;
@@ -119,12 +122,13 @@ struct ProducerBwdSm90 {
         if constexpr (Traits::kVarlen) cudaGridDependencySynchronize();
         auto const &queue = Scheduler::queue(params, launched);
         int index = static_cast<int>(blockIdx.x) / Traits::kCluster;
+        if (Traits::kMayOwnHeads && queue.group == 0) index = Scheduler::first_owned(params, index);
         WorkTile tile = Scheduler::get_tile(params, queue, index);
         if constexpr (!Traits::kVarlen) cudaGridDependencySynchronize();
         publish(tile);
         CUTE_NO_UNROLL
         while (tile.m_block >= 0) {
-            index = next(queue, index);
+            index = next(params, queue, index);
             int const count = tile.blocks.count;
             int head = tile.head_q;
             int n = count - 1;

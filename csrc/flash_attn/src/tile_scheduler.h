@@ -100,7 +100,9 @@ struct TileScheduler {
 // the next tile that no other has; without one each takes every workers-th.
 struct TileQueue {
     int tiles;
-    int group;          // heads whose tiles are scheduled together: heads_in_group()
+    // Heads whose tiles are scheduled together: heads_in_group(). 0 in a backward: each CTA
+    // computes whole heads.
+    int group;
     unsigned *counter;  // tiles taken beyond the first of each worker; null: no work stealing
     // Of the parts of each split tile that are stored; null: a kernel merges them.
     unsigned *arrivals;

@@ -68,6 +68,37 @@ struct TileSchedulerBwdSm90 {
         return kVarlen ? row_stats_begin(tile.row_q, tile.batch) : 0;
     }
 
+    // Whether each CTA owns key heads: computes all tiles of one head after the other. It alone
+    // adds to their sums of dQ then, in a place of its own, and writes the zeros and rounds the
+    // sums itself, while they are in L2: for short sequences, of which there are many, as the heads
+    // of all CTAs are in L2 at once. An H100 has 50 MB.
+    CUTE_HOST_DEVICE static bool owns_heads(Flash_bwd_params const &params, int sms) {
+        constexpr int64_t kBytes = 45 << 20;  // of sums, each time that they are added to
+        if (!Traits::kMayOwnHeads) {
+            return false;
+        }
+        auto const ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+        int64_t const blocks = num_n_blocks(params);
+        int64_t const all = int64_t(params.b) * params.h_k;
+        int64_t const bytes = int64_t(params.h_h_k_ratio) * params.seqlen_q_rounded *
+                              (4 * Traits::kHeadDim) * cute::min(all, int64_t(sms));
+        int64_t const twice = Traits::kMask == MaskKind::causal ? blocks + 1 : 2 * blocks;
+        // The whole of each head on one SM may cost what is saved otherwise, a sixth.
+        bool const fills =
+            5 * ceil_div(all, sms) * blocks <= 6 * ceil_div(all * blocks, sms) && blocks > 0;
+        return fills && bytes <= kBytes && bytes * twice <= 2 * kBytes &&
+               (all + sms) * blocks <= INT32_MAX;
+    }
+    // The first tile of a worker, and the one after tile `index`, where CTAs own heads.
+    CUTE_HOST_DEVICE static int first_owned(Flash_bwd_params const &params, int worker) {
+        return worker * num_n_blocks(params);
+    }
+    CUTE_HOST_DEVICE static int next_owned(Flash_bwd_params const &params, int index, int workers) {
+        int const n_blocks = num_n_blocks(params);
+        ++index;
+        return index % n_blocks != 0 ? index : index + (workers - 1) * n_blocks;
+    }
+
     // With the number of tiles that a ragged batch has.
     CUTE_DEVICE static auto queue(Flash_bwd_params const &params, TileQueue const &launched)
         -> std::conditional_t<kVarlen, TileQueue, TileQueue const &> {
@@ -95,6 +126,10 @@ struct TileSchedulerBwdSm90 {
         // first. So does the group that is not full.
         int const n_blocks = num_n_blocks(params);
         int const all = params.b * params.h_k;
+        if (Traits::kMayOwnHeads && queue.group == 0) {  // CTAs own heads
+            int const head = index / n_blocks;
+            return tile_of(params, index - head * n_blocks, all - 1 - head);
+        }
         int const first = (all - 1) % queue.group + 1;  // heads of the first group
         int const behind = index - first * n_blocks;    // tiles since that
         int const full_groups = behind < 0 ? 0 : behind / (queue.group * n_blocks);
@@ -102,7 +137,12 @@ struct TileSchedulerBwdSm90 {
         int const begin = behind < 0 ? 0 : first + full_groups * queue.group;
         int const within = index - begin * n_blocks;
         int const n = within / heads;
-        int const batch_head = all - 1 - (begin + within - n * heads);
+        return tile_of(params, n, all - 1 - (begin + within - n * heads));
+    }
+
+  private:
+    CUTE_HOST_DEVICE static WorkTile tile_of(Flash_bwd_params const &params, int n,
+                                             int batch_head) {
         WorkTile tile{.m_block = n, .batch = batch_head / params.h_k};
         tile.head = batch_head - tile.batch * params.h_k;
         tile.head_q = tile.head * params.h_h_k_ratio;
@@ -113,7 +153,6 @@ struct TileSchedulerBwdSm90 {
         return tile;
     }
 
-  private:
     CUTE_HOST_DEVICE static void set_blocks(Flash_bwd_params const &params, WorkTile &tile) {
         tile.blocks = blocks(params, tile);
         Info::mask_behind_keys(tile, kVarlen ? tile.seqlen_k : params.seqlen_k);

@@ -87,6 +87,11 @@ inline void barrier_arrive_copies(Barrier *barrier) { sim::mbarrier_arrive_copie
 inline void await_copies() { sim::cp_async_wait_all(); }
 
 inline void fence_async_proxy() { sim::fence_async_proxy(); }
+// Global memory has no proxies here.
+inline void fence_async_proxy_global() {}
+
+// No cache is modelled.
+inline float4 load_from_l2(float4 const *gmem) { return *gmem; }
 
 inline void reduce_add(float *gmem, float a, float b, float c, float d) {
     float const values[] = {a, b, c, d};
