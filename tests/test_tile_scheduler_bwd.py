@@ -161,4 +161,10 @@ def test_heads_are_owned_where_they_are_short_and_fill_the_sms(lib):
     assert owns(1, 1, 1, 128) and not owns(1, 1, 1, 256)
     assert not owns(12, 11, 11, 128, 0), "there is no tile"
     assert not owns(12, 11, 11, 2**31 - 128, 2**31 - 128), "no product leaves 64 bits"
-    assert not owns(1 << 15, 1 << 10, 1 << 10, 256, 64 * KEYS)
+    many = 1 << 10, 1 << 10, 128, 5 * KEYS  # indices go on behind the last tile
+    assert owns(419430, *many) and not owns(419431, *many)
+    # Long sums take long, however few heads there are; with many keys for few queries nearly all
+    # tiles add to each row.
+    assert owns(1, 1, 1, 640, 77) and not owns(1, 1, 1, 768, 77)
+    assert not owns(1, 64, 1, 128) and owns(1, 5, 1, 128)
+    assert owns(12, 11, 11, 384, 256) and not owns(12, 33, 11, 128, 256)

@@ -277,11 +277,16 @@ def test_nothing_else_is_written(head_dim: int, mask: str) -> None:
         check_that_nothing_else_is_written(config)
 
 
-def check_that_nothing_else_is_written(config: BwdConfig) -> None:
-    """The kernels themselves, on gradients and a workspace surrounded by NaN."""
+def check_that_nothing_else_is_written(
+    config: BwdConfig, shape: tuple[int, int, int, int, int] = (2, 133, 150, 4, 2)
+) -> torch.Tensor:
+    """The kernels themselves, on gradients and a workspace surrounded by NaN.
+
+    shape: b, seqlen_q, seqlen_k, h, h_k. Returns the sums of dQ, flat.
+    """
     target = "".join(map(str, torch.cuda.get_device_capability()))
     kernel = abi.FlashKernel.from_address(jit.get_kernel(config, target).address)
-    b, seqlen_q, seqlen_k, h, h_k, d = 2, 133, 150, 4, 2, config.head_dim - 8
+    (b, seqlen_q, seqlen_k, h, h_k), d = shape, config.head_dim - 8
     inputs, dout = _problem((b, seqlen_q, seqlen_k, h, h_k, d), DTYPE_OF[config.dtype])
     q, k, v = (x.detach() for x in inputs)
     masks = {"none": {}, "causal": {"causal": True}, "local": {"window_size": (40, 10)}}
@@ -312,6 +317,7 @@ def check_that_nothing_else_is_written(config: BwdConfig) -> None:
     assert margin[::2].isnan().all() and small[::2].isnan().all() and small[1, h:].isnan().all()
     found = {name: x.view for name, x in written.items()} | {"dsinks": small[1, :h]}
     testing.check_backward(found, q, k, v, dout, sinks=sinks, **options)
+    return sums[1]
 
 
 @pytest.mark.parametrize("which", range(1, 16))

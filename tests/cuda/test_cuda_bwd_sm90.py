@@ -158,6 +158,9 @@ def test_heads_owned_by_a_cta(dense: BwdConfig, lengths, poisoned_outputs) -> No
             assert all(x.equal(y) for x, y in zip(first[:3], again, strict=False))
     found = dict(zip(NAMES[:3], first, strict=False))
     testing.check_backward(found, q, k, v, dout, **options)
+    # And they are owned: of the sums only those of a head for each CTA are used.
+    sums = check_that_nothing_else_is_written(dense, (4, *lengths, ratio * h_k, h_k))
+    assert sums.view(4 * h_k, -1).isnan().all(1).tolist() == [False] * sms + [True] * sms
 
 
 def case_of(config: BwdConfig, seed: int) -> Case:

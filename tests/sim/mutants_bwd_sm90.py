@@ -124,7 +124,7 @@ MUTANTS = (
     _numerics(
         "no zeros for the sums of an owned head",
         _MAINLOOP,
-        "if (Traits::kMayOwnHeads && owns && tile().m_block == 0) begin_head(params);",
+        "if (Traits::kMayOwnHeads && owns) begin_owned(params);",
         "",
     ),
     _numerics(
@@ -145,6 +145,12 @@ MUTANTS = (
         _MAINLOOP,
         "params.h_h_k_ratio + head - tile().head_q",
         "params.h_h_k_ratio",
+    ),
+    _numerics(
+        "all CTAs add to the same sums of owned heads",
+        _MAINLOOP,
+        "? int64_t(blockIdx.x) * params",
+        "? int64_t(0) * params",
     ),
     _numerics(
         "a CTA passes over a head of its own",

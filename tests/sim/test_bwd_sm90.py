@@ -91,10 +91,12 @@ def test_few_sms(config, sms):
 
 
 @pytest.mark.parametrize("wanted", [(), ("dq",), ("dk", "dv")], ids="-".join)
-def test_only_gradients_that_are_wanted_are_written(wanted):
-    problem = make_problem(ROWS, (2, 100, 150, 4, 2), extras=True)
-    every = passed(problem.run(ROWS))
-    some = passed(problem.run(ROWS, wanted=wanted))
+@pytest.mark.parametrize("shape", [(2, 100, 150, 4, 2), OWNED[1]], ids=["shared", "owned"])
+@pytest.mark.parametrize("config", [ROWS, COLUMNS], ids=lambda c: c.full_name)
+def test_only_gradients_that_are_wanted_are_written(config, shape, wanted):
+    problem = make_problem(config, shape, extras=True)
+    every = passed(problem.run(config))
+    some = passed(problem.run(config, wanted=wanted))
     assert some.outputs.keys() == {*wanted, "dsinks", "row_stats", "dq_accum"}
     assert same(some, every, (*wanted, "dsinks"))
     assert bool(some.counters["wgmma"]) == bool(wanted)

@@ -229,7 +229,7 @@ CUTE_DEVICE unsigned add_acq_rel(unsigned *counter, unsigned value) {
     return before;
 }
 
-// Loads four neighbouring floats from L2: what this thread has added there, no older copy of L1's.
+// Loads four neighbouring floats from L2, where sums are, and not an older copy of L1's.
 CUTE_DEVICE float4 load_from_l2(float4 const *gmem) {
     float4 x;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"

@@ -216,14 +216,18 @@ struct MainloopBwdSm90 {
                   (tile().batch * params.h + head) * blocks + block);
             }
         }
-        // Before the first tile of a head, and after the last one.
-        CUTE_DEVICE void begin_head(Flash_bwd_params const &params) const {
+        // Before a tile of an owned head, whose sums the first one finds to be zeros. Those of
+        // different tiles are added one after the other, so dQ has the same bits each time.
+        CUTE_DEVICE void begin_owned(Flash_bwd_params const &params) const {
+            if constexpr (Traits::kBulkDq) sm90::bulk_wait();
+            if (tile().m_block > 0) return;
             for_each_sums(params, [](auto const &sums, int) { sums.zero(); });
             if constexpr (Traits::kBulkDq) {
                 sm90::fence_async_proxy_global();
                 __syncwarp();
             }
         }
+        // After the last one.
         CUTE_DEVICE void end_head(Flash_bwd_params const &params) const {
             if constexpr (Traits::kBulkDq) {
                 sm90::bulk_wait();
@@ -461,7 +465,7 @@ struct MainloopBwdSm90 {
 
             CUTE_NO_UNROLL
             while (await_tile()) {
-                if (Traits::kMayOwnHeads && owns && tile().m_block == 0) begin_head(params);
+                if (Traits::kMayOwnHeads && owns) begin_owned(params);
                 clear(rDk);
                 clear(rDv);
                 int const count = tile().blocks.count;

@@ -45,7 +45,7 @@ struct TileSchedulerBwdSm90 {
 
     // Key heads whose tiles are scheduled together, so that under a causal mask the launch ends
     // with short ones. What their query heads read and add up should stay in L2; of long heads few
-    // rows are in work at a time, and more of them add to fewer sums at once.
+    // rows are in work at a time, and with more heads fewer CTAs add to the same sums at once.
     CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers) {
         constexpr int64_t kL2Bytes = 24 << 20;  // of the 50 MB an H100 or H200 has
         constexpr int64_t kFewHeads = 4;
@@ -70,20 +70,22 @@ struct TileSchedulerBwdSm90 {
 
     // Whether each CTA owns key heads: computes all tiles of one head after the other. It alone
     // adds to their sums of dQ then, in a place of its own, and writes the zeros and rounds the
-    // sums itself, while they are in L2: for short sequences, of which there are many, as the heads
-    // of all CTAs are in L2 at once. An H100 has 50 MB.
+    // sums itself, while they are in L2. So heads must be short, and so many that whole ones leave
+    // few SMs idle; heads of one tile always are.
     CUTE_HOST_DEVICE static bool owns_heads(Flash_bwd_params const &params, int sms) {
-        constexpr int64_t kBytes = 45 << 20;  // of sums, each time that they are added to
+        // Sums of a CTA, times the tiles that add to each: of 132 CTAs 45 MB of the 50 of L2.
+        constexpr int64_t kBytes = 349 << 10;
         if (!Traits::kMayOwnHeads) {
             return false;
         }
         auto const ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
         int64_t const blocks = num_n_blocks(params);
         int64_t const all = int64_t(params.b) * params.h_k;
-        int64_t const bytes = int64_t(params.h_h_k_ratio) * params.seqlen_q_rounded *
-                              (4 * Traits::kHeadDim) * cute::min(all, int64_t(sms));
-        int64_t const twice = Traits::kMask == MaskKind::causal ? blocks + 1 : 2 * blocks;
-        // The whole of each head on one SM may cost what is saved otherwise, a sixth.
+        int64_t const bytes =
+            int64_t(params.h_h_k_ratio) * params.seqlen_q_rounded * (4 * Traits::kHeadDim);
+        bool const half = Traits::kMask == MaskKind::causal && params.seqlen_q >= params.seqlen_k;
+        int64_t const twice = half ? blocks + 1 : 2 * blocks;
+        // At most 1.2 times the tiles for an SM; what is saved is more.
         bool const fills =
             5 * ceil_div(all, sms) * blocks <= 6 * ceil_div(all * blocks, sms) && blocks > 0;
         return fills && bytes <= kBytes && bytes * twice <= 2 * kBytes &&
@@ -122,8 +124,8 @@ struct TileSchedulerBwdSm90 {
             return tile;
         }
         // The first keys of a causal mask are seen by most queries. The last heads come first, as
-        // the kernel before has just written zeros for them, and the one behind begins with the
-        // first. So does the group that is not full.
+        // the kernel before has just written zeros for them, and the one behind rounds the sums of
+        // the first ones first. The group that is not full comes first, too.
         int const n_blocks = num_n_blocks(params);
         int const all = params.b * params.h_k;
         if (Traits::kMayOwnHeads && queue.group == 0) {  // CTAs own heads
