@@ -116,8 +116,8 @@ MUTANTS = (
     _simulator(
         "kernel ends before the sums of dQ are complete",
         _MAINLOOP,
-        "if constexpr (Traits::kBulkDq) sm90::bulk_wait();",
-        "",
+        "if constexpr (Traits::kBulkDq) sm90::bulk_wait();\n        }\n",
+        "}\n",
         r"exits (while a TMA store|before a bulk reduction)",
         COLUMNS,
     ),

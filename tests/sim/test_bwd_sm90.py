@@ -28,7 +28,7 @@ CONFIGS = [with_mask(config, mask) for config in EVERY for mask in MASKS]
 # And several tiles for a CTA, whose keys are cut by the end.
 LONG = (1, 300, 700, 2, 1)
 # On three SMs the CTAs own heads, of one, two and three tiles of keys, and of two query heads.
-OWNED = ((6, 70, 128, 1, 1), (1, 200, 256, 12, 6), (3, 130, 300, 1, 1))
+OWNED = ((6, 70, 128, 1, 1), (1, 100, 256, 12, 6), (3, 100, 300, 1, 1))
 NARROW = [config for config in CONFIGS if config.head_dim <= 128]
 
 
