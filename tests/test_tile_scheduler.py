@@ -33,18 +33,13 @@ class WorkTile(ctypes.Structure):
     ]
 
 
-@pytest.fixture(scope="module")
-def lib():
+def compiled(cases: Path, configs: str) -> ctypes.CDLL:
+    """The functions of a file of cases, which the text of its configurations precedes."""
     cuda = toolchain.find_cuda_headers()
-    plain = dataclasses.replace(CAUSAL, mask="none")
-    configs = "".join(
-        f"static constexpr flash::FwdConfig {name}{config.to_cpp()};\n"
-        for name, config in (("kPlain", plain), ("kCausal", CAUSAL))
-    )
     unit = build.Unit(
-        name="tile_scheduler_cases",
+        name=cases.stem,
         target="host",
-        source=f'#include "flash.h"\n{configs}{CASES.read_text()}',
+        source=f'#include "flash.h"\n{configs}{cases.read_text()}',
         suffix=".cpp",
         flags=("-std=c++20", "-O1", "-w", "-fPIC", "-shared"),
         project_dirs=(sources.kernel_include_dir(),),
@@ -53,6 +48,17 @@ def lib():
     )
     found = ctypes.CDLL(build.build(unit, toolchain.find_host_compiler()).artefact.path)
     found.num_tiles.restype = ctypes.c_int64
+    return found
+
+
+@pytest.fixture(scope="module")
+def lib():
+    plain = dataclasses.replace(CAUSAL, mask="none")
+    configs = "".join(
+        f"static constexpr flash::FwdConfig {name}{config.to_cpp()};\n"
+        for name, config in (("kPlain", plain), ("kCausal", CAUSAL))
+    )
+    found = compiled(CASES, configs)
     found.tile.restype = found.tile_in_group.restype = WorkTile
     found.tile.argtypes = (ctypes.c_void_p, ctypes.c_bool, ctypes.c_int)
     return found

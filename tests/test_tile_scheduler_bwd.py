@@ -8,10 +8,9 @@ import itertools
 from pathlib import Path
 
 import pytest
-from test_tile_scheduler import WorkTile
+from test_tile_scheduler import WorkTile, compiled
 
 from flashcute import heuristics
-from flashcute.jit import build, sources, toolchain
 from flashcute.jit.abi import ROW_STATS_MULTIPLE, FlashBwdParams
 
 CAUSAL = heuristics.sm90_bwd_config("bf16", 128, "causal")
@@ -21,20 +20,8 @@ KEYS = CAUSAL.dkv.rows
 
 @pytest.fixture(scope="module")
 def lib():
-    cuda = toolchain.find_cuda_headers()
     config = f"static constexpr flash::BwdConfig kCausal{CAUSAL.to_cpp()};\n"
-    unit = build.Unit(
-        name="tile_scheduler_bwd_cases",
-        target="host",
-        source=f'#include "flash.h"\n{config}{CASES.read_text()}',
-        suffix=".cpp",
-        flags=("-std=c++20", "-O1", "-w", "-fPIC", "-shared"),
-        project_dirs=(sources.kernel_include_dir(),),
-        external_dirs=(sources.cutlass_include_dir(), cuda.include, cuda.cccl),
-        external=(f"CUTLASS {sources.cutlass_version()}", f"CUDA {cuda.version}"),
-    )
-    found = ctypes.CDLL(build.build(unit, toolchain.find_host_compiler()).artefact.path)
-    found.num_tiles.restype = ctypes.c_int64
+    found = compiled(CASES, config)
     found.get_tile.restype = WorkTile
     found.owns_heads.restype = ctypes.c_bool
     return found
