@@ -48,8 +48,8 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kLoadRegisters = kWide ? 40 : 24;
     static constexpr int kMmaRegisters = (3 * 168 - kLoadRegisters) / 2;
 
-    // The warpgroups take turns on the tensor cores. At d = 64, whose exponentials take longest,
-    // that makes no difference.
+    // The warpgroups take turns on the tensor cores. At d = 64 that made no difference
+    // (docs/tried_sm90.md).
     static constexpr bool kTurns = kHeadDim > 64 && !kWide;
 
     // Whether CTAs may own heads: TileSchedulerBwdSm90::owns_heads().

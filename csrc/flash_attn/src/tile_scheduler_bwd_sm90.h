@@ -85,7 +85,8 @@ struct TileSchedulerBwdSm90 {
             int64_t(params.h_h_k_ratio) * params.seqlen_q_rounded * (4 * Traits::kHeadDim);
         bool const half = Traits::kMask == MaskKind::causal && params.seqlen_q >= params.seqlen_k;
         int64_t const twice = half ? blocks + 1 : 2 * blocks;
-        // At most 1.2 times the tiles for an SM; what is saved is more.
+        // At most 1.2 times the tiles for an SM. With waves that are full both ways, owning is 1.12
+        // to 1.45 times as fast (docs/facts.md); others were not timed.
         bool const fills =
             5 * ceil_div(all, sms) * blocks <= 6 * ceil_div(all * blocks, sms) && blocks > 0;
         return fills && bytes <= kBytes && bytes * twice <= 2 * kBytes &&
