@@ -4,6 +4,7 @@
 #include <arch_sm90.h>
 #include <cutlass/numeric_types.h>
 
+#include <cstddef>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
@@ -200,6 +201,12 @@ struct KernelTraitsBwdSm90 {
         [[no_unique_address]] cute::array<sm90::Barrier, kWide ? 1 : 0> p_full, p_empty;
     };
     static constexpr int kSmemBytes = sizeof(SharedStorage);
+    // nvcc pads in front of a member without bytes up to its alignment, the host's compiler, whose
+    // size is launched, does not.
+    static_assert(offsetof(SharedStorage, stats) ==
+                  (kWide ? offsetof(SharedStorage, p) + sizeof(SharedStorage::p)
+                         : offsetof(SharedStorage, ds) + sizeof(SharedStorage::ds) +
+                               (kBulkDq ? sizeof(SharedStorage::dq) : 0)));
 };
 
 }  // namespace flash
