@@ -253,6 +253,7 @@ def test_overlapping_sets_build_each_unit_once(tmp, monkeypatch):
 
 def test_one_run_of_ninja_publishes_each_unit_as_it_ends(tmp, monkeypatch):
     monkeypatch.setenv("TEST_SLEEP", "0.5")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     started = []
     popen = subprocess.Popen
     monkeypatch.setattr(
@@ -270,9 +271,25 @@ def test_one_run_of_ninja_publishes_each_unit_as_it_ends(tmp, monkeypatch):
     assert [Path(command[0]).name for command in started] == ["ninja"]
 
 
-def test_one_job_leaves_the_units_that_wait_to_other_processes(tmp):
-    units = sorted((numbered_unit(i) for i in range(3)), key=lambda unit: unit.name)
+@pytest.mark.parametrize(
+    ("told", "jobs", "cores", "most"),
+    [
+        (True, 1, 1, 1),
+        (True, 1, 4, 1),
+        (True, 2, 4, 4),
+        (True, 2, 2, 5),
+        (False, 2, 4, 5),  # as memory is short, which other processes would take
+    ],
+)
+def test_few_jobs_leave_the_units_that_wait_to_other_processes(
+    tmp, monkeypatch, told, jobs, cores, most
+):
+    units = sorted((numbered_unit(i) for i in range(5)), key=lambda unit: unit.name)
     compiler = counting_compiler(tmp)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(build, "_AT_A_TIME", 2)
+    monkeypatch.setattr(build, "available_memory", lambda: jobs * build.BYTES_PER_JOB)
+    monkeypatch.delenv("FLASHCUTE_JOBS", raising=False)
 
     def held(unit):
         lock = cache.Lock(tmp / "cache", build._stem(unit, unit.key(compiler)))
@@ -281,8 +298,15 @@ def test_one_job_leaves_the_units_that_wait_to_other_processes(tmp):
         return not free
 
     seen = []
-    build.build_many(units, compiler, 1, lambda _: seen.append(sum(map(held, units))))
-    assert seen == [0, 0, 0]  # those built are released, the others not taken yet
+    build.build_many(
+        units,
+        compiler,
+        jobs if told else None,
+        lambda _: seen.append(sum(map(held, units))),
+    )
+    # Those built are released, the others not taken yet.
+    rounds = [min(most, 5 - begin) for begin in range(0, 5, most)]
+    assert seen == [held for taken in rounds for held in reversed(range(taken))]
 
 
 def test_an_interrupted_run_ends_its_compilers_and_leaves_nothing(tmp, monkeypatch):

@@ -1,11 +1,11 @@
 """Builds shared objects: one source, one compiler run, one entry of the cache.
 
 All entries missing for a call are built by one run of ninja, with an edge for each compiler run.
-With one job there is a run for each entry instead, so that other processes which need the same
-entries can build some of them meanwhile. Every word of a command is quoted, so no path or variable
-is parsed as a command. Every entry has a file lock, which the operating system releases when its
-holder dies. Processes that need the same entry build it once. No process waits for a lock while it
-holds another, so there is no deadlock.
+Told to have fewer jobs than cores, it takes a few entries for each run instead, with one job one,
+so that other processes which need the same entries can build some of them meanwhile. Every word of
+a command is quoted, so no path or variable is parsed as a command. Every entry has a file lock,
+which the operating system releases when its holder dies. Processes that need the same entry build
+it once. No process waits for a lock while it holds another, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .toolchain import BuildError, Compiler
 logger = logging.getLogger("flashcute")
 
 BYTES_PER_JOB = 5 << 30  # peak memory of one nvcc on a CuTe attention kernel
+_AT_A_TIME = 4  # entries for each job, in a run that leaves others to other processes
 _LOG_LINES = 40  # of a failed compiler run that an error message quotes
 _NINJA_STATUS = "finished: "  # begins the line that ninja prints as an edge ends
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -404,7 +405,11 @@ def default_jobs() -> int:
     jobs = env.read().jobs
     if jobs is not None:
         return jobs
-    return max(1, min(len(os.sched_getaffinity(0)), available_memory() // BYTES_PER_JOB))
+    return max(1, min(_cores(), available_memory() // BYTES_PER_JOB))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def available_memory() -> int:
@@ -433,9 +438,10 @@ def build_many(
 ) -> list[BuildResult]:
     """Builds ``units``, up to ``jobs`` at once, and returns a result for each, in their order.
 
-    A unit that fails is reported in its result and does not stop the others. ``progress`` is
-    called from this thread as each one finishes, ``watch`` about twice a second with what is being
-    compiled; :class:`flashcute.jit.progress.Progress` has both.
+    A unit that fails is reported in its result and does not stop the others. Where ``jobs`` or
+    ``FLASHCUTE_JOBS`` are less than the cores, other processes may build, too: it takes few units
+    at a time then. ``progress`` is called from this thread as each one finishes, ``watch`` about
+    twice a second with what is being compiled; :class:`flashcute.jit.progress.Progress` has both.
 
     Raises:
         BuildError: where the cache folder or ninja cannot be used.
@@ -461,11 +467,16 @@ def build_many(
         missing.sort(key=lambda index: _stem(units[index], keys[index]))
     while missing:
         limit = jobs or default_jobs()
+        # Told to have fewer jobs than cores, it leaves units to processes that have the others.
+        share = jobs or env.read().jobs
+        most = len(missing)
+        if share is not None and share < max(_cores(), 2):
+            most = share if share == 1 else _AT_A_TIME * share
         with contextlib.ExitStack() as stack:
             edges: dict[_Edge, int] = {}
             busy, later = [], []
             for index in missing:
-                if edges and limit == 1:
+                if len(edges) == most:
                     later.append(index)
                     continue
                 with cache.writing(folder):
