@@ -289,7 +289,7 @@ def test_mutant_is_found(mutant, mutants):
             problem = paged(config, lengths, page_size, **options)
         else:
             problem = contiguous(config, lengths, leftpad=leftpad, **options)
-        sinks = {"sinks": SINKS} if seed < 2 else {}
+        sinks = {"sinks": SINKS} if seed in (0, 1, 4) else {}
         more = {"pack_heads": packs, "timeout": 120, "seed": seed} | sinks
         result = run(config, problem, Splits(3), kernel=mutants[mutant.name], **more)
         if mutant.report:
