@@ -272,17 +272,20 @@ def test_one_run_of_ninja_publishes_each_unit_as_it_ends(tmp, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("told", "jobs", "cores", "most"),
+    ("by", "jobs", "cores", "most"),
     [
-        (True, 1, 1, 1),
-        (True, 1, 4, 1),
-        (True, 2, 4, 4),
-        (True, 2, 2, 5),
-        (False, 2, 4, 5),  # as memory is short, which other processes would take
+        ("environment", 1, 1, 1),
+        ("environment", 1, 4, 1),
+        ("environment", 2, 4, 4),
+        ("environment", 2, 2, 5),
+        ("argument", 1, 4, 1),
+        ("argument", 2, 4, 5),  # of one command, whose compilers one run keeps busy
+        ("memory", 1, 4, 1),
+        ("memory", 2, 4, 5),  # other processes would take the same memory
     ],
 )
 def test_few_jobs_leave_the_units_that_wait_to_other_processes(
-    tmp, monkeypatch, told, jobs, cores, most
+    tmp, monkeypatch, by, jobs, cores, most
 ):
     units = sorted((numbered_unit(i) for i in range(5)), key=lambda unit: unit.name)
     compiler = counting_compiler(tmp)
@@ -290,6 +293,8 @@ def test_few_jobs_leave_the_units_that_wait_to_other_processes(
     monkeypatch.setattr(build, "_AT_A_TIME", 2)
     monkeypatch.setattr(build, "available_memory", lambda: jobs * build.BYTES_PER_JOB)
     monkeypatch.delenv("FLASHCUTE_JOBS", raising=False)
+    if by == "environment":
+        monkeypatch.setenv("FLASHCUTE_JOBS", str(jobs))
 
     def held(unit):
         lock = cache.Lock(tmp / "cache", build._stem(unit, unit.key(compiler)))
@@ -301,7 +306,7 @@ def test_few_jobs_leave_the_units_that_wait_to_other_processes(
     build.build_many(
         units,
         compiler,
-        jobs if told else None,
+        jobs if by == "argument" else None,
         lambda _: seen.append(sum(map(held, units))),
     )
     # Those built are released, the others not taken yet.

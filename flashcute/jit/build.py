@@ -1,11 +1,11 @@
 """Builds shared objects: one source, one compiler run, one entry of the cache.
 
 All entries missing for a call are built by one run of ninja, with an edge for each compiler run.
-Told to have fewer jobs than cores, it takes a few entries for each run instead, with one job one,
-so that other processes which need the same entries can build some of them meanwhile. Every word of
-a command is quoted, so no path or variable is parsed as a command. Every entry has a file lock,
-which the operating system releases when its holder dies. Processes that need the same entry build
-it once. No process waits for a lock while it holds another, so there is no deadlock.
+Where FLASHCUTE_JOBS gives fewer jobs than cores a run takes a few entries instead, with one job
+one, so that other processes which need the same entries can build some of them meanwhile. Every
+word of a command is quoted, so no path or variable is parsed as a command. Every entry has a file
+lock, which the operating system releases when its holder dies. Processes that need the same entry
+build it once. No process waits for a lock while it holds another, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -438,10 +438,11 @@ def build_many(
 ) -> list[BuildResult]:
     """Builds ``units``, up to ``jobs`` at once, and returns a result for each, in their order.
 
-    A unit that fails is reported in its result and does not stop the others. Where ``jobs`` or
-    ``FLASHCUTE_JOBS`` are less than the cores, other processes may build, too: it takes few units
-    at a time then. ``progress`` is called from this thread as each one finishes, ``watch`` about
-    twice a second with what is being compiled; :class:`flashcute.jit.progress.Progress` has both.
+    A unit that fails is reported in its result and does not stop the others. With one job, or
+    where ``FLASHCUTE_JOBS`` gives less than the cores, it takes few units at a time and leaves the
+    others to other processes. ``progress`` is called from this thread as each one finishes,
+    ``watch`` about twice a second with what is being compiled;
+    :class:`flashcute.jit.progress.Progress` has both.
 
     Raises:
         BuildError: where the cache folder or ninja cannot be used.
@@ -467,11 +468,11 @@ def build_many(
         missing.sort(key=lambda index: _stem(units[index], keys[index]))
     while missing:
         limit = jobs or default_jobs()
-        # Told to have fewer jobs than cores, it leaves units to processes that have the others.
-        share = jobs or env.read().jobs
         most = len(missing)
-        if share is not None and share < max(_cores(), 2):
-            most = share if share == 1 else _AT_A_TIME * share
+        if limit == 1:
+            most = 1
+        elif jobs is None and env.read().jobs is not None and limit < _cores():
+            most = _AT_A_TIME * limit  # other processes have the other cores, and the same limit
         with contextlib.ExitStack() as stack:
             edges: dict[_Edge, int] = {}
             busy, later = [], []
