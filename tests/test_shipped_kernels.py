@@ -4,6 +4,7 @@ do not ship, most of them before a GPU has run them: there some faults would sho
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -18,7 +19,7 @@ from flashcute.heuristics import (
     fused_bwd_config,
     sm90_bwd_config,
 )
-from flashcute.jit import toolchain
+from flashcute.jit import build, kernels, toolchain
 from flashcute.jit.sources import kernel_include_dir
 from flashcute.problem import FwdProblem
 from flashcute.profiling.disassembly import read_binary
@@ -99,6 +100,22 @@ def test_ragged_backwards_with_options_do_not_spill(head_dim, mask, options, com
     (result,) = jit.build_kernels([(bwd_with_options(config, *options, varlen=True), TARGET)])
     assert result.error is None, result.error
     assert result.artefact.meta["spill_bytes"] == 0
+
+
+def test_shared_memory_that_the_host_lays_out_otherwise_is_refused(compiler, tmp_path):
+    """A member without bytes, aligned to more than what is around it: nvcc pads, the host's
+    compiler does not, and its size is what a launch asks for. The simulator has its layout."""
+    old = "alignas(128) [[no_unique_address]] cute::array<float, kBulkDq"
+    for header in kernel_include_dir().glob("*.h"):
+        text = header.read_text()
+        if header.name == "kernel_traits_bwd_sm90.h":
+            assert text.count(old) == 1
+            text = text.replace(old, old.replace("128", "1024"))
+        (tmp_path / header.name).write_text(text)
+    unit = kernels.kernel_unit(sm90_bwd_config("bf16", 192), TARGET)
+    unit = dataclasses.replace(unit, project_dirs=(tmp_path,))
+    (result,) = build.build_many([unit], toolchain.find_nvcc(), 1)
+    assert re.search(r"kernel_traits_bwd_sm90\.h.*static assertion failed", result.error)
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 4])
