@@ -21,6 +21,7 @@ _TILE = "work_tile.h"
 _SM80 = "mainloop_fwd_sm80.h"
 _SM90 = "mainloop_fwd_sm90.h"
 _PAGES = "paged_load_sm90.h"
+_REST = "rest_sm90.h"
 
 
 _OUTSIDE = "outside (every tensor|of )"
@@ -155,6 +156,37 @@ MUTANTS = (
         "return __shfl_sync(0xffffffffu, leads() ? queue.next(index) : 0, 0);",
         "return queue.next(index);",
         "missing lane",
+    ),
+    _numerics(
+        "a warpgroup with few rows at rest",
+        _REST,
+        "warpgroup * 64 < num_rows(",
+        "warpgroup * 64 + 16 < num_rows(",
+        _PAGED_90,
+    ),
+    _simulator(
+        "turn kept by a warpgroup at rest", _REST, "consumer.pass_turn();", "", "deadlock|barrier"
+    ),
+    _simulator(
+        "values never released by a warpgroup at rest",
+        _REST,
+        "Consumer::release(&storage.v_empty[consumer.v().stage()]);",
+        "",
+        "deadlock|barrier",
+    ),
+    _simulator(
+        "queries never released by a warpgroup at rest",
+        _REST,
+        "Consumer::release(&storage.q_empty[consumer.warpgroup]);",
+        "",
+        "deadlock|barrier",
+    ),
+    _simulator(
+        "share of zeros in V left out by a warpgroup at rest",
+        _REST,
+        "if (n == last) consumer.zero_rows_behind_keys(params, consumer.tile(), n);",
+        "",
+        "deadlock|barrier",
     ),
     _numerics("a split lost", _COMBINE, "position.parts, head,", "position.parts - 1, head,"),
     _numerics(

@@ -14,9 +14,9 @@ MUTANTS = (
     Mutant("V behind a sequence not zeroed", _MAINLOOP, _KEYS, "n--;", "numerics", "", ASKING),
     Mutant(
         "zeros in V not fenced",
-        _MAINLOOP,
-        "            sm90::fence_async_proxy();\n        }\n\n        // In a ragged batch",
-        "        }\n\n        // In a ragged batch",
+        "zero_rows_sm90.h",
+        "    sm90::fence_async_proxy();\n",
+        "",
         "simulator",
         "fence",
         ASKING,

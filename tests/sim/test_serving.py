@@ -240,6 +240,20 @@ def test_no_values_reach_beyond_the_tensors(config, seed):
         assert result.verdict == "pass", result.message
 
 
+def test_warpgroups_without_rows_compute_nothing():
+    """A tile is of two, with 64 rows each."""
+    config = PAGED[1]
+    assert config.arch == 90 and config.tile_m == 128
+    counters = []
+    for queries in (1, 64, 65, 128):
+        problem = paged(config, ((queries,), (200,)), 16, h=1, h_k=1)
+        result = run(config, problem, Splits(1))
+        check(result, config, problem)
+        counters.append(result.counters["wgmma"])
+    one = counters[0]
+    assert one > 0 and counters == [one, one, 2 * one, 2 * one]
+
+
 @each(PAGED[:2])
 def test_columns_behind_the_last_key_are_not_read(config):
     """The table ends where the last sequence's pages do."""

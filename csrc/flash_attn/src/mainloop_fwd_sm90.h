@@ -18,12 +18,14 @@
 #include "mma_traits_sm90.h"
 #include "paged_load_sm90.h"
 #include "pipeline_sm90.h"
+#include "rest_sm90.h"
 #include "score_mod.h"
 #include "softmax.h"
 #include "tensor_maps_sm90.h"
 #include "tile_scheduler.h"
 #include "utils.h"
 #include "work_tile.h"
+#include "zero_rows_sm90.h"
 
 namespace flash {
 
@@ -311,6 +313,11 @@ struct MainloopFwdSm90 {
         // The tile in work.
         CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
         CUTE_DEVICE OutputOffset const &output() const { return storage.output[tiles.stage()]; }
+        // Its copy, with a field read again that the loop would spill.
+        CUTE_DEVICE WorkTile at_end(WorkTile copy) const {
+            if constexpr (kMayRest<C>) copy.head_q = tile().head_q;
+            return copy;
+        }
 
         // S is complete: releases K's stage, and Q, after the tile's first block if all of it is in
         // registers, else after the last.
@@ -339,8 +346,8 @@ struct MainloopFwdSm90 {
             small = kSmallCap;
         }
 
-        // Waits for the next tile; false: there is none. The output of tiles without a key is
-        // written here.
+        // Waits for the next tile with rows of this warpgroup; false: there is none. The output of
+        // tiles without a key is written here.
         CUTE_DEVICE bool await_tile(Flash_fwd_params const &params) {
             CUTE_NO_UNROLL
             while (true) {
@@ -349,9 +356,15 @@ struct MainloopFwdSm90 {
                     return false;
                 }
                 if (tile().blocks.count > 0) {
-                    return true;
+                    if (has_rows<Traits>(params, tile(), warpgroup)) {
+                        // Both ways leave the same count in all lanes; nvcc needs to be told.
+                        if constexpr (kMayRest<C>) k.uses = __shfl_sync(0xffffffffu, k.uses, 0);
+                        return true;
+                    }
+                    rest(*this, params);
+                } else {
+                    Epilogue::store_empty(params, tile(), output(), thread);
                 }
-                Epilogue::store_empty(params, tile(), output(), thread);
                 release_tile();
             }
         }
@@ -414,21 +427,6 @@ struct MainloopFwdSm90 {
             if (masked) Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block());
         }
 
-        // Zeros in rows [begin, end) of a buffer, for wgmma to read after a barrier of `threads`
-        // threads, of which this one is `index`.
-        template <class SmemLayout>
-        CUTE_DEVICE static void zero_rows(Element *smem, SmemLayout const &layout, int begin,
-                                          int end, int index, int threads) {
-            Tensor sX = as_position_independent_swizzle_tensor(
-                make_tensor(make_smem_ptr(smem), layout));  // (rows, d)
-            constexpr int kPieces = kHeadDim / 8;           // of 16 bytes
-            CUTE_NO_UNROLL
-            for (int i = begin * kPieces + index; i < end * kPieces; i += threads) {
-                *reinterpret_cast<uint4 *>(&sX(i / kPieces, i % kPieces * 8)) = uint4{};
-            }
-            sm90::fence_async_proxy();
-        }
-
         // In a ragged batch the box of a sequence's last rows goes on with those of the next one,
         // where a dense batch has zeros. Queries behind the last one would have a say in when their
         // warp raises its references; results must not depend on other sequences.
@@ -436,8 +434,9 @@ struct MainloopFwdSm90 {
                                                   WorkTile const &tile) {
             int const rows = num_rows(params, tile.seqlen_q) - tile.m_block * kTileM;
             if (params.plan_ptr != nullptr && rows < (warpgroup + 1) * 64) {
-                zero_rows(storage.q.data(), typename Traits::SmemLayoutQ{},
-                          cute::max(rows, warpgroup * 64), (warpgroup + 1) * 64, thread % 128, 128);
+                zero_rows<kHeadDim>(storage.q.data(), typename Traits::SmemLayoutQ{},
+                                    cute::max(rows, warpgroup * 64), (warpgroup + 1) * 64,
+                                    thread % 128, 128);
                 sm90::named_barrier_sync(2 + kWarpgroups + warpgroup, 128);
             }
         }
@@ -449,8 +448,8 @@ struct MainloopFwdSm90 {
             int const rows = tile.seqlen_k - tile.blocks.template block<C.mask>(visit) * kTileN;
             if (params.plan_ptr != nullptr && rows < kTileN) {
                 await_v();
-                zero_rows(storage.v[v().stage()].data(), typename Traits::SmemLayoutKV{}, rows,
-                          kTileN, thread, Traits::kMmaThreads);
+                zero_rows<kHeadDim>(storage.v[v().stage()].data(), typename Traits::SmemLayoutKV{},
+                                    rows, kTileN, thread, Traits::kMmaThreads);
                 sm90::named_barrier_sync(1 + kWarpgroups, Traits::kMmaThreads);
             }
         }
@@ -589,7 +588,7 @@ struct MainloopFwdSm90 {
                 pass_turn();
                 sm90::wgmma_wait<0>();
                 release_v();
-                Epilogue::finish(params, tile, output(), thread, softmax, tOrO);
+                Epilogue::finish(params, at_end(tile), output(), thread, softmax, tOrO);
                 arrive(params);
                 release_tile();
             }
