@@ -59,6 +59,12 @@ def _of_worker(report: pytest.TestReport) -> bool:
     return hasattr(report, "node") and report.node.config.get_verbosity() <= 0
 
 
+def _reason(report: pytest.TestReport) -> str:
+    """The first line of the exception: reports with tracebacks come when all tests have ended."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return crash.message.partition("\n")[0][:200] if crash is not None else ""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_report_teststatus(report):
     category, letter, word = yield
@@ -73,6 +79,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     terminal = report.node.config.pluginmanager.get_plugin("terminalreporter")
     if report.failed:
         terminal.write_line(f"FAILED in {report.when}: {report.nodeid}", red=True)
+        if why := _reason(report):
+            terminal.write_line(f"  {why}", red=True)
     file = _file(report.nodeid)
     if report.when == "call" or not report.passed:
         _outcomes[file][report.outcome] += 1

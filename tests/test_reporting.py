@@ -32,10 +32,13 @@ def test_a_file_is_reported_when_its_last_test_ends(monkeypatch):
     for test, outcome in {"a.py::one": "passed", "a.py::two": "failed"}.items():
         for when in ("setup", "call", "teardown"):
             was = outcome if when == "call" else "passed"
-            report = pytest.TestReport(test, ("", 0, ""), {}, was, None, when, duration=2)
+            crash = SimpleNamespace(reprcrash=SimpleNamespace(message="ValueError: why\nmore"))
+            why = crash if was == "failed" else None
+            report = pytest.TestReport(test, ("", 0, ""), {}, was, why, when, duration=2)
             report.node = SimpleNamespace(config=config)
             reporting.pytest_runtest_logreport(report)
     assert lines == [
         "FAILED in call: a.py::two",
+        "  ValueError: why",
         f"a.py: 1 passed, 1 failed in 12 s; {left - 2} tests left",
     ]
