@@ -151,6 +151,21 @@ def test_softcap_alibi_and_dropout_are_kernels_of_their_own(capability, window):
         assert config.tile_m == plain.tile_m and config.mask == plain.mask
 
 
+@pytest.mark.parametrize(("arch", "d"), [("80", 64), ("90", 128)])
+@pytest.mark.parametrize("option", ["alibi", "softcap", "dropout"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_option_keeps_the_tile(arch, d, option, causal, monkeypatch):
+    """There tests/cuda/test_cuda_options.py compares results with and without it bit for bit."""
+    monkeypatch.setenv("FLASHCUTE_ARCH", arch)
+    for dtype in DTYPES:
+        plain = FwdProblem(dtype, causal, 2, 150, 170, 4, 2, d)
+        with_option = dataclasses.replace(plain, **{option: True})
+        chosen = heuristics.choose_fwd(with_option, (9, 0))
+        assert dataclasses.replace(chosen, **{option: False}) == heuristics.choose_fwd(
+            plain, (9, 0)
+        )
+
+
 def test_heads_are_not_packed_with_dropout():
     problem = dataclasses.replace(PROBLEM, causal=False, seqlen_q=1, h=32, h_k=4)
     config = heuristics.choose_fwd(problem, (9, 0))
