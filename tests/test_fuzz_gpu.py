@@ -120,7 +120,8 @@ def test_what_was_done_is_kept(interrupted, run, monkeypatch, tmp_path):
     assert not left
 
 
-def test_without_a_gpu_it_says_so(capsys):
+def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(fuzz_gpu, "gpu_of_machine", lambda: None)
     with pytest.raises(SystemExit, match="expected a GPU"):
         fuzz_gpu.main(["--cases", "1"])
     assert fuzz_gpu.main(["--cases", "30", "--families", "kvcache", "--dry-run"]) == 0
