@@ -161,7 +161,7 @@ MUTANTS = (
         "a warpgroup with few rows at rest",
         _REST,
         "warpgroup * 64 < num_rows(",
-        "warpgroup * 64 + 16 < num_rows(",
+        "warpgroup * 80 < num_rows(",
         _PAGED_90,
     ),
     _simulator(

@@ -292,7 +292,7 @@ struct MainloopFwdSm90 {
         }
     };
 
-    // One MMA warpgroup, which computes 64 rows of every tile.
+    // One MMA warpgroup, which computes 64 rows of every tile, or rests in tiles without them.
     struct Consumer {
         SharedStorage &storage;
         unsigned *const arrivals;  // as in TileQueue
@@ -313,7 +313,7 @@ struct MainloopFwdSm90 {
         // The tile in work.
         CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
         CUTE_DEVICE OutputOffset const &output() const { return storage.output[tiles.stage()]; }
-        // Its copy, with a field read again that the loop would spill.
+        // A copy of it, but for a field that is read again: kept over the loop it would spill.
         CUTE_DEVICE WorkTile at_end(WorkTile copy) const {
             if constexpr (kMayRest<C>) copy.head_q = tile().head_q;
             return copy;

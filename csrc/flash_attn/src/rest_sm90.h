@@ -11,13 +11,14 @@
 
 namespace flash {
 
-// Up to d = 64 it made no call faster (docs/tried_sm90.md). At d = 96, under a window and with
-// options nvcc gives the two loops' wgmma different registers with it (test_shipped_kernels.py).
+// At d = 64 it made no call faster; above 128 it was not timed (docs/tried_sm90.md). At d = 96 and
+// under a window nvcc gives the two loops' wgmma different registers with it
+// (test_shipped_kernels.py); with options that was not looked at.
 template <FwdConfig C>
 inline constexpr bool kMayRest = C.paged && C.warps > 4 && C.head_dim > 96 &&
                                  C.mask != MaskKind::local && !C.softcap && !C.alibi && !C.dropout;
 
-// Whether a tile has rows of this warpgroup; elsewhere all compute, rows or none.
+// Whether a tile has rows of this warpgroup; in other kernels every warpgroup computes.
 template <class Traits>
 CUTE_DEVICE bool has_rows(Flash_fwd_params const &params, WorkTile const &tile, int warpgroup) {
     if constexpr (!kMayRest<Traits::kConfig>) return true;
@@ -25,8 +26,8 @@ CUTE_DEVICE bool has_rows(Flash_fwd_params const &params, WorkTile const &tile, 
 }
 
 // Releases the tile's buffers without reading them, and keeps the warpgroup's turns and its share
-// of zeros in V. Lanes leave the wait of a barrier one by one: each warp gathers before one of them
-// releases for all.
+// of zeros in V. Lanes leave the wait of a barrier one by one: each warp reconverges before one of
+// them releases for all.
 template <class Consumer>
 CUTE_DEVICE void rest(Consumer &consumer, Flash_fwd_params const &params) {
     auto &storage = consumer.storage;

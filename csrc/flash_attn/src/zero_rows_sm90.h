@@ -1,4 +1,4 @@
-// Zeros in rows of a buffer that TMA has filled beyond the end of a sequence.
+// Zeros in rows of a buffer behind the end of a sequence, where loads bring other rows.
 #pragma once
 
 #include <arch_sm90.h>
