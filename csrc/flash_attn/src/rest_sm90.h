@@ -11,11 +11,11 @@
 
 namespace flash {
 
-// At d = 64 it made no call faster; above 128 it was not timed (docs/tried_sm90.md). At d = 96 and
-// under a window nvcc gives the two loops' wgmma different registers with it
-// (test_shipped_kernels.py); with options that was not looked at.
+// Where it was timed (docs/tried_sm90.md): at d = 64 it made no call faster, above 128 it was not
+// tried. At d = 96 and under a window nvcc gives the two loops' wgmma different registers with it
+// (test_shipped_kernels.py).
 template <FwdConfig C>
-inline constexpr bool kMayRest = C.paged && C.warps > 4 && C.head_dim > 96 &&
+inline constexpr bool kMayRest = C.paged && C.warps > 4 && C.head_dim == 128 &&
                                  C.mask != MaskKind::local && !C.softcap && !C.alibi && !C.dropout;
 
 // Whether a tile has rows of this warpgroup; in other kernels every warpgroup computes.
