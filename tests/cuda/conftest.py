@@ -29,6 +29,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[DESELECTED] = len(mine)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _give_memory_back():
+    """To other workers."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def count_cases(request: pytest.FixtureRequest):
     """``count_cases(name, n)``: adds to what the last line of the run reports."""

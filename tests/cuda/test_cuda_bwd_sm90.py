@@ -16,6 +16,7 @@ import random
 import pytest
 import torch
 from asked import Gpu
+from memory import needs_memory
 from sanitize import computed_by
 from scores import Scores
 from test_cuda_bwd import check_that_nothing_else_is_written
@@ -211,6 +212,7 @@ def test_random_lengths(dense: BwdConfig, poisoned_outputs, count_cases) -> None
 @each_plain
 def test_rows_far_from_the_first(dense: BwdConfig) -> None:
     """Sequences around 2^32 bytes, and the last one, have the bits that they have alone."""
+    needs_memory(48)  # seven tensors of 4.2 GiB, and sums of dQ
     h, d = 64, dense.head_dim
     length = dense.repeatable_keys - 28
     row_bytes = 2 * h * d

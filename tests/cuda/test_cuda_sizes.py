@@ -6,20 +6,11 @@ import itertools
 
 import pytest
 import torch
+from memory import needs_memory
 
 import flashcute
 from flashcute import ops, testing
 from flashcute.reference import attention_ref
-
-GIB = 2**30
-
-
-def _needs_memory(gib: int) -> None:
-    free = (
-        torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    )
-    if free < gib * GIB:
-        pytest.skip(f"needs {gib} GiB of free GPU memory, {free / GIB:.0f} are")
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +22,7 @@ def _give_memory_back():
 @pytest.fixture(scope="module")
 def nan_buffer():
     """8 GiB of NaN, in which views with enormous strides lie."""
-    _needs_memory(12)
+    needs_memory(12)
     buffer = torch.full((2**32 + 4096,), torch.nan, device="cuda", dtype=torch.float16)
     yield buffer
     del buffer
@@ -91,7 +82,7 @@ def test_long_grid(poisoned_outputs, count_cases) -> None:
 
 
 def test_output_past_2_31_elements(poisoned_outputs, count_cases) -> None:
-    _needs_memory(16)
+    needs_memory(16)
     b, seqlen, h, d = 4097, 128, 16, 256
     assert b * seqlen * h * d > 2**31
     generator = torch.Generator("cuda").manual_seed(0)
@@ -106,7 +97,7 @@ def test_output_past_2_31_elements(poisoned_outputs, count_cases) -> None:
 
 
 def test_lse_past_2_31_elements(poisoned_outputs, count_cases) -> None:
-    _needs_memory(60)
+    needs_memory(60)
     b, seqlen = 2**21 + 1, 1024
     assert b * seqlen > 2**31
     generator = torch.Generator("cuda").manual_seed(0)
