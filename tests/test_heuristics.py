@@ -188,6 +188,9 @@ def test_tiles_that_would_spill_with_options_are_others():
     assert heuristics.with_options(plain, False, True).tile_n == plain.tile_n
     narrow = heuristics.bwd_config("bf16", 32)
     assert heuristics.bwd_with_options(narrow, softcap=True).dkv.step < narrow.dkv.step
+    wide = heuristics.bwd_config("fp16", 128, "local")
+    assert heuristics.bwd_with_options(wide, True, True, True).dkv.step < wide.dkv.step
+    assert heuristics.bwd_with_options(wide, True, True).dkv.step == wide.dkv.step
     three, two = heuristics.sm90_configs("bf16", 128, False)
     assert three.q_in_regs > 0 and two.q_in_regs > 0
     assert heuristics.with_options(three, True, False).q_in_regs == 0
