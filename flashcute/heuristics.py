@@ -24,7 +24,6 @@ from .config import (
 from .problem import FwdProblem, rounded
 
 # (tile_m, tile_n, warps, stages, all of Q in registers, min_ctas) per instantiated head dimension.
-#
 # The shared memory port is the tightest roof of this class: an MMA's B fragment costs 2 clocks of
 # it per 16 rows that a warp owns, so warps own 32 rows wherever the accumulators allow it. Two CTAs
 # an SM let one's softmax run under the other's MMAs. Found by tools/config_search.py on an H200
@@ -336,9 +335,8 @@ def bwd_with_options(
         return dataclasses.replace(config, dq=tile, dkv=tile, **options)
     if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout
         config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
-    # dK and dV with 64x32 spill 32 with all options and a window.
     if config.head_dim == 128 and softcap and alibi and dropout and config.mask == "local":
-        config = dataclasses.replace(config, dkv=dataclasses.replace(config.dkv, step=16))
+        config = dataclasses.replace(config, dkv=dataclasses.replace(config.dkv, step=16))  # not 32
     if config.head_dim == 32 and softcap:  # dQ, and dK and dV, with 128x64 spill 48 bytes
         dq, dkv = (dataclasses.replace(tile, step=32) for tile in (config.dq, config.dkv))
         config = dataclasses.replace(config, dq=dq, dkv=dkv)
