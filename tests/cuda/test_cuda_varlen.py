@@ -248,7 +248,8 @@ def test_equal_lengths_equal_a_dense_batch(kernel_class: str, causal: bool) -> N
 
 def test_dropout_of_equal_lengths_is_that_of_a_dense_batch(kernel_class: str) -> None:
     """Bit for bit; a sequence between empty ones may get other tiles, which round other weights,
-    but not another mask, which would change results by about 0.1."""
+    but not another mask. In a model of both the first differ by 0.0016 beside 2 % at most; with
+    another mask 93 % of all results differ by more than the bound."""
     qkv = torch.randn(3, 150, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
     tokens = qkv.flatten(0, 1)
     torch.manual_seed(5)
@@ -259,7 +260,7 @@ def test_dropout_of_equal_lengths_is_that_of_a_dense_batch(kernel_class: str) ->
     torch.manual_seed(5)
     cu = starts((0, 150, 0))
     shifted = flashcute.flash_attn_varlen_qkvpacked_func(tokens[150:300], cu, 150, 0.3)
-    torch.testing.assert_close(shifted, out[150:300], rtol=2e-2, atol=5e-3)
+    torch.testing.assert_close(shifted, out[150:300], rtol=2e-2, atol=3e-3)
 
 
 def test_many_short_sequences_and_one_long(kernel_class: str) -> None:
