@@ -14,6 +14,7 @@ from flashcute import heuristics
 from flashcute.jit.abi import ROW_STATS_MULTIPLE, FlashBwdParams
 
 CAUSAL = heuristics.sm90_bwd_config("bf16", 128, "causal")
+FULL = heuristics.sm90_bwd_config("bf16", 128, "none")
 CASES = Path(__file__).parent / "tile_scheduler_bwd_cases.cpp"
 KEYS = CAUSAL.dkv.rows
 
@@ -21,7 +22,9 @@ KEYS = CAUSAL.dkv.rows
 @pytest.fixture(scope="module")
 def lib():
     config = f"static constexpr flash::BwdConfig kCausal{CAUSAL.to_cpp()};\n"
-    found = compiled(CASES, config)
+    full = f"static constexpr flash::BwdConfig kFull{FULL.to_cpp()};\n"
+    found = compiled(CASES, config + full)
+    found.may_store_first.restype = ctypes.c_bool
     found.get_tile.restype = WorkTile
     found.owns_heads.restype = ctypes.c_bool
     return found
@@ -37,6 +40,7 @@ def problem(b, h, h_k, seqlen_q, seqlen_k=None, d=128):
         seqlen_q_rounded=-(-seqlen_q // ROW_STATS_MULTIPLE) * ROW_STATS_MULTIPLE,
         seqlen_k=seqlen_q if seqlen_k is None else seqlen_k,
         d=d,
+        dq_semaphore_ptr=1,
     )
 
 
@@ -131,27 +135,57 @@ def test_owned_heads_are_computed_whole_and_each_once(lib, heads, seqlen_k, sms)
 
 
 def test_heads_are_owned_where_they_are_short_and_fill_the_sms(lib):
-    def owns(b, h, h_k, seqlen_q, seqlen_k=None, sms=132):
+    def owns(b, h, h_k, seqlen_q, seqlen_k=None, sms=132, or_stores=True):
         params = problem(b, h, h_k, seqlen_q, seqlen_k)
-        return lib.owns_heads(ctypes.byref(params), sms)
+        return lib.owns_heads(ctypes.byref(params), sms, or_stores)
 
-    # 132 heads of d = 128, a wave: up to two blocks of keys under a causal mask, as with three the
-    # sums of 384 rows, 25 MB, would be added to twice on average.
-    assert all(owns(12, 11, 11, s) for s in (1, 128, 256))
-    assert not owns(12, 11, 11, 257) and not owns(12, 11, 11, 384)
-    assert owns(12, 22, 11, 128) and not owns(12, 22, 11, 256)  # two query heads a key head
+    # 132 heads of d = 128, a wave, of one tile of keys, or of two for queries that need 8 MB.
+    assert all(owns(12, 11, 11, s) for s in (1, 128)) and not owns(12, 11, 11, 256)
+    assert owns(12, 11, 11, 128, 256) and not owns(12, 11, 11, 128, 257)
+    assert owns(12, 22, 11, 128) and not owns(12, 22, 11, 128, 256)  # two query heads a key head
     # A second wave of 33 heads where tiles need less.
-    assert not owns(15, 11, 11, 256)
+    assert not owns(15, 11, 11, 128, 256)
     assert owns(15, 11, 11, 128), "a head is a tile"
-    assert owns(24, 11, 11, 256)
+    assert owns(24, 11, 11, 128, 256)
     # Few heads: their tiles fill SMs that whole heads would leave idle.
-    assert owns(1, 1, 1, 128) and not owns(1, 1, 1, 256)
+    assert owns(1, 1, 1, 128) and not owns(1, 1, 1, 128, 256)
     assert not owns(12, 11, 11, 128, 0), "there is no tile"
     assert not owns(12, 11, 11, 2**31 - 128, 2**31 - 128), "no product leaves 64 bits"
-    many = 1 << 10, 1 << 10, 128, 5 * KEYS  # indices go on behind the last tile
-    assert owns(419430, *many) and not owns(419431, *many)
-    # Long sums take long, however few heads there are; with many keys for few queries nearly all
-    # tiles add to each row.
-    assert owns(1, 1, 1, 640, 77) and not owns(1, 1, 1, 768, 77)
-    assert not owns(1, 64, 1, 128) and owns(1, 5, 1, 128)
-    assert owns(12, 11, 11, 384, 256) and not owns(12, 33, 11, 128, 256)
+    many = 1 << 10, 1 << 10, 128, 2 * KEYS  # indices go on behind the last tile
+    assert owns(1048575, *many) and not owns(1048576, *many)
+    # Long sums take long, however few heads there are.
+    assert owns(1, 1, 1, 256, 77) and not owns(1, 1, 1, 384, 77)
+    assert not owns(1, 64, 1, 128) and owns(1, 2, 1, 128)
+    # Longer ones where first tiles do not store dQ instead: up to two blocks of keys under a causal
+    # mask, as with three the sums of 384 rows, 25 MB, would be added to twice on average.
+    assert owns(12, 11, 11, 256, or_stores=False) and not owns(12, 11, 11, 384, or_stores=False)
+    assert owns(1, 1, 1, 640, 77, or_stores=False) and not owns(1, 1, 1, 768, 77, or_stores=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_first_tiles_store_dq_of_short_heads_in_four_waves_and_more(lib, causal):
+    def stores(b, h, seqlen_q, seqlen_k=None, sms=132, **changed):
+        params = problem(b, h, h, seqlen_q, seqlen_k)
+        for name, value in changed.items():
+            setattr(params, name, value)
+        return lib.may_store_first(ctypes.byref(params), sms, causal)
+
+    assert all(stores(64 * 512 // s, 16, s) for s in (128, 512, 2048))
+    assert not stores(64, 16, 2049)
+    assert not stores(64, 16, 512, dq_semaphore_ptr=None)
+    assert not stores(64, 16, 512, 0)
+    assert stores(33, 4, 512) and not stores(131, 1, 512)
+    # A first tile that queries do not see would leave their sums unwritten.
+    assert stores(64, 16, 513, 512) is not causal
+
+
+@pytest.mark.parametrize("seqlen", [128, 512, 1024, 1152, 2048])
+@pytest.mark.parametrize("heads", [1, 24, 1000])
+def test_groups_where_first_tiles_store_dq(lib, seqlen, heads):
+    params = problem(heads, 1, 1, seqlen)
+    tiles = -(-seqlen // KEYS)
+    full = lib.heads_in_storing_group(ctypes.byref(params), 132, False)
+    assert full == min(-(-3 * 132 // (4 * tiles)), heads)
+    causal = lib.heads_in_storing_group(ctypes.byref(params), 132, True)
+    in_l2 = max((36 if seqlen > 1024 else 24) * 2**20 // (seqlen * 1024), 4)
+    assert causal == min(in_l2, -(-3 * 132 // tiles), heads)

@@ -13,15 +13,19 @@ static unsigned atomicAdd(unsigned *, unsigned) { return 0; }
 using flash::Flash_bwd_params;
 using flash::WorkTile;
 
-// kCausal, a configuration, precedes this text.
+// kCausal and kFull, configurations, precede this text.
+template <flash::BwdConfig C, bool kStores>
 struct Traits {
-    static constexpr flash::BwdConfig kConfig = kCausal;
+    static constexpr flash::BwdConfig kConfig = C;
     static constexpr flash::MaskKind kMask = kConfig.mask;
-    static constexpr bool kVarlen = false, kMayOwnHeads = true;
+    static constexpr bool kVarlen = false, kMayOwnHeads = true, kStoresFirst = kStores;
+    static constexpr bool kWide = false;
     static constexpr int kTileM = kConfig.dkv.step, kTileN = kConfig.dkv.rows;
     static constexpr int kCluster = 1, kTileKeys = kTileN, kHeadDim = kConfig.head_dim;
 };
-using Scheduler = flash::TileSchedulerBwdSm90<Traits>;
+using Scheduler = flash::TileSchedulerBwdSm90<Traits<kCausal, false>>;
+template <flash::BwdConfig C>
+using Storing = flash::TileSchedulerBwdSm90<Traits<C, true>>;
 
 extern "C" {
 
@@ -31,8 +35,19 @@ int heads_in_group(Flash_bwd_params const *params, int workers) {
     return Scheduler::heads_in_group(*params, workers);
 }
 
-bool owns_heads(Flash_bwd_params const *params, int sms) {
-    return Scheduler::owns_heads(*params, sms);
+bool may_store_first(Flash_bwd_params const *params, int sms, bool causal) {
+    return causal ? Storing<kCausal>::may_store_first(*params, sms)
+                  : Storing<kFull>::may_store_first(*params, sms);
+}
+
+// Where first tiles store dQ.
+int heads_in_storing_group(Flash_bwd_params const *params, int workers, bool causal) {
+    return causal ? Storing<kCausal>::heads_in_group(*params, workers)
+                  : Storing<kFull>::heads_in_group(*params, workers);
+}
+
+bool owns_heads(Flash_bwd_params const *params, int sms, bool or_stores) {
+    return Scheduler::owns_heads(*params, sms, or_stores);
 }
 
 int first_owned(Flash_bwd_params const *params, int worker) {

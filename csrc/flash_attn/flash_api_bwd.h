@@ -217,14 +217,16 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
             params.plan_ptr = plan->mutable_data_ptr();
         }
         const auto *kernel = static_cast<const Flash_bwd_kernel *>(choice.kernel);
-        // Likewise: two statistics of each row, and behind them its sums of dQ.
+        // Likewise: two statistics of each row, its sums of dQ, and semaphores, 32 bits all.
         const int64_t rows = q.b * q.h * params.seqlen_q_rounded;
-        const int64_t sizes[] = {rows, 2 + kernel->dq_accum};
-        const int64_t strides[] = {sizes[1], 1};
+        const int64_t semaphores = kernel->dq_accum > 0 ? rows / kSemaphoreRows : 0;
+        const int64_t sizes[] = {rows * (2 + kernel->dq_accum) + semaphores}, strides[] = {1};
         Tensor workspace = empty(sizes, strides, aoti_torch_dtype_float32(), device);
         params.row_stats_ptr = static_cast<float *>(workspace.mutable_data_ptr());
         if (kernel->dq_accum > 0) {
             params.dq_accum_ptr = params.row_stats_ptr + 2 * rows;
+            params.dq_semaphore_ptr =
+                reinterpret_cast<uint32_t *>(params.dq_accum_ptr + kernel->dq_accum * rows);
         }
         const int32_t error = kernel->launch(&params, current_stream(device));
         if (error != 0) {

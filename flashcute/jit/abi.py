@@ -94,7 +94,10 @@ class FlashBwdParams(FlashFwdParams):
     _fields_ = [
         *(
             (f"{name}_ptr", ctypes.c_void_p)
-            for name in ("do", "dlse", "dq", "dk", "dv", "dsinks", "row_stats", "dq_accum")
+            for name in (
+                *("do", "dlse", "dq", "dk", "dv", "dsinks"),
+                *("row_stats", "dq_accum", "dq_semaphore"),
+            )
         ),
         *(
             (f"{tensor}_{dim}_stride", ctypes.c_int64)
@@ -166,7 +169,7 @@ def bwd_params(
 
     Args:
         tensors: As in :func:`fwd_params`, and do, dlse, dq, dk, dv, dsinks, row_stats, whose third
-            dimension is the rounded length of the queries, and dq_accum.
+            dimension is the rounded length of the queries, dq_accum and dq_semaphore.
         softmax_scale: Of the scores.
         window_size: (left, right) of kernels with the mask ``"local"``, both >= 0.
         softcap: Of kernels with softcap, > 0.

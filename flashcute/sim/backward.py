@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import ROW_STATS_MULTIPLE, BwdConfig
+from ..config import ROW_STATS_MULTIPLE, SEMAPHORE_ROWS, BwdConfig
 from ..jit import abi
 from . import COPY_MODES
 from .run import SimResult, _check, _check_scores, _kernel, _runner, run_program
@@ -61,7 +61,8 @@ def run_bwd(
 
     Returns:
         A result whose outputs are those wanted, with sinks ``dsinks`` (h,) in float32, and the
-        workspaces ``row_stats`` and, with ``fused``, ``dq_accum``; its counters are those of all
+        workspaces ``row_stats`` and, with ``fused``, ``dq_accum``, in the sm90 class
+        ``dq_semaphore``, too, -1 where first tiles do not store dQ; its counters are those of all
         kernels together.
 
     Raises:
@@ -81,6 +82,9 @@ def run_bwd(
     if config.dq_accum:
         shape = (b, h, rounded, config.dq_accum)
         outputs["dq_accum"] = q.new_full(shape, math.nan, dtype=torch.float32)
+        if config.arch == 90:
+            shape = (b, h, rounded // SEMAPHORE_ROWS)
+            outputs["dq_semaphore"] = torch.full(shape, -1, dtype=torch.int32)
     if sinks is not None:
         outputs["dsinks"] = q.new_full((h,), math.nan, dtype=torch.float32)
     path, function = kernel or _kernel(config, checker)

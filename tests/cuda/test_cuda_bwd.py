@@ -20,6 +20,7 @@ from flashcute.config import (
     HEAD_DIMS,
     MASKS,
     ROW_STATS_MULTIPLE,
+    SEMAPHORE_ROWS,
     BwdConfig,
 )
 from flashcute.jit import abi
@@ -279,10 +280,10 @@ def test_nothing_else_is_written(head_dim: int, mask: str) -> None:
 
 def check_that_nothing_else_is_written(
     config: BwdConfig, shape: tuple[int, int, int, int, int] = (2, 133, 150, 4, 2)
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels themselves, on gradients and a workspace surrounded by NaN.
 
-    shape: b, seqlen_q, seqlen_k, h, h_k. Returns the sums of dQ, flat.
+    shape: b, seqlen_q, seqlen_k, h, h_k. Returns the sums of dQ, flat, and the semaphores.
     """
     target = "".join(map(str, torch.cuda.get_device_capability()))
     kernel = abi.FlashKernel.from_address(jit.get_kernel(config, target).address)
@@ -305,19 +306,21 @@ def check_that_nothing_else_is_written(
     tensors |= {name: x.view for name, x in written.items()}
     tensors |= {"row_stats": margin[1].view(b, h, rounded, 2), "dsinks": small[1, :h]}
     sums = torch.full((3, b * h * rounded * config.dq_accum), math.nan, device="cuda")
+    semaphores = torch.full((3, b, h, rounded // SEMAPHORE_ROWS), 7, device="cuda").int()
     if config.dq_accum:
         tensors["dq_accum"] = sums[1].view(b, h, rounded, config.dq_accum)
+        tensors["dq_semaphore"] = semaphores[1]
     params = abi.bwd_params(tensors, d**-0.5, options.get("window_size", (0, 0)))
     launch = ctypes.cast(ctypes.byref(params), ctypes.POINTER(abi.FlashFwdParams))
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     assert kernel.launch(launch, stream) == 0
     torch.cuda.synchronize()
     assert all(x.untouched() for x in written.values())
-    assert sums[::2].isnan().all()
+    assert sums[::2].isnan().all() and (semaphores[::2] == 7).all()
     assert margin[::2].isnan().all() and small[::2].isnan().all() and small[1, h:].isnan().all()
     found = {name: x.view for name, x in written.items()} | {"dsinks": small[1, :h]}
     testing.check_backward(found, q, k, v, dout, sinks=sinks, **options)
-    return sums[1]
+    return sums[1], semaphores[1]
 
 
 @pytest.mark.parametrize("which", range(1, 16))

@@ -145,6 +145,8 @@ def test_sums_of_dq_have_the_room_that_the_kernel_asks_for(stand_in, columns: in
     rows = 2 * 4 * ROW_STATS_MULTIPLE
     # Behind the two float32 statistics of each row.
     assert not columns or address >= params["row_stats_ptr"] + rows * 2 * 4
+    semaphores = params["dq_semaphore_ptr"] or 0
+    assert semaphores == (address + rows * columns * 4 if columns else 0)
 
 
 @pytest.mark.parametrize("wanted", [15, 31])

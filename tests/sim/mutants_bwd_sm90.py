@@ -28,6 +28,7 @@ _MAINLOOP = "mainloop_bwd_sm90.h"
 _PRODUCER = "producer_bwd_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
 _SUMS = "dq_sums_sm90.h"
+_ORDER = "order_dq_sm90.h"
 _TRAITS = "kernel_traits_bwd_sm90.h"
 _PREPROCESS = "flash_bwd_preprocess_kernel.h"
 _SCHEDULER = "tile_scheduler_bwd_sm90.h"
@@ -39,8 +40,11 @@ def _simulator(name, file, old, new, report, config=ROWS) -> Mutant:
     return Mutant(name, file, old, new, "simulator", report, config)
 
 
-def _numerics(name, file, old, new, config=ROWS) -> Mutant:
-    return Mutant(name, file, old, new, "numerics/late", "", config)
+def _numerics(name, file, old, new, config=ROWS, report="") -> Mutant:
+    return Mutant(name, file, old, new, "numerics/late", report, config)
+
+
+POLLS = "deadlock: a thread polls global memory"
 
 
 MUTANTS = (
@@ -192,9 +196,9 @@ MUTANTS = (
     _simulator(
         "K released before the last product",
         _MAINLOOP,
-        "ds.advance();\n                    finish_dq(n, head);",
+        "ds.advance();\n                    finish_dq(at);",
         "release(&storage.k_empty);\n                    ds.advance();\n"
-        "                    finish_dq(n, head);",
+        "                    finish_dq(at);",
         f"{OVERWRITTEN}|{ARRIVES_TWICE}",
     ),
     _simulator(
@@ -235,7 +239,7 @@ MUTANTS = (
     _simulator(
         "loads before the kernel before has ended",
         _PRODUCER,
-        "if constexpr (!Traits::kVarlen) cudaGridDependencySynchronize();",
+        "if constexpr (!kWaitsFirst) cudaGridDependencySynchronize();",
         "",
         _EARLY,
     ),
@@ -264,7 +268,7 @@ MUTANTS = (
     ),
     _numerics("sums of dQ begin anywhere", _PREPROCESS, "= make_float4(0.f, 0.f, 0.f, 0.f)", ""),
     _numerics(
-        "mask forgotten", _MAINLOOP, "if (visit >= tile().blocks.unmasked) apply", "if (0) apply"
+        "mask forgotten", _MAINLOOP, "if (!tile().blocks.is_whole(visit)) apply", "if (0) apply"
     ),
     _numerics(
         "mask off by one",
@@ -272,20 +276,73 @@ MUTANTS = (
         "first_query + Traits::query_of(thread, i)",
         "first_query + 1 + Traits::query_of(thread, i)",
     ),
+    _numerics(
+        "dQ added before the first tile has stored its own",
+        _ORDER,
+        "if (!first) await(params.dq_semaphore_ptr + semaphore);",
+        "",
+    ),
+    _numerics(
+        "dQ added without waiting for its turn",
+        _MAINLOOP,
+        "sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());",
+        "",
+        COLUMNS,
+        report=DEADLOCK,
+    ),
+    _numerics(
+        "semaphores of dQ not reset",
+        _PREPROCESS,
+        "params.dq_semaphore_ptr[first_row / kSemaphoreRows] = 0;",
+        "",
+        report=POLLS,
+    ),
+    _numerics(
+        "semaphores of every second block of dQ not reset",
+        _PREPROCESS,
+        "first_row % kSemaphoreRows == 0",
+        "first_row % (2 * kSemaphoreRows) == 0",
+        COLUMNS,
+        report=POLLS,
+    ),
+    _numerics(
+        "first tiles add to what is there",
+        _MAINLOOP,
+        "store_first(params.dq_accum_ptr + row * kHeadDim + begin, rDq);\n"
+        "                    return;",
+        "release(&storage.dq_stored[dq_stored.stage()]), dq_stored.advance();",
+    ),
+    _numerics(
+        "first tiles store although queries do not see them",
+        _SCHEDULER,
+        "params.dq_semaphore_ptr != nullptr && visits_all && ",
+        "params.dq_semaphore_ptr != nullptr && ",
+    ),
+    _numerics(
+        "whole blocks begin with the first one",
+        "work_tile.h",
+        "static_cast<unsigned>(i - left) <",
+        "static_cast<unsigned>(i) <",
+    ),
     _numerics("dP without D", _MAINLOOP, "(tSrDp(i, 0, j) - d)", "tSrDp(i, 0, j)"),
-    _numerics("head of the group not advanced", _MAINLOOP, "head += next_head;", ""),
+    _numerics(
+        "head of the group not advanced",
+        _SCHEDULER,
+        "head += last ? 1 - ratio : 1;",
+        "",
+    ),
     _numerics(
         "dQ added to the next block",
         _MAINLOOP,
-        "finish_dq(visited, visited_head);",
-        "finish_dq(n, visited_head);",
+        "finish_dq(done);",
+        "finish_dq({at.visit, done.head, done.behind});",
         COLUMNS,
     ),
     _numerics(
         "dQ added to the next head",
         _MAINLOOP,
-        "finish_dq(visited, visited_head);",
-        "finish_dq(visited, head);",
+        "finish_dq(done);",
+        "finish_dq({done.visit, at.head, done.behind});",
     ),
     _numerics(
         "columns of dQ in one warpgroup's place",

@@ -87,7 +87,7 @@ MUTANTS = (
     _mutant(
         "plan read before it is complete",
         _PRODUCER,
-        "if constexpr (Traits::kVarlen) cudaGridDependencySynchronize();",
+        "if constexpr (kWaitsFirst) cudaGridDependencySynchronize();",
         "",
         "before griddepcontrol.wait|no thread executes griddepcontrol.wait|^numerics$",
     ),

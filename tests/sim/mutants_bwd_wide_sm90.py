@@ -45,9 +45,8 @@ _GIVE_P = """\
 _HAND_OVER = _GIVE_P.splitlines(keepends=True)[-1]
 _LOOP_OF_KEYS = """\
                     for (; left > 1; --left) {
-                        run_step(n, head, std::true_type{});
-                        head += n == 0;
-                        n = n == 0 ? count - 1 : n - 1;
+                        run_step(at, std::true_type{});
+                        at.advance(ratio);
                     }
                     release(&storage.v_empty);
 """
@@ -55,7 +54,7 @@ _FIRST_OF_LOOP_OF_KEYS = _LOOP_OF_KEYS.splitlines(keepends=True)[0]
 _RELEASE_V = _LOOP_OF_KEYS.splitlines(keepends=True)[-1]
 _LAST_DQ_OF_VALUES = """\
                     issue_dq<Part>(rDq);
-                    finish_dq<Part, false>(params, head, n, rDq);
+                    finish_dq<Part, false>(params, at, rDq);
 """
 
 
@@ -135,8 +134,8 @@ ORDER = (
     ),
     _wide(
         "phase of V not flipped",
-        "own_parity ^= 1;\n                    int n = count - 1;",
-        "int n = count - 1;",
+        "own_parity ^= 1;\n                    StepBwd",
+        "StepBwd",
         f"{UNAWAITED}|{DEADLOCK}|{OVERWRITTEN}",
     ),
     _wide(
@@ -154,8 +153,8 @@ ORDER = (
     _wide(
         "keys of the other CTA read without waiting for them",
         "sm90::barrier_wait(&storage.other.k_full, own_parity);\n"
-        "                    own_parity ^= 1;\n                    int n",
-        "own_parity ^= 1;\n                    int n",
+        "                    own_parity ^= 1;\n                    StepBwd",
+        "own_parity ^= 1;\n                    StepBwd",
         UNAWAITED,
     ),
     _wide(
@@ -241,9 +240,9 @@ ORDER = (
     ),
     _wide(
         "dO of a tile's first step released before dV is complete",
-        "issue_dv(n);\n                    sm90::wgmma_wait<0>();\n"
+        "issue_dv(at.visit);\n                    sm90::wgmma_wait<0>();\n"
         "                    release_dout();",
-        "issue_dv(n);\n                    release_dout();\n"
+        "issue_dv(at.visit);\n                    release_dout();\n"
         "                    sm90::wgmma_wait<0>();",
         OVERWRITTEN,
     ),
@@ -294,28 +293,28 @@ ORDER = (
     ),
     _wide(
         "K released before the second warpgroup's last dQ",
-        "run_step(n, head, std::false_type{});\n                    sm90::pin(rDk);\n"
+        "run_step(at, std::false_type{});\n                    sm90::pin(rDk);\n"
         "                    release(&storage.k_empty);",
-        "release(&storage.k_empty);\n                    run_step(n, head, std::false_type{});\n"
+        "release(&storage.k_empty);\n                    run_step(at, std::false_type{});\n"
         "                    sm90::pin(rDk);",
         OVERWRITTEN,
     ),
     _wide(
         "P of a tile's second step computed while S is under way",
-        "next_visit();\n                        sm90::wgmma_wait<0>();",
-        "next_visit();",
+        "at.advance(ratio);\n                        sm90::wgmma_wait<0>();",
+        "at.advance(ratio);",
         IN_FLIGHT,
     ),
     _wide(
         "P computed while S is under way",
-        "                                          rDq);\n                sm90::wgmma_wait<0>();",
-        "                                          rDq);",
+        "h_h_k_ratio), rDq);\n                sm90::wgmma_wait<0>();",
+        "h_h_k_ratio), rDq);",
         IN_FLIGHT,
     ),
     _wide(
         "dS computed while dP is under way",
-        "(params, head, visit, rDq);\n                sm90::wgmma_wait<0>();",
-        "(params, head, visit, rDq);",
+        "(params, at, rDq);\n                sm90::wgmma_wait<0>();",
+        "(params, at, rDq);",
         IN_FLIGHT,
     ),
     _wide_numerics(
@@ -360,27 +359,34 @@ NUMBERS = (
         WIDE,
     ),
     _wide_numerics(
-        "first warpgroup's dQ added to the head before",
-        "auto const next_visit = [&] {\n                        head += n == 0;",
-        "auto const next_visit = [&] {",
-        config=WIDEST,
-        report="outside every tensor",
-    ),
-    _wide_numerics(
-        "second warpgroup's dQ added to the head before",
-        "run_step(n, head, std::true_type{});\n                        head += n == 0;",
-        "run_step(n, head, std::true_type{});",
-    ),
-    _wide_numerics(
-        "first warpgroup's dQ of a head's last step added to the next head",
-        "(params, head - other_head,",
-        "(params, head,",
+        "first warpgroup's dQ added to the step after",
+        "at.before(params.h_h_k_ratio), rDq",
+        "at, rDq",
         WIDEST,
     ),
     _wide_numerics(
-        "first warpgroup's dQ added to the step after",
-        "other_head ? 0 : visit + 1",
-        "other_head ? 0 : visit",
+        "second warpgroup's steps all of the first head",
+        "run_step(at, std::true_type{});\n                        at.advance(ratio);\n"
+        "                    }\n                    release",
+        "run_step(at, std::true_type{});\n                        at.visit -= at.visit > 0;\n"
+        "                    }\n                    release",
+    ),
+    Mutant(
+        "step before of another head",
+        "tile_scheduler_bwd_sm90.h",
+        "first ? head + ratio - 1 : head - 1, first ? 0",
+        "first ? head + ratio - 1 : head, first ? 0",
+        "numerics/late",
+        "",
+        WIDEST,
+    ),
+    Mutant(
+        "step before of the same block",
+        "tile_scheduler_bwd_sm90.h",
+        "return {visit + first, first",
+        "return {visit, first",
+        "numerics/late",
+        "",
         WIDEST,
     ),
     _wide_numerics(
@@ -449,10 +455,8 @@ NUMBERS = (
     ),
     _wide_numerics(
         "second part of dQ never added",
-        "this->template add_dq<Part::kBegin>(params, head, block(visit), rDq);",
-        "if constexpr (Part::kBegin == 0) {\n"
-        "                this->template add_dq<Part::kBegin>(params, head, block(visit), rDq);\n"
-        "            }",
+        "this->template add_dq<Part::kBegin>(",
+        "if constexpr (Part::kBegin == 0) this->template add_dq<Part::kBegin>(",
         WIDEST,
     ),
 )

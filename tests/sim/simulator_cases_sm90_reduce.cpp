@@ -1,4 +1,4 @@
-// Small kernels: bulk reductions.
+// Small kernels: bulk reductions, and polls of a counter.
 #include <arch_sm90.h>
 #include <cases.h>
 
@@ -67,6 +67,53 @@ struct BulkReduce {
 };
 using B = BulkReduce;
 
+// The first of four blocks adds to a counter when its second warp has stored a number, for which
+// the others poll with one warp while another one goes on.
+struct Poll {
+    enum Fault { none, nobody };
+    static constexpr int kBlocks = 4;
+
+    template <Fault kFault>
+    static __global__ void kernel(unsigned *counter, float *number, float *found) {
+        auto *const barrier = reinterpret_cast<sm90::Barrier *>(smem);
+        if (threadIdx.x == 0) {
+            sm90::barrier_init(barrier, 1);
+            sm90::fence_barrier_init();
+        }
+        __syncthreads();
+        if (threadIdx.x == 32) {
+            if (blockIdx.x == 0) *number = 7.f;
+            sm90::barrier_arrive(barrier);
+        }
+        if (threadIdx.x != 0) return;
+        if (blockIdx.x == 0) {
+            sm90::barrier_wait(barrier, 0);
+            if constexpr (kFault == none) sm90::add_acq_rel(counter, 1u);
+            return;
+        }
+        while (sm90::load_acquire(counter) < 1) {
+        }
+        found[blockIdx.x] = *number;
+        sm90::barrier_wait(barrier, 0);
+    }
+
+    template <Fault kFault>
+    static std::function<cudaError_t()> with() {
+        return [] {
+            unsigned counter = 0;
+            float number = 0.f;
+            std::vector<float> found(kBlocks);
+            sim::state().settings.sms = kBlocks;
+            auto const error =
+                launch(&kernel<kFault>, kBlocks, 64, 512, &counter, &number, found.data());
+            for (int i = 1; i < kBlocks && error == cudaSuccess; ++i) {
+                expect(found[i] == 7.f, "block " + std::to_string(i));
+            }
+            return error;
+        };
+    }
+};
+
 Cases const cases{
     {"reduce_late", B::with<B::none>()},
     {"reduce_random", B::with<B::none>(sim::CopyMode::random)},
@@ -77,6 +124,8 @@ Cases const cases{
     {"reduce_overwritten", B::with<B::overwritten>()},
     {"reduce_misaligned", B::with<B::misaligned>()},
     {"reduce_outside", B::with<B::outside>()},
+    {"poll", Poll::with<Poll::none>()},
+    {"poll_for_nothing", Poll::with<Poll::nobody>()},
 };
 
 }  // namespace

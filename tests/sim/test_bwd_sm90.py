@@ -21,14 +21,20 @@ from mutants_sm90 import ASKING
 from planted import build_mutants
 
 from flashcute import heuristics, sim
-from flashcute.config import DTYPES, HEAD_DIMS, MASKS
+from flashcute.config import DTYPES, HEAD_DIMS, MASKS, SEMAPHORE_ROWS
 
 EVERY = (ROWS, COLUMNS, UNEVEN, WIDE, WIDEST)
 CONFIGS = [with_mask(config, mask) for config in EVERY for mask in MASKS]
 # And several tiles for a CTA, whose keys are cut by the end.
 LONG = (1, 300, 700, 2, 1)
-# On three SMs the CTAs own heads, of one, two and three tiles of keys, and of two query heads.
-OWNED = ((6, 70, 128, 1, 1), (1, 100, 256, 12, 6), (3, 100, 300, 1, 1))
+# On three SMs the CTAs own heads, of one and two tiles of keys, and of two query heads.
+OWNED = ((6, 70, 128, 1, 1), (1, 100, 120, 12, 6), (3, 100, 256, 1, 1))
+# Four waves of tiles on as many SMs, of which heads have two to four, so that the first one stores
+# dQ and the others add to it. b, seqlen_q, seqlen_k, h, h_k, SMs.
+STORED_FIRST = ((3, 300, 500, 4, 2, 4), (5, 129, 400, 2, 1, 4), (4, 65, 300, 4, 2, 6))
+# The last two on three SMs, one with queries that see no key, whose sums are zeros first.
+MUTANT_SHAPES = (LONG, *OWNED[1:], (4, 300, 300, 2, 1), (4, 450, 300, 2, 1))
+STORING = [config for config in CONFIGS if config.mask != "local"]
 NARROW = [config for config in CONFIGS if config.head_dim <= 128]
 
 
@@ -58,6 +64,19 @@ def test_heads_owned_by_a_cta(config, shape):
     for seed, copy_mode in enumerate(sim.COPY_MODES):
         again = problem.run(config, seed=seed, copy_mode=copy_mode)
         assert same(first, again, ("dq", *bwd_checks.BUT_DQ))
+
+
+@pytest.mark.parametrize("config", STORING, ids=lambda c: c.full_name)
+def test_first_tiles_store_dq(config):
+    """Others add theirs once the semaphore of a block says so, which every launch resets."""
+    for seed, (copy_mode, (*shape, sms)) in enumerate(
+        zip(sim.COPY_MODES, STORED_FIRST, strict=True)
+    ):
+        problem = make_problem(config, shape, extras=True)
+        result = problem.run(config, seed=seed, copy_mode=copy_mode, sms=sms, launches=1 + seed)
+        check(problem, result)
+        semaphores = result.outputs["dq_semaphore"][..., :: config.dkv.step // SEMAPHORE_ROWS]
+        assert semaphores[..., : -(-shape[1] // config.dkv.step)].eq(config.cluster).all()
 
 
 @pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
@@ -97,7 +116,7 @@ def test_only_gradients_that_are_wanted_are_written(config, shape, wanted):
     problem = make_problem(config, shape, extras=True)
     every = passed(problem.run(config))
     some = passed(problem.run(config, wanted=wanted))
-    assert some.outputs.keys() == {*wanted, "dsinks", "row_stats", "dq_accum"}
+    assert some.outputs.keys() == {*wanted, "dsinks", "row_stats", "dq_accum", "dq_semaphore"}
     assert same(some, every, (*wanted, "dsinks"))
     assert bool(some.counters["wgmma"]) == bool(wanted)
 
@@ -111,14 +130,15 @@ def instructions(config):
 
 def wrong_counts(config, problem, result):
     counters = result.counters
-    b, _, h, _ = problem.q.shape
+    b, seqlen_q, h, _ = problem.q.shape
     # The CTAs of a cluster share a tile.
     of_all_heads = b * h * visits(problem, config.dkv.step, config.cluster * config.dkv.rows)
     dq_bytes = 4 * config.dkv.step * config.head_dim
+    stored = 0 if (result.outputs["dq_semaphore"] < 0).all() else -(-seqlen_q // config.dkv.step)
     return (
         any(n for name, n in counters.items() if name.endswith("_conflicts"))
         or counters["wgmma"] != of_all_heads * instructions(config)
-        or counters["reduction_bytes"] != of_all_heads * dq_bytes
+        or counters["reduction_bytes"] != (of_all_heads - b * h * stored) * dq_bytes
     )
 
 
@@ -165,11 +185,11 @@ def planted(tmp_path_factory):
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, planted):
-    problems, kernel = mutant_problems(mutant.config, LONG, OWNED[1]), planted[mutant.name]
+    problems, kernel = mutant_problems(mutant.config, *MUTANT_SHAPES), planted[mutant.name]
     bwd_checks.check_that_mutant_is_found(mutant, kernel, problems, wrong_counts)
 
 
 @pytest.mark.parametrize("faultless", FAULTLESS, ids=lambda m: m.name)
 def test_unmutated_kernels_pass_the_same_checks(faultless, planted):
-    problems, kernel = mutant_problems(faultless.config, LONG, OWNED[1]), planted[faultless.name]
+    problems, kernel = mutant_problems(faultless.config, *MUTANT_SHAPES), planted[faultless.name]
     bwd_checks.check_that_nothing_is_found(faultless, kernel, problems, wrong_counts)

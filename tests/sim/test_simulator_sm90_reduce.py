@@ -1,4 +1,4 @@
-"""Bulk reductions in the simulator: sums, their order and reports."""
+"""Bulk reductions in the simulator, and polls of a counter: sums, their order and reports."""
 
 import re
 
@@ -38,3 +38,13 @@ def test_report(cases, case, code, report):
         found = run(cases, case, seed)
         assert found["code"] == str(code)
         assert re.search(report, found["error"]), found["error"]
+
+
+def test_what_came_before_an_addition_is_seen_behind_a_poll(cases):
+    assert all(run(cases, "poll", seed)["code"] == "0" for seed in range(10))
+
+
+def test_a_poll_for_what_never_comes_is_a_deadlock(cases):
+    found = run(cases, "poll_for_nothing", 0)
+    assert found["code"] == "702"
+    assert re.search("deadlock: a thread polls global memory", found["error"]), found["error"]

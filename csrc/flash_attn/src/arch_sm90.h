@@ -229,6 +229,16 @@ CUTE_DEVICE unsigned add_acq_rel(unsigned *counter, unsigned value) {
     return before;
 }
 
+// Loads such a counter. What came before the additions that it has seen comes before what follows.
+CUTE_DEVICE unsigned load_acquire(unsigned const *counter) {
+    unsigned x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n"
+                 : "=r"(x)
+                 : "l"(__cvta_generic_to_global(counter))
+                 : "memory");
+    return x;
+}
+
 // Loads four neighbouring floats from L2, where sums are, and not an older copy of L1's.
 CUTE_DEVICE float4 load_from_l2(float4 const *gmem) {
     float4 x;
@@ -237,6 +247,11 @@ CUTE_DEVICE float4 load_from_l2(float4 const *gmem) {
                  : "l"(gmem)
                  : "memory");
     return x;
+}
+
+// Stores four neighbouring floats, at a multiple of 16 bytes, to which others add later.
+CUTE_DEVICE void store_first(float *gmem, float a, float b, float c, float d) {
+    *reinterpret_cast<float4 *>(gmem) = make_float4(a, b, c, d);
 }
 
 // Adds four neighbouring floats, at a multiple of 16 bytes. Each of the four sums is atomic, the

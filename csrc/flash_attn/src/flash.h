@@ -71,6 +71,8 @@ struct BwdConfig {
 // The row statistics of a head, or of a sequence, are padded to a multiple of this, which every
 // tile divides.
 inline constexpr int32_t kRowStatsMultiple = 128;
+// Rows of queries that a semaphore of their sums of dQ stands for.
+inline constexpr int32_t kSemaphoreRows = 64;
 // Of a ragged batch: where those of sequence i begin, whose queries begin at row_q, and how many a
 // head has. Each sequence has one block of 128 rows more than its rows need, for the rows of no
 // sequence behind it. i = -1: the rows before the first sequence; i = b: those behind the last one,
@@ -272,6 +274,10 @@ struct Flash_bwd_params : Flash_fwd_params {
     // a step are together, in the order of the accumulators that hold them. Where CTAs own heads
     // (sm90), those in work are at its beginning.
     float *dq_accum_ptr;
+    // Workspace of BwdConfig::fused, (b, h, seqlen_q_rounded / kSemaphoreRows): CTAs that have
+    // stored their part of the first sums, where a head's first tile of keys stores them (sm90).
+    // Null: all are zeros first, and all tiles add to them.
+    uint32_t *dq_semaphore_ptr;
 
     int64_t do_batch_stride, do_row_stride, do_head_stride;
     int64_t dlse_batch_stride, dlse_head_stride;

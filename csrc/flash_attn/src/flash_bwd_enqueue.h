@@ -47,12 +47,17 @@ cudaError_t enqueue_bwd(int64_t ctas, int threads, int smem_bytes, void *stream,
     return cudaLaunchKernelEx(&config, kKernel, arguments...);
 }
 
-// The plan of a ragged batch's tiles. One that is still valid is not made again.
 template <class Tiles>
-cudaError_t enqueue_plan(Flash_bwd_params &params, bool valid, void *stream) {
+void set_plan_capacity(Flash_bwd_params &params) {
     static_assert(Tiles::kRows >= kMinBwdRows);
     int const rows = Tiles::kOfKeys ? params.total_k : params.total_q;
     params.plan_capacity = static_cast<int32_t>(plan_capacity(rows, params.b, Tiles::kRows));
+}
+
+// The plan of a ragged batch's tiles. One that is still valid is not made again.
+template <class Tiles>
+cudaError_t enqueue_plan(Flash_bwd_params &params, bool valid, void *stream) {
+    set_plan_capacity<Tiles>(params);
     return valid ? cudaSuccess : static_cast<cudaError_t>(launch_plan<Tiles>(&params, stream));
 }
 

@@ -1,5 +1,5 @@
-// The sm90 class's backward kernels: the persistent main kernel, whose warpgroup 0 is the producer,
-// and the one that rounds the sums of dQ.
+// The sm90 class's backward kernels: the persistent main kernel, whose warpgroup 0 loads and keeps
+// the order of dQ, and the one that rounds the sums of dQ.
 #pragma once
 
 #include <arch_sm90.h>
@@ -37,9 +37,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     int const rank = Traits::kCluster > 1 ? static_cast<int>(sm90::cluster_rank()) : 0;
     if (warpgroup == 0) {
         sm90::registers_lower<Traits::kLoadRegisters>();
-        if (threadIdx.x < 32 && sm90::elect_one()) {
-            typename Mainloop::Producer producer{maps, storage, rank};
-            producer.run(params, queue);
+        int const warp = __shfl_sync(0xffffffffu, int(threadIdx.x / 32), 0);
+        if (warp < 2 && sm90::elect_one()) {
+            if (warp == 0) {
+                typename Mainloop::Producer producer{maps, storage, rank};
+                producer.run(params, queue);
+            } else if constexpr (Traits::kStoresFirst) {
+                typename Mainloop::Order order{storage};
+                order.run(params);
+            }
         }
     } else {
         sm90::registers_raise<Traits::kMmaRegisters>();

@@ -1,6 +1,6 @@
 // From a backward configuration of the sm90 class to the shared object's description and launch
-// function: row statistics and zeros, the main kernel, the rounding of dQ; where CTAs own heads,
-// the main kernel writes the zeros and rounds.
+// function: row statistics and zeros, the main kernel, the rounding of dQ. Where CTAs own heads, or
+// first tiles store dQ, no sums are zeroed before; the former round, too.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,34 +16,24 @@
 
 namespace flash {
 
-// owned: heads, by CTAs (TileSchedulerBwdSm90::owns_heads()).
+// Which tiles the main kernel's workers compute. Where CTAs own heads queue.group is 0
+// (TileSchedulerBwdSm90::owns_heads()); where the device has no counter left, queue.counter null.
 template <class Traits>
-cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, bool owned, void *stream) {
+cudaError_t make_queue(Flash_bwd_params const &params, int sms, bool owned, void *stream,
+                       TileQueue &queue) {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
-    if constexpr (Traits::kVarlen) {
-        // The main kernel waits for this one alone, which waits for those before.
-        cudaError_t const error = enqueue_plan<Scheduler>(params, false, stream);
-        if (error != cudaSuccess) {
-            return error;
-        }
-    }
     int64_t const tiles = Scheduler::num_tiles(params);
     if (tiles > INT32_MAX - sms) {  // CTAs count on beyond the last tile
         return cudaErrorInvalidConfiguration;
     }
-    TensorMapsBwdSm90 maps;
-    if (cudaError_t const error = make_tensor_maps<Traits>(maps, params); error != cudaSuccess) {
-        return error;
-    }
-    constexpr int kCluster = Traits::kCluster;
-    int const most = std::max(sms / kCluster, 1);
-    int64_t const units = owned ? int64_t(params.b) * params.h_k : tiles;
-    int64_t const clusters = std::min<int64_t>(units, most);
-    TileQueue queue{static_cast<int>(tiles), owned ? 0 : 1, nullptr, nullptr};
-    if (Traits::kWorkStealing && !Traits::kVarlen && !owned) {
-        queue.group = Scheduler::heads_in_group(params, most);
-    }
-    if (Traits::kWorkStealing && !owned && tiles > clusters) {
+    int const workers = std::max(sms / Traits::kCluster, 1);
+    queue = {static_cast<int>(tiles), owned ? 0 : 1, nullptr, nullptr};
+    if (!owned && !Traits::kVarlen) queue.group = Scheduler::heads_in_group(params, workers);
+    // Under a mask, and in a ragged batch, tiles differ in length, and workers steal work. So they
+    // do where tiles wait for others, which are drawn before.
+    constexpr bool kSteals =
+        Traits::kMask != MaskKind::none || Traits::kVarlen || Traits::kStoresFirst;
+    if (kSteals && !owned && tiles > workers) {
         LaunchCounters<false> *counters = nullptr;
         cudaError_t const error = launch_counters(counters, static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) {
@@ -51,30 +41,78 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, bool owned, void
         }
         if (counters != nullptr) queue.counter = &counters->tiles;
     }
+    return cudaSuccess;
+}
+
+template <class Traits>
+cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const &queue,
+                              void *stream) {
+    if constexpr (Traits::kVarlen) {
+        // The main kernel waits for this one alone, which waits for those before.
+        cudaError_t const error = enqueue_plan<TileSchedulerBwdSm90<Traits>>(params, false, stream);
+        if (error != cudaSuccess) {
+            return error;
+        }
+    }
+    TensorMapsBwdSm90 maps;
+    if (cudaError_t const error = make_tensor_maps<Traits>(maps, params); error != cudaSuccess) {
+        return error;
+    }
+    constexpr int kCluster = Traits::kCluster;
+    int64_t const units = queue.group == 0 ? int64_t(params.b) * params.h_k : queue.tiles;
+    int64_t const clusters = std::min<int64_t>(units, std::max(sms / kCluster, 1));
     return enqueue_bwd<&flash_bwd_kernel_sm90<Traits>, true, kCluster>(
         kCluster * clusters, Traits::kThreads, Traits::kSmemBytes, stream, params, maps, queue);
 }
 
+// All kernels; first tiles store dQ if Traits say so.
+template <class Traits>
+cudaError_t enqueue_all_sm90(Flash_bwd_params const &params, int sms, bool owned,
+                             TileQueue const &queue, void *stream) {
+    constexpr BwdConfig C = Traits::kConfig;
+    Flash_bwd_params before = params;
+    if (owned || Traits::kStoresFirst) before.dq_accum_ptr = nullptr;
+    if (!Traits::kStoresFirst) before.dq_semaphore_ptr = nullptr;
+    cudaError_t error = enqueue_preprocess<C>(before, stream);
+    if (error == cudaSuccess && (params.dq_ptr != nullptr || params.dk_ptr != nullptr)) {
+        error = enqueue_main_sm90<Traits>(params, sms, queue, stream);
+    }
+    if (error == cudaSuccess && params.dq_ptr != nullptr && !owned) {
+        error = enqueue_bwd<&flash_bwd_postprocess_kernel_sm90<KernelTraitsBwdSm90<C>>, true>(
+            BlockOfDq<C, Traits::kTileM>::num_ctas(params), Traits::kMmaThreads, 0, stream, params);
+    }
+    return error;
+}
+
 template <BwdConfig C>
-int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
+int32_t launch_bwd(Flash_bwd_params const *of_call, void *stream) {
     using Traits = KernelTraitsBwdSm90<C>;
-    using Blocks = BlockOfDq<C, Traits::kTileM>;
+    using Scheduler = TileSchedulerBwdSm90<Traits>;
+    Flash_bwd_params params = *of_call;
     int sms = 0;
     if (cudaError_t const error = sm_count(sms); error != cudaSuccess) {
         return error;
     }
-    bool const owned = TileSchedulerBwdSm90<Traits>::owns_heads(*params, sms);
-    Flash_bwd_params before = *params;
-    if (owned) before.dq_accum_ptr = nullptr;
-    cudaError_t error = enqueue_preprocess<C>(before, stream);
-    if (error == cudaSuccess && (params->dq_ptr != nullptr || params->dk_ptr != nullptr)) {
-        error = enqueue_main_sm90<Traits>(*params, sms, owned, stream);
+    if constexpr (Traits::kVarlen) set_plan_capacity<Scheduler>(params);
+    TileQueue queue{};
+    bool or_stores = false;
+    if constexpr (Traits::kMayStoreFirst) {
+        using Storing = KernelTraitsBwdSm90<C, true>;
+        or_stores = TileSchedulerBwdSm90<Storing>::may_store_first(params, sms);
+        if (or_stores && !Scheduler::owns_heads(params, sms, true)) {
+            cudaError_t const error = make_queue<Storing>(params, sms, false, stream, queue);
+            if (error != cudaSuccess) {
+                return error;
+            }
+            if (queue.counter != nullptr) {
+                return enqueue_all_sm90<Storing>(params, sms, false, queue, stream);
+            }
+        }
     }
-    if (error == cudaSuccess && params->dq_ptr != nullptr && !owned) {
-        error = enqueue_bwd<&flash_bwd_postprocess_kernel_sm90<Traits>, true>(
-            Blocks::num_ctas(*params), Traits::kMmaThreads, 0, stream, *params);
-    }
-    return error;
+    bool const owned = Scheduler::owns_heads(params, sms, or_stores);
+    cudaError_t const error = make_queue<Traits>(params, sms, owned, stream, queue);
+    return error != cudaSuccess ? error
+                                : enqueue_all_sm90<Traits>(params, sms, owned, queue, stream);
 }
 
 template <BwdConfig C>

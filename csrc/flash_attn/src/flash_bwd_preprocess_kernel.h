@@ -28,6 +28,8 @@ struct RowStats {
     static constexpr bool kZerosDq = C.fused;
     static constexpr bool kLaunchesEarly = C.arch == 90;
     static constexpr bool kVarlen = C.varlen;
+    static constexpr bool kSemaphores = C.arch == 90 && C.mask != MaskKind::local && !C.varlen;
+    static_assert(kSemaphoreRows % kRows == 0 && kRowStatsMultiple % kSemaphoreRows == 0);
     static_assert(kLanes * kVec >= C.head_dim && kRowStatsMultiple % kRows == 0);
 
     CUTE_HOST_DEVICE static int64_t num_ctas(Flash_bwd_params const &params) {
@@ -72,9 +74,9 @@ struct RowStats {
 };
 
 // D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row, and zeros where the main kernel sums up
-// dQ, unless dq_accum_ptr is null, as that kernel writes them. A row that sees no key has LSE =
-// -inf and P = 0: +inf in its place makes exp2(S - LSE) 0 and not NaN. Likewise for rows past the
-// end. In a ragged batch all sequences count as one entry here.
+// dQ, unless dq_accum_ptr is null, as that kernel writes the first sums. A row that sees no key has
+// LSE = -inf and P = 0: +inf in its place makes exp2(S - LSE) 0 and not NaN. Likewise for rows past
+// the end. In a ragged batch all sequences count as one entry here.
 template <class Stats>
 __global__ void __launch_bounds__(Stats::kThreads)
     flash_bwd_row_stats_kernel(__grid_constant__ Flash_bwd_params const params) {
@@ -89,6 +91,12 @@ __global__ void __launch_bounds__(Stats::kThreads)
     int const col = thread % Stats::kLanes * Stats::kVec;
 
     if constexpr (Stats::kLaunchesEarly) cudaTriggerProgrammaticLaunchCompletion();
+    if (Stats::kSemaphores && params.dq_semaphore_ptr != nullptr) {
+        int64_t const first_row = int64_t(blockIdx.x) * Stats::kRows;  // among those of all heads
+        if (thread == 0 && first_row % kSemaphoreRows == 0) {
+            params.dq_semaphore_ptr[first_row / kSemaphoreRows] = 0;
+        }
+    }
     if (Stats::kZerosDq && params.dq_accum_ptr != nullptr) {
         constexpr int kPieces = Stats::kRows * Stats::kHeadDim / 4;  // of 16 bytes
         auto *const zeros =

@@ -16,7 +16,9 @@ namespace flash {
 
 using namespace cute;
 
-template <BwdConfig C>
+// kStores: a head's first tile of keys stores its dQ, and the others add theirs to that, in the
+// order that order_dq_sm90.h keeps; without, all add theirs to zeros.
+template <BwdConfig C, bool kStores = false>
 struct KernelTraitsBwdSm90 {
     static_assert(C.arch == 90 && !C.softcap && !C.alibi && !C.dropout);
     // A warpgroup's registers hold dK or dV of 64 keys, not both: mainloop_bwd_wide_sm90.h.
@@ -54,10 +56,12 @@ struct KernelTraitsBwdSm90 {
     static constexpr bool kTurns = kHeadDim > 64 && !kWide;
 
     // Whether CTAs may own heads: TileSchedulerBwdSm90::owns_heads().
-    static constexpr bool kMayOwnHeads = !kWide && !C.varlen;
+    static constexpr bool kMayOwnHeads = !kWide && !C.varlen && !kStores;
 
-    // Under a mask, and in a ragged batch, tiles differ in length, and CTAs or clusters steal work.
-    static constexpr bool kWorkStealing = C.mask != MaskKind::none || C.varlen;
+    static constexpr bool kMayStoreFirst = C.mask != MaskKind::local && !C.varlen;
+    static constexpr bool kStoresFirst = kStores;
+    static_assert(kMayStoreFirst || !kStores);
+    static constexpr int kDqSlots = 2;
 
     // Pages of 64 columns (128 bytes) where that makes whole ones, else of 32, as in the forward.
     // Above d = 128 half of the columns are whole pages, too, as a CTA computes half of dQ's.
@@ -196,6 +200,7 @@ struct KernelTraitsBwdSm90 {
         sm90::Barrier q_full[kStages], q_empty[kStages];  // with the statistics
         sm90::Barrier dout_full[kDoutStages], dout_empty[kDoutStages];
         sm90::Barrier ds_full[kDsStages];
+        sm90::Barrier dq_turn[kDqSlots], dq_stored[kDqSlots];  // of kStoresFirst
         sm90::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
         WorkTile tile[kTileSlots];
         [[no_unique_address]] cute::array<sm90::Barrier, kWide ? 1 : 0> p_full, p_empty;

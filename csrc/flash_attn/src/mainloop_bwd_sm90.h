@@ -25,6 +25,7 @@
 #include "kernel_traits_bwd_sm90.h"
 #include "mask.h"
 #include "mma_traits_sm90.h"
+#include "order_dq_sm90.h"
 #include "pipeline_sm90.h"
 #include "producer_bwd_sm90.h"
 #include "store_accumulator.h"
@@ -87,12 +88,17 @@ struct MainloopBwdSm90 {
             }
         }
         for (int i = 0; i < Traits::kTileSlots; ++i) {
-            init(&storage.tile_full[i], 1, &storage.tile_empty[i]);
+            sm90::barrier_init(&storage.tile_full[i], 1);
+            sm90::barrier_init(&storage.tile_empty[i], kReaders + Traits::kStoresFirst);
+        }
+        for (int i = 0; i < Traits::kDqSlots; ++i) {
+            init(&storage.dq_turn[i], 1, &storage.dq_stored[i]);
         }
         sm90::fence_barrier_init();
     }
 
     using Producer = ProducerBwdSm90<Traits>;
+    using Order = OrderDqSm90<Traits>;
 
     // One MMA warpgroup. That of mainloop_bwd_wide_sm90.h has a run() and an issue_dq() of its own.
     struct Consumer {
@@ -105,6 +111,7 @@ struct MainloopBwdSm90 {
         RingDs ds;
         RingTiles tiles;
         uint32_t own_parity = 0;
+        Ring<Traits::kDqSlots> dq_turn, dq_stored;
 
         // This warp no longer reads the buffer.
         CUTE_DEVICE static void release(sm90::Barrier *empty) {
@@ -113,9 +120,7 @@ struct MainloopBwdSm90 {
 
         // The tile in work.
         CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
-        CUTE_DEVICE int block(int visit) const {
-            return tile().blocks.template block<MaskKind::local>(visit);
-        }
+        CUTE_DEVICE int block(int visit) const { return tile().blocks.begin + visit; }
 
         // TMA overwrites the statistics, which ordinary loads read. The fence and __syncwarp() of
         // store_ds(), behind the last of those loads, order the two.
@@ -239,15 +244,40 @@ struct MainloopBwdSm90 {
                           [&](auto const &sums, int i) { sums.round(params, Block(params, i)); });
         }
 
+        // Stores a part of dQ as the first sums, which begin at `sums`.
+        template <class Acc>
+        CUTE_DEVICE void store_first(float *sums, Acc const &rDq) {
+            constexpr int kColumns = 2 * decltype(size(rDq))::value;
+            int const columns = Traits::kBulkDq ? Traits::dq_columns(warpgroup) : kColumns;
+            CUTE_UNROLL
+            for (int i = 0; i < kColumns / 8; ++i) {
+                if (8 * i < columns) {
+                    sm90::store_first(sums + i * 128 + thread % 32 * 4, rDq(4 * i), rDq(4 * i + 1),
+                                      rDq(4 * i + 2), rDq(4 * i + 3));
+                }
+            }
+            __syncwarp();
+            release(&storage.dq_stored[dq_stored.stage()]);
+            dq_stored.advance();
+        }
+
         // Adds dQ of a block, a part of it, to the sums, which lie in the order of each warp's
         // accumulators. rDq: ((2, 2, N/8), 1, 1).
         template <int kFirstColumn = 0, class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
-                                Acc const &rDq) const {
+                                Acc const &rDq) {
             int64_t const row = sums_row(params, head, block);
             constexpr int kColumns = 2 * decltype(size(rDq))::value;
             int const half = Traits::kWide ? rank : warpgroup;
             int const begin = Traits::dq_begin(half * 4 + thread / 32 % 4) + 16 * kFirstColumn;
+            if constexpr (Traits::kStoresFirst) {
+                sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());
+                dq_turn.advance();
+                if (tile().m_block == 0) {
+                    store_first(params.dq_accum_ptr + row * kHeadDim + begin, rDq);
+                    return;
+                }
+            }
             if constexpr (Traits::kBulkDq) {
                 int const columns = Traits::dq_columns(warpgroup);
                 float *const smem = storage.dq.data() + begin;
@@ -425,7 +455,7 @@ struct MainloopBwdSm90 {
             // P of a visit, once S is complete.
             auto const compute_p = [&](int visit) {
                 sm90::pin(rS);
-                if (visit >= tile().blocks.unmasked) apply_mask(params, tSrS, visit);
+                if (!tile().blocks.is_whole(visit)) apply_mask(params, tSrS, visit);
                 exponentiate(params, tSrS);
                 sm90::pin(rS);  // ahead of the next wait in PTX; ptxas moves most behind it
             };
@@ -457,10 +487,10 @@ struct MainloopBwdSm90 {
                 wait_turn();
                 issue_gradient<0, kTileM / 16>(tKrDs, q, rDk);
             };
-            auto const finish_dq = [&](int visit, int head) {
+            auto const finish_dq = [&](StepBwd const &of) {
                 sm90::wgmma_wait<0>();
                 sm90::pin(rDq);
-                add_dq(params, head, block(visit), rDq);
+                add_dq(params, of.head, block(of.visit), rDq);
             };
 
             CUTE_NO_UNROLL
@@ -468,25 +498,22 @@ struct MainloopBwdSm90 {
                 if (Traits::kMayOwnHeads && owns) begin_owned(params);
                 clear(rDk);
                 clear(rDv);
-                int const count = tile().blocks.count;
-                int left = count * params.h_h_k_ratio;  // steps
+                int left = tile().blocks.count * params.h_h_k_ratio;  // steps
                 if (left > 0) {
                     sm90::barrier_wait(&storage.k_full, own_parity);
                     issue_s();
                     sm90::wgmma_wait<0>();
-                    int n = count - 1;  // visits left of this head after this one
-                    int head = tile().head_q;
-                    compute_p(n);
+                    int const ratio = params.h_h_k_ratio;
+                    StepBwd at = StepBwd::first_of(tile(), ratio);
+                    compute_p(at.visit);
                     sm90::barrier_wait(&storage.v_full, own_parity);
                     own_parity ^= 1;
 
                     CUTE_NO_UNROLL
                     for (; left > 1; --left) {
                         issue_gradients();
-                        int const visited = n, visited_head = head;
-                        bool const next_head = --n < 0;
-                        n = next_head ? count - 1 : n;
-                        head += next_head;
+                        StepBwd const done = at;
+                        at.advance(ratio);
                         RingSteps const used = step;
                         step.advance();
                         issue_s();
@@ -496,14 +523,14 @@ struct MainloopBwdSm90 {
                         ds.advance();
                         sm90::wgmma_wait<1>();
                         pass_turn();
-                        compute_p(n);
-                        finish_dq(visited, visited_head);
+                        compute_p(at.visit);
+                        finish_dq(done);
                     }
                     issue_gradients();
                     issue_dq(rDq);
                     pass_turn();
                     ds.advance();
-                    finish_dq(n, head);
+                    finish_dq(at);
                     sm90::pin(rDk);
                     sm90::pin(rDv);
                     release_step(step);

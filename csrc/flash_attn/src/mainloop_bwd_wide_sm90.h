@@ -120,11 +120,11 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         // Adds a part of dQ to the sums, and tells the other CTA that its dS has been read. S or dP
         // of the next step, if there is one, is under way meanwhile.
         template <class Part, bool kNext, class Acc>
-        CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, int head, int visit, Acc &rDq) {
+        CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, StepBwd const &of, Acc &rDq) {
             sm90::wgmma_wait<kNext>();
             sm90::pin(rDq);
             sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], thread % 32 == 0);
-            this->template add_dq<Part::kBegin>(params, head, block(visit), rDq);
+            this->template add_dq<Part::kBegin>(params, of.head, block(of.visit), rDq);
             ds.advance();
         }
 
@@ -162,7 +162,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             // P of a visit, and dV += P^T dO, which is under way afterwards.
             auto const issue_dv = [&](int visit) {
                 sm90::pin(rS);
-                if (visit >= tile().blocks.unmasked) this->apply_mask(params, tSrS, visit);
+                if (!tile().blocks.is_whole(visit)) this->apply_mask(params, tSrS, visit);
                 this->exponentiate(params, tSrS);
                 give_p(tSrS);
                 convert(tSrS, tKrP);
@@ -180,51 +180,44 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 dout.advance();
             };
             // P and dV of a step, and dQ of the one before.
-            auto const run_step = [&](int visit, int head, int count, auto has_next) {
-                issue_dv(visit);
+            auto const run_step = [&](StepBwd const &at, auto has_next) {
+                issue_dv(at.visit);
                 issue_dq<Part>(rDq);
                 sm90::wgmma_wait<1>();
                 release_dout();
                 if constexpr (has_next) issue_s();
-                bool const other_head = visit == count - 1;
-                finish_dq<Part, has_next>(params, head - other_head, other_head ? 0 : visit + 1,
-                                          rDq);
+                finish_dq<Part, has_next>(params, at.before(params.h_h_k_ratio), rDq);
                 sm90::wgmma_wait<0>();
             };
 
             CUTE_NO_UNROLL
             while (this->await_tile()) {
                 clear(rDv);
-                int const count = tile().blocks.count;
-                int left = count * params.h_h_k_ratio;  // steps
+                int const ratio = params.h_h_k_ratio;
+                int left = tile().blocks.count * ratio;  // steps
                 if (left > 0) {
                     sm90::barrier_wait(&storage.k_full, own_parity);
-                    int n = count - 1;  // visits left of this head after this one
-                    int head = tile().head_q;
-                    auto const next_visit = [&] {
-                        head += n == 0;
-                        n = n == 0 ? count - 1 : n - 1;
-                    };
+                    StepBwd at = StepBwd::first_of(tile(), ratio);
                     issue_s();
                     sm90::wgmma_wait<0>();
-                    issue_dv(n);
+                    issue_dv(at.visit);
                     sm90::wgmma_wait<0>();
                     release_dout();
                     sm90::barrier_wait(&storage.other.k_full, own_parity);
                     own_parity ^= 1;
                     if (left > 1) {
                         issue_s();
-                        next_visit();
+                        at.advance(ratio);
                         sm90::wgmma_wait<0>();
                         CUTE_NO_UNROLL
                         for (; left > 2; --left) {
-                            run_step(n, head, count, std::true_type{});
-                            next_visit();
+                            run_step(at, std::true_type{});
+                            at.advance(ratio);
                         }
-                        run_step(n, head, count, std::false_type{});
+                        run_step(at, std::false_type{});
                     }
                     issue_dq<Part>(rDq);
-                    finish_dq<Part, false>(params, head, n, rDq);
+                    finish_dq<Part, false>(params, at, rDq);
                     sm90::pin(rDv);
                     release(&storage.k_empty);
                 }
@@ -252,7 +245,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 issue_scores(storage.v, storage.dout[dout.stage()], rDp);
             };
             // dS of a step whose dP is complete, dK += dS^T Q, and dQ.
-            auto const run_step = [&](int visit, int head, auto has_next) {
+            auto const run_step = [&](StepBwd const &at, auto has_next) {
                 sm90::pin(rDp);
                 release(&storage.dout_empty[dout.stage()]);
                 dout.advance();
@@ -269,32 +262,30 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 release(&storage.q_empty[step.stage()]);
                 step.advance();
                 if constexpr (has_next) issue_dp();
-                finish_dq<Part, has_next>(params, head, visit, rDq);
+                finish_dq<Part, has_next>(params, at, rDq);
                 sm90::wgmma_wait<0>();
             };
 
             CUTE_NO_UNROLL
             while (this->await_tile()) {
                 clear(rDk);
-                int const count = tile().blocks.count;
-                int left = count * params.h_h_k_ratio;  // steps
+                int const ratio = params.h_h_k_ratio;
+                int left = tile().blocks.count * ratio;  // steps
                 if (left > 0) {
                     sm90::barrier_wait(&storage.v_full, own_parity);
                     issue_dp();
                     sm90::barrier_wait(&storage.k_full, own_parity);
                     sm90::barrier_wait(&storage.other.k_full, own_parity);
                     own_parity ^= 1;
-                    int n = count - 1;  // visits left of this head after this one
-                    int head = tile().head_q;
+                    StepBwd at = StepBwd::first_of(tile(), ratio);
                     sm90::wgmma_wait<0>();
                     CUTE_NO_UNROLL
                     for (; left > 1; --left) {
-                        run_step(n, head, std::true_type{});
-                        head += n == 0;
-                        n = n == 0 ? count - 1 : n - 1;
+                        run_step(at, std::true_type{});
+                        at.advance(ratio);
                     }
                     release(&storage.v_empty);
-                    run_step(n, head, std::false_type{});
+                    run_step(at, std::false_type{});
                     sm90::pin(rDk);
                     release(&storage.k_empty);
                 }

@@ -68,12 +68,16 @@ struct ProducerBwdSm90 {
         if (Traits::kMayOwnHeads && queue.group == 0) {
             return Scheduler::next_owned(params, index, workers);
         }
-        if constexpr (Traits::kCluster > 1 && Traits::kWorkStealing) {
-            if (queue.counter == nullptr) return queue.next(index, workers);
+        auto const draw = [&] {
+            return Traits::kStoresFirst ? queue.draw(queue.tiles + workers)
+                                        : queue.next(index, workers);
+        };
+        if constexpr (Traits::kCluster > 1) {
+            if (queue.counter == nullptr) return draw();
             auto &other = storage.other;
             int const slot = numbers.stage();
             if (rank == 0) {
-                index = queue.next(index, workers);
+                index = draw();
                 sm90::barrier_wait(&other.next_empty[slot], numbers.parity() ^ 1);
                 sm90::store_async_at(1, &other.next[slot], index, &other.next_full[slot]);
             } else {
@@ -85,7 +89,7 @@ struct ProducerBwdSm90 {
             numbers.advance();
             return index;
         } else {
-            return queue.next(index, workers);
+            return draw();
         }
     }
 
@@ -119,23 +123,24 @@ struct ProducerBwdSm90 {
 
     CUTE_DEVICE void run(Flash_bwd_params const &params, TileQueue const &launched) {
         // No thread touches global memory before: the consumers wait for their first tile.
-        if constexpr (Traits::kVarlen) cudaGridDependencySynchronize();
+        constexpr bool kWaitsFirst = Traits::kVarlen || Traits::kStoresFirst;
+        if constexpr (kWaitsFirst) cudaGridDependencySynchronize();
         auto const &queue = Scheduler::queue(params, launched);
         int index = static_cast<int>(blockIdx.x) / Traits::kCluster;
         if (Traits::kMayOwnHeads && queue.group == 0) index = Scheduler::first_owned(params, index);
+        if constexpr (Traits::kStoresFirst) index = next(params, queue, index);
         WorkTile tile = Scheduler::get_tile(params, queue, index);
-        if constexpr (!Traits::kVarlen) cudaGridDependencySynchronize();
+        if constexpr (!kWaitsFirst) cudaGridDependencySynchronize();
         publish(tile);
         CUTE_NO_UNROLL
         while (tile.m_block >= 0) {
             index = next(params, queue, index);
-            int const count = tile.blocks.count;
-            int head = tile.head_q;
-            int n = count - 1;
+            int const ratio = params.h_h_k_ratio, steps = tile.blocks.count * ratio;
+            StepBwd step = StepBwd::first_of(tile, ratio);
             CUTE_NO_UNROLL
-            for (int left = count * params.h_h_k_ratio; left > 0; --left) {
-                int const block = tile.blocks.template block<MaskKind::local>(n);
-                bool const first = left == count * params.h_h_k_ratio;
+            for (int i = 0; i < steps; ++i) {
+                int const block = tile.blocks.begin + step.visit;
+                bool const first = i == 0;
                 auto const load_k = [&] {
                     load_keys<Traits::kColumnsK>(maps.k, &storage.k_full, &storage.k_empty,
                                                  storage.k.data(), tile, rank);
@@ -146,19 +151,16 @@ struct ProducerBwdSm90 {
                                             rank * kColumns);
                     }
                 };
-                load_q(tile, head, block);
+                load_q(tile, step.head, block);
                 if (!Traits::kWide && first) load_k();
                 if (first) {
                     load_keys<kHeadDim>(maps.v, &storage.v_full, &storage.v_empty, storage.v.data(),
                                         tile, rank);
                 }
-                load_dout(tile, head, block);
+                load_dout(tile, step.head, block);
                 if (Traits::kWide && first) load_k();  // whose buffers are free last
                 own_parity ^= first;
-                if (--n < 0) {
-                    n = count - 1;
-                    ++head;
-                }
+                step.advance(ratio);
             }
             tile = Scheduler::get_tile(params, queue, index);
             publish(tile);

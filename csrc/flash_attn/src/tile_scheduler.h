@@ -96,8 +96,9 @@ struct TileScheduler {
 };
 
 // Which tiles a worker of a persistent launch computes, which is a CTA or, in a backward above
-// d = 128, a cluster: worker i begins with tile i. With a counter workers steal work, each taking
-// the next tile that no other has; without one each takes every workers-th.
+// d = 128, a cluster: worker i begins with tile i, unless it draws that, too. With a counter
+// workers steal work, each taking the next tile that no other has; without one each takes every
+// workers-th.
 struct TileQueue {
     int tiles;
     // Heads whose tiles are scheduled together: heads_in_group(). 0 in a backward: each CTA
@@ -112,14 +113,17 @@ struct TileQueue {
     // and the draw of the last one sets it to 0.
     CUTE_DEVICE int next(int index) const { return next(index, static_cast<int>(gridDim.x)); }
     CUTE_DEVICE int next(int index, int workers) const {
-        if (counter == nullptr) {
-            return index + workers;
-        }
+        return counter == nullptr ? index + workers : draw(tiles) + workers;
+    }
+    // The next of so many numbers, of which the last one resets the counter. Where each worker
+    // draws its first tile, too, they are tiles + workers, and all tiles before a drawn one are in
+    // work or done, even if not all workers run yet.
+    CUTE_DEVICE int draw(int numbers) const {
         unsigned const number = atomicAdd(counter, 1u);
-        if (number == static_cast<unsigned>(tiles) - 1) {
+        if (number == static_cast<unsigned>(numbers) - 1) {
             atomicExch(counter, 0u);
         }
-        return static_cast<int>(number) + workers;
+        return static_cast<int>(number);
     }
 };
 

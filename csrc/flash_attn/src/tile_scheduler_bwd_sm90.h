@@ -13,6 +13,29 @@
 
 namespace flash {
 
+// A step of a tile: a visit of a block of queries of a query head. The last block comes first, each
+// for all query heads of the key head. The bits of dK and dV follow from the order, which is that
+// of all kernels of this class, and of all tiles, as kStoresFirst needs.
+struct StepBwd {
+    int visit;   // of those left of each head
+    int head;    // of the queries
+    int behind;  // heads of the group behind this one
+
+    CUTE_DEVICE static StepBwd first_of(WorkTile const &tile, int ratio) {
+        return {tile.blocks.count - 1, tile.head_q, ratio - 1};
+    }
+    CUTE_DEVICE void advance(int ratio) {
+        bool const last = behind == 0;
+        visit -= last;
+        head += last ? 1 - ratio : 1;
+        behind = last ? ratio - 1 : behind - 1;
+    }
+    CUTE_DEVICE StepBwd before(int ratio) const {
+        bool const first = behind == ratio - 1;
+        return {visit + first, first ? head + ratio - 1 : head - 1, first ? 0 : behind + 1};
+    }
+};
+
 // Of a ragged batch by a plan.
 template <class Traits>
 struct TileSchedulerBwdSm90 {
@@ -43,13 +66,38 @@ struct TileSchedulerBwdSm90 {
         return *static_cast<WorkPlan const *>(params.plan_ptr);
     }
 
+    // Whether a head's first tile of keys stores its dQ and the others add theirs, block after
+    // block of queries in the same order, each once it is stored: no zeros are written before, and
+    // none read. That tile must visit every block. Others are some two steps behind it, so tiles
+    // should have more steps, and launches several waves of them. Of long heads little is gained:
+    // zeros are one of num_n_blocks + 1 accesses to a sum.
+    CUTE_HOST_DEVICE static bool may_store_first(Flash_bwd_params const &params, int sms) {
+        constexpr int kBlocks = 16;
+        constexpr int64_t kWaves = Traits::kWide ? 8 : 4;
+        int const blocks = num_n_blocks(params);
+        int64_t const steps =
+            params.h_h_k_ratio * ((int64_t(params.seqlen_q) + Traits::kTileM - 1) / Traits::kTileM);
+        bool const visits_all =
+            Traits::kMask == MaskKind::none || params.seqlen_q <= params.seqlen_k;
+        return params.dq_semaphore_ptr != nullptr && visits_all && blocks > 0 &&
+               blocks <= kBlocks && blocks <= 2 * steps &&
+               num_tiles(params) * Traits::kCluster >= kWaves * sms;
+    }
     // Key heads whose tiles are scheduled together, so that under a causal mask the launch ends
     // with short ones. What their query heads read and add up should stay in L2; of long heads few
     // rows are in work at a time, and with more heads fewer CTAs add to the same sums at once.
     CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers) {
-        constexpr int64_t kL2Bytes = 24 << 20;  // of the 50 MB an H100 or H200 has
         constexpr int64_t kFewHeads = 4;
         constexpr int64_t kWaves = 3;
+        if (Traits::kMask == MaskKind::none) {
+            // Tiles of a head one after the other; but first ones ahead of others, in one wave.
+            int const tiles = 4 * cute::max(num_n_blocks(params), 1);
+            int const heads = Traits::kStoresFirst ? (3 * workers + tiles - 1) / tiles : 1;
+            return cute::min(heads, cute::max(params.b * params.h_k, 1));
+        }
+        // Of the 50 MB an H100 or H200 has. With more heads first tiles are further ahead.
+        bool const many = Traits::kStoresFirst && num_n_blocks(params) > (Traits::kWide ? 4 : 8);
+        int64_t const kL2Bytes = (many ? 36 : 24) << 20;
         int64_t const bytes =  // Q and dO, 16 bits each, and the sums of dQ
             int64_t(params.h_h_k_ratio) * params.seqlen_q * (4 * params.d + 4 * Traits::kHeadDim);
         int64_t const tiles = cute::max(num_n_blocks(params), 1);
@@ -72,9 +120,12 @@ struct TileSchedulerBwdSm90 {
     // adds to their sums of dQ then, in a place of its own, and writes the zeros and rounds the
     // sums itself, while they are in L2. So heads must be short, and so many that whole ones leave
     // few SMs idle; heads of one tile always are.
-    CUTE_HOST_DEVICE static bool owns_heads(Flash_bwd_params const &params, int sms) {
-        // Sums of a CTA, times the tiles that add to each: of 132 CTAs 45 MB of the 50 of L2.
-        constexpr int64_t kBytes = 349 << 10;
+    // or_stores: else first tiles would store dQ.
+    CUTE_HOST_DEVICE static bool owns_heads(Flash_bwd_params const &params, int sms,
+                                            bool or_stores) {
+        // Sums of a CTA, times the tiles that add to each: of 132 CTAs 45 MB of the 50 of L2. With
+        // more than 17 MB first tiles that store dQ are faster (docs/tried_sm90.md).
+        int64_t const kBytes = (or_stores ? 128 : 349) << 10;
         if (!Traits::kMayOwnHeads) {
             return false;
         }

@@ -11,7 +11,8 @@ namespace flash {
 
 // The visits of a tile to its key blocks, counted down to 0: the main loop's counter is the number
 // of visits that are left. First come the blocks that need the mask, those cut on the right before
-// those cut on the left, then the whole ones, each from right to left.
+// those cut on the left, then the whole ones, each from right to left. The sm90 class's backward
+// visits block begin + i downwards instead.
 struct BlockRange {
     int count;     // of all visits
     int unmasked;  // of the last ones, to blocks that every row sees whole
@@ -26,6 +27,10 @@ struct BlockRange {
         }
         int const shift = visit >= unmasked + left ? 0 : visit >= unmasked ? -unmasked : left;
         return begin + visit + shift;
+    }
+    // Whether every row sees all of block begin + i.
+    CUTE_HOST_DEVICE bool is_whole(int i) const {
+        return static_cast<unsigned>(i - left) < static_cast<unsigned>(unmasked);
     }
 };
 

@@ -39,6 +39,7 @@ inline void named_barrier_arrive(uint32_t id, uint32_t threads) {
 
 // Of memory the simulator models program order, and the order that barriers and atomics give.
 inline unsigned add_acq_rel(unsigned *counter, unsigned value) { return atomicAdd(counter, value); }
+inline unsigned load_acquire(unsigned const *counter) { return sim::load_acquire(counter); }
 
 template <int kRegisters>
 void registers_raise() {
@@ -92,6 +93,12 @@ inline void fence_async_proxy_global() {}
 
 // No cache is modelled.
 inline float4 load_from_l2(float4 const *gmem) { return *gmem; }
+
+// A turn among the atomics, so that blocks whose sums do not wait for it are found.
+inline void store_first(float *gmem, float a, float b, float c, float d) {
+    float const values[] = {a, b, c, d};
+    sim::store_in_turn(gmem, values, 4);
+}
 
 inline void reduce_add(float *gmem, float a, float b, float c, float d) {
     float const values[] = {a, b, c, d};

@@ -273,15 +273,42 @@ void Block::execute_atomic(void const *address, std::function<void()> const &ato
     turns_.take(cluster_.unit(), atomic);
 }
 
-void Block::reduce_add(float *address, float const *values, int count) {
-    int const bytes = count * static_cast<int>(sizeof *values);
+// A polling thread must not starve the copies and the other warps, nor other blocks: each poll is a
+// turn.
+uint32_t Block::load_acquire(uint32_t const *address) {
+    constexpr uint64_t kPolls = 100000;
+    polls_ = steps_ == last_poll_step_ ? polls_ + 1 : 1;
+    last_poll_step_ = steps_;
+    if (polls_ > kPolls) {
+        fail(kLaunchTimeout, "deadlock: a thread polls global memory that no block changes");
+    }
+    uint32_t value = 0;
+    execute_atomic(address, [&] { value = *address; });
+    suspend(&warps_[random() % warps_.size()]);
+    if (random() % 64 == 0) {
+        cluster_.land_one();
+    }
+    return value;
+}
+
+void Block::check_sums(char const *what, float const *address, int bytes) {
     if (reinterpret_cast<uint64_t>(address) % static_cast<uint64_t>(bytes) != 0) {
-        fail(kMisalignedAddress, "red of " + std::to_string(bytes) +
+        fail(kMisalignedAddress, std::string(what) + " of " + std::to_string(bytes) +
                                      " bytes at a global address that is no multiple of it");
     }
     if (!state().regions.empty() && region_of(address, bytes) < 0) {
-        fail(kIllegalAddress, "red outside every tensor");
+        fail(kIllegalAddress, std::string(what) + " outside every tensor");
     }
+}
+
+void Block::store_in_turn(float *address, float const *values, int count) {
+    check_sums("a store", address, count * static_cast<int>(sizeof *values));
+    execute_atomic(address, [&] { std::copy(values, values + count, address); });
+}
+
+void Block::reduce_add(float *address, float const *values, int count) {
+    int const bytes = count * static_cast<int>(sizeof *values);
+    check_sums("red", address, bytes);
     execute_atomic(address, [&] {
         for (int i = 0; i < count; ++i) {
             address[i] += values[i];

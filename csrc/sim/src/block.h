@@ -172,6 +172,8 @@ class Block {
     // Calls atomic() when this block is next in the launch's order of atomics.
     void execute_atomic(void const *address, std::function<void()> const &atomic);
     void reduce_add(float *address, float const *values, int count);
+    void store_in_turn(float *address, float const *values, int count);
+    uint32_t load_acquire(uint32_t const *address);
     // griddepcontrol.wait: returns once the previous kernel has ended.
     void dependency_wait();
     // Fails if the running thread accesses global memory before its wait for the previous kernel.
@@ -210,6 +212,7 @@ class Block {
     friend void lane_entry();
     friend class Sm90;
     friend class Cluster;
+    void check_sums(char const *what, float const *address, int bytes);
     void start(uint64_t linear_index);
     void finish();
     // Switches to another ready lane: of warp `preferred` if given, else of the running warp.
@@ -256,6 +259,7 @@ class Block {
     uint64_t linear_index_ = 0;
     Dim3 block_{};
     uint64_t steps_ = 0;
+    uint64_t polls_ = 0, last_poll_step_ = 0;  // polls of global memory since that step
     uint64_t random_state_ = 0;
     uint64_t preempt_mask_ = 0;
     std::vector<TraceEntry> trace_;

@@ -360,10 +360,14 @@ uint32_t atomic_add(uint32_t *address, uint32_t value) {
     Block::current().execute_atomic(address, [&] { old = *address, *address += value; });
     return old;
 }
+uint32_t load_acquire(uint32_t const *address) { return Block::current().load_acquire(address); }
 uint32_t atomic_exchange(uint32_t *address, uint32_t value) {
     uint32_t old = 0;
     Block::current().execute_atomic(address, [&] { old = std::exchange(*address, value); });
     return old;
+}
+void store_in_turn(float *address, float const *values, int count) {
+    Block::current().store_in_turn(address, values, count);
 }
 void reduce_add(float *address, float const *values, int count) {
     Block::current().reduce_add(address, values, count);

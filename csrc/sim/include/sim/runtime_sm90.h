@@ -97,9 +97,11 @@ inline void grid_dependency_launch() {}
 // Concurrent blocks execute their atomics in an order drawn from the seed.
 uint32_t atomic_add(uint32_t *address, uint32_t value);
 uint32_t atomic_exchange(uint32_t *address, uint32_t value);
+uint32_t load_acquire(uint32_t const *address);
 // red.add of `count` neighbouring floats, as one atomic; 2 or 4 of them are at a multiple of their
 // size.
 void reduce_add(float *address, float const *values, int count);
+void store_in_turn(float *address, float const *values, int count);
 
 int sm_count();
 
