@@ -187,5 +187,9 @@ def test_groups_where_first_tiles_store_dq(lib, seqlen, heads):
     full = lib.heads_in_storing_group(ctypes.byref(params), 132, False)
     assert full == min(-(-3 * 132 // (4 * tiles)), heads)
     causal = lib.heads_in_storing_group(ctypes.byref(params), 132, True)
-    in_l2 = max((36 if seqlen > 1024 else 24) * 2**20 // (seqlen * 1024), 4)
+    mb = 24 if seqlen <= 512 else 36 if seqlen <= 1024 else 54
+    assert causal == min(max(mb * 2**20 // (seqlen * 1024), 4), -(-3 * 132 // tiles), heads)
+    grouped = problem(heads, 4, 1, seqlen)
+    causal = lib.heads_in_storing_group(ctypes.byref(grouped), 132, True)
+    in_l2 = max(4 * mb // 3 * 2**20 // (4 * seqlen * 1024), 4)
     assert causal == min(in_l2, -(-3 * 132 // tiles), heads)

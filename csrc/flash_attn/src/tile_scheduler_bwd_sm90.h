@@ -95,14 +95,19 @@ struct TileSchedulerBwdSm90 {
             int const heads = Traits::kStoresFirst ? (3 * workers + tiles - 1) / tiles : 1;
             return cute::min(heads, cute::max(params.b * params.h_k, 1));
         }
-        // Of the 50 MB an H100 or H200 has. With more heads first tiles are further ahead.
-        bool const many = Traits::kStoresFirst && num_n_blocks(params) > (Traits::kWide ? 4 : 8);
-        int64_t const kL2Bytes = (many ? 36 : 24) << 20;
+        // Of the 50 MB an H100 or H200 has. With more heads first tiles that store dQ are further
+        // ahead of the others, which longer and grouped heads need (docs/tried_sm90.md).
+        int const blocks = num_n_blocks(params);
+        int64_t l2_mb = 24;
+        if constexpr (Traits::kStoresFirst) {
+            l2_mb = blocks <= 4 ? 24 : blocks <= 8 ? 36 : 54;
+            if (params.h_h_k_ratio > 1) l2_mb += l2_mb / 3;
+        }
         int64_t const bytes =  // Q and dO, 16 bits each, and the sums of dQ
             int64_t(params.h_h_k_ratio) * params.seqlen_q * (4 * params.d + 4 * Traits::kHeadDim);
-        int64_t const tiles = cute::max(num_n_blocks(params), 1);
+        int64_t const tiles = cute::max(blocks, 1);
         int64_t const wanted = (kWaves * workers + tiles - 1) / tiles;
-        int64_t const in_l2 = cute::max(kL2Bytes / cute::max(bytes, int64_t(1)), kFewHeads);
+        int64_t const in_l2 = cute::max((l2_mb << 20) / cute::max(bytes, int64_t(1)), kFewHeads);
         int64_t const all = int64_t(params.b) * params.h_k;
         return static_cast<int>(cute::max(cute::min(cute::min(wanted, in_l2), all), int64_t(1)));
     }
