@@ -174,6 +174,7 @@ def test_first_tiles_store_dq_of_short_heads_in_four_waves_and_more(lib, causal)
     assert not stores(64, 16, 2049)
     assert not stores(64, 16, 512, dq_semaphore_ptr=None)
     assert not stores(64, 16, 512, 0)
+    assert stores(64, 16, 1024, 2048) and not stores(64, 16, 960, 2048), "fewer steps than tiles"
     assert stores(33, 4, 512) and not stores(131, 1, 512)
     # A first tile that queries do not see would leave their sums unwritten.
     assert stores(64, 16, 513, 512) is not causal

@@ -164,7 +164,7 @@ def test_heads_owned_by_a_cta(dense: BwdConfig, lengths, poisoned_outputs) -> No
     assert sums.view(4 * h_k, -1).isnan().all(1).tolist() == [False] * sms + [True] * sms
 
 
-@pytest.mark.parametrize("lengths", [(300, 400), (65, 500), (700, 900)], ids=str)
+@pytest.mark.parametrize("lengths", [(300, 400), (130, 500), (700, 900)], ids=str)
 @each
 def test_first_tiles_store_dq(dense: BwdConfig, lengths, poisoned_outputs) -> None:
     """And the others add theirs to it: heads enough for four waves of tiles, whose gradients are

@@ -69,8 +69,8 @@ struct TileSchedulerBwdSm90 {
     // Whether a head's first tile of keys stores its dQ and the others add theirs, block after
     // block of queries in the same order, each once it is stored: no zeros are written before, and
     // none read. That tile must visit every block. Others are some two steps behind it, so tiles
-    // should have more steps, and launches several waves of them. Of long heads little is gained:
-    // zeros are one of num_n_blocks + 1 accesses to a sum.
+    // should have no fewer steps than a head has tiles, and launches several waves of them. Of long
+    // heads little is gained: zeros are one of num_n_blocks + 1 accesses to a sum.
     CUTE_HOST_DEVICE static bool may_store_first(Flash_bwd_params const &params, int sms) {
         constexpr int kBlocks = 16;
         constexpr int64_t kWaves = Traits::kWide ? 8 : 4;
@@ -80,7 +80,7 @@ struct TileSchedulerBwdSm90 {
         bool const visits_all =
             Traits::kMask == MaskKind::none || params.seqlen_q <= params.seqlen_k;
         return params.dq_semaphore_ptr != nullptr && visits_all && blocks > 0 &&
-               blocks <= kBlocks && blocks <= 2 * steps &&
+               blocks <= kBlocks && blocks <= steps &&
                num_tiles(params) * Traits::kCluster >= kWaves * sms;
     }
     // Key heads whose tiles are scheduled together, so that under a causal mask the launch ends
