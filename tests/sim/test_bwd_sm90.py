@@ -31,7 +31,7 @@ LONG = (1, 300, 700, 2, 1)
 OWNED = ((6, 70, 128, 1, 1), (1, 100, 120, 12, 6), (3, 100, 256, 1, 1))
 # Four waves of tiles on as many SMs, of which heads have two to four, so that the first one stores
 # dQ and the others add to it. b, seqlen_q, seqlen_k, h, h_k, SMs.
-STORED_FIRST = ((3, 300, 500, 4, 2, 4), (5, 129, 400, 2, 1, 4), (4, 140, 300, 4, 2, 6))
+STORED_FIRST = ((3, 140, 500, 4, 2, 4), (5, 129, 400, 2, 1, 4), (4, 140, 300, 4, 2, 6))
 # The last two on three SMs, one with queries that see no key, whose sums are zeros first.
 MUTANT_SHAPES = (LONG, *OWNED[1:], (4, 300, 300, 2, 1), (4, 450, 300, 2, 1))
 STORING = [config for config in CONFIGS if config.mask != "local"]
