@@ -16,7 +16,7 @@ from ..config import ROW_STATS_MULTIPLE
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 15  # flash::kAbiVersion
+ABI_VERSION = 16  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {

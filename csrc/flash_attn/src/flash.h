@@ -8,9 +8,9 @@
 
 namespace flash {
 
-// Bump on any change to Flash_fwd_params, Flash_kernel or their meaning: a shared object built
+// Bump on any change to the parameters, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 15;
+inline constexpr int32_t kAbiVersion = 16;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
