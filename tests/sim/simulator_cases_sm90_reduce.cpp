@@ -67,6 +67,61 @@ struct BulkReduce {
 };
 using B = BulkReduce;
 
+// One block stores 64 floats, and another one, which waits for a counter, adds 1 to each.
+struct BulkStore {
+    enum Fault { none, fence, unordered, misaligned };
+    static constexpr int kFloats = 64;
+
+    template <Fault kFault>
+    static __global__ void kernel(float *sums, unsigned *counter) {
+        constexpr uint32_t kBytes = kFloats * sizeof(float);
+        auto *const mine = reinterpret_cast<float *>(smem);
+        for (int i = threadIdx.x; i < kFloats; i += 32) {
+            mine[i] = blockIdx.x == 0 ? float(i) : 1.f;
+        }
+        if constexpr (kFault != fence) {
+            sm90::fence_async_proxy();
+        }
+        __syncwarp();
+        if (!sm90::elect_one()) {
+            return;
+        }
+        if (blockIdx.x == 0) {
+            sm90::bulk_store(sums + (kFault == misaligned), mine, kBytes);
+            sm90::bulk_commit();
+            sm90::bulk_wait();
+            sm90::add_acq_rel(counter, 1u);
+        } else {
+            while (kFault != unordered && sm90::load_acquire(counter) == 0) {
+            }
+            sm90::bulk_reduce_add(sums, mine, kBytes);
+            sm90::bulk_commit();
+            sm90::bulk_wait();
+        }
+    }
+
+    template <Fault kFault>
+    static std::function<cudaError_t()> with() {
+        return [] {
+            std::vector<float> storage(kFloats + 8);
+            auto *const sums = reinterpret_cast<float *>(
+                (reinterpret_cast<uintptr_t>(storage.data()) + 15) / 16 * 16);
+            unsigned counter = 0;
+            sim::state().settings.sms = 2;
+            auto const error = launch(&kernel<kFault>, 2, 32, 512, sums, &counter);
+            for (int i = 0; i < kFloats && error == cudaSuccess && kFault == none; ++i) {
+                expect(sums[i] == float(i) + 1, "element " + std::to_string(i));
+            }
+            expect(error != cudaSuccess ||
+                       sim::state().counters.reduction_bytes == kFloats * sizeof(float),
+                   "bytes");
+            std::printf("order %g\n", sums[1]);
+            return error;
+        };
+    }
+};
+using S = BulkStore;
+
 // The first of four blocks adds to a counter when its second warp has stored a number, for which
 // the others poll with one warp while another one goes on.
 struct Poll {
@@ -121,6 +176,10 @@ Cases const cases{
     {"reduce_without_fence", B::with<B::fence>()},
     {"reduce_unwritten", B::with<B::unwritten>()},
     {"reduce_only_read", B::with<B::only_read>()},
+    {"store", S::with<S::none>()},
+    {"store_without_fence", S::with<S::fence>()},
+    {"store_unordered", S::with<S::unordered>()},
+    {"store_misaligned", S::with<S::misaligned>()},
     {"reduce_overwritten", B::with<B::overwritten>()},
     {"reduce_misaligned", B::with<B::misaligned>()},
     {"reduce_outside", B::with<B::outside>()},

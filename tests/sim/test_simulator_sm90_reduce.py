@@ -1,4 +1,5 @@
-"""Bulk reductions in the simulator, and polls of a counter: sums, their order and reports."""
+"""Bulk stores and reductions in the simulator, and polls of a counter: sums, their order and
+reports."""
 
 import re
 
@@ -23,7 +24,7 @@ def test_sums_are_right_and_their_order_is_the_schedule(cases, case):
     [
         ("reduce_without_fence", 719, r"a TMA store reads byte 0, stored by .* without fence"),
         ("reduce_unwritten", 719, r"a TMA store reads byte 0, which has not been written"),
-        ("reduce_only_read", 719, r"exits before a bulk reduction of its is complete"),
+        ("reduce_only_read", 719, r"exits before a bulk store or reduction of its is complete"),
         (
             "reduce_overwritten",
             719,
@@ -31,6 +32,8 @@ def test_sums_are_right_and_their_order_is_the_schedule(cases, case):
         ),
         ("reduce_misaligned", 716, r"cp.reduce.async.bulk of 256 bytes: address and size must be"),
         ("reduce_outside", 700, r"cp.reduce.async.bulk outside every tensor"),
+        ("store_without_fence", 719, r"a TMA store reads byte 0, stored by .* without fence"),
+        ("store_misaligned", 716, r"a store by cp.async.bulk of 256 bytes: address and size must"),
     ],
 )
 def test_report(cases, case, code, report):
@@ -38,6 +41,14 @@ def test_report(cases, case, code, report):
         found = run(cases, case, seed)
         assert found["code"] == str(code)
         assert re.search(report, found["error"]), found["error"]
+
+
+def test_what_is_added_behind_a_store_is_kept(cases):
+    assert all(run(cases, "store", seed)["code"] == "0" for seed in range(10))
+
+
+def test_what_is_added_beside_a_store_is_lost_at_times(cases):
+    assert {run(cases, "store_unordered", seed)["order"] for seed in range(20)} == {"1", "2"}
 
 
 def test_what_came_before_an_addition_is_seen_behind_a_poll(cases):

@@ -108,6 +108,9 @@ inline void reduce_add(float *gmem, float a, float b, float c, float d) {
 inline void bulk_reduce_add(float *gmem, float const *smem, uint32_t bytes) {
     sim::bulk_reduce_add(gmem, smem, bytes);
 }
+inline void bulk_store(float *gmem, float const *smem, uint32_t bytes) {
+    sim::bulk_store(gmem, smem, bytes);
+}
 inline void bulk_commit() { sim::tma_store_commit(); }
 inline void bulk_wait_read() { sim::tma_store_wait(0, true); }
 inline void bulk_wait() { sim::tma_store_wait(0, false); }

@@ -341,7 +341,10 @@ void tma_store(void const *descriptor, void const *smem, int const *coordinates,
     Block::current().sm90_.tma_store(descriptor, smem, coordinates, rank);
 }
 void bulk_reduce_add(float *gmem, void const *smem, uint32_t bytes) {
-    Block::current().sm90_.bulk_reduce_add(gmem, smem, bytes);
+    Block::current().sm90_.bulk_write(gmem, smem, bytes, StoreKind::sums);
+}
+void bulk_store(float *gmem, void const *smem, uint32_t bytes) {
+    Block::current().sm90_.bulk_write(gmem, smem, bytes, StoreKind::floats);
 }
 void tma_store_commit() { Block::current().sm90_.tma_store_commit(); }
 void tma_store_wait(int pending_groups, bool read_only) {

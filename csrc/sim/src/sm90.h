@@ -88,15 +88,18 @@ struct StorePiece {
     std::array<std::byte, 16> source;
 };
 
+// A box of a tensor; contiguous floats, stored or added.
+enum class StoreKind { box, floats, sums };
+
 struct BulkStore {
     Box box;
     uint64_t group;
     std::vector<StorePiece> pieces;
-    bool adds;  // a bulk reduction of floats
+    StoreKind kind;
     bool waited, written;
 };
 
-// The TMA stores and bulk reductions of one thread, oldest first.
+// The TMA stores, bulk stores and bulk reductions of one thread, oldest first.
 struct StoreQueue {
     Lane const *owner;
     std::deque<BulkStore> stores;  // until they are written
@@ -193,7 +196,8 @@ class Sm90 {
     void tma_load_multicast(void const *descriptor, void *barrier, void *smem,
                             int const *coordinates, int rank, uint16_t mask);
     void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank);
-    void bulk_reduce_add(float *gmem, void const *smem, uint32_t bytes);
+    // A bulk store or a bulk reduction.
+    void bulk_write(float *gmem, void const *smem, uint32_t bytes, StoreKind kind);
     void tma_store_commit();
     void tma_store_wait(uint64_t pending, bool read_only);
     void fence_async_proxy();

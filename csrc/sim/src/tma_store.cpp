@@ -1,5 +1,5 @@
 // TMA stores: boxes of shared memory written to a tensor, in bulk groups of the issuing thread. And
-// bulk reductions, which add contiguous floats of shared memory to global memory.
+// bulk stores and reductions, which store contiguous floats in global memory or add them there.
 #include <cstring>
 
 #include "block.h"
@@ -75,10 +75,11 @@ void Sm90::tma_store(void const *descriptor, void const *smem, int const *coordi
     enqueue(std::move(store));
 }
 
-void Sm90::bulk_reduce_add(float *gmem, void const *smem, uint32_t bytes) {
+void Sm90::bulk_write(float *gmem, void const *smem, uint32_t bytes, StoreKind kind) {
     tsan::Unwatched const unwatched;
     activate();
-    char const *const what = "cp.reduce.async.bulk";
+    char const *const what =
+        kind == StoreKind::sums ? "cp.reduce.async.bulk" : "a store by cp.async.bulk";
     if (reinterpret_cast<uint64_t>(gmem) % 16 != 0 || bytes % 16 != 0) {
         block_.fail(kMisalignedAddress, std::string(what) + " of " + std::to_string(bytes) +
                                             " bytes: address and size must be multiples of 16");
@@ -88,7 +89,7 @@ void Sm90::bulk_reduce_add(float *gmem, void const *smem, uint32_t bytes) {
     }
     block_.check_dependency(what, gmem);
     BulkStore store{};
-    store.adds = true;
+    store.kind = kind;
     store.box.offset = block_.smem_offset(smem, static_cast<int>(bytes), 16, what);
     store.box.bytes = bytes;
     for (uint64_t i = 0; i < bytes; i += 16) {
@@ -98,7 +99,7 @@ void Sm90::bulk_reduce_add(float *gmem, void const *smem, uint32_t bytes) {
                           .gmem = reinterpret_cast<std::byte *>(gmem) + i,
                           .source = {}});
     }
-    block_.counters_.reduction_bytes += bytes;
+    if (kind == StoreKind::sums) block_.counters_.reduction_bytes += bytes;
     enqueue(std::move(store));
 }
 
@@ -200,14 +201,14 @@ void Sm90::write(BulkStore &store) {
         return;
     }
     store.written = true;
-    if (store.adds) {
+    if (store.kind != StoreKind::box) {
         block_.execute_atomic(store.pieces[0].gmem, [&] {
             for (StorePiece const &piece : store.pieces) {
-                auto *const sums = reinterpret_cast<float *>(piece.gmem);
+                auto *const to = reinterpret_cast<float *>(piece.gmem);
                 for (int i = 0; i < 4; ++i) {
                     float x;
                     std::memcpy(&x, &piece.source[sizeof x * i], sizeof x);
-                    sums[i] += x;
+                    to[i] = store.kind == StoreKind::sums ? to[i] + x : x;
                 }
             }
         });
@@ -228,10 +229,10 @@ void Sm90::check_stores(Lane const &lane) const {
                                 (store.group < queue.groups ? "no cp.async.bulk.wait_group"
                                                             : "no cp.async.bulk.commit_group"));
             }
-            if (queue.owner == &lane && store.adds && !store.written) {
+            if (queue.owner == &lane && store.kind != StoreKind::box && !store.written) {
                 block_.fail(kLaunchFailure,
-                            "the thread exits before a bulk reduction of its is complete: only "
-                            "cp.async.bulk.wait_group.read");
+                            "the thread exits before a bulk store or reduction of its is complete: "
+                            "only cp.async.bulk.wait_group.read");
             }
         }
     }

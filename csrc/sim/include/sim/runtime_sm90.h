@@ -56,6 +56,9 @@ void tma_load_multicast(void const *descriptor, void *barrier, void *smem, int c
 void tma_store(void const *descriptor, void const *smem, int const *coordinates, int rank);
 // cp.reduce.async.bulk: adds `bytes` of floats, all at multiples of 16 bytes, in the same groups.
 void bulk_reduce_add(float *gmem, void const *smem, uint32_t bytes);
+// cp.async.bulk: stores them instead. A turn among the atomics, so that blocks whose sums do not
+// wait for it are found.
+void bulk_store(float *gmem, void const *smem, uint32_t bytes);
 void tma_store_commit();
 void tma_store_wait(int pending_groups, bool read_only);
 void fence_async_proxy();
