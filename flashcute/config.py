@@ -391,8 +391,8 @@ class BwdConfig:
         Each has the two tiles that it owns and ``stages`` buffers of the two that it visits, at
         d = 256 in the sm90 class one of dO; that of dK and dV has the statistics of the visited
         rows, too, 8 bytes each; with ``fused`` dS, and P where ``warps_step`` of several warps
-        share it. The sm90 class adds two buffers of dS, one of dQ at d 96 and 128, zeros behind K
-        at d = 96; above 128 P in 32 bits and, of the cluster's other CTA, half of K's columns and
+        share it. The sm90 class adds two buffers of dS, one of dQ up to d = 128, zeros behind K at
+        d = 96; above 128 P in 32 bits and, of the cluster's other CTA, half of K's columns and
         two buffers of dS; its barriers and the descriptions of tiles, and rounds up.
         """
 
@@ -403,8 +403,8 @@ class BwdConfig:
         if self.arch == 90:
             ds = 2 * 2 * self.dkv.rows * self.dkv.step
             p = 4 * self.dkv.rows * self.dkv.step if self.head_dim > 128 else 0
-            barriers = 4 + 4 * self.dkv.stages + 2 + 4 + (2 if p else 0)
-            dq = 4 * self.head_dim * self.dkv.step if self.head_dim in (96, 128) else 0
+            barriers = 4 + 4 * self.dkv.stages + 2 + 6 + 4 + (2 if p else 0)
+            dq = 0 if p else 4 * self.head_dim * self.dkv.step
             other = self.head_dim * self.dkv.rows + ds + 80 if self.head_dim > 128 else 0
             if self.head_dim > 192:  # one buffer of dO
                 other -= 2 * self.head_dim * self.dkv.step

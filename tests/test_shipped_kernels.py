@@ -105,7 +105,7 @@ def test_ragged_backwards_with_options_do_not_spill(head_dim, mask, options, com
 def test_shared_memory_that_the_host_lays_out_otherwise_is_refused(compiler, tmp_path):
     """A member without bytes, aligned to more than what is around it: nvcc pads, the host's
     compiler does not, and its size is what a launch asks for. The simulator has its layout."""
-    old = "alignas(128) [[no_unique_address]] cute::array<float, kBulkDq"
+    old = "alignas(128) [[no_unique_address]] cute::array<float, kWide ? 0"
     for header in kernel_include_dir().glob("*.h"):
         text = header.read_text()
         if header.name == "kernel_traits_bwd_sm90.h":
@@ -205,13 +205,14 @@ def test_products_of_a_backward_are_those_intended_and_never_serialised(main_ker
     rows, step, d = config.dkv.rows, config.dkv.step, config.head_dim
     scores = [("smem", 64, step, 16)] * (d // 16)  # K Q^T and V dO^T
     gradient = [("registers", 64, d, 16)] * (step // 16)  # P^T dO and dS^T Q
+    parts = [gradient[:2], gradient[2:]] if d <= 64 else []  # P^T dO: mainloop_bwd_64_sm90.h
     # dS K: each warpgroup has 64 rows and all columns, or all rows and half of the columns, in
     # whole pages of them. Above d = 128 that is half of a CTA's half, at d = 192 32 and 64 of 96,
     # for the CTA's own keys and then for the other's.
     columns = {96: (64,), 128: (64,), 192: (32, 64), 256: (64,)}.get(d, (d,))
     dq = [[("smem", 64, n, 16)] * (rows // 16) for n in columns]
     # At d = 96 dS K is 8 instructions like the 6 of a product of scores.
-    by_length = sorted((scores, gradient, *dq), key=len, reverse=True)
+    by_length = sorted((scores, gradient, *dq, *parts), key=len, reverse=True)
     found = []
     for run in products(main_kernel(stem)):
         rest = run
@@ -220,7 +221,7 @@ def test_products_of_a_backward_are_those_intended_and_never_serialised(main_ker
             assert whole, f"a product is interrupted: {run}"
             found += whole
             rest = rest[len(whole[0]) :]
-    assert all(product in found for product in (scores, gradient, *dq))
+    assert all(product in found for product in (scores, gradient, *dq, *parts))
 
 
 @pytest.mark.parametrize("stem", [stem for stem in SM90 if COVERED[stem].kind == "fwd"])

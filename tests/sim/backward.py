@@ -49,6 +49,7 @@ class Problem:
         dout: (b, seqlen_q, h, d).
         dlse: (b, h, seqlen_q), float32, or None.
         options: Of the reference: causal, window_size, sinks.
+        launch: Of :func:`flashcute.sim.run_bwd`, where a call gives none.
     """
 
     q: Tensor
@@ -57,6 +58,7 @@ class Problem:
     dout: Tensor
     dlse: Tensor | None
     options: Mapping[str, Any]
+    launch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """out, in q's dtype, and lse in float32, both from float64."""
@@ -66,7 +68,8 @@ class Problem:
     def run(self, config: BwdConfig, **options: Any) -> sim.SimResult:
         """The kernels' result; the options are those of :func:`flashcute.sim.run_bwd`."""
         window = {"window_size": self.options["window_size"]} if config.mask == "local" else {}
-        given = {"dlse": self.dlse, "sinks": self.options["sinks"], **window, **options}
+        given = {"dlse": self.dlse, "sinks": self.options["sinks"], **window}
+        given |= {**self.launch, **options}
         return sim.run_bwd(config, self.q, self.k, self.v, *self.forward(), self.dout, **given)
 
 

@@ -13,6 +13,7 @@ from mutants_bwd_wide_sm90 import (
     OVERWRITTEN,
     UNAWAITED,
     UNWRITTEN,
+    WIDE,
     WIDEST,
 )
 
@@ -23,8 +24,11 @@ ROWS = heuristics.sm90_bwd_config("bf16", 64, "causal")
 COLUMNS = heuristics.sm90_bwd_config("fp16", 128, "causal")
 UNEVEN = heuristics.sm90_bwd_config("bf16", 96, "causal")
 _FULL = with_mask(ROWS, "none")
+_WIDE_FULL = with_mask(WIDE, "none")  # tiles of a head one after the other
 
 _MAINLOOP = "mainloop_bwd_sm90.h"
+_WRITER = "writer_dq_sm90.h"
+_WIDE = "mainloop_bwd_wide_sm90.h"
 _PRODUCER = "producer_bwd_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
 _SUMS = "dq_sums_sm90.h"
@@ -44,11 +48,88 @@ def _numerics(name, file, old, new, config=ROWS, report="") -> Mutant:
     return Mutant(name, file, old, new, "numerics/late", report, config)
 
 
+def _of_64(name, old, new, report) -> Mutant:
+    return _simulator(name, "mainloop_bwd_64_sm90.h", old, new, report)
+
+
+# Of the loop up to d = 64.
+UP_TO_64 = (
+    _of_64(
+        "K read without waiting for it, d <= 64",
+        "sm90::barrier_wait(&storage.k_full, own_parity);",
+        "",
+        UNAWAITED,
+    ),
+    _of_64(
+        "V read without waiting for it, d <= 64",
+        "sm90::barrier_wait(&storage.v_full, own_parity);",
+        "",
+        UNAWAITED,
+    ),
+    _of_64(
+        "phase of K and V not flipped, d <= 64",
+        "own_parity ^= 1;",
+        "",
+        f"{UNAWAITED}|{DEADLOCK}|{OVERWRITTEN}",
+    ),
+    _of_64(
+        "dS computed before dP is complete, d <= 64",
+        "sm90::wgmma_wait<1>();\n                sm90::pin(rDp);",
+        "sm90::pin(rDp);",
+        IN_FLIGHT,
+    ),
+    _of_64("dS not written, d <= 64", "this->write_ds(tKrDs);", "", UNWRITTEN),
+    _of_64(
+        "stages released before their products are complete, d <= 64",
+        "sm90::wgmma_wait<1>();\n                this->release_step(step);",
+        "this->release_step(step);\n                sm90::wgmma_wait<1>();",
+        OVERWRITTEN,
+    ),
+    _of_64(
+        "dQ handed over before it is complete, d <= 64",
+        "sm90::wgmma_wait<has_next>();",
+        "",
+        r"a TMA store reads byte \d+, which has not been written",
+    ),
+    _of_64(
+        "P computed before S is complete, d <= 64",
+        "at.advance(ratio);\n                        sm90::wgmma_wait<0>();",
+        "at.advance(ratio);",
+        IN_FLIGHT,
+    ),
+    _of_64(
+        "K released before the last product, d <= 64",
+        "run_step(at, std::false_type{});",
+        "this->release(&storage.k_empty);\n                    run_step(at, std::false_type{});",
+        f"{UNAWAITED}|{OVERWRITTEN}|{ARRIVES_TWICE}",
+    ),
+    Mutant(
+        "no zeros for the sums of an owned head, d <= 64",
+        "mainloop_bwd_64_sm90.h",
+        "if (Traits::kMayOwnHeads && this->owns) this->begin_owned(params);",
+        "",
+        "numerics/late",
+        "",
+        ROWS,
+    ),
+    Mutant(
+        "dQ added to the first of several owned heads, d <= 64",
+        "mainloop_bwd_64_sm90.h",
+        "this->add_dq(params, at.head,",
+        "this->add_dq(params, this->tile().head_q,",
+        "numerics/late",
+        "",
+        ROWS,
+    ),
+)
+
+_EXITS = r"exits (while a TMA store|before a bulk store or reduction)"
 POLLS = "deadlock: a thread polls global memory"
 
 
 MUTANTS = (
     *ORDER,
+    *UP_TO_64,
     Mutant(
         "one buffer of dS, which the first warpgroup still reads",
         _TRAITS,
@@ -65,6 +146,7 @@ MUTANTS = (
         "sm90::barrier_wait(&storage.k_full, own_parity);",
         "",
         UNAWAITED,
+        COLUMNS,
     ),
     _simulator(
         "V read without waiting for it",
@@ -72,6 +154,7 @@ MUTANTS = (
         "sm90::barrier_wait(&storage.v_full, own_parity);",
         "",
         UNAWAITED,
+        COLUMNS,
     ),
     _simulator(
         "Q read without waiting for it",
@@ -102,7 +185,7 @@ MUTANTS = (
         UNWRITTEN,
     ),
     _simulator(
-        "dQ without a fence",
+        "dQ of an owned head without a fence",
         _MAINLOOP,
         "sm90::fence_async_proxy();\n                __syncwarp();\n                if (",
         "__syncwarp();\n                if (",
@@ -110,7 +193,7 @@ MUTANTS = (
         COLUMNS,
     ),
     _simulator(
-        "dQ written over that of the step before",
+        "dQ of an owned head written over that of the step before",
         _MAINLOOP,
         "sm90::bulk_wait_read();",
         "",
@@ -119,30 +202,62 @@ MUTANTS = (
     ),
     _simulator(
         "kernel ends before the sums of dQ are complete",
-        _MAINLOOP,
-        "if constexpr (Traits::kBulkDq) sm90::bulk_wait();\n        }\n",
+        _WRITER,
+        "}\n        sm90::bulk_wait();",
         "}\n",
-        r"exits (while a TMA store|before a bulk reduction)",
+        _EXITS,
+    ),
+    _simulator(
+        "dQ without a fence",
+        _WRITER,
+        "sm90::fence_async_proxy();",
+        "",
+        r"a TMA store reads byte \d+, stored by .* without fence",
+    ),
+    _simulator(
+        "dQ's buffer empty before it is read",
+        _WRITER,
+        "sm90::bulk_wait_read();",
+        "",
+        r"overwritten too early: byte \d+, which a TMA store of warp \d+",
+    ),
+    _simulator(
+        "dQ written over that of the step before",
+        _MAINLOOP,
+        "sm90::barrier_wait(&storage.dq_empty, dq.parity() ^ 1);",
+        "",
+        f"stored by a thread without fence|overwritten too early|{ARRIVES_TWICE}",
         COLUMNS,
     ),
+    _simulator(
+        "dQ read without waiting for it",
+        _WRITER,
+        "sm90::barrier_wait(&storage.dq_full, dq.parity());",
+        "",
+        f"a TMA store reads byte|{ARRIVES_TWICE}",
+    ),
+    _numerics("dQ of all steps added to the first", _WRITER, "step.advance(ratio);", ""),
     _numerics(
         "no zeros for the sums of an owned head",
         _MAINLOOP,
         "if (Traits::kMayOwnHeads && owns) begin_owned(params);",
         "",
+        COLUMNS,
     ),
     _numerics(
         "an owned head rounded after its first tile",
         _MAINLOOP,
         "tile().m_block == Scheduler::num_n_blocks(params) - 1",
         "tile().m_block == 0",
+        report=_EXITS,
     ),
     _numerics(
         "an owned head rounded before its sums are complete",
         _MAINLOOP,
-        "sm90::bulk_wait();\n                __syncwarp();\n                sm90::fence",
+        "sm90::bulk_wait();\n            __syncwarp();\n            sm90::fence",
         "sm90::fence",
         COLUMNS,
+        report=_EXITS,
     ),
     _numerics(
         "sums of an owned head's first query head alone",
@@ -153,8 +268,8 @@ MUTANTS = (
     _numerics(
         "all CTAs add to the same sums of owned heads",
         _MAINLOOP,
-        "? int64_t(blockIdx.x) * params",
-        "? int64_t(0) * params",
+        "place = int64_t(blockIdx.x) * params",
+        "place = int64_t(0) * params",
     ),
     _numerics(
         "a CTA passes over a head of its own",
@@ -192,6 +307,7 @@ MUTANTS = (
         "sm90::wgmma_wait<1>();\n                        release_step(used);",
         "release_step(used);\n                        sm90::wgmma_wait<1>();",
         OVERWRITTEN,
+        COLUMNS,
     ),
     _simulator(
         "K released before the last product",
@@ -200,6 +316,7 @@ MUTANTS = (
         "release(&storage.k_empty);\n                    ds.advance();\n"
         "                    finish_dq(at);",
         f"{OVERWRITTEN}|{ARRIVES_TWICE}",
+        COLUMNS,
     ),
     _simulator(
         "own buffers overwritten without waiting",
@@ -221,6 +338,7 @@ MUTANTS = (
         "own_parity ^= 1;\n\n",
         "\n",
         f"{UNAWAITED}|{DEADLOCK}|{OVERWRITTEN}",
+        COLUMNS,
     ),
     _simulator(
         "tile never released",
@@ -235,6 +353,7 @@ MUTANTS = (
         "sm90::wgmma_wait<0>();\n                sm90::pin(rDp);",
         "sm90::pin(rDp);",
         IN_FLIGHT,
+        COLUMNS,
     ),
     _simulator(
         "loads before the kernel before has ended",
@@ -278,17 +397,47 @@ MUTANTS = (
     ),
     _numerics(
         "dQ added before the first tile has stored its own",
-        _ORDER,
-        "if (!first) await(params.dq_semaphore_ptr + semaphore);",
+        _WRITER,
+        "if constexpr (Traits::kStoresFirst) await(semaphore);",
         "",
     ),
     _numerics(
-        "dQ added without waiting for its turn",
-        _MAINLOOP,
+        "a block of dQ counted before it is stored",
+        _WRITER,
+        "sm90::bulk_wait();\n                sm90::fence_async_proxy_global();",
+        "sm90::fence_async_proxy_global();",
+    ),
+    _numerics("first tiles add to what is there", _WRITER, "bulk_store(", "bulk_reduce_add("),
+    _numerics(
+        "dQ of a wide head added before the first tile has stored its own",
+        _ORDER,
+        "if (!first) await(params.dq_semaphore_ptr + semaphore);",
+        "",
+        _WIDE_FULL,
+    ),
+    Mutant(
+        "dQ of a wide head added without waiting for its turn",
+        _WIDE,
         "sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());",
         "",
-        COLUMNS,
-        report=DEADLOCK,
+        "numerics/random",
+        DEADLOCK,
+        _WIDE_FULL,
+    ),
+    _numerics(
+        "a block of dQ of a wide head counted before it is stored",
+        _ORDER,
+        "sm90::barrier_wait(&storage.dq_stored[stored.stage()], stored.parity());",
+        "",
+        _WIDE_FULL,
+        report=f"{ARRIVES_TWICE}|{DEADLOCK}",
+    ),
+    _numerics(
+        "first tiles of a wide head add to what is there",
+        _WIDE,
+        "stores ? write(sm90::store_first) : write(sm90::reduce_add);",
+        "write(sm90::reduce_add);",
+        WIDE,
     ),
     _numerics(
         "semaphores of dQ not reset",
@@ -304,13 +453,6 @@ MUTANTS = (
         "first_row % (2 * kSemaphoreRows) == 0",
         COLUMNS,
         report=POLLS,
-    ),
-    _numerics(
-        "first tiles add to what is there",
-        _MAINLOOP,
-        "store_first(params.dq_accum_ptr + row * kHeadDim + begin, rDq);\n"
-        "                    return;",
-        "release(&storage.dq_stored[dq_stored.stage()]), dq_stored.advance();",
     ),
     _numerics(
         "first tiles store although queries do not see them",
@@ -332,17 +474,18 @@ MUTANTS = (
         "",
     ),
     _numerics(
-        "dQ added to the next block",
+        "dQ of an owned head added to the next block",
         _MAINLOOP,
         "finish_dq(done);",
         "finish_dq({at.visit, done.head, done.behind});",
         COLUMNS,
     ),
     _numerics(
-        "dQ added to the next head",
+        "dQ added to the next owned head",
         _MAINLOOP,
         "finish_dq(done);",
         "finish_dq({done.visit, at.head, done.behind});",
+        COLUMNS,
     ),
     _numerics(
         "columns of dQ in one warpgroup's place",

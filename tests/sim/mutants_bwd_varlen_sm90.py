@@ -57,9 +57,9 @@ MUTANTS = (
     ),
     _mutant(
         "sums of dQ in the region of the first sequence",
-        _MAINLOOP,
-        "Scheduler::stats_begin(tile()) +",
-        "0 +",
+        "tile_scheduler_bwd_sm90.h",
+        "params.seqlen_q_rounded + stats_begin(tile) +",
+        "params.seqlen_q_rounded +",
         config=COLUMNS,
     ),
     _mutant(

@@ -441,22 +441,22 @@ NUMBERS = (
     ),
     _numerics(
         "second part of dQ added in the place of the first",
-        _MAINLOOP,
+        _WIDE,
         " + 16 * kFirstColumn",
         "",
         WIDEST,
     ),
     _numerics(
         "second half of dQ added in the place of the first",
-        _MAINLOOP,
-        "Traits::kWide ? rank : warpgroup",
-        "Traits::kWide ? 0 : warpgroup",
+        _WIDE,
+        "Traits::dq_begin(rank * 4",
+        "Traits::dq_begin(0 * 4",
         WIDEST,
     ),
     _wide_numerics(
         "second part of dQ never added",
-        "this->template add_dq<Part::kBegin>(",
-        "if constexpr (Part::kBegin == 0) this->template add_dq<Part::kBegin>(",
+        "add_dq<Part::kBegin>(params, of",
+        "if constexpr (Part::kBegin == 0) add_dq<Part::kBegin>(params, of",
         WIDEST,
     ),
 )

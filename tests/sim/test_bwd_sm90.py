@@ -1,5 +1,7 @@
 """The backward kernels of the sm90 class in the simulator."""
 
+import dataclasses
+
 import bwd_checks
 import pytest
 import tiers
@@ -183,13 +185,21 @@ def planted(tmp_path_factory):
     return build_mutants([*MUTANTS, *FAULTLESS], tmp_path_factory.mktemp("mutants"))
 
 
+def problems_of(config):
+    """Of the last one other CTAs store dQ at the same time, above d = 128 another cluster."""
+    yield from mutant_problems(config, *MUTANT_SHAPES)
+    *shape, sms = STORED_FIRST[0]
+    problem = make_problem(config, shape, extras=True)
+    yield dataclasses.replace(problem, launch={"sms": sms, "seed": 2})
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, planted):
-    problems, kernel = mutant_problems(mutant.config, *MUTANT_SHAPES), planted[mutant.name]
+    problems, kernel = problems_of(mutant.config), planted[mutant.name]
     bwd_checks.check_that_mutant_is_found(mutant, kernel, problems, wrong_counts)
 
 
 @pytest.mark.parametrize("faultless", FAULTLESS, ids=lambda m: m.name)
 def test_unmutated_kernels_pass_the_same_checks(faultless, planted):
-    problems, kernel = mutant_problems(faultless.config, *MUTANT_SHAPES), planted[faultless.name]
+    problems, kernel = problems_of(faultless.config), planted[faultless.name]
     bwd_checks.check_that_nothing_is_found(faultless, kernel, problems, wrong_counts)

@@ -273,6 +273,13 @@ CUTE_DEVICE void bulk_reduce_add(float *gmem, float const *smem, uint32_t bytes)
         : "memory");
 }
 
+// Likewise stores them.
+CUTE_DEVICE void bulk_store(float *gmem, float const *smem, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(gmem),
+                 "r"(smem_address(smem)), "r"(bytes)
+                 : "memory");
+}
+
 CUTE_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 
 // Waits until this thread's groups have read shared memory.

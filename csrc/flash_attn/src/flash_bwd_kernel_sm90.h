@@ -1,5 +1,5 @@
-// The sm90 class's backward kernels: the persistent main kernel, whose warpgroup 0 loads and keeps
-// the order of dQ, and the one that rounds the sums of dQ.
+// The sm90 class's backward kernels: the persistent main kernel, whose warpgroup 0 loads and
+// writes dQ, or keeps its order, and the one that rounds the sums of dQ.
 #pragma once
 
 #include <arch_sm90.h>
@@ -7,6 +7,7 @@
 #include "dq_sums_sm90.h"
 #include "flash.h"
 #include "flash_bwd_postprocess.h"
+#include "mainloop_bwd_64_sm90.h"
 #include "mainloop_bwd_wide_sm90.h"
 
 namespace flash {
@@ -18,13 +19,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                           __grid_constant__ TensorMapsBwdSm90 const maps,
                           __grid_constant__ TileQueue const queue) {
     using Mainloop =
-        std::conditional_t<Traits::kWide, MainloopBwdWideSm90<Traits>, MainloopBwdSm90<Traits>>;
+        std::conditional_t<Traits::kWide, MainloopBwdWideSm90<Traits>,
+                           std::conditional_t<(Traits::kHeadDim <= 64), MainloopBwd64Sm90<Traits>,
+                                              MainloopBwdSm90<Traits>>>;
     extern __shared__ __align__(1024) char smem[];
     auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
 
+    bool const owns = Traits::kMayOwnHeads && queue.group == 0;
+    bool const writes = Traits::kWide ? Traits::kStoresFirst : !owns;
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x / 128), 0);
     if (threadIdx.x == 0) {
-        Mainloop::init_barriers(storage);
+        Mainloop::init_barriers(storage, writes);
     }
     if constexpr (Traits::kCluster > 1) {
         __syncwarp();
@@ -42,16 +47,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
             if (warp == 0) {
                 typename Mainloop::Producer producer{maps, storage, rank};
                 producer.run(params, queue);
-            } else if constexpr (Traits::kStoresFirst) {
-                typename Mainloop::Order order{storage};
-                order.run(params);
+            } else if (writes) {
+                typename Mainloop::Writer writer{storage};
+                writer.run(params);
             }
         }
     } else {
         sm90::registers_raise<Traits::kMmaRegisters>();
         typename Mainloop::Consumer consumer{storage, warpgroup - 1,
-                                             static_cast<int>(threadIdx.x) - 128, rank,
-                                             Traits::kMayOwnHeads && queue.group == 0};
+                                             static_cast<int>(threadIdx.x) - 128, rank, owns};
         consumer.run(params);
     }
     if constexpr (Traits::kCluster > 1) {  // a CTA may reach the other's memory until its end

@@ -16,8 +16,8 @@ namespace flash {
 
 using namespace cute;
 
-// kStores: a head's first tile of keys stores its dQ, and the others add theirs to that, in the
-// order that order_dq_sm90.h keeps; without, all add theirs to zeros.
+// kStores: a head's first tile of keys stores its dQ, and the others add theirs to that, in an
+// order that writer_dq_sm90.h or order_dq_sm90.h keeps; without, all add theirs to zeros.
 template <BwdConfig C, bool kStores = false>
 struct KernelTraitsBwdSm90 {
     static_assert(C.arch == 90 && !C.softcap && !C.alibi && !C.dropout);
@@ -50,10 +50,6 @@ struct KernelTraitsBwdSm90 {
     // at d = 192.
     static constexpr int kLoadRegisters = kWide ? 40 : 24;
     static constexpr int kMmaRegisters = (3 * 168 - kLoadRegisters) / 2;
-
-    // The warpgroups take turns on the tensor cores. At d = 64 that made no difference
-    // (docs/tried_sm90.md).
-    static constexpr bool kTurns = kHeadDim > 64 && !kWide;
 
     // Whether CTAs may own heads: TileSchedulerBwdSm90::owns_heads().
     static constexpr bool kMayOwnHeads = !kWide && !C.varlen && !kStores;
@@ -110,12 +106,6 @@ struct KernelTraitsBwdSm90 {
         }
         return warp / 4 * 64 * kDqColumns + warp % 4 * 16 * dq_columns(warp / 4);
     }
-
-    // Each warp adds its dQ to the sums by a bulk reduction from shared memory, as the threads' own
-    // reductions would still be under way at the fence of the next dS, which waits for them. Not up
-    // to d = 64: there it is 1 to 5 % slower on an H200. Nor above 128, where shared memory has no
-    // room.
-    static constexpr bool kBulkDq = kHeadDim > 64 && !kWide;
 
     using SmemAtom = std::conditional_t<kSmemRow == 64, sm90::GMMA::Layout_K_SW128_Atom<Element>,
                                         sm90::GMMA::Layout_K_SW64_Atom<Element>>;
@@ -193,14 +183,17 @@ struct KernelTraitsBwdSm90 {
         // P^T, in the order of a warpgroup's accumulators. No bytes where it is empty, here and
         // below.
         alignas(128) [[no_unique_address]] cute::array<float, kWide ? kTileM * kTileN : 0> p;
-        // Of each warp, in the order of its accumulators.
-        alignas(128) [[no_unique_address]] cute::array<float, kBulkDq ? kTileM * kHeadDim : 0> dq;
+        // dQ of a step, in the order of each warp's accumulators, for bulk reductions: the threads'
+        // own would hold registers, and be under way at the fence of the next dS, which waits for
+        // them. Above d = 128 there is no room.
+        alignas(128) [[no_unique_address]] cute::array<float, kWide ? 0 : kTileM * kHeadDim> dq;
         alignas(128) float2 stats[kStages][kTileM];  // of Q's rows: LSE * log2(e) and D
         sm90::Barrier k_full, k_empty, v_full, v_empty;
         sm90::Barrier q_full[kStages], q_empty[kStages];  // with the statistics
         sm90::Barrier dout_full[kDoutStages], dout_empty[kDoutStages];
         sm90::Barrier ds_full[kDsStages];
-        sm90::Barrier dq_turn[kDqSlots], dq_stored[kDqSlots];  // of kStoresFirst
+        sm90::Barrier dq_full, dq_empty;
+        sm90::Barrier dq_turn[kDqSlots], dq_stored[kDqSlots];  // above d = 128
         sm90::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
         WorkTile tile[kTileSlots];
         [[no_unique_address]] cute::array<sm90::Barrier, kWide ? 1 : 0> p_full, p_empty;
@@ -211,7 +204,7 @@ struct KernelTraitsBwdSm90 {
     static_assert(offsetof(SharedStorage, stats) ==
                   (kWide ? offsetof(SharedStorage, p) + sizeof(SharedStorage::p)
                          : offsetof(SharedStorage, ds) + sizeof(SharedStorage::ds) +
-                               (kBulkDq ? sizeof(SharedStorage::dq) : 0)));
+                               sizeof(SharedStorage::dq)));
 };
 
 }  // namespace flash

@@ -1,17 +1,19 @@
-// The loop of the backward on wgmma and TMA; above d = 128 the consumers' is that of
-// mainloop_bwd_wide_sm90.h. A CTA owns keys and visits blocks of queries, of all query heads of its
-// key head; each MMA warpgroup owns 64 of the keys:
+// The loop of the backward on wgmma and TMA, of d 96 and 128, and what the others share; up to d =
+// 64 the consumers' loop is that of mainloop_bwd_64_sm90.h, above 128 of mainloop_bwd_wide_sm90.h.
+// A CTA owns keys and visits blocks of queries, of all query heads of its key head; each MMA
+// warpgroup owns 64 of the keys:
 //
 //   S^T = K Q^T, dP^T = V dO^T, P = exp(S - LSE), dS = P * (dP - D), D of preprocess
 //   dV += P^T dO, dK += dS^T Q      per warpgroup, in registers
 //   dQ += dS K                      over all keys of the CTA, summed up in global memory
 //
 // P^T and dS^T are A operands as they come out. dS goes through shared memory too, where both
-// warpgroups read the other's. dQ of a step is issued behind S of the next one, as it waits for the
-// other warpgroup. ptxas puts the exponentials behind the wait for dQ. While a warpgroup computes
-// them, the other one's products fill the tensor cores; above d = 64 the warpgroups take turns with
-// dK, S and dQ, as both at a time would share the tensor cores and then both compute. A wait for dO
-// ahead of that for dQ, which kept the exponentials under dQ, cost 1 to 8 % (docs/tried_sm90.md).
+// warpgroups read the other's, and dQ to one thread that adds it to the sums. dQ of a step is
+// issued behind S of the next one, as it waits for the other warpgroup. ptxas puts the exponentials
+// behind the wait for dQ. While a warpgroup computes them, the other one's products fill the tensor
+// cores; the warpgroups take turns with dK, S and dQ, as both at a time would share the tensor
+// cores and then both compute. A wait for dO ahead of that for dQ, which kept the exponentials
+// under dQ, cost 1 to 8 % (docs/tried_sm90.md).
 #pragma once
 
 #include <arch_sm90.h>
@@ -32,6 +34,7 @@
 #include "tile_scheduler_bwd_sm90.h"
 #include "utils.h"
 #include "work_tile.h"
+#include "writer_dq_sm90.h"
 
 namespace flash {
 
@@ -48,13 +51,12 @@ struct MainloopBwdSm90 {
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kTileN = Traits::kTileN;
     static constexpr int kHeadDim = Traits::kHeadDim;
-    // The k16 steps of dV that run under the arithmetic of dS: half of dV at d <= 64, else all.
-    static constexpr int kEarlyDv = 4;
     // A wgmma accumulator seen as that of m16n8 MMAs: (4, 1, columns / 8).
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
 
-    CUTE_DEVICE static void init_barriers(SharedStorage &storage) {
+    // writes: whether one thread writes dQ, or keeps its order, which reads the tiles, too.
+    CUTE_DEVICE static void init_barriers(SharedStorage &storage, bool writes) {
         constexpr int kWarps = 4;  // of a warpgroup, with one arrival each
         constexpr int kReaders = kWarps * Traits::kWarpgroups;
         auto const init = [&](sm90::Barrier *full, int writers, sm90::Barrier *empty) {
@@ -89,16 +91,21 @@ struct MainloopBwdSm90 {
         }
         for (int i = 0; i < Traits::kTileSlots; ++i) {
             sm90::barrier_init(&storage.tile_full[i], 1);
-            sm90::barrier_init(&storage.tile_empty[i], kReaders + Traits::kStoresFirst);
+            sm90::barrier_init(&storage.tile_empty[i], kReaders + writes);
         }
-        for (int i = 0; i < Traits::kDqSlots; ++i) {
-            init(&storage.dq_turn[i], 1, &storage.dq_stored[i]);
+        if constexpr (Traits::kWide) {
+            for (int i = 0; i < Traits::kDqSlots; ++i) {
+                init(&storage.dq_turn[i], 1, &storage.dq_stored[i]);
+            }
+        } else {
+            sm90::barrier_init(&storage.dq_full, kReaders);
+            sm90::barrier_init(&storage.dq_empty, 1);
         }
         sm90::fence_barrier_init();
     }
 
     using Producer = ProducerBwdSm90<Traits>;
-    using Order = OrderDqSm90<Traits>;
+    using Writer = std::conditional_t<Traits::kWide, OrderDqSm90<Traits>, WriterDqSm90<Traits>>;
 
     // One MMA warpgroup. That of mainloop_bwd_wide_sm90.h has a run() and an issue_dq() of its own.
     struct Consumer {
@@ -111,7 +118,7 @@ struct MainloopBwdSm90 {
         RingDs ds;
         RingTiles tiles;
         uint32_t own_parity = 0;
-        Ring<Traits::kDqSlots> dq_turn, dq_stored;
+        Ring<1> dq;
 
         // This warp no longer reads the buffer.
         CUTE_DEVICE static void release(sm90::Barrier *empty) {
@@ -123,7 +130,7 @@ struct MainloopBwdSm90 {
         CUTE_DEVICE int block(int visit) const { return tile().blocks.begin + visit; }
 
         // TMA overwrites the statistics, which ordinary loads read. The fence and __syncwarp() of
-        // store_ds(), behind the last of those loads, order the two.
+        // publish_ds(), behind the last of those loads, order the two.
         CUTE_DEVICE void release_step(RingSteps const &ring) const {
             release(&storage.q_empty[ring.stage()]);
             release(&storage.dout_empty[ring.stage()]);
@@ -180,7 +187,7 @@ struct MainloopBwdSm90 {
         // tSrDs: dS^T as A operand, (8, 1, M/16). To a page of shared memory, transposed: each of a
         // warp's stores writes 16 queries of 16 keys.
         template <class Fragment>
-        CUTE_DEVICE void store_ds(Fragment const &tSrDs) const {
+        CUTE_DEVICE void write_ds(Fragment const &tSrDs) const {
             int const query = thread % 32 / 16 * 8 + thread % 8;
             int const key = Traits::key_of(thread / 32 * 32, 0) + thread / 8 % 2 * 8;
             auto const layout =
@@ -193,20 +200,23 @@ struct MainloopBwdSm90 {
                                         words(3, 0, j),
                                         *reinterpret_cast<uint128_t *>(begin + j * 16 * 64));
             }
+        }
+        // dS, which this warp has written, is there for the products.
+        CUTE_DEVICE void publish_ds() const {
             sm90::fence_async_proxy();
             __syncwarp();
             release(&storage.ds_full[ds.stage()]);
         }
+        template <class Fragment>
+        CUTE_DEVICE void store_ds(Fragment const &tSrDs) const {
+            write_ds(tSrDs);
+            publish_ds();
+        }
 
-        // The first row of a block of queries of a query head among the sums.
+        // The first row of a block of queries of an owned head among the sums.
         CUTE_DEVICE int64_t sums_row(Flash_bwd_params const &params, int head, int block) const {
-            int const entry = Traits::kVarlen ? 0 : tile().batch;
-            int64_t const place =
-                Traits::kMayOwnHeads && owns
-                    ? int64_t(blockIdx.x) * params.h_h_k_ratio + head - tile().head_q
-                    : int64_t(entry) * params.h + head;
-            return place * params.seqlen_q_rounded + Scheduler::stats_begin(tile()) +
-                   block * kTileM;
+            int64_t const place = int64_t(blockIdx.x) * params.h_h_k_ratio + head - tile().head_q;
+            return place * params.seqlen_q_rounded + block * kTileM;
         }
 
         // Of all blocks of the queries of an owned head.
@@ -224,87 +234,59 @@ struct MainloopBwdSm90 {
         // Before a tile of an owned head, whose sums the first one finds to be zeros. Those of
         // different tiles are added one after the other, so dQ has the same bits each time.
         CUTE_DEVICE void begin_owned(Flash_bwd_params const &params) const {
-            if constexpr (Traits::kBulkDq) sm90::bulk_wait();
+            sm90::bulk_wait();
             if (tile().m_block > 0) return;
             for_each_sums(params, [](auto const &sums, int) { sums.zero(); });
-            if constexpr (Traits::kBulkDq) {
-                sm90::fence_async_proxy_global();
-                __syncwarp();
-            }
+            sm90::fence_async_proxy_global();
+            __syncwarp();
         }
         // After the last one.
         CUTE_DEVICE void end_head(Flash_bwd_params const &params) const {
-            if constexpr (Traits::kBulkDq) {
-                sm90::bulk_wait();
-                __syncwarp();
-                sm90::fence_async_proxy_global();
-            }
+            sm90::bulk_wait();
+            __syncwarp();
+            sm90::fence_async_proxy_global();
             if (params.dq_ptr == nullptr) return;
             for_each_sums(params,
                           [&](auto const &sums, int i) { sums.round(params, Block(params, i)); });
         }
 
-        // Stores a part of dQ as the first sums, which begin at `sums`.
+        // Leaves dQ of a block, a part of it, in shared memory in the order of each warp's
+        // accumulators: to the writer or, of an owned head, to a reduction by this warp. rDq:
+        // ((2, 2, N/8), 1, 1).
         template <class Acc>
-        CUTE_DEVICE void store_first(float *sums, Acc const &rDq) {
+        CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
+                                Acc const &rDq) {
+            bool const adds = Traits::kMayOwnHeads && owns;
+            if (adds) {
+                sm90::bulk_wait_read();  // of the step before, by the lane that issued it
+                __syncwarp();
+            } else {
+                sm90::barrier_wait(&storage.dq_empty, dq.parity() ^ 1);
+                dq.advance();
+            }
             constexpr int kColumns = 2 * decltype(size(rDq))::value;
-            int const columns = Traits::kBulkDq ? Traits::dq_columns(warpgroup) : kColumns;
+            int const begin = Traits::dq_begin(thread / 32);
+            int const columns = Traits::dq_columns(warpgroup);
+            float *const smem = storage.dq.data() + begin;
             CUTE_UNROLL
             for (int i = 0; i < kColumns / 8; ++i) {
                 if (8 * i < columns) {
-                    sm90::store_first(sums + i * 128 + thread % 32 * 4, rDq(4 * i), rDq(4 * i + 1),
-                                      rDq(4 * i + 2), rDq(4 * i + 3));
+                    *reinterpret_cast<float4 *>(smem + i * 128 + thread % 32 * 4) =
+                        make_float4(rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
                 }
             }
-            __syncwarp();
-            release(&storage.dq_stored[dq_stored.stage()]);
-            dq_stored.advance();
-        }
-
-        // Adds dQ of a block, a part of it, to the sums, which lie in the order of each warp's
-        // accumulators. rDq: ((2, 2, N/8), 1, 1).
-        template <int kFirstColumn = 0, class Acc>
-        CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
-                                Acc const &rDq) {
-            int64_t const row = sums_row(params, head, block);
-            constexpr int kColumns = 2 * decltype(size(rDq))::value;
-            int const half = Traits::kWide ? rank : warpgroup;
-            int const begin = Traits::dq_begin(half * 4 + thread / 32 % 4) + 16 * kFirstColumn;
-            if constexpr (Traits::kStoresFirst) {
-                sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());
-                dq_turn.advance();
-                if (tile().m_block == 0) {
-                    store_first(params.dq_accum_ptr + row * kHeadDim + begin, rDq);
-                    return;
-                }
-            }
-            if constexpr (Traits::kBulkDq) {
-                int const columns = Traits::dq_columns(warpgroup);
-                float *const smem = storage.dq.data() + begin;
-                sm90::bulk_wait_read();  // of the step before, by the lane that issued it
-                __syncwarp();
-                CUTE_UNROLL
-                for (int i = 0; i < kColumns / 8; ++i) {
-                    if (8 * i < columns) {
-                        *reinterpret_cast<float4 *>(smem + i * 128 + thread % 32 * 4) =
-                            make_float4(rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
-                    }
-                }
+            if (adds) {
                 sm90::fence_async_proxy();
                 __syncwarp();
                 if (sm90::elect_one()) {
-                    sm90::bulk_reduce_add(params.dq_accum_ptr + row * kHeadDim + begin, smem,
-                                          16 * columns * sizeof(float));
+                    float *const sums =
+                        params.dq_accum_ptr + sums_row(params, head, block) * kHeadDim + begin;
+                    sm90::bulk_reduce_add(sums, smem, 16 * columns * sizeof(float));
                     sm90::bulk_commit();
                 }
             } else {
-                static_assert(Traits::kColumnsK == kHeadDim);
-                float *const sums = params.dq_accum_ptr + row * kHeadDim + begin + thread % 32 * 4;
-                CUTE_UNROLL
-                for (int i = 0; i < kColumns / 8; ++i) {
-                    sm90::reduce_add(sums + i * 128, rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2),
-                                     rDq(4 * i + 3));
-                }
+                __syncwarp();
+                release(&storage.dq_full);
             }
         }
 
@@ -405,20 +387,50 @@ struct MainloopBwdSm90 {
         using Block = BlockOfDq<Traits::kConfig, kTileM>;
         using ShapeS = Shape<Int<kTileN>, Int<kTileM>>;
         using ShapeDkv = Shape<Int<kTileN>, Int<kHeadDim>>;
+        using ShapeDq = Shape<Int<kTileM>, Int<Traits::kDqColumns>>;
+        using AccS = AccLayout<kTileM>;
+        using AccDkv = AccLayout<kHeadDim>;
         using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileM / 16>>>;
 
         CUTE_DEVICE void await_dout() const {
             sm90::barrier_wait(&storage.dout_full[step.stage()], step.parity());
         }
+        template <class Acc>
+        CUTE_DEVICE void issue_s(Acc &rS) const {
+            sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());
+            issue_scores(storage.k, storage.q[step.stage()], rS);
+        }
+        template <class Acc>
+        CUTE_DEVICE void issue_dp(Acc &rDp) const {
+            await_dout();
+            issue_scores(storage.v, storage.dout[step.stage()], rDp);
+        }
+        // P of a visit, once S is complete.
+        template <class Acc>
+        CUTE_DEVICE void compute_p(Flash_bwd_params const &params, Acc &rS, int visit) const {
+            sm90::pin(rS);
+            Tensor tSrS = make_tensor(rS.data(), AccS{});  // (4, 1, M/8)
+            if (!tile().blocks.is_whole(visit)) apply_mask(params, tSrS, visit);
+            exponentiate(params, tSrS);
+            sm90::pin(rS);  // ahead of the next wait in PTX; ptxas moves most behind it
+        }
+        // Issues the k16 steps [kBegin, kEnd) of dV += P^T dO. tSrP: P^T (4, 1, M/8).
+        template <int kBegin, int kEnd, class Scores, class Fragment, class Acc>
+        CUTE_DEVICE void issue_dv(Scores const &tSrP, Fragment &tKrP, Acc &rDv) const {
+            Layout const part = Layout<Int<8 * (kEnd - kBegin)>>{};
+            Tensor to = make_tensor(tKrP.data() + 8 * kBegin, part);
+            convert(make_tensor(tSrP.data() + 8 * kBegin, part), to);
+            issue_gradient<kBegin, kEnd>(tKrP, storage.dout[step.stage()], rDv);
+        }
 
         // The turns of the warpgroups, the first one's first, by a named barrier each.
-        CUTE_DEVICE void wait_turn() const {
-            if constexpr (Traits::kTurns) sm90::named_barrier_sync(1 + warpgroup, 256);
-        }
-        CUTE_DEVICE void pass_turn() const {
-            if constexpr (Traits::kTurns) sm90::named_barrier_arrive(2 - warpgroup, 256);
-        }
+        CUTE_DEVICE void wait_turn() const { sm90::named_barrier_sync(1 + warpgroup, 256); }
+        CUTE_DEVICE void pass_turn() const { sm90::named_barrier_arrive(2 - warpgroup, 256); }
 
+        CUTE_DEVICE void release_keys() const {
+            release(&storage.k_empty);
+            release(&storage.v_empty);
+        }
         // Of a tile what is complete: the gradients of its keys, and dQ of an owned head.
         template <class Acc>
         CUTE_DEVICE void store_tile(Flash_bwd_params const &params, Acc &tKrDk, Acc &tKrDv) const {
@@ -439,50 +451,27 @@ struct MainloopBwdSm90 {
             Tensor rDp = partition_fragment_C(mma_s, ShapeS{});      // ((2, 2, M/8), 1, 1)
             Tensor rDk = partition_fragment_C(mma_dkv, ShapeDkv{});  // ((2, 2, d/8), 1, 1)
             Tensor rDv = partition_fragment_C(mma_dkv, ShapeDkv{});  // ((2, 2, d/8), 1, 1)
-            Tensor rDq = partition_fragment_C(
-                mma_dq, Shape<Int<kTileM>, Int<Traits::kDqColumns>>{});     // ((2, 2, N/8), 1, 1)
-            Tensor tSrS = make_tensor(rS.data(), AccLayout<kTileM>{});      // (4, 1, M/8)
-            Tensor tSrDp = make_tensor(rDp.data(), AccLayout<kTileM>{});    // (4, 1, M/8)
-            Tensor tKrDk = make_tensor(rDk.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
-            Tensor tKrDv = make_tensor(rDv.data(), AccLayout<kHeadDim>{});  // (4, 1, d/8)
-            Tensor tKrP = make_tensor<Element>(Operand{});                  // (8, 1, M/16)
-            Tensor tKrDs = make_tensor<Element>(Operand{});                 // (8, 1, M/16)
+            Tensor rDq = partition_fragment_C(mma_dq, ShapeDq{});    // ((2, 2, N/8), 1, 1)
+            Tensor tSrS = make_tensor(rS.data(), AccS{});            // (4, 1, M/8)
+            Tensor tSrDp = make_tensor(rDp.data(), AccS{});          // (4, 1, M/8)
+            Tensor tKrDk = make_tensor(rDk.data(), AccDkv{});        // (4, 1, d/8)
+            Tensor tKrDv = make_tensor(rDv.data(), AccDkv{});        // (4, 1, d/8)
+            Tensor tKrP = make_tensor<Element>(Operand{});           // (8, 1, M/16)
+            Tensor tKrDs = make_tensor<Element>(Operand{});          // (8, 1, M/16)
 
-            auto const issue_s = [&] {
-                sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());
-                issue_scores(storage.k, storage.q[step.stage()], rS);
-            };
-            // P of a visit, once S is complete.
-            auto const compute_p = [&](int visit) {
-                sm90::pin(rS);
-                if (!tile().blocks.is_whole(visit)) apply_mask(params, tSrS, visit);
-                exponentiate(params, tSrS);
-                sm90::pin(rS);  // ahead of the next wait in PTX; ptxas moves most behind it
-            };
-            // Issues the k16 steps [begin, end) of dV += P^T dO.
-            auto const issue_dv = [&](auto begin, auto end) {
-                if constexpr (begin < end) {
-                    Layout const part = Layout<Int<8 * (end - begin)>>{};
-                    Tensor to = make_tensor(tKrP.data() + 8 * begin, part);
-                    convert(make_tensor(tSrS.data() + 8 * begin, part), to);
-                    issue_gradient<begin, end>(tKrP, storage.dout[step.stage()], rDv);
-                }
-            };
             // dS, dV += P^T dO and dK += dS^T Q of a step, of which the last two are under way
             // afterwards.
             auto const issue_gradients = [&] {
                 auto &q = storage.q[step.stage()];
-                await_dout();
-                issue_scores(storage.v, storage.dout[step.stage()], rDp);
+                issue_dp(rDp);
                 sm90::wgmma_wait<0>();
                 sm90::pin(rDp);
-                issue_dv(Int<0>{}, Int<kEarlyDv>{});
+                this->template issue_dv<0, kTileM / 16>(tSrS, tKrP, rDv);
                 // Waiting for dO once more, which is there, keeps ptxas from issuing half of dV
                 // behind dS, as it moves no product behind a loop that waits at an mbarrier.
                 await_dout();
                 differentiate(tSrS, tSrDp);
                 convert(tSrDp, tKrDs);
-                issue_dv(Int<kEarlyDv>{}, Int<kTileM / 16>{});
                 store_ds(tKrDs);
                 wait_turn();
                 issue_gradient<0, kTileM / 16>(tKrDs, q, rDk);
@@ -501,11 +490,11 @@ struct MainloopBwdSm90 {
                 int left = tile().blocks.count * params.h_h_k_ratio;  // steps
                 if (left > 0) {
                     sm90::barrier_wait(&storage.k_full, own_parity);
-                    issue_s();
+                    issue_s(rS);
                     sm90::wgmma_wait<0>();
                     int const ratio = params.h_h_k_ratio;
                     StepBwd at = StepBwd::first_of(tile(), ratio);
-                    compute_p(at.visit);
+                    compute_p(params, rS, at.visit);
                     sm90::barrier_wait(&storage.v_full, own_parity);
                     own_parity ^= 1;
 
@@ -516,14 +505,14 @@ struct MainloopBwdSm90 {
                         at.advance(ratio);
                         RingSteps const used = step;
                         step.advance();
-                        issue_s();
+                        issue_s(rS);
                         sm90::wgmma_wait<1>();
                         release_step(used);
                         issue_dq(rDq);
                         ds.advance();
                         sm90::wgmma_wait<1>();
                         pass_turn();
-                        compute_p(at.visit);
+                        compute_p(params, rS, at.visit);
                         finish_dq(done);
                     }
                     issue_gradients();
@@ -535,13 +524,11 @@ struct MainloopBwdSm90 {
                     sm90::pin(rDv);
                     release_step(step);
                     step.advance();
-                    release(&storage.k_empty);
-                    release(&storage.v_empty);
+                    release_keys();
                 }
                 store_tile(params, tKrDk, tKrDv);
                 release_tile();
             }
-            if constexpr (Traits::kBulkDq) sm90::bulk_wait();
         }
     };
 };

@@ -34,6 +34,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         using Shared::ds, Shared::own_parity, Shared::step, Shared::storage, Shared::thread;
         using Shared::rank, Shared::release, Shared::tile, Shared::block, Shared::issue_scores;
         Ring<1> p;
+        Ring<Traits::kDqSlots> dq_turn, dq_stored;
         Ring<Traits::kDoutStages> dout;
 
         using OfScores = Shape<Int<Traits::kTileN>, Int<kTileM>>;
@@ -117,6 +118,37 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             });
         }
 
+        // Adds dQ of a block, a part of it, to the sums, which lie in the order of each warp's
+        // accumulators; a head's first tile stores it, where Traits say so. rDq: ((2, 2, N/8), 1,
+        // 1).
+        template <int kFirstColumn, class Acc>
+        CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
+                                Acc const &rDq) {
+            constexpr int kColumns = 2 * decltype(size(rDq))::value;
+            static_assert(Traits::kColumnsK == Traits::kHeadDim);
+            int64_t const row = Base::Scheduler::sums_row(params, tile(), head, block);
+            int const begin = Traits::dq_begin(rank * 4 + thread / 32 % 4) + 16 * kFirstColumn;
+            float *const sums =
+                params.dq_accum_ptr + row * Traits::kHeadDim + begin + thread % 32 * 4;
+            bool const stores = Traits::kStoresFirst && tile().m_block == 0;
+            if constexpr (Traits::kStoresFirst) {
+                sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());
+                dq_turn.advance();
+            }
+            CUTE_UNROLL
+            for (int i = 0; i < kColumns / 8; ++i) {
+                auto const write = [&](auto const &how) {
+                    how(sums + i * 128, rDq(4 * i), rDq(4 * i + 1), rDq(4 * i + 2), rDq(4 * i + 3));
+                };
+                stores ? write(sm90::store_first) : write(sm90::reduce_add);
+            }
+            if (stores) {
+                __syncwarp();
+                release(&storage.dq_stored[dq_stored.stage()]);
+                dq_stored.advance();
+            }
+        }
+
         // Adds a part of dQ to the sums, and tells the other CTA that its dS has been read. S or dP
         // of the next step, if there is one, is under way meanwhile.
         template <class Part, bool kNext, class Acc>
@@ -124,7 +156,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             sm90::wgmma_wait<kNext>();
             sm90::pin(rDq);
             sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], thread % 32 == 0);
-            this->template add_dq<Part::kBegin>(params, of.head, block(of.visit), rDq);
+            add_dq<Part::kBegin>(params, of.head, block(of.visit), rDq);
             ds.advance();
         }
 

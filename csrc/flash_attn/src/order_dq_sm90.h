@@ -1,5 +1,7 @@
-// The order of the parts of dQ of a block of queries, in launches where a head's first tile of keys
-// stores its part and the others add theirs (TileSchedulerBwdSm90::may_store_first()).
+// Above d = 128 the order of the parts of dQ of a block of queries, in launches where a head's
+// first tile of keys stores its part and the others add theirs
+// (TileSchedulerBwdSm90::may_store_first()). Up to 128 the writer of dQ keeps it
+// (writer_dq_sm90.h).
 #pragma once
 
 #include <arch_sm90.h>
@@ -39,10 +41,9 @@ struct OrderDqSm90 {
 
   private:
     // Before a phase of dq_turn ends all warps have waited for the one of the same slot before, two
-    // steps ago: a step's dS is complete, and a warp stores its part of a step, or hands over its
-    // P, behind its dQ of the step before, above d = 128 of the second one before. dq_stored of a
-    // step is waited for ahead of dq_turn of the second one behind it, without which no warp
-    // arrives at that slot again.
+    // steps ago: a step's dS is complete, and a warp hands over its P of a step behind its dQ of
+    // the second one before. dq_stored of a step is waited for ahead of dq_turn of the second one
+    // behind it, without which no warp arrives at that slot again.
     CUTE_DEVICE void run_tile(Flash_bwd_params const &params, WorkTile const &tile) {
         bool const first = tile.m_block == 0;
         int const blocks = params.seqlen_q_rounded / kSemaphoreRows;
@@ -70,7 +71,6 @@ struct OrderDqSm90 {
         CUTE_NO_UNROLL
         while (sm90::load_acquire(semaphore) < Traits::kCluster) {
         }
-        sm90::fence_async_proxy_global();  // bulk reductions follow the stores
     }
 
     CUTE_DEVICE void count(uint32_t *semaphore) {

@@ -121,6 +121,15 @@ struct TileSchedulerBwdSm90 {
         return kVarlen ? row_stats_begin(tile.row_q, tile.batch) : 0;
     }
 
+    // The first row of a block of queries of a query head among the sums of dQ; of an owned head
+    // they are elsewhere.
+    CUTE_HOST_DEVICE static int64_t sums_row(Flash_bwd_params const &params, WorkTile const &tile,
+                                             int head, int block) {
+        int const entry = kVarlen ? 0 : tile.batch;
+        return (int64_t(entry) * params.h + head) * params.seqlen_q_rounded + stats_begin(tile) +
+               block * Traits::kTileM;
+    }
+
     // Whether each CTA owns key heads: computes all tiles of one head after the other. It alone
     // adds to their sums of dQ then, in a place of its own, and writes the zeros and rounds the
     // sums itself, while they are in L2. So heads must be short, and so many that whole ones leave

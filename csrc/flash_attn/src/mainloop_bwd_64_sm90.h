@@ -1,0 +1,112 @@
+// The loop of the backward for head dimensions up to 64, whose steps have 128 queries. Here the
+// arithmetic takes longer than the products, and the warpgroups do it at the same time, as each
+// waits for the other's dS. So products run under it where registers allow: dP under the first
+// exponentials, some of dV under the others and dS, the rest of dV and dK while dS goes to shared
+// memory, S of the next step while dQ does.
+#pragma once
+
+#include <arch_sm90.h>
+
+#include <cute/tensor.hpp>
+#include <type_traits>
+
+#include "mainloop_bwd_sm90.h"
+
+namespace flash {
+
+using namespace cute;
+
+template <class Traits>
+struct MainloopBwd64Sm90 : MainloopBwdSm90<Traits> {
+    using Base = MainloopBwdSm90<Traits>;
+    using Element = typename Traits::Element;
+    static_assert(Traits::kHeadDim <= 64 && Traits::kTileM == 128);
+    static constexpr int kSteps = Traits::kTileM / 16;  // k16 steps of dV and dK
+    // Those of dV under the arithmetic of dS. With four it was 5 % slower (docs/tried_sm90.md).
+    static constexpr int kEarlyDv = 2;
+
+    struct Consumer : Base::Consumer {
+        using Shared = typename Base::Consumer;
+        using Shared::ds, Shared::own_parity, Shared::step, Shared::storage;
+        using typename Shared::AccDkv, typename Shared::AccS, typename Shared::Operand;
+
+        CUTE_DEVICE void run(Flash_bwd_params const &params) {
+            typename Traits::TiledMmaS mma_s;
+            typename Traits::TiledMmaDkv mma_dkv;
+            typename Traits::TiledMmaDq mma_dq;
+            using ShapeDkv = typename Shared::ShapeDkv;
+            Tensor rS =
+                partition_fragment_C(mma_s, typename Shared::ShapeS{});  // ((2, 2, M/8), 1, 1)
+            Tensor rDp =
+                partition_fragment_C(mma_s, typename Shared::ShapeS{});  // ((2, 2, M/8), 1, 1)
+            Tensor rDk = partition_fragment_C(mma_dkv, ShapeDkv{});      // ((2, 2, d/8), 1, 1)
+            Tensor rDv = partition_fragment_C(mma_dkv, ShapeDkv{});      // ((2, 2, d/8), 1, 1)
+            Tensor rDq =
+                partition_fragment_C(mma_dq, typename Shared::ShapeDq{});  // ((2, 2, N/8), 1, 1)
+            Tensor tSrS = make_tensor(rS.data(), AccS{});                  // (4, 1, M/8)
+            Tensor tSrDp = make_tensor(rDp.data(), AccS{});                // (4, 1, M/8)
+            Tensor tKrDk = make_tensor(rDk.data(), AccDkv{});              // (4, 1, d/8)
+            Tensor tKrDv = make_tensor(rDv.data(), AccDkv{});              // (4, 1, d/8)
+            Tensor tKrP = make_tensor<Element>(Operand{});                 // (8, 1, M/16)
+            Tensor tKrDs = make_tensor<Element>(Operand{});                // (8, 1, M/16)
+
+            // A step whose S is complete; that of the next one, if there is one, is under way
+            // afterwards.
+            auto const run_step = [&](StepBwd const &at, auto has_next) {
+                this->issue_dp(rDp);
+                this->compute_p(params, rS, at.visit);
+                // Their exponentials stay ahead of the wait; ptxas moves most others behind it.
+                this->template issue_dv<0, kEarlyDv>(tSrS, tKrP, rDv);
+                sm90::wgmma_wait<1>();
+                sm90::pin(rDp);
+                this->differentiate(tSrS, tSrDp);
+                convert(tSrDp, tKrDs);
+                this->template issue_dv<kEarlyDv, kSteps>(tSrS, tKrP, rDv);
+                this->write_ds(tKrDs);
+                // Ahead of the fence, so that the tensor cores are busy meanwhile.
+                this->template issue_gradient<0, kSteps>(tKrDs, storage.q[step.stage()], rDk);
+                this->publish_ds();
+                this->issue_dq(rDq);
+                ds.advance();
+                sm90::wgmma_wait<1>();
+                this->release_step(step);
+                step.advance();
+                if constexpr (has_next) this->issue_s(rS);
+                sm90::wgmma_wait<has_next>();
+                sm90::pin(rDq);
+                this->add_dq(params, at.head, this->block(at.visit), rDq);
+            };
+
+            CUTE_NO_UNROLL
+            while (this->await_tile()) {
+                if (Traits::kMayOwnHeads && this->owns) this->begin_owned(params);
+                clear(rDk);
+                clear(rDv);
+                int const ratio = params.h_h_k_ratio;
+                int left = this->tile().blocks.count * ratio;  // steps
+                if (left > 0) {
+                    sm90::barrier_wait(&storage.k_full, own_parity);
+                    this->issue_s(rS);
+                    sm90::barrier_wait(&storage.v_full, own_parity);
+                    own_parity ^= 1;
+                    StepBwd at = StepBwd::first_of(this->tile(), ratio);
+                    sm90::wgmma_wait<0>();
+                    CUTE_NO_UNROLL
+                    for (; left > 1; --left) {
+                        run_step(at, std::true_type{});
+                        at.advance(ratio);
+                        sm90::wgmma_wait<0>();
+                    }
+                    run_step(at, std::false_type{});
+                    sm90::pin(rDk);
+                    sm90::pin(rDv);
+                    this->release_keys();
+                }
+                this->store_tile(params, tKrDk, tKrDv);
+                this->release_tile();
+            }
+        }
+    };
+};
+
+}  // namespace flash
