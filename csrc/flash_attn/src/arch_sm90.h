@@ -262,7 +262,7 @@ CUTE_DEVICE void reduce_add(float *gmem, float a, float b, float c, float d) {
                  : "memory");
 }
 
-// ---- bulk reductions [cp.reduce.async.bulk] ----
+// ---- bulk reductions and stores [cp.reduce.async.bulk, cp.async.bulk] ----
 
 // Adds floats of shared memory to global memory, both at multiples of 16 bytes, asynchronously, in
 // bulk groups of this thread. Each sum is atomic, the whole is not.

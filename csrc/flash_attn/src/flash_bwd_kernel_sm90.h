@@ -1,5 +1,6 @@
-// The sm90 class's backward kernels: the persistent main kernel, whose warpgroup 0 loads and
-// writes dQ, or keeps its order, and the one that rounds the sums of dQ.
+// The sm90 class's backward kernels: the persistent main kernel, whose warpgroup 0 has one thread
+// that loads and one that writes dQ, above d = 128 keeps its order, and the one that rounds the
+// sums of dQ.
 #pragma once
 
 #include <arch_sm90.h>

@@ -183,9 +183,9 @@ struct KernelTraitsBwdSm90 {
         // P^T, in the order of a warpgroup's accumulators. No bytes where it is empty, here and
         // below.
         alignas(128) [[no_unique_address]] cute::array<float, kWide ? kTileM * kTileN : 0> p;
-        // dQ of a step, in the order of each warp's accumulators, for bulk reductions: the threads'
-        // own would hold registers, and be under way at the fence of the next dS, which waits for
-        // them. Above d = 128 there is no room.
+        // dQ of a step, in the order of each warp's accumulators, for bulk reductions. Reductions
+        // by the threads would hold their registers, and be under way at the fence of the next dS,
+        // which waits for them. Above d = 128 there is no room.
         alignas(128) [[no_unique_address]] cute::array<float, kWide ? 0 : kTileM * kHeadDim> dq;
         alignas(128) float2 stats[kStages][kTileM];  // of Q's rows: LSE * log2(e) and D
         sm90::Barrier k_full, k_empty, v_full, v_empty;

@@ -55,7 +55,8 @@ struct MainloopBwd64Sm90 : MainloopBwdSm90<Traits> {
             auto const run_step = [&](StepBwd const &at, auto has_next) {
                 this->issue_dp(rDp);
                 this->compute_p(params, rS, at.visit);
-                // Their exponentials stay ahead of the wait; ptxas moves most others behind it.
+                // The exponentials of these k16 steps stay ahead of the wait; ptxas moves most
+                // others behind it.
                 this->template issue_dv<0, kEarlyDv>(tSrS, tKrP, rDv);
                 sm90::wgmma_wait<1>();
                 sm90::pin(rDp);

@@ -201,7 +201,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 await_dout();
                 this->template issue_gradient<0, kTileM / 16>(tKrP, storage.dout[dout.stage()],
                                                               rDv);
-                sm90::fence_async_proxy();  // of the statistics' reads, as in store_ds()
+                sm90::fence_async_proxy();  // of the statistics' reads, as in publish_ds()
                 __syncwarp();
                 release(&storage.q_empty[step.stage()]);
                 step.advance();

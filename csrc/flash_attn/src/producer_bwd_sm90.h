@@ -122,7 +122,7 @@ struct ProducerBwdSm90 {
     }
 
     CUTE_DEVICE void run(Flash_bwd_params const &params, TileQueue const &launched) {
-        // No thread touches global memory before: the consumers wait for their first tile.
+        // No thread touches global memory before: the others wait for their first tile.
         constexpr bool kWaitsFirst = Traits::kVarlen || Traits::kStoresFirst;
         if constexpr (kWaitsFirst) cudaGridDependencySynchronize();
         auto const &queue = Scheduler::queue(params, launched);

@@ -16,8 +16,8 @@ namespace flash {
 // Adds dQ of each step, which the consumers leave in shared memory, to the sums in global memory by
 // one bulk reduction. Where kStoresFirst, a head's first tile of keys stores it instead, and counts
 // that at the block's semaphore; the others wait for the count (may_store_first() of the
-// scheduler). So no consumer waits for global memory. CTAs that own heads have consumers that add
-// dQ themselves.
+// scheduler). So a consumer waits for global memory only where this thread is a step behind. In
+// CTAs that own heads the consumers add dQ themselves.
 template <class Traits>
 struct WriterDqSm90 {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
@@ -50,11 +50,13 @@ struct WriterDqSm90 {
             int64_t const row =
                 Scheduler::sums_row(params, tile, step.head, tile.blocks.begin + step.visit);
             float *const sums = params.dq_accum_ptr + row * Traits::kHeadDim;
-            uint32_t *const semaphore = params.dq_semaphore_ptr + uint32_t(row / kSemaphoreRows);
+            uint32_t *const semaphore =
+                Traits::kStoresFirst ? params.dq_semaphore_ptr + row / kSemaphoreRows : nullptr;
             sm90::barrier_wait(&storage.dq_full, dq.parity());
             // Between the consumers' stores and this thread's accesses through the asynchronous
-            // proxy; the consumers need none, as the CTA is the same [Lustig et al., Mixed-proxy
-            // extensions for the NVIDIA PTX memory consistency model, ISCA 2022].
+            // proxy. It may follow the barrier, as it is on the path between the two, in their CTA
+            // [by the rules of Lustig et al., Mixed-proxy extensions for the NVIDIA PTX memory
+            // consistency model, ISCA 2022, which is older than this proxy].
             sm90::fence_async_proxy();
             if (stores) {
                 sm90::bulk_store(sums, storage.dq.data(), kBytes);
