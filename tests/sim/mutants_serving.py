@@ -202,7 +202,14 @@ MUTANTS = (
         "add(total, 1.f, storage.sums[g][lane]);",
         "add(total, 0.f, storage.sums[g][lane]);",
     ),
-    _numerics("sums of a row lost", _COMBINE, "add(total, 1.f, next);", "add(total, 0.f, next);"),
+    _numerics(
+        "sums of a row lost",
+        _COMBINE,
+        "add(total, 1.f, next);",
+        "add(total, 0.f, next);",
+        ASKING,  # a row of 128 columns has four sums
+    ),
+    _numerics("few parts lost", _COMBINE, "add(total, 1.f, of_part);", "add(total, 0.f, of_part);"),
     _numerics("sink forgotten", _COMBINE, " + weight(sink, ref);", ";"),
     _numerics(
         "a sink in each part",

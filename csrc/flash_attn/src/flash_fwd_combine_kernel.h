@@ -89,16 +89,16 @@ struct Combine {
         total.w += weight * x.w;
     }
 
-    // The next parts of sum g, from part `begin` on; o: this thread's columns of the first part.
+    // Every step-th part from part `begin` on; o: this thread's columns of the first part.
     struct Parts {
         float lse[kAhead];
         float4 x[kAhead];
 
         CUTE_DEVICE void load(Flash_fwd_params const &params, Row const &row, float const *lse_of,
-                              float const *o, int begin) {
+                              float const *o, int begin, int step) {
             CUTE_UNROLL
             for (int j = 0; j < kAhead; ++j) {
-                int const i = begin + j * kGroups;
+                int const i = begin + j * step;
                 lse[j] = -INFINITY;
                 if (i < row.parts) {
                     lse[j] = lse_of[i * row.stride];
@@ -106,12 +106,10 @@ struct Combine {
                 }
             }
         }
-        CUTE_DEVICE void add_to(float4 &total, float reference) const {
-            CUTE_UNROLL
-            for (int j = 0; j < kAhead; ++j) {
-                // Of a part that sees no key nothing may come, as of no key.
-                if (lse[j] != -INFINITY) add(total, weight(lse[j], reference), x[j]);
-            }
+        // The j-th of them.
+        CUTE_DEVICE void add_to(float4 &total, float reference, int j) const {
+            // Of a part that sees no key nothing may come, as of no key.
+            if (lse[j] != -INFINITY) add(total, weight(lse[j], reference), x[j]);
         }
     };
 
@@ -122,10 +120,13 @@ struct Combine {
         int const col = lane * kVec;
         int const first = alone ? 0 : group;  // sum
         bool const holds = col < params.d;
+        // No sum of a group that is alone has two parts: those of all sums are loaded together.
+        bool const few = alone && row.parts <= kGroups;
+        int const step = few ? 1 : kGroups;
         float const *const lse = params.lse_partial_ptr + row.first;
         float const *const o = params.o_partial_ptr + row.first * params.d + col;
         Parts parts;
-        if (holds) parts.load(params, row, lse, o, first);
+        if (holds) parts.load(params, row, lse, o, first, step);
         float const sink = params.sinks_ptr != nullptr ? params.sinks_ptr[row.head] : -INFINITY;
         float const ref = reference(row, lse, sink, thread);
         float sum = 0.f;
@@ -137,18 +138,32 @@ struct Combine {
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
         auto const add_sum = [&](float4 &to, int g) {
             for (int begin = g; begin < row.parts; begin += kAhead * kGroups) {
-                if (begin != first) parts.load(params, row, lse, o, begin);
-                parts.add_to(to, ref);
+                if (begin != first) parts.load(params, row, lse, o, begin, step);
+                CUTE_UNROLL
+                for (int j = 0; j < kAhead; ++j) {
+                    parts.add_to(to, ref, j);
+                }
             }
         };
-        if (holds) add_sum(total, first);
-        if (alone) {
+        if (few) {
+            for (int begin = 0; holds && begin < row.parts; begin += kAhead) {
+                if (begin > 0) parts.load(params, row, lse, o, begin, step);
+                CUTE_UNROLL
+                for (int j = 0; j < kAhead; ++j) {
+                    float4 of_part = make_float4(0.f, 0.f, 0.f, 0.f);
+                    parts.add_to(of_part, ref, j);
+                    add(total, 1.f, of_part);
+                }
+            }
+        } else if (alone) {
+            if (holds) add_sum(total, first);
             for (int g = 1; holds && g < cute::min(int(kGroups), row.parts); ++g) {
                 float4 next = make_float4(0.f, 0.f, 0.f, 0.f);
                 add_sum(next, g);
                 add(total, 1.f, next);
             }
         } else {
+            if (holds) add_sum(total, first);
             storage.sums[group][lane] = total;
             __syncthreads();
             for (int g = 1; g < cute::min(int(kGroups), row.parts); ++g) {
@@ -181,7 +196,8 @@ struct Combine {
 };
 
 template <class Traits>
-__global__ void __launch_bounds__(Combine<Traits::kConfig>::kThreads)
+__global__ void __launch_bounds__(Combine<Traits::kConfig>::kThreads,
+                                  Combine<Traits::kConfig>::kCtas)
     flash_fwd_combine_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Merge = Combine<Traits::kConfig>;
     if constexpr (Traits::kConfig.arch == 90) cudaGridDependencySynchronize();
