@@ -138,8 +138,9 @@ struct TileSchedulerBwdSm90 {
     CUTE_HOST_DEVICE static bool owns_heads(Flash_bwd_params const &params, int sms,
                                             bool or_stores) {
         // Sums of a CTA, times the tiles that add to each: of 132 CTAs 45 MB of the 50 of L2. With
-        // more than 17 MB first tiles that store dQ are faster (docs/tried_sm90.md).
-        int64_t const kBytes = (or_stores ? 128 : 349) << 10;
+        // more than 17 MB, at d = 32 8 MB, first tiles that store dQ are faster
+        // (docs/tried_sm90.md).
+        int64_t const kBytes = (!or_stores ? 349 : Traits::kHeadDim > 32 ? 128 : 63) << 10;
         if (!Traits::kMayOwnHeads) {
             return false;
         }
