@@ -15,6 +15,7 @@ from flashcute.jit.abi import ROW_STATS_MULTIPLE, FlashBwdParams
 
 CAUSAL = heuristics.sm90_bwd_config("bf16", 128, "causal")
 FULL = heuristics.sm90_bwd_config("bf16", 128, "none")
+NARROW = heuristics.sm90_bwd_config("bf16", 32, "causal")
 CASES = Path(__file__).parent / "tile_scheduler_bwd_cases.cpp"
 KEYS = CAUSAL.dkv.rows
 
@@ -23,7 +24,8 @@ KEYS = CAUSAL.dkv.rows
 def lib():
     config = f"static constexpr flash::BwdConfig kCausal{CAUSAL.to_cpp()};\n"
     full = f"static constexpr flash::BwdConfig kFull{FULL.to_cpp()};\n"
-    found = compiled(CASES, config + full)
+    narrow = f"static constexpr flash::BwdConfig kNarrow{NARROW.to_cpp()};\n"
+    found = compiled(CASES, config + full + narrow)
     found.may_store_first.restype = ctypes.c_bool
     found.get_tile.restype = WorkTile
     found.owns_heads.restype = ctypes.c_bool
@@ -135,9 +137,9 @@ def test_owned_heads_are_computed_whole_and_each_once(lib, heads, seqlen_k, sms)
 
 
 def test_heads_are_owned_where_they_are_short_and_fill_the_sms(lib):
-    def owns(b, h, h_k, seqlen_q, seqlen_k=None, sms=132, or_stores=True):
-        params = problem(b, h, h_k, seqlen_q, seqlen_k)
-        return lib.owns_heads(ctypes.byref(params), sms, or_stores)
+    def owns(b, h, h_k, seqlen_q, seqlen_k=None, sms=132, or_stores=True, d=128):
+        params = problem(b, h, h_k, seqlen_q, seqlen_k, d)
+        return lib.owns_heads(ctypes.byref(params), sms, or_stores, d)
 
     # 132 heads of d = 128, a wave, of one tile of keys, or of two for queries that need 8 MB.
     assert all(owns(12, 11, 11, s) for s in (1, 128)) and not owns(12, 11, 11, 256)
@@ -147,6 +149,11 @@ def test_heads_are_owned_where_they_are_short_and_fill_the_sms(lib):
     assert not owns(15, 11, 11, 128, 256)
     assert owns(15, 11, 11, 128), "a head is a tile"
     assert owns(24, 11, 11, 128, 256)
+    # Six tiles for an SM instead of five where first tiles cannot store dQ instead.
+    assert not owns(24, 12, 12, 128, 256) and owns(24, 12, 12, 128, 256, or_stores=False)
+    # Of d = 32 sums of up to 8 MB, under a causal mask less than twice: an SM's share is 63 KB.
+    assert owns(12, 11, 11, 256, d=32) and not owns(12, 11, 11, 384, d=32)
+    assert owns(12, 11, 11, 384, d=32, or_stores=False)
     # Few heads: their tiles fill SMs that whole heads would leave idle.
     assert owns(1, 1, 1, 128) and not owns(1, 1, 1, 128, 256)
     assert not owns(12, 11, 11, 128, 0), "there is no tile"

@@ -13,7 +13,7 @@ static unsigned atomicAdd(unsigned *, unsigned) { return 0; }
 using flash::Flash_bwd_params;
 using flash::WorkTile;
 
-// kCausal and kFull, configurations, precede this text.
+// kCausal, kFull and kNarrow, configurations, precede this text.
 template <flash::BwdConfig C, bool kStores>
 struct Traits {
     static constexpr flash::BwdConfig kConfig = C;
@@ -46,8 +46,10 @@ int heads_in_storing_group(Flash_bwd_params const *params, int workers, bool cau
                   : Storing<kFull>::heads_in_group(*params, workers);
 }
 
-bool owns_heads(Flash_bwd_params const *params, int sms, bool or_stores) {
-    return Scheduler::owns_heads(*params, sms, or_stores);
+bool owns_heads(Flash_bwd_params const *params, int sms, bool or_stores, int head_dim) {
+    using Narrow = flash::TileSchedulerBwdSm90<Traits<kNarrow, false>>;
+    return head_dim > 32 ? Scheduler::owns_heads(*params, sms, or_stores)
+                         : Narrow::owns_heads(*params, sms, or_stores);
 }
 
 int first_owned(Flash_bwd_params const *params, int worker) {

@@ -107,6 +107,7 @@ int32_t launch_bwd(Flash_bwd_params const *of_call, void *stream) {
             if (queue.counter != nullptr) {
                 return enqueue_all_sm90<Storing>(params, sms, false, queue, stream);
             }
+            or_stores = false;
         }
     }
     bool const owned = Scheduler::owns_heads(params, sms, or_stores);
