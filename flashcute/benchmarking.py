@@ -1,8 +1,8 @@
 """How speed is measured here, so that every figure in the project means the same thing.
 
 One timed call stands alone: a buffer larger than the L2 cache is cleared first, so that inputs come
-from device memory and the host's launch time hides behind the clearing, of which there are more
-before calls that take the host long, as those through autograd do. Contenders take turns
+from device memory and the host's launch time hides behind the clearing, for calls through autograd
+of a larger buffer. Contenders take turns
 within each repeat, in another order each time, so that drifting clocks and power, and whoever ran
 before, meet all of them alike; the figure is the median. Compare ratios within one run, never
 absolute figures of different runs or cards.
@@ -36,9 +36,9 @@ import torch
 REPEATS = 15
 WARMUP = 4
 FLUSH_BYTES = 1 << 30
-# Before one call, at most: 1 to 1.5 ms of an H200 or H100. A backward by autograd takes a slow host
-# 0.3 ms.
-CLEARINGS = 4
+# Cleared before passes with gradients: 1 to 1.4 ms of an H200 or H100. A backward by autograd takes
+# the host 0.1 to 0.3 ms, and longer where it has waited.
+FLUSH_BYTES_AUTOGRAD = 4 << 30
 TOTAL_TOKENS = 16 * 1024
 MODEL_WIDTH = 2048
 # The launch queue holds about a thousand kernels, and a call launches a few at most: so many calls
@@ -128,9 +128,7 @@ def time_interleaved(
         contenders: Name to a call without arguments that enqueues the work.
         device: Where the work runs; on ``"cpu"`` the wall clock is read instead of events.
         repeats, warmup: Timed and untimed calls of each.
-        flush_bytes: Size of the buffer that is cleared before each timed call; on a GPU up to
-            ``CLEARINGS`` times, until the host enqueues the call in less. A call that takes the
-            host longer than that does so in use, too: its host time counts, behind one clearing.
+        flush_bytes: Size of the buffer that is cleared before each timed call.
         around: What each call of a contender is in, as a choice of backends. Its own time does not
             count.
 
@@ -152,51 +150,29 @@ def time_interleaved(
             for _ in range(warmup):
                 call()
     once = _time_on_gpu if device.type == "cuda" else _time_on_cpu
-    clearings = dict.fromkeys(contenders, 1)
-    if device.type == "cuda":
-        for name, call in contenders.items():
-            with around(name):
-                clearings[name] = _clearings(call, flush)
     times: dict[Name, list[float]] = {name: [] for name in contenders}
     for repeat in range(repeats):
         for name in turn(contenders, repeat):
             with around(name):
-                times[name].append(once(contenders[name], flush, clearings[name])[0])
+                flush.zero_()
+                times[name].append(once(contenders[name]))
     return times
 
 
-def _clearings(call: Callable[[], object], flush: torch.Tensor) -> int:
-    """How often the buffer is cleared before each call, so that its host time is hidden."""
-    for clearings in range(1, CLEARINGS + 1):
-        if all(_time_on_gpu(call, flush, clearings)[1] for _ in range(3)):
-            return clearings
-    return 1
-
-
-def _time_on_gpu(
-    call: Callable[[], object], flush: torch.Tensor, clearings: int
-) -> tuple[float, bool]:
-    """Microseconds, and whether the call was enqueued before the GPU was done with clearing."""
+def _time_on_gpu(call: Callable[[], object]) -> float:
     start = torch.cuda.Event(enable_timing=True)
     stop = torch.cuda.Event(enable_timing=True)
-    for _ in range(clearings):
-        flush.zero_()
     start.record()
     call()
-    hidden = not start.query()
     stop.record()
     stop.synchronize()
-    return start.elapsed_time(stop) * 1e3, hidden
+    return start.elapsed_time(stop) * 1e3
 
 
-def _time_on_cpu(
-    call: Callable[[], object], flush: torch.Tensor, clearings: int
-) -> tuple[float, bool]:
-    for _ in range(clearings):
-        flush.zero_()
+def _time_on_cpu(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
-    return (time.perf_counter() - start) * 1e6, False
+    return (time.perf_counter() - start) * 1e6
 
 
 def time_sustained(call: Callable[[], object], seconds: float = 1.0) -> float:

@@ -104,10 +104,12 @@ def test_kernels_are_built_before_the_sweep_and_together(built, monkeypatch):
 
 def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    memory = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     seen = {}
 
     def configs_of(wanted, what):
-        assert what == "fwd"
+        seen["what"] = what
         return wanted
 
     def run(wanted, options, progress):
@@ -127,7 +129,11 @@ def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     assert bench("--sustained", "--peers", "cudnn", "--time-limit", "3") == 1
     options = seen["options"]
     assert (options.sustained, options.names) == (1.0, ("flashcute", "cudnn"))
-    assert options.time_limit == 3.0
+    assert options.time_limit == 3.0 and seen["what"] == "fwd"
+    for what, total, expected in (("bwd", 80, 4), ("fwd+bwd", 80, 4), ("bwd", 24, 1.5)):
+        memory.total_memory = total << 30
+        assert bench("--pass", what) == 1 and seen["what"] == what
+        assert seen["options"].flush_bytes == expected * 2**30
 
 
 PEER = """

@@ -113,56 +113,6 @@ def test_flush_is_not_timed():
     assert sorted(times["nothing"])[2] < 1000  # clearing 64 MiB takes far longer
 
 
-class Gpu:
-    """A host and a GPU that work at the same time; microseconds."""
-
-    CLEARING = 350
-
-    def __init__(self):
-        self.host = self.done = 0
-
-    def enqueue(self, host: int, on_gpu: int) -> None:
-        self.host += host
-        self.done = max(self.done, self.host) + on_gpu
-
-    def zero_(self) -> None:
-        self.enqueue(5, self.CLEARING)
-
-    def event(self, enable_timing: bool):
-        assert enable_timing
-        return Event(self)
-
-
-class Event:
-    def __init__(self, gpu: Gpu):
-        self.gpu = gpu
-
-    def record(self) -> None:
-        self.at = max(self.gpu.done, self.gpu.host)
-
-    def query(self) -> bool:
-        return self.at <= self.gpu.host
-
-    def synchronize(self) -> None:
-        self.gpu.host = max(self.gpu.host, self.at)
-
-    def elapsed_time(self, other) -> float:
-        return (other.at - self.at) / 1e3
-
-
-@pytest.mark.parametrize(
-    ("host", "clearings", "expected"),
-    [(20, 1, 70), (340, 1, 70), (400, 2, 70), (1000, 3, 70), (1380, 4, 70), (6000, 1, 5720)],
-)
-def test_host_time_hides_behind_clearings_or_counts(monkeypatch, host, clearings, expected):
-    gpu = Gpu()
-    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    found = bm._clearings(lambda: gpu.enqueue(host, 70), gpu)
-    assert found == clearings
-    us, hidden = bm._time_on_gpu(lambda: gpu.enqueue(host, 70), gpu, found)
-    assert us == pytest.approx(expected) and hidden == (expected == 70)
-
-
 @pytest.mark.parametrize(
     "change", [{"contenders": {}}, {"repeats": 0}, {"flush_bytes": 0}], ids=lambda c: next(iter(c))
 )

@@ -31,8 +31,8 @@ struct Combine {
     static constexpr int kLanes = int(std::bit_ceil(unsigned(C.head_dim / kVec)));  // of a group
     static constexpr int kGroups = kThreads / kLanes;
     static constexpr int kWidth = kLanes < 32 ? kLanes : 32;  // lanes that reduce LSE
-    static constexpr int kAhead = 4;  // parts of a sum whose loads are in flight
-    static constexpr int kCtas = 8;   // per SM
+    static constexpr int kAhead = 4;                          // parts whose loads are in flight
+    static constexpr int kCtas = 8;                           // per SM
     static_assert(C.arch == 80 || C.arch == 90);
 
     struct SharedStorage {
@@ -120,7 +120,7 @@ struct Combine {
         int const col = lane * kVec;
         int const first = alone ? 0 : group;  // sum
         bool const holds = col < params.d;
-        // No sum of a group that is alone has two parts: those of all sums are loaded together.
+        // Where no sum has two parts, a group that is alone loads those of all sums together.
         bool const few = alone && row.parts <= kGroups;
         int const step = few ? 1 : kGroups;
         float const *const lse = params.lse_partial_ptr + row.first;
@@ -152,7 +152,11 @@ struct Combine {
                 for (int j = 0; j < kAhead; ++j) {
                     float4 of_part = make_float4(0.f, 0.f, 0.f, 0.f);
                     parts.add_to(of_part, ref, j);
-                    add(total, 1.f, of_part);
+                    if (begin + j > 0) {
+                        add(total, 1.f, of_part);
+                    } else {
+                        total = of_part;
+                    }
                 }
             }
         } else if (alone) {
