@@ -57,12 +57,10 @@ def _options(args: argparse.Namespace) -> sweep.Options:
     repeats, warmup = (bm.REPEATS, bm.WARMUP) if device == "cuda" else _CPU_REPEATS
     if args.sustained and device == "cpu":
         raise ValueError("flashcute bench: expected a GPU for --sustained, found none")
-    flush = _CPU_FLUSH
-    if device == "cuda":
-        flush = bm.FLUSH_BYTES_AUTOGRAD if "bwd" in args.what else bm.FLUSH_BYTES
-        # Of smaller memory, which is slower as well.
-        memory = torch.cuda.get_device_properties(0).total_memory
-        flush = min(flush, max(memory // 16, 1 << 28))
+    flush = bm.FLUSH_BYTES if device == "cuda" else _CPU_FLUSH
+    if device == "cuda" and "bwd" in args.what:
+        memory = torch.cuda.get_device_properties(0).total_memory  # small ones are slower, too
+        flush = max(flush, min(bm.FLUSH_BYTES_AUTOGRAD, memory // 16))
     return sweep.Options(
         device=device,
         names=("flashcute", *(args.peers or ())),
