@@ -1,11 +1,10 @@
 """How speed is measured here, so that every figure in the project means the same thing.
 
 One timed call stands alone: a buffer larger than the L2 cache is cleared first, so that inputs come
-from device memory and the host's launch time hides behind the clearing, for calls through autograd
-of a larger buffer. Contenders take turns
-within each repeat, in another order each time, so that drifting clocks and power, and whoever ran
-before, meet all of them alike; the figure is the median. Compare ratios within one run, never
-absolute figures of different runs or cards.
+from device memory and the host's launch time hides behind the clearing, for passes with gradients
+of a larger buffer. Contenders take turns within each repeat, in another order each time, so that
+drifting clocks and power, and whoever ran before, meet all of them alike; the figure is the median.
+Compare ratios within one run, never absolute figures of different runs or cards.
 """
 
 from __future__ import annotations

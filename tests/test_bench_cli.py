@@ -130,7 +130,12 @@ def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     options = seen["options"]
     assert (options.sustained, options.names) == (1.0, ("flashcute", "cudnn"))
     assert options.time_limit == 3.0 and seen["what"] == "fwd"
-    for what, total, expected in (("bwd", 80, 4), ("fwd+bwd", 80, 4), ("bwd", 24, 1.5)):
+    for what, total, expected in (
+        ("bwd", 80, 4),
+        ("fwd+bwd", 80, 4),
+        ("bwd", 24, 1.5),
+        ("bwd", 8, 1),
+    ):
         memory.total_memory = total << 30
         assert bench("--pass", what) == 1 and seen["what"] == what
         assert seen["options"].flush_bytes == expected * 2**30

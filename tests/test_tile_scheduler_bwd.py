@@ -149,7 +149,8 @@ def test_heads_are_owned_where_they_are_short_and_fill_the_sms(lib):
     assert not owns(15, 11, 11, 128, 256)
     assert owns(15, 11, 11, 128), "a head is a tile"
     assert owns(24, 11, 11, 128, 256)
-    # Six tiles for an SM instead of five where first tiles cannot store dQ instead.
+    # 288 heads of two tiles: six for an SM that owns three heads, else five. Owned where adding to
+    # zeros is what else there is, not where first tiles could store dQ.
     assert not owns(24, 12, 12, 128, 256) and owns(24, 12, 12, 128, 256, or_stores=False)
     # Of d = 32 sums of up to 8 MB, under a causal mask less than twice: an SM's share is 63 KB.
     assert owns(12, 11, 11, 256, d=32) and not owns(12, 11, 11, 384, d=32)
