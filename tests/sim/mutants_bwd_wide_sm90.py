@@ -77,13 +77,13 @@ def _swapped(before: str, behind: str) -> tuple[str, str]:
 ORDER = (
     _wide_numerics(
         "P taken without waiting for it",
-        "sm90::barrier_wait(storage.p_full.data(), p.parity());",
+        "sm90::barrier_wait(storage.p_full.data(), p().parity());",
         "",
         report=f"{ARRIVES_TWICE}|{DEADLOCK}|{OVERWRITTEN}",
     ),
     _wide_numerics(
         "P overwritten before it is taken",
-        "sm90::barrier_wait(storage.p_empty.data(), p.parity() ^ 1);",
+        "sm90::barrier_wait(storage.p_empty.data(), p().parity() ^ 1);",
         "",
         report=f"{ARRIVES_TWICE}|{DEADLOCK}",
     ),
@@ -110,7 +110,7 @@ ORDER = (
     ),
     _wide(
         "dO of a wide head read without waiting for it",
-        "sm90::barrier_wait(&storage.dout_full[dout.stage()], dout.parity());",
+        "sm90::barrier_wait(&storage.dout_full[dout().stage()], dout().parity());",
         "",
         UNAWAITED,
     ),
@@ -344,7 +344,7 @@ NUMBERS = (
     ),
     _wide_numerics(
         "dV of P and Q",
-        "tKrP, storage.dout[dout.stage()],",
+        "tKrP, storage.dout[dout().stage()],",
         "tKrP, storage.q[step.stage()],",
         report=OVERWRITTEN,
     ),

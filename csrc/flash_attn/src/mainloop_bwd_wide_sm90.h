@@ -33,9 +33,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         using Shared = typename Base::Consumer;
         using Shared::ds, Shared::own_parity, Shared::step, Shared::storage, Shared::thread;
         using Shared::rank, Shared::release, Shared::tile, Shared::block, Shared::issue_scores;
-        Ring<1> p;
         Ring<Traits::kDqSlots> dq_turn, dq_stored;
-        Ring<Traits::kDoutStages> dout;
 
         using OfScores = Shape<Int<Traits::kTileN>, Int<kTileM>>;
         template <class Part>
@@ -49,9 +47,12 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());
         }
         CUTE_DEVICE void await_dout() const {
-            sm90::barrier_wait(&storage.dout_full[dout.stage()], dout.parity());
+            sm90::barrier_wait(&storage.dout_full[dout().stage()], dout().parity());
         }
 
+        // Of the step at hand; up to here that Q's statistics are released.
+        CUTE_DEVICE Ring<1> p() const { return {step.uses}; }
+        CUTE_DEVICE Ring<Traits::kDoutStages> dout() const { return {step.uses}; }
         // Where a thread's part of P^T is: kTileM / 8 groups of four, 512 floats apart.
         CUTE_DEVICE float4 *own_p() const {
             return reinterpret_cast<float4 *>(storage.p.data()) + thread % 128;
@@ -60,7 +61,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         // tSrP: P^T (4, 1, M/8). Hands it over, once the last one has been read.
         template <class Scores>
         CUTE_DEVICE void give_p(Scores const &tSrP) {
-            sm90::barrier_wait(storage.p_empty.data(), p.parity() ^ 1);
+            sm90::barrier_wait(storage.p_empty.data(), p().parity() ^ 1);
             CUTE_UNROLL
             for (int j = 0; j < kTileM / 8; ++j) {
                 own_p()[128 * j] =
@@ -68,13 +69,12 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             }
             __syncwarp();
             release(storage.p_full.data());
-            p.advance();
         }
 
         // tSrP: P^T (4, 1, M/8), of which each thread takes what its counterpart has computed.
         template <class Scores>
         CUTE_DEVICE void take_p(Scores &tSrP) {
-            sm90::barrier_wait(storage.p_full.data(), p.parity());
+            sm90::barrier_wait(storage.p_full.data(), p().parity());
             CUTE_UNROLL
             for (int j = 0; j < kTileM / 8; ++j) {
                 float4 const four = own_p()[128 * j];
@@ -85,7 +85,6 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             }
             __syncwarp();
             release(storage.p_empty.data());
-            p.advance();
         }
 
         // The warpgroup's part of rDq = dS K, over the keys of both CTAs.
@@ -199,17 +198,16 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 give_p(tSrS);
                 convert(tSrS, tKrP);
                 await_dout();
-                this->template issue_gradient<0, kTileM / 16>(tKrP, storage.dout[dout.stage()],
+                this->template issue_gradient<0, kTileM / 16>(tKrP, storage.dout[dout().stage()],
                                                               rDv);
                 sm90::fence_async_proxy();  // of the statistics' reads, as in publish_ds()
                 __syncwarp();
                 release(&storage.q_empty[step.stage()]);
                 step.advance();
             };
-            // Once dV is complete.
+            // Once dV of the step before is complete.
             auto const release_dout = [&] {
-                release(&storage.dout_empty[dout.stage()]);
-                dout.advance();
+                release(&storage.dout_empty[dout().before().stage()]);
             };
             // P and dV of a step, and dQ of the one before.
             auto const run_step = [&](StepBwd const &at, auto has_next) {
@@ -274,13 +272,12 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
 
             auto const issue_dp = [&] {
                 await_dout();
-                issue_scores(storage.v, storage.dout[dout.stage()], rDp);
+                issue_scores(storage.v, storage.dout[dout().stage()], rDp);
             };
             // dS of a step whose dP is complete, dK += dS^T Q, and dQ.
             auto const run_step = [&](StepBwd const &at, auto has_next) {
                 sm90::pin(rDp);
-                release(&storage.dout_empty[dout.stage()]);
-                dout.advance();
+                release(&storage.dout_empty[dout().stage()]);
                 await_q();  // the statistics
                 take_p(tSrP);
                 this->differentiate(tSrP, tSrDp);
