@@ -409,7 +409,8 @@ class BwdConfig:
             if self.head_dim > 192:  # one buffer of dO
                 other -= 2 * self.head_dim * self.dkv.step
             zeros = 2 * 32 * self.dkv.rows if self.head_dim == 96 else 0
-            total = tiles(self.dkv) + stats + ds + p + dq + other + zeros + 8 * barriers + 76 * 2
+            work = 68 * 2 + 16 * 3 + 8  # tiles under way, and pieces of shared ones
+            total = tiles(self.dkv) + stats + ds + p + dq + other + zeros + 8 * barriers + work
             return -(-total // 1024) * 1024
         shared = 0 if not self.fused else 1 if self.dkv.warps_step == 1 else 2  # dS; and P
         scores = 2 * shared * self.dkv.rows * self.dkv.step

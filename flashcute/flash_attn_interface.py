@@ -177,7 +177,8 @@ def flash_attn_func(
 
     On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256. Out and the log-sum-exp
     have first derivatives with respect to q, k, v and sinks; alibi_slopes have no gradient. Results
-    and the gradients of k and v are bitwise repeatable; that of q is with ``deterministic=True``.
+    and the gradients of k and v are bitwise repeatable on one kind of GPU; that of q is with
+    ``deterministic=True``.
 
     Scores on CUDA: outputs are right for any finite ones, within what float32 resolves. Gradients
     lose accuracy to large ones, as weights are computed again from the log-sum-exp L in float32:
@@ -188,7 +189,8 @@ def flash_attn_func(
     and float32 accumulators of dq, b * h * seqlen_q * head_dim elements, with lengths rounded up to
     128 and head dimensions to 32, 64, 96, 128, 192 or 256. ``deterministic=True`` has none; nor has
     the sm80 class for gradients of q alone, or of k and v alone, nor above head dimension 128 on
-    GPUs with less than 163 KB of shared memory.
+    GPUs with less than 163 KB of shared memory. The sm90 class has up to 17 MB more for parts of
+    gradients of k and v of long sequences without a mask.
 
     On the CPU: every argument, in float32 (float64 for float64 inputs), differentiable to any
     order. PyTorch's flash attention computes calls with no more than a scale, a window and sinks;

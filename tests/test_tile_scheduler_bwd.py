@@ -11,6 +11,7 @@ import pytest
 from test_tile_scheduler import WorkTile, compiled
 
 from flashcute import heuristics
+from flashcute.config import SEMAPHORE_ROWS
 from flashcute.jit.abi import ROW_STATS_MULTIPLE, FlashBwdParams
 
 CAUSAL = heuristics.sm90_bwd_config("bf16", 128, "causal")
@@ -43,6 +44,7 @@ def problem(b, h, h_k, seqlen_q, seqlen_k=None, d=128):
         seqlen_k=seqlen_q if seqlen_k is None else seqlen_k,
         d=d,
         dq_semaphore_ptr=1,
+        dk_ptr=1,
     )
 
 
@@ -202,3 +204,82 @@ def test_groups_where_first_tiles_store_dq(lib, seqlen, heads):
     causal = lib.heads_in_storing_group(ctypes.byref(grouped), 132, True)
     in_l2 = max(4 * mb // 3 * 2**20 // (4 * seqlen * 1024), 4)
     assert causal == min(in_l2, -(-3 * 132 // tiles), heads)
+
+
+# b, h, h_k, seqlen_q, seqlen_k, SMs: of tiles of 4096 queries a few are left, then most of a wave;
+# fewer visits than SMs; query heads that share keys.
+SHARED = [
+    (4, 16, 16, 4096, 4096, 132),
+    (1, 12, 12, 4100, 3000, 132),
+    (1, 3, 3, 1024, 9 * KEYS, 20),
+    (4, 67, 67, 960, 64, 132),
+    (3, 32, 8, 640, 7 * KEYS - 1, 132),
+    (2, 64, 1, 100, 70 * KEYS, 132),
+]
+
+
+class SharedPiece(ctypes.Structure):
+    """``flash::SharedPiece``."""
+
+    _fields_ = [(name, ctypes.c_int) for name in ("tile", "begin", "count", "part")]
+
+
+def pieces_of(lib, params, workers, rest, worker):
+    found = (SharedPiece * 3)()
+    lib.get_pieces(ctypes.byref(params), workers, rest, worker, found)
+    tiles = lib.num_tiles(ctypes.byref(params))
+    assert found[2].tile == tiles
+    return list(itertools.takewhile(lambda piece: piece.tile != tiles, found))
+
+
+@pytest.mark.parametrize("shape", SHARED, ids=lambda s: "-".join(map(str, s)))
+def test_shared_tiles_are_computed_once_in_ranges_of_one_length(lib, shape):
+    *sizes, workers = shape
+    params = problem(*sizes)
+    tiles = lib.num_tiles(ctypes.byref(params))
+    rest = lib.shared_tiles(ctypes.byref(params), workers)
+    assert 0 < rest == tiles % workers
+    each = -(-params.seqlen_q // FULL.dkv.step)
+    visits, works, before = {}, [], {}
+    for worker in range(workers):
+        pieces = pieces_of(lib, params, workers, rest, worker)
+        assert len(pieces) <= 2
+        works.append(sum(piece.count for piece in pieces))
+        # Of the tile that ends with another worker first, as that one waits.
+        assert [piece.part < 0 for piece in pieces] in ([], [True], [False], [True, False])
+        for piece in pieces:
+            # One after the other, downwards from the last block.
+            assert piece.count > 0
+            assert piece.begin + piece.count == visits.get(piece.tile, each)
+            visits[piece.tile] = piece.begin
+            assert (piece.begin == 0) == (piece.part >= 0)
+            if piece.part >= 0:
+                assert before.pop(piece.tile, []) == list(range(worker - piece.part, worker))
+            else:
+                before.setdefault(piece.tile, []).append(worker)
+    assert not before and not any(visits.values())
+    assert visits.keys() == set(range(tiles - rest, tiles))
+    shares = [work for work in works if work]
+    assert max(shares) - min(shares) <= 1 and min(shares) >= min(each, 4)
+    assert max(shares) <= each and 4 * max(shares) >= each
+
+
+def test_tiles_are_shared_where_that_saves_steps(lib):
+    def shared(b, h, h_k, seqlen_q, seqlen_k, workers=132, **changed):
+        params = problem(b, h, h_k, seqlen_q, seqlen_k)
+        for name, value in changed.items():
+            setattr(params, name, value)
+        return lib.shared_tiles(ctypes.byref(params), workers)
+
+    assert shared(1, 16, 16, 16384, 16384) == 2048 % 132
+    assert shared(1, 132, 132, 4096, KEYS) == 0, "the wave is full"
+    assert shared(1, 131, 131, 4096, KEYS) == 0, "there is no wave before"
+    assert shared(1, 133, 133, 512, KEYS) == 0, "no eight steps less"
+    assert shared(1, 133, 133, 576, KEYS) == 1
+    assert shared(1, 4 * 133, 133, 192, KEYS) == 1, "three steps of each query head"
+    assert shared(1, 133, 133, 4096, KEYS, dk_ptr=None) == 0
+    # A counter for each CTA lies where semaphores of dQ would.
+    assert shared(1, 1, 1, 130 * SEMAPHORE_ROWS, 133 * KEYS) == 0
+    assert shared(1, 1, 1, 132 * SEMAPHORE_ROWS, 133 * KEYS) == 1
+    most = shared(1 << 12, 1 << 12, 1 << 12, 1 << 20, 100 * KEYS)
+    assert most == (100 << 24) % 132, "no product leaves 64 bits"

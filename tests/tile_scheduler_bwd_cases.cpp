@@ -4,11 +4,11 @@
 
 static struct {
     unsigned x;
-} gridDim;
+} gridDim, blockIdx;
 static unsigned atomicExch(unsigned *, unsigned) { return 0; }
 static unsigned atomicAdd(unsigned *, unsigned) { return 0; }
 
-#include "tile_scheduler_bwd_sm90.h"
+#include "shared_tiles_sm90.h"
 
 using flash::Flash_bwd_params;
 using flash::WorkTile;
@@ -20,6 +20,7 @@ struct Traits {
     static constexpr flash::MaskKind kMask = kConfig.mask;
     static constexpr bool kVarlen = false, kMayOwnHeads = true, kStoresFirst = kStores;
     static constexpr bool kWide = false;
+    static constexpr bool kMayShare = kMask == flash::MaskKind::none && !kStores;
     static constexpr int kTileM = kConfig.dkv.step, kTileN = kConfig.dkv.rows;
     static constexpr int kCluster = 1, kTileKeys = kTileN, kHeadDim = kConfig.head_dim;
 };
@@ -58,6 +59,19 @@ int first_owned(Flash_bwd_params const *params, int worker) {
 
 int next_owned(Flash_bwd_params const *params, int index, int workers) {
     return Scheduler::next_owned(*params, index, workers);
+}
+
+using Shared = flash::SharedTilesSm90<Traits<kFull, false>>;
+
+int shared_tiles(Flash_bwd_params const *params, int workers) {
+    return Shared::count(*params, workers);
+}
+
+// Three pieces.
+void get_pieces(Flash_bwd_params const *params, int workers, int rest, int worker,
+                flash::SharedPiece *pieces) {
+    int const tiles = static_cast<int>(Shared::Scheduler::num_tiles(*params));
+    Shared::get_pieces(*params, {tiles, 1, nullptr, nullptr}, workers, rest, worker, pieces);
 }
 
 WorkTile get_tile(Flash_bwd_params const *params, int tiles, int group, int index) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <tuple>
@@ -122,6 +123,33 @@ inline int64_t set_totals(Flash_bwd_params &params, const Layout &q, const Layou
     return bwd_plan_words(q.s, k.s, b);
 }
 
+// Tensors of 32 bits that the kernels write and read, given back to the stream's memory once all is
+// enqueued. First come two statistics of each row, its sums of dQ, and semaphores; then what others
+// add to dK and dV. Of params the sizes and the gradients are set. rows: of statistics, of all
+// heads.
+inline std::array<MaybeTensor, 2> set_workspaces(Flash_bwd_params &params,
+                                                 const Flash_bwd_kernel &kernel, int64_t rows,
+                                                 int32_t device) {
+    const auto make = [&](int64_t size) -> MaybeTensor {
+        const int64_t sizes[] = {size}, strides[] = {1};
+        return empty(sizes, strides, aoti_torch_dtype_float32(), device);
+    };
+    const int64_t semaphores = kernel.dq_accum > 0 ? rows / kSemaphoreRows : 0;
+    std::array<MaybeTensor, 2> made = {make(rows * (2 + kernel.dq_accum) + semaphores)};
+    params.row_stats_ptr = static_cast<float *>(made[0]->mutable_data_ptr());
+    if (kernel.dq_accum > 0) {
+        params.dq_accum_ptr = params.row_stats_ptr + 2 * rows;
+        params.dq_semaphore_ptr =
+            reinterpret_cast<uint32_t *>(params.dq_accum_ptr + kernel.dq_accum * rows);
+    }
+    const int64_t partial = kernel.dkv_partial == nullptr ? 0 : kernel.dkv_partial(&params);
+    if (partial > 0) {
+        made[1] = make(partial);
+        params.dkv_partial_ptr = static_cast<float *>(made[1]->mutable_data_ptr());
+    }
+    return made;
+}
+
 // lengths: of a ragged batch, whose tensors are packed.
 inline Gradients backward(const BwdTensors &x, double softmax_scale, const Options &options,
                           int64_t wanted, const Lengths *lengths = nullptr) {
@@ -217,17 +245,8 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
             params.plan_ptr = plan->mutable_data_ptr();
         }
         const auto *kernel = static_cast<const Flash_bwd_kernel *>(choice.kernel);
-        // Likewise: two statistics of each row, its sums of dQ, and semaphores, 32 bits all.
-        const int64_t rows = q.b * q.h * params.seqlen_q_rounded;
-        const int64_t semaphores = kernel->dq_accum > 0 ? rows / kSemaphoreRows : 0;
-        const int64_t sizes[] = {rows * (2 + kernel->dq_accum) + semaphores}, strides[] = {1};
-        Tensor workspace = empty(sizes, strides, aoti_torch_dtype_float32(), device);
-        params.row_stats_ptr = static_cast<float *>(workspace.mutable_data_ptr());
-        if (kernel->dq_accum > 0) {
-            params.dq_accum_ptr = params.row_stats_ptr + 2 * rows;
-            params.dq_semaphore_ptr =
-                reinterpret_cast<uint32_t *>(params.dq_accum_ptr + kernel->dq_accum * rows);
-        }
+        const auto workspaces =
+            set_workspaces(params, *kernel, q.b * q.h * params.seqlen_q_rounded, device);
         const int32_t error = kernel->launch(&params, current_stream(device));
         if (error != 0) {
             fail(kernel->name, " failed to launch: ", kernel->error_string(error));

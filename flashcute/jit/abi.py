@@ -16,7 +16,7 @@ from ..config import ROW_STATS_MULTIPLE
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 16  # flash::kAbiVersion
+ABI_VERSION = 17  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
@@ -96,7 +96,7 @@ class FlashBwdParams(FlashFwdParams):
             (f"{name}_ptr", ctypes.c_void_p)
             for name in (
                 *("do", "dlse", "dq", "dk", "dv", "dsinks"),
-                *("row_stats", "dq_accum", "dq_semaphore"),
+                *("row_stats", "dq_accum", "dq_semaphore", "dkv_partial"),
             )
         ),
         *(
@@ -127,6 +127,7 @@ class FlashKernel(ctypes.Structure):
             for name in ("launch", "plan")
         ),
         ("error_string", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int32)),
+        ("dkv_partial", ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(FlashFwdParams))),
     ]
 
 
@@ -169,7 +170,7 @@ def bwd_params(
 
     Args:
         tensors: As in :func:`fwd_params`, and do, dlse, dq, dk, dv, dsinks, row_stats, whose third
-            dimension is the rounded length of the queries, dq_accum and dq_semaphore.
+            dimension is the rounded length of the queries, dq_accum, dq_semaphore and dkv_partial.
         softmax_scale: Of the scores.
         window_size: (left, right) of kernels with the mask ``"local"``, both >= 0.
         softcap: Of kernels with softcap, > 0.

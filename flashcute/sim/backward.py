@@ -62,8 +62,8 @@ def run_bwd(
     Returns:
         A result whose outputs are those wanted, with sinks ``dsinks`` (h,) in float32, and the
         workspaces ``row_stats`` and, with ``fused``, ``dq_accum``, in the sm90 class
-        ``dq_semaphore``, too, -1 where first tiles do not store dQ; its counters are those of all
-        kernels together.
+        ``dq_semaphore``, too, -1 where no CTA waits for others, and without a mask ``dkv_partial``,
+        NaN where none leaves sums to others; its counters are those of all kernels together.
 
     Raises:
         ValueError, TypeError, BuildError: as :func:`run_fwd`.
@@ -85,6 +85,9 @@ def run_bwd(
         if config.arch == 90:
             shape = (b, h, rounded // SEMAPHORE_ROWS)
             outputs["dq_semaphore"] = torch.full(shape, -1, dtype=torch.int32)
+            if config.mask == "none":
+                shape = (sms, 2, config.dkv.rows, config.head_dim)
+                outputs["dkv_partial"] = q.new_full(shape, math.nan, dtype=torch.float32)
     if sinks is not None:
         outputs["dsinks"] = q.new_full((h,), math.nan, dtype=torch.float32)
     path, function = kernel or _kernel(config, checker)

@@ -280,10 +280,11 @@ def test_nothing_else_is_written(head_dim: int, mask: str) -> None:
 
 def check_that_nothing_else_is_written(
     config: BwdConfig, shape: tuple[int, int, int, int, int] = (2, 133, 150, 4, 2)
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The kernels themselves, on gradients and a workspace surrounded by NaN.
 
-    shape: b, seqlen_q, seqlen_k, h, h_k. Returns the sums of dQ, flat, and the semaphores.
+    shape: b, seqlen_q, seqlen_k, h, h_k. Returns the sums of dQ, flat, the semaphores, and the
+    sums of dK and dV that are left to others, flat.
     """
     target = "".join(map(str, torch.cuda.get_device_capability()))
     kernel = abi.FlashKernel.from_address(jit.get_kernel(config, target).address)
@@ -312,15 +313,19 @@ def check_that_nothing_else_is_written(
         tensors["dq_semaphore"] = semaphores[1]
     params = abi.bwd_params(tensors, d**-0.5, options.get("window_size", (0, 0)))
     launch = ctypes.cast(ctypes.byref(params), ctypes.POINTER(abi.FlashFwdParams))
+    partial = torch.full((3, kernel.dkv_partial(launch) if kernel.dkv_partial else 0), math.nan)
+    partial = partial.cuda()
+    if partial.numel():
+        params.dkv_partial_ptr = partial[1].data_ptr()
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     assert kernel.launch(launch, stream) == 0
     torch.cuda.synchronize()
-    assert all(x.untouched() for x in written.values())
+    assert all(x.untouched() for x in written.values()) and partial[::2].isnan().all()
     assert sums[::2].isnan().all() and (semaphores[::2] == 7).all()
     assert margin[::2].isnan().all() and small[::2].isnan().all() and small[1, h:].isnan().all()
     found = {name: x.view for name, x in written.items()} | {"dsinks": small[1, :h]}
     testing.check_backward(found, q, k, v, dout, sinks=sinks, **options)
-    return sums[1], semaphores[1]
+    return sums[1], semaphores[1], partial[1]
 
 
 @pytest.mark.parametrize("which", range(1, 16))

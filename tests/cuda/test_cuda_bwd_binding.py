@@ -149,6 +149,21 @@ def test_sums_of_dq_have_the_room_that_the_kernel_asks_for(stand_in, columns: in
     assert semaphores == (address + rows * columns * 4 if columns else 0)
 
 
+@pytest.mark.parametrize("floats", [None, 0, 1000])
+def test_sums_that_ctas_leave_to_others_have_the_room_that_the_kernel_asks_for(
+    stand_in, floats: int | None
+) -> None:
+    asked = []
+    if floats is not None:
+        function = dict(abi.FlashKernel._fields_)["dkv_partial"]
+        stand_in.backward.dkv_partial = function(lambda params: asked.append(params) or floats)
+    _bwd()
+    ((params, _),) = stand_in.backwards
+    address = params["dkv_partial_ptr"] or 0
+    assert len(asked) == (floats is not None)
+    assert bool(address) == bool(floats) and address % 16 == 0
+
+
 @pytest.mark.parametrize("wanted", [15, 31])
 def test_repeatable_gradients_are_a_problem_of_their_own(stand_in, wanted: int) -> None:
     _bwd(wanted=wanted)

@@ -116,8 +116,9 @@ def test_nothing_else_is_written(dense: BwdConfig) -> None:
 @each
 def test_equal_lengths_equal_a_dense_batch(dense: BwdConfig, poisoned_outputs) -> None:
     """Bit for bit, each time, of more tiles than the GPU holds at once; dQ where two tiles of keys
-    add to it. The dense batch has the right gradients."""
-    b, seqlen_q, h, h_k, d = 4, 700, 16, 4, dense.head_dim
+    add to it. The dense batch has the right gradients. Waves are full: no tiles are shared."""
+    sms = torch.cuda.get_device_properties().multi_processor_count
+    b, seqlen_q, h, h_k, d = sms // 2, 700, 4, 2, dense.head_dim
     options = masked(dense)
     for seqlen_k, exact in ((1030, BUT_DQ[:2]), (dense.repeatable_keys, NAMES[:3])):
         of_q, of_k = (b, seqlen_q, h, d), (b, seqlen_k, h_k, d)
@@ -160,7 +161,7 @@ def test_heads_owned_by_a_cta(dense: BwdConfig, lengths, poisoned_outputs) -> No
     found = dict(zip(NAMES[:3], first, strict=False))
     testing.check_backward(found, q, k, v, dout, **options)
     # And they are owned: of the sums only those of a head for each CTA are used.
-    sums, _ = check_that_nothing_else_is_written(dense, (4, *lengths, ratio * h_k, h_k))
+    sums, *_ = check_that_nothing_else_is_written(dense, (4, *lengths, ratio * h_k, h_k))
     assert sums.view(4 * h_k, -1).isnan().all(1).tolist() == [False] * sms + [True] * sms
 
 
@@ -190,10 +191,42 @@ def test_first_tiles_store_dq(dense: BwdConfig, lengths, poisoned_outputs) -> No
                 close = (x - y).abs().max() <= 2**-6 * x.abs().max()
                 assert x.equal(y) if name != "dq" else close, name
     if dense.mask != "local":  # no zeros are needed
-        _, semaphores = check_that_nothing_else_is_written(dense, (b, *lengths, h, h_k))
+        _, semaphores, _ = check_that_nothing_else_is_written(dense, (b, *lengths, h, h_k))
         step = dense.dkv.step // SEMAPHORE_ROWS
         blocks = -(-lengths[0] // dense.dkv.step)
         assert semaphores[..., ::step][..., :blocks].eq(dense.cluster).all()
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["heads", "tiles"])
+@each_plain
+def test_tiles_of_the_last_wave_are_shared(dense: BwdConfig, several, poisoned_outputs) -> None:
+    """The gradients are right, those of keys and values have the same bits each time, and are
+    those of a head alone but for the order in which parts of a tile are added."""
+    sms = torch.cuda.get_device_properties().multi_processor_count
+    tile, d = dense.cluster * dense.dkv.rows, dense.head_dim
+    # A tile of each head, or some of few heads; a few more than the GPU holds at once.
+    h_k, tiles = (4, sms // 4 + 2) if several else (sms + 5, 1)
+    h, seqlen_q, seqlen_k = (2 * h_k, 1500, tiles * tile - 28) if several else (h_k, 3000, 100)
+    dout, q, k, v = tokens(dense, *[(1, seqlen_q, h, d)] * 2, *[(1, seqlen_k, h_k, d)] * 2)
+    options = masked(dense)
+    out, lse, _ = attention_ref(q, k, v, upcast=torch.float64, **options)
+    tensors = dout, q, k, v, out.to(q.dtype), lse.float()
+    with computed_by(dense):
+        first = backward(dense, tensors, None, options)[:3]
+        found = dict(zip(NAMES, first, strict=False))
+        testing.check_backward(found, q, k, v, dout, **options)
+        for _ in range(REPEATS):
+            again = backward(dense, tensors, None, options)
+            assert all(x.equal(y) for x, y in zip(first[1:], again[1:3], strict=True))
+        of_q, of_k = slice(h // h_k), slice(1)
+        heads = (of_q, of_q, of_k, of_k, of_q)
+        one = [x[:, :, part] for x, part in zip(tensors, heads, strict=False)]
+        alone = backward(dense, (*one, tensors[5][:, of_q].contiguous()), None, options)
+        for x, y in zip(first[1:], alone[1:3], strict=True):
+            assert (x[:, :, of_k] - y).abs().max() <= 2**-6 * y.abs().max()
+    _, _, partial = check_that_nothing_else_is_written(dense, (1, seqlen_q, seqlen_k, h, h_k))
+    left = ~partial.view(sms, -1).isnan()
+    assert (left.all(1) == left.any(1)).all() and left.any()
 
 
 def case_of(config: BwdConfig, seed: int) -> Case:

@@ -36,6 +36,7 @@ _ORDER = "order_dq_sm90.h"
 _TRAITS = "kernel_traits_bwd_sm90.h"
 _PREPROCESS = "flash_bwd_preprocess_kernel.h"
 _SCHEDULER = "tile_scheduler_bwd_sm90.h"
+_SHARED = "shared_sums_sm90.h"
 
 _EARLY = r"before griddepcontrol.wait"
 
@@ -127,8 +128,52 @@ _EXITS = r"exits (while a TMA store|before a bulk store or reduction)"
 POLLS = "deadlock: a thread polls global memory"
 
 
+# Of tiles that CTAs share.
+SHARED = tuple(
+    _numerics(f"{name}, d = {config.head_dim}", _SHARED, old, new, config)
+    for config in (_FULL, _WIDE_FULL)
+    for name, old, new in (
+        (
+            "sums of a shared tile added before they are left",
+            "while (sm90::load_acquire(params.dq_semaphore_ptr + cta) != kStores) {",
+            "while (false) {",
+        ),
+        (
+            "sums of a shared tile waited for by one lane alone",
+            "if (i % 4 == 0) __syncwarp();",
+            "if (i % 4 == 1) __syncwarp();",
+        ),
+        ("sums of the CTA before alone added", "int before = tile.part;", "int before = 1;"),
+        ("dK of a shared tile left where its dV is", "* 2 + is_dk) * kFloats", "* 2) * kFloats"),
+    )
+)
+
 MUTANTS = (
     *ORDER,
+    *SHARED,
+    _numerics(
+        "dK of a shared tile not waited for",
+        _SHARED,
+        "(Traits::kWide ? 1 : 2) * Traits::kWarpgroups * 4",
+        "Traits::kWarpgroups * 4",
+        _FULL,
+        report=POLLS,
+    ),
+    _numerics(
+        "parts of a shared tile all begin with its first block",
+        "shared_tiles_sm90.h",
+        "tile.blocks.begin += piece.begin;",
+        "",
+        _FULL,
+    ),
+    _numerics(
+        "counters of shared tiles not reset",
+        "flash_bwd_launch_template_sm90.h",
+        "if (!Traits::kStoresFirst && params.dkv_partial_ptr == nullptr) {",
+        "if (!Traits::kStoresFirst) {",
+        _FULL,
+        report=POLLS,
+    ),
     *UP_TO_64,
     Mutant(
         "one buffer of dS, which the first warpgroup still reads",

@@ -58,8 +58,8 @@ MUTANTS = (
     _mutant(
         "sums of dQ in the region of the first sequence",
         "tile_scheduler_bwd_sm90.h",
-        "params.seqlen_q_rounded + stats_begin(tile) +",
-        "params.seqlen_q_rounded +",
+        "* rows) + stats_begin(tile) + block",
+        "* rows) + block",
         config=COLUMNS,
     ),
     _mutant(

@@ -1,6 +1,7 @@
 """The backward kernels of the sm90 class in the simulator."""
 
 import dataclasses
+import functools
 
 import bwd_checks
 import pytest
@@ -34,8 +35,12 @@ OWNED = ((6, 70, 128, 1, 1), (1, 100, 120, 12, 6), (3, 100, 256, 1, 1))
 # Four waves of tiles on as many SMs, of which heads have two to four, so that the first one stores
 # dQ and the others add to it. b, seqlen_q, seqlen_k, h, h_k, SMs.
 STORED_FIRST = ((3, 140, 500, 4, 2, 4), (5, 129, 400, 2, 1, 4), (4, 140, 300, 4, 2, 6))
+# Of more tiles than CTAs or clusters, which share those that are left. b, seqlen_q, seqlen_k, h,
+# h_k, CTAs or clusters.
+SHARED = ((1, 1500, 100, 4, 4, 3), (1, 1700, 100, 10, 10, 8), (1, 1500, 200, 4, 2, 3))
 # The last two on three SMs, one with queries that see no key, whose sums are zeros first.
 MUTANT_SHAPES = (LONG, *OWNED[1:], (4, 300, 300, 2, 1), (4, 450, 300, 2, 1))
+PLAIN = [with_mask(config, "none") for config in EVERY]
 STORING = [config for config in CONFIGS if config.mask != "local"]
 NARROW = [config for config in CONFIGS if config.head_dim <= 128]
 
@@ -79,6 +84,19 @@ def test_first_tiles_store_dq(config):
         check(problem, result)
         semaphores = result.outputs["dq_semaphore"][..., :: config.dkv.step // SEMAPHORE_ROWS]
         assert semaphores[..., : -(-shape[1] // config.dkv.step)].eq(config.cluster).all()
+
+
+@pytest.mark.parametrize("config", PLAIN, ids=lambda c: c.full_name)
+def test_tiles_of_the_last_wave_are_shared(config):
+    """Who has the first visits of one leaves sums of dK and dV to who has the last ones."""
+    for seed, (copy_mode, (*shape, workers)) in enumerate(zip(sim.COPY_MODES, SHARED, strict=True)):
+        problem = make_problem(config, shape, extras=True)
+        run = functools.partial(problem.run, config, sms=workers * config.cluster)
+        result = passed(run(seed=seed, copy_mode=copy_mode, launches=1 + seed))
+        check(problem, result)
+        left = ~result.outputs["dkv_partial"].isnan().flatten(1)
+        assert (left.all(1) == left.any(1)).all() and left.any()
+        assert same(result, run(seed=seed + 3, copy_mode="random"), bwd_checks.BUT_DQ)
 
 
 @pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
@@ -136,7 +154,10 @@ def wrong_counts(config, problem, result):
     # The CTAs of a cluster share a tile.
     of_all_heads = b * h * visits(problem, config.dkv.step, config.cluster * config.dkv.rows)
     dq_bytes = 4 * config.dkv.step * config.head_dim
-    stored = 0 if (result.outputs["dq_semaphore"] < 0).all() else -(-seqlen_q // config.dkv.step)
+    # Semaphores count sums of shared tiles otherwise.
+    shares = "dkv_partial" in result.outputs and not result.outputs["dkv_partial"].isnan().all()
+    stores = not shares and (result.outputs["dq_semaphore"] >= 0).any()
+    stored = -(-seqlen_q // config.dkv.step) if stores else 0
     return (
         any(n for name, n in counters.items() if name.endswith("_conflicts"))
         or counters["wgmma"] != of_all_heads * instructions(config)
@@ -186,11 +207,16 @@ def planted(tmp_path_factory):
 
 
 def problems_of(config):
-    """Of the last one other CTAs store dQ at the same time, above d = 128 another cluster."""
+    """Of the second last one other CTAs store dQ at the same time, above d = 128 another cluster;
+    of the last one they share tiles."""
     yield from mutant_problems(config, *MUTANT_SHAPES)
     *shape, sms = STORED_FIRST[0]
     problem = make_problem(config, shape, extras=True)
     yield dataclasses.replace(problem, launch={"sms": sms, "seed": 2})
+    if config.mask == "none":
+        *shape, workers = SHARED[2]
+        problem = make_problem(config, shape, extras=True)
+        yield dataclasses.replace(problem, launch={"sms": workers * config.cluster, "seed": 2})
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to the parameters, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 16;
+inline constexpr int32_t kAbiVersion = 17;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -278,6 +278,11 @@ struct Flash_bwd_params : Flash_fwd_params {
     // stored their part of the first sums, where a head's first tile of keys stores them (sm90).
     // Null: all are zeros first, and all tiles add to them.
     uint32_t *dq_semaphore_ptr;
+    // Workspace of Kernel_description::dkv_partial() floats, aligned to 16 bytes: of each CTA the
+    // sums of dV and dK of a part of a tile, which another one adds to its own, where CTAs share
+    // the tiles of the last wave. The first words at dq_semaphore_ptr count then what is stored.
+    // Null: each tile is one CTA's.
+    float *dkv_partial_ptr;
 
     int64_t do_batch_stride, do_row_stride, do_head_stride;
     int64_t dlse_batch_stride, dlse_head_stride;
@@ -309,6 +314,9 @@ struct Kernel_description {
     // themselves. Null in a backward.
     int32_t (*plan)(const Params *params, void *stream);
     const char *(*error_string)(int32_t error);  // cudaGetErrorString
+    // Floats that a launch with these params, and the workspaces of all launches, uses at
+    // dkv_partial_ptr. Null: none.
+    int64_t (*dkv_partial)(const Params *params);
 };
 using Flash_kernel = Kernel_description<Flash_fwd_params>;
 using Flash_bwd_kernel = Kernel_description<Flash_bwd_params>;

@@ -10,6 +10,7 @@
 #include "flash_bwd_postprocess.h"
 #include "mainloop_bwd_64_sm90.h"
 #include "mainloop_bwd_wide_sm90.h"
+#include "shared_tiles_sm90.h"
 
 namespace flash {
 
@@ -31,6 +32,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x / 128), 0);
     if (threadIdx.x == 0) {
         Mainloop::init_barriers(storage, writes);
+    }
+    if constexpr (Traits::kMayShare) {
+        if (threadIdx.x == 32) SharedTilesSm90<Traits>::plan(params, queue, storage);
     }
     if constexpr (Traits::kCluster > 1) {
         __syncwarp();

@@ -13,6 +13,8 @@
 #include "flash_bwd_kernel_sm90.h"
 #include "kernel_description.h"
 #include "persistent_launch.h"
+#include "shared_sums_sm90.h"
+#include "shared_tiles_sm90.h"
 
 namespace flash {
 
@@ -29,11 +31,7 @@ cudaError_t make_queue(Flash_bwd_params const &params, int sms, bool owned, void
     int const workers = std::max(sms / Traits::kCluster, 1);
     queue = {static_cast<int>(tiles), owned ? 0 : 1, nullptr, nullptr};
     if (!owned && !Traits::kVarlen) queue.group = Scheduler::heads_in_group(params, workers);
-    // Under a mask, and in a ragged batch, tiles differ in length, and workers steal work. So they
-    // do where tiles wait for others, which are drawn before.
-    constexpr bool kSteals =
-        Traits::kMask != MaskKind::none || Traits::kVarlen || Traits::kStoresFirst;
-    if (kSteals && !owned && tiles > workers) {
+    if (Traits::kSteals && !owned && tiles > workers) {
         LaunchCounters<false> *counters = nullptr;
         cudaError_t const error = launch_counters(counters, static_cast<cudaStream_t>(stream));
         if (error != cudaSuccess) {
@@ -72,7 +70,9 @@ cudaError_t enqueue_all_sm90(Flash_bwd_params const &params, int sms, bool owned
     constexpr BwdConfig C = Traits::kConfig;
     Flash_bwd_params before = params;
     if (owned || Traits::kStoresFirst) before.dq_accum_ptr = nullptr;
-    if (!Traits::kStoresFirst) before.dq_semaphore_ptr = nullptr;
+    if (!Traits::kStoresFirst && params.dkv_partial_ptr == nullptr) {
+        before.dq_semaphore_ptr = nullptr;
+    }
     cudaError_t error = enqueue_preprocess<C>(before, stream);
     if (error == cudaSuccess && (params.dq_ptr != nullptr || params.dk_ptr != nullptr)) {
         error = enqueue_main_sm90<Traits>(params, sms, queue, stream);
@@ -82,6 +82,30 @@ cudaError_t enqueue_all_sm90(Flash_bwd_params const &params, int sms, bool owned
             BlockOfDq<C, Traits::kTileM>::num_ctas(params), Traits::kMmaThreads, 0, stream, params);
     }
     return error;
+}
+
+// Whether first tiles store dQ, if there is a counter for their launch.
+template <BwdConfig C>
+bool may_store_first(Flash_bwd_params const &params, int sms) {
+    if constexpr (KernelTraitsBwdSm90<C>::kMayStoreFirst) {
+        using Storing = KernelTraitsBwdSm90<C, true>;
+        return TileSchedulerBwdSm90<Storing>::may_store_first(params, sms);
+    }
+    return false;
+}
+
+// Kernel_description::dkv_partial.
+template <BwdConfig C>
+int64_t dkv_partial(Flash_bwd_params const *params) {
+    using Traits = KernelTraitsBwdSm90<C>;
+    using Tiles = SharedTilesSm90<Traits>;
+    int sms = 0;
+    if (sm_count(sms) != cudaSuccess || may_store_first<C>(*params, sms) ||
+        TileSchedulerBwdSm90<Traits>::owns_heads(*params, sms, false) ||
+        Tiles::count(*params, std::max(sms / Traits::kCluster, 1)) == 0) {
+        return 0;
+    }
+    return SharedSumsSm90<Traits>::workspace(sms);
 }
 
 template <BwdConfig C>
@@ -95,10 +119,9 @@ int32_t launch_bwd(Flash_bwd_params const *of_call, void *stream) {
     }
     if constexpr (Traits::kVarlen) set_plan_capacity<Scheduler>(params);
     TileQueue queue{};
-    bool or_stores = false;
+    bool or_stores = may_store_first<C>(params, sms);
     if constexpr (Traits::kMayStoreFirst) {
         using Storing = KernelTraitsBwdSm90<C, true>;
-        or_stores = TileSchedulerBwdSm90<Storing>::may_store_first(params, sms);
         if (or_stores && !Scheduler::owns_heads(params, sms, true)) {
             cudaError_t const error = make_queue<Storing>(params, sms, false, stream, queue);
             if (error != cudaSuccess) {
@@ -111,6 +134,10 @@ int32_t launch_bwd(Flash_bwd_params const *of_call, void *stream) {
         }
     }
     bool const owned = Scheduler::owns_heads(params, sms, or_stores);
+    int const workers = std::max(sms / Traits::kCluster, 1);
+    if (owned || SharedTilesSm90<Traits>::count(params, workers) == 0) {
+        params.dkv_partial_ptr = nullptr;
+    }
     cudaError_t const error = make_queue<Traits>(params, sms, owned, stream, queue);
     return error != cudaSuccess ? error
                                 : enqueue_all_sm90<Traits>(params, sms, owned, queue, stream);
@@ -118,7 +145,9 @@ int32_t launch_bwd(Flash_bwd_params const *of_call, void *stream) {
 
 template <BwdConfig C>
 Flash_bwd_kernel const *describe_bwd(char const *name) {
-    return describe<KernelTraitsBwdSm90<C>>(name, &launch_bwd<C>, nullptr);
+    constexpr bool kMayShare = KernelTraitsBwdSm90<C>::kMayShare;
+    return describe<KernelTraitsBwdSm90<C>>(name, &launch_bwd<C>, nullptr,
+                                            kMayShare ? &dkv_partial<C> : nullptr);
 }
 
 }  // namespace flash

@@ -42,10 +42,10 @@ constexpr int32_t dq_accum_columns() {
 
 // plan: null in a backward.
 template <class Traits, class Params>
-Kernel_description<Params> const *describe(char const *name,
-                                           int32_t (*launch)(Params const *, void *),
-                                           int32_t (*plan)(std::type_identity_t<Params> const *,
-                                                           void *)) {
+Kernel_description<Params> const *describe(
+    char const *name, int32_t (*launch)(Params const *, void *),
+    int32_t (*plan)(std::type_identity_t<Params> const *, void *),
+    int64_t (*dkv_partial)(std::type_identity_t<Params> const *) = nullptr) {
     static Kernel_description<Params> const kernel{
         .abi_version = kAbiVersion,
         .params_size = sizeof(Params),
@@ -58,6 +58,7 @@ Kernel_description<Params> const *describe(char const *name,
         .plan = plan,
         .error_string =
             [](int32_t error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
+        .dkv_partial = dkv_partial,
     };
     return &kernel;
 }

@@ -56,6 +56,11 @@ struct KernelTraitsBwdSm90 {
 
     static constexpr bool kMayStoreFirst = C.mask != MaskKind::local && !C.varlen;
     static constexpr bool kStoresFirst = kStores;
+    // Under a mask, and in a ragged batch, tiles differ in length, and workers steal work. So they
+    // do where tiles wait for others, which are drawn before.
+    static constexpr bool kSteals = C.mask != MaskKind::none || C.varlen || kStores;
+    // Whether CTAs may share the tiles of a last wave that is not full: those of one length.
+    static constexpr bool kMayShare = !kSteals;
     static_assert(kMayStoreFirst || !kStores);
     static constexpr int kDqSlots = 2;
 
@@ -196,6 +201,9 @@ struct KernelTraitsBwdSm90 {
         sm90::Barrier dq_turn[kDqSlots], dq_stored[kDqSlots];  // above d = 128
         sm90::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
         WorkTile tile[kTileSlots];
+        // Where kMayShare: from tile shared_begin on this worker computes these pieces instead.
+        int shared_begin, next_piece;
+        SharedPiece pieces[3];
         [[no_unique_address]] cute::array<sm90::Barrier, kWide ? 1 : 0> p_full, p_empty;
     };
     static constexpr int kSmemBytes = sizeof(SharedStorage);

@@ -30,6 +30,7 @@
 #include "order_dq_sm90.h"
 #include "pipeline_sm90.h"
 #include "producer_bwd_sm90.h"
+#include "shared_sums_sm90.h"
 #include "store_accumulator.h"
 #include "tile_scheduler_bwd_sm90.h"
 #include "utils.h"
@@ -290,6 +291,19 @@ struct MainloopBwdSm90 {
             }
         }
 
+        // `thread`, of which ptxas then keeps nothing over the tiles, and spills nothing: it does
+        // not know that this adds 0.
+        CUTE_DEVICE int own_thread() const { return thread + static_cast<int>(tiles.uses >> 31); }
+        // Whether the CTA is to store a gradient of the tile: not where another has its last
+        // visits.
+        template <class Acc>
+        CUTE_DEVICE bool combine(Flash_bwd_params const &params, bool is_dk, Acc &tKrX) const {
+            if constexpr (Traits::kMayShare) {
+                return SharedSumsSm90<Traits>::combine(params, tile(), is_dk, own_thread(), tKrX);
+            }
+            return true;
+        }
+
         // Stores the gradient of the tile's keys, times scale. tKrX: (4, 1, d/8); gmem: the first
         // key of the head, in a ragged batch of the sequence's.
         template <class Acc>
@@ -299,9 +313,7 @@ struct MainloopBwdSm90 {
             for (int i = 0; i < size(tKrX); ++i) {
                 tKrX(i) *= scale;
             }
-            // Over the tiles ptxas would keep what depends on the thread, and spill it at d = 256.
-            // It does not know that this adds 0.
-            int const index = thread + (Traits::kWide ? static_cast<int>(tiles.uses >> 31) : 0);
+            int const index = own_thread();
             store_accumulator<kHeadDim>(tKrX, index, d, [&](int i) -> GmemRow<Element> {
                 int const row = Scheduler::key_begin(tile(), rank) + Traits::key_of(index, i);
                 return {gmem + row * row_stride, row < tile().seqlen_k};
@@ -310,6 +322,7 @@ struct MainloopBwdSm90 {
 
         template <class Acc>
         CUTE_DEVICE void store_dk(Flash_bwd_params const &params, Acc &tKrDk) const {
+            if (!combine(params, true, tKrDk)) return;
             Element *const head =
                 head_begin<Element>(params.dk_ptr, tile().batch, params.dk_batch_stride,
                                     tile().head_k, params.dk_head_stride);
@@ -318,6 +331,7 @@ struct MainloopBwdSm90 {
         }
         template <class Acc>
         CUTE_DEVICE void store_dv(Flash_bwd_params const &params, Acc &tKrDv) const {
+            if (!combine(params, false, tKrDv)) return;
             Element *const head =
                 head_begin<Element>(params.dv_ptr, tile().batch, params.dv_batch_stride,
                                     tile().head_k, params.dv_head_stride);

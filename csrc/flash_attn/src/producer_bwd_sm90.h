@@ -6,6 +6,7 @@
 
 #include "kernel_traits_bwd_sm90.h"
 #include "pipeline_sm90.h"
+#include "shared_tiles_sm90.h"
 #include "tensor_maps_bwd_sm90.h"
 #include "tile_scheduler_bwd_sm90.h"
 #include "work_tile.h"
@@ -68,6 +69,7 @@ struct ProducerBwdSm90 {
         if (Traits::kMayOwnHeads && queue.group == 0) {
             return Scheduler::next_owned(params, index, workers);
         }
+        if constexpr (!Traits::kSteals) return index + workers;
         auto const draw = [&] {
             return Traits::kStoresFirst ? queue.draw(queue.tiles + workers)
                                         : queue.next(index, workers);
@@ -113,6 +115,15 @@ struct ProducerBwdSm90 {
         dout.advance();
     }
 
+    // Tile `index`, or the next piece of a shared one.
+    CUTE_DEVICE WorkTile get_tile(Flash_bwd_params const &params, TileQueue const &queue,
+                                  int index) {
+        if constexpr (Traits::kMayShare) {
+            return SharedTilesSm90<Traits>::get_tile(params, queue, storage, index);
+        }
+        return Scheduler::get_tile(params, queue, index);
+    }
+
     // Hands a tile to the consumers.
     CUTE_DEVICE void publish(WorkTile const &tile) {
         sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
@@ -129,7 +140,7 @@ struct ProducerBwdSm90 {
         int index = static_cast<int>(blockIdx.x) / Traits::kCluster;
         if (Traits::kMayOwnHeads && queue.group == 0) index = Scheduler::first_owned(params, index);
         if constexpr (Traits::kStoresFirst) index = next(params, queue, index);
-        WorkTile tile = Scheduler::get_tile(params, queue, index);
+        WorkTile tile = get_tile(params, queue, index);
         if constexpr (!kWaitsFirst) cudaGridDependencySynchronize();
         publish(tile);
         CUTE_NO_UNROLL
@@ -162,7 +173,7 @@ struct ProducerBwdSm90 {
                 own_parity ^= first;
                 step.advance(ratio);
             }
-            tile = Scheduler::get_tile(params, queue, index);
+            tile = get_tile(params, queue, index);
             publish(tile);
         }
         cudaTriggerProgrammaticLaunchCompletion();

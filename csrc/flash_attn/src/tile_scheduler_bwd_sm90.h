@@ -47,6 +47,8 @@ struct TileSchedulerBwdSm90 {
     static constexpr DType kDtype = Traits::kConfig.dtype;
     static constexpr int kRows = kTileKeys;
     static constexpr bool kOfKeys = true;
+    // Tiles of a head one after the other.
+    static constexpr bool kOneHead = Traits::kMask == MaskKind::none && !Traits::kStoresFirst;
 
     CUTE_HOST_DEVICE static BlockRange blocks(Flash_fwd_params const &params,
                                               WorkTile const &tile) {
@@ -90,9 +92,10 @@ struct TileSchedulerBwdSm90 {
         constexpr int64_t kFewHeads = 4;
         constexpr int64_t kWaves = 3;
         if (Traits::kMask == MaskKind::none) {
-            // Tiles of a head one after the other; but first ones ahead of others, in one wave.
+            if (kOneHead) return 1;
+            // First ones ahead of others, in one wave.
             int const tiles = 4 * cute::max(num_n_blocks(params), 1);
-            int const heads = Traits::kStoresFirst ? (3 * workers + tiles - 1) / tiles : 1;
+            int const heads = (3 * workers + tiles - 1) / tiles;
             return cute::min(heads, cute::max(params.b * params.h_k, 1));
         }
         // Of the 50 MB an H100 or H200 has. With more heads first tiles that store dQ are further
@@ -126,8 +129,11 @@ struct TileSchedulerBwdSm90 {
     CUTE_HOST_DEVICE static int64_t sums_row(Flash_bwd_params const &params, WorkTile const &tile,
                                              int head, int block) {
         int const entry = kVarlen ? 0 : tile.batch;
-        return (int64_t(entry) * params.h + head) * params.seqlen_q_rounded + stats_begin(tile) +
-               block * Traits::kTileM;
+        // Below 2^31, as the grid of row statistics is. Without a sign: ptxas would keep, and
+        // spill, what extends it.
+        auto const heads_before = static_cast<uint32_t>(entry * params.h + head);
+        auto const rows = static_cast<uint32_t>(params.seqlen_q_rounded);
+        return int64_t(uint64_t(heads_before) * rows) + stats_begin(tile) + block * Traits::kTileM;
     }
 
     // Whether each CTA owns key heads: computes all tiles of one head after the other. It alone
@@ -198,7 +204,7 @@ struct TileSchedulerBwdSm90 {
         // the first ones first. The group that is not full comes first, too.
         int const n_blocks = num_n_blocks(params);
         int const all = params.b * params.h_k;
-        if (Traits::kMayOwnHeads && queue.group == 0) {  // CTAs own heads
+        if (kOneHead || (Traits::kMayOwnHeads && queue.group == 0)) {
             int const head = index / n_blocks;
             return tile_of(params, index - head * n_blocks, all - 1 - head);
         }

@@ -48,10 +48,18 @@ struct WorkTile {
     BlockRange blocks;
     // Of the workspace, where the tile is a part of a split one: its sequence's first row there.
     int partial_row = -1;
-    int part = 0, parts = 1;  // then, where CTAs may plan, it is this one of so many
+    // Then, where CTAs may plan, it is this one of so many. In a backward: shared_tiles_sm90.h.
+    int part = 0, parts = 1;
 
     CUTE_HOST_DEVICE bool in_sequence() const { return seqlen_k >= 0; }
     CUTE_HOST_DEVICE bool is_part() const { return partial_row >= 0; }
+};
+
+// A range of visits of a tile of keys in a backward (shared_tiles_sm90.h).
+struct SharedPiece {
+    int tile;          // its index
+    int begin, count;  // of the tile's blocks of queries
+    int part;          // of the WorkTile
 };
 
 // Makes a tile one of `parts` parts with equally many neighbouring key blocks. The keys before them

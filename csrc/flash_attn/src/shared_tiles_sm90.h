@@ -1,0 +1,111 @@
+// How CTAs share the tiles of keys of the last wave of the sm90 class's backward, where it is not
+// full and all tiles are of one length (stream-K).
+#pragma once
+
+#include <cstdint>
+#include <cute/config.hpp>
+#include <cute/numeric/math.hpp>
+
+#include "flash.h"
+#include "tile_scheduler_bwd_sm90.h"
+#include "work_tile.h"
+
+namespace flash {
+
+// The visits of the tiles left for the last wave, one tile after the other, are cut into one range
+// for each worker, a CTA or cluster, all equally long. A range is a piece of one tile, or the last
+// visits of a tile and the first ones of the next. Who has a tile's last visits adds up and stores
+// its dK and dV; the workers before leave their sums in global memory. WorkTile::part is -1 where
+// they are left, else the number of workers whose sums are to be added.
+//
+// A worker computes the piece with first visits before the other: what is waited for does not wait
+// itself. Workers wait for those before them only, whose CTAs start first.
+template <class Traits>
+struct SharedTilesSm90 {
+    using Scheduler = TileSchedulerBwdSm90<Traits>;
+
+    // Tiles that workers share; 0: they do not. Then each computes every workers-th tile.
+    CUTE_HOST_DEVICE static int count(Flash_bwd_params const &params, int workers) {
+        constexpr int64_t kLeast = 8;  // steps that are saved
+        int64_t const tiles = Scheduler::num_tiles(params);
+        // Counters lie where those of stored dQ would be.
+        int64_t const counters =
+            int64_t(params.b) * params.h * (params.seqlen_q_rounded / kSemaphoreRows);
+        if (!Traits::kMayShare || params.dk_ptr == nullptr || tiles <= workers ||
+            workers * Traits::kCluster > counters) {
+            return 0;
+        }
+        int const rest = static_cast<int>(tiles % workers);
+        int64_t const steps = visits(params) * params.h_h_k_ratio;
+        return rest > 0 && (workers - rest) * steps >= kLeast * workers ? rest : 0;
+    }
+
+    // The pieces of worker `worker`, two at most, in the order in which it computes them, and one
+    // that stands for none. rest: count(), > 0.
+    CUTE_HOST_DEVICE static void get_pieces(Flash_bwd_params const &params, TileQueue const &queue,
+                                            int workers, int rest, int worker,
+                                            SharedPiece *pieces) {
+        int64_t const each = visits(params), all = rest * each;
+        // None has less than a quarter of a tile, nor, of short ones, fewer than four visits.
+        int64_t const most = cute::max(cute::min(int64_t(4) * rest, all / 4), int64_t(rest));
+        int const sharing = static_cast<int>(cute::min(int64_t(workers), most));
+        pieces[0].tile = pieces[1].tile = pieces[2].tile = queue.tiles;
+        if (worker >= sharing) {
+            return;
+        }
+        int64_t const begin = all * worker / sharing, end = all * (worker + 1) / sharing;
+        int const first = static_cast<int>(begin / each), last = static_cast<int>((end - 1) / each);
+        for (int i = 0; i <= last - first; ++i) {
+            int64_t const of_begin = (last - i) * each;
+            int const from = static_cast<int>(cute::max(begin - of_begin, int64_t(0)));
+            int const to = static_cast<int>(cute::min(end - of_begin, each));
+            int part = -1;
+            if (to == each) {
+                part = 0;
+                while (all * (worker - part) / sharing > of_begin) ++part;
+            }
+            // Visits go downwards.
+            pieces[i] = {queue.tiles - rest + last - i, static_cast<int>(each) - to, to - from,
+                         part};
+        }
+    }
+
+    // By one thread, which has the registers for it that the producer lacks.
+    template <class Storage>
+    CUTE_DEVICE static void plan(Flash_bwd_params const &params, TileQueue const &queue,
+                                 Storage &storage) {
+        int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
+        int const rest = queue.tiles % workers;
+        bool const shares = params.dkv_partial_ptr != nullptr;
+        storage.next_piece = 0;
+        storage.shared_begin = shares ? queue.tiles - rest : INT32_MAX;
+        if (shares) {
+            get_pieces(params, queue, workers, rest,
+                       static_cast<int>(blockIdx.x) / Traits::kCluster, storage.pieces);
+        }
+    }
+
+    // By the producer: tile `index`, or its next piece. m_block < 0: none is left.
+    template <class Storage>
+    CUTE_DEVICE static WorkTile get_tile(Flash_bwd_params const &params, TileQueue const &queue,
+                                         Storage &storage, int index) {
+        bool const shared = index >= storage.shared_begin;
+        SharedPiece const &piece = storage.pieces[shared ? storage.next_piece++ : 0];
+        WorkTile tile = Scheduler::get_tile(params, queue, shared ? piece.tile : index);
+        if (shared) {
+            tile.blocks.begin += piece.begin;
+            tile.blocks.count = piece.count;
+            tile.blocks.unmasked = tile.blocks.unmasked > 0 ? piece.count : 0;
+            tile.part = piece.part;
+        }
+        return tile;
+    }
+
+  private:
+    // Of every tile, without a mask.
+    CUTE_HOST_DEVICE static int64_t visits(Flash_bwd_params const &params) {
+        return (int64_t(params.seqlen_q) + Traits::kTileM - 1) / Traits::kTileM;
+    }
+};
+
+}  // namespace flash
