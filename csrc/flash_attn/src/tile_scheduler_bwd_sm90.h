@@ -89,7 +89,6 @@ struct TileSchedulerBwdSm90 {
     // with short ones. What their query heads read and add up should stay in L2; of long heads few
     // rows are in work at a time, and with more heads fewer CTAs add to the same sums at once.
     CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers) {
-        constexpr int64_t kFewHeads = 4;
         constexpr int64_t kWaves = 3;
         if (Traits::kMask == MaskKind::none) {
             if (kOneHead) return 1;
@@ -110,7 +109,9 @@ struct TileSchedulerBwdSm90 {
             int64_t(params.h_h_k_ratio) * params.seqlen_q * (4 * params.d + 4 * Traits::kHeadDim);
         int64_t const tiles = cute::max(blocks, 1);
         int64_t const wanted = (kWaves * workers + tiles - 1) / tiles;
-        int64_t const in_l2 = cute::max((l2_mb << 20) / cute::max(bytes, int64_t(1)), kFewHeads);
+        // As measured, beyond L2, too.
+        int64_t const few = Traits::kMask == MaskKind::causal && params.h_h_k_ratio == 1 ? 8 : 4;
+        int64_t const in_l2 = cute::max((l2_mb << 20) / cute::max(bytes, int64_t(1)), few);
         int64_t const all = int64_t(params.b) * params.h_k;
         return static_cast<int>(cute::max(cute::min(cute::min(wanted, in_l2), all), int64_t(1)));
     }
