@@ -177,8 +177,8 @@ def flash_attn_func(
 
     On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256. Out and the log-sum-exp
     have first derivatives with respect to q, k, v and sinks; alibi_slopes have no gradient. Results
-    and the gradients of k and v are bitwise repeatable on one kind of GPU; that of q is with
-    ``deterministic=True``.
+    and the gradients of k and v are bitwise repeatable, on GPUs with equally many SMs; that of q is
+    with ``deterministic=True``.
 
     Scores on CUDA: outputs are right for any finite ones, within what float32 resolves. Gradients
     lose accuracy to large ones, as weights are computed again from the log-sum-exp L in float32:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from stand_in import StandIn
@@ -149,19 +151,30 @@ def test_sums_of_dq_have_the_room_that_the_kernel_asks_for(stand_in, columns: in
     assert semaphores == (address + rows * columns * 4 if columns else 0)
 
 
-@pytest.mark.parametrize("floats", [None, 0, 1000])
+@pytest.mark.parametrize("floats", [None, 0, 1000, 2**26])
 def test_sums_that_ctas_leave_to_others_have_the_room_that_the_kernel_asks_for(
     stand_in, floats: int | None
 ) -> None:
     asked = []
+
+    def room(params) -> int:
+        """What the launch will ask, too, is known."""
+        given = ctypes.cast(params, ctypes.POINTER(abi.FlashBwdParams)).contents
+        sizes = given.b, given.h, given.h_k, given.seqlen_q_rounded
+        asked.append((*sizes, bool(given.dk_ptr), bool(given.dq_semaphore_ptr)))
+        return floats
+
+    stand_in.backward.dq_accum = 64
     if floats is not None:
-        function = dict(abi.FlashKernel._fields_)["dkv_partial"]
-        stand_in.backward.dkv_partial = function(lambda params: asked.append(params) or floats)
+        stand_in.backward.dkv_partial = dict(abi.FlashKernel._fields_)["dkv_partial"](room)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     _bwd()
     ((params, _),) = stand_in.backwards
     address = params["dkv_partial_ptr"] or 0
-    assert len(asked) == (floats is not None)
+    assert asked == ([] if floats is None else [(2, 4, 2, ROW_STATS_MULTIPLE, True, True)])
     assert bool(address) == bool(floats) and address % 16 == 0
+    assert torch.cuda.max_memory_allocated() - before >= 4 * (floats or 0)
 
 
 @pytest.mark.parametrize("wanted", [15, 31])

@@ -118,9 +118,9 @@ def test_equal_lengths_equal_a_dense_batch(dense: BwdConfig, poisoned_outputs) -
     """Bit for bit, each time, of more tiles than the GPU holds at once; dQ where two tiles of keys
     add to it. The dense batch has the right gradients. Waves are full: no tiles are shared."""
     sms = torch.cuda.get_device_properties().multi_processor_count
-    b, seqlen_q, h, h_k, d = sms // 2, 700, 4, 2, dense.head_dim
+    b, seqlen_q, h, h_k, d = sms // 2, 700, 2, 1, dense.head_dim  # two waves: none stores first
     options = masked(dense)
-    for seqlen_k, exact in ((1030, BUT_DQ[:2]), (dense.repeatable_keys, NAMES[:3])):
+    for seqlen_k, exact in ((500, BUT_DQ[:2]), (dense.repeatable_keys, NAMES[:3])):
         of_q, of_k = (b, seqlen_q, h, d), (b, seqlen_k, h_k, d)
         dout, q, k, v = tokens(dense, of_q, of_q, of_k, of_k)
         dlse = torch.randn(b, h, seqlen_q, device="cuda")
@@ -204,9 +204,10 @@ def test_tiles_of_the_last_wave_are_shared(dense: BwdConfig, several, poisoned_o
     those of a head alone but for the order in which parts of a tile are added."""
     sms = torch.cuda.get_device_properties().multi_processor_count
     tile, d = dense.cluster * dense.dkv.rows, dense.head_dim
-    # A tile of each head, or some of few heads; a few more than the GPU holds at once.
-    h_k, tiles = (4, sms // 4 + 2) if several else (sms + 5, 1)
-    h, seqlen_q, seqlen_k = (2 * h_k, 1500, tiles * tile - 28) if several else (h_k, 3000, 100)
+    # A tile of each head, a few more than the GPU holds at once; or of few heads 3/8 more, so that
+    # all CTAs have a range and many of these parts of two tiles.
+    h_k, tiles = (2, 11 * sms // 16) if several else (sms + 5, 1)
+    h, seqlen_q, seqlen_k = (2 * h_k, 2200, tiles * tile - 28) if several else (h_k, 3000, 100)
     dout, q, k, v = tokens(dense, *[(1, seqlen_q, h, d)] * 2, *[(1, seqlen_k, h_k, d)] * 2)
     options = masked(dense)
     out, lse, _ = attention_ref(q, k, v, upcast=torch.float64, **options)
@@ -226,7 +227,7 @@ def test_tiles_of_the_last_wave_are_shared(dense: BwdConfig, several, poisoned_o
             assert (x[:, :, of_k] - y).abs().max() <= 2**-6 * y.abs().max()
     _, _, partial = check_that_nothing_else_is_written(dense, (1, seqlen_q, seqlen_k, h, h_k))
     left = ~partial.view(sms, -1).isnan()
-    assert (left.all(1) == left.any(1)).all() and left.any()
+    assert (left.all(1) == left.any(1)).all() and left.any(1).sum() >= (sms // 2 if several else 5)
 
 
 def case_of(config: BwdConfig, seed: int) -> Case:

@@ -135,7 +135,7 @@ SHARED = tuple(
     for name, old, new in (
         (
             "sums of a shared tile added before they are left",
-            "while (sm90::load_acquire(params.dq_semaphore_ptr + cta) != kStores) {",
+            "while (sm90::load_acquire(params.dq_semaphore_ptr + cta) < kStores) {",
             "while (false) {",
         ),
         (
@@ -157,6 +157,13 @@ MUTANTS = (
         "(Traits::kWide ? 1 : 2) * Traits::kWarpgroups * 4",
         "Traits::kWarpgroups * 4",
         _FULL,
+    ),
+    _numerics(
+        "sums of a CTA of the same cluster added",
+        _SHARED,
+        "before * Traits::kCluster",
+        "before",
+        _WIDE_FULL,
         report=POLLS,
     ),
     _numerics(

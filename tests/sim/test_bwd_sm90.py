@@ -37,7 +37,7 @@ OWNED = ((6, 70, 128, 1, 1), (1, 100, 120, 12, 6), (3, 100, 256, 1, 1))
 STORED_FIRST = ((3, 140, 500, 4, 2, 4), (5, 129, 400, 2, 1, 4), (4, 140, 300, 4, 2, 6))
 # Of more tiles than CTAs or clusters, which share those that are left. b, seqlen_q, seqlen_k, h,
 # h_k, CTAs or clusters.
-SHARED = ((1, 1500, 100, 4, 4, 3), (1, 1700, 100, 10, 10, 8), (1, 1500, 200, 4, 2, 3))
+SHARED = ((1, 1500, 100, 4, 4, 3), (1, 3200, 100, 5, 5, 3), (1, 1500, 200, 4, 2, 3))
 # The last two on three SMs, one with queries that see no key, whose sums are zeros first.
 MUTANT_SHAPES = (LONG, *OWNED[1:], (4, 300, 300, 2, 1), (4, 450, 300, 2, 1))
 PLAIN = [with_mask(config, "none") for config in EVERY]
@@ -216,7 +216,7 @@ def problems_of(config):
     if config.mask == "none":
         *shape, workers = SHARED[2]
         problem = make_problem(config, shape, extras=True)
-        yield dataclasses.replace(problem, launch={"sms": workers * config.cluster, "seed": 2})
+        yield dataclasses.replace(problem, launch={"sms": workers * config.cluster, "seed": 0})
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

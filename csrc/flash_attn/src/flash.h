@@ -314,8 +314,8 @@ struct Kernel_description {
     // themselves. Null in a backward.
     int32_t (*plan)(const Params *params, void *stream);
     const char *(*error_string)(int32_t error);  // cudaGetErrorString
-    // Floats that a launch with these params, and the workspaces of all launches, uses at
-    // dkv_partial_ptr. Null: none.
+    // Floats that a launch on the current device with these params, but for dkv_partial_ptr, uses
+    // there. Null: none.
     int64_t (*dkv_partial)(const Params *params);
 };
 using Flash_kernel = Kernel_description<Flash_fwd_params>;

@@ -25,7 +25,7 @@ cudaError_t make_queue(Flash_bwd_params const &params, int sms, bool owned, void
                        TileQueue &queue) {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
     int64_t const tiles = Scheduler::num_tiles(params);
-    if (tiles > INT32_MAX - sms) {  // CTAs count on beyond the last tile
+    if (tiles > INT32_MAX - 3 * sms) {  // CTAs count on beyond the last tile
         return cudaErrorInvalidConfiguration;
     }
     int const workers = std::max(sms / Traits::kCluster, 1);

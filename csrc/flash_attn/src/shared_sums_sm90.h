@@ -81,7 +81,7 @@ struct SharedSumsSm90 {
         constexpr int kSize = decltype(size(acc))::value, kThreads = kFloats / kSize;
         if (thread % 32 == 0) {
             CUTE_NO_UNROLL
-            while (sm90::load_acquire(params.dq_semaphore_ptr + cta) != kStores) {
+            while (sm90::load_acquire(params.dq_semaphore_ptr + cta) < kStores) {
             }
         }
         float4 const *const from = sums<kThreads>(params, cta, is_dk, thread);

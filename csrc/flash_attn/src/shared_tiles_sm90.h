@@ -12,32 +12,38 @@
 
 namespace flash {
 
-// The visits of the tiles left for the last wave, one tile after the other, are cut into one range
-// for each worker, a CTA or cluster, all equally long. A range is a piece of one tile, or the last
-// visits of a tile and the first ones of the next. Who has a tile's last visits adds up and stores
-// its dK and dV; the workers before leave their sums in global memory. WorkTile::part is -1 where
-// they are left, else the number of workers whose sums are to be added.
+// The visits of the tiles left for the last wave, one tile after the other, are cut into equally
+// long ranges, one for a worker, a CTA or cluster; a tile for four of them at most. A range is a
+// piece of one tile, or the last visits of a tile and the first ones of the next. Who has a tile's
+// last visits adds up and stores its dK and dV; the workers before leave their sums in global
+// memory. WorkTile::part is -1 where they are left, else the number of workers whose sums are to be
+// added.
 //
 // A worker computes the piece with first visits before the other: what is waited for does not wait
-// itself. Workers wait for those before them only, whose CTAs start first.
+// itself. Workers wait for those with lower numbers only. GPUs start CTAs in that order, which CUDA
+// does not promise; if all run at once, as they do on a GPU without other work, it does not matter.
 template <class Traits>
 struct SharedTilesSm90 {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
 
     // Tiles that workers share; 0: they do not. Then each computes every workers-th tile.
     CUTE_HOST_DEVICE static int count(Flash_bwd_params const &params, int workers) {
-        constexpr int64_t kLeast = 8;  // steps that are saved
+        constexpr int64_t kLeast = 8;  // steps that the longest range has less than a tile
         int64_t const tiles = Scheduler::num_tiles(params);
         // Counters lie where those of stored dQ would be.
         int64_t const counters =
             int64_t(params.b) * params.h * (params.seqlen_q_rounded / kSemaphoreRows);
-        if (!Traits::kMayShare || params.dk_ptr == nullptr || tiles <= workers ||
-            workers * Traits::kCluster > counters) {
+        if (!Traits::kMayShare || params.dk_ptr == nullptr || params.dq_semaphore_ptr == nullptr ||
+            tiles <= workers || workers * Traits::kCluster > counters) {
             return 0;
         }
         int const rest = static_cast<int>(tiles % workers);
-        int64_t const steps = visits(params) * params.h_h_k_ratio;
-        return rest > 0 && (workers - rest) * steps >= kLeast * workers ? rest : 0;
+        if (rest == 0) {
+            return 0;
+        }
+        int64_t const each = visits(params), ranges = sharing_workers(params, workers, rest);
+        int64_t const longest = (rest * each + ranges - 1) / ranges;
+        return (each - longest) * params.h_h_k_ratio >= kLeast ? rest : 0;
     }
 
     // The pieces of worker `worker`, two at most, in the order in which it computes them, and one
@@ -46,9 +52,7 @@ struct SharedTilesSm90 {
                                             int workers, int rest, int worker,
                                             SharedPiece *pieces) {
         int64_t const each = visits(params), all = rest * each;
-        // None has less than a quarter of a tile, nor, of short ones, fewer than four visits.
-        int64_t const most = cute::max(cute::min(int64_t(4) * rest, all / 4), int64_t(rest));
-        int const sharing = static_cast<int>(cute::min(int64_t(workers), most));
+        int const sharing = sharing_workers(params, workers, rest);
         pieces[0].tile = pieces[1].tile = pieces[2].tile = queue.tiles;
         if (worker >= sharing) {
             return;
@@ -102,6 +106,12 @@ struct SharedTilesSm90 {
     }
 
   private:
+    // None has less than a quarter of a tile, nor, of short ones, fewer than four visits.
+    CUTE_HOST_DEVICE static int sharing_workers(Flash_bwd_params const &params, int workers,
+                                                int rest) {
+        int64_t const most = cute::min(int64_t(4) * rest, rest * visits(params) / 4);
+        return static_cast<int>(cute::min(int64_t(workers), cute::max(most, int64_t(rest))));
+    }
     // Of every tile, without a mask.
     CUTE_HOST_DEVICE static int64_t visits(Flash_bwd_params const &params) {
         return (int64_t(params.seqlen_q) + Traits::kTileM - 1) / Traits::kTileM;

@@ -15,7 +15,8 @@ namespace flash {
 
 // A step of a tile: a visit of a block of queries of a query head. The last block comes first, each
 // for all query heads of the key head. The bits of dK and dV follow from the order, which is that
-// of all kernels of this class, and of all tiles, as kStoresFirst needs.
+// of all kernels of this class, and of all tiles, as kStoresFirst needs; and from where a shared
+// tile is cut (shared_tiles_sm90.h).
 struct StepBwd {
     int visit;   // of those left of each head
     int head;    // of the queries
