@@ -62,7 +62,7 @@ def test_all_well(run, capsys):
 
 def test_a_case_that_fails_stops_no_other(run, capsys):
     """Be it wrong, raise, break or end its process, or never end; each in each class."""
-    status, results = run("--families", "some", "--cases", "30", "--case-seconds", "6")
+    status, results = run("--families", "some", "--cases", "30", "--case-seconds", "15")
     assert status == 1
     for arch in ("80", "90"):
         found = results["families"][f"some, class {arch}"]
@@ -73,7 +73,7 @@ def test_a_case_that_fails_stops_no_other(run, capsys):
         assert failures[ODD]["failure"] == "Case(seed=5, d=64): ValueError: odd"
         assert "RuntimeError: an illegal memory" in failures[BROKEN]["failure"]
         assert failures[DEAD]["failure"] == "Case(seed=7, d=64): the process ended (4)"
-        assert failures[SILENT]["failure"] == "Case(seed=9, d=64): nothing for 6 s"
+        assert failures[SILENT]["failure"] == "Case(seed=9, d=64): nothing for 15 s"
     alone = f"--families some --classes 80 --first-seed {WRONG} --cases 1 --workers 1"
     assert f"Case(seed=3, d=64): wrong\npython tools/fuzz_gpu.py {alone}\n" in (
         capsys.readouterr().out
