@@ -36,7 +36,7 @@ OWNED = ((6, 70, 128, 1, 1), (1, 100, 120, 12, 6), (3, 100, 256, 1, 1))
 # dQ and the others add to it. b, seqlen_q, seqlen_k, h, h_k, SMs.
 STORED_FIRST = ((3, 140, 500, 4, 2, 4), (5, 129, 400, 2, 1, 4), (4, 140, 300, 4, 2, 6))
 # Of more tiles than CTAs or clusters, which share those that are left. b, seqlen_q, seqlen_k, h,
-# h_k, CTAs or clusters.
+# h_k, CTAs or clusters. Where tiles are of clusters, half as many queries are as many steps.
 SHARED = ((1, 1500, 100, 4, 4, 3), (1, 3200, 100, 5, 5, 3), (1, 1500, 200, 4, 2, 3))
 # The last two on three SMs, one with queries that see no key, whose sums are zeros first.
 MUTANT_SHAPES = (LONG, *OWNED[1:], (4, 300, 300, 2, 1), (4, 450, 300, 2, 1))
@@ -86,12 +86,18 @@ def test_first_tiles_store_dq(config):
         assert semaphores[..., : -(-shape[1] // config.dkv.step)].eq(config.cluster).all()
 
 
+def sharing_problem(config, b, seqlen_q, seqlen_k, h, h_k, workers):
+    shape = (b, seqlen_q // config.cluster, seqlen_k, h, h_k)
+    launch = {"sms": workers * config.cluster, "seed": 0}
+    return dataclasses.replace(make_problem(config, shape, extras=True), launch=launch)
+
+
 @pytest.mark.parametrize("config", PLAIN, ids=lambda c: c.full_name)
 def test_tiles_of_the_last_wave_are_shared(config):
     """Who has the first visits of one leaves sums of dK and dV to who has the last ones."""
-    for seed, (copy_mode, (*shape, workers)) in enumerate(zip(sim.COPY_MODES, SHARED, strict=True)):
-        problem = make_problem(config, shape, extras=True)
-        run = functools.partial(problem.run, config, sms=workers * config.cluster)
+    for seed, (copy_mode, shape) in enumerate(zip(sim.COPY_MODES, SHARED, strict=True)):
+        problem = sharing_problem(config, *shape)
+        run = functools.partial(problem.run, config)
         result = passed(run(seed=seed, copy_mode=copy_mode, launches=1 + seed))
         check(problem, result)
         left = ~result.outputs["dkv_partial"].isnan().flatten(1)

@@ -30,8 +30,8 @@ struct SharedSumsSm90 {
     CUTE_HOST_DEVICE static int64_t workspace(int ctas) { return int64_t(ctas) * 2 * kFloats; }
 
     // By all threads that hold a gradient of a tile: leaves their sums, or adds those that others
-    // left. Returns whether this CTA is to store it. acc: (4, 1, d/8). thread:
-    // among all MMA threads.
+    // left. Returns whether this CTA is to store it. acc: (4, 1, d/8). thread: among all MMA
+    // threads.
     template <class Acc>
     CUTE_DEVICE static bool combine(Flash_bwd_params const &params, WorkTile const &tile,
                                     bool is_dk, int thread, Acc &acc) {
@@ -87,7 +87,8 @@ struct SharedSumsSm90 {
         float4 const *const from = sums<kThreads>(params, cta, is_dk, thread);
         CUTE_UNROLL
         for (int i = 0; i < kSize / 4; ++i) {
-            // For lane 0 first, then few loads are in flight, for which there are registers.
+            // The first one waits for lane 0's wait. The others keep the compiler from issuing more
+            // loads at once than there are registers for.
             if (i % 4 == 0) __syncwarp();
             float4 const x = sm90::load_from_l2(from + i * kThreads);
             acc(4 * i) += x.x;

@@ -106,7 +106,7 @@ struct SharedTilesSm90 {
     }
 
   private:
-    // None has less than a quarter of a tile, nor, of short ones, fewer than four visits.
+    // Each has a quarter of a tile and four visits or more, of shorter tiles a whole one.
     CUTE_HOST_DEVICE static int sharing_workers(Flash_bwd_params const &params, int workers,
                                                 int rest) {
         int64_t const most = cute::min(int64_t(4) * rest, rest * visits(params) / 4);
