@@ -27,6 +27,7 @@ _FULL = with_mask(ROWS, "none")
 _WIDE_FULL = with_mask(WIDE, "none")  # tiles of a head one after the other
 
 _MAINLOOP = "mainloop_bwd_sm90.h"
+_OWN = "own_keys_sm90.h"
 _WRITER = "writer_dq_sm90.h"
 _WIDE = "mainloop_bwd_wide_sm90.h"
 _PRODUCER = "producer_bwd_sm90.h"
@@ -438,6 +439,33 @@ MUTANTS = (
         UNEVEN,
     ),
     _numerics("sums of dQ begin anywhere", _PREPROCESS, "= make_float4(0.f, 0.f, 0.f, 0.f)", ""),
+    _numerics(
+        "K of the first warpgroup in the registers of both",
+        _MAINLOOP,
+        "return Traits::kWide ? thread % 128 : thread;",
+        "return thread % 128;",
+        UNEVEN,
+    ),
+    _numerics(
+        "K in registers loaded for every second tile",
+        _MAINLOOP,
+        "{ own_k.load(",
+        "{ if (own_parity == 0) own_k.load(",
+        WIDE,
+    ),
+    _numerics(
+        "V in registers loaded for every second tile",
+        _MAINLOOP,
+        "{ own_v.load(",
+        "{ if (own_parity == 0) own_v.load(",
+        UNEVEN,
+    ),
+    _numerics(
+        "what is in registers of K dropped",
+        _OWN,
+        "kSteps, (kRegSteps > 0)>(",
+        "kSteps, false>(",
+    ),
     _numerics(
         "mask forgotten", _MAINLOOP, "if (!tile().blocks.is_whole(visit)) apply", "if (0) apply"
     ),

@@ -13,11 +13,15 @@ WIDEST = heuristics.sm90_bwd_config("fp16", 256, "causal")
 _MAINLOOP = "mainloop_bwd_sm90.h"
 _SCHEDULER = "tile_scheduler_bwd_sm90.h"
 _PRODUCER = "producer_bwd_sm90.h"
+_OWN = "own_keys_sm90.h"
 _WIDE = "mainloop_bwd_wide_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
 _TRAITS = "kernel_traits_bwd_sm90.h"
 # What the simulator reports, of all head dimensions.
-UNAWAITED = r"warpgroup \d: a wgmma reads byte \d+ without having waited for phase \d+ of mbarrier"
+UNAWAITED = (
+    r"(warpgroup \d: a wgmma reads|lane \d+: ldmatrix at) byte \d+ without having waited for phase "
+    r"\d+ of mbarrier"
+)
 OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgroup \d"
 UNWRITTEN = r"a wgmma reads byte \d+, (stored .* without fence|which has not been written)"
 IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
@@ -125,6 +129,20 @@ ORDER = (
         "sm90::barrier_wait(&storage.v_full, own_parity);",
         "",
         UNAWAITED,
+    ),
+    _simulator(
+        "V in registers without a fence",
+        _OWN,
+        "sm90::fence_async_proxy();",
+        "",
+        r"writes byte \d+, which a load .* no fence.proxy.async follows it in that thread",
+    ),
+    _simulator(
+        "V in registers released by a lane that knows of no other's fence",
+        _OWN,
+        "__syncwarp();",
+        "",
+        r"writes byte \d+, which a load .* is not ordered after the fence.proxy.async",
     ),
     _wide(
         "phase of K not flipped",

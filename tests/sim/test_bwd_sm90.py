@@ -39,7 +39,7 @@ STORED_FIRST = ((3, 140, 500, 4, 2, 4), (5, 129, 400, 2, 1, 4), (4, 140, 300, 4,
 # h_k, CTAs or clusters. Where tiles are of clusters, half as many queries are as many steps.
 SHARED = ((1, 1500, 100, 4, 4, 3), (1, 3200, 100, 5, 5, 3), (1, 1500, 200, 4, 2, 3))
 # The last two on three SMs, one with queries that see no key, whose sums are zeros first.
-MUTANT_SHAPES = (LONG, *OWNED[1:], (4, 300, 300, 2, 1), (4, 450, 300, 2, 1))
+MUTANT_SHAPES = (LONG, *OWNED[1:], (4, 300, 300, 2, 1), (4, 450, 300, 2, 1), (1, 20, 200, 1, 1))
 PLAIN = [with_mask(config, "none") for config in EVERY]
 STORING = [config for config in CONFIGS if config.mask != "local"]
 NARROW = [config for config in CONFIGS if config.head_dim <= 128]

@@ -78,6 +78,18 @@ struct KernelTraitsBwdSm90 {
         TiledMMA<MMA_Atom<sm90::MmaSS<Element, kTileM, sm90::GMMA::Major::K>>, WarpgroupLayout>;
     using TiledMmaDkv =
         TiledMMA<MMA_Atom<sm90::MmaRS<Element, kHeadDim, sm90::GMMA::Major::MN>>, WarpgroupLayout>;
+    // Of K and of V the k16 steps that a warpgroup keeps in registers over a tile, as many as ptxas
+    // has room for: own_keys_sm90.h.
+    static constexpr int kKeySteps = kHeadDim == 192  ? 12
+                                     : kHeadDim == 96 ? 4
+                                     : kHeadDim <= 64 ? 2
+                                                      : 0;
+    static constexpr int kValueSteps = kHeadDim == 192  ? 8
+                                       : kHeadDim == 96 ? 4
+                                       : kHeadDim == 32 ? 2
+                                                        : 0;
+    using TiledMmaSreg =
+        TiledMMA<MMA_Atom<sm90::MmaRS<Element, kTileM, sm90::GMMA::Major::K>>, WarpgroupLayout>;
     // The first thread of a warpgroup in these two.
     CUTE_HOST_DEVICE static constexpr int first_thread(int warpgroup) {
         return kWide ? 0 : warpgroup * 128;

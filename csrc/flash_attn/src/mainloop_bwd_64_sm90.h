@@ -87,8 +87,10 @@ struct MainloopBwd64Sm90 : MainloopBwdSm90<Traits> {
                 int left = this->tile().blocks.count * ratio;  // steps
                 if (left > 0) {
                     sm90::barrier_wait(&storage.k_full, own_parity);
+                    this->load_k();
                     this->issue_s(rS);
                     sm90::barrier_wait(&storage.v_full, own_parity);
+                    this->load_v();
                     own_parity ^= 1;
                     StepBwd at = StepBwd::first_of(this->tile(), ratio);
                     sm90::wgmma_wait<0>();

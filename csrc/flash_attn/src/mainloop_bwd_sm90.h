@@ -28,6 +28,7 @@
 #include "mask.h"
 #include "mma_traits_sm90.h"
 #include "order_dq_sm90.h"
+#include "own_keys_sm90.h"
 #include "pipeline_sm90.h"
 #include "producer_bwd_sm90.h"
 #include "shared_sums_sm90.h"
@@ -120,6 +121,8 @@ struct MainloopBwdSm90 {
         RingTiles tiles;
         uint32_t own_parity = 0;
         Ring<1> dq;
+        OwnKeysSm90<Traits, Traits::kKeySteps> own_k;
+        OwnKeysSm90<Traits, Traits::kValueSteps> own_v;
 
         // This warp no longer reads the buffer.
         CUTE_DEVICE static void release(sm90::Barrier *empty) {
@@ -341,21 +344,18 @@ struct MainloopBwdSm90 {
         // Of the sequence's keys.
         CUTE_DEVICE int first_row() const { return Traits::kVarlen ? tile().row_k : 0; }
 
-        // acc = own visited^T, of K and Q or of V and dO.
-        template <class Own, class Visited, class Acc>
-        CUTE_DEVICE void issue_scores(Own &own, Visited &visited, Acc &acc) const {
-            typename Traits::TiledMmaS mma;
-            auto const thr_mma = mma.get_slice(Traits::first_thread(warpgroup));
-            // Over the loop ptxas would keep the descriptors in vector registers. It does not know
-            // that a ring has fewer than 2^31 uses, and that this adds 0.
-            Tensor sA = make_tensor(make_smem_ptr(own.data() + (step.uses >> 31)),
-                                    typename Traits::SmemLayoutK{});  // (N, d)
-            Tensor sB = make_tensor(make_smem_ptr(visited.data()),
-                                    typename Traits::SmemLayoutQ{});         // (M, d)
-            Tensor tSrA = thr_mma.make_fragment_A(thr_mma.partition_A(sA));  // (1, 1, d/16)
-            Tensor tSrB = thr_mma.make_fragment_B(thr_mma.partition_B(sB));  // (1, 1, d/16)
-            sm90::wgmma_issue<false>(mma, tSrA, tSrB, acc);
+        // S^T or dP^T of a step: own is K or V, visited Q or dO.
+        template <class OwnKeys, class Own, class Visited, class Acc>
+        CUTE_DEVICE void issue_scores(OwnKeys const &keys, Own &own, Visited &visited,
+                                      Acc &acc) const {
+            // 0, as a ring has fewer than 2^31 uses.
+            int const zero = static_cast<int>(step.uses >> 31);
+            keys.issue(own, zero, visited, Traits::first_thread(warpgroup), acc);
         }
+        // To registers, as far as they are kept there, of a tile whose buffer is full.
+        CUTE_DEVICE void load_k() { own_k.load(storage.k, mma_thread()); }
+        CUTE_DEVICE void load_v() { own_v.load(storage.v, mma_thread()); }
+        CUTE_DEVICE int mma_thread() const { return Traits::kWide ? thread % 128 : thread; }
 
         // The k16 steps [kBegin, kEnd) of acc += tKrX visited, of P^T and dO or of dS^T and Q.
         template <int kBegin, int kEnd, class Fragment, class Visited, class Acc>
@@ -412,12 +412,12 @@ struct MainloopBwdSm90 {
         template <class Acc>
         CUTE_DEVICE void issue_s(Acc &rS) const {
             sm90::barrier_wait(&storage.q_full[step.stage()], step.parity());
-            issue_scores(storage.k, storage.q[step.stage()], rS);
+            issue_scores(own_k, storage.k, storage.q[step.stage()], rS);
         }
         template <class Acc>
         CUTE_DEVICE void issue_dp(Acc &rDp) const {
             await_dout();
-            issue_scores(storage.v, storage.dout[step.stage()], rDp);
+            issue_scores(own_v, storage.v, storage.dout[step.stage()], rDp);
         }
         // P of a visit, once S is complete.
         template <class Acc>
@@ -504,12 +504,14 @@ struct MainloopBwdSm90 {
                 int left = tile().blocks.count * params.h_h_k_ratio;  // steps
                 if (left > 0) {
                     sm90::barrier_wait(&storage.k_full, own_parity);
+                    load_k();
                     issue_s(rS);
                     sm90::wgmma_wait<0>();
                     int const ratio = params.h_h_k_ratio;
                     StepBwd at = StepBwd::first_of(tile(), ratio);
                     compute_p(params, rS, at.visit);
                     sm90::barrier_wait(&storage.v_full, own_parity);
+                    load_v();
                     own_parity ^= 1;
 
                     CUTE_NO_UNROLL

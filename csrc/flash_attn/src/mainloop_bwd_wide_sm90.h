@@ -188,7 +188,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
 
             auto const issue_s = [&] {
                 await_q();
-                issue_scores(storage.k, storage.q[step.stage()], rS);
+                issue_scores(this->own_k, storage.k, storage.q[step.stage()], rS);
             };
             // P of a visit, and dV += P^T dO, which is under way afterwards.
             auto const issue_dv = [&](int visit) {
@@ -228,6 +228,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 if (left > 0) {
                     sm90::barrier_wait(&storage.k_full, own_parity);
                     StepBwd at = StepBwd::first_of(tile(), ratio);
+                    this->load_k();
                     issue_s();
                     sm90::wgmma_wait<0>();
                     issue_dv(at.visit);
@@ -272,7 +273,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
 
             auto const issue_dp = [&] {
                 await_dout();
-                issue_scores(storage.v, storage.dout[dout().stage()], rDp);
+                issue_scores(this->own_v, storage.v, storage.dout[dout().stage()], rDp);
             };
             // dS of a step whose dP is complete, dK += dS^T Q, and dQ.
             auto const run_step = [&](StepBwd const &at, auto has_next) {
@@ -302,6 +303,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 int left = tile().blocks.count * ratio;  // steps
                 if (left > 0) {
                     sm90::barrier_wait(&storage.v_full, own_parity);
+                    this->load_v();
                     issue_dp();
                     sm90::barrier_wait(&storage.k_full, own_parity);
                     sm90::barrier_wait(&storage.other.k_full, own_parity);

@@ -1,0 +1,67 @@
+// A warpgroup's 64 rows of K or of V as A operand of S^T = K Q^T or dP^T = V dO^T, in the backward.
+// The first k16 steps stay in its registers over a tile, as many as there is room for; the others
+// wgmma reads from shared memory for every block of queries anew.
+#pragma once
+
+#include <arch_sm90.h>
+
+#include <cute/tensor.hpp>
+
+#include "mma_traits_sm90.h"
+
+namespace flash {
+
+using namespace cute;
+
+template <class Traits, int kRegSteps>
+struct OwnKeysSm90 {
+    using Element = typename Traits::Element;
+    static constexpr int kSteps = Traits::kHeadDim / 16;
+    static_assert(0 <= kRegSteps && kRegSteps <= kSteps);
+    using Fragment = decltype(make_tensor<Element>(
+        Layout<Shape<Shape<_2, _2, _2>, _1, Int<kRegSteps>>>{}));  // (8, 1, steps)
+    Fragment tSrOwn;
+
+    // Of a tile whose buffer is full. thread: among those of TiledMmaS.
+    template <class Own>
+    CUTE_DEVICE void load(Own &own, int thread) {
+        if constexpr (kRegSteps > 0) {
+            auto const copy_own = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{},
+                                                    typename Traits::TiledMmaSreg{});
+            auto const thr_copy = copy_own.get_slice(thread);
+            Tensor sOwn = as_position_independent_swizzle_tensor(
+                make_tensor(make_smem_ptr(own.data()), typename Traits::SmemLayoutK{}));  // (N, d)
+            Tensor tSsOwn = thr_copy.partition_S(sOwn);  // (8, 1, d/16)
+            Tensor tXrOwn = thr_copy.retile_D(tSrOwn);   // (8, 1, steps)
+            CUTE_UNROLL
+            for (int k = 0; k < kRegSteps; ++k) {
+                copy(copy_own, tSsOwn(_, _, k), tXrOwn(_, _, k));
+            }
+            // TMA, which is another proxy, overwrites the buffer later: an arrival alone does not
+            // keep that behind ordinary loads.
+            sm90::fence_async_proxy();
+            __syncwarp();
+        }
+    }
+
+    // acc = own visited^T. first_thread: of the warpgroup in TiledMmaS. zero: 0, where ptxas does
+    // not know it, so that it does not keep the descriptors in vector registers over the loop.
+    template <class Own, class Visited, class Acc>
+    CUTE_DEVICE void issue(Own &own, int zero, Visited &visited, int first_thread, Acc &acc) const {
+        typename Traits::TiledMmaS mma;
+        typename Traits::TiledMmaSreg mma_reg;
+        auto const thr_mma = mma.get_slice(first_thread);
+        Tensor sA = make_tensor(make_smem_ptr(own.data() + zero),
+                                typename Traits::SmemLayoutK{});  // (N, d)
+        Tensor sB =
+            make_tensor(make_smem_ptr(visited.data()), typename Traits::SmemLayoutQ{});  // (M, d)
+        Tensor tSrA = thr_mma.make_fragment_A(thr_mma.partition_A(sA));  // (1, 1, d/16)
+        Tensor tSrB = thr_mma.make_fragment_B(thr_mma.partition_B(sB));  // (1, 1, d/16)
+        sm90::wgmma_group(acc, [&] {
+            sm90::wgmma_steps<0, kRegSteps, false>(mma_reg, tSrOwn, tSrB, acc);
+            sm90::wgmma_steps<kRegSteps, kSteps, (kRegSteps > 0)>(mma, tSrA, tSrB, acc);
+        });
+    }
+};
+
+}  // namespace flash
