@@ -9,11 +9,11 @@ import sys
 import conditions
 import pytest
 import torch
+from building import build
 from reporting import CASES, DESELECTED
 
-from flashcute import heuristics, jit, support
+from flashcute import heuristics, support
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, FwdConfig
-from flashcute.jit import kernels
 
 HERE = pathlib.Path(__file__).parent
 sys.path.append(str(HERE.parent))  # bad_input.py
@@ -69,12 +69,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _built_kernels() -> None:
     """Builds every kernel that the tests use and that is missing, in parallel."""
-    target = "".join(map(str, torch.cuda.get_device_capability()))
-    specs = [(config, target) for config in _configs_in_use()]
-    missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
-    if missing:
-        for result in jit.build_kernels(missing):
-            assert result.artefact is not None, result
+    build(_configs_in_use())
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +77,6 @@ def backward_kernels() -> None:
     """Builds every backward that may be asked for here, in parallel, and the forwards of both
     classes and all masks that come before it."""
     capability = torch.cuda.get_device_capability()
-    target = "".join(map(str, capability))
     configs = []
     for head_dim in HEAD_DIMS:
         for dtype in DTYPES:
@@ -95,13 +89,7 @@ def backward_kernels() -> None:
                 sm90 = heuristics.sm90_configs(dtype, head_dim, False)
                 configs += [dataclasses.replace(config, mask="local") for config in sm90]
                 configs += [heuristics.sm90_bwd_config(dtype, head_dim, mask) for mask in MASKS]
-    specs = [(config, target) for config in configs]
-    missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
-    for result in jit.build_kernels(missing) if missing else ():
-        assert result.artefact is not None, result
-    for config in configs:
-        if config.kind == "bwd":
-            assert jit.get_kernel(config, target).spill_bytes == 0, config.full_name
+    build(configs)
 
 
 @pytest.fixture(params=["80", "90"])

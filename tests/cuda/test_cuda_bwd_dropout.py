@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from building import build
 from conditions import sm80_backwards
 
-from flashcute import flash_attn_func, heuristics, jit, testing
+from flashcute import flash_attn_func, heuristics, testing
 from flashcute.dropout import draw_state, dropout_mask
-from flashcute.jit import kernels
 
 # (b, seqlen_q, seqlen_k, h, h_k): odd lengths, heads in groups, rows that see no key.
 SHAPES = ((2, 129, 200, 4, 2), (1, 333, 257, 6, 2), (3, 1, 77, 2, 1), (1, 1030, 1100, 8, 8))
@@ -19,19 +19,12 @@ DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @pytest.fixture(scope="module", autouse=True)
 def _dropout_kernels() -> None:
-    """Builds the backwards, in parallel; nothing of them spills."""
-    target = "".join(map(str, torch.cuda.get_device_capability()))
-    configs = [
+    build(
         heuristics.bwd_with_options(sm80_backwards(dtype, head_dim, mask)[-1], dropout=True)
         for dtype in DTYPE_OF
         for head_dim in HEAD_DIMS
         for mask in ("none", "causal", "local")
-    ]
-    missing = [(c, target) for c in configs if kernels.find_built(c, target)[1] is None]
-    for result in jit.build_kernels(missing) if missing else ():
-        assert result.artefact is not None, result
-    for config in configs:
-        assert jit.get_kernel(config, target).spill_bytes == 0, config.full_name
+    )
 
 
 def make(shape: tuple[int, ...], d: int, dtype: str) -> tuple[list[torch.Tensor], torch.Tensor]:

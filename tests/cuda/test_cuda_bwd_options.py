@@ -10,11 +10,11 @@ import scores
 import test_cuda_options as forward
 import torch
 from asked import Gpu
-from conditions import choosing
+from building import build, of_both_classes
 from layouts import STYLES, nan_surrounded
 from test_cuda_bwd import KEY_STYLES, enough_heads
 
-from flashcute import flash_attn_func, jit, testing
+from flashcute import flash_attn_func, testing
 
 CHUNKS = 6
 CASES_PER_CHUNK = 50
@@ -112,19 +112,7 @@ def check(case: Case) -> str | None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _built_kernels() -> None:
-    """In parallel; nothing of the backwards spills."""
-    gpu = Gpu(torch.cuda.get_device_capability())
-    target = "".join(map(str, gpu.capability))
-    configs = set()
-    for name in ("80", "90") if gpu.capability == (9, 0) else ("80",):
-        with choosing(name):
-            for seed in range(CHUNKS * CASES_PER_CHUNK):
-                configs |= kernels_of(make_case(seed), gpu)
-    for result in jit.build_kernels([(config, target) for config in configs]):
-        assert result.artefact is not None, result
-    for config in configs:
-        spilled = jit.get_kernel(config, target).spill_bytes
-        assert config.kind == "fwd" or spilled == 0, config.full_name
+    build(of_both_classes(kernels_of, map(make_case, range(CHUNKS * CASES_PER_CHUNK))))
 
 
 def test_sampling_covers_the_options() -> None:

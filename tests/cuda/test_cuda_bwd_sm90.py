@@ -16,6 +16,7 @@ import random
 import pytest
 import torch
 from asked import Gpu
+from building import build
 from memory import needs_memory
 from sanitize import computed_by
 from scores import Scores
@@ -23,9 +24,8 @@ from test_cuda_bwd import check_that_nothing_else_is_written
 from test_cuda_bwd_varlen import BUT_DQ, HOSTILE, NAMES, check, lengths_of, make_case
 from test_cuda_varlen import Case, asked_of, bounds_of, starts
 
-from flashcute import heuristics, jit, testing
+from flashcute import heuristics, testing
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, SEMAPHORE_ROWS, BwdConfig
-from flashcute.jit import kernels
 from flashcute.reference import attention_ref
 from flashcute.reference_varlen import attention_varlen_ref
 
@@ -60,12 +60,7 @@ def _built_kernels(request: pytest.FixtureRequest) -> None:
     here = [item for item in request.session.items if item.path == request.path]
     asked = {item.callspec.params["dense"] for item in here}
     several = {dataclasses.replace(config, mask=mask) for config in asked for mask in MASKS}
-    specs = [(config, "90") for dense in several for config in (dense, ragged(dense))]
-    missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
-    for result in jit.build_kernels(missing) if missing else ():
-        assert result.artefact is not None, result
-    for spec in specs:
-        assert jit.get_kernel(*spec).spill_bytes == 0, spec
+    build(config for dense in several for config in (dense, ragged(dense)))
 
 
 def tokens(config: BwdConfig, *shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:

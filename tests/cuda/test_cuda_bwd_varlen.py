@@ -10,6 +10,7 @@ import scores
 import test_cuda_varlen as ragged
 import torch
 from asked import Gpu
+from building import build, of_both_classes
 from conditions import sm80_backwards
 from test_cuda_bwd import enough_heads
 from test_cuda_varlen import (
@@ -23,13 +24,12 @@ from test_cuda_varlen import (
 )
 
 import flashcute
-from flashcute import flash_attn_func, flash_attn_varlen_func, heuristics, jit, testing
+from flashcute import flash_attn_func, flash_attn_varlen_func, heuristics, testing
 from flashcute.config import (
     DTYPES,
     HEAD_DIMS,
     MASKS,
 )
-from flashcute.jit import kernels
 from flashcute.testing_varlen import check_backward_varlen
 
 CHUNKS = 20
@@ -40,7 +40,7 @@ DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def configs() -> list:
-    """All that the seeded cases and the tests below ask for."""
+    """What ragged batches, and dense ones with options, may ask the sm80 class for."""
     found = []
     for dtype in DTYPES:
         asked = [(head_dim, (False,) * 3) for head_dim in HEAD_DIMS]
@@ -58,13 +58,8 @@ def configs() -> list:
 
 @pytest.fixture(scope="module", autouse=True)
 def _built_backwards() -> None:
-    """In parallel; nothing of them spills."""
-    target = "".join(map(str, torch.cuda.get_device_capability()))
-    missing = [(c, target) for c in configs() if kernels.find_built(c, target)[1] is None]
-    for result in jit.build_kernels(missing) if missing else ():
-        assert result.artefact is not None, result
-    for config in configs():
-        assert jit.get_kernel(config, target).spill_bytes == 0, config.full_name
+    cases = map(make_case, range(CHUNKS * CASES_PER_CHUNK))
+    build([*configs(), *of_both_classes(kernels_of, cases)])
 
 
 def make_case(seed: int) -> Case:

@@ -12,8 +12,9 @@ transformers = pytest.importorskip("transformers")
 
 import generate  # noqa: E402
 import paged_llama  # noqa: E402
+from building import build  # noqa: E402
 
-from flashcute import heuristics, jit  # noqa: E402
+from flashcute import heuristics  # noqa: E402
 
 # float16, in which a fault shows: its rounding is 8 times finer than bfloat16's.
 SIZES = {"layers": 2, "hidden": 256, "intermediate": 256, "vocabulary": 1000}
@@ -28,7 +29,6 @@ for _name, _size in SIZES.items():
 
 @pytest.fixture(scope="module", autouse=True)
 def _built_kernels() -> None:
-    """In parallel; each that is not built yet would be compiled where it is first needed."""
     capability = torch.cuda.get_device_capability()
     configs = set()
     for b, rows in ((3, 1), *((1, n) for n in LENGTHS)):
@@ -39,9 +39,7 @@ def _built_kernels() -> None:
             configs.add(heuristics.choose_fwd(problem, capability))
     sm80 = heuristics.fwd_config("fp16", 64, False, capability)
     configs.add(dataclasses.replace(sm80, mask="causal", paged=True))
-    target = "".join(map(str, capability))
-    for result in jit.build_kernels([(config, target) for config in configs]):
-        assert result.artefact is not None, result
+    build(configs)
 
 
 @pytest.fixture(scope="module")

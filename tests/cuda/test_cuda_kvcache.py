@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from asked import Asked, Gpu
+from building import build, of_both_classes
 from test_checks_kvcache import CACHE, CASES, arguments
 from test_checks_kvcache import Case as OddCase
 
@@ -17,7 +18,6 @@ from flashcute import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     heuristics,
-    jit,
     testing,
 )
 from flashcute.config import MASKS
@@ -233,7 +233,6 @@ def check(case: Case) -> str | None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _built_kernels() -> None:
-    """In parallel; each that is not built yet would be compiled where it is first needed."""
     capability = torch.cuda.get_device_capability()
     configs = set()
     for d, dtype in DTYPES.items():
@@ -252,9 +251,7 @@ def _built_kernels() -> None:
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setenv("FLASHCUTE_ARCH", "80")
                     configs.add(heuristics.choose_fwd(one, capability))
-    target = "".join(map(str, capability))
-    for result in jit.build_kernels([(config, target) for config in configs]):
-        assert result.artefact is not None, result
+    build(configs | of_both_classes(kernels_of, map(make_case, range(CHUNKS * CASES_PER_CHUNK))))
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

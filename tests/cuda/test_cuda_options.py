@@ -9,9 +9,10 @@ import pytest
 import scores
 import torch
 from asked import Asked, Gpu
+from building import build, of_both_classes
 from layouts import STYLES, nan_surrounded
 
-from flashcute import dropout, flash_attn_func, heuristics, jit, ops, testing
+from flashcute import dropout, flash_attn_func, heuristics, ops, testing
 from flashcute.config import DTYPES, HEAD_DIMS
 
 CHUNKS = 10
@@ -111,7 +112,6 @@ def check(case: Case) -> str | None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _built_window_kernels() -> None:
-    """In parallel: they are not shipped, and each would be compiled where it is first needed."""
     capability = torch.cuda.get_device_capability()
     tiles = [
         config
@@ -122,11 +122,9 @@ def _built_window_kernels() -> None:
             *(heuristics.sm90_configs(dtype, head_dim, False) if capability == (9, 0) else ()),
         )
     ]
-    target = "".join(map(str, capability))
     windowed = [dataclasses.replace(config, mask="local") for config in tiles]
-    wanted = (*windowed, *scores.kernels(capability))
-    for result in jit.build_kernels([(config, target) for config in wanted]):
-        assert result.artefact is not None, result
+    asked = of_both_classes(kernels_of, map(make_case, range(CHUNKS * CASES_PER_CHUNK)))
+    build([*windowed, *scores.kernels(capability), *asked])
 
 
 def test_sampling_covers_the_options() -> None:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from building import build
 
 import flashcute
-from flashcute import jit, shipped
-from flashcute.jit import kernels
+from flashcute import shipped
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
     capability = torch.cuda.get_device_capability()
-    target = "".join(map(str, capability))
-    configs = [*shipped.dense_configs(capability), *shipped.configs_of_calls(capability)]
-    specs = [(config, target) for config in configs]
-    missing = [spec for spec in specs if kernels.find_built(*spec)[1] is None]
-    for result in jit.build_kernels(missing) if missing else []:
-        assert result.artefact is not None, result
+    build([*shipped.dense_configs(capability), *shipped.configs_of_calls(capability)])
 
 
 def made(*shape: int) -> torch.Tensor:

@@ -10,10 +10,11 @@ import pytest
 import scores
 import torch
 from asked import Asked, Gpu
+from building import build, of_both_classes
 from layouts import STYLES, nan_surrounded
 
 import flashcute
-from flashcute import flash_attn_varlen_func, heuristics, jit, testing
+from flashcute import flash_attn_varlen_func, heuristics, testing
 from flashcute.config import DTYPES
 
 CHUNKS = 10
@@ -183,7 +184,6 @@ def check(case: Case) -> str | None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _built_kernels_of_both_classes() -> None:
-    """In parallel; each that is not built yet would be compiled where it is first needed."""
     capability = torch.cuda.get_device_capability()
     configs = [
         config
@@ -196,10 +196,8 @@ def _built_kernels_of_both_classes() -> None:
         )
     ]
     windowed = [dataclasses.replace(c, mask="local") for c in configs if c.mask == "none"]
-    target = "".join(map(str, capability))
-    wanted = (*configs, *windowed, *scores.kernels(capability))
-    for result in jit.build_kernels([(config, target) for config in wanted]):
-        assert result.artefact is not None, result
+    asked = of_both_classes(kernels_of, map(make_case, range(CHUNKS * CASES_PER_CHUNK)))
+    build([*configs, *windowed, *scores.kernels(capability), *asked])
 
 
 def test_sampling_covers_the_options() -> None:
