@@ -329,8 +329,8 @@ def bwd_with_options(
         scored, d, tile = softcap or alibi or dropout, config.head_dim, config.dkv
         if scored or (varlen and d == 256):  # where two stages spill 8 bytes
             tile = BwdTile(*_SM80_FUSED_TILES[d][1])
-        # All options with a window spill 24 and 76 bytes at d = 32 and 64, a causal mask 16 at 256.
-        if varlen and ((scored and d <= 64) or (d == 256 and config.mask == "causal")):
+        # All options with a window spill 24 and 76 bytes at d = 32 and 64, any mask 16 at d = 256.
+        if varlen and ((scored and d <= 64) or (d == 256 and config.mask != "none")):
             tile = dataclasses.replace(tile, step=32, warps_step=min(tile.warps_step, 2))
         return dataclasses.replace(config, dq=tile, dkv=tile, **options)
     if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout
