@@ -117,6 +117,9 @@ def attention_ref(
             Without effect where a scale above 1 makes the scores be scaled, in float64.
         return_probs: Return the (b, h, seqlen_q, seqlen_k) probabilities as well.
 
+    While a CUDA graph is captured no value can be read, so a NaN or Inf in a masked key or value
+    reaches ``out`` and gradients then; lse and the probabilities it does not.
+
     Raises:
         TypeError: a dtype or type is not as above.
         ValueError: a shape or value is not as above.
@@ -307,8 +310,16 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 # products, and their columns are computed one by one from what each row may see of them.
 
 
+def _is_captured(x: Tensor) -> bool:
+    """Whether what is computed with ``x`` goes into a CUDA graph, so that no value can be read."""
+    return x.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _poisoned_keys(k: Tensor, v: Tensor) -> Tensor | None:
-    """The columns with a NaN or Inf in any head of K or V, (n,) int64; None for the usual none."""
+    """The columns with a NaN or Inf in any head of K or V, (n,) int64; None for the usual none, and
+    in a graph: of the probabilities none depends on a key that its row does not see."""
+    if _is_captured(k):
+        return None
     finite = torch.isfinite(k.detach()).all(-1) & torch.isfinite(v.detach()).all(-1)
     poisoned = (~finite).flatten(0, 1).any(0).nonzero().squeeze(-1)
     return poisoned if poisoned.numel() > 0 else None

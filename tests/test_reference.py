@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from flashcute import reference
 from flashcute.reference import attention_ref, visible_keys
@@ -317,6 +318,25 @@ def test_hidden_nan_and_inf_never_leak_forward(feature, where, bad):
     out, lse, _ = attention_ref(q, k, v, **options)
     torch.testing.assert_close(out[:, :3], expected.out[:, :3])
     torch.testing.assert_close(lse[..., :3], expected.lse[..., :3])
+
+
+@pytest.mark.parametrize("feature", ["plain", "all"])
+def test_in_a_graph_no_value_is_read(feature, monkeypatch):
+    """None of a fake tensor can be; and the probabilities are those of a call outside."""
+    q, k, v = make_qkv(sq=6, sk=8)
+    options = {**draw_masks(FEATURES[feature], 2, 4, 6, 8), "causal": True, "return_probs": True}
+    k[:, 5:], v[0, 5, 0, 1] = math.nan, math.inf
+    expected = attention_ref(q, k, v, **options)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) for x in (q, k, v)]
+        with pytest.raises(DynamicOutputShapeException):
+            attention_ref(*fake, **options)
+        monkeypatch.setattr(reference, "_is_captured", lambda x: True)
+        assert attention_ref(*fake, **options).probs.shape == expected.probs.shape
+    _, lse, probs = attention_ref(q, k, v, **options)
+    seen = slice(0, 3)  # rows 0, 1, 2 stand at places 2, 3, 4
+    torch.testing.assert_close(probs[..., seen, :], expected.probs[..., seen, :])
+    torch.testing.assert_close(lse[..., seen], expected.lse[..., seen])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
