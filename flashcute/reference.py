@@ -15,7 +15,8 @@ Semantics, for the query at row ``i`` and the key at column ``j``:
 * A sink is one more logit per query head that joins the denominator and has no value.
 * A row that sees no key has output 0 and gradients 0. Its log-sum-exp is -inf (with a sink: the
   sink, which is then all of the denominator).
-* What a row cannot see never reaches it, not even NaN or Inf in K or V, forward or backward.
+* What a row cannot see never reaches it, not even NaN or Inf in K or V, forward or backward;
+  :func:`attention_ref` says what does while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ def attention_ref(
             Without effect where a scale above 1 makes the scores be scaled, in float64.
         return_probs: Return the (b, h, seqlen_q, seqlen_k) probabilities as well.
 
-    While a CUDA graph is captured no value can be read, so a NaN or Inf in a masked key or value
-    reaches ``out`` and gradients then; lse and the probabilities it does not.
+    While a CUDA graph is captured no value can be read. A NaN or Inf in a masked value then reaches
+    ``out``, one in a masked key the gradient of q; lse and the probabilities neither reaches.
 
     Raises:
         TypeError: a dtype or type is not as above.

@@ -92,11 +92,16 @@ def test_the_sm80_class_compiles_for_the_first_gpus_of_its_kind(config, compiler
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "mask", "options"), [(64, "local", (True,) * 3), (256, "causal", (False,) * 3)]
+    ("dtype", "head_dim", "mask", "options"),
+    [
+        ("bf16", 64, "local", (True,) * 3),
+        ("bf16", 256, "causal", (False,) * 3),
+        ("fp16", 256, "local", (False,) * 3),
+    ],
 )
-def test_ragged_backwards_with_options_do_not_spill(head_dim, mask, options, compiler):
-    """Of those that do not ship two that have spilled."""
-    config = fused_bwd_config("bf16", head_dim, mask, (9, 0))
+def test_ragged_backwards_with_options_do_not_spill(dtype, head_dim, mask, options, compiler):
+    """Of those that do not ship three that have spilled."""
+    config = fused_bwd_config(dtype, head_dim, mask, (9, 0))
     (result,) = jit.build_kernels([(bwd_with_options(config, *options, varlen=True), TARGET)])
     assert result.error is None, result.error
     assert result.artefact.meta["spill_bytes"] == 0

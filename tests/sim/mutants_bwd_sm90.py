@@ -23,6 +23,7 @@ from flashcute import heuristics
 ROWS = heuristics.sm90_bwd_config("bf16", 64, "causal")
 COLUMNS = heuristics.sm90_bwd_config("fp16", 128, "causal")
 UNEVEN = heuristics.sm90_bwd_config("bf16", 96, "causal")
+NARROWEST = heuristics.sm90_bwd_config("fp16", 32, "none")
 _FULL = with_mask(ROWS, "none")
 _WIDE_FULL = with_mask(WIDE, "none")  # tiles of a head one after the other
 
@@ -465,6 +466,13 @@ MUTANTS = (
         _OWN,
         "kSteps, (kRegSteps > 0)>(",
         "kSteps, false>(",
+    ),
+    _numerics(
+        "V in registers never loaded",
+        "mainloop_bwd_64_sm90.h",
+        "this->load_v();",
+        "",
+        NARROWEST,
     ),
     _numerics(
         "mask forgotten", _MAINLOOP, "if (!tile().blocks.is_whole(visit)) apply", "if (0) apply"

@@ -18,7 +18,7 @@ from backward import (
     with_mask,
 )
 from bwd_checks import mutant_problems, visits
-from mutants_bwd_sm90 import COLUMNS, MUTANTS, ROWS, UNEVEN
+from mutants_bwd_sm90 import COLUMNS, MUTANTS, NARROWEST, ROWS, UNEVEN
 from mutants_bwd_wide_sm90 import WIDE, WIDEST
 from mutants_sm90 import ASKING
 from planted import build_mutants
@@ -28,6 +28,7 @@ from flashcute.config import DTYPES, HEAD_DIMS, MASKS, SEMAPHORE_ROWS
 
 EVERY = (ROWS, COLUMNS, UNEVEN, WIDE, WIDEST)
 CONFIGS = [with_mask(config, mask) for config in EVERY for mask in MASKS]
+CONFIGS.append(NARROWEST)  # K and V in registers alone
 # And several tiles for a CTA, whose keys are cut by the end.
 LONG = (1, 300, 700, 2, 1)
 # On three SMs the CTAs own heads, of one and two tiles of keys, and of two query heads.
@@ -38,7 +39,8 @@ STORED_FIRST = ((3, 140, 500, 4, 2, 4), (5, 129, 400, 2, 1, 4), (4, 140, 300, 4,
 # Of more tiles than CTAs or clusters, which share those that are left. b, seqlen_q, seqlen_k, h,
 # h_k, CTAs or clusters. Where tiles are of clusters, half as many queries are as many steps.
 SHARED = ((1, 1500, 100, 4, 4, 3), (1, 3200, 100, 5, 5, 3), (1, 1500, 200, 4, 2, 3))
-# The last two on three SMs, one with queries that see no key, whose sums are zeros first.
+# All but the first and the last on three SMs, one with queries that see no key, whose sums are
+# zeros first; the last one's tiles have one step, behind which V is released ahead of any fence.
 MUTANT_SHAPES = (LONG, *OWNED[1:], (4, 300, 300, 2, 1), (4, 450, 300, 2, 1), (1, 20, 200, 1, 1))
 PLAIN = [with_mask(config, "none") for config in EVERY]
 STORING = [config for config in CONFIGS if config.mask != "local"]

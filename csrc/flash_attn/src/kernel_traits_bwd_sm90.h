@@ -76,10 +76,16 @@ struct KernelTraitsBwdSm90 {
         std::conditional_t<kWide, Layout<Shape<_1, _1, _1>>, Layout<Shape<_2, _1, _1>>>;
     using TiledMmaS =
         TiledMMA<MMA_Atom<sm90::MmaSS<Element, kTileM, sm90::GMMA::Major::K>>, WarpgroupLayout>;
+    using TiledMmaSreg =  // of what is in registers: own_keys_sm90.h
+        TiledMMA<MMA_Atom<sm90::MmaRS<Element, kTileM, sm90::GMMA::Major::K>>, WarpgroupLayout>;
     using TiledMmaDkv =
         TiledMMA<MMA_Atom<sm90::MmaRS<Element, kHeadDim, sm90::GMMA::Major::MN>>, WarpgroupLayout>;
-    // Of K and of V the k16 steps that a warpgroup keeps in registers over a tile, as many as ptxas
-    // has room for: own_keys_sm90.h.
+    // The first thread of a warpgroup in these three.
+    CUTE_HOST_DEVICE static constexpr int first_thread(int warpgroup) {
+        return kWide ? 0 : warpgroup * 128;
+    }
+    // Of K and of V the k16 steps that a warpgroup keeps in registers over a tile
+    // (own_keys_sm90.h): as many as pay, without spills (docs/tried_sm90.md).
     static constexpr int kKeySteps = kHeadDim == 192  ? 12
                                      : kHeadDim == 96 ? 4
                                      : kHeadDim <= 64 ? 2
@@ -88,12 +94,6 @@ struct KernelTraitsBwdSm90 {
                                        : kHeadDim == 96 ? 4
                                        : kHeadDim == 32 ? 2
                                                         : 0;
-    using TiledMmaSreg =
-        TiledMMA<MMA_Atom<sm90::MmaRS<Element, kTileM, sm90::GMMA::Major::K>>, WarpgroupLayout>;
-    // The first thread of a warpgroup in these two.
-    CUTE_HOST_DEVICE static constexpr int first_thread(int warpgroup) {
-        return kWide ? 0 : warpgroup * 128;
-    }
     // dQ = dS K, a sum over all keys of the tile. Each warpgroup, above d = 128 each CTA, computes
     // 64 queries or, where a step has no more, half of the columns, in whole pages of K: at d = 96
     // two of three, and for the other warpgroup the third and a page of zeros behind the tensor.

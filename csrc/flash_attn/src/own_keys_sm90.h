@@ -1,6 +1,6 @@
 // A warpgroup's 64 rows of K or of V as A operand of S^T = K Q^T or dP^T = V dO^T, in the backward.
-// The first k16 steps stay in its registers over a tile, as many as there is room for; the others
-// wgmma reads from shared memory for every block of queries anew.
+// The first k16 steps stay in its registers over a tile, where there is room; the others wgmma
+// reads from shared memory for every block of queries anew.
 #pragma once
 
 #include <arch_sm90.h>
@@ -38,7 +38,8 @@ struct OwnKeysSm90 {
                 copy(copy_own, tSsOwn(_, _, k), tXrOwn(_, _, k));
             }
             // TMA, which is another proxy, overwrites the buffer later: an arrival alone does not
-            // keep that behind ordinary loads.
+            // keep that behind ordinary loads. V of one step's tile is released ahead of all other
+            // fences, above d = 128.
             sm90::fence_async_proxy();
             __syncwarp();
         }
