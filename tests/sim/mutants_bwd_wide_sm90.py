@@ -13,7 +13,7 @@ WIDEST = heuristics.sm90_bwd_config("fp16", 256, "causal")
 _MAINLOOP = "mainloop_bwd_sm90.h"
 _SCHEDULER = "tile_scheduler_bwd_sm90.h"
 _PRODUCER = "producer_bwd_sm90.h"
-_OWN = "own_keys_sm90.h"
+_MMA = "mma_traits_sm90.h"
 _WIDE = "mainloop_bwd_wide_sm90.h"
 _KERNEL = "flash_bwd_kernel_sm90.h"
 _TRAITS = "kernel_traits_bwd_sm90.h"
@@ -132,16 +132,16 @@ ORDER = (
     ),
     _simulator(
         "V in registers without a fence",
-        _OWN,
-        "sm90::fence_async_proxy();",
-        "",
+        _MMA,
+        "fence_async_proxy();\n        __syncwarp();",
+        "__syncwarp();",
         r"writes byte \d+, which a load .* no fence.proxy.async follows it in that thread",
     ),
     _simulator(
         "V in registers released by a lane that knows of no other's fence",
-        _OWN,
-        "__syncwarp();",
-        "",
+        _MMA,
+        "fence_async_proxy();\n        __syncwarp();",
+        "fence_async_proxy();",
         r"writes byte \d+, which a load .* is not ordered after the fence.proxy.async",
     ),
     _wide(

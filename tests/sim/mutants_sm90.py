@@ -50,7 +50,7 @@ _AWAIT_Q = "sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);"
 _TAKE_Q = "load_q_fragments(tSrQreg);"
 _RELEASE_Q = "if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);"
 _RELEASE_ALL_Q = "release(&storage.q_empty[warpgroup]);"
-_FENCE_Q = "sm90::fence_async_proxy();\n                __syncwarp();"
+_FENCE_Q = "fence_async_proxy();\n        __syncwarp();"
 _AWAIT_TILE_EMPTY = "sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);"
 _AWAIT_TILE = """\
 while (true) {
@@ -215,7 +215,7 @@ _RELEASES = (
     ),
     Mutant(
         "Q in registers released without a fence for the asynchronous proxy",
-        _MAINLOOP,
+        _MMA,
         _FENCE_Q,
         "__syncwarp();",
         "simulator",
@@ -224,16 +224,16 @@ _RELEASES = (
     ),
     _simulator(
         "Q partly in registers released without a fence for the asynchronous proxy",
-        _MAINLOOP,
+        _MMA,
         _FENCE_Q,
         "__syncwarp();",
         _UNFENCED,
     ),
     Mutant(
         "Q in registers released by a lane that knows of no other's fence",
-        _MAINLOOP,
+        _MMA,
         _FENCE_Q,
-        "sm90::fence_async_proxy();",
+        "fence_async_proxy();",
         "simulator",
         _UNORDERED,
         STRIDING,
@@ -423,9 +423,9 @@ _DEPENDENCY = (
 _OPERANDS = (
     _numerics(
         "each step's fragments of Q those of the first",
-        _MAINLOOP,
-        "copy(copy_q, tSsQ(_, _, k),",
-        "copy(copy_q, tSsQ(_, _, 0),",
+        _MMA,
+        "cute::copy(copy_a, tCsA(cute::_, cute::_, k),",
+        "cute::copy(copy_a, tCsA(cute::_, cute::_, 0),",
     ),
     _numerics(
         "product of Q in registers lost",

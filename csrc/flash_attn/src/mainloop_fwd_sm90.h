@@ -393,25 +393,12 @@ struct MainloopFwdSm90 {
             q_parity ^= 1;
         }
 
-        // What is kept of Q comes to registers. TMA, which is another proxy, overwrites its buffer
-        // later: an arrival alone does not keep that behind ordinary loads.
+        // What is kept of Q comes to registers.
         template <class Fragment>
         CUTE_DEVICE void load_q_fragments(Fragment &tSrQreg) const {
-            if constexpr (kQRegSteps > 0) {
-                auto const copy_q = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{},
-                                                      typename Traits::TiledMmaQregK{});
-                auto const thr_copy = copy_q.get_slice(thread);
-                Tensor sQ = as_position_independent_swizzle_tensor(make_tensor(
-                    make_smem_ptr(storage.q.data()), typename Traits::SmemLayoutQ{}));  // (M, d)
-                Tensor tSsQ = thr_copy.partition_S(sQ);    // (8, 1, d/16)
-                Tensor tXrQ = thr_copy.retile_D(tSrQreg);  // (8, 1, steps)
-                CUTE_UNROLL
-                for (int k = 0; k < kQRegSteps; ++k) {
-                    copy(copy_q, tSsQ(_, _, k), tXrQ(_, _, k));
-                }
-                sm90::fence_async_proxy();
-                __syncwarp();
-            }
+            Tensor sQ = make_tensor(make_smem_ptr(storage.q.data()),
+                                    typename Traits::SmemLayoutQ{});  // (M, d)
+            sm90::load_steps<typename Traits::TiledMmaQregK>(sQ, thread, tSrQreg);
         }
 
         // Modifies and masks the scores of a visit's block. Rows of a warp decide together how they

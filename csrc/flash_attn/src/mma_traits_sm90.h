@@ -1,6 +1,8 @@
-// wgmma as CuTe MMA atoms, for every N that wgmma_sm90.h lists, and the issue of a whole product.
+// wgmma as CuTe MMA atoms, for every N that wgmma_sm90.h lists, what stays of an operand in
+// registers, and the issue of a whole product.
 #pragma once
 
+#include <arch_sm90.h>
 #include <wgmma_sm90.h>
 
 #include <cute/atom/mma_atom.hpp>
@@ -109,3 +111,28 @@ struct MMA_Traits<flash::sm90::MmaRS<Element, N, kMajorB>>
 };
 
 }  // namespace cute
+
+namespace flash::sm90 {
+
+// The first k16 steps of A, as many as the fragment has, come to registers. TMA, which is another
+// proxy, overwrites their buffer later: an arrival alone does not keep that behind ordinary loads.
+template <class TiledMma, class SmemA, class FragA>
+CUTE_DEVICE void load_steps(SmemA const &sA, int thread, FragA &tCrA) {
+    constexpr int kSteps = decltype(cute::size<2>(tCrA))::value;
+    if constexpr (kSteps > 0) {
+        auto const copy_a = cute::make_tiled_copy_A(
+            cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, typename FragA::value_type>{}, TiledMma{});
+        auto const thr_copy = copy_a.get_slice(thread);
+        cute::Tensor tCsA =
+            thr_copy.partition_S(cute::as_position_independent_swizzle_tensor(sA));  // (8, 1, K/16)
+        cute::Tensor tXrA = thr_copy.retile_D(tCrA);  // (8, 1, steps)
+        CUTE_UNROLL
+        for (int k = 0; k < kSteps; ++k) {
+            cute::copy(copy_a, tCsA(cute::_, cute::_, k), tXrA(cute::_, cute::_, k));
+        }
+        fence_async_proxy();
+        __syncwarp();
+    }
+}
+
+}  // namespace flash::sm90

@@ -22,27 +22,13 @@ struct OwnKeysSm90 {
         Layout<Shape<Shape<_2, _2, _2>, _1, Int<kRegSteps>>>{}));  // (8, 1, steps)
     Fragment tSrOwn;
 
-    // Of a tile whose buffer is full. thread: among those of TiledMmaS.
+    // Of a tile whose buffer is full. thread: among those of TiledMmaS. The fence in it is needed
+    // for V above d = 128, which is released ahead of all others where a tile has one step.
     template <class Own>
     CUTE_DEVICE void load(Own &own, int thread) {
-        if constexpr (kRegSteps > 0) {
-            auto const copy_own = make_tiled_copy_A(Copy_Atom<SM75_U32x4_LDSM_N, Element>{},
-                                                    typename Traits::TiledMmaSreg{});
-            auto const thr_copy = copy_own.get_slice(thread);
-            Tensor sOwn = as_position_independent_swizzle_tensor(
-                make_tensor(make_smem_ptr(own.data()), typename Traits::SmemLayoutK{}));  // (N, d)
-            Tensor tSsOwn = thr_copy.partition_S(sOwn);  // (8, 1, d/16)
-            Tensor tXrOwn = thr_copy.retile_D(tSrOwn);   // (8, 1, steps)
-            CUTE_UNROLL
-            for (int k = 0; k < kRegSteps; ++k) {
-                copy(copy_own, tSsOwn(_, _, k), tXrOwn(_, _, k));
-            }
-            // TMA, which is another proxy, overwrites the buffer later: an arrival alone does not
-            // keep that behind ordinary loads. V of one step's tile is released ahead of all other
-            // fences, above d = 128.
-            sm90::fence_async_proxy();
-            __syncwarp();
-        }
+        Tensor sOwn =
+            make_tensor(make_smem_ptr(own.data()), typename Traits::SmemLayoutK{});  // (N, d)
+        sm90::load_steps<typename Traits::TiledMmaSreg>(sOwn, thread, tSrOwn);
     }
 
     // acc = own visited^T. first_thread: of the warpgroup in TiledMmaS. zero: 0, where ptxas does
