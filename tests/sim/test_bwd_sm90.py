@@ -215,16 +215,17 @@ def planted(tmp_path_factory):
 
 
 def problems_of(config):
-    """Of the second last one other CTAs store dQ at the same time, above d = 128 another cluster;
-    of the last one they share tiles."""
+    """Then some in which other CTAs store dQ at the same time, above d = 128 another cluster, and
+    some in which they share tiles: under several schedules, as a fault shows under some of them."""
     yield from mutant_problems(config, *MUTANT_SHAPES)
     *shape, sms = STORED_FIRST[0]
-    problem = make_problem(config, shape, extras=True)
-    yield dataclasses.replace(problem, launch={"sms": sms, "seed": 2})
+    several = [(shape, sms, seed) for seed in (2, 3, 5)]
     if config.mask == "none":
-        *shape, workers = SHARED[2]
+        for (*shape, workers), seeds in ((SHARED[2], (0,)), (SHARED[0], (2, 3, 5))):
+            several += [(shape, workers * config.cluster, seed) for seed in seeds]
+    for shape, sms, seed in several:
         problem = make_problem(config, shape, extras=True)
-        yield dataclasses.replace(problem, launch={"sms": workers * config.cluster, "seed": 0})
+        yield dataclasses.replace(problem, launch={"sms": sms, "seed": seed})
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
