@@ -217,8 +217,9 @@ def flash_attn_func(
         alibi_slopes: float32 (h,) or (b, h): adds -slope * |i + seqlen_k - seqlen_q - j|.
         deterministic: Ask for bitwise repeatable gradients, as
             ``torch.use_deterministic_algorithms(True)`` does, too. Without it dq is summed
-            up in an order that varies. On an H100 or H200 repeatable gradients take about twice
-            the time, by kernels of the sm80 class. Results are repeatable in any case.
+            up in an order that varies. On an H100 or H200 kernels of the sm80 class compute
+            repeatable gradients: in twice the time of ragged batches of long sequences at head
+            dimension 64, where it was measured. Results are repeatable in any case.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
         sinks: float32 or of q's dtype, (h,): for each query head one more logit, in units of the
             scaled scores, that joins the softmax's denominator and has no value; learnable. With L
