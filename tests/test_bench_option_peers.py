@@ -23,10 +23,10 @@ SMALL = {
 BY_FAMILY = {name.partition("-")[0]: shape for name, shape in SMALL.items()}
 
 
-def make(shape, *names, dtype=torch.float32):
+def make(shape, *names, dtype=torch.float32, what="fwd"):
     q, k, v = inputs.make("normal", shape.tensors, dtype, "cpu")
     # Scores beyond the softcap; sinks and slopes still count beside them.
-    return option_peers.make(q.mul_(10) if shape.softcap else q, k, v, shape, names)
+    return option_peers.make(q.mul_(10) if shape.softcap else q, k, v, shape, names, what)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -34,6 +34,19 @@ def test_contenders_agree(name):
     calls, missing = make(SMALL[name], "flashcute", "torch")
     assert missing == {}
     torch.testing.assert_close(calls["flashcute"](), calls["torch"](), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("what", ["bwd", "fwd+bwd"])
+@pytest.mark.parametrize("name", SMALL)
+def test_gradients_agree(name, what):
+    with torch.no_grad():  # as in a sweep
+        calls, missing = make(SMALL[name], "flashcute", peers.REPEATABLE, "torch", what=what)
+        assert missing == {}
+        expected = calls["torch"]()
+        for call in ("flashcute", peers.REPEATABLE):
+            for found, x in zip(calls[call](), expected, strict=True):
+                torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-4)
+    assert option_peers.trusted(what, "cpu") == "torch" and option_peers.trusted(what, "cuda")
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flashcute import benchmarking as bm
+from flashcute import flash_attn_func
 from flashcute.bench import peers
 
 SHAPE = bm.Shape(1, 16, 16, 4, 2, 32, causal=True)
@@ -39,6 +40,21 @@ def test_gradients_are_those_of_the_same_problem(causal, what):
             torch.testing.assert_close(*found[:2])
             assert found[0].shape == found[2].shape
     assert not q.requires_grad
+
+
+def test_repeatable_gradients_are_a_contender_of_their_own(monkeypatch):
+    asked = []
+
+    def function(*args, deterministic=False, **options):
+        asked.append(deterministic)
+        return flash_attn_func(*args, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(peers, "flash_attn_func", function)
+    q, k, v = bm.make_qkv(SHAPE, torch.float32, "cpu")
+    names = "flashcute", peers.REPEATABLE
+    calls, missing = peers.make(q, k, v, True, names, "bwd")
+    assert (tuple(calls), missing, asked) == (names, {}, [False, True])
+    assert peers.make(q, k, v, True, names)[1] == {peers.REPEATABLE: "a forward always is"}
 
 
 @pytest.mark.parametrize("name", peers.NAMES["cpu"])

@@ -17,8 +17,8 @@ INPUTS = (
     *("constant", "outliers", "peaked", "heavy_tailed", "positive"),
 )
 # Of contenders that are flashcute itself.
-_OURS = ("flashcute", "plain")
-_PEERS = ("fa2", "cudnn", "fa3", "fa3_ragged", "flex", "torch", "plain")
+_OURS = ("flashcute", "plain", "repeatable")
+_PEERS = ("fa2", "cudnn", "fa3", "fa3_ragged", "flex", "torch", "plain", "repeatable")
 
 
 def _peer_module(text: str) -> tuple[str, Path]:
@@ -26,7 +26,7 @@ def _peer_module(text: str) -> tuple[str, Path]:
     name, equals, file = text.partition("=")
     if not equals or not name.isidentifier() or name in _OURS:
         raise argparse.ArgumentTypeError(
-            f"expected NAME=FILE with a name other than {' and '.join(_OURS)}, got {text!r}"
+            f"expected NAME=FILE with a name other than {', '.join(_OURS)}, got {text!r}"
         )
     if not Path(file).is_file():
         raise argparse.ArgumentTypeError(f"expected a Python file in {text!r}, found none")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["sweep"],
         metavar="sweep|models|options|NAME",
-        help="the sweep, all shapes of public models, all options of the forward (windows, sinks, "
+        help="the sweep, all shapes of public models, all options (windows, sinks, "
         "packed sequences, softcap, ALiBi), or the models and options with NAME in theirs; of "
         "--pass decode, append and integrations all points, or those with NAME in theirs, as "
         "64x4096, h32/8, mixed, gpt",
@@ -106,7 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=_PEERS,
         help="default: all that run here; plain: without the option; fa3_ragged: a mixed batch of "
-        "--pass decode in one call of fa3, which else takes two",
+        "--pass decode in one call of fa3, which else takes two; repeatable: flashcute's gradients "
+        "with deterministic=True",
     )
     parser.add_argument(
         "--peer-module",

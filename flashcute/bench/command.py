@@ -89,6 +89,7 @@ def _problem(variant: Variant) -> FwdProblem:
         window=None if option.window == (-1, -1) else option.window,
         softcap=option.softcap > 0,
         alibi=option.alibi,
+        varlen=bool(option.lengths),
     )
     if not option.lengths:
         return problem
@@ -179,11 +180,6 @@ def _measure(args: argparse.Namespace) -> dict:
     options = _options(args)
     on_gpu = options.device == "cuda"
     wanted = _points(args, on_gpu)
-    if args.what != "fwd" and any(isinstance(v.shape, Option) for point in wanted for v in point):
-        raise ValueError(
-            f"flashcute bench: expected --pass fwd with --shapes options, got --pass {args.what}; "
-            "leave one of them out"
-        )
     if args.peers is None:
         options = dataclasses.replace(options, names=_usual(wanted, options.device))
     modules = {name: peers.load_module(name, path) for name, path in args.peer_module}

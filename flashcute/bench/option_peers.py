@@ -1,7 +1,7 @@
 """The contenders on shapes with options, each as one call on the same tensors.
 
 Beside the peers there is ``plain``: flashcute without the option, on the same tensors. cuDNN is
-none of them: PyTorch's op for dense tensors takes no option.
+none of them: PyTorch's op for dense tensors takes no option. Gradients are those of q, k and v.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from . import peers
 from .options import Option
 
 TRUSTED = "torch"  # outputs are compared with its; on a GPU it is not timed
+# Gradients on a GPU with these, as those of TRUSTED take memory for all scores.
+_TRUSTED_GRADIENTS = "fa2"
 PLAIN = "plain"
 # On each kind of device: flashcute, its peers, and flashcute without the option.
 NAMES = {"cuda": ("flashcute", "fa2", "fa3", "flex", PLAIN), "cpu": ("flashcute", TRUSTED, PLAIN)}
@@ -37,8 +39,14 @@ class _Problem(NamedTuple):
     cu_seqlens: torch.Tensor | None
 
 
-def _problem(q, k, v, shape: Option) -> _Problem:
-    """Of tensors with the sizes ``shape.tensors``."""
+def trusted(what: str, device: str) -> str:
+    """The peer that results of a pass are compared with."""
+    return TRUSTED if what == "fwd" or device == "cpu" else _TRUSTED_GRADIENTS
+
+
+def _problem(q, k, v, shape: Option, what: str) -> _Problem:
+    """Of tensors with the sizes ``shape.tensors``; gradients are wanted in other passes than
+    ``"fwd"``."""
     sinks = slopes = cu_seqlens = None
     like = {"dtype": torch.float32, "device": q.device}
     if shape.sinks:  # about as large as the log-sum-exp of a row, so that a wrong sink shows
@@ -50,12 +58,14 @@ def _problem(q, k, v, shape: Option) -> _Problem:
         ends = torch.tensor((0, *shape.lengths)).cumsum(0)
         cu_seqlens = ends.to(torch.int32).to(q.device)
         q, k, v = q[0], k[0], v[0]
+    if what != "fwd":
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     return _Problem(q, k, v, shape, sinks, slopes, cu_seqlens)
 
 
-def _flashcute(x: _Problem):
+def _flashcute(x: _Problem, **options):
     shape = x.shape
-    options = {
+    options |= {
         "window_size": shape.window if shape.window != (-1, -1) else None,
         "softcap": shape.softcap or None,
         "alibi_slopes": x.slopes,
@@ -69,6 +79,12 @@ def _flashcute(x: _Problem):
             flash_attn_varlen_func, x.q, x.k, x.v, *lengths, causal=shape.causal, **options
         )
     return call
+
+
+def _repeatable(x: _Problem):
+    if not x.q.requires_grad:
+        raise NotImplementedError("a forward always is")
+    return _flashcute(x, deterministic=True)
 
 
 def _plain(x: _Problem):
@@ -166,22 +182,19 @@ def _torch(x: _Problem):
 
     def call():
         q, k, v = (y.split(lengths) if lengths else y.unbind() for y in x[:3])
-        out = torch.empty_like(x.q)
-        outs = out.split(lengths) if lengths else out.unbind()
-        for one in zip(q, k, v, outs, strict=True):
-            _attend(x, *one)
-        return out
+        outs = [_attend(x, *one) for one in zip(q, k, v, strict=True)]
+        return torch.cat(outs) if lengths else torch.stack(outs)
 
     return call
 
 
-def _attend(x: _Problem, q, k, v, out) -> None:
-    """Writes the output of one sequence, all of ``(s, h, d)``."""
+def _attend(x: _Problem, q, k, v) -> torch.Tensor:
+    """The output of one sequence, all of ``(s, h, d)``."""
     shape, (s, h, d) = x.shape, q.shape
     k, v = (y.float().repeat_interleave(h // shape.h_k, dim=1) for y in (k, v))
     keys = torch.arange(s, device=q.device)
     left, right = shape.sides
-    rows = max(1, _CHUNK // (h * s))
+    rows, outs = max(1, _CHUNK // (h * s)), []
     for first in range(0, s, rows):
         part = slice(first, first + rows)
         scores = torch.einsum("qhd,khd->hqk", q[part].float(), k) / math.sqrt(d)
@@ -198,24 +211,35 @@ def _attend(x: _Problem, q, k, v, out) -> None:
             sinks = x.sinks[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, sinks], dim=-1)
         weights = scores.softmax(-1)[..., :s]
-        out[part] = torch.einsum("hqk,khd->qhd", weights, v)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype))
+    return torch.cat(outs)
 
 
 _MAKERS: dict[str, Callable[[_Problem], Callable[[], torch.Tensor]]] = {
     **{"flashcute": _flashcute, PLAIN: _plain, "fa2": _fa2, "fa3": _fa3, "flex": _flex},
-    **{"cudnn": _cudnn, "torch": _torch},
+    **{"cudnn": _cudnn, "torch": _torch, peers.REPEATABLE: _repeatable},
 }
 
 
+def _call(maker: Callable, x: _Problem, what: str) -> Callable[[], peers.Result]:
+    """The contender's pass ``what``, one of ``peers.PASSES``."""
+    return maker(x) if what == "fwd" else peers.gradients(lambda: maker(x), x[:3], what)
+
+
 def make(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Option, names: tuple[str, ...]
-) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, str]]:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shape: Option,
+    names: tuple[str, ...],
+    what: str = "fwd",
+) -> tuple[dict[str, Callable[[], peers.Result]], dict[str, str]]:
     """:func:`flashcute.bench.peers.make` of a shape with options, of the sizes ``shape.tensors``.
 
     flashcute, too, is missing where :func:`flashcute.supports` says no, with its reasons. Packed
     outputs are ``(tokens, h, d)``.
     """
-    problem = _problem(q, k, v, shape)
+    problem = _problem(q, k, v, shape, what)
     answer = supports(
         device=q.device,
         dtype=q.dtype,
@@ -230,7 +254,7 @@ def make(
         cu_seqlens=problem.cu_seqlens,
     )
     refused = {} if answer or "flashcute" not in names else {"flashcute": "; ".join(answer.reasons)}
-    makers = {name: partial(maker, problem) for name, maker in _MAKERS.items()}
+    makers = {name: partial(_call, maker, problem, what) for name, maker in _MAKERS.items()}
     wanted = tuple(name for name in names if name not in refused)
     calls, missing = peers.attempt(makers, wanted, q.is_cuda)
     return calls, refused | missing

@@ -21,10 +21,17 @@ from .. import flash_attn_func
 aten = torch.ops.aten
 # FlashAttention-3's own module, and that of the wheel fa3-fwd, which is bf16 only.
 _FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
+REPEATABLE = "repeatable"  # flashcute's gradients with deterministic=True
 
 
 def _flashcute(q, k, v, causal):
     return lambda: flash_attn_func(q, k, v, causal=causal)
+
+
+def _repeatable(q, k, v, causal):
+    if not q.requires_grad:
+        raise NotImplementedError("a forward always is")
+    return lambda: flash_attn_func(q, k, v, causal=causal, deterministic=True)
 
 
 def fa2(q, k, v, causal):
@@ -86,6 +93,7 @@ def _torch(q, k, v, causal):
 
 
 _MAKERS = {"flashcute": _flashcute, "fa2": fa2, "cudnn": cudnn, "fa3": _fa3, "torch": _torch}
+_MAKERS[REPEATABLE] = _repeatable
 # What is timed, and its FLOPs over those of the forward: five products of a pair of tiles over two.
 PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 Result = torch.Tensor | tuple[torch.Tensor, ...]
@@ -104,9 +112,23 @@ def _call(maker: Callable, q, k, v, causal: bool, what: str) -> Callable[[], Res
     if what == "fwd":
         return maker(q, k, v, causal)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    dout = _gradient(q)
+    return gradients(lambda: maker(*inputs, causal), inputs, what)
+
+
+def gradients(
+    make_forward: Callable[[], Callable[[], torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    what: str,
+) -> Callable[[], Result]:
+    """A call for the gradients of q, k and v, with the forward before it for ``"fwd+bwd"``.
+
+    Args:
+        make_forward: Returns a call for the output, of the shape of q.
+        inputs: q, k and v, leaves that want gradients.
+    """
+    dout = _gradient(inputs[0])
     with torch.enable_grad():
-        forward = maker(*inputs, causal)
+        forward = make_forward()
         out = forward()
 
     def both() -> Result:

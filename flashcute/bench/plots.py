@@ -14,6 +14,7 @@ from .table import Part, describe, over_normal, parts, pass_of, ratio, unit_of
 _COLOURS = {
     **{"flashcute": "#d1495b", "fa2": "#2a6f97", "cudnn": "#6a994e", "fa3": "#8d6a9f"},
     **{"torch": "#2a6f97", "flex": "#bc8034", "plain": "#e7a1ab", "fa3_ragged": "#c4aed0"},
+    "repeatable": "#8c9db5",
 }
 _MASKS = {False: "full", True: "causal"}
 

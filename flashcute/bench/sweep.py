@@ -256,8 +256,10 @@ def _make(
     shape, device = variant.shape, options.device
     if isinstance(shape, Option | Serving):
         trusted, sizes = option_peers.TRUSTED, shape.tensors
-        contenders = option_peers if isinstance(shape, Option) else serving_peers
-        make = functools.partial(contenders.make, shape=shape)
+        make = functools.partial(serving_peers.make, shape=shape)
+        if isinstance(shape, Option):
+            trusted = option_peers.trusted(options.what, device)
+            make = functools.partial(option_peers.make, shape=shape, what=options.what)
     else:
         trusted, sizes = peers.NAMES[device][1], shape
         make = functools.partial(

@@ -64,7 +64,7 @@ def seqlens(row: Mapping) -> str:
 
 def best_peer(row: Mapping, field: str = "us") -> str | None:
     """The fastest contender beside flashcute with and without options, None where there is none."""
-    ours = ("flashcute", option_peers.PLAIN)
+    ours = ("flashcute", option_peers.PLAIN, peers.REPEATABLE)
     others = {name: us for name, us in row.get(field, {}).items() if name not in ours}
     return min(others, key=others.__getitem__, default=None)
 
