@@ -346,7 +346,7 @@ def bwd_with_options(
 
 
 def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
-    """The sm90 class's backward; not a deterministic one, as the order of dQ's sums varies."""
+    """The sm90 class's backward, whose sums of dQ have an order if that is asked for."""
     tile = BwdTile(*SM90_BWD_TILES[head_dim], 8, 2, 1)
     return BwdConfig(90, dtype, head_dim, mask, tile, tile, fused=True)
 
@@ -539,9 +539,9 @@ def bwd_configs_in_use(
 ) -> list[BwdConfig]:
     """What :func:`choose_bwd` may answer with, the one for a deterministic backward last."""
     mask = "causal" if causal else "none"
-    fastest = fused_bwd_config(dtype, head_dim, mask, capability)
     if kernel_class(capability) == 90:
-        fastest = sm90_bwd_config(dtype, head_dim, mask)
+        return [sm90_bwd_config(dtype, head_dim, mask)]
+    fastest = fused_bwd_config(dtype, head_dim, mask, capability)
     return [c for c in (fastest, bwd_config(dtype, head_dim, mask)) if c is not None]
 
 
@@ -570,9 +570,9 @@ def choose_bwd(
     options = {name: getattr(problem, name) for name in BWD_OPTIONS}
     short = problem.varlen and min(problem.seqlen_q, problem.seqlen_k) < 2 * ROW_STATS_MULTIPLE
     scored = problem.softcap or problem.alibi or problem.dropout
+    if kernel_class(capability) == 90 and not (scored or short):
+        return bwd_with_options(sm90_bwd_config(problem.dtype, head_dim, mask), **options)
     if not (deterministic or short):
-        if kernel_class(capability) == 90 and not scored:
-            return bwd_with_options(sm90_bwd_config(problem.dtype, head_dim, mask), **options)
         fused = fused_bwd_config(problem.dtype, head_dim, mask, capability)
         if every and fused is not None:
             return bwd_with_options(fused, **options)

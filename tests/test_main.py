@@ -99,8 +99,8 @@ def test_selection_is_the_product_of_the_choices():
 
 
 def _backwards_of_hopper():
-    """One kernel of the sm80 class for all gradients is for other GPUs."""
-    return [c for c in heuristics.shipped_bwd_configs() if c.arch == 90 or not c.fused]
+    """Those of the sm80 class are for other GPUs."""
+    return heuristics.shipped_bwd_configs(90)
 
 
 def test_all_is_what_ships_with_the_tiles_of_the_target():

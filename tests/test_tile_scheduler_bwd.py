@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -288,3 +289,40 @@ def test_tiles_are_shared_where_that_saves_steps(lib):
     assert shared(1, 1, 1, 132 * SEMAPHORE_ROWS, 133 * KEYS) == 1
     most = shared(1 << 12, 1 << 12, 1 << 12, 1 << 20, 100 * KEYS)
     assert most == (100 << 24) % 132, "no product leaves 64 bits"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_of_a_window_that_visit_a_block_follow_each_other(lib, seed):
+    """From the first one on, which each of them computes to wait for those before it alone."""
+    rng = random.Random(seed)
+    seen = 0
+    for _ in range(100):
+        lengths = (rng.choice((1, 63, 64, 200, 700, 1500)) + rng.randrange(100) for _ in range(2))
+        params = problem(1, 1, 1, *lengths)
+        params.window_left, params.window_right = (rng.choice((0, 7, 130, 2000)) for _ in range(2))
+        visitors = {}
+        for n in range(-(-params.seqlen_k // 128)):
+            begin, end = ctypes.c_int(), ctypes.c_int()
+            lib.visited_blocks(ctypes.byref(params), n, ctypes.byref(begin), ctypes.byref(end))
+            for m in range(begin.value, end.value):
+                visitors.setdefault(m, []).append(n)
+        for m, tiles in visitors.items():
+            first = lib.first_visitor(ctypes.byref(params), m)
+            assert tiles == list(range(first, first + len(tiles)))
+            seen += len(tiles)
+    assert seen > 1000
+
+
+def test_tiles_that_keep_their_order_store_first_wherever_they_may(lib):
+    def stores(*sizes, deterministic, **changed):
+        params = problem(*sizes)
+        params.deterministic = deterministic
+        for name, value in changed.items():
+            setattr(params, name, value)
+        return lib.may_store_first(ctypes.byref(params), 132, True)
+
+    for sizes in ((1, 1, 1, 16 * 1024), (1, 1, 1, 1)):  # long heads, and few tiles
+        assert stores(*sizes, deterministic=1) and not stores(*sizes, deterministic=0)
+    # The first tile does not visit queries that see no key.
+    assert not stores(64, 16, 16, 512, 256, deterministic=1)
+    assert not stores(1, 1, 1, 1024, deterministic=1, dq_semaphore_ptr=None)

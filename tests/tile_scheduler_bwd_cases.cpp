@@ -74,6 +74,20 @@ void get_pieces(Flash_bwd_params const *params, int workers, int rest, int worke
     Shared::get_pieces(*params, {tiles, 1, nullptr, nullptr}, workers, rest, worker, pieces);
 }
 
+// Of a window: the blocks of queries that tile n of keys visits, [*begin, *end), and the first tile
+// that visits block m.
+using Window = flash::BlockInfo<flash::MaskKind::local, 64, 128>;
+void visited_blocks(Flash_bwd_params const *params, int n, int *begin, int *end) {
+    WorkTile const tile{.m_block = n, .seqlen_q = params->seqlen_q, .seqlen_k = params->seqlen_k};
+    flash::BlockRange const blocks = Window::query_block_range(*params, tile, n);
+    *begin = blocks.begin;
+    *end = blocks.begin + blocks.count;
+}
+int first_visitor(Flash_bwd_params const *params, int m) {
+    WorkTile const tile{.seqlen_q = params->seqlen_q, .seqlen_k = params->seqlen_k};
+    return Window::first_visitor(*params, tile, m);
+}
+
 WorkTile get_tile(Flash_bwd_params const *params, int tiles, int group, int index) {
     return Scheduler::get_tile(*params, {tiles, group, nullptr, nullptr}, index);
 }

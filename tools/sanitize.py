@@ -62,9 +62,10 @@ def configs(capability: tuple[int, int]) -> tuple[list, list]:
     for head_dim, causal in itertools.product(HEAD_DIMS, (False, True)):
         forward += heuristics.configs_in_use("bf16", head_dim, causal, capability)
         kernels = heuristics.bwd_configs_in_use("bf16", head_dim, causal, capability)
-        if heuristics.kernel_class(capability) == 90:  # which has one kernel for options alone
+        if heuristics.kernel_class(capability) == 90:  # which has those for options alone
             mask = "causal" if causal else "none"
             kernels.append(heuristics.fused_bwd_config("bf16", head_dim, mask, capability))
+            kernels.append(heuristics.bwd_config("bf16", head_dim, mask))
         ragged = [heuristics.bwd_with_options(config, varlen=True) for config in kernels]
         backward += dict.fromkeys(kernels + ragged)
     return forward, backward

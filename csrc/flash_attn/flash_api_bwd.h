@@ -134,7 +134,7 @@ inline std::array<MaybeTensor, 2> set_workspaces(Flash_bwd_params &params,
         const int64_t sizes[] = {size}, strides[] = {1};
         return empty(sizes, strides, aoti_torch_dtype_float32(), device);
     };
-    const int64_t semaphores = kernel.dq_accum > 0 ? rows / kSemaphoreRows : 0;
+    const int64_t semaphores = kernel.dq_accum > 0 ? rows / kSemaphoreRows + 1 : 0;
     std::array<MaybeTensor, 2> made = {make(rows * (2 + kernel.dq_accum) + semaphores)};
     params.row_stats_ptr = static_cast<float *>(made[0]->mutable_data_ptr());
     if (kernel.dq_accum > 0) {
@@ -236,6 +236,7 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         set_sizes(params, problem);
         set_strides(params, q, k, v, out);
         set_bwd_strides(params, dout, dq_layout, dk_layout, dv_layout);
+        params.deterministic = (wanted & kDeterministic) != 0;
         params.seqlen_q_rounded = static_cast<int32_t>((q.s + kRowStatsMultiple - 1) /
                                                        kRowStatsMultiple * kRowStatsMultiple);
         MaybeTensor plan;  // given back to the stream's memory once all is enqueued

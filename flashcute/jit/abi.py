@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..config import ROW_STATS_MULTIPLE
+from ..config import ROW_STATS_MULTIPLE, SEMAPHORE_ROWS
 
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 17  # flash::kAbiVersion
+ABI_VERSION = 18  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
@@ -84,6 +84,7 @@ class FlashFwdParams(ctypes.Structure):
         ("dropout_bound", ctypes.c_uint32),
         ("dropout_flip", ctypes.c_uint32),
         ("dropout_scale", ctypes.c_float),
+        ("plan_in_order", ctypes.c_int32),
     ]
 
 
@@ -105,6 +106,7 @@ class FlashBwdParams(FlashFwdParams):
             for dim in dims
         ),
         ("seqlen_q_rounded", ctypes.c_int32),
+        ("deterministic", ctypes.c_int32),
     ]
 
 
@@ -170,7 +172,8 @@ def bwd_params(
 
     Args:
         tensors: As in :func:`fwd_params`, and do, dlse, dq, dk, dv, dsinks, row_stats, whose third
-            dimension is the rounded length of the queries, dq_accum, dq_semaphore and dkv_partial.
+            dimension is the rounded length of the queries, dq_accum, dq_semaphore, flat, and
+            dkv_partial.
         softmax_scale: Of the scores.
         window_size: (left, right) of kernels with the mask ``"local"``, both >= 0.
         softcap: Of kernels with softcap, > 0.
@@ -287,6 +290,11 @@ def bwd_plan_words(total_q: int, total_k: int, b: int) -> int:
     return plan_words(plan_capacity(max(total_q, total_k), b, 64), b)
 
 
+def semaphores(heads: int, rows: int) -> int:
+    """Words of ``dq_semaphore_ptr``, of so many heads of so many rows of statistics."""
+    return heads * rows // SEMAPHORE_ROWS + 1
+
+
 def row_stats_rows(total_q: int, b: int) -> int:
     """``flash::row_stats_rows()``."""
     return (total_q // ROW_STATS_MULTIPLE + b + 2) * ROW_STATS_MULTIPLE
@@ -347,7 +355,7 @@ def varlen_bwd_params(
     Args:
         tensors: As in :func:`varlen_params`, plan of :func:`bwd_plan_words` words; do, dq, dk and
             dv as q, k and v, dlse (h, total_q), row_stats (h, row_stats_rows(), 2); with fused
-            dq_accum (h, row_stats_rows(), dq_accum of the configuration).
+            dq_accum (h, row_stats_rows(), dq_accum of the configuration) and dq_semaphore.
         max_seqlen_q: As in :func:`varlen_params`.
     """
     options = window_size, softcap, dropout_p

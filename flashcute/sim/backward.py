@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import ROW_STATS_MULTIPLE, SEMAPHORE_ROWS, BwdConfig
+from ..config import ROW_STATS_MULTIPLE, BwdConfig
 from ..jit import abi
 from . import COPY_MODES
 from .run import SimResult, _check, _check_scores, _kernel, _runner, run_program
@@ -31,6 +31,7 @@ def run_bwd(
     alibi_slopes: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    deterministic: bool = False,
     seed: int = 0,
     copy_mode: str = "late",
     checker: str = "none",
@@ -53,6 +54,7 @@ def run_bwd(
         dlse: (b, h, seqlen_q), float32, gradient of lse; zeros by default.
         softmax_scale, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p: As in the
             forward.
+        deterministic: Bitwise repeatable gradients, of kernels that have them.
         seed, copy_mode, checker, smem_limit, sms, launches, kernel, timeout: As in
             :func:`run_fwd`.
         gradients: Where the gradients go, by ``"dq"``, ``"dk"`` and ``"dv"``, with the shapes of q,
@@ -62,8 +64,8 @@ def run_bwd(
     Returns:
         A result whose outputs are those wanted, with sinks ``dsinks`` (h,) in float32, and the
         workspaces ``row_stats`` and, with ``fused``, ``dq_accum``, in the sm90 class
-        ``dq_semaphore``, too, -1 where no CTA waits for others, and without a mask ``dkv_partial``,
-        NaN where none leaves sums to others; its counters are those of all kernels together.
+        ``dq_semaphore``, too, flat, and without a mask ``dkv_partial``, NaN where none leaves sums
+        to others; its counters are those of all kernels together.
 
     Raises:
         ValueError, TypeError, BuildError: as :func:`run_fwd`.
@@ -83,8 +85,8 @@ def run_bwd(
         shape = (b, h, rounded, config.dq_accum)
         outputs["dq_accum"] = q.new_full(shape, math.nan, dtype=torch.float32)
         if config.arch == 90:
-            shape = (b, h, rounded // SEMAPHORE_ROWS)
-            outputs["dq_semaphore"] = torch.full(shape, -1, dtype=torch.int32)
+            words = abi.semaphores(b * h, rounded)
+            outputs["dq_semaphore"] = torch.full((words,), -1, dtype=torch.int32)
             if config.mask == "none":
                 shape = (sms, 2, config.dkv.rows, config.head_dim)
                 outputs["dkv_partial"] = q.new_full(shape, math.nan, dtype=torch.float32)
@@ -93,6 +95,7 @@ def run_bwd(
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches, 0, 1 << 32, 0, 1)
     params = abi.bwd_params({**inputs, **outputs}, scale, window_size, softcap, dropout_p)
+    params.deterministic = deterministic
     command = [str(_runner(checker)), str(path), function]
     return run_program(command, params, inputs, outputs, settings, timeout)
 
@@ -119,6 +122,7 @@ def run_varlen_bwd(
     alibi_slopes: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    deterministic: bool = False,
     seed: int = 0,
     copy_mode: str = "late",
     checker: str = "none",
@@ -163,6 +167,9 @@ def run_varlen_bwd(
     if config.dq_accum:
         shape = (h, rows, config.dq_accum)
         outputs["dq_accum"] = q.new_full(shape, math.nan, dtype=torch.float32)
+        if config.arch == 90:
+            words = abi.semaphores(h, rows)
+            outputs["dq_semaphore"] = torch.full((words,), -1, dtype=torch.int32)
     words = abi.bwd_plan_words(total_q, k.shape[0], b)
     outputs["plan"] = torch.full((words,), -1, dtype=torch.int32)
     if sinks is not None:
@@ -171,6 +178,7 @@ def run_varlen_bwd(
     settings = (seed, COPY_MODES.index(copy_mode), 227 * 1024, sms, launches, 0, 1 << 32, 0, 1)
     options = window_size, softcap, dropout_p
     params = abi.varlen_bwd_params({**inputs, **outputs}, scale, max_seqlen_q, *options)
+    params.deterministic = deterministic
     command = [str(_runner(checker)), str(path), function]
     return run_program(command, params, inputs, outputs, settings, timeout)
 

@@ -105,3 +105,22 @@ def kernel_class(request: pytest.FixtureRequest):
 def poisoned_outputs():
     with conditions.outputs_of_nan():
         yield
+
+
+@pytest.fixture
+def busy_memory():
+    """``busy_memory()`` has a few SMs read and write 100 MB on a stream beside.
+
+    One row is one CTA's: kernels that fill every SM would run before or after ours, not beside.
+    """
+    rows = torch.rand(24, 2**19, device="cuda")
+    results = torch.empty_like(rows)
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+    def start() -> None:
+        with torch.cuda.stream(side):
+            torch.softmax(rows, 1, out=results)
+
+    yield start
+    torch.cuda.synchronize()

@@ -181,6 +181,7 @@ def test_sums_that_ctas_leave_to_others_have_the_room_that_the_kernel_asks_for(
 def test_repeatable_gradients_are_a_problem_of_their_own(stand_in, wanted: int) -> None:
     _bwd(wanted=wanted)
     assert [problem["backward"] for problem in stand_in.problems] == [1 + (wanted >> 4)]
+    assert [params["deterministic"] for params, _ in stand_in.backwards] == [wanted >> 4]
 
 
 @pytest.mark.parametrize("wanted", range(16))

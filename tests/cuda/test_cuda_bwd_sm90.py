@@ -74,7 +74,9 @@ def masked(config: BwdConfig) -> dict[str, object]:
     return {"causal": config.mask == "causal", "window_size": window}
 
 
-def backward(config: BwdConfig, tensors, dlse, options, lengths=()) -> tuple[torch.Tensor, ...]:
+def backward(
+    config: BwdConfig, tensors, dlse, options, lengths=(), deterministic: bool = False
+) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv and dsinks of the kernel, by the operator.
 
     tensors: dout, q, k, v, out and lse. options: of the reference. lengths: of a ragged batch:
@@ -83,7 +85,7 @@ def backward(config: BwdConfig, tensors, dlse, options, lengths=()) -> tuple[tor
     operators = torch.ops.flashcute
     operator = operators.bwd_varlen if config.varlen else operators.bwd
     sinks, scale = options.get("sinks"), tensors[1].shape[-1] ** -0.5
-    wanted = 7 if sinks is None else 15
+    wanted = (7 if sinks is None else 15) | deterministic << 4
     masks = options["causal"], *options["window_size"]
     return operator.default(*tensors, dlse, *lengths, scale, *masks, sinks, wanted)
 
@@ -190,6 +192,39 @@ def test_first_tiles_store_dq(dense: BwdConfig, lengths, poisoned_outputs) -> No
         step = dense.dkv.step // SEMAPHORE_ROWS
         blocks = -(-lengths[0] // dense.dkv.step)
         assert semaphores[..., ::step][..., :blocks].eq(dense.cluster).all()
+
+
+@each
+def test_1000_repeats_are_bitwise_equal_under_memory_pressure(
+    dense: BwdConfig, busy_memory, poisoned_outputs, count_cases
+) -> None:
+    """Of more tiles than the GPU holds at once, which add to dQ in their order; and of a ragged
+    batch of the same sequences, which has the same bits."""
+    (b, n, m, h, h_k), d = (4, 500, 1100, 8, 4), dense.head_dim
+    dout, q, k, v = tokens(dense, *[(b, n, h, d)] * 2, *[(b, m, h_k, d)] * 2)
+    options = masked(dense)
+    out, lse, _ = attention_ref(q, k, v, upcast=torch.float64, **options)
+    tensors = dout, q, k, v, out.to(q.dtype)
+    packed = *(x.flatten(0, 1) for x in tensors), lse.float().transpose(0, 1).flatten(1)
+    lengths = starts([n] * b), starts([m] * b), None, None, n, m
+    differences = torch.zeros((), device="cuda", dtype=torch.int64)
+    for config, given in ((dense, (*tensors, lse.float())), (ragged(dense), packed)):
+        asked = given, None, options, lengths if config.varlen else (), True
+        with computed_by(config):
+            if config == dense:
+                expected = backward(config, *asked)[:3]
+                found = dict(zip(NAMES, expected, strict=False))
+                testing.check_backward(found, q, k, v, dout, **options)
+            for repeat in range(1000):
+                busy_memory()
+                filler = torch.empty(1 + repeat * 4097, device="cuda")
+                again = backward(config, *asked)[:3]
+                differences += sum(
+                    (x.flatten() != y.flatten()).any() for x, y in zip(expected, again, strict=True)
+                )
+                del filler
+    assert differences.item() == 0
+    count_cases("repeats of gradients", 2000)
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["heads", "tiles"])

@@ -177,9 +177,9 @@ MUTANTS = (
     ),
     _numerics(
         "counters of shared tiles not reset",
-        "flash_bwd_launch_template_sm90.h",
-        "if (!Traits::kStoresFirst && params.dkv_partial_ptr == nullptr) {",
-        "if (!Traits::kStoresFirst) {",
+        _PREPROCESS,
+        "params.dq_semaphore_ptr[first_row / kSemaphoreRows] = 0;",
+        "",
         _FULL,
         report=POLLS,
     ),
@@ -286,8 +286,8 @@ MUTANTS = (
     _simulator(
         "dQ read without waiting for it",
         _WRITER,
-        "sm90::barrier_wait(&storage.dq_full, dq.parity());",
-        "",
+        "sm90::barrier_wait(&storage.dq_full, dq.parity());\n        // Between",
+        "// Between",
         f"a TMA store reads byte|{ARRIVES_TWICE}",
     ),
     _numerics("dQ of all steps added to the first", _WRITER, "step.advance(ratio);", ""),
@@ -412,7 +412,7 @@ MUTANTS = (
     _simulator(
         "loads before the kernel before has ended",
         _PRODUCER,
-        "if constexpr (!kWaitsFirst) cudaGridDependencySynchronize();",
+        "if (!waits_first) cudaGridDependencySynchronize();",
         "",
         _EARLY,
     ),
@@ -486,21 +486,21 @@ MUTANTS = (
     _numerics(
         "dQ added before the first tile has stored its own",
         _WRITER,
-        "if constexpr (Traits::kStoresFirst) await(semaphore);",
+        "if (before > 0 && writers == 1) await(semaphore, before);",
         "",
     ),
     _numerics(
         "a block of dQ counted before it is stored",
         _WRITER,
-        "sm90::bulk_wait();\n                sm90::fence_async_proxy_global();",
+        "sm90::bulk_wait();\n            sm90::fence_async_proxy_global();",
         "sm90::fence_async_proxy_global();",
     ),
     _numerics("first tiles add to what is there", _WRITER, "bulk_store(", "bulk_reduce_add("),
     _numerics(
         "dQ of a wide head added before the first tile has stored its own",
         _ORDER,
-        "if (!first) await(params.dq_semaphore_ptr + semaphore);",
-        "",
+        "while (ctas > 0 && ",
+        "while (false && ",
         _WIDE_FULL,
     ),
     Mutant(

@@ -87,7 +87,7 @@ MUTANTS = (
     _mutant(
         "plan read before it is complete",
         _PRODUCER,
-        "if constexpr (kWaitsFirst) cudaGridDependencySynchronize();",
+        "if (waits_first) cudaGridDependencySynchronize();",
         "",
         "before griddepcontrol.wait|no thread executes griddepcontrol.wait|^numerics$",
     ),

@@ -229,6 +229,14 @@ CUTE_DEVICE unsigned add_acq_rel(unsigned *counter, unsigned value) {
     return before;
 }
 
+// Adds to such a counter; the first half of that is before it, which is sooner done.
+CUTE_DEVICE void add_release(unsigned *counter, unsigned value) {
+    asm volatile(
+        "red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(__cvta_generic_to_global(counter)),
+        "r"(value)
+        : "memory");
+}
+
 // Loads such a counter. What came before the additions that it has seen comes before what follows.
 CUTE_DEVICE unsigned load_acquire(unsigned const *counter) {
     unsigned x;

@@ -81,6 +81,13 @@ struct BlockInfo {
                 unmasked > 0 ? unmasked_begin - begin : 0};
     }
 
+    // The first block of keys that visits a block of queries, which some block of keys visits. All
+    // from there to the last one that does visit it.
+    CUTE_HOST_DEVICE static int first_visitor(Flash_fwd_params const &params, WorkTile const &tile,
+                                              int m_block) {
+        return visible_keys<kMask>(params, tile, m_block * kTileM).begin / kTileN;
+    }
+
     // For a tile of keys whose parts of dQ are summed up. Behind the last key P may be infinite,
     // and infinity times a K of zeros is NaN: a tile that the last key cuts masks every block.
     CUTE_HOST_DEVICE static void mask_behind_keys(WorkTile &tile, int seqlen_k) {

@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to the parameters, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 17;
+inline constexpr int32_t kAbiVersion = 18;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -192,6 +192,8 @@ struct Flash_fwd_params {
     // multiplied, one over the probability to be kept.
     uint32_t dropout_bound, dropout_flip;
     float dropout_scale;
+
+    int32_t plan_in_order;  // 0 or 1: a plan has a sequence's tiles in order, not longest first
 };
 
 // A weight has 16 random bits, which are compared with a bound as numbers of type half: patterns
@@ -274,9 +276,11 @@ struct Flash_bwd_params : Flash_fwd_params {
     // a step are together, in the order of the accumulators that hold them. Where CTAs own heads
     // (sm90), those in work are at its beginning.
     float *dq_accum_ptr;
-    // Workspace of BwdConfig::fused, (b, h, seqlen_q_rounded / kSemaphoreRows): CTAs that have
-    // stored their part of the first sums, where a head's first tile of keys stores them (sm90).
-    // Null: all are zeros first, and all tiles add to them.
+    // Workspace of BwdConfig::fused, (b, h, seqlen_q_rounded / kSemaphoreRows), and a word behind
+    // it (sm90). CTAs that have added their part to the sums of these rows, where they do it in an
+    // order, or that have stored the first sums, where a head's first tile of keys stores them; the
+    // word counts the tiles that are taken. Null: workers take turns with the tiles, which add to
+    // zeros in any order.
     uint32_t *dq_semaphore_ptr;
     // Workspace of Kernel_description::dkv_partial() floats, aligned to 16 bytes: of each CTA the
     // sums of dV and dK of a part of a tile, which another one adds to its own, where CTAs share
@@ -293,6 +297,9 @@ struct Flash_bwd_params : Flash_fwd_params {
     // seqlen_q rounded up to a multiple of kRowStatsMultiple; of a ragged batch row_stats_rows(),
     // and the row statistics are (h, seqlen_q_rounded, 2).
     int32_t seqlen_q_rounded;
+    // 0 or 1: gradients are bitwise repeatable, which takes dq_semaphore_ptr. Kernels whose sums of
+    // dQ have no order (sm80, BwdConfig::fused) refuse it.
+    int32_t deterministic;
 };
 
 // What a kernel's shared object says of itself; returned by its one exported symbol,

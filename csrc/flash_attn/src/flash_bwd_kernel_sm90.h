@@ -1,5 +1,5 @@
 // The sm90 class's backward kernels: the persistent main kernel, whose warpgroup 0 has one thread
-// that loads and one that writes dQ, above d = 128 keeps its order, and the one that rounds the
+// that loads and up to two that write dQ, above d = 128 keep its order, and the one that rounds the
 // sums of dQ.
 #pragma once
 
@@ -28,10 +28,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
 
     bool const owns = Traits::kMayOwnHeads && queue.group == 0;
-    bool const writes = Traits::kWide ? Traits::kStoresFirst : !owns;
+    int const writers = Mainloop::Writer::count(params, owns);
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x / 128), 0);
     if (threadIdx.x == 0) {
-        Mainloop::init_barriers(storage, writes);
+        Mainloop::init_barriers(storage, writers);
     }
     if constexpr (Traits::kMayShare) {
         if (threadIdx.x == 32) SharedTilesSm90<Traits>::plan(params, queue, storage);
@@ -48,12 +48,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (warpgroup == 0) {
         sm90::registers_lower<Traits::kLoadRegisters>();
         int const warp = __shfl_sync(0xffffffffu, int(threadIdx.x / 32), 0);
-        if (warp < 2 && sm90::elect_one()) {
+        if (warp <= writers && sm90::elect_one()) {
             if (warp == 0) {
                 typename Mainloop::Producer producer{maps, storage, rank};
                 producer.run(params, queue);
-            } else if (writes) {
-                typename Mainloop::Writer writer{storage};
+            } else {
+                typename Mainloop::Writer writer{storage, warp - 1, writers};
                 writer.run(params);
             }
         }

@@ -68,6 +68,9 @@ cudaError_t enqueue_fused(Flash_bwd_params const &params, void *stream) {
 
 template <BwdConfig C>
 int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
+    if (C.fused && params->deterministic != 0) {
+        return cudaErrorInvalidValue;
+    }
     cudaError_t error = enqueue_preprocess<C>(*params, stream);
     if constexpr (C.fused) {
         return error == cudaSuccess ? enqueue_fused<C>(*params, stream) : error;

@@ -19,10 +19,9 @@
 namespace flash {
 
 // Which tiles the main kernel's workers compute. Where CTAs own heads queue.group is 0
-// (TileSchedulerBwdSm90::owns_heads()); where the device has no counter left, queue.counter null.
+// (TileSchedulerBwdSm90::owns_heads()).
 template <class Traits>
-cudaError_t make_queue(Flash_bwd_params const &params, int sms, bool owned, void *stream,
-                       TileQueue &queue) {
+cudaError_t make_queue(Flash_bwd_params const &params, int sms, bool owned, TileQueue &queue) {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
     int64_t const tiles = Scheduler::num_tiles(params);
     if (tiles > INT32_MAX - 3 * sms) {  // CTAs count on beyond the last tile
@@ -31,13 +30,9 @@ cudaError_t make_queue(Flash_bwd_params const &params, int sms, bool owned, void
     int const workers = std::max(sms / Traits::kCluster, 1);
     queue = {static_cast<int>(tiles), owned ? 0 : 1, nullptr, nullptr};
     if (!owned && !Traits::kVarlen) queue.group = Scheduler::heads_in_group(params, workers);
-    if (Traits::kSteals && !owned && tiles > workers) {
-        LaunchCounters<false> *counters = nullptr;
-        cudaError_t const error = launch_counters(counters, static_cast<cudaStream_t>(stream));
-        if (error != cudaSuccess) {
-            return error;
-        }
-        if (counters != nullptr) queue.counter = &counters->tiles;
+    bool const counts = params.dq_semaphore_ptr != nullptr;
+    if (Traits::kSteals && !owned && counts && (tiles > workers || Scheduler::waits_turn(params))) {
+        queue.counter = RowStats<Traits::kConfig>::tile_counter(params);
     }
     return cudaSuccess;
 }
@@ -65,15 +60,13 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const 
 
 // All kernels; first tiles store dQ if Traits say so.
 template <class Traits>
-cudaError_t enqueue_all_sm90(Flash_bwd_params const &params, int sms, bool owned,
-                             TileQueue const &queue, void *stream) {
+cudaError_t enqueue_all_sm90(Flash_bwd_params const &params, int sms, bool owned, void *stream) {
     constexpr BwdConfig C = Traits::kConfig;
+    TileQueue queue{};
+    cudaError_t error = make_queue<Traits>(params, sms, owned, queue);
     Flash_bwd_params before = params;
     if (owned || Traits::kStoresFirst) before.dq_accum_ptr = nullptr;
-    if (!Traits::kStoresFirst && params.dkv_partial_ptr == nullptr) {
-        before.dq_semaphore_ptr = nullptr;
-    }
-    cudaError_t error = enqueue_preprocess<C>(before, stream);
+    if (error == cudaSuccess) error = enqueue_preprocess<C>(before, stream);
     if (error == cudaSuccess && (params.dq_ptr != nullptr || params.dk_ptr != nullptr)) {
         error = enqueue_main_sm90<Traits>(params, sms, queue, stream);
     }
@@ -84,7 +77,7 @@ cudaError_t enqueue_all_sm90(Flash_bwd_params const &params, int sms, bool owned
     return error;
 }
 
-// Whether first tiles store dQ, if there is a counter for their launch.
+// Whether first tiles store dQ.
 template <BwdConfig C>
 bool may_store_first(Flash_bwd_params const &params, int sms) {
     if constexpr (KernelTraitsBwdSm90<C>::kMayStoreFirst) {
@@ -113,34 +106,27 @@ int32_t launch_bwd(Flash_bwd_params const *of_call, void *stream) {
     using Traits = KernelTraitsBwdSm90<C>;
     using Scheduler = TileSchedulerBwdSm90<Traits>;
     Flash_bwd_params params = *of_call;
+    if (params.deterministic != 0 && params.dq_semaphore_ptr == nullptr) {
+        return cudaErrorInvalidValue;
+    }
     int sms = 0;
     if (cudaError_t const error = sm_count(sms); error != cudaSuccess) {
         return error;
     }
     if constexpr (Traits::kVarlen) set_plan_capacity<Scheduler>(params);
-    TileQueue queue{};
-    bool or_stores = may_store_first<C>(params, sms);
+    bool const or_stores = may_store_first<C>(params, sms);
+    bool const owned = Scheduler::owns_heads(params, sms, or_stores);
+    if (owned) params.deterministic = 0;  // one CTA adds to a head's sums of dQ, in an order
     if constexpr (Traits::kMayStoreFirst) {
-        using Storing = KernelTraitsBwdSm90<C, true>;
-        if (or_stores && !Scheduler::owns_heads(params, sms, true)) {
-            cudaError_t const error = make_queue<Storing>(params, sms, false, stream, queue);
-            if (error != cudaSuccess) {
-                return error;
-            }
-            if (queue.counter != nullptr) {
-                return enqueue_all_sm90<Storing>(params, sms, false, queue, stream);
-            }
-            or_stores = false;
+        if (or_stores && !owned) {
+            return enqueue_all_sm90<KernelTraitsBwdSm90<C, true>>(params, sms, false, stream);
         }
     }
-    bool const owned = Scheduler::owns_heads(params, sms, or_stores);
     int const workers = std::max(sms / Traits::kCluster, 1);
     if (owned || SharedTilesSm90<Traits>::count(params, workers) == 0) {
         params.dkv_partial_ptr = nullptr;
     }
-    cudaError_t const error = make_queue<Traits>(params, sms, owned, stream, queue);
-    return error != cudaSuccess ? error
-                                : enqueue_all_sm90<Traits>(params, sms, owned, queue, stream);
+    return enqueue_all_sm90<Traits>(params, sms, owned, stream);
 }
 
 template <BwdConfig C>

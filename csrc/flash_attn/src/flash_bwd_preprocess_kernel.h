@@ -28,13 +28,18 @@ struct RowStats {
     static constexpr bool kZerosDq = C.fused;
     static constexpr bool kLaunchesEarly = C.arch == 90;
     static constexpr bool kVarlen = C.varlen;
-    static constexpr bool kSemaphores = C.arch == 90 && C.mask != MaskKind::local && !C.varlen;
+    static constexpr bool kSemaphores = C.arch == 90;
     static_assert(kSemaphoreRows % kRows == 0 && kRowStatsMultiple % kSemaphoreRows == 0);
     static_assert(kLanes * kVec >= C.head_dim && kRowStatsMultiple % kRows == 0);
 
     CUTE_HOST_DEVICE static int64_t num_ctas(Flash_bwd_params const &params) {
         int const entries = kVarlen ? 1 : params.b;
         return int64_t(entries) * params.h * (params.seqlen_q_rounded / kRows);
+    }
+
+    // Behind the semaphores.
+    CUTE_HOST_DEVICE static uint32_t *tile_counter(Flash_bwd_params const &params) {
+        return params.dq_semaphore_ptr + num_ctas(params) / (kSemaphoreRows / kRows);
     }
 
     // Neighbouring rows of the queries, whose statistics are neighbours, too: a sequence and the
@@ -73,10 +78,10 @@ struct RowStats {
     }
 };
 
-// D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row, and zeros where the main kernel sums up
-// dQ, unless dq_accum_ptr is null, as that kernel writes the first sums. A row that sees no key has
-// LSE = -inf and P = 0: +inf in its place makes exp2(S - LSE) 0 and not NaN. Likewise for rows past
-// the end. In a ragged batch all sequences count as one entry here.
+// D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row, and zeros where the main kernel counts
+// and where it sums up dQ, unless dq_accum_ptr is null, as that kernel writes the first sums. A row
+// that sees no key has LSE = -inf and P = 0: +inf in its place makes exp2(S - LSE) 0 and not NaN.
+// Likewise for rows past the end. In a ragged batch all sequences count as one entry here.
 template <class Stats>
 __global__ void __launch_bounds__(Stats::kThreads)
     flash_bwd_row_stats_kernel(__grid_constant__ Flash_bwd_params const params) {
@@ -95,6 +100,7 @@ __global__ void __launch_bounds__(Stats::kThreads)
         int64_t const first_row = int64_t(blockIdx.x) * Stats::kRows;  // among those of all heads
         if (thread == 0 && first_row % kSemaphoreRows == 0) {
             params.dq_semaphore_ptr[first_row / kSemaphoreRows] = 0;
+            if (first_row == 0) *Stats::tile_counter(params) = 0;
         }
     }
     if (Stats::kZerosDq && params.dq_accum_ptr != nullptr) {

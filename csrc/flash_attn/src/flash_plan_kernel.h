@@ -38,7 +38,7 @@ struct Planner {
 
     enum class Order {
         // Of the segments, where all tiles are alike: neighbours in memory follow each other, and
-        // share their keys in L2.
+        // share their keys in L2. And where it is asked for.
         of_segments,
         // The last tiles of all sequences, then those before them, and so on, where the sequences
         // are alike.
@@ -216,7 +216,7 @@ struct Planner {
     CUTE_DEVICE static Order choose_order(Flash_fwd_params const &params,
                                           SharedStorage const &storage, int tiles) {
         int const most = extreme(storage, kMostBlocks);
-        if (most + extreme(storage, kLeastBlocks) <= kAlike) {
+        if (most + extreme(storage, kLeastBlocks) <= kAlike || params.plan_in_order != 0) {
             return Order::of_segments;
         }
         bool const alike = most + extreme(storage, kLeastLongest) <= kAlike &&

@@ -57,8 +57,8 @@ struct MainloopBwdSm90 {
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
 
-    // writes: whether one thread writes dQ, or keeps its order, which reads the tiles, too.
-    CUTE_DEVICE static void init_barriers(SharedStorage &storage, bool writes) {
+    // writers: threads that write dQ, or keep its order, which read the tiles, too.
+    CUTE_DEVICE static void init_barriers(SharedStorage &storage, int writers) {
         constexpr int kWarps = 4;  // of a warpgroup, with one arrival each
         constexpr int kReaders = kWarps * Traits::kWarpgroups;
         auto const init = [&](sm90::Barrier *full, int writers, sm90::Barrier *empty) {
@@ -93,15 +93,15 @@ struct MainloopBwdSm90 {
         }
         for (int i = 0; i < Traits::kTileSlots; ++i) {
             sm90::barrier_init(&storage.tile_full[i], 1);
-            sm90::barrier_init(&storage.tile_empty[i], kReaders + writes);
+            sm90::barrier_init(&storage.tile_empty[i], kReaders + writers);
         }
         if constexpr (Traits::kWide) {
             for (int i = 0; i < Traits::kDqSlots; ++i) {
-                init(&storage.dq_turn[i], 1, &storage.dq_stored[i]);
+                init(&storage.dq_turn[i], 2, &storage.dq_stored[i]);
             }
         } else {
             sm90::barrier_init(&storage.dq_full, kReaders);
-            sm90::barrier_init(&storage.dq_empty, 1);
+            sm90::barrier_init(&storage.dq_empty, cute::max(writers, 1));
         }
         sm90::fence_barrier_init();
     }

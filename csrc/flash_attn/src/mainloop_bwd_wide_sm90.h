@@ -130,7 +130,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             float *const sums =
                 params.dq_accum_ptr + row * Traits::kHeadDim + begin + thread % 32 * 4;
             bool const stores = Traits::kStoresFirst && tile().m_block == 0;
-            if constexpr (Traits::kStoresFirst) {
+            if (Base::Scheduler::waits_turn(params)) {
                 sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());
                 dq_turn.advance();
             }
@@ -141,7 +141,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 };
                 stores ? write(sm90::store_first) : write(sm90::reduce_add);
             }
-            if (stores) {
+            if (Base::Scheduler::counts(params, tile())) {
                 __syncwarp();
                 release(&storage.dq_stored[dq_stored.stage()]);
                 dq_stored.advance();

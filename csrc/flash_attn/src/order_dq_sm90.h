@@ -1,7 +1,7 @@
 // Above d = 128 the order of the parts of dQ of a block of queries, in launches where a head's
 // first tile of keys stores its part and the others add theirs
-// (TileSchedulerBwdSm90::may_store_first()). Up to 128 the writer of dQ keeps it
-// (writer_dq_sm90.h).
+// (TileSchedulerBwdSm90::may_store_first()), or all add theirs one after the other (keeps_order()).
+// Up to 128 the writer of dQ keeps it (writer_dq_sm90.h).
 #pragma once
 
 #include <arch_sm90.h>
@@ -16,18 +16,30 @@
 
 namespace flash {
 
-// One thread beside the producer and the consumers. For each step it says by dq_turn that the
-// consumers may store or add their parts: in a first tile at once, in others when all CTAs of the
-// first tile have stored theirs. In a first tile it counts, at the block's semaphore, that its
-// consumers have stored: by dq_stored it knows. So no consumer waits for global memory.
+// Two threads beside the producer and the consumers. For each step the first one waits until all
+// CTAs of the tiles before have counted their parts. The second one counts, at the block's
+// semaphore, that its consumers have stored or added: by dq_stored it knows. By dq_turn, at which
+// both arrive, consumers know that they may. So none of them waits for global memory.
 template <class Traits>
 struct OrderDqSm90 {
+    using Scheduler = TileSchedulerBwdSm90<Traits>;
+
     typename Traits::SharedStorage &storage;
+    int const which, writers;  // 0 or 1 of 2
     Ring<Traits::kTileSlots> tiles;
     Ring<Traits::kDsStages> ds;
     Ring<Traits::kDqSlots> turn, stored;
 
+    CUTE_DEVICE static int count(Flash_bwd_params const &params, bool) {
+        return Scheduler::waits_turn(params) ? 2 : 0;
+    }
+
     CUTE_DEVICE void run(Flash_bwd_params const &params) {
+        if (which == 1) {
+            for (int i = 0; i < Traits::kDqSlots; ++i) {
+                sm90::barrier_arrive(&storage.dq_turn[i]);
+            }
+        }
         CUTE_NO_UNROLL
         while (true) {
             sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());
@@ -40,43 +52,51 @@ struct OrderDqSm90 {
     }
 
   private:
-    // Before a phase of dq_turn ends all warps have waited for the one of the same slot before, two
-    // steps ago: a step's dS is complete, and a warp hands over its P of a step behind its dQ of
-    // the second one before. dq_stored of a step is waited for ahead of dq_turn of the second one
-    // behind it, without which no warp arrives at that slot again.
     CUTE_DEVICE void run_tile(Flash_bwd_params const &params, WorkTile const &tile) {
-        bool const first = tile.m_block == 0;
-        int const blocks = params.seqlen_q_rounded / kSemaphoreRows;
-        uint32_t before = 0;  // the semaphore of the step before
+        bool const counts = Scheduler::counts(params, tile);
         int const ratio = params.h_h_k_ratio, steps = tile.blocks.count * ratio;
         StepBwd step = StepBwd::first_of(tile, ratio);
         CUTE_NO_UNROLL
         for (int i = 0; i < steps; ++i) {
-            uint32_t const semaphore =
-                (tile.batch * params.h + step.head) * blocks +
-                (tile.blocks.begin + step.visit) * (Traits::kTileM / kSemaphoreRows);
-            sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
-            ds.advance();
-            if (!first) await(params.dq_semaphore_ptr + semaphore);
-            sm90::barrier_arrive(&storage.dq_turn[turn.stage()]);
+            int const block = tile.blocks.begin + step.visit;
+            int64_t const row = Scheduler::sums_row(params, tile, step.head, block);
+            uint32_t *const semaphore = params.dq_semaphore_ptr + row / kSemaphoreRows;
+            if (which == 0) {
+                int const before = Scheduler::tiles_before(params, tile, block);
+                await(semaphore, before * Traits::kCluster, Scheduler::keeps_order(params));
+            } else {
+                count(semaphore, counts);
+            }
             turn.advance();
-            if (first && i > 0) count(params.dq_semaphore_ptr + before);
-            before = semaphore;
             step.advance(ratio);
         }
-        if (first && steps > 0) count(params.dq_semaphore_ptr + before);
     }
 
-    CUTE_DEVICE static void await(uint32_t const *semaphore) {
+    // Before a phase of dq_turn ends all warps have waited for the one of the same slot before, two
+    // steps ago: a step's dS is complete, and a warp hands over its P of a step behind its dQ of
+    // the second one before. ahead: polls ahead of that, which pays where most steps find their
+    // turn come.
+    CUTE_DEVICE void await(uint32_t const *semaphore, int ctas, bool ahead) {
+        if (!ahead) sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
         CUTE_NO_UNROLL
-        while (sm90::load_acquire(semaphore) < Traits::kCluster) {
+        while (ctas > 0 && sm90::load_acquire(semaphore) < static_cast<uint32_t>(ctas)) {
         }
+        if (ahead) sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
+        ds.advance();
+        sm90::barrier_arrive(&storage.dq_turn[turn.stage()]);
     }
 
-    CUTE_DEVICE void count(uint32_t *semaphore) {
-        sm90::barrier_wait(&storage.dq_stored[stored.stage()], stored.parity());
-        stored.advance();
-        sm90::add_acq_rel(semaphore, 1u);
+    // Arrives for the second step behind this one, whose consumers so find dq_stored of this one
+    // waited for.
+    CUTE_DEVICE void count(uint32_t *semaphore, bool counts) {
+        if (counts) {
+            sm90::barrier_wait(&storage.dq_stored[stored.stage()], stored.parity());
+            stored.advance();
+            sm90::add_release(semaphore, 1u);
+        } else {
+            sm90::barrier_wait(&storage.dq_turn[turn.stage()], turn.parity());
+        }
+        sm90::barrier_arrive(&storage.dq_turn[turn.stage()]);
     }
 };
 

@@ -46,8 +46,7 @@ struct LaunchCounters<true> {
 
 // Launches of one stream follow each other and share counters. A captured launch may run beside any
 // other, so each has its own, which are never given back. A graph does not run beside itself; two
-// executables of one capture could, which is not supported: tiles would be left out, and a backward
-// whose tiles wait for others could hang.
+// executables of one capture could, which is not supported: tiles would be left out.
 inline constexpr int kLaunches = 4096;
 inline constexpr int kStreams = 256;  // of these for streams, the others for captured launches
 template <bool kMerges>

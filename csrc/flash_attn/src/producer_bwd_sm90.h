@@ -71,8 +71,8 @@ struct ProducerBwdSm90 {
         }
         if constexpr (!Traits::kSteals) return index + workers;
         auto const draw = [&] {
-            return Traits::kStoresFirst ? queue.draw(queue.tiles + workers)
-                                        : queue.next(index, workers);
+            return Scheduler::waits_turn(params) ? queue.draw(queue.tiles + workers)
+                                                 : queue.next(index, workers);
         };
         if constexpr (Traits::kCluster > 1) {
             if (queue.counter == nullptr) return draw();
@@ -134,14 +134,14 @@ struct ProducerBwdSm90 {
 
     CUTE_DEVICE void run(Flash_bwd_params const &params, TileQueue const &launched) {
         // No thread touches global memory before: the others wait for their first tile.
-        constexpr bool kWaitsFirst = Traits::kVarlen || Traits::kStoresFirst;
-        if constexpr (kWaitsFirst) cudaGridDependencySynchronize();
+        bool const waits_first = Traits::kVarlen || Scheduler::waits_turn(params);
+        if (waits_first) cudaGridDependencySynchronize();
         auto const &queue = Scheduler::queue(params, launched);
         int index = static_cast<int>(blockIdx.x) / Traits::kCluster;
         if (Traits::kMayOwnHeads && queue.group == 0) index = Scheduler::first_owned(params, index);
-        if constexpr (Traits::kStoresFirst) index = next(params, queue, index);
+        if (Traits::kSteals && Scheduler::waits_turn(params)) index = next(params, queue, index);
         WorkTile tile = get_tile(params, queue, index);
-        if constexpr (!kWaitsFirst) cudaGridDependencySynchronize();
+        if (!waits_first) cudaGridDependencySynchronize();
         publish(tile);
         CUTE_NO_UNROLL
         while (tile.m_block >= 0) {

@@ -72,7 +72,7 @@ struct SharedSumsSm90 {
                 make_float4(acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3));
         }
         __syncwarp();
-        if (thread % 32 == 0) sm90::add_acq_rel(params.dq_semaphore_ptr + cta, 1u);
+        if (thread % 32 == 0) sm90::add_release(params.dq_semaphore_ptr + cta, 1u);
     }
 
     template <class Acc>

@@ -69,11 +69,35 @@ struct TileSchedulerBwdSm90 {
         return *static_cast<WorkPlan const *>(params.plan_ptr);
     }
 
+    // Whether tiles add to the sums of dQ of a block in the order of their keys, so that dQ has the
+    // same bits each time. A tile waits for those before it, which are drawn before it.
+    CUTE_HOST_DEVICE static bool keeps_order(Flash_bwd_params const &params) {
+        return params.deterministic != 0;
+    }
+    // Whether any tile waits for another one's part.
+    CUTE_HOST_DEVICE static bool waits_turn(Flash_bwd_params const &params) {
+        return Traits::kStoresFirst || keeps_order(params);
+    }
+    // By how many tiles of the head a tile's addition to a block's sums is preceded, as far as it
+    // is to wait for them.
+    CUTE_HOST_DEVICE static int tiles_before(Flash_bwd_params const &params, WorkTile const &tile,
+                                             int block) {
+        if (keeps_order(params)) {
+            return tile.m_block - Info::first_visitor(params, tile, block);
+        }
+        return Traits::kStoresFirst && tile.m_block > 0 ? 1 : 0;
+    }
+    // Whether a tile counts that it has stored its part, or added it.
+    CUTE_HOST_DEVICE static bool counts(Flash_bwd_params const &params, WorkTile const &tile) {
+        return keeps_order(params) || (Traits::kStoresFirst && tile.m_block == 0);
+    }
+
     // Whether a head's first tile of keys stores its dQ and the others add theirs, block after
     // block of queries in the same order, each once it is stored: no zeros are written before, and
     // none read. That tile must visit every block. Others are some two steps behind it, so tiles
     // should have no fewer steps than a head has tiles, and launches several waves of them. Of long
-    // heads little is gained: zeros are one of num_n_blocks + 1 accesses to a sum.
+    // heads little is gained: zeros are one of num_n_blocks + 1 accesses to a sum. Where tiles keep
+    // their order they wait anyway.
     CUTE_HOST_DEVICE static bool may_store_first(Flash_bwd_params const &params, int sms) {
         constexpr int kBlocks = 16;
         constexpr int64_t kWaves = Traits::kWide ? 8 : 4;
@@ -82,14 +106,16 @@ struct TileSchedulerBwdSm90 {
             params.h_h_k_ratio * ((int64_t(params.seqlen_q) + Traits::kTileM - 1) / Traits::kTileM);
         bool const visits_all =
             Traits::kMask == MaskKind::none || params.seqlen_q <= params.seqlen_k;
+        bool const pays = blocks <= kBlocks && blocks <= steps &&
+                          num_tiles(params) * Traits::kCluster >= kWaves * sms;
         return params.dq_semaphore_ptr != nullptr && visits_all && blocks > 0 &&
-               blocks <= kBlocks && blocks <= steps &&
-               num_tiles(params) * Traits::kCluster >= kWaves * sms;
+               (pays || keeps_order(params));
     }
     // Key heads whose tiles are scheduled together, so that under a causal mask the launch ends
     // with short ones. What their query heads read and add up should stay in L2; of long heads few
     // rows are in work at a time, and with more heads fewer CTAs add to the same sums at once.
     CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers) {
+        if (keeps_order(params)) return heads_in_order(params, workers);
         constexpr int64_t kWaves = 3;
         if (Traits::kMask == MaskKind::none) {
             if (kOneHead) return 1;
@@ -115,6 +141,20 @@ struct TileSchedulerBwdSm90 {
         int64_t const in_l2 = cute::max((l2_mb << 20) / cute::max(bytes, int64_t(1)), few);
         int64_t const all = int64_t(params.b) * params.h_k;
         return static_cast<int>(cute::max(cute::min(cute::min(wanted, in_l2), all), int64_t(1)));
+    }
+
+    // Likewise, where tiles keep their order. A tile is some two steps behind the one before it:
+    // the more of a head are in work, the later the last of them starts. The fewer, the more often
+    // is a block read that is no longer in L2. Groups are as large as each other, as one of few
+    // heads has more tiles of each in work.
+    CUTE_HOST_DEVICE static int heads_in_order(Flash_bwd_params const &params, int workers) {
+        int const blocks = num_n_blocks(params), all = cute::max(params.b * params.h_k, 1);
+        int in_work =
+            Traits::kMask == MaskKind::none ? (blocks <= 32 ? 8 : 16) : (blocks <= 64 ? 3 : 5);
+        in_work = cute::min(in_work, cute::max(blocks / 2, 1));
+        int const wanted = cute::max(workers / in_work, 1);
+        int const groups = (all + wanted - 1) / wanted;
+        return (all + groups - 1) / groups;
     }
 
     // The first key of a CTA of the cluster.

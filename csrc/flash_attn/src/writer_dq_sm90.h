@@ -1,4 +1,4 @@
-// The writer of dQ up to d = 128: one thread beside the producer and the consumers.
+// The writers of dQ up to d = 128: threads beside the producer and the consumers.
 #pragma once
 
 #include <arch_sm90.h>
@@ -16,16 +16,25 @@ namespace flash {
 // Adds dQ of each step, which the consumers leave in shared memory, to the sums in global memory by
 // one bulk reduction. Where kStoresFirst, a head's first tile of keys stores it instead, and counts
 // that at the block's semaphore; the others wait for the count (may_store_first() of the
-// scheduler). So a consumer waits for global memory only where this thread is a step behind. In
-// CTAs that own heads the consumers add dQ themselves.
+// scheduler), or each for those before it (keeps_order()). Before a step is counted its sums must
+// have arrived, which takes longer than some steps; so there may be two writers then, each of every
+// second step, which poll for the step's turn ahead of its dQ. In CTAs that own heads the consumers
+// add dQ themselves.
 template <class Traits>
 struct WriterDqSm90 {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
     static constexpr uint32_t kBytes = Traits::kTileM * Traits::kHeadDim * sizeof(float);
 
     typename Traits::SharedStorage &storage;
+    int const which, writers;  // 0 of 1, or 0 or 1 of 2
     Ring<Traits::kTileSlots> tiles;
     Ring<1> dq;
+
+    // Up to d = 64, of longer steps, a second one pays where tiles keep their order alone.
+    CUTE_DEVICE static int count(Flash_bwd_params const &params, bool owns) {
+        bool const pays = Traits::kHeadDim > 64 || Scheduler::keeps_order(params);
+        return Scheduler::waits_turn(params) && pays ? 2 : owns ? 0 : 1;
+    }
 
     CUTE_DEVICE void run(Flash_bwd_params const &params) {
         CUTE_NO_UNROLL
@@ -42,44 +51,54 @@ struct WriterDqSm90 {
 
   private:
     CUTE_DEVICE void run_tile(Flash_bwd_params const &params, WorkTile const &tile) {
-        bool const stores = Traits::kStoresFirst && tile.m_block == 0;
         int const ratio = params.h_h_k_ratio, steps = tile.blocks.count * ratio;
         StepBwd step = StepBwd::first_of(tile, ratio);
         CUTE_NO_UNROLL
         for (int i = 0; i < steps; ++i) {
-            int64_t const row =
-                Scheduler::sums_row(params, tile, step.head, tile.blocks.begin + step.visit);
-            float *const sums = params.dq_accum_ptr + row * Traits::kHeadDim;
-            uint32_t *const semaphore =
-                Traits::kStoresFirst ? params.dq_semaphore_ptr + row / kSemaphoreRows : nullptr;
-            sm90::barrier_wait(&storage.dq_full, dq.parity());
-            // Between the consumers' stores and this thread's accesses through the asynchronous
-            // proxy. It may follow the barrier, as it is on the path between the two, in their CTA
-            // [by the rules of Lustig et al., Mixed-proxy extensions for the NVIDIA PTX memory
-            // consistency model, ISCA 2022, which is older than this proxy].
-            sm90::fence_async_proxy();
-            if (stores) {
-                sm90::bulk_store(sums, storage.dq.data(), kBytes);
-            } else {
-                if constexpr (Traits::kStoresFirst) await(semaphore);
-                sm90::bulk_reduce_add(sums, storage.dq.data(), kBytes);
+            if (static_cast<int>(dq.uses & (writers - 1)) == which) {
+                write(params, tile, step.head, tile.blocks.begin + step.visit);
+            } else {  // without which the next step but one could complete a phase unseen
+                sm90::barrier_wait(&storage.dq_full, dq.parity());
+                sm90::barrier_arrive(&storage.dq_empty);
             }
-            sm90::bulk_commit();
-            sm90::bulk_wait_read();
-            sm90::barrier_arrive(&storage.dq_empty);
             dq.advance();
-            if (stores) {
-                sm90::bulk_wait();
-                sm90::fence_async_proxy_global();
-                sm90::add_acq_rel(semaphore, 1u);
-            }
             step.advance(ratio);
         }
     }
 
-    CUTE_DEVICE static void await(uint32_t const *semaphore) {
+    CUTE_DEVICE void write(Flash_bwd_params const &params, WorkTile const &tile, int head,
+                           int block) {
+        bool const stores = Traits::kStoresFirst && tile.m_block == 0;
+        int64_t const row = Scheduler::sums_row(params, tile, head, block);
+        float *const sums = params.dq_accum_ptr + row * Traits::kHeadDim;
+        uint32_t *const semaphore = params.dq_semaphore_ptr + row / kSemaphoreRows;
+        int const before = Scheduler::tiles_before(params, tile, block);
+        if (before > 0 && writers == 2) await(semaphore, before);
+        sm90::barrier_wait(&storage.dq_full, dq.parity());
+        // Between the consumers' stores and this thread's accesses through the asynchronous proxy.
+        // It may follow the barrier, as it is on the path between the two, in their CTA [by the
+        // rules of Lustig et al., Mixed-proxy extensions for the NVIDIA PTX memory consistency
+        // model, ISCA 2022, which is older than this proxy].
+        sm90::fence_async_proxy();
+        if (stores) {
+            sm90::bulk_store(sums, storage.dq.data(), kBytes);
+        } else {
+            if (before > 0 && writers == 1) await(semaphore, before);
+            sm90::bulk_reduce_add(sums, storage.dq.data(), kBytes);
+        }
+        sm90::bulk_commit();
+        sm90::bulk_wait_read();
+        sm90::barrier_arrive(&storage.dq_empty);
+        if (Scheduler::counts(params, tile)) {
+            sm90::bulk_wait();
+            sm90::fence_async_proxy_global();
+            sm90::add_release(semaphore, 1u);
+        }
+    }
+
+    CUTE_DEVICE static void await(uint32_t const *semaphore, int tiles) {
         CUTE_NO_UNROLL
-        while (sm90::load_acquire(semaphore) == 0) {
+        while (sm90::load_acquire(semaphore) < static_cast<uint32_t>(tiles)) {
         }
         sm90::fence_async_proxy_global();
     }

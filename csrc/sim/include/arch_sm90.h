@@ -39,6 +39,7 @@ inline void named_barrier_arrive(uint32_t id, uint32_t threads) {
 
 // Of memory the simulator models program order, and the order that barriers and atomics give.
 inline unsigned add_acq_rel(unsigned *counter, unsigned value) { return atomicAdd(counter, value); }
+inline void add_release(unsigned *counter, unsigned value) { atomicAdd(counter, value); }
 inline unsigned load_acquire(unsigned const *counter) { return sim::load_acquire(counter); }
 
 template <int kRegisters>
