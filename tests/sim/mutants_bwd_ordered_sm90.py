@@ -69,8 +69,8 @@ MUTANTS = (
     _mutant(
         "dQ released by one of two writers",
         "mainloop_bwd_sm90.h",
-        "cute::max(writers, 1)",
-        "1",
+        "&storage.dq_empty, cute::max(writers, 1)",
+        "&storage.dq_empty, 1",
         COLUMNS,
         f"{OVERWRITTEN}|{DEADLOCK}",
     ),
@@ -84,8 +84,8 @@ MUTANTS = (
     _mutant(
         "dQ of a wide head waits for one CTA of a cluster",
         _ORDER,
-        "await(semaphore, before * Traits::kCluster, ",
-        "await(semaphore, before, ",
+        "Scheduler::tiles_before(params, tile, block) * Traits::kCluster);",
+        "Scheduler::tiles_before(params, tile, block));",
         _WIDE_LOCAL,
     ),
     _mutant(
@@ -99,8 +99,8 @@ MUTANTS = (
     _mutant(
         "no thread keeps the order of dQ of a wide head that is added to zeros",
         _ORDER,
-        "return Scheduler::waits_turn(params) ? 2 : 0;",
-        "return Traits::kStoresFirst ? 2 : 0;",
+        "return Scheduler::keeps_order(params) ? 2 : Traits::kStoresFirst ? 1 : 0;",
+        "return Traits::kStoresFirst ? 1 : 0;",
         _WIDE_LOCAL,
         DEADLOCK,
     ),

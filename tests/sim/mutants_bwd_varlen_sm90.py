@@ -68,8 +68,8 @@ MUTANTS = (
     _mutant(
         "plan read as one of query heads",
         _SCHEDULER,
-        "planned_tile(plan(params), 1, index)",
-        "planned_tile(plan(params), params.h_h_k_ratio, index)",
+        "planned_tile(planned, 1, before",
+        "planned_tile(planned, params.h_h_k_ratio, before",
     ),
     _mutant(
         "query head of the first group",
@@ -82,7 +82,7 @@ MUTANTS = (
         _SCHEDULER,
         "plan(params).count * params.h_k",
         "(plan(params).count + 1) * params.h_k",
-        f"^numerics$|{_OUTSIDE}",
+        f"^numerics$|{_OUTSIDE}|status -8",  # a division by zero
     ),
     _mutant(
         "plan read before it is complete",

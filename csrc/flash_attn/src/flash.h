@@ -193,7 +193,9 @@ struct Flash_fwd_params {
     uint32_t dropout_bound, dropout_flip;
     float dropout_scale;
 
-    int32_t plan_in_order;  // 0 or 1: a plan has a sequence's tiles in order, not longest first
+    // 0 or 1: a plan has the first tiles of all sequences, then the second ones, and so on; not the
+    // longest first.
+    int32_t plan_in_order;
 };
 
 // A weight has 16 random bits, which are compared with a bound as numbers of type half: patterns

@@ -29,7 +29,9 @@ cudaError_t make_queue(Flash_bwd_params const &params, int sms, bool owned, Tile
     }
     int const workers = std::max(sms / Traits::kCluster, 1);
     queue = {static_cast<int>(tiles), owned ? 0 : 1, nullptr, nullptr};
-    if (!owned && !Traits::kVarlen) queue.group = Scheduler::heads_in_group(params, workers);
+    if (!owned && (!Traits::kVarlen || params.deterministic != 0)) {
+        queue.group = Scheduler::heads_in_group(params, workers);
+    }
     bool const counts = params.dq_semaphore_ptr != nullptr;
     if (Traits::kSteals && !owned && counts && (tiles > workers || Scheduler::waits_turn(params))) {
         queue.counter = RowStats<Traits::kConfig>::tile_counter(params);

@@ -38,10 +38,10 @@ struct Planner {
 
     enum class Order {
         // Of the segments, where all tiles are alike: neighbours in memory follow each other, and
-        // share their keys in L2. And where it is asked for.
+        // share their keys in L2.
         of_segments,
         // The last tiles of all sequences, then those before them, and so on, where the sequences
-        // are alike.
+        // are alike. The other way round where plan_in_order is set.
         of_levels,
         // By a counting sort in logarithmic buckets, so that the order among equals is free.
         sorted,
@@ -215,13 +215,30 @@ struct Planner {
     // Of that many tiles, at least one.
     CUTE_DEVICE static Order choose_order(Flash_fwd_params const &params,
                                           SharedStorage const &storage, int tiles) {
+        if (params.plan_in_order != 0) {
+            return Order::of_levels;
+        }
         int const most = extreme(storage, kMostBlocks);
-        if (most + extreme(storage, kLeastBlocks) <= kAlike || params.plan_in_order != 0) {
+        if (most + extreme(storage, kLeastBlocks) <= kAlike) {
             return Order::of_segments;
         }
         bool const alike = most + extreme(storage, kLeastLongest) <= kAlike &&
                            extreme(storage, kMostTiles) + extreme(storage, kLeastTiles) == 0;
         return alike && tiles <= params.plan_capacity ? Order::of_levels : Order::sorted;
+    }
+
+    // Where tile `within` of a segment is where the first tiles of all segments come first. tiles:
+    // of all.
+    CUTE_DEVICE static int place_in_order(Flash_fwd_params const &params, PlanTile const *segments,
+                                          int tiles, int segment, int within) {
+        int place = 0, begin = 0;
+        CUTE_NO_UNROLL
+        for (int i = 0; i < 2 * params.b + 1; ++i) {
+            int const end = i < 2 * params.b ? segments[i + 1].m_block : tiles;
+            place += cute::min(end - begin, within) + (i < segment && end - begin > within);
+            begin = end;
+        }
+        return place;
     }
 
     // Tile `index` in the order of the segments. place: in that of levels.
@@ -237,6 +254,10 @@ struct Planner {
         int const within = index - tile.m_block, parts = tile.part;
         // Unsigned: it overflows where tiles are in no such order.
         place = static_cast<int>(tiles - (within + 1u) * params.b + low / 2);
+        if (params.plan_in_order != 0) {
+            int const all = cute::min(tiles, params.plan_capacity);
+            place = place_in_order(params, segments, all, low, within);
+        }
         tile.m_block = within;
         if (parts > 1) {
             int const part = within % parts;

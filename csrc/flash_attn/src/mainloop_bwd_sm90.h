@@ -97,7 +97,7 @@ struct MainloopBwdSm90 {
         }
         if constexpr (Traits::kWide) {
             for (int i = 0; i < Traits::kDqSlots; ++i) {
-                init(&storage.dq_turn[i], 2, &storage.dq_stored[i]);
+                init(&storage.dq_turn[i], cute::max(writers, 1), &storage.dq_stored[i]);
             }
         } else {
             sm90::barrier_init(&storage.dq_full, kReaders);

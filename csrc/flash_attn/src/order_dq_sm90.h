@@ -16,22 +16,24 @@
 
 namespace flash {
 
-// Two threads beside the producer and the consumers. For each step the first one waits until all
-// CTAs of the tiles before have counted their parts. The second one counts, at the block's
-// semaphore, that its consumers have stored or added: by dq_stored it knows. By dq_turn, at which
-// both arrive, consumers know that they may. So none of them waits for global memory.
+// A thread beside the producer and the consumers, or two. For each step it waits until all CTAs of
+// the tiles before have counted their parts, and says by dq_turn that its consumers may store or
+// add theirs; so none of them waits for global memory. By dq_stored it knows that they have, and
+// counts that at the block's semaphore: where the first tile stores, a step later, which is soon
+// enough for most; where all keep their order, the second thread does it at once, and arrives at
+// dq_turn, too.
 template <class Traits>
 struct OrderDqSm90 {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
 
     typename Traits::SharedStorage &storage;
-    int const which, writers;  // 0 or 1 of 2
+    int const which, writers;  // 0 of 1, or 0 or 1 of 2
     Ring<Traits::kTileSlots> tiles;
     Ring<Traits::kDsStages> ds;
     Ring<Traits::kDqSlots> turn, stored;
 
     CUTE_DEVICE static int count(Flash_bwd_params const &params, bool) {
-        return Scheduler::waits_turn(params) ? 2 : 0;
+        return Scheduler::keeps_order(params) ? 2 : Traits::kStoresFirst ? 1 : 0;
     }
 
     CUTE_DEVICE void run(Flash_bwd_params const &params) {
@@ -53,7 +55,8 @@ struct OrderDqSm90 {
 
   private:
     CUTE_DEVICE void run_tile(Flash_bwd_params const &params, WorkTile const &tile) {
-        bool const counts = Scheduler::counts(params, tile);
+        bool const counts_later = writers == 1 && Scheduler::counts(params, tile);
+        uint32_t *last = nullptr;  // the semaphore of the step before
         int const ratio = params.h_h_k_ratio, steps = tile.blocks.count * ratio;
         StepBwd step = StepBwd::first_of(tile, ratio);
         CUTE_NO_UNROLL
@@ -62,41 +65,40 @@ struct OrderDqSm90 {
             int64_t const row = Scheduler::sums_row(params, tile, step.head, block);
             uint32_t *const semaphore = params.dq_semaphore_ptr + row / kSemaphoreRows;
             if (which == 0) {
-                int const before = Scheduler::tiles_before(params, tile, block);
-                await(semaphore, before * Traits::kCluster, Scheduler::keeps_order(params));
+                await(semaphore, Scheduler::tiles_before(params, tile, block) * Traits::kCluster);
             } else {
-                count(semaphore, counts);
+                count(semaphore);
             }
             turn.advance();
+            if (counts_later && i > 0) count(last);
+            last = semaphore;
             step.advance(ratio);
         }
+        if (counts_later && steps > 0) count(last);
     }
 
     // Before a phase of dq_turn ends all warps have waited for the one of the same slot before, two
     // steps ago: a step's dS is complete, and a warp hands over its P of a step behind its dQ of
-    // the second one before. ahead: polls ahead of that, which pays where most steps find their
-    // turn come.
-    CUTE_DEVICE void await(uint32_t const *semaphore, int ctas, bool ahead) {
-        if (!ahead) sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
+    // the second one before. Of two threads this one polls ahead of that, as most steps then find
+    // their turn come.
+    CUTE_DEVICE void await(uint32_t const *semaphore, int ctas) {
+        if (writers == 1) sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
         CUTE_NO_UNROLL
         while (ctas > 0 && sm90::load_acquire(semaphore) < static_cast<uint32_t>(ctas)) {
         }
-        if (ahead) sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
+        if (writers == 2) sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
         ds.advance();
         sm90::barrier_arrive(&storage.dq_turn[turn.stage()]);
     }
 
-    // Arrives for the second step behind this one, whose consumers so find dq_stored of this one
-    // waited for.
-    CUTE_DEVICE void count(uint32_t *semaphore, bool counts) {
-        if (counts) {
-            sm90::barrier_wait(&storage.dq_stored[stored.stage()], stored.parity());
-            stored.advance();
-            sm90::add_release(semaphore, 1u);
-        } else {
-            sm90::barrier_wait(&storage.dq_turn[turn.stage()], turn.parity());
-        }
-        sm90::barrier_arrive(&storage.dq_turn[turn.stage()]);
+    // dq_stored of a step is waited for ahead of dq_turn of the second one behind it, without which
+    // no warp arrives at that slot again: by one thread before it says so, by the second of two
+    // before it arrives for that step.
+    CUTE_DEVICE void count(uint32_t *semaphore) {
+        sm90::barrier_wait(&storage.dq_stored[stored.stage()], stored.parity());
+        stored.advance();
+        if (which == 1) sm90::barrier_arrive(&storage.dq_turn[turn.stage()]);
+        sm90::add_release(semaphore, 1u);
     }
 };
 

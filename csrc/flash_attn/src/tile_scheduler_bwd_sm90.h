@@ -70,9 +70,10 @@ struct TileSchedulerBwdSm90 {
     }
 
     // Whether tiles add to the sums of dQ of a block in the order of their keys, so that dQ has the
-    // same bits each time. A tile waits for those before it, which are drawn before it.
+    // same bits each time. A tile waits for those before it, which are drawn before it: without a
+    // mask first tiles store dQ then, and workers draw theirs.
     CUTE_HOST_DEVICE static bool keeps_order(Flash_bwd_params const &params) {
-        return params.deterministic != 0;
+        return Traits::kSteals && params.deterministic != 0;
     }
     // Whether any tile waits for another one's part.
     CUTE_HOST_DEVICE static bool waits_turn(Flash_bwd_params const &params) {
@@ -148,9 +149,16 @@ struct TileSchedulerBwdSm90 {
     // is a block read that is no longer in L2. Groups are as large as each other, as one of few
     // heads has more tiles of each in work.
     CUTE_HOST_DEVICE static int heads_in_order(Flash_bwd_params const &params, int workers) {
+        if (kVarlen) {  // of each level all sequences may have a tile
+            int const in_work = Traits::kMask == MaskKind::none ? 8 : 4;
+            int const wanted = workers / (in_work * params.b);
+            return cute::min(cute::max(wanted, 1), params.h_k);
+        }
         int const blocks = num_n_blocks(params), all = cute::max(params.b * params.h_k, 1);
-        int in_work =
-            Traits::kMask == MaskKind::none ? (blocks <= 32 ? 8 : 16) : (blocks <= 64 ? 3 : 5);
+        int in_work = blocks <= 32 ? 8 : 16;
+        if (Traits::kMask != MaskKind::none) {  // tiles of many lengths, which wait anew
+            in_work = blocks <= (Traits::kWide ? 64 : 32) ? 3 : blocks <= 64 ? 4 : 5;
+        }
         in_work = cute::min(in_work, cute::max(blocks / 2, 1));
         int const wanted = cute::max(workers / in_work, 1);
         int const groups = (all + wanted - 1) / wanted;
@@ -236,7 +244,12 @@ struct TileSchedulerBwdSm90 {
             return {.m_block = -1};
         }
         if constexpr (kVarlen) {
-            WorkTile tile = planned_tile(plan(params), 1, index).tile;
+            WorkPlan const &of_head = plan(params);
+            int const before = index / (of_head.count * queue.group) * queue.group;  // heads
+            int const heads = cute::min(queue.group, params.h_k - before);
+            int const within = index - before * of_head.count;
+            PlanTile const &planned = of_head.tiles[within / heads];
+            WorkTile tile = planned_tile(planned, 1, before + within % heads).tile;
             tile.head_q = tile.head * params.h_h_k_ratio;
             set_blocks(params, tile);
             return tile;
