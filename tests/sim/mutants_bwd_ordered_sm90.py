@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     _mutant(
         "a plan has the longest tiles first",
-        "flash_bwd_enqueue.h",
+        _LAUNCH,
         "params.plan_in_order = params.deterministic;",
         "",
         _RAGGED_LOCAL,

@@ -58,7 +58,6 @@ void set_plan_capacity(Flash_bwd_params &params) {
 template <class Tiles>
 cudaError_t enqueue_plan(Flash_bwd_params &params, bool valid, void *stream) {
     set_plan_capacity<Tiles>(params);
-    params.plan_in_order = params.deterministic;
     return valid ? cudaSuccess : static_cast<cudaError_t>(launch_plan<Tiles>(&params, stream));
 }
 

@@ -43,6 +43,7 @@ template <class Traits>
 cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const &queue,
                               void *stream) {
     if constexpr (Traits::kVarlen) {
+        params.plan_in_order = params.deterministic;
         // The main kernel waits for this one alone, which waits for those before.
         cudaError_t const error = enqueue_plan<TileSchedulerBwdSm90<Traits>>(params, false, stream);
         if (error != cudaSuccess) {

@@ -151,7 +151,7 @@ struct TileSchedulerBwdSm90 {
     CUTE_HOST_DEVICE static int heads_in_order(Flash_bwd_params const &params, int workers) {
         if (kVarlen) {  // of each level all sequences may have a tile
             int const in_work = Traits::kMask == MaskKind::none ? 8 : 4;
-            int const wanted = workers / (in_work * params.b);
+            int const wanted = workers / (in_work * cute::max(params.b, 1));
             return cute::min(cute::max(wanted, 1), params.h_k);
         }
         int const blocks = num_n_blocks(params), all = cute::max(params.b * params.h_k, 1);
