@@ -229,7 +229,8 @@ CUTE_DEVICE unsigned add_acq_rel(unsigned *counter, unsigned value) {
     return before;
 }
 
-// Adds to such a counter; the first half of that is before it, which is sooner done.
+// Adds to such a counter. What came before add_release() comes before the addition; what follows is
+// not ordered behind it, and the thread does not wait for the old value.
 CUTE_DEVICE void add_release(unsigned *counter, unsigned value) {
     asm volatile(
         "red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(__cvta_generic_to_global(counter)),

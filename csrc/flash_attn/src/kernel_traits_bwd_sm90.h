@@ -57,8 +57,8 @@ struct KernelTraitsBwdSm90 {
     static constexpr bool kMayStoreFirst = C.mask != MaskKind::local && !C.varlen;
     static constexpr bool kStoresFirst = kStores;
     // Under a mask, and in a ragged batch, tiles differ in length, and workers steal work. So they
-    // do where tiles wait for others, which are drawn before: none that keeps an order
-    // (TileSchedulerBwdSm90::keeps_order()) is without.
+    // do where tiles wait for others, which are drawn before; tiles keep an order there alone
+    // (TileSchedulerBwdSm90::keeps_order()).
     static constexpr bool kSteals = C.mask != MaskKind::none || C.varlen || kStores;
     // Whether CTAs may share the tiles of a last wave that is not full: those of one length.
     static constexpr bool kMayShare = !kSteals;

@@ -57,7 +57,8 @@ struct WriterDqSm90 {
         for (int i = 0; i < steps; ++i) {
             if (static_cast<int>(dq.uses & (writers - 1)) == which) {
                 write(params, tile, step.head, tile.blocks.begin + step.visit);
-            } else {  // without which the next step but one could complete a phase unseen
+            } else {  // so that consumers complete no later phase before this thread has seen this
+                      // one
                 sm90::barrier_wait(&storage.dq_full, dq.parity());
                 sm90::barrier_arrive(&storage.dq_empty);
             }
