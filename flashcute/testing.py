@@ -207,6 +207,7 @@ def check_backward(
 ) -> dict[str, GradientReport]:
     """:func:`compare_backward`, but raises AssertionError with the reports that are not ok."""
     reports = compare_backward(gradients, q, k, v, dout, **options)
+    options.pop("expected", None)
     raise_where_wrong(reports, q, k, v, options)
     return reports
 
@@ -222,6 +223,23 @@ def raise_where_wrong(
         raise AssertionError(f"gradients are wrong for {shapes} {_brief(options)}\n{text}")
 
 
+class ExpectedGradients(NamedTuple):
+    """What gradients are compared with.
+
+    Attributes:
+        truth: By name, float64.
+        low: By name, of a backward in 16 bits.
+        out, lse: Of the forward in float64.
+        rounding: (b, h, seqlen_q), what D = rowsum(dO * O) is off by where O is rounded.
+    """
+
+    truth: Mapping[str, Tensor]
+    low: Mapping[str, Tensor]
+    out: Tensor
+    lse: Tensor
+    rounding: Tensor
+
+
 def compare_backward(
     gradients: Mapping[str, Tensor],
     q: Tensor,
@@ -230,6 +248,7 @@ def compare_backward(
     dout: Tensor,
     *,
     dlse: Tensor | None = None,
+    expected: ExpectedGradients | None = None,
     **options: Any,
 ) -> dict[str, GradientReport]:
     """Measures gradients against the rule in the module's docstring, all heads at once.
@@ -241,10 +260,12 @@ def compare_backward(
         dout: (b, seqlen_q, h, d_v), the gradient of the output.
         dlse: (b, h, seqlen_q), float32, that of the log-sum-exp; zeros by default. Without effect
             where the log-sum-exp is -inf.
+        expected: What :func:`expect_gradients` returned for the other arguments, which takes nearly
+            all of the time; computed by default.
         options: Of :func:`flashcute.reference.attention_ref`: softmax_scale, causal, window_size,
             sinks, ...
     """
-    reports, of_sinks = compare_qkv(gradients, (q, k, v), dout, dlse, options)
+    reports, of_sinks = compare_qkv(gradients, (q, k, v), dout, dlse, options, expected)
     if of_sinks is not None:
         reports["dsinks"] = compare_sinks(gradients["dsinks"], *of_sinks)
     return reports
@@ -259,21 +280,33 @@ def compare_sinks(got: Tensor, ref: Tensor, variance: Tensor) -> GradientReport:
     return GradientReport(bound, Bound(0.0, 0.0), int((~got.isfinite()).sum()))
 
 
+def expect_gradients(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    dlse: Tensor | None,
+    options: Mapping[str, Any],
+) -> ExpectedGradients:
+    """The reference in float64 and in 16 bits; arguments as in :func:`compare_backward`."""
+    truth, out, lse = _gradients(*qkv, dout, dlse, options, torch.float64)
+    # A backward that keeps O instead of P reads it rounded: D = rowsum(dO * O) is then off by this,
+    # which has the effect of a gradient of the log-sum-exp.
+    rounding = ((out.to(qkv[0].dtype).double() - out) * dout.double()).sum(-1).transpose(1, 2)
+    given = -rounding if dlse is None else dlse - rounding  # (b, h, seqlen_q)
+    low, *_ = _gradients(*qkv, dout, given, options, None)
+    return ExpectedGradients(truth, low, out, lse, rounding)
+
+
 def compare_qkv(
     gradients: Mapping[str, Tensor],
     qkv: tuple[Tensor, Tensor, Tensor],
     dout: Tensor,
     dlse: Tensor | None,
     options: dict[str, Any],
+    expected: ExpectedGradients | None = None,
 ) -> tuple[dict[str, GradientReport], tuple[Tensor, Tensor] | None]:
     """:func:`compare_backward` but for the sinks, of which it returns what compare_sinks takes."""
     q, k, v = qkv
-    truth, out, lse = _gradients(q, k, v, dout, dlse, options, torch.float64)
-    # A backward that keeps O instead of P reads it rounded: D = rowsum(dO * O) is then off by this,
-    # which has the effect of a gradient of the log-sum-exp.
-    rounding = ((out.to(q.dtype).double() - out) * dout.double()).sum(-1).transpose(1, 2)
-    given = -rounding if dlse is None else dlse - rounding  # (b, h, seqlen_q)
-    low, *_ = _gradients(q, k, v, dout, given, options, None)
+    truth, low, out, lse, rounding = expected or expect_gradients(qkv, dout, dlse, options)
     visible = visible_keys(
         q.shape[1],
         k.shape[1],
@@ -341,7 +374,7 @@ def _gradients(
     v: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     upcast: torch.dtype | None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Autograd of the reference: gradients by name, output and log-sum-exp."""

@@ -25,7 +25,6 @@ everything = False  # set by conftest.py before tests are collected
 
 _FP16 = {(64, "causal"), (128, "none")}
 
-
 _BACKWARD = {("bf16", 128, "causal"), ("bf16", 192, "none"), ("fp16", 64, "causal")}
 
 _OF_CALLS = {"flash_fwd_hdim256_bf16_local_softcap_sm90_128x64_s2_pp"}

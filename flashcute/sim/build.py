@@ -260,7 +260,7 @@ def runner_unit(checker: str = "none", *, extra_flags: Sequence[str] = ()) -> Un
         source=includes,
         suffix=".cpp",
         flags=(
-            *(*_COMMON_FLAGS, "-O2", "-Wall", "-Wextra", "-rdynamic"),
+            *(*_COMMON_FLAGS, "-O3", "-Wall", "-Wextra", "-rdynamic"),
             *(*_machine_flags(), *_RUNTIME_MACROS[checker], *extra_flags),
         ),
         libraries=_RUNTIME_LIBRARIES[checker],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,12 @@ from torch import Tensor
 from flashcute import sim
 from flashcute.config import BwdConfig, BwdTile, FwdConfig
 from flashcute.reference import attention_ref
-from flashcute.testing import check_backward, compare_backward
+from flashcute.testing import (
+    ExpectedGradients,
+    check_backward,
+    compare_backward,
+    expect_gradients,
+)
 
 # Small tiles compile and run fast. The two take different paths: two stages for dQ and one for dK
 # and dV, which are one kernel; or the other way round, 32 rows a warp for dQ, dK and dV apart.
@@ -60,6 +66,11 @@ class Problem:
     options: Mapping[str, Any]
     launch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def expected(self) -> ExpectedGradients:
+        return expect_gradients((self.q, self.k, self.v), self.dout, self.dlse, self.options)
+
+    @functools.cached_property
     def forward(self) -> tuple[Tensor, Tensor]:
         """out, in q's dtype, and lse in float32, both from float64."""
         out, lse, _ = attention_ref(self.q, self.k, self.v, upcast=torch.float64, **self.options)
@@ -70,7 +81,7 @@ class Problem:
         window = {"window_size": self.options["window_size"]} if config.mask == "local" else {}
         given = {"dlse": self.dlse, "sinks": self.options["sinks"], **window}
         given |= {**self.launch, **options}
-        return sim.run_bwd(config, self.q, self.k, self.v, *self.forward(), self.dout, **given)
+        return sim.run_bwd(config, self.q, self.k, self.v, *self.forward, self.dout, **given)
 
 
 def make_problem(
@@ -140,7 +151,7 @@ def check_large_scores(problem: Problem, config: BwdConfig, forward: FwdConfig |
     with a bound on its own error: what the weights are off by, and the rounding of P, dS and the
     result to 16 bits."""
     qkv = problem.q, problem.k, problem.v
-    given, lse = problem.forward()
+    given, lse = problem.forward
     if forward is not None:
         first = passed(sim.run_fwd(*qkv, forward, softmax_scale=1.0))
         given, lse = first.out, first.lse
@@ -183,7 +194,8 @@ def passed(result: sim.SimResult) -> sim.SimResult:
 
 def compare(problem: Problem, result: sim.SimResult, function: Any = compare_backward) -> Any:
     x = problem
-    return function(passed(result).outputs, x.q, x.k, x.v, x.dout, dlse=x.dlse, **x.options)
+    options = {"dlse": x.dlse, "expected": x.expected, **x.options}
+    return function(passed(result).outputs, x.q, x.k, x.v, x.dout, **options)
 
 
 def check(problem: Problem, result: sim.SimResult) -> None:

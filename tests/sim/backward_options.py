@@ -118,6 +118,7 @@ class Ragged:
     lengths: tuple[Tensor | None, ...]
     options: Mapping[str, Any]
 
+    @functools.cached_property
     def forward(self) -> tuple[Tensor, Tensor]:
         """out, in q's dtype, and lse in float32, both from float64."""
         cu_q, cu_k, used_q, used_k = self.lengths
@@ -144,7 +145,7 @@ class Ragged:
         used = dict(zip(("seqused_q", "seqused_k"), self.lengths[2:], strict=True))
         longest = self.lengths[0].diff().max().item() if len(self.lengths[0]) > 1 else 0
         given |= {"dlse": self.dlse, "max_seqlen_q": longest, "sms": 2, **used, **options}
-        tensors = self.q, self.k, self.v, *(forward or self.forward()), self.dout
+        tensors = self.q, self.k, self.v, *(forward or self.forward), self.dout
         return sim.run_varlen_bwd(config, *tensors, *self.lengths[:2], **given)
 
     def check(self, result: sim.SimResult) -> None:
@@ -268,7 +269,7 @@ class Behind:
     m: int
 
     def run(self, config: BwdConfig, **options: Any) -> sim.SimResult:
-        x, (out, lse) = self.problem, self.problem.forward()
+        x, (out, lse) = self.problem, self.problem.forward
         rows = [_behind(self.n, t) for t in (x.q, out, lse.mT, x.dout, x.dlse.mT)]
         keys = [_behind(self.m, t) for t in (x.k, x.v)]
         lengths = (x.lengths[0] + self.n, x.lengths[1] + self.m, *x.lengths[2:])
@@ -302,7 +303,7 @@ class Hostile:
         given = {"dlse": self.problem.dlse, "max_seqlen_q": LARGE, "sms": 2, **used}
         given |= simulator_options(config, self.problem.options)
         x = self.problem
-        tensors = x.q, x.k, x.v, *x.forward(), x.dout
+        tensors = x.q, x.k, x.v, *x.forward, x.dout
         given |= {"kernel": _kernel_of(config), **options}
         return sim.run_varlen_bwd(config, *tensors, *self.lengths[:2], **given)
 

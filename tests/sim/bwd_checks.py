@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,7 @@ def check_strides_and_surroundings(config: BwdConfig, seqlen_k: int, order: str)
     problem = make_problem(config, (2, 70, seqlen_k, 2, 1))
     names = ("q", "k", "v", "dout")
     inputs = {name: embed_in_nan(getattr(problem, name), order).view for name in names}
-    out, lse = problem.forward()
+    out, lse = problem.forward
     shapes = {"dq": problem.q, "dk": problem.k, "dv": problem.v}
     outputs = {
         name: embed_in_nan(torch.full_like(x, math.nan), order) for name, x in shapes.items()
@@ -191,16 +191,19 @@ def check_work_done(config: BwdConfig, shape: tuple[int, int, int, int, int]) ->
 _MUTANT_SHAPES = ((1, 70, 200, 1, 1), (1, 150, 70, 2, 2), (2, 100, 150, 4, 2))
 
 
+@functools.cache
 def mutant_problems(
     config: BwdConfig, *shapes: tuple[int, int, int, int, int]
-) -> Iterator[Problem]:
-    """What kernels with planted faults are given, and then problems of further shapes."""
+) -> tuple[Problem, ...]:
+    """What kernels with planted faults are given, and then problems of further shapes; the same
+    ones each time, with what is expected of them."""
+    problems = []
     for shape in (*_MUTANT_SHAPES, *shapes):
         problem = make_problem(config, shape, extras=True)
         if shape[1] > shape[2]:
             problem.options["sinks"] = None  # so that the LSE of empty rows is -inf
-        yield problem
-    yield infinite_behind_the_keys(config)
+        problems.append(problem)
+    return *problems, infinite_behind_the_keys(config)
 
 
 def faultless(configs: Iterable[BwdConfig], finder: str = "") -> list[Mutant]:

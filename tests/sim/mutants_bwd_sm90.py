@@ -275,13 +275,14 @@ MUTANTS = (
         "",
         r"overwritten too early: byte \d+, which a TMA store of warp \d+",
     ),
-    _simulator(
+    Mutant(
         "dQ written over that of the step before",
         _MAINLOOP,
         "sm90::barrier_wait(&storage.dq_empty, dq.parity() ^ 1);",
         "",
+        "simulator/random",
         f"stored by a thread without fence|overwritten too early|{ARRIVES_TWICE}",
-        COLUMNS,
+        ROWS,
     ),
     _simulator(
         "dQ read without waiting for it",
@@ -501,15 +502,6 @@ MUTANTS = (
         _ORDER,
         "while (ctas > 0 && ",
         "while (false && ",
-        _WIDE_FULL,
-    ),
-    Mutant(
-        "dQ of a wide head added without waiting for its turn",
-        _WIDE,
-        "sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());",
-        "",
-        "numerics/random",
-        DEADLOCK,
         _WIDE_FULL,
     ),
     _numerics(

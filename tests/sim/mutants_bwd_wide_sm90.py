@@ -135,7 +135,7 @@ ORDER = (
         _MMA,
         "fence_async_proxy();\n        __syncwarp();",
         "__syncwarp();",
-        r"writes byte \d+, which a load .* no fence.proxy.async follows it in that thread",
+        r"writes byte \d+, which a load .* fence.proxy.async",  # of a later step, at times
     ),
     _simulator(
         "V in registers released by a lane that knows of no other's fence",

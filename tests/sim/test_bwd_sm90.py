@@ -221,10 +221,11 @@ def planted(tmp_path_factory):
     return build_mutants([*MUTANTS, *FAULTLESS], tmp_path_factory.mktemp("mutants"))
 
 
+@functools.cache
 def problems_of(config):
     """Then some in which other CTAs store dQ at the same time, above d = 128 another cluster, and
     some in which they share tiles: under several schedules, as a fault shows under some of them."""
-    yield from mutant_problems(config, *MUTANT_SHAPES)
+    problems = [*mutant_problems(config, *MUTANT_SHAPES)]
     *shape, sms = STORED_FIRST[0]
     several = [(shape, sms, seed) for seed in (2, 3, 5)]
     if config.mask == "none":
@@ -232,7 +233,8 @@ def problems_of(config):
             several += [(shape, workers * config.cluster, seed) for seed in seeds]
     for shape, sms, seed in several:
         problem = make_problem(config, shape, extras=True)
-        yield dataclasses.replace(problem, launch={"sms": sms, "seed": seed})
+        problems.append(dataclasses.replace(problem, launch={"sms": sms, "seed": seed}))
+    return problems
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

@@ -266,11 +266,11 @@ void Block::yield_at_random() {
     }
 }
 
-void Block::execute_atomic(void const *address, std::function<void()> const &atomic) {
+void Block::execute_atomic(void const *address, std::function<void()> const &atomic, bool last) {
     tsan::Unwatched const unwatched;
     check_dependency("atomic", address);
     ++counters_.atomics;
-    turns_.take(cluster_.unit(), atomic);
+    turns_.take(cluster_.unit(), last, atomic);
 }
 
 // A polling thread must not starve the copies and the other warps, nor other blocks: each poll is a
@@ -303,17 +303,18 @@ void Block::check_sums(char const *what, float const *address, int bytes) {
 
 void Block::store_in_turn(float *address, float const *values, int count) {
     check_sums("a store", address, count * static_cast<int>(sizeof *values));
-    execute_atomic(address, [&] { std::copy(values, values + count, address); });
+    execute_atomic(address, [&] { std::copy(values, values + count, address); }, false);
 }
 
 void Block::reduce_add(float *address, float const *values, int count) {
     int const bytes = count * static_cast<int>(sizeof *values);
     check_sums("red", address, bytes);
-    execute_atomic(address, [&] {
+    auto const add = [&] {
         for (int i = 0; i < count; ++i) {
             address[i] += values[i];
         }
-    });
+    };
+    execute_atomic(address, add, false);
     counters_.reduction_bytes += static_cast<uint64_t>(bytes);
 }
 

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace sim {
@@ -14,12 +15,14 @@ inline constexpr int kMbarriers = 48;  // per block
 inline constexpr int kWarps = 32;
 inline constexpr int kStoreQueues = 16;  // threads of a block that may issue TMA stores
 
-// `theirs` is a copy, because the compiler vectorises only arrays that cannot overlap.
+// The arrays are distinct, without which the compiler does not vectorise the loop.
 template <size_t kCount, class Choice>
-void choose(std::array<uint32_t, kCount> &mine, std::array<uint32_t, kCount> theirs,
+void choose(std::array<uint32_t, kCount> &mine, std::array<uint32_t, kCount> const &theirs,
             Choice const &choice) {
+    uint32_t *__restrict const to = mine.data();
+    uint32_t const *__restrict const from = theirs.data();
     for (size_t i = 0; i < kCount; ++i) {
-        mine[i] = choice(mine[i], theirs[i]);
+        to[i] = choice(to[i], from[i]);
     }
 }
 
@@ -59,14 +62,63 @@ using Accesses = std::array<uint32_t, kWarps>;
 // For each lane of a warp, the number of its fence.proxy.async that follow a load.
 using LaneFences = std::array<uint32_t, 32>;
 
+// LaneFences by rank and warp; a missing element is 0. Threads that know the same share one vector,
+// so that what the threads of a warp join one after the other is computed once.
+class Fences {
+  public:
+    uint32_t of(int rank, int warp, int lane) const {
+        size_t const at = place(rank, warp);
+        return all_ == nullptr || all_->size() <= at ? 0 : (*all_)[at][lane];
+    }
+    void add(int rank, int warp, int lane) {
+        size_t const at = place(rank, warp);
+        auto mine = all_ == nullptr ? std::make_shared<All>() : std::make_shared<All>(*all_);
+        mine->resize(std::max(mine->size(), at + 1));
+        ++(*mine)[at][lane];
+        all_ = std::move(mine);
+    }
+    void join(Fences const &other) {
+        if (other.all_ == nullptr || other.all_ == all_) {
+            return;
+        }
+        if (all_ == nullptr) {
+            all_ = other.all_;
+            return;
+        }
+        thread_local std::array<std::shared_ptr<All const>, 3> last;  // two, and both joined
+        if (last[0] != all_ || last[1] != other.all_) {
+            last = {all_, other.all_, joined(all_, other.all_)};
+        }
+        all_ = last[2];
+    }
+
+  private:
+    using All = std::vector<LaneFences>;
+    using Shared = std::shared_ptr<All const>;
+
+    static size_t place(int rank, int warp) {
+        return static_cast<size_t>(rank) * kWarps + static_cast<size_t>(warp);
+    }
+    static Shared joined(Shared const &a, Shared const &b) {
+        auto both = std::make_shared<All>(*a);
+        both->resize(std::max(a->size(), b->size()));
+        for (size_t i = 0; i < b->size(); ++i) {
+            choose((*both)[i], (*b)[i], [](uint32_t x, uint32_t y) { return x > y ? x : y; });
+        }
+        return *both == *b ? b : *both == *a ? a : both;
+    }
+
+    Shared all_;  // null: all 0
+};
+
 // A thread's clock: the events in the blocks of its cluster, and the end of the previous kernel.
 // The vectors grow on demand; a missing element is 0.
 struct Knowledge {
     BlockKnowledge first;                // rank 0
     std::vector<BlockKnowledge> others;  // rank 1, 2, ...
     std::vector<Accesses> accesses;      // by rank
-    std::vector<LaneFences> fences;      // by rank and warp
-    bool dependency = false;             // the previous kernel has ended
+    Fences fences;
+    bool dependency = false;  // the previous kernel has ended
 
     BlockKnowledge &of(int rank) {
         if (rank == 0) {
@@ -83,13 +135,6 @@ struct Knowledge {
         }
         return accesses[rank];
     }
-    LaneFences &fences_of(int rank, int warp) {
-        auto const at = static_cast<size_t>(rank) * kWarps + static_cast<size_t>(warp);
-        if (fences.size() <= at) {
-            fences.resize(at + 1);
-        }
-        return fences[at];
-    }
     void join(Knowledge const &other) {
         first.join(other.first);
         for (size_t i = 0; i < other.others.size(); ++i) {
@@ -101,13 +146,7 @@ struct Knowledge {
                 mine[w] = std::max(mine[w], other.accesses[i][w]);
             }
         }
-        if (fences.size() < other.fences.size()) {
-            fences.resize(other.fences.size());
-        }
-        for (size_t i = 0; i < other.fences.size(); ++i) {
-            choose(fences[i], other.fences[i],
-                   [](uint32_t a, uint32_t b) { return a > b ? a : b; });
-        }
+        fences.join(other.fences);
         dependency |= other.dependency;
     }
 };

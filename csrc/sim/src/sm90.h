@@ -240,7 +240,7 @@ class Sm90 {
     void issue(BulkCopy copy, void const *barrier);
     void check_free(uint64_t offset, uint64_t bytes, std::string const &what, bool after_loads);
     // The number of the lane's fence.proxy.async that follow a load.
-    uint32_t &fences_of(Lane &lane);
+    uint32_t fences_of(Lane const &lane) const;
     void copy_rows(BulkCopy const &copy);
     void copy_sent(BulkCopy const &copy);
     void land(size_t index);

@@ -190,9 +190,8 @@ void Sm90::check_free(uint64_t offset, uint64_t bytes, std::string const &what, 
             continue;
         }
         for (WarpLoads const &loads : loads_[g]) {
-            LaneFences const &fences = thread.knowledge.fences_of(block_.rank_, loads.warp);
             for (int l = 0; l < kWarpSize; ++l) {
-                if (loads.fenced_by[l] > fences[l]) {
+                if (loads.fenced_by[l] > thread.knowledge.fences.of(block_.rank_, loads.warp, l)) {
                     Lane &reader = *block_.warps_[loads.warp].lanes[l];
                     report("a load of warpgroup " + std::to_string(loads.warp / 4) + ", warp " +
                                std::to_string(loads.warp) + ", lane " + std::to_string(l),
@@ -350,8 +349,8 @@ void Sm90::land_at_random() {
     }
 }
 
-uint32_t &Sm90::fences_of(Lane &lane) {
-    return lane.knowledge.fences_of(block_.rank_, lane.warp)[lane.lane];
+uint32_t Sm90::fences_of(Lane const &lane) const {
+    return lane.knowledge.fences.of(block_.rank_, lane.warp, lane.lane);
 }
 
 // A later write of the asynchronous proxy is ordered after a generic-proxy load only if the loading
@@ -383,7 +382,7 @@ void Sm90::fence_async_proxy() {
     Lane &self = block_.lane();
     known().fenced = known().phases;
     if (self.unfenced_loads) {
-        ++fences_of(self);
+        self.knowledge.fences.add(block_.rank_, self.warp, self.lane);
         self.unfenced_loads = false;
     }
 }

@@ -11,20 +11,28 @@ namespace sim {
 
 // Units, blocks or clusters, run on workers, of which each has every so many-th. The seed alone
 // determines the sequence of workers; those that have ended are skipped. So the order does not
-// depend on the speed of the OS threads, and another seed gives another order.
+// depend on the speed of the OS threads, and another seed gives another order. A turn is of one
+// atomic, or of up to 128 of those by which threads store or add to sums: of so many of these that
+// switches of OS threads would take most of the time.
 class Turns {
   public:
     Turns(uint64_t workers, uint64_t seed)
-        : ended_(workers), random_(seed * 0x9E3779B97F4A7C15u + 0xD1B54A32D192ED03u) {
+        : ended_(workers),
+          may_go_(workers),
+          random_(seed * 0x9E3779B97F4A7C15u + 0xD1B54A32D192ED03u) {
         draw();
     }
 
-    void take(uint64_t unit, std::function<void()> const &action) {
+    // Calls action() in the unit's turn, which ends with it if it is the `last`.
+    void take(uint64_t unit, bool last, std::function<void()> const &action) {
         std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return turn_ == unit % ended_.size(); });
+        uint64_t const worker = unit % ended_.size();
+        may_go_[worker].wait(lock, [&] { return turn_ == worker; });
         action();
-        draw();
-        changed_.notify_all();
+        if (--left_ == 0 || last) {
+            draw();
+            may_go_[turn_].notify_one();
+        }
     }
 
     void leave(uint64_t worker) {
@@ -33,7 +41,7 @@ class Turns {
         ++count_ended_;
         if (turn_ == worker) {
             draw();
-            changed_.notify_all();
+            may_go_[turn_].notify_one();
         }
     }
 
@@ -48,14 +56,16 @@ class Turns {
             random_ ^= random_ << 17;
             turn_ = random_ % ended_.size();
         } while (ended_[turn_]);
+        left_ = 1u << (random_ >> 32) % 8;
     }
 
     std::mutex mutex_;
-    std::condition_variable changed_;
     std::vector<bool> ended_;
+    std::vector<std::condition_variable> may_go_;  // by worker
     size_t count_ended_ = 0;
     uint64_t random_;
     uint64_t turn_ = 0;
+    uint64_t left_ = 0;  // atomics until the turn ends
 };
 
 }  // namespace sim

@@ -203,9 +203,11 @@ void Sm90::wgmma(Wgmma const &instruction, float *acc, uint32_t *a) {
     tsan::Unwatched const unwatched;
     Warpgroup &wg = warpgroup();
     Lane &self = block_.lane();
-    std::string const group = "warpgroup " + std::to_string(wg.index);
+    auto const fail = [&](char const *what) {
+        block_.fail(kLaunchFailure, "warpgroup " + std::to_string(wg.index) + what);
+    };
     if (!self.wgmma_fenced) {
-        block_.fail(kLaunchFailure, group + ": a wgmma without wgmma.fence since the last wait");
+        fail(": a wgmma without wgmma.fence since the last wait");
     }
     uint64_t const number = self.wgmmas++;
     if (number == wg.first + wg.multiplications.size()) {
@@ -213,7 +215,7 @@ void Sm90::wgmma(Wgmma const &instruction, float *acc, uint32_t *a) {
     }
     Multiplication &m = wg.multiplications[number - wg.first];
     if (!(m.instruction == instruction) || (m.a == nullptr) != (a == nullptr)) {
-        block_.fail(kLaunchFailure, group + ": its threads issue different wgmmas");
+        fail(": its threads issue different wgmmas");
     }
     m.known.meet(known());
     int const thread = self.index % kWarpgroupSize;
@@ -225,7 +227,7 @@ void Sm90::wgmma(Wgmma const &instruction, float *acc, uint32_t *a) {
         poison(acc, m.acc->count);
         asan::forbid(acc, m.acc->count * sizeof *acc);
     } else if (registers != acc) {
-        block_.fail(kLaunchFailure, group + ": its threads accumulate in different registers");
+        fail(": its threads accumulate in different registers");
     }
     if (a != nullptr && m.a->registers[thread] == nullptr) {
         m.a->registers[thread] = a;
