@@ -25,7 +25,7 @@ from mutants import Mutant
 from planted import checker
 
 from flashcute import sim
-from flashcute.config import MASKS, BwdConfig
+from flashcute.config import MASKS, BwdConfig, FwdConfig
 from flashcute.oracles import embed_in_nan
 from flashcute.reference import visible_keys
 
@@ -105,6 +105,33 @@ def check_uniform_probabilities(config: BwdConfig) -> None:
     dv = result.outputs["dv"]
     assert torch.equal(dv, expected[:, None].expand(dv.shape).to(dv.dtype))
     assert not result.outputs["dk"].any()
+
+
+def check_recomputed_probabilities(config: BwdConfig, forward: FwdConfig) -> None:
+    """A column of O is one of P where V is that of the identity, and a column of dV is a row of P
+    where dO is: what a forward and its backward have of the same P, each with its own roundings."""
+    problem = make_problem(config, (1, 130, 180, 2, 2))
+    d = problem.q.shape[3]
+    for x in (problem.v, problem.dout):
+        x.zero_()
+        x[0, -d:] = torch.eye(d, dtype=x.dtype)[:, None]  # of the last rows
+    first = passed(sim.run_fwd(problem.q, problem.k, problem.v, forward))
+    of_forward = first.out[0, -d:].permute(1, 0, 2)  # (h, queries, keys)
+
+    def of_backward(lse: torch.Tensor) -> torch.Tensor:
+        given = first.out, lse, problem.dout
+        result = passed(sim.run_bwd(config, problem.q, problem.k, problem.v, *given))
+        return result.outputs["dv"][0, -d:].permute(1, 2, 0)
+
+    info = torch.finfo(problem.q.dtype)
+    # P is rounded in both, O once more.
+    bound = 1.51 * info.eps * of_forward.double() + 2 * info.tiny * info.eps
+
+    def equal(p: torch.Tensor) -> bool:
+        return bool(((p.double() - of_forward.double()).abs() <= bound).all())
+
+    assert of_forward.max() > 0.01 and equal(of_backward(first.lse))
+    assert not equal(of_backward(first.lse + 4 * info.eps))
 
 
 def check_rows_without_keys(config: BwdConfig) -> None:

@@ -184,6 +184,11 @@ def test_one_large_score(config):
     check_large_scores(one_large_score(config), config, FORWARDS[config])
 
 
+@pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
+def test_recomputed_probabilities_are_those_of_the_forward(config):
+    bwd_checks.check_recomputed_probabilities(config, FORWARDS[config])
+
+
 def test_wrong_arguments_are_named():
     problem = make_problem(TOGETHER, (1, 5, 5, 2, 1))
     with pytest.raises(ValueError, match=r"sim.run_bwd: expected dout of the shape of q"):

@@ -18,6 +18,7 @@ from backward import (
     with_mask,
 )
 from bwd_checks import mutant_problems, visits
+from mutants import ONE_STAGE
 from mutants_bwd_sm90 import COLUMNS, MUTANTS, NARROWEST, ROWS, UNEVEN
 from mutants_bwd_wide_sm90 import WIDE, WIDEST
 from mutants_sm90 import ASKING
@@ -205,6 +206,15 @@ FORWARDS = {COLUMNS: ASKING}  # others take what the reference returns
 @pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
 def test_large_scores(config, level):
     check_large_scores(large_scores(config, level), config, FORWARDS.get(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "forward"),
+    [(COLUMNS, ASKING), (ROWS, ONE_STAGE)],
+    ids=lambda c: c.full_name,
+)
+def test_recomputed_probabilities_are_those_of_the_forward(config, forward):
+    bwd_checks.check_recomputed_probabilities(config, forward)
 
 
 @pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
