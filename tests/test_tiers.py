@@ -32,15 +32,16 @@ def test_what_is_left_out_is_covered_in_bf16():
     assert left and all(dataclasses.replace(c, dtype="bf16") in covered for c in left)
 
 
-def test_what_nvcc_leaves_out_of_it_has_a_causal_twin():
+def test_what_nvcc_leaves_out_of_it_has_a_causal_twin_in_bf16():
     shipped = heuristics.shipped_configs()
     compiled = {config for config in shipped if tiers.compiles(config)}
     left = [config for config in shipped if tiers.covers(config) and config not in compiled]
-    assert left and all(config.mask == "none" for config in left)
-    assert all(dataclasses.replace(config, mask="causal") in compiled for config in left)
+    assert left and all(c.mask == "none" or c.dtype == "fp16" for c in left)
+    assert all(dataclasses.replace(c, dtype="bf16", mask="causal") in compiled for c in left)
     for arch in (80, 90):
         of_class = [config for config in compiled if config.arch == arch]
         assert {config.mask for config in of_class} == {"none", "causal"}
+        assert {config.dtype for config in of_class} == {"bf16", "fp16"}
         tiles = {dataclasses.replace(c, dtype="bf16", mask="none") for c in of_class}
         wanted = {dataclasses.replace(c, dtype="bf16", mask="none") for c in shipped}
         assert tiles == {config for config in wanted if config.arch == arch}
@@ -56,6 +57,9 @@ def test_every_forward_over_pages_in_the_sm90_class_is_covered():
     forwards = [c for c in shipped.instantiations().values() if c.kind == "fwd"]
     over_pages = [c for c in forwards if c.arch == 90 and c.paged]
     assert over_pages and all(map(tiers.covers, over_pages))
+    left = [config for config in over_pages if not tiers.compiles(config)]
+    assert all(config.mask == "none" for config in left)
+    assert all(tiers.compiles(dataclasses.replace(config, mask="causal")) for config in left)
 
 
 def test_of_ragged_backwards_that_do_not_ship_each_main_loop_is_covered():

@@ -81,7 +81,7 @@ FEW = {
     "80": {"flash_fwd_hdim32_bf16_causal_sm80_128x32_w4_s2_c2"},
     "90": {
         "flash_fwd_hdim32_bf16_causal_sm90_64x64_s2_c4",
-        "flash_fwd_hdim64_bf16_paged_sm90_64x128_s2_c2",
+        "flash_fwd_hdim64_bf16_causal_paged_sm90_64x128_s2_c2",
         "flash_bwd_hdim128_bf16_causal_sm90_128x64_s2",
     },
 }

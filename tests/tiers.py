@@ -11,19 +11,21 @@ these once spilled unseen; tests/sim runs more of those that decode. Of the back
 batches in the sm90 class, a kernel of each main loop is covered.
 
 tests/sim runs what is covered. nvcc takes longer: of two forwards of bf16 that differ in the mask
-alone, it compiles the causal one, which has the other's loop and one more.
+alone, it compiles the causal one, which has the other's loop and one more; of fp16 forwards of one
+head dimension, and backwards of the sm90 class.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from flashcute import heuristics
+from flashcute import heuristics, shipped
 from flashcute.config import BwdConfig, FwdConfig
 
 everything = False  # set by conftest.py before tests are collected
 
 _FP16 = {(64, "causal"), (128, "none")}
+_NVCC = {(128, "none")}  # of these
 
 _BACKWARD = {("bf16", 128, "causal"), ("bf16", 192, "none"), ("fp16", 64, "causal")}
 
@@ -49,10 +51,16 @@ def covers(config: FwdConfig | BwdConfig) -> bool:
 
 def compiles(config: FwdConfig | BwdConfig) -> bool:
     """Whether this run compiles a kernel with nvcc."""
-    if everything or config.kind == "bwd" or (config.dtype, config.mask) != ("bf16", "none"):
-        return covers(config)
+    if everything or not covers(config):
+        return everything
+    if config.dtype == "fp16":
+        return (
+            config.arch == 90 if config.kind == "bwd" else (config.head_dim, config.mask) in _NVCC
+        )
+    if config.kind == "bwd" or config.mask != "none":
+        return True
     twin = dataclasses.replace(config, mask="causal")
-    return covers(config) and (config.paged or twin not in heuristics.shipped_configs())
+    return twin not in shipped.instantiations().values()
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:

@@ -504,6 +504,15 @@ MUTANTS = (
         "while (false && ",
         _WIDE_FULL,
     ),
+    Mutant(
+        "dQ of a wide head added without waiting for the one that is stored",
+        _WIDE,
+        "sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());",
+        "",
+        "numerics/eager",
+        DEADLOCK,
+        _WIDE_FULL,
+    ),
     _numerics(
         "a block of dQ of a wide head counted before it is stored",
         _ORDER,

@@ -95,7 +95,7 @@ inline void fence_async_proxy_global() {}
 // No cache is modelled.
 inline float4 load_from_l2(float4 const *gmem) { return *gmem; }
 
-// A turn among the atomics, so that blocks whose sums do not wait for it are found.
+// In turn among the atomics, so that blocks whose sums do not wait for it are found.
 inline void store_first(float *gmem, float a, float b, float c, float d) {
     float const values[] = {a, b, c, d};
     sim::store_in_turn(gmem, values, 4);

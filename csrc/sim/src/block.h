@@ -169,8 +169,7 @@ class Block {
     // The offset of a shared memory address, checked against the block's allocation.
     uint64_t smem_offset(void const *address, int bytes, int alignment, char const *what);
 
-    // Calls atomic() when this block is next in the launch's order of atomics; if it is the `last`
-    // of its turn, the next one is of another turn.
+    // Calls atomic() when this block is next in the launch's order of atomics. last: its turn ends.
     void execute_atomic(void const *address, std::function<void()> const &atomic, bool last = true);
     void reduce_add(float *address, float const *values, int count);
     void store_in_turn(float *address, float const *values, int count);

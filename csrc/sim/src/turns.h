@@ -11,9 +11,9 @@ namespace sim {
 
 // Units, blocks or clusters, run on workers, of which each has every so many-th. The seed alone
 // determines the sequence of workers; those that have ended are skipped. So the order does not
-// depend on the speed of the OS threads, and another seed gives another order. A turn is of one
-// atomic, or of up to 128 of those by which threads store or add to sums: of so many of these that
-// switches of OS threads would take most of the time.
+// depend on the speed of the OS threads, and another seed gives another order. A turn ends with its
+// first atomic but for those by which threads store or add words to sums: of so many of these that
+// a switch of OS threads for each would take most of the time, it has up to 1 to 128, as drawn.
 class Turns {
   public:
     Turns(uint64_t workers, uint64_t seed)
@@ -23,7 +23,8 @@ class Turns {
         draw();
     }
 
-    // Calls action() in the unit's turn, which ends with it if it is the `last`.
+    // Calls action() in a turn of the unit's worker, which ends with it if it is the `last`. One OS
+    // thread of a worker at a time, as of a cluster's blocks one runs.
     void take(uint64_t unit, bool last, std::function<void()> const &action) {
         std::unique_lock lock(mutex_);
         uint64_t const worker = unit % ended_.size();
