@@ -78,7 +78,7 @@ def test_a_wheel_without_kernels_is_used(tmp_path):
 
 # Of all kernels that `make wheel` builds, by target: some that tests compile anyway.
 FEW = {
-    "80": {"flash_fwd_hdim32_bf16_causal_sm80_128x32_w4_s2_c2"},
+    "80": {"flash_fwd_hdim64_bf16_causal_sm80_128x64_w4_s2_qreg_c2"},
     "90": {
         "flash_fwd_hdim32_bf16_causal_sm90_64x64_s2_c4",
         "flash_fwd_hdim64_bf16_causal_paged_sm90_64x128_s2_c2",

@@ -4,6 +4,7 @@ import functools
 import re
 
 import pytest
+import tiers
 from backward import GRADIENTS, Problem, check, make_problem, passed, same, with_mask
 from backward_options import SOME, make_ragged
 from bwd_checks import faultless, wrong_numbers
@@ -89,8 +90,16 @@ def ragged_problem(config, batch, window):
     return make_ragged(config, batch, **window)
 
 
-@pytest.mark.parametrize("batch", [SOME, LONG], ids=["some", "long"])
-@pytest.mark.parametrize("config", RAGGED, ids=lambda c: c.full_name)
+@pytest.mark.parametrize(
+    ("config", "batch"),
+    [
+        pytest.param(config, batch, id=f"{config.full_name}-{name}")
+        for config in RAGGED
+        for name, batch in (("some", SOME), ("long", LONG))
+        # Clusters take as long as all others together.
+        if tiers.everything or config.cluster == 1 or name == "some"
+    ],
+)
 def test_gradients_of_a_ragged_batch_are_repeatable(config, batch):
     problem = ragged_problem(config, batch, WINDOW)
     check_order(

@@ -45,6 +45,9 @@ SHARED = ((1, 1500, 100, 4, 4, 3), (1, 3200, 100, 5, 5, 3), (1, 1500, 200, 4, 2,
 MUTANT_SHAPES = (LONG, *OWNED[1:], (4, 300, 300, 2, 1), (4, 450, 300, 2, 1), (1, 20, 200, 1, 1))
 PLAIN = [with_mask(config, "none") for config in EVERY]
 STORING = [config for config in CONFIGS if config.mask != "local"]
+if not tiers.everything:  # the widest takes as long as all up to d = 128, and has the code of WIDE
+    PLAIN = [config for config in PLAIN if config.head_dim < 256]
+    STORING = [config for config in STORING if config.head_dim < 256]
 NARROW = [config for config in CONFIGS if config.head_dim <= 128]
 
 
