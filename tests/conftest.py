@@ -30,9 +30,12 @@ def pytest_configure(config):
     config.pluginmanager.register(reporting)
 
 
+# They compile for longest, and a file stays in one worker: the first of their workers.
+_FIRST = ("test_ladder.py", "test_shipped_kernels.py")
+
+
 def pytest_collection_modifyitems(items):
-    # It compiles for longest, and a file stays in one worker: it is the first of its worker.
-    items.sort(key=lambda item: item.path.name != "test_shipped_kernels.py")
+    items.sort(key=lambda item: item.path.name not in _FIRST)
 
 
 def pytest_terminal_summary(terminalreporter):
