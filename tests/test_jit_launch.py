@@ -56,7 +56,7 @@ def test_arguments(stand_in):
     }
     lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "plan")
     expected |= {f"{name}_ptr": None for name in lengths}
-    expected |= {"total_q": 0, "total_k": 0, "plan_capacity": 0}
+    expected |= {"total_q": 0, "total_k": 0, "plan_capacity": 0, "plan_in_order": 0}
     of_cache = ("cache_batch_idx", "leftpad_k", "block_table", "o_partial", "lse_partial")
     new = ("k_new", "v_new", "q_unrotated")
     pointers = (*of_cache, *new, "rotary_cos", "rotary_sin")
