@@ -18,6 +18,7 @@ from flashcute.testing import (
     check_forward,
     compare_backward,
     compare_forward,
+    expect_gradients,
 )
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -384,6 +385,19 @@ def test_wrong_gradient_is_found_and_named(name, fault):
     assert [n for n, report in reports.items() if not report.ok] == [name]
     with pytest.raises(AssertionError, match=f"gradients are wrong for .*\n{name}: max error"):
         check_backward(wrong, *tensors, **options)
+
+
+def test_what_is_expected_may_be_computed_once():
+    (q, k, v, dout), options, gradients = backward_problem(torch.float16, causal=True)
+    given = {name: x for name, x in options.items() if name != "dlse"}
+    expected = expect_gradients((q, k, v), dout, options.get("dlse"), given)
+    wrong = {**gradients, "dk": gradients["dk"] * 1.02}
+    for found in (gradients, wrong):
+        reports = compare_backward(found, q, k, v, dout, expected=expected, **options)
+        assert reports == compare_backward(found, q, k, v, dout, **options)
+    with pytest.raises(AssertionError) as raised:
+        check_backward(wrong, q, k, v, dout, expected=expected, **options)
+    assert "expected" not in str(raised.value)
 
 
 def test_equal_rows_are_rounded_alike():

@@ -11,9 +11,9 @@ namespace sim {
 
 // Units, blocks or clusters, run on workers, of which each has every so many-th. The seed alone
 // determines the sequence of workers; those that have ended are skipped. So the order does not
-// depend on the speed of the OS threads, and another seed gives another order. A turn ends with its
-// first atomic but for those by which threads store or add words to sums: of so many of these that
-// a switch of OS threads for each would take most of the time, it has up to 1 to 128, as drawn.
+// depend on the speed of the OS threads, and another seed gives another order. An atomic ends its
+// turn. Only the words that threads store or add to sums share turns, up to 1, 2, 4 ... 128 of them
+// as drawn: a switch of OS threads for each of them would take most of the time.
 class Turns {
   public:
     Turns(uint64_t workers, uint64_t seed)
