@@ -41,7 +41,8 @@ struct Planner {
         // share their keys in L2.
         of_segments,
         // The last tiles of all sequences, then those before them, and so on, where the sequences
-        // are alike. The other way round where plan_in_order is set.
+        // are alike. The first ones first where tiles are of keys, of which those have the most
+        // blocks.
         of_levels,
         // By a counting sort in logarithmic buckets, so that the order among equals is free.
         sorted,
@@ -252,8 +253,9 @@ struct Planner {
         }
         PlanTile tile = segments[low];
         int const within = index - tile.m_block, parts = tile.part;
-        // Unsigned: it overflows where tiles are in no such order.
-        place = static_cast<int>(tiles - (within + 1u) * params.b + low / 2);
+        // Unsigned: they overflow where tiles are in no such order.
+        unsigned const level = within * static_cast<unsigned>(params.b);
+        place = static_cast<int>((Tiles::kOfKeys ? level : tiles - level - params.b) + low / 2);
         if (params.plan_in_order != 0) {
             int const all = cute::min(tiles, params.plan_capacity);
             place = place_in_order(params, segments, all, low, within);
