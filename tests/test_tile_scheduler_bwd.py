@@ -18,16 +18,16 @@ from flashcute.jit.abi import ROW_STATS_MULTIPLE, FlashBwdParams
 CAUSAL = heuristics.sm90_bwd_config("bf16", 128, "causal")
 FULL = heuristics.sm90_bwd_config("bf16", 128, "none")
 NARROW = heuristics.sm90_bwd_config("bf16", 32, "causal")
+WINDOW = heuristics.sm90_bwd_config("bf16", 128, "local")
 CASES = Path(__file__).parent / "tile_scheduler_bwd_cases.cpp"
 KEYS = CAUSAL.dkv.rows
 
 
 @pytest.fixture(scope="module")
 def lib():
-    config = f"static constexpr flash::BwdConfig kCausal{CAUSAL.to_cpp()};\n"
-    full = f"static constexpr flash::BwdConfig kFull{FULL.to_cpp()};\n"
-    narrow = f"static constexpr flash::BwdConfig kNarrow{NARROW.to_cpp()};\n"
-    found = compiled(CASES, config + full + narrow)
+    configs = {"kCausal": CAUSAL, "kFull": FULL, "kNarrow": NARROW, "kWindow": WINDOW}
+    lines = (f"constexpr flash::BwdConfig {name}{c.to_cpp()};\n" for name, c in configs.items())
+    found = compiled(CASES, "".join(lines))
     found.may_store_first.restype = ctypes.c_bool
     found.get_tile.restype = WorkTile
     found.owns_heads.restype = ctypes.c_bool
@@ -103,17 +103,74 @@ def test_indices_near_the_largest_grid(lib):
             assert (found.m_block, found.batch, found.head) == expected
 
 
-@pytest.mark.parametrize("seqlen", [1, 512, 2048, 4096, 65536])
+@pytest.mark.parametrize("seqlen", [1, 512, 1024])
 @pytest.mark.parametrize("heads", [(1, 1, 1), (4, 32, 8), (2, 7, 1), (64, 16, 16)])
 @pytest.mark.parametrize("d", [8, 128])
-def test_groups_fit_the_cache_or_have_few_heads(lib, seqlen, heads, d):
+@pytest.mark.parametrize("ordered", [0, 1])
+def test_groups_of_short_heads_fit_the_cache(lib, seqlen, heads, d, ordered):
     b, h, h_k = heads
     params = problem(b, h, h_k, seqlen, d=d)
-    group = lib.heads_in_group(ctypes.byref(params), 132)
-    size = h // h_k * seqlen * (4 * d + 4 * CAUSAL.head_dim)
-    in_l2 = max(24 * 2**20 // size, 8 if h == h_k else 4)
-    three_waves = -(-3 * 132 // -(-seqlen // KEYS))
-    assert group == min(in_l2, three_waves, b * h_k)
+    params.deterministic = ordered
+    group = lib.heads_in_storing_group(ctypes.byref(params), 132, True)
+    in_l2 = 2**25 // (h // h_k * seqlen * (4 * d + 4 * CAUSAL.head_dim))
+    wave = (2 if ordered else 1) * 132 // -(-seqlen // KEYS)
+    assert group == max(min(in_l2, wave, b * h_k), 1)
+
+
+@pytest.mark.parametrize("seqlen", [1025, 2048, 3072, 4096, 5120, 16384, 65536])
+@pytest.mark.parametrize("heads", [(1, 1, 1), (4, 32, 8), (5, 16, 4), (2, 7, 1), (64, 16, 16)])
+@pytest.mark.parametrize("ordered", [0, 1])
+def test_groups_of_long_heads_are_of_one_size_and_two_or_four_waves(lib, seqlen, heads, ordered):
+    b, h, h_k = heads
+    params = problem(b, h, h_k, seqlen)
+    params.deterministic = ordered
+    group = lib.heads_in_storing_group(ctypes.byref(params), 132, True)
+    if not ordered:
+        assert group == lib.heads_in_group(ctypes.byref(params), 132)
+    waves = 4 if ordered and h == h_k else 2
+    groups = max(round(b * h_k * -(-seqlen // KEYS) / (waves * 132)), 1)
+    assert 1 <= group == -(-b * h_k // groups)
+
+
+def steps(lib, params, index, window=False):
+    """Blocks of queries that a tile visits, and for which query head, in order."""
+    most = params.h_h_k_ratio * (params.seqlen_q // CAUSAL.dkv.step + 1)
+    heads, blocks = (ctypes.c_int * most)(), (ctypes.c_int * most)()
+    count = lib.steps(ctypes.byref(params), window, index, heads, blocks)
+    assert 0 <= count <= most, "a step is not the one before the next"
+    return list(zip(blocks[:count], heads[:count], strict=True))
+
+
+@pytest.mark.parametrize("seqlens", [(1024, 1024), (2048, 2048), (1400, 3000), (3000, 1400)])
+@pytest.mark.parametrize("ratio", [1, 3])
+@pytest.mark.parametrize("ordered", [0, 1])
+def test_short_tiles_of_long_heads_begin_at_the_diagonal(lib, seqlens, ratio, ordered):
+    """Blocks of all query heads one after the other, in each tile from one end to the other."""
+    params = problem(1, ratio, 1, *seqlens)
+    params.deterministic = ordered
+    seqlen_q, seqlen_k = seqlens
+    rows, ups = CAUSAL.dkv.step, 0
+    for n in range(-(-seqlen_k // KEYS)):
+        first = max(n * KEYS - seqlen_k + seqlen_q, 0) // rows
+        visited = list(range(first, -(-seqlen_q // rows)))
+        up = not ordered and min(seqlens) > 8 * KEYS and 2 * len(visited) * rows <= min(seqlens)
+        visited = visited if up else visited[::-1]
+        assert steps(lib, params, n) == [(m, head) for m in visited for head in range(ratio)]
+        ups += up
+    assert (ups > 0) == (not ordered and min(seqlens) > 8 * KEYS)
+
+
+@pytest.mark.parametrize("window", [(0, 0), (200, 70), (511, 0)])
+@pytest.mark.parametrize("ratio", [1, 3])
+def test_under_a_window_each_query_head_is_visited_at_a_time(lib, window, ratio):
+    params = problem(1, ratio, 1, 2000)
+    params.window_left, params.window_right = window
+    for n in range(-(-2000 // KEYS)):
+        begin, end = ctypes.c_int(), ctypes.c_int()
+        lib.visited_blocks(ctypes.byref(params), n, ctypes.byref(begin), ctypes.byref(end))
+        visited = range(begin.value, end.value)[::-1]
+        expected = [(m, head) for head in range(ratio) for m in visited]
+        assert steps(lib, params, n, True) == expected
 
 
 @pytest.mark.parametrize("heads", [1, 2, 131, 132, 133, 400])
@@ -193,18 +250,11 @@ def test_first_tiles_store_dq_of_short_heads_in_four_waves_and_more(lib, causal)
 
 @pytest.mark.parametrize("seqlen", [128, 512, 1024, 1152, 2048])
 @pytest.mark.parametrize("heads", [1, 24, 1000])
-def test_groups_where_first_tiles_store_dq(lib, seqlen, heads):
+def test_groups_where_first_tiles_store_dq_without_a_mask(lib, seqlen, heads):
     params = problem(heads, 1, 1, seqlen)
     tiles = -(-seqlen // KEYS)
     full = lib.heads_in_storing_group(ctypes.byref(params), 132, False)
     assert full == min(-(-3 * 132 // (4 * tiles)), heads)
-    causal = lib.heads_in_storing_group(ctypes.byref(params), 132, True)
-    mb = 24 if seqlen <= 512 else 36 if seqlen <= 1024 else 54
-    assert causal == min(max(mb * 2**20 // (seqlen * 1024), 4), -(-3 * 132 // tiles), heads)
-    grouped = problem(heads, 4, 1, seqlen)
-    causal = lib.heads_in_storing_group(ctypes.byref(grouped), 132, True)
-    in_l2 = max(4 * mb // 3 * 2**20 // (4 * seqlen * 1024), 4)
-    assert causal == min(in_l2, -(-3 * 132 // tiles), heads)
 
 
 # b, h, h_k, seqlen_q, seqlen_k, SMs: of tiles of 4096 queries a few are left, then most of a wave;

@@ -13,7 +13,7 @@ static unsigned atomicAdd(unsigned *, unsigned) { return 0; }
 using flash::Flash_bwd_params;
 using flash::WorkTile;
 
-// kCausal, kFull and kNarrow, configurations, precede this text.
+// kCausal, kFull, kNarrow and kWindow, configurations, precede this text.
 template <flash::BwdConfig C, bool kStores>
 struct Traits {
     static constexpr flash::BwdConfig kConfig = C;
@@ -87,6 +87,31 @@ void visited_blocks(Flash_bwd_params const *params, int n, int *begin, int *end)
 int first_visitor(Flash_bwd_params const *params, int m) {
     WorkTile const tile{.seqlen_q = params->seqlen_q, .seqlen_k = params->seqlen_k};
     return Window::first_visitor(*params, tile, m);
+}
+
+// Writes the query head and the block of each step of tile `index` of one group, each of which has
+// the one before it as its before(), and returns how many there are; -1: one has not. window: as in
+// MaskKind::local.
+int steps(Flash_bwd_params const *params, bool window, int index, int *heads, int *blocks) {
+    using Of = flash::TileSchedulerBwdSm90<Traits<kWindow, false>>;
+    int const ratio = params->h_h_k_ratio;
+    auto const walk = [&](auto scheduler) {
+        using S = decltype(scheduler);
+        int const tiles = static_cast<int>(S::num_tiles(*params));
+        WorkTile const tile = S::get_tile(*params, {tiles, 1, nullptr, nullptr}, index);
+        auto step = S::first_step(*params, tile);
+        int const count = tile.blocks.count * ratio;
+        for (int i = 0; i < count; ++i) {
+            heads[i] = step.head;
+            blocks[i] = tile.blocks.begin + step.visit;
+            auto const now = step;
+            step.advance(ratio);
+            auto const back = step.before(ratio);
+            if (i + 1 < count && (back.head != now.head || back.visit != now.visit)) return -1;
+        }
+        return count;
+    };
+    return window ? walk(Of{}) : walk(Scheduler{});
 }
 
 WorkTile get_tile(Flash_bwd_params const *params, int tiles, int group, int index) {

@@ -29,6 +29,7 @@ struct MainloopBwd64Sm90 : MainloopBwdSm90<Traits> {
         using Shared = typename Base::Consumer;
         using Shared::ds, Shared::own_parity, Shared::step, Shared::storage;
         using typename Shared::AccDkv, typename Shared::AccS, typename Shared::Operand;
+        using typename Shared::Step;
 
         CUTE_DEVICE void run(Flash_bwd_params const &params) {
             typename Traits::TiledMmaS mma_s;
@@ -52,7 +53,7 @@ struct MainloopBwd64Sm90 : MainloopBwdSm90<Traits> {
 
             // A step whose S is complete; that of the next one, if there is one, is under way
             // afterwards.
-            auto const run_step = [&](StepBwd const &at, auto has_next) {
+            auto const run_step = [&](Step const &at, auto has_next) {
                 this->issue_dp(rDp);
                 this->compute_p(params, rS, at.visit);
                 // The exponentials of these k16 steps stay ahead of the wait; ptxas moves most
@@ -92,7 +93,7 @@ struct MainloopBwd64Sm90 : MainloopBwdSm90<Traits> {
                     sm90::barrier_wait(&storage.v_full, own_parity);
                     this->load_v();
                     own_parity ^= 1;
-                    StepBwd at = StepBwd::first_of(this->tile(), ratio);
+                    Step at = Base::Scheduler::first_step(params, this->tile());
                     sm90::wgmma_wait<0>();
                     CUTE_NO_UNROLL
                     for (; left > 1; --left) {

@@ -111,6 +111,7 @@ struct MainloopBwdSm90 {
 
     // One MMA warpgroup. That of mainloop_bwd_wide_sm90.h has a run() and an issue_dq() of its own.
     struct Consumer {
+        using Step = typename Scheduler::Step;
         SharedStorage &storage;
         int const warpgroup;
         int const thread;  // among all MMA threads
@@ -490,7 +491,7 @@ struct MainloopBwdSm90 {
                 wait_turn();
                 issue_gradient<0, kTileM / 16>(tKrDs, q, rDk);
             };
-            auto const finish_dq = [&](StepBwd const &of) {
+            auto const finish_dq = [&](Step const &of) {
                 sm90::wgmma_wait<0>();
                 sm90::pin(rDq);
                 add_dq(params, of.head, block(of.visit), rDq);
@@ -508,7 +509,7 @@ struct MainloopBwdSm90 {
                     issue_s(rS);
                     sm90::wgmma_wait<0>();
                     int const ratio = params.h_h_k_ratio;
-                    StepBwd at = StepBwd::first_of(tile(), ratio);
+                    Step at = Scheduler::first_step(params, tile());
                     compute_p(params, rS, at.visit);
                     sm90::barrier_wait(&storage.v_full, own_parity);
                     load_v();
@@ -517,7 +518,7 @@ struct MainloopBwdSm90 {
                     CUTE_NO_UNROLL
                     for (; left > 1; --left) {
                         issue_gradients();
-                        StepBwd const done = at;
+                        Step const done = at;
                         at.advance(ratio);
                         RingSteps const used = step;
                         step.advance();

@@ -33,6 +33,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         using Shared = typename Base::Consumer;
         using Shared::ds, Shared::own_parity, Shared::step, Shared::storage, Shared::thread;
         using Shared::rank, Shared::release, Shared::tile, Shared::block, Shared::issue_scores;
+        using typename Shared::Step;
         Ring<Traits::kDqSlots> dq_turn, dq_stored;
 
         using OfScores = Shape<Int<Traits::kTileN>, Int<kTileM>>;
@@ -151,7 +152,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         // Adds a part of dQ to the sums, and tells the other CTA that its dS has been read. S or dP
         // of the next step, if there is one, is under way meanwhile.
         template <class Part, bool kNext, class Acc>
-        CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, StepBwd const &of, Acc &rDq) {
+        CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, Step const &of, Acc &rDq) {
             sm90::wgmma_wait<kNext>();
             sm90::pin(rDq);
             sm90::barrier_arrive_at(1 - rank, &storage.other.ds_sent[ds.stage()], thread % 32 == 0);
@@ -210,7 +211,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 release(&storage.dout_empty[dout().before().stage()]);
             };
             // P and dV of a step, and dQ of the one before.
-            auto const run_step = [&](StepBwd const &at, auto has_next) {
+            auto const run_step = [&](Step const &at, auto has_next) {
                 issue_dv(at.visit);
                 issue_dq<Part>(rDq);
                 sm90::wgmma_wait<1>();
@@ -227,7 +228,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 int left = tile().blocks.count * ratio;  // steps
                 if (left > 0) {
                     sm90::barrier_wait(&storage.k_full, own_parity);
-                    StepBwd at = StepBwd::first_of(tile(), ratio);
+                    Step at = Base::Scheduler::first_step(params, tile());
                     this->load_k();
                     issue_s();
                     sm90::wgmma_wait<0>();
@@ -276,7 +277,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 issue_scores(this->own_v, storage.v, storage.dout[dout().stage()], rDp);
             };
             // dS of a step whose dP is complete, dK += dS^T Q, and dQ.
-            auto const run_step = [&](StepBwd const &at, auto has_next) {
+            auto const run_step = [&](Step const &at, auto has_next) {
                 sm90::pin(rDp);
                 release(&storage.dout_empty[dout().stage()]);
                 await_q();  // the statistics
@@ -308,7 +309,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                     sm90::barrier_wait(&storage.k_full, own_parity);
                     sm90::barrier_wait(&storage.other.k_full, own_parity);
                     own_parity ^= 1;
-                    StepBwd at = StepBwd::first_of(tile(), ratio);
+                    Step at = Base::Scheduler::first_step(params, tile());
                     sm90::wgmma_wait<0>();
                     CUTE_NO_UNROLL
                     for (; left > 1; --left) {

@@ -58,7 +58,7 @@ struct OrderDqSm90 {
         bool const counts_later = writers == 1 && Scheduler::counts(params, tile);
         uint32_t *last = nullptr;  // the semaphore of the step before
         int const ratio = params.h_h_k_ratio, steps = tile.blocks.count * ratio;
-        StepBwd step = StepBwd::first_of(tile, ratio);
+        auto step = Scheduler::first_step(params, tile);
         CUTE_NO_UNROLL
         for (int i = 0; i < steps; ++i) {
             int const block = tile.blocks.begin + step.visit;

@@ -145,9 +145,8 @@ struct ProducerBwdSm90 {
         publish(tile);
         CUTE_NO_UNROLL
         while (tile.m_block >= 0) {
-            index = next(params, queue, index);
             int const ratio = params.h_h_k_ratio, steps = tile.blocks.count * ratio;
-            StepBwd step = StepBwd::first_of(tile, ratio);
+            auto step = Scheduler::first_step(params, tile);
             CUTE_NO_UNROLL
             for (int i = 0; i < steps; ++i) {
                 int const block = tile.blocks.begin + step.visit;
@@ -173,6 +172,8 @@ struct ProducerBwdSm90 {
                 own_parity ^= first;
                 step.advance(ratio);
             }
+            // Not before: who ends first is to have the next tile.
+            index = next(params, queue, index);
             tile = get_tile(params, queue, index);
             publish(tile);
         }

@@ -4,38 +4,16 @@
 
 #include <cute/config.hpp>
 #include <cute/numeric/math.hpp>
+#include <type_traits>
 
 #include "block_info.h"
 #include "flash.h"
+#include "step_bwd_sm90.h"
 #include "tile_scheduler.h"
 #include "work_plan.h"
 #include "work_tile.h"
 
 namespace flash {
-
-// A step of a tile: a visit of a block of queries of a query head. The last block comes first, each
-// for all query heads of the key head. The bits of dK and dV follow from the order, which is that
-// of all kernels of this class, and of all tiles, as kStoresFirst needs; and from where a shared
-// tile is cut (shared_tiles_sm90.h).
-struct StepBwd {
-    int visit;   // of those left of each head
-    int head;    // of the queries
-    int behind;  // heads of the group behind this one
-
-    CUTE_DEVICE static StepBwd first_of(WorkTile const &tile, int ratio) {
-        return {tile.blocks.count - 1, tile.head_q, ratio - 1};
-    }
-    CUTE_DEVICE void advance(int ratio) {
-        bool const last = behind == 0;
-        visit -= last;
-        head += last ? 1 - ratio : 1;
-        behind = last ? ratio - 1 : behind - 1;
-    }
-    CUTE_DEVICE StepBwd before(int ratio) const {
-        bool const first = behind == ratio - 1;
-        return {visit + first, first ? head + ratio - 1 : head - 1, first ? 0 : behind + 1};
-    }
-};
 
 // Of a ragged batch by a plan.
 template <class Traits>
@@ -67,6 +45,22 @@ struct TileSchedulerBwdSm90 {
     }
     CUTE_HOST_DEVICE static WorkPlan const &plan(Flash_bwd_params const &params) {
         return *static_cast<WorkPlan const *>(params.plan_ptr);
+    }
+
+    using Step = StepBwd<Traits::kMask>;
+    // The bits of dK and dV follow from the order of a tile's steps, which is that of all kernels
+    // of this class but where sums of dQ keep their order: it follows from the tile's place in its
+    // sequence alone; and from where a shared tile is cut (shared_tiles_sm90.h).
+    CUTE_DEVICE static Step first_step(Flash_bwd_params const &params, WorkTile const &tile) {
+        int const rows = cute::min(tile.seqlen_q, tile.seqlen_k);
+        bool const is_short = 2 * tile.blocks.count * Traits::kTileM <= rows;
+        bool const ascends = is_short && may_ascend(rows) && !keeps_order(params);
+        return Step::first_of(tile, params.h_h_k_ratio, ascends);
+    }
+    // Whether the short ones of the tiles of so many queries and keys may ascend: of few, which L2
+    // holds, they need not.
+    CUTE_HOST_DEVICE static bool may_ascend(int rows) {
+        return Traits::kMask == MaskKind::causal && rows > 8 * kTileKeys;
     }
 
     // Whether tiles add to the sums of dQ of a block in the order of their keys, so that dQ has the
@@ -112,57 +106,51 @@ struct TileSchedulerBwdSm90 {
         return params.dq_semaphore_ptr != nullptr && visits_all && blocks > 0 &&
                (pays || keeps_order(params));
     }
-    // Key heads whose tiles are scheduled together, so that under a causal mask the launch ends
-    // with short ones. What their query heads read and add up should stay in L2; of long heads few
-    // rows are in work at a time, and with more heads fewer CTAs add to the same sums at once.
+    // Key heads whose tiles are scheduled together; of a ragged batch under a causal mask queue()
+    // counts them.
     CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers) {
-        if (keeps_order(params)) return heads_in_order(params, workers);
-        constexpr int64_t kWaves = 3;
-        if (Traits::kMask == MaskKind::none) {
-            if (kOneHead) return 1;
-            // First ones ahead of others, in one wave.
-            int const tiles = 4 * cute::max(num_n_blocks(params), 1);
-            int const heads = (3 * workers + tiles - 1) / tiles;
-            return cute::min(heads, cute::max(params.b * params.h_k, 1));
-        }
-        // Of the 50 MB an H100 or H200 has. With more heads first tiles that store dQ are further
-        // ahead of the others, which longer and grouped heads need (docs/tried_sm90.md).
-        int const blocks = num_n_blocks(params);
-        int64_t l2_mb = 24;
-        if constexpr (Traits::kStoresFirst) {
-            l2_mb = blocks <= 4 ? 24 : blocks <= 8 ? 36 : 54;
-            if (params.h_h_k_ratio > 1) l2_mb += l2_mb / 3;
-        }
-        int64_t const bytes =  // Q and dO, 16 bits each, and the sums of dQ
-            int64_t(params.h_h_k_ratio) * params.seqlen_q * (4 * params.d + 4 * Traits::kHeadDim);
-        int64_t const tiles = cute::max(blocks, 1);
-        int64_t const wanted = (kWaves * workers + tiles - 1) / tiles;
-        // As measured, beyond L2, too.
-        int64_t const few = Traits::kMask == MaskKind::causal && params.h_h_k_ratio == 1 ? 8 : 4;
-        int64_t const in_l2 = cute::max((l2_mb << 20) / cute::max(bytes, int64_t(1)), few);
-        int64_t const all = int64_t(params.b) * params.h_k;
-        return static_cast<int>(cute::max(cute::min(cute::min(wanted, in_l2), all), int64_t(1)));
-    }
-
-    // Likewise, where tiles keep their order. A tile is some two steps behind the one before it:
-    // the more of a head are in work, the later the last of them starts. The fewer, the more often
-    // is a block read that is no longer in L2. Groups are as large as each other, as one of few
-    // heads has more tiles of each in work.
-    CUTE_HOST_DEVICE static int heads_in_order(Flash_bwd_params const &params, int workers) {
-        if (kVarlen) {  // of each level all sequences may have a tile
+        bool const ordered = keeps_order(params);
+        if (kVarlen && ordered) {  // of each level all sequences may have a tile
             int const in_work = Traits::kMask == MaskKind::none ? 8 : 4;
             int const wanted = workers / (in_work * cute::max(params.b, 1));
             return cute::min(cute::max(wanted, 1), params.h_k);
         }
-        int const blocks = num_n_blocks(params), all = cute::max(params.b * params.h_k, 1);
-        int in_work = blocks <= 32 ? 8 : 16;
-        if (Traits::kMask != MaskKind::none) {  // tiles of many lengths, which wait anew
-            in_work = blocks <= (Traits::kWide ? 64 : 32) ? 3 : blocks <= 64 ? 4 : 5;
+        if (kVarlen || (kOneHead && !ordered)) return 1;
+        int const all = cute::max(params.b * params.h_k, 1);
+        int const tiles = cute::max(num_n_blocks(params), 1);  // of a head
+        if (Traits::kMask == MaskKind::none && ordered) {
+            // A tile is some two steps behind the one before it: the more of a head are in work,
+            // the later the last of them starts. The fewer, the more often is a block read that is
+            // no longer in L2.
+            int const in_work = cute::min(tiles <= 32 ? 8 : 16, cute::max(tiles / 2, 1));
+            return ceil_div(all, ceil_div(all, cute::max(workers / in_work, 1)));
         }
-        in_work = cute::min(in_work, cute::max(blocks / 2, 1));
-        int const wanted = cute::max(workers / in_work, 1);
-        int const groups = (all + wanted - 1) / wanted;
-        return (all + groups - 1) / groups;
+        if (Traits::kMask == MaskKind::none) {  // first ones ahead of others, in one wave
+            return cute::min(ceil_div(3 * workers, 4 * tiles), all);
+        }
+        int64_t const bytes =  // Q and dO, 16 bits each, and the sums of dQ
+            int64_t(params.h_h_k_ratio) * params.seqlen_q * (4 * params.d + 4 * Traits::kHeadDim);
+        int64_t const in_l2 = (32 << 20) / cute::max(bytes, int64_t(1));  // of the 50 MB
+        if (Traits::kMask == MaskKind::local) {  // few rows of long heads are in work at a time
+            int const few = cute::max(4 / params.h_h_k_ratio, 1);
+            return static_cast<int>(cute::min(cute::max(in_l2, int64_t(few)), int64_t(all)));
+        }
+        bool const is_long = may_ascend(cute::min(params.seqlen_q, params.seqlen_k));
+        int64_t const taken = int64_t(waves_of_group(params, is_long)) * workers;
+        if (!is_long) {
+            int64_t const wanted = cute::min(cute::min(taken / tiles, in_l2), int64_t(all));
+            return static_cast<int>(cute::max(wanted, int64_t(1)));
+        }
+        // As equal as can be, so that the next group begins when all of this one ends.
+        int64_t const groups = (2 * int64_t(all) * tiles + taken) / (2 * taken);
+        return ceil_div(all, static_cast<int>(cute::max(groups, int64_t(1))));
+    }
+    // Under a causal mask the waves of tiles in a group. Of long heads two, of a long tile and a
+    // short one for each worker (StepBwd). Twice as many where tiles keep their order, and wait for
+    // each other, but of long grouped heads, whose tiles take long.
+    CUTE_HOST_DEVICE static int waves_of_group(Flash_bwd_params const &params, bool is_long) {
+        bool const twice = keeps_order(params) && !(is_long && params.h_h_k_ratio > 1);
+        return (is_long ? 2 : 1) * (twice ? 2 : 1);
     }
 
     // The first key of a CTA of the cluster.
@@ -200,7 +188,6 @@ struct TileSchedulerBwdSm90 {
         if (!Traits::kMayOwnHeads) {
             return false;
         }
-        auto const ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
         int64_t const blocks = num_n_blocks(params);
         int64_t const all = int64_t(params.b) * params.h_k;
         int64_t const bytes =
@@ -227,11 +214,20 @@ struct TileSchedulerBwdSm90 {
         return index % n_blocks != 0 ? index : index + (workers - 1) * n_blocks;
     }
 
-    // With the number of tiles that a ragged batch has.
+    // With the number of tiles that a ragged batch has, of which follow the heads in a group under
+    // a causal mask.
     CUTE_DEVICE static auto queue(Flash_bwd_params const &params, TileQueue const &launched)
         -> std::conditional_t<kVarlen, TileQueue, TileQueue const &> {
         if constexpr (kVarlen) {
-            return {plan(params).count * params.h_k, launched.group, launched.counter};
+            int const of_a_head = plan(params).count;
+            int group = launched.group;
+            if (Traits::kMask == MaskKind::causal) {
+                bool const is_long = may_ascend(of_a_head / params.b * kTileKeys);
+                int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
+                int const taken = cute::max(waves_of_group(params, is_long), 2) * workers;
+                group = cute::min(cute::max(taken / cute::max(of_a_head, 1), 1), params.h_k);
+            }
+            return {of_a_head * params.h_k, group, launched.counter};
         } else {
             return launched;
         }
@@ -274,6 +270,11 @@ struct TileSchedulerBwdSm90 {
     }
 
   private:
+    template <class Int>
+    CUTE_HOST_DEVICE static Int ceil_div(Int a, std::type_identity_t<Int> b) {
+        return (a + b - 1) / b;
+    }
+
     CUTE_HOST_DEVICE static WorkTile tile_of(Flash_bwd_params const &params, int n,
                                              int batch_head) {
         WorkTile tile{.m_block = n, .batch = batch_head / params.h_k};

@@ -11,8 +11,8 @@ namespace flash {
 
 // The visits of a tile to its key blocks, counted down to 0: the main loop's counter is the number
 // of visits that are left. First come the blocks that need the mask, those cut on the right before
-// those cut on the left, then the whole ones, each from right to left. The sm90 class's backward
-// visits block begin + i downwards instead.
+// those cut on the left, then the whole ones, each from right to left. In the sm90 class's backward
+// visit i is that of block begin + i instead (step_bwd_sm90.h).
 struct BlockRange {
     int count;     // of all visits
     int unmasked;  // of the last ones, to blocks that every row sees whole

@@ -52,7 +52,7 @@ struct WriterDqSm90 {
   private:
     CUTE_DEVICE void run_tile(Flash_bwd_params const &params, WorkTile const &tile) {
         int const ratio = params.h_h_k_ratio, steps = tile.blocks.count * ratio;
-        StepBwd step = StepBwd::first_of(tile, ratio);
+        auto step = Scheduler::first_step(params, tile);
         CUTE_NO_UNROLL
         for (int i = 0; i < steps; ++i) {
             if (static_cast<int>(dq.uses & (writers - 1)) == which) {

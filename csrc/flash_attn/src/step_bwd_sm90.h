@@ -1,0 +1,65 @@
+// In which order a tile of keys visits the blocks of queries of its query heads, in the sm90
+// class's backward.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include "flash.h"
+#include "work_tile.h"
+
+namespace flash {
+
+// A step of a tile: a visit of a block of queries of a query head. Each block is visited for all
+// query heads of the key head before the next one. The last block comes first, so that tiles that
+// begin together read a block, and add to its sums of dQ, at the same time, while it is in L2.
+//
+// Tiles of a causal mask that ascend begin at the diagonal instead. Where workers have two tiles of
+// a head of N blocks, the second one being as short as the first one is long, the first ones are at
+// block N - 1 - t after t blocks and all second ones that ascend at block t, whenever they began.
+template <MaskKind kMask>
+struct StepBwd {
+    int visit;   // of the tile's blocks
+    int head;    // of the queries
+    int behind;  // heads of the group behind this one
+    int way;     // from visit to visit: 1 or -1
+
+    CUTE_DEVICE static StepBwd first_of(WorkTile const &tile, int ratio, bool ascends) {
+        bool const up = kMask == MaskKind::causal && ascends;
+        return {up ? 0 : tile.blocks.count - 1, tile.head_q, ratio - 1, up ? 1 : -1};
+    }
+    CUTE_DEVICE void advance(int ratio) {
+        bool const last = behind == 0;
+        visit += last ? way : 0;
+        head += last ? 1 - ratio : 1;
+        behind = last ? ratio - 1 : behind - 1;
+    }
+    CUTE_DEVICE StepBwd before(int ratio) const {
+        bool const first = behind == ratio - 1;
+        return {first ? visit - way : visit, first ? head + ratio - 1 : head - 1,
+                first ? 0 : behind + 1, way};
+    }
+};
+
+// Under a window neighbouring tiles begin at different blocks, so one is at a block some steps
+// after the other. They are fewer where each query head is visited before the next one.
+template <>
+struct StepBwd<MaskKind::local> {
+    int visit;
+    int head;
+    int count;  // of the tile's blocks
+
+    CUTE_DEVICE static StepBwd first_of(WorkTile const &tile, int, bool) {
+        return {tile.blocks.count - 1, tile.head_q, tile.blocks.count};
+    }
+    CUTE_DEVICE void advance(int) {
+        bool const last = visit == 0;
+        visit = last ? count - 1 : visit - 1;
+        head += last;
+    }
+    CUTE_DEVICE StepBwd before(int) const {
+        bool const first = visit == count - 1;
+        return {first ? 0 : visit + 1, head - first, count};
+    }
+};
+
+}  // namespace flash
