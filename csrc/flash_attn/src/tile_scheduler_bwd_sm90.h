@@ -132,7 +132,7 @@ struct TileSchedulerBwdSm90 {
             int64_t(params.h_h_k_ratio) * params.seqlen_q * (4 * params.d + 4 * Traits::kHeadDim);
         int64_t const in_l2 = (32 << 20) / cute::max(bytes, int64_t(1));  // of the 50 MB
         if (Traits::kMask == MaskKind::local) {  // few rows of long heads are in work at a time
-            int const few = cute::max(4 / params.h_h_k_ratio, 1);
+            int const few = ordered ? 8 : cute::max(4 / params.h_h_k_ratio, 1);
             return static_cast<int>(cute::min(cute::max(in_l2, int64_t(few)), int64_t(all)));
         }
         bool const is_long = may_ascend(cute::min(params.seqlen_q, params.seqlen_k));
@@ -222,7 +222,7 @@ struct TileSchedulerBwdSm90 {
             int const of_a_head = plan(params).count;
             int group = launched.group;
             if (Traits::kMask == MaskKind::causal) {
-                bool const is_long = may_ascend(of_a_head / params.b * kTileKeys);
+                bool const is_long = may_ascend(of_a_head / cute::max(params.b, 1) * kTileKeys);
                 int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
                 int const taken = cute::max(waves_of_group(params, is_long), 2) * workers;
                 group = cute::min(cute::max(taken / cute::max(of_a_head, 1), 1), params.h_k);
