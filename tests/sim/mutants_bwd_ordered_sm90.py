@@ -72,7 +72,7 @@ MUTANTS = (
         "&storage.dq_empty, cute::max(writers, 1)",
         "&storage.dq_empty, 1",
         COLUMNS,
-        f"{OVERWRITTEN}|{DEADLOCK}",
+        f"{OVERWRITTEN}|{DEADLOCK}|{POLLS}",
     ),
     _mutant(
         "dQ added ahead of the tiles before",

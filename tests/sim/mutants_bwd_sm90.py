@@ -38,6 +38,7 @@ _ORDER = "order_dq_sm90.h"
 _TRAITS = "kernel_traits_bwd_sm90.h"
 _PREPROCESS = "flash_bwd_preprocess_kernel.h"
 _SCHEDULER = "tile_scheduler_bwd_sm90.h"
+_STEP = "step_bwd_sm90.h"
 _SHARED = "shared_sums_sm90.h"
 
 _EARLY = r"before griddepcontrol.wait"
@@ -556,12 +557,8 @@ MUTANTS = (
         "static_cast<unsigned>(i) <",
     ),
     _numerics("dP without D", _MAINLOOP, "(tSrDp(i, 0, j) - d)", "tSrDp(i, 0, j)"),
-    _numerics(
-        "head of the group not advanced",
-        _SCHEDULER,
-        "head += last ? 1 - ratio : 1;",
-        "",
-    ),
+    _numerics("head of the group not advanced", _STEP, "head += last ? 1 - ratio : 1;", ""),
+    _numerics("tiles go down from the diagonal", _STEP, "last ? way : 0;", "last ? -1 : 0;"),
     _numerics(
         "dQ of an owned head added to the next block",
         _MAINLOOP,

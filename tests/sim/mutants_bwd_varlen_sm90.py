@@ -80,8 +80,8 @@ MUTANTS = (
     _mutant(
         "tiles beyond the count computed",
         _SCHEDULER,
-        "plan(params).count * params.h_k",
-        "(plan(params).count + 1) * params.h_k",
+        "return {of_a_head * params.h_k,",
+        "return {(of_a_head + 1) * params.h_k,",
         f"^numerics$|{_OUTSIDE}|status -8",  # a division by zero
     ),
     _mutant(

@@ -152,8 +152,8 @@ ORDER = (
     ),
     _wide(
         "phase of V not flipped",
-        "own_parity ^= 1;\n                    StepBwd",
-        "StepBwd",
+        "own_parity ^= 1;\n                    Step at",
+        "Step at",
         f"{UNAWAITED}|{DEADLOCK}|{OVERWRITTEN}",
     ),
     _wide(
@@ -171,8 +171,8 @@ ORDER = (
     _wide(
         "keys of the other CTA read without waiting for them",
         "sm90::barrier_wait(&storage.other.k_full, own_parity);\n"
-        "                    own_parity ^= 1;\n                    StepBwd",
-        "own_parity ^= 1;\n                    StepBwd",
+        "                    own_parity ^= 1;\n                    Step at",
+        "own_parity ^= 1;\n                    Step at",
         UNAWAITED,
     ),
     _wide(
@@ -391,18 +391,18 @@ NUMBERS = (
     ),
     Mutant(
         "step before of another head",
-        "tile_scheduler_bwd_sm90.h",
-        "first ? head + ratio - 1 : head - 1, first ? 0",
-        "first ? head + ratio - 1 : head, first ? 0",
+        "step_bwd_sm90.h",
+        "first ? head + ratio - 1 : head - 1,",
+        "first ? head + ratio - 1 : head,",
         "numerics/late",
         "",
         WIDEST,
     ),
     Mutant(
         "step before of the same block",
-        "tile_scheduler_bwd_sm90.h",
-        "return {visit + first, first",
-        "return {visit, first",
+        "step_bwd_sm90.h",
+        "return {first ? visit - way : visit,",
+        "return {visit,",
         "numerics/late",
         "",
         WIDEST,

@@ -123,7 +123,7 @@ def test_kernels_without_an_order_refuse():
 def mutant_problems(config):
     if config.varlen:
         return [(ragged_problem(config, RISING, OF_RISING), 1)]
-    shapes = (*SHAPES, (2, 500, 500, 1, 1, 8), (*OWNED[1], 3))
+    shapes = ((1, 500, 500, 1, 1, 8), (1, 300, 700, 2, 1, 12), *SHAPES, (*OWNED[1], 3))
     return [
         (make_problem(config, shape, extras=True, window=WINDOW), sms) for *shape, sms in shapes
     ]

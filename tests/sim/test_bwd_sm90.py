@@ -32,6 +32,8 @@ CONFIGS = [with_mask(config, mask) for config in EVERY for mask in MASKS]
 CONFIGS.append(NARROWEST)  # K and V in registers alone
 # And several tiles for a CTA, whose keys are cut by the end.
 LONG = (1, 300, 700, 2, 1)
+# Long enough that tiles begin at the diagonal, under a causal mask.
+ASCENDING = (1, 1100, 1100, 2, 1)
 # On three SMs the CTAs own heads, of one and two tiles of keys, and of two query heads.
 OWNED = ((6, 70, 128, 1, 1), (1, 100, 120, 12, 6), (3, 100, 256, 1, 1))
 # Four waves of tiles on as many SMs, of which heads have two to four, so that the first one stores
@@ -97,6 +99,23 @@ def test_first_tiles_store_dq(config):
         result = problem.run(config, seed=seed, copy_mode=copy_mode, sms=sms, launches=1 + seed)
         check(problem, result)
         assert semaphores_of(problem, config, result).eq(config.cluster).all()
+
+
+@pytest.mark.parametrize(
+    "config", [c for c in STORING if c.mask == "causal"], ids=lambda c: c.full_name
+)
+def test_short_tiles_of_long_heads_begin_at_the_diagonal(config):
+    """As whether first tiles store dQ depends on the batch, bits of dK and dV must not on that;
+    where tiles keep their order all begin with the last block."""
+    problem = make_problem(config, ASCENDING, extras=True)
+    adding = problem.run(config, sms=8, copy_mode="random")
+    storing = problem.run(config, sms=2)
+    check(problem, adding)
+    check(problem, storing)
+    assert semaphores_of(problem, config, storing).eq(config.cluster).all()
+    assert not semaphores_of(problem, config, adding).any()
+    assert same(adding, storing, bwd_checks.BUT_DQ)
+    check(problem, problem.run(config, sms=4, deterministic=True))
 
 
 def sharing_problem(config, b, seqlen_q, seqlen_k, h, h_k, workers):
@@ -241,6 +260,8 @@ def problems_of(config):
     problems = [*mutant_problems(config, *MUTANT_SHAPES)]
     *shape, sms = STORED_FIRST[0]
     several = [(shape, sms, seed) for seed in (2, 3, 5)]
+    if config.mask == "causal" and config.head_dim <= 128:
+        several.append((ASCENDING, 4, 0))
     if config.mask == "none":
         for (*shape, workers), seeds in ((SHARED[2], (0,)), (SHARED[0], (2, 3, 5))):
             several += [(shape, workers * config.cluster, seed) for seed in seeds]
