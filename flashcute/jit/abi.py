@@ -16,7 +16,7 @@ from ..config import ROW_STATS_MULTIPLE, SEMAPHORE_ROWS
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 18  # flash::kAbiVersion
+ABI_VERSION = 19  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
@@ -107,6 +107,7 @@ class FlashBwdParams(FlashFwdParams):
         ),
         ("seqlen_q_rounded", ctypes.c_int32),
         ("deterministic", ctypes.c_int32),
+        ("stores_first", ctypes.c_int32),
     ]
 
 

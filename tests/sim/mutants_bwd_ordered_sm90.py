@@ -32,8 +32,8 @@ MUTANTS = (
     _mutant(
         "tiles wait for the first one alone",
         _SCHEDULER,
-        "return tile.m_block - Info::first_visitor(params, tile, block);",
-        "return tile.m_block > 0;",
+        "if (keeps_order(params)) return before;",
+        "if (keeps_order(params)) return before > 0;",
         _FULL,
     ),
     _mutant(
@@ -41,6 +41,13 @@ MUTANTS = (
         "block_info.h",
         "return visible_keys<kMask>(params, tile, m_block * kTileM).begin / kTileN;",
         "return visible_keys<kMask>(params, tile, m_block * kTileM).begin / kTileN + 1;",
+        _LOCAL,
+    ),
+    _mutant(
+        "first tiles alone store dQ under a window",
+        _SCHEDULER,
+        "tile.m_block == Info::first_visitor(params, tile, block);",
+        "tile.m_block == 0;",
         _LOCAL,
     ),
     _mutant(
@@ -61,7 +68,7 @@ MUTANTS = (
     _mutant(
         "dQ not counted",
         _WRITER,
-        "if (Scheduler::counts(params, tile)) {",
+        "if (Scheduler::counts(params, tile, block)) {",
         "if (stores) {",
         ROWS,
         POLLS,
@@ -99,8 +106,8 @@ MUTANTS = (
     _mutant(
         "no thread keeps the order of dQ of a wide head that is added to zeros",
         _ORDER,
-        "return Scheduler::keeps_order(params) ? 2 : Traits::kStoresFirst ? 1 : 0;",
-        "return Traits::kStoresFirst ? 1 : 0;",
+        "return Scheduler::keeps_order(params) ? 2 : Scheduler::may_store(params) ? 1 : 0;",
+        "return 0;",
         _WIDE_LOCAL,
         DEADLOCK,
     ),
@@ -137,7 +144,7 @@ MUTANTS = (
     _mutant(
         "a plan has the longest tiles first",
         _LAUNCH,
-        "params.plan_in_order = params.deterministic;",
+        "params.plan_in_order = params.deterministic != 0 ? 1 : of_window ? 2 : 0;",
         "",
         _RAGGED_LOCAL,
         POLLS,

@@ -545,10 +545,10 @@ MUTANTS = (
         report=POLLS,
     ),
     _numerics(
-        "first tiles store although queries do not see them",
-        _SCHEDULER,
-        "params.dq_semaphore_ptr != nullptr && visits_all && ",
-        "params.dq_semaphore_ptr != nullptr && ",
+        "sums that no tile has stored are rounded",
+        "flash_bwd_kernel_sm90.h",
+        "|| sm90::load_acquire(semaphore) != 0;",
+        "|| true;",
     ),
     _numerics(
         "whole blocks begin with the first one",

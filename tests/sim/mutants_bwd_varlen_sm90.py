@@ -112,6 +112,12 @@ MUTANTS = (
         "(row_q / kRowStatsMultiple + (i < 0 ? 0 : i))",
     ),
     _mutant(
+        "no zeros where all tiles of a sequence add to dQ",
+        _PREPROCESS,
+        "!Stats::are_stored(params, segment)",
+        "params.stores_first == 0",
+    ),
+    _mutant(
         "statistics behind a sequence",
         _PREPROCESS,
         "position < segment.length",

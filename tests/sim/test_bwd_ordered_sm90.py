@@ -29,7 +29,7 @@ WINDOW = (300, 130)
 LONG = ((300, 40, 500), (500, 300, 500))
 # The first tiles of this window visit fewer blocks than those behind them, of which none may come
 # first, as it would wait for ever on one SM.
-RISING = ((1100,), (1100,))
+RISING = ((1100, 100), (1100, 100))
 OF_RISING = (0, 700)
 FAULTLESS = faultless(mutant.config for mutant in MUTANTS)
 

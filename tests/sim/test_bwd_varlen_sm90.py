@@ -28,7 +28,7 @@ from mutants_bwd_sm90 import COLUMNS, ROWS
 from mutants_bwd_wide_sm90 import WIDE
 from planted import build_mutants
 from ragged import PADDED
-from test_bwd_sm90 import instructions
+from test_bwd_sm90 import instructions, stored_blocks
 
 from flashcute import sim
 from flashcute.config import MASKS
@@ -49,6 +49,8 @@ PAIR = (ragged(ROWS), ragged(COLUMNS))
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS] + [*map(ragged, OTHERS)]
 # Several tiles of keys, and of queries, which two CTAs take from a queue.
 LONG = ((300, 40, 500), (200, 300, 500))
+# In four waves of tiles and more on four SMs, of which the first ones store dQ.
+STORING = ((300, 40, 200, 0, 150), (300, 500, 130, 100, 0))
 # Many tiles of keys that no query sees, among others.
 UNSEEN = ((64, 0, 40), (130, 1500, 40))
 
@@ -177,6 +179,34 @@ def test_window_that_covers_all_equals_none(mask, window):
     assert same(passed(problem.run(local)), passed(expected), ("dk", "dv", "dsinks"))
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+def test_first_tiles_store_dq_of_sequences_where_it_pays(config):
+    """Others have zeros. One has more tiles of keys than steps, one queries that see no key, one no
+    keys at all. Bits of dK and dV do not depend on it."""
+    local = config.mask == "local"
+    problem = make_ragged(config, STORING, **{"window_size": (60, 20)} if local else {})
+    adding = passed(problem.run(config, sms=64))
+    assert local or not adding.outputs["dq_semaphore"].any()
+    stores = config.mask != "none" or config.head_dim > 64
+    for seed, copy_mode in enumerate(sim.COPY_MODES):
+        sms = 2 * (1 + seed % 2)
+        storing = problem.run(
+            config, seed=seed, copy_mode=copy_mode, sms=sms, launches=1 + seed % 2
+        )
+        problem.check(storing)
+        assert storing.outputs["dq_semaphore"][:-1].any() == stores
+        assert same(adding, storing, ("dk", "dv", "dsinks"))
+
+
+@pytest.mark.parametrize("sms", [1, 2])
+def test_tiles_of_a_window_wait_for_tiles_drawn_before_them(sms):
+    """Those inside of a sequence have more blocks than its first one, and must not come first."""
+    config = with_mask(PAIR[1], "local")
+    batch = (1500, 100), (1500, 100)
+    problem = make_ragged(config, batch, h=1, h_k=1, window_size=(300, 300))
+    problem.check(problem.run(config, sms=sms))
+
+
 @each_causal
 def test_only_the_sums_of_dq_depend_on_the_schedule(config):
     problem = make_ragged(config, ((70, 0, 130), (400, 50, 300)))
@@ -207,10 +237,11 @@ def wrong_counts(config, batch, result, heads=4):
             problem = make_problem(config, (1, *length, 1, 1))
             n += heads * visits(problem, config.dkv.step, config.cluster * config.dkv.rows)
     counters = result.counters
+    added = n - stored_blocks(result)
     return (
         any(x for name, x in counters.items() if name.endswith("_conflicts"))
         or counters["wgmma"] != n * instructions(config)
-        or counters["reduction_bytes"] != n * 4 * config.dkv.step * config.head_dim
+        or counters["reduction_bytes"] != added * 4 * config.dkv.step * config.head_dim
     )
 
 
@@ -251,7 +282,8 @@ def find_fault(kernel, config):
     """The report of a run, or "numerics" where results are wrong; None: neither."""
     some = make_ragged(config, ((40, 130, 1, 100), (130, 70, 40, 33)))
     used = make_ragged(config, SOME, used=((64, 1, 0, 0, 129, 0), (130, 20, 3, 0, 0, 0)))
-    for problem in (some, used, Behind(some, 200, 1), make_ragged(config, UNSEEN)):
+    others = [make_ragged(config, batch) for batch in (UNSEEN, STORING)]
+    for problem in (some, used, Behind(some, 200, 1), *others):
         result = problem.run(config, kernel=kernel, timeout=120)
         if result.verdict != "pass":
             return result.message

@@ -39,14 +39,15 @@ struct DqSumsSm90 {
         }
     }
 
-    // Rounds them, times the softmax scale, to dQ.
+    // Rounds them, times the softmax scale, to dQ; zeros if there are none.
     template <class Block>
-    CUTE_DEVICE void round(Flash_bwd_params const &params, Block const &block) const {
+    CUTE_DEVICE void round(Flash_bwd_params const &params, Block const &block,
+                           bool exist = true) const {
         Tensor tQrDq = make_tensor<float>(Shape<_4, _1, Int<kColumns / 8>>{});  // (4, 1, N/8)
         CUTE_UNROLL
         for (int i = 0; i < kColumns / 8; ++i) {
             float4 const four =
-                exists(i) ? sm90::load_from_l2(group(i)) : make_float4(0.f, 0.f, 0.f, 0.f);
+                exist && exists(i) ? sm90::load_from_l2(group(i)) : make_float4(0.f, 0.f, 0.f, 0.f);
             tQrDq(0, 0, i) = four.x * params.scale_softmax;
             tQrDq(1, 0, i) = four.y * params.scale_softmax;
             tQrDq(2, 0, i) = four.z * params.scale_softmax;

@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to the parameters, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 18;
+inline constexpr int32_t kAbiVersion = 19;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -193,8 +193,8 @@ struct Flash_fwd_params {
     uint32_t dropout_bound, dropout_flip;
     float dropout_scale;
 
-    // 0 or 1: a plan has the first tiles of all sequences, then the second ones, and so on; not the
-    // longest first.
+    // 0: a plan has the longest tiles first; 1: the first tiles of all sequences, then the second
+    // ones, and so on; 2: those of a sequence, then of the next one.
     int32_t plan_in_order;
 };
 
@@ -280,7 +280,7 @@ struct Flash_bwd_params : Flash_fwd_params {
     float *dq_accum_ptr;
     // Workspace of BwdConfig::fused, (b, h, seqlen_q_rounded / kSemaphoreRows), and a word behind
     // it (sm90). CTAs that have added their part to the sums of these rows, where they do it in an
-    // order, or that have stored the first sums, where a head's first tile of keys stores them; the
+    // order, or that have stored the first sums, where first tiles of keys store them; the
     // word counts the tiles that are taken. Null: workers take turns with the tiles, which add to
     // zeros in any order.
     uint32_t *dq_semaphore_ptr;
@@ -302,6 +302,8 @@ struct Flash_bwd_params : Flash_fwd_params {
     // 0 or 1: gradients are bitwise repeatable, which takes dq_semaphore_ptr. Kernels whose sums of
     // dQ have no order (sm80, BwdConfig::fused) refuse it.
     int32_t deterministic;
+    // Of the sm90 class, set at the launch: first_sums_sm90.h.
+    int32_t stores_first;
 };
 
 // What a kernel's shared object says of itself; returned by its one exported symbol,

@@ -75,9 +75,14 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kMmaThreads)
     flash_bwd_postprocess_kernel_sm90(__grid_constant__ Flash_bwd_params const params) {
     cudaGridDependencySynchronize();
-    BlockOfDq<Traits::kConfig, Traits::kTileM> const block(params, blockIdx.x);
+    using Block = BlockOfDq<Traits::kConfig, Traits::kTileM>;
+    Block const block(params, blockIdx.x);
     DqSumsSm90<Traits> const sums(params.dq_accum_ptr, block.workspace_row, threadIdx.x);
-    sums.round(params, block);
+    uint32_t const *const semaphore =
+        params.dq_semaphore_ptr + block.workspace_row / kSemaphoreRows;
+    bool const exist =
+        !Block::Stats::are_stored(params, block.segment) || sm90::load_acquire(semaphore) != 0;
+    sums.round(params, block, exist);
 }
 
 }  // namespace flash

@@ -1,6 +1,6 @@
 // From a backward configuration of the sm90 class to the shared object's description and launch
-// function: row statistics and zeros, the main kernel, the rounding of dQ. Where CTAs own heads, or
-// first tiles store dQ, no sums are zeroed before; the former round, too.
+// function: row statistics and zeros, the main kernel, the rounding of dQ. Where CTAs own heads
+// they write the zeros, and round, themselves.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -43,7 +43,9 @@ template <class Traits>
 cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const &queue,
                               void *stream) {
     if constexpr (Traits::kVarlen) {
-        params.plan_in_order = params.deterministic;
+        // Tiles wait for those before them alone: each for some, or all for the first one.
+        bool const of_window = Traits::kMask == MaskKind::local && params.stores_first != 0;
+        params.plan_in_order = params.deterministic != 0 ? 1 : of_window ? 2 : 0;
         // The main kernel waits for this one alone, which waits for those before.
         cudaError_t const error = enqueue_plan<TileSchedulerBwdSm90<Traits>>(params, false, stream);
         if (error != cudaSuccess) {
@@ -61,14 +63,14 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const 
         kCluster * clusters, Traits::kThreads, Traits::kSmemBytes, stream, params, maps, queue);
 }
 
-// All kernels; first tiles store dQ if Traits say so.
+// All kernels.
 template <class Traits>
 cudaError_t enqueue_all_sm90(Flash_bwd_params const &params, int sms, bool owned, void *stream) {
     constexpr BwdConfig C = Traits::kConfig;
     TileQueue queue{};
     cudaError_t error = make_queue<Traits>(params, sms, owned, queue);
     Flash_bwd_params before = params;
-    if (owned || Traits::kStoresFirst) before.dq_accum_ptr = nullptr;
+    if (owned) before.dq_accum_ptr = nullptr;
     if (error == cudaSuccess) error = enqueue_preprocess<C>(before, stream);
     if (error == cudaSuccess && (params.dq_ptr != nullptr || params.dk_ptr != nullptr)) {
         error = enqueue_main_sm90<Traits>(params, sms, queue, stream);
@@ -83,11 +85,8 @@ cudaError_t enqueue_all_sm90(Flash_bwd_params const &params, int sms, bool owned
 // Whether first tiles store dQ.
 template <BwdConfig C>
 bool may_store_first(Flash_bwd_params const &params, int sms) {
-    if constexpr (KernelTraitsBwdSm90<C>::kMayStoreFirst) {
-        using Storing = KernelTraitsBwdSm90<C, true>;
-        return TileSchedulerBwdSm90<Storing>::may_store_first(params, sms);
-    }
-    return false;
+    using Storing = KernelTraitsBwdSm90<C, KernelTraitsBwdSm90<C>::kMayStoreFirst>;
+    return TileSchedulerBwdSm90<Storing>::may_store_first(params, sms);
 }
 
 // Kernel_description::dkv_partial.
@@ -118,10 +117,12 @@ int32_t launch_bwd(Flash_bwd_params const *of_call, void *stream) {
     }
     if constexpr (Traits::kVarlen) set_plan_capacity<Scheduler>(params);
     bool const or_stores = may_store_first<C>(params, sms);
-    bool const owned = Scheduler::owns_heads(params, sms, or_stores);
+    bool const or_stores_head = or_stores && Traits::kMask != MaskKind::local;
+    bool const owned = Scheduler::owns_heads(params, sms, or_stores_head);
     if (owned) params.deterministic = 0;  // one CTA adds to a head's sums of dQ, in an order
+    params.stores_first = or_stores && !owned;
     if constexpr (Traits::kMayStoreFirst) {
-        if (or_stores && !owned) {
+        if (params.stores_first != 0) {
             return enqueue_all_sm90<KernelTraitsBwdSm90<C, true>>(params, sms, false, stream);
         }
     }

@@ -6,6 +6,7 @@
 
 #include <cute/config.hpp>
 
+#include "first_sums_sm90.h"
 #include "flash.h"
 #include "flash_plan_kernel.h"
 
@@ -45,28 +46,45 @@ struct RowStats {
     // Neighbouring rows of the queries, whose statistics are neighbours, too: a sequence and the
     // rows of none behind it, or those before the first.
     struct Segment {
+        int sequence;     // before the first one: -1
         int stats_begin;  // where the statistics of a head begin
         int begin, end;   // rows of the queries
         int length;       // rows of the sequence
     };
-    // The one that row `row` of a head's statistics is of.
+    // The one that row `row` of a head's statistics is of. All lanes of a warp call it, with one
+    // row.
     CUTE_DEVICE static Segment segment_at(Flash_bwd_params const &params, int row) {
         if constexpr (!kVarlen) {
-            return {0, 0, params.seqlen_q, params.seqlen_q};
+            return {0, 0, 0, params.seqlen_q, params.seqlen_q};
         }
         Segments<false> const segments{params};
         auto const queries = segments.queries();
         int low = -1, high = params.b;  // the last sequence whose statistics do not begin behind it
         CUTE_NO_UNROLL
         while (high - low > 1) {
-            int const middle = (low + high) / 2;
-            int const begin = segments.first_row(queries, middle);
-            (row_stats_begin(begin, middle) <= row ? low : high) = middle;
+            int const step = (high - low + 32) / 33;
+            int const at = low + step * (static_cast<int>(threadIdx.x) % 32 + 1);
+            bool before = at < high;
+            if (before) before = row_stats_begin(segments.first_row(queries, at), at) <= row;
+            low += step * (32 - __clz(__ballot_sync(0xffffffffu, before)));
+            high = cute::min(high, low + step);
         }
         int begin = 0, length = 0;
         if (low >= 0) segments.read(queries, low, begin, length);
         int const end = high < params.b ? segments.first_row(queries, high) : params.total_q;
-        return {row_stats_begin(begin, low), begin, end, length};
+        return {low, row_stats_begin(begin, low), begin, end, length};
+    }
+
+    // Whether the first one of its tiles of keys that visits a block stores the sums of dQ.
+    CUTE_DEVICE static bool are_stored(Flash_bwd_params const &params, Segment const &segment) {
+        if (!kSemaphores || params.stores_first == 0) return false;
+        int seqlen_k = params.seqlen_k, begin = 0;
+        if constexpr (kVarlen) {
+            if (segment.sequence < 0) return false;
+            Segments<false> const segments{params};
+            segments.read(segments.keys(), segment.sequence, begin, seqlen_k);
+        }
+        return FirstSumsSm90<C>::are_stored(params, segment.length, seqlen_k);
     }
 
     struct alignas(16) Piece {
@@ -79,7 +97,7 @@ struct RowStats {
 };
 
 // D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row, and zeros where the main kernel counts
-// and where it sums up dQ, unless dq_accum_ptr is null, as that kernel writes the first sums. A row
+// and where it sums up dQ, unless dq_accum_ptr is null or that kernel stores the first sums. A row
 // that sees no key has LSE = -inf and P = 0: +inf in its place makes exp2(S - LSE) 0 and not NaN.
 // Likewise for rows past the end. In a ragged batch all sequences count as one entry here.
 template <class Stats>
@@ -103,7 +121,9 @@ __global__ void __launch_bounds__(Stats::kThreads)
             if (first_row == 0) *Stats::tile_counter(params) = 0;
         }
     }
-    if (Stats::kZerosDq && params.dq_accum_ptr != nullptr) {
+    // That of all rows of a CTA, as the statistics of each begin at a multiple of their number.
+    typename Stats::Segment const segment = Stats::segment_at(params, block * Stats::kRows);
+    if (Stats::kZerosDq && params.dq_accum_ptr != nullptr && !Stats::are_stored(params, segment)) {
         constexpr int kPieces = Stats::kRows * Stats::kHeadDim / 4;  // of 16 bytes
         auto *const zeros =
             reinterpret_cast<float4 *>(params.dq_accum_ptr) + int64_t(blockIdx.x) * kPieces;
@@ -113,7 +133,6 @@ __global__ void __launch_bounds__(Stats::kThreads)
         }
     }
 
-    typename Stats::Segment const segment = Stats::segment_at(params, row);
     int const position = row - segment.stats_begin;
     bool const in_sequence = position < segment.length;
     int const row_q = segment.begin + position;

@@ -44,7 +44,8 @@ struct Planner {
         // are alike. The first ones first where tiles are of keys, of which those have the most
         // blocks.
         of_levels,
-        // By a counting sort in logarithmic buckets, so that the order among equals is free.
+        // By a counting sort in logarithmic buckets, so that the order among equals is free. Of
+        // keys, the first tile of a sequence comes before its others.
         sorted,
     };
 
@@ -217,7 +218,7 @@ struct Planner {
     CUTE_DEVICE static Order choose_order(Flash_fwd_params const &params,
                                           SharedStorage const &storage, int tiles) {
         if (params.plan_in_order != 0) {
-            return Order::of_levels;
+            return params.plan_in_order == 1 ? Order::of_levels : Order::of_segments;
         }
         int const most = extreme(storage, kMostBlocks);
         if (most + extreme(storage, kLeastBlocks) <= kAlike) {
@@ -256,7 +257,7 @@ struct Planner {
         // Unsigned: they overflow where tiles are in no such order.
         unsigned const level = within * static_cast<unsigned>(params.b);
         place = static_cast<int>((Tiles::kOfKeys ? level : tiles - level - params.b) + low / 2);
-        if (params.plan_in_order != 0) {
+        if (params.plan_in_order == 1) {
             int const all = cute::min(tiles, params.plan_capacity);
             place = place_in_order(params, segments, all, low, within);
         }
@@ -342,7 +343,10 @@ struct Planner {
                 PlanTile const tile = find_tile(params, segments, tiles, i, of_levels);
                 if (sorts) {
                     int const parts = tile.part % PlanTile::kParts;
-                    int const blocks = of_part(blocks_of(params, tile, tile.m_block), parts);
+                    int blocks = of_part(blocks_of(params, tile, tile.m_block), parts);
+                    // So many blocks more are another bucket. The others may wait for that tile
+                    // (first_sums_sm90.h).
+                    if (Tiles::kOfKeys && tile.m_block == 0) blocks += blocks / 8 + 1;
                     at = static_cast<int>(atomicAdd(&storage.bucket[bucket_of(blocks)], 1u));
                 } else if (order == Order::of_levels) {
                     at = of_levels;

@@ -16,8 +16,9 @@ namespace flash {
 
 using namespace cute;
 
-// kStores: a head's first tile of keys stores its dQ, and the others add theirs to that, in an
-// order that writer_dq_sm90.h or order_dq_sm90.h keeps; without, all add theirs to zeros.
+// kStores: first tiles of keys store dQ of a dense batch without a window (FirstSumsSm90), and
+// others add theirs, in an order that writer_dq_sm90.h or order_dq_sm90.h keeps; without, all add
+// theirs to zeros. Other kernels do the one or the other at run time.
 template <BwdConfig C, bool kStores = false>
 struct KernelTraitsBwdSm90 {
     static_assert(C.arch == 90 && !C.softcap && !C.alibi && !C.dropout);
@@ -55,7 +56,7 @@ struct KernelTraitsBwdSm90 {
     static constexpr bool kMayOwnHeads = !kWide && !C.varlen && !kStores;
 
     static constexpr bool kMayStoreFirst = C.mask != MaskKind::local && !C.varlen;
-    static constexpr bool kStoresFirst = kStores;
+    static constexpr bool kStoresFirst = kStores || C.mask == MaskKind::local || C.varlen;
     // Under a mask, and in a ragged batch, tiles differ in length, and workers steal work. So they
     // do where tiles wait for others, which are drawn before; tiles keep an order there alone
     // (TileSchedulerBwdSm90::keeps_order()).

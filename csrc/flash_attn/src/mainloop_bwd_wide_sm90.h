@@ -119,8 +119,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         }
 
         // Adds dQ of a block, a part of it, to the sums, which lie in the order of each warp's
-        // accumulators; a head's first tile stores it, where Traits say so. rDq: ((2, 2, N/8), 1,
-        // 1).
+        // accumulators, or stores it (FirstSumsSm90). rDq: ((2, 2, N/8), 1, 1).
         template <int kFirstColumn, class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
                                 Acc const &rDq) {
@@ -130,7 +129,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             int const begin = Traits::dq_begin(rank * 4 + thread / 32 % 4) + 16 * kFirstColumn;
             float *const sums =
                 params.dq_accum_ptr + row * Traits::kHeadDim + begin + thread % 32 * 4;
-            bool const stores = Traits::kStoresFirst && tile().m_block == 0;
+            bool const stores = Base::Scheduler::stores(params, tile(), block);
             if (Base::Scheduler::waits_turn(params)) {
                 sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());
                 dq_turn.advance();
@@ -142,7 +141,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 };
                 stores ? write(sm90::store_first) : write(sm90::reduce_add);
             }
-            if (Base::Scheduler::counts(params, tile())) {
+            if (Base::Scheduler::counts(params, tile(), block)) {
                 __syncwarp();
                 release(&storage.dq_stored[dq_stored.stage()]);
                 dq_stored.advance();

@@ -1,6 +1,6 @@
-// Above d = 128 the order of the parts of dQ of a block of queries, in launches where a head's
-// first tile of keys stores its part and the others add theirs
-// (TileSchedulerBwdSm90::may_store_first()), or all add theirs one after the other (keeps_order()).
+// Above d = 128 the order of the parts of dQ of a block of queries, in launches where the first
+// tile of keys that visits it stores its part and the others add theirs (FirstSumsSm90), or all add
+// theirs one after the other (TileSchedulerBwdSm90::keeps_order()).
 // Up to 128 the writer of dQ keeps it (writer_dq_sm90.h).
 #pragma once
 
@@ -33,7 +33,7 @@ struct OrderDqSm90 {
     Ring<Traits::kDqSlots> turn, stored;
 
     CUTE_DEVICE static int count(Flash_bwd_params const &params, bool) {
-        return Scheduler::keeps_order(params) ? 2 : Traits::kStoresFirst ? 1 : 0;
+        return Scheduler::keeps_order(params) ? 2 : Scheduler::may_store(params) ? 1 : 0;
     }
 
     CUTE_DEVICE void run(Flash_bwd_params const &params) {
@@ -55,8 +55,7 @@ struct OrderDqSm90 {
 
   private:
     CUTE_DEVICE void run_tile(Flash_bwd_params const &params, WorkTile const &tile) {
-        bool const counts_later = writers == 1 && Scheduler::counts(params, tile);
-        uint32_t *last = nullptr;  // the semaphore of the step before
+        uint32_t *last = nullptr;  // where the step before is still to be counted
         int const ratio = params.h_h_k_ratio, steps = tile.blocks.count * ratio;
         auto step = Scheduler::first_step(params, tile);
         CUTE_NO_UNROLL
@@ -70,11 +69,12 @@ struct OrderDqSm90 {
                 count(semaphore);
             }
             turn.advance();
-            if (counts_later && i > 0) count(last);
-            last = semaphore;
+            if (last != nullptr) count(last);
+            bool const counts_later = writers == 1 && Scheduler::counts(params, tile, block);
+            last = counts_later ? semaphore : nullptr;
             step.advance(ratio);
         }
-        if (counts_later && steps > 0) count(last);
+        if (last != nullptr) count(last);
     }
 
     // Before a phase of dq_turn ends all warps have waited for the one of the same slot before, two

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "block_info.h"
+#include "first_sums_sm90.h"
 #include "flash.h"
 #include "step_bwd_sm90.h"
 #include "tile_scheduler.h"
@@ -20,6 +21,7 @@ template <class Traits>
 struct TileSchedulerBwdSm90 {
     static constexpr int kTileKeys = Traits::kTileKeys;  // of a CTA or cluster
     using Info = BlockInfo<Traits::kMask, Traits::kTileM, kTileKeys>;
+    using FirstSums = FirstSumsSm90<Traits::kConfig>;
     static constexpr bool kVarlen = Traits::kVarlen;
     // What the plan is of.
     static constexpr int kArch = Traits::kConfig.arch;
@@ -64,48 +66,53 @@ struct TileSchedulerBwdSm90 {
     }
 
     // Whether tiles add to the sums of dQ of a block in the order of their keys, so that dQ has the
-    // same bits each time. A tile waits for those before it, which are drawn before it: without a
-    // mask first tiles store dQ then, and workers draw theirs.
+    // same bits each time.
     CUTE_HOST_DEVICE static bool keeps_order(Flash_bwd_params const &params) {
         return Traits::kSteals && params.deterministic != 0;
     }
-    // Whether any tile waits for another one's part.
+    // Whether any tile waits for another one's part: then workers draw their first tile, too. A
+    // tile waits for tiles of its head that are drawn before it: in a dense batch by get_tile(), in
+    // a ragged one by the plan's order.
     CUTE_HOST_DEVICE static bool waits_turn(Flash_bwd_params const &params) {
-        return Traits::kStoresFirst || keeps_order(params);
+        return may_store(params) || keeps_order(params);
+    }
+    // Whether any tile stores a part.
+    CUTE_HOST_DEVICE static bool may_store(Flash_bwd_params const &params) {
+        return Traits::kStoresFirst && params.stores_first != 0;
+    }
+    // Whether a tile stores its part of a block's dQ, as the first one that visits it.
+    CUTE_HOST_DEVICE static bool stores(Flash_bwd_params const &params, WorkTile const &tile,
+                                        int block) {
+        return Traits::kStoresFirst && are_stored(params, tile) &&
+               tile.m_block == Info::first_visitor(params, tile, block);
     }
     // By how many tiles of the head a tile's addition to a block's sums is preceded, as far as it
     // is to wait for them.
     CUTE_HOST_DEVICE static int tiles_before(Flash_bwd_params const &params, WorkTile const &tile,
                                              int block) {
-        if (keeps_order(params)) {
-            return tile.m_block - Info::first_visitor(params, tile, block);
-        }
-        return Traits::kStoresFirst && tile.m_block > 0 ? 1 : 0;
+        int const before = tile.m_block - Info::first_visitor(params, tile, block);
+        if (keeps_order(params)) return before;
+        return Traits::kStoresFirst && are_stored(params, tile) ? cute::min(before, 1) : 0;
     }
     // Whether a tile counts that it has stored its part, or added it.
-    CUTE_HOST_DEVICE static bool counts(Flash_bwd_params const &params, WorkTile const &tile) {
-        return keeps_order(params) || (Traits::kStoresFirst && tile.m_block == 0);
+    CUTE_HOST_DEVICE static bool counts(Flash_bwd_params const &params, WorkTile const &tile,
+                                        int block) {
+        return keeps_order(params) || stores(params, tile, block);
     }
 
-    // Whether a head's first tile of keys stores its dQ and the others add theirs, block after
-    // block of queries in the same order, each once it is stored: no zeros are written before, and
-    // none read. That tile must visit every block. Others are some two steps behind it, so tiles
-    // should have no fewer steps than a head has tiles, and launches several waves of them. Of long
-    // heads little is gained: zeros are one of num_n_blocks + 1 accesses to a sum. Where tiles keep
-    // their order they wait anyway.
+    // Whether first tiles of keys store dQ (FirstSumsSm90): in launches of several waves but under
+    // a window, and of a ragged batch those of the sequences where it pays. Where tiles keep their
+    // order they wait anyway.
     CUTE_HOST_DEVICE static bool may_store_first(Flash_bwd_params const &params, int sms) {
-        constexpr int kBlocks = 16;
-        constexpr int64_t kWaves = Traits::kWide ? 8 : 4;
-        int const blocks = num_n_blocks(params);
-        int64_t const steps =
-            params.h_h_k_ratio * ((int64_t(params.seqlen_q) + Traits::kTileM - 1) / Traits::kTileM);
-        bool const visits_all =
-            Traits::kMask == MaskKind::none || params.seqlen_q <= params.seqlen_k;
-        bool const pays = blocks <= kBlocks && blocks <= steps &&
-                          num_tiles(params) * Traits::kCluster >= kWaves * sms;
-        return params.dq_semaphore_ptr != nullptr && visits_all && blocks > 0 &&
-               (pays || keeps_order(params));
+        if (params.dq_semaphore_ptr == nullptr) return false;
+        constexpr int64_t kWaves = Traits::kMask == MaskKind::local ? 0 : Traits::kWide ? 8 : 4;
+        int64_t const tiles =
+            kVarlen ? params.total_k / kTileKeys * int64_t(params.h_k) : num_tiles(params);
+        bool const pays = kVarlen ? FirstSums::kMayPay
+                                  : FirstSums::pays(params, params.seqlen_q, params.seqlen_k);
+        return (pays && tiles * Traits::kCluster >= kWaves * sms) || keeps_order(params);
     }
+
     // Key heads whose tiles are scheduled together; of a ragged batch under a causal mask queue()
     // counts them.
     CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers) {
@@ -224,7 +231,7 @@ struct TileSchedulerBwdSm90 {
             if (Traits::kMask == MaskKind::causal) {
                 bool const is_long = may_ascend(of_a_head / cute::max(params.b, 1) * kTileKeys);
                 int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
-                int const taken = cute::max(waves_of_group(params, is_long), 2) * workers;
+                int const taken = waves_of_group(params, is_long) * workers;
                 group = cute::min(cute::max(taken / cute::max(of_a_head, 1), 1), params.h_k);
             }
             return {of_a_head * params.h_k, group, launched.counter};
@@ -251,8 +258,8 @@ struct TileSchedulerBwdSm90 {
             return tile;
         }
         // The first keys of a causal mask are seen by most queries. The last heads come first, as
-        // the kernel before has just written zeros for them, and the one behind rounds the sums of
-        // the first ones first. The group that is not full comes first, too.
+        // the kernel before may just have written zeros for them, and the one behind rounds the
+        // sums of the first ones first. The group that is not full comes first, too.
         int const n_blocks = num_n_blocks(params);
         int const all = params.b * params.h_k;
         if (kOneHead || (Traits::kMayOwnHeads && queue.group == 0)) {
@@ -270,6 +277,10 @@ struct TileSchedulerBwdSm90 {
     }
 
   private:
+    CUTE_HOST_DEVICE static bool are_stored(Flash_bwd_params const &params, WorkTile const &tile) {
+        return FirstSums::are_stored(params, tile.seqlen_q, tile.seqlen_k);
+    }
+
     template <class Int>
     CUTE_HOST_DEVICE static Int ceil_div(Int a, std::type_identity_t<Int> b) {
         return (a + b - 1) / b;

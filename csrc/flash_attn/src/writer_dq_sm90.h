@@ -14,9 +14,9 @@
 namespace flash {
 
 // Adds dQ of each step, which the consumers leave in shared memory, to the sums in global memory by
-// one bulk reduction. Where kStoresFirst, a head's first tile of keys stores it instead, and counts
-// that at the block's semaphore; the others wait for the count (may_store_first() of the
-// scheduler), or each for those before it (keeps_order()). Before a step is counted its sums must
+// one bulk reduction. The first tile of keys that visits a block may store it instead, and counts
+// that at the block's semaphore; the others wait for the count (FirstSumsSm90), or each for those
+// before it (TileSchedulerBwdSm90::keeps_order()). Before a step is counted its sums must
 // have arrived, which takes longer than some steps; so there may be two writers then, each of every
 // second step, which poll for the step's turn ahead of its dQ. In CTAs that own heads the consumers
 // add dQ themselves.
@@ -69,7 +69,7 @@ struct WriterDqSm90 {
 
     CUTE_DEVICE void write(Flash_bwd_params const &params, WorkTile const &tile, int head,
                            int block) {
-        bool const stores = Traits::kStoresFirst && tile.m_block == 0;
+        bool const stores = Scheduler::stores(params, tile, block);
         int64_t const row = Scheduler::sums_row(params, tile, head, block);
         float *const sums = params.dq_accum_ptr + row * Traits::kHeadDim;
         uint32_t *const semaphore = params.dq_semaphore_ptr + row / kSemaphoreRows;
@@ -90,7 +90,7 @@ struct WriterDqSm90 {
         sm90::bulk_commit();
         sm90::bulk_wait_read();
         sm90::barrier_arrive(&storage.dq_empty);
-        if (Scheduler::counts(params, tile)) {
+        if (Scheduler::counts(params, tile, block)) {
             sm90::bulk_wait();
             sm90::fence_async_proxy_global();
             sm90::add_release(semaphore, 1u);

@@ -1,0 +1,46 @@
+// Which sums of dQ of the sm90 class begin with what a tile of keys stores, instead of zeros that
+// all tiles add to.
+#pragma once
+
+#include <cstdint>
+#include <cute/config.hpp>
+
+#include "flash.h"
+
+namespace flash {
+
+// Where Flash_bwd_params::stores_first is set the first tile that visits a block of queries stores
+// its dQ, and counts that at the block's semaphore; the others add theirs once it has. No zeros are
+// written before, and none read. Sums of a block that no tile visits stay unwritten.
+template <BwdConfig C>
+struct FirstSumsSm90 {
+    static constexpr int kTileKeys = C.dkv.rows * (C.head_dim > 128 ? 2 : 1);
+    static constexpr int kMostTiles = 16;
+    // So that Planner sorts the first tile of a sequence in front of its others.
+    static constexpr int kMostBlocks = 1 << 15;
+    // Of a ragged batch full attention loses at d = 64 (docs/tried_sm90.md).
+    static constexpr bool kMayPay = !C.varlen || C.mask != MaskKind::none || C.head_dim > 64;
+
+    // Whether that is faster for a sequence, or the heads of a dense batch. Without a window a head
+    // should have few tiles, as zeros are one of kMostTiles + 1 accesses to a sum, and tiles enough
+    // steps, as each is some two behind the one before. Under a window the first tile of a block
+    // has it among its first steps. But with grouped heads the short tiles at the end of the keys
+    // come to the next query head early, and wait there for tiles with more steps a head.
+    CUTE_HOST_DEVICE static bool pays(Flash_bwd_params const &params, int seqlen_q, int seqlen_k) {
+        if constexpr (C.mask == MaskKind::local) {
+            int64_t const window = int64_t(params.window_left) + params.window_right;
+            return params.h_h_k_ratio == 1 || 3 * window <= seqlen_k;
+        }
+        int const tiles = static_cast<int>((int64_t(seqlen_k) + kTileKeys - 1) / kTileKeys);
+        int64_t const blocks = (int64_t(seqlen_q) + C.dkv.step - 1) / C.dkv.step;
+        return kMayPay && tiles <= kMostTiles && tiles <= params.h_h_k_ratio * blocks &&
+               blocks <= kMostBlocks;
+    }
+    // Of the sequence, or in a dense batch.
+    CUTE_HOST_DEVICE static bool are_stored(Flash_bwd_params const &params, int seqlen_q,
+                                            int seqlen_k) {
+        return params.stores_first != 0 && (!C.varlen || pays(params, seqlen_q, seqlen_k));
+    }
+};
+
+}  // namespace flash
