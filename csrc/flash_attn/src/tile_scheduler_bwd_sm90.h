@@ -78,7 +78,7 @@ struct TileSchedulerBwdSm90 {
     }
     // Whether any tile stores a part.
     CUTE_HOST_DEVICE static bool may_store(Flash_bwd_params const &params) {
-        return Traits::kStoresFirst && params.stores_first != 0;
+        return Traits::kStoresFirst && (kStoresAll || params.stores_first != 0);
     }
     // Whether a tile stores its part of a block's dQ, as the first one that visits it.
     CUTE_HOST_DEVICE static bool stores(Flash_bwd_params const &params, WorkTile const &tile,
@@ -277,8 +277,12 @@ struct TileSchedulerBwdSm90 {
     }
 
   private:
+    // Known when compiling: asking at run time costs some 2 %.
+    static constexpr bool kStoresAll =
+        Traits::kStoresFirst && !kVarlen && Traits::kMask != MaskKind::local;
+
     CUTE_HOST_DEVICE static bool are_stored(Flash_bwd_params const &params, WorkTile const &tile) {
-        return FirstSums::are_stored(params, tile.seqlen_q, tile.seqlen_k);
+        return kStoresAll || FirstSums::are_stored(params, tile.seqlen_q, tile.seqlen_k);
     }
 
     template <class Int>
