@@ -43,7 +43,9 @@ template <class Traits>
 cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const &queue,
                               void *stream) {
     if constexpr (Traits::kVarlen) {
-        // Tiles wait for those before them alone: each for some, or all for the first one.
+        // A tile waits for tiles of its sequence that the plan must list before it: with an order
+        // for all before it, under a window for any one, else for the first, which sorted plans
+        // have in front, too.
         bool const of_window = Traits::kMask == MaskKind::local && params.stores_first != 0;
         params.plan_in_order = params.deterministic != 0 ? 1 : of_window ? 2 : 0;
         // The main kernel waits for this one alone, which waits for those before.
