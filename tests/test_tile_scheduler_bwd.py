@@ -46,6 +46,7 @@ def problem(b, h, h_k, seqlen_q, seqlen_k=None, d=128):
         d=d,
         dq_semaphore_ptr=1,
         dk_ptr=1,
+        head_parts=1,
     )
 
 

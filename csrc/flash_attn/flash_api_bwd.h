@@ -124,9 +124,9 @@ inline int64_t set_totals(Flash_bwd_params &params, const Layout &q, const Layou
 }
 
 // Tensors of 32 bits that the kernels write and read, given back to the stream's memory once all is
-// enqueued. First come two statistics of each row, its sums of dQ, and semaphores; then what others
-// add to dK and dV. Of params the sizes and the gradients are set. rows: of statistics, of all
-// heads.
+// enqueued. First come two statistics of each row, its sums of dQ, and semaphores; then sums of dK
+// and dV. Of params the sizes and the gradients are set, afterwards head_parts, too. rows: of
+// statistics, of all heads.
 inline std::array<MaybeTensor, 2> set_workspaces(Flash_bwd_params &params,
                                                  const Flash_bwd_kernel &kernel, int64_t rows,
                                                  int32_t device) {
@@ -142,6 +142,7 @@ inline std::array<MaybeTensor, 2> set_workspaces(Flash_bwd_params &params,
         params.dq_semaphore_ptr =
             reinterpret_cast<uint32_t *>(params.dq_accum_ptr + kernel.dq_accum * rows);
     }
+    params.head_parts = kernel.head_parts == nullptr ? 1 : kernel.head_parts(&params);
     const int64_t partial = kernel.dkv_partial == nullptr ? 0 : kernel.dkv_partial(&params);
     if (partial > 0) {
         made[1] = make(partial);

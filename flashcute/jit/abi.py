@@ -16,7 +16,7 @@ from ..config import ROW_STATS_MULTIPLE, SEMAPHORE_ROWS
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 19  # flash::kAbiVersion
+ABI_VERSION = 20  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
@@ -108,6 +108,7 @@ class FlashBwdParams(FlashFwdParams):
         ("seqlen_q_rounded", ctypes.c_int32),
         ("deterministic", ctypes.c_int32),
         ("stores_first", ctypes.c_int32),
+        ("head_parts", ctypes.c_int32),
     ]
 
 
@@ -130,6 +131,7 @@ class FlashKernel(ctypes.Structure):
             for name in ("launch", "plan")
         ),
         ("error_string", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int32)),
+        ("head_parts", ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(FlashFwdParams))),
         ("dkv_partial", ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(FlashFwdParams))),
     ]
 

@@ -32,6 +32,7 @@ def run_bwd(
     rng_state: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    head_parts: int = 1,
     seed: int = 0,
     copy_mode: str = "late",
     checker: str = "none",
@@ -55,6 +56,7 @@ def run_bwd(
         softmax_scale, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p: As in the
             forward.
         deterministic: Bitwise repeatable gradients, of kernels that have them.
+        head_parts: Into how many parts the query heads of a key head are divided.
         seed, copy_mode, checker, smem_limit, sms, launches, kernel, timeout: As in
             :func:`run_fwd`.
         gradients: Where the gradients go, by ``"dq"``, ``"dk"`` and ``"dv"``, with the shapes of q,
@@ -65,7 +67,8 @@ def run_bwd(
         A result whose outputs are those wanted, with sinks ``dsinks`` (h,) in float32, and the
         workspaces ``row_stats`` and, with ``fused``, ``dq_accum``, in the sm90 class
         ``dq_semaphore``, too, flat, and without a mask ``dkv_partial``, NaN where none leaves sums
-        to others; its counters are those of all kernels together.
+        to others; with several ``head_parts`` that is (2, b, seqlen_k, h_k * head_parts, d), sums
+        of dk and dv. Its counters are those of all kernels together.
 
     Raises:
         ValueError, TypeError, BuildError: as :func:`run_fwd`.
@@ -90,12 +93,14 @@ def run_bwd(
             if config.mask == "none":
                 shape = (sms, 2, config.dkv.rows, config.head_dim)
                 outputs["dkv_partial"] = q.new_full(shape, math.nan, dtype=torch.float32)
+    if head_parts > 1:
+        outputs["dkv_partial"] = _sums_of_parts(k, head_parts)
     if sinks is not None:
         outputs["dsinks"] = q.new_full((h,), math.nan, dtype=torch.float32)
     path, function = kernel or _kernel(config, checker)
     settings = (seed, COPY_MODES.index(copy_mode), smem_limit, sms, launches, 0, 1 << 32, 0, 1)
     params = abi.bwd_params({**inputs, **outputs}, scale, window_size, softcap, dropout_p)
-    params.deterministic = deterministic
+    params.deterministic, params.head_parts = deterministic, head_parts
     command = [str(_runner(checker)), str(path), function]
     return run_program(command, params, inputs, outputs, settings, timeout)
 
@@ -123,6 +128,7 @@ def run_varlen_bwd(
     rng_state: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    head_parts: int = 1,
     seed: int = 0,
     copy_mode: str = "late",
     checker: str = "none",
@@ -170,6 +176,8 @@ def run_varlen_bwd(
         if config.arch == 90:
             words = abi.semaphores(h, rows)
             outputs["dq_semaphore"] = torch.full((words,), -1, dtype=torch.int32)
+    if head_parts > 1:
+        outputs["dkv_partial"] = _sums_of_parts(k, head_parts)
     words = abi.bwd_plan_words(total_q, k.shape[0], b)
     outputs["plan"] = torch.full((words,), -1, dtype=torch.int32)
     if sinks is not None:
@@ -178,7 +186,7 @@ def run_varlen_bwd(
     settings = (seed, COPY_MODES.index(copy_mode), 227 * 1024, sms, launches, 0, 1 << 32, 0, 1)
     options = window_size, softcap, dropout_p
     params = abi.varlen_bwd_params({**inputs, **outputs}, scale, max_seqlen_q, *options)
-    params.deterministic = deterministic
+    params.deterministic, params.head_parts = deterministic, head_parts
     command = [str(_runner(checker)), str(path), function]
     return run_program(command, params, inputs, outputs, settings, timeout)
 
@@ -186,6 +194,11 @@ def run_varlen_bwd(
 def _gradients(q, k, v, given: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
     new = {f"d{n}": x.new_full(x.shape, math.nan) for n, x in (("q", q), ("k", k), ("v", v))}
     return new | dict(given or {})
+
+
+def _sums_of_parts(k: torch.Tensor, head_parts: int) -> torch.Tensor:
+    *rows, h_k, d = k.shape
+    return k.new_full((2, *rows, h_k * head_parts, d), math.nan, dtype=torch.float32)
 
 
 def _optional(lse, dlse, sinks, alibi_slopes, rng_state) -> dict[str, torch.Tensor]:

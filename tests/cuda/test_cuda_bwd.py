@@ -270,20 +270,23 @@ def test_rows_and_keys_without_partners_have_zero_gradients(
         assert not found[name][:, unseen].any() and found[name][:, ~unseen].any(-1).all()
 
 
+@pytest.mark.parametrize("head_parts", [1, 2])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_nothing_else_is_written(head_dim: int, mask: str) -> None:
+def test_nothing_else_is_written(head_dim: int, mask: str, head_parts: int) -> None:
     for config in conditions.sm80_backwards("bf16", head_dim, mask):
-        check_that_nothing_else_is_written(config)
+        check_that_nothing_else_is_written(config, head_parts=head_parts)
 
 
 def check_that_nothing_else_is_written(
-    config: BwdConfig, shape: tuple[int, int, int, int, int] = (2, 133, 150, 4, 2)
+    config: BwdConfig,
+    shape: tuple[int, int, int, int, int] = (2, 133, 150, 4, 2),
+    head_parts: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The kernels themselves, on gradients and a workspace surrounded by NaN.
 
-    shape: b, seqlen_q, seqlen_k, h, h_k. Returns the sums of dQ, flat, the semaphores, and the
-    sums of dK and dV that are left to others, flat.
+    shape: b, seqlen_q, seqlen_k, h, h_k. head_parts: of the query heads of a key head. Returns the
+    sums of dQ, flat, the semaphores, and the sums of dK and dV that are left to others, flat.
     """
     target = "".join(map(str, torch.cuda.get_device_capability()))
     kernel = abi.FlashKernel.from_address(jit.get_kernel(config, target).address)
@@ -312,6 +315,7 @@ def check_that_nothing_else_is_written(
         tensors["dq_accum"] = sums[1].view(b, h, rounded, config.dq_accum)
         tensors["dq_semaphore"] = semaphores[1]
     params = abi.bwd_params(tensors, d**-0.5, options.get("window_size", (0, 0)))
+    params.head_parts = head_parts
     launch = ctypes.cast(ctypes.byref(params), ctypes.POINTER(abi.FlashFwdParams))
     partial = torch.full((3, kernel.dkv_partial(launch) if kernel.dkv_partial else 0), math.nan)
     partial = partial.cuda()
@@ -325,6 +329,7 @@ def check_that_nothing_else_is_written(
     assert margin[::2].isnan().all() and small[::2].isnan().all() and small[1, h:].isnan().all()
     found = {name: x.view for name, x in written.items()} | {"dsinks": small[1, :h]}
     testing.check_backward(found, q, k, v, dout, sinks=sinks, **options)
+    assert head_parts == 1 or not partial[1].isnan().any()
     return sums[1], semaphores[1, :-1].view(b, h, -1), partial[1]
 
 

@@ -160,19 +160,23 @@ def test_sums_that_ctas_leave_to_others_have_the_room_that_the_kernel_asks_for(
     def room(params) -> int:
         """What the launch will ask, too, is known."""
         given = ctypes.cast(params, ctypes.POINTER(abi.FlashBwdParams)).contents
-        sizes = given.b, given.h, given.h_k, given.seqlen_q_rounded
+        sizes = given.b, given.h, given.h_k, given.seqlen_q_rounded, given.head_parts
         asked.append((*sizes, bool(given.dk_ptr), bool(given.dq_semaphore_ptr)))
         return floats
 
     stand_in.backward.dq_accum = 64
     if floats is not None:
-        stand_in.backward.dkv_partial = dict(abi.FlashKernel._fields_)["dkv_partial"](room)
+        types = dict(abi.FlashKernel._fields_)
+        stand_in.backward.head_parts = types["head_parts"](lambda params: 2)
+        stand_in.backward.dkv_partial = types["dkv_partial"](room)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     _bwd()
     ((params, _),) = stand_in.backwards
     address = params["dkv_partial_ptr"] or 0
-    assert asked == ([] if floats is None else [(2, 4, 2, ROW_STATS_MULTIPLE, True, True)])
+    parts = 1 if floats is None else 2
+    assert asked == [(2, 4, 2, ROW_STATS_MULTIPLE, parts, True, True)] * (parts - 1)
+    assert params["head_parts"] == parts
     assert bool(address) == bool(floats) and address % 16 == 0
     assert torch.cuda.max_memory_allocated() - before >= 4 * (floats or 0)
 

@@ -68,7 +68,7 @@ MUTANTS = (
     _mutant(
         "plan read as one of query heads",
         _SCHEDULER,
-        "planned_tile(planned, 1, before",
+        "planned_tile(planned, params.head_parts, before",
         "planned_tile(planned, params.h_h_k_ratio, before",
     ),
     _mutant(

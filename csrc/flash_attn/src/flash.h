@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to the parameters, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 19;
+inline constexpr int32_t kAbiVersion = 20;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -284,10 +284,10 @@ struct Flash_bwd_params : Flash_fwd_params {
     // word counts the tiles that are taken. Null: workers take turns with the tiles, which add to
     // zeros in any order.
     uint32_t *dq_semaphore_ptr;
-    // Workspace of Kernel_description::dkv_partial() floats, aligned to 16 bytes: of each CTA the
-    // sums of dV and dK of a part of a tile, which another one adds to its own, where CTAs share
-    // the tiles of the last wave. The first words at dq_semaphore_ptr count then what is stored.
-    // Null: each tile is one CTA's.
+    // Workspace of Kernel_description::dkv_partial() floats, aligned to 16 bytes. With head_parts
+    // the sums of dK and dV of each part; without, of each CTA those of dV and dK of a part of a
+    // tile, which another one adds to its own, where CTAs share the tiles of the last wave. The
+    // first words at dq_semaphore_ptr count then what is stored. Null: each tile is one CTA's.
     float *dkv_partial_ptr;
 
     int64_t do_batch_stride, do_row_stride, do_head_stride;
@@ -304,6 +304,9 @@ struct Flash_bwd_params : Flash_fwd_params {
     int32_t deterministic;
     // Of the sm90 class, set at the launch: first_sums_sm90.h.
     int32_t stores_first;
+    // Into how many parts of equally many the query heads of a key head are divided, a divisor of
+    // h_h_k_ratio (head_parts.h); the more, the more CTAs share the tiles of a key head. 0: 1.
+    int32_t head_parts;
 };
 
 // What a kernel's shared object says of itself; returned by its one exported symbol,
@@ -325,8 +328,9 @@ struct Kernel_description {
     // themselves. Null in a backward.
     int32_t (*plan)(const Params *params, void *stream);
     const char *(*error_string)(int32_t error);  // cudaGetErrorString
-    // Floats that a launch on the current device with these params, but for dkv_partial_ptr, uses
-    // there. Null: none.
+    // Of a backward, for a launch on the current device with these params: which head_parts is
+    // fast, and how many floats are used at dkv_partial_ptr, whatever is there. Null: 1, and none.
+    int32_t (*head_parts)(const Params *params);
     int64_t (*dkv_partial)(const Params *params);
 };
 using Flash_kernel = Kernel_description<Flash_fwd_params>;

@@ -4,6 +4,7 @@
 #include "dq_sums.h"
 #include "flash.h"
 #include "flash_bwd_postprocess.h"
+#include "head_parts.h"
 #include "mainloop_bwd_sm80.h"
 #include "tile_scheduler.h"
 #include "work_plan.h"
@@ -52,6 +53,7 @@ struct TileSchedulerBwd {
         } else {
             tile = dense_tile(params, index);
         }
+        if (kOfKeys) tile.head_k = tile.head / params.head_parts;
         tile.head_q = kOfKeys ? tile.head * params.h_h_k_ratio : tile.head;
         tile.blocks = blocks(params, tile);
         if constexpr (Traits::kSumsDq) Info::mask_behind_keys(tile, tile.seqlen_k);
@@ -73,7 +75,7 @@ struct TileSchedulerBwd {
         bool const reversed = Traits::kOwnsQueries && Traits::kMask == MaskKind::causal;
         WorkTile tile{.m_block = reversed ? blocks - 1 - m : m, .batch = batch_head / heads};
         tile.head = batch_head - tile.batch * heads;
-        tile.head_k = Traits::kOwnsQueries ? tile.head / params.h_h_k_ratio : tile.head;
+        tile.head_k = tile.head / params.h_h_k_ratio;
         tile.seqlen_q = params.seqlen_q;
         tile.seqlen_k = params.seqlen_k;
         return tile;
@@ -98,6 +100,41 @@ CUTE_DEVICE void store_gradient(typename Traits::SharedStorage &storage, WorkTil
             int const row = tile.m_block * Traits::kTileM + Traits::gmem_row(threadIdx.x, r);
             return {gmem + row * row_stride, row < seqlen};
         });
+}
+
+// Stores the gradients of a tile of keys: dX is dK, dY is dV.
+template <class Traits, class Acc>
+CUTE_DEVICE void store_keys(Flash_bwd_params const &params, typename Traits::SharedStorage &storage,
+                            WorkTile const &tile, Acc &dX, Acc &dY) {
+    using Element = typename Traits::Element;
+    if (Traits::kSumsDq && params.dk_ptr == nullptr) {
+        return;
+    }
+    if (params.head_parts > 1) {
+        auto const store_part = [&](bool is_dk, Acc const &acc) {
+            HeadPartSums<Traits::kConfig.varlen>::template store<
+                typename Traits::TiledMma, Shape<Int<Traits::kTileM>, Int<Traits::kHeadDim>>>(
+                params, tile, is_dk, tile.m_block * Traits::kTileM, threadIdx.x, acc);
+        };
+        if constexpr (Traits::kNeedsDs) store_part(true, dX);
+        if constexpr (Traits::kNeedsDv) store_part(false, dY);
+        return;
+    }
+    if constexpr (Traits::kNeedsDs) {
+        store_gradient<Traits>(
+            storage, tile,
+            head_begin<Element>(params.dk_ptr, tile.batch, params.dk_batch_stride, tile.head_k,
+                                params.dk_head_stride),
+            params.dk_row_stride, params.d, dX, params.scale_softmax);
+    }
+    if constexpr (Traits::kNeedsDv) {
+        store_gradient<Traits>(
+            storage, tile,
+            head_begin<Element>(params.dv_ptr, tile.batch, params.dv_batch_stride, tile.head_k,
+                                params.dv_head_stride),
+            params.dv_row_stride, params.d, dY,
+            Traits::kConfig.dropout ? params.dropout_scale : 1.f);
+    }
 }
 
 // Parametrised by the traits type, as the forward kernel.
@@ -127,25 +164,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
             head_begin<Element>(params.dq_ptr, tile.batch, params.dq_batch_stride, tile.head_q,
                                 params.dq_head_stride),
             params.dq_row_stride, params.d, dX, params.scale_softmax);
-        return;
-    }
-    if (Traits::kSumsDq && params.dk_ptr == nullptr) {
-        return;
-    }
-    if constexpr (Traits::kNeedsDs && !Traits::kOwnsQueries) {
-        store_gradient<Traits>(
-            storage, tile,
-            head_begin<Element>(params.dk_ptr, tile.batch, params.dk_batch_stride, tile.head_k,
-                                params.dk_head_stride),
-            params.dk_row_stride, params.d, dX, params.scale_softmax);
-    }
-    if constexpr (Traits::kNeedsDv) {
-        store_gradient<Traits>(
-            storage, tile,
-            head_begin<Element>(params.dv_ptr, tile.batch, params.dv_batch_stride, tile.head_k,
-                                params.dv_head_stride),
-            params.dv_row_stride, params.d, dY,
-            Traits::kConfig.dropout ? params.dropout_scale : 1.f);
+    } else {
+        store_keys<Traits>(params, storage, tile, dX, dY);
     }
 }
 

@@ -10,7 +10,10 @@
 #include "flash.h"
 #include "flash_bwd_enqueue.h"
 #include "flash_bwd_kernel_sm80.h"
+#include "flash_bwd_sum_parts.h"
+#include "head_parts.h"
 #include "kernel_description.h"
+#include "persistent_launch.h"
 
 namespace flash {
 
@@ -29,9 +32,10 @@ cudaError_t enqueue_pass(Flash_bwd_params params, void *stream) {
         Scheduler::num_tiles(params), Traits::kThreads, Traits::kSmemBytes, stream, params);
 }
 
-// A kernel for dQ, and one or two for dK and dV.
+// A kernel for dQ, and one or two for dK and dV. params: as the caller gave them.
 template <BwdConfig C>
 cudaError_t enqueue_passes(Flash_bwd_params const &params, void *stream) {
+    Flash_bwd_params const divided = divide_heads(params);
     cudaError_t error = cudaSuccess;
     if (params.dq_ptr != nullptr) {
         error = enqueue_pass<C, BwdPass::dq>(params, stream);
@@ -39,15 +43,15 @@ cudaError_t enqueue_passes(Flash_bwd_params const &params, void *stream) {
     bool const wants_dkv = params.dk_ptr != nullptr;
     if constexpr (C.split_dkv) {
         if (error == cudaSuccess && wants_dkv) {
-            error = enqueue_pass<C, BwdPass::dk>(params, stream);
+            error = enqueue_pass<C, BwdPass::dk>(divided, stream);
         }
         if (error == cudaSuccess && wants_dkv) {
-            error = enqueue_pass<C, BwdPass::dv>(params, stream);
+            error = enqueue_pass<C, BwdPass::dv>(divided, stream);
         }
     } else if (error == cudaSuccess && wants_dkv) {
-        error = enqueue_pass<C, BwdPass::dkv>(params, stream);
+        error = enqueue_pass<C, BwdPass::dkv>(divided, stream);
     }
-    return error;
+    return error == cudaSuccess ? enqueue_sum_parts<C>(divided, stream) : error;
 }
 
 // One kernel for all gradients, and the rounding of dQ.
@@ -56,7 +60,9 @@ cudaError_t enqueue_fused(Flash_bwd_params const &params, void *stream) {
     using Traits = KernelTraitsBwdSm80<C, BwdPass::all>;
     cudaError_t error = cudaSuccess;
     if (params.dq_ptr != nullptr || params.dk_ptr != nullptr) {
-        error = enqueue_pass<C, BwdPass::all>(params, stream);
+        Flash_bwd_params const divided = divide_heads(params);
+        error = enqueue_pass<C, BwdPass::all>(divided, stream);
+        if (error == cudaSuccess) error = enqueue_sum_parts<C>(divided, stream);
     }
     if (error == cudaSuccess && params.dq_ptr != nullptr) {
         error = enqueue_bwd<&flash_bwd_postprocess_kernel_sm80<Traits>>(
@@ -68,7 +74,7 @@ cudaError_t enqueue_fused(Flash_bwd_params const &params, void *stream) {
 
 template <BwdConfig C>
 int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
-    if (C.fused && params->deterministic != 0) {
+    if (!may_divide_heads(*params) || (C.fused && params->deterministic != 0)) {
         return cudaErrorInvalidValue;
     }
     cudaError_t error = enqueue_preprocess<C>(*params, stream);
@@ -95,9 +101,34 @@ struct BwdDemands {
     static constexpr int kDqAccumColumns = C.fused ? C.head_dim : 0;
 };
 
+// Kernel_description::head_parts.
+template <BwdConfig C>
+int32_t head_parts(Flash_bwd_params const *params) {
+    using Traits = typename BwdDemands<C>::Second;
+    int sms = 0;
+    if (sm_count(sms) != cudaSuccess) {
+        return 1;
+    }
+    HeadPartsModel const model{.tile_keys = Traits::kKeys,
+                               .step_queries = Traits::kQueries,
+                               .workers = sms * Traits::kMinCtas,
+                               .mask = Traits::kMask,
+                               .varlen = C.varlen,
+                               .shares = false,
+                               .longest_first = false};
+    return model.parts(*params);
+}
+
+// Kernel_description::dkv_partial.
+template <BwdConfig C>
+int64_t dkv_partial(Flash_bwd_params const *params) {
+    Flash_bwd_params const divided = divide_heads(*params);
+    return divided.head_parts > 1 ? HeadPartSums<C.varlen>::workspace(divided) : 0;
+}
+
 template <BwdConfig C>
 Flash_bwd_kernel const *describe_bwd(char const *name) {
-    return describe<BwdDemands<C>>(name, &launch_bwd<C>, nullptr);
+    return describe<BwdDemands<C>>(name, &launch_bwd<C>, nullptr, &head_parts<C>, &dkv_partial<C>);
 }
 
 }  // namespace flash

@@ -1,6 +1,6 @@
 // From a backward configuration of the sm90 class to the shared object's description and launch
-// function: row statistics and zeros, the main kernel, the rounding of dQ. Where CTAs own heads
-// they write the zeros, and round, themselves.
+// function: row statistics and zeros, the main kernel, the sums of parts of key heads, the rounding
+// of dQ. Where CTAs own heads they write the zeros, and round, themselves.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,6 +11,8 @@
 #include "flash.h"
 #include "flash_bwd_enqueue.h"
 #include "flash_bwd_kernel_sm90.h"
+#include "flash_bwd_sum_parts.h"
+#include "head_parts.h"
 #include "kernel_description.h"
 #include "persistent_launch.h"
 #include "shared_sums_sm90.h"
@@ -76,6 +78,7 @@ cudaError_t enqueue_all_sm90(Flash_bwd_params const &params, int sms, bool owned
     if (error == cudaSuccess) error = enqueue_preprocess<C>(before, stream);
     if (error == cudaSuccess && (params.dq_ptr != nullptr || params.dk_ptr != nullptr)) {
         error = enqueue_main_sm90<Traits>(params, sms, queue, stream);
+        if (error == cudaSuccess) error = enqueue_sum_parts<C>(params, stream);
     }
     if (error == cudaSuccess && params.dq_ptr != nullptr && !owned) {
         error = enqueue_bwd<&flash_bwd_postprocess_kernel_sm90<KernelTraitsBwdSm90<C>>, true>(
@@ -91,15 +94,36 @@ bool may_store_first(Flash_bwd_params const &params, int sms) {
     return TileSchedulerBwdSm90<Storing>::may_store_first(params, sms);
 }
 
+// Kernel_description::head_parts.
+template <BwdConfig C>
+int32_t head_parts(Flash_bwd_params const *params) {
+    using Traits = KernelTraitsBwdSm90<C>;
+    int sms = 0;
+    if (sm_count(sms) != cudaSuccess) {
+        return 1;
+    }
+    HeadPartsModel const model{.tile_keys = Traits::kTileKeys,
+                               .step_queries = Traits::kTileM,
+                               .workers = std::max(sms / Traits::kCluster, 1),
+                               .mask = Traits::kMask,
+                               .varlen = Traits::kVarlen,
+                               .shares = Traits::kMayShare,
+                               .longest_first = Traits::kMask == MaskKind::causal};
+    return model.parts(*params);
+}
+
 // Kernel_description::dkv_partial.
 template <BwdConfig C>
-int64_t dkv_partial(Flash_bwd_params const *params) {
+int64_t dkv_partial(Flash_bwd_params const *of_call) {
     using Traits = KernelTraitsBwdSm90<C>;
-    using Tiles = SharedTilesSm90<Traits>;
+    Flash_bwd_params const params = divide_heads(*of_call);
+    if (params.head_parts > 1) {
+        return HeadPartSums<C.varlen>::workspace(params);
+    }
     int sms = 0;
-    if (sm_count(sms) != cudaSuccess || may_store_first<C>(*params, sms) ||
-        TileSchedulerBwdSm90<Traits>::owns_heads(*params, sms, false) ||
-        Tiles::count(*params, std::max(sms / Traits::kCluster, 1)) == 0) {
+    if (!Traits::kMayShare || sm_count(sms) != cudaSuccess || may_store_first<C>(params, sms) ||
+        TileSchedulerBwdSm90<Traits>::owns_heads(params, sms, false) ||
+        SharedTilesSm90<Traits>::count(params, std::max(sms / Traits::kCluster, 1)) == 0) {
         return 0;
     }
     return SharedSumsSm90<Traits>::workspace(sms);
@@ -109,8 +133,9 @@ template <BwdConfig C>
 int32_t launch_bwd(Flash_bwd_params const *of_call, void *stream) {
     using Traits = KernelTraitsBwdSm90<C>;
     using Scheduler = TileSchedulerBwdSm90<Traits>;
-    Flash_bwd_params params = *of_call;
-    if (params.deterministic != 0 && params.dq_semaphore_ptr == nullptr) {
+    Flash_bwd_params params = divide_heads(*of_call);
+    if (!may_divide_heads(*of_call) ||
+        (params.deterministic != 0 && params.dq_semaphore_ptr == nullptr)) {
         return cudaErrorInvalidValue;
     }
     int sms = 0;
@@ -129,17 +154,15 @@ int32_t launch_bwd(Flash_bwd_params const *of_call, void *stream) {
         }
     }
     int const workers = std::max(sms / Traits::kCluster, 1);
-    if (owned || SharedTilesSm90<Traits>::count(params, workers) == 0) {
-        params.dkv_partial_ptr = nullptr;
-    }
+    bool const shares = !owned && SharedTilesSm90<Traits>::count(params, workers) > 0;
+    if (params.head_parts == 1 && !shares) params.dkv_partial_ptr = nullptr;
     return enqueue_all_sm90<Traits>(params, sms, owned, stream);
 }
 
 template <BwdConfig C>
 Flash_bwd_kernel const *describe_bwd(char const *name) {
-    constexpr bool kMayShare = KernelTraitsBwdSm90<C>::kMayShare;
-    return describe<KernelTraitsBwdSm90<C>>(name, &launch_bwd<C>, nullptr,
-                                            kMayShare ? &dkv_partial<C> : nullptr);
+    return describe<KernelTraitsBwdSm90<C>>(name, &launch_bwd<C>, nullptr, &head_parts<C>,
+                                            &dkv_partial<C>);
 }
 
 }  // namespace flash

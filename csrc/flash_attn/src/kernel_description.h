@@ -45,6 +45,7 @@ template <class Traits, class Params>
 Kernel_description<Params> const *describe(
     char const *name, int32_t (*launch)(Params const *, void *),
     int32_t (*plan)(std::type_identity_t<Params> const *, void *),
+    int32_t (*head_parts)(std::type_identity_t<Params> const *) = nullptr,
     int64_t (*dkv_partial)(std::type_identity_t<Params> const *) = nullptr) {
     static Kernel_description<Params> const kernel{
         .abi_version = kAbiVersion,
@@ -58,6 +59,7 @@ Kernel_description<Params> const *describe(
         .plan = plan,
         .error_string =
             [](int32_t error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
+        .head_parts = head_parts,
         .dkv_partial = dkv_partial,
     };
     return &kernel;

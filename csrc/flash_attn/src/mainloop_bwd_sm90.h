@@ -24,6 +24,7 @@
 #include "block_info.h"
 #include "dq_sums_sm90.h"
 #include "flash_bwd_postprocess.h"
+#include "head_parts.h"
 #include "kernel_traits_bwd_sm90.h"
 #include "mask.h"
 #include "mma_traits_sm90.h"
@@ -324,8 +325,19 @@ struct MainloopBwdSm90 {
             });
         }
 
+        // The same of the sums of a part of a key head.
+        template <class Acc>
+        CUTE_DEVICE void store_part(Flash_bwd_params const &params, bool is_dk,
+                                    Acc const &tKrX) const {
+            int const index = own_thread();
+            HeadPartSums<Traits::kVarlen>::template store<typename Traits::TiledMmaDkv, ShapeDkv>(
+                params, tile(), is_dk, Scheduler::key_begin(tile(), rank),
+                Traits::kWide ? index % 128 : index, tKrX);
+        }
+
         template <class Acc>
         CUTE_DEVICE void store_dk(Flash_bwd_params const &params, Acc &tKrDk) const {
+            if (params.head_parts > 1) return store_part(params, true, tKrDk);
             if (!combine(params, true, tKrDk)) return;
             Element *const head =
                 head_begin<Element>(params.dk_ptr, tile().batch, params.dk_batch_stride,
@@ -335,6 +347,7 @@ struct MainloopBwdSm90 {
         }
         template <class Acc>
         CUTE_DEVICE void store_dv(Flash_bwd_params const &params, Acc &tKrDv) const {
+            if (params.head_parts > 1) return store_part(params, false, tKrDv);
             if (!combine(params, false, tKrDv)) return;
             Element *const head =
                 head_begin<Element>(params.dv_ptr, tile().batch, params.dv_batch_stride,

@@ -80,7 +80,7 @@ struct SharedTilesSm90 {
                                  Storage &storage) {
         int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
         int const rest = queue.tiles % workers;
-        bool const shares = params.dkv_partial_ptr != nullptr;
+        bool const shares = params.head_parts == 1 && params.dkv_partial_ptr != nullptr;
         storage.next_piece = 0;
         storage.shared_begin = shares ? queue.tiles - rest : INT32_MAX;
         if (shares) {

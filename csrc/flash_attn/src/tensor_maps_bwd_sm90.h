@@ -74,9 +74,10 @@ cudaError_t make_tensor_maps(TensorMapsBwdSm90 &maps, Flash_bwd_params const &pa
          params.q_batch_stride, Traits::kTileM);
     make(maps.dout, params.do_ptr, rows_q, params.h, params.do_row_stride, params.do_head_stride,
          params.do_batch_stride, Traits::kTileM);
-    make(maps.k, params.k_ptr, rows_k, params.h_k, params.k_row_stride, params.k_head_stride,
+    int const heads_k = params.h_k / params.head_parts;
+    make(maps.k, params.k_ptr, rows_k, heads_k, params.k_row_stride, params.k_head_stride,
          params.k_batch_stride, Traits::kTileN);
-    make(maps.v, params.v_ptr, rows_k, params.h_k, params.v_row_stride, params.v_head_stride,
+    make(maps.v, params.v_ptr, rows_k, heads_k, params.v_row_stride, params.v_head_stride,
          params.v_batch_stride, Traits::kTileN);
     if (error == cudaSuccess) {
         int64_t const of_a_head = int64_t(2) * params.seqlen_q_rounded;

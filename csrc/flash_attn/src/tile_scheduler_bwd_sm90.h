@@ -252,7 +252,7 @@ struct TileSchedulerBwdSm90 {
             int const heads = cute::min(queue.group, params.h_k - before);
             int const within = index - before * of_head.count;
             PlanTile const &planned = of_head.tiles[within / heads];
-            WorkTile tile = planned_tile(planned, 1, before + within % heads).tile;
+            WorkTile tile = planned_tile(planned, params.head_parts, before + within % heads).tile;
             tile.head_q = tile.head * params.h_h_k_ratio;
             set_blocks(params, tile);
             return tile;
@@ -295,7 +295,7 @@ struct TileSchedulerBwdSm90 {
         WorkTile tile{.m_block = n, .batch = batch_head / params.h_k};
         tile.head = batch_head - tile.batch * params.h_k;
         tile.head_q = tile.head * params.h_h_k_ratio;
-        tile.head_k = tile.head;
+        tile.head_k = tile.head / params.head_parts;
         tile.seqlen_q = params.seqlen_q;
         tile.seqlen_k = params.seqlen_k;
         set_blocks(params, tile);

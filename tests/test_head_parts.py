@@ -1,0 +1,88 @@
+"""Into how many parts the query heads of a key head are divided in a backward: the model's code,
+called on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from pathlib import Path
+
+import pytest
+from test_tile_scheduler import compiled
+from test_tile_scheduler_bwd import problem
+
+CASES = Path(__file__).parent / "head_parts_cases.cpp"
+SMS = 132
+
+
+@pytest.fixture(scope="module")
+def parts():
+    lib = compiled(CASES, "")
+
+    def call(
+        mask, b, h, h_k, seqlen_q, seqlen_k=None, window=(0, 0), sms=SMS, sm90=True, **changed
+    ):
+        params = problem(b, h, h_k, seqlen_q, seqlen_k)
+        params.window_left, params.window_right = window
+        params.total_q, params.total_k = b * params.seqlen_q, b * params.seqlen_k
+        for name, value in changed.items():
+            setattr(params, name, value)
+        kind = ("none", "causal", "local").index(mask)
+        return [
+            lib.parts(ctypes.byref(params), kind, ragged, sms, sm90) for ragged in (False, True)
+        ]
+
+    return call
+
+
+def both(n):
+    return [n, n]
+
+
+def test_few_tiles_are_divided(parts):
+    """Figures of an H100: docs/facts.md."""
+    assert parts("causal", 1, 8, 1, 4096) == both(8)
+    assert parts("causal", 1, 8, 1, 8192) == both(4)
+    assert parts("none", 1, 8, 1, 8192)[0] == 2
+    assert parts("causal", 2, 32, 2, 4096) == both(2)
+    assert parts("causal", 1, 28, 4, 4096) == both(7)
+    assert parts("local", 1, 8, 1, 8192, window=(4095, 0)) == both(8)
+    assert parts("causal", 2, 32, 2, 4096, deterministic=1) == both(8)
+    assert parts("causal", 1, 32, 8, 4096, sm90=False) == both(4), "heads one after the other"
+
+
+def test_enough_tiles_are_not(parts):
+    for mask in ("none", "causal", "local"):
+        for h_k in (4, 16):
+            assert parts(mask, 4, 16, h_k, 4096, window=(1023, 0)) == both(1)
+    assert parts("causal", 1, 32, 8, 4096) == both(1), "two tiles for an SM"
+    assert parts("causal", 1, 64, 8, 8192) == both(1)
+
+
+def test_one_long_sequence_among_short_ones_is_divided(parts):
+    """Of a ragged batch the longest counts; a bound that is too large costs sums alone."""
+    assert parts("causal", 140, 8, 1, 256) == both(1)
+    tokens = 8192 + 139 * 256
+    assert parts("causal", 140, 8, 1, 8192, total_q=tokens, total_k=tokens)[1] > 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_parts_divide_the_heads_and_bound_the_workspace(parts, seed):
+    rng = random.Random(seed)
+    divided = 0
+    for _ in range(200):
+        h_k, ratio = rng.choice((1, 2, 3, 8)), rng.choice((1, 2, 3, 4, 6, 7, 8, 16))
+        b, seqlen_q, seqlen_k = rng.randint(0, 8), *(rng.randint(0, 20_000) for _ in range(2))
+        mask, sms = rng.choice(("none", "causal", "local")), rng.choice((1, 66, 132, 264))
+        window = rng.randint(0, 3000), rng.randint(0, 300)
+        found = parts(mask, b, h_k * ratio, h_k, seqlen_q, seqlen_k, window, sms)
+        for n in found:
+            tiles = b * h_k * n * -(-seqlen_k // 128)
+            assert ratio % n == 0 and (n == 1 or tiles <= 8 * sms)
+            divided += n > 1
+    assert divided > 50
+
+
+def test_as_many_key_heads_are_never_divided(parts):
+    for mask in ("none", "causal", "local"):
+        assert parts(mask, 1, 8, 8, 128) == both(1)
