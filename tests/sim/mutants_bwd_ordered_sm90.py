@@ -144,7 +144,7 @@ MUTANTS = (
     _mutant(
         "a plan has the longest tiles first",
         _LAUNCH,
-        "params.plan_in_order = params.deterministic != 0 ? 1 : of_window ? 2 : 0;",
+        "params.plan_in_order = params.deterministic != 0 ? 1 : of_sequences ? 2 : 0;",
         "",
         _RAGGED_LOCAL,
         POLLS,

@@ -1,6 +1,7 @@
 """Ragged batches in the backward of the sm90 class."""
 
 import dataclasses
+import itertools
 import re
 
 import mutants_bwd_varlen_sm90
@@ -51,6 +52,9 @@ CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS] + [*map
 LONG = ((300, 40, 500), (200, 300, 500))
 # In four waves of tiles and more on four SMs, of which the first ones store dQ.
 STORING = ((300, 40, 200, 0, 150), (300, 500, 130, 100, 0))
+# Of more than eight tiles of keys on average: sorted plans, and where all are alike, of levels.
+SORTED = ((70, 700, 1, 300), (900, 2300, 200, 1000))
+LEVELS = ((650, 650), (1300, 1300))
 # Many tiles of keys that no query sees, among others.
 UNSEEN = ((64, 0, 40), (130, 1500, 40))
 
@@ -250,6 +254,50 @@ def wrong_counts(config, batch, result, heads=4):
 def test_work_done_is_the_work_planned(config, batch):
     problem = make_ragged(config, batch)
     assert not wrong_counts(config, batch, passed(problem.run(config)))
+
+
+def planned(config, batch):
+    """(sequence, tile of its keys, blocks of queries that see it) in the order of the plan."""
+    problem = make_ragged(config, batch, h=1, h_k=1)
+    result = problem.run(config)
+    problem.check(result)
+    plan = result.outputs["plan"]
+    tiles = plan[4 : 4 + 8 * plan[0]].view(-1, 8).tolist()
+    found = []
+    for m_block, _, _, seqlen_q, seqlen_k, sequence, *rest in tiles:
+        assert rest == [1, -1]
+        if seqlen_q > 0:  # else of no sequence, or without queries
+            first_key = m_block * config.cluster * config.dkv.rows
+            first_query = max(first_key - (seqlen_k - seqlen_q), 0)
+            blocks = -(-seqlen_q // config.dkv.step) - first_query // config.dkv.step
+            found.append((sequence, m_block, blocks if first_query < seqlen_q else 0))
+    assert len(set(found)) == len(found)
+    return found
+
+
+@pytest.mark.parametrize("config", (*PAIR, ragged(WIDE)), ids=lambda c: c.full_name)
+def test_short_sequences_come_one_after_the_other(config):
+    """The longest first; what is a third shorter is another bucket."""
+    lengths = (40, 500, 1, 0, 130, 300)
+    found = planned(config, (lengths, lengths))
+    order = list(dict.fromkeys(sequence for sequence, _, _ in found))
+    if config.dkv.step == 64:
+        assert order in ([1, 5, 4, 0, 2], [1, 5, 4, 2, 0])
+    keys = config.cluster * config.dkv.rows
+    expected = [(s, m) for s in order for m in range(-(-lengths[s] // keys))]
+    assert [(s, m) for s, m, _ in found] == expected
+
+
+@pytest.mark.parametrize("batch", [SORTED, LEVELS], ids=name_of)
+@each_causal
+def test_longest_tiles_of_long_sequences_come_first(config, batch):
+    """But for the first one of each sequence, for which others of it may wait."""
+    found = planned(config, batch)
+    first = {sequence: i for i, (sequence, m, _) in enumerate(found) if m == 0}
+    assert all(first[sequence] <= i for i, (sequence, _, _) in enumerate(found))
+    blocks = [n for _, m, n in found if m > 0]
+    assert all(a >= b for a, b in itertools.pairwise(blocks))
+    assert [m for _, m, _ in found] != sorted(m for _, m, _ in found) or batch is LEVELS
 
 
 def test_more_sequences_than_the_planner_has_threads():

@@ -194,7 +194,7 @@ struct Flash_fwd_params {
     float dropout_scale;
 
     // 0: a plan has the longest tiles first; 1: the first tiles of all sequences, then the second
-    // ones, and so on; 2: those of a sequence, then of the next one.
+    // ones, and so on; 2, of tiles of keys: those of the longest sequence, then of the next one.
     int32_t plan_in_order;
 };
 

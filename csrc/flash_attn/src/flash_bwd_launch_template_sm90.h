@@ -49,7 +49,8 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const 
         // for all before it, under a window for any one, else for the first, which sorted plans
         // have in front, too.
         bool const of_window = Traits::kMask == MaskKind::local && params.stores_first != 0;
-        params.plan_in_order = params.deterministic != 0 ? 1 : of_window ? 2 : 0;
+        bool const of_sequences = of_window || TileSchedulerBwdSm90<Traits>::are_short(params);
+        params.plan_in_order = params.deterministic != 0 ? 1 : of_sequences ? 2 : 0;
         // The main kernel waits for this one alone, which waits for those before.
         cudaError_t const error = enqueue_plan<TileSchedulerBwdSm90<Traits>>(params, false, stream);
         if (error != cudaSuccess) {

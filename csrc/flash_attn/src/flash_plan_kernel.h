@@ -47,6 +47,8 @@ struct Planner {
         // By a counting sort in logarithmic buckets, so that the order among equals is free. Of
         // keys, the first tile of a sequence comes before its others.
         sorted,
+        // Likewise the sequences, each with its tiles in order.
+        of_sequences,
     };
 
     // The greatest of such values, least ones negated: of tiles' key blocks, of those of segments'
@@ -218,7 +220,7 @@ struct Planner {
     CUTE_DEVICE static Order choose_order(Flash_fwd_params const &params,
                                           SharedStorage const &storage, int tiles) {
         if (params.plan_in_order != 0) {
-            return params.plan_in_order == 1 ? Order::of_levels : Order::of_segments;
+            return params.plan_in_order == 1 ? Order::of_levels : Order::of_sequences;
         }
         int const most = extreme(storage, kMostBlocks);
         if (most + extreme(storage, kLeastBlocks) <= kAlike) {
@@ -243,7 +245,26 @@ struct Planner {
         return place;
     }
 
-    // Tile `index` in the order of the segments. place: in that of levels.
+    // Sorts the sequences of `count` tiles by their first one, which has the most blocks under a
+    // causal mask: partial_row becomes the place of their first tile.
+    CUTE_DEVICE static void place_sequences(Flash_fwd_params const &params, SharedStorage &storage,
+                                            PlanTile *segments, int count) {
+        clear_buckets(storage);
+        for (int pass = 0; pass < 2; ++pass) {
+            for (int i = threadIdx.x; i < 2 * params.b + 1; i += blockDim.x) {
+                int const begin = segments[i].m_block;
+                int const end = i < 2 * params.b ? segments[i + 1].m_block : count;
+                unsigned *const bucket =
+                    storage.bucket + bucket_of(blocks_of(params, segments[i], 0));
+                unsigned const at = atomicAdd(bucket, static_cast<unsigned>(end - begin));
+                if (pass == 1) segments[i].partial_row = static_cast<int>(at);
+            }
+            if (pass == 0) place_buckets(storage);
+        }
+        __syncthreads();
+    }
+
+    // Tile `index` in the order of the segments. place: in that of levels or of sequences.
     CUTE_DEVICE static PlanTile find_tile(Flash_fwd_params const &params, PlanTile const *segments,
                                           int tiles, int index, int &place) {
         int low = 0, high = 2 * params.b + 1;  // of segments: index is in [low, high)
@@ -260,6 +281,9 @@ struct Planner {
         if (params.plan_in_order == 1) {
             int const all = cute::min(tiles, params.plan_capacity);
             place = place_in_order(params, segments, all, low, within);
+        } else if (Tiles::kOfKeys && params.plan_in_order == 2) {
+            place = tile.partial_row + within;
+            tile.partial_row = -1;
         }
         tile.m_block = within;
         if (parts > 1) {
@@ -292,6 +316,12 @@ struct Planner {
         }
     }
 
+    CUTE_DEVICE static void clear_buckets(SharedStorage &storage) {
+        for (int i = threadIdx.x; i < kBuckets * kCopies; i += blockDim.x) {
+            storage.bucket[i] = 0;
+        }
+        __syncthreads();
+    }
     // From how many tiles are in each bucket to where they go.
     CUTE_DEVICE static void place_buckets(SharedStorage &storage) {
         bool const owns = threadIdx.x < kBuckets;
@@ -326,11 +356,9 @@ struct Planner {
         int const count = cute::min(tiles, params.plan_capacity);
         Order const order = choose_order(params, storage, tiles);
         bool const sorts = order == Order::sorted;
-        if (sorts) {
-            for (int i = thread; i < kBuckets * kCopies; i += blockDim.x) {
-                storage.bucket[i] = 0;
-            }
-            __syncthreads();
+        if (sorts) clear_buckets(storage);
+        if constexpr (Tiles::kOfKeys) {
+            if (order == Order::of_sequences) place_sequences(params, storage, segments, count);
         }
         // Of sorted ones first how many are in each bucket. One copy of the code, which is rarely
         // in the instruction cache.
@@ -339,8 +367,8 @@ struct Planner {
             bool const places = pass == 1;
             CUTE_NO_UNROLL
             for (int i = thread; i < count; i += blockDim.x) {
-                int of_levels = 0, at = i;
-                PlanTile const tile = find_tile(params, segments, tiles, i, of_levels);
+                int place = 0, at = i;
+                PlanTile const tile = find_tile(params, segments, tiles, i, place);
                 if (sorts) {
                     int const parts = tile.part % PlanTile::kParts;
                     int blocks = of_part(blocks_of(params, tile, tile.m_block), parts);
@@ -348,8 +376,8 @@ struct Planner {
                     // (first_sums_sm90.h).
                     if (Tiles::kOfKeys && tile.m_block == 0) blocks += blocks / 8 + 1;
                     at = static_cast<int>(atomicAdd(&storage.bucket[bucket_of(blocks)], 1u));
-                } else if (order == Order::of_levels) {
-                    at = of_levels;
+                } else if (order != Order::of_segments) {
+                    at = place;
                 }
                 if (places) {
                     plan.tiles[at] = tile;

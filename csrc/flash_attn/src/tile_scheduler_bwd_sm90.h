@@ -221,6 +221,13 @@ struct TileSchedulerBwdSm90 {
         return index % n_blocks != 0 ? index : index + (workers - 1) * n_blocks;
     }
 
+    // Whether the sequences of a ragged batch under a mask are so short that L2 holds all heads of
+    // those in work. Then they come one after the other, the longest first.
+    CUTE_HOST_DEVICE static bool are_short(Flash_bwd_params const &params) {
+        return Traits::kMask != MaskKind::none &&
+               params.total_k <= int64_t(8) * kTileKeys * params.b;
+    }
+
     // With the number of tiles that a ragged batch has, of which follow the heads in a group under
     // a causal mask.
     CUTE_DEVICE static auto queue(Flash_bwd_params const &params, TileQueue const &launched)
@@ -228,7 +235,9 @@ struct TileSchedulerBwdSm90 {
         if constexpr (kVarlen) {
             int const of_a_head = plan(params).count;
             int group = launched.group;
-            if (Traits::kMask == MaskKind::causal) {
+            if (params.plan_in_order == 2 && are_short(params)) {
+                group = params.h_k;
+            } else if (Traits::kMask == MaskKind::causal) {
                 bool const is_long = may_ascend(of_a_head / cute::max(params.b, 1) * kTileKeys);
                 int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
                 int const taken = waves_of_group(params, is_long) * workers;
