@@ -193,7 +193,8 @@ def flash_attn_func(
     parts of gradients of k and v of long sequences without a mask. Where a few key heads have
     many query heads, these are divided into parts, so that all SMs compute: float32 gradients of k
     and v of each part take at most 8 KB * head_dim for an SM, at head dimension 128 138 MB on an
-    H100. Into how many depends on shapes and SMs, and with it the last bits of the sums.
+    H100, in the sm80 class up to head dimension 64 twice that. Into how many depends on shapes and
+    SMs, and with it the last bits of the sums.
 
     On the CPU: every argument, in float32 (float64 for float64 inputs), differentiable to any
     order. PyTorch's flash attention computes calls with no more than a scale, a window and sinks;

@@ -40,7 +40,7 @@ def both(n):
 
 
 def test_few_tiles_are_divided(parts):
-    """Figures of an H100: docs/facts.md."""
+    """By what an H100 was fastest with: docs/tried_sm90.md."""
     assert parts("causal", 1, 8, 1, 4096) == both(8)
     assert parts("causal", 1, 8, 1, 8192) == both(4)
     assert parts("none", 1, 8, 1, 8192)[0] == 2
@@ -72,7 +72,7 @@ def test_parts_divide_the_heads_and_bound_the_workspace(parts, seed):
     divided = 0
     for _ in range(200):
         h_k, ratio = rng.choice((1, 2, 3, 8)), rng.choice((1, 2, 3, 4, 6, 7, 8, 16))
-        b, seqlen_q, seqlen_k = rng.randint(0, 8), *(rng.randint(0, 20_000) for _ in range(2))
+        b, seqlen_q, seqlen_k = rng.randint(1, 8), *(rng.randint(0, 20_000) for _ in range(2))
         mask, sms = rng.choice(("none", "causal", "local")), rng.choice((1, 66, 132, 264))
         window = rng.randint(0, 3000), rng.randint(0, 300)
         found = parts(mask, b, h_k * ratio, h_k, seqlen_q, seqlen_k, window, sms)
@@ -80,7 +80,18 @@ def test_parts_divide_the_heads_and_bound_the_workspace(parts, seed):
             tiles = b * h_k * n * -(-seqlen_k // 128)
             assert ratio % n == 0 and (n == 1 or tiles <= 8 * sms)
             divided += n > 1
-    assert divided > 50
+    assert divided > 20
+
+
+def test_tiles_that_keep_their_order_are_not_shared(parts):
+    """A second wave of 12 tiles takes as long as the first one then."""
+    assert parts("none", 1, 32, 4, 4500)[0] == 1
+    assert parts("none", 1, 32, 4, 4500, deterministic=1, sm90=False)[0] > 1
+
+
+def test_without_keys_there_is_nothing_to_divide(parts):
+    for mask in ("none", "causal", "local"):
+        assert parts(mask, 1, 8, 1, 4096, 0) == both(1)
 
 
 def test_as_many_key_heads_are_never_divided(parts):

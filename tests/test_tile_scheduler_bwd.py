@@ -363,6 +363,21 @@ def test_tiles_of_a_window_that_visit_a_block_follow_each_other(lib, seed):
     assert seen > 1000
 
 
+def test_short_sequences_of_a_ragged_batch_have_all_heads_at_a_time(lib):
+    """Of long ones as many as have a wave of tiles, or two."""
+
+    def group(b, h_k, seqlen):
+        params = problem(b, 4 * h_k, h_k, seqlen)
+        params.total_q = params.total_k = b * seqlen
+        return lib.heads_in_ragged_group(ctypes.byref(params), 132, b * -(-seqlen // KEYS))
+
+    for b, seqlen in ((1, 1), (1, 1024), (64, 500), (16, 1024)):
+        assert group(b, 16, seqlen) == 16
+    assert group(16, 16, 1025) == 1
+    assert group(1, 16, 4096) == 264 // 32
+    assert group(1, 4, 2048) == 4, "there are no more"
+
+
 def test_tiles_that_keep_their_order_store_first_wherever_they_may(lib):
     def stores(*sizes, deterministic, **changed):
         params = problem(*sizes)

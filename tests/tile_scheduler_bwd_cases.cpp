@@ -25,6 +25,10 @@ struct Traits {
     static constexpr int kTileM = kConfig.dkv.step, kTileN = kConfig.dkv.rows;
     static constexpr int kCluster = 1, kTileKeys = kTileN, kHeadDim = kConfig.head_dim;
 };
+template <flash::BwdConfig C>
+struct RaggedTraits : Traits<C, true> {
+    static constexpr bool kVarlen = true;
+};
 using Scheduler = flash::TileSchedulerBwdSm90<Traits<kCausal, false>>;
 template <flash::BwdConfig C>
 using Storing = flash::TileSchedulerBwdSm90<Traits<C, true>>;
@@ -52,6 +56,18 @@ bool owns_heads(Flash_bwd_params const *params, int sms, bool or_stores, int hea
     using Narrow = flash::TileSchedulerBwdSm90<Traits<kNarrow, false>>;
     return head_dim > 32 ? Scheduler::owns_heads(*params, sms, or_stores)
                          : Narrow::owns_heads(*params, sms, or_stores);
+}
+
+// Key heads whose tiles come together in a ragged batch whose plan has so many tiles of each.
+int heads_in_ragged_group(Flash_bwd_params const *of_call, int sms, int count) {
+    using Ragged = flash::TileSchedulerBwdSm90<RaggedTraits<kCausal>>;
+    flash::WorkPlan plan{.count = count};
+    Flash_bwd_params params = *of_call;
+    params.plan_ptr = &plan;
+    params.plan_in_order = Ragged::are_short(params) ? 2 : 0;
+    gridDim.x = sms;
+    flash::TileQueue const queue = Ragged::queue(params, {0, 1, nullptr, nullptr});
+    return queue.tiles == count * params.h_k ? queue.group : -1;
 }
 
 int first_owned(Flash_bwd_params const *params, int worker) {

@@ -7,6 +7,7 @@ and ``bwd-64``, ``bwd-96`` and so on, each in a process of its own, as what neve
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -24,8 +25,9 @@ from test_cuda_bwd import check_that_nothing_else_is_written
 from test_cuda_bwd_varlen import BUT_DQ, HOSTILE, NAMES, check, lengths_of, make_case
 from test_cuda_varlen import Case, asked_of, bounds_of, starts
 
-from flashcute import heuristics, testing
+from flashcute import heuristics, jit, testing
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, SEMAPHORE_ROWS, BwdConfig
+from flashcute.jit import abi
 from flashcute.reference import attention_ref
 from flashcute.reference_varlen import attention_varlen_ref
 
@@ -119,6 +121,8 @@ def test_query_heads_of_few_key_heads_are_divided(
     """Fewer tiles than SMs, of eight query heads: the gradients are right, dense and ragged, whose
     dK and dV have the same bits, each time."""
     n, m, h, h_k, d = 900, 1000, 8, 1, dense.head_dim
+    sizes = {"b": 2, "seqlen_q": n, "seqlen_k": m, "h": h, "h_k": h_k, "h_h_k_ratio": h // h_k}
+    sizes |= {"d": d, "total_q": 2 * n, "total_k": 2 * m, "deterministic": deterministic}
     dout, q, k, v = tokens(dense, *[(2, n, h, d)] * 2, *[(2, m, h_k, d)] * 2)
     options = masked(dense)
     out, lse, _ = attention_ref(q, k, v, upcast=torch.float64, **options)
@@ -127,6 +131,10 @@ def test_query_heads_of_few_key_heads_are_divided(
     lengths = starts([n] * 2), starts([m] * 2), None, None, n, m
     expected = None
     for config, given in ((dense, (*tensors, lse.float())), (ragged(dense), packed)):
+        kernel = abi.FlashKernel.from_address(jit.get_kernel(config, "90").address)
+        params = abi.FlashBwdParams(window_left=100, window_right=30, **sizes)
+        launch = ctypes.cast(ctypes.byref(params), ctypes.POINTER(abi.FlashFwdParams))
+        assert kernel.head_parts(launch) > 1
         asked = given, None, options, lengths if config.varlen else (), deterministic
         with computed_by(config):
             found = backward(config, *asked)[:3]

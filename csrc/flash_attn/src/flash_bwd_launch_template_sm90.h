@@ -108,7 +108,7 @@ int32_t head_parts(Flash_bwd_params const *params) {
                                .workers = std::max(sms / Traits::kCluster, 1),
                                .mask = Traits::kMask,
                                .varlen = Traits::kVarlen,
-                               .shares = Traits::kMayShare,
+                               .shares = Traits::kMayShare && params->deterministic == 0,
                                .longest_first = Traits::kMask == MaskKind::causal};
     return model.parts(*params);
 }

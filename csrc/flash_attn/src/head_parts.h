@@ -81,7 +81,7 @@ struct HeadPartsModel {
     bool longest_first;  // under a causal mask, of several heads
 
     // Of a ragged batch lengths are known as the mean, and the longest of the queries, which counts
-    // in a dense one, too, so that equal lengths are divided as that.
+    // in a dense one, too, so that under a mask equal lengths are divided as that.
     struct Lengths {
         double queries, keys;
         double longest;  // queries that a tile visits at most, of a head
@@ -133,6 +133,7 @@ struct HeadPartsModel {
         Lengths const of = lengths(params);
         double const tiles =
             std::max(params.b, 1) * double(params.h_k) * std::ceil(of.keys / tile_keys);
+        if (tiles == 0) return 1;
         int found = 1;
         double best = steps(params, of, 1);
         for (int parts = 2; parts <= ratio && tiles * parts <= kMostTiles * workers; ++parts) {

@@ -52,7 +52,8 @@ struct TileSchedulerBwdSm90 {
     using Step = StepBwd<Traits::kMask>;
     // The bits of dK and dV follow from the order of a tile's steps, which is that of all kernels
     // of this class but where sums of dQ keep their order: it follows from the tile's place in its
-    // sequence alone; and from where a shared tile is cut (shared_tiles_sm90.h).
+    // sequence alone; from where a shared tile is cut (shared_tiles_sm90.h), and from into how many
+    // parts heads are divided (head_parts.h).
     CUTE_DEVICE static Step first_step(Flash_bwd_params const &params, WorkTile const &tile) {
         int const rows = cute::min(tile.seqlen_q, tile.seqlen_k);
         bool const is_short = 2 * tile.blocks.count * Traits::kTileM <= rows;
@@ -221,8 +222,9 @@ struct TileSchedulerBwdSm90 {
         return index % n_blocks != 0 ? index : index + (workers - 1) * n_blocks;
     }
 
-    // Whether the sequences of a ragged batch under a mask are so short that L2 holds all heads of
-    // those in work. Then they come one after the other, the longest first.
+    // Whether the sequences of a ragged batch under a mask are so short, on average, that L2 holds
+    // all heads of those in work. Then they come one after the other, those with the longest tiles
+    // first.
     CUTE_HOST_DEVICE static bool are_short(Flash_bwd_params const &params) {
         return Traits::kMask != MaskKind::none &&
                params.total_k <= int64_t(8) * kTileKeys * params.b;
