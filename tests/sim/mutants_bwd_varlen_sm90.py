@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 
 from mutants import Mutant
-from mutants_bwd_sm90 import COLUMNS, ROWS
+from mutants_bwd_sm90 import COLUMNS, POLLS, ROWS
 from mutants_bwd_wide_sm90 import WIDE
 
 _MAINLOOP = "mainloop_bwd_sm90.h"
@@ -70,6 +70,28 @@ MUTANTS = (
         _SCHEDULER,
         "planned_tile(planned, params.head_parts, before",
         "planned_tile(planned, params.h_h_k_ratio, before",
+    ),
+    _mutant(
+        "a sorted plan with tiles of a sequence ahead of its first one",
+        "flash_plan_kernel.h",
+        "blocks += blocks / 8 + 1;",
+        ";",
+        POLLS,
+    ),
+    _mutant(
+        "sequences that overlap in a plan",
+        "flash_plan_kernel.h",
+        "static_cast<unsigned>(end - begin)",
+        "1u",
+    ),
+    _mutant(
+        "the tiles of a sequence in the reverse order",
+        "flash_plan_kernel.h",
+        "place = tile.partial_row + within;",
+        "place = tile.partial_row - within - 1 +"
+        " (low < 2 * params.b ? segments[low + 1].m_block : tiles) - segments[low].m_block;",
+        POLLS,
+        dataclasses.replace(ROWS, mask="local"),
     ),
     _mutant(
         "query head of the first group",

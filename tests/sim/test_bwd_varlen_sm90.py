@@ -55,6 +55,8 @@ STORING = ((300, 40, 200, 0, 150), (300, 500, 130, 100, 0))
 # Of more than eight tiles of keys on average: sorted plans, and where all are alike, of levels.
 SORTED = ((70, 700, 1, 300), (900, 2300, 200, 1000))
 LEVELS = ((650, 650), (1300, 1300))
+# Likewise, with tiles of as many blocks in two sequences, whose first ones store dQ.
+EQUALLY_LONG = ((1000, 950, 1), (1900, 1900, 60))
 # Many tiles of keys that no query sees, among others.
 UNSEEN = ((64, 0, 40), (130, 1500, 40))
 
@@ -330,7 +332,7 @@ def find_fault(kernel, config):
     """The report of a run, or "numerics" where results are wrong; None: neither."""
     some = make_ragged(config, ((40, 130, 1, 100), (130, 70, 40, 33)))
     used = make_ragged(config, SOME, used=((64, 1, 0, 0, 129, 0), (130, 20, 3, 0, 0, 0)))
-    others = [make_ragged(config, batch) for batch in (UNSEEN, STORING)]
+    others = [make_ragged(config, batch) for batch in (UNSEEN, STORING, EQUALLY_LONG)]
     for problem in (some, used, Behind(some, 200, 1), *others):
         result = problem.run(config, kernel=kernel, timeout=120)
         if result.verdict != "pass":
