@@ -27,6 +27,7 @@ from flashcute.bench import serving_table, table  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 FORWARD, MODELS, INPUTS = (RESULTS / f"{n}.json" for n in ("fwd", "fwd_models", "fwd_inputs"))
 BACKWARD, DECODE, TRAINING = (RESULTS / f"{n}.json" for n in ("bwd", "decode", "train_gpt"))
+FEW_HEADS = RESULTS / "bwd_few_heads.json"
 TABLE_SEQLENS = (512, 4096, 16384)
 
 
@@ -190,6 +191,33 @@ def backward(path: Path = BACKWARD) -> str:
     return "\n".join(lines)
 
 
+def few_heads(path: Path = FEW_HEADS) -> str:
+    """The table of a backward of few key heads, or nothing where it was not measured."""
+    if not path.is_file():
+        return ""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    names = _contenders(result["rows"], result)
+    size = ("d", "causal", "seqlen_q", "h")
+    of_many = {tuple(row[x] for x in size): row for row in result["rows"] if row["h"] == row["h_k"]}
+    rows = []
+    for row in result["rows"]:
+        if row["h"] > row["h_k"]:
+            mask, heads = "causal" if row["causal"] else "full", f"{row['h']}/{row['h_k']}"
+            many = of_many[tuple(row[x] for x in size)]["tflops"][names[0]]
+            speeds = [row["tflops"][name] for name in names]
+            cells = [f"{x:.0f}" for x in (*speeds, many)]
+            rows.append([row["d"], mask, row["seqlen_q"], heads, *cells])
+    header = ["d", "mask", "s", "h/h_k", *names, "flashcute, as many key heads"]
+    tokens = result["rows"][0]["b"] * result["rows"][0]["seqlen_q"]
+    return "\n".join(
+        [
+            f"Few key heads, {tokens:,} tokens, TFLOP/s, bf16, {_measured(result)}:",
+            "",
+            bm.format_table(header, rows),
+        ]
+    )
+
+
 def decode(path: Path = DECODE) -> str:
     """The lines on queries over a contiguous KV cache, or nothing as above."""
     if not path.is_file():
@@ -262,7 +290,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": headline, "support": support_matrix},
     "docs/speed.md": {
         **{"speed": speed, "models": models, "inputs": inputs},
-        **{"backward": backward, "training": training, "decode": decode},
+        **{"backward": backward, "few-heads": few_heads, "training": training, "decode": decode},
     },
     "SECURITY.md": {"environment": environment},
     **{page: {"api": functools.partial(api_reference, page)} for page in PAGES},
