@@ -170,6 +170,7 @@ flash::Flash_kernel const *describe(char const *name) {
         .plan = nullptr,
         .error_string =
             [](int32_t error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); },
+        .head_parts = nullptr,
         .dkv_partial = nullptr,
     };
     return &kernel;
