@@ -190,7 +190,7 @@ def flash_attn_func(
     128 and head dimensions to 32, 64, 96, 128, 192 or 256. The sm80 class has none with
     ``deterministic=True``, for gradients of q alone, or of k and v alone, nor above head dimension
     128 on GPUs with less than 163 KB of shared memory. The sm90 class has up to 17 MB more for
-    parts of gradients of k and v of long sequences without a mask. Where a few key heads have
+    parts of gradients of k and v of long queries without a mask. Where a few key heads have
     many query heads, these are divided into parts, so that all SMs compute: float32 gradients of k
     and v of each part take at most 8 KB * head_dim for an SM, at head dimension 128 138 MB on an
     H100, in the sm80 class up to head dimension 64 twice that. Into how many depends on shapes and

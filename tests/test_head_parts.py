@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from test_tile_scheduler import compiled
-from test_tile_scheduler_bwd import problem
+from test_tile_scheduler_bwd import problem, scheduler
 
 CASES = Path(__file__).parent / "head_parts_cases.cpp"
 SMS = 132
@@ -17,7 +17,7 @@ SMS = 132
 
 @pytest.fixture(scope="module")
 def parts():
-    lib = compiled(CASES, "")
+    of_model = compiled(CASES, "")
 
     def call(
         mask, b, h, h_k, seqlen_q, seqlen_k=None, window=(0, 0), sms=SMS, sm90=True, **changed
@@ -28,8 +28,11 @@ def parts():
         for name, value in changed.items():
             setattr(params, name, value)
         kind = ("none", "causal", "local").index(mask)
+        may_share = mask == "none" and sm90 and not params.deterministic
+        shared = scheduler().most_steps(ctypes.byref(params), sms, False) if may_share else 0
         return [
-            lib.parts(ctypes.byref(params), kind, ragged, sms, sm90) for ragged in (False, True)
+            of_model.parts(ctypes.byref(params), kind, ragged, sms, sm90, ctypes.c_int64(steps))
+            for ragged, steps in ((False, shared), (True, 0))
         ]
 
     return call
@@ -43,12 +46,21 @@ def test_few_tiles_are_divided(parts):
     """By what an H100 was fastest with: docs/tried_sm90.md."""
     assert parts("causal", 1, 8, 1, 4096) == both(8)
     assert parts("causal", 1, 8, 1, 8192) == both(4)
-    assert parts("none", 1, 8, 1, 8192)[0] == 2
     assert parts("causal", 2, 32, 2, 4096) == both(2)
     assert parts("causal", 1, 28, 4, 4096) == both(7)
     assert parts("local", 1, 8, 1, 8192, window=(4095, 0)) == both(8)
     assert parts("causal", 2, 32, 2, 4096, deterministic=1) == both(8)
     assert parts("causal", 1, 32, 8, 4096, sm90=False) == both(4), "heads one after the other"
+
+
+def test_heads_are_not_divided_where_sharing_tiles_is_as_good(parts):
+    for sizes in ((1, 8, 1, 8192), (1, 28, 4, 3000), (1, 16, 4, 2048)):
+        assert parts("none", *sizes)[0] == 1 < parts("none", *sizes)[1]
+        assert parts("none", *sizes, dk_ptr=None)[0] > 1, "without sums none are shared"
+    assert parts("none", 1, 8, 1, 1024) == both(8), "by four workers at most"
+    assert parts("none", 1, 32, 2, 256, 2048) == both(4), "of few visits"
+    assert parts("none", 1, 7, 1, 384, 77) == both(7)
+    assert parts("none", 1, 1, 1, 4096, 77) == both(1)
 
 
 def test_enough_tiles_are_not(parts):

@@ -4,6 +4,7 @@ the CPU."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import random
 from pathlib import Path
@@ -23,15 +24,22 @@ CASES = Path(__file__).parent / "tile_scheduler_bwd_cases.cpp"
 KEYS = CAUSAL.dkv.rows
 
 
-@pytest.fixture(scope="module")
-def lib():
+@functools.cache
+def scheduler():
+    """The functions of the cases."""
     configs = {"kCausal": CAUSAL, "kFull": FULL, "kNarrow": NARROW, "kWindow": WINDOW}
     lines = (f"constexpr flash::BwdConfig {name}{c.to_cpp()};\n" for name, c in configs.items())
     found = compiled(CASES, "".join(lines))
     found.may_store_first.restype = ctypes.c_bool
+    found.most_steps.restype = ctypes.c_int64
     found.get_tile.restype = WorkTile
     found.owns_heads.restype = ctypes.c_bool
     return found
+
+
+@pytest.fixture(scope="module")
+def lib():
+    return scheduler()
 
 
 def problem(b, h, h_k, seqlen_q, seqlen_k=None, d=128):
@@ -257,16 +265,23 @@ def test_groups_where_first_tiles_store_dq_without_a_mask(lib, seqlen, heads):
     assert full == min(-(-3 * 132 // (4 * tiles)), heads)
 
 
-# b, h, h_k, seqlen_q, seqlen_k, SMs: of tiles of 4096 queries a few are left, then most of a wave;
-# fewer visits than SMs; query heads that share keys.
+# b, h, h_k, seqlen_q, seqlen_k, CTAs or clusters, whether clusters: of tiles of 4096 queries a few
+# are left, then most of a wave; fewer visits than workers; query heads that share keys; fewer tiles
+# than workers; fewer counters than those.
 SHARED = [
-    (4, 16, 16, 4096, 4096, 132),
-    (1, 12, 12, 4100, 3000, 132),
-    (1, 3, 3, 1024, 9 * KEYS, 20),
-    (4, 67, 67, 960, 64, 132),
-    (3, 32, 8, 640, 7 * KEYS - 1, 132),
-    (2, 64, 1, 500, 70 * KEYS, 132),
-    (1, 4, 2, 2200, 90 * KEYS, 132),
+    (4, 16, 16, 4096, 4096, 132, False),
+    (1, 12, 12, 4100, 3000, 132, False),
+    (1, 3, 3, 1024, 9 * KEYS, 20, False),
+    (4, 67, 67, 960, 64, 132, False),
+    (3, 32, 8, 640, 7 * KEYS - 1, 132, False),
+    (2, 64, 1, 500, 70 * KEYS, 132, False),
+    (1, 4, 2, 2200, 90 * KEYS, 132, False),
+    (1, 8, 8, 4096, 77, 132, False),
+    (2, 40, 10, 4096, 5 * KEYS, 132, False),
+    (1, 1, 1, 2048, 12 * KEYS, 40, False),
+    (4, 16, 16, 4096, 4096, 66, True),
+    (2, 8, 8, 4096, 77, 66, True),
+    (1, 1, 1, 4096, 9 * 2 * KEYS, 66, True),
 ]
 
 
@@ -276,25 +291,26 @@ class SharedPiece(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("tile", "begin", "count", "part")]
 
 
-def pieces_of(lib, params, workers, rest, worker):
+def pieces_of(lib, params, workers, clusters, rest, worker):
     found = (SharedPiece * 3)()
-    lib.get_pieces(ctypes.byref(params), workers, rest, worker, found)
-    tiles = lib.num_tiles(ctypes.byref(params))
+    tiles = lib.get_pieces(ctypes.byref(params), workers, clusters, rest, worker, found)
     assert found[2].tile == tiles
     return list(itertools.takewhile(lambda piece: piece.tile != tiles, found))
 
 
 @pytest.mark.parametrize("shape", SHARED, ids=lambda s: "-".join(map(str, s)))
 def test_shared_tiles_are_computed_once_in_ranges_of_one_length(lib, shape):
-    *sizes, workers = shape
+    *sizes, workers, clusters = shape
     params = problem(*sizes)
-    tiles = lib.num_tiles(ctypes.byref(params))
-    rest = lib.shared_tiles(ctypes.byref(params), workers)
+    keys = KEYS * (1 + clusters)
+    tiles = params.b * params.h_k * -(-params.seqlen_k // keys)
+    rest = lib.shared_tiles(ctypes.byref(params), workers, clusters)
     assert 0 < rest == tiles % workers
+    counters = params.b * params.h * (params.seqlen_q_rounded // SEMAPHORE_ROWS)
     each = -(-params.seqlen_q // FULL.dkv.step)
     visits, works, before = {}, [], {}
     for worker in range(workers):
-        pieces = pieces_of(lib, params, workers, rest, worker)
+        pieces = pieces_of(lib, params, workers, clusters, rest, worker)
         assert len(pieces) <= 2
         works.append(sum(piece.count for piece in pieces))
         # Of the tile that ends with another worker first, as that one waits.
@@ -309,9 +325,12 @@ def test_shared_tiles_are_computed_once_in_ranges_of_one_length(lib, shape):
                 assert before.pop(piece.tile, []) == list(range(worker - piece.part, worker))
             else:
                 before.setdefault(piece.tile, []).append(worker)
+                assert (worker + 1) * (1 + clusters) <= counters
     assert not before and not any(visits.values())
     assert visits.keys() == set(range(tiles - rest, tiles))
     shares = [work for work in works if work]
+    most = (tiles // workers * each + max(shares)) * params.h // params.h_k
+    assert lib.most_steps(ctypes.byref(params), workers, clusters) == most
     assert max(shares) - min(shares) <= 1 and min(shares) >= min(each, 4)
     assert max(shares) <= each - 8 * params.h_k / params.h and 4 * max(shares) >= each
 
@@ -321,11 +340,14 @@ def test_tiles_are_shared_where_that_saves_steps(lib):
         params = problem(b, h, h_k, seqlen_q, seqlen_k)
         for name, value in changed.items():
             setattr(params, name, value)
-        return lib.shared_tiles(ctypes.byref(params), workers)
+        return lib.shared_tiles(ctypes.byref(params), workers, False)
 
     assert shared(1, 16, 16, 16384, 16384) == 2048 % 132
     assert shared(1, 132, 132, 4096, KEYS) == 0, "the wave is full"
-    assert shared(1, 131, 131, 4096, KEYS) == 0, "there is no wave before"
+    assert shared(1, 131, 131, 4096, KEYS) == 0, "nearly full"
+    assert shared(1, 100, 100, 4096, KEYS) == 100, "there need not be a wave before"
+    assert shared(1, 8, 8, 4096, KEYS) == 8
+    assert shared(1, 8, 8, 4096, 0) == shared(0, 8, 8, 4096, KEYS) == 0
     assert shared(1, 133, 133, 640, KEYS) == 0, "five steps instead of ten"
     assert shared(1, 133, 133, 768, KEYS) == 1, "four instead of twelve"
     assert shared(1, 4 * 133, 133, 448, KEYS) == 0, "the visits of a range are four and more"
@@ -335,8 +357,8 @@ def test_tiles_are_shared_where_that_saves_steps(lib):
     assert shared(1, 133, 133, 4096, KEYS, dk_ptr=None) == 0
     assert shared(1, 133, 133, 4096, KEYS, dq_semaphore_ptr=None) == 0
     # A counter for each CTA lies where semaphores of dQ would.
-    assert shared(1, 1, 1, 130 * SEMAPHORE_ROWS, 133 * KEYS) == 0
-    assert shared(1, 1, 1, 132 * SEMAPHORE_ROWS, 133 * KEYS) == 1
+    assert shared(1, 1, 1, 100 * SEMAPHORE_ROWS, 232 * KEYS) == 0
+    assert shared(1, 1, 1, 132 * SEMAPHORE_ROWS, 232 * KEYS) == 100
     most = shared(1 << 12, 1 << 12, 1 << 12, 1 << 20, 100 * KEYS)
     assert most == (100 << 24) % 132, "no product leaves 64 bits"
 
@@ -363,19 +385,44 @@ def test_tiles_of_a_window_that_visit_a_block_follow_each_other(lib, seed):
     assert seen > 1000
 
 
-def test_short_sequences_of_a_ragged_batch_have_all_heads_at_a_time(lib):
-    """Of long ones as many as have a wave of tiles, or two."""
+def ragged_group(lib, mask, b, h_k, seqlen, ratio=4, longest=None, **changed):
+    params = problem(b, ratio * h_k, h_k, longest or seqlen)
+    params.total_q = params.total_k = b * seqlen
+    for name, value in changed.items():
+        setattr(params, name, value)
+    kind = ("none", "causal", "local").index(mask)
+    tiles = b * -(-seqlen // KEYS)
+    return lib.heads_in_ragged_group(ctypes.byref(params), kind, 132, tiles)
 
-    def group(b, h_k, seqlen):
-        params = problem(b, 4 * h_k, h_k, seqlen)
-        params.total_q = params.total_k = b * seqlen
-        return lib.heads_in_ragged_group(ctypes.byref(params), 132, b * -(-seqlen // KEYS))
 
+def test_short_sequences_of_a_ragged_batch_come_with_all_heads_one_after_the_other(lib):
+    """Of long ones under a causal mask as many heads as have a wave of tiles, or two, come."""
     for b, seqlen in ((1, 1), (1, 1024), (64, 500), (16, 1024)):
-        assert group(b, 16, seqlen) == 16
-    assert group(16, 16, 1025) == 1
-    assert group(1, 16, 4096) == 264 // 32
-    assert group(1, 4, 2048) == 4, "there are no more"
+        for mask in ("causal", "local"):
+            assert ragged_group(lib, mask, b, 16, seqlen) == -16
+        assert ragged_group(lib, "none", b, 8, seqlen, ratio=1) == -8
+    assert ragged_group(lib, "causal", 16, 16, 1025) == 1
+    assert ragged_group(lib, "causal", 1, 16, 4096) == 264 // 32
+    assert ragged_group(lib, "causal", 1, 4, 2048) == 4, "there are no more"
+    for mask in ("none", "local"):
+        assert ragged_group(lib, mask, 16, 16, 1025) == 1
+    assert ragged_group(lib, "local", 16, 16, 1025, stores_first=1) == -1
+
+
+def test_sequences_whose_tiles_keep_their_order_come_one_after_the_other(lib):
+    """With as many heads as L2 holds, but at least as many as keep the workers busy."""
+
+    def group(mask, h_k, seqlen, **sizes):
+        return -ragged_group(lib, mask, 4, h_k, seqlen, deterministic=1, **sizes)
+
+    assert group("causal", 16, 4096) == group("causal", 16, 500) == 16
+    assert group("none", 32, 512, ratio=1) == 32
+    assert group("none", 32, 4096, ratio=1) == 132 // 16
+    assert group("none", 32, 1024, ratio=1) == 16, "16 MB"
+    assert group("none", 32, 500, ratio=1, longest=16384) == 132 // 16
+    assert group("local", 32, 4096, ratio=1) == 1024 // 128
+    assert group("local", 32, 2048, ratio=1) == 16, "32 MB"
+    assert group("none", 4, 4096) == group("local", 4, 4096) == 4, "there are no more"
 
 
 def test_tiles_that_keep_their_order_store_first_wherever_they_may(lib):

@@ -29,9 +29,19 @@ template <flash::BwdConfig C>
 struct RaggedTraits : Traits<C, true> {
     static constexpr bool kVarlen = true;
 };
+struct ClusterTraits : Traits<kFull, false> {
+    static constexpr int kCluster = 2, kTileKeys = kCluster * kTileN;
+};
 using Scheduler = flash::TileSchedulerBwdSm90<Traits<kCausal, false>>;
 template <flash::BwdConfig C>
 using Storing = flash::TileSchedulerBwdSm90<Traits<C, true>>;
+
+// Tiles of CTAs, or of clusters of two.
+template <class Call>
+auto with_shared(bool clusters, Call const &call) {
+    return clusters ? call(flash::SharedTilesSm90<ClusterTraits>{})
+                    : call(flash::SharedTilesSm90<Traits<kFull, false>>{});
+}
 
 extern "C" {
 
@@ -58,16 +68,24 @@ bool owns_heads(Flash_bwd_params const *params, int sms, bool or_stores, int hea
                          : Narrow::owns_heads(*params, sms, or_stores);
 }
 
-// Key heads whose tiles come together in a ragged batch whose plan has so many tiles of each.
-int heads_in_ragged_group(Flash_bwd_params const *of_call, int sms, int count) {
-    using Ragged = flash::TileSchedulerBwdSm90<RaggedTraits<kCausal>>;
-    flash::WorkPlan plan{.count = count};
-    Flash_bwd_params params = *of_call;
-    params.plan_ptr = &plan;
-    params.plan_in_order = Ragged::are_short(params) ? 2 : 0;
-    gridDim.x = sms;
-    flash::TileQueue const queue = Ragged::queue(params, {0, 1, nullptr, nullptr});
-    return queue.tiles == count * params.h_k ? queue.group : -1;
+// Key heads whose tiles come together in a ragged batch whose plan has so many tiles of each,
+// negated where its sequences come one after the other. mask: 0 none, 1 causal, 2 local.
+int heads_in_ragged_group(Flash_bwd_params const *of_call, int mask, int sms, int count) {
+    auto const group = [&](auto scheduler) {
+        using Ragged = decltype(scheduler);
+        flash::WorkPlan plan{.count = count};
+        Flash_bwd_params params = *of_call;
+        params.plan_ptr = &plan;
+        params.plan_in_order = Ragged::has_sequences_in_order(params);
+        gridDim.x = sms;
+        int const launched = Ragged::heads_in_group(params, sms);
+        flash::TileQueue const queue = Ragged::queue(params, {0, launched, nullptr, nullptr});
+        int const sign = params.plan_in_order != 0 ? -1 : 1;
+        return queue.tiles == count * params.h_k ? sign * queue.group : 0;
+    };
+    return mask == 0   ? group(flash::TileSchedulerBwdSm90<RaggedTraits<kFull>>{})
+           : mask == 1 ? group(flash::TileSchedulerBwdSm90<RaggedTraits<kCausal>>{})
+                       : group(flash::TileSchedulerBwdSm90<RaggedTraits<kWindow>>{});
 }
 
 int first_owned(Flash_bwd_params const *params, int worker) {
@@ -78,17 +96,24 @@ int next_owned(Flash_bwd_params const *params, int index, int workers) {
     return Scheduler::next_owned(*params, index, workers);
 }
 
-using Shared = flash::SharedTilesSm90<Traits<kFull, false>>;
-
-int shared_tiles(Flash_bwd_params const *params, int workers) {
-    return Shared::count(*params, workers);
+int shared_tiles(Flash_bwd_params const *params, int workers, bool clusters) {
+    return with_shared(clusters, [&](auto of) { return decltype(of)::count(*params, workers); });
 }
 
-// Three pieces.
-void get_pieces(Flash_bwd_params const *params, int workers, int rest, int worker,
-                flash::SharedPiece *pieces) {
-    int const tiles = static_cast<int>(Shared::Scheduler::num_tiles(*params));
-    Shared::get_pieces(*params, {tiles, 1, nullptr, nullptr}, workers, rest, worker, pieces);
+int64_t most_steps(Flash_bwd_params const *params, int workers, bool clusters) {
+    return with_shared(clusters,
+                       [&](auto of) { return decltype(of)::most_steps(*params, workers); });
+}
+
+// Three pieces; returns how many tiles there are.
+int get_pieces(Flash_bwd_params const *params, int workers, bool clusters, int rest, int worker,
+               flash::SharedPiece *pieces) {
+    return with_shared(clusters, [&](auto of) {
+        using Shared = decltype(of);
+        int const tiles = static_cast<int>(Shared::Scheduler::num_tiles(*params));
+        Shared::get_pieces(*params, {tiles, 1, nullptr, nullptr}, workers, rest, worker, pieces);
+        return tiles;
+    });
 }
 
 // Of a window: the blocks of queries that tile n of keys visits, [*begin, *end), and the first tile

@@ -20,6 +20,7 @@ _FULL = with_mask(COLUMNS, "none")
 _LOCAL = with_mask(ROWS, "local")
 _WIDE_LOCAL = with_mask(WIDE, "local")
 _RAGGED_LOCAL = bwd_with_options(_LOCAL, varlen=True)
+_RAGGED_FULL = bwd_with_options(_FULL, varlen=True)
 
 
 def _mutant(
@@ -144,9 +145,17 @@ MUTANTS = (
     _mutant(
         "a plan has the longest tiles first",
         _LAUNCH,
-        "params.plan_in_order = params.deterministic != 0 ? 1 : of_sequences ? 2 : 0;",
+        "params.plan_in_order = TileSchedulerBwdSm90<Traits>::has_sequences_in_order(params);",
         "",
         _RAGGED_LOCAL,
+        POLLS,
+    ),
+    _mutant(
+        "long sequences in no order",
+        _SCHEDULER,
+        "(keeps_order(params) || are_short(params) || of_window)",
+        "(are_short(params) || of_window)",
+        _RAGGED_FULL,
         POLLS,
     ),
     _mutant(

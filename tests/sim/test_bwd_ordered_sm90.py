@@ -31,6 +31,8 @@ LONG = ((300, 40, 500), (500, 300, 500))
 # first, as it would wait for ever on one SM.
 RISING = ((1100, 100), (1100, 100))
 OF_RISING = (0, 700)
+# Long sequences, whose tiles have different numbers of blocks.
+UNLIKE = ((100, 600), (1300, 1300))
 FAULTLESS = faultless(mutant.config for mutant in MUTANTS)
 
 
@@ -122,7 +124,8 @@ def test_kernels_without_an_order_refuse():
 @functools.cache
 def mutant_problems(config):
     if config.varlen:
-        return [(ragged_problem(config, RISING, OF_RISING), 1)]
+        batch = RISING if config.mask == "local" else UNLIKE
+        return [(ragged_problem(config, batch, OF_RISING), 1)]
     shapes = ((1, 500, 500, 1, 1, 8), (1, 300, 700, 2, 1, 12), *SHAPES, (*OWNED[1], 3))
     return [
         (make_problem(config, shape, extras=True, window=WINDOW), sms) for *shape, sms in shapes

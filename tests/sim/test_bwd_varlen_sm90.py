@@ -193,14 +193,13 @@ def test_first_tiles_store_dq_of_sequences_where_it_pays(config):
     problem = make_ragged(config, STORING, **{"window_size": (60, 20)} if local else {})
     adding = passed(problem.run(config, sms=64))
     assert local or not adding.outputs["dq_semaphore"].any()
-    stores = config.mask != "none" or config.head_dim > 64
     for seed, copy_mode in enumerate(sim.COPY_MODES):
         sms = 2 * (1 + seed % 2)
         storing = problem.run(
             config, seed=seed, copy_mode=copy_mode, sms=sms, launches=1 + seed % 2
         )
         problem.check(storing)
-        assert storing.outputs["dq_semaphore"][:-1].any() == stores
+        assert storing.outputs["dq_semaphore"][:-1].any()
         assert same(adding, storing, ("dk", "dv", "dsinks"))
 
 

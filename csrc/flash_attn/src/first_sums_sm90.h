@@ -15,11 +15,12 @@ namespace flash {
 template <BwdConfig C>
 struct FirstSumsSm90 {
     static constexpr int kTileKeys = C.dkv.rows * (C.head_dim > 128 ? 2 : 1);
-    static constexpr int kMostTiles = 16;
+    // Of a ragged batch of full attention, up to d = 64, more than eight tiles lose
+    // (docs/tried_sm90.md).
+    static constexpr bool kNarrow = C.varlen && C.mask == MaskKind::none && C.head_dim <= 64;
+    static constexpr int kMostTiles = kNarrow ? 8 : 16;
     // So that Planner sorts the first tile of a sequence in front of its others.
     static constexpr int kMostBlocks = 1 << 15;
-    // Of a ragged batch full attention loses at d = 64 (docs/tried_sm90.md).
-    static constexpr bool kMayPay = !C.varlen || C.mask != MaskKind::none || C.head_dim > 64;
 
     // Whether that is faster for a sequence, or the heads of a dense batch. Without a window a head
     // should have few tiles, as zeros are one of kMostTiles + 1 accesses to a sum, and tiles enough
@@ -33,8 +34,7 @@ struct FirstSumsSm90 {
         }
         int const tiles = static_cast<int>((int64_t(seqlen_k) + kTileKeys - 1) / kTileKeys);
         int64_t const blocks = (int64_t(seqlen_q) + C.dkv.step - 1) / C.dkv.step;
-        return kMayPay && tiles <= kMostTiles && tiles <= params.h_h_k_ratio * blocks &&
-               blocks <= kMostBlocks;
+        return tiles <= kMostTiles && tiles <= params.h_h_k_ratio * blocks && blocks <= kMostBlocks;
     }
     // Of the sequence, or in a dense batch.
     CUTE_HOST_DEVICE static bool are_stored(Flash_bwd_params const &params, int seqlen_q,

@@ -193,8 +193,8 @@ struct Flash_fwd_params {
     uint32_t dropout_bound, dropout_flip;
     float dropout_scale;
 
-    // 0: a plan has the longest tiles first; 1: the first tiles of all sequences, then the second
-    // ones, and so on; 2, of tiles of keys: those of the longest sequence, then of the next one.
+    // 0: a plan has the longest tiles first; 1, of tiles of keys: those of the longest sequence,
+    // then of the next one.
     int32_t plan_in_order;
 };
 

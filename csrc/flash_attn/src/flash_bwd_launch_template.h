@@ -114,7 +114,7 @@ int32_t head_parts(Flash_bwd_params const *params) {
                                .workers = sms * Traits::kMinCtas,
                                .mask = Traits::kMask,
                                .varlen = C.varlen,
-                               .shares = false,
+                               .shared = 0,
                                .longest_first = false};
     return model.parts(*params);
 }

@@ -30,10 +30,8 @@ cudaError_t make_queue(Flash_bwd_params const &params, int sms, bool owned, Tile
         return cudaErrorInvalidConfiguration;
     }
     int const workers = std::max(sms / Traits::kCluster, 1);
-    queue = {static_cast<int>(tiles), owned ? 0 : 1, nullptr, nullptr};
-    if (!owned && (!Traits::kVarlen || params.deterministic != 0)) {
-        queue.group = Scheduler::heads_in_group(params, workers);
-    }
+    int const group = owned ? 0 : Scheduler::heads_in_group(params, workers);
+    queue = {static_cast<int>(tiles), group, nullptr, nullptr};
     bool const counts = params.dq_semaphore_ptr != nullptr;
     if (Traits::kSteals && !owned && counts && (tiles > workers || Scheduler::waits_turn(params))) {
         queue.counter = RowStats<Traits::kConfig>::tile_counter(params);
@@ -48,9 +46,7 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const 
         // A tile waits for tiles of its sequence that the plan must list before it: with an order
         // for all before it, under a window for any one, else for the first, which sorted plans
         // have in front, too.
-        bool const of_window = Traits::kMask == MaskKind::local && params.stores_first != 0;
-        bool const of_sequences = of_window || TileSchedulerBwdSm90<Traits>::are_short(params);
-        params.plan_in_order = params.deterministic != 0 ? 1 : of_sequences ? 2 : 0;
+        params.plan_in_order = TileSchedulerBwdSm90<Traits>::has_sequences_in_order(params);
         // The main kernel waits for this one alone, which waits for those before.
         cudaError_t const error = enqueue_plan<TileSchedulerBwdSm90<Traits>>(params, false, stream);
         if (error != cudaSuccess) {
@@ -62,8 +58,12 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const 
         return error;
     }
     constexpr int kCluster = Traits::kCluster;
-    int64_t const units = queue.group == 0 ? int64_t(params.b) * params.h_k : queue.tiles;
-    int64_t const clusters = std::min<int64_t>(units, std::max(sms / kCluster, 1));
+    int64_t const workers = std::max(sms / kCluster, 1);
+    bool const shares = params.head_parts == 1 && params.dkv_partial_ptr != nullptr;
+    int64_t const units = shares             ? workers
+                          : queue.group == 0 ? int64_t(params.b) * params.h_k
+                                             : queue.tiles;
+    int64_t const clusters = std::min(units, workers);
     return enqueue_bwd<&flash_bwd_kernel_sm90<Traits>, true, kCluster>(
         kCluster * clusters, Traits::kThreads, Traits::kSmemBytes, stream, params, maps, queue);
 }
@@ -95,6 +95,17 @@ bool may_store_first(Flash_bwd_params const &params, int sms) {
     return TileSchedulerBwdSm90<Storing>::may_store_first(params, sms);
 }
 
+// The steps of a worker at most, where workers share tiles; 0: they do not. params: of
+// divide_heads().
+template <BwdConfig C>
+int64_t shared_steps(Flash_bwd_params const &params, int sms) {
+    using Traits = KernelTraitsBwdSm90<C>;
+    bool const may_share = params.head_parts == 1 && !may_store_first<C>(params, sms) &&
+                           !TileSchedulerBwdSm90<Traits>::owns_heads(params, sms, false);
+    int const workers = std::max(sms / Traits::kCluster, 1);
+    return may_share ? SharedTilesSm90<Traits>::most_steps(params, workers) : 0;
+}
+
 // Kernel_description::head_parts.
 template <BwdConfig C>
 int32_t head_parts(Flash_bwd_params const *params) {
@@ -108,7 +119,7 @@ int32_t head_parts(Flash_bwd_params const *params) {
                                .workers = std::max(sms / Traits::kCluster, 1),
                                .mask = Traits::kMask,
                                .varlen = Traits::kVarlen,
-                               .shares = Traits::kMayShare && params->deterministic == 0,
+                               .shared = shared_steps<C>(divide_heads(*params), sms),
                                .longest_first = Traits::kMask == MaskKind::causal};
     return model.parts(*params);
 }
@@ -122,9 +133,7 @@ int64_t dkv_partial(Flash_bwd_params const *of_call) {
         return HeadPartSums<C.varlen>::workspace(params);
     }
     int sms = 0;
-    if (!Traits::kMayShare || sm_count(sms) != cudaSuccess || may_store_first<C>(params, sms) ||
-        TileSchedulerBwdSm90<Traits>::owns_heads(params, sms, false) ||
-        SharedTilesSm90<Traits>::count(params, std::max(sms / Traits::kCluster, 1)) == 0) {
+    if (sm_count(sms) != cudaSuccess || shared_steps<C>(params, sms) == 0) {
         return 0;
     }
     return SharedSumsSm90<Traits>::workspace(sms);
@@ -149,14 +158,13 @@ int32_t launch_bwd(Flash_bwd_params const *of_call, void *stream) {
     bool const owned = Scheduler::owns_heads(params, sms, or_stores_head);
     if (owned) params.deterministic = 0;  // one CTA adds to a head's sums of dQ, in an order
     params.stores_first = or_stores && !owned;
+    bool const shares = shared_steps<C>(params, sms) > 0;
+    if (params.head_parts == 1 && !shares) params.dkv_partial_ptr = nullptr;
     if constexpr (Traits::kMayStoreFirst) {
         if (params.stores_first != 0) {
             return enqueue_all_sm90<KernelTraitsBwdSm90<C, true>>(params, sms, false, stream);
         }
     }
-    int const workers = std::max(sms / Traits::kCluster, 1);
-    bool const shares = !owned && SharedTilesSm90<Traits>::count(params, workers) > 0;
-    if (params.head_parts == 1 && !shares) params.dkv_partial_ptr = nullptr;
     return enqueue_all_sm90<Traits>(params, sms, owned, stream);
 }
 

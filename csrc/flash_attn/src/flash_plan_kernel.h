@@ -220,7 +220,7 @@ struct Planner {
     CUTE_DEVICE static Order choose_order(Flash_fwd_params const &params,
                                           SharedStorage const &storage, int tiles) {
         if (params.plan_in_order != 0) {
-            return params.plan_in_order == 1 ? Order::of_levels : Order::of_sequences;
+            return Order::of_sequences;
         }
         int const most = extreme(storage, kMostBlocks);
         if (most + extreme(storage, kLeastBlocks) <= kAlike) {
@@ -229,20 +229,6 @@ struct Planner {
         bool const alike = most + extreme(storage, kLeastLongest) <= kAlike &&
                            extreme(storage, kMostTiles) + extreme(storage, kLeastTiles) == 0;
         return alike && tiles <= params.plan_capacity ? Order::of_levels : Order::sorted;
-    }
-
-    // Where tile `within` of a segment is where the first tiles of all segments come first. tiles:
-    // of all.
-    CUTE_DEVICE static int place_in_order(Flash_fwd_params const &params, PlanTile const *segments,
-                                          int tiles, int segment, int within) {
-        int place = 0, begin = 0;
-        CUTE_NO_UNROLL
-        for (int i = 0; i < 2 * params.b + 1; ++i) {
-            int const end = i < 2 * params.b ? segments[i + 1].m_block : tiles;
-            place += cute::min(end - begin, within) + (i < segment && end - begin > within);
-            begin = end;
-        }
-        return place;
     }
 
     // Sorts the sequences of `count` tiles by their first one, which has the most blocks under a
@@ -278,10 +264,7 @@ struct Planner {
         // Unsigned: they overflow where tiles are in no such order.
         unsigned const level = within * static_cast<unsigned>(params.b);
         place = static_cast<int>((Tiles::kOfKeys ? level : tiles - level - params.b) + low / 2);
-        if (params.plan_in_order == 1) {
-            int const all = cute::min(tiles, params.plan_capacity);
-            place = place_in_order(params, segments, all, low, within);
-        } else if (Tiles::kOfKeys && params.plan_in_order == 2) {
+        if (Tiles::kOfKeys && params.plan_in_order != 0) {
             place = tile.partial_row + within;
             tile.partial_row = -1;
         }

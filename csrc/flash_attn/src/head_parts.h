@@ -77,7 +77,7 @@ struct HeadPartsModel {
     int workers;  // tiles that are computed at a time
     MaskKind mask;
     bool varlen;
-    bool shares;         // the tiles of a last wave: shared_tiles_sm90.h
+    int64_t shared;      // steps of undivided heads, where workers share tiles, else 0
     bool longest_first;  // under a causal mask, of several heads
 
     // Of a ragged batch lengths are known as the mean, and the longest of the queries, which counts
@@ -116,8 +116,8 @@ struct HeadPartsModel {
         double const longest = std::ceil(of.longest / step_queries) * ratio + kOfTile;
         double const sums = parts > 1 ? 2 + tiles * kOfSums : 0;
         if (mask == MaskKind::none) {
-            bool const shared = shares && parts == 1 && tiles > workers;
-            return (shared ? all / workers + kOfTile : std::ceil(tiles / workers) * longest) + sums;
+            double const waves = std::ceil(tiles / workers);
+            return parts == 1 && shared > 0 ? shared + waves * kOfTile : waves * longest + sums;
         }
         // Unless the longest tiles come first, and where tiles keep an order, some workers end by
         // half a tile before others.

@@ -1,5 +1,5 @@
-// How CTAs share the tiles of keys of the last wave of the sm90 class's backward, where it is not
-// full and all tiles are of one length (stream-K).
+// How CTAs share the tiles of keys of the last wave of the sm90 class's backward, which may be the
+// only one, where it is not full and all tiles are of one length (stream-K).
 #pragma once
 
 #include <cstdint>
@@ -29,21 +29,21 @@ struct SharedTilesSm90 {
     // Tiles that workers share; 0: they do not. Then each computes every workers-th tile.
     CUTE_HOST_DEVICE static int count(Flash_bwd_params const &params, int workers) {
         constexpr int64_t kLeast = 8;  // steps that the longest range has less than a tile
-        int64_t const tiles = Scheduler::num_tiles(params);
-        // Counters lie where those of stored dQ would be.
-        int64_t const counters =
-            int64_t(params.b) * params.h * (params.seqlen_q_rounded / kSemaphoreRows);
+        int const rest = static_cast<int>(Scheduler::num_tiles(params) % workers);
         if (!Traits::kMayShare || params.dk_ptr == nullptr || params.dq_semaphore_ptr == nullptr ||
-            tiles <= workers || workers * Traits::kCluster > counters) {
+            rest == 0) {
             return 0;
         }
-        int const rest = static_cast<int>(tiles % workers);
-        if (rest == 0) {
-            return 0;
-        }
-        int64_t const each = visits(params), ranges = sharing_workers(params, workers, rest);
-        int64_t const longest = (rest * each + ranges - 1) / ranges;
-        return (each - longest) * params.h_h_k_ratio >= kLeast ? rest : 0;
+        int64_t const saved = visits(params) - longest_range(params, workers, rest);
+        return saved * params.h_h_k_ratio >= kLeast ? rest : 0;
+    }
+
+    // The steps of a worker at most, where workers share tiles; 0: they do not.
+    CUTE_HOST_DEVICE static int64_t most_steps(Flash_bwd_params const &params, int workers) {
+        int const rest = count(params, workers);
+        if (rest == 0) return 0;
+        int64_t const of_waves = Scheduler::num_tiles(params) / workers * visits(params);
+        return (of_waves + longest_range(params, workers, rest)) * params.h_h_k_ratio;
     }
 
     // The pieces of worker `worker`, two at most, in the order in which it computes them, and one
@@ -106,11 +106,22 @@ struct SharedTilesSm90 {
     }
 
   private:
-    // Each has a quarter of a tile and four visits or more, of shorter tiles a whole one.
+    // Each has a quarter of a tile and four visits or more, of shorter tiles a whole one; and a
+    // counter for each of its CTAs, which lie where those of stored dQ would be.
     CUTE_HOST_DEVICE static int sharing_workers(Flash_bwd_params const &params, int workers,
                                                 int rest) {
+        int64_t const counters =
+            int64_t(params.b) * params.h * (params.seqlen_q_rounded / kSemaphoreRows);
+        int64_t const able = cute::min(int64_t(workers), counters / Traits::kCluster);
         int64_t const most = cute::min(int64_t(4) * rest, rest * visits(params) / 4);
-        return static_cast<int>(cute::min(int64_t(workers), cute::max(most, int64_t(rest))));
+        return static_cast<int>(
+            cute::max(cute::min(able, cute::max(most, int64_t(rest))), int64_t(1)));
+    }
+    // Visits.
+    CUTE_HOST_DEVICE static int64_t longest_range(Flash_bwd_params const &params, int workers,
+                                                  int rest) {
+        int64_t const ranges = sharing_workers(params, workers, rest);
+        return (rest * visits(params) + ranges - 1) / ranges;
     }
     // Of every tile, without a mask.
     CUTE_HOST_DEVICE static int64_t visits(Flash_bwd_params const &params) {

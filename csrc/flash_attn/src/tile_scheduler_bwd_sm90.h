@@ -109,21 +109,24 @@ struct TileSchedulerBwdSm90 {
         constexpr int64_t kWaves = Traits::kMask == MaskKind::local ? 0 : Traits::kWide ? 8 : 4;
         int64_t const tiles =
             kVarlen ? params.total_k / kTileKeys * int64_t(params.h_k) : num_tiles(params);
-        bool const pays = kVarlen ? FirstSums::kMayPay
-                                  : FirstSums::pays(params, params.seqlen_q, params.seqlen_k);
+        bool const pays = !kVarlen ? FirstSums::pays(params, params.seqlen_q, params.seqlen_k)
+                                   : !FirstSums::kNarrow || are_short(params);
         return (pays && tiles * Traits::kCluster >= kWaves * sms) || keeps_order(params);
     }
 
-    // Key heads whose tiles are scheduled together; of a ragged batch under a causal mask queue()
-    // counts them.
+    // Whether the sequences of a ragged batch come one after the other: where all tiles of one wait
+    // for each other, and where they are so short, on average, that L2 holds the heads of those in
+    // work.
+    CUTE_HOST_DEVICE static bool has_sequences_in_order(Flash_bwd_params const &params) {
+        bool const of_window = Traits::kMask == MaskKind::local && params.stores_first != 0;
+        return kVarlen && (keeps_order(params) || are_short(params) || of_window);
+    }
+
+    // Key heads whose tiles are scheduled together.
     CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers) {
+        if (kVarlen) return heads_in_ragged_group(params, workers);
         bool const ordered = keeps_order(params);
-        if (kVarlen && ordered) {  // of each level all sequences may have a tile
-            int const in_work = Traits::kMask == MaskKind::none ? 8 : 4;
-            int const wanted = workers / (in_work * cute::max(params.b, 1));
-            return cute::min(cute::max(wanted, 1), params.h_k);
-        }
-        if (kVarlen || (kOneHead && !ordered)) return 1;
+        if (kOneHead && !ordered) return 1;
         int const all = cute::max(params.b * params.h_k, 1);
         int const tiles = cute::max(num_n_blocks(params), 1);  // of a head
         if (Traits::kMask == MaskKind::none && ordered) {
@@ -136,22 +139,37 @@ struct TileSchedulerBwdSm90 {
         if (Traits::kMask == MaskKind::none) {  // first ones ahead of others, in one wave
             return cute::min(ceil_div(3 * workers, 4 * tiles), all);
         }
-        int64_t const bytes =  // Q and dO, 16 bits each, and the sums of dQ
-            int64_t(params.h_h_k_ratio) * params.seqlen_q * (4 * params.d + 4 * Traits::kHeadDim);
-        int64_t const in_l2 = (32 << 20) / cute::max(bytes, int64_t(1));  // of the 50 MB
         if (Traits::kMask == MaskKind::local) {  // few rows of long heads are in work at a time
             int const few = ordered ? 8 : cute::max(4 / params.h_h_k_ratio, 1);
-            return static_cast<int>(cute::min(cute::max(in_l2, int64_t(few)), int64_t(all)));
+            return static_cast<int>(
+                cute::min(cute::max(heads_in_l2(params), int64_t(few)), int64_t(all)));
         }
         bool const is_long = may_ascend(cute::min(params.seqlen_q, params.seqlen_k));
         int64_t const taken = int64_t(waves_of_group(params, is_long)) * workers;
         if (!is_long) {
-            int64_t const wanted = cute::min(cute::min(taken / tiles, in_l2), int64_t(all));
+            int64_t const wanted =
+                cute::min(cute::min(taken / tiles, heads_in_l2(params)), int64_t(all));
             return static_cast<int>(cute::max(wanted, int64_t(1)));
         }
         // As equal as can be, so that the next group begins when all of this one ends.
         int64_t const groups = (2 * int64_t(all) * tiles + taken) / (2 * taken);
         return ceil_div(all, static_cast<int>(cute::max(groups, int64_t(1))));
+    }
+    // Likewise, in a ragged batch; under a causal mask, if its sequences have no order, queue()
+    // counts them.
+    CUTE_HOST_DEVICE static int heads_in_ragged_group(Flash_bwd_params const &params, int workers) {
+        if (!has_sequences_in_order(params)) return 1;
+        int64_t heads = params.h_k;
+        if (Traits::kMask == MaskKind::none) {
+            // All tiles of a head are at one block at a time: those of few heads read a block
+            // together, but wait longer for each other.
+            heads = cute::max(heads_in_l2(params) / 2, int64_t(workers / 16));
+        } else if (Traits::kMask == MaskKind::local && keeps_order(params)) {
+            heads = cute::max(heads_in_l2(params), int64_t(1024 / Traits::kHeadDim));
+        } else if (Traits::kMask == MaskKind::local && !are_short(params)) {
+            heads = 1;
+        }
+        return static_cast<int>(cute::min(cute::max(heads, int64_t(1)), int64_t(params.h_k)));
     }
     // Under a causal mask the waves of tiles in a group. Of long heads two, of a long tile and a
     // short one for each worker (StepBwd). Twice as many where tiles keep their order, and wait for
@@ -222,24 +240,14 @@ struct TileSchedulerBwdSm90 {
         return index % n_blocks != 0 ? index : index + (workers - 1) * n_blocks;
     }
 
-    // Whether the sequences of a ragged batch under a mask are so short, on average, that L2 holds
-    // all heads of those in work. Then they come one after the other, those with the longest tiles
-    // first.
-    CUTE_HOST_DEVICE static bool are_short(Flash_bwd_params const &params) {
-        return Traits::kMask != MaskKind::none &&
-               params.total_k <= int64_t(8) * kTileKeys * params.b;
-    }
-
     // With the number of tiles that a ragged batch has, of which follow the heads in a group under
-    // a causal mask.
+    // a causal mask, if its sequences have no order.
     CUTE_DEVICE static auto queue(Flash_bwd_params const &params, TileQueue const &launched)
         -> std::conditional_t<kVarlen, TileQueue, TileQueue const &> {
         if constexpr (kVarlen) {
             int const of_a_head = plan(params).count;
             int group = launched.group;
-            if (params.plan_in_order == 2 && are_short(params)) {
-                group = params.h_k;
-            } else if (Traits::kMask == MaskKind::causal) {
+            if (Traits::kMask == MaskKind::causal && params.plan_in_order == 0) {
                 bool const is_long = may_ascend(of_a_head / cute::max(params.b, 1) * kTileKeys);
                 int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
                 int const taken = waves_of_group(params, is_long) * workers;
@@ -288,6 +296,17 @@ struct TileSchedulerBwdSm90 {
     }
 
   private:
+    CUTE_HOST_DEVICE static bool are_short(Flash_bwd_params const &params) {
+        return params.total_k <= int64_t(8) * kTileKeys * params.b;
+    }
+    // The key heads of the longest sequence that 32 of the 50 MB of L2 hold: Q and dO, 16 bits
+    // each, and the sums of dQ.
+    CUTE_HOST_DEVICE static int64_t heads_in_l2(Flash_bwd_params const &params) {
+        int64_t const bytes =
+            int64_t(params.h_h_k_ratio) * params.seqlen_q * (4 * params.d + 4 * Traits::kHeadDim);
+        return (32 << 20) / cute::max(bytes, int64_t(1));
+    }
+
     // Known when compiling: asking at run time cost some 2 % (docs/tried_sm90.md).
     static constexpr bool kStoresAll =
         Traits::kStoresFirst && !kVarlen && Traits::kMask != MaskKind::local;
