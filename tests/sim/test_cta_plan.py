@@ -19,6 +19,7 @@ PAGED_80, PAGED_90, PAGED = (
     dataclasses.replace(c, paged=True) for c in (TWO_STAGES, ASKING, DECODING)
 )
 ROWS = dataclasses.replace(DECODING, tile_m=128, warps=8, stages=4, min_ctas=1, ping_pong=True)
+SLOW = dataclasses.replace(ROWS, tile_n=64)  # whose parts take long to merge
 CONFIGS = (PAGED_80, TWO_STAGES, DECODING, PAGED, ROWS)
 WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in (PAGED_80, DECODING))
 WIDER = dataclasses.replace(TWO_STAGES, tile_m=128)
@@ -36,7 +37,7 @@ def each(configs):
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none", "memcheck", "racecheck"])
-    sim.build_kernels([(c, "none") for c in (*OTHERS, *CONFIGS, *WINDOWED)])
+    sim.build_kernels([(c, "none") for c in (*OTHERS, *CONFIGS, *WINDOWED, SLOW)])
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,16 @@ def test_sequences_of_one_length(config):
         result = assert_planned_alike(config, problem, splits, pack_heads=True)
         problem.tensors = tensors
     check(result, config, problem)
+
+
+def test_parts_that_take_long_to_merge_are_longer():
+    """Of 16 blocks for each of two sequences two are a part, not one for each of 200 CTAs."""
+    problem = over_cache(SLOW, ((20,) * 2, (16 * SLOW.tile_n,) * 2))
+    splits = Splits(16, 1, 200)
+    planned = run(SLOW, problem, splits, pack_heads=True)
+    assert planned.outputs["plan"][0] == 2 * 8
+    result = assert_planned_alike(SLOW, problem, splits, pack_heads=True)
+    check(result, SLOW, problem)
 
 
 @pytest.mark.parametrize("window", [(40, 10), (0, 0), (300, 300)], ids=str)

@@ -172,8 +172,9 @@ struct Flash_fwd_params {
     // A ragged batch's tiles are split along the keys into at most num_splits parts, 1 to
     // kMaxSplits, of split_blocks key blocks at least. How a sequence is split then depends on its
     // own lengths alone. split_ctas > 0: into fewer, longer parts, as few as keep so many CTAs
-    // busy, in the sm90 class one an SM. Not at all where sequences have one tile for each head, of
-    // more than kMostRowsMerged rows, and whole ones keep 0.45 to 1 of these CTAs busy.
+    // busy, in the sm90 class one an SM; fewer where merging them takes longer than reading the
+    // keys. Not at all where sequences have one tile for each head, of more than kMostRowsMerged
+    // rows, and whole ones keep 0.45 to 1 of these CTAs busy.
     int32_t num_splits, split_blocks, split_ctas;
 
     // MaskKind::local: query i sees keys [i + seqlen_k - seqlen_q - window_left,

@@ -3,6 +3,7 @@
 // (flash_plan_kernel.h) and CTAs that plan for themselves (cta_plan.h) share it.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cute/config.hpp>
 #include <cute/numeric/math.hpp>
@@ -118,6 +119,10 @@ struct PlanFwd {
     static constexpr DType kDtype = C.dtype;
     static constexpr int kRows = C.tile_m;
     static constexpr bool kOfKeys = false;
+    // Whether merging many parts takes longer than reading their keys: of 128 rows, timed over
+    // contiguous caches (docs/tried_sm90.md).
+    static constexpr bool kMergesSlowly =
+        C.arch == 90 && C.tile_m == 128 && C.tile_n == 64 && !C.paged;
 
     CUTE_HOST_DEVICE static BlockRange blocks(Flash_fwd_params const &params,
                                               WorkTile const &tile) {
@@ -161,6 +166,13 @@ struct TileSplits {
         return (longest + parts - 1) / parts;
     }
 
+    // Where the kernel that merges parts takes rows / 1024 of the time of a block for each: parts
+    // of n blocks take n + rows / 1024 * all / n, least where both are equal.
+    CUTE_HOST_DEVICE static int cheapest_part_blocks(int rows, int64_t all) {
+        auto const each = static_cast<float>(rows) / 1024.f;
+        return static_cast<int>(sqrtf(each * static_cast<float>(all)) + 0.5f);
+    }
+
     // Key blocks of a part at least. blocks: of all tiles of a grid head.
     CUTE_HOST_DEVICE static int part_blocks(Flash_fwd_params const &params, int64_t blocks,
                                             int longest) {
@@ -178,7 +190,15 @@ struct TileSplits {
         if (reads_once && 20 * all >= 9 * slots && all <= slots) {
             return cute::max(least, longest);
         }
-        return cute::max(least, balanced_part_blocks(params.split_ctas, all, longest));
+        int const balanced =
+            cute::max(least, balanced_part_blocks(params.split_ctas, all, longest));
+        if constexpr (requires { Tiles::kMergesSlowly; }) {
+            bool const alike = int64_t(params.b) * params.seqlen_q == params.total_q;
+            if (Tiles::kMergesSlowly && reads_once && alike) {
+                return cute::max(balanced, cheapest_part_blocks(rows, all));
+            }
+        }
+        return balanced;
     }
 
     // Of each tile of a segment whose last one has `blocks` key blocks. All have the same number: a

@@ -1,0 +1,99 @@
+"""Into how long parts key blocks are split: the plan's own code, called on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+from test_tile_scheduler import compiled
+
+from flashcute import heuristics
+from flashcute.jit.abi import FlashFwdParams
+
+CASES = Path(__file__).parent / "plan_segments_cases.cpp"
+SMS = 132
+MERGED_BY_CTAS = 16  # kMostRowsMerged of flash.h
+
+
+@pytest.fixture(scope="module")
+def part_blocks():
+    other = dataclasses.replace(heuristics.sm90_configs("bf16", 128, True)[1], mask="none")
+    assert (other.tile_m, other.tile_n) == (128, 128)
+    configs = {"kSlow": dataclasses.replace(other, tile_n=64), "kOther": other}
+    lines = (f"constexpr flash::FwdConfig {name}{c.to_cpp()};\n" for name, c in configs.items())
+    lib = compiled(CASES, "".join(lines))
+
+    def call(b, blocks, h_k, rows, slow=True, **changed):
+        """Of b sequences with so many key blocks each, and rows of all query heads of a key head,
+        a power of two."""
+        params = FlashFwdParams(
+            b=b,
+            h=rows * h_k,
+            h_k=h_k,
+            h_h_k_ratio=rows,
+            seqlen_q=1,
+            total_q=b,
+            pack_shift=rows.bit_length() - 1,
+            num_splits=256,
+            split_blocks=1,
+            split_ctas=SMS,
+        )
+        for name, value in changed.items():
+            setattr(params, name, value)
+        size = ctypes.c_int64(b * blocks * -(-rows // 128))
+        return lib.part_blocks(ctypes.byref(params), slow, size, blocks)
+
+    return call
+
+
+def test_parts_that_a_kernel_merges_are_as_long_as_an_h100_was_fastest_with(part_blocks):
+    """One key head with 128 query heads, blocks of 64 keys: docs/tried_sm90.md."""
+    found = {
+        (b, blocks): part_blocks(b, blocks, 1, 128)
+        for b, blocks in ((1, 32), (1, 128), (4, 64), (2, 128), (1, 512), (8, 64))
+    }
+    assert found == {(1, 32): 2, (1, 128): 4, (4, 64): 6, (2, 128): 6, (1, 512): 8, (8, 64): 8}
+
+
+def test_parts_keep_the_ctas_busy(part_blocks):
+    """Those of few rows, which CTAs merge, and those of long caches."""
+    assert part_blocks(1, 64, 8, 4) == 4, "16 parts of each of 8 heads"
+    assert part_blocks(16, 128, 1, 128) == 16
+    assert part_blocks(1, 2048, 1, 128) == 16
+    assert part_blocks(64, 64, 1, 128) == 64, "half of the CTAs read as fast"
+    assert part_blocks(1, 64, 8, 4, split_blocks=6) == 6
+
+
+def test_only_parts_of_one_tile_a_head_and_of_kernels_that_were_timed_are_longer(part_blocks):
+    assert part_blocks(1, 128, 1, 128) == 4
+    assert part_blocks(1, 128, 1, 128, slow=False) == 1
+    assert part_blocks(2, 128, 1, 128, total_q=1) == 2, "lengths differ"
+    assert part_blocks(1, 128, 1, 256) == 2, "two tiles a head"
+    assert part_blocks(1, 128, 1, 128, num_splits=64, split_ctas=0) == 1, "as asked for"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_are_longer_than_keeps_the_ctas_busy_only_where_that_takes_less_time(
+    part_blocks, seed
+):
+    """What one CTA reads, and what is merged of all parts, in units of a block."""
+    rng = random.Random(seed)
+    longer = 0
+    for _ in range(300):
+        b, h_k, blocks = rng.choice((1, 2, 5, 32)), rng.choice((1, 2, 8)), rng.randint(1, 600)
+        rows = rng.choice((1, 4, 16, 32, 64, 128))
+        found = part_blocks(b, blocks, h_k, rows)
+        busy = part_blocks(b, blocks, h_k, 1)
+        if rows <= MERGED_BY_CTAS:
+            assert found == busy >= 1
+        elif found not in (busy, blocks):
+            longer += 1
+            took, before, after, instead = (
+                n + rows / 1024 * b * h_k * blocks / n for n in (found, found - 1, found + 1, busy)
+            )
+            assert found > busy and took < instead
+            assert took <= 1.01 * min(before, after)
+    assert longer > 10
