@@ -193,6 +193,7 @@ struct TileSplits {
         int const balanced =
             cute::max(least, balanced_part_blocks(params.split_ctas, all, longest));
         if constexpr (requires { Tiles::kMergesSlowly; }) {
+            // Whether all sequences have as many queries as the longest one.
             bool const alike = int64_t(params.b) * params.seqlen_q == params.total_q;
             if (Tiles::kMergesSlowly && reads_once && alike) {
                 return cute::max(balanced, cheapest_part_blocks(rows, all));
