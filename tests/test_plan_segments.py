@@ -22,11 +22,16 @@ MERGED_BY_CTAS = 16  # kMostRowsMerged of flash.h
 def part_blocks():
     other = dataclasses.replace(heuristics.sm90_configs("bf16", 128, True)[1], mask="none")
     assert (other.tile_m, other.tile_n) == (128, 128)
-    configs = {"kSlow": dataclasses.replace(other, tile_n=64), "kOther": other}
+    few_rows = dataclasses.replace(other, tile_m=64, tile_n=64, warps=4, ping_pong=False)
+    configs = {
+        "kMergedByCtas": few_rows,
+        "kSlow": dataclasses.replace(other, tile_n=64),
+        "kOther": other,
+    }
     lines = (f"constexpr flash::FwdConfig {name}{c.to_cpp()};\n" for name, c in configs.items())
     lib = compiled(CASES, "".join(lines))
 
-    def call(b, blocks, h_k, rows, slow=True, **changed):
+    def call(b, blocks, h_k, rows, kind="kSlow", **changed):
         """Of b sequences with so many key blocks each, and rows of all query heads of a key head,
         a power of two."""
         params = FlashFwdParams(
@@ -44,7 +49,7 @@ def part_blocks():
         for name, value in changed.items():
             setattr(params, name, value)
         size = ctypes.c_int64(b * blocks * -(-rows // 128))
-        return lib.part_blocks(ctypes.byref(params), slow, size, blocks)
+        return lib.part_blocks(ctypes.byref(params), list(configs).index(kind), size, blocks)
 
     return call
 
@@ -58,6 +63,20 @@ def test_parts_that_a_kernel_merges_are_as_long_as_an_h100_was_fastest_with(part
     assert found == {(1, 32): 2, (1, 128): 4, (4, 64): 6, (2, 128): 6, (1, 512): 8, (8, 64): 8}
 
 
+def test_parts_that_ctas_merge_are_as_long_as_an_h100_was_fastest_with(part_blocks):
+    """Heads 32/8, 32/4, 16/2 and 8/1 with d = 128: docs/tried_sm90.md."""
+    found = {
+        (b, blocks, h_k, rows): part_blocks(b, blocks, h_k, rows, "kMergedByCtas")
+        for b, blocks, h_k, rows in (
+            *((1, 32, 8, 4), (1, 128, 8, 4), (4, 64, 8, 4)),
+            *((1, 128, 4, 8), (1, 256, 4, 8), (1, 128, 2, 8), (1, 512, 2, 8), (1, 128, 1, 8)),
+        )
+    }
+    assert list(found.values()) == [3, 8, 16, 8, 8, 8, 16, 8]
+    assert part_blocks(1, 128, 1, 32, "kMergedByCtas") == 1, "a kernel merges"
+    assert part_blocks(1, 128, 1, 8, "kOther") == 1, "as one of other tiles does"
+
+
 def test_parts_keep_the_ctas_busy(part_blocks):
     """Those of few rows, which CTAs merge, and those of long caches."""
     assert part_blocks(1, 64, 8, 4) == 4, "16 parts of each of 8 heads"
@@ -69,7 +88,7 @@ def test_parts_keep_the_ctas_busy(part_blocks):
 
 def test_only_parts_of_one_tile_a_head_and_of_kernels_that_were_timed_are_longer(part_blocks):
     assert part_blocks(1, 128, 1, 128) == 4
-    assert part_blocks(1, 128, 1, 128, slow=False) == 1
+    assert part_blocks(1, 128, 1, 128, kind="kOther") == 1
     assert part_blocks(2, 128, 1, 128, total_q=1) == 2, "lengths differ"
     assert part_blocks(1, 128, 1, 256) == 2, "two tiles a head"
     assert part_blocks(1, 128, 1, 128, num_splits=64, split_ctas=0) == 1, "as asked for"

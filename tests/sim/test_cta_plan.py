@@ -115,14 +115,18 @@ def test_sequences_of_one_length(config):
     check(result, config, problem)
 
 
-def test_parts_that_take_long_to_merge_are_longer():
-    """Of 16 blocks for each of two sequences two are a part, not one for each of 200 CTAs."""
-    problem = over_cache(SLOW, ((20,) * 2, (16 * SLOW.tile_n,) * 2))
+@pytest.mark.parametrize(
+    ("config", "queries", "parts"), [(SLOW, 20, 8), (DECODING, 3, 8), (DECODING, 6, 6)]
+)
+def test_parts_that_take_long_to_merge_are_longer(config, queries, parts):
+    """Of 16 blocks for each of two sequences two or three are a part, not one for each of 200
+    CTAs."""
+    problem = over_cache(config, ((queries,) * 2, (16 * config.tile_n,) * 2))
     splits = Splits(16, 1, 200)
-    planned = run(SLOW, problem, splits, pack_heads=True)
-    assert planned.outputs["plan"][0] == 2 * 8
-    result = assert_planned_alike(SLOW, problem, splits, pack_heads=True)
-    check(result, SLOW, problem)
+    planned = run(config, problem, splits, pack_heads=True)
+    assert planned.outputs["plan"][0] == 2 * parts
+    result = assert_planned_alike(config, problem, splits, pack_heads=True)
+    check(result, config, problem)
 
 
 @pytest.mark.parametrize("window", [(40, 10), (0, 0), (300, 300)], ids=str)

@@ -119,10 +119,14 @@ struct PlanFwd {
     static constexpr DType kDtype = C.dtype;
     static constexpr int kRows = C.tile_m;
     static constexpr bool kOfKeys = false;
-    // Whether merging many parts takes longer than reading their keys: of 128 rows, timed over
-    // contiguous caches (docs/tried_sm90.md).
-    static constexpr bool kMergesSlowly =
-        C.arch == 90 && C.tile_m == 128 && C.tile_n == 64 && !C.paged;
+    // Whether merging many parts takes longer than reading their keys: of 128 rows, where that was
+    // timed (docs/tried_sm90.md).
+    static constexpr bool kMergesSlowly = C.arch == 90 && C.tile_m == 128 && C.tile_n == 64;
+    // Rows of a part that a CTA merges at a time (MergeParts), where that was timed: not over
+    // pages, whose first keys come later. Else 0.
+    static constexpr int kRowsMergedAtOnce =
+        C.arch == 90 && C.warps == 4 && C.mask != MaskKind::local && !C.paged ? 512 / C.head_dim
+                                                                              : 0;
 
     CUTE_HOST_DEVICE static BlockRange blocks(Flash_fwd_params const &params,
                                               WorkTile const &tile) {
@@ -166,11 +170,12 @@ struct TileSplits {
         return (longest + parts - 1) / parts;
     }
 
-    // Where the kernel that merges parts takes rows / 1024 of the time of a block for each: parts
-    // of n blocks take n + rows / 1024 * all / n, least where both are equal.
-    CUTE_HOST_DEVICE static int cheapest_part_blocks(int rows, int64_t all) {
-        auto const each = static_cast<float>(rows) / 1024.f;
-        return static_cast<int>(sqrtf(each * static_cast<float>(all)) + 0.5f);
+    // Where merging a part takes `each` of the time of a block, `blocks` of them in parts of n take
+    // n + each * blocks / n, least where both are equal. Parts that are hardly longer than balanced
+    // ones gain nothing, as CTAs are left without any.
+    CUTE_HOST_DEVICE static int cheaper_part_blocks(int balanced, float each, int64_t blocks) {
+        int const cheapest = static_cast<int>(sqrtf(each * static_cast<float>(blocks)) + 0.5f);
+        return 2 * cheapest >= 3 * balanced ? cheapest : balanced;
     }
 
     // Key blocks of a part at least. blocks: of all tiles of a grid head.
@@ -196,7 +201,12 @@ struct TileSplits {
             // Whether all sequences have as many queries as the longest one.
             bool const alike = int64_t(params.b) * params.seqlen_q == params.total_q;
             if (Tiles::kMergesSlowly && reads_once && alike) {
-                return cute::max(balanced, cheapest_part_blocks(rows, all));
+                float const each = static_cast<float>(rows) / 1024.f;  // by a kernel: of all tiles
+                return cheaper_part_blocks(balanced, each, all);
+            }
+            if (Tiles::kRowsMergedAtOnce > 0 && rows <= kMostRowsMerged) {
+                float const each = rows > Tiles::kRowsMergedAtOnce ? 0.5f : 0.25f;
+                return cheaper_part_blocks(balanced, each, longest);
             }
         }
         return balanced;
