@@ -67,14 +67,14 @@ struct Combine {
         return x;
     }
 
-    // The largest of the parts' log-sum-exps and the sink; 0 where all are -inf.
-    CUTE_DEVICE static float reference(Row const &row, float const *lse, float sink, int thread) {
-        float max = sink;
-        for (int i = thread % kWidth; i < row.parts; i += kWidth) {
-            max = fmaxf(max, lse[i * row.stride]);
-        }
+    // The largest of the row's log-sum-exps, of which this lane has found max; 0 where all are
+    // -inf.
+    CUTE_DEVICE static float reference(float max) {
         max = all_lanes(max, [](float x, float y) { return fmaxf(x, y); });
         return max == -INFINITY ? 0.f : max;
+    }
+    CUTE_DEVICE static float sum(float x) {
+        return all_lanes(x, [](float x, float y) { return x + y; });
     }
 
     // exp(x - reference); a part that sees no key, and no sink, weigh 0.
@@ -128,12 +128,16 @@ struct Combine {
         Parts parts;
         if (holds) parts.load(params, row, lse, o, first, step);
         float const sink = params.sinks_ptr != nullptr ? params.sinks_ptr[row.head] : -INFINITY;
-        float const ref = reference(row, lse, sink, thread);
-        float sum = 0.f;
+        float max = sink;
         for (int i = thread % kWidth; i < row.parts; i += kWidth) {
-            sum += weight(lse[i * row.stride], ref);
+            max = fmaxf(max, lse[i * row.stride]);
         }
-        sum = all_lanes(sum, [](float x, float y) { return x + y; }) + weight(sink, ref);
+        float const ref = reference(max);
+        float of_lane = 0.f;
+        for (int i = thread % kWidth; i < row.parts; i += kWidth) {
+            of_lane += weight(lse[i * row.stride], ref);
+        }
+        float const sum = Combine::sum(of_lane) + weight(sink, ref);
 
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
         auto const add_sum = [&](float4 &to, int g) {

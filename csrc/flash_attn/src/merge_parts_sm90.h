@@ -29,6 +29,9 @@ struct MergeParts {
     static constexpr bool kFew = kGroups > 8 || (C.paged && C.min_ctas > 1);
     static constexpr int kAhead = kGroups < 8 ? 16 : kFew ? 4 : 8;
     static constexpr int kRound = cute::max(kAhead, kGroups);
+    // Parts whose weights the lanes of a row have at a time.
+    static constexpr int kWeighed = cute::max(kRound, Merge::kWidth);
+    static_assert(kWeighed % kRound == 0 && kRound % kGroups == 0, "sums are known when compiled");
 
     // Tiles with many rows are left to a kernel of many CTAs.
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
@@ -78,6 +81,46 @@ struct MergeParts {
         }
     }
 
+    // Of parts, one or a few for each lane of a row, which it hands to the others.
+    struct Weights {
+        float of_lane[kWeighed / Merge::kWidth];  // negative: the part sees no key, or is none
+
+        // Of kWeighed parts from `begin` on. ref: the largest log-sum-exp, found with the first
+        // ones.
+        CUTE_DEVICE void weigh(typename Merge::Row const &row, float const *lse, int begin,
+                               float sink, float &ref, float &sum, int thread) {
+            int const stride = static_cast<int>(row.stride);
+            int const first = begin + thread % Merge::kWidth;
+            CUTE_UNROLL
+            for (int i = 0; i < kWeighed / Merge::kWidth; ++i) {
+                int const part = first + i * Merge::kWidth;
+                of_lane[i] = part < row.parts ? lse[part * stride] : -INFINITY;
+            }
+            if (begin == 0) {
+                float most = sink;
+                for (float const x : of_lane) {
+                    most = fmaxf(most, x);
+                }
+                CUTE_NO_UNROLL
+                for (int part = first + kWeighed; part < row.parts; part += Merge::kWidth) {
+                    most = fmaxf(most, lse[part * stride]);
+                }
+                ref = Merge::reference(most);
+            }
+            for (float &x : of_lane) {
+                float const weight = Merge::weight(x, ref);
+                sum += weight;
+                // Of a part that sees no key nothing may come, as of no key.
+                x = x == -INFINITY ? -1.f : weight;
+            }
+        }
+        // part: from `begin` on, of which this is the index-th one of its lane.
+        CUTE_DEVICE float of(int part, int index) const {
+            int const lane = part - index * Merge::kWidth;
+            return __shfl_sync(0xffffffffu, of_lane[index], lane, Merge::kWidth);
+        }
+    };
+
     // As Merge::merge() of a group with a row of its own, and with the same result; but all sums at
     // a time, of parts that are neighbours. parts: of all groups; a row that does not exist has 0.
     CUTE_DEVICE static void merge_row(Flash_fwd_params const &params,
@@ -87,43 +130,38 @@ struct MergeParts {
         int const mine = col < params.d ? row.parts : 0;
         float const *const lse = params.lse_partial_ptr + row.first;
         float const *o = params.o_partial_ptr + row.first * params.d + col;
-        int64_t const step = row.stride * params.d;
+        // At most kMostRowsMerged rows, so that all parts of a round are within 32 bits.
+        int const step = static_cast<int>(row.stride) * params.d;
         float const sink = params.sinks_ptr != nullptr ? params.sinks_ptr[row.head] : -INFINITY;
         float ref = 0.f, sum = 0.f;
         float4 sums[kGroups] = {};
-        auto const add_weights = [&] {
-            ref = Merge::reference(row, lse, sink, thread);
-            for (int i = thread % Merge::kWidth; i < row.parts; i += Merge::kWidth) {
-                sum += Merge::weight(lse[i * row.stride], ref);
-            }
-            sum = Merge::all_lanes(sum, [](float x, float y) { return x + y; }) +
-                  Merge::weight(sink, ref);
-        };
+        Weights weights;
         CUTE_NO_UNROLL
         for (int begin = 0; begin < parts; begin += kRound) {
             CUTE_UNROLL
             for (int i = 0; i < kRound; i += kAhead) {
-                float of_part[kAhead];
                 float4 x[kAhead];
                 CUTE_UNROLL
                 for (int j = 0; j < kAhead; ++j) {
-                    of_part[j] = -INFINITY;
-                    if (begin + i + j < mine) {
-                        of_part[j] = lse[(begin + i + j) * row.stride];
-                        x[j] = *reinterpret_cast<float4 const *>(o);
+                    if (i + j < mine - begin) {
+                        x[j] = *reinterpret_cast<float4 const *>(o + (i + j) * step);
                     }
-                    o += step;
                 }
-                if (i == 0 && begin == 0) add_weights();  // while these are loaded
+                if (i == 0 && begin % kWeighed == 0) {  // while these are loaded
+                    weights.weigh(row, lse, begin, sink, ref, sum, thread);
+                }
                 CUTE_UNROLL
                 for (int j = 0; j < kAhead; ++j) {
-                    // Of a part that sees no key nothing may come, as of no key.
-                    if (of_part[j] != -INFINITY) {
-                        Merge::add(sums[(i + j) % kGroups], Merge::weight(of_part[j], ref), x[j]);
+                    float const weight =
+                        weights.of(begin % kWeighed + i + j, (i + j) / Merge::kWidth);
+                    if (!(weight < 0.f) && mine > 0) {
+                        Merge::add(sums[(i + j) % kGroups], weight, x[j]);
                     }
                 }
             }
+            o += kRound * step;
         }
+        sum = Merge::sum(sum) + Merge::weight(sink, ref);
         CUTE_UNROLL
         for (int g = 1; g < kGroups; ++g) {
             if (g < mine) Merge::add(sums[0], 1.f, sums[g]);
