@@ -427,9 +427,9 @@ def splits(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> tuple[int,
     """``num_splits``, ``split_blocks`` and ``split_ctas`` of ``flash.h`` for a problem.
 
     Lengths in a cache are known on the device only. The plan makes parts of about equal length, as
-    few as keep all SMs busy, in the sm80 class all CTAs that fit. It makes fewer, of tiles of more
-    than 16 rows, whose parts a kernel merges, maybe none, where that is faster (``part_blocks`` of
-    ``plan_segments.h``). A number that is asked for splits a sequence by its own length alone.
+    few as keep all SMs busy, in the sm80 class all CTAs that fit, and fewer, or none, where merging
+    them would take longer than reading the keys (``part_blocks`` of ``plan_segments.h``). A number
+    that is asked for splits a sequence by its own length alone.
     """
     if problem.num_splits < 0 or problem.dropout:
         return 1, 1, 0

@@ -23,17 +23,21 @@ def part_blocks():
     other = dataclasses.replace(heuristics.sm90_configs("bf16", 128, True)[1], mask="none")
     assert (other.tile_m, other.tile_n) == (128, 128)
     few_rows = dataclasses.replace(other, tile_m=64, tile_n=64, warps=4, ping_pong=False)
+    slow = dataclasses.replace(other, tile_n=64)
     configs = {
         "kMergedByCtas": few_rows,
-        "kSlow": dataclasses.replace(other, tile_n=64),
+        "kMergedByCtasOfPages": dataclasses.replace(few_rows, paged=True),
+        "kOfWindows": dataclasses.replace(few_rows, mask="local"),
+        "kSlow": slow,
+        "kSlowOfPages": dataclasses.replace(slow, paged=True),
         "kOther": other,
     }
     lines = (f"constexpr flash::FwdConfig {name}{c.to_cpp()};\n" for name, c in configs.items())
     lib = compiled(CASES, "".join(lines))
 
-    def call(b, blocks, h_k, rows, kind="kSlow", **changed):
-        """Of b sequences with so many key blocks each, and rows of all query heads of a key head,
-        a power of two."""
+    def call(b, blocks, h_k, rows, kind="kSlow", blocks_of_all=None, **changed):
+        """Of b sequences with so many key blocks each, or at most and so many together, and rows of
+        all query heads of a key head, a power of two."""
         params = FlashFwdParams(
             b=b,
             h=rows * h_k,
@@ -48,7 +52,7 @@ def part_blocks():
         )
         for name, value in changed.items():
             setattr(params, name, value)
-        size = ctypes.c_int64(b * blocks * -(-rows // 128))
+        size = ctypes.c_int64(blocks_of_all or b * blocks * -(-rows // 128))
         return lib.part_blocks(ctypes.byref(params), list(configs).index(kind), size, blocks)
 
     return call
@@ -61,20 +65,27 @@ def test_parts_that_a_kernel_merges_are_as_long_as_an_h100_was_fastest_with(part
         for b, blocks in ((1, 32), (1, 128), (4, 64), (2, 128), (1, 512), (8, 64))
     }
     assert found == {(1, 32): 2, (1, 128): 4, (4, 64): 6, (2, 128): 6, (1, 512): 8, (8, 64): 8}
+    assert part_blocks(2, 512, 1, 128) == 11, "8 would keep the CTAs busy"
+    assert [part_blocks(b, n, 1, 128, "kSlowOfPages") for b, n in found] == list(found.values())
 
 
-def test_parts_that_ctas_merge_are_as_long_as_an_h100_was_fastest_with(part_blocks):
-    """Heads 32/8, 32/4, 16/2 and 8/1 with d = 128: docs/tried_sm90.md."""
-    found = {
-        (b, blocks, h_k, rows): part_blocks(b, blocks, h_k, rows, "kMergedByCtas")
-        for b, blocks, h_k, rows in (
-            *((1, 32, 8, 4), (1, 128, 8, 4), (4, 64, 8, 4)),
-            *((1, 128, 4, 8), (1, 256, 4, 8), (1, 128, 2, 8), (1, 512, 2, 8), (1, 128, 1, 8)),
-        )
+def test_parts_of_few_rows_are_longer_where_a_cta_would_have_many_to_merge(part_blocks):
+    """Heads 32/8, 32/4, 16/2 and 8/1 with d = 128, around the lengths that an H100 was fastest
+    with: docs/tried_sm90.md."""
+    expected = {
+        **{(1, 32, 8, 4): 3, (1, 128, 8, 4): 8, (4, 64, 8, 4): 16},
+        **{(1, 128, 4, 8): 8, (1, 256, 4, 8): 8, (1, 128, 2, 8): 8},
+        **{(1, 512, 2, 8): 16, (1, 128, 1, 8): 8},
     }
-    assert list(found.values()) == [3, 8, 16, 8, 8, 8, 16, 8]
-    assert part_blocks(1, 128, 1, 32, "kMergedByCtas") == 1, "a kernel merges"
-    assert part_blocks(1, 128, 1, 8, "kOther") == 1, "as one of other tiles does"
+    found = {case: part_blocks(*case, "kMergedByCtas") for case in expected}
+    assert found == expected
+    few = 1, 128, 1, 8
+    assert part_blocks(1, 128, 1, 32, "kMergedByCtas") == 1, "a kernel merges so many rows"
+    for kind in ("kMergedByCtasOfPages", "kOfWindows", "kOther"):
+        assert part_blocks(*few, kind) == 1
+    mixed = {"blocks_of_all": 768, "kind": "kMergedByCtas"}
+    assert part_blocks(128, 512, 1, 8, **mixed) == 16
+    assert part_blocks(129, 512, 1, 8, **mixed) == 6, "a kernel merges so many tiles"
 
 
 def test_parts_keep_the_ctas_busy(part_blocks):

@@ -25,6 +25,7 @@ WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in (PAGED_
 WIDER = dataclasses.replace(TWO_STAGES, tile_m=128)
 OTHERS = WIDER, ASKING, PAGED_90  # whose kernels have no such code
 MERGING = DECODING, PAGED  # kernels whose CTAs merge
+OF_OTHER_WIDTHS = tuple(dataclasses.replace(DECODING, head_dim=d) for d in (32, 96, 192, 256))
 MOST = {80: 128, 90: 256}  # sequences
 SPLITS = Splits(), Splits(3), Splits(40, 2), Splits(16, 1, 12)
 SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
@@ -37,7 +38,7 @@ def each(configs):
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none", "memcheck", "racecheck"])
-    sim.build_kernels([(c, "none") for c in (*OTHERS, *CONFIGS, *WINDOWED, SLOW)])
+    sim.build_kernels([(c, "none") for c in (*OTHERS, *CONFIGS, *WINDOWED, *OF_OTHER_WIDTHS, SLOW)])
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +169,17 @@ def test_the_cta_that_stores_last_merges(config, b, queries, by_ctas):
         result = assert_planned_alike(config, problem, Splits(5), **options)
         problem.tensors = tensors
         assert (result.outputs["plan"][1] == -1) == by_ctas
+    check(result, config, problem)
+
+
+@each((*MERGING, *OF_OTHER_WIDTHS))
+def test_a_row_has_more_parts_than_lanes(config):
+    """Whose weights are found in turns, with the largest among all of them, or they would overflow;
+    the result is that of the kernel that merges."""
+    lengths = (2,) * 2, (70 * config.tile_n, 17 * config.tile_n)
+    problem = over_cache(config, lengths, h=2, h_k=1, scale=1024.0)
+    result = assert_planned_alike(config, problem, Splits(70), pack_heads=True)
+    assert result.outputs["plan"][1] == -1
     check(result, config, problem)
 
 

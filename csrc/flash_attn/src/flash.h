@@ -221,6 +221,8 @@ inline constexpr int32_t kMaxSplits = 256;
 
 // Rows of a tile that the CTA merges which stores its last part; more are left to a kernel.
 inline constexpr int32_t kMostRowsMerged = 16;
+// Counters of stored parts that a launch has: where it has more tiles, a kernel merges.
+inline constexpr int32_t kArrivals = 128;
 
 // With split_ctas tiles are split so that each CTA has so many parts at most.
 inline constexpr int32_t kSplitWaves = 4;

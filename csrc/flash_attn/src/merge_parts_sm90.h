@@ -116,8 +116,7 @@ struct MergeParts {
         }
         // part: from `begin` on, of which this is the index-th one of its lane.
         CUTE_DEVICE float of(int part, int index) const {
-            int const lane = part - index * Merge::kWidth;
-            return __shfl_sync(0xffffffffu, of_lane[index], lane, Merge::kWidth);
+            return __shfl_sync(0xffffffffu, of_lane[index], part, Merge::kWidth);
         }
     };
 

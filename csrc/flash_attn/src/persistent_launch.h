@@ -9,6 +9,8 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "flash.h"
+
 namespace flash {
 
 // SMs of the current device, asked once per device.
@@ -32,7 +34,6 @@ inline cudaError_t sm_count(int &count) {
 
 // Counters of a launch, all zero before it and after it: of tiles, for work stealing, and in
 // kernels whose CTAs merge of the parts of split tiles that are stored.
-inline constexpr int kArrivals = 128;
 template <bool kMerges>
 struct LaunchCounters {
     unsigned tiles;

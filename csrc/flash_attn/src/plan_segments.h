@@ -3,6 +3,7 @@
 // (flash_plan_kernel.h) and CTAs that plan for themselves (cta_plan.h) share it.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cute/config.hpp>
@@ -122,11 +123,12 @@ struct PlanFwd {
     // Whether merging many parts takes longer than reading their keys: of 128 rows, where that was
     // timed (docs/tried_sm90.md).
     static constexpr bool kMergesSlowly = C.arch == 90 && C.tile_m == 128 && C.tile_n == 64;
-    // Rows of a part that a CTA merges at a time (MergeParts), where that was timed: not over
-    // pages, whose first keys come later. Else 0.
+    // Rows of a part that a CTA merges at a time (MergeParts::kGroups); 0 where a kernel merges, or
+    // over pages, whose first keys come later: there longer parts took longer.
     static constexpr int kRowsMergedAtOnce =
-        C.arch == 90 && C.warps == 4 && C.mask != MaskKind::local && !C.paged ? 512 / C.head_dim
-                                                                              : 0;
+        C.arch == 90 && C.warps == 4 && C.mask != MaskKind::local && !C.paged
+            ? 128 / static_cast<int>(std::bit_ceil(C.head_dim / 4u))
+            : 0;
 
     CUTE_HOST_DEVICE static BlockRange blocks(Flash_fwd_params const &params,
                                               WorkTile const &tile) {
@@ -171,11 +173,9 @@ struct TileSplits {
     }
 
     // Where merging a part takes `each` of the time of a block, `blocks` of them in parts of n take
-    // n + each * blocks / n, least where both are equal. Parts that are hardly longer than balanced
-    // ones gain nothing, as CTAs are left without any.
-    CUTE_HOST_DEVICE static int cheaper_part_blocks(int balanced, float each, int64_t blocks) {
-        int const cheapest = static_cast<int>(sqrtf(each * static_cast<float>(blocks)) + 0.5f);
-        return 2 * cheapest >= 3 * balanced ? cheapest : balanced;
+    // n + each * blocks / n, least where both are equal.
+    CUTE_HOST_DEVICE static int cheapest_part_blocks(float each, int64_t blocks) {
+        return static_cast<int>(sqrtf(each * static_cast<float>(blocks)) + 0.5f);
     }
 
     // Key blocks of a part at least. blocks: of all tiles of a grid head.
@@ -202,11 +202,16 @@ struct TileSplits {
             bool const alike = int64_t(params.b) * params.seqlen_q == params.total_q;
             if (Tiles::kMergesSlowly && reads_once && alike) {
                 float const each = static_cast<float>(rows) / 1024.f;  // by a kernel: of all tiles
-                return cheaper_part_blocks(balanced, each, all);
+                return cute::max(balanced, cheapest_part_blocks(each, all));
             }
-            if (Tiles::kRowsMergedAtOnce > 0 && rows <= kMostRowsMerged) {
+            // A CTA merges all parts of a tile. Parts that are hardly longer than balanced ones
+            // gain nothing, as CTAs are left without any.
+            bool const by_ctas =
+                rows <= kMostRowsMerged && int64_t(params.b) * num_grid_heads(params) <= kArrivals;
+            if (Tiles::kRowsMergedAtOnce > 0 && by_ctas) {
                 float const each = rows > Tiles::kRowsMergedAtOnce ? 0.5f : 0.25f;
-                return cheaper_part_blocks(balanced, each, longest);
+                int const cheapest = cheapest_part_blocks(each, longest);
+                return 2 * cheapest >= 3 * balanced ? cheapest : balanced;
             }
         }
         return balanced;
