@@ -25,7 +25,7 @@ WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in (PAGED_
 WIDER = dataclasses.replace(TWO_STAGES, tile_m=128)
 OTHERS = WIDER, ASKING, PAGED_90  # whose kernels have no such code
 MERGING = DECODING, PAGED  # kernels whose CTAs merge
-OF_OTHER_WIDTHS = tuple(dataclasses.replace(DECODING, head_dim=d) for d in (32, 96, 192, 256))
+OF_OTHER_WIDTHS = tuple(dataclasses.replace(DECODING, head_dim=d) for d in (32, 96, 256))
 MOST = {80: 128, 90: 256}  # sequences
 SPLITS = Splits(), Splits(3), Splits(40, 2), Splits(16, 1, 12)
 SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
