@@ -32,7 +32,7 @@ def scheduler():
     found = compiled(CASES, "".join(lines))
     found.may_store_first.restype = ctypes.c_bool
     found.most_steps.restype = ctypes.c_int64
-    found.get_tile.restype = WorkTile
+    found.get_tile.restype = found.get_ragged_tile.restype = WorkTile
     found.owns_heads.restype = ctypes.c_bool
     return found
 
@@ -407,6 +407,20 @@ def test_short_sequences_of_a_ragged_batch_come_with_all_heads_one_after_the_oth
     for mask in ("none", "local"):
         assert ragged_group(lib, mask, 16, 16, 1025) == 1
     assert ragged_group(lib, "local", 16, 16, 1025, stores_first=1) == -1
+
+
+@pytest.mark.parametrize(("h_k", "group", "tiles"), [(1, 1, 1), (8, 8, 5), (7, 3, 4), (5, 4, 1)])
+def test_tiles_of_a_ragged_batch_come_group_after_group_of_heads(lib, h_k, group, tiles):
+    """Also where the last group has fewer heads; the heads of a tile are neighbours."""
+    params = problem(1, 2 * h_k, h_k, 1)
+    of_call = ctypes.byref(params)
+    count = tiles * h_k
+    found = [lib.get_ragged_tile(of_call, tiles, group, i) for i in range(count + 1)]
+    assert found.pop().m_block == -1
+    groups = [range(begin, min(begin + group, h_k)) for begin in range(0, h_k, group)]
+    wanted = [(n, head) for heads in groups for n in range(tiles) for head in heads]
+    assert [(tile.m_block, tile.head) for tile in found] == wanted
+    assert all(tile.head_q == 2 * tile.head and tile.head_k == tile.head for tile in found)
 
 
 def test_sequences_whose_tiles_keep_their_order_come_one_after_the_other(lib):

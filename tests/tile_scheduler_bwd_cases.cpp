@@ -1,6 +1,7 @@
 // The functions of the backward's tile scheduler (sm90 class) for ctypes.
 #include <cstdint>
 #include <cute/numeric/math.hpp>
+#include <vector>
 
 static struct {
     unsigned x;
@@ -157,5 +158,19 @@ int steps(Flash_bwd_params const *params, bool window, int index, int *heads, in
 
 WorkTile get_tile(Flash_bwd_params const *params, int tiles, int group, int index) {
     return Scheduler::get_tile(*params, {tiles, group, nullptr, nullptr}, index);
+}
+
+// Of a ragged batch with `count` tiles of each key head, which m_block numbers.
+WorkTile get_ragged_tile(Flash_bwd_params const *of_call, int count, int group, int index) {
+    std::vector<flash::PlanTile> memory(count + 1);
+    auto &plan = reinterpret_cast<flash::WorkPlan &>(memory[0]);
+    plan.count = count;
+    for (int i = 0; i < count; ++i) {
+        plan.tiles[i] = {.m_block = i, .seqlen_q = 1, .seqlen_k = 1};
+    }
+    Flash_bwd_params params = *of_call;
+    params.plan_ptr = &plan;
+    using Ragged = flash::TileSchedulerBwdSm90<RaggedTraits<kCausal>>;
+    return Ragged::get_tile(params, {count * params.h_k, group, nullptr, nullptr}, index);
 }
 }
