@@ -62,15 +62,15 @@ MUTANTS = (
     _numerics(
         "pages of the first part in every part",
         _SM90,
-        "Pages::look_up(params, maps, batch, row_k + row, seqlen_k - row);",
-        "Pages::look_up(params, maps, batch, row, seqlen_k - row);",
+        "look_up(params, maps, tile.batch_k, tile.row_k + row,",
+        "look_up(params, maps, tile.batch_k, row,",
         _PAGED_90,
     ),
     _numerics(
         "values of the next block's pages",
         _SM90,
-        "storage.v, v, v_place, n);",
-        "storage.v, v, k_place, n);",
+        "true, block, ring, v_place);",
+        "true, block, ring, k_place);",
         _PAGED_90,
     ),
     _simulator(
@@ -125,7 +125,7 @@ MUTANTS = (
     _simulator(
         "pages loaded into buffers in use",
         _SM90,
-        "sm90::barrier_wait(&empty[stage], ring.parity() ^ 1);",
+        "sm90::barrier_wait(empty, ring.parity() ^ 1);",
         "",
         "overwritten too early: (cp.async|TMA)|a wgmma reads byte|is the destination of a copy",
     ),
@@ -245,8 +245,8 @@ MUTANTS = (
     _numerics(
         "parts that overlap",
         _TILE,
-        "int const first = each * part + more * part / parts;",
-        "int const first = each * (part > 0 ? part - 1 : 0);",
+        "int const end = first + each + (part < more ? 1 : 0);",
+        "int const end = first + each + (part + 1 < parts ? 1 : 0);",
     ),
     _numerics("parts that share their rows", _PLAN, "+= part * num_rows", "+= 0 * num_rows"),
     _numerics(

@@ -44,7 +44,7 @@ _LAST_PV = """\
                 release_v();
                 Epilogue::finish"""
 _RELEASE_K = "release(&storage.k_empty[k.stage()]);"
-_AWAIT_EMPTY = "sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);"
+_AWAIT_EMPTY = "sm90::barrier_wait(empty, ring.parity() ^ 1);"
 _AWAIT_Q_EMPTY = "sm90::barrier_wait(&storage.q_empty[wg], q_parity ^ 1);"
 _AWAIT_Q = "sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);"
 _TAKE_Q = "load_q_fragments(tSrQreg);"
@@ -414,7 +414,7 @@ _DEPENDENCY = (
     _simulator(
         "kernel before not awaited",
         _MAINLOOP,
-        "cudaGridDependencySynchronize();",
+        "if (first) cudaGridDependencySynchronize();",
         "",
         "programmatic dependent launch: .* before griddepcontrol.wait",
     ),
@@ -478,8 +478,9 @@ _OPERANDS = (
         _numerics(
             "keys and values of different blocks in a window",
             _MAINLOOP,
-            "storage.v, v, v_place, n);",
-            "storage.v, v, v_place, blocks.count - 1 - n);",
+            "load_kv(params, hint, tile, true, block, ring, v_place);",
+            "load_kv(params, hint, tile, true, tile.blocks.template block<C.mask>(\n"
+            "    tile.blocks.count - 1 - n), ring, v_place);",
         ),
         config=WINDOW,
     ),
@@ -520,8 +521,8 @@ _OPERANDS = (
     _simulator(
         "page that lands beside its place",
         _MAINLOOP,
-        "kTileN * Traits::kSmemRow, row, head, batch);",
-        "kTileM * Traits::kSmemRow, row, head, batch);",
+        "hint, smem.data(), kTileN * Traits::kSmemRow,",
+        "hint, smem.data(), kTileM * Traits::kSmemRow,",
         f"{_OVERWRITTEN}|copy under way|{_UNAWAITED}",
     ),
     _simulator(

@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "queries' offset for the keys, TMA",
         _MAINLOOP,
-        "int const row_k = tile.row_k;",
-        "int const row_k = tile.row_q;",
+        "tile.row_k + block * kTileN, tile.head_k",
+        "tile.row_q + block * kTileN, tile.head_k",
         "numerics",
         "",
         ASKING,

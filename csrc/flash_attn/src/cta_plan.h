@@ -73,7 +73,7 @@ struct CtaPlan {
         PlanTile tile{.partial_row = -1};
         int blocks = 0;
         if (mine) {
-            tile = Segments<false>{params}[2 * i + 1];
+            tile = Segments<false>{params}.of_dense_queries(i);
             blocks = Splits::key_blocks(params, tile);
         }
         Blocks const of_all = reduce(params.b, i, {blocks, mine ? blocks : INT32_MAX, blocks});

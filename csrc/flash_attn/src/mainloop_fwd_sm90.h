@@ -122,7 +122,7 @@ struct MainloopFwdSm90 {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
         bool const plans;
-        RingKV k, v;
+        RingKV kv;  // of the next keys; values are behind by one block, or two
         RingTiles tiles;
         uint32_t q_parity = 0;
 
@@ -149,30 +149,28 @@ struct MainloopFwdSm90 {
             q_parity ^= 1;
         }
 
-        CUTE_DEVICE static void load_kv(
-            CUtensorMap const &map, sm90::CacheHint hint, sm90::Barrier *full, sm90::Barrier *empty,
-            cute::array<Element, cosize_v<typename Traits::SmemLayoutKV>> *smem, RingKV &ring,
-            int row, int head, int batch) {
-            sm90::barrier_wait(&empty[ring.stage()], ring.parity() ^ 1);
-            load_box<Traits>(map, &full[ring.stage()], kBytesKV, hint, smem[ring.stage()].data(),
-                             kTileN * Traits::kSmemRow, row, head, batch);
-            ring.advance();
-        }
-
-        // A block of keys or values from its pages.
-        CUTE_DEVICE void load_pages(Flash_fwd_params const &params, CUtensorMap const &map,
-                                    PagedHead<Element> const &x, sm90::Barrier *full,
-                                    sm90::Barrier *empty, typename Pages::Buffer *smem,
-                                    RingKV &ring, typename Pages::Place place, int head) {
+        // A block of the tile's keys, or of its values, which of a paged cache lies where `place`
+        // says, to the buffer where the ring stands.
+        CUTE_DEVICE void load_kv(Flash_fwd_params const &params, sm90::CacheHint hint,
+                                 WorkTile const &tile, bool values, int block, RingKV ring,
+                                 typename Pages::Place place) {
             int const stage = ring.stage();
-            auto const await_buffer = [&] { sm90::barrier_wait(&empty[stage], ring.parity() ^ 1); };
-            if (maps.copies()) {
-                Pages::copy_rows(params, x, place, await_buffer, &full[stage], smem[stage]);
+            sm90::Barrier *const full = (values ? storage.v_full : storage.k_full) + stage;
+            sm90::Barrier *const empty = (values ? storage.v_empty : storage.k_empty) + stage;
+            auto &smem = (values ? storage.v : storage.k)[stage];
+            CUtensorMap const &map = values ? maps.v : maps.k;
+            auto const await_buffer = [&] { sm90::barrier_wait(empty, ring.parity() ^ 1); };
+            if constexpr (!C.paged) {
+                await_buffer();
+                load_box<Traits>(map, full, kBytesKV, hint, smem.data(), kTileN * Traits::kSmemRow,
+                                 tile.row_k + block * kTileN, tile.head_k, tile.batch_k);
+            } else if (maps.copies()) {
+                auto const x =
+                    values ? Pages::values(params, tile.head_k) : Pages::keys(params, tile.head_k);
+                Pages::copy_rows(params, x, place, await_buffer, full, smem);
             } else {
-                Pages::load_boxes(params, maps, map, place, head, await_buffer, &full[stage],
-                                  smem[stage]);
+                Pages::load_boxes(params, maps, map, place, tile.head_k, await_buffer, full, smem);
             }
-            ring.advance();
         }
 
         // The number of the CTA's next tile.
@@ -203,31 +201,23 @@ struct MainloopFwdSm90 {
             return tile;
         }
 
-        // The first tile of the CTA, which is number `index`.
-        CUTE_DEVICE WorkTile start(Flash_fwd_params const &params, TileQueue &queue, int index) {
+        // The CTA's next tile; the first one is number `index`.
+        CUTE_DEVICE WorkTile next_tile(Flash_fwd_params const &params, TileQueue &queue, int &index,
+                                       bool first) {
             if (follows()) return take();
-            WorkTile tile;
-            if (params.plan_ptr == nullptr) tile = get_tile(params, queue, plan(), index);
-            // No thread touches global memory before: the others wait for their first tile, or all
-            // have waited here already to make a plan.
-            cudaGridDependencySynchronize();
-            if (params.plan_ptr != nullptr) {
+            if (!first) {
+                index = next(queue, index);
+            } else if (params.plan_ptr != nullptr) {
+                cudaGridDependencySynchronize();
                 queue.tiles = planned_tiles(params, plan());
                 // Nothing is left to steal, and no atomic operation delays the last loads.
                 bool const steals = queue.tiles > static_cast<int>(gridDim.x);
                 if (CtaPlan<C>::kFits && !steals) queue.counter = nullptr;
-                tile = get_tile(params, queue, plan(), index);
             }
-            publish(params, tile);
-            return tile;
-        }
-
-        // The one after number `index`.
-        CUTE_DEVICE WorkTile advance(Flash_fwd_params const &params, TileQueue const &queue,
-                                     int &index) {
-            if (follows()) return take();
-            index = next(queue, index);
             WorkTile const tile = get_tile(params, queue, plan(), index);
+            // No thread touches global memory before: the others wait for their first tile, or all
+            // have waited here already to make a plan.
+            if (first) cudaGridDependencySynchronize();
             publish(params, tile);
             return tile;
         }
@@ -236,57 +226,51 @@ struct MainloopFwdSm90 {
             int index = blockIdx.x;
             auto const hint = reads_keys_once<C>(params) ? sm90::CacheHint::evict_first
                                                          : sm90::CacheHint::evict_last;
-            WorkTile tile = start(params, queue, index);
-            while (tile.m_block >= 0) {
-                int const head = tile.head_k;
-                int const batch = tile.batch_k;
-                BlockRange const blocks = tile.blocks;
-                int const row_k = tile.row_k;
-                int const seqlen_k = tile.seqlen_k;
-                // Of pages: where the next block's keys are, and the next block's values.
-                typename Pages::Place k_place{}, v_place{};
-                auto const look_up = [&](int n) {
-                    v_place = k_place;
-                    if (C.paged && n >= 0) {
-                        int const row = blocks.template block<C.mask>(n) * kTileN;
-                        k_place = Pages::look_up(params, maps, batch, row_k + row, seqlen_k - row);
-                    }
-                };
-                auto const load = [&](CUtensorMap const &map, PagedHead<Element> const &x,
-                                      auto *full, auto *empty, auto *smem, RingKV &ring,
-                                      typename Pages::Place place, int n) {
-                    if constexpr (C.paged) {
-                        load_pages(params, map, x, full, empty, smem, ring, place, head);
-                    } else {
-                        int const row = blocks.template block<C.mask>(n) * kTileN;
-                        load_kv(map, hint, full, empty, smem, ring, row_k + row, head, batch);
-                    }
-                };
-                auto const load_k = [&](int n) {
-                    load(maps.k, Pages::keys(params, head), storage.k_full, storage.k_empty,
-                         storage.k, k, k_place, n);
-                };
-                auto const load_v = [&](int n) {
-                    load(maps.v, Pages::values(params, head), storage.v_full, storage.v_empty,
-                         storage.v, v, v_place, n);
-                };
-                if (blocks.count > 0) {
-                    look_up(blocks.count - 1);
-                    load_k(blocks.count - 1);
-                    look_up(blocks.count - 2);
+            WorkTile tile{};
+            // Of pages: where the next block of keys is, and the next one of values.
+            typename Pages::Place k_place{}, v_place{};
+            auto const look_up = [&](int n) {
+                v_place = k_place;
+                if (C.paged && n >= 0) {
+                    int const row = tile.blocks.template block<C.mask>(n) * kTileN;
+                    k_place = Pages::look_up(params, maps, tile.batch_k, tile.row_k + row,
+                                             tile.seqlen_k - row);
+                }
+            };
+            auto const load_k = [&](int n) {
+                int const block = tile.blocks.template block<C.mask>(n);
+                load_kv(params, hint, tile, false, block, kv, k_place);
+                kv.advance();
+            };
+            // ring: where the same block's keys are.
+            auto const load_v = [&](int n, RingKV ring) {
+                int const block = tile.blocks.template block<C.mask>(n);
+                load_kv(params, hint, tile, true, block, ring, v_place);
+            };
+            // The next tile comes before the last values of the one in work, which wait for their
+            // buffer. So does the first one, behind a tile without blocks: a call over few keys
+            // waits for code to be fetched, and this way that of the next tile is there once.
+            bool first = true;
+            CUTE_NO_UNROLL
+            do {
+                WorkTile const following = next_tile(params, queue, index, first);
+                first = false;
+                if (tile.blocks.count > 0) load_v(0, kv.before());
+                tile = following;
+                int n = tile.blocks.count - 1;
+                if (n >= 0) {
+                    look_up(n);
+                    load_k(n);
+                    look_up(n - 1);
                     load_q(params, tile);
                 }
                 CUTE_NO_UNROLL
-                for (int n = blocks.count - 1; n > 0; --n) {
+                for (; n > 0; --n) {
                     load_k(n - 1);
-                    load_v(n);
+                    load_v(n, kv.before().before());
                     look_up(n - 2);
                 }
-                tile = advance(params, queue, index);
-                if (blocks.count > 0) {
-                    load_v(0);
-                }
-            }
+            } while (tile.m_block >= 0);
             cudaTriggerProgrammaticLaunchCompletion();
             if (copies(maps)) sm90::await_copies();
         }

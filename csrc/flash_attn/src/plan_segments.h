@@ -86,6 +86,13 @@ struct Segments {
         return clamp(int64_t(starts[i + 1]) - starts[i], 0, params.seqlen_k);
     }
 
+    // Sequence i over a cache, in a batch without cu_seqlens_q and seqused_q.
+    CUTE_DEVICE PlanTile of_dense_queries(int i) const {
+        PlanTile tile{.row_q = i * params.seqlen_q, .seqlen_q = params.seqlen_q, .partial_row = -1};
+        read_cache(i, tile);
+        return tile;
+    }
+
     CUTE_DEVICE PlanTile operator[](int segment) const {
         bool const of_sequence = segment % 2 == 1;
         int const i = (segment + 1) / 2 - 1;  // its sequence, or the one before its rows

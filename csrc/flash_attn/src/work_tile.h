@@ -62,14 +62,14 @@ struct SharedPiece {
     int part;          // of the WorkTile
 };
 
-// Makes a tile one of `parts` parts with equally many neighbouring key blocks. The keys before them
-// are taken off the sequence: masks, and distances of queries and keys, count from its end.
+// Makes a tile one of `parts` parts with equally many neighbouring key blocks, or the first ones
+// one more. The keys before them are taken off the sequence: masks, and distances of queries and
+// keys, count from its end.
 CUTE_HOST_DEVICE void take_part(WorkTile &tile, int tile_n, int part, int parts) {
     BlockRange &blocks = tile.blocks;
-    // blocks.count * i / parts, without its 64-bit product.
     int const each = blocks.count / parts, more = blocks.count - each * parts;
-    int const first = each * part + more * part / parts;
-    int const end = each * (part + 1) + more * (part + 1) / parts;
+    int const first = each * part + (part < more ? part : more);
+    int const end = first + each + (part < more ? 1 : 0);
     auto const within = [&](int n) { return (n < first ? first : n > end ? end : n) - first; };
     int const whole = within(blocks.left);
     blocks.unmasked = within(blocks.left + blocks.unmasked) - whole;
