@@ -249,14 +249,16 @@ struct MainloopFwdSm90 {
             };
             // The next tile comes before the last values of the one in work, which wait for their
             // buffer. So does the first one, behind a tile without blocks: a call over few keys
-            // waits for code to be fetched, and this way that of the next tile is there once.
-            bool first = true;
+            // waits for code to be fetched, and this way that of the next tile is there once. In
+            // kernels whose warpgroups may rest registers would spill.
+            bool first = !kMayRest<C>;
+            WorkTile following{};
+            if (!first) following = next_tile(params, queue, index, true);
             CUTE_NO_UNROLL
-            do {
-                WorkTile const following = next_tile(params, queue, index, first);
-                first = false;
+            while (true) {
                 if (tile.blocks.count > 0) load_v(0, kv.before());
                 tile = following;
+                if (tile.m_block < 0) break;
                 int n = tile.blocks.count - 1;
                 if (n >= 0) {
                     look_up(n);
@@ -270,7 +272,9 @@ struct MainloopFwdSm90 {
                     load_v(n, kv.before().before());
                     look_up(n - 2);
                 }
-            } while (tile.m_block >= 0);
+                following = next_tile(params, queue, index, first);
+                first = false;
+            }
             cudaTriggerProgrammaticLaunchCompletion();
             if (copies(maps)) sm90::await_copies();
         }
