@@ -21,6 +21,16 @@ from flashcute.distributed.communication import Communicator
 LOST = 2
 
 
+def wait_for_all(rank: int, world: int, what: str) -> None:
+    """Return when all ranks have got here: a rank lost sooner may break a call that others are in.
+
+    Through the store: a barrier of the group itself could be what is broken.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{rank} {what}", "")
+    store.wait([f"{other} {what}" for other in range(world)], datetime.timedelta(seconds=60.0))
+
+
 def lose(rank: int, world: int, scheme: str, how: str) -> str:
     """With which error a rank ended after one of four was lost."""
     timeout = 8.0 if how == "hangs" else 60.0
@@ -30,6 +40,7 @@ def lose(rank: int, world: int, scheme: str, how: str) -> str:
     function = functools.partial(getattr(fd, f"{scheme}_flash_attn_func"), group=group, causal=True)
     x = torch.randn(1, 32, 2, 16, requires_grad=True)
     out = function(x, x, x)
+    wait_for_all(rank, world, "has a result")
     message = ""
     if rank != LOST:
         try:
@@ -160,6 +171,7 @@ def test_a_group_without_a_backend_for_the_tensors_is_named(tmp_path):
 
 def in_subgroup(rank: int, world: int) -> str:
     group = dist.new_group([1, 2])
+    wait_for_all(rank, world, "has its group")
     x = torch.randn(1, 32, 2, 16)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -172,5 +184,7 @@ def in_subgroup(rank: int, world: int) -> str:
 
 def test_a_group_of_some_processes(tmp_path):
     outcomes = ranks.run(in_subgroup, 3, tmp_path)
+    for outcome in outcomes[:2]:
+        assert not outcome.error, outcome.error
     assert "expected a group that this process belongs to" in outcomes[0].value
     assert "lost rank 1 of the group (rank 2 of all):" in outcomes[1].value
