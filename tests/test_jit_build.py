@@ -185,6 +185,61 @@ extern "C" const char *source() { return __FILE__; }
     assert build.build(unit, counting_compiler(tmp)).artefact.path.read_bytes() == built
 
 
+def header_unit(text: str = "inline int number() { return 42; }\n") -> build.Unit:
+    flags = ("-shared", "-fPIC", "-x", "c++-header")
+    return build.Unit("first", "host", text, ".h", flags)
+
+
+def including_unit(number: int, header: build.Unit) -> build.Unit:
+    source = f'extern "C" int answer() {{ return number() + {number}; }}\n'
+    flags = ("-shared", "-fPIC", "-H")  # -H: names the files that are read, into the log
+    return build.Unit(f"unit{number}", "host", source, ".cpp", flags, header=header)
+
+
+def read_precompiled(result: build.BuildResult) -> bool:
+    return "! ./first.h.gch" in result.artefact.meta["log"]
+
+
+@pytest.fixture
+def no_headers(monkeypatch):
+    monkeypatch.setattr(build, "_compiled", type(build._compiled)())
+    monkeypatch.setattr(build, "_headers", {})
+
+
+def test_a_header_of_many_units_is_precompiled(tmp, no_headers):
+    compiler, header = counting_compiler(tmp), header_unit()
+    results = [build.build(including_unit(i, header), compiler) for i in range(6)]
+    assert [answer(r.artefact.path) for r in results] == [42 + i for i in range(6)]
+    assert [read_precompiled(r) for r in results] == [False] * 4 + [True] * 2
+    assert runs(tmp) == 7
+    # What was compiled is the same either way, and so is its key.
+    (built,) = (tmp / "cache").glob("first-host-*.so")
+    last = results[-1].artefact
+    content = last.path.read_bytes()
+    last.path.unlink()
+    built.unlink()  # as another process may: the text is compiled again
+    again = build.build(including_unit(5, header), compiler)
+    assert not read_precompiled(again)
+    assert (again.artefact.path, again.artefact.path.read_bytes()) == (last.path, content)
+
+
+def test_units_built_together_share_a_precompiled_header(tmp, no_headers):
+    units = [including_unit(i, header_unit()) for i in range(5)]
+    results = build.build_many(units, counting_compiler(tmp), 2)
+    assert all(read_precompiled(r) for r in results)
+    other = including_unit(0, header_unit("inline int number() { return 43; }\n"))
+    result = build.build(other, counting_compiler(tmp))
+    assert answer(result.artefact.path) == 43
+    assert not read_precompiled(result)
+
+
+def test_a_header_that_does_not_compile_is_an_error_of_its_units(tmp, no_headers):
+    units = [including_unit(i, header_unit("int number( {\n")) for i in range(6)]
+    results = build.build_many(units, counting_compiler(tmp), 2)
+    assert all("first.h" in r.error and "error:" in r.error for r in results)
+    assert runs(tmp) == 7  # the header once
+
+
 def test_compiler_error_is_quoted_and_leaves_nothing(tmp):
     unit = build.Unit("bad", "host", "int answer( { }\n", ".cpp", ("-shared",))
     with pytest.raises(
