@@ -196,7 +196,7 @@ class FwdConfig:
 # Queries of a backward kernel's tile divide this: kRowStatsMultiple of flash.h.
 ROW_STATS_MULTIPLE = 128
 # Rows of queries of a semaphore of the backward: kSemaphoreRows of flash.h.
-SEMAPHORE_ROWS = 64
+SEMAPHORE_ROWS = 32
 
 # Keys of a CTA of the sm90 class's backward, and queries of a step, by head dimension. With 128
 # queries each warpgroup computes half of dQ's rows; with 64 half of its columns, in whole pages of

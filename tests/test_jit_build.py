@@ -223,6 +223,17 @@ def test_a_header_of_many_units_is_precompiled(tmp, no_headers):
     assert (again.artefact.path, again.artefact.path.read_bytes()) == (last.path, content)
 
 
+def test_every_file_of_an_overriding_folder_is_in_the_key(tmp):
+    """Headers of other libraries may include it, which no search of the unit's own ones finds."""
+    folder, compiler = tmp / "overriding", counting_compiler(tmp)
+    folder.mkdir()
+    header = dataclasses.replace(header_unit(), overriding_dirs=(folder,))
+    unit = including_unit(0, header)
+    keys = [header.key(compiler), unit.key(compiler)]
+    (folder / "number.h").write_text("// not included by name\n")
+    assert header.key(compiler) != keys[0] and unit.key(compiler) != keys[1]
+
+
 def test_units_built_together_share_a_precompiled_header(tmp, no_headers):
     units = [including_unit(i, header_unit()) for i in range(5)]
     results = build.build_many(units, counting_compiler(tmp), 2)

@@ -16,7 +16,7 @@ from ..config import ROW_STATS_MULTIPLE, SEMAPHORE_ROWS
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 20  # flash::kAbiVersion
+ABI_VERSION = 21  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {

@@ -65,7 +65,8 @@ class Unit:
         libraries: Linker flags after the source; may hold paths, which are not part of the key.
         project_dirs: Include folders whose headers enter the key with their bytes.
         external_dirs: Include folders that enter the key through ``external`` only.
-        overriding_dirs: Likewise, searched before ``project_dirs``.
+        overriding_dirs: Include folders searched before all others, whose files all enter the key:
+            what ``external_dirs`` hold may include some of them.
         external: Names and versions of what ``external_dirs`` hold.
         header: A unit of a precompiled header, whose text comes before ``source``. Its entry is
             read instead where it has been built.
@@ -89,6 +90,10 @@ class Unit:
         digests = sorted(
             (Path(path).name, hashlib.sha256(data).hexdigest()) for path, data in headers.items()
         )
+        for folder in self.overriding_dirs:
+            for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+                name = str(path.relative_to(folder))
+                digests.append((name, hashlib.sha256(path.read_bytes()).hexdigest()))
         libraries = [flag for flag in self.libraries if not flag.startswith("-L")]
         content = [self.name, self.target, self.source, self.suffix, self.flags, libraries]
         if self.header is not None:

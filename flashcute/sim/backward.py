@@ -65,10 +65,10 @@ def run_bwd(
 
     Returns:
         A result whose outputs are those wanted, with sinks ``dsinks`` (h,) in float32, and the
-        workspaces ``row_stats`` and, with ``fused``, ``dq_accum``, in the sm90 class
-        ``dq_semaphore``, too, flat, and without a mask ``dkv_partial``, NaN where none leaves sums
-        to others; with several ``head_parts`` that is (2, b, seqlen_k, h_k * head_parts, d), sums
-        of dk and dv. Its counters are those of all kernels together.
+        workspaces ``row_stats`` and, with ``fused``, ``dq_accum`` and ``dq_semaphore``, flat; in
+        the sm90 class without a mask ``dkv_partial``, too, NaN where none leaves sums to others;
+        with several ``head_parts`` that is (2, b, seqlen_k, h_k * head_parts, d), sums of dk and
+        dv. Its counters are those of all kernels together.
 
     Raises:
         ValueError, TypeError, BuildError: as :func:`run_fwd`.
@@ -87,12 +87,11 @@ def run_bwd(
     if config.dq_accum:
         shape = (b, h, rounded, config.dq_accum)
         outputs["dq_accum"] = q.new_full(shape, math.nan, dtype=torch.float32)
-        if config.arch == 90:
-            words = abi.semaphores(b * h, rounded)
-            outputs["dq_semaphore"] = torch.full((words,), -1, dtype=torch.int32)
-            if config.mask == "none":
-                shape = (sms, 2, config.dkv.rows, config.head_dim)
-                outputs["dkv_partial"] = q.new_full(shape, math.nan, dtype=torch.float32)
+        words = abi.semaphores(b * h, rounded)
+        outputs["dq_semaphore"] = torch.full((words,), -1, dtype=torch.int32)
+        if config.arch == 90 and config.mask == "none":
+            shape = (sms, 2, config.dkv.rows, config.head_dim)
+            outputs["dkv_partial"] = q.new_full(shape, math.nan, dtype=torch.float32)
     if head_parts > 1:
         outputs["dkv_partial"] = _sums_of_parts(k, head_parts)
     if sinks is not None:
@@ -173,9 +172,8 @@ def run_varlen_bwd(
     if config.dq_accum:
         shape = (h, rows, config.dq_accum)
         outputs["dq_accum"] = q.new_full(shape, math.nan, dtype=torch.float32)
-        if config.arch == 90:
-            words = abi.semaphores(h, rows)
-            outputs["dq_semaphore"] = torch.full((words,), -1, dtype=torch.int32)
+        words = abi.semaphores(h, rows)
+        outputs["dq_semaphore"] = torch.full((words,), -1, dtype=torch.int32)
     if head_parts > 1:
         outputs["dkv_partial"] = _sums_of_parts(k, head_parts)
     words = abi.bwd_plan_words(total_q, k.shape[0], b)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import platform
 import re
 from collections.abc import Callable, Sequence
@@ -86,17 +85,6 @@ def simulator_dir() -> Path:
             "flashcute again, they are part of its wheel"
         )
     return folder
-
-
-def _include_digest() -> str:
-    """Digest of the headers that replace CuTe's and CUDA's: CuTe includes some of them itself, and
-    the search for a unit's headers does not look there."""
-    digest = hashlib.sha256()
-    folder = simulator_dir() / "include"
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        digest.update(f"{path.relative_to(folder)}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _machine_flags() -> tuple[str, ...]:
@@ -248,7 +236,7 @@ def device_unit(
     header = Unit(
         name="headers",
         target=f"sim-{checker}",
-        source=f"// The simulator's headers {_include_digest()}.\n{_HEADERS}",
+        source=_HEADERS,
         suffix=".h",
         flags=(*_KERNEL_FLAGS, *_machine_flags(), *CHECKERS[checker], "-x", "c++-header"),
         # First on the include path: it replaces some of the kernels' headers.

@@ -12,7 +12,7 @@ _BLOCKS = "block_info.h"
 _STEP = """\
             cp_async_wait<0>();
             __syncthreads();
-            if constexpr (kStages == 2) {
+            if constexpr (Traits::kKeepsOrder) count_before(params, tile, head, n);
 """
 _RACE = "data race"
 _WINDOW = with_mask(TOGETHER, "local")
@@ -43,7 +43,7 @@ MUTANTS = (
         *("racecheck", _RACE),
     ),
     _mutant("stage not switched", _MAINLOOP, "stage ^= 1;", ";"),
-    _mutant("mask forgotten", _MAINLOOP, "if (n >= tile.blocks.unmasked) mask", "if (false) mask"),
+    _mutant("mask forgotten", _MAINLOOP, "if (is_cut(tile, n)) mask", "if (false) mask"),
     _mutant(
         "mask off by one",
         _MAINLOOP,

@@ -13,7 +13,7 @@ _PREPROCESS = "flash_bwd_preprocess_kernel.h"
 _SEGMENTS = "plan_segments.h"
 _SCORES = "score_mod.h"
 _MODIFY = "            if constexpr (kModifies) modify(params, tile, tSrS, tSrG, block(n), head);\n"
-_MASK = "            if (n >= tile.blocks.unmasked) mask(params, tile, tSrS, block(n));\n"
+_MASK = "            if (is_cut(tile, n)) mask(params, tile, tSrS, block(n));\n"
 
 
 def _mutant(name: str, file: str, old: str, new: str, report: str = "") -> Mutant:

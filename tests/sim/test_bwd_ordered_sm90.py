@@ -5,18 +5,19 @@ import re
 
 import pytest
 import tiers
-from backward import GRADIENTS, Problem, check, make_problem, passed, same, with_mask
+from backward import check, make_problem, passed, same, with_mask
 from backward_options import SOME, make_ragged
-from bwd_checks import faultless, wrong_numbers
+from bwd_checks import faultless
 from mutants_bwd_ordered_sm90 import MUTANTS
 from mutants_bwd_sm90 import COLUMNS, ROWS
 from mutants_bwd_wide_sm90 import WIDE
+from ordered_checks import WINDOW, check_order, faults, visitors
 from planted import build_mutants
 from test_bwd_sm90 import OWNED, semaphores_of
 
 from flashcute import sim
 from flashcute.config import MASKS
-from flashcute.heuristics import bwd_with_options, fused_bwd_config
+from flashcute.heuristics import bwd_with_options
 
 # Three and six tiles of keys up to d = 128, which more CTAs than these compute; queries that see no
 # key, in groups of heads. The last number is of SMs.
@@ -24,8 +25,6 @@ SHAPES = ((2, 140, 700, 2, 1, 4), (1, 300, 200, 4, 2, 6))
 # Of each way to write dQ; the others differ in sizes.
 DENSE = [with_mask(config, mask) for config in (ROWS, COLUMNS, WIDE) for mask in MASKS]
 RAGGED = [bwd_with_options(config, varlen=True) for config in DENSE]
-# Up to five tiles visit a block; of one or two the order of the sums would not matter.
-WINDOW = (300, 130)
 LONG = ((300, 40, 500), (500, 300, 500))
 # The first tiles of this window visit fewer blocks than those behind them, of which none may come
 # first, as it would wait for ever on one SM.
@@ -42,16 +41,6 @@ def kernels():
     return sim.build_kernels([(config, "none") for config in (*DENSE, *RAGGED)])
 
 
-def check_order(run, check_result):
-    """Under several schedules; returns one result."""
-    first = run()
-    check_result(first)
-    for seed, copy_mode in enumerate(sim.COPY_MODES):
-        again = run(seed=seed + 1, copy_mode=copy_mode, launches=1 + seed % 2)
-        assert same(first, passed(again))
-    return first
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", DENSE, ids=lambda c: c.full_name)
 def test_gradients_are_repeatable(config, shape):
@@ -64,18 +53,9 @@ def test_gradients_are_repeatable(config, shape):
 
     result = check_order(run, lambda x: check(problem, x))
     keys, queries = config.cluster * config.dkv.rows, config.dkv.step
-    _, n, m, *_ = shape
-    left, right = {"none": (n + m, n + m), "causal": (n + m, 0), "local": WINDOW}[config.mask]
-    visitors = [
-        sum(
-            max(0, block + m - n - left) < min(first + keys, m)
-            and min(block + queries, n) - 1 + m - n + right >= first
-            for first in range(0, m, keys)
-        )
-        for block in range(0, n, queries)
-    ]
+    counts = visitors(*shape[1:3], config.mask, queries, keys)
     found = semaphores_of(problem, config, result).flatten(0, 1)
-    assert all(row == [config.cluster * x for x in visitors] for row in found.tolist())
+    assert all(row == [config.cluster * x for x in counts] for row in found.tolist())
 
 
 @pytest.mark.parametrize("shape", OWNED, ids=lambda s: "-".join(map(str, s)))
@@ -115,12 +95,6 @@ def test_tiles_of_a_plan_are_in_order(config):
     problem.check(problem.run(config, sms=1, deterministic=True))
 
 
-def test_kernels_without_an_order_refuse():
-    config = fused_bwd_config("bf16", 64, "causal", (9, 0))
-    result = make_problem(config, (1, 70, 300, 1, 1)).run(config, deterministic=True)
-    assert result.verdict == "fail" and result.counters["blocks"] == 0
-
-
 @functools.cache
 def mutant_problems(config):
     if config.varlen:
@@ -132,33 +106,6 @@ def mutant_problems(config):
     ]
 
 
-def wrong(problem, result):
-    if isinstance(problem, Problem):
-        return wrong_numbers(problem, result)
-    try:
-        problem.check(result)
-    except AssertionError:
-        return True
-    return False
-
-
-def faults(config, kernel, finder):
-    """What runs on several schedules report, and whether gradients are wrong or differ."""
-    for problem, sms in mutant_problems(config):
-        first = None
-        for seed, copy_mode in enumerate(2 * sim.COPY_MODES):
-            options = {"seed": seed, "copy_mode": copy_mode, "sms": sms, "timeout": 120}
-            result = problem.run(config, kernel=kernel, deterministic=True, **options)
-            if result.verdict == "fail":
-                yield result.message
-                break
-            if first is None and wrong(problem, result):
-                yield finder
-            first = first or result
-            if not same(first, result, (*GRADIENTS, "dsinks")):
-                yield finder
-
-
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     return build_mutants([*MUTANTS, *FAULTLESS], tmp_path_factory.mktemp("mutants"))
@@ -167,7 +114,9 @@ def planted(tmp_path_factory):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, planted):
     found = []
-    for fault in faults(mutant.config, planted[mutant.name], mutant.finder):
+    for fault in faults(
+        mutant_problems(mutant.config), mutant.config, planted[mutant.name], mutant.finder
+    ):
         found.append(fault)
         if fault == mutant.finder or (mutant.report and re.search(mutant.report, fault)):
             return
@@ -176,4 +125,6 @@ def test_mutant_is_found(mutant, planted):
 
 @pytest.mark.parametrize("faultless", FAULTLESS, ids=lambda m: m.name)
 def test_unmutated_kernels_pass_the_same_checks(faultless, planted):
-    assert not [*faults(faultless.config, planted[faultless.name], "numerics")]
+    config = faultless.config
+    problems = mutant_problems(config)
+    assert not [*faults(problems, config, planted[faultless.name], "numerics")]

@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to the parameters, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 20;
+inline constexpr int32_t kAbiVersion = 21;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -72,7 +72,7 @@ struct BwdConfig {
 // tile divides.
 inline constexpr int32_t kRowStatsMultiple = 128;
 // Rows of queries that a semaphore of their sums of dQ stands for.
-inline constexpr int32_t kSemaphoreRows = 64;
+inline constexpr int32_t kSemaphoreRows = 32;
 // Of a ragged batch: where those of sequence i begin, whose queries begin at row_q, and how many a
 // head has. Each sequence has one block of 128 rows more than its rows need, for the rows of no
 // sequence behind it. i = -1: the rows before the first sequence; i = b: those behind the last one,
@@ -282,10 +282,10 @@ struct Flash_bwd_params : Flash_fwd_params {
     // (sm90), those in work are at its beginning.
     float *dq_accum_ptr;
     // Workspace of BwdConfig::fused, (b, h, seqlen_q_rounded / kSemaphoreRows), and a word behind
-    // it (sm90). CTAs that have added their part to the sums of these rows, where they do it in an
-    // order, or that have stored the first sums, where first tiles of keys store them; the
-    // word counts the tiles that are taken. Null: workers take turns with the tiles, which add to
-    // zeros in any order.
+    // it. CTAs that have added their part to the sums of these rows, where they do it in an order,
+    // or that have stored the first sums, where first tiles of keys store them (sm90); the word
+    // counts the tiles that are taken. Null: workers take turns with the tiles, which add to zeros
+    // in any order.
     uint32_t *dq_semaphore_ptr;
     // Workspace of Kernel_description::dkv_partial() floats, aligned to 16 bytes. With head_parts
     // the sums of dK and dV of each part; without, of each CTA those of dV and dK of a part of a
@@ -302,8 +302,8 @@ struct Flash_bwd_params : Flash_fwd_params {
     // seqlen_q rounded up to a multiple of kRowStatsMultiple; of a ragged batch row_stats_rows(),
     // and the row statistics are (h, seqlen_q_rounded, 2).
     int32_t seqlen_q_rounded;
-    // 0 or 1: gradients are bitwise repeatable, which takes dq_semaphore_ptr. Kernels whose sums of
-    // dQ have no order (sm80, BwdConfig::fused) refuse it.
+    // 0 or 1: gradients are bitwise repeatable. With BwdConfig::fused that takes dq_semaphore_ptr,
+    // and kernels of the sm80 class with score changes or dropout refuse it.
     int32_t deterministic;
     // Of the sm90 class, set at the launch: first_sums_sm90.h.
     int32_t stores_first;

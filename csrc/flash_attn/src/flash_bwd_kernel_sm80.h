@@ -4,8 +4,10 @@
 #include "dq_sums.h"
 #include "flash.h"
 #include "flash_bwd_postprocess.h"
+#include "flash_bwd_preprocess_kernel.h"
 #include "head_parts.h"
 #include "mainloop_bwd_sm80.h"
+#include "order_dq_sm80.h"
 #include "tile_scheduler.h"
 #include "work_plan.h"
 
@@ -39,6 +41,24 @@ struct TileSchedulerBwd {
         int64_t const of_a_head =
             kVarlen ? params.plan_capacity : int64_t(params.b) * num_blocks(params);
         return of_a_head * num_heads(params);
+    }
+    // The number of a CTA's tile. Where tiles wait for those before them it is drawn: in which
+    // order CTAs start is not said.
+    CUTE_DEVICE static int draw_tile(Flash_bwd_params const &params,
+                                     typename Traits::SharedStorage &storage) {
+        if constexpr (Traits::kKeepsOrder) {
+            if (OrderDqSm80<Traits>::is_kept(params)) {
+                auto *const drawn = reinterpret_cast<unsigned *>(storage.stats);
+                if (threadIdx.x == 0) {
+                    *drawn = atomicAdd(RowStats<Traits::kConfig>::tile_counter(params), 1u);
+                }
+                __syncthreads();
+                int const index = static_cast<int>(*drawn);
+                __syncthreads();  // the tile's first statistics come there
+                return index;
+            }
+        }
+        return static_cast<int>(blockIdx.x);
     }
     // Whether there is such a tile: of a ragged batch num_tiles() is an upper bound.
     CUTE_HOST_DEVICE static bool has_tile(Flash_bwd_params const &params, int index) {
@@ -146,7 +166,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
 
     using Scheduler = TileSchedulerBwd<Traits>;
-    int const index = blockIdx.x;
+    int const index = Scheduler::draw_tile(params, storage);
     if (!Scheduler::has_tile(params, index)) {
         return;
     }

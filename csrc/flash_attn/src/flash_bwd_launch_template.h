@@ -23,6 +23,7 @@ cudaError_t enqueue_pass(Flash_bwd_params params, void *stream) {
     using Scheduler = TileSchedulerBwd<Traits>;
     if constexpr (C.varlen) {
         constexpr bool kValid = kPass == BwdPass::dv;  // which follows dK and has the same tiles
+        params.plan_in_order = OrderDqSm80<Traits>::is_kept(params);
         cudaError_t const error = enqueue_plan<Scheduler>(params, kValid, stream);
         if (error != cudaSuccess) {
             return error;
@@ -74,7 +75,8 @@ cudaError_t enqueue_fused(Flash_bwd_params const &params, void *stream) {
 
 template <BwdConfig C>
 int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
-    if (!may_divide_heads(*params) || (C.fused && params->deterministic != 0)) {
+    bool const repeats = !C.fused || (may_keep_order<C> && params->dq_semaphore_ptr != nullptr);
+    if (!may_divide_heads(*params) || (params->deterministic != 0 && !repeats)) {
         return cudaErrorInvalidValue;
     }
     cudaError_t error = enqueue_preprocess<C>(*params, stream);

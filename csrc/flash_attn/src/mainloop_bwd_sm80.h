@@ -21,6 +21,7 @@
 #include "dropout.h"
 #include "kernel_traits_bwd_sm80.h"
 #include "mask.h"
+#include "order_dq_sm80.h"
 #include "score_mod.h"
 #include "tile_copy_sm80.h"
 #include "utils.h"
@@ -45,8 +46,6 @@ struct MainloopBwdSm80 {
     static constexpr bool kModifies = kCaps || Traits::kConfig.alibi;
     static constexpr bool kVarlen = Traits::kConfig.varlen;
     static constexpr int kRowsPerThread = 2 * kTileM / (16 * Traits::kWarpsM);
-    // Visits of keys in the order of the forward; those of queries as under a window.
-    static constexpr MaskKind kOrder = kOwnsQueries ? Traits::kMask : MaskKind::local;
 
     // Rows of one head of a tensor of queries or keys.
     struct Rows {
@@ -287,13 +286,60 @@ struct MainloopBwdSm80 {
                                    [](int j) { return key_of(0, j); });
     }
 
+    // From masked scores to P, as (queries, keys). stats_at: the statistics of the i-th query.
+    template <class P, class StatsAt>
+    CUTE_DEVICE static void exponentiate(Flash_bwd_params const &params, P &p,
+                                         StatsAt const &stats_at) {
+        CUTE_UNROLL
+        for (int i = 0; i < size<0>(p); ++i) {
+            float const lse_log2 = stats_at(i).x;
+            CUTE_UNROLL
+            for (int j = 0; j < size<1>(p); ++j) {
+                p(i, j) = exp2f(p(i, j) * params.scale_softmax_log2 - lse_log2);
+            }
+        }
+    }
+
+    // The block of visit n, of visits that are counted down. Keys are visited in the order of the
+    // forward, queries as under a window; where tiles keep their order from the last block down, so
+    // that under every mask a tile comes to a block before the tiles behind it do.
+    CUTE_DEVICE static int block_of(WorkTile const &tile, int n) {
+        if constexpr (Traits::kKeepsOrder) {
+            return tile.blocks.begin + n;
+        }
+        constexpr MaskKind kOrder = kOwnsQueries ? Traits::kMask : MaskKind::local;
+        return tile.blocks.template block<kOrder>(n);
+    }
+    // Whether some row of it does not see all keys.
+    CUTE_DEVICE static bool is_cut(WorkTile const &tile, int n) {
+        return Traits::kKeepsOrder ? !tile.blocks.is_whole(n) : n >= tile.blocks.unmasked;
+    }
+
+    using Order = OrderDqSm80<Traits>;
+    CUTE_DEVICE static void await_turn(Flash_bwd_params const &params, WorkTile const &tile,
+                                       int head, int n) {
+        if (Order::is_kept(params) && threadIdx.x == 0) {
+            int const block = block_of(tile, n);
+            Order::await(params, tile, block, workspace_row(params, tile, head, block));
+        }
+    }
+    // Counts the part of the visit before visit n of this head, if there was one.
+    CUTE_DEVICE static void count_before(Flash_bwd_params const &params, WorkTile const &tile,
+                                         int head, int n) {
+        bool const of_head = n < tile.blocks.count - 1;
+        if (Order::is_kept(params) && threadIdx.x == 0 && (of_head || head > tile.head_q)) {
+            int const block = block_of(tile, of_head ? n + 1 : 0);
+            Order::count(params, workspace_row(params, tile, of_head ? head : head - 1, block));
+        }
+    }
+
     // dX and dY are the accumulators (4, MMA_M, d/8) of dQ or dK, not yet scaled, and of dV.
     template <class AccX, class AccY>
     CUTE_DEVICE static void run(Flash_bwd_params const &params, SharedStorage &storage,
                                 WorkTile const &tile, AccX &dX, AccY &dY) {
         int const thread = threadIdx.x;
         TiledMma mma;
-        auto const block = [&](int n) { return tile.blocks.template block<kOrder>(n); };
+        auto const block = [&](int n) { return block_of(tile, n); };
         DropoutBwd<Traits> const dropout(params, tile, thread);
 
         // The statistics of owned rows; those of visited rows come with them.
@@ -326,6 +372,7 @@ struct MainloopBwdSm80 {
             // This step's tiles have landed; all warps are done with the other stage.
             cp_async_wait<0>();
             __syncthreads();
+            if constexpr (Traits::kKeepsOrder) count_before(params, tile, head, n);
             if constexpr (kStages == 2) {
                 if (left > 1) load_next(stage ^ 1);
             }
@@ -337,7 +384,7 @@ struct MainloopBwdSm80 {
             Tensor tSrG = make_fragment_like(tSrS);  // (4, MMA_M, N/8), derivatives of the softcap
             scores(tSrS, storage, 0, step_x);
             if constexpr (kModifies) modify(params, tile, tSrS, tSrG, block(n), head);
-            if (n >= tile.blocks.unmasked) mask(params, tile, tSrS, block(n));
+            if (is_cut(tile, n)) mask(params, tile, tSrS, block(n));
             Tensor p = queries_by_keys(tSrS);
             Tensor g = queries_by_keys(tSrG);
             auto const stats_at = [&](int i) {
@@ -347,14 +394,7 @@ struct MainloopBwdSm80 {
                     return storage.stats[stage][query_of(thread, i)];
                 }
             };
-            CUTE_UNROLL
-            for (int i = 0; i < size<0>(p); ++i) {
-                float const lse_log2 = stats_at(i).x;
-                CUTE_UNROLL
-                for (int j = 0; j < size<1>(p); ++j) {
-                    p(i, j) = exp2f(p(i, j) * params.scale_softmax_log2 - lse_log2);
-                }
-            }
+            exponentiate(params, p, stats_at);
             if constexpr (kDrops) dropout.mark(tSrS, block(n), head);
             auto const rounded_p = [&] {
                 if constexpr (kDrops) {
@@ -387,6 +427,7 @@ struct MainloopBwdSm80 {
                 if constexpr (!Traits::kSharesP) accumulate(dX, rDs, step_x);
             }
             if constexpr (Traits::kSumsDq) {
+                if constexpr (Traits::kKeepsOrder) await_turn(params, tile, head, n);
                 __syncthreads();  // dS is complete; unless P is shared all have read the step
                 if constexpr (Traits::kSharesP) {
                     accumulate_shared(dY, storage.p, step_y);
@@ -407,6 +448,10 @@ struct MainloopBwdSm80 {
             head = next_head;
         }
         cp_async_wait<0>();
+        if (Traits::kKeepsOrder && Order::is_kept(params)) {
+            __syncthreads();  // all warps have added the last part
+            count_before(params, tile, head, n);
+        }
     }
 };
 

@@ -1,0 +1,88 @@
+"""Faults planted into the order in which tiles of the sm80 class add to dQ, as in ``mutants.py``:
+found by gradients that differ from schedule to schedule, or are wrong, or by what is reported."""
+
+from __future__ import annotations
+
+from backward import with_mask
+from mutants import Mutant
+from mutants_bwd_fused import FUSED
+from mutants_bwd_sm90 import POLLS
+
+from flashcute.config import BwdConfig
+from flashcute.heuristics import bwd_with_options
+
+_ORDER = "order_dq_sm80.h"
+_FULL = with_mask(FUSED, "none")
+_LOCAL = with_mask(FUSED, "local")
+_RAGGED_LOCAL = bwd_with_options(_LOCAL, varlen=True)
+_WAIT = """\
+        while (before > 0 && sm90::load_acquire(semaphore) < static_cast<uint32_t>(before)) {
+        }
+"""
+_LAST = "            count_before(params, tile, head, n);\n        }\n"
+
+
+def _mutant(
+    name: str, file: str, old: str, new: str, config: BwdConfig = _FULL, report: str = ""
+) -> Mutant:
+    return Mutant(name, file, old, new, "numerics", report, config)
+
+
+MUTANTS = (
+    _mutant("tiles wait for none", _ORDER, "while (before > 0 &&", "while (before < 0 &&"),
+    _mutant(
+        *("tiles wait for one alone", _ORDER),
+        *("< static_cast<uint32_t>(before)", "< 1u"),
+    ),
+    _mutant(
+        "a part is counted before it is added",
+        _ORDER,
+        _WAIT,
+        f"{_WAIT}        count(params, row);\n",
+    ),
+    _mutant(
+        "the last part is not counted",
+        "mainloop_bwd_sm80.h",
+        _LAST,
+        "        }\n",
+        report=POLLS,
+    ),
+    _mutant(
+        "the last part of a head is not counted",
+        "mainloop_bwd_sm80.h",
+        "(of_head || head > tile.head_q)",
+        "of_head",
+        _LOCAL,
+        POLLS,
+    ),
+    _mutant(
+        "tiles wait for those that do not visit the block, too",
+        _ORDER,
+        "tile.m_block - Info::first_visitor(params, tile, block)",
+        "tile.m_block",
+        _LOCAL,
+        POLLS,
+    ),
+    _mutant(
+        "a plan has the longest tiles first",
+        "flash_bwd_launch_template.h",
+        "params.plan_in_order = OrderDqSm80<Traits>::is_kept(params);",
+        "params.plan_in_order = 0;",
+        _RAGGED_LOCAL,
+        POLLS,
+    ),
+    _mutant(
+        "of a CTA's semaphores the first alone is reset",
+        "flash_bwd_preprocess_kernel.h",
+        "thread < Stats::kSemaphoresOfRows",
+        "thread < 1",
+        report=POLLS,
+    ),
+    _mutant(
+        "the counter of tiles is not reset",
+        "flash_bwd_preprocess_kernel.h",
+        "if (first_row + thread == 0) *Stats::tile_counter(params) = 0;",
+        "",
+        report="outside every tensor",
+    ),
+)

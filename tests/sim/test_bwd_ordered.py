@@ -1,0 +1,134 @@
+"""Repeatable gradients of the sm80 class's one kernel, whose tiles of keys add to dQ in order."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+from backward import check, make_problem, passed, same, with_mask
+from backward_options import SOME, make_dense, make_ragged, run_dense
+from bwd_checks import faultless
+from mutants_bwd_fused import DIVIDED, FUSED, ONE_STAGE
+from mutants_bwd_ordered import MUTANTS
+from ordered_checks import WINDOW, check_order, faults, visitors
+from planted import build_mutants
+
+from flashcute import sim
+from flashcute.config import BWD_OPTIONS, MASKS, SEMAPHORE_ROWS
+from flashcute.heuristics import bwd_with_options, fused_bwd_config
+
+# Up to eleven tiles of keys; queries that see no key, in groups of heads. The last number is of
+# SMs: fewer than tiles wait for each other.
+SHAPES = ((2, 140, 700, 2, 1, 4), (1, 300, 200, 4, 2, 6), (1, 300, 500, 1, 1, 1))
+DENSE = [with_mask(config, mask) for config in (FUSED, DIVIDED) for mask in MASKS] + [ONE_STAGE]
+RAGGED = [bwd_with_options(config, varlen=True) for config in DENSE[:6]]
+# The first tiles of this window visit fewer blocks than those behind them.
+RISING = ((300, 100), (300, 100))
+OF_RISING = (0, 190)
+FAULTLESS = faultless(mutant.config for mutant in MUTANTS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    sim.build_runners(["none"])
+    return sim.build_kernels([(config, "none") for config in (*DENSE, *RAGGED)])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize("config", DENSE, ids=lambda c: c.full_name)
+def test_gradients_are_repeatable(config, shape):
+    """A semaphore ends with the number of tiles that visit its block."""
+    *shape, sms = shape
+    b, n, m, h, _ = shape
+    problem = make_problem(config, shape, extras=True, window=WINDOW)
+
+    def run(**options):
+        return problem.run(config, sms=sms, deterministic=True, **options)
+
+    result = check_order(run, lambda x: check(problem, x))
+    queries, keys = config.dkv.step, config.dkv.rows
+    counts = visitors(n, m, config.mask, queries, keys)
+    *found, drawn = result.outputs["dq_semaphore"].tolist()
+    heads = b * h
+    words = len(found) // heads
+    every = queries // SEMAPHORE_ROWS
+    for head in range(heads):
+        of_head = found[head * words : (head + 1) * words]
+        assert of_head[::every][: len(counts)] == counts
+    assert drawn == -(-m // keys) * b * shape[4]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_of_the_heads_keep_an_order_of_their_own(parts):
+    problem = make_problem(FUSED, (1, 140, 300, 4, 1), extras=True)
+    check_order(
+        lambda **options: problem.run(
+            FUSED, sms=5, deterministic=True, head_parts=parts, **options
+        ),
+        lambda result: check(problem, result),
+    )
+
+
+@pytest.mark.parametrize("wanted", [("dq",), ("dk", "dv")], ids="-".join)
+def test_some_gradients(wanted):
+    problem = make_problem(FUSED, (1, 140, 300, 4, 2), extras=True)
+    every = passed(problem.run(FUSED, sms=4, deterministic=True))
+    some = passed(problem.run(FUSED, sms=4, deterministic=True, wanted=wanted))
+    assert same(some, every, (*wanted, "dsinks"))
+
+
+@pytest.mark.parametrize("config", RAGGED, ids=lambda c: c.full_name)
+def test_gradients_of_a_ragged_batch_are_repeatable(config):
+    window = {"window_size": WINDOW} if config.mask == "local" else {}
+    problem = make_ragged(config, SOME, **window)
+    check_order(
+        lambda **options: problem.run(config, sms=4, deterministic=True, **options), problem.check
+    )
+
+
+@pytest.mark.parametrize("config", [c for c in RAGGED if c.mask == "local"], ids=lambda c: c.name)
+def test_tiles_of_a_plan_are_in_order(config):
+    """On one SM a tile that came ahead of one it waits for would wait for ever."""
+    problem = make_ragged(config, RISING, window_size=OF_RISING)
+    problem.check(problem.run(config, sms=1, deterministic=True))
+
+
+@pytest.mark.parametrize("option", BWD_OPTIONS[:3])
+def test_kernels_without_registers_for_an_order_refuse(option):
+    config = bwd_with_options(fused_bwd_config("bf16", 64), **{option: True})
+    problem = make_dense(config, (1, 70, 300, 1, 1))
+    result = run_dense(problem, config, deterministic=True)
+    assert result.verdict == "fail" and result.counters["blocks"] == 0
+
+
+@functools.cache
+def mutant_problems(config):
+    if config.varlen:
+        return [(make_ragged(config, RISING, window_size=OF_RISING), 1)]
+    return [
+        (make_problem(config, shape, extras=True, window=WINDOW), sms)
+        for *shape, sms in ((1, 140, 500, 1, 1, 8), *SHAPES)
+    ]
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    return build_mutants([*MUTANTS, *FAULTLESS], tmp_path_factory.mktemp("mutants"))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_found(mutant, planted):
+    found, problems = [], mutant_problems(mutant.config)
+    for fault in faults(problems, mutant.config, planted[mutant.name], mutant.finder):
+        found.append(fault)
+        if fault == mutant.finder or (mutant.report and re.search(mutant.report, fault)):
+            return
+    pytest.fail(f"{mutant.name} survived: {found}")
+
+
+@pytest.mark.parametrize("faultless", FAULTLESS, ids=lambda m: m.name)
+def test_unmutated_kernels_pass_the_same_checks(faultless, planted):
+    config = faultless.config
+    problems = mutant_problems(config)
+    assert not [*faults(problems, config, planted[faultless.name], "numerics")]
