@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
+import pytest
 from backward import GRADIENTS, Problem, passed, same
 from bwd_checks import wrong_numbers
+from mutants import Mutant
 
 from flashcute import sim
 
@@ -65,3 +68,16 @@ def faults(problems, config, kernel, finder: str) -> Iterator[str]:
             first = first or result
             if not same(first, result, (*GRADIENTS, "dsinks")):
                 yield finder
+
+
+def check_that_it_is_found(mutant: Mutant, problems, kernel) -> None:
+    found = []
+    for fault in faults(problems, mutant.config, kernel, mutant.finder):
+        found.append(fault)
+        if fault == mutant.finder or (mutant.report and re.search(mutant.report, fault)):
+            return
+    pytest.fail(f"{mutant.name} survived: {found}")
+
+
+def check_without_fault(faultless: Mutant, problems, kernel) -> None:
+    assert not [*faults(problems, faultless.config, kernel, "numerics")]

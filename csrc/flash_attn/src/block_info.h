@@ -63,8 +63,7 @@ struct BlockInfo {
 
     // The same for a block of keys: the query blocks that hold every query that sees one of them,
     // and those of which every query sees all. Queries past the end count as seeing all: their P is
-    // 0. The sm80 class visits the blocks from the last one down, the sm90 class in the order of
-    // step_bwd_sm90.h.
+    // 0. In which order a tile visits the blocks: mainloop_bwd_sm80.h, step_bwd_sm90.h.
     CUTE_HOST_DEVICE static BlockRange query_block_range(Flash_fwd_params const &params,
                                                          WorkTile const &tile, int n_block) {
         int const first_key = n_block * kTileN;

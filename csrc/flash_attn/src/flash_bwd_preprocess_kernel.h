@@ -33,6 +33,7 @@ struct RowStats {
     // Of a CTA that has a semaphore's first row.
     static constexpr int kSemaphoresOfRows = kRows > kSemaphoreRows ? kRows / kSemaphoreRows : 1;
     static_assert(kSemaphoreRows % kRows == 0 || kRows % kSemaphoreRows == 0);
+    static_assert(kRowStatsMultiple % kSemaphoreRows == 0);
     static_assert(kLanes * kVec >= C.head_dim && kRowStatsMultiple % kRows == 0);
 
     CUTE_HOST_DEVICE static int64_t num_ctas(Flash_bwd_params const &params) {
