@@ -196,7 +196,7 @@ class FwdConfig:
 # Queries of a backward kernel's tile divide this: kRowStatsMultiple of flash.h.
 ROW_STATS_MULTIPLE = 128
 # Rows of queries of a semaphore of the backward: kSemaphoreRows of flash.h.
-SEMAPHORE_ROWS = 32
+SEMAPHORE_ROWS = 64
 
 # Keys of a CTA of the sm90 class's backward, and queries of a step, by head dimension. With 128
 # queries each warpgroup computes half of dQ's rows; with 64 half of its columns, in whole pages of
@@ -265,8 +265,8 @@ class BwdConfig:
         dkv: Tile of the kernel of dK and dV, or of both where they are split.
         split_dkv: dK and dV by a kernel each: together they exceed the registers.
         fused: One kernel computes all, with the tile of ``dkv``, which ``dq`` equals. Its CTAs sum
-            dQ up in global memory, in an order that varies from run to run. In the sm90 class
-            always.
+            dQ up in global memory, in an order that varies from run to run unless one is asked
+            for, which kernels with softcap, alibi or dropout do not have. In the sm90 class always.
         softcap: As in :class:`FwdConfig`; in the sm80 class alone.
         alibi: Likewise.
         dropout: Likewise.

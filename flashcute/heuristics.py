@@ -294,7 +294,7 @@ _SM80_FUSED_TILES = {
 
 
 def bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
-    """The sm80 class's repeatable backward for one head dimension, on every GPU the same."""
+    """The sm80 class's backward of several kernels, repeatable, on every GPU the same."""
     dq, dkv = (BwdTile(*tile) for tile in _SM80_BWD_TILES[head_dim])
     return BwdConfig(80, dtype, head_dim, mask, dq, dkv, split_dkv=head_dim > 128)
 
@@ -303,7 +303,7 @@ def fused_bwd_config(
     dtype: str, head_dim: int, mask: str = "none", capability: tuple[int, int] = (9, 0)
 ) -> BwdConfig | None:
     """The sm80 class's backward of one kernel, None where it does not fit: faster than those of
-    :func:`bwd_config`, but dQ is summed up in an order that varies from run to run."""
+    :func:`bwd_config`, but sums of dQ have an order only if asked, and not with all options."""
     tiles = [BwdTile(*tile) for tile in _SM80_FUSED_TILES[head_dim]]
     first, second = (BwdConfig(80, dtype, head_dim, mask, t, t, fused=True) for t in tiles)
     if head_dim == 128 and capability < (9, 0):  # whose adds to dQ take registers: 8 bytes spill
@@ -537,7 +537,7 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
 def bwd_configs_in_use(
     dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
 ) -> list[BwdConfig]:
-    """What :func:`choose_bwd` may answer with, the one for a deterministic backward last."""
+    """What :func:`choose_bwd` may answer with, the one for gradients of one side alone last."""
     mask = "causal" if causal else "none"
     if kernel_class(capability) == 90:
         return [sm90_bwd_config(dtype, head_dim, mask)]
@@ -555,14 +555,14 @@ def choose_bwd(
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
-    That of the sm80 class alone has softcap, ALiBi and dropout. Its repeatable one computes ragged
+    That of the sm80 class alone has softcap, ALiBi and dropout. Its several kernels compute ragged
     batches of short sequences, too, of which the problem has the mean lengths: sums of dQ take
     whole blocks of ``ROW_STATS_MULTIPLE`` rows of each, and so do tiles of the sm90 class, which is
     2.1 times as fast at 4,000 tokens on an H200, 1.9 at 500, 0.99 at 144, 0.64 at 128 (d = 64).
 
     Args:
         deterministic: Bitwise repeatable gradients.
-        every: Not of one side alone, which the sm80 class's repeatable kernels compute faster.
+        every: Not of one side alone, which the sm80 class's several kernels compute faster.
     """
     problem = rounded(problem)
     head_dim, causal = instantiated_head_dim(problem.d), problem.causal and problem.seqlen_q > 1
@@ -572,9 +572,9 @@ def choose_bwd(
     scored = problem.softcap or problem.alibi or problem.dropout
     if kernel_class(capability) == 90 and not (scored or short):
         return bwd_with_options(sm90_bwd_config(problem.dtype, head_dim, mask), **options)
-    if not (deterministic or short):
+    if every and not (short or (deterministic and scored)):  # dQ would have no order
         fused = fused_bwd_config(problem.dtype, head_dim, mask, capability)
-        if every and fused is not None:
+        if fused is not None:
             return bwd_with_options(fused, **options)
     return bwd_with_options(bwd_config(problem.dtype, head_dim, mask), **options)
 

@@ -300,19 +300,21 @@ def test_backward_in_use_is_what_is_chosen(capability):
     for dtype, head_dim, causal in OF_HOPPER:
         problem = dataclasses.replace(PROBLEM, dtype=dtype, causal=causal, d=head_dim - 8)
         fastest = heuristics.choose_bwd(problem, capability)
-        repeatable = heuristics.choose_bwd(problem, capability, deterministic=True)
-        chosen = list(dict.fromkeys([fastest, repeatable]))
+        of_one_side = heuristics.choose_bwd(problem, capability, every=False)
+        chosen = list(dict.fromkeys([fastest, of_one_side]))
         assert chosen == heuristics.bwd_configs_in_use(dtype, head_dim, causal, capability)
         for config in chosen:
             assert (config.dtype, config.head_dim) == (dtype, head_dim)
             assert config.mask == ("causal" if causal else "none")
-        assert repeatable.arch == fastest.arch == (90 if capability == (9, 0) else 80)
+        assert heuristics.choose_bwd(problem, capability, deterministic=True) == fastest
+        assert of_one_side.arch == fastest.arch == (90 if capability == (9, 0) else 80)
 
 
 @pytest.mark.parametrize("capability", MAX_SMEM_BYTES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_one_kernel_computes_all_gradients_where_it_fits(head_dim, capability, monkeypatch):
-    """In the sm80 class, whatever the options; not if only some are wanted."""
+    """In the sm80 class, whatever the options; repeatable ones, too, but with score changes and
+    dropout. Not if only some are wanted."""
     monkeypatch.setenv("FLASHCUTE_ARCH", "80")
     fits = head_dim <= 128 or MAX_SMEM_BYTES[capability] >= 163 * 1024
     for values in itertools.product((False, True), repeat=len(BWD_OPTIONS)):
@@ -322,8 +324,10 @@ def test_one_kernel_computes_all_gradients_where_it_fits(head_dim, capability, m
         assert config.fused == fits and config.smem_bytes <= MAX_SMEM_BYTES[capability]
         assert {option: getattr(config, option) for option in BWD_OPTIONS} == asked
         some = heuristics.choose_bwd(problem, capability, every=False)
-        assert some == heuristics.choose_bwd(problem, capability, deterministic=True)
         assert not some.fused
+        ordered = fits and not (problem.softcap or problem.alibi or problem.dropout)
+        repeatable = heuristics.choose_bwd(problem, capability, deterministic=True)
+        assert repeatable == (config if ordered else some)
 
 
 def test_gradients_of_one_side_on_hopper_are_of_its_own_class():
@@ -335,7 +339,7 @@ def test_gradients_of_one_side_on_hopper_are_of_its_own_class():
 
 
 def repeatable_or_fused(problem, *, deterministic, capability=(9, 0)):
-    """The sm80 class's kernels without options."""
+    """The sm80 class's kernels from which those with score changes or dropout follow."""
     mask = "local" if problem.window else "causal" if problem.causal else "none"
     if deterministic:
         return heuristics.bwd_config(problem.dtype, problem.d, mask)
@@ -386,9 +390,9 @@ def test_backward_of_a_ragged_batch(capability):
             assert config.varlen and config.alibi == bool(alibi)
             if config.arch == 90:
                 continue
-            repeatable = deterministic or min(length, other) < 256
-            assert config.fused != repeatable
-            asked = {"deterministic": repeatable, "capability": capability}
+            without_order = (deterministic and alibi) or min(length, other) < 256
+            assert config.fused != without_order
+            asked = {"deterministic": without_order, "capability": capability}
             same = repeatable_or_fused(problem, **asked)
             assert config == heuristics.bwd_with_options(same, alibi=bool(alibi), varlen=True)
 

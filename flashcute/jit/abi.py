@@ -16,7 +16,7 @@ from ..config import ROW_STATS_MULTIPLE, SEMAPHORE_ROWS
 if TYPE_CHECKING:
     import torch
 
-ABI_VERSION = 21  # flash::kAbiVersion
+ABI_VERSION = 22  # flash::kAbiVersion
 
 # Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
 _STRIDES = {
@@ -109,6 +109,7 @@ class FlashBwdParams(FlashFwdParams):
         ("deterministic", ctypes.c_int32),
         ("stores_first", ctypes.c_int32),
         ("head_parts", ctypes.c_int32),
+        ("heads_in_group", ctypes.c_int32),
     ]
 
 

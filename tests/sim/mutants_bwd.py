@@ -12,7 +12,7 @@ _BLOCKS = "block_info.h"
 _STEP = """\
             cp_async_wait<0>();
             __syncthreads();
-            if constexpr (Traits::kKeepsOrder) count_before(params, tile, head, n);
+            if constexpr (kOrdered) take_turn(params, tile, head, n);
 """
 _RACE = "data race"
 _WINDOW = with_mask(TOGETHER, "local")

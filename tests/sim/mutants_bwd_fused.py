@@ -50,14 +50,12 @@ MUTANTS = (
         "                if constexpr (!Traits::kSharesP) accumulate(dX, rDs, step_x);\n"
         "            }\n"
         "            if constexpr (Traits::kSumsDq) {\n"
-        "                if constexpr (Traits::kKeepsOrder) await_turn(params, tile, head, n);\n"
         "                __syncthreads();",
         "                if constexpr (Traits::kSumsDq) share(rDs, storage.ds);\n"
         "                __syncthreads();\n"
         "                if constexpr (!Traits::kSharesP) accumulate(dX, rDs, step_x);\n"
         "            }\n"
-        "            if constexpr (Traits::kSumsDq) {\n"
-        "                if constexpr (Traits::kKeepsOrder) await_turn(params, tile, head, n);\n",
+        "            if constexpr (Traits::kSumsDq) {\n",
         *("racecheck", _RACE, ONE_STAGE),
     ),
     _mutant(

@@ -19,7 +19,7 @@ _WAIT = """\
         while (before > 0 && sm90::load_acquire(semaphore) < static_cast<uint32_t>(before)) {
         }
 """
-_LAST = "            count_before(params, tile, head, n);\n        }\n"
+_LAST = "if (thread == kCountingThread && count > 0) count_last(params, tile, head - 1);"
 
 
 def _mutant(
@@ -38,50 +38,55 @@ MUTANTS = (
         "a part is counted before it is added",
         _ORDER,
         _WAIT,
-        f"{_WAIT}        count(params, row);\n",
+        f"{_WAIT}        count(params, block, row);\n",
     ),
     _mutant(
         "the last part is not counted",
         "mainloop_bwd_sm80.h",
-        _LAST,
-        "        }\n",
+        *(_LAST, ""),
         report=POLLS,
     ),
     _mutant(
         "the last part of a head is not counted",
         "mainloop_bwd_sm80.h",
-        "(of_head || head > tile.head_q)",
-        "of_head",
+        "kCountingThread && head > tile.head_q",
+        "kCountingThread && head < tile.head_q",
         _LOCAL,
         POLLS,
     ),
     _mutant(
         "tiles wait for those that do not visit the block, too",
         _ORDER,
-        "tile.m_block - Info::first_visitor(params, tile, block)",
-        "tile.m_block",
+        "tile.m_block - Info::first_visitor(params, tile, block / kBlocks * kBlocks);",
+        "tile.m_block;",
         _LOCAL,
         POLLS,
     ),
     _mutant(
+        "each block is counted",
+        _ORDER,
+        "block % kBlocks == kBlocks - 1",
+        "block >= 0",
+    ),
+    _mutant(
+        "the last group has as many heads as the others",
+        "work_plan.h",
+        "cute::min(group, heads - before)",
+        "group",
+        report="outside every tensor",
+    ),
+    _mutant(
         "a plan has the longest tiles first",
         "flash_bwd_launch_template.h",
-        "params.plan_in_order = OrderDqSm80<Traits>::is_kept(params);",
+        "params.plan_in_order = kOrdered;",
         "params.plan_in_order = 0;",
         _RAGGED_LOCAL,
         POLLS,
     ),
     _mutant(
-        "of a CTA's semaphores the first alone is reset",
-        "flash_bwd_preprocess_kernel.h",
-        "thread < Stats::kSemaphoresOfRows",
-        "thread < 1",
-        report=POLLS,
-    ),
-    _mutant(
         "the counter of tiles is not reset",
         "flash_bwd_preprocess_kernel.h",
-        "if (first_row + thread == 0) *Stats::tile_counter(params) = 0;",
+        "if (first_row == 0) *Stats::tile_counter(params) = 0;",
         "",
         report="outside every tensor",
     ),

@@ -179,7 +179,7 @@ MUTANTS = (
     _numerics(
         "counters of shared tiles not reset",
         _PREPROCESS,
-        "params.dq_semaphore_ptr[first_row / kSemaphoreRows + thread] = 0;",
+        "params.dq_semaphore_ptr[first_row / kSemaphoreRows] = 0;",
         "",
         _FULL,
         report=POLLS,
@@ -532,7 +532,7 @@ MUTANTS = (
     _numerics(
         "semaphores of dQ not reset",
         _PREPROCESS,
-        "params.dq_semaphore_ptr[first_row / kSemaphoreRows + thread] = 0;",
+        "params.dq_semaphore_ptr[first_row / kSemaphoreRows] = 0;",
         "",
         report=POLLS,
     ),
@@ -540,7 +540,7 @@ MUTANTS = (
         "semaphores of every second block of dQ not reset",
         _PREPROCESS,
         "first_row % kSemaphoreRows == 0",
-        "first_row % (4 * kSemaphoreRows) == 0",
+        "first_row % (2 * kSemaphoreRows) == 0",
         COLUMNS,
         report=POLLS,
     ),

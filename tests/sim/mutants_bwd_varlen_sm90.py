@@ -68,8 +68,8 @@ MUTANTS = (
     _mutant(
         "plan read as one of query heads",
         _SCHEDULER,
-        "planned_tile(planned, params.head_parts, before",
-        "planned_tile(planned, params.h_h_k_ratio, before",
+        "of_head.tiles[at.tile], params.head_parts",
+        "of_head.tiles[at.tile], params.h_h_k_ratio",
     ),
     _mutant(
         "a sorted plan with tiles of a sequence ahead of its first one",

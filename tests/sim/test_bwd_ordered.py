@@ -20,12 +20,17 @@ from ordered_checks import (
 from planted import build_mutants
 
 from flashcute import sim
-from flashcute.config import BWD_OPTIONS, MASKS, SEMAPHORE_ROWS
+from flashcute.config import BWD_OPTIONS, MASKS, ROW_STATS_MULTIPLE, SEMAPHORE_ROWS
 from flashcute.heuristics import bwd_with_options, fused_bwd_config
 
-# Up to eleven tiles of keys; queries that see no key, in groups of heads. The last number is of
-# SMs: fewer than tiles wait for each other.
-SHAPES = ((2, 140, 700, 2, 1, 4), (1, 300, 200, 4, 2, 6), (1, 300, 500, 1, 1, 1))
+# Up to eleven tiles of keys; queries that see no key, in groups of heads; heads that are scheduled
+# by two, and one. The last number is of SMs: fewer than tiles wait for each other.
+SHAPES = (
+    (2, 140, 700, 2, 1, 4),
+    (1, 300, 200, 4, 2, 6),
+    (1, 300, 500, 1, 1, 1),
+    (3, 90, 200, 2, 1, 2),
+)
 DENSE = [with_mask(config, mask) for config in (FUSED, DIVIDED) for mask in MASKS] + [ONE_STAGE]
 RAGGED = [bwd_with_options(config, varlen=True) for config in DENSE[:6]]
 # The first tiles of this window visit fewer blocks than those behind them.
@@ -43,7 +48,7 @@ def kernels():
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", DENSE, ids=lambda c: c.full_name)
 def test_gradients_are_repeatable(config, shape):
-    """A semaphore ends with the number of tiles that visit its block."""
+    """A semaphore ends with the number of tiles that visit its blocks."""
     *shape, sms = shape
     b, n, m, h, _ = shape
     problem = make_problem(config, shape, extras=True, window=WINDOW)
@@ -52,12 +57,11 @@ def test_gradients_are_repeatable(config, shape):
         return problem.run(config, sms=sms, deterministic=True, **options)
 
     result = check_order(run, lambda x: check(problem, x))
-    queries, keys = config.dkv.step, config.dkv.rows
-    counts = visitors(n, m, config.mask, queries, keys)
+    counts = visitors(n, m, config.mask, ROW_STATS_MULTIPLE, keys := config.dkv.rows)
     *found, drawn = result.outputs["dq_semaphore"].tolist()
     heads = b * h
     words = len(found) // heads
-    every = queries // SEMAPHORE_ROWS
+    every = ROW_STATS_MULTIPLE // SEMAPHORE_ROWS
     for head in range(heads):
         of_head = found[head * words : (head + 1) * words]
         assert of_head[::every][: len(counts)] == counts

@@ -10,7 +10,7 @@ namespace flash {
 
 // Bump on any change to the parameters, Flash_kernel or their meaning: a shared object built
 // against another version is refused at load with a message instead of crashing at launch.
-inline constexpr int32_t kAbiVersion = 21;
+inline constexpr int32_t kAbiVersion = 22;
 
 enum class DType : int32_t { fp16, bf16 };
 enum class MaskKind : int32_t { none, causal, local };
@@ -72,7 +72,7 @@ struct BwdConfig {
 // tile divides.
 inline constexpr int32_t kRowStatsMultiple = 128;
 // Rows of queries that a semaphore of their sums of dQ stands for.
-inline constexpr int32_t kSemaphoreRows = 32;
+inline constexpr int32_t kSemaphoreRows = 64;
 // Of a ragged batch: where those of sequence i begin, whose queries begin at row_q, and how many a
 // head has. Each sequence has one block of 128 rows more than its rows need, for the rows of no
 // sequence behind it. i = -1: the rows before the first sequence; i = b: those behind the last one,
@@ -310,6 +310,8 @@ struct Flash_bwd_params : Flash_fwd_params {
     // Into how many parts of equally many the query heads of a key head are divided, a divisor of
     // h_h_k_ratio (head_parts.h); the more, the more CTAs share the tiles of a key head. 0: 1.
     int32_t head_parts;
+    // Of the sm80 class, set at the launch: key heads whose tiles are scheduled together.
+    int32_t heads_in_group;
 };
 
 // What a kernel's shared object says of itself; returned by its one exported symbol,

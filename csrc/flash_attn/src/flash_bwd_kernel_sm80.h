@@ -7,7 +7,6 @@
 #include "flash_bwd_preprocess_kernel.h"
 #include "head_parts.h"
 #include "mainloop_bwd_sm80.h"
-#include "order_dq_sm80.h"
 #include "tile_scheduler.h"
 #include "work_plan.h"
 
@@ -42,23 +41,34 @@ struct TileSchedulerBwd {
             kVarlen ? params.plan_capacity : int64_t(params.b) * num_blocks(params);
         return of_a_head * num_heads(params);
     }
-    // The number of a CTA's tile. Where tiles wait for those before them it is drawn: in which
-    // order CTAs start is not said.
+    // Heads whose tiles are scheduled together, which share in L2 what they visit: of one head
+    // those in flight are neighbours. Under a causal mask short tiles of some heads fill up what
+    // long ones of others leave. Where tiles keep their order, each adds to a block when the one
+    // before has: the more of a head are in flight, the later the last of them begins. A quarter is
+    // as few as L2 has room for, of the heads of as many CTAs.
+    CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers,
+                                               bool ordered) {
+        bool const causal = Traits::kMask == MaskKind::causal;
+        if (!Traits::kSumsDq || !(ordered || (causal && !kVarlen))) return 1;
+        int const tiles = num_blocks(params);
+        int const in_flight = !causal ? tiles / 4 : !ordered ? 8 : tiles < 48 ? 2 : 4;
+        int const all = cute::max((kVarlen ? 1 : params.b) * num_heads(params), 1);
+        int const most = cute::max(cute::min(all, workers / cute::max(in_flight, 1)), 1);
+        int const groups = (all + most - 1) / most;
+        return (all + groups - 1) / groups;  // as equal as can be
+    }
+    // The number of a CTA's tile where tiles wait for those before them: in which order CTAs start
+    // is not said.
     CUTE_DEVICE static int draw_tile(Flash_bwd_params const &params,
                                      typename Traits::SharedStorage &storage) {
-        if constexpr (Traits::kKeepsOrder) {
-            if (OrderDqSm80<Traits>::is_kept(params)) {
-                auto *const drawn = reinterpret_cast<unsigned *>(storage.stats);
-                if (threadIdx.x == 0) {
-                    *drawn = atomicAdd(RowStats<Traits::kConfig>::tile_counter(params), 1u);
-                }
-                __syncthreads();
-                int const index = static_cast<int>(*drawn);
-                __syncthreads();  // the tile's first statistics come there
-                return index;
-            }
+        auto *const drawn = reinterpret_cast<unsigned *>(storage.stats);
+        if (threadIdx.x == 0) {
+            *drawn = atomicAdd(RowStats<Traits::kConfig>::tile_counter(params), 1u);
         }
-        return static_cast<int>(blockIdx.x);
+        __syncthreads();
+        int const index = static_cast<int>(*drawn);
+        __syncthreads();  // the tile's first statistics come there
+        return index;
     }
     // Whether there is such a tile: of a ragged batch num_tiles() is an upper bound.
     CUTE_HOST_DEVICE static bool has_tile(Flash_bwd_params const &params, int index) {
@@ -69,7 +79,9 @@ struct TileSchedulerBwd {
     CUTE_HOST_DEVICE static WorkTile tile(Flash_bwd_params const &params, int index) {
         WorkTile tile;
         if constexpr (kVarlen) {
-            tile = planned_tile(plan(params), kOfKeys ? 1 : params.h_h_k_ratio, index).tile;
+            int const group = kOfKeys ? params.heads_in_group : params.h_h_k_ratio;
+            PlanIndex const at = groups_last(plan(params).count, num_heads(params), group, index);
+            tile = planned_tile(plan(params).tiles[at.tile], params.h_h_k_ratio, at.head).tile;
         } else {
             tile = dense_tile(params, index);
         }
@@ -85,16 +97,16 @@ struct TileSchedulerBwd {
         return *static_cast<WorkPlan const *>(params.plan_ptr);
     }
 
-    // Tiles of one head are neighbours, so the CTAs in flight share in L2 what they visit. Under a
-    // causal mask the tiles with most visits come first: the last queries, the first keys.
+    // Under a causal mask the tiles with most visits come first: the last queries, the first keys.
     CUTE_HOST_DEVICE static WorkTile dense_tile(Flash_bwd_params const &params, int index) {
         int const blocks = num_blocks(params);
         int const heads = num_heads(params);
-        int const batch_head = index / blocks;
-        int const m = index - batch_head * blocks;
+        int const group = kOfKeys ? params.heads_in_group : 1;
+        PlanIndex const at = groups_last(blocks, params.b * heads, group, index);
         bool const reversed = Traits::kOwnsQueries && Traits::kMask == MaskKind::causal;
-        WorkTile tile{.m_block = reversed ? blocks - 1 - m : m, .batch = batch_head / heads};
-        tile.head = batch_head - tile.batch * heads;
+        WorkTile tile{.m_block = reversed ? blocks - 1 - at.tile : at.tile,
+                      .batch = at.head / heads};
+        tile.head = at.head - tile.batch * heads;
         tile.head_k = tile.head / params.h_h_k_ratio;
         tile.seqlen_q = params.seqlen_q;
         tile.seqlen_k = params.seqlen_k;
@@ -157,8 +169,9 @@ CUTE_DEVICE void store_keys(Flash_bwd_params const &params, typename Traits::Sha
     }
 }
 
-// Parametrised by the traits type, as the forward kernel.
-template <class Traits>
+// Parametrised by the traits type, as the forward kernel. kOrdered: tiles of keys add to dQ in
+// their order.
+template <class Traits, bool kOrdered = false>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     flash_bwd_kernel_sm80(__grid_constant__ Flash_bwd_params const params) {
     using Element = typename Traits::Element;
@@ -166,7 +179,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
 
     using Scheduler = TileSchedulerBwd<Traits>;
-    int const index = Scheduler::draw_tile(params, storage);
+    int index = blockIdx.x;
+    if constexpr (kOrdered) index = Scheduler::draw_tile(params, storage);
     if (!Scheduler::has_tile(params, index)) {
         return;
     }
@@ -176,7 +190,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     Tensor dY = partition_fragment_C(typename Traits::TiledMma{}, Shape{});  // (4, MMA_M, d/8)
     clear(dX);
     clear(dY);
-    MainloopBwdSm80<Traits>::run(params, storage, tile, dX, dY);
+    MainloopBwdSm80<Traits, kOrdered>::run(params, storage, tile, dX, dY);
 
     if constexpr (Traits::kOwnsQueries) {
         store_gradient<Traits>(

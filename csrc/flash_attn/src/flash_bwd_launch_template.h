@@ -17,19 +17,25 @@
 
 namespace flash {
 
-template <BwdConfig C, BwdPass kPass>
+// kOrdered: tiles of keys add to dQ in their order.
+template <BwdConfig C, BwdPass kPass, bool kOrdered = false>
 cudaError_t enqueue_pass(Flash_bwd_params params, void *stream) {
     using Traits = KernelTraitsBwdSm80<C, kPass>;
     using Scheduler = TileSchedulerBwd<Traits>;
+    int sms = 0;
+    if (cudaError_t const error = sm_count(sms); error != cudaSuccess) {
+        return error;
+    }
+    params.heads_in_group = Scheduler::heads_in_group(params, sms * Traits::kMinCtas, kOrdered);
     if constexpr (C.varlen) {
         constexpr bool kValid = kPass == BwdPass::dv;  // which follows dK and has the same tiles
-        params.plan_in_order = OrderDqSm80<Traits>::is_kept(params);
+        params.plan_in_order = kOrdered;
         cudaError_t const error = enqueue_plan<Scheduler>(params, kValid, stream);
         if (error != cudaSuccess) {
             return error;
         }
     }
-    return enqueue_bwd<&flash_bwd_kernel_sm80<Traits>>(
+    return enqueue_bwd<&flash_bwd_kernel_sm80<Traits, kOrdered>>(
         Scheduler::num_tiles(params), Traits::kThreads, Traits::kSmemBytes, stream, params);
 }
 
@@ -62,7 +68,9 @@ cudaError_t enqueue_fused(Flash_bwd_params const &params, void *stream) {
     cudaError_t error = cudaSuccess;
     if (params.dq_ptr != nullptr || params.dk_ptr != nullptr) {
         Flash_bwd_params const divided = divide_heads(params);
-        error = enqueue_pass<C, BwdPass::all>(divided, stream);
+        error = params.deterministic != 0
+                    ? enqueue_pass<C, BwdPass::all, may_keep_order<C>>(divided, stream)
+                    : enqueue_pass<C, BwdPass::all>(divided, stream);
         if (error == cudaSuccess) error = enqueue_sum_parts<C>(divided, stream);
     }
     if (error == cudaSuccess && params.dq_ptr != nullptr) {

@@ -30,10 +30,7 @@ struct RowStats {
     static constexpr bool kLaunchesEarly = C.arch == 90;
     static constexpr bool kVarlen = C.varlen;
     static constexpr bool kSemaphores = C.fused;
-    // Of a CTA that has a semaphore's first row.
-    static constexpr int kSemaphoresOfRows = kRows > kSemaphoreRows ? kRows / kSemaphoreRows : 1;
-    static_assert(kSemaphoreRows % kRows == 0 || kRows % kSemaphoreRows == 0);
-    static_assert(kRowStatsMultiple % kSemaphoreRows == 0);
+    static_assert(kSemaphoreRows % kRows == 0 && kRowStatsMultiple % kSemaphoreRows == 0);
     static_assert(kLanes * kVec >= C.head_dim && kRowStatsMultiple % kRows == 0);
 
     CUTE_HOST_DEVICE static int64_t num_ctas(Flash_bwd_params const &params) {
@@ -43,7 +40,7 @@ struct RowStats {
 
     // Behind the semaphores.
     CUTE_HOST_DEVICE static uint32_t *tile_counter(Flash_bwd_params const &params) {
-        return params.dq_semaphore_ptr + num_ctas(params) * kRows / kSemaphoreRows;
+        return params.dq_semaphore_ptr + num_ctas(params) / (kSemaphoreRows / kRows);
     }
 
     // Neighbouring rows of the queries, whose statistics are neighbours, too: a sequence and the
@@ -119,9 +116,9 @@ __global__ void __launch_bounds__(Stats::kThreads)
     if constexpr (Stats::kLaunchesEarly) cudaTriggerProgrammaticLaunchCompletion();
     if (Stats::kSemaphores && params.dq_semaphore_ptr != nullptr) {
         int64_t const first_row = int64_t(blockIdx.x) * Stats::kRows;  // among those of all heads
-        if (thread < Stats::kSemaphoresOfRows && first_row % kSemaphoreRows == 0) {
-            params.dq_semaphore_ptr[first_row / kSemaphoreRows + thread] = 0;
-            if (first_row + thread == 0) *Stats::tile_counter(params) = 0;
+        if (thread == 0 && first_row % kSemaphoreRows == 0) {
+            params.dq_semaphore_ptr[first_row / kSemaphoreRows] = 0;
+            if (first_row == 0) *Stats::tile_counter(params) = 0;
         }
     }
     // That of all rows of a CTA, as the statistics of each begin at a multiple of their number.

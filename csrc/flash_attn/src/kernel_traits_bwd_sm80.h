@@ -43,7 +43,6 @@ struct KernelTraitsBwdSm80
     static constexpr bool kOwnsQueries = kPass == BwdPass::dq;
     static constexpr bool kNeedsDs = kPass != BwdPass::dv;
     static constexpr bool kSumsDq = kPass == BwdPass::all;
-    static constexpr bool kKeepsOrder = kSumsDq && may_keep_order<C>;
     static constexpr bool kNeedsDv = kPass == BwdPass::dkv || kPass == BwdPass::dv || kSumsDq;
     static constexpr int kQueries = kOwnsQueries ? kTile.rows : kTile.step;  // of a score tile
     static constexpr int kKeys = kOwnsQueries ? kTile.step : kTile.rows;

@@ -31,7 +31,9 @@ namespace flash {
 
 using namespace cute;
 
-template <class Traits>
+// kOrdered: parts of dQ are added in the order of the tiles of keys. Asked at run time it costs
+// other launches 1 to 3 % (docs/tried_sm80.md).
+template <class Traits, bool kOrdered = false>
 struct MainloopBwdSm80 {
     using Element = typename Traits::Element;
     using TiledMma = typename Traits::TiledMma;
@@ -45,6 +47,7 @@ struct MainloopBwdSm80 {
     static constexpr bool kCaps = Traits::kConfig.softcap;
     static constexpr bool kModifies = kCaps || Traits::kConfig.alibi;
     static constexpr bool kVarlen = Traits::kConfig.varlen;
+    static constexpr int kCountingThread = Traits::kThreads - 32;  // of parts of dQ (OrderDqSm80)
     static constexpr int kRowsPerThread = 2 * kTileM / (16 * Traits::kWarpsM);
 
     // Rows of one head of a tensor of queries or keys.
@@ -301,10 +304,10 @@ struct MainloopBwdSm80 {
     }
 
     // The block of visit n, of visits that are counted down. Keys are visited in the order of the
-    // forward, queries as under a window; where tiles keep their order from the last block down, so
-    // that under every mask a tile comes to a block before the tiles behind it do.
+    // forward, queries as under a window; where dQ has an order from the last block down, so that
+    // under every mask a tile comes to a block before the tiles behind it do.
     CUTE_DEVICE static int block_of(WorkTile const &tile, int n) {
-        if constexpr (Traits::kKeepsOrder) {
+        if constexpr (kOrdered) {
             return tile.blocks.begin + n;
         }
         constexpr MaskKind kOrder = kOwnsQueries ? Traits::kMask : MaskKind::local;
@@ -312,25 +315,27 @@ struct MainloopBwdSm80 {
     }
     // Whether some row of it does not see all keys.
     CUTE_DEVICE static bool is_cut(WorkTile const &tile, int n) {
-        return Traits::kKeepsOrder ? !tile.blocks.is_whole(n) : n >= tile.blocks.unmasked;
+        return kOrdered ? !tile.blocks.is_whole(n) : n >= tile.blocks.unmasked;
     }
 
     using Order = OrderDqSm80<Traits>;
-    CUTE_DEVICE static void await_turn(Flash_bwd_params const &params, WorkTile const &tile,
-                                       int head, int n) {
-        if (Order::is_kept(params) && threadIdx.x == 0) {
-            int const block = block_of(tile, n);
-            Order::await(params, tile, block, workspace_row(params, tile, head, block));
+    // Ahead of visit n of a head: waits where it comes to a semaphore, and counts at the one
+    // before.
+    CUTE_DEVICE static void take_turn(Flash_bwd_params const &params, WorkTile const &tile,
+                                      int head, int n) {
+        int const thread = threadIdx.x, block = block_of(tile, n);
+        if (!Order::is_first(tile, block, n)) return;
+        if (thread == 0) {
+            Order::await(params, tile, block, workspace_row(params, tile, head, 0));
+        } else if (thread == kCountingThread && n < tile.blocks.count - 1) {
+            Order::count(params, block + 1, workspace_row(params, tile, head, 0));
+        } else if (thread == kCountingThread && head > tile.head_q) {
+            count_last(params, tile, head - 1);
         }
     }
-    // Counts the part of the visit before visit n of this head, if there was one.
-    CUTE_DEVICE static void count_before(Flash_bwd_params const &params, WorkTile const &tile,
-                                         int head, int n) {
-        bool const of_head = n < tile.blocks.count - 1;
-        if (Order::is_kept(params) && threadIdx.x == 0 && (of_head || head > tile.head_q)) {
-            int const block = block_of(tile, of_head ? n + 1 : 0);
-            Order::count(params, workspace_row(params, tile, of_head ? head : head - 1, block));
-        }
+    CUTE_DEVICE static void count_last(Flash_bwd_params const &params, WorkTile const &tile,
+                                       int head) {
+        Order::count(params, block_of(tile, 0), workspace_row(params, tile, head, 0));
     }
 
     // dX and dY are the accumulators (4, MMA_M, d/8) of dQ or dK, not yet scaled, and of dV.
@@ -372,7 +377,7 @@ struct MainloopBwdSm80 {
             // This step's tiles have landed; all warps are done with the other stage.
             cp_async_wait<0>();
             __syncthreads();
-            if constexpr (Traits::kKeepsOrder) count_before(params, tile, head, n);
+            if constexpr (kOrdered) take_turn(params, tile, head, n);
             if constexpr (kStages == 2) {
                 if (left > 1) load_next(stage ^ 1);
             }
@@ -427,7 +432,6 @@ struct MainloopBwdSm80 {
                 if constexpr (!Traits::kSharesP) accumulate(dX, rDs, step_x);
             }
             if constexpr (Traits::kSumsDq) {
-                if constexpr (Traits::kKeepsOrder) await_turn(params, tile, head, n);
                 __syncthreads();  // dS is complete; unless P is shared all have read the step
                 if constexpr (Traits::kSharesP) {
                     accumulate_shared(dY, storage.p, step_y);
@@ -448,9 +452,9 @@ struct MainloopBwdSm80 {
             head = next_head;
         }
         cp_async_wait<0>();
-        if (Traits::kKeepsOrder && Order::is_kept(params)) {
+        if constexpr (kOrdered) {
             __syncthreads();  // all warps have added the last part
-            count_before(params, tile, head, n);
+            if (thread == kCountingThread && count > 0) count_last(params, tile, head - 1);
         }
     }
 };

@@ -267,11 +267,8 @@ struct TileSchedulerBwdSm90 {
         }
         if constexpr (kVarlen) {
             WorkPlan const &of_head = plan(params);
-            int const before = index / (of_head.count * queue.group) * queue.group;  // heads
-            int const heads = cute::min(queue.group, params.h_k - before);
-            int const within = index - before * of_head.count;
-            PlanTile const &planned = of_head.tiles[within / heads];
-            WorkTile tile = planned_tile(planned, params.head_parts, before + within % heads).tile;
+            PlanIndex const at = groups_last(of_head.count, params.h_k, queue.group, index);
+            WorkTile tile = planned_tile(of_head.tiles[at.tile], params.head_parts, at.head).tile;
             tile.head_q = tile.head * params.h_h_k_ratio;
             set_blocks(params, tile);
             return tile;

@@ -63,6 +63,14 @@ CUTE_HOST_DEVICE PlanIndex key_heads_last(int count, int ratio, int index) {
     int const within = index - head_k * count * ratio;
     return {within / ratio, head_k * ratio + within % ratio};
 }
+// `group` of all `heads` grid heads are neighbours, or in the last group the rest, then come their
+// tiles, then the next group.
+CUTE_HOST_DEVICE PlanIndex groups_last(int count, int heads, int group, int index) {
+    int const before = index / (count * group) * group;
+    int const within = index - before * count;
+    int const width = cute::min(group, heads - before);
+    return {within / width, before + within % width};
+}
 // Where keys and values are read once, all grid heads of a tile are neighbours: so are their rows
 // in memory, which reads pieces of 256 bytes far apart more slowly (docs/facts.md).
 CUTE_HOST_DEVICE PlanIndex key_heads_first(int heads, int index) {
