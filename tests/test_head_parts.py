@@ -50,7 +50,7 @@ def test_few_tiles_are_divided(parts):
     assert parts("causal", 1, 28, 4, 4096) == both(7)
     assert parts("local", 1, 8, 1, 8192, window=(4095, 0)) == both(8)
     assert parts("causal", 2, 32, 2, 4096, deterministic=1) == both(8)
-    assert parts("causal", 1, 32, 8, 4096, sm90=False) == both(4), "heads one after the other"
+    assert parts("causal", 1, 32, 8, 4096, sm90=False) == both(4)
 
 
 def test_heads_are_not_divided_where_sharing_tiles_is_as_good(parts):

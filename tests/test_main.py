@@ -143,7 +143,7 @@ def test_a_mask_is_a_choice_of_kernels_without_options():
 def test_message_of_a_missing_kernel_is_a_command_that_builds_it(config):
     args = cli._parser().parse_args(["build", *kernels.build_arguments(config, "80").split()])
     chosen = cli._choose_configs(args, *args.target)
-    # Of a backward the repeatable one, too.
+    # Of a backward that of one kernel, too.
     assert config in chosen and len(chosen) == (1 if config.kind == "fwd" else 2)
     assert {(c.kind, c.head_dim, c.dtype, c.mask) for c in chosen} == {
         (config.kind, config.head_dim, config.dtype, config.mask)

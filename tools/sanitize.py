@@ -114,8 +114,8 @@ def computed_by(config) -> Iterator[None]:
 
 
 def launch_all(planted: bool) -> None:
-    """One launch of each kernel, small, but with more tiles than SMs; with ``planted``, of one
-    kernel with no memory for its log-sum-exp."""
+    """One launch of each kernel, small, but with more tiles than SMs, of a backward a deterministic
+    one, too; with ``planted``, of one kernel with no memory for its log-sum-exp."""
     import torch
 
     from flashcute import jit, oracles, testing
@@ -140,11 +140,12 @@ def launch_all(planted: bool) -> None:
         last = (out[:, :, -4:], lse[:, -4:], q[:, :, -4:], k[:, :, -2:], v[:, :, -2:])
         testing.check_forward(*last, causal=config.mask == "causal")
     for config in backward:
-        launch_backward(config)
+        for deterministic in (False, True):
+            launch_backward(config, deterministic)
     print(f"{len(forward) + len(backward)} {DONE}")
 
 
-def launch_backward(config) -> None:
+def launch_backward(config, deterministic: bool) -> None:
     """One call, with tiles of which a single row or key is left, sinks and a gradient of the LSE.
 
     By the operator: it takes the workspace from the allocator as every call does."""
@@ -161,7 +162,7 @@ def launch_backward(config) -> None:
     sinks, dlse = torch.ones(h), torch.ones(b, h, seqlen_q)
     out, lse, _ = attention_ref(q, k, v, causal=causal, sinks=sinks, upcast=torch.float64)
     tensors = [x.cuda() for x in (dout, q, k, v, out.to(q.dtype), lse.float(), dlse)]
-    options = d**-0.5, causal, -1, -1, sinks.cuda(), 15
+    options = d**-0.5, causal, -1, -1, sinks.cuda(), 15 | deterministic << 4
     with computed_by(config):
         if config.varlen:
             packed = [x[0] for x in tensors]

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 # flash::BwdPass of the sm80 class by its number in a mangled name, and its products: S in all of
 # them, dP but for dV alone, and those of its results.
 _PASSES = {0: ("dq", 3), 1: ("dkv", 4), 2: ("dk", 3), 3: ("dv", 2), 4: ("all", 5)}
-_PASS = re.compile(r"BwdPassE(\d)E")
+# Then, of "all" alone, whether tiles of keys add to dQ in their order.
+_PASS = re.compile(r"BwdPassE(\d)E+(Lb1E)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,8 @@ class BwdKernel:
 
     Attributes:
         config: Of the whole backward.
-        computes: ``"dq"``, ``"dkv"``, ``"dk"`` or ``"dv"`` where there are several, else ``"all"``.
+        computes: ``"dq"``, ``"dkv"``, ``"dk"`` or ``"dv"`` where there are several, else ``"all"``,
+            or ``"all in order"`` where tiles of keys add to dQ in their order.
         products: Matrix products for each score, in each of its loops.
     """
 
@@ -68,5 +70,7 @@ def kernels(binaries: Iterable[Binary], config: BwdConfig) -> list[tuple[BwdKern
         # Above d = 128 two warpgroups of the sm90 class divide the five products, in a loop each.
         divided = 2.5 if config.head_dim > 128 else 5
         computes, products = ("all", divided) if match is None else _PASSES[int(match[1])]
+        if match is not None and match[2]:
+            computes += " in order"
         found.append((BwdKernel(config, computes, products), binary))
-    return sorted(found, key=lambda pair: pair[0].computes != "dq")
+    return sorted(found, key=lambda pair: (pair[0].computes != "dq", pair[0].computes))

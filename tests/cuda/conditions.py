@@ -15,12 +15,12 @@ from flashcute.config import BwdConfig
 
 
 def sm80_backwards(dtype: str, head_dim: int, mask: str) -> list[BwdConfig]:
-    """The sm80 class's backwards on this GPU: the repeatable one, and that of one kernel where it
+    """The sm80 class's backwards on this GPU: that of several kernels, and that of one where it
     fits."""
     capability = torch.cuda.get_device_capability()
     fused = heuristics.fused_bwd_config(dtype, head_dim, mask, capability)
-    repeatable = heuristics.bwd_config(dtype, head_dim, mask)
-    return [repeatable] if fused is None else [repeatable, fused]
+    several = heuristics.bwd_config(dtype, head_dim, mask)
+    return [several] if fused is None else [several, fused]
 
 
 def choosing(name: str) -> contextlib.AbstractContextManager:

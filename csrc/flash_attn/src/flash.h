@@ -71,7 +71,8 @@ struct BwdConfig {
 // The row statistics of a head, or of a sequence, are padded to a multiple of this, which every
 // tile divides.
 inline constexpr int32_t kRowStatsMultiple = 128;
-// Rows of queries that a semaphore of their sums of dQ stands for.
+// Rows of queries that have a semaphore for their sums of dQ; the first one of several may stand
+// for the others, too.
 inline constexpr int32_t kSemaphoreRows = 64;
 // Of a ragged batch: where those of sequence i begin, whose queries begin at row_q, and how many a
 // head has. Each sequence has one block of 128 rows more than its rows need, for the rows of no

@@ -31,8 +31,8 @@ namespace flash {
 
 using namespace cute;
 
-// kOrdered: parts of dQ are added in the order of the tiles of keys. Asked at run time it costs
-// other launches 1 to 3 % (docs/tried_sm80.md).
+// kOrdered: parts of dQ are added in the order of the tiles of keys. Asked at run time it cost
+// other launches up to 4 % (docs/tried_sm80.md).
 template <class Traits, bool kOrdered = false>
 struct MainloopBwdSm80 {
     using Element = typename Traits::Element;

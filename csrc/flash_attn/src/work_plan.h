@@ -98,9 +98,5 @@ CUTE_HOST_DEVICE PlannedTile planned_tile(PlanTile const &planned, int ratio, in
                         .partial_row = planned.partial_row};
     return {tile, planned.part};
 }
-CUTE_HOST_DEVICE PlannedTile planned_tile(WorkPlan const &plan, int ratio, int index) {
-    PlanIndex const at = key_heads_last(plan.count, ratio, index);
-    return planned_tile(plan.tiles[at.tile], ratio, at.head);
-}
 
 }  // namespace flash
