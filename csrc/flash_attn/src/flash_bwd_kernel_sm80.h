@@ -41,11 +41,11 @@ struct TileSchedulerBwd {
             kVarlen ? params.plan_capacity : int64_t(params.b) * num_blocks(params);
         return of_a_head * num_heads(params);
     }
-    // Heads whose tiles are scheduled together, which share in L2 what they visit: of one head
-    // those in flight are neighbours. Under a causal mask short tiles of some heads fill up what
-    // long ones of others leave. Where tiles keep their order, each adds to a block when the one
-    // before has: the more of a head are in flight, the later the last of them begins. A quarter is
-    // as few as L2 has room for, of the heads of as many CTAs.
+    // Heads whose tiles are scheduled together: first the first tile of each, then the second ones.
+    // The tiles of a head that are in flight share in L2 what they visit. Under a causal mask short
+    // tiles of some heads fill up what long ones of others leave. Where tiles keep their order,
+    // each adds to a block when the one before has: the more of a head are in flight, the later the
+    // last of them begins; the fewer, the more heads L2 has to hold (docs/tried_sm80.md).
     CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers,
                                                bool ordered) {
         bool const causal = Traits::kMask == MaskKind::causal;
