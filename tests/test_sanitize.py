@@ -89,8 +89,9 @@ def test_backwards_that_are_not_chosen_are_launched_too():
     assert {config.arch for config in sanitize.configs((8, 0))[1]} == {80}
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("varlen", [False, True])
-def test_what_a_launch_of_a_backward_asks_for(varlen, monkeypatch):
+def test_what_a_launch_of_a_backward_asks_for(varlen, deterministic, monkeypatch):
     """The operator of the CPU has the gradients here, which are checked as a kernel's are."""
     config = bwd_with_options(sm90_bwd_config("bf16", 192, "causal"), varlen=varlen)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
@@ -100,10 +101,10 @@ def test_what_a_launch_of_a_backward_asks_for(varlen, monkeypatch):
 
     def run(*args):
         problem = FwdProblem("bf16", True, 1, 65, 65, 4, 2, 192, varlen=varlen)
-        asked.append(heuristics.choose_bwd(problem, (9, 0)))
+        asked.append((heuristics.choose_bwd(problem, (9, 0)), args[-1]))
         return operator(*args)
 
     monkeypatch.setattr(torch.ops.flashcute, name, SimpleNamespace(default=run))
     choose = heuristics.choose_bwd
-    sanitize.launch_backward(config)
-    assert asked == [config] and heuristics.choose_bwd is choose
+    sanitize.launch_backward(config, deterministic)
+    assert asked == [(config, 31 if deterministic else 15)] and heuristics.choose_bwd is choose
