@@ -222,8 +222,9 @@ def flash_attn_func(
         deterministic: Ask for bitwise repeatable gradients, as
             ``torch.use_deterministic_algorithms(True)`` does, too. Without it dq is summed
             up in an order that varies. On an H100 a backward then has 0.96 of its speed on
-            average from 2048 tokens on, under a causal mask 0.89 to 1.00, in the sm80 class 0.95;
-            with softcap, ALiBi or dropout some 0.75. Results are repeatable in any case.
+            average from 2048 tokens on, under a causal mask 0.89 to 1.00; in the sm80 class, on an
+            H200, 0.95. With softcap, ALiBi or dropout it costs more: seven or eight matrix products
+            in place of five. Results are repeatable in any case.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
         sinks: float32 or of q's dtype, (h,): for each query head one more logit, in units of the
             scaled scores, that joins the softmax's denominator and has no value; learnable. With L
