@@ -133,7 +133,7 @@ class FwdConfig:
         require(self.warps in (4, 8, 12), "warps", "in (4, 8, 12), one to three warpgroups")
         require(self.tile_m == 16 * self.warps, "tile_m", f"to be {16 * self.warps}")
         require(self.tile_n >= 32, "tile_n", "to be at least 32 in the sm90 class")
-        narrow = not self.paged or self.tile_n <= 128  # a lane of the producer looks up one row
+        narrow = not self.paged or self.tile_n <= 128  # of the producer a lane loads one box
         require(narrow, "tile_n", "to be at most 128 with paged")
         require(self.stages in (2, 4), "stages", "in (2, 4), a power of two")
         steps = self.head_dim // 16

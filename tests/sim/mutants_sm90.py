@@ -168,7 +168,7 @@ _COUNTS = (
     _simulator(
         "all lanes load",
         _KERNEL,
-        "threadIdx.x < Producer::threads(maps) && (C.paged || sm90::elect_one())",
+        "threadIdx.x < 32 && sm90::elect_one()",
         "threadIdx.x < 32",
         _ARRIVES_TWICE,
     ),
@@ -478,9 +478,9 @@ _OPERANDS = (
         _numerics(
             "keys and values of different blocks in a window",
             _MAINLOOP,
-            "load_kv(params, hint, tile, true, block, ring, v_place);",
-            "load_kv(params, hint, tile, true, tile.blocks.template block<C.mask>(\n"
-            "    tile.blocks.count - 1 - n), ring, v_place);",
+            "load_kv(hint, tile, true, tile.blocks.template block<C.mask>(n), ring);",
+            "load_kv(hint, tile, true, tile.blocks.template block<C.mask>(\n"
+            "    tile.blocks.count - 1 - n), ring);",
         ),
         config=WINDOW,
     ),
@@ -521,8 +521,8 @@ _OPERANDS = (
     _simulator(
         "page that lands beside its place",
         _MAINLOOP,
-        "hint, smem.data(), kTileN * Traits::kSmemRow,",
-        "hint, smem.data(), kTileM * Traits::kSmemRow,",
+        "kTileN * Traits::kSmemRow, tile.row_k + block * kTileN, tile.head_k,",
+        "kTileM * Traits::kSmemRow, tile.row_k + block * kTileN, tile.head_k,",
         f"{_OVERWRITTEN}|copy under way|{_UNAWAITED}",
     ),
     _simulator(

@@ -57,8 +57,7 @@ struct Copied {
         }
         for (int i = threadIdx.x; i < kN * 8; i += 128) {
             bool const valid = kWay != zeros || i / 8 < 32;
-            sm90::copy_async(&sX(i / 8, i % 8 * 8), gmem + (round * kN * 8 + i) * 8, valid,
-                             sm90::CacheHint::evict_last);
+            sm90::copy_async(&sX(i / 8, i % 8 * 8), gmem + (round * kN * 8 + i) * 8, valid);
         }
         if constexpr (kWay == waits) {
             sm90::await_copies();

@@ -21,9 +21,9 @@ CONFIGS = (TWO_STAGES, ONE_STAGE, ASKING, STRIDING)
 CHECKED = TWO_STAGES, ASKING
 PAGED = tuple(dataclasses.replace(config, paged=True) for config in (*CHECKED, STRIDING))
 # Of one smem page, of four, and with rows beyond those that all warps copy at a time.
-NARROW, WIDE, UNEVEN = (
+OTHER_TILES = tuple(
     FwdConfig(90, "bf16", d, "none", 64, n, 4, 2, 0, 2, False, paged=True)
-    for d, n in ((64, 128), (256, 32), (64, 48))
+    for d, n in ((64, 128), (256, 32), (64, 48), (64, 112), (96, 80))
 )
 WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CHECKED)
 # Lengths of queries and keys: a prefill chunk, decoding, speculative tokens, no queries, no keys,
@@ -40,7 +40,7 @@ def each(configs):
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none", "memcheck", "racecheck"])
-    sim.build_kernels([(c, "none") for c in (*CONFIGS, *PAGED, *WINDOWED, NARROW, WIDE, UNEVEN)])
+    sim.build_kernels([(c, "none") for c in (*CONFIGS, *PAGED, *WINDOWED, *OTHER_TILES)])
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_pages(config, page_size):
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 8, 64])
-@each((NARROW, WIDE, UNEVEN))
+@each(OTHER_TILES)
 def test_pages_of_other_tiles(config, page_size):
     for seed, mode in enumerate(("late", "eager")):
         problem = paged(config, DECODE, page_size, seed=seed)

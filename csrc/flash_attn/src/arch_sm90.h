@@ -199,10 +199,9 @@ CUTE_DEVICE void fence_async_proxy_global() {
 // ---- copies of the generic proxy [cp.async] ----
 
 // Copies 16 bytes from global to shared memory, past L1; writes zeros and reads nothing if !valid.
-CUTE_DEVICE void copy_async(void *smem, void const *gmem, bool valid, CacheHint hint) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;\n" ::"r"(
-                     smem_address(smem)),
-                 "l"(gmem), "r"(valid ? 16 : 0), "l"(static_cast<uint64_t>(hint))
+CUTE_DEVICE void copy_async(void *smem, void const *gmem, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(smem_address(smem)),
+                 "l"(gmem), "r"(valid ? 16 : 0)
                  : "memory");
 }
 

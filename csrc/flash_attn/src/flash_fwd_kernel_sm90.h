@@ -41,18 +41,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     if (warpgroup == 0) {
         sm90::registers_lower<Traits::kLoadRegisters>();
         using Producer = typename Mainloop::Producer;
-        if (threadIdx.x < Producer::threads(maps) && (C.paged || sm90::elect_one())) {
+        if (C.paged || (threadIdx.x < 32 && sm90::elect_one())) {
             Producer producer{maps, storage, plans};
             producer.run(params, queue);
         }
     } else {
         sm90::registers_raise<Traits::kMmaRegisters>();
-        typename Mainloop::Consumer consumer{storage,
-                                             queue.arrivals,
-                                             small_cap,
-                                             warpgroup - 1,
-                                             static_cast<int>(threadIdx.x) - 128,
-                                             Mainloop::copies(maps)};
+        typename Mainloop::Consumer consumer{
+            storage, queue.arrivals, small_cap, warpgroup - 1, static_cast<int>(threadIdx.x) - 128,
+            maps};
         consumer.first_turn();
         consumer.run(params);
     }

@@ -97,7 +97,8 @@ struct KernelTraitsSm90 {
         return thread % 4 * 2 + j % 2 + j / 2 * 8;
     }
 
-    // Consumers hold a tile's description to the end of its epilogue. The producer is ahead of them
+    // Consumers hold a tile's description to the end of its epilogue, warps that load pages until
+    // they have loaded all of the tile. The producer is ahead of them
     // by as many tiles as the K/V ring has stages, where tiles have one block; with a slot more
     // than that and the one in use it never waits for one.
     static constexpr int kTileSlots = 2 * kStages;

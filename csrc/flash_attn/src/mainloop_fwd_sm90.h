@@ -1,5 +1,5 @@
-// The loop over key blocks on wgmma and TMA. One thread loads, where keys lie in pages a warp or
-// four. Each MMA warpgroup runs S = Q K^T, mask, softmax, O += P V on 64 query rows. S of a block
+// The loop over key blocks on wgmma and TMA. One thread loads, where keys lie in pages four warps.
+// Each MMA warpgroup runs S = Q K^T, mask, softmax, O += P V on 64 query rows. S of a block
 // and P V of the block before are issued together; the softmax, which writes P where that product
 // reads it, waits for both, and runs under the products of the other warpgroups.
 #pragma once
@@ -58,7 +58,7 @@ struct MainloopFwdSm90 {
     static constexpr int kBytesQ = 64 * kHeadDim * sizeof(Element);  // of one warpgroup
     static constexpr int kBytesKV = kTileN * kHeadDim * sizeof(Element);
 
-    // Keys and values are copied: by all threads of the producer, and in the generic proxy.
+    // Keys and values are copied, in the generic proxy.
     CUTE_DEVICE static bool copies(TensorMapsSm90 const &maps) {
         if constexpr (C.paged) return maps.copies();
         return false;
@@ -66,8 +66,8 @@ struct MainloopFwdSm90 {
 
     CUTE_DEVICE static void init_barriers(SharedStorage &storage, TensorMapsSm90 const &maps) {
         constexpr int kReleases = 4;  // one arrival a warp
-        int const fills = copies(maps) ? 128 : 1;
-        int const followers = copies(maps) ? 3 : 0;  // warps of the producer
+        int const fills = copies(maps) ? 32 * Pages::kWarps : C.paged ? Pages::kWarps : 1;
+        int const followers = C.paged ? 3 : 0;  // warps of the producer
         for (int i = 0; i < kWarpgroups; ++i) {
             sm90::barrier_init(&storage.q_full[i], 1);
             sm90::barrier_init(&storage.q_empty[i], kReleases);
@@ -115,25 +115,22 @@ struct MainloopFwdSm90 {
 
     // Loads tiles' Q, K and V in the order in which they are used, as far ahead as buffers are
     // free. Run by one thread, which also keeps the order of kernels: it waits for the one before,
-    // and lets the next one start once nothing is left to be loaded. Of a paged cache by one warp,
-    // whose first thread does all but the loads of keys and values; where these are copies, by all
-    // four warps.
+    // and lets the next one start once nothing is left to be loaded. Of a paged cache by four
+    // warps: two load keys, two values, which come last, and the first thread does all else.
     struct Producer {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
         bool const plans;
-        RingKV kv;  // of the next keys; values are behind by one block, or two
+        RingKV kv;  // of the next keys; values are behind by one block, or two. Of pages: of both
         RingTiles tiles;
         uint32_t q_parity = 0;
 
-        CUTE_DEVICE static int threads(TensorMapsSm90 const &maps) {
-            return copies(maps) ? 128 : 32;
-        }
         CUTE_DEVICE CtaPlan<C> const *plan() const { return plans ? &own_plan(storage) : nullptr; }
 
         CUTE_DEVICE static bool leads() { return !C.paged || threadIdx.x == 0; }
         // Whether this thread's warp is told its tiles by the first one.
         CUTE_DEVICE static bool follows() { return C.paged && threadIdx.x >= 32; }
+        CUTE_DEVICE static bool loads_v(uint32_t i) { return !C.paged || i >= 32 * Pages::kWarps; }
 
         // The 64 rows of a warpgroup: of one head, or of all packed heads of some positions.
         CUTE_DEVICE void load_q(Flash_fwd_params const &params, WorkTile const &tile) {
@@ -149,28 +146,41 @@ struct MainloopFwdSm90 {
             q_parity ^= 1;
         }
 
-        // A block of the tile's keys, or of its values, which of a paged cache lies where `place`
-        // says, to the buffer where the ring stands.
-        CUTE_DEVICE void load_kv(Flash_fwd_params const &params, sm90::CacheHint hint,
-                                 WorkTile const &tile, bool values, int block, RingKV ring,
-                                 typename Pages::Place place) {
+        // A block of the tile's keys, or of its values, to the buffer where the ring stands.
+        CUTE_DEVICE void load_kv(sm90::CacheHint hint, WorkTile const &tile, bool values, int block,
+                                 RingKV ring) {
             int const stage = ring.stage();
             sm90::Barrier *const full = (values ? storage.v_full : storage.k_full) + stage;
             sm90::Barrier *const empty = (values ? storage.v_empty : storage.k_empty) + stage;
             auto &smem = (values ? storage.v : storage.k)[stage];
-            CUtensorMap const &map = values ? maps.v : maps.k;
-            auto const await_buffer = [&] { sm90::barrier_wait(empty, ring.parity() ^ 1); };
-            if constexpr (!C.paged) {
-                await_buffer();
-                load_box<Traits>(map, full, kBytesKV, hint, smem.data(), kTileN * Traits::kSmemRow,
-                                 tile.row_k + block * kTileN, tile.head_k, tile.batch_k);
-            } else if (maps.copies()) {
+            sm90::barrier_wait(empty, ring.parity() ^ 1);
+            load_box<Traits>(values ? maps.v : maps.k, full, kBytesKV, hint, smem.data(),
+                             kTileN * Traits::kSmemRow, tile.row_k + block * kTileN, tile.head_k,
+                             tile.batch_k);
+        }
+
+        // The same from pages, by the warps of the tensor. Where the block is they look up while
+        // its buffer is awaited.
+        CUTE_DEVICE void load_paged(int thread, Flash_fwd_params const &params,
+                                    WorkTile const &tile, int block) {
+            bool const values = loads_v(thread);
+            int const row = block * kTileN;
+            auto const places = Pages::look_up(thread, params, maps, tile.batch_k, tile.row_k + row,
+                                               tile.seqlen_k - row);
+            int const stage = kv.stage();
+            sm90::Barrier *const full = (values ? storage.v_full : storage.k_full) + stage;
+            sm90::Barrier *const empty = (values ? storage.v_empty : storage.k_empty) + stage;
+            auto &smem = (values ? storage.v : storage.k)[stage];
+            auto const await_buffer = [&] { sm90::barrier_wait(empty, kv.parity() ^ 1); };
+            if (maps.copies()) {
                 auto const x =
                     values ? Pages::values(params, tile.head_k) : Pages::keys(params, tile.head_k);
-                Pages::copy_rows(params, x, place, await_buffer, full, smem);
+                Pages::copy_rows(thread, params, x, places, await_buffer, full, smem);
             } else {
-                Pages::load_boxes(params, maps, map, place, tile.head_k, await_buffer, full, smem);
+                Pages::load_boxes(thread, params, maps, values ? maps.v : maps.k, places[0],
+                                  tile.head_k, await_buffer, full, smem);
             }
+            kv.advance();
         }
 
         // The number of the CTA's next tile.
@@ -181,30 +191,19 @@ struct MainloopFwdSm90 {
             return queue.next(index);
         }
 
-        // Hands a tile to the consumers.
+        // Hands a tile to the consumers, and to the warps that follow.
         CUTE_DEVICE void publish(Flash_fwd_params const &params, WorkTile const &tile) {
-            if (!leads()) return;
-            sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
-            storage.tile[tiles.stage()] = tile;
-            storage.output[tiles.stage()] = Epilogue::output_offset(params, tile);
-            sm90::barrier_arrive(&storage.tile_full[tiles.stage()]);
-            tiles.advance();
-        }
-
-        // The tile that the first warp has published.
-        CUTE_DEVICE WorkTile take() {
-            sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());
-            WorkTile const tile = storage.tile[tiles.stage()];
-            __syncwarp();
-            sm90::barrier_arrive(&storage.tile_empty[tiles.stage()], threadIdx.x % 32 == 0);
-            tiles.advance();
-            return tile;
+            if (leads()) {
+                sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
+                storage.tile[tiles.stage()] = tile;
+                storage.output[tiles.stage()] = Epilogue::output_offset(params, tile);
+                sm90::barrier_arrive(&storage.tile_full[tiles.stage()]);
+            }
         }
 
         // The CTA's next tile; the first one is number `index`.
         CUTE_DEVICE WorkTile next_tile(Flash_fwd_params const &params, TileQueue &queue, int &index,
                                        bool first) {
-            if (follows()) return take();
             if (!first) {
                 index = next(queue, index);
             } else if (params.plan_ptr != nullptr) {
@@ -223,37 +222,33 @@ struct MainloopFwdSm90 {
         }
 
         CUTE_DEVICE void run(Flash_fwd_params const &params, TileQueue queue) {
+            if constexpr (C.paged)
+                run_paged(params, queue);
+            else
+                run_contiguous(params, queue);
+            // Whoever comes first does it for the CTA.
+            if (loads_v(threadIdx.x)) cudaTriggerProgrammaticLaunchCompletion();
+            if (copies(maps)) sm90::await_copies();
+        }
+
+        CUTE_DEVICE void run_contiguous(Flash_fwd_params const &params, TileQueue &queue) {
             int index = blockIdx.x;
             auto const hint = reads_keys_once<C>(params) ? sm90::CacheHint::evict_first
                                                          : sm90::CacheHint::evict_last;
             WorkTile tile{};
-            // Of pages: where the next block of keys is, and the next one of values.
-            typename Pages::Place k_place{}, v_place{};
-            auto const look_up = [&](int n) {
-                v_place = k_place;
-                if (C.paged && n >= 0) {
-                    int const row = tile.blocks.template block<C.mask>(n) * kTileN;
-                    k_place = Pages::look_up(params, maps, tile.batch_k, tile.row_k + row,
-                                             tile.seqlen_k - row);
-                }
-            };
             auto const load_k = [&](int n) {
-                int const block = tile.blocks.template block<C.mask>(n);
-                load_kv(params, hint, tile, false, block, kv, k_place);
+                load_kv(hint, tile, false, tile.blocks.template block<C.mask>(n), kv);
                 kv.advance();
             };
             // ring: where the same block's keys are.
             auto const load_v = [&](int n, RingKV ring) {
-                int const block = tile.blocks.template block<C.mask>(n);
-                load_kv(params, hint, tile, true, block, ring, v_place);
+                load_kv(hint, tile, true, tile.blocks.template block<C.mask>(n), ring);
             };
             // The next tile comes before the last values of the one in work, which wait for their
             // buffer. So does the first one, behind a tile without blocks: a call over few keys
-            // waits for code to be fetched, and this way that of the next tile is there once. In
-            // kernels whose warpgroups may rest registers would spill.
-            bool first = !kMayRest<C>;
+            // waits for code to be fetched, and this way that of the next tile is there once.
+            bool first = true;
             WorkTile following{};
-            if (!first) following = next_tile(params, queue, index, true);
             CUTE_NO_UNROLL
             while (true) {
                 if (tile.blocks.count > 0) load_v(0, kv.before());
@@ -261,22 +256,48 @@ struct MainloopFwdSm90 {
                 if (tile.m_block < 0) break;
                 int n = tile.blocks.count - 1;
                 if (n >= 0) {
-                    look_up(n);
                     load_k(n);
-                    look_up(n - 1);
                     load_q(params, tile);
                 }
                 CUTE_NO_UNROLL
                 for (; n > 0; --n) {
                     load_k(n - 1);
                     load_v(n, kv.before().before());
-                    look_up(n - 2);
                 }
                 following = next_tile(params, queue, index, first);
+                tiles.advance();
                 first = false;
             }
-            cudaTriggerProgrammaticLaunchCompletion();
-            if (copies(maps)) sm90::await_copies();
+        }
+
+        // Warps read their tile where it is published. That, and what nvcc does not know to be the
+        // same for all tiles, take fewer registers.
+        CUTE_DEVICE void run_paged(Flash_fwd_params const &params, TileQueue &queue) {
+            int index = blockIdx.x;
+            CUTE_NO_UNROLL
+            for (bool first = true;; first = false) {
+                if (follows()) {
+                    sm90::barrier_wait(&storage.tile_full[tiles.stage()], tiles.parity());
+                } else {
+                    next_tile(params, queue, index, first);
+                    __syncwarp();
+                }
+                WorkTile const &tile = storage.tile[tiles.stage()];
+                if (tile.m_block < 0) break;
+                uint32_t thread = threadIdx.x;
+                sm90::pin_register(thread);
+                int const last = tile.blocks.count - 1;
+                CUTE_NO_UNROLL
+                for (int n = last; n >= 0; --n) {
+                    load_paged(thread, params, tile, tile.blocks.template block<C.mask>(n));
+                    if (n == last) load_q(params, tile);
+                }
+                __syncwarp();
+                if (follows()) {
+                    sm90::barrier_arrive(&storage.tile_empty[tiles.stage()], thread % 32 == 0);
+                }
+                tiles.advance();
+            }
         }
     };
 
@@ -286,9 +307,9 @@ struct MainloopFwdSm90 {
         unsigned *const arrivals;  // as in TileQueue
         SmallCap const &small_cap;
         int const warpgroup;
-        int const thread;   // among all MMA threads
-        bool const copied;  // keys and values, by the generic proxy
-        RingKV k;           // V's is one use behind: P V of a block follows the next block's Q K^T
+        int const thread;  // among all MMA threads
+        TensorMapsSm90 const &maps;
+        RingKV k;  // V's is one use behind: P V of a block follows the next block's Q K^T
         RingTiles tiles;
         uint32_t q_parity = 0;
         bool small = kSmallCap;  // whether the warp's scores of the tile may still be small
@@ -301,10 +322,9 @@ struct MainloopFwdSm90 {
         // The tile in work.
         CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
         CUTE_DEVICE OutputOffset const &output() const { return storage.output[tiles.stage()]; }
-        // A copy of it, but for a field that is read again: kept over the loop it would spill.
-        CUTE_DEVICE WorkTile at_end(WorkTile copy) const {
-            if constexpr (kMayRest<C>) copy.head_q = tile().head_q;
-            return copy;
+        // A copy of it, or where a copy would spill what is published.
+        CUTE_DEVICE WorkTile const &again(WorkTile const &copy) const {
+            return kMayRest<C> ? tile() : copy;
         }
 
         // S is complete: releases K's stage, and Q, after the tile's first block if all of it is in
@@ -331,6 +351,8 @@ struct MainloopFwdSm90 {
             __syncwarp();
             release(&storage.tile_empty[tiles.stage()]);
             tiles.advance();
+            // The next slot's address, known from a tile's begin on, would spill.
+            if constexpr (kMayRest<C>) sm90::pin_register(tiles.uses);
             small = kSmallCap;
         }
 
@@ -374,7 +396,7 @@ struct MainloopFwdSm90 {
         // reads through the other one. A fence anywhere on the way from write to read orders them
         // (PTX ISA, "causality order"); here, the producer need not wait for its copies.
         CUTE_DEVICE void fence_copies() const {
-            if (copied) sm90::fence_async_proxy();
+            if (copies(maps)) sm90::fence_async_proxy();
         }
         CUTE_DEVICE void await_q() {
             sm90::barrier_wait(&storage.q_full[warpgroup], q_parity);
@@ -399,7 +421,7 @@ struct MainloopFwdSm90 {
             bool capped = false;
             if (kSmallCap && small && !masked) capped = small = small_cap.apply(tSrS);
             score_mod.apply(tSrS, thread, block(), capped);
-            if (masked) Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block());
+            if (masked) Mask<C>{params, again(tile)}.template apply<Traits>(tSrS, thread, block());
         }
 
         // In a ragged batch the box of a sequence's last rows goes on with those of the next one,
@@ -563,7 +585,7 @@ struct MainloopFwdSm90 {
                 pass_turn();
                 sm90::wgmma_wait<0>();
                 release_v();
-                Epilogue::finish(params, at_end(tile), output(), thread, softmax, tOrO);
+                Epilogue::finish(params, again(tile), output(), thread, softmax, tOrO);
                 arrive(params);
                 release_tile();
             }

@@ -29,15 +29,21 @@ struct PagedLoad {
     using Element = typename Traits::Element;
     using Buffer = cute::array<Element, cosize_v<typename Traits::SmemLayoutKV>>;
 
-    // Copies are made by all warps of the producer. In each, kLanes lanes side by side copy a row
-    // of a page of kSmemRow columns; all four warps copy kStep rows at a time.
+    // Two warps of the producer load keys, the other two values.
+    static constexpr int kWarps = 2;
+    // Where these are copies, kLanes lanes side by side copy a row of a page of kSmemRow columns,
+    // both warps kStep rows at a time. Of 32 rows that a warp copies each lane looks up one.
     static constexpr int kLanes = kSmemRow / 8;
     static constexpr int kWarpRows = 32 / kLanes;
-    static constexpr int kStep = 4 * kWarpRows;
-    static constexpr int kUnrolled = Traits::kPages > 2 ? 1 : 2;  // more take more registers
+    static constexpr int kStep = kWarps * kWarpRows;
+    static constexpr int kWarpSteps = 32 / kWarpRows;
+    static constexpr int kRowsLookedUp = kWarpSteps * kStep;  // at a time
+    static constexpr int kPlaces = (kTileN + kRowsLookedUp - 1) / kRowsLookedUp;
+    static constexpr int kUnrolled = Traits::kPages > 2 ? 2 : 4;  // more take more registers
     static_assert(kStep % 8 == 0, "all rows of a thread are swizzled alike");
-    static_assert(!Traits::kConfig.paged || kTileN <= 128, "a lane looks up one row of its warp's");
-    static_assert(!Traits::kConfig.paged || kTileN <= 32 * TensorMapsSm90::kLeastBoxRows,
+    static_assert(kWarpSteps % kUnrolled == 0);
+    static_assert(!Traits::kConfig.paged ||
+                      kTileN * Traits::kPages <= 32 * kWarps * TensorMapsSm90::kLeastBoxRows,
                   "a lane loads one box");
 
     CUTE_DEVICE static PagedHead<Element> keys(Flash_fwd_params const &params, int head) {
@@ -53,90 +59,116 @@ struct PagedLoad {
     struct Place {
         int page, row;
     };
+    // Of a block, the rows that a thread looks up.
+    using Places = cute::array<Place, kPlaces>;
 
-    // The row of a block that this lane looks up: the first one of its box, or one of the rows that
-    // its warp copies. At or behind the last one: the lane has none.
-    CUTE_DEVICE static int row_of_lane(TensorMapsSm90 const &maps) {
-        int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        return maps.copies() ? warp * kWarpRows + lane / kWarpRows * kStep + lane % kWarpRows
-                             : lane * maps.box_rows;
+    // A thread's warp among those that load the same tensor.
+    CUTE_DEVICE static int warp(int thread) { return thread / 32 % kWarps; }
+
+    // A block's box that a thread loads, of all those of its rows and columns.
+    struct Box {
+        int row, column;
+    };
+    CUTE_DEVICE static Box box_of(int thread, TensorMapsSm90 const &maps) {
+        int const number = thread % 32 * kWarps + warp(thread);
+        return {number / Traits::kPages * maps.box_rows, number % Traits::kPages};
     }
 
-    // Looks up this lane's row of a block. row: of the sequence, the block's first one; keys: of
-    // the sequence from there on. Behind the keys the table is not read, and no page exists.
-    CUTE_DEVICE static Place look_up(Flash_fwd_params const &params, TensorMapsSm90 const &maps,
-                                     int batch, int row, int keys) {
-        int const of_lane = row_of_lane(maps);
-        int const column = (row + of_lane) / params.page_size;
-        Place place{-1, row + of_lane - column * params.page_size};
-        if (of_lane < keys && of_lane < kTileN) {
-            int const *const table =
-                params.block_table_ptr + batch * params.block_table_batch_stride;
-            place.page = table[column];
-        }
-        return place;
-    }
-
-    // Boxes of maps.box_rows rows, all of them one after the other in the buffer; by one warp.
-    template <class Await>
-    CUTE_DEVICE static void load_boxes(Flash_fwd_params const &params, TensorMapsSm90 const &maps,
-                                       CUtensorMap const &map, Place place, int head,
-                                       Await const &await_buffer, sm90::Barrier *full,
-                                       Buffer &buffer) {
-        int const row = row_of_lane(maps);
-        // Instead of a page that does not exist the one behind the last: zeros.
-        int const page = static_cast<int>(
-            cute::min(static_cast<unsigned>(place.page), static_cast<unsigned>(params.num_pages)));
-        await_buffer();
-        if (threadIdx.x == 0) sm90::barrier_arrive_expect(full, sizeof buffer);
-        __syncwarp();
-        if (row < kTileN) {
-            Element *const to = buffer.data() + row * kSmemRow;
-            CUTE_UNROLL
-            for (int c = 0; c < Traits::kPages; ++c) {
-                sm90::tma_load(&map, full, sm90::CacheHint::evict_last, to + c * kTileN * kSmemRow,
-                               c * kSmemRow, place.row, head, page);
+    // Looks up a thread's rows of a block: that of its box, or of all that its warp copies. row: of
+    // the sequence, the block's first one; keys: of the sequence from there on. Behind the keys the
+    // table is not read, and no page exists.
+    CUTE_DEVICE static Places look_up(int thread, Flash_fwd_params const &params,
+                                      TensorMapsSm90 const &maps, int batch, int row, int keys) {
+        int const *const table = params.block_table_ptr + batch * params.block_table_batch_stride;
+        int const lane = thread % 32;
+        int const first =
+            maps.copies() ? warp(thread) * kWarpRows + lane / kWarpRows * kStep + lane % kWarpRows
+                          : box_of(thread, maps).row;
+        Places places{};
+        CUTE_UNROLL
+        for (int i = 0; i < kPlaces; ++i) {
+            int const of_lane = first + i * kRowsLookedUp;
+            places[i].page = -1;
+            if (of_lane < keys && of_lane < kTileN) {
+                int column = 0;
+                maps.page(column, places[i].row, row + of_lane);
+                places[i].page = table[column];
             }
+            if (!maps.copies()) break;
+        }
+        return places;
+    }
+
+    // Boxes of maps.box_rows rows, all of them one after the other in the buffer.
+    template <class Await>
+    CUTE_DEVICE static void load_boxes(int thread, Flash_fwd_params const &params,
+                                       TensorMapsSm90 const &maps, CUtensorMap const &map,
+                                       Place place, int head, Await const &await_buffer,
+                                       sm90::Barrier *full, Buffer &buffer) {
+        Box const box = box_of(thread, maps);
+        await_buffer();
+        bool const loads = box.row < kTileN;
+        int const boxes = __popc(__ballot_sync(0xffffffffu, loads));
+        int const bytes = boxes * maps.box_rows * kSmemRow * int(sizeof(Element));
+        if (thread % 32 == 0) sm90::barrier_arrive_expect(full, bytes);
+        __syncwarp();
+        if (loads) {
+            // Instead of a page that does not exist the one behind the last: zeros.
+            int const page = static_cast<int>(cute::min(static_cast<unsigned>(place.page),
+                                                        static_cast<unsigned>(params.num_pages)));
+            Element *const to = buffer.data() + (box.column * kTileN + box.row) * kSmemRow;
+            sm90::tma_load(&map, full, sm90::CacheHint::evict_last, to, box.column * kSmemRow,
+                           place.row, head, page);
         }
     }
 
-    // Copies, by all warps; zeros where no page exists. The barrier gets an arrival of each thread
+    // Copies; zeros where no page exists. The barrier gets an arrival of each thread of the warps
     // once that thread's copies have landed, which puts them before the reads of those who wait
     // there, but in the generic proxy: wgmma's reads are ordered by the waiting thread's fence.
     template <class Await>
-    CUTE_DEVICE static void copy_rows(Flash_fwd_params const &params, PagedHead<Element> const &x,
-                                      Place place, Await const &await_buffer, sm90::Barrier *full,
+    CUTE_DEVICE static void copy_rows(int thread, Flash_fwd_params const &params,
+                                      PagedHead<Element> const &x, Places const &places,
+                                      Await const &await_buffer, sm90::Barrier *full,
                                       Buffer &buffer) {
-        int const lane = threadIdx.x % 32;
-        int const row = threadIdx.x / 32 * kWarpRows + lane / kLanes;
+        int const lane = thread % 32;
+        int const row = warp(thread) * kWarpRows + lane / kLanes;
         int const col = lane % kLanes * 8;
         Tensor sX = as_position_independent_swizzle_tensor(
             make_tensor(make_smem_ptr(buffer.data()), typename Traits::SmemLayoutKV{}));  // (N, d)
         Element *const to = &sX(row, col);
-        bool const exists =
-            static_cast<unsigned>(place.page) < static_cast<unsigned>(params.num_pages);
-        int64_t const offset =
-            exists ? place.page * x.page_stride + place.row * x.row_stride : int64_t(0);
-        uint32_t const existing = __ballot_sync(0xffffffffu, exists);
         await_buffer();
-        auto const copy_step = [&](int i) {
-            int const source = lane / kLanes + i * kWarpRows;  // the lane that has looked it up
-            Element const *const from = x.gmem + __shfl_sync(0xffffffffu, offset, source) + col;
-            bool const copies = existing >> source & 1;
-            if (kTileN % (kStep * kUnrolled) == 0 || row + i * kStep < kTileN) {
-                CUTE_UNROLL
-                for (int c = 0; c < Traits::kPages; ++c) {
-                    sm90::copy_async(to + (i * kStep + c * kTileN) * kSmemRow, from + c * kSmemRow,
-                                     copies && col + c * kSmemRow < params.d,
-                                     sm90::CacheHint::evict_last);
+        CUTE_UNROLL
+        for (int part = 0; part < kPlaces; ++part) {
+            Place const place = places[part];
+            int const begin = part * kRowsLookedUp;
+            bool const exists =
+                static_cast<unsigned>(place.page) < static_cast<unsigned>(params.num_pages);
+            int64_t const offset =
+                exists ? place.page * x.page_stride + place.row * x.row_stride : int64_t(0);
+            auto const address = reinterpret_cast<unsigned long long>(x.gmem + offset);
+            uint32_t const existing = __ballot_sync(0xffffffffu, exists);
+            // Whoever has looked up a row hands its address to those who copy it.
+            auto const copy_step = [&](int i) {
+                int const source = lane / kLanes + i * kWarpRows;
+                Element const *const from =
+                    reinterpret_cast<Element const *>(__shfl_sync(0xffffffffu, address, source)) +
+                    col;
+                bool const copies = existing >> source & 1;
+                int const step = begin + i * kStep;
+                if (kTileN % (kStep * kUnrolled) == 0 || row + step < kTileN) {
+                    CUTE_UNROLL
+                    for (int c = 0; c < Traits::kPages; ++c) {
+                        sm90::copy_async(to + (step + c * kTileN) * kSmemRow, from + c * kSmemRow,
+                                         copies && col + c * kSmemRow < params.d);
+                    }
                 }
-            }
-        };
-        CUTE_NO_UNROLL
-        for (int i = 0; i * kStep < kTileN; i += kUnrolled) {
-            CUTE_UNROLL
-            for (int j = 0; j < kUnrolled; ++j) {
-                copy_step(i + j);
+            };
+            CUTE_NO_UNROLL
+            for (int i = 0; i < kWarpSteps && begin + i * kStep < kTileN; i += kUnrolled) {
+                CUTE_UNROLL
+                for (int j = 0; j < kUnrolled; ++j) {
+                    copy_step(i + j);
+                }
             }
         }
         sm90::barrier_arrive_copies(full);

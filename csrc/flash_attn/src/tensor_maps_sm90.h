@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include <cutlass/fast_math.h>
 
 #include <cstdint>
 #include <numeric>
@@ -16,14 +17,15 @@ namespace flash {
 
 struct TensorMapsSm90 {
     CUtensorMap q, k, v;
-    int box_rows;  // of k and v: a box lies in one page and in one key block
+    int box_rows;              // of k and v: a box lies in one page and in one key block
+    cutlass::FastDivmod page;  // divides by the rows of a page
 
-    // Boxes are issued one after the other. Pages of one token, in boxes of 128 bytes, reached
-    // 0.204 of the speed of a contiguous cache, as memory brings an SM 16 KB in about 1000 clocks:
-    // some 40 clocks a box. Copies of 16 KB take 32 instructions of a warp, and reach 0.75. Boxes
-    // of 16 rows reach 0.87 (docs/facts.md).
+    // A warp issues its lanes' boxes one after the other. Pages of one token, in boxes of 128 bytes
+    // by one warp, reached 0.204 of the speed of a contiguous cache. With one query and 32/8 heads
+    // of 128 four warps that copy reach 0.88 to 0.94, boxes of 16 rows 0.96 to 1.00
+    // (docs/facts.md).
     static constexpr int kLeastBoxRows = 16;
-    // Whether keys and values are copied by all threads of the producer instead.
+    // Whether keys and values are copied instead.
     CUTE_HOST_DEVICE bool copies() const { return box_rows < kLeastBoxRows; }
 };
 
@@ -145,6 +147,7 @@ cudaError_t make_tensor_maps(TensorMapsSm90 &maps, Flash_fwd_params const &param
             return cudaErrorInvalidValue;
         }
         maps.box_rows = std::gcd(params.page_size, Traits::kTileN);
+        maps.page = cutlass::FastDivmod(params.page_size);
         // TMA writes to multiples of 128 bytes.
         static_assert(TensorMapsSm90::kLeastBoxRows * Traits::kSmemRow >= 64);
     }

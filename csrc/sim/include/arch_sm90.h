@@ -82,7 +82,7 @@ void tma_load(void const *descriptor, Barrier *barrier, CacheHint, void *smem,
     sim::tma_load(descriptor, barrier, smem, at, sizeof...(Coordinates));
 }
 
-inline void copy_async(void *smem, void const *gmem, bool valid, CacheHint) {
+inline void copy_async(void *smem, void const *gmem, bool valid) {
     sim::cp_async(smem, gmem, 16, valid);
 }
 inline void barrier_arrive_copies(Barrier *barrier) { sim::mbarrier_arrive_copies(barrier); }
