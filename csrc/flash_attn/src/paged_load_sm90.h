@@ -39,7 +39,7 @@ struct PagedLoad {
     static constexpr int kWarpSteps = 32 / kWarpRows;
     static constexpr int kRowsLookedUp = kWarpSteps * kStep;  // at a time
     static constexpr int kPlaces = (kTileN + kRowsLookedUp - 1) / kRowsLookedUp;
-    static constexpr int kUnrolled = Traits::kPages > 2 ? 2 : 4;  // more take more registers
+    static constexpr int kUnrolled = Traits::kPages > 2 ? 1 : 4;  // more take more registers
     static_assert(kStep % 8 == 0, "all rows of a thread are swizzled alike");
     static_assert(kWarpSteps % kUnrolled == 0);
     static_assert(!Traits::kConfig.paged ||
