@@ -21,8 +21,7 @@ _MODIFY_SM80 = "                score_mod.apply(tSrS, thread, block(n));\n"
 _MASK_SM80 = "                if (masked) mask.template apply<Traits>(tSrS, thread, block(n));\n"
 _MODIFY_SM90 = "            score_mod.apply(tSrS, thread, block(), capped);\n"
 _MASK_SM90 = (
-    "            if (masked) "
-    "Mask<C>{params, again(tile)}.template apply<Traits>(tSrS, thread, block());\n"
+    "            if (masked) Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block());\n"
 )
 
 

@@ -322,9 +322,11 @@ struct MainloopFwdSm90 {
         // The tile in work.
         CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
         CUTE_DEVICE OutputOffset const &output() const { return storage.output[tiles.stage()]; }
-        // A copy of it, or where a copy would spill what is published.
+        // A copy of it, or, over pages, what is published: there copies spilled where warpgroups
+        // may rest, and nvcc gave the two loops' wgmma different registers. Under a window it does
+        // so without them.
         CUTE_DEVICE WorkTile const &again(WorkTile const &copy) const {
-            return kMayRest<C> ? tile() : copy;
+            return C.paged && C.mask != MaskKind::local ? tile() : copy;
         }
 
         // S is complete: releases K's stage, and Q, after the tile's first block if all of it is in
@@ -421,7 +423,7 @@ struct MainloopFwdSm90 {
             bool capped = false;
             if (kSmallCap && small && !masked) capped = small = small_cap.apply(tSrS);
             score_mod.apply(tSrS, thread, block(), capped);
-            if (masked) Mask<C>{params, again(tile)}.template apply<Traits>(tSrS, thread, block());
+            if (masked) Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block());
         }
 
         // In a ragged batch the box of a sequence's last rows goes on with those of the next one,
