@@ -98,9 +98,9 @@ struct KernelTraitsSm90 {
     }
 
     // Consumers hold a tile's description to the end of its epilogue, warps that load pages until
-    // they have loaded all of the tile. The producer is ahead of them
-    // by as many tiles as the K/V ring has stages, where tiles have one block; with a slot more
-    // than that and the one in use it never waits for one.
+    // they have loaded all of the tile. The producer is ahead of consumers by as many tiles as the
+    // K/V ring has stages, where tiles have one block; with a slot more than that and the one in
+    // use it never waits for one.
     static constexpr int kTileSlots = 2 * kStages;
 
     // A buffer is full when its bytes have landed, and empty when all its readers have arrived.

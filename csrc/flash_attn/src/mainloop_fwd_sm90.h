@@ -121,7 +121,7 @@ struct MainloopFwdSm90 {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
         bool const plans;
-        RingKV kv;  // of the next keys; values are behind by one block, or two. Of pages: of both
+        RingKV kv;  // of the next keys, values are one or two blocks behind; of pages: of this warp
         RingTiles tiles;
         uint32_t q_parity = 0;
 
@@ -226,7 +226,7 @@ struct MainloopFwdSm90 {
                 run_paged(params, queue);
             else
                 run_contiguous(params, queue);
-            // Whoever comes first does it for the CTA.
+            // The first thread to do so does it for the CTA.
             if (loads_v(threadIdx.x)) cudaTriggerProgrammaticLaunchCompletion();
             if (copies(maps)) sm90::await_copies();
         }
@@ -270,8 +270,8 @@ struct MainloopFwdSm90 {
             }
         }
 
-        // Warps read their tile where it is published. That, and what nvcc does not know to be the
-        // same for all tiles, take fewer registers.
+        // To save registers warps read their tile where it is published, and nvcc is kept from
+        // computing what depends on the thread once for all tiles.
         CUTE_DEVICE void run_paged(Flash_fwd_params const &params, TileQueue &queue) {
             int index = blockIdx.x;
             CUTE_NO_UNROLL
