@@ -25,9 +25,10 @@ struct MergeParts {
     static constexpr bool kCan = CtaPlan<C>::kFits && C.warps == 4 && C.mask != MaskKind::local;
     static constexpr int kGroups = Merge::kGroups;
     // Parts of a row whose loads are in flight: one latency for most tiles, fewer where eight sums
-    // and more take the registers, and with pages where CTAs share an SM.
-    static constexpr bool kFew = kGroups > 8 || (C.paged && C.min_ctas > 1);
-    static constexpr int kAhead = kGroups < 8 ? 16 : kFew ? 4 : 8;
+    // and more, or O above d = 128, take the registers, and with pages where CTAs share an SM.
+    static constexpr bool kWide = C.head_dim > 128;
+    static constexpr bool kFew = kWide || kGroups > 8 || (C.paged && C.min_ctas > 1);
+    static constexpr int kAhead = kFew ? 4 : kGroups < 8 ? 16 : 8;
     static constexpr int kRound = cute::max(kAhead, kGroups);
     // Parts whose weights the lanes of a row have at a time.
     static constexpr int kWeighed = cute::max(kRound, Merge::kWidth);
