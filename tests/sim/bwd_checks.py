@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from backward import (
+    GRADIENTS,
     Problem,
     check,
     compare,
@@ -27,7 +28,7 @@ from planted import checker
 from flashcute import sim
 from flashcute.config import MASKS, BwdConfig, FwdConfig
 from flashcute.oracles import embed_in_nan
-from flashcute.reference import visible_keys
+from flashcute.reference import attention_ref, visible_keys
 
 # Without the gradient that CTAs may sum up in any order.
 BUT_DQ = ("dk", "dv", "dsinks")
@@ -95,6 +96,32 @@ def check_that_two_tiles_of_keys_add_to_dq_in_one_order(config: BwdConfig) -> No
         assert all(same(first, passed(x), ("dq_accum",)) for x in again) == repeatable
 
 
+def check_linear_in_the_gradient_of_the_output(config: BwdConfig) -> None:
+    """Twice dO and dLSE: exactly twice every gradient. In bf16, whose range nothing leaves."""
+    problem = make_problem(config, (1, 100, 150, 2, 1), extras=True)
+    twice = dataclasses.replace(problem, dout=2 * problem.dout, dlse=2 * problem.dlse)
+    once, double = passed(problem.run(config)), passed(twice.run(config))
+    for name in (*GRADIENTS, "dsinks"):
+        assert torch.equal(2 * once.outputs[name], double.outputs[name]), name
+
+
+def check_that_rows_of_ds_sum_to_zero(config: BwdConfig) -> None:
+    """All keys have 1 in column 0, so dQ's column 0 is the scaled sum of a row of dS: 0 but for
+    the roundings of dS and of the output in D."""
+    problem = make_problem(config, (1, 100, 150, 2, 1))
+    problem.k[..., 0] = 1
+    result = passed(problem.run(config))
+    out, _, p = attention_ref(
+        problem.q, problem.k, problem.v, upcast=torch.float64, return_probs=True, **problem.options
+    )
+    dout, v = problem.dout.double().transpose(1, 2), problem.v.double().transpose(1, 2)
+    ds = p * (dout @ v.mT - (dout * out.transpose(1, 2)).sum(-1, keepdim=True))
+    d_error = (dout * out.transpose(1, 2)).abs().sum(-1)  # (b, h, seqlen_q)
+    scale, half_ulp = problem.q.shape[3] ** -0.5, torch.finfo(problem.q.dtype).eps / 2
+    bound = scale * half_ulp * (ds.abs().sum(-1) + d_error) + 1e-5
+    assert (result.outputs["dq"][..., 0].double().transpose(1, 2).abs() <= bound).all()
+
+
 def check_uniform_probabilities(config: BwdConfig) -> None:
     """Q = 0 and 64 keys: dV is the mean of dO over the group's queries and heads, times their
     number over 64, exactly; dK is 0."""
@@ -160,7 +187,8 @@ def check_keys_that_no_query_sees(config: BwdConfig) -> None:
         assert not result.outputs[name][:, :unseen].any()
         assert result.outputs[name][:, unseen:].any(-1).all()
     k, v = problem.k.clone(), problem.v.clone()
-    k[:, :192], v[:, :192] = math.nan, math.nan
+    of_tiles = 192 if config.arch == 80 else 128
+    k[:, :of_tiles], v[:, :of_tiles] = math.nan, math.nan
     assert same(result, passed(dataclasses.replace(problem, k=k, v=v).run(config)))
 
 

@@ -28,7 +28,6 @@ from planted import build_mutants
 
 from flashcute import heuristics, sim
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS
-from flashcute.reference import attention_ref
 
 PAIR = (TOGETHER, SPLIT)
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS]
@@ -102,12 +101,7 @@ def test_only_gradients_that_are_wanted_are_computed(config, wanted):
 
 
 def test_linear_in_the_gradient_of_the_output():
-    """Twice dO and dLSE: exactly twice every gradient. In bf16, whose range nothing leaves."""
-    problem = make_problem(SPLIT, (1, 100, 150, 2, 1), extras=True)
-    twice = dataclasses.replace(problem, dout=2 * problem.dout, dlse=2 * problem.dlse)
-    once, double = passed(problem.run(SPLIT)), passed(twice.run(SPLIT))
-    for name in (*GRADIENTS, "dsinks"):
-        assert torch.equal(2 * once.outputs[name], double.outputs[name]), name
+    bwd_checks.check_linear_in_the_gradient_of_the_output(SPLIT)
 
 
 @pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
@@ -117,20 +111,7 @@ def test_uniform_probabilities(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
 def test_rows_of_ds_sum_to_zero(config):
-    """All keys have 1 in column 0, so dQ's column 0 is the scaled sum of a row of dS: 0 but for
-    the roundings of dS and of the output in D."""
-    problem = make_problem(config, (1, 100, 150, 2, 1))
-    problem.k[..., 0] = 1
-    result = passed(problem.run(config))
-    out, _, p = attention_ref(
-        problem.q, problem.k, problem.v, upcast=torch.float64, return_probs=True, **problem.options
-    )
-    dout, v = problem.dout.double().transpose(1, 2), problem.v.double().transpose(1, 2)
-    ds = p * (dout @ v.mT - (dout * out.transpose(1, 2)).sum(-1, keepdim=True))
-    d_error = (dout * out.transpose(1, 2)).abs().sum(-1)  # (b, h, seqlen_q)
-    scale, half_ulp = problem.q.shape[3] ** -0.5, torch.finfo(problem.q.dtype).eps / 2
-    bound = scale * half_ulp * (ds.abs().sum(-1) + d_error) + 1e-5
-    assert (result.outputs["dq"][..., 0].double().transpose(1, 2).abs() <= bound).all()
+    bwd_checks.check_that_rows_of_ds_sum_to_zero(config)
 
 
 @pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)

@@ -59,6 +59,10 @@ if not tiers.everything:  # the widest takes as long as all up to d = 128, and h
 NARROW = [config for config in CONFIGS if config.head_dim <= 128]
 
 
+def name_of(config):
+    return config.full_name
+
+
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
@@ -66,14 +70,14 @@ def kernels():
 
 
 @pytest.mark.parametrize("shape", (*SHAPES, LONG), ids=lambda s: "-".join(map(str, s)))
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_gradients(config, shape):
     problem = make_problem(config, shape, extras=True)
     check(problem, problem.run(config, copy_mode="random"))
 
 
 @pytest.mark.parametrize("shape", OWNED, ids=lambda s: "-".join(map(str, s)))
-@pytest.mark.parametrize("config", NARROW, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", NARROW, ids=name_of)
 def test_heads_owned_by_a_cta(config, shape):
     """One CTA adds to their sums of dQ, which have a place for each CTA."""
     problem = make_problem(config, shape, extras=True)
@@ -95,7 +99,7 @@ def semaphores_of(problem, config, result):
     return flat[..., : -(-seqlen_q // config.dkv.step)]
 
 
-@pytest.mark.parametrize("config", STORING, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", STORING, ids=name_of)
 def test_first_tiles_store_dq(config):
     """Others add theirs once the semaphore of a block says so, which every launch resets."""
     for seed, (copy_mode, (*shape, sms)) in enumerate(
@@ -107,9 +111,7 @@ def test_first_tiles_store_dq(config):
         assert semaphores_of(problem, config, result).eq(config.cluster).all()
 
 
-@pytest.mark.parametrize(
-    "config", [c for c in STORING if c.mask == "causal"], ids=lambda c: c.full_name
-)
+@pytest.mark.parametrize("config", [c for c in STORING if c.mask == "causal"], ids=name_of)
 def test_short_tiles_of_long_heads_begin_at_the_diagonal(config):
     """As whether first tiles store dQ depends on the batch, bits of dK and dV must not on that;
     where tiles keep their order all begin with the last block."""
@@ -124,13 +126,22 @@ def test_short_tiles_of_long_heads_begin_at_the_diagonal(config):
     check(problem, problem.run(config, sms=4, deterministic=True))
 
 
+@pytest.mark.parametrize("config", [ROWS, COLUMNS], ids=name_of)
+def test_key_heads_at_a_time_under_a_wide_window(config):
+    """Two of grouped heads where fourteen workers' tiles own half a window of keys, else one."""
+    config = with_mask(config, "local")
+    problem = make_problem(config, (2, 200, 1700, 4, 1), window=(1600, 0))
+    for sms in (14, 6):
+        check(problem, problem.run(config, sms=sms, copy_mode="random"))
+
+
 def sharing_problem(config, b, seqlen_q, seqlen_k, h, h_k, workers):
     shape = (b, seqlen_q // config.cluster, seqlen_k, h, h_k)
     launch = {"sms": workers * config.cluster, "seed": 0}
     return dataclasses.replace(make_problem(config, shape, extras=True), launch=launch)
 
 
-@pytest.mark.parametrize("config", PLAIN, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", PLAIN, ids=name_of)
 def test_tiles_of_the_last_wave_are_shared(config):
     """Who has the first visits of one leaves sums of dK and dV to who has the last ones."""
     modes = itertools.cycle(sim.COPY_MODES)
@@ -156,18 +167,18 @@ def test_strides_and_surroundings(order):
     bwd_checks.check_strides_and_surroundings(ROWS, 200, order)
 
 
-@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EVERY, ids=name_of)
 def test_only_the_sums_of_dq_depend_on_the_schedule(config):
     bwd_checks.check_that_schedules_change_only_the_sums_of_dq(config)
 
 
-@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EVERY, ids=name_of)
 def test_two_tiles_of_keys_add_to_dq_in_one_order(config):
     bwd_checks.check_that_two_tiles_of_keys_add_to_dq_in_one_order(config)
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3])
-@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EVERY, ids=name_of)
 def test_few_sms(config, sms):
     """Fewer than a cluster has CTAs, and a number that whole clusters do not use up."""
     problem = make_problem(config, LONG)
@@ -176,7 +187,7 @@ def test_few_sms(config, sms):
 
 @pytest.mark.parametrize("wanted", [(), ("dq",), ("dk", "dv")], ids="-".join)
 @pytest.mark.parametrize("shape", [(2, 100, 150, 4, 2), OWNED[1]], ids=["shared", "owned"])
-@pytest.mark.parametrize("config", [ROWS, COLUMNS], ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", [ROWS, COLUMNS], ids=name_of)
 def test_only_gradients_that_are_wanted_are_written(config, shape, wanted):
     problem = make_problem(config, shape, extras=True)
     every = passed(problem.run(config))
@@ -215,19 +226,39 @@ def wrong_counts(config, problem, result):
 
 
 @pytest.mark.parametrize("shape", (*SHAPES[1:5], LONG), ids=lambda s: "-".join(map(str, s)))
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_work_done_is_the_work_planned(config, shape):
     """And shared memory is read and written without bank conflicts."""
     problem = make_problem(config, shape)
     assert not wrong_counts(config, problem, passed(problem.run(config)))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", [c for c in EVERY if c.dtype == "bf16"], ids=name_of)
+def test_linear_in_the_gradient_of_the_output(config):
+    bwd_checks.check_linear_in_the_gradient_of_the_output(config)
+
+
+@pytest.mark.parametrize("config", EVERY, ids=name_of)
+def test_uniform_probabilities(config):
+    bwd_checks.check_uniform_probabilities(config)
+
+
+@pytest.mark.parametrize("config", EVERY, ids=name_of)
+def test_rows_of_ds_sum_to_zero(config):
+    bwd_checks.check_that_rows_of_ds_sum_to_zero(config)
+
+
+@pytest.mark.parametrize("config", EVERY, ids=name_of)
+def test_keys_that_no_query_sees(config):
+    bwd_checks.check_keys_that_no_query_sees(config)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
 def test_keys_behind_the_last_one_do_not_count(config):
     bwd_checks.check_keys_behind_the_last_one(config)
 
 
-@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EVERY, ids=name_of)
 def test_rows_without_keys(config):
     bwd_checks.check_rows_without_keys(config)
 
@@ -236,7 +267,7 @@ FORWARDS = {COLUMNS: ASKING}  # others take what the reference returns
 
 
 @pytest.mark.parametrize("level", [2**12, -(2**16), 2**20])
-@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EVERY, ids=name_of)
 def test_large_scores(config, level):
     check_large_scores(large_scores(config, level), config, FORWARDS.get(config))
 
@@ -244,13 +275,13 @@ def test_large_scores(config, level):
 @pytest.mark.parametrize(
     ("config", "forward"),
     [(COLUMNS, ASKING), (ROWS, ONE_STAGE)],
-    ids=lambda c: c.full_name,
+    ids=name_of,
 )
 def test_recomputed_probabilities_are_those_of_the_forward(config, forward):
     bwd_checks.check_recomputed_probabilities(config, forward)
 
 
-@pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
+@pytest.mark.parametrize("config", EVERY, ids=name_of)
 def test_one_large_score(config):
     check_large_scores(one_large_score(config), config, FORWARDS.get(config))
 

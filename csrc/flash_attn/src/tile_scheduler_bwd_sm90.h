@@ -140,9 +140,8 @@ struct TileSchedulerBwdSm90 {
             return cute::min(ceil_div(3 * workers, 4 * tiles), all);
         }
         if (Traits::kMask == MaskKind::local) {  // few rows of long heads are in work at a time
-            int const few = ordered ? 8 : cute::max(4 / params.h_h_k_ratio, 1);
-            return static_cast<int>(
-                cute::min(cute::max(heads_in_l2(params), int64_t(few)), int64_t(all)));
+            int64_t const few = ordered ? 8 : heads_of_window(params, workers);
+            return static_cast<int>(cute::min(cute::max(heads_in_l2(params), few), int64_t(all)));
         }
         bool const is_long = may_ascend(cute::min(params.seqlen_q, params.seqlen_k));
         int64_t const taken = int64_t(waves_of_group(params, is_long)) * workers;
@@ -154,6 +153,14 @@ struct TileSchedulerBwdSm90 {
         // As equal as can be, so that the next group begins when all of this one ends.
         int64_t const groups = (2 * int64_t(all) * tiles + taken) / (2 * taken);
         return ceil_div(all, static_cast<int>(cute::max(groups, int64_t(1))));
+    }
+    // Under a window few, whose tiles in work read the same blocks. Of grouped heads under a wide
+    // one more, so that the tiles in work of a head own the keys of half a window.
+    CUTE_HOST_DEVICE static int64_t heads_of_window(Flash_bwd_params const &params, int workers) {
+        int64_t const keys = int64_t(params.window_left) + params.window_right;
+        bool const is_wide = params.h_h_k_ratio > 1 && keys >= 12 * kTileKeys;
+        int64_t const in_work = int64_t(workers) * kTileKeys;
+        return cute::max(int64_t(4 / params.h_h_k_ratio), is_wide ? 2 * in_work / keys : 1);
     }
     // Likewise, in a ragged batch; under a causal mask, if its sequences have no order, queue()
     // counts them.
