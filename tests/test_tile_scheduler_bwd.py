@@ -126,6 +126,44 @@ def test_groups_of_short_heads_fit_the_cache(lib, seqlen, heads, d, ordered):
     assert group == max(min(in_l2, wave, b * h_k), 1)
 
 
+def heads_under_a_window(lib, shape, window, workers=132, deterministic=0):
+    b, h, h_k, seqlen = shape
+    params = problem(b, h, h_k, seqlen)
+    params.window_left, params.window_right = window
+    params.deterministic = deterministic
+    return lib.heads_in_window_group(ctypes.byref(params), workers)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "heads"),
+    [
+        ((2, 16, 4, 8192), (1023, 0), 1),
+        ((2, 16, 4, 8192), (1535, 0), 1),
+        ((2, 16, 4, 8192), (1000, 1000), 8),  # all of them
+        ((2, 16, 4, 8192), (4095, 0), 8),
+        ((4, 16, 4, 4096), (2047, 0), 16),
+        ((8, 32, 8, 4096), (2047, 0), 16),
+        ((1, 64, 16, 32768), (8191, 0), 4),
+        ((2, 16, 16, 8192), (4095, 0), 4),
+        ((1, 64, 8, 65536), (40000, 0), 1),
+    ],
+)
+def test_tiles_in_work_of_a_grouped_head_own_half_a_wide_window(lib, shape, window, heads):
+    assert heads_under_a_window(lib, shape, window) == heads
+
+
+def test_some_head_is_scheduled_under_every_window(lib):
+    """None would say that CTAs own heads."""
+    sizes = [2**i + j for i in range(0, 19, 3) for j in (-1, 0, 1)]
+    for ratio, seqlen, left, workers in itertools.product(
+        (1, 2, 4, 5, 8, 16), sizes[1:], sizes, (1, 16, 66, 132)
+    ):
+        window = min(left, seqlen), min(left // 3, seqlen)
+        for ordered in (0, 1):
+            group = heads_under_a_window(lib, (1, 2 * ratio, 2, seqlen), window, workers, ordered)
+            assert 1 <= group <= 2, (ratio, seqlen, window, workers, ordered)
+
+
 @pytest.mark.parametrize("seqlen", [1025, 2048, 3072, 4096, 5120, 16384, 65536])
 @pytest.mark.parametrize("heads", [(1, 1, 1), (4, 32, 8), (5, 16, 4), (2, 7, 1), (64, 16, 16)])
 @pytest.mark.parametrize("ordered", [0, 1])

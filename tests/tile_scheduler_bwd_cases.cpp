@@ -57,6 +57,10 @@ bool may_store_first(Flash_bwd_params const *params, int sms, bool causal) {
                   : Storing<kFull>::may_store_first(*params, sms);
 }
 
+int heads_in_window_group(Flash_bwd_params const *params, int workers) {
+    return Storing<kWindow>::heads_in_group(*params, workers);
+}
+
 // Where first tiles store dQ.
 int heads_in_storing_group(Flash_bwd_params const *params, int workers, bool causal) {
     return causal ? Storing<kCausal>::heads_in_group(*params, workers)

@@ -139,7 +139,7 @@ struct TileSchedulerBwdSm90 {
         if (Traits::kMask == MaskKind::none) {  // first ones ahead of others, in one wave
             return cute::min(ceil_div(3 * workers, 4 * tiles), all);
         }
-        if (Traits::kMask == MaskKind::local) {  // few rows of long heads are in work at a time
+        if (Traits::kMask == MaskKind::local) {
             int64_t const few = ordered ? 8 : heads_of_window(params, workers);
             return static_cast<int>(cute::min(cute::max(heads_in_l2(params), few), int64_t(all)));
         }
@@ -160,7 +160,8 @@ struct TileSchedulerBwdSm90 {
         int64_t const keys = int64_t(params.window_left) + params.window_right;
         bool const is_wide = params.h_h_k_ratio > 1 && keys >= 12 * kTileKeys;
         int64_t const in_work = int64_t(workers) * kTileKeys;
-        return cute::max(int64_t(4 / params.h_h_k_ratio), is_wide ? 2 * in_work / keys : 1);
+        int64_t const few = cute::max(4 / params.h_h_k_ratio, 1);
+        return is_wide ? cute::max(2 * in_work / keys, few) : few;
     }
     // Likewise, in a ragged batch; under a causal mask, if its sequences have no order, queue()
     // counts them.
