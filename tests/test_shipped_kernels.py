@@ -126,17 +126,18 @@ def test_shared_memory_that_the_host_lays_out_otherwise_is_refused(compiler, tmp
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "seqlen_q"),
-    [(64, 4), (256, 1)] + ([(64, 1), (192, 1)] if tiers.everything else []),
+    ("head_dim", "seqlen_q", "page_size"),
+    [(64, 4, 0), (256, 1, 0)] + [(64, 1, 0), (192, 1, 16), (96, 1, 16)] * tiers.everything,
 )
-def test_a_cache_does_not_spill(head_dim, seqlen_q, compiler):
+def test_a_cache_does_not_spill(head_dim, seqlen_q, page_size, compiler):
     """Of kernels that do not ship some whose merge of parts has spilled: two CTAs share an SM, or O
     takes the registers."""
     heads = (64, 8) if head_dim == 64 else (8, 1)
     shape = (16, seqlen_q, 4096, *heads, head_dim)
-    problem = FwdProblem("bf16", True, *shape, cache=True, num_splits=0)
+    problem = FwdProblem("bf16", True, *shape, cache=True, page_size=page_size, num_splits=0)
     config = choose_fwd(problem, (9, 0))
-    assert merges(config) and not config.paged and config.min_ctas == (2 if head_dim == 64 else 1)
+    assert merges(config) and config.paged == (page_size > 0)
+    assert config.min_ctas == (2 if head_dim <= 96 else 1)
     (result,) = jit.build_kernels([(config, TARGET)])
     assert result.error is None, result.error
     assert result.artefact.meta["spill_bytes"] == 0

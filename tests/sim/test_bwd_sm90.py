@@ -126,15 +126,6 @@ def test_short_tiles_of_long_heads_begin_at_the_diagonal(config):
     check(problem, problem.run(config, sms=4, deterministic=True))
 
 
-@pytest.mark.parametrize("config", [ROWS, COLUMNS], ids=name_of)
-def test_key_heads_at_a_time_under_a_wide_window(config):
-    """Two of grouped heads where fourteen workers' tiles own half a window of keys, else one."""
-    config = with_mask(config, "local")
-    problem = make_problem(config, (2, 200, 1700, 4, 1), window=(1600, 0))
-    for sms in (14, 6):
-        check(problem, problem.run(config, sms=sms, copy_mode="random"))
-
-
 def sharing_problem(config, b, seqlen_q, seqlen_k, h, h_k, workers):
     shape = (b, seqlen_q // config.cluster, seqlen_k, h, h_k)
     launch = {"sms": workers * config.cluster, "seed": 0}

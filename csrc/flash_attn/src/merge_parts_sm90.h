@@ -24,8 +24,9 @@ struct MergeParts {
     // registers to spare. A window leaves few keys to split.
     static constexpr bool kCan = CtaPlan<C>::kFits && C.warps == 4 && C.mask != MaskKind::local;
     static constexpr int kGroups = Merge::kGroups;
-    // Parts of a row whose loads are in flight: one latency for most tiles, fewer where eight sums
-    // and more, or O above d = 128, take the registers, and with pages where CTAs share an SM.
+    // Parts of a row whose loads are in flight: one latency for most tiles up to d = 128, fewer
+    // where eight sums and more, or O above it, take the registers, and with pages where CTAs share
+    // an SM.
     static constexpr bool kWide = C.head_dim > 128;
     static constexpr bool kFew = kWide || kGroups > 8 || (C.paged && C.min_ctas > 1);
     static constexpr int kAhead = kFew ? 4 : kGroups < 8 ? 16 : 8;
