@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backward import TOGETHER, with_mask
+from backward import SPLIT, TOGETHER, with_mask
 from mutants import Mutant
 
 _MAINLOOP = "mainloop_bwd_sm80.h"
@@ -68,10 +68,21 @@ MUTANTS = (
     _mutant(
         "minus infinity minus minus infinity",
         _PREPROCESS,
-        "lse == -INFINITY ? INFINITY : lse",
-        "lse",
+        "sees ? lse * Stats::kLog2e : INFINITY",
+        "lse * Stats::kLog2e",
     ),
-    _mutant("gradient of the LSE added", _PREPROCESS, "sum -= params.dlse", "sum += params.dlse"),
+    _mutant("gradient of the LSE added", _PREPROCESS, "sum - d_lse", "sum + d_lse"),
+    _mutant(
+        *("sum of a thread's last row", _PREPROCESS, "if (lane == r) sum = part;", "sum = part;"),
+        config=SPLIT,
+    ),
+    _mutant(
+        "LSE of a thread's last row",
+        _PREPROCESS,
+        "row_of(cute::min(lane, Stats::kPerThread - 1))",
+        "row_of(Stats::kPerThread - 1)",
+        config=SPLIT,
+    ),
     _mutant("gradient of a sink negated", _PREPROCESS, "sum -= Stats", "sum += Stats"),
     _mutant(
         "dK not scaled",

@@ -2,6 +2,7 @@
 // needs nothing else.
 #pragma once
 
+#include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
 
 #include <cute/config.hpp>
@@ -9,6 +10,7 @@
 #include "first_sums_sm90.h"
 #include "flash.h"
 #include "flash_plan_kernel.h"
+#include "utils.h"
 
 namespace flash {
 
@@ -24,13 +26,17 @@ struct RowStats {
                                   : C.head_dim <= 64  ? 8
                                   : C.head_dim <= 128 ? 16
                                                       : 32;
-    static constexpr int kRows = kThreads / kLanes;  // of a CTA
+    static constexpr int kRowsAtOnce = kThreads / kLanes;
+    // Of a thread, whose loads are in flight together.
+    static constexpr int kPerThread = cute::min(2, kSemaphoreRows / kRowsAtOnce);
+    static constexpr int kRows = kPerThread * kRowsAtOnce;  // of a CTA
     static constexpr int kHeadDim = C.head_dim;
     static constexpr bool kZerosDq = C.fused;
     static constexpr bool kLaunchesEarly = C.arch == 90;
     static constexpr bool kVarlen = C.varlen;
     static constexpr bool kSemaphores = C.fused;
-    static_assert(kSemaphoreRows % kRows == 0 && kRowStatsMultiple % kSemaphoreRows == 0);
+    static_assert(kPerThread <= kLanes && kSemaphoreRows % kRows == 0 &&
+                  kRowStatsMultiple % kSemaphoreRows == 0);
     static_assert(kLanes * kVec >= C.head_dim && kRowStatsMultiple % kRows == 0);
 
     CUTE_HOST_DEVICE static int64_t num_ctas(Flash_bwd_params const &params) {
@@ -87,9 +93,17 @@ struct RowStats {
         return FirstSumsSm90<C>::are_stored(params, segment.length, seqlen_k);
     }
 
-    struct alignas(16) Piece {
-        Element x[kVec];
+    // Neighbouring elements of a row.
+    struct Piece {
+        uint4 words;
+
+        CUTE_DEVICE cutlass::Array<float, kVec> values() const {
+            using Elements = cutlass::Array<Element, kVec>;
+            return cutlass::NumericArrayConverter<float, Element, kVec>::convert(
+                reinterpret_cast<Elements const &>(words));
+        }
     };
+    static_assert(sizeof(Piece) == kVec * sizeof(Element));
     // The exponentials of the sinks and of the scores take the LSE in base 2.
     CUTE_DEVICE static float exponential(float logit, float lse_log2) {
         return exp2f(logit * kLog2e - lse_log2);
@@ -110,8 +124,8 @@ __global__ void __launch_bounds__(Stats::kThreads)
     int const block = blockIdx.x - batch_head * blocks;
     int const batch = batch_head / params.h;
     int const head = batch_head - batch * params.h;
-    int const row = block * Stats::kRows + thread / Stats::kLanes;
-    int const col = thread % Stats::kLanes * Stats::kVec;
+    int const lane = thread % Stats::kLanes;
+    int const col = lane * Stats::kVec;
 
     if constexpr (Stats::kLaunchesEarly) cudaTriggerProgrammaticLaunchCompletion();
     if (Stats::kSemaphores && params.dq_semaphore_ptr != nullptr) {
@@ -133,44 +147,59 @@ __global__ void __launch_bounds__(Stats::kThreads)
         }
     }
 
-    int const position = row - segment.stats_begin;
-    bool const in_sequence = position < segment.length;
-    int const row_q = segment.begin + position;
-    float sum = 0.f;
-    if (in_sequence && col < params.d) {
-        using Element = typename Stats::Element;
-        auto const *const o = static_cast<Element const *>(params.o_ptr) +
-                              batch * params.o_batch_stride + head * params.o_head_stride +
-                              row_q * params.o_row_stride + col;
-        auto const *const d_o = static_cast<Element const *>(params.do_ptr) +
-                                batch * params.do_batch_stride + head * params.do_head_stride +
-                                row_q * params.do_row_stride + col;
-        Piece const x = *reinterpret_cast<Piece const *>(o);
-        Piece const y = *reinterpret_cast<Piece const *>(d_o);
+    // Of a thread's row r among those of the queries, or -1.
+    auto const row_of = [&](int r) {
+        int const row = block * Stats::kRows + thread / Stats::kLanes + r * Stats::kRowsAtOnce;
+        int const position = row - segment.stats_begin;
+        return position < segment.length ? segment.begin + position : -1;
+    };
+    using Element = typename Stats::Element;
+    auto const *const o = head_begin<Element const>(params.o_ptr, batch, params.o_batch_stride,
+                                                    head, params.o_head_stride);
+    auto const *const d_o = head_begin<Element const>(params.do_ptr, batch, params.do_batch_stride,
+                                                      head, params.do_head_stride);
+    Piece x[Stats::kPerThread], y[Stats::kPerThread];
+    CUTE_UNROLL
+    for (int r = 0; r < Stats::kPerThread; ++r) {
+        int64_t const row = row_of(r);
+        x[r].words = y[r].words = make_uint4(0, 0, 0, 0);
+        if (row >= 0 && col < params.d) {
+            x[r] = *reinterpret_cast<Piece const *>(o + row * params.o_row_stride + col);
+            y[r] = *reinterpret_cast<Piece const *>(d_o + row * params.do_row_stride + col);
+        }
+    }
+    // Each of a row's first lanes has the LSE of one of its thread's rows.
+    int const own = row_of(cute::min(lane, Stats::kPerThread - 1));
+    float lse = -INFINITY, d_lse = 0.f;
+    if (own >= 0) {
+        lse = params.softmax_lse_ptr[batch * params.softmax_lse_batch_stride +
+                                     head * params.softmax_lse_head_stride + own];
+        if (params.dlse_ptr != nullptr) {
+            d_lse = params.dlse_ptr[batch * params.dlse_batch_stride +
+                                    head * params.dlse_head_stride + own];
+        }
+    }
+    float sum = 0.f;  // of the lane's own row
+    CUTE_UNROLL
+    for (int r = 0; r < Stats::kPerThread; ++r) {
+        float part = 0.f;
+        auto const xs = x[r].values(), ys = y[r].values();
         CUTE_UNROLL
         for (int i = 0; i < Stats::kVec; ++i) {
-            sum += float(x.x[i]) * float(y.x[i]);
+            part += xs[i] * ys[i];
         }
-    }
-    CUTE_UNROLL
-    for (int lane = Stats::kLanes / 2; lane > 0; lane /= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-    }
-    if (col == 0) {
-        float lse_log2 = INFINITY;
-        if (in_sequence) {
-            float const lse = params.softmax_lse_ptr[batch * params.softmax_lse_batch_stride +
-                                                     head * params.softmax_lse_head_stride + row_q];
-            lse_log2 = lse == -INFINITY ? INFINITY : lse * Stats::kLog2e;
-            if (lse == -INFINITY) {
-                sum = 0.f;  // whatever dO and dLSE are
-            } else if (params.dlse_ptr != nullptr) {
-                sum -= params.dlse_ptr[batch * params.dlse_batch_stride +
-                                       head * params.dlse_head_stride + row_q];
-            }
+        CUTE_UNROLL
+        for (int far = Stats::kLanes / 2; far > 0; far /= 2) {
+            part += __shfl_xor_sync(0xffffffffu, part, far);
         }
+        if (lane == r) sum = part;
+    }
+    if (lane < Stats::kPerThread) {
+        bool const sees = lse != -INFINITY;  // else it counts for nothing, whatever dO and dLSE are
         auto *const stats = reinterpret_cast<float2 *>(params.row_stats_ptr);
-        stats[int64_t(batch_head) * params.seqlen_q_rounded + row] = make_float2(lse_log2, sum);
+        stats[int64_t(batch_head) * params.seqlen_q_rounded + block * Stats::kRows +
+              thread / Stats::kLanes + lane * Stats::kRowsAtOnce] =
+            make_float2(sees ? lse * Stats::kLog2e : INFINITY, sees ? sum - d_lse : 0.f);
     }
 }
 
