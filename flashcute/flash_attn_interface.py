@@ -188,8 +188,8 @@ def flash_attn_func(
     Memory of a backward on CUDA, beside the gradients: 2 floats for each row of each query head,
     and float32 accumulators of dq, b * h * seqlen_q * head_dim elements, with lengths rounded up to
     128 and head dimensions to 32, 64, 96, 128, 192 or 256. The sm80 class has none for gradients of
-    q alone, or of k and v alone, with ``deterministic=True`` and softcap, ALiBi or dropout, nor
-    above head dimension 128 on GPUs with less than 163 KB of shared memory. The sm90 class has up
+    q alone, or of k and v alone, nor above head dimension 128 on GPUs with less than 163 KB of
+    shared memory. The sm90 class has up
     to 17 MB more for parts of gradients of k and v of long queries without a mask. Where a few key
     heads have many query heads, these are divided into parts, so that all SMs compute: float32
     gradients of k and v of each part take at most 8 KB * head_dim for an SM, at head dimension 128
@@ -223,8 +223,7 @@ def flash_attn_func(
             ``torch.use_deterministic_algorithms(True)`` does, too. Without it dq is summed
             up in an order that varies. On an H100 a backward then has 0.96 of its speed on
             average from 2048 tokens on, under a causal mask 0.89 to 1.00; in the sm80 class, on an
-            H200, 0.95. With softcap, ALiBi or dropout it costs more: seven or eight matrix products
-            in place of five. Results are repeatable in any case.
+            H200, 0.95. Results are repeatable in any case.
         return_attn_probs: Also return the log-sum-exp and the dropout pattern.
         sinks: float32 or of q's dtype, (h,): for each query head one more logit, in units of the
             scaled scores, that joins the softmax's denominator and has no value; learnable. With L

@@ -303,7 +303,7 @@ def fused_bwd_config(
     dtype: str, head_dim: int, mask: str = "none", capability: tuple[int, int] = (9, 0)
 ) -> BwdConfig | None:
     """The sm80 class's backward of one kernel, None where it does not fit: faster than those of
-    :func:`bwd_config`, but sums of dQ have an order only if asked, and not with all options."""
+    :func:`bwd_config`, but sums of dQ have an order only if asked."""
     tiles = [BwdTile(*tile) for tile in _SM80_FUSED_TILES[head_dim]]
     first, second = (BwdConfig(80, dtype, head_dim, mask, t, t, fused=True) for t in tiles)
     if head_dim == 128 and capability < (9, 0):  # whose adds to dQ take registers: 8 bytes spill
@@ -329,8 +329,9 @@ def bwd_with_options(
         scored, d, tile = softcap or alibi or dropout, config.head_dim, config.dkv
         if scored or (varlen and d == 256):  # where two stages spill 8 bytes
             tile = BwdTile(*_SM80_FUSED_TILES[d][1])
-        # All options with a window spill 24 and 76 bytes at d = 32 and 64, any mask 16 at d = 256.
-        if varlen and ((scored and d <= 64) or (d == 256 and config.mask != "none")):
+        # Steps of 64 spill 16 to 80 bytes, and 16 at d = 256.
+        spills = d <= 96 and dropout and (softcap or alibi)
+        if spills or (varlen and d == 256 and config.mask != "none"):
             tile = dataclasses.replace(tile, step=32, warps_step=min(tile.warps_step, 2))
         return dataclasses.replace(config, dq=tile, dkv=tile, **options)
     if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout
@@ -550,7 +551,6 @@ def choose_bwd(
     capability: tuple[int, int],
     sms: int = 132,
     *,
-    deterministic: bool = False,
     every: bool = True,
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
@@ -561,7 +561,6 @@ def choose_bwd(
     2.1 times as fast at 4,000 tokens on an H200, 1.9 at 500, 0.99 at 144, 0.64 at 128 (d = 64).
 
     Args:
-        deterministic: Bitwise repeatable gradients.
         every: Not of one side alone, which the sm80 class's several kernels compute faster.
     """
     problem = rounded(problem)
@@ -572,7 +571,7 @@ def choose_bwd(
     scored = problem.softcap or problem.alibi or problem.dropout
     if kernel_class(capability) == 90 and not (scored or short):
         return bwd_with_options(sm90_bwd_config(problem.dtype, head_dim, mask), **options)
-    if every and not (short or (deterministic and scored)):  # dQ would have no order
+    if every and not short:
         fused = fused_bwd_config(problem.dtype, head_dim, mask, capability)
         if fused is not None:
             return bwd_with_options(fused, **options)

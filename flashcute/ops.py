@@ -124,8 +124,7 @@ def _choose(problem: _Problem) -> _Choice:
     )
     sms = properties.multi_processor_count
     if problem.backward:
-        asked = {"deterministic": problem.backward == 2, "every": problem.backward != 3}
-        config = heuristics.choose_bwd(call, capability, sms, **asked)
+        config = heuristics.choose_bwd(call, capability, sms, every=problem.backward == 1)
     else:
         config = heuristics.choose_fwd(call, capability, sms)
     kernel = jit.get_kernel(config, f"{capability[0]}{capability[1]}")

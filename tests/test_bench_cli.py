@@ -102,24 +102,14 @@ def test_kernels_are_built_before_the_sweep_and_together(built, monkeypatch):
         command.build(command.configs_of(points, "fwd"))
 
 
-def test_kernels_of_repeatable_gradients_are_built_before_the_sweep(built):
-    point = [[sweep.Variant("bf16", options.OPTIONS["softcap-d128"])]]
-    usual = command.configs_of(point, "bwd")
-    (added,) = set(command.configs_of(point, "bwd", ("flashcute", "repeatable"))) - set(usual)
-    problem = command._problem(point[0][0])
-    assert added == heuristics.choose_bwd(problem, (9, 0), deterministic=True)
-    assert command.configs_of(point, "fwd", ("repeatable",)) == command.configs_of(point, "fwd")
-
-
 def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     memory = SimpleNamespace(total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     seen = {}
 
-    def configs_of(wanted, what, names):
+    def configs_of(wanted, what):
         seen["what"] = what
-        seen["named"] = names
         return wanted
 
     def run(wanted, options, progress):
@@ -134,7 +124,7 @@ def test_the_whole_sweep_is_the_default_on_a_gpu(monkeypatch, capsys):
     assert [len(point) for point in seen["points"]] == [1] * (5 * 2 * 6)
     options = seen["options"]
     assert (options.device, options.sustained) == ("cuda", 0.0)
-    assert options.names == seen["named"] == ("flashcute", "fa2", "cudnn", "fa3")
+    assert options.names == ("flashcute", "fa2", "cudnn", "fa3")
     assert (options.repeats, options.flush_bytes) == (bm.REPEATS, bm.FLUSH_BYTES)
     assert bench("--sustained", "--peers", "cudnn", "--time-limit", "3") == 1
     options = seen["options"]

@@ -306,15 +306,13 @@ def test_backward_in_use_is_what_is_chosen(capability):
         for config in chosen:
             assert (config.dtype, config.head_dim) == (dtype, head_dim)
             assert config.mask == ("causal" if causal else "none")
-        assert heuristics.choose_bwd(problem, capability, deterministic=True) == fastest
         assert of_one_side.arch == fastest.arch == (90 if capability == (9, 0) else 80)
 
 
 @pytest.mark.parametrize("capability", MAX_SMEM_BYTES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_one_kernel_computes_all_gradients_where_it_fits(head_dim, capability, monkeypatch):
-    """In the sm80 class, whatever the options; repeatable ones, too, but with score changes and
-    dropout. Not if only some are wanted."""
+    """In the sm80 class, whatever the options. Not if only some are wanted."""
     monkeypatch.setenv("FLASHCUTE_ARCH", "80")
     fits = head_dim <= 128 or MAX_SMEM_BYTES[capability] >= 163 * 1024
     for values in itertools.product((False, True), repeat=len(BWD_OPTIONS)):
@@ -323,11 +321,7 @@ def test_one_kernel_computes_all_gradients_where_it_fits(head_dim, capability, m
         config = heuristics.choose_bwd(problem, capability)
         assert config.fused == fits and config.smem_bytes <= MAX_SMEM_BYTES[capability]
         assert {option: getattr(config, option) for option in BWD_OPTIONS} == asked
-        some = heuristics.choose_bwd(problem, capability, every=False)
-        assert not some.fused
-        ordered = fits and not (problem.softcap or problem.alibi or problem.dropout)
-        repeatable = heuristics.choose_bwd(problem, capability, deterministic=True)
-        assert repeatable == (config if ordered else some)
+        assert not heuristics.choose_bwd(problem, capability, every=False).fused
 
 
 def test_gradients_of_one_side_on_hopper_are_of_its_own_class():
@@ -338,34 +332,30 @@ def test_gradients_of_one_side_on_hopper_are_of_its_own_class():
     assert found == [False, True]
 
 
-def repeatable_or_fused(problem, *, deterministic, capability=(9, 0)):
+def of_sm80(problem, *, fused=True, capability=(9, 0)):
     """The sm80 class's kernels from which those with score changes or dropout follow."""
     mask = "local" if problem.window else "causal" if problem.causal else "none"
-    if deterministic:
+    if not fused:
         return heuristics.bwd_config(problem.dtype, problem.d, mask)
     return heuristics.fused_bwd_config(problem.dtype, problem.d, mask, capability)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_backward_with_dropout_is_of_the_sm80_class(capability, deterministic):
+def test_backward_with_dropout_is_of_the_sm80_class(capability):
     for window in (None, (5, 9)):
         problem = dataclasses.replace(PROBLEM, causal=window is None, window=window, dropout=True)
-        config = heuristics.choose_bwd(problem, capability, deterministic=deterministic)
+        config = heuristics.choose_bwd(problem, capability)
         assert (config.arch, config.dropout) == (80, True)
         assert config.mask == ("causal" if window is None else "local")
-        plain = repeatable_or_fused(problem, deterministic=deterministic)
-        assert config == heuristics.bwd_with_options(plain, dropout=True)
+        assert config == heuristics.bwd_with_options(of_sm80(problem), dropout=True)
 
 
 @pytest.mark.parametrize("option", ["softcap", "alibi"])
 def test_backward_with_an_option_is_of_the_sm80_class(option):
-    for window, deterministic in itertools.product((None, (5, 9)), (False, True)):
+    for window in (None, (5, 9)):
         plain = dataclasses.replace(PROBLEM, causal=window is None, window=window)
-        problem = dataclasses.replace(plain, **{option: True})
-        config = heuristics.choose_bwd(problem, (9, 0), deterministic=deterministic)
-        plain = repeatable_or_fused(problem, deterministic=deterministic)
-        assert config == heuristics.bwd_with_options(plain, **{option: True})
+        config = heuristics.choose_bwd(dataclasses.replace(plain, **{option: True}), (9, 0))
+        assert config == heuristics.bwd_with_options(of_sm80(plain), **{option: True})
         assert config.arch == 80 and f"_{option}_" in config.name
 
 
@@ -373,7 +363,7 @@ def test_backward_with_an_option_is_of_the_sm80_class(option):
 def test_backward_of_a_ragged_batch(capability):
     """Of short sequences there would be more sums of dQ than rows; how the binding says that they
     are short is in tests/host_binding.py."""
-    for d, window, deterministic in itertools.product((64, 96, 128), (None, (5, 9)), (False, True)):
+    for d, window in itertools.product((64, 96, 128), (None, (5, 9))):
         plain = dataclasses.replace(PROBLEM, d=d, causal=window is None, window=window)
         for length, other, alibi in (
             (256, 4096, 0),
@@ -384,16 +374,14 @@ def test_backward_of_a_ragged_batch(capability):
             problem = dataclasses.replace(
                 plain, seqlen_q=length, seqlen_k=other, varlen=True, alibi=bool(alibi)
             )
-            config = heuristics.choose_bwd(problem, capability, deterministic=deterministic)
+            config = heuristics.choose_bwd(problem, capability)
             of_hopper = capability == (9, 0) and not alibi
             assert config.arch == (90 if of_hopper and min(length, other) >= 256 else 80)
             assert config.varlen and config.alibi == bool(alibi)
             if config.arch == 90:
                 continue
-            without_order = (deterministic and alibi) or min(length, other) < 256
-            assert config.fused != without_order
-            asked = {"deterministic": without_order, "capability": capability}
-            same = repeatable_or_fused(problem, **asked)
+            assert config.fused == (min(length, other) >= 256)
+            same = of_sm80(problem, fused=config.fused, capability=capability)
             assert config == heuristics.bwd_with_options(same, alibi=bool(alibi), varlen=True)
 
 

@@ -230,7 +230,7 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         Problem problem = make_problem(inputs);
         set_options(problem, options, queries, params.rng_state_ptr != nullptr);
         const bool every = dq.has_value() && dk.has_value();
-        problem.backward = !every ? 3 : (wanted & kDeterministic) != 0 ? 2 : 1;
+        problem.backward = every ? 1 : 2;
         problem.varlen = ragged;
         const Choice choice =
             kernel_table().find(rounded(asked_of(problem, queries, k, lengths, options)));

@@ -8,8 +8,7 @@ import importlib.util
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -113,18 +112,9 @@ def configs_for(
     return list(dict.fromkeys(choose(problem, capability, sms) for choose, problem in pairs))
 
 
-def configs_of(
-    wanted: Iterable[Iterable[Variant]], what: str, names: Sequence[str] = ()
-) -> list[FwdConfig | BwdConfig]:
-    """The kernels of a sweep on this GPU; a backward needs those of its forward, too.
-
-    ``names``: of the contenders; repeatable gradients may take kernels of their own.
-    """
-    choices = [choose_fwd]
-    if what not in ("fwd", *serving.PASSES):
-        choices.append(choose_bwd)
-        if peers.REPEATABLE in names:
-            choices.append(partial(choose_bwd, deterministic=True))
+def configs_of(wanted: Iterable[Iterable[Variant]], what: str) -> list[FwdConfig | BwdConfig]:
+    """The kernels of a sweep on this GPU; a backward needs those of its forward, too."""
+    choices = [choose_fwd] if what in ("fwd", *serving.PASSES) else [choose_fwd, choose_bwd]
     return configs_for([_problem(variant) for point in wanted for variant in point], choices)
 
 
@@ -196,7 +186,7 @@ def _measure(args: argparse.Namespace) -> dict:
     names = tuple(dict.fromkeys([*options.names, *modules]))
     options = dataclasses.replace(options, names=names, modules=modules)
     if on_gpu:
-        build(configs_of(wanted, options.what, names))
+        build(configs_of(wanted, options.what))
     else:
         print(table.CPU_NOTE, file=sys.stderr)
     rows = sum(map(len, wanted))

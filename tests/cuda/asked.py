@@ -36,7 +36,6 @@ class Asked:
         bounds: ``max_seqlen_q`` and ``max_seqlen_k`` of a ragged batch; None of others.
         cache: Whether keys are a cache, of which seqlen_k is the room of a sequence.
         num_splits: As in :class:`flashcute.heuristics.FwdProblem`.
-        deterministic: Asked of a backward.
     """
 
     dtype: torch.dtype
@@ -55,7 +54,6 @@ class Asked:
     cache: bool = False
     page_size: int = 0
     num_splits: int = -1
-    deterministic: bool = False
 
     def forward(self, gpu: Gpu) -> set[FwdConfig]:
         """The kernel of the forward, if there is anything to compute."""
@@ -68,8 +66,7 @@ class Asked:
         """The kernels of the gradients, likewise."""
         if self.b == 0 or self.seqlen_q == 0:
             return set()
-        problem, options = self._problem(backward=True), {"deterministic": self.deterministic}
-        return {heuristics.choose_bwd(problem, gpu.capability, gpu.sms, **options)}
+        return {heuristics.choose_bwd(self._problem(backward=True), gpu.capability, gpu.sms)}
 
     def _problem(self, *, backward: bool) -> heuristics.FwdProblem:
         b, seqlen_q, seqlen_k = self.b, self.seqlen_q, self.seqlen_k

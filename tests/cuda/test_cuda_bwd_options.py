@@ -51,7 +51,7 @@ def make_case(seed: int) -> Case:
 
 def kernels_of(case: Case, gpu: Gpu) -> set:
     """Those that the case uses."""
-    asked = dataclasses.replace(forward.asked_of(case), deterministic=case.deterministic)
+    asked = forward.asked_of(case)
     return asked.forward(gpu) | asked.backward(gpu)
 
 

@@ -118,7 +118,7 @@ def gradients(case: Case, leaves, dout, dlse, options) -> dict[str, torch.Tensor
 
 def kernels_of(case: Case, gpu: Gpu) -> set:
     """Those that the case uses; half of the cases are deterministic."""
-    asked = dataclasses.replace(asked_of(case), deterministic=case.seed % 2 == 1)
+    asked = asked_of(case)
     return asked.forward(gpu) | asked.backward(gpu)
 
 

@@ -109,8 +109,7 @@ def _problems() -> list[FwdProblem]:
 @pytest.fixture(scope="module", autouse=True)
 def _built_kernels() -> None:
     """Those of the cases here only, in place of the fixture of the other files."""
-    repeatable = functools.partial(choose_bwd, deterministic=True)
-    command.build(command.configs_for(_problems(), (choose_fwd, choose_bwd, repeatable)))
+    command.build(command.configs_for(_problems(), (choose_fwd, choose_bwd)))
 
 
 def _start(rank: int, store: str, timeout: float | None = None) -> torch.device:

@@ -6,6 +6,8 @@ import functools
 
 import pytest
 from backward import check, make_problem, passed, same, with_mask
+from backward_options import DENSE as DENSE_WITH_OPTIONS
+from backward_options import RAGGED as RAGGED_WITH_OPTIONS
 from backward_options import SOME, make_dense, make_ragged, run_dense
 from bwd_checks import faultless
 from mutants_bwd_fused import DIVIDED, FUSED, ONE_STAGE
@@ -20,8 +22,8 @@ from ordered_checks import (
 from planted import build_mutants
 
 from flashcute import sim
-from flashcute.config import BWD_OPTIONS, MASKS, ROW_STATS_MULTIPLE, SEMAPHORE_ROWS
-from flashcute.heuristics import bwd_with_options, fused_bwd_config
+from flashcute.config import MASKS, ROW_STATS_MULTIPLE, SEMAPHORE_ROWS
+from flashcute.heuristics import bwd_with_options
 
 # Up to eleven tiles of keys; queries that see no key, in groups of heads; heads that are scheduled
 # by two, and one. The last number is of SMs: fewer than tiles wait for each other.
@@ -33,6 +35,7 @@ SHAPES = (
 )
 DENSE = [with_mask(config, mask) for config in (FUSED, DIVIDED) for mask in MASKS] + [ONE_STAGE]
 RAGGED = [bwd_with_options(config, varlen=True) for config in DENSE[:6]]
+WITH_OPTIONS = [c for c in (*DENSE_WITH_OPTIONS, *RAGGED_WITH_OPTIONS) if c.fused and c.dropout]
 # The first tiles of this window visit fewer blocks than those behind them.
 RISING = ((300, 100), (300, 100))
 OF_RISING = (0, 190)
@@ -103,12 +106,15 @@ def test_tiles_of_a_plan_are_in_order(config):
     problem.check(problem.run(config, sms=1, deterministic=True))
 
 
-@pytest.mark.parametrize("option", BWD_OPTIONS[:3])
-def test_kernels_without_registers_for_an_order_refuse(option):
-    config = bwd_with_options(fused_bwd_config("bf16", 64), **{option: True})
-    problem = make_dense(config, (1, 70, 300, 1, 1))
-    result = run_dense(problem, config, deterministic=True)
-    assert result.verdict == "fail" and result.counters["blocks"] == 0
+@pytest.mark.parametrize("config", WITH_OPTIONS, ids=lambda c: c.full_name)
+def test_gradients_with_all_options_are_repeatable(config):
+    if config.varlen:
+        problem = make_ragged(config, SOME)
+        run, right = problem.run, problem.check
+    else:
+        problem = make_dense(config, (2, 140, 300, 2, 1))
+        run, right = functools.partial(run_dense, problem), functools.partial(check, problem)
+    check_order(functools.partial(run, config, sms=4, deterministic=True), right)
 
 
 @functools.cache

@@ -303,8 +303,7 @@ struct Flash_bwd_params : Flash_fwd_params {
     // seqlen_q rounded up to a multiple of kRowStatsMultiple; of a ragged batch row_stats_rows(),
     // and the row statistics are (h, seqlen_q_rounded, 2).
     int32_t seqlen_q_rounded;
-    // 0 or 1: gradients are bitwise repeatable. With BwdConfig::fused that takes dq_semaphore_ptr,
-    // and kernels of the sm80 class with score changes or dropout refuse it.
+    // 0 or 1: gradients are bitwise repeatable. With BwdConfig::fused that takes dq_semaphore_ptr.
     int32_t deterministic;
     // Of the sm90 class, set at the launch: first_sums_sm90.h.
     int32_t stores_first;

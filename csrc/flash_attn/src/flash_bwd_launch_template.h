@@ -68,9 +68,8 @@ cudaError_t enqueue_fused(Flash_bwd_params const &params, void *stream) {
     cudaError_t error = cudaSuccess;
     if (params.dq_ptr != nullptr || params.dk_ptr != nullptr) {
         Flash_bwd_params const divided = divide_heads(params);
-        error = params.deterministic != 0
-                    ? enqueue_pass<C, BwdPass::all, may_keep_order<C>>(divided, stream)
-                    : enqueue_pass<C, BwdPass::all>(divided, stream);
+        error = params.deterministic != 0 ? enqueue_pass<C, BwdPass::all, true>(divided, stream)
+                                          : enqueue_pass<C, BwdPass::all>(divided, stream);
         if (error == cudaSuccess) error = enqueue_sum_parts<C>(divided, stream);
     }
     if (error == cudaSuccess && params.dq_ptr != nullptr) {
@@ -83,7 +82,7 @@ cudaError_t enqueue_fused(Flash_bwd_params const &params, void *stream) {
 
 template <BwdConfig C>
 int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
-    bool const repeats = !C.fused || (may_keep_order<C> && params->dq_semaphore_ptr != nullptr);
+    bool const repeats = !C.fused || params->dq_semaphore_ptr != nullptr;
     if (!may_divide_heads(*params) || (params->deterministic != 0 && !repeats)) {
         return cudaErrorInvalidValue;
     }

@@ -35,8 +35,8 @@ struct Problem {
     int32_t cache;                      // 1: keys and values are a cache
     int32_t page_size;                  // of a cache in pages; else 0
     int32_t num_splits;                 // of a ragged batch; 0: by shape, -1: not split
-    // 1: asks for the kernels of its gradients; 2: for those whose results repeat bitwise if asked
-    // to; 3: likewise, of one side, of queries or of keys and values
+    // 1: asks for the kernels of its gradients; 2: for those of one side, of queries or of keys and
+    // values. The results of either repeat bitwise if asked to.
     int32_t backward;
     int32_t varlen;  // 1: of a ragged batch, on which the kernels of gradients depend
 

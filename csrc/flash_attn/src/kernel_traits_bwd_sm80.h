@@ -13,11 +13,6 @@ using namespace cute;
 // What one kernel of a backward computes. all: dQ, too, a part of the sums for each tile of keys.
 enum class BwdPass : int32_t { dq, dkv, dk, dv, all };
 
-// Whether tiles of keys add to dQ in their order where they are asked to, for which score changes
-// and dropout leave no registers.
-template <BwdConfig C>
-inline constexpr bool may_keep_order = C.fused && !C.softcap && !C.alibi && !C.dropout;
-
 template <BwdConfig C, BwdPass kPass>
 constexpr BwdTile bwd_tile() {
     return kPass == BwdPass::dq ? C.dq : C.dkv;

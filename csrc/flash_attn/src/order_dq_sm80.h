@@ -21,7 +21,7 @@ namespace flash {
 // warps go on. A tile waits for tiles that CTAs drew before it, so for none that has not begun.
 template <class Traits>
 struct OrderDqSm80 {
-    static_assert(may_keep_order<Traits::kConfig> && Traits::kSumsDq);
+    static_assert(Traits::kSumsDq);
     static_assert(kRowStatsMultiple % Traits::kQueries == 0);
     static_assert(kRowStatsMultiple % kSemaphoreRows == 0);
     static constexpr int kBlocks = kRowStatsMultiple / Traits::kQueries;  // of a semaphore
