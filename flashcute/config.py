@@ -266,7 +266,7 @@ class BwdConfig:
         split_dkv: dK and dV by a kernel each: together they exceed the registers.
         fused: One kernel computes all, with the tile of ``dkv``, which ``dq`` equals. Its CTAs sum
             dQ up in global memory, in an order that varies from run to run unless one is asked
-            for, which kernels with softcap, alibi or dropout do not have. In the sm90 class always.
+            for. In the sm90 class always.
         softcap: As in :class:`FwdConfig`; in the sm80 class alone.
         alibi: Likewise.
         dropout: Likewise.

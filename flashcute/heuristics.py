@@ -329,9 +329,10 @@ def bwd_with_options(
         scored, d, tile = softcap or alibi or dropout, config.head_dim, config.dkv
         if scored or (varlen and d == 256):  # where two stages spill 8 bytes
             tile = BwdTile(*_SM80_FUSED_TILES[d][1])
-        # Steps of 64 spill 16 to 80 bytes, and 16 at d = 256.
-        spills = d <= 96 and dropout and (softcap or alibi)
-        if spills or (varlen and d == 256 and config.mask != "none"):
+        # In steps of 64 some of these spill 16 to 80 bytes where dQ has an order or a batch is
+        # ragged (docs/tried_sm80.md), d = 256 under a mask 16.
+        several = d <= 96 and dropout and (softcap or alibi)
+        if several or (varlen and d == 256 and config.mask != "none"):
             tile = dataclasses.replace(tile, step=32, warps_step=min(tile.warps_step, 2))
         return dataclasses.replace(config, dq=tile, dkv=tile, **options)
     if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout

@@ -324,6 +324,20 @@ def test_one_kernel_computes_all_gradients_where_it_fits(head_dim, capability, m
         assert not heuristics.choose_bwd(problem, capability, every=False).fused
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_fused_tiles_with_several_options(head_dim, varlen):
+    """A ragged batch has the dense one's steps, and with them its bits."""
+    config = heuristics.fused_bwd_config("bf16", head_dim)
+    steps = {
+        names: heuristics.bwd_with_options(config, **dict.fromkeys(names, True), varlen=varlen)
+        for names in (("dropout",), ("softcap", "alibi"), ("alibi", "dropout"), BWD_OPTIONS[:3])
+    }
+    one, both, *with_dropout = (x.dkv.step for x in steps.values())
+    assert one == both == (32 if head_dim == 128 else 64)
+    assert with_dropout == [32, 32]
+
+
 def test_gradients_of_one_side_on_hopper_are_of_its_own_class():
     for every in (False, True):
         assert heuristics.choose_bwd(PROBLEM, (9, 0), every=every).arch == 90

@@ -55,7 +55,7 @@ def run_bwd(
         dlse: (b, h, seqlen_q), float32, gradient of lse; zeros by default.
         softmax_scale, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p: As in the
             forward.
-        deterministic: Bitwise repeatable gradients, of kernels that have them.
+        deterministic: Bitwise repeatable gradients.
         head_parts: Into how many parts the query heads of a key head are divided.
         seed, copy_mode, checker, smem_limit, sms, launches, kernel, timeout: As in
             :func:`run_fwd`.

@@ -44,8 +44,8 @@ def class_of_kernels(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def outputs_of_nan() -> Iterator[None]:
     """Fresh tensors hold NaN instead of leftovers, so that an element never written shows. torch
-    fills them where it is asked to be deterministic; gradients are as if it were not, so that the
-    sm90 class computes them."""
+    fills them where it is asked to be deterministic; gradients are as if it were not, as
+    those of most users are."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     with (
         mock.patch.object(torch, "are_deterministic_algorithms_enabled", lambda: False),

@@ -117,7 +117,7 @@ def gradients(case: Case, leaves, dout, dlse, options) -> dict[str, torch.Tensor
 
 
 def kernels_of(case: Case, gpu: Gpu) -> set:
-    """Those that the case uses; half of the cases are deterministic."""
+    """Those that the case uses."""
     asked = asked_of(case)
     return asked.forward(gpu) | asked.backward(gpu)
 

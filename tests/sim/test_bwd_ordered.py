@@ -8,7 +8,7 @@ import pytest
 from backward import check, make_problem, passed, same, with_mask
 from backward_options import DENSE as DENSE_WITH_OPTIONS
 from backward_options import RAGGED as RAGGED_WITH_OPTIONS
-from backward_options import SOME, make_dense, make_ragged, run_dense
+from backward_options import SOME, asking, make_dense, make_ragged, run_dense
 from bwd_checks import faultless
 from mutants_bwd_fused import DIVIDED, FUSED, ONE_STAGE
 from mutants_bwd_ordered import MUTANTS
@@ -22,7 +22,7 @@ from ordered_checks import (
 from planted import build_mutants
 
 from flashcute import sim
-from flashcute.config import MASKS, ROW_STATS_MULTIPLE, SEMAPHORE_ROWS
+from flashcute.config import BWD_OPTIONS, MASKS, ROW_STATS_MULTIPLE, SEMAPHORE_ROWS
 from flashcute.heuristics import bwd_with_options
 
 # Up to eleven tiles of keys; queries that see no key, in groups of heads; heads that are scheduled
@@ -35,7 +35,9 @@ SHAPES = (
 )
 DENSE = [with_mask(config, mask) for config in (FUSED, DIVIDED) for mask in MASKS] + [ONE_STAGE]
 RAGGED = [bwd_with_options(config, varlen=True) for config in DENSE[:6]]
+IN_REGISTERS = asking(FUSED, "causal", *BWD_OPTIONS[:3])  # P, and two stages
 WITH_OPTIONS = [c for c in (*DENSE_WITH_OPTIONS, *RAGGED_WITH_OPTIONS) if c.fused and c.dropout]
+WITH_OPTIONS.append(IN_REGISTERS)
 # The first tiles of this window visit fewer blocks than those behind them.
 RISING = ((300, 100), (300, 100))
 OF_RISING = (0, 190)
@@ -45,13 +47,24 @@ FAULTLESS = faultless(mutant.config for mutant in MUTANTS)
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in (*DENSE, *RAGGED)])
+    return sim.build_kernels([(config, "none") for config in (*DENSE, *RAGGED, IN_REGISTERS)])
+
+
+def check_semaphores(result, config, n: int, m: int, heads: int) -> int:
+    """Each ends with the number of tiles that visit its blocks. Returns how many were drawn."""
+    counts = visitors(n, m, config.mask, ROW_STATS_MULTIPLE, config.dkv.rows)
+    *found, drawn = result.outputs["dq_semaphore"].tolist()
+    words = len(found) // heads
+    every = ROW_STATS_MULTIPLE // SEMAPHORE_ROWS
+    for head in range(heads):
+        of_head = found[head * words : (head + 1) * words]
+        assert of_head[::every][: len(counts)] == counts
+    return drawn
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 @pytest.mark.parametrize("config", DENSE, ids=lambda c: c.full_name)
 def test_gradients_are_repeatable(config, shape):
-    """A semaphore ends with the number of tiles that visit its blocks."""
     *shape, sms = shape
     b, n, m, h, _ = shape
     problem = make_problem(config, shape, extras=True, window=WINDOW)
@@ -60,15 +73,8 @@ def test_gradients_are_repeatable(config, shape):
         return problem.run(config, sms=sms, deterministic=True, **options)
 
     result = check_order(run, lambda x: check(problem, x))
-    counts = visitors(n, m, config.mask, ROW_STATS_MULTIPLE, keys := config.dkv.rows)
-    *found, drawn = result.outputs["dq_semaphore"].tolist()
-    heads = b * h
-    words = len(found) // heads
-    every = ROW_STATS_MULTIPLE // SEMAPHORE_ROWS
-    for head in range(heads):
-        of_head = found[head * words : (head + 1) * words]
-        assert of_head[::every][: len(counts)] == counts
-    assert drawn == -(-m // keys) * b * shape[4]
+    drawn = check_semaphores(result, config, n, m, heads=b * h)
+    assert drawn == -(-m // config.dkv.rows) * b * shape[4]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -108,13 +114,17 @@ def test_tiles_of_a_plan_are_in_order(config):
 
 @pytest.mark.parametrize("config", WITH_OPTIONS, ids=lambda c: c.full_name)
 def test_gradients_with_all_options_are_repeatable(config):
+    """Up to five tiles visit a block, at least three of most."""
+    window = {"window_size": WINDOW} if config.mask == "local" else {}
     if config.varlen:
-        problem = make_ragged(config, SOME)
+        problem = make_ragged(config, ((130, 0, 40), (500, 70, 300)), **window)
         run, right = problem.run, problem.check
     else:
-        problem = make_dense(config, (2, 140, 300, 2, 1))
+        problem = make_dense(config, (1, 140, 500, 2, 1), **window)
         run, right = functools.partial(run_dense, problem), functools.partial(check, problem)
-    check_order(functools.partial(run, config, sms=4, deterministic=True), right)
+    result = check_order(functools.partial(run, config, sms=4, deterministic=True), right)
+    if not config.varlen:
+        check_semaphores(result, config, 140, 500, heads=2)
 
 
 @functools.cache

@@ -109,16 +109,17 @@ def test_bound_below_a_length(config):
 
 @each_causal
 def test_equal_lengths_equal_a_dense_batch(config):
-    """Bit for bit; where an order of dQ is asked for, of any number of keys."""
+    """Bit for bit, up to any number of keys where repeatable gradients are asked for."""
     dense = dataclasses.replace(config, varlen=False)
-    for n, m in ((100, 70), (70, 200)):
+    for n, m in ((100, 70), (70, min(150, config.repeatable_keys)), (70, 200)):
+        repeatable = {"deterministic": m == 200}
         problem = make_problem(dense, (3, n, m, 4, 2), extras=True)
-        expected = run_dense(problem, dense, deterministic=True)
+        expected = run_dense(problem, dense, **repeatable)
         rows = {"q": n, "k": m, "v": m, "dout": n}
         flat = {name: getattr(problem, name).flatten(0, 1) for name in rows}
         ragged = make_ragged(config, ((n,) * 3, (m,) * 3), more=0, sinks=problem.options["sinks"])
         dlse = problem.dlse.transpose(0, 1).flatten(1)
-        found = dataclasses.replace(ragged, dlse=dlse, **flat).run(config, deterministic=True)
+        found = dataclasses.replace(ragged, dlse=dlse, **flat).run(config, **repeatable)
         for name, x in outputs(found).items():
             assert torch.equal(x, expected.outputs[name].flatten(0, 1)), name
 
@@ -126,14 +127,15 @@ def test_equal_lengths_equal_a_dense_batch(config):
 @each_kind
 def test_neighbours_do_not_matter(config):
     """Not in one bit: a sequence among others of NaN is as alone."""
-    batch = (40, 150, 60), (50, 170, 90)
-    problem = make_ragged(config, batch)
-    for i in range(3):
-        alone, among, parts = one_of(problem, batch, i)
-        result = among.run(config, seed=i, deterministic=True)
-        expected = outputs(alone.run(config, deterministic=True))
-        for name, part in parts.items():
-            assert torch.equal(passed(result).outputs[name][part], expected[name]), name
+    for m, repeatable in ((min(170, config.repeatable_keys), False), (170, True)):
+        batch = (40, 150, 60), (50, m, 90)
+        problem = make_ragged(config, batch)
+        for i in range(3):
+            alone, among, parts = one_of(problem, batch, i)
+            result = among.run(config, seed=i, deterministic=repeatable)
+            expected = outputs(alone.run(config, deterministic=repeatable))
+            for name, part in parts.items():
+                assert torch.equal(passed(result).outputs[name][part], expected[name]), name
 
 
 @each_causal

@@ -27,7 +27,7 @@ struct RowStats {
                                   : C.head_dim <= 128 ? 16
                                                       : 32;
     static constexpr int kRowsAtOnce = kThreads / kLanes;
-    // Of a thread, whose loads are in flight together.
+    // Rows of a thread, whose loads are in flight together; at d = 32 one.
     static constexpr int kPerThread = cute::min(2, kSemaphoreRows / kRowsAtOnce);
     static constexpr int kRows = kPerThread * kRowsAtOnce;  // of a CTA
     static constexpr int kHeadDim = C.head_dim;
@@ -93,7 +93,8 @@ struct RowStats {
         return FirstSumsSm90<C>::are_stored(params, segment.length, seqlen_k);
     }
 
-    // Neighbouring elements of a row.
+    // Neighbouring elements of a row. Not as such: nvcc would split them while they are loaded, and
+    // wait for each.
     struct Piece {
         uint4 words;
 
