@@ -329,8 +329,8 @@ def bwd_with_options(
         scored, d, tile = softcap or alibi or dropout, config.head_dim, config.dkv
         if scored or (varlen and d == 256):  # where two stages spill 8 bytes
             tile = BwdTile(*_SM80_FUSED_TILES[d][1])
-        # In steps of 64 some of these spill 16 to 80 bytes where dQ has an order or a batch is
-        # ragged (docs/tried_sm80.md), d = 256 under a mask 16.
+        # With steps of 64 queries some of these spill 16 to 80 bytes where dQ has an order or a
+        # batch is ragged (docs/tried_sm80.md), and d = 256 under a mask 16.
         several = d <= 96 and dropout and (softcap or alibi)
         if several or (varlen and d == 256 and config.mask != "none"):
             tile = dataclasses.replace(tile, step=32, warps_step=min(tile.warps_step, 2))

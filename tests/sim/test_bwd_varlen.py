@@ -109,7 +109,7 @@ def test_bound_below_a_length(config):
 
 @each_causal
 def test_equal_lengths_equal_a_dense_batch(config):
-    """Bit for bit, up to any number of keys where repeatable gradients are asked for."""
+    """Bit for bit; of more keys than two tiles, where gradients are to be repeatable."""
     dense = dataclasses.replace(config, varlen=False)
     for n, m in ((100, 70), (70, min(150, config.repeatable_keys)), (70, 200)):
         repeatable = {"deterministic": m == 200}

@@ -93,8 +93,8 @@ struct RowStats {
         return FirstSumsSm90<C>::are_stored(params, segment.length, seqlen_k);
     }
 
-    // Neighbouring elements of a row. Not as such: nvcc would split them while they are loaded, and
-    // wait for each.
+    // Neighbouring elements of a row, kept as the vector that is loaded. An array of elements nvcc
+    // unpacks right behind its load, and so waits for one load before it issues the next.
     struct Piece {
         uint4 words;
 
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(Stats::kThreads)
         }
     }
 
-    // Of a thread's row r among those of the queries, or -1.
+    // The thread's r-th row, as a row of the queries; -1: it is of no sequence.
     auto const row_of = [&](int r) {
         int const row = block * Stats::kRows + thread / Stats::kLanes + r * Stats::kRowsAtOnce;
         int const position = row - segment.stats_begin;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(Stats::kThreads)
             y[r] = *reinterpret_cast<Piece const *>(d_o + row * params.do_row_stride + col);
         }
     }
-    // Each of a row's first lanes has the LSE of one of its thread's rows.
+    // Lane r loads the LSE of the r-th row, and stores that row's statistics.
     int const own = row_of(cute::min(lane, Stats::kPerThread - 1));
     float lse = -INFINITY, d_lse = 0.f;
     if (own >= 0) {
