@@ -322,10 +322,12 @@ def bwd_with_options(
     dropout: bool = False,
     varlen: bool = False,
 ) -> BwdConfig:
-    """``config`` with what else is asked for, in the sm90 class varlen at most: tiles of the sm80
-    class without registers for it get others, not measured, of which nothing spills."""
+    """``config`` with what else is asked for; in the sm80 class, where registers do not suffice for
+    it, with other tiles, not measured, of which nothing spills."""
     options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
-    if config.arch == 80 and config.fused:
+    if config.arch == 90:
+        return dataclasses.replace(config, **options)
+    if config.fused:
         scored, d, tile = softcap or alibi or dropout, config.head_dim, config.dkv
         if scored or (varlen and d == 256):  # where two stages spill 8 bytes
             tile = BwdTile(*_SM80_FUSED_TILES[d][1])
@@ -531,8 +533,7 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     tiles = _SM90_TILES[head_dim, causal]
     if problem.softcap or problem.alibi:  # several CTAs an SM have no registers left for them
         tiles = tuple(tile for tile in tiles if tile.min_ctas == 1)
-    best = min(tiles, key=clocks)
-    config = _sm90_config(problem.dtype, head_dim, mask, best)
+    config = _sm90_config(problem.dtype, head_dim, mask, min(tiles, key=clocks))
     return with_options(config, problem.softcap, problem.alibi, problem.dropout)
 
 
@@ -556,10 +557,10 @@ def choose_bwd(
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
-    That of the sm80 class alone has softcap, ALiBi and dropout. Its several kernels compute ragged
-    batches of short sequences, too, of which the problem has the mean lengths: sums of dQ take
-    whole blocks of ``ROW_STATS_MULTIPLE`` rows of each, and so do tiles of the sm90 class, which is
-    2.1 times as fast at 4,000 tokens on an H200, 1.9 at 500, 0.99 at 144, 0.64 at 128 (d = 64).
+    The sm80 class alone has several of softcap, ALiBi and dropout. Its several kernels compute
+    short ragged sequences, too, of which the problem has mean lengths: sums of dQ take whole blocks
+    of ``ROW_STATS_MULTIPLE`` rows of each, as do tiles of the sm90 class, which on an H200 is 2.1
+    times as fast at 4,000 tokens, 1.9 at 500, 0.99 at 144, 0.64 at 128 (d = 64).
 
     Args:
         every: Not of one side alone, which the sm80 class's several kernels compute faster.
@@ -569,13 +570,12 @@ def choose_bwd(
     mask = "local" if problem.window is not None else "causal" if causal else "none"
     options = {name: getattr(problem, name) for name in BWD_OPTIONS}
     short = problem.varlen and min(problem.seqlen_q, problem.seqlen_k) < 2 * ROW_STATS_MULTIPLE
-    scored = problem.softcap or problem.alibi or problem.dropout
-    if kernel_class(capability) == 90 and not (scored or short):
+    scored = problem.softcap + problem.alibi + problem.dropout
+    if kernel_class(capability) == 90 and scored <= 1 and not short:
         return bwd_with_options(sm90_bwd_config(problem.dtype, head_dim, mask), **options)
-    if every and not short:
-        fused = fused_bwd_config(problem.dtype, head_dim, mask, capability)
-        if fused is not None:
-            return bwd_with_options(fused, **options)
+    fused = fused_bwd_config(problem.dtype, head_dim, mask, capability)
+    if every and not short and fused is not None:
+        return bwd_with_options(fused, **options)
     return bwd_with_options(bwd_config(problem.dtype, head_dim, mask), **options)
 
 

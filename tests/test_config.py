@@ -273,8 +273,8 @@ def test_step_of_a_fused_backward_is_whole(step):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("head_dim", 80), ("mask", "window"), ("split_dkv", True), ("dropout", True)),
-        *(("softcap", True), ("alibi", True), ("varlen", 1), ("fused", False)),
+        *(("head_dim", 80), ("mask", "window"), ("split_dkv", True), ("dropout", 0.1)),
+        *(("softcap", 30.0), ("alibi", None), ("varlen", 1), ("fused", False)),
         *(("dq", BwdTile(128, 128, 8, 2, 1)), ("dkv", BwdTile(128, 128, 8, 2, 1))),
     ],
     ids=str,
@@ -282,6 +282,17 @@ def test_step_of_a_fused_backward_is_whole(step):
 def test_wrong_field_of_a_backward_of_the_sm90_class_is_named(field, value):
     with pytest.raises(ValueError, match=f"BwdConfig: expected {field} "):
         BwdConfig(**{**GOOD_BWD_SM90, field: value})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("softcap", "alibi"), ("softcap", "dropout"), ("alibi", "dropout")]
+)
+def test_backward_of_the_sm90_class_has_one_option(first, second):
+    """And a ragged batch."""
+    alone = BwdConfig(**{**GOOD_BWD_SM90, second: True, "varlen": True})
+    assert alone.full_name == f"flash_bwd_hdim128_bf16_causal_{second}_varlen_sm90_128x64_s2"
+    with pytest.raises(ValueError, match=f"BwdConfig: expected {second} .*with another option"):
+        dataclasses.replace(alone, **{first: True})
 
 
 @pytest.mark.parametrize(

@@ -341,7 +341,7 @@ def test_fused_tiles_with_several_options(head_dim, varlen):
 def test_gradients_of_one_side_on_hopper_are_of_its_own_class():
     for every in (False, True):
         assert heuristics.choose_bwd(PROBLEM, (9, 0), every=every).arch == 90
-    capped = dataclasses.replace(PROBLEM, softcap=True)
+    capped = dataclasses.replace(PROBLEM, softcap=True, alibi=True)
     found = [heuristics.choose_bwd(capped, (9, 0), every=every).fused for every in (False, True)]
     assert found == [False, True]
 
@@ -355,22 +355,23 @@ def of_sm80(problem, *, fused=True, capability=(9, 0)):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_backward_with_dropout_is_of_the_sm80_class(capability):
-    for window in (None, (5, 9)):
-        problem = dataclasses.replace(PROBLEM, causal=window is None, window=window, dropout=True)
-        config = heuristics.choose_bwd(problem, capability)
-        assert (config.arch, config.dropout) == (80, True)
-        assert config.mask == ("causal" if window is None else "local")
-        assert config == heuristics.bwd_with_options(of_sm80(problem), dropout=True)
-
-
-@pytest.mark.parametrize("option", ["softcap", "alibi"])
-def test_backward_with_an_option_is_of_the_sm80_class(option):
-    for window in (None, (5, 9)):
-        plain = dataclasses.replace(PROBLEM, causal=window is None, window=window)
-        config = heuristics.choose_bwd(dataclasses.replace(plain, **{option: True}), (9, 0))
-        assert config == heuristics.bwd_with_options(of_sm80(plain), **{option: True})
-        assert config.arch == 80 and f"_{option}_" in config.name
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("window", [None, (5, 9)], ids=str)
+def test_backward_with_options(window, varlen, capability):
+    """Several of them are of the sm80 class on every GPU."""
+    plain = dataclasses.replace(PROBLEM, causal=window is None, window=window, varlen=varlen)
+    for softcap, alibi, dropout in itertools.product((False, True), repeat=3):
+        options = {"softcap": softcap, "alibi": alibi, "dropout": dropout}
+        config = heuristics.choose_bwd(dataclasses.replace(plain, **options), capability)
+        of_hopper = capability == (9, 0) and softcap + alibi + dropout <= 1
+        mask = "causal" if window is None else "local"
+        expected = (
+            heuristics.sm90_bwd_config(plain.dtype, plain.d, mask)
+            if of_hopper
+            else of_sm80(plain, capability=capability)
+        )
+        assert config == heuristics.bwd_with_options(expected, **options, varlen=varlen)
+        assert all(f"_{name}_" in config.name for name, asked in options.items() if asked)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
@@ -389,7 +390,7 @@ def test_backward_of_a_ragged_batch(capability):
                 plain, seqlen_q=length, seqlen_k=other, varlen=True, alibi=bool(alibi)
             )
             config = heuristics.choose_bwd(problem, capability)
-            of_hopper = capability == (9, 0) and not alibi
+            of_hopper = capability == (9, 0)
             assert config.arch == (90 if of_hopper and min(length, other) >= 256 else 80)
             assert config.varlen and config.alibi == bool(alibi)
             if config.arch == 90:

@@ -31,6 +31,10 @@ SM90_BACKWARDS = [
     for dtype, head_dim, mask in itertools.product(DTYPES, HEAD_DIMS, MASKS)
     for varlen in (False, True)
 ]
+SM90_BACKWARDS += [
+    dataclasses.replace(config, **{option: True})
+    for config, option in itertools.product(SM90_BACKWARDS, ("softcap", "alibi", "dropout"))
+]
 KERNELS = FILES | {c.full_name: c for c in SM90_BACKWARDS if c not in FILES.values()}
 COVERED = {stem: config for stem, config in KERNELS.items() if tiers.compiles(config)}
 SM90 = [stem for stem, config in COVERED.items() if config.arch == 90]
@@ -220,11 +224,14 @@ def test_products_of_a_backward_are_those_intended_and_never_serialised(main_ker
     rows, step, d = config.dkv.rows, config.dkv.step, config.head_dim
     # K Q^T and V dO^T, the first steps of K and V from registers: kernel_traits_bwd_sm90.h.
     kept = {32: (2, 2), 64: (2, 0), 96: (4, 4), 192: (12, 8)}.get(d, (0, 0))
+    kept = (0, 0) if config.dropout else kept
     scores = [
         [("registers", 64, step, 16)] * n + [("smem", 64, step, 16)] * (d // 16 - n) for n in kept
     ]
     gradient = [("registers", 64, d, 16)] * (step // 16)  # P^T dO and dS^T Q
-    parts = [gradient[:2], gradient[2:]] if d <= 64 else []  # P^T dO: mainloop_bwd_64_sm90.h
+    # P^T dO: mainloop_bwd_64_sm90.h.
+    in_parts = d <= 64 and not (config.softcap or config.dropout)
+    parts = [gradient[:2], gradient[2:]] if in_parts else []
     # dS K: each warpgroup has 64 rows and all columns, or all rows and half of the columns, in
     # whole pages of them. Above d = 128 that is half of a CTA's half, at d = 192 32 and 64 of 96,
     # for the CTA's own keys and then for the other's.

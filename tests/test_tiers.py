@@ -65,12 +65,17 @@ def test_every_forward_over_pages_in_the_sm90_class_is_covered():
     assert all(tiers.compiles(dataclasses.replace(config, mask="causal")) for config in left)
 
 
-def test_of_ragged_backwards_that_do_not_ship_each_main_loop_is_covered():
+def test_of_backwards_that_do_not_ship_each_main_loop_is_covered():
+    """Of ragged batches, and with options."""
     covered = [config for config in KERNELS.values() if tiers.covers(config)]
     covered = [config for config in covered if config not in shipped.instantiations().values()]
     assert {config.full_name for config in covered} == tiers._UNSHIPPED
-    assert all(config.varlen for config in covered)
-    assert {config.head_dim > 128 for config in covered} == {False, True}
+    ragged = [config for config in covered if config.varlen]
+    assert {config.head_dim > 128 for config in ragged} == {False, True}
+    scored = [config for config in covered if not config.varlen]
+    assert {min(config.head_dim // 64, 3) for config in scored} == {1, 2, 3}
+    for option in ("softcap", "alibi", "dropout"):
+        assert any(getattr(config, option) for config in scored), option
 
 
 def test_all_is_all(monkeypatch):

@@ -32,10 +32,15 @@ _BACKWARD = {("bf16", 128, "causal"), ("bf16", 192, "none"), ("fp16", 64, "causa
 
 _OF_CALLS = {"flash_fwd_hdim256_bf16_local_softcap_sm90_128x64_s2_pp"}
 
-# Of the sm90 class's backward of ragged batches, most of which is built when it is first used.
+# Of the sm90 class's backward of ragged batches, and with options, most of which is built when it
+# is first used.
 _UNSHIPPED = {
     "flash_bwd_hdim96_bf16_causal_varlen_sm90_128x64_s2",
     "flash_bwd_hdim256_bf16_varlen_sm90_64x64_s2",
+    "flash_bwd_hdim64_bf16_causal_softcap_sm90_128x128_s2",
+    "flash_bwd_hdim96_bf16_causal_alibi_sm90_128x64_s2",
+    "flash_bwd_hdim128_bf16_dropout_sm90_128x64_s2",
+    "flash_bwd_hdim256_bf16_causal_softcap_sm90_64x64_s2",
 }
 
 

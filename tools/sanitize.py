@@ -62,7 +62,7 @@ def configs(capability: tuple[int, int]) -> tuple[list, list]:
     for head_dim, causal in itertools.product(HEAD_DIMS, (False, True)):
         forward += heuristics.configs_in_use("bf16", head_dim, causal, capability)
         kernels = heuristics.bwd_configs_in_use("bf16", head_dim, causal, capability)
-        if heuristics.kernel_class(capability) == 90:  # which has those for options alone
+        if heuristics.kernel_class(capability) == 90:  # it has those of several options, and short
             mask = "causal" if causal else "none"
             kernels.append(heuristics.fused_bwd_config("bf16", head_dim, mask, capability))
             kernels.append(heuristics.bwd_config("bf16", head_dim, mask))

@@ -19,11 +19,16 @@ DTYPE_OF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @pytest.fixture(scope="module", autouse=True)
 def _dropout_kernels() -> None:
+    of_hopper = torch.cuda.get_device_capability() == (9, 0)
     build(
-        heuristics.bwd_with_options(sm80_backwards(dtype, head_dim, mask)[-1], dropout=True)
+        heuristics.bwd_with_options(config, dropout=True)
         for dtype in DTYPE_OF
         for head_dim in HEAD_DIMS
         for mask in ("none", "causal", "local")
+        for config in (
+            sm80_backwards(dtype, head_dim, mask)[-1],
+            *([heuristics.sm90_bwd_config(dtype, head_dim, mask)] * of_hopper),
+        )
     )
 
 

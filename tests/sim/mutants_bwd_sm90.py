@@ -78,7 +78,7 @@ UP_TO_64 = (
     ),
     _of_64(
         "dS computed before dP is complete, d <= 64",
-        "sm90::wgmma_wait<1>();\n                sm90::pin(rDp);",
+        "sm90::wgmma_wait<!kLateDp>();\n                sm90::pin(rDp);",
         "sm90::pin(rDp);",
         IN_FLIGHT,
     ),
@@ -477,7 +477,7 @@ MUTANTS = (
         NARROWEST,
     ),
     _numerics(
-        "mask forgotten", _MAINLOOP, "if (!tile().blocks.is_whole(visit)) apply", "if (0) apply"
+        "mask forgotten", _MAINLOOP, "if (!tile().blocks.is_whole(at.visit)) apply", "if (0) apply"
     ),
     _numerics(
         "mask off by one",
@@ -556,7 +556,7 @@ MUTANTS = (
         "static_cast<unsigned>(i - left) <",
         "static_cast<unsigned>(i) <",
     ),
-    _numerics("dP without D", _MAINLOOP, "(tSrDp(i, 0, j) - d)", "tSrDp(i, 0, j)"),
+    _numerics("dP without D", "weights_bwd_sm90.h", "p * (dp - d)", "p * dp"),
     _numerics("head of the group not advanced", _STEP, "head += last ? 1 - ratio : 1;", ""),
     _numerics("tiles go down from the diagonal", _STEP, "last ? way : 0;", "last ? -1 : 0;"),
     _numerics(

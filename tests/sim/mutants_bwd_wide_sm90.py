@@ -258,9 +258,9 @@ ORDER = (
     ),
     _wide(
         "dO of a tile's first step released before dV is complete",
-        "issue_dv(at.visit);\n                    sm90::wgmma_wait<0>();\n"
+        "issue_dv(at);\n                    sm90::wgmma_wait<0>();\n"
         "                    release_dout();",
-        "issue_dv(at.visit);\n                    release_dout();\n"
+        "issue_dv(at);\n                    release_dout();\n"
         "                    sm90::wgmma_wait<0>();",
         OVERWRITTEN,
     ),
@@ -350,8 +350,8 @@ NUMBERS = (
     ),
     _wide_numerics(
         "S handed over for P",
-        "this->exponentiate(params, tSrS);\n                give_p(tSrS);",
-        "give_p(tSrS);\n                this->exponentiate(params, tSrS);",
+        "this->weigh(params, tSrS, tKrP, at);\n                give_p(tSrS);",
+        "give_p(tSrS);\n                this->weigh(params, tSrS, tKrP, at);",
     ),
     _numerics(
         "keys of a warp counted over both warpgroups",
@@ -372,7 +372,7 @@ NUMBERS = (
     _numerics(
         "dK scaled by the warpgroup of dV, too",
         _MAINLOOP,
-        "params.d, 1.f, tKrDv",
+        "params.d, Traits::kConfig.dropout ? params.dropout_scale : 1.f, tKrDv",
         "params.d, params.scale_softmax, tKrDv",
         WIDE,
     ),

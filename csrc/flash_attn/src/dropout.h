@@ -160,8 +160,9 @@ struct Dropout {
     }
 };
 
-// The same mask in a backward kernel, whose rows are queries or keys. With P' = P * mask * scale,
-// dV = P'^T dO and dP = dO V^T * mask * scale; the scale of dV is applied at its end.
+// The same mask in a backward kernel of the sm80 class, whose rows are queries or keys. With P' = P
+// * mask * scale, dV = P'^T dO and dP = dO V^T * mask * scale; the scale of dV is applied at its
+// end.
 template <class Traits>
 struct DropoutBwd {
     static constexpr bool kDrops = Traits::kConfig.dropout;

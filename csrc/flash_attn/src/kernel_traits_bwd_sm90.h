@@ -21,7 +21,8 @@ using namespace cute;
 // theirs to zeros. Other kernels do the one or the other at run time.
 template <BwdConfig C, bool kStores = false>
 struct KernelTraitsBwdSm90 {
-    static_assert(C.arch == 90 && !C.softcap && !C.alibi && !C.dropout);
+    // With several of these some kernels spill.
+    static_assert(C.arch == 90 && C.softcap + C.alibi + C.dropout <= 1);
     // A warpgroup's registers hold dK or dV of 64 keys, not both: mainloop_bwd_wide_sm90.h.
     static constexpr bool kWide = C.head_dim > 128;
     static_assert(C.dkv.rows == (kWide ? 64 : 128) && C.dkv.warps == 8);
@@ -52,8 +53,9 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kLoadRegisters = kWide ? 40 : 24;
     static constexpr int kMmaRegisters = (3 * 168 - kLoadRegisters) / 2;
 
-    // Whether CTAs may own heads: TileSchedulerBwdSm90::owns_heads().
-    static constexpr bool kMayOwnHeads = !kWide && !C.varlen && !kStores;
+    // Whether CTAs may own heads: TileSchedulerBwdSm90::owns_heads(). With dropout 12 bytes spill
+    // at d = 128.
+    static constexpr bool kMayOwnHeads = !kWide && !C.varlen && !kStores && !C.dropout;
 
     static constexpr bool kMayStoreFirst = C.mask != MaskKind::local && !C.varlen;
     static constexpr bool kStoresFirst = kStores || C.mask == MaskKind::local || C.varlen;
@@ -87,15 +89,17 @@ struct KernelTraitsBwdSm90 {
         return kWide ? 0 : warpgroup * 128;
     }
     // Of K and of V the k16 steps that a warpgroup keeps in registers over a tile
-    // (own_keys_sm90.h): as many as pay, without spills (docs/tried_sm90.md).
-    static constexpr int kKeySteps = kHeadDim == 192  ? 12
-                                     : kHeadDim == 96 ? 4
-                                     : kHeadDim <= 64 ? 2
-                                                      : 0;
-    static constexpr int kValueSteps = kHeadDim == 192  ? 8
-                                       : kHeadDim == 96 ? 4
-                                       : kHeadDim == 32 ? 2
-                                                        : 0;
+    // (own_keys_sm90.h): as many as pay, without spills (docs/tried_sm90.md); with dropout none.
+    static constexpr int kKeySteps = C.dropout         ? 0
+                                     : kHeadDim == 192 ? 12
+                                     : kHeadDim == 96  ? 4
+                                     : kHeadDim <= 64  ? 2
+                                                       : 0;
+    static constexpr int kValueSteps = C.dropout         ? 0
+                                       : kHeadDim == 192 ? 8
+                                       : kHeadDim == 96  ? 4
+                                       : kHeadDim == 32  ? 2
+                                                         : 0;
     // dQ = dS K, a sum over all keys of the tile. Each warpgroup, above d = 128 each CTA, computes
     // 64 queries or, where a step has no more, half of the columns, in whole pages of K: at d = 96
     // two of three, and for the other warpgroup the third and a page of zeros behind the tensor.

@@ -22,8 +22,12 @@ struct MainloopBwd64Sm90 : MainloopBwdSm90<Traits> {
     using Element = typename Traits::Element;
     static_assert(Traits::kHeadDim <= 64 && Traits::kTileM == 128);
     static constexpr int kSteps = Traits::kTileM / 16;  // k16 steps of dV and dK
-    // Those of dV under the arithmetic of dS. With four it was 5 % slower (docs/tried_sm90.md).
-    static constexpr int kEarlyDv = 2;
+    // With dropout or a softcap registers do not suffice for that: dV comes first, and dP behind
+    // it.
+    static constexpr bool kLateDp = Traits::kConfig.dropout || Traits::kConfig.softcap;
+    // Those of dV ahead of dS; the others follow it. With four it was 5 % slower
+    // (docs/tried_sm90.md).
+    static constexpr int kEarlyDv = kLateDp ? kSteps : 2;
 
     struct Consumer : Base::Consumer {
         using Shared = typename Base::Consumer;
@@ -53,17 +57,25 @@ struct MainloopBwd64Sm90 : MainloopBwdSm90<Traits> {
 
             // A step whose S is complete; that of the next one, if there is one, is under way
             // afterwards.
-            auto const run_step = [&](Step const &at, auto has_next) {
-                this->issue_dp(rDp);
-                this->compute_p(params, rS, at.visit);
+            auto const run_step = [&](Step const &at,
+                                      auto has_next) __attribute__((always_inline)) {
+                if constexpr (!kLateDp) this->issue_dp(rDp);
+                this->compute_p(params, rS, tKrP, at);
+                if constexpr (kLateDp) this->await_dout();
                 // The exponentials of these k16 steps stay ahead of the wait; ptxas moves most
-                // others behind it.
+                // others, if there are any, behind it.
                 this->template issue_dv<0, kEarlyDv>(tSrS, tKrP, rDv);
-                sm90::wgmma_wait<1>();
+                if constexpr (kLateDp) {
+                    sm90::wgmma_wait<0>();
+                    this->issue_dp(rDp);
+                }
+                sm90::wgmma_wait<!kLateDp>();
                 sm90::pin(rDp);
-                this->differentiate(tSrS, tSrDp);
+                this->differentiate(params, tSrS, tSrDp);
                 convert(tSrDp, tKrDs);
-                this->template issue_dv<kEarlyDv, kSteps>(tSrS, tKrP, rDv);
+                if constexpr (!kLateDp) {
+                    this->template issue_dv<kEarlyDv, kSteps>(tSrS, tKrP, rDv);
+                }
                 this->write_ds(tKrDs);
                 // Ahead of the fence, so that the tensor cores are busy meanwhile.
                 this->template issue_gradient<0, kSteps>(tKrDs, storage.q[step.stage()], rDk);

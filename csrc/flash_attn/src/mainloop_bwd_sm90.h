@@ -36,6 +36,7 @@
 #include "store_accumulator.h"
 #include "tile_scheduler_bwd_sm90.h"
 #include "utils.h"
+#include "weights_bwd_sm90.h"
 #include "work_tile.h"
 #include "writer_dq_sm90.h"
 
@@ -161,31 +162,35 @@ struct MainloopBwdSm90 {
                 [](int j) { return Traits::key_of(0, j); });
         }
 
-        // tSrS: S^T (4, 1, M/8), afterwards P^T.
+        // The options of a step.
+        using Weights = WeightsBwdSm90<Traits>;
+        CUTE_DEVICE Weights weights(Flash_bwd_params const &params, Step const &at) const {
+            return {params, tile(), at.head, block(at.visit) * kTileM + Traits::query_of(thread, 0),
+                    Scheduler::key_begin(tile(), rank) + Traits::key_of(thread, 0)};
+        }
+
+        // Elements (., 0, j) of tSrS: S^T (4, 1, M/8), afterwards P^T.
         template <class Scores>
-        CUTE_DEVICE void exponentiate(Flash_bwd_params const &params, Scores &tSrS) const {
-            float const scale = params.scale_softmax_log2;
+        CUTE_DEVICE void exponentiate(Flash_bwd_params const &params, Scores &tSrS, int j) const {
+            float4 const of_two = stats(j);
             CUTE_UNROLL
-            for (int j = 0; j < kTileM / 8; ++j) {
-                float4 const of_two = stats(j);
-                CUTE_UNROLL
-                for (int i = 0; i < 4; ++i) {
-                    float const lse_log2 = i % 2 == 0 ? of_two.x : of_two.z;
-                    tSrS(i, 0, j) = exp2f(tSrS(i, 0, j) * scale - lse_log2);
-                }
+            for (int i = 0; i < 4; ++i) {
+                float const lse_log2 = i % 2 == 0 ? of_two.x : of_two.z;
+                tSrS(i, 0, j) = exp2f(tSrS(i, 0, j) * params.scale_softmax_log2 - lse_log2);
             }
         }
 
         // tSrDp: dP^T (4, 1, M/8), afterwards dS^T.
-        template <class Weights, class Scores>
-        CUTE_DEVICE void differentiate(Weights const &tSrP, Scores &tSrDp) const {
+        template <class P, class Scores>
+        CUTE_DEVICE void differentiate(Flash_bwd_params const &params, P const &tSrP,
+                                       Scores &tSrDp) const {
             CUTE_UNROLL
             for (int j = 0; j < kTileM / 8; ++j) {
                 float4 const of_two = stats(j);
                 CUTE_UNROLL
                 for (int i = 0; i < 4; ++i) {
                     float const d = i % 2 == 0 ? of_two.y : of_two.w;
-                    tSrDp(i, 0, j) = tSrP(i, 0, j) * (tSrDp(i, 0, j) - d);
+                    tSrDp(i, 0, j) = Weights::ds(params, tSrP(i, 0, j), tSrDp(i, 0, j), d);
                 }
             }
         }
@@ -353,7 +358,7 @@ struct MainloopBwdSm90 {
                 head_begin<Element>(params.dv_ptr, tile().batch, params.dv_batch_stride,
                                     tile().head_k, params.dv_head_stride);
             store_gradient(head + first_row() * params.dv_row_stride, params.dv_row_stride,
-                           params.d, 1.f, tKrDv);
+                           params.d, Traits::kConfig.dropout ? params.dropout_scale : 1.f, tKrDv);
         }
         // Of the sequence's keys.
         CUTE_DEVICE int first_row() const { return Traits::kVarlen ? tile().row_k : 0; }
@@ -433,13 +438,37 @@ struct MainloopBwdSm90 {
             await_dout();
             issue_scores(own_v, storage.v, storage.dout[step.stage()], rDp);
         }
-        // P of a visit, once S is complete.
-        template <class Acc>
-        CUTE_DEVICE void compute_p(Flash_bwd_params const &params, Acc &rS, int visit) const {
+        // P of a step, once S is complete. tSrS: S^T (4, 1, M/8), afterwards P^T, as Weights::ds()
+        // takes it. tKrP: P^T as operand (8, 1, M/16), where it is rounded here.
+        template <class Scores, class Fragment>
+        CUTE_DEVICE void weigh(Flash_bwd_params const &params, Scores &tSrS, Fragment &tKrP,
+                               Step const &at) const {
+            Weights const weights = this->weights(params, at);
+            if constexpr (Traits::kConfig.softcap) cap_scores(params, tSrS);
+            if (!tile().blocks.is_whole(at.visit)) apply_mask(params, tSrS, at.visit);
+            weights.lower(tSrS);
+            Layout const eight = Layout<_8>{};
+            CUTE_UNROLL
+            for (int k = 0; k < kTileM / 16; ++k) {
+                Tensor block = make_tensor(tSrS.data() + 8 * k, eight);  // (8)
+                Tensor capped = make_fragment_like(block);               // (8)
+                copy(block, capped);
+                exponentiate(params, tSrS, 2 * k);
+                exponentiate(params, tSrS, 2 * k + 1);
+                weights.mark(block, k);
+                if constexpr (Weights::kRoundsEarly) {
+                    Tensor rounded = make_tensor(tKrP.data() + 8 * k, eight);  // (8)
+                    Weights::round(block, rounded);
+                    Weights::multiply(block, capped);
+                }
+            }
+        }
+        template <class Acc, class Fragment>
+        CUTE_DEVICE void compute_p(Flash_bwd_params const &params, Acc &rS, Fragment &tKrP,
+                                   Step const &at) const {
             sm90::pin(rS);
             Tensor tSrS = make_tensor(rS.data(), AccS{});  // (4, 1, M/8)
-            if (!tile().blocks.is_whole(visit)) apply_mask(params, tSrS, visit);
-            exponentiate(params, tSrS);
+            weigh(params, tSrS, tKrP, at);
             sm90::pin(rS);  // ahead of the next wait in PTX; ptxas moves most behind it
         }
         // Issues the k16 steps [kBegin, kEnd) of dV += P^T dO. tSrP: P^T (4, 1, M/8).
@@ -447,7 +476,9 @@ struct MainloopBwdSm90 {
         CUTE_DEVICE void issue_dv(Scores const &tSrP, Fragment &tKrP, Acc &rDv) const {
             Layout const part = Layout<Int<8 * (kEnd - kBegin)>>{};
             Tensor to = make_tensor(tKrP.data() + 8 * kBegin, part);
-            convert(make_tensor(tSrP.data() + 8 * kBegin, part), to);
+            if constexpr (!Weights::kRoundsEarly) {
+                Weights::round(make_tensor(tSrP.data() + 8 * kBegin, part), to);
+            }
             issue_gradient<kBegin, kEnd>(tKrP, storage.dout[step.stage()], rDv);
         }
 
@@ -498,7 +529,7 @@ struct MainloopBwdSm90 {
                 // Waiting for dO once more, which is there, keeps ptxas from issuing half of dV
                 // behind dS, as it moves no product behind a loop that waits at an mbarrier.
                 await_dout();
-                differentiate(tSrS, tSrDp);
+                differentiate(params, tSrS, tSrDp);
                 convert(tSrDp, tKrDs);
                 store_ds(tKrDs);
                 wait_turn();
@@ -523,7 +554,7 @@ struct MainloopBwdSm90 {
                     sm90::wgmma_wait<0>();
                     int const ratio = params.h_h_k_ratio;
                     Step at = Scheduler::first_step(params, tile());
-                    compute_p(params, rS, at.visit);
+                    compute_p(params, rS, tKrP, at);
                     sm90::barrier_wait(&storage.v_full, own_parity);
                     load_v();
                     own_parity ^= 1;
@@ -542,7 +573,7 @@ struct MainloopBwdSm90 {
                         ds.advance();
                         sm90::wgmma_wait<1>();
                         pass_turn();
-                        compute_p(params, rS, at.visit);
+                        compute_p(params, rS, tKrP, at);
                         finish_dq(done);
                     }
                     issue_gradients();

@@ -33,7 +33,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         using Shared = typename Base::Consumer;
         using Shared::ds, Shared::own_parity, Shared::step, Shared::storage, Shared::thread;
         using Shared::rank, Shared::release, Shared::tile, Shared::block, Shared::issue_scores;
-        using typename Shared::Step;
+        using typename Shared::Step, typename Shared::Weights;
         Ring<Traits::kDqSlots> dq_turn, dq_stored;
 
         using OfScores = Shape<Int<Traits::kTileN>, Int<kTileM>>;
@@ -59,7 +59,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             return reinterpret_cast<float4 *>(storage.p.data()) + thread % 128;
         }
 
-        // tSrP: P^T (4, 1, M/8). Hands it over, once the last one has been read.
+        // tSrP: P^T (4, 1, M/8), as weigh() leaves it. Hands it over, once the last one has been
+        // read.
         template <class Scores>
         CUTE_DEVICE void give_p(Scores const &tSrP) {
             sm90::barrier_wait(storage.p_empty.data(), p().parity() ^ 1);
@@ -190,13 +191,12 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 await_q();
                 issue_scores(this->own_k, storage.k, storage.q[step.stage()], rS);
             };
-            // P of a visit, and dV += P^T dO, which is under way afterwards.
-            auto const issue_dv = [&](int visit) {
+            // P of a step, and dV += P^T dO, which is under way afterwards.
+            auto const issue_dv = [&](Step const &at) {
                 sm90::pin(rS);
-                if (!tile().blocks.is_whole(visit)) this->apply_mask(params, tSrS, visit);
-                this->exponentiate(params, tSrS);
+                this->weigh(params, tSrS, tKrP, at);
                 give_p(tSrS);
-                convert(tSrS, tKrP);
+                if constexpr (!Weights::kRoundsEarly) Weights::round(tSrS, tKrP);
                 await_dout();
                 this->template issue_gradient<0, kTileM / 16>(tKrP, storage.dout[dout().stage()],
                                                               rDv);
@@ -211,7 +211,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             };
             // P and dV of a step, and dQ of the one before.
             auto const run_step = [&](Step const &at, auto has_next) {
-                issue_dv(at.visit);
+                issue_dv(at);
                 issue_dq<Part>(rDq);
                 sm90::wgmma_wait<1>();
                 release_dout();
@@ -231,7 +231,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                     this->load_k();
                     issue_s();
                     sm90::wgmma_wait<0>();
-                    issue_dv(at.visit);
+                    issue_dv(at);
                     sm90::wgmma_wait<0>();
                     release_dout();
                     sm90::barrier_wait(&storage.other.k_full, own_parity);
@@ -281,7 +281,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 release(&storage.dout_empty[dout().stage()]);
                 await_q();  // the statistics
                 take_p(tSrP);
-                this->differentiate(tSrP, tSrDp);
+                this->differentiate(params, tSrP, tSrDp);
                 convert(tSrDp, tKrDs);
                 sm90::barrier_wait(&storage.other.ds_sent[ds.stage()], ds.parity() ^ 1);
                 this->store_ds(tKrDs);

@@ -173,7 +173,7 @@ struct ScoreMod {
     }
 };
 
-// The same in a backward kernel.
+// The same in a backward kernel of the sm80 class.
 template <class Traits>
 struct ScoreModBwd {
     static constexpr BwdConfig C = Traits::kConfig;

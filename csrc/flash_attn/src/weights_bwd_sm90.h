@@ -1,0 +1,119 @@
+// What softcap, ALiBi and dropout make of scores and weights in the sm90 class's backward, and of
+// what follows from them.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "dropout.h"
+#include "flash.h"
+#include "score_mod.h"
+#include "utils.h"
+#include "work_tile.h"
+
+namespace flash {
+
+using namespace cute;
+
+// Of a step of a head. A warp has 16 keys. A block is what it has of 16 queries, eight elements of
+// each thread: a k16 step of dV += P^T dO, and a 16 x 16 block of DropoutMask.
+template <class Traits>
+struct WeightsBwdSm90 {
+    static constexpr BwdConfig C = Traits::kConfig;
+    // Whether P is rounded as soon as it is there, as it is then multiplied by derivatives of the
+    // softcap: until dS they would take registers of their own.
+    static constexpr bool kRoundsEarly = C.softcap;
+
+    Flash_bwd_params const &params;
+    WorkTile const &tile;
+    int const head;         // of the queries
+    int const first_query;  // of this thread, in the sequence
+    int const first_key;
+
+    // ALiBi. tSrS: S^T (4, 1, M/8), where -inf of masked scores stays.
+    template <class Scores>
+    CUTE_DEVICE void lower(Scores &tSrS) const {
+        if constexpr (C.alibi) {
+            int64_t const entry = tile.batch * params.alibi_slopes_batch_stride;
+            float const slope = -params.alibi_slopes_ptr[entry + head] * params.alibi_scale;
+            lower_scores(
+                make_tensor(tSrS.data(),
+                            select<1, 0>(layout_acc_rowcol(tSrS.layout()))),  // (queries, keys)
+                [&](int) { return slope; },
+                [&](int i) {
+                    return first_query + Traits::query_of(0, i) + tile.seqlen_k - tile.seqlen_q;
+                },
+                first_key, [](int j) { return Traits::key_of(0, j); });
+        }
+    }
+
+    // Negates what is dropped of block k of P^T, for which the generator is called twice, for
+    // neighbouring queries. Of each call the threads of an even key and of the next one have half
+    // of every word. So each makes one of the two, and they exchange halves.
+    template <class Block>
+    CUTE_DEVICE void mark(Block &block, int k) const {
+        if constexpr (C.dropout) {
+            DropoutMask mask{params};
+            mask.load();
+            bool const odd = first_key % 2 != 0;
+            uint32_t const of_head = static_cast<uint32_t>(tile.batch) * params.h + head;
+            uint32_t random[4];
+            mask.draw(random, mask.row_of(first_query + 16 * k + odd), mask.column_of(first_key),
+                      of_head);
+            CUTE_UNROLL
+            for (int i = 0; i < 2; ++i) {  // keys 8 apart; of each two words, of queries 8 apart
+                uint32_t const first = random[2 * i], second = random[2 * i + 1];
+                uint32_t const low = (first & 0xFFFF) | second << 16;
+                uint32_t const high = first >> 16 | (second & 0xFFFF0000);
+                uint32_t const own = odd ? high : low;
+                uint32_t const other = __shfl_xor_sync(0xffffffffu, odd ? low : high, 4);
+                drop(block, 2 * i, odd ? other : own);
+                drop(block, 2 * i + 1, odd ? own : other);
+            }
+        }
+    }
+
+    // Of P^T what is kept, to an operand.
+    template <class Weights, class Rounded>
+    CUTE_DEVICE static void round(Weights const &weights, Rounded &rounded) {
+        if constexpr (C.dropout) {
+            Tensor kept = make_fragment_like(weights);
+            CUTE_UNROLL
+            for (int i = 0; i < size(kept); ++i) {
+                kept(i) = fmaxf(weights(i), 0.f);
+            }
+            convert(kept, rounded);
+        } else {
+            convert(weights, rounded);
+        }
+    }
+
+    // capped: scores of P, -inf where they are masked.
+    template <class Block, class Capped>
+    CUTE_DEVICE static void multiply(Block &block, Capped const &capped) {
+        CUTE_UNROLL
+        for (int i = 0; i < size(block); ++i) {
+            block(i) *= derivative_of_capped(fmaxf(capped(i), -1.f));
+        }
+    }
+
+    // An element of dS: from P, which mark() and multiply() may have changed, and dO V^T.
+    CUTE_DEVICE static float ds(Flash_bwd_params const &params, float p, float dp, float d) {
+        if constexpr (C.dropout) {
+            dp = p < 0.f ? 0.f : dp * params.dropout_scale;
+            p = fabsf(p);
+        }
+        return p * (dp - d);
+    }
+
+  private:
+    // Elements i and i + 4, by the halves of a word.
+    template <class Block>
+    CUTE_DEVICE void drop(Block &block, int i, uint32_t word) const {
+        constexpr uint32_t kSign = 0x80000000;
+        uint32_t const dropped = halves_less(word, params.dropout_bound) ^ params.dropout_flip;
+        block(i) = __uint_as_float(__float_as_uint(block(i)) ^ (dropped << 16 & kSign));
+        block(i + 4) = __uint_as_float(__float_as_uint(block(i + 4)) ^ (dropped & kSign));
+    }
+};
+
+}  // namespace flash

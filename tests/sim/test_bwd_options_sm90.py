@@ -1,0 +1,241 @@
+"""Softcap, ALiBi and dropout in the backward of the sm90 class, dense and ragged."""
+
+import dataclasses
+import re
+
+import mutants_bwd_options_sm90
+import pytest
+import tiers
+import torch
+from backward import GRADIENTS, SHAPES, check, compare, passed, same
+from backward_options import (
+    BATCHES,
+    DROPOUT_P,
+    HOSTILE,
+    STATE,
+    asking,
+    check_that_infinity_stays,
+    make_dense,
+    make_hostile,
+    make_ragged,
+    run_dense,
+)
+from mutants_bwd_options_sm90 import CAPPED, CAPPED_WIDE, DROPPED, DROPPED_64, DROPPED_WIDE, SLOPED
+from mutants_bwd_sm90 import COLUMNS, NARROWEST, ROWS, UNEVEN
+from mutants_bwd_wide_sm90 import WIDE
+from planted import build_mutants
+
+from flashcute import sim
+from flashcute.config import DTYPES, HEAD_DIMS, MASKS
+from flashcute.dropout import dropout_mask
+from flashcute.heuristics import bwd_with_options, sm90_bwd_config
+
+OPTIONS = ("softcap", "alibi", "dropout")
+# Each loop with each option; tiles that are shared, of which sums of dV are rescaled.
+DENSE = (
+    *(asking(ROWS, "local", "softcap"), SLOPED, DROPPED_64),
+    *(CAPPED, asking(COLUMNS, "local", "alibi"), DROPPED),
+    *(CAPPED_WIDE, asking(WIDE, "none", "alibi"), DROPPED_WIDE),
+    *(asking(NARROWEST, "none", "softcap"), asking(UNEVEN, "none", "dropout")),
+)
+RAGGED = (
+    *(asking(ROWS, "causal", "softcap", "varlen"), asking(WIDE, "none", "softcap", "varlen")),
+    *(asking(COLUMNS, "local", "alibi", "varlen"), asking(WIDE, "causal", "alibi", "varlen")),
+    *(asking(ROWS, "none", "dropout", "varlen"), asking(COLUMNS, "causal", "dropout", "varlen")),
+)
+DROPPING = [config for config in DENSE if config.dropout]
+CAPPING = [config for config in DENSE if config.softcap]
+EVERY = mutants_bwd_options_sm90.MUTANTS
+MUTANTS = EVERY if tiers.everything else EVERY[::2]
+MUTANT_SHAPE = (2, 150, 133, 4, 2)
+
+each = pytest.mark.parametrize("config", DENSE, ids=lambda c: c.full_name)
+each_ragged = pytest.mark.parametrize("config", RAGGED, ids=lambda c: c.full_name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    sim.build_runners(["none"])
+    plain = dataclasses.replace(SLOPED, alibi=False)
+    dense = [dataclasses.replace(config, varlen=False) for config in RAGGED]
+    return sim.build_kernels([(config, "none") for config in (*DENSE, *RAGGED, *dense, plain)])
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
+@each
+def test_gradients(config, shape):
+    """With sinks and a gradient of the log-sum-exp."""
+    problem = make_dense(config, shape)
+    check(problem, run_dense(problem, config, copy_mode="random"))
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda b: "-".join(map(str, b[0])) or "none")
+@each_ragged
+def test_gradients_of_ragged_batches(config, batch):
+    problem = make_ragged(config, batch)
+    problem.check(problem.run(config, copy_mode="random"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@each
+def test_several_tiles_of_keys(config, deterministic):
+    """Shared by query heads and workers, with sums of dQ that have an order or none."""
+    problem = make_dense(config, (1, 300, 400, 4, 2))
+    result = run_dense(problem, config, deterministic=deterministic, sms=4)
+    check(problem, result)
+    if deterministic:
+        again = run_dense(problem, config, deterministic=True, sms=2, copy_mode="eager", seed=3)
+        assert same(passed(again), result, ("dq",))
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize(
+    "config", [CAPPED, DROPPED, SLOPED, DROPPED_WIDE], ids=lambda c: c.full_name
+)
+def test_query_heads_in_parts(config, parts):
+    """Each has its own slope and draws of its own; sums of dV are rescaled as dV is."""
+    problem = make_dense(config, (2, 100, 150, 8, 2))
+    check(problem, run_dense(problem, config, head_parts=parts))
+
+
+@pytest.mark.parametrize("cap", [0.01, 5.0, 50.0])
+@pytest.mark.parametrize("config", CAPPING, ids=lambda c: c.full_name)
+def test_scores_far_beyond_the_cap(config, cap):
+    """Those that are capped have next to no derivative."""
+    problem = make_dense(config, (1, 100, 150, 2, 1), softcap=cap)
+    problem = dataclasses.replace(problem, q=30 * problem.q)
+    check(problem, run_dense(problem, config))
+
+
+@pytest.mark.parametrize("config", CAPPING, ids=lambda c: c.full_name)
+def test_softcap_far_beyond_the_scores_is_none(config):
+    problem = make_dense(config, (2, 100, 150, 4, 2), softcap=1e6)
+    result = run_dense(problem, config)
+    without = {name: x for name, x in problem.options.items() if name != "softcap"}
+    check(dataclasses.replace(problem, options=without), result)
+
+
+def test_slopes_of_zero_equal_none():
+    """Bit for bit."""
+    problem = make_dense(SLOPED, (2, 100, 150, 4, 2), alibi_slopes=torch.zeros(2, 4))
+    plain = dataclasses.replace(SLOPED, alibi=False)
+    without = {name: x for name, x in problem.options.items() if name != "alibi_slopes"}
+    of_plain = dataclasses.replace(problem, options=without)
+    found, expected = run_dense(problem, SLOPED), run_dense(of_plain, plain)
+    assert same(passed(found), passed(expected), (*GRADIENTS, "dsinks"))
+
+
+def test_slopes_that_all_entries_share():
+    """A batch stride of 0, bit for bit as slopes of each."""
+    slopes = torch.tensor([0.5, 0.25, -0.125, 1.0]).expand(2, 4)
+    problem = make_dense(SLOPED, (2, 100, 150, 4, 2), alibi_slopes=slopes.contiguous())
+    check(problem, run_dense(problem, SLOPED))
+    shared = run_dense(problem, SLOPED, alibi_slopes=slopes)
+    assert same(passed(shared), run_dense(problem, SLOPED))
+
+
+@pytest.mark.parametrize("dropout_p", [2.0**-16, 0.5, 0.98])
+@pytest.mark.parametrize("config", DROPPING, ids=lambda c: c.full_name)
+def test_probabilities(config, dropout_p):
+    problem = make_dense(config, (2, 100, 150, 4, 2), **dropped(dropout_p, 2, 4, 100, 150))
+    check(problem, run_dense(problem, config, dropout_p=dropout_p))
+
+
+def dropped(dropout_p, *sizes):
+    mask = dropout_mask(STATE, *sizes, dropout_p)
+    return {"dropout_p": round(dropout_p * 2**16) / 2**16, "dropout_mask": mask}
+
+
+@pytest.mark.parametrize("config", DROPPING, ids=lambda c: c.full_name)
+def test_every_bit_of_the_mask(config):
+    """Scores are alike, and dO of each query is the unit vector of its number: the columns of dV
+    tell which keys it keeps."""
+    n, seqlen_k, h = config.head_dim, 300, 3
+    problem = make_dense(config, (2, n, seqlen_k, h, h), **dropped(DROPOUT_P, 2, h, n, seqlen_k))
+    unit = torch.eye(n)[None, :, None].expand(2, -1, h, -1)
+    wide = torch.zeros(2, seqlen_k, h, n)
+    given = {"q": torch.zeros(unit.shape), "k": torch.ones(wide.shape), "v": wide, "dout": unit}
+    given = {name: x.to(problem.q.dtype).contiguous() for name, x in given.items()}
+    problem = dataclasses.replace(problem, **given)
+    result = passed(run_dense(problem, config))
+    kept = problem.options["dropout_mask"]
+    if config.mask != "none":
+        left, right = problem.options["window_size"]
+        diagonal = torch.arange(n)[:, None] + seqlen_k - n
+        keys = torch.arange(seqlen_k)
+        kept = kept & (keys <= diagonal + max(right, 0))
+        if left >= 0:
+            kept = kept & (keys >= diagonal - left)
+    assert torch.equal(result.outputs["dv"] != 0, kept.permute(0, 3, 1, 2))
+
+
+@each_ragged
+def test_equal_lengths_equal_a_dense_batch(config):
+    """dK and dV, whose sums have one order, bit for bit; all else within the tolerance."""
+    batch = ((200, 200), (300, 300))
+    ragged = make_ragged(config, batch, h=4, h_k=2, more=0)
+    result = ragged.run(config)
+    ragged.check(result)
+    dense = dataclasses.replace(config, varlen=False)
+    problem = make_dense(dense, (2, 200, 300, 4, 2))
+    options = {**problem.options, **ragged.options}
+    tensors = {
+        name: getattr(ragged, name).unflatten(0, (2, -1)) for name in ("q", "k", "v", "dout")
+    }
+    dlse = ragged.dlse.unflatten(1, (2, -1)).transpose(0, 1).contiguous()
+    problem = dataclasses.replace(problem, **tensors, dlse=dlse, options=options)
+    expected = passed(run_dense(problem, dense))
+    for name in ("dk", "dv"):
+        assert torch.equal(result.outputs[name], expected.outputs[name].flatten(0, 1)), name
+
+
+@pytest.mark.parametrize("lengths", HOSTILE)
+@pytest.mark.parametrize("config", RAGGED[::2], ids=lambda c: c.full_name)
+def test_values_that_are_no_lengths(config, lengths):
+    passed(make_hostile(config, lengths).run(config))
+
+
+@each_ragged
+def test_infinity_stays_in_its_sequence(config):
+    check_that_infinity_stays(config)
+
+
+def test_several_options_are_of_the_other_class():
+    with pytest.raises(ValueError, match="expected alibi to be False in the sm90 class with"):
+        asking(ROWS, "causal", "softcap", "alibi")
+
+
+@pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_in_use(dtype, head_dim, option):
+    for mask in MASKS:
+        config = bwd_with_options(sm90_bwd_config(dtype, head_dim, mask), **{option: True})
+        problem = make_dense(config, (1, 130, 150, 2, 1))
+        check(problem, run_dense(problem, config))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_mutant_is_found(mutant, planted):
+    problem = make_dense(mutant.config, MUTANT_SHAPE)
+    result = run_dense(problem, mutant.config, kernel=planted[mutant.name], timeout=120)
+    if mutant.finder == "simulator":
+        assert result.verdict != "pass" and re.search(mutant.report, result.message)
+    else:
+        assert not all(report.ok for report in compare(problem, passed(result)).values())
+
+
+@pytest.mark.parametrize(
+    "config",
+    (CAPPED, CAPPED_WIDE, SLOPED, DROPPED, DROPPED_64, DROPPED_WIDE),
+    ids=lambda c: c.full_name,
+)
+def test_unmutated_kernels_pass_the_same_checks(config):
+    problem = make_dense(config, MUTANT_SHAPE)
+    check(problem, run_dense(problem, config))
