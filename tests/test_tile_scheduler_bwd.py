@@ -20,6 +20,7 @@ CAUSAL = heuristics.sm90_bwd_config("bf16", 128, "causal")
 FULL = heuristics.sm90_bwd_config("bf16", 128, "none")
 NARROW = heuristics.sm90_bwd_config("bf16", 32, "causal")
 WINDOW = heuristics.sm90_bwd_config("bf16", 128, "local")
+WIDE_WINDOW = heuristics.sm90_bwd_config("bf16", 256, "local")
 CASES = Path(__file__).parent / "tile_scheduler_bwd_cases.cpp"
 KEYS = CAUSAL.dkv.rows
 
@@ -28,9 +29,10 @@ KEYS = CAUSAL.dkv.rows
 def scheduler():
     """The functions of the cases."""
     configs = {"kCausal": CAUSAL, "kFull": FULL, "kNarrow": NARROW, "kWindow": WINDOW}
+    configs["kWideWindow"] = WIDE_WINDOW
     lines = (f"constexpr flash::BwdConfig {name}{c.to_cpp()};\n" for name, c in configs.items())
     found = compiled(CASES, "".join(lines))
-    found.may_store_first.restype = ctypes.c_bool
+    found.may_store_first.restype = found.stores_under_window.restype = ctypes.c_bool
     found.most_steps.restype = ctypes.c_int64
     found.get_tile.restype = found.get_ragged_tile.restype = WorkTile
     found.owns_heads.restype = ctypes.c_bool
@@ -150,6 +152,26 @@ def heads_under_a_window(lib, shape, window, workers=132, deterministic=0):
 )
 def test_tiles_in_work_of_a_grouped_head_own_half_a_wide_window(lib, shape, window, heads):
     assert heads_under_a_window(lib, shape, window) == heads
+
+
+@pytest.mark.parametrize(
+    ("heads_k", "window", "narrow", "wide"),
+    [
+        (16, (127, 0), True, True),
+        (16, (128, 127), True, True),
+        (16, (255, 0), True, True),
+        (16, (256, 0), True, False),  # two tiles of a cluster
+        (16, (4095, 0), True, False),
+        (4, (127, 0), True, True),
+        (4, (512, 512), True, False),
+        (4, (2731, 0), False, False),  # a third of the keys
+    ],
+)
+def test_first_tiles_that_store_under_a_window(lib, heads_k, window, narrow, wide):
+    params = problem(2, 16, heads_k, 8192)
+    params.window_left, params.window_right = window
+    found = [lib.stores_under_window(ctypes.byref(params), is_wide) for is_wide in (False, True)]
+    assert found == [narrow, wide]
 
 
 def test_some_head_is_scheduled_under_every_window(lib):

@@ -14,7 +14,7 @@ static unsigned atomicAdd(unsigned *, unsigned) { return 0; }
 using flash::Flash_bwd_params;
 using flash::WorkTile;
 
-// kCausal, kFull, kNarrow and kWindow, configurations, precede this text.
+// kCausal, kFull, kNarrow, kWindow and kWideWindow, configurations, precede this text.
 template <flash::BwdConfig C, bool kStores>
 struct Traits {
     static constexpr flash::BwdConfig kConfig = C;
@@ -55,6 +55,13 @@ int heads_in_group(Flash_bwd_params const *params, int workers) {
 bool may_store_first(Flash_bwd_params const *params, int sms, bool causal) {
     return causal ? Storing<kCausal>::may_store_first(*params, sms)
                   : Storing<kFull>::may_store_first(*params, sms);
+}
+
+// Likewise under a window, in launches of any size; wide: above d = 128.
+bool stores_under_window(Flash_bwd_params const *params, bool wide) {
+    return wide ? flash::FirstSumsSm90<kWideWindow>::pays(*params, params->seqlen_q,
+                                                          params->seqlen_k)
+                : flash::FirstSumsSm90<kWindow>::pays(*params, params->seqlen_q, params->seqlen_k);
 }
 
 int heads_in_window_group(Flash_bwd_params const *params, int workers) {

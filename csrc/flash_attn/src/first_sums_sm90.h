@@ -26,10 +26,12 @@ struct FirstSumsSm90 {
     // should have few tiles, as zeros are one of kMostTiles + 1 accesses to a sum, and tiles enough
     // steps, as each is some two behind the one before. Under a window the first tile of a block
     // has it among its first steps. But with grouped heads the short tiles at the end of the keys
-    // come to the next query head early, and wait there for tiles with more steps a head.
+    // come to the next query head early, and wait there for tiles with more steps a head. Above d =
+    // 128 zeros cost no more than waiting, but for windows of few steps (docs/tried_sm90.md).
     CUTE_HOST_DEVICE static bool pays(Flash_bwd_params const &params, int seqlen_q, int seqlen_k) {
         if constexpr (C.mask == MaskKind::local) {
             int64_t const window = int64_t(params.window_left) + params.window_right;
+            if (C.head_dim > 128 && window >= 2 * kTileKeys) return false;
             return params.h_h_k_ratio == 1 || 3 * window <= seqlen_k;
         }
         int const tiles = static_cast<int>((int64_t(seqlen_k) + kTileKeys - 1) / kTileKeys);
