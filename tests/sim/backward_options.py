@@ -198,6 +198,25 @@ def run_dense(problem: backward.Problem, config: BwdConfig, **options: Any) -> s
     return problem.run(config, **given | options)
 
 
+def check_slopes_of_zero(config: BwdConfig) -> None:
+    """They equal none, bit for bit."""
+    problem = make_dense(config, (2, 100, 150, 4, 2), alibi_slopes=torch.zeros(2, 4))
+    plain = dataclasses.replace(config, alibi=False)
+    without = {name: x for name, x in problem.options.items() if name != "alibi_slopes"}
+    of_plain = dataclasses.replace(problem, options=without)
+    found, expected = run_dense(problem, config), run_dense(of_plain, plain)
+    assert backward.same(passed(found), passed(expected), (*GRADIENTS, "dsinks"))
+
+
+def check_shared_slopes(config: BwdConfig) -> None:
+    """Slopes that all entries share, with a batch stride of 0, equal slopes of each bit for bit."""
+    slopes = torch.tensor([0.5, 0.25, -0.125, 1.0]).expand(2, 4)
+    problem = make_dense(config, (2, 100, 150, 4, 2), alibi_slopes=slopes.contiguous())
+    backward.check(problem, run_dense(problem, config))
+    shared = run_dense(problem, config, alibi_slopes=slopes)
+    assert backward.same(passed(shared), run_dense(problem, config))
+
+
 def make_ragged(
     config: BwdConfig,
     batch: Sequence[Sequence[int]],

@@ -7,7 +7,15 @@ import pytest
 import tiers
 import torch
 from backward import GRADIENTS, SHAPES, check, make_problem, passed, same, with_mask
-from backward_options import DENSE, SLOPED, SOFTCAP, make_dense, run_dense
+from backward_options import (
+    DENSE,
+    SLOPED,
+    SOFTCAP,
+    check_shared_slopes,
+    check_slopes_of_zero,
+    make_dense,
+    run_dense,
+)
 
 from flashcute import sim
 from flashcute.heuristics import bwd_config, bwd_with_options, fused_bwd_config
@@ -50,22 +58,11 @@ def test_scores_far_beyond_the_cap(config, cap):
 
 
 def test_slopes_of_zero_equal_none():
-    """Bit for bit."""
-    problem = make_dense(SLOPED, (2, 100, 150, 4, 2), alibi_slopes=torch.zeros(2, 4))
-    plain = dataclasses.replace(SLOPED, alibi=False)
-    without = {name: x for name, x in problem.options.items() if name != "alibi_slopes"}
-    of_plain = dataclasses.replace(problem, options=without)
-    found, expected = run_dense(problem, SLOPED), run_dense(of_plain, plain)
-    assert same(passed(found), passed(expected), (*GRADIENTS, "dsinks"))
+    check_slopes_of_zero(SLOPED)
 
 
 def test_slopes_that_all_entries_share():
-    """A batch stride of 0, bit for bit as slopes of each."""
-    slopes = torch.tensor([0.5, 0.25, -0.125, 1.0]).expand(2, 4)
-    problem = make_dense(SLOPED, (2, 100, 150, 4, 2), alibi_slopes=slopes.contiguous())
-    check(problem, run_dense(problem, SLOPED))
-    shared = run_dense(problem, SLOPED, alibi_slopes=slopes)
-    assert same(passed(shared), run_dense(problem, SLOPED))
+    check_shared_slopes(SLOPED)
 
 
 @each

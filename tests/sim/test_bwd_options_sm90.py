@@ -7,13 +7,15 @@ import mutants_bwd_options_sm90
 import pytest
 import tiers
 import torch
-from backward import GRADIENTS, SHAPES, check, compare, passed, same
+from backward import SHAPES, check, compare, passed, same
 from backward_options import (
     BATCHES,
     DROPOUT_P,
     HOSTILE,
     STATE,
     asking,
+    check_shared_slopes,
+    check_slopes_of_zero,
     check_that_infinity_stays,
     make_dense,
     make_hostile,
@@ -121,22 +123,11 @@ def test_softcap_far_beyond_the_scores_is_none(config):
 
 
 def test_slopes_of_zero_equal_none():
-    """Bit for bit."""
-    problem = make_dense(SLOPED, (2, 100, 150, 4, 2), alibi_slopes=torch.zeros(2, 4))
-    plain = dataclasses.replace(SLOPED, alibi=False)
-    without = {name: x for name, x in problem.options.items() if name != "alibi_slopes"}
-    of_plain = dataclasses.replace(problem, options=without)
-    found, expected = run_dense(problem, SLOPED), run_dense(of_plain, plain)
-    assert same(passed(found), passed(expected), (*GRADIENTS, "dsinks"))
+    check_slopes_of_zero(SLOPED)
 
 
 def test_slopes_that_all_entries_share():
-    """A batch stride of 0, bit for bit as slopes of each."""
-    slopes = torch.tensor([0.5, 0.25, -0.125, 1.0]).expand(2, 4)
-    problem = make_dense(SLOPED, (2, 100, 150, 4, 2), alibi_slopes=slopes.contiguous())
-    check(problem, run_dense(problem, SLOPED))
-    shared = run_dense(problem, SLOPED, alibi_slopes=slopes)
-    assert same(passed(shared), run_dense(problem, SLOPED))
+    check_shared_slopes(SLOPED)
 
 
 @pytest.mark.parametrize("dropout_p", [2.0**-16, 0.5, 0.98])
