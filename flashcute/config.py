@@ -267,8 +267,7 @@ class BwdConfig:
         fused: One kernel computes all, with the tile of ``dkv``, which ``dq`` equals. Its CTAs sum
             dQ up in global memory, in an order that varies from run to run unless one is asked
             for. In the sm90 class always.
-        softcap: As in :class:`FwdConfig`; in the sm90 class at most one of this and the next two,
-            as with several some kernels spill.
+        softcap: As in :class:`FwdConfig`.
         alibi: Likewise.
         dropout: Likewise.
         varlen: Of a ragged batch.
@@ -332,9 +331,6 @@ class BwdConfig:
         _require(self, self.dq == self.dkv, "dq", "to be dkv in the sm90 class")
         _require(self, self.fused, "fused", "to be True in the sm90 class")
         _require(self, not self.split_dkv, "split_dkv", "to be False in the sm90 class")
-        for flag in ("alibi", "dropout") if self.softcap else ("dropout",) if self.alibi else ():
-            several = "to be False in the sm90 class with another option"
-            _require(self, not getattr(self, flag), flag, several)
 
     @property
     def name(self) -> str:

@@ -557,10 +557,10 @@ def choose_bwd(
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
-    The sm80 class alone has several of softcap, ALiBi and dropout. Its several kernels compute
-    short ragged sequences, too, of which the problem has mean lengths: sums of dQ take whole blocks
-    of ``ROW_STATS_MULTIPLE`` rows of each, as do tiles of the sm90 class, which on an H200 is 2.1
-    times as fast at 4,000 tokens, 1.9 at 500, 0.99 at 144, 0.64 at 128 (d = 64).
+    The sm80 class's several kernels compute short ragged sequences, too, of which the problem has
+    mean lengths: sums of dQ take whole blocks of ``ROW_STATS_MULTIPLE`` rows of each, as do tiles
+    of the sm90 class, which on an H200 is 2.1 times as fast at 4,000 tokens, 1.9 at 500, 0.99 at
+    144, 0.64 at 128 (d = 64).
 
     Args:
         every: Not of one side alone, which the sm80 class's several kernels compute faster.
@@ -570,8 +570,7 @@ def choose_bwd(
     mask = "local" if problem.window is not None else "causal" if causal else "none"
     options = {name: getattr(problem, name) for name in BWD_OPTIONS}
     short = problem.varlen and min(problem.seqlen_q, problem.seqlen_k) < 2 * ROW_STATS_MULTIPLE
-    scored = problem.softcap + problem.alibi + problem.dropout
-    if kernel_class(capability) == 90 and scored <= 1 and not short:
+    if kernel_class(capability) == 90 and not short:
         return bwd_with_options(sm90_bwd_config(problem.dtype, head_dim, mask), **options)
     fused = fused_bwd_config(problem.dtype, head_dim, mask, capability)
     if every and not short and fused is not None:

@@ -185,10 +185,14 @@ def test_resolver_chooses_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked["config"].name == "flash_bwd_hdim64_bf16_causal_dropout_sm90"
     problem.softcap = 1
     ops._choose(problem)
+    assert asked["config"].name == "flash_bwd_hdim64_bf16_causal_softcap_dropout_sm90"
+    gpu.major = 8
+    ops._choose(problem)
     assert asked["config"].name == "flash_bwd_hdim64_bf16_causal_softcap_dropout_fused_sm80"
     problem.backward = 2
     ops._choose(problem)
     assert asked["config"].name == "flash_bwd_hdim64_bf16_causal_softcap_dropout_sm80"
+    gpu.major = 9
     problem.dropout, problem.softcap, problem.alibi, problem.varlen = 0, 1, 1, 1
     ops._choose(problem)
     assert asked["config"].name == "flash_bwd_hdim64_bf16_causal_softcap_alibi_varlen_sm80"

@@ -81,8 +81,14 @@ def test_backwards_that_are_not_chosen_are_launched_too():
     for capability in ((8, 0), (9, 0)):
         forward, backward = sanitize.configs(capability)
         assert len(backward) == len(set(backward)) and {c.dtype for c in forward} == {"bf16"}
+        scored = [c for c in backward if c.softcap or c.alibi or c.dropout]
+        assert all(c.softcap and c.alibi and c.dropout for c in scored)
+        found = {(c.arch, c.head_dim, c.mask, c.varlen) for c in scored}
+        arch = heuristics.kernel_class(capability)
+        assert found == {*itertools.product((arch,), HEAD_DIMS, ("causal",), (False, True))}
         for fused in (False, True):
-            of_sm80 = [c for c in backward if c.arch == 80 and c.fused == fused]
+            plain = [c for c in backward if c not in scored]
+            of_sm80 = [c for c in plain if c.arch == 80 and c.fused == fused]
             found = {(c.head_dim, c.mask, c.varlen) for c in of_sm80}
             assert found == asked and len(of_sm80) == len(found)
     assert {config.arch for config in backward} == {80, 90}
@@ -91,9 +97,11 @@ def test_backwards_that_are_not_chosen_are_launched_too():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("varlen", [False, True])
-def test_what_a_launch_of_a_backward_asks_for(varlen, deterministic, monkeypatch):
+@pytest.mark.parametrize("scored", [False, True])
+def test_what_a_launch_of_a_backward_asks_for(scored, varlen, deterministic, monkeypatch):
     """The operator of the CPU has the gradients here, which are checked as a kernel's are."""
-    config = bwd_with_options(sm90_bwd_config("bf16", 192, "causal"), varlen=varlen)
+    config = sm90_bwd_config("bf16", 192, "causal")
+    config = bwd_with_options(config, scored, scored, scored, varlen)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
     ops.load()
     asked, name = [], "bwd_varlen" if varlen else "bwd"
@@ -101,7 +109,10 @@ def test_what_a_launch_of_a_backward_asks_for(varlen, deterministic, monkeypatch
 
     def run(*args):
         problem = FwdProblem("bf16", True, 1, 65, 65, 4, 2, 192, varlen=varlen)
-        asked.append((heuristics.choose_bwd(problem, (9, 0)), args[-1]))
+        *_, wanted, state, dropout_p, softcap, slopes = args
+        given = (state is not None, dropout_p > 0, softcap > 0, slopes is not None)
+        assert given == (scored,) * 4
+        asked.append((heuristics.choose_bwd(problem, (9, 0)), wanted))
         return operator(*args)
 
     monkeypatch.setattr(torch.ops.flashcute, name, SimpleNamespace(default=run))

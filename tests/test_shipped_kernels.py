@@ -31,9 +31,10 @@ SM90_BACKWARDS = [
     for dtype, head_dim, mask in itertools.product(DTYPES, HEAD_DIMS, MASKS)
     for varlen in (False, True)
 ]
-SM90_BACKWARDS += [
-    dataclasses.replace(config, **{option: True})
-    for config, option in itertools.product(SM90_BACKWARDS, ("softcap", "alibi", "dropout"))
+SM90_BACKWARDS = [
+    dataclasses.replace(config, softcap=softcap, alibi=alibi, dropout=dropout)
+    for config in SM90_BACKWARDS
+    for softcap, alibi, dropout in itertools.product((False, True), repeat=3)
 ]
 KERNELS = FILES | {c.full_name: c for c in SM90_BACKWARDS if c not in FILES.values()}
 COVERED = {stem: config for stem, config in KERNELS.items() if tiers.compiles(config)}

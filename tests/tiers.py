@@ -39,7 +39,7 @@ _UNSHIPPED = {
     "flash_bwd_hdim256_bf16_varlen_sm90_64x64_s2",
     "flash_bwd_hdim64_bf16_causal_softcap_sm90_128x128_s2",
     "flash_bwd_hdim96_bf16_causal_alibi_sm90_128x64_s2",
-    "flash_bwd_hdim128_bf16_dropout_sm90_128x64_s2",
+    "flash_bwd_hdim128_bf16_softcap_alibi_dropout_sm90_128x64_s2",
     "flash_bwd_hdim256_bf16_causal_softcap_sm90_64x64_s2",
 }
 

@@ -21,6 +21,7 @@ struct Traits {
     static constexpr flash::MaskKind kMask = kConfig.mask;
     static constexpr bool kVarlen = false, kMayOwnHeads = true, kStoresFirst = kStores;
     static constexpr bool kWide = false;
+    static constexpr bool kMayAscend = kMask == flash::MaskKind::causal;
     static constexpr bool kSteals = kMask != flash::MaskKind::none || kStores;
     static constexpr bool kMayShare = kMask == flash::MaskKind::none && !kStores;
     static constexpr int kTileM = kConfig.dkv.step, kTileN = kConfig.dkv.rows;

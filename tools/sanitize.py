@@ -2,11 +2,11 @@
 
     python tools/sanitize.py --out build/gpu
 
-Those of the backward of the sm90 class run for every head dimension, of dense and of ragged
-batches, whether they are chosen or not. Kernels that are missing are built first. Then memcheck has
-to find a planted fault. Release 2025.3, of CUDA 13.0, checks loads and stores of threads and reads
-of wgmma; TMA's copies are checked from release 2026.2 on. racecheck is optional: on kernels with
-mbarriers and warpgroups it has false positives up to release 2026.3
+Those of the backward run for every head dimension, of dense and of ragged batches, with softcap,
+ALiBi and dropout together, too, and on Hopper those of other GPUs. Kernels that are missing are
+built first. Then memcheck has to find a planted fault. Release 2025.3, of CUDA 13.0, checks loads
+and stores of threads and reads of wgmma; TMA's copies are checked from release 2026.2 on. racecheck
+is optional: on kernels with mbarriers and warpgroups it has false positives up to release 2026.3
 (https://docs.nvidia.com/compute-sanitizer/ReleaseNotes), and of the asynchronous copies it supports
 cp.async only. The simulator checks for races instead.
 """
@@ -62,12 +62,14 @@ def configs(capability: tuple[int, int]) -> tuple[list, list]:
     for head_dim, causal in itertools.product(HEAD_DIMS, (False, True)):
         forward += heuristics.configs_in_use("bf16", head_dim, causal, capability)
         kernels = heuristics.bwd_configs_in_use("bf16", head_dim, causal, capability)
-        if heuristics.kernel_class(capability) == 90:  # it has those of several options, and short
+        if heuristics.kernel_class(capability) == 90:  # those of other GPUs, too
             mask = "causal" if causal else "none"
             kernels.append(heuristics.fused_bwd_config("bf16", head_dim, mask, capability))
             kernels.append(heuristics.bwd_config("bf16", head_dim, mask))
         ragged = [heuristics.bwd_with_options(config, varlen=True) for config in kernels]
         backward += dict.fromkeys(kernels + ragged)
+        for varlen in (False, True) if causal else ():
+            backward.append(heuristics.bwd_with_options(kernels[0], True, True, True, varlen))
     return forward, backward
 
 
@@ -152,6 +154,7 @@ def launch_backward(config, deterministic: bool) -> None:
     import torch
 
     from flashcute import oracles, testing
+    from flashcute.dropout import dropout_mask
     from flashcute.reference import attention_ref
 
     b, seqlen_q, seqlen_k, h, d = 1, config.dq.rows + 1, config.dkv.rows + 1, 4, config.head_dim
@@ -160,9 +163,15 @@ def launch_backward(config, deterministic: bool) -> None:
     q, k, v = oracles.make_qkv(shape, torch.bfloat16)
     dout = oracles.make_qkv(shape, torch.bfloat16, seed=1)[0]
     sinks, dlse = torch.ones(h), torch.ones(b, h, seqlen_q)
-    out, lse, _ = attention_ref(q, k, v, causal=causal, sinks=sinks, upcast=torch.float64)
+    asked, scored = {"causal": causal, "sinks": sinks}, [None, 0.0, 0.0, None]
+    if config.dropout:  # and what else changes scores
+        p, cap, slopes, state = 0.25, 5.0, torch.arange(1, h + 1) / 8, torch.tensor([3, 4])
+        mask = dropout_mask(state, b, h, seqlen_q, seqlen_k, p)
+        asked |= {"softcap": cap, "alibi_slopes": slopes, "dropout_p": p, "dropout_mask": mask}
+        scored = [state.cuda(), p, cap, slopes.cuda()]
+    out, lse, _ = attention_ref(q, k, v, upcast=torch.float64, **asked)
     tensors = [x.cuda() for x in (dout, q, k, v, out.to(q.dtype), lse.float(), dlse)]
-    options = d**-0.5, causal, -1, -1, sinks.cuda(), 15 | deterministic << 4
+    options = d**-0.5, causal, -1, -1, sinks.cuda(), 15 | deterministic << 4, *scored
     with computed_by(config):
         if config.varlen:
             packed = [x[0] for x in tensors]
@@ -173,7 +182,7 @@ def launch_backward(config, deterministic: bool) -> None:
         else:
             found = torch.ops.flashcute.bwd.default(*tensors, *options)
     gradients = {n: x.cpu() for n, x in zip(("dq", "dk", "dv", "dsinks"), found, strict=True)}
-    testing.check_backward(gradients, q, k, v, dout, dlse=dlse, causal=causal, sinks=sinks)
+    testing.check_backward(gradients, q, k, v, dout, dlse=dlse, **asked)
 
 
 def main(argv: list[str] | None = None) -> int:

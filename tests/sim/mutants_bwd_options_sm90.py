@@ -11,11 +11,12 @@ from mutants_bwd_wide_sm90 import WIDE, WIDEST
 _WEIGHTS = "weights_bwd_sm90.h"
 CAPPED = asking(COLUMNS, "causal", "softcap")
 SLOPED = asking(ROWS, "causal", "alibi")
-SLOPED_BEHIND = asking(COLUMNS, "local", "alibi")  # keys behind the diagonal, too
 DROPPED = asking(COLUMNS, "causal", "dropout")
 DROPPED_64 = asking(ROWS, "none", "dropout")
 DROPPED_WIDE = asking(WIDE, "causal", "dropout")
 CAPPED_WIDE = asking(WIDEST, "local", "softcap")
+SLOPED_AND_CAPPED = asking(COLUMNS, "local", "softcap", "alibi")  # keys behind the diagonal, too
+DROPPED_AND_CAPPED = asking(WIDE, "causal", "softcap", "dropout")
 
 
 def _mutant(name: str, config, old: str, new: str, file: str = _WEIGHTS) -> Mutant:
@@ -70,7 +71,7 @@ MUTANTS = (
     ),
     _mutant(
         "distance with its sign",
-        SLOPED_BEHIND,
+        SLOPED_AND_CAPPED,
         "fabsf(first - static",
         "(first - static",
         "score_mod.h",
@@ -81,8 +82,8 @@ MUTANTS = (
     _mutant(
         "diagonal of as many keys as queries",
         SLOPED,
-        "Traits::query_of(0, i) + tile.seqlen_k - tile.seqlen_q",
-        "Traits::query_of(0, i)",
+        "query + tile.seqlen_k - tile.seqlen_q",
+        "query",
     ),
     _mutant("dV of all weights", DROPPED, "fmaxf(weights(i), 0.f)", "fabsf(weights(i))"),
     _mutant(
@@ -120,5 +121,24 @@ MUTANTS = (
         DROPPED,
         "static_cast<uint32_t>(tile.batch) * params.h + head",
         "head",
+    ),
+    _mutant(
+        "distances of the first block of queries for all",
+        SLOPED,
+        "first_query + 16 * k + Traits",
+        "first_query + Traits",
+    ),
+    _mutant(
+        "derivative of the softcap of a score that ALiBi has lowered",
+        SLOPED_AND_CAPPED,
+        "copy(block, capped);\n                weights.lower(block, k);",
+        "weights.lower(block, k);\n                copy(block, capped);",
+        "mainloop_bwd_sm90.h",
+    ),
+    _mutant(
+        "dropped weights that the derivative of the softcap makes kept ones",
+        DROPPED_AND_CAPPED,
+        "block(i) *= derivative_of_capped(",
+        "block(i) = fabsf(block(i)) * derivative_of_capped(",
     ),
 )

@@ -161,7 +161,7 @@ MUTANTS = (
     _mutant(
         "dQ of a wide head added without waiting for its turn",
         "mainloop_bwd_wide_sm90.h",
-        "sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());",
+        "sm90::barrier_wait(&storage.dq_turn[dq_turn().stage()], dq_turn().parity());",
         "",
         _WIDE_LOCAL,
         DEADLOCK,

@@ -508,7 +508,7 @@ MUTANTS = (
     Mutant(
         "dQ of a wide head added without waiting for the one that is stored",
         _WIDE,
-        "sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());",
+        "sm90::barrier_wait(&storage.dq_turn[dq_turn().stage()], dq_turn().parity());",
         "",
         "numerics/eager",
         DEADLOCK,
@@ -562,15 +562,15 @@ MUTANTS = (
     _numerics(
         "dQ of an owned head added to the next block",
         _MAINLOOP,
-        "finish_dq(done);",
-        "finish_dq({at.visit, done.head, done.behind});",
+        "kSeveralOptions) finish_dq(done);\n                    }",
+        "kSeveralOptions) finish_dq({at.visit, done.head, done.behind});\n                    }",
         COLUMNS,
     ),
     _numerics(
         "dQ added to the next owned head",
         _MAINLOOP,
-        "finish_dq(done);",
-        "finish_dq({done.visit, at.head, done.behind});",
+        "kSeveralOptions) finish_dq(done);\n                    }",
+        "kSeveralOptions) finish_dq({done.visit, at.head, done.behind});\n                    }",
         COLUMNS,
     ),
     _numerics(

@@ -47,6 +47,9 @@ _GIVE_P = """\
             release(storage.p_full.data());
 """
 _HAND_OVER = _GIVE_P.splitlines(keepends=True)[-1]
+_WEIGH = "                this->weigh(params, tSrS, tKrP, at);\n"
+_AWAIT_ROOM = "                if constexpr (!Traits::kSeveralOptions) await_room_for_p();\n"
+_GIVE_S = "                give_p(tSrS);\n"
 _LOOP_OF_KEYS = """\
                     for (; left > 1; --left) {
                         run_step(at, std::true_type{});
@@ -87,7 +90,7 @@ ORDER = (
     ),
     _wide_numerics(
         "P overwritten before it is taken",
-        "sm90::barrier_wait(storage.p_empty.data(), p().parity() ^ 1);",
+        _AWAIT_ROOM,
         "",
         report=f"{ARRIVES_TWICE}|{DEADLOCK}",
     ),
@@ -350,8 +353,8 @@ NUMBERS = (
     ),
     _wide_numerics(
         "S handed over for P",
-        "this->weigh(params, tSrS, tKrP, at);\n                give_p(tSrS);",
-        "give_p(tSrS);\n                this->weigh(params, tSrS, tKrP, at);",
+        _WEIGH + _AWAIT_ROOM + _GIVE_S,
+        _AWAIT_ROOM + _GIVE_S + _WEIGH,
     ),
     _numerics(
         "keys of a warp counted over both warpgroups",

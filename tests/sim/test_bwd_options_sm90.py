@@ -1,6 +1,7 @@
 """Softcap, ALiBi and dropout in the backward of the sm90 class, dense and ragged."""
 
 import dataclasses
+import itertools
 import re
 
 import mutants_bwd_options_sm90
@@ -22,7 +23,16 @@ from backward_options import (
     make_ragged,
     run_dense,
 )
-from mutants_bwd_options_sm90 import CAPPED, CAPPED_WIDE, DROPPED, DROPPED_64, DROPPED_WIDE, SLOPED
+from mutants_bwd_options_sm90 import (
+    CAPPED,
+    CAPPED_WIDE,
+    DROPPED,
+    DROPPED_64,
+    DROPPED_AND_CAPPED,
+    DROPPED_WIDE,
+    SLOPED,
+    SLOPED_AND_CAPPED,
+)
 from mutants_bwd_sm90 import COLUMNS, NARROWEST, ROWS, UNEVEN
 from mutants_bwd_wide_sm90 import WIDE
 from planted import build_mutants
@@ -33,17 +43,18 @@ from flashcute.dropout import dropout_mask
 from flashcute.heuristics import bwd_with_options, sm90_bwd_config
 
 OPTIONS = ("softcap", "alibi", "dropout")
-# Each loop with each option; tiles that are shared, of which sums of dV are rescaled.
+SOME = [some for n in (1, 2, 3) for some in itertools.combinations(OPTIONS, n)]
+# Each loop with each option, and with several; tiles that are shared, of which sums of dV are
+# rescaled.
 DENSE = (
-    *(asking(ROWS, "local", "softcap"), SLOPED, DROPPED_64),
-    *(CAPPED, asking(COLUMNS, "local", "alibi"), DROPPED),
-    *(CAPPED_WIDE, asking(WIDE, "none", "alibi"), DROPPED_WIDE),
-    *(asking(NARROWEST, "none", "softcap"), asking(UNEVEN, "none", "dropout")),
+    *(asking(ROWS, "local", *OPTIONS), SLOPED, DROPPED_64, asking(NARROWEST, "none", "softcap")),
+    *(CAPPED, SLOPED_AND_CAPPED, DROPPED, asking(UNEVEN, "none", "dropout")),
+    *(CAPPED_WIDE, asking(WIDE, "none", "alibi"), DROPPED_AND_CAPPED, DROPPED_WIDE),
 )
 RAGGED = (
-    *(asking(ROWS, "causal", "softcap", "varlen"), asking(WIDE, "none", "softcap", "varlen")),
+    *(asking(ROWS, "causal", "softcap", "varlen"), asking(WIDE, "none", *OPTIONS, "varlen")),
     *(asking(COLUMNS, "local", "alibi", "varlen"), asking(WIDE, "causal", "alibi", "varlen")),
-    *(asking(ROWS, "none", "dropout", "varlen"), asking(COLUMNS, "causal", "dropout", "varlen")),
+    *(asking(ROWS, "none", "dropout", "varlen"), asking(COLUMNS, "causal", *OPTIONS, "varlen")),
 )
 DROPPING = [config for config in DENSE if config.dropout]
 CAPPING = [config for config in DENSE if config.softcap]
@@ -144,16 +155,13 @@ def dropped(dropout_p, *sizes):
 
 @pytest.mark.parametrize("config", DROPPING, ids=lambda c: c.full_name)
 def test_every_bit_of_the_mask(config):
-    """Scores are alike, and dO of each query is the unit vector of its number: the columns of dV
-    tell which keys it keeps."""
-    n, seqlen_k, h = config.head_dim, 300, 3
+    """Scores are alike, and dO of d queries at a time is the unit vector of their number, of others
+    zero: the columns of dV tell which keys they keep."""
+    d, seqlen_k, h = config.head_dim, 300, 3
+    n = max(d, config.dkv.step)
     problem = make_dense(config, (2, n, seqlen_k, h, h), **dropped(DROPOUT_P, 2, h, n, seqlen_k))
-    unit = torch.eye(n)[None, :, None].expand(2, -1, h, -1)
-    wide = torch.zeros(2, seqlen_k, h, n)
-    given = {"q": torch.zeros(unit.shape), "k": torch.ones(wide.shape), "v": wide, "dout": unit}
-    given = {name: x.to(problem.q.dtype).contiguous() for name, x in given.items()}
-    problem = dataclasses.replace(problem, **given)
-    result = passed(run_dense(problem, config))
+    wide = torch.zeros(2, seqlen_k, h, d)
+    given = {"q": torch.zeros(2, n, h, d), "k": torch.ones(wide.shape), "v": wide}
     kept = problem.options["dropout_mask"]
     if config.mask != "none":
         left, right = problem.options["window_size"]
@@ -162,7 +170,13 @@ def test_every_bit_of_the_mask(config):
         kept = kept & (keys <= diagonal + max(right, 0))
         if left >= 0:
             kept = kept & (keys >= diagonal - left)
-    assert torch.equal(result.outputs["dv"] != 0, kept.permute(0, 3, 1, 2))
+    for first in range(0, n, d):
+        given["dout"] = torch.zeros(2, n, h, d)
+        given["dout"][:, first : first + d] = torch.eye(d)[None, :, None]
+        of_dtype = {name: x.to(problem.q.dtype) for name, x in given.items()}
+        result = passed(run_dense(dataclasses.replace(problem, **of_dtype), config))
+        expected = kept[:, :, first : first + d].permute(0, 3, 1, 2)
+        assert torch.equal(result.outputs["dv"] != 0, expected), first
 
 
 @each_ragged
@@ -196,18 +210,14 @@ def test_infinity_stays_in_its_sequence(config):
     check_that_infinity_stays(config)
 
 
-def test_several_options_are_of_the_other_class():
-    with pytest.raises(ValueError, match="expected alibi to be False in the sm90 class with"):
-        asking(ROWS, "causal", "softcap", "alibi")
-
-
 @pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("options", SOME, ids="-".join)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tiles_in_use(dtype, head_dim, option):
+def test_tiles_in_use(dtype, head_dim, options):
     for mask in MASKS:
-        config = bwd_with_options(sm90_bwd_config(dtype, head_dim, mask), **{option: True})
+        asked = dict.fromkeys(options, True)
+        config = bwd_with_options(sm90_bwd_config(dtype, head_dim, mask), **asked)
         problem = make_dense(config, (1, 130, 150, 2, 1))
         check(problem, run_dense(problem, config))
 
@@ -224,7 +234,7 @@ def test_mutant_is_found(mutant, planted):
 
 @pytest.mark.parametrize(
     "config",
-    (CAPPED, CAPPED_WIDE, SLOPED, DROPPED, DROPPED_64, DROPPED_WIDE),
+    sorted({mutant.config for mutant in EVERY}, key=lambda config: config.full_name),
     ids=lambda c: c.full_name,
 )
 def test_unmutated_kernels_pass_the_same_checks(config):

@@ -21,8 +21,7 @@ using namespace cute;
 // theirs to zeros. Other kernels do the one or the other at run time.
 template <BwdConfig C, bool kStores = false>
 struct KernelTraitsBwdSm90 {
-    // With several of these some kernels spill.
-    static_assert(C.arch == 90 && C.softcap + C.alibi + C.dropout <= 1);
+    static_assert(C.arch == 90);
     // A warpgroup's registers hold dK or dV of 64 keys, not both: mainloop_bwd_wide_sm90.h.
     static constexpr bool kWide = C.head_dim > 128;
     static_assert(C.dkv.rows == (kWide ? 64 : 128) && C.dkv.warps == 8);
@@ -35,6 +34,9 @@ struct KernelTraitsBwdSm90 {
     static constexpr BwdConfig kConfig = C;
     static constexpr MaskKind kMask = C.mask;
     static constexpr bool kVarlen = C.varlen;
+    // Options that leave no registers for some of what saves time: with it 8 to 516 bytes spill.
+    static constexpr bool kSeveralOptions = C.softcap + C.alibi + C.dropout > 1;
+    static constexpr bool kFewRegisters = C.dropout || kSeveralOptions;
     static constexpr int kTileN = C.dkv.rows;  // keys of a CTA
     // CTAs of a cluster, which share a tile of keys and each other's dS: then each adds half of the
     // columns of dQ to the sums, over all of the tile's keys.
@@ -53,9 +55,11 @@ struct KernelTraitsBwdSm90 {
     static constexpr int kLoadRegisters = kWide ? 40 : 24;
     static constexpr int kMmaRegisters = (3 * 168 - kLoadRegisters) / 2;
 
-    // Whether CTAs may own heads: TileSchedulerBwdSm90::owns_heads(). With dropout 12 bytes spill
-    // at d = 128.
-    static constexpr bool kMayOwnHeads = !kWide && !C.varlen && !kStores && !C.dropout;
+    // Whether CTAs may own heads: TileSchedulerBwdSm90::owns_heads().
+    static constexpr bool kMayOwnHeads = !kWide && !C.varlen && !kStores && !kFewRegisters;
+
+    // Whether short tiles may begin at the diagonal: StepBwd.
+    static constexpr bool kMayAscend = C.mask == MaskKind::causal && !(kWide && kSeveralOptions);
 
     static constexpr bool kMayStoreFirst = C.mask != MaskKind::local && !C.varlen;
     static constexpr bool kStoresFirst = kStores || C.mask == MaskKind::local || C.varlen;
@@ -64,7 +68,7 @@ struct KernelTraitsBwdSm90 {
     // (TileSchedulerBwdSm90::keeps_order()).
     static constexpr bool kSteals = C.mask != MaskKind::none || C.varlen || kStores;
     // Whether CTAs may share the tiles of a last wave that is not full: those of one length.
-    static constexpr bool kMayShare = !kSteals;
+    static constexpr bool kMayShare = !kSteals && !kSeveralOptions;
     static_assert(kMayStoreFirst || !kStores);
     static constexpr int kDqSlots = 2;
 
@@ -89,13 +93,13 @@ struct KernelTraitsBwdSm90 {
         return kWide ? 0 : warpgroup * 128;
     }
     // Of K and of V the k16 steps that a warpgroup keeps in registers over a tile
-    // (own_keys_sm90.h): as many as pay, without spills (docs/tried_sm90.md); with dropout none.
-    static constexpr int kKeySteps = C.dropout         ? 0
+    // (own_keys_sm90.h): as many as pay, without spills (docs/tried_sm90.md).
+    static constexpr int kKeySteps = kFewRegisters     ? 0
                                      : kHeadDim == 192 ? 12
                                      : kHeadDim == 96  ? 4
                                      : kHeadDim <= 64  ? 2
                                                        : 0;
-    static constexpr int kValueSteps = C.dropout         ? 0
+    static constexpr int kValueSteps = kFewRegisters     ? 0
                                        : kHeadDim == 192 ? 8
                                        : kHeadDim == 96  ? 4
                                        : kHeadDim == 32  ? 2

@@ -446,13 +446,13 @@ struct MainloopBwdSm90 {
             Weights const weights = this->weights(params, at);
             if constexpr (Traits::kConfig.softcap) cap_scores(params, tSrS);
             if (!tile().blocks.is_whole(at.visit)) apply_mask(params, tSrS, at.visit);
-            weights.lower(tSrS);
             Layout const eight = Layout<_8>{};
             CUTE_UNROLL
             for (int k = 0; k < kTileM / 16; ++k) {
                 Tensor block = make_tensor(tSrS.data() + 8 * k, eight);  // (8)
                 Tensor capped = make_fragment_like(block);               // (8)
                 copy(block, capped);
+                weights.lower(block, k);
                 exponentiate(params, tSrS, 2 * k);
                 exponentiate(params, tSrS, 2 * k + 1);
                 weights.mark(block, k);
@@ -573,8 +573,10 @@ struct MainloopBwdSm90 {
                         ds.advance();
                         sm90::wgmma_wait<1>();
                         pass_turn();
+                        // With several options registers do not hold dQ beside what P takes.
+                        if constexpr (Traits::kSeveralOptions) finish_dq(done);
                         compute_p(params, rS, tKrP, at);
-                        finish_dq(done);
+                        if constexpr (!Traits::kSeveralOptions) finish_dq(done);
                     }
                     issue_gradients();
                     issue_dq(rDq);

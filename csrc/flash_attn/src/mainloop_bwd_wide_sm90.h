@@ -34,7 +34,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         using Shared::ds, Shared::own_parity, Shared::step, Shared::storage, Shared::thread;
         using Shared::rank, Shared::release, Shared::tile, Shared::block, Shared::issue_scores;
         using typename Shared::Step, typename Shared::Weights;
-        Ring<Traits::kDqSlots> dq_turn, dq_stored;
+        Ring<Traits::kDqSlots> dq_stored;
 
         using OfScores = Shape<Int<Traits::kTileN>, Int<kTileM>>;
         template <class Part>
@@ -54,16 +54,20 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
         // Of the step at hand; up to here that Q's statistics are released.
         CUTE_DEVICE Ring<1> p() const { return {step.uses}; }
         CUTE_DEVICE Ring<Traits::kDoutStages> dout() const { return {step.uses}; }
+        // Of the step whose dQ is added.
+        CUTE_DEVICE Ring<Traits::kDqSlots> dq_turn() const { return {ds.uses}; }
         // Where a thread's part of P^T is: kTileM / 8 groups of four, 512 floats apart.
         CUTE_DEVICE float4 *own_p() const {
             return reinterpret_cast<float4 *>(storage.p.data()) + thread % 128;
         }
 
-        // tSrP: P^T (4, 1, M/8), as weigh() leaves it. Hands it over, once the last one has been
-        // read.
+        // The last P has been read.
+        CUTE_DEVICE void await_room_for_p() const {
+            sm90::barrier_wait(storage.p_empty.data(), p().parity() ^ 1);
+        }
+        // tSrP: P^T (4, 1, M/8), as weigh() leaves it. Hands it over.
         template <class Scores>
         CUTE_DEVICE void give_p(Scores const &tSrP) {
-            sm90::barrier_wait(storage.p_empty.data(), p().parity() ^ 1);
             CUTE_UNROLL
             for (int j = 0; j < kTileM / 8; ++j) {
                 own_p()[128 * j] =
@@ -132,8 +136,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 params.dq_accum_ptr + row * Traits::kHeadDim + begin + thread % 32 * 4;
             bool const stores = Base::Scheduler::stores(params, tile(), block);
             if (Base::Scheduler::waits_turn(params)) {
-                sm90::barrier_wait(&storage.dq_turn[dq_turn.stage()], dq_turn.parity());
-                dq_turn.advance();
+                sm90::barrier_wait(&storage.dq_turn[dq_turn().stage()], dq_turn().parity());
             }
             CUTE_UNROLL
             for (int i = 0; i < kColumns / 8; ++i) {
@@ -194,7 +197,10 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             // P of a step, and dV += P^T dO, which is under way afterwards.
             auto const issue_dv = [&](Step const &at) {
                 sm90::pin(rS);
+                // ptxas moves derivatives of the softcap behind this wait, and then may spill.
+                if constexpr (Traits::kSeveralOptions) await_room_for_p();
                 this->weigh(params, tSrS, tKrP, at);
+                if constexpr (!Traits::kSeveralOptions) await_room_for_p();
                 give_p(tSrS);
                 if constexpr (!Weights::kRoundsEarly) Weights::round(tSrS, tKrP);
                 await_dout();

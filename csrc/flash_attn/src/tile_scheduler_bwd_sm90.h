@@ -63,7 +63,7 @@ struct TileSchedulerBwdSm90 {
     // Whether the short ones of the tiles of so many queries and keys may ascend: of few, which L2
     // holds, they need not.
     CUTE_HOST_DEVICE static bool may_ascend(int rows) {
-        return Traits::kMask == MaskKind::causal && rows > 8 * kTileKeys;
+        return Traits::kMayAscend && rows > 8 * kTileKeys;
     }
 
     // Whether tiles add to the sums of dQ of a block in the order of their keys, so that dQ has the

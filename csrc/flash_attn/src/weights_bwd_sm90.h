@@ -29,18 +29,20 @@ struct WeightsBwdSm90 {
     int const first_query;  // of this thread, in the sequence
     int const first_key;
 
-    // ALiBi. tSrS: S^T (4, 1, M/8), where -inf of masked scores stays.
-    template <class Scores>
-    CUTE_DEVICE void lower(Scores &tSrS) const {
+    // ALiBi, of block k of S^T, where -inf of masked scores stays.
+    template <class Block>
+    CUTE_DEVICE void lower(Block &block, int k) const {
         if constexpr (C.alibi) {
             int64_t const entry = tile.batch * params.alibi_slopes_batch_stride;
             float const slope = -params.alibi_slopes_ptr[entry + head] * params.alibi_scale;
+            using Acc = Layout<Shape<Shape<_2, _2>, _1, _2>>;
             lower_scores(
-                make_tensor(tSrS.data(),
-                            select<1, 0>(layout_acc_rowcol(tSrS.layout()))),  // (queries, keys)
+                make_tensor(block.data(),
+                            select<1, 0>(layout_acc_rowcol(Acc{}))),  // (queries, keys)
                 [&](int) { return slope; },
                 [&](int i) {
-                    return first_query + Traits::query_of(0, i) + tile.seqlen_k - tile.seqlen_q;
+                    int const query = first_query + 16 * k + Traits::query_of(0, i);
+                    return query + tile.seqlen_k - tile.seqlen_q;
                 },
                 first_key, [](int j) { return Traits::key_of(0, j); });
         }
@@ -87,7 +89,7 @@ struct WeightsBwdSm90 {
         }
     }
 
-    // capped: scores of P, -inf where they are masked.
+    // capped: scores of P ahead of ALiBi, -inf where they are masked.
     template <class Block, class Capped>
     CUTE_DEVICE static void multiply(Block &block, Capped const &capped) {
         CUTE_UNROLL
