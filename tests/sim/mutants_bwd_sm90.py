@@ -470,20 +470,23 @@ MUTANTS = (
         "kSteps, false>(",
     ),
     _numerics(
-        "V in registers never loaded",
-        "mainloop_bwd_64_sm90.h",
-        "this->load_v();",
-        "",
+        *("V in registers never loaded", "mainloop_bwd_64_sm90.h", "this->load_v();", ""),
         NARROWEST,
     ),
     _numerics(
         "mask forgotten", _MAINLOOP, "if (!tile().blocks.is_whole(at.visit)) apply", "if (0) apply"
     ),
     _numerics(
-        "mask off by one",
-        _MAINLOOP,
-        "first_query + Traits::query_of(thread, i)",
-        "first_query + 1 + Traits::query_of(thread, i)",
+        *("mask off by one", _MAINLOOP),
+        *("cols_before(query - first_query", "cols_before(query + 1 - first_query"),
+    ),
+    _numerics(
+        *("first eight queries of a mask's word for all", _TRAITS),
+        *("inside / 8 * 2 + cute::min(inside % 8, 2)", "cute::min(inside % 8, 2)"),
+    ),
+    _numerics(
+        *("queries behind a window not masked", "mask.h"),
+        *("visible &= first_bits(queries_before(seeing.end));", "", with_mask(ROWS, "local")),
     ),
     _numerics(
         "dQ added before the first tile has stored its own",

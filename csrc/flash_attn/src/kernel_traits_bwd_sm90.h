@@ -172,6 +172,11 @@ struct KernelTraitsBwdSm90 {
     CUTE_HOST_DEVICE static constexpr int acc_col(int thread, int j) {
         return thread % 4 * 2 + j % 2 + j / 2 * 8;
     }
+    // How many of a thread's columns come before the one that is so far behind its first one.
+    CUTE_HOST_DEVICE static constexpr int cols_before(int distance) {
+        int const inside = cute::max(distance, 0);
+        return inside / 8 * 2 + cute::min(inside % 8, 2);
+    }
 
     // Key and query, within a tile, of element (i, j) of S^T's (keys, queries) view.
     CUTE_HOST_DEVICE static constexpr int key_of(int thread, int i) {

@@ -153,13 +153,13 @@ struct MainloopBwdSm90 {
         CUTE_DEVICE void apply_mask(Flash_bwd_params const &params, Scores &tSrS, int visit) const {
             WorkTile const tile = this->tile();
             int const first_query = block(visit) * kTileM;
-            mask_scores<Traits::kMask>(
+            mask_scores_of_keys<Traits::kMask>(
                 params, tile,
-                make_tensor(tSrS.data(),
-                            select<1, 0>(layout_acc_rowcol(tSrS.layout()))),  // (queries, keys)
-                [&](int i) { return first_query + Traits::query_of(thread, i); },
-                Scheduler::key_begin(tile, rank) + Traits::key_of(thread, 0),
-                [](int j) { return Traits::key_of(0, j); });
+                make_tensor(tSrS.data(), layout_acc_rowcol(tSrS.layout())),  // (keys, queries)
+                [&](int i) { return Scheduler::key_begin(tile, rank) + Traits::key_of(thread, i); },
+                [&](int query) {
+                    return Traits::cols_before(query - first_query - Traits::query_of(thread, 0));
+                });
         }
 
         // The options of a step.

@@ -29,6 +29,40 @@ CUTE_DEVICE void mask_scores(Flash_fwd_params const &params, WorkTile const &til
     }
 }
 
+// The first bits, at most 32.
+CUTE_DEVICE uint32_t first_bits(int count) { return count < 32 ? (1u << count) - 1 : ~0u; }
+
+// The same of few keys and many queries, as the sm90 class's backward has them. scores: (keys,
+// queries), at most 32 queries. key_at(i): key i of the sequence; queries_before(q): how many of
+// the thread's queries come before query q of the sequence. A word of bits for each key takes less
+// than half of the instructions that comparing each score's place takes.
+template <MaskKind kMask, class Scores, class KeyAt, class QueriesBefore>
+CUTE_DEVICE void mask_scores_of_keys(Flash_fwd_params const &params, WorkTile const &tile,
+                                     Scores &&scores, KeyAt const &key_at,
+                                     QueriesBefore const &queries_before) {
+    static_assert(decltype(cute::size<1>(scores))::value <= 32);
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size<0>(scores); ++i) {
+        int const key = key_at(i);
+        bool const exists = key < tile.seqlen_k;
+        uint32_t visible = exists ? ~0u : 0u;
+        if constexpr (kMask != MaskKind::none) {
+            Range const seeing = seeing_queries<kMask>(params, tile, key);
+            visible &= ~first_bits(queries_before(seeing.begin));
+            // Without a window all later queries see the key; P of those past the end is 0.
+            if constexpr (kMask == MaskKind::local) {
+                visible &= first_bits(queries_before(seeing.end));
+            }
+        }
+        CUTE_UNROLL
+        for (int j = 0; j < cute::size<1>(scores); ++j) {
+            if (kMask == MaskKind::none ? !exists : (visible & 1u << j) == 0) {
+                scores(i, j) = -INFINITY;
+            }
+        }
+    }
+}
+
 template <FwdConfig C>
 struct Mask {
     Flash_fwd_params const &params;
