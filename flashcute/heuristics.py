@@ -327,26 +327,27 @@ def bwd_with_options(
     options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
     if config.arch == 90:
         return dataclasses.replace(config, **options)
+    d, dq, dkv, both = config.head_dim, config.dq, config.dkv, softcap and dropout
     if config.fused:
-        scored, d, tile = softcap or alibi or dropout, config.head_dim, config.dkv
-        if scored or (varlen and d == 256):  # where two stages spill 8 bytes
-            tile = BwdTile(*_SM80_FUSED_TILES[d][1])
+        if softcap or alibi or dropout or (varlen and d == 256):  # where two stages spill 8 bytes
+            dkv = BwdTile(*_SM80_FUSED_TILES[d][1])
         # With steps of 64 queries some of these spill 16 to 80 bytes where dQ has an order or a
         # batch is ragged (docs/tried_sm80.md), and d = 256 under a mask 16.
         several = d <= 96 and dropout and (softcap or alibi)
         if several or (varlen and d == 256 and config.mask != "none"):
-            tile = dataclasses.replace(tile, step=32, warps_step=min(tile.warps_step, 2))
-        return dataclasses.replace(config, dq=tile, dkv=tile, **options)
-    if config.head_dim == 128 and (softcap or dropout):  # dQ with 128x32 spills 80 with dropout
-        config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, step=16))
-    if config.head_dim == 128 and softcap and alibi and dropout and config.mask == "local":
-        config = dataclasses.replace(config, dkv=dataclasses.replace(config.dkv, step=16))  # not 32
-    if config.head_dim == 32 and softcap:  # dQ, and dK and dV, with 128x64 spill 48 bytes
-        dq, dkv = (dataclasses.replace(tile, step=32) for tile in (config.dq, config.dkv))
-        config = dataclasses.replace(config, dq=dq, dkv=dkv)
-    if config.head_dim == 96 and softcap:  # and 44 with all; a step of 16 is no whole copy there
-        config = dataclasses.replace(config, dq=dataclasses.replace(config.dq, rows=64))
-    return dataclasses.replace(config, **options)
+            dkv = dataclasses.replace(dkv, step=32, warps_step=min(dkv.warps_step, 2))
+        return dataclasses.replace(config, dq=dkv, dkv=dkv, **options)
+    if d == 128 and (softcap or dropout):  # with 32 dropout spills 80 bytes
+        dq = dataclasses.replace(dq, step=16)
+    if d == 128 and both and alibi and config.mask == "local":
+        dkv = dataclasses.replace(dkv, step=16)
+    if (d == 32 and (softcap or (alibi and dropout))) or (d == 192 and both):  # 64: 36 to 56 bytes
+        dq, dkv = (dataclasses.replace(tile, step=32) for tile in (dq, dkv))
+    if d == 64 and both:  # with 64 40 bytes
+        dkv = dataclasses.replace(dkv, step=32)
+    if d == 96 and softcap:  # 44 bytes with all; a step of 16 is no whole copy there
+        dq = dataclasses.replace(dq, rows=64)
+    return dataclasses.replace(config, dq=dq, dkv=dkv, **options)
 
 
 def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:

@@ -188,6 +188,11 @@ def test_tiles_that_would_spill_with_options_are_others():
     assert heuristics.with_options(plain, False, True).tile_n == plain.tile_n
     narrow = heuristics.bwd_config("bf16", 32)
     assert heuristics.bwd_with_options(narrow, softcap=True).dkv.step < narrow.dkv.step
+    for d, softcap, alibi in ((32, False, True), (64, True, False), (192, True, True)):
+        passes = heuristics.bwd_config("bf16", d, "causal")
+        assert heuristics.bwd_with_options(passes, softcap, alibi, False).dkv == passes.dkv
+        fewer = heuristics.bwd_with_options(passes, softcap, alibi, True)
+        assert fewer.dkv.step == 32 < passes.dkv.step
     wide = heuristics.bwd_config("fp16", 128, "local")
     assert heuristics.bwd_with_options(wide, True, True, True).dkv.step < wide.dkv.step
     assert heuristics.bwd_with_options(wide, True, True).dkv.step == wide.dkv.step

@@ -14,6 +14,7 @@ import tiers
 from flashcute import jit, shipped
 from flashcute.config import DTYPES, HEAD_DIMS, MASKS, MAX_SMEM_BYTES
 from flashcute.heuristics import (
+    bwd_config,
     bwd_with_options,
     choose_fwd,
     fused_bwd_config,
@@ -96,20 +97,27 @@ def test_the_sm80_class_compiles_for_the_first_gpus_of_its_kind(config, compiler
     assert result.artefact.meta["spill_bytes"] == 0
 
 
-_SPILLED = [
-    ("fp16", 256, "local", (False,) * 3),
-    ("bf16", 64, "local", (True,) * 3),
-    ("bf16", 96, "local", (True,) * 3),
-    ("bf16", 256, "causal", (False,) * 3),
+_SPILLED = [  # fused, dtype, head dimension, mask, softcap, ALiBi and dropout
+    (False, "bf16", 64, "causal", (True,) * 3),
+    (True, "fp16", 256, "local", (False,) * 3),
+    (True, "bf16", 64, "local", (True,) * 3),
+    (True, "bf16", 96, "local", (True,) * 3),
+    (True, "bf16", 256, "causal", (False,) * 3),
+    (False, "bf16", 32, "causal", (False, True, True)),
+    (False, "bf16", 192, "local", (True, False, True)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "mask", "options"), _SPILLED if tiers.everything else _SPILLED[:1]
+    ("fused", "dtype", "head_dim", "mask", "options"),
+    _SPILLED if tiers.everything else _SPILLED[:2],
 )
-def test_ragged_backwards_with_options_do_not_spill(dtype, head_dim, mask, options, compiler):
-    """Of those that do not ship four that have spilled."""
+def test_ragged_backwards_with_options_do_not_spill(
+    fused, dtype, head_dim, mask, options, compiler
+):
+    """Of those that do not ship seven that have spilled."""
     config = fused_bwd_config(dtype, head_dim, mask, (9, 0))
+    config = config if fused else bwd_config(dtype, head_dim, mask)
     (result,) = jit.build_kernels([(bwd_with_options(config, *options, varlen=True), TARGET)])
     assert result.error is None, result.error
     assert result.artefact.meta["spill_bytes"] == 0
