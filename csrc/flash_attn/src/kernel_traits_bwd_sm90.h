@@ -34,7 +34,8 @@ struct KernelTraitsBwdSm90 {
     static constexpr BwdConfig kConfig = C;
     static constexpr MaskKind kMask = C.mask;
     static constexpr bool kVarlen = C.varlen;
-    // Options that leave no registers for some of what saves time: with it 8 to 516 bytes spill.
+    // With these, registers do not suffice for all that saves time elsewhere: with heads of its
+    // own, shared tiles, keys in registers and ascending tiles 8 to 516 bytes spill.
     static constexpr bool kSeveralOptions = C.softcap + C.alibi + C.dropout > 1;
     static constexpr bool kFewRegisters = C.dropout || kSeveralOptions;
     static constexpr int kTileN = C.dkv.rows;  // keys of a CTA
