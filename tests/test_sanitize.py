@@ -13,6 +13,7 @@ import torch
 from flashcute import heuristics, ops
 from flashcute.config import HEAD_DIMS
 from flashcute.heuristics import FwdProblem, bwd_with_options, sm90_bwd_config
+from flashcute.jit import abi
 
 STAND_IN = """#!{python}
 import sys
@@ -72,6 +73,20 @@ def test_without_the_tool_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(SystemExit, match="expected the CUDA toolkit's compute-sanitizer"):
         sanitize.main([])
+
+
+def test_planted_fault_has_no_memory(monkeypatch):
+    """The kernel is given addresses of a whole log-sum-exp, of which one value has memory."""
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
+    b, h, seqlen_q, d = 2, 3, 5, 32
+    lse = sanitize.planted_lse(b, h, seqlen_q)
+    assert lse.shape == (b, h, seqlen_q) and lse.is_contiguous()
+    assert lse.untyped_storage().nbytes() == lse.element_size()
+    q = torch.empty(b, seqlen_q, h, d, dtype=torch.bfloat16)
+    params = abi.fwd_params({**dict.fromkeys("qkvo", q), "softmax_lse": lse}, d**-0.5)
+    assert params.softmax_lse_ptr == lse.untyped_storage().data_ptr() != 0
+    strides = params.softmax_lse_batch_stride, params.softmax_lse_head_stride
+    assert strides == (h * seqlen_q, seqlen_q)
 
 
 def test_backwards_that_are_not_chosen_are_launched_too():

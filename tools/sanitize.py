@@ -115,9 +115,20 @@ def computed_by(config) -> Iterator[None]:
         set_resolver(ops._resolve)
 
 
+def planted_lse(b: int, h: int, seqlen_q: int):
+    """(b, h, seqlen_q) by its shape and strides, but with memory for its first value only.
+
+    What a kernel writes of all others is out of bounds of the allocation."""
+    import torch
+
+    lse = torch.empty(b, h, seqlen_q).cuda()
+    lse.untyped_storage().resize_(lse.element_size())
+    return lse
+
+
 def launch_all(planted: bool) -> None:
     """One launch of each kernel, small, but with more tiles than SMs, of a backward a deterministic
-    one, too; with ``planted``, of one kernel with no memory for its log-sum-exp."""
+    one, too; with ``planted``, of one kernel with memory for one value of its log-sum-exp."""
     import torch
 
     from flashcute import jit, oracles, testing
@@ -135,7 +146,9 @@ def launch_all(planted: bool) -> None:
         q, k, v = oracles.make_qkv(oracles.Shape(*sizes), torch.bfloat16)
         inputs = [x.cuda() for x in (q, k, v)]
         if planted:
-            Call(entry, *inputs, outputs=(torch.empty_like(inputs[0]), torch.empty(1).cuda()))()
+            b, seqlen_q, h, _ = inputs[0].shape
+            outputs = torch.empty_like(inputs[0]), planted_lse(b, h, seqlen_q)
+            Call(entry, *inputs, outputs=outputs)()
             torch.cuda.synchronize()
             return
         out, lse = (x.cpu() for x in Call(entry, *inputs)())
