@@ -13,10 +13,11 @@ namespace flash {
 // query heads of the key head before the next one. The last block comes first, so that tiles that
 // begin together read a block, and add to its sums of dQ, at the same time, while it is in L2.
 //
-// Short tiles of a causal mask begin at the diagonal instead, and ascend. A worker whose first tile
-// has n of a head's N blocks, at block N - 1 - t after t of them, has a second one with N - n. That
-// one begins after n blocks, at block n, and so is at block t, too: all second tiles read one block
-// at a time, although they begin one after the other.
+// Short tiles of a causal mask begin at the diagonal instead, and ascend, where registers suffice
+// for that: above d = 128 not with several options (kMayAscend). A worker whose first tile has n of
+// a head's N blocks, at block N - 1 - t after t of them, has a second one with N - n. That one
+// begins after n blocks, at block n, and so is at block t, too: all second tiles read one block at
+// a time, although they begin one after the other.
 template <MaskKind kMask>
 struct StepBwd {
     int visit;   // of the tile's blocks

@@ -51,9 +51,10 @@ struct TileSchedulerBwdSm90 {
 
     using Step = StepBwd<Traits::kMask>;
     // The bits of dK and dV follow from the order of a tile's steps, which is that of all kernels
-    // of this class but where sums of dQ keep their order: it follows from the tile's place in its
-    // sequence alone; from where a shared tile is cut (shared_tiles_sm90.h), and from into how many
-    // parts heads are divided (head_parts.h).
+    // of this class but where sums of dQ keep their order, and with several options above d = 128
+    // (kMayAscend): it follows from the tile's place in its sequence alone; from where a shared
+    // tile is cut (shared_tiles_sm90.h), and from into how many parts heads are divided
+    // (head_parts.h).
     CUTE_DEVICE static Step first_step(Flash_bwd_params const &params, WorkTile const &tile) {
         int const rows = cute::min(tile.seqlen_q, tile.seqlen_k);
         bool const is_short = 2 * tile.blocks.count * Traits::kTileM <= rows;
