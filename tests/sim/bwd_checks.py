@@ -26,12 +26,14 @@ from mutants import Mutant
 from planted import checker
 
 from flashcute import sim
-from flashcute.config import MASKS, BwdConfig, FwdConfig
+from flashcute.config import MASKS, SEMAPHORE_ROWS, BwdConfig, FwdConfig
 from flashcute.oracles import embed_in_nan
 from flashcute.reference import attention_ref, visible_keys
 
 # Without the gradient that CTAs may sum up in any order.
 BUT_DQ = ("dk", "dv", "dsinks")
+# Long enough that tiles of the sm90 class begin at the diagonal, under a causal mask.
+ASCENDING = (1, 1100, 1100, 2, 1)
 
 
 def check_tiles_in_use(kind: Callable[..., BwdConfig], dtype: str, head_dim: int) -> None:
@@ -94,6 +96,29 @@ def check_that_two_tiles_of_keys_add_to_dq_in_one_order(config: BwdConfig) -> No
         sms = 3 * config.cluster
         again = [run(seed=seed, copy_mode=mode, sms=sms) for seed, mode in schedules]
         assert all(same(first, passed(x), ("dq_accum",)) for x in again) == repeatable
+
+
+def semaphores_of(problem: Problem, config: BwdConfig, result: sim.SimResult) -> torch.Tensor:
+    """Of the sm90 class: (b, h, blocks of queries)."""
+    b, seqlen_q, h, _ = problem.q.shape
+    flat = result.outputs["dq_semaphore"][:-1].view(b, h, -1)  # without the counter of tiles
+    flat = flat[..., :: config.dkv.step // SEMAPHORE_ROWS]
+    return flat[..., : -(-seqlen_q // config.dkv.step)]
+
+
+def check_short_tiles_of_long_heads(
+    config: BwdConfig, problem: Problem, run: Callable[..., sim.SimResult]
+) -> None:
+    """As whether first tiles store dQ depends on the batch, bits of dK and dV must not on that;
+    where tiles keep their order all begin with the last block. problem: of :data:`ASCENDING`."""
+    adding = run(sms=8, copy_mode="random")
+    storing = run(sms=2)
+    check(problem, adding)
+    check(problem, storing)
+    assert semaphores_of(problem, config, storing).eq(config.cluster).all()
+    assert not semaphores_of(problem, config, adding).any()
+    assert same(adding, storing, BUT_DQ)
+    check(problem, run(sms=4, deterministic=True))
 
 
 def check_linear_in_the_gradient_of_the_output(config: BwdConfig) -> None:

@@ -1,6 +1,7 @@
 """Softcap, ALiBi and dropout in the backward of the sm90 class, dense and ragged."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -23,6 +24,7 @@ from backward_options import (
     make_ragged,
     run_dense,
 )
+from bwd_checks import ASCENDING, check_short_tiles_of_long_heads
 from mutants_bwd_options_sm90 import (
     CAPPED,
     CAPPED_WIDE,
@@ -56,6 +58,8 @@ RAGGED = (
     *(asking(COLUMNS, "local", "alibi", "varlen"), asking(WIDE, "causal", "alibi", "varlen")),
     *(asking(ROWS, "none", "dropout", "varlen"), asking(COLUMNS, "causal", *OPTIONS, "varlen")),
 )
+# With several, under a causal mask. Above d = 128 no tile of these begins at the diagonal.
+SEVERAL = (asking(COLUMNS, "causal", *OPTIONS), asking(ROWS, "causal", *OPTIONS))
 DROPPING = [config for config in DENSE if config.dropout]
 CAPPING = [config for config in DENSE if config.softcap]
 EVERY = mutants_bwd_options_sm90.MUTANTS
@@ -71,7 +75,8 @@ def kernels():
     sim.build_runners(["none"])
     plain = dataclasses.replace(SLOPED, alibi=False)
     dense = [dataclasses.replace(config, varlen=False) for config in RAGGED]
-    return sim.build_kernels([(config, "none") for config in (*DENSE, *RAGGED, *dense, plain)])
+    configs = (*DENSE, *RAGGED, *dense, *SEVERAL, plain)
+    return sim.build_kernels([(config, "none") for config in configs])
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +109,13 @@ def test_several_tiles_of_keys(config, deterministic):
     if deterministic:
         again = run_dense(problem, config, deterministic=True, sms=2, copy_mode="eager", seed=3)
         assert same(passed(again), result, ("dq",))
+
+
+@pytest.mark.parametrize("config", SEVERAL, ids=lambda c: c.full_name)
+def test_short_tiles_of_long_heads_begin_at_the_diagonal(config):
+    problem = make_dense(config, ASCENDING)
+    run = functools.partial(run_dense, problem, config)
+    check_short_tiles_of_long_heads(config, problem, run)
 
 
 @pytest.mark.parametrize("parts", [2, 4])

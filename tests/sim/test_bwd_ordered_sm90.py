@@ -6,7 +6,7 @@ import pytest
 import tiers
 from backward import check, make_problem, passed, same, with_mask
 from backward_options import SOME, make_ragged
-from bwd_checks import faultless
+from bwd_checks import faultless, semaphores_of
 from mutants_bwd_ordered_sm90 import MUTANTS
 from mutants_bwd_sm90 import COLUMNS, ROWS
 from mutants_bwd_wide_sm90 import WIDE
@@ -18,7 +18,7 @@ from ordered_checks import (
     visitors,
 )
 from planted import build_mutants
-from test_bwd_sm90 import OWNED, semaphores_of
+from test_bwd_sm90 import OWNED
 
 from flashcute import sim
 from flashcute.config import MASKS

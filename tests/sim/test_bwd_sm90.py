@@ -18,7 +18,7 @@ from backward import (
     same,
     with_mask,
 )
-from bwd_checks import mutant_problems, visits
+from bwd_checks import ASCENDING, mutant_problems, semaphores_of, visits
 from mutants import ONE_STAGE
 from mutants_bwd_sm90 import COLUMNS, MUTANTS, NARROWEST, ROWS, UNEVEN
 from mutants_bwd_wide_sm90 import WIDE, WIDEST
@@ -26,15 +26,13 @@ from mutants_sm90 import ASKING
 from planted import build_mutants
 
 from flashcute import heuristics, sim
-from flashcute.config import DTYPES, HEAD_DIMS, MASKS, SEMAPHORE_ROWS
+from flashcute.config import DTYPES, HEAD_DIMS, MASKS
 
 EVERY = (ROWS, COLUMNS, UNEVEN, WIDE, WIDEST)
 CONFIGS = [with_mask(config, mask) for config in EVERY for mask in MASKS]
 CONFIGS.append(NARROWEST)  # K and V in registers alone
 # And several tiles for a CTA, whose keys are cut by the end.
 LONG = (1, 300, 700, 2, 1)
-# Long enough that tiles begin at the diagonal, under a causal mask.
-ASCENDING = (1, 1100, 1100, 2, 1)
 # On three SMs the CTAs own heads, of one and two tiles of keys, and of two query heads.
 OWNED = ((6, 70, 128, 1, 1), (1, 100, 120, 12, 6), (3, 100, 256, 1, 1))
 # Four waves of tiles on as many SMs, of which heads have two to four, so that the first one stores
@@ -91,14 +89,6 @@ def test_heads_owned_by_a_cta(config, shape):
         assert same(first, again, ("dq", *bwd_checks.BUT_DQ))
 
 
-def semaphores_of(problem, config, result):
-    """(b, h, blocks of queries)."""
-    b, seqlen_q, h, _ = problem.q.shape
-    flat = result.outputs["dq_semaphore"][:-1].view(b, h, -1)  # without the counter of tiles
-    flat = flat[..., :: config.dkv.step // SEMAPHORE_ROWS]
-    return flat[..., : -(-seqlen_q // config.dkv.step)]
-
-
 @pytest.mark.parametrize("config", STORING, ids=name_of)
 def test_first_tiles_store_dq(config):
     """Others add theirs once the semaphore of a block says so, which every launch resets."""
@@ -113,17 +103,9 @@ def test_first_tiles_store_dq(config):
 
 @pytest.mark.parametrize("config", [c for c in STORING if c.mask == "causal"], ids=name_of)
 def test_short_tiles_of_long_heads_begin_at_the_diagonal(config):
-    """As whether first tiles store dQ depends on the batch, bits of dK and dV must not on that;
-    where tiles keep their order all begin with the last block."""
     problem = make_problem(config, ASCENDING, extras=True)
-    adding = problem.run(config, sms=8, copy_mode="random")
-    storing = problem.run(config, sms=2)
-    check(problem, adding)
-    check(problem, storing)
-    assert semaphores_of(problem, config, storing).eq(config.cluster).all()
-    assert not semaphores_of(problem, config, adding).any()
-    assert same(adding, storing, bwd_checks.BUT_DQ)
-    check(problem, problem.run(config, sms=4, deterministic=True))
+    run = functools.partial(problem.run, config)
+    bwd_checks.check_short_tiles_of_long_heads(config, problem, run)
 
 
 def sharing_problem(config, b, seqlen_q, seqlen_k, h, h_k, workers):
