@@ -6,7 +6,7 @@ from __future__ import annotations
 from backward_options import asking
 from mutants import Mutant
 from mutants_bwd_sm90 import COLUMNS, IN_FLIGHT, ROWS
-from mutants_bwd_wide_sm90 import WIDE, WIDEST
+from mutants_bwd_wide_sm90 import ARRIVES_TWICE, DEADLOCK, UNWRITTEN_SUMS, WIDE, WIDEST
 
 _WEIGHTS = "weights_bwd_sm90.h"
 CAPPED = asking(COLUMNS, "causal", "softcap")
@@ -140,5 +140,27 @@ MUTANTS = (
         DROPPED_AND_CAPPED,
         "block(i) *= derivative_of_capped(",
         "block(i) = fabsf(block(i)) * derivative_of_capped(",
+    ),
+    Mutant(
+        *("P overwritten before it is taken, several options", "mainloop_bwd_wide_sm90.h"),
+        *("if constexpr (Traits::kSeveralOptions) await_room_for_p();", "", "simulator"),
+        *(f"{ARRIVES_TWICE}|{DEADLOCK}", DROPPED_AND_CAPPED),
+    ),
+    Mutant(
+        *("dQ never handed over, several options", "mainloop_bwd_sm90.h"),
+        *("if constexpr (Traits::kSeveralOptions) finish_dq(done);", "", "simulator"),
+        *(DEADLOCK, SLOPED_AND_CAPPED),
+    ),
+    Mutant(
+        *("dQ handed over before it is complete, several options", "mainloop_bwd_sm90.h"),
+        "if constexpr (Traits::kSeveralOptions) finish_dq(done);",
+        "if constexpr (Traits::kSeveralOptions)\n"
+        "                            add_dq(params, done.head, block(done.visit), rDq);",
+        *("simulator", UNWRITTEN_SUMS, SLOPED_AND_CAPPED),
+    ),
+    Mutant(
+        *("dQ handed over behind P, too, several options", "mainloop_bwd_sm90.h"),
+        *("if constexpr (!Traits::kSeveralOptions) finish_dq(done);", "finish_dq(done);"),
+        *("simulator", DEADLOCK, SLOPED_AND_CAPPED),
     ),
 )

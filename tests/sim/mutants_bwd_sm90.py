@@ -13,6 +13,7 @@ from mutants_bwd_wide_sm90 import (
     OVERWRITTEN,
     UNAWAITED,
     UNWRITTEN,
+    UNWRITTEN_SUMS,
     WIDE,
     WIDEST,
 )
@@ -91,9 +92,7 @@ UP_TO_64 = (
     ),
     _of_64(
         "dQ handed over before it is complete, d <= 64",
-        "sm90::wgmma_wait<has_next>();",
-        "",
-        r"a TMA store reads byte \d+, which has not been written",
+        *("sm90::wgmma_wait<has_next>();", "", UNWRITTEN_SUMS),
     ),
     _of_64(
         "P computed before S is complete, d <= 64",

@@ -24,6 +24,7 @@ UNAWAITED = (
 )
 OVERWRITTEN = r"block \(.*overwritten too early: TMA for mbarrier .* of warpgroup \d"
 UNWRITTEN = r"a wgmma reads byte \d+, (stored .* without fence|which has not been written)"
+UNWRITTEN_SUMS = r"a TMA store reads byte \d+, which has not been written"
 IN_FLIGHT = r"block \(.*warpgroup \d, thread \d+: a register of a wgmma in flight was written"
 DEADLOCK = r"block \(.*deadlock: .*wait for parity \d of mbarrier"
 ARRIVES_TWICE = r"block \(.*one arrival more than the \d+ of a phase of mbarrier \d+"
