@@ -432,6 +432,18 @@ OF_APPENDS = (
         "vec.x[i] = turn(vec.x[i], other.x[i], c.x[i], s.x[i], !first);",
     ),
     _numerics(
+        "neighbours rotated by the table's first pairs of eight",
+        _APPEND,
+        "before == 0 ? s.x[i / 2] : s.x[kVec / 2 + i / 2];",
+        "s.x[i / 2];",
+    ),
+    _numerics(
+        "neighbours rotated the other way",
+        _APPEND,
+        "turn(own.x[i], own.x[i ^ 1], of_c, of_s, i % 2 == 0);",
+        "turn(own.x[i], own.x[i ^ 1], of_c, of_s, i % 2 == 1);",
+    ),
+    _numerics(
         "no row after a thread's first",
         _APPEND,
         "            place.row += step_rows;\n",

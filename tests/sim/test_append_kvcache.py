@@ -80,25 +80,30 @@ def assert_rotated(found, q, cos, sin, lengths, causal, interleaved=False):
             torch.testing.assert_close(row, expected, rtol=ulp, atol=ulp)
 
 
-@pytest.mark.parametrize("rotary_dim", [0, 12, 16, 24])
+# (rotary_dim, whether neighbours are a pair): without vectors of the tables and with them.
+ROTATIONS = (0, False), (12, False), (16, False), (24, True), (16, True)
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
 @pytest.mark.parametrize("paged", [False, True], ids=["entries", "pages"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)
-def test_appended_tokens_are_in_the_cache_and_seen(config, paged, rotary_dim):
+def test_appended_tokens_are_in_the_cache_and_seen(config, paged, rotation):
+    rotary_dim, interleaved = rotation
     generator, (q, *new) = inputs(config, rotary_dim)
     cache, where = cache_of(config, generator, paged)
     causal = config.mask == "causal"
-    options, rotation = {}, {}
+    options, rotated = {}, {}
     if rotary_dim:
         cos, sin = tables(config, generator, rotary_dim)
         options = {"rotary_cos": cos, "rotary_sin": sin}
-        rotation = {"rotary": Rotary(int(causal), rotary_dim == 24)}
+        rotated = {"rotary": Rotary(int(causal), interleaved)}
     # A launch is repeated on what the first one left: it writes the same again.
     splits = Splits(3 if paged else 1)
     result = run(
-        config, q, new, cache, where, LENGTHS, splits=splits, launches=2, **options, **rotation
+        config, q, new, cache, where, LENGTHS, splits=splits, launches=2, **options, **rotated
     )
     expected = attention_kvcache_ref(
-        q, *cache, *new, **options, rotary_interleaved=rotary_dim == 24,
+        q, *cache, *new, **options, rotary_interleaved=interleaved,
         cache_seqlens=LENGTHS, **where, causal=causal,
     )  # fmt: skip
     assert torch.equal(result.outputs["v"], expected.v_cache)
@@ -110,7 +115,7 @@ def test_appended_tokens_are_in_the_cache_and_seen(config, paged, rotary_dim):
     queries = q
     if rotary_dim:
         queries = result.outputs["q"].view_as(q)
-        assert_rotated(queries, q, cos, sin, LENGTHS, causal, rotary_dim == 24)
+        assert_rotated(queries, q, cos, sin, LENGTHS, causal, interleaved)
     for i in range(B):
         n = int(LENGTHS[i]) + NEW
         if paged:
@@ -193,10 +198,10 @@ def test_one_length_of_all_sequences_bit_for_bit(config, paged):
 SIZES = (2, 90, 90, 150, 1, 0), (2, 36, 36, 3, 2, 16), (3, 4, 2, 0, 2, 16), (1, 2, 1, 300, 2, 16)
 
 
-def append(config, size, seed=5, **options):
+def append(config, size, interleaved=False, **options):
     """The result, and what it should be: keys, values and rotated queries."""
     b, h, h_k, new, queries, rotary_dim = size
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(5)
     d, dtype = config.head_dim - 8, DTYPES[config.dtype]
     shapes = (b, queries, h, d), *((b, new, h_k, d),) * 2, *((b + 1, 70 + new, h_k, d),) * 2
     q, *tensors = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -207,26 +212,27 @@ def append(config, size, seed=5, **options):
     if rotary_dim:
         angles = 6.3 * torch.rand((70 + new, rotary_dim // 2), generator=generator)
         rotation = {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
-        options["rotary"] = Rotary(int(causal), False)
+        options["rotary"] = Rotary(int(causal), interleaved)
     tensors = {"q": q.flatten(0, 1), "k": cache[0], "v": cache[1], "seqused_k": lengths}
     tensors |= {"k_new": k_new, "v_new": v_new} | rotation
     result = sim.run_serving(config=config, max_seqlen_q=queries, sms=2, **tensors, **options)
     expected = attention_kvcache_ref(
-        q, *cache, k_new, v_new, **rotation, rotary_interleaved=False, cache_seqlens=lengths,
-        causal=causal,
+        q, *cache, k_new, v_new, **rotation, rotary_interleaved=interleaved,
+        cache_seqlens=lengths, causal=causal,
     )  # fmt: skip
     return result, expected, q, rotation, lengths
 
 
-def assert_appended(config, size, **options):
-    result, expected, q, rotation, lengths = append(config, size, **options)
+def assert_appended(config, size, interleaved=False, **options):
+    result, expected, q, rotation, lengths = append(config, size, interleaved, **options)
     assert result.verdict == "pass", result.message
     assert torch.equal(result.outputs["v"], expected.v_cache)
     ulp = torch.finfo(q.dtype).eps
     torch.testing.assert_close(result.outputs["k"], expected.k_cache, rtol=ulp, atol=ulp)
     if rotation:
         found = result.outputs["q"].view_as(q)
-        assert_rotated(found, q, *rotation.values(), lengths, config.mask == "causal")
+        causal = config.mask == "causal"
+        assert_rotated(found, q, *rotation.values(), lengths, causal, interleaved)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -242,9 +248,10 @@ def mutants(tmp_path_factory):
 
 @pytest.mark.parametrize("mutant", mutants_serving.OF_APPENDS, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
-    for size in SIZES:
+    for size, interleaved in (*((size, False) for size in SIZES), (SIZES[1], True)):
         try:
-            assert_appended(mutant.config, size, kernel=mutants[mutant.name], timeout=120)
+            kernel = mutants[mutant.name]
+            assert_appended(mutant.config, size, interleaved, kernel=kernel, timeout=120)
         except AssertionError:
             return
     pytest.fail("no size found it")

@@ -4,6 +4,7 @@
 
 #include <cutlass/numeric_types.h>
 
+#include <bit>
 #include <cstdint>
 #include <cute/config.hpp>
 #include <cute/numeric/math.hpp>
@@ -20,6 +21,9 @@ struct Append {
     static constexpr int kMaxCtas = 512;  // then threads move vectors of several tokens
     struct alignas(16) Vec {
         Element x[kVec];
+    };
+    struct alignas(16) Words {  // of two elements each
+        uint32_t x[kVec / 2];
     };
 
     // A vector of a (b, rows, heads, d) tensor.
@@ -80,7 +84,19 @@ struct Append {
             return Element(float(own) * float(c) + (first ? -part : part));
         };
         bool const interleaved = params.rotary_interleaved != 0;
-        if (!interleaved && half % kVec == 0 && is_aligned(cos) && is_aligned(sin)) {
+        bool const aligned = half % kVec == 0 && is_aligned(cos) && is_aligned(sin);
+        if (interleaved && aligned) {  // the vector's pairs are half of a vector of the tables
+            int const pair = col / 2, before = pair % kVec;
+            Vec const own = vec, c = load(cos + pair - before), s = load(sin + pair - before);
+            CUTE_UNROLL
+            for (int i = 0; i < kVec; ++i) {
+                Element const of_c = before == 0 ? c.x[i / 2] : c.x[kVec / 2 + i / 2];
+                Element const of_s = before == 0 ? s.x[i / 2] : s.x[kVec / 2 + i / 2];
+                vec.x[i] = turn(own.x[i], own.x[i ^ 1], of_c, of_s, i % 2 == 0);
+            }
+            return vec;
+        }
+        if (aligned) {
             bool const first = col < half;
             int const pair = first ? col : col - half;
             Vec const other = load(x + (first ? col + half : pair));
@@ -91,16 +107,25 @@ struct Append {
             }
             return vec;
         }
-        // One by one: nvcc would spill what it loaded ahead.
-        Vec turned = vec;
+        // One by one, as nvcc would spill what it loaded ahead: the first of eight leaves the
+        // vector, and comes in behind the last. An index in a register would take local memory.
+        auto words = std::bit_cast<Words>(vec);
         CUTE_NO_UNROLL
-        for (int at = col; at < cute::min(col + kVec, params.rotary_dim); ++at) {
-            bool const first = interleaved ? at % 2 == 0 : at < half;
-            int const pair = interleaved ? at / 2 : first ? at : at - half;
-            int const other = interleaved ? at ^ 1 : first ? at + half : at - half;
-            turned.x[at - col] = turn(x[at], x[other], cos[pair], sin[pair], first);
+        for (int at = col; at < col + kVec; ++at) {
+            Element one = Element::bitcast(static_cast<uint16_t>(words.x[0]));
+            if (at < params.rotary_dim) {
+                bool const first = interleaved ? at % 2 == 0 : at < half;
+                int const pair = interleaved ? at / 2 : first ? at : at - half;
+                int const other = interleaved ? at ^ 1 : first ? at + half : at - half;
+                one = turn(one, x[other], cos[pair], sin[pair], first);
+            }
+            CUTE_UNROLL
+            for (int i = 0; i < 3; ++i) {
+                words.x[i] = words.x[i] >> 16 | words.x[i + 1] << 16;
+            }
+            words.x[3] = words.x[3] >> 16 | static_cast<uint32_t>(one.raw()) << 16;
         }
-        return turned;
+        return std::bit_cast<Vec>(words);
     }
 
     CUTE_DEVICE static int64_t tokens_before(Flash_fwd_params const &params, int batch) {
