@@ -469,7 +469,7 @@ def test_resources_of_a_ptxas_log():
         "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Used 40 registers\n"
     )
-    assert build.resources(log) == {"registers": 255, "spill_bytes": 64}
+    assert build.resources(log) == {"registers": 255, "stack_bytes": 32, "spill_bytes": 64}
     assert build.resources("") == {}
 
 

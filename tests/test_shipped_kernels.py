@@ -1,6 +1,7 @@
-"""Every kernel that ships compiles for an H100/H200, as it is committed, without a spill, and a
-Hopper kernel into the instructions that it was written for. So do those of Hopper's backward that
-do not ship, most of them before a GPU has run them: there some faults would show as a hang."""
+"""Every kernel that ships compiles for an H100/H200, as it is committed, without spills and arrays
+in local memory, and a Hopper kernel into the instructions that it was written for. So do those of
+Hopper's backward that do not ship, most of them before a GPU has run them: there some faults would
+show as a hang."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def merges(config):
 def test_compiles_without_spills(built, stem):
     config, result = COVERED[stem], built[stem]
     assert result.error is None, result.error
-    assert result.artefact.meta["spill_bytes"] == 0
+    assert result.artefact.meta["stack_bytes"] == 0
     # What the configuration promises must hold at once: so many CTAs' registers in one SM's file.
     registers = result.artefact.meta["registers"]
     for threads, min_ctas in launch_bounds(config):
@@ -94,7 +95,7 @@ def test_the_sm80_class_compiles_for_the_first_gpus_of_its_kind(config, compiler
     has code and a tile of its own there, as dQ is summed up word by word."""
     (result,) = jit.build_kernels([(config, "80")])
     assert result.error is None, result.error
-    assert result.artefact.meta["spill_bytes"] == 0
+    assert result.artefact.meta["stack_bytes"] == 0
 
 
 _SPILLED = [  # fused, dtype, head dimension, mask, softcap, ALiBi and dropout
@@ -120,7 +121,7 @@ def test_ragged_backwards_with_options_do_not_spill(
     config = config if fused else bwd_config(dtype, head_dim, mask)
     (result,) = jit.build_kernels([(bwd_with_options(config, *options, varlen=True), TARGET)])
     assert result.error is None, result.error
-    assert result.artefact.meta["spill_bytes"] == 0
+    assert result.artefact.meta["stack_bytes"] == 0
 
 
 def test_shared_memory_that_the_host_lays_out_otherwise_is_refused(compiler, tmp_path):
@@ -154,7 +155,7 @@ def test_a_cache_does_not_spill(head_dim, seqlen_q, page_size, compiler):
     assert config.min_ctas == (2 if head_dim <= 96 else 1)
     (result,) = jit.build_kernels([(config, TARGET)])
     assert result.error is None, result.error
-    assert result.artefact.meta["spill_bytes"] == 0
+    assert result.artefact.meta["stack_bytes"] == 0
 
 
 @pytest.mark.parametrize("stem", COVERED)

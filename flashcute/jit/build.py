@@ -142,13 +142,16 @@ class BuildResult:
 
 
 def resources(log: str) -> dict[str, int]:
-    """Registers per thread and spilled bytes per thread, from what ``ptxas -v`` printed."""
+    """Of a thread, from what ``ptxas -v`` printed: registers, spilled bytes, and the stack frame,
+    which holds these and arrays that are indexed by what is not known when compiled."""
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    frames = [int(n) for n in re.findall(r"(\d+) bytes stack frame", log)]
     if not registers:
         return {}
     return {
         "registers": max(registers),
+        "stack_bytes": max(frames, default=0),
         "spill_bytes": max((int(stores) + int(loads) for stores, loads in spills), default=0),
     }
 
