@@ -99,6 +99,18 @@ def test_gradients_of_ragged_batches(config, batch):
     problem.check(problem.run(config, copy_mode="random"))
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@each_ragged
+def test_gradients_of_ragged_batches_are_repeatable(config, parts):
+    """Some sequences have several tiles of keys; and where a key head's query heads are divided."""
+    problem = make_ragged(config, ((140, 300, 1), (300, 260, 70)))
+    ordered = functools.partial(problem.run, config, deterministic=True, head_parts=parts)
+    result = ordered(sms=4)
+    problem.check(result)
+    again = ordered(sms=2, copy_mode="eager", seed=3)
+    assert same(passed(again), result, ("dq", "dk", "dv"))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @each
 def test_several_tiles_of_keys(config, deterministic):
@@ -120,7 +132,7 @@ def test_short_tiles_of_long_heads_begin_at_the_diagonal(config):
 
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize(
-    "config", [CAPPED, DROPPED, SLOPED, DROPPED_WIDE], ids=lambda c: c.full_name
+    "config", [CAPPED, DROPPED, SLOPED, DROPPED_WIDE, *SEVERAL], ids=lambda c: c.full_name
 )
 def test_query_heads_in_parts(config, parts):
     """Each has its own slope and draws of its own; sums of dV are rescaled as dV is."""
