@@ -15,6 +15,10 @@ _ORDER = "order_dq_sm80.h"
 _FULL = with_mask(FUSED, "none")
 _LOCAL = with_mask(FUSED, "local")
 _RAGGED_LOCAL = bwd_with_options(_LOCAL, varlen=True)
+_RAGGED_CAUSAL = bwd_with_options(with_mask(FUSED, "causal"), varlen=True)
+_PLAN = "flash_plan_kernel.h"
+# A place of the plan is not written: its tile is anywhere, or missing.
+_NO_TILE = f"outside every tensor|the runner ended with status|{POLLS}"
 _WAIT = """\
         while (before > 0 && sm90::load_acquire(semaphore) < static_cast<uint32_t>(before)) {
         }
@@ -78,10 +82,42 @@ MUTANTS = (
     _mutant(
         "a plan has the longest tiles first",
         "flash_bwd_launch_template.h",
-        "params.plan_in_order = kOrdered;",
-        "params.plan_in_order = 0;",
+        "kOrdered ? Scheduler::sequences_in_turns(params, workers) : 0;",
+        "0;",
         _RAGGED_LOCAL,
         POLLS,
+    ),
+    _mutant(
+        "sequences in turns have the same place",
+        _PLAN,
+        "within + (r < rank ? 1 : 0)",
+        "within",
+        _RAGGED_CAUSAL,
+        _NO_TILE,
+    ),
+    _mutant(
+        "each group of sequences is the first one",
+        _PLAN,
+        "storage.bucket[kMostRanked + begin]",
+        "storage.bucket[kMostRanked]",
+        _RAGGED_CAUSAL,
+        _NO_TILE,
+    ),
+    _mutant(
+        "sequences as long as each other have the same rank",
+        _PLAN,
+        "(other == mine && j < i)",
+        "(other == mine && j < 0)",
+        _RAGGED_CAUSAL,
+        _NO_TILE,
+    ),
+    _mutant(
+        "a sequence that has ended still takes its turn",
+        _PLAN,
+        "place += cute::min(tiles, within",
+        "place += cute::min(tiles + 1, within",
+        _RAGGED_CAUSAL,
+        _NO_TILE,
     ),
     _mutant(
         "the counter of tiles is not reset",

@@ -41,6 +41,9 @@ WITH_OPTIONS.append(IN_REGISTERS)
 # The first tiles of this window visit fewer blocks than those behind them.
 RISING = ((300, 100), (300, 100))
 OF_RISING = (0, 190)
+# Two are as long as each other, and one has no keys.
+TURNS = ((130, 0, 40, 200, 90, 40), (500, 70, 300, 260, 0, 300))
+CAUSAL = [config for config in RAGGED if config.mask == "causal"]
 FAULTLESS = faultless(mutant.config for mutant in MUTANTS)
 
 
@@ -112,6 +115,18 @@ def test_tiles_of_a_plan_are_in_order(config):
     problem.check(problem.run(config, sms=1, deterministic=True))
 
 
+@pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
+def test_sequences_take_turns(config):
+    """As many as there are SMs for, and none does so of more than 127, which nothing else shows."""
+    problem = make_ragged(config, TURNS)
+    results = [problem.run(config, sms=sms, deterministic=True) for sms in (1, 4, 8, 32)]
+    for result in results:
+        problem.check(result)
+        assert same(passed(result), results[0], ("dq", "dk", "dv"))
+    many = make_ragged(config, ((9,) * 128, (17,) * 128), h=1, h_k=1)
+    many.check(many.run(config, sms=8, deterministic=True))
+
+
 @pytest.mark.parametrize("config", WITH_OPTIONS, ids=lambda c: c.full_name)
 def test_gradients_with_all_options_are_repeatable(config):
     """Up to five tiles visit a block, at least three of most."""
@@ -130,6 +145,8 @@ def test_gradients_with_all_options_are_repeatable(config):
 @functools.cache
 def mutant_problems(config):
     if config.varlen:
+        if config.mask == "causal":
+            return [(make_ragged(config, TURNS), sms) for sms in (4, 8)]
         return [(make_ragged(config, RISING, window_size=OF_RISING), 1)]
     return [
         (make_problem(config, shape, extras=True, window=WINDOW), sms)

@@ -195,8 +195,9 @@ struct Flash_fwd_params {
     uint32_t dropout_bound, dropout_flip;
     float dropout_scale;
 
-    // 0: a plan has the longest tiles first; 1, of tiles of keys: those of the longest sequence,
-    // then of the next one.
+    // 0: a plan has the longest tiles first. Else, of tiles of keys, those of as many of the
+    // longest sequences, then of the next ones; a sequence's keep their order. More than one take
+    // turns in the sm80 class, where a batch has up to 127 sequences.
     int32_t plan_in_order;
 };
 

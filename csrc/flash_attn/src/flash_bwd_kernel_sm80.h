@@ -50,12 +50,19 @@ struct TileSchedulerBwd {
                                                bool ordered) {
         bool const causal = Traits::kMask == MaskKind::causal;
         if (!Traits::kSumsDq || !(ordered || (causal && !kVarlen))) return 1;
-        int const tiles = num_blocks(params);
-        int const in_flight = !causal ? tiles / 4 : !ordered ? 8 : tiles < 48 ? 2 : 4;
         int const all = cute::max((kVarlen ? 1 : params.b) * num_heads(params), 1);
-        int const most = cute::max(cute::min(all, workers / cute::max(in_flight, 1)), 1);
+        int const most = cute::min(all, heads_in_flight(params, workers, ordered));
         int const groups = (all + most - 1) / most;
         return (all + groups - 1) / groups;  // as equal as can be
+    }
+    // Sequences of a ragged batch that take turns where tiles keep their order (plan_in_order), so
+    // that as many heads as of a dense batch are in flight. Without a mask the tiles of the longest
+    // sequence are the last to end, and come first.
+    CUTE_HOST_DEVICE static int sequences_in_turns(Flash_bwd_params const &params, int workers) {
+        constexpr int kMost = 8;
+        if (Traits::kMask != MaskKind::causal) return 1;
+        int const heads = cute::max(num_heads(params), 1);
+        return cute::max(cute::min(heads_in_flight(params, workers, true) / heads, kMost), 1);
     }
     // The number of a CTA's tile where tiles wait for those before them: in which order CTAs start
     // is not said.
@@ -93,6 +100,14 @@ struct TileSchedulerBwd {
     }
 
   private:
+    // Of all sequences, so that each has as many tiles in flight as is best.
+    CUTE_HOST_DEVICE static int heads_in_flight(Flash_bwd_params const &params, int workers,
+                                                bool ordered) {
+        int const tiles = num_blocks(params);
+        bool const causal = Traits::kMask == MaskKind::causal;
+        int const of_head = !causal ? tiles / 4 : !ordered ? 8 : tiles < 48 ? 2 : 4;
+        return cute::max(workers / cute::max(of_head, 1), 1);
+    }
     CUTE_HOST_DEVICE static WorkPlan const &plan(Flash_bwd_params const &params) {
         return *static_cast<WorkPlan const *>(params.plan_ptr);
     }

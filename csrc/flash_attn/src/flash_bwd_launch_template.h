@@ -29,7 +29,8 @@ cudaError_t enqueue_pass(Flash_bwd_params params, void *stream) {
     params.heads_in_group = Scheduler::heads_in_group(params, sms * Traits::kMinCtas, kOrdered);
     if constexpr (C.varlen) {
         constexpr bool kValid = kPass == BwdPass::dv;  // which follows dK and has the same tiles
-        params.plan_in_order = kOrdered;
+        int const workers = sms * Traits::kMinCtas;
+        params.plan_in_order = kOrdered ? Scheduler::sequences_in_turns(params, workers) : 0;
         cudaError_t const error = enqueue_plan<Scheduler>(params, kValid, stream);
         if (error != cudaSuccess) {
             return error;

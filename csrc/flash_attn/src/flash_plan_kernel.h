@@ -33,6 +33,9 @@ struct Planner {
     static constexpr int kCopies = 8;  // of each bucket, as atomics on one address are serialised
     static constexpr int kMaxSegments = 1280;  // within the 48 KB that any launch may have
     static_assert(kMaxThreads == 32 * 32 && kBuckets <= kMinThreads);
+    static constexpr bool kTakesTurns = Tiles::kOfKeys && Tiles::kArch == 80;
+    static constexpr int kMostRanked = 256;  // segments, each of which is compared with all
+    static_assert(2 * kMostRanked <= kBuckets * kCopies);
     // Tiles that differ by no more key blocks are as good in any order.
     static constexpr int kAlike = 3;
 
@@ -49,6 +52,8 @@ struct Planner {
         sorted,
         // Likewise the sequences, each with its tiles in order.
         of_sequences,
+        // Likewise groups of sequences: the first tiles of a group's, then the second ones.
+        in_turns,
     };
 
     // The greatest of such values, least ones negated: of tiles' key blocks, of those of segments'
@@ -220,7 +225,9 @@ struct Planner {
     CUTE_DEVICE static Order choose_order(Flash_fwd_params const &params,
                                           SharedStorage const &storage, int tiles) {
         if (params.plan_in_order != 0) {
-            return Order::of_sequences;
+            bool const few = 2 * params.b + 1 <= kMostRanked;
+            return kTakesTurns && few && params.plan_in_order > 1 ? Order::in_turns
+                                                                  : Order::of_sequences;
         }
         int const most = extreme(storage, kMostBlocks);
         if (most + extreme(storage, kLeastBlocks) <= kAlike) {
@@ -250,9 +257,60 @@ struct Planner {
         __syncthreads();
     }
 
-    // Tile `index` in the order of the segments. place: in that of levels or of sequences.
-    CUTE_DEVICE static PlanTile find_tile(Flash_fwd_params const &params, PlanTile const *segments,
-                                          int tiles, int index, int &place) {
+    // Tiles of segment i, of `count` in all.
+    CUTE_DEVICE static int num_tiles(Flash_fwd_params const &params, PlanTile const *segments,
+                                     int i, int count) {
+        return (i < 2 * params.b ? segments[i + 1].m_block : count) - segments[i].m_block;
+    }
+
+    // Ranks the segments by the blocks of their first tile: `part` becomes a segment's rank, and
+    // the partial_row of segment r the number of the one with rank r, which has
+    // bucket[kMostRanked + r] tiles before it.
+    CUTE_DEVICE static void rank_sequences(Flash_fwd_params const &params, SharedStorage &storage,
+                                           PlanTile *segments, int count) {
+        int const all = 2 * params.b + 1;
+        for (int i = threadIdx.x; i < all; i += blockDim.x) {
+            storage.bucket[i] = static_cast<unsigned>(blocks_of(params, segments[i], 0));
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < all; i += blockDim.x) {
+            unsigned const mine = storage.bucket[i];
+            int rank = 0, before = 0;
+            CUTE_NO_UNROLL
+            for (int j = 0; j < all; ++j) {
+                unsigned const other = storage.bucket[j];
+                if (other > mine || (other == mine && j < i)) {
+                    ++rank;
+                    before += num_tiles(params, segments, j, count);
+                }
+            }
+            segments[i].part = rank;
+            segments[rank].partial_row = i;
+            storage.bucket[kMostRanked + rank] = static_cast<unsigned>(before);
+        }
+        __syncthreads();
+    }
+
+    // The place of tile `within` of the segment with that rank.
+    CUTE_DEVICE static int place_in_turns(Flash_fwd_params const &params,
+                                          SharedStorage const &storage, PlanTile const *segments,
+                                          int count, int rank, int within) {
+        int const begin = rank / params.plan_in_order * params.plan_in_order;
+        int const end = cute::min(begin + params.plan_in_order, 2 * params.b + 1);
+        int place = static_cast<int>(storage.bucket[kMostRanked + begin]);
+        CUTE_NO_UNROLL
+        for (int r = begin; r < end; ++r) {
+            int const tiles = num_tiles(params, segments, segments[r].partial_row, count);
+            place += cute::min(tiles, within + (r < rank ? 1 : 0));
+        }
+        return place;
+    }
+
+    // Tile `index` of so many in the order of the segments. place: in the plan's, but in a sorted
+    // one.
+    CUTE_DEVICE static PlanTile find_tile(Flash_fwd_params const &params,
+                                          SharedStorage const &storage, PlanTile const *segments,
+                                          Order order, int tiles, int index, int &place) {
         int low = 0, high = 2 * params.b + 1;  // of segments: index is in [low, high)
         CUTE_NO_UNROLL
         while (high - low > 1) {
@@ -260,14 +318,23 @@ struct Planner {
             (segments[middle].m_block <= index ? low : high) = middle;
         }
         PlanTile tile = segments[low];
-        int const within = index - tile.m_block, parts = tile.part;
+        int const within = index - tile.m_block;
         // Unsigned: they overflow where tiles are in no such order.
         unsigned const level = within * static_cast<unsigned>(params.b);
         place = static_cast<int>((Tiles::kOfKeys ? level : tiles - level - params.b) + low / 2);
+        if (order == Order::of_segments) place = index;
         if (Tiles::kOfKeys && params.plan_in_order != 0) {
             place = tile.partial_row + within;
+            if constexpr (kTakesTurns) {
+                if (order == Order::in_turns) {
+                    int const count = cute::min(tiles, params.plan_capacity);
+                    place = place_in_turns(params, storage, segments, count, tile.part, within);
+                    tile.part = 1;
+                }
+            }
             tile.partial_row = -1;
         }
+        int const parts = tile.part;
         tile.m_block = within;
         if (parts > 1) {
             int const part = within % parts;
@@ -343,6 +410,9 @@ struct Planner {
         if constexpr (Tiles::kOfKeys) {
             if (order == Order::of_sequences) place_sequences(params, storage, segments, count);
         }
+        if constexpr (kTakesTurns) {
+            if (order == Order::in_turns) rank_sequences(params, storage, segments, count);
+        }
         // Of sorted ones first how many are in each bucket. One copy of the code, which is rarely
         // in the instruction cache.
         CUTE_NO_UNROLL
@@ -350,20 +420,18 @@ struct Planner {
             bool const places = pass == 1;
             CUTE_NO_UNROLL
             for (int i = thread; i < count; i += blockDim.x) {
-                int place = 0, at = i;
-                PlanTile const tile = find_tile(params, segments, tiles, i, place);
+                int place = 0;
+                PlanTile const tile = find_tile(params, storage, segments, order, tiles, i, place);
                 if (sorts) {
                     int const parts = tile.part % PlanTile::kParts;
                     int blocks = of_part(blocks_of(params, tile, tile.m_block), parts);
                     // So many blocks more are another bucket. The others may wait for that tile
                     // (first_sums_sm90.h).
                     if (Tiles::kOfKeys && tile.m_block == 0) blocks += blocks / 8 + 1;
-                    at = static_cast<int>(atomicAdd(&storage.bucket[bucket_of(blocks)], 1u));
-                } else if (order != Order::of_segments) {
-                    at = place;
+                    place = static_cast<int>(atomicAdd(&storage.bucket[bucket_of(blocks)], 1u));
                 }
                 if (places) {
-                    plan.tiles[at] = tile;
+                    plan.tiles[place] = tile;
                     if (may_split) list_positions(params, storage, positions, tile);
                 }
             }
