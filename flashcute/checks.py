@@ -268,7 +268,8 @@ def check_window(fn: str, window_size) -> tuple[int, int]:
     if not pair or not all(_is_int(side) for side in sides):
         raise TypeError(
             f"{fn}: expected window_size to be two ints (left, right), "
-            f"got window_size={_show(window_size)}; pass (-1, -1) for no window"
+            f"got window_size={_show(window_size)}; pass (128, 0) for a query's own key and 128 "
+            "before it, (-1, -1) for no window"
         )
     if min(sides) < -1:
         raise ValueError(

@@ -313,7 +313,7 @@ def lengths_of(fn: str, cache_seqlens, q) -> Tensor | None:
     except TypeError:
         raise TypeError(
             f"{fn}: expected cache_seqlens to be an int or a torch.Tensor, got cache_seqlens of "
-            f"type {type(cache_seqlens).__name__}; convert it with "
+            f"type {type(cache_seqlens).__name__}; pass one length of all sequences, or "
             "torch.as_tensor(..., dtype=torch.int32)"
         ) from None
     check_kind(fn, "q", q)
@@ -464,7 +464,8 @@ def read_pages(fn: str, table: Tensor, lengths: list[int], cache: Tensor, name: 
 
 def _no_room(fn: str, got: str, t: Tensors) -> str:
     new = f" with {t.n_new} tokens to append" if t.n_new else ""
+    larger = "a larger cache" if t.block_table is None else "a block_table of more columns"
     return (
         f"{fn}: expected 0 <= cache_seqlens <= {t.capacity - t.n_new}, as the cache has room for "
-        f"{t.capacity} tokens of a sequence, got {got}{new}; pass a larger cache"
+        f"{t.capacity} tokens of a sequence, got {got}{new}; pass {larger}"
     )

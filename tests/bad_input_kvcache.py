@@ -100,7 +100,7 @@ def _elsewhere(x, _):
 def _tensors() -> Iterator[Case]:
     for n in ("q", "k_cache", "v_cache", "k", "v"):
         for kind, value in {"ndarray": np.zeros((3, 8, 2, 16)), "list": [1]}.items():
-            pattern = rf"{n} to be a torch.Tensor, got {n} of type {kind}; convert"
+            pattern = rf"{n} to be a torch.Tensor, got {n} of type {kind}; pass one"
             yield _case(f"{n} of type {kind}", TypeError, pattern, **{n: value})
         tokens = {"q": "batch, seqlen", "k": "batch, seqlen_new", "v": "batch, seqlen_new"}
         shape = rf"\({tokens.get(n, 'batch_cache, seqlen_cache')}, heads"
@@ -171,12 +171,12 @@ def _new_tokens() -> Iterator[Case]:
     read = {"k": None, "v": None, "cache_seqlens": 9}
     yield _case("cache_seqlens=9", ValueError, "<= 8, .*got cache_seqlens=9; pass a larger", **read)
     empty = read | {n: lambda x, _: x[:0] for n in ("k_cache", "v_cache")}
-    pattern = "<= 8, .*got cache_seqlens=9; pass a larger"
+    pattern = "<= 8, .*got cache_seqlens=9; pass a block_table of more columns"
     yield _case("cache_seqlens=9 of no pages", ValueError, pattern, paged=True, **empty)
     pattern = "0 <= cache_seqlens < .*got cache_seqlens=-1; pass"
     yield _case("cache_seqlens=-1", ValueError, pattern, cache_seqlens=-1)
     for kind, value in {"float": 1.0, "list": [1, 2, 3], "bool": True, "str": "1"}.items():
-        pattern = f"cache_seqlens to be an int or a torch.Tensor, got .* of type {kind}; convert"
+        pattern = f"cache_seqlens to be an int or a torch.Tensor, got .* of type {kind}; pass one"
         yield _case(f"cache_seqlens of type {kind}", TypeError, pattern, cache_seqlens=value)
 
 
