@@ -332,7 +332,7 @@ def check_room(fn: str, t: Tensors, cache_seqlens) -> None:
             torch._check(cache_seqlens >= 0)
             torch._check(cache_seqlens + t.n_new <= t.capacity)
     elif cache_seqlens + t.n_new > t.capacity:
-        raise ValueError(_no_room(fn, f"cache_seqlens={cache_seqlens}", t))
+        raise ValueError(_no_room(fn, "cache_seqlens", cache_seqlens, t))
 
 
 def check_splits(fn: str, num_splits) -> int:
@@ -417,7 +417,7 @@ def read_slots(fn: str, t: Tensors, *, is_local: bool) -> Slots:
     starts = [0] * b if t.cache_leftpad is None else t.cache_leftpad.tolist()
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
         if end < 0 or end + t.n_new > t.capacity:
-            raise ValueError(_no_room(fn, f"cache_seqlens[{i}]={end}", t))
+            raise ValueError(_no_room(fn, f"cache_seqlens[{i}]", end, t))
         if not 0 <= start <= end:
             raise ValueError(
                 f"{fn}: expected 0 <= cache_leftpad[{i}] <= {end}, the sequence's length in the "
@@ -462,10 +462,13 @@ def read_pages(fn: str, table: Tensor, lengths: list[int], cache: Tensor, name: 
         )
 
 
-def _no_room(fn: str, got: str, t: Tensors) -> str:
+def _no_room(fn: str, name: str, length: int, t: Tensors) -> str:
     new = f" with {t.n_new} tokens to append" if t.n_new else ""
-    larger = "a larger cache" if t.block_table is None else "a block_table of more columns"
+    if length < 0:
+        way = "0 for a sequence without keys"
+    else:
+        way = "a larger cache" if t.block_table is None else "a block_table of more columns"
     return (
         f"{fn}: expected 0 <= cache_seqlens <= {t.capacity - t.n_new}, as the cache has room for "
-        f"{t.capacity} tokens of a sequence, got {got}{new}; pass {larger}"
+        f"{t.capacity} tokens of a sequence, got {name}={length}{new}; pass {way}"
     )

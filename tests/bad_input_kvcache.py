@@ -100,7 +100,7 @@ def _elsewhere(x, _):
 def _tensors() -> Iterator[Case]:
     for n in ("q", "k_cache", "v_cache", "k", "v"):
         for kind, value in {"ndarray": np.zeros((3, 8, 2, 16)), "list": [1]}.items():
-            pattern = rf"{n} to be a torch.Tensor, got {n} of type {kind}; pass one"
+            pattern = rf"{n} to be a torch.Tensor, got {n} of type {kind}; convert"
             yield _case(f"{n} of type {kind}", TypeError, pattern, **{n: value})
         tokens = {"q": "batch, seqlen", "k": "batch, seqlen_new", "v": "batch, seqlen_new"}
         shape = rf"\({tokens.get(n, 'batch_cache, seqlen_cache')}, heads"

@@ -112,6 +112,14 @@ MUTANTS = (
         _NO_TILE,
     ),
     _mutant(
+        "more sequences take turns than have a rank",
+        _PLAN,
+        "bool const few = 2 * params.b + 1 <= kMostRanked;",
+        "bool const few = params.b > 0;",
+        _RAGGED_CAUSAL,
+        _NO_TILE,
+    ),
+    _mutant(
         "a sequence that has ended still takes its turn",
         _PLAN,
         "place += cute::min(tiles, within",

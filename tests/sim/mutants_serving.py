@@ -438,6 +438,13 @@ OF_APPENDS = (
         "s.x[i / 2];",
     ),
     _numerics(
+        "neighbours rotated by the table's first eight pairs",
+        _APPEND,
+        "c = load(cos + pair - before),",
+        "c = load(cos),",
+        DECODING,
+    ),
+    _numerics(
         "neighbours rotated the other way",
         _APPEND,
         "turn(own.x[i], own.x[i ^ 1], of_c, of_s, i % 2 == 0);",

@@ -241,6 +241,16 @@ def test_sizes(config, size):
     assert_appended(config, size)
 
 
+# Its tables have three vectors a row.
+WIDE = (2, 4, 2, 3, 2, 48)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("config", CONFIGS[1:], ids=lambda c: c.full_name)
+def test_wide_rotations(config, interleaved):
+    assert_appended(config, WIDE, interleaved)
+
+
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory):
     return build_mutants(mutants_serving.OF_APPENDS, tmp_path_factory.mktemp("mutants"))
@@ -248,7 +258,8 @@ def mutants(tmp_path_factory):
 
 @pytest.mark.parametrize("mutant", mutants_serving.OF_APPENDS, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
-    for size, interleaved in (*((size, False) for size in SIZES), (SIZES[1], True)):
+    wide = WIDE if mutant.config.head_dim > 48 else SIZES[1]
+    for size, interleaved in (*((size, False) for size in SIZES), (wide, True)):
         try:
             kernel = mutants[mutant.name]
             assert_appended(mutant.config, size, interleaved, kernel=kernel, timeout=120)

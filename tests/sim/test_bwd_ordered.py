@@ -43,6 +43,7 @@ RISING = ((300, 100), (300, 100))
 OF_RISING = (0, 190)
 # Two are as long as each other, and one has no keys.
 TURNS = ((130, 0, 40, 200, 90, 40), (500, 70, 300, 260, 0, 300))
+MANY = (9,) * 200, (17, 70) * 100
 CAUSAL = [config for config in RAGGED if config.mask == "causal"]
 FAULTLESS = faultless(mutant.config for mutant in MUTANTS)
 
@@ -115,16 +116,40 @@ def test_tiles_of_a_plan_are_in_order(config):
     problem.check(problem.run(config, sms=1, deterministic=True))
 
 
+def tiles_in_turns(config, batch, more, size):
+    """(segment, tile) in a plan's order. Sequence i is segment 2 i + 1, rows of none the last."""
+    segments = [(0, 0)]
+    for n, m in zip(*batch, strict=True):
+        step = config.dkv.step
+        segments += (-(-n // step) - max(n - m, 0) // step, -(-m // config.dkv.rows)), (0, 0)
+    segments[-1] = 0, -(-more // config.dkv.rows)
+    ranked = sorted(range(len(segments)), key=lambda i: -segments[i][0])
+    for group in (ranked[i : i + size] for i in range(0, len(ranked), size)):
+        for tile in range(max(segments[i][1] for i in group)):
+            yield from ((i, tile) for i in group if tile < segments[i][1])
+
+
+@pytest.mark.parametrize(("sms", "size"), [(8, 2), (20, 3), (32, 6)])
 @pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
-def test_sequences_take_turns(config):
-    """As many as there are SMs for, and none does so of more than 127, which nothing else shows."""
+def test_sequences_take_turns(config, sms, size):
+    """As many as there are CTAs for, in groups as equal as can be. The bits stay."""
     problem = make_ragged(config, TURNS)
-    results = [problem.run(config, sms=sms, deterministic=True) for sms in (1, 4, 8, 32)]
-    for result in results:
-        problem.check(result)
-        assert same(passed(result), results[0], ("dq", "dk", "dv"))
-    many = make_ragged(config, ((9,) * 128, (17,) * 128), h=1, h_k=1)
-    many.check(many.run(config, sms=8, deterministic=True))
+    result = problem.run(config, sms=sms // config.dkv.min_ctas, deterministic=True)
+    problem.check(result)
+    assert same(passed(result), problem.run(config, sms=4, deterministic=True), ("dq", "dk", "dv"))
+    expected = list(tiles_in_turns(config, TURNS, 5, size))
+    count, *_ = plan = result.outputs["plan"]
+    tiles = plan[4 : 4 + 8 * count].view(-1, 8)
+    assert [(row[0].item(), row[5].item()) for row in tiles] == [(m, i // 2) for i, m in expected]
+
+
+def test_of_many_sequences_none_takes_turns():
+    """Of more than 127, which would take long to rank."""
+    config = CAUSAL[0]
+    problem = make_ragged(config, MANY, h=1, h_k=1)
+    result = problem.run(config, sms=8, deterministic=True)
+    problem.check(result)
+    assert result.outputs["plan"][0] == 301
 
 
 @pytest.mark.parametrize("config", WITH_OPTIONS, ids=lambda c: c.full_name)
@@ -146,7 +171,8 @@ def test_gradients_with_all_options_are_repeatable(config):
 def mutant_problems(config):
     if config.varlen:
         if config.mask == "causal":
-            return [(make_ragged(config, TURNS), sms) for sms in (4, 8)]
+            many = make_ragged(config, MANY, h=1, h_k=1)
+            return [*((make_ragged(config, TURNS), sms) for sms in (4, 8)), (many, 8)]
         return [(make_ragged(config, RISING, window_size=OF_RISING), 1)]
     return [
         (make_problem(config, shape, extras=True, window=WINDOW), sms)

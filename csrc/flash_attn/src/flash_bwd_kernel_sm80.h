@@ -51,18 +51,17 @@ struct TileSchedulerBwd {
         bool const causal = Traits::kMask == MaskKind::causal;
         if (!Traits::kSumsDq || !(ordered || (causal && !kVarlen))) return 1;
         int const all = cute::max((kVarlen ? 1 : params.b) * num_heads(params), 1);
-        int const most = cute::min(all, heads_in_flight(params, workers, ordered));
-        int const groups = (all + most - 1) / most;
-        return (all + groups - 1) / groups;  // as equal as can be
+        return as_equal_as_can_be(all, cute::min(all, heads_in_flight(params, workers, ordered)));
     }
     // Sequences of a ragged batch that take turns where tiles keep their order (plan_in_order), so
-    // that as many heads as of a dense batch are in flight. Without a mask the tiles of the longest
-    // sequence are the last to end, and come first.
+    // that as many heads are in flight as of a dense batch, but of eight sequences at most. Without
+    // a mask the tiles of the longest sequence are the last to end, and come first.
     CUTE_HOST_DEVICE static int sequences_in_turns(Flash_bwd_params const &params, int workers) {
         constexpr int kMost = 8;
         if (Traits::kMask != MaskKind::causal) return 1;
         int const heads = cute::max(num_heads(params), 1);
-        return cute::max(cute::min(heads_in_flight(params, workers, true) / heads, kMost), 1);
+        int const most = cute::min(heads_in_flight(params, workers, true) / heads, kMost);
+        return as_equal_as_can_be(cute::max(params.b, 1), cute::max(most, 1));
     }
     // The number of a CTA's tile where tiles wait for those before them: in which order CTAs start
     // is not said.
@@ -100,6 +99,11 @@ struct TileSchedulerBwd {
     }
 
   private:
+    // The size of groups of at most so many.
+    CUTE_HOST_DEVICE static int as_equal_as_can_be(int all, int most) {
+        int const groups = (all + most - 1) / most;
+        return (all + groups - 1) / groups;
+    }
     // Of all sequences, so that each has as many tiles in flight as is best.
     CUTE_HOST_DEVICE static int heads_in_flight(Flash_bwd_params const &params, int workers,
                                                 bool ordered) {

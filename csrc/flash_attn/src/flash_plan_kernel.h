@@ -63,7 +63,7 @@ struct Planner {
     struct SharedStorage {
         int of_warps[kMaxThreads / 32];
         int extremes[kExtremes][kMaxThreads / 32];
-        unsigned bucket[kBuckets * kCopies];  // tiles in it; then where its next one goes
+        unsigned bucket[kBuckets * kCopies];  // tiles in it; then where its next one goes; or ranks
         int part_blocks;                      // key blocks of a part at least
         unsigned split_positions;
         // Each as its first tile, but for m_block: tiles before it; part: parts. They are in global
