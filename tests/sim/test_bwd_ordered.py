@@ -129,18 +129,36 @@ def tiles_in_turns(config, batch, more, size):
             yield from ((i, tile) for i in group if tile < segments[i][1])
 
 
-@pytest.mark.parametrize(("sms", "size"), [(8, 2), (20, 3), (32, 6)])
-@pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
-def test_sequences_take_turns(config, sms, size):
-    """As many as there are CTAs for, in groups as equal as can be. The bits stay."""
-    problem = make_ragged(config, TURNS)
-    result = problem.run(config, sms=sms // config.dkv.min_ctas, deterministic=True)
+def check_turns(config, batch, size, sms, more=5, **options):
+    """As many sequences take turns, in groups as equal as can be. The bits stay."""
+    problem = make_ragged(config, batch, more=more)
+    sms //= config.dkv.min_ctas
+    result = problem.run(config, sms=sms, deterministic=True, **options)
     problem.check(result)
     assert same(passed(result), problem.run(config, sms=4, deterministic=True), ("dq", "dk", "dv"))
-    expected = list(tiles_in_turns(config, TURNS, 5, size))
+    expected = list(tiles_in_turns(config, batch, more, size))
     count, *_ = plan = result.outputs["plan"]
     tiles = plan[4 : 4 + 8 * count].view(-1, 8)
     assert [(row[0].item(), row[5].item()) for row in tiles] == [(m, i // 2) for i, m in expected]
+
+
+@pytest.mark.parametrize(("sms", "size"), [(8, 2), (20, 3), (32, 6)])
+@pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
+def test_sequences_take_turns(config, sms, size):
+    check_turns(config, TURNS, size, sms)
+
+
+@pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
+def test_fewer_long_sequences_take_turns(config):
+    """So that their dQ stays in L2."""
+    check_turns(config, TURNS, 2, 32, max_seqlen_q=4000)
+
+
+@pytest.mark.parametrize(("more", "size"), [(0, 2), (5, 1)])
+@pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
+def test_of_equal_sequences_as_many_as_of_short_ones(config, more, size):
+    """With rows of no sequence they count as unequal."""
+    check_turns(config, ((1100,) * 2, (100,) * 2), size, 8, more=more)
 
 
 def test_of_many_sequences_none_takes_turns():

@@ -54,14 +54,23 @@ struct TileSchedulerBwd {
         return as_equal_as_can_be(all, cute::min(all, heads_in_flight(params, workers, ordered)));
     }
     // Sequences of a ragged batch that take turns where tiles keep their order (plan_in_order), so
-    // that as many heads are in flight as of a dense batch, but of eight sequences at most. Without
-    // a mask the tiles of the longest sequence are the last to end, and come first.
+    // that as many heads are in flight as of a dense batch, but of 16 sequences at most. Without
+    // a mask the tiles of the longest sequence are the last to end, and come first. Tiles of
+    // unequal sequences do not visit a block of dQ soon after each other: with few keys a tile, to
+    // which most is added, what is in flight has to stay in L2 (docs/tried_sm80.md).
     CUTE_HOST_DEVICE static int sequences_in_turns(Flash_bwd_params const &params, int workers) {
-        constexpr int kMost = 8;
+        constexpr int kMost = 16;
+        constexpr int64_t kRowsOfWorker = 950;  // of dQ
         if (Traits::kMask != MaskKind::causal) return 1;
         int const heads = cute::max(num_heads(params), 1);
-        int const most = cute::min(heads_in_flight(params, workers, true) / heads, kMost);
-        return as_equal_as_can_be(cute::max(params.b, 1), cute::max(most, 1));
+        int64_t most = cute::min(heads_in_flight(params, workers, true) / heads, kMost);
+        bool const equal = int64_t(params.b) * params.seqlen_q == params.total_q;
+        if (Traits::kKeys <= 64 && !equal) {
+            // A tile is at one of its query heads, or, with others behind or ahead of it, at two.
+            int64_t const rows = int64_t(params.seqlen_q) * heads * cute::min(params.h / heads, 2);
+            most = cute::min(most, kRowsOfWorker * workers / cute::max(rows, int64_t(1)));
+        }
+        return as_equal_as_can_be(cute::max(params.b, 1), cute::max(static_cast<int>(most), 1));
     }
     // The number of a CTA's tile where tiles wait for those before them: in which order CTAs start
     // is not said.
