@@ -129,14 +129,14 @@ def tiles_in_turns(config, batch, more, size):
             yield from ((i, tile) for i in group if tile < segments[i][1])
 
 
-def check_turns(config, batch, size, sms, more=5, **options):
+def check_turns(config, batch, size, sms, **heads):
     """As many sequences take turns, in groups as equal as can be. The bits stay."""
-    problem = make_ragged(config, batch, more=more)
+    problem = make_ragged(config, batch, **heads)
     sms //= config.dkv.min_ctas
-    result = problem.run(config, sms=sms, deterministic=True, **options)
+    result = problem.run(config, sms=sms, deterministic=True)
     problem.check(result)
     assert same(passed(result), problem.run(config, sms=4, deterministic=True), ("dq", "dk", "dv"))
-    expected = list(tiles_in_turns(config, batch, more, size))
+    expected = list(tiles_in_turns(config, batch, heads.get("more", 5), size))
     count, *_ = plan = result.outputs["plan"]
     tiles = plan[4 : 4 + 8 * count].view(-1, 8)
     assert [(row[0].item(), row[5].item()) for row in tiles] == [(m, i // 2) for i, m in expected]
@@ -148,17 +148,14 @@ def test_sequences_take_turns(config, sms, size):
     check_turns(config, TURNS, size, sms)
 
 
-@pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
-def test_fewer_long_sequences_take_turns(config):
-    """So that their dQ stays in L2."""
-    check_turns(config, TURNS, 2, 32, max_seqlen_q=4000)
+def test_at_most_sixteen_sequences_take_turns():
+    check_turns(CAUSAL[0], [lengths[:20] for lengths in MANY], 10, 40, h=1, h_k=1)
 
 
-@pytest.mark.parametrize(("more", "size"), [(0, 2), (5, 1)])
+@pytest.mark.parametrize(("shorter", "size"), [(1100, 2), (1000, 1)])
 @pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
-def test_of_equal_sequences_as_many_as_of_short_ones(config, more, size):
-    """With rows of no sequence they count as unequal."""
-    check_turns(config, ((1100,) * 2, (100,) * 2), size, 8, more=more)
+def test_of_long_sequences_fewer_where_they_are_unequal(config, shorter, size):
+    check_turns(config, ((1100, shorter), (100, 100)), size, 8, more=0)
 
 
 def test_of_many_sequences_none_takes_turns():

@@ -55,19 +55,21 @@ struct TileSchedulerBwd {
     }
     // Sequences of a ragged batch that take turns where tiles keep their order (plan_in_order), so
     // that as many heads are in flight as of a dense batch, but of 16 sequences at most. Without
-    // a mask the tiles of the longest sequence are the last to end, and come first. Tiles of
-    // unequal sequences do not visit a block of dQ soon after each other: with few keys a tile, to
-    // which most is added, what is in flight has to stay in L2 (docs/tried_sm80.md).
+    // a mask the tiles of the longest sequence are the last to end, and come first.
+    // Tiles of unequal sequences do not visit a block of dQ soon after each other: where many heads
+    // are in flight it has left L2 meanwhile. Tiles of 64 keys visit it twice as often as those of
+    // 128. With more than so many rows of dQ a worker that took longer, as measured, than the waits
+    // that turns save (docs/tried_sm80.md).
     CUTE_HOST_DEVICE static int sequences_in_turns(Flash_bwd_params const &params, int workers) {
         constexpr int kMost = 16;
-        constexpr int64_t kRowsOfWorker = 950;  // of dQ
+        constexpr int64_t kRowsOfWorker = 950;
         if (Traits::kMask != MaskKind::causal) return 1;
         int const heads = cute::max(num_heads(params), 1);
         int64_t most = cute::min(heads_in_flight(params, workers, true) / heads, kMost);
-        bool const equal = int64_t(params.b) * params.seqlen_q == params.total_q;
-        if (Traits::kKeys <= 64 && !equal) {
-            // A tile is at one of its query heads, or, with others behind or ahead of it, at two.
-            int64_t const rows = int64_t(params.seqlen_q) * heads * cute::min(params.h / heads, 2);
+        if (Traits::kKeys <= 64 && int64_t(params.b) * params.seqlen_q != params.total_q) {
+            int const longest = cute::max(cute::min(params.seqlen_q, params.total_q), 1);
+            // A tile is at one of its query heads, those behind or ahead of it may be at another.
+            int64_t const rows = int64_t(longest) * heads * cute::min(params.h / heads, 2);
             most = cute::min(most, kRowsOfWorker * workers / cute::max(rows, int64_t(1)));
         }
         return as_equal_as_can_be(cute::max(params.b, 1), cute::max(static_cast<int>(most), 1));
