@@ -375,6 +375,8 @@ void Sm90::note_load(uint64_t offset, uint64_t bytes, uint32_t lanes) {
     }
 }
 
+// Each thread copies all of shared memory, a tenth to a fifth of a run. Once for a warp would hide
+// fences that some of its threads lack.
 void Sm90::fence_async_proxy() {
     tsan::Unwatched const unwatched;
     activate();
