@@ -129,11 +129,16 @@ def tiles_in_turns(config, batch, more, size):
             yield from ((i, tile) for i in group if tile < segments[i][1])
 
 
-def check_turns(config, batch, size, sms, **heads):
-    """As many sequences take turns, in groups as equal as can be. The bits stay."""
+def check_turns(config, batch, size, sms, longest=None, **heads):
+    """As many sequences take turns, in groups as equal as can be. The bits stay.
+
+    Args:
+        longest: ``max_seqlen_q``.
+    """
     problem = make_ragged(config, batch, **heads)
+    bound = {} if longest is None else {"max_seqlen_q": longest}
     sms //= config.dkv.min_ctas
-    result = problem.run(config, sms=sms, deterministic=True)
+    result = problem.run(config, sms=sms, deterministic=True, **bound)
     problem.check(result)
     assert same(passed(result), problem.run(config, sms=4, deterministic=True), ("dq", "dk", "dv"))
     expected = list(tiles_in_turns(config, batch, heads.get("more", 5), size))
@@ -156,6 +161,11 @@ def test_at_most_sixteen_sequences_take_turns():
 @pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
 def test_of_long_sequences_fewer_where_they_are_unequal(config, shorter, size):
     check_turns(config, ((1100, shorter), (100, 100)), size, 8, more=0)
+
+
+@pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_name)
+def test_a_bound_that_is_too_large_leaves_as_many_turns(config):
+    check_turns(config, TURNS, 6, 32, longest=10**6)
 
 
 def test_of_many_sequences_none_takes_turns():

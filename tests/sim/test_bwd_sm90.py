@@ -20,9 +20,7 @@ from backward import (
 )
 from bwd_checks import ASCENDING, mutant_problems, semaphores_of, visits
 from mutants import ONE_STAGE
-from mutants_bwd_sm90 import COLUMNS, NARROWEST, ROWS, UNEVEN
-from mutants_bwd_sm90 import MUTANTS as EVERY_MUTANT
-from mutants_bwd_sm90 import SHARED as OF_SHARED_SUMS
+from mutants_bwd_sm90 import COLUMNS, MUTANTS, NARROWEST, ROWS, UNEVEN
 from mutants_bwd_wide_sm90 import WIDE, WIDEST
 from mutants_sm90 import ASKING
 from planted import build_mutants
@@ -57,12 +55,6 @@ if not tiers.everything:  # the widest takes as long as all up to d = 128, and h
     PLAIN = [config for config in PLAIN if config.head_dim < 256]
     STORING = [config for config in STORING if config.head_dim < 256]
 NARROW = [config for config in CONFIGS if config.head_dim <= 128]
-# Those of shared sums are planted at two head dimensions; the wider one takes three times as long.
-MUTANTS = [
-    mutant
-    for mutant in EVERY_MUTANT
-    if tiers.everything or mutant not in OF_SHARED_SUMS or mutant.config.head_dim <= 128
-]
 
 
 def name_of(config):

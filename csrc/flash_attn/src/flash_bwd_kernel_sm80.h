@@ -67,7 +67,7 @@ struct TileSchedulerBwd {
         int const heads = cute::max(num_heads(params), 1);
         int64_t most = cute::min(heads_in_flight(params, workers, true) / heads, kMost);
         if (Traits::kKeys <= 64 && int64_t(params.b) * params.seqlen_q != params.total_q) {
-            int const longest = cute::max(cute::min(params.seqlen_q, params.total_q), 1);
+            int const longest = cute::min(params.seqlen_q, params.total_q);
             // A tile is at one of its query heads, those behind or ahead of it may be at another.
             int64_t const rows = int64_t(longest) * heads * cute::min(params.h / heads, 2);
             most = cute::min(most, kRowsOfWorker * workers / cute::max(rows, int64_t(1)));
