@@ -56,9 +56,9 @@ void set_plan_capacity(Flash_bwd_params &params) {
 
 // The plan of a ragged batch's tiles. One that is still valid is not made again.
 template <class Tiles>
-cudaError_t enqueue_plan(Flash_bwd_params &params, bool valid, void *stream) {
+cudaError_t enqueue_bwd_plan(Flash_bwd_params &params, bool valid, void *stream) {
     set_plan_capacity<Tiles>(params);
-    return valid ? cudaSuccess : static_cast<cudaError_t>(launch_plan<Tiles>(&params, stream));
+    return valid ? cudaSuccess : enqueue_plan<Tiles, false>(params, stream);
 }
 
 template <BwdConfig C>

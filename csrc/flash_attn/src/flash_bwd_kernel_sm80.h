@@ -19,7 +19,6 @@ struct TileSchedulerBwd {
     static constexpr bool kVarlen = Traits::kConfig.varlen;
     // What the plan is of.
     static constexpr int kArch = Traits::kConfig.arch;
-    static constexpr DType kDtype = Traits::kConfig.dtype;
     static constexpr int kRows = Traits::kTileM;
     static constexpr bool kOfKeys = !Traits::kOwnsQueries;
 

@@ -31,7 +31,7 @@ cudaError_t enqueue_pass(Flash_bwd_params params, void *stream) {
         constexpr bool kValid = kPass == BwdPass::dv;  // which follows dK and has the same tiles
         int const workers = sms * Traits::kMinCtas;
         params.plan_in_order = kOrdered ? Scheduler::sequences_in_turns(params, workers) : 0;
-        cudaError_t const error = enqueue_plan<Scheduler>(params, kValid, stream);
+        cudaError_t const error = enqueue_bwd_plan<Scheduler>(params, kValid, stream);
         if (error != cudaSuccess) {
             return error;
         }

@@ -48,7 +48,8 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const 
         // have in front, too.
         params.plan_in_order = TileSchedulerBwdSm90<Traits>::has_sequences_in_order(params);
         // The main kernel waits for this one alone, which waits for those before.
-        cudaError_t const error = enqueue_plan<TileSchedulerBwdSm90<Traits>>(params, false, stream);
+        cudaError_t const error =
+            enqueue_bwd_plan<TileSchedulerBwdSm90<Traits>>(params, false, stream);
         if (error != cudaSuccess) {
             return error;
         }

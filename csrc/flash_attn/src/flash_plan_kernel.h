@@ -446,58 +446,59 @@ struct Planner {
     }
 };
 
-// One CTA plans, if there is a plan to be made.
-CUTE_HOST_DEVICE unsigned num_planners(Flash_fwd_params const &params) {
-    return params.plan_ptr != nullptr ? 1 : 0;
-}
-
-template <class Tiles>
+// One CTA plans, if there is a plan to be made, others append. kAppends: false in calls that append
+// nothing, whose kernel has 0.6 of the code: it runs once, and fetches what it runs from memory.
+template <class Tiles, bool kAppends>
 __global__ void __launch_bounds__(Planner<Tiles>::kMaxThreads)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Plan = Planner<Tiles>;
     // An attention kernel of the sm90 class may be launched already; it waits for this one's end.
     if constexpr (Tiles::kArch == 90) cudaTriggerProgrammaticLaunchCompletion();
-    unsigned const planners = num_planners(params);
-    if (blockIdx.x >= planners) {
-        Append<Tiles::kDtype>::run(params, blockIdx.x - planners, gridDim.x - planners);
-        return;
+    if constexpr (kAppends) {
+        unsigned const planners = params.plan_ptr != nullptr ? 1 : 0;
+        if (blockIdx.x >= planners) {
+            Append<Tiles::kDtype>::run(params, blockIdx.x - planners, gridDim.x - planners);
+            return;
+        }
     }
     extern __shared__ __align__(1024) char smem[];
     Plan::run(params, *reinterpret_cast<typename Plan::SharedStorage *>(smem));
 }
 
-// Enqueues the plan of params->plan_ptr, if it is not null, and what is appended to a cache. A plan
+// Enqueues the plan of params.plan_ptr, if it is not null, and what is appended to a cache. A plan
 // holds while lengths and shapes stay the same; what is appended is of each layer.
-template <class Tiles>
-int32_t launch_plan(Flash_fwd_params const *params, void *stream) {
+template <class Tiles, bool kAppends>
+cudaError_t enqueue_plan(Flash_fwd_params const &params, void *stream) {
     using Plan = Planner<Tiles>;
-    unsigned const planners = num_planners(*params);
+    unsigned const planners = params.plan_ptr != nullptr ? 1 : 0;
     // CTAs of few threads start faster, and their barriers take less time: a CTA that plans has one
     // for each tile. Where others append beside it, all have kMaxThreads.
-    int const wanted = std::max(params->plan_capacity, 2 * params->b + 1);
-    bool const appends = Append<Tiles::kDtype>::num_rows(*params) > 0;
+    int const wanted = std::max(params.plan_capacity, 2 * params.b + 1);
     int const threads = planners == 0 ? Plan::kAppendThreads
-                        : appends || wanted > Plan::kMaxThreads
+                        : kAppends || wanted > Plan::kMaxThreads
                             ? Plan::kMaxThreads
                             : std::max((wanted + 31) / 32 * 32, Plan::kMinThreads);
-    unsigned const appending = Append<Tiles::kDtype>::num_ctas(*params, threads);
-    if (planners + appending == 0) {
+    unsigned ctas = planners;
+    if constexpr (kAppends) ctas += Append<Tiles::kDtype>::num_ctas(params, threads);
+    if (ctas == 0) {
         return cudaSuccess;
     }
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(planners + appending);
+    config.gridDim = dim3(ctas);
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = planners * sizeof(typename Plan::SharedStorage);
     config.stream = static_cast<cudaStream_t>(stream);
-    return cudaLaunchKernelEx(&config, &flash_plan_kernel<Tiles>, *params);
+    return cudaLaunchKernelEx(&config, &flash_plan_kernel<Tiles, kAppends>, params);
 }
 
-// Likewise, for a forward kernel; without a plan where its CTAs plan for themselves.
+// What comes before a forward kernel; without a plan where its CTAs plan for themselves.
 template <FwdConfig C>
 int32_t launch_fwd_plan(Flash_fwd_params const *params, void *stream) {
+    using Tiles = PlanFwd<C>;
     Flash_fwd_params launched = *params;
     if (CtaPlan<C>::suits(*params)) launched.plan_ptr = nullptr;
-    return launch_plan<PlanFwd<C>>(&launched, stream);
+    return Append<C.dtype>::num_rows(*params) > 0 ? enqueue_plan<Tiles, true>(launched, stream)
+                                                  : enqueue_plan<Tiles, false>(launched, stream);
 }
 
 }  // namespace flash

@@ -25,7 +25,6 @@ struct TileSchedulerBwdSm90 {
     static constexpr bool kVarlen = Traits::kVarlen;
     // What the plan is of.
     static constexpr int kArch = Traits::kConfig.arch;
-    static constexpr DType kDtype = Traits::kConfig.dtype;
     static constexpr int kRows = kTileKeys;
     static constexpr bool kOfKeys = true;
     // Tiles of a head one after the other.
