@@ -130,9 +130,10 @@ _SM90_TILES = {
 }
 
 # Over a cache: for at most 64 rows, with packed heads, which read the keys at the speed of memory;
-# for at most 128, so that they are read once; and for more over pages. Blocks are multiples of 64
-# keys, as most pages divide them or are multiples of them; three consumers would leave the loads of
-# pages no registers. Four stages: CtaPlan. Measured at head dimensions 64 and 128 only.
+# for at most 128, so that they are read once, and few tiles in one wave of CTAs that plan (CtaPlan,
+# of four stages); for more over pages. Blocks are multiples of 64 keys, as most pages divide them
+# or are multiples of them; three consumers would leave the loads of pages no registers. Measured at
+# head dimensions 64 and 128 only.
 _SM90_CACHE_TILES = {
     32: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0, stages=4), _Sm90Tile(128, 2, 0)),
     64: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0, stages=4), _Sm90Tile(128, 2, 0)),
@@ -142,10 +143,12 @@ _SM90_CACHE_TILES = {
     256: (_Sm90Tile(64, 1, 0), _Sm90Tile(64, 2, 0), _Sm90Tile(64, 2, 0)),
 }
 _DECODING_ROWS = 128
+_PLANNED_TILES = 4  # of a sequence: CtaPlan::kMostOfSequence
+_PLANNED_WORK = 4096 * 128  # keys times head dimension of an SM; with twice as many 2 to 6 % slower
 
 # What a tile costs beside its key blocks, in keys: its first loads, its epilogue, and the softmax
-# that no other block's products hide. What a block costs more that the mask cuts. And for how
-# much of the longest tile's time SMs fall idle where CTAs steal work. Fitted with the speeds.
+# that no other block's products hide. What a block costs more that the mask cuts. And for how much
+# of the longest tile's time SMs fall idle where CTAs steal work. Fitted with the speeds.
 _TILE_OVERHEAD_KEYS = 170
 _MASKED_BLOCK = 0.4
 _TAIL = 0.2
@@ -196,13 +199,8 @@ def _tile_lengths(problem: FwdProblem, config: FwdConfig, m_blocks: int, shift: 
     left, right = problem.window or sides
     diagonal = problem.seqlen_k - problem.seqlen_q
     last = m_blocks - 1
-    samples = (
-        range(m_blocks)
-        if last < _SAMPLES
-        else (last * i // (_SAMPLES - 1) for i in range(_SAMPLES))
-    )
     lengths = []
-    for m in samples:
+    for m in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
         first_row = (m * rows >> shift) + diagonal
         last_row = min((m + 1) * rows - 1 >> shift, problem.seqlen_q - 1) + diagonal
         begin = max(first_row - left, 0) // step
@@ -410,12 +408,17 @@ def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[FwdConfig]:
     return [_sm90_config(dtype, head_dim, mask, tile) for tile in _SM90_TILES[head_dim, causal]]
 
 
-def _sm90_cache_config(problem: FwdProblem, head_dim: int, mask: str) -> FwdConfig | None:
-    """The configuration of a problem over a cache; None where it is as without one."""
-    if not problem.cache or not (problem.page_size or _is_decoding(problem)):
+def _cache_config(problem: FwdProblem, head_dim: int, mask: str, sms: int) -> FwdConfig | None:
+    """The sm90 class's configuration over a cache; None where it is as without one."""
+    rows, tiles = _packed_rows(problem), _SM90_CACHE_TILES[head_dim]
+    m_blocks = -(-rows // _DECODING_ROWS)
+    count = problem.b * problem.h_k * m_blocks
+    short = count <= sms and count * problem.seqlen_k * head_dim <= sms * _PLANNED_WORK
+    few = short and m_blocks <= _PLANNED_TILES and tiles[1].stages == 4
+    by_ctas = few and not (problem.varlen or problem.page_size or problem.num_splits > 0)
+    if not problem.cache or not (problem.page_size or by_ctas or _is_decoding(problem)):
         return None
-    rows = _packed_rows(problem)
-    tile = _SM90_CACHE_TILES[head_dim][(rows > 64) + (rows > _DECODING_ROWS)]
+    tile = tiles[(rows > 64) + (rows > _DECODING_ROWS and not by_ctas)]
     if problem.page_size and (mask == "local" or problem.alibi):
         # The producer of pages takes registers: at head dimension 128 128x128 spills 36 bytes with
         # a window, 8 with ALiBi, at 64 with a window it spills 40, and 64x128 24.
@@ -522,8 +525,7 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
     # With dropout over pages some kernels of the sm90 class spill, or their loops' wgmma differ.
     if kernel_class(capability) == 80 or large or (problem.cache and problem.dropout):
         return _sm80_config(problem, head_dim, mask, capability)
-    config = _sm90_cache_config(problem, head_dim, mask)
-    if config is not None:
+    if (config := _cache_config(problem, head_dim, mask, sms)) is not None:
         return with_options(config, problem.softcap, problem.alibi)
 
     def clocks(tile: _Sm90Tile) -> float:
@@ -579,16 +581,14 @@ def choose_bwd(
     return bwd_with_options(bwd_config(problem.dtype, head_dim, mask), **options)
 
 
-def _choices() -> list[tuple[str, int, bool]]:
-    """(dtype, head_dim, causal) of everything that is shipped."""
-    return [(t, d, causal) for d in HEAD_DIMS for t in DTYPES for causal in (False, True)]
+# (dtype, head_dim, causal) of everything that is shipped.
+_CHOICES = [(t, d, causal) for d in HEAD_DIMS for t in DTYPES for causal in (False, True)]
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
     """The forward configurations of dense calls that ship, of one kernel class or of all."""
-    choices = _choices()
-    sm80 = [fwd_config(*choice, (9, 0)) for choice in choices]
-    sm90 = [config for choice in choices for config in sm90_configs(*choice)]
+    sm80 = [fwd_config(*choice, (9, 0)) for choice in _CHOICES]
+    sm90 = [config for choice in _CHOICES for config in sm90_configs(*choice)]
     return {None: sm80 + sm90, 80: sm80, 90: sm90}[arch]
 
 
@@ -597,4 +597,4 @@ def shipped_bwd_configs(arch: int | None = None) -> list[BwdConfig]:
     kinds = {80: (fused_bwd_config, bwd_config), 90: (sm90_bwd_config,)}
     kinds[None] = (*kinds[90], *kinds[80])
     masks = {False: "none", True: "causal"}
-    return [kind(*of, masks[causal]) for *of, causal in _choices() for kind in kinds[arch]]
+    return [kind(*of, masks[causal]) for *of, causal in _CHOICES for kind in kinds[arch]]

@@ -19,7 +19,7 @@ class FwdProblem:
         cache: Whether keys and values are a cache, of which ``seqlen_k`` is the room.
         page_size: Of one in pages; else 0.
         num_splits: Parts of a ragged batch's keys at most; 0: by shape, -1: they are not split.
-        varlen: Whether it is of a ragged batch, on which the choice of a backward depends.
+        varlen: Whether it is of a ragged batch, whose sequences have any number of queries.
     """
 
     dtype: str

@@ -76,6 +76,7 @@ def _cache(
 _LONG = 512, 2048, 8192
 # Decoding; a step of decodes and few prompts, or of speculative tokens; chunks of prompts.
 _STEPS = 1, 16, 512
+_ALONE = 1, 64  # of one sequence: decoding, and a short prompt behind others
 
 CALLS: dict[str, tuple[Call, ...]] = {
     # Encoders and diffusion.
@@ -96,7 +97,7 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "mistral-7b-v0.1": _dense(32, 8, 128, 8192, window=4096),
     "gpt-oss-20b, local": _dense(64, 8, 64, *_LONG, window=128),
     # Serving.
-    "llama-3-8b, decoding": _cache(32, 8, 128, 1) + _cache(32, 8, 128, 1, b=1),
+    "llama-3-8b, decoding": _cache(32, 8, 128, 1) + _cache(32, 8, 128, *_ALONE, b=1),
     "llama-3-8b, pages": _cache(32, 8, 128, *_STEPS, page_size=16),
     "llama-3.2-1b, pages": _cache(32, 8, 64, *_STEPS, page_size=16),
     "gpt-oss-20b, local, pages": _cache(64, 8, 64, *_STEPS, page_size=16, window=128),

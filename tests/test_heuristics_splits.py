@@ -44,6 +44,20 @@ def test_decoding_takes_one_consumer_and_packed_heads():
         assert config.tile_m == 128 and heuristics.packs_heads(many, config)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_few_tiles_of_queries_are_planned_by_ctas(d):
+    """Up to four of each sequence, of as many queries, that one wave of CTAs computes soon."""
+    sizes = {"b": 4, "seqlen_q": 128, "seqlen_k": 4096, "d": d}
+    most = dataclasses.replace(DECODING, **sizes)
+    config = heuristics.choose_fwd(most, H200)
+    assert (config.tile_m, config.stages, config.mask) == (128, 4, "causal")
+    more, any_number = {"b": 1, "seqlen_q": 129}, {"varlen": True}
+    others = {"b": 5}, more, {"seqlen_k": 16384}, {"page_size": 16}, any_number, {"num_splits": 7}
+    for change in others:
+        other = heuristics.choose_fwd(dataclasses.replace(most, **change), H200)
+        assert other.stages == 2, change
+
+
 def test_pages_leave_the_producer_registers():
     """Three consumers and the producer of pages exceed the register file."""
     for d, seqlen_q in itertools.product(heuristics.HEAD_DIMS, (1, 20, 4096)):

@@ -231,7 +231,6 @@ inline Gradients backward(const BwdTensors &x, double softmax_scale, const Optio
         set_options(problem, options, queries, params.rng_state_ptr != nullptr);
         const bool every = dq.has_value() && dk.has_value();
         problem.backward = every ? 1 : 2;
-        problem.varlen = ragged;
         const Choice choice =
             kernel_table().find(rounded(asked_of(problem, queries, k, lengths, options)));
         set_sizes(params, problem);

@@ -118,6 +118,7 @@ inline int64_t keys_known(const Flash_fwd_params &params, const Lengths *lengths
 inline Problem asked_of(const Problem &problem, const Queries &queries, const Layout &k,
                         const Lengths *lengths, const Options &options) {
     Problem asked = problem;
+    asked.varlen = queries.packed ? 1 : 0;
     if (options.num_splits > 0) {
         asked.b = 1;
         asked.seqlen_q = queries.packed ? 128 : problem.seqlen_q;

@@ -71,7 +71,12 @@ class Serving(Shape):
         if self.num_splits > 0:  # whatever else is in the batch
             sizes |= {"b": 1, "seqlen_k": 4096} | ({"seqlen_q": 128} if self.decodes else {})
         return FwdProblem(
-            dtype, **sizes, cache=True, page_size=page_size, num_splits=self.num_splits
+            dtype,
+            **sizes,
+            cache=True,
+            page_size=page_size,
+            num_splits=self.num_splits,
+            varlen=self.decodes > 0,
         )
 
 

@@ -101,7 +101,7 @@ class Asked:
             cache=self.cache,
             page_size=self.page_size,
             num_splits=-1 if backward else self.num_splits,
-            varlen=backward and self.bounds is not None,
+            varlen=self.bounds is not None,
         )  # fmt: skip
 
     def _typical(self, total: int, longest: int, *, backward: bool) -> int:

@@ -322,15 +322,15 @@ OF_CTA_PLANS = (
     _numerics(
         "part off by one",
         _CTA_PLAN,
-        "int const part = index - first[low];",
-        "int const part = cute::max(index - first[low] - 1, 0);",
+        "int part = index - first[low];",
+        "int part = cute::max(index - first[low] - 1, 0);",
         _PAGED_80,
     ),
     _numerics(
         "the last split lost",
         _CTA_PLAN,
-        "first[params.b] = place.tiles + parts;",
-        "first[params.b] = place.tiles + cute::max(parts - 1, 1);",
+        "first[params.b] = (place.tiles + parts) * m_blocks;",
+        "first[params.b] = (place.tiles + cute::max(parts - 1, 1)) * m_blocks;",
         DECODING,
     ),
     _numerics(
@@ -419,6 +419,30 @@ OF_CTA_PLANS = (
         "        if (threadIdx.x",
         "racecheck",
         "data race",
+        DECODING,
+    ),
+)
+
+OF_SEVERAL_TILES = (
+    _numerics(
+        "rows of the first tile in each",
+        _CTA_PLAN,
+        "            part -= tile.m_block * tile.part;\n",
+        "            part -= tile.m_block * tile.part;\n            tile.m_block = 0;\n",
+        DECODING,
+    ),
+    _numerics(
+        "the last part where a tile is not the first",
+        _CTA_PLAN,
+        "part -= tile.m_block * tile.part;",
+        "part = cute::min(part, tile.part - 1);",
+        DECODING,
+    ),
+    _numerics(
+        "sequences of one tile each",
+        _CTA_PLAN,
+        "first[place.rank] = place.tiles * m_blocks;",
+        "first[place.rank] = place.tiles;",
         DECODING,
     ),
 )

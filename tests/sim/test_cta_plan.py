@@ -12,14 +12,15 @@ from mutants_sm90 import ASKING, DECODING
 from planted import build_mutants, checker
 from serving import check, contiguous, garbage, paged, run
 
-from flashcute import sim
+from flashcute import heuristics, sim
 from flashcute.jit.abi import Splits
 
 PAGED_80, PAGED_90, PAGED = (
     dataclasses.replace(c, paged=True) for c in (TWO_STAGES, ASKING, DECODING)
 )
 ROWS = dataclasses.replace(DECODING, tile_m=128, warps=8, stages=4, min_ctas=1, ping_pong=True)
-SLOW = dataclasses.replace(ROWS, tile_n=64)  # whose parts take long to merge
+# Whose parts take long to merge.
+SLOW = dataclasses.replace(ROWS, tile_n=64, mask="causal")
 CONFIGS = (PAGED_80, TWO_STAGES, DECODING, PAGED, ROWS)
 WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in (PAGED_80, DECODING))
 WIDER = dataclasses.replace(TWO_STAGES, tile_m=128)
@@ -27,8 +28,10 @@ OTHERS = WIDER, ASKING, PAGED_90  # whose kernels have no such code
 MERGING = DECODING, PAGED  # kernels whose CTAs merge
 OF_OTHER_WIDTHS = tuple(dataclasses.replace(DECODING, head_dim=d) for d in (32, 96, 256))
 MOST = {80: 128, 90: 256}  # sequences
+MOST_TILES = {80: 1, 90: heuristics._PLANNED_TILES}  # of queries of each
 SPLITS = Splits(), Splits(3), Splits(40, 2), Splits(16, 1, 12)
 SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
+MUTANTS = mutants_serving.OF_CTA_PLANS + mutants_serving.OF_SEVERAL_TILES
 
 
 def each(configs):
@@ -43,7 +46,7 @@ def kernels():
 
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory):
-    return build_mutants(mutants_serving.OF_CTA_PLANS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
 
 
 def over_cache(config, lengths, **options):
@@ -133,17 +136,31 @@ def test_parts_that_take_long_to_merge_are_longer(config, queries, parts):
 @pytest.mark.parametrize("window", [(40, 10), (0, 0), (300, 300)], ids=str)
 @each(WINDOWED)
 def test_windows(config, window):
-    problem = over_cache(config, ((2,) * 4, (300, 0, 7, 170)), h=1, h_k=1)
-    result = assert_planned_alike(config, problem, Splits(5), window_size=window)
-    check(result, config, problem, window_size=window)
+    for queries in (2, 1 + config.tile_m * (MOST_TILES[config.arch] - 1)):
+        problem = over_cache(config, ((queries,) * 4, (300, 0, 7, 170)), h=1, h_k=1)
+        result = assert_planned_alike(config, problem, Splits(5), window_size=window)
+        check(result, config, problem, window_size=window)
 
 
 @each(CONFIGS)
-def test_queries_of_several_tiles_have_a_kernel_that_plans(config):
-    most = config.tile_m // 2  # with two heads packed
+def test_queries_of_more_tiles_have_a_kernel_that_plans(config):
+    most = MOST_TILES[config.arch] * config.tile_m // 2  # with two heads packed
     for queries, by_ctas in ((most, True), (most + 1, False)):
         problem = over_cache(config, ((queries,) * 2, (100, 170)))
         result = assert_planned_alike(config, problem, Splits(3), by_ctas, pack_heads=True)
+        check(result, config, problem)
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@each((DECODING, PAGED, ROWS, SLOW))
+def test_several_tiles_of_queries(config, splits):
+    """Of as many parts each, in heads of their own and packed, the last with a row alone. Under the
+    mask parts of the first tile are empty, and rows see no key."""
+    for seed, (tiles, packs) in enumerate(((2, False), (3, True))):
+        queries = (tiles - 1) * config.tile_m // (1 + packs) + 1
+        problem = over_cache(config, ((queries,) * 4, (300, queries, 60, 0)), seed=seed)
+        options = {"pack_heads": packs, "seed": seed, "launches": 2, "sms": 3}
+        result = assert_planned_alike(config, problem, splits, **options)
         check(result, config, problem)
 
 
@@ -185,13 +202,14 @@ def test_a_row_has_more_parts_than_lanes(config):
 
 @each(CONFIGS)
 def test_no_values_reach_beyond_the_tensors(config):
-    problem = over_cache(config, ((10,) * 3, (40, 70, 130)), h=2)
-    del problem.tensors["cu_seqlens_q"]
     names = "seqused_k", "block_table", "cache_batch_idx", "leftpad_k"
-    shapes = {name: x.shape for name, x in problem.tensors.items() if name in names}
-    if not config.paged:
-        shapes["leftpad_k"] = (3,)
-    for seed, splits in enumerate((Splits(3), Splits(64, 1, 12))):
+    several = MOST_TILES[config.arch] * 33
+    for seed, (queries, splits) in enumerate(((10, Splits(3)), (several, Splits(64, 1, 12)))):
+        problem = over_cache(config, ((queries,) * 3, (40, 70, 130)), h=2)
+        del problem.tensors["cu_seqlens_q"]
+        shapes = {name: x.shape for name, x in problem.tensors.items() if name in names}
+        if not config.paged:
+            shapes["leftpad_k"] = (3,)
         problem.tensors |= {name: garbage(x, seed + len(name)) for name, x in shapes.items()}
         result = run(config, problem, splits, checker="memcheck")
         assert result.verdict == "pass", result.message
@@ -199,21 +217,22 @@ def test_no_values_reach_beyond_the_tensors(config):
 
 @each(CONFIGS)
 def test_no_races(config):
-    problem = over_cache(config, ((2,) * 3, (100, 70, 300)), h=2, h_k=1)
-    del problem.tensors["cu_seqlens_q"]
-    for splits in (Splits(3), Splits(16, 1, 12)):
+    for splits, queries in ((Splits(3), 2), (Splits(16, 1, 12), MOST_TILES[config.arch] * 33)):
+        problem = over_cache(config, ((queries,) * 3, (100, 70, 300)), h=2, h_k=1)
+        del problem.tensors["cu_seqlens_q"]
         result = run(config, problem, splits, checker="racecheck", copy_mode="random", seed=3)
         check(result, config, problem)
 
 
-@pytest.mark.parametrize("mutant", mutants_serving.OF_CTA_PLANS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
     """By a report, or by a comparison with the reference in some order of the warps."""
     config = mutant.config
     masked = {"window_size": (300, 300)} if config.mask == "local" else {}
     for seed in range(4):
         b = 3 + 2 * seed
-        lengths = (2,) * b, (40, *lengths_of(b - 2, seed), 300)
+        queries = 30 if mutant in mutants_serving.OF_SEVERAL_TILES else 2
+        lengths = (queries,) * b, (40, *lengths_of(b - 2, seed), 300)
         problem = over_cache(config, lengths, h=6, seed=seed)
         del problem.tensors["cu_seqlens_q"]
         more = {"pack_heads": True, "timeout": 120, "seed": seed, "checker": checker(mutant)}

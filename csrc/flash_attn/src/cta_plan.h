@@ -1,5 +1,5 @@
 // A plan that each CTA of an attention kernel makes for itself, so that no kernel has to plan. For
-// few sequences over a cache with one tile of queries a head, as in decoding.
+// few sequences over a cache with as many queries each, of few tiles a head, as in decoding.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -40,6 +40,7 @@ struct CtaPlan {
         kOfCaches && C.tile_m <= 128 && C.min_ctas * (kTileBytes + kPlanBytes) <= 228 * 1024;
     // CTAs of the sm80 class have one tile each, and plan for it alone.
     static constexpr int kMostTiles = C.arch == 90 ? INT32_MAX : 512;
+    static constexpr int kMostOfSequence = C.arch == 90 ? 4 : 1;  // tiles of queries
 
     struct Blocks {
         int sum, min, max;
@@ -60,9 +61,14 @@ struct CtaPlan {
         bool const fixed = params.cu_seqlens_q_ptr == nullptr && params.seqused_q_ptr == nullptr &&
                            int64_t(params.b) * params.seqlen_q == params.total_q;
         return kFits && params.plan_ptr != nullptr && params.is_cache != 0 && fixed &&
-               params.seqlen_q > 0 && num_rows(params, params.seqlen_q) <= C.tile_m &&
+               params.seqlen_q > 0 && num_m_blocks(params) <= kMostOfSequence &&
                params.b <= kMost && int64_t(params.b) * num_grid_heads(params) <= kMostTiles &&
                params.seqlen_k <= INT32_MAX / kMost;
+    }
+
+    // Tiles of queries of each sequence, without parts.
+    CUTE_HOST_DEVICE static int num_m_blocks(Flash_fwd_params const &params) {
+        return (num_rows(params, params.seqlen_q) + C.tile_m - 1) / C.tile_m;
     }
 
     // Of all threads of a CTA, which __syncthreads() has to follow. lists: the positions, for the
@@ -77,7 +83,9 @@ struct CtaPlan {
             blocks = Splits::key_blocks(params, tile);
         }
         Blocks const of_all = reduce(params.b, i, {blocks, mine ? blocks : INT32_MAX, blocks});
-        int const part_blocks = Splits::part_blocks(params, of_all.sum, of_all.max);
+        int const m_blocks = num_m_blocks(params);
+        int const part_blocks =
+            Splits::part_blocks(params, int64_t(of_all.sum) * m_blocks, of_all.max);
         int const parts =
             params.num_splits > 1 ? Splits::num_parts(params, part_blocks, blocks) : 1;
         Place const place = of_all.min == of_all.max
@@ -94,9 +102,9 @@ struct CtaPlan {
         }
         tile.part = parts;
         sequences[place.rank] = tile;
-        first[place.rank] = place.tiles;
+        first[place.rank] = place.tiles * m_blocks;
         if (place.rank == params.b - 1) {
-            first[params.b] = place.tiles + parts;
+            first[params.b] = (place.tiles + parts) * m_blocks;
         }
         bool const any_split = params.num_splits > 1 && of_all.max > part_blocks;
         if (lists) list_positions(params, i, tile, any_split);
@@ -113,7 +121,11 @@ struct CtaPlan {
             (first[middle] <= index ? low : high) = middle;
         }
         PlanTile tile = sequences[low];
-        int const part = index - first[low];
+        int part = index - first[low];
+        if (kMostOfSequence > 1 && num_m_blocks(params) > 1) {
+            tile.m_block = part / tile.part;
+            part -= tile.m_block * tile.part;
+        }
         if (tile.partial_row >= 0) {
             tile.partial_row += part * num_rows(params, tile.seqlen_q);
         }

@@ -38,7 +38,7 @@ struct Problem {
     // 1: asks for the kernels of its gradients; 2: for those of one side, of queries or of keys and
     // values. The results of either repeat bitwise if asked to.
     int32_t backward;
-    int32_t varlen;  // 1: of a ragged batch, on which the kernels of gradients depend
+    int32_t varlen;  // 1: of a ragged batch
 
     bool operator==(const Problem &) const = default;
 };

@@ -42,7 +42,8 @@ struct MergeParts {
                int64_t(params.b) * num_grid_heads(params) <= kArrivals;
     }
 
-    // By all threads of the consumer once a part is stored; no part of a CTA's own plan is empty.
+    // By all threads of the consumer once a part is stored; of a sequence's only tile no part is
+    // empty.
     // arrivals: counters of the launch, all zero. is_last: in shared memory. barrier: a named one.
     CUTE_DEVICE static void arrive(Flash_fwd_params const &params, unsigned *arrivals, int &is_last,
                                    WorkTile const &tile, int barrier) {
