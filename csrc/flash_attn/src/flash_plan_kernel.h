@@ -449,7 +449,7 @@ struct Planner {
 // One CTA plans, if there is a plan to be made, others append. kAppends: false in calls that append
 // nothing, whose kernel has 0.6 of the code: it runs once, and fetches what it runs from memory.
 template <class Tiles, bool kAppends>
-__global__ void __launch_bounds__(Planner<Tiles>::kMaxThreads)
+__global__ void __launch_bounds__(Planner<Tiles>::kMaxThreads, 1)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Plan = Planner<Tiles>;
     // An attention kernel of the sm90 class may be launched already; it waits for this one's end.
