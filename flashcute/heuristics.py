@@ -131,9 +131,8 @@ _SM90_TILES = {
 
 # Over a cache: for at most 64 rows, with packed heads, which read the keys at the speed of memory;
 # for at most 128, so that they are read once, and few tiles in one wave of CTAs that plan (CtaPlan,
-# of four stages); for more over pages. Blocks are multiples of 64 keys, as most pages divide them
-# or are multiples of them; three consumers would leave the loads of pages no registers. Measured at
-# head dimensions 64 and 128 only.
+# four stages); for more over pages. Blocks are multiples of 64 keys, as most pages divide them or
+# are multiples; three consumers would leave pages' loads no registers. Measured at 64 and 128 only.
 _SM90_CACHE_TILES = {
     32: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0, stages=4), _Sm90Tile(128, 2, 0)),
     64: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0, stages=4), _Sm90Tile(128, 2, 0)),
@@ -144,7 +143,7 @@ _SM90_CACHE_TILES = {
 }
 _DECODING_ROWS = 128
 _PLANNED_TILES = 4  # of a sequence: CtaPlan::kMostOfSequence
-_PLANNED_WORK = 4096 * 128  # keys times head dimension of an SM; with twice as many 2 to 6 % slower
+_PLANNED_WORK = 4096 * 128  # keys times head dimension of an SM; with 8 times as many 3 % slower
 
 # What a tile costs beside its key blocks, in keys: its first loads, its epilogue, and the softmax
 # that no other block's products hide. What a block costs more that the mask cuts. And for how much
@@ -414,7 +413,8 @@ def _cache_config(problem: FwdProblem, head_dim: int, mask: str, sms: int) -> Fw
     m_blocks = -(-rows // _DECODING_ROWS)
     count = problem.b * problem.h_k * m_blocks
     short = count <= sms and count * problem.seqlen_k * head_dim <= sms * _PLANNED_WORK
-    few = short and m_blocks <= _PLANNED_TILES and tiles[1].stages == 4
+    measured = head_dim in (64, 128) and _may_pack(problem)
+    few = measured and short and m_blocks <= _PLANNED_TILES
     by_ctas = few and not (problem.varlen or problem.page_size or problem.num_splits > 0)
     if not problem.cache or not (problem.page_size or by_ctas or _is_decoding(problem)):
         return None

@@ -53,7 +53,8 @@ def test_few_tiles_of_queries_are_planned_by_ctas(d):
     assert (config.tile_m, config.stages, config.mask) == (128, 4, "causal")
     more, any_number = {"b": 1, "seqlen_q": 129}, {"varlen": True}
     others = {"b": 5}, more, {"seqlen_k": 16384}, {"page_size": 16}, any_number, {"num_splits": 7}
-    for change in others:
+    unmeasured = {"d": 96}, {"b": 2, "seqlen_q": 256, "h_k": 32}
+    for change in (*others, *unmeasured):
         other = heuristics.choose_fwd(dataclasses.replace(most, **change), H200)
         assert other.stages == 2, change
 

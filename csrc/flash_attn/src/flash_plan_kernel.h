@@ -448,6 +448,7 @@ struct Planner {
 
 // One CTA plans, if there is a plan to be made, others append. kAppends: false in calls that append
 // nothing, whose kernel has 0.6 of the code: it runs once, and fetches what it runs from memory.
+// One CTA an SM: for two ptxas took half of the registers, and spilled.
 template <class Tiles, bool kAppends>
 __global__ void __launch_bounds__(Planner<Tiles>::kMaxThreads, 1)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
