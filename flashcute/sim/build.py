@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,8 +38,7 @@ _RUNTIME_LIBRARIES = {
     "ubcheck": ("-Wl,--no-as-needed", "-lubsan"),
 }
 
-_COMMON_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DNDEBUG", "-fno-strict-aliasing", "-pthread")
-# -fno-extern-tls-init: `extern __shared__` arrays have no dynamic initialiser.
+_COMMON_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DNDEBUG", "-fno-strict-aliasing")
 # -w: CuTe gives warnings with host compilers.
 # -ffp-contract=fast: as with nvcc, a product and a sum become one FMA where the host has it, so the
 # roundings are those of the GPU. At -O1 that pass needs -fexpensive-optimizations.
@@ -50,7 +48,7 @@ _COMMON_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DNDEBUG", "-fno-strict-aliasing
 _KERNEL_FLAGS = (
     *(*_COMMON_FLAGS, "-shared", "-fvisibility=hidden", "-w"),
     *("-ffp-contract=fast", "-fexpensive-optimizations"),
-    *("-fno-extern-tls-init", "-ftrivial-auto-var-init=pattern"),
+    "-ftrivial-auto-var-init=pattern",
     "--param=ggc-min-heapsize=1000000",
 )
 # What all kernels include of the libraries' and the simulator's headers: a third of what compiling
@@ -64,11 +62,7 @@ _HEADERS = """\
 """
 RUNTIME_SOURCES = (
     *("fiber", "block", "cluster", "memory", "instructions", "counters", "dependency", "mbarrier"),
-    *("copy_arrival", "tma", "tma_store", "wgmma", "launch"),
-)
-
-_DYNAMIC_SMEM = re.compile(
-    r"extern\s+__shared__\s+(?:(?:alignas|__align__)\s*\(\d+\)\s*)?([\w:]+)\s+(\w+)\s*\[\s*\]"
+    *("copy_arrival", "tma", "tma_store", "wgmma", "workers", "launch"),
 )
 
 
@@ -94,35 +88,6 @@ def _machine_flags() -> tuple[str, ...]:
     flags = set(Path("/proc/cpuinfo").read_text().split())
     v3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
     return ("-march=x86-64-v3",) if v3 <= flags else ()
-
-
-def dynamic_smem(kernel_dir: Path) -> tuple[str, str]:
-    """Type and name of the array that the kernels under ``kernel_dir`` declare `extern __shared__`.
-
-    Raises:
-        BuildError: unless all headers together declare exactly one such array.
-    """
-    found = {
-        match
-        for path in sorted(kernel_dir.glob("*.h"))
-        for match in _DYNAMIC_SMEM.findall(path.read_text())
-    }
-    if len(found) != 1:
-        raise BuildError(
-            "flashcute sim: expected one `extern __shared__ type name[]` that all kernels share, "
-            f"got {sorted(found)}; give the arrays one type and name"
-        )
-    return found.pop()
-
-
-def _definition_of_smem(kernel_dir: Path) -> str:
-    kind, name = dynamic_smem(kernel_dir)
-    return f"""\
-namespace flash {{
-alignas(1024) thread_local {kind} {name}[sim::kMaxSmemBytes / sizeof({kind})];
-}}
-extern "C" void *sim_dynamic_smem() {{ return flash::{name}; }}
-"""
 
 
 # What :func:`compile_together` was given, by each configuration and checker.
@@ -213,8 +178,7 @@ def unit_of(
 #include "flash_{config.kind}_launch_template{of_class}.h"
 
 {entries}
-
-{_definition_of_smem(kernel_dir)}"""
+"""
     together = f"flash_{config.kind}_hdim{config.head_dim}_sm{config.arch}"
     name = config.full_name if len(configs) == 1 else together
     return device_unit(name, text, (kernel_dir,), checker)
@@ -227,7 +191,7 @@ def device_unit(
 
     Args:
         name: Stem of the files.
-        source: The code, in which ``sim_dynamic_smem()`` returns the one `extern __shared__` array.
+        source: The code.
         project_dirs: Include folders of the project's own headers.
         checker: One of :data:`CHECKERS`.
     """

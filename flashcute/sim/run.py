@@ -311,8 +311,8 @@ def run_fwd(
             order before it; ``"eager"``, at once.
         checker: One of :data:`~flashcute.sim.CHECKERS`.
         smem_limit: Dynamic shared memory in bytes that the device grants a CTA.
-        sms: Multiprocessors of the device, each an OS thread that runs one block at a time. The
-            sm90 class launches at most this many persistent blocks.
+        sms: Multiprocessors of the device, each of which runs one block at a time. The sm90 class
+            launches at most this many persistent blocks.
         launches: Number of launches, one after the other; the last one's results are returned.
         trace: Record each asynchronous copy's source.
         out: Where the output goes, (b, seqlen_q, h, d); a new NaN-filled tensor by default.

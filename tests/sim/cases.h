@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 #include <cutlass/numeric_types.h>
+#include <dynamic_smem.h>
 #include <simulator.h>
 
 #include <cstdio>
@@ -14,8 +15,9 @@
 
 namespace {
 
-alignas(1024) thread_local char smem[sim::kMaxSmemBytes];
 int failures = 0;
+
+char *smem() { return &flash::dynamic_smem<char>(); }
 
 void expect(bool ok, std::string const &what) {
     if (!ok) {
@@ -83,5 +85,3 @@ int run_case(Cases const &cases, int argc, char **argv) {
 }
 
 }  // namespace
-
-extern "C" void *sim_dynamic_smem() { return smem; }

@@ -461,8 +461,8 @@ MUTANTS = (
     Mutant(
         "storage at an odd offset",
         _KERNEL,
-        "SharedStorage *>(smem)",
-        "SharedStorage *>(smem + 2)",
+        "= dynamic_smem<typename Traits::SharedStorage>()",
+        "= *reinterpret_cast<typename Traits::SharedStorage *>(&dynamic_smem<char>() + 2)",
         "ubcheck",
         "misaligned address",
     ),

@@ -14,7 +14,7 @@ from flashcute import sim
 from flashcute.jit import build, sources, toolchain
 from flashcute.jit.build import Unit
 from flashcute.jit.toolchain import BuildError
-from flashcute.sim.build import device_unit, dynamic_smem, entry
+from flashcute.sim.build import device_unit, entry
 
 _AT_MOST = 30  # mutants in one unit; several units compile in parallel
 
@@ -22,21 +22,17 @@ _HEAD = """\
 #include <cuda_runtime.h>
 
 #include <arch_sm90.h>
+#include <dynamic_smem.h>
 #include <wgmma_sm90.h>
-
-extern "C" {{
-alignas(1024) thread_local {kind} {smem}[sim::kMaxSmemBytes / sizeof({kind})];
-void *sim_dynamic_smem() {{ return {smem}; }}
-}}
 """
 # Each mutant has its own namespace. They share only the replacements of Hopper's instructions and
-# the shared memory array: variables of one name with C linkage are one variable.
+# of the shared memory.
 _MUTANT = """\
 namespace {name} {{
+using ::flash::dynamic_smem;
 namespace sm90 {{
 using namespace ::flash::sm90;
 }}
-extern "C" thread_local {kind} {smem}[];
 }}
 #define flash {name}
 #define flash_kernel {name}_fwd
@@ -59,13 +55,10 @@ def _identifier(mutant: Mutant) -> str:
 
 
 def _unit(name: str, group: Sequence[Mutant], folder: Path) -> Unit:
-    kind, smem = dynamic_smem(sources.kernel_include_dir())
-    texts = [_HEAD.format(kind=kind, smem=smem)]
+    texts = [_HEAD]
     for mutant in group:
         text = _MUTANT.format(
             name=_identifier(mutant),
-            kind=kind,
-            smem=smem,
             pass_=mutant.config.kind,
             of_class="_sm90" if mutant.config.arch == 90 else "",
             entry=entry(mutant.config, sources.entry_point(mutant.config)),

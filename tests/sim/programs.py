@@ -43,7 +43,7 @@ def _unit(name: str, text: str, flags: tuple[str, ...], libraries: tuple[str, ..
         target="sim-test",
         source=text,
         suffix=".cpp",
-        flags=("-std=c++20", "-O1", "-w", "-pthread", "-fno-strict-aliasing", *flags),
+        flags=("-std=c++20", "-O1", "-w", "-fno-strict-aliasing", *flags),
         libraries=libraries,
         overriding_dirs=(include, include / "sim"),
         project_dirs=(_FOLDER, simulator / "src", sources.kernel_include_dir()),

@@ -27,7 +27,7 @@ struct Gemm {
     using SmemLayout = decltype(tile_to_shape(Atom{}, Shape<_64, _64>{}));
 
     static __global__ void kernel(Element const *a, Element const *bt, float *c) {
-        auto *const base = reinterpret_cast<Element *>(smem);
+        auto *const base = reinterpret_cast<Element *>(smem());
         Tensor sA = make_tensor(make_smem_ptr(base), SmemLayout{});             // (M, K)
         Tensor sBt = make_tensor(make_smem_ptr(base + kM * kK), SmemLayout{});  // (K, N)
         Tensor sB = make_tensor(
@@ -116,7 +116,7 @@ __global__ void shuffles(int *wrong) {
 
 // A producer warp and a consumer warp with two named barriers, for two rounds.
 __global__ void produce_consume(int *wrong) {
-    auto *const box = reinterpret_cast<int volatile *>(smem);
+    auto *const box = reinterpret_cast<int volatile *>(smem());
     for (int round = 0; round < 2; ++round) {
         if (threadIdx.x < 32) {
             if (round > 0) {
@@ -157,7 +157,7 @@ __global__ void missing_lane() {
         return;
     }
     uint32_t r;
-    SM75_U32x1_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem + threadIdx.x % 8 * 16), r);
+    SM75_U32x1_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem() + threadIdx.x % 8 * 16), r);
 }
 __global__ void foreign_mask() { __shfl_sync(threadIdx.x == 3 ? 0x7u : ~0u, 0, 0); }
 __global__ void hang() {
@@ -167,11 +167,11 @@ __global__ void hang() {
 }
 __global__ void outside_smem() {
     uint32_t r;
-    SM75_U32x1_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem + 16 * threadIdx.x), r);
+    SM75_U32x1_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem() + 16 * threadIdx.x), r);
 }
 __global__ void misaligned() {
     uint32_t r;
-    SM75_U32x1_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem + 8), r);
+    SM75_U32x1_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem() + 8), r);
 }
 __global__ void unmodelled() {
     uint32_t d[2]{}, a[4]{}, b[2]{};
@@ -180,7 +180,7 @@ __global__ void unmodelled() {
 
 // A thread's view of its own two copies: before any wait, after the wait for the first, for both.
 __global__ void copies(float const *source, float *seen) {
-    auto *const box = reinterpret_cast<float volatile *>(smem);
+    auto *const box = reinterpret_cast<float volatile *>(smem());
     auto const copy = [&](int i, bool valid) {
         SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(source[i], const_cast<float &>(box[i]), valid);
         cp_async_fence();
@@ -224,13 +224,13 @@ __global__ void indices(int *hits) {
 
 __global__ void fresh_smem(int *wrong) {
     for (int i = threadIdx.x; i < 1024; i += blockDim.x) {
-        bool const nan = std::isnan(reinterpret_cast<float volatile *>(smem)[i]) &&
-                         std::isnan(float(reinterpret_cast<half_t *>(smem)[2 * i])) &&
-                         std::isnan(float(reinterpret_cast<bfloat16_t *>(smem)[2 * i + 1]));
+        bool const nan = std::isnan(reinterpret_cast<float volatile *>(smem())[i]) &&
+                         std::isnan(float(reinterpret_cast<half_t *>(smem())[2 * i])) &&
+                         std::isnan(float(reinterpret_cast<bfloat16_t *>(smem())[2 * i + 1]));
         if (!nan) {
             ++*wrong;
         }
-        reinterpret_cast<float volatile *>(smem)[i] = 0;  // the next block must find NaN again
+        reinterpret_cast<float volatile *>(smem())[i] = 0;  // the next block must find NaN again
     }
 }
 

@@ -28,7 +28,7 @@ struct Product {
     static Element b(int n, int k) { return Element(float((n * 53 + k * 29) % 89 - 44) / 16); }
 
     static __global__ void kernel(float *c) {
-        auto *const base = reinterpret_cast<Element *>(smem);
+        auto *const base = reinterpret_cast<Element *>(smem());
         Tensor sA = make_tensor(make_smem_ptr(base), LayoutA{});                      // (M, K)
         Tensor sB = make_tensor(make_smem_ptr(base + cosize_v<LayoutA>), LayoutB{});  // (N, K)
         for (int i = threadIdx.x; i < size(sA); i += 128) {
@@ -98,7 +98,7 @@ struct Misuse {
 
     template <Fault kFault>
     static __global__ void kernel(float *seen) {
-        Tensor sA = make_tensor(make_smem_ptr(reinterpret_cast<T *>(smem)), Layout{});  // (M, K)
+        Tensor sA = make_tensor(make_smem_ptr(reinterpret_cast<T *>(smem())), Layout{});  // (M, K)
         for (int i = threadIdx.x; i < size(sA) && kFault != unwritten; i += 128) {
             sA(i % 64, i / 64) = T(0);
         }
@@ -170,13 +170,13 @@ struct Boxes {
 
     static __global__ void kernel(Maps const maps, int columns, int span, int c0, int c1,
                                   int *wrong) {
-        auto *const barrier = reinterpret_cast<sm90::Barrier *>(smem + 8192);
+        auto *const barrier = reinterpret_cast<sm90::Barrier *>(smem() + 8192);
         if (threadIdx.x == 0) {
             sm90::barrier_init(barrier, 1);
             sm90::fence_barrier_init();
             sm90::barrier_arrive_expect(barrier, kBoxRows * columns * 2);
-            sm90::tma_load(&maps.map, barrier, sm90::CacheHint::evict_first, smem + 1024, c0, c1, 0,
-                           0);
+            sm90::tma_load(&maps.map, barrier, sm90::CacheHint::evict_first, smem() + 1024, c0, c1,
+                           0, 0);
         }
         __syncthreads();
         sm90::barrier_wait(barrier, 0);
@@ -188,7 +188,7 @@ struct Boxes {
             byte ^= (byte >> 7 & (pieces - 1)) << 4;
             int const m = c1 + row, n = c0 + column;
             bool const inside = m >= 0 && m < kRows && n >= 0 && n < kColumns;
-            float const value = float(*reinterpret_cast<half_t *>(smem + byte));
+            float const value = float(*reinterpret_cast<half_t *>(smem() + byte));
             *wrong += value != (inside ? float(64 * m + n) : 0.f);
         }
     }
@@ -235,15 +235,15 @@ struct Boxes {
 template <bool kLdmatrix>
 struct Unawaited {
     static __global__ void kernel(CUtensorMap const map, float *seen) {
-        auto *const barrier = reinterpret_cast<sm90::Barrier *>(smem + 8192);
+        auto *const barrier = reinterpret_cast<sm90::Barrier *>(smem() + 8192);
         if (threadIdx.x == 0) {
             sm90::barrier_init(barrier, 1);
             sm90::fence_barrier_init();
             sm90::barrier_arrive_expect(barrier, 8 * 8 * 2);
-            sm90::tma_load(&map, barrier, sm90::CacheHint::evict_first, smem, 0, 0, 0, 0);
+            sm90::tma_load(&map, barrier, sm90::CacheHint::evict_first, smem(), 0, 0, 0, 0);
         }
         __syncthreads();
-        char *const row = smem + threadIdx.x % 8 * 16;
+        char *const row = smem() + threadIdx.x % 8 * 16;
         if constexpr (kLdmatrix) {
             uint32_t pair;
             SM75_U32x1_LDSM_N::copy(*reinterpret_cast<uint128_t *>(row), pair);
@@ -311,11 +311,11 @@ cudaError_t run_encoding() {
     return cudaSuccess;
 }
 
-sm90::Barrier *barrier_at(int i) { return reinterpret_cast<sm90::Barrier *>(smem) + i; }
+sm90::Barrier *barrier_at(int i) { return reinterpret_cast<sm90::Barrier *>(smem()) + i; }
 
 // A producer warp fills a ring of two boxes, a consumer warp reads it. Only mbarriers order them.
 __global__ void ring(int *wrong) {
-    auto *const box = reinterpret_cast<int volatile *>(smem + 64);
+    auto *const box = reinterpret_cast<int volatile *>(smem() + 64);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
             sm90::barrier_init(barrier_at(i), 32);
@@ -363,7 +363,7 @@ __global__ void initialised_twice() {
 }
 __global__ void overwritten() {
     sm90::barrier_init(barrier_at(0), 1);
-    *reinterpret_cast<int volatile *>(smem + 4) = 0;
+    *reinterpret_cast<int volatile *>(smem() + 4) = 0;
     sm90::barrier_arrive(barrier_at(0));
 }
 __global__ void arrives_twice() {
@@ -391,7 +391,7 @@ __global__ void no_descriptor() {
     alignas(64) char bytes[128] = {};
     sm90::barrier_init(barrier_at(0), 1);
     sm90::fence_barrier_init();
-    sm90::tma_load(bytes, barrier_at(0), sm90::CacheHint::evict_first, smem, 0, 0, 0, 0);
+    sm90::tma_load(bytes, barrier_at(0), sm90::CacheHint::evict_first, smem(), 0, 0, 0, 0);
 }
 
 // 384 threads: 168 registers each at launch.
@@ -459,17 +459,17 @@ cudaError_t run_sums_misaligned() {
 
 // Statistics as TMA loads them: rows of 512 bytes of floats, of which the last is outside.
 __global__ void floats(__grid_constant__ CUtensorMap const map, int *wrong) {
-    sm90::Barrier *const barrier = reinterpret_cast<sm90::Barrier *>(smem + 2048);
+    sm90::Barrier *const barrier = reinterpret_cast<sm90::Barrier *>(smem() + 2048);
     if (threadIdx.x == 0) {
         sm90::barrier_init(barrier, 1);
         sm90::fence_barrier_init();
         sm90::barrier_arrive_expect(barrier, 1024);
-        sm90::tma_load(&map, barrier, sm90::CacheHint::evict_last, smem, 0, 2, 0, 0);
+        sm90::tma_load(&map, barrier, sm90::CacheHint::evict_last, smem(), 0, 2, 0, 0);
     }
     __syncthreads();
     sm90::barrier_wait(barrier, 0);
     for (int i = threadIdx.x; i < 256; i += 32) {
-        *wrong += reinterpret_cast<float *>(smem)[i] != (i < 128 ? 256.f + i : 0.f);
+        *wrong += reinterpret_cast<float *>(smem())[i] != (i < 128 ? 256.f + i : 0.f);
     }
 }
 cudaError_t run_floats() {

@@ -13,7 +13,7 @@ using cutlass::half_t;
 
 namespace {
 
-sm90::Barrier *barrier_at(int i) { return reinterpret_cast<sm90::Barrier *>(smem) + i; }
+sm90::Barrier *barrier_at(int i) { return reinterpret_cast<sm90::Barrier *>(smem()) + i; }
 
 // out = in + 1 by blocks of two warps, in a dependent launch after the kernel that wrote `in`.
 struct Dependent {
@@ -49,12 +49,12 @@ struct Dependent {
         } else if constexpr (kFault == plain_store) {
             *static_cast<float volatile *>(x.out + i) = 7;
         } else if constexpr (kFault == async_copy) {
-            SM80_CP_ASYNC_CACHEALWAYS<float>::copy(x.in[i], *reinterpret_cast<float *>(smem));
+            SM80_CP_ASYNC_CACHEALWAYS<float>::copy(x.in[i], *reinterpret_cast<float *>(smem()));
         } else if constexpr (kFault == box) {
             sm90::barrier_init(barrier_at(0), 1);
             sm90::fence_barrier_init();
-            sm90::tma_load(&x.map, barrier_at(0), sm90::CacheHint::evict_first, smem + 128, 0, 0, 0,
-                           0);
+            sm90::tma_load(&x.map, barrier_at(0), sm90::CacheHint::evict_first, smem() + 128, 0, 0,
+                           0, 0);
         } else if constexpr (kFault == atomic) {
             atomicAdd(x.counter, 1u);
         }
@@ -183,11 +183,11 @@ struct Stmatrix {
         int const shift = kFault == outside && lane == 3 ? 32 * kPitch
                           : kFault == misaligned         ? 8
                                                          : 0;
-        store<Atom, kMatrices>(r, *reinterpret_cast<uint128_t *>(smem + lane * kPitch + shift));
+        store<Atom, kMatrices>(r, *reinterpret_cast<uint128_t *>(smem() + lane * kPitch + shift));
         __syncwarp();
         for (int i = 0; i < 64 * kMatrices; ++i) {
             int const m = i / 64, row = i / 8 % 8, column = i % 8;
-            auto const found = *reinterpret_cast<half_t *>(smem + (i / 8) * kPitch + column * 2);
+            auto const found = *reinterpret_cast<half_t *>(smem() + (i / 8) * kPitch + column * 2);
             int const within = kTransposed ? column * 8 + row : row * 8 + column;
             *wrong += lane == 0 && float(found) != float(100 * m + within);
         }
@@ -223,7 +223,7 @@ struct Epilogue {
     using SmemLayout = decltype(tile_to_shape(Atom{}, Shape<_64, _64>{}));
 
     static __global__ void kernel(CUtensorMap const map) {
-        Tensor sO = make_tensor(make_smem_ptr(reinterpret_cast<half_t *>(smem)), SmemLayout{});
+        Tensor sO = make_tensor(make_smem_ptr(reinterpret_cast<half_t *>(smem())), SmemLayout{});
         Mma mma;
         Tensor rO = make_fragment_like<half_t>(partition_fragment_C(mma, Shape<_64, _64>{}));
         Tensor where =
@@ -239,7 +239,7 @@ struct Epilogue {
             __syncthreads();
         }
         if (threadIdx.x == 0) {
-            SM90_TMA_STORE_4D::copy(&map, smem, 0, 0, 0, 0);
+            SM90_TMA_STORE_4D::copy(&map, smem(), 0, 0, 0, 0);
             tma_store_arrive();
             tma_store_wait<0>();
         }
@@ -265,12 +265,12 @@ struct BoxesOut {
         for (int i = threadIdx.x; i < kBoxRows * columns; i += blockDim.x) {
             int byte = 1024 + i * 2;
             byte ^= (byte >> 7 & (span == 0 ? 0 : span / 16 - 1)) << 4;
-            *reinterpret_cast<half_t *>(smem + byte) = half_t(float(i));
+            *reinterpret_cast<half_t *>(smem() + byte) = half_t(float(i));
         }
         tma_store_fence();
         __syncthreads();
         if (threadIdx.x == 0) {
-            SM90_TMA_STORE::copy(&map, smem + 1024, c0, c1, 0, 0);
+            SM90_TMA_STORE::copy(&map, smem() + 1024, c0, c1, 0, 0);
             tma_store_arrive();
             tma_store_wait<0>();
         }
@@ -343,17 +343,17 @@ struct StoreOut {
     template <Fault kFault>
     static void issue(Arguments const &x) {
         if constexpr (kFault == unawaited_load) {
-            load(x, smem);
+            load(x, smem());
         }
         for (int box = 0; box < 2; ++box) {
-            SM90_TMA_STORE_4D::copy(&x.map, smem + 128 * box, 0, 8 * box, 0, 0);
+            SM90_TMA_STORE_4D::copy(&x.map, smem() + 128 * box, 0, 8 * box, 0, 0);
             if constexpr (kFault != commit) {
                 tma_store_arrive();
             }
         }
         if constexpr (kFault == loaded_over) {
             tma_store_wait<1>();  // that of the first box
-            load(x, smem + 128);
+            load(x, smem() + 128);
         }
         if constexpr (kFault == visible) {
             sim::tma_store_wait(0, false);
@@ -372,7 +372,7 @@ struct StoreOut {
             sm90::fence_barrier_init();
         }
         for (int i = threadIdx.x; i < 128 && kFault != unwritten; i += 64) {
-            reinterpret_cast<half_t *>(smem)[i] = half_t(float(i));
+            reinterpret_cast<half_t *>(smem())[i] = half_t(float(i));
         }
         if constexpr (kFault != fence) {
             tma_store_fence();
@@ -385,14 +385,14 @@ struct StoreOut {
             __syncthreads();
         }
         if constexpr (kFault == overwritten) {
-            smem[threadIdx.x] = 1;
+            smem()[threadIdx.x] = 1;
             __syncthreads();
             if (threadIdx.x == 0) {
                 tma_store_wait<0>();
             }
         }
         if (threadIdx.x == 32 && kFault == untold) {
-            load(x, smem);
+            load(x, smem());
             sm90::barrier_wait(barrier_at(32), 0);
         }
     }
@@ -445,14 +445,14 @@ struct LoadedOver {
         too_early   // released before the load
     };
     static constexpr bool of_one_lane(Way way) { return way == one_lane || way == unfenced_lane; }
-
     static constexpr bool fences_behind_load(Way way) {
         return way < unfenced || way > fence_behind;
     }
 
     static void load_box(CUtensorMap const &map) {
         sm90::barrier_arrive_expect(barrier_at(0), 512);
-        sm90::tma_load(&map, barrier_at(0), sm90::CacheHint::evict_first, smem + 1024, 0, 0, 0, 0);
+        sm90::tma_load(&map, barrier_at(0), sm90::CacheHint::evict_first, smem() + 1024, 0, 0, 0,
+                       0);
     }
 
     template <Way kWay>
@@ -467,9 +467,9 @@ struct LoadedOver {
         }
         uint32_t found[4] = {};
         if (of_one_lane(kWay) && lane == 5) {
-            UniversalCopy<uint32_t>::copy(*reinterpret_cast<uint32_t *>(smem + 1044), found[0]);
+            UniversalCopy<uint32_t>::copy(*reinterpret_cast<uint32_t *>(smem() + 1044), found[0]);
         } else if constexpr (!of_one_lane(kWay)) {
-            SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem + 1024 + 16 * lane),
+            SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem() + 1024 + 16 * lane),
                                     found[0], found[1], found[2], found[3]);
         }
         if (fences_behind_load(kWay) && (kWay != one_fences || lane == 0)) {

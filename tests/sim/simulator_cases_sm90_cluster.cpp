@@ -24,7 +24,7 @@ cudaError_t launch_clusters(void (*kernel)(Args...), dim3 cluster, dim3 grid, in
     return launch_with({attribute}, kernel, grid, threads, smem_bytes, args...);
 }
 
-uint64_t *word_at(int i) { return reinterpret_cast<uint64_t *>(smem) + i; }
+uint64_t *word_at(int i) { return reinterpret_cast<uint64_t *>(smem()) + i; }
 
 // ---- ranks and cluster dimensions
 
@@ -68,7 +68,7 @@ enum class Exchange { right, not_begun, ended, outside, unordered };
 
 template <Exchange kWay>
 __global__ void exchange(int *out) {
-    auto const shared = reinterpret_cast<int *>(smem);
+    auto const shared = reinterpret_cast<int *>(smem());
     unsigned const rank = block_rank_in_cluster();
     unsigned const blocks = cluster_shape().x;
     shared[threadIdx.x] = static_cast<int>(100 * rank + threadIdx.x);
@@ -126,11 +126,13 @@ __global__ void send(int *wrong) {
             word_at(0), kWay == Send::too_many_bytes ? 63 * 4 : 64 * 4);
     }
     if (rank == 0) {
-        store_shared_remote(1000 + threadIdx.x, cast_smem_ptr_to_uint(smem + 64 + 4 * threadIdx.x),
+        store_shared_remote(1000 + threadIdx.x,
+                            cast_smem_ptr_to_uint(smem() + 64 + 4 * threadIdx.x),
                             cast_smem_ptr_to_uint(word_at(0)), kWay == Send::to_nobody ? 2 : 1);
     } else {
         ClusterBarrier::wait(word_at(0), 0);
-        *wrong += *reinterpret_cast<unsigned *>(smem + 64 + 4 * threadIdx.x) != 1000 + threadIdx.x;
+        *wrong +=
+            *reinterpret_cast<unsigned *>(smem() + 64 + 4 * threadIdx.x) != 1000 + threadIdx.x;
     }
     cluster_sync();
 }
@@ -143,8 +145,8 @@ template <Deliver kWay>
 __global__ void deliver(int *wrong) {
     constexpr int kBytes = 64 * 4;
     int const thread = static_cast<int>(threadIdx.x);
-    auto *const sent = reinterpret_cast<int *>(smem + 64);
-    auto *const received = reinterpret_cast<int *>(smem + 64 + kBytes);
+    auto *const sent = reinterpret_cast<int *>(smem() + 64);
+    auto *const received = reinterpret_cast<int *>(smem() + 64 + kBytes);
     if (thread == 0) {
         sm90::barrier_init(word_at(0), 1);
         sm90::fence_barrier_init();
@@ -220,6 +222,31 @@ cudaError_t run_arrive() {
 }
 
 // ---- with atomics, and in a dependent launch
+
+// Each block publishes a word by an atomic, and the last one reads all. kCounted: or before it
+// knows that it is the last.
+template <bool kCounted>
+__global__ void publish(int *words, unsigned *counter, int *sum) {
+    if (threadIdx.x != 0) {
+        return;
+    }
+    words[blockIdx.x] = 1;
+    unsigned const last = gridDim.x - 1;
+    if ((kCounted ? atomicAdd(counter, 1u) : blockIdx.x) == last) {
+        for (unsigned i = 0; i <= last; ++i) {
+            *sum += words[i];
+        }
+    }
+}
+template <bool kCounted>
+cudaError_t run_publish() {
+    std::vector<int> words(4);
+    unsigned counter = 0;
+    int sum = 0;
+    auto const error = launch(&publish<kCounted>, 4, 32, 0, words.data(), &counter, &sum);
+    expect(!kCounted || sum == 4, "sum");
+    return error;
+}
 
 __global__ void count(unsigned *counter) {
     if (threadIdx.x == 0) {
@@ -324,7 +351,7 @@ struct Multicast {
                 ClusterTransactionBarrier::arrive_and_expect_tx(full(), kBytes);
             }
             int const row = static_cast<int>(rank) * rows;
-            SM90_TMA_LOAD_MULTICAST_4D::copy(&x.map, full(), mask, 0, smem + row * kSide * 2, 0,
+            SM90_TMA_LOAD_MULTICAST_4D::copy(&x.map, full(), mask, 0, smem() + row * kSide * 2, 0,
                                              round * kSide + row, 0, 0);
         }
     }
@@ -338,7 +365,7 @@ struct Multicast {
 
     template <Fault kFault>
     static void multiply(Arguments const &x) {
-        Tensor sX = make_tensor(make_smem_ptr(reinterpret_cast<T *>(smem)), Layout{});
+        Tensor sX = make_tensor(make_smem_ptr(reinterpret_cast<T *>(smem())), Layout{});
         for (int round = 0; round < kRounds; ++round) {
             ClusterBarrier::wait(full(), round & 1);
             float d[kSide / 2] = {};
@@ -356,7 +383,7 @@ struct Multicast {
             sm90::wgmma_wait<0>();
             if constexpr (kFault == loads || kFault == loads_unfenced) {
                 uint32_t found[4];
-                SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem + threadIdx.x * 64),
+                SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t *>(smem() + threadIdx.x * 64),
                                         found[0], found[1], found[2], found[3]);
                 if constexpr (kFault == loads) {
                     sm90::fence_async_proxy();
@@ -446,6 +473,8 @@ std::function<cudaError_t()> sending(void (*kernel)(int *), sim::CopyMode mode) 
 
 Cases const cases{
     {"identity", &run_identity},
+    {"published", &run_publish<true>},
+    {"unpublished", &run_publish<false>},
     {"sizes", &run_sizes},
     {"exchange", &run_exchange<Exchange::right>},
     {"exchange_not_begun", &run_exchange<Exchange::not_begun>},

@@ -39,7 +39,7 @@ struct Copied {
                          Layout<Shape<_1, _1, _1>>>;
     static constexpr int kBytes = kN * kN * sizeof(half_t);
 
-    static sm90::Barrier *full() { return reinterpret_cast<sm90::Barrier *>(smem + kBytes); }
+    static sm90::Barrier *full() { return reinterpret_cast<sm90::Barrier *>(smem() + kBytes); }
     static sm90::Barrier *empty() { return full() + 1; }
     static half_t x(int round, int m, int k) {
         return half_t(float((m * 37 + k * 11 + round * 5) % 101 - 50) / 16);
@@ -47,8 +47,8 @@ struct Copied {
 
     template <Way kWay>
     static void write(half_t const *gmem, int round) {
-        Tensor sX = as_position_independent_swizzle_tensor(
-            make_tensor(make_smem_ptr(reinterpret_cast<half_t *>(smem)), SmemLayout{}));  // (M, K)
+        Tensor sX = as_position_independent_swizzle_tensor(make_tensor(
+            make_smem_ptr(reinterpret_cast<half_t *>(smem())), SmemLayout{}));  // (M, K)
         if constexpr (kWay != reused) {
             sm90::barrier_wait(empty(), round % 2 ^ 1);
         }
@@ -74,7 +74,7 @@ struct Copied {
     template <Way kWay>
     static void read(float *c, int round) {
         Tensor sX =
-            make_tensor(make_smem_ptr(reinterpret_cast<half_t *>(smem)), SmemLayout{});  // (M, K)
+            make_tensor(make_smem_ptr(reinterpret_cast<half_t *>(smem())), SmemLayout{});  // (M, K)
         int const thread = threadIdx.x - 128;
         if constexpr (kWay == fenced_early) {
             sm90::fence_async_proxy();
@@ -90,7 +90,7 @@ struct Copied {
         auto const thr = mma.get_slice(thread);
         Tensor acc = partition_fragment_C(mma, Shape<_64, Int<kN>>{});  // ((2, 2, N/8), 1, 1)
         if constexpr (kWay == raced) {
-            c[thread] = *reinterpret_cast<float volatile *>(smem + 4 * thread);
+            c[thread] = *reinterpret_cast<float volatile *>(smem() + 4 * thread);
         } else if constexpr (kWay == generic || kWay == unread) {
             Tensor sI = as_position_independent_swizzle_tensor(sX);  // (M, K)
             uint32_t found;

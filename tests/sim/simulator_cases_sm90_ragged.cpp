@@ -25,12 +25,12 @@ struct Ragged {
     };
 
     static __global__ void kernel(CUtensorMap const map, Box const box, int *wrong) {
-        auto *const barrier = reinterpret_cast<sm90::Barrier *>(smem + 8192);
+        auto *const barrier = reinterpret_cast<sm90::Barrier *>(smem() + 8192);
         if (threadIdx.x == 0) {
             sm90::barrier_init(barrier, 1);
             sm90::fence_barrier_init();
             sm90::barrier_arrive_expect(barrier, kRows * kColumns * 2);
-            sm90::tma_load(&map, barrier, sm90::CacheHint::evict_first, smem, 0,
+            sm90::tma_load(&map, barrier, sm90::CacheHint::evict_first, smem(), 0,
                            kRaggedRows - box.length + box.row, box.head, box.begin + box.length,
                            kRaggedZ);
         }
@@ -39,7 +39,7 @@ struct Ragged {
         for (int i = threadIdx.x; i < kRows * kColumns; i += 32) {
             int const row = box.row + i / kColumns, at = i * 2;
             float const found =
-                float(*reinterpret_cast<half_t *>(smem + (at ^ (at >> 7 & 7) << 4)));
+                float(*reinterpret_cast<half_t *>(smem() + (at ^ (at >> 7 & 7) << 4)));
             float const expected = 16 * (box.begin + row) + box.head + i % 8;
             *wrong += !(found == (row < box.length ? expected : 0.f));
         }

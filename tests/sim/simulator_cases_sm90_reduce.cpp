@@ -14,7 +14,7 @@ struct BulkReduce {
 
     template <Fault kFault>
     static __global__ void kernel(float *sums) {
-        auto *const mine = reinterpret_cast<float *>(smem);
+        auto *const mine = reinterpret_cast<float *>(smem());
         constexpr float kLarge = 1 << 24;
         float const x = blockIdx.x == 0 ? kLarge : blockIdx.x == 3 ? -kLarge : 1.f;
         for (int i = threadIdx.x; i < kFloats && kFault != unwritten; i += 32) {
@@ -75,7 +75,7 @@ struct BulkStore {
     template <Fault kFault>
     static __global__ void kernel(float *sums, unsigned *counter) {
         constexpr uint32_t kBytes = kFloats * sizeof(float);
-        auto *const mine = reinterpret_cast<float *>(smem);
+        auto *const mine = reinterpret_cast<float *>(smem());
         for (int i = threadIdx.x; i < kFloats; i += 32) {
             mine[i] = blockIdx.x == 0 ? float(i) : 1.f;
         }
@@ -130,7 +130,7 @@ struct Poll {
 
     template <Fault kFault>
     static __global__ void kernel(unsigned *counter, float *number, float *found) {
-        auto *const barrier = reinterpret_cast<sm90::Barrier *>(smem);
+        auto *const barrier = reinterpret_cast<sm90::Barrier *>(smem());
         if (threadIdx.x == 0) {
             sm90::barrier_init(barrier, 1);
             sm90::fence_barrier_init();

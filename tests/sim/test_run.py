@@ -12,7 +12,7 @@ from flashcute.jit import build, sources, toolchain
 from flashcute.jit.toolchain import BuildError
 from flashcute.sim import build as sim_build
 from flashcute.sim import run as sim_run
-from flashcute.sim.build import companions, dynamic_smem
+from flashcute.sim.build import companions, device_unit
 
 CONFIG = mutants.TWO_STAGES
 
@@ -90,12 +90,11 @@ def test_reports_what_does_not_compile(tmp_path):
         sim.build_kernels([(CONFIG, "none")], kernel_dir=folder)
 
 
-def test_dynamic_shared_memory_must_be_one_array(tmp_path):
-    (tmp_path / "a.h").write_text("extern __shared__ char one[];")
-    assert dynamic_smem(tmp_path) == ("char", "one")
-    (tmp_path / "b.h").write_text("extern __shared__ __align__(16) float two[];")
-    with pytest.raises(BuildError, match="one `extern __shared__"):
-        dynamic_smem(tmp_path)
+def test_shared_memory_that_is_not_dynamic_does_not_compile():
+    """Blocks that run at the same time would share it."""
+    text = "#include <cuda_runtime.h>\n__global__ void kernel() { __shared__ float sums[8]; }"
+    (result,) = build.build_many([device_unit("static", text, ())], toolchain.find_host_compiler())
+    assert "has_to_be_dynamic_smem" in result.error
 
 
 def test_companions_share_a_head_dimension():

@@ -67,8 +67,8 @@ cudaError_t enqueue_preprocess(Flash_bwd_params const &params, void *stream) {
     cudaError_t error = enqueue_bwd<&flash_bwd_row_stats_kernel<Stats>>(
         Stats::num_ctas(params), Stats::kThreads, 0, stream, params);
     if (error == cudaSuccess && params.dsinks_ptr != nullptr) {
-        error = enqueue_bwd<&flash_bwd_sinks_kernel<Stats>>(params.h, Stats::kThreads, 0, stream,
-                                                            params);
+        error = enqueue_bwd<&flash_bwd_sinks_kernel<Stats>>(
+            params.h, Stats::kThreads, Stats::kThreads / 32 * sizeof(float), stream, params);
     }
     return error;
 }

@@ -1,6 +1,8 @@
 // The sm80-class backward kernels: one CTA, one tile of the rows whose gradient it computes.
 #pragma once
 
+#include <dynamic_smem.h>
+
 #include "dq_sums.h"
 #include "flash.h"
 #include "flash_bwd_postprocess.h"
@@ -204,8 +206,7 @@ template <class Traits, bool kOrdered = false>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     flash_bwd_kernel_sm80(__grid_constant__ Flash_bwd_params const params) {
     using Element = typename Traits::Element;
-    extern __shared__ char smem[];
-    auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
+    auto &storage = dynamic_smem<typename Traits::SharedStorage>();
 
     using Scheduler = TileSchedulerBwd<Traits>;
     int index = blockIdx.x;
@@ -239,7 +240,6 @@ __global__ void __launch_bounds__(Traits::kThreads)
     using Element = typename Traits::Element;
     using TiledMma = typename Traits::TiledMmaDq;
     constexpr int kRows = Traits::kDqRows;
-    extern __shared__ char smem[];
     int const thread = threadIdx.x;
     BlockOfDq<Traits::kConfig, kRows> const block(params, blockIdx.x);
     DqSums<Traits> const sums(params, block.workspace_row, thread);
@@ -261,12 +261,11 @@ __global__ void __launch_bounds__(Traits::kThreads)
         bool const counts = block.in_sequence(get<0>(tQcDq(i)));
         tQrDq(i) = counts ? tQrDq(i) * params.scale_softmax : 0.f;
     }
-    store_rows<Traits, TiledMma>(make_tensor(make_smem_ptr(reinterpret_cast<Element *>(smem)),
-                                             typename Traits::SmemLayoutDq{}),
-                                 tQrDq, params.d, [&](int r) -> GmemRow<Element> {
-                                     return block.template row<Element>(
-                                         params, Traits::gmem_row(thread, r));
-                                 });
+    store_rows<Traits, TiledMma>(
+        make_tensor(make_smem_ptr(&dynamic_smem<Element>()), typename Traits::SmemLayoutDq{}),
+        tQrDq, params.d, [&](int r) -> GmemRow<Element> {
+            return block.template row<Element>(params, Traits::gmem_row(thread, r));
+        });
 }
 
 }  // namespace flash

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <arch_sm90.h>
+#include <dynamic_smem.h>
 
 #include "dq_sums_sm90.h"
 #include "flash.h"
@@ -24,8 +25,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         std::conditional_t<Traits::kWide, MainloopBwdWideSm90<Traits>,
                            std::conditional_t<(Traits::kHeadDim <= 64), MainloopBwd64Sm90<Traits>,
                                               MainloopBwdSm90<Traits>>>;
-    extern __shared__ __align__(1024) char smem[];
-    auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
+    auto &storage = dynamic_smem<typename Traits::SharedStorage>();
 
     bool const owns = Traits::kMayOwnHeads && queue.group == 0;
     int const writers = Mainloop::Writer::count(params, owns);

@@ -4,6 +4,7 @@
 
 #include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
+#include <dynamic_smem.h>
 
 #include <cute/config.hpp>
 
@@ -210,7 +211,7 @@ template <class Stats>
 __global__ void __launch_bounds__(Stats::kThreads)
     flash_bwd_sinks_kernel(__grid_constant__ Flash_bwd_params const params) {
     constexpr int kWarps = Stats::kThreads / 32;
-    __shared__ float sums[kWarps];
+    auto &sums = dynamic_smem<float[kWarps]>();
     int const thread = threadIdx.x;
     int const head = blockIdx.x;
     float const sink = params.sinks_ptr[head];

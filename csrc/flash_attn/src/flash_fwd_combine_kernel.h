@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 #include <cutlass/numeric_types.h>
+#include <dynamic_smem.h>
 
 #include <algorithm>
 #include <bit>
@@ -209,8 +210,7 @@ __global__ void __launch_bounds__(Combine<Traits::kConfig>::kThreads,
     flash_fwd_combine_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Merge = Combine<Traits::kConfig>;
     if constexpr (Traits::kConfig.arch == 90) cudaGridDependencySynchronize();
-    extern __shared__ __align__(1024) char smem[];
-    auto &storage = *reinterpret_cast<typename Merge::SharedStorage *>(smem);
+    auto &storage = dynamic_smem<typename Merge::SharedStorage>();
     auto const &plan = *static_cast<WorkPlan const *>(params.plan_ptr);
     int64_t const rows = int64_t(plan.split_positions) * params.h;
     bool const alone = rows > gridDim.x;

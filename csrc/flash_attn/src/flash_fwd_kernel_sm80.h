@@ -1,6 +1,8 @@
 // The sm80-class forward kernel: one CTA, one tile of queries.
 #pragma once
 
+#include <dynamic_smem.h>
+
 #include "cta_plan.h"
 #include "epilogue_fwd.h"
 #include "flash.h"
@@ -16,13 +18,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     flash_fwd_kernel_sm80(__grid_constant__ Flash_fwd_params const params) {
     constexpr FwdConfig C = Traits::kConfig;
     using Mainloop = MainloopFwdSm80<C>;
-    extern __shared__ char smem[];
-    auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
+    auto &storage = dynamic_smem<typename Traits::SharedStorage>();
 
     CtaPlan<C> *own = nullptr;
     if (CtaPlan<C>::suits(params)) {
         static_assert(sizeof(CtaPlan<C>) <= sizeof(storage));
-        own = reinterpret_cast<CtaPlan<C> *>(smem);
+        own = reinterpret_cast<CtaPlan<C> *>(&storage);
         own->make(params, params.num_splits > 1);
         __syncthreads();
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <arch_sm90.h>
+#include <dynamic_smem.h>
 
 #include "cta_plan.h"
 #include "flash.h"
@@ -22,8 +23,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
                           __grid_constant__ SmallCap const small_cap) {
     constexpr FwdConfig C = Traits::kConfig;
     using Mainloop = MainloopFwdSm90<C>;
-    extern __shared__ __align__(1024) char smem[];
-    auto &storage = *reinterpret_cast<typename Traits::SharedStorage *>(smem);
+    auto &storage = dynamic_smem<typename Traits::SharedStorage>();
 
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x / 128), 0);
     if (threadIdx.x == 0) {

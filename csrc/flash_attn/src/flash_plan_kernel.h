@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <dynamic_smem.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -462,8 +463,7 @@ __global__ void __launch_bounds__(Planner<Tiles>::kMaxThreads, 1)
             return;
         }
     }
-    extern __shared__ __align__(1024) char smem[];
-    Plan::run(params, *reinterpret_cast<typename Plan::SharedStorage *>(smem));
+    Plan::run(params, dynamic_smem<typename Plan::SharedStorage>());
 }
 
 // Enqueues the plan of params.plan_ptr, if it is not null, and what is appended to a cache. A plan

@@ -93,7 +93,6 @@ cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const *config, void (*kernel)(
         .block = {config->blockDim.x, config->blockDim.y, config->blockDim.z},
         .smem_bytes = config->dynamicSmemBytes,
         .kernel = reinterpret_cast<void const *>(kernel),
-        .dynamic_smem = &sim_dynamic_smem,
     };
     for (unsigned i = 0; i < config->numAttrs; ++i) {
         cudaLaunchAttribute const &attribute = config->attrs[i];

@@ -1,29 +1,25 @@
 #include "block.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "asan.h"
 #include "tsan.h"
-#include "turns.h"
+#include "workers.h"
 
-constinit thread_local sim::Dim3 threadIdx{};
-constinit thread_local sim::Dim3 blockIdx{};
-constinit thread_local sim::Dim3 blockDim{};
-constinit thread_local sim::Dim3 gridDim{};
+constinit sim::Dim3 threadIdx{};
+constinit sim::Dim3 blockIdx{};
+constinit sim::Dim3 blockDim{};
+constinit sim::Dim3 gridDim{};
 
 namespace sim {
 
 namespace {
 
-constinit thread_local Block *current_block = nullptr;
-
-constexpr size_t kStackBytes = 512 * 1024;
+constinit Block *current_block = nullptr;
 
 char const *name_of(WarpInstruction instruction) {
     switch (instruction) {
@@ -71,56 +67,46 @@ void Block::explain_report(char const *) {
 
 void lane_entry() {
     Block &block = *current_block;
-    fiber_entered(block.lane_->fiber);
+    fiber_entered();
     block.entered(*block.lane_);
     block.body_();
     block.exit_lane();
 }
 
 Block::Block(Launch const &launch, std::function<void()> const &body, Settings const &settings,
-             Turns &turns, Dependency &dependency, Cluster &cluster, int rank)
+             Workers &workers, Dependency &dependency, Cluster &cluster, int rank)
     : launch_(launch),
       body_(body),
       settings_(settings),
-      turns_(turns),
+      workers_(workers),
       dependency_(dependency),
       cluster_(cluster),
       rank_(rank),
-      smem_(static_cast<std::byte *>(launch.dynamic_smem())) {
-    size_t const threads = size_t(launch.block.x) * launch.block.y * launch.block.z;
-    size_t const guard = sysconf(_SC_PAGESIZE);
-    stack_span_ = threads * (kStackBytes + guard);
-    void *const stacks = mmap(nullptr, stack_span_, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stacks == MAP_FAILED) {
+      smem_(static_cast<std::byte *>(std::aligned_alloc(1024, kMaxSmemBytes))),
+      lanes_(size_t(launch.block.x) * launch.block.y * launch.block.z),
+      stacks_(lanes_.size()) {
+    if (smem_ == nullptr) {
         throw std::bad_alloc();
     }
-    stacks_ = static_cast<std::byte *>(stacks);
-    lanes_.resize(threads);
-    warps_.resize((threads + kWarpSize - 1) / kWarpSize);
-    for (size_t i = 0; i < threads; ++i) {
+    warps_.resize((lanes_.size() + kWarpSize - 1) / kWarpSize);
+    for (size_t i = 0; i < lanes_.size(); ++i) {
         Lane &lane = lanes_[i];
         lane.index = static_cast<int>(i);
         lane.lane = lane.index % kWarpSize;
         lane.warp = lane.index / kWarpSize;
         lane.thread = {unsigned(i % launch.block.x), unsigned(i / launch.block.x % launch.block.y),
                        unsigned(i / launch.block.x / launch.block.y)};
-        std::byte *const span = stacks_ + i * (kStackBytes + guard);
-        mprotect(span, guard, PROT_NONE);  // an overflowing stack faults instead of corrupting
-        lane.fiber.stack = span + guard;
-        lane.fiber.stack_bytes = kStackBytes;
+        stacks_.give(i, lane.fiber);
         warps_[lane.warp].lanes[lane.lane] = &lane;
         warps_[lane.warp].full |= 1u << lane.lane;
     }
-    fiber_adopt_thread(main_);
     asan::on_report(&Block::explain_report);
     asan::forbid(smem_ + launch_.smem_bytes, kMaxSmemBytes - launch_.smem_bytes);
 }
 
 Block::~Block() {
     asan::allow(smem_, kMaxSmemBytes);
-    fiber_release(main_);
-    munmap(stacks_, stack_span_);
+    std::free(smem_);
 }
 
 uint64_t Block::random() {
@@ -130,27 +116,11 @@ uint64_t Block::random() {
     return random_state_;
 }
 
-bool Block::run(uint64_t linear_index) {
-    start(linear_index);
-    current_block = this;
-    if (cluster_.enter(*this)) {
-        Lane *const first = pick(&warps_[random() % warps_.size()]);
-        switch_to(main_, *first);
-    } else {
-        error_code_ = kLaunchFailure;
-    }
-    current_block = nullptr;
-    finish();
-    cluster_.leave(*this, error_code_ != kSuccess);
-    return error_code_ == kSuccess;
-}
-
 void Block::start(uint64_t linear_index) {
     linear_index_ = linear_index;
     block_ = {unsigned(linear_index % launch_.grid.x),
               unsigned(linear_index / launch_.grid.x % launch_.grid.y),
               unsigned(linear_index / launch_.grid.x / launch_.grid.y)};
-    blockIdx = block_;
     blockDim = launch_.block;
     gridDim = launch_.grid;
     // splitmix64 of seed and block: neighbouring blocks must not share a schedule, and xorshift
@@ -190,14 +160,15 @@ void Block::start(uint64_t linear_index) {
         sm90_.activate();  // barriers join knowledge only in an active block
     }
     counters_.blocks += 1;
+    lane_ = pick(&warps_[random() % warps_.size()]);
 }
 
-void Block::finish() {
-    // Orders this block's accesses before those of the host and of the next block on this OS
-    // thread.
+void Block::finish(bool failed) {
+    current_block = nullptr;
+    // Orders this block's accesses before those of the host and of the worker's next block.
     tsan::acquire(&block_end_tag_);
     // Unfinished fibres are not released: ThreadSanitizer reports fibres that end halfway.
-    if (error_code_ != kSuccess) {
+    if (failed) {
         return;
     }
     for (Lane &lane : lanes_) {
@@ -206,18 +177,16 @@ void Block::finish() {
     }
 }
 
-void Block::entered(Lane &lane) {
-    lane_ = &lane;
-    threadIdx = lane.thread;
+Fiber &Block::resumed() {
+    current_block = this;
+    return lane_->fiber;
 }
 
-void Block::switch_to(Fiber &from, Lane &next) {
-    Lane *const self = lane_;
-    lane_ = &next;
-    fiber_switch(from, next.fiber);
-    if (&from != &main_) {
-        entered(*self);
-    }
+void Block::entered(Lane &lane) {
+    current_block = this;
+    lane_ = &lane;
+    blockIdx = block_;
+    threadIdx = lane.thread;
 }
 
 Lane *Block::pick(Warp *preferred) {
@@ -270,7 +239,16 @@ void Block::execute_atomic(void const *address, std::function<void()> const &ato
     tsan::Unwatched const unwatched;
     check_dependency("atomic", address);
     ++counters_.atomics;
-    turns_.take(cluster_.unit(), last, atomic);
+    Lane &self = *lane_;
+    workers_.await_turn();
+    entered(self);
+    // Atomics at one address order what their threads did before them and do after them.
+    void *const tag = const_cast<void *>(address);
+    tsan::acquire(tag);
+    atomic();
+    tsan::release(tag);
+    workers_.end_turn(last);
+    entered(self);
 }
 
 // A polling thread must not starve the copies and the other warps, nor other blocks: each poll is a
@@ -335,13 +313,15 @@ void Block::suspend(Warp *preferred) {
         fail(kLaunchFailure, "deadlock: " + cluster_.describe());
     }
     if (next != &self) {
-        switch_to(self.fiber, *next);
+        lane_ = next;
+        fiber_switch(next->fiber);
+        entered(self);
     }
 }
 
 void Block::exit_lane() {
     Lane &self = *lane_;
-    Fiber *next = &main_;
+    Fiber *next = nullptr;
     {
         tsan::Unwatched const unwatched;
         Warp &warp = warps_[self.warp];
@@ -362,10 +342,12 @@ void Block::exit_lane() {
             }
             lane_ = other;
             next = &lane_->fiber;
+        } else {
+            next = &cluster_.after(*this);
         }
     }
     tsan::release(&block_end_tag_);
-    fiber_switch(self.fiber, *next);
+    fiber_switch(*next);
     __builtin_unreachable();
 }
 
@@ -586,11 +568,8 @@ void Block::give_up(int code, std::string const &message) {
     Block &running = current();
     running.error_code_ = code;
     running.error_ = message;
-    fiber_switch(running.lane_->fiber, running.main_);
-    __builtin_unreachable();
+    running.cluster_.abandon(running);
 }
-
-void Block::abandon() { give_up(kLaunchFailure, ""); }
 
 bool Block::can_go_on() const {
     return std::any_of(warps_.begin(), warps_.end(), [](Warp const &w) { return w.ready != 0; });

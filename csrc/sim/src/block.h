@@ -70,7 +70,7 @@ enum class Waiting : uint8_t {
     exited
 };
 
-class Turns;
+class Workers;
 
 struct Lane {
     Fiber fiber;
@@ -127,18 +127,23 @@ struct Barrier {
     Knowledge knowledge;  // joined over the threads that have arrived
 };
 
-// Runs blocks of one launch, one after another, on the calling OS thread.
+// Blocks of one launch, one after another: those of one rank of a worker's clusters.
 class Block {
   public:
     Block(Launch const &launch, std::function<void()> const &body, Settings const &settings,
-          Turns &turns, Dependency &dependency, Cluster &cluster, int rank);
+          Workers &workers, Dependency &dependency, Cluster &cluster, int rank);
     ~Block();
     Block(Block const &) = delete;
     Block &operator=(Block const &) = delete;
 
-    // False if the block failed; see error() and error_code().
-    bool run(uint64_t linear_index);
-    // Empty if the block was aborted because another block of its cluster failed.
+    // Makes its threads ready to run. The lane that goes first is drawn.
+    void start(uint64_t linear_index);
+    // Makes this the running block: the fibre to switch to.
+    Fiber &resumed();
+    // After a switch back to the lane: it runs.
+    void entered(Lane &lane);
+    // Called by the cluster's caller when all its blocks have ended, or one has failed.
+    void finish(bool failed);
     std::string const &error() const { return error_; }
     int error_code() const { return error_code_; }
     Counters const &counters() const { return counters_; }
@@ -200,7 +205,7 @@ class Block {
         return static_cast<int>((settings_.seed * 7 + linear_index_ * 5 + warp) % kWarpSize);
     }
 
-    // Ends the running block, which in a cluster may differ from *this. The message names the
+    // Ends the running block's cluster; the block may differ from *this. The message names the
     // running thread.
     [[noreturn]] void fail(int code, std::string const &message);
     // The same, without naming the thread.
@@ -213,19 +218,14 @@ class Block {
     friend class Sm90;
     friend class Cluster;
     void check_sums(char const *what, float const *address, int bytes);
-    void start(uint64_t linear_index);
-    void finish();
     // Switches to another ready lane: of warp `preferred` if given, else of the running warp.
     void suspend(Warp *preferred = nullptr);
-    void switch_to(Fiber &from, Lane &next);
-    void entered(Lane &lane);
     Lane *pick(Warp *preferred);
     // Like pick(). If no lane is ready, runs another block of the cluster, completes a copy in
     // flight or ends the previous kernel, and tries again. Null in a deadlock.
     Lane *pick_or_land(Warp *preferred);
     [[noreturn]] void exit_lane();
     bool can_go_on() const;
-    [[noreturn]] void abandon();
     // Ends the previous kernel and wakes the lanes that wait for it; false if there are none.
     bool end_dependency();
     void check_not_awaited(Lane const &lane);
@@ -243,17 +243,15 @@ class Block {
     Launch const &launch_;
     std::function<void()> const &body_;
     Settings const &settings_;
-    Turns &turns_;
+    Workers &workers_;
     Dependency &dependency_;
     Cluster &cluster_;
     int const rank_;
-    std::byte *smem_;
-    std::byte *stacks_;
-    size_t stack_span_;
+    std::byte *const smem_;
     std::vector<Lane> lanes_;
+    Stacks const stacks_;
     std::vector<Warp> warps_;
     std::array<Barrier, kBarriers> barriers_;
-    Fiber main_;
     Lane *lane_ = nullptr;
     int alive_ = 0;
     uint64_t linear_index_ = 0;

@@ -5,17 +5,52 @@
 
 namespace sim {
 
-Cluster::Cluster(Launch const &launch, Settings const &settings)
-    : shape_(launch.cluster),
+namespace {
+
+// The linear index of a block in the grid. x is fastest, in the grid and in the cluster.
+uint64_t block_index(Launch const &launch, uint64_t unit, uint64_t rank) {
+    Dim3 const &g = launch.grid, &c = launch.cluster;
+    uint64_t const x = unit % (g.x / c.x) * c.x + rank % c.x;
+    uint64_t const y = unit / (g.x / c.x) % (g.y / c.y) * c.y + rank / c.x % c.y;
+    uint64_t const z = unit / (g.x / c.x) / (g.y / c.y) * c.z + rank / c.x / c.y;
+    return x + g.x * (y + g.y * z);
+}
+
+}  // namespace
+
+Cluster::Cluster(Launch const &launch, std::function<void()> const &body, Settings const &settings,
+                 Workers &workers, Dependency &dependency)
+    : launch_(launch),
       settings_(settings),
       blocks_(size_t(launch.cluster.x) * launch.cluster.y * launch.cluster.z),
-      ended_(blocks_.size()) {}
+      ended_(blocks_.size()) {
+    for (int rank = 0; rank < size(); ++rank) {
+        blocks_[rank] =
+            std::make_unique<Block>(launch, body, settings, workers, dependency, *this, rank);
+    }
+}
+
+Cluster::~Cluster() = default;
+
+Block *Cluster::run(uint64_t unit) {
+    start(unit);
+    main_ = &running_fiber();
+    for (int rank = 0; rank < size(); ++rank) {
+        block(rank).start(block_index(launch_, unit, static_cast<uint64_t>(rank)));
+    }
+    fiber_switch(block(static_cast<int>(random() % size())).resumed());
+    for (auto const &block : blocks_) {
+        block->finish(failed_ != nullptr);
+    }
+    return failed_;
+}
 
 void Cluster::start(uint64_t unit) {
     unit_ = unit;
     random_state_ = (settings_.seed * 0x9E3779B97F4A7C15u + unit * 0xD1B54A32D192ED03u) | 1;
     std::fill(ended_.begin(), ended_.end(), false);
-    alive_ = arrived_ = 0;
+    alive_ = size() * static_cast<int>(block(0).lanes_.size());
+    arrived_ = 0;
     phase_ = 0;
     waiters_.clear();
     incoming_ = published_ = {};
@@ -31,53 +66,6 @@ uint64_t Cluster::random() {
     random_state_ ^= random_state_ >> 7;
     random_state_ ^= random_state_ << 17;
     return random_state_ >> 16;
-}
-
-bool Cluster::enter(Block &block) {
-    blocks_[block.rank()] = &block;
-    if (size() == 1) {
-        alive_ = static_cast<int>(block.lanes_.size());
-        return true;
-    }
-    if (entered_.fetch_add(1) + 1 == size()) {
-        alive_ = size() * static_cast<int>(block.lanes_.size());
-        hand_to(static_cast<int>(random() % size()));
-    }
-    await_turn(block.rank());
-    return !abandoned();
-}
-
-void Cluster::leave(Block &block, bool failed) {
-    if (size() == 1) {
-        return;
-    }
-    ended_[block.rank()] = true;
-    if (failed) {
-        abandoned_ = true;
-    }
-    int next = draw_ready(block.rank());
-    for (int rank = 0; rank < size() && next < 0; ++rank) {
-        next = ended_[rank] ? -1 : rank;
-    }
-    left_.fetch_add(1);
-    if (next >= 0) {
-        hand_to(next);
-    }
-    left_.notify_all();
-    for (int left = left_; left != size(); left = left_) {
-        left_.wait(left);
-    }
-}
-
-void Cluster::hand_to(int rank) {
-    turn_ = rank;
-    turn_.notify_all();
-}
-
-void Cluster::await_turn(int rank) {
-    for (int turn = turn_; turn != rank; turn = turn_) {
-        turn_.wait(turn);
-    }
 }
 
 int Cluster::draw_ready(int except) {
@@ -96,12 +84,25 @@ bool Cluster::pass_turn(Block &block) {
     if (next < 0) {
         return false;
     }
-    hand_to(next);
-    await_turn(block.rank());
-    if (abandoned()) {
-        block.abandon();
-    }
+    Lane &self = block.lane();
+    fiber_switch(this->block(next).resumed());
+    block.entered(self);
     return true;
+}
+
+Fiber &Cluster::after(Block &block) {
+    ended_[block.rank()] = true;
+    int next = size() == 1 ? -1 : draw_ready(block.rank());
+    for (int rank = 0; rank < size() && next < 0; ++rank) {
+        next = ended_[rank] ? -1 : rank;
+    }
+    return next < 0 ? *main_ : this->block(next).resumed();
+}
+
+void Cluster::abandon(Block &block) {
+    failed_ = &block;
+    fiber_switch(*main_);
+    __builtin_unreachable();
 }
 
 void Cluster::pass_turn_at_random(Block &block) {
@@ -122,7 +123,7 @@ bool Cluster::land_one() {
 
 bool Cluster::end_dependency() {
     bool any = false;
-    for (Block *const block : blocks_) {
+    for (auto const &block : blocks_) {
         any = block->end_dependency() || any;
     }
     return any;
@@ -276,6 +277,7 @@ void cluster_arrive(bool relaxed) {
 }
 void cluster_wait() { Block::current().cluster_barrier(WarpInstruction::cluster_wait, false); }
 
+void *dynamic_smem() { return Block::current().smem_at(kReservedSmem); }
 void *map_shared_rank(void const *address, uint32_t rank) {
     Block &block = Block::current();
     return block.map_to(block.peer(rank, "mapa"), address);

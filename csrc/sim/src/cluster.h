@@ -1,10 +1,11 @@
-// The blocks of one cluster. Each has an OS thread, because __shared__ variables are thread-local.
-// Only one of them runs at a time; the seed determines the order.
+// A cluster of blocks, of which one runs at a time; the seed determines the order. A block that is
+// launched without a cluster is one of its own.
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,33 +17,40 @@
 namespace sim {
 
 class Block;
+class Dependency;
+class Workers;
+struct Fiber;
 struct Lane;
 
 inline constexpr int kMaxClusterBlocks = 16;
 
 class Cluster {
   public:
-    Cluster(Launch const &launch, Settings const &settings);
+    Cluster(Launch const &launch, std::function<void()> const &body, Settings const &settings,
+            Workers &workers, Dependency &dependency);
+    ~Cluster();
+    Cluster(Cluster const &) = delete;
+    Cluster &operator=(Cluster const &) = delete;
 
     int size() const { return static_cast<int>(blocks_.size()); }
-    Dim3 shape() const { return shape_; }
-    // Resets the cluster for the next unit, before its blocks run.
-    void start(uint64_t unit);
+    Dim3 shape() const { return launch_.cluster; }
     uint64_t unit() const { return unit_; }
     Block &block(int rank) const { return *blocks_[rank]; }
     bool ended(int rank) const { return ended_[rank]; }
 
-    // Called by the OS thread of each block. enter() returns when the block is scheduled, false if
-    // another block has failed. leave() returns when all blocks have called it.
-    bool enter(Block &block);
-    void leave(Block &block, bool failed);
+    // Runs the blocks of the unit to their ends. Null, or the block that failed: the others stay
+    // as they are, and the cluster can't run another unit.
+    Block *run(uint64_t unit);
 
     // Called by the running block: switches to another block with a ready lane, and returns when
     // `block` is scheduled again. False if no other block has a ready lane.
     bool pass_turn(Block &block);
     // The same with probability 1/16.
     void pass_turn_at_random(Block &block);
-    bool abandoned() const { return abandoned_; }
+    // The fibre that goes on when the block has ended.
+    Fiber &after(Block &block);
+    // Called by the running block, which has failed.
+    [[noreturn]] void abandon(Block &block);
     // Completes one copy in flight to any of the blocks; false if there is none.
     bool land_one();
     // Ends the previous kernel; false if no thread waits for that.
@@ -57,21 +65,19 @@ class Cluster {
 
   private:
     uint64_t random();
-    void hand_to(int rank);
-    void await_turn(int rank);
+    // Resets the cluster for the next unit.
+    void start(uint64_t unit);
     int draw_ready(int except);
     void complete();
 
-    Dim3 const shape_;
+    Launch const &launch_;
     Settings const &settings_;
-    std::vector<Block *> blocks_;
+    std::vector<std::unique_ptr<Block>> blocks_;
     std::vector<bool> ended_;
+    Fiber *main_ = nullptr;  // that called run()
+    Block *failed_ = nullptr;
     uint64_t unit_ = 0;
     uint64_t random_state_ = 0;
-    // std::atomic's wait and notify: ThreadSanitizer intercepts the C library's synchronisation and
-    // would take it for the kernel's.
-    std::atomic<int> entered_{0}, left_{0}, turn_{-1};
-    std::atomic<bool> abandoned_{false};
     // barrier.cluster
     int alive_ = 0, arrived_ = 0;
     uint64_t phase_ = 0;

@@ -4,6 +4,7 @@
 
 #include "block.h"
 #include "tsan.h"
+#include "workers.h"
 
 namespace sim {
 
@@ -32,25 +33,21 @@ Dependency::Dependency(bool dependent, uint64_t wave, CopyMode mode) : dependent
 
 Dependency::~Dependency() { end(); }
 
-void Dependency::await(uint64_t unit) {
-    std::unique_lock lock(mutex_);
-    arrive(unit);
-    changed_.wait(lock, [&] { return over(); });
+void Dependency::await(uint64_t unit, Workers &workers) {
+    leave(unit);
+    while (!over()) {
+        workers.switch_to(static_cast<uint64_t>(std::find(running_.begin(), running_.end(), true) -
+                                                running_.begin()));
+    }
 }
 
 void Dependency::leave(uint64_t unit) {
-    std::lock_guard const lock(mutex_);
-    arrive(unit);
-}
-
-void Dependency::arrive(uint64_t unit) {
     if (unit >= running_.size() || !running_[unit]) {
         return;
     }
     running_[unit] = false;
     if (--count_running_ == 0) {
         end();
-        changed_.notify_all();
     }
 }
 
@@ -106,7 +103,10 @@ bool Block::end_dependency() {
     if (std::none_of(lanes_.begin(), lanes_.end(), waits)) {
         return false;
     }
-    dependency_.await(cluster_.unit());
+    Block &running = current();
+    Lane &self = *running.lane_;
+    dependency_.await(cluster_.unit(), workers_);
+    running.entered(self);
     if (!dependency_.early_write().empty()) {
         // The writing thread is unknown, and is not the running one.
         give_up(kLaunchFailure, dependency_.early_write());

@@ -1,17 +1,16 @@
 // Programmatic dependent launch: a kernel that starts before the previous kernel has ended.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "simulator.h"
 
 namespace sim {
+
+class Workers;
 
 // The previous kernel ends as late as possible: once every block of the first wave, units 0 to
 // `wave` - 1, waits for it or has ended. In copy mode `eager` it ends at once. Until then every
@@ -25,26 +24,24 @@ class Dependency {
     Dependency &operator=(Dependency const &) = delete;
 
     bool dependent() const { return dependent_; }
-    bool over() const { return over_.load(); }
+    bool over() const { return over_; }
     // Whether any thread has executed griddepcontrol.wait.
-    std::atomic<bool> awaited{false};
+    bool awaited = false;
 
     // Called when no thread of the unit is ready; returns once the previous kernel has ended.
-    void await(uint64_t unit);
+    void await(uint64_t unit, Workers &workers);
     // Called when the unit has ended.
     void leave(uint64_t unit);
     // After the end: a report of the first byte written too early, or empty.
     std::string const &early_write() const { return early_write_; }
 
   private:
-    void arrive(uint64_t unit);
     void end();
 
     bool const dependent_;
-    std::atomic<bool> over_{true};
-    std::mutex mutex_;  // guards what follows
-    std::condition_variable changed_;
-    std::vector<bool> running_;  // units of the first wave that neither wait nor have ended
+    bool over_ = true;
+    // By unit of the first wave, so by worker: whether it neither waits nor has ended.
+    std::vector<bool> running_;
     uint64_t count_running_ = 0;
     std::vector<std::vector<std::byte>> contents_;  // of each region, saved while it holds poison
     std::string early_write_;

@@ -1,8 +1,10 @@
 #include "fiber.h"
 
-#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
+#include <new>
 
 #if defined(SIM_UCONTEXT) || !(defined(__x86_64__) || defined(__aarch64__))
 #define SIM_USE_UCONTEXT 1
@@ -10,6 +12,7 @@
 #endif
 
 #if defined(SIM_ASAN)
+#include <pthread.h>
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -126,6 +129,8 @@ static void context_release(Fiber &) {}
 
 #endif
 
+static Fiber *running = nullptr;
+
 void fiber_prepare(Fiber &fiber, void (*entry)()) {
     context_prepare(fiber, entry);
 #if defined(SIM_ASAN)
@@ -138,26 +143,33 @@ void fiber_prepare(Fiber &fiber, void (*entry)()) {
 }
 
 void fiber_adopt_thread(Fiber &fiber) {
+    running = &fiber;
     context_adopt(fiber);
     fiber.is_thread = true;
+#if defined(SIM_ASAN)
     pthread_attr_t attributes;
     void *stack = nullptr;
     pthread_getattr_np(pthread_self(), &attributes);
     pthread_attr_getstack(&attributes, &stack, &fiber.stack_bytes);
     pthread_attr_destroy(&attributes);
     fiber.stack = static_cast<std::byte *>(stack);
+#endif
 #if defined(SIM_TSAN)
     fiber.tsan = __tsan_get_current_fiber();
 #endif
 }
 
-void fiber_entered([[maybe_unused]] Fiber &fiber) {
+void fiber_entered() {
 #if defined(SIM_ASAN)
-    __sanitizer_finish_switch_fiber(fiber.asan_fake_stack, nullptr, nullptr);
+    __sanitizer_finish_switch_fiber(running->asan_fake_stack, nullptr, nullptr);
 #endif
 }
 
-void fiber_switch(Fiber &from, Fiber &to) {
+Fiber &running_fiber() { return *running; }
+
+void fiber_switch(Fiber &to) {
+    Fiber &from = *running;
+    running = &to;
 #if defined(SIM_ASAN)
     __sanitizer_start_switch_fiber(&from.asan_fake_stack, to.stack, to.stack_bytes);
 #endif
@@ -165,7 +177,7 @@ void fiber_switch(Fiber &from, Fiber &to) {
     __tsan_switch_to_fiber(to.tsan, __tsan_switch_to_fiber_no_sync);
 #endif
     context_switch(from, to);
-    fiber_entered(from);
+    fiber_entered();
 }
 
 void fiber_release(Fiber &fiber) {
@@ -176,6 +188,29 @@ void fiber_release(Fiber &fiber) {
     }
 #endif
     fiber.context = fiber.tsan = fiber.asan_fake_stack = nullptr;
+}
+
+Stacks::Stacks(size_t count) : guard_(sysconf(_SC_PAGESIZE)), bytes_(count * (kBytes + guard_)) {
+    void *const all = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (all == MAP_FAILED) {
+        throw std::bad_alloc();
+    }
+    first_ = static_cast<std::byte *>(all);
+    for (size_t i = 0; i < count; ++i) {
+        mprotect(first_ + i * (kBytes + guard_), guard_, PROT_NONE);
+    }
+}
+
+Stacks::~Stacks() { munmap(first_, bytes_); }
+
+void Stacks::give(size_t index, Fiber &fiber) const {
+    fiber.stack = first_ + index * (kBytes + guard_) + guard_;
+    fiber.stack_bytes = kBytes;
+}
+
+bool Stacks::hold(void const *address) const {
+    return reinterpret_cast<uint64_t>(address) - reinterpret_cast<uint64_t>(first_) < bytes_;
 }
 
 }  // namespace sim

@@ -1,4 +1,5 @@
-// Fibres: the execution contexts of CUDA threads, with the sanitizers' annotations for switches.
+// Fibres: the execution contexts of CUDA threads and of SMs, with the sanitizers' annotations for
+// switches. All of them share one OS thread.
 #pragma once
 
 #include <cstddef>
@@ -11,18 +12,38 @@ struct Fiber {
     size_t stack_bytes = 0;
     void *tsan = nullptr;
     void *asan_fake_stack = nullptr;
-    bool is_thread = false;  // the context of an OS thread, on its own stack
+    bool is_thread = false;  // the context of the OS thread, on its own stack
 };
 
 // Prepares `fiber`, whose stack is set, to start at entry() at its first switch. entry() must not
 // return.
 void fiber_prepare(Fiber &fiber, void (*entry)());
-// Describes the calling OS thread, so that fibres can switch back to it.
+// Describes the OS thread as the running fibre, so that others can switch back to it.
 void fiber_adopt_thread(Fiber &fiber);
 // The first call in entry().
-void fiber_entered(Fiber &fiber);
-void fiber_switch(Fiber &from, Fiber &to);
+void fiber_entered();
+Fiber &running_fiber();
+// Leaves the running fibre for another one, and returns when one switches back.
+void fiber_switch(Fiber &to);
 // Releases what fiber_prepare or fiber_adopt_thread acquired; the fibre must not be running.
 void fiber_release(Fiber &fiber);
+
+// The stacks of some fibres. One that overflows faults instead of corrupting the next.
+class Stacks {
+  public:
+    explicit Stacks(size_t count);
+    ~Stacks();
+    Stacks(Stacks const &) = delete;
+    Stacks &operator=(Stacks const &) = delete;
+
+    void give(size_t index, Fiber &fiber) const;
+    bool hold(void const *address) const;
+
+  private:
+    static constexpr size_t kBytes = 512 * 1024;
+    size_t const guard_;
+    size_t const bytes_;
+    std::byte *first_;
+};
 
 }  // namespace sim

@@ -85,7 +85,7 @@ class Fences {
             all_ = other.all_;
             return;
         }
-        thread_local std::array<std::shared_ptr<All const>, 3> last;  // two, and both joined
+        static std::array<std::shared_ptr<All const>, 3> last;  // two, and both joined
         if (last[0] != all_ || last[1] != other.all_) {
             last = {all_, other.all_, joined(all_, other.all_)};
         }

@@ -1,16 +1,12 @@
-// Kernel launches: the checks of the CUDA runtime, then the grid over the worker threads.
+// Kernel launches: the checks of the CUDA runtime, then the grid over the workers.
 #include <algorithm>
-#include <atomic>
-#include <mutex>
-#include <optional>
-#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "block.h"
 #include "cluster.h"
 #include "dependency.h"
-#include "turns.h"
+#include "workers.h"
 
 namespace sim {
 
@@ -18,7 +14,6 @@ namespace {
 
 constexpr size_t kSmemWithoutOptIn = 48 * 1024;
 
-std::mutex mutex;  // guards what follows
 std::unordered_map<void const *, size_t> max_dynamic_smem;
 std::unordered_set<void const *> large_clusters;
 int sticky_error = kSuccess;
@@ -29,90 +24,33 @@ int reject(int code, std::string const &message) {
     return code;
 }
 
-// The merged results of a launch. A unit is one cluster.
-struct Gathered {
-    std::atomic<uint64_t> failed{UINT64_MAX};  // the lowest failing unit: a repeatable report
-    std::mutex mutex;
-    int code = kSuccess;
-};
-
-void note_failure(Block const &block, uint64_t unit, Gathered &all) {
-    std::lock_guard const lock(all.mutex);
-    // Only one block of a cluster fails. The others are aborted, without a message.
-    if (unit < all.failed.load() && !block.error().empty()) {
-        all.failed = unit;
-        all.code = block.error_code();
-        state().error = block.error();
-    }
-}
-
-void gather(Block const &block, Gathered &all) {
-    std::lock_guard const lock(all.mutex);
-    state().counters += block.counters();
-    state().trace.insert(state().trace.end(), block.trace().begin(), block.trace().end());
-}
-
-// The state of a launch in progress.
+// The state of a launch in progress. A unit is one cluster.
 struct Run {
     Launch const &launch;
     std::function<void()> const &body;
     uint64_t units;
-    Turns turns;
+    Workers workers;
     Dependency dependency;
-    Gathered all;
+    uint64_t failed = UINT64_MAX;  // the lowest failing unit: a repeatable report
+    int code = kSuccess;
 };
 
-// The linear index of a block in the grid. x is fastest, in the grid and in the cluster.
-uint64_t block_index(Launch const &launch, uint64_t unit, uint64_t rank) {
-    Dim3 const &g = launch.grid, &c = launch.cluster;
-    uint64_t const x = unit % (g.x / c.x) * c.x + rank % c.x;
-    uint64_t const y = unit / (g.x / c.x) % (g.y / c.y) * c.y + rank / c.x % c.y;
-    uint64_t const z = unit / (g.x / c.x) / (g.y / c.y) * c.z + rank / c.x / c.y;
-    return x + g.x * (y + g.y * z);
-}
-
-// The blocks of one cluster, each on an OS thread of its own.
-void run_together(Run &run, uint64_t unit) {
-    Cluster cluster(run.launch, state().settings);
-    cluster.start(unit);
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < cluster.size(); ++rank) {
-        threads.emplace_back([&, rank] {
-            Block block(run.launch, run.body, state().settings, run.turns, run.dependency, cluster,
-                        rank);
-            if (!block.run(block_index(run.launch, unit, static_cast<uint64_t>(rank)))) {
-                note_failure(block, unit, run.all);
-            }
-            gather(block, run.all);
-        });
-    }
-    for (std::thread &thread : threads) {
-        thread.join();
-    }
-}
-
-// Runs every `workers`-th unit from `first` on.
-void work(Run &run, uint64_t first, uint64_t workers) {
-    Cluster alone(run.launch, state().settings);
-    std::optional<Block> block;
-    if (alone.size() == 1) {
-        block.emplace(run.launch, run.body, state().settings, run.turns, run.dependency, alone, 0);
-    }
-    for (uint64_t unit = first; unit < run.units; unit += workers) {
-        bool const skipped = unit > run.all.failed.load();
-        if (!skipped && !block) {
-            run_together(run, unit);
-        } else if (!skipped) {
-            alone.start(unit);
-            if (!block->run(unit)) {
-                note_failure(*block, unit, run.all);
-            }
+// Runs every so many-th unit from `worker` on.
+void work(Run &run, uint64_t worker) {
+    Cluster cluster(run.launch, run.body, state().settings, run.workers, run.dependency);
+    for (uint64_t unit = worker; unit < run.units; unit += run.workers.count()) {
+        Block const *const failed = unit > run.failed ? nullptr : cluster.run(unit);
+        if (failed != nullptr && unit < run.failed) {
+            run.failed = unit;
+            run.code = failed->error_code();
+            state().error = failed->error();
         }
         run.dependency.leave(unit);
     }
-    run.turns.leave(first);
-    if (block) {
-        gather(*block, run.all);
+    for (int rank = 0; rank < cluster.size(); ++rank) {
+        Block const &block = cluster.block(rank);
+        state().counters += block.counters();
+        state().trace.insert(state().trace.end(), block.trace().begin(), block.trace().end());
     }
 }
 
@@ -137,7 +75,6 @@ State &state() {
 }
 
 int set_max_dynamic_smem(void const *kernel, int bytes) {
-    std::lock_guard const lock(mutex);
     size_t const limit = std::min(state().settings.smem_limit, kMaxSmemBytes);
     if (bytes < 0 || static_cast<size_t>(bytes) > limit) {
         return reject(kInvalidValue, "the kernel asks for " + std::to_string(bytes) +
@@ -149,7 +86,6 @@ int set_max_dynamic_smem(void const *kernel, int bytes) {
 }
 
 void allow_large_clusters(void const *kernel, bool allowed) {
-    std::lock_guard const lock(mutex);
     if (allowed) {
         large_clusters.insert(kernel);
     } else {
@@ -158,7 +94,6 @@ void allow_large_clusters(void const *kernel, bool allowed) {
 }
 
 int launch(Launch const &launch, std::function<void()> const &body) {
-    std::lock_guard const lock(mutex);
     state().error.clear();
     Dim3 const &g = launch.grid;
     Dim3 const &b = launch.block;
@@ -189,32 +124,24 @@ int launch(Launch const &launch, std::function<void()> const &body) {
     Run run{.launch = launch,
             .body = body,
             .units = units,
-            .turns = {workers, settings.seed},
-            .dependency = {launch.dependent, workers, settings.copy_mode},
-            .all = {}};
-    std::vector<std::thread> threads_of_host;
-    for (uint64_t i = 0; i < workers; ++i) {
-        threads_of_host.emplace_back(work, std::ref(run), i, workers);
-    }
-    for (std::thread &thread : threads_of_host) {
-        thread.join();
-    }
-    if (run.all.code == kSuccess && launch.dependent && !run.dependency.awaited) {
-        run.all.code = kLaunchFailure;
+            .workers = {workers, settings.seed, [&](uint64_t worker) { work(run, worker); }},
+            .dependency = {launch.dependent, workers, settings.copy_mode}};
+    run.workers.run();
+    if (run.code == kSuccess && launch.dependent && !run.dependency.awaited) {
+        run.code = kLaunchFailure;
         state().error =
             "programmatic dependent launch: no thread executes griddepcontrol.wait, so the kernel "
             "is not ordered after the previous one";
     }
-    if (run.all.code != kSuccess) {
-        sticky_error = run.all.code;
+    if (run.code != kSuccess) {
+        sticky_error = run.code;
     }
-    return run.all.code;
+    return run.code;
 }
 
 int sm_count() { return state().settings.sms; }
 
 int last_error(bool clear) {
-    std::lock_guard const lock(mutex);
     int const error = sticky_error;
     if (clear) {
         sticky_error = kSuccess;

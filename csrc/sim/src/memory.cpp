@@ -40,7 +40,7 @@ int Block::region_of(void const *address, int bytes) const {
 void Block::note_access(void const *address, int bytes, bool write, void const *site) {
     tsan::Unwatched const unwatched;
     auto const at = reinterpret_cast<uint64_t>(address);
-    if (at - reinterpret_cast<uint64_t>(stacks_) < stack_span_) {
+    if (stacks_.hold(address)) {
         return;
     }
     bool const shared = at - reinterpret_cast<uint64_t>(smem_) < kMaxSmemBytes;

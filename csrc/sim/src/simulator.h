@@ -34,7 +34,7 @@ struct Settings {
     // The second argument of __launch_bounds__: blocks that share an SM's registers.
     int min_ctas = 1;
 
-    // Blocks at a time, each in an OS thread.
+    // Blocks at a time.
     int resident_blocks() const { return sms * min_ctas; }
 };
 

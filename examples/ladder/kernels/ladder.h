@@ -11,6 +11,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <dynamic_smem.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -121,8 +122,7 @@ template <class Rung, class Maps>
 __global__ void __launch_bounds__(Rung::kThreads, Rung::kMinCtas)
     ladder_kernel(__grid_constant__ Flash_fwd_params const params,
                   __grid_constant__ Maps const maps) {
-    extern __shared__ __align__(1024) char smem[];
-    auto &storage = *reinterpret_cast<typename Rung::SharedStorage *>(smem);
+    auto &storage = flash::dynamic_smem<typename Rung::SharedStorage>();
     if constexpr (std::is_same_v<Maps, NoMaps>) {
         Rung::run(params, storage);
     } else {

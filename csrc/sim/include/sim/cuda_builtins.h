@@ -18,18 +18,17 @@
 #pragma GCC visibility push(default)
 // Written by the scheduler whenever it resumes a CUDA thread. constinit spares each access the
 // check for a dynamic initialiser.
-extern constinit thread_local sim::Dim3 threadIdx;
-extern constinit thread_local sim::Dim3 blockIdx;
-extern constinit thread_local sim::Dim3 blockDim;
-extern constinit thread_local sim::Dim3 gridDim;
+extern constinit sim::Dim3 threadIdx;
+extern constinit sim::Dim3 blockIdx;
+extern constinit sim::Dim3 blockDim;
+extern constinit sim::Dim3 gridDim;
 #pragma GCC visibility pop
 
 inline constexpr int warpSize = 32;
 
-// All CUDA threads of a block are fibres of one OS thread, so its thread-local variables are shared
-// by the block.
+// A block's only shared memory is what <dynamic_smem.h> returns: a declaration does not compile.
 #undef __shared__
-#define __shared__ thread_local
+#define __shared__ has_to_be_dynamic_smem
 
 inline void __syncthreads() { sim::barrier_sync(0, 0); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { sim::warp_sync(mask); }

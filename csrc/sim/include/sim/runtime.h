@@ -51,6 +51,9 @@ uint32_t ballot(uint32_t mask, bool predicate);
 // memory. Accesses to register fragments (fibre stacks) are recognised and ignored.
 void note_access(void const *address, int bytes, bool write);
 
+// The dynamic shared memory of the block that runs, at a multiple of 1024 bytes.
+void *dynamic_smem();
+
 struct Dim3 {
     unsigned x, y, z;
 };
@@ -58,10 +61,9 @@ struct Dim3 {
 struct Launch {
     Dim3 grid, block;
     size_t smem_bytes;
-    void const *kernel;       // identifies the kernel whose function attributes apply
-    void *(*dynamic_smem)();  // this OS thread's array behind `extern __shared__`
-    Dim3 cluster{1, 1, 1};    // in blocks
-    bool dependent = false;   // programmatic dependent launch: may overlap the previous kernel
+    void const *kernel;      // identifies the kernel whose function attributes apply
+    Dim3 cluster{1, 1, 1};   // in blocks
+    bool dependent = false;  // programmatic dependent launch: may overlap the previous kernel
 };
 
 // Runs every block of the grid to completion; returns a cudaError_t.
@@ -76,7 +78,3 @@ char const *error_text(int error);
 }  // namespace sim
 
 #pragma GCC visibility pop
-
-// Defined by the translation unit that defines the dynamic shared memory array
-// (flashcute/sim/build.py).
-extern "C" __attribute__((visibility("hidden"))) void *sim_dynamic_smem();
