@@ -183,6 +183,25 @@ def load(artefact: cache.Artefact, config: AnyConfig, target: str) -> Kernel:
     entry.restype = ctypes.c_void_p
     address = entry()
     description = FlashKernel.from_address(address)
+    check_description(description, config, path)
+    return Kernel(
+        config=config,
+        target=target,
+        path=path,
+        address=address,
+        threads=description.threads,
+        smem_bytes=description.smem_bytes,
+        registers=artefact.meta["registers"],
+        spill_bytes=artefact.meta["spill_bytes"],
+    )
+
+
+def check_description(description: FlashKernel, config: AnyConfig, path: Path) -> None:
+    """Compares what a kernel of ``path`` says of itself with ``config``.
+
+    Raises:
+        BuildError: names the first field that differs from what this package expects.
+    """
     params = FlashBwdParams if config.kind == "bwd" else FlashFwdParams
     expected = {
         "abi_version": ABI_VERSION,
@@ -201,16 +220,6 @@ def load(artefact: cache.Artefact, config: AnyConfig, target: str) -> Kernel:
                 f"flashcute: expected {field}={value} in the kernel {path}, got {field}={got}; it "
                 "belongs to another version of flashcute: remove the file, it is then built again"
             )
-    return Kernel(
-        config=config,
-        target=target,
-        path=path,
-        address=address,
-        threads=description.threads,
-        smem_bytes=description.smem_bytes,
-        registers=artefact.meta["registers"],
-        spill_bytes=artefact.meta["spill_bytes"],
-    )
 
 
 _loaded: dict[tuple[AnyConfig, str], Kernel] = {}
