@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import tiers
 import torch
 from ladder import RUNGS, counters, launch, report, rungs, simulate
 
 from flashcute import jit, sim, testing
-from flashcute.jit import toolchain
+from flashcute.jit import build, toolchain
 
 # (seqlen_q, seqlen_k): whole tiles, one past their edges, rows that see no key, no keys.
 LENGTHS = ((64, 128), (65, 129), (17, 200), (100, 33), (1, 1), (5, 0))
@@ -25,7 +28,9 @@ def make_qkv(seqlen_q, seqlen_k, d, dtype, seed=0):
 def built():
     """The rungs for the simulator, compiled side by side."""
     sim.build_runners(["none"])
-    return simulate.build_kernels([(launch.variants(rung)[0], "none") for rung in RUNGS])
+    return simulate.build_kernels(
+        [(kernel, "none") for rung in RUNGS for kernel in kernels_of(rung)]
+    )
 
 
 def test_every_file_is_a_rung():
@@ -41,33 +46,44 @@ def test_find():
         rungs.find("99")
 
 
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize("d", rungs.HEAD_DIMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
-def test_right_in_the_simulator(built, rung, dtype, d, causal):
+def kernels_of(rung):
+    """Its kernels that this run covers: with all values, and with every pair of two of them."""
+    return launch.variants(rung) if tiers.everything else launch.half(launch.variants(rung)[0])
+
+
+@pytest.mark.parametrize(
+    "kernel", [kernel for rung in RUNGS for kernel in kernels_of(rung)], ids=lambda k: k.name
+)
+def test_right_in_the_simulator(built, kernel):
+    d, causal = kernel.head_dim, kernel.causal
     for seed, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
-        q, k, v = make_qkv(seqlen_q, seqlen_k, d, DTYPES[dtype], seed)
+        q, k, v = make_qkv(seqlen_q, seqlen_k, d, DTYPES[kernel.dtype], seed)
         copy_mode = sim.COPY_MODES[seed % len(sim.COPY_MODES)]
-        result = simulate.attention(rung, q, k, v, causal=causal, seed=seed, copy_mode=copy_mode)
+        options = {"causal": causal, "seed": seed, "copy_mode": copy_mode}
+        result = simulate.attention(kernel.rung, q, k, v, **options)
         assert result.verdict == "pass", result.message
         testing.check_forward(result.out.to(q.dtype), result.lse, q, k, v, causal=causal)
 
 
 @pytest.fixture(scope="module")
 def checked():
-    """Each rung's kernels for fp16 and d = 64 with both checkers, compiled side by side."""
+    """The kernels of :func:`masks_of` with both checkers, compiled side by side."""
     sim.build_runners(CHECKERS)
-    variants = [launch.Variant(rung, "fp16", 64, causal=True) for rung in RUNGS]
+    variants = [launch.Variant(rung, "fp16", 64, mask) for rung in RUNGS for mask in masks_of(rung)]
     return simulate.build_kernels([(v, checker) for v in variants for checker in CHECKERS])
+
+
+def masks_of(rung):
+    """Whether with a causal mask: every other rung, or each with and without."""
+    return (False, True) if tiers.everything else (rung.number % 2 == 0,)
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
 def test_no_race_and_no_access_out_of_bounds(checked, rung, checker):
-    for seed, (seqlen_q, seqlen_k) in enumerate(((65, 129), (20, 0))):
+    for causal, (seqlen_q, seqlen_k) in itertools.product(masks_of(rung), ((65, 129), (20, 0))):
         q, k, v = make_qkv(seqlen_q, seqlen_k, 64, torch.float16)
-        options = {"causal": seed == 0, "seed": seed, "copy_mode": "random", "checker": checker}
+        options = {"causal": causal, "seed": seqlen_k, "copy_mode": "random", "checker": checker}
         result = simulate.attention(rung, q, k, v, **options)
         assert result.verdict == "pass", result.message
 
@@ -103,12 +119,19 @@ def test_what_a_rung_claims_shows_in_the_counters(built):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Every kernel of the ladder for an H100/H200, compiled side by side."""
+    """All kernels for an H100/H200, compiled side by side, or of each rung one that needs many
+    registers: d = 128, with a causal mask."""
     try:
         toolchain.find_nvcc()
     except jit.BuildError as error:
         pytest.skip(f"no CUDA compiler: {error}")
-    return launch.build_rungs(RUNGS, "90")
+    units = []
+    for rung in RUNGS:
+        wanted = [
+            k for k in kernels_of(rung) if tiers.everything or (k.causal and k.head_dim == 128)
+        ]
+        units.append(launch.unit(rung, "90", wanted))
+    return dict(zip(RUNGS, build.build_many(units, toolchain.find_nvcc()), strict=True))
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)

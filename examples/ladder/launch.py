@@ -67,6 +67,16 @@ def variants(rung: Rung) -> list[Variant]:
     ]
 
 
+def half(variant: Variant) -> list[Variant]:
+    """Half of a rung's kernels, ``variant`` among them, with all pairs of two arguments' values."""
+
+    def place(other: Variant) -> int:
+        dtype, head_dim = rungs.DTYPES.index(other.dtype), rungs.HEAD_DIMS.index(other.head_dim)
+        return (dtype + head_dim + other.causal) % 2
+
+    return [other for other in variants(variant.rung) if place(other) == place(variant)]
+
+
 def source(wanted: Sequence[Variant]) -> str:
     """A translation unit with kernels of one rung, each exported by a function of its name."""
     entries = "\n".join(
@@ -77,14 +87,17 @@ def source(wanted: Sequence[Variant]) -> str:
     return f'#include "{wanted[0].rung.stem}.h"\n\n{entries}\n'
 
 
-def unit(rung: Rung, target: str) -> build.Unit:
-    """The shared object of a rung for the GPU with sm number ``target``, e.g. ``"90"``."""
+def unit(rung: Rung, target: str, wanted: Sequence[Variant] | None = None) -> build.Unit:
+    """A shared object of a rung for the GPU with sm number ``target``, e.g. ``"90"``.
+
+    It has the kernels ``wanted``, by default all.
+    """
     # wgmma and setmaxnreg need the target sm_90a.
     code = f"{target}a" if rung.arch == 90 else target
     return build.Unit(
         name=f"ladder_{rung.name}",
         target=f"sm_{code}",
-        source=source(variants(rung)),
+        source=source(wanted or variants(rung)),
         suffix=".cu",
         flags=(*toolchain.NVCC_FLAGS, f"-gencode=arch=compute_{code},code=sm_{code}"),
         project_dirs=(rungs.KERNELS, rungs.KERNELS / "gpu", sources.kernel_include_dir()),

@@ -15,23 +15,15 @@ from flashcute.sim import run as sim_run
 from flashcute.sim.build import device_unit
 
 from . import rungs
-from .launch import Variant, source, variants
+from .launch import Variant, half, source
 from .rungs import Rung
 
 SMEM_LIMIT = 227 * 1024
 
 
 def companions(variant: Variant, checker: str) -> list[Variant]:
-    """The kernels compiled together with ``variant``, itself among them.
-
-    All of a rung; with a checker, which makes compilation slow, only those of the same dtype and
-    head dimension.
-    """
-    return [
-        other
-        for other in variants(variant.rung)
-        if checker == "none" or (other.dtype, other.head_dim) == (variant.dtype, variant.head_dim)
-    ]
+    """The kernels compiled together with ``variant``, itself among them: alone with a checker."""
+    return half(variant) if checker == "none" else [variant]
 
 
 def unit(variant: Variant, checker: str = "none") -> build.Unit:
@@ -40,10 +32,6 @@ def unit(variant: Variant, checker: str = "none") -> build.Unit:
     text = f"""\
 #include <cuda_runtime.h>
 {source(companions(variant, checker))}
-namespace ladder {{
-alignas(1024) thread_local char smem[sim::kMaxSmemBytes];
-}}
-extern "C" void *sim_dynamic_smem() {{ return ladder::smem; }}
 """
     folders = (rungs.KERNELS, rungs.KERNELS / "sim", sources.kernel_include_dir())
     return device_unit(f"ladder_{variant.rung.name}", text, folders, checker)
