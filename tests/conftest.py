@@ -1,5 +1,5 @@
 """``--backend``: where the forward kernels run that the backend-neutral tests ask for. ``--all``:
-every shipped kernel."""
+every shipped kernel and planted fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all",
         action="store_true",
-        help="cover every shipped kernel, and not only those of tests/tiers.py",
+        help="cover every shipped kernel and planted fault, and not only those of tests/tiers.py",
     )
 
 
@@ -43,7 +43,8 @@ def pytest_terminal_summary(terminalreporter):
         configs = shipped.instantiations().values()
         left = sum(not tiers.compiles(config) for config in configs)
         terminalreporter.write_line(
-            f"{left} of {len(configs)} shipped kernels NOT COMPILED: `make test-all` does",
+            f"{left} of {len(configs)} shipped kernels NOT COMPILED, and every other fault that no "
+            "checker finds NOT PLANTED: `make test-all` does both",
             yellow=True,
         )
 

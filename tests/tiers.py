@@ -1,4 +1,5 @@
-"""Which of the shipped kernels a run of the tests covers: all with ``--all``, else enough of them.
+"""Which of the shipped kernels, and of the faults planted into kernels, a run of the tests covers:
+all with ``--all``, else enough of them.
 
 A kernel of fp16 differs from that of bf16 in its conversions and in the range of P, which no tile
 size changes. So every kernel of bf16 is covered, and of fp16 those of two head dimensions, one with
@@ -18,8 +19,10 @@ head dimension, and backwards of the sm90 class; of the sm80 class's forwards th
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 
-from flashcute import heuristics, shipped
+from flashcute import heuristics, shipped, sim
 from flashcute.config import BwdConfig, FwdConfig
 
 everything = False  # set by conftest.py before tests are collected
@@ -71,6 +74,20 @@ def compiles(config: FwdConfig | BwdConfig) -> bool:
         return True
     twin = dataclasses.replace(config, mask="causal")
     return twin not in shipped.instantiations().values()
+
+
+def faults(planted: Sequence) -> tuple:
+    """Of the faults planted into kernels those that a checker finds, and every other one of those
+    in one file that are found in one way: each is a kernel to compile, and says what the tests
+    find, not what the kernels do."""
+    seen: Counter[tuple[str, str]] = Counter()
+    kept = []
+    for fault in planted:
+        kind = fault.file, fault.finder
+        if everything or fault.finder in sim.CHECKERS or seen[kind] % 2 == 0:
+            kept.append(fault)
+        seen[kind] += 1
+    return tuple(kept)
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:

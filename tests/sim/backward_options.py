@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import backward
@@ -19,9 +18,7 @@ from torch import Tensor
 from flashcute import sim
 from flashcute.config import BwdConfig
 from flashcute.dropout import dropout_mask
-from flashcute.jit import build, toolchain
 from flashcute.reference_varlen import attention_varlen_ref
-from flashcute.sim.build import unit_of
 from flashcute.testing_varlen import check_backward_varlen
 
 # Lengths of queries and keys: sequences without queries, without keys, without both, of length 1,
@@ -57,7 +54,7 @@ def asking(config: BwdConfig, mask: str, *options: str) -> BwdConfig:
 TOGETHER, SPLIT = backward.TOGETHER, backward.SPLIT
 SCORES = ("softcap", "alibi")
 EVERYTHING = (*SCORES, "dropout", "varlen")
-# A translation unit for each head dimension. fp16 and bf16 each have all options, dense and ragged.
+# fp16 and bf16 each have all options, dense and ragged.
 DENSE = (
     *(asking(TOGETHER, "local", *SCORES), asking(SPLIT, "causal", *SCORES)),
     asking(DIVIDED, "local", *SCORES, "dropout"),
@@ -76,27 +73,7 @@ OTHERS = (
     *(asking(TOGETHER, "causal"), asking(SPLIT, "causal"), asking(FUSED, "causal"), SLOPED),
     *(asking(TOGETHER, "causal", *SCORES), asking(TOGETHER, "causal", *SCORES, "varlen")),
 )
-
-
-_EVERY = (*DENSE, *RAGGED, *OTHERS)
-
-
-@functools.cache
-def kernels() -> dict[BwdConfig, tuple[Path, str]]:
-    """All of these; what those of one head dimension share is compiled once."""
-    groups = [[c for c in _EVERY if c.head_dim == head_dim] for head_dim in (32, 64)]
-    units = [unit_of(group) for group in groups]
-    results = build.build_many(units, toolchain.find_host_compiler())
-    assert all(result.artefact for result in results), results
-    return {
-        config: (result.artefact.path, config.full_name)
-        for group, result in zip(groups, results, strict=True)
-        for config in group
-    }
-
-
-def _kernel_of(config: BwdConfig) -> tuple[Path, str] | None:
-    return kernels()[config] if config in _EVERY else None
+COMPILED = [(config, "none") for config in (*DENSE, *RAGGED, *OTHERS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +118,7 @@ class Ragged:
         self, config: BwdConfig, forward: tuple[Tensor, Tensor] | None = None, **options: Any
     ) -> sim.SimResult:
         """The kernels' result; the options are those of :func:`flashcute.sim.run_varlen_bwd`."""
-        given = {**simulator_options(config, self.options), "kernel": _kernel_of(config)}
+        given = simulator_options(config, self.options)
         used = dict(zip(("seqused_q", "seqused_k"), self.lengths[2:], strict=True))
         longest = self.lengths[0].diff().max().item() if len(self.lengths[0]) > 1 else 0
         given |= {"dlse": self.dlse, "max_seqlen_q": longest, "sms": 2, **used, **options}
@@ -194,8 +171,7 @@ def make_dense(
 
 
 def run_dense(problem: backward.Problem, config: BwdConfig, **options: Any) -> sim.SimResult:
-    given = {**simulator_options(config, problem.options), "kernel": _kernel_of(config)}
-    return problem.run(config, **given | options)
+    return problem.run(config, **simulator_options(config, problem.options) | options)
 
 
 def check_slopes_of_zero(config: BwdConfig) -> None:
@@ -323,8 +299,7 @@ class Hostile:
         given |= simulator_options(config, self.problem.options)
         x = self.problem
         tensors = x.q, x.k, x.v, *x.forward, x.dout
-        given |= {"kernel": _kernel_of(config), **options}
-        return sim.run_varlen_bwd(config, *tensors, *self.lengths[:2], **given)
+        return sim.run_varlen_bwd(config, *tensors, *self.lengths[:2], **given | options)
 
 
 def make_hostile(config: BwdConfig, name: str) -> Hostile:

@@ -499,7 +499,7 @@ def plant(mutant: Mutant, source: Path, target: Path) -> Path:
     target.mkdir(parents=True)
     for header in source.glob("*.h"):
         # Two copies of a header must differ, or `#pragma once` lets the compiler read one of them.
-        (target / header.name).write_text(f"{header.read_text()}// {mutant.name}\n")
+        (target / header.name).write_text(f"{header.read_text()}// {target.name}\n")
     path = target / mutant.file
     text = path.read_text()
     found = text.count(mutant.old)

@@ -3,9 +3,10 @@ templates, which is nearly all of the compile time."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mutants import Mutant, plant
@@ -16,7 +17,7 @@ from flashcute.jit.build import Unit
 from flashcute.jit.toolchain import BuildError
 from flashcute.sim.build import device_unit, entry
 
-_AT_MOST = 30  # mutants in one unit; several units compile in parallel
+AT_MOST = 30  # mutants, or kernels, in one unit; several units compile in parallel
 
 _HEAD = """\
 #include <cuda_runtime.h>
@@ -51,7 +52,37 @@ def checker(mutant: Mutant) -> str:
 
 
 def _identifier(mutant: Mutant) -> str:
-    return "mutant_" + re.sub(r"\W+", "_", mutant.name)
+    """Names of different files may be alike."""
+    number = hashlib.sha256(repr(mutant).encode()).hexdigest()[:8]
+    return "mutant_" + re.sub(r"\W+", "_", f"{mutant.name}_{number}")
+
+
+def _alike(mutant: Mutant) -> tuple[str, int, int, str]:
+    config = mutant.config
+    return config.kind, config.arch, config.head_dim, checker(mutant)
+
+
+def pieces(group: Sequence) -> list[tuple]:
+    """Of about the same size, and at most :data:`AT_MOST`."""
+    size = -(-len(group) // -(-len(group) // AT_MOST))
+    return [tuple(group[i : i + size]) for i in range(0, len(group), size)]
+
+
+_together: dict[Mutant, tuple[Mutant, ...]] = {}
+
+
+def compile_mutants_together(mutants: Iterable[Mutant]) -> None:
+    """From now on, whoever asks for some of them gets them from the same translation units."""
+    for group in _groups(mutants):
+        for piece in pieces(group):
+            _together.update(dict.fromkeys(piece, piece))
+
+
+def _groups(mutants: Iterable[Mutant]) -> list[list[Mutant]]:
+    alike = defaultdict(list)
+    for mutant in dict.fromkeys(mutants):
+        alike[_alike(mutant)].append(mutant)
+    return list(alike.values())
 
 
 def _unit(name: str, group: Sequence[Mutant], folder: Path) -> Unit:
@@ -68,33 +99,33 @@ def _unit(name: str, group: Sequence[Mutant], folder: Path) -> Unit:
 
 
 def build_mutants(mutants: Sequence[Mutant], folder: Path) -> dict[str, tuple[Path, str]]:
-    """Plants ``mutants`` in ``folder`` and compiles them, where they are not cached.
+    """Plants ``mutants`` in ``folder`` and compiles them, where they are not cached, and with them
+    those of other files that share a translation unit.
 
     Returns:
         From each mutant's name to its ``kernel`` for :func:`flashcute.sim.run_fwd`.
 
     Raises:
         BuildError: with the compiler's messages, in which each mutant has a folder of its name.
+        ValueError: where two mutants have one name, or a mutant's text does not occur once.
     """
-    alike = defaultdict(list)
-    for mutant in mutants:
-        plant(mutant, sources.kernel_include_dir(), folder / _identifier(mutant))
-        config = mutant.config
-        alike[config.kind, config.arch, config.head_dim, checker(mutant)].append(mutant)
+    if len({mutant.name for mutant in mutants}) < len(mutants):
+        raise ValueError(f"expected names that differ, got {[m.name for m in mutants]}")
     groups = {}
-    for (kind, arch, head_dim, _), group in alike.items():
-        pieces = -(-len(group) // _AT_MOST)
-        for i in range(pieces):
-            unit = _unit(f"mutants_{kind}_hdim{head_dim}_sm{arch}_{i}", group[i::pieces], folder)
-            groups[unit] = group[i::pieces]
+    for group in _groups(mutants):
+        shared = [_together[mutant] for mutant in group if mutant in _together]
+        for piece in dict.fromkeys(shared if len(shared) == len(group) else pieces(group)):
+            for mutant in piece:
+                plant(mutant, sources.kernel_include_dir(), folder / _identifier(mutant))
+            kind, arch, head_dim, _ = _alike(piece[0])
+            unit = _unit(f"mutants_{kind}_hdim{head_dim}_sm{arch}", piece, folder)
+            groups[unit] = piece
     results = build.build_many(list(groups), toolchain.find_host_compiler())
     kernels = {}
     for result in results:
         if result.artefact is None:
             raise BuildError(result.error)
         for mutant in groups[result.unit]:
-            kernels[mutant.name] = (
-                result.artefact.path,
-                f"{_identifier(mutant)}_{mutant.config.kind}",
-            )
-    return kernels
+            function = f"{_identifier(mutant)}_{mutant.config.kind}"
+            kernels[mutant] = (result.artefact.path, function)
+    return {mutant.name: kernels[mutant] for mutant in mutants}

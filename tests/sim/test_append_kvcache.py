@@ -5,6 +5,7 @@ import itertools
 
 import mutants_serving
 import pytest
+import tiers
 import torch
 from mutants import TWO_STAGES
 from mutants_sm90 import ASKING, DECODING
@@ -18,6 +19,9 @@ from flashcute.testing import check_forward
 
 CONFIGS = TWO_STAGES, ASKING, DECODING  # CTAs of all but ASKING plan for themselves
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+PAGED = [dataclasses.replace(config, paged=True) for config in CONFIGS]
+COMPILED = [(config, "none") for config in (*CONFIGS, *PAGED)]
+PLANTED = tiers.faults(mutants_serving.OF_APPENDS)
 B, H, H_K, NEW, QUERIES = 3, 4, 2, 3, 2
 LENGTHS = torch.tensor([30, 0, 63], dtype=torch.int32)
 
@@ -25,8 +29,7 @@ LENGTHS = torch.tensor([30, 0, 63], dtype=torch.int32)
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    paged = [dataclasses.replace(config, paged=True) for config in CONFIGS]
-    return sim.build_kernels([(config, "none") for config in (*CONFIGS, *paged)])
+    return sim.build_kernels(COMPILED)
 
 
 def inputs(config, seed):
@@ -253,10 +256,10 @@ def test_wide_rotations(config, interleaved):
 
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory):
-    return build_mutants(mutants_serving.OF_APPENDS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
-@pytest.mark.parametrize("mutant", mutants_serving.OF_APPENDS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
     wide = WIDE if mutant.config.head_dim > 48 else SIZES[1]
     for size, interleaved in (*((size, False) for size in SIZES), (wide, True)):

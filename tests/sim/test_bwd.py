@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import bwd_checks
+import mutants_bwd
 import pytest
 import tiers
 import torch
@@ -23,7 +24,6 @@ from backward import (
 )
 from bwd_checks import mutant_problems
 from mutants import ONE_STAGE, TWO_STAGES
-from mutants_bwd import MUTANTS
 from planted import build_mutants
 
 from flashcute import heuristics, sim
@@ -31,13 +31,15 @@ from flashcute.config import DTYPES, HEAD_DIMS, MASKS
 
 PAIR = (TOGETHER, SPLIT)
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS]
+FORWARDS = {TOGETHER: TWO_STAGES, SPLIT: ONE_STAGE}
+COMPILED = [(config, "none") for config in (*CONFIGS, *FORWARDS.values())]
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in CONFIGS])
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
@@ -151,9 +153,6 @@ def test_peaked_probabilities():
         check(problem, problem.run(config))
 
 
-FORWARDS = {TOGETHER: TWO_STAGES, SPLIT: ONE_STAGE}
-
-
 @pytest.mark.parametrize("level", [2**12, -(2**16), 2**20])
 @pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
 def test_large_scores(config, level):
@@ -178,16 +177,18 @@ def test_wrong_arguments_are_named():
         dataclasses.replace(problem, dout=problem.dout.float()).run(TOGETHER)
 
 
+MUTANTS = tiers.faults(mutants_bwd.MUTANTS)
 FAULTLESS = [
     *bwd_checks.faultless(mutant.config for mutant in MUTANTS),
     *bwd_checks.faultless([TOGETHER], "racecheck"),
 ]
+PLANTED = (*MUTANTS, *FAULTLESS)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     """The kernels of all mutants by name."""
-    return build_mutants([*MUTANTS, *FAULTLESS], tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

@@ -16,9 +16,9 @@ from flashcute.dropout import dropout_mask
 
 EACH = (TOGETHER, SPLIT, DIVIDED)
 CONFIGS = [with_mask(config, mask) for config in EACH[:2] for mask in MASKS] + [DIVIDED]
-# Each is a build of half a minute.
 EVERY = mutants_bwd_dropout.MUTANTS
-MUTANTS = EVERY if tiers.everything else EVERY[:4]
+PLANTED = EVERY if tiers.everything else EVERY[:4]
+COMPILED = [(config, "none") for config in CONFIGS]
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 STATE = torch.tensor([2**62 + 12345, -77])
 
@@ -26,12 +26,12 @@ STATE = torch.tensor([2**62 + 12345, -77])
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in CONFIGS])
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 def make(config, shape, dropout_p=0.3, **options):
@@ -119,7 +119,7 @@ def test_options_must_be_those_of_the_kernels():
 MUTANT_SHAPE = (2, 150, 133, 4, 2)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, planted):
     problem = make(mutant.config, MUTANT_SHAPE, extras=True)
     result = run(problem, mutant.config, kernel=planted[mutant.name], timeout=120)

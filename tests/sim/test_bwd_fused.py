@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bwd_checks
+import mutants_bwd_fused
 import pytest
 import tiers
 from backward import (
@@ -18,7 +19,7 @@ from backward import (
 )
 from bwd_checks import mutant_problems
 from mutants import Mutant
-from mutants_bwd_fused import DIVIDED, FUSED, MUTANTS, ONE_STAGE
+from mutants_bwd_fused import DIVIDED, FUSED, ONE_STAGE
 from planted import build_mutants
 
 from flashcute import heuristics, sim
@@ -33,6 +34,7 @@ _UNEVEN = BwdTile(64, 64, 8, 2, 1, 2)
 UNEVEN = BwdConfig(80, "bf16", 32, "causal", _UNEVEN, _UNEVEN, fused=True)
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS]
 CONFIGS += [ONE_STAGE, FOUR, UNEVEN]
+COMPILED = [(config, "none") for config in CONFIGS]
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 each = pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
 
@@ -40,7 +42,7 @@ each = pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in CONFIGS])
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
@@ -139,6 +141,7 @@ def test_one_large_score(config):
     check_large_scores(one_large_score(config), config, None)
 
 
+MUTANTS = tiers.faults(mutants_bwd_fused.MUTANTS)
 FAULTLESS = [
     *bwd_checks.faultless((FUSED, DIVIDED)),
     *bwd_checks.faultless((m.config for m in MUTANTS if m.finder == "racecheck"), "racecheck"),
@@ -150,12 +153,13 @@ FAULTLESS = [
         *("", "", DIVIDED),
     ),
 ]
+PLANTED = (*MUTANTS, *FAULTLESS)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     """The kernels of all mutants by name."""
-    return build_mutants([*MUTANTS, *FAULTLESS], tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

@@ -4,12 +4,13 @@ import dataclasses
 
 import backward_options
 import bwd_checks
+import mutants_bwd_head_parts
 import pytest
+import tiers
 import torch
 from backward import check, make_problem, passed, with_mask
 from backward_options import SOME, make_ragged
 from mutants_bwd_fused import DIVIDED, FUSED
-from mutants_bwd_head_parts import MUTANTS
 from mutants_bwd_sm90 import COLUMNS, ROWS, UNEVEN
 from mutants_bwd_wide_sm90 import WIDE
 from planted import build_mutants
@@ -29,6 +30,8 @@ RAGGED = (
     *(bwd_with_options(c, varlen=True) for c in (COLUMNS, with_mask(ROWS, "local"), WIDE)),
     *(c for c in backward_options.RAGGED if c.fused or c.split_dkv),
 )
+PLANTED = tiers.faults(mutants_bwd_head_parts.MUTANTS)
+COMPILED = [(config, "none") for config in (*DENSE, *RAGGED)]
 # b, seqlen_q, seqlen_k, h, h_k, and the parts of a key head.
 SHAPES = ((2, 100, 150, 8, 2, 2), (1, 150, 300, 6, 1, 3), (2, 70, 129, 4, 1, 4))
 PARTS = 2  # of ragged batches, of four query heads for two key heads
@@ -37,8 +40,7 @@ PARTS = 2  # of ragged batches, of four query heads for two key heads
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none", "memcheck"])
-    ragged = [c for c in RAGGED if c not in backward_options.RAGGED]
-    return sim.build_kernels([(config, "none") for config in (*DENSE, *ragged)])
+    return sim.build_kernels(COMPILED)
 
 
 def sums_of(config, partial, scale, parts):
@@ -108,10 +110,10 @@ def test_parts_that_do_not_divide_the_heads_are_refused(config):
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, planted):
     problems = [
         dataclasses.replace(

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-import backward_options
 import pytest
 import tiers
 import torch
 from backward import GRADIENTS, SHAPES, check, make_problem, passed, same, with_mask
 from backward_options import (
+    COMPILED,
     DENSE,
     SLOPED,
     SOFTCAP,
@@ -27,7 +27,7 @@ CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return backward_options.kernels()
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
@@ -96,7 +96,7 @@ def test_options_must_be_those_of_the_kernels():
 def test_checkers_are_silent(checker):
     config = DENSE[0]
     problem = make_dense(config, (1, 70, 100, 2, 1))
-    check(problem, run_dense(problem, config, checker=checker, kernel=None))
+    check(problem, run_dense(problem, config, checker=checker))
 
 
 @pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")

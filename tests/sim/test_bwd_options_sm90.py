@@ -60,10 +60,14 @@ RAGGED = (
 )
 # With several, under a causal mask. Above d = 128 no tile of these begins at the diagonal.
 SEVERAL = (asking(COLUMNS, "causal", *OPTIONS), asking(ROWS, "causal", *OPTIONS))
+# What others are compared with.
+PLAIN = dataclasses.replace(SLOPED, alibi=False)
+OF_RAGGED = [dataclasses.replace(config, varlen=False) for config in RAGGED]
+COMPILED = [(config, "none") for config in (*DENSE, *RAGGED, *OF_RAGGED, *SEVERAL, PLAIN)]
 DROPPING = [config for config in DENSE if config.dropout]
 CAPPING = [config for config in DENSE if config.softcap]
 EVERY = mutants_bwd_options_sm90.MUTANTS
-MUTANTS = EVERY if tiers.everything else EVERY[::2]
+PLANTED = tiers.faults(EVERY)
 MUTANT_SHAPE = (2, 150, 133, 4, 2)
 
 each = pytest.mark.parametrize("config", DENSE, ids=lambda c: c.full_name)
@@ -73,15 +77,12 @@ each_ragged = pytest.mark.parametrize("config", RAGGED, ids=lambda c: c.full_nam
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    plain = dataclasses.replace(SLOPED, alibi=False)
-    dense = [dataclasses.replace(config, varlen=False) for config in RAGGED]
-    configs = (*DENSE, *RAGGED, *dense, *SEVERAL, plain)
-    return sim.build_kernels([(config, "none") for config in configs])
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
@@ -246,7 +247,7 @@ def test_tiles_in_use(dtype, head_dim, options):
         check(problem, run_dense(problem, config))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, planted):
     problem = make_dense(mutant.config, MUTANT_SHAPE)
     result = run_dense(problem, mutant.config, kernel=planted[mutant.name], timeout=120)

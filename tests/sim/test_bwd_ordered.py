@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 
+import mutants_bwd_ordered
 import pytest
+import tiers
 from backward import check, make_problem, passed, same, with_mask
 from backward_options import DENSE as DENSE_WITH_OPTIONS
 from backward_options import RAGGED as RAGGED_WITH_OPTIONS
 from backward_options import SOME, asking, make_dense, make_ragged, run_dense
 from bwd_checks import faultless
 from mutants_bwd_fused import DIVIDED, FUSED, ONE_STAGE
-from mutants_bwd_ordered import MUTANTS
 from ordered_checks import (
     WINDOW,
     check_order,
@@ -38,6 +39,7 @@ RAGGED = [bwd_with_options(config, varlen=True) for config in DENSE[:6]]
 IN_REGISTERS = asking(FUSED, "causal", *BWD_OPTIONS[:3])  # P, and two stages
 WITH_OPTIONS = [c for c in (*DENSE_WITH_OPTIONS, *RAGGED_WITH_OPTIONS) if c.fused and c.dropout]
 WITH_OPTIONS.append(IN_REGISTERS)
+COMPILED = [(config, "none") for config in (*DENSE, *RAGGED, *WITH_OPTIONS)]
 # The first tiles of this window visit fewer blocks than those behind them.
 RISING = ((300, 100), (300, 100))
 OF_RISING = (0, 190)
@@ -45,13 +47,15 @@ OF_RISING = (0, 190)
 TURNS = ((130, 0, 40, 200, 90, 40), (500, 70, 300, 260, 0, 300))
 MANY = (9,) * 200, (17, 70) * 100
 CAUSAL = [config for config in RAGGED if config.mask == "causal"]
+MUTANTS = tiers.faults(mutants_bwd_ordered.MUTANTS)
 FAULTLESS = faultless(mutant.config for mutant in MUTANTS)
+PLANTED = (*MUTANTS, *FAULTLESS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in (*DENSE, *RAGGED, IN_REGISTERS)])
+    return sim.build_kernels(COMPILED)
 
 
 def check_semaphores(result, config, n: int, m: int, heads: int) -> int:
@@ -207,7 +211,7 @@ def mutant_problems(config):
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    return build_mutants([*MUTANTS, *FAULTLESS], tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

@@ -2,12 +2,12 @@
 
 import functools
 
+import mutants_bwd_ordered_sm90
 import pytest
 import tiers
 from backward import check, make_problem, passed, same, with_mask
 from backward_options import SOME, make_ragged
 from bwd_checks import faultless, semaphores_of
-from mutants_bwd_ordered_sm90 import MUTANTS
 from mutants_bwd_sm90 import COLUMNS, ROWS
 from mutants_bwd_wide_sm90 import WIDE
 from ordered_checks import (
@@ -30,6 +30,7 @@ SHAPES = ((2, 140, 700, 2, 1, 4), (1, 300, 200, 4, 2, 6))
 # Of each way to write dQ; the others differ in sizes.
 DENSE = [with_mask(config, mask) for config in (ROWS, COLUMNS, WIDE) for mask in MASKS]
 RAGGED = [bwd_with_options(config, varlen=True) for config in DENSE]
+COMPILED = [(config, "none") for config in (*DENSE, *RAGGED)]
 LONG = ((300, 40, 500), (500, 300, 500))
 # The first tiles of this window visit fewer blocks than those behind them, of which none may come
 # first, as it would wait for ever on one SM.
@@ -37,13 +38,15 @@ RISING = ((1100, 100), (1100, 100))
 OF_RISING = (0, 700)
 # Long sequences, whose tiles have different numbers of blocks.
 UNLIKE = ((100, 600), (1300, 1300))
+MUTANTS = tiers.faults(mutants_bwd_ordered_sm90.MUTANTS)
 FAULTLESS = faultless(mutant.config for mutant in MUTANTS)
+PLANTED = (*MUTANTS, *FAULTLESS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in (*DENSE, *RAGGED)])
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
@@ -113,7 +116,7 @@ def mutant_problems(config):
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    return build_mutants([*MUTANTS, *FAULTLESS], tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

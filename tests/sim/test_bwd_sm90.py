@@ -5,6 +5,7 @@ import functools
 import itertools
 
 import bwd_checks
+import mutants_bwd_sm90
 import pytest
 import tiers
 from backward import (
@@ -20,7 +21,7 @@ from backward import (
 )
 from bwd_checks import ASCENDING, mutant_problems, semaphores_of, visits
 from mutants import ONE_STAGE
-from mutants_bwd_sm90 import COLUMNS, MUTANTS, NARROWEST, ROWS, UNEVEN
+from mutants_bwd_sm90 import COLUMNS, NARROWEST, ROWS, UNEVEN
 from mutants_bwd_wide_sm90 import WIDE, WIDEST
 from mutants_sm90 import ASKING
 from planted import build_mutants
@@ -31,6 +32,7 @@ from flashcute.config import DTYPES, HEAD_DIMS, MASKS
 EVERY = (ROWS, COLUMNS, UNEVEN, WIDE, WIDEST)
 CONFIGS = [with_mask(config, mask) for config in EVERY for mask in MASKS]
 CONFIGS.append(NARROWEST)  # K and V in registers alone
+COMPILED = [(config, "none") for config in (*CONFIGS, ASKING, ONE_STAGE)]
 # And several tiles for a CTA, whose keys are cut by the end.
 LONG = (1, 300, 700, 2, 1)
 # On three SMs the CTAs own heads, of one and two tiles of keys, and of two query heads.
@@ -64,7 +66,7 @@ def name_of(config):
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in CONFIGS])
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.mark.parametrize("shape", (*SHAPES, LONG), ids=lambda s: "-".join(map(str, s)))
@@ -259,13 +261,15 @@ def test_one_large_score(config):
     check_large_scores(one_large_score(config), config, FORWARDS.get(config))
 
 
+MUTANTS = tiers.faults(mutants_bwd_sm90.MUTANTS)
 FAULTLESS = bwd_checks.faultless(mutant.config for mutant in MUTANTS)
+PLANTED = (*MUTANTS, *FAULTLESS)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     """The kernels of all mutants by name."""
-    return build_mutants([*MUTANTS, *FAULTLESS], tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 @functools.cache

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import re
 
-import backward_options
 import mutants_bwd_varlen
 import pytest
 import tiers
@@ -12,6 +11,7 @@ import torch
 from backward import GRADIENTS, make_problem, passed, same, with_mask
 from backward_options import (
     BATCHES,
+    COMPILED,
     HOSTILE,
     ORDER,
     RAGGED,
@@ -32,11 +32,8 @@ from ragged import PADDED
 from flashcute import sim
 from flashcute.config import MASKS
 from flashcute.heuristics import bwd_config, bwd_with_options, fused_bwd_config
-from flashcute.jit import build, toolchain
-from flashcute.sim.build import unit_of
 
-# Each is a build of five seconds.
-MUTANTS = mutants_bwd_varlen.MUTANTS if tiers.everything else mutants_bwd_varlen.FIRST
+PLANTED = mutants_bwd_varlen.MUTANTS if tiers.everything else mutants_bwd_varlen.FIRST
 PLAIN = [config for config in RAGGED if not config.softcap]
 EVERY = [config for config in RAGGED if config.softcap]
 CAUSAL = [config for config in PLAIN if config.mask == "causal"]
@@ -51,12 +48,12 @@ each_causal = pytest.mark.parametrize("config", CAUSAL, ids=lambda c: c.full_nam
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return backward_options.kernels()
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: "-".join(map(str, b[0])) or "none")
@@ -209,6 +206,8 @@ def run_hostile(config, name, **options):
 
 
 HOSTILE_TO = mutants_bwd_varlen.CONFIG, CAUSAL[-1]
+if tiers.everything:
+    COMPILED = [*COMPILED, *((c, x) for c in HOSTILE_TO for x in ("memcheck", "ubcheck"))]
 each_hostile = pytest.mark.parametrize("config", HOSTILE_TO, ids=lambda c: c.full_name)
 
 
@@ -224,15 +223,10 @@ def test_no_lengths_reach_beyond_the_tensors(config, name):
 @pytest.mark.parametrize("checker", ["memcheck", "ubcheck"])
 @each_hostile
 def test_no_lengths_reach_beyond_any_memory(config, checker):
-    unit = unit_of((config,), checker)
-    sim.build_runners([checker])
-    (result,) = build.build_many([unit], toolchain.find_host_compiler())
-    assert result.artefact is not None, result
-    kernel = result.artefact.path, config.full_name
     for name in HOSTILE:
-        run_hostile(config, name, kernel=kernel, checker=checker)
+        run_hostile(config, name, checker=checker)
     problem = make_ragged(config, SOME, h=2, h_k=1)
-    problem.check(problem.run(config, kernel=kernel, checker=checker))
+    problem.check(problem.run(config, checker=checker))
 
 
 def test_kernels_must_be_of_ragged_batches():
@@ -245,7 +239,7 @@ def test_kernels_must_be_of_ragged_batches():
 @pytest.mark.parametrize("config", EVERY, ids=lambda c: c.full_name)
 def test_checkers_are_silent(config, checker):
     problem = make_ragged(config, ((70, 0, 130), (100, 50, 40)), h=2, h_k=1)
-    problem.check(problem.run(config, checker=checker, kernel=None))
+    problem.check(problem.run(config, checker=checker))
 
 
 @pytest.mark.skipif(not tiers.everything, reason="compiles for minutes: needs --all")
@@ -276,11 +270,11 @@ def find_fault(kernel):
     return None
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, planted):
     found = find_fault(planted[mutant.name])
     assert found and re.search(mutant.report or "^numerics$", found), f"{mutant.name}: {found}"
 
 
 def test_unmutated_kernels_pass_the_same_checks():
-    assert find_fault(backward_options.kernels()[mutants_bwd_varlen.CONFIG]) is None
+    assert find_fault(kernel=None) is None

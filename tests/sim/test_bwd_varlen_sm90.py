@@ -35,7 +35,7 @@ from flashcute import sim
 from flashcute.config import MASKS
 from flashcute.heuristics import bwd_with_options, sm90_bwd_config
 
-MUTANTS = mutants_bwd_varlen_sm90.MUTANTS
+PLANTED = tiers.faults(mutants_bwd_varlen_sm90.MUTANTS)
 OTHERS = [
     sm90_bwd_config("bf16", head_dim, mask)
     for head_dim, mask in ((32, "causal"), (96, "none"), (192, "local"))
@@ -48,6 +48,7 @@ def ragged(config):
 
 PAIR = (ragged(ROWS), ragged(COLUMNS))
 CONFIGS = [with_mask(config, mask) for config in PAIR for mask in MASKS] + [*map(ragged, OTHERS)]
+COMPILED = [(config, "none") for config in (*CONFIGS, ragged(WIDE), ROWS, COLUMNS)]
 # Several tiles of keys, and of queries, which two CTAs take from a queue.
 LONG = ((300, 40, 500), (200, 300, 500))
 # In four waves of tiles and more on four SMs, of which the first ones store dQ.
@@ -72,14 +73,12 @@ each_causal = pytest.mark.parametrize("config", PAIR, ids=lambda c: c.full_name)
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels(
-        [(config, "none") for config in (*CONFIGS, ragged(WIDE), ROWS, COLUMNS)]
-    )
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 @pytest.mark.parametrize(
@@ -344,7 +343,7 @@ def find_fault(kernel, config):
     return "numerics" if spoils_neighbours(problem.run(config, kernel=kernel)) else None
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, planted):
     found = find_fault(planted[mutant.name], mutant.config)
     assert found and re.search(mutant.report or "^numerics$", found), f"{mutant.name}: {found}"

@@ -6,6 +6,7 @@ import re
 
 import mutants_serving
 import pytest
+import tiers
 import torch
 from mutants import TWO_STAGES
 from mutants_sm90 import ASKING, DECODING
@@ -31,7 +32,9 @@ MOST = {80: 128, 90: 256}  # sequences
 MOST_TILES = {80: 1, 90: heuristics._PLANNED_TILES}  # of queries of each
 SPLITS = Splits(), Splits(3), Splits(40, 2), Splits(16, 1, 12)
 SINKS = torch.tensor([1.0, -2.0, 3.0, 0.0, 5.0, -1.0])
-MUTANTS = mutants_serving.OF_CTA_PLANS + mutants_serving.OF_SEVERAL_TILES
+COMPILED = [(config, "none") for config in (*OTHERS, *CONFIGS, *WINDOWED, *OF_OTHER_WIDTHS, SLOW)]
+COMPILED += [(config, checker) for config in CONFIGS for checker in ("memcheck", "racecheck")]
+PLANTED = tiers.faults(mutants_serving.OF_CTA_PLANS + mutants_serving.OF_SEVERAL_TILES)
 
 
 def each(configs):
@@ -41,12 +44,12 @@ def each(configs):
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none", "memcheck", "racecheck"])
-    sim.build_kernels([(c, "none") for c in (*OTHERS, *CONFIGS, *WINDOWED, *OF_OTHER_WIDTHS, SLOW)])
+    sim.build_kernels(COMPILED)
 
 
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory):
-    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 def over_cache(config, lengths, **options):
@@ -224,7 +227,7 @@ def test_no_races(config):
         check(result, config, problem)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
     """By a report, or by a comparison with the reference in some order of the warps."""
     config = mutant.config

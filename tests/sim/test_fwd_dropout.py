@@ -23,12 +23,13 @@ from flashcute.testing import check_forward
 replace = dataclasses.replace
 CAUSAL = replace(ONE_STAGE, dropout=True)
 CONFIGS = (SM80, SM90, CAUSAL)
-if tiers.everything:  # each is compiled for these tests alone
+if tiers.everything:
     CONFIGS += (replace(STRIDING, dropout=True), replace(ASKING, dropout=True))
     CONFIGS += tuple(replace(c, softcap=True, alibi=True) for c in (SM80, SM90))
 PAGED = replace(SM80, paged=True)  # with pages it is of the sm80 class everywhere
-MUTANTS = mutants_dropout.MUTANTS if tiers.everything else mutants_dropout.OF_SM80
+PLANTED = mutants_dropout.MUTANTS if tiers.everything else mutants_dropout.OF_SM80
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
+COMPILED = [(config, "none") for config in (*CONFIGS, PAGED, ONE_STAGE)]
 WINDOW = (150, 60)
 # (b, seqlen_q, seqlen_k, h, h_k): several tiles and blocks; rows that see no key; one query.
 SHAPES = ((2, 150, 200, 4, 2), (1, 200, 63, 2, 2), (1, 1, 300, 2, 1))
@@ -46,12 +47,12 @@ both = pytest.mark.parametrize("config", (SM80, SM90), ids=ids)
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in (*CONFIGS, PAGED, ONE_STAGE)])
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory):
-    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 def options_of(config, b: int, h: int) -> dict[str, object]:
@@ -195,7 +196,7 @@ def find_fault(config, kernel):
     return None
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
     found = find_fault(mutant.config, mutants[mutant.name])
     assert found and re.search(mutant.report or "^numerics$", found), f"{mutant.name}: {found}"

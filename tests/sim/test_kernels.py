@@ -12,21 +12,24 @@ from flashcute.testing import check_forward
 
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 CHECKED_HEAD_DIMS = (64, 128)
+CHECKED = [config for config in shipped_configs(80) if config.head_dim in CHECKED_HEAD_DIMS]
+SHIPPED = [(config, "none") for config in shipped_configs(80)]
+OF_CHECKERS = [(config, checker) for config in CHECKED for checker in CHECKERS]
+COMPILED = SHIPPED + OF_CHECKERS
 
 
 @pytest.fixture(scope="module")
 def kernels():
     """Compiles the shipped kernels in parallel."""
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in shipped_configs(80)])
+    return sim.build_kernels(SHIPPED)
 
 
 @pytest.fixture(scope="module")
 def checked_kernels():
     """Compiles those that :func:`test_checkers_are_silent` runs, likewise."""
     sim.build_runners(CHECKERS)
-    configs = [c for c in shipped_configs(80) if c.head_dim in CHECKED_HEAD_DIMS]
-    return sim.build_kernels([(config, checker) for config in configs for checker in CHECKERS])
+    return sim.build_kernels(OF_CHECKERS)
 
 
 @pytest.mark.parametrize("config", shipped_configs(80), ids=lambda c: c.name)

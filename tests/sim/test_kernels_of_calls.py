@@ -35,6 +35,7 @@ def over_a_cache(head_dims, masks, rows):
 DECODING = [*over_a_cache((128, 192, 256), ("none", "causal"), (8,))]
 CACHED = DECODING + ([*over_a_cache(HEAD_DIMS, MASKS, (8, 128))] if tiers.everything else [])
 CONFIGS = list(dict.fromkeys(SHIPPED + CACHED))
+COMPILED = [(config, "none") for config in CONFIGS]
 PAGED = [config for config in CONFIGS if config.paged]
 CONTIGUOUS = [config for config in CONFIGS if config.arch == 90 and not config.paged]
 # Lengths of queries and keys: decoding, speculative tokens, a chunk, no queries, no keys; whole
@@ -51,12 +52,7 @@ def each(configs):
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    groups = {}
-    for config in CONFIGS:
-        groups.setdefault((config.arch, config.head_dim), []).append(config)
-    for group in groups.values():
-        sim.compile_together(group)
-    return sim.build_kernels([(config, "none") for config in CONFIGS])
+    return sim.build_kernels(COMPILED)
 
 
 def options_of(config):

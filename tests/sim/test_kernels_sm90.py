@@ -14,6 +14,9 @@ from flashcute.testing import check_forward
 CONFIGS = shipped_configs(90)
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
 CHECKED = (ASKING, STRIDING)
+SHIPPED = [(config, "none") for config in CONFIGS]
+OF_CHECKERS = [(config, checker) for config in CHECKED for checker in CHECKERS]
+COMPILED = SHIPPED + OF_CHECKERS
 # Two persistent CTAs compute 3 or 4 tiles, one of them without keys.
 SEVERAL_TILES = (1, 400, 200, 1, 1, 0)
 
@@ -22,14 +25,14 @@ SEVERAL_TILES = (1, 400, 200, 1, 1, 0)
 def kernels():
     """Compiles the shipped kernels in parallel."""
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in CONFIGS])
+    return sim.build_kernels(SHIPPED)
 
 
 @pytest.fixture(scope="module")
 def checked_kernels():
     """Compiles those that :func:`test_checkers_are_silent` runs, likewise."""
     sim.build_runners(CHECKERS)
-    return sim.build_kernels([(config, checker) for config in CHECKED for checker in CHECKERS])
+    return sim.build_kernels(OF_CHECKERS)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.full_name)

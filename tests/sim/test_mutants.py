@@ -5,6 +5,7 @@ import re
 import mutants
 import mutants_sm90
 import pytest
+import tiers
 import torch
 from formulas import mma_count, tma_bytes, wgmma_count
 from planted import build_mutants, checker
@@ -14,7 +15,7 @@ from flashcute.jit import sources
 from flashcute.jit.toolchain import BuildError
 from flashcute.testing import compare_forward
 
-MUTANTS = (*mutants.MUTANTS, *mutants_sm90.MUTANTS)
+MUTANTS = tiers.faults((*mutants.MUTANTS, *mutants_sm90.MUTANTS))
 
 # (b, seqlen_q, seqlen_k, h, h_k) and a factor for q: more keys than queries; queries that see no
 # key at all; scores so large that the running maximum grows from block to block; q and k constant,
@@ -48,13 +49,14 @@ FAULTLESS = {
     )
     for config in CONFIGS
 }
+PLANTED = (*MUTANTS, *FAULTLESS.values())
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """The kernels of all mutants by name, compiled side by side."""
     sim.build_runners()
-    return build_mutants([*MUTANTS, *FAULTLESS.values()], tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 def problem(config, shape, factor):
@@ -143,7 +145,7 @@ def test_mutant_that_does_not_compile_is_named(tmp_path):
     broken = mutants.Mutant(
         "broken", "mask.h", "#pragma once", '#include "broken_on_purpose.h"', "numerics/late"
     )
-    with pytest.raises(BuildError, match=r"mutant_broken/.*broken_on_purpose\.h: No such file"):
+    with pytest.raises(BuildError, match=r"mutant_broken_\w+/.*broken_on_purpose\.h: No such file"):
         build_mutants([MUTANTS[0], broken], tmp_path)
 
 

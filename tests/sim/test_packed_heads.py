@@ -23,12 +23,13 @@ SHAPES = (
     (1, 2, 0, 4, 2),
 )
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
+COMPILED = [(config, checker) for config in CONFIGS for checker in sim.CHECKERS]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(sim.CHECKERS)
-    return sim.build_kernels([(c, checker) for c in CONFIGS for checker in sim.CHECKERS])
+    return sim.build_kernels(COMPILED)
 
 
 def make_qkv(config, shape, seed=0):

@@ -17,6 +17,7 @@ FORMER = (
     FwdConfig(90, "bf16", 64, "none", 128, 112, 8, 2, 0, 1, ping_pong=True),
     FwdConfig(80, "bf16", 96, "causal", 128, 64, 4, 1, 0, 2),
 )
+COMPILED = [(config, "none") for config in FORMER]
 KERNELS = {config.full_name: config for config in (*shipped_configs(), *FORMER)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -22,11 +22,12 @@ replace = dataclasses.replace
 UNMASKED = replace(STRIDING, softcap=True, alibi=True)
 SLOPED = (replace(ONE_STAGE, alibi=True), replace(ASKING, alibi=True))
 CONFIGS = (SM80, SM90, UNMASKED, CAPPING, *SLOPED)
-if tiers.everything:  # each is compiled for these tests alone
+if tiers.everything:
     CONFIGS += (replace(TWO_STAGES, softcap=True), replace(STRIDING, softcap=True))
     CONFIGS += (replace(ONE_STAGE, mask="none", softcap=True, alibi=True),)
-MUTANTS = mutants_score.MUTANTS if tiers.everything else mutants_score.OF_SM80
+PLANTED = mutants_score.MUTANTS if tiers.everything else mutants_score.OF_SM80
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
+COMPILED = [(config, "none") for config in (*CONFIGS, ONE_STAGE, ASKING)]
 WINDOW = (150, 60)
 # (b, seqlen_q, seqlen_k, h, h_k): several tiles and blocks; distances that are all large, or rows
 # that see no key; one query.
@@ -46,12 +47,12 @@ capped = pytest.mark.parametrize("config", (SM80, UNMASKED, CAPPING), ids=ids)
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in (*CONFIGS, ONE_STAGE, ASKING)])
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory):
-    return build_mutants(MUTANTS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 def options_of(config: FwdConfig, b: int, h: int) -> dict[str, object]:
@@ -315,7 +316,7 @@ def find_fault(config, kernel):
     return result.message or None
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
     found = find_fault(mutant.config, mutants[mutant.name])
     assert found and re.search(mutant.report or "^numerics$", found), f"{mutant.name}: {found}"

@@ -6,6 +6,7 @@ import re
 
 import mutants_serving
 import pytest
+import tiers
 import torch
 from mutants import ONE_STAGE, TWO_STAGES
 from mutants_sm90 import ASKING, STRIDING
@@ -26,6 +27,10 @@ OTHER_TILES = tuple(
     for d, n in ((64, 128), (256, 32), (64, 48), (64, 112), (96, 80))
 )
 WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CHECKED)
+COMPILED = [(config, "none") for config in (*CONFIGS, *PAGED, *WINDOWED, *OTHER_TILES)]
+COMPILED += [(config, "memcheck") for config in (*CHECKED, *PAGED[:2])]
+COMPILED += [(config, "racecheck") for config in CHECKED]
+PLANTED = tiers.faults(mutants_serving.MUTANTS)
 # Lengths of queries and keys: a prefill chunk, decoding, speculative tokens, no queries, no keys,
 # fewer keys than queries.
 MIXED = (130, 1, 3, 0, 2, 70), (200, 77, 10, 150, 0, 50)
@@ -40,12 +45,12 @@ def each(configs):
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none", "memcheck", "racecheck"])
-    sim.build_kernels([(c, "none") for c in (*CONFIGS, *PAGED, *WINDOWED, *OTHER_TILES)])
+    sim.build_kernels(COMPILED)
 
 
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory):
-    return build_mutants(mutants_serving.MUTANTS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16, 24, 48, 64])
@@ -287,7 +292,7 @@ def test_no_races(config):
     check(result, config, problem)
 
 
-@pytest.mark.parametrize("mutant", mutants_serving.MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
     """By a report, or by a comparison with the reference in some order of the warps."""
     config = mutant.config

@@ -11,6 +11,7 @@ from flashcute import sim
 from flashcute.testing import check_forward
 
 CONFIGS = (TWO_STAGES, ONE_STAGE, ASKING, STRIDING)
+COMPILED = [(config, "none") for config in CONFIGS]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # (b, seqlen_q, seqlen_k, h, h_k): several tiles; rows that see no key; no keys at all.
 SHAPES = ((2, 150, 200, 2, 1), (1, 200, 63, 2, 2), (1, 40, 0, 2, 1))
@@ -21,7 +22,7 @@ SINKS = ((-math.inf, 0.5), (3.0, -2.0), (80.0, 20.0), (1e30, -1e30))
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in CONFIGS])
+    return sim.build_kernels(COMPILED)
 
 
 def make_qkv(config, shape, factor=1):

@@ -24,8 +24,7 @@ SM80 = FwdConfig(80, "fp16", 32, "causal", 64, 32, 4, 1, 0, 2)
 SM90 = FwdConfig(90, "fp16", 32, "causal", 128, 32, 8, 2, 0, 1, True)
 CONFIGS = (SM80, SM90)
 BF16 = tuple(dataclasses.replace(config, dtype="bf16") for config in CONFIGS)
-for pair in zip(CONFIGS, BF16, strict=True):
-    sim.compile_together(pair)
+COMPILED = [(config, "none") for config in (*CONFIGS, *BF16)]
 D, BLOCK = 32, 32
 ROWS = slice(11, None, 16)  # one a warp, of its second half: the other rows keep their level
 
@@ -34,7 +33,7 @@ ROWS = slice(11, None, 16)  # one a warp, of its second half: the other rows kee
 def kernels():
     """Compiles them side by side."""
     sim.build_runners(["none"])
-    return sim.build_kernels([(config, "none") for config in (*CONFIGS, *BF16)])
+    return sim.build_kernels(COMPILED)
 
 
 def problem(levels, seqlen_q, seqlen_k, *, scale=D**-0.5, rows=slice(None), spread=1.0):

@@ -6,6 +6,7 @@ import re
 
 import mutants_varlen
 import pytest
+import tiers
 import torch
 from mutants import ONE_STAGE, TWO_STAGES
 from mutants_sm90 import ASKING, STRIDING
@@ -19,6 +20,9 @@ CONFIGS = (TWO_STAGES, ONE_STAGE, ASKING, STRIDING)
 CHECKED = CONFIGS[0], CONFIGS[2]  # one of each class
 WINDOWED = tuple(dataclasses.replace(config, mask="local") for config in CHECKED)
 CHECKERS = [x for x in sim.CHECKERS if x != "none"]
+COMPILED = [(c, "none") for c in (*CONFIGS, *WINDOWED)]
+COMPILED += [(c, checker) for c in CHECKED for checker in CHECKERS]
+PLANTED = tiers.faults(mutants_varlen.MUTANTS)
 # Lengths of queries and keys: one of each; sequences without queries, without keys, without both;
 # nothing at all; one row; a tile's edge; many short ones.
 BATCHES = (
@@ -37,13 +41,12 @@ each_checked = pytest.mark.parametrize("config", CHECKED, ids=lambda c: c.full_n
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(sim.CHECKERS)
-    wanted = [(c, "none") for c in (*CONFIGS, *WINDOWED)]
-    return sim.build_kernels([*wanted, *((c, x) for c in CHECKED for x in CHECKERS)])
+    return sim.build_kernels(COMPILED)
 
 
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory):
-    return build_mutants(mutants_varlen.MUTANTS, tmp_path_factory.mktemp("mutants"))
+    return build_mutants(PLANTED, tmp_path_factory.mktemp("mutants"))
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: "-".join(map(str, b[0])) or "none")
@@ -268,7 +271,7 @@ def test_no_lengths_reach_beyond_the_tensors(config, name, which):
     assert result.verdict == "pass", result.message
 
 
-@pytest.mark.parametrize("mutant", mutants_varlen.MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda m: m.name)
 def test_mutant_is_found(mutant, mutants):
     """By a report, or by a comparison with the reference in some order of the warps."""
     config = mutant.config

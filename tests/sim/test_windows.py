@@ -18,6 +18,9 @@ CONFIGS = tuple(
 )
 CHECKED = CONFIGS[0], CONFIGS[2]  # one of each class
 CHECKERS = [checker for checker in sim.CHECKERS if checker != "none"]
+COMPILED = [(c, "none") for c in CONFIGS] + [(c, x) for c in CHECKED for x in CHECKERS]
+for mask in ("none", "causal"):
+    COMPILED += [(dataclasses.replace(c, mask=mask), "none") for c in CHECKED]
 # ((b, seqlen_q, seqlen_k, h, h_k), (left, right)): the diagonal alone; windows narrower and wider
 # than a block, to one side and both; more queries than keys, so that rows see nothing; more keys
 # than queries; a window that ends before the keys begin; wider than everything.
@@ -37,10 +40,7 @@ PROBLEMS = (
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     sim.build_runners(sim.CHECKERS)
-    wanted = [(c, "none") for c in CONFIGS] + [(c, x) for c in CHECKED for x in CHECKERS]
-    wanted += [(dataclasses.replace(c, mask="none"), "none") for c in CHECKED]
-    wanted += [(dataclasses.replace(c, mask="causal"), "none") for c in CHECKED]
-    return sim.build_kernels(wanted)
+    return sim.build_kernels(COMPILED)
 
 
 def make_qkv(config, shape, seed=0):
