@@ -30,8 +30,8 @@ def pytest_configure(config):
     config.pluginmanager.register(reporting)
 
 
-# They compile for longest, and a file stays in one worker: the first of their workers.
-_FIRST = ("test_ladder.py", "test_shipped_kernels.py")
+# They compile for minutes, and a file stays in one worker: none of them may be the last.
+_FIRST = ("test_ladder.py", "test_shipped_kernels.py", "test_wheel.py")
 
 
 def pytest_collection_modifyitems(items):

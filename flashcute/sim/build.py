@@ -99,8 +99,7 @@ def compile_together(
 ) -> None:
     """Makes ``configs`` one translation unit for ``checkers``, from now on in this process.
 
-    Worth it where all of them are used: configurations of one tile differ by a second of compile
-    time, and each alone takes 20 s.
+    Worth it where all of them are used: most of what one takes to compile, the others share.
 
     Args:
         configs: Of one pass, kernel class and head dimension.

@@ -1,6 +1,6 @@
 """What the collected files compile of one pass, kernel class and head dimension, and for one
-checker, is compiled together: alone a kernel takes 10 s, and each further one of its translation
-unit 2 s, as kernels share most of CuTe's templates.
+checker, is compiled together: most of what a kernel takes is CuTe's templates, which the others of
+its translation unit share.
 
 A file says what it compiles in ``COMPILED``, pairs of a configuration and a checker, and which
 faults it plants in ``PLANTED``. A kernel that no file names is compiled when a test asks for it, as
