@@ -14,9 +14,13 @@ import time
 import conditions
 import fuzz_gpu
 import pytest
+import scores
 from asked import Gpu
 from on_cpu import on_cpu
 from stand_in_cases import BROKEN, DEAD, ODD, SILENT, WRONG
+
+from flashcute import heuristics
+from flashcute.config import HEAD_DIMS
 
 FAMILIES = {
     "some": fuzz_gpu.Family("stand_in_cases"),
@@ -143,6 +147,20 @@ def test_a_family_runs_on_the_cpu(name):
     for case in cases:
         with conditions.choosing("80"):
             assert all(c.arch == 80 or name == "bwd_sm90" for c in kernels_of(case, Gpu()))
+
+
+@pytest.mark.parametrize("name", ["options", "varlen", "bwd_options", "bwd_varlen"])
+def test_scores_are_changed_in_every_head_dimension(name):
+    """Tests draw two or three, whose kernels are compiled for them; here all are compiled anew."""
+    assert scores.FUZZED == fuzz_gpu.FIRST_SEED
+    make = fuzz_gpu.FAMILIES[name].function("make_case")
+    cases = [make(seed) for seed in range(fuzz_gpu.FIRST_SEED, fuzz_gpu.FIRST_SEED + 400)]
+    of_tests = [make(seed) for seed in range(400)]
+    head_dims, few = (
+        {heuristics.instantiated_head_dim(case.d) for case in drawn if case.scores.any}
+        for drawn in (cases, of_tests)
+    )
+    assert head_dims == set(HEAD_DIMS) and few < head_dims
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the binding needs g++")

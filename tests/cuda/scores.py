@@ -8,7 +8,7 @@ import random
 import torch
 
 from flashcute import heuristics
-from flashcute.config import FwdConfig
+from flashcute.config import MAX_HEAD_DIM, FwdConfig
 from flashcute.dropout import draw_state, dropout_mask
 
 # What cases of a dtype ask for: softcap, alibi, dropout. Every choice is a set of kernels, compiled
@@ -19,6 +19,7 @@ ASKED = {
     torch.bfloat16: (_NONE, (True, False, False), (False, True, False), (False, False, True)),
 }
 HEAD_DIMS = {torch.float16: (64, 128, 256), torch.bfloat16: (64, 128)}  # of their kernels
+FUZZED = 100_000  # from this seed on, those of tools/fuzz_gpu.py, which builds what it draws
 _SOFTCAPS = (0.01, 2.0, 50.0, 50.0, 1e6)
 _SIZES = (0.1, 0.5, 30.0)  # of slopes
 _PROBABILITIES = (2.0**-16, 0.1, 0.3, 0.5, 0.9)
@@ -78,6 +79,11 @@ class Scores:
         state = draw_state(torch.device("cuda"))
         mask = dropout_mask(state, b, h, seqlen_q, seqlen_k, self.dropout_p)
         return {"dropout_p": round(self.dropout_p * 2**16) / 2**16, "dropout_mask": mask}
+
+
+def head_dims(seed: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """What a case that asks for anything draws from."""
+    return tuple(range(8, MAX_HEAD_DIM + 1, 8)) if seed >= FUZZED else (40, *HEAD_DIMS[dtype])
 
 
 def draw(rng: random.Random, dtype: torch.dtype) -> Scores:

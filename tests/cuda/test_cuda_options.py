@@ -50,7 +50,7 @@ def make_case(seed: int) -> Case:
     asked = scores.draw(rng, dtype)
     head_dims = (16, 32, 64, 96, 128, 200, 256)
     if asked.any:
-        head_dims = (40, *scores.HEAD_DIMS[dtype])
+        head_dims = scores.head_dims(seed, dtype)
     return Case(
         seed=seed,
         dtype=dtype,

@@ -72,7 +72,7 @@ def make_case(seed: int) -> Case:
         slack=min(rng.choice((0, 0, 3, 10_000)), 3 if asked.dropout_p else 10_000),
         h=h,
         h_k=h_k,
-        d=rng.choice((40, *scores.HEAD_DIMS[dtype]) if asked.any else (20, 32, 64, 128, 200)),
+        d=rng.choice(scores.head_dims(seed, dtype) if asked.any else (20, 32, 64, 128, 200)),
         causal=rng.random() < 0.4,
         window_size=(rng.choice(SIDES), rng.choice(SIDES)),
         sinks=rng.random() < 0.4,
