@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor &q, const Tensor &k, const Tensor
     return named("fwd", [&] { return forward(q, k, v, softmax_scale, options); });
 }
 
-// Of packed queries, and keys likewise or in pages.
+// The forward of packed queries, (total_q, h, d), whose keys are packed, too, or in pages.
 std::tuple<Tensor, Tensor> forward_ragged(const Tensor &q, const Tensor &k, const Tensor &v,
                                           double softmax_scale, Options options,
                                           const Lengths &lengths, MaybeTensor block_table) {
@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor> append_attend_kvcache(
     });
 }
 
-// What f() returns; `refused` where the kernels cannot take the arguments.
+// Returns f(), or `refused` where the kernels cannot take the arguments.
 template <typename Function, typename Result>
 Result unless_refused(const char *op, Result refused, Function f) {
     return named(op, [&]() -> Result {
@@ -156,7 +156,7 @@ std::tuple<Tensor, Tensor> attend_varlen_no_grad(
         if (!cu_seqlens_k.has_value() && !(seqused_k.has_value() && block_table.has_value())) {
             fail("expected cu_seqlens_k, or seqused_k of keys in pages");
         }
-        // Not read beside seqused_k.
+        // Stands in for cu_seqlens_k, which is not read where there is seqused_k.
         const Tensor &starts_k = cu_seqlens_k.has_value() ? *cu_seqlens_k : cu_seqlens_q;
         const Lengths lengths{&cu_seqlens_q, &starts_k,    &seqused_q,
                               &seqused_k,    max_seqlen_q, max_seqlen_k};
@@ -250,8 +250,8 @@ Gradients bwd_varlen(const Tensor &dout, const Tensor &q, const Tensor &k, const
 }  // namespace
 }  // namespace flash
 
-// Called by flashcute/ops.py. A new resolver is asked anew for every kernel. Null, passed when the
-// interpreter ends, leaves those that are known: they need no Python.
+// Called by flashcute/ops.py. A new resolver is asked anew for every problem. Null, passed when the
+// interpreter ends, keeps the known choices, which need no Python.
 extern "C" __attribute__((visibility("default"))) void flashcute_set_resolver(
     flash::Resolver resolver) {
     flash::kernel_table().set_resolver(resolver);
@@ -264,12 +264,13 @@ extern "C" __attribute__((visibility("default"))) void *flashcute_register_sdpa(
     return flash::register_sdpa(dispatch_key, is_deterministic);
 }
 
-// The kernel below what was registered is in its place again.
+// Undoes flashcute_register_sdpa(): the kernels that were there before are in their place again.
 extern "C" __attribute__((visibility("default"))) void flashcute_unregister(void *library) {
     aoti_torch_delete_library_object(static_cast<TorchLibraryHandle>(library));
 }
 
-// Why the call of sdpa_fallback or sdpa_backward_fallback that this thread is in fails.
+// Called by the sdpa_fallback or sdpa_backward_fallback that this thread is in, to say why it
+// fails.
 extern "C" __attribute__((visibility("default"))) void flashcute_explain(const char *text) {
     flash::sdpa_failure() = text;
 }
@@ -279,19 +280,19 @@ extern "C" __attribute__((visibility("default"))) void flashcute_remove_plan(int
     flash::plan_table().remove(plan);
 }
 
-// The macros paste their first argument; the detour expands it first.
+// torch's macro pastes its first argument; this one expands it first.
 #define FLASHCUTE_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 
-// fwd, attend, attend_varlen   traced and differentiable: Python gives them an autograd kernel,
-// which
-//                              calls bwd or bwd_varlen
-// bwd, bwd_varlen              gradients. `wanted`: bits 0 to 3 which, in the order of the results,
-//                              bit 4 that they repeat bit for bit; what is not wanted has shape (0)
+// fwd, attend, attend_varlen   traced and differentiable: Python gives them an autograd kernel, by
+//                              which bwd or bwd_varlen is called
+// bwd, bwd_varlen              gradients. `wanted`: bits 0 to 3 say which, in the order of the
+//                              results, bit 4 that they repeat bit for bit; those that are not
+//                              wanted have shape (0)
 // fwd_no_grad                  fwd, for a caller that knows that no gradient is wanted
 // read_kvcache_no_grad, attend_kvcache_no_grad, attend_varlen_no_grad
-//                              eager, of arguments that nobody has checked: None, and nothing
-//                              written, where the kernels cannot take them. The first without what
-//                              most calls do not ask for: torch takes a microsecond to pass it
+//                              eager, for arguments that nobody has checked: return None, and write
+//                              nothing, where the kernels cannot take them. The first one lacks
+//                              what most calls do not need, which torch takes a microsecond to pass
 // plan_kvcache, run_plan, append_run_plan
 //                              a call over a cache, repeated by number on other tensors
 // attend_kvcache and append_attend_kvcache are defined by flashcute/ops_kvcache.py. A window's side
@@ -315,9 +316,9 @@ FLASHCUTE_LIBRARY(FLASHCUTE_NAMESPACE, m) {
         "float softcap=0., Tensor? alibi_slopes=None, Tensor? rng_state=None, "
         "float dropout_p=0., Tensor? block_table=None, int num_splits=0, "
         "bool deterministic=False) -> (Tensor out, Tensor softmax_lse)");
-    // As aten::_scaled_dot_product_flash_attention, but for results of a ragged batch and lengths:
-    // torch_call_dispatcher() takes a list of results for the reverse of it, and so for other
-    // types.
+    // As aten::_scaled_dot_product_flash_attention, without the results of a ragged batch and the
+    // lengths: torch_call_dispatcher() takes a list of results in reverse order, and so takes
+    // results of different types for each other.
     m.def(
         "sdpa_fallback(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
         "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> "

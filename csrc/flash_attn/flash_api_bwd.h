@@ -15,7 +15,7 @@
 
 namespace flash {
 
-// The tensors of a backward but for the sinks.
+// The tensors of a backward, without the sinks.
 struct BwdTensors {
     const Tensor &dout, &q, &k, &v, &out, &softmax_lse;
     const MaybeTensor &dlse;  // none: zeros
@@ -56,7 +56,7 @@ inline RowValues read_row_values(const Tensor &tensor, const char *name, const I
             .head_stride = size[0] > 1 ? stride[0] : 0};
 }
 
-// out or dout: laid out as it likes, but of the shape, dtype and device of q.
+// Reads out or dout, whose strides are free, but whose shape, dtype and device are those of q.
 inline Layout read_like_q(const Tensor &tensor, const char *name, const Inputs &inputs,
                           int64_t rank, bool heads_first) {
     check_placement(tensor, name, inputs.dtype, inputs.device);
@@ -67,13 +67,13 @@ inline Layout read_like_q(const Tensor &tensor, const char *name, const Inputs &
     return layout;
 }
 
-// Bits of what is wanted.
+// Bits of the operators' argument `wanted`.
 enum Wanted : int64_t {
     kWantsDq = 1,
     kWantsDk = 2,
     kWantsDv = 4,
     kWantsDsinks = 8,
-    kDeterministic = 16,  // all of them bitwise repeatable
+    kDeterministic = 16,  // the gradients are bitwise repeatable
 };
 
 // The gradients, of shape (0) where they are not wanted.
@@ -95,7 +95,8 @@ inline void set_bwd_strides(Flash_bwd_params &params, const Layout &dout, const 
     params.dv_head_stride = dv.head_stride;
 }
 
-// A gradient that the kernels write: its layout goes to `layout`, its address to `pointer`.
+// Allocates a gradient that the kernels write. Its layout goes to `layout`, its address to
+// `pointer`.
 inline Tensor make_gradient(const Tensor &like, const char *name, const Inputs &inputs,
                             bool heads_first, Layout &layout, void *&pointer) {
     Tensor gradient = empty_like(like, inputs.dtype, inputs.device);
@@ -105,7 +106,8 @@ inline Tensor make_gradient(const Tensor &like, const char *name, const Inputs &
     return gradient;
 }
 
-// What a ragged batch has beside the lengths; returns the words of the workspace for its plans.
+// Sets the sizes of a ragged batch, beside its lengths; returns the words of the workspace for its
+// plans.
 inline int64_t set_totals(Flash_bwd_params &params, const Layout &q, const Layout &k, int64_t b) {
     if (q.s > kMaxBwdTokens || k.s > kMaxBwdTokens) {
         fail("expected at most ", kMaxBwdTokens, " tokens in a ragged batch with gradients, got ",
@@ -123,10 +125,10 @@ inline int64_t set_totals(Flash_bwd_params &params, const Layout &q, const Layou
     return bwd_plan_words(q.s, k.s, b);
 }
 
-// Tensors of 32 bits that the kernels write and read, given back to the stream's memory once all is
-// enqueued. First come two statistics of each row, its sums of dQ, and semaphores; then sums of dK
-// and dV. Of params the sizes and the gradients are set, afterwards head_parts, too. rows: of
-// statistics, of all heads.
+// Allocates the kernels' workspaces of 32-bit words and points params to them. The first one has
+// two statistics of each row, its sums of dQ, and semaphores; the second one sums of dK and dV. The
+// caller holds them until all is enqueued; then they go back to the stream's memory. The sizes and
+// gradients of params must be set; head_parts is set here. rows: of statistics, of all heads.
 inline std::array<MaybeTensor, 2> set_workspaces(Flash_bwd_params &params,
                                                  const Flash_bwd_kernel &kernel, int64_t rows,
                                                  int32_t device) {
@@ -151,7 +153,7 @@ inline std::array<MaybeTensor, 2> set_workspaces(Flash_bwd_params &params,
     return made;
 }
 
-// lengths: of a ragged batch, whose tensors are packed.
+// Runs a backward. lengths: of a ragged batch, whose tensors are packed; null: of a dense batch.
 inline Gradients backward(const BwdTensors &x, double softmax_scale, const Options &options,
                           int64_t wanted, const Lengths *lengths = nullptr) {
     const bool ragged = lengths != nullptr;

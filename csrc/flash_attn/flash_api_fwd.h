@@ -17,7 +17,8 @@ namespace flash {
 
 inline constexpr int64_t kMaxSplitsGiven = 128;  // MAX_SPLITS of checks_kvcache.py
 
-// What a call has whose k and v are a cache; what is appended to it, if anything.
+// The further arguments of a call whose k and v are a cache, with what is appended to it, if
+// anything.
 struct Cache {
     MaybeTensor cache_batch_idx, cache_leftpad, block_table;
     MaybeTensor k, v;
@@ -25,7 +26,7 @@ struct Cache {
     bool rotary_interleaved = false;
 };
 
-// Fills in the cache and returns the tokens of a sequence that it has room for.
+// Sets what describes the cache. Returns how many tokens of a sequence it has room for.
 inline int64_t set_cache(Flash_fwd_params &params, const Cache &cache, const Layout &k, int64_t b,
                          int32_t device) {
     params.is_cache = 1;
@@ -69,7 +70,7 @@ inline int64_t set_cache(Flash_fwd_params &params, const Cache &cache, const Lay
     return columns * k.s;
 }
 
-// A (b, s, heads, d) tensor that a kernel reads or writes in vectors.
+// Reads the layout of a (b, s, heads, d) tensor that a kernel reads or writes in vectors.
 inline Layout read_vectors(const Tensor &tensor, const char *name, int32_t dtype, int32_t device) {
     check_placement(tensor, name, dtype, device);
     const Layout layout = read_layout(tensor, name, 4);
@@ -86,8 +87,8 @@ inline const void *read_table(const Tensor &table, const char *name, int32_t dty
     return table.const_data_ptr();
 }
 
-// Whether the memory from the first to the last element of x has elements of y between its own.
-// Neither is empty.
+// Whether the address ranges of x and y, each from its first to its last element, overlap. Neither
+// is empty.
 inline bool overlap(const void *x, const Layout &xl, const void *y, const Layout &yl) {
     const auto bytes = [](const Layout &l) {
         return 2 * ((l.b - 1) * l.batch_stride + (l.s - 1) * l.row_stride +
@@ -97,7 +98,8 @@ inline bool overlap(const void *x, const Layout &xl, const void *y, const Layout
     return begin_x < begin_y + bytes(yl) && begin_y < begin_x + bytes(xl);
 }
 
-// That the cache can be written to, and is not what is read meanwhile.
+// Checks that the cache can be written to, and does not overlap the new keys and values, which are
+// read meanwhile.
 inline void check_written(const Flash_fwd_params &params, const Inputs &inputs, const Layout &k,
                           const Layout &v) {
     for (const Layout &x : {inputs.k, inputs.v}) {
@@ -121,7 +123,7 @@ inline void check_written(const Flash_fwd_params &params, const Inputs &inputs, 
     }
 }
 
-// New keys and values of a cache with room for so many tokens of a sequence.
+// Sets the new keys and values. room: tokens of a sequence that the cache has room for.
 inline void set_new(Flash_fwd_params &params, const Cache &cache, const Inputs &inputs,
                     int64_t room) {
     const auto &[dtype, device, ql, kl, vl] = inputs;
@@ -147,7 +149,7 @@ inline void set_new(Flash_fwd_params &params, const Cache &cache, const Inputs &
     params.v_new_head_stride = v.head_stride;
 }
 
-// The kernel that appends rotates the queries, too, to `rotated`, a contiguous (b, s, h, d).
+// Makes the kernel that appends rotate the queries into `rotated`, a contiguous (b, s, h, d).
 inline void rotate_queries(Flash_fwd_params &params, const Layout &q, const Tensor &rotated) {
     params.q_unrotated_ptr = params.q_ptr;
     params.q_unrotated_batch_stride = q.batch_stride;
@@ -156,8 +158,9 @@ inline void rotate_queries(Flash_fwd_params &params, const Layout &q, const Tens
     params.q_ptr = rotated.const_data_ptr();
 }
 
-// What is appended to a cache with room for so many tokens of a sequence. Returns memory for the
-// rotated queries, which params.q_ptr then is.
+// Sets what is appended to a cache. room: tokens of a sequence that it has room for. Returns the
+// tensor of the rotated queries, to which params.q_ptr then points, or none where nothing is
+// rotated.
 inline MaybeTensor set_append(Flash_fwd_params &params, const Cache &cache, const Inputs &inputs,
                               const Options &options, int64_t room) {
     const bool rotates = cache.rotary_cos.has_value();
@@ -199,9 +202,9 @@ inline MaybeTensor set_append(Flash_fwd_params &params, const Cache &cache, cons
     return rotated;
 }
 
-// Both outputs are fresh: out as empty_like(q), softmax_lse contiguous float32 (b, h, seqlen_q); of
+// Allocates the outputs: out as empty_like(q), softmax_lse contiguous float32 (b, h, seqlen_q); of
 // a ragged batch out is contiguous, and softmax_lse (h, total_q). Over a cache softmax_lse is (b,
-// h, seqlen_q) with the strides of (h, b, seqlen_q). It is None where it is not wanted.
+// h, seqlen_q) with the strides of (h, b, seqlen_q). An LSE that is not wanted is None.
 inline std::tuple<Tensor, Tensor> make_outputs(const Tensor &q, const Inputs &inputs, bool is_cache,
                                                bool returns_lse) {
     const auto &[dtype, device, ql, kl, vl] = inputs;
@@ -237,7 +240,7 @@ inline void set_splits(Problem &problem, const Options &options) {
     problem.num_splits = static_cast<int32_t>(options.num_splits);
 }
 
-// The shape and what the choice for it says.
+// Sets the sizes of a problem, and what follows from the choice for it.
 inline void set_problem(Flash_fwd_params &params, const Problem &problem, const Choice &choice,
                         const Queries &queries, bool is_ragged) {
     set_sizes(params, problem);
@@ -252,7 +255,7 @@ inline void set_problem(Flash_fwd_params &params, const Problem &problem, const 
     const int64_t of_a_head = is_ragged ? plan_capacity(rows, problem.b, tile_m, params.num_splits,
                                                         params.split_ctas, heads)
                                         : problem.b * ((rows + tile_m - 1) / tile_m);
-    // The grid is one-dimensional, and its limit is that of a 32-bit int, as is that of a row.
+    // The grid is one-dimensional, and tiles and rows are numbered by 32-bit ints.
     const int64_t tiles = of_a_head * heads;
     const int64_t partial = partial_rows(rows, tile_m, params.num_splits, params.split_ctas, heads);
     if (rows > kMaxSeqlen || tiles > kMaxTiles || partial > kMaxSeqlen) {
@@ -267,8 +270,8 @@ inline void set_problem(Flash_fwd_params &params, const Problem &problem, const 
     }
 }
 
-// The plan of a ragged batch, and behind it the workspace of split tiles and a log-sum-exp that is
-// not returned.
+// Allocates the plan of a ragged batch, and behind it the workspace for partial results of split
+// tiles and an LSE that is not returned.
 inline Tensor make_plan(Flash_fwd_params &params, int32_t device) {
     const int64_t plan =
         plan_words(params.plan_capacity, params.b, params.total_q, params.num_splits);
@@ -289,7 +292,8 @@ inline Tensor make_plan(Flash_fwd_params &params, int32_t device) {
     return memory;
 }
 
-// To a plan the queries (b, seqlen_q, h, d) over a cache are (b * seqlen_q, h, d).
+// Plans take the queries (b, seqlen_q, h, d) over a cache for (b * seqlen_q, h, d): folds() says
+// whether strides allow that, fold_batch() sets the strides.
 inline bool folds(const Layout &q) {
     return q.b <= 1 || q.s <= 1 || q.batch_stride == q.s * q.row_stride;
 }
@@ -315,7 +319,8 @@ struct Planned {
     MaybeTensor workspace, rotated;
 };
 
-// Returns the plan's memory, which is given back to the stream's once all is enqueued.
+// Enqueues the plan kernel of a ragged batch and the attention kernel. Returns the plan's memory,
+// which the caller gives back to the stream's once all is enqueued.
 inline MaybeTensor enqueue(const Flash_kernel &kernel, Flash_fwd_params &params, bool is_ragged,
                            int32_t device) {
     void *const stream = current_stream(device);
@@ -324,15 +329,16 @@ inline MaybeTensor enqueue(const Flash_kernel &kernel, Flash_fwd_params &params,
         plan = make_plan(params, device);
         check_launch(kernel, kernel.plan(&params, stream));
     }
-    // Without queries there is only what is appended.
+    // Without queries the call only appends, which the plan kernel has done.
     if (!is_ragged || params.total_q > 0) {
         check_launch(kernel, kernel.launch(&params, stream));
     }
     return plan;
 }
 
-// lengths: of a ragged batch, whose q, k and v are packed to (total, heads, d), or over a cache,
-// whose k and v are (entries or pages, seqlen, h_k, d).
+// Runs a forward. lengths: of a ragged batch, whose q, k and v are packed to (total, heads, d), or
+// of a call over a cache, whose k and v are (entries or pages, seqlen, h_k, d); null: of a dense
+// batch. planned: if given, gets what run_planned() needs.
 inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, const Tensor &v,
                                           double softmax_scale, const Options &options,
                                           const Lengths *lengths = nullptr,
@@ -349,8 +355,8 @@ inline std::tuple<Tensor, Tensor> forward(const Tensor &q, const Tensor &k, cons
     params.k_ptr = k.const_data_ptr();
     params.v_ptr = v.const_data_ptr();
     params.sinks_ptr = read_sinks(options, ql, device);
-    // A traced program does not know where its inputs start, so this is decided here, on the GPU of
-    // the tensors. What is written to is not copied.
+    // Misaligned inputs are copied here, on the GPU of the tensors, as a traced program does not
+    // know where its inputs start. A cache that is written to is not copied.
     const bool copies_kv = !appends && (misaligned(params.k_ptr) || misaligned(params.v_ptr));
     if (options.copies && (misaligned(params.q_ptr) || copies_kv)) {
         const torch::stable::accelerator::DeviceGuard guard(device);

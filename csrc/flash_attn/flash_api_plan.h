@@ -14,7 +14,7 @@
 
 namespace flash {
 
-// By number, as an operator's arguments are no pointers.
+// Planned calls by number, as an operator's arguments cannot be pointers.
 class PlanTable {
   public:
     int64_t add(Planned planned) {
@@ -46,8 +46,9 @@ inline PlanTable &plan_table() {
     return table;
 }
 
-// out, of tensors of the planned sizes. appended: k and v, as they were planned or not. renews:
-// lengths or pages have changed since.
+// Repeats a planned call on tensors of the planned sizes, and returns out. appended: has k and v if
+// the plan appends, else not. renews: lengths or pages have changed since, so the plan is made
+// anew.
 inline Tensor run_planned(const Planned &planned, const Tensor &q, const Tensor &k, const Tensor &v,
                           const Cache &appended, bool renews) {
     const Inputs inputs = read_inputs(q, k, v, 4, true);

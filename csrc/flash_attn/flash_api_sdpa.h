@@ -1,7 +1,7 @@
 // Forward and backward of SDPA's FlashAttention backend, aten::_scaled_dot_product_flash_attention
-// and its _backward, on our kernels without Python between the two: what Python adds to a short
-// call costs more than all of PyTorch's own. flashcute/integrations/sdpa.py registers them, and
-// `sdpa_fallback` and `sdpa_backward_fallback` for the rest.
+// and its _backward, which call our kernels without Python: in a short call Python takes longer
+// than all of PyTorch's own code. flashcute/integrations/sdpa.py registers them, and
+// `sdpa_fallback` and `sdpa_backward_fallback` for the calls that they refuse.
 #pragma once
 
 #include <atomic>
@@ -19,27 +19,29 @@
 
 namespace flash {
 
-// Output (b, h, seqlen_q, d), log-sum-exp (b, h, seqlen_q), two tensors of a ragged batch, which
-// this is not, two lengths, seed and offset of dropout, the debug mask.
+// Output (b, h, seqlen_q, d), log-sum-exp (b, h, seqlen_q), two tensors that only a ragged batch
+// has, two lengths, seed and offset of dropout, the debug mask.
 using SdpaOutputs =
     std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor>;
 using SdpaGradients = std::tuple<Tensor, Tensor, Tensor>;  // each laid out as its tensor
 
-// Why the last call of Python failed, as Python says it: torch returns no more than that it failed.
+// The message of this thread's last call of Python that failed; torch reports only that it failed.
 inline std::string &sdpa_failure() {
     thread_local std::string text;
     return text;
 }
 
-// Whether gradients have to repeat bit for bit. torch's C interface does not tell.
+// A function that returns whether gradients must be deterministic, which torch's C interface does
+// not tell.
 using AsksTorch = int32_t (*)();
 inline std::atomic<AsksTorch> &asks_deterministic() {
     static std::atomic<AsksTorch> ask = nullptr;
     return ask;
 }
 
-// Whatever the kernels do not take goes to Python, which copies tensors that they cannot load, or
-// hands the call to PyTorch's own kernel. `stack`: the arguments, and then the results.
+// Calls operator `op`, which is Python. It gets whatever the kernels do not take, and copies
+// tensors that they cannot load, or hands the call to PyTorch's own kernel. `stack`: the arguments,
+// and afterwards the results.
 template <size_t size>
 void call_python(const char *op, StableIValue (&stack)[size]) {
     if (torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
@@ -47,8 +49,8 @@ void call_python(const char *op, StableIValue (&stack)[size]) {
     }
 }
 
-// What compute() returns; what python() does where it fails, which raises the error that Python has
-// for it, or finds a way.
+// Returns compute() or, where that fails, python(), which finds a way, or raises the error that
+// Python has for it.
 template <typename Compute, typename Python>
 auto or_python(Compute compute, Python python) {
     try {
@@ -56,7 +58,7 @@ auto or_python(Compute compute, Python python) {
     } catch (const std::exception &failure) {
         const std::string_view reason = failure.what();
         if (reason.starts_with("BuildError") || reason.starts_with("KeyboardInterrupt")) {
-            named("sdpa", [&] { fail(failure.what()); });  // not to be compiled once more
+            named("sdpa", [&] { fail(failure.what()); });  // must not be compiled once more
         }
         return named("sdpa", python);
     }
@@ -137,8 +139,8 @@ inline SdpaGradients sdpa_backward(const Tensor &grad_out, const Tensor &query, 
     });
 }
 
-// Puts both into the dispatcher, in the place of the kernels that are there, until the library is
-// deleted. Null where torch refuses.
+// Registers both in the dispatcher, in the place of the kernels that are there, until the library
+// is deleted. Returns null where torch refuses.
 inline TorchLibraryHandle register_sdpa(const char *dispatch_key, AsksTorch is_deterministic) {
     asks_deterministic() = is_deterministic;
     TorchLibraryHandle library = nullptr;

@@ -25,10 +25,11 @@ using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
 inline constexpr int kMaxHeadDim = 256;
-// Persistent kernels count on beyond the last tile, by a CTA for each SM, in 32-bit arithmetic.
+// Persistent kernels count on beyond the last tile, by one for each CTA, in 32-bit arithmetic.
 inline constexpr int64_t kMaxTiles = kMaxInt32 - 1023;
 
-// torch's own macro for this has another name in 2.10 and 2.11 than later.
+// Fails if a call into torch failed. torch's own macro for this has another name in 2.10 and 2.11
+// than later.
 inline void check_shim(AOTITorchError error) {
     if (error != AOTI_TORCH_SUCCESS) {
         fail("a call into torch failed");
@@ -82,7 +83,7 @@ inline void check_placement(const Tensor &tensor, const char *name, int32_t dtyp
 
 inline bool misaligned(const void *data) { return reinterpret_cast<uintptr_t>(data) % 16 != 0; }
 
-// Kernels load 16 bytes at a time.
+// Checks that kernels can load the tensor 16 bytes at a time.
 inline void check_vectorised(const Layout &layout, const void *data, const char *name) {
     if (layout.last_stride != 1) {
         fail("expected ", name, ".stride(-1) == 1, got ", layout.last_stride);
@@ -97,7 +98,8 @@ inline void check_vectorised(const Layout &layout, const void *data, const char 
     }
 }
 
-// flashcute/resolver_errors.py makes torch's own error of it.
+// Reports that an allocation failed; flashcute/resolver_errors.py turns this into torch's own
+// error.
 template <typename Sizes>
 [[noreturn]] void fail_to_allocate(const Sizes &sizes, int32_t dtype, int32_t device) {
     double bytes = static_cast<double>(aoti_torch_dtype_element_size(dtype));
@@ -108,8 +110,8 @@ template <typename Sizes>
                         " bytes on cuda:", device);
 }
 
-// The tensor that an operator of torch makes of another, of the same sizes. Not by torch's C++ for
-// it, which streams a number where the operator fails: see fail().
+// Calls an operator of torch that makes a tensor of the same sizes from `tensor`. Not by torch's
+// C++ function for it, which puts a number into a stream where the operator fails: see fail().
 template <typename... Args>
 Tensor call_torch(const char *op, const Tensor &tensor, Args... args) {
     StableIValue stack[] = {torch::stable::detail::from(tensor),
@@ -120,7 +122,8 @@ Tensor call_torch(const char *op, const Tensor &tensor, Args... args) {
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// The tensor, or a copy of it: of the same strides where they leave no gaps.
+// Returns the tensor or, if it is misaligned, a copy, with the same strides where they leave no
+// gaps.
 inline Tensor aligned(const Tensor &tensor) {
     if (!misaligned(tensor.const_data_ptr())) {
         return tensor;
@@ -156,7 +159,7 @@ inline void check_shapes(const Layout &q, const Layout &k, const Layout &v, bool
     }
 }
 
-// q, k and v as every operator takes them.
+// What every operator reads of q, k and v.
 struct Inputs {
     int32_t dtype, device;
     Layout q, k, v;
@@ -194,7 +197,8 @@ Tensor empty(const int64_t (&sizes)[rank], const int64_t (&strides)[rank], int32
     return Tensor(handle);
 }
 
-// Uninitialised, of the sizes of `tensor` and, where it leaves no gaps, its strides.
+// Returns an uninitialised tensor of the sizes of `tensor` and, where it leaves no gaps, its
+// strides.
 inline Tensor empty_like(const Tensor &tensor, int32_t dtype, int32_t device) {
     if (tensor.dim() != 4 || !tensor.is_contiguous()) {
         const std::nullopt_t as_it_is = std::nullopt;
@@ -226,15 +230,15 @@ struct Options {
     MaybeTensor sinks;
     double softcap = 0;  // 0: none
     MaybeTensor alibi_slopes;
-    // Into how many parts a ragged batch's keys are split at most; 0: by shape, -1: not. Where it
-    // is given, the lengths and the number of the sequences do not choose the kernel, so that a
-    // sequence's result is the same bits in any batch.
+    // Split-KV: into how many parts a ragged batch's keys are split at most; 0: by shape, -1: not.
+    // If it is given (> 0), the kernel does not depend on the lengths and the number of the
+    // sequences, so that a sequence's result is the same bits in any batch.
     int64_t num_splits = -1;
     MaybeTensor rng_state;
     double dropout_p = 0;      // 0: none
     bool heads_first = false;  // a dense batch of tensors (b, heads, s, d), as SDPA has them
-    bool returns_lse = true;   // always of a dense batch
-    bool copies = true;        // what does not start at a multiple of 16 bytes; else refuses it
+    bool returns_lse = true;   // must be true for a dense batch
+    bool copies = true;        // copies misaligned inputs; else refuses them
 };
 
 // b: entries, or sequences of a ragged batch.
@@ -263,7 +267,7 @@ inline void set_slopes(Flash_fwd_params &params, const Options &options, int64_t
     params.alibi_slopes_batch_stride = rank == 2 ? h : 0;
 }
 
-// Of a dense batch, without its mask.
+// Returns the problem of a dense batch, without its mask.
 inline Problem make_problem(const Inputs &inputs) {
     const bool fp16 = inputs.dtype == aoti_torch_dtype_float16();
     return {.device = inputs.device,
@@ -276,7 +280,7 @@ inline Problem make_problem(const Inputs &inputs) {
             .d = static_cast<int32_t>(inputs.q.d)};
 }
 
-// The window of MaskKind::local, no longer than the sequences.
+// Sets the window of MaskKind::local, clamped to the lengths of the sequences.
 inline void set_window(Problem &problem, const Options &options) {
     const auto bounded = [](int64_t side, int32_t length) {
         return side < 0 || side >= length - 1 ? length : static_cast<int32_t>(side);
@@ -285,7 +289,7 @@ inline void set_window(Problem &problem, const Options &options) {
     problem.window_right = bounded(options.causal ? 0 : options.window_right, problem.seqlen_q);
 }
 
-// The mask with the least work that says the same, and its window.
+// Sets the mask that needs the least work of those equivalent to the options, and its window.
 inline void set_mask(Problem &problem, const Options &options) {
     const int64_t seqlen_q = problem.seqlen_q, seqlen_k = problem.seqlen_k;
     const int64_t left = options.window_left;
@@ -355,8 +359,9 @@ inline double default_scale(const Tensor &q) {
     return d > 0 ? 1 / std::sqrt(static_cast<double>(d)) : 1;
 }
 
-// Kernels multiply masked scores, -inf, by the scale after taking the maximum: with zero or less
-// that is NaN or the wrong maximum. What is not normal is 0 to them.
+// Sets the scales. Kernels multiply masked scores, -inf, by the scale after taking the row maximum:
+// with a scale of 0 that gives NaN, with a negative one the maximum is wrong. Subnormal scales are
+// 0 to them.
 inline void set_scales(Flash_fwd_params &params, double softmax_scale, double softcap) {
     const double unit = softcap > 0 ? softcap : softmax_scale;  // of the scores
     params.scale_softmax = static_cast<float>(softmax_scale);

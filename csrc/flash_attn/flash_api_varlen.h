@@ -11,8 +11,8 @@
 
 namespace flash {
 
-// Where the lengths of sequences are, on the device. Without cu_seqlens_q the queries are (b,
-// seqlen_q, h, d), over a cache.
+// The lengths of sequences: device tensors, and what the host knows. Without cu_seqlens_q the
+// queries are (b, seqlen_q, h, d), over a cache.
 struct Lengths {
     const Tensor *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
     const MaybeTensor *seqused_q = nullptr, *seqused_k = nullptr;
@@ -44,7 +44,7 @@ inline const int32_t *read_index(const MaybeTensor *index, const char *name, int
                                                   : nullptr;
 }
 
-// Of a ragged batch.
+// Returns the number of sequences of a ragged batch.
 inline int64_t count_sequences(const Lengths &lengths) {
     if (lengths.cu_seqlens_q->dim() != 1 || lengths.cu_seqlens_q->sizes()[0] < 1) {
         fail("expected cu_seqlens_q of shape (b + 1)");
@@ -65,7 +65,7 @@ inline Queries read_queries(const Layout &q, const Lengths *lengths) {
         }
         return {.b = q.b, .s = q.s, .total = total, .packed = false};
     }
-    // Rows from max_seqlen_q on count as none.
+    // Rows of a sequence from max_seqlen_q on count as rows of no sequence.
     return {.b = count_sequences(*lengths),
             .s = std::min(lengths->max_seqlen_q, q.s),
             .total = q.s,
@@ -85,7 +85,7 @@ inline void set_lengths(Flash_fwd_params &params, const Lengths &lengths, int64_
     params.seqused_k_ptr = read_index(lengths.seqused_k, "seqused_k", b, device);
 }
 
-// What is asked for of the queries, and the mask.
+// Sets what depends on the queries and the options, with the mask.
 inline void set_options(Problem &problem, const Options &options, const Queries &queries,
                         bool dropout) {
     problem.b = static_cast<int32_t>(queries.b);
@@ -96,8 +96,8 @@ inline void set_options(Problem &problem, const Options &options, const Queries 
     set_mask(problem, options);
 }
 
-// Keys of a sequence at most, of `room` that there is room for: fewer where the host knows how many
-// tokens the cache has.
+// Returns the most keys that a sequence may have: `room`, which the cache has room for, or fewer
+// where the host knows how many tokens the cache has.
 inline int64_t keys_known(const Flash_fwd_params &params, const Lengths *lengths, bool appends,
                           int64_t room) {
     if (lengths == nullptr || !lengths->in_cache.has_value()) {
@@ -114,7 +114,7 @@ inline int64_t keys_known(const Flash_fwd_params &params, const Lengths *lengths
     return before + params.seqlen_new;
 }
 
-// What the kernel is chosen for.
+// Returns the problem that the kernel is chosen for, with lengths that stand for those of a batch.
 inline Problem asked_of(const Problem &problem, const Queries &queries, const Layout &k,
                         const Lengths *lengths, const Options &options) {
     Problem asked = problem;
@@ -124,7 +124,7 @@ inline Problem asked_of(const Problem &problem, const Queries &queries, const La
         asked.seqlen_q = queries.packed ? 128 : problem.seqlen_q;
         asked.seqlen_k = 4096;
         if (asked.mask == MaskKind::local) {
-            set_window(asked, options);  // the one there is ends with this batch's tensors
+            set_window(asked, options);  // that of problem is clamped to this batch's tensors
         }
         return asked;
     }
@@ -136,8 +136,8 @@ inline Problem asked_of(const Problem &problem, const Queries &queries, const La
         const int64_t keys = problem.cache != 0 ? queries.b * int64_t(problem.seqlen_k) : k.s;
         const auto length = [&](int64_t total, int64_t longest) {
             if (problem.backward != 0) {
-                // The mean, of at least 2: what padding of each sequence costs goes by it, however
-                // long the longest is.
+                // The mean, of at least 2, as the cost of each sequence's padding goes by it,
+                // however long the longest one is.
                 longest = std::min(longest, std::max((total - 1) / queries.b + 1, int64_t(2)));
             }
             return typical_length(total, queries.b, longest);

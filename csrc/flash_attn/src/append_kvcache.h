@@ -1,4 +1,4 @@
-// Writes new keys and values to a cache, in the CTAs of the kernel that plans, and rotates them and
+// Writes new keys and values to a cache, in CTAs of the plan kernel, and rotates the new keys and
 // the queries (rotary position embedding, Su et al., https://arxiv.org/abs/2104.09864).
 #pragma once
 
@@ -18,7 +18,7 @@ template <DType kDType>
 struct Append {
     using Element = std::conditional_t<kDType == DType::fp16, cutlass::half_t, cutlass::bfloat16_t>;
     static constexpr int kVec = 8;        // elements that a thread moves at a time
-    static constexpr int kMaxCtas = 512;  // then threads move vectors of several tokens
+    static constexpr int kMaxCtas = 512;  // at this limit threads move vectors of several tokens
     struct alignas(16) Vec {
         Element x[kVec];
     };
@@ -26,7 +26,7 @@ struct Append {
         uint32_t x[kVec / 2];
     };
 
-    // A vector of a (b, rows, heads, d) tensor.
+    // The position of a vector in a (b, rows, heads, d) tensor.
     struct Place {
         int col, head, row, batch;
     };
@@ -34,25 +34,27 @@ struct Append {
     CUTE_HOST_DEVICE static bool rotates(Flash_fwd_params const &params) {
         return params.rotary_cos_ptr != nullptr;
     }
-    // Rows of an entry: new keys and values, queries to be rotated, or both.
+    // Returns the rows of a batch entry: of new keys and values, of queries to be rotated, or the
+    // more of both.
     CUTE_HOST_DEVICE static int num_rows(Flash_fwd_params const &params) {
         return cute::max(params.seqlen_new, rotates(params) ? params.seqlen_q : 0);
     }
-    // Heads of a row: first those of keys and values, then those of queries.
+    // Returns the heads of a row: first those of keys and values, then those of queries.
     CUTE_HOST_DEVICE static int num_heads(Flash_fwd_params const &params) {
         return params.h_k + (rotates(params) ? params.h : 0);
     }
     CUTE_HOST_DEVICE static int num_vecs(Flash_fwd_params const &params) {
         return num_heads(params) * (params.d / kVec);
     }
-    // Pieces of a row, of as many vectors as a CTA has threads; or rows that it has threads for.
+    // num_pieces() returns how many CTAs a row takes, at one vector a thread; rows_at_once(), how
+    // many rows a CTA has threads for, at least 1.
     CUTE_HOST_DEVICE static int num_pieces(Flash_fwd_params const &params, int threads) {
         return (num_vecs(params) + threads - 1) / threads;
     }
     CUTE_HOST_DEVICE static int rows_at_once(Flash_fwd_params const &params, int threads) {
         return cute::max(threads / num_vecs(params), 1);
     }
-    // A multiple of the pieces of a row.
+    // Returns the CTAs to be launched, a multiple of num_pieces().
     static unsigned num_ctas(Flash_fwd_params const &params, int threads) {
         int64_t const rows = int64_t(params.b) * num_rows(params);
         int const at_once = rows_at_once(params, threads), pieces = num_pieces(params, threads);
@@ -65,8 +67,8 @@ struct Append {
         return reinterpret_cast<uintptr_t>(x) % sizeof(Vec) == 0;
     }
 
-    // The vector at `col` of a row x (d), rotated for `position`; as it is where the tables have no
-    // such row.
+    // Returns the vector at `col` of a row x (d), rotated by row `position` of the tables.
+    // It is unchanged where they have no such row.
     CUTE_DEVICE static Vec rotated(Flash_fwd_params const &params, Element const *x, int col,
                                    int64_t position) {
         Vec vec = load(x + col);
@@ -85,7 +87,7 @@ struct Append {
         };
         bool const interleaved = params.rotary_interleaved != 0;
         bool const aligned = half % kVec == 0 && is_aligned(cos) && is_aligned(sin);
-        if (interleaved && aligned) {  // the vector's pairs are half of a vector of the tables
+        if (interleaved && aligned) {  // the vector's four pairs take half a vector of the tables
             int const pair = col / 2, before = pair % kVec;
             Vec const own = vec, c = load(cos + pair - before), s = load(sin + pair - before);
             CUTE_UNROLL
@@ -107,8 +109,9 @@ struct Append {
             }
             return vec;
         }
-        // One by one, as nvcc would spill what it loaded ahead: the first of eight leaves the
-        // vector, and comes in behind the last. An index in a register would take local memory.
+        // Element by element, as nvcc would load ahead, and spill. The vector is a queue: its first
+        // element is taken out, and the result put in behind the last one. An index that is not
+        // known when compiling would put it into local memory.
         auto words = std::bit_cast<Words>(vec);
         CUTE_NO_UNROLL
         for (int at = col; at < col + kVec; ++at) {
@@ -133,7 +136,7 @@ struct Append {
                                                : params.seqlen_k - params.seqlen_new;
     }
 
-    // The page, or entry, and the row in it of a token; false: there is none.
+    // Finds the page, or entry, of a token, and its row there. Returns false if there is none.
     CUTE_DEVICE static bool find(Flash_fwd_params const &params, int batch, int64_t token,
                                  int64_t &page, int64_t &row) {
         int const *const entries = params.cache_batch_idx_ptr;
@@ -188,7 +191,8 @@ struct Append {
         *reinterpret_cast<Vec *>(to + place.col) = rotated(params, from, place.col, position);
     }
 
-    // By 32-bit divisions, as code of a kernel that runs this short comes from memory.
+    // Appends and rotates as CTA `cta` of `ctas`. Divisions are of 32 bits, to keep the code short:
+    // a kernel that takes this little time fetches its code from memory.
     CUTE_DEVICE static void run(Flash_fwd_params const &params, int cta, int ctas) {
         int const threads = blockDim.x, rows = num_rows(params), vecs = num_vecs(params);
         int const at_once = rows_at_once(params, threads), pieces = num_pieces(params, threads);

@@ -1,4 +1,4 @@
-// Which keys a query sees, and which blocks a tile visits: the only place with that arithmetic.
+// Which keys a query sees, and which blocks a tile visits. No other file has this arithmetic.
 #pragma once
 
 #include <cute/config.hpp>
@@ -13,7 +13,7 @@ struct Range {
     int begin, end;  // [begin, end)
 };
 
-// The keys that the query at a position sees; end <= begin: none. Masks are aligned to the
+// Returns the keys that the query at `position` sees; end <= begin: none. Masks are aligned to the
 // bottom-right corner.
 template <MaskKind kMask>
 CUTE_HOST_DEVICE Range visible_keys(Flash_fwd_params const &params, WorkTile const &tile,
@@ -27,7 +27,7 @@ CUTE_HOST_DEVICE Range visible_keys(Flash_fwd_params const &params, WorkTile con
     return {0, cute::min(end, tile.seqlen_k)};
 }
 
-// The inverse: the positions of the queries that see a key.
+// Inverse of visible_keys(): returns the positions of the queries that see a key.
 template <MaskKind kMask>
 CUTE_HOST_DEVICE Range seeing_queries(Flash_fwd_params const &params, WorkTile const &tile,
                                       int key) {
@@ -41,8 +41,9 @@ CUTE_HOST_DEVICE Range seeing_queries(Flash_fwd_params const &params, WorkTile c
 
 template <MaskKind kMask, int kTileM, int kTileN>
 struct BlockInfo {
-    // The blocks that hold every key that some row sees, and among them those that every row sees
-    // whole. From row to row both ends move to the right, or not at all.
+    // Returns the blocks of keys that a tile of queries visits: those with a key that some row
+    // sees, and among them, unmasked, those that every row sees whole. From one row to the next
+    // neither end of the visible keys moves to the left, so that the first and last row decide.
     CUTE_HOST_DEVICE static BlockRange block_range(Flash_fwd_params const &params,
                                                    WorkTile const &tile) {
         int const first_row = tile.m_block * kTileM;
@@ -61,9 +62,10 @@ struct BlockInfo {
                 unmasked > 0 ? unmasked_begin - begin : 0};
     }
 
-    // The same for a block of keys: the query blocks that hold every query that sees one of them,
-    // and those of which every query sees all. Queries past the end count as seeing all: their P is
-    // 0. In which order a tile visits the blocks: mainloop_bwd_sm80.h, step_bwd_sm90.h.
+    // Returns the blocks of queries that a tile of keys visits: those with a query that sees one of
+    // the keys, and among them, unmasked, those whose queries all see every key. Queries past the
+    // end count as seeing all: their P is 0. For the order of the visits see mainloop_bwd_sm80.h
+    // and step_bwd_sm90.h.
     CUTE_HOST_DEVICE static BlockRange query_block_range(Flash_fwd_params const &params,
                                                          WorkTile const &tile, int n_block) {
         int const first_key = n_block * kTileN;
@@ -80,15 +82,16 @@ struct BlockInfo {
                 unmasked > 0 ? unmasked_begin - begin : 0};
     }
 
-    // The first block of keys that visits a block of queries, which some block of keys visits. All
-    // from there to the last one that does visit it.
+    // Returns the first block of keys that visits a block of queries, which must have a visitor.
+    // The visitors are consecutive.
     CUTE_HOST_DEVICE static int first_visitor(Flash_fwd_params const &params, WorkTile const &tile,
                                               int m_block) {
         return visible_keys<kMask>(params, tile, m_block * kTileM).begin / kTileN;
     }
 
-    // For a tile of keys whose parts of dQ are summed up. Behind the last key P may be infinite,
-    // and infinity times a K of zeros is NaN: a tile that the last key cuts masks every block.
+    // Makes a tile that extends past the last key mask every block, in kernels that accumulate dQ
+    // in global memory: P behind the last key may be infinite, and infinity times a K of zeros is
+    // NaN.
     CUTE_HOST_DEVICE static void mask_behind_keys(WorkTile &tile, int seqlen_k) {
         if ((tile.m_block + 1) * kTileN > seqlen_k) {
             tile.blocks.unmasked = 0;

@@ -1,5 +1,6 @@
-// A plan that each CTA of an attention kernel makes for itself, so that no kernel has to plan. For
-// few sequences over a cache with as many queries each, of few tiles a head, as in decoding.
+// The plan that each CTA of an attention kernel makes for itself, so that no plan kernel has to run
+// first. For caches of few sequences with equally many queries each and few tiles a head, as in
+// decoding.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,47 +17,49 @@
 
 namespace flash {
 
-// In shared memory. Its tiles are those of Planner, which would write them for the same launch, and
-// so are their parts and places in the workspace. Those with most key blocks come first.
+// Lies in shared memory. Has the tiles, parts and workspace rows that Planner (flash_plan_kernel.h)
+// would write for the same launch. The tiles with most key blocks come first.
 template <FwdConfig C>
 struct CtaPlan {
     using Splits = TileSplits<PlanFwd<C>>;
-    // Each of so many threads has one sequence, in the sm90 class those that load the last ones.
+    // Threads that hold one sequence each. In the sm90 class the consumers' threads come first and
+    // the producer's hold the last sequences.
     static constexpr int kFirstThread = C.arch == 90 ? 128 : 0;
     static constexpr int kThreads = 32 * C.warps + kFirstThread;
     static constexpr int kMost = cute::min(256, kThreads);
-    // Compiled into kernels of caches alone: in the sm90 class those of one consumer and at most
-    // two CTAs an SM, or of two and four stages; in the sm80 class those of pages and, up to 128
-    // columns, of 64 rows. In those of dense calls, too, it made 512 causal tokens 3 to 6 % slower.
+    // Compiled into kernels for caches only: in the sm90 class those of one consumer and at most
+    // two CTAs an SM, or of two consumers and four stages; in the sm80 class paged ones and, up to
+    // head dimension 128, those of 64 rows. In kernels of dense calls the code made 512 causal
+    // tokens 3 to 6 % slower.
     static constexpr bool kOfCaches = C.arch == 90
                                           ? (C.stages == 4 && C.warps == 8 && C.min_ctas == 1) ||
                                                 (C.warps == 4 && C.min_ctas <= 2)
                                           : C.paged || (C.tile_m == 64 && C.head_dim <= 128);
-    // Larger tiles are for more queries. In the sm90 class the plan lies behind all else in shared
-    // memory, in the sm80 class where Q comes later.
+    // Tiles of more than 128 rows are for more queries. In the sm90 class the plan lies behind all
+    // else in shared memory, in at most kPlanBytes; in the sm80 class where Q is loaded later.
     static constexpr int kTileBytes = 2 * C.head_dim * (C.tile_m + 2 * C.stages * C.tile_n);
     static constexpr int kPlanBytes = C.arch == 90 ? 16384 : 0;
     static constexpr bool kFits =
         kOfCaches && C.tile_m <= 128 && C.min_ctas * (kTileBytes + kPlanBytes) <= 228 * 1024;
-    // CTAs of the sm80 class have one tile each, and plan for it alone.
+    // Most tiles of a launch: a CTA of the sm80 class has one tile and plans for it alone.
     static constexpr int kMostTiles = C.arch == 90 ? INT32_MAX : 512;
-    static constexpr int kMostOfSequence = C.arch == 90 ? 4 : 1;  // tiles of queries
+    static constexpr int kMostOfSequence = C.arch == 90 ? 4 : 1;  // most tiles of queries
 
     struct Blocks {
         int sum, min, max;
     };
-    // What a sequence is sorted by, and how many parts its tile has.
+    // A sequence's sort key, and how many parts each of its tiles has.
     struct Rank {
         int key, parts;
     };
 
     Blocks of_warps[kMost / 32];
     Rank ranks[kMost];
-    PlanTile sequences[kMost];  // sorted; of a split one the first part, with PlanTile::part parts
-    int first[kMost + 1];       // tiles of a grid head before those of a sequence
-    int is_last;                // of MergeParts: 0 or 1
+    PlanTile sequences[kMost];  // sorted, as their first tiles; part: number of parts
+    int first[kMost + 1];       // tiles of a grid head before sorted sequence i's
+    int is_last;                // of MergeParts: 1 where this CTA stored a tile's last part
 
-    // Whether the CTAs plan; the host asks, too.
+    // Returns whether CTAs plan for themselves. The host asks, too, and then has no plan written.
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
         bool const fixed = params.cu_seqlens_q_ptr == nullptr && params.seqused_q_ptr == nullptr &&
                            int64_t(params.b) * params.seqlen_q == params.total_q;
@@ -66,13 +69,13 @@ struct CtaPlan {
                params.seqlen_k <= INT32_MAX / kMost;
     }
 
-    // Tiles of queries of each sequence, without parts.
+    // Returns the tiles of queries of each sequence, not counting parts.
     CUTE_HOST_DEVICE static int num_m_blocks(Flash_fwd_params const &params) {
         return (num_rows(params, params.seqlen_q) + C.tile_m - 1) / C.tile_m;
     }
 
-    // Of all threads of a CTA, which __syncthreads() has to follow. lists: the positions, for the
-    // kernel that merges.
+    // Builds the plan. Collective over the CTA; the caller must follow it with __syncthreads().
+    // lists: whether to write the positions of split tiles, for the combine kernel.
     CUTE_DEVICE void make(Flash_fwd_params const &params, bool lists) {
         int const i = (static_cast<int>(threadIdx.x) + kThreads - kFirstThread) % kThreads;
         bool const mine = i < params.b;
@@ -96,7 +99,7 @@ struct CtaPlan {
         }
         if (parts > 1) {
             int const rows = num_rows(params, tile.seqlen_q);
-            // As in Planner, where there is no room, parts share it.
+            // As in Planner, parts share rows of the workspace where there is no room.
             int const begin = cute::min(rows * place.partial, params.partial_rows - rows * parts);
             tile.partial_row = cute::max(begin, -1);
         }
@@ -110,7 +113,7 @@ struct CtaPlan {
         if (lists) list_positions(params, i, tile, any_split);
     }
 
-    // Of a grid head.
+    // Returns the tiles of a grid head; each part counts.
     CUTE_DEVICE int count(Flash_fwd_params const &params) const { return first[params.b]; }
 
     CUTE_DEVICE PlanTile tile(Flash_fwd_params const &params, int index) const {
@@ -134,13 +137,14 @@ struct CtaPlan {
     }
 
   private:
-    // Where a sequence is among the sorted ones; the tiles of those before it, and the parts of
-    // those that are split and precede it in the batch.
+    // A sequence's rank among the sorted ones; the parts of those sorted before it, where a whole
+    // one counts 1; and the parts of the split ones before it in the batch.
     struct Place {
         int rank, tiles, partial;
     };
 
-    // Of all sequences, to all threads. i: this thread's.
+    // Returns the reduction over all b sequences to all threads. Collective over the CTA. i: this
+    // thread's sequence.
     CUTE_DEVICE Blocks reduce(int b, int i, Blocks mine) {
         CUTE_UNROLL
         for (int lane = 16; lane > 0; lane /= 2) {
@@ -162,9 +166,9 @@ struct CtaPlan {
         return all;
     }
 
-    // blocks: of a part.
+    // Sorts the sequences by `blocks`, the key blocks of a part. Collective over the CTA.
     CUTE_DEVICE Place place_among(int b, int i, bool mine, int blocks, int parts) {
-        // No two are equal; of sequences alike the first comes first.
+        // Keys are unique: of equally long sequences the first comes first.
         int const key = blocks * kMost + kMost - 1 - i;
         if (mine) {
             ranks[i] = {key, parts};
@@ -182,8 +186,8 @@ struct CtaPlan {
         return place;
     }
 
-    // For the kernel that merges: all positions of the batch, or none. One CTA lists those of a
-    // sequence.
+    // Writes what the combine kernel reads: all positions of the batch if any tile is split, else
+    // none. One CTA lists those of a sequence.
     CUTE_DEVICE static void list_positions(Flash_fwd_params const &params, int i,
                                            PlanTile const &tile, bool any_split) {
         auto &plan = *static_cast<WorkPlan *>(params.plan_ptr);
@@ -202,15 +206,16 @@ struct CtaPlan {
     }
 };
 
-// Whether each key and value is read by one tile alone, as in decoding with packed heads. In
-// other kernels than those of caches the answer is no.
+// Returns whether each key and value is read by one tile alone, as in decoding with packed heads.
+// Always false in kernels that are not for caches.
 template <FwdConfig C>
 CUTE_HOST_DEVICE bool reads_keys_once(Flash_fwd_params const &params) {
     if constexpr (!CtaPlan<C>::kOfCaches && !C.paged) return false;
     return num_grid_heads(params) == params.h_k && num_rows(params, params.seqlen_q) <= C.tile_m;
 }
 
-// The tiles of a plan of all grid heads. own: the CTA's plan; null: a kernel wrote it.
+// Returns the planned tiles of all grid heads. own: the CTA's plan; null: the plan kernel wrote
+// one.
 template <FwdConfig C>
 CUTE_DEVICE int planned_tiles(Flash_fwd_params const &params, CtaPlan<C> const *own) {
     int const of_a_head =
@@ -235,7 +240,7 @@ CUTE_DEVICE WorkTile plan_tile(Flash_fwd_params const &params, CtaPlan<C> const 
     if (tile.is_part()) {
         int const number = part / PlanTile::kParts, parts = part % PlanTile::kParts;
         take_part(tile, C.tile_n, number, parts);
-        if constexpr (CtaPlan<C>::kFits) {  // only its CTAs merge
+        if constexpr (CtaPlan<C>::kFits) {  // only CTAs that plan merge
             tile.part = number;
             tile.parts = parts;
         }

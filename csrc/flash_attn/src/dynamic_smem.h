@@ -1,10 +1,10 @@
-// The dynamic shared memory of a CTA. The simulator has a header of its own in csrc/sim/include: a
-// CPU has no variable whose address is another one for each CTA.
+// The dynamic shared memory of a CTA. The simulator replaces this header by one in
+// csrc/sim/include: on a CPU no variable has another address in each CTA.
 #pragma once
 
 namespace flash {
 
-// Aligned as TMA's boxes of 128-byte rows are.
+// Returns it, aligned to the 1024 bytes that TMA boxes of 128-byte rows (128-byte swizzle) need.
 template <class Storage>
 __device__ Storage &dynamic_smem() {
     static_assert(alignof(Storage) <= 1024);

@@ -1,5 +1,6 @@
-// Merges what the parts of split tiles wrote: for each query position and head a log-sum-exp and a
-// row of O from each part. Always in the same order, so that results repeat.
+// The combine kernel of split-KV: merges the partial results of split tiles, for each query
+// position and head an LSE and a row of O from each part. The order is always the same, so that
+// results repeat.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,9 +20,10 @@
 
 namespace flash {
 
-// Threads form groups that hold a whole row of O. The parts of a row are summed up in kGroups sums,
-// parts g, g + kGroups and so on in sum g: where there are few rows by all groups of a CTA, else by
-// one group, with the same result.
+// Threads form kGroups groups, each of which can hold a whole row of O. The parts of a row are
+// added up in kGroups sums, parts g, g + kGroups and so on in sum g. Where there are few rows, the
+// groups of a CTA share a row and have a sum each; else each group has a row of its own and all its
+// sums. The result is the same.
 template <FwdConfig C>
 struct Combine {
     using Element =
@@ -29,7 +31,7 @@ struct Combine {
     static constexpr float kLog2e = 1.44269504088896341f;
     static constexpr int kThreads = 128;
     static constexpr int kVec = 4;
-    static constexpr int kLanes = int(std::bit_ceil(unsigned(C.head_dim / kVec)));  // of a group
+    static constexpr int kLanes = int(std::bit_ceil(unsigned(C.head_dim / kVec)));  // in a group
     static constexpr int kGroups = kThreads / kLanes;
     static constexpr int kWidth = kLanes < 32 ? kLanes : 32;  // lanes that reduce LSE
     static constexpr int kAhead = 4;                          // parts whose loads are in flight
@@ -42,8 +44,8 @@ struct Combine {
 
     // One row of the workspace and the output.
     struct Row {
-        int64_t first;   // of the workspace: the first part's
-        int64_t stride;  // from part to part
+        int64_t first;   // workspace row of the first part
+        int64_t stride;  // workspace rows from part to part
         int parts;
         int head;
         int row_q;
@@ -58,7 +60,7 @@ struct Combine {
         return {first, position.stride, position.parts, head, position.row_q};
     }
 
-    // reduce(x, y) of all values in the row's group, or in the warp if that is smaller.
+    // Reduces the values of the lanes of a row's group, or of the warp if that is smaller.
     template <class Reduce>
     CUTE_DEVICE static float all_lanes(float x, Reduce const &reduce) {
         CUTE_UNROLL
@@ -68,7 +70,7 @@ struct Combine {
         return x;
     }
 
-    // The largest of the row's log-sum-exps, of which this lane has found max; 0 where all are
+    // Returns the row's largest LSE, given the largest that this lane has found; 0 where all are
     // -inf.
     CUTE_DEVICE static float reference(float max) {
         max = all_lanes(max, [](float x, float y) { return fmaxf(x, y); });
@@ -78,7 +80,7 @@ struct Combine {
         return all_lanes(x, [](float x, float y) { return x + y; });
     }
 
-    // exp(x - reference); a part that sees no key, and no sink, weigh 0.
+    // Returns exp(x - reference): 0 for a part that sees no key, and where there is no sink.
     CUTE_DEVICE static float weight(float x, float reference) {
         return exp2f((x - reference) * kLog2e);
     }
@@ -90,7 +92,8 @@ struct Combine {
         total.w += weight * x.w;
     }
 
-    // Every step-th part from part `begin` on; o: this thread's columns of the first part.
+    // kAhead parts in registers: every step-th one from part `begin` on. o: this thread's columns
+    // of the first part.
     struct Parts {
         float lse[kAhead];
         float4 x[kAhead];
@@ -107,21 +110,22 @@ struct Combine {
                 }
             }
         }
-        // The j-th of them.
+        // Adds the j-th of them to `total`, times its weight.
         CUTE_DEVICE void add_to(float4 &total, float reference, int j) const {
-            // Of a part that sees no key nothing may come, as of no key.
+            // A part that sees no key must contribute nothing, not even 0 times its O.
             if (lse[j] != -INFINITY) add(total, weight(lse[j], reference), x[j]);
         }
     };
 
-    // thread: of kThreads. alone: each group has a row of its own. parts: 0 if it has none.
+    // Merges the parts of a row. Called by all kThreads threads. alone: each group has a row of its
+    // own; else all have the same. row.parts is 0 where a group has none.
     CUTE_DEVICE static void merge(Flash_fwd_params const &params, SharedStorage &storage,
                                   Row const &row, bool alone, int thread) {
         int const lane = thread % kLanes, group = thread / kLanes;
         int const col = lane * kVec;
-        int const first = alone ? 0 : group;  // sum
+        int const first = alone ? 0 : group;  // the group's first sum
         bool const holds = col < params.d;
-        // Where no sum has two parts, a group that is alone loads those of all sums together.
+        // Where no sum has two parts, a group that is alone loads the parts of all sums together.
         bool const few = alone && row.parts <= kGroups;
         int const step = few ? 1 : kGroups;
         float const *const lse = params.lse_partial_ptr + row.first;
@@ -187,7 +191,7 @@ struct Combine {
 
     CUTE_DEVICE static void store(Flash_fwd_params const &params, Row const &row, int lane,
                                   float4 const &total, float ref, float sum) {
-        // Without a key there is a sink at most.
+        // The sum is 0 where a row sees no key and has no sink.
         float const factor = sum == 0.f ? 0.f : 1.f / sum;
         struct alignas(8) Piece {
             Element x[kVec];
@@ -228,7 +232,7 @@ __global__ void __launch_bounds__(Combine<Traits::kConfig>::kThreads,
     }
 }
 
-// Enqueues the merge behind the main kernel, if tiles may have been split.
+// Enqueues the combine kernel behind the main one, if tiles may have been split.
 template <class Traits>
 cudaError_t enqueue_combine(Flash_fwd_params const &params, void *stream) {
     using Merge = Combine<Traits::kConfig>;

@@ -21,67 +21,68 @@
 
 namespace flash {
 
-// One CTA. Decides into how many parts the tiles of each segment are split, counts and lists them.
-// Those with most key blocks come first. Tiles of a backward are not split.
+// Plans with one CTA: decides into how many parts the tiles of each segment are split, counts the
+// tiles and lists them, those with most key blocks first. Tiles of a backward are not split.
 template <class Tiles>
 struct Planner {
     using Segments = flash::Segments<Tiles::kOfKeys>;
     using Splits = TileSplits<Tiles>;
     static constexpr int kMaxThreads = 1024;
     static constexpr int kMinThreads = 128;
-    static constexpr int kAppendThreads = 256;  // of CTAs that append, where none plans
+    static constexpr int kAppendThreads = 256;  // of CTAs, where all append and none plans
     static constexpr int kBuckets = 128;
     static constexpr int kCopies = 8;  // of each bucket, as atomics on one address are serialised
     static constexpr int kMaxSegments = 1280;  // within the 48 KB that any launch may have
     static_assert(kMaxThreads == 32 * 32 && kBuckets <= kMinThreads);
     static constexpr bool kTakesTurns = Tiles::kOfKeys && Tiles::kArch == 80;
-    static constexpr int kMostRanked = 256;  // segments, each of which is compared with all
+    static constexpr int kMostRanked = 256;  // segments, where each is compared with all others
     static_assert(2 * kMostRanked <= kBuckets * kCopies);
-    // Tiles that differ by no more key blocks are as good in any order.
+    // Tiles whose numbers of key blocks differ by no more than this may come in any order.
     static constexpr int kAlike = 3;
 
     enum class Order {
-        // Of the segments, where all tiles are alike: neighbours in memory follow each other, and
-        // share their keys in L2.
+        // In the order of the segments, where all tiles have about equally many blocks: tiles that
+        // are neighbours in memory follow each other, and share their keys in L2.
         of_segments,
-        // The last tiles of all sequences, then those before them, and so on, where the sequences
-        // are alike. The first ones first where tiles are of keys, of which those have the most
-        // blocks.
+        // Where the sequences are alike: the last tiles of all sequences, then those before them,
+        // and so on. Tiles of keys: the first tiles, which have the most blocks, then the second
+        // ones.
         of_levels,
-        // By a counting sort in logarithmic buckets, so that the order among equals is free. Of
-        // keys, the first tile of a sequence comes before its others.
+        // Most blocks first, by a counting sort in logarithmic buckets; the order within a bucket
+        // is not fixed. Of tiles of keys the first one of a sequence comes before its others.
         sorted,
-        // Likewise the sequences, each with its tiles in order.
+        // The sequences in such buckets, by their first tile; each with its tiles in order.
         of_sequences,
-        // Likewise groups of sequences: the first tiles of a group's, then the second ones.
+        // Groups of plan_in_order sequences, ranked by their first tile: all first tiles of a
+        // group, then all second ones, and so on.
         in_turns,
     };
 
-    // The greatest of such values, least ones negated: of tiles' key blocks, of those of segments'
-    // longest tiles, of sequences' tiles.
+    // Maxima over all tiles; minima are maxima of negated values. Of tiles' key blocks, of the key
+    // blocks of segments' longest tiles, of sequences' tiles.
     enum { kMostBlocks, kLeastBlocks, kLeastLongest, kMostTiles, kLeastTiles, kExtremes };
 
     struct SharedStorage {
         int of_warps[kMaxThreads / 32];
         int extremes[kExtremes][kMaxThreads / 32];
-        unsigned bucket[kBuckets * kCopies];  // tiles in it; then where its next one goes; or ranks
-        int part_blocks;                      // key blocks of a part at least
+        unsigned bucket[kBuckets * kCopies];  // tiles in it; then its next one's place; or ranks
+        int part_blocks;                      // least key blocks of a part
         unsigned split_positions;
-        // Each as its first tile, but for m_block: tiles before it; part: parts. They are in global
-        // memory if there are more.
+        // Each segment as its first tile, except that m_block holds the tiles before it, and part
+        // its number of parts. In global memory if there are more than kMaxSegments.
         PlanTile segments[kMaxSegments];
     };
 
-    // By the exponent and three bits of the mantissa of the number of blocks, most first; from
-    // 2^15.75 on all are in one.
+    // Returns a counter of the bucket of `blocks`: by the exponent and three bits of the mantissa,
+    // most first; from 1.75 * 2^15 on all are in one.
     CUTE_DEVICE static int bucket_of(int blocks) {
         int const bits = (__float_as_int(static_cast<float>(blocks)) >> 20) - (127 << 3);
         int const bucket = blocks > 0 ? kBuckets - 2 - cute::min(bits, kBuckets - 2) : kBuckets - 1;
         return bucket * kCopies + threadIdx.x % kCopies;
     }
 
-    // Of counts, none of which is negative. Values that are no lengths may ask for more than an int
-    // holds.
+    // Sum and product of counts >= 0, saturated: invalid values of cu_seqlens and seqused may ask
+    // for more than an int holds.
     CUTE_DEVICE static int sum(int a, int b) {
         unsigned const exact = static_cast<unsigned>(a) + static_cast<unsigned>(b);
         return static_cast<int>(cute::min(exact, static_cast<unsigned>(INT32_MAX)));
@@ -98,8 +99,8 @@ struct Planner {
         }
         return value;
     }
-    // Of all values before this thread's own; all becomes that of all. __syncthreads() has to be
-    // called before the next one.
+    // Returns the sum of the values of all threads before this one; `all` becomes the sum of all
+    // values. Collective over the CTA; __syncthreads() has to come before the next scan.
     CUTE_DEVICE static int scan(SharedStorage &storage, int value, int &all) {
         int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         int const own = warp_scan(value, lane);
@@ -115,7 +116,8 @@ struct Planner {
         return sum(warp > 0 ? warps_before : 0, lane > 0 ? lanes_before : 0);
     }
 
-    // Of all threads: to be read after __syncthreads().
+    // Reduces a value over the warp for extreme(), which needs __syncthreads() in between. Called
+    // by all threads.
     CUTE_DEVICE static void put_extreme(SharedStorage &storage, int which, int value) {
         int const of_warp = __reduce_max_sync(0xffffffffu, value);
         if (threadIdx.x % 32 == 0) {
@@ -159,7 +161,7 @@ struct Planner {
         __syncthreads();
     }
 
-    // Writes the segments. Returns the number of tiles.
+    // Writes the segments and returns the number of tiles. Collective over the CTA.
     CUTE_DEVICE static int count_tiles(Flash_fwd_params const &params, SharedStorage &storage,
                                        PlanTile *written) {
         Segments const segments{params};
@@ -193,7 +195,7 @@ struct Planner {
                     see(kLeastLongest, -longest);
                     see(kMostTiles, count);
                 }
-                // Rows of no sequence are as many tiles as no sequence has.
+                // Tiles of rows of no sequence make the least 0, which rules out Order::of_levels.
                 if (i % 2 == 1 || count > 0) see(kLeastTiles, i % 2 == 1 ? -count : 0);
             }
             CUTE_UNROLL
@@ -208,7 +210,7 @@ struct Planner {
                 int const rows_before = sum(rows, scan(storage, of_parts, all));
                 rows = sum(rows, all);
                 if (of_parts > 0) {
-                    // Where there is no room, parts share it.
+                    // Where there is no room in the workspace, parts share rows.
                     segment.partial_row =
                         cute::max(cute::min(rows_before, params.partial_rows - of_parts), -1);
                 }
@@ -222,7 +224,7 @@ struct Planner {
         return tiles;
     }
 
-    // Of that many tiles, at least one.
+    // Returns the order of so many tiles, by what count_tiles() found.
     CUTE_DEVICE static Order choose_order(Flash_fwd_params const &params,
                                           SharedStorage const &storage, int tiles) {
         if (params.plan_in_order != 0) {
@@ -239,8 +241,8 @@ struct Planner {
         return alike && tiles <= params.plan_capacity ? Order::of_levels : Order::sorted;
     }
 
-    // Sorts the sequences of `count` tiles by their first one, which has the most blocks under a
-    // causal mask: partial_row becomes the place of their first tile.
+    // Sorts the sequences, of `count` tiles in all, by the blocks of their first tile, which has
+    // the most under a causal mask: partial_row becomes the place of a sequence's first tile.
     CUTE_DEVICE static void place_sequences(Flash_fwd_params const &params, SharedStorage &storage,
                                             PlanTile *segments, int count) {
         clear_buckets(storage);
@@ -258,15 +260,15 @@ struct Planner {
         __syncthreads();
     }
 
-    // Tiles of segment i, of `count` in all.
+    // Returns the number of tiles of segment i. count: of all segments.
     CUTE_DEVICE static int num_tiles(Flash_fwd_params const &params, PlanTile const *segments,
                                      int i, int count) {
         return (i < 2 * params.b ? segments[i + 1].m_block : count) - segments[i].m_block;
     }
 
     // Ranks the segments by the blocks of their first tile: `part` becomes a segment's rank, and
-    // the partial_row of segment r the number of the one with rank r, which has
-    // bucket[kMostRanked + r] tiles before it.
+    // partial_row of segment r the number of the segment with rank r. bucket[kMostRanked + r]
+    // becomes the number of tiles before that segment's.
     CUTE_DEVICE static void rank_sequences(Flash_fwd_params const &params, SharedStorage &storage,
                                            PlanTile *segments, int count) {
         int const all = 2 * params.b + 1;
@@ -292,7 +294,7 @@ struct Planner {
         __syncthreads();
     }
 
-    // The place of tile `within` of the segment with that rank.
+    // Returns the place in the plan of tile `within` of the segment with rank `rank`.
     CUTE_DEVICE static int place_in_turns(Flash_fwd_params const &params,
                                           SharedStorage const &storage, PlanTile const *segments,
                                           int count, int rank, int within) {
@@ -307,12 +309,12 @@ struct Planner {
         return place;
     }
 
-    // Tile `index` of so many in the order of the segments. place: in the plan's, but in a sorted
-    // one.
+    // Returns tile `index` of `tiles` in the order of the segments. place: set to its place in the
+    // plan, unless the order is sorted.
     CUTE_DEVICE static PlanTile find_tile(Flash_fwd_params const &params,
                                           SharedStorage const &storage, PlanTile const *segments,
                                           Order order, int tiles, int index, int &place) {
-        int low = 0, high = 2 * params.b + 1;  // of segments: index is in [low, high)
+        int low = 0, high = 2 * params.b + 1;  // tile `index` is in segments [low, high)
         CUTE_NO_UNROLL
         while (high - low > 1) {
             int const middle = (low + high) / 2;
@@ -320,7 +322,7 @@ struct Planner {
         }
         PlanTile tile = segments[low];
         int const within = index - tile.m_block;
-        // Unsigned: they overflow where tiles are in no such order.
+        // Unsigned, as these overflow, unused, where the order is not of_levels.
         unsigned const level = within * static_cast<unsigned>(params.b);
         place = static_cast<int>((Tiles::kOfKeys ? level : tiles - level - params.b) + low / 2);
         if (order == Order::of_segments) place = index;
@@ -346,7 +348,7 @@ struct Planner {
         return tile;
     }
 
-    // Lists the positions whose first row is in a split tile.
+    // Lists, for the combine kernel, the query positions whose first row is in a split tile.
     CUTE_DEVICE static void list_positions(Flash_fwd_params const &params, SharedStorage &storage,
                                            SplitPosition *positions, PlanTile const &tile) {
         int const parts = tile.part % PlanTile::kParts;
@@ -373,7 +375,8 @@ struct Planner {
         }
         __syncthreads();
     }
-    // From how many tiles are in each bucket to where they go.
+    // Replaces the number of tiles in each bucket by the place of its first one. Collective over
+    // the CTA.
     CUTE_DEVICE static void place_buckets(SharedStorage &storage) {
         bool const owns = threadIdx.x < kBuckets;
         unsigned *const copies = storage.bucket + (owns ? threadIdx.x * kCopies : 0);
@@ -414,8 +417,8 @@ struct Planner {
         if constexpr (kTakesTurns) {
             if (order == Order::in_turns) rank_sequences(params, storage, segments, count);
         }
-        // Of sorted ones first how many are in each bucket. One copy of the code, which is rarely
-        // in the instruction cache.
+        // A sorted order takes two passes: the first counts the tiles in each bucket, the second
+        // places them. One copy of the code, which is rarely in the instruction cache.
         CUTE_NO_UNROLL
         for (int pass = sorts ? 0 : 1; pass < 2; ++pass) {
             bool const places = pass == 1;
@@ -426,8 +429,8 @@ struct Planner {
                 if (sorts) {
                     int const parts = tile.part % PlanTile::kParts;
                     int blocks = of_part(blocks_of(params, tile, tile.m_block), parts);
-                    // So many blocks more are another bucket. The others may wait for that tile
-                    // (first_sums_sm90.h).
+                    // So many more blocks are another bucket: a sequence's first tile comes before
+                    // the others, which may wait for it (first_sums_sm90.h).
                     if (Tiles::kOfKeys && tile.m_block == 0) blocks += blocks / 8 + 1;
                     place = static_cast<int>(atomicAdd(&storage.bucket[bucket_of(blocks)], 1u));
                 }
@@ -447,14 +450,15 @@ struct Planner {
     }
 };
 
-// One CTA plans, if there is a plan to be made, others append. kAppends: false in calls that append
-// nothing, whose kernel has 0.6 of the code: it runs once, and fetches what it runs from memory.
-// One CTA an SM: for two ptxas took half of the registers, and spilled.
+// CTA 0 plans, if there is a plan to be made; the others append. kAppends: false in calls that
+// append nothing, whose kernel has 0.6 of the code: a kernel runs once, and fetches its code from
+// memory. Launch bounds of one CTA an SM: for two ptxas took half of the registers, and spilled.
 template <class Tiles, bool kAppends>
 __global__ void __launch_bounds__(Planner<Tiles>::kMaxThreads, 1)
     flash_plan_kernel(__grid_constant__ Flash_fwd_params const params) {
     using Plan = Planner<Tiles>;
-    // An attention kernel of the sm90 class may be launched already; it waits for this one's end.
+    // Lets an attention kernel of the sm90 class start (programmatic dependent launch); it waits
+    // for the end of this one.
     if constexpr (Tiles::kArch == 90) cudaTriggerProgrammaticLaunchCompletion();
     if constexpr (kAppends) {
         unsigned const planners = params.plan_ptr != nullptr ? 1 : 0;
@@ -466,14 +470,14 @@ __global__ void __launch_bounds__(Planner<Tiles>::kMaxThreads, 1)
     Plan::run(params, dynamic_smem<typename Plan::SharedStorage>());
 }
 
-// Enqueues the plan of params.plan_ptr, if it is not null, and what is appended to a cache. A plan
-// holds while lengths and shapes stay the same; what is appended is of each layer.
+// Enqueues the kernel that writes the plan, if plan_ptr is not null, and appends to a cache. A plan
+// holds while lengths and shapes stay the same; each layer of a model appends tokens of its own.
 template <class Tiles, bool kAppends>
 cudaError_t enqueue_plan(Flash_fwd_params const &params, void *stream) {
     using Plan = Planner<Tiles>;
     unsigned const planners = params.plan_ptr != nullptr ? 1 : 0;
     // CTAs of few threads start faster, and their barriers take less time: a CTA that plans has one
-    // for each tile. Where others append beside it, all have kMaxThreads.
+    // thread for each tile. Where others append beside it, all have kMaxThreads.
     int const wanted = std::max(params.plan_capacity, 2 * params.b + 1);
     int const threads = planners == 0 ? Plan::kAppendThreads
                         : kAppends || wanted > Plan::kMaxThreads
@@ -492,7 +496,7 @@ cudaError_t enqueue_plan(Flash_fwd_params const &params, void *stream) {
     return cudaLaunchKernelEx(&config, &flash_plan_kernel<Tiles, kAppends>, params);
 }
 
-// What comes before a forward kernel; without a plan where its CTAs plan for themselves.
+// Flash_kernel::plan. Enqueues no plan where the attention kernel's CTAs plan for themselves.
 template <FwdConfig C>
 int32_t launch_fwd_plan(Flash_fwd_params const *params, void *stream) {
     using Tiles = PlanFwd<C>;

@@ -1,4 +1,5 @@
-// What a kernel's shared object says of itself, and what every launch does first.
+// Makes the Kernel_description of a shared object, and raises the limit of dynamic shared memory,
+// as every launch does first.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,7 +32,7 @@ cudaError_t allow_smem(int smem_bytes) {
     return error;
 }
 
-// What Traits says of the workspace for dQ.
+// Returns the columns of dQ's workspace, which Traits knows; 0 if there is none.
 template <class Traits>
 constexpr int32_t dq_accum_columns() {
     if constexpr (requires { Traits::kDqAccumColumns; }) {
@@ -40,7 +41,7 @@ constexpr int32_t dq_accum_columns() {
     return 0;
 }
 
-// plan: null in a backward.
+// Returns a kernel's description, which is made once. plan: null in a backward.
 template <class Traits, class Params>
 Kernel_description<Params> const *describe(
     char const *name, int32_t (*launch)(Params const *, void *),

@@ -1,5 +1,5 @@
-// The kernel for each problem: C++ asks, Python decides, C++ remembers. The binding's own, without
-// torch.
+// The table of which kernel computes which problem: C++ asks, Python decides, C++ remembers. Part
+// of the binding, but without torch.
 #pragma once
 
 #include <algorithm>
@@ -20,11 +20,11 @@
 #define FLASHCUTE_NAMESPACE flashcute  // flashcute.config.NAMESPACE
 #endif
 #define FLASHCUTE_STRING_OF(x) #x
-#define FLASHCUTE_STRING(x) FLASHCUTE_STRING_OF(x)  // of what the macro x stands for
+#define FLASHCUTE_STRING(x) FLASHCUTE_STRING_OF(x)  // the value of macro x as a string
 
 namespace flash {
 
-// One call as far as the choice of a kernel depends on it; flashcute/ops.py mirrors the layout.
+// What the choice of a kernel for a call depends on; flashcute/ops.py mirrors the layout.
 struct Problem {
     int32_t device;  // CUDA device index
     DType dtype;
@@ -35,10 +35,10 @@ struct Problem {
     int32_t cache;                      // 1: keys and values are a cache
     int32_t page_size;                  // of a cache in pages; else 0
     int32_t num_splits;                 // of a ragged batch; 0: by shape, -1: not split
-    // 1: asks for the kernels of its gradients; 2: for those of one side, of queries or of keys and
-    // values. The results of either repeat bitwise if asked to.
+    // 0: forward; 1: backward of all gradients; 2: backward of one side, queries or keys and
+    // values. The results of either backward repeat bitwise if asked to.
     int32_t backward;
-    int32_t varlen;  // 1: of a ragged batch
+    int32_t varlen;  // 1: ragged batch
 
     bool operator==(const Problem &) const = default;
 };
@@ -46,7 +46,7 @@ struct Problem {
 // How a problem is computed; flashcute/ops.py mirrors the layout.
 struct Choice {
     const void *kernel;                            // Flash_kernel; of a backward Flash_bwd_kernel
-    int32_t pack_heads;                            // the query heads of a key head share tiles
+    int32_t pack_heads;                            // 1: query heads of a key head share tiles
     int32_t num_splits, split_blocks, split_ctas;  // as in Flash_fwd_params
 };
 
@@ -67,24 +67,26 @@ std::string to_text(Number number) {
     return std::to_string(number);
 }
 
-// What the binding finds wrong; the operator's name is put before it where it leaves the operator.
+// An error that the binding finds; named() puts the operator's name before its message.
 struct Failure : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Not of what a caller passed: there is no kernel, it did not start, or there is no memory.
+// A failure not caused by the arguments: there is no kernel, it did not start, or there is no
+// memory.
 struct KernelFailure : Failure {
     using Failure::Failure;
 };
 
-// Without iostreams: their number formatting crashes where torch carries another libstdc++ than the
-// one this file was compiled against (seen with g++ 13 and torch 2.11).
+// Throws an error whose message joins the arguments. Without iostreams: their number formatting
+// crashes where torch carries another libstdc++ than the one this file was compiled against (seen
+// with g++ 13 and torch 2.11).
 template <typename Error = Failure, typename... Args>
 [[noreturn]] void fail(const Args &...args) {
     throw Error((to_text(args) + ...));
 }
 
-// What f() returns, with the operator's name in the message where it fails.
+// Returns f(); if that throws a Failure, puts the operator's name before the message.
 template <typename Function>
 auto named(const char *op, Function f) {
     try {
@@ -95,9 +97,9 @@ auto named(const char *op, Function f) {
     }
 }
 
-// Choices are remembered by lengths rounded up, so that a call with another length rarely enters
-// Python: exact up to 16, then in steps of 16, from 256 on in 16 steps an octave.
-// problem.rounded_length() is the same.
+// Rounds a length up. Choices are remembered by rounded lengths, so that a call with another length
+// rarely enters Python: exact up to 16, then in steps of 16, from 256 on in 16 steps an octave.
+// rounded_length() of flashcute/problem.py is the same.
 inline int32_t rounded_length(int32_t length) {
     if (length <= 16) {
         return length;
@@ -107,14 +109,15 @@ inline int32_t rounded_length(int32_t length) {
     return static_cast<int32_t>(std::min((length + step - 1) / step * step, kMaxSeqlen));
 }
 
-// Between the mean and the longest: of what the host knows of a ragged batch, the length whose
-// tiles suit most of the work. problem.typical_length() is the same.
+// Returns the length for which the kernel of a ragged batch is chosen, between the mean and the
+// longest: of what the host knows, the one whose tiles suit most of the work. typical_length() of
+// flashcute/problem.py is the same.
 inline int32_t typical_length(int64_t total, int64_t b, int64_t longest) {
     const double most = static_cast<double>(std::min(longest, total));
     const double of_each =
         static_cast<double>(total) / static_cast<double>(std::max(b, int64_t(1)));
     const double mean = std::min(of_each, most);
-    // A single row needs no mask, a longest sequence of two does.
+    // At least 2 if the longest has 2: a single row needs no mask, two rows do.
     const int32_t least = most >= 2 ? 2 : 1;
     return std::max(static_cast<int32_t>(std::sqrt(mean * most)), least);
 }

@@ -1,5 +1,5 @@
-// The merge of a split tile's parts by the CTA whose part is stored last, in place of a kernel
-// behind the main one.
+// Merges the parts of a split tile in the CTA that stores the last one, in place of a combine
+// kernel behind the main one.
 #pragma once
 
 #include <arch_sm90.h>
@@ -20,31 +20,33 @@ template <class Traits>
 struct MergeParts {
     static constexpr FwdConfig C = Traits::kConfig;
     using Merge = Combine<C>;
-    // Kernels whose CTAs plan have at most two CTAs an SM; their consumer, if it is one, has
-    // registers to spare. A window leaves few keys to split.
+    // Whether the kernel can merge. Kernels whose CTAs plan have at most two CTAs an SM, so that a
+    // single consumer has registers to spare. A window leaves few keys to split.
     static constexpr bool kCan = CtaPlan<C>::kFits && C.warps == 4 && C.mask != MaskKind::local;
     static constexpr int kGroups = Merge::kGroups;
-    // Parts of a row whose loads are in flight: one latency for most tiles up to d = 128, fewer
-    // where eight sums and more, or O above it, take the registers, and with pages where CTAs share
-    // an SM.
+    // Parts of a row whose loads are in flight: enough that most tiles up to d = 128 wait for
+    // memory once. Fewer where eight sums or more, or O above d = 128, take the registers, and with
+    // pages where CTAs share an SM.
     static constexpr bool kWide = C.head_dim > 128;
     static constexpr bool kFew = kWide || kGroups > 8 || (C.paged && C.min_ctas > 1);
     static constexpr int kAhead = kFew ? 4 : kGroups < 8 ? 16 : 8;
     static constexpr int kRound = cute::max(kAhead, kGroups);
-    // Parts whose weights the lanes of a row have at a time.
+    // Parts whose weights the lanes of a row hold at a time.
     static constexpr int kWeighed = cute::max(kRound, Merge::kWidth);
     static_assert(kWeighed % kRound == 0 && kRound % kGroups == 0, "sums are known when compiled");
 
-    // Tiles with many rows are left to a kernel of many CTAs.
+    // Returns whether CTAs merge in this launch. Tiles with many rows are left to the combine
+    // kernel, which spreads them over many CTAs.
     CUTE_HOST_DEVICE static bool suits(Flash_fwd_params const &params) {
         return kCan && params.num_splits > 1 && CtaPlan<C>::suits(params) &&
                num_rows(params, params.seqlen_q) <= kMostRowsMerged &&
                int64_t(params.b) * num_grid_heads(params) <= kArrivals;
     }
 
-    // By all threads of the consumer once a part is stored; of a sequence's only tile no part is
-    // empty.
-    // arrivals: counters of the launch, all zero. is_last: in shared memory. barrier: a named one.
+    // Counts a stored part, and merges all parts if it was the tile's last. Called by all threads
+    // of the consumer once they have stored the part. Empty parts would not be counted, but those
+    // of a sequence's only tile are never empty. arrivals: counters of the launch, all zero before
+    // it. is_last: in shared memory. barrier: the number of a named barrier.
     CUTE_DEVICE static void arrive(Flash_fwd_params const &params, unsigned *arrivals, int &is_last,
                                    WorkTile const &tile, int barrier) {
         static_assert(Traits::kMmaThreads == Merge::kThreads || !kCan);
@@ -58,14 +60,15 @@ struct MergeParts {
         }
         sm90::named_barrier_sync(barrier, Merge::kThreads);
         if (is_last != 0) {
-            // Not the same before every tile to the compiler, which would keep what it computes
-            // from it in registers of the main loop.
+            // Masked with -is_last, which is all ones, the thread index is not the same for every
+            // tile to nvcc, which would keep what it computes from it in registers throughout the
+            // main loop.
             merge(params, tile, static_cast<int>(threadIdx.x) % Merge::kThreads & -is_last);
         }
     }
 
   private:
-    // A sequence's only tile of queries. thread: of the consumer.
+    // Merges the parts of a sequence's only tile of queries. thread: within the consumer.
     CUTE_DEVICE static void merge(Flash_fwd_params const &params, WorkTile const &tile,
                                   int thread) {
         int const rows = num_rows(params, tile.seqlen_q);
@@ -84,12 +87,13 @@ struct MergeParts {
         }
     }
 
-    // Of parts, one or a few for each lane of a row, which it hands to the others.
+    // Weights of kWeighed parts of a row: each lane has one or a few, and shuffles hand them to
+    // others.
     struct Weights {
         float of_lane[kWeighed / Merge::kWidth];  // negative: the part sees no key, or is none
 
-        // Of kWeighed parts from `begin` on. ref: the largest log-sum-exp, found with the first
-        // ones.
+        // Loads the LSE of kWeighed parts from `begin` on and adds their weights to `sum`. ref: the
+        // largest LSE of all parts, found in the call with begin = 0.
         CUTE_DEVICE void weigh(typename Merge::Row const &row, float const *lse, int begin,
                                float sink, float &ref, float &sum, int thread) {
             int const stride = static_cast<int>(row.stride);
@@ -113,18 +117,19 @@ struct MergeParts {
             for (float &x : of_lane) {
                 float const weight = Merge::weight(x, ref);
                 sum += weight;
-                // Of a part that sees no key nothing may come, as of no key.
+                // A part that sees no key must contribute nothing, not even 0 times its O.
                 x = x == -INFINITY ? -1.f : weight;
             }
         }
-        // part: from `begin` on, of which this is the index-th one of its lane.
+        // Returns the weight of part `part` from `begin` on, the index-th one of its lane.
         CUTE_DEVICE float of(int part, int index) const {
             return __shfl_sync(0xffffffffu, of_lane[index], part, Merge::kWidth);
         }
     };
 
-    // As Merge::merge() of a group with a row of its own, and with the same result; but all sums at
-    // a time, of parts that are neighbours. parts: of all groups; a row that does not exist has 0.
+    // Merges the parts of a row, with the same result as Merge::merge() of a group that is alone,
+    // but computes all kGroups sums at a time, from consecutive parts. parts: the same in all
+    // groups; of a row that does not exist row.parts is 0.
     CUTE_DEVICE static void merge_row(Flash_fwd_params const &params,
                                       typename Merge::Row const &row, int parts, int thread) {
         int const lane = thread % Merge::kLanes;
@@ -132,7 +137,7 @@ struct MergeParts {
         int const mine = col < params.d ? row.parts : 0;
         float const *const lse = params.lse_partial_ptr + row.first;
         float const *o = params.o_partial_ptr + row.first * params.d + col;
-        // At most kMostRowsMerged rows, so that all parts of a round are within 32 bits.
+        // There are at most kMostRowsMerged rows, so that offsets within a round fit into 32 bits.
         int const step = static_cast<int>(row.stride) * params.d;
         float const sink = params.sinks_ptr != nullptr ? params.sinks_ptr[row.head] : -INFINITY;
         float ref = 0.f, sum = 0.f;

@@ -1,5 +1,5 @@
-// Keys or values of a block from the pages of a cache, which a block table lists, to shared memory:
-// in TMA boxes, or from small pages in copies of 16 bytes.
+// Loads the keys or values of a block from the pages of a cache, which a block table lists, to
+// shared memory: in TMA boxes, or from small pages in cp.async copies of 16 bytes.
 #pragma once
 
 #include <arch_sm90.h>
@@ -29,17 +29,17 @@ struct PagedLoad {
     using Element = typename Traits::Element;
     using Buffer = cute::array<Element, cosize_v<typename Traits::SmemLayoutKV>>;
 
-    // Two warps of the producer load keys, the other two values.
+    // Two warps of the producer warpgroup load keys, the other two values.
     static constexpr int kWarps = 2;
-    // Where these are copies, kLanes lanes side by side copy a row of a page of kSmemRow columns,
-    // both warps kStep rows at a time. Of 32 rows that a warp copies each lane looks up one.
+    // cp.async copies: kLanes adjacent lanes copy kSmemRow columns of a row, and both warps kStep
+    // rows at a time. Each lane looks up one of 32 rows that its warp copies.
     static constexpr int kLanes = kSmemRow / 8;
     static constexpr int kWarpRows = 32 / kLanes;
     static constexpr int kStep = kWarps * kWarpRows;
     static constexpr int kWarpSteps = 32 / kWarpRows;
-    static constexpr int kRowsLookedUp = kWarpSteps * kStep;  // at a time
+    static constexpr int kRowsLookedUp = kWarpSteps * kStep;  // by both warps at a time
     static constexpr int kPlaces = (kTileN + kRowsLookedUp - 1) / kRowsLookedUp;
-    static constexpr int kUnrolled = Traits::kPages > 2 ? 1 : 4;  // more take more registers
+    static constexpr int kUnrolled = Traits::kPages > 2 ? 1 : 4;  // more steps take more registers
     static_assert(kStep % 8 == 0, "all rows of a thread are swizzled alike");
     static_assert(kWarpSteps % kUnrolled == 0);
     static_assert(!Traits::kConfig.paged ||
@@ -55,17 +55,18 @@ struct PagedLoad {
         return {gmem + head * params.v_head_stride, params.v_batch_stride, params.v_row_stride};
     }
 
-    // Where a key is: its page as the table names it, which may not exist, and its row there.
+    // Where a key is: the page that the table names, which may not exist, and the row there.
     struct Place {
         int page, row;
     };
-    // Of a block, the rows that a thread looks up.
+    // The rows of a block that a thread looks up.
     using Places = cute::array<Place, kPlaces>;
 
-    // A thread's warp among those that load the same tensor.
+    // Returns the thread's warp among those that load the same tensor.
     CUTE_DEVICE static int warp(int thread) { return thread / 32 % kWarps; }
 
-    // A block's box that a thread loads, of all those of its rows and columns.
+    // The TMA box of a block that a thread loads: its first row, and its column in units of
+    // kSmemRow.
     struct Box {
         int row, column;
     };
@@ -74,9 +75,10 @@ struct PagedLoad {
         return {number / Traits::kPages * maps.box_rows, number % Traits::kPages};
     }
 
-    // Looks up a thread's rows of a block: that of its box, or of all that its warp copies. row: of
-    // the sequence, the block's first one; keys: of the sequence from there on. Behind the keys the
-    // table is not read, and no page exists.
+    // Looks up in the block table where a thread's rows of a block are: the first row of its box,
+    // or its share of the rows that its warp copies. row: the block's first one in the entry; keys:
+    // of the sequence, from there on. Behind the last key the table is not read, and the page is
+    // -1.
     CUTE_DEVICE static Places look_up(int thread, Flash_fwd_params const &params,
                                       TensorMapsSm90 const &maps, int batch, int row, int keys) {
         int const *const table = params.block_table_ptr + batch * params.block_table_batch_stride;
@@ -99,7 +101,9 @@ struct PagedLoad {
         return places;
     }
 
-    // Boxes of maps.box_rows rows, all of them one after the other in the buffer.
+    // Loads a block in TMA boxes of maps.box_rows rows, one after the other in the buffer. Called
+    // by all lanes of a warp, each of which loads one box at most; lane 0 arrives at `full` and
+    // adds the bytes of all (expect_tx).
     template <class Await>
     CUTE_DEVICE static void load_boxes(int thread, Flash_fwd_params const &params,
                                        TensorMapsSm90 const &maps, CUtensorMap const &map,
@@ -113,7 +117,8 @@ struct PagedLoad {
         if (thread % 32 == 0) sm90::barrier_arrive_expect(full, bytes);
         __syncwarp();
         if (loads) {
-            // Instead of a page that does not exist the one behind the last: zeros.
+            // For a page that does not exist, the one behind the last: out of bounds, TMA writes
+            // zeros.
             int const page = static_cast<int>(cute::min(static_cast<unsigned>(place.page),
                                                         static_cast<unsigned>(params.num_pages)));
             Element *const to = buffer.data() + (box.column * kTileN + box.row) * kSmemRow;
@@ -122,9 +127,10 @@ struct PagedLoad {
         }
     }
 
-    // Copies; zeros where no page exists. The barrier gets an arrival of each thread of the warps
-    // once that thread's copies have landed, which puts them before the reads of those who wait
-    // there, but in the generic proxy: wgmma's reads are ordered by the waiting thread's fence.
+    // Loads a block in cp.async copies; zeros where no page exists. Called by all lanes of a warp.
+    // Each thread arrives at `full` once its copies have landed, so that they are visible to those
+    // who wait there, but only in the generic proxy: before wgmma reads them the waiting thread
+    // needs a proxy fence (MainloopFwdSm90::Consumer::fence_copies()).
     template <class Await>
     CUTE_DEVICE static void copy_rows(int thread, Flash_fwd_params const &params,
                                       PagedHead<Element> const &x, Places const &places,
@@ -147,7 +153,7 @@ struct PagedLoad {
                 exists ? place.page * x.page_stride + place.row * x.row_stride : int64_t(0);
             auto const address = reinterpret_cast<unsigned long long>(x.gmem + offset);
             uint32_t const existing = __ballot_sync(0xffffffffu, exists);
-            // Whoever has looked up a row hands its address to those who copy it.
+            // The lane that looked up a row hands its address to those that copy it.
             auto const copy_step = [&](int i) {
                 int const source = lane / kLanes + i * kWarpRows;
                 Element const *const from =

@@ -1,5 +1,5 @@
-// What the launch of a persistent kernel asks of the device: its SMs, and counters of tiles and of
-// stored parts.
+// What the launch of a persistent kernel needs of the device: the number of SMs, and counters of
+// tiles and of stored parts.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 
 namespace flash {
 
-// SMs of the current device, asked once per device.
+// Sets `count` to the SMs of the current device, which is asked once per device.
 inline cudaError_t sm_count(int &count) {
     static std::atomic<int> known[64];
     int device = 0;
@@ -32,8 +32,8 @@ inline cudaError_t sm_count(int &count) {
     return error;
 }
 
-// Counters of a launch, all zero before it and after it: of tiles, for work stealing, and in
-// kernels whose CTAs merge of the parts of split tiles that are stored.
+// Counters of a launch, all zero before it and after it: one of tiles, for work stealing, and in
+// kernels whose CTAs merge one of stored parts for each split tile.
 template <bool kMerges>
 struct LaunchCounters {
     unsigned tiles;
@@ -53,7 +53,8 @@ inline constexpr int kStreams = 256;  // of these for streams, the others for ca
 template <bool kMerges>
 __device__ LaunchCounters<kMerges> counters_of_launches[kLaunches];
 
-// The counters of a launch on `stream` of the current device; null once all of its kind are in use.
+// Finds the counters of a launch on `stream` of the current device; null once all for streams, or
+// for captured launches, are in use.
 template <bool kMerges>
 cudaError_t launch_counters(LaunchCounters<kMerges> *&counters, cudaStream_t stream) {
     struct Table {

@@ -1,6 +1,6 @@
 // What a plan is made of: the sequences of a ragged batch, whose lengths are known on the device
-// only, and into how many parts their tiles are split. Kernels that plan for others
-// (flash_plan_kernel.h) and CTAs that plan for themselves (cta_plan.h) share it.
+// only, and into how many parts their tiles are split. Shared by the plan kernel
+// (flash_plan_kernel.h) and by CTAs that plan for themselves (cta_plan.h).
 #pragma once
 
 #include <bit>
@@ -16,17 +16,17 @@
 
 namespace flash {
 
-// Segments of the rows of q, or of k and v: sequence i is segment 2 i + 1, and rows of no sequence
-// before it, or behind the last one, are segments 2 i. Whatever cu_seqlens and seqused hold, no
-// segment leaves the tensors.
+// Divides the rows of q, or of k and v, into 2 b + 1 segments: segment 2 i + 1 is sequence i,
+// segment 2 i the rows of no sequence before it, and segment 2 b those behind the last one.
+// Whatever cu_seqlens and seqused hold, no segment leaves the tensors.
 template <bool kOfKeys>
 struct Segments {
     Flash_fwd_params const &params;
 
-    // The rows of q, or those of k and v.
+    // What describes the rows of q, or those of k and v.
     struct Rows {
         int const *cu_seqlens, *seqused;
-        int seqlen;  // of the longest sequence that counts
+        int seqlen;  // most rows of a sequence that count
         int total;
     };
     CUTE_DEVICE Rows queries() const {
@@ -43,13 +43,14 @@ struct Segments {
         return static_cast<int>(cute::min(cute::max(x, Int(low)), Int(high)));
     }
 
-    // Where sequence i begins.
+    // Returns the row where sequence i begins.
     CUTE_DEVICE static int first_row(Rows const &rows, int i) {
         int const *const starts = rows.cu_seqlens;
         return starts != nullptr ? clamp(starts[i], 0, rows.total)
                                  : clamp(int64_t(i) * rows.seqlen, 0, rows.total);
     }
-    // And how many of its rows count. Returns where the next one begins.
+    // Reads where sequence i begins and how many of its rows count. Returns where the next one
+    // begins.
     CUTE_DEVICE static int read(Rows const &rows, int i, int &begin, int &length) {
         begin = first_row(rows, i);
         int const end = first_row(rows, i + 1);
@@ -60,11 +61,11 @@ struct Segments {
         return end;
     }
 
-    // Likewise, of a cache, and the entry that holds them.
+    // Reads the keys of sequence i in a cache into row_k and seqlen_k, and their entry into batch.
     CUTE_DEVICE void read_cache(int i, PlanTile &tile) const {
         int const *const entries = params.cache_batch_idx_ptr;
         int const entry = entries != nullptr ? entries[i] : i;
-        int const keys = keys_in_cache(i);  // loaded while the entry is
+        int const keys = keys_in_cache(i);  // loaded at the same time as the entry
         if (entry < 0 || entry >= params.b_k) {
             return;  // no keys
         }
@@ -86,7 +87,7 @@ struct Segments {
         return clamp(int64_t(starts[i + 1]) - starts[i], 0, params.seqlen_k);
     }
 
-    // Sequence i over a cache, in a batch without cu_seqlens_q and seqused_q.
+    // Returns sequence i over a cache, in a batch without cu_seqlens_q and seqused_q.
     CUTE_DEVICE PlanTile of_dense_queries(int i) const {
         PlanTile tile{.row_q = i * params.seqlen_q, .seqlen_q = params.seqlen_q, .partial_row = -1};
         read_cache(i, tile);
@@ -97,7 +98,7 @@ struct Segments {
         bool const of_sequence = segment % 2 == 1;
         int const i = (segment + 1) / 2 - 1;  // its sequence, or the one before its rows
         PlanTile tile{.batch = params.is_cache != 0 ? 0 : segment / 2, .partial_row = -1};
-        // For both kinds at once, so that the two of a warp wait for memory together.
+        // Read for sequences and gaps alike, so that both kinds in a warp wait for memory together.
         int end_q = 0, end_k = 0;
         if (i >= 0) end_q = read(queries(), i, tile.row_q, tile.seqlen_q);
         if (params.is_cache == 0) {
@@ -120,18 +121,18 @@ struct Segments {
     }
 };
 
-// What a plan is of: here the tiles of a forward kernel's queries.
+// The tiles that a plan lists, a parameter of Planner: here those of a forward kernel's queries.
 template <FwdConfig C>
 struct PlanFwd {
     static constexpr int kArch = C.arch;
     static constexpr DType kDtype = C.dtype;
     static constexpr int kRows = C.tile_m;
     static constexpr bool kOfKeys = false;
-    // Whether merging many parts takes longer than reading their keys: of 128 rows, where that was
-    // timed (docs/tried_sm90.md).
+    // Whether merging many parts may take longer than reading their keys: with 128 rows, for which
+    // it was timed (docs/tried_sm90.md).
     static constexpr bool kMergesSlowly = C.arch == 90 && C.tile_m == 128 && C.tile_n == 64;
-    // Rows of a part that a CTA merges at a time (MergeParts::kGroups); 0 where a kernel merges, or
-    // over pages, whose first keys come later: there longer parts took longer.
+    // Rows that a CTA merges at a time (MergeParts::kGroups). 0 where the combine kernel merges,
+    // and over pages, whose first keys come later: there longer parts were slower.
     static constexpr int kRowsMergedAtOnce =
         C.arch == 90 && C.warps == 4 && C.mask != MaskKind::local && !C.paged
             ? 128 / static_cast<int>(std::bit_ceil(C.head_dim / 4u))
@@ -143,7 +144,8 @@ struct PlanFwd {
     }
 };
 
-// How the tiles of segments are split along the keys. Tiles: as PlanFwd.
+// Decides into how many parts the tiles of segments are split along the keys (split-KV). Tiles: a
+// type like PlanFwd.
 template <class Tiles>
 struct TileSplits {
     CUTE_HOST_DEVICE static int num_m_blocks(Flash_fwd_params const &params,
@@ -152,7 +154,8 @@ struct TileSplits {
         return (rows + Tiles::kRows - 1) / Tiles::kRows;
     }
 
-    // Of the segment's last tile, which sees most keys, or about as many as the others.
+    // Returns the key blocks of the segment's last tile, which sees most keys, or about as many as
+    // the others.
     CUTE_DEVICE static int key_blocks(Flash_fwd_params const &params, PlanTile const &segment) {
         WorkTile const work{.m_block = num_m_blocks(params, segment) - 1,
                             .seqlen_q = segment.seqlen_q,
@@ -160,9 +163,9 @@ struct TileSplits {
         return work.m_block < 0 || !work.in_sequence() ? 0 : Tiles::blocks(params, work).count;
     }
 
-    // Tiles of the batch and its heads have `all` key blocks together, and the longest of them
-    // `longest`. They are split as that many of the longest would be: into as few parts as keep
-    // all CTAs busy for most of the time.
+    // Returns the key blocks of a part with which as few parts as possible keep all CTAs busy for
+    // most of the time. The tiles of all sequences and heads have `all` key blocks together, the
+    // longest `longest`; they count as all / longest tiles of that length.
     CUTE_HOST_DEVICE static int balanced_part_blocks(int ctas, int64_t all, int longest) {
         float const tiles = static_cast<float>(all) / static_cast<float>(cute::max(longest, 1));
         float best = 0.f;
@@ -179,13 +182,15 @@ struct TileSplits {
         return (longest + parts - 1) / parts;
     }
 
-    // Where merging a part takes `each` of the time of a block, `blocks` of them in parts of n take
-    // n + each * blocks / n, least where both are equal.
+    // Returns the key blocks n of a part that take the least time: where merging a part takes
+    // `each` of the time of a block, `blocks` of them take n + each * blocks / n, least where both
+    // terms are equal.
     CUTE_HOST_DEVICE static int cheapest_part_blocks(float each, int64_t blocks) {
         return static_cast<int>(sqrtf(each * static_cast<float>(blocks)) + 0.5f);
     }
 
-    // Key blocks of a part at least. blocks: of all tiles of a grid head.
+    // Returns the least key blocks of a part. blocks: of all tiles of a grid head; longest: of the
+    // longest tile.
     CUTE_HOST_DEVICE static int part_blocks(Flash_fwd_params const &params, int64_t blocks,
                                             int longest) {
         int const least = cute::max(params.split_blocks, 1);
@@ -193,7 +198,7 @@ struct TileSplits {
             return least;
         }
         int64_t const all = blocks * num_grid_heads(params);
-        // Tiles that a kernel of its own would merge stay whole where they keep 0.45 to 1 of the
+        // Tiles that the combine kernel would merge stay whole where they keep 0.45 to 1 of the
         // CTAs busy: half of the SMs read keys at 0.8 of the speed of all, and that kernel takes
         // some 10 us.
         int const rows = num_rows(params, params.seqlen_q);
@@ -208,11 +213,11 @@ struct TileSplits {
             // Whether all sequences have as many queries as the longest one.
             bool const alike = int64_t(params.b) * params.seqlen_q == params.total_q;
             if (Tiles::kMergesSlowly && reads_once && alike) {
-                float const each = static_cast<float>(rows) / 1024.f;  // by a kernel: of all tiles
+                float const each = static_cast<float>(rows) / 1024.f;  // the kernel merges all
                 return cute::max(balanced, cheapest_part_blocks(each, all));
             }
-            // A CTA merges all parts of a tile. Parts that are hardly longer than balanced ones
-            // gain nothing, as CTAs are left without any.
+            // One CTA merges all parts of a tile. Parts that are hardly longer than balanced ones
+            // gain nothing, as some CTAs are then left without a part.
             bool const by_ctas =
                 rows <= kMostRowsMerged && int64_t(params.b) * num_grid_heads(params) <= kArrivals;
             if (Tiles::kRowsMergedAtOnce > 0 && by_ctas) {
@@ -224,8 +229,8 @@ struct TileSplits {
         return balanced;
     }
 
-    // Of each tile of a segment whose last one has `blocks` key blocks. All have the same number: a
-    // part may be empty.
+    // Returns the parts of each tile of a segment whose last tile has `blocks` key blocks. All its
+    // tiles have the same number, so that a part may be empty.
     CUTE_HOST_DEVICE static int num_parts(Flash_fwd_params const &params, int part_blocks,
                                           int blocks) {
         int const parts = (blocks + part_blocks - 1) / part_blocks;

@@ -1,6 +1,5 @@
-// From a flat index to the tile it stands for, and which CTA computes which. Batch and heads never
-// sit on grid.y or grid.z, whose limit is 65,535: the grid is one-dimensional, and grid.x reaches
-// 2^31 - 1.
+// Maps flat indices to tiles, and tiles to CTAs. The grid is one-dimensional, batch and heads
+// included: grid.x reaches 2^31 - 1, but grid.y and grid.z only 65,535.
 #pragma once
 
 #include <cute/config.hpp>
@@ -20,8 +19,8 @@ struct TileScheduler {
         return (num_rows(params, params.seqlen_q) + kTileM - 1) / kTileM;
     }
 
-    // Of a ragged batch the upper bound. May exceed what a grid holds; the host checks before it
-    // launches.
+    // Returns the number of tiles, of a ragged batch an upper bound. May exceed what a grid holds,
+    // which the host checks before it launches.
     CUTE_HOST_DEVICE static int64_t num_tiles(Flash_fwd_params const &params) {
         int64_t const of_a_head = params.plan_ptr != nullptr
                                       ? int64_t(params.plan_capacity)
@@ -55,9 +54,10 @@ struct TileScheduler {
         return make_tile(params, C.mask == MaskKind::causal ? m_blocks - 1 - m : m, batch_head);
     }
 
-    // Grid heads whose tiles are scheduled together. Their keys and values must stay in L2, and
-    // there must be enough tiles that the short ones fill up the last wave; beyond that fewer are
-    // better, as CTAs with long tiles then compute while others with short ones load.
+    // Returns how many grid heads have their tiles scheduled together. Their keys and values must
+    // stay in L2, and there must be enough tiles that the short ones fill up the last wave; beyond
+    // that fewer are better, as CTAs with long tiles then compute while others with short ones
+    // load.
     CUTE_HOST_DEVICE static int heads_in_group(Flash_fwd_params const &params, int sms) {
         constexpr int64_t kL2Bytes = 32 << 20;  // of the 50 MB an H100 or H200 has
         constexpr int64_t kWaves = 3;
@@ -71,7 +71,7 @@ struct TileScheduler {
         if (all <= most) {
             return static_cast<int>(all * ratio);
         }
-        // The last group, with which the launch ends, as full as can be.
+        // Makes the last group, with which the launch ends, as full as can be.
         auto const last = [&](int64_t heads) { return (all - 1) % heads + 1; };
         int64_t best = most;
         for (int64_t heads = most - 1; heads > most / 2; --heads) {
@@ -95,28 +95,28 @@ struct TileScheduler {
     }
 };
 
-// Which tiles a worker of a persistent launch computes, which is a CTA or, in a backward above
-// d = 128, a cluster: worker i begins with tile i, unless it draws that, too. With a counter
-// workers steal work, each taking the next tile that no other has; without one each takes every
-// workers-th.
+// Assigns tiles to the workers of a persistent launch. A worker is a CTA or, in a backward above d
+// = 128, a cluster. Worker i begins with tile i, unless it draws its first tile, too. With a
+// counter workers steal work, each taking the next tile that no other has; without one each takes
+// every workers-th.
 struct TileQueue {
     int tiles;
     // Heads whose tiles are scheduled together: heads_in_group(). 0 in a backward: each CTA
     // computes whole heads.
     int group;
     unsigned *counter;  // tiles taken beyond the first of each worker; null: no work stealing
-    // Of the parts of each split tile that are stored; null: a kernel merges them.
+    // Counters of the stored parts of each split tile; null: the combine kernel merges them.
     unsigned *arrivals;
 
-    // The number of the worker's tile after tile `index`. The counter resets itself: each worker
-    // that had a tile ends with a number that stands for none, so `tiles` numbers are drawn in all,
-    // and the draw of the last one sets it to 0.
+    // Returns the worker's tile after tile `index`. The counter resets itself: each worker that had
+    // a tile ends by drawing a number that stands for none, so `tiles` numbers are drawn in all,
+    // and the draw of the last one sets the counter to 0.
     CUTE_DEVICE int next(int index) const { return next(index, static_cast<int>(gridDim.x)); }
     CUTE_DEVICE int next(int index, int workers) const {
         return counter == nullptr ? index + workers : draw(tiles) + workers;
     }
-    // The next of so many numbers, of which the last one resets the counter. Where each worker
-    // draws its first tile, too, they are tiles + workers, and all tiles before a drawn one are in
+    // Draws the next of `numbers` numbers; the last draw resets the counter. Where each worker
+    // draws its first tile, too, numbers = tiles + workers, and all tiles before a drawn one are in
     // work or done, even if not all workers run yet.
     CUTE_DEVICE int draw(int numbers) const {
         unsigned const number = atomicAdd(counter, 1u);

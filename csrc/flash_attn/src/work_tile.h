@@ -1,6 +1,6 @@
-// One tile of query rows: where it is, how long its sequences are, which key blocks it visits. In a
-// backward a tile of keys, too, which visits blocks of queries: then m_block counts tiles of keys.
-// Every other header asks this one.
+// A tile of query rows: where it is, how long its sequences are, which key blocks it visits. In a
+// backward it may be a tile of keys, which visits blocks of queries; m_block then counts tiles of
+// keys. All other headers get a tile's position from this one.
 #pragma once
 
 #include <cute/config.hpp>
@@ -9,16 +9,16 @@
 
 namespace flash {
 
-// The visits of a tile to its key blocks, counted down to 0: the main loop's counter is the number
-// of visits that are left. First come the blocks that need the mask, those cut on the right before
-// those cut on the left, then the whole ones, each from right to left. In the sm90 class's backward
-// visit i is that of block begin + i instead (step_bwd_sm90.h).
+// The visits of a tile to its key blocks. The main loop counts them down to 0, so that visit n is
+// followed by n more. First come the blocks that need the mask, those cut on the right before those
+// cut on the left, then the whole ones, each from right to left. In the sm90 class's backward visit
+// i is to block begin + i instead (step_bwd_sm90.h).
 struct BlockRange {
-    int count;     // of all visits
-    int unmasked;  // of the last ones, to blocks that every row sees whole
-    // 0 but for MaskKind::local and tiles of keys:
+    int count;     // all visits
+    int unmasked;  // the last visits, to blocks that every row sees whole
+    // 0 unless under MaskKind::local, or in tiles of keys:
     int begin;  // the leftmost block
-    int left;   // blocks cut on the left, where there are whole ones
+    int left;   // blocks cut on the left; 0 where no block is whole
 
     template <MaskKind kMask>
     CUTE_HOST_DEVICE int block(int visit) const {
@@ -35,20 +35,22 @@ struct BlockRange {
 };
 
 struct WorkTile {
-    int m_block;   // of the rows of this (batch, head); < 0: no tile is left
-    int head;      // in the grid: a query head; of packed heads, and of tiles of keys, a key head
+    int m_block;   // number among the tiles of this (batch, head); < 0: no tile is left
+    int head;      // grid head: a query head; with packed heads, and for tiles of keys, a key head
     int batch;     // in a ragged batch 0, in its backward the sequence
     int head_q;    // the query head, or the first of the packed ones
     int head_k;    // the key head
-    int row_q;     // of q and o, and
-    int row_k;     // of k and v: where the sequence begins; 0 in a dense batch
+    int row_q;     // where the sequence begins in q and o, and
+    int row_k;     // in k and v; 0 in a dense batch
     int seqlen_q;  // query positions
     int seqlen_k;  // keys; -1: the rows are of no sequence
-    int batch_k;   // of k and v: an entry of the cache, or a row of the block table
+    int batch_k;   // of k and v; in a cache the entry, with pages the row of the block table
     BlockRange blocks;
-    // Of the workspace, where the tile is a part of a split one: its sequence's first row there.
+    // Where the tile is a part of a split one: the workspace row where the part's rows of the
+    // sequence begin. Else -1.
     int partial_row = -1;
-    // Then, where CTAs may plan, it is this one of so many. In a backward: shared_tiles_sm90.h.
+    // In kernels whose CTAs may plan, a split tile's part: it is number `part` of `parts`. In a
+    // backward see shared_tiles_sm90.h.
     int part = 0, parts = 1;
 
     CUTE_HOST_DEVICE bool in_sequence() const { return seqlen_k >= 0; }
@@ -59,12 +61,12 @@ struct WorkTile {
 struct SharedPiece {
     int tile;          // its index
     int begin, count;  // of the tile's blocks of queries
-    int part;          // of the WorkTile
+    int part;          // becomes WorkTile::part
 };
 
-// Makes a tile one of `parts` parts with equally many neighbouring key blocks, or the first ones
-// one more. The keys before them are taken off the sequence: masks, and distances of queries and
-// keys, count from its end.
+// Makes a tile its part `part` of `parts`, each with equally many consecutive key blocks; the first
+// ones may have one more. The keys before the part are cut off the sequence, which is correct, as
+// masks and the distances of ALiBi count from its end.
 CUTE_HOST_DEVICE void take_part(WorkTile &tile, int tile_n, int part, int parts) {
     BlockRange &blocks = tile.blocks;
     int const each = blocks.count / parts, more = blocks.count - each * parts;
@@ -97,9 +99,9 @@ CUTE_HOST_DEVICE int num_grid_heads(Flash_fwd_params const &params) {
     return params.pack_shift > 0 ? params.h_k : params.h;
 }
 
-// The sequence of a planned batch that a tile's rows are of; in a ragged one the last that begins
-// where they do, as others that begin there are empty. Whatever cu_seqlens holds, the result is in
-// [0, b).
+// Returns the sequence that a planned tile's rows belong to: with cu_seqlens_q the last one that
+// begins where they do, as others that begin there are empty. Whatever cu_seqlens holds, the result
+// is in [0, b).
 CUTE_DEVICE int sequence_of(Flash_fwd_params const &params, WorkTile const &tile) {
     if (params.cu_seqlens_q_ptr == nullptr) {
         return tile.row_q / params.seqlen_q;
@@ -119,7 +121,7 @@ struct TileRow {
     int head;      // among the packed heads; 0 where none are packed
     bool exists;   // in the tensors of the queries
 
-    // From the tile's first head, in elements.
+    // Offset from the tile's first head, in elements.
     CUTE_HOST_DEVICE int64_t offset(int64_t row_stride, int64_t head_stride) const {
         return position * row_stride + head * head_stride;
     }
@@ -132,8 +134,8 @@ CUTE_HOST_DEVICE TileRow tile_row(Flash_fwd_params const &params, WorkTile const
     return {position, head, position < tile.seqlen_q && head < params.h_h_k_ratio};
 }
 
-// Where a tile's first head begins in the outputs, in elements. No pointers: of a pointer that is
-// read from shared memory nvcc does not know that it is to global memory.
+// Where a tile's first head begins in the outputs, in elements. No pointers: nvcc does not know
+// that a pointer that is read from shared memory points to global memory.
 struct OutputOffset {
     int64_t o;
     int64_t lse;
