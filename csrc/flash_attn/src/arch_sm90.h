@@ -1,7 +1,7 @@
 // Hopper's instructions, one function each: mbarriers, clusters, named barriers, register
-// reallocation, TMA, cp.async, reductions.
-// With wgmma_sm90.h the only inline PTX of the sm90 class; the simulator has headers of its own in
-// their place. PTX ISA section in brackets.
+// reallocation, TMA, cp.async, reductions. This file and wgmma_sm90.h hold the sm90 class's inline
+// PTX, but for that of dropout.h; the simulator has headers of its own in their place. PTX ISA
+// sections are in brackets.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,13 @@
 
 namespace flash::sm90 {
 
-// An mbarrier: arrivals of the current phase and bytes that asynchronous copies still owe it.
+// An mbarrier: it counts the pending arrivals of the current phase, and the bytes that async copies
+// have yet to complete (tx-count).
 using Barrier = uint64_t;
 
 CUTE_DEVICE uint32_t smem_address(void const *ptr) { return cute::cast_smem_ptr_to_uint(ptr); }
 
-// One lane of a converged warp, the same one every time. [elect.sync]
+// True in one lane of a converged warp, in the same one every time. [elect.sync]
 CUTE_DEVICE bool elect_one() {
     uint32_t elected;
     asm volatile(
@@ -35,12 +36,12 @@ CUTE_DEVICE void barrier_init(Barrier *barrier, uint32_t arrivals) {
                  "r"(arrivals));
 }
 
-// Makes initialised barriers visible to the copies of the asynchronous proxy and to the cluster.
+// Makes initialised barriers visible to copies of the async proxy (TMA) and to the cluster.
 CUTE_DEVICE void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
 
-// Arrives if told to, without a branch.
+// Arrives if `arrive`, predicated and without a branch.
 CUTE_DEVICE void barrier_arrive(Barrier *barrier, bool arrive = true) {
     asm volatile(
         "{\n"
@@ -52,7 +53,7 @@ CUTE_DEVICE void barrier_arrive(Barrier *barrier, bool arrive = true) {
         : "memory");
 }
 
-// Arrives and promises `bytes` of copies: the phase ends when they have landed too.
+// Arrives with expect_tx: the phase completes only once `bytes` of copies have landed, too.
 CUTE_DEVICE void barrier_arrive_expect(Barrier *barrier, uint32_t bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(smem_address(barrier)),
@@ -60,7 +61,7 @@ CUTE_DEVICE void barrier_arrive_expect(Barrier *barrier, uint32_t bytes) {
         : "memory");
 }
 
-// Waits until the phase of this parity has ended. A fresh barrier counts as having ended phase 1.
+// Waits until the phase of this parity has completed. On a fresh barrier, that of parity 1 has.
 CUTE_DEVICE void barrier_wait(Barrier *barrier, uint32_t parity) {
     asm volatile(
         "{\n"
@@ -74,7 +75,7 @@ CUTE_DEVICE void barrier_wait(Barrier *barrier, uint32_t parity) {
 }
 
 // ---- clusters [mapa, barrier.cluster, st.async, cp.async.bulk] ----
-// What another CTA of the cluster has is given by its rank and the own address.
+// Objects of another CTA of the cluster are given by its rank and their address in this CTA.
 
 CUTE_DEVICE uint32_t cluster_rank() {
     uint32_t rank;
@@ -89,7 +90,7 @@ CUTE_DEVICE uint32_t smem_address_at(uint32_t rank, void const *ptr) {
     return address;
 }
 
-// All threads of all CTAs arrive, and those that wait see what these did before.
+// All threads of all CTAs of the cluster arrive. Those that wait see what these wrote before.
 CUTE_DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.aligned;\n" ::: "memory");
 }
@@ -106,7 +107,7 @@ CUTE_DEVICE void barrier_arrive_at(uint32_t rank, Barrier *barrier, bool arrive)
         : "memory");
 }
 
-// Stores a word and completes its 4 bytes at the barrier, both of the other CTA.
+// Stores a word to CTA `rank` and completes its 4 bytes at that CTA's barrier.
 CUTE_DEVICE void store_async_at(uint32_t rank, uint32_t *to, uint32_t value, Barrier *barrier) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];\n" ::"r"(
@@ -115,7 +116,7 @@ CUTE_DEVICE void store_async_at(uint32_t rank, uint32_t *to, uint32_t value, Bar
         : "memory");
 }
 
-// Copies from this CTA's shared memory to the other's and completes the bytes at its barrier.
+// Copies from shared memory to that of CTA `rank`, and completes the bytes at that CTA's barrier.
 CUTE_DEVICE void bulk_copy_to(uint32_t rank, void *to, void const *from, uint32_t bytes,
                               Barrier *barrier) {
     asm volatile(
@@ -137,14 +138,16 @@ CUTE_DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
 
 // ---- the warpgroup's share of the register file [setmaxnreg] ----
 
-// To no fewer than the warpgroup has, or the effect is undefined.
+// Raises the registers of each thread to kRegisters, which must not be fewer than the warpgroup
+// has, or the effect is undefined.
 template <int kRegisters>
 CUTE_DEVICE void registers_raise() {
     static_assert(kRegisters % 8 == 0 && kRegisters <= 256);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
-// To no more than it has, likewise.
+// Lowers the registers of each thread to kRegisters, which must not be more than the warpgroup has,
+// or the effect is undefined.
 template <int kRegisters>
 CUTE_DEVICE void registers_lower() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24);
@@ -153,19 +156,19 @@ CUTE_DEVICE void registers_lower() {
 
 // ---- TMA [cp.async.bulk.tensor] ----
 
-// L2 eviction priorities as the 64-bit policies that createpolicy makes of them.
+// L2 eviction priorities, as the 64-bit policies that createpolicy makes of them.
 enum class CacheHint : uint64_t {
     evict_first = 0x12f0000000000000,
     evict_last = 0x14f0000000000000,
 };
 
-// Brings a descriptor closer before it is first used.
+// Prefetches a TMA descriptor before its first use.
 CUTE_DEVICE void prefetch_descriptor(void const *descriptor) {
     asm volatile("prefetch.tensormap [%0];\n" ::"l"(descriptor) : "memory");
 }
 
 // Loads the descriptor's box at coordinates (c0, c1, ...), innermost first, into smem. Elements
-// outside the tensor arrive as zeros; either way `barrier` is paid the whole box.
+// outside the tensor arrive as zeros; `barrier` gets the bytes of the whole box in any case.
 CUTE_DEVICE void tma_load(void const *descriptor, Barrier *barrier, CacheHint hint, void *smem,
                           int c0, int c1, int c2, int c3) {
     asm volatile(
@@ -185,40 +188,41 @@ CUTE_DEVICE void tma_load(void const *descriptor, Barrier *barrier, CacheHint hi
         : "memory");
 }
 
-// Makes ordinary shared memory writes that this thread knows of, its own and those that it has
-// waited for, visible to wgmma and TMA.
+// Makes generic-proxy writes to shared memory, this thread's own and those that it has waited for,
+// visible to the async proxy (wgmma, TMA).
 CUTE_DEVICE void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
-// Orders ordinary accesses to global memory and those of bulk reductions, either way.
+// Orders generic-proxy accesses to global memory and those of bulk reductions, either way.
 CUTE_DEVICE void fence_async_proxy_global() {
     asm volatile("fence.proxy.async.global;\n" ::: "memory");
 }
 
 // ---- copies of the generic proxy [cp.async] ----
 
-// Copies 16 bytes from global to shared memory, past L1; writes zeros and reads nothing if !valid.
+// Copies 16 bytes from global to shared memory, past L1; if !valid, writes zeros, reads nothing.
 CUTE_DEVICE void copy_async(void *smem, void const *gmem, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(smem_address(smem)),
                  "l"(gmem), "r"(valid ? 16 : 0)
                  : "memory");
 }
 
-// Arrives once all copies that this thread has issued so far have landed. [cp.async.mbarrier]
+// Issues this thread's arrival, which takes effect once all its copy_async() so far have landed. It
+// does not wait for them. [cp.async.mbarrier]
 CUTE_DEVICE void barrier_arrive_copies(Barrier *barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(smem_address(barrier))
                  : "memory");
 }
 
-// Waits until they have landed.
+// Waits until all copy_async() of this thread have landed.
 CUTE_DEVICE void await_copies() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
 // ---- sums in global memory [red, atom, ld] ----
 
-// Adds to a counter in global memory and returns what it was. What the threads of a CTA wrote
-// before a barrier with this thread comes before it, and what they read behind the next one after
-// it (PTX ISA, "causality order").
+// Adds to a counter in global memory and returns its old value, with acquire and release semantics.
+// What the CTA's threads wrote before a barrier with this thread is ordered before the addition,
+// and what they read behind the next barrier after it (PTX ISA, "causality order").
 CUTE_DEVICE unsigned add_acq_rel(unsigned *counter, unsigned value) {
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;\n"
@@ -228,8 +232,9 @@ CUTE_DEVICE unsigned add_acq_rel(unsigned *counter, unsigned value) {
     return before;
 }
 
-// Adds to such a counter. What came before add_release() comes before the addition; what follows is
-// not ordered behind it, and the thread does not wait for the old value.
+// Adds to a counter in global memory, with release semantics: accesses before add_release() are
+// ordered before the addition. Those that follow are not ordered behind it, and the thread does not
+// wait for the old value.
 CUTE_DEVICE void add_release(unsigned *counter, unsigned value) {
     asm volatile(
         "red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(__cvta_generic_to_global(counter)),
@@ -237,7 +242,8 @@ CUTE_DEVICE void add_release(unsigned *counter, unsigned value) {
         : "memory");
 }
 
-// Loads such a counter. What came before the additions that it has seen comes before what follows.
+// Loads a counter in global memory, with acquire semantics: what is ordered before the additions
+// that it sees is ordered before what follows.
 CUTE_DEVICE unsigned load_acquire(unsigned const *counter) {
     unsigned x;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n"
@@ -247,7 +253,7 @@ CUTE_DEVICE unsigned load_acquire(unsigned const *counter) {
     return x;
 }
 
-// Loads four neighbouring floats from L2, where sums are, and not an older copy of L1's.
+// Loads four neighbouring floats from L2, where reductions add, and no stale copy from L1.
 CUTE_DEVICE float4 load_from_l2(float4 const *gmem) {
     float4 x;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
@@ -257,13 +263,14 @@ CUTE_DEVICE float4 load_from_l2(float4 const *gmem) {
     return x;
 }
 
-// Stores four neighbouring floats, at a multiple of 16 bytes, to which others add later.
+// Stores four neighbouring floats, at a multiple of 16 bytes: the first terms of sums to which
+// other CTAs add later.
 CUTE_DEVICE void store_first(float *gmem, float a, float b, float c, float d) {
     *reinterpret_cast<float4 *>(gmem) = make_float4(a, b, c, d);
 }
 
-// Adds four neighbouring floats, at a multiple of 16 bytes. Each of the four sums is atomic, the
-// vector is not.
+// Adds four neighbouring floats, at a multiple of 16 bytes. Each of the four additions is atomic,
+// the vector is not.
 CUTE_DEVICE void reduce_add(float *gmem, float a, float b, float c, float d) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(gmem), "f"(a),
                  "f"(b), "f"(c), "f"(d)
@@ -273,7 +280,7 @@ CUTE_DEVICE void reduce_add(float *gmem, float a, float b, float c, float d) {
 // ---- bulk reductions and stores [cp.reduce.async.bulk, cp.async.bulk] ----
 
 // Adds floats of shared memory to global memory, both at multiples of 16 bytes, asynchronously, in
-// bulk groups of this thread. Each sum is atomic, the whole is not.
+// this thread's next bulk group. Each addition is atomic, the whole is not.
 CUTE_DEVICE void bulk_reduce_add(float *gmem, float const *smem, uint32_t bytes) {
     asm volatile(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(gmem),
@@ -281,7 +288,8 @@ CUTE_DEVICE void bulk_reduce_add(float *gmem, float const *smem, uint32_t bytes)
         : "memory");
 }
 
-// Likewise stores them.
+// Stores floats of shared memory to global memory, both at multiples of 16 bytes, asynchronously,
+// in this thread's next bulk group.
 CUTE_DEVICE void bulk_store(float *gmem, float const *smem, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(gmem),
                  "r"(smem_address(smem)), "r"(bytes)
@@ -290,11 +298,11 @@ CUTE_DEVICE void bulk_store(float *gmem, float const *smem, uint32_t bytes) {
 
 CUTE_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 
-// Waits until this thread's groups have read shared memory.
+// Waits until all bulk groups of this thread have read shared memory, which may then be reused.
 CUTE_DEVICE void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
 }
-// Waits until they are complete.
+// Waits until all bulk groups of this thread are complete.
 CUTE_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
 
 }  // namespace flash::sm90

@@ -1,4 +1,5 @@
-// Dropout: which attention weights count as 0, drawn anew wherever they are needed.
+// Dropout: decides which attention weights count as 0. The mask is not stored but drawn again
+// wherever it is needed.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -11,7 +12,8 @@ namespace flash {
 
 using namespace cute;
 
-// One instruction: of 64-bit factors nvcc adds the products with their upper halves, which are 0.
+// a * b in one instruction: with 64-bit factors nvcc also multiplies their upper halves, which are
+// 0, and adds these products.
 CUTE_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
     uint64_t product;
@@ -22,7 +24,7 @@ CUTE_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Whether a is less than b, as numbers of type half. NaN never is, and subnormal ones are no zeros.
+// Whether a < b as numbers of type half. False if either is NaN; subnormals are not flushed to 0.
 CUTE_HOST_DEVICE bool half_less(uint16_t a, uint16_t b) {
 #if defined(__CUDA_ARCH__)
     int less;
@@ -35,7 +37,7 @@ CUTE_HOST_DEVICE bool half_less(uint16_t a, uint16_t b) {
 #endif
 }
 
-// The same of both halves of a word: ones in those of which it holds, zeros in the others.
+// half_less() of both 16-bit halves of a word: all ones in a half where it is true, else zeros.
 CUTE_HOST_DEVICE uint32_t halves_less(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
     uint32_t less;
@@ -66,12 +68,12 @@ CUTE_HOST_DEVICE void philox4x32(uint32_t (&counter)[4], uint32_t key_low, uint3
 }
 
 // One call of the generator serves the eight weights that a thread holds of a 16 x 16 block of P:
-// of queries r and r + 8 and keys c, c + 1, c + 8 and c + 9, relative to the block. 16 bits decide
-// on each, by DropoutBound. The counter is
+// of queries r and r + 8 and keys c, c + 1, c + 8 and c + 9, relative to the block. Each weight has
+// 16 random bits, which DropoutBound turns into a decision. The counter is
 //     (query / 16 * 8 + query % 8, key / 16 * 4 + key % 8 / 2, entry * h + head, offset)
-// with positions in the sequence and its number in a ragged batch; the key is the seed; result
-// word query % 16 / 8 + key % 16 / 8 * 2, half key % 2 is for (query, key). So a weight's fate
-// depends on nothing that a configuration chooses. flashcute/dropout.py computes the same mask.
+// with positions in the sequence and, in a ragged batch, its number as entry; the seed is Philox's
+// key. Result word query % 16 / 8 + key % 16 / 8 * 2, half key % 2 is for (query, key). So the mask
+// does not depend on the kernel's configuration. flashcute/dropout.py computes the same mask.
 struct DropoutMask {
     Flash_fwd_params const &params;
     uint32_t key_low, key_high, offset;
@@ -83,7 +85,7 @@ struct DropoutMask {
         offset = static_cast<uint32_t>(params.rng_state_ptr[1]);
     }
 
-    // row and column: the first two words of the counter; head: among those of all entries.
+    // Draws the 128 bits of one counter. row, column: its first two words; head: entry * h + head.
     CUTE_DEVICE void draw(uint32_t (&random)[4], uint32_t row, uint32_t column,
                           uint32_t head) const {
         random[0] = row;
@@ -92,15 +94,15 @@ struct DropoutMask {
         random[3] = offset;
         philox4x32(random, key_low, key_high);
     }
-    // Whether the weight of a half of a word is dropped.
+    // Whether a random word's upper or lower half drops its weight.
     CUTE_DEVICE bool drops(uint32_t word, bool upper) const {
         auto const half = static_cast<uint16_t>(upper ? word >> 16 : word);
         auto const bound = static_cast<uint16_t>(params.dropout_bound);
         return half_less(half, bound) != (params.dropout_flip != 0);
     }
 
-    // Makes those weights of a pair 0 that the halves of a word drop. In the sm80 class the
-    // operands of the first way spill at head dimension 128.
+    // Zeroes those weights of a pair that the two halves of word drop. The sm80 class compares one
+    // half at a time: operands of the packed comparison spill there at head dimension 128.
     template <int kArch>
     CUTE_DEVICE void drop(uint32_t &pair, uint32_t word) const {
         if constexpr (kArch == 90) {
@@ -122,7 +124,7 @@ struct Dropout {
     int const thread;
     DropoutMask mask;
     uint32_t head;
-    uint32_t first_row;  // of the thread
+    uint32_t first_row;  // the counter's row word for the thread's first row
 
     // Heads must not be packed.
     CUTE_DEVICE Dropout(Flash_fwd_params const &params, WorkTile const &tile, int thread)
@@ -131,13 +133,13 @@ struct Dropout {
             mask.load();
             int const entry = params.plan_ptr == nullptr ? tile.batch
                               : tile.blocks.count > 0    ? sequence_of(params, tile)
-                                                         : 0;  // of no sequence, perhaps
+                                                         : 0;  // may be of no sequence
             head = static_cast<uint32_t>(entry) * params.h + tile.head_q;
             first_row = mask.row_of(tile.m_block * C.tile_m + Traits::acc_row(thread, 0));
         }
     }
 
-    // tOrP: weights (8, MMA_M, N/16) of key block n_block, as operand of P V.
+    // Drops weights of key block n_block. tOrP: (8, MMA_M, N/16), the A operand of P V.
     template <class Engine, class Layout>
     CUTE_DEVICE void apply(Tensor<Engine, Layout> &tOrP, int n_block) const {
         if constexpr (C.dropout) {
@@ -160,9 +162,9 @@ struct Dropout {
     }
 };
 
-// The same mask in a backward kernel of the sm80 class, whose rows are queries or keys. With P' = P
-// * mask * scale, dV = P'^T dO and dP = dO V^T * mask * scale; the scale of dV is applied at its
-// end.
+// The dropout mask in an sm80-class backward kernel, whose rows are queries or keys. With P' = P *
+// mask * scale, dV = P'^T dO and dP = dO V^T * mask * scale; dV is multiplied by its scale once, at
+// the end.
 template <class Traits>
 struct DropoutBwd {
     static constexpr bool kDrops = Traits::kConfig.dropout;
@@ -170,10 +172,10 @@ struct DropoutBwd {
     static constexpr int kWarps = Traits::kWarpsM;
 
     DropoutMask mask;
-    uint32_t first_head;  // of the entry
-    uint32_t first_own;   // the counter's word for the thread's first rows
-    uint32_t first_step;  // and columns, in block 0
-    bool key_is_odd;      // where rows are keys
+    uint32_t first_head;  // the counter's word for the entry's head 0
+    uint32_t first_own;   // its word for the thread's first row
+    uint32_t first_step;  // its word for the thread's first column, in block 0
+    bool key_is_odd;      // where rows are keys: selects the half of a random word
 
     CUTE_DEVICE DropoutBwd(Flash_bwd_params const &params, WorkTile const &tile, int thread)
         : mask{params} {
@@ -188,10 +190,10 @@ struct DropoutBwd {
         }
     }
 
-    // Negates what is dropped of P, (4, MMA_M, N/8), for block n of the visited side.
+    // Negates the dropped weights of P, (4, MMA_M, N/8), in block n of the visited side.
     template <class Engine, class Layout>
     CUTE_DEVICE void mark(Tensor<Engine, Layout> &tSrP, int n, int head_q) const {
-        constexpr int kOwnOf16 = kOwnsQueries ? 8 : 4;  // words of the counter for 16 rows
+        constexpr int kOwnOf16 = kOwnsQueries ? 8 : 4;  // values of the counter's word in 16 rows
         constexpr int kStepOf16 = kOwnsQueries ? 4 : 8;
         Tensor blocks = make_tensor(
             tSrP.data(), layout_acc_as_operand_a(tSrP.layout()));  // ((4, 2), MMA_M, N/16)
@@ -202,7 +204,7 @@ struct DropoutBwd {
             for (int m = 0; m < size<1>(blocks); ++m) {
                 uint32_t const own = first_own + m * (kWarps * kOwnOf16);
                 uint32_t const step = first + k * (Traits::kTile.warps_step * kStepOf16);
-                // Where columns are queries, a call is for every other one.
+                // Where columns are queries, one call serves every other column only.
                 CUTE_UNROLL
                 for (int call = 0; call < (kOwnsQueries ? 1 : 2); ++call) {
                     uint32_t random[4];
@@ -222,7 +224,7 @@ struct DropoutBwd {
         }
     }
 
-    // Of P as mark leaves it, what is kept.
+    // Returns the kept weights of P as mark() leaves it, and 0 for the dropped ones.
     template <class Engine, class Layout>
     CUTE_DEVICE static auto kept(Tensor<Engine, Layout> const &tSrP) {
         Tensor result = make_fragment_like(tSrP);
@@ -233,7 +235,7 @@ struct DropoutBwd {
         return result;
     }
 
-    // Makes a weight P again, and dP of dO V^T.
+    // Restores a weight P that mark() may have negated, and turns dO V^T into dP.
     CUTE_DEVICE void finish(float &p, float &dp) const {
         dp = p < 0.f ? 0.f : dp * mask.params.dropout_scale;
         p = fabsf(p);

@@ -1,6 +1,6 @@
-// Writes a finished tile: O in pieces of 16 bytes, through shared memory in the sm80 class and from
-// registers in the sm90 class, LSE from the lanes that own column 0. A part of a split tile goes to
-// the workspace as it is, in float32.
+// Stores a finished tile: O in pieces of 16 bytes, through shared memory in the sm80 class and from
+// registers in the sm90 class; the LSE from the lanes that own column 0. Parts of a split tile go
+// to the workspace as partial results in float32.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -21,7 +21,7 @@ struct EpilogueFwd {
     static constexpr int kTileM = Traits::kTileM;
     static constexpr int kHeadDim = Traits::kHeadDim;
 
-    // From position 0 of the tile's sequence on; of a part, in the workspace.
+    // Where position 0 of the tile's sequence begins in O and LSE; for a part, in the workspace.
     CUTE_HOST_DEVICE static OutputOffset output_offset(Flash_fwd_params const &params,
                                                        WorkTile const &tile) {
         if (tile.is_part()) {
@@ -36,7 +36,7 @@ struct EpilogueFwd {
         };
     }
 
-    // The rows that this thread holds.
+    // Returns the rows that this thread holds of an accumulator.
     template <int kRows>
     CUTE_DEVICE static auto thread_rows(Flash_fwd_params const &params, WorkTile const &tile,
                                         int thread) {
@@ -48,8 +48,9 @@ struct EpilogueFwd {
         return rows;
     }
 
-    // head_q: the tile's first. wanted: rows of no sequence have no sinks, and to the parts of a
-    // split tile they are added once, at the end.
+    // Returns the sinks of the thread's rows, -inf without one. head_q: the tile's first query
+    // head. wanted: false for rows of no sequence, which have no sinks, and for the parts of a
+    // split tile, whose merge adds a row's sink once.
     template <size_t kRows>
     CUTE_DEVICE static auto load_sinks(Flash_fwd_params const &params, int head_q,
                                        cute::array<TileRow, kRows> const &rows, bool wanted) {
@@ -66,7 +67,7 @@ struct EpilogueFwd {
         return sinks;
     }
 
-    // lse: of the thread's rows.
+    // Stores the LSE of the thread's rows. offset: OutputOffset::lse of the tile.
     template <size_t kRows, class RowTensor>
     CUTE_DEVICE static void store_lse(Flash_fwd_params const &params, int64_t offset,
                                       cute::array<TileRow, kRows> const &rows, int thread,
@@ -82,7 +83,7 @@ struct EpilogueFwd {
         }
     }
 
-    // A part. tOrO: (4, MMA_M, d/8).
+    // Stores the partial results of a part of a split tile. tOrO: (4, MMA_M, d/8).
     template <size_t kRows, class RowTensor, class AccO>
     CUTE_DEVICE static void store_part(Flash_fwd_params const &params, OutputOffset const &offset,
                                        cute::array<TileRow, kRows> const &rows, int thread,
@@ -150,12 +151,12 @@ struct EpilogueFwd {
         store_from_registers(params, offset.o, rows, thread, tOrO);
     }
 
-    // What O is multiplied by beside the reciprocal row sums.
+    // The factor on O beside the reciprocal row sums.
     CUTE_DEVICE static float output_scale(Flash_fwd_params const &params) {
         return Traits::kConfig.dropout ? params.dropout_scale : 1.f;
     }
 
-    // A tile with its unnormalised O and its row statistics.
+    // Normalises and stores a tile. tOrO: its unnormalised O; softmax: its row statistics.
     template <class SoftmaxT, class AccO>
     CUTE_DEVICE static void finish(Flash_fwd_params const &params, WorkTile const &tile,
                                    OutputOffset const &offset, int thread, SoftmaxT &softmax,
@@ -166,7 +167,7 @@ struct EpilogueFwd {
         store(params, tile.is_part(), offset, rows, thread, lse, tOrO);
     }
 
-    // A tile whose rows see no key: zeros, and the rows' sinks.
+    // Stores a tile whose rows see no key: O = 0, and the rows' sinks as LSE.
     CUTE_DEVICE static void store_empty(Flash_fwd_params const &params, WorkTile const &tile,
                                         OutputOffset const &offset, int thread) {
         auto const rows = thread_rows<2>(params, tile, thread);

@@ -11,8 +11,8 @@
 
 namespace flash {
 
-// Parametrised by the traits type: nvcc 13.0 misspells a namespaced value as a kernel's own
-// argument.
+// The template argument is the traits type and not the FwdConfig: nvcc 13.0 misspells a namespaced
+// value that is a kernel's own argument.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kConfig.min_ctas)
     flash_fwd_kernel_sm80(__grid_constant__ Flash_fwd_params const params) {

@@ -1,5 +1,5 @@
-// The sm90-class forward kernel: persistent CTAs, each computing several tiles; warpgroup 0 is
-// the producer, the others are consumers.
+// The sm90-class forward kernel: persistent, warp-specialised CTAs, each computing several tiles.
+// Warpgroup 0 is the producer, the others are consumers.
 #pragma once
 
 #include <arch_sm90.h>
@@ -13,8 +13,8 @@
 
 namespace flash {
 
-// Parametrised by the traits type: nvcc 13.0 misspells a namespaced value as a kernel's own
-// argument.
+// The template argument is the traits type and not the FwdConfig: nvcc 13.0 misspells a namespaced
+// value that is a kernel's own argument.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     flash_fwd_kernel_sm90(__grid_constant__ Flash_fwd_params const params,

@@ -1,4 +1,5 @@
-// From a configuration of the sm80 class to the shared object's description and launch function.
+// Turns an sm80-class configuration into the launch function and the description that its shared
+// object exports.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,5 @@
-// From a configuration of the sm90 class to the shared object's description and launch function.
+// Turns an sm90-class configuration into the launch function and the description that its shared
+// object exports.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,7 +28,7 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     }
     int64_t const tiles = TileScheduler<C>::num_tiles(*params);
     int64_t const most = int64_t(sms) * Traits::kMinCtas;
-    if (tiles <= 0 || tiles > INT32_MAX - most) {  // CTAs count on beyond the last tile
+    if (tiles <= 0 || tiles > INT32_MAX - most) {  // CTAs count past the last tile
         return cudaErrorInvalidConfiguration;
     }
     constexpr int kSmemBytes = Traits::kSmemBytes + (CtaPlan<C>::kFits ? sizeof(CtaPlan<C>) : 0);
@@ -60,8 +61,8 @@ int32_t launch_fwd(Flash_fwd_params const *params, void *stream) {
     config.blockDim = dim3(Traits::kThreads);
     config.dynamicSmemBytes = CtaPlan<C>::suits(*params) ? kSmemBytes : Traits::kSmemBytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    // May start while the kernel before is still running, up to the wait of its producers or, where
-    // CTAs plan, of all threads.
+    // Programmatic dependent launch: the kernel may start while the previous one is still running.
+    // Its producers wait for that one to end or, where CTAs plan, all threads do.
     cudaLaunchAttribute dependent{};
     dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     dependent.val.programmaticStreamSerializationAllowed = 1;

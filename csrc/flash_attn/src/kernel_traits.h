@@ -1,4 +1,4 @@
-// From a configuration to the types of an sm80-class kernel: MMA, shared memory layouts, copies.
+// Turns a configuration into the types of an sm80-class kernel: MMA, shared memory layouts, copies.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -13,8 +13,9 @@ namespace flash {
 
 using namespace cute;
 
-// What all kernels of the class share. A CTA owns kTileM_ rows, and each step brings kTileN_
-// others. kWarpsN of the warps divide the latter.
+// What all sm80-class kernels share. A CTA owns kTileM_ rows; each main loop step visits kTileN_
+// rows of the other side. The warps form a grid of kWarpsM x kWarpsN: kWarpsM divide the former,
+// kWarpsN the latter.
 template <DType kType, int kHeadDim_, int kTileM_, int kTileN_, int kWarps, int kWarpsN = 1>
 struct TileTraitsSm80 {
     static constexpr int kWarpsM = kWarps / kWarpsN;
@@ -46,7 +47,7 @@ struct TileTraitsSm80 {
     using SmemAtom = SmemAtomOf<kSmemRow>;
     using SmemLayoutM = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileM>, Int<kHeadDim>>{}));
     using SmemLayoutN = decltype(tile_to_shape(SmemAtom{}, Shape<Int<kTileN>, Int<kHeadDim>>{}));
-    // Seen as B operand of P V, (d, N): the same bytes, read through transposing ldmatrix.
+    // SmemLayoutN as the B operand of P V, (d, N): the same bytes, read by transposing ldmatrix.
     using SmemLayoutNt = decltype(composition(
         SmemLayoutN{}, Layout<Shape<Int<kHeadDim>, Int<kTileN>>, Stride<Int<kTileN>, _1>>{}));
 

@@ -1,4 +1,4 @@
-// From a configuration to the types of an sm90-class kernel: MMA, shared memory layouts, barriers.
+// Turns a configuration into the types of an sm90-class kernel: MMA, layouts, mbarriers.
 #pragma once
 
 #include <arch_sm90.h>
@@ -35,17 +35,17 @@ struct KernelTraitsSm90 {
     static constexpr int kStages = C.stages;
     static constexpr int kMmaWarpgroups = C.warps / 4;
     static constexpr int kMmaThreads = 32 * C.warps;
-    static constexpr int kThreads = 128 + kMmaThreads;  // warpgroup 0 loads
+    static constexpr int kThreads = 128 + kMmaThreads;  // warpgroup 0 is the producer
     static constexpr int kMinCtas = C.min_ctas;
     // Registers of a thread at launch: ptxas gives it what the launch bounds allow, in steps of 8,
-    // but no more than its largest setmaxnreg. They are dealt anew: the sum over a CTA's warpgroups
-    // must not exceed that of the launch, or the raise never returns.
+    // but no more than the kernel's largest setmaxnreg. setmaxnreg redistributes them: the sum over
+    // a CTA's warpgroups must not exceed that at launch, or registers_raise() never returns.
     static constexpr int kMaxRegisters = 240;
     static constexpr int kLaunchRegisters =
         cute::min(65536 / (kThreads * kMinCtas) / 8 * 8, kMaxRegisters);
-    // One consumer in at most two CTAs cannot use all registers that it could get.
+    // One consumer in at most two CTAs an SM cannot use all registers that it could get.
     static constexpr bool kFewMma = kMmaWarpgroups == 1 && kMinCtas <= 2;
-    static constexpr bool kPlans =  // CtaPlan
+    static constexpr bool kPlans =  // CtaPlan::kOfCaches
         kFewMma || (kStages == 4 && kMmaWarpgroups == 2 && kMinCtas == 1);
     static constexpr int kLoadRegisters = kFewMma && kMinCtas == 1 ? 96
                                           : C.paged && kPlans      ? 72
@@ -58,13 +58,13 @@ struct KernelTraitsSm90 {
         kMaxRegisters);
     static_assert(kLoadRegisters <= kLaunchRegisters && kLaunchRegisters <= kMmaRegisters);
 
-    // Under a mask the tiles of a dense batch differ in length, and CTAs steal work; otherwise CTA
-    // i takes every gridDim.x-th tile. With a plan they steal, too.
+    // Whether CTAs steal work in a dense batch: under a mask, where tiles differ in length.
+    // Otherwise CTA i takes every gridDim.x-th tile. With a plan CTAs steal work, too.
     static constexpr bool kWorkStealing = C.mask != MaskKind::none;
 
-    // Each warpgroup owns 64 query rows: a row's scores stay within four lanes. Q K^T takes Q's
-    // first kQRegSteps k16 steps from registers and the others from shared memory, of which wgmma
-    // otherwise reads Q anew for every key block, as many bytes as 64 keys of K.
+    // Each warpgroup owns 64 query rows, and a row's scores stay within four lanes. Q K^T takes Q's
+    // first kQRegSteps k16 steps from registers and the others from shared memory. From there wgmma
+    // reads Q again for every key block, as many bytes as 64 keys of K.
     using WarpgroupLayout = Layout<Shape<Int<kMmaWarpgroups>, _1, _1>>;
     static constexpr int kQSteps = kHeadDim / 16;
     static constexpr int kQRegSteps = C.q_in_regs;
@@ -75,8 +75,8 @@ struct KernelTraitsSm90 {
     using TiledMmaPV =
         TiledMMA<MMA_Atom<sm90::MmaRS<Element, kHeadDim, sm90::GMMA::Major::MN>>, WarpgroupLayout>;
 
-    // Pages of 64 columns (128 bytes, all banks) where the head dimension allows, else of 32, each
-    // page all rows of the tile: what one TMA box brings, swizzled as wgmma reads it.
+    // A tile lies in pages of 64 columns (128 bytes, all banks) where the head dimension allows,
+    // else of 32. A page has all rows of the tile: one TMA box, swizzled as wgmma reads it.
     static constexpr int kSmemRow = kHeadDim % 64 == 0 ? 64 : 32;
     static constexpr int kPages = kHeadDim / kSmemRow;
     using SmemAtom = std::conditional_t<kSmemRow == 64, sm90::GMMA::Layout_K_SW128_Atom<Element>,
@@ -97,13 +97,13 @@ struct KernelTraitsSm90 {
         return thread % 4 * 2 + j % 2 + j / 2 * 8;
     }
 
-    // Consumers hold a tile's description to the end of its epilogue, warps that load pages until
-    // they have loaded all of the tile. The producer is ahead of consumers by as many tiles as the
-    // K/V ring has stages, where tiles have one block; with a slot more than that and the one in
-    // use it never waits for one.
+    // Slots of published tiles. Consumers hold one to the end of the tile's epilogue, warps that
+    // load pages until they have loaded all of the tile. With tiles of one block the producer is
+    // kStages tiles ahead of the consumers; with one more slot, and the one in use, it never waits.
     static constexpr int kTileSlots = 2 * kStages;
 
-    // A buffer is full when its bytes have landed, and empty when all its readers have arrived.
+    // A phase of a *_full barrier completes when the buffer's bytes have landed, one of *_empty
+    // when all its readers have arrived.
     struct SharedStorage {
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutQ>> q;
         alignas(1024) cute::array<Element, cosize_v<SmemLayoutKV>> k[kStages];
@@ -116,7 +116,7 @@ struct KernelTraitsSm90 {
         OutputOffset output[kTileSlots];  // of these tiles
     };
     static constexpr int kSmemBytes = sizeof(SharedStorage);
-    // Of which an SM has 228 KB, and keeps 1 KB for each CTA.
+    // An SM has 228 KB of shared memory and reserves 1 KB of it for each CTA.
     static_assert(kMinCtas * (kSmemBytes + 1024) <= 228 * 1024);
 };
 

@@ -30,7 +30,7 @@ struct MainloopFwdSm80 {
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kStages = Traits::kStages;
     static constexpr int kRowsPerThread = 2 * kTileM / (16 * C.warps);
-    // A tile of a cache may have few rows.
+    // In kernels of caches, whose tiles may have few rows, warps without rows compute nothing.
     static constexpr bool kWarpsMayRest = CtaPlan<C>::kOfCaches;
 
     using SoftmaxT = Softmax<kRowsPerThread, C.dtype>;
@@ -48,8 +48,8 @@ struct MainloopFwdSm80 {
         });
     }
 
-    // Block n of a sequence's keys or values, each row looked up in the block table; rows of a page
-    // that does not exist are zeros. gmem: row 0 of page 0.
+    // Loads block n of a sequence's keys or values, looking up each row in the block table; rows of
+    // a page that does not exist become zeros. gmem: row 0 of page 0.
     template <class SmemTensor>
     CUTE_DEVICE static void load_pages(Flash_fwd_params const &params, WorkTile const &tile,
                                        Element const *gmem, int64_t row_stride, int64_t page_stride,
@@ -71,7 +71,7 @@ struct MainloopFwdSm80 {
         });
     }
 
-    // Of a tile's keys or values; with pages the first row of page 0.
+    // The first row of a tile's keys or values; with pages, row 0 of page 0.
     CUTE_DEVICE static Element const *keys_begin(void const *ptr, int64_t batch_stride,
                                                  int64_t head_stride, int64_t row_stride,
                                                  WorkTile const &tile) {
@@ -81,14 +81,15 @@ struct MainloopFwdSm80 {
                row * row_stride;
     }
 
-    // Whether the thread's warp has rows. Without any it loads, and computes nothing: it would read
-    // all keys and values from shared memory, too.
+    // Whether the thread's warp has rows. A warp without rows loads but computes nothing, as it
+    // would read all keys and values from shared memory like the others.
     CUTE_DEVICE static bool has_rows(Flash_fwd_params const &params, WorkTile const &tile) {
         int const first_row = tile.m_block * kTileM + Traits::acc_row(threadIdx.x / 32 * 32, 0);
         return !kWarpsMayRest || first_row < num_rows(params, tile.seqlen_q);
     }
 
-    // Leaves the tile's unnormalised O in tOrO and its row statistics in softmax.
+    // Runs the main loop; collective over the CTA. Leaves the tile's unnormalised O in tOrO and its
+    // row statistics in softmax.
     template <class AccO>
     CUTE_DEVICE static void run(Flash_fwd_params const &params, SharedStorage &storage,
                                 WorkTile const &tile, AccO &tOrO, SoftmaxT &softmax) {
@@ -157,7 +158,7 @@ struct MainloopFwdSm80 {
             copy(copy_q, tSsQ, copy_q.get_slice(thread).retile_D(tSrQ));
         }
 
-        // Blocks that need the mask or are likely to need their maximum compute it first: bounded.
+        // Blocks that are masked or likely to need their row maximum compute it first (bounded).
         CUTE_NO_UNROLL
         for (; n >= 0; --n) {
             bool const masked = n >= tile.blocks.unmasked;

@@ -1,7 +1,7 @@
-// The loop over key blocks on wgmma and TMA. One thread loads, where keys lie in pages four warps.
-// Each MMA warpgroup runs S = Q K^T, mask, softmax, O += P V on 64 query rows. S of a block
-// and P V of the block before are issued together; the softmax, which writes P where that product
-// reads it, waits for both, and runs under the products of the other warpgroups.
+// Warp-specialised main loop over key blocks, on wgmma and TMA. The producer is one thread or, for
+// a paged cache, four warps. Each MMA warpgroup runs S = Q K^T, mask, softmax, O += P V on 64 query
+// rows. It issues S of a block with P V of the block before. The softmax waits for both, as it
+// writes P to the registers that P V reads; it overlaps with the other warpgroups' products.
 #pragma once
 
 #include <arch_sm90.h>
@@ -43,8 +43,8 @@ struct MainloopFwdSm90 {
     static constexpr int kHeadDim = Traits::kHeadDim;
     static constexpr int kWarpgroups = Traits::kMmaWarpgroups;
     static constexpr int kQRegSteps = Traits::kQRegSteps;
-    // Whether small scores have a form of their own. Its registers spill with ALiBi, and under a
-    // window in tiles of three warpgroups from head dimension 128 on.
+    // kSmallCap: whether a softcap has a cheaper form for small scores (SmallCap). It spills with
+    // ALiBi and, in tiles of three warpgroups from head dimension 128 on, under a window (kTight).
     static constexpr bool kTight = C.mask == MaskKind::local && kWarpgroups == 3 && kHeadDim >= 128;
     static constexpr bool kSmallCap = C.softcap && !C.alibi && !kTight;
 
@@ -55,19 +55,19 @@ struct MainloopFwdSm90 {
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
 
-    static constexpr int kBytesQ = 64 * kHeadDim * sizeof(Element);  // of one warpgroup
+    static constexpr int kBytesQ = 64 * kHeadDim * sizeof(Element);  // of one warpgroup's rows
     static constexpr int kBytesKV = kTileN * kHeadDim * sizeof(Element);
 
-    // Keys and values are copied, in the generic proxy.
+    // Whether keys and values are loaded by cp.async, in the generic proxy, and not by TMA.
     CUTE_DEVICE static bool copies(TensorMapsSm90 const &maps) {
         if constexpr (C.paged) return maps.copies();
         return false;
     }
 
     CUTE_DEVICE static void init_barriers(SharedStorage &storage, TensorMapsSm90 const &maps) {
-        constexpr int kReleases = 4;  // one arrival a warp
+        constexpr int kReleases = 4;  // arrivals of a warpgroup: one per warp
         int const fills = copies(maps) ? 32 * Pages::kWarps : C.paged ? Pages::kWarps : 1;
-        int const followers = C.paged ? 3 : 0;  // warps of the producer
+        int const followers = C.paged ? 3 : 0;  // producer warps that read published tiles
         for (int i = 0; i < kWarpgroups; ++i) {
             sm90::barrier_init(&storage.q_full[i], 1);
             sm90::barrier_init(&storage.q_empty[i], kReleases);
@@ -92,12 +92,12 @@ struct MainloopFwdSm90 {
         sm90::prefetch_descriptor(&maps.v);
     }
 
-    // Where the CTA plans for itself.
+    // The plan of a CTA that plans for itself; it lies behind SharedStorage in shared memory.
     CUTE_DEVICE static CtaPlan<C> &own_plan(SharedStorage &storage) {
         return *reinterpret_cast<CtaPlan<C> *>(&storage + 1);
     }
 
-    // No tile is left: m_block < 0.
+    // Returns tile number `index`; its m_block is < 0 if there is no such tile.
     CUTE_DEVICE static WorkTile get_tile(Flash_fwd_params const &params, TileQueue const &queue,
                                          CtaPlan<C> const *own, int index) {
         if (index >= queue.tiles) {
@@ -113,26 +113,26 @@ struct MainloopFwdSm90 {
         }
     }
 
-    // Loads tiles' Q, K and V in the order in which they are used, as far ahead as buffers are
-    // free. Run by one thread, which also keeps the order of kernels: it waits for the one before,
-    // and lets the next one start once nothing is left to be loaded. Of a paged cache by four
-    // warps: two load keys, two values, which come last, and the first thread does all else.
+    // Loads Q, K and V of all tiles in the order of their use, as far ahead as buffers are free.
+    // Run by one thread, which also handles the dependent launch: it waits for the previous kernel
+    // and lets the next one start once it has issued all loads. For a paged cache it is run by four
+    // warps: two load keys, two load values, which come last, and thread 0 does everything else.
     struct Producer {
         TensorMapsSm90 const &maps;
         SharedStorage &storage;
         bool const plans;
-        RingKV kv;  // of the next keys, values are one or two blocks behind; of pages: of this warp
+        RingKV kv;  // of the next K block; V is one or two behind; paged: of this warp's tensor
         RingTiles tiles;
         uint32_t q_parity = 0;
 
         CUTE_DEVICE CtaPlan<C> const *plan() const { return plans ? &own_plan(storage) : nullptr; }
 
         CUTE_DEVICE static bool leads() { return !C.paged || threadIdx.x == 0; }
-        // Whether this thread's warp is told its tiles by the first one.
+        // Whether this thread's warp reads its tiles from where warp 0 publishes them.
         CUTE_DEVICE static bool follows() { return C.paged && threadIdx.x >= 32; }
         CUTE_DEVICE static bool loads_v(uint32_t i) { return !C.paged || i >= 32 * Pages::kWarps; }
 
-        // The 64 rows of a warpgroup: of one head, or of all packed heads of some positions.
+        // Loads each warpgroup's 64 rows: of one head, or of all packed heads of some positions.
         CUTE_DEVICE void load_q(Flash_fwd_params const &params, WorkTile const &tile) {
             if (!leads()) return;
             for (int wg = 0; wg < kWarpgroups; ++wg) {
@@ -146,7 +146,7 @@ struct MainloopFwdSm90 {
             q_parity ^= 1;
         }
 
-        // A block of the tile's keys, or of its values, to the buffer where the ring stands.
+        // Loads a block of the tile's keys, or of its values, into the stage at which `ring` is.
         CUTE_DEVICE void load_kv(sm90::CacheHint hint, WorkTile const &tile, bool values, int block,
                                  RingKV ring) {
             int const stage = ring.stage();
@@ -159,8 +159,8 @@ struct MainloopFwdSm90 {
                              tile.batch_k);
         }
 
-        // The same from pages, by the warps of the tensor. Where the block is they look up while
-        // its buffer is awaited.
+        // Loads a block of keys or values from a paged cache. Called by the two warps of that
+        // tensor, which read the block table while they wait for the stage.
         CUTE_DEVICE void load_paged(int thread, Flash_fwd_params const &params,
                                     WorkTile const &tile, int block) {
             bool const values = loads_v(thread);
@@ -183,7 +183,7 @@ struct MainloopFwdSm90 {
             kv.advance();
         }
 
-        // The number of the CTA's next tile.
+        // The number of the CTA's next tile. In paged kernels collective over warp 0.
         CUTE_DEVICE static int next(TileQueue const &queue, int index) {
             if constexpr (C.paged) {
                 return __shfl_sync(0xffffffffu, leads() ? queue.next(index) : 0, 0);
@@ -191,7 +191,7 @@ struct MainloopFwdSm90 {
             return queue.next(index);
         }
 
-        // Hands a tile to the consumers, and to the warps that follow.
+        // Publishes a tile to the consumers and to the producer's other warps.
         CUTE_DEVICE void publish(Flash_fwd_params const &params, WorkTile const &tile) {
             if (leads()) {
                 sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
@@ -201,7 +201,8 @@ struct MainloopFwdSm90 {
             }
         }
 
-        // The CTA's next tile; the first one is number `index`.
+        // Returns the CTA's next tile and publishes it. index holds the previous tile's number or,
+        // if first, this one's; afterwards it holds this one's.
         CUTE_DEVICE WorkTile next_tile(Flash_fwd_params const &params, TileQueue &queue, int &index,
                                        bool first) {
             if (!first) {
@@ -209,13 +210,13 @@ struct MainloopFwdSm90 {
             } else if (params.plan_ptr != nullptr) {
                 cudaGridDependencySynchronize();
                 queue.tiles = planned_tiles(params, plan());
-                // Nothing is left to steal, and no atomic operation delays the last loads.
+                // If nothing is left to steal, no atomic operation needs to delay the last loads.
                 bool const steals = queue.tiles > static_cast<int>(gridDim.x);
                 if (CtaPlan<C>::kFits && !steals) queue.counter = nullptr;
             }
             WorkTile const tile = get_tile(params, queue, plan(), index);
-            // No thread touches global memory before: the others wait for their first tile, or all
-            // have waited here already to make a plan.
+            // No thread accesses global memory earlier: the others wait for their first tile or,
+            // where the CTA plans, all have already waited for the previous kernel.
             if (first) cudaGridDependencySynchronize();
             publish(params, tile);
             return tile;
@@ -226,7 +227,7 @@ struct MainloopFwdSm90 {
                 run_paged(params, queue);
             else
                 run_contiguous(params, queue);
-            // The first thread to do so does it for the CTA.
+            // The first thread that triggers does so for the whole CTA; values are loaded last.
             if (loads_v(threadIdx.x)) cudaTriggerProgrammaticLaunchCompletion();
             if (copies(maps)) sm90::await_copies();
         }
@@ -240,13 +241,13 @@ struct MainloopFwdSm90 {
                 load_kv(hint, tile, false, tile.blocks.template block<C.mask>(n), kv);
                 kv.advance();
             };
-            // ring: where the same block's keys are.
+            // ring: as it was when the same block's keys were loaded.
             auto const load_v = [&](int n, RingKV ring) {
                 load_kv(hint, tile, true, tile.blocks.template block<C.mask>(n), ring);
             };
-            // The next tile comes before the last values of the one in work, which wait for their
-            // buffer. So does the first one, behind a tile without blocks: a call over few keys
-            // waits for code to be fetched, and this way that of the next tile is there once.
+            // The next tile is drawn and published before the current one's last V block, whose
+            // load waits for its stage. The first tile comes the same way, behind an empty one, so
+            // that this code exists once: calls over few keys wait for instruction fetches.
             bool first = true;
             WorkTile following{};
             CUTE_NO_UNROLL
@@ -270,8 +271,8 @@ struct MainloopFwdSm90 {
             }
         }
 
-        // To save registers warps read their tile where it is published, and nvcc is kept from
-        // computing what depends on the thread once for all tiles.
+        // To save registers, warps read their tile in shared memory, where it is published, and
+        // nvcc is kept from hoisting what depends on the thread index out of the loop over tiles.
         CUTE_DEVICE void run_paged(Flash_fwd_params const &params, TileQueue &queue) {
             int index = blockIdx.x;
             CUTE_NO_UNROLL
@@ -301,7 +302,7 @@ struct MainloopFwdSm90 {
         }
     };
 
-    // One MMA warpgroup, which computes 64 rows of every tile, or rests in tiles without them.
+    // One MMA warpgroup. It computes 64 rows of every tile; in tiles without them it may rest.
     struct Consumer {
         SharedStorage &storage;
         unsigned *const arrivals;  // as in TileQueue
@@ -312,25 +313,25 @@ struct MainloopFwdSm90 {
         RingKV k;  // V's is one use behind: P V of a block follows the next block's Q K^T
         RingTiles tiles;
         uint32_t q_parity = 0;
-        bool small = kSmallCap;  // whether the warp's scores of the tile may still be small
+        bool small = kSmallCap;  // until the warp has met larger scores in this tile
 
-        // This warp no longer reads the buffer.
+        // Called when this warp no longer reads the buffer: one lane arrives for it, if `now`.
         CUTE_DEVICE static void release(sm90::Barrier *empty, bool now = true) {
             sm90::barrier_arrive(empty, now && threadIdx.x % 32 == 0);
         }
 
-        // The tile in work.
+        // The current tile, as the producer has published it.
         CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
         CUTE_DEVICE OutputOffset const &output() const { return storage.output[tiles.stage()]; }
-        // A copy of it, or, over pages, what is published: there copies spilled where warpgroups
-        // may rest, and nvcc gave the two loops' wgmma different registers. Under a window it does
-        // so without them.
+        // The tile for the epilogue: the copy in registers or, in paged kernels, the published one.
+        // There copies spilled where warpgroups may rest, and nvcc gave the wgmma of the two loops
+        // different registers. Under a window nvcc does that without the copy, which stays there.
         CUTE_DEVICE WorkTile const &again(WorkTile const &copy) const {
             return C.paged && C.mask != MaskKind::local ? tile() : copy;
         }
 
-        // S is complete: releases K's stage, and Q, after the tile's first block if all of it is in
-        // registers, else after the last.
+        // Called once S is complete. Releases K's stage. Also releases Q: after the tile's first
+        // block if all of Q is in registers, else after its last block.
         template <class Acc>
         CUTE_DEVICE void release_k(Acc &rS, bool first, bool last) const {
             sm90::pin(rS);
@@ -339,7 +340,7 @@ struct MainloopFwdSm90 {
             if (first || !kAllInRegs) release(&storage.q_empty[warpgroup], kAllInRegs || last);
         }
 
-        // A tile, or a part of one, is stored.
+        // Called once a tile is stored: counts a split tile's part; the CTA of the last one merges.
         CUTE_DEVICE void arrive(Flash_fwd_params const &params) const {
             if constexpr (MergeParts<Traits>::kCan) {
                 if (arrivals != nullptr && tile().is_part()) {
@@ -353,13 +354,13 @@ struct MainloopFwdSm90 {
             __syncwarp();
             release(&storage.tile_empty[tiles.stage()]);
             tiles.advance();
-            // The next slot's address, known from a tile's begin on, would spill.
+            // Keeps nvcc from computing the next slot's address as a tile begins: it spills.
             if constexpr (kMayRest<C>) sm90::pin_register(tiles.uses);
             small = kSmallCap;
         }
 
-        // Waits for the next tile with rows of this warpgroup; false: there is none. The output of
-        // tiles without a key is written here.
+        // Waits for the next tile that has rows of this warpgroup; false if none is left. Stores
+        // the output of tiles whose rows see no key.
         CUTE_DEVICE bool await_tile(Flash_fwd_params const &params) {
             CUTE_NO_UNROLL
             while (true) {
@@ -369,7 +370,7 @@ struct MainloopFwdSm90 {
                 }
                 if (tile().blocks.count > 0) {
                     if (has_rows<Traits>(params, tile(), warpgroup)) {
-                        // Both ways leave the same count in all lanes; nvcc needs to be told.
+                        // k.uses is warp-uniform on both paths; nvcc needs to be told.
                         if constexpr (kMayRest<C>) k.uses = __shfl_sync(0xffffffffu, k.uses, 0);
                         return true;
                     }
@@ -388,15 +389,15 @@ struct MainloopFwdSm90 {
             fence_copies();
         }
         CUTE_DEVICE void await_v() {
-            // Where nvcc derives V's stage from K's, the two loops of one kernel of eight had V's
-            // descriptor in different registers. Other kernels' code stays as it was timed.
+            // Keeps nvcc from deriving V's stage from K's: in one kernel of eight the two loops
+            // then had V's descriptor in different registers. Other kernels stay as timed.
             if constexpr (C.paged) sm90::pin_register(k.uses);
             sm90::barrier_wait(&storage.v_full[v().stage()], v().parity());
             fence_copies();
         }
-        // The wait puts copies before this thread's next accesses through the generic proxy; wgmma
-        // reads through the other one. A fence anywhere on the way from write to read orders them
-        // (PTX ISA, "causality order"); here, the producer need not wait for its copies.
+        // The wait orders copies before this thread's generic-proxy accesses, but wgmma reads
+        // through the async proxy. A proxy fence anywhere between write and read orders them (PTX
+        // ISA, "causality order"); with it here, the producer need not wait for its copies.
         CUTE_DEVICE void fence_copies() const {
             if (copies(maps)) sm90::fence_async_proxy();
         }
@@ -405,7 +406,7 @@ struct MainloopFwdSm90 {
             q_parity ^= 1;
         }
 
-        // What is kept of Q comes to registers.
+        // Loads the first kQRegSteps k16 steps of Q, which stay in registers for the whole tile.
         template <class Fragment>
         CUTE_DEVICE void load_q_fragments(Fragment &tSrQreg) const {
             Tensor sQ = make_tensor(make_smem_ptr(storage.q.data()),
@@ -413,8 +414,9 @@ struct MainloopFwdSm90 {
             sm90::load_steps<typename Traits::TiledMmaQregK>(sQ, thread, tSrQreg);
         }
 
-        // Modifies and masks the scores of a visit's block. Rows of a warp decide together how they
-        // are capped, without what a mask removes; after scores that are not small none are asked.
+        // Applies softcap, ALiBi and mask to the scores of a visit's block. A warp decides for all
+        // its rows whether SmallCap applies. It does not try in masked blocks, as scores that the
+        // mask removes must not decide, nor once it has met larger scores in this tile.
         template <class Scores>
         CUTE_DEVICE void finish_scores(Flash_fwd_params const &params, WorkTile const &tile,
                                        ScoreMod<Traits, 2> const &score_mod, Scores &tSrS,
@@ -426,9 +428,9 @@ struct MainloopFwdSm90 {
             if (masked) Mask<C>{params, tile}.template apply<Traits>(tSrS, thread, block());
         }
 
-        // In a ragged batch the box of a sequence's last rows goes on with those of the next one,
-        // where a dense batch has zeros. Queries behind the last one would have a say in when their
-        // warp raises its references; results must not depend on other sequences.
+        // Zeroes rows of Q past the end of the sequence. In a ragged batch the TMA box has the next
+        // sequence's rows there, in a dense batch zeros. The rows of a warp decide together when it
+        // raises its references, and results must not depend on other sequences.
         CUTE_DEVICE void zero_rows_behind_queries(Flash_fwd_params const &params,
                                                   WorkTile const &tile) {
             int const rows = num_rows(params, tile.seqlen_q) - tile.m_block * kTileM;
@@ -440,8 +442,8 @@ struct MainloopFwdSm90 {
             }
         }
 
-        // The scores of keys behind the last one are masked, but P = 0 times a value there may be
-        // NaN. visit: the tile's first one; no other block is cut by the end of the keys.
+        // Zeroes V's rows past the last key: their P is 0, but 0 times NaN is NaN. All consumers
+        // take part. visit: the tile's first; no other block is cut by the end of the keys.
         CUTE_DEVICE void zero_rows_behind_keys(Flash_fwd_params const &params, WorkTile const &tile,
                                                int visit) {
             int const rows = tile.seqlen_k - tile.blocks.template block<C.mask>(visit) * kTileN;
@@ -453,8 +455,8 @@ struct MainloopFwdSm90 {
             }
         }
 
-        // The warpgroups take turns in issuing their products, so that one's softmax runs under
-        // the other's. Named barrier 0 is __syncthreads().
+        // Ping-pong: the warpgroups issue their products in turns, so that the softmax of one runs
+        // under the products of another. Named barrier 0 is __syncthreads().
         CUTE_DEVICE void wait_turn() const {
             if constexpr (C.ping_pong) {
                 sm90::named_barrier_sync(1 + warpgroup, 256);
@@ -474,7 +476,7 @@ struct MainloopFwdSm90 {
 
         CUTE_DEVICE void run(Flash_fwd_params const &params) {
             typename Traits::TiledMmaQK mma_qk;
-            typename Traits::TiledMmaQregK mma_qreg_k;  // Q's first steps, kept in registers
+            typename Traits::TiledMmaQregK mma_qreg_k;  // Q's first k16 steps, kept in registers
             typename Traits::TiledMmaPV mma_pv;
             auto const thr_qk = mma_qk.get_slice(warpgroup * 128);
             auto const thr_pv = mma_pv.get_slice(warpgroup * 128);
@@ -491,8 +493,8 @@ struct MainloopFwdSm90 {
             SoftmaxT softmax(params.scale_softmax_log2);
 
             auto const issue_qk = [&] {
-                // Of many steps ptxas keeps the descriptors in vector registers over the loop. It
-                // does not know that a ring has fewer than 2^31 uses, and that this adds 0.
+                // Keeps ptxas from holding the descriptors of many steps in vector registers over
+                // the loop: it cannot know that this adds 0, as a ring has fewer than 2^31 uses.
                 constexpr bool kMany = Traits::kQSteps - kQRegSteps > 8;
                 Element *const q = storage.q.data() + (kMany ? k.uses >> 31 : 0);
                 Tensor sQ =
@@ -554,13 +556,13 @@ struct MainloopFwdSm90 {
                 dropout.apply(tOrP, tile.blocks.template block<C.mask>(n));
                 clear(rO);
                 zero_rows_behind_keys(params, tile, n--);
-                // Each warp takes the loop that its own rows need. PTX asks that all four of a
-                // warpgroup execute the same wgmma. Both loops' are the same words in kernels that
-                // ship (test_shipped_kernels.py); in some others a register differs (facts.md).
+                // Each warp takes the loop that its rows need, but PTX asks all four of a warpgroup
+                // to execute the same wgmma. In kernels that ship, both loops' are the same words
+                // (test_shipped_kernels.py); in some others a register differs (facts.md).
                 CUTE_NO_UNROLL
                 while (n >= 0) {
-                    // Blocks that need the mask or are likely to need their maximum, which is then
-                    // computed under the product of the block before.
+                    // Blocks that are masked or likely to need their row maximum, which is computed
+                    // while P V of the block before runs.
                     CUTE_NO_UNROLL
                     for (; n >= 0 && (n >= unmasked || softmax.seeks_max()); --n) {
                         compute_scores(n);

@@ -10,8 +10,8 @@
 
 namespace flash {
 
-// scores: a thread's, (queries, keys). position_at(i): of query i; key_at(j): of key j, relative to
-// first_key.
+// Masks a thread's scores, (queries, keys). position_at(i): the position of query i; key_at(j): key
+// j relative to first_key.
 template <MaskKind kMask, class Scores, class PositionAt, class KeyAt>
 CUTE_DEVICE void mask_scores(Flash_fwd_params const &params, WorkTile const &tile, Scores &&scores,
                              PositionAt const &position_at, int first_key, KeyAt const &key_at) {
@@ -29,13 +29,13 @@ CUTE_DEVICE void mask_scores(Flash_fwd_params const &params, WorkTile const &til
     }
 }
 
-// The first bits, at most 32.
+// A word whose `count` lowest bits are set, all 32 of them from count = 32 on.
 CUTE_DEVICE uint32_t first_bits(int count) { return count < 32 ? (1u << count) - 1 : ~0u; }
 
-// The same of few keys and many queries, as the sm90 class's backward has them. scores: (keys,
-// queries), at most 32 queries. key_at(i): key i of the sequence; queries_before(q): how many of
-// the thread's queries come before query q of the sequence. A word of bits for each key takes less
-// than half of the instructions that comparing each score's place takes.
+// Masks a thread's scores of few keys and many queries, as the sm90 class's backward has them.
+// scores: (keys, queries), at most 32 queries. key_at(i): key i of the sequence; queries_before(q):
+// how many of the thread's queries come before query q of the sequence. One word of bits for each
+// key takes less than half of the instructions that comparing the place of each score takes.
 template <MaskKind kMask, class Scores, class KeyAt, class QueriesBefore>
 CUTE_DEVICE void mask_scores_of_keys(Flash_fwd_params const &params, WorkTile const &tile,
                                      Scores &&scores, KeyAt const &key_at,

@@ -1,5 +1,5 @@
-// wgmma as CuTe MMA atoms, for every N that wgmma_sm90.h lists, what stays of an operand in
-// registers, and the issue of a whole product.
+// wgmma as CuTe MMA atoms, for every N that wgmma_sm90.h lists; the issue of a whole product; and
+// loads of those steps of an operand that stay in registers.
 #pragma once
 
 #include <arch_sm90.h>
@@ -12,13 +12,13 @@ namespace flash::sm90 {
 
 namespace GMMA = cute::SM90::GMMA;
 
-// A (64, 16), K-major, from shared memory or registers; B (N, 16) from shared memory.
+// A (64, 16), K-major, from shared memory (SS) or registers (RS); B (N, 16) from shared memory.
 template <class Element, int N, GMMA::Major kMajorB>
 struct MmaSS {};
 template <class Element, int N, GMMA::Major kMajorB>
 struct MmaRS {};
 
-// What cute::gemm calls for one atom. C is D.
+// Called by cute::MMA_Atom::call(). C is D, the accumulator.
 template <class Element, int N, GMMA::Major kMajorB, class TD, class LD, class TA, class LA,
           class TB, class LB, class TC, class LC>
 CUTE_DEVICE void mma_unpack(cute::MMA_Traits<MmaSS<Element, N, kMajorB>> const &traits,
@@ -39,7 +39,8 @@ CUTE_DEVICE void mma_unpack(cute::MMA_Traits<MmaRS<Element, N, kMajorB>> const &
         traits.accumulate_ == GMMA::ScaleOut::One);
 }
 
-// The registers of a fragment, as 32-bit words, stay where they are across this point.
+// Keeps the compiler from moving reads and writes of a fragment's registers, as 32-bit words,
+// across this point.
 template <class Engine, class Layout>
 CUTE_DEVICE void pin(cute::Tensor<Engine, Layout> &fragment) {
     cute::Tensor words = cute::recast<
@@ -64,8 +65,8 @@ CUTE_DEVICE void wgmma_steps(TiledMma mma, FragA const &tCrA, FragB const &tCrB,
     }
 }
 
-// Issues what `steps` does as one group and does not wait for it. Until wgmma_wait() has, nobody
-// may touch acc, A's registers or the shared memory of either operand.
+// Issues the wgmmas of steps() as one group and does not wait for it. Until wgmma_wait() has, no
+// thread may touch acc, A's registers or the shared memory of either operand.
 template <class Acc, class Steps>
 CUTE_DEVICE void wgmma_group(Acc &acc, Steps const &steps) {
     pin(acc);
@@ -75,7 +76,7 @@ CUTE_DEVICE void wgmma_group(Acc &acc, Steps const &steps) {
     pin(acc);
 }
 
-// acc = A B or, with kAccumulate, acc += A B as one group.
+// Issues acc = A B or, with kAccumulate, acc += A B as one group.
 template <bool kAccumulate, class TiledMma, class FragA, class FragB, class Acc>
 CUTE_DEVICE void wgmma_issue(TiledMma mma, FragA const &tCrA, FragB const &tCrB, Acc &acc) {
     constexpr int kSteps = decltype(cute::size<2>(tCrA))::value;
@@ -114,8 +115,9 @@ struct MMA_Traits<flash::sm90::MmaRS<Element, N, kMajorB>>
 
 namespace flash::sm90 {
 
-// The first k16 steps of A, as many as the fragment has, come to registers. TMA, which is another
-// proxy, overwrites their buffer later: an arrival alone does not keep that behind ordinary loads.
+// Loads the first k16 steps of A, as many as the fragment has, to registers. TMA overwrites their
+// buffer later, through the async proxy; an arrival alone does not order that behind generic-proxy
+// loads, so this ends with a proxy fence.
 template <class TiledMma, class SmemA, class FragA>
 CUTE_DEVICE void load_steps(SmemA const &sA, int thread, FragA &tCrA) {
     constexpr int kSteps = decltype(cute::size<2>(tCrA))::value;

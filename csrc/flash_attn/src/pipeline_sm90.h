@@ -1,5 +1,5 @@
-// What the producer and the consumers of the sm90 class's kernels share: rings of buffers, and the
-// loads that fill them.
+// What producer and consumers of the sm90 class's kernels share: rings of pipeline stages, and the
+// TMA loads that fill them.
 #pragma once
 
 #include <arch_sm90.h>
@@ -10,8 +10,8 @@
 
 namespace flash {
 
-// Where a ring of kStages buffers stands: uses so far, from which follow the next buffer and the
-// parity of its current phase.
+// The state of a ring of kStages buffers: how often one was used so far. It gives the next buffer's
+// stage and the parity of its mbarriers' current phase.
 template <int kStages>
 struct Ring {
     static_assert((kStages & (kStages - 1)) == 0);
@@ -23,8 +23,9 @@ struct Ring {
     CUTE_DEVICE void advance() { ++uses; }
 };
 
-// Loads a box of rows at the given coordinates, from a column on, as pages of kSmemRow columns
-// page_stride apart.
+// Loads rows at the given coordinates, from `column` on, as kPages TMA boxes of kSmemRow columns,
+// page_stride elements apart in shared memory. Called by one thread, whose arrival at `full`
+// expects `bytes`.
 template <class Traits, int kPages, class... Coordinates>
 CUTE_DEVICE void load_columns(CUtensorMap const &map, sm90::Barrier *full, int bytes,
                               sm90::CacheHint hint, typename Traits::Element *smem, int page_stride,

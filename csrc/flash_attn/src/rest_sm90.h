@@ -1,5 +1,5 @@
-// What an MMA warpgroup of the sm90 class does in a tile without rows of it. Batches over pages mix
-// chunks of prompts, whose tiles are full, with tokens in generation, whose tiles have a few rows.
+// What an MMA warpgroup of the sm90 class does in a tile that has no rows for it. Batches over
+// pages mix prefill chunks, whose tiles are full, with decoding tokens, whose tiles have few rows.
 #pragma once
 
 #include <arch_sm90.h>
@@ -11,9 +11,9 @@
 
 namespace flash {
 
-// Where it was timed (docs/tried_sm90.md): at d = 64 it made no call faster, above 128 it was not
-// tried. At d = 96 and under a window nvcc gives the two loops' wgmma different registers with it
-// (test_shipped_kernels.py).
+// Whether warpgroups may rest: only where that was timed and is faster (docs/tried_sm90.md). It
+// made no call faster at d = 64 and was not tried above 128. At d = 96 and under a window nvcc then
+// gives the two loops' wgmma different registers (test_shipped_kernels.py).
 template <FwdConfig C>
 inline constexpr bool kMayRest = C.paged && C.warps > 4 && C.head_dim == 128 &&
                                  C.mask != MaskKind::local && !C.softcap && !C.alibi && !C.dropout;
@@ -25,9 +25,9 @@ CUTE_DEVICE bool has_rows(Flash_fwd_params const &params, WorkTile const &tile, 
     return tile.m_block * Traits::kTileM + warpgroup * 64 < num_rows(params, tile.seqlen_q);
 }
 
-// Releases the tile's buffers without reading them, and keeps the warpgroup's turns and its share
-// of zeros in V. Lanes leave the wait of a barrier one by one: each warp reconverges before one of
-// them releases for all.
+// Releases the tile's buffers as they arrive, without reading them. The warpgroup still takes its
+// ping-pong turns and writes its share of zeros to V. Lanes leave an mbarrier wait one by one, so
+// each warp reconverges before one lane releases for all.
 template <class Consumer>
 CUTE_DEVICE void rest(Consumer &consumer, Flash_fwd_params const &params) {
     auto &storage = consumer.storage;

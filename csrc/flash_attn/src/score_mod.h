@@ -1,4 +1,4 @@
-// Softcap and ALiBi: what becomes of a score between Q K^T and the mask.
+// Softcap and ALiBi, which modify scores between Q K^T and the mask.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -11,10 +11,10 @@ namespace flash {
 
 using namespace cute;
 
-// tanh(y / 2). tanh.approx.f32 has a relative error of 2^-11: times a softcap of 50, the
-// log-sum-exp is off by 100 times what the tests allow. Below 2 an odd polynomial, whose relative
-// error is 7e-7, as the form in exp2 loses the bits of a small result, which are all that is left
-// of a score under a large softcap.
+// tanh(y / 2). tanh.approx.f32 has a relative error of 2^-11: with a softcap of 50 the LSE would be
+// off by 100 times what the tests allow. Below |y| = 2 it is an odd polynomial with a relative
+// error of 7e-7, as the form in exp2 cancels the bits of a small result, and under a large softcap
+// all results are small.
 CUTE_DEVICE float tanh_of_half_small(float y) {
     float const square = y * y;
     float sum = fmaf(square, -1.4975881e-6f, 3.2701396e-5f);
@@ -31,10 +31,11 @@ CUTE_DEVICE float tanh_of_half(float y) {
     return fabsf(y) < 2.f ? small : large;
 }
 
-// Products of Q K^T become capped scores in units of the softcap. Those below the softcap need the
-// polynomial alone, which takes no MUFU; a warp with others among a part of its scores computes
-// both forms for all of the part. No result depends on which: scores that the mask removes may be
-// of another sequence. In one part ptxas would have the squares of all scores in registers.
+// Turns products Q K^T into capped scores in units of the softcap. Scores below the softcap need
+// only the polynomial, which takes no MUFU. If a warp has a larger one among kPart scores of its
+// threads, it computes both forms for these; each score takes the form for its own size, so no
+// result depends on scores that the mask removes, which may be of another sequence. Without parts
+// ptxas would have the squares of all scores in registers.
 template <class Engine, class Layout>
 CUTE_DEVICE void cap_scores(Flash_fwd_params const &params, Tensor<Engine, Layout> &tSrS) {
     constexpr uint32_t kFromTwo = 0x40000000;  // in the exponent of 2 and more, infinities and NaN
@@ -63,15 +64,15 @@ CUTE_DEVICE void cap_scores(Flash_fwd_params const &params, Tensor<Engine, Layou
     }
 }
 
-// The cap of scores below 0.28 softcaps: three terms of tanh, with a relative error below 1e-6. The
-// polynomial is in the unscaled product x = q k, as the scale is in its coefficients. Among the
-// parameters of a kernel they take no registers.
+// The softcap of scores below 0.28 softcaps: three terms of tanh, with a relative error below 1e-6.
+// The polynomial is in the unscaled product x = q k; its coefficients include the scale. As kernel
+// parameters they take no registers.
 struct SmallCap {
     float c1 = 0.f, c3 = 0.f, c5 = 0.f;
     float limit = 0.f;  // magnitudes of products are less
 
     explicit SmallCap(float scale) {
-        // Elsewhere coefficients may not be normal, and no product is small.
+        // Outside this range coefficients may not be normal numbers; limit 0 then excludes all.
         if (scale > 0x1p-20f && scale < 0x1p20f) {
             float const square = scale * scale;
             c1 = 0.99999923f * scale;
@@ -81,7 +82,8 @@ struct SmallCap {
         }
     }
 
-    // Caps the warp's products if all are small: true. NaN counts as small and stays NaN.
+    // Caps the products of the warp's threads and returns true, or returns false if not all are
+    // small. NaN counts as small and stays NaN.
     template <class Engine, class Layout>
     CUTE_DEVICE bool apply(Tensor<Engine, Layout> &tSrS) const {
         float most = 0.f;
@@ -101,12 +103,13 @@ struct SmallCap {
     }
 };
 
-// The derivative of a capped score with respect to the one before, both in a unit of their own: a
-// further factor is scale_softmax.
+// The derivative of a capped score with respect to the uncapped one, both in units of the softcap.
+// Gradients of Q and K take a further factor, scale_softmax.
 CUTE_DEVICE float derivative_of_capped(float capped) { return fmaf(-capped, capped, 1.f); }
 
-// ALiBi. slope_of(i) is the negated slope of query i, diagonal_of(i) the key on its diagonal, and
-// key_at(j) key j relative to first_key. No derivative is lost: distances do not depend on Q and K.
+// Applies ALiBi: adds slope_of(i), the negated slope of query i, times the distance of query and
+// key. diagonal_of(i): the key on query i's diagonal; key_at(j): key j relative to first_key. The
+// backward needs nothing for it, as distances do not depend on Q and K.
 template <class Scores, class SlopeOf, class DiagonalOf, class KeyAt>
 CUTE_DEVICE void lower_scores(Scores &&scores, SlopeOf const &slope_of,
                               DiagonalOf const &diagonal_of, int first_key, KeyAt const &key_at) {
@@ -121,20 +124,20 @@ CUTE_DEVICE void lower_scores(Scores &&scores, SlopeOf const &slope_of,
     }
 }
 
-// The modified scores are in a unit of which scale_softmax_log2 makes exponents: that of Q K^T, or
-// the softcap where there is one.
+// Modifies the scores of a forward kernel. They are then in units of Q K^T or, with a softcap, in
+// units of the softcap; times scale_softmax_log2 either gives base-2 exponents.
 template <class Traits, int kRows>
 struct ScoreMod {
     static constexpr FwdConfig C = Traits::kConfig;
 
     Flash_fwd_params const &params;
     WorkTile const &tile;
-    float slope[kRows];  // of each row of this thread, negated, in that unit
+    float slope[kRows];  // of each row of this thread, negated, in units of the scores
 
     CUTE_DEVICE ScoreMod(Flash_fwd_params const &params, WorkTile const &tile, int thread)
         : params(params), tile(tile) {
         if constexpr (C.alibi) {
-            // Tiles without keys may be of no sequence.
+            // A tile without keys may be of no sequence, which has no slopes.
             bool const any = tile.blocks.count > 0;
             float const *slopes = params.alibi_slopes_ptr + tile.head_q;
             if (any && params.alibi_slopes_batch_stride != 0) {
@@ -150,7 +153,7 @@ struct ScoreMod {
         }
     }
 
-    // tSrS: products (4, MMA_M, N/8) of key block n_block. capped: the softcap is computed.
+    // tSrS: products (4, MMA_M, N/8) of key block n_block. capped: the softcap is applied already.
     template <class Engine, class Layout>
     CUTE_DEVICE void apply(Tensor<Engine, Layout> &tSrS, int thread, int n_block,
                            bool capped = false) const {
@@ -158,7 +161,7 @@ struct ScoreMod {
             if (!capped) cap_scores(params, tSrS);
         }
         if constexpr (C.alibi) {
-            // Found anew in each block: kept, it would take a register a row.
+            // Recomputed in each block: kept, it would take a register for each row.
             auto const diagonal_of = [&](int i) {
                 int const row = tile.m_block * C.tile_m + Traits::acc_row(thread, i);
                 return row_position(params, row) + tile.seqlen_k - tile.seqlen_q;
@@ -173,13 +176,13 @@ struct ScoreMod {
     }
 };
 
-// The same in a backward kernel of the sm80 class.
+// Modifies the scores of a backward kernel of the sm80 class.
 template <class Traits>
 struct ScoreModBwd {
     static constexpr BwdConfig C = Traits::kConfig;
 
-    // tSrS: products (4, MMA_M, N/8) of one head, and seen as (queries, keys), of a tile that is of
-    // a sequence. The derivatives of the softcap go to tSrG; the others as in mask_scores.
+    // tSrS: products (4, MMA_M, N/8) of one head; scores: the same seen as (queries, keys). The
+    // tile must be of a sequence. tSrG gets the softcap's derivatives. The rest: mask_scores().
     template <class Acc, class Scores, class PositionAt, class KeyAt>
     CUTE_DEVICE static void apply(Flash_bwd_params const &params, WorkTile const &tile, Acc &tSrS,
                                   Acc &tSrG, Scores &&scores, int head_q,

@@ -13,9 +13,9 @@ using namespace cute;
 
 // Where P lies in the exponent range of its type. When a row's reference is set to its largest
 // score, that score's P is 2^-kBelow. Later scores may exceed the reference: a thread's share of a
-// block's row sum is allowed up to 2^kAbove. The wider the range, the more scores may vary before
-// a maximum is needed. But kBelow is taken from the range's other end, where weights lose bits and
-// then become 0. Many of them may be much of O, and row_sum counts them as they were.
+// block's row sum may reach 2^kAbove. The wider the range, the more scores may vary before a
+// maximum is needed. But kBelow costs range at the lower end, where weights lose bits and then
+// become 0. Many such weights may make up much of O, and row_sum counts them unrounded.
 template <DType kType>
 struct RangeOfP;
 template <>
@@ -25,41 +25,43 @@ struct RangeOfP<DType::bf16> {  // normal from 2^-126 to 2^127; P V must stay wi
 };
 template <>
 struct RangeOfP<DType::fp16> {  // normal from 2^-14, with fewer bits from 2^-24, to 65504
-    // With 6, 16,384 weights of 2^-19 of the maximum, which are 3 % of a row, were 0.
+    // With kBelow = 6, 16,384 weights of 2^-19 times the maximum, 3 % of a row's sum, became 0.
     static constexpr int kBelow = 0;
     static constexpr int kAbove = 15;
 };
 
-// State of the rows that one thread holds. row_sum is this thread's share until finalize() adds up
-// the four lanes of a row: the running rescale is the same for all of them.
+// Online softmax state of the rows that one thread holds. row_sum is this thread's share of a row
+// sum until finalize() adds up the four lanes of the row, which is possible as all four rescale it
+// by the same factors.
 //
 // P is relative to a row's reference and not to its running maximum. While sums stay within the
 // range of P, no maximum is computed and O is not rescaled (lazy softmax). A block whose sums leave
 // it is computed again with its maximum. Data that does so once is likely to do so again: the next
 // kSeekBlocks blocks, in this tile and those that follow, compute their maximum first. Results do
-// not depend on it: a reference is raised where a maximum exceeds it by more than kRoom, and sums
-// above 2^kAbove only tell that this is possible.
+// not depend on which blocks do: a reference is raised only where a maximum exceeds it by more than
+// kRoom, and sums above 2^kAbove only tell that this is possible.
 template <int kRows, DType kType>
 struct Softmax {
     static constexpr int kSeekBlocks = 16;
     static constexpr int kAlways = 1 << 30;
     static constexpr float kBelow = RangeOfP<kType>::kBelow;
-    // The last part keeps a maximum that exceeds it from hiding in a sum that, rounded, does not.
+    // The base-2 exponent by which a score may exceed the reference. With 0.01 more, a maximum
+    // beyond it always shows in the sum, although the sum is rounded.
     static constexpr float kRoom = RangeOfP<kType>::kBelow + RangeOfP<kType>::kAbove + 0.01f;
     static constexpr float kMaxSum = 1u << RangeOfP<kType>::kAbove;
     static constexpr float kInverseBelow = uint64_t(1) << RangeOfP<kType>::kBelow;
-    // From here on the rounding of s * c, fused with the subtraction on one side only, would be
-    // larger than that of P.
+    // References from this magnitude on are huge: the FFMA s * c - m * c, which rounds m * c but
+    // not s * c, would have a larger error than the rounding of P.
     static constexpr float kHuge = 16384.f;
     static constexpr float kLn2 = 0.693147180559945309f;
     static constexpr float kLog2e = 1.44269504088896341f;
     using RowTensor = decltype(make_tensor<float>(Shape<Int<kRows>>{}));
 
     float const scale_log2;
-    RowTensor row_ref;     // reference, in powers of two: a largest score times c; -inf: no key yet
-    RowTensor row_offset;  // offset_of(row_ref), which update_unbounded() alone reads
+    RowTensor row_ref;     // reference (base 2): an earlier maximum times c; -inf: no key yet
+    RowTensor row_offset;  // offset_of(row_ref), read by update_unbounded() alone
     RowTensor row_sum;
-    int seek = 0;  // blocks that still compute their maximum first; the same in the whole warp
+    int seek = 0;  // blocks that still compute their maximum first; warp-uniform
 
     CUTE_DEVICE explicit Softmax(float scale_log2) : scale_log2(scale_log2) { reset(); }
 
@@ -75,7 +77,7 @@ struct Softmax {
     CUTE_DEVICE static float finite_ref(float ref) { return ref == -INFINITY ? 0.f : ref; }
     CUTE_DEVICE static bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
-    // A tile's first block: there is no O to be rescaled.
+    // Processes a tile's first block: there is no O to rescale yet.
     template <class TensorS, class TensorP>
     CUTE_DEVICE void start(TensorS &tSrS, TensorP &tOrP) {
         set_ref(quad_max(thread_max(tSrS)));
@@ -85,10 +87,10 @@ struct Softmax {
         row_sum = exponentiate(tSrS, tOrP, c, offset);
     }
 
-    // Adds a block. bounded: with its maximum, else on the assumption that its scores stay within
-    // the range of P; where they do not, it is computed again with its maximum. A row without a
-    // key so far has reference -inf: its first score makes the sum infinite, a masked one NaN, and
-    // both count as exceeding. One copy of the exponentials serves all of it.
+    // Adds a block. bounded: computes its row maximum first. Otherwise it assumes that scores stay
+    // within the range of P and, where they do not, computes the block again with its maximum. A
+    // row without a key so far has reference -inf: its first score makes the sum infinite, a masked
+    // one NaN, and both count as exceeding. The loop keeps a single copy of the exponentials' code.
     template <class TensorS, class TensorP, class TensorO>
     CUTE_DEVICE void update(TensorS &tSrS, TensorP &tOrP, TensorO &tOrO, bool bounded,
                             bool masked) {
@@ -113,8 +115,8 @@ struct Softmax {
         add(sum);
     }
 
-    // The same in two functions, which ptxas schedules better around wgmma: this one for a block
-    // that is not bounded.
+    // update() as two functions, which ptxas schedules better around wgmma (sm90 class). This one
+    // adds a block that is not bounded.
     template <class TensorS, class TensorP, class TensorO>
     CUTE_DEVICE void update_unbounded(TensorS &tSrS, TensorP &tOrP, TensorO &tOrO) {
         RowTensor const sum = exponentiate(tSrS, tOrP, scale_log2, row_offset);
@@ -127,7 +129,7 @@ struct Softmax {
         }
     }
 
-    // And this one for a block for which raise_ref() was called; raised and factor are its results.
+    // Adds a block after raise_ref() was called for it; raised and factor are its results.
     template <class TensorS, class TensorP, class TensorO>
     CUTE_DEVICE void update_bounded(TensorS &tSrS, TensorP &tOrP, TensorO &tOrO, bool raised,
                                     RowTensor const &factor) {
@@ -139,8 +141,8 @@ struct Softmax {
         add(exponentiate(tSrS, tOrP, c, offset));
     }
 
-    // Raises the references of the warp's rows to their maxima if a score of this block would
-    // leave the range of P. True: O is to be multiplied by factor.
+    // Raises the references of the warp's rows to their maxima if a score of this block would leave
+    // the range of P. Returns whether it did: then the caller has to multiply O by factor.
     template <class TensorS>
     CUTE_DEVICE bool raise_ref(TensorS const &tSrS, RowTensor &factor, bool masked) {
         RowTensor max = thread_max(tSrS);
@@ -160,16 +162,16 @@ struct Softmax {
                 row_sum(i) *= factor(i);
             }
             set_ref(max);
-            // Under a mask rows see their first keys: that says nothing about other blocks.
+            // In masked blocks rows see their first keys, which says nothing about later blocks.
             seek = masked ? seek : kSeekBlocks;
             seek_while_huge();
         }
         return exceeds;
     }
 
-    // Divides O by the row sums; returns the log-sum-exp of each row. sink: the logit of a column
-    // without a value that the sums include, -inf for none. A row without keys: 0 and its sink.
-    // scale: a factor on O.
+    // Divides O by the row sums, multiplies it by scale and returns the LSE of each row. sink: the
+    // logit of a further column without a value, which the row sum includes; -inf for none. A row
+    // without keys gets O = 0 and its sink as LSE.
     template <class Engine, class Layout>
     CUTE_DEVICE RowTensor finalize(Tensor<Engine, Layout> &tOrO, RowTensor const &sink,
                                    float scale) {
@@ -215,7 +217,7 @@ struct Softmax {
         return max;
     }
 
-    // Over the four lanes of a row, times c.
+    // Reduces row maxima over the four lanes of a row and multiplies them by c.
     CUTE_DEVICE RowTensor quad_max(RowTensor max) const {
         CUTE_UNROLL
         for (int i = 0; i < kRows; ++i) {
@@ -225,7 +227,7 @@ struct Softmax {
         return max;
     }
 
-    // While a reference of the warp is huge, every block goes through bounded_offset().
+    // Lets every block go through bounded_offset() while a reference of the warp is huge.
     CUTE_DEVICE void seek_while_huge() {
         bool huge = false;
         CUTE_UNROLL
@@ -258,10 +260,10 @@ struct Softmax {
         return any_lane(exceeds);
     }
 
-    // The offset of scores that do not leave the range of P. Where a reference is huge, s * c is
-    // rounded as the reference was, and the reference subtracted, in place, with c = 1 from then
-    // on: the largest score's exponent is then 0. In one FFMA it would be what rounding the
-    // reference left over, and may overflow.
+    // Returns the offsets for scores that stay within the range of P. Where a reference is huge, it
+    // replaces each score by s * c - reference, with s * c rounded as the reference was, and sets c
+    // to 1: the largest score's exponent is then 0. In one FFMA it would be the rounding error of
+    // the reference, and might overflow.
     template <class TensorS>
     CUTE_DEVICE RowTensor bounded_offset(TensorS &tSrS, float &c) const {
         RowTensor offset;
@@ -285,8 +287,8 @@ struct Softmax {
         return offset;
     }
 
-    // exp2(s * c - offset), rounded to P; this thread's share of each row's sum, as the sum of two,
-    // which halves the chain of additions.
+    // Writes exp2(s * c - offset), rounded, to P. Returns this thread's share of each row sum,
+    // which it adds up in two chains, half as long as one.
     template <class TensorS, class TensorP>
     CUTE_DEVICE static RowTensor exponentiate(TensorS const &tSrS, TensorP &tOrP, float c,
                                               RowTensor const &offset) {

@@ -9,7 +9,7 @@ namespace flash {
 
 using namespace cute;
 
-// Lane i of a quad holds column i of a 4 x 4 matrix, and afterwards row i.
+// Transposes a 4 x 4 matrix of words in each quad: lane i holds column i before and row i after.
 CUTE_DEVICE void transpose_quad(uint32_t (&w)[4], int lane) {
     CUTE_UNROLL
     for (int bit = 1; bit <= 2; bit *= 2) {
@@ -26,9 +26,10 @@ CUTE_DEVICE void transpose_quad(uint32_t (&w)[4], int lane) {
     }
 }
 
-// The four lanes of a row exchange what they hold of 32 columns, two at a time, so that each has 8
-// neighbouring ones to store. acc: (4, 1, kColumns/8), of which the tensor has `columns`. row_at:
-// the GmemRow of the thread's row 0 or 1.
+// Rounds an accumulator to 16 bits and stores it; collective over a warp. The four lanes of a row
+// exchange words of two columns, 32 columns at a time, so that each has 8 neighbouring columns to
+// store. acc: (4, 1, kColumns/8), of which the tensor has `columns`. row_at(i): the GmemRow of the
+// thread's row i, 0 or 1.
 template <int kColumns, class Acc, class RowAt>
 CUTE_DEVICE void store_accumulator(Acc const &acc, int thread, int columns, RowAt const &row_at) {
     static_assert(kColumns % 32 == 0);
@@ -37,7 +38,7 @@ CUTE_DEVICE void store_accumulator(Acc const &acc, int thread, int columns, RowA
     using Element = std::remove_pointer_t<decltype(get<0>(rows).gmem)>;
     CUTE_UNROLL
     for (int col = 0; col < kColumns; col += 32) {
-        uint32_t w[2][4];  // two columns of two rows, four times
+        uint32_t w[2][4];  // (row, n8 step), two columns each
         CUTE_UNROLL
         for (int j = 0; j < 4; ++j) {
             Tensor four = acc(_, 0, col / 8 + j);     // (4)

@@ -17,19 +17,19 @@ namespace flash {
 
 struct TensorMapsSm90 {
     CUtensorMap q, k, v;
-    int box_rows;              // of k and v: a box lies in one page and in one key block
-    cutlass::FastDivmod page;  // divides by the rows of a page
+    int box_rows;              // of k and v: a box lies within one page and one key block
+    cutlass::FastDivmod page;  // divides a row's number by the rows of a page
 
-    // A warp issues its lanes' boxes one after the other. Pages of one token, in boxes of 128 bytes
-    // by one warp, reached 0.204 of the speed of a contiguous cache. With one query and 32/8 heads
-    // of 128 four warps that copy reach 0.88 to 0.94, boxes of 16 rows 0.96 to 1.00
-    // (docs/facts.md).
+    // Boxes of fewer rows take too long to issue, as a warp issues its lanes' boxes one after the
+    // other. Pages of one token, in boxes of 128 bytes by one warp, reached 0.204 of the speed of a
+    // contiguous cache. With one query and 32/8 heads of 128, four warps that copy by cp.async
+    // reach 0.88 to 0.94 of it, boxes of 16 rows 0.96 to 1.00 (docs/facts.md).
     static constexpr int kLeastBoxRows = 16;
-    // Whether keys and values are copied instead.
+    // Whether keys and values are loaded by cp.async instead of TMA.
     CUTE_HOST_DEVICE bool copies() const { return box_rows < kLeastBoxRows; }
 };
 
-// cuTensorMapEncodeTiled of the driver, found once; null where the driver has none.
+// Returns the driver's cuTensorMapEncodeTiled, looked up once; null where the driver has none.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
     static auto const encoder = [] {
         void *function = nullptr;
@@ -64,7 +64,7 @@ cudaError_t make_tensor_map(CUtensorMap &map, BoxFormat format, void const *ptr,
     cuuint64_t extents[kRank], bytes[kRank - 1];
     cuuint32_t element_strides[kRank];
     for (size_t i = 0; i < kRank; ++i) {
-        // No extent may be 0; of an empty tensor no box is ever loaded.
+        // No extent may be 0; no box of an empty tensor is ever loaded.
         extents[i] = static_cast<cuuint64_t>(sizes[i] > 0 ? sizes[i] : 1);
         element_strides[i] = 1;
         if (i > 0) {
@@ -79,7 +79,7 @@ cudaError_t make_tensor_map(CUtensorMap &map, BoxFormat format, void const *ptr,
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Of Q, K, V and dO, in pages of kSmemRow columns.
+// The format of Q, K, V and dO, whose boxes are pages of kSmemRow columns.
 template <class Traits>
 constexpr BoxFormat box_format() {
     return {Traits::kConfig.dtype == DType::fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
@@ -88,8 +88,8 @@ constexpr BoxFormat box_format() {
             Traits::kSmemRow == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B};
 }
 
-// To TMA the queries of a ragged batch are one sequence, and so are the keys if they are no cache.
-// Rows of a batch entry, and entries.
+// How many rows a batch entry has in a TMA descriptor, and how many entries there are. All queries
+// of a ragged batch are one entry, and so are its keys unless they lie in a cache.
 struct MapSizes {
     int64_t rows, batch;
 };
@@ -108,8 +108,9 @@ MapSizes kv_sizes(Flash_fwd_params const &params) {
     return {Traits::kConfig.paged ? params.page_size : params.seqlen_k, params.num_pages};
 }
 
-// Q as (d, packed heads, seqlen_q, grid heads, b), in boxes of a warpgroup's 64 rows: heads first,
-// as rows are numbered. Heads up to the next power of two are padding, outside the tensor.
+// Describes Q as (d, packed heads, seqlen_q, grid heads, b), in boxes of a warpgroup's 64 rows.
+// Packed heads vary first, as in the numbering of a tile's rows; those up to the next power of two
+// are padding, outside the tensor.
 template <class Traits>
 cudaError_t make_tensor_map_q(CUtensorMap &map, Flash_fwd_params const &params) {
     int64_t const packed = params.pack_shift > 0 ? params.h_h_k_ratio : 1;
@@ -122,15 +123,15 @@ cudaError_t make_tensor_map_q(CUtensorMap &map, Flash_fwd_params const &params) 
                               {Traits::kSmemRow, heads, 64 / heads, 1, 1});
 }
 
-// K or V as (d, seqlen_k, h_k, b), in boxes of `rows` rows.
+// Describes K or V as (d, seqlen_k, h_k, b), in boxes of `rows` rows.
 template <class Traits>
 cudaError_t make_tensor_map_kv(CUtensorMap &map, Flash_fwd_params const &params, void const *ptr,
                                int64_t batch_stride, int64_t row_stride, int64_t head_stride,
                                int rows) {
     MapSizes const sizes = kv_sizes<Traits>(params);
     BoxFormat format = box_format<Traits>();
-    // Keys that are read once leave L2 first, but for those of pages, maybe before the next box
-    // wants the other half of 256 bytes.
+    // Keys that are read once, unless they lie in pages, are loaded evict-first: L2 may drop the
+    // second half of a 256-byte promotion before the next box reads it.
     if (reads_keys_once<Traits::kConfig>(params)) {
         format.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
     }
@@ -148,7 +149,7 @@ cudaError_t make_tensor_maps(TensorMapsSm90 &maps, Flash_fwd_params const &param
         }
         maps.box_rows = std::gcd(params.page_size, Traits::kTileN);
         maps.page = cutlass::FastDivmod(params.page_size);
-        // TMA writes to multiples of 128 bytes.
+        // TMA writes each box to a multiple of 128 bytes.
         static_assert(TensorMapsSm90::kLeastBoxRows * Traits::kSmemRow >= 64);
     }
     cudaError_t error = make_tensor_map_q<Traits>(maps.q, params);

@@ -1,4 +1,4 @@
-// Tiles of the sm80 class between global and shared memory, 16 bytes a thread.
+// Copies tiles of the sm80 class between global and shared memory, 16 bytes a thread.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,9 +9,9 @@ namespace flash {
 
 using namespace cute;
 
-// A (rows, head_dim) tile from global to shared memory. Rows that do not exist and columns at or
-// past d are written as zeros and never read: whatever lies there cannot reach a result.
-// row_at(r): the GmemRow that this thread copies in pass r.
+// Loads a (rows, head_dim) tile from global to shared memory by cp.async. Rows that do not exist
+// and columns at or past d are written as zeros and never read: whatever lies there cannot reach a
+// result. row_at(r): the GmemRow that this thread copies in pass r.
 template <class Traits, class SmemTensor, class RowAt>
 CUTE_DEVICE void load_rows(SmemTensor &&sX, int d, RowAt const &row_at) {
     int const thread = threadIdx.x;
@@ -31,7 +31,7 @@ CUTE_DEVICE void load_rows(SmemTensor &&sX, int d, RowAt const &row_at) {
     }
 }
 
-// Block n of kRows rows of one head, which begins at gmem.
+// Loads block n, of kRows rows, of one head, whose row 0 is at gmem.
 template <class Traits, int kRows, class SmemTensor>
 CUTE_DEVICE void load_block(typename Traits::Element const *gmem, int64_t row_stride,
                             SmemTensor &&sX, int n, int seqlen, int d) {
@@ -44,8 +44,9 @@ CUTE_DEVICE void load_block(typename Traits::Element const *gmem, int64_t row_st
     });
 }
 
-// An accumulator of (rows, head_dim), rounded, to global memory; through shared memory, so that a
-// warp stores whole rows of 16-byte pieces. Every warp must be done with the bytes of sO.
+// Rounds an accumulator of (rows, head_dim) and stores it to global memory, through shared memory,
+// so that a warp stores whole rows in pieces of 16 bytes. Collective over the CTA; every warp must
+// be done with the bytes of sO.
 template <class Traits, class TiledMma = typename Traits::TiledMma, class SmemTensor, class Acc,
           class RowAt>
 CUTE_DEVICE void store_rows(SmemTensor &&sO, Acc const &tOrO, int d, RowAt const &row_at) {

@@ -9,7 +9,7 @@ namespace flash {
 
 using namespace cute;
 
-// Where a row begins, and whether it exists.
+// A row in global memory: where it begins, and whether it exists, else it is not accessed.
 template <class Element>
 struct GmemRow {
     Element *gmem;
@@ -22,8 +22,8 @@ CUTE_DEVICE Element *head_begin(Pointer *ptr, int batch, int64_t batch_stride, i
     return static_cast<Element *>(ptr) + batch * batch_stride + head * head_stride;
 }
 
-// The accumulator of an m16n8 MMA, ((2, 2), MMA_M, MMA_N), seen as (rows, columns) of the score
-// tile: each thread holds two rows and, per n8 step, two neighbouring columns of each.
+// The accumulator of an m16n8 MMA, ((2, 2), MMA_M, MMA_N), seen as (rows, columns): each thread
+// holds two rows and, per n8 step, two neighbouring columns of each.
 template <class Layout>
 CUTE_HOST_DEVICE constexpr auto layout_acc_rowcol(Layout const &acc) {
     static_assert(decltype(size<0>(acc))::value == 4 && decltype(rank(acc))::value == 3);
@@ -31,7 +31,7 @@ CUTE_HOST_DEVICE constexpr auto layout_acc_rowcol(Layout const &acc) {
     return make_layout(make_layout(get<0, 1>(l), get<1>(l)), make_layout(get<0, 0>(l), get<2>(l)));
 }
 
-// The same accumulator as A operand of the next m16n8k16 MMA: two n8 steps make one k16 step.
+// An m16n8 accumulator as A operand of the next m16n8k16 MMA: two n8 steps make one k16 step.
 template <class Layout>
 CUTE_HOST_DEVICE constexpr auto layout_acc_as_operand_a(Layout const &acc) {
     static_assert(decltype(size<0>(acc))::value == 4 && decltype(rank(acc))::value == 3);
@@ -57,7 +57,7 @@ CUTE_DEVICE void convert(Tensor<EngineS, LayoutS> const &src, Tensor<EngineD, La
     }
 }
 
-// The same into a new tensor of src's layout.
+// As convert(), but returns a new tensor, of src's layout.
 template <class To, class Engine, class Layout>
 CUTE_DEVICE auto convert_type(Tensor<Engine, Layout> const &src) {
     Tensor dst = make_tensor<To>(src.layout());
@@ -75,9 +75,10 @@ CUTE_DEVICE float quad_allreduce(float x, Op op) {
 // Stands for the copy of an A operand that is in registers already.
 struct NoCopy {};
 
-// acc += A B with B, and A unless its copy is NoCopy, read from shared memory. One ldmatrix.x4
+// acc += A B. B, and A unless its copy is NoCopy, are read from shared memory. One ldmatrix.x4
 // brings the B fragments of a k16 x n16 block, kAhead blocks before their MMAs. ptxas makes a
-// schedule of its own, but from this order it spills less than from one without distance.
+// schedule of its own, but spills less from this order than from one that loads each block just
+// before its MMAs.
 template <class TiledMma, class CopyA, class CopyB, class Acc, class FragA, class FragB,
           class SmemA, class SmemB>
 CUTE_DEVICE void gemm_smem(TiledMma const &mma, CopyA const &copy_a, CopyB const &copy_b, Acc &acc,
@@ -121,7 +122,7 @@ CUTE_DEVICE void gemm_smem(TiledMma const &mma, CopyA const &copy_a, CopyB const
             int const n = block % kN16 * 2 + half;
             CUTE_UNROLL
             for (int m = 0; m < kM; ++m) {
-                int const row = half ? kM - 1 - m : m;  // back and forth: one operand stays
+                int const row = half ? kM - 1 - m : m;  // zigzag: successive MMAs share an operand
                 Tensor tCrC = acc(_, row, n);
                 mma.call(tCrC, tCrA(_, row, k), tCrB(_, n, k), tCrC);
             }
