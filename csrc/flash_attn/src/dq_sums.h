@@ -9,16 +9,16 @@
 
 namespace flash {
 
-// The sums of kDqRows rows of the sm80 class's backward: those of a thread, for element i of its
-// accumulators, a multiple of 4, and the three behind it.
+// What one thread has of the sums of kDqRows rows, in the sm80 class's backward. add() and read()
+// take an element i of its accumulators, a multiple of 4, and the three behind it.
 template <class Traits>
 struct DqSums {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-    static constexpr bool kVectors = false;  // red has none
+    static constexpr bool kVectors = false;  // before 9.0 red has no vectors
 #else
     static constexpr bool kVectors = true;
 #endif
-    static constexpr int kStride = 32;  // without vectors, from a warp's request to its next one
+    static constexpr int kStride = 32;  // without vectors, floats between a warp's requests
 
     float *const begin;
 

@@ -13,8 +13,9 @@ namespace flash {
 
 using namespace cute;
 
-// What a thread of the consumers adds of a block of queries: groups of four sums, which those of
-// its warp follow. Above d = 128 the warpgroups stand for the CTAs of a cluster.
+// What one consumer thread has of the sums of a block of queries: groups of four, between which lie
+// those of the other threads of its warp. Above d = 128 `thread` counts as if the two warpgroups
+// were the two CTAs of a cluster.
 template <class Traits>
 struct DqSumsSm90 {
     using Element = typename Traits::Element;
@@ -28,7 +29,8 @@ struct DqSumsSm90 {
         : thread(thread),
           begin(accum + row * Traits::kHeadDim + Traits::dq_begin(thread / 32) + thread % 32 * 4) {}
 
-    // The thread's i-th group of four, if it exists: its warpgroup may have fewer columns.
+    // Whether the thread has an i-th group of four, as its warpgroup may have fewer columns, and
+    // where that group is.
     CUTE_DEVICE bool exists(int i) const { return 8 * i < Traits::dq_columns(thread / 128); }
     CUTE_DEVICE float4 *group(int i) const { return reinterpret_cast<float4 *>(begin + i * 128); }
 
@@ -39,7 +41,8 @@ struct DqSumsSm90 {
         }
     }
 
-    // Rounds them, times the softmax scale, to dQ; zeros if there are none.
+    // Scales the sums by the softmax scale and rounds them to dQ. exist: false where no tile has
+    // written any, so that dQ is 0.
     template <class Block>
     CUTE_DEVICE void round(Flash_bwd_params const &params, Block const &block,
                            bool exist = true) const {

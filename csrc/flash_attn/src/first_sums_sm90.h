@@ -15,19 +15,20 @@ namespace flash {
 template <BwdConfig C>
 struct FirstSumsSm90 {
     static constexpr int kTileKeys = C.dkv.rows * (C.head_dim > 128 ? 2 : 1);
-    // Of a ragged batch of full attention, up to d = 64, more than eight tiles lose
+    // In a ragged batch without a mask, up to d = 64, storing is slower from nine tiles on
     // (docs/tried_sm90.md).
     static constexpr bool kNarrow = C.varlen && C.mask == MaskKind::none && C.head_dim <= 64;
     static constexpr int kMostTiles = kNarrow ? 8 : 16;
-    // So that Planner sorts the first tile of a sequence in front of its others.
+    // Up to so many, Planner sorts the first tile of a sequence in front of its others.
     static constexpr int kMostBlocks = 1 << 15;
 
-    // Whether that is faster for a sequence, or the heads of a dense batch. Without a window a head
-    // should have few tiles, as zeros are one of kMostTiles + 1 accesses to a sum, and tiles enough
-    // steps, as each is some two behind the one before. Under a window the first tile of a block
-    // has it among its first steps. But with grouped heads the short tiles at the end of the keys
-    // come to the next query head early, and wait there for tiles with more steps a head. Above d =
-    // 128 zeros cost no more than waiting, but for windows of few steps (docs/tried_sm90.md).
+    // Whether storing is faster for a sequence, or for the heads of a dense batch. Without a window
+    // a head should have few tiles, as zeros are one of kMostTiles + 1 accesses to a sum, and tiles
+    // should have enough steps, as each is some two steps behind the one before. Under a window a
+    // block is among the first steps of its first tile. But with grouped heads the short tiles at
+    // the end of the keys come to the next query head early, and wait there for tiles with more
+    // steps per head. Above d = 128 zeros cost no more than waiting, except for windows of few
+    // steps (docs/tried_sm90.md).
     CUTE_HOST_DEVICE static bool pays(Flash_bwd_params const &params, int seqlen_q, int seqlen_k) {
         if constexpr (C.mask == MaskKind::local) {
             int64_t const window = int64_t(params.window_left) + params.window_right;
@@ -38,7 +39,7 @@ struct FirstSumsSm90 {
         int64_t const blocks = (int64_t(seqlen_q) + C.dkv.step - 1) / C.dkv.step;
         return tiles <= kMostTiles && tiles <= params.h_h_k_ratio * blocks && blocks <= kMostBlocks;
     }
-    // Of the sequence, or in a dense batch.
+    // Whether first tiles store the sums of a sequence, or those of a dense batch.
     CUTE_HOST_DEVICE static bool are_stored(Flash_bwd_params const &params, int seqlen_q,
                                             int seqlen_k) {
         return params.stores_first != 0 && (!C.varlen || pays(params, seqlen_q, seqlen_k));

@@ -1,4 +1,5 @@
-// The kernels of a backward that both kernel classes launch, and how a kernel is launched.
+// How a kernel of a backward is launched, and the launches of the plan and the preprocess kernels,
+// which both kernel classes have.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,9 +13,9 @@
 
 namespace flash {
 
-// A grid without CTAs is nothing to do. kDependent: the kernel may start while the one before it
-// still runs, up to its cudaGridDependencySynchronize(). kCluster: CTAs of a cluster, of which the
-// grid has a whole number.
+// Launches kKernel with `ctas` CTAs; does nothing if there are none. kDependent: by programmatic
+// dependent launch, so the kernel may start while the one before it still runs, up to its
+// cudaGridDependencySynchronize(). kCluster: CTAs of a cluster, a divisor of `ctas`.
 template <auto *kKernel, bool kDependent = false, int kCluster = 1, class... Arguments>
 cudaError_t enqueue_bwd(int64_t ctas, int threads, int smem_bytes, void *stream,
                         Arguments const &...arguments) {
@@ -54,7 +55,8 @@ void set_plan_capacity(Flash_bwd_params &params) {
     params.plan_capacity = static_cast<int32_t>(plan_capacity(rows, params.b, Tiles::kRows));
 }
 
-// The plan of a ragged batch's tiles. One that is still valid is not made again.
+// Enqueues the plan of a ragged batch's tiles. valid: plan_ptr holds it already, and only its
+// capacity is set.
 template <class Tiles>
 cudaError_t enqueue_bwd_plan(Flash_bwd_params &params, bool valid, void *stream) {
     set_plan_capacity<Tiles>(params);

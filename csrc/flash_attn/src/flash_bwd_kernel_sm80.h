@@ -1,4 +1,4 @@
-// The sm80-class backward kernels: one CTA, one tile of the rows whose gradient it computes.
+// The sm80 class's backward kernels: each CTA computes the gradients of one tile of rows.
 #pragma once
 
 #include <dynamic_smem.h>
@@ -14,12 +14,13 @@
 
 namespace flash {
 
-// Tiles of queries or of keys; of a ragged batch by a plan.
+// From the index of a CTA to its tile of queries or of keys. In a ragged batch a plan lists the
+// tiles.
 template <class Traits>
 struct TileSchedulerBwd {
     using Info = BlockInfo<Traits::kMask, Traits::kQueries, Traits::kKeys>;
     static constexpr bool kVarlen = Traits::kConfig.varlen;
-    // What the plan is of.
+    // For Planner: what the plan's tiles are.
     static constexpr int kArch = Traits::kConfig.arch;
     static constexpr int kRows = Traits::kTileM;
     static constexpr bool kOfKeys = !Traits::kOwnsQueries;
@@ -42,11 +43,12 @@ struct TileSchedulerBwd {
             kVarlen ? params.plan_capacity : int64_t(params.b) * num_blocks(params);
         return of_a_head * num_heads(params);
     }
-    // Heads whose tiles are scheduled together: first the first tile of each, then the second ones.
-    // The tiles of a head that are in flight share in L2 what they visit. Under a causal mask short
-    // tiles of some heads fill up what long ones of others leave. Where tiles keep their order,
-    // each adds to a block when the one before has: the more of a head are in flight, the later the
-    // last of them begins; the fewer, the more heads L2 has to hold (docs/tried_sm80.md).
+    // The number of heads whose tiles are scheduled together: first the first tile of each head,
+    // then the second ones, and so on. The tiles of a head that are in flight share in L2 what they
+    // visit. Under a causal mask short tiles of some heads fill the SMs that long tiles of others
+    // leave idle. Where tiles keep their order, a tile adds to a block of dQ once the tile before
+    // has: the more tiles of a head are in flight, the later the last of them begins; the fewer,
+    // the more heads L2 has to hold (docs/tried_sm80.md).
     CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers,
                                                bool ordered) {
         bool const causal = Traits::kMask == MaskKind::causal;
@@ -54,13 +56,13 @@ struct TileSchedulerBwd {
         int const all = cute::max((kVarlen ? 1 : params.b) * num_heads(params), 1);
         return as_equal_as_can_be(all, cute::min(all, heads_in_flight(params, workers, ordered)));
     }
-    // Sequences of a ragged batch that take turns where tiles keep their order (plan_in_order), so
-    // that as many heads are in flight as of a dense batch, but of 16 sequences at most. Without
-    // a mask the tiles of the longest sequence are the last to end, and come first.
-    // Tiles of unequal sequences do not visit a block of dQ soon after each other: where many heads
-    // are in flight it has left L2 meanwhile. Tiles of 64 keys visit it twice as often as those of
-    // 128. With more than so many rows of dQ a worker that took longer, as measured, than the waits
-    // that turns save (docs/tried_sm80.md).
+    // The number of sequences of a ragged batch that take turns where tiles keep their order
+    // (plan_in_order): enough that as many heads are in flight as in a dense batch, but at most 16.
+    // Without a causal mask only one, as the tiles of the longest sequence are the last to end, and
+    // come first. Tiles of unequal sequences do not visit a block of dQ soon after each other, so
+    // with many heads in flight the block has left L2 in between. Tiles of 64 keys visit it twice
+    // as often as those of 128. With more than kRowsOfWorker rows of dQ per worker turns took
+    // longer, as measured, than the waits that they save (docs/tried_sm80.md).
     CUTE_HOST_DEVICE static int sequences_in_turns(Flash_bwd_params const &params, int workers) {
         constexpr int kMost = 16;
         constexpr int64_t kRowsOfWorker = 950;
@@ -69,14 +71,15 @@ struct TileSchedulerBwd {
         int64_t most = cute::min(heads_in_flight(params, workers, true) / heads, kMost);
         if (Traits::kKeys <= 64 && int64_t(params.b) * params.seqlen_q != params.total_q) {
             int const longest = cute::min(params.seqlen_q, params.total_q);
-            // A tile is at one of its query heads, those behind or ahead of it may be at another.
+            // A tile visits one of its query heads, while tiles ahead of it or behind it may visit
+            // another.
             int64_t const rows = int64_t(longest) * heads * cute::min(params.h / heads, 2);
             most = cute::min(most, kRowsOfWorker * workers / cute::max(rows, int64_t(1)));
         }
         return as_equal_as_can_be(cute::max(params.b, 1), cute::max(static_cast<int>(most), 1));
     }
-    // The number of a CTA's tile where tiles wait for those before them: in which order CTAs start
-    // is not said.
+    // Draws the index of the CTA's tile from a counter, where tiles wait for those before them, as
+    // CUDA does not say in which order CTAs start. Collective over the CTA.
     CUTE_DEVICE static int draw_tile(Flash_bwd_params const &params,
                                      typename Traits::SharedStorage &storage) {
         auto *const drawn = reinterpret_cast<unsigned *>(storage.stats);
@@ -85,15 +88,16 @@ struct TileSchedulerBwd {
         }
         __syncthreads();
         int const index = static_cast<int>(*drawn);
-        __syncthreads();  // the tile's first statistics come there
+        __syncthreads();  // the tile's first statistics overwrite it
         return index;
     }
-    // Whether there is such a tile: of a ragged batch num_tiles() is an upper bound.
+    // Whether tile `index` exists: in a ragged batch num_tiles() is only an upper bound.
     CUTE_HOST_DEVICE static bool has_tile(Flash_bwd_params const &params, int index) {
         return !kVarlen || index < plan(params).count * num_heads(params);
     }
 
-    // Batch strides are 0 in a ragged batch, whose tiles have the sequence's number as their batch.
+    // Returns tile `index`. In a ragged batch its batch is the number of the sequence, and the
+    // tensors' batch strides are 0.
     CUTE_HOST_DEVICE static WorkTile tile(Flash_bwd_params const &params, int index) {
         WorkTile tile;
         if constexpr (kVarlen) {
@@ -111,12 +115,14 @@ struct TileSchedulerBwd {
     }
 
   private:
-    // The size of groups of at most so many.
+    // The size of groups if `all` are divided into the fewest groups of at most `most`, as equally
+    // as can be.
     CUTE_HOST_DEVICE static int as_equal_as_can_be(int all, int most) {
         int const groups = (all + most - 1) / most;
         return (all + groups - 1) / groups;
     }
-    // Of all sequences, so that each has as many tiles in flight as is best.
+    // The number of heads, of all sequences, that should be in flight, so that each of them has the
+    // best number of tiles in flight.
     CUTE_HOST_DEVICE static int heads_in_flight(Flash_bwd_params const &params, int workers,
                                                 bool ordered) {
         int const tiles = num_blocks(params);
@@ -145,7 +151,8 @@ struct TileSchedulerBwd {
     }
 };
 
-// Stores a gradient of the tile's rows, times scale. gmem: the head's first row, of all sequences.
+// Stores a gradient of the tile's rows, times scale. Collective over the CTA. gmem: the head's row
+// 0 in the tensor, to which the row of the tile's sequence is added here.
 template <class Traits, class Acc>
 CUTE_DEVICE void store_gradient(typename Traits::SharedStorage &storage, WorkTile const &tile,
                                 typename Traits::Element *gmem, int64_t row_stride, int d, Acc &acc,
@@ -200,8 +207,8 @@ CUTE_DEVICE void store_keys(Flash_bwd_params const &params, typename Traits::Sha
     }
 }
 
-// Parametrised by the traits type, as the forward kernel. kOrdered: tiles of keys add to dQ in
-// their order.
+// Computes one tile. Parametrised by the traits type, as the forward kernel. kOrdered: tiles of
+// keys add to dQ in their order.
 template <class Traits, bool kOrdered = false>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     flash_bwd_kernel_sm80(__grid_constant__ Flash_bwd_params const params) {
@@ -233,7 +240,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kMinCtas)
     }
 }
 
-// Rounds the sums of dQ, times the softmax scale, of kDqRows rows.
+// Scales kDqRows rows of the sums of dQ by the softmax scale, rounds them and stores dQ.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads)
     flash_bwd_postprocess_kernel_sm80(__grid_constant__ Flash_bwd_params const params) {

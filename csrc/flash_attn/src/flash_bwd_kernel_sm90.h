@@ -1,6 +1,6 @@
-// The sm90 class's backward kernels: the persistent main kernel, whose warpgroup 0 has one thread
-// that loads and up to two that write dQ, above d = 128 keep its order, and the one that rounds the
-// sums of dQ.
+// The sm90 class's backward kernels: the persistent, warp-specialised main kernel, and the one that
+// rounds the sums of dQ. Warpgroup 0 of the main kernel has a producer thread and up to two threads
+// that write dQ or, above d = 128, keep the order in which the consumers add it.
 #pragma once
 
 #include <arch_sm90.h>
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
 }
 
-// Rounds the sums of dQ of a block of queries.
+// Scales and rounds the sums of dQ of a block of queries.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kMmaThreads)
     flash_bwd_postprocess_kernel_sm90(__grid_constant__ Flash_bwd_params const params) {

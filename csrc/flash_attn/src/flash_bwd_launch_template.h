@@ -17,7 +17,8 @@
 
 namespace flash {
 
-// kOrdered: tiles of keys add to dQ in their order.
+// Enqueues the kernel of one pass and, in a ragged batch, its plan. kOrdered: tiles of keys add to
+// dQ in their order.
 template <BwdConfig C, BwdPass kPass, bool kOrdered = false>
 cudaError_t enqueue_pass(Flash_bwd_params params, void *stream) {
     using Traits = KernelTraitsBwdSm80<C, kPass>;
@@ -28,7 +29,7 @@ cudaError_t enqueue_pass(Flash_bwd_params params, void *stream) {
     }
     params.heads_in_group = Scheduler::heads_in_group(params, sms * Traits::kMinCtas, kOrdered);
     if constexpr (C.varlen) {
-        constexpr bool kValid = kPass == BwdPass::dv;  // which follows dK and has the same tiles
+        constexpr bool kValid = kPass == BwdPass::dv;  // dK's plan, just before, is the same
         int const workers = sms * Traits::kMinCtas;
         params.plan_in_order = kOrdered ? Scheduler::sequences_in_turns(params, workers) : 0;
         cudaError_t const error = enqueue_bwd_plan<Scheduler>(params, kValid, stream);
@@ -40,7 +41,8 @@ cudaError_t enqueue_pass(Flash_bwd_params params, void *stream) {
         Scheduler::num_tiles(params), Traits::kThreads, Traits::kSmemBytes, stream, params);
 }
 
-// A kernel for dQ, and one or two for dK and dV. params: as the caller gave them.
+// Enqueues a kernel for dQ, and one or two for dK and dV. params: as the caller gave them, heads
+// not yet divided.
 template <BwdConfig C>
 cudaError_t enqueue_passes(Flash_bwd_params const &params, void *stream) {
     Flash_bwd_params const divided = divide_heads(params);
@@ -62,7 +64,7 @@ cudaError_t enqueue_passes(Flash_bwd_params const &params, void *stream) {
     return error == cudaSuccess ? enqueue_sum_parts<C>(divided, stream) : error;
 }
 
-// One kernel for all gradients, and the rounding of dQ.
+// Enqueues the kernel that computes all gradients, and the one that rounds dQ.
 template <BwdConfig C>
 cudaError_t enqueue_fused(Flash_bwd_params const &params, void *stream) {
     using Traits = KernelTraitsBwdSm80<C, BwdPass::all>;
@@ -95,7 +97,7 @@ int32_t launch_bwd(Flash_bwd_params const *params, void *stream) {
     }
 }
 
-// The largest of the kernels' demands: the dV pass alone asks for less than that of dK.
+// The largest demands of the kernels, for describe(). The dV pass asks for less than the dK pass.
 template <BwdConfig C>
 struct BwdDemands {
     static constexpr BwdPass kFirst = C.fused ? BwdPass::all : BwdPass::dq;

@@ -1,6 +1,7 @@
 // From a backward configuration of the sm90 class to the shared object's description and launch
-// function: row statistics and zeros, the main kernel, the sums of parts of key heads, the rounding
-// of dQ. Where CTAs own heads they write the zeros, and round, themselves.
+// function, which enqueues the kernels: row statistics and zeros, the main kernel, the sums over
+// parts of key heads, the rounding of dQ. Where CTAs own heads, the main kernel writes the zeros,
+// and rounds, itself.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,13 +21,13 @@
 
 namespace flash {
 
-// Which tiles the main kernel's workers compute. Where CTAs own heads queue.group is 0
-// (TileSchedulerBwdSm90::owns_heads()).
+// Sets queue: which tiles the main kernel's workers compute. owned: CTAs own heads
+// (TileSchedulerBwdSm90::owns_heads()), and queue.group is 0.
 template <class Traits>
 cudaError_t make_queue(Flash_bwd_params const &params, int sms, bool owned, TileQueue &queue) {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
     int64_t const tiles = Scheduler::num_tiles(params);
-    if (tiles > INT32_MAX - 3 * sms) {  // CTAs count on beyond the last tile
+    if (tiles > INT32_MAX - 3 * sms) {  // indices run on beyond the last tile
         return cudaErrorInvalidConfiguration;
     }
     int const workers = std::max(sms / Traits::kCluster, 1);
@@ -43,11 +44,11 @@ template <class Traits>
 cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const &queue,
                               void *stream) {
     if constexpr (Traits::kVarlen) {
-        // A tile waits for tiles of its sequence that the plan must list before it: with an order
-        // for all before it, under a window for any one, else for the first, which sorted plans
-        // have in front, too.
+        // A tile waits for tiles of its sequence, which the plan must list before it: where tiles
+        // keep their order, for all before it; under a window, for any one; else for the first one,
+        // which sorted plans list in front, too.
         params.plan_in_order = TileSchedulerBwdSm90<Traits>::has_sequences_in_order(params);
-        // The main kernel waits for this one alone, which waits for those before.
+        // The main kernel waits for the plan kernel alone, which waits for the kernels before it.
         cudaError_t const error =
             enqueue_bwd_plan<TileSchedulerBwdSm90<Traits>>(params, false, stream);
         if (error != cudaSuccess) {
@@ -69,7 +70,7 @@ cudaError_t enqueue_main_sm90(Flash_bwd_params params, int sms, TileQueue const 
         kCluster * clusters, Traits::kThreads, Traits::kSmemBytes, stream, params, maps, queue);
 }
 
-// All kernels.
+// Enqueues all kernels of a backward.
 template <class Traits>
 cudaError_t enqueue_all_sm90(Flash_bwd_params const &params, int sms, bool owned, void *stream) {
     constexpr BwdConfig C = Traits::kConfig;
@@ -89,15 +90,15 @@ cudaError_t enqueue_all_sm90(Flash_bwd_params const &params, int sms, bool owned
     return error;
 }
 
-// Whether first tiles store dQ.
+// Whether first tiles of keys store dQ (FirstSumsSm90), if CTAs do not own heads.
 template <BwdConfig C>
 bool may_store_first(Flash_bwd_params const &params, int sms) {
     using Storing = KernelTraitsBwdSm90<C, KernelTraitsBwdSm90<C>::kMayStoreFirst>;
     return TileSchedulerBwdSm90<Storing>::may_store_first(params, sms);
 }
 
-// The steps of a worker at most, where workers share tiles; 0: they do not. params: of
-// divide_heads().
+// The most steps of a worker where workers share tiles (SharedTilesSm90); 0: they do not. params:
+// as divide_heads() returns them.
 template <BwdConfig C>
 int64_t shared_steps(Flash_bwd_params const &params, int sms) {
     using Traits = KernelTraitsBwdSm90<C>;
@@ -157,7 +158,7 @@ int32_t launch_bwd(Flash_bwd_params const *of_call, void *stream) {
     bool const or_stores = may_store_first<C>(params, sms);
     bool const or_stores_head = or_stores && Traits::kMask != MaskKind::local;
     bool const owned = Scheduler::owns_heads(params, sms, or_stores_head);
-    if (owned) params.deterministic = 0;  // one CTA adds to a head's sums of dQ, in an order
+    if (owned) params.deterministic = 0;  // one CTA adds to a head's sums of dQ, in one order
     params.stores_first = or_stores && !owned;
     bool const shares = shared_steps<C>(params, sms) > 0;
     if (params.head_parts == 1 && !shares) params.dkv_partial_ptr = nullptr;

@@ -1,4 +1,4 @@
-// What both classes' rounding of the sums of dQ have in common.
+// What the kernels that round the sums of dQ have in common in both classes.
 #pragma once
 
 #include <cute/config.hpp>
@@ -9,15 +9,15 @@
 
 namespace flash {
 
-// The block of queries of one step, of which a CTA takes the sums. In a ragged batch all sequences
-// count as one entry, and rows of no sequence get zeros.
+// The block of kRows queries whose sums of dQ a CTA rounds. In a ragged batch all sequences count
+// as one batch entry, and rows of no sequence get zeros.
 template <BwdConfig C, int kRows>
 struct BlockOfDq {
     using Stats = RowStats<C>;
 
     int batch, head;
-    int first_position;     // of the block's rows in their sequence
-    int64_t workspace_row;  // of its first row
+    int first_position;     // of the block's first row in its sequence
+    int64_t workspace_row;  // of the block's first row
     typename Stats::Segment segment;
 
     CUTE_HOST_DEVICE static int blocks_of_head(Flash_bwd_params const &params) {
@@ -39,7 +39,7 @@ struct BlockOfDq {
         first_position = first - segment.stats_begin;
     }
 
-    // Whether row i of the block has sums.
+    // Whether row i of the block has sums: in a ragged batch, whether it is a row of the sequence.
     CUTE_DEVICE bool in_sequence(int i) const {
         return !C.varlen || first_position + i < segment.length;
     }

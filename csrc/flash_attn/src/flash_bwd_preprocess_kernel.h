@@ -1,5 +1,5 @@
-// What the backward needs of each row before its main kernels, and the gradient of the sinks, which
-// needs nothing else.
+// The preprocess kernels of the backward: the row statistics that its main kernels read, and the
+// gradient of the sinks, which needs nothing else.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -22,13 +22,13 @@ struct RowStats {
     static constexpr float kLog2e = 1.44269504088896341f;
     static constexpr int kThreads = 256;
     static constexpr int kVec = 16 / sizeof(Element);
-    // Of one row, each with kVec columns; a power of two for the shuffles.
+    // Lanes that share a row, each with kVec columns; a power of two for the shuffles.
     static constexpr int kLanes = C.head_dim <= 32    ? 4
                                   : C.head_dim <= 64  ? 8
                                   : C.head_dim <= 128 ? 16
                                                       : 32;
     static constexpr int kRowsAtOnce = kThreads / kLanes;
-    // Rows of a thread, whose loads are in flight together; at d = 32 one.
+    // Rows of a thread, whose loads are in flight together; one at d = 32.
     static constexpr int kPerThread = cute::min(2, kSemaphoreRows / kRowsAtOnce);
     static constexpr int kRows = kPerThread * kRowsAtOnce;  // of a CTA
     static constexpr int kHeadDim = C.head_dim;
@@ -45,28 +45,30 @@ struct RowStats {
         return int64_t(entries) * params.h * (params.seqlen_q_rounded / kRows);
     }
 
-    // Behind the semaphores.
+    // The counter that tiles are drawn from; it lies behind the semaphores.
     CUTE_HOST_DEVICE static uint32_t *tile_counter(Flash_bwd_params const &params) {
         return params.dq_semaphore_ptr + num_ctas(params) / (kSemaphoreRows / kRows);
     }
 
-    // Neighbouring rows of the queries, whose statistics are neighbours, too: a sequence and the
-    // rows of none behind it, or those before the first.
+    // Neighbouring rows of the queries whose statistics are neighbours, too: a sequence and the
+    // rows of no sequence behind it, or the rows before the first sequence.
     struct Segment {
-        int sequence;     // before the first one: -1
-        int stats_begin;  // where the statistics of a head begin
-        int begin, end;   // rows of the queries
+        int sequence;     // -1: rows before the first sequence
+        int stats_begin;  // first row of its statistics within those of a head
+        int begin, end;   // [begin, end) of the rows of the queries
         int length;       // rows of the sequence
     };
-    // The one that row `row` of a head's statistics is of. All lanes of a warp call it, with one
-    // row.
+    // The segment that row `row` of a head's statistics belongs to. Collective over a warp, whose
+    // lanes pass the same row.
     CUTE_DEVICE static Segment segment_at(Flash_bwd_params const &params, int row) {
         if constexpr (!kVarlen) {
             return {0, 0, 0, params.seqlen_q, params.seqlen_q};
         }
         Segments<false> const segments{params};
         auto const queries = segments.queries();
-        int low = -1, high = params.b;  // the last sequence whose statistics do not begin behind it
+        // A 33-ary search of the warp for the last sequence whose statistics begin at or before
+        // `row`.
+        int low = -1, high = params.b;
         CUTE_NO_UNROLL
         while (high - low > 1) {
             int const step = (high - low + 32) / 33;
@@ -82,7 +84,8 @@ struct RowStats {
         return {low, row_stats_begin(begin, low), begin, end, length};
     }
 
-    // Whether the first one of its tiles of keys that visits a block stores the sums of dQ.
+    // Whether the first tile of keys that visits a block of the segment's queries stores the
+    // block's sums of dQ.
     CUTE_DEVICE static bool are_stored(Flash_bwd_params const &params, Segment const &segment) {
         if (!kSemaphores || params.stores_first == 0) return false;
         int seqlen_k = params.seqlen_k, begin = 0;
@@ -94,8 +97,8 @@ struct RowStats {
         return FirstSumsSm90<C>::are_stored(params, segment.length, seqlen_k);
     }
 
-    // Neighbouring elements of a row, kept as the vector that is loaded. An array of elements nvcc
-    // unpacks right behind its load, and so waits for one load before it issues the next.
+    // Neighbouring elements of a row, kept as the vector that is loaded. nvcc unpacks an array of
+    // elements right behind its load, and so waits for one load before it issues the next.
     struct Piece {
         uint4 words;
 
@@ -106,16 +109,17 @@ struct RowStats {
         }
     };
     static_assert(sizeof(Piece) == kVec * sizeof(Element));
-    // The exponentials of the sinks and of the scores take the LSE in base 2.
+    // exp(logit - LSE) from the LSE in base 2, which the exponentials of the scores also take.
     CUTE_DEVICE static float exponential(float logit, float lse_log2) {
         return exp2f(logit * kLog2e - lse_log2);
     }
 };
 
-// D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row, and zeros where the main kernel counts
-// and where it sums up dQ, unless dq_accum_ptr is null or that kernel stores the first sums. A row
-// that sees no key has LSE = -inf and P = 0: +inf in its place makes exp2(S - LSE) 0 and not NaN.
-// Likewise for rows past the end. In a ragged batch all sequences count as one entry here.
+// Writes D = rowsum(dO * O) - dLSE and LSE * log2(e) of each row. Writes zeros to the semaphores
+// and the tile counter of the main kernel and, unless dq_accum_ptr is null or that kernel stores
+// the first sums, to the sums of dQ. A row that sees no key has LSE = -inf and P = 0: +inf in its
+// place makes exp2(S - LSE) 0 and not NaN. Rows past the end get +inf, too. In a ragged batch all
+// sequences count as one batch entry here.
 template <class Stats>
 __global__ void __launch_bounds__(Stats::kThreads)
     flash_bwd_row_stats_kernel(__grid_constant__ Flash_bwd_params const params) {
@@ -137,7 +141,7 @@ __global__ void __launch_bounds__(Stats::kThreads)
             if (first_row == 0) *Stats::tile_counter(params) = 0;
         }
     }
-    // That of all rows of a CTA, as the statistics of each begin at a multiple of their number.
+    // All rows of a CTA are of one segment, as its statistics begin at a multiple of kRows.
     typename Stats::Segment const segment = Stats::segment_at(params, block * Stats::kRows);
     if (Stats::kZerosDq && params.dq_accum_ptr != nullptr && !Stats::are_stored(params, segment)) {
         constexpr int kPieces = Stats::kRows * Stats::kHeadDim / 4;  // of 16 bytes
@@ -205,8 +209,8 @@ __global__ void __launch_bounds__(Stats::kThreads)
     }
 }
 
-// A sink's column has no value, so its dP is 0: dsink = -sum over rows of exp(sink - LSE) * D. One
-// CTA a head, always in the same order.
+// Computes the gradient of the sinks. A sink's column has no value, so its dP is 0: dsink = -sum
+// over rows of exp(sink - LSE) * D. One CTA per head, which always adds in the same order.
 template <class Stats>
 __global__ void __launch_bounds__(Stats::kThreads)
     flash_bwd_sinks_kernel(__grid_constant__ Flash_bwd_params const params) {

@@ -30,7 +30,7 @@ struct SumParts {
         return (Sums::num_rows(params) + kRows - 1) / kRows;
     }
 
-    // The gradient's row `row` of all, of a key head.
+    // Row `row` of dK or dV of a key head, among the rows of all batch entries.
     CUTE_DEVICE static Element *gradient(Flash_bwd_params const &params, bool is_dk, int row,
                                          int head) {
         int64_t const batch = C.varlen ? 0 : row / params.seqlen_k;
@@ -42,7 +42,8 @@ struct SumParts {
     }
 };
 
-// params: as divide_heads() returns them. The parts of a head always in the same order.
+// Adds up the parts of each key head, always in the same order. A CTA has kRows rows of all key
+// heads, of both dK and dV. params: as divide_heads() returns them.
 template <class Sum>
 __global__ void __launch_bounds__(Sum::kThreads)
     flash_bwd_sum_parts_kernel(__grid_constant__ Flash_bwd_params const params) {
@@ -81,7 +82,8 @@ __global__ void __launch_bounds__(Sum::kThreads)
     }
 }
 
-// Once the tiles of keys are computed. params: as divide_heads() returns them.
+// Enqueues the sums over parts, behind the kernels with tiles of keys. params: as divide_heads()
+// returns them.
 template <BwdConfig C>
 cudaError_t enqueue_sum_parts(Flash_bwd_params const &params, void *stream) {
     using Sum = SumParts<C>;

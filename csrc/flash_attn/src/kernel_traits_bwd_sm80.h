@@ -10,7 +10,8 @@ namespace flash {
 
 using namespace cute;
 
-// What one kernel of a backward computes. all: dQ, too, a part of the sums for each tile of keys.
+// What one kernel of a backward computes. all: dK and dV, and each tile of keys adds its part of dQ
+// to sums in global memory.
 enum class BwdPass : int32_t { dq, dkv, dk, dv, all };
 
 template <BwdConfig C, BwdPass kPass>
@@ -42,15 +43,16 @@ struct KernelTraitsBwdSm80
     static constexpr int kQueries = kOwnsQueries ? kTile.rows : kTile.step;  // of a score tile
     static constexpr int kKeys = kOwnsQueries ? kTile.step : kTile.rows;
     static_assert(kRowStatsMultiple % kQueries == 0);
-    static constexpr int kOwned = kNeedsDs ? 2 : 1;  // tiles, the second for dP alone
+    static constexpr int kOwned = kNeedsDs ? 2 : 1;  // tiles; the second is for dP alone
 
-    // P^T and dS^T of a warp are of other rows or columns than its dK and dV: they go through
-    // shared memory.
+    // Whether P^T and dS^T go through shared memory: with warps_step > 1 those of a warp are of
+    // other rows or columns than its dK and dV.
     static constexpr bool kSharesP = kTile.warps_step > 1;
     static_assert(!kSharesP || (kSumsDq && C.head_dim % (16 * kTile.warps_step) == 0));
 
-    // dQ, dS K: (M, d), a sum over all owned keys, of at most so many queries at a time, for whose
-    // accumulators there are registers beside those of dK and dV. Warps divide both.
+    // dQ = dS K, (M, d), is a sum over all owned keys. It is computed for at most kDqRows queries
+    // at a time, for whose accumulators there are registers beside those of dK and dV. The warps
+    // divide its rows and its columns.
     static constexpr int kDqRows = kQueries < 64 ? kQueries : 64;
     static constexpr int kDqWarpsM = C.head_dim % (16 * kTile.warps / 2) == 0 ? 2 : 4;
     static constexpr int kDqWarpsD = kTile.warps / kDqWarpsM;
@@ -59,9 +61,9 @@ struct KernelTraitsBwdSm80
         TiledMMA<typename Base::MmaAtom, Layout<Shape<Int<kDqWarpsM>, Int<kDqWarpsD>, _1>>,
                  Tile<Int<16 * kDqWarpsM>, Int<16 * kDqWarpsD>, _16>>;
     static_assert(!kSumsDq || C.head_dim % (16 * kDqWarpsD) == 0);
-    // Of a thread's accumulators.
+    // Accumulators of dQ that a thread has.
     static constexpr int kDqPerThread = kDqRows * C.head_dim / Base::kThreads;
-    // dS^T as stored (N, M), and as A operand (M, N). K as B operand (d, N).
+    // dS^T as stored, (N, M); the same bytes as A operand dS, (M, N). K as B operand, (d, N).
     using SmemAtomDs = typename Base::template SmemAtomOf<(kQueries < 64 ? kQueries : 64)>;
     using SmemLayoutDst = decltype(tile_to_shape(SmemAtomDs{}, Shape<Int<kKeys>, Int<kQueries>>{}));
     using SmemLayoutDs = decltype(composition(
@@ -73,7 +75,7 @@ struct KernelTraitsBwdSm80
     struct Tiles {
         // Q and dO, or K and V. The gradients reuse the first one's bytes.
         alignas(128) cute::array<Element, cosize_v<typename Base::SmemLayoutM>> own[kOwned];
-        // K, or Q; V, or dO.
+        // step_x: K or Q. step_y: V or dO.
         alignas(128) cute::array<Element, cosize_v<typename Base::SmemLayoutN>> step_x[kStages];
         alignas(128) cute::array<Element, cosize_v<typename Base::SmemLayoutN>> step_y[kStages];
     };
@@ -91,7 +93,7 @@ struct KernelTraitsBwdSm80
         std::conditional_t<!kSumsDq, TilesAndStats,
                            std::conditional_t<kSharesP, TilesStatsDsAndP, TilesStatsAndDs>>>;
     static constexpr int kSmemBytes = sizeof(SharedStorage);
-    // Of the rounding of dQ, which stores rows through shared memory.
+    // For the kernel that rounds dQ, which stores rows through shared memory.
     using SmemLayoutDq =
         decltype(tile_to_shape(typename Base::SmemAtom{}, Shape<Int<kDqRows>, Int<C.head_dim>>{}));
     static constexpr int kDqSmemBytes = cosize_v<SmemLayoutDq> * static_cast<int>(sizeof(Element));

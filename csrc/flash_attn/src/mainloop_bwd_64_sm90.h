@@ -1,8 +1,9 @@
-// The loop of the backward for head dimensions up to 64, whose steps have 128 queries. Here the
-// arithmetic takes longer than the products, and the warpgroups do it at the same time, as each
-// waits for the other's dS. So products run under it where registers allow: dP under the first
-// exponentials, some of dV under the others and dS, the rest of dV and dK while dS goes to shared
-// memory, S of the next step while dQ does.
+// The consumers' main loop of the backward for head dimensions up to 64, whose steps have 128
+// queries. Here the elementwise arithmetic of a step takes longer than its products, and both
+// warpgroups do it at the same time, as each waits for the other's dS. So wgmmas run underneath it
+// where registers allow: dP under the first exponentials, part of dV under the other exponentials
+// and dS, the rest of dV and dK while dS is written to shared memory, and S of the next step while
+// dQ is.
 #pragma once
 
 #include <arch_sm90.h>
@@ -22,11 +23,11 @@ struct MainloopBwd64Sm90 : MainloopBwdSm90<Traits> {
     using Element = typename Traits::Element;
     static_assert(Traits::kHeadDim <= 64 && Traits::kTileM == 128);
     static constexpr int kSteps = Traits::kTileM / 16;  // k16 steps of dV and dK
-    // With dropout or a softcap registers do not suffice for that: dV comes first, and dP behind
-    // it.
+    // With dropout or a softcap registers do not suffice to run dP under the exponentials: dV is
+    // issued first, and dP once dV is complete.
     static constexpr bool kLateDp = Traits::kConfig.dropout || Traits::kConfig.softcap;
-    // Those of dV ahead of dS; the others follow it. With four it was 5 % slower
-    // (docs/tried_sm90.md).
+    // k16 steps of dV that are issued before dS is computed; the others are issued after it. With
+    // four it was 5 % slower (docs/tried_sm90.md).
     static constexpr int kEarlyDv = kLateDp ? kSteps : 2;
 
     struct Consumer : Base::Consumer {
@@ -55,15 +56,15 @@ struct MainloopBwd64Sm90 : MainloopBwdSm90<Traits> {
             Tensor tKrP = make_tensor<Element>(Operand{});                 // (8, 1, M/16)
             Tensor tKrDs = make_tensor<Element>(Operand{});                // (8, 1, M/16)
 
-            // A step whose S is complete; that of the next one, if there is one, is under way
-            // afterwards.
+            // Runs a step whose S is complete. Afterwards S of the next step, if there is one, is
+            // in flight.
             auto const run_step = [&](Step const &at,
                                       auto has_next) __attribute__((always_inline)) {
                 if constexpr (!kLateDp) this->issue_dp(rDp);
                 this->compute_p(params, rS, tKrP, at);
                 if constexpr (kLateDp) this->await_dout();
-                // The exponentials of these k16 steps stay ahead of the wait; ptxas moves most
-                // others, if there are any, behind it.
+                // ptxas keeps the exponentials of these k16 steps ahead of the wait for dP, and
+                // moves most of the others, if there are any, behind it.
                 this->template issue_dv<0, kEarlyDv>(tSrS, tKrP, rDv);
                 if constexpr (kLateDp) {
                     sm90::wgmma_wait<0>();
@@ -77,7 +78,8 @@ struct MainloopBwd64Sm90 : MainloopBwdSm90<Traits> {
                     this->template issue_dv<kEarlyDv, kSteps>(tSrS, tKrP, rDv);
                 }
                 this->write_ds(tKrDs);
-                // Ahead of the fence, so that the tensor cores are busy meanwhile.
+                // dK is issued ahead of the fence in publish_ds(), so that the tensor cores are
+                // busy during it.
                 this->template issue_gradient<0, kSteps>(tKrDs, storage.q[step.stage()], rDk);
                 this->publish_ds();
                 this->issue_dq(rDq);

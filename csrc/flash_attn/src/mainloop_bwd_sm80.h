@@ -1,17 +1,17 @@
-// The loop of the backward kernels on mma.sync, cp.async and ldmatrix. A CTA owns rows of one side
-// and visits blocks of the other:
+// The main loop of the backward kernels on mma.sync, cp.async and ldmatrix. A CTA owns rows of one
+// side and visits blocks of the other:
 //
 //   dQ:        owns Q and dO,  visits K and V:  S   = Q K^T, dP   = dO V^T, dQ += dS K
 //   dK and dV: owns K and V,   visits Q and dO: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO,
 //                                               dK += dS^T Q
 //   all: as dK and dV, and                      dQ += dS K, summed up in global memory
 //
-// with P = exp(S - LSE) and dS = P * (dP - D), D of preprocess; dropout.h and score_mod.h say what
-// they change. X is what S is made of, Y what dP is made of. P and dS stay in registers: as
-// accumulators their rows are those that the warp owns, which makes them A operands of the products
-// that follow. With warps_step > 1 the warps of a row have parts of them, and both go through
-// shared memory. For the dQ of `all` dS does anyway: it is the only sum that crosses warps and
-// CTAs.
+// with P = exp(S - LSE) and dS = P * (dP - D), where the preprocess kernel computes D; dropout.h
+// and score_mod.h say what they change. In names X stands for the operands of S, Q and K, and Y for
+// those of dP, dO and V. P and dS stay in registers: the rows of their accumulators are those that
+// the warp owns, so they are A operands of the products that follow. With warps_step > 1 several
+// warps divide the columns of a row of scores, and P and dS go through shared memory. For the dQ of
+// `all` dS goes there in any case, as dQ is the only sum that crosses warps and CTAs.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -31,8 +31,8 @@ namespace flash {
 
 using namespace cute;
 
-// kOrdered: parts of dQ are added in the order of the tiles of keys. Asked at run time it cost
-// other launches up to 4 % (docs/tried_sm80.md).
+// kOrdered: CTAs add their parts of dQ in the order of their tiles of keys. As a branch at run time
+// it cost the other launches up to 4 % (docs/tried_sm80.md).
 template <class Traits, bool kOrdered = false>
 struct MainloopBwdSm80 {
     using Element = typename Traits::Element;
@@ -47,7 +47,7 @@ struct MainloopBwdSm80 {
     static constexpr bool kCaps = Traits::kConfig.softcap;
     static constexpr bool kModifies = kCaps || Traits::kConfig.alibi;
     static constexpr bool kVarlen = Traits::kConfig.varlen;
-    static constexpr int kCountingThread = Traits::kThreads - 32;  // of parts of dQ (OrderDqSm80)
+    static constexpr int kCountingThread = Traits::kThreads - 32;  // counts parts: OrderDqSm80
     static constexpr int kRowsPerThread = 2 * kTileM / (16 * Traits::kWarpsM);
 
     // Rows of one head of a tensor of queries or keys.
@@ -83,7 +83,8 @@ struct MainloopBwdSm80 {
                     tile.row_k * params.v_row_stride,
                 params.v_row_stride};
     }
-    // Where in the workspaces block n of kQueries rows begins.
+    // The row of the workspaces, for statistics and for sums of dQ, where block n of kQueries rows
+    // begins.
     CUTE_DEVICE static int64_t workspace_row(Flash_bwd_params const &params, WorkTile const &tile,
                                              int head, int n) {
         int const entry = kVarlen ? 0 : tile.batch;
@@ -111,7 +112,8 @@ struct MainloopBwdSm80 {
         }
     }
 
-    // Block n of the visited side; head: the query head.
+    // Loads block n of the visited side, with its statistics if these rows are queries. head: the
+    // query head.
     CUTE_DEVICE static void load_step(Flash_bwd_params const &params, SharedStorage &storage,
                                       WorkTile const &tile, int head, int n, int stage) {
         Rows const x =
@@ -165,7 +167,7 @@ struct MainloopBwdSm80 {
                   copy_b.get_slice(thread).partition_S(sB));
     }
 
-    // acc += scores step. rS: the scores, rounded, (4, MMA_M, N/8).
+    // acc += rS step. rS: P or dS, or their transposes, rounded, (4, MMA_M, N/8).
     template <class Acc, class Scores, class Array>
     CUTE_DEVICE static void accumulate(Acc &acc, Scores &&rS, Array &step) {
         int const thread = threadIdx.x;
@@ -181,7 +183,7 @@ struct MainloopBwdSm80 {
         gemm_smem(mma, NoCopy{}, copy_b, acc, tOrS, tOrBt, tOsBt, tOsBt);
     }
 
-    // acc += scores step, with the scores from shared memory.
+    // acc += scores step. scores: P^T or dS^T in shared memory, as share() writes them.
     template <class Acc, class Scores, class Array>
     CUTE_DEVICE static void accumulate_shared(Acc &acc, Scores &scores, Array &step) {
         int const thread = threadIdx.x;
@@ -200,7 +202,7 @@ struct MainloopBwdSm80 {
                   copy_b.get_slice(thread).partition_S(sBt));
     }
 
-    // P^T or dS^T, rounded, (4, MMA_M, MMA_N), to shared memory.
+    // Writes P^T or dS^T, rounded, (4, MMA_M, MMA_N), to shared memory.
     template <class Scores, class Array>
     CUTE_DEVICE static void share(Scores const &rS, Array &scores) {
         auto const copy_c = make_tiled_copy_C(typename Traits::SmemCopyAtomO{}, TiledMma{});
@@ -210,7 +212,7 @@ struct MainloopBwdSm80 {
         copy(copy_c, copy_thr.retile_S(rS), copy_thr.partition_D(sS));
     }
 
-    // Adds dS K of block n to the sums of dQ.
+    // Adds dS K of block n to the sums of dQ in global memory.
     CUTE_DEVICE static void add_dq(Flash_bwd_params const &params, SharedStorage &storage,
                                    WorkTile const &tile, int head, int n) {
         int const thread = threadIdx.x;
@@ -256,7 +258,7 @@ struct MainloopBwdSm80 {
             return make_tensor(acc.data(), select<1, 0>(rowcol));
         }
     }
-    // Query i and key j of a thread's (queries, keys), within the tile.
+    // The query and the key, within the tile, of element (i, j) of a thread's (queries, keys) view.
     CUTE_HOST_DEVICE static constexpr int query_of(int thread, int i) {
         return kOwnsQueries ? Traits::acc_row(thread, i) : Traits::acc_col(thread, i);
     }
@@ -276,7 +278,7 @@ struct MainloopBwdSm80 {
             [](int j) { return key_of(0, j); });
     }
 
-    // The derivatives of the softcap go to tSrG.
+    // Applies softcap and ALiBi to the products tSrS. The derivatives of the softcap go to tSrG.
     template <class Acc>
     CUTE_DEVICE static void modify(Flash_bwd_params const &params, WorkTile const &tile, Acc &tSrS,
                                    Acc &tSrG, int n, int head_q) {
@@ -289,7 +291,8 @@ struct MainloopBwdSm80 {
                                    [](int j) { return key_of(0, j); });
     }
 
-    // From masked scores to P, as (queries, keys). stats_at: the statistics of the i-th query.
+    // Makes P of masked scores, in place. p: (queries, keys); stats_at(i): the statistics, LSE *
+    // log2(e) and D, of the thread's i-th query.
     template <class P, class StatsAt>
     CUTE_DEVICE static void exponentiate(Flash_bwd_params const &params, P &p,
                                          StatsAt const &stats_at) {
@@ -303,9 +306,10 @@ struct MainloopBwdSm80 {
         }
     }
 
-    // The block of visit n, of visits that are counted down. Keys are visited in the order of the
-    // forward, queries as under a window; where dQ has an order from the last block down, so that
-    // under every mask a tile comes to a block before the tiles behind it do.
+    // The block of visit n, where n counts down. Blocks of keys are visited in the order of the
+    // forward, blocks of queries in that of a local window (BlockRange::block()). With kOrdered a
+    // tile visits its blocks from the last one down, so that under every mask it comes to a block
+    // before the tiles behind it do.
     CUTE_DEVICE static int block_of(WorkTile const &tile, int n) {
         if constexpr (kOrdered) {
             return tile.blocks.begin + n;
@@ -313,14 +317,15 @@ struct MainloopBwdSm80 {
         constexpr MaskKind kOrder = kOwnsQueries ? Traits::kMask : MaskKind::local;
         return tile.blocks.template block<kOrder>(n);
     }
-    // Whether some row of it does not see all keys.
+    // Whether the block of visit n needs the mask, as not every query sees every key.
     CUTE_DEVICE static bool is_cut(WorkTile const &tile, int n) {
         return kOrdered ? !tile.blocks.is_whole(n) : n >= tile.blocks.unmasked;
     }
 
     using Order = OrderDqSm80<Traits>;
-    // Ahead of visit n of a head: waits where it comes to a semaphore, and counts at the one
-    // before.
+    // Called by all threads ahead of visit n of a head. If the visit is the tile's first one at a
+    // semaphore, thread 0 waits there for the tile's turn, and kCountingThread counts this tile's
+    // parts at the semaphore before, which may be the previous head's.
     CUTE_DEVICE static void take_turn(Flash_bwd_params const &params, WorkTile const &tile,
                                       int head, int n) {
         int const thread = threadIdx.x, block = block_of(tile, n);
@@ -338,7 +343,8 @@ struct MainloopBwdSm80 {
         Order::count(params, block_of(tile, 0), workspace_row(params, tile, head, 0));
     }
 
-    // dX and dY are the accumulators (4, MMA_M, d/8) of dQ or dK, not yet scaled, and of dV.
+    // Runs the main loop of a tile. dX and dY are the accumulators (4, MMA_M, d/8) of dQ or dK, not
+    // yet scaled, and of dV.
     template <class AccX, class AccY>
     CUTE_DEVICE static void run(Flash_bwd_params const &params, SharedStorage &storage,
                                 WorkTile const &tile, AccX &dX, AccY &dY) {
@@ -347,7 +353,8 @@ struct MainloopBwdSm80 {
         auto const block = [&](int n) { return block_of(tile, n); };
         DropoutBwd<Traits> const dropout(params, tile, thread);
 
-        // The statistics of owned rows; those of visited rows come with them.
+        // Statistics of owned queries, in registers; those of visited queries are loaded with their
+        // block.
         cute::array<float2, kOwnsQueries ? kRowsPerThread : 1> own_stats;
         if constexpr (kOwnsQueries) {
             float2 const *const stats = stats_of(params, tile, tile.head_q, tile.m_block);
@@ -359,7 +366,7 @@ struct MainloopBwdSm80 {
 
         int const count = tile.blocks.count;
         int left = kOwnsQueries ? count : count * params.h_h_k_ratio;  // visits
-        int n = count - 1;                                             // visits left of this head
+        int n = count - 1;                                             // the visit, counting down
         int head = tile.head_q;
         int stage = 0;
         load_own(params, storage, tile);
@@ -432,7 +439,7 @@ struct MainloopBwdSm80 {
                 if constexpr (!Traits::kSharesP) accumulate(dX, rDs, step_x);
             }
             if constexpr (Traits::kSumsDq) {
-                __syncthreads();  // dS is complete; unless P is shared all have read the step
+                __syncthreads();  // dS is complete; without kSharesP all have read the step's tiles
                 if constexpr (Traits::kSharesP) {
                     accumulate_shared(dY, storage.p, step_y);
                     accumulate_shared(dX, storage.ds, step_x);

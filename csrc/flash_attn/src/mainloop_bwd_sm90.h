@@ -1,19 +1,19 @@
-// The loop of the backward on wgmma and TMA, of d 96 and 128, and what the others share; up to d =
-// 64 the consumers' loop is that of mainloop_bwd_64_sm90.h, above 128 of mainloop_bwd_wide_sm90.h.
-// A CTA owns keys and visits blocks of queries, of all query heads of its key head; each MMA
-// warpgroup owns 64 of the keys:
+// The main loop of the backward on wgmma and TMA for d 96 and 128, and what the others share; the
+// consumers have loops of their own up to d = 64 (mainloop_bwd_64_sm90.h) and above d = 128
+// (mainloop_bwd_wide_sm90.h). A CTA owns a tile of keys and visits blocks of queries of all query
+// heads of its key head; each MMA warpgroup owns 64 of the keys:
 //
 //   S^T = K Q^T, dP^T = V dO^T, P = exp(S - LSE), dS = P * (dP - D), D of preprocess
 //   dV += P^T dO, dK += dS^T Q      per warpgroup, in registers
 //   dQ += dS K                      over all keys of the CTA, summed up in global memory
 //
-// P^T and dS^T are A operands as they come out. dS goes through shared memory too, where both
-// warpgroups read the other's, and dQ to one thread that adds it to the sums. dQ of a step is
-// issued behind S of the next one, as it waits for the other warpgroup. ptxas puts the exponentials
-// behind the wait for dQ. While a warpgroup computes them, the other one's products fill the tensor
-// cores; the warpgroups take turns with dK, S and dQ, as both at a time would share the tensor
-// cores and then both compute. A wait for dO ahead of that for dQ, which kept the exponentials
-// under dQ, cost 1 to 8 % (docs/tried_sm90.md).
+// The accumulators of P^T and dS^T are A operands as they are, in registers. dS also goes to shared
+// memory, where each warpgroup reads the other's, too, and so does dQ, for one thread that adds it
+// to the sums. dQ of a step needs both warpgroups' dS and so is issued behind S of the next step.
+// ptxas moves the exponentials behind the wait for dQ. While a warpgroup computes them, the other's
+// products keep the tensor cores busy: the warpgroups take turns with dK, S and dQ, as both at once
+// would share the tensor cores and then both compute. Waiting for dO ahead of dQ, which kept the
+// exponentials under dQ, cost 1 to 8 % (docs/tried_sm90.md).
 #pragma once
 
 #include <arch_sm90.h>
@@ -59,7 +59,7 @@ struct MainloopBwdSm90 {
     template <int kColumns>
     using AccLayout = Layout<Shape<Shape<_2, _2>, _1, Int<kColumns / 8>>>;
 
-    // writers: threads that write dQ, or keep its order, which read the tiles, too.
+    // writers: threads of Writer, which write dQ or keep its order; they, too, read the tiles.
     CUTE_DEVICE static void init_barriers(SharedStorage &storage, int writers) {
         constexpr int kWarps = 4;  // of a warpgroup, with one arrival each
         constexpr int kReaders = kWarps * Traits::kWarpgroups;
@@ -111,7 +111,7 @@ struct MainloopBwdSm90 {
     using Producer = ProducerBwdSm90<Traits>;
     using Writer = std::conditional_t<Traits::kWide, OrderDqSm90<Traits>, WriterDqSm90<Traits>>;
 
-    // One MMA warpgroup. That of mainloop_bwd_wide_sm90.h has a run() and an issue_dq() of its own.
+    // One MMA warpgroup. mainloop_bwd_64_sm90.h and mainloop_bwd_wide_sm90.h derive theirs from it.
     struct Consumer {
         using Step = typename Scheduler::Step;
         SharedStorage &storage;
@@ -127,23 +127,24 @@ struct MainloopBwdSm90 {
         OwnKeysSm90<Traits, Traits::kKeySteps> own_k;
         OwnKeysSm90<Traits, Traits::kValueSteps> own_v;
 
-        // This warp no longer reads the buffer.
+        // One lane arrives for the warp, which no longer reads the buffer, or has filled it.
         CUTE_DEVICE static void release(sm90::Barrier *empty) {
             sm90::barrier_arrive(empty, threadIdx.x % 32 == 0);
         }
 
-        // The tile in work.
+        // The current tile.
         CUTE_DEVICE WorkTile const &tile() const { return storage.tile[tiles.stage()]; }
         CUTE_DEVICE int block(int visit) const { return tile().blocks.begin + visit; }
 
-        // TMA overwrites the statistics, which ordinary loads read. The fence and __syncwarp() of
-        // publish_ds(), behind the last of those loads, order the two.
+        // Releases Q, dO and the statistics of a step. Ordinary loads read the statistics, and TMA
+        // overwrites them: the proxy fence and __syncwarp() of publish_ds(), behind the last of
+        // these loads, order the two.
         CUTE_DEVICE void release_step(RingSteps const &ring) const {
             release(&storage.q_empty[ring.stage()]);
             release(&storage.dout_empty[ring.stage()]);
         }
 
-        // The statistics (LSE, D) of two neighbouring queries: element (., j) of an accumulator.
+        // The statistics (LSE, D) of two neighbouring queries, those of elements (., ., j).
         CUTE_DEVICE float4 stats(int j) const {
             return reinterpret_cast<float4 const *>(
                 storage.stats[step.stage()])[Traits::query_of(thread, 0) / 2 + 4 * j];
@@ -162,14 +163,14 @@ struct MainloopBwdSm90 {
                 });
         }
 
-        // The options of a step.
+        // Softcap, ALiBi and dropout of a step.
         using Weights = WeightsBwdSm90<Traits>;
         CUTE_DEVICE Weights weights(Flash_bwd_params const &params, Step const &at) const {
             return {params, tile(), at.head, block(at.visit) * kTileM + Traits::query_of(thread, 0),
                     Scheduler::key_begin(tile(), rank) + Traits::key_of(thread, 0)};
         }
 
-        // Elements (., 0, j) of tSrS: S^T (4, 1, M/8), afterwards P^T.
+        // Turns elements (., 0, j) of S^T into P^T, in place. tSrS: (4, 1, M/8).
         template <class Scores>
         CUTE_DEVICE void exponentiate(Flash_bwd_params const &params, Scores &tSrS, int j) const {
             float4 const of_two = stats(j);
@@ -180,7 +181,7 @@ struct MainloopBwdSm90 {
             }
         }
 
-        // tSrDp: dP^T (4, 1, M/8), afterwards dS^T.
+        // Turns dP^T into dS^T, in place. tSrDp: (4, 1, M/8).
         template <class P, class Scores>
         CUTE_DEVICE void differentiate(Flash_bwd_params const &params, P const &tSrP,
                                        Scores &tSrDp) const {
@@ -195,8 +196,8 @@ struct MainloopBwdSm90 {
             }
         }
 
-        // tSrDs: dS^T as A operand, (8, 1, M/16). To a page of shared memory, transposed: each of a
-        // warp's stores writes 16 queries of 16 keys.
+        // Writes dS^T, in tSrDs as A operand (8, 1, M/16), transposed to a page of shared memory:
+        // each stmatrix of a warp writes 16 queries of 16 keys.
         template <class Fragment>
         CUTE_DEVICE void write_ds(Fragment const &tSrDs) const {
             int const query = thread % 32 / 16 * 8 + thread % 8;
@@ -212,7 +213,7 @@ struct MainloopBwdSm90 {
                                         *reinterpret_cast<uint128_t *>(begin + j * 16 * 64));
             }
         }
-        // dS, which this warp has written, is there for the products.
+        // Makes dS of this warp visible to wgmma, and arrives at ds_full for the warp.
         CUTE_DEVICE void publish_ds() const {
             sm90::fence_async_proxy();
             __syncwarp();
@@ -224,13 +225,13 @@ struct MainloopBwdSm90 {
             publish_ds();
         }
 
-        // The first row of a block of queries of an owned head among the sums.
+        // The first row of the sums of a block of an owned head. They lie in the CTA's own place.
         CUTE_DEVICE int64_t sums_row(Flash_bwd_params const &params, int head, int block) const {
             int64_t const place = int64_t(blockIdx.x) * params.h_h_k_ratio + head - tile().head_q;
             return place * params.seqlen_q_rounded + block * kTileM;
         }
 
-        // Of all blocks of the queries of an owned head.
+        // Calls f(sums, index of the block) for all blocks of queries of an owned key head.
         template <class Function>
         CUTE_DEVICE void for_each_sums(Flash_bwd_params const &params, Function const &f) const {
             int const blocks = Block::blocks_of_head(params);
@@ -242,8 +243,8 @@ struct MainloopBwdSm90 {
                   (tile().batch * params.h + head) * blocks + block);
             }
         }
-        // Before a tile of an owned head, whose sums the first one finds to be zeros. Those of
-        // different tiles are added one after the other, so dQ has the same bits each time.
+        // Begins a tile of an owned head; zeroes the head's sums before the first one. Each tile
+        // waits until the one before has added its parts, so dQ has the same bits each time.
         CUTE_DEVICE void begin_owned(Flash_bwd_params const &params) const {
             sm90::bulk_wait();
             if (tile().m_block > 0) return;
@@ -251,7 +252,7 @@ struct MainloopBwdSm90 {
             sm90::fence_async_proxy_global();
             __syncwarp();
         }
-        // After the last one.
+        // Behind an owned head's last tile: rounds its sums to dQ.
         CUTE_DEVICE void end_head(Flash_bwd_params const &params) const {
             sm90::bulk_wait();
             __syncwarp();
@@ -261,9 +262,9 @@ struct MainloopBwdSm90 {
                           [&](auto const &sums, int i) { sums.round(params, Block(params, i)); });
         }
 
-        // Leaves dQ of a block, a part of it, in shared memory in the order of each warp's
-        // accumulators: to the writer or, of an owned head, to a reduction by this warp. rDq:
-        // ((2, 2, N/8), 1, 1).
+        // Writes the CTA's part of dQ of a block to shared memory, in the order of each warp's
+        // accumulators. The writer adds it to the sums or, for an owned head, this warp, by a bulk
+        // reduction. rDq: ((2, 2, N/8), 1, 1).
         template <class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
                                 Acc const &rDq) {
@@ -301,11 +302,11 @@ struct MainloopBwdSm90 {
             }
         }
 
-        // `thread`, of which ptxas then keeps nothing over the tiles, and spills nothing: it does
-        // not know that this adds 0.
+        // `thread` plus a 0 that ptxas does not know to be 0: so it keeps nothing that follows from
+        // `thread` in registers over the tiles, and spills nothing.
         CUTE_DEVICE int own_thread() const { return thread + static_cast<int>(tiles.uses >> 31); }
-        // Whether the CTA is to store a gradient of the tile: not where another has its last
-        // visits.
+        // Adds up the sums of a shared tile. Returns whether this CTA stores the gradient: not if
+        // another CTA has the tile's last visits.
         template <class Acc>
         CUTE_DEVICE bool combine(Flash_bwd_params const &params, bool is_dk, Acc &tKrX) const {
             if constexpr (Traits::kMayShare) {
@@ -314,8 +315,8 @@ struct MainloopBwdSm90 {
             return true;
         }
 
-        // Stores the gradient of the tile's keys, times scale. tKrX: (4, 1, d/8); gmem: the first
-        // key of the head, in a ragged batch of the sequence's.
+        // Stores the gradient of the tile's keys, times scale. tKrX: (4, 1, d/8); gmem: the row of
+        // the head's first key, in a ragged batch of the sequence's first key.
         template <class Acc>
         CUTE_DEVICE void store_gradient(Element *gmem, int64_t row_stride, int d, float scale,
                                         Acc &tKrX) const {
@@ -330,7 +331,7 @@ struct MainloopBwdSm90 {
             });
         }
 
-        // The same of the sums of a part of a key head.
+        // Stores the unscaled sums of a part of a key head, in float32 (head_parts.h).
         template <class Acc>
         CUTE_DEVICE void store_part(Flash_bwd_params const &params, bool is_dk,
                                     Acc const &tKrX) const {
@@ -360,10 +361,10 @@ struct MainloopBwdSm90 {
             store_gradient(head + first_row() * params.dv_row_stride, params.dv_row_stride,
                            params.d, Traits::kConfig.dropout ? params.dropout_scale : 1.f, tKrDv);
         }
-        // Of the sequence's keys.
+        // The first row of the sequence's keys, in a dense batch 0.
         CUTE_DEVICE int first_row() const { return Traits::kVarlen ? tile().row_k : 0; }
 
-        // S^T or dP^T of a step: own is K or V, visited Q or dO.
+        // Issues S^T or dP^T of a step: own is K or V, visited Q or dO.
         template <class OwnKeys, class Own, class Visited, class Acc>
         CUTE_DEVICE void issue_scores(OwnKeys const &keys, Own &own, Visited &visited,
                                       Acc &acc) const {
@@ -371,12 +372,12 @@ struct MainloopBwdSm90 {
             int const zero = static_cast<int>(step.uses >> 31);
             keys.issue(own, zero, visited, Traits::first_thread(warpgroup), acc);
         }
-        // To registers, as far as they are kept there, of a tile whose buffer is full.
+        // Load the k16 steps of K or V that stay in registers over a tile, once its buffer is full.
         CUTE_DEVICE void load_k() { own_k.load(storage.k, mma_thread()); }
         CUTE_DEVICE void load_v() { own_v.load(storage.v, mma_thread()); }
         CUTE_DEVICE int mma_thread() const { return Traits::kWide ? thread % 128 : thread; }
 
-        // The k16 steps [kBegin, kEnd) of acc += tKrX visited, of P^T and dO or of dS^T and Q.
+        // Issues the k16 steps [kBegin, kEnd) of acc += tKrX visited: P^T dO or dS^T Q.
         template <int kBegin, int kEnd, class Fragment, class Visited, class Acc>
         CUTE_DEVICE void issue_gradient(Fragment const &tKrX, Visited &visited, Acc &acc) const {
             typename Traits::TiledMmaDkv mma;
@@ -388,7 +389,7 @@ struct MainloopBwdSm90 {
                               [&] { sm90::wgmma_steps<kBegin, kEnd, true>(mma, tKrX, tKrB, acc); });
         }
 
-        // rDq = dS K, the warpgroup's part, once both warpgroups have written dS.
+        // Issues the warpgroup's part of rDq = dS K, once both warpgroups have written dS.
         template <class Acc>
         CUTE_DEVICE void issue_dq(Acc &rDq) const {
             typename Traits::TiledMmaDq mma;
@@ -438,8 +439,8 @@ struct MainloopBwdSm90 {
             await_dout();
             issue_scores(own_v, storage.v, storage.dout[step.stage()], rDp);
         }
-        // P of a step, once S is complete. tSrS: S^T (4, 1, M/8), afterwards P^T, as Weights::ds()
-        // takes it. tKrP: P^T as operand (8, 1, M/16), where it is rounded here.
+        // Computes P of a step from S, which is complete. tSrS: S^T (4, 1, M/8), afterwards P^T as
+        // Weights::ds() takes it. tKrP: P^T as operand (8, 1, M/16), rounded here if kRoundsEarly.
         template <class Scores, class Fragment>
         CUTE_DEVICE void weigh(Flash_bwd_params const &params, Scores &tSrS, Fragment &tKrP,
                                Step const &at) const {
@@ -469,7 +470,7 @@ struct MainloopBwdSm90 {
             sm90::pin(rS);
             Tensor tSrS = make_tensor(rS.data(), AccS{});  // (4, 1, M/8)
             weigh(params, tSrS, tKrP, at);
-            sm90::pin(rS);  // ahead of the next wait in PTX; ptxas moves most behind it
+            sm90::pin(rS);  // in PTX P is ahead of the next wait; ptxas moves most of it behind
         }
         // Issues the k16 steps [kBegin, kEnd) of dV += P^T dO. tSrP: P^T (4, 1, M/8).
         template <int kBegin, int kEnd, class Scores, class Fragment, class Acc>
@@ -482,7 +483,7 @@ struct MainloopBwdSm90 {
             issue_gradient<kBegin, kEnd>(tKrP, storage.dout[step.stage()], rDv);
         }
 
-        // The turns of the warpgroups, the first one's first, by a named barrier each.
+        // The warpgroups take turns, the first one first, by a named barrier each.
         CUTE_DEVICE void wait_turn() const { sm90::named_barrier_sync(1 + warpgroup, 256); }
         CUTE_DEVICE void pass_turn() const { sm90::named_barrier_arrive(2 - warpgroup, 256); }
 
@@ -490,7 +491,7 @@ struct MainloopBwdSm90 {
             release(&storage.k_empty);
             release(&storage.v_empty);
         }
-        // Of a tile what is complete: the gradients of its keys, and dQ of an owned head.
+        // Stores what a tile completes: dK and dV and, behind an owned head's last tile, dQ.
         template <class Acc>
         CUTE_DEVICE void store_tile(Flash_bwd_params const &params, Acc &tKrDk, Acc &tKrDv) const {
             if (params.dk_ptr != nullptr) {
@@ -518,7 +519,7 @@ struct MainloopBwdSm90 {
             Tensor tKrP = make_tensor<Element>(Operand{});           // (8, 1, M/16)
             Tensor tKrDs = make_tensor<Element>(Operand{});          // (8, 1, M/16)
 
-            // dS, dV += P^T dO and dK += dS^T Q of a step, of which the last two are under way
+            // Computes dS of a step, and issues dV += P^T dO and dK += dS^T Q, which are in flight
             // afterwards.
             auto const issue_gradients = [&] {
                 auto &q = storage.q[step.stage()];
@@ -526,8 +527,8 @@ struct MainloopBwdSm90 {
                 sm90::wgmma_wait<0>();
                 sm90::pin(rDp);
                 this->template issue_dv<0, kTileM / 16>(tSrS, tKrP, rDv);
-                // Waiting for dO once more, which is there, keeps ptxas from issuing half of dV
-                // behind dS, as it moves no product behind a loop that waits at an mbarrier.
+                // dO is there. Waiting for it again keeps ptxas from issuing half of dV behind dS,
+                // as it moves no wgmma behind a loop that waits at an mbarrier.
                 await_dout();
                 differentiate(params, tSrS, tSrDp);
                 convert(tSrDp, tKrDs);
@@ -573,7 +574,7 @@ struct MainloopBwdSm90 {
                         ds.advance();
                         sm90::wgmma_wait<1>();
                         pass_turn();
-                        // With several options registers do not hold dQ beside what P takes.
+                        // With several options registers do not hold dQ while P is computed.
                         if constexpr (Traits::kSeveralOptions) finish_dq(done);
                         compute_p(params, rS, tKrP, at);
                         if constexpr (!Traits::kSeveralOptions) finish_dq(done);

@@ -1,15 +1,15 @@
-// The loop of the backward for head dimensions above 128, of which a warpgroup's registers hold
-// dK or dV of 64 keys, not both. A CTA owns 64 keys, and its warpgroups divide the products. Two
-// CTAs make a cluster, send each other dS, and compute half of dQ's columns each, over the keys of
-// both, so that half as much is added to the sums:
+// The consumers' main loop of the backward for head dimensions above 128, where a warpgroup's
+// registers hold dK or dV of 64 keys, but not both. A CTA owns 64 keys, and its two warpgroups
+// divide the products. Two CTAs form a cluster: they send each other dS, and each computes half of
+// dQ's columns over the keys of both, so that half as much is added to the sums:
 //
 //   warpgroup 0:  S^T = K Q^T, P = exp(S - LSE), to the other one; dV += P^T dO
 //   warpgroup 1:  dP^T = V dO^T, dS = P * (dP - D), to shared memory; dK += dS^T Q
-//   both:         dQ = dS K, of the CTA's columns half each, at d = 192 32 and 64, added to the
-//                 sums in global memory
+//   both:         dQ = dS K, of which they divide the CTA's columns, at d = 192 into 32 and 64, and
+//                 add their parts to the sums in global memory
 //
-// P^T and dS^T are A operands as they come out, in registers. The first warpgroup is ahead and
-// computes its part of dQ a step later, when dS is there as a rule.
+// P^T and dS^T are A operands in the registers that they are computed in. The first warpgroup runs
+// ahead and computes its part of dQ a step later, when dS is usually there.
 #pragma once
 
 #include <arch_sm90.h>
@@ -51,21 +51,23 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             sm90::barrier_wait(&storage.dout_full[dout().stage()], dout().parity());
         }
 
-        // Of the step at hand; up to here that Q's statistics are released.
+        // The rings of P and of dO at the current step, which ends with the release of Q's
+        // statistics.
         CUTE_DEVICE Ring<1> p() const { return {step.uses}; }
         CUTE_DEVICE Ring<Traits::kDoutStages> dout() const { return {step.uses}; }
-        // Of the step whose dQ is added.
+        // The ring of dq_turn at the step whose dQ is added.
         CUTE_DEVICE Ring<Traits::kDqSlots> dq_turn() const { return {ds.uses}; }
-        // Where a thread's part of P^T is: kTileM / 8 groups of four, 512 floats apart.
+        // Where this thread's part of P^T is in shared memory: kTileM / 8 groups of four floats,
+        // 512 floats apart.
         CUTE_DEVICE float4 *own_p() const {
             return reinterpret_cast<float4 *>(storage.p.data()) + thread % 128;
         }
 
-        // The last P has been read.
+        // Waits until the other warpgroup has read P of the step before.
         CUTE_DEVICE void await_room_for_p() const {
             sm90::barrier_wait(storage.p_empty.data(), p().parity() ^ 1);
         }
-        // tSrP: P^T (4, 1, M/8), as weigh() leaves it. Hands it over.
+        // Hands P^T to the other warpgroup. tSrP: P^T (4, 1, M/8), as weigh() leaves it.
         template <class Scores>
         CUTE_DEVICE void give_p(Scores const &tSrP) {
             CUTE_UNROLL
@@ -77,7 +79,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             release(storage.p_full.data());
         }
 
-        // tSrP: P^T (4, 1, M/8), of which each thread takes what its counterpart has computed.
+        // Takes P^T from the other warpgroup, each thread what its counterpart has computed. tSrP:
+        // (4, 1, M/8).
         template <class Scores>
         CUTE_DEVICE void take_p(Scores &tSrP) {
             sm90::barrier_wait(storage.p_full.data(), p().parity());
@@ -93,7 +96,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             release(storage.p_empty.data());
         }
 
-        // The warpgroup's part of rDq = dS K, over the keys of both CTAs.
+        // Issues the warpgroup's part of rDq = dS K, over the keys of both CTAs.
         template <class Part, class Acc>
         CUTE_DEVICE void issue_dq(Acc &rDq) const {
             using Ds = typename Traits::SmemLayoutDs;
@@ -105,9 +108,9 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             int const offset = Part::kOffset + static_cast<int>(ds.uses >> 31);
             constexpr int kHalf = cosize_v<typename Traits::SmemLayoutOtherKt>;
             Tensor sKtPart = make_tensor(make_smem_ptr(storage.k.data() + rank * kHalf + offset),
-                                         Kt{});  // (columns, N)
-            Tensor sOther = make_tensor(make_smem_ptr(other.k.data() + offset), Kt{});   // likewise
-            Tensor sDs = make_tensor(make_smem_ptr(storage.ds[stage].data()), Ds{});     // (M, N)
+                                         Kt{});                                         // (cols, N)
+            Tensor sOther = make_tensor(make_smem_ptr(other.k.data() + offset), Kt{});  // (cols, N)
+            Tensor sDs = make_tensor(make_smem_ptr(storage.ds[stage].data()), Ds{});    // (M, N)
             Tensor sOtherDs = make_tensor(make_smem_ptr(other.ds[stage].data()), Ds{});  // (M, N)
             Tensor tQrDs = thr_mma.make_fragment_A(thr_mma.partition_A(sDs));       // (1, 1, N/16)
             Tensor tQrK = thr_mma.make_fragment_B(thr_mma.partition_B(sKtPart));    // (1, 1, N/16)
@@ -118,13 +121,14 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             sm90::wgmma_group(rDq, [&] {
                 sm90::wgmma_steps<0, kSteps, false>(mma, tQrDs, tQrK, rDq);
                 sm90::barrier_wait(&other.ds_full[stage], ds.parity());
-                sm90::wgmma_fence();  // behind a loop; else ptxas adds it, and says so (C7519)
+                sm90::wgmma_fence();  // behind a loop; else ptxas adds a fence and says so (C7519)
                 sm90::wgmma_steps<0, kSteps, true>(mma, tOrDs, tOrK, rDq);
             });
         }
 
-        // Adds dQ of a block, a part of it, to the sums, which lie in the order of each warp's
-        // accumulators, or stores it (FirstSumsSm90). rDq: ((2, 2, N/8), 1, 1).
+        // Adds the warpgroup's part of dQ of a block to the sums, which lie in the order of each
+        // warp's accumulators, or stores it as the first part (FirstSumsSm90). rDq:
+        // ((2, 2, N/8), 1, 1).
         template <int kFirstColumn, class Acc>
         CUTE_DEVICE void add_dq(Flash_bwd_params const &params, int head, int block,
                                 Acc const &rDq) {
@@ -152,8 +156,8 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             }
         }
 
-        // Adds a part of dQ to the sums, and tells the other CTA that its dS has been read. S or dP
-        // of the next step, if there is one, is under way meanwhile.
+        // Waits for the warpgroup's part of dQ, tells the other CTA that its dS has been read, and
+        // adds the part to the sums. With kNext S or dP of the next step stays in flight.
         template <class Part, bool kNext, class Acc>
         CUTE_DEVICE void finish_dq(Flash_bwd_params const &params, Step const &of, Acc &rDq) {
             sm90::wgmma_wait<kNext>();
@@ -163,7 +167,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             ds.advance();
         }
 
-        // Sends dS, which all warps of the warpgroup have written, to the other CTA.
+        // Sends dS to the other CTA, once all warps of the warpgroup have written it.
         CUTE_DEVICE void send_ds() const {
             constexpr uint32_t kBytes = cosize_v<typename Traits::SmemLayoutDs> * sizeof(Element);
             auto &other = storage.other;
@@ -177,7 +181,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             __syncwarp();
         }
 
-        // S, P, dV and the first part of dQ.
+        // The main loop of warpgroup 0: S, P, dV and the first part of dQ.
         CUTE_DEVICE void run_values(Flash_bwd_params const &params) {
             using Part = typename Traits::template DqPart<0>;
             typename Traits::TiledMmaS mma_s;
@@ -194,10 +198,11 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 await_q();
                 issue_scores(this->own_k, storage.k, storage.q[step.stage()], rS);
             };
-            // P of a step, and dV += P^T dO, which is under way afterwards.
+            // Computes P of a step and issues dV += P^T dO, which is in flight afterwards.
             auto const issue_dv = [&](Step const &at) {
                 sm90::pin(rS);
-                // ptxas moves derivatives of the softcap behind this wait, and then may spill.
+                // Behind weigh(), ptxas moves derivatives of the softcap behind this wait and may
+                // spill.
                 if constexpr (Traits::kSeveralOptions) await_room_for_p();
                 this->weigh(params, tSrS, tKrP, at);
                 if constexpr (!Traits::kSeveralOptions) await_room_for_p();
@@ -206,16 +211,16 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 await_dout();
                 this->template issue_gradient<0, kTileM / 16>(tKrP, storage.dout[dout().stage()],
                                                               rDv);
-                sm90::fence_async_proxy();  // of the statistics' reads, as in publish_ds()
+                sm90::fence_async_proxy();  // orders reads of the statistics: release_step()
                 __syncwarp();
                 release(&storage.q_empty[step.stage()]);
                 step.advance();
             };
-            // Once dV of the step before is complete.
+            // Releases dO of the step before, once its dV is complete.
             auto const release_dout = [&] {
                 release(&storage.dout_empty[dout().before().stage()]);
             };
-            // P and dV of a step, and dQ of the one before.
+            // Runs P and dV of a step, and dQ of the step before.
             auto const run_step = [&](Step const &at, auto has_next) {
                 issue_dv(at);
                 issue_dq<Part>(rDq);
@@ -263,7 +268,7 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
             }
         }
 
-        // dP, dS and dK, and the other part of dQ.
+        // The main loop of warpgroup 1: dP, dS, dK and the second part of dQ.
         CUTE_DEVICE void run_keys(Flash_bwd_params const &params) {
             using Part = typename Traits::template DqPart<1>;
             typename Traits::TiledMmaS mma_s;
@@ -281,11 +286,11 @@ struct MainloopBwdWideSm90 : MainloopBwdSm90<Traits> {
                 await_dout();
                 issue_scores(this->own_v, storage.v, storage.dout[dout().stage()], rDp);
             };
-            // dS of a step whose dP is complete, dK += dS^T Q, and dQ.
+            // Runs a step whose dP is complete: dS, dK += dS^T Q and dQ.
             auto const run_step = [&](Step const &at, auto has_next) {
                 sm90::pin(rDp);
                 release(&storage.dout_empty[dout().stage()]);
-                await_q();  // the statistics
+                await_q();  // for the statistics
                 take_p(tSrP);
                 this->differentiate(params, tSrP, tSrDp);
                 convert(tSrDp, tKrDs);

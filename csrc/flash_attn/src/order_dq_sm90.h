@@ -1,7 +1,8 @@
-// Above d = 128 the order of the parts of dQ of a block of queries, in launches where the first
-// tile of keys that visits it stores its part and the others add theirs (FirstSumsSm90), or all add
-// theirs one after the other (TileSchedulerBwdSm90::keeps_order()).
-// Up to 128 the writer of dQ keeps it (writer_dq_sm90.h).
+// Keeps the order of the parts of dQ of a block of queries above d = 128, in launches where the
+// first tile of keys that visits the block stores its part and the others add theirs
+// (FirstSumsSm90), or where all add theirs one after the other
+// (TileSchedulerBwdSm90::keeps_order()). Up to d = 128 the writer of dQ keeps it
+// (writer_dq_sm90.h).
 #pragma once
 
 #include <arch_sm90.h>
@@ -16,18 +17,18 @@
 
 namespace flash {
 
-// A thread beside the producer and the consumers, or two. For each step it waits until all CTAs of
-// the tiles before have counted their parts, and says by dq_turn that its consumers may store or
-// add theirs; so none of them waits for global memory. By dq_stored it knows that they have, and
-// counts that at the block's semaphore: where the first tile stores, a step later, which is soon
-// enough for most; where all keep their order, the second thread does it at once, and arrives at
-// dq_turn, too.
+// One or two threads beside the producer and the consumers. For each step the first one waits until
+// all CTAs of the tiles before have counted their parts at the block's semaphore, and then arrives
+// at dq_turn, so that its consumers may store or add theirs; so no consumer waits for global
+// memory. The consumers arrive at dq_stored when they have, and this is counted at the semaphore:
+// where only the first tile stores, by the same thread a step later, which is soon enough for most,
+// or where all tiles keep their order by the second thread at once, which arrives at dq_turn, too.
 template <class Traits>
 struct OrderDqSm90 {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
 
     typename Traits::SharedStorage &storage;
-    int const which, writers;  // 0 of 1, or 0 or 1 of 2
+    int const which, writers;  // of this thread, and how many there are: 1 or 2
     Ring<Traits::kTileSlots> tiles;
     Ring<Traits::kDsStages> ds;
     Ring<Traits::kDqSlots> turn, stored;
@@ -55,7 +56,7 @@ struct OrderDqSm90 {
 
   private:
     CUTE_DEVICE void run_tile(Flash_bwd_params const &params, WorkTile const &tile) {
-        uint32_t *last = nullptr;  // where the step before is still to be counted
+        uint32_t *last = nullptr;  // the semaphore where the step before is still to be counted
         int const ratio = params.h_h_k_ratio, steps = tile.blocks.count * ratio;
         auto step = Scheduler::first_step(params, tile);
         CUTE_NO_UNROLL
@@ -77,10 +78,11 @@ struct OrderDqSm90 {
         if (last != nullptr) count(last);
     }
 
-    // Before a phase of dq_turn ends all warps have waited for the one of the same slot before, two
-    // steps ago: a step's dS is complete, and a warp hands over its P of a step behind its dQ of
-    // the second one before. Of two threads this one polls ahead of that, as most steps then find
-    // their turn come.
+    // Waits for the step's turn, and arrives at dq_turn. Before a phase of dq_turn ends, all warps
+    // must have waited for the phase before of the same slot, which is of two steps ago. They have
+    // once the step's dS is complete, as a warp hands over its P of a step behind its dQ of the
+    // second step before. With two threads this one polls the semaphore before it waits for dS, as
+    // most steps then find that their turn has come.
     CUTE_DEVICE void await(uint32_t const *semaphore, int ctas) {
         if (writers == 1) sm90::barrier_wait(&storage.ds_full[ds.stage()], ds.parity());
         CUTE_NO_UNROLL
@@ -91,9 +93,10 @@ struct OrderDqSm90 {
         sm90::barrier_arrive(&storage.dq_turn[turn.stage()]);
     }
 
-    // dq_stored of a step is waited for ahead of dq_turn of the second one behind it, without which
-    // no warp arrives at that slot again: by one thread before it says so, by the second of two
-    // before it arrives for that step.
+    // Waits until the consumers have stored or added their parts of a step, and counts that. This
+    // comes ahead of the end of dq_turn of the second step behind, without which no warp arrives at
+    // the same slot of dq_stored again: a single thread waits before it arrives at dq_turn for that
+    // step, and of two threads the second one does.
     CUTE_DEVICE void count(uint32_t *semaphore) {
         sm90::barrier_wait(&storage.dq_stored[stored.stage()], stored.parity());
         stored.advance();

@@ -1,6 +1,6 @@
 // A warpgroup's 64 rows of K or of V as A operand of S^T = K Q^T or dP^T = V dO^T, in the backward.
-// The first k16 steps stay in its registers over a tile, where there is room; the others wgmma
-// reads from shared memory for every block of queries anew.
+// The first k16 steps stay in its registers over a tile, where there is room; wgmma reads the
+// others from shared memory again for every block of queries.
 #pragma once
 
 #include <arch_sm90.h>
@@ -22,8 +22,9 @@ struct OwnKeysSm90 {
         Layout<Shape<Shape<_2, _2, _2>, _1, Int<kRegSteps>>>{}));  // (8, 1, steps)
     Fragment tSrOwn;
 
-    // Of a tile whose buffer is full. thread: among those of TiledMmaS. The fence in it is needed
-    // for V above d = 128, which is released ahead of all others where a tile has one step.
+    // Loads the k16 steps that stay in registers, of a tile whose buffer is full. thread: among
+    // those of TiledMmaS. The proxy fence in load_steps() is needed for V above d = 128, which is
+    // released ahead of all other buffers where a tile has one step.
     template <class Own>
     CUTE_DEVICE void load(Own &own, int thread) {
         Tensor sOwn =
@@ -31,8 +32,9 @@ struct OwnKeysSm90 {
         sm90::load_steps<typename Traits::TiledMmaSreg>(sOwn, thread, tSrOwn);
     }
 
-    // acc = own visited^T. first_thread: of the warpgroup in TiledMmaS. zero: 0, where ptxas does
-    // not know it, so that it does not keep the descriptors in vector registers over the loop.
+    // Issues acc = own visited^T. first_thread: of the warpgroup in TiledMmaS. zero: a 0 that ptxas
+    // does not know to be 0, so that it does not keep the descriptors in vector registers over the
+    // loop.
     template <class Own, class Visited, class Acc>
     CUTE_DEVICE void issue(Own &own, int zero, Visited &visited, int first_thread, Acc &acc) const {
         typename Traits::TiledMmaS mma;

@@ -15,9 +15,9 @@ namespace flash {
 
 using namespace cute;
 
-// Loads as far ahead as buffers are free, in the order of use, but above d = 128 a tile's K
-// behind V and dO, as its buffers are free last. Run by one thread, which also keeps the order
-// of kernels, as in the forward.
+// Loads as far ahead as buffers are free, in the order of use, except that above d = 128 a tile's K
+// comes behind V and dO, as its buffers are released last. Run by one thread, which also keeps the
+// order of kernels (programmatic dependent launch), as in the forward.
 template <class Traits>
 struct ProducerBwdSm90 {
     using Element = typename Traits::Element;
@@ -36,8 +36,8 @@ struct ProducerBwdSm90 {
     Ring<Traits::kTileSlots> tiles, numbers;
     uint32_t own_parity = 0;  // of K and V
 
-    // Loads kRows rows, kColumns of each, of a head of a sequence, which begins at row `begin`,
-    // from its row `row` on. Behind its end they arrive as zeros.
+    // Loads kColumns columns of kRows rows of a head, from row `row` of a sequence on, which has
+    // `length` rows and begins at row `begin` of the tensor. Rows behind its end arrive as zeros.
     template <int kRows, int kColumns = kHeadDim>
     CUTE_DEVICE static void load_rows(CUtensorMap const &map, sm90::Barrier *full, int bytes,
                                       sm90::CacheHint hint, Element *smem, int row, int begin,
@@ -53,7 +53,8 @@ struct ProducerBwdSm90 {
         }
     }
 
-    // Loads keys or values of a tile that a CTA of the cluster owns, kColumns from `column` on.
+    // Loads kColumns columns, from `column` on, of the keys or values of a tile that the cluster's
+    // CTA `owner` owns.
     template <int kColumns>
     CUTE_DEVICE void load_keys(CUtensorMap const &map, sm90::Barrier *full, sm90::Barrier *empty,
                                Element *smem, WorkTile const &tile, int owner, int column = 0) {
@@ -63,7 +64,8 @@ struct ProducerBwdSm90 {
                                     Scheduler::key_begin(tile, owner), tile.row_k, tile.seqlen_k,
                                     tile.head_k, tile.batch, column);
     }
-    // The number of the next tile. The first CTA of a cluster draws it for both.
+    // Returns the number of the worker's next tile. If tiles are drawn from a counter, the first
+    // CTA of a cluster draws for both and sends the number to the second.
     CUTE_DEVICE int next(Flash_bwd_params const &params, TileQueue const &queue, int index) {
         int const workers = static_cast<int>(gridDim.x) / Traits::kCluster;
         if (Traits::kMayOwnHeads && queue.group == 0) {
@@ -124,7 +126,7 @@ struct ProducerBwdSm90 {
         return Scheduler::get_tile(params, queue, index);
     }
 
-    // Hands a tile to the consumers.
+    // Hands a tile to the consumers and the threads of Writer.
     CUTE_DEVICE void publish(WorkTile const &tile) {
         sm90::barrier_wait(&storage.tile_empty[tiles.stage()], tiles.parity() ^ 1);
         storage.tile[tiles.stage()] = tile;
@@ -133,7 +135,8 @@ struct ProducerBwdSm90 {
     }
 
     CUTE_DEVICE void run(Flash_bwd_params const &params, TileQueue const &launched) {
-        // No thread touches global memory before: the others wait for their first tile.
+        // No thread of the CTA accesses global memory before this one has synchronised here, as the
+        // others wait for their first tile.
         bool const waits_first = Traits::kVarlen || Scheduler::waits_turn(params);
         if (waits_first) cudaGridDependencySynchronize();
         auto const &queue = Scheduler::queue(params, launched);
@@ -154,7 +157,7 @@ struct ProducerBwdSm90 {
                 auto const load_k = [&] {
                     load_keys<Traits::kColumnsK>(maps.k, &storage.k_full, &storage.k_empty,
                                                  storage.k.data(), tile, rank);
-                    if constexpr (Traits::kWide) {  // dQ's columns of the other CTA's
+                    if constexpr (Traits::kWide) {  // the other CTA's K, for this CTA's part of dQ
                         constexpr int kColumns = Traits::kDqColumns;
                         load_keys<kColumns>(maps.k, &storage.other.k_full, &storage.k_empty,
                                             storage.other.k.data(), tile, 1 - rank,
@@ -168,11 +171,11 @@ struct ProducerBwdSm90 {
                                         tile, rank);
                 }
                 load_dout(tile, step.head, block);
-                if (Traits::kWide && first) load_k();  // whose buffers are free last
+                if (Traits::kWide && first) load_k();  // its buffers are released last
                 own_parity ^= first;
                 step.advance(ratio);
             }
-            // Not before: who ends first is to have the next tile.
+            // Drawn only now, so that the worker that ends first gets the next tile.
             index = next(params, queue, index);
             tile = get_tile(params, queue, index);
             publish(tile);

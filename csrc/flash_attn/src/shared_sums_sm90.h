@@ -16,22 +16,23 @@ namespace flash {
 
 using namespace cute;
 
-// A CTA leaves sums of one tile at most (shared_tiles_sm90.h): at dkv_partial_ptr, those of dV in
-// front of those of dK. Each of its warps that has left some adds 1 to the CTA's counter, which is
-// zero before the launch.
+// A CTA leaves partial sums of one tile at most (shared_tiles_sm90.h), at its place in
+// dkv_partial_ptr: those of dV in front of those of dK. Each warp that has left its sums of a
+// gradient adds 1 to the CTA's counter, which is zero before the launch.
 template <class Traits>
 struct SharedSumsSm90 {
     static constexpr int kFloats = Traits::kTileN * Traits::kHeadDim;  // of a gradient
-    // Up to d = 128 both warpgroups hold dV and dK, above one each.
+    // What a CTA's counter reaches when all its sums are there. Up to d = 128 both warpgroups hold
+    // dV and dK, above d = 128 each holds one of them.
     static constexpr unsigned kStores = (Traits::kWide ? 1 : 2) * Traits::kWarpgroups * 4;
     static_assert(!Traits::kWide || Traits::kWarpgroups == 2);
 
     // Floats of the workspace of so many CTAs.
     CUTE_HOST_DEVICE static int64_t workspace(int ctas) { return int64_t(ctas) * 2 * kFloats; }
 
-    // By all threads that hold a gradient of a tile: leaves their sums, or adds those that others
-    // left. Returns whether this CTA is to store it. acc: (4, 1, d/8). thread: among all MMA
-    // threads.
+    // Called by all threads that hold a gradient of a tile. Leaves their sums in the workspace, or
+    // adds to them what other CTAs left. Returns whether this CTA stores the gradient. acc:
+    // (4, 1, d/8). thread: among all MMA threads.
     template <class Acc>
     CUTE_DEVICE static bool combine(Flash_bwd_params const &params, WorkTile const &tile,
                                     bool is_dk, int thread, Acc &acc) {
@@ -51,8 +52,9 @@ struct SharedSumsSm90 {
     }
 
   private:
-    // The first four of the thread's sums that a CTA left, in the order of the threads that hold
-    // them, those of dK behind those of dV; the next four are behind those of all threads.
+    // The thread's first four sums, among those that a CTA left: the sums of dK are behind those of
+    // dV, and within a gradient the first four sums of all threads come before the next four.
+    // thread: modulo the threads that hold the gradient.
     template <int kThreads>
     CUTE_DEVICE static float4 *sums(Flash_bwd_params const &params, int cta, bool is_dk,
                                     int thread) {
@@ -87,8 +89,8 @@ struct SharedSumsSm90 {
         float4 const *const from = sums<kThreads>(params, cta, is_dk, thread);
         CUTE_UNROLL
         for (int i = 0; i < kSize / 4; ++i) {
-            // The first one waits for lane 0's wait. The others keep the compiler from issuing more
-            // loads at once than there are registers for.
+            // The first __syncwarp() makes all lanes wait for lane 0. The others keep the compiler
+            // from issuing more loads at once than there are registers for.
             if (i % 4 == 0) __syncwarp();
             float4 const x = sm90::load_from_l2(from + i * kThreads);
             acc(4 * i) += x.x;

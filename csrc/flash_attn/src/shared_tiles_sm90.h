@@ -1,5 +1,5 @@
-// How CTAs share the tiles of keys of the last wave of the sm90 class's backward, which may be the
-// only one, where it is not full and all tiles are of one length (stream-K).
+// How CTAs of the sm90 class's backward share the tiles of keys of the last wave (stream-K), which
+// may be the only wave, where it is not full and all tiles are of one length.
 #pragma once
 
 #include <cstdint>
@@ -12,23 +12,25 @@
 
 namespace flash {
 
-// The visits of the tiles left for the last wave, one tile after the other, are cut into equally
-// long ranges, one for a worker, a CTA or cluster; a tile for four of them at most. A range is a
-// piece of one tile, or the last visits of a tile and the first ones of the next. Who has a tile's
-// last visits adds up and stores its dK and dV; the workers before leave their sums in global
-// memory. WorkTile::part is -1 where they are left, else the number of workers whose sums are to be
-// added.
+// The visits of the tiles that are left for the last wave, one tile after the other, are cut into
+// equally long ranges, one for each worker (a CTA or cluster), and at most four workers for each
+// tile. A range is a piece of one tile, or the last visits of a tile and the first ones of the
+// next. The worker with a tile's last visits adds up and stores its dK and dV; the workers before
+// it leave their sums in global memory. WorkTile::part is -1 for a worker that leaves its sums,
+// else the number of workers whose sums are to be added.
 //
-// A worker computes the piece with first visits before the other: what is waited for does not wait
-// itself. Workers wait for those with lower numbers only. GPUs start CTAs in that order, which CUDA
-// does not promise; if all run at once, as they do on a GPU without other work, it does not matter.
+// A worker computes the piece with a tile's first visits before the one with another tile's last
+// visits, so no worker waits for one that is itself waiting. Workers only wait for those with lower
+// numbers. GPUs start CTAs in the order of their numbers, which CUDA does not promise; if all run
+// at once, as they do on a GPU without other work, the order does not matter.
 template <class Traits>
 struct SharedTilesSm90 {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
 
-    // Tiles that workers share; 0: they do not. Then each computes every workers-th tile.
+    // The number of tiles that workers share. 0: they share none, and each computes every
+    // workers-th tile.
     CUTE_HOST_DEVICE static int count(Flash_bwd_params const &params, int workers) {
-        constexpr int64_t kLeast = 8;  // steps that the longest range has less than a tile
+        constexpr int64_t kLeast = 8;  // the longest range has so many steps fewer than a tile
         int const rest = static_cast<int>(Scheduler::num_tiles(params) % workers);
         if (!Traits::kMayShare || params.dk_ptr == nullptr || params.dq_semaphore_ptr == nullptr ||
             rest == 0) {
@@ -38,7 +40,7 @@ struct SharedTilesSm90 {
         return saved * params.h_h_k_ratio >= kLeast ? rest : 0;
     }
 
-    // The steps of a worker at most, where workers share tiles; 0: they do not.
+    // The most steps of a worker where workers share tiles; 0: they do not.
     CUTE_HOST_DEVICE static int64_t most_steps(Flash_bwd_params const &params, int workers) {
         int const rest = count(params, workers);
         if (rest == 0) return 0;
@@ -46,8 +48,8 @@ struct SharedTilesSm90 {
         return (of_waves + longest_range(params, workers, rest)) * params.h_h_k_ratio;
     }
 
-    // The pieces of worker `worker`, two at most, in the order in which it computes them, and one
-    // that stands for none. rest: count(), > 0.
+    // Writes the pieces of worker `worker`, two at most, in the order in which it computes them,
+    // and behind them one that stands for no tile. rest: count(), > 0.
     CUTE_HOST_DEVICE static void get_pieces(Flash_bwd_params const &params, TileQueue const &queue,
                                             int workers, int rest, int worker,
                                             SharedPiece *pieces) {
@@ -68,13 +70,15 @@ struct SharedTilesSm90 {
                 part = 0;
                 while (all * (worker - part) / sharing > of_begin) ++part;
             }
-            // Visits go downwards.
+            // Visits go from a tile's last block down, so [from, to) of them begin at block
+            // each - to.
             pieces[i] = {queue.tiles - rest + last - i, static_cast<int>(each) - to, to - from,
                          part};
         }
     }
 
-    // By one thread, which has the registers for it that the producer lacks.
+    // Writes the worker's pieces to shared memory. Called by one thread, which has the registers
+    // for it that the producer lacks.
     template <class Storage>
     CUTE_DEVICE static void plan(Flash_bwd_params const &params, TileQueue const &queue,
                                  Storage &storage) {
@@ -89,7 +93,8 @@ struct SharedTilesSm90 {
         }
     }
 
-    // By the producer: tile `index`, or its next piece. m_block < 0: none is left.
+    // Called by the producer. Returns tile `index` or, from shared_begin on, the worker's next
+    // piece. m_block < 0: none is left.
     template <class Storage>
     CUTE_DEVICE static WorkTile get_tile(Flash_bwd_params const &params, TileQueue const &queue,
                                          Storage &storage, int index) {
@@ -106,8 +111,9 @@ struct SharedTilesSm90 {
     }
 
   private:
-    // Each has a quarter of a tile and four visits or more, of shorter tiles a whole one; and a
-    // counter for each of its CTAs, which lie where those of stored dQ would be.
+    // The number of workers that share tiles. Each gets at least a quarter of a tile and four
+    // visits, or a whole tile if tiles are shorter. Each of its CTAs needs a counter; the counters
+    // lie where the semaphores of dQ would be.
     CUTE_HOST_DEVICE static int sharing_workers(Flash_bwd_params const &params, int workers,
                                                 int rest) {
         int64_t const counters =
@@ -117,13 +123,13 @@ struct SharedTilesSm90 {
         return static_cast<int>(
             cute::max(cute::min(able, cute::max(most, int64_t(rest))), int64_t(1)));
     }
-    // Visits.
+    // Visits of the longest range.
     CUTE_HOST_DEVICE static int64_t longest_range(Flash_bwd_params const &params, int workers,
                                                   int rest) {
         int64_t const ranges = sharing_workers(params, workers, rest);
         return (rest * visits(params) + ranges - 1) / ranges;
     }
-    // Of every tile, without a mask.
+    // Visits of each tile, as there is no mask.
     CUTE_HOST_DEVICE static int64_t visits(Flash_bwd_params const &params) {
         return (int64_t(params.seqlen_q) + Traits::kTileM - 1) / Traits::kTileM;
     }

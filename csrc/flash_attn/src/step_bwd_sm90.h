@@ -10,20 +10,21 @@
 namespace flash {
 
 // A step of a tile: a visit of a block of queries of a query head. Each block is visited for all
-// query heads of the key head before the next one. The last block comes first, so that tiles that
-// begin together read a block, and add to its sums of dQ, at the same time, while it is in L2.
+// query heads of the key head before the next block is. The last block comes first, so that tiles
+// that begin together read a block, and add to its sums of dQ, at the same time, while it is in L2.
 //
-// Short tiles of a causal mask begin at the diagonal instead, and ascend, where registers suffice
+// Short tiles of a causal mask begin at the diagonal instead and ascend, where registers suffice
 // for that: above d = 128 not with several options (kMayAscend). A worker whose first tile has n of
-// a head's N blocks, at block N - 1 - t after t of them, has a second one with N - n. That one
-// begins after n blocks, at block n, and so is at block t, too: all second tiles read one block at
-// a time, although they begin one after the other.
+// a head's N blocks, and is at block N - 1 - t after t of them, has a second tile with N - n
+// blocks. The second tile begins at block n after n blocks in all, and so is at block t after t
+// blocks in all: all second tiles read the same block at a time, although they begin one after the
+// other.
 template <MaskKind kMask>
 struct StepBwd {
-    int visit;   // of the tile's blocks
-    int head;    // of the queries
-    int behind;  // heads of the group behind this one
-    int way;     // from visit to visit: 1 or -1
+    int visit;   // index among the tile's blocks
+    int head;    // query head
+    int behind;  // query heads of the key head behind this one
+    int way;     // from one block to the next: 1 or -1
 
     CUTE_DEVICE static StepBwd first_of(WorkTile const &tile, int ratio, bool ascends) {
         bool const up = kMask == MaskKind::causal && ascends;
@@ -42,8 +43,9 @@ struct StepBwd {
     }
 };
 
-// Under a window neighbouring tiles begin at different blocks, so one is at a block some steps
-// after the other. They are fewer where each query head is visited before the next one.
+// Under a window neighbouring tiles begin at different blocks, so one tile is at a block some steps
+// after the other. There are fewer such steps if all blocks of a query head come before those of
+// the next.
 template <>
 struct StepBwd<MaskKind::local> {
     int visit;

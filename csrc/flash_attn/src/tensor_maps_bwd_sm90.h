@@ -16,21 +16,23 @@ struct TensorMapsBwdSm90 {
     CUtensorMap q, dout, k, v, stats;
 };
 
-// The statistics as (rows of 512 bytes, row, h, b): of 64 queries each.
+// The map of the statistics is (floats of a row, rows, h, b). A row has 512 bytes: the statistics
+// of kStatsRow queries.
 inline constexpr int kStatsRow = 64;
 
-// To TMA the rows of a ragged batch are three dimensions: x, y, and z times kRaggedRows rows back,
-// as TMA computes addresses modulo 2^64. Only x ends, at kRaggedRows. Row i of a sequence is
+// To TMA the rows of a ragged batch are three dimensions, x, y and z. A step of x or y is a row,
+// and kRaggedZ steps of z are kRaggedRows rows back, as TMA computes addresses modulo 2^64. Only
+// the end of x, kRaggedRows, is ever reached. Row i of a sequence is
 //
 //   x = kRaggedRows - length + i, y = begin + length, z = kRaggedZ,
 //
-// so what is behind the sequence arrives as zeros. The idea is that of Triton's ragged_tma.
+// so rows behind the sequence arrive as zeros. The idea is that of Triton's ragged_tma.
 inline constexpr int kRaggedRows = 1 << 30;
 inline constexpr int kRaggedZ = 1 << 30;
 inline constexpr int64_t kRaggedSize = 0x7fff0000;  // of y and z, as Triton's
 static_assert(kMaxBwdTokens <= kRaggedRows && kMaxBwdTokens < kRaggedSize);
 
-// z's stride, so that kRaggedZ of them are 2^64 bytes less kRaggedRows rows of row_bytes.
+// The stride of z in bytes: kRaggedZ strides are 2^64 bytes less kRaggedRows rows of row_bytes.
 inline constexpr int64_t ragged_z_bytes(int64_t row_bytes) {
     static_assert(kRaggedZ == kRaggedRows);
     return (int64_t(1) << 34) - row_bytes;
@@ -38,12 +40,12 @@ inline constexpr int64_t ragged_z_bytes(int64_t row_bytes) {
 static_assert(uint64_t(kRaggedZ) * uint64_t(ragged_z_bytes(256)) + uint64_t(kRaggedRows) * 256 ==
               0);
 
-// The rows of heads as (d, x, heads, y, z), in boxes of box_rows rows.
+// Makes the map of a ragged batch's rows as (d, x, heads, y, z), in boxes of box_rows rows.
 template <class Traits>
 cudaError_t make_ragged_map(CUtensorMap &map, void const *ptr, int d, int rows, int heads,
                             int64_t row_stride, int64_t head_stride, cuuint32_t box_rows) {
     constexpr BoxFormat format = box_format<Traits>();
-    // Of a single row the stride may be anything.
+    // A single row may come with any stride; 16 bytes then stand for it.
     int64_t const row = rows > 1 ? row_stride : 16 / format.bytes;
     return make_tensor_map<5>(
         map, format, ptr, {d, kRaggedRows, heads, kRaggedSize, kRaggedSize},
@@ -55,7 +57,8 @@ template <class Traits>
 cudaError_t make_tensor_maps(TensorMapsBwdSm90 &maps, Flash_bwd_params const &params) {
     cudaError_t error = cudaSuccess;
     constexpr bool kVarlen = Traits::kVarlen;
-    // (d, rows, heads, b), in boxes of box_rows rows.
+    // Makes the map of a dense batch as (d, rows, heads, b), in boxes of box_rows rows, or that of
+    // a ragged batch.
     auto const make = [&](CUtensorMap &map, void const *ptr, int rows, int heads,
                           int64_t row_stride, int64_t head_stride, int64_t batch_stride,
                           cuuint32_t box_rows) {

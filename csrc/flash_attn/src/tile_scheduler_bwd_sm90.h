@@ -16,18 +16,18 @@
 
 namespace flash {
 
-// Of a ragged batch by a plan.
+// In a ragged batch a plan lists the tiles.
 template <class Traits>
 struct TileSchedulerBwdSm90 {
     static constexpr int kTileKeys = Traits::kTileKeys;  // of a CTA or cluster
     using Info = BlockInfo<Traits::kMask, Traits::kTileM, kTileKeys>;
     using FirstSums = FirstSumsSm90<Traits::kConfig>;
     static constexpr bool kVarlen = Traits::kVarlen;
-    // What the plan is of.
+    // For Planner: what the plan's tiles are.
     static constexpr int kArch = Traits::kConfig.arch;
     static constexpr int kRows = kTileKeys;
     static constexpr bool kOfKeys = true;
-    // Tiles of a head one after the other.
+    // Whether the tiles of a head come one after the other, with one head in a group.
     static constexpr bool kOneHead = Traits::kMask == MaskKind::none && !Traits::kStoresFirst;
 
     CUTE_HOST_DEVICE static BlockRange blocks(Flash_fwd_params const &params,
@@ -38,7 +38,7 @@ struct TileSchedulerBwdSm90 {
     CUTE_HOST_DEVICE static int num_n_blocks(Flash_bwd_params const &params) {
         return (params.seqlen_k + kTileKeys - 1) / kTileKeys;
     }
-    // Of a ragged batch the upper bound.
+    // In a ragged batch an upper bound.
     CUTE_HOST_DEVICE static int64_t num_tiles(Flash_bwd_params const &params) {
         int64_t const of_a_head =
             kVarlen ? params.plan_capacity : int64_t(params.b) * num_n_blocks(params);
@@ -49,19 +49,19 @@ struct TileSchedulerBwdSm90 {
     }
 
     using Step = StepBwd<Traits::kMask>;
-    // The bits of dK and dV follow from the order of a tile's steps, which is that of all kernels
-    // of this class but where sums of dQ keep their order, and with several options above d = 128
-    // (kMayAscend): it follows from the tile's place in its sequence alone; from where a shared
-    // tile is cut (shared_tiles_sm90.h), and from into how many parts heads are divided
-    // (head_parts.h).
+    // The first step of a tile. The bits of dK and dV follow from the order of a tile's steps, from
+    // where a shared tile is cut (shared_tiles_sm90.h), and from how many parts heads are divided
+    // into (head_parts.h). The order of the steps follows from the tile's place in its sequence
+    // alone, and is the same in all kernels of this class, except where sums of dQ keep their
+    // order, and with several options above d = 128 (kMayAscend).
     CUTE_DEVICE static Step first_step(Flash_bwd_params const &params, WorkTile const &tile) {
         int const rows = cute::min(tile.seqlen_q, tile.seqlen_k);
         bool const is_short = 2 * tile.blocks.count * Traits::kTileM <= rows;
         bool const ascends = is_short && may_ascend(rows) && !keeps_order(params);
         return Step::first_of(tile, params.h_h_k_ratio, ascends);
     }
-    // Whether the short ones of the tiles of so many queries and keys may ascend: of few, which L2
-    // holds, they need not.
+    // Whether short tiles may ascend; rows: the fewer of the queries and the keys. With few, which
+    // L2 holds, they need not.
     CUTE_HOST_DEVICE static bool may_ascend(int rows) {
         return Traits::kMayAscend && rows > 8 * kTileKeys;
     }
@@ -71,13 +71,13 @@ struct TileSchedulerBwdSm90 {
     CUTE_HOST_DEVICE static bool keeps_order(Flash_bwd_params const &params) {
         return Traits::kSteals && params.deterministic != 0;
     }
-    // Whether any tile waits for another one's part: then workers draw their first tile, too. A
-    // tile waits for tiles of its head that are drawn before it: in a dense batch by get_tile(), in
-    // a ragged one by the plan's order.
+    // Whether tiles may wait for another one's part; then workers draw their first tile, too. A
+    // tile only waits for tiles of its head that are drawn before it: get_tile() ensures that in a
+    // dense batch, the plan's order in a ragged one.
     CUTE_HOST_DEVICE static bool waits_turn(Flash_bwd_params const &params) {
         return may_store(params) || keeps_order(params);
     }
-    // Whether any tile stores a part.
+    // Whether any tile stores its part of dQ instead of adding it.
     CUTE_HOST_DEVICE static bool may_store(Flash_bwd_params const &params) {
         return Traits::kStoresFirst && (kStoresAll || params.stores_first != 0);
     }
@@ -87,23 +87,22 @@ struct TileSchedulerBwdSm90 {
         return Traits::kStoresFirst && are_stored(params, tile) &&
                tile.m_block == Info::first_visitor(params, tile, block);
     }
-    // By how many tiles of the head a tile's addition to a block's sums is preceded, as far as it
-    // is to wait for them.
+    // The number of tiles of the head that a tile waits for before it adds to a block's sums.
     CUTE_HOST_DEVICE static int tiles_before(Flash_bwd_params const &params, WorkTile const &tile,
                                              int block) {
         int const before = tile.m_block - Info::first_visitor(params, tile, block);
         if (keeps_order(params)) return before;
         return Traits::kStoresFirst && are_stored(params, tile) ? cute::min(before, 1) : 0;
     }
-    // Whether a tile counts that it has stored its part, or added it.
+    // Whether a tile counts at the block's semaphore that it has stored or added its part.
     CUTE_HOST_DEVICE static bool counts(Flash_bwd_params const &params, WorkTile const &tile,
                                         int block) {
         return keeps_order(params) || stores(params, tile, block);
     }
 
-    // Whether first tiles of keys store dQ (FirstSumsSm90): in launches of several waves but under
-    // a window, and of a ragged batch those of the sequences where it pays. Where tiles keep their
-    // order they wait anyway.
+    // Whether first tiles of keys store dQ (FirstSumsSm90): where it pays, in launches of several
+    // waves or, under a window, of any size; in a ragged batch only those of the sequences where it
+    // pays. Also where tiles keep their order, as they wait anyway.
     CUTE_HOST_DEVICE static bool may_store_first(Flash_bwd_params const &params, int sms) {
         if (params.dq_semaphore_ptr == nullptr) return false;
         constexpr int64_t kWaves = Traits::kMask == MaskKind::local ? 0 : Traits::kWide ? 8 : 4;
@@ -114,15 +113,15 @@ struct TileSchedulerBwdSm90 {
         return (pays && tiles * Traits::kCluster >= kWaves * sms) || keeps_order(params);
     }
 
-    // Whether the sequences of a ragged batch come one after the other: where all tiles of one wait
-    // for each other, and where they are so short, on average, that L2 holds the heads of those in
-    // work.
+    // Whether a plan lists the sequences of a ragged batch one after the other: where all tiles of
+    // a sequence wait for each other, and where sequences are so short, on average, that L2 holds
+    // the heads of those in work.
     CUTE_HOST_DEVICE static bool has_sequences_in_order(Flash_bwd_params const &params) {
         bool const of_window = Traits::kMask == MaskKind::local && params.stores_first != 0;
         return kVarlen && (keeps_order(params) || are_short(params) || of_window);
     }
 
-    // Key heads whose tiles are scheduled together.
+    // The number of key heads whose tiles are scheduled together.
     CUTE_HOST_DEVICE static int heads_in_group(Flash_bwd_params const &params, int workers) {
         if (kVarlen) return heads_in_ragged_group(params, workers);
         bool const ordered = keeps_order(params);
@@ -130,13 +129,13 @@ struct TileSchedulerBwdSm90 {
         int const all = cute::max(params.b * params.h_k, 1);
         int const tiles = cute::max(num_n_blocks(params), 1);  // of a head
         if (Traits::kMask == MaskKind::none && ordered) {
-            // A tile is some two steps behind the one before it: the more of a head are in work,
-            // the later the last of them starts. The fewer, the more often is a block read that is
-            // no longer in L2.
+            // A tile is some two steps behind the one before it: the more tiles of a head are in
+            // work, the later the last of them starts; the fewer, the more often a block that is
+            // read has left L2.
             int const in_work = cute::min(tiles <= 32 ? 8 : 16, cute::max(tiles / 2, 1));
             return ceil_div(all, ceil_div(all, cute::max(workers / in_work, 1)));
         }
-        if (Traits::kMask == MaskKind::none) {  // first ones ahead of others, in one wave
+        if (Traits::kMask == MaskKind::none) {  // first tiles ahead of others, in one wave
             return cute::min(ceil_div(3 * workers, 4 * tiles), all);
         }
         if (Traits::kMask == MaskKind::local) {
@@ -150,12 +149,12 @@ struct TileSchedulerBwdSm90 {
                 cute::min(cute::min(taken / tiles, heads_in_l2(params)), int64_t(all));
             return static_cast<int>(cute::max(wanted, int64_t(1)));
         }
-        // As equal as can be, so that the next group begins when all of this one ends.
+        // Groups as equal as can be, so that the next one begins when all tiles of this one end.
         int64_t const groups = (2 * int64_t(all) * tiles + taken) / (2 * taken);
         return ceil_div(all, static_cast<int>(cute::max(groups, int64_t(1))));
     }
-    // Under a window few, whose tiles in work read the same blocks. Of grouped heads under a wide
-    // one more, so that the tiles in work of a head own the keys of half a window.
+    // Under a window few heads, so that the tiles in work read the same blocks. More with grouped
+    // heads and a wide window, so that the tiles in work of a head own the keys of half a window.
     CUTE_HOST_DEVICE static int64_t heads_of_window(Flash_bwd_params const &params, int workers) {
         int64_t const keys = int64_t(params.window_left) + params.window_right;
         bool const is_wide = params.h_h_k_ratio > 1 && keys >= 12 * kTileKeys;
@@ -163,14 +162,14 @@ struct TileSchedulerBwdSm90 {
         int64_t const few = cute::max(4 / params.h_h_k_ratio, 1);
         return is_wide ? cute::max(2 * in_work / keys, few) : few;
     }
-    // Likewise, in a ragged batch; under a causal mask, if its sequences have no order, queue()
-    // counts them.
+    // heads_in_group() of a ragged batch. Under a causal mask, queue() computes the number instead
+    // if the sequences have no order.
     CUTE_HOST_DEVICE static int heads_in_ragged_group(Flash_bwd_params const &params, int workers) {
         if (!has_sequences_in_order(params)) return 1;
         int64_t heads = params.h_k;
         if (Traits::kMask == MaskKind::none) {
-            // All tiles of a head are at one block at a time: those of few heads read a block
-            // together, but wait longer for each other.
+            // All tiles of a head are at one block at a time: with fewer heads more tiles read a
+            // block together, but they wait longer for each other.
             heads = cute::max(heads_in_l2(params) / 2, int64_t(workers / 16));
         } else if (Traits::kMask == MaskKind::local && keeps_order(params)) {
             heads = cute::max(heads_in_l2(params), int64_t(1024 / Traits::kHeadDim));
@@ -179,45 +178,45 @@ struct TileSchedulerBwdSm90 {
         }
         return static_cast<int>(cute::min(cute::max(heads, int64_t(1)), int64_t(params.h_k)));
     }
-    // Under a causal mask the waves of tiles in a group. Of long heads two, of a long tile and a
-    // short one for each worker (StepBwd). Twice as many where tiles keep their order, and wait for
-    // each other, but of long grouped heads, whose tiles take long.
+    // The waves of tiles in a group under a causal mask. For long heads two: a long tile and a
+    // short one for each worker (StepBwd). Twice as many where tiles keep their order and so wait
+    // for each other, except for long grouped heads, whose tiles take long.
     CUTE_HOST_DEVICE static int waves_of_group(Flash_bwd_params const &params, bool is_long) {
         bool const twice = keeps_order(params) && !(is_long && params.h_h_k_ratio > 1);
         return (is_long ? 2 : 1) * (twice ? 2 : 1);
     }
 
-    // The first key of a CTA of the cluster.
+    // The first key, in the sequence, of CTA `rank` of the cluster.
     CUTE_HOST_DEVICE static int key_begin(WorkTile const &tile, int rank) {
         return tile.m_block * kTileKeys + rank * Traits::kTileN;
     }
-    // Where, among the statistics of a head, those of the tile's queries begin.
+    // Where the statistics of the tile's sequence begin among those of a head.
     CUTE_HOST_DEVICE static int stats_begin(WorkTile const &tile) {
         return kVarlen ? row_stats_begin(tile.row_q, tile.batch) : 0;
     }
 
-    // The first row of a block of queries of a query head among the sums of dQ; of an owned head
-    // they are elsewhere.
+    // The row, among the sums of dQ, where those of a block of queries of a query head begin. Sums
+    // of owned heads are elsewhere (MainloopBwdSm90::Consumer::sums_row()).
     CUTE_HOST_DEVICE static int64_t sums_row(Flash_bwd_params const &params, WorkTile const &tile,
                                              int head, int block) {
         int const entry = kVarlen ? 0 : tile.batch;
-        // Below 2^31, as the grid of row statistics is. Without a sign: ptxas would keep, and
-        // spill, what extends it.
+        // Both are below 2^31, as the grid of row statistics is. Unsigned, as ptxas would keep, and
+        // spill, the sign extension.
         auto const heads_before = static_cast<uint32_t>(entry * params.h + head);
         auto const rows = static_cast<uint32_t>(params.seqlen_q_rounded);
         return int64_t(uint64_t(heads_before) * rows) + stats_begin(tile) + block * Traits::kTileM;
     }
 
-    // Whether each CTA owns key heads: computes all tiles of one head after the other. It alone
-    // adds to their sums of dQ then, in a place of its own, and writes the zeros and rounds the
-    // sums itself, while they are in L2. So heads must be short, and so many that whole ones leave
-    // few SMs idle; heads of one tile always are.
-    // or_stores: else first tiles would store dQ.
+    // Whether each CTA owns key heads: computes all tiles of a head, one head after the other. Then
+    // it alone adds to a head's sums of dQ, in a place of its own, and writes the zeros and rounds
+    // the sums itself, while they are in L2. So heads must be short, and so many that whole ones
+    // leave few SMs idle; heads of one tile always are. or_stores: first tiles store dQ if CTAs do
+    // not own heads.
     CUTE_HOST_DEVICE static bool owns_heads(Flash_bwd_params const &params, int sms,
                                             bool or_stores) {
-        // Sums of a CTA, times the tiles that add to each: of 132 CTAs 45 MB of the 50 of L2. With
-        // more than 17 MB, at d = 32 8 MB, first tiles that store dQ are faster
-        // (docs/tried_sm90.md).
+        // The most bytes of a CTA's sums, times the tiles that add to each: for 132 CTAs 45 MB of
+        // the 50 MB of L2. With more than 17 MB, at d = 32 8 MB, first tiles that store dQ are
+        // faster (docs/tried_sm90.md).
         int64_t const kBytes = (!or_stores ? 349 : Traits::kHeadDim > 32 ? 128 : 63) << 10;
         if (!Traits::kMayOwnHeads) {
             return false;
@@ -228,9 +227,9 @@ struct TileSchedulerBwdSm90 {
             int64_t(params.h_h_k_ratio) * params.seqlen_q_rounded * (4 * Traits::kHeadDim);
         bool const half = Traits::kMask == MaskKind::causal && params.seqlen_q >= params.seqlen_k;
         int64_t const twice = half ? blocks + 1 : 2 * blocks;
-        // How many times the tiles for an SM owning may take. Where it takes as many, it is 1.12 to
-        // 1.45 times as fast as adding to zeros (docs/facts.md). Storing is faster than owning with
-        // 1.2 times the tiles, by 1.17 at d = 64.
+        // The most tiles of an SM where CTAs own heads, in percent of those that it has otherwise.
+        // With 100, owning is 1.12 to 1.45 times as fast as adding to zeros (docs/facts.md).
+        // Storing is faster than owning with 1.2 times the tiles, by 1.17 at d = 64.
         int64_t const percent = or_stores ? 105 : 120;
         bool const fills =
             100 * ceil_div(all, sms) * blocks <= percent * ceil_div(all * blocks, sms) &&
@@ -248,8 +247,9 @@ struct TileSchedulerBwdSm90 {
         return index % n_blocks != 0 ? index : index + (workers - 1) * n_blocks;
     }
 
-    // With the number of tiles that a ragged batch has, of which follow the heads in a group under
-    // a causal mask, if its sequences have no order.
+    // The launch's queue or, in a ragged batch, one with the number of tiles that the plan has.
+    // Under a causal mask, if sequences have no order, the heads in a group follow from that
+    // number.
     CUTE_DEVICE static auto queue(Flash_bwd_params const &params, TileQueue const &launched)
         -> std::conditional_t<kVarlen, TileQueue, TileQueue const &> {
         if constexpr (kVarlen) {
@@ -267,7 +267,7 @@ struct TileSchedulerBwdSm90 {
         }
     }
 
-    // No tile is left: m_block < 0.
+    // Returns tile `index`. m_block < 0: no tile is left.
     CUTE_HOST_DEVICE static WorkTile get_tile(Flash_bwd_params const &params,
                                               TileQueue const &queue, int index) {
         if (index >= queue.tiles) {
@@ -281,9 +281,10 @@ struct TileSchedulerBwdSm90 {
             set_blocks(params, tile);
             return tile;
         }
-        // The first keys of a causal mask are seen by most queries. The last heads come first, as
-        // the kernel before may just have written zeros for them, and the one behind rounds the
-        // sums of the first ones first. The group that is not full comes first, too.
+        // The first keys come first, as under a causal mask most queries see them. The last heads
+        // come first, as the kernel before may just have written zeros for them, and the kernel
+        // behind rounds the sums of the first heads first. The group that is not full comes first,
+        // too.
         int const n_blocks = num_n_blocks(params);
         int const all = params.b * params.h_k;
         if (kOneHead || (Traits::kMayOwnHeads && queue.group == 0)) {
@@ -291,7 +292,7 @@ struct TileSchedulerBwdSm90 {
             return tile_of(params, index - head * n_blocks, all - 1 - head);
         }
         int const first = (all - 1) % queue.group + 1;  // heads of the first group
-        int const behind = index - first * n_blocks;    // tiles since that
+        int const behind = index - first * n_blocks;    // tiles behind it
         int const full_groups = behind < 0 ? 0 : behind / (queue.group * n_blocks);
         int const heads = behind < 0 ? first : queue.group;
         int const begin = behind < 0 ? 0 : first + full_groups * queue.group;
@@ -312,7 +313,7 @@ struct TileSchedulerBwdSm90 {
         return (32 << 20) / cute::max(bytes, int64_t(1));
     }
 
-    // Known when compiling: asking at run time cost some 2 % (docs/tried_sm90.md).
+    // A constant, as a branch at run time cost some 2 % (docs/tried_sm90.md).
     static constexpr bool kStoresAll =
         Traits::kStoresFirst && !kVarlen && Traits::kMask != MaskKind::local;
 

@@ -1,5 +1,4 @@
-// What softcap, ALiBi and dropout make of scores and weights in the sm90 class's backward, and of
-// what follows from them.
+// What softcap, ALiBi and dropout change in scores, weights and dS in the sm90 class's backward.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -14,13 +13,14 @@ namespace flash {
 
 using namespace cute;
 
-// Of a step of a head. A warp has 16 keys. A block is what it has of 16 queries, eight elements of
-// each thread: a k16 step of dV += P^T dO, and a 16 x 16 block of DropoutMask.
+// The options of a step of one query head. A warp has 16 keys. A block is the warp's part of 16
+// queries, eight elements of each thread: a k16 step of dV += P^T dO, and a 16 x 16 block of
+// DropoutMask.
 template <class Traits>
 struct WeightsBwdSm90 {
     static constexpr BwdConfig C = Traits::kConfig;
-    // Whether P is rounded as soon as it is there, as it is then multiplied by derivatives of the
-    // softcap: until dS they would take registers of their own.
+    // Whether P is rounded for dV as soon as it is computed, because it is then multiplied by the
+    // derivatives of the softcap: kept until dS, they would take registers of their own.
     static constexpr bool kRoundsEarly = C.softcap;
 
     Flash_bwd_params const &params;
@@ -29,7 +29,7 @@ struct WeightsBwdSm90 {
     int const first_query;  // of this thread, in the sequence
     int const first_key;
 
-    // ALiBi, of block k of S^T, where -inf of masked scores stays.
+    // Applies ALiBi to block k of S^T. Masked scores stay -inf.
     template <class Block>
     CUTE_DEVICE void lower(Block &block, int k) const {
         if constexpr (C.alibi) {
@@ -48,9 +48,9 @@ struct WeightsBwdSm90 {
         }
     }
 
-    // Negates what is dropped of block k of P^T, for which the generator is called twice, for
-    // neighbouring queries. Of each call the threads of an even key and of the next one have half
-    // of every word. So each makes one of the two, and they exchange halves.
+    // Negates the dropped weights of block k of P^T. This takes two calls of the generator, for
+    // neighbouring queries. The thread of an even key and that of the next key each need half of
+    // every word of both calls, so each makes one of the calls, and they exchange halves.
     template <class Block>
     CUTE_DEVICE void mark(Block &block, int k) const {
         if constexpr (C.dropout) {
@@ -62,7 +62,7 @@ struct WeightsBwdSm90 {
             mask.draw(random, mask.row_of(first_query + 16 * k + odd), mask.column_of(first_key),
                       of_head);
             CUTE_UNROLL
-            for (int i = 0; i < 2; ++i) {  // keys 8 apart; of each two words, of queries 8 apart
+            for (int i = 0; i < 2; ++i) {  // keys 8 apart: two words each, for queries 8 apart
                 uint32_t const first = random[2 * i], second = random[2 * i + 1];
                 uint32_t const low = (first & 0xFFFF) | second << 16;
                 uint32_t const high = first >> 16 | (second & 0xFFFF0000);
@@ -74,7 +74,7 @@ struct WeightsBwdSm90 {
         }
     }
 
-    // Of P^T what is kept, to an operand.
+    // Rounds the kept weights of P^T to an operand; the dropped ones become 0.
     template <class Weights, class Rounded>
     CUTE_DEVICE static void round(Weights const &weights, Rounded &rounded) {
         if constexpr (C.dropout) {
@@ -89,7 +89,8 @@ struct WeightsBwdSm90 {
         }
     }
 
-    // capped: scores of P ahead of ALiBi, -inf where they are masked.
+    // Multiplies P^T by the derivatives of the softcap. capped: its scores ahead of ALiBi, -inf
+    // where they are masked.
     template <class Block, class Capped>
     CUTE_DEVICE static void multiply(Block &block, Capped const &capped) {
         CUTE_UNROLL
@@ -98,7 +99,8 @@ struct WeightsBwdSm90 {
         }
     }
 
-    // An element of dS: from P, which mark() and multiply() may have changed, and dO V^T.
+    // Returns an element of dS, from P, which mark() and multiply() may have changed, and dP, an
+    // element of dO V^T.
     CUTE_DEVICE static float ds(Flash_bwd_params const &params, float p, float dp, float d) {
         if constexpr (C.dropout) {
             dp = p < 0.f ? 0.f : dp * params.dropout_scale;
@@ -108,7 +110,8 @@ struct WeightsBwdSm90 {
     }
 
   private:
-    // Elements i and i + 4, by the halves of a word.
+    // Negates elements i and i + 4 if the lower and the upper half of the word, respectively, drop
+    // them.
     template <class Block>
     CUTE_DEVICE void drop(Block &block, int i, uint32_t word) const {
         constexpr uint32_t kSign = 0x80000000;

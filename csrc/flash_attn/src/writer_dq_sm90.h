@@ -15,22 +15,23 @@ namespace flash {
 
 // Adds dQ of each step, which the consumers leave in shared memory, to the sums in global memory by
 // one bulk reduction. The first tile of keys that visits a block may store it instead, and counts
-// that at the block's semaphore; the others wait for the count (FirstSumsSm90), or each for those
-// before it (TileSchedulerBwdSm90::keeps_order()). Before a step is counted its sums must
-// have arrived, which takes longer than some steps; so there may be two writers then, each of every
-// second step, which poll for the step's turn ahead of its dQ. In CTAs that own heads the consumers
-// add dQ themselves.
+// that at the block's semaphore; the others wait for the count (FirstSumsSm90), or each waits for
+// all before it (TileSchedulerBwdSm90::keeps_order()). Before a step is counted its sums must have
+// arrived, which takes longer than some steps; so there may be two writers then, which take turns
+// with the steps and poll for a step's turn before its dQ is there. In CTAs that own heads the
+// consumers add dQ themselves.
 template <class Traits>
 struct WriterDqSm90 {
     using Scheduler = TileSchedulerBwdSm90<Traits>;
     static constexpr uint32_t kBytes = Traits::kTileM * Traits::kHeadDim * sizeof(float);
 
     typename Traits::SharedStorage &storage;
-    int const which, writers;  // 0 of 1, or 0 or 1 of 2
+    int const which, writers;  // of this thread, and how many there are: 1 or 2
     Ring<Traits::kTileSlots> tiles;
     Ring<1> dq;
 
-    // Up to d = 64, of longer steps, a second one pays where tiles keep their order alone.
+    // The number of writers. Up to d = 64, where steps are longer, a second one pays only where
+    // tiles keep their order.
     CUTE_DEVICE static int count(Flash_bwd_params const &params, bool owns) {
         bool const pays = Traits::kHeadDim > 64 || Scheduler::keeps_order(params);
         return Scheduler::waits_turn(params) && pays ? 2 : owns ? 0 : 1;
@@ -57,8 +58,7 @@ struct WriterDqSm90 {
         for (int i = 0; i < steps; ++i) {
             if (static_cast<int>(dq.uses & (writers - 1)) == which) {
                 write(params, tile, step.head, tile.blocks.begin + step.visit);
-            } else {  // so that consumers complete no later phase before this thread has seen this
-                      // one
+            } else {  // no later phase may complete before this thread has seen this one
                 sm90::barrier_wait(&storage.dq_full, dq.parity());
                 sm90::barrier_arrive(&storage.dq_empty);
             }
