@@ -7,6 +7,7 @@ The results are those of :func:`flashcute.flash_attn_with_kvcache`, bit for bit.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 
 import torch
@@ -34,8 +35,10 @@ class KVCachePlan:
             plan.renew()
 
     The tensors that the plan is given are read on the device, in each call: fill them in place. A
-    captured CUDA graph of a step, :meth:`renew` included, then serves sequences that grow, as all
-    addresses stay; keep the plan for as long as the graph. Calls of one plan run on one stream.
+    captured CUDA graph of a step then serves sequences that grow: its first call of the plan lays
+    out the tiles, so each replay does, and all addresses stay. Keep the plan for as long as the
+    graph. Once it has been captured, every call outside of a capture lays out its tiles, as nobody
+    knows which lengths a replay has left. Calls of one plan run on one stream.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class KVCachePlan:
         self._number = 0  # of the binding's plan; 0: none
         self._is_plannable = True
         self._renews = False
-        self._was_captured = False  # the tiles were laid out by a kernel of a graph
+        self._capture = 0  # in which the tiles were laid out last; 0: in none so far
 
     def renew(self) -> None:
         """Says that lengths or pages have changed; the next call lays out its tiles anew."""
@@ -140,7 +143,7 @@ class KVCachePlan:
     def __getstate__(self) -> dict:
         """Of a copy, which has other tensors: without the binding's plan."""
         unplanned = {"_first": None, "_number": 0, "_is_plannable": True, "_kept": ()}
-        return self.__dict__ | unplanned
+        return self.__dict__ | unplanned | {"_capture": 0}
 
     def _call(self, given: tuple) -> Tensor:
         """The result without the binding's plan."""
@@ -163,13 +166,14 @@ class KVCachePlan:
             return None
         if appends and not ops_kvcache.may_write(*given[1:3]):
             return None
-        # What a graph lays out is there once it is replayed, which nobody has to do.
-        renews = self._renews or (self._was_captured and not _is_capturing())
+        # A kernel of a capture has not run, and may never do so: other captures, and calls outside
+        # of any, do not rely on its tiles.
+        capture = _current_capture()
+        renews = self._renews or capture != self._capture
         args = (*given, self._number) + ((True,) if renews else ())
         out = ops_kvcache.call_binding(ops_kvcache.planned()[1 + appends], *args)
         if out is not None:
-            if renews:
-                self._renews, self._was_captured = False, _is_capturing()
+            self._renews, self._capture = False, capture or self._capture
             if appends:
                 ops_kvcache.increment_version(given[1:3])
         return out
@@ -198,13 +202,22 @@ class KVCachePlan:
             ops_kvcache.increment_version((k_cache, v_cache))
         out, self._number = made
         self._kept = t[5:]  # whose addresses the plan has
-        self._renews, self._was_captured = False, _is_capturing()
+        self._renews, self._capture = False, _current_capture()
         weakref.finalize(self, ops.remove_plan, self._number).atexit = False
         return out
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _current_capture() -> int:
+    """The number of the capture that the current stream is in, unique in the process; 0: none."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    driver = ctypes.CDLL("libcuda.so.1")  # which runs the capture; torch does not tell the number
+    error = driver.cuStreamGetCaptureInfo(stream, ctypes.byref(status), ctypes.byref(number))
+    if error != 0:
+        raise RuntimeError(f"{_FN}: cuStreamGetCaptureInfo() failed with CUDA error {error}")
+    return number.value
 
 
 def _kind(x) -> tuple:

@@ -145,23 +145,27 @@ def test_a_copy_has_no_plan_of_the_binding() -> None:
     assert torch.equal(copied(*given), expected)
 
 
-def test_tiles_that_a_graph_lays_out_are_laid_out_again_outside_of_it(monkeypatch) -> None:
-    """A graph that was captured has not run. Its other layers take the tiles of the first one."""
+def test_every_capture_lays_out_its_tiles(monkeypatch) -> None:
+    """A capture has not run: its other layers take the tiles of its first one, and nobody else."""
     given, places = tensors(None)
     plan = KVCachePlan(**places)
     plan._number = 7
     asked = []
     monkeypatch.setattr(ops_kvcache, "planned", lambda: (None, "read", "append"))
     monkeypatch.setattr(ops_kvcache, "call_binding", lambda op, *args: asked.append(args) or op)
-    for captures, renewed, wanted in (
-        (False, True, True),
-        (False, False, False),
-        (True, True, True),
-        (True, False, False),
-        (False, False, True),
-        (False, False, False),
+    for capture, renewed, wanted in (
+        (0, True, True),
+        (0, False, False),
+        (3, False, True),  # after calls outside of a capture
+        (3, False, False),
+        (3, True, True),
+        (4, False, True),  # after a capture that may have failed
+        (4, False, False),
+        (0, False, True),
+        (0, False, True),  # replays may have changed the lengths in between
+        (4, False, False),
     ):
-        monkeypatch.setattr(kvcache_plan, "_is_capturing", lambda captures=captures: captures)
+        monkeypatch.setattr(kvcache_plan, "_current_capture", lambda capture=capture: capture)
         if renewed:
             plan.renew()
         assert plan(*given) == "read"

@@ -447,6 +447,28 @@ def test_one_plan_and_one_graph_serve_layers_and_growing_sequences(
         plan(q, *layers[0])
 
 
+def test_every_graph_of_a_plan_lays_out_its_tiles(kernel_class: str) -> None:
+    """The first one never runs; calls between replays have the lengths that these leave."""
+    cache, table = pages_of((200,) * 300, 16)
+    q = torch.randn(300, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    used = torch.arange(300, device="cuda").int() % 190
+    options = {"cache_seqlens": used, "block_table": table}
+    flash_attn_with_kvcache(q, *cache, **options)
+    torch.cuda.synchronize()
+    plan = KVCachePlan(**options)
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = plan(q, *cache)
+            used += 1
+    for n in range(3):
+        expected = flash_attn_with_kvcache(q, *cache, **options)
+        graph.replay()
+        assert torch.equal(out, expected), n
+        assert torch.equal(plan(q, *cache), flash_attn_with_kvcache(q, *cache, **options)), n
+    assert plan._number
+
+
 @pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("n_new", [1, 3])
 @pytest.mark.parametrize("num_splits", [0, 2])
