@@ -225,7 +225,8 @@ __global__ void __launch_bounds__(Stats::kThreads)
     for (int batch = 0; batch < entries; ++batch) {
         auto const *const stats = reinterpret_cast<float2 const *>(params.row_stats_ptr) +
                                   (int64_t(batch) * params.h + head) * params.seqlen_q_rounded;
-        for (int row = thread; row < rows; row += Stats::kThreads) {
+        // Unsigned, as rows may be less than kThreads below 2^31.
+        for (unsigned row = thread; row < static_cast<unsigned>(rows); row += Stats::kThreads) {
             sum -= Stats::exponential(sink, stats[row].x) * stats[row].y;
         }
     }
