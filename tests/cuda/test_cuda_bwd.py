@@ -60,18 +60,23 @@ class Case:
     factor: float  # on q: larger scores
 
 
-def enough_heads(h: int, h_k: int, lengths: Iterable[tuple[int, int]]) -> tuple[int, int]:
+def enough_heads(
+    h: int, h_k: int, lengths: Iterable[tuple[int, int]], alike: bool = False
+) -> tuple[int, int]:
     """h and h_k, or a multiple, with which errors of dQ and dK are those of many roundings.
 
     Between n queries and m keys at least min(n, m) see each other, and as many roundings of dS are
-    independent. Of one query, one key and a sink the formula in float64, with O, P, dS and the
-    results rounded, exceeds the rule of the mean in 8 of 300 draws with one head, in 3 with three,
-    and comes to 0.76 of it at most with eight. Of two queries, three keys and scores times 8 it
-    exceeds the rule of the largest error in 41 of 800 draws with eight heads, in 4 of 300 with 16
-    and in none of 300 with 64; of two queries and 129 keys in 68 of 3,000 with one head, in none of
-    800 with eight.
+    independent; of scores alike (scores.Scores.alike), whose dS is mostly 0, one for 256 pairs. Of
+    one query, one key and a sink the formula in float64, with O, P, dS and the results rounded,
+    exceeds the rule of the mean in 8 of 300 draws with one head, in 3 with three, and comes to 0.76
+    of it at most with eight. Of two queries, three keys and scores times 8 it exceeds the rule of
+    the largest error in 41 of 800 draws with eight heads, in 4 of 300 with 16 and in none of 300
+    with 64; of two queries and 129 keys in 68 of 3,000 with one head, in none of 800 with eight. Of
+    one query, one key, a softcap of 0.01 and a gradient of the log-sum-exp it exceeds the rule of
+    the mean in 75 of 3,000 draws with 16 heads, up to 15 times; scores times 8 that of the largest
+    error in 1 of 300 with 1,024 heads, and neither in 300 with 4,096.
     """
-    roundings = h_k * sum(min(pair) for pair in lengths)
+    roundings = h_k * sum(math.prod(pair) / 256 if alike else min(pair) for pair in lengths)
     times = math.ceil(ROUNDINGS / roundings) if roundings else 1
     return times * h, times * h_k
 

@@ -38,7 +38,7 @@ def make_case(seed: int) -> Case:
     fields["seqlen_q"], fields["seqlen_k"] = rng.choice((0, *SEQLENS)), rng.choice((0, *SEQLENS))
     lengths = [(fields["seqlen_q"], fields["seqlen_k"])] * case.b
     h, h_k = (3, 3) if case.h == 71 else (case.h, case.h_k)
-    fields["h"], fields["h_k"] = enough_heads(h, h_k, lengths)
+    fields["h"], fields["h_k"] = enough_heads(h, h_k, lengths, case.scores.alike)
     fields["styles"] = rng.choice(list(STYLES)), rng.choice(KEY_STYLES), rng.choice(KEY_STYLES)
     fields["scores"] = dataclasses.replace(case.scores, slopes=min(case.scores.slopes, 0.5))
     return Case(

@@ -67,8 +67,11 @@ def make_case(seed: int) -> Case:
     gradients vanish but for the roundings of fp32. The rule of the largest error holds for each
     sequence: there are heads enough for the shortest."""
     case = ragged.make_case(seed)
-    pairs = zip(case.used_q or case.lengths_q, case.used_k or case.lengths_k, strict=True)
-    h, h_k = enough_heads(case.h, case.h_k, sorted(filter(all, pairs), key=min)[:1])
+    used = zip(case.used_q or case.lengths_q, case.used_k or case.lengths_k, strict=True)
+    pairs = sorted(filter(all, used), key=min)
+    h, h_k = enough_heads(case.h, case.h_k, pairs[:1])
+    if case.scores.alike:  # for the rule of the mean, which holds for all sequences together
+        h, h_k = enough_heads(h, h_k, pairs, alike=True)
     scores_of = dataclasses.replace(case.scores, slopes=min(case.scores.slopes, 0.5))
     return dataclasses.replace(case, h=h, h_k=h_k, scores=scores_of)
 
