@@ -28,6 +28,14 @@ of its output and of its P. It is allowed four times the standard deviation of a
 query sees more than one key, dS is 0 and both references are exact, so the gradients of q and k are
 allowed the fp32 rounding of dP - D.
 
+For inputs of 32 and 64 bits the low reference is as exact as the result, and in float64 as the
+truth. Their errors are the accumulated rounding of sums in one order or another, and those of both
+references may be the same. So the maximum is allowed (32 + sqrt(n)) eps times the largest magnitude
+of the reference more, with n the longer sequence: what is summed is up to sqrt(n) times as large as
+the sum where signs are random, and dP and D cancel. Correct results of 4 to 2,048 tokens were seen
+to need 22 eps, and a twentieth of it for the mean, which is allowed an eighth; the drift averages
+out and is allowed that over the root of the rows. Inputs of 16 bits are allowed nothing of this.
+
 Works on any device: the references are computed where the tensors are.
 """
 
@@ -166,11 +174,13 @@ def compare_forward(
     mean_rounding = total["sum_rounding"] / n
     sigma = math.sqrt(total["sum_square_low"] / n / max(_independent_rows(q), 1))
     drift_allowed = 2 * abs(total["drift_low"]) / n + mean_rounding / 4 + 4 * sigma
+    noise = _accumulation_noise(q, k) * largest["max_ref"]
+    drift_allowed += noise / 8 / math.sqrt(max(_independent_rows(q), 1))
     lse_worst = max(stats, key=lambda s: s.lse_ratio)
     place = max(range(len(stats)), key=lambda i: (stats[i].misplaced > 0, stats[i].max_error))
     return Report(
-        max=Bound(largest["max_error"], 2 * largest["max_low"] + 2 * largest["max_ulp"]),
-        mean=Bound(total["sum_error"] / n, 1.5 * total["sum_low"] / n + mean_rounding),
+        max=Bound(largest["max_error"], 2 * largest["max_low"] + 2 * largest["max_ulp"] + noise),
+        mean=Bound(total["sum_error"] / n, 1.5 * total["sum_low"] / n + mean_rounding + noise / 8),
         drift=Bound(abs(total["drift"]) / n if check_drift else 0.0, drift_allowed),
         lse=Bound(lse_worst.lse_error, lse_worst.lse_allowed),
         misplaced=int(total["misplaced"]),
@@ -328,16 +338,20 @@ def compare_qkv(
             *(_max(error), error.sum()),
             *(_max(low_error) + _max(floor), 1.5 * low_error.sum() + spacing.sum() / 4),
             *(((got.isfinite() != rounded.isfinite()) | nonzero).sum(), ref.any()),
+            _max(torch.where(ref.isfinite(), ref, 0).abs()),
         )
         measured.append(torch.stack([x.double() for x in stats]))
     reports = {}
     # One synchronisation with the device for all of them.
     for name, stats in zip(("dq", "dk", "dv"), torch.stack(measured).tolist(), strict=True):
-        error, total, largest, allowed, misplaced, any_ref = stats
+        error, total, largest, allowed, misplaced, any_ref, max_ref = stats
         n = max(truth[name].numel(), 1)
         fp32 = 0.0 if name == "dv" or any_ref else _rounding_of_ds(name, q, k, v, dout, options)
+        noise = _accumulation_noise(q, k) * max_ref
         reports[name] = GradientReport(
-            Bound(error, 2 * largest + fp32), Bound(total / n, allowed / n + fp32), int(misplaced)
+            Bound(error, 2 * largest + fp32 + noise),
+            Bound(total / n, allowed / n + fp32 + noise / 8),
+            int(misplaced),
         )
     if options.get("sinks") is None:
         return reports, None
@@ -355,6 +369,12 @@ def compare_qkv(
     rows = rows if dlse is None else rows - share * dlse
     in_fp32 = torch.finfo(torch.float32).eps ** 2 * rows.square().sum((0, 2))  # (h)
     return reports, (truth["dsinks"], of_both + in_fp32)
+
+
+def _accumulation_noise(q: Tensor, k: Tensor) -> float:
+    """What accumulated rounding adds to the bound of a maximum, over the reference's largest."""
+    eps = torch.finfo(q.dtype).eps if q.dtype.itemsize >= 4 else 0.0
+    return (32 + math.sqrt(max(q.shape[1], k.shape[1]))) * eps
 
 
 def _rounding_of_ds(
@@ -405,6 +425,7 @@ class _Stats(NamedTuple):
     sum_low: Any
     sum_square_low: Any
     max_ulp: Any
+    max_ref: Any
     sum_rounding: Any
     drift: Any
     drift_low: Any
@@ -503,6 +524,7 @@ def _measure(
         sum_low=low_error.abs().sum(),
         sum_square_low=low_error.square().sum(),
         max_ulp=_max(torch.where(finite, torch.maximum(ulp.abs(), spacing / 2), 0)),
+        max_ref=_max(torch.where(finite, ref, 0).abs()),
         sum_rounding=rounding.sum(),
         drift=(error * sign).sum(),
         drift_low=(low_error * sign).sum(),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashcute import testing
+from flashcute import flash_attn_func, testing
 from flashcute.oracles import Shape, make_qkv, make_sparse_integer_qkv
 from flashcute.reference import attention_ref
 from flashcute.reference_tiled import flash_attention_2
@@ -506,3 +506,52 @@ def test_gradients_of_what_is_hidden_are_exactly_zero():
         wrong[0, 0, 0, 0] = 1e-30
         report = compare_backward({**gradients, name: wrong}, *tensors, **options)[name]
         assert report.misplaced == 1 and not report.ok
+
+
+# --- 32 and 64 bits ---
+
+
+def computed(dtype, shape, causal, seed):
+    """What the CPU computes of seeded numbers: out, log-sum-exp, gradients, q, k, v and dout."""
+    generator = torch.Generator().manual_seed(seed)
+    *qkv, dout = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(4))
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out, lse, _ = flash_attn_func(*leaves, causal=causal, return_attn_probs=True)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    named = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return out.detach(), lse.detach(), named, (*qkv, dout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "seeds"),
+    [((1, 4, 2, 8), 20), ((2, 16, 2, 16), 10), ((1, 64, 4, 32), 5), ((2, 128, 4, 64), 3)],
+    ids=str,
+)
+def test_accumulated_rounding_is_allowed_in_32_and_64_bits(dtype, causal, shape, seeds):
+    for seed in range(seeds):
+        out, lse, gradients, (q, k, v, dout) = computed(dtype, shape, causal, seed)
+        check_forward(out, lse, q, k, v, causal=causal)
+        check_backward(gradients, q, k, v, dout, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 4, 2, 8), (2, 128, 4, 64)], ids=str)
+def test_one_element_that_is_off_by_more_is_found(dtype, shape):
+    out, lse, gradients, (q, k, v, dout) = computed(dtype, shape, True, 0)
+    for name, x in {"out": out, **gradients}.items():
+        wrong = x.clone()
+        wrong[0, 2, 1, 3] += 1000 * torch.finfo(dtype).eps * x.abs().max()
+        if name == "out":
+            assert not compare_forward(wrong, lse, q, k, v, causal=True).max.ok
+            continue
+        reports = compare_backward({**gradients, name: wrong}, q, k, v, dout, causal=True)
+        assert [n for n, report in reports.items() if not report.max.ok] == [name]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_16_bits_are_allowed_no_accumulated_rounding(dtype):
+    q, k, _ = make_qkv(SHAPE, dtype)
+    assert testing._accumulation_noise(q, k) == 0
+    assert testing._accumulation_noise(q.float(), k.float()) > 0
