@@ -54,6 +54,9 @@ from .reference import attention_ref, visible_keys
 # Elements of Q, K and V that are compared at a time; several float64 copies of them are held.
 _MAX_PIECE_ELEMENTS = 2**26
 
+_MISPLACED = """: NaN or infinite where the reference is finite or the other way round, and then in
+            none of the errors above, or not 0 where nothing is seen"""
+
 LSE_ATOL = 1e-4
 LSE_RTOL = 1e-6  # eight float32 ulps, for scores too large for an absolute bound
 
@@ -112,13 +115,14 @@ class Report:
         return self.misplaced == self.lse_misplaced == 0 and all(bound.ok for bound in bounds)
 
     def __str__(self) -> str:
+        why = _MISPLACED if self.misplaced or self.lse_misplaced else ""
         return "\n".join(
             (
                 f"max error   {self.max}",
                 f"mean error  {self.mean}",
                 f"drift       {self.drift}",
                 f"lse error   {self.lse}",
-                f"misplaced   {self.misplaced} in out, {self.lse_misplaced} in lse",
+                f"misplaced   {self.misplaced} in out, {self.lse_misplaced} in lse{why}",
                 f"worst       out{list(self.worst)}",
             )
         )
@@ -209,7 +213,8 @@ class GradientReport:
         return self.misplaced == 0 and self.max.ok and self.mean.ok
 
     def __str__(self) -> str:
-        return f"max error {self.max}\nmean error {self.mean}\nmisplaced {self.misplaced}"
+        why = _MISPLACED if self.misplaced else ""
+        return f"max error {self.max}\nmean error {self.mean}\nmisplaced {self.misplaced}{why}"
 
 
 def check_backward(

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import pytest
 import torch
@@ -287,6 +288,19 @@ def test_bound():
     assert not Bound(math.nan, 1.0).ok
     assert "FAILED" in str(Bound(2.0, 1.0))
     assert "FAILED" not in str(Bound(0.5, 1.0))
+
+
+def test_a_report_says_what_misplaced_elements_are():
+    q, k, v = make_qkv(Shape(1, 4, 4, 2, 1, 8), torch.float16)
+    out, lse = exact(q, k, v)
+    assert "NaN" not in str(compare_forward(out, lse, q, k, v))
+    report = str(compare_forward(torch.full_like(out, math.nan), lse, q, k, v))
+    explained = r"{} in out, 0 in lse: NaN or infinite where the reference is finite or the other"
+    assert re.search(explained.format(out.numel()), report)
+    zeros = {"dq": q * 0, "dk": k * 0, "dv": v * math.nan}
+    reports = compare_backward(zeros, q, k, v, out)
+    assert "misplaced 32: NaN or infinite where the reference is finite" in str(reports["dv"])
+    assert "NaN" not in str(reports["dq"])
 
 
 def test_the_message_names_problem_and_options():
