@@ -49,6 +49,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .checks_testing import check_gradients, check_result
 from .reference import attention_ref, visible_keys
 
 # Elements of Q, K and V that are compared at a time; several float64 copies of them are held.
@@ -161,10 +162,10 @@ def compare_forward(
             ...
 
     Raises:
-        TypeError: dtypes of out and q differ.
+        TypeError: what should be a tensor is none, or dtypes of out and q differ.
         ValueError: a shape is not as above.
     """
-    _check_shapes(out, lse, q, v)
+    check_result(out, lse, q, k, v)
     pieces = []
     for cut in _pieces(q, k):
         with torch.no_grad():
@@ -279,7 +280,12 @@ def compare_backward(
             all of the time; computed by default.
         options: Of :func:`flashcute.reference.attention_ref`: softmax_scale, causal, window_size,
             sinks, ...
+
+    Raises:
+        TypeError: the gradients are no dict, or what should be a tensor is none.
+        ValueError: a gradient is missing, or a shape, dtype or device is not as above.
     """
+    check_gradients("check_backward", gradients, (q, k, v), dout, dlse, options.get("sinks"))
     reports, of_sinks = compare_qkv(gradients, (q, k, v), dout, dlse, options, expected)
     if of_sinks is not None:
         reports["dsinks"] = compare_sinks(gradients["dsinks"], *of_sinks)
@@ -584,25 +590,6 @@ def _worst_index(cut: _Cut, location: int, out: Tensor) -> tuple[int, int, int, 
     location, head = divmod(location, heads)
     b, row = divmod(location, out.shape[1])
     return (cut.batch.start + b, row, cut.heads.start + head, d)
-
-
-def _check_shapes(out: Tensor, lse: Tensor | None, q: Tensor, v: Tensor) -> None:
-    b, seqlen_q, h, _ = q.shape
-    if out.dtype != q.dtype:
-        raise TypeError(
-            f"check_forward: expected out in q's dtype {q.dtype}, got out.dtype={out.dtype}; "
-            "compare what was computed, uncast"
-        )
-    if tuple(out.shape) != (b, seqlen_q, h, v.shape[3]):
-        raise ValueError(
-            f"check_forward: expected out of shape {(b, seqlen_q, h, v.shape[3])}, "
-            f"got out.shape={tuple(out.shape)}; the layout is (b, seqlen_q, h, d_v)"
-        )
-    if lse is not None and tuple(lse.shape) != (b, h, seqlen_q):
-        raise ValueError(
-            f"check_forward: expected lse of shape {(b, h, seqlen_q)}, "
-            f"got lse.shape={tuple(lse.shape)}; the layout is (b, h, seqlen_q)"
-        )
 
 
 def _brief(options: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks_testing import check_gradients
 from .testing import Bound, GradientReport, compare_qkv, compare_sinks, raise_where_wrong
 
 _NOTHING = Bound(0.0, 0.0)
@@ -43,7 +44,10 @@ def check_backward_varlen(
 
     Raises:
         AssertionError: naming the sequence and its numbers.
+        TypeError, ValueError: as :func:`flashcute.testing.compare_backward`.
     """
+    fn = "check_backward_varlen"
+    check_gradients(fn, gradients, (q, k, v), dout, dlse, options.get("sinks"))
     sides = [_rows_in_use(*side) for side in zip(lengths[:2], lengths[2:], strict=True)]
     unused = [torch.ones(x.shape[0], dtype=torch.bool, device=x.device) for x in (q, k)]
     pieces = []

@@ -310,19 +310,6 @@ def test_the_message_names_problem_and_options():
         check_forward(out + 1, lse, q, k, v, causal=True, sinks=torch.zeros(2))
 
 
-def test_rejects_other_shapes_and_dtypes():
-    q, k, v = make_qkv(Shape(1, 4, 4, 2, 1, 8), torch.float16)
-    out, lse = exact(q, k, v)
-    with pytest.raises(TypeError, match=r"q's dtype torch.float16, got out.dtype=torch.float32"):
-        check_forward(out.float(), lse, q, k, v)
-    with pytest.raises(
-        ValueError, match=r"out of shape \(1, 4, 2, 8\), got out.shape=\(1, 2, 4, 8"
-    ):
-        check_forward(out.transpose(1, 2), lse, q, k, v)
-    with pytest.raises(ValueError, match=r"lse of shape \(1, 2, 4\), got lse.shape=\(1, 4, 2\)"):
-        check_forward(out, lse.transpose(1, 2), q, k, v)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rounding_is_allowed_where_every_result_is_representable(dtype: torch.dtype) -> None:
     # Rows of V all alike: the true output is that row, which the baseline nearly always finds. A
