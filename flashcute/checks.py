@@ -200,7 +200,7 @@ def check_scale(fn: str, softmax_scale, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if type(softmax_scale) is float and -_MAX_FLOAT <= softmax_scale <= _MAX_FLOAT:
         return softmax_scale  # the quick way through
-    value = _real(fn, "softmax_scale", softmax_scale)
+    value = check_real(fn, "softmax_scale", softmax_scale)
     if not -_MAX_FLOAT <= value <= _MAX_FLOAT:
         raise ValueError(
             f"{fn}: expected a finite softmax_scale within float32's range, at most {_MAX_FLOAT} "
@@ -211,7 +211,7 @@ def check_scale(fn: str, softmax_scale, head_dim: int) -> float:
 
 def check_dropout(fn: str, dropout_p) -> float:
     """dropout_p, rounded to a multiple of 2**-16 as :mod:`flashcute.dropout` draws, below 1."""
-    value = _real(fn, "dropout_p", dropout_p)
+    value = check_real(fn, "dropout_p", dropout_p)
     if not 0.0 <= value <= _MAX_DROPOUT:
         raise ValueError(
             f"{fn}: expected 0 <= dropout_p <= 1 - 2**-16, got dropout_p={_show(value)}; pass 0.0 "
@@ -248,7 +248,7 @@ def check_rng_state(fn: str, rng_state, q: torch.Tensor, dropout_p: float) -> No
 
 def check_softcap(fn: str, softcap) -> float:
     """softcap, which scores are divided by, or 0 for none."""
-    value = _real(fn, "softcap", softcap)
+    value = check_real(fn, "softcap", softcap)
     if not (value == 0.0 or _MIN_FLOAT <= value <= _MAX_FLOAT):
         raise ValueError(
             f"{fn}: expected a finite softcap >= 0 within float32's range, 0 or {_MIN_FLOAT} to "
@@ -477,6 +477,18 @@ def check_size(fn: str, name: str, value) -> int:
     return size
 
 
+def check_real(fn: str, name: str, value):
+    """A float or an int, finite or not."""
+    number = _plain(value)
+    if not isinstance(number, (float, torch.SymFloat)) and not _is_int(number):
+        way_out = "leave it out" if value is None else "pass float(...), which reads a tensor back"
+        raise TypeError(
+            f"{fn}: expected {name} to be a float, got {name}={_show(value)} of type "
+            f"{type(value).__name__}; {way_out}"
+        )
+    return number
+
+
 def check_int(fn: str, name: str, value) -> int:
     """An int of any size."""
     number = _plain(value)
@@ -555,17 +567,6 @@ def _plain(value):
 
 def _is_int(value) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-
-
-def _real(fn: str, name: str, value):
-    number = _plain(value)
-    if not isinstance(number, (float, torch.SymFloat)) and not _is_int(number):
-        way_out = "leave it out" if value is None else "pass float(...), which reads a tensor back"
-        raise TypeError(
-            f"{fn}: expected {name} to be a float, got {name}={_show(value)} of type "
-            f"{type(value).__name__}; {way_out}"
-        )
-    return number
 
 
 def _show(value) -> str:

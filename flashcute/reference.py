@@ -30,11 +30,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .checks import check_flag, check_kind, check_real, check_scale, check_softcap, check_window
+
 # Scores held at a time: 128 MiB in float64, and a few temporaries of the same size.
 _MAX_BLOCK_SCORES = 2**24
 
 # (batch, rows) -> bool (b, h, rows, seqlen_k) of these batch entries and query rows, True keeps.
 DropoutMask = Callable[[slice, slice], Tensor]
+
+_NAME = "attention_ref"  # in messages
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -126,21 +130,21 @@ def attention_ref(
         ValueError: a shape or value is not as above.
     """
     _check_inputs(q, k, v)
-    window_size = _check_window(window_size)
-    _check_options(q, softcap, alibi_slopes, sinks, upcast)
+    _check_options(q, alibi_slopes, sinks, upcast)
+    d = q.shape[-1]
     options = _Options(
-        scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
+        scale=d**-0.5 if softmax_scale is None else check_scale(_NAME, softmax_scale, d),
+        causal=check_flag(_NAME, "causal", causal),
+        window_size=check_window(_NAME, window_size),
+        softcap=check_softcap(_NAME, softcap),
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         attn_bias=_expand_bias(attn_bias, q, k),
         dropout_p=dropout_p,
         dropout_mask=_expand_dropout_mask(dropout_p, dropout_mask, q, k),
         dtype=q.dtype if upcast is None else upcast,
-        reorder_ops=reorder_ops,
-        return_probs=return_probs,
+        reorder_ops=check_flag(_NAME, "reorder_ops", reorder_ops),
+        return_probs=check_flag(_NAME, "return_probs", return_probs),
     )
 
     batches, rows = blocks(q.shape[0], q.shape[1], q.shape[2] * k.shape[1])
@@ -398,14 +402,12 @@ class _Product(torch.autograd.Function):
 
 
 def _fail(error: type[Exception], expected: str, got: str, way_out: str) -> None:
-    raise error(f"attention_ref: expected {expected}, got {got}; {way_out}")
+    raise error(f"{_NAME}: expected {expected}, got {got}; {way_out}")
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            way_out = "convert it with torch.as_tensor"
-            _fail(TypeError, f"{name} to be a tensor", f"{name}={type(x).__name__}", way_out)
+        check_kind(_NAME, name, x)
         if x.dtype not in _DTYPES:
             way_out = "use float16, bfloat16, float32 or float64"
             _fail(TypeError, f"{name} in floating point", f"{name}.dtype={x.dtype}", way_out)
@@ -431,27 +433,13 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         _fail(ValueError, "h to be a positive multiple of h_k", shapes, way_out)
 
 
-def _check_window(window_size: tuple[int, int]) -> tuple[int, int]:
-    pair = tuple(window_size)
-    if len(pair) != 2 or not all(isinstance(w, int) for w in pair):
-        way_out = "use -1 for no bound"
-        _fail(TypeError, "window_size of two ints", f"window_size={window_size}", way_out)
-    if min(pair) < -1:
-        way_out = "use -1 for no bound"
-        _fail(ValueError, "window_size >= -1", f"window_size={window_size}", way_out)
-    return pair
-
-
 def _check_options(
     q: Tensor,
-    softcap: float,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     upcast: torch.dtype | None,
 ) -> None:
     b, h = q.shape[0], q.shape[2]
-    if not softcap >= 0:
-        _fail(ValueError, "softcap >= 0", f"softcap={softcap}", "use 0 for none")
     if upcast not in (None, torch.float32, torch.float64):
         way_out = "use None to compute in the inputs' dtype"
         _fail(TypeError, "upcast in (None, float32, float64)", f"upcast={upcast}", way_out)
@@ -461,27 +449,37 @@ def _check_options(
     ):
         if x is None:
             continue
+        check_kind(_NAME, name, x)
         if x.dtype not in _DTYPES:
             _fail(TypeError, f"{name} in floating point", f"{name}.dtype={x.dtype}", "cast it")
         if tuple(x.shape) not in shapes:
             expected = f"{name} of shape " + " or ".join(str(shape) for shape in shapes)
             _fail(ValueError, expected, f"{name}.shape={tuple(x.shape)}", "one per query head")
+        _check_device(name, x, q)
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        got = f"{name}.device={x.device} beside q.device={q.device}"
+        _fail(ValueError, f"{name} on q's device", got, f"move {name} to {q.device}")
 
 
 def _expand(name: str, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """``x`` as a view of shape (b, h, seqlen_q, seqlen_k)."""
+    """``x``, a tensor on q's device, as a view of shape (b, h, seqlen_q, seqlen_k)."""
+    _check_device(name, x, q)
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     try:
         return x.expand(shape)
     except RuntimeError as error:
         got = f"{name}.shape={tuple(x.shape)}"
-        message = f"attention_ref: expected {name} broadcastable to {shape}, got {got}"
+        message = f"{_NAME}: expected {name} broadcastable to {shape}, got {got}"
         raise ValueError(f"{message}; the order is (b, h, seqlen_q, seqlen_k)") from error
 
 
 def _expand_bias(attn_bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if attn_bias is None:
         return None
+    check_kind(_NAME, "attn_bias", attn_bias)
     if attn_bias.dtype not in _DTYPES:
         way_out = "turn a bool mask into 0 and -inf"
         got = f"attn_bias.dtype={attn_bias.dtype}"
@@ -492,7 +490,7 @@ def _expand_bias(attn_bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | Non
 def _expand_dropout_mask(
     dropout_p: float, dropout_mask: Tensor | DropoutMask | None, q: Tensor, k: Tensor
 ) -> DropoutMask | None:
-    if not 0 <= dropout_p < 1:
+    if not 0 <= check_real(_NAME, "dropout_p", dropout_p) < 1:
         _fail(ValueError, "dropout_p in [0, 1)", f"dropout_p={dropout_p}", "use 0 for none")
     if (dropout_p > 0) != (dropout_mask is not None):
         got = (
@@ -500,8 +498,9 @@ def _expand_dropout_mask(
         )
         way_out = "draw one, e.g. torch.rand(b, h, seqlen_q, seqlen_k) >= dropout_p"
         _fail(ValueError, "dropout_p > 0 and a dropout_mask together", got, way_out)
-    if dropout_mask is None or not isinstance(dropout_mask, Tensor):
+    if dropout_mask is None or (callable(dropout_mask) and not isinstance(dropout_mask, Tensor)):
         return dropout_mask
+    check_kind(_NAME, "dropout_mask", dropout_mask)
     if dropout_mask.dtype != torch.bool:
         got = f"dropout_mask.dtype={dropout_mask.dtype}"
         _fail(TypeError, "dropout_mask to be bool, True where kept", got, "compare, do not cast")

@@ -3,6 +3,7 @@
 import math
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -493,7 +494,7 @@ QKV = make_qkv()
 @pytest.mark.parametrize(
     ("qkv", "options", "error", "match"),
     [
-        ((1, *QKV[1:]), {}, TypeError, r"q to be a tensor, got q=int"),
+        ((1, *QKV[1:]), {}, TypeError, r"q to be a torch.Tensor, got q of type int"),
         ((QKV[0].int(), *QKV[1:]), {}, TypeError, r"floating point, got q.dtype=torch.int32"),
         ((QKV[0].half(), *QKV[1:]), {}, TypeError, r"one dtype.*k.dtype=torch.float64"),
         (
@@ -508,10 +509,15 @@ QKV = make_qkv()
         ((QKV[0][..., :2], *QKV[1:]), {}, ValueError, r"head dimension >= 1"),
         ((QKV[0][:, :, :3], *QKV[1:]), {}, ValueError, r"multiple of h_k"),
         ((QKV[0][:, :, :0], *QKV[1:]), {}, ValueError, r"positive multiple of h_k"),
-        (QKV, {"window_size": (-2, 0)}, ValueError, r"window_size >= -1, got .*\(-2, 0\)"),
+        (
+            QKV,
+            {"window_size": (-2, 0)},
+            ValueError,
+            r"window_size of two ints >= -1, got .*\(-2, 0\)",
+        ),
         (QKV, {"window_size": (1,)}, TypeError, r"two ints"),
         (QKV, {"window_size": (1.0, 2)}, TypeError, r"two ints"),
-        (QKV, {"softcap": -1.0}, ValueError, r"softcap >= 0, got softcap=-1.0"),
+        (QKV, {"softcap": -1.0}, ValueError, r"softcap >= 0 .*, got softcap=-1.0"),
         (QKV, {"softcap": math.nan}, ValueError, r"softcap >= 0"),
         (QKV, {"upcast": torch.float16}, TypeError, r"upcast in"),
         (QKV, {"alibi_slopes": torch.ones(3)}, ValueError, r"\(4,\) or \(2, 4\), got .*\(3,\)"),
@@ -523,6 +529,38 @@ QKV = make_qkv()
         (QKV, {"dropout_p": 0.5}, ValueError, r"dropout_mask together"),
         (QKV, {"dropout_mask": torch.ones(5, 7).bool()}, ValueError, r"dropout_mask together"),
         (QKV, {"dropout_p": 0.5, "dropout_mask": torch.ones(7)}, TypeError, r"to be bool"),
+        ((QKV[0].to_sparse(), *QKV[1:]), {}, TypeError, r"dense .* layout torch.sparse_coo"),
+        (QKV, {"softmax_scale": math.nan}, ValueError, r"finite softmax_scale .*=nan"),
+        (QKV, {"softmax_scale": -math.inf}, ValueError, r"finite softmax_scale .*=-inf"),
+        (QKV, {"softmax_scale": "x"}, TypeError, r"softmax_scale to be a float, got .*'x'"),
+        (QKV, {"softcap": math.inf}, ValueError, r"finite softcap >= 0 .*=inf"),
+        (QKV, {"softcap": None}, TypeError, r"softcap to be a float, got softcap=None"),
+        (QKV, {"softcap": "x"}, TypeError, r"softcap to be a float, got softcap='x'"),
+        (QKV, {"causal": "no"}, TypeError, r"causal to be a bool, got causal='no'"),
+        (QKV, {"causal": 1}, TypeError, r"causal to be a bool, got causal=1"),
+        (QKV, {"reorder_ops": 1}, TypeError, r"reorder_ops to be a bool, got reorder_ops=1"),
+        (QKV, {"return_probs": None}, TypeError, r"return_probs to be a bool, got .*=None"),
+        (QKV, {"window_size": (True, 0)}, TypeError, r"two ints .*, got .*\(True, 0\)"),
+        (QKV, {"window_size": 3}, TypeError, r"two ints .*, got window_size=3"),
+        (QKV, {"dropout_p": None}, TypeError, r"dropout_p to be a float, got dropout_p=None"),
+        (QKV, {"sinks": [0, 0]}, TypeError, r"sinks to be a torch.Tensor, got .* type list"),
+        (QKV, {"alibi_slopes": [1, 2]}, TypeError, r"alibi_slopes to be a torch.Tensor, got"),
+        (QKV, {"attn_bias": [1]}, TypeError, r"attn_bias to be a torch.Tensor, got .* list"),
+        (QKV, {"dropout_p": 0.5, "dropout_mask": "x"}, TypeError, r"dropout_mask to be .* str"),
+        (QKV, {"sinks": torch.ones(4, device="meta")}, ValueError, r"sinks on q's device, got"),
+        (QKV, {"attn_bias": torch.ones(7, device="meta")}, ValueError, r"attn_bias on q's device"),
+        (
+            QKV,
+            {"alibi_slopes": torch.ones(4, device="meta")},
+            ValueError,
+            r"alibi_slopes on q's device, got alibi_slopes.device=meta beside q.device=cpu",
+        ),
+        (
+            QKV,
+            {"dropout_p": 0.5, "dropout_mask": torch.ones(7, device="meta").bool()},
+            ValueError,
+            r"dropout_mask on q's device, got dropout_mask.device=meta",
+        ),
     ],
 )
 def test_rejects_with_a_message(qkv, options, error, match):
@@ -531,3 +569,25 @@ def test_rejects_with_a_message(qkv, options, error, match):
     assert str(caught.value).startswith("attention_ref: expected ")
     assert ", got " in str(caught.value)
     assert "; " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "same"),
+    [
+        ("softmax_scale", np.float32(-0.5), -0.5),
+        ("softmax_scale", 2, 2.0),
+        ("causal", np.bool_(True), True),
+        ("window_size", [np.int64(2), 1], (2, 1)),
+        ("softcap", np.float64(3), 3.0),
+    ],
+)
+def test_a_number_of_another_type_counts_as_what_it_holds(name, given, same):
+    out = attention_ref(*QKV, **{name: given}).out
+    assert torch.equal(out, attention_ref(*QKV, **{name: same}).out)
+    assert not torch.equal(out, attention_ref(*QKV).out)
+
+
+def test_a_probability_is_not_rounded_as_the_kernels_round_it():
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    out = attention_ref(*QKV, dropout_p=1e-6, dropout_mask=mask).out
+    torch.testing.assert_close(out, attention_ref(*QKV).out / (1 - 1e-6), atol=0, rtol=1e-12)
