@@ -6,8 +6,8 @@ the same: a scale, a window (causal is one) and sinks, and inputs that are finit
 Reading them once more to know that takes a sixth of a short call's time, and of a call with few
 queries up to a third, so few scores are computed by torch's products and softmax instead, which
 propagate a NaN.
-Everything here is differentiable to any order. What tracers call instead is in
-:mod:`flashcute.cpu_ops`.
+Everything here is differentiable to any order. What tracers call instead, of which they take one
+derivative, is in :mod:`flashcute.cpu_ops`.
 """
 
 from __future__ import annotations

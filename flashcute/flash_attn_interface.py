@@ -196,10 +196,12 @@ def flash_attn_func(
     dimension 64 twice that. Into how many depends on shapes and SMs, and with it the last bits of
     the sums.
 
-    On the CPU: every argument, in float32 (float64 for float64 inputs), differentiable to any
-    order. PyTorch's flash attention computes calls with no more than a scale, a window and sinks;
-    a plain PyTorch reference, which is slower and stores scores, computes the others. Up to 2**16
-    scores of one batch entry are stored, too, where no gradient is wanted: that is faster.
+    On the CPU: every argument, in float32 (float64 for float64 inputs). Eager calls are
+    differentiable to any order by torch.autograd; under torch.func, torch.compile and torch.export
+    there is one derivative, and that of a gradient raises NotImplementedError or torch's own error.
+    PyTorch's flash attention computes calls with no more than a scale, a window and sinks; a plain
+    PyTorch reference, which is slower and stores scores, computes the others. Up to 2**16 scores
+    of one batch entry are stored, too, where no gradient is wanted: that is faster.
 
     Any strides are right. The kernels read a tensor in place if its head_dim is a multiple of 8,
     its last stride 1, its other strides multiples of 8 elements, and its start a multiple of 16
