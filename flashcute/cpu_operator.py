@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
 from . import cpu, dropout
@@ -147,6 +147,15 @@ def is_traced(x: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0  # make_fx, FakeTensorMode
         or torch._C._is_tracing()
     )
+
+
+def gives_shapes(x: Tensor) -> bool:
+    """Whether an eager call with ``x`` gives shapes alone, and nothing records or transforms it."""
+    if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
+        return False
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    is_fake = isinstance(x, FakeTensor) or x.is_meta
+    return is_fake and all(isinstance(mode, FakeTensorMode) for mode in modes)
 
 
 # Bound here as every call asks them.

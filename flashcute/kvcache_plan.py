@@ -191,7 +191,7 @@ class KVCachePlan:
         if t.sinks is not None:
             t = t._replace(sinks=t.sinks.float().contiguous())
         o = ops_kvcache.bounded(o)
-        ops.ensure_loaded()
+        ops.ensure_loaded(q)
         args = *t[:3], *t[7:11], *o[:4], t.sinks, o.softcap, t.alibi_slopes, o.num_splits
         args += *t[3:7], o.rotary_interleaved
         made = ops_kvcache.call_binding(ops_kvcache.planned()[0], *args)

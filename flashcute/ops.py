@@ -24,7 +24,7 @@ from .checks_varlen import (
     check_packed_tokens,
 )
 from .config import DTYPES, MASKS, NAMESPACE
-from .cpu_operator import below_autograd, is_seen
+from .cpu_operator import below_autograd, gives_shapes, is_seen
 from .features import CAPABILITIES
 from .ops_checks import check_for_device, check_options, rounded
 
@@ -378,12 +378,20 @@ def _load_while_tracing() -> bool:
 _load_while_tracing._dynamo_marked_constant = True
 
 
-def ensure_loaded() -> None:
-    """:func:`load`, in traced calls, too."""
+def ensure_loaded(q: torch.Tensor) -> bool:
+    """:func:`load`, in traced calls, too.
+
+    Returns:
+        False where it is left out: a call of ``q`` gives shapes alone, and the operators of CPU
+        tensors, which need no compiler, give the same.
+    """
     if torch.compiler.is_compiling():
-        _load_while_tracing()
-    elif _fwd is None:
+        return _load_while_tracing()
+    if _fwd is None:
+        if gives_shapes(q):
+            return False
         load()
+    return True
 
 
 def fwd(
@@ -409,6 +417,8 @@ def fwd(
         return getattr(torch.ops, NAMESPACE).fwd.default(q, k, v, softmax_scale, causal)
     # What records or transforms a call sees the operator that has the gradient.
     if _fwd is None or is_seen():
+        if not ensure_loaded(q):
+            return cpu_ops.attend(q, k, v, softmax_scale=softmax_scale, causal=causal)[:2]
         return resolver_errors.call(load(), q, k, v, softmax_scale, causal)
     try:
         if autograd.wants_gradient(q, k, v):
@@ -446,7 +456,12 @@ def attend(
             is not 0. The kernels read it on the device, when they run.
         dropout_p: 0.0 for none.
     """
-    ensure_loaded()
+    if not ensure_loaded(q):
+        return cpu_ops.attend(
+            q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+            softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,
+            rng_state=rng_state,
+        )[:2]  # fmt: skip
     op = getattr(torch.ops, NAMESPACE).attend.default
     args = q, k, v, softmax_scale, causal, *window_size, sinks
     options = softcap, alibi_slopes, deterministic, rng_state, dropout_p
@@ -495,7 +510,10 @@ def attend_varlen(
     Returns:
         out (total_q, h, d), contiguous, and the log-sum-exp in float32, (h, total_q).
     """
-    ensure_loaded()
+    if not ensure_loaded(q):
+        tensors = cpu_varlen.Tensors(q, k, v, alibi_slopes, sinks, *lengths, rng_state, block_table)
+        given = *max_seqlens, softmax_scale, causal, *window_size, softcap, dropout_p
+        return cpu_varlen.attend_or_trace(_VARLEN_NAMES, tensors, cpu_varlen.Options(*given))[:2]
     op = getattr(torch.ops, NAMESPACE).attend_varlen.default
     options = *window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p
     options += block_table, num_splits, deterministic

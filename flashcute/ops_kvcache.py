@@ -229,7 +229,7 @@ def launch(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
         ready["sinks"] = t.sinks.float().contiguous()
     if ready:
         t = t._replace(**ready)
-    ops.ensure_loaded()
+    ops.ensure_loaded(t.q)
     if torch.compiler.is_compiling() or is_seen():
         out, lse = attend(t, o)
     else:

@@ -112,6 +112,48 @@ def test_good_input_on_the_meta_device(call) -> None:
         assert (out.device.type, out.dtype, out.dim(), out.shape[-1]) == ("meta", dtype, 4, 64)
 
 
+_SHAPES_ALONE = """
+import contextlib, torch
+from flashcute import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, ops
+from torch._subclasses import FakeTensorMode
+
+def call(device, wants_gradient):
+    q, k, v = (
+        torch.empty(2, 9, 4, 64, device=device, dtype=torch.half, requires_grad=wants_gradient)
+        for _ in range(3)
+    )
+    for options in ({}, {"softcap": 3.0}, {"window_size": (3, 1)}, {"dropout_p": 0.5}):
+        out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        assert (out.shape, out.stride(), out.dtype) == (q.shape, q.stride(), q.dtype)
+        assert (lse.shape, lse.dtype, lse.device) == ((2, 4, 9), torch.float32, q.device)
+        if wants_gradient:
+            assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
+    if not wants_gradient:
+        lengths = torch.empty(3, device=device, dtype=torch.int32)
+        x = torch.empty(18, 4, 64, device=device, dtype=torch.half)
+        assert flash_attn_varlen_func(x, x, x, lengths, lengths, 9, 9).shape == x.shape
+        assert flash_attn_with_kvcache(q, k, v, q, q, cache_seqlens=0).shape == q.shape
+
+call("meta", False)
+call("meta", True)
+with FakeTensorMode():
+    call("cuda", False)
+assert ops._fwd is None
+"""
+
+
+def test_shapes_need_no_compiler(tmp_path: pathlib.Path) -> None:
+    environment = {"FLASHCUTE_NO_BUILD": "1", "FLASHCUTE_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", _SHAPES_ALONE],
+        env=_environment() | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+
+
 def test_a_gradient_is_there_only_where_one_is_asked_for() -> None:
     q, k, v = tensors("meta")
     q.requires_grad_()
