@@ -208,7 +208,7 @@ def run_info(args: argparse.Namespace) -> int:
         "python": platform.python_version,
         "torch": _describe_torch,
         "GPU": _describe_gpus,
-        "nvcc": toolchain.find_nvcc,
+        "nvcc": toolchain.find_nvcc_alone,
         "C++ compiler": toolchain.find_host_compiler,
         "CUTLASS": lambda: sources.cutlass_version() or "headers not there",
         "sources": sources.source_root,

@@ -145,7 +145,7 @@ def _nvcc() -> str:
     driver = _cuda_of_driver()
     mend = "install a newer driver, or a toolkit of the driver's CUDA, and set CUDA_HOME to it"
     try:
-        compiler = toolchain.find_nvcc()
+        compiler = toolchain.find_nvcc_alone()
     except BuildError as error:
         if driver is None or driver[0] >= _CUDA_OF_WHEELS:
             raise  # with the advice to install PyPI's wheels
@@ -169,7 +169,7 @@ def _nvcc() -> str:
 def _host_compiler() -> str:
     compiler = toolchain.find_host_compiler()
     with contextlib.suppress(BuildError):  # of nvcc's own probe
-        nvcc = toolchain.find_nvcc()
+        nvcc = toolchain.find_nvcc_alone()
         newest = nvcc.newest_gcc
         if None not in (newest, compiler.gcc) and compiler.gcc > newest:
             raise Missing(

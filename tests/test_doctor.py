@@ -39,7 +39,7 @@ def whole(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_capabilities", lambda: {(9, 0): "NVIDIA H100"})
     monkeypatch.setattr(doctor, "_places", lambda: {"90": Counter({"cache": 1, "not built": 2})})
     compiler = toolchain.Compiler(Path("/usr/bin/some"), "some compiler, release 13.0")
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: compiler)
+    monkeypatch.setattr(toolchain, "find_nvcc_alone", lambda: compiler)
     monkeypatch.setattr(toolchain, "find_host_compiler", lambda: compiler)
     monkeypatch.setattr(build, "find_ninja", lambda: "/usr/bin/ninja")
     monkeypatch.setattr(sources, "require_cutlass", lambda: None)
@@ -182,10 +182,10 @@ def test_nvcc_newer_than_the_driver_is_missing(whole, capsys, monkeypatch):
     assert set(missing) == {"nvcc"}
     assert "expected nvcc of CUDA 12, which the driver is for, got /usr/bin/some" in missing["nvcc"]
     error = toolchain.BuildError("flashcute: expected nvcc, got none; `pip install nvcc`")
-    monkeypatch.setattr(toolchain, "find_nvcc", raises(error))
+    monkeypatch.setattr(toolchain, "find_nvcc_alone", raises(error))
     assert examine(capsys)["nvcc"].startswith("expected nvcc, got none; install a newer driver, or")
     older = toolchain.Compiler(Path("/usr/bin/some"), "some compiler, release 12.9, V12.9.86")
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: older)
+    monkeypatch.setattr(toolchain, "find_nvcc_alone", lambda: older)
     assert examine(capsys) == {}
 
 
@@ -205,7 +205,7 @@ def test_nvcc_that_does_not_know_the_gpu_is_missing(
 ):
     monkeypatch.setattr(doctor, "_capabilities", lambda: {capability: "some GPU"})
     nvcc = toolchain.Compiler(Path("/usr/bin/some"), f"some compiler, release {release}")
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(toolchain, "find_nvcc_alone", lambda: nvcc)
     missing = examine(capsys)
     if needed is None:
         assert missing == {}
@@ -223,7 +223,7 @@ def test_gcc_newer_than_nvcc_takes_is_missing(whole, capsys, monkeypatch, tmp_pa
     header.write_text("#if defined(__GNUC__)\n#if __GNUC__ > 12\n#error -- unsupported\n#endif\n")
     nvcc = toolchain.Compiler(tmp_path / "bin" / "nvcc", "some compiler, release 12.1")
     host = toolchain.Compiler(Path("/usr/bin/g++"), f"g++ (Ubuntu 13) {gcc}")
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(toolchain, "find_nvcc_alone", lambda: nvcc)
     monkeypatch.setattr(toolchain, "find_host_compiler", lambda: host)
     missing = examine(capsys)
     if gcc == "12.2.0":
@@ -256,7 +256,7 @@ def test_all_shipped_kernels_are_looked_for(monkeypatch):
 @pytest.mark.parametrize("places", [{"prebuilt": 3}, {"cache": 3}, {"prebuilt": 1, "cache": 2}])
 def test_compilers_are_a_limit_where_all_that_ships_is_built(whole, capsys, monkeypatch, places):
     error = toolchain.BuildError("flashcute: expected nvcc, got none; install it")
-    monkeypatch.setattr(toolchain, "find_nvcc", raises(error))
+    monkeypatch.setattr(toolchain, "find_nvcc_alone", raises(error))
     monkeypatch.setattr(binding, "find", lambda: "the binding")
     assert set(examine(capsys)) == {"nvcc"}
     monkeypatch.setattr(doctor, "_places", lambda: {"90": Counter(places)})
@@ -295,6 +295,18 @@ def test_the_command_of_a_machine_without_compilers_and_a_cache(tmp_path):
         assert lines[at + 1].startswith(f"{'':<9}mend") and len(lines[at + 1]) > 25
     assert "got CXX=no-compiler" in done.stdout and f"{tmp_path} (lacks" in done.stdout
     assert "expected a writable folder for compiled kernels" in done.stdout
+
+
+def test_nvcc_is_there_without_a_host_compiler(tmp_path):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    given = {"CUDA_HOME": str(tmp_path), "FLASHCUTE_CACHE_DIR": str(tmp_path / "cache")}
+    printed = command(CXX="", PATH="/empty", **given).stdout
+    assert f"{'ok':<9}{'nvcc':<9}{nvcc}" in printed
+    assert f"{'missing':<9}{'C++':<9}expected a C++ compiler, got none on PATH" in printed
+    assert printed.count("C++ compiler") == 1
 
 
 def test_the_command_finds_what_is_there(tmp_path):

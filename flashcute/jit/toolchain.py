@@ -177,14 +177,14 @@ def _lacking(root: Path, files: Sequence[str]) -> str | None:
     return f"{root} (lacks {', '.join(missing)})" if missing else None
 
 
-def find_nvcc() -> Compiler:
+def find_nvcc_alone() -> Compiler:
     """nvcc of ``CUDA_HOME`` if set, else of PATH, of the PyPI wheels, of /usr/local/cuda.
 
-    Releases before 12.0 are skipped. So are wheels if some of nvcc's parts are missing: other
-    packages install only its assembler.
+    It compiles nothing yet, as it has no host compiler. Releases before 12.0 are skipped. So are
+    wheels if some of nvcc's parts are missing: other packages install only its assembler.
 
     Raises:
-        BuildError: where there is none, or no host compiler for it.
+        BuildError: where there is none.
     """
     rejected = []
     for root in _cuda_roots():
@@ -195,17 +195,7 @@ def find_nvcc() -> Compiler:
         if root.parent.name == "nvidia" and (lacking := _lacking(root, _NVCC_PARTS)):
             rejected.append(lacking)
             continue
-        host = find_host_compiler()
-        arguments = [f"-ccbin={host.path}"]
-        # nvcc looks for its libraries in lib64, the wheels install them in lib.
-        if (root / "lib" / "libcudart_static.a").is_file() and not (root / "lib64").is_dir():
-            arguments.append(f"-L{root / 'lib'}")
-        parts = [_version(nvcc), host.version]
-        # cicc is in a separate wheel, which can be newer than nvcc, and prints no version.
-        cicc = root / "nvvm" / "bin" / "cicc"
-        if cicc.is_file():
-            parts.append(f"cicc of {cicc.stat().st_size} bytes")
-        found = Compiler(nvcc, "\n".join(parts), tuple(arguments))
+        found = Compiler(nvcc, _version(nvcc))
         if found.release is not None and found.release < _MIN_NVCC:
             rejected.append("{} (release {}.{}, before 12.0)".format(root, *found.release))
             continue
@@ -214,6 +204,25 @@ def find_nvcc() -> Compiler:
         f"flashcute: expected nvcc in one of {', '.join(rejected)}, got none; install the CUDA "
         f"toolkit, or {install_command('nvcc')}, or set CUDA_HOME to the toolkit's folder"
     )
+
+
+def find_nvcc() -> Compiler:
+    """:func:`find_nvcc_alone` with its host compiler, as builds need it.
+
+    Raises:
+        BuildError: where there is none, or no host compiler for it.
+    """
+    nvcc, host = find_nvcc_alone(), find_host_compiler()
+    root, arguments = nvcc.path.parents[1], [f"-ccbin={host.path}"]
+    # nvcc looks for its libraries in lib64, the wheels install them in lib.
+    if (root / "lib" / "libcudart_static.a").is_file() and not (root / "lib64").is_dir():
+        arguments.append(f"-L{root / 'lib'}")
+    parts = [nvcc.version, host.version]
+    # cicc is in a separate wheel, which can be newer than nvcc, and prints no version.
+    cicc = root / "nvvm" / "bin" / "cicc"
+    if cicc.is_file():
+        parts.append(f"cicc of {cicc.stat().st_size} bytes")
+    return Compiler(nvcc.path, "\n".join(parts), tuple(arguments))
 
 
 @dataclasses.dataclass(frozen=True)
