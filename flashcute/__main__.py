@@ -407,5 +407,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _exit(number: int, frame: object) -> None:
+    """Handles a signal: Python's own handling would leave the compilers of a build running."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _exit)
     sys.exit(main())

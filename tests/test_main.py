@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -399,6 +400,47 @@ def test_a_missing_nvcc_is_said_before_a_compiler_starts(tmp_path, monkeypatch, 
     monkeypatch.setattr(binding, "build_binding", build_binding)
     assert cli.main(["build", *ONE]) == 1
     assert "expected nvcc in one of" in capsys.readouterr().err
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # which has ended, and nobody has asked for its status yet
+
+
+def test_a_terminated_build_ends_its_compilers(tmp_path):
+    started, nvcc, compiler = tmp_path / "started", tmp_path / "bin" / "nvcc", tmp_path / "compiler"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho nvcc 1\n")
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo compiler 1 && exit\n'
+        f"echo $$ > {started}.new && mv {started}.new {started}; exec sleep 600\n"
+    )
+    for program in (nvcc, compiler):
+        program.chmod(0o755)
+    variables = {"CUDA_HOME": tmp_path, "CXX": compiler, "FLASHCUTE_CACHE_DIR": tmp_path / "cache"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flashcute", "build", *ONE],
+        env=os.environ | {name: str(path) for name, path in variables.items()},
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not started.exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    pid = int(started.read_text())
+    process.terminate()
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 5
+    while (runs := is_running(pid)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if runs:
+        os.kill(pid, signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, runs) == (128 + signal.SIGTERM, False), said
 
 
 @pytest.mark.parametrize("command", ["build -o", "bench --plots", "bench --json", "profile --html"])
