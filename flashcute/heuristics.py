@@ -552,13 +552,11 @@ def bwd_configs_in_use(
 
 
 def choose_bwd(
-    problem: FwdProblem,
-    capability: tuple[int, int],
-    sms: int = 132,
-    *,
-    every: bool = True,
+    problem: FwdProblem, capability: tuple[int, int], sms: int = 132, *, every: bool = True
 ) -> BwdConfig:
     """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
+
+    The number of SMs changes nothing: ``sms`` is there so that one call serves both passes.
 
     The sm80 class's several kernels compute short ragged sequences, too, of which the problem has
     mean lengths: sums of dQ take whole blocks of ``ROW_STATS_MULTIPLE`` rows of each, as do tiles
