@@ -105,11 +105,16 @@ def unpad_input_for_concatenated_sequences(
         (sequences + 1,), int32, and ``max_seqlen_in_batch``, an int, as :func:`unpad_input`.
 
     Raises:
-        TypeError, ValueError: as :func:`unpad_input`; the latter also for lengths of CPU tensors
-            that are negative, or more than a row has places.
+        TypeError, ValueError: as :func:`unpad_input`; the former also for a mask of bool, the
+            latter for lengths of CPU tensors that are negative, or more than a row has places.
     """
     fn, name = "unpad_input_for_concatenated_sequences", "attention_mask_in_length"
     _check_mask(fn, name, attention_mask_in_length, hidden_states)
+    if attention_mask_in_length.dtype == torch.bool:
+        raise TypeError(
+            f"{fn}: expected {name} of int, got {name}.dtype=torch.bool; pass the lengths of each "
+            "row's sequences, or a mask to unpad_input"
+        )
     tokens = attention_mask_in_length.sum(-1)  # of each row
     _check_rows_of_lengths(fn, name, attention_mask_in_length, tokens)
     places = torch.arange(attention_mask_in_length.shape[1], device=tokens.device)

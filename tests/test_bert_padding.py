@@ -133,6 +133,12 @@ WRONG = [
         TypeError,
         r"attention_mask_in_length of bool or int, got .*float64",
     ),
+    (
+        unpad_input_for_concatenated_sequences,
+        (X, MASK != 0),
+        TypeError,
+        r"attention_mask_in_length of int, got attention_mask_in_length.dtype=torch.bool; pass",
+    ),
     (index_first_axis, (3, INDICES), TypeError, r"input to be a torch.Tensor, got .*int"),
     (index_first_axis, (X, [0]), TypeError, r"indices to be a torch.Tensor, got .*list"),
     (index_first_axis, (X, INDICES.float()), TypeError, r"got indices.dtype=torch.float32; take"),
