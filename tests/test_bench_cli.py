@@ -377,6 +377,7 @@ def test_drawing_refuses_other_files(tmp_path, capsys, text):
     [
         (("--device", "cuda"), "expected an NVIDIA GPU that torch can use for --device cuda"),
         (("--sustained",), "expected a GPU for --sustained"),
+        (("--peers", "torch", "fa2", "fa3"), "got fa2, fa3, which need a GPU; say --peers torch"),
     ],
 )
 def test_what_needs_a_gpu_is_refused(no_gpu, arguments, message, capsys):

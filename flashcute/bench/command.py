@@ -38,6 +38,7 @@ from .options import Option
 from .serving import Serving
 from .sweep import Variant
 
+_ON_GPUS = ("fa2", "cudnn", "fa3", "fa3_ragged")  # peers without an implementation for CPU tensors
 _APART = ("ring", "integrations")  # passes with a protocol of their own
 
 # Sizes for about a minute on a CPU.
@@ -57,6 +58,13 @@ def _options(args: argparse.Namespace) -> sweep.Options:
     repeats, warmup = (bm.REPEATS, bm.WARMUP) if device == "cuda" else _CPU_REPEATS
     if args.sustained and device == "cpu":
         raise ValueError("flashcute bench: expected a GPU for --sustained, found none")
+    own = dict(args.peer_module)  # which may take the place of a peer
+    refused = [name for name in args.peers or () if name in _ON_GPUS and name not in own]
+    if refused and device == "cpu":
+        raise ValueError(
+            "flashcute bench: expected --peers that run on the CPU, where no GPU is measured, got "
+            f"{', '.join(refused)}, which need a GPU; say --peers torch, or leave it out"
+        )
     flush = bm.FLUSH_BYTES if device == "cuda" else _CPU_FLUSH
     if device == "cuda" and "bwd" in args.what:
         memory = torch.cuda.get_device_properties(0).total_memory  # small ones are slower, too
@@ -239,7 +247,8 @@ def _apart(what: str):
 def _measure_apart(args: argparse.Namespace) -> tuple[dict, list[str]]:
     """The result of a pass with a protocol of its own, and its wrong outputs."""
     module = _apart(args.what)
-    with tqdm(desc="bench", unit="row", dynamic_ncols=True) as bar:
+    # With a delay nothing is drawn before a row is there: arguments are checked in the call.
+    with tqdm(desc="bench", unit="row", dynamic_ncols=True, delay=0.1) as bar:
         result = module.run(args, lambda row: bar.update())
     if result["device"] == "cpu":
         print(table.CPU_NOTE + "\n")
