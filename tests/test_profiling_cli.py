@@ -117,6 +117,8 @@ def test_comparison_refuses_other_files(tmp_path, capsys, text):
         (("--static", "--set", "tile_n"), "got 'tile_n'"),
         (("--static", "--set", "tile_n=65"), "expected tile_n to be a multiple of 16"),
         (("--static", "--set", f"tile_n={'9' * 5000}"), "expected tile_n to be"),
+        (("--static", "--set", "tile_m=x"), "profile: FwdConfig: expected tile_m to be 192, got"),
+        (("--static", "--target", "80", "--set", "tile_m=x"), "say other values with --set"),
         (("--static", "--target", "75"), "got target='75'"),
         (("--file", "x.so"), "expected --static with --file"),
         (("--static", "--heads", "3", "--heads-k", "2"), "--heads-k to divide --heads"),

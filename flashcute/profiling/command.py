@@ -47,14 +47,24 @@ def choose_config(
     )
     choose = heuristics.choose_fwd if args.what == "fwd" else heuristics.choose_bwd
     config = choose(problem, capability)
+    try:
+        return _changed(config, changes), target
+    except (TypeError, ValueError) as error:  # TypeError: of a word that is compared with numbers
+        raise ValueError(
+            f"flashcute profile: {error}; say other values with --set or --compare, or leave them "
+            "out"
+        ) from error
+
+
+def _changed(config: FwdConfig | BwdConfig, changes: Sequence[str]) -> FwdConfig | BwdConfig:
+    """``config`` with each FIELD=VALUE of ``changes``."""
     fields = _fields(config)
     values: dict[str, object] = {}
     for change in changes:
         field, equals, word = change.partition("=")
         if field not in fields or not equals:
             raise ValueError(
-                f"flashcute profile: expected FIELD=VALUE with FIELD in {', '.join(sorted(fields))}"
-                f", got {change!r}"
+                f"expected FIELD=VALUE with FIELD in {', '.join(sorted(fields))}, got {change!r}"
             )
         name, _, part = field.partition(".")
         if part:  # of a tile
@@ -62,7 +72,7 @@ def choose_config(
             values[name] = dataclasses.replace(tile, **{part: _value(field, word)})
         else:
             values[name] = _value(field, word)
-    return dataclasses.replace(config, **values), target
+    return dataclasses.replace(config, **values)
 
 
 def _fields(config: FwdConfig | BwdConfig) -> set[str]:
