@@ -154,10 +154,10 @@ def flash_attn_with_kvcache(
         found = ops_kvcache.launch_unchecked(t, o, return_softmax_lse)
         if found is not None:
             return found if return_softmax_lse else found[0]
-    return _attend(fn, t, o, return_softmax_lse)
+    return attend_checked(fn, t, o, return_softmax_lse)
 
 
-def _attend(fn: str, given: tuple, options: tuple, returns_lse: bool):
+def attend_checked(fn: str, given: tuple, options: tuple, returns_lse: bool):
     """A call of which nothing is known yet.
 
     Args:

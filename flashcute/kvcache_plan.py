@@ -15,7 +15,12 @@ from torch import Tensor
 
 from . import ops, ops_kvcache
 from .checks import UNLIMITED
-from .flash_attn_kvcache import checked, flash_attn_with_kvcache
+from .flash_attn_kvcache import (
+    attend_checked,
+    checked,
+    flash_attn_with_kvcache,
+    options_of,
+)
 from .ops_kvcache import is_eager
 
 _FN = "KVCachePlan"
@@ -147,6 +152,9 @@ class KVCachePlan:
 
     def _call(self, given: tuple) -> Tensor:
         """The result without the binding's plan."""
+        if not (isinstance(given[0], Tensor) and given[0].is_cuda):
+            given = *given, *self._rotary, *self._places, *self._tensors
+            return attend_checked(_FN, given, options_of(_FN, *self._options), False)
         scale, causal, window_size, softcap, num_splits, interleaved = self._options
         lengths, entries, leftpad, table = self._places
         sinks, slopes = self._tensors

@@ -182,6 +182,13 @@ def test_gradients_of_the_plans_own_tensors_are_refused() -> None:
         plan(*given)
 
 
+@pytest.mark.parametrize(("change", "error"), [({"window_size": 3}, TypeError), ({}, ValueError)])
+def test_an_error_names_the_plan(change: dict, error: type[Exception]) -> None:
+    (q, *caches), places = tensors(None)
+    with pytest.raises(error, match=r"^KVCachePlan: expected"):
+        KVCachePlan(**places, **change)(q[0], *caches)
+
+
 def test_a_gradient_is_refused() -> None:
     (q, k, v), places = tensors(None)
     plan = KVCachePlan(**places)
