@@ -94,7 +94,12 @@ def _attend(
     if return_attn_probs is not False:
         return_attn_probs = check_flag(fn, "return_attn_probs", return_attn_probs)
     if type(dropout_p) is not float or dropout_p != 0.0:
-        dropout_p = check_dropout(fn, dropout_p)
+        asked, dropout_p = dropout_p, check_dropout(fn, dropout_p)
+        if dropout_p != 0.0 and num_splits > 1:
+            raise NotImplementedError(
+                f"{fn}: expected num_splits <= 1 with dropout, got num_splits={num_splits} and "
+                f"dropout_p={asked}; leave num_splits at 0"
+            )
     is_cuda = not torch.compiler.is_compiling() and type(q) is torch.Tensor and q.is_cuda
     if is_cuda and dropout_p == 0.0:
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
@@ -117,11 +122,6 @@ def _attend(
     check_table(fn, block_table, q, b)
     max_seqlen_q, max_seqlen_k = check_bounds(names, max_seqlen_q, max_seqlen_k)
     scale = check_scale(fn, scale, d)
-    if dropout_p != 0.0 and num_splits > 1:
-        raise NotImplementedError(
-            f"{fn}: expected num_splits <= 1 with dropout, got num_splits={num_splits} and "
-            f"dropout_p={dropout_p}; leave num_splits at 0"
-        )
     if alibi_slopes is not None:
         check_alibi(fn, alibi_slopes, q, b)
     if sinks is not None:

@@ -113,6 +113,12 @@ def test_longest_lengths_may_be_tensors(dtype):
         assert torch.equal(traced(q, k, v, cu_q, cu_k, longest[0], x), expected)
 
 
+def test_splits_with_dropout_are_refused_with_the_probability_that_was_passed():
+    (q, k, v), lengths = make()
+    with pytest.raises(NotImplementedError, match=r"got num_splits=2 and dropout_p=0\.1; leave"):
+        flashcute.flash_attn_varlen_func(q, k, v, *lengths, dropout_p=0.1, num_splits=2)
+
+
 @each_option
 def test_order_of_sequences_does_not_matter(name):
     (q, k, v), lengths = make(d=16)
