@@ -347,7 +347,8 @@ def check_splits(fn: str, num_splits) -> int:
 
 
 def apart(fn: str, t: Tensors) -> Tensors:
-    """``t`` before an append: caches that can be written, and new tokens that are not in them."""
+    """``t`` before an append: caches that can be written, and new tokens that are not in them, nor
+    queries on the CPU, where they are read after the new tokens are written."""
     for name in ("k_cache", "v_cache"):
         if getattr(t, name).is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(
@@ -363,8 +364,8 @@ def apart(fn: str, t: Tensors) -> Tensors:
     caches = {x.untyped_storage().data_ptr() for x in (t.k_cache, t.v_cache)}
     shared = {
         name: x.clone()
-        for name, x in (("k", t.k), ("v", t.v))
-        if x.untyped_storage().data_ptr() in caches
+        for name, x in (("k", t.k), ("v", t.v), ("q", t.q))
+        if (name != "q" or x.is_cpu) and x.untyped_storage().data_ptr() in caches
     }
     return t._replace(**shared) if shared else t
 

@@ -145,6 +145,22 @@ def test_odd_input_under_python_O() -> None:
     assert run.stdout.splitlines()[-1] == "False 0", run.stdout
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_queries_in_the_place_of_new_tokens_are_read_before(traced: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    cache, new = (torch.randn(2, n, 1, 16, generator=generator) for n in (8, 1))
+    given = {"k": new, "v": new, "cache_seqlens": 3, "causal": True}
+    function = flashcute.flash_attn_with_kvcache
+    if traced:
+        function = torch.compile(function, backend="eager")
+    found = []
+    for copies in (False, True):
+        k_cache = cache.clone()
+        q = k_cache[:, 3:4]
+        found.append(function(q.clone() if copies else q, k_cache, cache.clone(), **given))
+    assert torch.equal(*found)
+
+
 def test_read_slots() -> None:
     given = arguments(CACHE, "cpu", paged=True)
     t = checks_kvcache.Tensors(**given)
