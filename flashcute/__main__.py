@@ -285,7 +285,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m flashcute", description=__doc__)
+    parser = _Parser(prog="python -m flashcute", description=__doc__.replace("``", ""))
     parser.add_argument("--version", action="version", version=f"flashcute {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     choice = argparse.ArgumentParser(add_help=False)

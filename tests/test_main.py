@@ -295,6 +295,14 @@ def test_version(capsys):
     assert f'\nversion = "{flashcute.__version__}"\n' in text
 
 
+def test_the_help_has_no_markup(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    printed = capsys.readouterr().out
+    assert "python -m flashcute build builds kernels ahead of use" in " ".join(printed.split())
+    assert "`" not in printed
+
+
 def parsers():
     (commands,) = (
         action
