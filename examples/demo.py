@@ -27,9 +27,9 @@ from flashcute.config import DTYPES, HEAD_DIMS
 from flashcute.jit.progress import Progress
 from flashcute.sim import tiles
 
-# (least cosine to PyTorch's attention) by the dtype the model runs in.
+# Least cosine similarity to PyTorch's attention, by the dtype the model runs in.
 COSINE = {torch.float32: 0.99999, torch.float16: 0.999}
-# Greatest error against float64 on normal inputs: a few roundings of O in each dtype.
+# Largest error allowed against float64 on normal inputs: a few roundings of O in each dtype.
 CPU_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 GPU_ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 GPU_SEQLEN = 4096
@@ -37,7 +37,7 @@ PICTURE = pathlib.Path("build/demo.svg")
 
 
 def exact_attention(q, k, v, causal):
-    """Softmax(Q K^T / sqrt(d)) V by PyTorch in float64, independent of this package."""
+    """Computes softmax(Q K^T / sqrt(d)) V with PyTorch in float64, without this package."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     return out.transpose(1, 2)
@@ -48,7 +48,7 @@ def title(text: str) -> None:
 
 
 def attention_on_cpu() -> tuple[list[list], bool]:
-    """Rows of (dtype, mask, largest error against float64), and whether all are small enough."""
+    """Returns rows of (dtype, mask, largest error against float64, bound), and whether all pass."""
     shape = bm.Shape(b=2, seqlen_q=384, seqlen_k=384, h=8, h_k=2, d=64, causal=False)
     rows, good = [], True
     for dtype, bound in CPU_ERROR.items():
@@ -63,7 +63,7 @@ def attention_on_cpu() -> tuple[list[list], bool]:
 
 
 def operator_on_cpu() -> bool:
-    """Build the torch binding where it is not built yet; whether its operator agrees."""
+    """Builds the torch binding if it is missing; returns whether its operator agrees."""
     start = time.perf_counter()
     ops.load()
     seconds = time.perf_counter() - start
@@ -79,7 +79,7 @@ def operator_on_cpu() -> bool:
 
 
 def build_kernels(capability: tuple[int, int]) -> None:
-    """Build what is missing of the forward kernels without options, with a progress bar."""
+    """Builds the missing forward kernels without options, with a progress bar."""
     target = "".join(map(str, capability))
     specs = [
         (config, target)
@@ -95,7 +95,7 @@ def build_kernels(capability: tuple[int, int]) -> None:
 
 @torch.no_grad()
 def attention_on_gpu() -> tuple[list[list], bool]:
-    """Rows of (dtype, d, mask, error, microseconds and TFLOP/s of flashcute and SDPA)."""
+    """Returns rows of (dtype, d, mask, error, TFLOP/s of both, speed-up), and whether all pass."""
     rows, good = [], True
     for dtype, bound in GPU_ERROR.items():
         for d in (32, 64, 96, 128, 192, 256):
@@ -128,7 +128,7 @@ def speed_beside_sdpa(shape: bm.Shape, dtype: torch.dtype) -> dict[str, float]:
 
 
 def search(folder: pathlib.Path, device: str, dtype: torch.dtype) -> tuple[dict, bool]:
-    """Embed the shipped sentences, compare with PyTorch's attention, answer the queries."""
+    """Embeds the shipped sentences, compares them with PyTorch's attention, answers the queries."""
     ours, theirs, embedder, us = minilm.compare(folder, device, dtype)
     cosine = (ours * theirs).sum(dim=1).min().item()
     same = torch.equal(minilm.nearest(ours), minilm.nearest(theirs))
@@ -148,10 +148,10 @@ def search(folder: pathlib.Path, device: str, dtype: torch.dtype) -> tuple[dict,
 
 
 def hopper_in_the_simulator(folder: pathlib.Path, picture: pathlib.Path) -> tuple[dict, bool]:
-    """Run the kernel that an H100 or H200 would run on the model's first layer, on the CPU: its
-    source, with each of its threads and instructions.
+    """Simulates on the CPU the kernel that an H100 or H200 would run on the model's first layer.
 
-    Prints its error, its counters and where the picture of the tiles it visited lies.
+    The simulator runs the kernel's source with each of its threads and instructions. Prints the
+    error, the counters and the path of the picture of the visited tiles.
     """
     text = " ".join(minilm.read_sentences())
     q, k, v = minilm.Embedder(folder, "cute_attn").inputs_of_attention(text)
@@ -163,7 +163,7 @@ def hopper_in_the_simulator(folder: pathlib.Path, picture: pathlib.Path) -> tupl
         options = {"progress": shown.finished, "watch": shown.running}
         sim.build_kernels([(config, "none")], **options)
         sim.build_runners(["none"], **options)
-    # A CTA for each tile, which the picture takes them for.
+    # One CTA per tile: the picture assumes that each CTA computes exactly one tile.
     ctas = heads * -(-length // config.tile_m)
     found = sim.run_fwd(q, k, v, config, sms=ctas, trace=True)
     if found.verdict != "pass":

@@ -5,14 +5,15 @@ python examples/generate.py --check    # an 8B model's sizes on a GPU, a tiny on
 Prompts of different lengths are continued by the likeliest token each time. On a GPU a decoding
 step over the paged cache is one CUDA graph. transformers' own `generate` does the same from the
 same weights: over its DynamicCache, step by step from Python, and on a GPU also over its
-StaticCache, for which it compiles a step with torch.compile, into a CUDA graph, too. Its prompts
-are padded to the longest; those of the paged cache go one by one. Each has run once before it is
-timed.
+StaticCache, for which it compiles a step with torch.compile, also into a CUDA graph. transformers
+pads its prompts to the longest; the paged cache is filled with one prompt after the other. Each
+contender runs once before it is timed.
 
---check computes all logits again in float32 (float64 for float32), for the very tokens that were
-chosen. flashcute's may have at most twice the error of PyTorch's (root mean square). A token may be
-another than the exact one in a tie only: where their exact logits are apart by at most twice
-PyTorch's largest error, as two such errors exchange them. Exits with 1 when either does not hold.
+--check computes all logits again in float32 (float64 for float32) for the tokens that were chosen.
+The error of flashcute's logits may be at most twice that of PyTorch's (root mean square). A token
+may differ from the exact one only in a tie: where their exact logits differ by at most twice
+PyTorch's largest error, because two such errors can exchange them. Exits with 1 when either
+condition does not hold.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-# Before transformers is imported: it reads this once, and looks for newer files online without it.
+# Set before transformers is imported, which reads it once; without it transformers looks for newer
+# files online.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
@@ -40,8 +42,8 @@ from flashcute.arguments import is_out_of_memory, natural, output_file, positive
 from flashcute.extras import install_command
 from flashcute.features import VECTOR
 
-MOST_ERROR = 2.0  # over PyTorch's, as in flashcute/testing.py
-# By device: the defaults of arguments. The model on a GPU is as large as Llama 3 8B
+MOST_ERROR = 2.0  # allowed multiple of PyTorch's error, as in flashcute/testing.py
+# Default arguments by device. The model on a GPU is as large as Llama 3 8B
 # (https://arxiv.org/abs/2407.21783, table 3).
 MODEL = {
     "cuda": {"layers": 32, "hidden": 4096, "intermediate": 14336, "vocabulary": 128256}
@@ -54,26 +56,26 @@ WORK = {
     "cpu": {"batch": 4, "prompts": [5, 40], "new_tokens": 16, "page_size": 16},
 }
 DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float32, torch.float16, torch.bfloat16)}
-CACHES = {"dynamic": "DynamicCache", "static": "StaticCache"}  # of transformers
-# What a result tells of the model.
+CACHES = {"dynamic": "DynamicCache", "static": "StaticCache"}  # names of transformers' classes
+# Fields of the model's configuration that a result contains.
 MODEL_FIELDS = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
-# Rotary tables that change with the length of a sequence.
+# Kinds of rotary tables that change with the length of a sequence.
 CHANGING_TABLES = ("dynamic", "longrope")
 
-# Generates, and calls its argument whenever a token of each sequence is on its way; tokens (b, n)
-# and logits (n, b, vocabulary).
+# A run generates for all prompts. It calls its argument whenever one more token of each sequence
+# has been enqueued, and returns tokens (b, n) and logits (n, b, vocabulary).
 Run = Callable[[Callable[[], None]], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclasses.dataclass
 class Settings:
-    """What is generated: the batch, and in which dtype, where, over which of SDPA's caches."""
+    """What is generated: the batch, the dtype, the device, and the caches that SDPA uses."""
 
     batch: int
-    prompts: list[int]  # the shortest's and the longest's tokens
+    prompts: list[int]  # lengths of the shortest and the longest prompt
     new_tokens: int
     page_size: int
     seed: int
@@ -82,19 +84,19 @@ class Settings:
     sdpa: list[str]
 
     def lengths(self) -> list[int]:
-        """Tokens of each prompt, evenly from the shortest to the longest."""
+        """Returns the length of each prompt, evenly spaced from the shortest to the longest."""
         least, most = self.prompts
         return [least + (most - least) * i // max(1, self.batch - 1) for i in range(self.batch)]
 
     def texts(self, vocabulary: int) -> list[torch.Tensor]:
-        """Random prompts, int64."""
+        """Returns random prompts, int64."""
         generator = torch.Generator().manual_seed(self.seed)
         texts = [torch.randint(vocabulary, (n,), generator=generator) for n in self.lengths()]
         return [text.to(self.device) for text in texts]
 
 
 class Clock:
-    """When the device gets to each mark of a run, without waiting for it meanwhile."""
+    """A clock that notes when the device reaches each mark of a run, without waiting in between."""
 
     def __init__(self, device: str, bar: tqdm) -> None:
         self.on_gpu, self.bar, self.marks = device == "cuda", bar, []
@@ -115,7 +117,7 @@ class Clock:
         self.bar.update()
 
     def seconds(self) -> list[float]:
-        """From each mark to the next."""
+        """Returns the seconds from each mark to the next."""
         pairs = list(zip(self.marks, self.marks[1:], strict=False))
         if not self.on_gpu:
             return [end - start for start, end in pairs]
@@ -125,11 +127,11 @@ class Clock:
 
 @dataclasses.dataclass
 class Generated:
-    """What a run made of the prompts."""
+    """The output of a run: tokens, logits and times."""
 
     tokens: torch.Tensor  # (b, new_tokens)
     logits: torch.Tensor  # (new_tokens, b, vocabulary)
-    seconds: list[float]  # of the prompts with their first token, and of each step after it
+    seconds: list[float]  # first the prompts with their first token, then each further step
 
     def figures(self, batch: int) -> dict[str, float]:
         step = statistics.median(self.seconds[1:])
@@ -141,8 +143,9 @@ class Generated:
 
 
 def _read(kind, folder: pathlib.Path, **options):
-    """What transformers reads from a folder."""
-    if not (folder / "config.json").is_file():  # transformers would take the name for one online
+    """Loads a transformers object of class ``kind`` from a folder."""
+    # transformers would take the name for a repository online.
+    if not (folder / "config.json").is_file():
         sys.exit(f"generate.py: expected --model to be a folder with config.json, got {folder}")
     try:
         return kind.from_pretrained(folder, local_files_only=True, **options)
@@ -152,7 +155,7 @@ def _read(kind, folder: pathlib.Path, **options):
 
 
 def model_config(folder: pathlib.Path | None, sizes: Mapping[str, int], room: int):
-    """That of the folder, or of a model of these sizes for sequences of ``room`` tokens."""
+    """Returns the folder's configuration, or one of these sizes for ``room`` tokens a sequence."""
     from transformers import AutoConfig, LlamaConfig
 
     if folder is None:
@@ -165,7 +168,7 @@ def model_config(folder: pathlib.Path | None, sizes: Mapping[str, int], room: in
             num_key_value_heads=sizes["heads_k"],
             head_dim=sizes["head_dim"],
             max_position_embeddings=room,
-            # Scores and activations of any size spread as with the usual 0.02 of 4096.
+            # Scores and activations of any hidden size have the spread that 0.02 gives at 4096.
             initializer_range=min(1.0, 0.02 * (4096 / sizes["hidden"]) ** 0.5),
         )
     config = _read(AutoConfig, folder)
@@ -190,7 +193,7 @@ def model_config(folder: pathlib.Path | None, sizes: Mapping[str, int], room: in
 
 
 def load_model(config, folder: pathlib.Path | None, dtype: torch.dtype, device: str, seed: int):
-    """The folder's weights, or random ones, with PyTorch's SDPA as transformers' attention."""
+    """Loads the folder's weights, or draws random ones; attention is PyTorch's SDPA."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     options = {"dtype": dtype, "attn_implementation": "sdpa"}
@@ -201,13 +204,13 @@ def load_model(config, folder: pathlib.Path | None, dtype: torch.dtype, device: 
             model = AutoModelForCausalLM.from_config(config, **options)
     else:
         model = _read(AutoModelForCausalLM, folder, **options)
-    # Of a folder it may say to sample, or to punish repetitions.
+    # A folder's own settings may ask for sampling or for penalties on repetitions.
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model.to(device).eval()
 
 
 def generate_paged(model, prompts: Sequence[torch.Tensor], settings: Settings) -> Run:
-    """A function that generates over a paged cache: the same graph serves each of its calls."""
+    """Returns a function that generates over a paged cache; one graph serves all of its calls."""
     room = [len(prompt) + settings.new_tokens for prompt in prompts]
     cache = PagedCache(model, room, settings.page_size, settings.seed)
     paged = PagedLlama(model, cache, graph=settings.device == "cuda")
@@ -215,7 +218,7 @@ def generate_paged(model, prompts: Sequence[torch.Tensor], settings: Settings) -
 
 
 def generate_sdpa(model, prompts: Sequence[torch.Tensor], settings: Settings, cache: str) -> Run:
-    """A function that generates with transformers over its own cache."""
+    """Returns a function that generates with transformers over its own cache."""
     longest = max(len(prompt) for prompt in prompts)
     tokens = torch.zeros(len(prompts), longest, dtype=torch.int64, device=settings.device)
     mask = torch.zeros_like(tokens)
@@ -244,7 +247,7 @@ def generate_sdpa(model, prompts: Sequence[torch.Tensor], settings: Settings, ca
 
 
 def generate_all(model, prompts: Sequence[torch.Tensor], settings: Settings) -> dict:
-    """Each run's :class:`Generated`, by name."""
+    """Generates with each contender; returns each run's :class:`Generated` by name."""
     runs = {"flashcute": generate_paged(model, prompts, settings)}
     for cache in settings.sdpa:
         runs[f"sdpa {cache}"] = generate_sdpa(model, prompts, settings, cache)
@@ -263,18 +266,18 @@ def generate_all(model, prompts: Sequence[torch.Tensor], settings: Settings) -> 
 
 @dataclasses.dataclass
 class Judged:
-    """A run beside the exact logits of its own tokens: a row for each sequence."""
+    """A run compared with the exact logits of its own tokens: an entry for each sequence."""
 
     exact: list[torch.Tensor]  # whether each token is the exact one, (new_tokens)
-    worse: list[torch.Tensor]  # by how much its exact logit is below the largest, (new_tokens)
-    margin: list[torch.Tensor]  # of the largest exact logit above the second, (new_tokens)
+    worse: list[torch.Tensor]  # how far its exact logit is below the largest, (new_tokens)
+    margin: list[torch.Tensor]  # how far the largest exact logit is above the second, (new_tokens)
     largest_error: float
     rms_error: float
 
 
 @torch.no_grad()
 def judge(reference, prompts: Sequence[torch.Tensor], run: Generated, bar: tqdm) -> Judged:
-    """Computes each sequence again, without padding and cache."""
+    """Recomputes the logits of each sequence with ``reference``, without padding and cache."""
     exact, worse, margin, largest, squares = [], [], [], [], []
     for i, (prompt, tokens) in enumerate(zip(prompts, run.tokens, strict=True)):
         whole = torch.cat((prompt, tokens[:-1]))[None]
@@ -289,19 +292,19 @@ def judge(reference, prompts: Sequence[torch.Tensor], run: Generated, bar: tqdm)
         largest.append(error.abs().max().item())
         squares.append(error.square().mean().item())
         bar.update()
-    largest_error = torch.tensor(largest).max().item()  # NaN, if there is one
+    largest_error = torch.tensor(largest).max().item()  # NaN if any is NaN
     return Judged(exact, worse, margin, largest_error, statistics.fmean(squares) ** 0.5)
 
 
 def compare(judged: Mapping[str, Judged], runs: Mapping[str, Generated]) -> dict[str, object]:
-    """Whether flashcute's tokens and logits are as near to the exact ones as PyTorch's."""
+    """Checks whether flashcute's tokens and logits are as near to the exact ones as PyTorch's."""
     peers = [run for name, run in judged.items() if name != "flashcute"]
     tolerance = 2 * max(run.largest_error for run in peers)
     over = judged["flashcute"].rms_error / max(run.rms_error for run in peers)
     counts = {}
     for name, run in judged.items():
         exact, worse = torch.cat(run.exact), torch.cat(run.worse)
-        wrong = ~exact & ~(worse <= tolerance)  # NaN is wrong, too
+        wrong = ~exact & ~(worse <= tolerance)  # also where ``worse`` is NaN
         counts[name] = {
             "exact": int(exact.sum()),
             "ties": int((~exact & ~wrong).sum()),
@@ -311,7 +314,7 @@ def compare(judged: Mapping[str, Judged], runs: Mapping[str, Generated]) -> dict
             "largest_error": run.largest_error,
             "as_flashcute": same_tokens(runs["flashcute"].tokens, runs[name].tokens),
         }
-    passed = counts["flashcute"]["wrong"] == 0 and over <= MOST_ERROR  # not of NaN
+    passed = counts["flashcute"]["wrong"] == 0 and over <= MOST_ERROR  # False for NaN
     return {
         "tokens": runs["flashcute"].tokens.numel(),
         "runs": counts,
@@ -322,12 +325,12 @@ def compare(judged: Mapping[str, Judged], runs: Mapping[str, Generated]) -> dict
 
 
 def same_tokens(one: torch.Tensor, other: torch.Tensor) -> int:
-    """How many tokens are the same before the first difference of each sequence."""
+    """Counts the tokens that agree before each sequence's first difference."""
     return int((one == other).int().cumprod(1).sum())
 
 
 def _table(result: Mapping) -> str:
-    """A row for each run."""
+    """Formats a table with a row for each run."""
     header = ["attention", "cache", "prompts, s", "ms a step", "tokens/s"]
     checked = result.get("check")
     rows = []
@@ -355,7 +358,7 @@ def _table(result: Mapping) -> str:
 
 
 def _report(result: Mapping) -> str:
-    """What the check found, in words."""
+    """Describes in words what the check found."""
     check = result["check"]
     counts, tokens = check["runs"]["flashcute"], check["tokens"]
     same = ", ".join(
@@ -417,7 +420,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _completed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """Defaults of the device for what was not given, and what does not go together."""
+    """Fills in the device's defaults and rejects arguments that do not go together."""
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("expected an NVIDIA GPU that torch can use for --device cuda, found none")
@@ -529,7 +532,7 @@ def _run(args: argparse.Namespace) -> int:
         name = str(exact).removeprefix("torch.")
         result["check"] = compare(judged, runs) | {"reference": name}
         good = result["check"]["passed"]
-    if args.json:  # before it is shown: the reader of standard output may close it
+    if args.json:  # before printing: the reader of standard output may close the pipe
         bm.write_json(args.json, result | {"passed": good})
     least, most = settings.prompts
     print(

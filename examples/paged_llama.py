@@ -1,10 +1,10 @@
 """A Llama of Hugging Face transformers that decodes over a paged cache of keys and values.
 
-The modules and weights are transformers' own; attention, the rotation of queries and keys by their
-places, and the cache are flashcute's, in one call a layer. The same function fills the cache with a
-prompt and decodes a token. On CUDA a decoding step of the whole batch is one CUDA graph: lengths,
-pages and tokens stay at their addresses, and so it serves sequences while they grow, and others
-after them.
+The modules and weights are transformers' own. Attention, the rotation of queries and keys by their
+positions, and the cache are flashcute's, in one call per layer. The same function fills the cache
+with a prompt and decodes a token. On CUDA a decoding step of the whole batch is one CUDA graph:
+lengths, pages and tokens stay at their addresses, so the graph serves sequences while they grow,
+and other sequences after them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from flashcute import flash_attn_with_kvcache
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-NO_PAGE = -1  # in a block table; never read
+NO_PAGE = -1  # an empty entry of a block table, which kernels never read
 
 
 class PagedCache:
-    """Keys and values of all layers in one pool of pages, which sequences get while they grow.
+    """Keys and values of all layers in one pool of pages, which sequences take as they grow.
 
     Args:
-        model: Whose layers, heads, dtype and device.
+        model: Gives the number of layers and heads, the dtype and the device.
         room: How many tokens each sequence of a batch may have at most.
         page_size: Tokens of a page, from 1 on.
-        seed: Of the order in which pages are given: no sequence's pages lie side by side.
+        seed: Seed of the order in which pages are given out: a sequence's pages are not adjacent.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PagedCache:
         shape = (config.num_hidden_layers, sum(pages), page_size, heads, config.head_dim)
         like = {"dtype": model.dtype, "device": model.device}
         self.keys, self.values = (torch.empty(shape, **like) for _ in "kv")
-        # What kernels read: the pages of each sequence and its tokens so far.
+        # Read by the kernels: the pages of each sequence and its number of tokens so far.
         whole = {"dtype": torch.int32, "device": model.device}
         self.table = torch.empty(len(pages), max(pages), **whole)
         self.lengths = torch.empty(len(pages), **whole)
@@ -59,8 +59,9 @@ class PagedCache:
         self._held = [0] * len(self.table)
 
     def reserve(self, tokens: Sequence[int]) -> None:
-        """Gives sequence i pages for ``tokens[i]`` tokens where it has less; nobody waits for the
-        device.
+        """Gives each sequence i the pages that it lacks for ``tokens[i]`` tokens.
+
+        The host does not wait for the device.
 
         Raises:
             ValueError: for more tokens than the sequence has room for.
@@ -84,14 +85,14 @@ class PagedCache:
 class PagedLlama:
     """A model that chooses the likeliest token each time, over a :class:`PagedCache`.
 
-    Rotary tables are the model's own, in its dtype, for all places that the cache has. They go to
-    the kernel, which rotates in float32 and rounds once; transformers rounds both products and
-    their sum in the model's dtype. So the keys here are at least as exact as its own.
+    Rotary tables are the model's own, in its dtype, for all positions that the cache has. They go
+    to the kernel, which rotates in float32 and rounds once; transformers rounds both products and
+    their sum in the model's dtype. So the keys here are at least as exact as transformers'.
 
     Args:
-        model: In a dtype that flashcute supports on the model's device.
-        cache: Of this model.
-        graph: Whether a decoding step is a CUDA graph.
+        model: A Llama in a dtype that flashcute supports on its device.
+        cache: A cache made for this model.
+        graph: Whether decoding steps run as a CUDA graph.
     """
 
     def __init__(self, model: LlamaForCausalLM, cache: PagedCache, graph: bool) -> None:
@@ -100,7 +101,7 @@ class PagedLlama:
         places = torch.arange(room, device=model.device)
         with torch.no_grad():
             tables = model.model.rotary_emb(model.lm_head.weight, places[None])  # (1, room, d) each
-        # Both halves of a row are the same angles.
+        # transformers repeats the angles in both halves of a row; the kernel takes one half.
         self.cos, self.sin = (x[0].chunk(2, dim=-1)[0].contiguous() for x in tables)
         b = len(cache.lengths)
         self.tokens = torch.empty(b, 1, dtype=torch.int64, device=model.device)
@@ -116,11 +117,11 @@ class PagedLlama:
 
         Args:
             tokens: int64 (b, s).
-            lengths: int32 (b,): how many tokens each sequence has already; left as it is.
-            table: int32 (b, max_pages): the pages of each, with room for s more.
+            lengths: int32 (b,): how many tokens each sequence has already; not modified.
+            table: int32 (b, max_pages): the pages of each sequence, with room for s more tokens.
 
         Returns:
-            The logits behind each sequence's last token, (b, vocabulary).
+            The logits after each sequence's last token, (b, vocabulary).
         """
         decoder = self.model.model
         x = decoder.embed_tokens(tokens)  # (b, s, hidden)
@@ -144,22 +145,25 @@ class PagedLlama:
         return self.model.lm_head(decoder.norm(x[:, -1]))
 
     def _advance(self) -> None:
-        """A token for each sequence: from ``tokens`` to ``logits`` and the next ``tokens``."""
+        """Decodes one token of each sequence.
+
+        Reads ``tokens``; writes ``logits`` and the next ``tokens``.
+        """
         self.logits.copy_(self.forward(self.tokens, self.cache.lengths, self.cache.table))
         torch.argmax(self.logits, dim=-1, keepdim=True, out=self.tokens)
         self.cache.lengths += 1
 
     def _record(self) -> None:
-        """The first step: records it as a graph, which then is what a step runs."""
+        """Runs the first step and records it as a graph, which later steps replay."""
         state = self.tokens, self.cache.lengths
         before = [x.clone() for x in state]
-        # Kernels are built and libraries allocate when they are first called, which no graph may.
+        # The first call builds kernels and lets libraries allocate, which no graph may capture.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._advance()
         torch.cuda.current_stream().wait_stream(stream)
-        # The same step again appends the same tokens at the same places.
+        # With the state restored, the recorded step appends the same tokens at the same positions.
         for x, y in zip(state, before, strict=True):
             x.copy_(y)
         graph = torch.cuda.CUDAGraph()
@@ -180,7 +184,7 @@ class PagedLlama:
         Args:
             prompts: int64, of any lengths of at least 1, one for each sequence of the cache.
             new_tokens: At least 1.
-            mark: Called when a token of each sequence is on its way.
+            mark: Called whenever one more token of each sequence has been enqueued.
 
         Returns:
             The tokens, int64 (b, new_tokens), and their logits, (new_tokens, b, vocabulary).

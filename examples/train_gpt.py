@@ -10,10 +10,10 @@ most twice as much as the one of them that differs more (root mean square over a
 
 python examples/train_gpt.py --nproc 2               # or torchrun --nproc-per-node 2 examples/...
 
-Several processes, one for each GPU, train two more models, whose sequences are split over all of
+Several processes, one for each GPU, train two more models on sequences that are split over all of
 them: one with ring attention, one with gathered keys (flashcute.distributed). Their loss curves
-keep the same rule, with a third measure of the noise: PyTorch's attention with a batch in parts,
-whose losses and gradients are added up. All models but those two each process trains by itself.
+keep the same rule, with a third measure of the noise: PyTorch's attention with each batch in parts,
+whose losses and gradients are added up. Each process trains all other models by itself.
 
 Exits with 1 when a curve differs more, or when --check finds wrong gradients.
 """
@@ -57,10 +57,10 @@ from flashcute.arguments import is_out_of_memory, natural, output_folder, positi
 from flashcute.extras import install_command
 
 WARM_UP = 10  # steps that are not timed: kernels are built, memory is allocated
-CHECKED_ROWS = 2  # of a batch, as the exact gradients in float64 keep all scores
-MOST_NOISE = 2.0  # both figures are one draw each
-MOST_ERROR = 2.0  # over PyTorch's, as in flashcute/testing.py
-# By device: the defaults of arguments.
+CHECKED_ROWS = 2  # rows of a batch: exact gradients in float64 hold all scores in memory
+MOST_NOISE = 2.0  # allowed multiple of the noise: both figures are one draw each
+MOST_ERROR = 2.0  # allowed multiple of PyTorch's error, as in flashcute/testing.py
+# Default arguments by device.
 DEFAULTS = {
     "cuda": {"steps": 300, "layers": 12, "heads": 12, "sequence": 2048, "batch": 16},
     "cpu": {"steps": 20, "layers": 2, "heads": 2, "sequence": 64, "batch": 4},
@@ -69,12 +69,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Kind(NamedTuple):
-    """What one run has of its own.
+    """What distinguishes one run from the others.
 
     Attributes:
-        permuted: Whether the rows of its batches are.
-        split: Whether its sequences are, over all processes.
-        in_parts: Whether the rows of its batches come in as many parts, one after the other.
+        permuted: Whether the rows of its batches are permuted.
+        split: Whether its sequences are split over all processes.
+        in_parts: Whether its batches are computed in as many parts as there are processes, one
+            after the other.
     """
 
     attention: Attention
@@ -98,7 +99,7 @@ THEIRS = ("sdpa", *NOISE)
 
 @dataclasses.dataclass
 class Settings:
-    """What is trained: sizes, seed, device, the dtype of products, and processes."""
+    """Settings of training: sizes, seed, device, dtype of products, and number of processes."""
 
     steps: int
     layers: int
@@ -115,13 +116,13 @@ class Settings:
         return torch.autocast(self.device, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
     def model(self) -> GPT:
-        """A new model, on every device with the same weights."""
+        """Returns a new model, with the same weights on every device."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return GPT(self.layers, self.heads, self.sequence).to(self.device)
 
     def batches(self, text: torch.Tensor) -> list[torch.Tensor]:
-        """The batch of each step, int64, ``(batch, sequence + 1)``."""
+        """Returns the batch of each step, int64, ``(batch, sequence + 1)``."""
         if self.sequence >= len(text):
             sys.exit(
                 f"train_gpt.py: expected --sequence below the {len(text)} bytes of the text, "
@@ -135,7 +136,7 @@ class Settings:
 
 
 def gradients(model: GPT, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of every parameter, in float64."""
+    """Returns the gradient of every parameter, in float64."""
     names, weights = zip(*model.named_parameters(), strict=True)
     found = model.sum_over_processes(torch.autograd.grad(model(batch), weights))
     return {name: gradient.double() for name, gradient in zip(names, found, strict=True)}
@@ -144,11 +145,12 @@ def gradients(model: GPT, batch: torch.Tensor) -> dict[str, torch.Tensor]:
 def check_gradients(
     settings: Settings, names: Sequence[str], batch: torch.Tensor
 ) -> dict[str, object]:
-    """Errors of the first step's gradients against float64, relative by norm.
+    """Compares the first step's gradients with float64; errors are relative, by norm.
 
     Returns:
-        The largest of each attention over all parameters, the parameter where one of flashcute's
-        is the largest multiple of PyTorch's, that multiple, and whether it is small enough.
+        The largest error of each attention over all parameters, the parameter where one of
+        flashcute's is the largest multiple of PyTorch's, that multiple, and whether it is small
+        enough.
     """
     model, batch = settings.model(), batch[:CHECKED_ROWS]
     exact = gradients(copy.deepcopy(model).double(), batch)
@@ -164,12 +166,12 @@ def check_gradients(
         "largest_error": {name: max(values.values()) for name, values in errors.items()},
         "worst_parameter": worst,
         "worst_over_sdpa": over[worst],
-        "passed": over[worst] <= MOST_ERROR,  # not of NaN
+        "passed": over[worst] <= MOST_ERROR,  # False for NaN
     }
 
 
 class Run:
-    """One training: a model with its optimizer, its losses, times and memory so far."""
+    """A training run: a model with its optimizer, and its losses, times and memory so far."""
 
     def __init__(self, settings: Settings, kind: Kind) -> None:
         self.settings, self.permuted = settings, kind.permuted
@@ -181,7 +183,7 @@ class Run:
         self.order = torch.Generator().manual_seed(settings.seed)
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.bytes: list[int] = []  # on the GPU at most during a step, beyond what stays
+        self.bytes: list[int] = []  # peak of a step on the GPU, above what was allocated before it
 
     def step(self, batch: torch.Tensor) -> None:
         number, steps = len(self.losses), self.settings.steps
@@ -210,13 +212,13 @@ class Run:
         nn.utils.clip_grad_norm_(weights, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(loss.item())  # waits for all of the step
+        self.losses.append(loss.item())  # waits for the whole step
         self.seconds.append(time.perf_counter() - start)
         if on_gpu:
             self.bytes.append(torch.cuda.max_memory_allocated() - before)
 
     def figures(self) -> dict[str, object]:
-        """Losses, and medians of the steps after the first few."""
+        """Returns the losses, and medians over the steps after the first few."""
         first = min(WARM_UP, self.settings.steps // 2)
         seconds = statistics.median(self.seconds[first:])
         tokens = self.settings.batch * self.settings.sequence
@@ -230,7 +232,7 @@ class Run:
 
 
 def train(settings: Settings, names: Sequence[str], batches: Sequence[torch.Tensor]) -> dict:
-    """The figures of each run, by name. A step of each is taken in turns, in changing order."""
+    """Trains all runs, a step of each in turns of changing order; returns their figures by name."""
     runs = {name: Run(settings, RUNS[name]) for name in names}
     quiet = dist.is_initialized() and dist.get_rank() > 0
     with tqdm(
@@ -245,8 +247,10 @@ def train(settings: Settings, names: Sequence[str], batches: Sequence[torch.Tens
 
 
 def compare(runs: Mapping[str, Mapping]) -> dict[str, object]:
-    """Root mean square of the differences from PyTorch's losses, and whether all of flashcute's
-    are within the noise."""
+    """Returns the root mean square differences from PyTorch's losses.
+
+    Also returns whether all of flashcute's are within the noise.
+    """
     expected = runs["sdpa"]["losses"]
     found = {}
     for name in runs:
@@ -254,12 +258,12 @@ def compare(runs: Mapping[str, Mapping]) -> dict[str, object]:
             squares = [(x - y) ** 2 for x, y in zip(runs[name]["losses"], expected, strict=True)]
             found[name] = math.sqrt(statistics.fmean(squares))
     allowed = MOST_NOISE * max(found[name] for name in NOISE if name in found)
-    passed = all(x <= allowed for name, x in found.items() if name not in NOISE)  # not of NaN
+    passed = all(x <= allowed for name, x in found.items() if name not in NOISE)  # False for NaN
     return {"rms_difference_from_sdpa": found, "passed": passed}
 
 
 def draw(result: Mapping, path: pathlib.Path) -> None:
-    """Loss curves, their differences from PyTorch's, step time and memory."""
+    """Draws loss curves, their differences from PyTorch's, step time and memory."""
     from matplotlib.figure import Figure
 
     runs = result["runs"]
@@ -268,7 +272,8 @@ def draw(result: Mapping, path: pathlib.Path) -> None:
     figure = Figure(figsize=(11, 6), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(2.2, 1))
     losses, differences = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0])
-    for name in sorted(runs, key=lambda name: name != "sdpa"):  # the thick line below the others
+    # Draws the thick line below the others.
+    for name in sorted(runs, key=lambda name: name != "sdpa"):
         width, style = (4.5 if name == "sdpa" else 1.5), (":" if name in NOISE else "-")
         losses.plot(runs[name]["losses"], style, color=of[name], linewidth=width, label=name)
     losses.set_ylabel("loss, nats a byte")
@@ -277,7 +282,7 @@ def draw(result: Mapping, path: pathlib.Path) -> None:
     for name, run in runs.items():
         if expected and name != "sdpa":
             pairs = zip(run["losses"], expected, strict=True)
-            apart = [abs(x - y) or math.nan for x, y in pairs]  # 0 is on no logarithmic axis
+            apart = [abs(x - y) or math.nan for x, y in pairs]  # a logarithmic axis cannot show 0
             rms = result["agreement"]["rms_difference_from_sdpa"][name]
             label = f"{name} - sdpa, root mean square {rms:.1e}"
             differences.plot(apart, ".", markersize=4, color=of[name], label=label)
@@ -292,7 +297,7 @@ def draw(result: Mapping, path: pathlib.Path) -> None:
     bars = {"step_ms": "ms a step, median", "step_mib": "MiB of a step, beyond what stays"}
     for line, (field, label) in enumerate(bars.items()):
         values = {name: run[field] for name, run in runs.items() if run[field] is not None}
-        if not values:  # memory on a CPU
+        if not values:  # there are no memory figures on a CPU
             continue
         axes = figure.add_subplot(grid[line, 1])
         places = range(len(values))
@@ -376,8 +381,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Sets --nproc, and refuses what cannot be split."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))  # by torchrun
+    """Sets ``args.nproc`` and rejects arguments that cannot be split over the processes."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))  # set by torchrun
     if launched > 1 and args.nproc not in (1, launched):
         parser.error(f"expected --nproc {launched} of torchrun, or none, got {args.nproc}")
     args.nproc = max(args.nproc, launched)
@@ -409,14 +414,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             mp.spawn(_one_of_many, (args, where), args.nproc)
         except mp.ProcessExitedException as error:
-            if error.exit_code < 0:  # of a signal
+            if error.exit_code < 0:  # ended by a signal
                 raise
-            return error.exit_code  # what it said is above
+            return error.exit_code  # the process has printed its message
     return 0
 
 
 def _one_of_many(rank: int, args: argparse.Namespace, where: str) -> None:
-    """The work of one process, which ends with its status if that is not 0."""
+    """Does the work of one process; exits with its status if that is not 0."""
     if args.device == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -471,7 +476,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.attention == "both":
         result["agreement"] = compare(runs)
         good &= result["agreement"]["passed"]
-    if args.out:  # before it is shown: the reader of standard output may close it
+    if args.out:  # before printing: the reader of standard output may close the pipe
         bm.write_json(args.out / "train_gpt.json", result | {"passed": good})
         draw(result, args.out / "train_gpt.png")
     print(f"\n{_table(runs)}\n")

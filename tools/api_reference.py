@@ -85,7 +85,7 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 def _inline(text: str) -> str:
-    """Inline markup of reStructuredText as Markdown."""
+    """Converts inline markup of reStructuredText to Markdown."""
     text = re.sub(r":\w+:`~?([^`]+)`", lambda m: f"`{m[1].rsplit('.', 1)[-1]}`", text)
     return text.replace("``", "`")
 
@@ -101,7 +101,7 @@ def _paragraphs(lines: list[str]) -> Iterator[list[str]]:
 
 
 def _prose(lines: list[str]) -> Iterator[str]:
-    """Paragraphs in one line each; lists and code unchanged."""
+    """Yields paragraphs in one line each; lists and code unchanged."""
     for block in _paragraphs(lines):
         if block[0].startswith(("    ", ">>>")):
             code = textwrap.dedent("\n".join(block)).replace(">>> ", "")
@@ -113,7 +113,7 @@ def _prose(lines: list[str]) -> Iterator[str]:
 
 
 def _entries(name: str, lines: list[str]) -> str:
-    """The body of an ``Args:`` or like section as a list; of ``Returns:`` as a paragraph."""
+    """Formats the body of an ``Args:`` or like section as a list, of ``Returns:`` as text."""
     lines = textwrap.dedent("\n".join(lines)).strip().splitlines()
     if name in ("Returns", "Yields"):
         return f"{name}: {_inline(' '.join(line.strip() for line in lines))}"
@@ -131,7 +131,7 @@ def _entries(name: str, lines: list[str]) -> str:
 
 
 def markdown(docstring: str) -> str:
-    """A docstring with Google's sections as Markdown."""
+    """Converts a docstring with Google's sections to Markdown."""
     parts: list[str] = []
     prose: list[str] = []
     lines = docstring.splitlines()
@@ -161,7 +161,7 @@ def _source(node: ast.expr) -> str:
 
 
 def _parameters(arguments: ast.arguments) -> list[str]:
-    """The parameters, each with annotation and default, and the marks ``/`` and ``*``."""
+    """Returns the parameters, each with annotation and default, and the marks ``/`` and ``*``."""
 
     def parameter(argument: ast.arg, default: ast.expr | None, stars: str = "") -> str:
         annotation = f": {_source(argument.annotation)}" if argument.annotation else ""
@@ -188,7 +188,7 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 
 
 def signature(node: ast.FunctionDef) -> str:
-    """A function's signature as a stub, with one parameter per line if it is too long."""
+    """Formats a function's signature as a stub, with one parameter per line if it is too long."""
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     parameters = _parameters(node.args)
     line = f"def {node.name}({', '.join(parameters)}){result}: ..."
@@ -218,10 +218,10 @@ def _class(node: ast.ClassDef) -> Iterator[str]:
 
 
 def entry(home: str, node: Definition) -> str:
-    """One function or class, imported from ``home``: heading, signature, text.
+    """Formats one function or class, imported from ``home``: heading, signature, text.
 
     Raises:
-        ValueError: it has no docstring.
+        ValueError: if it has no docstring.
     """
     docstring = ast.get_docstring(node)
     if not docstring:
@@ -233,10 +233,10 @@ def entry(home: str, node: Definition) -> str:
 
 
 def file_entries(home: str, file: str, names: str) -> list[str]:
-    """A file's summary, and its public definitions or those named, as Markdown.
+    """Returns a file's summary, and its public definitions or those named, as Markdown.
 
     Raises:
-        ValueError: a name is not defined there.
+        ValueError: if a name is not defined there.
     """
     wanted = set(names.split())
     tree = ast.parse((ROOT / "flashcute" / file).read_text(encoding="utf-8"))
@@ -255,7 +255,7 @@ def file_entries(home: str, file: str, names: str) -> list[str]:
 
 
 def api_reference(page: str) -> str:
-    """The generated body of one of :data:`PAGES`."""
+    """Returns the generated body of one of :data:`PAGES`."""
     parts = []
     for chapter, files in PAGES[page].items():
         parts.append(f"## {chapter}")

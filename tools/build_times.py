@@ -20,16 +20,16 @@ from flashcute.config import KERNEL_CLASSES, FwdConfig
 
 
 def cpu_seconds() -> float:
-    """User and system time of all processes that this one has started and waited for."""
+    """Returns user and system time of all processes that this one has started and waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def compile_time(config: FwdConfig, target: str) -> float:
-    """CPU seconds of one build.
+    """Builds one kernel; returns its CPU seconds.
 
     Raises:
-        RuntimeError: with the compiler's message where it fails.
+        RuntimeError: with the compiler's message if it fails.
     """
     before = cpu_seconds()
     (result,) = jit.build_kernels([(config, target)], jobs=1)

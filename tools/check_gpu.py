@@ -30,13 +30,13 @@ import time
 from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-GRACE_S = 15  # between SIGINT and SIGKILL to a phase
-RESERVE_S = 10  # for the summary
+GRACE_S = 15  # seconds between SIGINT and SIGKILL to a phase
+RESERVE_S = 10  # seconds for the summary
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One step.
+    """One step of the run.
 
     Attributes:
         limit: Seconds, unless ``--limit`` says otherwise.
@@ -66,7 +66,7 @@ def _test_all(args: argparse.Namespace, _seconds: float) -> list[str]:
 
 
 def _bwd(*arguments: str) -> Callable[[argparse.Namespace, float], list[str]]:
-    """Tests of the sm90 class's backward in bf16; ``-v`` names each before it runs."""
+    """Makes the command of the sm90 backward's tests in bf16; ``-v`` names each before it runs."""
 
     def command(args: argparse.Namespace, _seconds: float) -> list[str]:
         tests = ["-m", "pytest", "tests/cuda/test_cuda_bwd_sm90.py", "-v"]
@@ -89,7 +89,7 @@ def _generation(args: argparse.Namespace, _seconds: float) -> list[str]:
 
 
 def _bench(name: str, *arguments: str) -> Callable[[argparse.Namespace, float], list[str]]:
-    """A benchmark whose result is the file ``name``."""
+    """Makes the command of a benchmark whose result is the file ``name``."""
 
     def command(args: argparse.Namespace, seconds: float) -> list[str]:
         limit = ["--time-limit", str(round(max(1.0, seconds - 25)))]
@@ -133,8 +133,8 @@ PHASES = {
     "integrations": Phase(
         300, _bench("integrations.json", "--pass", "integrations"), 4000, default=False
     ),
-    # The sm90 class's backward, parts of which may never have run: built first, then a process for
-    # each head dimension, so that no hang hides another.
+    # The sm90 class's backward, parts of which may never have run, is built first; then each head
+    # dimension is tested in a process of its own, so that no hang hides another.
     "bwd-build": Phase(200, _bwd("-k", "bf16", "--setup-only"), 500, default=False),
     **{
         f"bwd-{d}": Phase(60, _bwd("-k", f"bf16 and hdim{d}_"), 1500, default=False)
@@ -153,8 +153,11 @@ PHASES = {
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Lets phases receive SIGINT. A shell starts background jobs with SIGINT ignored, and children
-    inherit that. A handler is not inherited through exec, so one is installed meanwhile."""
+    """Lets phases receive SIGINT.
+
+    A shell starts background jobs with SIGINT ignored, and children inherit that. A handler is not
+    inherited through exec, so one is installed meanwhile.
+    """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -35,7 +35,7 @@ _NOT_A_FUNCTION = re.compile(r"\s*(?:namespace|struct|class|union|enum|extern\s+
 
 
 def check_ceilings(path: Path, text: str) -> Iterator[Breach]:
-    """Lines per file and columns per line."""
+    """Limits lines per file and columns per line."""
     lines = text.splitlines()
     if len(lines) > MAX_FILE_LINES:
         yield len(lines), f"expected at most {MAX_FILE_LINES} lines in a file, got {len(lines)}"
@@ -45,7 +45,7 @@ def check_ceilings(path: Path, text: str) -> Iterator[Breach]:
 
 
 def check_machine_paths(path: Path, text: str) -> Iterator[Breach]:
-    """No absolute path of one machine."""
+    """Forbids absolute paths of one machine."""
     for number, line in enumerate(text.splitlines(), 1):
         if found := _MACHINE_PATH.search(line):
             yield number, f"path of one machine: {found[0]}..."
@@ -58,7 +58,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def check_python_calls(path: Path, text: str) -> Iterator[Breach]:
-    """Nothing that runs text as code, starts a shell, or loads objects from untrusted bytes."""
+    """Forbids what runs text as code, starts a shell, or loads objects from untrusted bytes."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names]
@@ -78,7 +78,7 @@ def check_python_calls(path: Path, text: str) -> Iterator[Breach]:
 
 
 def check_python_functions(path: Path, text: str) -> Iterator[Breach]:
-    """Lines per function."""
+    """Limits lines per function."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
@@ -91,7 +91,7 @@ def _too_long(name: str, lines: int) -> str:
 
 
 def _is_python_code(comment: str) -> bool:
-    """Whether a comment parses as a statement; a mere name or number does not count."""
+    """Returns whether a comment parses as a statement; a mere name or number does not count."""
     try:
         body = ast.parse(comment).body
     except SyntaxError:
@@ -104,14 +104,14 @@ def _is_python_code(comment: str) -> bool:
 
 
 def check_python_comments(path: Path, text: str) -> Iterator[Breach]:
-    """No commented-out code."""
+    """Forbids commented-out code."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and _is_python_code(token.string.lstrip("#! ")):
             yield token.start[0], "commented-out code"
 
 
 def check_cpp_comments(path: Path, text: str) -> Iterator[Breach]:
-    """No commented-out code: a comment that ends like a statement or opens or closes a block."""
+    """Forbids commented-out code: comments that end like a statement or open or close a block."""
     for number, line in enumerate(text.splitlines(), 1):
         found = _CPP_COMMENT.match(line)
         if found and re.search(r"[;{}]$|^#\s*(?:if|else|endif|include|define)\b", found[1]):
@@ -119,7 +119,7 @@ def check_cpp_comments(path: Path, text: str) -> Iterator[Breach]:
 
 
 def _without_comments_and_strings(text: str) -> str:
-    """The same text with comments and literals blanked out, line for line."""
+    """Returns the text with comments and literals blanked out, line for line."""
     pattern = r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'"
 
     def blank(match: re.Match) -> str:
@@ -129,7 +129,7 @@ def _without_comments_and_strings(text: str) -> str:
 
 
 def check_cpp_functions(path: Path, text: str) -> Iterator[Breach]:
-    """Lines per outermost braced block whose head has a parameter list."""
+    """Limits lines per outermost braced block whose head has a parameter list."""
     code = _without_comments_and_strings(text)
     depth, head_start, start_depth, start_line = 0, 0, None, 0
     for match in re.finditer(r"[{};]|^[ \t]*#[^\n]*", code, re.MULTILINE):
@@ -152,7 +152,7 @@ def check_cpp_functions(path: Path, text: str) -> Iterator[Breach]:
 
 
 def check_kernel_sources(path: Path, text: str) -> Iterator[Breach]:
-    """Kernels depend on neither torch nor the simulator; the binding not on the simulator."""
+    """Forbids torch in kernel sources, and switches for the simulator there and in the binding."""
     framework_free = path.is_relative_to("csrc/flash_attn/src")
     for number, line in enumerate(text.splitlines(), 1):
         if framework_free and _TORCH_INCLUDE.match(line):
@@ -174,7 +174,7 @@ CHECKS = (
 
 
 def check(path: Path, text: str) -> list[str]:
-    """All breaches in one file; ``path`` is relative to the project's root."""
+    """Returns all breaches in one file; ``path`` is relative to the project's root."""
     breaches = [
         breach
         for function, suffixes in CHECKS
@@ -185,7 +185,7 @@ def check(path: Path, text: str) -> list[str]:
 
 
 def check_module_names(paths: list[Path]) -> list[str]:
-    """No two test modules of one name: pytest puts each of their folders on the module path."""
+    """Forbids two test modules of one name: pytest puts each of their folders on the path."""
     found, first = [], {}
     for path in sorted(paths):
         if path.suffix in PYTHON and path.parts[0] == "tests" and path.name != "conftest.py":
@@ -196,7 +196,7 @@ def check_module_names(paths: list[Path]) -> list[str]:
 
 
 def project_files() -> list[Path]:
-    """Files and links that git tracks or would track, relative to the root."""
+    """Lists the files and links that git tracks or would track, relative to the root."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files = [Path(name) for name in done.stdout.split("\0") if name]

@@ -39,7 +39,7 @@ OVERHEAD_REGISTERS = 44
 
 
 def accumulator_registers(config: FwdConfig) -> int:
-    """Registers a thread needs for S, for O and, where it is kept, for Q."""
+    """Returns the registers a thread needs for S, for O and, where it is kept, for Q."""
     rows = config.tile_m // config.warps
     scores = rows * config.tile_n // 32
     out = rows * config.head_dim // 32
@@ -47,26 +47,26 @@ def accumulator_registers(config: FwdConfig) -> int:
     return scores + out + query
 
 
-# Registers for S, P, O and Q, out of those of the sm90 class's consumers, by warps and CTAs an SM:
-# 240, 160, and 232, 136, 104 where CTAs have one consumer.
+# Registers of a thread in the sm90 class's consumers for S, P, O and Q, by warps and CTAs an SM. A
+# thread has 240 or 160 in all, and 232, 136 or 104 where CTAs have one consumer.
 SM90_ACCUMULATOR_REGISTERS = {(8, 1): 200, (12, 1): 132, (4, 2): 200, (4, 3): 108, (4, 4): 80}
 
 
 def sm90_registers(config: FwdConfig) -> int:
-    """Registers a thread of the sm90 class needs for S, P, O and what is kept of Q."""
+    """Returns the registers a thread of the sm90 class needs for S, P, O and what is kept of Q."""
     scores = config.tile_n // 2 + config.tile_n // 4
     return scores + config.head_dim // 2 + 4 * config.q_in_regs
 
 
 def most_q_in_regs(config: FwdConfig) -> int:
-    """How many k16 steps of Q the registers of the sm90 class can hold beside S, P and O."""
+    """Returns how many k16 steps of Q the sm90 class's registers can hold beside S, P and O."""
     without = sm90_registers(dataclasses.replace(config, q_in_regs=0))
     left = SM90_ACCUMULATOR_REGISTERS[config.warps, config.min_ctas] - without
     return max(0, min(config.head_dim // 16, left // 4))
 
 
 def fits(config: FwdConfig, capability: tuple[int, int]) -> bool:
-    """Whether registers and shared memory allow ``config.min_ctas`` CTAs on an SM."""
+    """Returns whether registers and shared memory allow ``config.min_ctas`` CTAs on an SM."""
     budget = min(MAX_REGISTERS, REGISTER_FILE // (config.threads * config.min_ctas))
     registers = accumulator_registers(config) + OVERHEAD_REGISTERS
     smem = MAX_SMEM_BYTES[capability] // config.min_ctas - 1024
@@ -74,7 +74,7 @@ def fits(config: FwdConfig, capability: tuple[int, int]) -> bool:
 
 
 def smem_clocks(config: FwdConfig) -> float:
-    """Clocks of the shared memory port per MMA of the sm80 class, at 128 bytes a clock.
+    """Returns clocks of the shared memory port per MMA of the sm80 class, at 128 bytes a clock.
 
     An MMA's B fragment is 256 bytes, shared by the m16 tiles of a warp; an A fragment of Q is 512
     bytes, shared by a warp's n8 tiles and free where Q stays in registers. Half the MMAs are P V.
@@ -85,11 +85,11 @@ def smem_clocks(config: FwdConfig) -> float:
 
 
 def instructions(config: FwdConfig) -> float:
-    """Instructions that a warp issues for a key block without a mask, an estimate.
+    """Estimates the instructions that a warp issues for a key block without a mask.
 
-    The sum of: 3.5 a score for the softmax (FFMA, MUFU, FADD and half a conversion); the MMAs and
-    ``ldmatrix`` of the sm80 class; descriptors, addresses and barriers. Within 6 % of the counts of
-    ``python -m flashcute profile --static`` in the kernels in use.
+    It is the sum of: 3.5 a score for the softmax (FFMA, MUFU, FADD and half a conversion); the MMAs
+    and ``ldmatrix`` of the sm80 class; descriptors, addresses and barriers. It is within 6 % of the
+    counts of ``python -m flashcute profile --static`` in the kernels in use.
     """
     rows = config.tile_m // config.warps
     scores = 3.5 * rows * config.tile_n / machines.WARP
@@ -101,8 +101,10 @@ def instructions(config: FwdConfig) -> float:
 
 
 def block_clocks(config: FwdConfig, capability: tuple[int, int]) -> dict[str, float]:
-    """Clocks for which a CTA's key block keeps each unit of an SM busy, by the unit's name in
-    ``flashcute.profiling``; empty where the rates of ``capability`` are not known.
+    """Returns the clocks for which a CTA's key block keeps each unit of an SM busy.
+
+    Units have their names in ``flashcute.profiling``. The result is empty where the rates of
+    ``capability`` are not known.
 
     A wgmma m64nNk16 reads B, 32 N bytes, from shared memory. For Q K^T it also reads A, 2048 bytes,
     unless that step of Q is in registers. TMA's writes are left out, as in the port's hardware
@@ -133,8 +135,11 @@ def block_clocks(config: FwdConfig, capability: tuple[int, int]) -> dict[str, fl
 
 
 def roofline(config: FwdConfig, capability: tuple[int, int]) -> dict[str, object]:
-    """The busiest unit of :func:`block_clocks` and the share of the tensor peak that it leaves, in
-    percent, were it never idle; None for both where rates are not known."""
+    """Returns the busiest unit of :func:`block_clocks`, and the percentage of the tensor peak.
+
+    The percentage is the one that is reached if that unit is never idle. Both are None where rates
+    are not known.
+    """
     clocks = block_clocks(config, capability)
     if not clocks:
         return {"block_clocks": clocks, "roof": None, "tensor_peak_percent": None}
@@ -156,11 +161,13 @@ def candidates(
     capability: tuple[int, int],
     slack: float = 1.3,
 ) -> list[FwdConfig]:
-    """The configurations that fit; of the sm80 class only those whose shared memory clocks, its
-    tightest roof, are near the least.
+    """Returns the configurations that fit.
 
-    Of the sm90 class all: their roofs differ by 3 % at most. One is up to 1.4 times as fast as
-    another because of latency and waiting, which a roof does not show.
+    Of the sm80 class these are only those whose shared memory clocks, that class's tightest roof,
+    are near the least.
+
+    Of the sm90 class all are returned: their roofs differ by 3 % at most. One is up to 1.4 times as
+    fast as another because of latency and waiting, which a roof does not show.
     """
     if arch == 90:
         return list(dict.fromkeys(fitting_sm90(dtype, head_dim, causal)))
@@ -172,7 +179,7 @@ def candidates(
 def fitting_sm80(
     dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
 ) -> Iterator[FwdConfig]:
-    """Every configuration of the sm80 class that keeps 8 warps on an SM without spilling."""
+    """Yields every configuration of the sm80 class that keeps 8 warps on an SM without spilling."""
     options = itertools.product(
         (64, 128, 256),
         (32, 48, 64, 80, 96, 128),
@@ -205,9 +212,12 @@ def fitting_sm80(
 
 
 def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]:
-    """The configurations of the sm90 class whose S, P and O fit the registers, fill most of them,
-    and whose tiles fit shared memory: without Q in registers, and with as many steps of Q as fit.
-    Then the configurations in use, with one field changed."""
+    """Yields the configurations of the sm90 class that fit.
+
+    S, P and O fit the registers and fill most of them, and the tiles fit shared memory. Q is not in
+    registers, or as many of its steps as fit are. The configurations in use follow, with one field
+    changed.
+    """
 
     def fits_smem(config: FwdConfig) -> bool:
         return config.min_ctas * (config.smem_bytes + 1024) <= MAX_SMEM_BYTES[9, 0] + 1024
@@ -244,7 +254,7 @@ def fitting_sm90(dtype: str, head_dim: int, causal: bool) -> Iterator[FwdConfig]
 
 
 def launcher(kernel: jit.Kernel, q, k, v) -> launch.Call:
-    """A call that runs ``kernel`` on q, k, v of (b, s, h, d); elements it leaves out stay NaN."""
+    """Makes a call of ``kernel`` on q, k, v of (b, s, h, d); elements it leaves out stay NaN."""
     b, seqlen_q, h, _ = q.shape
     lse = torch.full((b, h, seqlen_q), math.nan, dtype=torch.float32, device=q.device)
     entry = abi.FlashKernel.from_address(kernel.address)
@@ -252,7 +262,7 @@ def launcher(kernel: jit.Kernel, q, k, v) -> launch.Call:
 
 
 def relative_error(kernel: jit.Kernel, causal: bool) -> float:
-    """Largest relative error of one head of awkward lengths against fp32 SDPA."""
+    """Returns the error of a small problem of odd lengths against fp32 SDPA, relative by norm."""
     shape = benchmarking.Shape(2, 333, 715, 2, 1, kernel.config.head_dim, causal)
     q, k, v = benchmarking.make_qkv(shape, DTYPES[kernel.config.dtype], "cuda", seed=1)
     out, _ = launcher(kernel, q, k, v)()
@@ -268,14 +278,14 @@ def relative_error(kernel: jit.Kernel, causal: bool) -> float:
 def in_use(
     arch: int, dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
 ) -> list[FwdConfig]:
-    """The configurations that ``heuristics.py`` chooses among."""
+    """Returns the configurations that ``heuristics.py`` chooses among."""
     if arch == 90:
         return heuristics.sm90_configs(dtype, head_dim, causal)
     return [heuristics.fwd_config(dtype, head_dim, causal, capability)]
 
 
 def chosen(head_dim: int, causal: bool, capability: tuple[int, int], args) -> list[FwdConfig]:
-    """The candidates, or those that ``--variant`` names, and the configurations in use."""
+    """Returns the candidates, or those that ``--variant`` names, and the configurations in use."""
     slack = float("inf") if args.variant else 1.3
     configs = candidates(args.arch, args.dtype, head_dim, causal, capability, slack)
     if args.variant:
@@ -285,7 +295,7 @@ def chosen(head_dim: int, causal: bool, capability: tuple[int, int], args) -> li
 
 
 def load(configs: list[FwdConfig], target: str, causal: bool) -> dict[str, jit.Kernel]:
-    """The kernels by name, each checked against fp32."""
+    """Loads the kernels, by name, and checks each against fp32."""
     kernels = {}
     for config in configs:
         kernel = jit.get_kernel(config, target)
@@ -297,7 +307,7 @@ def load(configs: list[FwdConfig], target: str, causal: bool) -> dict[str, jit.K
 
 
 def describe(kernel: jit.Kernel, current: bool, capability: tuple[int, int]) -> dict[str, object]:
-    """A row of the result, without the times."""
+    """Returns a row of the result, without the times."""
     return {
         "dtype": kernel.config.dtype,
         "head_dim": kernel.config.head_dim,
@@ -314,7 +324,7 @@ def describe(kernel: jit.Kernel, current: bool, capability: tuple[int, int]) -> 
 
 
 def line(row: dict) -> str:
-    """A row as printed text; a star marks configurations in use."""
+    """Formats a row as printed text; a star marks configurations in use."""
     mark = "*" if row["current"] else " "
     ratios = " ".join(f"{ratio:.3f}" for ratio in row["ratio"].values())
     flops = " ".join(f"{value:6.1f}" for value in row["tflops"].values())

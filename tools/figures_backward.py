@@ -6,7 +6,7 @@ from svg import BLUE, GREEN, GREY, LINE, RED, STRONG, YELLOW, Canvas
 
 
 def products() -> Canvas:
-    """The five products of the backward and what is between them."""
+    """Draws the five products of the backward and what is between them."""
     c = Canvas(900, 420, "The five products of the backward pass")
     c.text(
         20, 28, "one tile of queries and keys; the scale of the scores is left out", 14, bold=True
@@ -54,7 +54,7 @@ def products() -> Canvas:
 
 
 def reduction() -> Canvas:
-    """Where the sums of the backward are, in one kernel and in two."""
+    """Draws where the sums of the backward are, in one kernel and in two."""
     c = Canvas(900, 420, "Where the sums of the backward are")
     shades = (GREEN, BLUE, YELLOW, GREY)
 

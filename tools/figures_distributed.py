@@ -13,7 +13,7 @@ HIDDEN = "#e8e8e8"
 
 
 def owners(order: str) -> list[int]:
-    """The rank of each of a sequence's chunks."""
+    """Returns the rank of each chunk of a sequence."""
     found = [0] * CHUNKS
     length = CHUNKS // RANKS
     for rank in range(RANKS):
@@ -23,7 +23,7 @@ def owners(order: str) -> list[int]:
 
 
 def zigzag() -> Canvas:
-    """Chunks of queries and keys under a causal mask, in both orders."""
+    """Draws chunks of queries and keys under a causal mask, in both orders."""
     cell, top = 34, 84
     c = Canvas(900, 440, "Contiguous and zigzag order on four ranks")
     for left, order in ((50, "contiguous"), (390, "zigzag")):

@@ -5,10 +5,10 @@
     python tools/fuzz_gpu.py --families bwd bwd_options --classes 90 --dry-run
 
 A family is a module of tests/cuda, which draws a case from a seed and checks it. The same seeds run
-in each kernel class. Which kernels they use is known before: those that are missing are built, the
-ones that most cases need first, while cases whose kernels are there run. A case that fails is
-printed with the command that repeats it alone. So is one in which a process dies, or that takes
-too long; other processes go on. At the time limit, or interrupted, what was done is kept.
+in each kernel class. The kernels that they use are known before. Missing ones are built, those that
+most cases need first, while cases whose kernels are there run. A case that fails is printed with
+the command that repeats it alone, and so is a case in which a process dies or that takes too long;
+other processes go on. At the time limit, or when interrupted, the results so far are kept.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "tests/cuda", "to
 
 FIRST_SEED = 100_000  # beyond those of the tests
 CHUNK = 8  # cases that a process gets at once
-GRACE_S = 10  # for cases that run at the time limit
-OTHERS_S = 5  # that a case waits for the memory of others
-START_S = 300  # for a process to load torch and the binding
-LINE_S = 15  # between lines about the progress
-MEMORY = 0.9  # of the GPU's, that processes keep between cases
-PEAK = 3  # times its share of that a process may take meanwhile
+GRACE_S = 10  # seconds that cases running at the time limit may still take
+OTHERS_S = 5  # seconds that a case waits for other processes to free memory
+START_S = 300  # seconds for a process to load torch and the binding
+LINE_S = 15  # seconds between lines about the progress
+MEMORY = 0.9  # share of the GPU's memory that all processes keep between cases
+PEAK = 3  # times its share that a process may take during a case
 BROKEN = "broken"
-NICE = 5  # compilers go before: no case runs without its kernels
+NICE = 5  # niceness of workers: compilers have priority, as no case runs without its kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +74,13 @@ Group = tuple[str, str]  # name of the family, kernel class
 
 @dataclasses.dataclass
 class Plan:
-    """The seeds of each group, and of each seed the kernels that it uses."""
+    """The seeds of each group, and for each seed the kernels that it uses."""
 
     kernels: dict[Group, dict[int, set]]
 
     @property
     def demand(self) -> collections.Counter:
-        """Kernels, and how many cases use them."""
+        """Kernels, each with the number of cases that use it."""
         return collections.Counter(
             config
             for seeds in self.kernels.values()
@@ -122,7 +122,7 @@ def make_plan(args: argparse.Namespace, families: Mapping[str, Family], gpu) -> 
 
 
 def _run_case(family: Family, seed: int) -> str | None:
-    """What is wrong with it."""
+    """Runs a case; returns what is wrong with it, or None."""
     import torch
 
     case = family.function(family.make)(seed)
@@ -136,7 +136,7 @@ def _run_case(family: Family, seed: int) -> str | None:
 
 
 def _is_broken() -> bool:
-    """Whether no kernel runs in this process any more."""
+    """Returns whether no kernel runs in this process any more."""
     import torch
 
     try:
@@ -150,8 +150,10 @@ def _is_broken() -> bool:
 def work(
     tasks: connection.Connection, families: Mapping[str, Family], share: float, nice: int
 ) -> None:
-    """A process: takes (group, seeds), returns (seed, what is wrong, seconds) of each, or BROKEN
-    where a case leaves it unable to run the others."""
+    """Runs in a worker: takes (group, seeds), sends (seed, what is wrong, seconds) for each.
+
+    It sends BROKEN where a case leaves it unable to run the others.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.nice(nice)
     import conditions
@@ -192,7 +194,7 @@ def work(
 
 
 def build(results: connection.Connection, specs: Sequence[tuple], jobs: int | None) -> None:
-    """A process, and a group of processes: builds kernels in this order; sends (number, error)."""
+    """Runs in a process with its own group: builds kernels in order, sends (index, error)."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from flashcute import jit
@@ -214,7 +216,7 @@ def build(results: connection.Connection, specs: Sequence[tuple], jobs: int | No
             results.send((index, None))
     results.send((len(missing), "missing"))
     with ThreadPoolExecutor(jobs or builds.default_jobs()) as pool:
-        pool.submit(jit.load_binding)  # every process waits for it
+        pool.submit(jit.load_binding)  # every worker waits for it
         try:
             for done in as_completed([pool.submit(make, index) for index in missing]):
                 results.send(done.result())
@@ -227,8 +229,8 @@ class Worker:
     """A process that checks cases.
 
     Attributes:
-        left: Seeds that it has not answered, the one that runs first; None until it is ready.
-        since: When that one started.
+        left: Seeds without an answer, beginning with the one that runs; None until it is ready.
+        since: When the case that runs was started.
     """
 
     process: multiprocessing.Process
@@ -239,7 +241,7 @@ class Worker:
 
 
 class Fuzzer:
-    """Runs a plan. ``cases``, ``seconds`` and ``failures`` hold what was done, of each group."""
+    """Runs a plan. ``cases`` and ``seconds`` count what each group did, ``failures`` is a list."""
 
     def __init__(self, plan: Plan, args: argparse.Namespace, families: Mapping[str, Family]):
         self.args, self.families = args, families
@@ -254,7 +256,7 @@ class Fuzzer:
                 self.lacking[group, seed] = len(configs)
                 for config in configs:
                     self.waiting[config].append((group, seed))
-        # A backward takes longest to compile.
+        # Among kernels of equal demand backwards come first: they take longest to compile.
         demand = plan.demand
         self.configs = sorted(demand, key=lambda c: (-demand[c], c.kind == "fwd", c.full_name))
         self.built, self.missing, self.unbuilt = 0, None, []
@@ -264,7 +266,7 @@ class Fuzzer:
         self.total = len(self.lacking)
 
     def run(self, target: str, show) -> None:
-        """Until all is done or the time limit; the processes have ended then."""
+        """Runs until all is done or the time limit is reached; the processes have ended then."""
         results, sender = self.context.Pipe(duplex=False)
         specs = [(config, target) for config in self.configs]
         builder = self.context.Process(target=build, args=(sender, specs, self.args.jobs))
@@ -304,11 +306,12 @@ class Fuzzer:
             if worker.left != [] or not self.ready[group]:
                 continue
             seeds = self.ready[group]
-            # Less of the last ones, so that all end at once.
+            # Chunks become smaller towards the end, so that all workers end at once.
             share = len(seeds) // len(self.workers) + 1
             worker.left = [seeds.popleft() for _ in range(min(CHUNK, share, len(seeds)))]
             worker.group, worker.since = group, time.monotonic()
-            with contextlib.suppress(OSError):  # it died: its pipe says so
+            # The process died: _receive() sees the end of its pipe.
+            with contextlib.suppress(OSError):
                 worker.tasks.send((group, worker.left))
 
     def _receive(self, builds: list[connection.Connection], readable: list) -> None:
@@ -370,10 +373,10 @@ class Fuzzer:
         print(f"\nFAILED in class {arch}: {failure}\n{repeat}", flush=True)
 
     def _replace(self, worker: Worker, why: str) -> None:
-        """What ran is a failure, if anything did; what it had not started, others do."""
+        """Replaces a worker: the case that ran, if any, has failed; others get what is left."""
         self.workers.remove(worker)
         worker.process.kill()
-        worker.process.join(GRACE_S)  # it may wait for the driver
+        worker.process.join(GRACE_S)  # the process may wait for the driver
         worker.tasks.close()
         if worker.left is None:
             raise SystemExit(f"fuzz_gpu: {why} before it took a case; see its messages above")
@@ -395,7 +398,7 @@ class Fuzzer:
 
     def _stop(self, builder: multiprocessing.Process) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(builder.pid, signal.SIGTERM)  # compilers, too: ninja ends them
+            os.killpg(builder.pid, signal.SIGTERM)  # ninja ends its compilers, too
         builder.terminate()
         for worker in self.workers:
             worker.process.kill()
@@ -428,7 +431,7 @@ class Fuzzer:
 
 
 class Progress:
-    """A bar on a terminal, elsewhere a line now and then."""
+    """A display of progress: a bar on a terminal, elsewhere a line now and then."""
 
     def __init__(self, total: int) -> None:
         from tqdm import tqdm
@@ -453,7 +456,7 @@ class Progress:
 
 
 def gpu_of_machine():
-    """The GPU; on a machine without one, with ``--dry-run``, an H200."""
+    """Returns this machine's GPU; None without one, where ``--dry-run`` assumes an H200."""
     import torch
     from asked import Gpu
 
@@ -493,7 +496,7 @@ def main(argv: Sequence[str] | None = None, families: Mapping[str, Family] = FAM
 
     from flashcute.benchmarking import machine_info
 
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes, which inherit it
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the worker processes, which inherit it
     gpu = gpu_of_machine()
     if gpu is None and not args.dry_run:
         raise SystemExit("fuzz_gpu: expected a GPU, torch sees none; --dry-run needs none")

@@ -20,12 +20,12 @@ FOLDER = ROOT / "csrc" / "flash_attn" / "src" / "instantiations"
 
 
 def wanted_files() -> dict[str, str]:
-    """File name to text, for every shipped configuration."""
+    """Returns the text of each file by its name, for every shipped configuration."""
     return {f"{stem}.cu": source_text(c) for stem, c in shipped.instantiations().items()}
 
 
 def differences(folder: Path) -> list[str]:
-    """One line for each file of ``folder`` that is missing, differs or should not be there."""
+    """Lists each file of ``folder`` that is missing, differs or should not be there."""
     wanted = wanted_files()
     present = {path.name: path.read_text() for path in folder.glob("*")}
     missing = [f"{name}: missing" for name in wanted.keys() - present.keys()]
@@ -36,7 +36,7 @@ def differences(folder: Path) -> list[str]:
 
 
 def write(folder: Path) -> None:
-    """Makes ``folder`` hold exactly the wanted files; untouched ones keep their time."""
+    """Makes ``folder`` hold exactly the wanted files; unchanged files keep their time stamps."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = wanted_files()
     for path in folder.glob("*"):

@@ -25,7 +25,7 @@ FIGURES = ROOT / "docs" / "figures"
 
 
 def call() -> Canvas:
-    """One call from Python to machine code."""
+    """Draws one call from Python to machine code."""
     c = Canvas(900, 850, "One call, from Python to SASS")
     x, w, mid = 30, 400, 230
     right, rw = 500, 370
@@ -126,7 +126,7 @@ def call() -> Canvas:
 
 
 def traffic() -> Canvas:
-    """Bytes between device memory and the SMs, with and without the score matrix."""
+    """Draws the bytes between device memory and the SMs, with and without the score matrix."""
     c = Canvas(900, 300, "Device memory traffic of one head")
     s, d, item = 4096, 128, 2
     tensor, scores = s * d * item / 2**20, s * s * item / 2**20  # MiB
@@ -165,7 +165,7 @@ def traffic() -> Canvas:
 
 
 def loops() -> Canvas:
-    """The order in which the two algorithms visit the tiles of S."""
+    """Draws the order in which the two algorithms visit the tiles of S."""
     c = Canvas(900, 400, "The two loop orders")
     m, n, cell = 4, 5, 56
 
@@ -211,7 +211,7 @@ def loops() -> Canvas:
 
 
 def masks() -> Canvas:
-    """The causal mask aligned to the bottom-right corner, element by element."""
+    """Draws the causal mask aligned to the bottom-right corner, element by element."""
     c = Canvas(900, 360, "The causal mask for three shapes")
     cell = 26
     left = 50
@@ -241,7 +241,7 @@ def masks() -> Canvas:
 
 
 def _visits(seqlen_q: int, seqlen_k: int, window: tuple[int, int], m: int) -> list[int]:
-    """The key blocks of row block m in the order of their visits: BlockRange of work_tile.h."""
+    """Returns the key blocks of row block m in the order of visits: BlockRange of work_tile.h."""
     left, right = window
     shift = seqlen_k - seqlen_q
     first, last = m * TILE_M + shift, min((m + 1) * TILE_M, seqlen_q) - 1 + shift
@@ -257,8 +257,10 @@ TILE_M, TILE_N = 128, 64
 
 
 def _tile_map(c: Canvas, top: float, lengths: tuple[int, int], window: tuple[int, int]) -> float:
-    """The tiles of a problem, the order in which each row of them is visited, and which of them
-    need the mask; returns where the drawing ends."""
+    """Draws the tiles of a problem; returns where the drawing ends.
+
+    It shows the order in which each row of tiles is visited, and which tiles need the mask.
+    """
     seqlen_q, seqlen_k = lengths
     scale, left = 1.1, 130
     visible = visible_keys(seqlen_q, seqlen_k, window_size=window)
@@ -296,7 +298,7 @@ def _tile_map(c: Canvas, top: float, lengths: tuple[int, int], window: tuple[int
 
 
 def tiles() -> Canvas:
-    """The tiles that a causal kernel visits, their order, and which of them need the mask."""
+    """Draws the tiles that a causal kernel visits, their order, and which of them need the mask."""
     seqlen_q, seqlen_k, scale, left, top = 500, 610, 1.1, 130, 66
     c = Canvas(900, 720, "Tiles of a causal problem")
     title = (
@@ -318,7 +320,7 @@ def tiles() -> Canvas:
 
 
 def windows() -> Canvas:
-    """The same of a sliding window."""
+    """Draws what :func:`tiles` does, under a sliding window."""
     seqlen, window = 610, (280, 0)
     c = Canvas(900, 860, "Tiles of a sliding window")
     title = (
@@ -353,7 +355,7 @@ MAX_SUM = 15.0  # log2 of Softmax::kMaxSum in softmax.h
 
 
 def rescale() -> Canvas:
-    """The running maximum, and the reference that the kernel subtracts, which is updated rarely."""
+    """Draws the running maximum, and the reference that the kernel subtracts and updates rarely."""
     c = Canvas(900, 440, "Rescaling every time or only when it matters")
     left, bottom, dx, dy = 80, 370, 44, 12
 
@@ -404,7 +406,7 @@ def rescale() -> Canvas:
 
 
 def fragment() -> Canvas:
-    """The lane that holds each score, and why P is already in place as the next operand."""
+    """Draws the lane that holds each score, and why P is already in place as the next operand."""
     c = Canvas(900, 560, "Accumulator and operand of m16n8k16")
     cell_w, cell_h, top = 22, 26, 84
     quads = (GREEN, BLUE, YELLOW, RED)
@@ -438,7 +440,7 @@ def fragment() -> Canvas:
 
 
 def pipeline() -> Canvas:
-    """One step of the main loop with one and with two K/V buffers."""
+    """Draws one step of the main loop with one and with two K/V buffers."""
     c = Canvas(900, 400, "One step of the main loop")
     left, width = 130, 740
     c.text(20, 26, "one step for block n (schematic, not to scale)", 14, bold=True)
@@ -478,7 +480,7 @@ def pipeline() -> Canvas:
 
 
 def warpgroups() -> Canvas:
-    """The sm90 class: a producer, and two consumers with the ping-pong schedule."""
+    """Draws the sm90 class: a producer, and two consumers with the ping-pong schedule."""
     c = Canvas(900, 330, "The sm90 class: one producer, two consumers, ping-pong schedule")
     left, unit = 150, 73
 

@@ -16,10 +16,10 @@ _GLIBC_OF_GLIBCXX = {19: 17, 22: 24, 24: 27, 28: 31, 29: 34, 30: 35, 33: 39}
 
 
 def tag(objects: Iterable[Path], platform: str) -> str:
-    """``platform``, e.g. ``linux_x86_64``, as the oldest manylinux tag that fits ``objects``.
+    """Returns the oldest manylinux tag that fits ``objects``, for a platform as ``linux_x86_64``.
 
-    It stays as it is where that cannot be told: no Linux, no ``objdump``, a newer C++ library than
-    those known here.
+    ``platform`` is returned as it is where the tag cannot be told: no Linux, no ``objdump``, a
+    newer C++ library than those known here.
     """
     system, _, machine = platform.partition("_")
     if system != "linux":

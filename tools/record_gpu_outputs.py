@@ -44,7 +44,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def bits(x: torch.Tensor) -> np.ndarray:
-    """The 16-bit patterns of a tensor, as NumPy has no bfloat16."""
+    """Returns the 16-bit patterns of a tensor, as NumPy has no bfloat16."""
     return x.contiguous().cpu().view(torch.int16).numpy()
 
 

@@ -2,13 +2,13 @@
 
     python tools/sanitize.py --out build/gpu
 
-Those of the backward run for every head dimension, of dense and of ragged batches, with softcap,
-ALiBi and dropout together, too, and on Hopper those of other GPUs. Kernels that are missing are
-built first. Then memcheck has to find a planted fault. Release 2025.3, of CUDA 13.0, checks loads
-and stores of threads and reads of wgmma; TMA's copies are checked from release 2026.2 on. racecheck
-is optional: on kernels with mbarriers and warpgroups it has false positives up to release 2026.3
-(https://docs.nvidia.com/compute-sanitizer/ReleaseNotes), and of the asynchronous copies it supports
-cp.async only. The simulator checks for races instead.
+The backward's kernels run for every head dimension, for dense and for ragged batches, also with
+softcap, ALiBi and dropout together, and on Hopper also those of other GPUs. Kernels that are
+missing are built first. Then memcheck has to find a planted fault. Release 2025.3, of CUDA 13.0,
+checks loads and stores of threads and reads of wgmma; TMA's copies are checked from release 2026.2
+on. racecheck is optional: on kernels with mbarriers and warpgroups it has false positives up to
+release 2026.3 (https://docs.nvidia.com/compute-sanitizer/ReleaseNotes), and of the asynchronous
+copies it supports cp.async only. The simulator checks for races instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DONE = "kernels launched, all right"
 
 
 def find_sanitizer() -> str:
-    """compute-sanitizer of PATH, ``CUDA_HOME`` or the toolkit's usual place."""
+    """Finds compute-sanitizer on PATH, in ``CUDA_HOME`` or the toolkit's usual place."""
     home = os.environ.get("CUDA_HOME")
     places = ["compute-sanitizer", *([f"{home}/bin/compute-sanitizer"] if home else []), SYSTEM]
     for place in places:
@@ -44,7 +44,7 @@ def find_sanitizer() -> str:
 
 
 def command(sanitizer: str, tool: str, planted: bool) -> list[str]:
-    # The compiler reports the number of mbarriers to the tool, without those of inline PTX.
+    # The compiler tells the tool the number of mbarriers, but without those of inline PTX.
     return [
         *(sanitizer, "--tool", tool, "--kernel-name", "kns=flash_"),
         *("--target-processes", "application-only", "--num-cuda-barriers", "32"),
@@ -54,7 +54,7 @@ def command(sanitizer: str, tool: str, planted: bool) -> list[str]:
 
 
 def configs(capability: tuple[int, int]) -> tuple[list, list]:
-    """Those of the forward and of the backward that are launched."""
+    """Returns the forward's and the backward's configurations that are launched."""
     from flashcute import heuristics
     from flashcute.config import HEAD_DIMS
 
@@ -62,7 +62,7 @@ def configs(capability: tuple[int, int]) -> tuple[list, list]:
     for head_dim, causal in itertools.product(HEAD_DIMS, (False, True)):
         forward += heuristics.configs_in_use("bf16", head_dim, causal, capability)
         kernels = heuristics.bwd_configs_in_use("bf16", head_dim, causal, capability)
-        if heuristics.kernel_class(capability) == 90:  # those of other GPUs, too
+        if heuristics.kernel_class(capability) == 90:  # kernels of other GPUs run here, too
             mask = "causal" if causal else "none"
             kernels.append(heuristics.fused_bwd_config("bf16", head_dim, mask, capability))
             kernels.append(heuristics.bwd_config("bf16", head_dim, mask))
@@ -74,10 +74,10 @@ def configs(capability: tuple[int, int]) -> tuple[list, list]:
 
 
 def build_missing() -> None:
-    """In parallel; each would be compiled where it is launched, one after the other.
+    """Builds missing kernels in parallel; else each is compiled at its launch, one after the other.
 
     Raises:
-        SystemExit: with what the compiler says.
+        SystemExit: with the compiler's message.
     """
     import torch
 
@@ -96,8 +96,10 @@ def build_missing() -> None:
 
 @contextlib.contextmanager
 def computed_by(config) -> Iterator[None]:
-    """Gradients are computed by this backward, whatever is chosen otherwise; with the mask that the
-    call asks for."""
+    """Makes this backward compute the gradients, whatever the heuristics choose.
+
+    It has the mask that the call asks for.
+    """
     from flashcute import heuristics, ops
 
     ops.load()
@@ -116,9 +118,10 @@ def computed_by(config) -> Iterator[None]:
 
 
 def planted_lse(b: int, h: int, seqlen_q: int):
-    """(b, h, seqlen_q) by its shape and strides, but with memory for its first value only.
+    """Returns an LSE with shape and strides (b, h, seqlen_q), but memory for its first value only.
 
-    What a kernel writes of all others is out of bounds of the allocation."""
+    Whatever a kernel writes to other values is out of bounds of the allocation.
+    """
     import torch
 
     lse = torch.empty(b, h, seqlen_q).cuda()
@@ -127,8 +130,11 @@ def planted_lse(b: int, h: int, seqlen_q: int):
 
 
 def launch_all(planted: bool) -> None:
-    """One launch of each kernel, small, but with more tiles than SMs, of a backward a deterministic
-    one, too; with ``planted``, of one kernel with memory for one value of its log-sum-exp."""
+    """Launches each kernel once on a small problem with more tiles than SMs.
+
+    A backward is launched a second time as a deterministic one. With ``planted``, only one kernel
+    is launched, with memory for one value of its log-sum-exp.
+    """
     import torch
 
     from flashcute import jit, oracles, testing
@@ -161,9 +167,10 @@ def launch_all(planted: bool) -> None:
 
 
 def launch_backward(config, deterministic: bool) -> None:
-    """One call, with tiles of which a single row or key is left, sinks and a gradient of the LSE.
+    """Makes one call with a single row or key in the last tiles, sinks and a gradient of the LSE.
 
-    By the operator: it takes the workspace from the allocator as every call does."""
+    It calls the operator, which takes the workspace from the allocator as every call does.
+    """
     import torch
 
     from flashcute import oracles, testing
@@ -177,7 +184,7 @@ def launch_backward(config, deterministic: bool) -> None:
     dout = oracles.make_qkv(shape, torch.bfloat16, seed=1)[0]
     sinks, dlse = torch.ones(h), torch.ones(b, h, seqlen_q)
     asked, scored = {"causal": causal, "sinks": sinks}, [None, 0.0, 0.0, None]
-    if config.dropout:  # and what else changes scores
+    if config.dropout:  # dropout is combined with all else that changes scores
         p, cap, slopes, state = 0.25, 5.0, torch.arange(1, h + 1) / 8, torch.tensor([3, 4])
         mask = dropout_mask(state, b, h, seqlen_q, seqlen_k, p)
         asked |= {"softcap": cap, "alibi_slopes": slopes, "dropout_p": p, "dropout_mask": mask}

@@ -19,7 +19,7 @@ MONO = "DejaVu Sans Mono, Menlo, Consolas, monospace"
 
 
 def text_width(text: str, size: float, mono: bool = False) -> float:
-    """Pixels that ``text`` takes at most, in the widest of the fonts above, DejaVu Sans."""
+    """Returns the pixels that ``text`` takes at most, in DejaVu Sans, the widest font above."""
     if mono:
         return 0.605 * size * len(text)
 
@@ -59,7 +59,7 @@ class Canvas:
     def rect(
         self, x: float, y: float, w: float, h: float, fill: str, stroke: str = "none", r: float = 0
     ) -> None:
-        """A rectangle with its upper left corner at (x, y) and corners of radius r."""
+        """Draws a rectangle with its upper left corner at (x, y) and corners of radius r."""
         self._tag("rect", x=x, y=y, width=w, height=h, rx=r, fill=fill, stroke=stroke)
 
     def text(
@@ -74,7 +74,7 @@ class Canvas:
         mono: bool = False,
         fill: str = INK,
     ) -> None:
-        """One line on the baseline y, which starts, ends or has its middle at x."""
+        """Draws one line on the baseline y, which starts, ends or has its middle at x."""
         wide = text_width(text, size, mono) * (1.1 if bold else 1)
         left = x - wide * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
         if left < 0 or left + wide > self.width or not size <= y <= self.height:
@@ -92,12 +92,12 @@ class Canvas:
         )
 
     def line(self, points: Sequence[tuple[float, float]], stroke: str = LINE, **style: object):
-        """A line through the points; ``style`` holds further SVG attributes."""
+        """Draws a line through the points; ``style`` holds further SVG attributes."""
         path = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
         self._tag("polyline", points=path, fill="none", stroke=stroke, **style)
 
     def arrow(self, points: Sequence[tuple[float, float]], stroke: str = LINE) -> None:
-        """A line whose last point, reached horizontally or vertically, has a head."""
+        """Draws a line whose last point, reached horizontally or vertically, has an arrowhead."""
         (x0, y0), (x, y) = points[-2:]
         dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
         if dx and dy:
@@ -120,7 +120,7 @@ class Canvas:
         fill: str = "#ffffff",
         size: float = 13,
     ) -> None:
-        """A rounded box: a bold first line, further lines, and a file name in the last."""
+        """Draws a rounded box: a bold first line, further lines, and a file name in the last."""
         rows = [*lines, file] if file else list(lines)
         for i, row in enumerate(rows):
             wide = text_width(row, size, mono=bool(file) and i == len(lines))
@@ -144,7 +144,7 @@ class Canvas:
             )
 
     def svg(self) -> str:
-        """The drawing as a file's text."""
+        """Returns the drawing as a file's text."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{self.height}" '
             f'viewBox="0 0 {self.width} {self.height}" role="img">'

@@ -28,7 +28,7 @@ from flashcute.heuristics import FwdProblem
 from flashcute.jit import abi, launch
 
 TOKENS = 16384
-# Shorter calls are timed too, but what launches cost would bend the fit.
+# Shorter calls are timed, too, but not fitted: the cost of a launch would bend the fit.
 FITTED_US = 60
 
 # (b, seqlen_q, seqlen_k, h, h_k, d): encoders, vision, cross attention; then causal ones with few
@@ -78,7 +78,7 @@ WINDOWS = (
 
 
 def problems(dtype: str = "bf16") -> Iterator[FwdProblem]:
-    """The sweep with short lengths, grouped heads, and the lists above."""
+    """Yields the sweep with short lengths, grouped heads, and the lists above."""
     for d in HEAD_DIMS:
         h = max(2048 // d, 8)
         for s in (128, 256, 512, 1024, 4096, 16384):
@@ -102,14 +102,14 @@ def mask_of(problem: FwdProblem) -> str:
 
 
 def candidates(problem: FwdProblem) -> list[FwdConfig]:
-    """The sm90 class's configurations that :func:`heuristics.choose_fwd` chooses among."""
+    """Returns the sm90 configurations that :func:`heuristics.choose_fwd` chooses among."""
     head_dim = heuristics.instantiated_head_dim(problem.d)
     found = heuristics.sm90_configs(problem.dtype, head_dim, problem.causal)
     return [dataclasses.replace(config, mask=mask_of(problem)) for config in found]
 
 
 def way(config: FwdConfig, packed: bool) -> str:
-    """How a call was computed, as the result file names it."""
+    """Names how a call was computed, as in the result file."""
     return config.variant + (" packed" if packed else "")
 
 
@@ -121,7 +121,7 @@ def ways(problem: FwdProblem) -> dict[str, tuple[FwdConfig, bool]]:
 
 
 def measure(problem: FwdProblem, kernels: dict[FwdConfig, jit.Kernel]) -> dict[str, float]:
-    """Median microseconds of each way."""
+    """Measures the median microseconds of each way to compute a problem."""
     shape = bm.Shape(
         problem.b, problem.seqlen_q, problem.seqlen_k, problem.h, problem.h_k, problem.d, False
     )
@@ -155,7 +155,7 @@ def run(path: Path) -> None:
 
 
 def load(path: Path) -> list[tuple[FwdProblem, dict[str, float]]]:
-    """The problems of a result file with their times."""
+    """Loads the problems of a result file with their times."""
     found = []
     for row in json.loads(path.read_text())["rows"]:
         us = row.pop("us")
@@ -165,7 +165,7 @@ def load(path: Path) -> list[tuple[FwdProblem, dict[str, float]]]:
 
 
 def fit(path: Path, sms: int = 132) -> dict[tuple[int, bool, str], float]:
-    """The speed in TFLOP/s of each tile, by head dimension and causal mask."""
+    """Returns the speed in TFLOP/s of each tile, by head dimension and causal mask."""
     speeds = collections.defaultdict(list)
     for problem, us in load(path):
         for name, (config, packed) in ways(problem).items():
@@ -178,7 +178,7 @@ def fit(path: Path, sms: int = 132) -> dict[tuple[int, bool, str], float]:
 
 
 def quality(path: Path) -> list[tuple[float, FwdProblem, str]]:
-    """The speed of what is chosen over the best's, worst first."""
+    """Returns the speed of what is chosen over the best way's for each problem, worst first."""
     found = []
     for problem, us in load(path):
         config = heuristics.choose_fwd(problem, (9, 0))

@@ -32,25 +32,25 @@ TABLE_SEQLENS = (512, 4096, 16384)
 
 
 def environment() -> str:
-    """SECURITY.md's table of environment variables."""
+    """Formats SECURITY.md's table of environment variables."""
     rows = [(f"`{v.name}`", v.default, v.meaning) for v in env.VARIABLES]
     return bm.format_table(("variable", "default", "meaning"), rows)
 
 
 def _contenders(rows: Sequence[Mapping], result: Mapping) -> list[str]:
-    """The contenders that ran at one of ``rows`` at least, flashcute first."""
+    """Returns the contenders that ran at one of ``rows`` at least, flashcute first."""
     ran = {name for row in rows for name, time in row["us"].items() if time}
     return [name for name in result["contenders"] if name in ran]
 
 
 def _commit(result: Mapping) -> str:
-    """The commit's first digits, and what follows them where files had changed."""
+    """Returns the commit's first digits, and what follows them where files had changed."""
     commit, dash, changed = str(result["machine"]["commit"]).partition("-")
     return f"{commit[:7]}{dash}{changed}"
 
 
 def _measured(result: Mapping) -> str:
-    """Text on where and how a result was measured."""
+    """Says where and how a result was measured."""
     machine = result["machine"]
     return (
         f"on one {machine['gpu']} (driver {machine['driver']}, torch {machine['torch']}), "
@@ -61,7 +61,7 @@ def _measured(result: Mapping) -> str:
 
 
 def _over(rows: Sequence[Mapping], peers: Sequence[str | None]) -> list[str]:
-    """A line for each peer, None for the best of each point: mean and worst of the ratios."""
+    """Formats a line for each peer, None for the best of each point: mean and worst ratio."""
     lines = []
     for peer in peers:
         found = bm.Ratios.of((row, table.ratio(row, peer=peer)) for row in rows)
@@ -75,7 +75,7 @@ def _over(rows: Sequence[Mapping], peers: Sequence[str | None]) -> list[str]:
 
 
 def speed(path: Path = FORWARD) -> str:
-    """The table of forward speed, from the benchmark's result file."""
+    """Formats the table of forward speed, from the benchmark's result file."""
     if not path.is_file():
         return "Not measured yet: `make bench` on a machine with a GPU writes the figures here."
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def speed(path: Path = FORWARD) -> str:
 
 
 def models(path: Path = MODELS) -> str:
-    """The table of models' shapes, or nothing where they were not measured."""
+    """Formats the table of models' shapes; empty where they were not measured."""
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -132,7 +132,7 @@ def _mean_and_least(pairs: Sequence[tuple[Mapping, float | None]]) -> str:
 
 
 def inputs(path: Path = INPUTS) -> str:
-    """The table of distributions of inputs, or nothing where they were not measured."""
+    """Formats the table of distributions of inputs; empty where they were not measured."""
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -165,18 +165,18 @@ def inputs(path: Path = INPUTS) -> str:
 
 
 def sweep_rows(result: Mapping) -> list[Mapping]:
-    """The rows that the figures on forward and backward are of."""
+    """Returns the rows that the figures on forward and backward come from."""
     return table.parts(result["rows"]).get(table.Part("bf16"), [])
 
 
 def decode_rows(result: Mapping) -> list[Mapping]:
-    """The rows that the figures on a cache are of: of a contiguous one, nothing appended."""
+    """Returns the rows that the figures on a cache come from: contiguous, nothing appended."""
     rows = (row for row in result["rows"] if row["dtype"] == "bf16" and not row["page_size"])
     return [row for row in rows if serving_table.kind(row) == "decode"]
 
 
 def backward(path: Path = BACKWARD) -> str:
-    """The lines on the backward, or nothing where it was not measured."""
+    """Formats the lines on the backward; empty where it was not measured."""
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -192,7 +192,7 @@ def backward(path: Path = BACKWARD) -> str:
 
 
 def few_heads(path: Path = FEW_HEADS) -> str:
-    """The table of a backward of few key heads, or nothing where it was not measured."""
+    """Formats the table of a backward of few key heads; empty where it was not measured."""
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -219,7 +219,7 @@ def few_heads(path: Path = FEW_HEADS) -> str:
 
 
 def decode(path: Path = DECODE) -> str:
-    """The lines on queries over a contiguous KV cache, or nothing as above."""
+    """Formats the lines on queries over a contiguous KV cache; empty if they were not measured."""
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -234,7 +234,7 @@ def decode(path: Path = DECODE) -> str:
 
 
 def headline(paths: Sequence[Path] = (FORWARD, BACKWARD, DECODE)) -> str:
-    """README's table: the speed over each peer, a line for each of the three that was measured."""
+    """Formats README's table: the speed over each peer, a line for each result that there is."""
     whats = ("forward", "backward", "decoding over a KV cache")
     peers = {"fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FlashAttention-2"}
     lines = []
@@ -257,7 +257,7 @@ def headline(paths: Sequence[Path] = (FORWARD, BACKWARD, DECODE)) -> str:
 
 
 def training(path: Path = TRAINING) -> str:
-    """The table of the GPT that trains with each attention, or nothing where it was not trained."""
+    """Formats the table of the GPT trained with each attention; empty where it was not trained."""
     if not path.is_file():
         return ""
     result = json.loads(path.read_text(encoding="utf-8"))
@@ -298,10 +298,10 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def rewrite(text: str, sections: dict[str, Callable[[], str]]) -> str:
-    """``text`` with each generated part made anew.
+    """Returns ``text`` with each generated part made anew.
 
     Raises:
-        ValueError: a part's markers are not there exactly once.
+        ValueError: if a part's markers are not there exactly once.
     """
     for name, make in sections.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"

@@ -34,8 +34,8 @@ SEQLENS = (256, 512, 1024, 2048, 4096, 8192)
 SLOWEST_S = 4.0  # a point expected to take longer is left out of the sweep
 COUNTERS_S = 0 if shutil.which("ncu") is None else 90  # reserved for the counters
 POINT_S = 1.5  # time for the repeats of one point
-# Largest difference from the library's output by roundings of P and O; a wrong mask or tile gives
-# 0.1 and more.
+# Largest difference from the library's output that roundings of P and O explain; a wrong mask or
+# tile gives 0.1 and more.
 AGREEMENT = 4e-2
 
 CHECKED_LENGTHS = (
@@ -51,7 +51,7 @@ CHECKED_LENGTHS = (
 
 
 def check(rung: Rung) -> list[str]:
-    """The failures of a rung on small problems."""
+    """Returns the failures of a rung on small problems."""
     failures = []
     for seqlen_q, seqlen_k in CHECKED_LENGTHS:
         for d in rungs.HEAD_DIMS:
@@ -77,7 +77,7 @@ def _peers(q, k, v, causal: bool) -> dict[str, Callable[[], object]]:
 
 
 def _estimate(call: Callable[[], object]) -> float:
-    """Seconds of one call, the first one, which also loads the kernel, not counted."""
+    """Returns the seconds of one call, after an uncounted first call that also loads the kernel."""
     call()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -87,7 +87,7 @@ def _estimate(call: Callable[[], object]) -> float:
 
 
 def measure(shape: bm.Shape, wanted: list[Rung], skip: set[str]) -> dict:
-    """One point: median microseconds of each contender and its difference from the library."""
+    """Measures a point: each contender's median microseconds and difference from the library."""
     q, k, v = bm.make_qkv(shape, DTYPE, "cuda")
     calls = _peers(q, k, v, shape.causal)
     expected = flashcute.flash_attn_func(q, k, v, causal=shape.causal).float()
@@ -96,7 +96,7 @@ def measure(shape: bm.Shape, wanted: list[Rung], skip: set[str]) -> dict:
     for rung in wanted:
         if rung.name in skip:
             continue
-        # Slow rungs are timed one by one, to hold the tensors of only one in memory.
+        # Slow rungs are timed one by one, so that only one of them holds its tensors in memory.
         call = launch.prepare(rung, q, k, v, shape.causal)
         seconds = _estimate(call)
         row["difference"][rung.name] = (call.out.float() - expected).abs().max().item()
@@ -118,7 +118,7 @@ def _shape(seqlen: int, causal: bool) -> bm.Shape:
 
 
 def launch_once(wanted: list[Rung]) -> None:
-    """One launch of each rung on the counters' shape, for the profiler."""
+    """Launches each rung once on the counters' shape, for the profiler."""
     q, k, v = bm.make_qkv(counters.SHAPE, DTYPE, "cuda")
     for rung in wanted:
         launch.prepare(rung, q, k, v, counters.SHAPE.causal)()
@@ -139,7 +139,7 @@ def build(wanted: list[Rung], result: dict) -> list[Rung]:
 
 
 def time_all(wanted: list[Rung], seqlens: list[int], end: float, save: Callable, result: dict):
-    """The sweep, GPT-3's length first; leaves out rungs whose next point would take too long."""
+    """Times the sweep, GPT-3's length first; skips rungs whose next point would take too long."""
     last: dict[str, float] = {}
     seqlens = sorted(seqlens, key=lambda s: (s != GPT3_SEQLEN, s))
     for seqlen in seqlens:
@@ -158,7 +158,7 @@ def time_all(wanted: list[Rung], seqlens: list[int], end: float, save: Callable,
 
 
 def wrong_points(result: dict) -> list[str]:
-    """Points whose output differs from the library's; their times are not valid."""
+    """Lists the points whose output differs from the library's; their times are not valid."""
     return [
         f"{name} differs from the library by {value} at s={row['seqlen_q']} causal={row['causal']}"
         for row in result["rows"]

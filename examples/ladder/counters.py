@@ -21,8 +21,8 @@ class Counter:
     """A quantity that ncu reports.
 
     Attributes:
-        metric: Its name there.
-        label: In the table.
+        metric: Its name in ncu.
+        label: Its name in the table.
         per_score: Whether to divide by the number of scores, b h seqlen_q seqlen_k.
     """
 
@@ -55,7 +55,7 @@ COUNTERS = {
 
 
 def command(names: Sequence[str]) -> list[str] | None:
-    """The command that reads all counters of one launch of each rung; None without ncu."""
+    """Returns the command that reads all counters of one launch of each rung; None without ncu."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return None
@@ -66,10 +66,11 @@ def command(names: Sequence[str]) -> list[str] | None:
 
 
 def parse(text: str, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Rung to counter to value from ncu's CSV, divided by the scores where ``per_score`` is set.
+    """Parses ncu's CSV; returns the value of each counter of each rung.
 
-    Metrics unknown to ncu are left out. The result is empty unless there is a row for each of
-    ``names``, which were launched in this order.
+    Values are divided by the number of scores where ``per_score`` is set. Metrics unknown to ncu
+    are left out. The result is empty unless there is a row for each of ``names``, which were
+    launched in this order.
     """
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = [row for row in csv.DictReader(lines) if row.get("ID")]  # the row of units has no ID
@@ -86,7 +87,7 @@ def parse(text: str, names: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 def read(names: Sequence[str], cwd: str, timeout: float) -> tuple[dict[str, dict[str, float]], str]:
-    """The counters of rungs, and an error message if there are none."""
+    """Returns the counters of rungs, and an error message if there are none."""
     words = command(names)
     if words is None:
         return {}, "no ncu on PATH"

@@ -27,7 +27,7 @@ class Variant:
 
     Attributes:
         rung: The rung.
-        dtype: ``"fp16"`` or ``"bf16"``, of the problem; for a rung in fp32 inputs are converted.
+        dtype: The problem's, ``"fp16"`` or ``"bf16"``; an fp32 rung gets converted inputs.
         head_dim: 64 or 128.
         causal: Mask aligned to the bottom-right corner.
     """
@@ -57,7 +57,7 @@ class Variant:
 
 
 def variants(rung: Rung) -> list[Variant]:
-    """All kernels of a rung."""
+    """Returns all kernels of a rung."""
     dtypes = rungs.DTYPES[:1] if rung.fp32 else rungs.DTYPES
     return [
         Variant(rung, dtype, head_dim, causal)
@@ -68,7 +68,7 @@ def variants(rung: Rung) -> list[Variant]:
 
 
 def half(variant: Variant) -> list[Variant]:
-    """Half of a rung's kernels, ``variant`` among them, with all pairs of two arguments' values."""
+    """Returns half of a rung's kernels: ``variant`` and others, with all pairs of two arguments."""
 
     def place(other: Variant) -> int:
         dtype, head_dim = rungs.DTYPES.index(other.dtype), rungs.HEAD_DIMS.index(other.head_dim)
@@ -78,7 +78,7 @@ def half(variant: Variant) -> list[Variant]:
 
 
 def source(wanted: Sequence[Variant]) -> str:
-    """A translation unit with kernels of one rung, each exported by a function of its name."""
+    """Returns a translation unit of one rung's kernels, each exported by a function of its name."""
     entries = "\n".join(
         'extern "C" __attribute__((visibility("default"))) const flash::Flash_kernel *\n'
         f"{variant.name}() {{ return {variant.describe}; }}"
@@ -88,9 +88,9 @@ def source(wanted: Sequence[Variant]) -> str:
 
 
 def unit(rung: Rung, target: str, wanted: Sequence[Variant] | None = None) -> build.Unit:
-    """A shared object of a rung for the GPU with sm number ``target``, e.g. ``"90"``.
+    """Returns the unit that builds a rung for the GPU with sm number ``target``, e.g. ``"90"``.
 
-    It has the kernels ``wanted``, by default all.
+    The shared object has the kernels ``wanted``, by default all of the rung's.
     """
     # wgmma and setmaxnreg need the target sm_90a.
     code = f"{target}a" if rung.arch == 90 else target
@@ -125,10 +125,10 @@ def _library(rung: Rung, target: str) -> ctypes.CDLL:
 
 @functools.cache
 def load(variant: Variant, target: str) -> abi.FlashKernel:
-    """The kernel, built if it is not in the user's cache, and loaded for the life of the process.
+    """Loads a kernel for the life of the process; builds it if the user's cache lacks it.
 
     Raises:
-        BuildError: where it cannot be built or does not fit this package.
+        BuildError: if it cannot be built or does not fit this package.
     """
     entry = getattr(_library(variant.rung, target), variant.name)
     entry.restype = ctypes.POINTER(abi.FlashKernel)
@@ -175,7 +175,7 @@ def prepare(
     causal: bool,
     softmax_scale: float | None = None,
 ) -> Call:
-    """A call of a rung; arguments and errors as of :func:`attention`."""
+    """Prepares a call of a rung; arguments and errors are those of :func:`attention`."""
     _check(q, k, v)
     kernel = load(Variant(rung, _DTYPES[q.dtype], q.shape[3], causal), _target(q))
     if rung.fp32:
@@ -184,7 +184,7 @@ def prepare(
 
 
 def prepare_library_sm80(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
-    """A call of the library's sm80 kernel, which the heuristics do not choose on Hopper."""
+    """Prepares a call of the library's sm80 kernel, which the heuristics do not choose on sm90."""
     _check(q, k, v)
     capability = torch.cuda.get_device_capability(q.device)
     config = heuristics.fwd_config(_DTYPES[q.dtype], q.shape[3], causal, capability)
@@ -201,22 +201,22 @@ def attention(
     causal: bool = False,
     softmax_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by one rung of the ladder, on a GPU.
+    """Computes attention by one rung of the ladder, on a GPU.
 
     Args:
         rung: Its number or name, e.g. ``"8"`` or ``"08_swizzle"``.
         q: (b, seqlen_q, h, d), float16 or bfloat16; d is 64 or 128.
-        k: (b, seqlen_k, h_k, d), likewise; h_k divides h.
-        v: (b, seqlen_k, h_k, d), likewise.
+        k: (b, seqlen_k, h_k, d), in q's dtype; h_k divides h.
+        v: (b, seqlen_k, h_k, d), in q's dtype.
         causal: Mask aligned to the bottom-right corner.
-        softmax_scale: Of the scores; 1 / sqrt(d) by default.
+        softmax_scale: Factor on the scores; 1 / sqrt(d) by default.
 
     Returns:
         The output, (b, seqlen_q, h, d) in q's dtype, and the log-sum-exp, (b, h, seqlen_q), fp32.
 
     Raises:
         TypeError, ValueError: for tensors that no rung takes.
-        BuildError: where the kernel cannot be built.
+        BuildError: if the kernel cannot be built.
         RuntimeError: if the launch fails.
     """
     out, lse = prepare(rungs.find(rung), q, k, v, causal, softmax_scale)()

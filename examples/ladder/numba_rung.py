@@ -1,9 +1,9 @@
 """FlashAttention-2's loop in Python, compiled for the GPU by Numba (``pip install numba``).
 
-The idea of rung 2 with rung 3's statistics, in fp32. A CTA of 16 x 16 threads computes 16 query
-rows and reads 16 keys at a time. Thread (lane, row) computes one score and keeps d / 16 columns of
-its row's output in registers. A row's maximum and sum are tree reductions over its 16 threads. A
-tile at the end of the sequence is padded with zeros, whose scores are masked.
+This kernel has the idea of rung 2 with rung 3's statistics, in fp32. A CTA of 16 x 16 threads
+computes 16 query rows and reads 16 keys at a time. Thread (lane, row) computes one score and keeps
+d / 16 columns of its row's output in registers. A row's maximum and sum are tree reductions over
+its 16 threads. A tile at the end of the sequence is padded with zeros, whose scores are masked.
 
 Run it on a GPU, or without one in Numba's CUDA simulator; it compares itself with the reference:
 
@@ -24,15 +24,15 @@ from numba import cuda, float32
 from flashcute import testing
 
 TILE = 16  # query rows and keys of a block
-# Numba takes a plain 0.0 for a double, and with it everything that is added to it.
+# Numba types a plain 0.0 as a double, and with it every sum that it enters.
 ZERO, LOWEST = numpy.float32(0), numpy.float32(-numpy.inf)
 PROBLEMS = ((16, 32, False), (21, 37, True), (19, 7, True), (3, 0, False))
 
 
 @functools.cache
 def make_kernel(d: int, causal: bool):
-    """The kernel for one head dimension and mask, which are compile-time constants."""
-    columns = d // TILE  # of a thread
+    """Returns the kernel for one head dimension and mask, which are compile-time constants."""
+    columns = d // TILE  # output columns of one thread
 
     @cuda.jit
     def forward(q, k, v, out, lse, scale):
@@ -43,7 +43,8 @@ def make_kernel(d: int, causal: bool):
         batch, head = batch_head // q.shape[2], batch_head % q.shape[2]
         head_k = head // (q.shape[2] // k.shape[2])
         query = tile * TILE + row
-        # The ends of the visible keys; the mask's diagonal ends in the bottom-right corner.
+        # First keys that the row and the tile do not see; the causal diagonal ends in the
+        # bottom-right corner.
         key_end, tile_key_end = seqlen_k, seqlen_k
         if causal:
             key_end = min(seqlen_k, query + 1 + seqlen_k - seqlen_q)
@@ -104,7 +105,7 @@ def make_kernel(d: int, causal: bool):
                     acc[c] += p[row, j] * tile_v[j, lane + c * TILE]
             cuda.syncthreads()
 
-        if query < seqlen_q:  # a row without keys: 0 and -inf
+        if query < seqlen_q:  # a row without keys gets output 0 and log-sum-exp -inf
             for c in range(columns):
                 out[batch, query, head, lane + c * TILE] = (
                     acc[c] / row_sum if row_sum > ZERO else ZERO
@@ -123,7 +124,7 @@ def attention(
     causal: bool = False,
     softmax_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by the Numba kernel; arguments and results as of :func:`ladder.attention`.
+    """Computes attention by the Numba kernel; arguments and results as in :func:`ladder.attention`.
 
     Takes any floating-point dtype and head dimension that is a multiple of 16, on a GPU, or on the
     CPU under Numba's CUDA simulator. Computes in float32.
@@ -146,7 +147,7 @@ def attention(
 
 
 def main() -> int:
-    """Compares a few small problems with the reference; exit status 0 if all are right."""
+    """Compares a few small problems with the reference; returns 0 if all are right."""
     if not numba_config.ENABLE_CUDASIM and not torch.cuda.is_available():
         print("expected a GPU or NUMBA_ENABLE_CUDASIM=1, found neither", file=sys.stderr)
         return 1

@@ -37,22 +37,22 @@ HEADER = ("rung", "idea", "lines", "ms", "TFLOP/s", "% of roof", "x predicted", 
 
 
 def peak(gpu: str) -> float | None:
-    """The tensor cores' roof of a GPU in TFLOP/s, by its name; None if unknown."""
+    """Returns the tensor cores' peak of a GPU in TFLOP/s, by its name; None if unknown."""
     return next((value for name, value in PEAKS.items() if name in gpu), None)
 
 
 def _row(rows: list[dict], causal: bool) -> dict:
-    """The point of GPT-3's shape; empty where it was not measured."""
+    """Returns the point of GPT-3's shape; empty if it was not measured."""
     return next((r for r in rows if r["seqlen_q"] == SEQLEN and r["causal"] == causal), {})
 
 
 def _short(value: float) -> str:
-    """Three digits, never as a power of ten."""
+    """Formats a value with three digits, never as a power of ten."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _moved(rung: Rung, before: Rung | None, records: Mapping[str, Mapping]) -> str:
-    """A rung's counter, before and after."""
+    """Describes how a rung's counter moved: its value on the rung before and on this one."""
     counter = COUNTERS[rung.counter]
     values = [
         records.get(r.name, {}).get("counters", {}).get(rung.counter) if r else None
@@ -71,7 +71,7 @@ def _figures(us: float | None, tflops: float | None, roof: float | None) -> list
 
 
 def table(result: Mapping) -> str:
-    """README's table; figures are empty where the result holds none."""
+    """Formats README's table; figures are empty where the result holds none."""
     row = _row(result.get("rows", []), causal=False)
     us, tflops = row.get("us", {}), row.get("tflops", {})
     gpu = result.get("machine", {}).get("gpu", "")
@@ -92,7 +92,7 @@ def table(result: Mapping) -> str:
 
 
 def _reduced(result: Mapping) -> str:
-    """How close the last rungs come to the library."""
+    """Says how close the last rungs come to the library."""
     parts = []
     for causal, mask in ((False, "without a mask"), (True, "causal")):
         us = _row(result["rows"], causal).get("us", {})
@@ -104,7 +104,7 @@ def _reduced(result: Mapping) -> str:
 
 
 def text(result: Mapping) -> str:
-    """The generated part of README.md."""
+    """Returns the generated part of README.md."""
     if not result:
         return (
             "Not measured yet: `python -m examples.ladder --out benchmarks/results/ladder.json` on "
@@ -129,19 +129,19 @@ def text(result: Mapping) -> str:
 
 
 def replaced(document: str, part: str) -> str:
-    """``document`` with ``part`` between its markers."""
+    """Returns ``document`` with ``part`` between its markers."""
     pattern = r"(<!-- begin ladder -->\n).*?(<!-- end ladder -->)"
     return re.sub(pattern, lambda found: f"{found[1]}{part}\n{found[2]}", document, flags=re.DOTALL)
 
 
 def draw(result: Mapping, path: Path) -> None:
-    """TFLOP/s of every rung over the sequence length, without and with the causal mask."""
+    """Draws TFLOP/s of every rung over the sequence length, without and with the causal mask."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = "ladder"  # the same file for the same result
+    matplotlib.rcParams["svg.hashsalt"] = "ladder"  # gives the same file for the same result
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 6), sharey=True)
     colours = pyplot.get_cmap("viridis")
     machine = result["machine"]

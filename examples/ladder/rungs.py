@@ -12,11 +12,11 @@ DTYPES = ("fp16", "bf16")
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """One step.
+    """One step of the ladder.
 
     Attributes:
-        number: From 1.
-        stem: Of its file in ``kernels``.
+        number: Its place in the ladder, from 1.
+        stem: Stem of its header's name in ``kernels``.
         idea: What is new, in a few words.
         counter: The quantity that is expected to move, a key of :data:`counters.COUNTERS`.
         predicted: The expected speed over the rung before, written down before the measurement and
@@ -48,7 +48,7 @@ class Rung:
 
     @property
     def lines(self) -> int:
-        """Lines of its file."""
+        """Number of lines of its header."""
         return len(self.header.read_text(encoding="utf-8").splitlines())
 
 
@@ -70,10 +70,10 @@ RUNGS = (
 
 
 def find(text: str) -> Rung:
-    """The rung of a number, a name or a stem.
+    """Returns the rung with a given number, name or stem.
 
     Raises:
-        ValueError: where there is none.
+        ValueError: if there is none.
     """
     for rung in RUNGS:
         if text in (str(rung.number), f"{rung.number:02d}", rung.name, rung.stem):

@@ -22,13 +22,14 @@ SMEM_LIMIT = 227 * 1024
 
 
 def companions(variant: Variant, checker: str) -> list[Variant]:
-    """The kernels compiled together with ``variant``, itself among them: alone with a checker."""
+    """Returns the kernels compiled together with ``variant``: with a checker it is alone."""
     return half(variant) if checker == "none" else [variant]
 
 
 def unit(variant: Variant, checker: str = "none") -> build.Unit:
-    """A shared object with a kernel and its companions, each exported by a function of its name."""
-    # First, as the simulator's cuda_runtime.h has to precede CUDA's headers to replace functions.
+    """Returns the unit of a kernel and its companions, each exported by a function of its name."""
+    # The simulator's cuda_runtime.h comes first: it has to precede CUDA's headers to replace
+    # functions.
     text = f"""\
 #include <cuda_runtime.h>
 {source(companions(variant, checker))}
@@ -38,7 +39,7 @@ def unit(variant: Variant, checker: str = "none") -> build.Unit:
 
 
 def build_kernels(specs: Sequence[tuple[Variant, str]]) -> list[Path]:
-    """The shared objects that hold ``(kernel, checker)`` pairs, built where they are not cached.
+    """Builds missing shared objects of ``(kernel, checker)`` pairs; returns the path for each pair.
 
     Raises:
         BuildError: with the compiler's messages.
@@ -71,9 +72,9 @@ def attention(
     copy_mode: str = "late",
     checker: str = "none",
 ) -> sim.SimResult:
-    """One rung on CPU tensors; arguments as in :func:`flashcute.sim.run_fwd`.
+    """Simulates one rung on CPU tensors; arguments as in :func:`flashcute.sim.run_fwd`.
 
-    ``out`` has the dtype that the rung writes: float32 for one in fp32.
+    ``out`` has the dtype that the rung writes: float32 for an fp32 rung.
     """
     variant = Variant(rung, {torch.float16: "fp16"}.get(q.dtype, "bf16"), q.shape[3], causal)
     if rung.fp32:

@@ -1,1 +1,1 @@
-"""Speed of the forward pass beside the installed peers, over a sweep and named shapes."""
+"""Benchmarks of flashcute beside the installed peers, over a sweep and named shapes."""

@@ -1,6 +1,8 @@
-"""``python -m flashcute bench``: forward, backward or both over a sweep or the shapes of public
-models, the forward with its options, on inputs of named distributions, decoding over a cache,
-beside the peers installed here."""
+"""Declares ``python -m flashcute bench``, which times flashcute beside the peers installed here.
+
+It times the forward, the backward or both over a sweep or the shapes of public models, the forward
+with its options and on inputs of named distributions, and decoding over a cache.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ INPUTS = (
     *("normal", "scaled4", "scaled16", "scaled64", "ramp", "steep_ramp", "ramp_up", "sink"),
     *("constant", "outliers", "peaked", "heavy_tailed", "positive"),
 )
-# Of contenders that are flashcute itself.
+# Contenders that are flashcute itself.
 _OURS = ("flashcute", "plain", "repeatable")
 _PEERS = ("fa2", "cudnn", "fa3", "fa3_ragged", "flex", "torch", "plain", "repeatable")
 
 
 def _peer_module(text: str) -> tuple[str, Path]:
-    """``NAME=FILE``, for ``argparse``: a contender's name and the Python file that has it."""
+    """Parses ``NAME=FILE`` for ``argparse``: a contender's name and the Python file of its code."""
     name, equals, file = text.partition("=")
     if not equals or not name.isidentifier() or name in _OURS:
         raise argparse.ArgumentTypeError(

@@ -41,7 +41,7 @@ from .sweep import Variant
 _ON_GPUS = ("fa2", "cudnn", "fa3", "fa3_ragged")  # peers without an implementation for CPU tensors
 _APART = ("ring", "integrations")  # passes with a protocol of their own
 
-# Sizes for about a minute on a CPU.
+# Sizes that take about a minute on a CPU.
 _CPU_SEQLENS = (64, 128, 256)
 _CPU_TOKENS = 256
 _CPU_REPEATS = (5, 1)
@@ -58,7 +58,7 @@ def _options(args: argparse.Namespace) -> sweep.Options:
     repeats, warmup = (bm.REPEATS, bm.WARMUP) if device == "cuda" else _CPU_REPEATS
     if args.sustained and device == "cpu":
         raise ValueError("flashcute bench: expected a GPU for --sustained, found none")
-    own = dict(args.peer_module)  # which may take the place of a peer
+    own = dict(args.peer_module)  # a module may take the place of a peer
     refused = [name for name in args.peers or () if name in _ON_GPUS and name not in own]
     if refused and device == "cpu":
         raise ValueError(
@@ -67,7 +67,8 @@ def _options(args: argparse.Namespace) -> sweep.Options:
         )
     flush = bm.FLUSH_BYTES if device == "cuda" else _CPU_FLUSH
     if device == "cuda" and "bwd" in args.what:
-        memory = torch.cuda.get_device_properties(0).total_memory  # small ones are slower, too
+        # GPUs with less memory also clear it more slowly.
+        memory = torch.cuda.get_device_properties(0).total_memory
         flush = max(flush, min(bm.FLUSH_BYTES_AUTOGRAD, memory // 16))
     return sweep.Options(
         device=device,
@@ -82,7 +83,7 @@ def _options(args: argparse.Namespace) -> sweep.Options:
 
 
 def _problem(variant: Variant) -> FwdProblem:
-    """The call as the choice of a kernel sees it."""
+    """Returns the call as the choice of a kernel sees it."""
     if isinstance(variant.shape, Serving):
         return variant.shape.problem(variant.dtype)
     sizes = {
@@ -113,7 +114,7 @@ def _problem(variant: Variant) -> FwdProblem:
 def configs_for(
     problems: Iterable[FwdProblem], choices: Iterable[Callable]
 ) -> list[FwdConfig | BwdConfig]:
-    """The kernels that each of ``choices``, as :func:`choose_fwd`, takes for each problem here."""
+    """Returns the kernels that ``choices``, e.g. :func:`choose_fwd`, take here for problems."""
     capability = torch.cuda.get_device_capability()
     sms = torch.cuda.get_device_properties().multi_processor_count
     pairs = itertools.product(choices, problems)
@@ -121,13 +122,13 @@ def configs_for(
 
 
 def configs_of(wanted: Iterable[Iterable[Variant]], what: str) -> list[FwdConfig | BwdConfig]:
-    """The kernels of a sweep on this GPU; a backward needs those of its forward, too."""
+    """Returns the kernels of a sweep on this GPU; a backward also needs those of its forward."""
     choices = [choose_fwd] if what in ("fwd", *serving.PASSES) else [choose_fwd, choose_bwd]
     return configs_for([_problem(variant) for point in wanted for variant in point], choices)
 
 
 def build(configs: Iterable[FwdConfig | BwdConfig]) -> None:
-    """Builds kernels in parallel; otherwise the calls would build them one by one.
+    """Builds kernels in parallel; without it the calls would build them one by one.
 
     Raises:
         BuildError: with the compiler's messages.
@@ -144,7 +145,7 @@ def build(configs: Iterable[FwdConfig | BwdConfig]) -> None:
 
 
 def _points(args: argparse.Namespace, on_gpu: bool) -> list[list[Variant]]:
-    """The points to measure: those of the sweep, then the named shapes, as the arguments say."""
+    """Returns the points that the arguments ask for: the sweep's, then the named shapes."""
     inputs = list(INPUTS) if "all" in args.inputs else list(dict.fromkeys(args.inputs))
     if args.what in serving.PASSES:
         tokens = args.tokens or (None if on_gpu else _CPU_TOKENS)
@@ -177,7 +178,7 @@ def _points(args: argparse.Namespace, on_gpu: bool) -> list[list[Variant]]:
 
 
 def _usual(wanted: list[list[Variant]], device: str) -> tuple[str, ...]:
-    """The contenders on these points, without those asked for."""
+    """Returns the contenders on these points that run when --peers does not name any."""
     kinds = {type(variant.shape) for point in wanted for variant in point}
     lists = {bm.Shape: peers.NAMES, Option: option_peers.NAMES, Serving: serving_peers.NAMES}
     found = [name for kind, names in lists.items() if kind in kinds for name in names[device]]
@@ -236,18 +237,18 @@ def _summary(result: dict) -> str:
 
 
 def _apart(what: str):
-    """The module of a pass with a protocol of its own."""
-    if what == "ring":  # here, as torch.distributed and dynamo take a second to import
+    """Returns the module of a pass with a protocol of its own."""
+    if what == "ring":  # imported here: torch.distributed and dynamo take a second
         from . import ring as module
     else:
-        from . import integrations as module  # and transformers several
+        from . import integrations as module  # imported here: transformers takes several seconds
     return module
 
 
 def _measure_apart(args: argparse.Namespace) -> tuple[dict, list[str]]:
-    """The result of a pass with a protocol of its own, and its wrong outputs."""
+    """Returns the result of a pass with a protocol of its own, and its wrong outputs."""
     module = _apart(args.what)
-    # With a delay nothing is drawn before a row is there: arguments are checked in the call.
+    # The delay keeps the bar hidden until a row is there: ``module.run`` checks arguments first.
     with tqdm(desc="bench", unit="row", dynamic_ncols=True, delay=0.1) as bar:
         result = module.run(args, lambda row: bar.update())
     if result["device"] == "cpu":
@@ -259,7 +260,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures or draws what the arguments describe; returns 0 if every output was right.
 
     Raises:
-        ValueError: for arguments that do not go together, and a file that holds no result.
+        ValueError: for arguments that do not go together, or a file that holds no result.
     """
     for name in ("page_sizes", "num_splits"):
         if getattr(args, name) is not None and args.what not in serving.PASSES:

@@ -40,7 +40,7 @@ def _scaled(factor: float):
 
 
 def _ramp(nats: float, towards_first: bool):
-    """Scores that rise by ``nats`` in every :data:`BLOCK` keys, beside N(0, 1)."""
+    """Returns a distribution with scores that rise by ``nats`` every BLOCK keys, beside N(0, 1)."""
 
     def ramp(q, k, shape, generator) -> Pair:
         position = torch.arange(shape.seqlen_k, device=k.device)
@@ -139,10 +139,11 @@ DISTRIBUTIONS: dict[str, Callable[..., Pair]] = {
 def make(
     name: str, shape: bm.Shape, dtype: torch.dtype, device: str | torch.device, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q ``(b, seqlen_q, h, d)`` and K, V ``(b, seqlen_k, h_k, d)`` of the distribution ``name``.
+    """Returns Q ``(b, seqlen_q, h, d)`` and K, V ``(b, seqlen_k, h_k, d)`` of a distribution.
 
     Equal arguments give equal tensors; ``normal`` is :func:`flashcute.benchmarking.make_qkv`.
     """
     q, k, v = bm.make_qkv(shape, dtype, device, seed)
-    generator = torch.Generator(device=device).manual_seed(seed + 1)  # independent of Q and K's
+    # Independent of the draws of Q and K.
+    generator = torch.Generator(device=device).manual_seed(seed + 1)
     return *DISTRIBUTIONS[name](q, k, shape, generator), v

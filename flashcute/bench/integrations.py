@@ -1,12 +1,14 @@
-"""``python -m flashcute bench --pass integrations``: models that call attention by PyTorch's SDPA
-or transformers, with flashcute's kernels under it and without.
+"""Implements ``python -m flashcute bench --pass integrations``.
+
+It times models that call attention through PyTorch's SDPA or transformers, with flashcute's kernels
+and without.
 
 ``gpt``: forward and backward of a stack of GPT blocks; ``llama``: prefill of transformers' Llama.
 Both call ``F.scaled_dot_product_attention``, in turns with :func:`flashcute.enable`, with PyTorch's
-own choice of backend, and with its FlashAttention and cuDNN backends alone. ``padded``: a forward
-of transformers' BERT of MiniLM's shape on padded sequences, by the adapter and by SDPA with a mask;
-``padded-attention``: one layer's attention of it. Weights are random, and few layers stand for all.
-``host``: host time of one call of SDPA.
+own choice of backend, and with only its FlashAttention or only its cuDNN backend. ``padded``: the
+forward of transformers' BERT in MiniLM's shape on padded sequences, by the adapter and by SDPA with
+a mask; ``padded-attention``: the attention of one of its layers. Weights are random, and a few
+layers stand for all. ``host``: host time of one SDPA call.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _CPU_REPEATS = (3, 1)
 _CPU_FLUSH = 64 << 20
 _CPU_TOKENS, _CPU_HEADS, _CPU_LAYERS = 64, 4, 1
 _VOCABULARY = 1024
-# Of all results of a contender together, by norm: rounding grows over a few layers.
+# Allowed relative difference by norm of all results of a contender: rounding grows over a few
+# layers.
 _AGREEMENT = 4e-2
 _HOST_TURNS, _HOST_BATCHES = 5, 8
 
@@ -52,10 +55,10 @@ class Point:
 
     Attributes:
         kind: ``gpt``, ``llama``, ``padded`` or ``padded-attention``.
-        shape: Of its attention; of a padded batch with the lengths of the sequences.
-        width: Of the hidden states.
-        inner: Of the multilayer perceptrons.
-        layers: Number of them.
+        shape: Shape of its attention; for a padded batch with the lengths of the sequences.
+        width: Size of the hidden states.
+        inner: Size inside the multilayer perceptrons.
+        layers: Number of layers.
     """
 
     kind: str
@@ -96,11 +99,11 @@ POINTS: dict[str, Point] = {
         for batch in (64, 256)
     },
 }
-HOST = "host"  # the name of what measures no model
+HOST = "host"  # the point that measures SDPA's host time, without a model
 
 
 def shrink(point: Point) -> Point:
-    """The point for a CPU: few tokens, heads and layers."""
+    """Returns the point made small for a CPU: few tokens, heads and layers."""
     x = point.shape
     h, h_k = min(x.h, _CPU_HEADS), max(1, min(x.h, _CPU_HEADS) * x.h_k // x.h)
     s = min(x.seqlen_q, _CPU_TOKENS)
@@ -172,11 +175,11 @@ def _llama(point: Point, dtype: torch.dtype, device: str) -> dict[str, Callable[
     with torch.device(device):
         model = LlamaModel(_config(point, LlamaConfig, **more)).to(dtype).eval()
     tokens = _tokens(point, device)
-    return dict.fromkeys(_AROUND, lambda: model(tokens).last_hidden_state)  # with a cache
+    return dict.fromkeys(_AROUND, lambda: model(tokens).last_hidden_state)  # also fills a KV cache
 
 
 def _real(point: Point, device: str) -> Tensor:
-    """The padding mask, (b, s): 1 at tokens, 0 after them."""
+    """Returns the padding mask, (b, s): 1 at tokens, 0 after them."""
     places = torch.arange(point.shape.seqlen_q, device=device)
     return (places < torch.tensor(point.lengths, device=device)[:, None]).long()
 
@@ -194,7 +197,7 @@ def _bert(point: Point, dtype: torch.dtype, device: str) -> dict[str, Callable[[
         torch.manual_seed(0)
         with torch.device(device):
             model = BertModel(config, add_pooling_layer=False).to(dtype).eval()
-        # What a model makes of padding is nobody's business.
+        # Outputs at padding tokens are arbitrary, so they are zeroed before the comparison.
         return lambda: model(tokens, attention_mask=real).last_hidden_state * real[..., None]
 
     return {"flashcute": forward("cute_attn"), "default": forward("sdpa")}
@@ -232,7 +235,7 @@ _MAKERS = {"gpt": _gpt, "llama": _llama, "padded": _bert, "padded-attention": _a
 
 @contextlib.contextmanager
 def _enabled() -> Iterator[None]:
-    """flashcute's kernels, and an error where PyTorch's own would run in their place."""
+    """Enables flashcute's kernels, and raises an error where PyTorch's own would run instead."""
     with warnings.catch_warnings(), sdpa.enabled():
         warnings.filterwarnings("error", "flashcute.enable")
         yield
@@ -251,7 +254,7 @@ def _around(name: str) -> contextlib.AbstractContextManager:
 
 
 def _backend(point: Point, dtype: torch.dtype, device: str) -> str:
-    """The backend that SDPA chooses here and now for the point's tensors."""
+    """Returns the backend that SDPA chooses for the point's tensors in the current context."""
     x, options = point.shape, {"is_causal": point.shape.causal}
     tensors = bm.make_qkv(dataclasses.replace(x, b=1), dtype, device)
     q, k, v = (y.transpose(1, 2) for y in tensors)
@@ -265,7 +268,7 @@ def _backend(point: Point, dtype: torch.dtype, device: str) -> str:
 
 
 def _difference(found: Result, expected: Result) -> float:
-    """Norm of the difference over the norm, of all tensors together."""
+    """Returns the norm of the difference over that of ``expected``, of all tensors together."""
     if isinstance(found, Tensor):
         found, expected = (found,), (expected,)
     pairs = list(zip(found, expected, strict=True))
@@ -276,7 +279,7 @@ def _difference(found: Result, expected: Result) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """How points are measured: as :class:`flashcute.bench.sweep.Options`."""
+    """How points are measured; fields as in :class:`flashcute.bench.sweep.Options`."""
 
     device: str
     repeats: int
@@ -286,7 +289,10 @@ class Setup:
 
 
 def measure(name: str, point: Point, dtype: str, setup: Setup) -> dict:
-    """A row: times of each contender, its difference from PyTorch's own choice, what is missing."""
+    """Measures a row: each contender's times and its difference from PyTorch's own choice.
+
+    The row also says which contenders are missing, and why.
+    """
     made = _MAKERS[point.kind](point, DTYPES[dtype], setup.device)
     calls, missing, difference, backend = {}, {}, {}, {}
     expected = made["default"]()
@@ -323,9 +329,9 @@ def measure(name: str, point: Point, dtype: str, setup: Setup) -> dict:
 
 
 def measure_host(shape: bm.Shape, what: str) -> dict[str, float]:
-    """Host microseconds of one call of SDPA: ``fwd`` without gradients, or ``fwd+bwd``.
+    """Returns host microseconds of one SDPA call: ``fwd`` without gradients, or ``fwd+bwd``.
 
-    Contenders take turns. ``direct`` is :func:`flashcute.flash_attn_func` without PyTorch's
+    Contenders take turns. ``direct`` is :func:`flashcute.flash_attn_func` called without PyTorch's
     function around it.
     """
     q, k, v = (x.requires_grad_(what != "fwd") for x in bm.make_qkv(shape, torch.bfloat16, "cuda"))
@@ -371,11 +377,11 @@ def _dense(x: bm.Shape) -> bm.Shape:
 
 
 def variants(names: Sequence[str], dtypes: Sequence[str]) -> dict[str, list[Variant]]:
-    """The calls whose kernels are built ahead, by pass."""
+    """Returns the calls whose kernels are built ahead, by pass."""
     found: dict[str, list[Variant]] = {"fwd": [], "fwd+bwd": []}
     for name in names:
         what = "fwd+bwd" if name == HOST or POINTS[name].kind == "gpt" else "fwd"
-        # Padding behind the tokens stays where it is: a batch of sequences with its length.
+        # Right padding stays in place, so the kernel is that of a dense batch of the padded length.
         shapes = HOST_SHAPES.values() if name == HOST else (_dense(POINTS[name].shape),)
         of = ("bf16",) if name == HOST else dtypes
         found[what] += [Variant(dtype, shape) for dtype in of for shape in shapes]
@@ -404,7 +410,7 @@ def _names(args: argparse.Namespace, device: str) -> list[str]:
             )
     found = [x for x in every if not wanted or any(name in x for name in wanted)]
     if device == "cpu" and HOST in found:
-        found.remove(HOST)  # of calls that enqueue work
+        found.remove(HOST)  # it times calls that only enqueue work on a GPU
     return found
 
 
@@ -412,9 +418,9 @@ def run(args: argparse.Namespace, show: Callable[[Mapping], None]) -> dict:
     """Measures what the arguments ask for; ``show`` is called with each row.
 
     Raises:
-        ValueError: for arguments that the pass does not have, and names of no point.
-        RuntimeError: this torch is too old for :func:`flashcute.enable`.
-        ImportError: transformers is missing, of the points that need it.
+        ValueError: for arguments that the pass does not have, or unknown names of points.
+        RuntimeError: if this torch is too old for :func:`flashcute.enable`.
+        ImportError: if transformers is missing and a point needs it.
     """
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = _names(args, device)
@@ -454,7 +460,7 @@ def run(args: argparse.Namespace, show: Callable[[Mapping], None]) -> dict:
 
 
 def disagreements(result: Mapping) -> list[str]:
-    """Contenders whose results are not PyTorch's."""
+    """Lists the contenders whose results differ from PyTorch's."""
     return [
         f"{name} differs from PyTorch's own choice by {value} at {row['point']} {row['dtype']}"
         for row in result["rows"]
@@ -468,7 +474,7 @@ def _cell(values: Mapping[str, float], name: str, digits: int, scale: float = 1.
 
 
 def summary(result: Mapping) -> str:
-    """Tables of times and of speed over PyTorch's own choice and the best other; host times."""
+    """Formats tables of times, speed over PyTorch's choice and the best other, and host times."""
     names, cells, text = result["contenders"], [], []
     for row in result["rows"]:
         us = row["us"]

@@ -78,8 +78,9 @@ MODELS: dict[str, Shape] = {
 
 
 def select(names: list[str]) -> dict[str, Shape]:
-    """The models and options whose names contain one of ``names``; of ``"models"`` and
-    ``"options"`` all.
+    """Returns the models and options whose names contain one of ``names``.
+
+    ``"models"`` and ``"options"`` each select all of theirs.
 
     Raises:
         ValueError: if one of ``names`` is part of no name.
@@ -100,7 +101,7 @@ def select(names: list[str]) -> dict[str, Shape]:
 
 
 def shrink(shape: Shape, tokens: int) -> Shape:
-    """The shape with lengths and total query tokens of at most ``tokens``, for a CPU.
+    """Returns the shape with lengths and total query tokens of at most ``tokens``, for a CPU.
 
     Heads, head dimension, mask and, where possible, the ratio of the lengths stay.
     """

@@ -1,7 +1,7 @@
 """The contenders on shapes with options, each as one call on the same tensors.
 
-Beside the peers there is ``plain``: flashcute without the option, on the same tensors. cuDNN is
-none of them: PyTorch's op for dense tensors takes no option. Gradients are those of q, k and v.
+Besides the peers there is ``plain``: flashcute without the option, on the same tensors. cuDNN is
+missing: PyTorch's op for dense tensors takes no option. Gradients are those of q, k and v.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..support import supports
 from . import peers
 from .options import Option
 
-TRUSTED = "torch"  # outputs are compared with its; on a GPU it is not timed
-# Gradients on a GPU with these, as those of TRUSTED take memory for all scores.
+TRUSTED = "torch"  # its outputs are the reference; on a GPU it is not timed
+# The reference of gradients on a GPU, where TRUSTED's would take memory for all scores.
 _TRUSTED_GRADIENTS = "fa2"
 PLAIN = "plain"
-# On each kind of device: flashcute, its peers, and flashcute without the option.
+# For each kind of device: flashcute, its peers, and flashcute without the option.
 NAMES = {"cuda": ("flashcute", "fa2", "fa3", "flex", PLAIN), "cpu": ("flashcute", TRUSTED, PLAIN)}
-_CHUNK = 1 << 26  # scores at a time of the trusted peer
+_CHUNK = 1 << 26  # scores that the trusted peer computes at a time
 
 
 class _Problem(NamedTuple):
-    """q ``(b, s, h, d)`` or packed ``(tokens, h, d)``, k and v alike, and what the options need."""
+    """Inputs of a call: q ``(b, s, h, d)`` or packed ``(tokens, h, d)``, k, v and the options'."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -40,19 +40,21 @@ class _Problem(NamedTuple):
 
 
 def trusted(what: str, device: str) -> str:
-    """The peer that results of a pass are compared with."""
+    """Returns the name of the peer that results of a pass are compared with."""
     return TRUSTED if what == "fwd" or device == "cpu" else _TRUSTED_GRADIENTS
 
 
 def _problem(q, k, v, shape: Option, what: str) -> _Problem:
-    """Of tensors with the sizes ``shape.tensors``; gradients are wanted in other passes than
-    ``"fwd"``."""
+    """Makes the inputs from tensors of the sizes ``shape.tensors``.
+
+    They need gradients unless ``what`` is ``"fwd"``.
+    """
     sinks = slopes = cu_seqlens = None
     like = {"dtype": torch.float32, "device": q.device}
     if shape.sinks:  # about as large as the log-sum-exp of a row, so that a wrong sink shows
         generator = torch.Generator(q.device).manual_seed(0)
         sinks = torch.randn(shape.h, generator=generator, **like) + math.log(shape.seqlen_k)
-    if shape.alibi:  # from 2^-(8 / h) down to 2^-8, as the paper has it
+    if shape.alibi:  # from 2^-(8 / h) down to 2^-8, as in the ALiBi paper
         slopes = torch.exp2(-8 / shape.h * torch.arange(1, shape.h + 1, **like))
     if shape.lengths:
         ends = torch.tensor((0, *shape.lengths)).cumsum(0)
@@ -88,7 +90,7 @@ def _repeatable(x: _Problem):
 
 
 def _plain(x: _Problem):
-    """flashcute without the option: packed sequences of one length as a dense batch."""
+    """Makes a call of flashcute without the option; sequences of one length are a dense batch."""
     q, k, v, shape = *x[:3], x.shape
     if shape.window != (-1, -1):
         raise NotImplementedError("without its window it is more work")
@@ -101,7 +103,10 @@ def _plain(x: _Problem):
 
 
 def _fa2(x: _Problem):
-    """FlashAttention-2 as PyTorch ships it; with sinks, its output times what they leave."""
+    """Makes a call of PyTorch's FlashAttention-2.
+
+    With sinks, its output is scaled by the part of the softmax that they leave.
+    """
     shape = x.shape
     if shape.softcap:
         raise NotImplementedError("PyTorch's op has no softcap")
@@ -142,7 +147,7 @@ def _fa3(x: _Problem):
 
 
 def _flex(x: _Problem):
-    """PyTorch's FlexAttention, compiled for this shape; its block mask is made beforehand."""
+    """Compiles PyTorch's FlexAttention for this shape; its block mask is made beforehand."""
     from torch._dynamo import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -162,7 +167,8 @@ def _flex(x: _Problem):
             value = softcap * torch.tanh(value / softcap)
         return value if slopes is None else value - slopes[h] * (i - j).abs()
 
-    # A compiled function for each shape: beyond the usual 8 it would run uncompiled.
+    # Each shape has a compiled function of its own: beyond the usual limit of 8 it would run
+    # uncompiled.
     config.recompile_limit = 1024
     attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     mask = create_block_mask(visible, None, None, shape.seqlen_q, shape.seqlen_k, x.q.device)
@@ -177,7 +183,7 @@ def _cudnn(x: _Problem):
 
 
 def _torch(x: _Problem):
-    """The definition in PyTorch, some rows at a time, in fp32: what outputs are compared with."""
+    """Makes a call of the definition in fp32, some rows at a time: the reference for outputs."""
     lengths = list(x.shape.lengths)
 
     def call():
@@ -189,7 +195,7 @@ def _torch(x: _Problem):
 
 
 def _attend(x: _Problem, q, k, v) -> torch.Tensor:
-    """The output of one sequence, all of ``(s, h, d)``."""
+    """Returns the output (s, h, d) of one sequence, from q (s, h, d), and k and v (s, h_k, d)."""
     shape, (s, h, d) = x.shape, q.shape
     k, v = (y.float().repeat_interleave(h // shape.h_k, dim=1) for y in (k, v))
     keys = torch.arange(s, device=q.device)
@@ -222,7 +228,7 @@ _MAKERS: dict[str, Callable[[_Problem], Callable[[], torch.Tensor]]] = {
 
 
 def _call(maker: Callable, x: _Problem, what: str) -> Callable[[], peers.Result]:
-    """The contender's pass ``what``, one of ``peers.PASSES``."""
+    """Makes the call of a contender's pass ``what``, one of ``peers.PASSES``."""
     return maker(x) if what == "fwd" else peers.gradients(lambda: maker(x), x[:3], what)
 
 
@@ -234,10 +240,10 @@ def make(
     names: tuple[str, ...],
     what: str = "fwd",
 ) -> tuple[dict[str, Callable[[], peers.Result]], dict[str, str]]:
-    """:func:`flashcute.bench.peers.make` of a shape with options, of the sizes ``shape.tensors``.
+    """Makes the calls of :func:`flashcute.bench.peers.make` for a shape with options.
 
-    flashcute, too, is missing where :func:`flashcute.supports` says no, with its reasons. Packed
-    outputs are ``(tokens, h, d)``.
+    Tensors have the sizes ``shape.tensors``. flashcute, too, is missing where
+    :func:`flashcute.supports` says no, with its reasons. Packed outputs are ``(tokens, h, d)``.
     """
     problem = _problem(q, k, v, shape, what)
     answer = supports(

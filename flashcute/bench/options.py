@@ -1,7 +1,7 @@
 """Options of the forward as named shapes: windows, sinks, packed sequences, softcap, ALiBi.
 
-FLOPs are those of the pairs that the masks leave, counted one by one. Self-attention throughout:
-each sequence has as many queries as keys.
+FLOPs are those of the query-key pairs that the masks leave, counted one by one. All shapes are
+self-attention: each sequence has as many queries as keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 from ..benchmarking import Shape
 
 _SEED = 0
-_SHRUNK = 8  # most packed sequences of a shape made small
+_SHRUNK = 8  # most packed sequences that a shrunk shape keeps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Option(Shape):
 
     @property
     def sides(self) -> tuple[int, int]:
-        """The window with the causal mask in it."""
+        """The window combined with the causal mask."""
         return (self.window[0], 0) if self.causal else self.window
 
     @property
     def tensors(self) -> Shape:
-        """The sizes of the tensors: all packed sequences as one."""
+        """The sizes of the tensors; packed sequences count as one sequence."""
         tokens = sum(self.lengths)
         sizes = (1, tokens, tokens) if tokens else (self.b, self.seqlen_q, self.seqlen_k)
         return Shape(*sizes, self.h, self.h_k, self.d, self.causal)
@@ -54,12 +54,12 @@ class Option(Shape):
         return 4 * self.d * self.h * sum(_pairs(length, *self.sides) for length in lengths)
 
     def bytes(self, itemsize: int = 2) -> int:
-        """Least device memory traffic in bytes."""
+        """Returns the least device memory traffic in bytes."""
         return self.tensors.bytes(itemsize)
 
 
 def _pairs(length: int, left: int, right: int) -> int:
-    """Pairs of query i and key j of one sequence with i - left <= j <= i + right, -1 no limit."""
+    """Counts pairs of query i and key j with i - left <= j <= i + right; -1 is no limit."""
     first = length if left < 0 else left
     last = length if right < 0 else right
     return sum(min(length - 1, i + last) - max(0, i - first) + 1 for i in range(length))
@@ -74,7 +74,7 @@ def _window(left: int, right: int, d: int, s: int, b: int, *heads: int) -> Optio
 
 
 def _lengths() -> dict[str, tuple[int, ...]]:
-    """Batches of sequences by name, the same in every run."""
+    """Returns named batches of sequence lengths, which are the same in every run."""
     draw = random.Random(_SEED)
     # Text documents: median 500 tokens, a few times that in the longest.
     documents = [max(16, round(draw.lognormvariate(math.log(500), 0.8))) for _ in range(64)]
@@ -83,7 +83,7 @@ def _lengths() -> dict[str, tuple[int, ...]]:
         "8-of-4k": tuple(round(draw.uniform(3584, 4608)) for _ in range(8)),
         "512-short": tuple(draw.randint(32, 256) for _ in range(512)),
         "16k-and-63-of-128": (16384, *[128] * 63),
-        # Beside the dense call on the same tensors.
+        # Has a dense call on the same tensors to compare with.
         "16-of-1024": (1024,) * 16,
     }
 
@@ -93,7 +93,7 @@ def _ragged(lengths: tuple[int, ...], heads: tuple[int, int], d: int, causal: bo
     return Option(len(lengths), longest, longest, *heads, d, causal, lengths=lengths)
 
 
-# A name's part before the first hyphen is its family.
+# The part of a name before the first hyphen is its family.
 OPTIONS: dict[str, Option] = {
     "window-1023-d128-8k": _window(1023, 0, 128, 8192, 2, 16, 4),
     "window-4095-d128-8k": _window(4095, 0, 128, 8192, 2, 16, 4),
@@ -120,11 +120,15 @@ OPTIONS: dict[str, Option] = {
 
 
 def shrink(shape: Option, tokens: int) -> Option:
-    """The shape with at most ``tokens`` tokens in all, for a CPU: windows as wide in proportion,
-    the first few of packed sequences, each at least one token long."""
+    """Returns the shape with at most ``tokens`` tokens in all, for a CPU.
+
+    Windows shrink in proportion. Of packed sequences the first few stay, each at least one token
+    long.
+    """
     if shape.lengths:
         kept = shape.lengths[: min(_SHRUNK, tokens)]
-        part = min(1.0, (tokens - len(kept)) / sum(kept))  # one token more of each, rounded up
+        # Leaves a token of each sequence for rounding up.
+        part = min(1.0, (tokens - len(kept)) / sum(kept))
         lengths = tuple(min(x, int(part * x) + 1) for x in kept)
         longest = max(lengths)
         return dataclasses.replace(

@@ -1,8 +1,8 @@
 """The contenders: flashcute and its peers, each as one call on the same tensors.
 
-Peers are called through their ops, with views made beforehand. So their times include neither a
-transpose nor a backend's context manager. Backwards run through autograd, those of peers' ops too;
-its time on the host hides behind the clearing of the caches.
+Peers are called through their ops, with views made beforehand, so their times include neither a
+transpose nor a backend's context manager. All backwards run through autograd, also those of peers'
+ops; autograd's host time is hidden behind the clearing of the caches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _repeatable(q, k, v, causal):
 
 
 def fa2(q, k, v, causal):
-    """FlashAttention-2 as PyTorch ships it: the flash backend of SDPA, (b, h, s, d) views.
+    """Makes a call of PyTorch's FlashAttention-2: SDPA's flash backend, on (b, h, s, d) views.
 
     Unlike SDPA itself, the op aligns its causal mask to the bottom-right corner, which
     torch.nn.attention.bias relies on.
@@ -46,7 +46,7 @@ def fa2(q, k, v, causal):
 
 
 def cudnn(q, k, v, causal):
-    """cuDNN as PyTorch ships it, without the log-sum-exp for inference, as SDPA calls it."""
+    """Makes a call of PyTorch's cuDNN; as in SDPA, inference computes no log-sum-exp."""
     compute_log_sumexp = q.requires_grad
     if causal and q.shape[1] != k.shape[1]:
         raise NotImplementedError(
@@ -59,10 +59,10 @@ def cudnn(q, k, v, causal):
 
 
 def fa3_module():
-    """FlashAttention-3's Python module.
+    """Returns FlashAttention-3's Python module.
 
     Raises:
-        ImportError: where it is not installed.
+        ImportError: if it is not installed.
     """
     for name in _FA3_MODULES:
         if importlib.util.find_spec(name) is not None:
@@ -81,7 +81,7 @@ def _fa3(q, k, v, causal):
 
 
 def _torch(q, k, v, causal):
-    """PyTorch's SDPA with its own choice of backend: the peer on a machine without a GPU."""
+    """Makes a call of PyTorch's SDPA with its own choice of backend: the peer on a CPU."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     sdpa, grouped = torch.nn.functional.scaled_dot_product_attention, q.shape[1] != k.shape[1]
     options = {"is_causal": causal, "enable_gqa": grouped}
@@ -94,21 +94,22 @@ def _torch(q, k, v, causal):
 
 _MAKERS = {"flashcute": _flashcute, "fa2": fa2, "cudnn": cudnn, "fa3": _fa3, "torch": _torch}
 _MAKERS[REPEATABLE] = _repeatable
-# What is timed, and its FLOPs over those of the forward: five products of a pair of tiles over two.
+# The passes, and their FLOPs over those of the forward: a backward has five products for each pair
+# of tiles, a forward two.
 PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 Result = torch.Tensor | tuple[torch.Tensor, ...]
-# On each kind of device: flashcute, then the peer whose output the others are compared with.
+# For each kind of device: flashcute, then the peer whose output the others are compared with.
 NAMES = {"cuda": ("flashcute", "fa2", "cudnn", "fa3"), "cpu": ("flashcute", "torch")}
 
 
 def _gradient(q: torch.Tensor) -> torch.Tensor:
-    """The gradient of the output: the same for every contender."""
+    """Returns the gradient of the output, which is the same for every contender."""
     generator = torch.Generator(q.device).manual_seed(2)
     return torch.randn(q.shape, dtype=q.dtype, device=q.device, generator=generator)
 
 
 def _call(maker: Callable, q, k, v, causal: bool, what: str) -> Callable[[], Result]:
-    """The contender's pass ``what``, one of :data:`PASSES`."""
+    """Makes the call of a contender's pass ``what``, one of :data:`PASSES`."""
     if what == "fwd":
         return maker(q, k, v, causal)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -120,11 +121,11 @@ def gradients(
     inputs: Sequence[torch.Tensor],
     what: str,
 ) -> Callable[[], Result]:
-    """A call for the gradients of q, k and v, with the forward before it for ``"fwd+bwd"``.
+    """Makes a call for the gradients of q, k and v; for ``"fwd+bwd"`` it runs the forward, too.
 
     Args:
-        make_forward: Returns a call for the output, of the shape of q.
-        inputs: q, k and v, leaves that want gradients.
+        make_forward: Returns a call for the output, which has the shape of q.
+        inputs: q, k and v, leaves that require gradients.
     """
     dout = _gradient(inputs[0])
     with torch.enable_grad():
@@ -142,11 +143,11 @@ def gradients(
 
 
 def load_module(name: str, path: Path) -> ModuleType:
-    """The contender ``name`` from a Python file.
+    """Loads the contender ``name`` from a Python file.
 
-    It has one of these functions, or both. q, k, v, out and dout are ``(b, s, h, d)``, of k and v
-    with ``h_k`` heads; lse is the natural log-sum-exp, ``(b, h, s)`` in float32. Both return a call
-    without arguments, which enqueues on the current stream.
+    The file has one of the functions below, or both. q, k, v, out and dout are ``(b, s, h, d)``,
+    where k and v have ``h_k`` heads; lse is the natural log-sum-exp, ``(b, h, s)`` in float32. Both
+    functions return a call without arguments, which enqueues on the current stream.
 
     - ``forward(q, k, v, causal)``: the call returns the output. Where it is differentiable it has
       every pass.
@@ -154,7 +155,7 @@ def load_module(name: str, path: Path) -> ModuleType:
       It is then timed for ``bwd``, without autograd around it.
 
     Raises:
-        ValueError: where the file cannot be imported, or has neither.
+        ValueError: if the file cannot be imported, or has neither function.
     """
     spec = importlib.util.spec_from_file_location(f"flashcute_peer_{name}", path)
     try:
@@ -176,7 +177,7 @@ def load_module(name: str, path: Path) -> ModuleType:
 
 
 def _of_module(module: ModuleType, q, k, v, causal: bool, what: str) -> Callable[[], Result]:
-    """The pass ``what`` of a contender from a file."""
+    """Makes the call of the pass ``what`` of a contender from a file."""
     if what == "bwd" and hasattr(module, "backward"):
         out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
         return module.backward(q, k, v, out, _gradient(q), lse, causal)
@@ -194,10 +195,10 @@ def make(
     what: str = "fwd",
     modules: Mapping[str, ModuleType] = MappingProxyType({}),
 ) -> tuple[dict[str, Callable[[], Result]], dict[str, str]]:
-    """Calls that return ``(b, s, h, d)`` output, by name, and the reason for each missing peer.
+    """Makes calls that return ``(b, s, h, d)`` output, by name, and says why peers are missing.
 
-    With a backward in ``what``, one of :data:`PASSES`, they return the gradients of q, k and v.
-    ``modules``: contenders from files, by name (:func:`load_module`).
+    If ``what``, one of :data:`PASSES`, has a backward, the calls return the gradients of q, k and
+    v. ``modules``: contenders from files, by name (:func:`load_module`).
 
     Each call is tried once. A peer that does not support the head dimension, dtype or GPU is left
     out, with its error message as the reason. An error of flashcute itself is raised.
@@ -211,12 +212,12 @@ def make(
 def make_untried(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> Callable[[], Result]:
-    """The forward of a contender that :func:`make` knows, which has not run yet."""
+    """Makes the forward of a contender that :func:`make` knows, without trying it."""
     return _MAKERS[name](q, k, v, causal)
 
 
 def _check_result(result: object, shapes: Sequence[torch.Size]) -> None:
-    """That a contender returned an output, or gradients, of these shapes."""
+    """Raises TypeError unless a contender returned an output, or gradients, of these shapes."""
     tensors = [result] if len(shapes) == 1 else result
     if not isinstance(tensors, (tuple, list)) or len(tensors) != len(shapes):
         raise TypeError(f"expected {len(shapes)} tensors, got {type(result).__name__}")
@@ -233,9 +234,9 @@ def attempt(
     on_gpu: bool,
     shapes: Sequence[torch.Size] | None = None,
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, str]]:
-    """The calls that ``makers`` make and that run, by name, and why the others do not.
+    """Returns the calls of ``makers`` that run, by name, and why the others do not.
 
-    ``shapes``: of the tensors that a call must return; None does not check them.
+    ``shapes``: those of the tensors that a call must return; None skips this check.
     """
     calls, missing = {}, {}
     for name in names:

@@ -1,5 +1,8 @@
-"""Pictures of a result: speed over sequence length, ratio to the best peer, roofline; the ratio for
-each named shape and each distribution of inputs; over a cache, bytes a second over its bytes."""
+"""Draws a result.
+
+For a sweep: speed over sequence length, ratio to the best peer, roofline. The ratio for each named
+shape and each distribution of inputs. Over a cache: bytes a second over its bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _MASKS = {False: "full", True: "causal"}
 
 
 def _colour(name: str, contenders: Sequence[str]) -> str:
-    """A colour of its own, also for contenders from files."""
+    """Returns a contender's colour, also a distinct one for each contender from a file."""
     from_files = [other for other in contenders if other not in _COLOURS]
     return _COLOURS[name] if name in _COLOURS else f"C{5 + from_files.index(name)}"
 
@@ -35,14 +38,14 @@ def _seqlens(axes, rows: Sequence[Mapping]) -> None:
 
 
 def _title(result: Mapping, what: str, part: Part, inputs: str | None = None) -> str:
-    """The title: what is shown, dtype, inputs and device."""
+    """Returns the title of a picture: what is shown, dtype, inputs and device."""
     where = result["machine"].get("gpu") or "CPU"
     group = [f"query heads per key head: {part.group}"] * (part.group != 1)
     return ", ".join([what, part.dtype, *group, inputs or f"{part.inputs} inputs", where])
 
 
 def speed(result: Mapping, rows: Sequence[Mapping], title: str, suffix: str = ""):
-    """TFLOP/s over sequence length: a column for each head dim, a row for each mask."""
+    """Draws TFLOP/s over sequence length: a column for each head dim, a row for each mask."""
     from matplotlib.figure import Figure
 
     field = f"tflops{suffix}"
@@ -74,7 +77,8 @@ def speed(result: Mapping, rows: Sequence[Mapping], title: str, suffix: str = ""
             _seqlens(axes, rows)
             axes.set_title(f"d = {d}, {_MASKS[mask]}", fontsize=10)
         line[0].set_ylabel(unit)
-    grid[0][0].set_ylim(bottom=0)  # the axis is shared; after plotting, so that the top fits
+    # The axis is shared; set after plotting, so that the top is fitted to the data.
+    grid[0][0].set_ylim(bottom=0)
     for axes in grid[-1]:
         axes.set_xlabel("sequence length")
     handles = {}
@@ -86,7 +90,7 @@ def speed(result: Mapping, rows: Sequence[Mapping], title: str, suffix: str = ""
 
 
 def ratios(rows: Sequence[Mapping], title: str, suffix: str = ""):
-    """Speed over the best peer: a line for each head dim, a panel for each mask."""
+    """Draws the speed over the best peer: a line for each head dim, a panel for each mask."""
     from matplotlib.figure import Figure
 
     dims = sorted({row["d"] for row in rows})
@@ -116,7 +120,7 @@ def ratios(rows: Sequence[Mapping], title: str, suffix: str = ""):
 
 
 def roofline(result: Mapping, rows: Sequence[Mapping], title: str):
-    """TFLOP/s over arithmetic intensity under the measured ceilings of product and copy."""
+    """Draws TFLOP/s over arithmetic intensity, under the measured ceilings of matmul and copy."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.6), layout="constrained")
@@ -159,7 +163,7 @@ def roofline(result: Mapping, rows: Sequence[Mapping], title: str):
 
 
 def models(result: Mapping, rows: Sequence[Mapping], title: str, suffix: str = ""):
-    """Speed over the best peer as a bar for each named shape, over each contender as a dot."""
+    """Draws, for each named shape, a bar of speed over the best peer, a dot over each contender."""
     from matplotlib.figure import Figure
 
     field = f"us{suffix}"
@@ -200,8 +204,10 @@ def models(result: Mapping, rows: Sequence[Mapping], title: str, suffix: str = "
 
 
 def inputs(members: Mapping[Part, Sequence[Mapping]], title: str, suffix: str = ""):
-    """A line for each distribution, a column for each point: speed over the best peer, and over
-    that on normal inputs where those were measured.
+    """Draws a line for each distribution and a column for each point.
+
+    One panel shows the speed over the best peer, another the speed over that on normal inputs where
+    those were measured.
 
     Args:
         members: Parts that differ in the distribution only, with their rows.
@@ -246,8 +252,11 @@ def inputs(members: Mapping[Part, Sequence[Mapping]], title: str, suffix: str = 
 
 
 def bandwidth(result: Mapping, rows: Sequence[Mapping], title: str):
-    """TB/s of the cache over its bytes under the measured read ceiling: a line for each contender
-    and page size, a column for each pair of heads, a row for one query and for several."""
+    """Draws TB/s of the cache over its bytes, under the measured read ceiling.
+
+    Each contender and page size has a line, each pair of heads a column; one query has a row, and
+    several queries have one.
+    """
     from matplotlib.figure import Figure
 
     columns = list(dict.fromkeys(serving_table.heads(row) for row in rows))
@@ -297,7 +306,7 @@ def bandwidth(result: Mapping, rows: Sequence[Mapping], title: str):
 
 
 def _over_cache(result: Mapping) -> dict:
-    """The pictures of calls over a cache, by suffix of the file name."""
+    """Draws the pictures of calls over a cache; returns them by suffix of the file name."""
     figures = {}
     for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["dtype"] == dtype]
@@ -322,7 +331,7 @@ def _suffixes(rows: Sequence[Mapping]) -> dict[str, str]:
 
 
 def _of_part(result: Mapping, part: Part, rows: Sequence[Mapping]) -> dict:
-    """The pictures of rows that differ in their shapes only, by suffix of the file name."""
+    """Draws rows that differ only in their shapes; returns pictures by suffix of the file name."""
     figures = {}
     compared = any(ratio(row) is not None for row in rows)
     for suffix, how in _suffixes(rows).items():
@@ -333,14 +342,14 @@ def _of_part(result: Mapping, part: Part, rows: Sequence[Mapping]) -> dict:
             figures[f"ratio{suffix}"] = (
                 models(result, rows, title, suffix) if part.named else ratios(rows, title, suffix)
             )
-    # What a backward moves at least is another figure.
+    # The roofline's bytes are those of a forward; a backward moves others.
     if result.get("ceiling") and not part.named and pass_of(result) == "forward":
         figures["roofline"] = roofline(result, rows, _title(result, "Roofline", part))
     return figures
 
 
 def _of_inputs(result: Mapping, family: Part, members: Mapping[Part, Sequence[Mapping]]) -> dict:
-    """The pictures of rows that differ in their distributions, too, by suffix of the file name."""
+    """Draws rows that also differ in their distributions; returns pictures by file name suffix."""
     figures = {}
     for suffix, how in _suffixes([row for rows in members.values() for row in rows]).items():
         title = _title(result, f"{pass_of(result).capitalize()}{how}", family, "by inputs")
@@ -349,7 +358,7 @@ def _of_inputs(result: Mapping, family: Part, members: Mapping[Part, Sequence[Ma
 
 
 def _of_shapes(result: Mapping) -> dict:
-    """The pictures of the other passes, by suffix of the file name."""
+    """Draws the passes without a cache; returns pictures by suffix of the file name."""
     families: dict[Part, dict[Part, list[Mapping]]] = {}
     for part, rows in parts(result["rows"]).items():
         families.setdefault(part._replace(inputs="normal"), {})[part] = rows
@@ -381,7 +390,7 @@ def draw(result: Mapping, folder: Path, stem: str) -> list[Path]:
     paths = []
     for name, figure in figures.items():
         paths.append(folder / f"{stem}_{name}.png")
-        # Without the software's version the same result gives the same bytes.
+        # Leaving out the software's version makes the same result give the same bytes.
         figure.savefig(paths[-1], dpi=110, metadata={"Software": None})
     return paths
 

@@ -1,4 +1,4 @@
-"""``python -m flashcute bench --pass ring``: sequence parallelism over all GPUs of this machine.
+"""Implements ``python -m flashcute bench --pass ring``: sequence parallelism on all GPUs here.
 
 Starts one process for each GPU, or two on the CPU, and times in turns, forward alone and with the
 backward: both schemes of :mod:`flashcute.distributed`, the whole sequence on one GPU, and PyTorch's
@@ -37,7 +37,8 @@ from ..heuristics import FwdProblem, choose_bwd, choose_fwd
 from ..integrations import sdpa
 from .sweep import AGREEMENT, DTYPES
 
-# PyTorch's two ways to pass keys on; the second one is its default. On its kernels, and on ours.
+# PyTorch's two ways to pass keys on, of which the second one is its default: first on PyTorch's
+# kernels, then on flashcute's.
 _TORCH = {"torch_ring": "alltoall", "torch_gather": "allgather"}
 _TORCH_ON_OURS = {"torch_ring_ours": "alltoall", "torch_gather_ours": "allgather"}
 NAMES = {
@@ -56,12 +57,12 @@ _TIMEOUT = datetime.timedelta(seconds=300)
 
 
 class Point(NamedTuple):
-    """One problem.
+    """One problem to measure.
 
     Attributes:
         what: One of :data:`PASSES`.
         dtype: One of :data:`flashcute.config.DTYPES`.
-        shape: Of the whole sequence.
+        shape: Shape of the whole sequence.
     """
 
     what: str
@@ -74,7 +75,7 @@ class Setup(NamedTuple):
 
     Attributes:
         device: ``"cuda"`` or ``"cpu"``.
-        nproc: Processes.
+        nproc: Number of processes.
         names: Contenders.
         repeats: Timed calls.
         warmup: Calls before those.
@@ -90,7 +91,7 @@ class Setup(NamedTuple):
 
 
 def points(args: argparse.Namespace, device: str) -> list[Point]:
-    """What the arguments ask for."""
+    """Returns the points that the arguments ask for."""
     width = _GPU_WIDTH if device == "cuda" else _CPU_WIDTH
     seqlens = args.seqlens or (SEQLENS if device == "cuda" else _CPU_SEQLENS)
     found = []
@@ -105,7 +106,7 @@ def points(args: argparse.Namespace, device: str) -> list[Point]:
 
 
 def setup(args: argparse.Namespace) -> Setup:
-    """The arguments as they apply to this machine.
+    """Returns the settings that the arguments give on this machine.
 
     Raises:
         ValueError: for arguments that do not go together, or too few GPUs.
@@ -147,7 +148,7 @@ def setup(args: argparse.Namespace) -> Setup:
 
 @contextlib.contextmanager
 def without_transfers() -> Iterator[None]:
-    """In here, :mod:`flashcute.distributed` computes with what its buffers hold."""
+    """Makes :mod:`flashcute.distributed` skip transfers and compute with what its buffers hold."""
     exchange = Communicator.exchange
     Communicator.exchange = lambda self, messages: []
     try:
@@ -157,7 +158,7 @@ def without_transfers() -> Iterator[None]:
 
 
 def _step(function: Callable, q, k, v, dout, backward: bool) -> Callable[[], torch.Tensor]:
-    """A call that returns out, with its gradients computed if ``backward``."""
+    """Makes a call that returns out and, if ``backward``, also computes the gradients."""
     if not backward:
 
         def forward():
@@ -176,7 +177,7 @@ def _step(function: Callable, q, k, v, dout, backward: bool) -> Callable[[], tor
 
 
 def _torch_function(shape: bm.Shape) -> Callable:
-    """PyTorch's attention inside of ``context_parallel``, of (b, s, h, d) as ours."""
+    """Returns PyTorch's attention for calls in ``context_parallel``, with (b, s, h, d) tensors."""
 
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -192,8 +193,10 @@ def _torch_function(shape: bm.Shape) -> Callable:
 
 @contextlib.contextmanager
 def context_parallel(name: str, mesh: dist.DeviceMesh, shape: bm.Shape) -> Iterator[None]:
-    """PyTorch's ``context_parallel`` as the contender ``name`` is called: its order is the zigzag
-    order under a causal mask, and it needs a buffer to split."""
+    """Enters PyTorch's ``context_parallel`` in the form of the contender ``name``.
+
+    With a causal mask its order of tokens is the zigzag order. It needs a buffer to split.
+    """
     from torch.distributed.tensor.experimental import _attention as experimental
 
     experimental.set_rotate_method((_TORCH | _TORCH_ON_OURS)[name])
@@ -202,7 +205,8 @@ def context_parallel(name: str, mesh: dist.DeviceMesh, shape: bm.Shape) -> Itera
     with contextlib.ExitStack() as stack:
         if name in _TORCH_ON_OURS:
             stack.enter_context(warnings.catch_warnings())
-            # Of what runs on PyTorch's own kernel: then it is no contender.
+            # If a call falls back to PyTorch's own kernel, that is an error: it is another
+            # contender.
             warnings.filterwarnings("error", "flashcute.enable")
             stack.enter_context(sdpa.enabled())
         stack.enter_context(
@@ -212,7 +216,7 @@ def context_parallel(name: str, mesh: dist.DeviceMesh, shape: bm.Shape) -> Itera
 
 
 def _time(call: Callable[[], object], here: bool, device: torch.device) -> float:
-    """Seconds of the slowest rank; a rank that is not ``here`` only waits."""
+    """Returns the seconds of the slowest rank; a rank that is not ``here`` only waits."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -263,7 +267,7 @@ def _contenders(point: Point, names, rank: int, world: int, device) -> dict[str,
 
 
 def measure(point: Point, options: Setup, rank: int, device: torch.device) -> dict:
-    """One row of the result; the same call on all ranks."""
+    """Measures one row of the result; all ranks make the same call."""
     world = options.nproc
     contenders = _contenders(point, options.names, rank, world, device)
     outs, missing = {}, {}
@@ -323,7 +327,8 @@ def _worker(rank: int, options: Setup, wanted: Sequence[Point], store: str, pipe
     else:
         torch.set_num_threads(max(torch.get_num_threads() // options.nproc, 1))
         device = torch.device("cpu")
-    # Else kernels of ours fill all SMs before a transfer that became possible at the same time.
+    # Without a high priority, flashcute's kernels fill all SMs before a transfer that becomes
+    # possible at the same time.
     nccl = dist.ProcessGroupNCCL.Options if options.device == "cuda" else None
     dist.init_process_group(
         "nccl" if nccl else "gloo",
@@ -351,11 +356,11 @@ def _worker(rank: int, options: Setup, wanted: Sequence[Point], store: str, pipe
 
 
 def problems(layout: Layout, like: FwdProblem) -> list[FwdProblem]:
-    """The calls of both schemes on all ranks, as the choice of their kernels sees them.
+    """Returns the calls of both schemes on all ranks, as the choice of their kernels sees them.
 
     Args:
         layout: How sequences are split.
-        like: Of their dtype, batch, heads and head dimension.
+        like: Gives their dtype, batch, heads and head dimension.
     """
     found: dict[FwdProblem, None] = {}
     size = 4 * like.b * sum(layout.lengths) * layout.world * like.h_k * like.d
@@ -385,7 +390,7 @@ def problems(layout: Layout, like: FwdProblem) -> list[FwdProblem]:
 
 
 def _build(wanted: Sequence[Point], options: Setup) -> None:
-    """Builds the kernels of the whole sequence and of its pieces, in parallel."""
+    """Builds the kernels for the whole sequence and for its pieces, in parallel."""
     from .command import build, configs_for
 
     found = []
@@ -402,17 +407,17 @@ def run(args: argparse.Namespace, show: Callable[[Mapping], None]) -> dict:
     """Measures what the arguments ask for.
 
     Args:
-        args: Of the command.
+        args: Arguments of the command.
         show: Called with each row.
 
     Raises:
-        RuntimeError: if a process ended before its work was done; its own message is above.
+        RuntimeError: if a process ended before its work was done; it has printed its own message.
     """
     options = setup(args)
     wanted = points(args, options.device)
     if options.device == "cuda":
         _build(wanted, options)
-    # Forked from a process that has imported everything and used no GPU.
+    # Workers are forked from a process that has imported everything and has not used a GPU.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     rows: list[dict] = []
@@ -465,7 +470,7 @@ def run(args: argparse.Namespace, show: Callable[[Mapping], None]) -> dict:
 
 
 def disagreements(result: Mapping) -> list[str]:
-    """Points where an output differs from that of one process."""
+    """Lists the points where an output differs from that of one process."""
     return [
         f"{name} differs from one process by {value} at s={row['seqlen_q']} {row['dtype']}"
         for row in result["rows"]
@@ -475,7 +480,7 @@ def disagreements(result: Mapping) -> list[str]:
 
 
 def summary(result: Mapping) -> str:
-    """A table of tokens a second, of ours over the others, and of communication not hidden."""
+    """Formats tokens a second, ratios of ours to the others, and transfers that are not hidden."""
     names = result["contenders"]
     rows = []
     for row in result["rows"]:

@@ -12,7 +12,7 @@ _STYLES = {
 
 
 def _lines(axes, rows: Sequence[Mapping], names: Sequence[str], value) -> None:
-    """``value(row, name)`` over the sequence length, where it is not None."""
+    """Plots ``value(row, name)`` over the sequence length, where it is not None."""
     for name in names:
         points = [(row["seqlen_q"], value(row, name)) for row in rows]
         have = [(s, y) for s, y in points if y is not None]
@@ -41,7 +41,7 @@ def _percent_not_hidden(row: Mapping, name: str) -> float | None:
 
 
 def _figure(result: Mapping, rows: Sequence[Mapping]):
-    """A line of three pictures for each pass."""
+    """Draws three pictures side by side for each pass."""
     from matplotlib.figure import Figure
 
     passes = list(dict.fromkeys(row["pass"] for row in rows))
@@ -76,7 +76,7 @@ def _figure(result: Mapping, rows: Sequence[Mapping]):
 
 
 def figures(result: Mapping) -> dict:
-    """The pictures of a result, by suffix of the file name: one for each dtype, mask and heads."""
+    """Draws a picture for each dtype, mask and heads; returns them by suffix of the file name."""
     parts: dict[str, list[Mapping]] = {}
     for row in result["rows"]:
         mask = "causal" if row["causal"] else "full"

@@ -1,9 +1,9 @@
 """Shapes of serving: queries over a cache of keys and values, and what of it a call has to read.
 
-``decode`` has one query or a few for each sequence, and a mixed batch: chunks of prompts and
-decodes in one call. ``append`` has one token that is first written to the cache, with and without
-rotary embedding, beside the same call without. Each point is timed on a contiguous cache and on
-caches in pages, in turns.
+``decode`` has one or a few queries per sequence, and a mixed batch: chunks of prompts and decodes
+in one call. ``append`` has one token that the call first writes to the cache, with and without
+rotary embedding, beside a call that does not append. Each point is timed on a contiguous cache and
+on paged caches, in turns.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..problem import FwdProblem, rounded_length, typical_length
 PASSES = ("decode", "append")
 PAGE_SIZES = (0, 1, 16, 64, 256)
 APPENDS = ("", "tokens", "rotary")
-# Lengths of caches are multiples of it, so that pages divide them.
+# Cache lengths are multiples of the largest page, so that every page size divides them.
 _LARGEST_PAGE = 256
-# Of a shape made small for a CPU.
+# Limits of a shape made small for a CPU.
 _SMALL_B, _SMALL_Q = 3, 16
 
 
@@ -35,8 +35,8 @@ class Serving(Shape):
         num_splits: As in ``flash_attn_with_kvcache``, for flashcute only.
         append: What the call does first, one of :data:`APPENDS`: nothing, or write the last
             ``seqlen_q`` keys of each sequence to the cache, as they are or rotated.
-        decodes: Of a mixed batch, how many sequences, the last ones, have one query; the others
-            have ``seqlen_q``. 0 where all have ``seqlen_q``.
+        decodes: In a mixed batch, the number of sequences with one query, which come last; the
+            others have ``seqlen_q``. 0 where all have ``seqlen_q``.
     """
 
     page_size: int = 0
@@ -51,24 +51,25 @@ class Serving(Shape):
 
     @property
     def flops(self) -> int:
-        """As of :class:`Shape`, which here leaves out the appending."""
+        """FLOPs as in :class:`Shape`; those of appending are not counted."""
         long = dataclasses.replace(self.tensors, b=self.b - self.decodes)
         return long.flops + 4 * self.decodes * self.h * self.seqlen_k * self.d
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values in use, of 16 bits."""
+        """Bytes of the keys and values in use, with 16 bits per element."""
         return 2 * 2 * self.b * self.seqlen_k * self.h_k * self.d
 
     def problem(self, dtype: str) -> FwdProblem:
-        """The call as the choice of a kernel sees it."""
+        """Returns the call as the choice of a kernel sees it."""
         sizes = dataclasses.asdict(self.tensors) | {"b": rounded_length(self.b)}
         page_size = self.page_size
         if self.decodes:
-            page_size = page_size or self.seqlen_k  # a page for each sequence
+            page_size = page_size or self.seqlen_k  # counts as one page for each sequence
             total = (self.b - self.decodes) * self.seqlen_q + self.decodes
             sizes["seqlen_q"] = typical_length(total, self.b, self.seqlen_q)
-        if self.num_splits > 0:  # whatever else is in the batch
+        # A fixed number of splits makes the choice independent of the rest of the batch.
+        if self.num_splits > 0:
             sizes |= {"b": 1, "seqlen_k": 4096} | ({"seqlen_q": 128} if self.decodes else {})
         return FwdProblem(
             dtype,
@@ -80,9 +81,10 @@ class Serving(Shape):
         )
 
 
-# Query and key heads, head dimension: Llama 3 and others, gpt-oss, ungrouped, one key head.
+# Query heads, key heads and head dimension of: Llama 3 and others, gpt-oss, a model without groups,
+# one with a single key head.
 _HEADS = ((32, 8, 128), (64, 8, 64), (32, 32, 128), (128, 1, 128))
-# Sequences, keys, queries.
+# (sequences, keys, queries)
 _SIZES = (
     *((1, 8192, 1), (4, 4096, 1), (16, 8192, 1), (64, 4096, 1), (128, 2048, 1), (1, 131072, 1)),
     *((16, 4096, 4), (4, 8192, 16)),
@@ -99,7 +101,7 @@ POINTS: dict[str, dict[str, Serving]] = {
 
 
 def shrink(shape: Serving, tokens: int) -> Serving:
-    """The shape with a few sequences of at most ``tokens`` keys, but one whole page of 256."""
+    """Returns the shape with few sequences of at most ``tokens`` keys, but a page of 256."""
     keys = max(min(shape.seqlen_k, tokens // _LARGEST_PAGE * _LARGEST_PAGE), _LARGEST_PAGE)
     b = min(shape.b, _SMALL_B)
     return dataclasses.replace(
@@ -132,15 +134,16 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def points(args: argparse.Namespace, tokens: int | None = None) -> dict[str, list[Serving]]:
-    """The points that the arguments ask for, each as its variants by what is appended and by page
-    size, which are timed in turns.
+    """Returns the points that the arguments ask for.
+
+    Each point is a list of variants by what is appended and by page size, which are timed in turns.
 
     Args:
-        args: Of the command.
-        tokens: If given, shapes are made small.
+        args: Arguments of the command.
+        tokens: If given, the number of tokens that shapes are shrunk to.
 
     Raises:
-        ValueError: for arguments that the pass does not have, and names of no point.
+        ValueError: for arguments that the pass does not have, or unknown names of points.
     """
     _check(args)
     every = POINTS[args.what]
@@ -169,9 +172,9 @@ def points(args: argparse.Namespace, tokens: int | None = None) -> dict[str, lis
 def figures(
     shape: Serving, us: Mapping[str, float], ceiling: Mapping[str, float]
 ) -> dict[str, object]:
-    """What a row has beside its times: bytes of the cache, and the speed of reading them.
+    """Returns a row's figures beside its times: bytes of the cache, and the speed of reading them.
 
-    ``beyond_read_us`` is the time beyond that of the bytes at the read ceiling.
+    ``beyond_read_us`` is the time beyond reading these bytes at the read ceiling.
     """
     size = shape.cache_bytes
     speeds = {name: _rounded(size / time / 1e6) for name, time in us.items()}
@@ -184,5 +187,5 @@ def figures(
 
 
 def _rounded(value: float) -> float:
-    """Four digits, of a CPU's values, too."""
+    """Rounds to four significant digits, as a CPU's values may be small."""
     return round(value, 3 - math.floor(math.log10(value)))

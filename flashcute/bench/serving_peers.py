@@ -1,8 +1,8 @@
 """The contenders over a cache, each as one call on the same tensors.
 
-A call returns a tuple of outputs ``(b, seqlen_q, h, d)``: one, or of a mixed batch two, those of
-its chunks and of its decodes. Outputs are averages over thousands of keys, and so small; as a tuple
-they are compared in units of the largest element.
+A call returns a tuple of outputs ``(b, seqlen_q, h, d)``: one, or for a mixed batch two, the
+chunks' and the decodes'. Outputs are averages over thousands of keys, and so small; as a tuple they
+are compared in units of the largest element.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from . import peers
 from .option_peers import TRUSTED
 from .serving import Serving
 
-RAGGED = "fa3_ragged"  # a mixed batch in one call of FlashAttention-3, which "fa3" makes two of
+RAGGED = "fa3_ragged"  # a mixed batch in one call of FlashAttention-3; "fa3" makes two calls
 NAMES = {"cuda": ("flashcute", "fa2", "cudnn", "fa3", RAGGED), "cpu": ("flashcute", TRUSTED)}
 
-# Of a decode call for host time: query and key heads like Llama 3's.
+# Shape of the decode call for host time, with Llama 3's query and key heads.
 HOST_SHAPE = bm.Shape(8, 1, 4096, 32, 8, 128, causal=True)
-_HOST_LENGTHS = range(1024, 4096, 61)  # 51: more than the calls of a batch
+_HOST_LENGTHS = range(1024, 4096, 61)  # 51 lengths: more than the calls of a batch
 
 Outputs = tuple[torch.Tensor, ...]
 
 
 class _Problem(NamedTuple):
-    """A batch of queries (b, seqlen_q, h, d), or two, chunks and decodes, and their cache.
+    """Inputs of a call: one batch of queries (b, seqlen_q, h, d), or two, and their cache.
 
     Attributes:
-        queries: As above.
-        k: The cache (b, seqlen_k, h_k, d); v likewise.
+        queries: One batch, or two: chunks of prompts, and decodes.
+        k, v: The cache, (b, seqlen_k, h_k, d) each.
         lengths: int32 (b,): tokens in the cache before anything is appended.
-        table: int32 (b, pages) of a cache in pages.
+        table: int32 (b, pages), the block table of a paged cache.
         new: k and v (b, seqlen_q, h_k, d) to append.
         rotary: cos and sin (seqlen_k, d / 2).
     """
@@ -55,7 +55,7 @@ class _Problem(NamedTuple):
 
     @property
     def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v as (pages, page_size, h_k, d); contiguous, a page for each sequence."""
+        """k and v as (pages, page_size, h_k, d); if contiguous, a page for each sequence."""
         size = self.shape.page_size or self.shape.seqlen_k
         k, v = (x.view(-1, size, *x.shape[2:]) for x in (self.k, self.v))
         return k, v
@@ -69,7 +69,7 @@ def _rotary(shape: Serving, like: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _problem(q, k, v, shape: Serving) -> _Problem:
-    """Of tensors with the sizes ``shape.tensors``; pages are in a random order."""
+    """Makes the inputs from tensors of the sizes ``shape.tensors``; pages are in random order."""
     generator = torch.Generator().manual_seed(3)
     table, new, rotary = None, None, None
     if shape.page_size:
@@ -88,7 +88,7 @@ def _problem(q, k, v, shape: Serving) -> _Problem:
 
 
 def _appended(x: _Problem) -> dict[str, torch.Tensor | bool]:
-    """The arguments of a call that appends; flashcute and FlashAttention-3 name them alike."""
+    """Returns the arguments of an append, which flashcute and FlashAttention-3 name alike."""
     options = {}
     if x.new is not None:
         options |= dict(zip(("k", "v"), x.new, strict=True))
@@ -99,7 +99,7 @@ def _appended(x: _Problem) -> dict[str, torch.Tensor | bool]:
 
 
 def _packed(x: _Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries of a mixed batch as (tokens, h, d), and where each sequence starts."""
+    """Returns the queries of a mixed batch as (tokens, h, d), and where each sequence starts."""
     shape = x.shape
     counts = torch.ones(shape.b + 1, dtype=torch.int32)
     counts[0], counts[1 : shape.b - shape.decodes + 1] = 0, shape.seqlen_q
@@ -136,7 +136,7 @@ def _flashcute(x: _Problem) -> Callable[[], Outputs]:
 
 
 def _fa3(x: _Problem) -> Callable[[], Outputs]:
-    """A call for each of the batches; builds without pages say so when they are called."""
+    """Makes a call of FlashAttention-3 for each batch; builds without pages say so in it."""
     function = peers.fa3_module().flash_attn_with_kvcache
     options = {"causal": x.shape.causal, **_appended(x)}
     counts = [part.shape[0] for part in x.queries]
@@ -155,7 +155,7 @@ def _fa3(x: _Problem) -> Callable[[], Outputs]:
 
 
 def _fa3_ragged(x: _Problem) -> Callable[[], Outputs]:
-    """A mixed batch in one call."""
+    """Makes one call of FlashAttention-3 for a mixed batch."""
     function = peers.fa3_module().flash_attn_with_kvcache
     q, starts = _packed(x)
     cache = (x.k, x.v) if x.table is None else x.pages
@@ -176,20 +176,20 @@ def _first(out) -> torch.Tensor:
 
 
 def _dense(maker: Callable, x: _Problem) -> Callable[[], Outputs]:
-    """A peer that knows no cache, on the keys in use, a call for each of the batches."""
+    """Makes a call, per batch of queries, of a peer without cache support, on the keys in use."""
     if x.new is not None:
         raise NotImplementedError("it has no append to a cache")
     if x.table is not None:
         raise NotImplementedError("it has no cache in pages")
     counts = [part.shape[0] for part in x.queries]
     parts = zip(x.queries, x.k.split(counts), x.v.split(counts), strict=True)
-    # One query sees every key.
+    # A single query sees every key, so it needs no mask.
     calls = [maker(q, k, v, x.shape.causal and q.shape[1] > 1) for q, k, v in parts]
     return lambda: tuple(call() for call in calls)
 
 
 def _torch(x: _Problem) -> Callable[[], Outputs]:
-    """The definition in PyTorch, a sequence at a time, in fp32: what outputs are compared with."""
+    """Makes a call of the definition in fp32, a sequence at a time: the reference for outputs."""
 
     def call() -> Outputs:
         outs = tuple(torch.empty_like(q) for q in x.queries)
@@ -202,7 +202,7 @@ def _torch(x: _Problem) -> Callable[[], Outputs]:
 
 
 def _attend(x: _Problem, sequence: int, q: torch.Tensor) -> torch.Tensor:
-    """The output (s, h, d) of one sequence."""
+    """Returns the output (s, h, d) of one sequence."""
     keys, values = x.k[sequence], x.v[sequence]
     if x.table is not None:
         pages = x.table[sequence].long()
@@ -233,9 +233,10 @@ _MAKERS: dict[str, Callable[[_Problem], Callable[[], Outputs]]] = {
 def make(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Serving, names: tuple[str, ...]
 ) -> tuple[dict[str, Callable[[], Outputs]], dict[str, str]]:
-    """:func:`flashcute.bench.peers.make` over a cache; tensors are of the sizes ``shape.tensors``.
+    """Makes the calls of :func:`flashcute.bench.peers.make` over a cache.
 
-    All contenders have the same cache, and append the same tokens to the same places of it.
+    Tensors have the sizes ``shape.tensors``. All contenders have the same cache, and append the
+    same tokens at the same positions.
     """
     problem = _problem(q, k, v, shape)
     makers = {name: partial(maker, problem) for name, maker in _MAKERS.items()}
@@ -244,8 +245,11 @@ def make(
 
 
 def measure_host(names: tuple[str, ...], device: str) -> dict[str, dict[str, float]]:
-    """Host microseconds of one call of each contender, with another length each time: on the
-    device, as serving engines keep lengths, and as an int; of the others the keys are a view."""
+    """Returns host microseconds of one call of each contender, with another length each time.
+
+    Lengths are on the device, as serving engines keep them, or ints. Contenders without a cache get
+    a view of the keys in use.
+    """
     shape = HOST_SHAPE
     q, k, v = bm.make_qkv(shape, torch.bfloat16, device)
     lengths = [torch.full((shape.b,), x, dtype=torch.int32, device=device) for x in _HOST_LENGTHS]
@@ -271,8 +275,10 @@ def measure_host(names: tuple[str, ...], device: str) -> dict[str, dict[str, flo
 
 
 def _in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """A call of the next one, and after the last of the first. Each is called once here, where a
-    peer that fails is left out."""
+    """Returns a function that makes the next of ``calls`` each time, over and over.
+
+    Each is called once here, so that a peer that fails is left out.
+    """
     for call in calls:
         call()
     following = itertools.cycle(calls)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from .. import benchmarking as bm
 from .table import CPU_NOTE, Pairs, best_peer, describe, missing, pass_of, ratio
 
-# Bytes of the cache, by which shares of the ceiling are told apart.
+# Ranges of the cache's bytes, by which shares of the read ceiling are grouped.
 _SIZES = {
     "cache >= 512 MiB": (512 << 20, float("inf")),
     "64 to 512 MiB": (64 << 20, 512 << 20),
@@ -16,7 +16,7 @@ _SIZES = {
 
 
 def kind(row: Mapping) -> str:
-    """Which rows are in one mean: ``decode``, ``mixed``, ``no append``, ``append rotary``..."""
+    """Returns a row's group: ``decode``, ``mixed``, ``no append``, ``append rotary``..."""
     if row["append"]:
         return f"append {row['append']}"
     if row["model"].startswith("append"):
@@ -25,32 +25,34 @@ def kind(row: Mapping) -> str:
 
 
 def heads(row: Mapping) -> str:
-    """As ``h=32/8 d=128``."""
+    """Formats heads and head dimension, as ``h=32/8 d=128``."""
     return f"h={row['h']}/{row['h_k']} d={row['d']}"
 
 
 def _beside(rows: Sequence[Mapping], row: Mapping, **changed: object) -> Mapping | None:
-    """The row of the same point, timed in the same turns, with these fields changed."""
+    """Returns the row of the same point, timed in the same turns, with these fields changed."""
     wanted = {name: row[name] for name in ("model", "dtype", "page_size", "append")} | changed
     found = (x for x in rows if all(x[name] == value for name, value in wanted.items()))
     return next(found, None)
 
 
 def _over(row: Mapping, other: Mapping | None, name: str | None = "flashcute") -> float | None:
-    """Speed of flashcute at ``row`` over that of contender ``name`` at ``other``."""
+    """Returns the speed of flashcute at ``row`` over that of contender ``name`` at ``other``."""
     ours = row["us"].get("flashcute")
     theirs = other["us"].get(name) if other else None
     return theirs / ours if ours and theirs else None
 
 
 def over_contiguous(rows: Sequence[Mapping], row: Mapping) -> float | None:
-    """Speed over our own on a contiguous cache, of pages."""
+    """Returns the speed of a row with pages over flashcute's own on a contiguous cache."""
     return _over(row, _beside(rows, row, page_size=0)) if row["page_size"] else None
 
 
 def over_peer(rows: Sequence[Mapping], row: Mapping, peer: str | None = None) -> float | None:
-    """Speed over a peer, by default the best one; of pages that no peer has, over the peer on the
-    contiguous cache."""
+    """Returns the speed over a peer, by default the best one.
+
+    For pages that no peer supports, it is the speed over the peer on the contiguous cache.
+    """
     own = ratio(row, "us", peer)
     if own is not None or not row["page_size"]:
         return own
@@ -85,7 +87,7 @@ def _points(result: Mapping) -> str:
 
 
 def _groups(rows: Sequence[Mapping]) -> Iterator[tuple[str, list[Mapping]]]:
-    """Rows by kind, dtype and page size, and those of ``decode`` also by heads."""
+    """Yields rows by kind, dtype and page size; those of contiguous ``decode`` also by heads."""
     found: dict[str, list[Mapping]] = {}
     for row in rows:
         pages = f", pages of {row['page_size']}" if row["page_size"] else ""
@@ -97,7 +99,7 @@ def _groups(rows: Sequence[Mapping]) -> Iterator[tuple[str, list[Mapping]]]:
 
 
 def _compared(result: Mapping) -> Iterator[tuple[str, str, Pairs]]:
-    """flashcute over something: what, over what, and rows with their ratios."""
+    """Yields comparisons of flashcute: what, over what, and rows with their ratios."""
     rows = result["rows"]
     _, *others = result["contenders"]
     for name, some in _groups(rows):
@@ -125,7 +127,7 @@ def _ratios(result: Mapping) -> str:
 
 
 def _shares(result: Mapping) -> str:
-    """Share of the read ceiling of each contender, by size of the cache."""
+    """Formats each contender's share of the read ceiling, by size of the cache."""
     lines = []
     for name in result["contenders"]:
         for title, (least, most) in _SIZES.items():
@@ -165,7 +167,7 @@ def _host_times(result: Mapping) -> Iterator[str]:
 
 
 def summary(result: Mapping) -> str:
-    """Each point, ratios over all of them, shares of the read ceiling, the host time."""
+    """Formats each point, ratios over all of them, shares of the read ceiling, the host time."""
     text = [CPU_NOTE] if result.get("device") == "cpu" else []
     if result["rows"]:
         text += [_points(result), _ratios(result)]
@@ -174,7 +176,7 @@ def summary(result: Mapping) -> str:
             text.append(_shares(result))
         text.append(_ceiling(result))
     text += _host_times(result)
-    # Where pages are not there, they are nowhere: without a list of all points.
+    # A peer without pages lacks them at every point, so its line does not list the points.
     text += missing(
         [{"missing": row["missing"]} if row["page_size"] else row for row in result["rows"]]
     )

@@ -30,18 +30,18 @@ from .options import Option
 from .serving import Serving
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# The smallest useful shape, for which peers publish host times; and one with grouped heads and more
-# tiles than SMs, which a causal kernel distributes by work stealing.
+# The smallest useful shape, for which peers publish host times; and a shape with grouped heads and
+# more tiles than SMs, which a causal kernel distributes by work stealing.
 HOST_SHAPES = {
     "host_us": bm.Shape(1, 64, 64, 4, 4, 64, causal=False),
     "host_us_causal": bm.Shape(8, 1024, 1024, 16, 4, 128, causal=True),
 }
-# Of calls each of which has a length, of queries and of keys, that no call before had.
+# Lengths, of queries and of keys, of calls none of which has the length of an earlier call.
 NEW_LENGTHS = range(101, 2101)
 NEW_LENGTHS_SHAPE = bm.Shape(1, NEW_LENGTHS[-1], NEW_LENGTHS[-1], 16, 16, 64, causal=True)
-# Has as many tiles at each length and so takes the same kernels: calls of it load them before.
+# Has as many tiles at each length and so takes the same kernels: calling it first loads them.
 SAME_KERNELS_SHAPE = dataclasses.replace(NEW_LENGTHS_SHAPE, b=2, h=8, h_k=8)
-# Without cuDNN, which builds a graph for each length, in milliseconds.
+# Contenders on new lengths. cuDNN is left out: it builds a graph for each length, in milliseconds.
 NEW_LENGTHS_OF = ("flashcute", "fa2", "fa3")
 # Two 16-bit kernels differ by roundings of P and O; a wrong mask or tile gives 0.1 and more.
 AGREEMENT = {"bf16": 4e-2, "fp16": 1e-2}
@@ -59,8 +59,8 @@ class Options:
         device: ``"cuda"`` or ``"cpu"``.
         names: Contenders, flashcute first.
         repeats, warmup: Timed and untimed calls of each in a burst.
-        sustained: Seconds back to back of each, 0 for none.
-        flush_bytes: Cleared before each call of a burst.
+        sustained: Seconds for which each runs back to back, 0 for none.
+        flush_bytes: Bytes cleared before each call of a burst.
         time_limit: Seconds after which no further point is begun.
         what: The pass, one of ``peers.PASSES`` or ``serving.PASSES``.
         modules: Contenders from files, by name (``peers.load_module``).
@@ -95,7 +95,7 @@ def points(
     tokens: int = bm.TOTAL_TOKENS,
     inputs: Sequence[str] = ("normal",),
 ) -> list[list[Variant]]:
-    """The points of a sweep, each as the list of its variants, which are measured in turns.
+    """Returns the points of a sweep, each as the list of its variants, which are measured in turns.
 
     ``groups``: query heads that share a key and value head. The number of query heads, and so of
     FLOPs, is the same for all groups: the largest common multiple within the sweep's width, or else
@@ -123,7 +123,7 @@ def points(
 def model_points(
     models: Mapping[str, bm.Shape], dtypes: Sequence[str], inputs: Sequence[str] = ("normal",)
 ) -> list[list[Variant]]:
-    """A point for each named shape, as the list of its variants, which are measured in turns."""
+    """Returns a point for each named shape: its variants, which are measured in turns."""
     return [
         [Variant(dtype, shape, name, model) for dtype in dtypes for name in inputs]
         for model, shape in models.items()
@@ -136,7 +136,7 @@ Samples = Sequence[Mapping[str, float]]
 def measure_sustained(
     call: Callable[[], object], seconds: float, samples: Samples
 ) -> dict[str, float]:
-    """Microseconds per call, and the GPU's state in the second half of the run.
+    """Measures microseconds per call, and the GPU's state in the second half of the run.
 
     The state is the medians of clock, power and temperature, the share of samples in which the
     power limit lowered the clock, and the number of samples.
@@ -153,9 +153,9 @@ def measure_sustained(
 
 
 def measure_ceiling(options: Options, samples: Samples) -> dict[str, float]:
-    """The ceilings of this GPU by the same two protocols: a large matrix product, and a copy.
+    """Measures the ceilings of this GPU by both protocols: a large matrix product, and a copy.
 
-    For calls over a cache :func:`measure_read`.
+    For calls over a cache it is :func:`measure_read` instead.
     """
     if options.what in serving.PASSES:
         return measure_read(options)
@@ -185,9 +185,12 @@ def measure_ceiling(options: Options, samples: Samples) -> dict[str, float]:
 
 
 def measure_read(options: Options) -> dict[str, float]:
-    """Bytes a second of PyTorch's sums over 4 GiB of bf16 noise, and the fastest of them, which is
-    the read ceiling: of all elements as bf16, of all pairs of them as float32, and of rows of those
-    pairs. Each is timed as the contenders are."""
+    """Measures the read ceiling in bytes a second, on 4 GiB of bf16 noise.
+
+    The ceiling is the fastest of PyTorch's sums, which are returned, too: of all elements as bf16,
+    of all pairs of them as float32, and of rows of those pairs. Each is timed as the contenders
+    are.
+    """
     generator = torch.Generator(options.device).manual_seed(0)
     x = torch.empty(READ_BYTES // 2, dtype=torch.bfloat16, device=options.device)
     x.normal_(generator=generator)
@@ -207,7 +210,7 @@ def measure_read(options: Options) -> dict[str, float]:
 def _figures(
     flops: float, us: Mapping[str, float], ceiling: Mapping[str, float], suffix: str = ""
 ) -> dict[str, dict[str, float]]:
-    """Times, TFLOP/s and percent of the ceiling of each contender, as a row holds them."""
+    """Returns times, TFLOP/s and percent of the ceiling of each contender, as a row holds them."""
     tflops = {name: _tflops(flops, time) for name, time in us.items()}
     most = ceiling.get(f"tflops{suffix}")
     percent = {name: round(100 * x / most, 1) for name, x in tflops.items()} if most else {}
@@ -219,15 +222,16 @@ def _figures(
 
 
 def _tflops(flops: float, us: float) -> float:
-    # One decimal for a GPU's values, four for a CPU's.
+    # A GPU's values get one decimal, a CPU's four.
     value = flops / us / 1e6
     return round(value, 1 if value >= 10 else 4)
 
 
 def _difference(result: peers.Result, reference: peers.Result) -> float:
-    """The largest difference; of gradients in units of their largest element.
+    """Returns the largest difference; for gradients in units of their largest element.
 
-    Of all of them: where keys are equal, the gradient of q is nothing but rounding.
+    The largest element is that of all gradients together: where keys are equal, the gradient of q
+    is nothing but rounding.
     """
     if isinstance(result, torch.Tensor):
         return (result.float() - reference.float()).abs().max().item()
@@ -237,9 +241,9 @@ def _difference(result: peers.Result, reference: peers.Result) -> float:
 
 
 def _differences(calls: Mapping[str, Callable[[], peers.Result]], trusted: str) -> dict[str, float]:
-    """Difference of each contender's result from the trusted peer's, if that runs.
+    """Returns the difference of each contender's result from the trusted peer's, if that runs.
 
-    flashcute without the option has another output, and is left out.
+    flashcute without the option has another output and is left out.
     """
     if trusted not in calls:
         return {}
@@ -252,7 +256,7 @@ def _differences(calls: Mapping[str, Callable[[], peers.Result]], trusted: str) 
 def _make(
     variant: Variant, options: Options
 ) -> tuple[dict[str, Callable[[], peers.Result]], dict[str, str], dict[str, float]]:
-    """The calls of a variant's contenders, why others are missing, differences of results."""
+    """Returns the calls of a variant, why contenders are missing, differences of results."""
     shape, device = variant.shape, options.device
     if isinstance(shape, Option | Serving):
         trusted, sizes = option_peers.TRUSTED, shape.tensors
@@ -281,9 +285,9 @@ def measure(
     samples: Samples,
     ceiling: Mapping[str, float],
 ) -> list[dict]:
-    """A row for each variant of a point: times, TFLOP/s, difference of each contender.
+    """Measures each variant of a point; returns rows of times, TFLOP/s, differences by contender.
 
-    ``number`` is the point's in the sweep; the order of sustained runs depends on it.
+    ``number`` is the point's index in the sweep; the order of sustained runs depends on it.
     """
     rows: list[dict] = []
     contenders: dict[tuple[int, str], Callable[[], peers.Result]] = {}
@@ -300,7 +304,7 @@ def measure(
     runs = {}
     if options.sustained:
         order = bm.turn(contenders, number)
-        # The GPU cools during set-up. So one run more comes first, and is overwritten below.
+        # The GPU cools during set-up, so an extra run comes first; its result is overwritten below.
         for key in [order[-1], *order]:
             runs[key] = measure_sustained(contenders[key], options.sustained, samples)
     for index, (row, variant) in enumerate(zip(rows, point, strict=True)):
@@ -320,7 +324,7 @@ def measure(
 
 
 def measure_host(shape: bm.Shape, options: Options) -> dict[str, float]:
-    """Host microseconds of one call of each contender."""
+    """Returns host microseconds of one call of each contender."""
     q, k, v = bm.make_qkv(shape, torch.bfloat16, options.device)
     names, modules = options.names, options.modules
     calls, _ = peers.make(q, k, v, shape.causal, names, options.what, modules)
@@ -328,8 +332,10 @@ def measure_host(shape: bm.Shape, options: Options) -> dict[str, float]:
 
 
 def measure_new_lengths(names: Sequence[str], device: str) -> dict[str, dict[str, float]]:
-    """Host microseconds of a forward whose length no call before had, by contender: the mean, and
-    what 95 and 99 of 100 calls do not exceed."""
+    """Returns host microseconds of a forward with a length that no earlier call had.
+
+    For each contender: the mean, and the 95th and 99th percentiles.
+    """
 
     def calls(name: str, shape: bm.Shape) -> list[Callable[[], peers.Result]]:
         qkv = bm.make_qkv(shape, torch.bfloat16, device)
@@ -356,7 +362,7 @@ def measure_new_lengths(names: Sequence[str], device: str) -> dict[str, dict[str
 
 
 def _measure_hosts(options: Options) -> dict[str, dict]:
-    """:func:`measure_host` on each shape, and of new lengths; over a cache of decode calls."""
+    """Measures host time on each shape and on new lengths; over a cache, that of decode calls."""
     if options.what in serving.PASSES:
         return serving_peers.measure_host(options.names, options.device)
     found = {name: measure_host(shape, options) for name, shape in HOST_SHAPES.items()}

@@ -20,8 +20,10 @@ CPU_NOTE = (
 
 
 def describe(row: Mapping) -> str:
-    """A point as text: its model, its shape, and its inputs unless they are normal; over a cache
-    its name, pages and what is appended."""
+    """Describes a point as text: its model, its shape, and its inputs unless they are normal.
+
+    Over a cache: its name, its pages and what is appended.
+    """
     if "page_size" in row:
         pages = f", pages of {row['page_size']}" if row["page_size"] else ""
         return row["model"] + pages + (f", append {row['append']}" if row["append"] else "")
@@ -32,7 +34,7 @@ def describe(row: Mapping) -> str:
 
 
 def mask(row: Mapping) -> str:
-    """``causal`` or ``full``, or of a window ``1023,0``."""
+    """Returns ``causal`` or ``full``, or for a window e.g. ``1023,0``."""
     left, right = row.get("window", (-1, -1))
     if (left, right) != (-1, -1):
         return f"window {left},{right}"
@@ -40,21 +42,21 @@ def mask(row: Mapping) -> str:
 
 
 def pass_of(result: Mapping) -> str:
-    """What was timed; older results lack the field and are of the forward."""
+    """Says what was timed; older results lack the field and are of the forward."""
     names = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
     names |= {"decode": "decoding", "append": "appending"}
     return names[result.get("pass", "fwd")]
 
 
 def inputs_of(row: Mapping) -> str:
-    """The distribution of a row's inputs; older results lack the field and are of normal inputs."""
+    """Returns the distribution of a row's inputs: normal in older results, which lack the field."""
     return row.get("inputs", "normal")
 
 
 def seqlens(row: Mapping) -> str:
-    """``4096``, or ``512/8192`` where there are fewer or more queries than keys.
+    """Formats lengths: ``4096``, or ``512/8192`` if there are fewer or more queries than keys.
 
-    Of packed sequences the longest, and the tokens of all.
+    For packed sequences it is the longest length, and the number of all tokens.
     """
     if row.get("lengths"):
         return f"up to {row['seqlen_q']} ({sum(row['lengths'])} tokens)"
@@ -63,20 +65,20 @@ def seqlens(row: Mapping) -> str:
 
 
 def best_peer(row: Mapping, field: str = "us") -> str | None:
-    """The fastest contender beside flashcute with and without options, None where there is none."""
+    """Returns the fastest contender that is not a form of flashcute; None if there is none."""
     ours = ("flashcute", option_peers.PLAIN, peers.REPEATABLE)
     others = {name: us for name, us in row.get(field, {}).items() if name not in ours}
     return min(others, key=others.__getitem__, default=None)
 
 
 def unit_of(rows: Sequence[Mapping], field: str = "tflops") -> tuple[str, float]:
-    """TFLOP/s, or GFLOP/s for a CPU's values, and the factor to convert them."""
+    """Returns the unit, TFLOP/s, or GFLOP/s for a CPU's values, and the factor to convert to it."""
     largest = max((value for row in rows for value in row[field].values()), default=10)
     return ("TFLOP/s", 1.0) if largest >= 10 else ("GFLOP/s", 1e3)
 
 
 def ratio(row: Mapping, field: str = "us", peer: str | None = None) -> float | None:
-    """Speed over ``peer``, by default the best one; None if either did not run."""
+    """Returns flashcute's speed over ``peer``, or the best one; None if either did not run."""
     times = row.get(field, {})
     ours, other = times.get("flashcute"), times.get(peer or best_peer(row, field))
     return other / ours if ours and other else None
@@ -86,7 +88,7 @@ class Part(NamedTuple):
     """The fields that all rows of one figure share."""
 
     dtype: str
-    named: str = ""  # "models", "options", or of the sweep
+    named: str = ""  # "models", "options", or "" for the sweep
     group: int = 1  # query heads per key head; 1 for all named shapes
     inputs: str = "normal"
 
@@ -97,8 +99,10 @@ class Part(NamedTuple):
 
 
 def parts(rows: Iterable[Mapping]) -> dict[Part, list[Mapping]]:
-    """Rows by dtype, distribution of inputs, and kind of named shape or the sweep's query heads per
-    key head."""
+    """Groups rows by dtype, inputs, and kind of named shape or query heads per key head.
+
+    Named shapes are models or options; query heads per key head group the rows of the sweep.
+    """
     found: dict[Part, list[Mapping]] = {}
     for row in rows:
         named = "options" if "window" in row else "models" if "model" in row else ""
@@ -109,7 +113,7 @@ def parts(rows: Iterable[Mapping]) -> dict[Part, list[Mapping]]:
 
 
 def disagreements(result: Mapping) -> list[str]:
-    """Points where an output differs from the trusted peer's, or could not be compared.
+    """Lists points where an output differs from the trusted peer's, or could not be compared.
 
     The times of such points are not valid.
     """
@@ -132,7 +136,7 @@ def disagreements(result: Mapping) -> list[str]:
 
 
 def _points(result: Mapping, suffix: str) -> str:
-    """TFLOP/s of each contender at each point, our speed over the best peer, percent of ceiling."""
+    """Formats each point: TFLOP/s by contender, speed over the best peer, percent of ceiling."""
     names = result["contenders"]
     unit, factor = unit_of(result["rows"])
     named = any("model" in row for row in result["rows"])
@@ -167,9 +171,9 @@ def _points(result: Mapping, suffix: str) -> str:
 
 
 def _subsets(rows: Sequence[Mapping]) -> Iterator[tuple[str, list[Mapping]]]:
-    """All rows, then subsets by length and head dimension unless they are all rows; with names.
+    """Yields all rows, then their subsets by length and by head dimension, each with a name.
 
-    Options have subsets by their families.
+    A subset that has all rows is left out. Rows of options have subsets by family instead.
     """
     yield "", list(rows)
     found: dict[str, list[Mapping]] = {}
@@ -189,9 +193,9 @@ Compared = Iterator[tuple[str, str, Pairs]]
 
 
 def _over_peers(result: Mapping, field: str) -> Compared:
-    """Ours over each peer: what, over what, and rows with their ratios.
+    """Yields flashcute over each peer: what, over what, and rows with their ratios.
 
-    Normal inputs only; :func:`_inputs` shows the others.
+    It compares on normal inputs only; :func:`_inputs` shows the others.
     """
     ours, *peers_here = result["contenders"]
     for part, rows in parts(result["rows"]).items():
@@ -204,7 +208,7 @@ def _over_peers(result: Mapping, field: str) -> Compared:
 
 
 def _over_itself(result: Mapping, field: str) -> Compared:
-    """Each contender over itself at the same points in bf16, and with ungrouped heads."""
+    """Yields each contender over itself at the same points in bf16, and with ungrouped heads."""
     found = parts(result["rows"])
     for part, rows in found.items():
         for name in result["contenders"]:
@@ -215,7 +219,7 @@ def _over_itself(result: Mapping, field: str) -> Compared:
 
 
 def over_normal(rows: Sequence[Mapping], part: Part, field: str, name: str = "flashcute") -> Pairs:
-    """Rows of ``part`` and a contender's speed there over that on normal inputs, from ``rows``."""
+    """Returns rows of ``part`` with a contender's speed over that on normal inputs in ``rows``."""
     found = parts(rows)
     base = found.get(part._replace(inputs="normal"), ())
     return list(_same_points(found[part], base, field, name))
@@ -224,7 +228,7 @@ def over_normal(rows: Sequence[Mapping], part: Part, field: str, name: str = "fl
 def _same_points(
     part: Sequence[Mapping], base: Sequence[Mapping], field: str, name: str
 ) -> Iterator[tuple[Mapping, float | None]]:
-    """Rows of ``part`` and a contender's speed there over that at the same points of ``base``."""
+    """Yields rows of ``part`` with a contender's speed over that at the same points of ``base``."""
 
     def point(row: Mapping) -> tuple:
         sizes = (row[size] for size in ("b", "seqlen_q", "seqlen_k", "h", "d", "causal"))
@@ -255,7 +259,7 @@ def _range(pairs: Pairs) -> str:
 
 
 def _inputs(result: Mapping, suffix: str) -> str:
-    """Ours over each peer, and over ours on normal inputs: a line for each distribution."""
+    """Formats, for each distribution, our speed over each peer and over ours on normal inputs."""
     field = f"us{suffix}"
     _, *peers_here = result["contenders"]
     lines = []
@@ -274,7 +278,7 @@ def _inputs(result: Mapping, suffix: str) -> str:
 
 
 def host_times(result: Mapping) -> Iterator[str]:
-    """A line for each shape that host time was measured on, and one of new lengths."""
+    """Yields a line for each shape whose host time was measured, and one for new lengths."""
     for field, shape in HOST_SHAPES.items():
         if result.get(field):
             times = ", ".join(f"{name} {us:.1f} us" for name, us in result[field].items())
@@ -289,7 +293,7 @@ def host_times(result: Mapping) -> Iterator[str]:
 
 
 def missing(rows: Sequence[Mapping]) -> Iterator[str]:
-    """A line for each contender and reason, with the named shapes where it did not run."""
+    """Yields a line for each contender and reason, with the named shapes where it did not run."""
     where: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         for name, why in row.get("missing", {}).items():
@@ -303,7 +307,7 @@ def missing(rows: Sequence[Mapping]) -> Iterator[str]:
 
 
 def summary(result: Mapping) -> str:
-    """Short tables: each point, then ratios over all of them, the ceiling and the host time."""
+    """Formats short tables: each point, ratios over all of them, the ceiling, the host time."""
     suffixes = [""]
     if any("tflops_sustained" in row for row in result["rows"]):
         suffixes.append("_sustained")

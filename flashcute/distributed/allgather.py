@@ -1,11 +1,12 @@
-"""Attention to gathered keys: each rank gets all keys that it sees at once, of long sequences some
-heads at a time.
+"""Attention to gathered keys: each rank first gets all keys that it sees.
 
-The keys of the next heads arrive while these are computed, and so leave the gradients of the last
-ones, of which the owner of the keys adds up one from each rank, in the order of the ranks. (That is
-a reduce-scatter in pairs of ranks: it leaves out what a rank does not see, repeats bit for bit, and
-names the rank that is lost.) Each row sees all of its keys in one call, so nothing is merged; in
-return a rank holds the keys of the whole sequence, of two groups of heads.
+Of long sequences it gets some heads at a time.
+
+While one group of heads is computed, the keys of the next group arrive and the gradients of the
+previous group leave. The owner of the keys adds up one gradient from each rank, in the order of the
+ranks. (This is a reduce-scatter in pairs of ranks: it leaves out what a rank does not see, repeats
+bit for bit, and names the rank that is lost.) Each row sees all of its keys in one call, so nothing
+is merged; in return a rank holds the keys of the whole sequence for two groups of heads.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from .local import Gradient, accumulator_dtype, attend
 from .ring import Job, keys_and_values
 from .zigzag import Layout, Segment
 
-# Into so many groups key heads are split at most: all transfers but the first one, and in the
-# backward the last one, are under compute. Each further group is that many calls more, which cost
-# more than small transfers.
+# Most groups that key heads are split into. All transfers but the first one, and in the backward
+# the last one, overlap with compute. Each further group adds a set of calls, which cost more than
+# small transfers.
 _GROUPS = 4
-_GROUP_BYTES = 2**26  # keys and values of all ranks, at least
+_GROUP_BYTES = 2**26  # least size of a group: keys and values of all ranks
 
 
 def head_groups(h: int, h_k: int, size: int) -> list[tuple[slice, slice]]:
-    """Query heads and key heads of each group, where all keys and values have ``size`` bytes."""
+    """Returns query heads and key heads of each group; all keys and values have ``size`` bytes."""
     most = max(min(_GROUPS, h_k, size // _GROUP_BYTES), 1)
     count = next(n for n in range(most, 0, -1) if h_k % n == 0)
     step, step_k = h // count, h_k // count
@@ -41,15 +42,15 @@ def _groups(job: Job, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
 
 
 def _seen(layout: Layout, rank: int, owner: int) -> list[Segment]:
-    """Of the tokens of ``owner`` those that ``rank`` sees; each segment is a message."""
+    """Returns the segments of ``owner`` that ``rank`` sees; each segment is a message."""
     return [x for i, x in enumerate(layout.segments(owner)) if layout.needs(rank, owner, i)]
 
 
 class _Gather:
     """The keys of one group of heads on their way to all ranks that see them.
 
-    All ranks' tokens lie in the order of the sequences, so that what is sent or arrives is one
-    piece of memory there.
+    All ranks' tokens lie in the order of the sequences, so that each message is one contiguous
+    piece of memory.
     """
 
     def __init__(self, job: Job, k: Tensor, v: Tensor):
@@ -71,9 +72,9 @@ class _Gather:
         self._started = self._comm.exchange(messages)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """k and v of all ranks, (b, tokens, heads, d), in the order of the sequences.
+        """Returns k and v of all ranks, (b, tokens, heads, d), in the order of the sequences.
 
-        Those that this rank does not see are not filled.
+        It waits for them. Tokens that this rank does not see are not filled.
         """
         self._comm.wait(self._started)
         return keys_and_values(self._tokens)
@@ -83,11 +84,14 @@ class _Scatter:
     """The gradients of one group's keys on their way to the owners of the keys."""
 
     def __init__(self, job: Job, gradients: Tensor):
-        """Starts the transfer of gradients of all ranks' keys, laid out as :class:`_Gather` has
-        the keys."""
+        """Starts the transfer of gradients of all ranks' keys.
+
+        They are laid out as the keys in :class:`_Gather`.
+        """
         self._comm = job.comm
         self._gradients = gradients  # what is sent lives until it has arrived
-        self._parts: list[tuple[Segment, Tensor]] = []  # of this rank's keys, in order of the ranks
+        # Gradients of this rank's keys, in order of the ranks.
+        self._parts: list[tuple[Segment, Tensor]] = []
         layout, rank = job.layout, job.comm.rank
         messages = []
         for peer in range(layout.world):
@@ -113,7 +117,7 @@ class _Scatter:
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`flashcute.distributed.ring.forward`."""
+    """Computes :func:`flashcute.distributed.ring.forward` with gathered keys."""
     b, seqlen, h, _ = q.shape
     out = torch.zeros_like(q)
     lse = q.new_full((b, h, seqlen), -torch.inf, dtype=torch.float32)
@@ -140,7 +144,7 @@ def backward(
     lse: Tensor,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`flashcute.distributed.ring.backward`."""
+    """Computes :func:`flashcute.distributed.ring.backward` with gathered keys."""
     dtype = accumulator_dtype(q)
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))

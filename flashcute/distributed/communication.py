@@ -1,4 +1,4 @@
-"""Messages between the ranks of a process group, and what is said when one is lost.
+"""Messages between the ranks of a process group, and the errors that say which one is lost.
 
 Everything goes through :meth:`Communicator.exchange`: a batch of sends and receives between pairs
 of ranks. With NCCL these are ``batch_isend_irecv``, which runs on the group's own CUDA stream after
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Ranks that wait for the same lost one learn of it within so many seconds of each other.
+# All ranks that wait for the same lost rank notice it within so many seconds of each other.
 _GRACE = 1.0
 
 _KEY = "flashcute/waited_for_by"
@@ -27,7 +27,7 @@ _COMPARED = "flashcute/compared"
 _DESCRIPTION = "the description of its tensors"
 _MOST_DESCRIPTIONS = 1024  # that a rank remembers; packed sequences differ in every step
 _MOST_PAUSE = 0.05  # seconds between two looks into the store
-_DEFAULT_TIMEOUT = 600.0  # NCCL's, where the group does not tell
+_DEFAULT_TIMEOUT = 600.0  # NCCL's default in seconds, for a group that does not tell its own
 
 
 class Message(NamedTuple):
@@ -35,9 +35,9 @@ class Message(NamedTuple):
 
     Attributes:
         send: Whether it leaves this rank.
-        peer: The other rank, in the group.
-        tensor: What is sent, or is filled; contiguous.
-        what: For an error.
+        peer: The other rank's number in the group.
+        tensor: The tensor that is sent or filled; contiguous.
+        what: Name of the tensor in an error message.
     """
 
     send: bool
@@ -50,8 +50,8 @@ class Communicator:
     """A process group as one function call uses it.
 
     Attributes:
-        rank: This process, in the group.
-        world: Processes of the group.
+        rank: Number of this process in the group.
+        world: Number of processes in the group.
     """
 
     def __init__(self, fn: str, group):
@@ -77,10 +77,10 @@ class Communicator:
             )
 
     def check_device(self, device: torch.device) -> None:
-        """Whether the group can send tensors of a device.
+        """Raises an error unless the group can send tensors of a device.
 
         Raises:
-            ValueError: naming the backends that it has.
+            ValueError: names the backends that the group has.
         """
         if self.world == 1:
             return  # nothing is sent
@@ -154,10 +154,10 @@ class Communicator:
         )
 
     def _last_of_those_waiting(self, peer: int) -> int:
-        """The rank at the end of the chain: a rank that waits for another one is not the cause.
+        """Returns the rank at the end of the chain of waiting ranks: that one is the cause.
 
-        Each rank that loses another one writes down which. The one that has nothing written down
-        has ended or hangs.
+        Each rank that loses another one writes its number to the store. A rank that has written
+        nothing has ended or hangs.
         """
         try:
             store = group_store(self.group)
@@ -177,10 +177,9 @@ class Communicator:
     def agree(self, description: Mapping[str, int | float | str], device: torch.device) -> None:
         """Compares what the ranks are about to do, before the first of their tensors is sent.
 
-        On CUDA once for each distinct description of late and through the group's store: NCCL
-        connects all ranks for the first transfer of a group, and would wait for a lost one without
-        a timeout.
-        On the CPU in each call.
+        On CUDA this happens through the group's store, and only for descriptions that are not among
+        the latest: NCCL connects all ranks for the first transfer of a group, and would wait for a
+        lost one without a timeout. On the CPU it happens in each call.
 
         Raises:
             ValueError: on every rank, naming what differs, and where.
@@ -210,7 +209,7 @@ class Communicator:
             agreed.add(mine)
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of each rank, by messages between CPU tensors."""
+        """Returns the numbers of each rank, sent as messages between CPU tensors."""
         mine = torch.tensor(numbers, dtype=torch.int64)
         theirs = mine.expand(self.world, -1).contiguous()
         others = [peer for peer in range(self.world) if peer != self.rank]
@@ -223,7 +222,7 @@ class Communicator:
         return theirs.tolist()
 
     def _gather_by_store(self, comparison: int, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of each rank, by the group's store, in which two comparisons stay."""
+        """Returns the numbers of each rank, by the group's store, which keeps two comparisons."""
         key = f"{_COMPARED}/{comparison}"
         found = {self.rank: list(numbers)}
         missing = [peer for peer in range(self.world) if peer != self.rank]
@@ -232,11 +231,12 @@ class Communicator:
         try:
             store = group_store(self.group)
             store.set(f"{key}/{self.rank}", ",".join(map(str, numbers)))
-            # All have written the comparison before this one, so all have read the one before that.
-            with contextlib.suppress(RuntimeError):  # a store that deletes nothing
+            # All ranks have written the comparison before this one, so all have read the one before
+            # that.
+            with contextlib.suppress(RuntimeError):  # some stores cannot delete
                 store.delete_key(f"{_COMPARED}/{comparison - 2}/{self.rank}")
             while missing:
-                # No Store.wait(), in which other threads could not use the store.
+                # Store.wait() is not used: it would keep other threads from using the store.
                 if store.check([f"{key}/{missing[0]}"]):
                     text = store.get(f"{key}/{missing[0]}").decode()
                     found[missing.pop(0)] = [int(x) for x in text.split(",")]
@@ -252,10 +252,10 @@ class Communicator:
 
 
 class _Agreed:
-    """What the ranks of a group have compared so far; the same on all of them."""
+    """What the ranks of a group have compared so far, which is equal on all of them."""
 
     def __init__(self):
-        self.descriptions: dict[tuple, None] = {}  # the latest, in their order
+        self.descriptions: dict[tuple, None] = {}  # the latest ones, oldest first
         self.comparisons = 0
 
     def add(self, description: tuple) -> None:
@@ -284,14 +284,14 @@ def _decode(number: int, like: float | str) -> object:
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The store of a group, which has a name for it only in newer versions of torch."""
+    """Returns the store of a group; only newer versions of torch have a public method for it."""
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return dist.distributed_c10d._get_process_group_store(group)
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:
-    """Seconds, of the backend for CUDA tensors."""
+    """Returns the timeout in seconds of the group's backend for CUDA tensors."""
     try:
         return group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):

@@ -46,7 +46,7 @@ class _Attend(torch.autograd.Function):
                 "the CPU"
             )
         q, k, v, out, lse = ctx.saved_tensors
-        # Where neither has a gradient, the other ranks still wait for this one.
+        # Even if neither output has a gradient, the other ranks wait for this one.
         dout = torch.zeros_like(out) if dout is None else dout
         with _watched(q, ctx.job.comm):
             found = _SCHEMES[ctx.scheme].backward(ctx.job, dout, q, k, v, out, lse, dlse)
@@ -66,7 +66,7 @@ def _check_order(fn: str, order) -> None:
 
 
 def _layout(fn: str, lengths: tuple[int, ...], order: str, world: int, window) -> Layout:
-    """How the sequences are split; without a mask positions do not matter."""
+    """Returns how the sequences are split; without a mask positions do not matter."""
     if window == UNLIMITED:
         return Layout(lengths, "contiguous", world, window)
     odd = [length for length in lengths if length % 2]
@@ -93,7 +93,7 @@ def _attend(
     order,
     deterministic,
 ) -> tuple[Tensor, Tensor]:
-    """Of checked q, k and v, (b, tokens, heads, head_dim)."""
+    """Computes attention of checked q, k and v, (b, tokens, heads, head_dim)."""
     d = q.shape[3]
     if torch._C._are_functorch_transforms_active() or checks.has_tangent(q, k, v):
         raise NotImplementedError(
@@ -197,12 +197,12 @@ def ring_flash_attn_func(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of sequences that are split over ranks; keys travel round the ring of ranks.
+    """Computes attention of sequences that are split over ranks; keys travel round the ring.
 
     Each rank holds the same number of tokens of every sequence, computes what it holds, and merges
-    the results by their log-sum-exp in float32, while the next keys arrive. Beside its own keys a
-    rank holds three ranks' in turn, and in the backward gradients of five ranks' keys in float32.
-    All ranks of the group make the same call, and the same backward.
+    the results by their log-sum-exp in float32, while the next keys arrive. Besides its own keys a
+    rank holds buffers for the keys of three ranks, and in the backward float32 gradients of five
+    ranks' keys. All ranks of the group make the same call, and the same backward.
 
     Ranks that see nothing of a message, under a mask or a window, neither get it nor pass it on.
     Compared with :func:`flashcute.flash_attn_func` of the whole sequence there are no dropout,
@@ -262,13 +262,14 @@ def allgather_flash_attn_func(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`ring_flash_attn_func` by another scheme: each rank gathers all keys that it sees.
+    """Computes :func:`ring_flash_attn_func` by gathering: each rank gets all keys that it sees.
 
     One call computes all keys of a row, so there is nothing to merge, and short sequences are
-    faster. Long ones are gathered some key heads at a time, while those before are computed: in up
-    to four groups, a divisor of h_k, of 64 MiB of all ranks' keys and values each at least. In one
-    group nothing overlaps. A rank holds the keys of the whole sequence, of up to two groups of
-    heads, and in the backward up to three float32 gradients of a group's keys.
+    faster. Long sequences are gathered some key heads at a time, while the heads before are
+    computed: in up to four groups, whose number divides h_k and each of which has at least 64 MiB
+    of all ranks' keys and values. In one group nothing overlaps. A rank holds the keys of the whole
+    sequence for up to two groups of heads, and in the backward up to three float32 gradients of a
+    group's keys.
 
     Arguments, result and errors are those of :func:`ring_flash_attn_func`.
     """
@@ -291,11 +292,11 @@ def ring_flash_attn_varlen_func(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`ring_flash_attn_func` of packed sequences of different lengths, each split over all
-    ranks.
+    """Computes :func:`ring_flash_attn_func` of packed sequences, each split over all ranks.
 
-    Each sequence is a message or two and a call of its own, with a gradient on CUDA, too: for a few
-    long sequences. Many short ones are better kept whole, each on one rank.
+    The sequences may have different lengths. Each is a message or two and a call of its own, on
+    CUDA also in the backward, so this is for a few long sequences. Many short ones are better kept
+    whole, each on one rank.
 
     Args:
         q: (total / world_size, h, head_dim), this rank's part of every sequence, one after the

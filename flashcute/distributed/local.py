@@ -24,7 +24,7 @@ _DQ_DK_DV, _REPEATABLE = 7, 16  # bits of the operator `bwd`
 
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:
-    """float32, or float64 for float64 inputs."""
+    """Returns float32, or float64 for float64 inputs."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -32,9 +32,9 @@ class Result:
     """Output and log-sum-exp of all rows of a rank, from pieces in any order of keys.
 
     Attributes:
-        out: (b, seqlen, h, d), float32; float64 for float64 inputs. As the piece had it while there
-            is one of all rows only.
-        lse: (b, h, seqlen), float32, as ``flash_attn_func`` returns it: so are the weights.
+        out: (b, seqlen, h, d), float32; float64 for float64 inputs. It has the piece's own dtype
+            while it is that of a single piece of all rows.
+        lse: (b, h, seqlen), float32, as ``flash_attn_func`` returns it; so the weights are float32.
     """
 
     def __init__(self, q: Tensor):
@@ -42,21 +42,23 @@ class Result:
         self.out = self.lse = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merges the attention of these rows to keys that they have not seen yet. Those of the
-        first piece may be kept and written to."""
+        """Merges the attention of these rows to keys that they have not seen yet.
+
+        The tensors of the first piece may be kept and written to.
+        """
         if self.out is None and out.shape == self._q.shape:
             self.out, self.lse = out, lse
             return
         self._start()
         old_out, old_lse = self.out[:, rows], self.lse[:, :, rows]
-        # 0 where neither has seen a key.
+        # Where neither has seen a key both LSEs are -inf: the weight is 0 there.
         weight = torch.sigmoid(lse - old_lse).nan_to_num_(0.0)
         weight = weight.transpose(1, 2)[..., None].to(old_out.dtype)
         old_out.lerp_(out.to(old_out.dtype), weight)
         old_lse.copy_(torch.logaddexp(old_lse, lse))
 
     def _start(self) -> None:
-        """Makes :attr:`out` what parts are merged into."""
+        """Gives :attr:`out` the shape and dtype that pieces are merged into."""
         dtype = accumulator_dtype(self._q)
         if self.out is None:
             b, seqlen, h, _ = self._q.shape
@@ -65,7 +67,7 @@ class Result:
         self.out = self.out.to(dtype)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Output in q's dtype, and log-sum-exp."""
+        """Returns the output in q's dtype, and the log-sum-exp."""
         if self.out is None:
             self._start()
         return self.out.to(self._q.dtype), self.lse
@@ -79,8 +81,11 @@ class Sum:
         self._like, self._few, self._total = like, terms <= 2, None
 
     def add(self, rows: slice, part: Tensor) -> None:
-        """Adds a part, in float32 where a row gets more than two: the sum of two is rounded once in
-        their own dtype, too. The first part may be kept and written to."""
+        """Adds a part, in float32 if a row gets more than two parts.
+
+        The sum of two parts is rounded only once in their own dtype, too. The first part may be
+        kept and written to.
+        """
         if self._total is None:
             dtype = part.dtype if self._few else accumulator_dtype(part)
             if part.shape == self._like.shape:
@@ -90,16 +95,16 @@ class Sum:
         self._total[:, rows] += part
 
     def finish(self) -> Tensor:
-        """The sum in the dtype asked for."""
+        """Returns the sum in the dtype asked for."""
         return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like)
 
 
 def attend(piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a piece's rows to its keys, without a gradient.
+    """Computes output and log-sum-exp of a piece's rows to its keys, without a gradient.
 
     Args:
         q: (b, seqlen, h, d), all of the rank's queries.
-        k: (b, tokens, h_k, d), the keys that ``piece.keys`` counts in; v likewise.
+        k, v: (b, tokens, h_k, d), the tokens that ``piece.keys`` counts.
     """
     with torch.no_grad():
         out, lse, _ = flash_attn_func(
@@ -135,7 +140,7 @@ class Gradient:
         self._wanted = _DQ_DK_DV | (_REPEATABLE if deterministic else 0)
 
     def of(self, piece: Piece, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dq of a piece's rows, and what these add to dk and dv of its keys."""
+        """Returns dq of a piece's rows, and what these rows add to dk and dv of its keys."""
         q, out, dout = (x[:, piece.rows] for x in self._rows)
         lse, dlse = (None if x is None else x[:, :, piece.rows] for x in self._stats)
         k, v = k[:, piece.keys], v[:, piece.keys]
@@ -155,10 +160,10 @@ def backward_by_operator(
     scale: float,
     wanted: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`backward_on_cpu` by the operator ``bwd``, in the dtype of the tensors.
+    """Computes :func:`backward_on_cpu` by the operator ``bwd``, in the dtype of the tensors.
 
-    ``wanted`` are its bits. Of CPU tensors it computes the forward again, so there it is right only
-    for rows that see no keys outside of the piece.
+    ``wanted`` holds the operator's bits. For CPU tensors the operator computes the forward again,
+    so its result is right only for rows that see no keys outside of the piece.
     """
     ops.load()
     bwd = getattr(torch.ops, NAMESPACE).bwd.default
@@ -178,16 +183,17 @@ def backward_on_cpu(
     dlse: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the operator ``bwd`` computes, in plain PyTorch, some rows at a time.
+    """Computes what the operator ``bwd`` does, in plain PyTorch, some rows at a time.
 
     With P = exp(S - lse): dV = P^T dO, dS = P (dO V^T - rowsum(dO O) + dlse), dQ = scale dS K,
-    dK = scale dS^T Q. Rows that see keys outside of the piece have those in ``out`` and ``lse``.
+    dK = scale dS^T Q. If rows see keys outside of the piece, ``out`` and ``lse`` include those
+    keys.
 
     Args:
         piece: Its mask; the tensors hold its rows and keys only.
-        dout: (b, seqlen_q, h, d), q and out likewise.
-        k: (b, seqlen_k, h_k, d), v likewise.
-        lse: (b, h, seqlen_q), dlse likewise.
+        dout, q, out: (b, seqlen_q, h, d).
+        k, v: (b, seqlen_k, h_k, d).
+        lse, dlse: (b, h, seqlen_q).
 
     Returns:
         dq, dk and dv in float32, or float64 for float64 inputs.

@@ -1,9 +1,10 @@
 """Ring attention: keys travel from rank to rank while each computes what it holds.
 
 In step t rank r computes with the keys of rank r - t. Meanwhile the keys of step t + 1 arrive, and
-in the backward the gradients of those of step t, summed over the ranks that had them before. A
-segment that a rank sees nothing of it neither gets nor passes on: then its next user gets it from
-its owner. Both buffers of a kind take turns, so memory is that of a few messages.
+in the backward the gradients of step t's keys, summed over the ranks that had these keys before. A
+rank neither gets nor passes on a segment of which it sees nothing; the segment's next user then
+gets it from its owner. Keys and gradients have two buffers each, which take turns, so memory is
+that of a few messages.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Transfer(NamedTuple):
     Attributes:
         send: Whether it leaves this rank.
         peer: The other rank.
-        number: Of the segment of a rank's tokens.
-        own: Of keys that are sent: this rank's own. Of gradients that arrive: of this rank's own
-            keys.
+        number: Index of the segment among a rank's.
+        own: Whether the keys that are sent are this rank's own, or the gradients that arrive are
+            those of this rank's own keys.
     """
 
     send: bool
@@ -55,7 +56,7 @@ class Transfer(NamedTuple):
 
 
 def key_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Transfer]:
-    """What rank ``rank`` sends and gets before step ``round_``, from 1 on."""
+    """Yields what rank ``rank`` sends and gets before step ``round_``, from 1 on."""
     world, needs = layout.world, layout.needs
     if not 0 < round_ < world:
         return
@@ -76,9 +77,9 @@ def key_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Transfer]:
 
 
 def gradient_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Transfer]:
-    """What rank ``rank`` sends and gets during step ``round_``, from 2 to the number of ranks.
+    """Yields what rank ``rank`` sends and gets during step ``round_``, 2 to the number of ranks.
 
-    Sums go the way of their keys; whoever passes the keys on to nobody sends the sum to their
+    Sums travel with their keys; a rank that passes the keys on to nobody sends the sum to their
     owner.
     """
     world, needs = layout.world, layout.needs
@@ -101,14 +102,16 @@ def gradient_transfers(layout: Layout, rank: int, round_: int) -> Iterator[Trans
 
 
 def keys_and_values(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v, (b, tokens, h_k, d), of what messages are cut from: (tokens, 2, b, h_k, d), so that
-    neighbouring tokens are one piece of memory."""
+    """Returns k and v, (b, tokens, h_k, d), as views of the tensor that messages are cut from.
+
+    That tensor is (tokens, 2, b, h_k, d), so that neighbouring tokens are one piece of memory.
+    """
     k, v = tokens.unbind(1)
     return k.transpose(0, 1), v.transpose(0, 1)
 
 
 def pack(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as messages are cut from them, (tokens, 2, b, h_k, d)."""
+    """Packs keys and values into the layout that messages are cut from, (tokens, 2, b, h_k, d)."""
     b, tokens, h_k, d = k.shape
     found = k.new_empty((tokens, 2, b, h_k, d))
     for target, source in zip(keys_and_values(found), (k, v), strict=True):
@@ -117,18 +120,18 @@ def pack(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _key_messages(job: Job, step: int, own: Tensor, held: list[Tensor]) -> Iterator[Message]:
-    """The round during ``step``: keys of that step leave, keys of the next one arrive."""
+    """Yields the round during ``step``: keys of that step leave, keys of the next one arrive."""
     for x in key_transfers(job.layout, job.comm.rank, step + 1):
         tokens = own if x.own else held[(step + (not x.send)) % 2]
         yield Message(x.send, x.peer, tokens[job.layout.rows(x.number)], "keys")
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries to the keys of all ranks.
+    """Computes attention of this rank's queries to the keys of all ranks.
 
     Args:
         q: (b, seqlen, h, d), what this rank holds.
-        k: (b, seqlen, h_k, d), v likewise.
+        k, v: (b, seqlen, h_k, d), what this rank holds.
 
     Returns:
         out like q, and the log-sum-exp (b, h, seqlen) in float32.
@@ -152,7 +155,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=4096)
 def most_terms(layout: Layout, rank: int) -> int:
-    """How many pieces a query of this rank is in, at most."""
+    """Returns the largest number of pieces that a query of this rank is in."""
     others = (n for n in range(layout.world) if n != rank)
     pieces = [*layout.own(rank), *(x for n in others for x in layout.foreign(rank, n))]
     edges = [edge for x in pieces for edge in ((x.rows.start, 1), (x.rows.stop, -1))]
@@ -169,7 +172,7 @@ def backward(
     lse: Tensor,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this rank's q, k and v, from those of its output and log-sum-exp."""
+    """Computes the gradients of this rank's q, k and v, from those of its output and LSE."""
     comm, layout = job.comm, job.layout
     dtype = accumulator_dtype(q)
     gradient = Gradient(dout, q, out, lse, dlse, job.scale, job.deterministic)

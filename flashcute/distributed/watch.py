@@ -7,8 +7,8 @@ the group's store, and looks whether the GPU finished them. Where one takes most
 logs which ranks have not made that call or have stopped counting.
 
 A call counts from its begin on, since the host may wait, too: loading a kernel or allocating memory
-can wait for the GPU, and then for a transfer that never ends. The thread calls nothing of CUDA: it
-would wait behind such a call, with Python's lock, and break the capture of a graph.
+can wait for the GPU, and then for a transfer that never ends. The thread calls no CUDA function: it
+would wait behind such a call while it holds Python's lock, and would break the capture of a graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("flashcute")
 
 _KEY = "flashcute/calls"
 _SHARE = 0.8  # of the timeout, after which a call counts as stuck
-_SLOTS = 4096  # calls under way at a time whose ends are told apart
+_SLOTS = 4096  # calls in flight whose ends can be told apart
 
 
 @dataclasses.dataclass
@@ -39,19 +39,20 @@ class _Call:
     fn: str
     start: float
     number: int  # from 1 on
-    left: bool = False  # by the host
+    left: bool = False  # whether the host has left the call
     failed: bool = False
 
 
 class Ends:
-    """Which calls the GPU has finished: at its end each copies its number to memory of the host."""
+    """Tells which calls the GPU has finished: at its end each copies its number to host memory."""
 
     def __init__(self):
-        with torch.inference_mode(False):  # its tensors could not be written to outside
+        # An inference tensor could not be written to outside of that mode.
+        with torch.inference_mode(False):
             self._numbers = torch.zeros(_SLOTS, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def enqueue(self, number: int) -> None:
-        """On the current stream, behind all that it holds."""
+        """Enqueues the copy of ``number`` on the current stream, behind all that it holds."""
         slot = self._numbers[number % _SLOTS]
         slot.copy_(torch.full((), number, dtype=torch.int64, device="cuda"), non_blocking=True)
 
@@ -70,20 +71,23 @@ class Watch:
         timeout: float,
         has_ended: Callable[[int], bool],
     ):
-        """Takes the group's store, its timeout in seconds, and what tells of the number of a call
-        that the host has left whether its work is done; starts nothing."""
+        """Takes the group's store and its timeout in seconds; starts nothing.
+
+        ``has_ended`` tells for the number of a call that the host has left whether its work is
+        done.
+        """
         self.interval = min(max(timeout / 60, 0.2), 10.0)
         self._store, self._rank, self._world = store, rank, world
         self._limit = _SHARE * timeout
         self._has_ended = has_ended
         self._calls: collections.deque[_Call] = collections.deque()
         self._made = self._beats = 0
-        self._progress = 0.0  # when a call ended last
+        self._progress = 0.0  # when a call last ended
         self._seen: dict[int, tuple[str, float]] = {}  # what each rank wrote last, and since when
         self._reported = False
 
     def begin(self, fn: str, now: float) -> _Call:
-        """A call that begins; whoever makes it sets ``left`` or ``failed``."""
+        """Registers a call that begins; its caller sets ``left`` or ``failed`` on the result."""
         self._made += 1
         call = _Call(fn, now, self._made)
         self._calls.append(call)
@@ -93,7 +97,7 @@ class Watch:
         return call.failed or (call.left and self._has_ended(call.number))
 
     def poll(self, now: float) -> None:
-        """Looks at the oldest call; to be called each :attr:`interval` seconds."""
+        """Looks at the oldest call; must be called every :attr:`interval` seconds."""
         self._beats += 1
         self._store.set(f"{_KEY}/{self._rank}", f"{self._made} {self._beats}")
         while self._calls and self._is_over(self._calls[0]):
@@ -165,7 +169,7 @@ def watch(fn: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _poll(reference: weakref.ref) -> None:
-    """Until the group is gone, or its store."""
+    """Polls a watch until the group or its store is gone."""
     while (found := reference()) is not None:
         try:
             found.poll(time.monotonic())

@@ -28,9 +28,9 @@ class Segment(NamedTuple):
     """Tokens of one sequence that follow each other in the sequence and in memory.
 
     Attributes:
-        sequence: Which one of a packed batch.
+        sequence: Index of the sequence in a packed batch.
         start: Position of the first token in its sequence.
-        length: Tokens.
+        length: Number of tokens.
         row: Index of the first token in the tensors of its rank.
     """
 
@@ -41,18 +41,18 @@ class Segment(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Of the tensors of its rank."""
+        """Its rows in the tensors of its rank."""
         return slice(self.row, self.row + self.length)
 
 
 class Piece(NamedTuple):
-    """One call of attention: these rows see no other of these keys than the mask shows.
+    """One call of attention, in which the rows see exactly those of the keys that the mask shows.
 
     Attributes:
-        rows: Of the queries.
-        keys: Of the keys.
-        causal: Mask, aligned to the bottom-right corner of rows and keys.
-        window: (left, right), likewise; -1 for unlimited.
+        rows: Slice of the queries.
+        keys: Slice of the keys.
+        causal: Whether there is a causal mask, aligned to the bottom-right corner of rows and keys.
+        window: (left, right), aligned like the mask; -1 for unlimited.
     """
 
     rows: slice
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def segments(lengths: tuple[int, ...], order: str, rank: int, world: int) -> tuple[Segment, ...]:
-    """What rank ``rank`` of ``world`` holds.
+    """Returns the segments that rank ``rank`` of ``world`` holds.
 
     Args:
         lengths: Tokens of each sequence on one rank, the same number on all; even in zigzag order.
@@ -88,15 +88,16 @@ def segments(lengths: tuple[int, ...], order: str, rank: int, world: int) -> tup
 def piece(
     rows: tuple[int, int, int], keys: tuple[int, int, int], window: tuple[int, int]
 ) -> Piece | None:
-    """The call for some queries and some keys of one sequence; None if no query sees any key.
+    """Returns the call for some queries and some keys of one sequence; None if it would be empty.
 
-    Rows that see no key and keys that no row sees are cut off. What is left has a window that is
-    aligned to its bottom-right corner and not negative, so the kernels can take it.
+    It is empty if no query sees any key. Rows that see no key and keys that no row sees are cut
+    off. What is left has a window that is aligned to its bottom-right corner and not negative, so
+    the kernels can take it.
 
     Args:
         rows: Position of the first query in the sequence, number of queries, index of the first
             query in its tensor.
-        keys: The same of the keys.
+        keys: The same three numbers for the keys.
         window: (left, right) of positions, -1 for unlimited; causal is a right of 0.
     """
     (q_start, n_q, row), (k_start, n_k, key) = rows, keys
@@ -125,8 +126,11 @@ def piece(
 
 
 def _merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Neighbouring rows that see all of the same keys as one piece, and neighbouring keys of the
-    same rows: fewer calls, fewer merges."""
+    """Joins neighbouring pieces that are full: fewer calls, fewer merges.
+
+    These are neighbouring rows that see all of the same keys, and neighbouring keys of the same
+    rows.
+    """
     found: list[Piece] = []
     for new in pieces:
         last = found[-1] if found and found[-1].full and new.full else None
@@ -140,12 +144,12 @@ def _merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
 
 
 class Layout(NamedTuple):
-    """How sequences are split, and what a query sees; hashable, so that plans are kept.
+    """How sequences are split, and what a query sees; hashable, so that its pieces can be cached.
 
     Attributes:
         lengths: Tokens of each sequence on one rank.
         order: One of :data:`ORDERS`.
-        world: Ranks.
+        world: Number of ranks.
         window: (left, right) of positions in the whole sequence, -1 for unlimited.
     """
 
@@ -155,33 +159,35 @@ class Layout(NamedTuple):
     window: tuple[int, int]
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        """What a rank holds."""
+        """Returns the segments that a rank holds."""
         return segments(self.lengths, self.order, rank, self.world)
 
     def rows(self, number: int) -> slice:
-        """Rows of a segment, which are the same in the tensors of all ranks."""
+        """Returns the rows of a segment, which are the same in the tensors of all ranks."""
         return self.segments(0)[number].rows
 
     def own(self, rank: int) -> tuple[Piece, ...]:
-        """Calls for a rank's queries and its own keys, as rows of its tensors."""
+        """Returns calls for a rank's queries and its own keys, as rows of its tensors."""
         return _own(self, rank)
 
     def foreign(self, rank: int, other: int) -> tuple[Piece, ...]:
-        """Calls for a rank's queries and another one's keys, as rows of their tensors; they read
-        nothing of a segment that :meth:`needs` denies."""
+        """Returns calls for a rank's queries and another rank's keys, as rows of their tensors.
+
+        They read nothing of a segment that :meth:`needs` denies.
+        """
         return _foreign(self, rank, other)
 
     def place(self, x: Segment) -> slice:
-        """Where tokens are among those of all ranks, in the order of the sequences."""
+        """Returns where a segment's tokens are among those of all ranks, in sequence order."""
         start = sum(self.lengths[: x.sequence]) * self.world + x.start
         return slice(start, start + x.length)
 
     def gathered(self, rank: int) -> tuple[Piece, ...]:
-        """Calls for a rank's queries and all keys in the order of the sequences."""
+        """Returns calls for a rank's queries and all keys in the order of the sequences."""
         return _gathered(self, rank)
 
     def needs(self, rank: int, other: int, number: int) -> bool:
-        """Whether a rank sees anything of a segment of another one's keys."""
+        """Returns whether a rank sees anything of a segment of another rank's keys."""
         return _needs(self, rank, other, number)
 
 
@@ -190,7 +196,7 @@ def _own(layout: Layout, rank: int) -> tuple[Piece, ...]:
     left, right = layout.window
     mine = layout.segments(rank)
     if left < 0 and right <= 0:
-        # Rows of a sequence are in the order of their positions: its mask is that of all of them.
+        # A rank's rows of a sequence are ordered by position, so one mask fits all of them.
         starts: dict[int, int] = {}
         for x in mine:
             starts.setdefault(x.sequence, x.row)
@@ -208,7 +214,7 @@ def _own(layout: Layout, rank: int) -> tuple[Piece, ...]:
 
 
 def _pairs(layout: Layout, rank: int, k: Segment) -> list[Piece]:
-    """Calls for a rank's queries and one segment of another one's keys."""
+    """Returns calls for a rank's queries and one segment of another rank's keys."""
     chunks = 2 if layout.order == "zigzag" else 1
     queries = layout.segments(rank)[k.sequence * chunks : (k.sequence + 1) * chunks]
     keys = k.start, k.length, k.row
@@ -230,26 +236,26 @@ def _needs(layout: Layout, rank: int, other: int, number: int) -> bool:
 def _gathered(layout: Layout, rank: int) -> tuple[Piece, ...]:
     found = []
     for q in layout.segments(rank):
-        first = layout.place(q).start - q.start  # token of the sequence
+        first = layout.place(q).start - q.start  # first token of the sequence
         keys = 0, layout.lengths[q.sequence] * layout.world, first
         found.append(piece((q.start, q.length, q.row), keys, layout.window))
     return _merged([x for x in found if x is not None])
 
 
 def zigzag_positions(seqlen: int, rank: int, world_size: int, *, device=None) -> Tensor:
-    """Positions of a rank's tokens in the sequence, e.g. for rotary embeddings.
+    """Returns positions of a rank's tokens in the sequence, e.g. for rotary embeddings.
 
     Args:
         seqlen: Tokens of the whole sequence, a multiple of ``2 * world_size``.
         rank: 0 to ``world_size - 1``, in the process group.
         world_size: Ranks in the process group.
-        device: Of the result.
+        device: Device of the result.
 
     Returns:
         int64 (seqlen / world_size,).
 
     Raises:
-        TypeError: for what is no int.
+        TypeError: for an argument that is no int.
         ValueError: for a rank that is not in the group, or a length that cannot be split.
     """
     fn = "zigzag_positions"
@@ -269,7 +275,9 @@ def zigzag_split(
     dim: int = 1,
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """A rank's tokens of whole sequences, in zigzag order. Differentiable; does not communicate.
+    """Returns a rank's tokens of whole sequences, in zigzag order.
+
+    Differentiable; does not communicate.
 
     Args:
         x: Any tensor whose dimension ``dim`` is that of the tokens.
@@ -283,7 +291,7 @@ def zigzag_split(
         Like ``x``, contiguous, with 1 / ``world_size`` of its tokens.
 
     Raises:
-        TypeError: for what is no dense tensor, or no int.
+        TypeError: for an argument that is no dense tensor, or no int.
         ValueError: for a rank that is not in the group, or a length that is no multiple of
             ``2 * world_size``.
     """
@@ -304,18 +312,18 @@ def zigzag_merge(
     dim: int = 1,
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """Whole sequences from what all ranks hold: the inverse of :func:`zigzag_split`.
+    """Merges what all ranks hold into whole sequences: the inverse of :func:`zigzag_split`.
 
     Args:
-        parts: A tensor of each rank, in the order of the ranks, of one shape.
+        parts: One tensor of each rank, in the order of the ranks, all of one shape.
         dim: Which dimension is that of the tokens.
-        cu_seqlens: As :func:`zigzag_split` took it, of whole sequences.
+        cu_seqlens: As in :func:`zigzag_split`, of whole sequences.
 
     Returns:
         Like one part, contiguous, with the tokens of all.
 
     Raises:
-        TypeError: for what is no dense tensor, or no int, and parts of several dtypes.
+        TypeError: for an argument that is no dense tensor, or no int, and parts of several dtypes.
         ValueError: for parts that are not of one shape, or a length that cannot be split.
     """
     fn = "zigzag_merge"
@@ -349,7 +357,7 @@ def zigzag_merge(
 
 
 def _check_dim(fn: str, name: str, x: Tensor, dim) -> None:
-    """A dimension of x; a negative one counts from the end."""
+    """Raises an error unless ``dim`` is a dimension of x; a negative one counts from the end."""
     if x.dim() < 1:
         raise ValueError(
             f"{fn}: expected {name} with a dimension, got {name}.shape=(); give it one for tokens"
@@ -362,12 +370,12 @@ def _check_dim(fn: str, name: str, x: Tensor, dim) -> None:
 
 
 def read_ends(fn: str, cu_seqlens) -> list[int]:
-    """cu_seqlens as Python numbers, of any values from 0 on."""
+    """Returns cu_seqlens as Python numbers, of any values from 0 on."""
     if isinstance(cu_seqlens, Tensor):
         check_kind(fn, "cu_seqlens", cu_seqlens)
     try:
         ends = list(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
-    except (TypeError, NotImplementedError):  # the latter of a meta tensor
+    except (TypeError, NotImplementedError):  # a meta tensor raises the latter
         raise TypeError(
             f"{fn}: expected cu_seqlens to be a sequence of ints or a tensor (b + 1,) with values, "
             f"got cu_seqlens of type {type(cu_seqlens).__name__}; pass [0, len_0, len_0 + len_1]"
@@ -376,7 +384,7 @@ def read_ends(fn: str, cu_seqlens) -> list[int]:
 
 
 def _sequences(fn: str, total: int, cu_seqlens) -> list[tuple[int, int]]:
-    """(start, length) of each sequence."""
+    """Returns (start, length) of each sequence."""
     if cu_seqlens is None:
         return [(0, total)]
     ends = read_ends(fn, cu_seqlens)

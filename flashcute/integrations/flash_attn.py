@@ -24,7 +24,8 @@ import torch
 from ..checks import check_flag, check_kind
 from . import raw
 
-# The version whose interface this is. Without a suffix: libraries compare it with a newest one.
+# The version of flash_attn whose interface this is, without a suffix: libraries compare it with the
+# newest version that they take.
 VERSION = "2.8.3"
 _PACKAGE = "flash_attn"
 _DISTRIBUTION = "flash-attn"
@@ -51,7 +52,7 @@ _PADDING = (
     "unpad_input",
     "unpad_input_for_concatenated_sequences",
 )
-# module: its names and the modules of flashcute that have them
+# Each module's names, and the module of flashcute that has each of them.
 _MODULES: dict[str, dict[str, str]] = {
     _PACKAGE: dict.fromkeys(_FUNCTIONS, "flashcute"),
     f"{_PACKAGE}.flash_attn_interface": {
@@ -81,11 +82,11 @@ def provide_flash_attn(*, shadow: bool = False) -> None:
     A second call does nothing.
 
     Args:
-        shadow: Come before a flash_attn that is installed or imported already. Code that has
-            imported names of it keeps those.
+        shadow: Whether to come before a flash_attn that is installed or imported already. Code that
+            has imported its names keeps them.
 
     Raises:
-        RuntimeError: another flash_attn is installed or imported, and ``shadow`` is not set.
+        RuntimeError: if another flash_attn is installed or imported, and ``shadow`` is not set.
     """
     shadow = check_flag("provide_flash_attn", "shadow", shadow)
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -103,7 +104,7 @@ def provide_flash_attn(*, shadow: bool = False) -> None:
 
 
 def _other_flash_attn() -> str | None:
-    """Where another flash_attn is, in words, or None."""
+    """Says in words where another flash_attn is; None if there is none."""
     if _PACKAGE in sys.modules:
         module = sys.modules[_PACKAGE]
         return f"imported from {getattr(module, '__file__', None) or 'a namespace package'}"
@@ -173,14 +174,14 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 def _lookup(home: str, name: str) -> object:
-    """``name`` of a module of flashcute (``module:other`` for another name)."""
+    """Returns ``name`` of a module of flashcute (``module:other`` for another name)."""
     module, _, other = home.partition(":")
     return getattr(importlib.import_module(module), other or name)
 
 
 def _check_dropout(fn: str, dropout_p: float) -> None:
     if dropout_p:
-        # A backward of its own would have to repeat the forward's draw.
+        # A backward that is called by itself would have to repeat the forward's random draw.
         raise NotImplementedError(
             f"{fn}: expected no dropout, whose mask its backward cannot repeat, got "
             f"dropout_p={dropout_p}; call flash_attn_func, which has dropout and its gradient"
@@ -204,7 +205,10 @@ def _flash_attn_forward(
     alibi_slopes,
     return_softmax,
 ):
-    """flash_attn 2.8's forward without autograd: (out, softmax_lse, S_dmask, rng_state)."""
+    """Computes flash_attn 2.8's forward without autograd.
+
+    Returns (out, softmax_lse, S_dmask, rng_state).
+    """
     _check_dropout("_flash_attn_forward", dropout_p)
     window = window_size_left, window_size_right
     out, lse = raw.forward(q, k, v, causal, softmax_scale, window, alibi_slopes, softcap)
@@ -231,8 +235,10 @@ def _flash_attn_backward(
     deterministic,
     rng_state=None,
 ):
-    """flash_attn 2.8's backward, which writes to dq, dk and dv. It returns None where flash_attn
-    returns rowsum(dout * out)."""
+    """Computes flash_attn 2.8's backward into dq, dk and dv.
+
+    It returns None where flash_attn returns rowsum(dout * out).
+    """
     fn = "_flash_attn_backward"
     _check_dropout(fn, dropout_p)
     targets = {"dq": dq, "dk": dk, "dv": dv}
@@ -284,7 +290,7 @@ def _flash_attn_varlen_forward(
     seqused_k=None,
     zero_tensors=False,
 ):
-    """flash_attn 2.8's forward of ragged batches: (out, softmax_lse, S_dmask, rng_state)."""
+    """Computes flash_attn 2.8's ragged forward: (out, softmax_lse, S_dmask, rng_state)."""
     fn = "_flash_attn_varlen_forward"
     _check_dropout(fn, dropout_p)
     for name, value in (("block_table", block_table), ("leftpad_k", leftpad_k)):
@@ -323,7 +329,7 @@ def _flash_attn_varlen_backward(
     rng_state=None,
     zero_tensors=False,
 ):
-    """flash_attn 2.8's backward of ragged batches, as :func:`_flash_attn_backward`."""
+    """Computes flash_attn 2.8's backward of ragged batches, as :func:`_flash_attn_backward`."""
     fn = "_flash_attn_varlen_backward"
     _check_dropout(fn, dropout_p)
     targets = {"dq": dq, "dk": dk, "dv": dv}

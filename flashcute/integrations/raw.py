@@ -24,7 +24,7 @@ from ..loading import loadable
 
 
 def forward(q, k, v, causal, scale, window=UNLIMITED, alibi_slopes=None, softcap=0.0):
-    """out and log-sum-exp of :func:`flashcute.flash_attn_func`'s tensors."""
+    """Returns out and log-sum-exp of :func:`flashcute.flash_attn_func` for these tensors."""
     with torch.no_grad():
         out, lse, _ = flash_attn_func(
             q, k, v, softmax_scale=scale, causal=causal, window_size=window, softcap=softcap,
@@ -37,7 +37,7 @@ def forward_varlen(
     q, k, v, lengths, causal, scale, window=UNLIMITED, alibi_slopes=None, softcap=0.0,
     seqused_k=None,
 ):  # fmt: skip
-    """out and log-sum-exp of :func:`flashcute.flash_attn_varlen_func`'s tensors.
+    """Returns out and log-sum-exp of :func:`flashcute.flash_attn_varlen_func` for these tensors.
 
     Args:
         lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k.
@@ -54,9 +54,9 @@ def backward(
     dout, q, k, v, out, lse, causal, scale, window=UNLIMITED, deterministic=False,
     alibi_slopes=None, softcap=0.0,
 ):  # fmt: skip
-    """dq, dk and dv of :func:`forward`'s out.
+    """Returns dq, dk and dv for :func:`forward`'s out.
 
-    As in ring attention ``out`` and ``lse`` may be of rows that see other keys, too.
+    As in ring attention, ``out`` and ``lse`` may be those of rows that also see other keys.
 
     Raises:
         TypeError, ValueError: for what the operator does not take.
@@ -70,7 +70,7 @@ def backward_varlen(
     dout, q, k, v, out, lse, lengths, causal, scale, window=UNLIMITED, deterministic=False,
     alibi_slopes=None, softcap=0.0, seqused_k=None,
 ):  # fmt: skip
-    """dq, dk and dv of :func:`forward_varlen`'s out; errors as of :func:`backward`."""
+    """Returns dq, dk and dv for :func:`forward_varlen`'s out; errors as of :func:`backward`."""
     cu_seqlens_q, cu_seqlens_k, *bounds = lengths
     given = cu_seqlens_q, cu_seqlens_k, None, seqused_k
     lengths = *(x if x is None else x.int().contiguous() for x in given), *bounds
@@ -113,14 +113,15 @@ def _backward(
                 tensors, lse, lengths, (causal, scale, window, alibi_slopes, softcap)
             )
         grads = resolver_errors.call(op, *tensors, lse.contiguous(), dlse, *lengths, *options)
-    return grads[:3]  # the fourth is of sinks
+    return grads[:3]  # the fourth is the gradient of sinks
 
 
 def _for_these_keys(tensors, lse, lengths, options):
-    """dout and dlse for the CPU's operator, which computes out and lse of these keys again.
+    """Returns dout and dlse for the CPU's operator, which recomputes out and lse of these keys.
 
-    With w = exp(their lse - lse) the weights of the whole rows are w times those of these keys, so
-    P (dO V^T - D) of the whole rows is that of these keys for w dO and a dlse.
+    With w = exp(own_lse - lse), the weights of the whole rows are w times those of these keys
+    alone. So P (dO V^T - D) of the whole rows equals that of these keys for w dO and a suitable
+    dlse.
     """
     dout, q, k, v, out = tensors
     if lengths:

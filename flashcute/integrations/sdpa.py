@@ -10,9 +10,9 @@ autograd, autocast and meta kernels, so autograd, torch.compile, AMP and checkpo
 whose kernels run.
 
 What the kernels do not compute raises an error where flashcute is called directly. Here that error
-becomes a warning, once for each reason, and PyTorch's own kernel runs. A call that PyTorch does not
-give to its FlashAttention backend never comes to these kernels: of those the operators of the other
-backends warn, which are called through here, too.
+becomes a warning, once for each reason, and PyTorch's own kernel runs. A call that PyTorch gives to
+another backend than FlashAttention never reaches these kernels, so the operators of the other
+backends are wrapped here, too, to warn about it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _NEEDED = (
 
 _replaced: list[str | None] = []  # the implementation that was active before, if enabled
 _lock = threading.RLock()  # torch's registry has none
-_blocks: list[bool] = []  # of enabled(), in all threads: whether it was on before each
+# An entry for each enabled() block of any thread: whether it was on before.
+_blocks: list[bool] = []
 
 
 def enable() -> None:
@@ -107,7 +108,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether :func:`enable` is in effect."""
+    """Returns whether :func:`enable` is in effect."""
     current = getattr(attention, "current_flash_attention_impl", None)
     return current is not None and current() == _NAME
 
@@ -130,7 +131,7 @@ def enabled() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            # The last one to end undoes what the first one did.
+            # The last block to end restores the state before the first one began.
             was_enabled = _blocks[0]
             _blocks.pop()
             if not (_blocks or was_enabled):
@@ -154,7 +155,7 @@ def _require_registry() -> None:
 
 
 class _Handle:
-    """The registered kernels, until :meth:`remove`; what PyTorch's registry keeps.
+    """The registered kernels until :meth:`remove`; PyTorch's registry keeps this object.
 
     Args:
         key: Dispatch key whose kernels are replaced: CUDA, in tests CPU.
@@ -162,19 +163,20 @@ class _Handle:
 
     def __init__(self, key: str):
         self._said: set[str] = set()
-        self._order: tuple[list[int], list[int]] | None = None  # before and after
+        self._order: tuple[list[int], list[int]] | None = None  # of backends, before and after
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         self._kernels: dict[str, Callable] = {}
         self._undo = contextlib.ExitStack()
         with warnings.catch_warnings():
-            # torch's word on any override, which is what was asked for.
+            # torch warns of any override, which is what was asked for.
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
             for name, compute in _KERNELS.items():
                 if not hasattr(torch.ops.aten, name):
                     continue  # not yet in this torch
                 kernel = self._with_fallback(name, compute, _own_kernel(name, key))
                 self._kernels[name] = kernel
-                # The default in torch 2.13; before it, another library's kernel would be an error.
+                # allow_override is the default in torch 2.13; before, replacing another library's
+                # kernel fails.
                 self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
             for name, (functionality, what, why) in _OTHERS.items():
                 own = _own_kernel(name, functionality + key)
@@ -198,8 +200,8 @@ class _Handle:
         self._library._destroy()
         self._library = None
         for name in _OTHERS:
-            # Which keys have kernels; torch.compile would look for those that are gone, and find
-            # none with a gradient.
+            # This cache says which keys have kernels; torch.compile would look for those that are
+            # gone, and find none with a gradient.
             getattr(torch.ops.aten, name).default._dispatch_cache.clear()
         if self._order is not None and torch._C._get_sdp_priority_order() == self._order[1]:
             torch._C._set_sdp_priority_order(self._order[0])
@@ -207,20 +209,22 @@ class _Handle:
     def _with_cuda(self) -> None:
         if self._library is None:
             return
-        with contextlib.suppress(jit.BuildError):  # which calls raise, too
+        with contextlib.suppress(jit.BuildError):  # calls raise this error, too
             self._bypass_python("CUDA")
         self._prefer_flash()
 
     def _bypass_python(self, key: str) -> None:
-        """Puts the binding's kernels of SDPA above those here, which then get what the binding's do
-        not compute: entering Python costs as much as all else of a short call."""
+        """Puts the binding's kernels of SDPA above these, which get what the others lack.
+
+        Entering Python costs as much as all else of a short call.
+        """
         ops.load()
         binding = ctypes.CDLL(str(jit.load_binding()))
         binding.flashcute_register_sdpa.argtypes = (ctypes.c_char_p, _AsksTorch)
         binding.flashcute_register_sdpa.restype = ctypes.c_void_p
         binding.flashcute_unregister.argtypes = (ctypes.c_void_p,)
         if any(str(getattr(torch.ops.aten, n).default._schema) != x for n, x in _SCHEMAS.items()):
-            return  # another torch's, of which Python knows what to make
+            return  # another torch has other schemas, which the Python kernels can take
 
         def explained(name):
             kernel = self._kernels[name]
@@ -228,7 +232,7 @@ class _Handle:
             def explain(*args, **kwargs):
                 try:
                     results = kernel(*args, **kwargs)
-                    # Of the forward without what is of a ragged batch, and the lengths.
+                    # The forward's results without cum_seq_q, cum_seq_k and the two lengths.
                     return results if name == _BACKWARD else (*results[:2], *results[6:])
                 except BaseException as error:
                     text = f"{type(error).__name__}: {error}".replace("\0", "")
@@ -246,7 +250,7 @@ class _Handle:
             self._undo.callback(binding.flashcute_unregister, handle)
 
     def _prefer_flash(self) -> None:
-        # torch sets its order for this GPU when it first chooses, and would overwrite ours.
+        # torch sets its order for this GPU at its first choice, and would overwrite ours later.
         x = torch.empty((1, 1, VECTOR, VECTOR), dtype=torch.float16, device="cuda")
         torch._fused_sdp_choice(x, x, x)
         before = list(torch._C._get_sdp_priority_order())
@@ -258,7 +262,7 @@ class _Handle:
     def _with_fallback(self, name: str, compute: Callable, own: Callable | None) -> Callable:
         def kernel(keyset, *args, **kwargs):
             try:
-                # torch's autograd is above this kernel.
+                # torch's autograd runs above this kernel.
                 with torch.no_grad():
                     return compute(*args, **kwargs)
             except (NotImplementedError, TypeError, ValueError) as error:
@@ -276,8 +280,10 @@ class _Handle:
         return kernel
 
     def _with_warning(self, own: Callable, what: str, why: Callable) -> Callable:
-        """The operator of another backend, which says why ``what`` chose it where flashcute's
-        kernels were to be preferred."""
+        """Wraps another backend's operator, which warns if flashcute was to be preferred.
+
+        The warning says why ``what`` chose the other backend.
+        """
 
         def kernel(keyset, *args, **kwargs):
             reason = why(*args)
@@ -292,15 +298,16 @@ class _Handle:
 
 
 def _prefers_flash() -> bool:
-    """Whether nobody chose other backends, by sdpa_kernel or the flags of torch.backends.cuda."""
+    """Returns whether nobody chose other backends, by sdpa_kernel or torch.backends.cuda."""
     first = torch._C._get_sdp_priority_order()[0]
     return torch._C._get_flash_sdp_enabled() and first == int(attention.SDPBackend.FLASH_ATTENTION)
 
 
 def _why_not_flash(query, key, value, mask=None, *behind) -> str:
-    """What keeps PyTorch from its FlashAttention backend, by the conditions of sdp_utils.cpp.
+    """Says what keeps PyTorch from its FlashAttention backend, by the rules of sdp_utils.cpp.
 
-    ``behind`` the mask are compute_log_sumexp but for the math backend, dropout_p, is_causal.
+    ``behind`` holds the arguments after the mask: compute_log_sumexp (which the math backend
+    lacks), dropout_p and is_causal.
     """
     is_causal = any(x is True for x in behind[1:])
     if mask is not None:
@@ -323,7 +330,7 @@ def _why_not_flash(query, key, value, mask=None, *behind) -> str:
 
 
 def _why_cudnn(query, key, value, mask, cum_seq_q, *behind) -> str | None:
-    """Why sequences of different lengths are cuDNN's; None for a dense call, which SDPA makes."""
+    """Says why sequences of different lengths go to cuDNN; None for a dense call, as SDPA makes."""
     if cum_seq_q is None:
         return None
     return (
@@ -339,14 +346,17 @@ def _own_kernel(name: str, key: str):
 
 
 def _is_replaced(name: str, key: str) -> bool:
-    """Whether somebody has registered a kernel of a composite operator, which has none of its own.
-    Of two in Python, one that calls the other comes back to itself under a dispatch mode."""
+    """Returns whether somebody has registered a kernel of a composite operator.
+
+    The operator has none of its own. Of two such kernels in Python, one that calls the other is
+    called again under a dispatch mode.
+    """
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def _refuse(dropout_p: float, return_debug_mask: bool) -> None:
     if dropout_p != 0.0:
-        # The draw of PyTorch's kernels, which a backward repeats, is not that of flashcute's.
+        # PyTorch's backward repeats the draw of PyTorch's kernels, which is not flashcute's.
         raise NotImplementedError(
             "dropout: expected no dropout, whose mask PyTorch's backward draws again by its own "
             f"rule, got dropout_p={dropout_p}; call flashcute.flash_attn_func for dropout"
@@ -360,15 +370,17 @@ def _window(left: int | None, right: int | None) -> tuple[int, int]:
 
 
 def _unused(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """State of dropout's random numbers and the debug mask, which nobody reads."""
+    """Returns placeholders for the state of dropout and the debug mask, which nobody reads."""
     seed = query.new_empty((2,), dtype=torch.uint64)
     return seed, query.new_empty((), dtype=torch.uint64), query.new_empty((0,))
 
 
 def _laid_out_as(reference: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """``result`` with the strides of ``empty_like(reference)``, which torch's meta kernels promise
-    to compiled code."""
-    if result.stride() == reference.stride():  # as of nearly all tensors
+    """Returns ``result`` with the strides of ``empty_like(reference)``.
+
+    torch's meta kernels promise these strides to compiled code.
+    """
+    if result.stride() == reference.stride():  # holds for nearly all tensors
         return result
     promised = torch.empty_like(reference)
     return result if result.stride() == promised.stride() else promised.copy_(result)
@@ -490,7 +502,7 @@ def _backward(
 
 _FORWARD = "_scaled_dot_product_flash_attention"
 _BACKWARD = f"{_FORWARD}_backward"
-# What the binding's kernels of them take and return.
+# The schemas of these operators that the binding's kernels implement.
 _SCHEMAS = {
     _FORWARD: (
         f"aten::{_FORWARD}(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool "
@@ -505,8 +517,9 @@ _SCHEMAS = {
         "float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
     ),
 }
-# The operators of other backends: what comes before the device in their dispatch keys, as a kernel
-# of a composite operator below autograd would leave it without gradients; what calls them, and why.
+# Operators of other backends, each with: what precedes the device in its dispatch key (a kernel of
+# a composite operator below autograd would leave it without gradients), what calls it, and the
+# function that says why.
 _SDPA = "F.scaled_dot_product_attention"
 _OTHERS = {
     "_scaled_dot_product_efficient_attention": ("", _SDPA, _why_not_flash),

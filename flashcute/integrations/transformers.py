@@ -60,7 +60,7 @@ _WAY_OUT = (
 )
 _UNLIMITED = (-1, -1)
 
-# Of all that models pass to attention, what would change its result and is not computed here.
+# Arguments that models may pass to attention, that change its result and are not computed here.
 _REFUSED = {
     "cache": "a paged cache",
     "block_table": "a paged cache",
@@ -75,10 +75,10 @@ def register(name: str = "cute_attn", unsupported: str = "error") -> None:
     """Register flashcute's attention and its mask function with transformers under ``name``.
 
     Compile the layers of a model in place of the whole, ``for layer in model.layers:
-    layer.compile()``. A mask that is made within a traced call is dense, which CUDA refuses:
-    any with an ``attention_mask``, whose padding cannot be read there, and without one where there
-    is no cache, as in training: there transformers takes all ``position_ids`` for those of packed
-    sequences, also those that the model made itself.
+    layer.compile()``. A mask that is made within a traced call is dense, which CUDA refuses. Such
+    masks come from any ``attention_mask``, whose padding cannot be read there, and, without one,
+    from calls without a cache, as in training: there transformers takes all ``position_ids`` for
+    those of packed sequences, also those that the model made itself.
 
     Args:
         name: What to pass as ``attn_implementation``. It must not contain ``"flash"``: transformers
@@ -114,8 +114,10 @@ def register(name: str = "cute_attn", unsupported: str = "error") -> None:
 
 @functools.cache
 def _look_up(config: type) -> str | None:
-    """The name of a configuration's model if that computes attention by itself alone: it takes a
-    mask that is None for one that shows everything, and the others for its own."""
+    """Returns the name of a configuration's model if that model computes all attention itself.
+
+    It takes a mask that is None for one that shows everything, and the other masks for its own.
+    """
     for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         found = mapping.get(config, ())
         for model in found if isinstance(found, tuple) else (found,):
@@ -131,7 +133,7 @@ def _model_apart(config: type) -> str | None:
     return _look_up(config)
 
 
-# dynamo calls it instead of tracing it, as of torch.compiler.assume_constant_result.
+# Makes dynamo call it instead of tracing it, as torch.compiler.assume_constant_result does.
 _model_apart._dynamo_marked_constant = True
 
 
@@ -148,7 +150,7 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     **kwargs,
 ) -> torch.Tensor | None:
-    """The mask of one forward pass, or None where the kernels need none.
+    """Returns the mask of one forward pass, or None where the kernels need none.
 
     Args:
         batch_size, q_length, kv_length: Sizes of the mask.
@@ -167,8 +169,8 @@ def attention_mask(
         ``(batch_size, 1, 1, 2)``, the first key of each row and the one behind its last.
 
     Raises:
-        NotImplementedError: of ``kwargs["config"]``, for a model that would not call attention by
-            the name that it was loaded with.
+        NotImplementedError: for a model, named by ``kwargs["config"]``, that would not call
+            attention by the name that it was loaded with.
     """
     model = _model_apart(type(kwargs.get("config")))
     if model is not None:
@@ -212,7 +214,7 @@ def attention_mask(
             padding = padding[:, kv_offset:end]
     offset = int(q_offset) - kv_offset
     if for_static_cache:
-        # Some models ask for a mask like this that they join with others: of all keys there are.
+        # Some models ask for such a mask over all existing keys, to join it with others.
         static = isinstance(q_offset, torch.Tensor) or pattern.window != _UNLIMITED
         if not (static or offset + 1 < kv_length):
             return dense()
@@ -249,7 +251,7 @@ def attention_forward(
     deterministic: bool | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """One layer's attention with the signature transformers calls.
+    """Computes one layer's attention, with the signature that transformers calls.
 
     Args:
         module: The attention layer; its ``is_causal`` counts where the argument is None.
@@ -269,7 +271,7 @@ def attention_forward(
         position_bias: Float, added to the scores (T5); it replaces no mask.
         cu_seq_lens_q, cu_seq_lens_k: int32 (sequences + 1,), where packed sequences of a batch of
             one start.
-        max_length_q, max_length_k: Their longest lengths.
+        max_length_q, max_length_k: Longest lengths of the packed sequences.
         deterministic: Ask the kernels for bitwise repeatable gradients (ModernBERT).
         kwargs: What would change the result is refused: a paged cache, ``output_attentions``,
             selected keys, other sinks. The rest does not concern attention.
@@ -284,7 +286,7 @@ def attention_forward(
     _refuse(kwargs)
     query, key, value = _cast_by_autocast(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if type(dropout) is not float or dropout != 0.0:  # the quick way through
+    if type(dropout) is not float or dropout != 0.0:  # the usual value skips the check
         dropout = check_dropout("cute_attn", dropout)
     options = {"softmax_scale": scale, "softcap": softcap or 0.0, "dropout_p": dropout}
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -331,8 +333,10 @@ def _is_bounds(mask: torch.Tensor | None) -> bool:
 
 
 def _by_cache_kernels(q, k, v, bounds, sinks, scale, softcap) -> torch.Tensor:
-    """Attention of one token, q (batch, 1, heads, head_dim), to the keys within ``bounds`` of a
-    static cache, k and v (batch, kv_length, kv_heads, head_dim)."""
+    """Computes attention of one token to the keys within ``bounds`` of a static cache.
+
+    q is (batch, 1, heads, head_dim), k and v are (batch, kv_length, kv_heads, head_dim).
+    """
     first, end = (x.contiguous() for x in bounds[:, 0, 0].unbind(-1))  # (batch,)
     return flash_attn_with_kvcache(
         q, k, v, cache_seqlens=end, cache_leftpad=first, softmax_scale=scale, softcap=softcap,
@@ -341,8 +345,10 @@ def _by_cache_kernels(q, k, v, bounds, sinks, scale, softcap) -> torch.Tensor:
 
 
 def _cast_by_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """In autocast's dtype where it is on, as PyTorch's attention does: rotary embedding and a cache
-    make float32 of what a layer's projections gave in 16 bits."""
+    """Casts tensors to autocast's dtype where it is on, as PyTorch's attention does.
+
+    Rotary embedding and a cache make float32 of what a layer's projections gave in 16 bits.
+    """
     kind = tensors[0].device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -353,7 +359,7 @@ def _cast_by_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def _asked(
     module, n_k: int, mask: torch.Tensor | None, sliding_window: int | None, is_causal: bool | None
 ) -> Plan:
-    """What is to be seen of ``n_k`` keys; beside a dense mask, everything."""
+    """Returns what is seen of ``n_k`` keys as a plan; beside a dense mask, everything."""
     if isinstance(mask, KernelMask):
         return mask.plan
     if mask is not None:
@@ -367,7 +373,7 @@ def _asked(
 
 
 def _packed(found: Plan, lengths: tuple, batch: int, keys: int) -> Plan:
-    """``found`` of sequences that the caller has packed."""
+    """Returns ``found`` for sequences that the caller has packed."""
     if batch != 1 or None in lengths:
         raise ValueError(
             "cute_attn: expected cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k with "
@@ -378,7 +384,7 @@ def _packed(found: Plan, lengths: tuple, batch: int, keys: int) -> Plan:
 
 
 def _by_kernels(q, k, v, found: Plan, sinks, options: dict) -> torch.Tensor:
-    """Attention of (batch, length, heads, head_dim) under a plan."""
+    """Computes attention of (batch, length, heads, head_dim) tensors under a plan."""
     if found.keys < k.shape[1]:
         k, v = k[:, : found.keys], v[:, : found.keys]
     options = options | {"causal": found.causal, "window_size": found.window}
@@ -402,7 +408,7 @@ def _by_kernels(q, k, v, found: Plan, sinks, options: dict) -> torch.Tensor:
 
 
 class _Fallback:
-    """:func:`attention_forward`, and PyTorch for what it does not have."""
+    """:func:`attention_forward`, with PyTorch for what that does not support."""
 
     def __init__(self):
         self._said: set[str] = set()
@@ -438,7 +444,10 @@ def _by_pytorch(
     position_bias=None,
     **kwargs,
 ) -> torch.Tensor:
-    """The same by SDPA, or where it has no such option by the reference; memory of all scores."""
+    """Computes attention by SDPA, or by the reference for options that SDPA lacks.
+
+    It takes memory for all scores.
+    """
     query, key, value = _cast_by_autocast(query, key, value)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, KernelMask):
@@ -480,9 +489,11 @@ def _additive_bias(
     position_bias: torch.Tensor | None,
     found: Plan,
 ) -> torch.Tensor:
-    """What is added to the scores of (batch, length, heads, head_dim): a bias, and -inf where a key
-    is hidden."""
-    # A mask says everything but which packed sequences its caller means.
+    """Returns what is added to the scores of (batch, length, heads, head_dim) tensors.
+
+    This is a bias, and -inf where a key is hidden.
+    """
+    # A mask contains everything but the packed sequences that the caller gave.
     seen = _visible(q, k, found) if mask is None or found.lengths is not None else None
     total = position_bias
     for part in (mask, seen):
@@ -494,7 +505,7 @@ def _additive_bias(
 
 
 def _visible(q: torch.Tensor, k: torch.Tensor, found: Plan) -> torch.Tensor:
-    """Which keys each query sees: bool, broadcastable to (q_length, kv_length)."""
+    """Returns which keys each query sees: bool, broadcastable to (q_length, kv_length)."""
     n_q, n_k, device = q.shape[1], k.shape[1], q.device
     if found.lengths is None:
         return visible_keys(n_q, n_k, found.causal, found.window, device=device)
@@ -503,7 +514,7 @@ def _visible(q: torch.Tensor, k: torch.Tensor, found: Plan) -> torch.Tensor:
     key = torch.arange(n_k, device=device, dtype=ends_k.dtype)
     row_end = torch.searchsorted(ends_q, row, right=True)  # (q_length,)
     key_end = torch.searchsorted(ends_k, key, right=True)  # (kv_length,)
-    # The last query of a sequence stands beside its last key.
+    # The last query of a sequence is aligned with its last key.
     place = (row - ends_q[row_end] + ends_k[row_end])[:, None]
     left, right = found.window[0], 0 if found.causal else found.window[1]
     visible = row_end[:, None] == key_end

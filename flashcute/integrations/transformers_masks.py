@@ -21,12 +21,13 @@ _UNLIMITED = (-1, -1)
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Which keys a query sees, by their positions, and the sequences they are of.
+    """Which keys a query sees, by their positions and by the sequences that they belong to.
 
     Attributes:
-        causal: None after it.
+        causal: Whether a query sees no key after it.
         window: Keys to the left and to the right, -1 for unlimited, as flash_attn counts.
-        packed: (batch, length), the number of each token's sequence in its row; None for one.
+        packed: (batch, length), the number of each token's sequence in its row; None for one
+            sequence.
         chunk: Keys that are seen together, counted from the first one on; None for all. The
             kernels express keys that end in the first chunk.
     """
@@ -37,7 +38,7 @@ class Pattern:
     chunk: int | None = None
 
     def joined(self, other: Pattern) -> Pattern | None:
-        """What both show; None where two windows, packings or chunks would have to be merged."""
+        """Returns what both show; None where two windows, packings or chunks would be merged."""
         if self.window != _UNLIMITED != other.window or None not in (self.packed, other.packed):
             return None
         if None not in (self.chunk, other.chunk):
@@ -49,7 +50,7 @@ class Pattern:
 
 
 def recognise(function: Callable) -> Pattern | None:
-    """The pattern of a mask function of ``transformers.masking_utils``, or None."""
+    """Returns the pattern of a mask function of ``transformers.masking_utils``, or None."""
     if function is masking_utils.causal_mask_function:
         return Pattern(causal=True)
     if function is getattr(masking_utils, "bidirectional_mask_function", None):
@@ -72,10 +73,11 @@ def recognise(function: Callable) -> Pattern | None:
     if maker == "packed_sequence_mask_function":
         return Pattern(packed=held["packed_sequence_mask"])
     if maker == "chunked_overlay":
-        return Pattern(chunk=held["chunk_size"])  # behind padding, of which plan() refuses any
+        # Counted from behind padding, which plan() refuses with chunks.
+        return Pattern(chunk=held["chunk_size"])
     if maker == "remap_positions_for_packed_sequence":
-        found = recognise(held["mask_function"])  # distances within a sequence are the same
-        # Chunks begin at positions, which may be any.
+        found = recognise(held["mask_function"])  # distances within a sequence stay the same
+        # Chunks begin at fixed positions, but the remapped ones may be any.
         return None if found is None or found.chunk is not None else found
     return None
 
@@ -115,10 +117,10 @@ class Plan:
 def plan(
     pattern: Pattern, q_length: int, kv_length: int, offset: int, padding: Tensor | None
 ) -> Plan | None:
-    """The plan of a mask, or None where the kernels cannot express it.
+    """Returns the plan of a mask, or None where the kernels cannot express it.
 
-    Reads the padding mask, or the numbers of packed sequences, back from the device, once: on CUDA
-    the host waits for them. It computes itself what follows from them, and launches no kernel.
+    The padding mask, or the numbers of packed sequences, are read back from the device once: on
+    CUDA the host waits for them. What follows from them is computed on the host, without a kernel.
 
     Args:
         pattern: What :func:`recognise` found.
@@ -161,7 +163,7 @@ def plan(
     device = padding.device
     ends_k, longest_k, key_rows = _packed(kept, device)
     if not places_count:
-        # All queries: whether they are of the same sequence as the keys is not known here.
+        # All queries stay: it is not known here whether they are of the same sequence as the keys.
         ends_q = np.arange(len(kept) + 1, dtype=np.int32) * np.int32(q_length)
         ends = _on(device, ends_q), ends_k, q_length, longest_k
         return Plan(causal, window, keys, ends, key_rows=key_rows)
@@ -173,16 +175,16 @@ def plan(
 def bounds_of_token(
     pattern: Pattern, batch: int, kv_length: int, offset: int, padding: Tensor | None, device
 ) -> Tensor | None:
-    """The keys that one token after a static cache sees, or None where padding is between them.
+    """Returns the keys that one token after a static cache sees; None if padding is between them.
 
-    It is a plain tensor, as generate() compiles what takes it, and of a shape and dtype that no
-    model takes for a mask: int32 (batch, 1, 1, 2), the first key of each row and the one behind its
-    last. Reads the padding mask back, once, as :func:`plan`.
+    The result is a plain tensor, as generate() compiles the code that takes it, and has a shape and
+    dtype that no model takes for a mask: int32 (batch, 1, 1, 2), the first key of each row and the
+    one behind its last. The padding mask is read back once, as in :func:`plan`.
 
     Args:
         pattern, kv_length, offset, padding: As in :func:`plan`, of one query.
         batch: How many rows there are.
-        device: Where the kernels read them.
+        device: Where the kernels read the result.
     """
     end = offset + 1
     if not pattern.causal or pattern.packed is not None or not 0 < end <= kv_length:
@@ -203,7 +205,7 @@ def bounds_of_token(
 
 
 def mask_of_bounds(bounds: Tensor, kv_length: int) -> Tensor:
-    """bool (batch, 1, 1, kv_length), True where attended, of what :func:`bounds_of_token` made."""
+    """Returns bool (batch, 1, 1, kv_length), True where attended, from :func:`bounds_of_token`."""
     key = torch.arange(kv_length, device=bounds.device)
     first, end = bounds.unbind(-1)  # (batch, 1, 1)
     return (key >= first[..., None]) & (key < end[..., None])
@@ -216,22 +218,23 @@ def _in_place(
     kv_length: int,
     device: torch.device,
 ) -> tuple[tuple, tuple]:
-    """``lengths`` and ``used`` of a :class:`Plan` for rows whose tokens are not moved.
+    """Returns ``lengths`` and ``used`` of a :class:`Plan` for rows whose tokens are not moved.
 
     Args:
         first: (batch,), the first token of each row; None where rows begin with them.
-        tokens: (batch,), how many there are, without padding between them.
+        tokens: (batch,), how many tokens each row has, without padding between them.
         queries: q_length, and the position of the first query; None where all are computed.
         kv_length: Length of the rows of keys.
-        device: Where the kernels read them.
+        device: Where the kernels read the result.
     """
     q_length, offset = queries
     batch = len(tokens)
-    # Sequences begin at row 0: padding before the first token is a sequence that has none.
+    # Sequences begin at row 0, so padding before the first token counts as a sequence without
+    # tokens.
     lead = int(first is not None)
     first = 0 if first is None else first
-    # (4, sequences + 1): cu_seqlens_q, cu_seqlens_k, and without the last column seqused_q and
-    # seqused_k. One copy to the device.
+    # One table makes one copy to the device: (4, sequences + 1) with cu_seqlens_q, cu_seqlens_k
+    # and, without the last column, seqused_q and seqused_k.
     table = np.zeros((4, lead + batch + 1), np.int32)
     row = np.arange(batch + 1)
     table[0, lead:], table[1, lead:] = row * q_length, row * kv_length
@@ -251,7 +254,7 @@ def _on(device: torch.device, array: np.ndarray) -> Tensor:
 
 
 def _packed(kept: np.ndarray, device: torch.device) -> tuple[Tensor, int, Tensor]:
-    """cu_seqlens, the longest sequence and the rows that are kept."""
+    """Returns cu_seqlens, the longest sequence and the rows that are kept."""
     tokens = kept.sum(1, dtype=np.int32)  # (batch,)
     ends = np.zeros(len(tokens) + 1, np.int32)
     tokens.cumsum(out=ends[1:])
@@ -259,7 +262,7 @@ def _packed(kept: np.ndarray, device: torch.device) -> tuple[Tensor, int, Tensor
 
 
 def _ends_of_sequences(packed: np.ndarray) -> np.ndarray:
-    """cu_seqlens of rows of several sequences, one row after the other."""
+    """Returns cu_seqlens of rows of several sequences, one row after the other."""
     starts = np.ones(packed.shape, bool)
     starts[:, 1:] = packed[:, 1:] != packed[:, :-1]
     return np.append(np.flatnonzero(starts), packed.size).astype(np.int32)
@@ -269,8 +272,8 @@ class KernelMask(Tensor):
     """A mask (batch, 1, q_length, kv_length) that the kernels express, without its memory.
 
     transformers and its models pass masks on, but now and then slice or join one. Any operation on
-    this one happens to the dense mask, made then: it is never wrong. But it may be moved: a model
-    over several GPUs moves the inputs of each layer.
+    this mask is done on the dense mask, which is made at that time, so it is never wrong. Moving
+    alone keeps this class: a model over several GPUs moves the inputs of each layer.
 
     Attributes:
         plan: What the kernels do.

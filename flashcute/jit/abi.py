@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ABI_VERSION = 22  # flash::kAbiVersion
 
-# Of each tensor, in the struct's order: its leading dimensions that have a stride in the struct.
+# The leading dimensions of each tensor, in the struct's order, whose strides are in the struct.
 _STRIDES = {
     **dict.fromkeys("qkvo", ("batch", "row", "head")),
     "softmax_lse": ("batch", "head"),
@@ -145,18 +145,18 @@ def fwd_params(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
 ) -> FlashFwdParams:
-    """The arguments of a forward launch; nothing is checked.
+    """Returns the arguments of a forward launch; nothing is checked.
 
     Args:
         tensors: By the names of their pointers without ``_ptr``, on a GPU or the CPU, with the
             shapes that ``flash.h`` gives: q, k, v, o, softmax_lse, sinks, alibi_slopes, rng_state.
             A pointer without a tensor is null. The struct holds addresses only: the tensors have to
             outlive it.
-        softmax_scale: Of the scores.
-        pack_heads: The query heads of a key head share tiles.
+        softmax_scale: Factor on the scores.
+        pack_heads: Whether the query heads of a key head share tiles.
         window_size: (left, right) of a kernel with the mask ``"local"``, both >= 0.
-        softcap: Of a kernel with softcap, > 0.
-        dropout_p: Of a kernel with dropout; ``pack_heads`` is False then.
+        softcap: > 0 for a kernel with softcap, else 0.0.
+        dropout_p: > 0 for a kernel with dropout, else 0.0; ``pack_heads`` is False then.
     """
     params = FlashFwdParams()
     _fill(params, tensors, softmax_scale, window_size, softcap, dropout_p)
@@ -172,16 +172,16 @@ def bwd_params(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
 ) -> FlashBwdParams:
-    """The arguments of a backward launch; nothing is checked.
+    """Returns the arguments of a backward launch; nothing is checked.
 
     Args:
         tensors: As in :func:`fwd_params`, and do, dlse, dq, dk, dv, dsinks, row_stats, whose third
             dimension is the rounded length of the queries, dq_accum, dq_semaphore, flat, and
             dkv_partial.
-        softmax_scale: Of the scores.
+        softmax_scale: Factor on the scores.
         window_size: (left, right) of kernels with the mask ``"local"``, both >= 0.
-        softcap: Of kernels with softcap, > 0.
-        dropout_p: Of kernels with dropout.
+        softcap: > 0 for kernels with softcap, else 0.0.
+        dropout_p: > 0 for kernels with dropout, else 0.0.
     """
     params = FlashBwdParams(seqlen_q_rounded=tensors["row_stats"].shape[2])
     _fill(params, tensors, softmax_scale, window_size, softcap, dropout_p)
@@ -189,14 +189,14 @@ def bwd_params(
 
 
 def dropout_bound(threshold: int) -> tuple[int, bool]:
-    """Which of the 2**16 patterns of 16 bits drop a weight: ``DropoutBound`` of ``flash.h``.
+    """Returns which of the 2**16 patterns of 16 bits drop a weight: ``DropoutBound``, flash.h.
 
     Args:
         threshold: How many of them, less than 2**16.
 
     Returns:
-        The bits of a float16, and False where patterns that are less than it as float16 drop, True
-        where all others do, NaN among them.
+        The bits of a float16 bound, and a flag: False if the patterns less than it as float16 drop,
+        True if all others do, NaN among them.
     """
     inf = 0x7C00  # so many negative patterns, -inf included, are less than 0
     flips = threshold == inf + 1 or threshold > 2 * inf + 1
@@ -248,13 +248,14 @@ def _fill(
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """How the keys of a ragged batch's tiles are split, as ``flash.h`` says.
+    """How the keys of a ragged batch's tiles are split, as in ``flash.h``.
 
     Attributes:
-        num_splits: Parts of a tile at most, 1 to 256.
-        blocks: Key blocks of a part at least.
-        ctas: Into fewer, longer parts, as few as keep so many CTAs busy; 0: as ``num_splits`` and
-            ``blocks`` say, so that a sequence is split the same in any batch.
+        num_splits: Most parts of a tile, 1 to 256.
+        blocks: Fewest key blocks of a part.
+        ctas: If not 0, tiles are split into fewer, longer parts, as few as keep so many CTAs busy;
+            0: as ``num_splits`` and ``blocks`` say, so that a sequence is split the same in any
+            batch.
     """
 
     num_splits: int = 1
@@ -269,7 +270,7 @@ _SPLIT_WAVES = 4  # kSplitWaves of flash.h
 def plan_capacity(
     total_rows: int, b: int, tile_m: int, splits: Splits = NOT_SPLIT, grid_heads: int = 1
 ) -> int:
-    """``flash::plan_capacity()``."""
+    """Computes ``flash::plan_capacity()``."""
     more = (splits.num_splits - 1) * (total_rows // tile_m + b)
     if splits.ctas > 0:
         more = min(more, _SPLIT_WAVES * splits.ctas // grid_heads + 1)
@@ -277,12 +278,12 @@ def plan_capacity(
 
 
 def plan_words(capacity: int, b: int, total_q: int = 0, num_splits: int = 1) -> int:
-    """``flash::plan_words()``."""
+    """Computes ``flash::plan_words()``."""
     return 4 + 8 * capacity + 16 * b + 8 + (4 * total_q if num_splits > 1 else 0)
 
 
 def partial_rows(total_rows: int, tile_m: int, splits: Splits, grid_heads: int) -> int:
-    """``flash::partial_rows()``."""
+    """Computes ``flash::partial_rows()``."""
     most = splits.num_splits * total_rows if splits.num_splits > 1 else 0
     if splits.ctas > 0:
         return min(most, total_rows + tile_m * (_SPLIT_WAVES * splits.ctas // grid_heads + 1))
@@ -290,21 +291,21 @@ def partial_rows(total_rows: int, tile_m: int, splits: Splits, grid_heads: int) 
 
 
 def bwd_plan_words(total_q: int, total_k: int, b: int) -> int:
-    """``flash::bwd_plan_words()``."""
+    """Computes ``flash::bwd_plan_words()``."""
     return plan_words(plan_capacity(max(total_q, total_k), b, 64), b)
 
 
 def semaphores(heads: int, rows: int) -> int:
-    """Words of ``dq_semaphore_ptr``, of so many heads of so many rows of statistics."""
+    """Returns the words of ``dq_semaphore_ptr``, for so many heads and rows of statistics."""
     return heads * rows // SEMAPHORE_ROWS + 1
 
 
 def row_stats_rows(total_q: int, b: int) -> int:
-    """``flash::row_stats_rows()``."""
+    """Computes ``flash::row_stats_rows()``."""
     return (total_q // ROW_STATS_MULTIPLE + b + 2) * ROW_STATS_MULTIPLE
 
 
-# Tensors of a ragged batch that count as those of one entry.
+# Tensors of a ragged batch that are passed as those of a single batch entry.
 _PACKED = (*"qkvo", "softmax_lse", "do", "dlse", "dq", "dk", "dv", "row_stats", "dq_accum")
 
 
@@ -330,13 +331,13 @@ def varlen_params(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
 ) -> FlashFwdParams:
-    """:func:`fwd_params` of a ragged batch.
+    """Returns :func:`fwd_params` of a ragged batch.
 
     Args:
         tensors: q (total_q, h, d), k and v (total_k, h_k, d), o as q, softmax_lse (h, total_q),
             cu_seqlens_q and cu_seqlens_k (b + 1,), plan; sinks, seqused_q and seqused_k (b,).
-        max_seqlen_q: Rows of a sequence from there on count as rows of no sequence.
-        capacity: Of the plan.
+        max_seqlen_q: Rows of a sequence from this index on count as rows of no sequence.
+        capacity: Capacity of the plan.
     """
     options = pack_heads, window_size, softcap, dropout_p
     params = fwd_params(_as_one_entry(tensors), softmax_scale, *options)
@@ -354,7 +355,7 @@ def varlen_bwd_params(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
 ) -> FlashBwdParams:
-    """:func:`bwd_params` of a ragged batch.
+    """Returns :func:`bwd_params` of a ragged batch.
 
     Args:
         tensors: As in :func:`varlen_params`, plan of :func:`bwd_plan_words` words; do, dq, dk and
@@ -370,11 +371,11 @@ def varlen_bwd_params(
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """What ``flash.h`` says of rotation beside its tables.
+    """The options of rotary embedding in ``flash.h``, beside its tables.
 
     Attributes:
         q_step: 1, or 0 if all queries of a sequence are rotated alike.
-        interleaved: Whether pairs are neighbours.
+        interleaved: Whether the elements of a pair are neighbours.
     """
 
     q_step: int = 1
@@ -394,7 +395,7 @@ def serving_params(
     in_cache: int | None = None,
     dropout_p: float = 0.0,
 ) -> FlashFwdParams:
-    """:func:`fwd_params` of a ragged batch over a cache, without pointers to workspace.
+    """Returns :func:`fwd_params` of a ragged batch over a cache, without pointers to workspace.
 
     Args:
         tensors: q (total_q, h, d), o as q, softmax_lse (h, total_q); k and v
@@ -405,13 +406,13 @@ def serving_params(
             rotary_cos and rotary_sin (seqlen_rotary, rotary_dim / 2), and then q_unrotated
             (b, seqlen_q, h, d).
         max_seqlen_q: As in :func:`varlen_params`.
-        tile_m: Of the kernel.
+        tile_m: Query rows of the kernel's tile.
         rotary: How queries and pairs are rotated.
         in_cache: Without seqused_k: tokens of every sequence before an append.
 
     Returns:
-        With the sizes that ``plan_words()`` and the workspace take: ``plan_capacity`` and
-        ``partial_rows``.
+        The struct, which includes the sizes that ``plan_words()`` and the workspace take:
+        ``plan_capacity`` and ``partial_rows``.
     """
     cache, table = tensors["k"], tensors.get("block_table")
     dense = dict(tensors)

@@ -17,7 +17,7 @@ logger = logging.getLogger("flashcute")
 
 
 def binding_unit(namespace: str) -> build.Unit:
-    """The build of the binding against the torch of this process.
+    """Returns the unit that builds the binding against the torch of this process.
 
     Torch's version is not part of the key: with the stable ABI one binary works with every torch
     since 2.10.
@@ -38,7 +38,7 @@ def binding_unit(namespace: str) -> build.Unit:
 
 
 def find() -> cache.Artefact | None:
-    """The binding of the package, or in the user's cache; builds nothing."""
+    """Finds the binding in the package or in the user's cache; builds nothing."""
     unit = binding_unit(NAMESPACE)
     folder = sources.prebuilt_dir() / unit.target
     artefact = cache.find(folder, unit.name, source_key=unit.source_key())
@@ -82,7 +82,7 @@ def load_binding() -> Path:
         The path of the shared object.
 
     Raises:
-        BuildError: where it is not there and cannot be built, or torch cannot load it.
+        BuildError: if it is missing and cannot be built, or torch cannot load it.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """Builds shared objects: one source, one compiler run, one entry of the cache.
 
 All entries missing for a call are built by one run of ninja, with an edge for each compiler run.
-Where FLASHCUTE_JOBS gives fewer jobs than cores a run takes a few entries instead, with one job
-one, so that other processes which need the same entries can build some of them meanwhile. Every
+Where FLASHCUTE_JOBS gives fewer jobs than cores, a run takes only a few entries (with one job,
+one), so that other processes that need the same entries can build some of them meanwhile. Every
 word of a command is quoted, so no path or variable is parsed as a command. Every entry has a file
 lock, which the operating system releases when its holder dies. Processes that need the same entry
 build it once. No process waits for a lock while it holds another, so there is no deadlock.
@@ -42,9 +42,11 @@ _NINJA_STATUS = "finished: "  # begins the line that ninja prints as an edge end
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _TICK = 0.5  # seconds between looks at what is being compiled
 
-_PRECOMPILE_FROM = 5  # compiler runs with a header, each a third faster by it, for the one it takes
+# Compiler runs with one header: a precompiled one costs one run and saves a third of each.
+_PRECOMPILE_FROM = 5
 
-# Compiler runs of this process with a header, by its key, and the precompiled ones; None: failed.
+# For each header's key: how many compiler runs of this process had it, and its precompiled file,
+# which is None if that failed.
 _compiled: collections.Counter[str] = collections.Counter()
 _headers: dict[str, Path | None] = {}
 
@@ -60,7 +62,7 @@ class Unit:
         name: Stem of the files.
         target: Where it runs, e.g. ``"sm_90"`` or ``"host"``.
         source: Text of its one translation unit.
-        suffix: Of the source file, ``".cu"`` or ``".cpp"``.
+        suffix: Suffix of the source file, ``".cu"`` or ``".cpp"``.
         flags: Compiler flags before the source.
         libraries: Linker flags after the source; may hold paths, which are not part of the key.
         project_dirs: Include folders whose headers enter the key with their bytes.
@@ -113,7 +115,7 @@ class Unit:
         return f"{self.name}{self.suffix}"
 
     def command(self, compiler: Compiler) -> list[str]:
-        """Compiles :attr:`file` in the working folder, so that no path of it is in the result."""
+        """Returns the command, which runs in the working folder: no path of it is in the result."""
         folders = (*self.overriding_dirs, *self.project_dirs, *self.external_dirs)
         includes = [f"-I{folder}" for folder in folders]
         if self.suffix != ".cu":  # for __FILE__; no kernel has one
@@ -131,7 +133,7 @@ class BuildResult:
     Attributes:
         unit: The unit.
         artefact: The entry, or None if it could not be built.
-        seconds: Of the compiler run; 0.0 where the entry was in the cache.
+        seconds: Duration of the compiler run; 0.0 where the entry was in the cache.
         error: The message where ``artefact`` is None.
     """
 
@@ -142,8 +144,10 @@ class BuildResult:
 
 
 def resources(log: str) -> dict[str, int]:
-    """Of a thread, from what ``ptxas -v`` printed: registers, spilled bytes, and the stack frame,
-    which holds these and arrays that are indexed by what is not known when compiled."""
+    """Parses what ``ptxas -v`` printed: registers, spilled bytes and stack frame of a thread.
+
+    The stack frame holds the spills and the arrays whose indices are unknown at compile time.
+    """
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     frames = [int(n) for n in re.findall(r"(\d+) bytes stack frame", log)]
@@ -157,10 +161,10 @@ def resources(log: str) -> dict[str, int]:
 
 
 def find(unit: Unit, compiler: Compiler | None) -> cache.Artefact | None:
-    """The unit's entry in the user's cache, if it exists and is intact. Writes nothing.
+    """Finds the unit's entry in the user's cache, if it exists and is intact. Writes nothing.
 
-    Without a compiler, as where a cache was filled in another shell or image, it is that of any
-    compiler, by the rule for prebuilt files: the newest entry of the same sources.
+    Without a compiler, e.g. where a cache was filled in another shell or image, an entry of any
+    compiler is taken, by the rule for prebuilt files: the newest one of the same sources.
     """
     folder = cache.cache_dir()
     try:
@@ -200,7 +204,7 @@ class _Edge:
         return self.folder / f"{self.unit.name}.so"
 
     def seconds(self) -> float | None:
-        """How long its compiler has been running; None before it starts and once it has ended."""
+        """Returns for how long its compiler has run; None before its start and after its end."""
         with contextlib.suppress(FileNotFoundError):
             if not (self.folder / "status").exists():
                 return max(0.0, time.time() - (self.folder / "started").stat().st_mtime)
@@ -276,7 +280,7 @@ class _Edge:
 def _take(
     unit: Unit, compiler: Compiler, key: str, folder: Path, stack: contextlib.ExitStack
 ) -> _Edge | cache.Artefact | None:
-    """The edge that builds the unit, its entry if it exists, None if another process builds it.
+    """Returns the unit's edge, its entry if it exists, or None if another process builds it.
 
     Never waits, so that no process waits while it holds a lock. ``stack`` releases the edge's lock
     and folder.
@@ -290,7 +294,7 @@ def _take(
     if artefact is not None:
         lock.release()
         return artefact
-    # This process holds the lock, so these folders are of builds that were killed.
+    # This process holds the lock, so these folders are left over from builds that were killed.
     for left_over in folder.glob(f"tmp-{stem}-*"):
         shutil.rmtree(left_over, ignore_errors=True)
     private = tempfile.TemporaryDirectory(dir=folder, prefix=f"tmp-{stem}-")
@@ -332,7 +336,7 @@ def clean(older_than: float | None = None) -> tuple[int, int]:
 
 
 def find_ninja() -> str:
-    """The program of the package ninja, else the one on PATH."""
+    """Finds the program of the package ninja, else the one on PATH."""
     with contextlib.suppress(ImportError):
         import ninja
 
@@ -349,7 +353,7 @@ def find_ninja() -> str:
 
 
 def _lines(process: subprocess.Popen, every: float) -> Iterator[str | None]:
-    """The lines that ``process`` prints, and None after each ``every`` seconds without output."""
+    """Yields the lines that ``process`` prints, and None after ``every`` seconds without output."""
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
     rest = b""
@@ -417,7 +421,7 @@ def _ninja_value(text: str) -> str:
 
 
 def build(unit: Unit, compiler: Compiler) -> BuildResult:
-    """The unit's entry in the user's cache, built if it is missing.
+    """Builds the unit if the user's cache lacks it; returns the result with its entry.
 
     Raises:
         BuildError: where the compiler fails or the cache folder cannot be used.
@@ -445,7 +449,7 @@ def _precompile(units: Sequence[Unit], compiler: Compiler, watch) -> None:
 
 
 def default_jobs() -> int:
-    """``FLASHCUTE_JOBS`` if set, else one per core, fewer if memory is short."""
+    """Returns ``FLASHCUTE_JOBS`` if set, else one job per core, fewer if memory is short."""
     jobs = env.read().jobs
     if jobs is not None:
         return jobs
@@ -457,7 +461,7 @@ def _cores() -> int:
 
 
 def available_memory() -> int:
-    """Free bytes: the least of the machine's and the control group's."""
+    """Returns the free bytes: the smaller of the machine's and the control group's."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     with contextlib.suppress(OSError):
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -467,7 +471,7 @@ def available_memory() -> int:
         limit, used, stat = (
             (_CONTROL_GROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat")
         )
-        # Files that were read count as used, until their pages are wanted.
+        # Cached files count as used memory, although their pages are freed when they are wanted.
         files = re.findall(r"^(?:in)?active_file (\d+)$", stat, re.MULTILINE)
         free = min(free, int(limit) - int(used) + sum(map(int, files)))
     return free
@@ -508,7 +512,7 @@ def build_many(
     if missing:
         folder = cache.writable_cache_dir()
         keys = {index: units[index].key(compiler) for index in missing}
-        # The same order in every process.
+        # All processes take the units in the same order.
         missing.sort(key=lambda index: _stem(units[index], keys[index]))
         _precompile([units[index] for index in missing], compiler, watch)
     while missing:

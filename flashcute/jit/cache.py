@@ -34,7 +34,7 @@ BYTES_PER_BUILD = 100 << 20
 _STEM = r"\w+-(?:host|sm_\w+|sim-\w+)-[0-9a-f]{32}"
 _OURS = re.compile(rf"(?P<entry>{_STEM})\.(?:json|so)|tmp-(?P<unfinished>{_STEM})-\w{{8}}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_HELD = (errno.EAGAIN, errno.EACCES)  # by another; NFS says the second
+_HELD = (errno.EAGAIN, errno.EACCES)  # another process holds the lock; NFS says the second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Artefact:
 
 
 def cache_dir() -> Path:
-    """``FLASHCUTE_CACHE_DIR`` if set, else ``flashcute`` in the user's cache; not created here."""
+    """Returns ``FLASHCUTE_CACHE_DIR`` or ``flashcute`` in the user's cache; does not create it."""
     chosen = env.read().cache_dir
     if chosen is not None:
         return chosen
@@ -69,7 +69,7 @@ def is_full(text: str) -> bool:
 
 
 def no_space(folder: Path) -> BuildError:
-    """The error for a build that found no space on the disk of ``folder``."""
+    """Returns the error for a build that found no space on the disk of ``folder``."""
     free = shutil.disk_usage(folder).free / 2**20
     return BuildError(
         f"flashcute: no space left in {folder}: {free:.0f} MiB are free, and a build takes up to "
@@ -110,7 +110,8 @@ def check_private(folder: Path) -> None:
     elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         kind = f"writable by others (mode {stat.S_IMODE(status.st_mode):04o})"
         way_out = "set FLASHCUTE_CACHE_DIR to a folder of your own"
-        if not status.st_mode & stat.S_ISVTX:  # nobody should close /tmp
+        # A sticky folder such as /tmp must stay open to others.
+        if not status.st_mode & stat.S_ISVTX:
             way_out = f"check who wrote to it, then run `chmod 700 {folder}`, or {way_out}"
     else:
         return
@@ -121,7 +122,7 @@ def check_private(folder: Path) -> None:
 
 
 def writable_cache_dir() -> Path:
-    """The cache folder, created with mode 0700 where it is missing.
+    """Returns the cache folder, creating it with mode 0700 where it is missing.
 
     Raises:
         BuildError: where it cannot be created or is not private.
@@ -139,7 +140,7 @@ def writable_cache_dir() -> Path:
 
 
 def _flock(file: IO, folder: Path, wait: bool) -> bool:
-    """Whether ``file``, open for writing as NFS wants it, is locked now.
+    """Locks ``file``, which is open for writing as NFS wants it; returns whether it is locked now.
 
     Raises:
         BuildError: where the file system of ``folder`` has no locks. Two processes would then build
@@ -165,7 +166,7 @@ class Lock:
         self._file: IO | None = None
 
     def acquire(self, wait: bool = False) -> bool:
-        """Whether this object holds the lock now; ``wait``: until it does."""
+        """Takes the lock if it is free, or waits for it if ``wait``; returns whether it is held."""
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         file = open(self.path, "ab")  # noqa: SIM115 - until released
         if not _flock(file, self.path.parents[1], wait):
@@ -174,7 +175,7 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """No effect where it is not held."""
+        """Releases the lock; no effect where it is not held."""
         if self._file is not None:
             # Closing is not enough where a process that was forked meanwhile has it open, too.
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -191,7 +192,7 @@ def _sha256(path: Path) -> str:
 
 
 def find(folder: Path, stem: str, **expected: str) -> Artefact | None:
-    """The entry ``stem`` of ``folder`` if it is intact and its record holds ``expected``."""
+    """Returns the entry ``stem`` of ``folder`` if it is intact and its record has ``expected``."""
     path, record = folder / f"{stem}.so", folder / f"{stem}.json"
     try:
         meta = json.loads(record.read_bytes())
@@ -211,7 +212,7 @@ def find(folder: Path, stem: str, **expected: str) -> Artefact | None:
 
 
 def load_advice(error: Exception) -> str:
-    """What to do where the dynamic loader refuses an entry."""
+    """Says what to do where the dynamic loader refuses an entry."""
     # glibc's text for a file that it may not map as code.
     if "failed to map segment" in str(error):
         return (
@@ -229,7 +230,7 @@ def _replace(source: Path, target: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, list[Path]]:
-    """Stem of each entry in the cache to its record, shared object and unfinished builds.
+    """Maps the stem of each entry in the cache to its record, shared object and unfinished builds.
 
     Only names that flashcute gives: the folder may hold other files.
 
@@ -247,11 +248,11 @@ def contents(folder: Path) -> dict[str, list[Path]]:
 
 
 def bytes_of(path: Path) -> int:
-    """Size of a file, or of all files in a folder."""
+    """Returns the size of a file, or of all files in a folder."""
     files = [path, *(Path(at) / name for at, _, names in os.walk(path) for name in names)]
     size = 0
     for file in files:
-        with contextlib.suppress(FileNotFoundError):  # of a build that runs
+        with contextlib.suppress(FileNotFoundError):  # a running build removes files
             size += file.lstat().st_size
     return size
 

@@ -27,13 +27,13 @@ class Kernel:
     """A loaded kernel.
 
     Attributes:
-        config: What it was compiled for.
+        config: The configuration that it was compiled for.
         target: sm number of the GPU, e.g. ``"90"``.
         path: The shared object.
-        address: Of its ``const flash::Flash_kernel``; valid until the process ends.
-        threads: Per CTA.
+        address: Address of its ``const flash::Flash_kernel``; valid until the process ends.
+        threads: Threads per CTA.
         smem_bytes: Dynamic shared memory per CTA.
-        registers: Per thread, as ptxas reported.
+        registers: Registers per thread, as ptxas reported.
         spill_bytes: Spill stores and loads per thread in bytes, as ptxas reported.
     """
 
@@ -51,7 +51,7 @@ TARGETS = {f"{major}{minor}": (major, minor) for major, minor in MAX_SMEM_BYTES}
 
 
 def capability_of(target: str) -> tuple[int, int]:
-    """The compute capability of a target: ``"90"`` is ``(9, 0)``.
+    """Returns the compute capability of a target: ``"90"`` is ``(9, 0)``.
 
     Raises:
         ValueError: for a target that flashcute has no kernels for.
@@ -65,7 +65,7 @@ def capability_of(target: str) -> tuple[int, int]:
 
 
 def compatible_targets(target: str) -> list[str]:
-    """Targets whose machine code runs on ``target``, best first.
+    """Returns the targets whose machine code runs on ``target``, best first.
 
     Code for X.y runs on X.z with z >= y (CUDA C++ Programming Guide, "Binary Compatibility"), but
     not between discrete and integrated GPUs (8.7).
@@ -81,7 +81,7 @@ def compatible_targets(target: str) -> list[str]:
 
 
 def kernel_unit(config: AnyConfig, target: str) -> build.Unit:
-    """The build of one kernel for one target."""
+    """Returns the unit that builds one kernel for one target."""
     capability_of(target)
     # wgmma and setmaxnreg need sm_90a, which runs on compute capability 9.0 only.
     if config.arch == 90 and target != "90":
@@ -103,7 +103,7 @@ def kernel_unit(config: AnyConfig, target: str) -> build.Unit:
 
 
 def find_prebuilt(config: AnyConfig, target: str) -> cache.Artefact | None:
-    """The package's own shared object for ``config`` that runs on ``target``, if there is one."""
+    """Finds the package's own shared object for ``config`` that runs on ``target``, if any."""
     for candidate in compatible_targets(target):
         unit = kernel_unit(config, candidate)
         folder = sources.prebuilt_dir() / unit.target
@@ -152,8 +152,10 @@ def _find_or_build(config: AnyConfig, target: str) -> cache.Artefact:
 
 
 def build_arguments(config: AnyConfig, target: str) -> str:
-    """The arguments of ``python -m flashcute build`` that build a kernel and few others; empty for
-    one that does not ship, which is built on first use only."""
+    """Returns the arguments of ``python -m flashcute build`` that build a kernel and few others.
+
+    They are empty for a kernel that does not ship, which is built on first use only.
+    """
     capability = capability_of(target)
     if config in shipped.configs_of_calls(capability):
         return f"--all --target {target}"
@@ -230,10 +232,10 @@ os.register_at_fork(after_in_child=_loading.clear)
 
 
 def get_kernel(config: AnyConfig, target: str) -> Kernel:
-    """The kernel of ``config`` for the GPU with sm number ``target``, loaded.
+    """Returns the kernel of ``config`` for the GPU with sm number ``target``, loaded.
 
-    Searched in this process, in the package's prebuilt folder and in the user's cache; built if it
-    is in none of them.
+    It is searched in this process, in the package's prebuilt folder and in the user's cache, and
+    built if it is in none of them.
 
     Args:
         config: The kernel's configuration.
@@ -284,7 +286,7 @@ PLACES = ("prebuilt", "cache", "not built")
 
 
 def find_built(config: AnyConfig, target: str) -> tuple[str, cache.Artefact | None]:
-    """Where a kernel is, one of :data:`PLACES`, and its entry there."""
+    """Returns where a kernel is, one of :data:`PLACES`, and its entry there."""
     artefact = find_prebuilt(config, target)
     if artefact is not None:
         return "prebuilt", artefact

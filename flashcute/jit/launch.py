@@ -18,11 +18,11 @@ class Call:
         kernel: The description in the kernel's shared object.
         q: (b, seqlen_q, h, d) on a GPU, last dimension contiguous, the other strides multiples of
             16 bytes.
-        k: (b, seqlen_k, h_k, d), likewise; h_k divides h.
-        v: (b, seqlen_k, h_k, d), likewise.
-        softmax_scale: Of the scores; 1 / sqrt(d) by default.
+        k: (b, seqlen_k, h_k, d), with strides as for q; h_k divides h.
+        v: (b, seqlen_k, h_k, d), with strides as for q.
+        softmax_scale: Factor on the scores; 1 / sqrt(d) by default.
         outputs: out and lse to be written; new contiguous ones by default.
-        pack_heads: The query heads of a key head share tiles.
+        pack_heads: Whether the query heads of a key head share tiles.
         window_size: (left, right) of a kernel with the mask ``"local"``, both >= 0.
 
     Attributes:
@@ -48,7 +48,7 @@ class Call:
             outputs = out, q.new_empty((b, h, seqlen_q), dtype=torch.float32)
         self.out, self.lse = outputs
         self._kernel = kernel
-        # Kept, as the parameters hold their addresses.
+        # Keeps the tensors alive, as the parameters hold their addresses.
         self._tensors = {"q": q, "k": k, "v": v, "o": self.out, "softmax_lse": self.lse}
         scale = d**-0.5 if softmax_scale is None else softmax_scale
         self._params = fwd_params(self._tensors, scale, pack_heads, window_size)

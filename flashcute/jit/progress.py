@@ -58,7 +58,7 @@ class Progress:
         print(f"build {self._done}/{self._total}: {text}", file=sys.stderr, flush=True)
 
     def finished(self, result: BuildResult) -> None:
-        """Counts a unit that was built, failed, or was in the cache; the last prints no line."""
+        """Counts a unit that was built, failed, or was in the cache, which alone prints no line."""
         self._done += 1
         self._last_line.pop(result.unit, None)
         if self._bar is not None:

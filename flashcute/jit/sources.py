@@ -16,7 +16,7 @@ _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>|(
 
 
 def source_root() -> Path:
-    """The folder that holds ``csrc`` and ``third_party``: inside a wheel, or the checkout."""
+    """Returns the folder that holds ``csrc`` and ``third_party``: in a wheel, or the checkout."""
     installed = PACKAGE / "_src"
     return installed if installed.is_dir() else PACKAGE.parent
 
@@ -34,12 +34,12 @@ def binding_source() -> Path:
 
 
 def prebuilt_dir() -> Path:
-    """The folder of the package with the shared objects it ships."""
+    """Returns the folder of the package with the shared objects it ships."""
     return PACKAGE / "prebuilt"
 
 
 def cutlass_version() -> str | None:
-    """CUTLASS's version as its headers state it, or None where the headers are missing."""
+    """Returns CUTLASS's version as its headers state it, or None where the headers are missing."""
     header = cutlass_include_dir() / "cutlass" / "version.h"
     if not header.is_file():
         return None
@@ -61,21 +61,21 @@ def require_cutlass() -> None:
 
 
 def entry_point(config: FwdConfig | BwdConfig) -> str:
-    """The function that the shared object of ``config`` exports."""
+    """Returns the name of the function that the shared object of ``config`` exports."""
     return {"fwd": "flash_kernel", "bwd": "flash_bwd_kernel"}[config.kind]
 
 
 def kernel_type(config: FwdConfig | BwdConfig) -> str:
-    """What that function returns a pointer to, in namespace flash."""
+    """Returns the type in namespace flash that the function :func:`entry_point` points to."""
     return {"fwd": "Flash_kernel", "bwd": "Flash_bwd_kernel"}[config.kind]
 
 
 def source_text(config: FwdConfig | BwdConfig) -> str:
-    """The text of the .cu file that instantiates one configuration.
+    """Returns the text of the .cu file that instantiates one configuration.
 
     The files in ``csrc/flash_attn/src/instantiations`` are exactly this text.
     """
-    # A line for each field; those of a tile share theirs.
+    # Each field has a line; the fields of a tile share one.
     fields = re.split(r", (?![^{}]*\})", config.to_cpp()[1:-1])
     initialiser = ",\n".join(f"    {field}" for field in fields)
     head = f'extern "C" const flash::{kernel_type(config)} *{entry_point(config)}() {{'
@@ -101,7 +101,8 @@ static constexpr flash::{type(config).__name__} kConfig = {{
 
 
 def project_headers(source: bytes, folders: Iterable[Path]) -> dict[str, bytes]:
-    """Every header under ``folders`` that ``source`` includes, directly or not, with its bytes.
+    """Finds all headers under ``folders`` that ``source`` includes, directly or not, and their
+    bytes.
 
     Conditions around an ``#include`` are not evaluated, so the result may hold headers that are not
     used, but none is missing. The toolchain's version stands for headers outside ``folders``.
@@ -109,10 +110,10 @@ def project_headers(source: bytes, folders: Iterable[Path]) -> dict[str, bytes]:
     Raises:
         ValueError: for an ``#include`` of a macro, which is not expanded.
     """
-    # Text and no Path, whose making takes most of the time of loading a kernel that is built.
+    # Paths are plain text: making Path objects takes most of the time of loading a built kernel.
     folders = tuple(os.path.realpath(folder) for folder in folders)
     headers: dict[str, bytes] = {}
-    others: set[str] = set()  # no files
+    others: set[str] = set()  # paths that are no files
     pending: list[tuple[bytes, str | None]] = [(source, None)]
     while pending:
         text, parent = pending.pop()

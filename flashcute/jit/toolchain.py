@@ -40,7 +40,7 @@ NVCC_FLAGS = (
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-Xlinker=--strip-all",
     "-cudart=static",
-    "-nodlink",  # nothing to link on the device; it would leave the toolkit's path
+    "-nodlink",  # there is no device code to link; linking would leave the toolkit's path
     "-shared",
 )
 
@@ -81,14 +81,16 @@ class Compiler:
 
     @property
     def release(self) -> tuple[int, int] | None:
-        """Of CUDA, e.g. (13, 0), as nvcc prints it."""
+        """CUDA's release as nvcc prints it, e.g. (13, 0); None if it prints none."""
         found = re.search(r"\brelease (\d+)\.(\d+)", self.version)
         return (int(found[1]), int(found[2])) if found else None
 
     @property
     def gcc(self) -> int | None:
-        """The major version of a g++, "g++ (Debian 12.2.0-14) 12.2.0"; other compilers print none
-        of such a form."""
+        """The major version of a g++; None for other compilers.
+
+        A g++ prints e.g. "g++ (Debian 12.2.0-14) 12.2.0"; others print nothing of such a form.
+        """
         found = re.match(r"\S+ \(.*?\) (\d+)\.\d", self.version)
         return int(found[1]) if found else None
 
@@ -104,7 +106,7 @@ class Compiler:
         return int(found[1]) if found else None
 
     def identity(self) -> str:
-        """A digest of everything about the compiler that can change its output."""
+        """Returns a digest of everything about the compiler that can change its output."""
         parts = [str(self.path), self.version, *self.arguments]
         parts += [f"{name}={os.environ.get(name, '')}" for name in _COMPILER_VARIABLES]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -131,7 +133,7 @@ def _version(path: Path) -> str:
 
 
 def find_host_compiler() -> Compiler:
-    """``$CXX`` if set, else g++, else c++.
+    """Finds ``$CXX`` if set, else g++, else c++.
 
     Raises:
         BuildError: where there is none.
@@ -155,7 +157,7 @@ def find_host_compiler() -> Compiler:
 
 
 def _cuda_roots() -> list[Path]:
-    """Folders that may be a CUDA toolkit, best first."""
+    """Lists folders that may be a CUDA toolkit, best first."""
     home = os.environ.get("CUDA_HOME")
     if home:
         return [Path(home).absolute()]  # no fallback: a wrong CUDA_HOME must be an error
@@ -172,13 +174,13 @@ def _cuda_roots() -> list[Path]:
 
 
 def _lacking(root: Path, files: Sequence[str]) -> str | None:
-    """A text with the ``files`` that a CUDA toolkit lacks; None if it has all."""
+    """Returns a text with the ``files`` that a CUDA toolkit lacks; None if it has all."""
     missing = [name for name in files if not (root / name).exists()]
     return f"{root} (lacks {', '.join(missing)})" if missing else None
 
 
 def find_nvcc_alone() -> Compiler:
-    """nvcc of ``CUDA_HOME`` if set, else of PATH, of the PyPI wheels, of /usr/local/cuda.
+    """Finds nvcc of ``CUDA_HOME`` if set, else of PATH, of the PyPI wheels, of /usr/local/cuda.
 
     It compiles nothing yet, as it has no host compiler. Releases before 12.0 are skipped. So are
     wheels if some of nvcc's parts are missing: other packages install only its assembler.
@@ -207,7 +209,7 @@ def find_nvcc_alone() -> Compiler:
 
 
 def find_nvcc() -> Compiler:
-    """:func:`find_nvcc_alone` with its host compiler, as builds need it.
+    """Returns :func:`find_nvcc_alone`'s compiler with its host compiler, as builds need it.
 
     Raises:
         BuildError: where there is none, or no host compiler for it.
@@ -241,7 +243,7 @@ class CudaHeaders:
 
 
 def find_cuda_headers() -> CudaHeaders:
-    """The headers of the first CUDA toolkit or set of PyPI wheels that has them all; needs no nvcc.
+    """Finds the headers of the first CUDA toolkit or set of PyPI wheels with all; needs no nvcc.
 
     Raises:
         BuildError: where there are none.

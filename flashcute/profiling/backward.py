@@ -12,10 +12,10 @@ from ..config import BwdConfig, BwdTile
 if TYPE_CHECKING:
     from .disassembly import Binary
 
-# flash::BwdPass of the sm80 class by its number in a mangled name, and its products: S in all of
-# them, dP but for dV alone, and those of its results.
+# flash::BwdPass of the sm80 class, by its number in a mangled name, and its number of products. All
+# passes compute S, all but dV's compute dP, and each has the products of its own results.
 _PASSES = {0: ("dq", 3), 1: ("dkv", 4), 2: ("dk", 3), 3: ("dv", 2), 4: ("all", 5)}
-# Then, of "all" alone, whether tiles of keys add to dQ in their order.
+# The number is followed, for "all" alone, by whether tiles of keys add to dQ in their order.
 _PASS = re.compile(r"BwdPassE(\d)E+(Lb1E)?")
 
 
@@ -24,7 +24,7 @@ class BwdKernel:
     """One main kernel of a backward.
 
     Attributes:
-        config: Of the whole backward.
+        config: Configuration of the whole backward.
         computes: ``"dq"``, ``"dkv"``, ``"dk"`` or ``"dv"`` where there are several, else ``"all"``,
             or ``"all in order"`` where tiles of keys add to dQ in their order.
         products: Matrix products for each score, in each of its loops.
@@ -36,7 +36,7 @@ class BwdKernel:
 
     @property
     def full_name(self) -> str:
-        """The configuration's, and what of it this kernel computes."""
+        """The configuration's name, and what this kernel computes of it."""
         return f"{self.config.full_name} {self.computes}"
 
     @property
@@ -50,8 +50,11 @@ class BwdKernel:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory per CTA in bytes: of several kernels the owned tiles, of which dV
-        alone needs one, the visited ones, and the statistics of visited queries."""
+        """Dynamic shared memory per CTA in bytes.
+
+        If there are several kernels, it holds the owned tiles (one for dV alone, else two), the
+        visited tiles, and the statistics of visited queries.
+        """
         if self.config.fused:
             return self.config.smem_bytes
         tile, owned = self._tile, 1 if self.computes == "dv" else 2
@@ -61,7 +64,7 @@ class BwdKernel:
 
 
 def kernels(binaries: Iterable[Binary], config: BwdConfig) -> list[tuple[BwdKernel, Binary]]:
-    """The kernels with products among those of a backward's shared object, dQ first."""
+    """Returns the kernels with products among those of a backward's shared object, dQ first."""
     found = []
     for binary in binaries:
         if binary.mmas == 0:  # row statistics, the gradient of sinks, the rounding of dQ

@@ -32,7 +32,7 @@ def _value(field: str, word: str) -> object:
 def choose_config(
     args: argparse.Namespace, changes: Sequence[str]
 ) -> tuple[FwdConfig | BwdConfig, str]:
-    """The configuration that the arguments describe, changed as asked, and its target.
+    """Returns the configuration that the arguments describe, changed as asked, and its target.
 
     Raises:
         ValueError: for an unknown field or an invalid value.
@@ -49,7 +49,7 @@ def choose_config(
     config = choose(problem, capability)
     try:
         return _changed(config, changes), target
-    except (TypeError, ValueError) as error:  # TypeError: of a word that is compared with numbers
+    except (TypeError, ValueError) as error:  # TypeError: a word was compared with numbers
         raise ValueError(
             f"flashcute profile: {error}; say other values with --set or --compare, or leave them "
             "out"
@@ -57,7 +57,7 @@ def choose_config(
 
 
 def _changed(config: FwdConfig | BwdConfig, changes: Sequence[str]) -> FwdConfig | BwdConfig:
-    """``config`` with each FIELD=VALUE of ``changes``."""
+    """Returns ``config`` with each FIELD=VALUE of ``changes`` applied."""
     fields = _fields(config)
     values: dict[str, object] = {}
     for change in changes:
@@ -76,7 +76,7 @@ def _changed(config: FwdConfig | BwdConfig, changes: Sequence[str]) -> FwdConfig
 
 
 def _fields(config: FwdConfig | BwdConfig) -> set[str]:
-    """What ``--set`` may name: fields, and those of tiles as ``dkv.step``."""
+    """Returns what ``--set`` may name: fields, and those of tiles as ``dkv.step``."""
     found = set()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -107,7 +107,7 @@ def _static(args: argparse.Namespace, changes: Sequence[str]) -> dict[str, objec
 
 
 def _backward(args: argparse.Namespace) -> dict[str, object]:
-    """The static profile of each kernel with products of a backward."""
+    """Returns the static profile of each kernel with products of a backward."""
     config, target = choose_config(args, args.set)
     capability = kernels.capability_of(target)
     disassembly.find_cuobjdump()
@@ -124,7 +124,7 @@ def _backward(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _built(config: FwdConfig | BwdConfig, target: str) -> cache.Artefact:
-    """The kernel's entry, built with a progress display if it is missing."""
+    """Returns the kernel's entry, built with a progress display if it is missing."""
     _, artefact = kernels.find_built(config, target)
     if artefact is not None:
         return artefact
@@ -194,7 +194,7 @@ def _load(path: Path) -> dict[str, object]:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         if report["kind"] in ("static", "ncu"):
-            text.report_text(report)  # which needs all of it
+            text.report_text(report)  # fails unless all fields are there
             return report
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

@@ -26,9 +26,10 @@ class Binary:
     Attributes:
         target: GPU of the machine code, e.g. ``"sm_90a"``.
         function: Its code.
-        registers: Per thread at launch.
+        registers: Registers per thread at launch.
         smem_bytes: Static shared memory, without the launch's dynamic shared memory.
-        stack_bytes: Per thread; more than 0 where arrays or spills live in local memory.
+        stack_bytes: Stack bytes per thread; more than 0 where arrays or spills live in local
+            memory.
     """
 
     target: str
@@ -39,12 +40,12 @@ class Binary:
 
     @property
     def mmas(self) -> int:
-        """Matrix instructions in its code."""
+        """Number of matrix instructions in its code."""
         return sum(x.warp_macs > 0 for x in self.function.instructions)
 
 
 def find_cuobjdump() -> Path:
-    """cuobjdump of PATH, ``CUDA_HOME``, the PyPI wheels or the toolkit's usual place.
+    """Finds cuobjdump on PATH, in ``CUDA_HOME``, the PyPI wheels or the toolkit's usual place.
 
     Raises:
         ToolError: where there is none.
@@ -78,7 +79,7 @@ def _cuobjdump(option: str, path: Path) -> str:
 
 
 def parse_resources(text: str) -> dict[str, dict[str, int]]:
-    """Function name to its resources, from ``cuobjdump --dump-resource-usage``."""
+    """Parses ``cuobjdump --dump-resource-usage``; returns each function's resources by its name."""
     found = re.findall(r"^\s*Function (\S+):\s*\n\s*(REG:.*)$", text, re.MULTILINE)
     return {
         name: {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", line)}
@@ -87,7 +88,7 @@ def parse_resources(text: str) -> dict[str, dict[str, int]]:
 
 
 def read_binary(path: Path) -> Binary:
-    """The kernel in a shared object or cubin; where it holds several, the one with most MMAs.
+    """Returns the kernel in a shared object or cubin; of several, the one with most MMAs.
 
     Raises:
         As :func:`read_binaries`.
@@ -96,7 +97,7 @@ def read_binary(path: Path) -> Binary:
 
 
 def read_binaries(path: Path) -> list[Binary]:
-    """All kernels in a shared object or cubin, in its order.
+    """Returns all kernels in a shared object or cubin, in its order.
 
     Raises:
         ToolError: where cuobjdump is missing or finds no machine code.

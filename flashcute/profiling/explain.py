@@ -105,7 +105,7 @@ def _pick(metrics: Metrics, names: tuple[str, ...]) -> float | None:
 
 
 def stalls(metrics: Metrics) -> dict[str, dict[str, object]]:
-    """Warps waiting for each reason in an average clock with an issue, the most frequent first."""
+    """Returns the warps waiting for each reason in an average clock with an issue, most first."""
     found = {}
     for name, value in metrics.items():
         match = _STALL.fullmatch(name)
@@ -119,10 +119,10 @@ def stalls(metrics: Metrics) -> dict[str, dict[str, object]]:
 
 
 def visible_tiles(shape: Shape, config: FwdConfig, sms: int = 132) -> int:
-    """Pairs of query tile and key tile with an unmasked score, of all heads and batches.
+    """Counts pairs of query tile and key tile with an unmasked score, of all heads and batches.
 
-    Where query heads share tiles (:func:`heuristics.packs_heads`), a tile has ``tile_m`` rows of
-    the heads of a key head, each of them rounded up to a power of two heads.
+    With pack-GQA (:func:`heuristics.packs_heads`), a tile has ``tile_m`` rows of all query heads of
+    a key head, whose number is rounded up to a power of two.
     """
     problem = heuristics.FwdProblem(config.dtype, **dataclasses.asdict(shape))
     packs = heuristics.packs_heads(problem, config, sms)
@@ -138,7 +138,7 @@ def visible_tiles(shape: Shape, config: FwdConfig, sms: int = 132) -> int:
 
 
 def ideal(shape: Shape, config: FwdConfig, sms: int = 132) -> dict[str, float]:
-    """The least work for the problem and its tiles on so many SMs, independent of the kernel.
+    """Returns the least work for the problem and its tiles on so many SMs, whatever the kernel.
 
     ``tile_macs`` and ``tile_exponentials`` count whole tiles, as a kernel computes them; ``flops``
     and ``dram_bytes`` are those of the problem. ``l2_bytes``: Q and O once, K and V once for each
@@ -159,7 +159,7 @@ def ideal(shape: Shape, config: FwdConfig, sms: int = 132) -> dict[str, float]:
 def _roofs(
     quantities: Mapping, wanted: Mapping, utilisation: Mapping, capability: tuple[int, int]
 ) -> dict[str, dict[str, float | None]]:
-    """The least clocks for each roof, and their share of the measured clocks in percent."""
+    """Returns the least clocks for each roof, and their share of the measured clocks in percent."""
     rates = machines.machine(capability)
     cycles, sms = quantities["cycles"], quantities["multiprocessors"]
     if rates is None or not cycles or not sms:
@@ -191,10 +191,10 @@ def profile(
     capability: tuple[int, int],
     multiprocessors: int | None = None,
 ) -> dict[str, object]:
-    """The profile of one launch, as a JSON-ready dict.
+    """Returns the profile of one launch, as a JSON-ready dict.
 
     Args:
-        report: Of Nsight Compute.
+        report: Report of Nsight Compute.
         config: The kernel's configuration.
         shape: The problem.
         capability: Compute capability of the GPU.
@@ -239,10 +239,10 @@ def profile(
 
 
 def expected(report: Mapping, static: Mapping) -> dict[str, float]:
-    """Utilisation of each unit in percent at the measured speed, from the main loop alone.
+    """Returns each unit's utilisation in percent at the measured speed, from the main loop alone.
 
-    Computed from the machine code's clocks per score and the clocks of the launch. A counter that
-    is much higher shows work that is not in the loop's code: bank conflicts, replays.
+    It is computed from the machine code's clocks per score and the clocks of the launch. A counter
+    that is much higher shows work that is not in the loop's code: bank conflicts, replays.
     """
     whole = report["roofs"].get("tensor, whole tiles", {}).get("percent_reached")
     if whole is None or static["estimate"] is None:
@@ -259,7 +259,7 @@ _PIPES = ("tensor", "issue", "mufu", "fp32", "alu", "smem", "l2", "dram")
 
 
 def _notes(result: Mapping, warps_per_sm: int) -> list[str]:
-    """The main findings as text; missing quantities are left out."""
+    """Returns the main findings as text; missing quantities are left out."""
     utilisation, quantities = result["utilisation_percent"], result["quantities"]
     notes = []
     known = {name: utilisation[name] for name in _PIPES if utilisation[name] is not None}

@@ -44,5 +44,5 @@ _MACHINES = {
 
 
 def machine(capability: tuple[int, int]) -> Machine | None:
-    """The rates of a compute capability, None where they are not known here."""
+    """Returns the rates of a compute capability, None where they are not known here."""
     return _MACHINES.get(capability)

@@ -73,7 +73,7 @@ class Report:
 
 
 def find_ncu() -> Path:
-    """ncu of PATH, ``CUDA_HOME`` or the places NVIDIA's installers use, the newest there.
+    """Finds ncu on PATH, in ``CUDA_HOME`` or where NVIDIA's installers put it, the newest there.
 
     Raises:
         ToolError: where there is none.
@@ -95,7 +95,7 @@ def find_ncu() -> Path:
 
 
 def _known_metrics(ncu: Path, environment: Mapping[str, str]) -> list[str]:
-    """Those of :data:`_METRICS` that this release knows on the GPU here."""
+    """Returns the :data:`_METRICS` that this release knows on the GPU here."""
     done = subprocess.run(
         [str(ncu), "--query-metrics"],
         capture_output=True,
@@ -108,7 +108,7 @@ def _known_metrics(ncu: Path, environment: Mapping[str, str]) -> list[str]:
 
 
 def command(ncu: Path, metrics: list[str], report: Path, workload: list[str]) -> list[str]:
-    """The command line that profiles one launch of ``workload`` into ``report``."""
+    """Returns the command line that profiles one launch of ``workload`` into ``report``."""
     sections = [word for section in _SECTIONS for word in ("--section", section)]
     return [
         *(str(ncu), "--export", str(report), "--force-overwrite"),
@@ -164,7 +164,7 @@ def run(config: FwdConfig, shape: Shape, report: Path, seconds: float = 600) -> 
 
 
 def read(report: Path) -> Report:
-    """The launch in a .ncu-rep file, through NVIDIA's package ``ncu_report`` or ncu's CSV output.
+    """Reads the launch in a .ncu-rep file, by NVIDIA's package ``ncu_report`` or ncu's CSV output.
 
     Raises:
         ToolError: where neither can read it, or it holds no launch of our kernels.
@@ -227,7 +227,7 @@ def _scaled(value: float, unit: str) -> float:
 
 
 def _number(text: str) -> float | None:
-    """A number as ncu prints it, thousands in groups; None for text, "n/a", "nan" and nothing."""
+    """Parses a number of ncu, thousands in groups; None for text, "n/a", "nan" and nothing."""
     try:
         number = float(text.replace(",", ""))
     except ValueError:
@@ -236,10 +236,10 @@ def _number(text: str) -> float | None:
 
 
 def parse_csv(text: str) -> Report:
-    """The first launch of our kernels in the output of ``ncu --csv --page raw``.
+    """Parses the first launch of our kernels in the output of ``ncu --csv --page raw``.
 
-    A line with names, one with units, one for each launch; ncu's own messages may precede them.
-    Metrics that ncu could not measure are left out: missing is not 0.
+    The output has a line with names, one with units and one for each launch; ncu's own messages may
+    precede them. Metrics that ncu could not measure are left out: missing is not 0.
 
     Raises:
         ToolError: where there is no such launch.

@@ -24,7 +24,7 @@ pre { overflow-x: auto; background: #f6f6f6; padding: 1em; font-size: 13px }
 def bars(
     series: Mapping[str, Mapping[str, float | None]], title: str, unit: str, limit: float | None
 ):
-    """Horizontal bars, a group for each name and a bar in it for each series, as a figure.
+    """Draws horizontal bars, a group for each name and a bar in it for each series, as a figure.
 
     A missing value has no bar and the label "missing". ``limit`` draws a line.
     """
@@ -62,7 +62,7 @@ def bars(
 
 
 def _charts(report: Mapping) -> dict[str, tuple[str, float | None, Mapping[str, float | None]]]:
-    """Title to (unit, limit, values) of each picture that a profile has."""
+    """Returns (unit, limit, values) of each picture that a profile has, by title."""
     if report["kind"] == "ncu":
         quantities = report["quantities"]
         charts = {
@@ -109,7 +109,7 @@ def _charts(report: Mapping) -> dict[str, tuple[str, float | None, Mapping[str, 
 
 
 def pictures(reports: Sequence[Mapping]) -> dict[str, object]:
-    """Title to figure; two reports share each picture that one of them has."""
+    """Draws figures, by title; two reports share each picture that one of them has."""
     labels = [report["kernel"] for report in reports]
     if len(set(labels)) < len(labels):
         labels = [f"{letter}: {label}" for letter, label in zip("AB", labels, strict=True)]

@@ -158,7 +158,7 @@ class Function:
 
 
 def parse(text: str) -> list[Function]:
-    """Every function of a ``cuobjdump --dump-sass`` output, in order, without encodings.
+    """Parses every function of a ``cuobjdump --dump-sass`` output, in order, without encodings.
 
     Raises:
         ValueError: where the text holds no instruction.
@@ -183,7 +183,7 @@ def parse(text: str) -> list[Function]:
 
 
 def _blocks(code: Sequence[Instruction]) -> dict[int, list[Instruction]]:
-    """Basic blocks by the address of their first instruction."""
+    """Returns the basic blocks by the address of their first instruction."""
     leaders = {code[0].address}
     for x, following in zip(code, [*code[1:], None], strict=True):
         target = x.branch_target
@@ -202,7 +202,7 @@ def _blocks(code: Sequence[Instruction]) -> dict[int, list[Instruction]]:
 
 
 def _flow_graph(code: Sequence[Instruction]) -> tuple[networkx.DiGraph, dict]:
-    """Control flow between basic blocks; calls are not followed."""
+    """Returns the control flow between basic blocks, and the blocks; calls are not followed."""
     blocks = _blocks(code)
     starts = list(blocks)
     graph = networkx.DiGraph()
@@ -224,7 +224,7 @@ def _flow_graph(code: Sequence[Instruction]) -> tuple[networkx.DiGraph, dict]:
 
 
 def _natural_loops(graph: networkx.DiGraph, entry: int) -> dict[int, tuple[set[int], set[int]]]:
-    """Header to (body, latches): the blocks from which a back edge is reached within the loop."""
+    """Returns (body, latches) of each loop by its header; body blocks reach a back edge in it."""
     parent = _immediate_dominators(graph, entry)
     loops: dict[int, tuple[set[int], set[int]]] = {}
     for source, header in graph.edges:
@@ -242,12 +242,12 @@ def _natural_loops(graph: networkx.DiGraph, entry: int) -> dict[int, tuple[set[i
 
 
 def _immediate_dominators(graph: networkx.DiGraph, entry: int) -> dict[int, int]:
-    """Immediate dominator of each reachable block. The entry's is itself, in every networkx."""
+    """Returns each reachable block's immediate dominator; the entry's is itself in any networkx."""
     return {**networkx.immediate_dominators(graph, entry), entry: entry}
 
 
 def _dominators(parent: dict[int, int], block: int) -> set[int]:
-    """The blocks that every path from the entry to ``block`` passes, itself included."""
+    """Returns the blocks that every path from the entry to ``block`` passes, itself included."""
     found = {block}
     while parent[block] != block:
         block = parent[block]

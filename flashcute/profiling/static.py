@@ -37,7 +37,7 @@ _RESOURCES = ("tensor", "issue", "mufu", "fp32", "alu", "smem")
 
 
 def smem_clocks(instruction: Instruction) -> float:
-    """Clocks of the SM's shared memory port for one warp's issue, without bank conflicts.
+    """Counts clocks of the SM's shared memory port for a warp's issue, without bank conflicts.
 
     An HGMMA's four warps share its reads: B's n x k, and A's 64 x k unless it is in registers.
     Copies by TMA are left out, as in the port's hardware counter.
@@ -57,7 +57,7 @@ def smem_clocks(instruction: Instruction) -> float:
 
 
 def loop_clocks(code: Iterable[Instruction], rates: machines.Machine) -> dict[str, float]:
-    """Clocks that each unit of an SM subpartition is busy with one warp's issue of ``code``.
+    """Counts the clocks that one warp's issue of ``code`` keeps each unit of a subpartition busy.
 
     A unit that the subpartitions share, such as the shared memory port, counts four times: once for
     the same work of each subpartition.
@@ -79,13 +79,13 @@ def loop_clocks(code: Iterable[Instruction], rates: machines.Machine) -> dict[st
 
 
 def _per_element(code: Iterable[Instruction], elements: float) -> dict[str, float]:
-    """Thread-instructions per score element of each opcode, the most frequent first."""
+    """Counts thread-instructions per score element of each opcode, the most frequent first."""
     counts = collections.Counter(x.name for x in code)
     return {name: round(machines.WARP * n / elements, 3) for name, n in counts.most_common()}
 
 
 def group_of(opcode: str) -> str:
-    """The group of :data:`GROUPS` that an opcode belongs to."""
+    """Returns the group of :data:`GROUPS` that an opcode belongs to."""
     return next((group for group, names in GROUPS.items() if opcode in names), OTHER)
 
 
@@ -141,7 +141,7 @@ def _occupancy(
 
 
 def _notes(report: Mapping, log: str) -> list[str]:
-    """The main findings as text."""
+    """Returns the main findings as text."""
     notes = []
     resources, loop, estimate = report["resources"], report["loop"], report["estimate"]
     if resources["stack_bytes"] or resources["spill_bytes"]:
@@ -192,13 +192,13 @@ def profile(
     spill_bytes: int | None = None,
     log: str = "",
 ) -> dict[str, object]:
-    """The static profile, as a JSON-ready dict.
+    """Returns the static profile, as a JSON-ready dict.
 
     Args:
         binary: The kernel.
         capability: Compute capability of the GPU that it is meant for.
-        head_dim: Of the kernel; turns multiply-adds into score elements.
-        config: Its configuration if known; without it there is no occupancy. Of a backward one of
+        head_dim: The kernel's head dimension; turns multiply-adds into score elements.
+        config: Its configuration if known; without it there is no occupancy. For a backward, one of
             its kernels.
         spill_bytes: As ptxas reported; None without its report.
         log: The compiler's output.

@@ -19,12 +19,12 @@ _WORDS = {
 
 
 def word(resource: str) -> str:
-    """The name of a resource in tables and pictures."""
+    """Returns the name of a resource in tables and pictures."""
     return _WORDS.get(resource, resource)
 
 
 def dash(value: object) -> object:
-    """The value, or a dash for None: a missing value is never shown as 0."""
+    """Returns the value, or a dash for None: a missing value is never shown as 0."""
     return "-" if value is None else value
 
 
@@ -52,7 +52,7 @@ def _resource_lines(report: Mapping) -> list[str]:
 
 
 def static_report(report: Mapping) -> str:
-    """One static profile: resources, the loop's instructions, the roofs."""
+    """Formats one static profile: resources, the loop's instructions, the roofs."""
     head = [
         f"kernel              {report['kernel']}",
         f"machine code        {report['target']}, {report['resources']['instructions']} "
@@ -91,7 +91,7 @@ def static_report(report: Mapping) -> str:
 
 
 def _flatten(value: object, path: str = "") -> dict[str, object]:
-    """Nested mappings as one, keys joined by dots; lists are left out."""
+    """Flattens nested mappings into one, with keys joined by dots; lists are left out."""
     if isinstance(value, Mapping):
         found: dict[str, object] = {}
         for key, inner in value.items():
@@ -101,7 +101,7 @@ def _flatten(value: object, path: str = "") -> dict[str, object]:
 
 
 def comparison(reports: Sequence[Mapping]) -> str:
-    """Two profiles side by side: every figure that differs, with the ratio of numbers."""
+    """Formats two profiles side by side: every figure that differs, with the ratio of numbers."""
     left_out = ("machine", "metrics")  # differs in every run; hundreds of raw counters
     kept = [{k: v for k, v in report.items() if k not in left_out} for report in reports]
     first, second = map(_flatten, kept)
@@ -124,7 +124,7 @@ def _figure(value: object) -> str:
 
 
 def counters_report(report: Mapping) -> str:
-    """One profile of Nsight Compute: utilisation, roofs, traffic, occupancy, stalls."""
+    """Formats one profile of Nsight Compute: utilisation, roofs, traffic, occupancy, stalls."""
     shape, quantities = report["shape"], report["quantities"]
     mask = "causal" if shape["causal"] else "full"
     sizes = " ".join(f"{name}={shape[name]}" for name in shape if name != "causal")
@@ -163,5 +163,5 @@ def counters_report(report: Mapping) -> str:
 
 
 def report_text(report: Mapping) -> str:
-    """A profile of either kind."""
+    """Formats a profile of either kind."""
     return static_report(report) if report["kind"] == "static" else counters_report(report)

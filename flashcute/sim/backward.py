@@ -50,25 +50,25 @@ def run_bwd(
         config: The kernels; their mask decides on causality.
         q, k, v: As in :func:`run_fwd`.
         out: (b, seqlen_q, h, d), what the forward returned; dtype and strides like q.
-        lse: (b, h, seqlen_q), float32, likewise.
+        lse: (b, h, seqlen_q), float32, what the forward returned.
         dout: (b, seqlen_q, h, d), gradient of out; dtype and strides like q.
         dlse: (b, h, seqlen_q), float32, gradient of lse; zeros by default.
         softmax_scale, window_size, sinks, softcap, alibi_slopes, rng_state, dropout_p: As in the
             forward.
         deterministic: Bitwise repeatable gradients.
-        head_parts: Into how many parts the query heads of a key head are divided.
+        head_parts: Number of parts into which the query heads of a key head are divided.
         seed, copy_mode, checker, smem_limit, sms, launches, kernel, timeout: As in
             :func:`run_fwd`.
         gradients: Where the gradients go, by ``"dq"``, ``"dk"`` and ``"dv"``, with the shapes of q,
             k and v; new NaN-filled tensors by default.
-        wanted: Which of them are computed; dk and dv both or neither.
+        wanted: The gradients that are computed; dk and dv both or neither.
 
     Returns:
-        A result whose outputs are those wanted, with sinks ``dsinks`` (h,) in float32, and the
-        workspaces ``row_stats`` and, with ``fused``, ``dq_accum`` and ``dq_semaphore``, flat; in
-        the sm90 class without a mask ``dkv_partial``, too, NaN where none leaves sums to others;
-        with several ``head_parts`` that is (2, b, seqlen_k, h_k * head_parts, d), sums of dk and
-        dv. Its counters are those of all kernels together.
+        A result whose outputs are the wanted gradients, with sinks also ``dsinks`` (h,) in float32,
+        and the workspaces: ``row_stats``; with ``fused`` also ``dq_accum`` and ``dq_semaphore``,
+        flat; in the sm90 class without a mask also ``dkv_partial``, NaN where none leaves sums to
+        others; with several ``head_parts`` that is (2, b, seqlen_k, h_k * head_parts, d), sums of
+        dk and dv. Its counters are those of all kernels together.
 
     Raises:
         ValueError, TypeError, BuildError: as :func:`run_fwd`.
@@ -137,13 +137,13 @@ def run_varlen_bwd(
     kernel: tuple[Path, str] | None = None,
     timeout: float = 300.0,
 ) -> SimResult:
-    """:func:`run_bwd` of a ragged batch, with the plan of each kernel before it.
+    """Runs :func:`run_bwd` on a ragged batch, with the plan of each kernel before it.
 
     Args:
         config: The kernels, of ragged batches.
-        q: (total_q, h, d), out and dout likewise, as in :func:`run_bwd` but for the batch.
-        k: (total_k, h_k, d), v likewise.
-        lse: (h, total_q), float32, dlse likewise.
+        q, out, dout: (total_q, h, d), as in :func:`run_bwd` but for the batch.
+        k, v: (total_k, h_k, d).
+        lse, dlse: (h, total_q), float32.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k: As in :func:`run_varlen`.
 
     The other arguments, the result and the errors are those of :func:`run_bwd`.

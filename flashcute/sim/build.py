@@ -51,8 +51,8 @@ _KERNEL_FLAGS = (
     "-ftrivial-auto-var-init=pattern",
     "--param=ggc-min-heapsize=1000000",
 )
-# What all kernels include of the libraries' and the simulator's headers: a third of what compiling
-# one takes.
+# Headers of the libraries and the simulator that all kernels include: a third of the time that
+# compiling one takes.
 _HEADERS = """\
 #include <arch_sm90.h>
 #include <cuda_runtime.h>
@@ -67,7 +67,7 @@ RUNTIME_SOURCES = (
 
 
 def simulator_dir() -> Path:
-    """The simulator's sources.
+    """Returns the folder of the simulator's sources.
 
     Raises:
         BuildError: where they are missing.
@@ -82,7 +82,7 @@ def simulator_dir() -> Path:
 
 
 def _machine_flags() -> tuple[str, ...]:
-    """x86-64-v3 where this CPU supports it: FMA, as on the GPU, and AVX2."""
+    """Returns the flag for x86-64-v3 where this CPU supports it: FMA, as on the GPU, and AVX2."""
     if platform.machine() != "x86_64":
         return ()
     flags = set(Path("/proc/cpuinfo").read_text().split())
@@ -90,7 +90,7 @@ def _machine_flags() -> tuple[str, ...]:
     return ("-march=x86-64-v3",) if v3 <= flags else ()
 
 
-# What :func:`compile_together` was given, by each configuration and checker.
+# The configurations that :func:`compile_together` was given, by configuration and checker.
 _together: dict[tuple[FwdConfig | BwdConfig, str], tuple[FwdConfig | BwdConfig, ...]] = {}
 
 
@@ -99,11 +99,11 @@ def compile_together(
 ) -> None:
     """Makes ``configs`` one translation unit for ``checkers``, from now on in this process.
 
-    Worth it where all of them are used: most of what one takes to compile, the others share.
+    It is worth it where all of them are used, as they share most of their compile time.
 
     Args:
-        configs: Of one pass, kernel class and head dimension.
-        checkers: Of :data:`CHECKERS`.
+        configs: Configurations of one pass, kernel class and head dimension.
+        checkers: Names from :data:`CHECKERS`.
 
     Raises:
         ValueError: where the configurations do not fit into one unit.
@@ -122,11 +122,11 @@ def compile_together(
 def companions(
     config: FwdConfig | BwdConfig, checker: str = "none"
 ) -> tuple[FwdConfig | BwdConfig, ...]:
-    """The configurations compiled together with ``config``, itself among them.
+    """Returns the configurations compiled together with ``config``, itself among them.
 
-    The shipped configurations of a class and head dimension share nearly all of their types, so
-    nearly all of the compile time: four in one translation unit take 12 s, each alone 11 s. So do
-    those of a backward with every mask. Others are compiled alone, or as
+    The shipped configurations of a class and head dimension share nearly all of their types, and so
+    nearly all of the compile time: four in one translation unit take 12 s, each alone 11 s. The
+    configurations of a backward with every mask share theirs, too. Others are compiled alone, or as
     :func:`compile_together` says.
     """
     if (config, checker) in _together:
@@ -138,7 +138,7 @@ def companions(
 
 
 def entry(config: FwdConfig | BwdConfig, function: str) -> str:
-    """Code of an exported function like ``flash_kernel()``, for ``config``."""
+    """Returns the code of an exported function like ``flash_kernel()``, for ``config``."""
     return (
         'extern "C" __attribute__((visibility("default"))) '
         f"const flash::{kernel_type(config)} *\n"
@@ -151,7 +151,7 @@ def entry(config: FwdConfig | BwdConfig, function: str) -> str:
 def kernel_unit(
     config: FwdConfig | BwdConfig, checker: str = "none", *, kernel_dir: Path | None = None
 ) -> Unit:
-    """A shared object for the simulator with ``config`` and its companions.
+    """Returns the unit of a simulator's shared object with ``config`` and its companions.
 
     It exports a function like ``flash_kernel()`` for each, with the configuration's name.
 
@@ -168,7 +168,7 @@ def kernel_unit(
 def unit_of(
     configs: Sequence[FwdConfig | BwdConfig], checker: str = "none", kernel_dir: Path | None = None
 ) -> Unit:
-    """A shared object with all of ``configs``, of one kind, class and head dimension."""
+    """Returns the unit of all of ``configs``, which have one kind, class and head dimension."""
     kernel_dir = kernel_dir or sources.kernel_include_dir()
     config = configs[0]
     entries = "\n".join(entry(c, c.full_name) for c in configs)
@@ -186,7 +186,7 @@ def unit_of(
 def device_unit(
     name: str, source: str, project_dirs: tuple[Path, ...], checker: str = "none"
 ) -> Unit:
-    """A shared object of CUDA device code for the simulator.
+    """Returns the unit of a shared object of CUDA device code for the simulator.
 
     Args:
         name: Stem of the files.
@@ -219,7 +219,7 @@ def device_unit(
 
 
 def runner_unit(checker: str = "none", *, extra_flags: Sequence[str] = ()) -> Unit:
-    """The program that loads a kernel's shared object and runs one problem on it."""
+    """Returns the unit of the program that loads a kernel's shared object and runs a problem."""
     source_dir = simulator_dir() / "src"
     includes = "".join(f'#include "{stem}.cpp"\n' for stem in (*RUNTIME_SOURCES, "runner"))
     return Unit(
@@ -268,7 +268,7 @@ def build_kernels(
     progress: Callable[[BuildResult], None] | None = None,
     watch: Callable[[build.Running], None] | None = None,
 ) -> list[Path]:
-    """The shared objects that hold ``(configuration, checker)`` pairs, built where needed.
+    """Builds the shared objects of ``(configuration, checker)`` pairs where needed; returns paths.
 
     Raises:
         BuildError: with the compiler's messages.

@@ -90,7 +90,7 @@ def _build(config: FwdConfig | BwdConfig, checker: str) -> None:
 
 
 def _config(args: argparse.Namespace) -> FwdConfig | BwdConfig:
-    """The configuration that the arguments' GPU would use."""
+    """Returns the configuration that the arguments' GPU would use."""
     from .. import heuristics
     from ..jit.kernels import capability_of
 
@@ -109,7 +109,7 @@ def _config(args: argparse.Namespace) -> FwdConfig | BwdConfig:
 
 
 def _run_fwd(config: FwdConfig, qkv, args: argparse.Namespace, **options):
-    """The result and reports by the names of what they are of, None without a result."""
+    """Runs a forward; returns the result, and reports by name, None if it failed."""
     from .. import sim
     from ..testing import compare_forward
 
@@ -127,7 +127,7 @@ def _run_fwd(config: FwdConfig, qkv, args: argparse.Namespace, **options):
 
 
 def _run_bwd(config: BwdConfig, qkv, args: argparse.Namespace, **options):
-    """Likewise, with a report for each gradient."""
+    """Runs a backward; returns the result, and a report for each gradient, None if it failed."""
     import torch
 
     from .. import sim
@@ -145,7 +145,7 @@ def _run_bwd(config: BwdConfig, qkv, args: argparse.Namespace, **options):
 
 def run(args: argparse.Namespace) -> int:
     """Runs what the arguments describe; returns 0 for pass, 1 for fail, 2 for not covered."""
-    import torch  # which the other commands start without
+    import torch  # imported here, as other commands start without it
 
     from . import tiles
 

@@ -94,7 +94,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _span(tensor: torch.Tensor) -> torch.Tensor:
-    """A vector of all elements from the tensor's first to its last, with gaps between rows."""
+    """Returns a vector of all elements from the tensor's first to its last, gaps included."""
     if tensor.numel() == 0:
         return tensor.new_empty(0)
     size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -160,7 +160,7 @@ def _pack(
     outputs: Mapping[str, torch.Tensor],
     settings: tuple[int, ...],
 ) -> list[bytes]:
-    """The problem file: settings, the struct, and each tensor with the place of its pointer."""
+    """Returns the problem file: settings, the struct, each tensor with the place of its pointer."""
     pieces = [_words(*settings, ctypes.sizeof(params)), bytes(params)]
     pieces.append(_words(len(inputs) + len(outputs)))
     for name, tensor in (*inputs.items(), *outputs.items()):
@@ -173,7 +173,7 @@ def _pack(
 
 
 def _unpack(data: bytes, outputs: Mapping[str, torch.Tensor]) -> SimResult:
-    """What the result file says; ``outputs`` receive what the kernel wrote, if it passed."""
+    """Parses the result file; ``outputs`` receive what the kernel wrote, if it passed."""
     reader = _Reader(data)
     code, seconds = reader.word(), reader.word() * 1e-9
     error, damage = reader.text(), reader.text()
@@ -195,7 +195,7 @@ def _unpack(data: bytes, outputs: Mapping[str, torch.Tensor]) -> SimResult:
 
 
 def _execute(command: list[str], timeout: float) -> tuple[int, str]:
-    """Exit status and standard error; a run that takes too long is stopped."""
+    """Runs a command; returns exit status and standard error. Stops a run that takes too long."""
     options = {
         name: f"{os.environ[name]}:{value}" if os.environ.get(name) else value
         for name, value in _SANITIZER_OPTIONS.items()
@@ -237,7 +237,7 @@ def _check_scores(
     softcap: float,
     dropout_p: float,
 ) -> None:
-    """Also gives the slopes among ``inputs`` the ``shape`` (b, h), as the kernels take them."""
+    """Checks the options of the scores, and gives the slopes in ``inputs`` the ``shape`` (b, h)."""
     slopes = inputs.get("alibi_slopes")
     shown = None if slopes is None else tuple(slopes.shape)
     asked = (softcap > 0, slopes is not None, dropout_p > 0)
@@ -294,18 +294,18 @@ def run_fwd(
     Args:
         q: (b, seqlen_q, h, d), fp16 or bf16 as the configuration says, on the CPU. Any strides
             that are multiples of 8 elements; gaps between rows are copied, too.
-        k: (b, seqlen_k, h_k, d), likewise; h_k divides h.
-        v: (b, seqlen_k, h_k, d), likewise.
+        k: (b, seqlen_k, h_k, d), dtype and strides as for q; h_k divides h.
+        v: (b, seqlen_k, h_k, d), dtype and strides as for q.
         config: The kernel; its mask decides on causality.
-        softmax_scale: Of the scores; 1 / sqrt(d) by default.
-        pack_heads: The query heads of a key head share tiles.
+        softmax_scale: Factor on the scores; 1 / sqrt(d) by default.
+        pack_heads: Whether the query heads of a key head share tiles.
         window_size: (left, right), both >= 0, where the configuration's mask is ``"local"``.
         sinks: (h,) float32, logits of a further column of the softmax.
         softcap: > 0 where the configuration has one, else 0.
         alibi_slopes: (h,) or (b, h) float32, where the configuration has them; any batch stride.
         rng_state: (2,) int64, where the configuration has dropout.
-        dropout_p: > 0 likewise, else 0; heads are not packed then.
-        seed: Of the schedule of lanes and warps; same seed, same run.
+        dropout_p: > 0 where the configuration has dropout, else 0; heads are not packed then.
+        seed: Seed of the schedule of lanes and warps; same seed, same run.
         copy_mode: When asynchronous copies and wgmmas complete, one of
             :data:`COPY_MODES`: ``"late"``, as late as their wait allows; ``"random"``, in random
             order before it; ``"eager"``, at once.
@@ -351,7 +351,7 @@ def run_fwd_program(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
 ) -> SimResult:
-    """:func:`run_program` with ``Flash_fwd_params``, filled from q, k, v of any dtype."""
+    """Calls :func:`run_program` with ``Flash_fwd_params``, filled from q, k, v of any dtype."""
     q = inputs["q"]
     b, seqlen_q, h, _ = q.shape
     outputs = {
@@ -390,17 +390,17 @@ def run_varlen(
     kernel: tuple[Path, str] | None = None,
     timeout: float = 300.0,
 ) -> SimResult:
-    """:func:`run_fwd` of a ragged batch: its plan, then the kernel.
+    """Runs :func:`run_fwd` on a ragged batch: its plan, then the kernel.
 
     Args:
         q: (total_q, h, d), on the CPU, as in :func:`run_fwd` but for the batch.
-        k: (total_k, h_k, d), v likewise.
+        k, v: (total_k, h_k, d).
         cu_seqlens_q: (b + 1,) int32: where sequences begin, and the last one's end; any values.
-        cu_seqlens_k: (b + 1,) int32, likewise.
+        cu_seqlens_k: (b + 1,) int32, where the keys of sequences begin, and the last one's end.
         config: The kernel.
-        max_seqlen_q: Rows of a sequence from there on count as rows of no sequence.
+        max_seqlen_q: Rows of a sequence from this index on count as rows of no sequence.
         seqused_q: (b,) int32: how many rows of each sequence count; all by default.
-        seqused_k: (b,) int32, likewise.
+        seqused_k: (b,) int32: how many keys of each sequence count; all by default.
 
     The other arguments are those of :func:`run_fwd`. The log-sum-exp is (h, total_q).
     """
@@ -446,8 +446,9 @@ def run_program(
         inputs: Tensors on the CPU that the kernel reads, by the names of their pointers in
             ``params`` without ``_ptr``. What lies in gaps between rows is passed along. In the
             runner each begins at a multiple of 256 bytes, as memory from cudaMalloc does.
-        outputs: Likewise, those that the kernel writes. Each launch finds the contents they have
-            now; they receive the results of the last one if the verdict is ``"pass"``.
+        outputs: Tensors on the CPU that the kernel writes, named like ``inputs``. Each launch finds
+            the contents they have now; they receive the results of the last one if the verdict is
+            ``"pass"``.
         settings: Seed, copy mode, shared memory limit, SMs, launches, trace, greatest number of
             steps, whether a plan is made before each launch, CTAs that share an SM's registers.
         timeout: Seconds after which the run counts as hung.

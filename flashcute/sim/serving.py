@@ -48,27 +48,28 @@ def run_serving(
     kernel: tuple[Path, str] | None = None,
     timeout: float = 300.0,
 ) -> run.SimResult:
-    """:func:`~flashcute.sim.run_varlen` of queries over a cache: the plan, the kernel, and the one
-    that merges split tiles.
+    """Runs :func:`~flashcute.sim.run_varlen` for queries over a cache.
+
+    It runs the plan, the kernel, and the kernel that combines split tiles.
 
     Args:
         q: (total_q, h, d), on the CPU, as in :func:`~flashcute.sim.run_varlen`.
-        k: (num_pages, page_size, h_k, d), v likewise: pages where the configuration is of a paged
-            cache; else an entry of the cache is one page.
-        seqused_k: (b,) int32: keys of each sequence, any values. An int: of all of them, which
-            have ``max_seqlen_q`` rows.
+        k, v: (num_pages, page_size, h_k, d): pages where the configuration is of a paged cache;
+            else an entry of the cache is one page.
+        seqused_k: (b,) int32: keys of each sequence, any values. An int is the number of keys of
+            all sequences, which then have ``max_seqlen_q`` rows each.
         config: The kernel.
-        max_seqlen_q: Rows of a sequence from there on count as rows of no sequence.
+        max_seqlen_q: Rows of a sequence from this index on count as rows of no sequence.
         cu_seqlens_q: (b + 1,) int32; by default each sequence has ``max_seqlen_q`` rows.
         block_table: (b_k, columns) int32, of a paged cache: the pages of each row's keys.
         cache_batch_idx: (b,) int32: the entry of each sequence, or its row of the table.
         leftpad_k: (b,) int32, not of a paged cache: where the keys of a sequence begin.
         splits: How tiles are split.
-        k_new: (b, seqlen_new, h_k, d), v_new likewise: appended to the cache; without
+        k_new, v_new: (b, seqlen_new, h_k, d), which are appended to the cache; without
             ``cu_seqlens_q``.
-        rotary_cos: (seqlen_rotary, rotary_dim / 2), rotary_sin likewise, with ``k_new`` alone.
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), with ``k_new`` alone.
         rotary: How queries and pairs are rotated.
-        plan: That of an earlier run's outputs, which is then not made again.
+        plan: The plan among an earlier run's outputs, which is then not made again.
 
     The other arguments are those of :func:`~flashcute.sim.run_varlen`; so is the result, whose
     outputs also hold the workspaces ``o_partial`` and ``lse_partial`` of split tiles, and the

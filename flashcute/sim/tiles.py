@@ -37,12 +37,12 @@ class TileMap:
     tile_n: int
 
     def count(self, state: str) -> int:
-        """How many tiles are in ``state``."""
+        """Counts the tiles in ``state``."""
         return sum(row.count(state) for row in self.states)
 
 
 def _coordinates(offsets: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Batch, row and head of each byte offset into a tensor of shape (b, s, h, d)."""
+    """Returns batch, row and head of each byte offset into a tensor of shape (b, s, h, d)."""
     rest = offsets // tensor.element_size()
     found = [torch.zeros_like(rest)] * 3
     by_stride = sorted(
@@ -57,7 +57,7 @@ def _coordinates(offsets: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Ten
 def _visits(
     trace: torch.Tensor, q: torch.Tensor, k: torch.Tensor, config: FwdConfig, place: tuple[int, int]
 ) -> Iterator[tuple[int, int]]:
-    """Pairs (query tile, key tile) that a block of this (batch, head) loaded."""
+    """Yields the pairs (query tile, key tile) that a block of this (batch, head) loaded."""
     of_q = trace[trace[:, 1] == 0]
     batch, row, head = _coordinates(of_q[:, 2], q)
     here = (batch == place[0]) & (head == place[1])
@@ -80,13 +80,13 @@ def tile_map(
     batch: int = 0,
     head: int = 0,
 ) -> TileMap:
-    """The map of one batch entry and query head.
+    """Returns the map of one batch entry and query head.
 
     Args:
-        trace: Of :class:`~flashcute.sim.SimResult`, from a run with ``trace=True`` and, in the sm90
-            class, as many SMs as there are query tiles, so that each block has one.
+        trace: The trace of a :class:`~flashcute.sim.SimResult`, from a run with ``trace=True`` and,
+            in the sm90 class, as many SMs as there are query tiles, so that each block has one.
         q: (b, seqlen_q, h, d), as in that run; rows must not overlap in memory.
-        k: (b, seqlen_k, h_k, d), likewise.
+        k: (b, seqlen_k, h_k, d), as in that run; rows must not overlap in memory.
         config: As in that run.
         batch: Batch entry.
         head: Query head.
