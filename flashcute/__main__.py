@@ -31,12 +31,12 @@ from .sim import cli as sim_cli
 
 _DAY = 24 * 3600.0
 _PASSES = "fwd", "bwd"
-# Of what this imports: the modules whose package has their name.
+# Imported modules that are installed by a package of the same name.
 _PACKAGES = ("torch", "numpy", "ninja", "tqdm", "matplotlib")
 
 
 def targets_at_hand() -> list[str]:
-    """sm numbers of the GPUs that torch sees, without repetition."""
+    """Returns the sm numbers of the GPUs that torch sees, without repetition."""
     import torch
 
     devices = range(torch.cuda.device_count())
@@ -60,7 +60,8 @@ def _choose_targets(args: argparse.Namespace) -> list[str]:
 
 
 def _choose_configs(args: argparse.Namespace, target: str) -> list[kernels.AnyConfig]:
-    """Those of dense calls that fit the choices; where the mask is none of them, others, too."""
+    """Returns the configurations of dense calls that the arguments choose, and those of the other
+    shipped calls unless --causal is yes or no."""
     masks = {"yes": ("causal",), "no": ("none",), "both": MASKS}[args.causal or "both"]
     capability = kernels.capability_of(target)
     configs = shipped.dense_configs(capability)
@@ -77,12 +78,12 @@ def _choose_configs(args: argparse.Namespace, target: str) -> list[kernels.AnyCo
 
 
 def _chooses(args: argparse.Namespace) -> bool:
-    """Whether the arguments choose kernels."""
+    """Returns whether the arguments choose kernels."""
     return bool(args.all or args.passes or args.head_dim or args.dtype or args.causal)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell, numbers to the right."""
+    """Returns a table with columns as wide as their widest cell and numbers right-aligned."""
     lines = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     right = [any(isinstance(row[i], int) for row in rows) for i in range(len(header))]
@@ -106,7 +107,7 @@ def run_build(args: argparse.Namespace) -> int:
         )
     targets = _choose_targets(args)
     specs = [(config, target) for target in targets for config in _choose_configs(args, target)]
-    # All that is needed, before the first compiler starts.
+    # Whatever is missing is reported before the first compiler starts.
     toolchain.find_nvcc()
     sources.require_cutlass()
     folder = sources.prebuilt_dir() if args.prebuilt else args.output
@@ -132,7 +133,7 @@ def run_build(args: argparse.Namespace) -> int:
 
 
 def _or_error(probe: Callable[[], object]) -> str:
-    """What a probe says, or why it cannot: `info` describes a broken set-up, it does not break."""
+    """Returns what a probe says or its error: `info` describes a broken set-up and never fails."""
     try:
         return str(probe())
     except (BuildError, ImportError, OSError, RuntimeError, ValueError) as error:
@@ -180,7 +181,7 @@ _KERNEL_COLUMNS = (
 
 
 def _kernel_row(config: kernels.AnyConfig, target: str) -> list[object]:
-    """One line of the kernel table; a kernel that is not built has its planned resources only."""
+    """Returns a row of the kernel table; a kernel that is not built has planned resources only."""
     where, artefact = kernels.find_built(config, target)
     head = [config.full_name, f"sm_{target}", where, config.threads, config.smem_bytes]
     if artefact is None:
@@ -193,10 +194,10 @@ def _kernel_row(config: kernels.AnyConfig, target: str) -> list[object]:
 def run_info(args: argparse.Namespace) -> int:
     """Prints set-up, environment variables and how many kernels are built; rows for them if asked.
 
-    The rows come first: what most want to know is at the end, where a terminal shows it.
+    The rows come first, so that the summary, which most users want, is at the end of the output.
     """
     targets = args.target
-    # RuntimeError: of a driver that is too old for torch, though it counts the GPUs.
+    # RuntimeError: the driver is too old for torch, although torch counts the GPUs.
     with contextlib.suppress(ImportError, OSError, RuntimeError):
         targets = targets or [t for t in targets_at_hand() if t in kernels.TARGETS]
     targets = list(dict.fromkeys(targets or ["80", "90"]))
@@ -228,7 +229,7 @@ def run_info(args: argparse.Namespace) -> int:
 
 
 def _entry_row(stem: str, paths: Sequence[Path]) -> list[object]:
-    """One line of the table of the cache, whatever state an entry is in."""
+    """Returns a row of the cache's table, whatever state the entry is in."""
     size = sum(map(cache.bytes_of, paths))
     built = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(p.stat().st_mtime for p in paths)))
     try:
@@ -269,8 +270,8 @@ def _prebuilt() -> list[Path]:
 class _Parser(argparse.ArgumentParser):
     """A parser whose --help and --version fail where they cannot be written.
 
-    It refuses unknown arguments itself: argparse would have the parser of all commands do it, which
-    shows their list, not the options of the command.
+    It refuses unknown arguments itself: argparse would leave that to the main parser, whose usage
+    message lists the commands and not the options of the command.
     """
 
     def parse_known_args(self, args=None, namespace=None):
@@ -280,7 +281,7 @@ class _Parser(argparse.ArgumentParser):
         return known, unknown
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
-        # argparse ignores an OSError here.
+        # Overridden because argparse ignores an OSError here.
         (file or sys.stderr).write(message or "")
 
 
@@ -386,7 +387,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; what a user can cause ends in a message and an exit status."""
-    if sys.stderr is None:  # closed: argparse and tqdm would fail, each in its way
+    if sys.stderr is None:  # it is closed, with which argparse and tqdm would fail
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         try:
@@ -398,8 +399,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("flashcute: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except OSError as error:
-        # Nobody reads any more, as after `| head -1`, or the disk is full. What is left to be
-        # written at exit would raise once more.
+        # The pipe's reader has ended, as with `| head -1`, or the disk is full. Python flushes the
+        # rest at exit, which would raise again, so standard output becomes the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE

@@ -1,7 +1,7 @@
-"""Types of command line arguments that several commands take: what is wrong is said at once.
+"""Types of command line arguments that several commands take; a wrong argument raises at once.
 
-A file or folder for results is tried before the work, not after it. What happens to it meanwhile,
-as when the disk gets full, is reported after the results were shown.
+A file or folder for results is tried before the work starts. If it cannot be written after all,
+e.g. because the disk is full by then, the command reports that after it has shown the results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-MAX_INT32 = 2**31 - 1  # the kernels' sizes
+MAX_INT32 = 2**31 - 1  # the kernels' sizes are int32
 
 _SMALL_RESULT = 2**16  # bytes
 
@@ -29,17 +29,17 @@ def _whole(text: str, least: int) -> int:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1, for ``argparse``."""
+    """Parses a whole number of at least 1, for ``argparse``."""
     return _whole(text, 1)
 
 
 def natural(text: str) -> int:
-    """A whole number of at least 0, for ``argparse``."""
+    """Parses a whole number of at least 0, for ``argparse``."""
     return _whole(text, 0)
 
 
 def seconds(text: str) -> float:
-    """A finite number above 0, for ``argparse``."""
+    """Parses a finite number above 0, for ``argparse``."""
     try:
         value = float(text)
     except ValueError:
@@ -54,7 +54,7 @@ def _refuse(text: str, kind: str, reason: str) -> None:
 
 
 def _try(text: str, kind: str, write: Callable[[Path], None]) -> Path:
-    """``text`` as a path after trying to write there; what was not there before is removed again.
+    """Returns ``text`` as a path after trying to write there; removes again what that created.
 
     Trying is the only way to know: root may write everywhere by permission, but not to /proc or to
     a file system that is mounted read-only or full.
@@ -84,17 +84,17 @@ def _try(text: str, kind: str, write: Callable[[Path], None]) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """A folder that is there, or can be made, and be written to, for ``argparse``."""
+    """Returns a folder that exists or can be made, and can be written to, for ``argparse``."""
     return _try(text, "folder", lambda path: _fill(tempfile.TemporaryFile(dir=path)))
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written, in a folder that can be made, for ``argparse``."""
+    """Returns a file that can be written, in a folder that can be made, for ``argparse``."""
 
     def write(path: Path) -> None:
         if path.is_file():
-            path.open("ab").close()  # which changes nothing
-        elif os.path.lexists(path):  # e.g. a pipe, whose reader would take closing it for the end
+            path.open("ab").close()  # this changes nothing in the file
+        elif os.path.lexists(path):  # e.g. a pipe; closing it would tell its reader that it ends
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         else:
@@ -116,25 +116,25 @@ def _fill(file: IO[bytes]) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether sizes that the caller chose do not fit into memory, the host's or a GPU's."""
+    """Returns whether sizes that the caller chose do not fit into the host's or a GPU's memory."""
     import torch
 
-    # torch has a type for a GPU's memory only, and none for what a compiled function asks for.
+    # OutOfMemoryError is for a GPU's memory only, and not for what a compiled function allocates.
     texts = "allocate memory", "Storage size", "failed to allocate"
     is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return is_known or any(text in str(error) for text in texts)
 
 
 def failures(command: str, *writes: tuple[Path, Callable[[], object]]) -> list[str]:
-    """Calls each function that writes results to a path; returns a message for each that cannot.
+    """Calls each function that writes results to a path; returns a message for each that fails.
 
-    The caller shows the results first. They may have taken hours.
+    The caller shows the results before this call, as they may have taken hours.
     """
     messages = []
     for path, write in writes:
         try:
             write()
-        except BrokenPipeError:  # of standard output, which nobody reads any more
+        except BrokenPipeError:  # the reader of standard output has ended
             raise
         except OSError as error:
             messages.append(

@@ -1,8 +1,8 @@
-"""The gradient of the operators of CUDA tensors: one function that autograd knows.
+"""The gradients of the operators for CUDA tensors, as autograd functions.
 
-It is the autograd kernel of the operators, so that whoever calls or traces one gets the gradient:
-torch.compile and make_fx record the operators ``fwd`` or ``attend`` and ``bwd``, and torch.func's
-transforms pass through. Eager calls go to the function directly.
+They are the operators' autograd kernels, so that every call or trace of an operator gets the
+gradient: torch.compile and make_fx record the operators ``fwd`` or ``attend`` and ``bwd``, and
+torch.func's transforms pass through. Eager calls go to the functions directly.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _FN = f"{NAMESPACE}::bwd"
 _VARLEN_FN = f"{NAMESPACE}::bwd_varlen"
 
 
-_is_grad_enabled = torch.is_grad_enabled  # bound here as every call asks it
+_is_grad_enabled = torch.is_grad_enabled  # bound here, as every call uses it
 
 
 def wants_gradient(q, k, v, sinks=None, alibi_slopes=None) -> bool:
-    """Whether a gradient of one of these tensors may be asked for."""
+    """Returns whether a gradient of one of these tensors may be asked for."""
     return _is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -37,13 +37,13 @@ def wants_gradient(q, k, v, sinks=None, alibi_slopes=None) -> bool:
 
 
 def check_slopes(fn: str, alibi_slopes) -> None:
-    """Raises where a gradient of the slopes is asked for, which the kernels do not compute."""
+    """Raises NotImplementedError if a gradient of the slopes, which kernels lack, is asked for."""
     if alibi_slopes is not None and alibi_slopes.requires_grad and _is_grad_enabled():
         raise NotImplementedError(f"{fn}: {no_gradient('alibi_slopes')}")
 
 
 def check_pages(fn: str, block_table) -> None:
-    """Raises, of a call that wants a gradient, where keys are in pages."""
+    """Raises NotImplementedError if keys are in pages; for calls that want a gradient."""
     if block_table is not None:
         raise NotImplementedError(f"{fn}: {no_gradient('block_table')}")
 
@@ -53,15 +53,16 @@ def _op(name: str) -> Callable:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-# Of `deterministic`, `rng_state`, `dropout_p`, `softcap` and `alibi_slopes`.
+# Defaults of the last arguments of ``attend`` in :class:`Attend`: `deterministic`, `rng_state`,
+# `dropout_p`, `softcap` and `alibi_slopes`.
 _DEFAULTS = (False, None, 0.0, 0.0, None)
-# Of `softcap`, `alibi_slopes`, `rng_state`, `dropout_p`, `block_table`, `num_splits` and
-# `deterministic`.
+# Defaults of the last arguments of ``attend_varlen``: `softcap`, `alibi_slopes`, `rng_state`,
+# `dropout_p`, `block_table`, `num_splits` and `deterministic`.
 _VARLEN_DEFAULTS = (0.0, None, None, 0.0, None, 0, False)
 
 
 class Attend(torch.autograd.Function):
-    """``attend``, or ``fwd`` where it does the same."""
+    """The operator ``attend``, or ``fwd`` where that computes the same, with its gradient."""
 
     @staticmethod
     def forward(
@@ -78,7 +79,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, scale, causal, window_left, window_right, sinks, *rest = inputs
-        # The dispatcher leaves out last arguments that are the default.
+        # The dispatcher leaves out trailing arguments that are equal to their defaults.
         deterministic, rng_state, dropout_p, softcap, alibi_slopes = (
             *rest,
             *_DEFAULTS[len(rest) :],
@@ -108,7 +109,7 @@ class Attend(torch.autograd.Function):
 
 
 class AttendVarlen(torch.autograd.Function):
-    """``attend_varlen``."""
+    """The operator ``attend_varlen`` with its gradient."""
 
     @staticmethod
     def forward(*args):
@@ -146,10 +147,10 @@ class AttendVarlen(torch.autograd.Function):
 
 
 def _loadable(fn: str, out, dout, dlse):
-    """dout and dlse as the kernels read them."""
+    """Returns dout and dlse as the kernels can read them; a missing dout becomes zeros."""
     check_no_tangent(fn, ("dout", "dlse"), dout, dlse)
     dout = torch.zeros_like(out) if dout is None else loading.loadable(fn, "dout", dout)
-    # Often a number that is expanded.
+    # dlse is often an expanded number, which is not contiguous.
     return dout, dlse if dlse is None else dlse.contiguous()
 
 
@@ -161,10 +162,10 @@ def _wanted(
 
 
 def _gradients(name: str, needs: tuple[bool, bool, bool, bool], args: tuple):
-    """What the operator returns of what is needed, and None."""
+    """Calls the operator of the gradients; returns those that are needed, and None for others."""
     if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         dq, dk, dv, dsinks = resolver_errors.call(_op(name), *args)
-    else:  # without the operator's autograd kernel, which is in Python
+    else:  # this skips the operator's autograd kernel, which is in Python
         with torch._C._AutoDispatchBelowAutograd():
             dq, dk, dv, dsinks = resolver_errors.call(_op(name), *args)
     needs_q, needs_k, needs_v, needs_sinks = needs
@@ -173,7 +174,7 @@ def _gradients(name: str, needs: tuple[bool, bool, bool, bool], args: tuple):
 
 
 def _without_gradient(name: str) -> type:
-    """``bwd`` or ``bwd_varlen``, which have no gradient of their own."""
+    """Returns the autograd function of ``bwd`` or ``bwd_varlen``, which raises in its backward."""
 
     class Backward(torch.autograd.Function):
         @staticmethod
@@ -195,8 +196,8 @@ def _without_gradient(name: str) -> type:
     return Backward
 
 
-# ``apply`` outside of torch.func's transforms, without the Python around it, which takes longer
-# than all of the rest.
+# ``apply`` for calls outside of torch.func's transforms. It leaves out the Python code around it,
+# which takes longer than all of the rest.
 attend_eagerly = super(torch.autograd.Function, Attend).apply
 attend_varlen_eagerly = super(torch.autograd.Function, AttendVarlen).apply
 attend = autograd_kernel(Attend)

@@ -1,9 +1,9 @@
 """How speed is measured here, so that every figure in the project means the same thing.
 
-One timed call stands alone: a buffer larger than the L2 cache is cleared first, so that inputs come
-from device memory and the host's launch time hides behind the clearing, for passes with gradients
-of a larger buffer. Contenders take turns within each repeat, in another order each time, so that
-drifting clocks and power, and whoever ran before, meet all of them alike; the figure is the median.
+Each call is timed alone. A buffer larger than the L2 cache is cleared first, so that inputs come
+from device memory and the host's launch time hides behind the clearing; the buffer is larger for
+passes with gradients. Contenders take turns within each repeat, in another order each time, so that
+drifting clocks and power, and the contender before, affect all alike; the figure is the median.
 Compare ratios within one run, never absolute figures of different runs or cards.
 """
 
@@ -35,8 +35,8 @@ import torch
 REPEATS = 15
 WARMUP = 4
 FLUSH_BYTES = 1 << 30
-# Cleared before passes with gradients: 1 to 1.4 ms of an H200 or H100. A backward by autograd takes
-# the host 0.1 to 0.3 ms, and longer where it has waited.
+# Cleared before passes with gradients, which takes an H200 or H100 1 to 1.4 ms. A backward by
+# autograd takes the host 0.1 to 0.3 ms, and longer after the host has waited.
 FLUSH_BYTES_AUTOGRAD = 4 << 30
 TOTAL_TOKENS = 16 * 1024
 MODEL_WIDTH = 2048
@@ -73,14 +73,14 @@ class Shape:
         return 4 * self.b * self.h * pairs * self.d
 
     def bytes(self, itemsize: int = 2) -> int:
-        """Least device memory traffic in bytes: Q, K, V read once, O and the fp32 LSE written."""
+        """Returns the least memory traffic in bytes: Q, K, V read once, O and fp32 LSE written."""
         rows_q = self.b * self.seqlen_q * self.h
         rows_k = self.b * self.seqlen_k * self.h_k
         return itemsize * self.d * (2 * rows_q + 2 * rows_k) + 4 * rows_q
 
 
 def sweep_shape(d: int, seqlen: int, causal: bool, total_tokens: int = TOTAL_TOKENS) -> Shape:
-    """The sweep's shape: 16k tokens in all, heads x head_dim at most 2048 (21 heads for d = 96)."""
+    """Returns the sweep's shape: 16k tokens, heads x head_dim at most 2048 (d = 96: 21 heads)."""
     h = MODEL_WIDTH // d
     return Shape(max(1, total_tokens // seqlen), seqlen, seqlen, h, h, d, causal)
 
@@ -88,9 +88,9 @@ def sweep_shape(d: int, seqlen: int, causal: bool, total_tokens: int = TOTAL_TOK
 def make_qkv(
     shape: Shape, dtype: torch.dtype, device: str | torch.device, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Standard normal Q ``(b, seqlen_q, h, d)`` and K, V ``(b, seqlen_k, h_k, d)``.
+    """Returns standard normal Q ``(b, seqlen_q, h, d)`` and K, V ``(b, seqlen_k, h_k, d)``.
 
-    Random data on purpose: zeros draw less power and run faster than anything real.
+    The data is random because zeros draw less power and run faster than real data.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     size_q = (shape.b, shape.seqlen_q, shape.h, shape.d)
@@ -103,10 +103,10 @@ def make_qkv(
 
 
 def turn(contenders: Iterable[Name], number: int) -> list[Name]:
-    """The order of turn ``number``: shuffled, the same in every run.
+    """Returns the contenders in the order of turn ``number``: shuffled, the same in every run.
 
-    In a fixed order, or one that only rotates, each would always follow the same other, and find
-    the clock and power that this one leaves.
+    In a fixed order, or one that only rotates, each contender would always follow the same other
+    one, and run with the clock and power that the other one leaves.
     """
     order = list(contenders)
     random.Random(number).shuffle(order)
@@ -121,15 +121,15 @@ def time_interleaved(
     flush_bytes: int = FLUSH_BYTES,
     around: Callable[[Name], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> dict[Name, list[float]]:
-    """Time each contender ``repeats`` times, taking turns, caches cold.
+    """Times each contender ``repeats`` times, taking turns, caches cold.
 
     Args:
         contenders: Name to a call without arguments that enqueues the work.
         device: Where the work runs; on ``"cpu"`` the wall clock is read instead of events.
         repeats, warmup: Timed and untimed calls of each.
         flush_bytes: Size of the buffer that is cleared before each timed call.
-        around: What each call of a contender is in, as a choice of backends. Its own time does not
-            count.
+        around: Name to the context manager in which the contender is called, e.g. a choice of
+            backends. Its own time does not count.
 
     Returns:
         Name to ``repeats`` times in microseconds, in the order they were taken.
@@ -175,7 +175,8 @@ def _time_on_cpu(call: Callable[[], object]) -> float:
 
 
 def time_sustained(call: Callable[[], object], seconds: float = 1.0) -> float:
-    """Microseconds per call, back to back on the GPU for ``seconds``: power capped, L2 warm."""
+    """Returns microseconds per call, run back to back on the GPU for ``seconds``: power is capped
+    and the L2 cache is warm."""
     burst = 16
     times = []
     begin = time.perf_counter()
@@ -185,9 +186,9 @@ def time_sustained(call: Callable[[], object], seconds: float = 1.0) -> float:
 
 
 def host_time(call: Callable[[], object], batches: int = 40) -> float:
-    """Microseconds of host time of one call that enqueues GPU work, the queue never full.
+    """Returns microseconds of host time of a call that enqueues GPU work; the queue is never full.
 
-    The GPU is waited for between batches of calls, outside the time that is taken, so that the
+    The host waits for the GPU between batches of calls, outside of the timed part, so that the
     figure is the same for kernels that run longer than the call that enqueues them.
     """
     times = []
@@ -202,10 +203,10 @@ def host_time(call: Callable[[], object], batches: int = 40) -> float:
 
 
 def host_times(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Microseconds of host time of each of ``calls``, in order; as :func:`host_time`.
+    """Returns microseconds of host time of each of ``calls``, in order, as :func:`host_time` does.
 
-    A call right after a wait for the GPU takes longer. So each wait is followed by the call that
-    came before it, once more and not timed.
+    A call right after a wait for the GPU takes longer. After each wait the call before it is
+    therefore repeated without being timed.
     """
     times = []
     for number, call in enumerate(calls):
@@ -222,7 +223,7 @@ def host_times(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 _SAMPLED = {
     "sm_mhz": "clocks.sm",
-    # `power.draw` is the mean of a whole second from Ampere on, and so mostly of what ran before.
+    # From Ampere on `power.draw` is the mean of a whole second, and so mostly of what ran before.
     "power_w": "power.draw.instant",
     "temperature_c": "temperature.gpu",
     "power_capped": "clocks_event_reasons.sw_power_cap",
@@ -232,12 +233,12 @@ _FLAGS = {"Active": 1.0, "Not Active": 0.0}
 
 @contextlib.contextmanager
 def gpu_sampler(device: int = 0, interval_ms: int = 100) -> Iterator[list[dict[str, float]]]:
-    """Sample the state of torch's GPU number ``device`` with nvidia-smi while the body runs.
+    """Samples the state of torch's GPU number ``device`` with nvidia-smi while the body runs.
 
-    Yields a list that fills up meanwhile, of readings ``sm_mhz``, ``power_w``, ``temperature_c``
-    and ``power_capped``, 1 where the power limit holds the clock down and else 0, each with ``at``,
-    the time of ``time.perf_counter`` when it came. What the board does not tell is left out; the
-    list stays empty where there is no nvidia-smi.
+    Yields a list to which samples are added meanwhile. Each has ``sm_mhz``, ``power_w``,
+    ``temperature_c``, ``power_capped`` (1 where the power limit holds the clock down, else 0), and
+    ``at``, the ``time.perf_counter`` time of its arrival. Values that the board does not report are
+    left out; the list stays empty where there is no nvidia-smi.
     """
     samples: list[dict[str, float]] = []
     program = shutil.which("nvidia-smi")
@@ -275,7 +276,8 @@ def gpu_sampler(device: int = 0, interval_ms: int = 100) -> Iterator[list[dict[s
 
 
 def summarise_samples(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Number, least, median, mean and greatest of each: of ``power_capped`` the mean is a share."""
+    """Returns count, min, median, mean and max of each reading; the mean of ``power_capped`` is the
+    share of samples in which the power limit held the clock down."""
     found = {name: [x[name] for x in samples if name in x] for name in _SAMPLED}
     return {
         name: {
@@ -291,8 +293,8 @@ def summarise_samples(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[
 
 
 def _from_root(argument: str) -> str:
-    """A path below the project's folder as seen from there, of any other its name alone: where
-    things lie on a machine is nobody's business. Also behind ``=``, as in ``--json=FILE``."""
+    """Returns an argument without folders of the machine, which results must not reveal: a path in
+    the project relative to its root, any other path as its name; also in ``--json=FILE``."""
     before, equals, after = argument.partition("=")
     if equals and after.startswith("/"):
         return f"{before}={_from_root(after)}"
@@ -304,8 +306,8 @@ def _from_root(argument: str) -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit of this file, and ``-dirty`` where tracked files differ from it; None where git
-    does not know the file, as in a virtual environment inside of another project."""
+    """Returns the commit of this file, with ``-dirty`` where tracked files differ from it; None if
+    git does not know the file, as in a virtual environment inside of another project."""
     here = pathlib.Path(__file__).resolve()
     git = ["git", "-C", str(here.parent)]
     if _output([*git, "ls-files", "--error-unmatch", "--", here.name]) is None:
@@ -316,10 +318,10 @@ def _git_commit() -> str | None:
 
 
 def machine_info() -> dict[str, object]:
-    """What a figure must be read with: machine, versions, commit, date (UTC), command.
+    """Returns what a figure must be read with: machine, versions, commit, date (UTC), command.
 
-    The commit is that of the environment variable GIT_COMMIT where the code runs without its
-    repository, as in a container.
+    The environment variable GIT_COMMIT gives the commit where the code runs without its repository,
+    as in a container.
     """
     info: dict[str, object] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -345,7 +347,7 @@ def machine_info() -> dict[str, object]:
 
 
 def _fa3_version() -> dict[str, str]:
-    """The version of FlashAttention-3, where one of the distributions it comes in is installed."""
+    """Returns the version of FlashAttention-3 if one of its distributions is installed."""
     for distribution in ("flash-attn-3", "fa3-fwd"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return {"fa3": f"{distribution} {importlib.metadata.version(distribution)}"}
@@ -361,7 +363,7 @@ def _output(command: Sequence[str]) -> str | None:
 
 
 def geomean(values: Sequence[float]) -> float:
-    """Geometric mean of positive numbers.
+    """Returns the geometric mean of positive numbers.
 
     Raises:
         ValueError: no values, or one that is not positive.
@@ -373,7 +375,7 @@ def geomean(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Ratios:
-    """Speed over something else across a sweep: above 1 is faster."""
+    """A summary of speed ratios over a peer across a sweep: above 1 is faster than the peer."""
 
     count: int
     geomean: float
@@ -382,7 +384,7 @@ class Ratios:
 
     @classmethod
     def of(cls, found: Iterable[tuple[Mapping, float | None]]) -> Ratios | None:
-        """Of rows with their ratios, where None stands for a row without; None if all are."""
+        """Summarises pairs of a row and its ratio, which may be None; returns None if all are."""
         both = [(row, ratio) for row, ratio in found if ratio is not None]
         if not both:
             return None
@@ -391,7 +393,7 @@ class Ratios:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A GitHub-flavoured Markdown table that also reads well in a terminal."""
+    """Returns a GitHub-flavoured Markdown table that also reads well in a terminal."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = [
@@ -403,9 +405,9 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 
 def write_json(path: pathlib.Path, payload: Mapping[str, object]) -> None:
-    """Write a result file, creating its folder; keys keep their order.
+    """Writes a result file, creating its folder; keys keep their order.
 
-    A file that is there is replaced once the new one is complete.
+    An existing file is replaced once the new one is complete.
 
     Raises:
         OSError: naming the file and the KiB that it takes.
@@ -425,7 +427,7 @@ def write_json(path: pathlib.Path, payload: Mapping[str, object]) -> None:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            path.write_text(text, encoding="utf-8")  # the file may be written, its folder not
+            path.write_text(text, encoding="utf-8")  # the folder cannot be written to
     except OSError as error:
         size = -(-len(text) // 1024)
         raise OSError(error.errno, f"{error.strerror} (it takes {size} KiB)", str(path)) from error

@@ -1,4 +1,4 @@
-"""Between padded batches and packed tokens: flash-attn 2.8's helpers, with its names and results.
+"""Conversions between padded batches and packed tokens, with flash-attn 2.8's names and results.
 
 A padded batch is (batch, seqlen, ...) with a mask (batch, seqlen); packed tokens are
 (total, ...), as the varlen functions take them. Every function works on any device, is
@@ -15,7 +15,7 @@ from .cpu_operator import is_traced
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """``input[indices]``: the rows that are named.
+    """Returns ``input[indices]``, the rows that ``indices`` names.
 
     Args:
         input: (n, ...), any dtype.
@@ -25,8 +25,8 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
         (m, ...).
 
     Raises:
-        TypeError: for what is no dense tensor, and indices of another dtype.
-        ValueError: for a wrong shape or device, and, of CPU tensors, for places that are not there.
+        TypeError: for an argument that is no dense tensor, and for indices of another dtype.
+        ValueError: for a wrong shape or device, and for CPU indices that are out of range.
     """
     fn = "index_first_axis"
     _check_rows(fn, "input", input, indices)
@@ -35,7 +35,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Zeros with ``values`` in the rows that are named: the inverse of :func:`index_first_axis`.
+    """Returns zeros with ``values`` in the rows of ``indices``: inverts :func:`index_first_axis`.
 
     Args:
         values: (m, ...), any dtype.
@@ -46,7 +46,8 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
         (first_axis_dim, ...).
 
     Raises:
-        TypeError, ValueError: as :func:`index_first_axis`; also for another number of values.
+        TypeError, ValueError: as :func:`index_first_axis`; also if there is not one row of values
+            for each index.
     """
     fn = "index_put_first_axis"
     rows = check_length(fn, "first_axis_dim", first_axis_dim)
@@ -56,15 +57,15 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens that a mask selects, one sequence after the other.
+    """Returns the tokens that a mask selects, one sequence after the other.
 
-    Reads the longest length back from the device: on CUDA the host waits for it.
+    The longest length is read back from the device, for which the host waits on CUDA.
 
     Args:
         hidden_states: (batch, seqlen, ...), any dtype.
         attention_mask: (batch, seqlen), bool or int, 1 for a token and 0 for padding.
-        unused_mask: (batch, seqlen), bool or int, 1 for what is not a token but is kept, at the
-            end of its sequence; None for none.
+        unused_mask: (batch, seqlen), bool or int, 1 for a place that holds no token but is kept, at
+            the end of its sequence; None for none.
 
     Returns:
         ``hidden_states`` (total, ...): tokens that either mask selects; ``indices`` (total,),
@@ -73,7 +74,7 @@ def unpad_input(
         tokens of each sequence that ``attention_mask`` selects.
 
     Raises:
-        TypeError: for what is no dense tensor, and masks of floating point.
+        TypeError: for an argument that is no dense tensor, and for masks of floating point.
         ValueError: for a wrong shape or device.
     """
     fn = "unpad_input"
@@ -92,7 +93,7 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """:func:`unpad_input` of rows that hold several sequences each, one directly after the other.
+    """Does :func:`unpad_input` for rows that hold several sequences each, one after the other.
 
     Args:
         hidden_states: (batch, seqlen, ...), any dtype.
@@ -105,8 +106,9 @@ def unpad_input_for_concatenated_sequences(
         (sequences + 1,), int32, and ``max_seqlen_in_batch``, an int, as :func:`unpad_input`.
 
     Raises:
-        TypeError, ValueError: as :func:`unpad_input`; the former also for a mask of bool, the
-            latter for lengths of CPU tensors that are negative, or more than a row has places.
+        TypeError: as :func:`unpad_input`, and for a mask of bool.
+        ValueError: as :func:`unpad_input`, and for lengths of CPU tensors that are negative or
+            add up to more than a row has places.
     """
     fn, name = "unpad_input_for_concatenated_sequences", "attention_mask_in_length"
     _check_mask(fn, name, attention_mask_in_length, hidden_states)
@@ -115,7 +117,7 @@ def unpad_input_for_concatenated_sequences(
             f"{fn}: expected {name} of int, got {name}.dtype=torch.bool; pass the lengths of each "
             "row's sequences, or a mask to unpad_input"
         )
-    tokens = attention_mask_in_length.sum(-1)  # of each row
+    tokens = attention_mask_in_length.sum(-1)  # tokens of each row
     _check_rows_of_lengths(fn, name, attention_mask_in_length, tokens)
     places = torch.arange(attention_mask_in_length.shape[1], device=tokens.device)
     indices = (places < tokens[:, None]).flatten().nonzero().squeeze(-1)
@@ -125,7 +127,7 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Packed tokens back in a padded batch: the inverse of :func:`unpad_input`.
+    """Puts packed tokens back into a padded batch: the inverse of :func:`unpad_input`.
 
     Args:
         hidden_states: (total, ...), any dtype.
@@ -161,7 +163,7 @@ def _put(fn: str, name: str, values: Tensor, indices: Tensor, rows: int) -> Tens
 
 
 def _packed_lengths(lengths: Tensor) -> tuple[Tensor, int]:
-    """The cumulative lengths from 0 on, int32, and the longest."""
+    """Returns the cumulative lengths from 0 on, int32, and the longest length."""
     ends = lengths.cumsum(0, dtype=torch.int32)
     longest = int(lengths.max()) if lengths.numel() else 0
     return torch.nn.functional.pad(ends, (1, 0)), longest
@@ -193,7 +195,7 @@ def _check_rows(fn: str, name: str, x: Tensor, indices: Tensor) -> None:
 
 
 def _can_be_read(x: Tensor) -> bool:
-    """Whether nothing has to wait for the values, nor records them."""
+    """Returns whether values can be read: on the CPU, with nothing that traces or transforms."""
     return x.is_cpu and not (is_traced(x) or torch._C._are_functorch_transforms_active())
 
 

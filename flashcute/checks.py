@@ -25,8 +25,8 @@ UNLIMITED = (-1, -1)  # the default of window_size, which calls compare by ident
 _MIN_FLOAT = 1.1754944e-38
 _MAX_FLOAT = 2.3e38
 
-# The kernels add ALiBi in the unit of the scores, the softmax_scale or the softcap: beyond these
-# slopes divided by it may leave float32.
+# The kernels add ALiBi in the unit of the scores, which is the softmax_scale or the softcap. With a
+# unit out of these bounds, slopes divided by it may leave float32's range.
 _MIN_UNIT, _MAX_UNIT = 2.0**-64, 2.0**64
 
 _MAX_DROPOUT = 1 - 2.0**-16
@@ -38,18 +38,18 @@ PAD_HEAD_DIM = (  # the way out where head dimensions differ
     "is 1/sqrt(head_dim)"
 )
 
-_KINDS = {"b": bool, "i": int, "u": int, "f": float}  # of numpy's dtypes
+_KINDS = {"b": bool, "i": int, "u": int, "f": float}  # by the kind of a numpy dtype
 _STRIDED = torch.strided
 _below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
 _QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
-# Subclasses without a rule for this operator, which would fail somewhere inside torch.
+# Modules of tensor subclasses without a rule for this operator, which would fail inside torch.
 _DISTRIBUTED = ("torch.distributed.tensor", "torch.distributed._shard")
 
 
 def check_tensors(fn: str, names: tuple[str, str, str], q, k, v) -> int:
-    """What holds for q, k and v on every device: kind, rank, shape, one device and one dtype.
+    """Checks what holds for q, k and v on every device: kind, rank, shape, one device, one dtype.
 
-    Written flat, and each property read once: this is a fifth of a call's time on the host.
+    The code is flat and reads each property once: it takes a fifth of a call's time on the host.
 
     Returns:
         The head dimension.
@@ -67,7 +67,7 @@ def check_tensors(fn: str, names: tuple[str, str, str], q, k, v) -> int:
         q_shape = q.shape
         k_shape = k.shape
         v_shape = v.shape
-    except RuntimeError:  # of a nested tensor
+    except RuntimeError:  # a nested tensor raises it
         _check_kinds(fn, names, q, k, v)
         raise
     if len(q_shape) != 4 or len(k_shape) != 4:
@@ -112,7 +112,7 @@ def _check_kinds(fn: str, names: tuple[str, str, str], q, k, v) -> None:
 
 
 def check_kind(fn: str, name: str, tensor) -> None:
-    """A dense tensor with storage, strides and a shape of its own."""
+    """Raises TypeError unless ``tensor`` is dense, with storage, strides and shape of its own."""
     if not isinstance(tensor, torch.Tensor):
         way_out = "pass one" if tensor is None else "convert it with torch.as_tensor"
         raise TypeError(
@@ -127,9 +127,9 @@ def check_kind(fn: str, name: str, tensor) -> None:
 
 
 def _foreign_kind(tensor: torch.Tensor) -> tuple[str | None, str]:
-    """What ``tensor`` is where it is no dense tensor, and how to get one."""
+    """Returns what ``tensor`` is if it is not dense, else None, and how to get a dense tensor."""
     cls = type(tensor)
-    # By class first: torch.compile cannot trace __module__ of a Parameter's.
+    # The class is tested first, as torch.compile cannot trace __module__ of a Parameter's class.
     if cls is not torch.Tensor and cls is not torch.nn.Parameter:
         if cls.__module__.startswith(_DISTRIBUTED):
             return f"a {cls.__name__}", "call it on the local shards, e.g. those of .to_local()"
@@ -148,7 +148,7 @@ def _foreign_kind(tensor: torch.Tensor) -> tuple[str | None, str]:
 
 
 def check_rank(fn: str, name: str, tensor: torch.Tensor, shape: str) -> None:
-    """As many dimensions as ``shape``, e.g. ``"(batch, seqlen)"``, names."""
+    """Checks for as many dimensions as ``shape`` names, e.g. ``"(batch, seqlen)"``."""
     rank = shape.count(",") + 1
     if tensor.dim() != rank:
         raise ValueError(
@@ -158,7 +158,7 @@ def check_rank(fn: str, name: str, tensor: torch.Tensor, shape: str) -> None:
 
 
 def raise_values(fn: str, k_name: str, v_name: str, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The error for v of another shape (..., heads, head_dim) than k's."""
+    """Raises the error for a v whose shape (..., heads, head_dim) differs from k's."""
     if v.shape[:-1] == k.shape[:-1]:
         raise NotImplementedError(
             f"{fn}: expected {v_name} of {k_name}'s head_dim {k.shape[-1]}, "
@@ -171,7 +171,7 @@ def raise_values(fn: str, k_name: str, v_name: str, k: torch.Tensor, v: torch.Te
 
 
 def raise_mismatch(fn: str, names: tuple[str, str, str], q, k, v) -> None:
-    """The error for k or v of another dtype or device than q's."""
+    """Raises the error for a k or v whose dtype or device differs from q's."""
     name, tensor = (names[1], k) if (k.dtype, k.device) != (q.dtype, q.device) else (names[2], v)
     if tensor.device != q.device:
         raise ValueError(
@@ -185,7 +185,7 @@ def raise_mismatch(fn: str, names: tuple[str, str, str], q, k, v) -> None:
 
 
 def check_packed(fn: str, name: str, packed, count: int) -> None:
-    """A dense tensor of shape (batch, seqlen, count, heads, head_dim)."""
+    """Checks for a dense tensor of shape (batch, seqlen, count, heads, head_dim)."""
     check_kind(fn, name, packed)
     if packed.dim() != 5 or packed.shape[2] != count:
         raise ValueError(
@@ -195,7 +195,7 @@ def check_packed(fn: str, name: str, packed, count: int) -> None:
 
 
 def check_scale(fn: str, softmax_scale, head_dim: int) -> float:
-    """softmax_scale, or its default."""
+    """Returns softmax_scale, or its default for None, after checking its range."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim)
     if type(softmax_scale) is float and -_MAX_FLOAT <= softmax_scale <= _MAX_FLOAT:
@@ -210,7 +210,7 @@ def check_scale(fn: str, softmax_scale, head_dim: int) -> float:
 
 
 def check_dropout(fn: str, dropout_p) -> float:
-    """dropout_p, rounded to a multiple of 2**-16 as :mod:`flashcute.dropout` draws, below 1."""
+    """Returns dropout_p rounded to a multiple of 2**-16, as :mod:`flashcute.dropout` uses it."""
     value = check_real(fn, "dropout_p", dropout_p)
     if not 0.0 <= value <= _MAX_DROPOUT:
         raise ValueError(
@@ -221,7 +221,7 @@ def check_dropout(fn: str, dropout_p) -> float:
 
 
 def check_rng_state(fn: str, rng_state, q: torch.Tensor, dropout_p: float) -> None:
-    """The random state of an operator's dropout mask; needed where dropout_p is not 0."""
+    """Checks the random state of an operator's dropout mask, needed where dropout_p is not 0."""
     if rng_state is None:
         if dropout_p != 0.0:
             raise ValueError(
@@ -247,7 +247,7 @@ def check_rng_state(fn: str, rng_state, q: torch.Tensor, dropout_p: float) -> No
 
 
 def check_softcap(fn: str, softcap) -> float:
-    """softcap, which scores are divided by, or 0 for none."""
+    """Returns softcap, 0 for none, after checking that scores can be divided by it."""
     value = check_real(fn, "softcap", softcap)
     if not (value == 0.0 or _MIN_FLOAT <= value <= _MAX_FLOAT):
         raise ValueError(
@@ -258,7 +258,7 @@ def check_softcap(fn: str, softcap) -> float:
 
 
 def check_window(fn: str, window_size) -> tuple[int, int]:
-    """window_size, two ints from -1 on."""
+    """Returns window_size after checking that it is two ints from -1 on."""
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size
         if type(left) is int and type(right) is int and left >= -1 and right >= -1:
@@ -280,7 +280,7 @@ def check_window(fn: str, window_size) -> tuple[int, int]:
 
 
 def check_flag(fn: str, name: str, value) -> bool:
-    """A bool; not what merely counts as true or false."""
+    """Returns a bool; raises TypeError for what merely counts as true or false."""
     value = _plain(value)
     if not isinstance(value, (bool, torch.SymBool)):
         raise TypeError(
@@ -290,7 +290,7 @@ def check_flag(fn: str, name: str, value) -> bool:
 
 
 def check_slopes(fn: str, alibi_slopes, h: int, b: int | None = None) -> None:
-    """A dense tensor of one float32 slope for each query head, or for each of a batch entry."""
+    """Checks for a dense float32 tensor of slopes (h,), or (b, h) with any b where b is None."""
     name = "alibi_slopes"
     check_kind(fn, name, alibi_slopes)
     if alibi_slopes.dtype != torch.float32:
@@ -309,7 +309,7 @@ def check_slopes(fn: str, alibi_slopes, h: int, b: int | None = None) -> None:
 
 
 def check_alibi(fn: str, alibi_slopes, q: torch.Tensor, b: int) -> None:
-    """The slopes of query heads of q (..., h, head_dim) and of b entries, on q's device."""
+    """Checks the slopes for q's query heads (..., h, head_dim) and b entries, on q's device."""
     name = "alibi_slopes"
     check_slopes(fn, alibi_slopes, q.shape[-2], b)
     if alibi_slopes.device != q.device:
@@ -320,7 +320,7 @@ def check_alibi(fn: str, alibi_slopes, q: torch.Tensor, b: int) -> None:
 
 
 def check_sinks(fn: str, sinks, q: torch.Tensor) -> None:
-    """One logit for each query head of q (..., h, head_dim), of float32 or q's dtype."""
+    """Checks for one logit per query head of q (..., h, head_dim), in float32 or q's dtype."""
     check_logits(fn, sinks, q.shape[-2], q.dtype)
     if sinks.device != q.device:
         raise ValueError(
@@ -329,7 +329,7 @@ def check_sinks(fn: str, sinks, q: torch.Tensor) -> None:
 
 
 def check_logits(fn: str, sinks, h: int, dtype: torch.dtype) -> None:
-    """A dense tensor of one logit for each query head, of float32 or ``dtype``."""
+    """Checks for a dense tensor of one logit per query head, in float32 or ``dtype``."""
     check_kind(fn, "sinks", sinks)
     if sinks.dtype not in (torch.float32, dtype):
         dtypes = " or ".join(dict.fromkeys((str(torch.float32), str(dtype))))
@@ -345,7 +345,7 @@ def check_logits(fn: str, sinks, h: int, dtype: torch.dtype) -> None:
 
 
 def check_gradient(fn: str, name: str, tensor, shape, dtype, device) -> None:
-    """A tensor that a gradient is made of, all of whose properties follow from q."""
+    """Checks a tensor of a backward against the properties that follow from the inputs."""
     check_kind(fn, name, tensor)
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
         raise ValueError(
@@ -356,7 +356,7 @@ def check_gradient(fn: str, name: str, tensor, shape, dtype, device) -> None:
 
 
 def check_dtype(fn: str, name: str, dtype, device) -> None:
-    """A dtype that is computed on ``device``, a torch.device; ``name`` e.g. ``"q.dtype"``."""
+    """Checks that ``device``, a torch.device, computes ``dtype``; ``name``: e.g. ``"q.dtype"``."""
     dtypes = CPU_DTYPES if device.type == "cpu" else CUDA_DTYPES
     if not isinstance(dtype, torch.dtype) or dtype not in dtypes:
         *most, last = map(str, dtypes)
@@ -377,13 +377,13 @@ def _dtype_way_out(dtype) -> str:
 
 
 def bounded_window(window_size: tuple[int, int]) -> tuple[int, int]:
-    """The same window within 64 bits, which is what operators take: no sequence is longer."""
+    """Returns the window cut to 2**31, as operators take 64 bits: no sequence is longer."""
     left, right = (min(int(side), 2**31) for side in window_size)
     return left, right
 
 
 def check_for_kernels(fn: str, q_name: str, q: torch.Tensor, head_dim: int, scale: float) -> None:
-    """What the kernels, but not the reference, ask of q's device, dtype, shape and scale."""
+    """Checks what kernels, but not the reference, require of q's device, dtype, shape and scale."""
     if not (q.is_cuda or q.is_meta):
         raise NotImplementedError(
             f"{fn}: expected {q_name} on cuda or cpu, got {q_name}.device={q.device}; "
@@ -398,7 +398,7 @@ def check_for_kernels(fn: str, q_name: str, q: torch.Tensor, head_dim: int, scal
 
 
 def check_no_tangent(fn: str, names: tuple[str, ...], *tensors: torch.Tensor | None) -> None:
-    """That no derivative in forward mode is asked for: torch would lose it without an error."""
+    """Raises if a derivative in forward mode is asked for: torch would lose it without an error."""
     if forward_ad._current_level < 0:
         return
     for name, tensor in zip(names, tensors, strict=True):
@@ -411,16 +411,16 @@ def check_no_tangent(fn: str, names: tuple[str, ...], *tensors: torch.Tensor | N
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
-    """Whether one of them is a dual tensor of forward-mode differentiation."""
+    """Returns whether one of them is a dual tensor of forward-mode differentiation."""
     if forward_ad._current_level < 0:  # outside of any dual_level()
         return False
     if _below_autograd(torch._C.DispatchKey.AutogradFunctionality):
-        return False  # an operator's implementation, where torch fails to unpack any tensor
+        return False  # inside an operator's implementation torch cannot unpack any tensor
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def check_kernel_head_dim(fn: str, head_dim: int) -> None:
-    """A head dimension that the kernels compute, once it is padded."""
+    """Checks that the kernels compute a head dimension, once it is padded."""
     if head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(
             f"{fn}: expected head_dim <= {MAX_HEAD_DIM} on CUDA, got head_dim={head_dim}; "
@@ -429,7 +429,7 @@ def check_kernel_head_dim(fn: str, head_dim: int) -> None:
 
 
 def check_kernel_scale(fn: str, scale: float) -> None:
-    """A scale that the kernels compute with: they take maxima before they multiply by it."""
+    """Checks for a scale that kernels can use: they take maxima before they multiply by it."""
     if not _MIN_FLOAT <= scale <= _MAX_FLOAT:
         raise NotImplementedError(
             f"{fn}: expected softmax_scale > 0 within float32's range, {_MIN_FLOAT} to "
@@ -439,7 +439,7 @@ def check_kernel_scale(fn: str, scale: float) -> None:
 
 
 def check_kernel_scores(fn: str, scale: float, softcap: float, alibi: bool) -> None:
-    """A softcap, and a unit of ALiBi's slopes, that the kernels compute with."""
+    """Checks for a softcap, and a unit of ALiBi's slopes, that the kernels can use."""
     if softcap != 0.0 and not _MIN_FLOAT <= scale / softcap <= _MAX_FLOAT:
         raise NotImplementedError(
             f"{fn}: expected softmax_scale / softcap within float32's range, {_MIN_FLOAT} to "
@@ -464,7 +464,7 @@ def _scale_way_out(scale: float) -> str:
 
 
 def check_size(fn: str, name: str, value) -> int:
-    """A number of heads or elements: a positive int."""
+    """Returns a number of heads or elements after checking that it is a positive int."""
     size = _plain(value)
     if not _is_int(size):
         raise TypeError(
@@ -478,7 +478,7 @@ def check_size(fn: str, name: str, value) -> int:
 
 
 def check_real(fn: str, name: str, value):
-    """A float or an int, finite or not."""
+    """Returns ``value`` after checking that it is a float or an int, finite or not."""
     number = _plain(value)
     if not isinstance(number, (float, torch.SymFloat)) and not _is_int(number):
         way_out = "leave it out" if value is None else "pass float(...), which reads a tensor back"
@@ -490,7 +490,7 @@ def check_real(fn: str, name: str, value):
 
 
 def check_int(fn: str, name: str, value) -> int:
-    """An int of any size."""
+    """Returns ``value`` after checking that it is an int, of any size."""
     number = _plain(value)
     if not _is_int(number):
         way_out = "pass one" if value is None else "pass int(...), which reads a tensor back"
@@ -499,7 +499,8 @@ def check_int(fn: str, name: str, value) -> int:
 
 
 def check_length(fn: str, name: str, value) -> int:
-    """A number of tokens: an int from 0 on. What runs a traced call learns and checks its value."""
+    """Returns a number of tokens, an int from 0 on; in a traced call its value is not known here,
+    and is checked when the call runs."""
     length = check_int(fn, name, value)
     traced = torch.compiler.is_compiling() or isinstance(length, torch.SymInt)
     if not traced and not 0 <= length <= _MAX_INT64:
@@ -511,14 +512,14 @@ def check_length(fn: str, name: str, value) -> int:
 
 
 def at_most(length: int, most: int) -> int:
-    """The smaller one of the two, without a guard on a length that is traced."""
-    # torch 2.11 traces sym_min() of no constant.
+    """Returns the smaller of the two, without a guard on a length that is traced."""
+    # torch 2.11 cannot trace sym_min() of a constant.
     symbolic = isinstance(length, torch.SymInt)
     return torch.sym_min(length, most) if symbolic else min(length, most)
 
 
 def check_device(fn: str, device) -> torch.device:
-    """``device`` as the device it names, of a kind that is computed on."""
+    """Returns the torch.device that ``device`` names, after checking that it is cuda or cpu."""
     try:
         found = torch.device(device)
     except (
@@ -526,7 +527,7 @@ def check_device(fn: str, device) -> torch.device:
         RuntimeError,
         ValueError,
         OverflowError,
-    ):  # torch's words for its own strings
+    ):  # torch raises one of these for a wrong value
         found = None
     if found is None or found.type not in ("cuda", "cpu"):
         shown = str(found) if found is not None else device
@@ -537,7 +538,7 @@ def check_device(fn: str, device) -> torch.device:
 
 
 def check_capability(fn: str, capability, supported: tuple[tuple[int, int], ...] | None) -> None:
-    """A compute capability as two ints, one of those supported where they are given."""
+    """Checks that a compute capability is two ints, and among ``supported`` unless that is None."""
     pair = isinstance(capability, (tuple, list)) and len(capability) == 2
     if not pair or not all(_is_int(_plain(part)) for part in capability):
         raise TypeError(
@@ -552,12 +553,12 @@ def check_capability(fn: str, capability, supported: tuple[tuple[int, int], ...]
 
 
 def _plain(value):
-    """``value``, or the Python number that a numpy scalar holds."""
-    numpy = sys.modules.get("numpy")  # where it was never imported, nothing is of its types
+    """Returns ``value``, or the Python number that a numpy scalar holds."""
+    numpy = sys.modules.get("numpy")  # if it was never imported, no value is of its types
     if numpy is None:
         return value
     if torch.compiler.is_compiling() and isinstance(value, numpy.ndarray):
-        # Dynamo shows numpy's scalars as arrays. It calls what raises while it traces untraced.
+        # Dynamo shows numpy scalars as arrays. A call that raises in tracing is run untraced.
         raise TypeError("flashcute: expected no numpy scalar in a traced call; pass float(...)")
     if not isinstance(value, numpy.generic):
         return value
@@ -570,9 +571,9 @@ def _is_int(value) -> bool:
 
 
 def _show(value) -> str:
-    """``value`` in a message: on one short line, whatever it is."""
+    """Returns the text of ``value`` for a message: one short line, whatever it is."""
     try:
         text = reprlib.repr(value)
-    except ValueError:  # Python converts ints of up to 4300 digits
+    except ValueError:  # Python does not convert ints of more than 4300 digits
         text = f"<{type(value).__name__} with too many digits to print>"
     return " ".join(text.split())

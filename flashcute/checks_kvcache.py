@@ -1,8 +1,8 @@
 """The checks of a key and value cache: its tensors, its pages, and where the sequences are in it.
 
-As :mod:`flashcute.checks`, whose rules for messages hold here. Kinds, shapes, dtypes and devices
-are checked everywhere; the values of lengths and page numbers only where they can be read without
-waiting for a device, on the CPU.
+Messages follow the rules of :mod:`flashcute.checks`. Kinds, shapes, dtypes and devices are checked
+on every device; the values of lengths and page numbers only on the CPU, where they can be read
+without waiting for a device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .checks import (
 from .checks_varlen import Names
 from .rotary import check_tables
 
-# As many parts the keys of one sequence can be split into.
+# The keys of one sequence can be split into at most this many parts.
 MAX_SPLITS = 128
 
 _PAGES = "(num_pages, page_size, heads, head_dim)"
@@ -39,9 +39,9 @@ class Tensors(NamedTuple):
     Attributes:
         q: (b, seqlen_q, h, d).
         k_cache: (batch_cache, seqlen_cache, h_k, d), or with a block_table
-            (num_pages, page_size, h_k, d); v_cache likewise.
-        k: (b, seqlen_new, h_k, d), v likewise: what is appended; both or neither.
-        rotary_cos: (seqlen_ro, rotary_dim / 2), rotary_sin likewise.
+            (num_pages, page_size, h_k, d); v_cache has the same shape.
+        k: (b, seqlen_new, h_k, d), as v: what is appended; both or neither.
+        rotary_cos: (seqlen_ro, rotary_dim / 2), as rotary_sin.
         cache_seqlens: (b,), int32; None if all of the cache is in use.
         cache_batch_idx: (b,), int32: the entry of the cache of each sequence.
         cache_leftpad: (b,), int32: the first token of each sequence in its entry.
@@ -66,12 +66,12 @@ class Tensors(NamedTuple):
 
     @property
     def n_new(self) -> int:
-        """Tokens that are appended to each sequence."""
+        """Number of tokens that are appended to each sequence."""
         return 0 if self.k is None else self.k.shape[1]
 
     @property
     def capacity(self) -> int:
-        """Tokens of a sequence that the cache has room for."""
+        """Number of tokens of a sequence that the cache has room for."""
         n_pages = 1 if self.block_table is None else self.block_table.shape[1]
         return n_pages * self.k_cache.shape[1]
 
@@ -81,8 +81,8 @@ class Slots(NamedTuple):
 
     Attributes:
         pages: (b, max_pages), integers: the pages of each sequence; only those in use are valid.
-        starts: First token of each sequence.
-        ends: Behind its last one, before anything is appended.
+        starts: The first token of each sequence.
+        ends: One past the last token of each sequence, before anything is appended.
     """
 
     pages: Tensor
@@ -91,7 +91,7 @@ class Slots(NamedTuple):
 
 
 def check_cache(fn: str, t: Tensors) -> int:
-    """What holds for all tensors but sinks and alibi_slopes, on every device.
+    """Checks what holds on every device for all tensors but sinks and alibi_slopes.
 
     Returns:
         The head dimension.
@@ -122,7 +122,7 @@ def check_cache(fn: str, t: Tensors) -> int:
 
 
 def check_packed_queries(names: Names, q, k, v) -> int:
-    """q (total, heads, head_dim), and k and v in pages.
+    """Checks q (total, heads, head_dim), and k and v in pages.
 
     Returns:
         The head dimension.
@@ -136,7 +136,7 @@ def check_packed_queries(names: Names, q, k, v) -> int:
 def check_store(
     fn: str, names: tuple[str, str], q: Tensor, keys: Tensor, values: Tensor, *, paged: bool
 ) -> None:
-    """What holds for keys and values of a cache, called ``names``, and q (..., heads, head_dim)."""
+    """Checks keys and values of a cache, called ``names``, against q (..., heads, head_dim)."""
     k_name, v_name = names
     for name, x in ((k_name, keys), (v_name, values)):
         check_kind(fn, name, x)
@@ -184,7 +184,7 @@ def _check_like_q(fn: str, q: Tensor, named: tuple[tuple[str, Tensor], ...]) -> 
 
 
 def _check_new(fn: str, t: Tensors) -> None:
-    """k and v, which are appended."""
+    """Checks k and v, which are appended."""
     if t.k is None and t.v is None:
         return
     if t.k is None or t.v is None:
@@ -254,7 +254,7 @@ def _check_rotary(fn: str, t: Tensors) -> None:
 
 
 def check_index(fn: str, name: str, index, q: Tensor, shape: tuple[int, ...], way_out: str) -> None:
-    """A dense int32 tensor of this shape on q's device, or None."""
+    """Checks for a dense int32 tensor of this shape on q's device, or None."""
     if index is None:
         return
     check_kind(fn, name, index)
@@ -276,7 +276,7 @@ def check_index(fn: str, name: str, index, q: Tensor, shape: tuple[int, ...], wa
 
 
 def check_table(fn: str, block_table, q: Tensor, b: int | str) -> None:
-    """The pages of b sequences, (b, max_pages), or None."""
+    """Checks the pages of b sequences, (b, max_pages), or None."""
     if block_table is None:
         return
     check_kind(fn, "block_table", block_table)
@@ -305,7 +305,7 @@ def _check_contradictions(fn: str, t: Tensors) -> None:
 
 
 def lengths_of(fn: str, cache_seqlens, q) -> Tensor | None:
-    """cache_seqlens as a tensor, which an int becomes."""
+    """Returns cache_seqlens as a tensor, also where it is an int; None stays None."""
     if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         return cache_seqlens
     try:
@@ -318,17 +318,17 @@ def lengths_of(fn: str, cache_seqlens, q) -> Tensor | None:
         ) from None
     check_kind(fn, "q", q)
     check_rank(fn, "q", q, "(batch, seqlen, heads, head_dim)")
-    # No cache has room for as many, as is said later.
+    # No cache has room for 2**31 - 1 tokens: a later check raises.
     length = at_most(length, 2**31 - 1)
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
 def check_room(fn: str, t: Tensors, cache_seqlens) -> None:
-    """That an int cache_seqlens and the new tokens fit, which is known on every device."""
+    """Checks that an int cache_seqlens and the new tokens fit, which is known on every device."""
     cache_seqlens = check_length(fn, "cache_seqlens", cache_seqlens)
     if torch.compiler.is_compiling() or isinstance(cache_seqlens, torch.SymInt):
-        if not t.q.is_cpu:  # whose operator checks values when it runs
-            # Its error shows these lines; torch exports no call that has a message.
+        if not t.q.is_cpu:  # the CPU's operator checks values when it runs
+            # The error shows these lines. torch.export takes no _check() that has a message.
             torch._check(cache_seqlens >= 0)
             torch._check(cache_seqlens + t.n_new <= t.capacity)
     elif cache_seqlens + t.n_new > t.capacity:
@@ -336,7 +336,7 @@ def check_room(fn: str, t: Tensors, cache_seqlens) -> None:
 
 
 def check_splits(fn: str, num_splits) -> int:
-    """num_splits, 0 for a choice by shape."""
+    """Returns num_splits, 0 for a choice by shape, after checking its range."""
     value = check_int(fn, "num_splits", num_splits)
     if not 0 <= value <= MAX_SPLITS:
         raise ValueError(
@@ -347,8 +347,9 @@ def check_splits(fn: str, num_splits) -> int:
 
 
 def apart(fn: str, t: Tensors) -> Tensors:
-    """``t`` before an append: caches that can be written, and new tokens that are not in them, nor
-    queries on the CPU, where they are read after the new tokens are written."""
+    """Returns ``t`` for an append, after checking that the caches can be written. New tokens whose
+    memory is part of a cache are copied; on the CPU queries, too, as they are read after the new
+    tokens are written."""
     for name in ("k_cache", "v_cache"):
         if getattr(t, name).is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(
@@ -371,7 +372,7 @@ def apart(fn: str, t: Tensors) -> Tensors:
 
 
 def check_no_gradient(fn: str, names: tuple[str, ...], *tensors: Tensor | None) -> None:
-    """That no derivative is asked for, of which torch would lose what goes through the cache."""
+    """Raises if a derivative is asked for: torch would lose what goes through the cache."""
     grad = torch.is_grad_enabled()
     if not grad and forward_ad._current_level < 0:
         return
@@ -385,7 +386,7 @@ def check_no_gradient(fn: str, names: tuple[str, ...], *tensors: Tensor | None) 
 
 
 def check_no_transform(fn: str) -> None:
-    """That no transform of torch.func runs, which would map or differentiate what is written."""
+    """Raises inside a transform of torch.func, which would map or differentiate what is written."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             f"{fn}: expected no transform of torch.func (vmap, grad, jvp) of a call with a cache, "
@@ -395,7 +396,7 @@ def check_no_transform(fn: str) -> None:
 
 
 def no_gradient(got: str) -> str:
-    """The reason and way out for a gradient through a cache."""
+    """Returns the reason and way out for a gradient through a cache."""
     return (
         f"expected no gradient through a cache, on any device, got {got}; call it under "
         "torch.no_grad() or detach the inputs, or train with flash_attn_func"
@@ -403,12 +404,12 @@ def no_gradient(got: str) -> str:
 
 
 def read_slots(fn: str, t: Tensors, *, is_local: bool) -> Slots:
-    """Where the sequences of CPU tensors are, after checking that they fit the cache.
+    """Returns where the sequences of CPU tensors are, after checking that they fit the cache.
 
     Args:
         fn: For messages.
         t: After :func:`check_cache`.
-        is_local: Whether queries have positions of their own, under a causal mask or a window.
+        is_local: Whether each query has a position of its own, under a causal mask or a window.
 
     Raises:
         ValueError: for values that are out of range. Nothing has been written then.
@@ -449,7 +450,7 @@ def read_slots(fn: str, t: Tensors, *, is_local: bool) -> Slots:
 
 
 def read_pages(fn: str, table: Tensor, lengths: list[int], cache: Tensor, name: str) -> None:
-    """That the pages which sequences of these lengths use are pages of ``cache``."""
+    """Checks that the pages which sequences of these lengths use are pages of ``cache``."""
     n_pages, page_size = cache.shape[:2]
     used = torch.tensor(lengths, dtype=torch.int64, device=table.device).add_(page_size - 1)
     in_use = torch.arange(table.shape[1], device=table.device) < used[:, None] // page_size

@@ -1,4 +1,4 @@
-"""The checks of what :mod:`flashcute.testing` compares: results and gradients beside the inputs."""
+"""The checks of what :mod:`flashcute.testing` compares: results, gradients and their inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .checks import check_gradient, check_kind, check_rank
 
 
 def check_result(out, lse, q, k, v) -> None:
-    """The output and the log-sum-exp, which may be None, of q, k and v of four dimensions."""
+    """Checks output and log-sum-exp, which may be None, against q, k and v of four dimensions."""
     fn = "check_forward"
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
         check_kind(fn, name, x)
@@ -45,7 +45,7 @@ def check_gradients(
     dlse: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Gradients by name, dense or of packed tokens, and those that they were computed from.
+    """Checks gradients by name, dense or of packed tokens, and the tensors they come from.
 
     Args:
         gradients: ``"dq"``, ``"dk"``, ``"dv"`` like q, k and v; ``"dsinks"`` where there are sinks.
@@ -71,7 +71,7 @@ def check_gradients(
                 f"{fn}: expected gradients of {', '.join(wanted)}, got gradients of "
                 f"{', '.join(map(str, gradients)) or 'nothing'}; add {name}"
             )
-        # That of the sinks is float32 or in their dtype.
+        # The gradient of the sinks may be float32 or in their dtype: any dtype passes.
         dtype = getattr(gradients[name], "dtype", None) if name == "dsinks" else x.dtype
         check_gradient(fn, f"gradients[{name!r}]", gradients[name], x.shape, dtype, x.device)
     q, _, v = qkv

@@ -1,8 +1,8 @@
 """The checks of what only the varlen functions take: packed tokens, and the lengths in them.
 
-As :mod:`flashcute.checks`, whose rules for messages hold here. Shapes, dtypes and devices are
-checked everywhere; the values of lengths only where they can be read without waiting for a device,
-on the CPU.
+Messages follow the rules of :mod:`flashcute.checks`. Shapes, dtypes and devices are checked on
+every device; the values of lengths only on the CPU, where they can be read without waiting for a
+device.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Lengths(NamedTuple):
 
 
 def check_packed_tokens(names: Names, q, k, v) -> int:
-    """What holds for q, k and v (total, heads, head_dim) on every device.
+    """Checks what holds for q, k and v (total, heads, head_dim) on every device.
 
     Returns:
         The head dimension.
@@ -91,7 +91,7 @@ def check_packed_tokens(names: Names, q, k, v) -> int:
 
 
 def check_packed_together(fn: str, name: str, packed, count: int) -> None:
-    """A dense tensor of shape (total, count, heads, head_dim)."""
+    """Checks for a dense tensor of shape (total, count, heads, head_dim)."""
     check_kind(fn, name, packed)
     if packed.dim() != 4 or packed.shape[1] != count:
         raise ValueError(
@@ -101,7 +101,7 @@ def check_packed_together(fn: str, name: str, packed, count: int) -> None:
 
 
 def check_lengths(names: Names, q: Tensor, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) -> int:
-    """Kind, shape, dtype and device of the tensors of lengths, not their values.
+    """Checks kind, shape, dtype and device of the tensors of lengths, but not their values.
 
     Returns:
         The number of sequences.
@@ -139,7 +139,7 @@ def check_lengths(names: Names, q: Tensor, cu_seqlens_q, cu_seqlens_k, seqused_q
 
 
 def check_cu_seqlens(fn: str, name: str, cu_seqlens) -> None:
-    """A dense tensor of integers, (b + 1,)."""
+    """Checks for a dense tensor of integers, (b + 1,)."""
     check_kind(fn, name, cu_seqlens)
     if cu_seqlens.dtype not in _INDEX_DTYPES:
         raise TypeError(
@@ -162,8 +162,8 @@ def _check_on(fn: str, name: str, tensor: Tensor, q_name: str, q: Tensor) -> Non
 
 
 def check_bounds(names: Names, max_seqlen_q, max_seqlen_k) -> tuple[int, int]:
-    """max_seqlen_q and max_seqlen_k, two ints from 0 on; read back where they are tensors."""
-    # A traced call checks neither, and operators take 64 bits.
+    """Returns max_seqlen_q and max_seqlen_k as two ints from 0 on; tensors are read back."""
+    # A traced call does not check the range, and operators take 64 bits.
     q, k = (
         at_most(check_length(names.fn, name, _read(value)), 2**63 - 1)
         for name, value in ((names.max_seqlen_q, max_seqlen_q), (names.max_seqlen_k, max_seqlen_k))
@@ -172,7 +172,8 @@ def check_bounds(names: Names, max_seqlen_q, max_seqlen_k) -> tuple[int, int]:
 
 
 def _read(value):
-    """An integer of a tensor as an int: flash_attn takes it, and transformers passes it."""
+    """Returns a one-element integer tensor as an int: flash_attn takes it, as transformers passes
+    it; returns any other value as it is."""
     is_number = isinstance(value, Tensor) and value.dtype in _INDEX_DTYPES and value.numel() == 1
     return int(value) if is_number and not value.is_meta else value
 
@@ -184,7 +185,7 @@ def read_lengths(
     seqused: tuple[Tensor | None, Tensor | None],
     bounds: tuple[int, int],
 ) -> Lengths:
-    """The lengths of CPU tensors, after checking that they describe sequences in the tokens.
+    """Returns the lengths of CPU tensors after checking that they describe sequences in the tokens.
 
     Args:
         names: For messages.
@@ -217,9 +218,9 @@ def read_lengths_in_pages(
     bounds: tuple[int, int],
     capacity: int,
 ) -> Lengths:
-    """:func:`read_lengths` of keys in pages, with room for ``capacity`` of each sequence.
+    """Does :func:`read_lengths` for keys in pages, with room for ``capacity`` of each sequence.
 
-    seqused_k holds their lengths; without it the differences of cu_seqlens_k are the lengths.
+    The numbers of keys are seqused_k, or without it the differences of cu_seqlens_k.
     """
     queries = _read_side(
         names.fn,
@@ -252,7 +253,7 @@ def read_lengths_in_pages(
 def check_starts(
     fn: str, name: str, starts: list[int], total: int | None = None, tokens: str = ""
 ) -> None:
-    """That cumulative lengths begin at 0, never decrease, and end within the rows of ``tokens``."""
+    """Checks that cumulative lengths begin at 0, never decrease, and end within ``total`` rows."""
     if starts[0] != 0:
         raise ValueError(
             f"{fn}: expected {name} to start at 0, got {name}[0]={starts[0]}; "

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-NAMESPACE = "flashcute"  # of the torch operators: FLASHCUTE_NAMESPACE in kernel_table.h
+NAMESPACE = "flashcute"  # namespace of the torch operators: FLASHCUTE_NAMESPACE in kernel_table.h
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 DTYPES = ("fp16", "bf16")
@@ -36,7 +36,7 @@ MAX_SMEM_BYTES = {
 
 
 def _cpp(value: Any) -> str:
-    """A configuration's value as C++ spells it."""
+    """Returns a configuration's value as C++ spells it."""
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return "{" + ", ".join(f".{f.name} = {_cpp(getattr(value, f.name))}" for f in fields) + "}"
@@ -70,11 +70,11 @@ class FwdConfig:
         q_in_regs: k16 steps of Q's fragments kept in registers, up to ``head_dim // 16``; in the
             sm80 class none or all.
         min_ctas: CTAs per SM that the register budget must allow; in the sm90 class more than one
-            of 4 warps only.
+            only with 4 warps.
         ping_pong: sm90 class: warpgroups take turns in issuing their products.
         softcap: Scores become softcap * tanh(score / softcap).
-        alibi: Then the distance of query and key lowers them.
-        dropout: Weights are dropped at random.
+        alibi: Scores are lowered by the distance of query and key.
+        dropout: Attention weights are dropped at random.
         paged: Keys and values lie in pages, which a block table lists.
 
     Raises:
@@ -82,7 +82,7 @@ class FwdConfig:
     """
 
     kind: ClassVar[str] = "fwd"
-    dq_accum: ClassVar[int] = 0  # as of a backward
+    dq_accum: ClassVar[int] = 0  # a backward's property; a forward has no such workspace
 
     arch: int
     dtype: str
@@ -133,12 +133,12 @@ class FwdConfig:
         require(self.warps in (4, 8, 12), "warps", "in (4, 8, 12), one to three warpgroups")
         require(self.tile_m == 16 * self.warps, "tile_m", f"to be {16 * self.warps}")
         require(self.tile_n >= 32, "tile_n", "to be at least 32 in the sm90 class")
-        narrow = not self.paged or self.tile_n <= 128  # of the producer a lane loads one box
+        narrow = not self.paged or self.tile_n <= 128  # a lane of the producer loads one box
         require(narrow, "tile_n", "to be at most 128 with paged")
         require(self.stages in (2, 4), "stages", "in (2, 4), a power of two")
         steps = self.head_dim // 16
         require(self.q_in_regs in range(steps + 1), "q_in_regs", f"in 0 ... {steps}")
-        # CTAs of one warpgroup run independently, those of more take turns.
+        # Only CTAs of one warpgroup share an SM; several warpgroups of a CTA take turns instead.
         several = (1, 2, 3, 4) if self.warps == 4 else (1,)
         require(self.min_ctas in several, "min_ctas", f"in {several} with {self.warps} warps")
         require(not self.ping_pong or self.warps > 4, "ping_pong", "to be False with 4 warps")
@@ -178,8 +178,8 @@ class FwdConfig:
         """Dynamic shared memory per CTA in bytes: Q, then ``stages`` buffers each of K and V.
 
         The sm90 class adds its barriers, 8 bytes each, and the descriptions of tiles, 84 bytes
-        each, and rounds up to its alignment. CTAs that plan for themselves ask for their plan
-        beside (``CtaPlan`` of ``cta_plan.h``).
+        each, and rounds up to its alignment. CTAs that plan for themselves ask for their plan in
+        addition (``CtaPlan`` of ``cta_plan.h``).
         """
         tiles = 2 * self.head_dim * (self.tile_m + 2 * self.stages * self.tile_n)
         if self.arch == 80:
@@ -189,26 +189,26 @@ class FwdConfig:
         return -(-(tiles + 8 * barriers + 84 * slots) // 1024) * 1024
 
     def to_cpp(self) -> str:
-        """The C++ initialiser, e.g. ``{.arch = 80, .dtype = flash::DType::bf16, ...}``."""
+        """Returns the C++ initialiser, e.g. ``{.arch = 80, .dtype = flash::DType::bf16, ...}``."""
         return _cpp(self)
 
 
-# Queries of a backward kernel's tile divide this: kRowStatsMultiple of flash.h.
+# The number of query rows of every backward tile divides this: kRowStatsMultiple of flash.h.
 ROW_STATS_MULTIPLE = 128
-# Rows of queries of a semaphore of the backward: kSemaphoreRows of flash.h.
+# Query rows per semaphore of the backward: kSemaphoreRows of flash.h.
 SEMAPHORE_ROWS = 64
 
-# Keys of a CTA of the sm90 class's backward, and queries of a step, by head dimension. With 128
-# queries each warpgroup computes half of dQ's rows; with 64 half of its columns, in whole pages of
-# shared memory. Above d = 128 dK and dV of 128 keys exceed the registers: two CTAs make a cluster,
-# and half of the columns are of each, divided by its warpgroups.
+# (keys of a CTA, queries of a step) of the sm90 class's backward, by head dimension. With 128
+# queries each warpgroup computes half of dQ's rows; with 64 queries half of dQ's columns, in whole
+# pages of shared memory. Above d = 128 dK and dV of 128 keys exceed the registers: two CTAs form a
+# cluster, each computes half of the columns, and its warpgroups divide these.
 SM90_BWD_TILES = {
     **{32: (128, 128), 64: (128, 128), 96: (128, 64)},
     **{128: (128, 64), 192: (64, 64), 256: (64, 64)},
 }
 
 
-# What kernels of a backward are compiled for beside the mask.
+# Options that kernels of a backward are compiled for, in addition to the mask.
 BWD_OPTIONS = ("softcap", "alibi", "dropout", "varlen")
 
 
@@ -217,13 +217,13 @@ class BwdTile:
     """The tile of one backward kernel, which owns rows of one side and visits those of the other.
 
     Attributes:
-        rows: That a CTA owns: queries for dQ, keys for dK and dV.
+        rows: Rows that a CTA owns: queries for dQ, keys for dK and dV.
         step: Rows of the other side per main loop step.
         warps: MMA warps per CTA.
         stages: Buffers in shared memory of what a step loads, 1 or 2.
         min_ctas: CTAs per SM that the register budget must allow.
-        warps_step: That divide a step's rows and the columns of dK and dV: 1, or with ``fused``
-            some of the warps, and the others divide ``rows``.
+        warps_step: Warps along a step's rows and the columns of dK and dV: 1, or more with
+            ``fused``; ``warps / warps_step`` warps divide ``rows``.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -240,7 +240,7 @@ class BwdTile:
         _require(self, self.warps in (4, 8), "warps", "in (4, 8)")
         _require(self, self.warps_step in (1, 2, 4), "warps_step", "in (1, 2, 4)")
         rows = 16 * self.warps // self.warps_step
-        several = sorted({64, rows, 2 * rows})  # 64: in the sm90 class those of all warps
+        several = sorted({64, rows, 2 * rows})  # 64: all warps of the sm90 class share them
         _require(self, self.rows in several, "rows", f"in {several}")
         _require(self, self.step in range(16, 129, 16), "step", "to be a multiple of 16 up to 128")
         _require(self, self.stages in (1, 2), "stages", "in (1, 2)")
@@ -262,15 +262,15 @@ class BwdConfig:
         head_dim: Instantiated head dimension, one of :data:`HEAD_DIMS`.
         mask: As in :class:`FwdConfig`.
         dq: Tile of the kernel of dQ.
-        dkv: Tile of the kernel of dK and dV, or of both where they are split.
-        split_dkv: dK and dV by a kernel each: together they exceed the registers.
-        fused: One kernel computes all, with the tile of ``dkv``, which ``dq`` equals. Its CTAs sum
-            dQ up in global memory, in an order that varies from run to run unless one is asked
-            for. In the sm90 class always.
+        dkv: Tile of the kernel of dK and dV, or of both kernels where these are split.
+        split_dkv: dK and dV have a kernel each, as together they exceed the registers.
+        fused: One kernel computes all gradients with the tile ``dkv``, which is equal to ``dq``.
+            Its CTAs sum dQ up in global memory, in an order that varies from run to run unless a
+            repeatable one is asked for. The sm90 class is always fused.
         softcap: As in :class:`FwdConfig`.
-        alibi: Likewise.
-        dropout: Likewise.
-        varlen: Of a ragged batch.
+        alibi: As in :class:`FwdConfig`.
+        dropout: As in :class:`FwdConfig`.
+        varlen: The kernels are for a ragged batch.
 
     Raises:
         ValueError: naming the field, its value and what is supported.
@@ -313,8 +313,8 @@ class BwdConfig:
         if self.fused:
             _require(self, self.dq == self.dkv, "dq", "to be dkv with fused")
             _require(self, self.dkv.step % 32 == 0, "dkv", "with a step of whole 32 with fused")
-            # Sixteen columns of dK and dV for each of the warps that divide them; and of dQ, which
-            # two warps divide the rows of, or four.
+            # Each warp has at least 16 columns: of dK and dV, whose columns warps_step warps
+            # divide, and of dQ, whose rows two warps divide, or four where a step has 64 rows.
             columns = 16 * self.dkv.warps_step
             _require(self, self.head_dim % columns == 0, "dkv", "that divides head_dim with fused")
             whole = self.head_dim % (8 * self.dkv.warps) == 0 or self.dkv.step % 64 == 0
@@ -337,7 +337,7 @@ class BwdConfig:
         """What is computed, without tile choices."""
         options = "" if self.mask == "none" else f"_{self.mask}"
         options += "".join(f"_{option}" for option in BWD_OPTIONS if getattr(self, option))
-        options += "_fused" * (self.fused and self.arch == 80)  # beside it there are others
+        options += "_fused" * (self.fused and self.arch == 80)  # unfused ones exist beside it
         return f"flash_bwd_hdim{self.head_dim}_{self.dtype}{options}_sm{self.arch}"
 
     @property
@@ -357,14 +357,14 @@ class BwdConfig:
 
     @property
     def threads(self) -> int:
-        """Threads per CTA of the kernel with most; that of the row statistics has 256."""
+        """Threads per CTA of the kernel with most; the kernel of the row statistics has 256."""
         if self.arch == 90:
             return 128 + 32 * self.dkv.warps
         return max(256, 32 * self.dq.warps, 32 * self.dkv.warps)
 
     @property
     def tile_m(self) -> int:
-        """Query rows per CTA of the kernel of dQ; with ``fused`` of a step."""
+        """Query rows per CTA of the kernel of dQ; with ``fused`` query rows of a step."""
         return self.dkv.step if self.fused else self.dq.rows
 
     @property
@@ -374,25 +374,27 @@ class BwdConfig:
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster, which share a tile of keys: ``rows`` of ``dkv`` are those of one."""
+        """CTAs of a cluster, which share a tile of keys; ``dkv.rows`` are the keys of one CTA."""
         return 2 if self.arch == 90 and self.head_dim > 128 else 1
 
     @property
     def repeatable_keys(self) -> float:
-        """Up to how many keys of a sequence dQ is bitwise repeatable, too. With ``fused`` two tiles
-        of keys add to 0 in either order, more of them in any."""
+        """The most keys of a sequence with which dQ is bitwise repeatable, too. With ``fused`` the
+        parts of two tiles of keys, added to 0, have one sum in either order; those of more do not.
+        """
         return 2 * self.cluster * self.dkv.rows if self.fused else math.inf
 
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory in bytes per CTA of the kernel that asks for most.
 
-        Each has the two tiles that it owns and ``stages`` buffers of the two that it visits, at
-        d = 256 in the sm90 class one of dO; that of dK and dV has the statistics of the visited
-        rows, too, 8 bytes each; with ``fused`` dS, and P where ``warps_step`` of several warps
-        share it. The sm90 class adds two buffers of dS, one of dQ up to d = 128, zeros behind K at
-        d = 96; above 128 P in 32 bits and, of the cluster's other CTA, half of K's columns and
-        two buffers of dS; its barriers and the descriptions of tiles, and rounds up.
+        Each kernel has the two tiles that it owns and ``stages`` buffers of each of the two that it
+        visits, but only one buffer of dO at d = 256 in the sm90 class. The kernel of dK and dV adds
+        the statistics of the visited rows, 8 bytes each, and with ``fused`` dS, and P where
+        ``warps_step`` is above 1 and warps share it. The sm90 class adds two buffers of dS, one of
+        dQ up to d = 128, and zeros behind K at d = 96; above d = 128 it adds P in 32 bits and, from
+        the cluster's other CTA, half of K's columns and two buffers of dS. It also adds its
+        barriers and the descriptions of tiles, and rounds up.
         """
 
         def tiles(tile: BwdTile) -> int:
@@ -408,13 +410,13 @@ class BwdConfig:
             if self.head_dim > 192:  # one buffer of dO
                 other -= 2 * self.head_dim * self.dkv.step
             zeros = 2 * 32 * self.dkv.rows if self.head_dim == 96 else 0
-            work = 68 * 2 + 16 * 3 + 8  # tiles under way, and pieces of shared ones
+            work = 68 * 2 + 16 * 3 + 8  # tiles under way, and the pieces of shared tiles
             total = tiles(self.dkv) + stats + ds + p + dq + other + zeros + 8 * barriers + work
             return -(-total // 1024) * 1024
-        shared = 0 if not self.fused else 1 if self.dkv.warps_step == 1 else 2  # dS; and P
+        shared = 0 if not self.fused else 1 if self.dkv.warps_step == 1 else 2  # dS; or dS and P
         scores = 2 * shared * self.dkv.rows * self.dkv.step
         return max(tiles(self.dq), tiles(self.dkv) + stats + scores)
 
     def to_cpp(self) -> str:
-        """The C++ initialiser, as of :class:`FwdConfig`."""
+        """Returns the C++ initialiser, in the form that :class:`FwdConfig` has."""
         return _cpp(self)

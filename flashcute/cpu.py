@@ -1,13 +1,13 @@
 """Attention of CPU tensors, eagerly: PyTorch's flash attention for the CPU, or the reference.
 
 The reference (:mod:`flashcute.reference`) defines the result and takes every option. PyTorch's
-kernel takes a tenth of its time and no memory for scores, and serves the calls of which it computes
-the same: a scale, a window (causal is one) and sinks, and inputs that are finite and not huge.
-Reading them once more to know that takes a sixth of a short call's time, and of a call with few
-queries up to a third, so few scores are computed by torch's products and softmax instead, which
-propagate a NaN.
-Everything here is differentiable to any order. What tracers call instead, of which they take one
-derivative, is in :mod:`flashcute.cpu_ops`.
+kernel takes a tenth of its time and no memory for scores. It serves the calls for which it computes
+the same result: those with no more than a scale, a window (causal is one) and sinks, whose inputs
+are finite and not huge. Checking that reads the inputs once more, which takes a sixth of a short
+call's time and up to a third with few queries. Calls with few scores therefore use torch's products
+and softmax instead, which propagate a NaN.
+Everything here is differentiable to any order. Tracers call :mod:`flashcute.cpu_ops` instead, which
+has one derivative.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from .checks import has_tangent
 from .dropout import dropout_mask
 from .reference import DropoutMask, attention_ref, blocks, visible_keys, window_bounds
 
-# Query rows that share a mask; rows of other windows than full and square causal need one.
+# Query rows that share a mask. Only full attention and square causal attention need no mask.
 _ROWS_PER_MASK = 512
 
 # What no score or sum may reach, by the dtype of the computation.
 _LIMITS = {dtype: torch.finfo(dtype).max / 4 for dtype in (torch.float32, torch.float64)}
 
-# Elements from which on BLAS's dot product is worth it where it uses several threads: it takes half
-# the time of torch's norm, but on a busy machine waiting for threads takes longer than adding.
+# From this many elements on BLAS's dot product is used even if it runs in several threads: it takes
+# half the time of torch's norm, but on a busy machine waiting for threads may take longer.
 _MIN_FOR_BLAS = 2**18
 
 _NO_WINDOW = (-1, -1)
 _CAUSAL = (-1, 0)
-# What is added to a product, times 0; an argument all the same.
+# baddbmm() requires a tensor to add to the product; with beta=0 it ignores the tensor's values.
 _IGNORED = {dtype: torch.empty((), dtype=dtype, device="cpu") for dtype in _LIMITS}
 
 _MIN_SCALE = torch.finfo(torch.float32).tiny
 
-# Up to 256 kB of scores in float32: more leave the L2 cache, where the kernel's blocks stay.
+# 256 kB of scores in float32: more would leave the L2 cache, in which the kernel's blocks stay.
 _FEW_SCORES = 2**16
 
-# This binding takes a tenth less of a short call's time than torch.ops; the backward has none.
+# Calling this binding and not torch.ops saves a tenth of a short call; the backward has no binding.
 _forward_op = torch._scaled_dot_product_flash_attention_for_cpu
 _num_threads = torch.get_num_threads
 _is_autocast = torch.is_autocast_enabled
@@ -68,7 +68,7 @@ class Tensors(NamedTuple):
 
     Attributes:
         q: (b, seqlen_q, h, d), float16, bfloat16, float32 or float64.
-        k: (b, seqlen_k, h_k, d), v likewise.
+        k: (b, seqlen_k, h_k, d), as v.
         alibi_slopes: (h,) or (b, h).
         sinks: (h,).
         attn_bias: Broadcastable to (b, h, seqlen_q, seqlen_k).
@@ -87,10 +87,10 @@ class Tensors(NamedTuple):
 def attend(
     tensors: Tensors, options: Options, first_entry: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention in float32, or in float64 for float64 inputs; of dropout also on CUDA.
+    """Computes attention in float32, or float64 for float64 inputs; with dropout also on CUDA.
 
     Args:
-        first_entry: The number, to the dropout mask, of the first batch entry.
+        first_entry: The number that the first batch entry has in the dropout mask.
 
     Returns:
         out like q, the log-sum-exp in float32 (b, h, seqlen_q), and dmask: the probabilities
@@ -128,7 +128,7 @@ def attend(
 
 
 def like(x: Tensor, value: Tensor) -> Tensor:
-    """``value``, which is dense, in the dtype and with the strides of ``torch.empty_like(x)``."""
+    """Returns ``value``, which is dense, in dtype and strides of ``torch.empty_like(x)``."""
     if value.stride() == x.stride():  # then x is dense, too
         return value if value.dtype == x.dtype else value.to(x.dtype)
     if value.stride() == torch.empty_like(x, device="meta").stride():
@@ -137,10 +137,11 @@ def like(x: Tensor, value: Tensor) -> Tensor:
 
 
 def _with_gradient_like_it(x: Tensor) -> Tensor:
-    """``x``, whose gradient will have the strides that fake tensors promise, not a product's."""
+    """Returns ``x`` with a hook that gives its gradient the strides that fake tensors promise, not
+    those of a product."""
 
     def lay_out(grad: Tensor | None) -> Tensor | None:
-        # Under vmap, strides are those of a larger tensor.
+        # Under vmap the strides are those of a larger tensor.
         if grad is None or torch._C._are_functorch_transforms_active():
             return grad
         return like(x, grad)
@@ -153,7 +154,7 @@ def _with_gradient_like_it(x: Tensor) -> Tensor:
 
 
 def _dropout_mask(tensors: Tensors, dropout_p: float, first_entry: int) -> DropoutMask:
-    """The mask as a function of the block, so that no more than a block of it is ever held."""
+    """Returns the mask as a function of the block, so that only one block of it is ever held."""
     (b, seqlen_q, h, _), seqlen_k = tensors.q.shape, tensors.k.shape[1]
 
     def keep(batch: slice, rows: slice) -> Tensor:
@@ -168,17 +169,17 @@ def _dropout_mask(tensors: Tensors, dropout_p: float, first_entry: int) -> Dropo
 
 
 def _whole(keep: DropoutMask, tensors: Tensors) -> Tensor:
-    """All blocks of a dropout mask, (b, h, seqlen_q, seqlen_k)."""
+    """Returns all blocks of a dropout mask as one tensor, (b, h, seqlen_q, seqlen_k)."""
     (b, seqlen_q, h, _), seqlen_k = tensors.q.shape, tensors.k.shape[1]
     batches, rows = blocks(b, seqlen_q, h * seqlen_k)
     return torch.cat([torch.cat([keep(batch, row) for row in rows], 2) for batch in batches])
 
 
 def attend_few_scores(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
-    """Attention without options of one batch entry by its definition; out like q.
+    """Computes attention of one batch entry without options, by its definition; out is like q.
 
-    None where there are many scores, where a derivative is wanted, and where the output is not
-    finite: what it is then the reference decides.
+    Returns None where there are many scores, where a derivative is wanted, and where the output is
+    not finite, as only the reference says what it is then.
     """
     b, seqlen_q, h, d = q.shape
     _, seqlen_k, h_k, _ = k.shape
@@ -186,7 +187,7 @@ def attend_few_scores(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor |
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    # Autocast would take products to 16 bits, and BLAS reads no factors of a scale of 0.
+    # Autocast would compute products in 16 bits; BLAS does not read factors if the scale is 0.
     if _is_autocast("cpu") or _has_transforms() or abs(scale) < _MIN_SCALE or has_tangent(q, k, v):
         return None
     x, y, z = (q, k, v) if q.dtype in _LIMITS else (q.float(), k.float(), v.float())
@@ -215,10 +216,10 @@ def attend_by_flash(
     window_size: tuple[int, int],
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Attention without other options by the kernel, or None where it is not the reference's.
+    """Computes attention by PyTorch's kernel; None where its result is not the reference's.
 
-    The shortest way from a call to the kernel, whose own time for short sequences is less than a
-    dozen calls of torch: each that is saved counts.
+    This is the shortest way from a call to the kernel. For short sequences the kernel itself takes
+    less time than a dozen calls of torch, so each call that is saved counts.
 
     Returns:
         out like q, and the log-sum-exp (b, h, seqlen_q), in any strides, of the dtype of the
@@ -239,7 +240,7 @@ def attend_by_flash(
         if not (sinks < torch.inf).all():
             return None
     window = window_bounds(seqlen_q, seqlen_k, causal, window_size)
-    # Leading rows that see no key, of which the kernel's log-sum-exp would be 0.
+    # Leading rows may see no key. They are cut off, as the kernel would set their log-sum-exp to 0.
     empty = max(seqlen_q - seqlen_k - window[1], 0) if window[1] >= 0 else 0
     if empty:
         x = x[:, empty:]
@@ -261,29 +262,29 @@ def attend_by_flash(
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """(b, heads, seqlen, d). The kernel is told no stride of the last dimension."""
+    """Returns (b, heads, seqlen, d), d contiguous, as the kernel takes no stride for it."""
     return (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
 
 
 def _scores_in_range(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Whether q and k are finite and no score or sum can overflow: an upper bound, by the norms.
+    """Returns whether q and k are finite and no score or sum can overflow, by a bound of norms.
 
     The kernel hides a key by adding to its score, which a NaN or Inf survives, and its exponential
-    makes a number of some NaNs: neither the output nor the log-sum-exp would tell.
+    turns some NaNs into numbers: neither the output nor the log-sum-exp would show them.
     """
-    # Comparing a NaN is false. |q k| <= |q| |k|, also for the sum of magnitudes.
+    # A comparison with NaN is false. |q k| <= |q| |k| also holds for the sum of magnitudes.
     return _norm(q) * _norm(k) * max(abs(scale), 1.0) < _LIMITS[q.dtype]
 
 
 def _is_finite(out: Tensor) -> bool:
-    """Whether v was finite and no sum overflowed, where the scores are in range: a NaN or Inf in v
+    """Returns whether v was finite and no sum overflowed, given scores in range: a NaN or Inf in v
     reaches the output of all rows that multiply it, even by the 0 of a hidden key.
     """
     return math.isfinite(out.sum().item())
 
 
 def _norm(x: Tensor) -> float:
-    """The Euclidean norm of all elements; Inf or NaN if one of them is, or if squares overflow."""
+    """Returns the Euclidean norm of all elements; Inf or NaN if one is so or squares overflow."""
     if (_num_threads() == 1 or x.numel() >= _MIN_FOR_BLAS) and x.is_contiguous():
         x = x.view(-1)
         return math.sqrt(torch.dot(x, x).item())
@@ -291,7 +292,7 @@ def _norm(x: Tensor) -> float:
 
 
 class _Piece(NamedTuple):
-    """One call of the kernel: these query rows see nothing but these keys, and of them ``mask``."""
+    """One call of the kernel: the rows see only these keys, and of these what ``mask`` shows."""
 
     rows: slice
     keys: slice
@@ -299,8 +300,8 @@ class _Piece(NamedTuple):
 
 
 def _is_one_call(q: Tensor, k: Tensor, scale: float, window: tuple[int, int]) -> bool:
-    """Whether the kernel needs no mask. Its own causal one is aligned to the top-left corner, and
-    multiplied by the scale as a float32: -inf turns into +inf or NaN where that is not positive.
+    """Returns whether the kernel needs no mask tensor. Its own causal mask is aligned to the
+    top-left corner, and its -inf, times a scale that is not positive in float32, is +inf or NaN.
     """
     if window == _CAUSAL and q.shape[1] == k.shape[1]:
         return scale >= _MIN_SCALE
@@ -325,9 +326,10 @@ def _pieces(q: Tensor, k: Tensor, window: tuple[int, int]) -> Iterator[_Piece]:
 def _flash_forward(
     q, k, v, sinks, scale: float, window: tuple[int, int]
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """q (b, seqlen_q, h, d), k and v (b, seqlen_k, h_k, d) -> out like q, lse (b, h, seqlen_q).
+    """Calls the kernel for q (b, seqlen_q, h, d), and k and v (b, seqlen_k, h_k, d).
 
-    Both are None where they would not be the reference's. No input is recorded by autograd.
+    Returns out like q and lse (b, h, seqlen_q), or None for both where they would not be the
+    reference's. The caller ensures that autograd does not record the inputs.
     """
     if not _scores_in_range(q, k, scale):
         return None, None
@@ -350,14 +352,14 @@ def _flash_forward(
         return None, None
     if sinks is None:
         return out, lse
-    # A sink joins the denominator, which the log-sum-exp holds: out needs no more than a factor.
+    # A sink only joins the denominator, which the log-sum-exp holds: out needs just a factor.
     sinks = sinks[:, None]
     seen = torch.sigmoid(lse - sinks).transpose(1, 2)[..., None]
     return out * seen, torch.logaddexp(lse, sinks)
 
 
 def _flash_backward(grad, q, k, v, out, lse, scale: float, window: tuple[int, int]):
-    """The gradients of q, k and v, (b, seqlen, heads, d), given that of out."""
+    """Returns the gradients of q, k and v, (b, seqlen, heads, d), given that of out."""
     one_call = _is_one_call(q, k, scale, window)
     pieces = () if one_call else _pieces(q, k, window)
     grad, q, k, v, out = map(_heads_first, (grad, q, k, v, out))
@@ -377,13 +379,13 @@ def _flash_backward(grad, q, k, v, out, lse, scale: float, window: tuple[int, in
 
 
 class _Flash(torch.autograd.Function):
-    """PyTorch's kernel with the derivatives that its own autograd lacks: of the log-sum-exp, and
-    of the gradient. The reference computes those. Of sinks the kernel's backward needs no more than
-    the output and the log-sum-exp tell it, which count them."""
+    """PyTorch's kernel with the derivatives that its own autograd lacks: those of the log-sum-exp
+    and of the gradient, by the reference. The kernel's backward needs no sinks, as the output and
+    the log-sum-exp that it reads include them."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, scale, window):
-        # Gradients multiply v by numbers that the output does not bound.
+        # Gradients multiply v by numbers on which a finite output sets no bound.
         if not _norm(v) * k.shape[1] < _LIMITS[v.dtype]:
             return None, None
         out, lse = _flash_forward(q, k, v, sinks, scale, window)
@@ -400,7 +402,7 @@ class _Flash(torch.autograd.Function):
         if grad_lse is None and not torch.is_grad_enabled() and not has_tangent(grad_out):
             grad_sinks = None
             if ctx.needs_input_grad[3]:
-                weight = torch.exp(sinks[:, None] - lse)  # of the sink in each row
+                weight = torch.exp(sinks[:, None] - lse)  # the sink's weight in each row
                 dot = (grad_out * out).sum(-1).transpose(1, 2)
                 grad_sinks = -(weight * dot).sum((0, 2))
             grads = _flash_backward(grad_out, q, k, v, out, lse, *ctx.options)
@@ -410,7 +412,7 @@ class _Flash(torch.autograd.Function):
             out, lse, _ = attention_ref(
                 q, k, v, softmax_scale=scale, window_size=window, sinks=sinks
             )
-            # The log-sum-exp does not depend on v: it has no gradient where that alone wants one.
+            # The log-sum-exp does not depend on v: it has no gradient where only v wants one.
             pairs = [
                 (x, g)
                 for x, g in ((out, grad_out), (lse, grad_lse))
@@ -432,5 +434,5 @@ class _Flash(torch.autograd.Function):
 
 
 def _with_gradient(*args):
-    """``_Flash.apply`` outside of torch.func's transforms, without the Python around it."""
+    """Calls ``_Flash.apply``, without the Python around it, outside of torch.func's transforms."""
     return super(torch.autograd.Function, _Flash).apply(*args)

@@ -1,8 +1,8 @@
 """Attention of CPU tensors to a cache of keys and values: a loop over :mod:`flashcute.cpu`.
 
 Each sequence is a dense call of batch size 1, so that its result depends neither on its neighbours
-nor on the pages its keys are in. What is computed is defined in :mod:`flashcute.reference_kvcache`;
-here new keys and values are written into the cache.
+nor on the pages its keys are in. :mod:`flashcute.reference_kvcache` defines what is computed. In
+contrast to it, new keys and values are written into the cache here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Options(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether queries are rotated by positions of their own."""
+        """Whether each query is rotated by a position of its own."""
         return self.causal or self.window_left >= 0 or self.window_right >= 0
 
 
@@ -39,15 +39,15 @@ def attend(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
 
     Args:
         fn: For messages.
-        t: Checked by the caller but for the values of lengths and pages.
+        t: Tensors, checked by the caller but for the values of lengths and pages.
         o: Options.
 
     Returns:
         out in q's shape and dtype, contiguous, and the log-sum-exp in float32 (b, h, seqlen_q).
 
     Raises:
-        ValueError: for values that do not fit the cache, and caches that cannot be written or are
-            one; nothing has been written then.
+        ValueError: for values that do not fit the cache, and for caches that cannot be written or
+            are at one address; nothing has been written then.
     """
     slots = read_slots(fn, t, is_local=o.is_local)
     if t.k is not None:
@@ -75,7 +75,7 @@ def attend(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
 
 
 def tokens(cache: Tensor, pages: Tensor, start: int, end: int) -> Tensor:
-    """The tokens ``start`` to ``end`` of a sequence with these pages, (end - start, h_k, d)."""
-    if pages.shape[0] == 1 and start < end:  # else the page may be none of the cache's
+    """Returns the tokens ``start`` to ``end`` of a sequence with these pages, (tokens, h_k, d)."""
+    if pages.shape[0] == 1 and start < end:  # without tokens the page may be invalid
         return cache[int(pages[0]), start:end]
     return cache[rows(pages, cache.shape[1], start, end)]

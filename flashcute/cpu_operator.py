@@ -25,7 +25,7 @@ _libraries: list[torch.library.Library] = []
 
 
 class Operator:
-    """An eager function as ``flashcute::<name>`` and ``flashcute::<name>_backward``.
+    """An eager function as the operators ``flashcute::<name>`` and ``flashcute::<name>_backward``.
 
     Attributes:
         op: The operator, ``torch.ops.flashcute.<name>.default``.
@@ -41,15 +41,15 @@ class Operator:
         function: Callable[..., tuple[Tensor, ...]],
         fake: Callable[..., tuple[Tensor, ...]],
     ):
-        """Defines and registers both.
+        """Defines and registers both operators.
 
         Args:
-            name: In flashcute's namespace.
-            tensors: The arguments that are tensors, as schemas, differentiable ones first.
-            options: The others, which follow.
+            name: Name in flashcute's namespace.
+            tensors: Schemas of the arguments that are tensors, differentiable ones first.
+            options: Schemas of the other arguments, which follow.
             n_differentiable: How many tensors have a gradient.
-            function: Of all arguments; returns out, softmax_lse and dmask. Differentiable.
-            fake: The same for fake tensors.
+            function: Takes all arguments, returns out, softmax_lse and dmask. Differentiable.
+            fake: Does the same for fake tensors.
         """
         self._n_tensors, self._n_options = len(tensors), len(options)
         self._n_differentiable = n_differentiable
@@ -70,7 +70,7 @@ class Operator:
             (self.backward_op, self._backward, self._backward_fake, backward),
         ):
             op_name = op._schema.name
-            for device in ("CPU", "CUDA"):  # where it tells what dropout dropped
+            for device in ("CPU", "CUDA"):  # on CUDA it computes dmask
                 library.impl(op_name, implementation, device)
             library.impl(op_name, autograd_kernel(recorded), "Autograd")
             torch.library.register_fake(op_name, op_fake, lib=library)
@@ -78,12 +78,12 @@ class Operator:
         _libraries.append(library)
 
     def __call__(self, eager: Callable[[], tuple[Tensor, ...]], *args: object):
-        """The outputs for these arguments: of ``eager`` where nothing needs the operator."""
+        """Returns the operator's outputs if the call is traced or transformed, else ``eager``'s."""
         tensors = args[: self._n_tensors]
         if (
             is_traced(tensors[0])
             or tensors[0].is_meta
-            # Forward-mode derivatives are left to the function's own.
+            # The operator has no forward-mode derivatives; the eager function has.
             or (torch._C._are_functorch_transforms_active() and not has_tangent(*tensors))
         ):
             return self.op(*args)
@@ -94,12 +94,12 @@ class Operator:
             return self._function(*args)
 
     def _backward(self, grad_out, grad_lse, grad_dmask, wanted, *args):
-        """The gradients, recomputing the forward; bit n of ``wanted`` asks for that of tensor n."""
+        """Computes the forward again and its gradients; bit n of ``wanted`` asks for tensor n's."""
         grads = (grad_out, grad_lse, grad_dmask)
         n = self._n_tensors
         tensors = [x if x is None else x.detach() for x in args[:n]]
         leaves = [x.requires_grad_() for i, x in enumerate(tensors) if wanted >> i & 1]
-        # An operator's implementation runs with autograd switched off.
+        # An operator's implementation runs with autograd switched off: this switches it on.
         exclude = torch._C._SetExcludeDispatchKeyGuard
         with (
             exclude(torch._C.DispatchKey.AutogradFunctionality, False),
@@ -124,7 +124,7 @@ class Operator:
         return self._gradients(args, wanted, torch.empty_like)
 
     def _gradients(self, tensors, wanted, gradient):
-        """``gradient`` of each tensor, or where it is not wanted a tensor of shape (0,)."""
+        """Returns ``gradient`` of each tensor, or a tensor of shape (0,) where it is not wanted."""
         return tuple(
             gradient(tensors[i]) if wanted >> i & 1 else tensors[0].new_empty(0)
             for i in range(self._n_differentiable)
@@ -132,7 +132,7 @@ class Operator:
 
 
 def draw_state(x: Tensor) -> Tensor:
-    """A random state of x's kind: fake tensors can also be used outside the mode they are from."""
+    """Returns a random state, fake if x is: a fake tensor can be used outside of its mode, too."""
     if not torch.compiler.is_compiling() and isinstance(x, FakeTensor):
         with x.fake_mode:
             return dropout.draw_state(x.device)
@@ -140,7 +140,7 @@ def draw_state(x: Tensor) -> Tensor:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a call with ``x`` is recorded or runs on fake tensors."""
+    """Returns whether a call with ``x`` is recorded or runs on fake tensors."""
     return (
         torch.compiler.is_compiling()
         or isinstance(x, FakeTensor)
@@ -150,7 +150,7 @@ def is_traced(x: Tensor) -> bool:
 
 
 def gives_shapes(x: Tensor) -> bool:
-    """Whether an eager call with ``x`` gives shapes alone, and nothing records or transforms it."""
+    """Returns whether an eager call with ``x`` gives only shapes, unrecorded and untransformed."""
     if torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
         return False
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
@@ -164,12 +164,12 @@ _has_transforms = torch._C._are_functorch_transforms_active
 
 
 def is_seen() -> bool:
-    """Whether something records or transforms operators."""
+    """Returns whether something records or transforms operators."""
     return _dispatch_modes() > 0 or _has_transforms() or forward_ad._current_level >= 0
 
 
 def _functions(operator: Operator, name: str) -> tuple[type, type]:
-    """Both operators as functions that autograd knows."""
+    """Returns the autograd functions of both operators."""
     n_tensors, n_differentiable = operator._n_tensors, operator._n_differentiable
     n_others = n_tensors + operator._n_options - n_differentiable
 
@@ -223,12 +223,12 @@ def _functions(operator: Operator, name: str) -> tuple[type, type]:
 
 
 def below_autograd(op, args):
-    """The operator's results, from an autograd.Function's forward."""
+    """Calls the operator from an autograd.Function's forward and returns its results."""
     if not is_seen():
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
-    # A Function's forward runs without gradients of either mode, but an outer transform may want
-    # one of this call.
+    # A Function's forward runs with gradients of both modes switched off, but an outer transform
+    # may want a gradient of this call.
     with (
         torch.enable_grad(),
         forward_ad._set_fwd_grad_enabled(True),
@@ -238,10 +238,11 @@ def below_autograd(op, args):
 
 
 def autograd_kernel(function):
-    """The operator's kernel for autograd: ``function.apply``, also inside torch.func's transforms.
+    """Returns the operator's autograd kernel: ``function.apply``, also in torch.func's transforms.
 
-    There the dispatcher calls it for one transform at a time, innermost first, and the operator
-    below it goes on to the next. ``function.apply`` would start again with all of them.
+    Inside of transforms the dispatcher calls the kernel for one of them at a time, innermost first,
+    and the operator that it calls goes on to the next. ``function.apply`` would start again with
+    all of them.
     """
 
     def kernel(*args):

@@ -15,7 +15,8 @@ from .cpu_operator import Operator, draw_state
 
 _N_TENSORS = len(cpu.Tensors._fields)
 
-# Longer windows than this are none; it keeps the operator's int arguments within 64 bits.
+# A window of this size is unlimited in effect. Cutting longer ones to it keeps the operator's int
+# arguments within 64 bits.
 _MAX_WINDOW = 2**62
 
 
@@ -35,10 +36,10 @@ def attend(
     rng_state: Tensor | None = None,
     return_dmask: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of CPU tensors, eager or traced; shapes, dtypes and results as in ``cpu.attend``.
+    """Computes attention, eager or traced; shapes, dtypes and results are those of ``cpu.attend``.
 
-    The arguments are those of :func:`flashcute.reference.attention_ref`, and checked by the caller,
-    but for dropout: its random state, where none is given, is drawn here.
+    The arguments are those of :func:`flashcute.reference.attention_ref`, checked by the caller, but
+    for dropout a random state takes the place of the mask; it is drawn here if none is given.
     """
     if dropout_p > 0.0 and rng_state is None:
         rng_state = draw_state(q)
@@ -51,8 +52,8 @@ def attend(
 
 
 def backward(dout, dlse, ddmask, wanted: int, tensors: cpu.Tensors, options: cpu.Options):
-    """The gradients of the first six of ``tensors``; bit n of ``wanted`` asks for that of tensor n,
-    and what is not wanted has shape (0,)."""
+    """Returns the gradients of the first six of ``tensors``; bit n of ``wanted`` asks for that of
+    tensor n, and a gradient that is not wanted has shape (0,)."""
     return _operator.backward_op(dout, dlse, ddmask, wanted, *tensors, *options)
 
 

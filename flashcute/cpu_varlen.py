@@ -3,7 +3,7 @@
 Each sequence is a dense call of batch size 1, so it gets PyTorch's flash attention where a dense
 call does, and its result does not depend on its neighbours. Tracers see one operator,
 ``flashcute::attend_varlen_cpu``, or of keys in pages ``flashcute::attend_varlen_paged_cpu``:
-lengths and page numbers are data to them, and a graph holds for all.
+lengths and page numbers are data to them, and one graph holds for all lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .config import NAMESPACE
 from .cpu_kvcache import tokens
 from .cpu_operator import Operator, draw_state
 
-# Longer windows than this are none; it keeps the operator's int arguments within 64 bits.
+# A window of this size is unlimited in effect. Cutting longer ones to it keeps the operator's int
+# arguments within 64 bits.
 _MAX_WINDOW = 2**62
 
 
@@ -31,13 +32,13 @@ class Tensors(NamedTuple):
 
     Attributes:
         q: (total_q, h, d), float16, bfloat16, float32 or float64.
-        k: (total_k, h_k, d), or with a block_table (num_pages, page_size, h_k, d); v likewise.
+        k: (total_k, h_k, d), or with a block_table (num_pages, page_size, h_k, d); as v.
         alibi_slopes: (h,) or (b, h).
         sinks: (h,).
-        cu_seqlens_q: (b + 1,), int32 or int64; cu_seqlens_k likewise.
-        seqused_q: (b,), int32; seqused_k likewise.
+        cu_seqlens_q: (b + 1,), int32 or int64; as cu_seqlens_k.
+        seqused_q: (b,), int32; as seqused_k.
         rng_state: int64 (2,), of the dropout mask; None without dropout.
-        block_table: (b, max_pages), int32: the pages of each sequence. Then keys are not packed:
+        block_table: (b, max_pages), int32: the pages of each sequence. Keys are then not packed;
             their number is seqused_k, or without it the difference of cu_seqlens_k.
     """
 
@@ -75,7 +76,7 @@ _PAGED_NAMES = Names(f"{NAMESPACE}::attend_varlen_paged_cpu")
 def attend(
     tensors: Tensors, options: Options, names: Names = _OPERATOR_NAMES
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of each sequence, in float32, or in float64 for float64 inputs; differentiable.
+    """Computes attention of each sequence, in float32 (float64 inputs: float64); differentiable.
 
     Returns:
         out, contiguous, in q's shape and dtype; the log-sum-exp in float32 (h, total_q); and dmask
@@ -88,7 +89,7 @@ def attend(
     q, k, v, slopes = tensors[:4]
     b, total_q, h = tensors.cu_seqlens_q.shape[0] - 1, *q.shape[:2]
     lengths = _read(names, tensors, options)
-    if b == 0:  # one without tokens, to compute something that has gradients
+    if b == 0:  # one sequence without tokens gives outputs that have gradients
         lengths, slopes = Lengths([0], [0], [0], [0]), None
     gaps, rows = _cut(total_q, lengths.start_q, lengths.used_q)
     ks, vs = (_keys(x, tensors.block_table, lengths) for x in (k, v))
@@ -135,7 +136,7 @@ def check_lengths(names: Names, tensors: Tensors, options: Options) -> None:
 
 
 def _keys(x: Tensor, table: Tensor | None, lengths: Lengths) -> Iterable[Tensor]:
-    """The keys or values of each sequence, (keys, h_k, d)."""
+    """Returns the keys or values of each sequence, (keys, h_k, d)."""
     if table is None:
         return _used(x, *_cut(x.shape[0], lengths.start_k, lengths.used_k))
     if table.shape[0] == 0:
@@ -144,19 +145,19 @@ def _keys(x: Tensor, table: Tensor | None, lengths: Lengths) -> Iterable[Tensor]
 
 
 def _cut(total: int, starts: list[int], used: list[int]) -> tuple[list[int], list[int]]:
-    """Rows of no sequence before each one and at the end, and rows of each."""
+    """Returns how many rows of no sequence precede each sequence and the end, and ``used``."""
     ends = [0, *(start + n for start, n in zip(starts, used, strict=True))]
     return [start - end for start, end in zip([*starts, total], ends, strict=True)], used
 
 
 def _used(x: Tensor, gaps: list[int], rows: list[int]) -> tuple[Tensor, ...]:
-    """The rows of each sequence, by one split: the gradient of a slice is as large as x."""
+    """Returns the rows of each sequence by one split, as a slice's gradient is as large as x."""
     sizes = [*itertools.chain(*zip(gaps, rows, strict=False)), gaps[-1]]
     return x.split(sizes)[1::2]
 
 
 def _parts(args: tuple) -> tuple[Tensors, Options]:
-    """The arguments of one of the two operators; their options are of one number."""
+    """Splits the arguments of either operator, which have equally many options, at the end."""
     n = len(args) - len(Options._fields)
     return Tensors(*args[:n]), Options(*args[n:])
 
@@ -196,14 +197,14 @@ _paged_operator = Operator(
 
 
 def backward(dout, dlse, ddmask, wanted: int, tensors: Tensors, options: Options):
-    """The gradients of the first five of ``tensors``: as :func:`flashcute.cpu_ops.backward`."""
+    """Returns gradients of the first five ``tensors``, as :func:`flashcute.cpu_ops.backward`."""
     return _operator.backward_op(dout, dlse, ddmask, wanted, *tensors[:-1], *options)
 
 
 def attend_or_trace(
     names: Names, tensors: Tensors, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`attend` of CPU tensors, eager or traced, and its shapes for meta tensors.
+    """Calls :func:`attend`, or the operator where the call is traced; meta tensors give shapes.
 
     ``names`` are for messages. Where dropout has no random state, it is drawn here.
     """

@@ -22,7 +22,7 @@ from .jit.toolchain import BuildError
 
 _MIN_TORCH = (2, 10)
 _CUDA_OF_WHEELS = 13  # major version of nvcc in PyPI's wheels; those for CUDA 12 lack it
-# The first release that compiles for a GPU, where it is not the first that is taken.
+# The first nvcc that compiles for a compute capability, if the oldest accepted nvcc does not.
 _FIRST_NVCC = {(10, 0): (12, 8), (10, 3): (12, 9), (12, 0): (12, 8), (12, 1): (12, 9)}
 _COMPILING = "nvcc", "C++", "ninja", "CUTLASS"
 _MIN_FREE_BYTES = 2**30  # all kernels of one GPU, and what compilers write meanwhile
@@ -35,7 +35,7 @@ class Finding:
     Attributes:
         text: What is there, or what was expected and what was found.
         mend: What to do; "" where nothing is missing.
-        limits: Whether what is missing is needed by kernels alone that do not ship.
+        limits: Whether only kernels that do not ship need what is missing.
     """
 
     text: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 class Missing(Exception):
-    """Something that is not as it should be: (text, mend)."""
+    """What a probe raises if something is not as it should be: (text, mend) of a Finding."""
 
 
 def _torch() -> str:
@@ -103,7 +103,7 @@ def _cuda_of_torch() -> tuple[int, int] | None:
 
 
 def _capabilities() -> dict[tuple[int, int], str]:
-    """Compute capabilities of the GPUs that torch sees, and their names."""
+    """Returns the compute capabilities of the GPUs that torch sees, with the GPUs' names."""
     try:
         import torch
     except ImportError:
@@ -141,7 +141,7 @@ def _listed(capabilities) -> str:
 
 
 def _nvcc() -> str:
-    # Kernels have their CUDA runtime linked in. Within a major version an older driver serves it.
+    # Kernels have their CUDA runtime linked in; it runs on older drivers of its major version.
     driver = _cuda_of_driver()
     mend = "install a newer driver, or a toolkit of the driver's CUDA, and set CUDA_HOME to it"
     try:
@@ -155,7 +155,7 @@ def _nvcc() -> str:
         raise Missing(text, mend)
     try:
         capabilities = list(_capabilities())
-    except (OSError, RuntimeError, ValueError):  # of a broken torch, which the GPU's probe names
+    except (OSError, RuntimeError, ValueError):  # torch is broken: the GPU's probe says so
         capabilities = []
     for capability in capabilities:
         needed = _FIRST_NVCC.get(capability)
@@ -168,7 +168,7 @@ def _nvcc() -> str:
 
 def _host_compiler() -> str:
     compiler = toolchain.find_host_compiler()
-    with contextlib.suppress(BuildError):  # of nvcc's own probe
+    with contextlib.suppress(BuildError):  # nvcc's own probe reports it
         nvcc = toolchain.find_nvcc_alone()
         newest = nvcc.newest_gcc
         if None not in (newest, compiler.gcc) and compiler.gcc > newest:
@@ -202,7 +202,7 @@ def _cache() -> str:
 
 
 def _places() -> dict[str, Counter[str]]:
-    """For each GPU's target, how many of its shipped kernels are where."""
+    """Returns for each GPU's target how many of its shipped kernels are in each place."""
     found = {}
     for capability in _capabilities():
         if capability not in MAX_SMEM_BYTES:
@@ -245,14 +245,14 @@ def _probes() -> dict[str, Callable[[], str]]:
 
 
 def _has_binding() -> bool:
-    """Whether kernels can be launched without a compiler."""
-    with contextlib.suppress(BuildError):  # of a cache that others can write
+    """Returns whether kernels can be launched without a compiler."""
+    with contextlib.suppress(BuildError):  # other users can write to the cache
         return binding.find() is not None
     return False
 
 
 def examine() -> dict[str, Finding]:
-    """What each probe found, by name."""
+    """Returns what each probe found, by name."""
     found = {}
     for name, probe in _probes().items():
         try:

@@ -1,9 +1,9 @@
 """Dropout masks, in plain PyTorch: the same bits as ``csrc/flash_attn/src/dropout.h``, any device.
 
 Which weights are dropped depends on the two numbers of a random state, and on batch entry, head,
-query and key, never on a kernel or a device. Of the patterns of a weight's 16 random bits,
-``dropout_p * 2**16`` drop it, so probabilities are multiples of 2**-16, and dividing what is kept
-by ``1 - dropout_p`` leaves the expected output as it is without dropout.
+query and key, never on a kernel or a device. A weight has 16 random bits, and ``dropout_p * 2**16``
+of their patterns drop it, so probabilities are multiples of 2**-16. Dividing the kept weights by
+``1 - dropout_p`` leaves the expected output as it is without dropout.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _LOW = 0xFFFFFFFF
 
 
 def draw_state(device: torch.device) -> Tensor:
-    """A random state, int64 (2,): seed and offset, from torch's default generator of ``device``."""
+    """Draws a random state, int64 (2,), seed and offset, from ``device``'s default generator."""
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = 7
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of 32 random bits; all words are int64, and broadcast against each other.
+    """Returns four words of 32 random bits; all words are int64 and broadcast with each other.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # Products wrap around at 2**64, as those of unsigned numbers.
+        # Products wrap around at 2**64, as products of unsigned numbers do.
         a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1 = (b >> 32 & _LOW) ^ c1 ^ k0, b & _LOW
         c2, c3 = (a >> 32 & _LOW) ^ c3 ^ k1, a & _LOW
@@ -52,14 +52,14 @@ def dropout_mask(
     batch: slice = slice(None),
     rows: slice = slice(None),
 ) -> Tensor:
-    """The attention weights that dropout keeps.
+    """Returns which attention weights dropout keeps.
 
     Args:
         rng_state: int64 (2,), as an operator got it.
         b: Batch entries, or sequences of a ragged batch.
         h: Query heads.
         seqlen_q: Queries; of a ragged batch those of the longest sequence.
-        seqlen_k: Keys, likewise.
+        seqlen_k: Keys; of a ragged batch those of the longest sequence.
         dropout_p: Probability, rounded to a multiple of 2**-16.
         batch: Entries that are asked for; all by default.
         rows: Queries that are asked for; all by default.
@@ -70,7 +70,7 @@ def dropout_mask(
     """
     device = rng_state.device
     bits, flips = dropout_bound(round(dropout_p * 2**16))
-    # A number: the copy of a tensor to the device would end a graph's capture.
+    # A Python number, as the copy of a tensor to the device would break a CUDA graph capture.
     (bound,) = struct.unpack("<e", bits.to_bytes(2, "little"))
     entry = torch.arange(b, device=device)[batch, None, None, None]
     head = torch.arange(h, device=device)[:, None, None]
@@ -79,7 +79,7 @@ def dropout_mask(
     seed, offset = rng_state.unbind()
     counter = (row // 16 * 8 + row % 8, column, entry * h + head & _LOW, offset & _LOW)
     words = philox4x32(counter, (seed & _LOW, seed >> 32 & _LOW))
-    # A call is for queries r and r + 8 and keys c, c + 1, c + 8 and c + 9.
+    # A call of Philox is for queries r and r + 8, and keys c, c + 1, c + 8 and c + 9.
     second = row % 16 >= 8
     left, right = (torch.where(second, words[i + 1], words[i]) for i in (0, 2))
     halves = [(x >> i).to(torch.int16) for x in (left, right) for i in (0, 16)]

@@ -22,7 +22,7 @@ PREFIX = "FLASHCUTE_"
 def _folder(text: str) -> Path:
     try:
         path = Path(text).expanduser()
-    except RuntimeError:  # ~name of nobody, or ~ without a home
+    except RuntimeError:  # ~name of an unknown user, or ~ without a home
         path = Path()
     if not path.is_absolute():
         raise ValueError("an absolute path")
@@ -156,7 +156,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 def prebuild_targets(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The GPUs of ``FLASHCUTE_PREBUILD``, as sm numbers; for setup.py.
+    """Returns the GPUs of ``FLASHCUTE_PREBUILD`` as sm numbers, for setup.py.
 
     Raises:
         ValueError: as :func:`read`.

@@ -7,7 +7,7 @@ import shlex
 
 
 def install_command(extra: str) -> str:
-    """A command that installs the packages of an extra of pyproject.toml.
+    """Returns a command that installs the packages of an extra of pyproject.toml.
 
     It names the packages themselves, so it works from a wheel and from a checkout alike, and never
     ``flashcute[extra]``: on an index, that name may be anyone's.

@@ -69,12 +69,12 @@ _FEATURE_OF = {feature.argument: feature for feature in FEATURES}
 
 
 def no_gradient(argument: str) -> str:
-    """:func:`not_on_cuda` of a gradient beside an ``argument`` that is right without one."""
+    """Returns the text of :func:`not_on_cuda` for an ``argument`` that only lacks a gradient."""
     return not_on_cuda(f"{argument} with requires_grad", True)
 
 
 def not_on_cuda(argument: str, value: object) -> str:
-    """The reason and way out for an ``argument`` that asks the kernels for what they do not do."""
+    """Returns the reason and way out for an ``argument`` that asks for what kernels do not do."""
     feature = _FEATURE_OF[argument]
     return (
         f"expected no {feature.title} on CUDA, where it is not supported yet, "

@@ -45,7 +45,7 @@ env.read()  # a wrong variable is an error, also where nothing is built
 def _launch(
     q, k, v, scale, causal, window_size, sinks, *options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and log-sum-exp of tensors that the kernels can read; options: those of ops.attend."""
+    """Returns out and log-sum-exp of tensors that kernels can read; options as in ops.attend."""
     if sinks is not None:
         sinks = sinks.float().contiguous()
     return ops.attend(q, k, v, scale, causal, bounded_window(window_size), sinks, *options)
@@ -69,7 +69,7 @@ def _attend(
 ):
     d = check_tensors(fn, names, q, k, v)
     scale = check_scale(fn, softmax_scale, d)
-    # The identity test is the quick way through for what nearly every call passes.
+    # The identity tests are a fast path for the values that nearly every call passes.
     if causal is not False and causal is not True:
         causal = check_flag(fn, "causal", causal)
     if deterministic is not False:
@@ -91,7 +91,7 @@ def _attend(
         if q.dtype not in CPU_DTYPES:
             check_dtype(fn, f"{names[0]}.dtype", q.dtype, q.device)
         if not q.is_contiguous() and (d % VECTOR or not regular(q)):
-            q = q.contiguous()  # for out, which is laid out as q, to be what it is on CUDA
+            q = q.contiguous()  # out is laid out as q: it must be as on CUDA
         if (
             dropout_p == softcap == 0.0
             and alibi_slopes is None
@@ -141,7 +141,7 @@ def _attend(
     if not return_attn_probs:
         return out
     dmask = q.new_empty(0)
-    if dropout_p != 0.0:  # by the reference: kernels never have all weights
+    if dropout_p != 0.0:  # the reference computes dmask: kernels never hold all weights
         _, _, dmask = cpu_ops.attend(
             q, k, v, softmax_scale=scale, causal=causal, window_size=window_size, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
@@ -165,7 +165,7 @@ def flash_attn_func(
     *,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exact attention, softmax(q k^T * softmax_scale) v, without storing the score matrix.
+    """Computes exact attention, softmax(q k^T * softmax_scale) v, without storing the scores.
 
     Grouped-query attention: query head i attends to key and value head i // (h // h_k). Masks are
     aligned to the bottom-right corner: query i sees key j if j <= i + seqlen_k - seqlen_q. A row
@@ -177,33 +177,34 @@ def flash_attn_func(
 
     On CUDA: float16 or bfloat16, float32 accumulation, head_dim up to 256. Out and the log-sum-exp
     have first derivatives with respect to q, k, v and sinks; alibi_slopes have no gradient. Results
-    and the gradients of k and v are bitwise repeatable, on GPUs with equally many SMs; that of q is
-    with ``deterministic=True``.
+    and the gradients of k and v are bitwise repeatable on GPUs with equally many SMs, the gradient
+    of q only with ``deterministic=True``.
 
-    Scores on CUDA: outputs are right for any finite ones, within what float32 resolves. Gradients
-    lose accuracy to large ones, as weights are computed again from the log-sum-exp L in float32:
-    a weight of the backward is off by a factor of at most exp(4e-7 * abs(L)), 0.4 % where L is 1e4,
-    4 % at 1e5. From 1e7 on gradients may be Inf or NaN.
+    Scores on CUDA: outputs are right for all finite scores, within what float32 resolves. Gradients
+    lose accuracy where scores are large, as weights are computed again from the log-sum-exp L in
+    float32: a weight of the backward is off by a factor of at most exp(4e-7 * abs(L)), 0.4 % where
+    L is 1e4, 4 % at 1e5. From 1e7 on gradients may be Inf or NaN.
 
-    Memory of a backward on CUDA, beside the gradients: 2 floats for each row of each query head,
-    and float32 accumulators of dq, b * h * seqlen_q * head_dim elements, with lengths rounded up to
-    128 and head dimensions to 32, 64, 96, 128, 192 or 256. The sm80 class has none for gradients of
-    q alone, or of k and v alone, nor above head dimension 128 on GPUs with less than 163 KB of
-    shared memory. The sm90 class has up to 17 MB more for parts of gradients of k and v of long
-    queries without a mask. Where a few key heads have many query heads, these are divided into
-    parts, so that all SMs compute: float32 gradients of k and v of each part take at most
-    8 KB * head_dim for an SM, at head dimension 128 138 MB on an H100, in the sm80 class up to head
-    dimension 64 twice that. Into how many depends on shapes and SMs, and with it the last bits of
-    the sums.
+    Memory of a backward on CUDA, in addition to the gradients: 2 floats for each row of each query
+    head, and float32 accumulators of dq, b * h * seqlen_q * head_dim elements, with lengths rounded
+    up to 128 and head dimensions to 32, 64, 96, 128, 192 or 256. The sm80 class has no accumulators
+    for gradients of q alone, or of k and v alone, nor above head dimension 128 on GPUs with less
+    than 163 KB of shared memory. The sm90 class has up to 17 MB more for parts of gradients of k
+    and v of long queries without a mask. Where few key heads have many query heads, the query heads
+    are divided into parts, so that all SMs have work. The parts' float32 gradients of k and v take
+    at most 8 KB * head_dim per SM, which is 138 MB on an H100 at head dimension 128, and twice that
+    in the sm80 class up to head dimension 64. The number of parts, and with it the last bits of the
+    sums, depends on shapes and SMs.
 
-    On the CPU: every argument, in float32 (float64 for float64 inputs). Eager calls are
-    differentiable to any order by torch.autograd; under torch.func, torch.compile and torch.export
-    there is one derivative, and that of a gradient raises NotImplementedError or torch's own error.
-    PyTorch's flash attention computes calls with no more than a scale, a window and sinks; a plain
-    PyTorch reference, which is slower and stores scores, computes the others. Up to 2**16 scores
-    of one batch entry are stored, too, where no gradient is wanted: that is faster.
+    The CPU supports every argument and computes in float32 (float64 for float64 inputs). Eager
+    calls are differentiable to any order by torch.autograd; under torch.func, torch.compile and
+    torch.export there is one derivative, and a derivative of a gradient raises NotImplementedError
+    or torch's own error. PyTorch's flash attention computes calls with no more than a scale, a
+    window and sinks; a plain PyTorch reference, which is slower and stores scores, computes the
+    others. Calls of one batch entry without a gradient also store up to 2**16 scores, as that is
+    faster.
 
-    Any strides are right. The kernels read a tensor in place if its head_dim is a multiple of 8,
+    Any strides are allowed. The kernels read a tensor in place if its head_dim is a multiple of 8,
     its last stride 1, its other strides multiples of 8 elements, and its start a multiple of 16
     bytes. Any other tensor is copied once in each call, a head_dim padded with zeros. The logger
     ``flashcute`` says at level DEBUG what is copied, and why; a compiled function copies silently.
@@ -223,7 +224,7 @@ def flash_attn_func(
         alibi_slopes: float32 (h,) or (b, h): adds -slope * |i + seqlen_k - seqlen_q - j|.
         deterministic: Ask for bitwise repeatable gradients, as
             ``torch.use_deterministic_algorithms(True)`` does, too. Without it dq is summed
-            up in an order that varies. On an H100 a backward then has 0.96 of its speed on
+            up in an order that varies. With it a backward on an H100 has 0.96 of its speed on
             average from 2048 tokens on, under a causal mask 0.89 to 1.00; in the sm80 class, on an
             H200, 0.95, with softcap, ALiBi or dropout 0.71 to 0.94. Results are repeatable in any
             case.
@@ -235,11 +236,11 @@ def flash_attn_func(
             that sees no key has output 0 and log-sum-exp sink; a sink of -inf is none.
 
     Returns:
-        out: Like q; contiguous where q's head_dim or strides make the kernels copy it, on every
-        device. With ``return_attn_probs`` also ``softmax_lse``, float32 (b, h, seqlen_q), the
+        out: Like q; on every device contiguous where the kernels would copy q for its head_dim or
+        strides. With ``return_attn_probs`` also ``softmax_lse``, float32 (b, h, seqlen_q), the
         natural log-sum-exp of each row's scores, and ``S_dmask``: the attention weights with a
         minus sign where dropped, (b, h, seqlen_q, seqlen_k), or of shape (0,) without dropout. It
-        is for tests: it costs a further computation, in plain PyTorch.
+        is for tests, as it costs a further computation in plain PyTorch.
 
     Raises:
         TypeError: for a wrong type or dtype, and for a tensor that is not dense.
@@ -280,7 +281,7 @@ def flash_attn_kvpacked_func(
     *,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`flash_attn_func` of k and v stored together; they are read in place, without a copy.
+    """Computes :func:`flash_attn_func` of k and v stored together, read in place, without a copy.
 
     Args:
         q: (b, seqlen_q, h, head_dim).
@@ -321,7 +322,7 @@ def flash_attn_qkvpacked_func(
     *,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`flash_attn_func` of q, k and v stored together, read in place, without a copy.
+    """Computes :func:`flash_attn_func` of q, k and v stored together and read in place, uncopied.
 
     Args:
         qkv: (b, seqlen, 3, h, head_dim), in the order q, k, v.

@@ -37,13 +37,13 @@ from .cpu_operator import is_traced
 def options_of(
     fn, softmax_scale, causal, window_size, softcap, num_splits, rotary_interleaved=True
 ) -> tuple:
-    """The fields of Options, checked; a softmax_scale of None stays what it is."""
-    # The identity tests are the quick way through for what nearly every call passes.
+    """Returns the checked fields of Options; a softmax_scale of None stays None."""
+    # The identity tests are a fast path for the values that nearly every call passes.
     if softmax_scale is not None:
         softmax_scale = check_scale(fn, softmax_scale, 1)
     if causal is not False and causal is not True:
         causal = check_flag(fn, "causal", causal)
-    left, right = check_window(fn, window_size)  # torch 2.11 traces no identity of tuples
+    left, right = check_window(fn, window_size)  # torch 2.11 cannot trace identity of tuples
     if type(softcap) is not float or softcap != 0.0:
         softcap = check_softcap(fn, softcap)
     if rotary_interleaved is not True and rotary_interleaved is not False:
@@ -76,23 +76,24 @@ def flash_attn_with_kvcache(
     *,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of new queries to a cache of keys and values, which it can append to.
+    """Computes attention of new queries to a cache of keys and values, and can append to it first.
 
-    Sequence i has ``cache_seqlens[i]`` tokens in the cache. With k and v, those are first written
-    to the places that follow; the queries see them. Masks, windows and ALiBi are aligned to the
-    last key: with n keys, query i sees key j under a causal mask if j <= i + n - seqlen_q. What a
-    cache holds in places that are not in use is never read, nor is the rest of a block_table.
+    Sequence i has ``cache_seqlens[i]`` tokens in the cache. If k and v are given, they are first
+    written to the places that follow, and the queries see them. Masks, windows and ALiBi are
+    aligned to the last key: with n keys, query i sees key j under a causal mask if
+    j <= i + n - seqlen_q. Places of a cache that are not in use are never read, nor is the rest of
+    a block_table.
 
     With rotary tables a new key is rotated by its place, ``cache_seqlens + j``, before it is
     written; query j by ``cache_seqlens + j`` where causal or window_size is given, and else by
     ``cache_seqlens``, for all queries.
 
-    No gradients, on any device. Under ``torch.compile`` and ``torch.export`` one operator, which
-    declares that it changes the cache if k is given. CUDA tensors are not read ahead: whatever
-    lengths and pages they hold, nothing outside the tensors is read or written, and new tokens
-    without a place are dropped. With k and v, and for head dimensions that are no multiple of 8,
-    strides of a cache on CUDA must be multiples of 8 elements, its last dimension contiguous and
-    its start at a multiple of 16 bytes. If new tokens of two sequences have the same place, as
+    There are no gradients, on any device. ``torch.compile`` and ``torch.export`` see one operator,
+    which declares that it changes the cache if k is given. The host does not read CUDA tensors:
+    whatever lengths and pages they hold, nothing outside the tensors is read or written, and new
+    tokens without a place are dropped. With k and v on CUDA, head_dim and the strides of a cache
+    must be multiples of 8 elements, its last dimension contiguous and its start at a multiple of 16
+    bytes. If new tokens of two sequences have the same place, as
     through equal pages in block_table or equal entries in cache_batch_idx, what is written there is
     not defined; pages that are only read may be shared.
 
@@ -124,7 +125,7 @@ def flash_attn_with_kvcache(
         alibi_slopes: float32 (h,) or (b, h).
         num_splits: Into how many parts the keys of a sequence are split at most, to be computed at
             the same time; at most 128, and 0 for a choice by shape. With any other number a
-            sequence's result is the same, bit for bit, in any batch. Of CPU tensors keys are never
+            sequence's result is the same, bit for bit, in any batch. On the CPU keys are never
             split.
         return_softmax_lse: Also return the log-sum-exp.
         sinks: As in :func:`flash_attn_func`.
@@ -138,7 +139,7 @@ def flash_attn_with_kvcache(
         TypeError: for a wrong type or dtype, and for a tensor that is not dense.
         ValueError: for a wrong value, shape or device; for an int cache_seqlens, and for values of
             CPU tensors, that do not fit the cache: nothing has been written then. A compiled
-            function raises it when it runs; for the int, with CUDA tensors, a RuntimeError.
+            function raises it when it runs, but a RuntimeError for the int with CUDA tensors.
         NotImplementedError: for what is not supported on the tensors' device yet, and for
             gradients.
     """
@@ -158,7 +159,7 @@ def flash_attn_with_kvcache(
 
 
 def attend_checked(fn: str, given: tuple, options: tuple, returns_lse: bool):
-    """A call of which nothing is known yet.
+    """Checks all arguments of a call, and computes it.
 
     Args:
         fn: For messages.
@@ -178,8 +179,8 @@ def attend_checked(fn: str, given: tuple, options: tuple, returns_lse: bool):
 
 
 def checked(fn: str, given: tuple, options: tuple) -> tuple[Tensors, Options]:
-    """A call's arguments after all checks: the tensors, and softmax_scale, causal, window_size,
-    softcap, num_splits and rotary_interleaved."""
+    """Returns a call's tensors and options after all checks. ``options`` are softmax_scale, causal,
+    window_size, softcap, num_splits and rotary_interleaved."""
     return _checked(fn, given, options_of(fn, *options))
 
 

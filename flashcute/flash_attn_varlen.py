@@ -40,7 +40,7 @@ _NAMES = Names("flash_attn_varlen_func")
 
 
 def _launch(names: Names, tensors: Tensors, options: Options, num_splits: int, deterministic: bool):
-    """out and log-sum-exp of CUDA tensors, by the kernels."""
+    """Returns out and log-sum-exp of CUDA tensors, computed by the kernels."""
     q, k, v, alibi_slopes, sinks, *lengths, rng_state, block_table = tensors
     d, names_of_qkv = q.shape[2], names[1:4]
     prepare = loading.padded if d % VECTOR else loading.loadable
@@ -117,7 +117,7 @@ def _attend(
                 "pass how many keys each sequence has"
             )
         if cu_seqlens_k is None:
-            cu_seqlens_k = cu_seqlens_q  # of the same shape, and not read beside seqused_k
+            cu_seqlens_k = cu_seqlens_q  # has the right shape; seqused_k is read instead
     b = check_lengths(names, q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     check_table(fn, block_table, q, b)
     max_seqlen_q, max_seqlen_k = check_bounds(names, max_seqlen_q, max_seqlen_k)
@@ -146,7 +146,7 @@ def _attend(
         out, lse = _launch(names, tensors, options, num_splits, deterministic)
         if not return_attn_probs:
             return out
-        # By the reference: kernels never have all of them.
+        # The reference computes dmask, as kernels never hold all weights.
         dropped = dropout_p != 0.0
         dmask = attend_or_trace(names, tensors, options)[2] if dropped else q.new_empty(0)
         return out, lse, dmask
@@ -177,9 +177,9 @@ def flash_attn_varlen_func(
     sinks: torch.Tensor | None = None,
     num_splits: int = 0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`flash_attn_func` of each of b sequences of different lengths, packed without padding.
+    """Computes :func:`flash_attn_func` for each of b packed sequences of different lengths.
 
-    Tokens of all sequences stand one after the other; sequence i has queries
+    Tokens of all sequences follow one another without padding; sequence i has queries
     ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` and keys ``cu_seqlens_k[i]:cu_seqlens_k[i + 1]``. Masks,
     windows and ALiBi are aligned to the bottom-right corner of each. A sequence's result does not
     depend on the others. Sequences may be empty, on either side.
@@ -189,11 +189,12 @@ def flash_attn_varlen_func(
     (of ``q.contiguous()`` where ``q.lengths()`` is not None, which means holes), and wrap the
     result with ``torch.nested.nested_tensor_from_jagged``.
 
-    On CUDA as :func:`flash_attn_func`, without a wait for the device; keys in pages have no
-    gradient. A backward's workspace has, for each head, 2 floats for each row of q and each of 128
-    rows more for each sequence, and head_dim floats as accumulators of dq, rounded up and left out
-    as there, and left out for sequences shorter than 256 on average. On the CPU every argument, and
-    differentiable. Meta tensors give shapes.
+    On CUDA calls are as those of :func:`flash_attn_func`, and the host never waits for the device;
+    keys in pages have no gradient. A backward's workspace has, for each head, the rows of q and 128
+    more rows for each sequence. A row has 2 floats, and head_dim floats as accumulators of dq,
+    rounded up and left out as in :func:`flash_attn_func`, and also left out for sequences shorter
+    than 256 on average. The CPU supports every argument and is differentiable. Meta tensors give
+    shapes.
 
     Args:
         q: (total_q, h, head_dim).
@@ -204,14 +205,14 @@ def flash_attn_varlen_func(
             not read it on CUDA: there wrong values give undefined results, but nothing outside the
             tensors is read or written. Rows from the last value on are in no sequence: their output
             is 0, their log-sum-exp -inf.
-        cu_seqlens_k: int32 or int64 (b + 1,): the same for keys and values. None only with
+        cu_seqlens_k: int32 or int64 (b + 1,): as cu_seqlens_q, for keys and values. None only with
             block_table and seqused_k.
         max_seqlen_q: The longest sequence of queries, or more, which costs nothing but time. A
             longer sequence is an error on the CPU; on CUDA its first max_seqlen_q rows are
             computed, as with seqused_q. An integer tensor of one element is read back, for which
             the host waits.
-        max_seqlen_k: The same for the keys. A kernel reads all keys of a sequence whatever it is.
-        dropout_p: As in :func:`flash_attn_func`, and so for the arguments that follow.
+        max_seqlen_k: As max_seqlen_q, for the keys; but kernels read all keys of a sequence.
+        dropout_p: As in :func:`flash_attn_func`, as are the arguments that follow.
         softmax_scale: Factor on the scores; None for 1 / sqrt(head_dim).
         causal: Whether to mask keys after the query.
         window_size: (left, right), -1 for unlimited.
@@ -225,17 +226,17 @@ def flash_attn_varlen_func(
             ``block_table[i, n // page_size]``. Pages may be in any order and shared. Sequence i has
             ``seqused_k[i]`` keys; then cu_seqlens_k is not read and may be None. Without seqused_k
             it has ``cu_seqlens_k[i + 1] - cu_seqlens_k[i]``. Pages behind those in use, and what
-            they hold behind the last key, are not read. Of CUDA tensors nothing is read ahead: a
+            they hold behind the last key, are not read. The host does not read CUDA tensors: a
             page that does not exist counts as zeros.
         seqused_q: int32 (b,): how many queries of each sequence are computed, from its first one
             on; it is aligned as if it ended there. The other rows have output 0 and log-sum-exp
-            -inf. Then max_seqlen_q bounds these. None for all.
-        seqused_k: int32 (b,): how many keys of each sequence are there, likewise.
+            -inf. max_seqlen_q then bounds seqused_q. None for all.
+        seqused_k: int32 (b,): how many keys of each sequence are used, from its first one on.
         sinks: As in :func:`flash_attn_func`; rows of a sequence without keys have log-sum-exp sink.
         num_splits: Into how many parts the keys of a sequence are split at most, to be computed at
             the same time; at most 128. 0 for a choice by shape, which is 1 without a block_table.
             With any other number a sequence's result is the same, bit for bit, in any batch. Not
-            above 1 with dropout. Of CPU tensors keys are never split.
+            above 1 with dropout. On the CPU keys are never split.
 
     Returns:
         out: In q's shape and dtype, contiguous. With ``return_attn_probs`` also ``softmax_lse``,
@@ -294,7 +295,7 @@ def flash_attn_varlen_kvpacked_func(
     seqused_k: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`flash_attn_varlen_func` of k and v stored together, read in place, without a copy.
+    """Computes :func:`flash_attn_varlen_func` of k and v stored together, without copying them.
 
     Args:
         q: (total_q, h, head_dim).
@@ -345,7 +346,7 @@ def flash_attn_varlen_qkvpacked_func(
     seqused_k: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`flash_attn_varlen_func` of q, k and v stored together, read in place, without a copy.
+    """Computes :func:`flash_attn_varlen_func` of q, k and v stored together, without a copy.
 
     Args:
         qkv: (total, 3, h, head_dim), in the order q, k, v.

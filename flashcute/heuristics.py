@@ -29,7 +29,7 @@ from .problem import FwdProblem, rounded
 # an SM let one's softmax run under the other's MMAs. Found by tools/config_search.py on an H200
 # among tiles that do not spill; the figures are geometric means of the speed over FlashAttention-2
 # in PyTorch, s 512 to 8192 (d = 96: H100, to 16384), full / causal, with the runner-up or what
-# spills; the data, of when a maximum was always sought: benchmarks/results/search_sm80_h200.json.
+# spills. Data, when kernels still sought each maximum: benchmarks/results/search_sm80_h200.json.
 _SM80_TILES = {
     32: (128, 32, 4, 2, False, 2),  # 1.18 / 1.22; 128x64 1.10 / 1.27
     64: (128, 64, 4, 2, True, 2),  # 1.11 / 1.17
@@ -44,21 +44,21 @@ _SM80_TILES_163KB = {256: (128, 64, 8, 1, False, 1)}  # 128 KB; the tile of Flas
 
 # 99 KB per CTA and 100 KB per SM (8.6, 8.9, 12.x), 1 KB of it lost to each CTA. Not measured.
 _SM80_TILES_99KB = {
-    96: (128, 64, 4, 1, False, 2),  # 48 KB; of two stages, 72 KB, only one CTA fits, of 4 warps
-    128: (128, 32, 4, 1, False, 2),  # 48 KB; of 128x48, 56 KB, only one CTA fits, of 4 warps
+    96: (128, 64, 4, 1, False, 2),  # 48 KB; with two stages, 72 KB, only one CTA of 4 warps fits
+    128: (128, 32, 4, 1, False, 2),  # 48 KB; with 128x48, 56 KB, only one CTA of 4 warps fits
     192: (64, 64, 4, 1, True, 1),  # 72 KB
     256: (64, 64, 4, 1, False, 1),  # 96 KB
 }
 
-# Over a cache with at most 128 rows of packed heads: (tile_n, stages, min_ctas) of tiles of 64
-# rows. Warps without rows only load, so that bytes in flight count: 64 KB a stage of both CTAs at
-# head dimension 128. On an H200 over contiguous caches, 22 shapes there and 8 at 64, geometric
-# means over FlashAttention-2 in PyTorch 1.25 and 1.90, with the tiles above 0.94 and 1.34.
+# (tile_n, stages, min_ctas) of tiles of 64 rows, over a cache with at most 128 rows of packed
+# heads. Warps without rows only load, so bytes in flight count: 64 KB a stage in both CTAs at
+# d = 128. On an H200 over contiguous caches, geometric means of the speed over FlashAttention-2 in
+# PyTorch: 1.25 for 22 shapes at d = 128, 1.90 for 8 at 64; with the tiles above 0.94 and 1.34.
 _SM80_CACHE_TILES = {64: (64, 2, 4), 128: (64, 2, 2)}
 
-# In an H100 or H200 the sm80 class reads large contiguous caches faster than the sm90 class, whose
-# copies are TMA's: those of 512 MiB and more with at most 16 rows by 2 to 7 % on an H200. Of 256
-# MiB it took 1.10 times as long at head dimension 128, and 0.95 to 1.01 at 64.
+# On an H100 or H200 the sm80 class reads large contiguous caches faster than the sm90 class, which
+# copies with TMA: on an H200 2 to 7 % faster from 512 MiB on, with at most 16 rows. At 256 MiB the
+# sm80 class took 1.10 times as long at head dimension 128, and 0.95 to 1.01 times at 64.
 _LARGE_CACHE_BYTES = 1 << 29
 _LARGE_CACHE_ROWS = 16
 
@@ -70,7 +70,7 @@ class _Sm90Tile:
     Attributes:
         tile_n: Keys of a block.
         warpgroups: Consumers, each with 64 query rows.
-        speed: TFLOP/s over what the tile computes, padding included, in :func:`work`.
+        speed: TFLOP/s, counting all that the tile computes, padding included, as :func:`work` does.
         q_in_regs: k16 steps of Q in registers.
         min_ctas: CTAs per SM.
         stages: K/V buffers.
@@ -84,25 +84,25 @@ class _Sm90Tile:
     stages: int = 2
 
 
-# By head dimension and causal mask, the one for long sequences first; a window takes those without
-# a mask. Two stages everywhere: four win up to 1 % at head dimension 32, elsewhere nothing, so the
-# loads are not late. Warpgroups of a CTA take turns everywhere (27 % won at most).
+# Tiles by head dimension and causal mask, that for long sequences first; calls with a window use
+# the tiles without a mask. All have two stages: four win up to 1 % at head dimension 32 and nothing
+# elsewhere, so the loads are not late. Warpgroups of a CTA take turns, which wins up to 27 %.
 #
-# S, P and O of a thread take tile_n / 2 + tile_n / 4 + head_dim / 2 registers, of which about 200
-# are there with two consumers and 132 with three. Three bring more softmax under the products
+# S, P and O of a thread take tile_n / 2 + tile_n / 4 + head_dim / 2 registers; about 200 are
+# available with two consumers and 132 with three. Three consumers hide more softmax behind products
 # and read K and V from shared memory less often for each row; two compute less beyond the end of
-# short sequences, as their tiles are 128 rows and not 192. Steps of Q in registers fill what is
-# left of them. Found by tools/config_search.py on an H200, bf16, lengths 512 to 16384
+# short sequences, as their tiles have 128 rows and not 192. Steps of Q fill the registers that are
+# left. Found by tools/config_search.py on an H200, bf16, lengths 512 to 16384
 # (benchmarks/results/search_sm90_no_max_h200.json).
 #
 # CTAs of one consumer, three or four an SM, have tiles of 64 rows and run independently: where
-# tiles have few key blocks, one's loads, first products and epilogue run under the others'. At
-# head dimension 64 that wins 5 to 20 % up to 512 keys, at 128 it loses (64 registers of O a thread
-# leave room for two CTAs of 64x64 only).
+# tiles have few key blocks, the loads, first products and epilogue of one CTA overlap with the work
+# of the others. At head dimension 64 that wins 5 to 20 % up to 512 keys; at 128 it loses, as 64
+# registers of O a thread leave room for only two CTAs of 64x64.
 #
 # Speeds are fitted by tools/tile_times.py to shapes of all kinds, each timed with every tile, with
-# packed heads and without (benchmarks/results/tiles_sm90_h200.json): what is chosen then reaches
-# 99.9 % of the best.
+# packed heads and without (benchmarks/results/tiles_sm90_h200.json): the tiles that they make
+# :func:`choose_fwd` choose reach 99.9 % of the best speed.
 _SM90_TILES = {
     (32, False): (_Sm90Tile(112, 3, 388), _Sm90Tile(64, 1, 353, min_ctas=4)),
     (32, True): (_Sm90Tile(144, 3, 404), _Sm90Tile(64, 1, 379, min_ctas=4)),
@@ -123,16 +123,17 @@ _SM90_TILES = {
         _Sm90Tile(80, 3, 895, q_in_regs=2),
         _Sm90Tile(128, 2, 818, q_in_regs=8),
     ),
-    (192, False): (_Sm90Tile(64, 2, 760, q_in_regs=12),),  # 128x80 with 11 steps 2 % slower
+    (192, False): (_Sm90Tile(64, 2, 760, q_in_regs=12),),  # 128x80 with 11 steps is 2 % slower
     (192, True): (_Sm90Tile(64, 2, 768, q_in_regs=12),),
-    (256, False): (_Sm90Tile(64, 2, 832),),  # with 6 steps of Q the same
+    (256, False): (_Sm90Tile(64, 2, 832),),  # 6 steps of Q in registers win nothing
     (256, True): (_Sm90Tile(64, 2, 892),),
 }
 
-# Over a cache: for at most 64 rows, with packed heads, which read the keys at the speed of memory;
-# for at most 128, so that they are read once, and few tiles in one wave of CTAs that plan (CtaPlan,
-# four stages); for more over pages. Blocks are multiples of 64 keys, as most pages divide them or
-# are multiples; three consumers would leave pages' loads no registers. Measured at 64 and 128 only.
+# Tiles over a cache: for at most 64 rows of packed heads, which read keys at the speed of memory;
+# for at most 128, so that keys are read once, and for few tiles in one wave of CTAs that plan
+# (CtaPlan, four stages); for more rows over pages. Blocks have multiples of 64 keys, as most page
+# sizes divide them or are multiples; three consumers would leave no registers for loads of pages.
+# Measured at head dimensions 64 and 128 only.
 _SM90_CACHE_TILES = {
     32: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0, stages=4), _Sm90Tile(128, 2, 0)),
     64: (_Sm90Tile(128, 1, 0, min_ctas=2), _Sm90Tile(128, 2, 0, stages=4), _Sm90Tile(128, 2, 0)),
@@ -142,19 +143,19 @@ _SM90_CACHE_TILES = {
     256: (_Sm90Tile(64, 1, 0), _Sm90Tile(64, 2, 0), _Sm90Tile(64, 2, 0)),
 }
 _DECODING_ROWS = 128
-_PLANNED_TILES = 4  # of a sequence: CtaPlan::kMostOfSequence
-_PLANNED_WORK = 4096 * 128  # keys times head dimension of an SM; with 8 times as many 3 % slower
+_PLANNED_TILES = 4  # the most of a sequence: CtaPlan::kMostOfSequence
+_PLANNED_WORK = 4096 * 128  # keys times head dimension per SM; 8 times as many are 3 % slower
 
-# What a tile costs beside its key blocks, in keys: its first loads, its epilogue, and the softmax
-# that no other block's products hide. What a block costs more that the mask cuts. And for how much
-# of the longest tile's time SMs fall idle where CTAs steal work. Fitted with the speeds.
+# What a tile costs beside its key blocks, in keys: first loads, epilogue, and the softmax that no
+# other block's products hide; what a block that the mask cuts costs in addition, in blocks; and the
+# part of the longest tile's time that SMs idle where CTAs steal work. Fitted with the speeds.
 _TILE_OVERHEAD_KEYS = 170
 _MASKED_BLOCK = 0.4
 _TAIL = 0.2
 
 
 def _pack_shift(problem: FwdProblem) -> int:
-    """log2 of the rows for each query position where heads are packed, padding included."""
+    """Returns log2 of the rows of a query position with packed heads, padding included."""
     return (problem.h // problem.h_k - 1).bit_length()
 
 
@@ -171,12 +172,12 @@ def _is_decoding(problem: FwdProblem) -> bool:
 
 
 def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
-    """Whether the query heads of a key head share tiles (pack-GQA).
+    """Returns whether the query heads of a key head share tiles (pack-GQA).
 
-    They do where :func:`work` is then less. Few query positions then fill a tile, which those of
-    one head leave nearly empty. Under a mask a tile spans fewer positions, so less of what it
+    They do where that makes :func:`work` less. Few query positions, which leave a tile of one head
+    nearly empty, then fill a tile. Under a mask a tile spans fewer positions, so less of what it
     computes is masked. Fewer tiles also read the keys less often. With dropout heads never share
-    tiles: its masks are drawn for tiles of one head.
+    tiles, as dropout masks are drawn for tiles of one head.
     """
     if not _may_pack(problem):
         return False
@@ -186,12 +187,12 @@ def packs_heads(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> bool:
     return work(problem, config, True, sms) < work(problem, config, False, sms)
 
 
-# A tile's length is taken from as many of a head's tiles.
+# At most this many tiles of a head are looked at for the length of its tiles.
 _SAMPLES = 8
 
 
 def _tile_lengths(problem: FwdProblem, config: FwdConfig, m_blocks: int, shift: int) -> list[float]:
-    """What tiles of one head cost, in keys: some of them, evenly spaced, the last one included."""
+    """Returns the costs, in keys, of evenly spaced tiles of one head, including the last tile."""
     rows, step = config.tile_m, config.tile_n
     everything = max(problem.seqlen_q, problem.seqlen_k)
     sides = (everything, 0) if config.mask == "causal" else (everything, everything)
@@ -213,12 +214,12 @@ def _tile_lengths(problem: FwdProblem, config: FwdConfig, m_blocks: int, shift: 
 
 
 def work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> tuple[float, int]:
-    """The work of the SM that finishes last, in rows times keys, to compare kernels; and the
-    number of tiles.
+    """Returns the work of the SM that finishes last, in rows times keys, to compare kernels; and
+    the number of tiles.
 
-    Without a mask and with one CTA an SM, CTAs take tiles in turn: the most that one of them gets.
-    Else the mean, and the idle time at the end: under a mask CTAs take tiles as they become free,
-    longest first; several CTAs an SM without a mask still take tiles in turn, but share the SM.
+    Without a mask and with one CTA an SM, CTAs take tiles in turn: it is the most that a CTA gets.
+    Else it is the mean plus the idle time at the end. Under a mask CTAs take tiles as they become
+    free, longest first; several CTAs an SM without a mask take tiles in turn, but share the SM.
     """
     shift = _pack_shift(problem) if packed else 0
     m_blocks = max(-(-(problem.seqlen_q << shift) // config.tile_m), 1)
@@ -230,19 +231,19 @@ def work(problem: FwdProblem, config: FwdConfig, packed: bool, sms: int) -> tupl
         keys = -(-tiles // ctas) * longest
     else:
         mean = sum(lengths) / len(lengths)
-        # Of the last round, where few tiles of like length are left for many CTAs.
+        # Idle time of the last round, in which few tiles of like length are left for many CTAs.
         idle = -tiles % ctas / ctas * min(lengths) if config.min_ctas == 1 else 0
         keys = max(longest, tiles * mean / ctas + max(_TAIL * longest, idle))
     return keys * config.min_ctas * config.tile_m, tiles
 
 
 def instantiated_head_dim(d: int) -> int:
-    """The smallest instantiated head dimension that holds ``d``."""
+    """Returns the smallest instantiated head dimension that holds ``d``."""
     return next(hd for hd in HEAD_DIMS if hd >= d)
 
 
 def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]) -> FwdConfig:
-    """The sm80 class's configuration for one instantiated head dimension on one capability."""
+    """Returns the sm80 class's configuration for a head dimension on a compute capability."""
     tile = _SM80_TILES[head_dim]
     if MAX_SMEM_BYTES[capability] < 163 * 1024:
         tile = _SM80_TILES_99KB.get(head_dim, tile)
@@ -265,8 +266,8 @@ def fwd_config(dtype: str, head_dim: int, causal: bool, capability: tuple[int, i
 
 # Tiles (rows, step, warps, stages, min_ctas) of dQ, and of dK and dV, per instantiated head
 # dimension. Beside the fragments a thread holds rows * (d + 2 * step) / threads registers for dQ
-# and rows * (2 d + 2 * step) / threads for dK and dV: from d = 192 on these are two kernels. Each
-# fits into 99 KB of shared memory, and two CTAs into 227 KB. Chosen so that nothing spills.
+# and rows * (2 d + 2 * step) / threads for dK and dV, which from d = 192 on have a kernel each. A
+# CTA fits into 99 KB of shared memory, and two into 227 KB. Chosen so that nothing spills.
 _SM80_BWD_TILES = {
     32: ((128, 64, 4, 2, 2), (128, 64, 4, 2, 2)),
     64: ((128, 32, 4, 2, 2), (64, 64, 4, 2, 2)),  # dK and dV with 128x32 spill
@@ -277,9 +278,9 @@ _SM80_BWD_TILES = {
 }
 
 
-# Tiles of one kernel for all gradients, with the warps that divide a step's rows last; and others,
-# for less shared memory, and for options, for which the first have no registers left. It has five
-# products where those above have seven. On an H200, s = 8192, over FlashAttention-2 in PyTorch.
+# Tiles of one kernel for all gradients; their last number is warps_step. The second ones are for
+# less shared memory, and for options, for which the first have no registers left. The kernel has 5
+# products where those above have 7. Speeds over FlashAttention-2 in PyTorch on an H200, s = 8192.
 _SM80_FUSED_TILES = {
     32: ((128, 32, 4, 2, 2, 1), (64, 64, 4, 2, 2, 1)),  # 128x64 spills 8 bytes with a window
     64: ((128, 32, 4, 1, 2, 1), (64, 64, 4, 1, 2, 1)),  # 1.17; two stages 1.16 and 8 bytes spilled
@@ -291,7 +292,7 @@ _SM80_FUSED_TILES = {
 
 
 def bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
-    """The sm80 class's backward of several kernels, repeatable, on every GPU the same."""
+    """Returns the sm80 class's backward of several kernels: repeatable, the same on every GPU."""
     dq, dkv = (BwdTile(*tile) for tile in _SM80_BWD_TILES[head_dim])
     return BwdConfig(80, dtype, head_dim, mask, dq, dkv, split_dkv=head_dim > 128)
 
@@ -299,14 +300,14 @@ def bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
 def fused_bwd_config(
     dtype: str, head_dim: int, mask: str = "none", capability: tuple[int, int] = (9, 0)
 ) -> BwdConfig | None:
-    """The sm80 class's backward of one kernel, None where it does not fit: faster than those of
-    :func:`bwd_config`, but sums of dQ have an order only if asked."""
+    """Returns the sm80 class's backward of one kernel, None where it does not fit: it is faster
+    than that of :func:`bwd_config`, but sums dQ in a fixed order only if that is asked for."""
     tiles = [BwdTile(*tile) for tile in _SM80_FUSED_TILES[head_dim]]
     first, second = (BwdConfig(80, dtype, head_dim, mask, t, t, fused=True) for t in tiles)
-    if head_dim == 128 and capability < (9, 0):  # whose adds to dQ take registers: 8 bytes spill
+    if head_dim == 128 and capability < (9, 0):  # adding to dQ takes registers: 8 bytes spill
         tile = dataclasses.replace(first.dkv, stages=1)
         first = dataclasses.replace(first, dq=tile, dkv=tile)
-    room = MAX_SMEM_BYTES[capability] + 1024  # of an SM; a CTA takes 1 KB more than it asks for
+    room = MAX_SMEM_BYTES[capability] + 1024  # an SM's; a CTA takes 1 KB more than it asks for
     if first.dkv.min_ctas * (first.smem_bytes + 1024) <= room:
         return first
     return second if second.smem_bytes + 1024 <= room else None
@@ -319,36 +320,36 @@ def bwd_with_options(
     dropout: bool = False,
     varlen: bool = False,
 ) -> BwdConfig:
-    """``config`` with what else is asked for; in the sm80 class, where registers do not suffice for
-    it, with other tiles, not measured, of which nothing spills."""
+    """Returns ``config`` with options. In the sm80 class, where registers do not suffice for them,
+    it has other tiles, which were not measured, and with which nothing spills."""
     options = {"softcap": softcap, "alibi": alibi, "dropout": dropout, "varlen": varlen}
     if config.arch == 90:
         return dataclasses.replace(config, **options)
     d, dq, dkv, both = config.head_dim, config.dq, config.dkv, softcap and dropout
     if config.fused:
-        if softcap or alibi or dropout or (varlen and d == 256):  # where two stages spill 8 bytes
+        if softcap or alibi or dropout or (varlen and d == 256):  # there two stages spill 8 bytes
             dkv = BwdTile(*_SM80_FUSED_TILES[d][1])
-        # With steps of 64 queries some of these spill 16 to 80 bytes where dQ has an order or a
-        # batch is ragged (docs/tried_sm80.md), and d = 256 under a mask 16.
+        # With steps of 64 queries some of these spill 16 to 80 bytes where dQ is summed in order or
+        # a batch is ragged (docs/tried_sm80.md), and d = 256 spills 16 bytes under a mask.
         several = d <= 96 and dropout and (softcap or alibi)
         if several or (varlen and d == 256 and config.mask != "none"):
             dkv = dataclasses.replace(dkv, step=32, warps_step=min(dkv.warps_step, 2))
         return dataclasses.replace(config, dq=dkv, dkv=dkv, **options)
-    if d == 128 and (softcap or dropout):  # with 32 dropout spills 80 bytes
+    if d == 128 and (softcap or dropout):  # a step of 32 spills 80 bytes with dropout
         dq = dataclasses.replace(dq, step=16)
     if d == 128 and both and alibi and config.mask == "local":
         dkv = dataclasses.replace(dkv, step=16)
     if (d == 32 and (softcap or (alibi and dropout))) or (d == 192 and both):  # 64: 36 to 56 bytes
         dq, dkv = (dataclasses.replace(tile, step=32) for tile in (dq, dkv))
-    if d == 64 and both:  # with 64 40 bytes
+    if d == 64 and both:  # a step of 64 spills 40 bytes
         dkv = dataclasses.replace(dkv, step=32)
-    if d == 96 and softcap:  # 44 bytes with all; a step of 16 is no whole copy there
+    if d == 96 and softcap:  # all options spill 44 bytes; 16 is no whole copy
         dq = dataclasses.replace(dq, rows=64)
     return dataclasses.replace(config, dq=dq, dkv=dkv, **options)
 
 
 def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
-    """The sm90 class's backward, whose sums of dQ have an order if that is asked for."""
+    """Returns the sm90 class's backward, which sums dQ in a fixed order if that is asked for."""
     tile = BwdTile(*SM90_BWD_TILES[head_dim], 8, 2, 1)
     return BwdConfig(90, dtype, head_dim, mask, tile, tile, fused=True)
 
@@ -356,13 +357,13 @@ def sm90_bwd_config(dtype: str, head_dim: int, mask: str = "none") -> BwdConfig:
 def _sm80_config(
     problem: FwdProblem, head_dim: int, mask: str, capability: tuple[int, int]
 ) -> FwdConfig:
-    """The sm80 class's configuration of a problem."""
+    """Returns the sm80 class's configuration for a problem."""
     config = fwd_config(problem.dtype, head_dim, mask == "causal", capability)
     if _is_decoding(problem) and head_dim in _SM80_CACHE_TILES:
         tile_n, stages, min_ctas = _SM80_CACHE_TILES[head_dim]
         tile = {"tile_m": 64, "tile_n": tile_n, "stages": stages, "q_in_regs": 0, "min_ctas": 1}
         config = dataclasses.replace(config, **tile)
-        # An SM has as much as a CTA may have, and 1 KB more, which each CTA takes.
+        # An SM has 1 KB more than a CTA may ask for, and each CTA takes 1 KB more than it asks for.
         fit = (MAX_SMEM_BYTES[capability] + 1024) // (config.smem_bytes + 1024)
         config = dataclasses.replace(config, min_ctas=min(min_ctas, fit))
     config = dataclasses.replace(config, mask=mask, paged=problem.page_size > 0)
@@ -370,10 +371,10 @@ def _sm80_config(
 
 
 def _is_large_cache(problem: FwdProblem, head_dim: int) -> bool:
-    """Whether the sm80 class reads a problem's cache faster than the sm90 class.
+    """Returns whether the sm80 class reads a problem's cache faster than the sm90 class.
 
-    A cache counts with all its room, as its lengths are known on the device only. Where a number of
-    parts is asked for, the sm90 class computes each: a sequence's result depends on no other one.
+    A cache counts with all its room, as its lengths are known on the device only. With a given
+    num_splits the sm90 class is always used, so that a sequence's result depends on no other one.
     """
     measured = head_dim in _SM80_CACHE_TILES and problem.window is None
     plain = not (problem.page_size or problem.softcap or problem.alibi)
@@ -401,14 +402,14 @@ def _sm90_config(dtype: str, head_dim: int, mask: str, tile: _Sm90Tile) -> FwdCo
 
 
 def sm90_configs(dtype: str, head_dim: int, causal: bool) -> list[FwdConfig]:
-    """The sm90 class's configurations for one instantiated head dimension, the one for long
+    """Returns the sm90 class's configurations for one instantiated head dimension, the one for long
     sequences first."""
     mask = "causal" if causal else "none"
     return [_sm90_config(dtype, head_dim, mask, tile) for tile in _SM90_TILES[head_dim, causal]]
 
 
 def _cache_config(problem: FwdProblem, head_dim: int, mask: str, sms: int) -> FwdConfig | None:
-    """The sm90 class's configuration over a cache; None where it is as without one."""
+    """Returns the sm90 class's configuration over a cache; None where it is as without a cache."""
     rows, tiles = _packed_rows(problem), _SM90_CACHE_TILES[head_dim]
     m_blocks = -(-rows // _DECODING_ROWS)
     count = problem.b * problem.h_k * m_blocks
@@ -427,17 +428,17 @@ def _cache_config(problem: FwdProblem, head_dim: int, mask: str, sms: int) -> Fw
     return dataclasses.replace(config, paged=problem.page_size > 0)
 
 
-_LEAST_BLOCKS = 2  # key blocks of a part
+_LEAST_BLOCKS = 2  # the fewest key blocks of a part
 MAX_SPLITS = 256  # kMaxSplits of flash.h
 
 
 def splits(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> tuple[int, int, int]:
-    """``num_splits``, ``split_blocks`` and ``split_ctas`` of ``flash.h`` for a problem.
+    """Returns ``num_splits``, ``split_blocks`` and ``split_ctas`` of ``flash.h`` for a problem.
 
-    Lengths in a cache are known on the device only. The plan makes parts of about equal length, as
-    few as keep all SMs busy, in the sm80 class all CTAs that fit, and fewer, or none, where merging
-    them would take longer than reading the keys (``part_blocks`` of ``plan_segments.h``). A number
-    that is asked for splits a sequence by its own length alone.
+    Lengths in a cache are known on the device only, so the plan there makes the parts: of about
+    equal length, as few as keep all SMs busy (in the sm80 class all CTAs that fit), and fewer, or
+    none, where merging would take longer than reading the keys (``part_blocks`` of
+    ``plan_segments.h``). A given num_splits splits a sequence by its own length alone.
     """
     if problem.num_splits < 0 or problem.dropout:
         return 1, 1, 0
@@ -452,10 +453,10 @@ def splits(problem: FwdProblem, config: FwdConfig, sms: int = 132) -> tuple[int,
 def with_options(
     config: FwdConfig, softcap: bool = False, alibi: bool = False, dropout: bool = False
 ) -> FwdConfig:
-    """``config`` with a softcap, ALiBi, dropout, some of them or none.
+    """Returns ``config`` with a softcap, ALiBi, dropout, some of them or none.
 
-    Their operands take registers, and tiles that have no more of them get others. Not measured:
-    chosen so that nothing spills but the kernels of docs/facts.md, none of which ships.
+    The options' operands take registers: tiles that have none left are replaced. Not measured, but
+    chosen so that only kernels named in docs/facts.md spill, none of which ships.
     """
     if not (softcap or alibi or dropout):
         return config
@@ -476,12 +477,12 @@ def with_options(
 
 
 def _asked_class() -> int | None:
-    """``FLASHCUTE_ARCH``. Of the environment only that: reading all takes as long as the choice."""
+    """Returns ``FLASHCUTE_ARCH`` or None; reading all variables takes as long as the choice."""
     return env.read().arch if "FLASHCUTE_ARCH" in os.environ else None
 
 
 def kernel_class(capability: tuple[int, int]) -> int:
-    """The kernel class for a GPU: ``FLASHCUTE_ARCH`` where it is set, else the newest that runs.
+    """Returns a GPU's kernel class: ``FLASHCUTE_ARCH`` where it is set, else the newest that runs.
 
     Raises:
         ValueError: where ``FLASHCUTE_ARCH`` names a class that the GPU does not run.
@@ -501,17 +502,17 @@ def kernel_class(capability: tuple[int, int]) -> int:
 def configs_in_use(
     dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
 ) -> list[FwdConfig]:
-    """Every configuration that :func:`choose_fwd` may answer with for such problems."""
+    """Returns every configuration that :func:`choose_fwd` may choose for such problems."""
     if kernel_class(capability) == 80:
         return [fwd_config(dtype, head_dim, causal, capability)]
     return sm90_configs(dtype, head_dim, causal)
 
 
 def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132) -> FwdConfig:
-    """The configuration for one problem on one compute capability.
+    """Returns the configuration for one problem on one compute capability.
 
     A single query row attends to every key under the bottom-right causal mask, so it needs no mask.
-    Lengths count rounded up: :func:`rounded`.
+    Lengths are first rounded up by :func:`rounded`.
 
     Args:
         problem: The call.
@@ -543,7 +544,7 @@ def choose_fwd(problem: FwdProblem, capability: tuple[int, int], sms: int = 132)
 def bwd_configs_in_use(
     dtype: str, head_dim: int, causal: bool, capability: tuple[int, int]
 ) -> list[BwdConfig]:
-    """What :func:`choose_bwd` may answer with, the one for gradients of one side alone last."""
+    """Returns what :func:`choose_bwd` may choose, the one for gradients of one side alone last."""
     mask = "causal" if causal else "none"
     if kernel_class(capability) == 90:
         return [sm90_bwd_config(dtype, head_dim, mask)]
@@ -554,17 +555,18 @@ def bwd_configs_in_use(
 def choose_bwd(
     problem: FwdProblem, capability: tuple[int, int], sms: int = 132, *, every: bool = True
 ) -> BwdConfig:
-    """The backward's configuration for one problem; arguments as in :func:`choose_fwd`.
+    """Returns the backward's configuration for one problem; arguments as in :func:`choose_fwd`.
 
     The number of SMs changes nothing: ``sms`` is there so that one call serves both passes.
 
-    The sm80 class's several kernels compute short ragged sequences, too, of which the problem has
-    mean lengths: sums of dQ take whole blocks of ``ROW_STATS_MULTIPLE`` rows of each, as do tiles
-    of the sm90 class, which on an H200 is 2.1 times as fast at 4,000 tokens, 1.9 at 500, 0.99 at
-    144, 0.64 at 128 (d = 64).
+    Short ragged sequences, whose mean lengths the problem has, use the sm80 class's several kernels
+    on all GPUs: sums of dQ in a fused kernel take whole blocks of ``ROW_STATS_MULTIPLE`` rows of a
+    sequence, as do tiles of the sm90 class. On an H200 the sm90 class is 2.1 times as fast at 4,000
+    tokens, 1.9 at 500, 0.99 at 144, 0.64 at 128 (d = 64).
 
     Args:
-        every: Not of one side alone, which the sm80 class's several kernels compute faster.
+        every: All gradients, not those of one side alone, for which the sm80 class's several
+            kernels are faster.
     """
     problem = rounded(problem)
     head_dim, causal = instantiated_head_dim(problem.d), problem.causal and problem.seqlen_q > 1
@@ -584,14 +586,14 @@ _CHOICES = [(t, d, causal) for d in HEAD_DIMS for t in DTYPES for causal in (Fal
 
 
 def shipped_configs(arch: int | None = None) -> list[FwdConfig]:
-    """The forward configurations of dense calls that ship, of one kernel class or of all."""
+    """Returns the forward configurations of dense calls that ship, of one class or of all."""
     sm80 = [fwd_config(*choice, (9, 0)) for choice in _CHOICES]
     sm90 = [config for choice in _CHOICES for config in sm90_configs(*choice)]
     return {None: sm80 + sm90, 80: sm80, 90: sm90}[arch]
 
 
 def shipped_bwd_configs(arch: int | None = None) -> list[BwdConfig]:
-    """The backward configurations of dense calls that ship, of one kernel class or of all."""
+    """Returns the backward configurations of dense calls that ship, of one class or of all."""
     kinds = {80: (fused_bwd_config, bwd_config), 90: (sm90_bwd_config,)}
     kinds[None] = (*kinds[90], *kinds[80])
     masks = {False: "none", True: "causal"}

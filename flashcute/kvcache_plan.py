@@ -1,7 +1,8 @@
 """One plan for the calls over a cache that the layers of a model make in a step.
 
-All layers have the same lengths, pages and options. On CUDA what follows from them is made once:
-arguments are checked, a kernel is chosen, its tiles are laid out in memory that stays where it is.
+All layers have the same lengths, pages and options. On CUDA the work that depends on these alone is
+done once: arguments are checked, a kernel is chosen, and its tiles are laid out in memory that
+keeps its address.
 The results are those of :func:`flashcute.flash_attn_with_kvcache`, bit for bit.
 """
 
@@ -41,9 +42,9 @@ class KVCachePlan:
 
     The tensors that the plan is given are read on the device, in each call: fill them in place. A
     captured CUDA graph of a step then serves sequences that grow: its first call of the plan lays
-    out the tiles, so each replay does, and all addresses stay. Keep the plan for as long as the
-    graph. Once it has been captured, every call outside of a capture lays out its tiles, as nobody
-    knows which lengths a replay has left. Calls of one plan run on one stream.
+    out the tiles, so each replay does, too, and all addresses stay. Keep the plan for as long as
+    the graph. After a capture every call outside of a capture lays out its tiles, as it cannot know
+    for which lengths a replay has done so. Calls of one plan run on one stream.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class KVCachePlan:
 
         Args:
             cache_seqlens: int32 (b,): how many tokens each sequence has before a call appends to
-                it; None, of calls that append nothing, for all of the cache.
-            rotary_cos: Of calls that append, as are rotary_sin and rotary_interleaved.
-            sinks: Where they are not contiguous and float32, the first call on CUDA copies them.
+                it; None, only if calls append nothing, for all of the cache.
+            rotary_cos: For calls that append, as are rotary_sin and rotary_interleaved.
+            sinks: If they are not contiguous and float32, the first call on CUDA copies them.
 
-        The others are those of :func:`flash_attn_with_kvcache`.
+        The other arguments are those of :func:`flash_attn_with_kvcache`.
 
         Raises:
             TypeError: for a cache_seqlens that is neither a tensor nor None.
@@ -90,11 +91,11 @@ class KVCachePlan:
             *(softmax_scale, causal, window_size, softcap, num_splits),
             rotary_interleaved,
         )
-        self._first: tuple | None = None  # the tensors of the first call, as _kind
-        self._number = 0  # of the binding's plan; 0: none
+        self._first: tuple | None = None  # _kind() of the first call's tensors
+        self._number = 0  # the binding's number of the plan; 0: it has none
         self._is_plannable = True
         self._renews = False
-        self._capture = 0  # in which the tiles were laid out last; 0: in none so far
+        self._capture = 0  # the capture in which tiles were last laid out; 0: none so far
 
     def renew(self) -> None:
         """Says that lengths or pages have changed; the next call lays out its tiles anew."""
@@ -108,14 +109,14 @@ class KVCachePlan:
         k: Tensor | None = None,
         v: Tensor | None = None,
     ) -> Tensor:
-        """Attention of q to a cache, to which k and v are appended first.
+        """Computes attention of q to a cache, to which k and v are appended first.
 
-        On CUDA the tiles are laid out once for all layers; what is appended to each layer's cache,
-        and the rotation of its queries, is a small kernel before its attention.
+        On CUDA the tiles are laid out once for all layers; before the attention of each layer a
+        small kernel appends to its cache and rotates its queries.
 
         Args:
             q: (b, seqlen_q, h, head_dim).
-            k_cache: As in :func:`flash_attn_with_kvcache`; v_cache likewise.
+            k_cache: As in :func:`flash_attn_with_kvcache`, as v_cache.
             k: (b, seqlen_new, h_k, head_dim), to be appended, and rotated if the plan has rotary
                 tables; None to read the cache only.
             v: As k; both or neither.
@@ -146,12 +147,12 @@ class KVCachePlan:
         return out
 
     def __getstate__(self) -> dict:
-        """Of a copy, which has other tensors: without the binding's plan."""
+        """Returns the state of a copy, without the binding's plan, as a copy has other tensors."""
         unplanned = {"_first": None, "_number": 0, "_is_plannable": True, "_kept": ()}
         return self.__dict__ | unplanned | {"_capture": 0}
 
     def _call(self, given: tuple) -> Tensor:
-        """The result without the binding's plan."""
+        """Computes the result without the binding's plan."""
         if not (isinstance(given[0], Tensor) and given[0].is_cuda):
             given = *given, *self._rotary, *self._places, *self._tensors
             return attend_checked(_FN, given, options_of(_FN, *self._options), False)
@@ -166,7 +167,7 @@ class KVCachePlan:
         )  # fmt: skip
 
     def _run(self, given: tuple) -> Tensor | None:
-        """The result by the binding's plan; None where a check has something to say."""
+        """Computes the result by the binding's plan; None where the call needs other checks."""
         appends = given[3] is not None or given[4] is not None
         if not appends:
             given = given[:3]
@@ -174,8 +175,8 @@ class KVCachePlan:
             return None
         if appends and not ops_kvcache.may_write(*given[1:3]):
             return None
-        # A kernel of a capture has not run, and may never do so: other captures, and calls outside
-        # of any, do not rely on its tiles.
+        # A captured kernel has not run, and may never run: other captures, and calls outside of
+        # captures, must not rely on the tiles that it lays out.
         capture = _current_capture()
         renews = self._renews or capture != self._capture
         args = (*given, self._number) + ((True,) if renews else ())
@@ -187,7 +188,7 @@ class KVCachePlan:
         return out
 
     def _make(self, given: tuple) -> Tensor | None:
-        """The first call's result; None where it cannot be planned, or this call cannot."""
+        """Makes the binding's plan; returns the first call's result, None if there is no plan."""
         q, k_cache, v_cache, k, _ = given
         own = *self._rotary, *self._places, *self._tensors
         if torch.compiler.is_compiling() or not is_eager(*given[:3], given + own) or not q.is_cuda:
@@ -209,19 +210,19 @@ class KVCachePlan:
         if k is not None:
             ops_kvcache.increment_version((k_cache, v_cache))
         out, self._number = made
-        self._kept = t[5:]  # whose addresses the plan has
+        self._kept = t[5:]  # the plan has the addresses of these tensors
         self._renews, self._capture = False, _current_capture()
         weakref.finalize(self, ops.remove_plan, self._number).atexit = False
         return out
 
 
 def _current_capture() -> int:
-    """The number of the capture that the current stream is in, unique in the process; 0: none."""
+    """Returns the number, unique in the process, of the current stream's capture; 0: none."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
     status, number = ctypes.c_int(), ctypes.c_uint64()
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    driver = ctypes.CDLL("libcuda.so.1")  # which runs the capture; torch does not tell the number
+    driver = ctypes.CDLL("libcuda.so.1")  # torch does not tell the capture's number
     error = driver.cuStreamGetCaptureInfo(stream, ctypes.byref(status), ctypes.byref(number))
     if error != 0:
         raise RuntimeError(f"{_FN}: cuStreamGetCaptureInfo() failed with CUDA error {error}")

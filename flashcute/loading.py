@@ -16,7 +16,7 @@ logger = logging.getLogger("flashcute")
 
 
 def regular(tensor: torch.Tensor) -> bool:
-    """Whether each row can be loaded 16 bytes at a time, as far as strides tell."""
+    """Returns whether each row can be loaded 16 bytes at a time, as far as strides tell."""
     if tensor.dim() == 3:
         *outer, last = tensor.stride()
         sizes = tensor.shape[:2]
@@ -36,7 +36,7 @@ def regular(tensor: torch.Tensor) -> bool:
 
 
 def in_place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the kernels read all three as they are; v is of k's shape, head_dim % VECTOR == 0."""
+    """Returns whether kernels read all three as they are; v.shape == k.shape, d % VECTOR == 0."""
     if torch.compiler.is_compiling():  # is_contiguous() may be a guard there, or an error
         return regular(q) and regular(k) and regular(v)
     # is_contiguous() takes a third of regular()'s time, but holds for empty tensors of any strides.
@@ -51,17 +51,16 @@ def in_place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def aligned(tensor: torch.Tensor) -> bool:
-    """Whether it starts at a multiple of 16 bytes.
+    """Returns whether ``tensor`` starts at a multiple of 16 bytes; True in a traced call.
 
-    Allocators align storages to more than that, so it is the offset that misaligns; unlike
-    data_ptr() it can be asked of fake tensors. A traced program learns of it when it runs: the
-    binding looks at the address itself.
+    Allocators align storages to more than that, so only the offset can misalign; unlike data_ptr()
+    fake tensors have it. When a traced program runs, the binding looks at the address itself.
     """
     return torch.compiler.is_compiling() or tensor.storage_offset() % VECTOR == 0
 
 
 def loadable(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy that the kernels can load."""
+    """Returns ``tensor``, or a copy that the kernels can load."""
     if not regular(tensor):
         strides = tensor.stride()
         _log_copy(fn, name, f"{name}.stride()={strides}, expected 1 after multiples of {VECTOR}")
@@ -74,7 +73,7 @@ def loadable(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def padded(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy with zeros up to the next multiple of VECTOR in the last dimension."""
+    """Returns a contiguous copy, its last dimension padded with zeros to a multiple of VECTOR."""
     d = tensor.shape[-1]
     _log_copy(fn, name, f"head_dim={d}, expected a multiple of {VECTOR}: pads it with zeros")
     # pad() keeps the order of a channels_last tensor, in which the sequence is innermost.
@@ -82,5 +81,5 @@ def padded(fn: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _log_copy(fn: str, name: str, why: str) -> None:
-    if not torch.compiler.is_compiling():  # which cannot trace a logger
+    if not torch.compiler.is_compiling():  # torch.compile cannot trace a logger
         logger.debug("%s: copies %s once: got %s", fn, name, why)

@@ -14,7 +14,7 @@ _REGISTERS = 65536
 _SUBPARTITIONS = 4
 _REGISTER_UNIT = 256  # registers are given to a warp in such units
 _SMEM_UNIT = 128
-_SMEM_RESERVED = 1024  # by the system, of each CTA; also what a CTA cannot have of the SM's memory
+_SMEM_RESERVED = 1024  # by the system, for each CTA; an SM has this much more than a CTA may have
 
 # Resident warps and CTAs per SM, by compute capability.
 _WARPS_AND_CTAS = {
@@ -43,14 +43,14 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def warps_per_sm(capability: tuple[int, int]) -> int:
-    """Warps that one SM can hold at the same time."""
+    """Returns how many warps one SM can hold at the same time."""
     return _WARPS_AND_CTAS[capability][0]
 
 
 def ctas_per_sm(
     threads: int, registers: int, smem_bytes: int, capability: tuple[int, int]
 ) -> Occupancy:
-    """CTAs of one kernel that are resident on one SM at the same time.
+    """Computes how many CTAs of one kernel are resident on one SM at the same time.
 
     Args:
         threads: Per CTA.
@@ -65,7 +65,7 @@ def ctas_per_sm(
     warps = -(-threads // 32)
     registers_per_warp = _round_up(registers * 32, _REGISTER_UNIT)
     resident = _SUBPARTITIONS * (_REGISTERS // _SUBPARTITIONS // registers_per_warp)
-    # A launch is refused as if each of its warps' registers were taken in all subpartitions.
+    # A launch is refused as if its warps were rounded up to a multiple of the subpartitions.
     if registers_per_warp * _round_up(warps, _SUBPARTITIONS) > _REGISTERS:
         resident = 0
     smem = _round_up(smem_bytes + _SMEM_RESERVED, _SMEM_UNIT)

@@ -155,7 +155,7 @@ def _empty_outputs(q):
 
 
 class _Options(NamedTuple):
-    """What ``attend`` takes after ``causal``. torch leaves out trailing defaults."""
+    """The arguments of ``attend`` after ``causal``; torch leaves out trailing defaults."""
 
     window_left: int = -1
     window_right: int = -1
@@ -188,7 +188,7 @@ def _differentiable_on_cpu(q, k, v, softmax_scale, causal, o: _Options):
 
 
 class _VarlenOptions(NamedTuple):
-    """What ``attend_varlen`` takes after ``causal``."""
+    """The arguments of ``attend_varlen`` after ``causal``."""
 
     window_left: int = -1
     window_right: int = -1
@@ -203,9 +203,9 @@ class _VarlenOptions(NamedTuple):
 
 
 def _checked(name: str, implementation: Callable) -> Callable:
-    """``implementation`` of an operator behind the checks that the binding makes for CUDA tensors.
+    """Returns ``implementation`` behind the checks that the binding makes for CUDA tensors.
 
-    What ``fwd`` does not have follows ``causal``.
+    Arguments that ``fwd`` does not have follow ``causal``.
     """
     fn = f"{NAMESPACE}::{name}"
 
@@ -225,7 +225,7 @@ def _varlen_options(args: tuple) -> _VarlenOptions:
 
 
 def _varlen_parts(args: tuple) -> tuple[cpu_varlen.Tensors, cpu_varlen.Options]:
-    """The arguments of ``attend_varlen``, in the order of its schema."""
+    """Converts the arguments of ``attend_varlen``, in its schema's order, to those on the CPU."""
     q, k, v, *lengths, max_q, max_k, scale, causal = args[:11]
     o = _varlen_options(args)
     tensors = cpu_varlen.Tensors(
@@ -254,7 +254,7 @@ _VARLEN_NAMES = Names(f"{NAMESPACE}::attend_varlen")
 
 
 def _checked_varlen(name: str, implementation: Callable) -> Callable:
-    """:func:`_checked` of ``attend_varlen``."""
+    """Does what :func:`_checked` does, for ``attend_varlen``."""
 
     def checked(*args):
         tensors, options = _varlen_parts(args)
@@ -277,18 +277,18 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
 
 
 def _autograd(name: str, on_cpu: Callable, elsewhere: Callable) -> Callable:
-    """An operator where a derivative may be asked for: by ``on_cpu`` of CPU tensors, else by
-    ``elsewhere``.
+    """Returns the operator's autograd kernel, which calls ``on_cpu`` or, for other tensors,
+    ``elsewhere`` where a derivative is asked for.
 
-    Without it torch would compute the output and lose the gradient, with no more than a warning,
-    or the tangent.
+    Without it torch would compute the output and lose the tangent, or the gradient with no more
+    than a warning.
     """
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     arguments = [argument.name for argument in op._schema.arguments]
     function = "flash_attn_varlen_func" if "cu_seqlens_q" in arguments else "flash_attn_func"
 
     def kernel(*args):
-        # Without the defaults at their end, which are no tensors.
+        # args may lack trailing defaults, which are no tensors.
         given = zip(arguments, args, strict=False)
         names, tensors = zip(*(x for x in given if isinstance(x[1], torch.Tensor)), strict=True)
         wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -364,7 +364,7 @@ def load() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 
 
 def remove_plan(plan: int) -> None:
-    """Gives the memory of a plan back; see :mod:`flashcute.kvcache_plan`."""
+    """Frees the memory of a plan; see :mod:`flashcute.kvcache_plan`."""
     _keep_alive[0].flashcute_remove_plan(ctypes.c_int64(plan))
 
 
@@ -379,11 +379,11 @@ _load_while_tracing._dynamo_marked_constant = True
 
 
 def ensure_loaded(q: torch.Tensor) -> bool:
-    """:func:`load`, in traced calls, too.
+    """Calls :func:`load`, in traced calls, too.
 
     Returns:
-        False where it is left out: a call of ``q`` gives shapes alone, and the operators of CPU
-        tensors, which need no compiler, give the same.
+        False where it is not called because a call with ``q`` only gives shapes. The operators of
+        CPU tensors, which need no compiler, give the same shapes.
     """
     if torch.compiler.is_compiling():
         return _load_while_tracing()
@@ -397,11 +397,11 @@ def ensure_loaded(q: torch.Tensor) -> bool:
 def fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q to k and v by the operator. Checks nothing but what memory safety needs.
+    """Computes attention of q to k and v by the operator, which checks only for memory safety.
 
     Args:
         q: (b, seqlen_q, h, d), last dimension contiguous.
-        k: (b, seqlen_k, h_k, d), likewise; h is a multiple of h_k.
+        k: (b, seqlen_k, h_k, d), last dimension contiguous; h is a multiple of h_k.
         v: As k.
         softmax_scale: Factor on the scores, > 0.
         causal: Mask out keys beyond the diagonal that ends in the bottom-right corner.
@@ -415,7 +415,7 @@ def fwd(
     """
     if torch.compiler.is_compiling() and _load_while_tracing():
         return getattr(torch.ops, NAMESPACE).fwd.default(q, k, v, softmax_scale, causal)
-    # What records or transforms a call sees the operator that has the gradient.
+    # Whatever records or transforms a call has to see the operator that has the gradient.
     if _fwd is None or is_seen():
         if not ensure_loaded(q):
             return cpu_ops.attend(q, k, v, softmax_scale=softmax_scale, causal=causal)[:2]
@@ -443,7 +443,7 @@ def attend(
     rng_state: torch.Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`fwd` with everything optional.
+    """Does what :func:`fwd` does, with all options.
 
     Args:
         window_size: (left, right) of the diagonal that ends in the bottom-right corner; -1 for
@@ -493,11 +493,11 @@ def attend_varlen(
     num_splits: int = 0,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`attend` of a ragged batch; nothing waits for the device.
+    """Does what :func:`attend` does for a ragged batch; the host does not wait for the device.
 
     Args:
         q: (total_q, h, d), last dimension contiguous.
-        k: (total_k, h_k, d), or with a block_table (num_pages, page_size, h_k, d); v likewise.
+        k: (total_k, h_k, d), or with a block_table (num_pages, page_size, h_k, d); as v.
         lengths: cu_seqlens_q and cu_seqlens_k, (b + 1,), seqused_q and seqused_k, (b,) or None;
             contiguous and int32 on CUDA. Whatever they hold, nothing outside the tensors is read or
             written.

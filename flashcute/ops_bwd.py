@@ -18,7 +18,8 @@ from .ops_checks import check_for_device, check_options, rounded
 
 
 class Options(NamedTuple):
-    """What both take after their tensors, and lengths. torch leaves out trailing defaults."""
+    """The arguments of both operators after the tensors and lengths; torch leaves out trailing
+    defaults."""
 
     softmax_scale: float
     causal: bool
@@ -33,7 +34,7 @@ class Options(NamedTuple):
 
 
 def _bits(wanted: int) -> int:
-    """``wanted`` of the CPU's operators, whose fifth tensor are the sinks."""
+    """Returns ``wanted`` for the CPU's operators, in which the sinks are the fifth tensor."""
     return wanted & 7 | (wanted & 8) << 1
 
 
@@ -74,7 +75,10 @@ def _varlen_fake(dout, q, k, v, out, softmax_lse, dlse, *args):
 
 
 def _check(fn: str, tensors: tuple, lse_shape: tuple[int, ...], b: int, o: Options) -> None:
-    """What both have, of b entries or sequences; ``tensors``: dout, q, out, softmax_lse, dlse."""
+    """Checks what both operators have in common, for b entries or sequences.
+
+    ``tensors`` are dout, q, out, softmax_lse and dlse.
+    """
     dout, q, out, softmax_lse, dlse = tensors
     check_options(fn, q, b, o)
     checks.check_gradient(fn, "dout", dout, q.shape, q.dtype, q.device)
@@ -90,7 +94,7 @@ def _check(fn: str, tensors: tuple, lse_shape: tuple[int, ...], b: int, o: Optio
 
 
 def _checked(name: str, implementation: Callable) -> Callable:
-    """``implementation`` of ``bwd`` behind the checks that the binding makes for CUDA tensors."""
+    """Returns ``implementation`` of ``bwd`` behind the binding's checks for CUDA tensors."""
     fn = f"{NAMESPACE}::{name}"
 
     def checked(dout, q, k, v, out, softmax_lse, dlse, *args):
@@ -106,7 +110,7 @@ def _checked(name: str, implementation: Callable) -> Callable:
 
 
 def _checked_varlen(name: str, implementation: Callable) -> Callable:
-    """:func:`_checked` of ``bwd_varlen``."""
+    """Does what :func:`_checked` does, for ``bwd_varlen``."""
     fn = f"{NAMESPACE}::{name}"
     names = Names(fn)
 
@@ -125,6 +129,6 @@ def _checked_varlen(name: str, implementation: Callable) -> Callable:
     return checked
 
 
-# Checks around an implementation, that for CPU tensors, and that for fake ones.
+# The function that adds checks, the implementation for CPU tensors, and that for fake tensors.
 DENSE = _checked, _on_cpu, _fake
 RAGGED = _checked_varlen, _varlen_on_cpu, _varlen_fake

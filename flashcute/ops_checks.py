@@ -1,4 +1,4 @@
-"""Checks that the operators share, of what follows their tensors."""
+"""Checks that the operators share, of the arguments that follow their tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T", bound=NamedTuple)
 
 
 def rounded(fn: str, o: T) -> T:
-    """``o`` with the probability that masks are drawn with, and a state only where it is not 0."""
+    """Returns ``o`` with dropout_p rounded as masks use it, and rng_state only if it is not 0."""
     dropout_p = checks.check_dropout(fn, o.dropout_p)
     return o._replace(dropout_p=dropout_p, rng_state=o.rng_state if dropout_p else None)
 
 
 def check_options(fn: str, q, b: int, o) -> None:
-    """What all operators take optionally; ``b``: entries or sequences."""
+    """Checks the options that all operators take; ``b`` counts batch entries or sequences."""
     checks.check_window(fn, (o.window_left, o.window_right))
     checks.check_softcap(fn, o.softcap)
     if o.sinks is not None:

@@ -2,12 +2,12 @@
 
 Tracers see one opaque node, and which tensors it writes to: ``attend_kvcache`` reads the cache,
 ``append_attend_kvcache`` declares that it changes k_cache and v_cache. They are defined here, in
-Python, with an implementation for CPU tensors and fakes for all devices, which need no binding; it
-implements them for CUDA. They are registered when this module is imported.
+Python, with an implementation for CPU tensors and fakes for all devices, which need no binding; the
+binding implements them for CUDA. They are registered when this module is imported.
 
 :mod:`flashcute.reference_kvcache` defines the results. Values of lengths and pages that do not fit
-the cache raise an error where they can be read, on the CPU. Elsewhere nobody waits for them, and an
-implementation holds to this, for any values: nothing outside the tensors is read or written; new
+the cache raise an error on the CPU, where they can be read. On other devices nothing waits for them
+and an implementation ensures, for any values: nothing outside the tensors is read or written; new
 tokens beyond a sequence's pages, or in a page outside the cache, are dropped; keys beyond a
 sequence's pages are not seen, those in a page outside the cache count as zeros; queries and keys at
 positions beyond the rotary tables are not rotated; and other sequences' results do not change.
@@ -53,14 +53,15 @@ _SMALL = (
     *("block_table", "alibi_slopes"),
 )
 
-# Longer windows than this are none; it keeps the operators' int arguments within 64 bits.
+# A window of this size is unlimited in effect. Cutting longer ones to it keeps the operators' int
+# arguments within 64 bits.
 _MAX_WINDOW = 2**62
 
 # Bound here as every call asks them.
 _is_tracing = torch._C._is_tracing
 _is_grad_enabled = torch.is_grad_enabled
 _in_inference_mode = torch.is_inference_mode_enabled
-# Of a cache that is appended to: autograd notices one that it saved before.
+# Called for a cache that is appended to, so that autograd notices if it saved the cache before.
 increment_version = torch.autograd.graph.increment_version
 
 # How the binding's own errors begin.
@@ -68,7 +69,7 @@ _OF_A_KERNEL = f"{NAMESPACE}::attend_kvcache: ", f"{NAMESPACE}::attend_varlen: "
 
 
 def bounded(o: Options) -> Options:
-    """The same, with a window that operators take."""
+    """Returns ``o`` with a window whose sides fit the operators' int arguments."""
     return o._replace(
         window_left=min(int(o.window_left), _MAX_WINDOW),
         window_right=min(int(o.window_right), _MAX_WINDOW),
@@ -76,7 +77,7 @@ def bounded(o: Options) -> Options:
 
 
 def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
-    """The operator for these arguments: the one that appends where there is something to append."""
+    """Calls the operator for these arguments: the one that appends, if there are new tokens."""
     o = bounded(o)
     options = *o[:4], t.sinks, o.softcap, t.alibi_slopes, o.num_splits
     lengths = t.cache_seqlens, t.cache_batch_idx, t.cache_leftpad, t.block_table
@@ -89,7 +90,7 @@ def attend(t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _no_grad() -> tuple[Callable, Callable]:
-    """``read_kvcache_no_grad`` and ``attend_kvcache_no_grad``, as calling their overloads does."""
+    """Returns what overloads of ``read_kvcache_no_grad`` and ``attend_kvcache_no_grad`` call."""
     ops = getattr(torch.ops, NAMESPACE)
     return ops.read_kvcache_no_grad.default._op, ops.attend_kvcache_no_grad.default._op
 
@@ -101,15 +102,15 @@ def _varlen() -> Callable:
 
 @functools.cache
 def planned() -> tuple[Callable, Callable, Callable]:
-    """``plan_kvcache``, ``run_plan`` and ``append_run_plan``."""
+    """Returns ``plan_kvcache``, ``run_plan`` and ``append_run_plan``."""
     ops = getattr(torch.ops, NAMESPACE)
     names = "plan_kvcache", "run_plan", "append_run_plan"
     return tuple(getattr(ops, name).default._op for name in names)
 
 
 def call_binding(op: Callable, *args):
-    """The results of an operator that refuses arguments by None; None, too, of arguments that are
-    no dense tensors, which do not arrive there."""
+    """Returns the results of an operator, which are None for arguments that it refuses; also None
+    where the dispatcher refuses arguments, as those that are no dense tensors."""
     try:
         return op(*args)
     except (RuntimeError, TypeError) as error:
@@ -120,7 +121,7 @@ def call_binding(op: Callable, *args):
 
 
 def is_eager(q, k, v, tensors: tuple) -> bool:
-    """Whether nothing records, overrides or differentiates a call of q, k and v.
+    """Returns whether nothing records, overrides or differentiates a call of q, k and v.
 
     Args:
         tensors: All that may have a gradient, of any types.
@@ -131,24 +132,25 @@ def is_eager(q, k, v, tensors: tuple) -> bool:
 
 
 def may_write(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether both caches can be appended to here: not those of inference mode outside of it."""
+    """Returns whether both caches can be appended to here: outside of inference mode, only those
+    that were not made in it."""
     return _in_inference_mode() or not (k_cache.is_inference() or v_cache.is_inference())
 
 
 def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-    """The results of an eager call of CUDA tensors that nobody has checked, if kernels can take all
+    """Returns the results of an eager call of unchecked CUDA tensors, if kernels can take all
     arguments as they are.
 
-    The binding's own checks decide that, as those in Python take longer than all else of a call.
+    The binding's checks decide that, as checks in Python take longer than the rest of a call.
 
     Args:
         t: The fields of :class:`Tensors`, of any types; cache_seqlens may be an int.
-        o: Those of :class:`Options`, checked but for a softmax_scale of None, the default.
+        o: The fields of :class:`Options`, checked; softmax_scale may be None, the default.
         returns_lse: Whether the log-sum-exp is wanted.
 
     Returns:
-        None where a check has something to say, or a tensor has to be copied. Nothing has been
-        written then.
+        out and the log-sum-exp; None where an argument is refused or a tensor has to be copied.
+        Nothing has been written then.
     """
     q, k_cache, v_cache, k, v, cos, sin, lengths, entries, leftpad, table, sinks, slopes = t
     if ops._fwd is None or not is_eager(q, k_cache, v_cache, t):
@@ -183,18 +185,18 @@ def launch_unchecked(t: tuple, o: tuple, returns_lse: bool) -> tuple[Tensor, Ten
 def launch_varlen_unchecked(
     t: tuple, lengths: tuple, o: tuple, returns_lse: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """:func:`launch_unchecked` of a ragged batch, keys packed or in pages.
+    """Does what :func:`launch_unchecked` does for a ragged batch, keys packed or in pages.
 
     Args:
         t: q, k, v, sinks, alibi_slopes and block_table, of any types.
         lengths: cu_seqlens_q and cu_seqlens_k, seqused_q and seqused_k, max_seqlen_q and
-            max_seqlen_k, likewise.
-        o: As there.
-        returns_lse: As there.
+            max_seqlen_k, of any types.
+        o: As in :func:`launch_unchecked`.
+        returns_lse: As in :func:`launch_unchecked`.
     """
     q, k, v, sinks, slopes, table = t
     cu_q, cu_k, used_q, used_k, max_q, max_k = lengths
-    # An operator takes a tensor for an int, and waits for the device.
+    # An operator would accept a tensor as an int, and wait for the device to read it.
     if ops._fwd is None or not (is_eager(q, k, v, t) and type(max_q) is type(max_k) is int):
         return None
     scale, causal, left, right, softcap, _, num_splits = o
@@ -211,7 +213,7 @@ def launch_varlen_unchecked(
 
 
 def launch(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
-    """:func:`attend` of CUDA tensors, eager or traced, by the kernels."""
+    """Computes :func:`attend` of CUDA tensors by the kernels, eager or traced."""
     d = t.q.shape[3]
     ready = {}
     for name in ("q", "k", "v", "k_cache", "v_cache"):
@@ -258,7 +260,7 @@ def _refuse_to_write(fn: str, name: str, cache: Tensor) -> None:
 
 
 def _parts(arguments: tuple[str, ...], args: tuple) -> tuple[Tensors, Options]:
-    """The arguments of an operator."""
+    """Returns the tensors and options among the arguments of an operator."""
     given = dict(zip(arguments, args, strict=False))  # torch leaves out trailing defaults
     tensors = {name: x for name, x in given.items() if name in Tensors._fields}
     options = {name: x for name, x in given.items() if name in Options._fields}
@@ -266,7 +268,7 @@ def _parts(arguments: tuple[str, ...], args: tuple) -> tuple[Tensors, Options]:
 
 
 def _checked(name: str, implementation: Callable) -> Callable:
-    """``implementation`` of an operator behind the checks of what is known on every device."""
+    """Returns ``implementation`` behind the checks of what is known on every device."""
     fn, arguments = f"{NAMESPACE}::{name}", _arguments(name)
 
     def checked(*args):
@@ -301,7 +303,7 @@ def _fake(fn: str, t: Tensors, o: Options) -> tuple[Tensor, Tensor]:
 
 
 def _autograd(name: str) -> Callable:
-    """The operator where a derivative may be asked for: an error, instead of losing it."""
+    """Returns the operator's autograd kernel, which raises rather than lose a derivative."""
     op, arguments = getattr(getattr(torch.ops, NAMESPACE), name).default, _arguments(name)
     changed = [n for n, x in enumerate(op._schema.arguments) if x.alias_info is not None]
 
@@ -312,7 +314,7 @@ def _autograd(name: str) -> Callable:
         with torch._C._AutoDispatchBelowAutograd():
             results = op(*args)
         if changed:
-            # Autograd notices a tensor that it saved before.
+            # Autograd then notices if it saved one of these tensors before.
             torch.autograd.graph.increment_version([args[n] for n in changed])
         return results
 

@@ -1,7 +1,6 @@
 """Inputs for tests: random, with results known beforehand, and surrounded by NaN.
 
-An oracle needs no reference and next to no tolerance, so it shows the faults that rounding noise
-can
+An oracle needs no reference and next to no tolerance, so it shows faults that rounding noise can
 hide: a mask that is off by one, a key that is dropped, a row from the wrong head.
 """
 
@@ -40,7 +39,7 @@ class Shape(NamedTuple):
 def make_qkv(
     shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Standard normal q, k and v."""
+    """Returns standard normal q, k and v."""
     gen = torch.Generator(device).manual_seed(seed)
     return tuple(
         torch.randn(size, generator=gen, device=device, dtype=torch.float32).to(dtype)
@@ -51,9 +50,9 @@ def make_qkv(
 def make_sparse_integer_qkv(
     shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers from -2 to 2, four of five of them 0: every product and sum of Q K^T is exact.
+    """Returns integers from -2 to 2, 84 % of them 0: every product and sum of Q K^T is exact.
 
-    What is left of the error is small, so a fault stands out. Compare with ``check_drift=False``.
+    The remaining error is small, so that a fault stands out. Compare with ``check_drift=False``.
     """
     gen = torch.Generator(device).manual_seed(seed)
 
@@ -71,9 +70,9 @@ class Oracle:
 
     Attributes:
         q, k, v: The inputs.
-        options: To be passed to the attention under test: softmax_scale, causal, window_size.
-        out: (b, seqlen_q, h, d) expected, float64.
-        lse: (b, h, seqlen_q) expected, float64; None where it is not known.
+        options: Options to pass to the attention under test: softmax_scale, causal, window_size.
+        out: Expected output (b, seqlen_q, h, d), float64.
+        lse: Expected log-sum-exp (b, h, seqlen_q), float64; None where it is not known.
         rtol: Relative error allowed in each element of out; zeros have to be exact.
     """
 
@@ -86,7 +85,7 @@ class Oracle:
     rtol: float
 
     def check(self, out: Tensor, lse: Tensor | None) -> None:
-        """Raises AssertionError that names the first wrong element."""
+        """Raises AssertionError, which names the first wrong element, if the result is wrong."""
         right = (out.double() - self.out).abs() <= self.rtol * self.out.abs()
         self._require(right, out, self.out, "out")
         if lse is not None and self.lse is not None:
@@ -113,11 +112,11 @@ def uniform_oracle(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Oracle:
-    """Q = 0: all visible keys weigh the same, so the output is the mean of V over them.
+    """Makes an oracle with Q = 0: visible keys have equal weights, so out is their mean of V.
 
     The first half of the head dimension holds the key's number, j % 256, which shows a shifted
-    mask; the other half tells j modulo its width apart, one column each, which shows a key that is
-    missing or one too many. The log-sum-exp is log(number of visible keys). All of it is exact but
+    mask; the other half has one column for each j modulo its width, which shows a key that is
+    missing or one too many. The log-sum-exp is log(number of visible keys). Everything is exact but
     for the rounding of the result.
     """
     b, seqlen_q, seqlen_k, h, _, d = shape
@@ -151,7 +150,7 @@ def ones_oracle(
     window_size: tuple[int, int] = (-1, -1),
     seed: int = 0,
 ) -> Oracle:
-    """V = 1: the output is 1 in every row that sees a key and 0 in all others, whatever Q and K."""
+    """Makes an oracle with V = 1: for any Q and K out is 1 in rows that see a key, and else 0."""
     q, k, v = make_qkv(shape, dtype, device, seed)
     visible = visible_keys(shape.seqlen_q, shape.seqlen_k, causal, window_size, device=device)
     return Oracle(
@@ -174,7 +173,7 @@ def one_hot_oracle(
     window_size: tuple[int, int] = (-1, -1),
     seed: int = 0,
 ) -> Oracle:
-    """Each row singles out one visible key so strongly that the output is that key's V, exactly.
+    """Makes an oracle in which each row selects one visible key: out is exactly that key's V.
 
     Keys are told apart by the binary digits of their number, as signs; the right one leads by at
     least 128, and exp(-128) is 0 in float32. Shows a wrong row, head or batch entry without any
@@ -233,7 +232,7 @@ class Embedded(NamedTuple):
     buffer: Tensor
 
     def untouched(self) -> bool:
-        """Whether all of the buffer outside the view is NaN still, so that nobody wrote there."""
+        """Returns whether all of the buffer outside the view is still NaN: nothing wrote there."""
         outside = self.buffer.clone()
         view = self.view
         torch.as_strided(outside, view.shape, view.stride(), view.storage_offset()).fill_(math.nan)
@@ -241,11 +240,11 @@ class Embedded(NamedTuple):
 
 
 def embed_in_nan(x: Tensor, order: str = "bshd", margin: int = 512) -> Embedded:
-    """A copy of ``x`` with NaN before it, behind it and in gaps between rows, heads and batch
-    entries.
+    """Returns a copy of ``x`` with NaN before it, behind it and in gaps between rows, heads and
+    batch entries.
 
     Reading or writing a single element out of place then shows. Strides stay multiples of 8
-    elements and the start aligned to 16 bytes, as kernels ask for, if ``d`` is a multiple of 8.
+    elements and the start aligned to 16 bytes, as kernels require, if ``d`` is a multiple of 8.
 
     Args:
         x: (b, s, h, d), floating point.

@@ -16,10 +16,11 @@ class FwdProblem:
         softcap: Whether the call has a softcap.
         alibi: Whether it has ALiBi slopes.
         dropout: Whether it has dropout.
-        cache: Whether keys and values are a cache, of which ``seqlen_k`` is the room.
-        page_size: Of one in pages; else 0.
-        num_splits: Parts of a ragged batch's keys at most; 0: by shape, -1: they are not split.
-        varlen: Whether it is of a ragged batch, whose sequences have any number of queries.
+        cache: Whether keys and values are a cache; ``seqlen_k`` is then a sequence's room in it.
+        page_size: Tokens of a page, for a cache in pages; else 0.
+        num_splits: The most parts of a sequence's keys, in a ragged batch or over a cache; 0: by
+            shape, -1: keys are not split.
+        varlen: Whether the batch is ragged: its sequences have any number of queries.
     """
 
     dtype: str
@@ -41,7 +42,7 @@ class FwdProblem:
 
 
 def rounded_length(length: int) -> int:
-    """``length`` rounded up: exact up to 16, then to steps of 16, from 256 on to 16 an octave."""
+    """Rounds ``length`` up: exact up to 16, then in steps of 16, from 256 on 16 steps an octave."""
     if length <= 16:
         return length
     step = max(16, 1 << (length - 1).bit_length() >> 5)
@@ -49,10 +50,10 @@ def rounded_length(length: int) -> int:
 
 
 def typical_length(total: int, b: int, longest: int) -> int:
-    """The length that a ragged batch's forward is chosen for: between the mean and the longest.
+    """Returns the length, from the mean to the longest, that a ragged forward is chosen for.
 
-    The binding computes it alike (``typical_length()`` of kernel_table.h). The number of sequences
-    counts rounded up there: :func:`rounded_length`.
+    The binding computes the same (``typical_length()`` of kernel_table.h), but with the number of
+    sequences rounded up by :func:`rounded_length`.
 
     Args:
         total: Tokens of all sequences.
@@ -61,15 +62,15 @@ def typical_length(total: int, b: int, longest: int) -> int:
     """
     most = min(longest, total)
     mean = min(total / max(b, 1), most)
-    # A single row needs no mask, a longest sequence of two does.
+    # At least 2 if the longest sequence has 2 rows: only a single row needs no mask.
     return max(int(math.sqrt(mean * most)), min(most, 2), 1)
 
 
 def rounded(problem: FwdProblem) -> FwdProblem:
-    """``problem`` with rounded lengths, for which its kernel is chosen.
+    """Returns ``problem`` with rounded lengths, for which its kernel is chosen.
 
-    The binding remembers choices by them (``rounded()`` of kernel_table.h, which rounds alike), so
-    a call with another length rarely enters Python.
+    The binding remembers choices by rounded lengths (``rounded()`` of kernel_table.h, which rounds
+    as this function does), so a call with another length rarely enters Python.
     """
     window = problem.window
     if window is not None:

@@ -94,7 +94,7 @@ def attention_ref(
     reorder_ops: bool = False,
     return_probs: bool = False,
 ) -> AttentionOutput:
-    """Attention as this package defines it; see the module's docstring for the semantics.
+    """Computes attention as this package defines it; the module's docstring has the semantics.
 
     Args:
         q: (b, seqlen_q, h, d), float16, bfloat16, float32 or float64, any strides.
@@ -119,11 +119,12 @@ def attention_ref(
             statistics never below float32). ``out`` stays in that dtype: cast it if need be.
         reorder_ops: Scale K instead of Q. Together with ``upcast=None`` this is the low precision
             baseline that errors of a kernel are compared with, as in FlashAttention-2's tests.
-            Without effect where a scale above 1 makes the scores be scaled, in float64.
+            Without effect where the scores themselves are scaled, in float64: with a scale above 1
+            in magnitude, unless 16 bits are computed in.
         return_probs: Return the (b, h, seqlen_q, seqlen_k) probabilities as well.
 
     While a CUDA graph is captured no value can be read. A NaN or Inf in a masked value then reaches
-    ``out``, one in a masked key the gradient of q; lse and the probabilities neither reaches.
+    ``out``, and one in a masked key reaches the gradient of q; lse and probabilities stay right.
 
     Raises:
         TypeError: a dtype or type is not as above.
@@ -177,7 +178,7 @@ def visible_keys(
     rows: slice = slice(None),
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which keys each query may see: bool (rows, seqlen_k), aligned to the bottom-right corner.
+    """Returns which keys each query may see, bool (rows, seqlen_k), bottom-right aligned.
 
     ``rows`` selects query rows, all by default. Definitions are in the module's docstring.
     """
@@ -195,9 +196,9 @@ def visible_keys(
 def window_bounds(
     seqlen_q: int, seqlen_k: int, causal: bool, window_size: tuple[int, int]
 ) -> tuple[int, int]:
-    """``(left, right)``, -1 for no bound: ``causal`` and ``window_size`` as one window.
+    """Returns ``causal`` and ``window_size`` as one window ``(left, right)``, -1 for no bound.
 
-    A bound that reaches over all keys from every query is none: what remains is less than the
+    A bound that hides no key from any query becomes -1. The bounds that remain are less than the
     lengths, so that places plus or minus a bound stay within int64.
     """
     left, right = window_size[0], 0 if causal else window_size[1]
@@ -205,14 +206,14 @@ def window_bounds(
 
 
 def _places(seqlen_q: int, seqlen_k: int, rows: slice, device) -> Tensor:
-    """The places of the query rows among the keys, as a column: (rows, 1)."""
+    """Returns the places of the query rows among the keys, as a column: (rows, 1)."""
     return torch.arange(seqlen_q, device=device)[rows, None] + (seqlen_k - seqlen_q)
 
 
 def blocks(b: int, seqlen_q: int, scores_per_row: int) -> tuple[list[slice], list[slice]]:
-    """Cuts of the batch and of the query rows such that a block stays under the limit above.
+    """Cuts the batch and the query rows into blocks of at most ``_MAX_BLOCK_SCORES`` scores.
 
-    There is always a block, if an empty one: so empty tensors take the same path as all others.
+    There is always a block, which may be empty, so that empty tensors take the path of all others.
     """
     batch_step = min(max(_MAX_BLOCK_SCORES // max(seqlen_q * scores_per_row, 1), 1), max(b, 1))
     row_step = min(
@@ -224,14 +225,14 @@ def blocks(b: int, seqlen_q: int, scores_per_row: int) -> tuple[list[slice], lis
 
 
 def _join(parts: tuple[Tensor | None, ...], dim: int) -> Tensor | None:
-    """``torch.cat`` that passes a lone part, and parts that were not asked for, through."""
+    """Does ``torch.cat``, but returns a lone part as it is, and None for parts not asked for."""
     return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, dim)
 
 
 def _attend_block(
     q: Tensor, k: Tensor, v: Tensor, block: tuple[slice, slice], o: _Options
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The whole of attention for a block of (batch entries, query rows)."""
+    """Computes all of attention for a block of (batch entries, query rows)."""
     batch, rows = block
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     q = q[batch, rows].to(o.dtype).transpose(1, 2)  # (b, h, rows, d)
@@ -247,9 +248,9 @@ def _attend_block(
     sees_a_key = visible.any(-1, keepdim=True)
     poisoned = _poisoned_keys(k, v)
 
-    # A row without keys may hold anything: as a factor of dK = dS^T Q it must not.
+    # A row that sees no key may hold NaN or Inf, which as a factor must not enter dK = dS^T Q.
     q = torch.where(sees_a_key, q, 0)
-    # What is multiplied by more than 1 may leave float32, where Inf - Inf would be NaN.
+    # Scores multiplied by more than 1 may leave float32's range, where Inf - Inf would be NaN.
     in_double = abs(o.scale) > 1 and o.dtype.itemsize >= 4
     if in_double:
         scores = _scores(q, k, visible, poisoned).double() * o.scale
@@ -276,7 +277,7 @@ def _attend_block(
 
     probs, lse = _softmax(scores, o.sinks)
     lse = lse.to(statistics)
-    # A row that saw a NaN is NaN from end to end: its hidden keys must not take that into dV.
+    # A row that sees a NaN has NaN probabilities for all keys: hidden keys must not get them in dV.
     probs = torch.where(visible, probs, 0).to(o.dtype)
     kept = probs
     if o.dropout_mask is not None:
@@ -287,7 +288,7 @@ def _attend_block(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax and log-sum-exp of the last dimension, for which a row of -inf is no accident.
+    """Computes softmax and log-sum-exp of the last dimension, whose rows may be all -inf.
 
     The result does not depend on the maximum that is subtracted, so its gradient need not either.
     """
@@ -316,13 +317,13 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _is_captured(x: Tensor) -> bool:
-    """Whether what is computed with ``x`` goes into a CUDA graph, so that no value can be read."""
+    """Returns whether work on ``x`` goes into a CUDA graph capture, so no value can be read."""
     return x.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _poisoned_keys(k: Tensor, v: Tensor) -> Tensor | None:
-    """The columns with a NaN or Inf in any head of K or V, (n,) int64; None for the usual none, and
-    in a graph: of the probabilities none depends on a key that its row does not see."""
+    """Returns the keys with a NaN or Inf in any head of K or V, (n,) int64; None for no such key,
+    and while a graph is captured: probabilities never depend on a key that their row cannot see."""
     if _is_captured(k):
         return None
     finite = torch.isfinite(k.detach()).all(-1) & torch.isfinite(v.detach()).all(-1)
@@ -331,13 +332,13 @@ def _poisoned_keys(k: Tensor, v: Tensor) -> Tensor | None:
 
 
 def _what_is_seen(x: Tensor, key: Tensor, visible: Tensor, h: int) -> Tensor:
-    """One key (or value) as each query head and row sees it: 0 where hidden; (b, h, rows, d)."""
+    """Returns a key (or value) as each query head and row sees it, 0 if hidden: (b, h, rows, d)."""
     head = torch.arange(h, device=x.device) // (h // x.shape[1])
     return torch.where(visible[..., key, None], x[:, head, key][:, :, None], 0)
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor, poisoned: Tensor | None) -> Tensor:
-    """Q K^T: (b, h, rows, d) x (b, h_k, n, d) -> (b, h, rows, n)."""
+    """Computes Q K^T: (b, h, rows, d) x (b, h_k, n, d) -> (b, h, rows, n)."""
     b, h, rows, d = q.shape
     h_k, n = k.shape[1:3]
     clean = k if poisoned is None else k.index_fill(2, poisoned, 0)
@@ -351,7 +352,7 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor, poisoned: Tensor | None) -> T
 
 
 def _weighted_values(p: Tensor, v: Tensor, visible: Tensor, poisoned: Tensor | None) -> Tensor:
-    """P V: (b, h, rows, n) x (b, h_k, n, d) -> (b, h, rows, d)."""
+    """Computes P V: (b, h, rows, n) x (b, h_k, n, d) -> (b, h, rows, d)."""
     b, h, rows, n = p.shape
     h_k, d = v.shape[1], v.shape[3]
     clean = v if poisoned is None else v.index_fill(2, poisoned, 0)
@@ -364,8 +365,8 @@ def _weighted_values(p: Tensor, v: Tensor, visible: Tensor, poisoned: Tensor | N
 
 
 class _Product(torch.autograd.Function):
-    """``a @ b`` of equal batch dimensions, which autocast does not take to 16 bits, nor do the
-    products that are its derivatives, whether the forward or only they run under it.
+    """``a @ b`` of equal batch dimensions. Autocast computes neither it nor the products of its
+    derivatives in 16 bits, even if only the derivatives run under autocast.
     """
 
     generate_vmap_rule = True
@@ -373,7 +374,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(a, b):
         device = a.device.type
-        known = torch.amp.is_autocast_available(device)  # to meta tensors there is no autocast
+        known = torch.amp.is_autocast_available(device)  # meta tensors have no autocast
         with torch.autocast(device, enabled=False) if known else contextlib.nullcontext():
             return a @ b
 
@@ -465,7 +466,7 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def _expand(name: str, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """``x``, a tensor on q's device, as a view of shape (b, h, seqlen_q, seqlen_k)."""
+    """Returns ``x``, a tensor on q's device, as a view of shape (b, h, seqlen_q, seqlen_k)."""
     _check_device(name, x, q)
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     try:

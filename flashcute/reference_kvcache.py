@@ -33,7 +33,7 @@ class KVCacheOutput(NamedTuple):
         out: (b, seqlen_q, h, d), in the dtype computed in.
         lse: (b, h, seqlen_q), natural logarithm of the softmax's denominator.
         k_cache: The keys with the new ones, a new tensor; k_cache itself if nothing is appended.
-        v_cache: The values likewise.
+        v_cache: The values with the new ones, as k_cache.
     """
 
     out: Tensor
@@ -62,11 +62,11 @@ def attention_kvcache_ref(
     upcast: torch.dtype | None = None,
     **options: object,
 ) -> KVCacheOutput:
-    """Attention of CPU tensors to a cache, by definition; differentiable. Nothing is written to.
+    """Computes attention of CPU tensors to a cache, by definition; differentiable, not in place.
 
     Args:
-        q: (b, seqlen_q, h, d), as :func:`flashcute.flash_attn_with_kvcache` takes it, and so for
-            the arguments that follow.
+        q: (b, seqlen_q, h, d), as :func:`flashcute.flash_attn_with_kvcache` takes it and the
+            arguments that follow.
         k_cache: (batch_cache, seqlen_cache, h_k, d) or (num_pages, page_size, h_k, d).
         v_cache: As k_cache.
         k: (b, seqlen_new, h_k, d).
@@ -81,8 +81,8 @@ def attention_kvcache_ref(
         causal: As in :func:`attention_ref`.
         window_size: As in :func:`attention_ref`.
         alibi_slopes: (h,) or (b, h).
-        upcast: float32 or float64 to compute in, the rotation too, which is not rounded then; None
-            computes in the inputs' dtype.
+        upcast: float32 or float64 to compute in; then the rotation is computed in it, too, and not
+            rounded. None computes in the inputs' dtype.
         options: Other arguments of :func:`attention_ref`.
 
     Raises:
@@ -127,14 +127,14 @@ def attention_kvcache_ref(
 
 
 def rows(pages: Tensor, page_size: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """Page and row in it of the tokens ``start`` to ``end`` of a sequence with these pages."""
+    """Returns page and row in the page of tokens ``start`` to ``end`` of a sequence with pages."""
     token = torch.arange(start, end, device=pages.device)
     page_size = max(page_size, 1)  # a cache without room holds no token
     return pages[token // page_size].long(), token % page_size
 
 
 def new_rows(t: Tensors, slots: Slots) -> tuple[Tensor, Tensor]:
-    """Page and row in it of all new tokens, those of the first sequence first."""
+    """Returns page and row in the page of all new tokens, those of the first sequence first."""
     found = [
         rows(pages, t.k_cache.shape[1], end, end + t.n_new)
         for pages, end in zip(slots.pages, slots.ends, strict=True)
@@ -147,7 +147,7 @@ def new_rows(t: Tensors, slots: Slots) -> tuple[Tensor, Tensor]:
 def rotate(
     t: Tensors, lengths: list[int], *, is_local: bool, interleaved: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """q and the new keys, rotated by their positions."""
+    """Returns q and the new keys, rotated by their positions."""
     if t.rotary_cos is None:
         return t.q, t.k
     turned = []

@@ -6,8 +6,8 @@ functions keep only one tile of S at a time. The identity they rest on: for a ro
 
     m = max(m1, m2)        l = exp(m1 - m) l1 + exp(m2 - m) l2
 
-so that a softmax can be built up tile by tile, what came before being rescaled when the maximum
-grows.
+so that a softmax can be built up tile by tile: the results of earlier tiles are rescaled when the
+maximum grows.
 
 Numerics are those of a kernel on tensor cores: products of the inputs' dtype accumulated in
 float32, softmax in float32, P rounded to the inputs' dtype before P V. (float64 inputs: float64
@@ -68,7 +68,7 @@ def flash_attention_1(
     tile_m: int = 64,
     tile_n: int = 64,
 ) -> FlashAttention1Output:
-    """FlashAttention's order: K/V tiles outside, Q tiles inside, O normalised after every step.
+    """Runs FlashAttention's loops: K/V tiles outside, Q tiles inside, O normalised in every step.
 
     O, l and m live in global memory and are read and written once per pair of tiles, which is what
     FlashAttention-2 does away with.
@@ -126,7 +126,7 @@ def flash_attention_2(
     tile_m: int = 64,
     tile_n: int = 64,
 ) -> FlashAttention2Output:
-    """FlashAttention-2's order: Q tiles outside, K/V tiles inside, O divided once, at the end.
+    """Runs FlashAttention-2's loops: Q tiles outside, K/V tiles inside, O divided once at the end.
 
     A Q tile keeps its O, l and m in registers and writes O and L once. Key tiles that lie wholly in
     the future are never visited. Arguments and errors as in :func:`flash_attention_1`.
@@ -179,27 +179,27 @@ class _Problem:
         self.acc_dtype = torch.promote_types(q.dtype, torch.float32)
         self.scale = d**-0.5 if softmax_scale is None else softmax_scale
         self.causal = causal
-        self.kv_head = torch.arange(h, device=q.device) // (h // h_k)  # of each query head
+        self.kv_head = torch.arange(h, device=q.device) // (h // h_k)  # key head of each query head
         self.q, self.k, self.v = (x.transpose(1, 2) for x in (q, k, v))
         full = (b, h, self.seqlen_q, self.seqlen_k)
         self.mask = None if mask is None else mask.expand(full)
         self.dropout_mask = None if dropout_mask is None else dropout_mask.expand(full)
 
     def accumulators(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """O = 0, l = 0 and m = -inf for some rows."""
+        """Returns O = 0, l = 0 and m = -inf for some rows."""
         shape = (*self.q.shape[:2], rows.stop - rows.start)
         o = self.q.new_zeros((*shape, self.d_v), dtype=self.acc_dtype)
         row_sum = self.q.new_zeros(shape, dtype=self.acc_dtype)
         return o, row_sum, torch.full_like(row_sum, -torch.inf)
 
     def key_end(self, rows: slice) -> int:
-        """One past the last key that any of these rows can see."""
+        """Returns one past the last key that any of these rows can see."""
         if not self.causal:
             return self.seqlen_k
         return min(max(rows.stop + self.seqlen_k - self.seqlen_q, 0), self.seqlen_k)
 
     def scores(self, rows: slice, keys: slice) -> Tensor:
-        """S = scale * Q K^T of one tile, hidden keys at -inf."""
+        """Computes S = scale * Q K^T of one tile, hidden keys at -inf."""
         q = self.q[:, :, rows].to(self.acc_dtype)
         k = self.k[:, self.kv_head, keys].to(self.acc_dtype)
         s = self.scale * (q @ k.mT)
@@ -213,7 +213,7 @@ class _Problem:
         return s
 
     def weighted_values(self, p: Tensor, rows: slice, keys: slice) -> Tensor:
-        """P V of one tile. Dropout thins P here only: l counts what was dropped as well."""
+        """Computes P V of one tile. Only here dropout thins P: l also counts what was dropped."""
         if self.dropout_mask is not None:
             p = torch.where(self.dropout_mask[:, :, rows, keys], p / (1 - self.dropout_p), 0)
         v = self.v[:, self.kv_head, keys].to(self.acc_dtype)
@@ -221,12 +221,12 @@ class _Problem:
 
 
 def _tiles(length: int, tile: int) -> list[slice]:
-    """Slices of ``tile`` that cover ``length``; the last one may be shorter."""
+    """Returns slices of ``tile`` that cover ``length``; the last one may be shorter."""
     if tile < 1:
         raise ValueError(f"flash_attention: expected tiles >= 1, got {tile}; use e.g. 64")
     return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
 
 def _exp_difference(x: Tensor, maximum: Tensor) -> Tensor:
-    """exp(x - maximum) for x <= maximum, where -inf - -inf (nothing seen so far) counts as -inf."""
+    """Computes exp(x - maximum) for x <= maximum; -inf - -inf (no key seen) counts as -inf."""
     return torch.exp(x - torch.where(maximum == -torch.inf, 0, maximum))

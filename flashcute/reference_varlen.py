@@ -1,11 +1,12 @@
 """The reference for sequences of different lengths: a loop over :func:`attention_ref`.
 
 Tokens of all sequences stand one after the other, without padding: q is (total_q, h, d), k and v
-are (total_k, h_k, d). Sequence ``i`` is ``q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]``, and likewise
-for its keys; of these the first ``seqused_q[i]`` and ``seqused_k[i]`` where those are given. Each
-sequence is attention by itself, as :mod:`flashcute.reference` defines it: masks, windows and ALiBi
-are aligned to its own bottom-right corner. Rows that are in no sequence, or not used, have output
-0 and log-sum-exp -inf, with sinks too.
+are (total_k, h_k, d). Sequence ``i`` has the queries ``q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]`` and
+the keys ``k[cu_seqlens_k[i]:cu_seqlens_k[i + 1]]``; where seqused_q and seqused_k are given, only
+the first ``seqused_q[i]`` and ``seqused_k[i]`` of them. Attention of each sequence is computed
+alone, as :mod:`flashcute.reference` defines it: masks, windows and ALiBi are aligned to its own
+bottom-right corner. Rows that are in no sequence, or not used, have output 0 and log-sum-exp -inf,
+with sinks too.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ def attention_varlen_ref(
     return_probs: bool = False,
     **options: object,
 ) -> VarlenOutput:
-    """Attention of sequences of different lengths, by definition; differentiable.
+    """Computes attention of sequences of different lengths, by definition; differentiable.
 
     Args:
         q: (total_q, h, d), as :func:`attention_ref` takes it but for the batch.
         k: (total_k, h_k, d).
         v: (total_k, h_k, d_v).
         cu_seqlens_q: (b + 1,), int: where each sequence of queries starts, and the last one's end.
-        cu_seqlens_k: (b + 1,), int: the same for the keys.
+        cu_seqlens_k: (b + 1,), int: as cu_seqlens_q, for the keys.
         seqused_q: (b,), int: rows of each sequence that are computed; None for all.
         seqused_k: (b,), int: keys of each sequence that can be seen; None for all.
         alibi_slopes: (h,) or (b, h).
@@ -103,7 +104,7 @@ def attention_varlen_ref(
 def _sequences(
     side: str, x: Tensor, cu_seqlens: Tensor, seqused: Tensor | None
 ) -> tuple[list[int], list[int]]:
-    """First row and number of rows of each sequence."""
+    """Returns the first row and the number of rows of each sequence."""
     ends = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(ends)]
     used = lengths if seqused is None else seqused.tolist()

@@ -1,5 +1,5 @@
-"""What choosing or building a kernel raised, or torch's allocator, carried past the binding, which
-passes text on."""
+"""Carries exceptions past the binding, which passes only text on: those of choosing or building a
+kernel, and those of torch's allocator."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 _raised = threading.local()
 
-# Of fail_to_allocate() in flash_api_tensors.h.
+# The message of fail_to_allocate() in flash_api_tensors.h.
 _NO_MEMORY = re.compile(r"failed to allocate (\d+) bytes on (\S+)")
 
 
 def remember(exception: BaseException, text: str) -> None:
-    """Of this thread, until an operator fails.
+    """Remembers an exception, for this thread, until an operator fails.
 
     Args:
         exception: What was raised.
@@ -26,10 +26,10 @@ def remember(exception: BaseException, text: str) -> None:
 
 
 def raise_cause(error: RuntimeError) -> None:
-    """Raises what choosing or building the kernel raised, where that made an operator's error;
-    torch.OutOfMemoryError where memory was missing.
+    """Raises what choosing or building the kernel raised, if that is the cause of ``error``, or
+    torch.OutOfMemoryError, if memory was missing.
 
-    The text tells: an exception of an earlier call may be left where nobody asked for it.
+    The text decides about the cause, as an exception of an earlier call may still be remembered.
     """
     exception, text = _raised.__dict__.pop("last", (None, ""))
     if exception is not None and text in str(error):
@@ -41,11 +41,11 @@ def raise_cause(error: RuntimeError) -> None:
             torch.empty(int(missing[1]), dtype=torch.uint8, device=missing[2])
         except RuntimeError as own:
             raise own from None
-        raise torch.OutOfMemoryError(str(error)) from None  # somebody has freed memory since
+        raise torch.OutOfMemoryError(str(error)) from None  # memory is free again
 
 
 def call(op: Callable, *args):
-    """The operator's results; what :func:`raise_cause` knows of an error is raised instead."""
+    """Returns the operator's results; raises the cause of its error, if known, in its place."""
     try:
         return op(*args)
     except RuntimeError as error:

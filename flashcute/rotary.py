@@ -31,7 +31,7 @@ def apply_rotary_emb(
     *,
     conjugate: bool = False,
 ) -> Tensor:
-    """x with its first rotary_dim elements rotated by position; the others as they are.
+    """Returns x with its first rotary_dim elements rotated by position, and the others unchanged.
 
     Computed in float32, or in float64 for float64 inputs, and rounded once. Runs on every device
     and is differentiable, also with respect to the tables.
@@ -48,7 +48,7 @@ def apply_rotary_emb(
             (b,).
         cu_seqlens: int32 or int64 (b + 1,): where sequences that are packed into x start and end,
             as in :func:`flashcute.flash_attn_varlen_func`. Tokens of no sequence stay as they are.
-        max_seqlen: The longest sequence or more, which nothing depends on here.
+        max_seqlen: The longest sequence or more; it changes nothing here.
         conjugate: Rotate the other way, which undoes a rotation and is its gradient.
 
     Returns:
@@ -90,7 +90,7 @@ def apply_rotary_emb(
     else:
         seqlen_offsets = check_length(fn, "seqlen_offsets", seqlen_offsets)
     positions = _positions(x, b, seqlen_offsets, cu_seqlens)
-    # Values are read where nothing has to wait for them.
+    # Values are checked only where they can be read without waiting for a device.
     if x.is_cpu and not (is_traced(x) or torch._C._are_functorch_transforms_active()):
         if packed:
             check_starts(fn, "cu_seqlens", cu_seqlens.tolist(), x.shape[0], "x")
@@ -102,7 +102,7 @@ def apply_rotary_emb(
 def rotated(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, conjugate: bool = False
 ) -> Tensor:
-    """x (..., seqlen, heads, head_dim), rotated by cos and sin (..., seqlen, rotary_dim / 2)."""
+    """Rotates x (..., seqlen, heads, head_dim) by cos and sin (..., seqlen, rotary_dim / 2)."""
     n = cos.shape[-1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table.to(dtype).unsqueeze(-2) for table in (cos, -sin if conjugate else sin))
@@ -117,8 +117,8 @@ def rotated(
 
 
 def table_rows(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of both tables at ``positions``; those of no rotation at positions outside."""
-    if cos.shape[0] == 0:  # which has no row to take in place of one outside
+    """Returns both tables' rows at ``positions``; outside of the tables those of no rotation."""
+    if cos.shape[0] == 0:  # an empty table has no row to which positions could be clamped
         cos, sin = (torch.nn.functional.pad(table, (0, 0, 0, 1)) for table in (cos, sin))
         positions = torch.full_like(positions, -1)
     rows = positions.clamp(0, cos.shape[0] - 1)
@@ -134,7 +134,7 @@ def check_tables(
     sin,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """Two tables (seqlen_ro, rotary_dim / 2) for x (..., head_dim); ``names`` are of x and both."""
+    """Checks two tables (seqlen_ro, rotary_dim / 2) for x (..., head_dim); names of x, cos, sin."""
     x_name, *table_names = names
     d = x.shape[-1]
     for name, table in zip(table_names, (cos, sin), strict=True):
@@ -199,7 +199,7 @@ def _check_positions(fn: str, positions: Tensor, offsets: int | Tensor, cos: Ten
 
 
 def _positions(x: Tensor, b: int, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The position of each token, (b, seqlen) or (total,); -1 in no sequence."""
+    """Returns the position of each token, (b, seqlen) or (total,); -1 for one in no sequence."""
     token = torch.arange(x.shape[1 if cu_seqlens is None else 0], device=x.device)
     if not isinstance(offsets, Tensor):
         offsets = torch.full((b,), offsets, dtype=torch.int64, device=x.device)

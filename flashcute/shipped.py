@@ -1,8 +1,8 @@
 """Which kernels are prebuilt: those of dense calls of every head dimension, mask and dtype, and
 those that the commonest calls of public models use beside them.
 
-A kernel takes seconds to compile (docs/facts.md), so not every combination of options ships. What
-else is called is built when it is first used.
+A kernel takes seconds to compile (docs/facts.md), so not every combination of options ships. Any
+other kernel is built when it is first used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Call:
     """A call of a public model, in bfloat16: which kernel it uses depends on this alone.
 
     Attributes:
-        problem: Its shape and options.
+        problem: The call's shape and options.
         backward: Whether it is the backward of the call.
     """
 
@@ -34,7 +34,7 @@ class Call:
     backward: bool = False
 
     def config(self, capability: tuple[int, int], sms: int = 132) -> FwdConfig | BwdConfig:
-        """The kernel that it uses; arguments as in :func:`heuristics.choose_fwd`."""
+        """Returns the kernel that the call uses; arguments as in :func:`heuristics.choose_fwd`."""
         choose = choose_bwd if self.backward else choose_fwd
         return choose(self.problem, capability, sms)
 
@@ -49,8 +49,8 @@ def _dense(
     backward: bool = False,
     **options: bool,
 ) -> tuple[Call, ...]:
-    """A prefill or a training step of 16k tokens with each of some lengths; ``window``: keys that a
-    query sees under a causal mask, with itself, and 0 without a window."""
+    """Returns a prefill or training step of 16k tokens for each of ``lengths``. ``window`` is the
+    number of keys that a query sees under a causal mask, its own included; 0 for no window."""
     sides = (window - 1, 0) if window else None
     causal = causal and not window
     problems = (
@@ -63,7 +63,7 @@ def _dense(
 def _cache(
     h: int, h_k: int, d: int, *lengths: int, b: int = 64, page_size: int = 0, window: int = 0
 ) -> tuple[Call, ...]:
-    """Each number of new tokens, for sequences with room for 8,192 keys."""
+    """Returns a call for each number of new tokens in ``lengths``, with room for 8,192 keys."""
     sides = (window - 1, 0) if window else None
     of_cache = {"cache": True, "page_size": page_size, "num_splits": 0}
     problems = (
@@ -74,9 +74,9 @@ def _cache(
 
 
 _LONG = 512, 2048, 8192
-# Decoding; a step of decodes and few prompts, or of speculative tokens; chunks of prompts.
+# New tokens: decoding; a step of decodes and few prompts, or of speculative tokens; prompt chunks.
 _STEPS = 1, 16, 512
-_ALONE = 1, 64  # of one sequence: decoding, and a short prompt behind others
+_ALONE = 1, 64  # new tokens of a lone sequence: decoding, and a short prompt behind others
 
 CALLS: dict[str, tuple[Call, ...]] = {
     # Encoders and diffusion.
@@ -110,7 +110,7 @@ CALLS: dict[str, tuple[Call, ...]] = {
 
 
 def dense_configs(capability: tuple[int, int]) -> list[FwdConfig | BwdConfig]:
-    """The kernels of dense calls without options on one compute capability: forward, then
+    """Returns the kernels of dense calls without options on one compute capability: forward, then
     backward, by head dimension, dtype and mask."""
     return [
         config
@@ -123,16 +123,17 @@ def dense_configs(capability: tuple[int, int]) -> list[FwdConfig | BwdConfig]:
 
 
 def configs_of_calls(capability: tuple[int, int]) -> list[FwdConfig | BwdConfig]:
-    """What :data:`CALLS` use on one compute capability beside :func:`dense_configs`."""
+    """Returns what :data:`CALLS` use on a compute capability beyond :func:`dense_configs`."""
     dense = set(dense_configs(capability))
     found = {call.config(capability): None for calls in CALLS.values() for call in calls}
     return [config for config in found if config not in dense]
 
 
 def instantiations() -> dict[str, FwdConfig | BwdConfig]:
-    """The configurations that are committed as .cu files, by the file's stem: the configuration's
-    name, and the tile, then the stages where another one has that name already. Of the sm80 class
-    they are those of an H100 or H200 for dense calls, and those of an A100 for others."""
+    """Returns the configurations that are committed as .cu files, by the file's stem: the name of
+    the configuration, followed by the tile, and then the stages, where the stem is already taken.
+    In the sm80 class dense calls have those of an H100 or H200, and others also those of an A100.
+    """
     of_calls = configs_of_calls((9, 0)) + configs_of_calls((8, 0))
     found: dict[str, FwdConfig | BwdConfig] = {}
     for config in dict.fromkeys([*shipped_configs(), *shipped_bwd_configs(), *of_calls]):

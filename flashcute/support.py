@@ -47,7 +47,7 @@ def supports(
     k_cache: object = None,
     block_table: object = None,
 ) -> Support:
-    """Whether :func:`flashcute.flash_attn_func` would compute this, without touching a GPU.
+    """Returns whether :func:`flashcute.flash_attn_func` would compute this; touches no GPU.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``; an index is ignored, see ``capability``.
@@ -55,7 +55,7 @@ def supports(
         head_dim: Last dimension of q, k and v.
         num_heads: Query heads.
         num_heads_k: Key and value heads; None means ``num_heads``.
-        causal: As in :func:`flashcute.flash_attn_func`, and so for the arguments that follow.
+        causal: As in :func:`flashcute.flash_attn_func`, as are the arguments that follow.
         dropout_p: Probability.
         window_size: (left, right), -1 for unlimited.
         softcap: 0.0 for none.
@@ -80,7 +80,7 @@ def supports(
     reasons: list[str] = []
 
     def passes(check: Callable[..., object], *args: object) -> object:
-        """What ``check`` returns, or None after noting what it objects to."""
+        """Returns what ``check`` returns, or None after noting what it objects to."""
         try:
             return check("supports", *args)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -138,7 +138,7 @@ def supports(
     asked["window_size"] = window_size not in (None, (-1, -1)) and window_size
     wants_slopes = getattr(alibi_slopes, "requires_grad", False)
     asked["alibi_slopes with requires_grad"] = bool(asked["alibi_slopes"]) and wants_slopes
-    in_pages = bool(asked["block_table"]) and not asked["k_cache"]  # there with an error above
+    in_pages = bool(asked["block_table"]) and not asked["k_cache"]  # a cache has its reason above
     asked["block_table with requires_grad"] = in_pages and asked["requires_grad"]
     for feature in FEATURES:
         value = asked[feature.argument]
@@ -148,7 +148,7 @@ def supports(
 
 
 def _of_the_cache(k_cache: torch.Tensor, d: int | None, h_k: int | None, dtype) -> list[str]:
-    """Where a cache is none for these heads."""
+    """Returns the reasons why a cache is not for these heads."""
     *_, heads, head_dim = k_cache.shape
     properties = (
         ("head_dim", d, head_dim),
@@ -163,7 +163,7 @@ def _of_the_cache(k_cache: torch.Tensor, d: int | None, h_k: int | None, dtype) 
 
 
 def _beside_a_cache(asked: dict[str, object], dropout_p) -> list[str]:
-    """What flash_attn_with_kvcache has no argument for, or refuses."""
+    """Returns reasons for what flash_attn_with_kvcache has no argument for, or refuses."""
     reasons = [no_gradient("requires_grad=True")] if asked["requires_grad"] else []
     others = ("cu_seqlens", "deterministic", "return_attn_probs")
     for name, value in (("dropout_p", dropout_p), *((name, asked[name]) for name in others)):
@@ -176,7 +176,7 @@ def _beside_a_cache(asked: dict[str, object], dropout_p) -> list[str]:
 
 
 def _check_tensor(fn: str, name: str, tensor, h: int | None, dtype) -> None:
-    """What the calls ask of a tensor whatever q is; of h query heads where h is known."""
+    """Checks what the calls require of a tensor for any q, with h query heads if h is known."""
     checks.check_kind(fn, name, tensor)
     if name == "cu_seqlens":
         check_cu_seqlens(fn, name, tensor)
@@ -191,7 +191,7 @@ def _check_tensor(fn: str, name: str, tensor, h: int | None, dtype) -> None:
 
 
 def support_matrix() -> str:
-    """The Markdown table of README, generated from the same data as :func:`supports`."""
+    """Returns README's Markdown table, generated from the same data as :func:`supports`."""
 
     def names(dtypes: tuple[torch.dtype, ...]) -> str:
         return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

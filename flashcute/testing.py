@@ -12,29 +12,29 @@ the inputs' own dtype, whose error says what that dtype costs for just these inp
 
 and NaN, Inf, -inf and the zeros of fully masked rows have to be exactly where the truth has them.
 The maximum finds what is grossly wrong somewhere, the mean what is slightly wrong in many places.
-A quarter of an ulp is what rounding costs on average. The rounding error of this very ref would
-say the same for values anywhere between two neighbours, but nothing where every ref is
-representable, as with rows of V all alike, and there the baseline's error vanishes too. The same
-inputs are why the maximum is allowed an ulp where the 0.3 happens to leave nothing.
-Drift is the mean of (out - ref) sign(ref), growth of the output's magnitude: honest rounding
+A quarter of an ulp is what rounding costs on average. The rounding error of ref itself would say
+the same for values anywhere between two neighbours, but nothing where every ref is representable,
+as with rows of V all alike, where the baseline's error vanishes, too. Such inputs are also why the
+maximum is allowed an ulp where the term with 0.3 happens to be 0.
+Drift is the mean of (out - ref) sign(ref), growth of the output's magnitude: correct rounding
 averages out, truncation and rounding always to one side do not. Its sigma is the standard error
 over rows.
 
 The gradients of q, k and v have the bounds of max and mean above, each against autograd of the two
-references, the low one with D = rowsum(dO * O) of the rounded output, which is what a backward
-finds that keeps O and not P. They are exactly 0 for queries that see no key and keys that no query
-sees. The gradient of a sink is a sum over all rows in fp32, to which each row brings the rounding
-of its output and of its P. It is allowed four times the standard deviation of all that. Where no
-query sees more than one key, dS is 0 and both references are exact, so the gradients of q and k are
+references. The low one uses D = rowsum(dO * O) of the rounded output, as a backward does that keeps
+O and not P. Gradients are exactly 0 for queries that see no key and keys that no query sees. The
+gradient of a sink is a sum over all rows in fp32, to which each row adds the rounding of its output
+and of its P. It is allowed four times the standard deviation of this sum's error. Where no query
+sees more than one key, dS is 0 and both references are exact, so the gradients of q and k are
 allowed the fp32 rounding of dP - D.
 
-For inputs of 32 and 64 bits the low reference is as exact as the result, and in float64 as the
-truth. Their errors are the accumulated rounding of sums in one order or another, and those of both
-references may be the same. So the maximum is allowed (32 + sqrt(n)) eps times the largest magnitude
-of the reference more, with n the longer sequence: what is summed is up to sqrt(n) times as large as
-the sum where signs are random, and dP and D cancel. Correct results of 4 to 2,048 tokens were seen
-to need 22 eps, and a twentieth of it for the mean, which is allowed an eighth; the drift averages
-out and is allowed that over the root of the rows. Inputs of 16 bits are allowed nothing of this.
+For inputs of 32 bits the low reference is as exact as the result, for inputs of 64 bits also as the
+truth. The errors are the accumulated rounding of sums in one order or another, and may be equal in
+both references. So the maximum is allowed (32 + sqrt(n)) eps times the largest magnitude of the
+reference in addition, with n the longer sequence: terms are up to sqrt(n) times as large as their
+sum where signs are random, and dP and D cancel. Correct results of 4 to 2,048 tokens were seen to
+need 22 eps, and a twentieth of that for the mean. The mean is allowed an eighth of the addition;
+the drift, which averages out, that eighth over the root of the rows. 16-bit inputs have none of it.
 
 Works on any device: the references are computed where the tensors are.
 """
@@ -132,7 +132,7 @@ class Report:
 def check_forward(
     out: Tensor, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> Report:
-    """:func:`compare_forward`, but raises AssertionError with the report if a bound is broken."""
+    """Does :func:`compare_forward`; raises AssertionError with the report if a bound is broken."""
     report = compare_forward(out, lse, q, k, v, **options)
     if not report.ok:
         shapes = f"q={tuple(q.shape)} k={tuple(k.shape)} v={tuple(v.shape)} {q.dtype}"
@@ -155,14 +155,14 @@ def compare_forward(
     Args:
         out: (b, seqlen_q, h, d_v), in q's dtype.
         lse: (b, h, seqlen_q), natural logarithm; None where there is none to compare.
-        q: (b, seqlen_q, h, d), the inputs that gave ``out``; k and v likewise.
+        q: (b, seqlen_q, h, d), with k and v the inputs that gave ``out``.
         check_drift: Pass False for inputs with few distinct values, where every row rounds alike
             and nothing averages out.
         options: Of :func:`flashcute.reference.attention_ref`: softmax_scale, causal, window_size,
             ...
 
     Raises:
-        TypeError: what should be a tensor is none, or dtypes of out and q differ.
+        TypeError: what should be a tensor is not, or dtypes of out and q differ.
         ValueError: a shape is not as above.
     """
     check_result(out, lse, q, k, v)
@@ -170,7 +170,7 @@ def compare_forward(
     for cut in _pieces(q, k):
         with torch.no_grad():
             pieces.append(_measure(cut, out, lse, (q, k, v), options))
-    # The only synchronisation with the device, but for the reference's look for NaN and Inf.
+    # The only synchronisation with the device, except where the reference looks for NaN and Inf.
     stats = [_Stats(*row) for row in torch.stack(pieces).tolist()]
 
     n = max(out.numel(), 1)
@@ -199,7 +199,7 @@ class GradientReport:
     """What :func:`compare_backward` found of one gradient.
 
     Attributes:
-        max: The largest error; of the sinks' gradient at the head with the worst ratio.
+        max: The largest error; for the sinks' gradient that of the head with the worst ratio.
         mean: The mean absolute error; 0 for the sinks.
         misplaced: Elements that are NaN or Inf where the truth is finite or the other way round, or
             not 0 for a query that sees no key or a key that no query sees.
@@ -221,7 +221,7 @@ class GradientReport:
 def check_backward(
     gradients: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any
 ) -> dict[str, GradientReport]:
-    """:func:`compare_backward`, but raises AssertionError with the reports that are not ok."""
+    """Does :func:`compare_backward`; raises AssertionError with the reports that are not ok."""
     reports = compare_backward(gradients, q, k, v, dout, **options)
     options.pop("expected", None)
     raise_where_wrong(reports, q, k, v, options)
@@ -231,7 +231,7 @@ def check_backward(
 def raise_where_wrong(
     reports: Mapping[str, GradientReport], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> None:
-    """Raises AssertionError with the reports that are not ok."""
+    """Raises AssertionError with the reports that are not ok, if there are any."""
     wrong = [f"{name}: {report}" for name, report in reports.items() if not report.ok]
     if wrong:
         shapes = f"q={tuple(q.shape)} k={tuple(k.shape)} v={tuple(v.shape)} {q.dtype}"
@@ -243,10 +243,10 @@ class ExpectedGradients(NamedTuple):
     """What gradients are compared with.
 
     Attributes:
-        truth: By name, float64.
-        low: By name, of a backward in 16 bits.
-        out, lse: Of the forward in float64.
-        rounding: (b, h, seqlen_q), what D = rowsum(dO * O) is off by where O is rounded.
+        truth: Gradients by name, float64.
+        low: Gradients by name, of a backward in the inputs' dtype.
+        out, lse: Results of the forward in float64.
+        rounding: (b, h, seqlen_q), the error of D = rowsum(dO * O) where O is rounded.
     """
 
     truth: Mapping[str, Tensor]
@@ -272,17 +272,17 @@ def compare_backward(
     Args:
         gradients: ``"dq"``, ``"dk"``, ``"dv"`` in the shapes and dtype of q, k and v; with
             ``sinks`` among the options ``"dsinks"``, (h,) float32. Others are ignored.
-        q: (b, seqlen_q, h, d), the inputs of the forward; k and v likewise.
+        q: (b, seqlen_q, h, d), with k and v the inputs of the forward.
         dout: (b, seqlen_q, h, d_v), the gradient of the output.
-        dlse: (b, h, seqlen_q), float32, that of the log-sum-exp; zeros by default. Without effect
-            where the log-sum-exp is -inf.
+        dlse: (b, h, seqlen_q), float32, the gradient of the log-sum-exp; zeros by default. Without
+            effect where the log-sum-exp is -inf.
         expected: What :func:`expect_gradients` returned for the other arguments, which takes nearly
             all of the time; computed by default.
         options: Of :func:`flashcute.reference.attention_ref`: softmax_scale, causal, window_size,
             sinks, ...
 
     Raises:
-        TypeError: the gradients are no dict, or what should be a tensor is none.
+        TypeError: the gradients are no dict, or what should be a tensor is not.
         ValueError: a gradient is missing, or a shape, dtype or device is not as above.
     """
     check_gradients("check_backward", gradients, (q, k, v), dout, dlse, options.get("sinks"))
@@ -293,7 +293,7 @@ def compare_backward(
 
 
 def compare_sinks(got: Tensor, ref: Tensor, variance: Tensor) -> GradientReport:
-    """ref: (h,), and the variance of its rounding."""
+    """Measures the sinks' gradient against ``ref`` (h,), whose rounding has this variance."""
     error = (got.double() - ref).abs()
     allowed = 4 * variance.sqrt() + 1e-5 * ref.abs() + 1e-6
     worst = int((error / allowed).nan_to_num(math.inf).argmax())
@@ -307,10 +307,10 @@ def expect_gradients(
     dlse: Tensor | None,
     options: Mapping[str, Any],
 ) -> ExpectedGradients:
-    """The reference in float64 and in 16 bits; arguments as in :func:`compare_backward`."""
+    """Computes both references' gradients; arguments as in :func:`compare_backward`."""
     truth, out, lse = _gradients(*qkv, dout, dlse, options, torch.float64)
-    # A backward that keeps O instead of P reads it rounded: D = rowsum(dO * O) is then off by this,
-    # which has the effect of a gradient of the log-sum-exp.
+    # A backward that keeps O instead of P reads rounded O: D = rowsum(dO * O) then has this error,
+    # which acts as a gradient of the log-sum-exp.
     rounding = ((out.to(qkv[0].dtype).double() - out) * dout.double()).sum(-1).transpose(1, 2)
     given = -rounding if dlse is None else dlse - rounding  # (b, h, seqlen_q)
     low, *_ = _gradients(*qkv, dout, given, options, None)
@@ -325,7 +325,7 @@ def compare_qkv(
     options: dict[str, Any],
     expected: ExpectedGradients | None = None,
 ) -> tuple[dict[str, GradientReport], tuple[Tensor, Tensor] | None]:
-    """:func:`compare_backward` but for the sinks, of which it returns what compare_sinks takes."""
+    """Does :func:`compare_backward` but for sinks; for them returns what compare_sinks() takes."""
     q, k, v = qkv
     truth, low, out, lse, rounding = expected or expect_gradients(qkv, dout, dlse, options)
     visible = visible_keys(
@@ -370,8 +370,8 @@ def compare_qkv(
     share = torch.where(lse == -torch.inf, 0, share)
     elements = share.transpose(1, 2)[..., None] * dout.double() * out
     variance = torch.finfo(q.dtype).eps ** 2 / 12 * elements.square().sum((0, 1, 3))  # (h)
-    # Equal rows are rounded alike: their errors add up instead of averaging out. Of O these are
-    # known; those of P are as large in P V where V is random.
+    # Equal rows are rounded alike: their errors add up instead of averaging out. The errors of O
+    # are known; those of P are as large in P V where V is random.
     in_step = (share * rounding).sum((0, 2)).square() / 4  # (h)
     strides = zip(q.shape[:2], q.stride(), dout.stride(), strict=False)
     equal = math.prod(size for size, *both in strides if not any(both))
@@ -383,7 +383,7 @@ def compare_qkv(
 
 
 def _accumulation_noise(q: Tensor, k: Tensor) -> float:
-    """What accumulated rounding adds to the bound of a maximum, over the reference's largest."""
+    """Returns what accumulated rounding adds to a maximum's bound, relative to the largest ref."""
     eps = torch.finfo(q.dtype).eps if q.dtype.itemsize >= 4 else 0.0
     return (32 + math.sqrt(max(q.shape[1], k.shape[1]))) * eps
 
@@ -391,9 +391,9 @@ def _accumulation_noise(q: Tensor, k: Tensor) -> float:
 def _rounding_of_ds(
     name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
 ) -> float:
-    """What dP and D, sums over d, bring to dQ or dK where they should cancel; P <= 1."""
+    """Returns what dP and D, sums over d, add to dQ or dK where they should cancel; P <= 1."""
     scale = options.get("softmax_scale") or q.shape[3] ** -0.5
-    rows = q.shape[1] * q.shape[2] // k.shape[2] if name == "dk" else 1  # that are summed
+    rows = q.shape[1] * q.shape[2] // k.shape[2] if name == "dk" else 1  # summed rows
     dp = _max(dout.double().norm(dim=-1)) * _max(v.double().norm(dim=-1))
     other = _max((q if name == "dk" else k).double().abs())
     return 4 * torch.finfo(torch.float32).eps * float(dp * other) * scale * math.sqrt(rows)
@@ -408,7 +408,7 @@ def _gradients(
     options: Mapping[str, Any],
     upcast: torch.dtype | None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Autograd of the reference: gradients by name, output and log-sum-exp."""
+    """Returns gradients by name, by autograd of the reference, its output and log-sum-exp."""
     inputs = {f"d{name}": x.detach().clone() for name, x in (("q", q), ("k", k), ("v", v))}
     if options.get("sinks") is not None:
         inputs["dsinks"] = options["sinks"].detach().clone()
@@ -457,7 +457,7 @@ class _Cut(NamedTuple):
 
 
 def _pieces(q: Tensor, k: Tensor) -> Iterator[_Cut]:
-    """Pieces that bound the memory for float64 copies; one for all but huge tensors."""
+    """Yields pieces that bound the memory for float64 copies: only huge tensors have several."""
     b, seqlen_q, h, d = q.shape
     seqlen_k, h_k = k.shape[1:3]
     group = h // h_k
@@ -475,7 +475,7 @@ def _pieces(q: Tensor, k: Tensor) -> Iterator[_Cut]:
 
 
 def _cut_options(options: dict[str, Any], cut: _Cut) -> dict[str, Any]:
-    """The per-head and per-batch tensors among the options, as the piece needs them."""
+    """Returns the options with tensors per head or batch entry cut to the piece."""
     options = dict(options)
     slopes, sinks = options.get("alibi_slopes"), options.get("sinks")
     if slopes is not None:
@@ -494,7 +494,7 @@ def _cut_options(options: dict[str, Any], cut: _Cut) -> dict[str, Any]:
 
 
 def _spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance between neighbours of x in ``dtype``; 0 for 0, as masked rows are exact."""
+    """Returns the distance of neighbours of x in ``dtype``; 0 for 0, as masked rows are exact."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(x).exponent
     spacing = torch.ldexp(torch.full_like(x, info.eps), exponent - 1)
@@ -504,7 +504,7 @@ def _spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _measure(
     cut: _Cut, out: Tensor, lse: Tensor | None, qkv: tuple[Tensor, ...], options: dict[str, Any]
 ) -> Tensor:
-    """The statistics of one piece, (len(_Stats._fields),) float64."""
+    """Returns the statistics of one piece, (len(_Stats._fields),) float64."""
     q, k, v = (
         x[cut.batch, :, heads]
         for x, heads in zip(qkv, (cut.heads, cut.kv_heads, cut.kv_heads), strict=True)
@@ -547,7 +547,7 @@ def _measure(
 
 
 def _measure_lse(ref: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
-    """The log-sum-exp's part of the statistics."""
+    """Returns the log-sum-exp's part of the statistics."""
     if lse is None:
         names = ("lse_ratio", "lse_error", "lse_allowed", "lse_misplaced")
         return dict.fromkeys(names, ref.new_zeros(()))
@@ -576,13 +576,13 @@ def _argmax(x: Tensor) -> Tensor:
 
 
 def _independent_rows(q: Tensor) -> int:
-    """Rows of Q that round independently: an expanded dimension repeats its rows."""
+    """Counts rows of Q that round independently: an expanded dimension repeats its rows."""
     sizes = zip(q.shape[:3], q.stride()[:3], strict=True)
     return math.prod(1 if stride == 0 else size for size, stride in sizes)
 
 
 def _worst_index(cut: _Cut, location: int, out: Tensor) -> tuple[int, int, int, int]:
-    """The index into ``out`` of a flat index into a piece of it."""
+    """Returns the index into ``out`` of a flat index into a piece of it."""
     if out.numel() == 0:
         return (0, 0, 0, 0)
     heads = cut.heads.stop - cut.heads.start
@@ -593,7 +593,7 @@ def _worst_index(cut: _Cut, location: int, out: Tensor) -> tuple[int, int, int, 
 
 
 def _brief(options: dict[str, Any]) -> str:
-    """Options in a message: tensors by their shapes."""
+    """Returns the text of options for a message: tensors by their shapes."""
     parts = (
         f"{name}={tuple(x.shape) if isinstance(x, Tensor) else x}" for name, x in options.items()
     )

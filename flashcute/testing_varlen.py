@@ -28,9 +28,9 @@ def check_backward_varlen(
     dropout_mask: Tensor | None = None,
     **options: Any,
 ) -> None:
-    """:func:`flashcute.testing.check_backward` of each sequence; rows of no sequence have zeros.
+    """Does :func:`flashcute.testing.check_backward` for each sequence; other rows have to be 0.
 
-    A sequence may have a handful of elements: the rule of the mean holds for all of them together.
+    A sequence may have only a few elements, so the rule of the mean is for all sequences together.
 
     Args:
         gradients: ``"dq"`` (total_q, h, d), ``"dk"`` and ``"dv"`` (total_k, h_k, d), ``"dsinks"``.
@@ -82,7 +82,7 @@ def check_backward_varlen(
 
 
 def _mean(found: list[tuple[int, Bound]]) -> Bound:
-    """Of bounds on means, with the number of elements of each."""
+    """Returns the bound on the overall mean, from means' element counts and bounds."""
     n = max(sum(count for count, _ in found), 1)
     error, allowed = (
         sum(count * getattr(bound, side) for count, bound in found) / n
